@@ -1,10 +1,10 @@
 """`python -m benchmarks.policies`: one mixed workload under every scheduling policy, simulated.
 
 Three tenants (one sends half of all requests), two classes, 10 % of the prompts with 2,000 tokens,
-at a multiple of the rate that the machine can serve. The engine's own scheduler runs on a virtual
-clock; the step times are those of a 0.5B model on two cores (`--fit` takes others), so the table is
-the same on every machine. It also times the scheduler itself: microseconds per row with 256 running
-and 1,000 waiting sequences.
+at about the rate that the machine can serve (`--rate`). The engine's own scheduler runs on a
+virtual clock; the step times are assumed, in the order of a 0.5B model on two cores, so the table
+is the same on every machine. It also times the scheduler itself: microseconds per row with 256
+running and 1,000 waiting sequences.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from quickstep.core.scheduler import Scheduler
 from quickstep.sim.simulate import Arrival, ClockExecutor, Simulation, VirtualClock, simulate
 from quickstep.types import Request, RequestClass, SamplingParams
 
-# Seconds per step, token, row, KV token and pair: a 0.5B model in bf16 on two cores.
+# Assumed seconds per step, token, row, KV token and pair; about those of a 0.5B model on two cores.
 _COSTS = Coefficients(0.030, 0.004, 0.001, 2e-7, 2e-7, score_s=0.0)
 _TTFT_TARGET_S = 10.0
 _TPOT_TARGET_S = 0.4

@@ -1,7 +1,8 @@
 """`python -m benchmarks.storm [--seconds 20]`: the latency of a stream while attackers send load.
 
-One client reads streams, first without other load, then while another process repeats every attack
-of `storm_attacks`. Prints quantiles of the times between two chunks of a stream, and their ratio.
+One client reads streams, first without other load, then while another process, with another API
+key, repeats every attack of `storm_attacks`. The server shares the device fairly between keys.
+Prints quantiles of the times between two chunks of a stream, and their ratio.
 Exit code 1 if a stream was incomplete, an attack got status 500, or the 99th percentile under
 attack is more than three times the one without load.
 """
@@ -36,8 +37,11 @@ _BODY = {
     "seed": 1,
 }
 _GOAL = 3.0
-# The bundled model takes 3 ms per token without load; the engine's default target is 200 ms.
-_SERVER_FLAGS = "--inter-token-target-s 0.01"
+_HEALTHY = {"authorization": "Bearer healthy-client"}
+_ATTACKER = {"authorization": "Bearer attacking-client"}
+_KEYS = "--api-key healthy=healthy-client --api-key attacker=attacking-client"
+# The bundled model takes 2 ms per token without load; the engine's default target is 200 ms.
+_SERVER_FLAGS = "--scheduling-policy fair --inter-token-target-s 0.005"
 _TIMEOUT_S = 300.0
 
 
@@ -50,14 +54,14 @@ def main() -> int:
     parser.add_argument("--model", default="demo")
     parser.add_argument("--attack", metavar="URL", help=argparse.SUPPRESS)
     parser.add_argument("--only", nargs="+", choices=ATTACKS, default=list(ATTACKS))
-    text = "of the server; default: the step time that the engine is to keep, about the goal"
+    text = "of the server, in addition to two API keys (default: %(default)s)"
     parser.add_argument("--server-flags", default=_SERVER_FLAGS, metavar="FLAGS", help=text)
     args = parser.parse_args()
     if args.attack is not None:
         _yield_cores()
         asyncio.run(_attack(args.attack, args.seconds, args.only))
         return 0
-    server = ServerProcess([args.model, *shlex.split(args.server_flags)])
+    server = ServerProcess([args.model, *shlex.split(f"{_KEYS} {args.server_flags}")])
     server.start()
     try:
         return asyncio.run(_measure(server.url, args.seconds, args.only))
@@ -66,7 +70,7 @@ def main() -> int:
 
 
 async def _measure(url: str, seconds: float, names: list[str]) -> int:
-    async with httpx.AsyncClient(base_url=url, timeout=_TIMEOUT_S) as client:
+    async with httpx.AsyncClient(base_url=url, timeout=_TIMEOUT_S, headers=_HEALTHY) as client:
         await _stream(client)
         quiet = await _gaps(client, time.monotonic() + seconds)
         attacking = await asyncio.create_subprocess_exec(
@@ -121,7 +125,7 @@ async def _attack(url: str, seconds: float, names: list[str]) -> None:
         while time.monotonic() < until_s:
             counts.update((name, status) for status in await ATTACKS[name](client))
 
-    async with httpx.AsyncClient(base_url=url, timeout=_TIMEOUT_S) as client:
+    async with httpx.AsyncClient(base_url=url, timeout=_TIMEOUT_S, headers=_ATTACKER) as client:
         await asyncio.gather(*(repeat(client, name) for name in names))
     for (name, status), count in sorted(counts.items()):
         print(f"{name}: {count} x {status}", flush=True)

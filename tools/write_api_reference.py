@@ -44,10 +44,10 @@ def document() -> dict[str, Any]:
     sys.path[:0] = [str(ROOT / "src"), str(ROOT / "tests" / "serve")]
     from fake_engine import FakeEngine
 
-    from quickstep.server.app import api_routes
     from quickstep.server.generate.adapter import Served, output_formats
     from quickstep.server.metrics import Metrics
     from quickstep.server.options import ServerOptions
+    from quickstep.server.routes import api_routes
     from quickstep.server.schema.field_reference import SchemaFacts
     from quickstep.server.schema.openapi import openapi_document
 

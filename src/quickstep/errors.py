@@ -82,7 +82,7 @@ class FirstTokenTooLate(RequestError):
 
     def __init__(self, deadline_s: float, wait_s: float, first_token_s: float) -> None:
         super().__init__(
-            f"the first token cannot come within {deadline_s * 1e3:.0f} ms: the predicted wait is "
+            f"the first token cannot come within {deadline_s * 1e3:g} ms: the predicted wait is "
             f"{wait_s:.2f} s and its prompt takes {first_token_s:.2f} s; send the request again "
             "later or raise ttft_deadline_ms",
             param="ttft_deadline_ms",

@@ -63,7 +63,7 @@ class Activity(enum.Enum):
 
 
 class RequestClass(enum.Enum):
-    """What a request is for: somebody waits for it, or it may take as long as it needs."""
+    """What a request is for: a client waits for it, or it may take as long as it needs."""
 
     INTERACTIVE = "interactive"
     BATCH = "batch"

@@ -8,10 +8,10 @@ from msgspec.structs import replace
 from quickstep.config import PolicyName, SchedulerConfig
 from quickstep.core.cost_model import Coefficients, LinearCostModel, StepLoad
 from quickstep.core.policies import MixedPolicy, PrefillFirstPolicy, StepView, make_policy
-from quickstep.core.service_order import ArrivalOrder
+from quickstep.core.service_order import ServiceOrder
 from quickstep.types import Phase
 
-ORDER = ArrivalOrder()
+ORDER = ServiceOrder()
 COSTS = LinearCostModel(Coefficients(0.010, token_s=0.001, row_s=0.0, kv_token_s=0.0, pair_s=0.0))
 
 

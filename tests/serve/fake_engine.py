@@ -28,6 +28,7 @@ from quickstep.types import (
     FinishReason,
     Pooling,
     Request,
+    RequestClass,
     SamplingParams,
     SequenceTimings,
     TokenLogprobs,
@@ -130,6 +131,8 @@ class Submitted:
     pooling: Pooling | None = None
     request_id: str = field(default="", compare=False)
     endpoint: str = field(default="", compare=False)
+    request_class: RequestClass = RequestClass.INTERACTIVE
+    ttft_deadline_s: float | None = None
 
 
 class FakeStream:
@@ -344,6 +347,8 @@ class FakeEngine:
             pooling,
             request.request_id,
             request.endpoint,
+            request.request_class,
+            request.ttft_deadline_s,
         )
         self.submitted.append(item)
         stream = FakeStream(self, item, f"r{len(self.submitted)}")

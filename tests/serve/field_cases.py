@@ -32,7 +32,7 @@ from field_seen import (
 )
 
 from quickstep.server.openai import request_types as schemas
-from quickstep.types import Grammar
+from quickstep.types import Grammar, RequestClass
 
 SEARCH = {"name": "find_it", "description": "Finds it.", "parameters": ANY_OBJECT}
 TOOL = {"type": "function", "function": SEARCH}
@@ -101,6 +101,8 @@ SAMPLING: Cases = {
         dry_sequence_breakers=(["."], sampled("dry_sequence_breakers", (".",))),
         bad_words=(["x", "a b"], sampled("bad_words", ("x", "a b"))),
         timeout_s=(2.5, lambda seen: seen.submitted.deadline_s == 2.5),
+        ttft_deadline_ms=(500, lambda seen: seen.submitted.ttft_deadline_s == 0.5),
+        request_class=("batch", lambda seen: seen.submitted.request_class is RequestClass.BATCH),
         presence_penalty=(1.5, sampled("presence_penalty", 1.5)),
         frequency_penalty=(-1.5, sampled("frequency_penalty", -1.5)),
         repetition_penalty=(1.5, sampled("repetition_penalty", 1.5)),

@@ -15,7 +15,6 @@ import msgspec
 from fake_engine import FakeEngine
 
 from quickstep.server.anthropic.request_types import AssistantTurn, CountTokensRequest
-from quickstep.server.app import api_routes
 from quickstep.server.batches.request_types import BatchRequest, ExpiresAfter
 from quickstep.server.generate.adapter import Served, output_formats
 from quickstep.server.http.route import ApiRoute
@@ -29,6 +28,7 @@ from quickstep.server.responses.request_types import (
     ResponsesRequest,
     ResponsesStreamOptions,
 )
+from quickstep.server.routes import api_routes
 from quickstep.server.schema.field_classes import Refusal
 from quickstep.server.schema.field_reference import form_refusal, reference_of
 from quickstep.server.schema.openapi import branches, parts_of

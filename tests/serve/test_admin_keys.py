@@ -12,7 +12,7 @@ from starlette.responses import Response
 
 from quickstep.errors import ConfigError
 from quickstep.server.api_keys import ApiKeys
-from quickstep.server.app_parts import starlette_app
+from quickstep.server.app import starlette_app
 from quickstep.server.generate.adapter import Served, output_formats
 from quickstep.server.http.route import ApiRoute
 from quickstep.server.options import ServerOptions

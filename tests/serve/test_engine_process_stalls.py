@@ -149,7 +149,7 @@ def test_clients_of_a_stopped_engine_are_answered_and_then_served_again(tmp_path
         hurried = [asyncio.create_task(complete(client, timeout_s=0.1)) for _ in range(8)]
         for task in hurried:
             answer = (await task).json()
-            assert answer["choices"][0]["finish_reason"] == "length"
+            assert answer["choices"][0]["finish_reason"] == "timeout"
             assert answer["choices"][0]["stop_reason"] == "deadline"
         while (ready := await client.get("/ready")).status_code == 200:
             assert (await client.get("/health")).status_code in (200, 503)

@@ -55,6 +55,18 @@ def test_a_file_is_kept_listed_read_and_deleted(client: openai.OpenAI) -> None:
     assert gone.value.code == "file_not_found"
 
 
+def test_a_directory_of_files_that_cannot_be_used_ends_the_start(tmp_path: Path) -> None:
+    (tmp_path / "taken").write_text("")
+    options = ServerOptions(files=FileOptions(directory=tmp_path / "taken"))
+
+    async def run() -> None:
+        async with client_of(create_app(FakeEngine(), options)):
+            raise AssertionError("it started")
+
+    with pytest.raises(ConfigError, match="--files-dir"):
+        asyncio.run(run())
+
+
 def test_a_file_may_expire(client: openai.OpenAI) -> None:
     stored = client.files.create(
         file=LINES, purpose="batch", expires_after={"anchor": "created_at", "seconds": 3600}

@@ -196,7 +196,7 @@ def test_timeout_s_gives_what_there_is_and_says_why(server: LiveServer) -> None:
     fields = {"prompt": CODE, "ignore_eos": True, "max_tokens": 2000, "timeout_s": 0.05}
     for more in ({}, {"use_beam_search": True, "n": 2}):
         (choice, *_) = complete(server, **fields, **more)["choices"]
-        assert (choice["finish_reason"], choice["stop_reason"]) == ("length", "deadline")
+        assert (choice["finish_reason"], choice["stop_reason"]) == ("timeout", "deadline")
 
 
 def complete(server: LiveServer, **fields: Any) -> dict[str, Any]:

@@ -30,7 +30,6 @@ from quickstep.cli.flags.serve import (
 )
 from quickstep.cli.screen import loading_bar, print_memory
 from quickstep.config import EngineConfig
-from quickstep.deferred import defer
 
 if TYPE_CHECKING:
     from quickstep.engine.logs import LogSetup
@@ -41,9 +40,6 @@ __all__ = ["add_parser", "run"]
 
 _LOG = logging.getLogger("quickstep.cli")
 _MAX_WAITING = 16_384
-# Packages whose `__init__` imports what the server never uses: command lines, process supervisors,
-# web servers, ready-made tokenizers.
-_DEFERRED_PACKAGES = ("prometheus_client", "tokenizers", "uvicorn")
 
 
 def add_parser(subparsers: argparse._SubParsersAction[Parser]) -> None:
@@ -94,7 +90,6 @@ def run(args: argparse.Namespace) -> int:
     launched: Launched = args.launched  # `main` has launched it, and ends it
     log = log_setup(args)
     launched.send_opening(opening_frame(config, log))
-    defer(_DEFERRED_PACKAGES)
     _serve(args, config, log, launched)
     return 0
 

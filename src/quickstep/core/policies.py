@@ -30,7 +30,6 @@ import msgspec
 from quickstep.config import PolicyName, SchedulerConfig
 from quickstep.core.cost_model import CostModel, StepLoad
 from quickstep.core.service_order import (
-    ArrivalOrder,
     DeadlineOrder,
     FairOrder,
     LengthOrder,
@@ -106,7 +105,7 @@ class Policy(Protocol):
         """How long a step with the decode rows in `view` may take; infinite for no limit."""
 
     def may_admit(self, view: StepView) -> bool:
-        """Whether the head of the queue may enter the batch; asked before each admission."""
+        """Whether the head of the queue may enter the batch; called before each admission."""
 
     def admitted(self) -> None:
         """The head of the queue entered the batch."""
@@ -266,7 +265,7 @@ def make_policy(config: SchedulerConfig) -> Policy:
         case PolicyName.DECODE_FIRST:
             return DecodeFirstPolicy(PriorityOrder(aging_s), target_s, aging_s)
         case PolicyName.FCFS:
-            return MixedPolicy(ArrivalOrder(), target_s)
+            return MixedPolicy(ServiceOrder(), target_s)
         case PolicyName.PRIORITY:
             return MixedPolicy(PriorityOrder(aging_s, _SHORTEST_FIRST), target_s)
         case PolicyName.DEADLINE:
@@ -274,8 +273,8 @@ def make_policy(config: SchedulerConfig) -> Policy:
         case PolicyName.FAIR:
             return MixedPolicy(FairOrder(aging_s), target_s)
         case PolicyName.STATIC:
-            return BatchPolicy(ArrivalOrder(), config.max_num_seqs, timeout_s=0.0)
+            return BatchPolicy(ServiceOrder(), config.max_num_seqs, timeout_s=0.0)
         case PolicyName.DYNAMIC:
-            return BatchPolicy(ArrivalOrder(), config.max_num_seqs, config.batch_timeout_s)
+            return BatchPolicy(ServiceOrder(), config.max_num_seqs, config.batch_timeout_s)
         case PolicyName.LENGTH_GROUPED:
             return BatchPolicy(LengthOrder(), config.max_num_seqs, config.batch_timeout_s)

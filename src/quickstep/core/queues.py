@@ -85,7 +85,7 @@ class WaitingQueue:
         self.push(sequence)
 
     def relegate(self, sequence: Sequence) -> None:
-        """Put a queued sequence behind all others that are not paused."""
+        """Put a queued sequence after all others that are not paused."""
         self.remove(sequence)
         sequence.relegate()
         self.push(sequence)
@@ -354,7 +354,7 @@ class Due(enum.Enum):
 
 class Deadlines:
     """A heap of times at which something is due for live sequences; `relegates` if some are to be
-    put behind the others. Entries of finished sequences are removed now and then.
+    put after the others. Entries of finished sequences are removed now and then.
     """
 
     def __init__(self, relegates: bool = False) -> None:

@@ -4,7 +4,7 @@ A sequence gets its rank when it arrives, in seconds, lower first; it ages by it
 are compared with those of later arrivals. An order may also keep a queue for each tenant or length
 and choose between the queues each time, by what their sequences have received.
 
-    ArrivalOrder    arrival
+    ServiceOrder    arrival
     PriorityOrder   arrival + level * aging_s + shortest_first * predicted seconds
     DeadlineOrder   the deadline
     FairOrder       the tenant that has received the fewest device seconds for its weight
@@ -23,7 +23,6 @@ from quickstep.core.sequence import Rank, Sequence
 from quickstep.types import Request, RequestClass
 
 __all__ = [
-    "ArrivalOrder",
     "DeadlineOrder",
     "FairOrder",
     "LengthOrder",
@@ -47,9 +46,10 @@ def level_of(request: Request) -> int:
 
 
 class ServiceOrder:
-    """What every order has; the order itself is `rank`. One object belongs to one scheduler.
+    """First come, first served, without regard to priorities; other orders override what differs.
+    One object belongs to one scheduler.
 
-    `relegates`: a waiting sequence that cannot end in time any more is put behind the others.
+    `relegates`: a waiting sequence that cannot end in time any more is put after the others.
     """
 
     relegates = False
@@ -58,7 +58,7 @@ class ServiceOrder:
         """The rank of an arriving sequence, in seconds: lower is first. `service_s` is what it is
         predicted to take by itself.
         """
-        raise NotImplementedError
+        return arrival_s
 
     def may_preempt(self, waiting: Sequence, running: Sequence) -> bool:
         """Whether `running` may be preempted to admit `waiting`, which it otherwise ranks after."""
@@ -96,14 +96,6 @@ class ServiceOrder:
         """A sequence ended, from the batch or from a queue."""
 
 
-class ArrivalOrder(ServiceOrder):
-    """First come, first served; priorities have no effect."""
-
-    def rank(self, request: Request, arrival_s: float, service_s: float) -> float:
-        """The arrival."""
-        return arrival_s
-
-
 class PriorityOrder(ServiceOrder):
     """By priority and class, with age: one level for every `aging_s` seconds since the arrival.
 
@@ -135,18 +127,18 @@ class DeadlineOrder(PriorityOrder):
 
     If deadlines can be met by serving one sequence after the other, this order meets them all
     (Jackson 1955, for work that is there at the same time). Under overload it would serve what is
-    lost already: so a waiting sequence that has no slack left is put behind the others. Its slack
-    is the time to its deadline minus the predicted time to meet it.
+    lost already: so a waiting sequence that has no slack left is put after the others. Its slack is
+    the time to its deadline minus the predicted time to meet it. A level of priority moves the
+    deadline by `aging_s`.
     """
 
     relegates = True
 
     def rank(self, request: Request, arrival_s: float, service_s: float) -> float:
-        """The deadline."""
+        """The deadline, moved by the level."""
         limits = (request.ttft_deadline_s, request.timeout_s)
         limit_s = min((limit for limit in limits if limit is not None), default=_NO_DEADLINE_S)
-        late = max(0, level_of(request)) * self._aging_s
-        return arrival_s + limit_s + late
+        return arrival_s + limit_s + level_of(request) * self._aging_s
 
     def may_preempt(self, waiting: Sequence, running: Sequence) -> bool:
         """A paused one, and one without a deadline for one with an earlier deadline."""
@@ -223,13 +215,14 @@ class FairOrder(PriorityOrder):
     def added(self, sequence: Sequence) -> None:
         """Count it; a tenant that was idle begins with what the others have received at least."""
         name, weight = self.queue_of(sequence.request), sequence.request.tenant_weight
-        live = [tenant.virtual_s for tenant in self._tenants.values() if tenant.num_live]
-        self._floor_s = max(self._floor_s, min(live, default=self._floor_s))
         tenant = self._tenants.get(name)
+        if tenant is None or not tenant.num_live:
+            live = [one.virtual_s for one in self._tenants.values() if one.num_live]
+            self._floor_s = max(self._floor_s, min(live, default=self._floor_s))
         if tenant is None:
             self._forget_idle()
             tenant = self._tenants[name] = _Tenant(weight, self._floor_s)
-        if not tenant.num_live:
+        elif not tenant.num_live:
             tenant.virtual_s = max(tenant.virtual_s, self._floor_s)
         tenant.weight = weight
         tenant.num_live += 1
@@ -275,7 +268,7 @@ class FairOrder(PriorityOrder):
                 del self._tenants[name]
 
 
-class LengthOrder(ArrivalOrder):
+class LengthOrder(ServiceOrder):
     """Groups of prompts whose lengths differ by less than a factor of two.
 
     `group` is the one of the batch that is being filled; without one, the oldest request decides.

@@ -1,53 +1,42 @@
-"""The ASGI app of one engine with all its routes; the engine starts and stops with it.
+"""The ASGI app of one engine: routes, middleware, checks of bodies and error responses.
 
-`api_routes` lists the routes of every API. `lazy_app` serves the first requests before this module,
-which imports all of them, is loaded.
+The engine starts and stops with it.
 """
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator, Sequence
-from contextlib import asynccontextmanager
-from types import UnionType
+import asyncio
+import logging
+from collections.abc import AsyncIterator, Callable, Sequence
+from contextlib import AbstractAsyncContextManager, asynccontextmanager, suppress
 
-import msgspec
+from msgspec.structs import replace
 from starlette.applications import Starlette
-from starlette.requests import Request
-from starlette.responses import Response
+from starlette.exceptions import HTTPException
+from starlette.middleware import Middleware
 
-from quickstep.errors import RequestError
-from quickstep.server.anthropic.endpoint import CountTokens, Messages, with_checked_betas
-from quickstep.server.anthropic.request_types import CountTokensRequest, MessagesRequest
-from quickstep.server.anthropic.response_types import EVENTS as MESSAGES_EVENTS
-from quickstep.server.anthropic.response_types import MessageResponse, TokenCount
-from quickstep.server.app_parts import Lifespan, running_engine, starlette_app
+from quickstep.errors import EngineError, RequestError
 from quickstep.server.batches.endpoint import LocalBatches
-from quickstep.server.debug import Debug
 from quickstep.server.generate.adapter import Served
-from quickstep.server.generate.endpoint import GeneratingRoute
 from quickstep.server.generate.engine_interface import ServedEngine
-from quickstep.server.http.body import body_of
-from quickstep.server.http.errors import anthropic_shape
-from quickstep.server.http.route import ApiRoute
-from quickstep.server.llama_cpp.endpoint import llama_cpp_routes
-from quickstep.server.metrics import Metrics
-from quickstep.server.ollama.routes import ollama_routes
-from quickstep.server.openai.embeddings import Embeddings
-from quickstep.server.openai.request_types import EmbeddingRequest, decode
-from quickstep.server.openai.response_types import EmbeddingList
-from quickstep.server.openai.tokenize import Tokenizing
-from quickstep.server.options import ServerOptions
-from quickstep.server.responses.endpoint import Responses
-from quickstep.server.responses.request_types import InputItemsQuery, ResponsesRequest
-from quickstep.server.responses.response_types import EVENTS as RESPONSES_EVENTS
-from quickstep.server.responses.response_types import DeletedResponse, InputItems, ResponseObject
-from quickstep.server.responses.store import ResponseStore, StoredResponses
-from quickstep.server.schema.openapi import ApiDocument, ApiPages
-from quickstep.server.startup_routes import generating_routes, probe_routes
+from quickstep.server.http.errors import error_response
+from quickstep.server.http.middleware import AccessMiddleware, CrossOriginMiddleware
+from quickstep.server.http.route import ApiRoute, BodyRules, with_admin_check, with_checked_body
+from quickstep.server.metrics import Metrics, log_traffic
+from quickstep.server.options import CorsOptions, ServerOptions
+from quickstep.server.routes import api_routes
+from quickstep.server.usage.price_book import Price, PriceBook
+from quickstep.server.usage.recorder import UsageRecorder
 
-__all__ = ["api_routes", "complete_app", "create_app"]
+__all__ = ["create_app", "starlette_app"]
 
-_NOT_GIVEN = msgspec.Raw()
+_LOG = logging.getLogger("quickstep.server")
+_EXPOSED_HEADERS = (
+    *("x-request-id", "x-quickstep-ignored", "retry-after"),
+    *("x-ratelimit-limit-requests", "x-ratelimit-remaining-requests", "x-ratelimit-reset-requests"),
+    *("x-ratelimit-limit-tokens", "x-ratelimit-remaining-tokens", "x-ratelimit-reset-tokens"),
+)
+_Lifespan = Callable[[Starlette], AbstractAsyncContextManager[None]]
 
 
 def create_app(engine: ServedEngine, options: ServerOptions | None = None) -> Starlette:
@@ -60,169 +49,100 @@ def create_app(engine: ServedEngine, options: ServerOptions | None = None) -> St
     @asynccontextmanager
     async def lifespan(_: Starlette) -> AsyncIterator[None]:
         batches.start()
-        async with running_engine(served, metrics, options):
+        async with _running_engine(served, metrics, options):
             try:
                 yield
             finally:
                 await batches.stop()
 
-    return complete_app(served, metrics, options, batches, lifespan)
+    return starlette_app(api_routes(served, metrics, options, batches), options, served, lifespan)
 
 
-def complete_app(
-    served: Served,
-    metrics: Metrics,
+def starlette_app(
+    routes: Sequence[ApiRoute],
     options: ServerOptions,
-    batches: LocalBatches,
-    lifespan: Lifespan | None = None,
+    served: Served,
+    lifespan: _Lifespan | None = None,
 ) -> Starlette:
-    """An app with all routes. The caller starts and stops `batches`."""
-    routes = api_routes(served, metrics, options, batches)
-    return starlette_app(routes, options, served, lifespan)
+    """An app with these routes. Large bodies are checked in threads."""
+    rules = BodyRules.of(options)
+    app = Starlette(
+        routes=[
+            route
+            for api_route in routes
+            for route in replace(
+                api_route,
+                endpoint=with_admin_check(
+                    api_route, options.api_keys, with_checked_body(api_route, rules, served.lanes)
+                ),
+            ).starlette()
+        ],
+        middleware=[
+            *_cors(options.cors),
+            Middleware(AccessMiddleware, routes=routes, options=options, limiter=served.limiter),
+        ],
+        exception_handlers={
+            HTTPException: error_response,
+            RequestError: error_response,
+            EngineError: error_response,
+            Exception: error_response,
+        },
+        lifespan=lifespan,
+    )
+    app.router.redirect_slashes = False  # another path is another path: 404
+    return app
 
 
-def api_routes(
-    served: Served, metrics: Metrics, options: ServerOptions, batches: LocalBatches | None = None
-) -> list[ApiRoute]:
-    """Every route, in the order of the reference. The app starts and stops `batches`."""
-    batches = batches or LocalBatches(served, metrics, options)
-    generating = generating_routes(served, metrics)
-    embeddings = _embeddings(served, metrics)
-    routes = [
-        *generating,
-        embeddings,
-        _invocations([*generating, embeddings]),
-        *_responses(served, metrics, options),
-        *_anthropic(served, metrics),
-        *batches.routes(),
-        *Tokenizing(served).routes(),
-        *llama_cpp_routes(served, metrics),
-        *ollama_routes(served, metrics),
-        *probe_routes(served, metrics, options),
-        *Debug(served.engine).routes(),
-    ]
-    pages = ApiPages(routes, served)  # the document describes these two as well
-    routes += _pages(pages)
-    return routes
+@asynccontextmanager
+async def _running_engine(
+    served: Served, metrics: Metrics, options: ServerOptions
+) -> AsyncIterator[None]:
+    """Run the engine, record its usage and log its traffic inside this context."""
+    engine, recorder = served.engine, _recorder(served, options)
+    recorder.open()
+    engine.step_log.follow(recorder)
+    await engine.start()
+    logging_traffic = asyncio.create_task(log_traffic(engine, metrics))
+    try:
+        yield
+    finally:
+        logging_traffic.cancel()
+        with suppress(asyncio.CancelledError):
+            await logging_traffic
+        await engine.stop()
+        recorder.close()
+        if metrics.tracer is not None:
+            await asyncio.to_thread(metrics.tracer.close)
 
 
-def _embeddings(served: Served, metrics: Metrics) -> ApiRoute:
-    return ApiRoute(
-        "POST",
-        "/v1/embeddings",
-        Embeddings(served, metrics).answer,
-        "A vector for each input.",
-        request=EmbeddingRequest,
-        response=EmbeddingList,
-        aliases=("/embeddings",),
+def _recorder(served: Served, options: ServerOptions) -> UsageRecorder:
+    model, prices, ledger = served.names[0], served.price_book, None
+    if prices is not None and prices.price(model) == Price():
+        _LOG.warning("the price book has no price for %s: its requests cost nothing", model)
+    if options.usage.ledger is not None:
+        # few servers have a ledger, and SQLite takes time to import
+        from quickstep.server.usage.ledger import Ledger
+
+        ledger = Ledger(options.usage.ledger)
+    return UsageRecorder(
+        model,
+        prices or PriceBook(),
+        served.limiter,
+        has_keys=bool(options.api_keys),
+        ledger=ledger,
     )
 
 
-class _Shape(msgspec.Struct, frozen=True):
-    """The fields by which `/invocations` chooses a route."""
-
-    messages: msgspec.Raw = _NOT_GIVEN
-    prompt: msgspec.Raw = _NOT_GIVEN
-    input: msgspec.Raw = _NOT_GIVEN
-
-
-def _invocations(routes: Sequence[ApiRoute]) -> ApiRoute:
-    """SageMaker's one route, for the bodies of chat, completions and embeddings, in this order."""
-    fields = _Shape.__struct_fields__
-
-    async def answer(request: Request) -> Response:
-        body = body_of(request)
-        shape = decode(body, _Shape)
-        for name, route in zip(fields, routes, strict=True):
-            if bytes(getattr(shape, name)) not in (b"", b"null"):
-                return await route.endpoint(request)
-        raise RequestError(
-            "the body has none of messages (chat), prompt (completions) and input (embeddings)",
-            param=fields[0],
+def _cors(options: CorsOptions) -> list[Middleware]:
+    if not options.origins:
+        return []
+    return [
+        Middleware(
+            CrossOriginMiddleware,
+            allow_origins=options.origins,
+            allow_methods=options.methods,
+            allow_headers=options.headers,
+            allow_credentials=options.credentials,
+            expose_headers=_EXPOSED_HEADERS,
         )
-
-    responses: UnionType = routes[0].response
-    for route in routes[1:]:
-        responses = responses | route.response
-    return ApiRoute(
-        "POST",
-        "/invocations",
-        answer,
-        "Chat, completions or embeddings, as the body has messages, prompt or input.",
-        requests=tuple(route.request for route in routes if route.request is not None),
-        response=responses,
-        streams=True,
-        events=tuple(event for route in routes for event in route.events),
-    )
-
-
-def _responses(served: Served, metrics: Metrics, options: ServerOptions) -> list[ApiRoute]:
-    store = ResponseStore(options.stored_responses, options.stored_response_bytes)
-    stored = StoredResponses(store)
-    one = "/v1/responses/{response_id}"
-    return [
-        ApiRoute(
-            "POST",
-            "/v1/responses",
-            GeneratingRoute(Responses(store), served, metrics).answer,
-            "OpenAI's Responses API.",
-            request=ResponsesRequest,
-            response=ResponseObject,
-            streams=True,
-            events=RESPONSES_EVENTS,
-        ),
-        ApiRoute("GET", one, stored.retrieve, "A stored response.", response=ResponseObject),
-        ApiRoute("DELETE", one, stored.delete, "Forget a response.", response=DeletedResponse),
-        ApiRoute(
-            "GET",
-            f"{one}/input_items",
-            stored.input_items,
-            "What a stored response answers.",
-            response=InputItems,
-            query=InputItemsQuery,
-        ),
-    ]
-
-
-def _anthropic(served: Served, metrics: Metrics) -> list[ApiRoute]:
-    return [
-        ApiRoute(
-            "POST",
-            "/v1/messages",
-            with_checked_betas(
-                GeneratingRoute(Messages(), served, metrics).answer, served.field_rules
-            ),
-            "Anthropic's Messages API.",
-            request=MessagesRequest,
-            response=MessageResponse,
-            streams=True,
-            events=MESSAGES_EVENTS,
-            error_shape=anthropic_shape,
-        ),
-        ApiRoute(
-            "POST",
-            "/v1/messages/count_tokens",
-            with_checked_betas(CountTokens(served).answer, served.field_rules),
-            "How many tokens a message's input has.",
-            request=CountTokensRequest,
-            response=TokenCount,
-            error_shape=anthropic_shape,
-        ),
-    ]
-
-
-def _pages(pages: ApiPages) -> list[ApiRoute]:
-    return [
-        ApiRoute(
-            "GET", "/openapi.json", pages.document, "This API as OpenAPI 3.1.", None, ApiDocument
-        ),
-        # the page is the same for every client, so it needs no key; the document that it reads does
-        ApiRoute(
-            "GET",
-            "/docs",
-            pages.page,
-            "This API as a page.",
-            is_probe=True,
-            content_type="text/html",
-        ),
     ]

@@ -29,9 +29,9 @@ from uvicorn.server import Server
 from quickstep.engine.stats import EngineState
 from quickstep.errors import ConfigError, EngineError
 from quickstep.server.api_keys import ApiKeys
+from quickstep.server.app import create_app
 from quickstep.server.generate.engine_interface import ServedEngine
 from quickstep.server.http.protocol import bounded_protocol
-from quickstep.server.lazy_app import LazyApp
 from quickstep.server.options import ServerOptions, TlsOptions
 
 __all__ = ["DrainingServer", "bind", "check_tls", "serve", "server_for", "warn_without_keys"]
@@ -212,7 +212,7 @@ def server_for(engine: ServedEngine, options: ServerOptions) -> DrainingServer:
     """The configured server of an engine, not running."""
     tls = options.tls
     config = Config(
-        LazyApp(engine, options),
+        create_app(engine, options),
         loop="none",  # the caller's
         http=bounded_protocol(options.limits, options.connections),
         ws="none",

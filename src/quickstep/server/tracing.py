@@ -25,6 +25,9 @@ if TYPE_CHECKING:
 __all__ = ["RequestTracer", "check_tracing", "open_tracer"]
 
 _NS = 1_000_000_000
+# How long a batch is tried to be sent, and so how long a missing receiver delays the server's end.
+_EXPORT_S = 2.0
+_TIMEOUT_VARIABLES = ("OTEL_EXPORTER_OTLP_TIMEOUT", "OTEL_EXPORTER_OTLP_TRACES_TIMEOUT")
 
 
 def check_tracing(endpoint: str | None) -> None:
@@ -52,7 +55,9 @@ def open_tracer(endpoint: str | None) -> RequestTracer | None:
     check_tracing(endpoint)
     from opentelemetry.exporter.otlp.proto.http.trace_exporter import OTLPSpanExporter
 
-    return RequestTracer(OTLPSpanExporter(endpoint=endpoint))
+    is_set = any(name in os.environ for name in _TIMEOUT_VARIABLES)
+    timeout_s = None if is_set else _EXPORT_S
+    return RequestTracer(OTLPSpanExporter(endpoint=endpoint, timeout=timeout_s))
 
 
 class RequestTracer:

@@ -21,7 +21,6 @@ from collections.abc import Callable, Sequence
 from functools import partial
 from typing import TYPE_CHECKING
 
-from quickstep.deferred import defer
 from quickstep.errors import EngineError
 from quickstep.ops.torch_import import defer_parts_of_torch
 
@@ -38,8 +37,6 @@ _FIRST_BYTES = 64 * 1024  # more than the first message has
 # A thread that loads weights comes back for the interpreter's lock after each matrix; at Python's
 # own 5 ms it would wait longer for a thread that imports than it works.
 _SWITCH_S = 0.0002
-# The `__init__` of `tokenizers` imports its ready-made tokenizers; the other is docstrings.
-_NOT_NEEDED = ("tokenizers", "numpy._core._add_newdocs")
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -52,7 +49,6 @@ def main(argv: Sequence[str] | None = None) -> int:
     _die_with(int(arguments[1]))
     sys.setswitchinterval(_SWITCH_S)
     defer_parts_of_torch()  # which most models never import
-    defer(_NOT_NEEDED)
     return run(arguments, _opener(int(arguments[0])))
 
 

@@ -102,6 +102,7 @@ def _sampling(
     shared["repetition_penalty"] = fields.repeat_penalty
     shared["seed"] = None if fields.seed == -1 else fields.seed
     shared["n"] = fields.n_cmpl
+    shared["dry_sequence_breakers"] = fields.dry_sequence_breakers
     own: dict[str, Any] = {
         name: value for name in _OWN if (value := getattr(fields, name)) is not None
     }
@@ -133,11 +134,8 @@ def _max_tokens(fields: LlamaCompletionRequest, served: Served) -> dict[str, int
 
 
 def _dry(fields: LlamaCompletionRequest) -> dict[str, Any]:
-    """DRY's breakers and how far it looks back: -1 for the complete context, 0 for off."""
+    """How far DRY looks back: -1 for the complete context, 0 for off."""
     own: dict[str, Any] = {}
-    if fields.dry_sequence_breakers is not None:
-        bounded("dry_sequence_breakers", len(fields.dry_sequence_breakers), 64, "entries")
-        own["dry_sequence_breakers"] = tuple(fields.dry_sequence_breakers)
     if fields.dry_penalty_last_n == 0:
         own["dry_multiplier"] = 0.0
     elif fields.dry_penalty_last_n is not None:

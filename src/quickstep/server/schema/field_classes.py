@@ -204,6 +204,7 @@ def structs_of(declared: inspect.Type) -> Iterator[inspect.StructType]:
             return
 
 
+@cache
 def _fields(struct: type[msgspec.Struct]) -> tuple[inspect.Field, ...]:
     described = inspect.type_info(struct)
     assert isinstance(described, inspect.StructType), "only structs have fields"

@@ -18,6 +18,7 @@ from quickstep.sampling_params import PRESETS, sampling_fields
 from quickstep.server.anthropic import request_types as anthropic_schema
 from quickstep.server.api_keys import PriorityRange
 from quickstep.server.batches.request_types import BatchRequest
+from quickstep.server.debug import StepsQuery
 from quickstep.server.generate.tools import FUNCTION_NAME
 from quickstep.server.llama_cpp.request_types import LlamaCompletionRequest
 from quickstep.server.ollama import request_types as ollama
@@ -207,6 +208,7 @@ def _of_llama_cpp(limits: RequestLimits) -> Mapping[type, Mapping[str, Keywords]
             "n_predict": length,
             "max_tokens": length,
             "dry_penalty_last_n": {**_range("dry_range"), "minimum": -1},
+            "dry_sequence_breakers": _list_of_texts(limits.dry_breakers, limits.dry_breaker_chars),
             "prompt": {"minItems": 1},
             "stop": _texts(limits.stop, limits.stop_chars),
             "n_probs": _num_logprobs(limits),
@@ -247,6 +249,7 @@ def _of_others(facts: SchemaFacts) -> Mapping[type, Mapping[str, Keywords]]:
             "cache_salt": _label(limits),
         },
         BatchRequest: {"metadata": _metadata(limits)},
+        StepsQuery: {"last_s": {"minimum": 0}},
         ApplyTemplateRequest: {"messages": {"minItems": 1}},
         TokenizeRequest: {"messages": {"minItems": 1}},
         DetokenizeRequest: {"tokens": {"maxItems": limits.detokenized, "items": _token_id(facts)}},
@@ -299,6 +302,7 @@ def _of_sampling(facts: SchemaFacts) -> dict[str, Keywords]:
         "n": {**_range("n"), "maximum": limits.n},
         "preset": {"enum": list(PRESETS)},
         "timeout_s": {"exclusiveMinimum": 0},
+        "ttft_deadline_ms": {"exclusiveMinimum": 0},
         "priority": _priority(facts),
         "logit_bias": {
             "maxProperties": limits.logit_bias,

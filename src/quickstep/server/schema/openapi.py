@@ -18,7 +18,6 @@ from __future__ import annotations
 import re
 import typing
 from collections.abc import Collection, Iterator, Mapping, Sequence
-from importlib import resources
 from types import MappingProxyType, UnionType
 from typing import Any, Union, get_args, get_origin
 
@@ -392,6 +391,8 @@ class ApiPages:
 
     async def page(self, _: Request) -> Response:
         """The page that displays the document."""
+        from importlib import resources  # the start has no use for it
+
         file = resources.files("quickstep.server") / "pages" / "docs.html"
         return HTMLResponse(file.read_text(encoding="utf-8"))
 

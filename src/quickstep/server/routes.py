@@ -1,0 +1,274 @@
+"""Every route of the server, with the types of its request and response.
+
+`app` serves them, and the reference of the API is written from them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from types import UnionType
+
+import msgspec
+from starlette.requests import Request
+from starlette.responses import Response
+
+from quickstep.errors import RequestError
+from quickstep.server.anthropic.endpoint import CountTokens, Messages, with_checked_betas
+from quickstep.server.anthropic.request_types import CountTokensRequest, MessagesRequest
+from quickstep.server.anthropic.response_types import EVENTS as MESSAGES_EVENTS
+from quickstep.server.anthropic.response_types import MessageResponse, TokenCount
+from quickstep.server.batches.endpoint import LocalBatches
+from quickstep.server.debug import Debug
+from quickstep.server.generate.adapter import Served
+from quickstep.server.generate.endpoint import GeneratingRoute
+from quickstep.server.http.body import body_of
+from quickstep.server.http.errors import anthropic_shape
+from quickstep.server.http.route import ApiRoute
+from quickstep.server.llama_cpp.endpoint import llama_cpp_routes
+from quickstep.server.metrics import Metrics
+from quickstep.server.ollama.routes import ollama_routes
+from quickstep.server.openai.chat import Chat
+from quickstep.server.openai.completions import Completions
+from quickstep.server.openai.embeddings import Embeddings
+from quickstep.server.openai.request_types import (
+    ChatRequest,
+    CompletionRequest,
+    EmbeddingRequest,
+    decode,
+)
+from quickstep.server.openai.response_types import (
+    ChatCompletion,
+    ChatCompletionChunk,
+    Completion,
+    CompletionChunk,
+    EmbeddingList,
+    Model,
+    ModelList,
+)
+from quickstep.server.openai.tokenize import Tokenizing
+from quickstep.server.options import ServerOptions
+from quickstep.server.probes import Health, Pong, Probes, Readiness, Version
+from quickstep.server.responses.endpoint import Responses
+from quickstep.server.responses.request_types import InputItemsQuery, ResponsesRequest
+from quickstep.server.responses.response_types import EVENTS as RESPONSES_EVENTS
+from quickstep.server.responses.response_types import DeletedResponse, InputItems, ResponseObject
+from quickstep.server.responses.store import ResponseStore, StoredResponses
+from quickstep.server.schema.openapi import ApiDocument, ApiPages
+
+__all__ = ["api_routes"]
+
+_NOT_GIVEN = msgspec.Raw()
+
+
+def api_routes(
+    served: Served, metrics: Metrics, options: ServerOptions, batches: LocalBatches | None = None
+) -> list[ApiRoute]:
+    """Every route, in the order of the reference. The app starts and stops `batches`."""
+    batches = batches or LocalBatches(served, metrics, options)
+    generating, probes = _generating(served, metrics), Probes(served, metrics, options.stall_s)
+    embeddings = _embeddings(served, metrics)
+    routes = [
+        *generating,
+        embeddings,
+        _invocations([*generating, embeddings]),
+        *_responses(served, metrics, options),
+        *_anthropic(served, metrics),
+        *batches.routes(),
+        *Tokenizing(served).routes(),
+        *llama_cpp_routes(served, metrics),
+        *ollama_routes(served, metrics),
+        *_models(probes),
+        *_probes(probes),
+        *Debug(served.engine).routes(),
+    ]
+    pages = ApiPages(routes, served)  # the document describes these two as well
+    routes += _pages(pages)
+    return routes
+
+
+def _generating(served: Served, metrics: Metrics) -> list[ApiRoute]:
+    """Chat and completions."""
+    chat = GeneratingRoute(Chat(), served, metrics)
+    completions = GeneratingRoute(Completions(), served, metrics)
+    return [
+        ApiRoute(
+            "POST",
+            "/v1/chat/completions",
+            chat.answer,
+            "The assistant's next message.",
+            request=ChatRequest,
+            response=ChatCompletion,
+            streams=True,
+            events=(ChatCompletionChunk,),
+            aliases=("/chat/completions",),
+        ),
+        ApiRoute(
+            "POST",
+            "/v1/completions",
+            completions.answer,
+            "Text that continues a prompt.",
+            request=CompletionRequest,
+            response=Completion,
+            streams=True,
+            events=(CompletionChunk,),
+            aliases=("/completions",),
+        ),
+    ]
+
+
+def _embeddings(served: Served, metrics: Metrics) -> ApiRoute:
+    return ApiRoute(
+        "POST",
+        "/v1/embeddings",
+        Embeddings(served, metrics).answer,
+        "A vector for each input.",
+        request=EmbeddingRequest,
+        response=EmbeddingList,
+        aliases=("/embeddings",),
+    )
+
+
+class _Shape(msgspec.Struct, frozen=True):
+    """The fields by which `/invocations` chooses a route."""
+
+    messages: msgspec.Raw = _NOT_GIVEN
+    prompt: msgspec.Raw = _NOT_GIVEN
+    input: msgspec.Raw = _NOT_GIVEN
+
+
+def _invocations(routes: Sequence[ApiRoute]) -> ApiRoute:
+    """SageMaker's one route, for the bodies of chat, completions and embeddings, in this order."""
+    fields = _Shape.__struct_fields__
+
+    async def answer(request: Request) -> Response:
+        body = body_of(request)
+        shape = decode(body, _Shape)
+        for name, route in zip(fields, routes, strict=True):
+            if bytes(getattr(shape, name)) not in (b"", b"null"):
+                return await route.endpoint(request)
+        raise RequestError(
+            "the body has none of messages (chat), prompt (completions) and input (embeddings)",
+            param=fields[0],
+        )
+
+    responses: UnionType = routes[0].response
+    for route in routes[1:]:
+        responses = responses | route.response
+    return ApiRoute(
+        "POST",
+        "/invocations",
+        answer,
+        "Chat, completions or embeddings, as the body has messages, prompt or input.",
+        requests=tuple(route.request for route in routes if route.request is not None),
+        response=responses,
+        streams=True,
+        events=tuple(event for route in routes for event in route.events),
+    )
+
+
+def _responses(served: Served, metrics: Metrics, options: ServerOptions) -> list[ApiRoute]:
+    store = ResponseStore(options.stored_responses, options.stored_response_bytes)
+    stored = StoredResponses(store)
+    one = "/v1/responses/{response_id}"
+    return [
+        ApiRoute(
+            "POST",
+            "/v1/responses",
+            GeneratingRoute(Responses(store), served, metrics).answer,
+            "OpenAI's Responses API.",
+            request=ResponsesRequest,
+            response=ResponseObject,
+            streams=True,
+            events=RESPONSES_EVENTS,
+        ),
+        ApiRoute("GET", one, stored.retrieve, "A stored response.", response=ResponseObject),
+        ApiRoute("DELETE", one, stored.delete, "Forget a response.", response=DeletedResponse),
+        ApiRoute(
+            "GET",
+            f"{one}/input_items",
+            stored.input_items,
+            "What a stored response answers.",
+            response=InputItems,
+            query=InputItemsQuery,
+        ),
+    ]
+
+
+def _anthropic(served: Served, metrics: Metrics) -> list[ApiRoute]:
+    return [
+        ApiRoute(
+            "POST",
+            "/v1/messages",
+            with_checked_betas(
+                GeneratingRoute(Messages(), served, metrics).answer, served.field_rules
+            ),
+            "Anthropic's Messages API.",
+            request=MessagesRequest,
+            response=MessageResponse,
+            streams=True,
+            events=MESSAGES_EVENTS,
+            error_shape=anthropic_shape,
+        ),
+        ApiRoute(
+            "POST",
+            "/v1/messages/count_tokens",
+            with_checked_betas(CountTokens(served).answer, served.field_rules),
+            "How many tokens a message's input has.",
+            request=CountTokensRequest,
+            response=TokenCount,
+            error_shape=anthropic_shape,
+        ),
+    ]
+
+
+def _models(probes: Probes) -> list[ApiRoute]:
+    return [
+        ApiRoute(
+            "GET",
+            "/v1/models",
+            probes.models,
+            "All names that are served.",
+            None,
+            ModelList,
+            aliases=("/models",),
+        ),
+        ApiRoute("GET", "/v1/models/{model:path}", probes.model, "One served name.", None, Model),
+    ]
+
+
+def _probes(probes: Probes) -> list[ApiRoute]:
+    return [
+        ApiRoute(
+            "GET", "/health", probes.health, "Whether steps finish.", None, Health, is_probe=True
+        ),
+        ApiRoute(
+            "GET",
+            "/ready",
+            probes.ready,
+            "Whether requests are welcome.",
+            None,
+            Readiness,
+            is_probe=True,
+        ),
+        ApiRoute("GET", "/metrics", probes.metrics, "Prometheus text."),
+        ApiRoute("GET", "/version", probes.version, "The version of Quickstep.", None, Version),
+        ApiRoute("GET", "/ping", probes.ping, "The process answers.", None, Pong, is_probe=True),
+        ApiRoute("POST", "/ping", probes.ping, "The process answers.", None, Pong, is_probe=True),
+    ]
+
+
+def _pages(pages: ApiPages) -> list[ApiRoute]:
+    return [
+        ApiRoute(
+            "GET", "/openapi.json", pages.document, "This API as OpenAPI 3.1.", None, ApiDocument
+        ),
+        # the page is the same for every client, so it needs no key; the document that it reads does
+        ApiRoute(
+            "GET",
+            "/docs",
+            pages.page,
+            "This API as a page.",
+            is_probe=True,
+            content_type="text/html",
+        ),
+    ]
