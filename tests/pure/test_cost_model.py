@@ -11,6 +11,7 @@ from hypothesis import strategies as st
 from msgspec.structs import astuple, replace
 
 from quickstep.core.cost_model import Coefficients, LinearCostModel, Prediction, StepLoad
+from quickstep.sampling_params import Grammar
 from quickstep.types import Phase, SamplingParams, StepRow
 
 TRUE = Coefficients(8e-3, token_s=2e-5, row_s=1.5e-4, kv_token_s=2e-8, pair_s=1e-8)
@@ -169,7 +170,7 @@ def test_a_scored_position_costs_by_the_vocabulary_before_one_was_seen() -> None
     assert extra[1] == pytest.approx(200 * extra[0])
 
 
-@pytest.mark.parametrize("unit", ["num_emitting", "num_grammar_rows", "num_listed_rows"])
+@pytest.mark.parametrize("unit", ["num_logits_rows", "num_grammar_rows", "num_logprobs_rows"])
 def test_it_learns_what_a_row_costs_by_what_it_samples(unit: str) -> None:
     rng, model = Random(11), LinearCostModel()
     machine = Coefficients(8e-3, 2e-5, 1.5e-4, 2e-8, 1e-8, 0.0, 0.0, 0.0, 0.0)
@@ -217,13 +218,22 @@ def test_a_prediction_outside_of_what_was_measured_is_marked() -> None:
 
 def test_the_load_of_a_row_says_what_is_done_with_its_logits() -> None:
     row = StepRow(0, 10, 1, (5,), (), Phase.DECODE, emits=True, output_position=0)
-    plain = StepLoad.of_span(10, 1, num_emitting=1)
+    plain = StepLoad.of_span(10, 1, num_logits_rows=1)
     assert StepLoad.of_row(row) == StepLoad.of_row(row, SamplingParams()) == plain
     lists = StepLoad.of_row(row, SamplingParams(logprobs=4))
-    assert lists == replace(plain, num_listed_rows=1)
+    assert lists == replace(plain, num_logprobs_rows=1)
     inner = replace(row, emits=False)
     assert StepLoad.of_row(inner, SamplingParams(logprobs=4)) == StepLoad.of_span(10, 1)
     assert StepLoad.of_row(replace(row, adapter="a")) == replace(plain, num_adapter_rows=1)
+
+
+def test_a_draft_is_a_token_with_logits_and_a_mask_of_its_own() -> None:
+    row = StepRow(0, 10, 4, (5, 6, 7, 8), (), Phase.DECODE, True, 0, num_drafts=3)
+    span = StepLoad.of_span(10, 4, num_logits_rows=4)
+    assert StepLoad.of_row(row) == span
+    grammar = Grammar("regex", "a")
+    restricted = StepLoad.of_row(row, SamplingParams(grammar=grammar, logprobs=0))
+    assert restricted == replace(span, num_grammar_rows=4, num_logprobs_rows=4)
 
 
 @settings(max_examples=100, deadline=None)

@@ -152,7 +152,7 @@ def with_unloaded(timings: SequenceTimings, cost_model: CostModel, chunk: int) -
     prefill_s += num_more_steps * cost_model.seconds(StepLoad())
     middle = timings.num_prompt_tokens + num_outputs // 2
     decode_s = max(0, num_outputs - 1) * cost_model.seconds(
-        StepLoad.of_span(middle, 1, num_emitting=1)
+        StepLoad.of_span(middle, 1, num_logits_rows=1)
     )
     return replace(timings, unloaded_prefill_s=prefill_s, unloaded_decode_s=decode_s)
 

@@ -21,6 +21,7 @@ __all__ = ["Coefficients", "CostModel", "LinearCostModel", "Prediction", "StepLo
 _STIFFNESS = 1e-3
 _MIN_SECONDS = 1e-9
 _MAX_SECONDS = 1e5
+_USUAL_VOCABULARY = 50_000
 _LOGIT_S = 1e-9  # to compute a logit, and its part of the log-probability or of the sampling
 
 # How fast the pace follows a step, and how much a single step may change it. Replayed on steps of a
@@ -38,7 +39,8 @@ class StepLoad(msgspec.Struct, frozen=True):
     """What the cost of a step depends on. The sum of the loads of its rows.
 
     A decode row has as many KV tokens as pairs; in a chunk of prefill the pairs grow with its
-    tokens times the context before it. Speculative drafts are tokens of their row.
+    tokens times the context before it. A row with speculative drafts has tokens, logits rows and
+    masks for the drafts as well.
 
     Attributes:
         num_tokens: Tokens to compute.
@@ -46,9 +48,10 @@ class StepLoad(msgspec.Struct, frozen=True):
         num_kv_tokens: KV tokens that the attention reads.
         num_pairs: Pairs of a token and a position that it attends to.
         num_scored: Positions whose logits score the prompt.
-        num_emitting: Rows that sample a token: its logits cost by the size of the vocabulary.
-        num_grammar_rows: Rows among these whose tokens a grammar restricts: a mask for each.
-        num_listed_rows: Rows among these that list log-probabilities, as every beam does.
+        num_logits_rows: Positions whose logits are sampled from: one per row that emits a token,
+            and one per draft. They cost by the size of the vocabulary.
+        num_grammar_rows: Logits rows that a grammar restricts: a mask for each.
+        num_logprobs_rows: Logits rows that list log-probabilities, as those of every beam.
         num_adapter_rows: Rows that use an adapter.
     """
 
@@ -57,33 +60,33 @@ class StepLoad(msgspec.Struct, frozen=True):
     num_kv_tokens: int = 0
     num_pairs: int = 0
     num_scored: int = 0
-    num_emitting: int = 0
+    num_logits_rows: int = 0
     num_grammar_rows: int = 0
-    num_listed_rows: int = 0
+    num_logprobs_rows: int = 0
     num_adapter_rows: int = 0
 
     @staticmethod
     def of_span(
-        start: int, num_tokens: int, num_scored: int = 0, num_emitting: int = 0
+        start: int, num_tokens: int, num_scored: int = 0, num_logits_rows: int = 0
     ) -> StepLoad:
         """The load of a row with `num_tokens` tokens from position `start` on."""
         num_pairs = num_tokens * start + num_tokens * (num_tokens + 1) // 2
-        return StepLoad(num_tokens, 1, start + num_tokens, num_pairs, num_scored, num_emitting)
+        return StepLoad(num_tokens, 1, start + num_tokens, num_pairs, num_scored, num_logits_rows)
 
     @staticmethod
     def of_row(row: StepRow, sampling: SamplingParams | None = None) -> StepLoad:
         """The load of one row; without its `sampling`, a plain one."""
         num_tokens = row.num_tokens
-        request = sampling if row.emits else None
+        num_logits = 1 + row.num_drafts if row.emits else 0
         return StepLoad(
             num_tokens,
             1,
             row.start + num_tokens,
             num_tokens * row.start + num_tokens * (num_tokens + 1) // 2,
             row.num_scored,
-            int(row.emits),
-            int(request is not None and request.grammar is not None),
-            int(request is not None and request.logprobs is not None),
+            num_logits,
+            num_logits if sampling is not None and sampling.grammar is not None else 0,
+            num_logits if sampling is not None and sampling.logprobs is not None else 0,
             int(row.adapter != ""),
         )
 
@@ -116,27 +119,35 @@ class CostModel(Protocol):
 
 
 class Coefficients(msgspec.Struct, frozen=True):
-    """Seconds per step, then per unit of each field of `StepLoad`, in its order.
+    """Seconds per step, then per unit of each field of `StepLoad`, in its order."""
 
-    The defaults are those of a small model on a CPU with a vocabulary of 50,000.
-    """
-
-    step_s: float = 2e-3
-    token_s: float = 1e-4
-    row_s: float = 5e-5
-    kv_token_s: float = 5e-8
-    pair_s: float = 5e-8
-    score_s: float = 50_000 * _LOGIT_S
-    emit_s: float = 50_000 * _LOGIT_S
-    grammar_row_s: float = 2e-5
-    listed_row_s: float = 50_000 * _LOGIT_S
-    adapter_row_s: float = 2e-5
+    step_s: float = 0.0
+    token_s: float = 0.0
+    row_s: float = 0.0
+    kv_token_s: float = 0.0
+    pair_s: float = 0.0
+    score_s: float = 0.0
+    logits_row_s: float = 0.0
+    grammar_row_s: float = 0.0
+    logprobs_row_s: float = 0.0
+    adapter_row_s: float = 0.0
 
     @staticmethod
     def of_vocabulary(size: int) -> Coefficients:
-        """The defaults for a model with a vocabulary of this size."""
+        """Start values: a small model on a CPU, with a vocabulary of this size."""
         logits_s = size * _LOGIT_S
-        return Coefficients(score_s=logits_s, emit_s=logits_s, listed_row_s=logits_s)
+        return Coefficients(
+            step_s=2e-3,
+            token_s=1e-4,
+            row_s=5e-5,
+            kv_token_s=5e-8,
+            pair_s=5e-8,
+            score_s=logits_s,
+            logits_row_s=logits_s,
+            grammar_row_s=2e-5,
+            logprobs_row_s=logits_s,
+            adapter_row_s=2e-5,
+        )
 
 
 class LinearCostModel:
@@ -153,7 +164,9 @@ class LinearCostModel:
     """
 
     def __init__(self, start: Coefficients | None = None, forgetting: float = 0.99) -> None:
-        self._weights: list[float] = list(astuple(start or Coefficients()))
+        self._weights: list[float] = list(
+            astuple(start or Coefficients.of_vocabulary(_USUAL_VOCABULARY))
+        )
         self._pulls = [_pull(weight) for weight in self._weights]
         self._is_scaled = False
         self._pace = 1.0

@@ -214,7 +214,7 @@ class Scheduler:
         first_token_s = self._cost_model.seconds(StepLoad.of_span(0, num_prompt))
         num_outputs = self._expected_outputs(request)
         middle = num_prompt + num_outputs // 2
-        decode_s = self._cost_model.seconds(StepLoad.of_span(middle, 1, num_emitting=1))
+        decode_s = self._cost_model.seconds(StepLoad.of_span(middle, 1, num_logits_rows=1))
         return first_token_s + max(0, num_outputs - 1) * decode_s, first_token_s
 
     def _expected_outputs(self, request: Request) -> int:
@@ -318,7 +318,7 @@ class Scheduler:
         for sequence in sorted(sequences, key=_last_step_id)[:budget]:
             if draft.limit_s is not None and self._can_decode(sequence):
                 start = sequence.resident.planned
-                load = draft.decode_load + StepLoad.of_span(start, 1, num_emitting=1)
+                load = draft.decode_load + StepLoad.of_span(start, 1, num_logits_rows=1)
                 if self._cost_model.seconds(load) > draft.limit_s:
                     return
             self._place_decode(draft, sequence, now)
