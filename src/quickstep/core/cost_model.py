@@ -7,8 +7,11 @@ predictions.
 
 from __future__ import annotations
 
+import math
+from collections.abc import Mapping
 from operator import add, mul
 from statistics import median
+from types import MappingProxyType
 from typing import Protocol
 
 import msgspec
@@ -16,7 +19,14 @@ from msgspec.structs import astuple
 
 from quickstep.types import SamplingParams, StepPlan, StepRow
 
-__all__ = ["Coefficients", "CostModel", "LinearCostModel", "Prediction", "StepLoad"]
+__all__ = [
+    "Coefficients",
+    "CostFit",
+    "CostModel",
+    "LinearCostModel",
+    "Prediction",
+    "StepLoad",
+]
 
 _STIFFNESS = 1e-3
 _MIN_SECONDS = 1e-9
@@ -33,6 +43,11 @@ _MAX_PACE_RATIO = 1.5
 # taken just that: a page fault hardly moves the fit, a wrong coefficient is still corrected.
 _MAX_RATIO = 4.0
 _MAX_GAIN = 1e9
+
+_MAX_SWEEPS = 2000
+_CONVERGED = 1e-6  # relative change of a coefficient in one pass
+
+_NO_SAMPLING: Mapping[int, SamplingParams] = MappingProxyType({})
 
 
 class StepLoad(msgspec.Struct, frozen=True):
@@ -91,9 +106,12 @@ class StepLoad(msgspec.Struct, frozen=True):
         )
 
     @staticmethod
-    def of_plan(plan: StepPlan) -> StepLoad:
-        """The load of all rows of a step, as if all were plain."""
-        return sum((StepLoad.of_row(row) for row in plan.rows), start=StepLoad())
+    def of_plan(
+        plan: StepPlan, sampling_of_slot: Mapping[int, SamplingParams] = _NO_SAMPLING
+    ) -> StepLoad:
+        """The load of all rows of a step; rows of slots without an entry are plain."""
+        loads = (StepLoad.of_row(row, sampling_of_slot.get(row.slot)) for row in plan.rows)
+        return sum(loads, start=StepLoad())
 
     def __add__(self, other: StepLoad) -> StepLoad:
         if not self.num_rows or not other.num_rows:  # a load without rows is empty
@@ -150,6 +168,35 @@ class Coefficients(msgspec.Struct, frozen=True):
         )
 
 
+class CostFit(msgspec.Struct, frozen=True):
+    """What a `LinearCostModel` has learnt: it can be stored, and another model continues from it.
+
+    Attributes:
+        coefficients: Seconds per unit.
+        gram: The matrix of the normal equations, [C, C] for C coefficients; a step counts 1.
+        moment: Their right side, [C].
+        lowest: The least of each unit in a measured step.
+        highest: The most of each unit in a measured step.
+        num_steps: Measured steps.
+    """
+
+    coefficients: Coefficients
+    gram: tuple[tuple[float, ...], ...]
+    moment: tuple[float, ...]
+    lowest: StepLoad
+    highest: StepLoad
+    num_steps: int
+
+    def __post_init__(self) -> None:
+        weights = astuple(self.coefficients)
+        size = len(weights)
+        if any(len(line) != size for line in (self.moment, self.gram, *self.gram)):
+            raise ValueError(f"the equations of a fit do not have {size} coefficients")
+        values = (*weights, *self.moment, *(value for row in self.gram for value in row))
+        if not all(math.isfinite(value) for value in values) or min(weights) < 0.0:
+            raise ValueError("a fit has coefficients that are negative or not finite")
+
+
 class LinearCostModel:
     """Non-negative recursive least squares of relative errors, with forgetting.
 
@@ -178,6 +225,36 @@ class LinearCostModel:
         self._moment = [0.0] * num_weights
         self._lowest: tuple[int, ...] | None = None
         self._highest: tuple[int, ...] = ()
+        self._num_steps = 0
+
+    @staticmethod
+    def of_fit(fit: CostFit, forgetting: float = 0.99) -> LinearCostModel:
+        """A model that continues from a fit, at the usual pace."""
+        model = LinearCostModel(fit.coefficients, forgetting)
+        model._is_scaled = True
+        model._gram = [list(row) for row in fit.gram]
+        model._moment = list(fit.moment)
+        model._lowest, model._highest = astuple(fit.lowest), astuple(fit.highest)
+        model._num_steps = fit.num_steps
+        return model
+
+    def fit(self) -> CostFit | None:
+        """What was learnt so far; None before the first step."""
+        if self._lowest is None:
+            return None
+        return CostFit(
+            self.coefficients,
+            tuple(tuple(value / self._gain for value in row) for row in self._gram),
+            tuple(value / self._gain for value in self._moment),
+            StepLoad(*self._lowest),
+            StepLoad(*self._highest),
+            self._num_steps,
+        )
+
+    @property
+    def num_steps(self) -> int:
+        """Measured steps, those of a stored fit included."""
+        return self._num_steps
 
     @property
     def coefficients(self) -> Coefficients:
@@ -215,6 +292,7 @@ class LinearCostModel:
             self._scale(seconds / predicted)
             predicted = seconds
         values = astuple(load)
+        self._num_steps += 1
         self._widen(values)
         bounded_s = min(_MAX_RATIO * predicted, max(predicted / _MAX_RATIO, seconds))
         self._add((1, *values), bounded_s, scale=max(predicted, bounded_s))
@@ -225,6 +303,17 @@ class LinearCostModel:
         self._ratios = self._ratios[1], ratio
         bounded = min(_MAX_PACE_RATIO, max(1.0 / _MAX_PACE_RATIO, usual))
         self._pace += _PACE_GAIN * (bounded - self._pace)
+
+    def converge(self) -> None:
+        """Solve the equations to the end, for a fit of many steps at once: `observe` does one pass
+        of the solver per step.
+        """
+        for _ in range(_MAX_SWEEPS):
+            before = list(self._weights)
+            self._sweep()
+            pairs = zip(before, self._weights, strict=True)
+            if all(abs(new - old) <= _CONVERGED * old for old, new in pairs):
+                return
 
     def _widen(self, values: tuple[int, ...]) -> None:
         if self._lowest is None:
