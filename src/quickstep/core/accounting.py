@@ -129,7 +129,9 @@ def charge(
     else:
         idle_s = cost_model.seconds(StepLoad())
         weights = [
-            cost_model.seconds(StepLoad.of_row(entry.row)) - idle_s if one else 0.0
+            cost_model.seconds(StepLoad.of_row(entry.row, entry.sequence.request.sampling)) - idle_s
+            if one
+            else 0.0
             for entry, one in zip(rows, alive, strict=True)
         ]
         if not sum(weights) > 0.0:
@@ -169,7 +171,9 @@ def with_unloaded(timings: SequenceTimings, cost_model: CostModel, chunk: int) -
     prefill_s = cost_model.seconds(StepLoad.of_span(cached, num_tokens))
     prefill_s += num_more_steps * cost_model.seconds(StepLoad())
     middle = timings.num_prompt_tokens + num_outputs // 2
-    decode_s = max(0, num_outputs - 1) * cost_model.seconds(StepLoad.of_span(middle, 1))
+    decode_s = max(0, num_outputs - 1) * cost_model.seconds(
+        StepLoad.of_span(middle, 1, num_logits_rows=1)
+    )
     return replace(timings, unloaded_prefill_s=prefill_s, unloaded_decode_s=decode_s)
 
 

@@ -216,7 +216,8 @@ class Scheduler:
         num_prompt = len(request.prompt_token_ids)
         first_token_s = self._cost_model.seconds(StepLoad.of_span(0, num_prompt))
         num_outputs = self._expected_outputs(request)
-        decode_s = self._cost_model.seconds(StepLoad.of_span(num_prompt + num_outputs // 2, 1))
+        middle = num_prompt + num_outputs // 2
+        decode_s = self._cost_model.seconds(StepLoad.of_span(middle, 1, num_logits_rows=1))
         return first_token_s + max(0, num_outputs - 1) * decode_s, first_token_s
 
     def _expected_outputs(self, request: Request) -> int:
@@ -345,7 +346,8 @@ class Scheduler:
             draft.limit_s = self._policy.step_limit_s(self._view(draft, now), self._cost_model)
         for sequence in sorted(sequences, key=_last_step_id)[:budget]:
             if draft.limit_s is not None and self._can_decode(sequence):
-                load = draft.decode_load + StepLoad.of_span(sequence.resident.planned, 1)
+                start = sequence.resident.planned
+                load = draft.decode_load + StepLoad.of_span(start, 1, num_logits_rows=1)
                 if self._cost_model.seconds(load) > draft.limit_s:
                     return
             self._place_decode(draft, sequence, now)

@@ -109,7 +109,7 @@ class StepDraft(msgspec.Struct):
 
     def add(self, entry: FlightRow) -> None:
         """Append a row to its phase."""
-        load = StepLoad.of_row(entry.row)
+        load = StepLoad.of_row(entry.row, entry.sequence.request.sampling)
         if entry.row.phase is Phase.DECODE:
             self.decode.append(entry)
             self.decode_load += load

@@ -39,6 +39,7 @@ from quickstep.types import Pooling
 if TYPE_CHECKING:
     import torch
 
+    from quickstep.engine.cost_fits import FitFile
     from quickstep.engine.engine import Engine
     from quickstep.engine.text.chat_template import ChatTemplate
     from quickstep.engine.text.tokenizer import Tokenizer
@@ -53,6 +54,7 @@ __all__ = [
     "LoadProgress",
     "LoadedWeights",
     "describe",
+    "fit_file",
     "import_loading",
     "load_weights",
     "open_engine",
@@ -162,9 +164,10 @@ def wire_engine(
 ) -> Engine:
     """The engine around a model that is in memory; `kv` has the plan's blocks."""
     from quickstep.core.block_pool import KVBlockPool
-    from quickstep.core.cost_model import Coefficients, LinearCostModel
+    from quickstep.core.cost_model import Coefficients
     from quickstep.core.policies import make_policy
     from quickstep.core.scheduler import Scheduler
+    from quickstep.engine.cost_fits import FitSaver
     from quickstep.engine.engine import Engine
     from quickstep.engine.requests import open_seeds
     from quickstep.engine.step_log import StepLog
@@ -188,16 +191,32 @@ def wire_engine(
     )
     settings = _fitted(config, plan)
     pool = KVBlockPool(plan.num_blocks, block_size, config.cache.prefix_caching)
-    start = Coefficients.of_vocabulary(model.vocab_size)
+    fits = FitSaver.open(
+        fit_file(config, model, description), Coefficients.of_vocabulary(model.vocab_size)
+    )
     return Engine(
         description,
-        Scheduler(settings, pool, make_policy(settings), LinearCostModel(start)),
+        Scheduler(settings, pool, make_policy(settings), fits.model),
         LocalExecutor(runner),
+        fits=fits,
         step_log=StepLog(path=step_log_path),
         streams=config.streams,
         seeds=open_seeds(config.seed),
         clock=time.monotonic,
     )
+
+
+def fit_file(config: EngineConfig, model: Model, description: LoadedModel) -> FitFile | None:
+    """The stored step times of a loaded model on this machine; None where nothing is stored."""
+    from quickstep.engine.cost_fits import FitFile, cache_dir, fit_key
+
+    folder = cache_dir()
+    if folder is None:
+        return None
+    threads = num_threads(config.load)
+    device = model.device.type
+    key = fit_key(description.fingerprint, device, threads, config.enforce_eager)
+    return FitFile(folder, key)
 
 
 class _ReadAhead:

@@ -20,6 +20,7 @@ from quickstep.types import (
     FinishReason,
     Request,
     RowOutput,
+    SamplingParams,
     SequenceOutput,
     SequenceTimings,
     StepPlan,
@@ -72,10 +73,13 @@ class ClockExecutor:
         self._clock = clock
         self._cost_model = cost_model
         self._free_at_s = 0.0
+        self._sampling: dict[int, SamplingParams] = {}  # by slot
 
     def submit(self, plan: StepPlan) -> ClockTicket:
         """Start the step when those before it are done."""
-        seconds = self._cost_model.seconds(StepLoad.of_plan(plan))
+        for admission in plan.admitted:
+            self._sampling[admission.slot] = admission.sampling
+        seconds = self._cost_model.seconds(StepLoad.of_plan(plan, self._sampling))
         self._free_at_s = max(self._clock.now, self._free_at_s) + seconds
         outputs = tuple(map(_output, plan.rows))
         result = StepResult(plan.step_id, outputs, seconds)
@@ -172,7 +176,9 @@ def simulate(
 ) -> Simulation:
     """Run a new scheduler over `arrivals`; `cost_model` gives the duration of a step.
 
-    Give the scheduler a cost model of its own: that one learns, this one does not change.
+    Give the scheduler a cost model of its own: that one learns, this one does not change. For a
+    machine that was measured, both are `LinearCostModel.of_fit` of its stored fit
+    (`engine.cost_fits`, `quickstep calibrate`).
     """
     run = _Run(arrivals, scheduler, cost_model)
     event_s = run.next_event_s()
