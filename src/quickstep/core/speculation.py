@@ -54,8 +54,8 @@ class DraftControl:
         if not self.max_drafts or not decode.num_rows:
             return
         context = decode.num_kv_tokens // decode.num_rows
-        one_s = cost_model.seconds(StepLoad.of_span(context, 1))
-        draft_s = cost_model.seconds(StepLoad.of_span(context, 2)) - one_s
+        one_s = cost_model.seconds(StepLoad.of_span(context, 1, num_logits_rows=1))
+        draft_s = cost_model.seconds(StepLoad.of_span(context, 2, num_logits_rows=2)) - one_s
         step_s = one_s + (decode.num_rows - 1) * (one_s - cost_model.seconds(StepLoad()))
         self._price = draft_s * decode.num_rows / step_s if step_s > 0.0 else 1.0
 
