@@ -559,6 +559,10 @@ class Scheduler:
         )
         self._totals.num_drafts += record.num_drafts
         self._totals.num_accepted += record.num_accepted
+        if record.num_decode_rows:
+            elapsed_s = (now - step.planned_at_s) * (record.decode_s / max(result.seconds, 1e-9))
+            num_tokens = record.num_decode_rows + record.num_accepted
+            self._drafts.measured(record.num_decode_rows, num_tokens, elapsed_s)
         return StepOutcome(tuple(outputs), record)
 
     def fail(self, plan: StepPlan, reason: str, now: float) -> tuple[SequenceOutput, ...]:
