@@ -6,7 +6,11 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from paged_hash_model import PagedHashModel
+from tiny_checkpoint import write_checkpoint
 
+from quickstep.config import EngineConfig, LoadConfig
+from quickstep.engine.assembly import load_weights
+from quickstep.engine.draft_model import find_draft, load_draft
 from quickstep.errors import ConfigError
 from quickstep.runtime.kv_cache import allocate_kv
 from quickstep.runtime.runner import ModelRunner
@@ -105,7 +109,7 @@ steps = st.lists(
 )
 
 
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=20, deadline=None)
 @given(steps)
 def test_drafts_do_not_depend_on_how_tokens_came(steps):
     proposer = proposer_of()
@@ -204,3 +208,36 @@ def test_a_vocabulary_is_translated_where_strings_agree():
 def test_a_foreign_vocabulary_is_refused():
     with pytest.raises(ConfigError, match="1 of the model's 3 tokens; use a draft model with"):
         map_vocabulary(["a", "b", "c"], ["d", "c"])
+
+
+@pytest.fixture(scope="module")
+def demo():
+    return load_weights(EngineConfig(load=LoadConfig("demo"), max_model_len=256), None)
+
+
+def loaded_draft(target, name, enforce_eager=False):
+    ops = target.model.ops
+    found = find_draft(LoadConfig(name), ops)
+    path = target.checkpoint.path
+    return load_draft(found, target.model, path, ops, target.plan, 16, enforce_eager)
+
+
+@pytest.mark.parametrize("sampling", [GREEDY, WARM])
+@pytest.mark.parametrize("enforce_eager", [False, True])
+def test_the_demo_model_proposes_its_own_outputs(demo, sampling, enforce_eager):
+    proposer = loaded_draft(demo, "demo", enforce_eager)
+    outputs = continuation(sampling, 8, demo.model)
+    proposer.admit(0, admission(PROMPT, sampling))
+    assert proposer.propose([DraftTask(0, 3, outputs[:1])]) == [outputs[1:4]]
+    assert proposer.propose([DraftTask(0, 4, outputs[1:4])]) == [outputs[4:]]
+
+
+def test_a_draft_model_with_another_tokenizer_is_refused(demo, tmp_path):
+    path = write_checkpoint(tmp_path / "bytes")
+    with pytest.raises(ConfigError, match="the same tokenizer"):
+        loaded_draft(demo, str(path))
+
+
+def test_a_draft_model_that_is_missing_is_refused(demo, tmp_path):
+    with pytest.raises(ConfigError, match="nowhere"):
+        loaded_draft(demo, str(tmp_path / "nowhere"))
