@@ -26,7 +26,7 @@ from quickstep.runtime.speculation.proposer import DraftTask
 from quickstep.runtime.speculation.vocabulary import DraftVocabulary
 from quickstep.types import Admission, Phase, SamplingParams, StepRow
 
-__all__ = ["DraftModelProposer"]
+__all__ = ["DraftModelProposer", "draft_admission"]
 
 
 class DraftModelProposer:
@@ -43,6 +43,7 @@ class DraftModelProposer:
     """
 
     name = "draft"
+    needs_hidden = False
 
     def __init__(
         self,
@@ -139,6 +140,29 @@ class DraftModelProposer:
                 current[index].drafts.append(sampled.token_id)
 
 
+def draft_admission(admission: Admission) -> Admission:
+    """An admission to sample drafts with: the noise, temperature and filters of the sequence, and
+    nothing that depends on its tokens.
+    """
+    sampling = admission.sampling
+    return replace(
+        admission,
+        token_ids=(),
+        prompt_len=0,
+        sampling=SamplingParams(
+            temperature=sampling.temperature,
+            top_k=sampling.top_k,
+            top_p=sampling.top_p,
+            min_p=sampling.min_p,
+            typical_p=sampling.typical_p,
+            xtc_probability=sampling.xtc_probability,
+            xtc_threshold=sampling.xtc_threshold,
+        ),
+        eos_token_ids=frozenset(),
+        pooling=None,
+    )
+
+
 class _DraftSlot:
     """A sequence as the draft model has it.
 
@@ -147,25 +171,7 @@ class _DraftSlot:
     """
 
     def __init__(self, admission: Admission, end_token_id: int) -> None:
-        sampling = admission.sampling
-        stateless = SamplingParams(
-            temperature=sampling.temperature,
-            top_k=sampling.top_k,
-            top_p=sampling.top_p,
-            min_p=sampling.min_p,
-            typical_p=sampling.typical_p,
-            xtc_probability=sampling.xtc_probability,
-            xtc_threshold=sampling.xtc_threshold,
-        )
-        start = replace(
-            admission,
-            token_ids=(),
-            prompt_len=0,
-            sampling=stateless,
-            eos_token_ids=frozenset(),
-            pooling=None,
-        )
-        self.slot = Slot(start, end_token_id)
+        self.slot = Slot(draft_admission(admission), end_token_id)
         state = self.slot.state
         assert state is not None, "nothing in these parameters can fail"
         self.state: SamplingState = state
