@@ -49,10 +49,13 @@ Sampler = Callable[
 ]
 
 
-def open_sampler(model: Model) -> Sampler:
-    """The native sampler where the model's kernels are native, otherwise the one in NumPy."""
+def open_sampler(model: Model, vocab_size: int | None = None) -> Sampler:
+    """The native sampler where the model's kernels are native, otherwise the one in NumPy.
+
+    `vocab_size`: V of the logits, if it is not that of the model.
+    """
     if isinstance(model, Decoder) and model.ops.steps is not None:
-        return NativeSampler(model.ops.steps.sampler(model.vocab_size)).sample
+        return NativeSampler(model.ops.steps.sampler(vocab_size or model.vocab_size)).sample
     return sample
 
 

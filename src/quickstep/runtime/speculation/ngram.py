@@ -26,6 +26,7 @@ class NgramProposer:
     """
 
     name = "ngram"
+    needs_hidden = False
 
     def __init__(self, min_n: int = 2, max_n: int = 4, max_indexed_per_call: int = 4096) -> None:
         if not 1 <= min_n <= max_n:

@@ -8,11 +8,14 @@ that it samples itself, so a wrong draft costs time only.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Protocol
+from typing import TYPE_CHECKING, Protocol
 
 import msgspec
 
 from quickstep.types import Admission
+
+if TYPE_CHECKING:
+    from quickstep.ops.tensors import AnyTensor
 
 __all__ = ["DraftTask", "Proposer"]
 
@@ -25,11 +28,14 @@ class DraftTask(msgspec.Struct, frozen=True):
         num_drafts: Most draft tokens wanted, at least 1.
         new_token_ids: Tokens of the sequence that the proposer has not seen: since its admission or
             its last `observe` or `propose`, newest last.
+        hidden: The target's final hidden state [C] from which the newest token was sampled, valid
+            during the call; for proposers with `needs_hidden`, else None.
     """
 
     slot: int
     num_drafts: int
     new_token_ids: tuple[int, ...]
+    hidden: AnyTensor | None = None
 
 
 class Proposer(Protocol):
@@ -37,6 +43,8 @@ class Proposer(Protocol):
 
     name: str
     """For logs and metrics: `ngram`, `suffix`, `draft`, ..."""
+    needs_hidden: bool
+    """Whether it drafts only for tasks with a hidden state."""
 
     def admit(self, slot: int, admission: Admission) -> None:
         """Set up a slot; `admission.token_ids` are all tokens known, prompt and outputs."""

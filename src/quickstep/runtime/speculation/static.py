@@ -25,6 +25,7 @@ class StaticProposer:
     """
 
     name = "static"
+    needs_hidden = False
 
     def __init__(
         self,

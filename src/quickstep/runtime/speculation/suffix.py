@@ -47,6 +47,7 @@ class SuffixProposer:
     """
 
     name = "suffix"
+    needs_hidden = False
 
     def __init__(
         self,
