@@ -35,6 +35,7 @@ _COMMANDS = (
     "usage",
     "why",
     "trace",
+    "calibrate",
     "verify",
     "doctor",
     "bench",

@@ -49,6 +49,7 @@ if TYPE_CHECKING:
     from quickstep.model.sizing import MemoryPlan
     from quickstep.ops.table import KVCache, OpTable
     from quickstep.ops.tensors import Device, DType
+    from quickstep.runtime.executor import LocalExecutor
 
 __all__ = [
     "LoadProgress",
@@ -58,6 +59,7 @@ __all__ = [
     "import_loading",
     "load_weights",
     "open_engine",
+    "open_executor",
     "plan_for",
     "set_threads",
     "wire_engine",
@@ -171,24 +173,8 @@ def wire_engine(
     from quickstep.engine.engine import Engine
     from quickstep.engine.requests import open_seeds
     from quickstep.engine.step_log import StepLog
-    from quickstep.runtime.executor import LocalExecutor
-    from quickstep.runtime.runner import ModelRunner
-    from quickstep.runtime.speculation.methods import open_proposer
 
     block_size = config.cache.block_size
-    grammars = description.grammars
-    new_matcher = None if grammars is None else grammars.new_matcher
-    clock = time.perf_counter
-    runner = ModelRunner(
-        model,
-        kv,
-        block_size,
-        plan.max_num_seqs,
-        clock,
-        new_matcher,
-        config.enforce_eager,
-        open_proposer(config.speculation),
-    )
     settings = _fitted(config, plan)
     pool = KVBlockPool(plan.num_blocks, block_size, config.cache.prefix_caching)
     fits = FitSaver.open(
@@ -197,13 +183,35 @@ def wire_engine(
     return Engine(
         description,
         Scheduler(settings, pool, make_policy(settings), fits.model),
-        LocalExecutor(runner),
+        open_executor(config, model, kv, plan, description),
         fits=fits,
         step_log=StepLog(path=step_log_path),
         streams=config.streams,
         seeds=open_seeds(config.seed),
         clock=time.monotonic,
     )
+
+
+def open_executor(
+    config: EngineConfig, model: Model, kv: KVCache, plan: MemoryPlan, description: LoadedModel
+) -> LocalExecutor:
+    """The executor of an engine around a model that is in memory."""
+    from quickstep.runtime.executor import LocalExecutor
+    from quickstep.runtime.runner import ModelRunner
+    from quickstep.runtime.speculation.methods import open_proposer
+
+    grammars = description.grammars
+    runner = ModelRunner(
+        model,
+        kv,
+        config.cache.block_size,
+        plan.max_num_seqs,
+        time.perf_counter,
+        None if grammars is None else grammars.new_matcher,
+        config.enforce_eager,
+        open_proposer(config.speculation),
+    )
+    return LocalExecutor(runner)
 
 
 def fit_file(config: EngineConfig, model: Model, description: LoadedModel) -> FitFile | None:
