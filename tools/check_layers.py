@@ -27,7 +27,7 @@ LAYERS = {
     "runtime": 4,
     "engine": 5,
     "sim": 6,
-    "plan": 6,
+    "plan": 6.1,
     "server": 6,
     "verify": 6,
     "bench": 6,

@@ -26,6 +26,7 @@ from quickstep.plan.formulas import (
     end_to_end_s,
     experts_read,
     flops_per_token,
+    layer_windows,
     rank_spec,
     read_fraction,
     seen_tokens,
@@ -111,11 +112,12 @@ def test_the_memory_of_one_device_is_the_engines_own_plan() -> None:
 
 def test_windows_bound_what_a_token_reads() -> None:
     gemma = find_model("gemma-3-27b")
-    full = sum(layer.window is None for layer in gemma.layers)
-    assert seen_tokens(gemma, 10_000) == full * 10_000 + (62 - full) * 1024
-    assert read_fraction(gemma, 500) == 1.0
-    assert 0.2 < read_fraction(gemma, 10_000) < 0.3
-    assert read_fraction(LLAMA, 10_000) == 1.0
+    windows = layer_windows(gemma)
+    full = dict(windows)[None]
+    assert seen_tokens(windows, 10_000) == full * 10_000 + (62 - full) * 1024
+    assert read_fraction(windows, 500) == 1.0
+    assert 0.2 < read_fraction(windows, 10_000) < 0.3
+    assert read_fraction(layer_windows(LLAMA), 10_000) == 1.0
 
 
 def test_a_mixture_computes_with_the_chosen_experts_and_reads_those_that_tokens_reach() -> None:

@@ -13,12 +13,13 @@ from quickstep.plan.roofline import RooflineCostModel
 
 TABLE = read_hardware()
 BF16 = ElementBytes(2, 8)
+ONE = Split()
 
 
 def model(
     name: str = "llama-3.1-8b",
     hardware: str = "h100",
-    split: Split = Split(),
+    split: Split = ONE,
     elements: ElementBytes = BF16,
 ) -> RooflineCostModel:
     return RooflineCostModel(find_model(name), elements, find_hardware(hardware, TABLE), split)

@@ -38,6 +38,7 @@ _COMMANDS = (
     "verify",
     "doctor",
     "bench",
+    "plan",
 )
 
 

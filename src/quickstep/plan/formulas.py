@@ -11,6 +11,7 @@ Letters: T tokens, L layers, H query heads, K kv heads, D head size, V vocabular
 from __future__ import annotations
 
 import math
+from collections import Counter
 
 import msgspec
 from msgspec.structs import replace
@@ -21,6 +22,7 @@ from quickstep.model.decoder_spec import ModelSpec
 
 __all__ = [
     "Split",
+    "Windows",
     "active_parameters",
     "all_reduce_s",
     "attention_flops",
@@ -33,12 +35,16 @@ __all__ = [
     "flops_per_token",
     "head_parameters",
     "layer_parameters",
+    "layer_windows",
     "rank_spec",
     "read_fraction",
     "seen_tokens",
     "time_per_output_token_s",
     "whole_blocks",
 ]
+
+
+Windows = tuple[tuple[int | None, int], ...]  # (window, number of layers)
 
 
 class Split(msgspec.Struct, frozen=True, order=True):
@@ -121,17 +127,23 @@ def whole_blocks(num_tokens: int, block_size: int) -> int:
 
 def layer_parameters(spec: ModelSpec, num_experts: float | None = None) -> float:
     """Parameters of all layers' matrices, with `num_experts` of each mixture (None: all)."""
-    total = 0.0
+    kinds = Counter(layer.sparse for layer in spec.layers)
+    return sum(
+        count * _matrices_of(spec, [one.sparse for one in spec.layers].index(sparse), num_experts)
+        for sparse, count in kinds.items()
+    )
+
+
+def _matrices_of(spec: ModelSpec, index: int, num_experts: float | None) -> float:
     marker = f".{spec.naming.experts}."
-    for index in range(spec.num_layers):
-        for name, shape in layer_tensors(spec, "", index).items():
-            if len(shape) < 2:
-                continue
-            fraction = 1.0
-            if spec.moe is not None and num_experts is not None and marker in name:
-                fraction = num_experts / spec.moe.num_experts
-            total += math.prod(shape) * fraction
-    return total
+    fraction = 1.0
+    if spec.moe is not None and num_experts is not None:
+        fraction = num_experts / spec.moe.num_experts
+    return sum(
+        math.prod(shape) * (fraction if marker in name else 1.0)
+        for name, shape in layer_tensors(spec, "", index).items()
+        if len(shape) > 1
+    )
 
 
 def head_parameters(spec: ModelSpec) -> int:
@@ -155,17 +167,24 @@ def experts_read(num_experts: int, experts_per_token: int, num_tokens: float) ->
     return num_experts * (1.0 - unread)
 
 
-def seen_tokens(spec: ModelSpec, context: float) -> float:
+def layer_windows(spec: ModelSpec) -> Windows:
+    """How many layers have which window."""
+    return tuple(Counter(layer.window for layer in spec.layers).items())
+
+
+def seen_tokens(windows: Windows, context: float) -> float:
     """Positions that a token attends to, summed over layers: the context, or a layer's window."""
     return sum(
-        context if layer.window is None else min(context, float(layer.window))
-        for layer in spec.layers
+        count * (context if window is None else min(context, float(window)))
+        for window, count in windows
     )
 
 
-def read_fraction(spec: ModelSpec, context: float) -> float:
+def read_fraction(windows: Windows, context: float) -> float:
     """The part of a sequence's KV that a decode step reads; windows make it less than 1."""
-    return seen_tokens(spec, context) / (context * spec.num_layers) if context > 0 else 1.0
+    if context <= 0 or all(window is None for window, _ in windows):
+        return 1.0
+    return seen_tokens(windows, context) / (context * sum(count for _, count in windows))
 
 
 def attention_flops(spec: ModelSpec, num_pairs: float) -> float:
@@ -181,7 +200,7 @@ def attention_pairs(num_tokens: int) -> int:
 def flops_per_token(spec: ModelSpec, context: float = 0.0) -> float:
     """2 x active parameters + 4 H D per layer and position of the context."""
     heads = 4.0 * spec.num_heads * spec.head_size
-    return 2.0 * active_parameters(spec) + heads * seen_tokens(spec, context)
+    return 2.0 * active_parameters(spec) + heads * seen_tokens(layer_windows(spec), context)
 
 
 # -- time -----------------------------------------------------------------------------------------

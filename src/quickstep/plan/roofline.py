@@ -19,6 +19,7 @@ from quickstep.plan.formulas import (
     experts_read,
     head_parameters,
     layer_parameters,
+    layer_windows,
     rank_spec,
     read_fraction,
 )
@@ -79,7 +80,8 @@ class RooflineCostModel:
         self, spec: ModelSpec, elements: ElementBytes, hardware: Hardware, split: Split
     ) -> None:
         rank = rank_spec(spec, Split(split.tensor))
-        self._spec = rank
+        self._windows = layer_windows(rank)
+        self._pair_flops = attention_flops(rank, 1)
         self._hardware = hardware
         self._split = split
         self._flops_per_s = hardware.flops_per_s(elements.quantization is not None)
@@ -87,8 +89,8 @@ class RooflineCostModel:
         self._activation_bytes = spec.hidden_size * elements.dtype  # of one token
         self._kv_bytes = kv_bytes_per_token(rank, elements.dtype, elements.kv_dtype)
         experts = rank.moe
-        self._layer_parameters = layer_parameters(rank, experts and float(experts.num_experts))
-        self._without_experts = layer_parameters(rank, experts and 0.0)
+        self._layer_parameters = layer_parameters(rank)
+        self._without_experts = layer_parameters(rank, 0.0)
         self._head_parameters = head_parameters(rank)
         self._experts = experts
         self._num_shares = 2 * spec.num_layers  # all-reduces of a step
@@ -105,7 +107,7 @@ class RooflineCostModel:
 
     def parts(self, load: StepLoad) -> StepParts:
         """The step's seconds by cause."""
-        hardware, spec = self._hardware, self._spec
+        hardware = self._hardware
         num_logits = load.num_rows + load.num_scored
         chosen = read = self._layer_parameters
         if self._experts is not None:
@@ -117,8 +119,8 @@ class RooflineCostModel:
         read += self._head_parameters
         flops = 2.0 * (chosen * load.num_tokens + self._head_parameters * num_logits)
         context = load.num_kv_tokens / load.num_rows if load.num_rows else 0.0
-        seen = read_fraction(spec, context)
-        pair_flops = attention_flops(spec, load.num_pairs) * seen
+        seen = read_fraction(self._windows, context)
+        pair_flops = self._pair_flops * load.num_pairs * seen
         kv_bytes = self._kv_bytes * load.num_kv_tokens * seen
         return StepParts(
             weights_read_s=read * self._bytes_per_parameter / hardware.bytes_per_s,
