@@ -39,6 +39,7 @@ _COMMANDS = (
     "doctor",
     "bench",
     "plan",
+    "simulate",
 )
 
 

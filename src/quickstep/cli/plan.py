@@ -8,26 +8,28 @@ from __future__ import annotations
 
 import argparse
 import sys
-from pathlib import Path
 from typing import TYPE_CHECKING
 
 from quickstep.cli.flags.engine import add_kv_cache_dtype
-from quickstep.cli.flags.parsing import Parser, command, positive_int, token_count
+from quickstep.cli.flags.hardware import add_hardware, element_bytes, hardware_of
+from quickstep.cli.flags.parsing import (
+    Parser,
+    command,
+    positive_int,
+    positive_number,
+    token_count,
+)
 from quickstep.config import QUANTIZATIONS
-from quickstep.errors import ConfigError
 
 if TYPE_CHECKING:
     from rich.console import Console
 
     from quickstep.plan.explain import ParallelRow
-    from quickstep.plan.hardware import Hardware
     from quickstep.plan.planner import Option, Plan, PlanQuery
     from quickstep.sim.summary import Percentiles
 
 __all__ = ["add_parser", "run"]
 
-_DTYPE_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
-_SCRATCH_BYTES = 8  # of the native kernels' op table
 _GB = 1e9
 
 
@@ -39,25 +41,11 @@ def add_parser(subparsers: argparse._SubParsersAction[Parser]) -> None:
     parser.add_argument(
         "model", metavar="MODEL", help="a config.json, a checkpoint, or a name such as llama-3-70b"
     )
-    parser.add_argument(
-        "--hardware",
-        default="this",
-        metavar="NAMExN",
-        help="devices, such as h100x8; this measures this machine (default: %(default)s)",
-    )
-    parser.add_argument(
-        "--hardware-file", type=Path, metavar="FILE", help="YAML file that adds devices"
-    )
-    parser.add_argument(
-        "--link", metavar="NAME", help="link between the devices (default: the device's own)"
-    )
-    parser.add_argument(
-        "--price", type=_positive, metavar="USD", help="dollars per hour of a device"
-    )
+    add_hardware(parser)
     load = parser.add_argument_group("load and targets")
     load.add_argument(
         "--rate",
-        type=_positive,
+        type=positive_number,
         default=1.0,
         metavar="N",
         help="requests per second (default: %(default)s)",
@@ -77,10 +65,13 @@ def add_parser(subparsers: argparse._SubParsersAction[Parser]) -> None:
         help="tokens of an output (default: %(default)s)",
     )
     load.add_argument(
-        "--ttft-ms", type=_positive, metavar="MS", help="target of the time to the first token"
+        "--ttft-ms",
+        type=positive_number,
+        metavar="MS",
+        help="target of the first token",
     )
     load.add_argument(
-        "--tpot-ms", type=_positive, metavar="MS", help="target of the time per output token"
+        "--tpot-ms", type=positive_number, metavar="MS", help="target of the time per output token"
     )
     load.add_argument(
         "--attainment",
@@ -160,65 +151,23 @@ def run(args: argparse.Namespace) -> int:
 
 
 def _query(args: argparse.Namespace) -> PlanQuery:
-    from quickstep.model.sizing import ElementBytes
     from quickstep.plan.candidates import Load, StepLimits
     from quickstep.plan.models import find_model
     from quickstep.plan.planner import PlanQuery
     from quickstep.sim.summary import Targets
 
     spec = find_model(args.model)
-    elements = ElementBytes(
-        _DTYPE_BYTES.get(spec.dtype, 2), _SCRATCH_BYTES, args.quantization, args.kv_cache_dtype
-    )
     return PlanQuery(
         model=args.model,
         spec=spec,
-        hardware=_hardware(args),
+        hardware=hardware_of(args),
         load=Load(args.rate, args.input, args.output),
         targets=Targets(_seconds(args.ttft_ms), _seconds(args.tpot_ms)),
-        elements=elements,
+        elements=element_bytes(spec, args.quantization, args.kv_cache_dtype),
         attainment=args.attainment,
         limits=StepLimits(args.max_num_seqs, args.max_num_batched_tokens),
         seed=args.seed,
     )
-
-
-def _hardware(args: argparse.Namespace) -> Hardware:
-    from msgspec.structs import replace
-
-    from quickstep.plan.hardware import (
-        THIS,
-        find_hardware,
-        measured_device,
-        parse_hardware,
-        read_hardware,
-    )
-
-    table = read_hardware(args.hardware_file)
-    if parse_hardware(args.hardware)[0] == THIS:
-        device = measured_device(*_measured())
-        table = replace(table, devices=table.devices | {THIS: device})
-    return find_hardware(args.hardware, table, args.link, args.price)
-
-
-def _measured() -> tuple[int, float, float]:
-    """Free bytes, bytes per second and operations per second of this machine's CPU."""
-    import time
-
-    from quickstep.bench.limits import DEFAULT_PROBE_BYTES, open_limits
-    from quickstep.engine.machine import free_memory_bytes, usable_cores
-    from quickstep.ops.tensors import BFLOAT16, CPU
-
-    free = free_memory_bytes()
-    if free < 4 * DEFAULT_PROBE_BYTES:
-        raise ConfigError(
-            f"--hardware this needs {4 * DEFAULT_PROBE_BYTES} bytes of free memory to measure, "
-            f"{free} are free; name a device instead"
-        )
-    limits = open_limits(
-        CPU, BFLOAT16, usable_cores(), None, DEFAULT_PROBE_BYTES, time.perf_counter
-    )
-    return free, limits.read_bytes_per_s(), limits.flops_per_s()
 
 
 def _print_plan(console: Console, query: PlanQuery, plan: Plan) -> None:
@@ -344,18 +293,8 @@ def _seconds(milliseconds: float | None) -> float | None:
     return None if milliseconds is None else milliseconds / 1e3
 
 
-def _positive(text: str) -> float:
-    try:
-        value = float(text)
-    except ValueError:
-        raise argparse.ArgumentTypeError(f"{text!r} is not a number") from None
-    if not 0 < value < float("inf"):
-        raise argparse.ArgumentTypeError(f"{text} is not above 0")
-    return value
-
-
 def _fraction(text: str) -> float:
-    value = _positive(text)
+    value = positive_number(text)
     if value > 1:
         raise argparse.ArgumentTypeError(f"{text} is above 1")
     return value

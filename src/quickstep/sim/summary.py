@@ -60,7 +60,8 @@ class Summary(msgspec.Struct, frozen=True):
         duration_s: From the first counted arrival to the last; to the end if all arrive at once.
         requests_per_s, output_tokens_per_s, input_tokens_per_s: Of sequences that were completed in
             this time.
-        attainment: The part of all requests that is complete and met the targets.
+        attainment: The part of all requests, except cancelled ones, that is complete and met the
+            targets.
         goodput_per_s: Those per second, if all requests of the duration are like them.
         busy: The part of the time in which a step ran.
         mean_decode_rows: Decode rows of a step, weighted with its seconds.
@@ -120,6 +121,8 @@ def summarize(
     times = [found for found in map(ending_times, endings) if found is not None]
     num_requests = len(endings) + len(outcome.refused)
     num_met = sum(_meets(one, targets) for one in times)
+    num_cancelled = sum(one.reason is FinishReason.ABORTED for one in endings)
+    num_wanted = num_requests - num_cancelled
     end_s = max((one.timings.arrival_s for one in endings), default=0.0)
     start_s = min((one.timings.arrival_s for one in endings), default=0.0)
     if end_s <= start_s:  # all at once: until the last has ended
@@ -134,7 +137,7 @@ def summarize(
     busy_s = math.fsum(one.seconds for one in records)
     row_s = math.fsum(one.num_decode_rows * one.seconds for one in records)
     free = min((one.num_free_blocks for one in records), default=num_blocks)
-    attainment = num_met / num_requests if num_requests else 1.0
+    attainment = num_met / num_wanted if num_wanted else 1.0
     requests_per_s = len(inside) / duration_s
     return Summary(
         num_requests=num_requests,
