@@ -39,6 +39,8 @@ _COMMANDS = (
     "verify",
     "doctor",
     "bench",
+    "plan",
+    "simulate",
 )
 
 
