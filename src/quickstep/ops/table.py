@@ -29,6 +29,7 @@ __all__ = [
     "AttentionParams",
     "KVCache",
     "LinearWeight",
+    "LoRAPart",
     "OpTable",
     "PagedLayout",
     "Quantize",
@@ -84,6 +85,27 @@ class LinearWeight(msgspec.Struct, frozen=True):
     num_outputs: int
     num_inputs: int
     nbytes: int
+
+
+class LoRAPart(msgspec.Struct, frozen=True):
+    """A low-rank change of some outputs of a linear layer: y[first:first + n] += scale * B A x.
+
+    Attributes:
+        a: [rank, C].
+        b: [n, rank], in the dtype of `a`: that of the layer's activations.
+        first_output: `first`; above 0 in a matrix that holds several projections.
+        scale: lora_alpha / rank, or lora_alpha / sqrt(rank) of rsLoRA.
+    """
+
+    a: AnyTensor
+    b: AnyTensor
+    first_output: int
+    scale: float
+
+    @property
+    def rank(self) -> int:
+        """Inputs of `b`."""
+        return int(self.a.shape[0])
 
 
 class QuantizedWeight(msgspec.Struct, frozen=True):
