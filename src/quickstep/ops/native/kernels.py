@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import ctypes
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING
 
 from quickstep.ops.native.attention import NativeAttention, heads_in_place
@@ -22,7 +22,14 @@ from quickstep.ops.native.packed import (
     PackedWeight,
     kernel_dtype,
 )
-from quickstep.ops.table import LinearWeight, OpTable, QuantizedWeight
+from quickstep.ops.table import (
+    LinearWeight,
+    LoRAAdapter,
+    LoRAMapping,
+    LoRAPart,
+    OpTable,
+    QuantizedWeight,
+)
 from quickstep.ops.tensors import (
     FLOAT32,
     INT64,
@@ -79,6 +86,8 @@ class NativeOps:
             pack_quantized=self.pack_quantized,
             quantize=self.quantize,
             linear=self.linear,
+            pack_lora=self.pack_lora,
+            add_lora_=self.add_lora_,
             embedding=self.embedding,
             rms_norm=self.rms_norm,
             add_rms_norm=self.add_rms_norm,
@@ -156,6 +165,14 @@ class NativeOps:
         if status:
             raise_for_status(status, "linear")
         return out
+
+    def pack_lora(self, modules: Sequence[Sequence[LoRAPart]]) -> LoRAAdapter:
+        """`OpTable.pack_lora`."""
+        return self._reference().pack_lora(modules)
+
+    def add_lora_(self, y: Tensor, x: Tensor, module: int, mapping: LoRAMapping) -> None:
+        """`OpTable.add_lora_`."""
+        self._reference().add_lora_(y, x, module, mapping)
 
     def embedding(
         self, token_ids: Tensor, weight: AnyTensor | LinearWeight, dtype: DType | torch.dtype

@@ -299,8 +299,11 @@ class NativeRecorder:
         """An op table that records; weights must be packed by `ops`."""
         calls: Any = self  # its tensors are `StepTensor`s in place of torch's
 
-        def pack(*_: object) -> LinearWeight:
+        def pack(*_: object) -> NoReturn:
             raise NotCapturable("a weight is packed within the step")
+
+        def add_lora_(*_: object) -> NoReturn:
+            raise NotCapturable("adapters have no native kernel")
 
         return OpTable(
             name=ops.name,
@@ -308,6 +311,8 @@ class NativeRecorder:
             pack_quantized=pack,
             quantize=ops.quantize,
             linear=calls._linear,
+            pack_lora=pack,
+            add_lora_=add_lora_,
             embedding=calls._embedding,
             rms_norm=calls._rms_norm,
             add_rms_norm=calls._add_rms_norm,
