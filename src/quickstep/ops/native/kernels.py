@@ -10,11 +10,12 @@ from __future__ import annotations
 
 import ctypes
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import TYPE_CHECKING
 
 from quickstep.ops.native.attention import NativeAttention, heads_in_place
 from quickstep.ops.native.library import ACTIVATIONS, raise_for_status
+from quickstep.ops.native.lora import NativeLoRA
 from quickstep.ops.native.packed import (
     NativeLoading,
     NativeQuantized,
@@ -24,9 +25,6 @@ from quickstep.ops.native.packed import (
 )
 from quickstep.ops.table import (
     LinearWeight,
-    LoRAAdapter,
-    LoRAMapping,
-    LoRAPart,
     OpTable,
     QuantizedWeight,
 )
@@ -75,6 +73,7 @@ class NativeOps:
         self._gated_activation = library.qs_gated_activation
         self._finish_logits = library.qs_finish_logits
         self._attention = NativeAttention(library, context, reference)
+        self._lora = NativeLoRA(library, context, reference)
         finalizer = weakref.finalize(self, library.qs_context_destroy, context)
         finalizer.atexit = False
 
@@ -86,8 +85,8 @@ class NativeOps:
             pack_quantized=self.pack_quantized,
             quantize=self.quantize,
             linear=self.linear,
-            pack_lora=self.pack_lora,
-            add_lora_=self.add_lora_,
+            pack_lora=self._lora.pack_lora,
+            add_lora_=self._lora.add_lora_,
             embedding=self.embedding,
             rms_norm=self.rms_norm,
             add_rms_norm=self.add_rms_norm,
@@ -165,14 +164,6 @@ class NativeOps:
         if status:
             raise_for_status(status, "linear")
         return out
-
-    def pack_lora(self, modules: Sequence[Sequence[LoRAPart]]) -> LoRAAdapter:
-        """`OpTable.pack_lora`."""
-        return self._reference().pack_lora(modules)
-
-    def add_lora_(self, y: Tensor, x: Tensor, module: int, mapping: LoRAMapping) -> None:
-        """`OpTable.add_lora_`."""
-        self._reference().add_lora_(y, x, module, mapping)
 
     def embedding(
         self, token_ids: Tensor, weight: AnyTensor | LinearWeight, dtype: DType | torch.dtype
