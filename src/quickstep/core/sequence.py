@@ -150,7 +150,7 @@ class Sequence:
         self.service_s = service_s
         self.first_token_service_s = first_token_service_s
         self.last_step_id = -1  # the last step with a row of it
-        self.root = ChainRoot(request.adapter, request.cache_salt)
+        self.root = ChainRoot(request.adapter_id, request.cache_salt)
         self.token_ids = list(request.prompt_token_ids)
         self.prompt_len = len(self.token_ids)
         self.digests: list[bytes] = []  # of leading full blocks, computed when first needed
@@ -233,7 +233,7 @@ class Sequence:
             sampling=self.request.sampling,
             seed=self.seed,
             eos_token_ids=self.request.eos_token_ids,
-            adapter=self.request.adapter,
+            adapter=self.request.adapter_id,
             pooling=self.request.pooling,
         )
 
@@ -253,7 +253,7 @@ class Sequence:
             Phase.PREFILL if start < residency.prefill_end else Phase.DECODE,
             emits,
             output_position=end - self.prompt_len if emits else 0,
-            adapter=request.adapter,
+            adapter=request.adapter_id,
         )
         if start >= self.prompt_len:
             return row

@@ -33,6 +33,7 @@ from quickstep.types import Pooling
 if TYPE_CHECKING:
     import torch
 
+    from quickstep.engine.adapters import Adapters
     from quickstep.engine.engine import Engine
     from quickstep.engine.text.chat_template import ChatTemplate
     from quickstep.engine.text.tokenizer import Tokenizer
@@ -104,6 +105,7 @@ class LoadedWeights(msgspec.Struct, frozen=True):
     model: Model
     plan: MemoryPlan
     kv_shape: KVShape
+    adapters: Adapters | None = None
 
 
 def import_loading() -> None:
@@ -143,7 +145,7 @@ def open_engine(
     kv = allocate_kv(loaded.kv_shape, plan.num_blocks, config.cache.block_size, model.device)
     load_s = time.monotonic() - started_s
     description = describe(loaded, load_s, config.inputs, ahead.tokenizer(), with_template)
-    return wire_engine(config, model, kv, plan, description, step_log_path)
+    return wire_engine(config, model, kv, plan, description, step_log_path, loaded.adapters)
 
 
 def wire_engine(
@@ -153,6 +155,7 @@ def wire_engine(
     plan: MemoryPlan,
     description: LoadedModel,
     step_log_path: Path | None = None,
+    adapters: Adapters | None = None,
 ) -> Engine:
     """The engine around a model that is in memory; `kv` has the plan's blocks."""
     from quickstep.core.block_pool import KVBlockPool
@@ -169,8 +172,9 @@ def wire_engine(
     grammars = description.grammars
     new_matcher = None if grammars is None else grammars.new_matcher
     clock = time.perf_counter
+    packed = None if adapters is None else adapters.packed
     runner = ModelRunner(
-        model, kv, block_size, plan.max_num_seqs, clock, new_matcher, config.enforce_eager
+        model, kv, block_size, plan.max_num_seqs, clock, new_matcher, config.enforce_eager, packed
     )
     settings = _fitted(config.scheduler, plan)
     pool = KVBlockPool(plan.num_blocks, block_size, config.cache.prefix_caching)
@@ -183,6 +187,7 @@ def wire_engine(
         streams=config.streams,
         seeds=open_seeds(config.seed),
         clock=time.monotonic,
+        adapters=adapters,
     )
 
 
@@ -221,6 +226,7 @@ def load_weights(
     config: EngineConfig, progress: LoadProgress | None, checkpoint: Checkpoint | None = None
 ) -> LoadedWeights:
     """Find, plan and load what `config` names. Raises ConfigError."""
+    from quickstep.engine.adapters import Adapters, open_adapters
     from quickstep.model.checkpoint.placement import choose_device, choose_dtype
     from quickstep.model.checkpoint.source import find_checkpoint
     from quickstep.model.checkpoint.weights import open_checkpoint_files, open_weights
@@ -252,7 +258,9 @@ def load_weights(
     if why_torch:
         require_torch(why_torch)
         set_threads(config.load.num_threads)
-    plan = plan_for(config, spec, dtype, device, ops, held_bytes)
+    at_start = open_adapters(config.lora, spec)
+    adapter_bytes = sum(one.num_bytes(dtype) for _, one in at_start)
+    plan = plan_for(config, spec, dtype, device, ops, held_bytes, adapter_bytes)
     for note in plan.notes:
         _LOGGER.info("%s", note)
     on_host = not why_torch
@@ -265,7 +273,11 @@ def load_weights(
     kv_shape = model.kv_shape.stored_as(config.cache.kv_dtype)
     if kv_shape.dtype.itemsize < model.kv_shape.dtype.itemsize:
         _warn_of_kv(model, config.cache.kv_dtype)
-    return LoadedWeights(checkpoint, spec, model, plan, kv_shape)
+    adapters = None if config.lora is None else Adapters(model, spec, ops, config.lora)
+    if adapters is not None:
+        for name, one in at_start:
+            adapters.add(adapters.pack(name, one))
+    return LoadedWeights(checkpoint, spec, model, plan, kv_shape, adapters)
 
 
 def _warn_of_kv(model: Model, kv_dtype: str) -> None:
@@ -291,8 +303,10 @@ def plan_for(
     device: torch.device | Device,
     ops: OpTable,
     held_bytes: int | None = None,
+    adapter_bytes: int = 0,
 ) -> MemoryPlan:
-    """What fits into the memory that is free now; `held_bytes` is the size of quantized weights.
+    """What fits into the memory that is free now; `held_bytes` is the size of quantized weights,
+    `adapter_bytes` that of the adapters.
 
     Raises:
         ConfigError: The model does not fit.
@@ -310,7 +324,7 @@ def plan_for(
         ),
         config.cache,
         replace(config.scheduler, max_model_len=config.max_model_len or spec.max_model_len),
-        config.memory_bytes or _free_bytes(device),
+        (config.memory_bytes or _free_bytes(device)) - adapter_bytes,
         DEFAULT_KV_BYTES if device.type == "cpu" else None,
     )
 

@@ -8,13 +8,13 @@ set up its slots, but its rows have not run, and their sequences must be admitte
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 
 from msgspec.structs import replace
 
 from quickstep.errors import EngineError
 from quickstep.model.interface import Model
-from quickstep.ops.table import KVCache
+from quickstep.ops.table import KVCache, LoRAAdapter
 from quickstep.ops.tensors import AnyTensor
 from quickstep.runtime.capture import open_steps
 from quickstep.runtime.sampling.grammar import NewMatcher
@@ -30,7 +30,8 @@ __all__ = ["ModelRunner"]
 class ModelRunner:
     """One model on one device. `clock` gives seconds and is read at a step's start and end.
 
-    `new_matcher` compiles the grammars of requests; None where no request has one.
+    `new_matcher` compiles the grammars of requests; None where no request has one. `adapters` are
+    those that rows may name, and may change between steps; None where no row has one.
     """
 
     def __init__(
@@ -42,8 +43,9 @@ class ModelRunner:
         clock: Callable[[], float],
         new_matcher: NewMatcher | None = None,
         enforce_eager: bool = False,
+        adapters: Mapping[str, LoRAAdapter] | None = None,
     ) -> None:
-        self._steps = open_steps(model, kv, block_size, enforce_eager)
+        self._steps = open_steps(model, kv, block_size, enforce_eager, adapters)
         self._sample = open_sampler(model)
         self._scorer = PromptScorer(self._steps, model)
         self._num_blocks = kv.keys[0].shape[0]
