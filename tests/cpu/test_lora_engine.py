@@ -107,6 +107,8 @@ def config(folder, *names):
 def test_adapters_of_the_start_are_in_the_memory_plan_and_checked_first(folder):
     engine = open_engine(config(folder, "a0", "a1"))
     assert [(one.name, one.rank) for one in engine.adapters] == [("a0", 4), ("a1", 16)]
+    planned = next(row for row in engine.memory_plan.rows if row.label == "adapters")
+    assert planned.num_bytes == sum(one.num_bytes for one in engine.adapters)
     with pytest.raises(ConfigError, match="no directory"):
         open_engine(config(folder, "a0", "absent"))
     with pytest.raises(ConfigError, match="--max-loras"):

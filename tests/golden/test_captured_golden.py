@@ -157,6 +157,19 @@ def test_captured_steps_of_low_bit_weights_have_the_bits_of_eager_ones(
     assert_same_steps(model, case)
 
 
+def random_adapters(model: Decoder, path: Path) -> dict[str, LoRAAdapter]:
+    """Two adapters of different ranks and targets."""
+    adapters = {}
+    for seed, (rank, targets) in enumerate(((3, ALL), (16, ("q_proj", "down_proj")))):
+        expression = "all-linear" if targets == ALL else rf".*\.({'|'.join((*targets, *FUSED))})"
+        name, spec = f"a{seed}", model.spec
+        every = (*targets, *FUSED)
+        write_adapter(path / name, spec, every, rank, seed, target_modules=expression)
+        weights = open_adapter(path / name, spec, 64).read(host_dtype(model.kv_shape.dtype))
+        adapters[name] = model.ops.pack_lora(weights.modules)
+    return adapters
+
+
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float16"])
 @pytest.mark.parametrize("name", ["llama-biases-mqa", "qwen3", "gemma2", "phi3"])
 def test_captured_steps_with_adapters_have_the_bits_of_eager_ones(
@@ -166,19 +179,21 @@ def test_captured_steps_with_adapters_have_the_bits_of_eager_ones(
     case.save(tmp_path / "base")
     model = load(tmp_path / "base", case.max_model_len, dtype)
     assert isinstance(model, Decoder)
-    adapters = {}
-    for seed, (rank, targets) in enumerate(((3, ALL), (16, ("q_proj", "down_proj", *FUSED)))):
-        path = write_adapter(
-            tmp_path / f"a{seed}",
-            model.spec,
-            (*targets, *FUSED),
-            rank,
-            seed,
-            target_modules="all-linear" if targets == ALL else rf".*\.({'|'.join(targets)})",
-        )
-        weights = open_adapter(path, model.spec, 64).read(host_dtype(model.kv_shape.dtype))
-        adapters[f"a{seed}"] = model.ops.pack_lora(weights.modules)
-    assert_same_steps(model, case, adapters=adapters)
+    assert_same_steps(model, case, adapters=random_adapters(model, tmp_path))
+
+
+@pytest.mark.parametrize("quantization", ["int8", "int4"])
+def test_adapters_on_low_bit_weights_have_the_bits_of_eager_steps(
+    quantization: str, tmp_path: Path
+) -> None:
+    case = next(case for case in CASES if case.name == "qwen3")
+    case.save(tmp_path / "base")
+    base = tmp_path / "base"
+    options = LoadConfig(model=str(base), dtype="bfloat16", quantization=quantization)
+    table = resolve_ops(torch.device("cpu"))
+    model = load_model(Checkpoint(base, "qwen3"), read_spec(base), table, options)
+    assert isinstance(model, Decoder)
+    assert_same_steps(model, case, adapters=random_adapters(model, tmp_path))
 
 
 def test_a_row_without_its_adapter_is_an_error(tmp_path: Path) -> None:

@@ -321,10 +321,11 @@ def plan_for(
             config.load.quantization,
             config.cache.kv_dtype,
             held_bytes,
+            adapter_bytes,
         ),
         config.cache,
         replace(config.scheduler, max_model_len=config.max_model_len or spec.max_model_len),
-        (config.memory_bytes or _free_bytes(device)) - adapter_bytes,
+        config.memory_bytes or _free_bytes(device),
         DEFAULT_KV_BYTES if device.type == "cpu" else None,
     )
 

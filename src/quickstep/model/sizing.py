@@ -48,7 +48,7 @@ class ElementBytes(msgspec.Struct, frozen=True):
     """Bytes per element: of the model's dtype (activations, weights that are not quantized), and of
     the op table's scratch (`OpTable.scratch_bytes`). `quantization` is `--quantization`, `kv_dtype`
     is `CacheConfig.kv_dtype`; `weights` are the bytes of all weights of a checkpoint that is
-    quantized already.
+    quantized already, `adapters` those of the adapters that are loaded at the start.
     """
 
     dtype: int
@@ -56,6 +56,7 @@ class ElementBytes(msgspec.Struct, frozen=True):
     quantization: str | None = None
     kv_dtype: str = "auto"
     weights: int | None = None
+    adapters: int = 0
 
 
 class MemoryRow(msgspec.Struct, frozen=True):
@@ -74,7 +75,8 @@ class MemoryPlan(msgspec.Struct, frozen=True):
         max_model_len: Longest sequence, prompt and output.
         max_num_seqs: Resident sequences.
         max_num_batched_tokens: Tokens of a step.
-        rows: weights, KV cache, activations, spare; they add up to `memory_bytes`.
+        rows: weights, adapters if there are any, KV cache, activations, spare; they add up to
+            `memory_bytes`.
         long_context: How positions are scaled beyond the model's own limit.
     """
 
@@ -177,7 +179,7 @@ def plan_memory(
     notes = list(spec.notes)
     context = scheduler.max_model_len
     dtype_bytes, scratch_bytes = elements.dtype, elements.scratch
-    weights = _weights(spec, elements)
+    weights = _weights(spec, elements) + elements.adapters
     seqs = scheduler.max_num_seqs
     tokens, activations = _fit_step(
         spec, (dtype_bytes, scratch_bytes), scheduler, memory_bytes - weights
@@ -276,13 +278,19 @@ def _rows(
     if elements.weights is not None:
         held = "as the checkpoint has quantized them"
     detail = f"{num_parameters(spec) / 1e9:.3f} B parameters {held}"
+    adapters = (MemoryRow("adapters", elements.adapters, "loaded at the start"),)
     return (
         MemoryRow("weights", weights, detail),
+        *(adapters if elements.adapters else ()),
         MemoryRow(
             "KV cache",
             kv_bytes,
             f"{num_blocks} blocks x {block_size} tokens x {per_token} bytes",
         ),
-        MemoryRow("activations", memory_bytes - weights - left, f"{tokens} tokens a step"),
+        MemoryRow(
+            "activations",
+            memory_bytes - weights - elements.adapters - left,
+            f"{tokens} tokens a step",
+        ),
         MemoryRow("spare", left - kv_bytes, f"of {memory_bytes / GIB:.2f} GiB"),
     )

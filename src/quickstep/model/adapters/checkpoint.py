@@ -27,6 +27,7 @@ from quickstep.ops.tensors import BFLOAT16, DType, HostTensor
 __all__ = ["WEIGHTS_FILE", "AdapterCheckpoint", "LoRAWeights", "open_adapter"]
 
 WEIGHTS_FILE = "adapter_model.safetensors"
+_CACHE_LINE = 64  # bytes
 _PICKLE = "adapter_model.bin"
 _TENSOR = re.compile(r"(?:base_model\.model\.)?(?P<module>.+)\.lora_(?P<half>[AB])\.weight")
 _MODULE = re.compile(r"(?P<prefix>(?:\w+\.)*?)(?P<name>layers\.\d+\..+)")
@@ -76,12 +77,13 @@ class AdapterCheckpoint(msgspec.Struct, frozen=True):
         return max(target.rank for target in self.targets)
 
     def num_bytes(self, dtype: DType) -> int:
-        """Bytes of the tensors in this dtype."""
-        elements = sum(
-            target.rank * (target.module.num_inputs + target.module.num_outputs)
+        """Bytes that the native kernels hold it in: tensors begin at multiples of a cache line."""
+        sizes = (
+            target.rank * size * dtype.itemsize
             for target in self.targets
+            for size in (target.module.num_inputs, target.module.num_outputs)
         )
-        return elements * dtype.itemsize
+        return sum(-(-size // _CACHE_LINE) * _CACHE_LINE for size in sizes)
 
     def read(self, dtype: DType) -> LoRAWeights:
         """Read all tensors. Raises ConfigError for NaN, infinity, or a file that ends early."""
