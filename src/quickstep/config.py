@@ -22,6 +22,7 @@ __all__ = [
     "CacheConfig",
     "EngineConfig",
     "InputConfig",
+    "LoRAConfig",
     "LoadConfig",
     "PolicyName",
     "SchedulerConfig",
@@ -214,6 +215,34 @@ class LoadConfig(msgspec.Struct, frozen=True):
             raise ConfigError(f"--quantization is {self.quantization!r}, it must be {known}")
 
 
+class LoRAConfig(msgspec.Struct, frozen=True):
+    """LoRA adapters.
+
+    Attributes:
+        modules: (name, directory) of the adapters that are loaded at the start.
+        max_loras: Adapters loaded at the same time, by name.
+        max_lora_rank: The largest rank of an adapter.
+    """
+
+    modules: tuple[tuple[str, str], ...] = ()
+    max_loras: int = 64
+    max_lora_rank: int = 256
+
+    def __post_init__(self) -> None:
+        for name in ("max_loras", "max_lora_rank"):
+            value = getattr(self, name)
+            if value < 1:
+                raise ConfigError(f"--{name.replace('_', '-')} is {value}, it must be at least 1")
+        names = [name for name, _ in self.modules]
+        twice = next((name for name in names if names.count(name) > 1), None)
+        if twice is not None:
+            raise ConfigError(f"--lora-modules names {twice!r} twice")
+        if len(names) > self.max_loras:
+            raise ConfigError(
+                f"--lora-modules has {len(names)} adapters, --max-loras is {self.max_loras}"
+            )
+
+
 class InputConfig(msgspec.Struct, frozen=True):
     """Limits of preparing one request, before the model computes anything.
 
@@ -275,6 +304,7 @@ class EngineConfig(msgspec.Struct, frozen=True):
         seed: Makes the seeds of requests without one reproducible; None uses random seeds.
         memory_bytes: Limit of the engine's memory in bytes; None uses the machine's free memory.
         enforce_eager: Run the model op by op instead of replaying captured steps; same bits.
+        lora: None if requests have no adapters.
     """
 
     load: LoadConfig = msgspec.field(default_factory=LoadConfig)
@@ -288,6 +318,7 @@ class EngineConfig(msgspec.Struct, frozen=True):
     seed: int | None = None
     memory_bytes: int | None = None
     enforce_eager: bool = False
+    lora: LoRAConfig | None = None
 
     def __post_init__(self) -> None:
         if self.max_model_len is not None and self.max_model_len < 1:

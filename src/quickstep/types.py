@@ -134,7 +134,9 @@ class Request(msgspec.Struct, frozen=True, array_like=True, tag=True):
         seed: Seed of the sampling noise: `sampling.seed`, or a random one from the engine.
         eos_token_ids: The model's end tokens; `sampling.ignore_eos` disables them.
         priority: Lower runs first (as in vLLM); it decreases with waiting time (`core.sequence`).
-        adapter: LoRA adapter name, "" for the base model. Part of the prefix-cache key.
+        adapter: LoRA adapter name, "" for the base model.
+        adapter_id: Digest of the adapter's content, which the engine sets: part of the prefix-cache
+            key, and what admissions and rows name as their adapter.
         cache_salt: Separates tenants in the prefix cache.
         timeout_s: Seconds after arrival at the scheduler until generation stops; None for no limit.
         pooling: Return an embedding of the prompt and generate nothing.
@@ -166,6 +168,7 @@ class Request(msgspec.Struct, frozen=True, array_like=True, tag=True):
     endpoint: str = ""
     is_continuation: bool = False
     speculation: bool = True
+    adapter_id: str = ""
 
     @property
     def prompt_only(self) -> bool:

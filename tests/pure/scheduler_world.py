@@ -398,7 +398,7 @@ class World:
 
     def _root_of(self, sequence_id: str) -> int:
         request = self.received[sequence_id].request
-        text = f"{len(request.adapter)}:{request.adapter}{request.cache_salt}"
+        text = f"{len(request.adapter_id)}:{request.adapter_id}{request.cache_salt}"
         return int.from_bytes(blake2b(text.encode(), digest_size=6).digest(), "little")
 
 

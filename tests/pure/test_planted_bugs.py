@@ -141,8 +141,8 @@ _BUGS = {
     ),
     "salt-ignored": (
         "sequence",
-        "ChainRoot(request.adapter, request.cache_salt)",
-        'ChainRoot(request.adapter, "")',
+        "ChainRoot(request.adapter_id, request.cache_salt)",
+        'ChainRoot(request.adapter_id, "")',
     ),
     "planned-row-preempted": ("queues", "if not has_row(one)", "if True"),
     "limit-overrun-by-overlap": (

@@ -157,7 +157,7 @@ class Sequence:
         self.service_s = service_s
         self.first_token_service_s = first_token_service_s
         self.last_step_id = -1  # the last step with a row of it
-        self.root = ChainRoot(request.adapter, request.cache_salt)
+        self.root = ChainRoot(request.adapter_id, request.cache_salt)
         self.token_ids = list(request.prompt_token_ids)
         self.prompt_len = len(self.token_ids)
         self.digests: list[bytes] = []  # of leading full blocks, computed when first needed
@@ -243,7 +243,7 @@ class Sequence:
             sampling=self.request.sampling,
             seed=self.seed,
             eos_token_ids=self.request.eos_token_ids,
-            adapter=self.request.adapter,
+            adapter=self.request.adapter_id,
             pooling=self.request.pooling,
             tenant=self.request.tenant,
             cache_salt=self.request.cache_salt,
@@ -273,7 +273,7 @@ class Sequence:
             output_position=end - self.prompt_len if emits else 0,
             num_drafts=len(drafts),
             num_next_drafts=num_next_drafts if emits else 0,
-            adapter=request.adapter,
+            adapter=request.adapter_id,
         )
         if start >= self.prompt_len:
             return row

@@ -39,6 +39,7 @@ from quickstep.types import Pooling
 if TYPE_CHECKING:
     import torch
 
+    from quickstep.engine.adapters import Adapters
     from quickstep.engine.cost_fits import FitFile
     from quickstep.engine.engine import Engine
     from quickstep.engine.text.chat_template import ChatTemplate
@@ -114,6 +115,7 @@ class LoadedWeights(msgspec.Struct, frozen=True):
     model: Model
     plan: MemoryPlan
     kv_shape: KVShape
+    adapters: Adapters | None = None
 
 
 def import_loading() -> None:
@@ -153,7 +155,7 @@ def open_engine(
     kv = allocate_kv(loaded.kv_shape, plan.num_blocks, config.cache.block_size, model.device)
     load_s = time.monotonic() - started_s
     description = describe(loaded, load_s, config.inputs, ahead.tokenizer(), with_template)
-    return wire_engine(config, model, kv, plan, description, step_log_path)
+    return wire_engine(config, model, kv, plan, description, step_log_path, loaded.adapters)
 
 
 def wire_engine(
@@ -163,6 +165,7 @@ def wire_engine(
     plan: MemoryPlan,
     description: LoadedModel,
     step_log_path: Path | None = None,
+    adapters: Adapters | None = None,
 ) -> Engine:
     """The engine around a model that is in memory; `kv` has the plan's blocks."""
     from quickstep.core.block_pool import KVBlockPool
@@ -183,17 +186,23 @@ def wire_engine(
     return Engine(
         description,
         Scheduler(settings, pool, make_policy(settings), fits.model),
-        open_executor(config, model, kv, plan, description),
+        open_executor(config, model, kv, plan, description, adapters),
         fits=fits,
         step_log=StepLog(path=step_log_path),
         streams=config.streams,
         seeds=open_seeds(config.seed),
         clock=time.monotonic,
+        adapters=adapters,
     )
 
 
 def open_executor(
-    config: EngineConfig, model: Model, kv: KVCache, plan: MemoryPlan, description: LoadedModel
+    config: EngineConfig,
+    model: Model,
+    kv: KVCache,
+    plan: MemoryPlan,
+    description: LoadedModel,
+    adapters: Adapters | None = None,
 ) -> LocalExecutor:
     """The executor of an engine around a model that is in memory."""
     from quickstep.runtime.executor import LocalExecutor
@@ -210,6 +219,7 @@ def open_executor(
         None if grammars is None else grammars.new_matcher,
         config.enforce_eager,
         open_proposer(config.speculation),
+        None if adapters is None else adapters.packed,
     )
     return LocalExecutor(runner)
 
@@ -262,6 +272,7 @@ def load_weights(
     config: EngineConfig, progress: LoadProgress | None, checkpoint: Checkpoint | None = None
 ) -> LoadedWeights:
     """Find, plan and load what `config` names. Raises ConfigError."""
+    from quickstep.engine.adapters import Adapters, open_adapters
     from quickstep.model.checkpoint.placement import choose_device, choose_dtype
     from quickstep.model.checkpoint.source import find_checkpoint
     from quickstep.model.checkpoint.weights import open_checkpoint_files, open_weights
@@ -293,7 +304,9 @@ def load_weights(
     if why_torch:
         require_torch(why_torch)
         set_threads(config.load.num_threads)
-    plan = plan_for(config, spec, dtype, device, ops, held_bytes)
+    at_start = open_adapters(config.lora, spec)
+    adapter_bytes = sum(one.num_bytes(dtype) for _, one in at_start)
+    plan = plan_for(config, spec, dtype, device, ops, held_bytes, adapter_bytes)
     for note in plan.notes:
         _LOGGER.info("%s", note)
     on_host = not why_torch
@@ -306,7 +319,11 @@ def load_weights(
     kv_shape = model.kv_shape.stored_as(config.cache.kv_dtype)
     if kv_shape.dtype.itemsize < model.kv_shape.dtype.itemsize:
         _warn_of_kv(model, config.cache.kv_dtype)
-    return LoadedWeights(checkpoint, spec, model, plan, kv_shape)
+    adapters = None if config.lora is None else Adapters(model, spec, ops, config.lora)
+    if adapters is not None:
+        for name, one in at_start:
+            adapters.add(adapters.pack(name, one))
+    return LoadedWeights(checkpoint, spec, model, plan, kv_shape, adapters)
 
 
 def _warn_of_kv(model: Model, kv_dtype: str) -> None:
@@ -332,8 +349,10 @@ def plan_for(
     device: torch.device | Device,
     ops: OpTable,
     held_bytes: int | None = None,
+    adapter_bytes: int = 0,
 ) -> MemoryPlan:
-    """What fits into the memory that is free now; `held_bytes` is the size of quantized weights.
+    """What fits into the memory that is free now; `held_bytes` is the size of quantized weights,
+    `adapter_bytes` that of the adapters.
 
     Raises:
         ConfigError: The model does not fit.
@@ -348,6 +367,7 @@ def plan_for(
             config.load.quantization,
             config.cache.kv_dtype,
             held_bytes,
+            adapter_bytes,
         ),
         config.cache,
         replace(config.scheduler, max_model_len=config.max_model_len or spec.max_model_len),

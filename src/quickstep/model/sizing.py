@@ -49,7 +49,7 @@ class ElementBytes(msgspec.Struct, frozen=True):
     """Bytes per element: of the model's dtype (activations, weights that are not quantized), and of
     the op table's scratch (`OpTable.scratch_bytes`). `quantization` is `--quantization`, `kv_dtype`
     is `CacheConfig.kv_dtype`; `weights` are the bytes of all weights of a checkpoint that is
-    quantized already.
+    quantized already, `adapters` those of the adapters that are loaded at the start.
     """
 
     dtype: int
@@ -57,6 +57,7 @@ class ElementBytes(msgspec.Struct, frozen=True):
     quantization: str | None = None
     kv_dtype: str = "auto"
     weights: int | None = None
+    adapters: int = 0
 
 
 class DraftSizes(msgspec.Struct, frozen=True):
@@ -93,8 +94,8 @@ class MemoryPlan(msgspec.Struct, frozen=True):
         max_model_len: Longest sequence, prompt and output.
         max_num_seqs: Resident sequences.
         max_num_batched_tokens: Tokens of a step.
-        rows: weights, KV cache, those of a draft model, activations, spare; they add up to
-            `memory_bytes`.
+        rows: weights, adapters if there are any, KV cache, those of a draft model, activations,
+            spare; they add up to `memory_bytes`.
         long_context: How positions are scaled beyond the model's own limit.
     """
 
@@ -199,7 +200,8 @@ def plan_memory(
     notes = list(spec.notes)
     context = scheduler.max_model_len
     dtype_bytes, scratch_bytes = elements.dtype, elements.scratch
-    weights = _weights(spec, elements) + (0 if draft is None else draft.weight_bytes)
+    weights = _weights(spec, elements) + elements.adapters
+    weights += 0 if draft is None else draft.weight_bytes
     seqs = scheduler.max_num_seqs
     tokens, activations = _fit_step(
         spec, (dtype_bytes, scratch_bytes), scheduler, memory_bytes - weights, draft
@@ -312,8 +314,11 @@ def _rows(
         held = "as the checkpoint has quantized them"
     detail = f"{num_parameters(spec) / 1e9:.3f} B parameters {held}"
     cache = f"{num_blocks} blocks x {block_size} tokens"
-    rows = [
-        MemoryRow("weights", weights, detail),
+    rows = [MemoryRow("weights", weights, detail)]
+    if elements.adapters:
+        rows.append(MemoryRow("adapters", elements.adapters, "loaded at the start"))
+        weights += elements.adapters
+    rows += [
         MemoryRow("KV cache", kv_bytes, f"{cache} x {per_token} bytes"),
     ]
     if draft is not None:

@@ -14,7 +14,7 @@ from msgspec.structs import replace
 
 from quickstep.errors import EngineError
 from quickstep.model.interface import Model
-from quickstep.ops.table import KVCache
+from quickstep.ops.table import KVCache, LoRAAdapter
 from quickstep.ops.tensors import AnyTensor
 from quickstep.runtime.capture import EmittingToken, open_steps
 from quickstep.runtime.sampling.grammar import NewMatcher
@@ -34,7 +34,8 @@ class ModelRunner:
     """One model on one device. `clock` gives seconds and is read at a step's start and end.
 
     `new_matcher` compiles the grammars of requests; None where no request has one. `proposer`
-    drafts tokens for rows that ask for them.
+    drafts tokens for rows that ask for them. `adapters` are those that rows may name, and may
+    change between steps; None where no row has one.
     """
 
     def __init__(
@@ -47,8 +48,9 @@ class ModelRunner:
         new_matcher: NewMatcher | None = None,
         enforce_eager: bool = False,
         proposer: Proposer | None = None,
+        adapters: Mapping[str, LoRAAdapter] | None = None,
     ) -> None:
-        self._steps = open_steps(model, kv, block_size, enforce_eager)
+        self._steps = open_steps(model, kv, block_size, enforce_eager, adapters)
         self._sample = open_sampler(model)
         self._scorer = PromptScorer(self._steps, model)
         self._num_blocks = kv.keys[0].shape[0]
