@@ -12,7 +12,7 @@ namespace qs::QS_LEVEL {
 namespace {
 
 constexpr int64_t kBlock = 512;  // inputs per chain
-constexpr int kShrinkTokens = 2, kShrinkRanks = 4, kExpandVectors = 2;
+constexpr int kShrinkTokens = 2, kShrinkRanks = 4;
 
 template <typename T, int R, int Q>
 void shrink_tile(const T* const* x, const T* a, int64_t k, float scale, float* low,
@@ -74,18 +74,16 @@ void shrink(const LoRAArgs& args, const LoRATile& tile) {
   }
 }
 
-// Outputs from `first` on: `count` of them, at most two vectors.
-template <typename T, int R>
+// V vectors of outputs from `first` on; the last one has `count` of W.
+template <typename T, int R, int V>
 void expand_vectors(const LoRAPart& part, const float* low, T* const* y, int64_t first,
                     int64_t count) {
   const T* b = static_cast<const T*>(part.b) + first;
-  vf sum[R][kExpandVectors] = {};
+  vf sum[R][V] = {};
   for (int64_t rank = 0; rank < part.rank; ++rank, b += part.n) {
 #pragma GCC unroll 8
-    for (int v = 0; v < kExpandVectors; ++v) {
-      const int64_t left = count - v * W;
-      if (left <= 0) break;
-      const vf weight = load_up_to(b + v * W, left);
+    for (int v = 0; v < V; ++v) {
+      const vf weight = v + 1 < V ? load(b + v * W) : load_up_to(b + v * W, count);
 #pragma GCC unroll 8
       for (int r = 0; r < R; ++r) {
         sum[r][v] = fma(set1(low[r * part.rank + rank]), weight, sum[r][v]);
@@ -93,9 +91,9 @@ void expand_vectors(const LoRAPart& part, const float* low, T* const* y, int64_t
     }
   }
   for (int r = 0; r < R; ++r) {
-    for (int v = 0; v < kExpandVectors && v * W < count; ++v) {
+    for (int v = 0; v < V; ++v) {
       T* to = y[r] + first + v * W;
-      const int64_t left = count - v * W;
+      const int64_t left = v + 1 < V ? W : count;
       store_up_to(to, load_up_to(to, left) + sum[r][v], left);
     }
   }
@@ -103,8 +101,12 @@ void expand_vectors(const LoRAPart& part, const float* low, T* const* y, int64_t
 
 template <typename T, int R>
 void expand_tokens(const LoRATile& tile, T* const* y) {
-  for (int64_t i = tile.begin; i < tile.end; i += kExpandVectors * W) {
-    expand_vectors<T, R>(*tile.part, tile.low, y, i, min_of(kExpandVectors * W, tile.end - i));
+  int64_t i = tile.begin;
+  for (; i + 2 * W <= tile.end; i += 2 * W) {
+    expand_vectors<T, R, 2>(*tile.part, tile.low, y, i, W);
+  }
+  for (; i < tile.end; i += W) {
+    expand_vectors<T, R, 1>(*tile.part, tile.low, y, i, min_of(W, tile.end - i));
   }
 }
 
