@@ -76,6 +76,20 @@ def test_faster_hardware_and_fixed_lengths_have_their_effect(capsys) -> None:
     assert fast["figures"]["num_requests"] == 24
 
 
+def test_a_trace_is_simulated_at_its_times(capsys, tmp_path: Path) -> None:
+    trace = tmp_path / "trace.jsonl"
+    line = '{"timestamp": %d, "input_length": 600, "output_length": 4, "hash_ids": [1]}'
+    trace.write_text("\n".join(line % (1000 * place) for place in range(6)))
+    (row,) = figures(capsys, "--trace", str(trace), "--rate", "1,2")
+    assert row["run"] == "mixed, 1 x trace.jsonl"
+    assert row["figures"]["duration_s"] == 5.0
+    (fast,) = figures(capsys, "--trace", str(trace), "--trace-speed", "10")
+    assert fast["figures"]["duration_s"] == 0.5
+    trace.write_text("{")
+    assert main((*QUICK, "--trace", str(trace))) == 2
+    assert "line 1 of the trace is not valid" in capsys.readouterr().err
+
+
 @pytest.mark.parametrize(
     ("flags", "sentence"),
     [

@@ -121,6 +121,19 @@ def _add_clients(group: argparse._ArgumentGroup) -> None:
     group.add_argument(
         "--tpot-ms", type=positive_number, metavar="MS", help="target per output token"
     )
+    group.add_argument(
+        "--trace",
+        type=Path,
+        metavar="FILE",
+        help="requests of a Mooncake, Azure or BurstGPT trace instead of --preset",
+    )
+    group.add_argument(
+        "--trace-speed",
+        type=positive_number,
+        default=1.0,
+        metavar="N",
+        help="how many times as fast as recorded (default: %(default)s)",
+    )
     group.add_argument("--seed", type=int, default=0, metavar="N", help="(default: %(default)s)")
 
 
@@ -145,7 +158,7 @@ def run(args: argparse.Namespace) -> int:
     runs = [
         _simulated(args, candidate, rate, policy, max_model_len)
         for policy in args.scheduling_policy
-        for rate in args.rate
+        for rate in (args.rate if args.trace is None else args.rate[:1])
     ]
     if args.json:
         rows = [{"run": one.name, "rate": one.rate, "figures": one.summary} for one in runs]
@@ -169,9 +182,10 @@ def _simulated(
     policy: PolicyName,
     max_model_len: int,
 ) -> Run:
-    from quickstep.plan.traffic import Traffic, simulate_traffic
+    from quickstep.plan.traffic import Traffic, simulate_arrivals, simulate_traffic
     from quickstep.sim.html_report import Run
     from quickstep.sim.summary import Targets, summarize
+    from quickstep.sim.traces import read_trace
     from quickstep.sim.workload import WORKLOADS, with_lengths
 
     traffic = Traffic(
@@ -183,18 +197,26 @@ def _simulated(
         num_clients=args.max_concurrency,
         seed=args.seed,
     )
-    outcome = simulate_traffic(candidate, traffic, max_model_len, policy)
+    if args.trace is None:
+        outcome = simulate_traffic(candidate, traffic, max_model_len, policy)
+    else:
+        lines = args.trace.read_text(encoding="utf-8", errors="replace").splitlines()
+        arrivals = read_trace(lines, args.trace_speed)[: args.num_prompts]
+        outcome = simulate_arrivals(candidate, arrivals, max_model_len, policy)
     limits = (None if limit is None else limit / 1e3 for limit in (args.ttft_ms, args.tpot_ms))
     summary = summarize(outcome, candidate.num_blocks, Targets(*limits))
     load = f"{args.max_concurrency} clients"
-    if args.arrivals != "closed-loop":
+    if args.trace is not None:
+        load = f"{args.trace_speed:g} x {args.trace.name}"
+    elif args.arrivals != "closed-loop":
         load = f"{rate:g}/s"
     return Run(f"{policy.value}, {load}", rate, candidate.num_blocks, summary, outcome)
 
 
 def _title(args: argparse.Namespace, candidate: Candidate) -> str:
     hardware = candidate.hardware
-    return f"{args.preset} with {args.model} on {hardware.count} x {hardware.device.label}"
+    name = args.preset if args.trace is None else args.trace.name
+    return f"{name} with {args.model} on {hardware.count} x {hardware.device.label}"
 
 
 def _print_runs(title: str, runs: list[Run]) -> None:

@@ -46,7 +46,7 @@ __all__ = [
 ]
 
 BLOCK_SIZE = CacheConfig().block_size
-_MAX_ROUNDS = 500
+_MAX_ROUNDS = 100
 _CLOSE = 1e-6
 _HIGHEST_RATE = 1e6
 

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import math
 import random
+from collections.abc import Iterable
 
 import msgspec
 
@@ -17,10 +18,10 @@ from quickstep.core.scheduler import Scheduler
 from quickstep.errors import ConfigError
 from quickstep.plan.candidates import BLOCK_SIZE, Candidate
 from quickstep.sim.arrivals import diurnal, gamma, ramp
-from quickstep.sim.simulate import Simulation, simulate
+from quickstep.sim.simulate import Arrival, Follow, Simulation, simulate
 from quickstep.sim.workload import Clients, Workload
 
-__all__ = ["ARRIVALS", "Traffic", "simulate_traffic"]
+__all__ = ["ARRIVALS", "Traffic", "simulate_arrivals", "simulate_traffic"]
 
 ARRIVALS = ("gamma", "ramp", "diurnal", "closed-loop")
 _DAY_PARTS = 4  # periods of a simulated diurnal curve
@@ -66,7 +67,26 @@ class Traffic(msgspec.Struct, frozen=True):
 def simulate_traffic(
     candidate: Candidate, traffic: Traffic, max_model_len: int, policy: PolicyName
 ) -> Simulation:
-    """One engine of a candidate."""
+    """One engine of a candidate, with the clients of `traffic`."""
+    clients = Clients(
+        traffic.workload,
+        random.Random(traffic.seed + 1),
+        traffic.num_requests,
+        max_model_len,
+        closed_loop=traffic.arrivals == "closed-loop",
+    )
+    arrivals = clients.opening(traffic.times())
+    return simulate_arrivals(candidate, arrivals, max_model_len, policy, clients.follow)
+
+
+def simulate_arrivals(
+    candidate: Candidate,
+    arrivals: Iterable[Arrival],
+    max_model_len: int,
+    policy: PolicyName,
+    follow: Follow | None = None,
+) -> Simulation:
+    """One engine of a candidate, with these arrivals."""
     config = SchedulerConfig(
         max_num_seqs=candidate.limits.max_num_seqs,
         max_num_batched_tokens=candidate.limits.max_num_batched_tokens,
@@ -75,11 +95,4 @@ def simulate_traffic(
     )
     pool = KVBlockPool(candidate.num_blocks, BLOCK_SIZE)
     scheduler = Scheduler(config, pool, make_policy(config), candidate.costs)
-    clients = Clients(
-        traffic.workload,
-        random.Random(traffic.seed + 1),
-        traffic.num_requests,
-        max_model_len,
-        closed_loop=traffic.arrivals == "closed-loop",
-    )
-    return simulate(clients.opening(traffic.times()), scheduler, candidate.costs, clients.follow)
+    return simulate(arrivals, scheduler, candidate.costs, follow)
