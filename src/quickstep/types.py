@@ -22,6 +22,7 @@ from quickstep.sampling_params import Grammar, SamplingParams
 __all__ = [
     "Activity",
     "Admission",
+    "CacheMiss",
     "Executor",
     "FinishReason",
     "Grammar",
@@ -294,6 +295,19 @@ class StepResult(msgspec.Struct, frozen=True):
     failures: tuple[RowFailure, ...] = ()
 
 
+class CacheMiss(enum.Enum):
+    """Why the prefix cache gave a prompt no more tokens. A miss says nothing of other salts and
+    adapters: only blocks of the request's own are looked up.
+    """
+
+    NOT_CACHED = "not_cached"  # no prompt with these tokens, lately
+    EVICTED = "evicted"  # the block was cached; others needed the memory, or the cache was reset
+    LAST_BLOCK = "last_block"  # only full blocks are cached, and the last token is always computed
+    PROMPT_LOGPROBS = "prompt_logprobs"  # the prompt's logits are not cached
+    POOLING = "pooling"  # the pooled hidden states are not cached
+    DISABLED = "disabled"
+
+
 class SequenceTimings(msgspec.Struct, frozen=True):
     """Times of one sequence, in seconds on the scheduler's clock, and its tokens and blocks.
 
@@ -301,6 +315,9 @@ class SequenceTimings(msgspec.Struct, frozen=True):
     slowly, only `paused_s` grows. `device_s` is the sequence's part of the measured step times
     without `recomputed_s`, the part for positions that were computed again after a preemption
     (`core.accounting` has the sum over all sequences).
+
+    `cache_miss` is the reason why no more than `num_cached_tokens` were cached when the sequence
+    was first admitted; None before.
 
     `activities` are (activity, since when), in order: each lasts until the next one begins, the
     last until `finished_s`. Of a sequence that changes more often, the later changes are missing.
@@ -327,6 +344,7 @@ class SequenceTimings(msgspec.Struct, frozen=True):
     unloaded_prefill_s: float = 0.0
     unloaded_decode_s: float = 0.0
     activities: tuple[tuple[Activity, float], ...] = ()
+    cache_miss: CacheMiss | None = None
 
 
 class SequenceOutput(msgspec.Struct, frozen=True):

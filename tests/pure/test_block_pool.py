@@ -93,6 +93,19 @@ def test_the_least_recently_used_chain_goes_first_and_its_tail_before_its_head()
     assert hits(pool, (3, 4)) == new
 
 
+def test_forgetting_what_is_cached_keeps_the_blocks_of_running_sequences() -> None:
+    pool = KVBlockPool(6, 1)
+    old, running = fill(pool, (1, 2, 3)), fill(pool, (1, 4))
+    pool.release(old)
+    assert pool.forget_cached() == 3
+    assert pool.forget_cached() == 0
+    assert hits(pool, (1, 2, 3)) == []
+    assert pool.stats().num_evictions == 0
+    pool.check([running])
+    pool.release(running)
+    pool.check([])
+
+
 def test_a_shared_block_lives_until_its_last_holder_releases_it() -> None:
     pool = KVBlockPool(2, 1)
     blocks = fill(pool, (1,))

@@ -25,6 +25,7 @@ from quickstep.errors import EngineError, PromptTooLong, RequestError
 from quickstep.model.sizing import MemoryPlan
 from quickstep.types import (
     Activity,
+    CacheMiss,
     FinishReason,
     Pooling,
     Request,
@@ -249,6 +250,7 @@ class FakeStream:
             num_cached_tokens=self._engine.num_cached_tokens,
             num_output_tokens=num_output_tokens,
             num_blocks=1,
+            cache_miss=CacheMiss.LAST_BLOCK,
             activities=(
                 (Activity.QUEUE, 0.0),
                 (Activity.PREFILL, 0.0),
@@ -268,6 +270,7 @@ class FakeEngine:
     num_cached_tokens: int = 3
     block_size: int = 4
     num_steps: int = 0
+    num_resets: int = 0
     state: EngineState = EngineState.NEW
     failure: str = ""
     now_s: float = 0.0
@@ -290,6 +293,10 @@ class FakeEngine:
 
     async def live_timings(self, request_id: str) -> dict[int, SequenceTimings]:
         return self.timings.get(request_id, {})
+
+    async def reset_prefix_cache(self) -> int:
+        self.num_resets += 1
+        return 7
 
     async def start(self) -> None:
         self.state = EngineState.RUNNING

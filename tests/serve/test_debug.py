@@ -55,6 +55,21 @@ def num_readers(engine: FakeEngine) -> int:
     return sum(isinstance(one, debug._Follower) for one in engine.step_log._followers)
 
 
+def test_only_an_admin_key_resets_the_prefix_cache() -> None:
+    engine = FakeEngine()
+    keys = ServerOptions(api_keys=ApiKeys(["ann=AAAA"], ["root=RRRR"]))
+
+    async def post(key: str) -> httpx.Response:
+        async with client_of(create_app(engine, keys)) as client:
+            return await client.post("/reset_prefix_cache", headers={"x-api-key": key})
+
+    assert asyncio.run(post("AAAA")).status_code == 403
+    assert engine.num_resets == 0
+    response = asyncio.run(post("RRRR"))
+    assert (response.status_code, response.json()) == (200, {"num_blocks": 7})
+    assert engine.num_resets == 1
+
+
 def test_the_newest_records_are_lines_of_json() -> None:
     response = get("/debug/steps?last_s=2.5")
     assert response.headers["content-type"] == "application/x-ndjson"

@@ -12,7 +12,7 @@ from remote_run import LONG, ask, ends, read, run, until
 
 from quickstep.engine.remote.engine import RemoteEngine
 from quickstep.engine.stream import Delta
-from quickstep.errors import RequestError
+from quickstep.errors import EngineError, RequestError
 from quickstep.types import FinishReason, Grammar, SamplingParams
 
 
@@ -184,6 +184,23 @@ def test_the_step_log_is_told_here_too(tmp_path: Path) -> None:
         assert engine.step_log.totals.num_steps == 5
         assert len(set(observed)) == 5
         await until(lambda: engine.stats().scheduler.totals.num_steps == 5)
+
+    run(tmp_path, test)
+
+
+def test_a_reset_of_the_prefix_cache_frees_the_blocks_of_ended_requests(tmp_path: Path) -> None:
+    async def test(engine: RemoteEngine) -> None:
+        await read(ask(engine, list(range(40)), SamplingParams(max_tokens=1)))
+        await until(lambda: engine.stats().scheduler.blocks.num_cached > 0)
+        num_cached = engine.stats().scheduler.blocks.num_cached
+        assert await asyncio.gather(*(engine.reset_prefix_cache() for _ in range(2))) == [
+            num_cached,
+            0,
+        ]
+        await until(lambda: engine.stats().scheduler.blocks.num_cached == 0)
+        await engine.stop()
+        with pytest.raises(EngineError, match="stopped"):
+            await engine.reset_prefix_cache()
 
     run(tmp_path, test)
 

@@ -326,6 +326,8 @@ TIMES = {
     "paused_ms": 0.0,
     "num_preemptions": 0,
     "device_s": 0.5,
+    "cached_tokens": 3,
+    "cache_miss": "last_block",
 }
 WANTED = {"x-quickstep-timings": "true", **ANN}
 WITH_TIMINGS: list[tuple[str, dict[str, Any]]] = [
@@ -381,6 +383,8 @@ def test_choices_of_one_prompt_have_times_each_and_one_sum() -> None:
     assert [one["index"] for one in timings["sequences"]] == [0, 1, 2, 3]
     assert (timings["cached_tokens"], timings["device_s"]) == (6, 2.0)
     assert (timings["cost_by_tokens_usd"], timings["cost_by_device_usd"]) == (None, None)
+    assert [one["cached_tokens"] for one in timings["sequences"]] == [3] * 4
+    assert [one["cache_miss"] for one in timings["sequences"]] == ["last_block"] * 4
 
 
 def test_the_usage_of_a_stream_is_in_the_same_chunk_as_its_timings() -> None:
@@ -445,6 +449,9 @@ def test_the_engine_reports_what_its_responses_report(tmp_path: Path) -> None:
     ann, bob = usage_totals(path, ["key", "endpoint"])
     assert (ann.group, bob.group) == (("ann", COMPLETIONS), ("bob", "/v1/embeddings"))
     assert ann.num_prompt_tokens == choices["prompt_tokens"] + beams["prompt_tokens"]
+    found = [usage["prompt_tokens_details"]["cached_tokens"] for usage in (choices, beams)]
+    assert ann.num_cached_tokens == sum(found)
+    assert found[1] > found[0] == 0
     # two choices; the prompt's token, then two beams of four more
     assert ann.num_output_tokens == choices["completion_tokens"] + 1 + 2 * 4
     assert (bob.num_output_tokens, bob.num_prompt_tokens > 0) == (0, True)

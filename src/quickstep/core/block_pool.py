@@ -58,6 +58,7 @@ NO_HITS = PrefixHits((), 0)
 
 
 _DIGEST_BYTES = 16
+_MAX_LOST = 65_536  # digests of lost blocks that are remembered: a few megabytes
 
 # (digest of the parent, token ids of the block) -> digest of the block.
 Digest = Callable[[bytes, Sequence[int]], bytes]
@@ -115,6 +116,8 @@ class KVBlockPool:
         self._index: dict[bytes, int] = {}
         self._free = list(range(num_blocks - 1, -1, -1))
         self._cached: OrderedDict[int, None] = OrderedDict()  # least recently used first
+        self._lost: dict[bytes, None] = {}  # digests of evicted content, oldest first
+        self._max_lost = min(num_blocks, _MAX_LOST)
         self._version = 0  # how often a block lost its content's key
         self._unindexed_at = [0] * num_blocks  # the version at which each block last did
         self._num_hits = 0
@@ -255,6 +258,16 @@ class KVBlockPool:
                 del self._cached[block_id]
                 self._free.append(block_id)
 
+    def was_cached(self, digest: bytes) -> bool:
+        """Whether a block with this digest was cached lately, and has lost its content since."""
+        return digest in self._lost and digest not in self._index
+
+    def forget_cached(self) -> int:
+        """Free every cached block without references; returns how many there were."""
+        cached = list(self._cached)
+        self.forget(cached)
+        return len(cached)
+
     def stats(self) -> PoolStats:
         """Counts for metrics."""
         num_used = self.num_blocks - self.num_free
@@ -295,6 +308,10 @@ class KVBlockPool:
 
     def _unindex(self, block_id: int, key: BlockKey) -> None:
         del self._index[key.digest]
+        self._lost.pop(key.digest, None)
+        self._lost[key.digest] = None
+        if len(self._lost) > self._max_lost:
+            del self._lost[next(iter(self._lost))]
         self._keys[block_id] = None
         self._version += 1
         self._unindexed_at[block_id] = self._version

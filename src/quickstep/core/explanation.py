@@ -12,7 +12,7 @@ from collections.abc import Iterable, Iterator, Sequence
 
 import msgspec
 
-from quickstep.types import Activity, SequenceTimings, StepRecord
+from quickstep.types import Activity, CacheMiss, SequenceTimings, StepRecord
 
 __all__ = ["ActivityPart", "ExplainedRequest", "Explanation", "explain"]
 
@@ -63,6 +63,7 @@ class Explanation(msgspec.Struct, frozen=True):
         unloaded_s: Predicted for the same tokens without other requests.
         device_s: The sequence's part of the measured step times.
         recomputed_s: The part for what was computed again after a preemption.
+        cache_miss: Why no more of its prompt was cached.
         missing_s: Seconds at its beginning for which the log has no steps any more.
         parts: The activities, in the order of `Activity`, those without time left out.
         sentence: All of it in one sentence.
@@ -77,6 +78,7 @@ class Explanation(msgspec.Struct, frozen=True):
     recomputed_s: float
     num_prompt_tokens: int
     num_cached_tokens: int
+    cache_miss: CacheMiss | None
     num_output_tokens: int
     num_preemptions: int
     missing_s: float
@@ -119,6 +121,7 @@ def explain(
         recomputed_s=timings.recomputed_s,
         num_prompt_tokens=timings.num_prompt_tokens,
         num_cached_tokens=timings.num_cached_tokens,
+        cache_miss=timings.cache_miss,
         num_output_tokens=timings.num_output_tokens,
         num_preemptions=timings.num_preemptions,
         missing_s=_missing_s(timings, during),
@@ -217,6 +220,8 @@ def _queue_text(_: Explanation, part: ActivityPart) -> str:
 def _prefill_text(one: Explanation, part: ActivityPart) -> str:
     num_tokens = one.num_prompt_tokens - one.num_cached_tokens
     text = f"{_seconds(part.seconds)} in its own prefill of {_count(num_tokens)}"
+    if one.cache_miss is CacheMiss.EVICTED:
+        text += f" (the cache had lost the prompt from token {one.num_cached_tokens} on)"
     return text + _stretched(part) + _between_steps(part)
 
 

@@ -18,6 +18,7 @@ from itertools import chain
 from quickstep.core.block_pool import KVBlockPool
 from quickstep.core.sequence import Rank, Residency, Sequence, SequenceState
 from quickstep.core.service_order import ServiceOrder
+from quickstep.types import CacheMiss
 
 __all__ = ["AdmissionRate", "Deadlines", "Due", "RunningBatch", "WaitingQueue"]
 
@@ -171,6 +172,8 @@ class RunningBatch:
 
     def admit(self, sequence: Sequence, hits: tuple[int, ...], now: float) -> Residency:
         """Assign a slot, the cached blocks `hits`, and new blocks for all other known tokens."""
+        if sequence.num_cached_tokens is None:
+            sequence.cache_miss = self._cache_miss(sequence, len(hits))
         self._pool.acquire(hits)
         num_tokens = len(sequence.token_ids)
         fresh = self._pool.allocate(self._blocks_for(num_tokens) - len(hits))
@@ -306,6 +309,18 @@ class RunningBatch:
         known = sequence.known_hits
         sequence.known_hits = self._pool.lookup(sequence.root, tokens, digests[:num_blocks], known)
         return sequence.known_hits.block_ids
+
+    def _cache_miss(self, sequence: Sequence, num_hits: int) -> CacheMiss:
+        """Why a sequence gets no more than `num_hits` blocks from the prefix cache."""
+        if not self._pool.prefix_caching:
+            return CacheMiss.DISABLED
+        if num_hits < sequence.num_reusable // self._pool.block_size:
+            was_cached = self._pool.was_cached(sequence.digests[num_hits])
+            return CacheMiss.EVICTED if was_cached else CacheMiss.NOT_CACHED
+        if sequence.num_reusable == len(sequence.token_ids) - 1:
+            return CacheMiss.LAST_BLOCK
+        is_pooled = sequence.request.pooling is not None
+        return CacheMiss.POOLING if is_pooled else CacheMiss.PROMPT_LOGPROBS
 
     def _fits_into_blocks(self, sequence: Sequence) -> bool:
         """Whether one more token needs no more blocks, which is the usual case."""

@@ -264,6 +264,10 @@ class Scheduler:
             queue: RunningBatch | WaitingQueue = self._batch if runs else self._waiting
             queue.set_paused(sequence, is_paused, now)
 
+    def reset_prefix_cache(self) -> int:
+        """Free every cached block that no sequence uses; returns how many there were."""
+        return self._pool.forget_cached()
+
     # -- the next step ----------------------------------------------------------------------------
 
     def plan(self, now: float) -> StepPlan | None:
@@ -390,7 +394,7 @@ class Scheduler:
         is_new = sequence.num_cached_tokens is None
         residency = self._batch.admit(sequence, hits, now)
         self._policy.admitted()
-        if is_new:
+        if is_new and not sequence.request.is_continuation:  # a beam's prompt was counted before
             self._totals.prefix_query_tokens += sequence.prompt_len
             self._totals.prefix_hit_tokens += residency.planned
         draft.admit(sequence)

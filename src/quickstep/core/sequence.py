@@ -16,6 +16,7 @@ from quickstep.core.block_pool import NO_HITS, BlockKey, ChainRoot
 from quickstep.types import (
     Activity,
     Admission,
+    CacheMiss,
     FinishReason,
     Phase,
     Pooling,
@@ -157,6 +158,7 @@ class Sequence:
         self.state = SequenceState.WAITING
         self.residency: Residency | None = None  # the latest
         self.num_cached_tokens: int | None = None  # None until first admitted
+        self.cache_miss: CacheMiss | None = None
         self.device_s = 0.0
         self.recomputed_s = 0.0
         self._num_computed = 0  # positions that an earlier residency computed
@@ -385,6 +387,7 @@ class Sequence:
             num_preemptions=self._num_preemptions,
             num_prompt_tokens=self.prompt_len,
             num_cached_tokens=self.num_cached_tokens or 0,
+            cache_miss=self.cache_miss,
             num_output_tokens=self.num_outputs,
             num_blocks=self._max_blocks,
         )

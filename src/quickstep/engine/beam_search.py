@@ -112,7 +112,8 @@ class _Step(msgspec.Struct, frozen=True):
 
 
 class BeamSearch:
-    """One search. `start` it, `run` it, `aclose` it; `run` sets `prompt_logprobs`.
+    """One search. `start` it, `run` it, `aclose` it; `run` sets `prompt_logprobs` and
+    `num_cached_tokens`.
 
     `request` is the prompt to continue; of its sampling, only the numbers of logprobs are read. Its
     timeout counts from now on `clock`: then the best beams so far are the answer. `end_ids` finish
@@ -145,6 +146,7 @@ class BeamSearch:
         self._streams: list[Continuation] = []
         self._finished: list[Hypothesis] = []
         self.prompt_logprobs: tuple[TokenLogprobs | None, ...] = ()
+        self.num_cached_tokens = 0  # of the prompt
 
     def start(self) -> None:
         """Submit the prompt itself. Raises RequestError, EngineError."""
@@ -167,6 +169,8 @@ class BeamSearch:
                 return self._best(beams, FinishReason.DEADLINE)
             if length == 1:
                 self.prompt_logprobs = steps[0].prompt_logprobs
+                if (timings := steps[0].last.timings) is not None:
+                    self.num_cached_tokens = timings.num_cached_tokens
             beams = self._advance(beams, steps, length)
             if not beams or self._is_over(beams, length):
                 return self._best([], None)

@@ -180,6 +180,10 @@ class Engine:
         """What the live sequences of a request spent their time on so far, by index."""
         return self._scheduler.timings(request_id, self._clock())
 
+    async def reset_prefix_cache(self) -> int:
+        """Free every cached block that no sequence uses; returns how many there were."""
+        return self._scheduler.reset_prefix_cache()
+
     async def start(self) -> None:
         """Begin stepping in the running event loop.
 

@@ -235,6 +235,10 @@ class LLM:
         with _progress_bar("Searching", is_wanted=use_tqdm) as show:
             return self._thread.call(_all_answers(submits, answer, show))
 
+    def reset_prefix_cache(self) -> int:
+        """Free every cached block that no sequence uses; returns how many there were."""
+        return self._thread.call(self._engine.reset_prefix_cache())
+
     def close(self) -> None:
         """End all requests and free everything. Idempotent."""
         self._end()

@@ -9,6 +9,7 @@ from __future__ import annotations
 import re
 from collections.abc import Mapping
 from pathlib import Path
+from typing import Any
 
 import msgspec
 
@@ -324,6 +325,20 @@ class UsageOptions(msgspec.Struct, frozen=True):
     ledger: Path | None = None
 
 
+class WarmPrompt(msgspec.Struct, frozen=True):
+    """A prompt to compute at the start.
+
+    Attributes:
+        line: Of the file.
+        body: That of a chat completion (`messages`) or a completion (`prompt`).
+        api_keys: Names of the keys whose cache gets it; () for all of them.
+    """
+
+    line: int
+    body: dict[str, Any]
+    api_keys: tuple[str, ...] = ()
+
+
 class ServerOptions(msgspec.Struct, frozen=True):
     """How one engine is served.
 
@@ -341,6 +356,7 @@ class ServerOptions(msgspec.Struct, frozen=True):
         metrics: Names of metrics, and targets of goodput.
         share_prefix_cache: Let the prompts of one API key hit the cached prompts of another, whose
             text they then can guess block by block.
+        warm_prompts: What is computed before the server listens.
         root_path: The path of this server behind a proxy, which the proxy removes.
         access_log: One log line per request.
         files: The directory and limits of clients' files.
@@ -367,6 +383,7 @@ class ServerOptions(msgspec.Struct, frozen=True):
     answers: AnswerOptions = msgspec.field(default_factory=AnswerOptions)
     metrics: MetricsOptions = msgspec.field(default_factory=MetricsOptions)
     share_prefix_cache: bool = False
+    warm_prompts: tuple[WarmPrompt, ...] = ()
     root_path: str = ""
     access_log: bool = False
     files: FileOptions = msgspec.field(default_factory=FileOptions)

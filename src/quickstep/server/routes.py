@@ -47,6 +47,7 @@ from quickstep.server.openai.response_types import (
 )
 from quickstep.server.openai.tokenize import Tokenizing
 from quickstep.server.options import ServerOptions
+from quickstep.server.prefix_cache import prefix_cache_routes
 from quickstep.server.probes import Health, Pong, Probes, Readiness, Version
 from quickstep.server.responses.endpoint import Responses
 from quickstep.server.responses.request_types import InputItemsQuery, ResponsesRequest
@@ -80,6 +81,7 @@ def api_routes(
         *_models(probes),
         *_probes(probes),
         *Debug(served.engine).routes(),
+        *prefix_cache_routes(served.engine),
     ]
     pages = ApiPages(routes, served)  # the document describes these two as well
     routes += _pages(pages)

@@ -17,7 +17,7 @@ from quickstep.errors import ConfigError
 if TYPE_CHECKING:
     from quickstep.engine.logs import LogSetup
     from quickstep.server.api_keys import ApiKey, ApiKeys
-    from quickstep.server.options import RequestLimits, ServerOptions, UsageOptions
+    from quickstep.server.options import RequestLimits, ServerOptions, UsageOptions, WarmPrompt
 
 __all__ = [
     "add_serve_flags",
@@ -206,6 +206,13 @@ def _add_access_flags(group: argparse._ArgumentGroup) -> None:
         "keys by timing (default: each key has its own part of the cache)",
     )
     group.add_argument(
+        "--warm-prompts",
+        type=Path,
+        metavar="FILE",
+        help="prompts to compute and cache before the server listens: a .jsonl file of bodies of "
+        "chat completions or completions, or else a text file with a prompt per line",
+    )
+    group.add_argument(
         "--allowed-origins",
         nargs="+",
         default=[],
@@ -377,6 +384,7 @@ def server_options(args: argparse.Namespace) -> ServerOptions:
 
     if not args.drain_timeout_s >= 0:
         raise ConfigError(f"--drain-timeout-s is {args.drain_timeout_s:g}, it must be at least 0")
+    api_keys = take_api_keys(args, os.environ)
     return ServerOptions(
         served_model_names=tuple(args.served_model_name),
         limits=_limits(args),
@@ -388,7 +396,7 @@ def server_options(args: argparse.Namespace) -> ServerOptions:
             slow_reader_s=args.slow_reader_timeout_s,
             comment_every_s=args.stream_comment_s,
         ),
-        api_keys=take_api_keys(args, os.environ),
+        api_keys=api_keys,
         cors=CorsOptions(
             origins=tuple(args.allowed_origins),
             methods=tuple(args.allowed_methods),
@@ -409,6 +417,7 @@ def server_options(args: argparse.Namespace) -> ServerOptions:
             args.metrics_prefix, _goodput(args.goodput), args.otlp_traces_endpoint
         ),
         share_prefix_cache=args.share_prefix_cache,
+        warm_prompts=_warm_prompts(args, api_keys),
         root_path=args.root_path,
         access_log=args.access_log,
         files=FileOptions(
@@ -467,6 +476,16 @@ def take_api_keys(args: argparse.Namespace, environ: os._Environ[str] | dict[str
     if variable:
         keys.append(variable)
     return ApiKeys(keys, args.admin_api_key)
+
+
+def _warm_prompts(args: argparse.Namespace, api_keys: ApiKeys) -> tuple[WarmPrompt, ...]:
+    if args.warm_prompts is None:
+        return ()
+    if not args.enable_prefix_caching:
+        raise ConfigError("--warm-prompts needs the prefix cache; drop --no-enable-prefix-caching")
+    from quickstep.server.warm_prompts import read_warm_prompts
+
+    return read_warm_prompts(args.warm_prompts, api_keys)
 
 
 def _usage_options(args: argparse.Namespace) -> UsageOptions:

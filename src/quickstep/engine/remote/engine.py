@@ -13,6 +13,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
+from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from datetime import datetime
 from pathlib import Path
@@ -35,8 +36,10 @@ from quickstep.engine.remote.messages import (
     ModelFacts,
     Opened,
     Pause,
+    PrefixCacheReset,
     Refused,
     ReportTimings,
+    ResetPrefixCache,
     Resume,
     SequenceNote,
     StatsNote,
@@ -65,7 +68,7 @@ _LOGGER = logging.getLogger(__name__)
 _DEADLINE_MARGIN_S = 1.0
 # Messages that may wait for a process that does not read.
 _LOG_CAPACITY = 16_384  # records: minutes of steps, a few megabytes
-_REPORT_S = 2.0  # how long the process may take to report timings
+_REPORT_S = 2.0  # how long the process may take to answer a question
 _MAX_UNSENT_BYTES = 64 * 1024 * 1024
 
 
@@ -216,6 +219,7 @@ class RemoteEngine:
         self._worker_stats = _WorkerStats()
         self._step_log = StepLog(_LOG_CAPACITY)
         self._reports: dict[str, asyncio.Future[dict[int, SequenceTimings]]] = {}
+        self._resets: deque[asyncio.Future[int]] = deque()  # answered in order
         self._streams = RemoteStreams(clock)
         self._intake = RequestIntake(open_seeds(config.seed), self._streams)
         self._ahead: asyncio.Task[_Texts | None] | None = None
@@ -341,6 +345,21 @@ class RemoteEngine:
             self._reports.pop(request_id, None)
             return {}
 
+    async def reset_prefix_cache(self) -> int:
+        """Free every cached block that no sequence uses; returns how many there were.
+
+        Raises:
+            EngineError: The engine does not run, or its process does not answer in time.
+        """
+        process = self._running_process()
+        reset: asyncio.Future[int] = asyncio.get_running_loop().create_future()
+        self._resets.append(reset)
+        process.sender.put(ResetPrefixCache())
+        try:
+            return await asyncio.wait_for(reset, _REPORT_S)
+        except TimeoutError:
+            raise EngineError("the engine process did not reset its prefix cache in time") from None
+
     async def prepare(self, sampling: SamplingParams) -> None:
         """Do nothing: the engine's process prepares a request before it accepts it."""
 
@@ -430,6 +449,9 @@ class RemoteEngine:
             case TimingsNote(request_id=request_id, timings=timings):
                 if (report := self._reports.pop(request_id, None)) is not None:
                     report.set_result(timings)
+            case PrefixCacheReset(num_blocks=num_blocks):
+                if not (reset := self._resets.popleft()).done():  # else its caller has left
+                    reset.set_result(num_blocks)
             case StatsNote(stats=stats):
                 self._note_stats(stats)
             case _:
@@ -442,6 +464,9 @@ class RemoteEngine:
 
     def died(self) -> str:
         """The process has ended: end all streams (the supervisor only)."""
+        while self._resets:
+            if not (reset := self._resets.popleft()).done():
+                reset.set_exception(EngineError("the engine process ended, and its cache with it"))
         if self._supervisor.is_ending:
             self._streams.end_all(FinishReason.SHUTDOWN, "the engine was stopped")
         else:

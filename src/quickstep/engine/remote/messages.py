@@ -1,6 +1,7 @@
 """The messages between the server's process and the engine's, and how they are sent.
 
-    ToEngine     Open, then Request, Abort, Pause, Resume and ReportTimings, in the end Stop
+    ToEngine     Open, then Request, Abort, Pause, Resume, ReportTimings and
+                 ResetPrefixCache, in the end Stop
     FromEngine   Loading*, Opened or OpenRefused, then Accepted or Refused per Request, and notes
 
 Plain frozen data: `Request` as the server's process has made it, and the domain's own types
@@ -49,8 +50,10 @@ __all__ = [
     "OpenRefused",
     "Opened",
     "Pause",
+    "PrefixCacheReset",
     "Refused",
     "ReportTimings",
+    "ResetPrefixCache",
     "Resume",
     "Sender",
     "SequenceNote",
@@ -107,6 +110,10 @@ class ReportTimings(WireMessage, frozen=True):
     """Send a TimingsNote of a request."""
 
     request_id: str
+
+
+class ResetPrefixCache(WireMessage, frozen=True):
+    """Free every cached block that no sequence uses, and send a PrefixCacheReset."""
 
 
 class Stop(WireMessage, frozen=True):
@@ -199,6 +206,12 @@ class TimingsNote(WireMessage, frozen=True):
     timings: dict[int, SequenceTimings]
 
 
+class PrefixCacheReset(WireMessage, frozen=True):
+    """The answer to a ResetPrefixCache: how many blocks were freed."""
+
+    num_blocks: int
+
+
 class StatsNote(WireMessage, frozen=True):
     """The engine's state; sent when a request came or ended, and regularly while busy, as the
     worker's heartbeat. `computed_s` is the processor time of all threads but the event loop's.
@@ -208,7 +221,7 @@ class StatsNote(WireMessage, frozen=True):
     computed_s: float
 
 
-ToEngine = Open | Request | Abort | Pause | Resume | ReportTimings | Stop
+ToEngine = Open | Request | Abort | Pause | Resume | ReportTimings | ResetPrefixCache | Stop
 FromEngine = (
     Loading
     | Opened
@@ -220,6 +233,7 @@ FromEngine = (
     | GapNote
     | SequenceNote
     | TimingsNote
+    | PrefixCacheReset
     | StatsNote
 )
 Message = ToEngine | FromEngine

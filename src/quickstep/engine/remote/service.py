@@ -33,8 +33,10 @@ from quickstep.engine.remote.messages import (
     Opened,
     OpenRefused,
     Pause,
+    PrefixCacheReset,
     Refused,
     ReportTimings,
+    ResetPrefixCache,
     Resume,
     Sender,
     SequenceNote,
@@ -177,6 +179,8 @@ class EngineService:
                 self._stats_due.set()
             case ReportTimings(request_id=request_id):
                 self._start(self._report_timings(request_id))
+            case ResetPrefixCache():
+                self._start(self._reset_prefix_cache())
             case Stop():
                 self._start(self._stop())
 
@@ -287,6 +291,11 @@ class EngineService:
     async def _report_timings(self, request_id: str) -> None:
         timings = {} if self._engine is None else await self._engine.live_timings(request_id)
         self._sender.put(TimingsNote(request_id, timings))
+
+    async def _reset_prefix_cache(self) -> None:
+        num_blocks = await self._require_engine().reset_prefix_cache()
+        self._sender.put(PrefixCacheReset(num_blocks))
+        self._stats_due.set()
 
     async def _stop(self) -> None:
         """Stop the engine in order, then close the connection, which ends `run`."""

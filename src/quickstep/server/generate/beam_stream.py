@@ -41,6 +41,11 @@ class BeamStream:
         return self._prompt_token_ids
 
     @property
+    def num_cached_tokens(self) -> int:
+        """How many tokens of the prompt were cached; 0 before the search has read it."""
+        return self._search.num_cached_tokens
+
+    @property
     def seed(self) -> int:
         """The client's seed, or 0: a beam search samples nothing."""
         return self._sampling.seed or 0

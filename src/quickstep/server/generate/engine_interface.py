@@ -169,6 +169,12 @@ class ServedEngine(Protocol):
     async def live_timings(self, request_id: str) -> dict[int, SequenceTimings]:
         """What the live sequences of a request spent their time on so far, by index."""
 
+    async def reset_prefix_cache(self) -> int:
+        """Free every cached block that no sequence uses; returns how many there were.
+
+        Raises EngineError if the engine does not run.
+        """
+
     async def start(self) -> None:
         """Begin stepping."""
 

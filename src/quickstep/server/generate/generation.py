@@ -28,7 +28,7 @@ from quickstep.engine.outputs import best_indices
 from quickstep.engine.stream import Delta
 from quickstep.engine.tool_calls.formats import ReasoningFormat, ToolCallFormat
 from quickstep.errors import EngineError, RequestError
-from quickstep.server.generate.beam_stream import open_beams
+from quickstep.server.generate.beam_stream import BeamStream, open_beams
 from quickstep.server.generate.engine_interface import ServedEngine, TokenStream, Vocabulary
 from quickstep.server.generate.prompts import (
     ChatPrompt,
@@ -280,12 +280,17 @@ class Generation:
     @property
     def usage(self) -> Usage:
         """Tokens so far; the cached ones of a prompt are known once its first choice has ended."""
-        firsts = [choice.timings for choice in self.choices[:: self._n]]
         return Usage(
             num_prompt_tokens=self.num_prompt_tokens,
             num_output_tokens=sum(len(choice.token_ids) for choice in self.choices),
-            num_cached_tokens=sum(timings.num_cached_tokens for timings in firsts if timings),
+            num_cached_tokens=sum(map(self._num_cached_tokens, range(len(self._streams)))),
         )
+
+    def _num_cached_tokens(self, prompt: int) -> int:
+        stream, timings = self._streams[prompt], self.choices[prompt * self._n].timings
+        if isinstance(stream, BeamStream):  # its hypotheses have no timings
+            return stream.num_cached_tokens
+        return 0 if timings is None else timings.num_cached_tokens
 
     @property
     def size(self) -> int:

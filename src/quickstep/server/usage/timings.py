@@ -10,7 +10,7 @@ import msgspec
 
 from quickstep.server.generate.generation import Generation
 from quickstep.server.usage.price_book import Cost, Price, cost, sequence_usage
-from quickstep.types import SequenceTimings
+from quickstep.types import CacheMiss, SequenceTimings
 
 __all__ = ["TIMINGS_HEADER", "RequestTimings", "SequenceTimes", "request_timings"]
 
@@ -19,7 +19,8 @@ TIMINGS_HEADER = "x-quickstep-timings"
 
 class SequenceTimes(msgspec.Struct, frozen=True):
     """The times of one choice; the five times add up to the time from its arrival to its end.
-    `device_s` is its part of the measured seconds of the steps.
+    `device_s` is its part of the measured seconds of the steps. The prompt's first `cached_tokens`
+    were cached, and `cache_miss` is the reason why no more.
     """
 
     index: int
@@ -30,6 +31,8 @@ class SequenceTimes(msgspec.Struct, frozen=True):
     paused_ms: float
     num_preemptions: int
     device_s: float
+    cached_tokens: int
+    cache_miss: CacheMiss | None
 
     @classmethod
     def of(cls, index: int, timings: SequenceTimings) -> SequenceTimes:
@@ -43,6 +46,8 @@ class SequenceTimes(msgspec.Struct, frozen=True):
             timings.paused_s * 1e3,
             timings.num_preemptions,
             timings.device_s,
+            timings.num_cached_tokens,
+            timings.cache_miss,
         )
 
 
