@@ -70,7 +70,7 @@ struct qs_program {
   int64_t max_blocks;
   int64_t* slots;          // [capacity_tokens]
   AttentionRows rows;      // up to capacity_tokens
-  AttentionRows emitting;  // up to capacity_emitting: of each emitting row the last token
+  AttentionRows emitting;  // up to capacity_emitting: one token each
   Grown scratch;
 };
 
@@ -98,7 +98,9 @@ int measure(qs_program* program, const qs_step& step) {
     if (blocks > program->max_blocks) program->max_blocks = blocks;
   }
   for (int64_t i = 0; i < step.num_emitting; ++i) {
-    if (step.emitting_rows[i] < 0 || step.emitting_rows[i] >= step.num_rows) return QS_INVALID;
+    const int64_t row = step.emitting[2 * i], num_after = step.emitting[2 * i + 1];
+    if (row < 0 || row >= step.num_rows) return QS_INVALID;
+    if (num_after < 0 || num_after >= step.rows[row].num_tokens) return QS_INVALID;
   }
   return program->num_tokens <= inputs.capacity_tokens ? QS_OK : QS_INVALID;
 }
@@ -120,11 +122,11 @@ void place_row(qs_program* program, int64_t index, const qs_step_row& row) {
   program->rows.context_lens[index] = end;
 }
 
-void place_emitting(qs_program* program, int64_t index, int64_t row) {
+void place_emitting(qs_program* program, int64_t index, int64_t row, int64_t num_after) {
   const int64_t max_blocks = program->max_blocks;
-  program->inputs.emitting[index] = program->rows.offsets[row + 1] - 1;
+  program->inputs.emitting[index] = program->rows.offsets[row + 1] - 1 - num_after;
   program->emitting.offsets[index + 1] = index + 1;
-  program->emitting.context_lens[index] = program->rows.context_lens[row];
+  program->emitting.context_lens[index] = program->rows.context_lens[row] - num_after;
   memcpy(program->emitting.table(index, max_blocks), program->rows.table(row, max_blocks),
          max_blocks * sizeof(int32_t));
 }
@@ -141,7 +143,7 @@ int place(qs_program* program, const qs_step& step) {
   program->rows.offsets[0] = program->emitting.offsets[0] = 0;
   for (int64_t i = 0; i < step.num_rows; ++i) place_row(program, i, step.rows[i]);
   for (int64_t i = 0; i < step.num_emitting; ++i) {
-    place_emitting(program, i, step.emitting_rows[i]);
+    place_emitting(program, i, step.emitting[2 * i], step.emitting[2 * i + 1]);
   }
   return QS_OK;
 }

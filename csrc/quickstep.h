@@ -315,7 +315,7 @@ typedef struct qs_step {
   int64_t num_emitting;
   const qs_step_row* rows;
   const int64_t* token_ids;      // of all rows, one after another
-  const int64_t* emitting_rows;  // which rows' last tokens get logits
+  const int64_t* emitting;       // [num_emitting][2] tokens that get logits: row, tokens after it
 } qs_step;
 
 typedef struct qs_program qs_program;

@@ -8,6 +8,8 @@ from __future__ import annotations
 
 import enum
 import math
+from collections.abc import Mapping
+from typing import Any
 
 import msgspec
 
@@ -15,6 +17,7 @@ from quickstep.errors import ConfigError
 
 __all__ = [
     "KV_DTYPES",
+    "MAX_SPECULATIVE_TOKENS",
     "QUANTIZATIONS",
     "CacheConfig",
     "EngineConfig",
@@ -22,10 +25,13 @@ __all__ = [
     "LoadConfig",
     "PolicyName",
     "SchedulerConfig",
+    "SpeculationConfig",
+    "SpeculationMethod",
     "StreamConfig",
 ]
 
 KV_DTYPES = ("auto", "bfloat16", "float16", "float32", "int8")
+MAX_SPECULATIVE_TOKENS = 16
 QUANTIZATIONS = ("int8", "int8-g32", "int4", "int4-g64", "int4-g128")
 
 
@@ -42,6 +48,15 @@ class PolicyName(enum.Enum):
     STATIC = "static"
     DYNAMIC = "dynamic"
     LENGTH_GROUPED = "length-grouped"
+
+
+class SpeculationMethod(enum.Enum):
+    """What proposes draft tokens: `auto` is `suffix`."""
+
+    OFF = "off"
+    AUTO = "auto"
+    NGRAM = "ngram"
+    SUFFIX = "suffix"
 
 
 class CacheConfig(msgspec.Struct, frozen=True):
@@ -90,6 +105,8 @@ class SchedulerConfig(msgspec.Struct, frozen=True):
             so that requests of higher priority cannot delay it for ever.
         batch_timeout_s: With the policies `dynamic` and `length-grouped`, how long the oldest
             request waits in seconds for others, before its batch begins.
+        num_speculative_tokens: Most drafts of a row; 0 turns speculation off. The engine takes it
+            from its `SpeculationConfig`.
         use_kv_cache: False computes all tokens of a sequence again for each of its tokens, to see
             what the cache saves; the tokens are the same.
     """
@@ -103,6 +120,7 @@ class SchedulerConfig(msgspec.Struct, frozen=True):
     inter_token_target_s: float = 0.2
     priority_aging_s: float = 10.0
     batch_timeout_s: float = 0.1
+    num_speculative_tokens: int = 0
     use_kv_cache: bool = True
 
     def __post_init__(self) -> None:
@@ -122,6 +140,48 @@ class SchedulerConfig(msgspec.Struct, frozen=True):
             raise ConfigError(f"--batch-timeout-s is {value}, it must be at least 0 and finite")
         if not self.use_kv_cache and self.pipeline_depth > 1:
             raise ConfigError("--no-kv-cache needs --pipeline-depth 1: a step needs all tokens")
+
+
+class SpeculationConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """Speculative decoding; the names of the fields are vLLM's where it has them.
+
+    Attributes:
+        method: What proposes drafts.
+        num_speculative_tokens: Most drafts of a row; how many it gets is decided step by step
+            (`core.speculation`).
+        prompt_lookup_min: With `ngram`, the shortest match in tokens.
+        prompt_lookup_max: With `ngram`, the longest match in tokens that is told apart.
+        suffix_decoding_max_tree_depth: With `suffix`, the longest match that is told apart.
+        suffix_decoding_max_spec_factor: With `suffix`, the most drafts per token of the match.
+        suffix_decoding_min_token_prob: With `suffix`, the least estimated probability of a draft.
+        suffix_decoding_max_cached_tokens: With `suffix`, tokens of recent outputs that are kept to
+            find matches in, over all tenants; 0 searches a sequence's own text only.
+    """
+
+    method: SpeculationMethod = SpeculationMethod.AUTO
+    num_speculative_tokens: int = 8
+    prompt_lookup_min: int = 2
+    prompt_lookup_max: int = 4
+    suffix_decoding_max_tree_depth: int = 24
+    suffix_decoding_max_spec_factor: float = 1.0
+    suffix_decoding_min_token_prob: float = 0.1
+    suffix_decoding_max_cached_tokens: int = 100_000
+
+    def __post_init__(self) -> None:
+        count = self.num_speculative_tokens
+        if not 1 <= count <= MAX_SPECULATIVE_TOKENS:
+            raise ConfigError(
+                f"--num-speculative-tokens is {count}, it must be 1 to {MAX_SPECULATIVE_TOKENS}; "
+                "--speculative-method off turns speculation off"
+            )
+
+    @staticmethod
+    def of_fields(fields: Mapping[str, Any], source: str) -> SpeculationConfig:
+        """From JSON, named `source` in errors. Raises ConfigError."""
+        try:
+            return msgspec.convert(fields, SpeculationConfig)
+        except msgspec.ValidationError as error:
+            raise ConfigError(f"{source}: {error}") from error
 
 
 class LoadConfig(msgspec.Struct, frozen=True):
@@ -220,6 +280,7 @@ class EngineConfig(msgspec.Struct, frozen=True):
     load: LoadConfig = msgspec.field(default_factory=LoadConfig)
     cache: CacheConfig = msgspec.field(default_factory=CacheConfig)
     scheduler: SchedulerConfig = msgspec.field(default_factory=SchedulerConfig)
+    speculation: SpeculationConfig = msgspec.field(default_factory=SpeculationConfig)
     inputs: InputConfig = msgspec.field(default_factory=InputConfig)
     streams: StreamConfig | None = msgspec.field(default_factory=StreamConfig)
     max_model_len: int | None = None

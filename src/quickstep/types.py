@@ -146,6 +146,7 @@ class Request(msgspec.Struct, frozen=True, array_like=True, tag=True):
         endpoint: The path of the API through which it came, for accounting.
         is_continuation: The prompt was charged in an earlier request, which this one continues
             with a beam; for accounting.
+        speculation: Drafts may be proposed for it; its tokens are the same either way.
     """
 
     request_id: str = ""
@@ -164,6 +165,7 @@ class Request(msgspec.Struct, frozen=True, array_like=True, tag=True):
     tenant_weight: float = 1.0
     endpoint: str = ""
     is_continuation: bool = False
+    speculation: bool = True
 
     @property
     def prompt_only(self) -> bool:
@@ -201,10 +203,12 @@ class StepRow(msgspec.Struct, frozen=True):
             slot's previous step, which is still running: the runner fills it in.
         new_block_ids: Appended to the slot's block table before the step runs; after an admission
             they include prefix-cache hits.
-        emits: An output token is sampled from the logits of the last position.
-        output_position: Index of that token among the sequence's output tokens (the counter of the
-            sampling noise).
+        emits: An output token is sampled from the logits of the last position that is no draft,
+            and one more after each draft that is equal to the token sampled before it.
+        output_position: Index of the first of these tokens among the sequence's output tokens (the
+            counter of the sampling noise).
         num_drafts: Trailing inputs that are speculative drafts.
+        num_next_drafts: How many tokens to draft at most, after this row, for the next one.
         score_start: First position whose logits score the next prompt token.
         num_scored: Number of such positions from there on, all in this row.
         pools: The row ends the prompt of a request with `pooling`, and returns its embedding.
@@ -219,6 +223,7 @@ class StepRow(msgspec.Struct, frozen=True):
     emits: bool
     output_position: int
     num_drafts: int = 0
+    num_next_drafts: int = 0
     adapter: str = ""
     score_start: int = 0
     num_scored: int = 0
@@ -264,12 +269,14 @@ class RowOutput(msgspec.Struct, frozen=True):
     """The output of a row: no token (a prompt chunk), one, or several (accepted drafts + 1).
 
     `prompt_logprobs` has an entry per scored position, for the prompt token that follows it.
+    `draft_token_ids` are proposed to follow the tokens, for the sequence's next row.
     """
 
     token_ids: tuple[int, ...] = ()
     logprobs: tuple[TokenLogprobs, ...] = ()
     prompt_logprobs: tuple[TokenLogprobs, ...] = ()
     embedding: tuple[float, ...] | None = None
+    draft_token_ids: tuple[int, ...] = ()
 
 
 class RowFailure(msgspec.Struct, frozen=True):
@@ -316,8 +323,9 @@ class SequenceTimings(msgspec.Struct, frozen=True):
 
     queue + prefill + decode + preempted + paused = finished - arrival. While the client reads too
     slowly, only `paused_s` grows. `device_s` is the sequence's part of the measured step times
-    without `recomputed_s`, the part for positions that were computed again after a preemption
-    (`core.accounting` has the sum over all sequences).
+    without `recomputed_s`, the part for positions that were computed again after a preemption, and
+    without `rejected_s`, the part for drafts that were rejected (`core.accounting` has the sum over
+    all sequences). Of `num_drafts` draft tokens that were checked, `num_accepted` were accepted.
 
     `cache_miss` is the reason why no more than `num_cached_tokens` were cached when the sequence
     was first admitted; None before.
@@ -348,6 +356,9 @@ class SequenceTimings(msgspec.Struct, frozen=True):
     unloaded_decode_s: float = 0.0
     activities: tuple[tuple[Activity, float], ...] = ()
     cache_miss: CacheMiss | None = None
+    rejected_s: float = 0.0
+    num_drafts: int = 0
+    num_accepted: int = 0
 
 
 class SequenceOutput(msgspec.Struct, frozen=True):
@@ -386,7 +397,8 @@ class StepRecord(msgspec.Struct, frozen=True, tag_field="kind", tag="step"):
     `num_pairs` the positions that each token attends to, summed over tokens. `num_scored` positions
     returned prompt logprobs. `predicted_s` is the cost model's prediction of `seconds`.
     `decode_s` and `prefill_s` are what the rows of the two phases are charged of `seconds`, the
-    rest of which no live row is charged; `prefills` are the prefill rows one by one.
+    rest of which no live row is charged; `prefills` are the prefill rows one by one. Of the decode
+    tokens, `num_drafts` are drafts, of which `num_accepted` were accepted.
     """
 
     step_id: int
@@ -408,6 +420,8 @@ class StepRecord(msgspec.Struct, frozen=True, tag_field="kind", tag="step"):
     decode_s: float = 0.0
     prefill_s: float = 0.0
     prefills: tuple[PrefillCharge, ...] = ()
+    num_drafts: int = 0
+    num_accepted: int = 0
 
 
 class StepOutcome(msgspec.Struct, frozen=True):

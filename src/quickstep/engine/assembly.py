@@ -23,7 +23,13 @@ from typing import TYPE_CHECKING
 import msgspec
 from msgspec.structs import replace
 
-from quickstep.config import EngineConfig, InputConfig, LoadConfig, SchedulerConfig
+from quickstep.config import (
+    EngineConfig,
+    InputConfig,
+    LoadConfig,
+    SchedulerConfig,
+    SpeculationMethod,
+)
 from quickstep.engine.loaded_model import LoadedModel
 from quickstep.engine.machine import free_memory_bytes, places_for, usable_cores
 from quickstep.errors import ConfigError
@@ -33,6 +39,7 @@ from quickstep.types import Pooling
 if TYPE_CHECKING:
     import torch
 
+    from quickstep.engine.cost_fits import FitFile
     from quickstep.engine.engine import Engine
     from quickstep.engine.text.chat_template import ChatTemplate
     from quickstep.engine.text.tokenizer import Tokenizer
@@ -42,14 +49,17 @@ if TYPE_CHECKING:
     from quickstep.model.sizing import MemoryPlan
     from quickstep.ops.table import KVCache, OpTable
     from quickstep.ops.tensors import Device, DType
+    from quickstep.runtime.executor import LocalExecutor
 
 __all__ = [
     "LoadProgress",
     "LoadedWeights",
     "describe",
+    "fit_file",
     "import_loading",
     "load_weights",
     "open_engine",
+    "open_executor",
     "plan_for",
     "set_threads",
     "wire_engine",
@@ -156,34 +166,65 @@ def wire_engine(
 ) -> Engine:
     """The engine around a model that is in memory; `kv` has the plan's blocks."""
     from quickstep.core.block_pool import KVBlockPool
-    from quickstep.core.cost_model import Coefficients, LinearCostModel
+    from quickstep.core.cost_model import Coefficients
     from quickstep.core.policies import make_policy
     from quickstep.core.scheduler import Scheduler
+    from quickstep.engine.cost_fits import FitSaver
     from quickstep.engine.engine import Engine
     from quickstep.engine.requests import open_seeds
     from quickstep.engine.step_log import StepLog
-    from quickstep.runtime.executor import LocalExecutor
-    from quickstep.runtime.runner import ModelRunner
 
     block_size = config.cache.block_size
-    grammars = description.grammars
-    new_matcher = None if grammars is None else grammars.new_matcher
-    clock = time.perf_counter
-    runner = ModelRunner(
-        model, kv, block_size, plan.max_num_seqs, clock, new_matcher, config.enforce_eager
-    )
-    settings = _fitted(config.scheduler, plan)
+    settings = _fitted(config, plan)
     pool = KVBlockPool(plan.num_blocks, block_size, config.cache.prefix_caching)
-    start = Coefficients.of_vocabulary(model.vocab_size)
+    fits = FitSaver.open(
+        fit_file(config, model, description), Coefficients.of_vocabulary(model.vocab_size)
+    )
     return Engine(
         description,
-        Scheduler(settings, pool, make_policy(settings), LinearCostModel(start)),
-        LocalExecutor(runner),
+        Scheduler(settings, pool, make_policy(settings), fits.model),
+        open_executor(config, model, kv, plan, description),
+        fits=fits,
         step_log=StepLog(path=step_log_path),
         streams=config.streams,
         seeds=open_seeds(config.seed),
         clock=time.monotonic,
     )
+
+
+def open_executor(
+    config: EngineConfig, model: Model, kv: KVCache, plan: MemoryPlan, description: LoadedModel
+) -> LocalExecutor:
+    """The executor of an engine around a model that is in memory."""
+    from quickstep.runtime.executor import LocalExecutor
+    from quickstep.runtime.runner import ModelRunner
+    from quickstep.runtime.speculation.methods import open_proposer
+
+    grammars = description.grammars
+    runner = ModelRunner(
+        model,
+        kv,
+        config.cache.block_size,
+        plan.max_num_seqs,
+        time.perf_counter,
+        None if grammars is None else grammars.new_matcher,
+        config.enforce_eager,
+        open_proposer(config.speculation),
+    )
+    return LocalExecutor(runner)
+
+
+def fit_file(config: EngineConfig, model: Model, description: LoadedModel) -> FitFile | None:
+    """The stored step times of a loaded model on this machine; None where nothing is stored."""
+    from quickstep.engine.cost_fits import FitFile, cache_dir, fit_key
+
+    folder = cache_dir()
+    if folder is None:
+        return None
+    threads = num_threads(config.load)
+    device = model.device.type
+    key = fit_key(description.fingerprint, device, threads, config.enforce_eager)
+    return FitFile(folder, key)
 
 
 class _ReadAhead:
@@ -341,9 +382,12 @@ def _free_bytes(device: torch.device | Device) -> int:
     return torch.cuda.mem_get_info(device.type)[0]
 
 
-def _fitted(scheduler: SchedulerConfig, plan: MemoryPlan) -> SchedulerConfig:
+def _fitted(config: EngineConfig, plan: MemoryPlan) -> SchedulerConfig:
+    speculation = config.speculation
+    is_on = speculation.method is not SpeculationMethod.OFF
     return replace(
-        scheduler,
+        config.scheduler,
+        num_speculative_tokens=speculation.num_speculative_tokens if is_on else 0,
         max_model_len=plan.max_model_len,
         max_num_seqs=plan.max_num_seqs,
         max_num_batched_tokens=plan.max_num_batched_tokens,

@@ -31,6 +31,7 @@ from msgspec import structs
 
 from quickstep.config import StreamConfig
 from quickstep.core.scheduler import Scheduler
+from quickstep.engine.cost_fits import FitSaver
 from quickstep.engine.grammar.grammars import CompiledGrammar, check_grammar, prepare_grammar
 from quickstep.engine.live_requests import LiveRequests
 from quickstep.engine.loaded_model import LoadedModel
@@ -70,7 +71,8 @@ class Engine:
     """One loaded model, serving requests. Built by `open_engine`; owns scheduler and executor.
 
     `clock` gives monotonic seconds; `seeds` gives the seeds of unseeded requests; `streams` bounds
-    the unread deltas of a stream, None does not.
+    the unread deltas of a stream, None does not; `fits` stores what the scheduler's cost model has
+    learnt.
     """
 
     def __init__(
@@ -83,11 +85,13 @@ class Engine:
         streams: StreamConfig | None = None,
         seeds: random.Random,
         clock: Callable[[], float],
+        fits: FitSaver | None = None,
     ) -> None:
         self._model = model
         self._scheduler = scheduler
         self._executor = executor
         self._step_log = step_log
+        self._fits = fits
         self._stream_bounds = streams
         self._clock = clock
         self._state = EngineState.NEW
@@ -215,6 +219,8 @@ class Engine:
             await asyncio.wait({self._task})
         # the task has received every step, so that there is nothing to wait for
         self._executor.close()
+        if self._fits is not None:
+            await self._fits.close()
         self._step_log.close()
 
     async def wait_until_failed(self) -> None:
@@ -393,6 +399,8 @@ class Engine:
         outcome = self._scheduler.commit(plan, result, now)
         self._step_log.add_step(outcome.record)
         self._live.deliver(outcome.outputs, now)
+        if self._fits is not None:
+            self._fits.tick(now)
 
     async def _recover(self, error: Exception) -> None:
         """Fail the sequences of the failed step and of those after it; the others continue.

@@ -20,7 +20,17 @@ import weakref
 from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import partial
-from typing import Any, NamedTuple, Self, TypedDict, TypeVar, Unpack, cast, get_type_hints
+from typing import (
+    Any,
+    NamedTuple,
+    Self,
+    TypedDict,
+    TypeVar,
+    Unpack,
+    cast,
+    get_origin,
+    get_type_hints,
+)
 
 from quickstep.config import (
     CacheConfig,
@@ -28,6 +38,7 @@ from quickstep.config import (
     LoadConfig,
     PolicyName,
     SchedulerConfig,
+    SpeculationConfig,
 )
 from quickstep.engine.assembly import open_engine
 from quickstep.engine.beam_search import BeamSearch, BeamSearchParams
@@ -82,6 +93,7 @@ class LLMOptions(TypedDict, total=False):
     priority_aging_s: float
     batch_timeout_s: float
     use_kv_cache: bool
+    speculative_config: dict[str, Any]
     seed: int | None
     memory_bytes: int | None
     enforce_eager: bool
@@ -113,6 +125,7 @@ _PLACES: Mapping[str, tuple[str, str]] = {
     "priority_aging_s": ("scheduler", "priority_aging_s"),
     "batch_timeout_s": ("scheduler", "batch_timeout_s"),
     "use_kv_cache": ("scheduler", "use_kv_cache"),
+    "speculative_config": ("", "speculation"),
     "seed": ("", "seed"),
     "memory_bytes": ("", "memory_bytes"),
     "enforce_eager": ("", "enforce_eager"),
@@ -406,7 +419,11 @@ def engine_config(model: str, options: Mapping[str, Any]) -> EngineConfig:
         fields = sections[section] if section else own
         if field in fields:
             raise ConfigError(f"{name} and another name of {field} are both given; keep one")
-        fields[field] = _policy(value) if name == "policy" else value
+        if name == "policy":
+            value = _policy(value)
+        elif name == "speculative_config":
+            value = SpeculationConfig.of_fields(value, name)
+        fields[field] = value
     return EngineConfig(
         load=LoadConfig(**sections["load"]),
         cache=CacheConfig(**sections["cache"]),
@@ -417,7 +434,8 @@ def engine_config(model: str, options: Mapping[str, Any]) -> EngineConfig:
 
 def _check_type(name: str, value: Any) -> None:
     """Raise ConfigError for a wrong type. Integers may be floats, booleans neither."""
-    wanted = get_type_hints(LLMOptions)[name]
+    hint = get_type_hints(LLMOptions)[name]
+    wanted = dict if get_origin(hint) is dict else hint
     is_number = isinstance(value, int) and not isinstance(value, bool)
     fits = isinstance(value, wanted) if wanted is not float else is_number or type(value) is float
     if not fits or (isinstance(value, bool) and wanted is not bool):

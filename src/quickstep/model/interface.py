@@ -21,7 +21,7 @@ __all__ = ["EmittingTokens", "ForwardBatch", "KVShape", "Model"]
 
 
 class EmittingTokens(msgspec.Struct, frozen=True):
-    """The last tokens of the rows that emit, by themselves: E rows of one token each.
+    """The tokens of a step that get logits, by themselves: E rows of one token each.
 
     Attributes:
         tokens: [E] int64, which of the step's tokens they are.

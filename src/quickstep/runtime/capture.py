@@ -1,7 +1,7 @@
 """Captured steps: the forward pass recorded once, replayed as one native call.
 
 The CPU's counterpart of a CUDA graph. A recording does not depend on the number of tokens. A
-program is a recording bound to memory for a largest number of tokens and emitting rows; it runs
+program is a recording bound to memory for a largest number of tokens and emitting tokens; it runs
 with the step's real counts, so that no row is padded and every bit is the same as op by op. There
 are two recordings: one ends with the hidden states of the emitting tokens, the other, made when a
 step first needs it, with those of every token. A program is bound when a step first needs its size
@@ -17,6 +17,7 @@ import ctypes
 from array import array
 from collections.abc import Callable, Sequence
 from functools import partial
+from itertools import chain
 from typing import Protocol
 
 from quickstep.errors import EngineError
@@ -31,11 +32,14 @@ from quickstep.ops.tensors import FLOAT32, UINT8, AnyTensor, HostTensor, host_dt
 from quickstep.runtime.slots import Slot
 from quickstep.types import StepRow
 
-__all__ = ["CapturedSteps", "StepModel", "open_steps", "record"]
+__all__ = ["CapturedSteps", "EmittingToken", "StepModel", "open_steps", "record"]
 
 _LEAST_TOKENS = 64
 _LEAST_EMITTING = 8
 _FIELDS_PER_ROW = 4  # of `StepRowCall`
+
+# A token that gets logits: the row of the step, and how many of the row's tokens come after it.
+EmittingToken = tuple[int, int]
 
 
 class StepModel(Protocol):
@@ -47,11 +51,12 @@ class StepModel(Protocol):
     def prepare(self, rows: Sequence[StepRow], slots: Sequence[Slot]) -> None:
         """Set the step's rows. Raises EngineError when they contradict their blocks or tokens."""
 
-    def run(self, emitting: Sequence[int], every_token: bool) -> tuple[AnyTensor, AnyTensor]:
-        """Compute the prepared rows: final hidden states, and fp32 logits [E, V] of the last tokens
-        of the `emitting` rows. The hidden states are of every token [T, C], or of these last tokens
-        only [E, C]. Both are valid until the next `prepare`; they are tensors of torch where the
-        step ran op by op.
+    def run(
+        self, emitting: Sequence[EmittingToken], every_token: bool
+    ) -> tuple[AnyTensor, AnyTensor]:
+        """Compute the prepared rows: final hidden states, and fp32 logits [E, V] of the `emitting`
+        tokens. The hidden states are of every token [T, C], or of these tokens only [E, C]. Both
+        are valid until the next `prepare`; they are tensors of torch where the step ran op by op.
         """
 
     def logits(self, hidden: AnyTensor) -> AnyTensor:
@@ -142,17 +147,19 @@ class CapturedSteps:
         self._rows, self._token_ids = array("q", fields), token_ids
         self._num_tokens = len(token_ids)
 
-    def run(self, emitting: Sequence[int], every_token: bool) -> tuple[HostTensor, HostTensor]:
+    def run(
+        self, emitting: Sequence[EmittingToken], every_token: bool
+    ) -> tuple[HostTensor, HostTensor]:
         """`StepModel.run`. Raises EngineError for a token id that the model lacks."""
         num_tokens, num_emitting = self._num_tokens, len(emitting)
         bound = self._bound(num_tokens, num_emitting, every_token)
         call = self._call
         call.num_rows = len(self._rows) // _FIELDS_PER_ROW
         call.num_emitting = num_emitting
-        self._emitting = array("q", emitting)
+        self._emitting = array("q", chain.from_iterable(emitting))
         call.rows = self._rows.buffer_info()[0]
         call.token_ids = self._token_ids.buffer_info()[0]
-        call.emitting_rows = self._emitting.buffer_info()[0] if emitting else None
+        call.emitting = self._emitting.buffer_info()[0] if emitting else None
         bound.program.run(self._call_address)
         return bound.results(num_tokens if every_token else num_emitting, num_emitting)
 

@@ -23,6 +23,7 @@ from quickstep.model.interface import EmittingTokens, ForwardBatch, Model
 from quickstep.model.rope import RopeTable
 from quickstep.ops.table import KVCache, LinearWeight, PagedLayout
 from quickstep.ops.tensors import AnyTensor, Device, HostTensor, to_torch
+from quickstep.runtime.capture import EmittingToken
 from quickstep.runtime.slots import Slot
 from quickstep.types import StepRow
 
@@ -44,7 +45,7 @@ class EagerSteps:
         self._batch = build_batch(rows, slots, self._block_size, model.vocab_size, model.device)
 
     @torch.inference_mode()
-    def run(self, emitting: Sequence[int], every_token: bool) -> tuple[Tensor, AnyTensor]:
+    def run(self, emitting: Sequence[EmittingToken], every_token: bool) -> tuple[Tensor, AnyTensor]:
         """`StepModel.run`."""
         assert self._batch is not None, "a step is prepared before it runs"
         model, batch, self._batch = self._model, self._batch, None
@@ -101,19 +102,22 @@ def build_batch(
     return ForwardBatch(token_ids=tensor(token_ids), layout=layout)
 
 
-def _emitting_tokens(layout: PagedLayout, rows: Sequence[int]) -> EmittingTokens:
-    """The last tokens of these rows of a step."""
+def _emitting_tokens(layout: PagedLayout, emitting: Sequence[EmittingToken]) -> EmittingTokens:
+    """The place of these tokens of a step."""
+    rows = [row for row, _ in emitting]
     device = layout.positions.device
     tokens = torch.tensor(
-        [layout.row_offsets[row + 1] - 1 for row in rows], dtype=torch.int64, device=device
+        [layout.row_offsets[row + 1] - 1 - num_after for row, num_after in emitting],
+        dtype=torch.int64,
+        device=device,
     )
     return EmittingTokens(
         tokens,
         PagedLayout(
             positions=layout.positions[tokens],
             slot_mapping=layout.slot_mapping[tokens],
-            row_offsets=tuple(range(len(rows) + 1)),
-            context_lens=tuple(layout.context_lens[row] for row in rows),
+            row_offsets=tuple(range(len(emitting) + 1)),
+            context_lens=tuple(layout.context_lens[row] - num_after for row, num_after in emitting),
             block_tables=layout.block_tables[torch.tensor(rows, dtype=torch.int64, device=device)],
             block_size=layout.block_size,
         ),

@@ -203,7 +203,7 @@ class StepCall(ctypes.Structure):
         ("num_emitting", c_int64),
         ("rows", c_void_p),
         ("token_ids", c_void_p),
-        ("emitting_rows", c_void_p),
+        ("emitting", c_void_p),
     )
 
 

@@ -129,13 +129,13 @@ class DraftModelProposer:
             rows = [replace(row, token_ids=vocabulary.of_draft(row.token_ids)) for row in rows]
         self._steps.prepare(rows, [one.slot.slot for one in current])
         emitting = [index for index, row in enumerate(rows) if row.emits]
-        _, logits = self._steps.run(emitting, every_token=False)
+        _, logits = self._steps.run([(index, 0) for index in emitting], every_token=False)
         if not emitting:
             return
         if vocabulary is not None:
             logits = vocabulary.logits_of_target(logits)
         states = [current[index].slot.state for index in emitting]
-        for index, sampled in zip(emitting, self._sample(logits, states), strict=True):
+        for index, sampled in zip(emitting, self._sample(logits, states, None), strict=True):
             if isinstance(sampled, Sample) and sampled.token_id < self._end_token_id:
                 current[index].drafts.append(sampled.token_id)
 

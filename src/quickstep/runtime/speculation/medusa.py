@@ -96,7 +96,7 @@ class MedusaProposer:
                 slot.state.num_outputs = slot.num_outputs + num_drafted
                 states.append(slot.state)
             logits = _logits(self._ops, head, _rows([tasks[index].hidden for index in active]))
-            for index, sampled in zip(active, self._sample(logits, states), strict=True):
+            for index, sampled in zip(active, self._sample(logits, states, None), strict=True):
                 if isinstance(sampled, Sample):
                     drafts[index].append(sampled.token_id)
         return [tuple(draft) for draft in drafts]

@@ -269,7 +269,7 @@ def _schemas(names: Mapping[type, str], facts: SchemaFacts) -> dict[str, Any]:
         if why is None:
             _unfold(components[name], struct, names)
             _refine(components[name], struct, facts)
-            if struct in TOOL_TYPES:  # a tool without a type is one that the client runs
+            if struct in TOOL_TYPES:  # a tool without a type is a function
                 required = [field for field in components[name]["required"] if field != "type"]
                 components[name]["required"] = required
                 components[name]["properties"]["type"]["default"] = TOOL_TYPES[struct]

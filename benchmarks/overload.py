@@ -1,0 +1,361 @@
+"""`python -m benchmarks.overload`: a served model at two, three and ten times its capacity.
+
+The capacity is measured first: as many clients as the server runs sequences, each with one request
+after the other. Then requests arrive at random times at a multiple of that rate, with a deadline
+for the first token and one for the end. At twice the capacity a server with
+`--scheduling-policy fcfs`, whose requests have no deadlines, gets the same requests. A request is
+good if it met both limits, by the clock of the client. After each load, small probes measure how
+long the server needs until they are as quick as before.
+
+The client shares the machine with the server. Requests that the client sends late are reported.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import json
+import math
+import statistics
+import sys
+import time
+import urllib.parse
+from collections.abc import Callable, Sequence
+from random import Random
+from typing import Any
+
+import msgspec
+
+from benchmarks.machine import describe_machine
+from quickstep.bench.serve import percentile
+from quickstep.bench.server_process import ServerProcess
+
+_LOADS = (2.0, 3.0, 10.0)
+_FCFS_LOAD = 2.0
+_RAMP = 0.2  # part of a load that is not counted: the queue fills
+_GOALS = (
+    "throughput >= 90 % of the peak; goodput >= 90 % of the peak, at 2x >= 1.3 times that of fcfs;",
+    "refusals at once within 100 ms; >= 99 % of the admitted in time; normal within 2 s.",
+)
+_PROBE_EVERY_S = 0.05
+_NUM_PROBES = 20
+_MAX_RECOVERY_S = 60.0
+_REFUSED = (429, 503)
+
+
+class Limits(msgspec.Struct, frozen=True):
+    """How long a good request takes at most, in seconds from when it was due."""
+
+    first_token_s: float
+    end_s: float
+
+
+class Body(msgspec.Struct, frozen=True):
+    """A prompt, and how many tokens are generated."""
+
+    prompt: tuple[int, ...]
+    num_outputs: int
+
+
+class Response(msgspec.Struct):
+    """The result of a request; times are those of `time.perf_counter`.
+
+    Attributes:
+        due_s: When it had to be sent; all durations start here.
+        sent_s: When it was sent.
+        first_s: When its first token came.
+        ended_s: When the response was complete.
+        status: Of HTTP; 0 without a response.
+        num_tokens: Output tokens, as counted by the server.
+        finish_reason: Of a complete output; "error" where the stream ended with an error.
+    """
+
+    due_s: float
+    sent_s: float = 0.0
+    first_s: float | None = None
+    ended_s: float = 0.0
+    status: int = 0
+    num_tokens: int = 0
+    finish_reason: str = ""
+
+    @property
+    def was_admitted(self) -> bool:
+        """Whether it was accepted, with tokens or without."""
+        return self.status not in _REFUSED
+
+    def is_good(self, limits: Limits) -> bool:
+        """Whether it met both limits."""
+        return (
+            self.finish_reason == "length"
+            and self.first_s is not None
+            and self.first_s - self.due_s <= limits.first_token_s
+            and self.ended_s - self.due_s <= limits.end_s
+        )
+
+
+class Figures(msgspec.Struct, frozen=True):
+    """The measurements of one load; rates are per second."""
+
+    requests: float
+    tokens: float
+    good_tokens: float
+    offered: float
+    refused: float
+    refusal_s: tuple[float, ...]
+    in_time: float
+    first_token_s: tuple[float, ...]
+    lateness_s: tuple[float, ...]
+    num_failed: int
+    recovery_s: float
+
+
+def main() -> int:
+    """Measure and print."""
+    parser = argparse.ArgumentParser(prog="python -m benchmarks.overload", description=__doc__)
+    parser.add_argument("--model", default="demo")
+    parser.add_argument("--seconds", type=float, default=60.0, help="of each load")
+    parser.add_argument("--repeats", type=int, default=3)
+    parser.add_argument("--max-num-seqs", type=int, default=32)
+    parser.add_argument("--scheduling-policy", default="mixed")
+    parser.add_argument("--ttft-deadline-s", type=float, default=1.0)
+    parser.add_argument("--timeout-s", type=float, default=20.0)
+    parser.add_argument("--seed", type=int, default=0)
+    args = parser.parse_args()
+    print(describe_machine())
+    print(
+        f"{args.model}, {args.max_num_seqs} sequences, prompts of 16 to 64 tokens, outputs of 8 "
+        f"to 48; the first token within {args.ttft_deadline_s:g} s, the end within "
+        f"{args.timeout_s:g} s; {args.repeats} times {args.seconds:g} s of each load\n",
+        flush=True,
+    )
+    rows: dict[str, list[Figures]] = {}
+    for repeat in range(args.repeats):
+        for name, figures in _measure_both(args, Random(args.seed + repeat)).items():
+            rows.setdefault(name, []).append(figures)
+    _print(rows)
+    return 0
+
+
+def _measure_both(args: argparse.Namespace, rng: Random) -> dict[str, Figures]:
+    limits = Limits(args.ttft_deadline_s, args.timeout_s)
+    found = {}
+    with _Server(args, args.scheduling_policy) as url:
+        capacity = asyncio.run(_capacity(url, args, rng, limits))
+        if not capacity.requests:
+            raise SystemExit(f"no request ended within {args.seconds:g} s; raise --seconds")
+        found["capacity"] = capacity
+        for load in _LOADS:
+            rate = load * capacity.requests
+            run = _overload(url, rate, args.seconds, rng, limits, sends_limits=True)
+            found[f"{args.scheduling_policy} {load:g}x"] = asyncio.run(run)
+    with _Server(args, "fcfs") as url:
+        rate = _FCFS_LOAD * capacity.requests
+        run = _overload(url, rate, args.seconds, rng, limits, sends_limits=False)
+        found[f"fcfs {_FCFS_LOAD:g}x"] = asyncio.run(run)
+    return found
+
+
+class _Server:
+    """A server with a policy, as a context."""
+
+    def __init__(self, args: argparse.Namespace, policy: str) -> None:
+        flags = ["--max-num-seqs", str(args.max_num_seqs), "--scheduling-policy", policy]
+        self._process = ServerProcess([args.model, *flags])
+
+    def __enter__(self) -> str:
+        self._process.start()
+        return self._process.url
+
+    def __exit__(self, *exception: object) -> None:
+        self._process.stop()
+        for line in self._process.faults()[:5]:
+            print("log of the server:", line, flush=True)
+
+
+# -- loads ----------------------------------------------------------------------------------------
+
+
+def _random_body(rng: Random) -> Body:
+    prompt = tuple(rng.randrange(10, 250) for _ in range(rng.randint(64, 256)))
+    return Body(prompt, rng.randint(32, 96))
+
+
+async def _capacity(url: str, args: argparse.Namespace, rng: Random, limits: Limits) -> Figures:
+    """As many clients as sequences; each sends its next request when it has the last response."""
+    responses: list[Response] = []
+    start_s = time.perf_counter()
+
+    async def client() -> None:
+        while time.perf_counter() < start_s + args.seconds:
+            responses.append(Response(time.perf_counter()))
+            await _send(url, _random_body(rng), responses[-1])
+
+    await asyncio.gather(*(client() for _ in range(args.max_num_seqs)))
+    return _figures(responses, start_s, args.seconds, limits, recovery_s=0.0)
+
+
+async def _overload(
+    url: str, rate: float, seconds: float, rng: Random, limits: Limits, sends_limits: bool
+) -> Figures:
+    """Requests at random times, at `rate` per second; then probes until they are quick again."""
+    idle_s = [await _probe(url) for _ in range(_NUM_PROBES)]
+    normal_s = max(0.1, 3 * statistics.median(idle_s))
+    extra = {}
+    if sends_limits:
+        extra = {"ttft_deadline_ms": 1e3 * limits.first_token_s, "timeout_s": limits.end_s}
+    start_s = time.perf_counter()
+    at_s, responses, sending = 0.0, [], []
+    while (at_s := at_s + rng.expovariate(rate)) < seconds:
+        body = _random_body(rng)
+        await asyncio.sleep(max(0.0, start_s + at_s - time.perf_counter()))
+        responses.append(Response(start_s + at_s))
+        sending.append(asyncio.create_task(_send(url, body, responses[-1], extra)))
+    await asyncio.sleep(max(0.0, start_s + seconds - time.perf_counter()))
+    recovery_s = await _recovery_s(url, normal_s)
+    await asyncio.gather(*sending)
+    return _figures(responses, start_s, seconds, limits, recovery_s)
+
+
+async def _recovery_s(url: str, normal_s: float) -> float:
+    """How long after the load a probe is sent that is quick, as are the two that follow it."""
+    start_s, num_quick, since_s = time.perf_counter(), 0, 0.0
+    while (at_s := time.perf_counter() - start_s) < _MAX_RECOVERY_S:
+        if await _probe(url) > normal_s:
+            num_quick = 0
+        else:
+            since_s = at_s if not num_quick else since_s
+            num_quick += 1
+        if num_quick == 3:
+            return since_s
+        await asyncio.sleep(_PROBE_EVERY_S)
+    return math.inf
+
+
+async def _probe(url: str) -> float:
+    """Seconds until the first token of a small request."""
+    response = Response(time.perf_counter())
+    await _send(url, Body(tuple(range(10, 26)), 1), response)
+    return math.inf if response.first_s is None else response.first_s - response.due_s
+
+
+# -- requests -------------------------------------------------------------------------------------
+
+
+async def _send(
+    url: str, body: Body, response: Response, extra: dict[str, float] | None = None
+) -> None:
+    """Send a request and read its stream to the end."""
+    content = json.dumps(
+        {
+            "prompt": body.prompt,
+            "max_tokens": body.num_outputs,
+            "ignore_eos": True,
+            "stream": True,
+            "stream_options": {"include_usage": True},
+            **(extra or {}),
+        }
+    ).encode()
+    parts = urllib.parse.urlsplit(url)
+    head = (
+        f"POST /v1/completions HTTP/1.1\r\nhost: {parts.netloc}\r\nconnection: close\r\n"
+        f"content-type: application/json\r\ncontent-length: {len(content)}\r\n\r\n"
+    )
+    response.sent_s = time.perf_counter()
+    try:
+        reader, writer = await asyncio.open_connection(parts.hostname, parts.port)
+        try:
+            writer.write(head.encode() + content)
+            status_line = await reader.readline()
+            response.status = int(status_line.split()[1])
+            async for line in reader:
+                _read_line(line, response)
+        finally:
+            writer.close()
+    except (OSError, ValueError, IndexError, EOFError):
+        response.finish_reason = "error"
+    response.ended_s = time.perf_counter()
+
+
+def _read_line(line: bytes, response: Response) -> None:
+    """Take times and counts from a line of the response; only what is needed is parsed."""
+    if not line.startswith(b"data: {") or response.status != 200:
+        return
+    if response.first_s is None and b'"text":"' in line:
+        response.first_s = time.perf_counter()
+    is_last = b'"finish_reason":null' not in line
+    if not is_last:
+        return
+    event: dict[str, Any] = json.loads(line[6:])
+    if "error" in event:
+        response.finish_reason = "error"
+    for choice in event.get("choices") or ():
+        response.finish_reason = choice["finish_reason"] or response.finish_reason
+    if usage := event.get("usage"):
+        response.num_tokens = usage["completion_tokens"]
+
+
+# -- figures --------------------------------------------------------------------------------------
+
+
+def _figures(
+    responses: Sequence[Response], start_s: float, seconds: float, limits: Limits, recovery_s: float
+) -> Figures:
+    """Rates are of what ended while the load lasted, without its first part."""
+    from_s, until_s = start_s + _RAMP * seconds, start_s + seconds
+    window_s = until_s - from_s
+    ended = [one for one in responses if from_s <= one.ended_s < until_s]
+    done = [one for one in ended if one.num_tokens]
+    refused = [one for one in responses if one.status in _REFUSED]
+    admitted = [one for one in responses if one.was_admitted]
+    return Figures(
+        requests=len(done) / window_s,
+        tokens=sum(one.num_tokens for one in done) / window_s,
+        good_tokens=sum(one.num_tokens for one in done if one.is_good(limits)) / window_s,
+        offered=len(responses) / seconds,
+        refused=len(refused) / max(1, len(responses)),
+        refusal_s=tuple(one.ended_s - one.sent_s for one in refused),
+        in_time=sum(one.is_good(limits) for one in admitted) / max(1, len(admitted)),
+        first_token_s=tuple(one.first_s - one.due_s for one in admitted if one.first_s),
+        lateness_s=tuple(one.sent_s - one.due_s for one in responses),
+        num_failed=sum(one.finish_reason == "error" for one in responses),
+        recovery_s=recovery_s,
+    )
+
+
+_COLUMNS: dict[str, Callable[[Figures], float]] = {
+    "offered/s": lambda one: one.offered,
+    "tokens/s": lambda one: one.tokens,
+    "good tokens/s": lambda one: one.good_tokens,
+    "refused %": lambda one: 100 * one.refused,
+    "refusal p50 ms": lambda one: 1e3 * percentile(one.refusal_s, 0.5),
+    "p99": lambda one: 1e3 * percentile(one.refusal_s, 0.99),
+    "TTFT p50 ms": lambda one: 1e3 * percentile(one.first_token_s, 0.5),
+    "TTFT p99": lambda one: 1e3 * percentile(one.first_token_s, 0.99),
+    "in time %": lambda one: 100 * one.in_time,
+    "normal after s": lambda one: one.recovery_s,
+    "sent late p99 ms": lambda one: 1e3 * percentile(one.lateness_s, 0.99),
+    "failed": lambda one: one.num_failed,
+}
+
+
+def _print(rows: dict[str, list[Figures]]) -> None:
+    """A table with the median of each figure, and its range over the repeats."""
+    print("| load | " + " | ".join(_COLUMNS) + " |")
+    print("|---" * (len(_COLUMNS) + 1) + "|")
+    for name, repeats in rows.items():
+        cells = [_cell([column(one) for one in repeats]) for column in _COLUMNS.values()]
+        print(f"| {name} | " + " | ".join(cells) + " |")
+    print("\nMedian (lowest to highest) of the repeats; in time: of the admitted ones. Goals:")
+    print("\n".join(_GOALS))
+
+
+def _cell(values: list[float]) -> str:
+    digits = 1 if max(values) < 10 else 0
+    middle = f"{statistics.median(values):.{digits}f}"
+    if len(values) == 1:
+        return middle
+    return f"{middle} ({min(values):.{digits}f} to {max(values):.{digits}f})"
+
+
+if __name__ == "__main__":
+    sys.exit(main())
