@@ -52,12 +52,14 @@ class PolicyName(enum.Enum):
 
 
 class SpeculationMethod(enum.Enum):
-    """What proposes draft tokens: `auto` is `suffix`."""
+    """What proposes draft tokens: `auto` is `draft` with a model, otherwise `suffix`."""
 
     OFF = "off"
     AUTO = "auto"
     NGRAM = "ngram"
     SUFFIX = "suffix"
+    DRAFT = "draft"
+    MEDUSA = "medusa"
 
 
 class CacheConfig(msgspec.Struct, frozen=True):
@@ -150,6 +152,10 @@ class SpeculationConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True)
         method: What proposes drafts.
         num_speculative_tokens: Most drafts of a row; how many it gets is decided step by step
             (`core.speculation`).
+        model: With `draft`, a smaller checkpoint with the same tokenizer; with `medusa`, that of
+            the heads.
+        revision: Hub revision of `model`; None for the default branch.
+        quantization: One of QUANTIZATIONS for the draft model; None keeps its dtype.
         prompt_lookup_min: With `ngram`, the shortest match in tokens.
         prompt_lookup_max: With `ngram`, the longest match in tokens that is told apart.
         suffix_decoding_max_tree_depth: With `suffix`, the longest match that is told apart.
@@ -161,6 +167,9 @@ class SpeculationConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True)
 
     method: SpeculationMethod = SpeculationMethod.AUTO
     num_speculative_tokens: int = 8
+    model: str | None = None
+    revision: str | None = None
+    quantization: str | None = None
     prompt_lookup_min: int = 2
     prompt_lookup_max: int = 4
     suffix_decoding_max_tree_depth: int = 24
@@ -175,6 +184,22 @@ class SpeculationConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True)
                 f"--num-speculative-tokens is {count}, it must be 1 to {MAX_SPECULATIVE_TOKENS}; "
                 "--speculative-method off turns speculation off"
             )
+        method = self.method
+        needs_model = method in (SpeculationMethod.DRAFT, SpeculationMethod.MEDUSA)
+        if needs_model and self.model is None:
+            raise ConfigError(f"--speculative-method {method.value} needs --speculative-model")
+        if self.model is not None and not (needs_model or method is SpeculationMethod.AUTO):
+            raise ConfigError(
+                f"--speculative-model is {self.model}, but --speculative-method {method.value} "
+                "uses no model; leave one of them out"
+            )
+
+    @property
+    def resolved_method(self) -> SpeculationMethod:
+        """The method that `auto` means here, or the method itself."""
+        if self.method is not SpeculationMethod.AUTO:
+            return self.method
+        return SpeculationMethod.SUFFIX if self.model is None else SpeculationMethod.DRAFT
 
     @staticmethod
     def of_fields(fields: Mapping[str, Any], source: str) -> SpeculationConfig:

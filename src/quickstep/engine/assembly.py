@@ -41,16 +41,18 @@ if TYPE_CHECKING:
 
     from quickstep.engine.adapters import Adapters
     from quickstep.engine.cost_fits import FitFile
+    from quickstep.engine.draft_model import FoundDraft
     from quickstep.engine.engine import Engine
     from quickstep.engine.text.chat_template import ChatTemplate
     from quickstep.engine.text.tokenizer import Tokenizer
     from quickstep.model.checkpoint.source import Checkpoint
     from quickstep.model.decoder_spec import ModelSpec
     from quickstep.model.interface import KVShape, Model
-    from quickstep.model.sizing import MemoryPlan
+    from quickstep.model.sizing import DraftSizes, MemoryPlan
     from quickstep.ops.table import KVCache, OpTable
     from quickstep.ops.tensors import Device, DType
     from quickstep.runtime.executor import LocalExecutor
+    from quickstep.runtime.speculation.proposer import Proposer
 
 __all__ = [
     "LoadProgress",
@@ -196,6 +198,60 @@ def wire_engine(
     )
 
 
+def _draft_load(config: EngineConfig) -> LoadConfig:
+    """What names the checkpoint of the draft model or the heads."""
+    speculation = config.speculation
+    assert speculation.model is not None, "these methods have a model"
+    return replace(
+        config.load,
+        model=speculation.model,
+        revision=speculation.revision,
+        quantization=speculation.quantization,
+    )
+
+
+def _find_draft(config: EngineConfig, ops: OpTable) -> FoundDraft | None:
+    if config.speculation.resolved_method is not SpeculationMethod.DRAFT:
+        return None
+    from quickstep.engine.draft_model import find_draft
+
+    return find_draft(_draft_load(config), ops)
+
+
+def _open_proposer(
+    config: EngineConfig, model: Model, plan: MemoryPlan, path: Path | None
+) -> Proposer | None:
+    """What drafts for `model`, whose checkpoint is at `path`. Raises ConfigError."""
+    from quickstep.model.checkpoint.source import find_checkpoint
+    from quickstep.model.decoder import Decoder
+    from quickstep.runtime.speculation.methods import open_proposer
+
+    method = config.speculation.resolved_method
+    if method not in (SpeculationMethod.DRAFT, SpeculationMethod.MEDUSA):
+        return open_proposer(config.speculation)
+    if not isinstance(model, Decoder):
+        raise ConfigError(
+            f"--speculative-method {method.value} needs a model of a native architecture; "
+            "use --speculative-method suffix"
+        )
+    if method is SpeculationMethod.MEDUSA:
+        from quickstep.runtime.speculation.medusa import MedusaProposer, load_medusa
+
+        heads = load_medusa(find_checkpoint(_draft_load(config)).path, model)
+        return MedusaProposer(model, heads)
+    from quickstep.engine.draft_model import find_draft, load_draft
+
+    return load_draft(
+        find_draft(_draft_load(config), model.ops),
+        model,
+        path,
+        model.ops,
+        plan,
+        config.cache.block_size,
+        config.enforce_eager,
+    )
+
+
 def open_executor(
     config: EngineConfig,
     model: Model,
@@ -207,7 +263,6 @@ def open_executor(
     """The executor of an engine around a model that is in memory."""
     from quickstep.runtime.executor import LocalExecutor
     from quickstep.runtime.runner import ModelRunner
-    from quickstep.runtime.speculation.methods import open_proposer
 
     grammars = description.grammars
     runner = ModelRunner(
@@ -218,7 +273,7 @@ def open_executor(
         time.perf_counter,
         None if grammars is None else grammars.new_matcher,
         config.enforce_eager,
-        open_proposer(config.speculation),
+        _open_proposer(config, model, plan, description.path),
         None if adapters is None else adapters.packed,
     )
     return LocalExecutor(runner)
@@ -306,7 +361,9 @@ def load_weights(
         set_threads(config.load.num_threads)
     at_start = open_adapters(config.lora, spec)
     adapter_bytes = sum(one.num_bytes(dtype) for _, one in at_start)
-    plan = plan_for(config, spec, dtype, device, ops, held_bytes, adapter_bytes)
+    draft = _find_draft(config, ops)
+    sizes = None if draft is None else draft.sizes
+    plan = plan_for(config, spec, dtype, device, ops, held_bytes, adapter_bytes, sizes)
     for note in plan.notes:
         _LOGGER.info("%s", note)
     on_host = not why_torch
@@ -350,9 +407,10 @@ def plan_for(
     ops: OpTable,
     held_bytes: int | None = None,
     adapter_bytes: int = 0,
+    draft: DraftSizes | None = None,
 ) -> MemoryPlan:
-    """What fits into the memory that is free now; `held_bytes` is the size of quantized weights,
-    `adapter_bytes` that of the adapters.
+    """What fits into the memory that is free now, next to a draft model; `held_bytes` is the size
+    of quantized weights, `adapter_bytes` that of the adapters.
 
     Raises:
         ConfigError: The model does not fit.
@@ -373,6 +431,7 @@ def plan_for(
         replace(config.scheduler, max_model_len=config.max_model_len or spec.max_model_len),
         config.memory_bytes or _free_bytes(device),
         DEFAULT_KV_BYTES if device.type == "cpu" else None,
+        draft,
     )
 
 

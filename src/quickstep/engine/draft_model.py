@@ -63,13 +63,14 @@ def find_draft(load: LoadConfig, ops: OpTable) -> FoundDraft:
 def load_draft(
     found: FoundDraft,
     target: Model,
-    target_path: Path,
+    target_path: Path | None,
     ops: OpTable,
     plan: MemoryPlan,
     block_size: int,
     enforce_eager: bool = False,
 ) -> DraftModelProposer:
-    """Load the draft model of `target`, whose checkpoint is at `target_path`.
+    """Load the draft model of `target`, whose checkpoint is at `target_path`; without one, its
+    token ids are taken to be the same.
 
     Raises:
         ConfigError: The checkpoint is broken, or has another vocabulary.
@@ -88,7 +89,9 @@ def load_draft(
     if why_torch:
         require_torch(f"{why_torch} of the draft model")
     vocabulary = None
-    if not _same_file(target_path / "tokenizer.json", checkpoint.path / "tokenizer.json"):
+    if target_path is not None and not _same_file(
+        target_path / "tokenizer.json", checkpoint.path / "tokenizer.json"
+    ):
         tokenizers = Tokenizer.open(target_path), Tokenizer.open(checkpoint.path)
         vocabulary = _vocabulary(*tokenizers, (target.vocab_size, spec.vocab_size))
     model = load_model(

@@ -120,7 +120,7 @@ class ModelRunner:
             self._read_prompts(rows, slots, hidden, outputs)
         if emitting:
             sample_rows(self._sample, logits, emitting)
-            drafts = self._drafting.propose(rows, emitting)
+            drafts = self._drafting.propose(rows, emitting, None if is_read else hidden)
             for one in emitting:
                 outputs[one.index] = _output_with_tokens(one, outputs[one.index], drafts)
         failures = tuple(

@@ -237,8 +237,15 @@ def _add_speculation_flags(group: argparse._ActionsContainer) -> None:
         "--speculative-method",
         choices=[method.value for method in SpeculationMethod],
         help="what proposes draft tokens, which the model checks several at a time: earlier "
-        "occurrences of the last tokens in the prompt and outputs (suffix, ngram), or nothing "
-        f"(off); the output is the same (default: {defaults.method.value})",
+        "occurrences of the last tokens in the prompt and outputs (suffix, ngram), a smaller model "
+        "(draft), heads of the model (medusa), or nothing (off); the output is the same (default: "
+        f"{defaults.method.value}: draft with --speculative-model, otherwise suffix)",
+    )
+    group.add_argument(
+        "--speculative-model",
+        metavar="MODEL",
+        help="a smaller checkpoint with the same tokenizer, or one of Medusa heads: a directory or "
+        "a hub id",
     )
     group.add_argument(
         "--num-speculative-tokens",
@@ -251,7 +258,7 @@ def _add_speculation_flags(group: argparse._ActionsContainer) -> None:
         "--speculative-config",
         type=json_object,
         metavar="JSON",
-        help="both as a JSON object, with the settings of each method; docs/guide/speculation.md "
+        help="these as a JSON object, with the settings of each method; docs/guide/speculation.md "
         "lists them",
     )
 
@@ -260,6 +267,7 @@ def _speculation(args: argparse.Namespace) -> SpeculationConfig:
     fields = dict(args.speculative_config or {})
     for name, value in (
         ("method", args.speculative_method),
+        ("model", args.speculative_model),
         ("num_speculative_tokens", args.num_speculative_tokens),
     ):
         if value is not None:

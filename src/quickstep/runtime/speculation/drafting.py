@@ -9,6 +9,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Sequence
 
+from quickstep.ops.tensors import AnyTensor
 from quickstep.runtime.speculation.proposer import DraftTask, Proposer
 from quickstep.runtime.speculation.verification import EmittingRow
 from quickstep.types import Admission, StepRow
@@ -38,14 +39,19 @@ class Drafting:
             self._switch_off()
 
     def propose(
-        self, rows: Sequence[StepRow], emitting: Sequence[EmittingRow]
+        self,
+        rows: Sequence[StepRow],
+        emitting: Sequence[EmittingRow],
+        hidden: AnyTensor | None = None,
     ) -> dict[int, tuple[int, ...]]:
-        """Drafts by the row's place in the step, for the rows that want some."""
+        """Drafts by the row's place in the step, for the rows that want some. `hidden` [E, C] are
+        the hidden states of the logits; without them, a proposer that needs them has no drafts.
+        """
         proposer = self._proposer
         if proposer is None:
             return {}
         try:
-            return _propose(proposer, rows, emitting)
+            return _propose(proposer, rows, emitting, hidden)
         except Exception:  # a draft is never needed
             self._switch_off()
             return {}
@@ -57,7 +63,10 @@ class Drafting:
 
 
 def _propose(
-    proposer: Proposer, rows: Sequence[StepRow], emitting: Sequence[EmittingRow]
+    proposer: Proposer,
+    rows: Sequence[StepRow],
+    emitting: Sequence[EmittingRow],
+    hidden: AnyTensor | None,
 ) -> dict[int, tuple[int, ...]]:
     tasks: dict[int, DraftTask] = {}
     for emitted in emitting:
@@ -65,7 +74,10 @@ def _propose(
         if emitted.slot.failure or not token_ids:
             continue
         if row.num_next_drafts:
-            tasks[emitted.index] = DraftTask(row.slot, row.num_next_drafts, token_ids)
+            state = None
+            if proposer.needs_hidden and hidden is not None:
+                state = hidden[emitted.next_logits - 1]
+            tasks[emitted.index] = DraftTask(row.slot, row.num_next_drafts, token_ids, state)
         else:
             proposer.observe(row.slot, token_ids)
     if not tasks:

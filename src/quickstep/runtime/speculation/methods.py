@@ -1,4 +1,4 @@
-"""Opens the proposer of a configuration."""
+"""Opens the proposers that need no model; `engine.assembly` opens the others."""
 
 from __future__ import annotations
 
