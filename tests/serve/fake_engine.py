@@ -137,6 +137,7 @@ class Submitted:
     endpoint: str = field(default="", compare=False)
     request_class: RequestClass = RequestClass.INTERACTIVE
     ttft_deadline_s: float | None = None
+    speculation: bool = True
 
 
 class FakeStream:
@@ -359,6 +360,7 @@ class FakeEngine:
             request.endpoint,
             request.request_class,
             request.ttft_deadline_s,
+            request.speculation,
         )
         self.submitted.append(item)
         stream = FakeStream(self, item, f"r{len(self.submitted)}")

@@ -34,7 +34,7 @@ from starlette.routing import Route
 from quickstep.server.app import create_app
 
 CASES_EACH = 250  # each mode of each endpoint with a body
-SCHEMATHESIS_CASES_EACH = 8
+SCHEMATHESIS_CASES_EACH = 125
 APP = create_app(FakeEngine())
 API = Api(document_of(APP))
 WITH_BODY = [item for item in endpoints(API.document) if API.has_body(*item)]

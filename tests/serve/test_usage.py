@@ -326,6 +326,9 @@ TIMES = {
     "paused_ms": 0.0,
     "num_preemptions": 0,
     "device_s": 0.5,
+    "rejected_s": 0.0,
+    "num_drafts": 0,
+    "num_accepted": 0,
     "cached_tokens": 3,
     "cache_miss": "last_block",
 }
