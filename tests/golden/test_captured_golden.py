@@ -102,11 +102,12 @@ def assert_same_steps(
             rows = [replace(row, adapter=names[row.slot % len(names)]) for row in rows]
         for steps, _ in ways:
             steps.prepare(rows, slots)
-        hidden, logits = ways[0][0].run(emitting, True)
+        last = [(index, 0) for index in emitting]
+        hidden, logits = ways[0][0].run(last, True)
         ends = list(accumulate(row.num_tokens for row in rows))
         of_emitting = hidden[[ends[index] - 1 for index in emitting]]
         for steps, every_token in ways[1:]:
-            found = steps.run(emitting, every_token)
+            found = steps.run(last, every_token)
             assert_same_bits(found, (hidden if every_token else of_emitting, logits))
     for kv in caches[1:]:
         assert_same_bits(kv.keys + kv.values, caches[0].keys + caches[0].values)
@@ -221,6 +222,6 @@ def test_a_captured_step_refuses_what_an_eager_one_refuses(tmp_path: Path) -> No
         steps = open_steps(model, kv, BLOCK, enforce_eager)
         with pytest.raises(EngineError, match="outside"):
             steps.prepare([unknown], [slot])
-            steps.run((0,), False)
+            steps.run([(0, 0)], False)
         with pytest.raises(EngineError, match="its 1 blocks hold 4"):
             steps.prepare([beyond], [slot])

@@ -100,7 +100,7 @@ def test_calibrate_stores_a_fit_that_the_engine_starts_with(
     assert result["fit"]["highest"]["num_rows"] == 4
     assert {one["kind"] for one in result["errors"]} <= {"decode", "prefill", "mixed"}
     # the engine continues from it: its steps are added
-    argv = ["generate", "def add(", "--max-tokens", "60", *SMALL]
+    argv = ["generate", "def add(", "--max-tokens", "60", "--speculative-method", "off", *SMALL]
     assert main(argv) == 0
     (again,) = tmp_path.rglob("*.json")
     assert again == file
