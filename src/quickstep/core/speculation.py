@@ -36,11 +36,12 @@ _MARGIN = 1.2
 # The two modes: steps before the first comparison, then in the better one and in the other one. The
 # first steps after a change are not counted: their drafts were requested in the mode before.
 _FIRST_STEPS = 24
-_USUAL_STEPS = 192
-_TRIAL_STEPS = 10
+_USUAL_STEPS = 256
+_TRIAL_STEPS = 16
 _IGNORED_STEPS = 3
 _KEPT = 0.98
-_LEAST_GAIN = 1.02  # drafts have to be faster by this much
+_LEAST_GAIN = 1.03  # drafts have to be faster by this much
+_PRICED_EVERY = 8  # steps
 # A sequence without drafts tries one after so many tokens: its text may repeat itself again.
 _RETRY_AFTER = 48
 
@@ -108,14 +109,20 @@ class DraftControl:
     def __init__(self, max_drafts: int) -> None:
         self.max_drafts = max_drafts
         self._comparisons: dict[int, _Comparison] = {}  # by the bit length of the number of rows
-        self._uses_drafts = True
+        self._uses_drafts = max_drafts > 0
+        self._num_planned = 0
+        self._priced_rows = 0
         self._first_rate = _FIRST_RATE
         self._price = 0.0  # tokens that the batch could generate in the time of one more
 
     def planned(self, decode: StepLoad, cost_model: CostModel) -> None:
         """Set the price of a draft for the next step, which has about these decode rows."""
-        if not self.max_drafts or not decode.num_rows:
+        if not self._uses_drafts or not decode.num_rows:
             return
+        self._num_planned += 1
+        if decode.num_rows == self._priced_rows and self._num_planned % _PRICED_EVERY:
+            return  # the price hardly changes, and it takes three predictions
+        self._priced_rows = decode.num_rows
         context = decode.num_kv_tokens // decode.num_rows
         one_s = cost_model.seconds(StepLoad.of_span(context, 1, num_logits_rows=1))
         draft_s = cost_model.seconds(StepLoad.of_span(context, 2, num_logits_rows=2)) - one_s
