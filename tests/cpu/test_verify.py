@@ -50,10 +50,10 @@ def test_a_sound_engine_has_no_mismatch_and_every_scenario_happens():
     assert runs["paused"].pauses > 5
     assert runs["overlapped"].overlapped_steps > 50
     assert sum(one.beam_searches for one in runs.values()) > 10
-    for name in ("drafts", "drafts, preempted", "all with drafts"):
+    for name in ("drafts", "drafts, starved", "all with drafts"):
         assert runs[name].accepted_drafts > 50
         assert runs[name].drafts > runs[name].accepted_drafts
-    assert runs["drafts, preempted"].preemptions > 0
+    assert runs["drafts, starved"].preemptions > 0
     assert min(runs["suffix"].drafts, runs["ngram"].drafts) > 0
     everything = runs["all together"]
     assert min(everything.chunked_rows, everything.preemptions, everything.aborts) > 0

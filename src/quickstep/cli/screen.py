@@ -65,7 +65,13 @@ def print_table(
     from rich.table import Table
     from rich.text import Text
 
-    table = Table(title=title, title_justify="left", box=box.SIMPLE_HEAD, show_edge=False)
+    table = Table(
+        title=title,
+        title_justify="left",
+        box=box.SIMPLE_HEAD,
+        show_edge=False,
+        collapse_padding=True,
+    )
     for place, name in enumerate(header):
         is_text = place < num_text_columns
         table.add_column(

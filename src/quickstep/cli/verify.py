@@ -44,9 +44,9 @@ _SCENARIO_COLUMNS = (
     "steps",
     "chunks",
     "hits",
-    "preempted",
-    "aborted",
-    "paused",
+    "preempt",
+    "abort",
+    "pause",
     "overlap",
     "drafts",
 )
@@ -288,7 +288,7 @@ def _progress_bar(prefix: str) -> Iterator[Progress | None]:
 
 def _print_scenarios(model_name: str, report: VerifyReport) -> None:
     """Print one verification: a row per scenario; `hits` counts tokens from the prefix cache,
-    `drafts` those that were accepted, of all that were checked.
+    `drafts` those that were accepted.
     """
     console = console_on(sys.stdout)
     rows = []
@@ -304,7 +304,7 @@ def _print_scenarios(model_name: str, report: VerifyReport) -> None:
             runs.aborts,
             runs.pauses,
             runs.overlapped_steps,
-            f"{runs.accepted_drafts}/{runs.drafts}" if runs.drafts else 0,
+            runs.accepted_drafts,
         )
         rows.append((scenario, *(str(figure) for figure in figures)))
     options = report.options

@@ -107,7 +107,7 @@ SCENARIOS = (
         pipeline_depth=2,
     ),
     Scenario("drafts", prefix_caching=True, drafts_expected=True),
-    Scenario("drafts, preempted", is_starved=True, drafts_expected=True),
+    Scenario("drafts, starved", is_starved=True, drafts_expected=True),
     Scenario("suffix", is_chunked=True, speculation=SpeculationMethod.SUFFIX),
     Scenario(
         "all with drafts",
