@@ -215,7 +215,7 @@ def _parts(log: Log) -> dict[str, tuple[float, float, float]]:
     """(MiB after warm-up, MiB at the end, MiB a minute) of each process."""
     found = {}
     warm = log.memory[len(log.memory) // 3 :]
-    for part in ("server", "engine", "grammars"):
+    for part in ("server", "engine", "grammars", "tokenizer"):
         line = [(at_s, sizes[part]) for at_s, sizes in warm if sizes.get(part)]
         if len(line) < 8:
             continue

@@ -5,6 +5,11 @@ key, repeats every attack of `storm_attacks`. The server shares the device fairl
 Prints quantiles of the times between two chunks of a stream, and their ratio.
 Exit code 1 if a stream was incomplete, an attack got status 500, or the 99th percentile under
 attack is more than three times the one without load.
+
+Both clients stand for other machines: the healthy one runs in real time, where the system allows
+it, the attackers' process below the server's priority, and the processor time that each process
+takes and waits for is printed. `--explain` attributes every gap
+above the goal, by the step log of the server.
 """
 
 from __future__ import annotations
@@ -16,30 +21,38 @@ import json
 import os
 import shlex
 import statistics
+import subprocess
 import sys
 import time
 from collections import Counter
 from pathlib import Path
 
 import httpx
+import msgspec
 
-from benchmarks.storm_attacks import ATTACKS
+from benchmarks.storm_attacks import ATTACKS, build_bodies
+from benchmarks.storm_report import Gap, ProcessTimes, explanation_of, process_times
 from quickstep.bench.server_process import ServerProcess
+from quickstep.engine.step_log import SequenceRecord
+from quickstep.types import StepRecord
 
 _NUM_TOKENS = 400
 _BODY = {
     "prompt": "import os\n",
     "max_tokens": _NUM_TOKENS,
     "stream": True,
-    "stream_options": {"include_usage": True},
+    "stream_options": {"include_usage": True, "continuous_usage_stats": True},
     "ignore_eos": True,
     "temperature": 1.0,
     "seed": 1,
 }
 _GOAL = 3.0
 _HEALTHY = {"authorization": "Bearer healthy-client"}
+_ADMIN = {"authorization": "Bearer operator"}
 _ATTACKER = {"authorization": "Bearer attacking-client"}
-_KEYS = "--api-key healthy=healthy-client --api-key attacker=attacking-client"
+_KEYS = (
+    "--api-key healthy=healthy-client --api-key attacker=attacking-client --admin-api-key operator"
+)
 # The bundled model takes 2 ms per token without load; the engine's default target is 200 ms.
 _SERVER_FLAGS = "--scheduling-policy fair --inter-token-target-s 0.005"
 _TIMEOUT_S = 300.0
@@ -55,21 +68,26 @@ def main() -> int:
     parser.add_argument("--attack", metavar="URL", help=argparse.SUPPRESS)
     parser.add_argument("--only", nargs="+", choices=ATTACKS, default=list(ATTACKS))
     text = "of the server, in addition to two API keys (default: %(default)s)"
+    parser.add_argument("--explain", action="store_true", help="print where long gaps come from")
     parser.add_argument("--server-flags", default=_SERVER_FLAGS, metavar="FLAGS", help=text)
     args = parser.parse_args()
     if args.attack is not None:
-        _yield_cores()
+        build_bodies()
+        print("ready", flush=True)
+        sys.stdin.readline()
         asyncio.run(_attack(args.attack, args.seconds, args.only))
         return 0
     server = ServerProcess([args.model, *shlex.split(f"{_KEYS} {args.server_flags}")])
     server.start()
+    _take_precedence(server.processes()["server"])
     try:
-        return asyncio.run(_measure(server.url, args.seconds, args.only))
+        return asyncio.run(_measure(server, args.seconds, args.only, args.explain))
     finally:
         server.stop()
 
 
-async def _measure(url: str, seconds: float, names: list[str]) -> int:
+async def _measure(server: ServerProcess, seconds: float, names: list[str], explain: bool) -> int:
+    url = server.url
     async with httpx.AsyncClient(base_url=url, timeout=_TIMEOUT_S, headers=_HEALTHY) as client:
         await _stream(client)
         quiet = await _gaps(client, time.monotonic() + seconds)
@@ -77,43 +95,109 @@ async def _measure(url: str, seconds: float, names: list[str]) -> int:
             *(sys.executable, "-m", "benchmarks.storm", "--attack", url),
             *("--seconds", str(seconds), "--only", *names),
             start_new_session=True,
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
         )
-        storm = await _gaps(client, time.monotonic() + seconds)
+        assert attacking.stdin is not None
+        assert attacking.stdout is not None
+        await attacking.stdout.readline()  # its bodies are built
+        # after the server, but never starved: about a tenth of its share of a busy processor
+        _set_session_nice(attacking.pid, min(19, _session_nice() + 10))
+        process_ids = (*server.processes().values(), attacking.pid, os.getpid())
+        before = {one: process_times(one) for one in process_ids}
+        attacking.stdin.write(b"start\n")
+        started_s = time.monotonic()
+        storm = await _gaps(client, started_s + seconds)
+        lasted_s = time.monotonic() - started_s
+        for name, one in server.processes().items():
+            _report_process(name, process_times(one), before.get(one), lasted_s)
+        _report_process("client", process_times(os.getpid()), before.get(os.getpid()), lasted_s)
+        _report_process(
+            "attackers' client", process_times(attacking.pid), before.get(attacking.pid), lasted_s
+        )
+        steps = await _steps(client, lasted_s) if explain else []
+        print((await attacking.stdout.read()).decode(), end="")
         code = await attacking.wait()
         health = (await client.get("/health")).json()
-    ratio = _report("storm", storm) / _report("quiet", quiet)
+    quiet_s, storm_s = _report("quiet", quiet), _report("storm", storm)
+    if explain:
+        print("\n".join(explanation_of(storm, _GOAL * quiet_s, steps)))
+    ratio = storm_s / quiet_s
     print(f"the p99 gap under attack is {ratio:.1f} times the one without load")
     is_healthy = health["status"] == "ok" and not health["num_restarts"]
     return 0 if ratio <= _GOAL and code == 0 and is_healthy else 1
 
 
-def _yield_cores() -> None:
-    """Leave the cores to the server: attackers stand for other machines."""
-    os.nice(19)
-    autogroup = Path("/proc/self/autogroup")  # Linux shares cores between sessions first
-    if autogroup.exists():
-        autogroup.write_text("19")
+async def _steps(client: httpx.AsyncClient, last_s: float) -> list[StepRecord | SequenceRecord]:
+    """The records of the last seconds."""
+    found = await client.get("/debug/steps", params={"last_s": last_s}, headers=_ADMIN)
+    found.raise_for_status()
+    lines = (line for line in found.text.splitlines() if '"kind":"live"' not in line)
+    return [msgspec.json.decode(line, type=StepRecord | SequenceRecord) for line in lines]
 
 
-async def _gaps(client: httpx.AsyncClient, until_s: float) -> list[float]:
-    gaps: list[float] = []
+def _report_process(
+    name: str, now: ProcessTimes, before: ProcessTimes | None, lasted_s: float
+) -> None:
+    used = now.since(before or ProcessTimes(0.0, 0.0))
+    print(
+        f"{name}: {100 * used.cpu_s / lasted_s:.0f} % of a core, its threads waited for one "
+        f"{used.waited_s:.2f} s in {lasted_s:.1f} s",
+        flush=True,
+    )
+
+
+def _take_precedence(server_id: int) -> None:
+    """Read chunks as soon as they come, as a client on another machine does: in real time, where
+    the system allows that. Child processes do not inherit it. The server gets the priority that
+    this session of processes has (Linux shares processors between sessions first).
+    """
+    try:
+        policy = os.SCHED_FIFO | os.SCHED_RESET_ON_FORK
+        os.sched_setscheduler(0, policy, os.sched_param(1))
+        _set_session_nice(server_id, _session_nice())
+    except PermissionError:
+        print("the client has the usual priority: its gaps contain its own waits for a core")
+
+
+def _session_nice() -> int:
+    path = Path("/proc/self/autogroup")
+    return int(path.read_text().rpartition(" ")[2]) if path.exists() else 0
+
+
+def _set_session_nice(process_id: int, nice: int) -> None:
+    path = Path(f"/proc/{process_id}/autogroup")
+    if path.exists():
+        path.write_text(str(nice))
+
+
+async def _gaps(client: httpx.AsyncClient, until_s: float) -> list[Gap]:
+    gaps: list[Gap] = []
     while time.monotonic() < until_s:
         gaps += await _stream(client)
     return gaps
 
 
-async def _stream(client: httpx.AsyncClient) -> list[float]:
+async def _stream(client: httpx.AsyncClient) -> list[Gap]:
     """The times between chunks of one stream, which must be complete."""
-    arrivals, usage = [], {}
+    arrivals: list[float] = []
+    num_tokens: list[int] = []
     async with client.stream("POST", "/v1/completions", json=_BODY) as response:
         response.raise_for_status()
         async for line in response.aiter_lines():
             if line.startswith("data: {"):
                 arrivals.append(time.monotonic())
-                usage = json.loads(line.removeprefix("data: ")).get("usage") or usage
-    if usage.get("completion_tokens") != _NUM_TOKENS:
-        raise RuntimeError(f"a stream of {_NUM_TOKENS} tokens ended with usage {usage}")
-    return [after - before for before, after in itertools.pairwise(arrivals)]
+                usage = json.loads(line.removeprefix("data: "))["usage"]
+                num_tokens.append(usage["completion_tokens"])
+    if num_tokens[-1:] != [_NUM_TOKENS]:
+        raise RuntimeError(f"a stream of {_NUM_TOKENS} tokens ended after {num_tokens[-1:]}")
+    return [
+        Gap(*times, before)
+        for times, (before, after) in zip(
+            itertools.pairwise(arrivals), itertools.pairwise(num_tokens), strict=True
+        )
+        if after > before  # the chunk at the end repeats the usage
+    ]
 
 
 async def _attack(url: str, seconds: float, names: list[str]) -> None:
@@ -133,11 +217,12 @@ async def _attack(url: str, seconds: float, names: list[str]) -> None:
         raise RuntimeError("an attack was answered with status 500")
 
 
-def _report(name: str, gaps: list[float]) -> float:
-    cuts = statistics.quantiles(gaps, n=100)
+def _report(name: str, gaps: list[Gap]) -> float:
+    lengths = [gap.seconds for gap in gaps]
+    cuts = statistics.quantiles(lengths, n=100)
     print(
         f"{name}: {len(gaps)} gaps, p50 {cuts[49] * 1e3:.1f} ms, p99 {cuts[98] * 1e3:.1f} ms, "
-        f"longest {max(gaps) * 1e3:.1f} ms",
+        f"longest {max(lengths) * 1e3:.1f} ms",
         flush=True,
     )
     return cuts[98]

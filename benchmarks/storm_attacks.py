@@ -1,7 +1,8 @@
 """Valid requests that are designed to delay other clients.
 
 `benchmarks.storm` measures how they delay a stream; `tests/serve/test_storm.py` checks that each is
-answered and the server stays healthy.
+answered and the server stays healthy. Large bodies are built once (`build_bodies` before a
+measurement), so that the attackers take little processor time from a server on the same machine.
 """
 
 from __future__ import annotations
@@ -10,11 +11,12 @@ import asyncio
 import json
 import secrets
 from collections.abc import Awaitable, Callable, Mapping
+from functools import cache
 from typing import Any
 
 import httpx
 
-__all__ = ["ATTACKS", "JSON", "Attack"]
+__all__ = ["ATTACKS", "JSON", "Attack", "build_bodies"]
 
 JSON = {"content-type": "application/json"}
 # Runs one attack and returns the statuses of the responses.
@@ -53,43 +55,68 @@ async def _many_grammars(client: httpx.AsyncClient) -> list[int]:
     return [await _post(client, _COMPLETIONS, body)]
 
 
-async def _many_prompts(client: httpx.AsyncClient) -> list[int]:
+@cache
+def _prompts_body() -> bytes:
     """Spaces take long to tokenize and become few tokens."""
-    body = {"prompt": [" " * 2000] * 256, "max_tokens": 1}
-    return [await _post(client, _COMPLETIONS, body)]
+    return json.dumps({"prompt": [" " * 2000] * 256, "max_tokens": 1}).encode()
 
 
-async def _large_prompts(client: httpx.AsyncClient) -> list[int]:
+async def _many_prompts(client: httpx.AsyncClient) -> list[int]:
+    return [await _post(client, _COMPLETIONS, _prompts_body())]
+
+
+@cache
+def _large_bodies() -> list[tuple[str, bytes]]:
     text = "a" * (4 * _MIB - 1000)
-    bodies = (
+    bodies: tuple[tuple[str, Mapping[str, Any]], ...] = (
         (_COMPLETIONS, {"prompt": text, "max_tokens": 1}),
         ("/v1/chat/completions", {"messages": [{"role": "user", "content": text}]}),
         ("/v1/embeddings", {"input": [text[: _MIB // 2]] * 4}),
         (_COMPLETIONS, {"prompt": [1] * (2 * _MIB // 2), "max_tokens": 1}),
         ("/tokenize", {"prompt": text[:_MIB]}),
     )
-    sent = (_post(client, path, body) for path, body in bodies)
+    return [(path, json.dumps(body).encode()) for path, body in bodies]
+
+
+async def _large_prompts(client: httpx.AsyncClient) -> list[int]:
+    sent = (_post(client, path, body) for path, body in _large_bodies())
     return list(await asyncio.gather(*sent))
 
 
-async def _cached_prefix(client: httpx.AsyncClient) -> list[int]:
-    """Many waiting requests with the same long cached prefix that do not fit in the KV cache."""
+@cache
+def _prefix_bodies() -> list[bytes]:
+    """Many requests with the same long prefix that do not fit in the KV cache."""
     prompt = [17 + place % 900 for place in range(1500)]
-    bodies = [
-        {"prompt": [*prompt, place], "max_tokens": 40, "ignore_eos": True} for place in range(12)
+    return [
+        json.dumps({"prompt": [*prompt, place], "max_tokens": 40, "ignore_eos": True}).encode()
+        for place in range(12)
     ]
+
+
+async def _cached_prefix(client: httpx.AsyncClient) -> list[int]:
+    bodies = _prefix_bodies()
     first = await _post(client, _COMPLETIONS, bodies[0])
     return [first, *await asyncio.gather(*(_post(client, _COMPLETIONS, body) for body in bodies))]
 
 
-async def _giant_line(client: httpx.AsyncClient) -> list[int]:
+@cache
+def _giant_lines() -> bytes:
     turns = [{"role": "user", "content": "a"}] * (12 * _MIB // 36)
-    return await _batch(client, [_line("1", {"messages": turns, "max_tokens": 1})], "24h")
+    return _line("1", {"messages": turns, "max_tokens": 1})
+
+
+async def _giant_line(client: httpx.AsyncClient) -> list[int]:
+    return await _batch(client, _giant_lines(), "/v1/chat/completions", "24h")
+
+
+@cache
+def _many_lines() -> bytes:
+    body = {"prompt": "x" * 200, "max_tokens": 16}
+    return b"".join(_line(str(place), body) for place in range(5000))
 
 
 async def _expiring_batch(client: httpx.AsyncClient) -> list[int]:
-    lines = [_line(str(place), {"prompt": "x" * 200, "max_tokens": 16}) for place in range(5000)]
-    return await _batch(client, lines, "1m")
+    return await _batch(client, _many_lines(), _COMPLETIONS, "1m")
 
 
 def _line(custom_id: str, body: Mapping[str, Any]) -> bytes:
@@ -98,10 +125,15 @@ def _line(custom_id: str, body: Mapping[str, Any]) -> bytes:
     return json.dumps(line).encode() + b"\n"
 
 
-async def _batch(client: httpx.AsyncClient, lines: list[bytes], window: str) -> list[int]:
+def build_bodies() -> None:
+    """Build all bodies that the attacks send again and again."""
+    for build in (_prompts_body, _large_bodies, _prefix_bodies, _giant_lines, _many_lines):
+        build()
+
+
+async def _batch(client: httpx.AsyncClient, lines: bytes, url: str, window: str) -> list[int]:
     """Upload the lines, run them as a batch, read and delete its files."""
-    url = json.loads(lines[0])["url"]
-    form = {"file": ("in.jsonl", b"".join(lines))}
+    form = {"file": ("in.jsonl", lines)}
     uploaded = await client.post("/v1/files", data={"purpose": "batch"}, files=form)
     if uploaded.status_code != 200:
         return [uploaded.status_code]

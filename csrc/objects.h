@@ -26,6 +26,11 @@ struct qs_quantized {
   size_t scale_bytes;  // of `scales`, of `zeros` and of `bias`, each
 };
 
+struct qs_lora {
+  qs::PackedLoRA packed;
+  size_t num_bytes;
+};
+
 struct qs_probe {
   void* data;
   int64_t num_bytes;

@@ -47,6 +47,17 @@ struct AttentionRows {
   }
 };
 
+// The tokens of each adapter of a step, or its emitting tokens, as qs_lora_add has them.
+struct LoRATokens {
+  Grown groups;  // [num_groups] qs_lora_group
+  Grown tokens;
+  int64_t num_groups = 0;
+
+  qs_lora_group* group(int64_t index) const {
+    return static_cast<qs_lora_group*>(groups.data) + index;
+  }
+};
+
 // What a product reads first.
 struct Beginning {
   const void* data;
@@ -70,7 +81,10 @@ struct qs_program {
   int64_t max_blocks;
   int64_t* slots;          // [capacity_tokens]
   AttentionRows rows;      // up to capacity_tokens
-  AttentionRows emitting;  // up to capacity_emitting: of each emitting row the last token
+  AttentionRows emitting;  // up to capacity_emitting: one token each
+  LoRATokens lora;
+  LoRATokens lora_emitting;
+  Grown token_adapters;  // [num_tokens] const qs_lora*, if a row of the step has one
   Grown scratch;
 };
 
@@ -98,7 +112,9 @@ int measure(qs_program* program, const qs_step& step) {
     if (blocks > program->max_blocks) program->max_blocks = blocks;
   }
   for (int64_t i = 0; i < step.num_emitting; ++i) {
-    if (step.emitting_rows[i] < 0 || step.emitting_rows[i] >= step.num_rows) return QS_INVALID;
+    const int64_t row = step.emitting[2 * i], num_after = step.emitting[2 * i + 1];
+    if (row < 0 || row >= step.num_rows) return QS_INVALID;
+    if (num_after < 0 || num_after >= step.rows[row].num_tokens) return QS_INVALID;
   }
   return program->num_tokens <= inputs.capacity_tokens ? QS_OK : QS_INVALID;
 }
@@ -120,13 +136,57 @@ void place_row(qs_program* program, int64_t index, const qs_step_row& row) {
   program->rows.context_lens[index] = end;
 }
 
-void place_emitting(qs_program* program, int64_t index, int64_t row) {
+void place_emitting(qs_program* program, int64_t index, int64_t row, int64_t num_after) {
   const int64_t max_blocks = program->max_blocks;
-  program->inputs.emitting[index] = program->rows.offsets[row + 1] - 1;
+  program->inputs.emitting[index] = program->rows.offsets[row + 1] - 1 - num_after;
   program->emitting.offsets[index + 1] = index + 1;
-  program->emitting.context_lens[index] = program->rows.context_lens[row];
+  program->emitting.context_lens[index] = program->rows.context_lens[row] - num_after;
   memcpy(program->emitting.table(index, max_blocks), program->rows.table(row, max_blocks),
          max_blocks * sizeof(int32_t));
+}
+
+// Groups tokens by adapter; adapter(i) is that of the i-th, null for none.
+template <typename Adapter>
+int group_tokens(int64_t count, const Adapter& adapter, LoRATokens* lora) {
+  lora->num_groups = 0;
+  if (!lora->tokens.reserve(count * static_cast<int64_t>(sizeof(int64_t))) ||
+      !lora->groups.reserve(count * static_cast<int64_t>(sizeof(qs_lora_group)))) {
+    return QS_OUT_OF_MEMORY;
+  }
+  for (int64_t i = 0; i < count; ++i) {
+    if (adapter(i) == nullptr) continue;
+    int64_t g = 0;
+    while (g < lora->num_groups && lora->group(g)->adapter != adapter(i)) ++g;
+    if (g == lora->num_groups) *lora->group(lora->num_groups++) = {adapter(i), 0};
+    ++lora->group(g)->num_tokens;
+  }
+  int64_t* to = static_cast<int64_t*>(lora->tokens.data);
+  for (int64_t g = 0; g < lora->num_groups; ++g) {
+    for (int64_t i = 0; i < count; ++i) {
+      if (adapter(i) == lora->group(g)->adapter) *to++ = i;
+    }
+  }
+  return QS_OK;
+}
+
+// After rows and emitting tokens have their places.
+int place_adapters(qs_program* program, const qs_step& step) {
+  program->lora.num_groups = program->lora_emitting.num_groups = 0;
+  if (step.adapters == nullptr) return QS_OK;
+  const int64_t num_bytes = program->num_tokens * static_cast<int64_t>(sizeof(const qs_lora*));
+  if (!program->token_adapters.reserve(num_bytes)) return QS_OUT_OF_MEMORY;
+  const qs_lora** adapters = static_cast<const qs_lora**>(program->token_adapters.data);
+  for (int64_t row = 0; row < step.num_rows; ++row) {
+    for (int64_t i = 0; i < step.rows[row].num_tokens; ++i) {
+      adapters[program->rows.offsets[row] + i] = step.adapters[row];
+    }
+  }
+  const int status =
+      group_tokens(program->num_tokens, [&](int64_t i) { return adapters[i]; }, &program->lora);
+  if (status != QS_OK) return status;
+  return group_tokens(
+      program->num_emitting, [&](int64_t i) { return adapters[program->inputs.emitting[i]]; },
+      &program->lora_emitting);
 }
 
 int place(qs_program* program, const qs_step& step) {
@@ -141,9 +201,9 @@ int place(qs_program* program, const qs_step& step) {
   program->rows.offsets[0] = program->emitting.offsets[0] = 0;
   for (int64_t i = 0; i < step.num_rows; ++i) place_row(program, i, step.rows[i]);
   for (int64_t i = 0; i < step.num_emitting; ++i) {
-    place_emitting(program, i, step.emitting_rows[i]);
+    place_emitting(program, i, step.emitting[2 * i], step.emitting[2 * i + 1]);
   }
-  return QS_OK;
+  return place_adapters(program, step);
 }
 
 qs_kv_write kv_write_of(const qs_program* program, const qs_op& op, int64_t rows) {
@@ -240,6 +300,24 @@ int multiply_quantized(qs_program* program, const qs_op& op, int64_t rows) {
                           op.out[0], program->scratch.data);
 }
 
+int add_lora(qs_program* program, const qs_op& op) {
+  const LoRATokens& lora = op.rows == QS_EMITTING ? program->lora_emitting : program->lora;
+  if (lora.num_groups == 0) return QS_OK;
+  qs_lora_add_call call = {};
+  call.module = op.size[0];
+  call.k = op.size[1];
+  call.n = op.size[2];
+  call.x_stride = op.stride[0];
+  call.num_groups = lora.num_groups;
+  call.groups = lora.group(0);
+  call.tokens = static_cast<const int64_t*>(lora.tokens.data);
+  call.x = op.in[0];
+  call.y = op.out[0];
+  if (!program->scratch.reserve(qs_lora_scratch_bytes(&call))) return QS_OUT_OF_MEMORY;
+  call.scratch = program->scratch.data;
+  return qs_lora_add(program->context, op.dtype, &call);
+}
+
 // Few rows, which this thread copies: `ids` are emitting tokens of the step, within `x`.
 int take(const qs_op& op, int64_t rows) {
   const int64_t* ids = static_cast<const int64_t*>(op.in[0]);
@@ -296,6 +374,8 @@ int run_op(qs_program* program, const qs_op& op) {
                                static_cast<const int64_t*>(op.in[0]), rows, op.out[0]);
     case QS_OP_TAKE:
       return take(op, rows);
+    case QS_OP_LORA:
+      return add_lora(program, op);
   }
   return QS_INVALID;
 }

@@ -12,7 +12,7 @@
 extern "C" {
 #endif
 
-#define QS_ABI_VERSION 7
+#define QS_ABI_VERSION 8
 #define QS_API __attribute__((visibility("default")))
 
 enum qs_status {
@@ -33,6 +33,7 @@ enum qs_activation { QS_SILU = 0, QS_GELU = 1, QS_GELU_TANH = 2, QS_CLAMPED_SWIG
 typedef struct qs_context qs_context;  // a kernel table and a thread pool
 typedef struct qs_linear qs_linear;    // packed weights of one linear layer
 typedef struct qs_quantized qs_quantized;  // packed weights of 4 or 8 bits
+typedef struct qs_lora qs_lora;        // a LoRA adapter
 typedef struct qs_probe qs_probe;      // a buffer to measure reads with
 
 QS_API int qs_abi_version(void);
@@ -222,6 +223,43 @@ typedef struct qs_attention {
 QS_API int64_t qs_attention_scratch_bytes(const qs_context* context, const qs_attention* call);
 QS_API int qs_paged_attention(qs_context* context, const qs_attention* call);
 
+// LoRA: y += scale * b (a x), on the outputs that a part changes. In fp32; the sum over the inputs
+// and that over the ranks are each in one order, and y is rounded once more.
+typedef struct qs_lora_part {
+  int64_t module;        // number of the matrix among the model's
+  int64_t rank, k, n;
+  int64_t first_output;  // of n in the matrix
+  const void* a;         // [rank, k]
+  const void* b;         // [n, rank]
+  double scale;
+} qs_lora_part;
+
+// Copies the parts, which ascend by module. All are of one dtype.
+QS_API int qs_lora_create(int dtype, const qs_lora_part* parts, int64_t num_parts,
+                          int64_t num_modules, qs_lora** out);
+QS_API void qs_lora_destroy(qs_lora* lora);
+QS_API int64_t qs_lora_bytes(const qs_lora* lora);
+
+typedef struct qs_lora_group {
+  const qs_lora* adapter;
+  int64_t num_tokens;
+} qs_lora_group;
+
+typedef struct qs_lora_add_call {
+  int64_t module;
+  int64_t k, n;                 // of the matrix
+  int64_t x_stride;
+  int64_t num_groups;
+  const qs_lora_group* groups;
+  const int64_t* tokens;        // of all groups, one after another; a token at most once
+  const void* x;
+  void* y;                      // [T, n], in the dtype of the adapters, as x
+  void* scratch;                // qs_lora_scratch_bytes(...) bytes
+} qs_lora_add_call;
+
+QS_API int64_t qs_lora_scratch_bytes(const qs_lora_add_call* call);
+QS_API int qs_lora_add(qs_context* context, int dtype, const qs_lora_add_call* call);
+
 // Elementwise on `count` values of the dtype, each rounded once.
 QS_API int qs_add(qs_context* context, int dtype, const void* a, const void* b, int64_t count,
                   void* out);
@@ -262,6 +300,7 @@ QS_API int qs_finish_logits(qs_context* context, int dtype, const void* x, int64
 //   LINEAR_ROWS, QUANTIZED_ROWS           in ids, the weight   out rows
 //   TAKE       in emitting, x             out rows             size: bytes of a row; stride[0]:
 //                                                              bytes between the rows of x
+//   LORA       in x                       out y, added to      size: module, k, n; stride[0] of x
 enum qs_op_kind {
   QS_OP_LINEAR = 0,
   QS_OP_GATHER = 1,
@@ -278,6 +317,7 @@ enum qs_op_kind {
   QS_OP_LINEAR_ROWS = 12,
   QS_OP_QUANTIZED_ROWS = 13,
   QS_OP_TAKE = 14,
+  QS_OP_LORA = 15,
 };
 enum qs_op_rows { QS_TOKENS = 0, QS_EMITTING = 1 };
 
@@ -315,7 +355,8 @@ typedef struct qs_step {
   int64_t num_emitting;
   const qs_step_row* rows;
   const int64_t* token_ids;      // of all rows, one after another
-  const int64_t* emitting_rows;  // which rows' last tokens get logits
+  const int64_t* emitting;       // [num_emitting][2] tokens that get logits: row, tokens after it
+  const qs_lora* const* adapters;  // [num_rows], null for none; null if no row has one
 } qs_step;
 
 typedef struct qs_program qs_program;

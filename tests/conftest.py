@@ -11,6 +11,8 @@ start and interrupt: it is taken back.
 What the collection leaves (modules, tests, parameters) lives as long as the process, so the garbage
 collector passes over it: that saves a sixth of the time of the tests that allocate much.
 
+Nothing is stored in the user's cache, here and in the processes that tests start.
+
 `pytest --without-torch` runs as if torch were not installed: `make test` runs `tests/pure` so.
 """
 
@@ -23,6 +25,7 @@ import pytest
 from hypothesis import settings
 
 collect_ignore = ["clients"]  # they need other packages: `make clients`
+os.environ["QUICKSTEP_CACHE_DIR"] = ""  # empty: store nothing
 os.environ["OMP_NUM_THREADS"] = "1"
 os.environ["OMP_WAIT_POLICY"] = "passive"  # threads that spin take the core from other processes
 

@@ -19,6 +19,7 @@ LAYERS = {
     "deferred": 0.0,
     "config": 0.1,
     "sampling_params": 0.1,
+    "yaml_file": 0.1,
     "types": 0.2,
     "core": 1,
     "ops": 2,
@@ -26,7 +27,7 @@ LAYERS = {
     "runtime": 4,
     "engine": 5,
     "sim": 6,
-    "plan": 6,
+    "plan": 6.1,
     "server": 6,
     "verify": 6,
     "bench": 6,
@@ -42,7 +43,7 @@ ONLY = {
     "model": FOUNDATION | {"ops"},
     "ops": FOUNDATION,
     "sim": FOUNDATION | {"core"},
-    "plan": FOUNDATION | {"core", "sim"},
+    "plan": FOUNDATION | {"yaml_file", "core", "model", "sim"},
 }
 # Packages whose only other imports are the standard library and msgspec.
 STANDARD_LIBRARY_ONLY = FOUNDATION | {"core", "sim"}

@@ -14,6 +14,7 @@ void pack_quantized(Pool* pool, const PackQuantizedArgs& args);
 void quantized_linear(Pool* pool, const QuantizedLinearArgs& args);
 void quantized_rows(Pool* pool, const PackedQuantized& packed, int dtype, const int64_t* ids,
                     int64_t num_tokens, void* out);
+void add_lora(Pool* pool, const LoRAArgs& args);
 void rms_norm(Pool* pool, const NormArgs& args);
 void rotary(Pool* pool, const RotaryArgs& args);
 void gated_activation(Pool* pool, const GatedArgs& args);

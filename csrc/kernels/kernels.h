@@ -48,6 +48,47 @@ struct PackQuantizedArgs;
 struct QuantizeArgs;
 struct QuantizedLinearArgs;
 
+// One low-rank change, in the memory of its adapter.
+struct LoRAPart {
+  int64_t rank, k, n, first_output;
+  const void* a;  // [rank, k]
+  const void* b;  // [rank, n]: transposed, so that a vector holds outputs
+  float scale;
+};
+
+struct PackedLoRA {
+  int dtype;
+  int64_t num_modules;
+  LoRAPart* parts;
+  int64_t* first_part;  // [num_modules + 1]
+  void* weights;        // of all parts
+};
+
+// One register tile's work: some tokens of a group against a part.
+struct LoRATile {
+  const LoRAPart* part;
+  const int64_t* tokens;
+  float* low;  // [num_tokens, rank]: scale * (a x)
+  int64_t num_tokens;
+  int64_t begin, end;  // ranks (shrink) or outputs of the part (expand)
+};
+
+struct LoRAArgs {
+  int dtype;
+  int64_t n;  // of the matrix
+  int64_t x_stride;
+  const void* x;
+  void* y;
+  const LoRATile* shrink;
+  int64_t num_shrink;
+  const LoRATile* expand;
+  int64_t num_expand;
+};
+
+constexpr int64_t kLoRATokens = 4;      // of a tile
+constexpr int64_t kLoRARanks = 16;      // of a tile of shrink
+constexpr int64_t kLoRAOutputs = 512;   // of a tile of expand
+
 struct NormArgs {
   int dtype;
   const void* x;
@@ -108,6 +149,7 @@ struct Kernels {
   void (*quantized_linear)(Pool* pool, const QuantizedLinearArgs& args);
   void (*quantized_rows)(Pool* pool, const PackedQuantized& packed, int dtype, const int64_t* ids,
                          int64_t num_tokens, void* out);
+  void (*add_lora)(Pool* pool, const LoRAArgs& args);
   void (*rms_norm)(Pool* pool, const NormArgs& args);
   void (*rotary)(Pool* pool, const RotaryArgs& args);
   void (*gated_activation)(Pool* pool, const GatedArgs& args);

@@ -17,6 +17,7 @@ const Kernels kernels = {
     .pack_quantized = pack_quantized,
     .quantized_linear = quantized_linear,
     .quantized_rows = quantized_rows,
+    .add_lora = add_lora,
     .rms_norm = rms_norm,
     .rotary = rotary,
     .gated_activation = gated_activation,

@@ -10,11 +10,20 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from quickstep.engine.adapters import LoRARequest
     from quickstep.engine.beam_search import BeamSearchParams
     from quickstep.engine.llm import LLM
     from quickstep.types import Grammar, Pooling, SamplingParams
 
-__all__ = ["LLM", "BeamSearchParams", "Grammar", "Pooling", "SamplingParams", "__version__"]
+__all__ = [
+    "LLM",
+    "BeamSearchParams",
+    "Grammar",
+    "LoRARequest",
+    "Pooling",
+    "SamplingParams",
+    "__version__",
+]
 
 __version__ = "0.1.0"
 
@@ -23,6 +32,8 @@ def __getattr__(name: str) -> Any:
     """Import a public class on first use (PEP 562)."""
     if name == "LLM":
         return import_module("quickstep.engine.llm").LLM
+    if name == "LoRARequest":
+        return import_module("quickstep.engine.adapters").LoRARequest
     if name == "BeamSearchParams":
         return import_module("quickstep.engine.beam_search").BeamSearchParams
     if name in ("Grammar", "Pooling", "SamplingParams"):

@@ -8,6 +8,8 @@ from __future__ import annotations
 
 import enum
 import math
+from collections.abc import Mapping
+from typing import Any
 
 import msgspec
 
@@ -15,17 +17,22 @@ from quickstep.errors import ConfigError
 
 __all__ = [
     "KV_DTYPES",
+    "MAX_SPECULATIVE_TOKENS",
     "QUANTIZATIONS",
     "CacheConfig",
     "EngineConfig",
     "InputConfig",
+    "LoRAConfig",
     "LoadConfig",
     "PolicyName",
     "SchedulerConfig",
+    "SpeculationConfig",
+    "SpeculationMethod",
     "StreamConfig",
 ]
 
 KV_DTYPES = ("auto", "bfloat16", "float16", "float32", "int8")
+MAX_SPECULATIVE_TOKENS = 16
 QUANTIZATIONS = ("int8", "int8-g32", "int4", "int4-g64", "int4-g128")
 
 
@@ -42,6 +49,17 @@ class PolicyName(enum.Enum):
     STATIC = "static"
     DYNAMIC = "dynamic"
     LENGTH_GROUPED = "length-grouped"
+
+
+class SpeculationMethod(enum.Enum):
+    """What proposes draft tokens: `auto` is `draft` with a model, otherwise `suffix`."""
+
+    OFF = "off"
+    AUTO = "auto"
+    NGRAM = "ngram"
+    SUFFIX = "suffix"
+    DRAFT = "draft"
+    MEDUSA = "medusa"
 
 
 class CacheConfig(msgspec.Struct, frozen=True):
@@ -90,6 +108,8 @@ class SchedulerConfig(msgspec.Struct, frozen=True):
             so that requests of higher priority cannot delay it for ever.
         batch_timeout_s: With the policies `dynamic` and `length-grouped`, how long the oldest
             request waits in seconds for others, before its batch begins.
+        num_speculative_tokens: Most drafts of a row; 0 turns speculation off. The engine takes it
+            from its `SpeculationConfig`.
         use_kv_cache: False computes all tokens of a sequence again for each of its tokens, to see
             what the cache saves; the tokens are the same.
     """
@@ -103,6 +123,7 @@ class SchedulerConfig(msgspec.Struct, frozen=True):
     inter_token_target_s: float = 0.2
     priority_aging_s: float = 10.0
     batch_timeout_s: float = 0.1
+    num_speculative_tokens: int = 0
     use_kv_cache: bool = True
 
     def __post_init__(self) -> None:
@@ -122,6 +143,71 @@ class SchedulerConfig(msgspec.Struct, frozen=True):
             raise ConfigError(f"--batch-timeout-s is {value}, it must be at least 0 and finite")
         if not self.use_kv_cache and self.pipeline_depth > 1:
             raise ConfigError("--no-kv-cache needs --pipeline-depth 1: a step needs all tokens")
+
+
+class SpeculationConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """Speculative decoding; the names of the fields are vLLM's where it has them.
+
+    Attributes:
+        method: What proposes drafts.
+        num_speculative_tokens: Most drafts of a row; how many it gets is decided step by step
+            (`core.speculation`).
+        model: With `draft`, a smaller checkpoint with the same tokenizer; with `medusa`, that of
+            the heads.
+        revision: Hub revision of `model`; None for the default branch.
+        quantization: One of QUANTIZATIONS for the draft model; None keeps its dtype.
+        prompt_lookup_min: With `ngram`, the shortest match in tokens.
+        prompt_lookup_max: With `ngram`, the longest match in tokens that is told apart.
+        suffix_decoding_max_tree_depth: With `suffix`, the longest match that is told apart.
+        suffix_decoding_max_spec_factor: With `suffix`, the most drafts per token of the match.
+        suffix_decoding_min_token_prob: With `suffix`, the least estimated probability of a draft.
+        suffix_decoding_max_cached_tokens: With `suffix`, tokens of recent outputs that are kept to
+            find matches in, over all tenants; 0 searches a sequence's own text only.
+    """
+
+    method: SpeculationMethod = SpeculationMethod.AUTO
+    num_speculative_tokens: int = 8
+    model: str | None = None
+    revision: str | None = None
+    quantization: str | None = None
+    prompt_lookup_min: int = 2
+    prompt_lookup_max: int = 4
+    suffix_decoding_max_tree_depth: int = 24
+    suffix_decoding_max_spec_factor: float = 1.0
+    suffix_decoding_min_token_prob: float = 0.1
+    suffix_decoding_max_cached_tokens: int = 100_000
+
+    def __post_init__(self) -> None:
+        count = self.num_speculative_tokens
+        if not 1 <= count <= MAX_SPECULATIVE_TOKENS:
+            raise ConfigError(
+                f"--num-speculative-tokens is {count}, it must be 1 to {MAX_SPECULATIVE_TOKENS}; "
+                "--speculative-method off turns speculation off"
+            )
+        method = self.method
+        needs_model = method in (SpeculationMethod.DRAFT, SpeculationMethod.MEDUSA)
+        if needs_model and self.model is None:
+            raise ConfigError(f"--speculative-method {method.value} needs --speculative-model")
+        if self.model is not None and not (needs_model or method is SpeculationMethod.AUTO):
+            raise ConfigError(
+                f"--speculative-model is {self.model}, but --speculative-method {method.value} "
+                "uses no model; leave one of them out"
+            )
+
+    @property
+    def resolved_method(self) -> SpeculationMethod:
+        """The method that `auto` means here, or the method itself."""
+        if self.method is not SpeculationMethod.AUTO:
+            return self.method
+        return SpeculationMethod.SUFFIX if self.model is None else SpeculationMethod.DRAFT
+
+    @staticmethod
+    def of_fields(fields: Mapping[str, Any], source: str) -> SpeculationConfig:
+        """From JSON, named `source` in errors. Raises ConfigError."""
+        try:
+            return msgspec.convert(fields, SpeculationConfig)
+        except msgspec.ValidationError as error:
+            raise ConfigError(f"{source}: {error}") from error
 
 
 class LoadConfig(msgspec.Struct, frozen=True):
@@ -152,6 +238,34 @@ class LoadConfig(msgspec.Struct, frozen=True):
         if self.quantization not in (None, *QUANTIZATIONS):
             known = f"{', '.join(QUANTIZATIONS[:-1])} or {QUANTIZATIONS[-1]}"
             raise ConfigError(f"--quantization is {self.quantization!r}, it must be {known}")
+
+
+class LoRAConfig(msgspec.Struct, frozen=True):
+    """LoRA adapters.
+
+    Attributes:
+        modules: (name, directory) of the adapters that are loaded at the start.
+        max_loras: Adapters loaded at the same time, by name.
+        max_lora_rank: The largest rank of an adapter.
+    """
+
+    modules: tuple[tuple[str, str], ...] = ()
+    max_loras: int = 64
+    max_lora_rank: int = 256
+
+    def __post_init__(self) -> None:
+        for name in ("max_loras", "max_lora_rank"):
+            value = getattr(self, name)
+            if value < 1:
+                raise ConfigError(f"--{name.replace('_', '-')} is {value}, it must be at least 1")
+        names = [name for name, _ in self.modules]
+        twice = next((name for name in names if names.count(name) > 1), None)
+        if twice is not None:
+            raise ConfigError(f"--lora-modules names {twice!r} twice")
+        if len(names) > self.max_loras:
+            raise ConfigError(
+                f"--lora-modules has {len(names)} adapters, --max-loras is {self.max_loras}"
+            )
 
 
 class InputConfig(msgspec.Struct, frozen=True):
@@ -215,11 +329,13 @@ class EngineConfig(msgspec.Struct, frozen=True):
         seed: Makes the seeds of requests without one reproducible; None uses random seeds.
         memory_bytes: Limit of the engine's memory in bytes; None uses the machine's free memory.
         enforce_eager: Run the model op by op instead of replaying captured steps; same bits.
+        lora: None if requests have no adapters.
     """
 
     load: LoadConfig = msgspec.field(default_factory=LoadConfig)
     cache: CacheConfig = msgspec.field(default_factory=CacheConfig)
     scheduler: SchedulerConfig = msgspec.field(default_factory=SchedulerConfig)
+    speculation: SpeculationConfig = msgspec.field(default_factory=SpeculationConfig)
     inputs: InputConfig = msgspec.field(default_factory=InputConfig)
     streams: StreamConfig | None = msgspec.field(default_factory=StreamConfig)
     max_model_len: int | None = None
@@ -227,6 +343,7 @@ class EngineConfig(msgspec.Struct, frozen=True):
     seed: int | None = None
     memory_bytes: int | None = None
     enforce_eager: bool = False
+    lora: LoRAConfig | None = None
 
     def __post_init__(self) -> None:
         if self.max_model_len is not None and self.max_model_len < 1:

@@ -134,7 +134,9 @@ class Request(msgspec.Struct, frozen=True, array_like=True, tag=True):
         seed: Seed of the sampling noise: `sampling.seed`, or a random one from the engine.
         eos_token_ids: The model's end tokens; `sampling.ignore_eos` disables them.
         priority: Lower runs first (as in vLLM); it decreases with waiting time (`core.sequence`).
-        adapter: LoRA adapter name, "" for the base model. Part of the prefix-cache key.
+        adapter: LoRA adapter name, "" for the base model.
+        adapter_id: Digest of the adapter's content, which the engine sets: part of the prefix-cache
+            key, and what admissions and rows name as their adapter.
         cache_salt: Separates tenants in the prefix cache.
         timeout_s: Seconds after arrival at the scheduler until generation stops; None for no limit.
         pooling: Return an embedding of the prompt and generate nothing.
@@ -146,6 +148,7 @@ class Request(msgspec.Struct, frozen=True, array_like=True, tag=True):
         endpoint: The path of the API through which it came, for accounting.
         is_continuation: The prompt was charged in an earlier request, which this one continues
             with a beam; for accounting.
+        speculation: Drafts may be proposed for it; its tokens are the same either way.
     """
 
     request_id: str = ""
@@ -164,6 +167,8 @@ class Request(msgspec.Struct, frozen=True, array_like=True, tag=True):
     tenant_weight: float = 1.0
     endpoint: str = ""
     is_continuation: bool = False
+    speculation: bool = True
+    adapter_id: str = ""
 
     @property
     def prompt_only(self) -> bool:
@@ -176,7 +181,8 @@ class Admission(msgspec.Struct, frozen=True):
 
     `token_ids` are all tokens known so far (after a preemption: prompt and outputs), so that
     penalties can be restored; the first `prompt_len` of them are the prompt. `seed` is that of the
-    sequence: the request's for index 0, derived from it for the others of `n`.
+    sequence: the request's for index 0, derived from it for the others of `n`. `tenant` and
+    `cache_salt` are the request's: what one sequence leaves behind helps only those with the same.
     """
 
     slot: int
@@ -188,6 +194,8 @@ class Admission(msgspec.Struct, frozen=True):
     eos_token_ids: frozenset[int] = frozenset()
     adapter: str = ""
     pooling: Pooling | None = None
+    tenant: str = ""
+    cache_salt: str = ""
 
 
 class StepRow(msgspec.Struct, frozen=True):
@@ -198,10 +206,12 @@ class StepRow(msgspec.Struct, frozen=True):
             slot's previous step, which is still running: the runner fills it in.
         new_block_ids: Appended to the slot's block table before the step runs; after an admission
             they include prefix-cache hits.
-        emits: An output token is sampled from the logits of the last position.
-        output_position: Index of that token among the sequence's output tokens (the counter of the
-            sampling noise).
+        emits: An output token is sampled from the logits of the last position that is no draft,
+            and one more after each draft that is equal to the token sampled before it.
+        output_position: Index of the first of these tokens among the sequence's output tokens (the
+            counter of the sampling noise).
         num_drafts: Trailing inputs that are speculative drafts.
+        num_next_drafts: How many tokens to draft at most, after this row, for the next one.
         score_start: First position whose logits score the next prompt token.
         num_scored: Number of such positions from there on, all in this row.
         pools: The row ends the prompt of a request with `pooling`, and returns its embedding.
@@ -216,6 +226,7 @@ class StepRow(msgspec.Struct, frozen=True):
     emits: bool
     output_position: int
     num_drafts: int = 0
+    num_next_drafts: int = 0
     adapter: str = ""
     score_start: int = 0
     num_scored: int = 0
@@ -261,12 +272,14 @@ class RowOutput(msgspec.Struct, frozen=True):
     """The output of a row: no token (a prompt chunk), one, or several (accepted drafts + 1).
 
     `prompt_logprobs` has an entry per scored position, for the prompt token that follows it.
+    `draft_token_ids` are proposed to follow the tokens, for the sequence's next row.
     """
 
     token_ids: tuple[int, ...] = ()
     logprobs: tuple[TokenLogprobs, ...] = ()
     prompt_logprobs: tuple[TokenLogprobs, ...] = ()
     embedding: tuple[float, ...] | None = None
+    draft_token_ids: tuple[int, ...] = ()
 
 
 class RowFailure(msgspec.Struct, frozen=True):
@@ -313,8 +326,9 @@ class SequenceTimings(msgspec.Struct, frozen=True):
 
     queue + prefill + decode + preempted + paused = finished - arrival. While the client reads too
     slowly, only `paused_s` grows. `device_s` is the sequence's part of the measured step times
-    without `recomputed_s`, the part for positions that were computed again after a preemption
-    (`core.accounting` has the sum over all sequences).
+    without `recomputed_s`, the part for positions that were computed again after a preemption, and
+    without `rejected_s`, the part for drafts that were rejected (`core.accounting` has the sum over
+    all sequences). Of `num_drafts` draft tokens that were checked, `num_accepted` were accepted.
 
     `cache_miss` is the reason why no more than `num_cached_tokens` were cached when the sequence
     was first admitted; None before.
@@ -345,6 +359,9 @@ class SequenceTimings(msgspec.Struct, frozen=True):
     unloaded_decode_s: float = 0.0
     activities: tuple[tuple[Activity, float], ...] = ()
     cache_miss: CacheMiss | None = None
+    rejected_s: float = 0.0
+    num_drafts: int = 0
+    num_accepted: int = 0
 
 
 class SequenceOutput(msgspec.Struct, frozen=True):
@@ -383,7 +400,8 @@ class StepRecord(msgspec.Struct, frozen=True, tag_field="kind", tag="step"):
     `num_pairs` the positions that each token attends to, summed over tokens. `num_scored` positions
     returned prompt logprobs. `predicted_s` is the cost model's prediction of `seconds`.
     `decode_s` and `prefill_s` are what the rows of the two phases are charged of `seconds`, the
-    rest of which no live row is charged; `prefills` are the prefill rows one by one.
+    rest of which no live row is charged; `prefills` are the prefill rows one by one. Of the decode
+    tokens, `num_drafts` are drafts, of which `num_accepted` were accepted.
     """
 
     step_id: int
@@ -405,6 +423,8 @@ class StepRecord(msgspec.Struct, frozen=True, tag_field="kind", tag="step"):
     decode_s: float = 0.0
     prefill_s: float = 0.0
     prefills: tuple[PrefillCharge, ...] = ()
+    num_drafts: int = 0
+    num_accepted: int = 0
 
 
 class StepOutcome(msgspec.Struct, frozen=True):

@@ -154,3 +154,10 @@ def test_too_many_that_wait_are_429(tokenizer: Tokenizer) -> None:
     errors = [error for error in asyncio.run(run()) if isinstance(error, BaseException)]
     assert len(errors) == 80 - 64
     assert {error.status for error in errors if isinstance(error, RequestError)} == {429}
+
+
+def test_steps_of_the_engine_come_before_trials(compiler: GrammarCompiler) -> None:
+    compiler.trial.check(FINE)
+    process_id = compiler.trial.process_id
+    assert process_id is not None
+    assert os.getpriority(os.PRIO_PROCESS, process_id) > os.getpriority(os.PRIO_PROCESS, 0)

@@ -37,10 +37,10 @@ def verified(model, options=OPTIONS):
 
 
 def test_a_sound_engine_has_no_mismatch_and_every_scenario_happens():
-    report = verified(PagedHashModel(), VerifyOptions(num_requests=120, seed=1, threads=(1, 2)))
+    report = verified(PagedHashModel(), VerifyOptions(num_requests=180, seed=1, threads=(1, 2)))
     assert report.first_mismatch is None
     assert report.mismatches == 0
-    assert report.comparisons > 2 * 120
+    assert report.comparisons > 2 * 180
     runs = {name: counts.runs for name, counts in report.scenarios.items()}
     assert {scenario.name for scenario in SCENARIOS} <= set(runs)
     assert runs["chunked"].chunked_rows > 50
@@ -50,6 +50,11 @@ def test_a_sound_engine_has_no_mismatch_and_every_scenario_happens():
     assert runs["paused"].pauses > 5
     assert runs["overlapped"].overlapped_steps > 50
     assert sum(one.beam_searches for one in runs.values()) > 10
+    for name in ("drafts", "drafts, preempted", "all with drafts"):
+        assert runs[name].accepted_drafts > 50
+        assert runs[name].drafts > runs[name].accepted_drafts
+    assert runs["drafts, preempted"].preemptions > 0
+    assert min(runs["suffix"].drafts, runs["ngram"].drafts) > 0
     everything = runs["all together"]
     assert min(everything.chunked_rows, everything.preemptions, everything.aborts) > 0
     assert min(everything.overlapped_steps, everything.mixed_steps, everything.pauses) > 0
@@ -139,7 +144,7 @@ def test_an_overlapped_step_that_reads_a_stale_token_is_caught(monkeypatch):
 
     monkeypatch.setattr(slots.Slot, "input_tokens", stale)
     report = verified(PagedHashModel())
-    overlapping = {"overlapped", "paused", "all together"}
+    overlapping = {"overlapped", "paused", "all together", "all with drafts"}
     assert {name for name, counts in report.scenarios.items() if counts.mismatches} == overlapping
 
 

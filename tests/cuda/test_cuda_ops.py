@@ -12,6 +12,7 @@ from op_checks.agreement import agreement
 from op_checks.cases import OPS, AttentionCase, Case, cases
 from op_checks.invariance import mismatches
 from quickstep.ops.resolve import resolve_ops
+from quickstep.ops.table import LoRAPart
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs an NVIDIA GPU")
 
@@ -24,6 +25,8 @@ def on_gpu(case: AnyCase) -> AnyCase:
     def moved(value: object) -> object:
         if isinstance(value, tuple):
             return tuple(moved(one) for one in value)
+        if isinstance(value, LoRAPart):
+            return msgspec.structs.replace(value, a=moved(value.a), b=moved(value.b))
         return value.cuda() if isinstance(value, torch.Tensor) else value
 
     fields = {name: moved(value) for name, value in msgspec.structs.asdict(case).items()}

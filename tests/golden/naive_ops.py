@@ -6,11 +6,22 @@ tests of exactness notice.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import torch
 from torch import Tensor
 
 from quickstep.ops.reference.quantize import quantize
-from quickstep.ops.table import AttentionParams, LinearWeight, OpTable, PagedLayout, QuantizedWeight
+from quickstep.ops.table import (
+    AttentionParams,
+    LinearWeight,
+    LoRAAdapter,
+    LoRAMapping,
+    LoRAPart,
+    OpTable,
+    PagedLayout,
+    QuantizedWeight,
+)
 
 
 def pack_linear(weight: Tensor, bias: Tensor | None) -> LinearWeight:
@@ -108,12 +119,25 @@ def logits(hidden: Tensor, weight: LinearWeight, divisor: float, cap: float | No
     return wide if cap is None else (wide / cap).tanh() * cap
 
 
+def pack_lora(modules: Sequence[Sequence[LoRAPart]]) -> LoRAAdapter:
+    return LoRAAdapter(modules, 0)
+
+
+def add_lora_(y: Tensor, x: Tensor, module: int, mapping: LoRAMapping) -> None:
+    for adapter, tokens in mapping.groups:
+        for part in adapter.data[module]:
+            columns = slice(part.first_output, part.first_output + part.b.shape[0])
+            y[tokens, columns] += part.scale * (x[tokens] @ part.a.t() @ part.b.t())
+
+
 NAIVE_OPS = OpTable(
     name="naive",
     pack_linear=pack_linear,
     pack_quantized=pack_quantized,
     quantize=quantize,
     linear=linear,
+    pack_lora=pack_lora,
+    add_lora_=add_lora_,
     embedding=embedding,
     rms_norm=rms_norm,
     add_rms_norm=add_rms_norm,

@@ -6,7 +6,7 @@ mixed up.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import pairwise
 
@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from quickstep.model.interface import ForwardBatch, Model
-from quickstep.ops.table import KVCache, PagedLayout
+from quickstep.ops.table import KVCache, LoRAAdapter, LoRAMapping, PagedLayout
 
 
 @dataclass
@@ -24,13 +24,20 @@ class Row:
     token_ids: list[int]
     blocks: list[int]
     computed: int = 0
+    adapter: LoRAAdapter | None = None
     logits: list[Tensor] = field(default_factory=list)
 
 
 class PagedDriver:
     def __init__(
-        self, model: Model, num_blocks: int = 96, block_size: int = 4, kv_dtype: str = "auto"
+        self,
+        model: Model,
+        num_blocks: int = 96,
+        block_size: int = 4,
+        kv_dtype: str = "auto",
+        adapters: Mapping[int, LoRAAdapter | None] | None = None,
     ) -> None:
+        self._adapters = adapters or {}  # by the id() of a prompt
         shape = model.kv_shape.stored_as(kv_dtype)
         size = (num_blocks, block_size, shape.num_kv_heads, shape.head_width)
         layers = range(shape.num_layers)
@@ -44,7 +51,7 @@ class PagedDriver:
         self._free = order.tolist()
 
     def open(self, token_ids: Sequence[int]) -> Row:
-        return Row(list(token_ids), [])
+        return Row(list(token_ids), [], adapter=self._adapters.get(id(token_ids)))
 
     def step(self, work: Sequence[tuple[Row, int]]) -> list[Tensor]:
         """Compute `count` more tokens of each row; gives each row's logits [count, V]."""
@@ -73,7 +80,8 @@ class PagedDriver:
             block_tables=torch.tensor(tables, dtype=torch.int32),
             block_size=self.block_size,
         )
-        hidden = self.model.forward(ForwardBatch(torch.tensor(tokens), layout), self.kv)
+        batch = ForwardBatch(torch.tensor(tokens), layout, lora=_mapping(work, offsets))
+        hidden = self.model.forward(batch, self.kv)
         logits = self.model.logits(hidden)
         parts = [logits[a:b] for a, b in pairwise(offsets)]
         for (row, _), part in zip(work, parts, strict=True):
@@ -95,3 +103,12 @@ class PagedDriver:
                 if row.computed == len(row.token_ids):
                     row.token_ids.append(int(part[-1].argmax()))
         return rows
+
+
+def _mapping(work: Sequence[tuple[Row, int]], offsets: Sequence[int]) -> LoRAMapping | None:
+    groups = []
+    for adapter in {id(row.adapter): row.adapter for row, _ in work if row.adapter}.values():
+        own = [i for i, (row, _) in enumerate(work) if row.adapter is adapter]
+        tokens = [token for i in own for token in range(offsets[i], offsets[i + 1])]
+        groups.append((adapter, torch.tensor(tokens)))
+    return LoRAMapping(tuple(groups)) if groups else None

@@ -5,7 +5,7 @@ And either computes the same for emitting tokens alone as for every token of the
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from itertools import accumulate, product
 from pathlib import Path
 
@@ -13,10 +13,13 @@ import pytest
 import torch
 from golden_cases import CASES, VOCAB, Case
 from golden_harness import load, random_prompts
+from msgspec.structs import replace
 from torch import Tensor
 
+from adapter_files import ALL, write_adapter
 from quickstep.config import LoadConfig
 from quickstep.errors import EngineError
+from quickstep.model.adapters.checkpoint import open_adapter
 from quickstep.model.checkpoint.source import Checkpoint
 from quickstep.model.decoder import Decoder
 from quickstep.model.interface import Model
@@ -25,13 +28,14 @@ from quickstep.model.sizing import activation_bytes
 from quickstep.model.spec import read_spec
 from quickstep.ops.native.program import program_bytes
 from quickstep.ops.resolve import resolve_ops
-from quickstep.ops.table import KVCache
+from quickstep.ops.table import KVCache, LoRAAdapter
 from quickstep.ops.tensors import AnyTensor, host_dtype, to_torch
 from quickstep.runtime.capture import CapturedSteps, open_steps, record
 from quickstep.runtime.kv_cache import allocate_kv
 from quickstep.runtime.slots import Slot
 from quickstep.types import Admission, Phase, SamplingParams, StepRow
 
+FUSED = ("qkv_proj", "gate_up_proj")
 BLOCK = 4
 LENGTHS = (38, 9, 70, 1)
 # (sequence, tokens) of each step: one row, prompts in chunks beside decode rows, more than a bucket
@@ -68,13 +72,18 @@ def bits(x: AnyTensor) -> Tensor:
     return to_torch(x).contiguous().view(torch.uint8)
 
 
-def assert_same_steps(model: Model, case: Case, kv_dtype: str = "auto") -> None:
+def assert_same_steps(
+    model: Model,
+    case: Case,
+    kv_dtype: str = "auto",
+    adapters: Mapping[str, LoRAAdapter] | None = None,
+) -> None:
     assert isinstance(model, Decoder) and model.ops.steps is not None
     kv_shape = model.kv_shape.stored_as(kv_dtype)
     caches = [allocate_kv(kv_shape, 80, BLOCK, model.device) for _ in range(4)]
     # op by op with every token's hidden states, against the three other ways
     ways = [
-        (open_steps(model, kv, BLOCK, enforce_eager), every_token)
+        (open_steps(model, kv, BLOCK, enforce_eager, adapters), every_token)
         for kv, (enforce_eager, every_token) in zip(
             caches, product((True, False), (True, False)), strict=True
         )
@@ -88,13 +97,17 @@ def assert_same_steps(model: Model, case: Case, kv_dtype: str = "auto") -> None:
     for rows, slots, emitting in steps_of(order):
         if max(row.end for row in rows) > longest:
             continue
+        if adapters is not None:  # every third slot has none
+            names = ("", *adapters)
+            rows = [replace(row, adapter=names[row.slot % len(names)]) for row in rows]
         for steps, _ in ways:
             steps.prepare(rows, slots)
-        hidden, logits = ways[0][0].run(emitting, True)
+        last = [(index, 0) for index in emitting]
+        hidden, logits = ways[0][0].run(last, True)
         ends = list(accumulate(row.num_tokens for row in rows))
         of_emitting = hidden[[ends[index] - 1 for index in emitting]]
         for steps, every_token in ways[1:]:
-            found = steps.run(emitting, every_token)
+            found = steps.run(last, every_token)
             assert_same_bits(found, (hidden if every_token else of_emitting, logits))
     for kv in caches[1:]:
         assert_same_bits(kv.keys + kv.values, caches[0].keys + caches[0].values)
@@ -145,6 +158,58 @@ def test_captured_steps_of_low_bit_weights_have_the_bits_of_eager_ones(
     assert_same_steps(model, case)
 
 
+def random_adapters(model: Decoder, path: Path) -> dict[str, LoRAAdapter]:
+    """Two adapters of different ranks and targets."""
+    adapters = {}
+    for seed, (rank, targets) in enumerate(((3, ALL), (16, ("q_proj", "down_proj")))):
+        expression = "all-linear" if targets == ALL else rf".*\.({'|'.join((*targets, *FUSED))})"
+        name, spec = f"a{seed}", model.spec
+        every = (*targets, *FUSED)
+        write_adapter(path / name, spec, every, rank, seed, target_modules=expression)
+        weights = open_adapter(path / name, spec, 64).read(host_dtype(model.kv_shape.dtype))
+        adapters[name] = model.ops.pack_lora(weights.modules)
+    return adapters
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float16"])
+@pytest.mark.parametrize("name", ["llama-biases-mqa", "qwen3", "gemma2", "phi3"])
+def test_captured_steps_with_adapters_have_the_bits_of_eager_ones(
+    name: str, dtype: str, tmp_path: Path
+) -> None:
+    case = next(case for case in CASES if case.name.startswith(name))
+    case.save(tmp_path / "base")
+    model = load(tmp_path / "base", case.max_model_len, dtype)
+    assert isinstance(model, Decoder)
+    assert_same_steps(model, case, adapters=random_adapters(model, tmp_path))
+
+
+@pytest.mark.parametrize("quantization", ["int8", "int4"])
+def test_adapters_on_low_bit_weights_have_the_bits_of_eager_steps(
+    quantization: str, tmp_path: Path
+) -> None:
+    case = next(case for case in CASES if case.name == "qwen3")
+    case.save(tmp_path / "base")
+    base = tmp_path / "base"
+    options = LoadConfig(model=str(base), dtype="bfloat16", quantization=quantization)
+    table = resolve_ops(torch.device("cpu"))
+    model = load_model(Checkpoint(base, "qwen3"), read_spec(base), table, options)
+    assert isinstance(model, Decoder)
+    assert_same_steps(model, case, adapters=random_adapters(model, tmp_path))
+
+
+def test_a_row_without_its_adapter_is_an_error(tmp_path: Path) -> None:
+    CASES[0].save(tmp_path)
+    model = load(tmp_path)
+    kv = allocate_kv(model.kv_shape, 4, BLOCK, model.device)
+    slot = Slot(Admission(0, "", (1, 2), 2, SamplingParams(), 0), VOCAB)
+    slot.append_blocks((0,))
+    row = StepRow(0, 0, 2, (1, 2), (), Phase.PREFILL, True, 0, adapter="gone")
+    for enforce_eager in (True, False):
+        steps = open_steps(model, kv, BLOCK, enforce_eager, {})
+        with pytest.raises(EngineError, match="gone"):
+            steps.prepare([row], [slot])
+
+
 def test_a_captured_step_refuses_what_an_eager_one_refuses(tmp_path: Path) -> None:
     CASES[0].save(tmp_path)
     model = load(tmp_path)
@@ -157,6 +222,6 @@ def test_a_captured_step_refuses_what_an_eager_one_refuses(tmp_path: Path) -> No
         steps = open_steps(model, kv, BLOCK, enforce_eager)
         with pytest.raises(EngineError, match="outside"):
             steps.prepare([unknown], [slot])
-            steps.run((0,), False)
+            steps.run([(0, 0)], False)
         with pytest.raises(EngineError, match="its 1 blocks hold 4"):
             steps.prepare([beyond], [slot])

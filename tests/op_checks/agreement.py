@@ -8,7 +8,7 @@ nearly exact, and fp32 accumulation in any order is what an implementation is as
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from types import MappingProxyType
 
 import msgspec
@@ -18,8 +18,8 @@ from torch import Tensor
 
 from op_checks.cases import AttentionCase, Case, bind
 from quickstep.ops.reference import reference_ops
-from quickstep.ops.table import OpTable, QuantizedWeight
-from quickstep.ops.tensors import read_heads
+from quickstep.ops.table import LoRAPart, OpTable, QuantizedWeight
+from quickstep.ops.tensors import read_heads, to_torch
 
 __all__ = ["Agreement", "agreement", "oracle"]
 
@@ -100,6 +100,20 @@ def _linear(x: Tensor, weight: Tensor, bias: Tensor | None) -> list[tuple[Tensor
     value, size = x @ weight.t(), x.abs() @ weight.abs().t()
     if bias is not None:
         value, size = value + bias, size + bias.abs()
+    return [(value, 4 * _FP32_ROUNDOFF * size)]
+
+
+def _lora(
+    y: Tensor, x: Tensor, ids: Tensor, *adapters: Sequence[LoRAPart]
+) -> list[tuple[Tensor, Tensor]]:
+    value, size = y.clone(), y.abs()
+    for index, parts in enumerate(adapters):
+        tokens = (ids == index).nonzero().flatten()
+        for part in parts:
+            a, b = to_torch(part.a).double(), to_torch(part.b).double()
+            columns = slice(part.first_output, part.first_output + b.shape[0])
+            value[tokens, columns] += part.scale * (x[tokens] @ a.t() @ b.t())
+            size[tokens, columns] += part.scale * (x[tokens].abs() @ a.abs().t() @ b.abs().t())
     return [(value, 4 * _FP32_ROUNDOFF * size)]
 
 
@@ -241,6 +255,7 @@ _ORACLES: Mapping[str, Callable[..., list[tuple[Tensor, Tensor]]]] = MappingProx
     {
         "linear": _linear,
         "quantized_linear": _quantized_linear,
+        "lora": _lora,
         "embedding": _embedding,
         "packed_rows": _embedding,
         "quantized_rows": _quantized_rows,

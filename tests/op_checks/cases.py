@@ -19,7 +19,14 @@ from torch import Tensor
 from op_checks.attention_cases import DTYPES, AttentionCase, attention_cases, stored_heads
 from op_checks.case_inputs import CaseInputs, label
 from op_checks.quantized_cases import quantized_linear_inputs, quantized_rows_inputs
-from quickstep.ops.table import LinearWeight, OpTable, QuantizedWeight
+from quickstep.ops.table import (
+    LinearWeight,
+    LoRAAdapter,
+    LoRAMapping,
+    LoRAPart,
+    OpTable,
+    QuantizedWeight,
+)
 
 __all__ = ["DTYPES", "OPS", "AttentionCase", "Case", "bind", "cases"]
 
@@ -30,8 +37,9 @@ class Case(msgspec.Struct, frozen=True):
     """Inputs of an op that treats each token by itself.
 
     `tokens` then `fixed` are the op's arguments, but for the linear ops, whose `fixed` is
-    (weight, bias), the embedding of packed rows, whose weight is not packed yet, and write_kv,
-    whose `tokens` are (k, v, slot_mapping) and `fixed` (k_cache, v_cache).
+    (weight, bias), the embedding of packed rows, whose weight is not packed yet, write_kv, whose
+    `tokens` are (k, v, slot_mapping) and `fixed` (k_cache, v_cache), and lora, whose `tokens` are
+    (y, x, adapter of each token or -1) and `fixed` the parts of each adapter.
     """
 
     op: str
@@ -50,6 +58,9 @@ def bind(ops: OpTable, case: Case) -> Callable[..., tuple[Tensor, ...]]:
         weight, dtype = fixed
         rows = _pack(ops, weight, None)  # type: ignore[arg-type]
         return lambda token_ids: (ops.embedding(token_ids, rows, dtype),)  # type: ignore[arg-type]
+    if case.op == "lora":
+        adapters = [ops.pack_lora([(), parts]) for parts in fixed]  # type: ignore[list-item]
+        return lambda y, x, ids: _add_lora(ops, y, x, ids, adapters)
     if case.op == "write_kv":
         return lambda k, v, slots: _write_and_read(ops, (k, v), slots, fixed)
     if case.op == "logits":
@@ -79,6 +90,19 @@ def _pack(ops: OpTable, weight: Tensor | QuantizedWeight, bias: Tensor | None) -
     if isinstance(weight, QuantizedWeight):
         return ops.pack_quantized(weight, bias)
     return ops.pack_linear(weight, bias)
+
+
+def _add_lora(
+    ops: OpTable, y: Tensor, x: Tensor, ids: Tensor, adapters: Sequence[LoRAAdapter]
+) -> tuple[Tensor, ...]:
+    """Into a copy of y; the adapters' second matrix is the one that is changed."""
+    changed = y.clone()
+    groups = [(one, (ids == index).nonzero().flatten()) for index, one in enumerate(adapters)]
+    ops.add_lora_(changed, x, 1, LoRAMapping(tuple(group for group in groups if len(group[1]))))
+    untouched = ids < 0
+    same = changed[untouched].nan_to_num() == y[untouched].nan_to_num()
+    assert bool(same.all()), "a token without adapter changed"
+    return (changed,)
 
 
 def _write_and_read(
@@ -139,6 +163,37 @@ def _spread_linear_cases(dtype: torch.dtype) -> Iterator[Case]:
     name = label("linear", dtype, "zero")
     zero = torch.zeros(5, 96, dtype=dtype)
     yield Case("linear", name, (zero,), (CaseInputs(name, dtype).normal(40, 96), None))
+
+
+def _lora_cases(dtype: torch.dtype) -> Iterator[Case]:
+    # (T, C, N, by adapter: its parts' (rank, first output, outputs))
+    shapes = [
+        (1, 32, 32, [[(1, 0, 32)]]),
+        (9, 77, 96, [[(8, 0, 33), (3, 33, 30)], [(16, 63, 33)], []]),
+        (37, 896, 1152, [[(16, 0, 896), (16, 896, 128), (16, 1024, 128)], [(64, 0, 896)]]),
+        (5, 2049, 70, [[(256, 0, 70)], [(5, 2, 67)]]),
+        (0, 64, 32, [[(4, 0, 32)]]),
+    ]
+    for num_tokens, width, outputs, adapters in shapes:
+        name = label("lora", dtype, num_tokens, width, outputs)
+        source = CaseInputs(name, dtype)
+        fixed = tuple(
+            tuple(
+                LoRAPart(
+                    source.normal(rank, width, scale=width**-0.5),
+                    source.normal(size, rank, scale=rank**-0.5),
+                    first,
+                    0.5 + index,
+                )
+                for rank, first, size in parts
+            )
+            for index, parts in enumerate(adapters)
+        )
+        ids = torch.arange(num_tokens) * 7 % (len(adapters) + 1) - 1
+        if num_tokens == 1:
+            ids = torch.zeros(1, dtype=torch.int64)
+        tokens = (source.normal(num_tokens, outputs), source.normal(num_tokens, width), ids)
+        yield Case("lora", name, tokens, fixed)
 
 
 def _embedding_cases(dtype: torch.dtype) -> Iterator[Case]:
@@ -271,6 +326,7 @@ OPS: Mapping[str, Callable[[torch.dtype], Iterator[Case | AttentionCase]]] = Map
     {
         "linear": _linear_cases,
         "quantized_linear": _quantized_linear_cases,
+        "lora": _lora_cases,
         "embedding": _embedding_cases,
         "packed_rows": _packed_rows_cases,
         "quantized_rows": _quantized_rows_cases,

@@ -32,6 +32,8 @@ def draw_setup(rng: Random) -> Setup:
         inter_token_target_s=rng.choice((0.001, 0.004, 0.1)),
         priority_aging_s=rng.choice((0.01, 0.1, 10.0)),
         halves=rng.random() < 0.3,
+        max_drafts=rng.choice((0, 0, 1, 2, 5)),
+        token_s=rng.choice((1e-4, 1e-4, 1e-3)),
     )
 
 
@@ -58,7 +60,7 @@ def random_request(rng: Random, setup: Setup, request_id: str, alike: bool = Fal
         seed=rng.randint(0, 1),
         eos_token_ids=frozenset({EOS}),
         priority=rng.choice((0, 0, 0, -1, 1)),
-        adapter="" if alike else rng.choice(("", "", "", "poet")),
+        adapter_id="" if alike else rng.choice(("", "", "", "poet")),
         cache_salt="" if alike else rng.choice(("", "", "", "tenant")),
         timeout_s=rng.choice((None, None, None, rng.choice((0.0, 0.01, 0.1)))),
         pooling=pooling,

@@ -72,6 +72,8 @@ class Setup:
     priority_aging_s: float = 10.0
     max_waiting: int | None = None
     use_kv_cache: bool = True
+    max_drafts: int = 0
+    token_s: float = 1e-4  # what each token adds to a step
     halves: bool = False  # a policy of its own, in place of `policy`
 
     @property
@@ -86,6 +88,7 @@ class Setup:
             inter_token_target_s=self.inter_token_target_s,
             priority_aging_s=self.priority_aging_s,
             use_kv_cache=self.use_kv_cache,
+            num_speculative_tokens=self.max_drafts,
         )
 
     @property
@@ -96,6 +99,8 @@ class Setup:
             self.max_num_seqs,
             self.max_num_batched_tokens,
             self.max_model_len,
+            self.max_drafts,
+            self.token_s,
         )
 
 
@@ -307,12 +312,17 @@ class World:
         timings = [one.timings for one in self.received.values() if one.timings]
         attributed = [one.device_s for one in timings]
         recomputed = [one.recomputed_s for one in timings]
-        others = totals.rejected_s, totals.unclaimed_s, totals.idle_s
+        rejected = [one.rejected_s for one in timings]
+        others = totals.unclaimed_s, totals.idle_s
         wall_s = self.committed_s - self.planned_s if self.records else 0.0
-        parts_s = math.fsum([*attributed, *recomputed, *others])
+        parts_s = math.fsum([*attributed, *recomputed, *rejected, *others])
         assert _close(parts_s, wall_s), f"{parts_s} s are accounted of {wall_s} s"
         assert _close(totals.attributed_s, math.fsum(attributed))
         assert _close(totals.recomputed_s, math.fsum(recomputed))
+        assert _close(totals.rejected_s, math.fsum(rejected))
+        assert totals.num_drafts == sum(record.num_drafts for record in self.records)
+        assert totals.num_drafts >= totals.num_accepted >= 0
+        assert totals.num_drafts > totals.num_accepted or not any(rejected)
         assert _close(totals.busy_s, math.fsum(record.seconds for record in self.records))
         assert _close(totals.wall_s, wall_s)
         assert _close(totals.wall_s, totals.busy_s + totals.idle_s)
@@ -388,7 +398,7 @@ class World:
 
     def _root_of(self, sequence_id: str) -> int:
         request = self.received[sequence_id].request
-        text = f"{len(request.adapter)}:{request.adapter}{request.cache_salt}"
+        text = f"{len(request.adapter_id)}:{request.adapter_id}{request.cache_salt}"
         return int.from_bytes(blake2b(text.encode(), digest_size=6).digest(), "little")
 
 

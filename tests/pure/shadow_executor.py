@@ -4,7 +4,8 @@ For every KV slot (block, offset) it remembers which content was written: a fing
 tokens up to that position, with adapter and salt, as a real model's KV would depend on them. It
 follows block tables from `released`, `admitted` and `new_block_ids` only, refuses to read anything
 but the content that the row's own history asks for, and derives the next token from what it *read*.
-A step writes all its KV, then reads.
+A step writes all its KV, then reads. Of the
+drafts that it proposes, the first ones are right.
 
 Failures on demand: rows that fail leave poison where they wrote; steps that raise do so before
 anything is applied, or midway. Steps already in flight at that moment may read poison: they give a
@@ -66,6 +67,9 @@ class Slot:
     computed: int | None = None
     chain: list[int] = field(default_factory=list)  # fingerprint after each token of `history`
     pooled: list[int] = field(default_factory=list)  # what a mean has taken in
+    proposed: tuple[int, ...] = ()  # drafts that the next row may have
+    row_chain: list[int] = field(default_factory=list)  # `chain` with the drafts of its row
+    drafted_end: int = 0
 
     @property
     def prompt_only(self) -> bool:
@@ -81,6 +85,8 @@ class Sizes:
     max_num_seqs: int
     max_num_batched_tokens: int
     max_model_len: int
+    max_drafts: int = 0
+    token_s: float = 1e-4
 
 
 class ShadowExecutor:
@@ -122,7 +128,7 @@ class ShadowExecutor:
             return None, failed_ids
         outputs = self._read(plan, rows, bad, lenient)
         failures = tuple(RowFailure(index, "planted failure") for index in sorted(failing))
-        seconds = 1e-3 * (1 + len(plan.rows)) + 1e-4 * plan.num_tokens
+        seconds = 1e-3 * (1 + len(plan.rows)) + self.sizes.token_s * plan.num_tokens
         return StepResult(plan.step_id, outputs, seconds, failures), failed_ids
 
     # -- a plan's shape ---------------------------------------------------------------------------
@@ -144,8 +150,12 @@ class ShadowExecutor:
 
     def _check_row_shape(self, row: StepRow) -> None:
         assert row.num_tokens >= 1, "a row without tokens"
-        assert row.num_tokens == 1 or row.phase is Phase.PREFILL, "a decode row of several tokens"
-        assert row.num_drafts == 0, "unexpected drafts"
+        assert row.phase is Phase.PREFILL or row.num_tokens == 1 + row.num_drafts, (
+            "a decode row of several tokens"
+        )
+        assert row.num_drafts == 0 or row.phase is Phase.DECODE, "a prefill row with drafts"
+        assert row.num_drafts == 0 or row.token_ids, "drafts without tokens"
+        assert max(row.num_drafts, row.num_next_drafts) <= self.sizes.max_drafts, "many drafts"
         assert len(row.token_ids) in (0, row.num_tokens), "token_ids differ from num_tokens"
         assert row.token_ids or row.phase is Phase.DECODE, "a prefill row without tokens"
         assert row.emits or row.phase is Phase.PREFILL, "a decode row that emits nothing"
@@ -203,12 +213,20 @@ class ShadowExecutor:
             return False
         slot = self.slots[row.slot]
         capacity = len(slot.table) * self.sizes.block_size
-        return row.end <= min(capacity, len(slot.history)) and slot.computed in (None, row.start)
+        end = row.end - row.num_drafts
+        fits = row.end <= capacity and end <= len(slot.history)
+        return fits and slot.computed in (None, row.start)
 
     def _extend_chain(self, slot: Slot) -> None:
-        for position in range(len(slot.chain), len(slot.history)):
-            before = slot.chain[-1] if slot.chain else self._root_of(slot.sequence_id)
-            slot.chain.append(hash((before, position, slot.history[position])) >> 3)
+        slot.chain = self._chained(slot, slot.chain, slot.history)
+
+    def _chained(self, slot: Slot, chain: list[int], tokens: list[int]) -> list[int]:
+        """`chain` up to the end of `tokens`."""
+        chain = list(chain)
+        for position in range(len(chain), len(tokens)):
+            before = chain[-1] if chain else self._root_of(slot.sequence_id)
+            chain.append(hash((before, position, tokens[position])) >> 3)
+        return chain
 
     # -- KV ---------------------------------------------------------------------------------------
 
@@ -219,11 +237,15 @@ class ShadowExecutor:
             if not lenient:
                 self._check_row(row, slot)
             slot.computed = row.end
+            drafts = (
+                list(row.token_ids[row.num_tokens - row.num_drafts :]) if row.num_drafts else []
+            )
+            slot.row_chain = self._chained(slot, slot.chain, slot.history + drafts)
             for position in range(row.start, row.end):
                 place = self._place(slot, position)
                 assert lenient or place not in written, f"two rows write {place}"
                 written.add(place)
-                self.kv[place] = _POISON if row.slot in bad else slot.chain[position]
+                self.kv[place] = _POISON if row.slot in bad else slot.row_chain[position]
 
     def _check_row(self, row: StepRow, slot: Slot) -> None:
         name = slot.sequence_id
@@ -234,10 +256,14 @@ class ShadowExecutor:
         assert row.adapter == slot.adapter, f"{name} changed its adapter"
         in_prefill = row.start < slot.prefill_end
         assert (row.phase is Phase.PREFILL) == in_prefill, f"{name}: wrong phase"
-        assert row.end <= len(slot.history), f"{name} is planned past its tokens"
-        expected = tuple(slot.history[row.start : row.end])
+        end = row.end - row.num_drafts
+        assert end <= len(slot.history), f"{name} is planned past its tokens"
+        drafts = slot.proposed[: row.num_drafts]
+        assert len(drafts) == row.num_drafts, f"{name} has drafts that were not proposed"
+        slot.proposed = ()
+        expected = (*slot.history[row.start : end], *drafts)
         assert row.token_ids in ((), expected), f"{name} got {row.token_ids}, not {expected}"
-        ends = row.end == len(slot.history)
+        ends = end == len(slot.history)
         assert row.emits == (ends and not slot.prompt_only), f"{name}: wrong emits"
         assert row.pools == (ends and slot.pooling is not None), f"{name}: wrong pools"
         # the last token of the longest sequence is never computed
@@ -247,13 +273,17 @@ class ShadowExecutor:
             slot.sampling.prompt_logprobs is not None and scored_end < slot.prompt_len
         ), f"{name} has scores that were not requested"
         assert row.end <= len(slot.table) * self.sizes.block_size, f"{name} has too few blocks"
-        needed = -(-max(row.end, slot.prefill_end) // self.sizes.block_size)
+        if row.num_drafts:
+            slot.drafted_end = max(slot.drafted_end, row.end)
+        most = max(row.end, slot.prefill_end, slot.drafted_end)
+        needed = -(-most // self.sizes.block_size)
         assert len(slot.table) == needed, f"{name} has {len(slot.table)} blocks, not {needed}"
         if row.emits:
             position = len(slot.history) - slot.prompt_len
             assert row.output_position == position, f"{name}: wrong output position"
             limit = slot.sampling.max_tokens
-            assert limit is None or position < limit, f"{name} is planned past max_tokens"
+            last = position + row.num_drafts
+            assert limit is None or last < limit, f"{name} is planned past max_tokens"
 
     def _read(
         self, plan: StepPlan, rows: list[StepRow], bad: set[int], lenient: bool
@@ -268,12 +298,29 @@ class ShadowExecutor:
             if not row.emits:
                 outputs.append(output)
                 continue
-            token_id = self._next_token(row) if row.slot in sound else WRONG
+            token_ids = self._next_tokens(row) if row.slot in sound else (WRONG,)
+            drafts: tuple[int, ...] = ()
             if row.slot in self.slots:
-                self.slots[row.slot].history.append(token_id)
-                self._extend_chain(self.slots[row.slot])
-            outputs.append(replace(output, token_ids=(token_id,)))
+                drafts = self._emitted(self.slots[row.slot], row, token_ids)
+            outputs.append(replace(output, token_ids=token_ids, draft_token_ids=drafts))
         return tuple(outputs)
+
+    def _emitted(self, slot: Slot, row: StepRow, token_ids: tuple[int, ...]) -> tuple[int, ...]:
+        """Take in what a row emitted; drafts for the next one: right ones, then a wrong one."""
+        slot.computed = row.end - row.num_drafts + len(token_ids) - 1
+        slot.history += token_ids
+        self._extend_chain(slot)
+        if not row.num_next_drafts:
+            return ()
+        tokens, chain, drafts = list(slot.history), list(slot.chain), []
+        num_right = slot.chain[-1] % (row.num_next_drafts + 1)
+        for index in range(row.num_next_drafts):
+            right = _token_after(tuple(chain), slot.seed, len(tokens) - slot.prompt_len)
+            drafts.append(right if index < num_right else 1 - right % 2)
+            tokens.append(drafts[-1])
+            chain = self._chained(slot, chain, tokens)
+        slot.proposed = tuple(drafts)
+        return slot.proposed
 
     def _of_prompt(self, row: StepRow, is_sound: bool, lenient: bool) -> RowOutput:
         """Scores and embedding out of what each position read; wrong ones where it read poison."""
@@ -300,11 +347,17 @@ class ShadowExecutor:
         value = -float(hash((slot.chain[position], token_id)) % 97)
         return TokenLogprobs(token_id, value, 1)
 
-    def _next_token(self, row: StepRow) -> int:
+    def _next_tokens(self, row: StepRow) -> tuple[int, ...]:
+        """The token after the last known one, and one more after each draft that is right."""
         slot = self.slots[row.slot]
         read = tuple(self.kv[self._place(slot, position)] for position in range(row.end))
-        mixed = hash((read, slot.seed, row.output_position)) >> 7
-        return _LETTERS[mixed % len(_LETTERS)]
+        token_ids: list[int] = []
+        for index in range(row.num_drafts + 1):
+            num_read = row.end - row.num_drafts + index
+            token_ids.append(_token_after(read[:num_read], slot.seed, row.output_position + index))
+            if index == row.num_drafts or row.token_ids[1 + index] != token_ids[-1]:
+                break
+        return tuple(token_ids)
 
     def _sound_rows(self, rows: list[StepRow], lenient: bool) -> set[int]:
         """Slots of the rows that read what they should; what the others wrote becomes poison."""
@@ -323,7 +376,7 @@ class ShadowExecutor:
         slot = self.slots[row.slot]
         for position in range(row.end):
             place = self._place(slot, position)
-            if self.kv.get(place) != slot.chain[position]:
+            if self.kv.get(place) != slot.row_chain[position]:
                 assert lenient, (
                     f"{slot.sequence_id} reads position {position} at {place}, which holds"
                     f" {self.kv.get(place, 'nothing')}"
@@ -333,3 +386,8 @@ class ShadowExecutor:
 
     def _place(self, slot: Slot, position: int) -> tuple[int, int]:
         return slot.table[position // self.sizes.block_size], position % self.sizes.block_size
+
+
+def _token_after(read: tuple[int, ...], seed: int, output_position: int) -> int:
+    mixed = hash((read, seed, output_position)) >> 7
+    return _LETTERS[mixed % len(_LETTERS)]

@@ -49,7 +49,7 @@ def test_a_reset_counts_as_an_eviction_and_frees_no_block_in_use() -> None:
     assert served(world, ask("c")) == (0, CacheMiss.EVICTED)
 
 
-@pytest.mark.parametrize("changed", [{"cache_salt": "x"}, {"adapter": "poet"}])
+@pytest.mark.parametrize("changed", [{"cache_salt": "x"}, {"adapter_id": "poet"}])
 def test_a_miss_says_nothing_of_prompts_of_another_salt_or_adapter(changed: dict[str, str]) -> None:
     world = World(Setup())
     served(world, ask("a"))

@@ -12,11 +12,19 @@ import pytest
 
 from quickstep.cli import generate, serve
 from quickstep.cli.flags.engine import engine_config, model_of
+from quickstep.cli.flags.lora import lora_config
 from quickstep.cli.flags.parsing import Parser, bytes_size, token_count
 from quickstep.cli.flags.sampling import print_defaults, sampling_params
 from quickstep.cli.flags.serve import input_config, log_setup, server_options, stream_config
 from quickstep.cli.main import main
-from quickstep.config import EngineConfig, InputConfig, PolicyName, SchedulerConfig, StreamConfig
+from quickstep.config import (
+    EngineConfig,
+    InputConfig,
+    LoRAConfig,
+    PolicyName,
+    SchedulerConfig,
+    StreamConfig,
+)
 from quickstep.errors import ConfigError, RequestError
 from quickstep.server.options import (
     AnswerOptions,
@@ -64,6 +72,22 @@ def test_the_flags_of_usage_read_and_check_their_files(tmp_path: Path) -> None:
         (tmp_path / "bad").write_text("# no content\n" * 100)
         with pytest.raises(ConfigError, match=message):
             server_options(parsed("serve", flag, str(tmp_path / "bad")))
+
+
+def test_the_flags_of_adapters() -> None:
+    assert lora_config(parsed("serve")) is None
+    assert lora_config(parsed("serve", "--enable-lora")) == LoRAConfig()
+    flags = ("serve", "--lora-modules", "a=/x", "b=y=z", "--max-loras", "3", "--max-lora-rank", "8")
+    assert lora_config(parsed(*flags)) == LoRAConfig((("a", "/x"), ("b", "y=z")), 3, 8)
+    assert server_options(parsed(*flags)).adapter_names == ("a", "b")
+    for values, part in (
+        (("a",), "NAME=DIR"),
+        (("=x",), "NAME=DIR"),
+        (("a=x", "a=y"), "twice"),
+        (("a=x", "b=y", "--max-loras", "1"), "--max-loras"),
+    ):
+        with pytest.raises(ConfigError, match=part):
+            lora_config(parsed("serve", "--lora-modules", *values))
 
 
 def test_no_flags_give_the_default_configuration() -> None:

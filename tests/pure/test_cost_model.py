@@ -8,8 +8,11 @@ from random import Random
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from msgspec.structs import astuple, replace
 
-from quickstep.core.cost_model import Coefficients, LinearCostModel, StepLoad
+from quickstep.core.cost_model import Coefficients, LinearCostModel, Prediction, StepLoad
+from quickstep.sampling_params import Grammar
+from quickstep.types import Phase, SamplingParams, StepRow
 
 TRUE = Coefficients(8e-3, token_s=2e-5, row_s=1.5e-4, kv_token_s=2e-8, pair_s=1e-8)
 LOADS = st.builds(
@@ -19,6 +22,10 @@ LOADS = st.builds(
     st.integers(0, 2_000_000),
     st.integers(0, 2_000_000),
     st.integers(0, 4096),
+    st.integers(0, 256),
+    st.integers(0, 256),
+    st.integers(0, 256),
+    st.integers(0, 256),
 )
 SECONDS = st.floats(allow_nan=True, allow_infinity=True) | st.floats(1e-9, 10.0)
 
@@ -163,6 +170,72 @@ def test_a_scored_position_costs_by_the_vocabulary_before_one_was_seen() -> None
     assert extra[1] == pytest.approx(200 * extra[0])
 
 
+@pytest.mark.parametrize("unit", ["num_logits_rows", "num_grammar_rows", "num_logprobs_rows"])
+def test_it_learns_what_a_row_costs_by_what_it_samples(unit: str) -> None:
+    rng, model = Random(11), LinearCostModel()
+    machine = Coefficients(8e-3, 2e-5, 1.5e-4, 2e-8, 1e-8, 0.0, 0.0, 0.0, 0.0)
+    plain, costly = random_load(rng), StepLoad(8, 8, 800, 800)
+    for _ in range(1500):
+        load = random_load(rng)
+        num_rows = rng.randint(0, load.num_rows)
+        seconds = true_seconds(load, machine) + 5e-4 * num_rows
+        model.observe(replace(load, **{unit: num_rows}), seconds)
+    for num_rows in (0, 8):
+        expected = true_seconds(costly, machine) + 5e-4 * num_rows
+        load = replace(costly, **{unit: num_rows})
+        assert model.seconds(load) == pytest.approx(expected, rel=0.05)
+    assert model.seconds(plain) == pytest.approx(true_seconds(plain, machine), rel=0.05)
+
+
+@pytest.mark.parametrize("factor", [100.0, 0.01])
+def test_a_single_outlier_moves_no_prediction(factor: float) -> None:
+    rng, model = Random(12), LinearCostModel()
+    for _ in range(1000):
+        load = random_load(rng)
+        model.observe(load, true_seconds(load))
+    before = worst_error(model)
+    load = random_load(rng)
+    model.observe(load, factor * true_seconds(load))
+    assert worst_error(model) < before + 0.1
+    for _ in range(20):
+        load = random_load(rng)
+        model.observe(load, true_seconds(load))
+    assert worst_error(model) < 0.05
+
+
+def test_a_prediction_outside_of_what_was_measured_is_marked() -> None:
+    model, small, large = LinearCostModel(), StepLoad(1, 1, 100, 100), StepLoad(8, 8, 800, 800)
+    assert model.range is None
+    assert model.predict(small).is_extrapolated
+    for load in (small, large):
+        model.observe(load, true_seconds(load))
+    assert model.range == (small, large)
+    inside = StepLoad(4, 4, 400, 400)
+    assert model.predict(inside) == Prediction(model.seconds(inside), is_extrapolated=False)
+    for changes in ({"num_tokens": 9}, {"num_kv_tokens": 50}, {"num_scored": 1}):
+        assert model.predict(replace(inside, **changes)).is_extrapolated
+
+
+def test_the_load_of_a_row_says_what_is_done_with_its_logits() -> None:
+    row = StepRow(0, 10, 1, (5,), (), Phase.DECODE, emits=True, output_position=0)
+    plain = StepLoad.of_span(10, 1, num_logits_rows=1)
+    assert StepLoad.of_row(row) == StepLoad.of_row(row, SamplingParams()) == plain
+    lists = StepLoad.of_row(row, SamplingParams(logprobs=4))
+    assert lists == replace(plain, num_logprobs_rows=1)
+    inner = replace(row, emits=False)
+    assert StepLoad.of_row(inner, SamplingParams(logprobs=4)) == StepLoad.of_span(10, 1)
+    assert StepLoad.of_row(replace(row, adapter="a")) == replace(plain, num_adapter_rows=1)
+
+
+def test_a_draft_is_a_token_with_logits_and_a_mask_of_its_own() -> None:
+    row = StepRow(0, 10, 4, (5, 6, 7, 8), (), Phase.DECODE, True, 0, num_drafts=3)
+    span = StepLoad.of_span(10, 4, num_logits_rows=4)
+    assert StepLoad.of_row(row) == span
+    grammar = Grammar("regex", "a")
+    restricted = StepLoad.of_row(row, SamplingParams(grammar=grammar, logprobs=0))
+    assert restricted == replace(span, num_grammar_rows=4, num_logprobs_rows=4)
+
+
 @settings(max_examples=100, deadline=None)
 @given(st.lists(st.tuples(LOADS, SECONDS), max_size=30), LOADS)
 def test_predictions_stay_finite_and_non_negative(
@@ -171,15 +244,7 @@ def test_predictions_stay_finite_and_non_negative(
     model = LinearCostModel()
     for load, seconds in observations:
         model.observe(load, seconds)
-    values = model.coefficients
-    for value in (
-        values.step_s,
-        values.token_s,
-        values.row_s,
-        values.kv_token_s,
-        values.pair_s,
-        values.score_s,
-    ):
+    for value in astuple(model.coefficients):
         assert math.isfinite(value)
         assert value >= 0.0
     assert model.seconds(requested) >= 0.0

@@ -34,8 +34,14 @@ at batch size 1. The bugs, all of kinds that engines have shipped:
 28 paused-is-never-preempted      paused sequences keep their slots and blocks
 29 resumed-in-part                one of a resumed request's sequences stays paused
 30 hits-outlive-their-blocks      a waiting sequence keeps hits whose blocks were given away
-31 victims-without-need           all lower priorities make way although fewer would do
-32 allocation-evicts-first        cached blocks are evicted while free ones are left
+31 rejected-drafts-stay-computed  the next row starts after drafts that were rejected
+32 drafts-are-cached              a block with drafts is a prefix hit before they are accepted
+33 drafts-outrun-the-limit        drafts are checked past max_tokens
+34 drafts-outlive-their-tokens    drafts of an earlier token follow a later one
+35 continued-with-drafts-pending  a row starts before it is known which drafts were accepted
+36 continued-by-an-older-commit   drafts of the newest row are not waited for
+37 victims-without-need           all lower priorities make way although fewer would do
+38 allocation-evicts-first        cached blocks are evicted while free ones are left
 
 The last two waste and never corrupt: tokens cannot show them, `test_pauses` and `test_block_pool`
 do.
@@ -59,6 +65,7 @@ from quickstep.core.scheduler import Scheduler
 _MODULES = (
     "block_pool",
     "cost_model",
+    "speculation",
     "sequence",
     "step",
     "service_order",
@@ -98,7 +105,7 @@ _BUGS = {
     ),
     "one-block-too-few": (
         "queues",
-        "self._blocks_for(residency.planned + 1)",
+        "self._blocks_for(residency.planned + num_tokens)",
         "self._blocks_for(residency.planned)",
     ),
     "partial-block-registered": (
@@ -134,8 +141,8 @@ _BUGS = {
     ),
     "salt-ignored": (
         "sequence",
-        "ChainRoot(request.adapter, request.cache_salt)",
-        'ChainRoot(request.adapter, "")',
+        "ChainRoot(request.adapter_id, request.cache_salt)",
+        'ChainRoot(request.adapter_id, "")',
     ),
     "planned-row-preempted": ("queues", "if not has_row(one)", "if True"),
     "limit-overrun-by-overlap": (
@@ -197,6 +204,32 @@ _BUGS = {
         "block_pool",
         "if unindexed_at[block_id] > known.version:",
         "if False:",
+    ),
+    "rejected-drafts-stay-computed": (
+        "scheduler",
+        "        entry.residency.planned -= num_drafts - num_accepted\n",
+        "",
+    ),
+    "drafts-are-cached": (
+        "queues",
+        "num_full = min(residency.planned, len(sequence.token_ids)) // block_size\n        if",
+        "num_full = residency.planned // block_size\n        if",
+    ),
+    "drafts-outrun-the-limit": (
+        "scheduler",
+        "- sequence.num_outputs - 1\n        return min(",
+        "- sequence.num_outputs\n        return min(",
+    ),
+    "drafts-outlive-their-tokens": ("scheduler", "        sequence.drafts = ()\n", ""),
+    "continued-with-drafts-pending": (
+        "scheduler",
+        "            and not residency.awaits_drafts\n",
+        "",
+    ),
+    "continued-by-an-older-commit": (
+        "scheduler",
+        "        if num_drafts or entry.row.num_next_drafts:\n            entry",
+        "        entry",
     ),
     "victims-without-need": (
         "queues",

@@ -5,14 +5,23 @@ from __future__ import annotations
 import math
 
 import pytest
+from msgspec.structs import replace
 
 from quickstep.config import PolicyName, SchedulerConfig
 from quickstep.core.block_pool import KVBlockPool
-from quickstep.core.cost_model import Coefficients, LinearCostModel
+from quickstep.core.cost_model import Coefficients, LinearCostModel, StepLoad
 from quickstep.core.policies import make_policy
 from quickstep.core.scheduler import Scheduler
 from quickstep.sim.simulate import Arrival, ClockExecutor, Simulation, VirtualClock, simulate
-from quickstep.types import FinishReason, Phase, Request, SamplingParams, StepPlan, StepRow
+from quickstep.types import (
+    Admission,
+    FinishReason,
+    Phase,
+    Request,
+    SamplingParams,
+    StepPlan,
+    StepRow,
+)
 
 # 10 ms a step and 1 ms a token: easy to add up by hand.
 COSTS = Coefficients(step_s=0.010, token_s=0.001, row_s=0.0, kv_token_s=0.0, pair_s=0.0)
@@ -113,3 +122,29 @@ def test_the_clock_executor_runs_steps_one_after_the_other() -> None:
     assert clock.now == pytest.approx(0.040)
     assert first.done()
     executor.close()
+
+
+def test_a_simulation_runs_on_a_stored_fit() -> None:
+    measured = LinearCostModel(COSTS)
+    for num_tokens in (1, 10, 100):
+        load = StepLoad.of_span(0, num_tokens, num_logits_rows=1)
+        measured.observe(load, 0.02 + 0.002 * num_tokens)
+    fit = measured.fit()
+    assert fit is not None
+    pool = KVBlockPool(64, 4)
+    config = SchedulerConfig(max_num_seqs=4, max_num_batched_tokens=64, max_model_len=128)
+    scheduler = Scheduler(config, pool, make_policy(config), LinearCostModel.of_fit(fit))
+    machine = LinearCostModel.of_fit(fit)
+    outcome = simulate([Arrival(0.0, ask("a", 30, 1))], scheduler, machine)
+    expected = machine.seconds(StepLoad.of_span(0, 30, num_logits_rows=1))
+    assert outcome.finished_s == pytest.approx(expected)
+
+
+def test_the_clock_executor_prices_what_rows_list() -> None:
+    costs = LinearCostModel(replace(COSTS, logprobs_row_s=0.5))
+    executor = ClockExecutor(VirtualClock(), costs)
+    sampling = SamplingParams(logprobs=2)
+    row = StepRow(0, 0, 10, (1,) * 10, (0,), Phase.PREFILL, True, 0)
+    admission = Admission(0, "a", (1,) * 10, 10, sampling, 0)
+    first = executor.submit(StepPlan(0, (row,), (admission,)))
+    assert first.ready_at_s == pytest.approx(0.520)

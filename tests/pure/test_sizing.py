@@ -11,6 +11,7 @@ from quickstep.model.decoder_spec import ModelSpec
 from quickstep.model.sizing import (
     DEFAULT_KV_BYTES,
     GIB,
+    DraftSizes,
     ElementBytes,
     MemoryPlan,
     activation_bytes,
@@ -144,3 +145,23 @@ def test_a_gpu_has_no_modest_limit() -> None:
     many = replace(SCHEDULER, max_num_seqs=100_000)
     made = plan_memory(TINY, ELEMENTS, CACHE, many, 80 * GIB, default_kv_bytes=None)
     assert made.num_blocks * kv_bytes_per_token(TINY, 2) * 16 > 40 * GIB
+
+
+def test_a_draft_model_has_its_weights_and_as_many_kv_blocks() -> None:
+    sizes = DraftSizes(TINY, ELEMENTS)
+    alone = plan()
+    made = plan_memory(TINY, ELEMENTS, CACHE, SCHEDULER, GIB, draft=sizes)
+    rows = {row.label: row.num_bytes for row in made.rows}
+    assert sum(rows.values()) == GIB
+    assert rows["draft weights"] == rows["weights"] == weight_bytes(TINY, 2)
+    assert rows["draft KV cache"] == rows["KV cache"]
+    assert made.num_blocks == alone.num_blocks
+    assert (
+        rows["activations"] == 2 * {row.label: row.num_bytes for row in alone.rows}["activations"]
+    )
+
+
+def test_a_draft_model_that_does_not_fit_is_refused() -> None:
+    with pytest.raises(ConfigError, match="GiB are free"):
+        sizes = DraftSizes(LLAMA_70B, ELEMENTS)
+        plan_memory(TINY, ELEMENTS, CACHE, SCHEDULER, 64 * GIB, draft=sizes)

@@ -244,3 +244,33 @@ def num_calls(name, text):
 def test_twice_the_text_is_twice_the_work(name, word):
     once, twice = (num_calls(name, word * (size // len(word))) for size in (4000, 8000))
     assert twice < 2.2 * once
+
+
+class CountedText(str):
+    """Text that counts the characters that slices of it copy."""
+
+    __slots__ = ()
+    num_copied = 0
+
+    def __getitem__(self, key):
+        part = super().__getitem__(key)
+        CountedText.num_copied += len(part)
+        return CountedText(part)
+
+    def __radd__(self, before):
+        return CountedText(before + str(self))
+
+
+def num_copied(name, text):
+    """Characters copied while `text` is parsed as one delta."""
+    parser = new_parser(name)
+    CountedText.num_copied = 0
+    parser.feed(CountedText(text))
+    parser.finish()
+    return CountedText.num_copied
+
+
+@pytest.mark.parametrize(("name", "word"), ATTACKS)
+def test_twice_the_text_is_twice_as_much_copied(name, word):
+    once, twice = (num_copied(name, word * (size // len(word))) for size in (4000, 8000))
+    assert 0 < twice < 2.2 * once

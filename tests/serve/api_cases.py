@@ -1,8 +1,9 @@
 """Requests drawn from our own `/openapi.json`, and what every answer to one has to be.
 
-schemathesis draws them, positive (fits the schema) and negative (does not); they travel to the
-app in memory. The types of the answers are closed here, so that an answer cannot say more than
-the document does.
+They are positive (fit the schema) or negative (do not) and travel to the app in memory. Most of the
+bodies come from `drawn_bodies`; schemathesis draws a few, as a second opinion, and many in a search
+(`--hypothesis-profile=search`): one of its bodies takes as long as fifty of ours. The types of the
+answers are closed here, so that an answer cannot say more than the document does.
 """
 
 from __future__ import annotations
@@ -17,6 +18,7 @@ import httpx
 import jsonschema_rs
 import schemathesis
 from client import client_of
+from drawn_bodies import BodyDrawer
 from hypothesis import HealthCheck, Phase, settings
 from schemathesis.checks import not_a_server_error
 from schemathesis.generation import GenerationMode
@@ -95,6 +97,7 @@ class Api:
     def __init__(self, document: dict[str, Any]) -> None:
         self.document = closed(document)
         self._schema = schemathesis.openapi.from_dict(self.document)
+        self._validators: dict[str, Any] = {}
 
     def operation(self, method: str, path: str) -> APIOperation:
         """One operation, to draw from."""
@@ -105,11 +108,14 @@ class Api:
         """Whether its cases differ by more than headers."""
         return "requestBody" in self.document["paths"][path][method.lower()]
 
+    def drawer(self, method: str, path: str) -> BodyDrawer:
+        """Draws its bodies."""
+        return BodyDrawer(self.document, self._body_schema(method, path))
+
     def fields(self, method: str, path: str) -> set[str]:
         """The fields of its body."""
-        body = self.document["paths"][path][method.lower()]["requestBody"]
-        (media,) = body["content"].values()
-        forms = media["schema"].get("anyOf", [media["schema"]])
+        schema = self._body_schema(method, path)
+        forms = schema.get("anyOf", [schema])
         names = [form["$ref"].rpartition("/")[2] for form in forms]
         schemas = self.document["components"]["schemas"]
         return {field for name in names for field in schemas[name]["properties"]}
@@ -119,8 +125,16 @@ class Api:
         case.validate_response(response, checks=CHECKS)
         self.judge_shape(case.method, case.operation.path, response)
 
+    def judge_mode(
+        self, method: str, path: str, mode: GenerationMode, response: httpx.Response
+    ) -> None:
+        """Fail on an answer that the document does not allow to a body of this mode."""
+        self.judge_shape(method, path, response)
+        assert response.status_code < 500, response.text
+        assert mode is POSITIVE or response.status_code >= 400, "it breaks the schema"
+
     def judge_shape(self, method: str, path: str, response: httpx.Response) -> None:
-        """The same without the case: media type, JSON schema, and each event of a stream."""
+        """The shape only: status, media type, JSON schema, and each event of a stream."""
         answer = self.document["paths"][path][method.lower()]["responses"][
             str(response.status_code)
         ]
@@ -139,9 +153,18 @@ class Api:
             for event in _data(response.text):
                 self._fits(told["x-events"], event)
 
+    def _body_schema(self, method: str, path: str) -> dict[str, Any]:
+        body = self.document["paths"][path][method.lower()]["requestBody"]
+        (media,) = body["content"].values()
+        schema: dict[str, Any] = media["schema"]
+        return schema
+
     def _fits(self, schema: dict[str, Any], value: Any) -> None:
-        whole = {**schema, "components": self.document["components"]}
-        jsonschema_rs.validator_for(whole).validate(value)
+        key = json.dumps(schema)
+        if key not in self._validators:
+            complete = {**schema, "components": self.document["components"]}
+            self._validators[key] = jsonschema_rs.validator_for(complete)
+        self._validators[key].validate(value)
 
 
 def message_of(response: httpx.Response) -> str:
@@ -190,6 +213,12 @@ async def exchange(app: Starlette, **request: Any) -> httpx.Response:
     """Send one request to an app of its own; fails where no answer comes."""
     async with asyncio.timeout(CASE_TIMEOUT_S), client_of(app) as client:
         return await client.request(**request)
+
+
+def json_request(method: str, path: str, body: Any) -> dict[str, Any]:
+    """A body as arguments of an httpx request; `json=None` would send none."""
+    content = json.dumps(body).encode()
+    return {"method": method, "url": path, "content": content, "headers": {"content-type": JSON}}
 
 
 POSITIVE, NEGATIVE = GenerationMode.POSITIVE, GenerationMode.NEGATIVE

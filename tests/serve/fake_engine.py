@@ -50,6 +50,9 @@ class FakeTokenizer:
     def encode(self, text: str, add_special_tokens: bool) -> list[int]:
         return [1] * add_special_tokens + list(text.encode())
 
+    def encode_all(self, texts: Sequence[str], add_special_tokens: bool) -> list[list[int]]:
+        return [self.encode(text, add_special_tokens) for text in texts]
+
     def least_tokens(self, text: str) -> int:
         return len(text.encode())
 
@@ -134,6 +137,7 @@ class Submitted:
     endpoint: str = field(default="", compare=False)
     request_class: RequestClass = RequestClass.INTERACTIVE
     ttft_deadline_s: float | None = None
+    speculation: bool = True
 
 
 class FakeStream:
@@ -356,6 +360,7 @@ class FakeEngine:
             request.endpoint,
             request.request_class,
             request.ttft_deadline_s,
+            request.speculation,
         )
         self.submitted.append(item)
         stream = FakeStream(self, item, f"r{len(self.submitted)}")

@@ -102,6 +102,7 @@ SAMPLING: Cases = {
         bad_words=(["x", "a b"], sampled("bad_words", ("x", "a b"))),
         timeout_s=(2.5, lambda seen: seen.submitted.deadline_s == 2.5),
         ttft_deadline_ms=(500, lambda seen: seen.submitted.ttft_deadline_s == 0.5),
+        speculation=(False, lambda seen: seen.submitted.speculation is False),
         request_class=("batch", lambda seen: seen.submitted.request_class is RequestClass.BATCH),
         presence_penalty=(1.5, sampled("presence_penalty", 1.5)),
         frequency_penalty=(-1.5, sampled("frequency_penalty", -1.5)),

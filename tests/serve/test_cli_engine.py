@@ -88,6 +88,33 @@ def test_demo_streams_and_prints_the_phases(capsys: pytest.CaptureFixture[str]) 
     assert "\x1b" not in shown.out + shown.err
 
 
+def test_calibrate_stores_a_fit_that_the_engine_starts_with(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.setenv("QUICKSTEP_CACHE_DIR", str(tmp_path))
+    assert main(["calibrate", "demo", "--seconds", "0.3", "--json", *SMALL]) == 0
+    result = json.loads(capsys.readouterr().out)
+    (file,) = tmp_path.rglob("*.json")
+    assert result["file"] == str(file)
+    assert result["fit"]["num_steps"] >= 20
+    assert result["fit"]["highest"]["num_rows"] == 4
+    assert {one["kind"] for one in result["errors"]} <= {"decode", "prefill", "mixed"}
+    # the engine continues from it: its steps are added
+    argv = ["generate", "def add(", "--max-tokens", "60", "--speculative-method", "off", *SMALL]
+    assert main(argv) == 0
+    (again,) = tmp_path.rglob("*.json")
+    assert again == file
+    stored = json.loads(file.read_text())
+    assert stored["fit"]["num_steps"] > result["fit"]["num_steps"] + 50
+
+
+def test_calibrate_prints_costs_and_errors(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["calibrate", "--seconds", "0.3", *SMALL]) == 0
+    shown = capsys.readouterr().out
+    for text in ("a logits row under a grammar", "not measured", "decode", "QUICKSTEP_CACHE_DIR"):
+        assert text in shown
+
+
 def test_doctor_prints_json(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["doctor", "--json", "--no-bandwidth"]) == 0
     facts = json.loads(capsys.readouterr().out)

@@ -29,6 +29,8 @@ VLLM = {
     "prefix_cache_queries": "counter",
     "prefix_cache_hits": "counter",
     "num_preemptions": "counter",
+    "spec_decode_num_draft_tokens": "counter",
+    "spec_decode_num_accepted_tokens": "counter",
     "prompt_tokens": "counter",
     "generation_tokens": "counter",
     "request_success": "counter",

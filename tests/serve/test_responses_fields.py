@@ -137,6 +137,11 @@ def test_gpt_oss_is_told_its_effort() -> None:
     assert "reasoning_effort" not in bytes(engine.submitted[2].prompt).decode()
 
 
+def test_a_tool_without_a_type_is_a_function() -> None:
+    tool = {name: value for name, value in TOOL.items() if name != "type"}
+    assert post({"tools": [tool]}).status_code == 200
+
+
 @pytest.mark.parametrize(
     ("choice", "names"),
     [

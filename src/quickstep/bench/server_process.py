@@ -16,6 +16,11 @@ __all__ = ["ServerProcess"]
 _ADDRESS = re.compile(r" at (http://\S+)/v1")
 _FAULT = re.compile(r" (ERROR|CRITICAL) |Traceback")
 _START_S = 120.0
+_NAMES = {
+    "quickstep.engine.remote.worker": "engine",
+    "quickstep.engine.grammar.trial_worker": "grammars",
+    "quickstep.engine.text.tokenizer_process": "tokenizer",
+}
 
 
 class ServerProcess:
@@ -54,16 +59,15 @@ class ServerProcess:
         """Lines of the log that report an error."""
         return [line.rstrip() for line in self.log if _FAULT.search(line)]
 
+    def processes(self) -> dict[str, int]:
+        """The process ids by name: `server`, and those of its descendants that run."""
+        ids = self.process_ids()
+        names = {_NAMES.get(_module_of(one), "other"): one for one in ids[1:]}
+        return {"server": ids[0], **names}
+
     def memory_bytes(self) -> dict[str, int]:
-        """Resident memory of the processes: server, engine, grammars."""
-        assert self._process is not None
-        sizes = {"server": _resident_bytes(self._process.pid)}
-        children = _children()
-        for engine in children.get(self._process.pid, ()):
-            sizes["engine"] = _resident_bytes(engine)
-            for grammars in children.get(engine, ()):
-                sizes["grammars"] = _resident_bytes(grammars)
-        return sizes
+        """Resident memory of each of `processes`."""
+        return {name: _resident_bytes(one) for name, one in self.processes().items()}
 
     def process_ids(self) -> list[int]:
         """The process ids of the server and all its descendants."""
@@ -82,6 +86,15 @@ class ServerProcess:
         except subprocess.TimeoutExpired:
             self._process.kill()
             return self._process.wait()
+
+
+def _module_of(process_id: int) -> str:
+    """The module that a process runs (`python -m`), "" if none."""
+    try:
+        words = Path(f"/proc/{process_id}/cmdline").read_text().split("\0")
+    except OSError:
+        return ""
+    return words[words.index("-m") + 1] if "-m" in words[:-1] else ""
 
 
 def _resident_bytes(process_id: int) -> int:

@@ -35,9 +35,12 @@ _COMMANDS = (
     "usage",
     "why",
     "trace",
+    "calibrate",
     "verify",
     "doctor",
     "bench",
+    "plan",
+    "simulate",
 )
 
 

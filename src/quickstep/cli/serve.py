@@ -20,6 +20,7 @@ from quickstep.cli.flags.engine import (
     engine_config,
     model_of,
 )
+from quickstep.cli.flags.lora import add_lora_flags, lora_config
 from quickstep.cli.flags.parsing import Parser, command
 from quickstep.cli.flags.serve import (
     add_serve_flags,
@@ -73,6 +74,7 @@ def add_parser(subparsers: argparse._SubParsersAction[Parser]) -> None:
     add_format_flags(group)
     add_serve_flags(parser)
     add_engine_flags(parser)
+    add_lora_flags(parser)
     parser.set_defaults(max_waiting=_MAX_WAITING)
 
 
@@ -81,6 +83,7 @@ def run(args: argparse.Namespace) -> int:
     config = replace(
         engine_config(args, model_of(args), args.seed),
         inputs=input_config(args),
+        lora=lora_config(args),
         streams=stream_config(args),
     )
     from quickstep.engine.remote.opening import opening_frame

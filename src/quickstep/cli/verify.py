@@ -48,6 +48,7 @@ _SCENARIO_COLUMNS = (
     "aborted",
     "paused",
     "overlap",
+    "drafts",
 )
 _FORMAT_COLUMNS = ("weights", "KV", "compared", "differ", "fingerprint")
 
@@ -286,7 +287,9 @@ def _progress_bar(prefix: str) -> Iterator[Progress | None]:
 
 
 def _print_scenarios(model_name: str, report: VerifyReport) -> None:
-    """Print one verification: a row per scenario; `hits` counts tokens from the prefix cache."""
+    """Print one verification: a row per scenario; `hits` counts tokens from the prefix cache,
+    `drafts` those that were accepted, of all that were checked.
+    """
     console = console_on(sys.stdout)
     rows = []
     for scenario, counts in report.scenarios.items():
@@ -301,6 +304,7 @@ def _print_scenarios(model_name: str, report: VerifyReport) -> None:
             runs.aborts,
             runs.pauses,
             runs.overlapped_steps,
+            f"{runs.accepted_drafts}/{runs.drafts}" if runs.drafts else 0,
         )
         rows.append((scenario, *(str(figure) for figure in figures)))
     options = report.options

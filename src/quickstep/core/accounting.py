@@ -18,7 +18,7 @@ from quickstep.core.block_pool import PoolStats
 from quickstep.core.cost_model import CostModel, StepLoad
 from quickstep.core.sequence import SequenceState
 from quickstep.core.step import FlightRow, InFlightStep
-from quickstep.types import Phase, PrefillCharge, SequenceTimings, StepRecord
+from quickstep.types import Phase, PrefillCharge, RowOutput, SequenceTimings, StepRecord
 
 __all__ = ["SchedulerStats", "StepCharges", "Totals", "charge", "step_record", "with_unloaded"]
 
@@ -36,7 +36,9 @@ class Totals(msgspec.Struct):
             overlapped step, an abort in flight); the part of `busy_s` that no sequence is charged.
         attributed_s: The part of `busy_s` for positions that sequences computed for the first time.
         recomputed_s: The part for positions that were computed again after a preemption.
-        rejected_s: The part for drafts that were rejected; 0 without speculation.
+        rejected_s: The part for drafts that were rejected.
+        num_drafts: Draft tokens that were checked.
+        num_accepted: Those of them that were accepted.
         wall_s: From the first plan to the last commit, by the scheduler's clock.
         idle_s: The part of `wall_s` in which no step ran: no work, planning, delivery.
     """
@@ -56,6 +58,8 @@ class Totals(msgspec.Struct):
     rejected_s: float = 0.0
     wall_s: float = 0.0
     idle_s: float = 0.0
+    num_drafts: int = 0
+    num_accepted: int = 0
 
     def add_step(self, charges: StepCharges, seconds: float, elapsed_s: float) -> None:
         """Count a step that took `seconds`, `elapsed_s` after the commit before it.
@@ -67,7 +71,9 @@ class Totals(msgspec.Struct):
         self.busy_s += seconds
         self.unclaimed_s += charges.unclaimed_s
         self.recomputed_s += charges.recomputed_s
-        self.attributed_s += seconds - charges.unclaimed_s - charges.recomputed_s
+        self.rejected_s += charges.rejected_s
+        spent_s = charges.unclaimed_s + charges.recomputed_s + charges.rejected_s
+        self.attributed_s += seconds - spent_s
         self.wall_s += elapsed_s
         self.idle_s += elapsed_s - seconds
 
@@ -93,20 +99,28 @@ class SchedulerStats(msgspec.Struct, frozen=True):
 
 class StepCharges(msgspec.Struct, frozen=True):
     """A step's seconds, divided: `seconds` has one entry per row of the step, 0 for a row whose
-    sequence ended while it ran. `recomputed_s` is a part of them, `unclaimed_s` is not.
+    sequence ended while it ran. `recomputed_s` and `rejected_s` are parts of them, `unclaimed_s` is
+    not.
     """
 
     seconds: tuple[float, ...]
     recomputed_s: float
+    rejected_s: float
     unclaimed_s: float
 
 
-def charge(rows: tuple[FlightRow, ...], seconds: float, cost_model: CostModel) -> StepCharges:
+def charge(
+    rows: tuple[FlightRow, ...],
+    outputs: tuple[RowOutput, ...],
+    seconds: float,
+    cost_model: CostModel,
+) -> StepCharges:
     """Divide a step's seconds among its sequences, and add them to these.
 
     In proportion to the predicted marginal cost of each row: what the step would save without it.
     A row whose sequence ended while it ran is charged to the others. The part of a row's charge for
-    positions that an earlier residency computed, by tokens, is the sequence's `recomputed_s`.
+    positions that an earlier residency computed, by tokens, is the sequence's `recomputed_s`; the
+    part for drafts that were rejected is its `rejected_s`.
     """
     alive = [entry.sequence.state is not SequenceState.FINISHED for entry in rows]
     num_alive = sum(alive)
@@ -115,7 +129,9 @@ def charge(rows: tuple[FlightRow, ...], seconds: float, cost_model: CostModel) -
     else:
         idle_s = cost_model.seconds(StepLoad())
         weights = [
-            cost_model.seconds(StepLoad.of_row(entry.row)) - idle_s if one else 0.0
+            cost_model.seconds(StepLoad.of_row(entry.row, entry.sequence.request.sampling)) - idle_s
+            if one
+            else 0.0
             for entry, one in zip(rows, alive, strict=True)
         ]
         if not sum(weights) > 0.0:
@@ -125,16 +141,22 @@ def charge(rows: tuple[FlightRow, ...], seconds: float, cost_model: CostModel) -
             ]
     total = sum(weights) or 1.0
     charged = tuple([seconds * (weight / total) for weight in weights])
-    recomputed_s = 0.0
-    for entry, row_s in zip(rows, charged, strict=True):
+    recomputed_s = rejected_s = 0.0
+    for entry, output, row_s in zip(rows, outputs, charged, strict=True):
         num_again = min(entry.row.end, entry.residency.recompute_end) - entry.row.start
         if num_again > 0:
             again_s = row_s * (num_again / entry.row.num_tokens)
             entry.sequence.recomputed_s += again_s
             recomputed_s += again_s
             row_s -= again_s
+        if entry.row.num_drafts:
+            num_rejected = entry.row.num_drafts + 1 - max(1, len(output.token_ids))
+            wasted_s = row_s * (num_rejected / entry.row.num_tokens)
+            entry.sequence.rejected_s += wasted_s
+            rejected_s += wasted_s
+            row_s -= wasted_s
         entry.sequence.device_s += row_s
-    return StepCharges(charged, recomputed_s, 0.0 if num_alive else seconds)
+    return StepCharges(charged, recomputed_s, rejected_s, 0.0 if num_alive else seconds)
 
 
 def with_unloaded(timings: SequenceTimings, cost_model: CostModel, chunk: int) -> SequenceTimings:
@@ -149,12 +171,15 @@ def with_unloaded(timings: SequenceTimings, cost_model: CostModel, chunk: int) -
     prefill_s = cost_model.seconds(StepLoad.of_span(cached, num_tokens))
     prefill_s += num_more_steps * cost_model.seconds(StepLoad())
     middle = timings.num_prompt_tokens + num_outputs // 2
-    decode_s = max(0, num_outputs - 1) * cost_model.seconds(StepLoad.of_span(middle, 1))
+    decode_s = max(0, num_outputs - 1) * cost_model.seconds(
+        StepLoad.of_span(middle, 1, num_logits_rows=1)
+    )
     return replace(timings, unloaded_prefill_s=prefill_s, unloaded_decode_s=decode_s)
 
 
 def step_record(
     step: InFlightStep,
+    outputs: tuple[RowOutput, ...],
     seconds: float,
     charges: StepCharges,
     now: float,
@@ -165,6 +190,11 @@ def step_record(
 ) -> StepRecord:
     """The line of the step log; the keyword arguments are the state after the commit."""
     decode, prefill = step.decode_load, step.prefill_load
+    drafted = [
+        (entry.row.num_drafts, max(0, len(output.token_ids) - 1))
+        for entry, output in zip(step.rows, outputs, strict=True)
+        if entry.row.num_drafts
+    ]
     prefills = tuple(
         [
             PrefillCharge(entry.sequence.request.request_id, entry.row.num_tokens, row_s)
@@ -193,4 +223,6 @@ def step_record(
         decode_s=sum(charges.seconds) - prefill_s,
         prefill_s=prefill_s,
         prefills=prefills,
+        num_drafts=sum([num_drafts for num_drafts, _ in drafted]),
+        num_accepted=sum([num_accepted for _, num_accepted in drafted]),
     )

@@ -1,5 +1,4 @@
-"""Step-time model: seconds = fixed + per token + per row + per KV token read + per attended pair +
-per scored prompt position.
+"""Step-time model: seconds = fixed + a cost for each unit of a `StepLoad`.
 
 Fitted from measured steps while the engine runs; it sizes prefill chunks, divides a step's seconds
 among its rows, and drives the simulator. Deterministic: the same observations give the same
@@ -8,31 +7,68 @@ predictions.
 
 from __future__ import annotations
 
+import math
+from collections.abc import Mapping
+from operator import mul
+from statistics import median
+from types import MappingProxyType
 from typing import Protocol
 
 import msgspec
+from msgspec.structs import astuple
 
-from quickstep.types import StepPlan, StepRow
+from quickstep.types import SamplingParams, StepPlan, StepRow
 
-__all__ = ["Coefficients", "CostModel", "LinearCostModel", "StepLoad"]
+__all__ = [
+    "Coefficients",
+    "CostFit",
+    "CostModel",
+    "LinearCostModel",
+    "Prediction",
+    "StepLoad",
+]
 
 _STIFFNESS = 1e-3
 _MIN_SECONDS = 1e-9
 _MAX_SECONDS = 1e5
-_LOGIT_S = 1e-9  # to compute a logit of a scored position, and its part of the log-probability
+_USUAL_VOCABULARY = 50_000
+_LOGIT_S = 1e-9  # to compute a logit, and its part of the log-probability or of the sampling
+_ROW_S = 2e-5  # to prepare what a row needs, and to read its result
 
 # How fast the pace follows a step, and how much a single step may change it. Replayed on steps of a
 # shared machine, whose speed halves within seconds: a mean error of 0.12, and 0.19 without.
 _PACE_GAIN = 0.3
 _MAX_PACE_RATIO = 1.5
 
+# A step that took this many times its prediction, or less than this part of it, counts as if it had
+# taken just that: a page fault hardly moves the fit, a wrong coefficient is still corrected.
+_MAX_RATIO = 4.0
+_MAX_GAIN = 1e9
+
+_MAX_SWEEPS = 2000
+_CONVERGED = 1e-6  # relative change of a coefficient in one pass
+
+_NO_SAMPLING: Mapping[int, SamplingParams] = MappingProxyType({})
+
 
 class StepLoad(msgspec.Struct, frozen=True):
-    """What the cost of a step depends on: its tokens, rows, the KV tokens that its attention reads,
-    the pairs of a token and a position that it attends to, and the positions whose logits score the
-    prompt. A decode row has as many KV tokens as pairs; in a chunk of prefill the pairs grow with
-    its tokens times the context before it. The cost of a scored position depends on the size of the
-    model's vocabulary.
+    """What the cost of a step depends on. The sum of the loads of its rows.
+
+    A decode row has as many KV tokens as pairs; in a chunk of prefill the pairs grow with its
+    tokens times the context before it. A row with speculative drafts has tokens, logits rows and
+    masks for the drafts as well.
+
+    Attributes:
+        num_tokens: Tokens to compute.
+        num_rows: Rows, one per sequence.
+        num_kv_tokens: KV tokens that the attention reads.
+        num_pairs: Pairs of a token and a position that it attends to.
+        num_scored: Positions whose logits score the prompt.
+        num_logits_rows: Positions whose logits are sampled from: one per row that emits a token,
+            and one per draft. They cost by the size of the vocabulary.
+        num_grammar_rows: Logits rows that a grammar restricts: a mask for each.
+        num_logprobs_rows: Logits rows that list log-probabilities, as those of every beam.
+        num_adapter_rows: Rows that use an adapter.
     """
 
     num_tokens: int = 0
@@ -40,33 +76,65 @@ class StepLoad(msgspec.Struct, frozen=True):
     num_kv_tokens: int = 0
     num_pairs: int = 0
     num_scored: int = 0
+    num_logits_rows: int = 0
+    num_grammar_rows: int = 0
+    num_logprobs_rows: int = 0
+    num_adapter_rows: int = 0
 
     @staticmethod
-    def of_span(start: int, num_tokens: int, num_scored: int = 0) -> StepLoad:
+    def of_span(
+        start: int, num_tokens: int, num_scored: int = 0, num_logits_rows: int = 0
+    ) -> StepLoad:
         """The load of a row with `num_tokens` tokens from position `start` on."""
         num_pairs = num_tokens * start + num_tokens * (num_tokens + 1) // 2
-        return StepLoad(num_tokens, 1, start + num_tokens, num_pairs, num_scored)
+        return StepLoad(num_tokens, 1, start + num_tokens, num_pairs, num_scored, num_logits_rows)
 
     @staticmethod
-    def of_row(row: StepRow) -> StepLoad:
-        """The load of one row."""
-        return StepLoad.of_span(row.start, row.num_tokens, row.num_scored)
+    def of_row(row: StepRow, sampling: SamplingParams | None = None) -> StepLoad:
+        """The load of one row; without its `sampling`, a plain one."""
+        num_tokens = row.num_tokens
+        num_logits = 1 + row.num_drafts if row.emits else 0
+        return StepLoad(
+            num_tokens,
+            1,
+            row.start + num_tokens,
+            num_tokens * row.start + num_tokens * (num_tokens + 1) // 2,
+            row.num_scored,
+            num_logits,
+            num_logits if sampling is not None and sampling.grammar is not None else 0,
+            num_logits if sampling is not None and sampling.logprobs is not None else 0,
+            int(row.adapter != ""),
+        )
 
     @staticmethod
-    def of_plan(plan: StepPlan) -> StepLoad:
-        """The load of all rows of a step."""
-        return sum((StepLoad.of_row(row) for row in plan.rows), start=StepLoad())
+    def of_plan(
+        plan: StepPlan, sampling_of_slot: Mapping[int, SamplingParams] = _NO_SAMPLING
+    ) -> StepLoad:
+        """The load of all rows of a step; rows of slots without an entry are plain."""
+        loads = (StepLoad.of_row(row, sampling_of_slot.get(row.slot)) for row in plan.rows)
+        return sum(loads, start=StepLoad())
 
     def __add__(self, other: StepLoad) -> StepLoad:
         if not self.num_rows or not other.num_rows:  # a load without rows is empty
             return self if self.num_rows else other
-        return StepLoad(
+        return StepLoad(  # written out: it runs for each row, and a loop takes 1 us more
             self.num_tokens + other.num_tokens,
             self.num_rows + other.num_rows,
             self.num_kv_tokens + other.num_kv_tokens,
             self.num_pairs + other.num_pairs,
             self.num_scored + other.num_scored,
+            self.num_logits_rows + other.num_logits_rows,
+            self.num_grammar_rows + other.num_grammar_rows,
+            self.num_logprobs_rows + other.num_logprobs_rows,
+            self.num_adapter_rows + other.num_adapter_rows,
         )
+
+
+class Prediction(msgspec.Struct, frozen=True):
+    """Seconds of a step, and whether no measured step had so little or so much of a unit."""
+
+    seconds: float
+    is_extrapolated: bool
 
 
 class CostModel(Protocol):
@@ -80,161 +148,236 @@ class CostModel(Protocol):
 
 
 class Coefficients(msgspec.Struct, frozen=True):
-    """Seconds per step, token, row, KV token, pair and scored position.
+    """Seconds per step, then per unit of each field of `StepLoad`, in its order."""
 
-    The defaults are those of a small model on a CPU with a vocabulary of 50,000.
-    """
-
-    step_s: float = 2e-3
-    token_s: float = 1e-4
-    row_s: float = 1e-4
-    kv_token_s: float = 5e-8
-    pair_s: float = 5e-8
-    score_s: float = 50_000 * _LOGIT_S
+    step_s: float = 0.0
+    token_s: float = 0.0
+    row_s: float = 0.0
+    kv_token_s: float = 0.0
+    pair_s: float = 0.0
+    score_s: float = 0.0
+    logits_row_s: float = 0.0
+    grammar_row_s: float = 0.0
+    logprobs_row_s: float = 0.0
+    adapter_row_s: float = 0.0
 
     @staticmethod
     def of_vocabulary(size: int) -> Coefficients:
-        """The defaults for a model with a vocabulary of this size."""
-        return Coefficients(score_s=size * _LOGIT_S)
+        """Start values: a small model on a CPU, with a vocabulary of this size."""
+        logits_s = size * _LOGIT_S
+        return Coefficients(
+            step_s=2e-3,
+            token_s=1e-4,
+            row_s=5e-5,
+            kv_token_s=5e-8,
+            pair_s=5e-8,
+            score_s=logits_s,
+            logits_row_s=_ROW_S + logits_s,
+            grammar_row_s=_ROW_S,
+            logprobs_row_s=_ROW_S + logits_s,
+            adapter_row_s=_ROW_S,
+        )
+
+
+class CostFit(msgspec.Struct, frozen=True):
+    """What a `LinearCostModel` has learnt: it can be stored, and another model continues from it.
+
+    Attributes:
+        coefficients: Seconds per unit.
+        gram: The matrix of the normal equations, [C, C] for C coefficients; a step counts 1.
+        moment: Their right side, [C].
+        lowest: The least of each unit in a measured step.
+        highest: The most of each unit in a measured step.
+        num_steps: Measured steps.
+    """
+
+    coefficients: Coefficients
+    gram: tuple[tuple[float, ...], ...]
+    moment: tuple[float, ...]
+    lowest: StepLoad
+    highest: StepLoad
+    num_steps: int
+
+    def __post_init__(self) -> None:
+        weights = astuple(self.coefficients)
+        size = len(weights)
+        if any(len(line) != size for line in (self.moment, self.gram, *self.gram)):
+            raise ValueError(f"the equations of a fit do not have {size} coefficients")
+        values = (*weights, *self.moment, *(value for row in self.gram for value in row))
+        if not all(math.isfinite(value) for value in values) or min(weights) < 0.0:
+            raise ValueError("a fit has coefficients that are negative or not finite")
 
 
 class LinearCostModel:
     """Non-negative recursive least squares of relative errors, with forgetting.
 
-    Each observation is divided by its measured seconds, so that decode steps count as much as long
-    prefills and an outlier weighs little. The normal equations decay by `forgetting` per step and
-    stay solvable through a weak prior at the start values. The first observation scales all start
-    values: only their proportions are assumed, the machine's speed is measured.
+    Each observation is divided by its seconds, measured or predicted, whichever are more: decode
+    steps count as much as long prefills, and an outlier weighs little. The normal equations decay
+    by `forgetting` per step and stay solvable through a weak prior at the start values. The first
+    observation scales all start values: only their proportions are assumed, the machine's speed is
+    measured.
 
     The fit follows hundreds of steps; a machine may be slower for the next ten (other processes,
     heat). So predictions are the fit times a pace, which follows the last steps.
     """
 
     def __init__(self, start: Coefficients | None = None, forgetting: float = 0.99) -> None:
-        begin = start or Coefficients()
-        self._weights = (
-            begin.step_s,
-            begin.token_s,
-            begin.row_s,
-            begin.kv_token_s,
-            begin.pair_s,
-            begin.score_s,
+        self._weights: list[float] = list(
+            astuple(start or Coefficients.of_vocabulary(_USUAL_VOCABULARY))
         )
-        self._pulls = tuple(map(_pull, self._weights))
+        self._pulls = [_pull(weight) for weight in self._weights]
         self._is_scaled = False
         self._pace = 1.0
+        self._ratios = (1.0, 1.0)  # of the last two steps
         self._forgetting = forgetting
-        self._gram = (0.0,) * 21  # the upper triangle, row by row
-        self._moment = (0.0,) * 6
+        num_weights = len(self._weights)
+        self._gain = 1.0  # of the newest step: instead of the old ones' decay, its weight grows
+        self._gram = [[0.0] * num_weights for _ in range(num_weights)]
+        self._moment = [0.0] * num_weights
+        self._lowest: tuple[int, ...] | None = None
+        self._highest: tuple[int, ...] = ()
+        self._num_steps = 0
+
+    @staticmethod
+    def of_fit(fit: CostFit, forgetting: float = 0.99) -> LinearCostModel:
+        """A model that continues from a fit, at the usual pace."""
+        model = LinearCostModel(fit.coefficients, forgetting)
+        model._is_scaled = True
+        model._gram = [list(row) for row in fit.gram]
+        model._moment = list(fit.moment)
+        model._lowest, model._highest = astuple(fit.lowest), astuple(fit.highest)
+        model._num_steps = fit.num_steps
+        return model
+
+    def fit(self) -> CostFit | None:
+        """What was learnt so far; None before the first step."""
+        if self._lowest is None:
+            return None
+        return CostFit(
+            self.coefficients,
+            tuple(tuple(value / self._gain for value in row) for row in self._gram),
+            tuple(value / self._gain for value in self._moment),
+            StepLoad(*self._lowest),
+            StepLoad(*self._highest),
+            self._num_steps,
+        )
+
+    @property
+    def num_steps(self) -> int:
+        """Measured steps, those of a stored fit included."""
+        return self._num_steps
 
     @property
     def coefficients(self) -> Coefficients:
         """The current fit."""
         return Coefficients(*self._weights)
 
+    @property
+    def range(self) -> tuple[StepLoad, StepLoad] | None:
+        """The least and the most of each unit in a measured step; None before the first."""
+        if self._lowest is None:
+            return None
+        return StepLoad(*self._lowest), StepLoad(*self._highest)
+
     def seconds(self, load: StepLoad) -> float:
         """Predicted duration of a step."""
         return self._pace * self._fitted(load)
 
+    def predict(self, load: StepLoad) -> Prediction:
+        """The same, and whether `load` is outside of what was measured."""
+        if self._lowest is None:
+            return Prediction(self.seconds(load), is_extrapolated=True)
+        bounds = zip(self._lowest, astuple(load), self._highest, strict=True)
+        is_inside = all(low <= value <= high for low, value, high in bounds)
+        return Prediction(self.seconds(load), not is_inside)
+
     def _fitted(self, load: StepLoad) -> float:
-        step_s, token_s, row_s, kv_token_s, pair_s, score_s = self._weights
-        return (
-            step_s
-            + token_s * load.num_tokens
-            + row_s * load.num_rows
-            + kv_token_s * load.num_kv_tokens
-            + pair_s * load.num_pairs
-            + score_s * load.num_scored
+        step, token, row, kv_token, pair, score, logits, grammar, logprobs, adapter = self._weights
+        return (  # written out, as the sum of loads
+            step
+            + token * load.num_tokens
+            + row * load.num_rows
+            + kv_token * load.num_kv_tokens
+            + pair * load.num_pairs
+            + score * load.num_scored
+            + logits * load.num_logits_rows
+            + grammar * load.num_grammar_rows
+            + logprobs * load.num_logprobs_rows
+            + adapter * load.num_adapter_rows
         )
 
     def observe(self, load: StepLoad, seconds: float) -> None:
         """Learn from a measured step; impossible durations are ignored."""
         if not _MIN_SECONDS <= seconds <= _MAX_SECONDS:
             return
+        predicted = max(self._fitted(load), _MIN_SECONDS)
         if not self._is_scaled:
-            self._scale(seconds / max(self._fitted(load), _MIN_SECONDS))
-        one, tokens, rows = 1.0 / seconds, load.num_tokens / seconds, load.num_rows / seconds
-        kv_tokens, pairs = load.num_kv_tokens / seconds, load.num_pairs / seconds
-        scored = load.num_scored / seconds
-        # Written out: this runs in every step, and loops over 6 x 6 take longer than all of it.
-        kept = self._forgetting
-        m0, m1, m2, m3, m4, m5 = self._moment
-        g00, g01, g02, g03, g04, g05, g11, g12, g13, g14, g15, *rest = self._gram
-        g22, g23, g24, g25, g33, g34, g35, g44, g45, g55 = rest
-        self._moment = (
-            kept * m0 + one,
-            kept * m1 + tokens,
-            kept * m2 + rows,
-            kept * m3 + kv_tokens,
-            kept * m4 + pairs,
-            kept * m5 + scored,
-        )
-        self._gram = (
-            kept * g00 + one * one,
-            kept * g01 + one * tokens,
-            kept * g02 + one * rows,
-            kept * g03 + one * kv_tokens,
-            kept * g04 + one * pairs,
-            kept * g05 + one * scored,
-            kept * g11 + tokens * tokens,
-            kept * g12 + tokens * rows,
-            kept * g13 + tokens * kv_tokens,
-            kept * g14 + tokens * pairs,
-            kept * g15 + tokens * scored,
-            kept * g22 + rows * rows,
-            kept * g23 + rows * kv_tokens,
-            kept * g24 + rows * pairs,
-            kept * g25 + rows * scored,
-            kept * g33 + kv_tokens * kv_tokens,
-            kept * g34 + kv_tokens * pairs,
-            kept * g35 + kv_tokens * scored,
-            kept * g44 + pairs * pairs,
-            kept * g45 + pairs * scored,
-            kept * g55 + scored * scored,
-        )
+            self._scale(seconds / predicted)
+            predicted = seconds
+        values = astuple(load)
+        self._num_steps += 1
+        self._widen(values)
+        bounded_s = min(_MAX_RATIO * predicted, max(predicted / _MAX_RATIO, seconds))
+        self._add((1, *values), bounded_s, scale=max(predicted, bounded_s))
         self._sweep()
         ratio = seconds / max(self._fitted(load), _MIN_SECONDS)
-        bounded = min(_MAX_PACE_RATIO, max(1.0 / _MAX_PACE_RATIO, ratio))
+        # A single slow step says nothing of the next one: the median of three leaves it out.
+        usual = median((*self._ratios, ratio))
+        self._ratios = self._ratios[1], ratio
+        bounded = min(_MAX_PACE_RATIO, max(1.0 / _MAX_PACE_RATIO, usual))
         self._pace += _PACE_GAIN * (bounded - self._pace)
+
+    def converge(self) -> None:
+        """Solve the equations to the end, for a fit of many steps at once: `observe` does one pass
+        of the solver per step.
+        """
+        for _ in range(_MAX_SWEEPS):
+            before = list(self._weights)
+            self._sweep()
+            pairs = zip(before, self._weights, strict=True)
+            if all(abs(new - old) <= _CONVERGED * old for old, new in pairs):
+                return
+
+    def _widen(self, values: tuple[int, ...]) -> None:
+        if self._lowest is None:
+            self._lowest = self._highest = values
+        else:
+            self._lowest = tuple(map(min, self._lowest, values))
+            self._highest = tuple(map(max, self._highest, values))
+
+    def _add(self, values: tuple[int, ...], seconds: float, scale: float) -> None:
+        """Add a step to the normal equations, divided by `scale`."""
+        if self._gain > _MAX_GAIN:
+            self._moment = [one / self._gain for one in self._moment]
+            self._gram = [[one / self._gain for one in row] for row in self._gram]
+            self._gain = 1.0
+        self._gain /= self._forgetting
+        terms = [(index, value / scale) for index, value in enumerate(values) if value]
+        for index, term in terms:
+            weighted, row = self._gain * term, self._gram[index]
+            self._moment[index] += weighted * (seconds / scale)
+            for other, factor in terms:
+                row[other] += weighted * factor
 
     def _scale(self, factor: float) -> None:
         self._is_scaled = True
-        step_s, token_s, row_s, kv_token_s, pair_s, score_s = (
-            factor * weight for weight in self._weights
-        )
-        self._weights = (step_s, token_s, row_s, kv_token_s, pair_s, score_s)
-        self._pulls = tuple(map(_pull, self._weights))
+        self._weights = [factor * weight for weight in self._weights]
+        self._pulls = [_pull(weight) for weight in self._weights]
 
     def _sweep(self) -> None:
         """One pass of coordinate descent: each weight to its optimum, at least 0, others fixed.
 
-        It starts at the previous solution.
+        It starts at the previous solution. A unit that was never seen keeps its weight.
         """
-        w0, w1, w2, w3, w4, w5 = self._weights
-        m0, m1, m2, m3, m4, m5 = self._moment
-        g00, g01, g02, g03, g04, g05, g11, g12, g13, g14, g15, *rest = self._gram
-        g22, g23, g24, g25, g33, g34, g35, g44, g45, g55 = rest
-        (s0, p0), (s1, p1), (s2, p2), (s3, p3), (s4, p4), (s5, p5) = self._pulls
-        # A feature that was never seen and has no prior keeps its weight.
-        if (own := g00 + s0) > 0.0:
-            others = g01 * w1 + g02 * w2 + g03 * w3 + g04 * w4 + g05 * w5
-            w0 = max(0.0, (m0 - others + p0) / own)
-        if (own := g11 + s1) > 0.0:
-            others = g01 * w0 + g12 * w2 + g13 * w3 + g14 * w4 + g15 * w5
-            w1 = max(0.0, (m1 - others + p1) / own)
-        if (own := g22 + s2) > 0.0:
-            others = g02 * w0 + g12 * w1 + g23 * w3 + g24 * w4 + g25 * w5
-            w2 = max(0.0, (m2 - others + p2) / own)
-        if (own := g33 + s3) > 0.0:
-            others = g03 * w0 + g13 * w1 + g23 * w2 + g34 * w4 + g35 * w5
-            w3 = max(0.0, (m3 - others + p3) / own)
-        if (own := g44 + s4) > 0.0:
-            others = g04 * w0 + g14 * w1 + g24 * w2 + g34 * w3 + g45 * w5
-            w4 = max(0.0, (m4 - others + p4) / own)
-        if (own := g55 + s5) > 0.0:
-            others = g05 * w0 + g15 * w1 + g25 * w2 + g35 * w3 + g45 * w4
-            w5 = max(0.0, (m5 - others + p5) / own)
-        self._weights = (w0, w1, w2, w3, w4, w5)
+        weights, gain = self._weights, self._gain
+        for index, row in enumerate(self._gram):
+            if not row[index]:
+                continue
+            stiffness, pull = self._pulls[index]
+            weight = weights[index]
+            missing = self._moment[index] - sum(map(mul, row, weights))
+            missing += gain * (pull - stiffness * weight)
+            weights[index] = max(0.0, weight + missing / (row[index] + gain * stiffness))
 
 
 def _pull(prior: float) -> tuple[float, float]:

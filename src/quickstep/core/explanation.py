@@ -80,6 +80,8 @@ class Explanation(msgspec.Struct, frozen=True):
     num_cached_tokens: int
     cache_miss: CacheMiss | None
     num_output_tokens: int
+    num_drafts: int
+    num_accepted: int
     num_preemptions: int
     missing_s: float
     parts: tuple[ActivityPart, ...]
@@ -123,6 +125,8 @@ def explain(
         num_cached_tokens=timings.num_cached_tokens,
         cache_miss=timings.cache_miss,
         num_output_tokens=timings.num_output_tokens,
+        num_drafts=timings.num_drafts,
+        num_accepted=timings.num_accepted,
         num_preemptions=timings.num_preemptions,
         missing_s=_missing_s(timings, during),
         parts=parts,
@@ -228,6 +232,8 @@ def _prefill_text(one: Explanation, part: ActivityPart) -> str:
 def _decode_text(one: Explanation, part: ActivityPart) -> str:
     num_tokens = max(0, one.num_output_tokens - 1)
     text = f"{_seconds(part.seconds)} in decoding {_count(num_tokens, ' more')}"
+    if one.num_drafts:
+        text += f" ({one.num_accepted} of {one.num_drafts} drafts accepted)"
     return text + (_stretched(part) or _batched(part)) + _between_steps(part)
 
 

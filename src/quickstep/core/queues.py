@@ -220,11 +220,18 @@ class RunningBatch:
         """Whether there are blocks for one more token."""
         return self._fits_into_blocks(sequence) or self._growth(sequence) <= self._pool.num_free
 
-    def grow(self, sequence: Sequence) -> tuple[int, ...]:
-        """Extend the block table for one more token; returns the new blocks."""
-        if self._fits_into_blocks(sequence):
+    def room_for_drafts(self, sequence: Sequence) -> int:
+        """How many tokens fit after the next one, if every other sequence may need a block too."""
+        residency, block_size = sequence.resident, self._pool.block_size
+        num_spare = max(0, self._pool.num_free - len(self._running))
+        num_held = len(residency.blocks) * block_size - residency.planned
+        return max(0, num_held + num_spare * block_size - 1)
+
+    def grow(self, sequence: Sequence, num_tokens: int = 1) -> tuple[int, ...]:
+        """Extend the block table for the next tokens; returns the new blocks."""
+        growth = self._growth(sequence, num_tokens)
+        if growth <= 0:
             return ()
-        growth = self._growth(sequence)
         new_block_ids = self._pool.allocate(growth)
         sequence.resident.blocks.extend(new_block_ids)
         return tuple(new_block_ids)
@@ -276,8 +283,9 @@ class RunningBatch:
         known = len(sequence.token_ids)
         assert sequence.state is SequenceState.RUNNING, f"{name} runs, it is {sequence.state}"
         assert not residency.invalidated, f"{name} runs on KV of a failed step"
-        assert residency.planned <= known + residency.pending, f"{name} is planned past its end"
-        needed = max(residency.planned, residency.prefill_end)
+        end = max(known + residency.pending, residency.drafted_end)
+        assert residency.planned <= end, f"{name} is planned past its end"
+        needed = max(residency.planned, residency.prefill_end, residency.drafted_end)
         assert len(residency.blocks) == self._blocks_for(needed), (
             f"{name} holds {len(residency.blocks)} blocks for {needed} tokens"
         )
@@ -334,9 +342,9 @@ class RunningBatch:
         residency = sequence.resident
         return residency.planned < len(residency.blocks) * self._pool.block_size
 
-    def _growth(self, sequence: Sequence) -> int:
+    def _growth(self, sequence: Sequence, num_tokens: int = 1) -> int:
         residency = sequence.resident
-        return self._blocks_for(residency.planned + 1) - len(residency.blocks)
+        return self._blocks_for(residency.planned + num_tokens) - len(residency.blocks)
 
     def _blocks_for(self, num_tokens: int) -> int:
         return -(-num_tokens // self._pool.block_size)

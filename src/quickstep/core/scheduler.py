@@ -25,6 +25,7 @@ from quickstep.core.cost_model import CostModel, StepLoad
 from quickstep.core.policies import Policy, StepView
 from quickstep.core.queues import Deadlines, Due, RunningBatch, WaitEstimate, WaitingQueue
 from quickstep.core.sequence import Sequence, SequenceState
+from quickstep.core.speculation import DraftControl
 from quickstep.core.step import (
     FlightRow,
     InFlightStep,
@@ -154,6 +155,8 @@ class Scheduler:
         self._deadlines = Deadlines(self._order.relegates)
         self._wait_estimate = WaitEstimate()
         self._mean_outputs = _FIRST_MEAN_OUTPUTS
+        max_drafts = config.num_speculative_tokens if config.use_kv_cache else 0
+        self._drafts = DraftControl(max_drafts)
         self._growth_reserve = 0.0  # part of the predicted growth that admission keeps free
         self._num_arrivals = 0
         self._next_step_id = 0
@@ -214,7 +217,8 @@ class Scheduler:
         num_prompt = len(request.prompt_token_ids)
         first_token_s = self._cost_model.seconds(StepLoad.of_span(0, num_prompt))
         num_outputs = self._expected_outputs(request)
-        decode_s = self._cost_model.seconds(StepLoad.of_span(num_prompt + num_outputs // 2, 1))
+        middle = num_prompt + num_outputs // 2
+        decode_s = self._cost_model.seconds(StepLoad.of_span(middle, 1, num_logits_rows=1))
         return first_token_s + max(0, num_outputs - 1) * decode_s, first_token_s
 
     def _predicted_wait_s(self, request: Request, first_token_s: float, now: float) -> float:
@@ -233,7 +237,8 @@ class Scheduler:
         if num_after > 0:
             num_rows, num_outputs = self._config.max_num_seqs, self._expected_outputs(request)
             context = len(request.prompt_token_ids) + num_outputs // 2
-            step = StepLoad(num_rows, num_rows, num_rows * context, num_rows * context)
+            num_kv = num_rows * context
+            step = StepLoad(num_rows, num_rows, num_kv, num_kv, num_logits_rows=num_rows)
             wait_s += num_after * num_outputs * self._cost_model.seconds(step) / num_rows
         return wait_s
 
@@ -324,13 +329,35 @@ class Scheduler:
         if over_share:
             self._place_over_share(draft, over_share, budget, now)
 
-    def _place_decode(self, draft: StepDraft, sequence: Sequence, now: float) -> bool:
-        """Add a row for the next token of a sequence; False if it gets none in this step."""
+    def _place_decode(self, draft: StepDraft, sequence: Sequence, now: float) -> int:
+        """Add a row for the next token of a sequence and its drafts; returns how many tokens, 0 if
+        it gets none in this step.
+        """
         is_due = self._can_decode(sequence) and not draft.has_row(sequence)
         if not is_due or not self._free_blocks_for(sequence, draft, now):
-            return False
-        self._place(draft, sequence, 1, self._batch.grow(sequence))
-        return True
+            return 0
+        drafts = sequence.drafts[: self._num_drafts(sequence, draft)] if sequence.drafts else ()
+        num_tokens = 1 + len(drafts)
+        self._place(draft, sequence, 1, self._batch.grow(sequence, num_tokens), drafts)
+        return num_tokens
+
+    def _num_drafts(self, sequence: Sequence, draft: StepDraft) -> int:
+        """How many drafts pay and fit into the step, the blocks and the length of the sequence."""
+        num_left = self._limits.output_limit(sequence.request) - sequence.num_outputs - 1
+        return min(
+            self._drafts.num_drafts(sequence.acceptance),
+            num_left,
+            draft.num_tokens_left - 1,
+            self._batch.room_for_drafts(sequence),
+        )
+
+    def _num_next_drafts(self, sequence: Sequence) -> int:
+        """How many drafts to request for the row after the one that is placed now."""
+        if not self._drafts.max_drafts or not sequence.request.speculation:
+            return 0
+        num_known = sequence.num_outputs + 1  # after that row, at least
+        num_left = self._limits.output_limit(sequence.request) - num_known - 1
+        return max(0, min(self._drafts.num_drafts(sequence.acceptance), num_left))
 
     def _place_over_share(
         self, draft: StepDraft, sequences: list[Sequence], budget: int, now: float
@@ -342,7 +369,8 @@ class Scheduler:
             draft.limit_s = self._policy.step_limit_s(self._view(draft, now), self._cost_model)
         for sequence in sorted(sequences, key=_last_step_id)[:budget]:
             if draft.limit_s is not None and self._can_decode(sequence):
-                load = draft.decode_load + StepLoad.of_span(sequence.resident.planned, 1)
+                start = sequence.resident.planned
+                load = draft.decode_load + StepLoad.of_span(start, 1, num_logits_rows=1)
                 if self._cost_model.seconds(load) > draft.limit_s:
                     return
             self._place_decode(draft, sequence, now)
@@ -364,6 +392,7 @@ class Scheduler:
             sequence.state is SequenceState.RUNNING
             and not sequence.is_paused
             and residency.planned >= residency.prefill_end
+            and not residency.awaits_drafts
             and sequence.num_outputs + residency.pending
             < self._limits.output_limit(sequence.request)
         )
@@ -458,17 +487,28 @@ class Scheduler:
         step = draft.issue(self._next_step_id, self._batch.take_released_slots(), now, predicted_s)
         self._next_step_id += 1
         self._in_flight.append(step)
+        self._drafts.planned(draft.decode_load, self._cost_model)
         if self._accounted_s is None:
             self._accounted_s = now
         return step.plan
 
     def _place(
-        self, draft: StepDraft, sequence: Sequence, num_tokens: int, new_block_ids: tuple[int, ...]
+        self,
+        draft: StepDraft,
+        sequence: Sequence,
+        num_tokens: int,
+        new_block_ids: tuple[int, ...],
+        drafts: tuple[int, ...] = (),
     ) -> None:
         """Add a row to the draft; from now on others may share the blocks that it fills."""
         residency = sequence.resident
-        row = sequence.row(num_tokens, new_block_ids)
+        num_next_drafts = self._num_next_drafts(sequence)
+        row = sequence.row(num_tokens, new_block_ids, drafts, num_next_drafts)
+        sequence.drafts = ()
         residency.planned = row.end
+        residency.awaits_drafts = row.num_drafts > 0 or row.num_next_drafts > 0
+        if drafts:
+            residency.drafted_end = max(residency.drafted_end, row.end)
         residency.pending += row.emits
         sequence.last_step_id = self._next_step_id
         draft.add(FlightRow(sequence, residency, row))
@@ -515,7 +555,7 @@ class Scheduler:
         if result.step_id != plan.step_id or len(result.outputs) != len(plan.rows):
             raise EngineError(f"step {plan.step_id} got a result of another shape or step")
         failures = row_failures(plan, result)
-        charges = charge(step.rows, result.seconds, self._cost_model)
+        charges = charge(step.rows, result.outputs, result.seconds, self._cost_model)
         for entry, row_s in zip(step.rows, charges.seconds, strict=True):
             if row_s:  # a sequence that has ended is charged nothing
                 self._order.charged(entry.sequence, row_s)
@@ -532,6 +572,7 @@ class Scheduler:
         self._accounted_s = now
         record = step_record(
             step,
+            result.outputs,
             result.seconds,
             charges,
             now,
@@ -539,6 +580,12 @@ class Scheduler:
             num_waiting=len(self._waiting),
             num_running=len(self._batch),
         )
+        self._totals.num_drafts += record.num_drafts
+        self._totals.num_accepted += record.num_accepted
+        if record.num_decode_rows:
+            elapsed_s = (now - step.planned_at_s) * (record.decode_s / max(result.seconds, 1e-9))
+            num_tokens = record.num_decode_rows + record.num_accepted
+            self._drafts.measured(record.num_decode_rows, num_tokens, elapsed_s)
         return StepOutcome(tuple(outputs), record)
 
     def fail(self, plan: StepPlan, reason: str, now: float) -> tuple[SequenceOutput, ...]:
@@ -583,6 +630,8 @@ class Scheduler:
         residency.pending -= entry.row.emits
         if entry.row.emits and not sequence.num_outputs:
             self._count_first_token(sequence, now)
+        if entry.row.emits and self._drafts.max_drafts:
+            self._check_drafts(entry, output)
         max_outputs = self._limits.max_outputs(sequence.prompt_len)
         new, reason = sequence.receive(entry.row, output, now, max_outputs)
         self._totals.num_output_tokens += len(new.token_ids)
@@ -597,6 +646,14 @@ class Scheduler:
         since_s = sequence.first_scheduled_s
         if since_s is not None:
             self._wait_estimate.count_first_token(now - since_s - prompt_s)
+
+    def _check_drafts(self, entry: FlightRow, output: RowOutput) -> None:
+        """Take the positions of rejected drafts back: the next row overwrites their KV."""
+        num_drafts, num_accepted = entry.row.num_drafts, len(output.token_ids) - 1
+        if num_drafts or entry.row.num_next_drafts:
+            entry.residency.awaits_drafts = False
+        entry.residency.planned -= num_drafts - num_accepted
+        self._drafts.checked(entry.sequence.acceptance, num_drafts, num_accepted)
 
     def _finish(
         self,

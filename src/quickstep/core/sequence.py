@@ -13,6 +13,7 @@ import msgspec
 from msgspec.structs import replace
 
 from quickstep.core.block_pool import NO_HITS, BlockKey, ChainRoot
+from quickstep.core.speculation import Acceptance
 from quickstep.types import (
     Activity,
     Admission,
@@ -71,6 +72,10 @@ class Residency(msgspec.Struct, eq=False):
         pending: Tokens that rows in flight will emit.
         keys: Keys of the leading full blocks, hits included, as far as they are registered.
         invalidated: It read KV of a failed step: the results of its rows in flight are discarded.
+        awaits_drafts: Its row in flight has drafts or asks for some: how the sequence continues is
+            not known before that row is committed.
+        drafted_end: The highest `end` of its rows with drafts. Blocks of drafts that were rejected
+            are kept, because the next tokens need them.
     """
 
     slot: int
@@ -81,6 +86,8 @@ class Residency(msgspec.Struct, eq=False):
     pending: int = 0
     invalidated: bool = False
     recompute_end: int = 0
+    awaits_drafts: bool = False
+    drafted_end: int = 0
 
     def restart(self, num_tokens: int) -> None:
         """Compute all tokens again, up to the `num_tokens` that are known by now."""
@@ -150,7 +157,7 @@ class Sequence:
         self.service_s = service_s
         self.first_token_service_s = first_token_service_s
         self.last_step_id = -1  # the last step with a row of it
-        self.root = ChainRoot(request.adapter, request.cache_salt)
+        self.root = ChainRoot(request.adapter_id, request.cache_salt)
         self.token_ids = list(request.prompt_token_ids)
         self.prompt_len = len(self.token_ids)
         self.digests: list[bytes] = []  # of leading full blocks, computed when first needed
@@ -161,6 +168,9 @@ class Sequence:
         self.cache_miss: CacheMiss | None = None
         self.device_s = 0.0
         self.recomputed_s = 0.0
+        self.drafts: tuple[int, ...] = ()  # proposed to follow `token_ids`
+        self.acceptance = Acceptance()
+        self.rejected_s = 0.0
         self._num_computed = 0  # positions that an earlier residency computed
         self.arrival_s = now
         timeout_s = request.timeout_s
@@ -233,12 +243,20 @@ class Sequence:
             sampling=self.request.sampling,
             seed=self.seed,
             eos_token_ids=self.request.eos_token_ids,
-            adapter=self.request.adapter,
+            adapter=self.request.adapter_id,
             pooling=self.request.pooling,
+            tenant=self.request.tenant,
+            cache_salt=self.request.cache_salt,
         )
 
-    def row(self, num_tokens: int, new_block_ids: tuple[int, ...]) -> StepRow:
-        """The row that computes the next `num_tokens` tokens."""
+    def row(
+        self,
+        num_tokens: int,
+        new_block_ids: tuple[int, ...],
+        drafts: tuple[int, ...] = (),
+        num_next_drafts: int = 0,
+    ) -> StepRow:
+        """The row that computes the next `num_tokens` tokens, and `drafts` after the last one."""
         residency, request = self.resident, self.request
         start = residency.planned
         end = start + num_tokens
@@ -247,13 +265,15 @@ class Sequence:
         row = StepRow(
             residency.slot,
             start,
-            num_tokens,
-            tuple(self.token_ids[start:end]),
+            num_tokens + len(drafts),
+            (*self.token_ids[start:end], *drafts),
             new_block_ids,
             Phase.PREFILL if start < residency.prefill_end else Phase.DECODE,
             emits,
             output_position=end - self.prompt_len if emits else 0,
-            adapter=request.adapter,
+            num_drafts=len(drafts),
+            num_next_drafts=num_next_drafts if emits else 0,
+            adapter=request.adapter_id,
         )
         if start >= self.prompt_len:
             return row
@@ -296,6 +316,7 @@ class Sequence:
         num_new, reason = 0, None
         if row.emits:
             num_new, reason = self._append(output.token_ids, now, max_outputs)
+            self.drafts = output.draft_token_ids
         elif self.request.prompt_only and row.end == self.prompt_len:
             reason = FinishReason.POOLED if row.pools else FinishReason.MAX_TOKENS
         new = SequenceOutput(
@@ -390,4 +411,7 @@ class Sequence:
             cache_miss=self.cache_miss,
             num_output_tokens=self.num_outputs,
             num_blocks=self._max_blocks,
+            rejected_s=self.rejected_s,
+            num_drafts=self.acceptance.num_drafts,
+            num_accepted=self.acceptance.num_accepted,
         )

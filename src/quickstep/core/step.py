@@ -109,7 +109,7 @@ class StepDraft(msgspec.Struct):
 
     def add(self, entry: FlightRow) -> None:
         """Append a row to its phase."""
-        load = StepLoad.of_row(entry.row)
+        load = StepLoad.of_row(entry.row, entry.sequence.request.sampling)
         if entry.row.phase is Phase.DECODE:
             self.decode.append(entry)
             self.decode_load += load
@@ -145,6 +145,8 @@ def row_failures(plan: StepPlan, result: StepResult) -> RowFailures:
     for index, (row, output) in enumerate(zip(plan.rows, result.outputs, strict=True)):
         if row.emits and not output.token_ids:
             failures.setdefault(index, RowFailure(index, "the executor returned no token"))
+        if len(output.token_ids) > 1 + row.num_drafts:
+            failures.setdefault(index, RowFailure(index, "the executor returned too many tokens"))
         if row.pools and output.embedding is None:
             failures.setdefault(index, RowFailure(index, "the executor returned no embedding"))
         if len(output.prompt_logprobs) != row.num_scored:

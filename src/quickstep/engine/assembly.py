@@ -23,7 +23,13 @@ from typing import TYPE_CHECKING
 import msgspec
 from msgspec.structs import replace
 
-from quickstep.config import EngineConfig, InputConfig, LoadConfig, SchedulerConfig
+from quickstep.config import (
+    EngineConfig,
+    InputConfig,
+    LoadConfig,
+    SchedulerConfig,
+    SpeculationMethod,
+)
 from quickstep.engine.loaded_model import LoadedModel
 from quickstep.engine.machine import free_memory_bytes, places_for, usable_cores
 from quickstep.errors import ConfigError
@@ -33,23 +39,30 @@ from quickstep.types import Pooling
 if TYPE_CHECKING:
     import torch
 
+    from quickstep.engine.adapters import Adapters
+    from quickstep.engine.cost_fits import FitFile
+    from quickstep.engine.draft_model import FoundDraft
     from quickstep.engine.engine import Engine
     from quickstep.engine.text.chat_template import ChatTemplate
     from quickstep.engine.text.tokenizer import Tokenizer
     from quickstep.model.checkpoint.source import Checkpoint
     from quickstep.model.decoder_spec import ModelSpec
     from quickstep.model.interface import KVShape, Model
-    from quickstep.model.sizing import MemoryPlan
+    from quickstep.model.sizing import DraftSizes, MemoryPlan
     from quickstep.ops.table import KVCache, OpTable
     from quickstep.ops.tensors import Device, DType
+    from quickstep.runtime.executor import LocalExecutor
+    from quickstep.runtime.speculation.proposer import Proposer
 
 __all__ = [
     "LoadProgress",
     "LoadedWeights",
     "describe",
+    "fit_file",
     "import_loading",
     "load_weights",
     "open_engine",
+    "open_executor",
     "plan_for",
     "set_threads",
     "wire_engine",
@@ -104,6 +117,7 @@ class LoadedWeights(msgspec.Struct, frozen=True):
     model: Model
     plan: MemoryPlan
     kv_shape: KVShape
+    adapters: Adapters | None = None
 
 
 def import_loading() -> None:
@@ -143,7 +157,7 @@ def open_engine(
     kv = allocate_kv(loaded.kv_shape, plan.num_blocks, config.cache.block_size, model.device)
     load_s = time.monotonic() - started_s
     description = describe(loaded, load_s, config.inputs, ahead.tokenizer(), with_template)
-    return wire_engine(config, model, kv, plan, description, step_log_path)
+    return wire_engine(config, model, kv, plan, description, step_log_path, loaded.adapters)
 
 
 def wire_engine(
@@ -153,37 +167,129 @@ def wire_engine(
     plan: MemoryPlan,
     description: LoadedModel,
     step_log_path: Path | None = None,
+    adapters: Adapters | None = None,
 ) -> Engine:
     """The engine around a model that is in memory; `kv` has the plan's blocks."""
     from quickstep.core.block_pool import KVBlockPool
-    from quickstep.core.cost_model import Coefficients, LinearCostModel
+    from quickstep.core.cost_model import Coefficients
     from quickstep.core.policies import make_policy
     from quickstep.core.scheduler import Scheduler
+    from quickstep.engine.cost_fits import FitSaver
     from quickstep.engine.engine import Engine
     from quickstep.engine.requests import open_seeds
     from quickstep.engine.step_log import StepLog
-    from quickstep.runtime.executor import LocalExecutor
-    from quickstep.runtime.runner import ModelRunner
 
     block_size = config.cache.block_size
-    grammars = description.grammars
-    new_matcher = None if grammars is None else grammars.new_matcher
-    clock = time.perf_counter
-    runner = ModelRunner(
-        model, kv, block_size, plan.max_num_seqs, clock, new_matcher, config.enforce_eager
-    )
-    settings = _fitted(config.scheduler, plan)
+    settings = _fitted(config, plan)
     pool = KVBlockPool(plan.num_blocks, block_size, config.cache.prefix_caching)
-    start = Coefficients.of_vocabulary(model.vocab_size)
+    fits = FitSaver.open(
+        fit_file(config, model, description), Coefficients.of_vocabulary(model.vocab_size)
+    )
     return Engine(
         description,
-        Scheduler(settings, pool, make_policy(settings), LinearCostModel(start)),
-        LocalExecutor(runner),
+        Scheduler(settings, pool, make_policy(settings), fits.model),
+        open_executor(config, model, kv, plan, description, adapters),
+        fits=fits,
         step_log=StepLog(path=step_log_path),
         streams=config.streams,
         seeds=open_seeds(config.seed),
         clock=time.monotonic,
+        adapters=adapters,
     )
+
+
+def _draft_load(config: EngineConfig) -> LoadConfig:
+    """What names the checkpoint of the draft model or the heads."""
+    speculation = config.speculation
+    assert speculation.model is not None, "these methods have a model"
+    return replace(
+        config.load,
+        model=speculation.model,
+        revision=speculation.revision,
+        quantization=speculation.quantization,
+    )
+
+
+def _find_draft(config: EngineConfig, ops: OpTable) -> FoundDraft | None:
+    if config.speculation.resolved_method is not SpeculationMethod.DRAFT:
+        return None
+    from quickstep.engine.draft_model import find_draft
+
+    return find_draft(_draft_load(config), ops)
+
+
+def _open_proposer(
+    config: EngineConfig, model: Model, plan: MemoryPlan, path: Path | None
+) -> Proposer | None:
+    """What drafts for `model`, whose checkpoint is at `path`. Raises ConfigError."""
+    from quickstep.model.checkpoint.source import find_checkpoint
+    from quickstep.model.decoder import Decoder
+    from quickstep.runtime.speculation.methods import open_proposer
+
+    method = config.speculation.resolved_method
+    if method not in (SpeculationMethod.DRAFT, SpeculationMethod.MEDUSA):
+        return open_proposer(config.speculation)
+    if not isinstance(model, Decoder):
+        raise ConfigError(
+            f"--speculative-method {method.value} needs a model of a native architecture; "
+            "use --speculative-method suffix"
+        )
+    if method is SpeculationMethod.MEDUSA:
+        from quickstep.runtime.speculation.medusa import MedusaProposer, load_medusa
+
+        heads = load_medusa(find_checkpoint(_draft_load(config)).path, model)
+        return MedusaProposer(model, heads)
+    from quickstep.engine.draft_model import find_draft, load_draft
+
+    return load_draft(
+        find_draft(_draft_load(config), model.ops),
+        model,
+        path,
+        model.ops,
+        plan,
+        config.cache.block_size,
+        config.enforce_eager,
+    )
+
+
+def open_executor(
+    config: EngineConfig,
+    model: Model,
+    kv: KVCache,
+    plan: MemoryPlan,
+    description: LoadedModel,
+    adapters: Adapters | None = None,
+) -> LocalExecutor:
+    """The executor of an engine around a model that is in memory."""
+    from quickstep.runtime.executor import LocalExecutor
+    from quickstep.runtime.runner import ModelRunner
+
+    grammars = description.grammars
+    runner = ModelRunner(
+        model,
+        kv,
+        config.cache.block_size,
+        plan.max_num_seqs,
+        time.perf_counter,
+        None if grammars is None else grammars.new_matcher,
+        config.enforce_eager,
+        _open_proposer(config, model, plan, description.path),
+        None if adapters is None else adapters.packed,
+    )
+    return LocalExecutor(runner)
+
+
+def fit_file(config: EngineConfig, model: Model, description: LoadedModel) -> FitFile | None:
+    """The stored step times of a loaded model on this machine; None where nothing is stored."""
+    from quickstep.engine.cost_fits import FitFile, cache_dir, fit_key
+
+    folder = cache_dir()
+    if folder is None:
+        return None
+    threads = num_threads(config.load)
+    device = model.device.type
+    key = fit_key(description.fingerprint, device, threads, config.enforce_eager)
+    return FitFile(folder, key)
 
 
 class _ReadAhead:
@@ -221,6 +327,7 @@ def load_weights(
     config: EngineConfig, progress: LoadProgress | None, checkpoint: Checkpoint | None = None
 ) -> LoadedWeights:
     """Find, plan and load what `config` names. Raises ConfigError."""
+    from quickstep.engine.adapters import Adapters, open_adapters
     from quickstep.model.checkpoint.placement import choose_device, choose_dtype
     from quickstep.model.checkpoint.source import find_checkpoint
     from quickstep.model.checkpoint.weights import open_checkpoint_files, open_weights
@@ -252,7 +359,11 @@ def load_weights(
     if why_torch:
         require_torch(why_torch)
         set_threads(config.load.num_threads)
-    plan = plan_for(config, spec, dtype, device, ops, held_bytes)
+    at_start = open_adapters(config.lora, spec)
+    adapter_bytes = sum(one.num_bytes(dtype) for _, one in at_start)
+    draft = _find_draft(config, ops)
+    sizes = None if draft is None else draft.sizes
+    plan = plan_for(config, spec, dtype, device, ops, held_bytes, adapter_bytes, sizes)
     for note in plan.notes:
         _LOGGER.info("%s", note)
     on_host = not why_torch
@@ -265,7 +376,11 @@ def load_weights(
     kv_shape = model.kv_shape.stored_as(config.cache.kv_dtype)
     if kv_shape.dtype.itemsize < model.kv_shape.dtype.itemsize:
         _warn_of_kv(model, config.cache.kv_dtype)
-    return LoadedWeights(checkpoint, spec, model, plan, kv_shape)
+    adapters = None if config.lora is None else Adapters(model, spec, ops, config.lora)
+    if adapters is not None:
+        for name, one in at_start:
+            adapters.add(adapters.pack(name, one))
+    return LoadedWeights(checkpoint, spec, model, plan, kv_shape, adapters)
 
 
 def _warn_of_kv(model: Model, kv_dtype: str) -> None:
@@ -291,8 +406,11 @@ def plan_for(
     device: torch.device | Device,
     ops: OpTable,
     held_bytes: int | None = None,
+    adapter_bytes: int = 0,
+    draft: DraftSizes | None = None,
 ) -> MemoryPlan:
-    """What fits into the memory that is free now; `held_bytes` is the size of quantized weights.
+    """What fits into the memory that is free now, next to a draft model; `held_bytes` is the size
+    of quantized weights, `adapter_bytes` that of the adapters.
 
     Raises:
         ConfigError: The model does not fit.
@@ -307,11 +425,13 @@ def plan_for(
             config.load.quantization,
             config.cache.kv_dtype,
             held_bytes,
+            adapter_bytes,
         ),
         config.cache,
         replace(config.scheduler, max_model_len=config.max_model_len or spec.max_model_len),
         config.memory_bytes or _free_bytes(device),
         DEFAULT_KV_BYTES if device.type == "cpu" else None,
+        draft,
     )
 
 
@@ -341,9 +461,12 @@ def _free_bytes(device: torch.device | Device) -> int:
     return torch.cuda.mem_get_info(device.type)[0]
 
 
-def _fitted(scheduler: SchedulerConfig, plan: MemoryPlan) -> SchedulerConfig:
+def _fitted(config: EngineConfig, plan: MemoryPlan) -> SchedulerConfig:
+    speculation = config.speculation
+    is_on = speculation.method is not SpeculationMethod.OFF
     return replace(
-        scheduler,
+        config.scheduler,
+        num_speculative_tokens=speculation.num_speculative_tokens if is_on else 0,
         max_model_len=plan.max_model_len,
         max_num_seqs=plan.max_num_seqs,
         max_num_batched_tokens=plan.max_num_batched_tokens,

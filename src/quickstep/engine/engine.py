@@ -31,6 +31,8 @@ from msgspec import structs
 
 from quickstep.config import StreamConfig
 from quickstep.core.scheduler import Scheduler
+from quickstep.engine.adapters import Adapters, LoadedAdapter
+from quickstep.engine.cost_fits import FitSaver
 from quickstep.engine.grammar.grammars import CompiledGrammar, check_grammar, prepare_grammar
 from quickstep.engine.live_requests import LiveRequests
 from quickstep.engine.loaded_model import LoadedModel
@@ -40,7 +42,7 @@ from quickstep.engine.step_log import StepLog
 from quickstep.engine.stream import Sink, Stream
 from quickstep.engine.text.token_forms import TokenFormFinder
 from quickstep.engine.text.tokenizer import Tokenizer
-from quickstep.errors import EngineError, RequestError
+from quickstep.errors import ConfigError, EngineError, RequestError
 from quickstep.types import (
     Executor,
     FinishReason,
@@ -70,7 +72,8 @@ class Engine:
     """One loaded model, serving requests. Built by `open_engine`; owns scheduler and executor.
 
     `clock` gives monotonic seconds; `seeds` gives the seeds of unseeded requests; `streams` bounds
-    the unread deltas of a stream, None does not.
+    the unread deltas of a stream, None does not; `fits` stores what the scheduler's cost model has
+    learnt. `adapters` None refuses requests with an adapter.
     """
 
     def __init__(
@@ -83,11 +86,15 @@ class Engine:
         streams: StreamConfig | None = None,
         seeds: random.Random,
         clock: Callable[[], float],
+        fits: FitSaver | None = None,
+        adapters: Adapters | None = None,
     ) -> None:
         self._model = model
+        self._adapters = adapters
         self._scheduler = scheduler
         self._executor = executor
         self._step_log = step_log
+        self._fits = fits
         self._stream_bounds = streams
         self._clock = clock
         self._state = EngineState.NEW
@@ -184,6 +191,50 @@ class Engine:
         """Free every cached block that no sequence uses; returns how many there were."""
         return self._scheduler.reset_prefix_cache()
 
+    @property
+    def adapters(self) -> Sequence[LoadedAdapter]:
+        """The adapters that requests may name."""
+        return () if self._adapters is None else self._adapters.loaded
+
+    async def load_adapter(self, name: str, path: str) -> LoadedAdapter:
+        """Load an adapter in a thread, while steps continue; the latest of a name serves new
+        requests, those that run finish on theirs.
+
+        Raises:
+            RequestError: The adapter cannot be used.
+        """
+        adapters = self._require_adapters()
+        try:
+            loaded = adapters.add(await asyncio.to_thread(adapters.read, name, path))
+        except ConfigError as error:
+            raise RequestError(str(error), param="lora_path") from None
+        self._wakeup.set()
+        return loaded
+
+    async def unload_adapter(self, name: str) -> None:
+        """Refuse new requests with an adapter; it is freed when the last one has ended.
+
+        Raises:
+            RequestError: There is no such adapter.
+        """
+        self._require_adapters().unload(name)
+        self._wakeup.set()
+
+    def _require_adapters(self) -> Adapters:
+        if self._adapters is None:
+            raise RequestError(
+                "adapters are off; start with --enable-lora (in Python: enable_lora=True)",
+                param="model",
+            )
+        return self._adapters
+
+    def _with_adapter_id(self, request: Request) -> Request:
+        """The request with its adapter's content id. Raises RequestError."""
+        if not request.adapter:
+            return request
+        found = self._require_adapters().find(request.adapter)
+        return structs.replace(request, adapter_id=found.adapter_id)
+
     async def start(self) -> None:
         """Begin stepping in the running event loop.
 
@@ -215,6 +266,8 @@ class Engine:
             await asyncio.wait({self._task})
         # the task has received every step, so that there is nothing to wait for
         self._executor.close()
+        if self._fits is not None:
+            await self._fits.close()
         self._step_log.close()
 
     async def wait_until_failed(self) -> None:
@@ -261,10 +314,13 @@ class Engine:
         *,
         request_id: str = "",
         timeout_s: float | None = None,
+        adapter: str = "",
     ) -> Stream:
         """Submit a prompt; see `stream`, which takes requests with more fields."""
         ids = self.tokenizer.encode(prompt) if isinstance(prompt, str) else prompt
-        request = Request(request_id, as_token_ids(ids), sampling, timeout_s=timeout_s)
+        request = Request(
+            request_id, as_token_ids(ids), sampling, timeout_s=timeout_s, adapter=adapter
+        )
         return self.stream(request)
 
     def stream(self, request: Request) -> Stream:
@@ -295,6 +351,7 @@ class Engine:
             EngineError: The engine does not run (not started, stopping, failed).
         """
         self._require_running()
+        request = self._with_adapter_id(request)
         now = self._clock()
         grammar = check_grammar(request.sampling.grammar, self._model.grammars)
         sampling = self._token_forms.find(request.sampling, request.prompt_token_ids)
@@ -358,6 +415,9 @@ class Engine:
         self._wakeup.clear()
         now = self._clock()
         self._live.deliver(self._scheduler.expire(now), now)
+        # a step in flight may have rows of requests that have ended
+        if self._adapters is not None and self._adapters.has_unnamed and not self._in_flight:
+            self._adapters.free_unused(self._live.adapter_ids)
         while (plan := self._scheduler.plan(now)) is not None:
             self._in_flight.append((plan, self._executor.submit(plan)))
         if self._in_flight:
@@ -393,6 +453,8 @@ class Engine:
         outcome = self._scheduler.commit(plan, result, now)
         self._step_log.add_step(outcome.record)
         self._live.deliver(outcome.outputs, now)
+        if self._fits is not None:
+            self._fits.tick(now)
 
     async def _recover(self, error: Exception) -> None:
         """Fail the sequences of the failed step and of those after it; the others continue.

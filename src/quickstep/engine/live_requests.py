@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 
 from msgspec.structs import replace
 
@@ -18,7 +18,7 @@ from quickstep.engine.step_log import SequenceRecord, StepLog
 from quickstep.engine.stream import Delta, Sink
 from quickstep.engine.text.output_text import OutputText
 from quickstep.engine.text.tokenizer import Tokenizer
-from quickstep.types import FinishReason, Request, SequenceOutput
+from quickstep.types import FinishReason, Request, SequenceOutput, SequenceTimings
 
 __all__ = ["EndSequences", "LiveRequests"]
 
@@ -73,6 +73,11 @@ class LiveRequests:
         """The ids of live requests, in the order of submission."""
         return tuple(self._live)
 
+    @property
+    def adapter_ids(self) -> frozenset[str]:
+        """The adapters in use."""
+        return frozenset(live.request.adapter_id for live in self._live.values())
+
     async def wait_until_empty(self) -> None:
         """Return once no request is live."""
         await self._empty.wait()
@@ -86,17 +91,20 @@ class LiveRequests:
         self._empty.clear()
 
     def deliver(self, outputs: Iterable[SequenceOutput], now: float) -> None:
-        """Put the scheduler's outputs, as deltas, into their sinks."""
+        """Put the scheduler's outputs, as deltas, into their sinks: a delta per token, so that a
+        stream does not depend on the drafts that were accepted.
+        """
         for output in outputs:
-            live = self._live.get(output.request_id)
-            if live is None or output.index not in live.texts:
-                continue
-            try:
-                self._deliver_one(live, output, now)
-            except (KeyboardInterrupt, SystemExit):
-                raise
-            except BaseException as error:  # one request's end; a panic in Rust is no Exception
-                self._fail(live, output, error, now)
+            for num_after, part in _one_token_each(output):
+                live = self._live.get(output.request_id)
+                if live is None or output.index not in live.texts:
+                    break
+                try:
+                    self._deliver_one(live, part, now, output.timings, num_after)
+                except (KeyboardInterrupt, SystemExit):
+                    raise
+                except BaseException as error:  # one request's end; a panic in Rust is no Exception
+                    self._fail(live, output, error, now)
 
     def fail_all(self, reason: str) -> None:
         """End every request with ERROR, without the scheduler."""
@@ -109,7 +117,17 @@ class LiveRequests:
         self._live.clear()
         self._empty.set()
 
-    def _deliver_one(self, live: _LiveRequest, output: SequenceOutput, now: float) -> None:
+    def _deliver_one(
+        self,
+        live: _LiveRequest,
+        output: SequenceOutput,
+        now: float,
+        timings: SequenceTimings | None,
+        num_after: int,
+    ) -> None:
+        """Deliver a token. `timings` are those of a sequence that has ended, maybe after it;
+        `num_after` tokens were generated in the same step after it.
+        """
         delta = live.texts[output.index].advance(output)
         if output.token_ids:
             self._note_gap(live, output.index, now)
@@ -121,7 +139,10 @@ class LiveRequests:
             ended = self._end_sequences(
                 output.request_id, output.index, FinishReason.STOP_STRING, now
             )
-            timings = next((end.timings for end in ended if end.timings is not None), None)
+            timings = next((end.timings for end in ended if end.timings is not None), timings)
+            if timings is not None:
+                num_tokens = timings.num_output_tokens - num_after
+                timings = replace(timings, num_output_tokens=num_tokens)
             delta = replace(delta, timings=timings)
         self._finish(live, delta, reason)
 
@@ -174,3 +195,28 @@ class LiveRequests:
         self._live.pop(live.request.request_id, None)
         if not self._live:
             self._empty.set()
+
+
+def _one_token_each(output: SequenceOutput) -> Iterator[tuple[int, SequenceOutput]]:
+    """The output in parts of at most one token, with how many tokens come after each. What belongs
+    to the prompt is in the first part, the end is in the last one.
+    """
+    num_tokens = len(output.token_ids)
+    if num_tokens <= 1:
+        yield 0, output
+        return
+    for index in range(num_tokens - 1):
+        yield (
+            num_tokens - 1 - index,
+            SequenceOutput(
+                output.request_id,
+                output.index,
+                output.token_ids[index : index + 1],
+                output.logprobs[index : index + 1],
+                prompt_logprobs=() if index else output.prompt_logprobs,
+            ),
+        )
+    last = replace(
+        output, token_ids=output.token_ids[-1:], logprobs=output.logprobs[-1:], prompt_logprobs=()
+    )
+    yield 0, last

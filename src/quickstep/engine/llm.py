@@ -20,15 +20,29 @@ import weakref
 from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import partial
-from typing import Any, NamedTuple, Self, TypedDict, TypeVar, Unpack, cast, get_type_hints
+from pathlib import Path
+from typing import (
+    Any,
+    NamedTuple,
+    Self,
+    TypedDict,
+    TypeVar,
+    Unpack,
+    cast,
+    get_origin,
+    get_type_hints,
+)
 
 from quickstep.config import (
     CacheConfig,
     EngineConfig,
     LoadConfig,
+    LoRAConfig,
     PolicyName,
     SchedulerConfig,
+    SpeculationConfig,
 )
+from quickstep.engine.adapters import LoRARequest
 from quickstep.engine.assembly import open_engine
 from quickstep.engine.beam_search import BeamSearch, BeamSearchParams
 from quickstep.engine.engine import Engine
@@ -49,6 +63,8 @@ from quickstep.types import Pooling, Request, SamplingParams
 
 __all__ = ["LLM", "LLMOptions", "Prompt", "engine_config"]
 
+# The adapter of all prompts, or of each.
+LoRARequests = LoRARequest | Sequence[LoRARequest | None] | None
 Prompt = str | Sequence[int] | Mapping[str, Any]
 
 _T = TypeVar("_T")
@@ -82,9 +98,13 @@ class LLMOptions(TypedDict, total=False):
     priority_aging_s: float
     batch_timeout_s: float
     use_kv_cache: bool
+    speculative_config: dict[str, Any]
     seed: int | None
     memory_bytes: int | None
     enforce_eager: bool
+    enable_lora: bool
+    max_loras: int
+    max_lora_rank: int
 
 
 # option -> (section, field); the section "" is EngineConfig itself
@@ -113,9 +133,13 @@ _PLACES: Mapping[str, tuple[str, str]] = {
     "priority_aging_s": ("scheduler", "priority_aging_s"),
     "batch_timeout_s": ("scheduler", "batch_timeout_s"),
     "use_kv_cache": ("scheduler", "use_kv_cache"),
+    "speculative_config": ("", "speculation"),
     "seed": ("", "seed"),
     "memory_bytes": ("", "memory_bytes"),
     "enforce_eager": ("", "enforce_eager"),
+    "enable_lora": ("lora", "enabled"),
+    "max_loras": ("lora", "max_loras"),
+    "max_lora_rank": ("lora", "max_lora_rank"),
 }
 
 
@@ -153,16 +177,19 @@ class LLM:
         prompts: Prompt | Sequence[Prompt],
         sampling_params: SamplingParams | Sequence[SamplingParams] | None = None,
         use_tqdm: bool = True,
+        *,
+        lora_request: LoRARequests = None,
     ) -> list[RequestOutput]:
         """Complete one prompt or many; the answers are in the order of the prompts.
 
         A prompt is text, token ids, or a mapping with `prompt` or `prompt_token_ids`. If a single
-        sequence fails, its output's `error` says why.
+        sequence fails, its output's `error` says why. `lora_request` is the adapter of all prompts,
+        or a list with that of each, None for none; it needs `enable_lora`.
 
         Raises:
             RequestError: One of the prompts or parameters is invalid; then none is served.
         """
-        return self._serve(self._tokenized(prompts), sampling_params, use_tqdm)
+        return self._serve(self._tokenized(prompts), sampling_params, use_tqdm, lora_request)
 
     def chat(
         self,
@@ -173,6 +200,7 @@ class LLM:
         add_generation_prompt: bool = True,
         tools: Sequence[Mapping[str, Any]] | None = None,
         chat_template_kwargs: Mapping[str, Any] | None = None,
+        lora_request: LoRARequests = None,
     ) -> list[RequestOutput]:
         """Answer one conversation or several, through the model's chat template.
 
@@ -184,7 +212,7 @@ class LLM:
             _TokenizedPrompt(None, render(one, tools, add_generation_prompt, chat_template_kwargs))
             for one in _as_conversations(messages)
         ]
-        return self._serve(tokenized, sampling_params, use_tqdm)
+        return self._serve(tokenized, sampling_params, use_tqdm, lora_request)
 
     def embed(
         self,
@@ -254,11 +282,13 @@ class LLM:
         prompts: Sequence[_TokenizedPrompt],
         sampling_params: SamplingParams | Sequence[SamplingParams] | None,
         use_tqdm: bool,
+        lora_request: LoRARequests,
     ) -> list[RequestOutput]:
         sampling = _as_many(sampling_params, len(prompts))
+        adapters = self._loaded(lora_request, len(prompts))
         submits = [
-            partial(self._engine.generate, prompt.token_ids, params)
-            for prompt, params in zip(prompts, sampling, strict=True)
+            partial(self._engine.generate, prompt.token_ids, params, adapter=adapter)
+            for prompt, params, adapter in zip(prompts, sampling, adapters, strict=True)
         ]
         tokenizer = self._engine.tokenizer
 
@@ -267,6 +297,28 @@ class LLM:
 
         with _progress_bar("Generating", is_wanted=use_tqdm) as show:
             return self._thread.call(_all_answers(submits, answer, show))
+
+    def _loaded(self, lora_request: LoRARequests, num_prompts: int) -> list[str]:
+        """The name of each prompt's adapter, after loading those that are not. RequestError."""
+        if lora_request is None or isinstance(lora_request, LoRARequest):
+            wanted: Sequence[LoRARequest | None] = [lora_request] * num_prompts
+        else:
+            wanted = lora_request
+        if len(wanted) != num_prompts:
+            raise RequestError(
+                f"{len(wanted)} lora_requests for {num_prompts} prompts; pass one for all or one "
+                "for each",
+                param="lora_request",
+            )
+        paths = {one.name: one.path for one in self._engine.adapters}
+        for one in wanted:
+            if one is None or (one.lora_name in paths and not one.lora_path):
+                continue
+            if paths.get(one.lora_name) == str(Path(one.lora_path)):
+                continue
+            loaded = self._thread.call(self._engine.load_adapter(one.lora_name, one.lora_path))
+            paths[one.lora_name] = loaded.path
+        return ["" if one is None else one.lora_name for one in wanted]
 
     def _start_search(self, token_ids: Sequence[int], params: BeamSearchParams) -> BeamSearch:
         engine = self._engine
@@ -394,7 +446,8 @@ def engine_config(model: str, options: Mapping[str, Any]) -> EngineConfig:
     Raises:
         ConfigError: An option is unknown, given twice by two names, or has a bad value.
     """
-    sections: dict[str, dict[str, Any]] = {"load": {"model": model}, "cache": {}, "scheduler": {}}
+    sections: dict[str, dict[str, Any]] = {"load": {"model": model}}
+    sections |= {"cache": {}, "scheduler": {}, "lora": {}}
     own: dict[str, Any] = {}
     for name, value in options.items():
         if name not in _PLACES:
@@ -406,18 +459,32 @@ def engine_config(model: str, options: Mapping[str, Any]) -> EngineConfig:
         fields = sections[section] if section else own
         if field in fields:
             raise ConfigError(f"{name} and another name of {field} are both given; keep one")
-        fields[field] = _policy(value) if name == "policy" else value
+        if name == "policy":
+            value = _policy(value)
+        elif name == "speculative_config":
+            value = SpeculationConfig.of_fields(value, name)
+        fields[field] = value
     return EngineConfig(
         load=LoadConfig(**sections["load"]),
         cache=CacheConfig(**sections["cache"]),
         scheduler=SchedulerConfig(**sections["scheduler"]),
+        lora=_lora(sections["lora"]),
         **own,
     )
 
 
+def _lora(options: dict[str, Any]) -> LoRAConfig | None:
+    if options.pop("enabled", False):
+        return LoRAConfig(**options)
+    if options:
+        raise ConfigError(f"{next(iter(options))} needs enable_lora=True")
+    return None
+
+
 def _check_type(name: str, value: Any) -> None:
     """Raise ConfigError for a wrong type. Integers may be floats, booleans neither."""
-    wanted = get_type_hints(LLMOptions)[name]
+    hint = get_type_hints(LLMOptions)[name]
+    wanted = dict if get_origin(hint) is dict else hint
     is_number = isinstance(value, int) and not isinstance(value, bool)
     fits = isinstance(value, wanted) if wanted is not float else is_number or type(value) is float
     if not fits or (isinstance(value, bool) and wanted is not bool):

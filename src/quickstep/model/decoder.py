@@ -11,10 +11,18 @@ from typing import TYPE_CHECKING
 
 import msgspec
 
-from quickstep.model.decoder_spec import LayerSpec, ModelSpec, QKNorm
+from quickstep.model.adapters.lora_modules import Projection, module_number
+from quickstep.model.decoder_spec import ModelSpec, QKNorm
 from quickstep.model.interface import ForwardBatch, KVShape
 from quickstep.model.rope import RopeTable
-from quickstep.ops.table import AttentionParams, KVCache, LinearWeight, OpTable, PagedLayout
+from quickstep.ops.table import (
+    AttentionParams,
+    KVCache,
+    LinearWeight,
+    LoRAMapping,
+    OpTable,
+    PagedLayout,
+)
 from quickstep.ops.tensors import AnyTensor, Device, rounded
 
 if TYPE_CHECKING:
@@ -28,7 +36,6 @@ __all__ = [
     "LayerWeights",
     "MLPWeights",
     "MoEWeights",
-    "dense_mlp",
 ]
 
 
@@ -177,7 +184,7 @@ class Decoder:
         """`Model.forward`. With emitting tokens only, the last layer stops at its KV for others:
         the layer's keys and values are all that later tokens read of them.
         """
-        layout, emitting = batch.layout, batch.emitting
+        layout, emitting, lora = batch.layout, batch.emitting, batch.lora
         rotations = tuple(table.at(self._ops, layout.positions) for table in self._ropes)
         weights = self._weights
         residual = self._ops.embedding(
@@ -190,16 +197,16 @@ class Decoder:
             kind = self._spec.layers[index]
             rotation = None if kind.rope is None else rotations[kind.rope]
             x, residual = self._add_and_norm(delta, residual, layer.input_layernorm)
-            q = self._write_kv_and_query(index, x, rotation, layout, kv)
+            q = self._write_kv_and_query(index, x, rotation, layout, kv, lora)
             if emitting is not None and index == self._spec.num_layers - 1:
-                layout, tokens = emitting.layout, emitting.tokens
+                layout, tokens, lora = emitting.layout, emitting.tokens, emitting.lora
                 q, residual = q[tokens], residual[tokens]
                 if not tokens.shape[0]:
                     return residual
-            x = self._attention(index, q, layout, kv)
+            x = self._attention(index, q, layout, kv, lora)
             delta = self._norm_output(x, layer.post_attention_layernorm)
             x, residual = self._add_and_norm(delta, residual, layer.pre_feedforward_layernorm)
-            x = self._mlp(layer, kind, x)
+            x = self._mlp(index, x, lora)
             delta = self._norm_output(x, layer.post_feedforward_layernorm)
         hidden, _ = self._add_and_norm(delta, residual, self._weights.final_norm)
         return hidden
@@ -239,30 +246,55 @@ class Decoder:
         rotation: tuple[Tensor, Tensor] | None,
         layout: PagedLayout,
         kv: KVCache,
+        lora: LoRAMapping | None,
     ) -> Tensor:
         """Write a layer's KV of x [T, hidden], return its queries [T, H, D]."""
         ops = self._ops
-        q, k, v = self._qkv(self._weights.layers[index].attention, x)
+        q, k, v = self._qkv(index, x, lora)
         if rotation is not None:
             q = ops.rotary(q, rotation[0], rotation[1], False)
             k = ops.rotary(k, rotation[0], rotation[1], False)
         ops.write_kv(k, v, kv.keys[index], kv.values[index], layout.slot_mapping)
         return q
 
-    def _attention(self, index: int, q: Tensor, layout: PagedLayout, kv: KVCache) -> Tensor:
+    def _attention(
+        self,
+        index: int,
+        q: Tensor,
+        layout: PagedLayout,
+        kv: KVCache,
+        lora: LoRAMapping | None,
+    ) -> Tensor:
         """One layer's attention of q [T, H, D] over the KV written, and its output projection."""
         ops, spec = self._ops, self._spec
         keys, values = kv.keys[index], kv.values[index]
         weights = self._weights.layers[index].attention
         params = self._attention_params[index]
         mixed = ops.paged_attention(q, keys, values, layout, params, weights.sinks)
-        return ops.linear(mixed.reshape(-1, spec.num_heads * spec.head_size), weights.o_proj)
+        mixed = mixed.reshape(-1, spec.num_heads * spec.head_size)
+        return self._linear(mixed, weights.o_proj, index, Projection.O_PROJ, lora)
 
-    def _qkv(self, weights: AttentionWeights, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    def _linear(
+        self,
+        x: Tensor,
+        weight: LinearWeight,
+        index: int,
+        projection: Projection,
+        lora: LoRAMapping | None,
+    ) -> Tensor:
+        """A product of layer `index`, with the tokens' adapters."""
+        y = self._ops.linear(x, weight)
+        if lora is not None:
+            self._ops.add_lora_(y, x, module_number(index, projection), lora)
+        return y
+
+    def _qkv(
+        self, index: int, x: Tensor, lora: LoRAMapping | None
+    ) -> tuple[Tensor, Tensor, Tensor]:
         """Queries [T, H, D], k and v [T, K, D], normed where the architecture does."""
-        spec = self._spec
+        spec, weights = self._spec, self._weights.layers[index].attention
         queries, keys = spec.num_heads * spec.head_size, spec.num_kv_heads * spec.head_size
-        qkv = self._ops.linear(x, weights.qkv)
+        qkv = self._linear(x, weights.qkv, index, Projection.QKV, lora)
         q, k = qkv[:, :queries], qkv[:, queries : queries + keys]
         v = qkv[:, queries + keys :]
         if spec.qk_norm is QKNorm.FULL:
@@ -279,18 +311,14 @@ class Decoder:
         q = self._ops.rms_norm(q, weights.q_norm, eps, offset)
         return q, self._ops.rms_norm(k, weights.k_norm, eps, offset)
 
-    def _mlp(self, layer: LayerWeights, kind: LayerSpec, x: Tensor) -> Tensor:
-        weights, activation = layer.mlp, self._spec.activation
+    def _mlp(self, index: int, x: Tensor, lora: LoRAMapping | None) -> Tensor:
+        weights, activation = self._weights.layers[index].mlp, self._spec.activation
         if isinstance(weights, MoEWeights):
-            assert kind.sparse and self._spec.moe is not None
+            assert self._spec.layers[index].sparse and self._spec.moe is not None
             # Imported here: it computes with torch.
             from quickstep.model.experts import mixture_of_experts
 
             return mixture_of_experts(self._ops, weights, x, self._spec.moe, activation)
-        return dense_mlp(self._ops, weights, x, activation)
-
-
-def dense_mlp(ops: OpTable, weights: MLPWeights, x: Tensor, activation: str) -> Tensor:
-    """[T, C] -> [T, C]: down_proj(act(gate(x)) * up(x))."""
-    gate_up = ops.linear(x, weights.gate_up)
-    return ops.linear(ops.gated_activation(gate_up, activation), weights.down_proj)
+        gate_up = self._linear(x, weights.gate_up, index, Projection.GATE_UP, lora)
+        x = self._ops.gated_activation(gate_up, activation)
+        return self._linear(x, weights.down_proj, index, Projection.DOWN_PROJ, lora)

@@ -9,7 +9,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from quickstep.model.decoder import MoEWeights, dense_mlp
+from quickstep.model.decoder import MLPWeights, MoEWeights
 from quickstep.model.decoder_spec import MoESpec
 from quickstep.ops.reference.exact_math import exp_nonpositive, round_rows
 from quickstep.ops.table import OpTable
@@ -62,8 +62,14 @@ def mixture_of_experts(
             continue
         stop = start + count
         rows = tokens[start:stop]
-        output = dense_mlp(ops, expert, x[rows], activation)
+        output = _dense_mlp(ops, expert, x[rows], activation)
         expert_weight = expert_weights[by_expert[start:stop]].unsqueeze(1)
         result.index_add_(0, rows, output.float() * expert_weight)  # a token is in `rows` once
         start = stop
     return result.to(x.dtype)
+
+
+def _dense_mlp(ops: OpTable, weights: MLPWeights, x: Tensor, activation: str) -> Tensor:
+    """[T, C] -> [T, C], of one expert: down_proj(act(gate(x)) * up(x))."""
+    gate_up = ops.linear(x, weights.gate_up)
+    return ops.linear(ops.gated_activation(gate_up, activation), weights.down_proj)

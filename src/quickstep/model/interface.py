@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Protocol
 import msgspec
 from msgspec.structs import replace
 
-from quickstep.ops.table import KVCache, PagedLayout
+from quickstep.ops.table import KVCache, LoRAMapping, PagedLayout
 from quickstep.ops.tensors import AnyTensor, Device, DType, find_dtype, head_width, torch_dtype
 
 if TYPE_CHECKING:
@@ -21,19 +21,21 @@ __all__ = ["EmittingTokens", "ForwardBatch", "KVShape", "Model"]
 
 
 class EmittingTokens(msgspec.Struct, frozen=True):
-    """The last tokens of the rows that emit, by themselves: E rows of one token each.
+    """The tokens of a step that get logits, by themselves: E rows of one token each.
 
     Attributes:
         tokens: [E] int64, which of the step's tokens they are.
         layout: Their place, like the `PagedLayout` of a step.
+        lora: Their adapters, by their place among the E.
     """
 
     tokens: Tensor
     layout: PagedLayout
+    lora: LoRAMapping | None = None
 
 
 class ForwardBatch(msgspec.Struct, frozen=True):
-    """One step's inputs: token_ids [T] int64 and their layout.
+    """One step's inputs: token_ids [T] int64, their layout, and their adapters, None for none.
 
     With `emitting`, only the hidden states of its tokens are needed.
     """
@@ -41,6 +43,7 @@ class ForwardBatch(msgspec.Struct, frozen=True):
     token_ids: Tensor
     layout: PagedLayout
     emitting: EmittingTokens | None = None
+    lora: LoRAMapping | None = None
 
 
 class KVShape(msgspec.Struct, frozen=True):

@@ -25,6 +25,7 @@ from quickstep.model.quantization import find_scheme
 __all__ = [
     "DEFAULT_KV_BYTES",
     "GIB",
+    "DraftSizes",
     "ElementBytes",
     "MemoryPlan",
     "MemoryRow",
@@ -48,7 +49,7 @@ class ElementBytes(msgspec.Struct, frozen=True):
     """Bytes per element: of the model's dtype (activations, weights that are not quantized), and of
     the op table's scratch (`OpTable.scratch_bytes`). `quantization` is `--quantization`, `kv_dtype`
     is `CacheConfig.kv_dtype`; `weights` are the bytes of all weights of a checkpoint that is
-    quantized already.
+    quantized already, `adapters` those of the adapters that are loaded at the start.
     """
 
     dtype: int
@@ -56,6 +57,25 @@ class ElementBytes(msgspec.Struct, frozen=True):
     quantization: str | None = None
     kv_dtype: str = "auto"
     weights: int | None = None
+    adapters: int = 0
+
+
+class DraftSizes(msgspec.Struct, frozen=True):
+    """A draft model that is loaded in addition: what it is, and its bytes per element."""
+
+    spec: ModelSpec
+    elements: ElementBytes
+
+    @property
+    def weight_bytes(self) -> int:
+        """Bytes of its weights."""
+        return _weights(self.spec, self.elements)
+
+    @property
+    def kv_bytes_per_token(self) -> int:
+        """Bytes of its KV of one token."""
+        elements = self.elements
+        return kv_bytes_per_token(self.spec, elements.dtype, elements.kv_dtype)
 
 
 class MemoryRow(msgspec.Struct, frozen=True):
@@ -74,7 +94,8 @@ class MemoryPlan(msgspec.Struct, frozen=True):
         max_model_len: Longest sequence, prompt and output.
         max_num_seqs: Resident sequences.
         max_num_batched_tokens: Tokens of a step.
-        rows: weights, KV cache, activations, spare; they add up to `memory_bytes`.
+        rows: weights, adapters if there are any, KV cache, those of a draft model, activations,
+            spare; they add up to `memory_bytes`.
         long_context: How positions are scaled beyond the model's own limit.
     """
 
@@ -163,13 +184,15 @@ def plan_memory(
     scheduler: SchedulerConfig,
     memory_bytes: int,
     default_kv_bytes: int | None = DEFAULT_KV_BYTES,
+    draft: DraftSizes | None = None,
 ) -> MemoryPlan:
     """Divide `memory_bytes` among weights, activations and KV. The spec allows the scheduler's
     `max_model_len` (`long_context.with_context` sees to that).
 
     Without `num_blocks` or `kv_cache_bytes` the KV cache gets what `max_num_seqs` sequences of
     `max_model_len` need, at most half of what weights and activations leave, and at most
-    `default_kv_bytes` (None: no such limit, for a GPU) unless one sequence needs more.
+    `default_kv_bytes` (None: no such limit, for a GPU) unless one sequence needs more. A draft
+    model has as many KV blocks.
 
     Raises:
         ConfigError: Weights, or weights and the least KV cache, do not fit.
@@ -177,10 +200,11 @@ def plan_memory(
     notes = list(spec.notes)
     context = scheduler.max_model_len
     dtype_bytes, scratch_bytes = elements.dtype, elements.scratch
-    weights = _weights(spec, elements)
+    weights = _weights(spec, elements) + elements.adapters
+    weights += 0 if draft is None else draft.weight_bytes
     seqs = scheduler.max_num_seqs
     tokens, activations = _fit_step(
-        spec, (dtype_bytes, scratch_bytes), scheduler, memory_bytes - weights
+        spec, (dtype_bytes, scratch_bytes), scheduler, memory_bytes - weights, draft
     )
     left = memory_bytes - weights - activations
     if tokens < scheduler.max_num_batched_tokens:
@@ -188,7 +212,10 @@ def plan_memory(
             f"max_num_batched_tokens {scheduler.max_num_batched_tokens} became {tokens}, as "
             "activations would not fit"
         )
-    block_bytes = kv_bytes_per_token(spec, dtype_bytes, elements.kv_dtype) * cache.block_size
+    per_token = kv_bytes_per_token(spec, dtype_bytes, elements.kv_dtype)
+    if draft is not None:
+        per_token += draft.kv_bytes_per_token
+    block_bytes = per_token * cache.block_size
     fitting = max(left, 0) // block_bytes
     least = -(-min(context, _MIN_CONTEXT) // cache.block_size)
     if fitting < least:
@@ -210,14 +237,20 @@ def plan_memory(
     if num_blocks < seqs:
         notes.append(f"max_num_seqs {seqs} became {num_blocks}, one per KV block")
         seqs = num_blocks
-    rows = _rows(spec, elements, memory_bytes, (num_blocks, cache.block_size, tokens), left)
+    sizes = num_blocks, cache.block_size, tokens
+    rows = _rows(spec, elements, memory_bytes, sizes, left, draft)
     return MemoryPlan(num_blocks, context, seqs, tokens, rows, tuple(notes), spec.long_context)
 
 
 def _fit_step(
-    spec: ModelSpec, element_bytes: tuple[int, int], scheduler: SchedulerConfig, available: int
+    spec: ModelSpec,
+    element_bytes: tuple[int, int],
+    scheduler: SchedulerConfig,
+    available: int,
+    draft: DraftSizes | None,
 ) -> tuple[int, int]:
-    """A step's tokens, halved until half of the memory is left, and its activations.
+    """A step's tokens, halved until half of the memory is left, and its activations (a draft
+    model's memory is its own).
 
     `element_bytes` are those of the dtype and of the ops' scratch.
     """
@@ -225,6 +258,9 @@ def _fit_step(
     tokens, seqs = scheduler.max_num_batched_tokens, scheduler.max_num_seqs
     while True:
         used = activation_bytes(spec, dtype_bytes, tokens, seqs, scratch_bytes)
+        if draft is not None:
+            sizes = draft.elements.dtype, tokens, seqs, draft.elements.scratch
+            used += activation_bytes(draft.spec, *sizes)
         if used <= available // 2 or tokens // 2 < _MIN_STEP_TOKENS:
             return tokens, used
         tokens //= 2
@@ -266,6 +302,7 @@ def _rows(
     memory_bytes: int,
     sizes: tuple[int, int, int],
     left: int,
+    draft: DraftSizes | None,
 ) -> tuple[MemoryRow, ...]:
     """`sizes` are blocks, block size, tokens of a step; `left` is what remains for KV and spare."""
     num_blocks, block_size, tokens = sizes
@@ -276,13 +313,30 @@ def _rows(
     if elements.weights is not None:
         held = "as the checkpoint has quantized them"
     detail = f"{num_parameters(spec) / 1e9:.3f} B parameters {held}"
-    return (
-        MemoryRow("weights", weights, detail),
-        MemoryRow(
-            "KV cache",
-            kv_bytes,
-            f"{num_blocks} blocks x {block_size} tokens x {per_token} bytes",
-        ),
-        MemoryRow("activations", memory_bytes - weights - left, f"{tokens} tokens a step"),
+    cache = f"{num_blocks} blocks x {block_size} tokens"
+    rows = [MemoryRow("weights", weights, detail)]
+    if elements.adapters:
+        rows.append(MemoryRow("adapters", elements.adapters, "loaded at the start"))
+        weights += elements.adapters
+    rows += [
+        MemoryRow("KV cache", kv_bytes, f"{cache} x {per_token} bytes"),
+    ]
+    if draft is not None:
+        per_token = draft.kv_bytes_per_token
+        detail = f"{num_parameters(draft.spec) / 1e9:.3f} B parameters"
+        rows += [
+            MemoryRow("draft weights", draft.weight_bytes, detail),
+            MemoryRow(
+                "draft KV cache",
+                num_blocks * block_size * per_token,
+                f"{cache} x {per_token} bytes",
+            ),
+        ]
+        weights += draft.weight_bytes
+        kv_bytes += num_blocks * block_size * per_token
+    activations = memory_bytes - weights - left
+    rows += [
+        MemoryRow("activations", activations, f"{tokens} tokens a step"),
         MemoryRow("spare", left - kv_bytes, f"of {memory_bytes / GIB:.2f} GiB"),
-    )
+    ]
+    return tuple(rows)

@@ -11,7 +11,7 @@ S block size, V vocabulary, N output features, C input features.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Protocol
 
@@ -29,6 +29,9 @@ __all__ = [
     "AttentionParams",
     "KVCache",
     "LinearWeight",
+    "LoRAAdapter",
+    "LoRAMapping",
+    "LoRAPart",
     "OpTable",
     "PagedLayout",
     "Quantize",
@@ -84,6 +87,46 @@ class LinearWeight(msgspec.Struct, frozen=True):
     num_outputs: int
     num_inputs: int
     nbytes: int
+
+
+class LoRAPart(msgspec.Struct, frozen=True):
+    """A low-rank change of some outputs of a linear layer: y[first:first + n] += scale * B A x.
+
+    Attributes:
+        a: [rank, C].
+        b: [n, rank], in the dtype of `a`: that of the layer's activations.
+        first_output: `first`; above 0 in a matrix that holds several projections.
+        scale: lora_alpha / rank, or lora_alpha / sqrt(rank) of rsLoRA.
+    """
+
+    a: AnyTensor
+    b: AnyTensor
+    first_output: int
+    scale: float
+
+    @property
+    def rank(self) -> int:
+        """Inputs of `b`."""
+        return int(self.a.shape[0])
+
+
+class LoRAAdapter(msgspec.Struct, frozen=True):
+    """An adapter in the layout of the implementation that made it (`OpTable.pack_lora`).
+
+    Only that implementation reads `data`; `nbytes` counts it.
+    """
+
+    data: object
+    nbytes: int
+
+
+class LoRAMapping(msgspec.Struct, frozen=True):
+    """Which tokens of a step, or of its emitting tokens, use which adapter.
+
+    `groups` are an adapter and its tokens, [n] int64, ascending; a token is in one group at most.
+    """
+
+    groups: tuple[tuple[LoRAAdapter, Tensor], ...]
 
 
 class QuantizedWeight(msgspec.Struct, frozen=True):
@@ -226,6 +269,10 @@ class OpTable(msgspec.Struct, frozen=True):
             dtype; `linear` then quantizes them as well, per token and group of the weight.
         quantize: On-the-fly rounding, row by row. Called once at load.
         linear: (x [T, C], LinearWeight) -> [T, N] in x's dtype; fp32 accumulation in one order.
+        pack_lora: (the `LoRAPart`s of each of a model's matrices) -> LoRAAdapter.
+        add_lora_: (y [T, N], x [T, C], number of the matrix, LoRAMapping) -> None: to y, which
+            `linear` made of x, adds scale * B (A x) of each token's adapter, in place. A x is
+            fp32, each sum in one order; y is rounded once more. Other tokens are not touched.
         embedding: (token_ids [T], weight [V, C] or LinearWeight, dtype) -> [T, C]: rows of the
             weight. `dtype` is the weight's own where it has one, else what its rows are rounded to.
         rms_norm: (x [T, C], weight [C], eps, offset) -> [T, C]: x / rms(x) * (weight + offset),
@@ -257,6 +304,8 @@ class OpTable(msgspec.Struct, frozen=True):
     pack_quantized: Callable[[QuantizedWeight, AnyTensor | None], LinearWeight]
     quantize: Quantize
     linear: Callable[[Tensor, LinearWeight], Tensor]
+    pack_lora: Callable[[Sequence[Sequence[LoRAPart]]], LoRAAdapter]
+    add_lora_: Callable[[Tensor, Tensor, int, LoRAMapping], None]
     embedding: Callable[[Tensor, AnyTensor | LinearWeight, DType | torch.dtype], Tensor]
     rms_norm: Callable[[Tensor, AnyTensor, float, float], Tensor]
     add_rms_norm: Callable[[Tensor, Tensor, AnyTensor, float, float], tuple[Tensor, Tensor]]

@@ -1,7 +1,7 @@
 """Captured steps: the forward pass recorded once, replayed as one native call.
 
 The CPU's counterpart of a CUDA graph. A recording does not depend on the number of tokens. A
-program is a recording bound to memory for a largest number of tokens and emitting rows; it runs
+program is a recording bound to memory for a largest number of tokens and emitting tokens; it runs
 with the step's real counts, so that no row is padded and every bit is the same as op by op. There
 are two recordings: one ends with the hidden states of the emitting tokens, the other, made when a
 step first needs it, with those of every token. A program is bound when a step first needs its size
@@ -15,27 +15,32 @@ from __future__ import annotations
 
 import ctypes
 from array import array
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
+from itertools import chain
 from typing import Protocol
 
 from quickstep.errors import EngineError
 from quickstep.model.decoder import Decoder
 from quickstep.model.interface import EmittingTokens, ForwardBatch, Model
 from quickstep.ops.native.library import StepCall
+from quickstep.ops.native.lora import PackedLoRA
 from quickstep.ops.native.program import Program, Recording, program_bytes
 from quickstep.ops.native.recorder import NativeRecorder, NotCapturable
 from quickstep.ops.native.steps import NativeSteps
-from quickstep.ops.table import KVCache
+from quickstep.ops.table import KVCache, LoRAAdapter
 from quickstep.ops.tensors import FLOAT32, UINT8, AnyTensor, HostTensor, host_dtype
 from quickstep.runtime.slots import Slot
 from quickstep.types import StepRow
 
-__all__ = ["CapturedSteps", "StepModel", "open_steps", "record"]
+__all__ = ["CapturedSteps", "EmittingToken", "StepModel", "open_steps", "record"]
 
 _LEAST_TOKENS = 64
 _LEAST_EMITTING = 8
 _FIELDS_PER_ROW = 4  # of `StepRowCall`
+
+# A token that gets logits: the row of the step, and how many of the row's tokens come after it.
+EmittingToken = tuple[int, int]
 
 
 class StepModel(Protocol):
@@ -47,37 +52,53 @@ class StepModel(Protocol):
     def prepare(self, rows: Sequence[StepRow], slots: Sequence[Slot]) -> None:
         """Set the step's rows. Raises EngineError when they contradict their blocks or tokens."""
 
-    def run(self, emitting: Sequence[int], every_token: bool) -> tuple[AnyTensor, AnyTensor]:
-        """Compute the prepared rows: final hidden states, and fp32 logits [E, V] of the last tokens
-        of the `emitting` rows. The hidden states are of every token [T, C], or of these last tokens
-        only [E, C]. Both are valid until the next `prepare`; they are tensors of torch where the
-        step ran op by op.
+    def run(
+        self, emitting: Sequence[EmittingToken], every_token: bool
+    ) -> tuple[AnyTensor, AnyTensor]:
+        """Compute the prepared rows: final hidden states, and fp32 logits [E, V] of the `emitting`
+        tokens. The hidden states are of every token [T, C], or of these tokens only [E, C]. Both
+        are valid until the next `prepare`; they are tensors of torch where the step ran op by op.
         """
 
     def logits(self, hidden: AnyTensor) -> AnyTensor:
         """Logits [E, V] fp32 of some of the hidden states [E, C] that `run` returned."""
 
 
-def open_steps(model: Model, kv: KVCache, block_size: int, enforce_eager: bool) -> StepModel:
-    """Captured steps where the model can be recorded, otherwise its Python, op by op."""
+def open_steps(
+    model: Model,
+    kv: KVCache,
+    block_size: int,
+    enforce_eager: bool,
+    adapters: Mapping[str, LoRAAdapter] | None = None,
+) -> StepModel:
+    """Captured steps where the model can be recorded, otherwise its Python, op by op.
+
+    `adapters` are those that rows may name, as they are when a step is prepared; None if rows never
+    have one, so that nothing of a step is about adapters.
+    """
     if not enforce_eager and isinstance(model, Decoder) and model.ops.steps is not None:
-        of_emitting = record(model, kv, block_size, every_token=False)
+        with_lora = adapters is not None
+        of_emitting = record(model, kv, block_size, every_token=False, with_lora=with_lora)
         if of_emitting is not None:
-            of_all = partial(record, model, kv, block_size, True)
+            of_all = partial(record, model, kv, block_size, True, with_lora)
             recordings = _Recordings(of_emitting, of_all)
-            return CapturedSteps(model, model.ops.steps, recordings, block_size)
+            return CapturedSteps(model, model.ops.steps, recordings, block_size, adapters)
     # Imported here: it computes with torch.
     from quickstep.runtime.eager_steps import EagerSteps
 
-    return EagerSteps(model, kv, block_size)
+    return EagerSteps(model, kv, block_size, adapters)
 
 
-def record(model: Decoder, kv: KVCache, block_size: int, every_token: bool) -> Recording | None:
+def record(
+    model: Decoder, kv: KVCache, block_size: int, every_token: bool, with_lora: bool = False
+) -> Recording | None:
     """The model's forward pass and its logits; None where they are more than native calls."""
     recorder = NativeRecorder(block_size)
     recorded = model.with_ops(recorder.table(model.ops))
-    emitting = EmittingTokens(*recorder.emitting)
-    batch = ForwardBatch(recorder.token_ids, recorder.layout, None if every_token else emitting)
+    lora, emitting_lora = recorder.lora if with_lora else (None, None)
+    emitting = EmittingTokens(*recorder.emitting, emitting_lora)
+    of_emitting = None if every_token else emitting
+    batch = ForwardBatch(recorder.token_ids, recorder.layout, of_emitting, lora)
     try:
         hidden = recorded.forward(batch, kv)
         logits = recorded.logits(hidden[emitting.tokens] if every_token else hidden)
@@ -108,7 +129,12 @@ class CapturedSteps:
     """Programs of a model's recordings, and the buffers through which a step's rows reach them."""
 
     def __init__(
-        self, model: Decoder, steps: NativeSteps, recordings: _Recordings, block_size: int
+        self,
+        model: Decoder,
+        steps: NativeSteps,
+        recordings: _Recordings,
+        block_size: int,
+        adapters: Mapping[str, LoRAAdapter] | None,
     ) -> None:
         dtype = host_dtype(model.kv_shape.dtype)
         assert dtype is not None, "a model that was captured has a dtype of the kernels"
@@ -117,6 +143,8 @@ class CapturedSteps:
         self._recordings = recordings
         self._dtype = dtype
         self._block_size = block_size
+        self._adapters = {} if adapters is None else adapters
+        self._step_adapters: list[LoRAAdapter | None] = []  # of the rows, kept while they run
         self._memory = HostTensor.empty((0,), UINT8)
         self._programs: dict[tuple[bool, int, int], _BoundProgram] = {}
         self._num_tokens = 0
@@ -139,20 +167,25 @@ class CapturedSteps:
                     f"{num_blocks * self._block_size}"
                 )
             fields += (row.start, row.num_tokens, slot.block_table_address, num_blocks)
+        self._step_adapters = _adapters_of(rows, self._adapters)
         self._rows, self._token_ids = array("q", fields), token_ids
         self._num_tokens = len(token_ids)
 
-    def run(self, emitting: Sequence[int], every_token: bool) -> tuple[HostTensor, HostTensor]:
+    def run(
+        self, emitting: Sequence[EmittingToken], every_token: bool
+    ) -> tuple[HostTensor, HostTensor]:
         """`StepModel.run`. Raises EngineError for a token id that the model lacks."""
         num_tokens, num_emitting = self._num_tokens, len(emitting)
         bound = self._bound(num_tokens, num_emitting, every_token)
         call = self._call
         call.num_rows = len(self._rows) // _FIELDS_PER_ROW
         call.num_emitting = num_emitting
-        self._emitting = array("q", emitting)
+        self._emitting = array("q", chain.from_iterable(emitting))
         call.rows = self._rows.buffer_info()[0]
         call.token_ids = self._token_ids.buffer_info()[0]
-        call.emitting_rows = self._emitting.buffer_info()[0] if emitting else None
+        call.emitting = self._emitting.buffer_info()[0] if emitting else None
+        handles = array("q", map(_handle, self._step_adapters))
+        call.adapters = handles.buffer_info()[0] if handles else None
         bound.program.run(self._call_address)
         return bound.results(num_tokens if every_token else num_emitting, num_emitting)
 
@@ -200,6 +233,28 @@ class _BoundProgram:
             self._newest = (self._hidden[:num_hidden], self._logits[:num_logits])
             self._newest_counts = counts
         return self._newest
+
+
+def _adapters_of(
+    rows: Sequence[StepRow], adapters: Mapping[str, LoRAAdapter]
+) -> list[LoRAAdapter | None]:
+    """Those of the rows, [] if no row has one. Raises EngineError."""
+    if not any(row.adapter for row in rows):
+        return []
+    missing = next(
+        (row.adapter for row in rows if row.adapter and row.adapter not in adapters), None
+    )
+    if missing is not None:
+        raise EngineError(f"a row needs adapter {missing!r}, which is not loaded")
+    return [adapters[row.adapter] if row.adapter else None for row in rows]
+
+
+def _handle(adapter: LoRAAdapter | None) -> int:
+    """The native adapter's address; 0 is the null of the native call."""
+    if adapter is None:
+        return 0
+    assert isinstance(adapter.data, PackedLoRA)
+    return adapter.data.handle
 
 
 def _bucket(count: int, least: int) -> int:

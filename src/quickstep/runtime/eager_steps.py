@@ -8,7 +8,7 @@ same packed matrices. Importing this imports torch; captured steps do not need i
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from itertools import chain
 
 import numpy as np
@@ -21,34 +21,46 @@ from quickstep.errors import EngineError
 from quickstep.model.decoder import AttentionWeights, Decoder, DecoderWeights, LayerWeights
 from quickstep.model.interface import EmittingTokens, ForwardBatch, Model
 from quickstep.model.rope import RopeTable
-from quickstep.ops.table import KVCache, LinearWeight, PagedLayout
+from quickstep.ops.table import KVCache, LinearWeight, LoRAAdapter, LoRAMapping, PagedLayout
 from quickstep.ops.tensors import AnyTensor, Device, HostTensor, to_torch
+from quickstep.runtime.capture import EmittingToken
 from quickstep.runtime.slots import Slot
 from quickstep.types import StepRow
 
-__all__ = ["EagerSteps", "build_batch", "with_torch_kv", "with_torch_tensors"]
+__all__ = ["EagerSteps", "build_batch", "lora_mapping", "with_torch_kv", "with_torch_tensors"]
 
 
 class EagerSteps:
-    """Runs the model's Python; a decoder's `HostTensor`s become tensors of torch."""
+    """Runs the model's Python; a decoder's `HostTensor`s become tensors of torch.
 
-    def __init__(self, model: Model, kv: KVCache, block_size: int) -> None:
+    `adapters` are those that rows may name, as they are when a step is prepared.
+    """
+
+    def __init__(
+        self,
+        model: Model,
+        kv: KVCache,
+        block_size: int,
+        adapters: Mapping[str, LoRAAdapter] | None = None,
+    ) -> None:
         self._model = with_torch_tensors(model) if isinstance(model, Decoder) else model
         self._kv = with_torch_kv(kv)
         self._block_size = block_size
+        self._adapters = {} if adapters is None else adapters
         self._batch: ForwardBatch | None = None
 
     def prepare(self, rows: Sequence[StepRow], slots: Sequence[Slot]) -> None:
         """`StepModel.prepare`."""
         model = self._model
-        self._batch = build_batch(rows, slots, self._block_size, model.vocab_size, model.device)
+        batch = build_batch(rows, slots, self._block_size, model.vocab_size, model.device)
+        self._batch = replace(batch, lora=lora_mapping(rows, self._adapters, model.device))
 
     @torch.inference_mode()
-    def run(self, emitting: Sequence[int], every_token: bool) -> tuple[Tensor, AnyTensor]:
+    def run(self, emitting: Sequence[EmittingToken], every_token: bool) -> tuple[Tensor, AnyTensor]:
         """`StepModel.run`."""
         assert self._batch is not None, "a step is prepared before it runs"
         model, batch, self._batch = self._model, self._batch, None
-        chosen = _emitting_tokens(batch.layout, emitting)
+        chosen = _emitting_tokens(batch, emitting)
         if not every_token:
             batch = replace(batch, emitting=chosen)
         hidden = model.forward(batch, self._kv)
@@ -101,23 +113,60 @@ def build_batch(
     return ForwardBatch(token_ids=tensor(token_ids), layout=layout)
 
 
-def _emitting_tokens(layout: PagedLayout, rows: Sequence[int]) -> EmittingTokens:
-    """The last tokens of these rows of a step."""
+def lora_mapping(
+    rows: Sequence[StepRow],
+    adapters: Mapping[str, LoRAAdapter],
+    device: torch.device | Device,
+) -> LoRAMapping | None:
+    """The tokens of each adapter in a step; None if no row has one. Raises EngineError."""
+    tokens: dict[str, list[range]] = {}
+    first = 0
+    for row in rows:
+        if row.adapter:
+            tokens.setdefault(row.adapter, []).append(range(first, first + row.num_tokens))
+        first += row.num_tokens
+    missing = next((name for name in tokens if name not in adapters), None)
+    if missing is not None:
+        raise EngineError(f"a row needs adapter {missing!r}, which is not loaded")
+    groups = (
+        (adapters[name], torch.tensor(list(chain(*ranges)), device=device.type))
+        for name, ranges in tokens.items()
+    )
+    return LoRAMapping(tuple(groups)) if tokens else None
+
+
+def _emitting_tokens(batch: ForwardBatch, emitting: Sequence[EmittingToken]) -> EmittingTokens:
+    """The place of these tokens of a step."""
+    rows = [row for row, _ in emitting]
+    layout, lora = batch.layout, batch.lora
     device = layout.positions.device
     tokens = torch.tensor(
-        [layout.row_offsets[row + 1] - 1 for row in rows], dtype=torch.int64, device=device
+        [layout.row_offsets[row + 1] - 1 - num_after for row, num_after in emitting],
+        dtype=torch.int64,
+        device=device,
     )
     return EmittingTokens(
         tokens,
         PagedLayout(
             positions=layout.positions[tokens],
             slot_mapping=layout.slot_mapping[tokens],
-            row_offsets=tuple(range(len(rows) + 1)),
-            context_lens=tuple(layout.context_lens[row] for row in rows),
+            row_offsets=tuple(range(len(emitting) + 1)),
+            context_lens=tuple(layout.context_lens[row] - num_after for row, num_after in emitting),
             block_tables=layout.block_tables[torch.tensor(rows, dtype=torch.int64, device=device)],
             block_size=layout.block_size,
         ),
+        None if lora is None else _among(lora, tokens),
     )
+
+
+def _among(lora: LoRAMapping, tokens: Tensor) -> LoRAMapping:
+    """The same adapters for some of the tokens, numbered by their place among these."""
+    groups = []
+    for adapter, members in lora.groups:
+        places = torch.isin(tokens, members).nonzero().flatten()
+        if places.numel():
+            groups.append((adapter, places))
+    return LoRAMapping(tuple(groups))
 
 
 def _block_tables(

@@ -62,7 +62,7 @@ def _logits(model: Model, token_ids: tuple[int, ...], kv_dtype: str) -> npt.NDAr
     ]
     steps = open_steps(model, kv, BLOCK_SIZE, enforce_eager=False)
     steps.prepare(rows, [slot] * count)
-    _, logits = steps.run(range(count), every_token=False)
+    _, logits = steps.run([(index, 0) for index in range(count)], every_token=False)
     return to_numpy(logits)
 
 

@@ -1,4 +1,4 @@
-"""Runs one step: plan -> slots -> batch -> model -> sampler -> result.
+"""Runs one step: plan -> slots -> batch -> model -> sampler -> drafts -> result.
 
 Owns the KV tensors and the slots. Called by an executor, by one thread at a time, strictly in plan
 order; a plan may be queued before the result of the previous one was read, because the runner keeps
@@ -8,20 +8,23 @@ set up its slots, but its rows have not run, and their sequences must be admitte
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 
 from msgspec.structs import replace
 
 from quickstep.errors import EngineError
 from quickstep.model.interface import Model
-from quickstep.ops.table import KVCache
+from quickstep.ops.table import KVCache, LoRAAdapter
 from quickstep.ops.tensors import AnyTensor
-from quickstep.runtime.capture import open_steps
+from quickstep.runtime.capture import EmittingToken, open_steps
 from quickstep.runtime.sampling.grammar import NewMatcher
 from quickstep.runtime.sampling.logprobs import PromptScorer
 from quickstep.runtime.sampling.native_sampler import open_sampler
-from quickstep.runtime.sampling.sampler import Sample, SampleFailure, failure_of
+from quickstep.runtime.sampling.sampler import failure_of
 from quickstep.runtime.slots import Slot, SlotTable
+from quickstep.runtime.speculation.drafting import Drafting
+from quickstep.runtime.speculation.proposer import Proposer
+from quickstep.runtime.speculation.verification import EmittingRow, sample_rows
 from quickstep.types import RowFailure, RowOutput, StepPlan, StepResult, StepRow
 
 __all__ = ["ModelRunner"]
@@ -30,7 +33,9 @@ __all__ = ["ModelRunner"]
 class ModelRunner:
     """One model on one device. `clock` gives seconds and is read at a step's start and end.
 
-    `new_matcher` compiles the grammars of requests; None where no request has one.
+    `new_matcher` compiles the grammars of requests; None where no request has one. `proposer`
+    drafts tokens for rows that ask for them. `adapters` are those that rows may name, and may
+    change between steps; None where no row has one.
     """
 
     def __init__(
@@ -42,12 +47,15 @@ class ModelRunner:
         clock: Callable[[], float],
         new_matcher: NewMatcher | None = None,
         enforce_eager: bool = False,
+        proposer: Proposer | None = None,
+        adapters: Mapping[str, LoRAAdapter] | None = None,
     ) -> None:
-        self._steps = open_steps(model, kv, block_size, enforce_eager)
+        self._steps = open_steps(model, kv, block_size, enforce_eager, adapters)
         self._sample = open_sampler(model)
         self._scorer = PromptScorer(self._steps, model)
         self._num_blocks = kv.keys[0].shape[0]
         self._slots = SlotTable(num_slots, model.vocab_size, new_matcher)
+        self._drafting = Drafting(proposer)
         self._clock = clock
 
     def run(self, plan: StepPlan) -> StepResult:
@@ -57,7 +65,7 @@ class ModelRunner:
         failures in the result.
         """
         started = self._clock()
-        self._slots.move(plan.released, plan.admitted)
+        self._move(plan)
         try:
             outputs, failures = self._step(plan)
         except BaseException:
@@ -67,8 +75,12 @@ class ModelRunner:
 
     def skip(self, plan: StepPlan) -> None:
         """Apply a plan that follows a failed one: its slots change, its rows do not run."""
-        self._slots.move(plan.released, plan.admitted)
+        self._move(plan)
         self._slots.fail(plan.rows, f"step {plan.step_id} was skipped")
+
+    def _move(self, plan: StepPlan) -> None:
+        self._slots.move(plan.released, plan.admitted)
+        self._drafting.move(plan.released, plan.admitted)
 
     def _step(self, plan: StepPlan) -> tuple[tuple[RowOutput, ...], tuple[RowFailure, ...]]:
         if not plan.rows:
@@ -80,8 +92,8 @@ class ModelRunner:
         return self._compute(plan.rows, slots)
 
     def _check(self, row: StepRow, slot: Slot) -> None:
-        if row.num_drafts:
-            raise EngineError(f"a row has {row.num_drafts} drafts, this runner checks none")
+        if row.num_drafts and not (row.emits and row.num_drafts < len(row.token_ids)):
+            raise EngineError(f"a row of {slot.sequence_id} has nothing before its drafts")
         if row.num_tokens < 1:
             raise EngineError(f"a row of {slot.sequence_id} has no tokens")
         blocks = row.new_block_ids
@@ -100,20 +112,17 @@ class ModelRunner:
         self, rows: Sequence[StepRow], slots: Sequence[Slot]
     ) -> tuple[tuple[RowOutput, ...], tuple[RowFailure, ...]]:
         self._steps.prepare(rows, slots)
-        emitting = [
-            index
-            for index, (row, slot) in enumerate(zip(rows, slots, strict=True))
-            if row.emits and not slot.failure
-        ]
+        emitting, tokens = _emitting(rows, slots)
         is_read = any([row.num_scored or slot.pool for row, slot in zip(rows, slots, strict=True)])
-        hidden, logits = self._steps.run(emitting, every_token=is_read)
+        hidden, logits = self._steps.run(tokens, every_token=is_read)
         outputs = [_NO_OUTPUT] * len(rows)
         if is_read:
             self._read_prompts(rows, slots, hidden, outputs)
         if emitting:
-            states = [state for i in emitting if (state := slots[i].state) is not None]
-            for index, sampled in zip(emitting, self._sample(logits, states), strict=True):
-                outputs[index] = _output_with_token(slots[index], sampled, outputs[index])
+            sample_rows(self._sample, logits, emitting)
+            drafts = self._drafting.propose(rows, emitting, None if is_read else hidden)
+            for one in emitting:
+                outputs[one.index] = _output_with_tokens(one, outputs[one.index], drafts)
         failures = tuple(
             RowFailure(index, slot.failure, slot.is_refused)
             for index, slot in enumerate(slots)
@@ -156,19 +165,29 @@ class ModelRunner:
 _NO_OUTPUT = RowOutput()
 
 
-def _output_with_token(slot: Slot, sampled: Sample | SampleFailure, output: RowOutput) -> RowOutput:
-    """Record the sampled token in the slot; returns the row's output with it."""
-    if slot.failure:
+def _emitting(
+    rows: Sequence[StepRow], slots: Sequence[Slot]
+) -> tuple[list[EmittingRow], list[EmittingToken]]:
+    """The rows that emit, and all tokens of them that need logits."""
+    emitting: list[EmittingRow] = []
+    tokens: list[EmittingToken] = []
+    for index, (row, slot) in enumerate(zip(rows, slots, strict=True)):
+        if row.emits and not slot.failure:
+            drafts = row.token_ids[row.num_tokens - row.num_drafts :] if row.num_drafts else ()
+            emitting.append(EmittingRow(index, slot, len(tokens), drafts))
+            tokens += [(index, num_after) for num_after in range(row.num_drafts, -1, -1)]
+    return emitting, tokens
+
+
+def _output_with_tokens(
+    emitted: EmittingRow, output: RowOutput, drafts: Mapping[int, tuple[int, ...]]
+) -> RowOutput:
+    """The row's output with the tokens that it emitted, and the drafts to follow them."""
+    if emitted.slot.failure:
         return _NO_OUTPUT
-    if isinstance(sampled, SampleFailure):
-        slot.failure, slot.is_refused = sampled.reason, sampled.is_refused
-        return _NO_OUTPUT
-    try:
-        slot.record(sampled.token_id)
-    except BaseException as error:  # ends this row's sequence, not the step
-        slot.failure = failure_of(error).reason
-        return _NO_OUTPUT
-    logprobs = (sampled.logprobs,) if sampled.logprobs else ()
+    token_ids = tuple([one.token_id for one in emitted.samples])
+    logprobs = tuple([one.logprobs for one in emitted.samples if one.logprobs])
+    next_drafts = drafts.get(emitted.index, ())
     if output is _NO_OUTPUT:
-        return RowOutput((sampled.token_id,), logprobs)
-    return replace(output, token_ids=(sampled.token_id,), logprobs=logprobs)
+        return RowOutput(token_ids, logprobs, draft_token_ids=next_drafts)
+    return replace(output, token_ids=token_ids, logprobs=logprobs, draft_token_ids=next_drafts)

@@ -31,10 +31,10 @@ class Slot:
     """One resident sequence.
 
     `token_ids` are those known at its admission. `last_token` is the newest sampled token, None
-    before the first. `pool` gets the hidden states of a prompt to embed. `failure` is why the
-    sequence cannot continue; its rows then fail, other sequences are not affected. `is_refused`:
-    the cause is its own request. `block_table_address` is the address of the `num_blocks` int32 ids
-    of the block table, until it grows.
+    before the first. `end_token_ids` may end the sequence. `pool` gets the hidden states of a
+    prompt to embed. `failure` is why the sequence cannot continue; its rows then fail, other
+    sequences are not affected. `is_refused`: the cause is its own request. `block_table_address` is
+    the address of the `num_blocks` int32 ids of the block table, until it grows.
     """
 
     def __init__(
@@ -49,6 +49,7 @@ class Slot:
         self.num_prompt_logprobs = admission.sampling.prompt_logprobs or 0
         self.pool = None if admission.pooling is None else Pool(admission.pooling)
         self.last_token: int | None = None
+        self.end_token_ids = admission.eos_token_ids | frozenset(admission.sampling.stop_token_ids)
         self.failure = ""
         self.is_refused = False
         self.state = kept_state

@@ -24,7 +24,7 @@ import msgspec
 
 from quickstep.errors import ConfigError, RequestError
 from quickstep.server.usage.limits import Budget, KeyLimits
-from quickstep.server.yaml_file import read_yaml
+from quickstep.yaml_file import read_yaml
 
 __all__ = [
     "ApiKey",

@@ -399,6 +399,16 @@ class EngineGauges(Collector):
             ("num_pauses", "Requests paused for their readers.", totals.num_pauses),
             ("prefix_cache_queries", "Prompt tokens looked up.", totals.prefix_query_tokens),
             ("prefix_cache_hits", "Prompt tokens found cached.", totals.prefix_hit_tokens),
+            (
+                "spec_decode_num_draft_tokens",
+                "Draft tokens that were checked.",
+                totals.num_drafts,
+            ),
+            (
+                "spec_decode_num_accepted_tokens",
+                "Draft tokens that were accepted.",
+                totals.num_accepted,
+            ),
             ("engine_steps", "Steps run.", totals.num_steps),
             ("engine_output_tokens", "Tokens generated, read or not.", totals.num_output_tokens),
             ("engine_busy_seconds", "Measured seconds of all steps.", totals.busy_s),

@@ -120,8 +120,8 @@ class Probes:
         return json_response(Pong())
 
     async def models(self, _: Request) -> Response:
-        """All names that are served."""
-        data = [self._model(name) for name in self._served.names]
+        """All names that are served; an adapter has a parent."""
+        data = [self._model(name) for name in (*self._served.names, *self._served.adapter_names)]
         return json_response(ModelList("list", data))
 
     async def model(self, request: Request) -> Response:
@@ -138,7 +138,7 @@ class Probes:
             created=self._created,
             owned_by="quickstep",
             root=engine.model_name,
-            parent=None,
+            parent=self._served.names[0] if self._served.adapter(name) else None,
             max_model_len=engine.max_model_len,
             rope_scaling=None
             if scaling is None

@@ -1,15 +1,16 @@
 """The second driver of the scheduler: a list of arrivals on a virtual clock.
 
 The same `Scheduler` as in the engine, an executor that computes nothing (a step takes as long as
-the cost model says), and this loop. Arrivals go in, per-sequence timings and the step log come out.
-Nothing waits, nothing is random. Tokens are all the same, so that only `max_tokens` and the context
-limit end a sequence.
+the cost model says), and this loop. Arrivals go in, per-sequence timings and the step log come out;
+`Follow` adds the requests that a client sends after an answer. Nothing waits, nothing is random.
+Tokens are all the same, so that only `max_tokens` and the context limit end a sequence.
 """
 
 from __future__ import annotations
 
+import heapq
 from collections import deque
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 
 import msgspec
 
@@ -20,6 +21,7 @@ from quickstep.types import (
     FinishReason,
     Request,
     RowOutput,
+    SamplingParams,
     SequenceOutput,
     SequenceTimings,
     StepPlan,
@@ -34,6 +36,7 @@ __all__ = [
     "ClockExecutor",
     "ClockTicket",
     "Ending",
+    "Follow",
     "Simulation",
     "VirtualClock",
     "simulate",
@@ -72,10 +75,13 @@ class ClockExecutor:
         self._clock = clock
         self._cost_model = cost_model
         self._free_at_s = 0.0
+        self._sampling: dict[int, SamplingParams] = {}  # by slot
 
     def submit(self, plan: StepPlan) -> ClockTicket:
         """Start the step when those before it are done."""
-        seconds = self._cost_model.seconds(StepLoad.of_plan(plan))
+        for admission in plan.admitted:
+            self._sampling[admission.slot] = admission.sampling
+        seconds = self._cost_model.seconds(StepLoad.of_plan(plan, self._sampling))
         self._free_at_s = max(self._clock.now, self._free_at_s) + seconds
         outputs = tuple(map(_output, plan.rows))
         result = StepResult(plan.step_id, outputs, seconds)
@@ -96,10 +102,14 @@ def _output(row: StepRow) -> RowOutput:
 
 
 class Arrival(msgspec.Struct, frozen=True):
-    """A request and its arrival time. Its output length is `sampling.max_tokens`."""
+    """A request and its arrival time. Its output length is `sampling.max_tokens`.
+
+    `cancel_after_s`: The client cancels it so many seconds after its arrival; None never.
+    """
 
     at_s: float
     request: Request
+    cancel_after_s: float | None = None
 
 
 class Ending(msgspec.Struct, frozen=True):
@@ -109,6 +119,10 @@ class Ending(msgspec.Struct, frozen=True):
     index: int
     reason: FinishReason
     timings: SequenceTimings
+
+
+# What a client does after one of its sequences has ended: its next requests.
+Follow = Callable[[Ending], Iterable[Arrival]]
 
 
 class Simulation(msgspec.Struct):
@@ -123,23 +137,34 @@ class Simulation(msgspec.Struct):
 class _Run:
     """One simulation in progress."""
 
-    def __init__(self, arrivals: Iterable[Arrival], scheduler: Scheduler, costs: CostModel) -> None:
+    def __init__(
+        self,
+        arrivals: Iterable[Arrival],
+        scheduler: Scheduler,
+        costs: CostModel,
+        follow: Follow | None,
+    ) -> None:
         self.clock = VirtualClock()
         self.outcome = Simulation()
-        self._arrivals = deque(sorted(arrivals, key=lambda arrival: arrival.at_s))
+        self._follow = follow
         self._scheduler = scheduler
         self._executor = ClockExecutor(self.clock, costs)
         self._in_flight: deque[tuple[StepPlan, ClockTicket]] = deque()
+        # (time, number of the event, arrival or the id of the request to cancel)
+        self._events: list[tuple[float, int, Arrival | str]] = []
+        self._num_events = 0
+        for arrival in arrivals:
+            self._schedule(arrival.at_s, arrival)
+
+    def _schedule(self, at_s: float, event: Arrival | str) -> None:
+        heapq.heappush(self._events, (at_s, self._num_events, event))
+        self._num_events += 1
 
     def advance(self) -> None:
-        """Do everything that is due now: arrivals, deadlines, finished steps, new steps."""
+        """Do everything that is due now: clients, deadlines, finished steps, new steps."""
         now = self.clock.now
-        while self._arrivals and self._arrivals[0].at_s <= now:
-            request = self._arrivals.popleft().request
-            try:
-                self._scheduler.add(request, now)
-            except RequestError as error:
-                self.outcome.refused.append((request.request_id, str(error)))
+        while self._events and self._events[0][0] <= now:
+            self._handle(heapq.heappop(self._events)[2], now)
         while self._in_flight and self._in_flight[0][1].done():
             plan, ticket = self._in_flight.popleft()
             step = self._scheduler.commit(plan, ticket.result(), now)
@@ -151,10 +176,23 @@ class _Run:
             self._in_flight.append((plan_now, self._executor.submit(plan_now)))
             plan_now = self._scheduler.plan(now)
 
+    def _handle(self, event: Arrival | str, now: float) -> None:
+        if isinstance(event, str):
+            self._record_endings(self._scheduler.abort(event, now))
+            return
+        request = event.request
+        try:
+            self._scheduler.add(request, now)
+        except RequestError as error:
+            self.outcome.refused.append((request.request_id, str(error)))
+            return
+        if event.cancel_after_s is not None:
+            self._schedule(now + event.cancel_after_s, request.request_id)
+
     def next_event_s(self) -> float | None:
         """The time of the next event; None at the end."""
         times = [self._scheduler.wakeup(self.clock.now)] if self._scheduler.has_work() else []
-        times.append(self._arrivals[0].at_s if self._arrivals else None)
+        times.append(self._events[0][0] if self._events else None)
         times.append(self._in_flight[0][1].ready_at_s if self._in_flight else None)
         return min((time for time in times if time is not None), default=None)
 
@@ -165,20 +203,30 @@ class _Run:
                     output.request_id, output.index, output.finish_reason, output.timings
                 )
                 self.outcome.endings.append(ending)
+                for arrival in self._follow(ending) if self._follow is not None else ():
+                    self._schedule(max(arrival.at_s, self.clock.now), arrival)
 
 
 def simulate(
-    arrivals: Iterable[Arrival], scheduler: Scheduler, cost_model: CostModel
+    arrivals: Iterable[Arrival],
+    scheduler: Scheduler,
+    cost_model: CostModel,
+    follow: Follow | None = None,
 ) -> Simulation:
     """Run a new scheduler over `arrivals`; `cost_model` gives the duration of a step.
 
-    Give the scheduler a cost model of its own: that one learns, this one does not change.
+    `follow` is called at the end of each sequence and returns what its client requests next.
+
+    Give the scheduler a cost model of its own: that one learns, this one does not change. For a
+    machine that was measured, both are `LinearCostModel.of_fit` of its stored fit
+    (`engine.cost_fits`, `quickstep calibrate`).
     """
-    run = _Run(arrivals, scheduler, cost_model)
+    run = _Run(arrivals, scheduler, cost_model, follow)
     event_s = run.next_event_s()
     while event_s is not None:
         run.clock.now = max(run.clock.now, event_s)
         run.advance()
         event_s = run.next_event_s()
-    run.outcome.finished_s = run.clock.now
+    endings = run.outcome.endings
+    run.outcome.finished_s = max((one.timings.finished_s for one in endings), default=0.0)
     return run.outcome

@@ -2,9 +2,9 @@
 
 Each random request runs alone first (one slot, whole prompt at once, cold cache); then in random
 groups under scenarios that chunk, hit prefixes, starve the pool, abort neighbours, pause, overlap
-steps, at each thread count. Token ids, logprob bits and the finish reason have to be equal. One
-comparison is one sequence of one run against its run alone; an aborted neighbour is compared
-with the beginning of its run alone.
+steps, speculate, at each thread count. Token ids, logprob bits and the finish reason have to be
+equal. One comparison is one sequence of one run against its run alone; an aborted neighbour is
+compared with the beginning of its run alone.
 
 Called by `quickstep verify` and by tests. Everything is a function of the model and the seed.
 """
@@ -18,7 +18,7 @@ import msgspec
 from msgspec import structs
 from msgspec.structs import replace
 
-from quickstep.config import PolicyName, SchedulerConfig
+from quickstep.config import PolicyName, SchedulerConfig, SpeculationConfig, SpeculationMethod
 from quickstep.core.block_pool import KVBlockPool
 from quickstep.core.sequence import sequence_seed
 from quickstep.engine.text.tokenizer import Tokenizer
@@ -27,6 +27,10 @@ from quickstep.model.interface import Model
 from quickstep.ops.torch_import import has_torch
 from quickstep.runtime.kv_cache import allocate_kv
 from quickstep.runtime.sampling.grammar import NewMatcher
+from quickstep.runtime.speculation.methods import open_proposer
+from quickstep.runtime.speculation.proposer import Proposer
+from quickstep.runtime.speculation.static import StaticProposer
+from quickstep.types import Admission
 from quickstep.verify.report import VerifyOptions, VerifyReport
 from quickstep.verify.requests import (
     LONG_OUTPUTS,
@@ -75,6 +79,13 @@ class Scenario(msgspec.Struct, frozen=True):
     has_pauses: bool = False
     pipeline_depth: int = 1
     policy: PolicyName = PolicyName.MIXED
+    speculation: SpeculationMethod = SpeculationMethod.OFF
+    drafts_expected: bool = False  # drafts are the tokens of the run alone, with errors
+
+    @property
+    def has_drafts(self) -> bool:
+        """Whether something proposes drafts."""
+        return self.drafts_expected or self.speculation is not SpeculationMethod.OFF
 
 
 SCENARIOS = (
@@ -95,6 +106,20 @@ SCENARIOS = (
         has_pauses=True,
         pipeline_depth=2,
     ),
+    Scenario("drafts", prefix_caching=True, drafts_expected=True),
+    Scenario("drafts, preempted", is_starved=True, drafts_expected=True),
+    Scenario("suffix", is_chunked=True, speculation=SpeculationMethod.SUFFIX),
+    Scenario(
+        "all with drafts",
+        is_chunked=True,
+        prefix_caching=True,
+        is_starved=True,
+        has_aborts=True,
+        has_pauses=True,
+        pipeline_depth=2,
+        drafts_expected=True,
+    ),
+    Scenario("ngram", prefix_caching=True, has_aborts=True, speculation=SpeculationMethod.NGRAM),
 )
 _ALONE = Scenario("alone again")
 
@@ -219,11 +244,33 @@ class _Verifier:
         return traces
 
     def _run(
-        self, config: SchedulerConfig, pool: KVBlockPool, events: list[Event]
+        self,
+        config: SchedulerConfig,
+        pool: KVBlockPool,
+        events: list[Event],
+        proposer: Proposer | None = None,
     ) -> tuple[dict[tuple[str, int], Trace], RunCounts]:
         return run_requests(
-            self._model, self._kv, config, pool, events, self._new_matcher, self._tokenizer
+            self._model,
+            self._kv,
+            config,
+            pool,
+            events,
+            self._new_matcher,
+            self._tokenizer,
+            proposer,
         )
+
+    def _proposer(self, scenario: Scenario, rng: random.Random) -> Proposer | None:
+        if not scenario.drafts_expected:
+            return open_proposer(SpeculationConfig(scenario.speculation))
+        return StaticProposer(self._expected_tokens, acceptance=rng.choice((0.5, 0.9, 1.0)))
+
+    def _expected_tokens(self, admission: Admission) -> list[int]:
+        """The tokens of the run alone; none for the beams of a search."""
+        request_id, _, index = admission.sequence_id.rpartition("#")
+        trace = self._alone.get((request_id.removesuffix(_NEIGHBOUR), int(index)))
+        return trace.token_ids if trace else []
 
     def _compare_alone(self, threads: int) -> None:
         """A part of the runs alone again, at another thread count."""
@@ -267,6 +314,7 @@ class _Verifier:
             max_model_len=self._max_model_len,
             pipeline_depth=scenario.pipeline_depth,
             policy=scenario.policy,
+            num_speculative_tokens=rng.choice((1, 4, 15)) if scenario.has_drafts else 0,
         )
         num_blocks = self._num_blocks
         if scenario.is_starved:
@@ -274,7 +322,7 @@ class _Verifier:
         pool = self._pool(num_blocks, scenario.prefix_caching)
         span = 4 if scenario.is_starved else 2 * len(group)
         events = _events(group, span, scenario, rng)
-        traces, counts = self._run(config, pool, events)
+        traces, counts = self._run(config, pool, events, self._proposer(scenario, rng))
         self._compare(scenario, threads, traces)
         self._report.of(scenario.name).runs.add(counts)
 

@@ -32,6 +32,7 @@ from quickstep.model.interface import Model
 from quickstep.ops.table import KVCache
 from quickstep.runtime.runner import ModelRunner
 from quickstep.runtime.sampling.grammar import NewMatcher
+from quickstep.runtime.speculation.proposer import Proposer
 from quickstep.types import (
     FinishReason,
     Phase,
@@ -202,6 +203,8 @@ class RunCounts(msgspec.Struct):
     overlapped_steps: int = 0
     prefix_hit_tokens: int = 0
     preemptions: int = 0
+    drafts: int = 0
+    accepted_drafts: int = 0
     aborts: int = 0
     pauses: int = 0
     stop_strings: int = 0
@@ -222,6 +225,7 @@ class _Run:
         pool: KVBlockPool,
         new_matcher: NewMatcher | None,
         tokenizer: Tokenizer | None,
+        proposer: Proposer | None,
     ) -> None:
         self._pool = pool
         self._limits = config.max_model_len, model.vocab_size
@@ -235,6 +239,7 @@ class _Run:
             config.max_num_seqs,
             clock=lambda: self._step * _STEP_S,
             new_matcher=new_matcher,
+            proposer=proposer,
         )
         self._in_flight: deque[tuple[StepPlan, StepResult]] = deque()
         self.counts = RunCounts()
@@ -350,6 +355,8 @@ class _Run:
             oldest, result = self._in_flight.popleft()
             outcome = self._scheduler.commit(oldest, result, self._now)
             self.counts.preemptions += outcome.record.num_preemptions
+            self.counts.drafts += outcome.record.num_drafts
+            self.counts.accepted_drafts += outcome.record.num_accepted
             self._take(outcome.outputs)
         elif self._scheduler.has_work() and not is_idle_fine:
             raise EngineError("the scheduler has work and plans nothing")
@@ -416,6 +423,7 @@ def run_requests(
     events: Iterable[Event],
     new_matcher: NewMatcher | None = None,
     tokenizer: Tokenizer | None = None,
+    proposer: Proposer | None = None,
 ) -> tuple[dict[tuple[str, int], Trace], RunCounts]:
     """The trace of each (request id, index), and what happened on the way.
 
@@ -424,7 +432,7 @@ def run_requests(
     Raises:
         EngineError: A block leaked, or the scheduler is stuck.
     """
-    run = _Run(model, kv, config, pool, new_matcher, tokenizer)
+    run = _Run(model, kv, config, pool, new_matcher, tokenizer, proposer)
     asyncio.run(run.drive(events))
     return run.traces, run.counts
 

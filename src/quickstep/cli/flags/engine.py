@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import argparse
 
-from quickstep.cli.flags.parsing import bytes_size, positive_int, token_count
+from quickstep.cli.flags.parsing import bytes_size, json_object, positive_int, token_count
 from quickstep.config import (
     KV_DTYPES,
     QUANTIZATIONS,
@@ -13,6 +13,8 @@ from quickstep.config import (
     LoadConfig,
     PolicyName,
     SchedulerConfig,
+    SpeculationConfig,
+    SpeculationMethod,
 )
 from quickstep.errors import ConfigError
 
@@ -58,6 +60,7 @@ def add_engine_flags(parser: argparse.ArgumentParser) -> None:
     _add_load_flags(parser.add_argument_group("model"))
     _add_cache_flags(parser.add_argument_group("KV cache"))
     _add_scheduler_flags(parser.add_argument_group("scheduler"))
+    _add_speculation_flags(parser.add_argument_group("speculative decoding"))
 
 
 def _add_load_flags(group: argparse._ArgumentGroup) -> None:
@@ -227,6 +230,53 @@ def _add_scheduler_flags(group: argparse._ArgumentGroup) -> None:
     )
 
 
+def _add_speculation_flags(group: argparse._ActionsContainer) -> None:
+    """Add the flags of speculative decoding; the names are vLLM's."""
+    defaults = SpeculationConfig()
+    group.add_argument(
+        "--speculative-method",
+        choices=[method.value for method in SpeculationMethod],
+        help="what proposes draft tokens, which the model checks several at a time: earlier "
+        "occurrences of the last tokens in the prompt and outputs (suffix, ngram), a smaller model "
+        "(draft), heads of the model (medusa), or nothing (off); the output is the same (default: "
+        f"{defaults.method.value}: draft with --speculative-model, otherwise suffix)",
+    )
+    group.add_argument(
+        "--speculative-model",
+        metavar="MODEL",
+        help="a smaller checkpoint with the same tokenizer, or one of Medusa heads: a directory or "
+        "a hub id",
+    )
+    group.add_argument(
+        "--num-speculative-tokens",
+        type=positive_int,
+        metavar="N",
+        help="most draft tokens of a sequence in a step; it gets as many as pay (default: "
+        f"{defaults.num_speculative_tokens})",
+    )
+    group.add_argument(
+        "--speculative-config",
+        type=json_object,
+        metavar="JSON",
+        help="these as a JSON object, with the settings of each method; docs/guide/speculation.md "
+        "lists them",
+    )
+
+
+def _speculation(args: argparse.Namespace) -> SpeculationConfig:
+    fields = dict(args.speculative_config or {})
+    for name, value in (
+        ("method", args.speculative_method),
+        ("model", args.speculative_model),
+        ("num_speculative_tokens", args.num_speculative_tokens),
+    ):
+        if value is not None:
+            if name in fields:
+                raise ConfigError(f"{name} is given twice: in --speculative-config and by its flag")
+            fields[name] = value
+    return SpeculationConfig.of_fields(fields, "--speculative-config")
+
+
 def engine_config(args: argparse.Namespace, model: str, seed: int | None = None) -> EngineConfig:
     """The flags as configuration. Raises ConfigError."""
     return EngineConfig(
@@ -258,6 +308,7 @@ def engine_config(args: argparse.Namespace, model: str, seed: int | None = None)
             batch_timeout_s=args.batch_timeout_s,
             use_kv_cache=not args.no_kv_cache,
         ),
+        speculation=_speculation(args),
         max_model_len=args.max_model_len,
         allow_long_context=args.allow_long_context,
         seed=seed,

@@ -4,12 +4,21 @@ from __future__ import annotations
 
 import argparse
 import difflib
+import json
 import re
 import sys
 from collections.abc import Callable, Iterable, Sequence
-from typing import NoReturn
+from typing import Any, NoReturn
 
-__all__ = ["Parser", "bytes_size", "command", "positive_int", "token_count"]
+__all__ = [
+    "Parser",
+    "bytes_size",
+    "command",
+    "json_object",
+    "positive_int",
+    "positive_number",
+    "token_count",
+]
 
 _UNITS = {"": 1, "k": 10**3, "m": 10**6, "g": 10**9, "t": 10**12}
 _BINARY_UNITS = {"k": 2**10, "m": 2**20, "g": 2**30, "t": 2**40}
@@ -69,6 +78,17 @@ def command(
     return parser
 
 
+def json_object(text: str) -> dict[str, Any]:
+    """A JSON object."""
+    try:
+        value = json.loads(text)
+    except ValueError as error:
+        raise argparse.ArgumentTypeError(f"{text!r} is no JSON: {error}") from error
+    if not isinstance(value, dict):
+        raise argparse.ArgumentTypeError(f"{text!r} is no JSON object")
+    return value
+
+
 def bytes_size(text: str) -> int:
     """Parse a size in bytes: `4000000`, `4M` or `2GiB`."""
     match = _SIZE.fullmatch(text.strip())
@@ -97,6 +117,17 @@ def positive_int(text: str) -> int:
         raise argparse.ArgumentTypeError(f"{text!r} is not an integer") from None
     if value < 1:
         raise argparse.ArgumentTypeError(f"{value} is below 1")
+    return value
+
+
+def positive_number(text: str) -> float:
+    """Parse a finite number above 0."""
+    try:
+        value = float(text)
+    except ValueError:
+        raise argparse.ArgumentTypeError(f"{text!r} is not a number") from None
+    if not 0 < value < float("inf"):
+        raise argparse.ArgumentTypeError(f"{text} is not above 0")
     return value
 
 

@@ -12,28 +12,21 @@ The worker starts with the first grammar and ends with its owner: its standard i
 
 from __future__ import annotations
 
-import os
-import select
 import signal
-import subprocess
-import sys
 import threading
-import time
-import weakref
 from collections import OrderedDict
 from collections.abc import Callable
-from typing import IO
 
 import msgspec
 
 from quickstep.engine.grammar.matcher import GrammarVocabulary, Refusal
 from quickstep.engine.grammar.source import GrammarLimits, GrammarSource
+from quickstep.engine.worker_process import WorkerDied, WorkerProcess
 from quickstep.errors import EngineError
 
-__all__ = ["GrammarTrial", "TrialLimits", "TrialOpening", "Verdict", "read_frame", "write_frame"]
+__all__ = ["GrammarTrial", "TrialLimits", "TrialOpening", "Verdict"]
 
-_COMMAND = (sys.executable, "-P", "-m", "quickstep.engine.grammar.trial_worker")
-_LENGTH_BYTES = 4
+_MODULE = "quickstep.engine.grammar.trial_worker"
 
 
 class TrialLimits(msgspec.Struct, frozen=True):
@@ -92,7 +85,7 @@ class GrammarTrial:
         self._grammar_limits = grammar_limits
         self._limits = limits
         self._lock = threading.Lock()
-        self._worker: _Worker | None = None
+        self._worker: WorkerProcess | None = None
         self._verdicts: OrderedDict[GrammarSource, Verdict] = OrderedDict()
         self._num_started = 0
 
@@ -130,8 +123,9 @@ class GrammarTrial:
         if self._worker is None:
             self._worker = self._start()
         try:
-            return self._worker.verdict(source, self._limits.wall_s)
-        except _WorkerDied as death:
+            answer = self._worker.exchange(msgspec.msgpack.encode(source), self._limits.wall_s)
+            return msgspec.msgpack.decode(answer, type=Verdict)
+        except WorkerDied as death:
             self._worker = None
             if death.code == -signal.SIGKILL:
                 raise EngineError(
@@ -144,131 +138,25 @@ class GrammarTrial:
             self._worker = None
             raise
 
-    def _start(self) -> _Worker:
+    def _start(self) -> WorkerProcess:
         opening = TrialOpening(
             vocabulary=self._vocabulary(),
             grammar_limits=self._grammar_limits,
             cpu_s=self._limits.cpu_s,
             memory_bytes=self._limits.memory_bytes,
         )
-        worker = _Worker()
+        worker = WorkerProcess(_MODULE)
         self._num_started += 1
         try:
-            worker.open(opening, self._limits.start_s)
-        except _WorkerDied as death:
+            worker.exchange(msgspec.msgpack.encode(opening), self._limits.start_s)
+        except WorkerDied as death:
             raise EngineError(
                 f"the process that tries out grammars ended with code {death.code} at its start"
             ) from None
         return worker
 
 
-class _WorkerDied(Exception):
-    """The worker has ended and was reaped; negative codes are signals."""
-
-    def __init__(self, code: int) -> None:
-        super().__init__(code)
-        self.code = code
-
-
-class _Worker:
-    """One life of the worker's process."""
-
-    def __init__(self) -> None:
-        try:
-            self._process = subprocess.Popen(
-                _COMMAND,
-                stdin=subprocess.PIPE,
-                stdout=subprocess.PIPE,
-                env={**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)},
-            )
-        except OSError as error:
-            raise EngineError(
-                f"the process that tries out grammars cannot be started: {error}"
-            ) from error
-        assert self._process.stdin is not None
-        os.set_blocking(self._process.stdin.fileno(), False)  # a worker may stop reading
-        self._finalizer = weakref.finalize(self, _end, self._process)
-
-    @property
-    def process_id(self) -> int:
-        """The operating system's id."""
-        return self._process.pid
-
-    def open(self, opening: TrialOpening, timeout_s: float) -> None:
-        """Send it the vocabulary. Raises _WorkerDied."""
-        self._exchange(msgspec.msgpack.encode(opening), timeout_s)
-
-    def verdict(self, source: GrammarSource, timeout_s: float) -> Verdict:
-        """The verdict on a grammar. Raises _WorkerDied."""
-        answer = self._exchange(msgspec.msgpack.encode(source), timeout_s)
-        return msgspec.msgpack.decode(answer, type=Verdict)
-
-    def end(self) -> None:
-        """Kill it."""
-        self._finalizer()
-
-    def _exchange(self, frame: bytes, timeout_s: float) -> bytes:
-        stdin, stdout = self._process.stdin, self._process.stdout
-        assert stdin is not None and stdout is not None, "both are pipes"
-        deadline_s = time.monotonic() + timeout_s
-        try:
-            pending = framed(frame)
-            while pending and _is_ready(stdin, select.POLLOUT, deadline_s):
-                pending = pending[os.write(stdin.fileno(), pending) :]
-            if pending or not _is_ready(stdout, select.POLLIN, deadline_s):
-                self._process.kill()
-            return read_frame(stdout.fileno())
-        except (EOFError, BrokenPipeError):
-            code = self._process.wait()
-            self.end()
-            raise _WorkerDied(code) from None
-
-
-def _end(process: subprocess.Popen[bytes]) -> None:
-    """Close the pipes, which ends an idle worker; kill a busy one; reap it."""
-    for pipe in (process.stdin, process.stdout):
-        if pipe is not None:
-            pipe.close()
-    process.kill()
-    process.wait()
-
-
 def _refusal_of(code: int, limits: TrialLimits) -> str:
     if code == -signal.SIGPROF:
         return f"takes more than {limits.cpu_s:g} s to compile"
     return "exhausts the compiler: it needs too much memory or is nested too deeply"
-
-
-def _is_ready(pipe: IO[bytes], event: int, deadline_s: float) -> bool:
-    """Wait until a pipe can be read or written; False if `deadline_s` comes first."""
-    ready = select.poll()  # `select` only works with low file descriptors
-    ready.register(pipe, event)
-    return bool(ready.poll(max(0.0, deadline_s - time.monotonic()) * 1000))
-
-
-def framed(content: bytes) -> memoryview:
-    """A length and that many bytes."""
-    return memoryview(len(content).to_bytes(_LENGTH_BYTES, "big") + content)
-
-
-def write_frame(fd: int, content: bytes) -> None:
-    """Write a frame, however long that takes."""
-    pending = framed(content)
-    while pending:
-        pending = pending[os.write(fd, pending) :]
-
-
-def read_frame(fd: int) -> bytes:
-    """The next frame. Raises EOFError if there is none."""
-    return _read(fd, int.from_bytes(_read(fd, _LENGTH_BYTES), "big"))
-
-
-def _read(fd: int, num_bytes: int) -> bytes:
-    pieces = []
-    while num_bytes:
-        piece = os.read(fd, min(num_bytes, 1 << 20))
-        if not piece:
-            raise EOFError
-        pieces.append(piece)
-        num_bytes -= len(piece)
-    return b"".join(pieces)

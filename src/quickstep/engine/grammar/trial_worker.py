@@ -25,7 +25,8 @@ from quickstep.engine.grammar.matcher import (
     reason_of,
 )
 from quickstep.engine.grammar.source import GrammarSource
-from quickstep.engine.grammar.trial import TrialOpening, Verdict, read_frame, write_frame
+from quickstep.engine.grammar.trial import TrialOpening, Verdict
+from quickstep.engine.worker_process import read_frame, write_frame
 from quickstep.runtime.sampling.closing_search import ClosingVocabulary
 from quickstep.runtime.sampling.grammar import start_ending
 
@@ -38,6 +39,7 @@ _STDIN, _STDOUT = 0, 1
 _DEFAULT_STACK = 8 * 1024**2
 _LEAST_STACK = 512 * 1024
 _WALKED_TOKENS = 8
+_NICE = 10  # steps of running requests come first
 
 
 def main() -> int:
@@ -45,6 +47,7 @@ def main() -> int:
     for number in (signal.SIGINT, signal.SIGTERM):  # the parent handles them
         signal.signal(number, signal.SIG_IGN)
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
+    os.nice(_NICE)
     threading.stack_size(_half_stack())
     serving = threading.Thread(target=_serve)
     serving.start()

@@ -55,6 +55,7 @@ from quickstep.engine.step_log import StepLog
 from quickstep.engine.stream import Stream
 from quickstep.engine.text.chat_template import ChatTemplate
 from quickstep.engine.text.tokenizer import Tokenizer
+from quickstep.engine.text.tokenizer_process import TokenizerProcess
 from quickstep.errors import ConfigError, EngineError, RequestError
 from quickstep.model.checkpoint.source import local_checkpoint
 from quickstep.model.sizing import MemoryPlan
@@ -81,7 +82,7 @@ class _Texts(msgspec.Struct, frozen=True):
     @classmethod
     def open(cls, path: Path, template_s: float) -> _Texts:
         """Read the checkpoint at `path`. Raises ConfigError."""
-        tokenizer = Tokenizer.open(path)
+        tokenizer = Tokenizer.open(path, TokenizerProcess(path))
         template = ChatTemplate.open(path, tokenizer.special_tokens, datetime.now, template_s)
         return cls(path, tokenizer, template)
 

@@ -60,7 +60,11 @@ __all__ = ["EngineOpener", "EngineService"]
 _LOGGER = logging.getLogger(__name__)
 _STATS_EVERY_S = 0.1
 _PROGRESS_STEP = 0.02  # of the weights, between two Loading messages
-_DEFAULT_SWITCH_S = 0.005  # Python's own
+# How long another thread may keep the interpreter from the event loop and from the step's thread:
+# with Python's 5 ms, every return from native code waits that long while a grammar is prepared.
+_SWITCH_S = 0.0005
+# A frame may hold hundreds of requests; steps are planned and committed between so many of them.
+_REQUESTS_PER_TURN = 8
 
 # `engine.assembly.open_engine`, or a test's; called in a thread
 EngineOpener = Callable[[EngineConfig, Callable[[int, int], None]], "Engine"]
@@ -128,8 +132,13 @@ class EngineService:
     async def run(self) -> bool:
         """Serve until the connection ends. Returns whether that was after a Stop."""
         self._start(self._sender.run())
+        num_requests = 0
         async for message in read_messages(self._reader, TO_ENGINE):
             self._receive(message)
+            num_requests += isinstance(message, Request)
+            if num_requests == _REQUESTS_PER_TURN:
+                num_requests = 0
+                await asyncio.sleep(0)
         for task in self._tasks:
             task.cancel()
         return self._stopped
@@ -212,7 +221,7 @@ class EngineService:
         # undo the settings of `worker.main`; the objects that exist now stay
         gc.freeze()
         gc.enable()
-        sys.setswitchinterval(_DEFAULT_SWITCH_S)
+        sys.setswitchinterval(_SWITCH_S)
         self._engine = engine
         self._sender.put(opened)
         self._start(self._send_stats(engine))

@@ -20,17 +20,20 @@ from typing import Any
 import msgspec
 from tokenizers.tokenizers import Tokenizer as Library
 
+from quickstep.engine.text.tokenizer_process import TokenizerProcess
 from quickstep.errors import ConfigError, RequestError
 from quickstep.model.checkpoint.config_fields import read_json
 from quickstep.model.checkpoint.gguf_file import is_gguf
 
-__all__ = ["DecoderKind", "Tokenizer"]
+__all__ = ["LONG_CHARS", "DecoderKind", "Tokenizer"]
 
 _HEX_DIGITS = frozenset(string.hexdigits)
 # canonical composition: the longest spelling of a character is this many times its composed one
 _COMPOSING = 4
 _KEEPING_SPLITTERS = frozenset({"ByteLevel", "Digits", "Metaspace", "UnicodeScripts"})
 _NUM_BYTES = 256
+# Shorter texts take milliseconds; a process would take longer to start.
+LONG_CHARS = 64 * 1024
 
 
 class DecoderKind(enum.Enum):
@@ -63,10 +66,12 @@ class Tokenizer:
         library: Any,
         eos_token_ids: Iterable[int] = (),
         special_tokens: Mapping[str, str] = MappingProxyType({}),
+        process: TokenizerProcess | None = None,
     ) -> None:
         library.no_truncation()
         library.no_padding()
         self._library = library
+        self._process = process
         self._decoder = library.decoder
         self._eos_token_ids = frozenset(eos_token_ids)
         self._special_tokens = MappingProxyType(dict(special_tokens))
@@ -81,8 +86,10 @@ class Tokenizer:
         self._bytes_of_id: dict[int, bytes] = {}
 
     @classmethod
-    def open(cls, path: Path) -> Tokenizer:
+    def open(cls, path: Path, process: TokenizerProcess | None = None) -> Tokenizer:
         """Read the tokenizer of the checkpoint at `path`, a directory or a GGUF file.
+
+        Long texts are tokenised in `process`, if there is one.
 
         Raises:
             ConfigError: A file is missing or cannot be read.
@@ -91,7 +98,7 @@ class Tokenizer:
             from quickstep.engine.text.gguf_tokenizer import read_gguf_tokenizer
 
             found = read_gguf_tokenizer(path)
-            return cls(found.library, found.eos_token_ids, found.special_tokens)
+            return cls(found.library, found.eos_token_ids, found.special_tokens, process)
         file = path / "tokenizer.json"
         if not file.is_file():
             raise ConfigError(
@@ -104,7 +111,7 @@ class Tokenizer:
             raise ConfigError(f"{file} cannot be read: {error}") from error
         special_tokens = _special_tokens(read_json(path / "tokenizer_config.json"))
         eos_token_ids = _eos_token_ids(path, library, special_tokens)
-        return cls(library, eos_token_ids, special_tokens)
+        return cls(library, eos_token_ids, special_tokens, process)
 
     @property
     def vocab_size(self) -> int:
@@ -142,17 +149,28 @@ class Tokenizer:
         Raises:
             RequestError: The text is not Unicode (JSON can spell half a surrogate pair).
         """
+        [ids] = self.encode_all([text], add_special_tokens)
+        return ids
+
+    def encode_all(self, texts: Sequence[str], add_special_tokens: bool = True) -> list[list[int]]:
+        """Token ids of each text, as `encode`; long texts may take a process of their own.
+
+        Raises:
+            RequestError: A text is not Unicode.
+            EngineError: That process failed.
+        """
+        if self._process is not None and sum(map(len, texts)) > LONG_CHARS:
+            return self._process.encode_all(texts, add_special_tokens)
         try:
             # The batch call releases the interpreter's lock: a long prompt blocks no other thread.
-            [encoding] = self._library.encode_batch_fast(
-                [text], add_special_tokens=add_special_tokens
+            encodings = self._library.encode_batch_fast(
+                list(texts), add_special_tokens=add_special_tokens
             )
         except TypeError as error:
             raise RequestError(
                 "the text is not valid Unicode: it holds half a surrogate pair", param="prompt"
             ) from error
-        ids: list[int] = encoding.ids
-        return ids
+        return [encoding.ids for encoding in encodings]
 
     def decode(self, ids: Sequence[int], skip_special_tokens: bool = True) -> str:
         """The text of a complete sequence; incomplete UTF-8 becomes U+FFFD.

@@ -151,7 +151,7 @@ class Reader:
         """`literal` of a part of a call, which the end of the text may cut short."""
         if (yield from self.literal(text)):
             return True
-        rest = self._text[self._at :]
+        rest = self._text[self._at : self._at + len(text)]
         if not self._ended or not rest or not text.startswith(rest):
             return False
         self._take_to(len(self._text))

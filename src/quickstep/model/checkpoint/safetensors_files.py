@@ -21,7 +21,7 @@ import msgspec
 
 from quickstep.errors import ConfigError
 
-__all__ = ["StoredTensor", "TensorFiles", "open_tensor_files"]
+__all__ = ["StoredTensor", "TensorFiles", "open_tensor_file", "open_tensor_files"]
 
 _ITEM_SIZES = {"F64": 8, "F32": 4, "F16": 2, "BF16": 2, "I64": 8, "I32": 4, "U8": 1, "BOOL": 1}
 _ITEM_SIZES |= {"I16": 2, "I8": 1, "U16": 2, "U32": 4, "U64": 8, "F8_E4M3": 1, "F8_E5M2": 1}
@@ -84,6 +84,12 @@ def open_tensor_files(path: str | Path) -> TensorFiles:
             raise ConfigError(f"tensor {twice!r} is both in {tensors[twice].file} and in {file}")
         tensors.update(found)
     return TensorFiles(tensors, tuple(headers))
+
+
+def open_tensor_file(file: Path) -> TensorFiles:
+    """Read and check the header of one safetensors file. Raises ConfigError."""
+    header = _read_header(file)
+    return TensorFiles(_parse_header(file, header), (header,))
 
 
 @contextmanager

@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING
 
 from quickstep.ops.native.attention import NativeAttention, heads_in_place
 from quickstep.ops.native.library import ACTIVATIONS, raise_for_status
+from quickstep.ops.native.lora import NativeLoRA
 from quickstep.ops.native.packed import (
     NativeLoading,
     NativeQuantized,
@@ -22,7 +23,11 @@ from quickstep.ops.native.packed import (
     PackedWeight,
     kernel_dtype,
 )
-from quickstep.ops.table import LinearWeight, OpTable, QuantizedWeight
+from quickstep.ops.table import (
+    LinearWeight,
+    OpTable,
+    QuantizedWeight,
+)
 from quickstep.ops.tensors import (
     FLOAT32,
     INT64,
@@ -68,6 +73,7 @@ class NativeOps:
         self._gated_activation = library.qs_gated_activation
         self._finish_logits = library.qs_finish_logits
         self._attention = NativeAttention(library, context, reference)
+        self._lora = NativeLoRA(library, context, reference)
         finalizer = weakref.finalize(self, library.qs_context_destroy, context)
         finalizer.atexit = False
 
@@ -79,6 +85,8 @@ class NativeOps:
             pack_quantized=self.pack_quantized,
             quantize=self.quantize,
             linear=self.linear,
+            pack_lora=self._lora.pack_lora,
+            add_lora_=self._lora.add_lora_,
             embedding=self.embedding,
             rms_norm=self.rms_norm,
             add_rms_norm=self.add_rms_norm,

@@ -31,6 +31,9 @@ __all__ = [
     "ACTIVATIONS",
     "AttentionCall",
     "KVWriteCall",
+    "LoRAAddCall",
+    "LoRAGroupCall",
+    "LoRAPartCall",
     "OpCall",
     "OpKind",
     "ProgramInputs",
@@ -46,7 +49,7 @@ __all__ = [
 ]
 
 
-ABI_VERSION = 7
+ABI_VERSION = 8
 
 # qs_activation
 ACTIVATIONS: Mapping[str, int] = MappingProxyType(
@@ -141,12 +144,50 @@ class QuantizeCall(ctypes.Structure):
     )
 
 
+class LoRAPartCall(ctypes.Structure):
+    """`qs_lora_part`."""
+
+    _fields_ = (
+        ("module", c_int64),
+        ("rank", c_int64),
+        ("k", c_int64),
+        ("n", c_int64),
+        ("first_output", c_int64),
+        ("a", c_void_p),
+        ("b", c_void_p),
+        ("scale", c_double),
+    )
+
+
+class LoRAGroupCall(ctypes.Structure):
+    """`qs_lora_group`."""
+
+    _fields_ = (("adapter", c_void_p), ("num_tokens", c_int64))
+
+
+class LoRAAddCall(ctypes.Structure):
+    """`qs_lora_add_call`."""
+
+    _fields_ = (
+        ("module", c_int64),
+        ("k", c_int64),
+        ("n", c_int64),
+        ("x_stride", c_int64),
+        ("num_groups", c_int64),
+        ("groups", c_void_p),
+        ("tokens", c_void_p),
+        ("x", c_void_p),
+        ("y", c_void_p),
+        ("scratch", c_void_p),
+    )
+
+
 class OpKind:
     """`qs_op_kind`."""
 
     LINEAR, GATHER, RMS_NORM, ADD_NORM, ROTARY, GATED = range(6)
     WRITE_KV, ATTENTION, ADD, SCALE, LOGITS = range(6, 11)
-    QUANTIZED, LINEAR_ROWS, QUANTIZED_ROWS, TAKE = range(11, 15)
+    QUANTIZED, LINEAR_ROWS, QUANTIZED_ROWS, TAKE, LORA = range(11, 16)
 
 
 class RowsOf:
@@ -203,7 +244,8 @@ class StepCall(ctypes.Structure):
         ("num_emitting", c_int64),
         ("rows", c_void_p),
         ("token_ids", c_void_p),
-        ("emitting_rows", c_void_p),
+        ("emitting", c_void_p),
+        ("adapters", c_void_p),
     )
 
 
@@ -293,6 +335,11 @@ _SIGNATURES: tuple[tuple[str, object, tuple[object, ...]], ...] = (
     ("qs_write_kv", _I, (_P, POINTER(KVWriteCall))),
     ("qs_attention_scratch_bytes", _L, (_P, POINTER(AttentionCall))),
     ("qs_paged_attention", _I, (_P, POINTER(AttentionCall))),
+    ("qs_lora_create", _I, (_I, POINTER(LoRAPartCall), _L, _L, POINTER(_P))),
+    ("qs_lora_destroy", None, (_P,)),
+    ("qs_lora_bytes", _L, (_P,)),
+    ("qs_lora_scratch_bytes", _L, (POINTER(LoRAAddCall),)),
+    ("qs_lora_add", _I, (_P, _I, POINTER(LoRAAddCall))),
     ("qs_probe_create", _I, (_P, _L, POINTER(_P))),
     ("qs_probe_destroy", None, (_P,)),
     ("qs_probe_bytes", _L, (_P,)),

@@ -25,7 +25,7 @@ from quickstep.ops.native.packed import (
     kv_kernel_dtype,
 )
 from quickstep.ops.native.program import Buffer, Numbers, Operand, OpRecord, Recording
-from quickstep.ops.table import AttentionParams, LinearWeight, OpTable, PagedLayout
+from quickstep.ops.table import AttentionParams, LinearWeight, LoRAMapping, OpTable, PagedLayout
 from quickstep.ops.tensors import FLOAT32, INT32, INT64, AnyTensor, DType, host_dtype
 
 if TYPE_CHECKING:
@@ -272,6 +272,7 @@ class NativeRecorder:
             block_tables=_as_tensor(self._unread(INT32)),
             block_size=block_size,
         )
+        self._lora, self._emitting_lora = LoRAMapping(()), LoRAMapping(())
         self._emitting_layout = replace(
             self._layout, row_offsets=tuple(range(NUM_ROWS + 1)), context_lens=(1,) * NUM_ROWS
         )
@@ -295,11 +296,18 @@ class NativeRecorder:
         """The tokens that emit, and their layout: what `forward` gets, or indexes its result by."""
         return _as_tensor(self._emitting), self._emitting_layout
 
+    @property
+    def lora(self) -> tuple[LoRAMapping, LoRAMapping]:
+        """Adapters that each run decides, of a step's tokens and of the emitting ones: what
+        `forward` gets where rows may have adapters.
+        """
+        return self._lora, self._emitting_lora
+
     def table(self, ops: OpTable) -> OpTable:
         """An op table that records; weights must be packed by `ops`."""
         calls: Any = self  # its tensors are `StepTensor`s in place of torch's
 
-        def pack(*_: object) -> LinearWeight:
+        def pack(*_: object) -> NoReturn:
             raise NotCapturable("a weight is packed within the step")
 
         return OpTable(
@@ -308,6 +316,8 @@ class NativeRecorder:
             pack_quantized=pack,
             quantize=ops.quantize,
             linear=calls._linear,
+            pack_lora=pack,
+            add_lora_=calls._add_lora_,
             embedding=calls._embedding,
             rms_norm=calls._rms_norm,
             add_rms_norm=calls._add_rms_norm,
@@ -352,6 +362,17 @@ class NativeRecorder:
         out = self._tape.new((weight.num_outputs,), x.dtype, self._tape.rows_of(x))
         self._tape.record(kind, x, inputs, (out,), Numbers(stride=(x.stride(0),)))
         return out
+
+    def _add_lora_(self, y: StepTensor, x: StepTensor, module: int, mapping: LoRAMapping) -> None:
+        is_emitting = self._tape.rows_of(x) == RowsOf.EMITTING
+        if mapping is not (self._emitting_lora if is_emitting else self._lora):
+            raise NotCapturable("adapters of other tokens than the step's")
+        if x.dtype != y.dtype or x.stride(1) != 1:
+            raise NotCapturable("an adapter would have to copy its input")
+        inputs = (self._tape.operand(x), self._tape.contiguous(y))
+        size = (module, x.shape[1], y.shape[1])
+        numbers = Numbers(size=size, stride=(x.stride(0),))
+        self._tape.record(OpKind.LORA, x, inputs, (y,), numbers)
 
     def _handle(self, weight: LinearWeight) -> int:
         packed = weight.data

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from quickstep.ops.reference.elementary import add_rms_norm, gated_activation, rms_norm, rotary
 from quickstep.ops.reference.linear import embedding, linear, logits, pack_linear, pack_quantized
+from quickstep.ops.reference.lora import add_lora_, pack_lora
 from quickstep.ops.reference.paged_attention import paged_attention, write_kv
 from quickstep.ops.reference.quantize import quantize
 from quickstep.ops.table import OpTable
@@ -30,6 +31,8 @@ def reference_ops() -> OpTable:
         pack_quantized=pack_quantized,
         quantize=quantize,
         linear=linear,
+        pack_lora=pack_lora,
+        add_lora_=add_lora_,
         embedding=embedding,
         rms_norm=rms_norm,
         add_rms_norm=add_rms_norm,

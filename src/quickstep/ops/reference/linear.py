@@ -29,6 +29,7 @@ from quickstep.ops.tensors import AnyTensor, DType, to_torch, torch_dtype
 
 __all__ = [
     "embedding",
+    "exact_product",
     "finished_logits",
     "linear",
     "logits",
@@ -37,6 +38,7 @@ __all__ = [
     "quantize_activations",
     "quantized_linear",
     "quantized_rows",
+    "round_weight",
 ]
 
 _BLOCK_ELEMENTS = 1 << 18  # of a weight in fp64 at a time: 2 MiB, stays in cache
@@ -60,13 +62,33 @@ def pack_linear(weight: AnyTensor, bias: AnyTensor | None) -> LinearWeight:
     """Weight [N, C], bias [N] or None. The weight itself is kept where no rounding was needed."""
     weight, bias = to_torch(weight), None if bias is None else to_torch(bias)
     num_outputs, num_inputs = weight.shape
-    rounded = torch.empty_like(weight, memory_format=torch.contiguous_format)
-    for start, stop in _row_blocks(num_outputs, num_inputs):
-        parts = _round_chunks(weight[start:stop], _chunk(weight.dtype))
-        rounded[start:stop] = torch.cat(parts, dim=-1)
-    data = weight if weight.is_contiguous() and torch.equal(weight, rounded) else rounded
+    data = round_weight(weight, weight.dtype)
     nbytes = data.nbytes + (0 if bias is None else bias.nbytes)
     return LinearWeight(data, bias, num_outputs, num_inputs, nbytes)
+
+
+def round_weight(weight: Tensor, inputs_dtype: torch.dtype) -> Tensor:
+    """The weight [N, C] for `exact_product` with inputs of a dtype: itself if unchanged."""
+    rounded = torch.empty_like(weight, memory_format=torch.contiguous_format)
+    for start, stop in _row_blocks(*weight.shape):
+        parts = _round_chunks(weight[start:stop], _chunk(inputs_dtype))
+        rounded[start:stop] = torch.cat(parts, dim=-1)
+    return weight if weight.is_contiguous() and torch.equal(weight, rounded) else rounded
+
+
+def exact_product(x: Tensor, weight: Tensor, inputs_dtype: torch.dtype) -> Tensor:
+    """X [T, C] and a rounded weight [N, C] -> [T, N] float64, exact per chunk."""
+    chunk = _chunk(inputs_dtype)
+    return _sum_of_chunks(_round_chunks(x, chunk), weight, chunk)
+
+
+def _sum_of_chunks(inputs: list[Tensor], weight: Tensor, chunk: int) -> Tensor:
+    """Rounded chunks [T, chunk] and a rounded weight [N, C] -> [T, N] float64."""
+    wide = torch.split(weight.double(), chunk, dim=-1)
+    total = inputs[0] @ wide[0].t()
+    for part, block in zip(inputs[1:], wide[1:], strict=True):
+        total += part @ block.t()
+    return total
 
 
 def linear(x: Tensor, weight: LinearWeight) -> Tensor:
@@ -82,10 +104,7 @@ def linear(x: Tensor, weight: LinearWeight) -> Tensor:
     inputs = _round_chunks(x, chunk)
     bias = None if weight.bias is None else weight.bias.double()
     for start, stop in _row_blocks(weight.num_outputs, weight.num_inputs):
-        wide = torch.split(data[start:stop].double(), chunk, dim=-1)
-        total = inputs[0] @ wide[0].t()
-        for part, block in zip(inputs[1:], wide[1:], strict=True):
-            total += part @ block.t()
+        total = _sum_of_chunks(inputs, data[start:stop], chunk)
         if bias is not None:
             total += bias[start:stop]
         out[:, start:stop] = total.float()

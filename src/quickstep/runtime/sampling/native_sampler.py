@@ -43,14 +43,19 @@ __all__ = ["NativeSampler", "Sampler", "open_sampler"]
 
 _NO_MAXIMUM = -1  # `qs_no_token`
 
-# (logits [E, V] fp32, a state for each row) -> a token for each row
-Sampler = Callable[[AnyTensor, Sequence[SamplingState]], list[Sample | SampleFailure]]
+# (logits [E, V] fp32, states, the row of the logits for each state or None for all) -> tokens
+Sampler = Callable[
+    [AnyTensor, Sequence[SamplingState], Sequence[int] | None], list[Sample | SampleFailure]
+]
 
 
-def open_sampler(model: Model) -> Sampler:
-    """The native sampler where the model's kernels are native, otherwise the one in NumPy."""
+def open_sampler(model: Model, vocab_size: int | None = None) -> Sampler:
+    """The native sampler where the model's kernels are native, otherwise the one in NumPy.
+
+    `vocab_size`: V of the logits, if it is not that of the model.
+    """
     if isinstance(model, Decoder) and model.ops.steps is not None:
-        return NativeSampler(model.ops.steps.sampler(model.vocab_size)).sample
+        return NativeSampler(model.ops.steps.sampler(vocab_size or model.vocab_size)).sample
     return sample
 
 
@@ -63,16 +68,19 @@ class NativeSampler:
         self._argmax_of: tuple[int, int, int] | None = None
 
     def sample(
-        self, logits: AnyTensor, states: Sequence[SamplingState]
+        self,
+        logits: AnyTensor,
+        states: Sequence[SamplingState],
+        rows: Sequence[int] | None = None,
     ) -> list[Sample | SampleFailure]:
         """`runtime.sampling.sampler.sample`, for contiguous rows on a CPU."""
-        if all([state.is_plain_argmax for state in states]):
+        if rows is None and all([state.is_plain_argmax for state in states]):
             return self._argmax(logits)
         self._argmax_of = None
         calls = self._rows.calls(len(states))
         started: list[Sample | SampleFailure | _Pending] = []
         num_calls = 0
-        for index, state in enumerate(states):
+        for index, state in zip(rows or range(len(states)), states, strict=True):
             started.append(_start(calls[num_calls], logits[index].numpy(), state))
             num_calls += isinstance(started[-1], _Pending)
         if num_calls:

@@ -59,15 +59,19 @@ class SampleFailure(msgspec.Struct, frozen=True):
     is_refused: bool = False
 
 
-def sample(logits: AnyTensor, states: Sequence[SamplingState]) -> list[Sample | SampleFailure]:
-    """One token per row of `logits` [E, V] fp32, for the sequence state of the same index.
+def sample(
+    logits: AnyTensor, states: Sequence[SamplingState], rows: Sequence[int] | None = None
+) -> list[Sample | SampleFailure]:
+    """One token for each sequence state, from the row of `logits` [E, V] fp32 with the same index,
+    or the one that `rows` has there.
 
     States are read only; the caller records the tokens.
     """
     if not isinstance(logits, HostTensor) and all(state.is_plain_argmax for state in states):
-        return _argmax(logits)
-    rows = to_numpy(logits)
-    return [sample_row(row, state) for row, state in zip(rows, states, strict=True)]
+        return _argmax(logits if rows is None else logits[list(rows)])
+    matrix = to_numpy(logits)
+    places = range(len(states)) if rows is None else rows
+    return [sample_row(matrix[one], state) for one, state in zip(places, states, strict=True)]
 
 
 def failure_of(

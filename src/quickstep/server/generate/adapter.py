@@ -13,7 +13,7 @@ import msgspec
 from msgspec.structs import replace
 
 from quickstep.engine.tool_calls.formats import OutputFormats, reasoning_format, tool_call_format
-from quickstep.errors import RequestError
+from quickstep.errors import ConfigError, RequestError
 from quickstep.server.api_keys import ApiKeys
 from quickstep.server.generate.engine_interface import ServedEngine
 from quickstep.server.generate.generation import ParsedRequest
@@ -56,6 +56,7 @@ class Served(msgspec.Struct, frozen=True):
         lanes: Threads for work that grows with a client's input.
         price_book: What requests cost; None if that is unknown.
         limiter: What the API keys have used of their limits.
+        adapter_names: LoRA adapters, each of which clients may name as the model.
     """
 
     engine: ServedEngine
@@ -70,11 +71,15 @@ class Served(msgspec.Struct, frozen=True):
     lanes: WorkLanes = msgspec.field(default_factory=WorkLanes)
     price_book: PriceBook | None = None
     limiter: KeyLimiter = msgspec.field(default_factory=KeyLimiter)
+    adapter_names: tuple[str, ...] = ()
 
     @classmethod
     def of(cls, engine: ServedEngine, options: ServerOptions) -> Served:
         """From an open engine and the options. Raises ConfigError."""
         names = options.served_model_names or (engine.model_name,)
+        both = next((name for name in options.adapter_names if name in names), None)
+        if both is not None:
+            raise ConfigError(f"{both!r} names both the model and an adapter; rename the adapter")
         formats = output_formats(engine, options)
         return cls(
             engine,
@@ -88,6 +93,7 @@ class Served(msgspec.Struct, frozen=True):
             options.api_keys,
             price_book=options.usage.price_book,
             limiter=KeyLimiter(options.api_keys.limits),
+            adapter_names=options.adapter_names,
         )
 
     def price(self, adapter: str) -> Price | None:
@@ -98,13 +104,18 @@ class Served(msgspec.Struct, frozen=True):
         """The name to answer with. Raises RequestError 404 for a model that is not served."""
         if name is None:
             return self.names[0]
-        if name not in self.names:
+        known = (*self.names, *self.adapter_names)
+        if name not in known:
             raise RouteNotFound(
-                f"the model {name!r} does not exist; this server has {', '.join(self.names)}",
+                f"the model {name!r} does not exist; this server has {', '.join(known)}",
                 param="model",
                 code="model_not_found",
             )
         return name
+
+    def adapter(self, model: str) -> str:
+        """The adapter that a model's name selects, "" for the base model."""
+        return model if model in self.adapter_names else ""
 
 
 class LineResult(msgspec.Struct, frozen=True):

@@ -82,6 +82,9 @@ class Vocabulary(Protocol):
     def encode(self, text: str, add_special_tokens: bool) -> list[int]:
         """Token ids of a text."""
 
+    def encode_all(self, texts: Sequence[str], add_special_tokens: bool) -> list[list[int]]:
+        """Token ids of each text. Raises RequestError, EngineError."""
+
     def decode(self, ids: Sequence[int], skip_special_tokens: bool) -> str:
         """Text of token ids."""
 

@@ -67,6 +67,7 @@ __all__ = [
 
 _LIMITS = RequestLimits()
 _QUEUED_DELTAS = 256
+_PROMPTS_PER_TURN = 8  # submitted at once, before the event loop continues with other requests
 _PROMPT_END = 32  # last tokens of a prompt, in which the opening tag of the reasoning may be
 _NAMES_OF_PROMPTS = ("prompt", "messages")  # the engine's and the chat template's
 _MAY_FORBID_ALL = ("allowed_token_ids", "bad_words", "logit_bias", "min_tokens", "grammar")
@@ -410,8 +411,10 @@ async def open_generation(
     check_num_tokens(prompts, request.sampling, engine.max_model_len, limits)
     streams: list[TokenStream] = []
     try:
-        for token_ids in prompts:
+        for index, token_ids in enumerate(prompts, start=1):
             streams.append(_submit(engine, token_ids, request))
+            if index % _PROMPTS_PER_TURN == 0:
+                await asyncio.sleep(0)
         del prepared  # a compiled grammar, which the streams hold by now
         for stream in streams:
             await stream.accepted()

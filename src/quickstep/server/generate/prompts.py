@@ -103,7 +103,7 @@ async def prompts_ids(
     num_chars = sum(map(_num_chars, prompts))
 
     def work() -> list[Sequence[int]]:
-        return [_ids(engine, prompt, max_len) for prompt in prompts]
+        return _all_ids(engine, prompts, max_len)
 
     return work() if num_chars <= _INLINE_CHARS else await lanes.run(num_chars, work)
 
@@ -118,6 +118,17 @@ def _num_chars(prompt: Prompt) -> int:
             return num_chars
         case InfillPrompt(before=before, after=after):
             return len(before) + len(after)
+
+
+def _all_ids(
+    engine: ServedEngine, prompts: Sequence[Prompt], max_len: int | None
+) -> list[Sequence[int]]:
+    texts = [prompt for prompt in prompts if isinstance(prompt, TextPrompt)]
+    if len(texts) < len(prompts) or len({text.add_special_tokens for text in texts}) != 1:
+        return [_ids(engine, prompt, max_len) for prompt in prompts]
+    for one in texts:
+        _check_fits(engine, one.text, max_len)
+    return [*engine.tokenizer.encode_all([one.text for one in texts], texts[0].add_special_tokens)]
 
 
 def _ids(engine: ServedEngine, prompt: Prompt, max_len: int | None) -> Sequence[int]:

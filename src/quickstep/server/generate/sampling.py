@@ -157,6 +157,7 @@ def engine_request(
         timeout_s=fields.timeout_s,
         request_class=RequestClass(fields.request_class or "interactive"),
         ttft_deadline_s=None if ttft_ms is None else ttft_ms / 1e3,
+        speculation=fields.speculation is not False,
     )
 
 

@@ -59,7 +59,8 @@ LATEST = ":latest"  # the tag of a name without one
 def known_model(name: str, served: Served) -> str:
     """The served name of a client's name, which may have the tag. Raises RequestError 404."""
     plain = name.removesuffix(LATEST)
-    return plain if plain in served.names else served.model(name)
+    known = (*served.names, *served.adapter_names)
+    return plain if plain in known else served.model(name)
 
 
 def chat_request(

@@ -82,6 +82,7 @@ _WITH_BEAMS = frozenset(
         "timeout_s",
         "request_class",
         "ttft_deadline_ms",
+        "speculation",
     }
 )
 _NO_EFFECT: tuple[object, ...] = (None, False, [], {}, "")

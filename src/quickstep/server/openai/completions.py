@@ -14,7 +14,7 @@ from typing import Any, TypeGuard
 from msgspec import UNSET, UnsetType
 
 from quickstep.engine.stream import Delta
-from quickstep.errors import RequestError
+from quickstep.errors import PromptTooLong, RequestError
 from quickstep.server.generate.adapter import Served, response_flags
 from quickstep.server.generate.engine_interface import Vocabulary
 from quickstep.server.generate.generation import (
@@ -114,6 +114,8 @@ def _prompts(fields: CompletionRequest, served: Served) -> tuple[Prompt, ...]:
         return _texts([prompt], fields, served)
     if not prompt:
         raise RequestError("prompt is an empty list", param="prompt")
+    if isinstance(prompt[0], int) and fields.truncate_prompt_tokens is None:
+        _check_length(len(prompt), fields, served)
     if _are_ids(prompt):
         return _ids([token_ids_of("prompt", prompt, vocab_size)], fields)
     bounded("prompt", len(prompt), served.limits.prompts, "entries")
@@ -143,6 +145,13 @@ def _ids(prompts: Sequence[tuple[int, ...]], fields: CompletionRequest) -> tuple
     if fields.suffix:
         raise RequestError("suffix needs a prompt that is text, not token ids", param="suffix")
     return tuple(map(TokenPrompt, prompts))
+
+
+def _check_length(num_tokens: int, fields: CompletionRequest, served: Served) -> None:
+    """Raise PromptTooLong before anything looks at a million ids."""
+    num_outputs = 0 if fields.echo and fields.max_tokens == 0 else 1
+    if num_tokens + num_outputs > served.engine.max_model_len:
+        raise PromptTooLong(num_tokens, served.engine.max_model_len, num_outputs=num_outputs)
 
 
 def _are_ids(prompt: Sequence[str | int | list[int]]) -> TypeGuard[Sequence[int]]:

@@ -156,6 +156,7 @@ class Embeddings:
                     timeout_s=timeout_s,
                     pooling=pooling,
                     endpoint=endpoint,
+                    adapter=self._served.adapter(self._served.model(fields.model)),
                 )
                 streams.append(engine.stream(request))
             vectors = await asyncio.gather(*(_vector(stream, meter) for stream in streams))

@@ -195,6 +195,10 @@ class SamplingFields(msgspec.Struct, forbid_unknown_fields=True, kw_only=True, f
     ] = None
     request_class: RequestClassName = None
     ttft_deadline_ms: TtftDeadline = None
+    speculation: Annotated[
+        bool | None,
+        effect("False generates without draft tokens; the output is the same."),
+    ] = None
     quickstep_timings: Annotated[
         bool | None,
         effect("Adds `quickstep` to the response: times of each choice, device seconds, costs."),

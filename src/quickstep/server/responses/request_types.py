@@ -192,8 +192,8 @@ class ReasoningItem(msgspec.Struct, forbid_unknown_fields=True, frozen=True):
 class FunctionToolSpec(msgspec.Struct, forbid_unknown_fields=True, frozen=True):
     """A function that the model may call."""
 
-    type: Annotated[Literal["function"], effect("Only function is known.")]
     name: Annotated[str, effect("The name in a call; each one once.")]
+    type: Annotated[Literal["function"], effect("Only function is known.")] = "function"
     description: Annotated[str | None, effect("Included in the prompt.")] = None
     parameters: Annotated[
         dict[str, Any] | None,

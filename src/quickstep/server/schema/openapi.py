@@ -48,6 +48,7 @@ from quickstep.server.responses.request_types import (
     MessageItem,
     ReasoningItem,
     ResponsesRequest,
+    SummaryPart,
 )
 from quickstep.server.schema.field_classes import Hint, Honoured, Note, Refusal, Row
 from quickstep.server.schema.field_reference import (
@@ -129,6 +130,11 @@ _PARTS: Mapping[type[msgspec.Struct], _Parts] = MappingProxyType(
 # The `type` that a tool of this form has; a tool of another type is left out and reported.
 TOOL_TYPES: Mapping[type[msgspec.Struct], str] = MappingProxyType(
     {FunctionTool: "function", FunctionToolSpec: "function", CustomToolSpec: "custom"}
+)
+# The `type` of a form that may leave it out: a tool without one is a function, and where a list has
+# one form only, it is of that form.
+_DEFAULT_TYPES: Mapping[type[msgspec.Struct], str] = MappingProxyType(
+    {**TOOL_TYPES, SummaryPart: "summary_text"}
 )
 
 
@@ -269,10 +275,10 @@ def _schemas(names: Mapping[type, str], facts: SchemaFacts) -> dict[str, Any]:
         if why is None:
             _unfold(components[name], struct, names)
             _refine(components[name], struct, facts)
-            if struct in TOOL_TYPES:  # a tool without a type is one that the client runs
+            if struct in _DEFAULT_TYPES:
                 required = [field for field in components[name]["required"] if field != "type"]
                 components[name]["required"] = required
-                components[name]["properties"]["type"]["default"] = TOOL_TYPES[struct]
+                components[name]["properties"]["type"]["default"] = _DEFAULT_TYPES[struct]
         else:  # nothing fits
             tag = {"title": name, "description": f"Refused: {why}.", "x-refused": why}
             components[name] = {**tag, "not": {}}

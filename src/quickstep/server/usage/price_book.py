@@ -23,8 +23,8 @@ import msgspec
 from msgspec.structs import asdict
 
 from quickstep.errors import ConfigError
-from quickstep.server.yaml_file import read_yaml
 from quickstep.types import FinishReason, SequenceTimings
+from quickstep.yaml_file import read_yaml
 
 __all__ = [
     "Cost",

@@ -19,8 +19,9 @@ TIMINGS_HEADER = "x-quickstep-timings"
 
 class SequenceTimes(msgspec.Struct, frozen=True):
     """The times of one choice; the five times add up to the time from its arrival to its end.
-    `device_s` is its part of the measured seconds of the steps. The prompt's first `cached_tokens`
-    were cached, and `cache_miss` is the reason why no more.
+    `device_s` is its part of the measured seconds of the steps, without `rejected_s` for drafts
+    that were rejected: of `num_drafts` draft tokens, `num_accepted` were accepted. The prompt's
+    first `cached_tokens` were cached, and `cache_miss` is the reason why no more.
     """
 
     index: int
@@ -31,6 +32,9 @@ class SequenceTimes(msgspec.Struct, frozen=True):
     paused_ms: float
     num_preemptions: int
     device_s: float
+    rejected_s: float
+    num_drafts: int
+    num_accepted: int
     cached_tokens: int
     cache_miss: CacheMiss | None
 
@@ -46,6 +50,9 @@ class SequenceTimes(msgspec.Struct, frozen=True):
             timings.paused_s * 1e3,
             timings.num_preemptions,
             timings.device_s,
+            timings.rejected_s,
+            timings.num_drafts,
+            timings.num_accepted,
             timings.num_cached_tokens,
             timings.cache_miss,
         )

@@ -1,0 +1,194 @@
+// LoRA adapters of the C ABI: their memory, and the tiles of a call.
+
+#include <cstdlib>
+#include <cstring>
+#include <new>
+
+#include "memory.h"
+#include "objects.h"
+
+namespace {
+
+int64_t element_bytes(int dtype) { return dtype == QS_F32 ? 4 : 2; }
+
+int64_t div_up(int64_t a, int64_t b) { return (a + b - 1) / b; }
+
+// Weights begin at multiples of a cache line.
+int64_t aligned(int64_t num_bytes) { return div_up(num_bytes, 64) * 64; }
+
+// b [n, rank] -> [rank, n].
+template <typename T>
+void transpose(const void* from, int64_t n, int64_t rank, void* to) {
+  const T* b = static_cast<const T*>(from);
+  T* out = static_cast<T*>(to);
+  for (int64_t i = 0; i < n; ++i) {
+    for (int64_t r = 0; r < rank; ++r) out[r * n + i] = b[i * rank + r];
+  }
+}
+
+bool valid(const qs_lora_part* parts, int64_t num_parts, int64_t num_modules) {
+  for (int64_t i = 0; i < num_parts; ++i) {
+    const qs_lora_part& part = parts[i];
+    if (part.module < 0 || part.module >= num_modules || part.rank < 1 || part.k < 1 ||
+        part.n < 1 || part.first_output < 0 || (i > 0 && part.module < parts[i - 1].module)) {
+      return false;
+    }
+  }
+  return true;
+}
+
+void copy_parts(const qs_lora_part* parts, int64_t num_parts, qs::PackedLoRA* packed) {
+  const int64_t size = element_bytes(packed->dtype);
+  char* at = static_cast<char*>(packed->weights);
+  int64_t module = 0;
+  for (int64_t i = 0; i < num_parts; ++i) {
+    const qs_lora_part& part = parts[i];
+    while (module <= part.module) packed->first_part[module++] = i;
+    char* b = at + aligned(part.rank * part.k * size);
+    memcpy(at, part.a, part.rank * part.k * size);
+    if (size == 4) {
+      transpose<uint32_t>(part.b, part.n, part.rank, b);
+    } else {
+      transpose<uint16_t>(part.b, part.n, part.rank, b);
+    }
+    packed->parts[i] = {part.rank, part.k, part.n, part.first_output,
+                        at,        b,      static_cast<float>(part.scale)};
+    at = b + aligned(part.rank * part.n * size);
+  }
+  while (module <= packed->num_modules) packed->first_part[module++] = num_parts;
+}
+
+// The parts of the group's adapter for the call's matrix.
+struct Parts {
+  const qs::LoRAPart* begin;
+  const qs::LoRAPart* end;
+};
+
+Parts parts_of(const qs_lora_add_call& call, const qs_lora_group& group) {
+  const qs::PackedLoRA& packed = group.adapter->packed;
+  return {packed.parts + packed.first_part[call.module],
+          packed.parts + packed.first_part[call.module + 1]};
+}
+
+struct Counts {
+  int64_t shrink = 0, expand = 0, floats = 0;
+};
+
+Counts count(const qs_lora_add_call& call) {
+  Counts counts;
+  for (int64_t g = 0; g < call.num_groups; ++g) {
+    const qs_lora_group& group = call.groups[g];
+    const int64_t blocks = div_up(group.num_tokens, qs::kLoRATokens);
+    const Parts parts = parts_of(call, group);
+    for (const qs::LoRAPart* part = parts.begin; part != parts.end; ++part) {
+      counts.shrink += blocks * div_up(part->rank, qs::kLoRARanks);
+      counts.expand += blocks * div_up(part->n, qs::kLoRAOutputs);
+      counts.floats += group.num_tokens * part->rank;
+    }
+  }
+  return counts;
+}
+
+// The tiles of one block of tokens against a part, `step` ranks or outputs each.
+qs::LoRATile* split(qs::LoRATile tile, int64_t total, int64_t step, qs::LoRATile* out) {
+  for (int64_t begin = 0; begin < total; begin += step) {
+    tile.begin = begin;
+    tile.end = begin + step < total ? begin + step : total;
+    *out++ = tile;
+  }
+  return out;
+}
+
+void fill(const qs_lora_add_call& call, qs::LoRATile* shrink, qs::LoRATile* expand, float* low) {
+  const int64_t* tokens = call.tokens;
+  for (int64_t g = 0; g < call.num_groups; ++g) {
+    const qs_lora_group& group = call.groups[g];
+    const Parts parts = parts_of(call, group);
+    for (const qs::LoRAPart* part = parts.begin; part != parts.end; ++part) {
+      for (int64_t first = 0; first < group.num_tokens; first += qs::kLoRATokens) {
+        const int64_t left = group.num_tokens - first;
+        const int64_t num_tokens = left < qs::kLoRATokens ? left : qs::kLoRATokens;
+        const qs::LoRATile tile = {part, tokens + first, low, num_tokens, 0, 0};
+        shrink = split(tile, part->rank, qs::kLoRARanks, shrink);
+        expand = split(tile, part->n, qs::kLoRAOutputs, expand);
+        low += num_tokens * part->rank;
+      }
+    }
+    tokens += group.num_tokens;
+  }
+}
+
+bool fits(const qs_lora_add_call& call, int dtype) {
+  for (int64_t g = 0; g < call.num_groups; ++g) {
+    const qs::PackedLoRA& packed = call.groups[g].adapter->packed;
+    if (packed.dtype != dtype || call.module < 0 || call.module >= packed.num_modules) return false;
+    const Parts parts = parts_of(call, call.groups[g]);
+    for (const qs::LoRAPart* part = parts.begin; part != parts.end; ++part) {
+      if (part->k != call.k || part->first_output + part->n > call.n) return false;
+    }
+  }
+  return true;
+}
+
+}  // namespace
+
+extern "C" {
+
+int qs_lora_create(int dtype, const qs_lora_part* parts, int64_t num_parts, int64_t num_modules,
+                   qs_lora** out) {
+  if (dtype < QS_F32 || dtype > QS_F16 || num_parts < 1 || !valid(parts, num_parts, num_modules)) {
+    return QS_INVALID;
+  }
+  qs_lora* lora = new (std::nothrow) qs_lora{};
+  if (lora == nullptr) return QS_OUT_OF_MEMORY;
+  const int64_t size = element_bytes(dtype);
+  for (int64_t i = 0; i < num_parts; ++i) {
+    lora->num_bytes += aligned(parts[i].rank * parts[i].k * size);
+    lora->num_bytes += aligned(parts[i].rank * parts[i].n * size);
+  }
+  qs::PackedLoRA& packed = lora->packed;
+  packed.dtype = dtype;
+  packed.num_modules = num_modules;
+  packed.parts = static_cast<qs::LoRAPart*>(malloc(num_parts * sizeof(qs::LoRAPart)));
+  packed.first_part = static_cast<int64_t*>(malloc((num_modules + 1) * sizeof(int64_t)));
+  packed.weights = qs::weight_alloc(lora->num_bytes);
+  if (packed.parts == nullptr || packed.first_part == nullptr || packed.weights == nullptr) {
+    qs_lora_destroy(lora);
+    return QS_OUT_OF_MEMORY;
+  }
+  copy_parts(parts, num_parts, &packed);
+  *out = lora;
+  return QS_OK;
+}
+
+void qs_lora_destroy(qs_lora* lora) {
+  if (lora == nullptr) return;
+  free(lora->packed.parts);
+  free(lora->packed.first_part);
+  if (lora->packed.weights != nullptr) qs::weight_free(lora->packed.weights, lora->num_bytes);
+  delete lora;
+}
+
+int64_t qs_lora_bytes(const qs_lora* lora) { return static_cast<int64_t>(lora->num_bytes); }
+
+int64_t qs_lora_scratch_bytes(const qs_lora_add_call* call) {
+  const Counts counts = count(*call);
+  return (counts.shrink + counts.expand) * static_cast<int64_t>(sizeof(qs::LoRATile)) +
+         counts.floats * static_cast<int64_t>(sizeof(float));
+}
+
+int qs_lora_add(qs_context* context, int dtype, const qs_lora_add_call* call) {
+  if (!fits(*call, dtype)) return QS_INVALID;
+  const Counts counts = count(*call);
+  if (counts.shrink == 0) return QS_OK;
+  qs::LoRATile* shrink = static_cast<qs::LoRATile*>(call->scratch);
+  qs::LoRATile* expand = shrink + counts.shrink;
+  float* low = reinterpret_cast<float*>(expand + counts.expand);
+  fill(*call, shrink, expand, low);
+  context->kernels->add_lora(
+      context->pool, {dtype, call->n, call->x_stride, call->x, call->y, shrink, counts.shrink,
+                      expand, counts.expand});
+  return QS_OK;
+}
+
+}  // extern "C"

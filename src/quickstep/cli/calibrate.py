@@ -1,0 +1,166 @@
+"""`quickstep calibrate [MODEL]`: measure how long steps take on this machine, and store it.
+
+Engines that are started later for the same model, format and threads begin with the stored fit.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+from typing import TYPE_CHECKING
+
+from msgspec import to_builtins
+from msgspec.structs import astuple
+
+from quickstep.cli.flags.engine import add_engine_flags, engine_config
+from quickstep.cli.flags.parsing import Parser, command
+from quickstep.cli.screen import console_on, print_table
+from quickstep.errors import ConfigError, RequestError
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+    from quickstep.config import EngineConfig
+    from quickstep.engine.calibration import Calibration
+    from quickstep.engine.loaded_model import LoadedModel
+    from quickstep.types import Grammar
+
+__all__ = ["add_parser", "run"]
+
+# Each coefficient in words, and the field of the load that it belongs to.
+_UNITS = (
+    ("a step", ""),
+    ("a token", "num_tokens"),
+    ("a row", "num_rows"),
+    ("a KV token that attention reads", "num_kv_tokens"),
+    ("a pair of a token and a position", "num_pairs"),
+    ("a scored position of a prompt", "num_scored"),
+    ("a logits row (a sampled position)", "num_logits_rows"),
+    ("a logits row under a grammar, in addition", "num_grammar_rows"),
+    ("a logits row with log-probabilities, in addition", "num_logprobs_rows"),
+    ("a row with an adapter, in addition", "num_adapter_rows"),
+)
+_ENDLESS = "[a-zA-Z0-9 .,]{1000}"
+_COST_COLUMNS = ("unit", "microseconds", "least in a step", "most in a step")
+_ERROR_COLUMNS = ("phase", "held-out steps", "mean error", "p95 error")
+
+
+def add_parser(subparsers: argparse._SubParsersAction[Parser]) -> None:
+    """Register the command."""
+    parser = command(
+        subparsers,
+        "calibrate",
+        "Measure how long steps of a model take on this machine, and store it for the engine.",
+        run,
+    )
+    parser.add_argument(
+        "model", nargs="?", default="demo", help="a directory, a Hugging Face id, or demo (default)"
+    )
+    parser.add_argument(
+        "--seconds",
+        type=_seconds,
+        default=20.0,
+        help="how long to measure, after the model is loaded (default: 20)",
+    )
+    parser.add_argument("--json", action="store_true", help="print the result as JSON")
+    add_engine_flags(parser)
+
+
+def _seconds(text: str) -> float:
+    """Parse a positive number of seconds, at most an hour."""
+    try:
+        value = float(text)
+    except ValueError:
+        value = 0.0
+    if not 0.0 < value <= 3600.0:
+        raise argparse.ArgumentTypeError(f"{text!r} is not a number of seconds from 0 to 3600")
+    return value
+
+
+def run(args: argparse.Namespace) -> int:
+    """Measure, store and print."""
+    config = engine_config(args, args.model)
+    name, calibration, path = _calibrated(config, args.seconds)
+    if args.json:
+        content = {"model": name, "file": str(path or ""), **to_builtins(calibration)}
+        json.dump(content, sys.stdout)
+        print()
+    else:
+        _print(name, calibration, path)
+    return 0
+
+
+def _calibrated(config: EngineConfig, seconds: float) -> tuple[str, Calibration, Path | None]:
+    """Load the model, measure, store; returns its name, the result, and the file."""
+    import time
+
+    from quickstep.core.cost_model import Coefficients
+    from quickstep.engine.assembly import describe, fit_file, load_weights, open_executor
+    from quickstep.engine.calibration import StepLimits, calibrate, write_kv
+    from quickstep.runtime.kv_cache import allocate_kv
+
+    loaded = load_weights(config, None)
+    model, plan = loaded.model, loaded.plan
+    block_size = config.cache.block_size
+    kv = allocate_kv(loaded.kv_shape, plan.num_blocks, block_size, model.device)
+    description = describe(loaded, 0.0, config.inputs, with_template=False)
+    grammar = _compiled_grammar(description)
+    limits = StepLimits(
+        max_num_seqs=plan.max_num_seqs,
+        max_num_batched_tokens=plan.max_num_batched_tokens,
+        max_model_len=plan.max_model_len,
+        block_size=block_size,
+        num_blocks=write_kv(kv),
+        vocab_size=model.vocab_size,
+        grammar=grammar,
+        eos_token_ids=description.tokenizer.eos_token_ids,
+    )
+    executor = open_executor(config, model, kv, plan, description)
+    try:
+        start = Coefficients.of_vocabulary(model.vocab_size)
+        calibration = calibrate(executor, limits, start, seconds, time.perf_counter)
+    finally:
+        executor.close()
+    file = fit_file(config, model, description)
+    if file is not None:
+        try:
+            file.write(calibration.fit)
+        except OSError as error:
+            raise ConfigError(f"the fit cannot be stored: {error}") from None
+    return description.name, calibration, None if file is None else file.path
+
+
+def _compiled_grammar(description: LoadedModel) -> Grammar | None:
+    """A grammar that no few tokens complete; None if the model takes none."""
+    from quickstep.types import Grammar
+
+    if description.grammars is None:
+        return None
+    grammar = Grammar("regex", _ENDLESS)
+    try:
+        description.grammars.compile(grammar)
+    except RequestError:
+        return None
+    return grammar
+
+
+def _print(name: str, calibration: Calibration, path: Path | None) -> None:
+    console = console_on(sys.stdout)
+    fit = calibration.fit
+    costs = astuple(fit.coefficients)
+    rows = []
+    for (unit, field), cost in zip(_UNITS, costs, strict=True):
+        bounds = [str(getattr(load, field)) if field else "" for load in (fit.lowest, fit.highest)]
+        is_measured = not field or getattr(fit.highest, field) > 0
+        rows.append((unit, f"{1e6 * cost:,.3f}" if is_measured else "not measured", *bounds))
+    print_table(console, f"{name}: the cost of a step, {fit.num_steps} steps", _COST_COLUMNS, rows)
+    errors = [
+        (one.kind.value, str(one.num_steps), f"{one.mean:.1%}", f"{one.p95:.1%}")
+        for one in calibration.errors
+    ]
+    print_table(console, "errors of predictions", _ERROR_COLUMNS, errors)
+    console.print(
+        "not stored: QUICKSTEP_CACHE_DIR is empty" if path is None else f"stored in {path}",
+        soft_wrap=True,
+    )

@@ -1,0 +1,300 @@
+"""`quickstep plan MODEL`: what a model needs on which hardware, and whether a target is met.
+
+Exit code: 0 if the target is met, 1 if not, 2 for a question that has no answer (an unknown model
+or device, a model that does not fit).
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from typing import TYPE_CHECKING
+
+from quickstep.cli.flags.engine import add_kv_cache_dtype
+from quickstep.cli.flags.hardware import add_hardware, element_bytes, hardware_of
+from quickstep.cli.flags.parsing import (
+    Parser,
+    command,
+    positive_int,
+    positive_number,
+    token_count,
+)
+from quickstep.config import QUANTIZATIONS
+
+if TYPE_CHECKING:
+    from rich.console import Console
+
+    from quickstep.plan.explain import ParallelRow
+    from quickstep.plan.planner import Option, Plan, PlanQuery
+    from quickstep.sim.summary import Percentiles
+
+__all__ = ["add_parser", "run"]
+
+_GB = 1e9
+
+
+def add_parser(subparsers: argparse._SubParsersAction[Parser]) -> None:
+    """Register the command."""
+    parser = command(
+        subparsers, "plan", "Compute memory, latency, devices and cost for a load.", run
+    )
+    parser.add_argument(
+        "model", metavar="MODEL", help="a config.json, a checkpoint, or a name such as llama-3-70b"
+    )
+    add_hardware(parser)
+    load = parser.add_argument_group("load and targets")
+    load.add_argument(
+        "--rate",
+        type=positive_number,
+        default=1.0,
+        metavar="N",
+        help="requests per second (default: %(default)s)",
+    )
+    load.add_argument(
+        "--input",
+        type=token_count,
+        default=1000,
+        metavar="TOKENS",
+        help="tokens of a prompt (default: %(default)s)",
+    )
+    load.add_argument(
+        "--output",
+        type=token_count,
+        default=300,
+        metavar="TOKENS",
+        help="tokens of an output (default: %(default)s)",
+    )
+    load.add_argument(
+        "--ttft-ms",
+        type=positive_number,
+        metavar="MS",
+        help="target of the first token",
+    )
+    load.add_argument(
+        "--tpot-ms", type=positive_number, metavar="MS", help="target of the time per output token"
+    )
+    load.add_argument(
+        "--attainment",
+        type=_fraction,
+        default=0.9,
+        metavar="PART",
+        help="part of the requests that must be within the targets (default: %(default)s)",
+    )
+    engine = parser.add_argument_group("engine")
+    engine.add_argument("--quantization", "-q", choices=QUANTIZATIONS, help="format of the weights")
+    add_kv_cache_dtype(engine)
+    engine.add_argument(
+        "--max-num-seqs",
+        type=positive_int,
+        default=256,
+        metavar="N",
+        help="most sequences of an engine that run at once (default: %(default)s)",
+    )
+    engine.add_argument(
+        "--max-num-batched-tokens",
+        type=token_count,
+        default=2048,
+        metavar="N",
+        help="most tokens of a step (default: %(default)s)",
+    )
+    output = parser.add_argument_group("output")
+    output.add_argument(
+        "--explain", action="store_true", help="print the formulas with their numbers too"
+    )
+    output.add_argument(
+        "--compare-parallelism",
+        action="store_true",
+        help="compare tensor, pipeline and data parallelism per phase instead",
+    )
+    output.add_argument("--json", action="store_true", help="print JSON")
+    output.add_argument(
+        "--seed", type=int, default=0, metavar="N", help="of the arrivals (default: %(default)s)"
+    )
+
+
+def run(args: argparse.Namespace) -> int:
+    """Print the plan."""
+    import msgspec
+
+    from quickstep.cli.screen import console_on
+    from quickstep.plan.candidates import fit
+    from quickstep.plan.explain import compare_parallelism, explain
+    from quickstep.plan.formulas import Split
+    from quickstep.plan.planner import make_plan
+
+    query = _query(args)
+    console = console_on(sys.stdout)
+    if args.compare_parallelism:
+        compared = compare_parallelism(query)
+        if args.json:
+            print(msgspec.json.encode(compared).decode())
+        else:
+            _print_comparison(console, query, compared)
+        return 0
+    plan = make_plan(query)
+    best = plan.options[0]
+    split = Split(best.tensor_parallel_size, best.pipeline_parallel_size, best.data_parallel_size)
+    lines = []
+    if args.explain:
+        candidate = fit(query.spec, query.hardware, split, query.elements, query.load, query.limits)
+        lines = list(explain(query, candidate))
+    if args.json:
+        answer = msgspec.to_builtins(plan)
+        if lines:
+            answer["explanation"] = msgspec.to_builtins(lines)
+        print(msgspec.json.encode(answer).decode())
+    else:
+        _print_plan(console, query, plan)
+        for line in lines:
+            console.print(f"{line.what}: {line.formula} = {line.result}", markup=False)
+    return 0 if plan.met else 1
+
+
+def _query(args: argparse.Namespace) -> PlanQuery:
+    from quickstep.plan.candidates import Load, StepLimits
+    from quickstep.plan.models import find_model
+    from quickstep.plan.planner import PlanQuery
+    from quickstep.sim.summary import Targets
+
+    spec = find_model(args.model)
+    return PlanQuery(
+        model=args.model,
+        spec=spec,
+        hardware=hardware_of(args),
+        load=Load(args.rate, args.input, args.output),
+        targets=Targets(_seconds(args.ttft_ms), _seconds(args.tpot_ms)),
+        elements=element_bytes(spec, args.quantization, args.kv_cache_dtype),
+        attainment=args.attainment,
+        limits=StepLimits(args.max_num_seqs, args.max_num_batched_tokens),
+        seed=args.seed,
+    )
+
+
+def _print_plan(console: Console, query: PlanQuery, plan: Plan) -> None:
+    from quickstep.cli.screen import print_table, size_text
+
+    best = plan.options[0]
+    print_table(
+        console,
+        f"{plan.model} on {plan.hardware}: memory of a device, {best.split}",
+        ("part", "size", "of"),
+        [(row.label, size_text(row.num_bytes), row.detail) for row in plan.memory],
+    )
+    fits = ", ".join(
+        f"{'unquantized' if name == 'none' else name} "
+        + (f"from {fewest}" if fewest else f"not on {query.hardware.count}")
+        for name, fewest in plan.fits.items()
+    )
+    console.print(
+        f"\nKV: {plan.kv_bytes_per_token:,} bytes a token, "
+        f"{plan.kv_bytes_per_sequence / _GB:.3f} GB a request of {plan.load.num_tokens} tokens; "
+        f"{best.concurrency} requests at once\nweights fit, by format and devices: {fits}\n",
+        markup=False,
+    )
+    header = ("split", "devices", "TTFT p50/p90", "TPOT p50/p90", "in time", "up to", "$/h", "$/M")
+    print_table(console, _load_text(plan), header, [_cells(one) for one in plan.options])
+    console.print(_advice(plan), markup=False)
+    price = query.hardware.device.price
+    if price is not None and price.date:
+        console.print(f"price: ${price.usd_per_hour}/h, {price.date}, {price.source}", markup=False)
+    console.print(
+        "Step times are predicted from data sheets; Quickstep runs on one device today, so "
+        "splits over several show what they would give.",
+        markup=False,
+    )
+    console.print(f"\n{'MET' if plan.met else 'NOT MET'}: {plan.verdict}", markup=False)
+
+
+def _load_text(plan: Plan) -> str:
+    limits = [
+        f"{name} {1e3 * limit:g} ms"
+        for name, limit in (("TTFT", plan.targets.ttft_s), ("TPOT", plan.targets.tpot_s))
+        if limit is not None
+    ]
+    load = plan.load
+    text = f"{load.rate:g} requests/s, {load.num_inputs} in, {load.num_outputs} out"
+    return f"{text}; target: {', '.join(limits) or 'keep up'}"
+
+
+def _cells(option: Option) -> tuple[str, ...]:
+    def dollars(value: float | None) -> str:
+        return "-" if value is None else f"{value:.2f}"
+
+    return (
+        option.split,
+        str(option.num_devices),
+        _times(option.predicted.ttft_s),
+        _times(option.predicted.tpot_s),
+        f"{option.predicted.attainment:.0%}",
+        f"{option.capacity_per_s:.3g}/s",
+        dollars(option.usd_per_hour),
+        dollars(option.usd_per_million_output_tokens),
+    )
+
+
+def _times(values: Percentiles) -> str:
+    return f"{1e3 * values.p50:.4g}/{1e3 * values.p90:.4g} ms"
+
+
+def _advice(plan: Plan) -> str:
+    best = plan.options[0]
+    predicted = best.predicted
+    text = (
+        f"\n{best.split}: {predicted.output_tokens_per_s * best.num_engines:.0f} output tokens/s, "
+        f"{predicted.mean_decode_rows:.1f} rows decode in a step; "
+        f"most of its time: {best.binding}"
+    )
+    if plan.change is not None:
+        text += (
+            f"\nthe change that helps most: {plan.change.what}, "
+            f"{best.capacity_per_s:.3g} -> {plan.change.capacity_per_s:.3g} requests/s"
+        )
+    return text
+
+
+def _print_comparison(console: Console, query: PlanQuery, compared: list[ParallelRow]) -> None:
+    from quickstep.cli.screen import print_table
+
+    rows = [
+        (one.strategy, str(one.split), "-", "-", "-")
+        if one.reason
+        else (
+            one.strategy,
+            str(one.split),
+            f"{1e3 * one.prefill_s:.1f} ms",
+            f"{1e3 * one.decode_s:.2f} ms",
+            f"{one.decode_tokens_per_s:.0f}/s",
+        )
+        for one in compared
+    ]
+    load = query.load
+    print_table(
+        console,
+        f"{query.model} on {query.hardware.count} x {query.hardware.device.label}: "
+        f"prompts of {load.num_inputs}, 32 sequences decode",
+        ("parallelism", "split", "prefill", "time per token", "decode"),
+        rows,
+        num_text_columns=2,
+    )
+    for one in compared:
+        if one.reason:
+            console.print(f"{one.strategy}: {one.reason}", markup=False)
+    console.print(
+        "\ntensor: each device reads a part of weights and KV, so the time to the first token and "
+        "per token fall.\npipeline: room for larger models, and throughput with many requests; the "
+        "time per token does not fall,\nas a token passes all stages. Tables that call pipelines "
+        "great and tensor parallelism neutral for decode\nhave this reversed.\n"
+        "data: throughput only; every replica holds all weights.",
+        markup=False,
+    )
+
+
+def _seconds(milliseconds: float | None) -> float | None:
+    return None if milliseconds is None else milliseconds / 1e3
+
+
+def _fraction(text: str) -> float:
+    value = positive_number(text)
+    if value > 1:
+        raise argparse.ArgumentTypeError(f"{text} is above 1")
+    return value

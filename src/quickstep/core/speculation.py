@@ -1,0 +1,162 @@
+"""How many draft tokens a row gets: as many as are predicted to pay.
+
+A proposer (`runtime.speculation`) guesses the next tokens of a sequence, one row checks them all,
+and those that the sequence would have generated anyway are accepted. The i-th draft is accepted
+with the probability p^i, if each one is with p after those before it. It costs some of the step's
+time, in which the batch could have generated other tokens without drafts; so it pays if
+
+    p^i > price,    price = seconds of one more token / seconds of the step * its rows
+
+p is measured for each sequence, the seconds are the cost model's. With many rows, or where the
+machine is limited by computation, the price approaches 1 and nothing is drafted.
+
+What the price leaves out (proposing, sampling a row's tokens one after the other) is measured: for
+each number of rows, most steps run in the better of two modes, with and without drafts, and a few
+in the other one, to compare the tokens per second of both.
+
+Owned by `core.scheduler`. Time comes in as an argument; the tokens do not depend on any of it.
+"""
+
+from __future__ import annotations
+
+import math
+
+import msgspec
+
+from quickstep.core.cost_model import CostModel, StepLoad
+
+__all__ = ["Acceptance", "DraftControl"]
+
+_GAIN = 0.15  # of a sequence's rate, per draft that was accepted or rejected
+_SHARED_GAIN = 0.02  # of the rate with which new sequences begin
+_FIRST_RATE = 0.6
+_LEAST_RATE, _MOST_RATE = 0.02, 0.98
+# A draft has to gain this much more than it costs, because both are estimates.
+_MARGIN = 1.2
+# The two modes: steps before the first comparison, then in the better one and in the other one. The
+# first steps after a change are not counted: their drafts were requested in the mode before.
+_FIRST_STEPS = 24
+_USUAL_STEPS = 192
+_TRIAL_STEPS = 10
+_IGNORED_STEPS = 3
+_KEPT = 0.98
+_LEAST_GAIN = 1.02  # drafts have to be faster by this much
+# A sequence without drafts tries one after so many tokens: its text may repeat itself again.
+_RETRY_AFTER = 48
+
+
+class Acceptance(msgspec.Struct):
+    """The drafts of one sequence. `rate` is the probability p; None before its first drafts."""
+
+    rate: float | None = None
+    num_drafts: int = 0
+    num_accepted: int = 0
+    num_tokens_without: int = 0  # generated since it last had a draft
+
+
+class _Mode(msgspec.Struct):
+    """Steps with drafts, or without: tokens and seconds, older ones count less."""
+
+    tokens: float = 0.0
+    seconds: float = 0.0
+
+    @property
+    def tokens_per_s(self) -> float | None:
+        """None before anything was measured."""
+        return self.tokens / self.seconds if self.seconds > 0.0 else None
+
+    def add(self, num_tokens: int, seconds: float) -> None:
+        self.tokens = _KEPT * self.tokens + num_tokens
+        self.seconds = _KEPT * self.seconds + seconds
+
+
+class _Comparison:
+    """Both modes of steps with about the same number of rows, and which one runs now."""
+
+    def __init__(self) -> None:
+        self._modes = {True: _Mode(), False: _Mode()}
+        self.uses_drafts = True
+        self._num_left = _FIRST_STEPS
+        self._num_ignored = _IGNORED_STEPS
+
+    def measured(self, num_tokens: int, seconds: float) -> None:
+        """Count a step in the current mode, and change the mode when it is time."""
+        self._num_left -= 1
+        if self._num_ignored:
+            self._num_ignored -= 1
+        else:
+            self._modes[self.uses_drafts].add(num_tokens, seconds)
+        if self._num_left <= 0:
+            self._change()
+
+    def _change(self) -> None:
+        with_drafts, without = self._modes[True].tokens_per_s, self._modes[False].tokens_per_s
+        if with_drafts is None or without is None:
+            is_better_with = True
+            is_trial = self.uses_drafts
+        else:
+            is_better_with = with_drafts > _LEAST_GAIN * without
+            is_trial = self.uses_drafts is is_better_with
+        self.uses_drafts = is_better_with is not is_trial
+        self._num_left = _TRIAL_STEPS if is_trial else _USUAL_STEPS
+        self._num_ignored = _IGNORED_STEPS
+
+
+class DraftControl:
+    """Decides the number of drafts of each row. `max_drafts` 0 turns speculation off."""
+
+    def __init__(self, max_drafts: int) -> None:
+        self.max_drafts = max_drafts
+        self._comparisons: dict[int, _Comparison] = {}  # by the bit length of the number of rows
+        self._uses_drafts = True
+        self._first_rate = _FIRST_RATE
+        self._price = 0.0  # tokens that the batch could generate in the time of one more
+
+    def planned(self, decode: StepLoad, cost_model: CostModel) -> None:
+        """Set the price of a draft for the next step, which has about these decode rows."""
+        if not self.max_drafts or not decode.num_rows:
+            return
+        context = decode.num_kv_tokens // decode.num_rows
+        one_s = cost_model.seconds(StepLoad.of_span(context, 1, num_logits_rows=1))
+        draft_s = cost_model.seconds(StepLoad.of_span(context, 2, num_logits_rows=2)) - one_s
+        step_s = one_s + (decode.num_rows - 1) * (one_s - cost_model.seconds(StepLoad()))
+        self._price = draft_s * decode.num_rows / step_s if step_s > 0.0 else 1.0
+
+    def measured(self, num_rows: int, num_tokens: int, seconds: float) -> None:
+        """Learn from a step: its decode rows, the tokens that they generated, and their part of the
+        seconds from its plan to its result.
+        """
+        if not self.max_drafts or not num_rows:
+            return
+        comparison = self._comparisons.setdefault(num_rows.bit_length(), _Comparison())
+        comparison.measured(num_tokens, seconds)
+        self._uses_drafts = comparison.uses_drafts
+
+    def num_drafts(self, acceptance: Acceptance) -> int:
+        """How many drafts pay for a sequence now."""
+        if not self._uses_drafts:
+            return 0
+        rate = self._first_rate if acceptance.rate is None else acceptance.rate
+        threshold = _MARGIN * self._price
+        if threshold >= rate:
+            may_try = threshold < 1.0 and acceptance.num_tokens_without >= _RETRY_AFTER
+            return min(self.max_drafts, 1) if may_try else 0
+        if threshold <= 0.0:
+            return self.max_drafts
+        return min(self.max_drafts, int(math.log(threshold) / math.log(rate)))
+
+    def checked(self, acceptance: Acceptance, num_drafts: int, num_accepted: int) -> None:
+        """Learn from a row that generated `num_accepted` + 1 tokens with `num_drafts` drafts."""
+        if not num_drafts:
+            acceptance.num_tokens_without += 1
+            return
+        acceptance.num_drafts += num_drafts
+        acceptance.num_accepted += num_accepted
+        acceptance.num_tokens_without = 0
+        rate = self._first_rate if acceptance.rate is None else acceptance.rate
+        outcomes = [1.0] * num_accepted + [0.0] * (num_accepted < num_drafts)
+        for outcome in outcomes:
+            rate += _GAIN * (outcome - rate)
+            self._first_rate += _SHARED_GAIN * (outcome - self._first_rate)
+        acceptance.rate = min(_MOST_RATE, max(_LEAST_RATE, rate))
+        self._first_rate = min(_MOST_RATE, max(_LEAST_RATE, self._first_rate))

@@ -1,0 +1,364 @@
+"""Calibration: synthetic steps on an engine's executor, and the fit of the step-time model to them.
+
+`quickstep calibrate` calls it. Rounds of up to `max_num_seqs` sequences with random contexts run
+decode steps, chunks of a prompt, and both together, until the time is over; some rows list
+log-probabilities, have a grammar, or score their prompt. Contexts are not computed: attention reads
+zeros, which takes as long. Each fifth step is held out to measure the error of predictions.
+"""
+
+from __future__ import annotations
+
+import enum
+import math
+import statistics
+from collections.abc import Callable, Sequence
+from random import Random
+
+import msgspec
+from msgspec.structs import replace
+
+from quickstep.core.cost_model import Coefficients, CostFit, LinearCostModel, StepLoad
+from quickstep.errors import EngineError
+from quickstep.ops.table import KVCache
+from quickstep.ops.tensors import HostTensor
+from quickstep.types import (
+    Admission,
+    Executor,
+    Grammar,
+    Phase,
+    SamplingParams,
+    StepPlan,
+    StepResult,
+    StepRow,
+)
+
+__all__ = [
+    "Calibration",
+    "MeasuredStep",
+    "PhaseError",
+    "StepKind",
+    "StepLimits",
+    "calibrate",
+    "evaluate",
+    "fit_steps",
+    "write_kv",
+]
+
+_HELD_OUT = 5  # every fifth step
+_NUM_WARM_UP = 4  # steps that are not measured
+_MIN_STEPS = 20
+_MAX_STEP_PART = 1 / 40  # of all the time, for a single step
+_STEPS_PER_ROUND = 8
+_MAX_KV_BYTES = 2**30  # of KV that contexts are spread over
+
+
+class StepKind(enum.Enum):
+    """Which rows a step has."""
+
+    DECODE = "decode"
+    PREFILL = "prefill"
+    MIXED = "mixed"
+
+
+_KIND_OF_PHASE = {Phase.DECODE: StepKind.DECODE, Phase.PREFILL: StepKind.PREFILL}
+
+
+class MeasuredStep(msgspec.Struct, frozen=True):
+    """A step and how long it took."""
+
+    kind: StepKind
+    load: StepLoad
+    seconds: float
+
+
+class PhaseError(msgspec.Struct, frozen=True):
+    """Relative errors of predictions on held-out steps of one kind."""
+
+    kind: StepKind
+    num_steps: int
+    mean: float
+    p95: float
+
+
+class Calibration(msgspec.Struct, frozen=True):
+    """The fit to all steps, and the errors of a fit to four fifths of them on the others."""
+
+    fit: CostFit
+    errors: tuple[PhaseError, ...]
+
+
+class StepLimits(msgspec.Struct, frozen=True):
+    """Sizes of the engine that runs the steps, in tokens and blocks.
+
+    `grammar` is one that the engine has compiled and that no few tokens complete; None for rows
+    without grammars.
+    """
+
+    max_num_seqs: int
+    max_num_batched_tokens: int
+    max_model_len: int
+    block_size: int
+    num_blocks: int
+    vocab_size: int
+    grammar: Grammar | None = None
+    eos_token_ids: frozenset[int] = frozenset()
+
+
+class _Sequence(msgspec.Struct):
+    """A synthetic sequence in a slot; `start` is its next position."""
+
+    slot: int
+    start: int
+    end: int
+    block_ids: tuple[int, ...]
+    sampling: SamplingParams
+    num_outputs: int = 0
+
+    def row(self, num_tokens: int, phase: Phase, emits: bool, token_id: int) -> StepRow:
+        """The next row. It brings all blocks the first time."""
+        is_scored = phase is Phase.PREFILL and self.sampling.prompt_logprobs is not None
+        row = StepRow(
+            self.slot,
+            self.start,
+            num_tokens,
+            (token_id,) * num_tokens,
+            self.block_ids,
+            phase,
+            emits,
+            self.num_outputs,
+            score_start=self.start if is_scored else 0,
+            num_scored=num_tokens if is_scored else 0,
+        )
+        self.start += num_tokens
+        self.num_outputs += emits
+        self.block_ids = ()
+        return row
+
+
+def write_kv(kv: KVCache) -> int:
+    """Write zeros to as many blocks as contexts are spread over, and return their number: memory
+    that was never written is not there yet, and reading it takes no time.
+    """
+    tensors = (*kv.keys, *kv.values)
+    num_blocks = tensors[0].shape[0]
+    block_bytes = sum(one.numel() * one.element_size() for one in tensors) // num_blocks
+    num_used = max(1, min(num_blocks, _MAX_KV_BYTES // block_bytes))
+    for one in tensors:
+        elements = one.numpy() if isinstance(one, HostTensor) else one
+        elements[:num_used] = 0
+    return int(num_used)
+
+
+class _Rounds:
+    """Runs rounds of steps and collects the measured ones."""
+
+    def __init__(
+        self,
+        executor: Executor,
+        limits: StepLimits,
+        start: Coefficients,
+        seconds: float,
+        clock: Callable[[], float],
+        seed: int,
+    ) -> None:
+        self.steps: list[MeasuredStep] = []
+        self._executor = executor
+        self._limits = limits
+        self._model = LinearCostModel(start)  # so far: it bounds the time of a step
+        self._max_step_s = seconds * _MAX_STEP_PART
+        self._clock = clock
+        self._until_s = clock() + seconds
+        self._rng = Random(seed)
+        self._num_sequences = 0
+        self._num_rounds = 0
+        self._num_steps = 0
+        self._released: tuple[int, ...] = ()
+
+    @property
+    def is_over(self) -> bool:
+        """Whether the time is over, with enough steps."""
+        return self._clock() >= self._until_s and len(self.steps) >= _MIN_STEPS
+
+    def run(self) -> None:
+        """One round: new sequences, then steps of each kind."""
+        limits, most = self._limits, min(self._limits.max_num_seqs, self._limits.num_blocks)
+        num_rows = _log_uniform(self._rng, 1, most)
+        if self._num_rounds < 2:  # the extremes first
+            num_rows = (1, most)[self._num_rounds]
+        self._num_rounds += 1
+        num_sequences = min(most, num_rows + 1)
+        room = limits.num_blocks // num_sequences * limits.block_size
+        max_len = min(limits.max_model_len, room)
+        longest = _log_uniform(self._rng, min(max_len, 2 * _STEPS_PER_ROUND), max_len)
+        sequences = [self._sequence(slot, longest, _STEPS_PER_ROUND) for slot in range(num_rows)]
+        prompt = None
+        if num_sequences > num_rows:
+            prompt = self._sequence(num_rows, max_len, max_len // 2, is_prompt=True)
+        self._place((*sequences, prompt) if prompt else sequences)
+        admitted = tuple(map(self._admission, (*sequences, prompt) if prompt else sequences))
+        self._submit((), admitted)
+        for number in range(_STEPS_PER_ROUND):
+            if self.is_over:
+                break
+            kind = (StepKind.DECODE, StepKind.MIXED, StepKind.DECODE, StepKind.PREFILL)[number % 4]
+            self._step(kind, sequences, prompt, is_full=number == 0)
+        self._released = tuple(range(num_sequences))
+
+    def _sequence(
+        self, slot: int, max_len: int, reserve: int, is_prompt: bool = False
+    ) -> _Sequence:
+        """A sequence with a random context that leaves `reserve` tokens for its steps."""
+        rng = self._rng
+        longest = max(0, max_len - reserve - 1)
+        start = 0 if is_prompt and rng.random() < 0.5 else rng.randint(0, longest)
+        end = min(max_len, start + reserve)
+        return _Sequence(slot, start, end, (), self._sampling(is_prompt))
+
+    def _sampling(self, is_prompt: bool) -> SamplingParams:
+        rng = self._rng
+        sampling = SamplingParams()
+        if is_prompt:
+            return replace(sampling, prompt_logprobs=0) if rng.random() < 0.3 else sampling
+        if rng.random() < 0.2:
+            sampling = replace(sampling, logprobs=2)
+        if self._limits.grammar is not None and rng.random() < 0.2:
+            sampling = replace(sampling, grammar=self._limits.grammar)
+        return sampling
+
+    def _place(self, sequences: Sequence[_Sequence]) -> None:
+        """Give each sequence its blocks, in random order as in a pool in use."""
+        block_ids = list(range(self._limits.num_blocks))
+        self._rng.shuffle(block_ids)
+        for one in sequences:
+            count = -(-one.end // self._limits.block_size)
+            one.block_ids = tuple(block_ids[:count])
+            assert len(one.block_ids) == count, "the contexts fit into the blocks"
+            del block_ids[:count]
+
+    def _admission(self, one: _Sequence) -> Admission:
+        self._num_sequences += 1
+        # a scored position needs the token after it
+        prompt = (self._token_id(),) * (one.end + 1)
+        return Admission(
+            one.slot,
+            f"calibration-{self._num_sequences}",
+            prompt,
+            len(prompt),
+            one.sampling,
+            seed=self._num_sequences,
+            eos_token_ids=self._limits.eos_token_ids,
+        )
+
+    def _token_id(self) -> int:
+        return self._rng.randrange(self._limits.vocab_size)
+
+    def _step(
+        self, kind: StepKind, decodes: list[_Sequence], prompt: _Sequence | None, is_full: bool
+    ) -> None:
+        rng = self._rng
+        chosen = [one for one in decodes if one.start < one.end]
+        if kind is StepKind.PREFILL:
+            chosen = []
+        elif chosen and not is_full:
+            chosen = rng.sample(chosen, rng.randint(1, len(chosen)))
+        rows = [one.row(1, Phase.DECODE, True, self._token_id()) for one in chosen]
+        samplings = [one.sampling for one in chosen]
+        load = sum(map(StepLoad.of_row, rows, samplings), start=StepLoad())
+        left = prompt.end - prompt.start if prompt else 0
+        if kind is not StepKind.DECODE and prompt and left:
+            room = max(1, self._limits.max_num_batched_tokens - len(chosen))
+            num_tokens = self._shortened(load, prompt.start, _log_uniform(rng, 1, min(room, left)))
+            emits = rng.random() < 0.5
+            rows.append(prompt.row(num_tokens, Phase.PREFILL, emits, self._token_id()))
+            load += StepLoad.of_row(rows[-1], prompt.sampling)
+        if not rows:
+            return
+        result = self._submit(tuple(rows), ())
+        self._model.observe(load, result.seconds)
+        if self._num_steps > _NUM_WARM_UP:
+            kinds = {row.phase for row in rows}
+            kind = StepKind.MIXED if len(kinds) > 1 else _KIND_OF_PHASE[kinds.pop()]
+            self.steps.append(MeasuredStep(kind, load, result.seconds))
+
+    def _shortened(self, load: StepLoad, start: int, num_tokens: int) -> int:
+        """The largest half, quarter, ... of a chunk that keeps the step short enough."""
+        while num_tokens > 1:
+            chunk = StepLoad.of_span(start, num_tokens)
+            if self._model.seconds(load + chunk) <= self._max_step_s:
+                break
+            num_tokens //= 2
+        return num_tokens
+
+    def _submit(self, rows: tuple[StepRow, ...], admitted: tuple[Admission, ...]) -> StepResult:
+        plan = StepPlan(self._num_steps, rows, admitted, self._released)
+        self._released = ()
+        self._num_steps += bool(rows)
+        result = self._executor.submit(plan).result()
+        if result.failures:
+            raise EngineError(f"a step of the calibration failed: {result.failures[0].reason}")
+        return result
+
+
+def calibrate(
+    executor: Executor,
+    limits: StepLimits,
+    start: Coefficients,
+    seconds: float,
+    clock: Callable[[], float],
+    seed: int = 0,
+) -> Calibration:
+    """Run steps for about `seconds` and fit the model to them.
+
+    The executor must be new or have no sequences left. `clock` gives monotonic seconds.
+
+    Raises:
+        EngineError: A step failed.
+    """
+    rounds = _Rounds(executor, limits, start, seconds, clock, seed)
+    while not rounds.is_over:
+        rounds.run()
+    return evaluate(rounds.steps, start, seed)
+
+
+def evaluate(steps: Sequence[MeasuredStep], start: Coefficients, seed: int = 0) -> Calibration:
+    """Fit measured steps. The order of the steps does not matter: they are shuffled."""
+    shuffled = list(steps)
+    Random(seed).shuffle(shuffled)
+    held_out = shuffled[::_HELD_OUT]
+    others = [one for place, one in enumerate(shuffled) if place % _HELD_OUT]
+    model = LinearCostModel.of_fit(fit_steps(others, start))
+    errors = []
+    for kind in StepKind:
+        of_kind = [
+            abs(model.seconds(one.load) / one.seconds - 1.0) for one in held_out if one.kind is kind
+        ]
+        if of_kind:
+            p95 = sorted(of_kind)[math.ceil(0.95 * len(of_kind)) - 1]
+            errors.append(PhaseError(kind, len(of_kind), statistics.fmean(of_kind), p95))
+    return Calibration(fit_steps(shuffled, start), tuple(errors))
+
+
+def fit_steps(steps: Sequence[MeasuredStep], start: Coefficients) -> CostFit:
+    """The fit in which all steps count alike.
+
+    A first pass brings the coefficients near, so that the bounds on outliers of the second pass do
+    not depend on the start values.
+    """
+    near = LinearCostModel(start)
+    for _ in range(2):
+        for one in steps:
+            near.observe(one.load, one.seconds)
+    near.converge()
+    model = LinearCostModel(near.coefficients, forgetting=1.0)
+    for one in steps:
+        model.observe(one.load, one.seconds)
+    model.converge()
+    fit = model.fit()
+    assert fit is not None, "there are measured steps"
+    return fit
+
+
+def _log_uniform(rng: Random, low: int, high: int) -> int:
+    """A random integer from `low` to `high`, small ones more often; `low` if there is no range."""
+    value = math.exp(rng.uniform(math.log(low + 1), math.log(max(low, high) + 1))) - 1
+    return min(max(low, high), max(low, round(value)))

@@ -1,0 +1,195 @@
+"""Stored fits of the step-time model: one file per model, format, kernels and machine.
+
+An engine starts with the stored fit, or without one at the start values, and saves what it has
+learnt every few minutes and when it stops. A file that cannot be used is ignored with a line in the
+log: nothing here delays or fails a start.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import hashlib
+import logging
+import os
+import platform
+import tempfile
+from collections.abc import Mapping
+from pathlib import Path
+
+import msgspec
+
+from quickstep import __version__
+from quickstep.core.cost_model import Coefficients, CostFit, LinearCostModel
+from quickstep.engine.machine import usable_cores
+
+__all__ = ["FitFile", "FitKey", "FitSaver", "StoredFit", "cache_dir", "fit_key"]
+
+_LOGGER = logging.getLogger(__name__)
+_VERSION = 1
+_SAVE_EVERY_S = 180.0
+_MIN_NEW_STEPS = 50
+
+
+class FitKey(msgspec.Struct, frozen=True):
+    """What step times depend on.
+
+    Attributes:
+        fingerprint: Of weights, their format, dtype, KV dtype and kernel set.
+        version: Quickstep's, because kernels change.
+        cpu: The CPU's model.
+        num_cores: Cores that the process may use.
+        num_threads: Threads that compute.
+        device: `cpu` or `cuda`.
+        is_eager: Steps are not captured.
+    """
+
+    fingerprint: str
+    version: str
+    cpu: str
+    num_cores: int
+    num_threads: int
+    device: str
+    is_eager: bool
+
+
+class StoredFit(msgspec.Struct, frozen=True):
+    """The content of a file. `version` is of this format."""
+
+    version: int
+    key: FitKey
+    fit: CostFit
+
+
+def fit_key(
+    fingerprint: str, device: str, num_threads: int, is_eager: bool, root: Path = Path("/")
+) -> FitKey:
+    """The key of a model on this machine; `root` has Linux's `proc`."""
+    cores = usable_cores()
+    return FitKey(fingerprint, __version__, _cpu_model(root), cores, num_threads, device, is_eager)
+
+
+def _cpu_model(root: Path) -> str:
+    try:
+        with (root / "proc/cpuinfo").open(encoding="utf-8", errors="replace") as file:
+            for line in file:
+                name, _, value = line.partition(":")
+                if name.strip() in ("model name", "Model"):
+                    return value.strip()
+    except OSError:
+        pass
+    return platform.processor() or platform.machine()
+
+
+def cache_dir(environ: Mapping[str, str] = os.environ) -> Path | None:
+    """QUICKSTEP_CACHE_DIR, else `quickstep` in the user's cache directory (XDG).
+
+    None if the variable is empty: nothing is stored then.
+    """
+    given = environ.get("QUICKSTEP_CACHE_DIR")
+    if given is not None:
+        return Path(given) if given else None
+    user = environ.get("XDG_CACHE_HOME", "")  # the specification ignores relative paths
+    try:
+        return (Path(user) if user.startswith("/") else Path.home() / ".cache") / "quickstep"
+    except RuntimeError:  # there is no home directory
+        return None
+
+
+class FitFile:
+    """The file of one key, in the folder of the cache."""
+
+    def __init__(self, folder: Path, key: FitKey) -> None:
+        self._key = key
+        digest = hashlib.blake2b(msgspec.json.encode(key), digest_size=12).hexdigest()
+        self.path = folder / "cost_fits" / f"{digest}.json"
+
+    def read(self) -> CostFit | None:
+        """The stored fit; None if there is none that can be used."""
+        try:
+            stored = msgspec.json.decode(self.path.read_bytes(), type=StoredFit)
+        except FileNotFoundError:
+            return None
+        except (OSError, ValueError) as error:  # msgspec's errors are ValueErrors
+            _LOGGER.warning("the stored step times in %s are ignored: %s", self.path, error)
+            return None
+        if stored.version != _VERSION or stored.key != self._key:
+            _LOGGER.warning(
+                "the stored step times in %s are ignored: they are of another version", self.path
+            )
+            return None
+        return stored.fit
+
+    def write(self, fit: CostFit) -> None:
+        """Replace the file at once. Raises OSError."""
+        content = msgspec.json.encode(StoredFit(_VERSION, self._key, fit))
+        folder = self.path.parent
+        folder.mkdir(parents=True, exist_ok=True)
+        handle, name = tempfile.mkstemp(dir=folder, prefix=".fit-")
+        try:
+            with os.fdopen(handle, "wb") as file:
+                file.write(content)
+            Path(name).replace(self.path)
+        except BaseException:
+            Path(name).unlink(missing_ok=True)
+            raise
+
+
+class FitSaver:
+    """Saves the fit of a running engine. Owned by the engine; called in its event loop.
+
+    `file` is None where nothing is stored.
+    """
+
+    def __init__(self, model: LinearCostModel, file: FitFile | None) -> None:
+        self._model = model
+        self._file = file
+        self._num_saved = model.num_steps
+        self._due_s: float | None = None
+        self._saving: asyncio.Future[None] | None = None
+
+    @staticmethod
+    def open(file: FitFile | None, start: Coefficients) -> FitSaver:
+        """A saver of a new model, which continues from the stored fit or begins at `start`."""
+        fit = None if file is None else file.read()
+        model = LinearCostModel(start) if fit is None else LinearCostModel.of_fit(fit)
+        return FitSaver(model, file)
+
+    @property
+    def model(self) -> LinearCostModel:
+        """The model whose fit is saved."""
+        return self._model
+
+    def tick(self, now: float) -> None:
+        """Save in a thread if some minutes have passed since the last time."""
+        if self._due_s is None:
+            self._due_s = now + _SAVE_EVERY_S
+        elif now >= self._due_s:
+            self._due_s = now + _SAVE_EVERY_S
+            if self._saving is None or self._saving.done():
+                fit = self._new_fit()
+                if fit is not None:
+                    loop = asyncio.get_running_loop()
+                    self._saving = loop.run_in_executor(None, self._write, fit)
+
+    async def close(self) -> None:
+        """Save what is new."""
+        if self._saving is not None:
+            await self._saving
+        fit = self._new_fit()
+        if fit is not None:
+            self._write(fit)
+
+    def _new_fit(self) -> CostFit | None:
+        """The fit, if there were enough steps since the last one."""
+        if self._file is None or self._model.num_steps < self._num_saved + _MIN_NEW_STEPS:
+            return None
+        self._num_saved = self._model.num_steps
+        return self._model.fit()
+
+    def _write(self, fit: CostFit) -> None:
+        assert self._file is not None, "a fit is written to a file"
+        try:
+            self._file.write(fit)
+        except OSError as error:
+            _LOGGER.warning("step times are not stored: %s", error)
+            self._file = None

@@ -1,0 +1,129 @@
+"""Opens a draft model: finds it before memory is planned, loads it next to its target.
+
+Called by the assembly of an engine. Everything that can be wrong with the checkpoint is a
+ConfigError here, before the server listens.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import msgspec
+
+from quickstep.config import LoadConfig
+from quickstep.errors import ConfigError
+from quickstep.model.sizing import DraftSizes, ElementBytes
+
+if TYPE_CHECKING:
+    from quickstep.engine.text.tokenizer import Tokenizer
+    from quickstep.model.checkpoint.source import Checkpoint
+    from quickstep.model.interface import Model
+    from quickstep.model.sizing import MemoryPlan
+    from quickstep.ops.table import OpTable
+    from quickstep.runtime.speculation.draft_model import DraftModelProposer
+    from quickstep.runtime.speculation.vocabulary import DraftVocabulary
+
+__all__ = ["FoundDraft", "find_draft", "load_draft"]
+
+
+class FoundDraft(msgspec.Struct, frozen=True):
+    """A draft model's checkpoint. `load` names it; `sizes` are for the memory plan."""
+
+    load: LoadConfig
+    checkpoint: Checkpoint
+    sizes: DraftSizes
+
+
+def find_draft(load: LoadConfig, ops: OpTable) -> FoundDraft:
+    """Find and check a draft model for the target's op table. Raises ConfigError."""
+    from quickstep.model.checkpoint.placement import choose_dtype
+    from quickstep.model.checkpoint.source import find_checkpoint
+    from quickstep.model.checkpoint.weights import open_checkpoint_files, open_weights
+    from quickstep.model.loader import check_requantization
+    from quickstep.model.spec import read_spec
+
+    checkpoint = find_checkpoint(load)
+    spec = read_spec(checkpoint.path)
+    if not spec.native:
+        raise ConfigError(
+            f"the draft model {checkpoint.name} is a {spec.architecture}, which runs through "
+            "transformers; use a draft model of a native architecture"
+        )
+    dtype = choose_dtype(load.dtype, spec, open_checkpoint_files(checkpoint.path))
+    weights = open_weights(checkpoint.path, spec)
+    check_requantization(weights, load.quantization)
+    held_bytes = weights.held_bytes(dtype.itemsize) if weights.quantized else None
+    elements = ElementBytes(
+        dtype.itemsize, ops.scratch_bytes, load.quantization, weights=held_bytes
+    )
+    return FoundDraft(load, checkpoint, DraftSizes(spec, elements))
+
+
+def load_draft(
+    found: FoundDraft,
+    target: Model,
+    target_path: Path | None,
+    ops: OpTable,
+    plan: MemoryPlan,
+    block_size: int,
+    enforce_eager: bool = False,
+) -> DraftModelProposer:
+    """Load the draft model of `target`, whose checkpoint is at `target_path`; without one, its
+    token ids are taken to be the same.
+
+    Raises:
+        ConfigError: The checkpoint is broken, or has another vocabulary.
+    """
+    from quickstep.engine.text.tokenizer import Tokenizer
+    from quickstep.model.checkpoint.weights import open_weights
+    from quickstep.model.loader import load_model, reason_for_torch
+    from quickstep.ops.torch_import import require_torch
+    from quickstep.runtime.kv_cache import allocate_kv
+    from quickstep.runtime.speculation.draft_model import DraftModelProposer
+
+    checkpoint, spec = found.checkpoint, found.sizes.spec
+    why_torch = "--enforce-eager"
+    if not enforce_eager:
+        why_torch = reason_for_torch(open_weights(checkpoint.path, spec), ops, found.load)
+    if why_torch:
+        require_torch(f"{why_torch} of the draft model")
+    vocabulary = None
+    if target_path is not None and not _same_file(
+        target_path / "tokenizer.json", checkpoint.path / "tokenizer.json"
+    ):
+        tokenizers = Tokenizer.open(target_path), Tokenizer.open(checkpoint.path)
+        vocabulary = _vocabulary(*tokenizers, (target.vocab_size, spec.vocab_size))
+    model = load_model(
+        checkpoint, spec, ops, found.load, None, plan.max_model_len, on_host=not why_torch
+    )
+    kv = allocate_kv(model.kv_shape, plan.num_blocks, block_size, model.device)
+    return DraftModelProposer(
+        model,
+        kv,
+        block_size,
+        target.vocab_size,
+        vocabulary,
+        plan.max_num_batched_tokens,
+        enforce_eager,
+    )
+
+
+def _same_file(first: Path, second: Path) -> bool:
+    try:
+        return first.read_bytes() == second.read_bytes()
+    except OSError:  # a GGUF file has its tokenizer inside
+        return False
+
+
+def _vocabulary(
+    target: Tokenizer, draft: Tokenizer, vocab_sizes: tuple[int, int]
+) -> DraftVocabulary | None:
+    from quickstep.runtime.speculation.vocabulary import map_vocabulary
+
+    target_size, draft_size = vocab_sizes
+    return map_vocabulary(
+        [target.piece(token_id) for token_id in range(target_size)],
+        [draft.piece(token_id) for token_id in range(draft_size)],
+        fallback_id=min(draft.eos_token_ids, default=0),
+    )

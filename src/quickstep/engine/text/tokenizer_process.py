@@ -1,0 +1,112 @@
+"""Tokenises long texts in a process of its own, at low priority.
+
+In the server's process they would take processors from the steps of the engine, and the lock of the
+interpreter from the event loop: a list of a million token ids is built in one call, which delays
+every stream by tens of milliseconds. `Tokenizer` decides what is long. The process starts with the
+first long text and ends with its owner.
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+import sys
+import threading
+from array import array
+from collections.abc import Sequence
+from pathlib import Path
+
+import msgspec
+
+from quickstep.engine.worker_process import WorkerDied, WorkerProcess, read_frame, write_frame
+from quickstep.errors import EngineError, RequestError
+
+__all__ = ["TokenizerProcess", "main"]
+
+_MODULE = "quickstep.engine.text.tokenizer_process"
+_NICE = 10
+_TIMEOUT_S = 120.0
+_IDS_AT_ONCE = 32_768  # appended in one call: a fraction of a millisecond
+_STDIN, _STDOUT = 0, 1
+
+
+class _Texts(msgspec.Struct, frozen=True, array_like=True):
+    """A request: what `Tokenizer.encode_all` gets. The answer is a list of int32 arrays."""
+
+    texts: list[str]
+    add_special_tokens: bool
+
+
+class TokenizerProcess:
+    """Tokenises with the checkpoint at `path`. Any thread may call `encode_all`; calls queue."""
+
+    def __init__(self, path: Path) -> None:
+        self._path = path
+        self._lock = threading.Lock()
+        self._worker: WorkerProcess | None = None
+
+    @property
+    def process_id(self) -> int | None:
+        """The operating system's id; None before the first text."""
+        worker = self._worker
+        return None if worker is None else worker.process_id
+
+    def encode_all(self, texts: Sequence[str], add_special_tokens: bool) -> list[list[int]]:
+        """The token ids of each text.
+
+        Raises:
+            RequestError: A text is not Unicode.
+            EngineError: The process cannot be started, died, or took too long.
+        """
+        try:
+            frame = msgspec.msgpack.encode(_Texts(list(texts), add_special_tokens))
+        except UnicodeEncodeError as error:
+            raise RequestError(
+                "the text is not valid Unicode: it holds half a surrogate pair", param="prompt"
+            ) from error
+        with self._lock:
+            if self._worker is None:
+                self._worker = WorkerProcess(_MODULE, str(self._path))
+            try:
+                answer = self._worker.exchange(frame, _TIMEOUT_S)
+            except WorkerDied as death:
+                self._worker = None
+                raise EngineError(
+                    f"the process that tokenises long texts ended with code {death.code};"
+                    " send the request again or a shorter text"
+                ) from None
+        return [_ids(one) for one in msgspec.msgpack.decode(answer, type=list[bytes])]
+
+
+def _ids(data: bytes) -> list[int]:
+    """The ids of an int32 array; other threads run in between."""
+    packed = array("i")
+    packed.frombytes(data)
+    ids: list[int] = []
+    for start in range(0, len(packed), _IDS_AT_ONCE):
+        ids.extend(packed[start : start + _IDS_AT_ONCE])
+    return ids
+
+
+def main() -> int:
+    """Serve the checkpoint in `argv[1]` until the input ends. Returns the exit code."""
+    for number in (signal.SIGINT, signal.SIGTERM):  # the parent handles them
+        signal.signal(number, signal.SIG_IGN)
+    os.nice(_NICE)
+    os.environ["TOKENIZERS_PARALLELISM"] = "false"  # the other processors are the engine's
+
+    from quickstep.engine.text.tokenizer import Tokenizer  # which imports this module
+
+    tokenizer = Tokenizer.open(Path(sys.argv[1]))
+    try:
+        while True:
+            request = msgspec.msgpack.decode(read_frame(_STDIN), type=_Texts)
+            found = tokenizer.encode_all(request.texts, request.add_special_tokens)
+            packed = [array("i", ids).tobytes() for ids in found]
+            write_frame(_STDOUT, msgspec.msgpack.encode(packed))
+    except (EOFError, BrokenPipeError):
+        return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

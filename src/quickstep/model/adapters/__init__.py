@@ -1,0 +1,1 @@
+"""LoRA adapters: PEFT checkpoints, and where they apply in a decoder."""

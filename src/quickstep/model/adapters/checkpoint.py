@@ -1,0 +1,232 @@
+"""PEFT checkpoints of LoRA adapters: checked as a whole against the base model, then read.
+
+`open_adapter` reads headers only and raises for everything that they show; `read` reads the
+tensors, once, in the model's dtype. Only safetensors, never a pickle. Nothing here knows which
+adapters are loaded.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping, Sequence
+from hashlib import blake2b
+from pathlib import Path
+
+import msgspec
+import numpy as np
+
+from quickstep.errors import ConfigError
+from quickstep.model.adapters.lora_modules import LoRAModule, lora_modules, num_modules
+from quickstep.model.adapters.peft_config import CONFIG_FILE, PEFTConfig, read_peft_config
+from quickstep.model.checkpoint.safetensors_files import TensorFiles, open_tensor_file
+from quickstep.model.checkpoint.tensor_reader import STORED_DTYPES
+from quickstep.model.decoder_spec import ModelSpec
+from quickstep.ops.table import LoRAPart
+from quickstep.ops.tensors import BFLOAT16, DType, HostTensor
+
+__all__ = ["WEIGHTS_FILE", "AdapterCheckpoint", "LoRAWeights", "open_adapter"]
+
+WEIGHTS_FILE = "adapter_model.safetensors"
+_CACHE_LINE = 64  # bytes
+_PICKLE = "adapter_model.bin"
+_TENSOR = re.compile(r"(?:base_model\.model\.)?(?P<module>.+)\.lora_(?P<half>[AB])\.weight")
+_MODULE = re.compile(r"(?P<prefix>(?:\w+\.)*?)(?P<name>layers\.\d+\..+)")
+_PREFIXES = ("", "model.", "language_model.model.", "model.language_model.")
+
+
+class LoRAWeights(msgspec.Struct, frozen=True):
+    """The tensors of an adapter, in the model's dtype.
+
+    Attributes:
+        modules: The parts of each of the decoder's matrices, by `lora_modules.module_number`.
+        content_id: Hex digest of what the adapter computes: ranks, scales and stored tensors.
+        rank: The largest rank.
+    """
+
+    modules: tuple[tuple[LoRAPart, ...], ...]
+    content_id: str
+    rank: int
+
+    @property
+    def num_bytes(self) -> int:
+        """Bytes of all tensors."""
+        return sum(part.a.nbytes + part.b.nbytes for parts in self.modules for part in parts)
+
+
+class _Target(msgspec.Struct, frozen=True):
+    """A linear layer that the adapter changes, by the names of its two tensors."""
+
+    module: LoRAModule
+    rank: int
+    scale: float
+    a: str
+    b: str
+
+
+class AdapterCheckpoint(msgspec.Struct, frozen=True):
+    """A checked adapter, its tensors still in the file. `targets` are in the decoder's order."""
+
+    directory: Path
+    files: TensorFiles
+    targets: tuple[_Target, ...]
+    num_modules: int
+
+    @property
+    def rank(self) -> int:
+        """The largest rank."""
+        return max(target.rank for target in self.targets)
+
+    def num_bytes(self, dtype: DType) -> int:
+        """Bytes that the native kernels hold it in: tensors begin at multiples of a cache line."""
+        sizes = (
+            target.rank * size * dtype.itemsize
+            for target in self.targets
+            for size in (target.module.num_inputs, target.module.num_outputs)
+        )
+        return sum(-(-size // _CACHE_LINE) * _CACHE_LINE for size in sizes)
+
+    def read(self, dtype: DType) -> LoRAWeights:
+        """Read all tensors. Raises ConfigError for NaN, infinity, or a file that ends early."""
+        modules: list[list[LoRAPart]] = [[] for _ in range(self.num_modules)]
+        digest = blake2b(digest_size=16)
+        for target in self.targets:
+            module = target.module
+            digest.update(repr((module, target.rank, target.scale)).encode())
+            a, b = (self._tensor(name, dtype, digest) for name in (target.a, target.b))
+            modules[module.number].append(LoRAPart(a, b, module.first_output, target.scale))
+        return LoRAWeights(tuple(map(tuple, modules)), digest.hexdigest(), self.rank)
+
+    def _tensor(self, name: str, dtype: DType, digest: blake2b) -> HostTensor:
+        stored = self.files.tensors[name]
+        tensor = HostTensor.empty(stored.shape, STORED_DTYPES[stored.dtype])
+        raw = tensor.numpy().reshape(-1).view(np.uint8).data
+        self.files.read_into(name, raw)
+        digest.update(stored.dtype.encode())
+        digest.update(raw)
+        tensor = tensor.to(dtype)
+        if not _is_finite(tensor):
+            raise ConfigError(
+                f"{stored.file} holds NaN or infinity in tensor {name!r} (as {dtype.name})"
+            )
+        return tensor
+
+
+def open_adapter(
+    directory: str | Path,
+    spec: ModelSpec,
+    max_rank: int,
+    roots: Sequence[Path] | None = None,
+) -> AdapterCheckpoint:
+    """Check an adapter against the base model, without reading its tensors.
+
+    `roots`: the directory and its files must be in one of these, symbolic links followed; None
+    allows any place.
+
+    Raises:
+        ConfigError: One sentence with the first thing that is wrong.
+    """
+    if not spec.native:
+        raise ConfigError(
+            f"{spec.architecture} runs through transformers, where adapters are not supported"
+        )
+    path = Path(directory)
+    if not path.is_dir():
+        raise ConfigError(f"{directory} is no directory, so it is no adapter")
+    for file in (path, path / CONFIG_FILE, path / WEIGHTS_FILE):
+        _check_place(file, roots)
+    config = read_peft_config(path)
+    weights = path / WEIGHTS_FILE
+    if not weights.is_file():
+        if (path / _PICKLE).is_file():
+            raise ConfigError(
+                f"{path} holds its weights in a pickle ({_PICKLE}), which can run code when it is "
+                "opened and is never loaded; save it as safetensors (in peft: "
+                "`save_pretrained(..., safe_serialization=True)`)"
+            )
+        raise ConfigError(f"{path} holds no {WEIGHTS_FILE}, so there are no weights to load")
+    files = open_tensor_file(weights)
+    targets = _find_targets(weights, files, config, spec)
+    for target in targets:
+        _check_target(weights, files, target, max_rank)
+    return AdapterCheckpoint(path, files, targets, num_modules(spec))
+
+
+def _check_place(file: Path, roots: Sequence[Path] | None) -> None:
+    if roots is None:
+        return
+    real = file.resolve()
+    if not any(real.is_relative_to(root.resolve()) for root in roots):
+        raise ConfigError(
+            f"{file} leads outside of the directories that adapters may be loaded from"
+        )
+
+
+def _find_targets(
+    weights: Path, files: TensorFiles, config: PEFTConfig, spec: ModelSpec
+) -> tuple[_Target, ...]:
+    """The changed layers. Raises unless tensors, targets and the model's layers agree."""
+    known = lora_modules(spec)
+    halves: dict[str, dict[str, str]] = {}
+    full_names: dict[str, str] = {}
+    for name in files.tensors:
+        found = _TENSOR.fullmatch(name)
+        module = None if found is None else _known_module(found["module"], known, spec)
+        if found is None or module is None:
+            raise ConfigError(
+                f"{weights} has tensor {name!r}, which changes no linear layer of "
+                f"{spec.architecture} that adapters can change (attention and dense MLP)"
+            )
+        halves.setdefault(module, {})[found["half"]] = name
+        full_names[module] = found["module"]
+    if not halves:
+        raise ConfigError(f"{weights} holds no tensors")
+    prefix = next(iter(full_names.values())).removesuffix(next(iter(full_names)))
+    targets = []
+    for module, place in known.items():
+        full_name = full_names.get(module, f"{prefix}{module}")
+        parts = halves.get(module, {})
+        is_target = config.targets(full_name)
+        if is_target != bool(parts) or len(parts) == 1:
+            has = f"{len(parts)} of 2 tensors for {full_name!r}"
+            which = "a target" if is_target else "no target"
+            raise ConfigError(f"{weights} holds {has}, which is {which} in {CONFIG_FILE}")
+        if parts:
+            rank, scale = config.rank_of(full_name), config.scale_of(full_name)
+            targets.append(_Target(place, rank, scale, parts["A"], parts["B"]))
+    return tuple(targets)
+
+
+def _known_module(full_name: str, known: Mapping[str, LoRAModule], spec: ModelSpec) -> str | None:
+    """The name from `layers.` on; None for what is no part of the decoder."""
+    found = _MODULE.fullmatch(full_name)
+    if found is None or found["prefix"] not in (*_PREFIXES, *spec.naming.prefixes):
+        return None
+    return found["name"] if found["name"] in known else None
+
+
+def _check_target(weights: Path, files: TensorFiles, target: _Target, max_rank: int) -> None:
+    if target.rank > max_rank:
+        raise ConfigError(
+            f"{weights} has rank {target.rank}, the limit is {max_rank}; raise --max-lora-rank"
+        )
+    module = target.module
+    rank = target.rank
+    shapes = {target.a: (rank, module.num_inputs), target.b: (module.num_outputs, rank)}
+    for name, shape in shapes.items():
+        tensor = files.tensors[name]
+        if tensor.shape != shape:
+            raise ConfigError(
+                f"{weights} has tensor {name!r} of shape {list(tensor.shape)}; the base model and "
+                f"{CONFIG_FILE} need {list(shape)}"
+            )
+        if tensor.dtype not in STORED_DTYPES:
+            raise ConfigError(
+                f"{weights} has tensor {name!r} stored as {tensor.dtype}; supported are "
+                f"{', '.join(STORED_DTYPES)}"
+            )
+
+
+def _is_finite(tensor: HostTensor) -> bool:
+    if tensor.dtype == BFLOAT16:
+        return bool(((tensor.numpy() & 0x7F80) != 0x7F80).all())
+    return bool(np.isfinite(tensor.numpy()).all())

@@ -1,0 +1,76 @@
+"""Where LoRA applies in a decoder: its linear layers, by number, and their parts, by name.
+
+A decoder multiplies queries, keys and values in one matrix, gate and up in another. A checkpoint
+names them one by one, so each name is a range of the outputs of a numbered matrix.
+"""
+
+from __future__ import annotations
+
+import enum
+
+import msgspec
+
+from quickstep.model.decoder_spec import ModelSpec
+
+__all__ = ["LoRAModule", "Projection", "lora_modules", "module_number", "num_modules"]
+
+
+class Projection(enum.IntEnum):
+    """The matrices of a layer that an adapter can change."""
+
+    QKV = 0
+    O_PROJ = 1
+    GATE_UP = 2
+    DOWN_PROJ = 3
+
+
+class LoRAModule(msgspec.Struct, frozen=True):
+    """A linear layer of the checkpoint: `num_outputs` outputs from `first_output` on of the
+    decoder's matrix `number`.
+    """
+
+    number: int
+    first_output: int
+    num_outputs: int
+    num_inputs: int
+
+
+def num_modules(spec: ModelSpec) -> int:
+    """How many matrices an adapter can change."""
+    return spec.num_layers * len(Projection)
+
+
+def module_number(layer: int, projection: Projection) -> int:
+    """The number of a matrix."""
+    return layer * len(Projection) + projection
+
+
+def lora_modules(spec: ModelSpec) -> dict[str, LoRAModule]:
+    """The linear layers by name, `layers.0.self_attn.q_proj`; the experts of a mixture and the
+    output projection are not among them.
+    """
+    queries, keys = spec.num_heads * spec.head_size, spec.num_kv_heads * spec.head_size
+    hidden, width, naming = spec.hidden_size, spec.intermediate_size, spec.naming
+    qkv = [("self_attn.q_proj", queries), ("self_attn.k_proj", keys), ("self_attn.v_proj", keys)]
+    if naming.fused_qkv:
+        qkv = [("self_attn.qkv_proj", queries + 2 * keys)]
+    gate_up = [("mlp.gate_proj", width), ("mlp.up_proj", width)]
+    if naming.fused_gate_up:
+        gate_up = [("mlp.gate_up_proj", 2 * width)]
+    attention = [
+        (Projection.QKV, qkv, hidden),
+        (Projection.O_PROJ, [("self_attn.o_proj", hidden)], queries),
+    ]
+    mlp = [
+        (Projection.GATE_UP, gate_up, hidden),
+        (Projection.DOWN_PROJ, [("mlp.down_proj", hidden)], width),
+    ]
+    found: dict[str, LoRAModule] = {}
+    for layer, kind in enumerate(spec.layers):
+        for projection, parts, num_inputs in attention if kind.sparse else attention + mlp:
+            first = 0
+            for name, num_outputs in parts:
+                number = module_number(layer, projection)
+                found[f"layers.{layer}.{name}"] = LoRAModule(number, first, num_outputs, num_inputs)
+                first += num_outputs
+    return found

@@ -1,0 +1,113 @@
+"""LoRA adapters on libquickstep: their memory, and the op by itself.
+
+Used by `ops.native.kernels`; captured steps pass the handle of each row's adapter instead. The
+memory of an adapter is freed with its Python object, so a step that uses it keeps that object.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import weakref
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING
+
+from quickstep.ops.native.library import (
+    LoRAAddCall,
+    LoRAGroupCall,
+    LoRAPartCall,
+    raise_for_status,
+)
+from quickstep.ops.native.packed import kernel_dtype
+from quickstep.ops.table import LoRAAdapter, LoRAMapping, LoRAPart, OpTable
+from quickstep.ops.tensors import UINT8, AnyTensor, HostTensor
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+__all__ = ["NativeLoRA", "PackedLoRA"]
+
+
+class PackedLoRA:
+    """Owns one `qs_lora`; its memory is freed with this object."""
+
+    __slots__ = ("__weakref__", "handle", "nbytes")
+
+    def __init__(self, library: ctypes.CDLL, handle: int) -> None:
+        self.handle = handle
+        self.nbytes: int = library.qs_lora_bytes(handle)
+        finalizer = weakref.finalize(self, library.qs_lora_destroy, handle)
+        finalizer.atexit = False  # the process's end frees it, and a daemon thread may still read
+
+
+class NativeLoRA:
+    """The LoRA ops of one `qs_context`, whose owner outlives this object."""
+
+    def __init__(
+        self, library: ctypes.CDLL, context: int, reference: Callable[[], OpTable]
+    ) -> None:
+        self._library = library
+        self._context = context
+        self._reference = reference
+
+    def pack_lora(self, modules: Sequence[Sequence[LoRAPart]]) -> LoRAAdapter:
+        """`OpTable.pack_lora`: a copy, b transposed."""
+        numbered = [(number, part) for number, parts in enumerate(modules) for part in parts]
+        dtype = kernel_dtype(numbered[0][1].a.dtype) if numbered else None
+        if dtype is None:
+            return self._reference().pack_lora(modules)
+        kept: list[AnyTensor] = []
+        calls = (LoRAPartCall * len(numbered))()
+        for call, (number, part) in zip(calls, numbered, strict=True):
+            a, b = part.a.contiguous(), part.b.contiguous()
+            assert kernel_dtype(a.dtype) == kernel_dtype(b.dtype) == dtype
+            assert b.shape[1] == a.shape[0]
+            kept += (a, b)
+            call.module, call.first_output, call.scale = number, part.first_output, part.scale
+            call.rank, call.k, call.n = a.shape[0], a.shape[1], b.shape[0]
+            call.a, call.b = a.data_ptr(), b.data_ptr()
+        handle = ctypes.c_void_p()
+        create = self._library.qs_lora_create
+        status = create(dtype, calls, len(calls), len(modules), ctypes.byref(handle))
+        raise_for_status(status, "packing an adapter")
+        assert handle.value is not None
+        packed = PackedLoRA(self._library, handle.value)
+        return LoRAAdapter(packed, packed.nbytes)
+
+    def add_lora_(self, y: Tensor, x: Tensor, module: int, mapping: LoRAMapping) -> None:
+        """`OpTable.add_lora_`."""
+        native = [
+            (one.data.handle, tokens)
+            for one, tokens in mapping.groups
+            if isinstance(one.data, PackedLoRA)
+        ]
+        dtype = kernel_dtype(y.dtype)
+        if dtype is None or len(native) < len(mapping.groups):
+            # all or none: adapters of one model have one dtype; one without tensors has no kernel
+            others = tuple(one for one in mapping.groups if not isinstance(one[0].data, PackedLoRA))
+            self._reference().add_lora_(y, x, module, LoRAMapping(others))
+        if dtype is None or not native:
+            return
+        assert y.is_contiguous() and x.stride(1) == 1 and x.dtype == y.dtype
+        groups = (LoRAGroupCall * len(native))()
+        ids: list[int] = []
+        for group, (handle, tokens) in zip(groups, native, strict=True):
+            group.adapter, group.num_tokens = handle, len(tokens)
+            ids += tokens.tolist()
+        tokens_array = (ctypes.c_int64 * len(ids))(*ids)
+        call = LoRAAddCall(
+            module=module,
+            k=x.shape[1],
+            n=y.shape[1],
+            x_stride=x.stride(0),
+            num_groups=len(groups),
+            groups=ctypes.addressof(groups),
+            tokens=ctypes.addressof(tokens_array),
+            x=x.data_ptr(),
+            y=y.data_ptr(),
+        )
+        scratch_bytes = self._library.qs_lora_scratch_bytes(ctypes.byref(call))
+        scratch = HostTensor.empty((scratch_bytes,), UINT8)
+        call.scratch = scratch.data_ptr()
+        status = self._library.qs_lora_add(self._context, dtype, ctypes.byref(call))
+        if status:
+            raise_for_status(status, "adding adapters")

@@ -1,0 +1,56 @@
+"""MODEL of `quickstep plan`: a config.json, a checkpoint, or a name of the bundled table.
+
+The table, `models.yaml`, holds the published sizes of well-known models; no weights are read.
+"""
+
+from __future__ import annotations
+
+import difflib
+from pathlib import Path
+from typing import Any
+
+import msgspec
+
+from quickstep.errors import ConfigError
+from quickstep.model.checkpoint.gguf_file import is_gguf
+from quickstep.model.decoder_spec import ModelSpec
+from quickstep.model.spec import parse_spec, read_spec
+from quickstep.yaml_file import read_yaml
+
+__all__ = ["KnownModel", "find_model", "known_models"]
+
+_BUNDLED = Path(__file__).parent / "models.yaml"
+
+
+class KnownModel(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """An entry of the table: fields of `config.json`, and 10^9 published parameters."""
+
+    parameters_b: float
+    config: dict[str, Any]
+
+
+def known_models() -> dict[str, KnownModel]:
+    """The bundled table."""
+    return read_yaml(_BUNDLED, dict[str, KnownModel], "the table")
+
+
+def find_model(text: str) -> ModelSpec:
+    """The spec of a name in the table, a config.json or a checkpoint.
+
+    Raises:
+        ConfigError: There is no such model or file, or its architecture is not supported.
+    """
+    path = Path(text)
+    if path.name == "config.json" and path.is_file():
+        return read_spec(path.parent)
+    if path.is_dir() or (path.is_file() and is_gguf(path)):
+        return read_spec(path)
+    known = known_models()
+    name = text.rpartition("/")[2].lower().removesuffix("-instruct").removeprefix("meta-")
+    if name in known:
+        return parse_spec(known[name].config)
+    near = difflib.get_close_matches(name, known, n=3)
+    hint = f"did you mean {' or '.join(near)}?" if near else f"known are {', '.join(known)}"
+    raise ConfigError(
+        f"model {text} is neither a config.json, nor a checkpoint, nor a known name; {hint}"
+    )

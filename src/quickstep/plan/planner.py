@@ -1,0 +1,357 @@
+"""`make_plan`: which split of the given devices serves a load within its targets, at what price.
+
+All splits are sized and ordered by formulas (`plan.candidates`); the best are simulated with the
+engine's own scheduler on a virtual clock, until enough are found. Fewer devices come first.
+"""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Iterator, Sequence
+
+import msgspec
+from msgspec.structs import replace
+
+from quickstep.config import SchedulerConfig
+from quickstep.core.block_pool import KVBlockPool
+from quickstep.core.cost_model import StepLoad
+from quickstep.core.policies import make_policy
+from quickstep.core.scheduler import Scheduler
+from quickstep.errors import ConfigError
+from quickstep.model.decoder_spec import ModelSpec
+from quickstep.model.sizing import ElementBytes, MemoryRow, kv_bytes_per_token
+from quickstep.plan.candidates import (
+    BLOCK_SIZE,
+    Candidate,
+    Load,
+    SteadyState,
+    StepLimits,
+    capacity,
+    end_to_end,
+    fit,
+    splits,
+    steady_state,
+)
+from quickstep.plan.formulas import whole_blocks
+from quickstep.plan.hardware import Hardware
+from quickstep.sim.arrivals import poisson
+from quickstep.sim.simulate import Arrival, simulate
+from quickstep.sim.summary import Summary, Targets, summarize
+from quickstep.types import Request, SamplingParams
+
+__all__ = [
+    "OVERLOAD",
+    "Change",
+    "Option",
+    "Plan",
+    "PlanQuery",
+    "feasible",
+    "make_plan",
+    "simulate_candidate",
+]
+
+OVERLOAD = "overload"
+_NUM_SHOWN = 3
+_MAX_SIMULATED = 6
+_MIN_REQUESTS = 120
+_MAX_ROW_STEPS = 60_000  # of a simulation; a second or two
+_WARMUP = 0.25  # part of the arrivals whose requests are not counted
+_SLOWEST_TARGET_S = 0.2  # of the scheduler, without a target of TPOT
+
+
+class PlanQuery(msgspec.Struct, frozen=True):
+    """What the user asked.
+
+    Attributes:
+        model: Its name, for people.
+        attainment: The part of the requests that must meet the targets.
+    """
+
+    model: str
+    spec: ModelSpec
+    hardware: Hardware
+    load: Load
+    targets: Targets
+    elements: ElementBytes
+    attainment: float = 0.9
+    limits: StepLimits = StepLimits()
+    seed: int = 0
+
+
+class Option(msgspec.Struct, frozen=True):
+    """A simulated split.
+
+    Attributes:
+        formats: Of weights and KV.
+        num_devices: Of all replicas.
+        concurrency: Complete sequences that all KV caches together hold.
+        usd_per_hour: Of all devices; None without a price.
+        usd_per_million_output_tokens: At this load.
+        capacity_per_s: Requests per second at which the means still meet the targets.
+        binding: What most of a mean step is spent on; OVERLOAD if it cannot keep up.
+        met: Whether enough requests met the targets.
+        predicted: By simulation, of one engine: the load is divided among equal engines.
+        num_engines: Replicas x pipeline stages.
+    """
+
+    tensor_parallel_size: int
+    pipeline_parallel_size: int
+    data_parallel_size: int
+    formats: str
+    num_devices: int
+    num_engines: int
+    concurrency: int
+    usd_per_hour: float | None
+    usd_per_million_output_tokens: float | None
+    capacity_per_s: float
+    binding: str
+    met: bool
+    predicted: Summary
+
+    @property
+    def split(self) -> str:
+        """For people."""
+        return (
+            f"TP {self.tensor_parallel_size} x PP {self.pipeline_parallel_size} x "
+            f"DP {self.data_parallel_size}"
+        )
+
+
+class Change(msgspec.Struct, frozen=True):
+    """One change to the best option, and its capacity in requests per second."""
+
+    what: str
+    capacity_per_s: float
+
+
+class Plan(msgspec.Struct, frozen=True):
+    """The answer.
+
+    Attributes:
+        kv_bytes_per_token: On all devices of a replica together.
+        kv_bytes_per_sequence: Of a complete request, in whole blocks.
+        memory: Rows of one device of the best option.
+        fits: For each format of weights, the fewest devices that hold it; None if too few.
+        options: The best first.
+        change: The one change that raises the capacity most; None if none does.
+        verdict: A sentence.
+    """
+
+    model: str
+    hardware: str
+    load: Load
+    targets: Targets
+    attainment: float
+    kv_bytes_per_token: int
+    kv_bytes_per_sequence: int
+    memory: tuple[MemoryRow, ...]
+    fits: dict[str, int | None]
+    options: tuple[Option, ...]
+    change: Change | None
+    met: bool
+    verdict: str
+
+
+class _Ranked(msgspec.Struct, frozen=True):
+    candidate: Candidate
+    state: SteadyState | None
+    likely: bool  # the means meet the targets
+
+    @property
+    def order(self) -> tuple[object, ...]:
+        split = self.candidate.split
+        step_s = self.state.step_s if self.state else float("inf")
+        return (not self.likely, split.num_devices, self.state is None, step_s, split)
+
+
+def feasible(query: PlanQuery, elements: ElementBytes | None = None) -> Iterator[Candidate]:
+    """All splits that fit, over 1 to all devices."""
+    for num_devices in range(1, query.hardware.count + 1):
+        for split in splits(query.spec, num_devices):
+            try:
+                yield fit(
+                    query.spec,
+                    query.hardware,
+                    split,
+                    elements or query.elements,
+                    query.load,
+                    query.limits,
+                )
+            except ConfigError:
+                continue
+
+
+def make_plan(query: PlanQuery) -> Plan:
+    """Answer a query.
+
+    Raises:
+        ConfigError: The model does not fit on the devices.
+    """
+    ranked = sorted(map(lambda one: _rank(query, one), feasible(query)), key=lambda one: one.order)
+    if not ranked:
+        raise ConfigError(_reason_for_none(query))
+    options: list[tuple[Option, Candidate]] = []
+    for one in ranked[:_MAX_SIMULATED]:
+        options.append((_option(query, one), one.candidate))
+        if sum(option.met for option, _ in options) >= _NUM_SHOWN:
+            break
+    options.sort(key=lambda pair: _preference(pair[0]))
+    best, candidate = options[0]
+    per_token = kv_bytes_per_token(query.spec, query.elements.dtype, query.elements.kv_dtype)
+    return Plan(
+        model=query.model,
+        hardware=f"{query.hardware.count} x {query.hardware.device.label}",
+        load=query.load,
+        targets=query.targets,
+        attainment=query.attainment,
+        kv_bytes_per_token=per_token,
+        kv_bytes_per_sequence=per_token * whole_blocks(query.load.num_tokens, BLOCK_SIZE),
+        memory=candidate.memory.rows,
+        fits={name: _fewest(query, name) for name in ("none", "int8", "int4")},
+        options=tuple(option for option, _ in options[:_NUM_SHOWN]),
+        change=_best_change(query, candidate, best.capacity_per_s),
+        met=best.met,
+        verdict=_verdict(query, best, [one.candidate for one in ranked]),
+    )
+
+
+def simulate_candidate(candidate: Candidate, query: PlanQuery) -> Summary:
+    """One engine of a candidate with its part of the requests, which arrive at random."""
+    rate = query.load.rate / candidate.num_engines
+    state = steady_state(candidate, query.load)
+    inside = 3.0 * rate * end_to_end(state, query.load) if state else 0.0
+    most = max(_MIN_REQUESTS, _MAX_ROW_STEPS // query.load.num_outputs)
+    num_requests = min(max(_MIN_REQUESTS, round(inside)), most)
+    config = SchedulerConfig(
+        max_num_seqs=candidate.limits.max_num_seqs,
+        max_num_batched_tokens=candidate.limits.max_num_batched_tokens,
+        max_model_len=query.load.num_tokens,
+        inter_token_target_s=query.targets.tpot_s or _SLOWEST_TARGET_S,
+    )
+    pool = KVBlockPool(candidate.num_blocks, BLOCK_SIZE, prefix_caching=False)
+    scheduler = Scheduler(config, pool, make_policy(config), candidate.costs)
+    prompt = tuple(range(query.load.num_inputs))
+    sampling = SamplingParams(max_tokens=query.load.num_outputs, ignore_eos=True)
+    times = poisson(random.Random(query.seed), rate, num_requests)
+    arrivals = [
+        Arrival(at_s, Request(str(place), prompt, sampling)) for place, at_s in enumerate(times)
+    ]
+    outcome = simulate(arrivals, scheduler, candidate.costs)
+    warmup_s = times[int(_WARMUP * num_requests)]
+    return summarize(outcome, candidate.num_blocks, query.targets, warmup_s)
+
+
+def _rank(query: PlanQuery, candidate: Candidate) -> _Ranked:
+    state = steady_state(candidate, query.load)
+    return _Ranked(candidate, state, state is not None and state.meets(query.targets))
+
+
+def _option(query: PlanQuery, ranked: _Ranked) -> Option:
+    candidate, split = ranked.candidate, ranked.candidate.split
+    predicted = simulate_candidate(candidate, query)
+    keeps_up = ranked.state is not None
+    tokens_per_hour = query.load.rate * query.load.num_outputs * 3600.0
+    price = candidate.usd_per_hour
+    return Option(
+        tensor_parallel_size=split.tensor,
+        pipeline_parallel_size=split.pipeline,
+        data_parallel_size=split.replicas,
+        formats=candidate.formats,
+        num_devices=split.num_devices,
+        num_engines=candidate.num_engines,
+        concurrency=candidate.concurrency * candidate.num_engines,
+        usd_per_hour=price,
+        usd_per_million_output_tokens=None if price is None else price / tokens_per_hour * 1e6,
+        capacity_per_s=capacity(candidate, query.load, query.targets),
+        binding=ranked.state.parts.binding if ranked.state else OVERLOAD,
+        met=keeps_up and predicted.attainment >= query.attainment,
+        predicted=predicted,
+    )
+
+
+def _preference(option: Option) -> tuple[object, ...]:
+    """Options that meet the targets first, the cheapest of them; else those that come nearest."""
+    if option.met:
+        return (False, option.num_devices, option.predicted.tpot_s.p50)
+    return (True, -option.predicted.attainment, -option.capacity_per_s)
+
+
+def _fewest(query: PlanQuery, quantization: str) -> int | None:
+    chosen = None if quantization == "none" else quantization
+    elements = replace(query.elements, quantization=chosen)
+    return next((one.split.num_devices for one in feasible(query, elements)), None)
+
+
+def _reason_for_none(query: PlanQuery) -> str:
+    if query.load.num_tokens > query.spec.max_model_len:
+        return (
+            f"--input {query.load.num_inputs} and --output {query.load.num_outputs} are more than "
+            f"the model's limit of {query.spec.max_model_len} tokens"
+        )
+    smaller = [
+        name
+        for name in ("int8", "int4")
+        if name != query.elements.quantization and _fewest(query, name) is not None
+    ]
+    way_out = f"--quantization {smaller[0]} does" if smaller else "more devices are needed"
+    memory_gb = query.hardware.memory_bytes / 1e9
+    return (
+        f"{query.model} does not fit on {query.hardware.count} x {query.hardware.device.label} "
+        f"({memory_gb:.1f} GB usable each) with one request of {query.load.num_tokens} tokens; "
+        f"{way_out}"
+    )
+
+
+def _best_change(query: PlanQuery, candidate: Candidate, current: float) -> Change | None:
+    changes = list(_changes(query, candidate))
+    best = max(changes, key=lambda one: one.capacity_per_s, default=None)
+    return best if best is not None and best.capacity_per_s > 1.02 * current else None
+
+
+def _changes(query: PlanQuery, candidate: Candidate) -> Iterator[Change]:
+    """One step in each direction: formats, a replica more, twice the tensor-parallel size."""
+    elements, split = candidate.elements, candidate.split
+    variants = [("--kv-cache-dtype int8", split, replace(elements, kv_dtype="int8"))]
+    variants += [
+        (f"--quantization {name}", split, replace(elements, quantization=name))
+        for name in ("int8", "int4")
+    ]
+    variants += [
+        ("one replica more", replace(split, replicas=split.replicas + 1), elements),
+        ("twice the tensor-parallel size", replace(split, tensor=2 * split.tensor), elements),
+    ]
+    for what, changed, formats in variants:
+        try:
+            other = fit(query.spec, query.hardware, changed, formats, query.load, query.limits)
+        except ConfigError:
+            continue
+        yield Change(what, capacity(other, query.load, query.targets))
+
+
+def _verdict(query: PlanQuery, best: Option, candidates: Sequence[Candidate]) -> str:
+    part = f"{best.predicted.attainment:.0%} of the requests are within the targets"
+    if best.met:
+        return f"{best.num_devices} of {query.hardware.count} devices meet the target: {part}"
+    context = query.load.num_tokens
+    least_s = min(one.costs.seconds(StepLoad(1, 1, context, context)) for one in candidates)
+    if query.targets.tpot_s is not None and least_s > query.targets.tpot_s:
+        return (
+            f"no split of these devices meets the target: a single request takes at least "
+            f"{1e3 * least_s:.2f} ms a token, the target is {1e3 * query.targets.tpot_s:g} ms"
+        )
+    prompt = StepLoad.of_span(0, query.load.num_inputs)
+    least_s = min(one.costs.seconds(prompt) for one in candidates)
+    if query.targets.ttft_s is not None and least_s > query.targets.ttft_s:
+        return (
+            f"no split of these devices meets the target: the prompt of a single request takes at "
+            f"least {1e3 * least_s:.0f} ms, the target is {1e3 * query.targets.ttft_s:g} ms"
+        )
+    if best.binding == OVERLOAD:
+        return (
+            f"no split of these devices keeps up with {query.load.rate:g} requests/s; the best, "
+            f"{best.split}, serves {best.capacity_per_s:.3g}"
+        )
+    return (
+        f"no split of these devices meets the target: on the best, {best.split}, {part} "
+        f"(needed: {query.attainment:.0%})"
+    )

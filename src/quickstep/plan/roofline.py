@@ -1,0 +1,140 @@
+"""Step times from first principles, for hardware that is not here: a `CostModel` for the simulator.
+
+Matrix products and attention run one after the other, and each takes the longer of its operations
+and its bytes; transfers between devices and a fixed overhead are added. The fractions of the data
+sheet's figures are those of the hardware table (`Achieved`) and nothing else is fitted.
+"""
+
+from __future__ import annotations
+
+import msgspec
+
+from quickstep.core.cost_model import StepLoad
+from quickstep.model.decoder_spec import ModelSpec
+from quickstep.model.sizing import ElementBytes, kv_bytes_per_token, weight_bytes
+from quickstep.plan.formulas import (
+    Split,
+    all_reduce_s,
+    attention_flops,
+    experts_read,
+    head_parameters,
+    layer_parameters,
+    layer_windows,
+    rank_spec,
+    read_fraction,
+)
+from quickstep.plan.hardware import Hardware
+
+__all__ = ["RooflineCostModel", "StepParts"]
+
+
+class StepParts(msgspec.Struct, frozen=True):
+    """The seconds of a step by cause; the larger of reading and computing is what counts.
+
+    Attributes:
+        weights_read_s, matrix_compute_s: Of the matrix products.
+        kv_read_s, attention_compute_s: Of attention.
+        transfer_s: All-reduces of tensor parallelism and hand-overs between pipeline stages.
+        overhead_s: Of every step.
+    """
+
+    weights_read_s: float
+    matrix_compute_s: float
+    kv_read_s: float
+    attention_compute_s: float
+    transfer_s: float
+    overhead_s: float
+
+    @property
+    def seconds(self) -> float:
+        """The step."""
+        matrix_s = max(self.weights_read_s, self.matrix_compute_s)
+        attention_s = max(self.kv_read_s, self.attention_compute_s)
+        return matrix_s + attention_s + self.transfer_s + self.overhead_s
+
+    @property
+    def binding(self) -> str:
+        """What most of the step is spent on."""
+        matrix = "memory bandwidth (weights)"
+        if self.matrix_compute_s > self.weights_read_s:
+            matrix = "compute (matrix products)"
+        attention = "memory bandwidth (KV)"
+        if self.attention_compute_s > self.kv_read_s:
+            attention = "compute (attention)"
+        named = {
+            matrix: max(self.weights_read_s, self.matrix_compute_s),
+            attention: max(self.kv_read_s, self.attention_compute_s),
+            "transfers between devices": self.transfer_s,
+            "overhead of a step": self.overhead_s,
+        }
+        return max(named, key=lambda name: named[name])
+
+
+class RooflineCostModel:
+    """Seconds of a step of one replica: of all its pipeline stages, one after the other.
+
+    It learns nothing. `Split.replicas` has no effect on a step.
+    """
+
+    def __init__(
+        self, spec: ModelSpec, elements: ElementBytes, hardware: Hardware, split: Split
+    ) -> None:
+        rank = rank_spec(spec, Split(split.tensor))
+        self._windows = layer_windows(rank)
+        self._pair_flops = attention_flops(rank, 1)
+        self._hardware = hardware
+        self._split = split
+        self._flops_per_s = hardware.flops_per_s(elements.quantization is not None)
+        self._attention_flops_per_s = hardware.flops_per_s(in_integers=False)
+        self._activation_bytes = spec.hidden_size * elements.dtype  # of one token
+        self._kv_bytes = kv_bytes_per_token(rank, elements.dtype, elements.kv_dtype)
+        experts = rank.moe
+        self._layer_parameters = layer_parameters(rank)
+        self._without_experts = layer_parameters(rank, 0.0)
+        self._head_parameters = head_parameters(rank)
+        self._experts = experts
+        self._num_shares = 2 * spec.num_layers  # all-reduces of a step
+        held = weight_bytes(rank, elements.dtype, elements.quantization)
+        matrices = self._layer_parameters + self._head_parameters * (1 if rank.tied else 2)
+        self._bytes_per_parameter = held / matrices
+
+    def seconds(self, load: StepLoad) -> float:
+        """Predicted duration of a step."""
+        return self.parts(load).seconds
+
+    def observe(self, load: StepLoad, seconds: float) -> None:
+        """Nothing: the model is not fitted."""
+
+    def parts(self, load: StepLoad) -> StepParts:
+        """The step's seconds by cause."""
+        hardware = self._hardware
+        num_logits = load.num_rows + load.num_scored
+        chosen = read = self._layer_parameters
+        if self._experts is not None:
+            count, per_token = self._experts.num_experts, self._experts.experts_per_token
+            all_experts = self._layer_parameters - self._without_experts
+            chosen = self._without_experts + all_experts * per_token / count
+            reached = experts_read(count, per_token, load.num_tokens)
+            read = self._without_experts + all_experts * reached / count
+        read += self._head_parameters
+        flops = 2.0 * (chosen * load.num_tokens + self._head_parameters * num_logits)
+        context = load.num_kv_tokens / load.num_rows if load.num_rows else 0.0
+        seen = read_fraction(self._windows, context)
+        pair_flops = self._pair_flops * load.num_pairs * seen
+        kv_bytes = self._kv_bytes * load.num_kv_tokens * seen
+        return StepParts(
+            weights_read_s=read * self._bytes_per_parameter / hardware.bytes_per_s,
+            matrix_compute_s=flops / self._flops_per_s,
+            kv_read_s=kv_bytes / hardware.bytes_per_s,
+            attention_compute_s=pair_flops / self._attention_flops_per_s,
+            transfer_s=self._transfer_s(load.num_tokens),
+            overhead_s=hardware.achieved.step_overhead_s,
+        )
+
+    def _transfer_s(self, num_tokens: int) -> float:
+        num_bytes = float(num_tokens * self._activation_bytes)
+        latency_s = self._hardware.link.latency_us * 1e-6
+        bytes_per_s = self._hardware.link_bytes_per_s
+        shared = all_reduce_s(num_bytes, self._split.tensor, bytes_per_s, latency_s)
+        handed = (self._split.pipeline - 1) * (latency_s + num_bytes / bytes_per_s)
+        return self._num_shares * shared + handed

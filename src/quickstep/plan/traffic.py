@@ -1,0 +1,98 @@
+"""`simulate_traffic`: clients of a workload against one engine on some hardware.
+
+Called by `quickstep simulate`, once for each rate and policy that it compares.
+"""
+
+from __future__ import annotations
+
+import math
+import random
+from collections.abc import Iterable
+
+import msgspec
+
+from quickstep.config import PolicyName, SchedulerConfig
+from quickstep.core.block_pool import KVBlockPool
+from quickstep.core.policies import make_policy
+from quickstep.core.scheduler import Scheduler
+from quickstep.errors import ConfigError
+from quickstep.plan.candidates import BLOCK_SIZE, Candidate
+from quickstep.sim.arrivals import diurnal, gamma, ramp
+from quickstep.sim.simulate import Arrival, Follow, Simulation, simulate
+from quickstep.sim.workload import Clients, Workload
+
+__all__ = ["ARRIVALS", "Traffic", "simulate_arrivals", "simulate_traffic"]
+
+ARRIVALS = ("gamma", "ramp", "diurnal", "closed-loop")
+_DAY_PARTS = 4  # periods of a simulated diurnal curve
+
+
+class Traffic(msgspec.Struct, frozen=True):
+    """Who sends how many requests when.
+
+    Attributes:
+        arrivals: Of sessions, one of ARRIVALS. `ramp` rises from 0 to twice the rate, `diurnal` has
+            the rate as its mean and 1.8 times as much at its peak, in four periods; both last as
+            long as the expected sessions take to arrive.
+        num_requests: The most that are sent; sessions have the workload's mean turns.
+        rate: Sessions per second; without effect in a closed loop.
+        burstiness: Of `gamma`: 1 is Poisson, smaller is burstier.
+        num_clients: Of a closed loop.
+    """
+
+    workload: Workload
+    arrivals: str = "gamma"
+    rate: float = 1.0
+    num_requests: int = 500
+    burstiness: float = 1.0
+    num_clients: int = 16
+    seed: int = 0
+
+    def times(self) -> list[float]:
+        """When sessions begin. Raises ConfigError."""
+        rng = random.Random(self.seed)
+        num_sessions = math.ceil(self.num_requests / self.workload.mean_turns)
+        duration_s = num_sessions / self.rate
+        if self.arrivals == "closed-loop":
+            return [0.0] * self.num_clients
+        if self.arrivals == "gamma":
+            return gamma(rng, self.rate, num_sessions, self.burstiness)
+        if self.arrivals == "ramp":
+            return ramp(rng, 0.0, 2.0 * self.rate, duration_s)
+        if self.arrivals == "diurnal":
+            return diurnal(rng, self.rate, 1.8 * self.rate, duration_s / _DAY_PARTS, duration_s)
+        raise ConfigError(f"--arrivals is {self.arrivals!r}, known are {', '.join(ARRIVALS)}")
+
+
+def simulate_traffic(
+    candidate: Candidate, traffic: Traffic, max_model_len: int, policy: PolicyName
+) -> Simulation:
+    """One engine of a candidate, with the clients of `traffic`."""
+    clients = Clients(
+        traffic.workload,
+        random.Random(traffic.seed + 1),
+        traffic.num_requests,
+        max_model_len,
+        closed_loop=traffic.arrivals == "closed-loop",
+    )
+    arrivals = clients.opening(traffic.times())
+    return simulate_arrivals(candidate, arrivals, max_model_len, policy, clients.follow)
+
+
+def simulate_arrivals(
+    candidate: Candidate,
+    arrivals: Iterable[Arrival],
+    max_model_len: int,
+    policy: PolicyName,
+    follow: Follow | None = None,
+) -> Simulation:
+    """One engine of a candidate, with these arrivals."""
+    config = SchedulerConfig(
+        max_num_seqs=candidate.limits.max_num_seqs,
+        max_num_batched_tokens=candidate.limits.max_num_batched_tokens,
+        max_model_len=max_model_len,
+        policy=policy,
+    )
+    pool = KVBlockPool(candidate.num_blocks, BLOCK_SIZE)
+    scheduler = Scheduler(config, pool, make_policy(config), candidate.costs)
+    return simulate(arrivals, scheduler, candidate.costs, follow)

@@ -1,0 +1,1 @@
+"""Proposers of draft tokens: tokens that the model checks in one step instead of one by one."""

@@ -1,0 +1,86 @@
+"""Asks a proposer for the drafts of the next step's rows, and keeps it informed.
+
+Owned by `runtime.runner`, on its thread. A proposer that raises is switched off, because a draft is
+never needed: the log has the cause once.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Sequence
+
+from quickstep.ops.tensors import AnyTensor
+from quickstep.runtime.speculation.proposer import DraftTask, Proposer
+from quickstep.runtime.speculation.verification import EmittingRow
+from quickstep.types import Admission, StepRow
+
+__all__ = ["Drafting"]
+
+_LOGGER = logging.getLogger(__name__)
+
+
+class Drafting:
+    """The proposer of a runner; without one, nothing is drafted."""
+
+    def __init__(self, proposer: Proposer | None) -> None:
+        self._proposer = proposer
+
+    def move(self, released: Sequence[int], admitted: Sequence[Admission]) -> None:
+        """Slots change as a plan says."""
+        proposer = self._proposer
+        if proposer is None:
+            return
+        try:
+            for slot in released:
+                proposer.release(slot)
+            for admission in admitted:
+                proposer.admit(admission.slot, admission)
+        except Exception:  # a draft is never needed
+            self._switch_off()
+
+    def propose(
+        self,
+        rows: Sequence[StepRow],
+        emitting: Sequence[EmittingRow],
+        hidden: AnyTensor | None = None,
+    ) -> dict[int, tuple[int, ...]]:
+        """Drafts by the row's place in the step, for the rows that want some. `hidden` [E, C] are
+        the hidden states of the logits; without them, a proposer that needs them has no drafts.
+        """
+        proposer = self._proposer
+        if proposer is None:
+            return {}
+        try:
+            return _propose(proposer, rows, emitting, hidden)
+        except Exception:  # a draft is never needed
+            self._switch_off()
+            return {}
+
+    def _switch_off(self) -> None:
+        assert self._proposer is not None
+        _LOGGER.exception("speculation is off: the proposer %s failed", self._proposer.name)
+        self._proposer = None
+
+
+def _propose(
+    proposer: Proposer,
+    rows: Sequence[StepRow],
+    emitting: Sequence[EmittingRow],
+    hidden: AnyTensor | None,
+) -> dict[int, tuple[int, ...]]:
+    tasks: dict[int, DraftTask] = {}
+    for emitted in emitting:
+        row, token_ids = rows[emitted.index], tuple([one.token_id for one in emitted.samples])
+        if emitted.slot.failure or not token_ids:
+            continue
+        if row.num_next_drafts:
+            state = None
+            if proposer.needs_hidden and hidden is not None:
+                state = hidden[emitted.next_logits - 1]
+            tasks[emitted.index] = DraftTask(row.slot, row.num_next_drafts, token_ids, state)
+        else:
+            proposer.observe(row.slot, token_ids)
+    if not tasks:
+        return {}
+    drafts = proposer.propose(list(tasks.values()))
+    return {index: one for index, one in zip(tasks, drafts, strict=True) if one}

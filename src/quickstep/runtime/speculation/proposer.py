@@ -1,0 +1,59 @@
+"""The interface of proposers: what guesses the next tokens of sequences between two steps.
+
+The runner calls a proposer on its own thread: `admit` and `release` as slots change, then `observe`
+or `propose` after each step. A draft never changes an output: the model checks it against the token
+that it samples itself, so a wrong draft costs time only.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Protocol
+
+import msgspec
+
+from quickstep.types import Admission
+
+if TYPE_CHECKING:
+    from quickstep.ops.tensors import AnyTensor
+
+__all__ = ["DraftTask", "Proposer"]
+
+
+class DraftTask(msgspec.Struct, frozen=True):
+    """A sequence for which drafts are wanted after a step.
+
+    Attributes:
+        slot: The runner's slot index.
+        num_drafts: Most draft tokens wanted, at least 1.
+        new_token_ids: Tokens of the sequence that the proposer has not seen: since its admission or
+            its last `observe` or `propose`, newest last.
+        hidden: The target's final hidden state [C] from which the newest token was sampled, valid
+            during the call; for proposers with `needs_hidden`, else None.
+    """
+
+    slot: int
+    num_drafts: int
+    new_token_ids: tuple[int, ...]
+    hidden: AnyTensor | None = None
+
+
+class Proposer(Protocol):
+    """Proposes draft tokens for the sequences in the runner's slots."""
+
+    name: str
+    """For logs and metrics: `ngram`, `suffix`, `draft`, ..."""
+    needs_hidden: bool
+    """Whether it drafts only for tasks with a hidden state."""
+
+    def admit(self, slot: int, admission: Admission) -> None:
+        """Set up a slot; `admission.token_ids` are all tokens known, prompt and outputs."""
+
+    def observe(self, slot: int, token_ids: tuple[int, ...]) -> None:
+        """Take in tokens that were emitted while no drafts were wanted. Cheap."""
+
+    def propose(self, tasks: Sequence[DraftTask]) -> list[tuple[int, ...]]:
+        """Drafts for each task, in order: at most `num_drafts` tokens, () where there are none."""
+
+    def release(self, slot: int) -> None:
+        """The sequence has left its slot. Idempotent."""

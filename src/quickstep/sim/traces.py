@@ -1,0 +1,132 @@
+"""Published traces of requests as arrivals: Mooncake (JSON lines), Azure and BurstGPT (CSV).
+
+The format follows from the first line. Mooncake: `timestamp` in milliseconds, `input_length`,
+`output_length`, and `hash_ids`, one for each 512 tokens, equal where prompts share a prefix. Azure:
+`TIMESTAMP,ContextTokens,GeneratedTokens`. BurstGPT: `Timestamp` in seconds, `Request tokens`,
+`Response tokens`. Requests without outputs (failures in BurstGPT) are left out.
+"""
+
+from __future__ import annotations
+
+import csv
+import re
+from collections.abc import Iterator, Sequence
+
+import msgspec
+
+from quickstep.errors import ConfigError
+from quickstep.sim.simulate import Arrival
+from quickstep.types import Request, SamplingParams
+
+__all__ = ["read_trace"]
+
+_HASH_TOKENS = 512  # tokens of a Mooncake hash
+_FIRST_NEW_TOKEN = 1 << 40
+_AZURE_TIME = re.compile(r"(\d+)-(\d+)-(\d+)[ T](\d+):(\d+):(\d+(?:\.\d+)?)")
+_DAYS_BEFORE = (0, 31, 59, 90, 120, 151, 181, 212, 243, 273, 304, 334)
+
+
+class _TraceRequest(msgspec.Struct, frozen=True):
+    at_s: float
+    num_inputs: int
+    num_outputs: int
+    hash_ids: tuple[int, ...] = ()
+
+
+class _MooncakeLine(msgspec.Struct, frozen=True):
+    timestamp: float
+    input_length: int
+    output_length: int
+    hash_ids: tuple[int, ...] = ()
+
+
+def read_trace(lines: Sequence[str], speed: float = 1.0) -> list[Arrival]:
+    """The arrivals of a trace; `speed` 2 sends its requests in half of the time.
+
+    Raises:
+        ConfigError: The format is unknown, or a line is not valid.
+    """
+    requests = list(_mooncake(lines) if lines and lines[0].startswith("{") else _table(lines))
+    if not requests:
+        raise ConfigError("the trace has no requests with outputs")
+    start_s = min(one.at_s for one in requests)
+    arrivals, next_token = [], _FIRST_NEW_TOKEN
+    for place, one in enumerate(requests, 1):
+        prompt: tuple[int, ...] = ()
+        for hash_id in one.hash_ids:
+            prompt += tuple(range(hash_id * _HASH_TOKENS, (hash_id + 1) * _HASH_TOKENS))
+        num_new = max(0, one.num_inputs - len(prompt))
+        prompt = prompt[: one.num_inputs] + tuple(range(next_token, next_token + num_new))
+        next_token += num_new
+        sampling = SamplingParams(max_tokens=one.num_outputs, ignore_eos=True)
+        at_s = (one.at_s - start_s) / speed
+        arrivals.append(Arrival(at_s, Request(str(place), prompt, sampling)))
+    return arrivals
+
+
+def _mooncake(lines: Sequence[str]) -> Iterator[_TraceRequest]:
+    decoder = msgspec.json.Decoder(_MooncakeLine)
+    for number, line in enumerate(lines, 1):
+        if not line.strip():
+            continue
+        try:
+            one = decoder.decode(line)
+        except msgspec.DecodeError as error:
+            raise ConfigError(f"line {number} of the trace is not valid: {error}") from None
+        yield from _checked(
+            number, one.timestamp / 1e3, one.input_length, one.output_length, one.hash_ids
+        )
+
+
+def _table(lines: Sequence[str]) -> Iterator[_TraceRequest]:
+    reader = csv.DictReader(lines)
+    names = {name.strip().lower(): name for name in reader.fieldnames or ()}
+    columns = next(
+        (
+            tuple(names[one] for one in wanted)
+            for wanted in (
+                ("timestamp", "contexttokens", "generatedtokens"),
+                ("timestamp", "request tokens", "response tokens"),
+            )
+            if all(one in names for one in wanted)
+        ),
+        None,
+    )
+    if columns is None:
+        raise ConfigError(
+            "the trace is neither JSON lines as Mooncake's, nor a CSV file with the columns of "
+            "Azure's or BurstGPT's"
+        )
+    for row in reader:
+        number = reader.line_num
+        try:
+            at_s = _seconds(row[columns[0]])
+            num_inputs, num_outputs = int(row[columns[1]]), int(row[columns[2]])
+        except (TypeError, ValueError):
+            raise ConfigError(
+                f"line {number} of the trace is not valid: it needs a time and two integers"
+            ) from None
+        yield from _checked(number, at_s, num_inputs, num_outputs, ())
+
+
+def _checked(
+    number: int, at_s: float, num_inputs: int, num_outputs: int, hash_ids: tuple[int, ...]
+) -> Iterator[_TraceRequest]:
+    if num_inputs < 0 or num_outputs < 0:
+        raise ConfigError(f"line {number} of the trace is not valid: a length is below 0")
+    if num_inputs and num_outputs:
+        yield _TraceRequest(at_s, num_inputs, num_outputs, hash_ids)
+
+
+def _seconds(text: str) -> float:
+    """A number of seconds, or a date and time as in Azure's traces (leap years are ignored: a trace
+    covers days).
+    """
+    match = _AZURE_TIME.match(text)
+    if match is None:
+        return float(text)
+    year, month, day, hour, minute = (int(part) for part in match.groups()[:5])
+    if not 1 <= month <= 12:
+        raise ValueError(text)
+    days = 365 * year + _DAYS_BEFORE[month - 1] + day
+    return days * 86400.0 + hour * 3600.0 + minute * 60.0 + float(match.group(6))

@@ -1,0 +1,147 @@
+"""Adapters through `LLM`: alone as in mixed batches, cached prefixes, replacement, unloading."""
+
+from __future__ import annotations
+
+import asyncio
+
+import pytest
+from msgspec.structs import replace
+from tiny_checkpoint import write_checkpoint
+
+from adapter_files import write_adapter
+from quickstep import LLM, LoRARequest, SamplingParams
+from quickstep.config import LoRAConfig
+from quickstep.engine.assembly import open_engine
+from quickstep.engine.llm import engine_config
+from quickstep.errors import ConfigError, RequestError
+from quickstep.model.spec import read_spec
+from quickstep.types import Request
+
+PROMPT = "a prompt of more than two blocks of sixteen tokens, for the prefix cache"
+SAMPLED = SamplingParams(temperature=0.8, seed=7, max_tokens=10, ignore_eos=True, logprobs=1)
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    path = tmp_path_factory.mktemp("lora")
+    spec = read_spec(write_checkpoint(path / "base"))
+    for seed, rank in enumerate((4, 16, 3)):
+        write_adapter(path / f"a{seed}", spec, rank=rank, seed=seed)
+    write_adapter(path / "wide", spec, rank=64)
+    return path
+
+
+@pytest.fixture(scope="module", params=[False, True], ids=["captured", "eager"])
+def llm(folder, request):
+    options = {"num_threads": 1, "enforce_eager": request.param}
+    with LLM(str(folder / "base"), enable_lora=True, max_lora_rank=16, **options) as llm:
+        yield llm
+
+
+def adapter(folder, index, name=None):
+    return LoRARequest(name or f"a{index}", index + 1, str(folder / f"a{index}"))
+
+
+def answers(llm, prompts, adapters):
+    return [one.outputs[0] for one in llm.generate(prompts, SAMPLED, lora_request=adapters)]
+
+
+def test_a_mixed_batch_answers_as_each_request_alone(llm, folder):
+    adapters = [None, *(adapter(folder, index) for index in (0, 1, 2, 0)), None]
+    mixed = answers(llm, [PROMPT] * 6, adapters)
+    alone = [answers(llm, [PROMPT], [one])[0] for one in adapters]
+    assert [one.token_ids for one in mixed] == [one.token_ids for one in alone]
+    assert [one.logprobs for one in mixed] == [one.logprobs for one in alone]
+    assert len({tuple(one.token_ids) for one in mixed}) == 4, "each adapter has an effect"
+
+
+def test_captured_and_eager_steps_agree(folder):
+    found = []
+    for eager in (False, True):
+        options = {"num_threads": 1, "enforce_eager": eager, "enable_lora": True}
+        with LLM(str(folder / "base"), **options) as llm:
+            found.append(answers(llm, [PROMPT, PROMPT], [adapter(folder, 1), None]))
+    assert [one.token_ids for one in found[0]] == [one.token_ids for one in found[1]]
+    assert [one.logprobs for one in found[0]] == [one.logprobs for one in found[1]]
+
+
+def test_without_adapters_an_engine_with_lora_has_the_same_bits(llm, folder):
+    with LLM(str(folder / "base"), num_threads=1) as plain:
+        [expected] = [one.outputs[0] for one in plain.generate([PROMPT], SAMPLED)]
+    [found] = answers(llm, [PROMPT], [None])
+    assert (found.token_ids, found.logprobs) == (expected.token_ids, expected.logprobs)
+
+
+def test_a_name_with_another_path_serves_the_new_version(llm, folder):
+    [old] = answers(llm, [PROMPT], [adapter(folder, 0, "versioned")])
+    [new] = answers(llm, [PROMPT], [adapter(folder, 1, "versioned")])
+    [expected] = answers(llm, [PROMPT], [adapter(folder, 1)])
+    assert new.token_ids == expected.token_ids != old.token_ids
+    [same] = answers(llm, [PROMPT], LoRARequest("versioned"))
+    assert same.token_ids == new.token_ids
+
+
+@pytest.mark.parametrize(
+    ("name", "path", "part"),
+    [("", "a0", "name"), ("x", "absent", "no directory"), ("x", "wide", "--max-lora-rank")],
+)
+def test_an_adapter_that_cannot_be_used_is_refused(llm, folder, name, path, part):
+    with pytest.raises(RequestError, match=part):
+        llm.generate([PROMPT], SAMPLED, lora_request=LoRARequest(name, 1, str(folder / path)))
+
+
+def test_adapters_need_enable_lora(folder):
+    with pytest.raises(ConfigError, match="enable_lora"):
+        LLM(str(folder / "base"), max_loras=3)
+    with LLM(str(folder / "base"), num_threads=1) as plain, pytest.raises(RequestError) as error:
+        plain.generate([PROMPT], SAMPLED, lora_request=adapter(folder, 0))
+    assert "--enable-lora" in str(error.value)
+
+
+def config(folder, *names):
+    lora = LoRAConfig(tuple((name, str(folder / name)) for name in names), max_loras=2)
+    options = {"num_threads": 1, "num_blocks": 64}
+    return replace(engine_config(str(folder / "base"), options), lora=lora)
+
+
+def test_adapters_of_the_start_are_in_the_memory_plan_and_checked_first(folder):
+    engine = open_engine(config(folder, "a0", "a1"))
+    assert [(one.name, one.rank) for one in engine.adapters] == [("a0", 4), ("a1", 16)]
+    planned = next(row for row in engine.memory_plan.rows if row.label == "adapters")
+    assert planned.num_bytes == sum(one.num_bytes for one in engine.adapters)
+    with pytest.raises(ConfigError, match="no directory"):
+        open_engine(config(folder, "a0", "absent"))
+    with pytest.raises(ConfigError, match="--max-loras"):
+        config(folder, "a0", "a1", "a2")
+
+
+def test_an_adapter_is_freed_when_its_last_request_has_ended(folder):
+    async def run():
+        engine = open_engine(config(folder, "a0"))
+        adapters = engine._adapters
+        await engine.start()
+        ids = tuple(engine.tokenizer.encode(PROMPT))
+        expected = await tokens_of(engine.stream(Request("", ids, SAMPLED, adapter="a0")))
+        stream = engine.stream(Request("", ids, SAMPLED, adapter="a0"))
+        await engine.load_adapter("a0", str(folder / "a1"))
+        with pytest.raises(RequestError, match="not loaded"):
+            engine.stream(Request("", ids, SAMPLED, adapter="unknown"))
+        assert len(adapters.packed) == 2
+        assert await tokens_of(stream) == expected, "a running request keeps its version"
+        await engine.load_adapter("a2", str(folder / "a2"))
+        with pytest.raises(RequestError, match="--max-loras"):
+            await engine.load_adapter("a3", str(folder / "a2"))
+        await engine.unload_adapter("a2")
+        with pytest.raises(RequestError, match="not loaded"):
+            await engine.unload_adapter("a2")
+        for _ in range(20):
+            await asyncio.sleep(0)
+        assert [one.name for one in engine.adapters] == ["a0"]
+        assert len(adapters.packed) == 1
+        await engine.stop()
+
+    asyncio.run(run())
+
+
+async def tokens_of(stream):
+    return [token async for delta in stream for token in delta.token_ids]

@@ -1,0 +1,70 @@
+"""With and without speculation, the bundled model gives the same outputs, whatever is requested."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from quickstep import LLM, Grammar, SamplingParams
+from quickstep.engine.outputs import RequestOutput
+
+LIST = "numbers = [1, 2, 3, 1, 2, 3, 1, 2, 3, 1, 2, 3, 1, 2,"
+CODE = "def first(a):\n    return a\n\ndef second(a):\n    return a\n\ndef third(a):\n"
+PARAMS = {
+    "greedy": {"temperature": 0.0},
+    "sampled": {"temperature": 0.7, "seed": 3},
+    "several": {"temperature": 0.7, "seed": 4, "n": 3},
+    "logprobs": {"temperature": 0.0, "logprobs": 3},
+    "penalties": {"temperature": 0.5, "seed": 5, "repetition_penalty": 1.1, "logprobs": 1},
+    "minimum": {"temperature": 0.0, "min_tokens": 20},
+    "stop string": {"temperature": 0.0, "stop": ["third", "2, 3, 1"]},
+    "stop string at once": {"temperature": 0.0, "stop": [","]},
+    "end ignored": {"temperature": 0.0, "ignore_eos": True},
+    "pattern": {"temperature": 0.0, "grammar": Grammar("regex", r"( [0-9],){12}")},
+}
+
+
+def sampling(fields: dict[str, Any]) -> SamplingParams:
+    return SamplingParams(**{"max_tokens": 60, **fields})
+
+
+def generated(method: str) -> dict[str, list[RequestOutput]]:
+    with LLM("demo", num_threads=1, speculative_config={"method": method}) as llm:
+        return {
+            name: llm.generate([LIST, CODE], sampling(fields), use_tqdm=False)
+            for name, fields in PARAMS.items()
+        }
+
+
+@pytest.fixture(scope="module")
+def without() -> dict[str, list[RequestOutput]]:
+    return generated("off")
+
+
+@pytest.fixture(scope="module", params=["suffix", "ngram"])
+def with_drafts(request: pytest.FixtureRequest) -> dict[str, list[RequestOutput]]:
+    return generated(request.param)
+
+
+@pytest.mark.parametrize("name", PARAMS)
+def test_the_outputs_are_equal(
+    name: str, without: dict[str, list[RequestOutput]], with_drafts: dict[str, list[RequestOutput]]
+) -> None:
+    for expected, found in zip(without[name], with_drafts[name], strict=True):
+        assert found.outputs == expected.outputs
+        counts = [one.num_output_tokens for one in found.metrics.sequences if one]
+        assert counts == [one.num_output_tokens for one in expected.metrics.sequences if one]
+
+
+def test_drafts_were_accepted_and_rejected(with_drafts: dict[str, list[RequestOutput]]) -> None:
+    timings = [
+        one
+        for outputs in with_drafts.values()
+        for output in outputs
+        for one in output.metrics.sequences
+        if one
+    ]
+    assert sum(one.num_accepted for one in timings) > 50
+    assert sum(one.num_drafts - one.num_accepted for one in timings) > 5
+    assert sum(one.rejected_s for one in timings) > 0.0

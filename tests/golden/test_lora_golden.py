@@ -1,0 +1,149 @@
+"""LoRA adapters against peft: logits and tokens, unmerged and merged, alone and mixed."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+from golden_cases import CASES, VOCAB, Case
+from golden_harness import load, random_prompts
+from paged_driver import PagedDriver
+
+from quickstep.model.adapters.checkpoint import open_adapter
+from quickstep.model.decoder import Decoder
+from quickstep.ops.table import LoRAAdapter
+from quickstep.ops.tensors import host_dtype
+
+peft = pytest.importorskip("peft")
+
+ATTENTION = ["q_proj", "k_proj", "v_proj", "o_proj"]
+DENSE = [*ATTENTION, "gate_proj", "up_proj", "down_proj"]
+NUM_NEW = 6
+
+
+def with_adapters(base, path: Path, configs: list[dict[str, object]]):
+    """A peft model with random adapters `a0`, `a1`, ..., each saved in a folder of its name."""
+    model = None
+    for index, values in enumerate(configs):
+        config = peft.LoraConfig(**({"task_type": "CAUSAL_LM", "lora_dropout": 0.1} | values))
+        name = f"a{index}"
+        if model is None:
+            model = peft.get_peft_model(base, config, adapter_name=name)
+        else:
+            model.add_adapter(name, config)
+    assert model is not None
+    generator = torch.Generator().manual_seed(5)
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            if "lora_" in name:
+                parameter.copy_(torch.randn(parameter.shape, generator=generator) * 0.2)
+    model.save_pretrained(path)
+    return model.eval()
+
+
+def read(model: Decoder, path: Path, max_rank: int = 256) -> LoRAAdapter:
+    dtype = host_dtype(model.kv_shape.dtype)
+    weights = open_adapter(path, model.spec, max_rank).read(dtype)
+    return model.ops.pack_lora(weights.modules)
+
+
+def greedy(model: Decoder, prompts, adapters: list[LoRAAdapter | None], chunk: int = 6):
+    """Tokens and logits of each prompt with its adapter."""
+    driver = PagedDriver(model, adapters={id(p): a for p, a in zip(prompts, adapters, strict=True)})
+    return driver.generate(prompts, NUM_NEW, chunk)
+
+
+def targets_of(case: Case) -> list[str]:
+    if case.family == "Phi3":
+        return ["qkv_proj", "o_proj", "gate_up_proj", "down_proj"]
+    return ATTENTION if case.family in SPARSE else DENSE
+
+
+SPARSE = ("Mixtral", "Qwen3Moe", "Qwen2Moe", "GptOss")
+ONE_PER_FAMILY = list({case.family: case for case in reversed(CASES)}.values())[::-1]
+
+
+@pytest.mark.parametrize("case", ONE_PER_FAMILY, ids=lambda case: case.name)
+def test_a_mixed_batch_equals_peft(case: Case, tmp_path: Path) -> None:
+    base = case.save(tmp_path / "base")
+    targets = targets_of(case)
+    configs = [
+        {"r": 4, "lora_alpha": 8, "target_modules": targets},
+        {
+            "r": 8,
+            "lora_alpha": 4,
+            "use_rslora": True,
+            "target_modules": targets[:2],
+            "rank_pattern": {targets[0]: 16},
+            "alpha_pattern": {f"layers.1.self_attn.{targets[1]}": 32},
+        },
+        {
+            "r": 3,
+            "target_modules": rf".*\.({'|'.join(targets)})",
+            "exclude_modules": targets[1:2],
+        },
+        {"r": 5, "target_modules": targets, "layers_to_transform": [0, 2]},
+    ]
+    peft_model = with_adapters(base, tmp_path / "adapters", configs)
+    model = load(tmp_path / "base", max_model_len=case.max_model_len)
+    assert isinstance(model, Decoder)
+    names: list[str | None] = [*(f"a{index}" for index in range(len(configs))), None]
+    packed = [None if n is None else read(model, tmp_path / "adapters" / n) for n in names]
+    prompts = random_prompts((11, 5, 17, 9, 13), VOCAB)
+    rows = greedy(model, prompts, packed)
+    plain = greedy(model, prompts, [None] * len(prompts))
+    for name, prompt, row, without in zip(names, prompts, rows, plain, strict=True):
+        expected = peft_logits(peft_model, name, row.token_ids[:-1])
+        found = torch.cat(row.logits)
+        torch.testing.assert_close(found, expected, atol=2e-4, rtol=1e-4)
+        same = min(len(prompt), found.shape[0])
+        changed = (found[:same] - torch.cat(without.logits)[:same]).abs().max()
+        assert (changed > 0.01) == (name is not None), (
+            "an adapter changes the logits, none does not"
+        )
+
+
+def peft_logits(peft_model, name: str | None, token_ids: list[int]) -> torch.Tensor:
+    with torch.no_grad():
+        ids = torch.tensor([token_ids])
+        if name is None:
+            with peft_model.disable_adapter():
+                return peft_model(ids).logits[0].float()
+        peft_model.set_adapter(name)
+        return peft_model(ids).logits[0].float()
+
+
+def test_unmerged_equals_merged(tmp_path: Path) -> None:
+    case = CASES[0]
+    base = case.save(tmp_path / "base")
+    peft_model = with_adapters(
+        base, tmp_path / "adapters", [{"r": 16, "lora_alpha": 16, "target_modules": DENSE}]
+    )
+    model = load(tmp_path / "base")
+    assert isinstance(model, Decoder)
+    prompts = random_prompts((20,), VOCAB)
+    [row] = greedy(model, prompts, [read(model, tmp_path / "adapters" / "a0")])
+    merged = peft_model.merge_and_unload()
+    merged.save_pretrained(tmp_path / "merged")
+    [expected] = greedy(load(tmp_path / "merged"), prompts, [None])
+    assert row.token_ids == expected.token_ids
+    torch.testing.assert_close(torch.cat(row.logits), torch.cat(expected.logits), atol=2e-4, rtol=0)
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float16"])
+def test_alone_equals_batched_with_any_neighbours(dtype: str, tmp_path: Path) -> None:
+    case = CASES[0]
+    base = case.save(tmp_path / "base")
+    configs = [{"r": 4 * (index + 1), "target_modules": DENSE} for index in range(3)]
+    with_adapters(base, tmp_path / "adapters", configs)
+    model = load(tmp_path / "base", dtype=dtype)
+    assert isinstance(model, Decoder)
+    loaded = [read(model, tmp_path / "adapters" / f"a{index}") for index in range(3)]
+    adapters = [loaded[0], None, loaded[1], loaded[0], loaded[2]]
+    prompts = random_prompts((11, 5, 17, 9, 13), VOCAB)
+    mixed = greedy(model, prompts, adapters, chunk=5)
+    for index, row in enumerate(mixed):
+        [alone] = greedy(model, prompts[index : index + 1], adapters[index : index + 1], chunk=64)
+        assert alone.token_ids == row.token_ids
+        assert torch.equal(torch.cat(alone.logits), torch.cat(row.logits))

@@ -1,0 +1,246 @@
+"""PEFT checkpoints: what is read, and that everything else is refused in one sentence."""
+
+from __future__ import annotations
+
+import json
+import math
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from adapter_files import ALL, adapter_config, adapter_tensors, write_adapter, write_files
+from quickstep.errors import ConfigError
+from quickstep.model.adapters.checkpoint import open_adapter
+from quickstep.model.adapters.lora_modules import Projection, lora_modules, module_number
+from quickstep.model.spec import parse_spec
+from quickstep.ops.tensors import BFLOAT16, FLOAT16, FLOAT32
+
+SPEC = parse_spec(
+    {
+        "architectures": ["LlamaForCausalLM"],
+        "vocab_size": 64,
+        "hidden_size": 32,
+        "intermediate_size": 48,
+        "num_hidden_layers": 3,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 2,
+        "max_position_embeddings": 64,
+        "rms_norm_eps": 1e-5,
+        "hidden_act": "silu",
+    }
+)
+PHI = parse_spec(
+    {
+        "architectures": ["Phi3ForCausalLM"],
+        "vocab_size": 64,
+        "hidden_size": 32,
+        "intermediate_size": 48,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 2,
+        "max_position_embeddings": 64,
+        "rms_norm_eps": 1e-5,
+        "hidden_act": "silu",
+    }
+)
+FIRST = "base_model.model.model.layers.0.self_attn.q_proj.lora_A.weight"
+
+
+def refusal(path: Path, max_rank: int = 64, roots: list[Path] | None = None) -> str:
+    with pytest.raises(ConfigError) as caught:
+        open_adapter(path, SPEC, max_rank, roots).read(FLOAT32)
+    text = str(caught.value)
+    assert "\n" not in text
+    return text
+
+
+def test_fused_projections_are_parts_of_one_matrix(tmp_path: Path) -> None:
+    adapter = open_adapter(write_adapter(tmp_path, SPEC), SPEC, 64).read(FLOAT32)
+    assert len(adapter.modules) == 3 * 4
+    qkv = adapter.modules[module_number(1, Projection.QKV)]
+    assert [(part.first_output, part.b.shape) for part in qkv] == [
+        (0, (32, 4)),
+        (32, (16, 4)),
+        (48, (16, 4)),
+    ]
+    gate_up = adapter.modules[module_number(2, Projection.GATE_UP)]
+    assert [(part.first_output, part.b.shape) for part in gate_up] == [(0, (48, 4)), (48, (48, 4))]
+    assert adapter.modules[module_number(2, Projection.DOWN_PROJ)][0].a.shape == (4, 48)
+    planned = open_adapter(tmp_path, SPEC, 64).num_bytes(FLOAT32)
+    assert 0 <= planned - adapter.num_bytes < 64 * 2 * 3 * 7
+
+
+def test_checkpoints_with_fused_names_have_one_part(tmp_path: Path) -> None:
+    targets = ("qkv_proj", "gate_up_proj")
+    adapter = open_adapter(write_adapter(tmp_path, PHI, targets), PHI, 64).read(FLOAT32)
+    [part] = adapter.modules[module_number(0, Projection.QKV)]
+    assert part.b.shape == (64, 4)
+
+
+def test_ranks_and_scales_follow_their_patterns(tmp_path: Path) -> None:
+    tensors = adapter_tensors(SPEC, ALL, ranks={"q_proj": 8, "down_proj": 2})
+    config = adapter_config(
+        target_modules=list(ALL),
+        rank_pattern={"q_proj": 8, r"layers\.\d+\.mlp\.down_proj": 2},
+        alpha_pattern={"layers.1.self_attn.q_proj": 3},
+    )
+    write_files(tmp_path, config, tensors)
+    adapter = open_adapter(tmp_path, SPEC, 64).read(FLOAT32)
+    scales = [adapter.modules[module_number(i, Projection.QKV)][0].scale for i in range(3)]
+    assert scales == [1.0, 3 / 8, 1.0]
+    assert adapter.modules[module_number(0, Projection.DOWN_PROJ)][0].scale == 4.0
+    assert adapter.rank == 8
+    write_files(tmp_path, config | {"use_rslora": True}, tensors)
+    other = open_adapter(tmp_path, SPEC, 64).read(FLOAT32)
+    assert other.modules[0][0].scale == 8 / math.sqrt(8)
+    assert other.content_id != adapter.content_id
+
+
+@pytest.mark.parametrize(
+    ("targets", "config"),
+    [
+        (("q_proj", "v_proj"), {"target_modules": r".*\.self_attn\.(q|v)_proj"}),
+        (ALL, {"target_modules": "all-linear"}),
+        (("q_proj",), {"target_modules": ["q_proj", "v_proj"], "exclude_modules": ["v_proj"]}),
+    ],
+)
+def test_targets_by_expression(
+    tmp_path: Path, targets: tuple[str, ...], config: dict[str, object]
+) -> None:
+    write_adapter(tmp_path, SPEC, targets, **config)
+    assert open_adapter(tmp_path, SPEC, 64).read(FLOAT32).num_bytes > 0
+
+
+@pytest.mark.parametrize("pattern", [None, "layers", ["h", "layers"]])
+def test_some_layers_only(tmp_path: Path, pattern: object) -> None:
+    tensors = adapter_tensors(SPEC, ("q_proj",))
+    tensors = {name: value for name, value in tensors.items() if ".layers.1." in name}
+    config = adapter_config(
+        target_modules=["q_proj"], layers_to_transform=[1], layers_pattern=pattern
+    )
+    write_files(tmp_path, config, tensors)
+    adapter = open_adapter(tmp_path, SPEC, 64).read(FLOAT32)
+    changed = [number for number, parts in enumerate(adapter.modules) if parts]
+    assert changed == [module_number(1, Projection.QKV)]
+
+
+def test_tensors_are_rounded_to_the_models_dtype(tmp_path: Path) -> None:
+    checkpoint = open_adapter(write_adapter(tmp_path, SPEC), SPEC, 64)
+    wide, narrow = checkpoint.read(FLOAT32), checkpoint.read(BFLOAT16)
+    first, second = wide.modules[0][0].a, narrow.modules[0][0].a
+    assert np.array_equal(first.to(BFLOAT16).numpy(), second.numpy())
+    assert wide.content_id == narrow.content_id
+
+
+@pytest.mark.parametrize(
+    ("values", "named"),
+    [
+        ({"peft_type": "IA3"}, "IA3"),
+        ({"use_dora": True}, "DoRA"),
+        ({"lora_bias": True}, "lora_bias"),
+        ({"bias": "all"}, "'bias'"),
+        ({"modules_to_save": ["lm_head"]}, "modules_to_save"),
+        ({"fan_in_fan_out": True}, "fan_in_fan_out"),
+        ({"init_lora_weights": "pissa_niter_4"}, "pissa"),
+        ({"something_new": 3}, "something_new"),
+        ({"target_modules": "(.*)*x"}, "too complex"),
+        ({"target_modules": "(q_proj"}, "no regular expression"),
+        ({"rank_pattern": {"(a+)+$": 4}}, "too complex"),
+        ({"rank_pattern": {"q_proj": 0.5}}, "rank_pattern"),
+        ({"alpha_pattern": {"q_proj": "big"}}, "alpha_pattern"),
+        ({"lora_alpha": math.inf}, "lora_alpha"),
+        ({"r": 0}, "'r'"),
+        ({"r": 8}, "shape"),
+        ({"target_modules": ["q_proj"]}, "no target"),
+        ({"target_modules": ["q_proj", "v_proj", "k_proj"]}, "0 of 2 tensors"),
+    ],
+)
+def test_a_config_that_is_not_applied_exactly_is_refused(
+    tmp_path: Path, values: dict[str, object], named: str
+) -> None:
+    write_adapter(tmp_path, SPEC, ("q_proj", "v_proj"), **values)
+    assert named in refusal(tmp_path)
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        "base_model.model.lm_head.lora_A.weight",
+        "base_model.model.model.embed_tokens.lora_embedding_A",
+        "base_model.model.model.layers.0.self_attn.q_proj.lora_magnitude_vector",
+        "base_model.model.model.layers.9.self_attn.q_proj.lora_A.weight",
+        "base_model.model.vision_tower.layers.0.self_attn.q_proj.lora_A.weight",
+    ],
+)
+def test_a_tensor_without_its_place_is_refused_by_name(tmp_path: Path, name: str) -> None:
+    tensors = adapter_tensors(SPEC, ("q_proj", "v_proj"))
+    write_files(tmp_path, adapter_config(), tensors | {name: np.zeros((4, 32), np.float32)})
+    assert name in refusal(tmp_path)
+
+
+def test_half_an_update_is_refused(tmp_path: Path) -> None:
+    tensors = adapter_tensors(SPEC, ("q_proj", "v_proj"))
+    del tensors[FIRST]
+    write_files(tmp_path, adapter_config(), tensors)
+    assert "1 of 2 tensors" in refusal(tmp_path)
+
+
+@pytest.mark.parametrize("value", [math.nan, math.inf])
+def test_values_that_are_not_finite_are_refused(tmp_path: Path, value: float) -> None:
+    tensors = adapter_tensors(SPEC, ("q_proj", "v_proj"))
+    tensors[FIRST][1, 2] = value
+    write_files(tmp_path, adapter_config(), tensors)
+    assert FIRST in refusal(tmp_path)
+
+
+def test_values_beyond_the_models_dtype_are_refused(tmp_path: Path) -> None:
+    tensors = adapter_tensors(SPEC, ("q_proj", "v_proj"))
+    tensors[FIRST][1, 2] = 1e6
+    checkpoint = open_adapter(write_files(tmp_path, adapter_config(), tensors), SPEC, 64)
+    with pytest.raises(ConfigError, match="float16"):
+        checkpoint.read(FLOAT16)
+
+
+def test_a_rank_above_the_limit_is_refused(tmp_path: Path) -> None:
+    assert "--max-lora-rank" in refusal(write_adapter(tmp_path, SPEC, rank=16), max_rank=8)
+
+
+def test_pickles_are_never_opened(tmp_path: Path) -> None:
+    write_adapter(tmp_path, SPEC)
+    (tmp_path / "adapter_model.safetensors").rename(tmp_path / "adapter_model.bin")
+    assert "pickle" in refusal(tmp_path)
+
+
+@pytest.mark.parametrize("keep", [0, 4, 200, -1])
+def test_truncated_files_are_refused(tmp_path: Path, keep: int) -> None:
+    file = write_adapter(tmp_path, SPEC) / "adapter_model.safetensors"
+    file.write_bytes(file.read_bytes()[:keep])
+    assert "truncated" in refusal(tmp_path)
+
+
+def test_missing_parts_are_named(tmp_path: Path) -> None:
+    assert "no directory" in refusal(tmp_path / "absent")
+    assert "adapter_config.json" in refusal(tmp_path)
+    (tmp_path / "adapter_config.json").write_text("[]")
+    assert "JSON object" in refusal(tmp_path)
+    (tmp_path / "adapter_config.json").write_text(json.dumps(adapter_config()))
+    assert "adapter_model.safetensors" in refusal(tmp_path)
+
+
+def test_paths_and_links_out_of_the_roots_are_refused(tmp_path: Path) -> None:
+    root, outside = tmp_path / "root", write_adapter(tmp_path / "outside", SPEC)
+    inside = write_adapter(root / "inside", SPEC)
+    assert open_adapter(inside, SPEC, 64, [root]).rank == 4
+    assert "outside" in refusal(root / ".." / "outside", roots=[root])
+    (root / "linked").symlink_to(outside)
+    assert "outside" in refusal(root / "linked", roots=[root])
+    (inside / "adapter_model.safetensors").unlink()
+    (inside / "adapter_model.safetensors").symlink_to(outside / "adapter_model.safetensors")
+    assert "outside" in refusal(inside, roots=[root])
+
+
+def test_every_linear_layer_outside_of_experts_can_be_changed() -> None:
+    assert len(lora_modules(SPEC)) == 3 * 7
+    outputs = [module.num_outputs for module in lora_modules(SPEC).values() if module.number == 0]
+    assert outputs == [32, 16, 16]

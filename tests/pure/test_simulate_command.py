@@ -1,0 +1,107 @@
+"""`quickstep simulate`: runs over rates and policies, JSON, CSV and a page without a network."""
+
+from __future__ import annotations
+
+import csv
+import json
+from pathlib import Path
+
+import pytest
+
+from quickstep.cli.main import main
+from quickstep.cli.simulate import _ARRIVALS, _PRESETS
+from quickstep.plan.traffic import ARRIVALS, Traffic
+from quickstep.sim.workload import WORKLOADS
+
+QUICK = ("simulate", "llama-3.2-1b", "--hardware", "h100", "--num-prompts", "24", "--seed", "3")
+
+
+def figures(capsys: pytest.CaptureFixture[str], *argv: str) -> list[dict]:
+    assert main((*QUICK, "--json", *argv)) == 0
+    return json.loads(capsys.readouterr().out)
+
+
+def test_the_choices_of_the_flags_are_those_that_exist() -> None:
+    assert tuple(WORKLOADS) == _PRESETS
+    assert ARRIVALS == _ARRIVALS
+
+
+def test_rates_and_policies_are_compared(capsys) -> None:
+    flags = ("--rate", "2,4", "--scheduling-policy", "mixed,static", "--output", "20")
+    rows = figures(capsys, *flags)
+    assert [row["run"] for row in rows] == [
+        *("mixed, 2/s", "mixed, 4/s"),
+        *("static, 2/s", "static, 4/s"),
+    ]
+    mixed, static = (rows[place]["figures"]["ttft_s"]["mean"] for place in (1, 3))
+    assert mixed < static
+    assert figures(capsys, *flags) == rows
+
+
+@pytest.mark.parametrize("arrivals", ARRIVALS)
+def test_every_kind_of_arrivals_runs(capsys, arrivals: str) -> None:
+    flags = ("--arrivals", arrivals, "--preset", "code", "--max-concurrency", "3", "--rate", "20")
+    (row,) = figures(capsys, *flags)
+    assert 5 < row["figures"]["num_requests"] <= 24
+
+
+def test_sessions_have_several_turns(capsys) -> None:
+    (row,) = figures(capsys, "--preset", "agent", "--num-prompts", "32")
+    assert len(Traffic(WORKLOADS["agent"], num_requests=32).times()) == 4
+    assert row["figures"]["num_requests"] > 8
+
+
+def test_the_report_is_one_page_without_network_or_scripts(capsys, tmp_path: Path) -> None:
+    page, lines = tmp_path / "out.html", tmp_path / "out.csv"
+    flags = ("--rate", "2,8", "--ttft-ms", "100", "--report", str(page), "--csv", str(lines))
+    assert main((*QUICK, "--preset", "rag", *flags)) == 0
+    text = page.read_text(encoding="utf-8")
+    assert "rag with llama-3.2-1b" in text
+    assert text.count("<svg") == 3 + 1 + 2  # latencies, load, a timeline for each run
+    assert "nan" not in text
+    assert not any(part in text for part in ("http", "<script", "src=", "@import"))
+    rows = list(csv.DictReader(lines.open()))
+    assert len(rows) == 48
+    assert all(float(row["finished_s"]) >= float(row["first_token_s"]) for row in rows)
+    table = capsys.readouterr().out
+    assert "mixed, 8/s" in table
+    assert "in time" in table
+
+
+def test_faster_hardware_and_fixed_lengths_have_their_effect(capsys) -> None:
+    lengths = ("--preset", "decode-heavy", "--input", "64", "--output", "40")
+    (fast,) = figures(capsys, *lengths)
+    (slow,) = figures(capsys, *lengths, "--hardware", "l4")
+    assert slow["figures"]["tpot_s"]["p50"] > 3 * fast["figures"]["tpot_s"]["p50"]
+    assert fast["figures"]["num_requests"] == 24
+
+
+def test_a_trace_is_simulated_at_its_times(capsys, tmp_path: Path) -> None:
+    trace = tmp_path / "trace.jsonl"
+    line = '{"timestamp": %d, "input_length": 600, "output_length": 4, "hash_ids": [1]}'
+    trace.write_text("\n".join(line % (1000 * place) for place in range(6)))
+    (row,) = figures(capsys, "--trace", str(trace), "--rate", "1,2")
+    assert row["run"] == "mixed, 1 x trace.jsonl"
+    assert row["figures"]["duration_s"] == 5.0
+    (fast,) = figures(capsys, "--trace", str(trace), "--trace-speed", "10")
+    assert fast["figures"]["duration_s"] == 0.5
+    trace.write_text("{")
+    assert main((*QUICK, "--trace", str(trace))) == 2
+    assert "line 1 of the trace is not valid" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("flags", "sentence"),
+    [
+        (("--rate", "1,0"), "0 is not above 0"),
+        (("--scheduling-policy", "best"), "'best' is none of mixed"),
+        (("--preset", "chatt"), "did you mean chat"),
+        (("--hardware", "h2000"), "--hardware h2000 is unknown"),
+        (("--hardware", "h100x3"), "size of 3 does not divide the model's 32 query heads"),
+    ],
+)
+def test_bad_input_is_one_sentence(capsys, flags, sentence) -> None:
+    assert main((*QUICK, *flags)) == 2
+    captured = capsys.readouterr()
+    assert sentence in captured.err
+    assert len(captured.err.splitlines()) == 1

@@ -1,0 +1,108 @@
+"""How many drafts pay, and that a step's tokens reach a stream one by one."""
+
+from __future__ import annotations
+
+import pytest
+
+from quickstep.config import SpeculationConfig, SpeculationMethod
+from quickstep.core.cost_model import Coefficients, LinearCostModel, StepLoad
+from quickstep.core.speculation import Acceptance, DraftControl
+from quickstep.errors import ConfigError
+
+# A decode step of one row takes 10 ms; a draft adds 0.1 ms, and 10 ms in the slow one.
+CHEAP = LinearCostModel(Coefficients(step_s=9.9e-3, token_s=1e-4))
+EXPENSIVE = LinearCostModel(Coefficients(step_s=0.0, token_s=1e-2))
+
+
+def control_at(num_rows: int, cost_model: LinearCostModel, max_drafts: int = 8) -> DraftControl:
+    control = DraftControl(max_drafts)
+    control.planned(StepLoad(num_rows, num_rows, 100 * num_rows, 100 * num_rows), cost_model)
+    return control
+
+
+def with_rate(rate: float) -> Acceptance:
+    return Acceptance(rate=rate)
+
+
+def test_more_drafts_pay_the_more_are_accepted() -> None:
+    control = control_at(1, CHEAP)
+    counts = [control.num_drafts(with_rate(rate)) for rate in (0.02, 0.1, 0.3, 0.5, 0.9)]
+    assert counts == sorted(counts)
+    assert counts[0] <= 1
+    assert counts[-1] == 8
+
+
+def test_fewer_drafts_pay_in_larger_batches() -> None:
+    counts = [control_at(rows, CHEAP).num_drafts(with_rate(0.5)) for rows in (1, 8, 64, 512)]
+    assert counts == sorted(counts, reverse=True)
+    assert counts[0] > counts[-1] == 0
+
+
+def test_none_pays_where_computation_is_the_limit() -> None:
+    assert control_at(1, EXPENSIVE).num_drafts(with_rate(0.95)) == 0
+    assert control_at(16, EXPENSIVE).num_drafts(with_rate(0.95)) == 0
+
+
+def test_the_rate_follows_what_is_accepted() -> None:
+    control = control_at(1, CHEAP)
+    good, bad = Acceptance(), Acceptance()
+    for _ in range(30):
+        control.checked(good, 4, 4)
+        control.checked(bad, 4, 0)
+    assert good.rate is not None and bad.rate is not None
+    assert good.rate > 0.9 > 0.1 > bad.rate
+    assert (good.num_drafts, good.num_accepted) == (120, 120)
+    assert (bad.num_drafts, bad.num_accepted) == (120, 0)
+
+
+def test_a_sequence_without_drafts_tries_one_again() -> None:
+    control = control_at(64, CHEAP)
+    acceptance = with_rate(0.05)
+    tried = 0
+    for _ in range(200):
+        num_drafts = control.num_drafts(acceptance)
+        tried += num_drafts
+        control.checked(acceptance, num_drafts, 0)
+    assert 0 < tried <= 200 / 40
+
+
+@pytest.mark.parametrize(("with_drafts", "is_used"), [(2.0, True), (1.2, True), (0.9, False)])
+def test_the_faster_mode_is_used_for_most_steps(with_drafts: float, is_used: bool) -> None:
+    """Steps of one row take 10 ms without drafts; with drafts they are so many times as fast."""
+    control = control_at(1, CHEAP)
+    steps_with = 0
+    for _ in range(3000):
+        uses = control.num_drafts(with_rate(0.9)) > 0
+        steps_with += uses
+        control.measured(1, 1, 0.01 / with_drafts if uses else 0.01)
+    part = steps_with / 3000
+    assert part > 0.9 if is_used else part < 0.1
+
+
+def test_it_is_off_without_drafts() -> None:
+    control = control_at(1, CHEAP, max_drafts=0)
+    control.measured(1, 1, 0.01)
+    assert control.num_drafts(with_rate(0.9)) == 0
+
+
+@pytest.mark.parametrize(
+    ("fields", "message"),
+    [
+        ({"method": "magic"}, "magic"),
+        ({"num_speculative_tokens": 0}, "must be 1 to 16"),
+        ({"num_speculative_tokens": 17}, "must be 1 to 16"),
+        ({"prompt_lokup_max": 3}, "prompt_lokup_max"),
+        ({"method": "draft"}, "model"),
+    ],
+)
+def test_a_bad_configuration_is_one_sentence(fields: dict[str, object], message: str) -> None:
+    with pytest.raises(ConfigError, match=message) as raised:
+        SpeculationConfig.of_fields(fields, "--speculative-config")
+    assert "\n" not in str(raised.value)
+
+
+def test_names_are_vllms() -> None:
+    config = SpeculationConfig.of_fields(
+        {"method": "ngram", "num_speculative_tokens": 5, "prompt_lookup_max": 4}, "x"
+    )
+    assert (config.method, config.num_speculative_tokens) == (SpeculationMethod.NGRAM, 5)

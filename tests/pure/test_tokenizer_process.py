@@ -1,0 +1,67 @@
+"""Long texts are tokenised in a process of their own, to the same tokens."""
+
+from __future__ import annotations
+
+import os
+import signal
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+import quickstep
+from quickstep.engine.text.tokenizer import LONG_CHARS, Tokenizer
+from quickstep.engine.text.tokenizer_process import TokenizerProcess
+from quickstep.errors import EngineError, RequestError
+
+DEMO = Path(quickstep.__file__).parent / "bundled" / "demo"
+LONG = "def f(x):\n    return 'ä' + x\n" * (LONG_CHARS // 25)
+
+
+@pytest.fixture(scope="module")
+def process() -> Iterator[TokenizerProcess]:
+    yield TokenizerProcess(DEMO)
+
+
+@pytest.fixture(scope="module")
+def tokenizer(process: TokenizerProcess) -> Tokenizer:
+    return Tokenizer.open(DEMO, process)
+
+
+def test_only_long_texts_start_the_process() -> None:
+    process = TokenizerProcess(DEMO)
+    assert Tokenizer.open(DEMO, process).encode("x" * LONG_CHARS)
+    assert process.process_id is None
+
+
+@pytest.mark.parametrize("add_special_tokens", [False, True])
+@pytest.mark.parametrize("texts", [[LONG], [" " * 2000] * 64, ["", LONG, "a"]])
+def test_the_tokens_are_those_of_this_process(
+    tokenizer: Tokenizer, process: TokenizerProcess, texts: list[str], add_special_tokens: bool
+) -> None:
+    expected = Tokenizer.open(DEMO).encode_all(texts, add_special_tokens)
+    assert sum(map(len, texts)) > LONG_CHARS
+    assert tokenizer.encode_all(texts, add_special_tokens) == expected
+    assert process.process_id is not None
+
+
+def test_steps_of_the_engine_come_first(tokenizer: Tokenizer, process: TokenizerProcess) -> None:
+    tokenizer.encode(LONG)
+    assert process.process_id is not None
+    assert os.getpriority(os.PRIO_PROCESS, process.process_id) > os.getpriority(os.PRIO_PROCESS, 0)
+
+
+def test_half_a_surrogate_pair_is_refused(tokenizer: Tokenizer) -> None:
+    with pytest.raises(RequestError, match="half a surrogate pair"):
+        tokenizer.encode(LONG + "\ud800")
+
+
+def test_a_process_that_died_fails_one_call_and_is_replaced(
+    tokenizer: Tokenizer, process: TokenizerProcess
+) -> None:
+    expected = tokenizer.encode(LONG)
+    assert process.process_id is not None
+    os.kill(process.process_id, signal.SIGKILL)
+    with pytest.raises(EngineError, match="ended with code -9"):
+        tokenizer.encode(LONG)
+    assert tokenizer.encode(LONG) == expected
