@@ -197,6 +197,44 @@ def test_the_refusal_says_when_to_come_back() -> None:
     assert not scheduler.has_work()
 
 
+@pytest.mark.parametrize("load", [2.0, 10.0])
+def test_under_overload_the_admitted_get_their_first_token_in_time(load: float) -> None:
+    """And those that cannot have it are refused when they arrive, not after they have waited."""
+    rng, deadline_s, seconds = Random(1), 1.0, 20.0
+    costs = Coefficients(0.004, 0.0007, 0.001, kv_token_s=0.0, pair_s=0.0)  # 13 requests per second
+    arrivals = [
+        Arrival(
+            rng.random() * seconds,
+            request(
+                f"r{number}", rng.randint(16, 64), rng.randint(8, 48), ttft_deadline_s=deadline_s
+            ),
+        )
+        for number in range(int(13 * load * seconds))
+    ]
+    sizes = {"max_num_seqs": 32, "max_num_batched_tokens": 512}
+    outcome = run(PolicyName.MIXED, arrivals, costs, **sizes)
+    reasons = Counter(one.reason for one in outcome.endings)
+    waits_s = [
+        one.timings.first_token_s - one.timings.arrival_s
+        for one in outcome.endings
+        if one.timings.first_token_s is not None
+    ]
+    assert len(waits_s) >= 0.9 * 13 * seconds
+    assert sum(wait_s <= deadline_s for wait_s in waits_s) >= 0.99 * len(waits_s)
+    assert reasons[FinishReason.SHED] <= 0.02 * len(arrivals) < len(outcome.refused)
+
+
+def test_before_a_rate_is_known_the_cost_model_predicts_the_wait() -> None:
+    """Requests of 0.1 s each, 8 at once: the first 8 are on time, of the others those that fit."""
+    requests = [request(f"r{number}", 8, 100, ttft_deadline_s=0.5) for number in range(64)]
+    outcome = run(PolicyName.MIXED, at_once(requests), max_num_seqs=8)
+    refused = {name for name, _ in outcome.refused}
+    assert refused >= {f"r{number}" for number in range(32, 64)}
+    assert not refused & {f"r{number}" for number in range(8)}
+    patient = [request(f"p{number}", 8, 100, ttft_deadline_s=60.0) for number in range(64)]
+    assert not run(PolicyName.MIXED, at_once(patient), max_num_seqs=8).refused
+
+
 # -- fairness -----------------------------------------------------------------------------------
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import json
 from typing import Any
 
 import httpx
@@ -36,12 +37,23 @@ def test_a_first_token_that_comes_too_late_is_503_with_the_time_to_come_back() -
     assert "the predicted wait is 7.00 s" in refusal["message"]
 
 
-def test_a_request_that_is_shed_while_it_waits_is_503_too() -> None:
+@pytest.mark.parametrize("stream", [False, True])
+def test_a_request_that_is_shed_while_it_waits_is_503_too(stream: bool) -> None:
     script = Script(FinishReason.SHED, error="the first token cannot come", words=())
-    response = post({"ttft_deadline_ms": 500}, FakeEngine(script=script))
+    response = post({"ttft_deadline_ms": 500, "stream": stream}, FakeEngine(script=script))
     assert response.status_code == 503
     assert response.json()["error"]["code"] == "deadline_unreachable"
     assert response.headers["retry-after"] == "1"
+
+
+def test_a_stream_with_a_deadline_loses_no_delta() -> None:
+    def texts(fields: dict[str, Any]) -> list[str]:
+        response = post({"stream": True, "prompt": ["a", "b"], "n": 2, **fields}, FakeEngine())
+        events = [line[6:] for line in response.text.splitlines() if line.startswith("data: {")]
+        choices = [choice for event in events for choice in json.loads(event)["choices"]]
+        return sorted(f"{choice['index']}{choice['text']}" for choice in choices)
+
+    assert texts({"ttft_deadline_ms": 5000}) == texts({})
 
 
 def test_clients_that_know_only_openais_values_get_length_at_the_time_limit() -> None:

@@ -20,10 +20,12 @@ from quickstep.core.sequence import Rank, Residency, Sequence, SequenceState
 from quickstep.core.service_order import ServiceOrder
 from quickstep.types import CacheMiss
 
-__all__ = ["AdmissionRate", "Deadlines", "Due", "RunningBatch", "WaitingQueue"]
+__all__ = ["Deadlines", "Due", "RunningBatch", "WaitEstimate", "WaitingQueue"]
 
 
 _MIN_ADMISSIONS = 8  # before a rate is known
+_WAIT_MARGIN = 1.5  # waits vary about their mean
+_DELAY_GAIN = 0.1
 
 
 class WaitingQueue:
@@ -124,6 +126,11 @@ class RunningBatch:
     def __iter__(self) -> Iterator[Sequence]:
         """Iterate over a snapshot, best rank first, so that the loop may preempt sequences."""
         return iter(tuple(self._running))
+
+    @property
+    def num_free_slots(self) -> int:
+        """How many more sequences there may be."""
+        return len(self._free_slots)
 
     @property
     def num_active(self) -> int:
@@ -343,28 +350,49 @@ class RunningBatch:
         return -(-num_tokens // self._pool.block_size)
 
 
-class AdmissionRate:
-    """How fast waiting sequences have been admitted lately; predicts how long the next one waits.
+class WaitEstimate:
+    """Predicts how long an arriving request waits until it is admitted, and from then until its
+    first token, so that both are rarely exceeded.
 
-    The rate of the last admissions while others waited, which has everything in it that limits
-    them: computation, slots, blocks.
+    The wait follows from the rate of the last admissions while others waited, which has everything
+    in it that limits them: computation, slots, blocks. The time after the admission is longer than
+    that of the prompt by itself: steps in flight end before, and other rows are in its step.
     """
 
     def __init__(self) -> None:
         self._times: deque[float] = deque(maxlen=64)
+        self._delay_s = 0.0
+        self._deviation_s = 0.0
 
-    def count(self, now: float, any_left: bool) -> None:
+    def count_admission(self, now: float, any_left: bool) -> None:
         """A sequence was admitted; without others that wait, there is no queue to measure."""
         if any_left:
             self._times.append(now)
         else:
             self._times.clear()
 
-    def wait_s(self, num_waiting: int, now: float) -> float:
-        """The predicted wait of a sequence after `num_waiting` others; 0 while unknown."""
-        if not num_waiting or len(self._times) < _MIN_ADMISSIONS:
-            return 0.0
-        return (num_waiting + 1) * (now - self._times[0]) / len(self._times)
+    def count_first_token(self, delay_s: float) -> None:
+        """A first token came `delay_s` later after the admission than its prompt takes alone."""
+        error_s = delay_s - self._delay_s
+        self._delay_s += _DELAY_GAIN * error_s
+        self._deviation_s += _DELAY_GAIN * (abs(error_s) - self._deviation_s)
+
+    def interval_s(self, now: float) -> float | None:
+        """The mean time between two admissions; None until enough are known."""
+        if len(self._times) < _MIN_ADMISSIONS:
+            return None
+        return (now - self._times[0]) / len(self._times)
+
+    def wait_s(self, num_waiting: int, interval_s: float) -> float:
+        """How long a sequence waits after `num_waiting` others, with one admission per
+        `interval_s`.
+        """
+        return _WAIT_MARGIN * (num_waiting + 1) * interval_s
+
+    @property
+    def delay_s(self) -> float:
+        """How much later the first token comes than its prompt takes alone."""
+        return max(0.0, self._delay_s + 2.0 * self._deviation_s)
 
 
 class Due(enum.Enum):

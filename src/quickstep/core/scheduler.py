@@ -23,7 +23,7 @@ from quickstep.core.accounting import SchedulerStats, Totals, charge, step_recor
 from quickstep.core.block_pool import KVBlockPool
 from quickstep.core.cost_model import CostModel, StepLoad
 from quickstep.core.policies import Policy, StepView
-from quickstep.core.queues import AdmissionRate, Deadlines, Due, RunningBatch, WaitingQueue
+from quickstep.core.queues import Deadlines, Due, RunningBatch, WaitEstimate, WaitingQueue
 from quickstep.core.sequence import Sequence, SequenceState
 from quickstep.core.speculation import DraftControl
 from quickstep.core.step import (
@@ -153,7 +153,7 @@ class Scheduler:
         self._batch = RunningBatch(pool, config.max_num_seqs, self._order)
         self._in_flight: deque[InFlightStep] = deque()
         self._deadlines = Deadlines(self._order.relegates)
-        self._admission_rate = AdmissionRate()
+        self._wait_estimate = WaitEstimate()
         self._mean_outputs = _FIRST_MEAN_OUTPUTS
         max_drafts = config.num_speculative_tokens if config.use_kv_cache else 0
         self._drafts = DraftControl(max_drafts)
@@ -181,7 +181,8 @@ class Scheduler:
         if (name := request.request_id) in self._requests:
             raise RequestError(f"request_id {name!r} is in use; choose another", param="request_id")
         n, first = request.sampling.n, self._num_arrivals
-        service_s, first_token_s = self._predicted_service_s(request)
+        service_s, prompt_s = self._predicted_service_s(request)
+        first_token_s = prompt_s + self._wait_estimate.delay_s
         self._check_first_token_in_time(request, first_token_s, now)
         rank_s = self._order.rank(request, now, service_s)
         sequences = [
@@ -220,6 +221,27 @@ class Scheduler:
         decode_s = self._cost_model.seconds(StepLoad.of_span(middle, 1, num_logits_rows=1))
         return first_token_s + max(0, num_outputs - 1) * decode_s, first_token_s
 
+    def _predicted_wait_s(self, request: Request, first_token_s: float, now: float) -> float:
+        """How long a new sequence of the request waits for its admission.
+
+        Before the rate of admissions is known, those that get a free slot wait for the prompts
+        before them; after that a sequence is admitted when one ends, and a full batch ends them at
+        the rate that the cost model predicts.
+        """
+        num_waiting = len(self._waiting)
+        num_after = num_waiting + 1 - self._batch.num_free_slots  # the place after the free slots
+        interval_s = self._wait_estimate.interval_s(now) if num_waiting else None
+        if interval_s is not None:
+            return self._wait_estimate.wait_s(num_waiting, interval_s)
+        wait_s = num_waiting * first_token_s
+        if num_after > 0:
+            num_rows, num_outputs = self._config.max_num_seqs, self._expected_outputs(request)
+            context = len(request.prompt_token_ids) + num_outputs // 2
+            num_kv = num_rows * context
+            step = StepLoad(num_rows, num_rows, num_kv, num_kv, num_logits_rows=num_rows)
+            wait_s += num_after * num_outputs * self._cost_model.seconds(step) / num_rows
+        return wait_s
+
     def _expected_outputs(self, request: Request) -> int:
         """How many tokens a sequence is expected to generate: its limit, or the recent mean if an
         end token may come before.
@@ -234,7 +256,7 @@ class Scheduler:
         deadline_s = request.ttft_deadline_s
         if deadline_s is None:
             return
-        wait_s = self._admission_rate.wait_s(len(self._waiting), now)
+        wait_s = self._predicted_wait_s(request, first_token_s, now)
         if wait_s + first_token_s > deadline_s:
             raise FirstTokenTooLate(deadline_s, wait_s, first_token_s)
 
@@ -245,9 +267,10 @@ class Scheduler:
             if due is Due.EXPIRE:
                 outputs.append(self._finish(sequence, FinishReason.DEADLINE, now))
             elif due is Due.SHED and sequence.num_cached_tokens is None:
-                wait_s = self._admission_rate.wait_s(len(self._waiting), now)
+                first_token_s = sequence.first_token_service_s
+                wait_s = self._predicted_wait_s(sequence.request, first_token_s, now)
                 deadline_s = sequence.request.ttft_deadline_s or 0.0
-                error = FirstTokenTooLate(deadline_s, wait_s, sequence.first_token_service_s)
+                error = FirstTokenTooLate(deadline_s, wait_s, first_token_s)
                 outputs.append(self._finish(sequence, FinishReason.SHED, now, str(error)))
             elif due is Due.RELEGATE and sequence.state is not SequenceState.RUNNING:
                 self._waiting.relegate(sequence)
@@ -418,7 +441,7 @@ class Scheduler:
     ) -> int:
         """Move a sequence into the batch and place its first tokens; returns how many."""
         self._waiting.remove(sequence)
-        self._admission_rate.count(now, any_left=bool(self._waiting.head))
+        self._wait_estimate.count_admission(now, any_left=bool(self._waiting.head))
         is_new = sequence.num_cached_tokens is None
         residency = self._batch.admit(sequence, hits, now)
         self._policy.admitted()
@@ -605,6 +628,8 @@ class Scheduler:
         if sequence.state is SequenceState.FINISHED or residency.invalidated:
             return None
         residency.pending -= entry.row.emits
+        if entry.row.emits and not sequence.num_outputs:
+            self._count_first_token(sequence, now)
         if entry.row.emits and self._drafts.max_drafts:
             self._check_drafts(entry, output)
         max_outputs = self._limits.max_outputs(sequence.prompt_len)
@@ -615,6 +640,12 @@ class Scheduler:
         if reason is not None:
             return self._finish(sequence, reason, now, new=new)
         return new if new.token_ids or new.prompt_logprobs else None
+
+    def _count_first_token(self, sequence: Sequence, now: float) -> None:
+        prompt_s = self._cost_model.seconds(StepLoad.of_span(0, sequence.prompt_len))
+        since_s = sequence.first_scheduled_s
+        if since_s is not None:
+            self._wait_estimate.count_first_token(now - since_s - prompt_s)
 
     def _check_drafts(self, entry: FlightRow, output: RowOutput) -> None:
         """Take the positions of rejected drafts back: the next row overwrites their KV."""

@@ -182,7 +182,7 @@ class Sequence:
         # prompt tokens that are scored and delivered: by the first sequence of a request only
         scores = index == 0 and request.sampling.prompt_logprobs is not None
         self._num_scored_tokens = 0 if scores else self.prompt_len
-        self._first_scheduled_s: float | None = None
+        self.first_scheduled_s: float | None = None  # its first admission
         self._first_token_s: float | None = None
         self._num_preemptions = 0
         self._max_blocks = 0
@@ -226,7 +226,7 @@ class Sequence:
         """Enter the batch."""
         if self.num_cached_tokens is None:
             self.num_cached_tokens = residency.planned
-            self._first_scheduled_s = now
+            self.first_scheduled_s = now
         residency.recompute_end = self._num_computed
         self.residency = residency
         self.state = SequenceState.RUNNING
@@ -394,7 +394,7 @@ class Sequence:
         seconds = self._clock.seconds
         return SequenceTimings(
             arrival_s=self.arrival_s,
-            first_scheduled_s=self._first_scheduled_s,
+            first_scheduled_s=self.first_scheduled_s,
             first_token_s=self._first_token_s,
             finished_s=now,
             queue_s=seconds[Activity.QUEUE],

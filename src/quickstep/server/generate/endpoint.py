@@ -24,6 +24,7 @@ from quickstep.errors import RequestError
 from quickstep.server.api_keys import cache_salt_of, priority_of_key, tenant_of_key
 from quickstep.server.generate.adapter import Adapter, LineResult, Served
 from quickstep.server.generate.generation import (
+    ChoiceDelta,
     Generation,
     Head,
     ParsedRequest,
@@ -94,10 +95,24 @@ class GeneratingRoute:
             )
             report_ignored(request, answer.generation.loosened)
             if parsed.stream:
-                return EventStream(_frames(answer), answer.close, parsed.stream_type)
+                frames = _frames(answer, await self._deltas(request, answer))
+                return EventStream(frames, answer.close, parsed.stream_type)
             return await self._complete(request, answer)
         except ClientDisconnect:
             return Response(status_code=CLIENT_CLOSED)
+
+    async def _deltas(self, request: Request, answer: _Answer) -> AsyncGenerator[ChoiceDelta, None]:
+        """The deltas of a stream. With a deadline for the first token they begin with it, so that
+        a request that cannot meet it gets an error status and not an error within a stream.
+        """
+        deltas = answer.generation.deltas()
+        if answer.generation.request.request.ttft_deadline_s is None:
+            return deltas
+        try:
+            return await unless_disconnected(request.receive, _from_first(deltas))
+        except BaseException:
+            await answer.close()
+            raise
 
     async def answer_line(
         self, body: bytes, caller: str = "", added_priority: int = 0
@@ -217,13 +232,31 @@ async def _collect(answer: _Answer) -> None:
             answer.writer.collect(item)
 
 
-async def _frames(answer: _Answer) -> AsyncGenerator[bytes, None]:
+async def _from_first(
+    deltas: AsyncGenerator[ChoiceDelta, None],
+) -> AsyncGenerator[ChoiceDelta, None]:
+    """Wait for the first delta; returns all of them."""
+    first = await anext(deltas, None)
+
+    async def from_first() -> AsyncGenerator[ChoiceDelta, None]:
+        async with aclosing(deltas):
+            if first is not None:
+                yield first
+            async for item in deltas:
+                yield item
+
+    return from_first()
+
+
+async def _frames(
+    answer: _Answer, deltas: AsyncGenerator[ChoiceDelta, None]
+) -> AsyncGenerator[bytes, None]:
     """The frames of a stream; an error becomes its last frames."""
     writer = answer.writer
     try:
         for frame in writer.opening():
             yield frame
-        async with aclosing(answer.generation.deltas()) as deltas:
+        async with aclosing(deltas):
             async for item in deltas:
                 answer.meter.observe(item)
                 for frame in writer.delta(item):
