@@ -59,8 +59,11 @@ def print_table(
     header: Sequence[str],
     rows: Sequence[Sequence[str]],
     num_text_columns: int = 1,
+    is_dense: bool = False,
 ) -> None:
-    """Print a table; its first `num_text_columns` columns are text, the others figures."""
+    """Print a table; its first `num_text_columns` columns are text, the others figures. Columns of
+    a dense one are closer.
+    """
     from rich import box
     from rich.table import Table
     from rich.text import Text
@@ -70,7 +73,7 @@ def print_table(
         title_justify="left",
         box=box.SIMPLE_HEAD,
         show_edge=False,
-        collapse_padding=True,
+        collapse_padding=is_dense,
     )
     for place, name in enumerate(header):
         is_text = place < num_text_columns

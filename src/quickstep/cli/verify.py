@@ -309,7 +309,7 @@ def _print_scenarios(model_name: str, report: VerifyReport) -> None:
         rows.append((scenario, *(str(figure) for figure in figures)))
     options = report.options
     title = f"{model_name}: {options.num_requests} requests, at batch size 1 and in batches"
-    print_table(console, title, _SCENARIO_COLUMNS, rows)
+    print_table(console, title, _SCENARIO_COLUMNS, rows, is_dense=True)
     if report.first_mismatch is not None:
         console.print(_mismatch_text(report.first_mismatch), style="red")
     threads = ",".join(str(count) for count in options.threads)
