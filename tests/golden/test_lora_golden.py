@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
+import peft
 import pytest
 import torch
 from golden_cases import CASES, VOCAB, Case
@@ -14,8 +15,6 @@ from quickstep.model.adapters.checkpoint import open_adapter
 from quickstep.model.decoder import Decoder
 from quickstep.ops.table import LoRAAdapter
 from quickstep.ops.tensors import host_dtype
-
-peft = pytest.importorskip("peft")
 
 ATTENTION = ["q_proj", "k_proj", "v_proj", "o_proj"]
 DENSE = [*ATTENTION, "gate_proj", "up_proj", "down_proj"]

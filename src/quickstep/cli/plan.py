@@ -10,16 +10,18 @@ import argparse
 import sys
 from typing import TYPE_CHECKING
 
-from quickstep.cli.flags.engine import add_kv_cache_dtype
-from quickstep.cli.flags.hardware import add_hardware, element_bytes, hardware_of
+from quickstep.cli.flags.hardware import (
+    add_engine_sizes,
+    add_hardware,
+    element_bytes,
+    hardware_of,
+)
 from quickstep.cli.flags.parsing import (
     Parser,
     command,
-    positive_int,
     positive_number,
     token_count,
 )
-from quickstep.config import QUANTIZATIONS
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -37,9 +39,6 @@ def add_parser(subparsers: argparse._SubParsersAction[Parser]) -> None:
     """Register the command."""
     parser = command(
         subparsers, "plan", "Compute memory, latency, devices and cost for a load.", run
-    )
-    parser.add_argument(
-        "model", metavar="MODEL", help="a config.json, a checkpoint, or a name such as llama-3-70b"
     )
     add_hardware(parser)
     load = parser.add_argument_group("load and targets")
@@ -81,22 +80,7 @@ def add_parser(subparsers: argparse._SubParsersAction[Parser]) -> None:
         help="part of the requests that must be within the targets (default: %(default)s)",
     )
     engine = parser.add_argument_group("engine")
-    engine.add_argument("--quantization", "-q", choices=QUANTIZATIONS, help="format of the weights")
-    add_kv_cache_dtype(engine)
-    engine.add_argument(
-        "--max-num-seqs",
-        type=positive_int,
-        default=256,
-        metavar="N",
-        help="most sequences of an engine that run at once (default: %(default)s)",
-    )
-    engine.add_argument(
-        "--max-num-batched-tokens",
-        type=token_count,
-        default=2048,
-        metavar="N",
-        help="most tokens of a step (default: %(default)s)",
-    )
+    add_engine_sizes(engine)
     output = parser.add_argument_group("output")
     output.add_argument(
         "--explain", action="store_true", help="print the formulas with their numbers too"

@@ -11,8 +11,12 @@ import sys
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from quickstep.cli.flags.engine import add_kv_cache_dtype
-from quickstep.cli.flags.hardware import add_hardware, element_bytes, hardware_of
+from quickstep.cli.flags.hardware import (
+    add_engine_sizes,
+    add_hardware,
+    element_bytes,
+    hardware_of,
+)
 from quickstep.cli.flags.parsing import (
     Parser,
     command,
@@ -20,7 +24,7 @@ from quickstep.cli.flags.parsing import (
     positive_number,
     token_count,
 )
-from quickstep.config import QUANTIZATIONS, PolicyName
+from quickstep.config import PolicyName
 
 if TYPE_CHECKING:
     from quickstep.plan.candidates import Candidate
@@ -35,14 +39,10 @@ _ARRIVALS = ("gamma", "ramp", "diurnal", "closed-loop")
 def add_parser(subparsers: argparse._SubParsersAction[Parser]) -> None:
     """Register the command."""
     parser = command(subparsers, "simulate", "Simulate clients of an engine on any hardware.", run)
-    parser.add_argument(
-        "model", metavar="MODEL", help="a config.json, a checkpoint, or a name such as llama-3-70b"
-    )
     add_hardware(parser)
     _add_clients(parser.add_argument_group("clients"))
     engine = parser.add_argument_group("engine")
-    engine.add_argument("--quantization", "-q", choices=QUANTIZATIONS, help="format of the weights")
-    add_kv_cache_dtype(engine)
+    add_engine_sizes(engine)
     engine.add_argument(
         "--scheduling-policy",
         type=_policies,
@@ -55,20 +55,6 @@ def add_parser(subparsers: argparse._SubParsersAction[Parser]) -> None:
         type=token_count,
         metavar="N",
         help="longest sequence in tokens (default: the model's limit, at most 16384)",
-    )
-    engine.add_argument(
-        "--max-num-seqs",
-        type=positive_int,
-        default=256,
-        metavar="N",
-        help="most sequences that run at once (default: %(default)s)",
-    )
-    engine.add_argument(
-        "--max-num-batched-tokens",
-        type=token_count,
-        default=2048,
-        metavar="N",
-        help="most tokens of a step (default: %(default)s)",
     )
     output = parser.add_argument_group("output")
     output.add_argument("--json", action="store_true", help="print JSON")

@@ -220,7 +220,7 @@ class RunningBatch:
         """Whether there are blocks for one more token."""
         return self._fits_into_blocks(sequence) or self._growth(sequence) <= self._pool.num_free
 
-    def room_for_drafts(self, sequence: Sequence) -> int:
+    def num_drafts_that_fit(self, sequence: Sequence) -> int:
         """How many tokens fit after the next one, if every other sequence may need a block too."""
         residency, block_size = sequence.resident, self._pool.block_size
         num_spare = max(0, self._pool.num_free - len(self._running))

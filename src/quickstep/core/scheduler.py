@@ -348,7 +348,7 @@ class Scheduler:
             self._drafts.num_drafts(sequence.acceptance),
             num_left,
             draft.num_tokens_left - 1,
-            self._batch.room_for_drafts(sequence),
+            self._batch.num_drafts_that_fit(sequence),
         )
 
     def _num_next_drafts(self, sequence: Sequence) -> int:

@@ -1,4 +1,4 @@
-"""Flags that name hardware to predict for, and the hardware that they name."""
+"""Flags of what is predicted: a model, hardware, and the sizes of an engine."""
 
 from __future__ import annotations
 
@@ -6,7 +6,9 @@ import argparse
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from quickstep.cli.flags.parsing import positive_number
+from quickstep.cli.flags.engine import add_kv_cache_dtype
+from quickstep.cli.flags.parsing import positive_int, positive_number, token_count
+from quickstep.config import QUANTIZATIONS
 from quickstep.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -14,14 +16,17 @@ if TYPE_CHECKING:
     from quickstep.model.sizing import ElementBytes
     from quickstep.plan.hardware import Hardware
 
-__all__ = ["add_hardware", "element_bytes", "hardware_of"]
+__all__ = ["add_engine_sizes", "add_hardware", "element_bytes", "hardware_of"]
 
 _DTYPE_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
 _SCRATCH_BYTES = 8  # of the native kernels' op table
 
 
 def add_hardware(parser: argparse.ArgumentParser) -> None:
-    """Add `--hardware`, `--hardware-file`, `--link` and `--price`."""
+    """Add `MODEL`, `--hardware`, `--hardware-file`, `--link` and `--price`."""
+    parser.add_argument(
+        "model", metavar="MODEL", help="a config.json, a checkpoint, or a name such as llama-3-70b"
+    )
     parser.add_argument(
         "--hardware",
         default="this",
@@ -36,6 +41,26 @@ def add_hardware(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument(
         "--price", type=positive_number, metavar="USD", help="dollars per hour of a device"
+    )
+
+
+def add_engine_sizes(group: argparse._ArgumentGroup) -> None:
+    """Add the formats of weights and KV, `--max-num-seqs` and `--max-num-batched-tokens`."""
+    group.add_argument("--quantization", "-q", choices=QUANTIZATIONS, help="format of the weights")
+    add_kv_cache_dtype(group)
+    group.add_argument(
+        "--max-num-seqs",
+        type=positive_int,
+        default=256,
+        metavar="N",
+        help="most sequences of an engine that run at once (default: %(default)s)",
+    )
+    group.add_argument(
+        "--max-num-batched-tokens",
+        type=token_count,
+        default=2048,
+        metavar="N",
+        help="most tokens of a step (default: %(default)s)",
     )
 
 
