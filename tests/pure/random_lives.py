@@ -6,6 +6,7 @@ Inputs are narrow on purpose: two letters, lengths at block edges, repeated prom
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 from random import Random
 
 from scheduler_world import Setup, World, open_scheduler, weak_digest
@@ -34,6 +35,21 @@ def draw_setup(rng: Random) -> Setup:
         halves=rng.random() < 0.3,
         max_drafts=rng.choice((0, 0, 1, 2, 5)),
         token_s=rng.choice((1e-4, 1e-4, 1e-3)),
+    )
+
+
+def draw_crowded_setup(rng: Random) -> Setup:
+    """More sequences of unequal tenants than a step has tokens, all with drafts."""
+    return replace(
+        draw_setup(rng),
+        num_blocks=40,
+        max_num_seqs=rng.randint(4, 8),
+        max_num_batched_tokens=rng.choice((3, 4, 6)),
+        pipeline_depth=1,
+        policy=PolicyName.FAIR,
+        halves=False,
+        max_drafts=5,
+        token_s=1e-4,
     )
 
 
@@ -77,11 +93,14 @@ def draw_trouble(rng: Random, plan: StepPlan) -> tuple[Trouble, frozenset[int]]:
 
 
 def random_life(
-    seed: int, open_one: Callable[[Setup], Scheduler] = open_scheduler, num_calls: int = 60
+    seed: int,
+    open_one: Callable[[Setup], Scheduler] = open_scheduler,
+    num_calls: int = 60,
+    draw: Callable[[Random], Setup] = draw_setup,
 ) -> World:
     """A complete life of a scheduler from one seed, verified at its end."""
     rng = Random(seed)
-    world = World(draw_setup(rng), open_one)
+    world = World(draw(rng), open_one)
     has_trouble, alike = rng.random() < 0.4, rng.random() < 0.4
     calls = ("abort", "abort-one", "expire", "advance")
     if rng.random() < 0.4:

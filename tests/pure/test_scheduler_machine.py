@@ -13,7 +13,13 @@ import pytest
 from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, precondition, rule
-from random_lives import draw_setup, draw_trouble, random_life, random_request
+from random_lives import (
+    draw_crowded_setup,
+    draw_setup,
+    draw_trouble,
+    random_life,
+    random_request,
+)
 from scheduler_world import World
 
 RNG = st.randoms(use_true_random=False)
@@ -87,6 +93,11 @@ SchedulerMachine.TestCase.settings = settings(
     max_examples=200, stateful_step_count=50, deadline=None
 )
 TestSchedulerMachine = SchedulerMachine.TestCase
+
+
+def test_crowded_steps_with_drafts_keep_their_limits() -> None:
+    for seed in range(100):
+        random_life(seed, draw=draw_crowded_setup)
 
 
 @pytest.mark.parametrize("block", range(10))

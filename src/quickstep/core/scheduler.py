@@ -325,29 +325,29 @@ class Scheduler:
             if budget < 1:
                 return
             if sequence.sequence_id not in held:
-                budget -= self._place_decode(draft, sequence, now)
+                budget -= self._place_decode(draft, sequence, budget, now)
         if over_share:
             self._place_over_share(draft, over_share, budget, now)
 
-    def _place_decode(self, draft: StepDraft, sequence: Sequence, now: float) -> int:
-        """Add a row for the next token of a sequence and its drafts; returns how many tokens, 0 if
-        it gets none in this step.
+    def _place_decode(self, draft: StepDraft, sequence: Sequence, most: int, now: float) -> int:
+        """Add a row for the next token of a sequence and its drafts, `most` tokens at most; returns
+        how many, 0 if it gets none in this step.
         """
         is_due = self._can_decode(sequence) and not draft.has_row(sequence)
         if not is_due or not self._free_blocks_for(sequence, draft, now):
             return 0
-        drafts = sequence.drafts[: self._num_drafts(sequence, draft)] if sequence.drafts else ()
+        drafts = sequence.drafts[: self._num_drafts(sequence, most - 1)] if sequence.drafts else ()
         num_tokens = 1 + len(drafts)
         self._place(draft, sequence, 1, self._batch.grow(sequence, num_tokens), drafts)
         return num_tokens
 
-    def _num_drafts(self, sequence: Sequence, draft: StepDraft) -> int:
-        """How many drafts pay and fit into the step, the blocks and the length of the sequence."""
+    def _num_drafts(self, sequence: Sequence, most: int) -> int:
+        """How many drafts pay and fit into the blocks and the length of the sequence."""
         num_left = self._limits.output_limit(sequence.request) - sequence.num_outputs - 1
         return min(
             self._drafts.num_drafts(sequence.acceptance),
             num_left,
-            draft.num_tokens_left - 1,
+            most,
             self._batch.num_drafts_that_fit(sequence),
         )
 
@@ -363,7 +363,7 @@ class Scheduler:
         self, draft: StepDraft, sequences: list[Sequence], budget: int, now: float
     ) -> None:
         """Add rows of tenants that hold more than their part, while the step stays short enough for
-        the rows of the others; those first that had no row for longest.
+        the rows of the others; those first that had no row for longest. They get no drafts.
         """
         if draft.decode_load.num_rows:
             draft.limit_s = self._policy.step_limit_s(self._view(draft, now), self._cost_model)
@@ -373,7 +373,7 @@ class Scheduler:
                 load = draft.decode_load + StepLoad.of_span(start, 1, num_logits_rows=1)
                 if self._cost_model.seconds(load) > draft.limit_s:
                     return
-            self._place_decode(draft, sequence, now)
+            self._place_decode(draft, sequence, 1, now)
 
     def _recompute_decodes(self, draft: StepDraft, now: float) -> None:
         """Without a KV cache: the next token of a sequence needs all its tokens again."""
