@@ -51,6 +51,12 @@ def add_parser(subparsers: argparse._SubParsersAction[Parser]) -> None:
         help="policies to compare, separated by commas (default: mixed)",
     )
     engine.add_argument(
+        "--padded",
+        action="store_true",
+        help="compute every row of a step as long as its longest, as engines without packed rows "
+        "do",
+    )
+    engine.add_argument(
         "--max-model-len",
         type=token_count,
         metavar="N",
@@ -184,11 +190,11 @@ def _simulated(
         seed=args.seed,
     )
     if args.trace is None:
-        outcome = simulate_traffic(candidate, traffic, max_model_len, policy)
+        outcome = simulate_traffic(candidate, traffic, max_model_len, policy, args.padded)
     else:
         lines = args.trace.read_text(encoding="utf-8", errors="replace").splitlines()
         arrivals = read_trace(lines, args.trace_speed)[: args.num_prompts]
-        outcome = simulate_arrivals(candidate, arrivals, max_model_len, policy)
+        outcome = simulate_arrivals(candidate, arrivals, max_model_len, policy, pads=args.padded)
     limits = (None if limit is None else limit / 1e3 for limit in (args.ttft_ms, args.tpot_ms))
     summary = summarize(outcome, candidate.num_blocks, Targets(*limits))
     load = f"{args.max_concurrency} clients"
@@ -196,13 +202,20 @@ def _simulated(
         load = f"{args.trace_speed:g} x {args.trace.name}"
     elif args.arrivals != "closed-loop":
         load = f"{rate:g}/s"
-    return Run(f"{policy.value}, {load}", rate, candidate.num_blocks, summary, outcome)
+    return Run(
+        f"{policy.value}, {load}",
+        rate,
+        candidate.num_blocks,
+        summary,
+        outcome,
+    )
 
 
 def _title(args: argparse.Namespace, candidate: Candidate) -> str:
     hardware = candidate.hardware
     name = args.preset if args.trace is None else args.trace.name
-    return f"{name} with {args.model} on {hardware.count} x {hardware.device.label}"
+    padded = ", padded rows" if args.padded else ""
+    return f"{name} with {args.model} on {hardware.count} x {hardware.device.label}{padded}"
 
 
 def _print_runs(title: str, runs: list[Run]) -> None:

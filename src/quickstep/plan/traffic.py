@@ -65,7 +65,11 @@ class Traffic(msgspec.Struct, frozen=True):
 
 
 def simulate_traffic(
-    candidate: Candidate, traffic: Traffic, max_model_len: int, policy: PolicyName
+    candidate: Candidate,
+    traffic: Traffic,
+    max_model_len: int,
+    policy: PolicyName,
+    pads: bool = False,
 ) -> Simulation:
     """One engine of a candidate, with the clients of `traffic`."""
     clients = Clients(
@@ -76,7 +80,7 @@ def simulate_traffic(
         closed_loop=traffic.arrivals == "closed-loop",
     )
     arrivals = clients.opening(traffic.times())
-    return simulate_arrivals(candidate, arrivals, max_model_len, policy, clients.follow)
+    return simulate_arrivals(candidate, arrivals, max_model_len, policy, clients.follow, pads)
 
 
 def simulate_arrivals(
@@ -85,8 +89,9 @@ def simulate_arrivals(
     max_model_len: int,
     policy: PolicyName,
     follow: Follow | None = None,
+    pads: bool = False,
 ) -> Simulation:
-    """One engine of a candidate, with these arrivals."""
+    """One engine of a candidate, with these arrivals; `pads` as in `simulate`."""
     config = SchedulerConfig(
         max_num_seqs=candidate.limits.max_num_seqs,
         max_num_batched_tokens=candidate.limits.max_num_batched_tokens,
@@ -95,4 +100,4 @@ def simulate_arrivals(
     )
     pool = KVBlockPool(candidate.num_blocks, BLOCK_SIZE)
     scheduler = Scheduler(config, pool, make_policy(config), candidate.costs)
-    return simulate(arrivals, scheduler, candidate.costs, follow)
+    return simulate(arrivals, scheduler, candidate.costs, follow, pads)
