@@ -323,7 +323,7 @@ class RecordingConfig(msgspec.Struct, frozen=True):
     """A recording of what the scheduler does (`core.recording`).
 
     Attributes:
-        path: The file, which is replaced.
+        path: The file; an earlier one is kept as FILE.old.
         is_full: With prompts, sampling and outputs; otherwise without text and tokens.
     """
 

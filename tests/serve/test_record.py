@@ -32,7 +32,6 @@ def recorded(path: Path, is_full: bool) -> bytes:
         speculation=SpeculationConfig(num_speculative_tokens=3),
         recording=RecordingConfig(str(path), is_full),
     )
-    path.touch()
 
     async def serve() -> None:
         engine = open_engine(config)
@@ -73,7 +72,9 @@ def test_a_recording_without_text_gives_the_identical_plans(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     path = tmp_path / "recording.jsonl"
+    path.write_text("of an engine that failed")
     content = recorded(path, is_full=False)
+    assert (tmp_path / "recording.jsonl.old").read_text() == "of an engine that failed"
     for text in (b"first", b"import", b"class", b"request-1"):
         assert text not in content
     replayed = replay(read_recording(content.splitlines()))

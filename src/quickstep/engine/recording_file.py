@@ -34,13 +34,17 @@ class RecordingFile:
 
     @staticmethod
     def open(config: RecordingConfig, tokenizer: Tokenizer) -> RecordingFile:
-        """Replace the file.
+        """Begin a file. One that exists becomes FILE.old: it may be of an engine that has failed
+        and was started again.
 
         Raises:
             ConfigError: It cannot be written.
         """
+        path = Path(config.path)
         try:
-            file = Path(config.path).open("wb")  # noqa: SIM115  closed with the engine
+            if path.is_file() and path.stat().st_size:
+                path.replace(f"{path}.old")
+            file = path.open("wb")
         except OSError as error:
             raise ConfigError(f"{config.path} cannot be written: {error.strerror}") from None
         return RecordingFile(config.is_full, file, tokenizer)

@@ -316,7 +316,7 @@ def _add_recording_flags(group: argparse._ArgumentGroup) -> None:
         "--record",
         metavar="FILE",
         help="record the traffic for `quickstep replay`, `simulate` and `plan`: lengths, times and "
-        "shared prefixes as JSON lines, without text; replaces FILE",
+        "shared prefixes as JSON lines, without text; an earlier FILE is kept as FILE.old",
     )
     group.add_argument(
         "--record-full",
