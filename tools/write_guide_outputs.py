@@ -19,7 +19,7 @@ from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent.parent
 PAGES = ROOT / "docs" / "guide" / "why"
-BLOCKS = re.compile(r"```sh\n(?P<commands>.*?)```\n\n```text\n.*?```", re.DOTALL)
+BLOCKS = re.compile(r"```sh\n(?P<commands>[^`]*)```\n\n```text\n[^`]*```")
 REPEATABLE = ("quickstep plan ", "quickstep simulate ")
 
 

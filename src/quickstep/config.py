@@ -25,6 +25,7 @@ __all__ = [
     "LoRAConfig",
     "LoadConfig",
     "PolicyName",
+    "RecordingConfig",
     "SchedulerConfig",
     "SpeculationConfig",
     "SpeculationMethod",
@@ -318,6 +319,18 @@ class StreamConfig(msgspec.Struct, frozen=True):
                 raise ConfigError(f"--{flag} is {value}, it must be at least 1")
 
 
+class RecordingConfig(msgspec.Struct, frozen=True):
+    """A recording of what the scheduler does (`core.recording`).
+
+    Attributes:
+        path: The file; an earlier one is kept as FILE.old.
+        is_full: With prompts, sampling and outputs; otherwise without text and tokens.
+    """
+
+    path: str
+    is_full: bool = False
+
+
 class EngineConfig(msgspec.Struct, frozen=True):
     """All sections; the command line and `LLM(...)` fill them in.
 
@@ -330,6 +343,7 @@ class EngineConfig(msgspec.Struct, frozen=True):
         memory_bytes: Limit of the engine's memory in bytes; None uses the machine's free memory.
         enforce_eager: Run the model op by op instead of replaying captured steps; same bits.
         lora: None if requests have no adapters.
+        recording: None records nothing.
     """
 
     load: LoadConfig = msgspec.field(default_factory=LoadConfig)
@@ -344,6 +358,7 @@ class EngineConfig(msgspec.Struct, frozen=True):
     memory_bytes: int | None = None
     enforce_eager: bool = False
     lora: LoRAConfig | None = None
+    recording: RecordingConfig | None = None
 
     def __post_init__(self) -> None:
         if self.max_model_len is not None and self.max_model_len < 1:

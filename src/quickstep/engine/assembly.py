@@ -185,9 +185,19 @@ def wire_engine(
     fits = FitSaver.open(
         fit_file(config, model, description), Coefficients.of_vocabulary(model.vocab_size)
     )
+    recording, policy = None, make_policy(settings)
+    if config.recording is None:
+        scheduler = Scheduler(settings, pool, policy, fits.model)
+    else:
+        from quickstep.engine.recording_file import RecordingFile
+
+        recording = RecordingFile.open(config.recording, description.tokenizer)
+        scheduler = recording.scheduler(
+            settings, pool, policy, fits.model, config, description.fingerprint
+        )
     return Engine(
         description,
-        Scheduler(settings, pool, make_policy(settings), fits.model),
+        scheduler,
         open_executor(config, model, kv, plan, description, adapters),
         fits=fits,
         step_log=StepLog(path=step_log_path),
@@ -195,6 +205,7 @@ def wire_engine(
         seeds=open_seeds(config.seed),
         clock=time.monotonic,
         adapters=adapters,
+        recording=recording,
     )
 
 

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import math
 import random
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 
 import msgspec
 
@@ -16,12 +16,12 @@ from quickstep.core.block_pool import KVBlockPool
 from quickstep.core.policies import make_policy
 from quickstep.core.scheduler import Scheduler
 from quickstep.errors import ConfigError
-from quickstep.plan.candidates import BLOCK_SIZE, Candidate
+from quickstep.plan.candidates import BLOCK_SIZE, Candidate, Load
 from quickstep.sim.arrivals import diurnal, gamma, ramp
 from quickstep.sim.simulate import Arrival, Follow, Simulation, simulate
 from quickstep.sim.workload import Clients, Workload
 
-__all__ = ["ARRIVALS", "Traffic", "simulate_arrivals", "simulate_traffic"]
+__all__ = ["ARRIVALS", "Traffic", "mean_load", "simulate_arrivals", "simulate_traffic"]
 
 ARRIVALS = ("gamma", "ramp", "diurnal", "closed-loop")
 _DAY_PARTS = 4  # periods of a simulated diurnal curve
@@ -62,6 +62,24 @@ class Traffic(msgspec.Struct, frozen=True):
         if self.arrivals == "diurnal":
             return diurnal(rng, self.rate, 1.8 * self.rate, duration_s / _DAY_PARTS, duration_s)
         raise ConfigError(f"--arrivals is {self.arrivals!r}, known are {', '.join(ARRIVALS)}")
+
+
+def mean_load(arrivals: Sequence[Arrival]) -> Load:
+    """The mean rate and lengths of arrivals, of which each sequence counts as a request.
+
+    Raises:
+        ConfigError: There are too few to have a rate.
+    """
+    duration_s = max(one.at_s for one in arrivals) - min(one.at_s for one in arrivals)
+    if duration_s <= 0.0:
+        raise ConfigError("a rate needs requests at two times at least; record for longer")
+    num_requests = sum(one.request.sampling.n for one in arrivals)
+    num_inputs = sum(len(one.request.prompt_token_ids) for one in arrivals)
+    num_outputs = sum(one.request.sampling.max_tokens or 0 for one in arrivals)
+    # the time between two arrivals, not the number of them, is what was measured
+    rate = num_requests * (len(arrivals) - 1) / len(arrivals) / duration_s
+    num_each = len(arrivals)
+    return Load(rate, round(num_inputs / num_each), max(1, round(num_outputs / num_each)))
 
 
 def simulate_traffic(
