@@ -21,14 +21,14 @@ from quickstep.runtime.speculation.eagle import EagleProposer
 from quickstep.runtime.speculation.proposer import ComputedRow, DraftTask
 from quickstep.types import Admission
 
-BLOCK_SIZE, NUM_BLOCKS, DRAFT_VOCABULARY = 4, 16, 1000
+BLOCK_SIZE, NUM_BLOCKS, DRAFT_VOCABULARY = 4, 32, 1000
 OPTIONS = {"max_model_len": 256, "num_blocks": 64}
 PROMPTS = ["def add(first, second):\n    return", "import os\nimport sys\n\nclass Reader:"]
 
 
 @pytest.fixture(scope="module")
 def target():
-    return load_weights(EngineConfig(load=LoadConfig("demo"), max_model_len=64), None).model
+    return load_weights(EngineConfig(load=LoadConfig("demo"), max_model_len=128), None).model
 
 
 def layer_weights(fused, prefix):
@@ -71,7 +71,7 @@ def written(folder, weights, **changes):
 
 def opened(path, target, fused):
     spec = read_eagle_spec(path, target.spec, fused)
-    model = load_eagle(path, spec, target, 64)
+    model = load_eagle(path, spec, target, 128)
     kv = allocate_kv(model.kv_shape, NUM_BLOCKS + 8, BLOCK_SIZE, model.device)
     return EagleProposer(target, model, kv, NUM_BLOCKS, BLOCK_SIZE)
 
@@ -147,6 +147,51 @@ def test_drafts_are_those_of_the_layer(target, tmp_path, fused, prefix, chunks):
     assert drafts == expected_drafts(weights, prefix, fused, token_ids, features, 4)
     proposer.release(0)
     proposer.release(0)
+
+
+def random_features(count):
+    """Features of EAGLE 1 as a tensor of torch and as it comes from a step."""
+    features = torch.randn(count, 256, generator=torch.Generator().manual_seed(2))
+    features = features.to(torch.bfloat16)
+    return features, features.view(torch.int16).numpy().view(np.uint16)
+
+
+def test_a_prefix_hit_has_the_keys_and_values_of_the_layer(target, tmp_path):
+    weights = layer_weights(False, "layers.0.")
+    proposer = opened(written(tmp_path, weights), target, False)
+    features, bits = random_features(11)
+    token_ids = tuple(range(40, 52))
+    greedy = SamplingParams(temperature=0.0)
+    for slot, start, last_block in ((0, 0, 3), (1, 8, 7)):
+        proposer.admit(slot, Admission(slot, f"r#{slot}", token_ids[:-1], 11, greedy, 3))
+        blocks = np.array([2, 5, last_block], dtype=np.int32)
+        proposer.compute([ComputedRow(slot, start, HostTensor(bits[start:], BFLOAT16), blocks)])
+        [drafts] = proposer.propose([DraftTask(slot, 3, token_ids[-1:])])
+        expected = expected_drafts(weights, "layers.0.", False, token_ids, features, 3)
+        assert drafts == expected
+
+
+def test_hidden_states_are_kept_while_no_drafts_are_wanted(target, tmp_path):
+    weights = layer_weights(False, "layers.0.")
+    proposer = opened(written(tmp_path, weights), target, False)
+    count = 100
+    features, bits = random_features(count)
+    token_ids = tuple(range(40, 41 + count))
+    blocks = np.arange(26, dtype=np.int32)
+    proposer.admit(0, Admission(0, "r#0", token_ids[:1], 1, SamplingParams(temperature=0.0), 3))
+    for start in range(count):
+        hidden = HostTensor(bits[start : start + 1], BFLOAT16)
+        proposer.compute([ComputedRow(0, start, hidden, blocks)])
+        if start < count - 1:
+            proposer.observe(0, token_ids[start + 1 : start + 2])
+    [drafts] = proposer.propose([DraftTask(0, 4, token_ids[-1:])])
+    at_once = opened(tmp_path, target, False)
+    at_once.admit(0, Admission(0, "r#0", token_ids[:-1], 1, SamplingParams(temperature=0.0), 3))
+    at_once.compute([ComputedRow(0, 0, HostTensor(bits, BFLOAT16), blocks)])
+    assert [drafts] == at_once.propose([DraftTask(0, 4, token_ids[-1:])])
+    # the third is nearly a tie, which rounding to bfloat16 decides
+    assert drafts[:2] == expected_drafts(weights, "layers.0.", False, token_ids, features, 2)
+    assert proposer.propose([DraftTask(0, 4, drafts[:1])]) == [()]  # not computed by the target
 
 
 def outputs(speculation, sampling, **options):
