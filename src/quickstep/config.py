@@ -61,6 +61,8 @@ class SpeculationMethod(enum.Enum):
     SUFFIX = "suffix"
     DRAFT = "draft"
     MEDUSA = "medusa"
+    EAGLE = "eagle"
+    EAGLE3 = "eagle3"
 
 
 class CacheConfig(msgspec.Struct, frozen=True):
@@ -154,7 +156,7 @@ class SpeculationConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True)
         num_speculative_tokens: Most drafts of a row; how many it gets is decided step by step
             (`core.speculation`).
         model: With `draft`, a smaller checkpoint with the same tokenizer; with `medusa`, that of
-            the heads.
+            the heads; with `eagle` and `eagle3`, that of the layer.
         revision: Hub revision of `model`; None for the default branch.
         quantization: One of QUANTIZATIONS for the draft model; None keeps its dtype.
         prompt_lookup_min: With `ngram`, the shortest match in tokens.
@@ -186,7 +188,12 @@ class SpeculationConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True)
                 "--speculative-method off turns speculation off"
             )
         method = self.method
-        needs_model = method in (SpeculationMethod.DRAFT, SpeculationMethod.MEDUSA)
+        needs_model = method in (
+            SpeculationMethod.DRAFT,
+            SpeculationMethod.MEDUSA,
+            SpeculationMethod.EAGLE,
+            SpeculationMethod.EAGLE3,
+        )
         if needs_model and self.model is None:
             raise ConfigError(f"--speculative-method {method.value} needs --speculative-model")
         if self.model is not None and not (needs_model or method is SpeculationMethod.AUTO):
