@@ -149,6 +149,8 @@ class Request(msgspec.Struct, frozen=True, array_like=True, tag=True):
         is_continuation: The prompt was charged in an earlier request, which this one continues
             with a beam; for accounting.
         speculation: Drafts may be proposed for it; its tokens are the same either way.
+        received_s: When the server received it, by the engine's clock: its wait and its deadlines
+            count from then. None for when it arrives at the scheduler.
     """
 
     request_id: str = ""
@@ -169,6 +171,7 @@ class Request(msgspec.Struct, frozen=True, array_like=True, tag=True):
     is_continuation: bool = False
     speculation: bool = True
     adapter_id: str = ""
+    received_s: float | None = None
 
     @property
     def prompt_only(self) -> bool:

@@ -11,6 +11,7 @@ import pytest
 from client import COMPLETIONS, client_of
 from fake_engine import FakeEngine, Script
 
+from quickstep.core.admission import AdmissionState
 from quickstep.errors import FirstTokenTooLate
 from quickstep.server.app import create_app
 from quickstep.server.options import Deadlines, ServerOptions
@@ -35,6 +36,29 @@ def test_a_first_token_that_comes_too_late_is_503_with_the_time_to_come_back() -
     refusal = response.json()["error"]
     assert (refusal["code"], refusal["param"]) == ("deadline_unreachable", "ttft_deadline_ms")
     assert "the predicted wait is 7.00 s" in refusal["message"]
+
+
+def test_a_request_without_a_chance_is_refused_before_its_prompt_is_tokenised() -> None:
+    state = AdmissionState(
+        num_free_slots=0, waiting=((0, 20), (1000, 20)), running=((1000, 8),), interval_s=0.25
+    )
+    engine = FakeEngine(admission=state)
+    late = {"prompt": "x" * 10_000, "ttft_deadline_ms": 900}  # more than the model's context
+    response = post(late, engine)
+    assert response.status_code == 503
+    assert response.headers["retry-after"] == "7"
+    assert "the predicted wait is 7.88 s" in response.json()["error"]["message"]
+    assert not engine.submitted
+    assert post({"ttft_deadline_ms": 900, "priority": -1}, engine).status_code == 200
+
+
+def test_a_full_queue_of_batch_requests_takes_interactive_ones() -> None:
+    engine = FakeEngine(admission=AdmissionState(8, 0, max_waiting=8, num_free_slots=0))
+    refused = post({"request_class": "batch"}, engine)
+    assert refused.status_code == 429
+    assert "8 sequences wait, the limit is 8" in refused.json()["error"]["message"]
+    assert int(refused.headers["retry-after"]) >= 1
+    assert post({}, engine).status_code == 200
 
 
 @pytest.mark.parametrize("stream", [False, True])

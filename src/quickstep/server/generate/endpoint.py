@@ -82,13 +82,17 @@ class GeneratingRoute:
         )
         report_ignored(request, parsed.ignored)
         http_id: str = request.scope["state"]["request_id"]
-        named = structs.replace(parsed.request, request_id=http_id)
+        received_s: float = request.scope["state"]["received_s"]
+        named = structs.replace(parsed.request, request_id=http_id, received_s=received_s)
         parsed = replace(parsed, request=named)
         if _wants_timings(request):
             if parsed.timings is None or parsed.beams is not None:
                 report_ignored(request, [TIMINGS_HEADER])
             else:
                 parsed = replace(parsed, timings=True)
+        # before the prompt is tokenised, and before the event loop runs anything else
+        num_sequences = parsed.sampling.n * len(parsed.prompts)
+        self._served.engine.check_admission(parsed.request, num_sequences)
         try:
             answer = await unless_disconnected(
                 request.receive, self._open(parsed, caller, len(body), request.headers)
