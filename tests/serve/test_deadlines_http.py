@@ -10,11 +10,12 @@ import httpx
 import pytest
 from client import COMPLETIONS, client_of
 from fake_engine import FakeEngine, Script
+from live_server import live_server, until
 
 from quickstep.core.admission import AdmissionState
 from quickstep.errors import FirstTokenTooLate
 from quickstep.server.app import create_app
-from quickstep.server.options import Deadlines, ServerOptions
+from quickstep.server.options import ConnectionOptions, Deadlines, ServerOptions
 from quickstep.types import FinishReason
 
 
@@ -78,6 +79,36 @@ def test_a_stream_with_a_deadline_loses_no_delta() -> None:
         return sorted(f"{choice['index']}{choice['text']}" for choice in choices)
 
     assert texts({"ttft_deadline_ms": 5000}) == texts({})
+
+
+def test_a_stream_with_a_long_deadline_is_kept_open_until_its_first_token() -> None:
+    gate = asyncio.Event()
+    engine = FakeEngine(Script(gate=gate))
+    options = ServerOptions(connections=ConnectionOptions(comment_every_s=0.02))
+    body = {"prompt": "ab", "stream": True, "ttft_deadline_ms": 60_000}
+    with (
+        live_server(engine, options) as server,
+        httpx.stream("POST", f"{server.url}{COMPLETIONS}", json=body) as response,
+    ):
+        lines = response.iter_lines()
+        assert response.status_code == 200
+        assert next(lines) == ": keep-alive"
+        assert engine.loop is not None
+        engine.loop.call_soon_threadsafe(gate.set)
+        text = "".join(lines)
+    assert '"finish_reason":"stop"' in text
+    assert not engine.open_streams
+
+
+def test_a_client_that_leaves_before_the_first_token_aborts_its_request() -> None:
+    engine = FakeEngine(Script(gate=asyncio.Event()))
+    options = ServerOptions(connections=ConnectionOptions(comment_every_s=0.02))
+    body = {"prompt": "ab", "stream": True, "ttft_deadline_ms": 60_000}
+    with live_server(engine, options) as server:
+        with httpx.stream("POST", f"{server.url}{COMPLETIONS}", json=body) as response:
+            assert next(response.iter_lines()) == ": keep-alive"
+            assert engine.open_streams
+        until(lambda: not engine.open_streams)
 
 
 def test_clients_that_know_only_openais_values_get_length_at_the_time_limit() -> None:
