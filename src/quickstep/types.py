@@ -339,7 +339,8 @@ class SequenceTimings(msgspec.Struct, frozen=True):
     `activities` are (activity, since when), in order: each lasts until the next one begins, the
     last until `finished_s`. Of a sequence that changes more often, the later changes are missing.
     `unloaded_prefill_s` and `unloaded_decode_s` are predictions for the same tokens without any
-    other request, with the same cached prefix.
+    other request, with the same cached prefix; `is_extrapolated` if they are for steps outside of
+    what was measured.
     """
 
     arrival_s: float
@@ -360,6 +361,7 @@ class SequenceTimings(msgspec.Struct, frozen=True):
     recomputed_s: float = 0.0
     unloaded_prefill_s: float = 0.0
     unloaded_decode_s: float = 0.0
+    is_extrapolated: bool = False
     activities: tuple[tuple[Activity, float], ...] = ()
     cache_miss: CacheMiss | None = None
     rejected_s: float = 0.0
