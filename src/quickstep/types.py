@@ -212,6 +212,8 @@ class StepRow(msgspec.Struct, frozen=True):
             counter of the sampling noise).
         num_drafts: Trailing inputs that are speculative drafts.
         num_next_drafts: How many tokens to draft at most, after this row, for the next one.
+        num_next_forced: How many drafts to return at most, if a grammar or a thinking budget forces
+            the next tokens.
         score_start: First position whose logits score the next prompt token.
         num_scored: Number of such positions from there on, all in this row.
         pools: The row ends the prompt of a request with `pooling`, and returns its embedding.
@@ -227,10 +229,16 @@ class StepRow(msgspec.Struct, frozen=True):
     output_position: int
     num_drafts: int = 0
     num_next_drafts: int = 0
+    num_next_forced: int = 0
     adapter: str = ""
     score_start: int = 0
     num_scored: int = 0
     pools: bool = False
+
+    @property
+    def requests_drafts(self) -> bool:
+        """Whether drafts are wanted for the row after it."""
+        return self.num_next_drafts > 0 or self.num_next_forced > 0
 
     @property
     def end(self) -> int:
@@ -272,7 +280,8 @@ class RowOutput(msgspec.Struct, frozen=True):
     """The output of a row: no token (a prompt chunk), one, or several (accepted drafts + 1).
 
     `prompt_logprobs` has an entry per scored position, for the prompt token that follows it.
-    `draft_token_ids` are proposed to follow the tokens, for the sequence's next row.
+    `draft_token_ids` are proposed to follow the tokens, for the sequence's next row; the first
+    `num_forced_drafts` of them because nothing else can follow.
     """
 
     token_ids: tuple[int, ...] = ()
@@ -280,6 +289,7 @@ class RowOutput(msgspec.Struct, frozen=True):
     prompt_logprobs: tuple[TokenLogprobs, ...] = ()
     embedding: tuple[float, ...] | None = None
     draft_token_ids: tuple[int, ...] = ()
+    num_forced_drafts: int = 0
 
 
 class RowFailure(msgspec.Struct, frozen=True):

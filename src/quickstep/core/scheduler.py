@@ -343,21 +343,28 @@ class Scheduler:
 
     def _num_drafts(self, sequence: Sequence, most: int) -> int:
         """How many drafts pay and fit into the blocks and the length of the sequence."""
+        num_forced = min(sequence.num_forced_drafts, self._drafts.num_forced())
         num_left = self._limits.output_limit(sequence.request) - sequence.num_outputs - 1
         return min(
-            self._drafts.num_drafts(sequence.acceptance),
+            max(num_forced, self._drafts.num_drafts(sequence.acceptance)),
             num_left,
             most,
             self._batch.num_drafts_that_fit(sequence),
         )
 
-    def _num_next_drafts(self, sequence: Sequence) -> int:
-        """How many drafts to request for the row after the one that is placed now."""
-        if not self._drafts.max_drafts or not sequence.request.speculation:
-            return 0
+    def _num_next_drafts(self, sequence: Sequence) -> tuple[int, int]:
+        """How many drafts to request for the row after the one that is placed now, and how many if
+        they are forced.
+        """
+        request = sequence.request
+        if not self._drafts.max_drafts or not request.speculation:
+            return 0, 0
         num_known = sequence.num_outputs + 1  # after that row, at least
-        num_left = self._limits.output_limit(sequence.request) - num_known - 1
-        return max(0, min(self._drafts.num_drafts(sequence.acceptance), num_left))
+        num_left = max(0, self._limits.output_limit(request) - num_known - 1)
+        num_drafts = min(self._drafts.num_drafts(sequence.acceptance), num_left)
+        if request.sampling.grammar is None and request.sampling.thinking_budget is None:
+            return num_drafts, 0
+        return num_drafts, min(self._drafts.num_forced(), num_left)
 
     def _place_over_share(
         self, draft: StepDraft, sequences: list[Sequence], budget: int, now: float
@@ -502,11 +509,10 @@ class Scheduler:
     ) -> None:
         """Add a row to the draft; from now on others may share the blocks that it fills."""
         residency = sequence.resident
-        num_next_drafts = self._num_next_drafts(sequence)
-        row = sequence.row(num_tokens, new_block_ids, drafts, num_next_drafts)
+        row = sequence.row(num_tokens, new_block_ids, drafts, *self._num_next_drafts(sequence))
         sequence.drafts = ()
         residency.planned = row.end
-        residency.awaits_drafts = row.num_drafts > 0 or row.num_next_drafts > 0
+        residency.awaits_drafts = row.num_drafts > 0 or row.requests_drafts
         if drafts:
             residency.drafted_end = max(residency.drafted_end, row.end)
         residency.pending += row.emits
@@ -650,10 +656,11 @@ class Scheduler:
     def _check_drafts(self, entry: FlightRow, output: RowOutput) -> None:
         """Take the positions of rejected drafts back: the next row overwrites their KV."""
         num_drafts, num_accepted = entry.row.num_drafts, len(output.token_ids) - 1
-        if num_drafts or entry.row.num_next_drafts:
+        if num_drafts or entry.row.requests_drafts:
             entry.residency.awaits_drafts = False
         entry.residency.planned -= num_drafts - num_accepted
-        self._drafts.checked(entry.sequence.acceptance, num_drafts, num_accepted)
+        num_forced = min(num_drafts, entry.sequence.num_forced_drafts)
+        self._drafts.checked(entry.sequence.acceptance, num_drafts, num_accepted, num_forced)
 
     def _finish(
         self,

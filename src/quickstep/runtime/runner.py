@@ -10,8 +10,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 
-from msgspec.structs import replace
-
 from quickstep.errors import EngineError
 from quickstep.model.interface import Model
 from quickstep.ops.table import KVCache, LoRAAdapter
@@ -22,7 +20,7 @@ from quickstep.runtime.sampling.logprobs import PromptScorer
 from quickstep.runtime.sampling.native_sampler import open_sampler
 from quickstep.runtime.sampling.sampler import failure_of
 from quickstep.runtime.slots import Slot, SlotTable
-from quickstep.runtime.speculation.drafting import Drafting
+from quickstep.runtime.speculation.drafting import Drafting, NextDrafts
 from quickstep.runtime.speculation.proposer import Proposer
 from quickstep.runtime.speculation.verification import EmittingRow, sample_rows
 from quickstep.types import RowFailure, RowOutput, StepPlan, StepResult, StepRow
@@ -163,6 +161,7 @@ class ModelRunner:
 
 
 _NO_OUTPUT = RowOutput()
+_NO_DRAFTS = NextDrafts()
 
 
 def _emitting(
@@ -180,14 +179,19 @@ def _emitting(
 
 
 def _output_with_tokens(
-    emitted: EmittingRow, output: RowOutput, drafts: Mapping[int, tuple[int, ...]]
+    emitted: EmittingRow, output: RowOutput, drafts: Mapping[int, NextDrafts]
 ) -> RowOutput:
     """The row's output with the tokens that it emitted, and the drafts to follow them."""
     if emitted.slot.failure:
         return _NO_OUTPUT
     token_ids = tuple([one.token_id for one in emitted.samples])
     logprobs = tuple([one.logprobs for one in emitted.samples if one.logprobs])
-    next_drafts = drafts.get(emitted.index, ())
-    if output is _NO_OUTPUT:
-        return RowOutput(token_ids, logprobs, draft_token_ids=next_drafts)
-    return replace(output, token_ids=token_ids, logprobs=logprobs, draft_token_ids=next_drafts)
+    next_drafts = drafts.get(emitted.index, _NO_DRAFTS)
+    return RowOutput(
+        token_ids,
+        logprobs,
+        output.prompt_logprobs,
+        output.embedding,
+        next_drafts.token_ids,
+        next_drafts.num_forced,
+    )
