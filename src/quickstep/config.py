@@ -28,6 +28,7 @@ __all__ = [
     "SchedulerConfig",
     "SpeculationConfig",
     "SpeculationMethod",
+    "SpeculativeSampling",
     "StreamConfig",
 ]
 
@@ -60,6 +61,15 @@ class SpeculationMethod(enum.Enum):
     SUFFIX = "suffix"
     DRAFT = "draft"
     MEDUSA = "medusa"
+
+
+class SpeculativeSampling(enum.Enum):
+    """When a draft is accepted: `exact` if it is the token that is sampled without drafts,
+    `rejection` with the probability that it has (the standard; tokens then depend on the drafts).
+    """
+
+    EXACT = "exact"
+    REJECTION = "rejection"
 
 
 class CacheConfig(msgspec.Struct, frozen=True):
@@ -154,6 +164,7 @@ class SpeculationConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True)
             (`core.speculation`).
         model: With `draft`, a smaller checkpoint with the same tokenizer; with `medusa`, that of
             the heads.
+        sampling: When a draft is accepted.
         revision: Hub revision of `model`; None for the default branch.
         quantization: One of QUANTIZATIONS for the draft model; None keeps its dtype.
         prompt_lookup_min: With `ngram`, the shortest match in tokens.
@@ -167,6 +178,7 @@ class SpeculationConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True)
 
     method: SpeculationMethod = SpeculationMethod.AUTO
     num_speculative_tokens: int = 8
+    sampling: SpeculativeSampling = SpeculativeSampling.EXACT
     model: str | None = None
     revision: str | None = None
     quantization: str | None = None
@@ -185,6 +197,11 @@ class SpeculationConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True)
                 "--speculative-method off turns speculation off"
             )
         method = self.method
+        if method is SpeculationMethod.OFF and self.sampling is SpeculativeSampling.REJECTION:
+            raise ConfigError(
+                "--speculative-sampling rejection samples with drafts, but --speculative-method is "
+                "off; leave one of them out"
+            )
         needs_model = method in (SpeculationMethod.DRAFT, SpeculationMethod.MEDUSA)
         if needs_model and self.model is None:
             raise ConfigError(f"--speculative-method {method.value} needs --speculative-model")

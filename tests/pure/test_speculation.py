@@ -97,6 +97,8 @@ def test_it_is_off_without_drafts() -> None:
         ({"num_speculative_tokens": 17}, "must be 1 to 16"),
         ({"prompt_lokup_max": 3}, "prompt_lokup_max"),
         ({"method": "draft"}, "model"),
+        ({"method": "off", "sampling": "rejection"}, "leave one of them out"),
+        ({"sampling": "typical"}, "typical"),
     ],
 )
 def test_a_bad_configuration_is_one_sentence(fields: dict[str, object], message: str) -> None:

@@ -33,7 +33,8 @@ class ModelRunner:
 
     `new_matcher` compiles the grammars of requests; None where no request has one. `proposer`
     drafts tokens for rows that ask for them. `adapters` are those that rows may name, and may
-    change between steps; None where no row has one.
+    change between steps; None where no row has one. `by_rejection`: accept drafts by rejection
+    sampling, so that tokens depend on them.
     """
 
     def __init__(
@@ -47,6 +48,7 @@ class ModelRunner:
         enforce_eager: bool = False,
         proposer: Proposer | None = None,
         adapters: Mapping[str, LoRAAdapter] | None = None,
+        by_rejection: bool = False,
     ) -> None:
         self._steps = open_steps(model, kv, block_size, enforce_eager, adapters)
         self._sample = open_sampler(model)
@@ -54,6 +56,7 @@ class ModelRunner:
         self._num_blocks = kv.keys[0].shape[0]
         self._slots = SlotTable(num_slots, model.vocab_size, new_matcher)
         self._drafting = Drafting(proposer)
+        self._by_rejection = by_rejection
         self._clock = clock
 
     def run(self, plan: StepPlan) -> StepResult:
@@ -117,7 +120,7 @@ class ModelRunner:
         if is_read:
             self._read_prompts(rows, slots, hidden, outputs)
         if emitting:
-            sample_rows(self._sample, logits, emitting)
+            sample_rows(self._sample, logits, emitting, self._by_rejection)
             drafts = self._drafting.propose(rows, emitting, None if is_read else hidden)
             for one in emitting:
                 outputs[one.index] = _output_with_tokens(one, outputs[one.index], drafts)
