@@ -92,9 +92,10 @@ format: $(READY)
 	$(BIN)/ruff check --fix .
 	$(BIN)/ruff format .
 
-# Write docs/reference from the schemas of the server.
+# Write docs/reference from the schemas of the server, and the outputs in docs/guide/why.
 reference: $(READY)
 	$(BIN)/python tools/write_api_reference.py
+	$(BIN)/python tools/write_guide_outputs.py
 
 # Rebuild the native kernels in place, for work on csrc/.
 native:

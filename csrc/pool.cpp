@@ -124,15 +124,32 @@ class Pool {
     if (num_parked_.load(std::memory_order_seq_cst) != 0) signal_.notify_all();
     take_items();
     state_.fetch_and(~kOpen, std::memory_order_acq_rel);
-    for (int spins = 0; (state_.load(std::memory_order_acquire) & kActiveMask) != 0; ++spins) {
-      if (fetch_announced()) continue;
-      if (spins < kSpinsBeforePark) {
-        pause_cpu();
-      } else {
-        sched_yield();
-      }
-    }
+    wait_for_workers();
     unlock();
+  }
+
+  // Returns once no worker is in the closed loop: spins first, then sleeps. A worker that is late
+  // by so much has lost its processor, and the system moves it to one that becomes idle: this one.
+  void wait_for_workers() {
+    for (int spins = 0; spins < kSpinsBeforePark; ++spins) {
+      if ((state_.load(std::memory_order_acquire) & kActiveMask) == 0) return;
+      if (fetch_announced()) continue;
+      pause_cpu();
+    }
+    caller_sleeps_.store(true, std::memory_order_seq_cst);
+    for (;;) {
+      const uint32_t last = num_wakeups_.load(std::memory_order_acquire);
+      if ((state_.load(std::memory_order_seq_cst) & kActiveMask) == 0) break;
+      num_wakeups_.wait(last, std::memory_order_acquire);
+    }
+    caller_sleeps_.store(false, std::memory_order_relaxed);
+  }
+
+  void leave_loop() {
+    const uint64_t before = state_.fetch_sub(1, std::memory_order_seq_cst);
+    if ((before & kActiveMask) != 1 || !caller_sleeps_.load(std::memory_order_seq_cst)) return;
+    num_wakeups_.fetch_add(1, std::memory_order_release);
+    num_wakeups_.notify_one();
   }
 
   // Fetches a piece of what was announced; false when nothing of it is left. A thread that reads an
@@ -183,7 +200,7 @@ class Pool {
     while (!stopping_.load(std::memory_order_seq_cst)) {
       if (try_join(seen)) {
         take_items();
-        state_.fetch_sub(1, std::memory_order_acq_rel);
+        leave_loop();
       }
       signal = wait_for_signal(signal);
     }
@@ -235,6 +252,8 @@ class Pool {
   alignas(64) std::atomic<uint32_t> signal_{0};
   alignas(64) std::atomic<int> num_parked_{0};
   alignas(64) std::atomic<bool> busy_{false};
+  std::atomic<bool> caller_sleeps_{false};
+  std::atomic<uint32_t> num_wakeups_{0};
   std::atomic<bool> stopping_{false};
   std::atomic<int64_t> loop_ns_{0};
   alignas(64) std::atomic<int64_t> num_announced_{0};  // bytes, up to the end

@@ -25,6 +25,7 @@ __all__ = [
     "LoRAConfig",
     "LoadConfig",
     "PolicyName",
+    "RecordingConfig",
     "SchedulerConfig",
     "SpeculationConfig",
     "SpeculationMethod",
@@ -61,6 +62,8 @@ class SpeculationMethod(enum.Enum):
     SUFFIX = "suffix"
     DRAFT = "draft"
     MEDUSA = "medusa"
+    EAGLE = "eagle"
+    EAGLE3 = "eagle3"
 
 
 class SpeculativeSampling(enum.Enum):
@@ -163,7 +166,7 @@ class SpeculationConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True)
         num_speculative_tokens: Most drafts of a row; how many it gets is decided step by step
             (`core.speculation`).
         model: With `draft`, a smaller checkpoint with the same tokenizer; with `medusa`, that of
-            the heads.
+            the heads; with `eagle` and `eagle3`, that of the layer.
         sampling: When a draft is accepted.
         revision: Hub revision of `model`; None for the default branch.
         quantization: One of QUANTIZATIONS for the draft model; None keeps its dtype.
@@ -202,7 +205,12 @@ class SpeculationConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True)
                 "--speculative-sampling rejection samples with drafts, but --speculative-method is "
                 "off; leave one of them out"
             )
-        needs_model = method in (SpeculationMethod.DRAFT, SpeculationMethod.MEDUSA)
+        needs_model = method in (
+            SpeculationMethod.DRAFT,
+            SpeculationMethod.MEDUSA,
+            SpeculationMethod.EAGLE,
+            SpeculationMethod.EAGLE3,
+        )
         if needs_model and self.model is None:
             raise ConfigError(f"--speculative-method {method.value} needs --speculative-model")
         if self.model is not None and not (needs_model or method is SpeculationMethod.AUTO):
@@ -335,6 +343,18 @@ class StreamConfig(msgspec.Struct, frozen=True):
                 raise ConfigError(f"--{flag} is {value}, it must be at least 1")
 
 
+class RecordingConfig(msgspec.Struct, frozen=True):
+    """A recording of what the scheduler does (`core.recording`).
+
+    Attributes:
+        path: The file; an earlier one is kept as FILE.old.
+        is_full: With prompts, sampling and outputs; otherwise without text and tokens.
+    """
+
+    path: str
+    is_full: bool = False
+
+
 class EngineConfig(msgspec.Struct, frozen=True):
     """All sections; the command line and `LLM(...)` fill them in.
 
@@ -347,6 +367,7 @@ class EngineConfig(msgspec.Struct, frozen=True):
         memory_bytes: Limit of the engine's memory in bytes; None uses the machine's free memory.
         enforce_eager: Run the model op by op instead of replaying captured steps; same bits.
         lora: None if requests have no adapters.
+        recording: None records nothing.
     """
 
     load: LoadConfig = msgspec.field(default_factory=LoadConfig)
@@ -361,6 +382,7 @@ class EngineConfig(msgspec.Struct, frozen=True):
     memory_bytes: int | None = None
     enforce_eager: bool = False
     lora: LoRAConfig | None = None
+    recording: RecordingConfig | None = None
 
     def __post_init__(self) -> None:
         if self.max_model_len is not None and self.max_model_len < 1:

@@ -120,6 +120,12 @@ def test_other_published_names_are_the_same_heads(target, weights, tmp_path, ren
     assert draft == expected_draft(weights, hidden, GREEDY, 1, 0)
 
 
+def test_heads_without_a_projection_use_that_of_the_model(target, weights, tmp_path):
+    blocks = {name: one for name, one in weights.items() if ".linear." in name}
+    [head, *_] = load_medusa(written(tmp_path, blocks), target)
+    assert head.lm_head is target.weights.lm_head
+
+
 def test_heads_of_another_model_are_refused(target, weights, tmp_path):
     smaller = weights | {"1.0.linear.weight": torch.zeros(8, 8, dtype=torch.bfloat16)}
     with pytest.raises(ConfigError, match=r"1\.0\.linear\.weight has the shape \[8, 8\]"):

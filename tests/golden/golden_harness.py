@@ -22,11 +22,15 @@ NUM_NEW = 32
 
 
 def load(
-    path: Path, max_model_len: int | None = None, dtype: str = "auto", ops: OpTable | None = None
+    path: Path,
+    max_model_len: int | None = None,
+    dtype: str = "auto",
+    ops: OpTable | None = None,
+    quantization: str | None = None,
 ) -> Model:
     """With the op table that an engine would use, by default."""
     table = ops or resolve_ops(torch.device("cpu"))
-    options = LoadConfig(model=str(path), dtype=dtype, device="cpu")
+    options = LoadConfig(model=str(path), dtype=dtype, device="cpu", quantization=quantization)
     checkpoint, spec = Checkpoint(path, "golden"), read_spec(path)
     return load_model(checkpoint, spec, table, options, max_model_len=max_model_len)
 

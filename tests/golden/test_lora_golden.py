@@ -130,13 +130,24 @@ def test_unmerged_equals_merged(tmp_path: Path) -> None:
     torch.testing.assert_close(torch.cat(row.logits), torch.cat(expected.logits), atol=2e-4, rtol=0)
 
 
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float16"])
-def test_alone_equals_batched_with_any_neighbours(dtype: str, tmp_path: Path) -> None:
-    case = CASES[0]
+@pytest.mark.parametrize(
+    ("dtype", "quantization"),
+    [
+        ("float32", None),
+        ("bfloat16", None),
+        ("float16", None),
+        ("bfloat16", "int8"),
+        ("bfloat16", "int4"),
+    ],
+)
+def test_alone_equals_batched_with_any_neighbours(
+    dtype: str, quantization: str | None, tmp_path: Path
+) -> None:
+    case = next(case for case in CASES if case.name == "qwen3")
     base = case.save(tmp_path / "base")
-    configs = [{"r": 4 * (index + 1), "target_modules": DENSE} for index in range(3)]
+    configs = [{"r": rank, "target_modules": DENSE} for rank in (1, 8, 256)]
     with_adapters(base, tmp_path / "adapters", configs)
-    model = load(tmp_path / "base", dtype=dtype)
+    model = load(tmp_path / "base", dtype=dtype, quantization=quantization)
     assert isinstance(model, Decoder)
     loaded = [read(model, tmp_path / "adapters" / f"a{index}") for index in range(3)]
     adapters = [loaded[0], None, loaded[1], loaded[0], loaded[2]]

@@ -5,6 +5,7 @@ from __future__ import annotations
 import gc
 import multiprocessing
 import os
+import resource
 import threading
 import weakref
 from multiprocessing.connection import Connection
@@ -142,6 +143,35 @@ def test_pinned_workers_stay_on_their_cpus_and_the_calling_thread_is_free() -> N
     assert os.sched_getaffinity(0) == set(allowed)
     x, weight = inputs()
     assert bits(ops.linear(x, ops.pack_linear(weight, None))) == expected()
+
+
+def test_a_caller_sleeps_while_a_worker_without_a_processor_finishes() -> None:
+    allowed = os.sched_getaffinity(0)
+    cpu = min(allowed)
+    threads_before = thread_ids()
+    ops = load_native(2, places=lambda _: ThreadPlaces((cpu, cpu)))
+    assert ops is not None
+    (worker,) = thread_ids() - threads_before
+    os.setpriority(os.PRIO_PROCESS, worker, 19)  # it loses the processor in the middle of an item
+    generator = torch.Generator().manual_seed(0)
+    weight = torch.randn(1024, 1024, generator=generator).bfloat16()
+    x = torch.randn(512, 1024, generator=generator).bfloat16()
+    packed = ops.pack_linear(weight, None)
+    before = num_sleeps()
+    os.sched_setaffinity(0, {cpu})  # both threads take turns on this processor
+    try:
+        for _ in range(400):  # it happens in one of about 20 loops
+            ops.linear(x, packed)
+            if num_sleeps() >= before + 2:
+                break
+    finally:
+        os.sched_setaffinity(0, allowed)
+    assert num_sleeps() >= before + 2
+
+
+def num_sleeps() -> int:
+    """How often this thread gave its processor up to wait; `sched_yield` does not count."""
+    return resource.getrusage(resource.RUSAGE_THREAD).ru_nvcsw
 
 
 def test_weights_spread_over_nodes_that_are_not_there_are_weights_all_the_same() -> None:

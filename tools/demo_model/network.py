@@ -102,6 +102,36 @@ class _Layer(nn.Module):
         return x + self.mlp(self.post_attention_layernorm(x))
 
 
+class _EagleDecoderLayer(nn.Module):
+    """A layer without a norm before its attention."""
+
+    def __init__(self, shape: Shape) -> None:
+        super().__init__()
+        self.self_attn = _Attention(shape)
+        self.post_attention_layernorm = _RmsNorm(shape.hidden_size, shape.norm_eps)
+        self.mlp = _FeedForward(shape)
+
+    def forward(self, x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+        x = x + self.self_attn(x, cos, sin)
+        return x + self.mlp(self.post_attention_layernorm(x))
+
+
+class EagleLayer(nn.Module):
+    """EAGLE's layer (arXiv:2401.15077): predicts the target's next hidden state."""
+
+    def __init__(self, shape: Shape) -> None:
+        super().__init__()
+        self._shape = shape
+        self.fc = nn.Linear(2 * shape.hidden_size, shape.hidden_size, bias=False)
+        self.layers = nn.ModuleList([_EagleDecoderLayer(shape)])
+
+    def forward(self, hidden: Tensor, embedded: Tensor) -> Tensor:
+        """[R, T, C] of hidden states of tokens and the embeddings of the tokens after them."""
+        cos, sin = _rotation(hidden.shape[1], self._shape)
+        x = self.fc(torch.cat((embedded.to(hidden.dtype), hidden), dim=-1))
+        return self.layers[0](x, cos, sin)
+
+
 class _Decoder(nn.Module):
     def __init__(self, shape: Shape) -> None:
         super().__init__()

@@ -41,6 +41,7 @@ _COMMANDS = (
     "bench",
     "plan",
     "simulate",
+    "replay",
 )
 
 

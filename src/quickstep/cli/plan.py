@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import argparse
 import sys
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 from quickstep.cli.flags.hardware import (
@@ -62,6 +63,13 @@ def add_parser(subparsers: argparse._SubParsersAction[Parser]) -> None:
         default=300,
         metavar="TOKENS",
         help="tokens of an output (default: %(default)s)",
+    )
+    load.add_argument(
+        "--from-recording",
+        type=Path,
+        metavar="FILE",
+        help="take rate, input and output from a recording of `quickstep serve --record`: their "
+        "means",
     )
     load.add_argument(
         "--ttft-ms",
@@ -141,11 +149,23 @@ def _query(args: argparse.Namespace) -> PlanQuery:
     from quickstep.sim.summary import Targets
 
     spec = find_model(args.model)
+    load = Load(args.rate, args.input, args.output)
+    if args.from_recording is not None:
+        from quickstep.plan.traffic import mean_load
+        from quickstep.sim.traces import recorded_traffic
+
+        with args.from_recording.open("rb") as file:
+            load = mean_load(recorded_traffic(file))
+        if not args.json:
+            print(
+                f"{args.from_recording}: {load.rate:.3g} requests/s, {load.num_inputs} tokens in, "
+                f"{load.num_outputs} out"
+            )
     return PlanQuery(
         model=args.model,
         spec=spec,
         hardware=hardware_of(args),
-        load=Load(args.rate, args.input, args.output),
+        load=load,
         targets=Targets(_seconds(args.ttft_ms), _seconds(args.tpot_ms)),
         elements=element_bytes(spec, args.quantization, args.kv_cache_dtype),
         attainment=args.attainment,

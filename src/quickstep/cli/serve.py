@@ -26,6 +26,7 @@ from quickstep.cli.flags.serve import (
     add_serve_flags,
     input_config,
     log_setup,
+    recording_config,
     server_options,
     stream_config,
 )
@@ -85,6 +86,7 @@ def run(args: argparse.Namespace) -> int:
         inputs=input_config(args),
         lora=lora_config(args),
         streams=stream_config(args),
+        recording=recording_config(args),
     )
     from quickstep.engine.remote.opening import opening_frame
 

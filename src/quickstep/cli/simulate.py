@@ -25,6 +25,7 @@ from quickstep.cli.flags.parsing import (
     token_count,
 )
 from quickstep.config import PolicyName
+from quickstep.errors import ConfigError
 
 if TYPE_CHECKING:
     from quickstep.plan.candidates import Candidate
@@ -49,6 +50,12 @@ def add_parser(subparsers: argparse._SubParsersAction[Parser]) -> None:
         default=(PolicyName.MIXED,),
         metavar="NAMES",
         help="policies to compare, separated by commas (default: mixed)",
+    )
+    engine.add_argument(
+        "--padded",
+        action="store_true",
+        help="compute every row of a step as long as its longest, as engines without packed rows "
+        "do",
     )
     engine.add_argument(
         "--max-model-len",
@@ -114,6 +121,12 @@ def _add_clients(group: argparse._ArgumentGroup) -> None:
         help="requests of a Mooncake, Azure or BurstGPT trace instead of --preset",
     )
     group.add_argument(
+        "--from-recording",
+        type=Path,
+        metavar="FILE",
+        help="requests of a recording of `quickstep serve --record` instead of --preset",
+    )
+    group.add_argument(
         "--trace-speed",
         type=positive_number,
         default=1.0,
@@ -131,6 +144,8 @@ def run(args: argparse.Namespace) -> int:
     from quickstep.plan.formulas import Split
     from quickstep.plan.models import find_model
 
+    if args.trace is not None and args.from_recording is not None:
+        raise ConfigError("--trace and --from-recording are given; choose one")
     spec, hardware = find_model(args.model), hardware_of(args)
     max_model_len = min(args.max_model_len or 16384, spec.max_model_len)
     candidate = fit(
@@ -144,7 +159,7 @@ def run(args: argparse.Namespace) -> int:
     runs = [
         _simulated(args, candidate, rate, policy, max_model_len)
         for policy in args.scheduling_policy
-        for rate in (args.rate if args.trace is None else args.rate[:1])
+        for rate in (args.rate if _file(args) is None else args.rate[:1])
     ]
     if args.json:
         rows = [{"run": one.name, "rate": one.rate, "figures": one.summary} for one in runs]
@@ -171,7 +186,7 @@ def _simulated(
     from quickstep.plan.traffic import Traffic, simulate_arrivals, simulate_traffic
     from quickstep.sim.html_report import Run
     from quickstep.sim.summary import Targets, summarize
-    from quickstep.sim.traces import read_trace
+    from quickstep.sim.traces import read_trace, recorded_traffic
     from quickstep.sim.workload import WORKLOADS, with_lengths
 
     traffic = Traffic(
@@ -183,26 +198,41 @@ def _simulated(
         num_clients=args.max_concurrency,
         seed=args.seed,
     )
-    if args.trace is None:
-        outcome = simulate_traffic(candidate, traffic, max_model_len, policy)
+    file = _file(args)
+    if file is None:
+        outcome = simulate_traffic(candidate, traffic, max_model_len, policy, args.padded)
     else:
-        lines = args.trace.read_text(encoding="utf-8", errors="replace").splitlines()
-        arrivals = read_trace(lines, args.trace_speed)[: args.num_prompts]
-        outcome = simulate_arrivals(candidate, arrivals, max_model_len, policy)
+        lines = file.read_text(encoding="utf-8", errors="replace").splitlines()
+        read = read_trace if args.from_recording is None else recorded_traffic
+        arrivals = read(lines, args.trace_speed)[: args.num_prompts]
+        outcome = simulate_arrivals(candidate, arrivals, max_model_len, policy, pads=args.padded)
     limits = (None if limit is None else limit / 1e3 for limit in (args.ttft_ms, args.tpot_ms))
     summary = summarize(outcome, candidate.num_blocks, Targets(*limits))
     load = f"{args.max_concurrency} clients"
-    if args.trace is not None:
-        load = f"{args.trace_speed:g} x {args.trace.name}"
+    if file is not None:
+        load = f"{args.trace_speed:g} x {file.name}"
     elif args.arrivals != "closed-loop":
         load = f"{rate:g}/s"
-    return Run(f"{policy.value}, {load}", rate, candidate.num_blocks, summary, outcome)
+    return Run(
+        f"{policy.value}, {load}",
+        rate,
+        candidate.num_blocks,
+        summary,
+        outcome,
+    )
+
+
+def _file(args: argparse.Namespace) -> Path | None:
+    """The file that has the requests; None for a preset."""
+    file: Path | None = args.trace or args.from_recording
+    return file
 
 
 def _title(args: argparse.Namespace, candidate: Candidate) -> str:
-    hardware = candidate.hardware
-    name = args.preset if args.trace is None else args.trace.name
-    return f"{name} with {args.model} on {hardware.count} x {hardware.device.label}"
+    hardware, file = candidate.hardware, _file(args)
+    name = args.preset if file is None else file.name
+    padded = ", padded rows" if args.padded else ""
+    return f"{name} with {args.model} on {hardware.count} x {hardware.device.label}{padded}"
 
 
 def _print_runs(title: str, runs: list[Run]) -> None:

@@ -42,7 +42,6 @@ if TYPE_CHECKING:
 
     from quickstep.engine.adapters import Adapters
     from quickstep.engine.cost_fits import FitFile
-    from quickstep.engine.draft_model import FoundDraft
     from quickstep.engine.engine import Engine
     from quickstep.engine.text.chat_template import ChatTemplate
     from quickstep.engine.text.tokenizer import Tokenizer
@@ -186,9 +185,19 @@ def wire_engine(
     fits = FitSaver.open(
         fit_file(config, model, description), Coefficients.of_vocabulary(model.vocab_size)
     )
+    recording, policy = None, make_policy(settings)
+    if config.recording is None:
+        scheduler = Scheduler(settings, pool, policy, fits.model)
+    else:
+        from quickstep.engine.recording_file import RecordingFile
+
+        recording = RecordingFile.open(config.recording, description.tokenizer)
+        scheduler = recording.scheduler(
+            settings, pool, policy, fits.model, config, description.fingerprint
+        )
     return Engine(
         description,
-        Scheduler(settings, pool, make_policy(settings), fits.model),
+        scheduler,
         open_executor(config, model, kv, plan, description, adapters),
         fits=fits,
         step_log=StepLog(path=step_log_path),
@@ -196,6 +205,7 @@ def wire_engine(
         seeds=open_seeds(config.seed),
         clock=time.monotonic,
         adapters=adapters,
+        recording=recording,
     )
 
 
@@ -211,12 +221,23 @@ def _draft_load(config: EngineConfig) -> LoadConfig:
     )
 
 
-def _find_draft(config: EngineConfig, ops: OpTable) -> FoundDraft | None:
-    if config.speculation.resolved_method is not SpeculationMethod.DRAFT:
-        return None
-    from quickstep.engine.draft_model import find_draft
+_EAGLE = (SpeculationMethod.EAGLE, SpeculationMethod.EAGLE3)
 
-    return find_draft(_draft_load(config), ops)
+
+def _draft_sizes(
+    config: EngineConfig, spec: ModelSpec, dtype_bytes: int, ops: OpTable
+) -> DraftSizes | None:
+    """What drafts need of the memory, next to a target of this spec. Raises ConfigError."""
+    from quickstep.engine.draft_model import eagle_sizes, find_draft, find_eagle
+
+    method = config.speculation.resolved_method
+    if method is SpeculationMethod.DRAFT:
+        return find_draft(_draft_load(config), ops).sizes
+    if method in _EAGLE:
+        is_fused = method is SpeculationMethod.EAGLE3
+        _, layer = find_eagle(_draft_load(config), spec, is_fused)
+        return eagle_sizes(layer, dtype_bytes, ops)
+    return None
 
 
 def _open_proposer(
@@ -228,7 +249,7 @@ def _open_proposer(
     from quickstep.runtime.speculation.methods import open_proposer
 
     method = config.speculation.resolved_method
-    if method not in (SpeculationMethod.DRAFT, SpeculationMethod.MEDUSA):
+    if method not in (SpeculationMethod.DRAFT, SpeculationMethod.MEDUSA, *_EAGLE):
         return open_proposer(config.speculation)
     if not isinstance(model, Decoder):
         raise ConfigError(
@@ -240,8 +261,17 @@ def _open_proposer(
 
         heads = load_medusa(find_checkpoint(_draft_load(config)).path, model)
         return MedusaProposer(model, heads)
-    from quickstep.engine.draft_model import find_draft, load_draft
+    from quickstep.engine.draft_model import find_draft, load_draft, open_eagle
 
+    if method in _EAGLE:
+        return open_eagle(
+            _draft_load(config),
+            model,
+            method is SpeculationMethod.EAGLE3,
+            plan,
+            config.cache.block_size,
+            config.enforce_eager,
+        )
     return load_draft(
         find_draft(_draft_load(config), model.ops),
         model,
@@ -363,8 +393,7 @@ def load_weights(
         set_threads(config.load.num_threads)
     at_start = open_adapters(config.lora, spec)
     adapter_bytes = sum(one.num_bytes(dtype) for _, one in at_start)
-    draft = _find_draft(config, ops)
-    sizes = None if draft is None else draft.sizes
+    sizes = _draft_sizes(config, spec, dtype.itemsize, ops)
     plan = plan_for(config, spec, dtype, device, ops, held_bytes, adapter_bytes, sizes)
     for note in plan.notes:
         _LOGGER.info("%s", note)

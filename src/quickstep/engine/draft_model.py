@@ -1,4 +1,5 @@
-"""Opens a draft model: finds it before memory is planned, loads it next to its target.
+"""Opens a draft model or an EAGLE layer: finds it before memory is planned, loads it next to its
+target.
 
 Called by the assembly of an engine. Everything that can be wrong with the checkpoint is a
 ConfigError here, before the server listens.
@@ -18,13 +19,16 @@ from quickstep.model.sizing import DraftSizes, ElementBytes
 if TYPE_CHECKING:
     from quickstep.engine.text.tokenizer import Tokenizer
     from quickstep.model.checkpoint.source import Checkpoint
+    from quickstep.model.decoder_spec import ModelSpec
+    from quickstep.model.eagle import EagleSpec
     from quickstep.model.interface import Model
     from quickstep.model.sizing import MemoryPlan
     from quickstep.ops.table import OpTable
     from quickstep.runtime.speculation.draft_model import DraftModelProposer
+    from quickstep.runtime.speculation.eagle import EagleProposer
     from quickstep.runtime.speculation.vocabulary import DraftVocabulary
 
-__all__ = ["FoundDraft", "find_draft", "load_draft"]
+__all__ = ["FoundDraft", "eagle_sizes", "find_draft", "find_eagle", "load_draft", "open_eagle"]
 
 
 class FoundDraft(msgspec.Struct, frozen=True):
@@ -107,6 +111,52 @@ def load_draft(
         plan.max_num_batched_tokens,
         enforce_eager,
     )
+
+
+def find_eagle(load: LoadConfig, target: ModelSpec, is_fused: bool) -> tuple[Checkpoint, EagleSpec]:
+    """Find and check an EAGLE layer for a target; EAGLE 3 if `is_fused`. Raises ConfigError."""
+    from quickstep.model.checkpoint.source import find_checkpoint
+    from quickstep.model.eagle import read_eagle_spec
+
+    if load.quantization is not None:
+        raise ConfigError(
+            f"quantization is {load.quantization}, but an EAGLE layer keeps its dtype; leave it out"
+        )
+    if not target.native:
+        raise ConfigError(
+            f"an EAGLE layer needs a model of a native architecture, {target.architecture} runs "
+            "through transformers; use --speculative-method suffix"
+        )
+    checkpoint = find_checkpoint(load)
+    return checkpoint, read_eagle_spec(checkpoint.path, target, is_fused)
+
+
+def eagle_sizes(spec: EagleSpec, dtype_bytes: int, ops: OpTable) -> DraftSizes:
+    """What an EAGLE layer needs of the memory."""
+    elements = ElementBytes(dtype_bytes, ops.scratch_bytes, weights=spec.num_bytes)
+    return DraftSizes(spec.decoder, elements)
+
+
+def open_eagle(
+    load: LoadConfig,
+    target: Model,
+    is_fused: bool,
+    plan: MemoryPlan,
+    block_size: int,
+    enforce_eager: bool = False,
+) -> EagleProposer:
+    """Load the EAGLE layer of a target. Raises ConfigError."""
+    from quickstep.model.decoder import Decoder
+    from quickstep.model.eagle import load_eagle
+    from quickstep.runtime.kv_cache import allocate_kv
+    from quickstep.runtime.speculation.eagle import EagleProposer, num_scratch_blocks
+
+    assert isinstance(target, Decoder), "a native architecture, as `find_eagle` checked"
+    checkpoint, spec = find_eagle(load, target.spec, is_fused)
+    model = load_eagle(checkpoint.path, spec, target, plan.max_model_len)
+    num_blocks = plan.num_blocks + num_scratch_blocks(plan.max_num_seqs, block_size)
+    kv = allocate_kv(model.kv_shape, num_blocks, block_size, model.device)
+    return EagleProposer(target, model, kv, plan.num_blocks, block_size, enforce_eager)
 
 
 def _same_file(first: Path, second: Path) -> bool:

@@ -36,6 +36,7 @@ from quickstep.engine.cost_fits import FitSaver
 from quickstep.engine.grammar.grammars import CompiledGrammar, check_grammar, prepare_grammar
 from quickstep.engine.live_requests import LiveRequests
 from quickstep.engine.loaded_model import LoadedModel
+from quickstep.engine.recording_file import RecordingFile
 from quickstep.engine.requests import RequestIntake, as_token_ids
 from quickstep.engine.stats import EngineState, EngineStats
 from quickstep.engine.step_log import StepLog
@@ -73,7 +74,8 @@ class Engine:
 
     `clock` gives monotonic seconds; `seeds` gives the seeds of unseeded requests; `streams` bounds
     the unread deltas of a stream, None does not; `fits` stores what the scheduler's cost model has
-    learnt. `adapters` None refuses requests with an adapter.
+    learnt. `adapters` None refuses requests with an adapter. `recording` is what the scheduler
+    writes to; it is closed with the engine.
     """
 
     def __init__(
@@ -88,8 +90,10 @@ class Engine:
         clock: Callable[[], float],
         fits: FitSaver | None = None,
         adapters: Adapters | None = None,
+        recording: RecordingFile | None = None,
     ) -> None:
         self._model = model
+        self._recording = recording
         self._adapters = adapters
         self._scheduler = scheduler
         self._executor = executor
@@ -268,6 +272,8 @@ class Engine:
         self._executor.close()
         if self._fits is not None:
             await self._fits.close()
+        if self._recording is not None:
+            self._recording.close()
         self._step_log.close()
 
     async def wait_until_failed(self) -> None:

@@ -7,6 +7,7 @@ row's bits never depend on the other rows. Holds no per-request state and never 
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 import msgspec
@@ -181,9 +182,18 @@ class Decoder:
         return self._fingerprint
 
     def forward(self, batch: ForwardBatch, kv: KVCache) -> Tensor:
-        """`Model.forward`. With emitting tokens only, the last layer stops at its KV for others:
-        the layer's keys and values are all that later tokens read of them.
+        """`Model.forward`."""
+        return self.forward_with_aux(batch, kv, ())[0]
+
+    def forward_with_aux(
+        self, batch: ForwardBatch, kv: KVCache, aux_layers: Sequence[int]
+    ) -> tuple[Tensor, tuple[Tensor, ...]]:
+        """`Model.forward`, and the inputs [T, hidden] of these layers, numbered from 0.
+
+        With emitting tokens only, the last layer stops at its KV for others: the layer's keys and
+        values are all that later tokens read of them.
         """
+        aux: list[Tensor] = []
         layout, emitting, lora = batch.layout, batch.emitting, batch.lora
         rotations = tuple(table.at(self._ops, layout.positions) for table in self._ropes)
         weights = self._weights
@@ -197,19 +207,20 @@ class Decoder:
             kind = self._spec.layers[index]
             rotation = None if kind.rope is None else rotations[kind.rope]
             x, residual = self._add_and_norm(delta, residual, layer.input_layernorm)
+            aux += [residual for one in aux_layers if one == index]
             q = self._write_kv_and_query(index, x, rotation, layout, kv, lora)
             if emitting is not None and index == self._spec.num_layers - 1:
                 layout, tokens, lora = emitting.layout, emitting.tokens, emitting.lora
                 q, residual = q[tokens], residual[tokens]
                 if not tokens.shape[0]:
-                    return residual
+                    return residual, tuple(aux)
             x = self._attention(index, q, layout, kv, lora)
             delta = self._norm_output(x, layer.post_attention_layernorm)
             x, residual = self._add_and_norm(delta, residual, layer.pre_feedforward_layernorm)
             x = self._mlp(index, x, lora)
             delta = self._norm_output(x, layer.post_feedforward_layernorm)
         hidden, _ = self._add_and_norm(delta, residual, self._weights.final_norm)
-        return hidden
+        return hidden, tuple(aux)
 
     def logits(self, hidden: AnyTensor) -> AnyTensor:
         """[E, hidden] -> [E, V] fp32, soft-capped and scaled as in the architecture."""

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import math
 import random
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 
 import msgspec
 
@@ -16,12 +16,12 @@ from quickstep.core.block_pool import KVBlockPool
 from quickstep.core.policies import make_policy
 from quickstep.core.scheduler import Scheduler
 from quickstep.errors import ConfigError
-from quickstep.plan.candidates import BLOCK_SIZE, Candidate
+from quickstep.plan.candidates import BLOCK_SIZE, Candidate, Load
 from quickstep.sim.arrivals import diurnal, gamma, ramp
 from quickstep.sim.simulate import Arrival, Follow, Simulation, simulate
 from quickstep.sim.workload import Clients, Workload
 
-__all__ = ["ARRIVALS", "Traffic", "simulate_arrivals", "simulate_traffic"]
+__all__ = ["ARRIVALS", "Traffic", "mean_load", "simulate_arrivals", "simulate_traffic"]
 
 ARRIVALS = ("gamma", "ramp", "diurnal", "closed-loop")
 _DAY_PARTS = 4  # periods of a simulated diurnal curve
@@ -64,8 +64,30 @@ class Traffic(msgspec.Struct, frozen=True):
         raise ConfigError(f"--arrivals is {self.arrivals!r}, known are {', '.join(ARRIVALS)}")
 
 
+def mean_load(arrivals: Sequence[Arrival]) -> Load:
+    """The mean rate and lengths of arrivals, of which each sequence counts as a request.
+
+    Raises:
+        ConfigError: There are too few to have a rate.
+    """
+    duration_s = max(one.at_s for one in arrivals) - min(one.at_s for one in arrivals)
+    if duration_s <= 0.0:
+        raise ConfigError("a rate needs requests at two times at least; record for longer")
+    num_requests = sum(one.request.sampling.n for one in arrivals)
+    num_inputs = sum(len(one.request.prompt_token_ids) for one in arrivals)
+    num_outputs = sum(one.request.sampling.max_tokens or 0 for one in arrivals)
+    # the time between two arrivals, not the number of them, is what was measured
+    rate = num_requests * (len(arrivals) - 1) / len(arrivals) / duration_s
+    num_each = len(arrivals)
+    return Load(rate, round(num_inputs / num_each), max(1, round(num_outputs / num_each)))
+
+
 def simulate_traffic(
-    candidate: Candidate, traffic: Traffic, max_model_len: int, policy: PolicyName
+    candidate: Candidate,
+    traffic: Traffic,
+    max_model_len: int,
+    policy: PolicyName,
+    pads: bool = False,
 ) -> Simulation:
     """One engine of a candidate, with the clients of `traffic`."""
     clients = Clients(
@@ -76,7 +98,7 @@ def simulate_traffic(
         closed_loop=traffic.arrivals == "closed-loop",
     )
     arrivals = clients.opening(traffic.times())
-    return simulate_arrivals(candidate, arrivals, max_model_len, policy, clients.follow)
+    return simulate_arrivals(candidate, arrivals, max_model_len, policy, clients.follow, pads)
 
 
 def simulate_arrivals(
@@ -85,8 +107,9 @@ def simulate_arrivals(
     max_model_len: int,
     policy: PolicyName,
     follow: Follow | None = None,
+    pads: bool = False,
 ) -> Simulation:
-    """One engine of a candidate, with these arrivals."""
+    """One engine of a candidate, with these arrivals; `pads` as in `simulate`."""
     config = SchedulerConfig(
         max_num_seqs=candidate.limits.max_num_seqs,
         max_num_batched_tokens=candidate.limits.max_num_batched_tokens,
@@ -95,4 +118,4 @@ def simulate_arrivals(
     )
     pool = KVBlockPool(candidate.num_blocks, BLOCK_SIZE)
     scheduler = Scheduler(config, pool, make_policy(config), candidate.costs)
-    return simulate(arrivals, scheduler, candidate.costs, follow)
+    return simulate(arrivals, scheduler, candidate.costs, follow, pads)

@@ -22,6 +22,7 @@ from typing import Protocol
 
 from quickstep.errors import EngineError
 from quickstep.model.decoder import Decoder
+from quickstep.model.eagle import EagleModel
 from quickstep.model.interface import EmittingTokens, ForwardBatch, Model
 from quickstep.ops.native.library import StepCall
 from quickstep.ops.native.lora import PackedLoRA
@@ -53,11 +54,20 @@ class StepModel(Protocol):
         """Set the step's rows. Raises EngineError when they contradict their blocks or tokens."""
 
     def run(
-        self, emitting: Sequence[EmittingToken], every_token: bool
+        self,
+        emitting: Sequence[EmittingToken],
+        every_token: bool,
+        features: AnyTensor | None = None,
     ) -> tuple[AnyTensor, AnyTensor]:
         """Compute the prepared rows: final hidden states, and fp32 logits [E, V] of the `emitting`
         tokens. The hidden states are of every token [T, C], or of these tokens only [E, C]. Both
         are valid until the next `prepare`; they are tensors of torch where the step ran op by op.
+        `features` [T, N] are the second input of a model that has one.
+        """
+
+    def aux_hidden_states(self) -> tuple[AnyTensor, ...]:
+        """Of the step that ran, the inputs [T, C] of the `aux_layers` that it was opened for; valid
+        until the next `prepare`.
         """
 
     def logits(self, hidden: AnyTensor) -> AnyTensor:
@@ -70,27 +80,37 @@ def open_steps(
     block_size: int,
     enforce_eager: bool,
     adapters: Mapping[str, LoRAAdapter] | None = None,
+    aux_layers: tuple[int, ...] = (),
+    num_features: int = 0,
 ) -> StepModel:
     """Captured steps where the model can be recorded, otherwise its Python, op by op.
 
     `adapters` are those that rows may name, as they are when a step is prepared; None if rows never
-    have one, so that nothing of a step is about adapters.
+    have one, so that nothing of a step is about adapters. `aux_layers` are those of a decoder whose
+    inputs are results as well; `num_features` is N of an `EagleModel`, else 0.
     """
-    if not enforce_eager and isinstance(model, Decoder) and model.ops.steps is not None:
+    if isinstance(model, Decoder | EagleModel) and not enforce_eager and model.ops.steps:
         with_lora = adapters is not None
-        of_emitting = record(model, kv, block_size, every_token=False, with_lora=with_lora)
+        of = partial(record, model, kv, block_size, with_lora=with_lora, num_features=num_features)
+        of_emitting = of(every_token=False, aux_layers=aux_layers)
         if of_emitting is not None:
-            of_all = partial(record, model, kv, block_size, True, with_lora)
+            of_all = partial(of, every_token=True, aux_layers=aux_layers)
             recordings = _Recordings(of_emitting, of_all)
             return CapturedSteps(model, model.ops.steps, recordings, block_size, adapters)
     # Imported here: it computes with torch.
     from quickstep.runtime.eager_steps import EagerSteps
 
-    return EagerSteps(model, kv, block_size, adapters)
+    return EagerSteps(model, kv, block_size, adapters, aux_layers)
 
 
 def record(
-    model: Decoder, kv: KVCache, block_size: int, every_token: bool, with_lora: bool = False
+    model: Decoder | EagleModel,
+    kv: KVCache,
+    block_size: int,
+    every_token: bool,
+    with_lora: bool = False,
+    aux_layers: tuple[int, ...] = (),
+    num_features: int = 0,
 ) -> Recording | None:
     """The model's forward pass and its logits; None where they are more than native calls."""
     recorder = NativeRecorder(block_size)
@@ -98,11 +118,20 @@ def record(
     lora, emitting_lora = recorder.lora if with_lora else (None, None)
     emitting = EmittingTokens(*recorder.emitting, emitting_lora)
     of_emitting = None if every_token else emitting
-    batch = ForwardBatch(recorder.token_ids, recorder.layout, of_emitting, lora)
+    features = None
+    if num_features:
+        dtype = host_dtype(model.kv_shape.dtype)
+        if dtype is None:
+            return None
+        features = recorder.features(num_features, dtype)
+    batch = ForwardBatch(recorder.token_ids, recorder.layout, of_emitting, lora, features)
     try:
-        hidden = recorded.forward(batch, kv)
+        if isinstance(recorded, Decoder):
+            hidden, aux_hidden = recorded.forward_with_aux(batch, kv, aux_layers)
+        else:
+            hidden, aux_hidden = recorded.forward(batch, kv), ()
         logits = recorded.logits(hidden[emitting.tokens] if every_token else hidden)
-        return recorder.finish(hidden, logits)
+        return recorder.finish(hidden, logits, aux_hidden)
     except NotCapturable:
         return None
 
@@ -130,7 +159,7 @@ class CapturedSteps:
 
     def __init__(
         self,
-        model: Decoder,
+        model: Decoder | EagleModel,
         steps: NativeSteps,
         recordings: _Recordings,
         block_size: int,
@@ -148,6 +177,7 @@ class CapturedSteps:
         self._memory = HostTensor.empty((0,), UINT8)
         self._programs: dict[tuple[bool, int, int], _BoundProgram] = {}
         self._num_tokens = 0
+        self._aux_hidden: tuple[HostTensor, ...] = ()
         self._call = StepCall()
         self._call_address = ctypes.addressof(self._call)
         self._rows = array("q")
@@ -172,11 +202,17 @@ class CapturedSteps:
         self._num_tokens = len(token_ids)
 
     def run(
-        self, emitting: Sequence[EmittingToken], every_token: bool
+        self,
+        emitting: Sequence[EmittingToken],
+        every_token: bool,
+        features: AnyTensor | None = None,
     ) -> tuple[HostTensor, HostTensor]:
         """`StepModel.run`. Raises EngineError for a token id that the model lacks."""
         num_tokens, num_emitting = self._num_tokens, len(emitting)
         bound = self._bound(num_tokens, num_emitting, every_token)
+        if features is not None:
+            assert bound.features is not None and isinstance(features, HostTensor)
+            bound.features.numpy()[:num_tokens] = features.numpy()
         call = self._call
         call.num_rows = len(self._rows) // _FIELDS_PER_ROW
         call.num_emitting = num_emitting
@@ -187,7 +223,12 @@ class CapturedSteps:
         handles = array("q", map(_handle, self._step_adapters))
         call.adapters = handles.buffer_info()[0] if handles else None
         bound.program.run(self._call_address)
+        self._aux_hidden = bound.aux_hidden
         return bound.results(num_tokens if every_token else num_emitting, num_emitting)
+
+    def aux_hidden_states(self) -> tuple[HostTensor, ...]:
+        """`StepModel.aux_hidden_states`."""
+        return tuple([one[: self._num_tokens] for one in self._aux_hidden])
 
     def logits(self, hidden: AnyTensor) -> AnyTensor:
         """`StepModel.logits`."""
@@ -209,18 +250,34 @@ class CapturedSteps:
     def _bind(self, recording: Recording, capacities: tuple[int, int]) -> _BoundProgram:
         program = self._steps.program(recording, capacities, self._memory, self._block_size)
         hidden = program.rows(recording.hidden, self._dtype)
-        return _BoundProgram(program, hidden, program.rows(recording.logits, FLOAT32))
+        bound = _BoundProgram(program, hidden, program.rows(recording.logits, FLOAT32))
+        if recording.features is not None:
+            bound.features = program.rows(recording.features, self._dtype)
+        bound.aux_hidden = tuple(program.rows(one, self._dtype) for one in recording.aux_hidden)
+        return bound
 
 
 class _BoundProgram:
-    """A program and its results; after a step their first rows are valid."""
+    """A program and its results; after a step their first rows are valid. `features` are to be
+    filled in before it.
+    """
 
-    __slots__ = ("_hidden", "_logits", "_newest", "_newest_counts", "program")
+    __slots__ = (
+        "_hidden",
+        "_logits",
+        "_newest",
+        "_newest_counts",
+        "aux_hidden",
+        "features",
+        "program",
+    )
 
     def __init__(self, program: Program, hidden: HostTensor, logits: HostTensor) -> None:
         self.program = program
         self._hidden = hidden
         self._logits = logits
+        self.features: HostTensor | None = None
+        self.aux_hidden: tuple[HostTensor, ...] = ()
         self._newest = (hidden, logits)
         self._newest_counts = (hidden.shape[0], logits.shape[0])
 

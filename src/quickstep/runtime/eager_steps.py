@@ -42,7 +42,10 @@ class EagerSteps:
         kv: KVCache,
         block_size: int,
         adapters: Mapping[str, LoRAAdapter] | None = None,
+        aux_layers: tuple[int, ...] = (),
     ) -> None:
+        self._aux_layers = aux_layers
+        self._aux_hidden: tuple[Tensor, ...] = ()
         self._model = with_torch_tensors(model) if isinstance(model, Decoder) else model
         self._kv = with_torch_kv(kv)
         self._block_size = block_size
@@ -56,17 +59,32 @@ class EagerSteps:
         self._batch = replace(batch, lora=lora_mapping(rows, self._adapters, model.device))
 
     @torch.inference_mode()
-    def run(self, emitting: Sequence[EmittingToken], every_token: bool) -> tuple[Tensor, AnyTensor]:
+    def run(
+        self,
+        emitting: Sequence[EmittingToken],
+        every_token: bool,
+        features: AnyTensor | None = None,
+    ) -> tuple[Tensor, AnyTensor]:
         """`StepModel.run`."""
         assert self._batch is not None, "a step is prepared before it runs"
         model, batch, self._batch = self._model, self._batch, None
         chosen = _emitting_tokens(batch, emitting)
         if not every_token:
             batch = replace(batch, emitting=chosen)
-        hidden = model.forward(batch, self._kv)
+        if features is not None:
+            batch = replace(batch, features=to_torch(features).to(model.device.type))
+        if self._aux_layers:
+            assert isinstance(model, Decoder)
+            hidden, self._aux_hidden = model.forward_with_aux(batch, self._kv, self._aux_layers)
+        else:
+            hidden = model.forward(batch, self._kv)
         if not emitting:
             return hidden, torch.empty((0, model.vocab_size), device=model.device.type)
         return hidden, model.logits(hidden[chosen.tokens] if every_token else hidden)
+
+    def aux_hidden_states(self) -> tuple[Tensor, ...]:
+        """`StepModel.aux_hidden_states`."""
+        return self._aux_hidden
 
     @torch.inference_mode()
     def logits(self, hidden: AnyTensor) -> AnyTensor:

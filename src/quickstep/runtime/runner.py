@@ -50,12 +50,13 @@ class ModelRunner:
         adapters: Mapping[str, LoRAAdapter] | None = None,
         by_rejection: bool = False,
     ) -> None:
-        self._steps = open_steps(model, kv, block_size, enforce_eager, adapters)
+        self._drafting = Drafting(proposer)
+        aux_layers = self._drafting.aux_layers
+        self._steps = open_steps(model, kv, block_size, enforce_eager, adapters, aux_layers)
         self._sample = open_sampler(model)
         self._scorer = PromptScorer(self._steps, model)
         self._num_blocks = kv.keys[0].shape[0]
         self._slots = SlotTable(num_slots, model.vocab_size, new_matcher)
-        self._drafting = Drafting(proposer)
         self._by_rejection = by_rejection
         self._clock = clock
 
@@ -115,13 +116,18 @@ class ModelRunner:
         self._steps.prepare(rows, slots)
         emitting, tokens = _emitting(rows, slots)
         is_read = any([row.num_scored or slot.pool for row, slot in zip(rows, slots, strict=True)])
-        hidden, logits = self._steps.run(tokens, every_token=is_read)
+        every_token = is_read or self._drafting.needs_every_token(rows)
+        hidden, logits = self._steps.run(tokens, every_token)
         outputs = [_NO_OUTPUT] * len(rows)
         if is_read:
             self._read_prompts(rows, slots, hidden, outputs)
         if emitting:
             sample_rows(self._sample, logits, emitting, self._by_rejection)
-            drafts = self._drafting.propose(rows, emitting, None if is_read else hidden)
+        features = self._steps.aux_hidden_states()
+        is_of_every = bool(features) or every_token
+        self._drafting.compute(rows, slots, emitting, features or (hidden,), is_of_every)
+        if emitting:
+            drafts = self._drafting.propose(rows, emitting, None if every_token else hidden)
             for one in emitting:
                 outputs[one.index] = _output_with_tokens(one, outputs[one.index], drafts)
         failures = tuple(

@@ -115,6 +115,11 @@ class Slot:
         self._block_ids[self.num_blocks : end] = block_ids
         self.num_blocks = end
 
+    def set_blocks(self, block_ids: npt.NDArray[np.int32]) -> None:
+        """Make the block table a copy of another one."""
+        self.num_blocks = 0
+        self.append_blocks(block_ids.tolist())
+
     def record(self, token_id: int) -> None:
         """Remember a sampled token: it is the input of the next decode row."""
         self.last_token = token_id

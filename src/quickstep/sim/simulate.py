@@ -13,6 +13,7 @@ from collections import deque
 from collections.abc import Callable, Iterable
 
 import msgspec
+from msgspec.structs import replace
 
 from quickstep.core.cost_model import CostModel, StepLoad
 from quickstep.core.scheduler import Scheduler
@@ -39,6 +40,7 @@ __all__ = [
     "Follow",
     "Simulation",
     "VirtualClock",
+    "padded",
     "simulate",
 ]
 
@@ -69,11 +71,15 @@ class ClockTicket(msgspec.Struct, frozen=True):
 
 
 class ClockExecutor:
-    """Runs steps one after the other on a virtual clock."""
+    """Runs steps one after the other on a virtual clock.
 
-    def __init__(self, clock: VirtualClock, cost_model: CostModel) -> None:
+    `pads`: All rows of a step take as long as its longest.
+    """
+
+    def __init__(self, clock: VirtualClock, cost_model: CostModel, pads: bool = False) -> None:
         self._clock = clock
         self._cost_model = cost_model
+        self._pads = pads
         self._free_at_s = 0.0
         self._sampling: dict[int, SamplingParams] = {}  # by slot
 
@@ -81,7 +87,8 @@ class ClockExecutor:
         """Start the step when those before it are done."""
         for admission in plan.admitted:
             self._sampling[admission.slot] = admission.sampling
-        seconds = self._cost_model.seconds(StepLoad.of_plan(plan, self._sampling))
+        computed = padded(plan) if self._pads else plan
+        seconds = self._cost_model.seconds(StepLoad.of_plan(computed, self._sampling))
         self._free_at_s = max(self._clock.now, self._free_at_s) + seconds
         outputs = tuple(map(_output, plan.rows))
         result = StepResult(plan.step_id, outputs, seconds)
@@ -89,6 +96,19 @@ class ClockExecutor:
 
     def close(self) -> None:
         """There is nothing to free; for the protocol `Executor`."""
+
+
+def padded(plan: StepPlan) -> StepPlan:
+    """The step that tensors of shape (rows, longest row) compute: all rows are padded to one shape.
+
+    It has as many tokens in every row, and attends to as long a context.
+    """
+    if not plan.rows:
+        return plan
+    num_tokens = max(row.num_tokens for row in plan.rows)
+    start = max(row.end for row in plan.rows) - num_tokens
+    rows = (replace(row, start=start, num_tokens=num_tokens) for row in plan.rows)
+    return replace(plan, rows=tuple(rows))
 
 
 def _output(row: StepRow) -> RowOutput:
@@ -143,12 +163,13 @@ class _Run:
         scheduler: Scheduler,
         costs: CostModel,
         follow: Follow | None,
+        pads: bool,
     ) -> None:
         self.clock = VirtualClock()
         self.outcome = Simulation()
         self._follow = follow
         self._scheduler = scheduler
-        self._executor = ClockExecutor(self.clock, costs)
+        self._executor = ClockExecutor(self.clock, costs, pads)
         self._in_flight: deque[tuple[StepPlan, ClockTicket]] = deque()
         # (time, number of the event, arrival or the id of the request to cancel)
         self._events: list[tuple[float, int, Arrival | str]] = []
@@ -212,16 +233,19 @@ def simulate(
     scheduler: Scheduler,
     cost_model: CostModel,
     follow: Follow | None = None,
+    pads: bool = False,
 ) -> Simulation:
     """Run a new scheduler over `arrivals`; `cost_model` gives the duration of a step.
 
     `follow` is called at the end of each sequence and returns what its client requests next.
+    `pads`: every row of a step costs as much as its longest (`padded`), to show what packed rows
+    save.
 
     Give the scheduler a cost model of its own: that one learns, this one does not change. For a
     machine that was measured, both are `LinearCostModel.of_fit` of its stored fit
     (`engine.cost_fits`, `quickstep calibrate`).
     """
-    run = _Run(arrivals, scheduler, cost_model, follow)
+    run = _Run(arrivals, scheduler, cost_model, follow, pads)
     event_s = run.next_event_s()
     while event_s is not None:
         run.clock.now = max(run.clock.now, event_s)

@@ -3,22 +3,25 @@
 The format follows from the first line. Mooncake: `timestamp` in milliseconds, `input_length`,
 `output_length`, and `hash_ids`, one for each 512 tokens, equal where prompts share a prefix. Azure:
 `TIMESTAMP,ContextTokens,GeneratedTokens`. BurstGPT: `Timestamp` in seconds, `Request tokens`,
-`Response tokens`. Requests without outputs (failures in BurstGPT) are left out.
+`Response tokens`. Requests without outputs (failures in BurstGPT) are left out. `recorded_traffic`
+reads a recording of our own server, with its tenants, priorities and cancellations.
 """
 
 from __future__ import annotations
 
 import csv
 import re
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 
 import msgspec
+from msgspec.structs import replace
 
+from quickstep.core.replay import made_up_tokens, read_recording
 from quickstep.errors import ConfigError
 from quickstep.sim.simulate import Arrival
 from quickstep.types import Request, SamplingParams
 
-__all__ = ["read_trace"]
+__all__ = ["read_trace", "recorded_traffic"]
 
 _HASH_TOKENS = 512  # tokens of a Mooncake hash
 _FIRST_NEW_TOKEN = 1 << 40
@@ -61,6 +64,38 @@ def read_trace(lines: Sequence[str], speed: float = 1.0) -> list[Arrival]:
         sampling = SamplingParams(max_tokens=one.num_outputs, ignore_eos=True)
         at_s = (one.at_s - start_s) / speed
         arrivals.append(Arrival(at_s, Request(str(place), prompt, sampling)))
+    return arrivals
+
+
+def recorded_traffic(lines: Iterable[bytes | str], speed: float = 1.0) -> list[Arrival]:
+    """The arrivals of a recording (`quickstep serve --record`), refused requests included.
+
+    A sequence generates as many tokens as the longest of its request. What the simulator generates
+    is not what was generated, so that only blocks of prompts are found in the prefix cache.
+
+    Raises:
+        ConfigError: A line is not valid, or no request has an output.
+    """
+    recording = read_recording(lines)
+    tokens = made_up_tokens(recording.requests)
+    arrivals = []
+    for number, one in sorted(recording.requests.items()):
+        num_outputs = max(1, one.output_length)
+        if not (one.output_length or one.refused or one.cancelled_s is not None):
+            continue
+        sampling = SamplingParams(n=one.request.sampling.n, max_tokens=num_outputs, ignore_eos=True)
+        prompt = one.request.prompt_token_ids or tuple(tokens[number][0][: one.input_length])
+        request = replace(
+            one.request,
+            request_id=str(number),
+            prompt_token_ids=prompt,
+            sampling=sampling,
+            timeout_s=None,
+            pooling=None,
+        )
+        arrivals.append(Arrival(one.timestamp / 1e3 / speed, request, one.cancelled_s))
+    if not arrivals:
+        raise ConfigError("the recording has no requests with outputs")
     return arrivals
 
 

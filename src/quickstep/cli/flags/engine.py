@@ -239,14 +239,15 @@ def _add_speculation_flags(group: argparse._ActionsContainer) -> None:
         choices=[method.value for method in SpeculationMethod],
         help="what proposes draft tokens, which the model checks several at a time: earlier "
         "occurrences of the last tokens in the prompt and outputs (suffix, ngram), a smaller model "
-        "(draft), heads of the model (medusa), or nothing (off); the output is the same (default: "
+        "(draft), heads of the model (medusa), a layer that reads its hidden states (eagle, "
+        "eagle3), or nothing (off); the output is the same (default: "
         f"{defaults.method.value}: draft with --speculative-model, otherwise suffix)",
     )
     group.add_argument(
         "--speculative-model",
         metavar="MODEL",
-        help="a smaller checkpoint with the same tokenizer, or one of Medusa heads: a directory or "
-        "a hub id",
+        help="a smaller checkpoint with the same tokenizer, or one of Medusa heads or an EAGLE "
+        "layer: a directory or a hub id",
     )
     group.add_argument(
         "--num-speculative-tokens",

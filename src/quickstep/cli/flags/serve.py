@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 from quickstep.cli.flags.lora import lora_config
 from quickstep.cli.flags.parsing import bytes_size, positive_int, positive_or_all
 from quickstep.cli.launch_ahead import KEY_VARIABLE
-from quickstep.config import InputConfig, StreamConfig
+from quickstep.config import InputConfig, RecordingConfig, StreamConfig
 from quickstep.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -24,6 +24,7 @@ __all__ = [
     "add_serve_flags",
     "input_config",
     "log_setup",
+    "recording_config",
     "server_options",
     "stream_config",
     "take_api_keys",
@@ -110,6 +111,7 @@ def add_serve_flags(parser: argparse.ArgumentParser) -> None:
     _add_access_flags(parser.add_argument_group("access"))
     _add_request_flags(parser.add_argument_group("requests"))
     _add_usage_flags(parser.add_argument_group("usage and costs"))
+    _add_recording_flags(parser.add_argument_group("recording"))
     group = parser.add_argument_group("connections")
     group.add_argument(
         "--max-connections",
@@ -307,6 +309,28 @@ def _add_usage_flags(group: argparse._ArgumentGroup) -> None:
         help="SQLite file with the usage of every finished request, created if there is none; "
         "`quickstep usage` adds it up (default: none)",
     )
+
+
+def _add_recording_flags(group: argparse._ArgumentGroup) -> None:
+    group.add_argument(
+        "--record",
+        metavar="FILE",
+        help="record the traffic for `quickstep replay`, `simulate` and `plan`: lengths, times and "
+        "shared prefixes as JSON lines, without text; an earlier FILE is kept as FILE.old",
+    )
+    group.add_argument(
+        "--record-full",
+        metavar="FILE",
+        help="the same with prompts, sampling and outputs: a bug report that can be run again",
+    )
+
+
+def recording_config(args: argparse.Namespace) -> RecordingConfig | None:
+    """Of `--record` or `--record-full`. Raises ConfigError for both."""
+    if args.record is not None and args.record_full is not None:
+        raise ConfigError("--record and --record-full are given; choose one")
+    path = args.record or args.record_full
+    return None if path is None else RecordingConfig(path, args.record_full is not None)
 
 
 def _add_file_flags(group: argparse._ArgumentGroup) -> None:

@@ -75,6 +75,8 @@ class Recording(msgspec.Struct, frozen=True):
         token_ids, positions, emitting: Buffers of int64 that each run fills.
         hidden: Final hidden states, a row per token or per emitting row; valid until the next run.
         logits: float32, a row per emitting row; valid until the next run.
+        features: A second input of each token, which the caller fills in before a run.
+        aux_hidden: Inputs of layers, a row per token; valid until the next run.
     """
 
     ops: tuple[OpRecord, ...]
@@ -85,6 +87,8 @@ class Recording(msgspec.Struct, frozen=True):
     hidden: int
     logits: int
     weights: tuple[object, ...]
+    features: int | None = None
+    aux_hidden: tuple[int, ...] = ()
 
 
 def place_buffers(buffers: Sequence[Buffer], capacities: tuple[int, int]) -> tuple[list[int], int]:
@@ -167,7 +171,7 @@ class Program:
             raise_for_status(status, "a captured step")
 
     def rows(self, buffer: int, dtype: DType) -> HostTensor:
-        """All rows of a buffer, [capacity, C]: `Recording.hidden` or `Recording.logits`."""
+        """All rows of one of the recording's buffers that are inputs or results, [capacity, C]."""
         one = self._recording.buffers[buffer]
         count = self.capacities[one.rows]
         start = self._offsets[buffer]

@@ -273,6 +273,7 @@ class NativeRecorder:
             block_size=block_size,
         )
         self._lora, self._emitting_lora = LoRAMapping(()), LoRAMapping(())
+        self._features: StepTensor | None = None
         self._emitting_layout = replace(
             self._layout, row_offsets=tuple(range(NUM_ROWS + 1)), context_lens=(1,) * NUM_ROWS
         )
@@ -303,6 +304,11 @@ class NativeRecorder:
         """
         return self._lora, self._emitting_lora
 
+    def features(self, num_elements: int, dtype: DType) -> Tensor:
+        """What `forward` gets as features [T, num_elements]; requested before it runs."""
+        self._features = self._tape.new((num_elements,), dtype, RowsOf.TOKENS)
+        return _as_tensor(self._features)
+
     def table(self, ops: OpTable) -> OpTable:
         """An op table that records; weights must be packed by `ops`."""
         calls: Any = self  # its tensors are `StepTensor`s in place of torch's
@@ -329,13 +335,18 @@ class NativeRecorder:
             scratch_bytes=ops.scratch_bytes,
         )
 
-    def finish(self, hidden: Tensor, logits: AnyTensor) -> Recording:
-        """The recording of a model's calls, whose results are `hidden` and `logits`."""
+    def finish(
+        self, hidden: Tensor, logits: AnyTensor, aux_hidden: Sequence[Tensor] = ()
+    ) -> Recording:
+        """The recording of a model's calls, whose results are `hidden`, `logits` and `aux_hidden`,
+        inputs of layers.
+        """
         token_ids, positions, emitting, final, scores = (
             self._tape.buffer_of(x)
             for x in (self._token_ids, self._positions, self._emitting, hidden, logits)
         )
-        for index in (token_ids, positions, emitting, final, scores):
+        aux = tuple(map(self._tape.buffer_of, aux_hidden))
+        for index in (token_ids, positions, emitting, final, scores, *aux):
             self._tape.buffers[index].last = len(self._tape.ops)
         return Recording(
             ops=tuple(self._tape.ops),
@@ -346,6 +357,8 @@ class NativeRecorder:
             hidden=final,
             logits=scores,
             weights=tuple(self._tape.kept),
+            features=None if self._features is None else self._tape.buffer_of(self._features),
+            aux_hidden=aux,
         )
 
     # -- the ops ----------------------------------------------------------------------------------

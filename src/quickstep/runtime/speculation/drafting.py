@@ -11,10 +11,17 @@ import logging
 from collections.abc import Sequence
 
 import msgspec
+import numpy as np
 
-from quickstep.ops.tensors import AnyTensor
+from quickstep.ops.tensors import AnyTensor, HostTensor
 from quickstep.runtime.sampling.sampler import failure_of
-from quickstep.runtime.speculation.proposer import DraftTask, Proposer
+from quickstep.runtime.slots import Slot
+from quickstep.runtime.speculation.proposer import (
+    ComputedRow,
+    DraftTask,
+    HiddenStateProposer,
+    Proposer,
+)
 from quickstep.runtime.speculation.verification import EmittingRow
 from quickstep.types import Admission, StepRow
 
@@ -35,6 +42,41 @@ class Drafting:
 
     def __init__(self, proposer: Proposer | None) -> None:
         self._proposer = proposer
+
+    @property
+    def aux_layers(self) -> tuple[int, ...]:
+        """Layers of the target whose inputs the proposer reads."""
+        proposer = self._proposer
+        return proposer.aux_layers if isinstance(proposer, HiddenStateProposer) else ()
+
+    def needs_every_token(self, rows: Sequence[StepRow]) -> bool:
+        """Whether the final hidden states of more than the emitting tokens are needed."""
+        proposer = self._proposer
+        if not isinstance(proposer, HiddenStateProposer) or proposer.aux_layers:
+            return False
+        return any([row.num_tokens > row.num_drafts + row.emits for row in rows])
+
+    def compute(
+        self,
+        rows: Sequence[StepRow],
+        slots: Sequence[Slot],
+        emitting: Sequence[EmittingRow],
+        hidden: Sequence[AnyTensor],
+        every_token: bool,
+    ) -> None:
+        """Give the proposer the hidden states of a step, if it reads those of all tokens: one
+        tensor, or one of each of the `aux_layers`, with a row per token of the step, or per token
+        with logits.
+        """
+        proposer = self._proposer
+        if not isinstance(proposer, HiddenStateProposer):
+            return
+        try:
+            computed = _computed(rows, slots, emitting, hidden, every_token)
+            if computed:
+                proposer.compute(computed)
+        except Exception:  # a draft is never needed
+            self._switch_off()
 
     def move(self, released: Sequence[int], admitted: Sequence[Admission]) -> None:
         """Slots change as a plan says."""
@@ -71,6 +113,44 @@ class Drafting:
         assert self._proposer is not None
         _LOGGER.exception("speculation is off: the proposer %s failed", self._proposer.name)
         self._proposer = None
+
+
+def _computed(
+    rows: Sequence[StepRow],
+    slots: Sequence[Slot],
+    emitting: Sequence[EmittingRow],
+    hidden: Sequence[AnyTensor],
+    every_token: bool,
+) -> list[ComputedRow]:
+    emitted = {one.index: one for one in emitting}
+    computed = []
+    start = 0
+    for index, (row, slot) in enumerate(zip(rows, slots, strict=True)):
+        one = emitted.get(index)
+        first = start if every_token or one is None else one.first
+        start += row.num_tokens
+        num_tokens = row.num_tokens
+        if one is not None:
+            num_tokens += len(one.samples) - 1 - row.num_drafts
+            if not one.samples:
+                continue
+        if slot.failure or (row.emits and one is None):
+            continue
+        parts = [layer[first : first + num_tokens] for layer in hidden]
+        computed.append(ComputedRow(row.slot, row.start, _side_by_side(parts), slot.block_ids))
+    return computed
+
+
+def _side_by_side(parts: Sequence[AnyTensor]) -> AnyTensor:
+    """Tensors [n, C] of one class as one [n, C of all]."""
+    if len(parts) == 1:
+        return parts[0]
+    hosts = [one for one in parts if isinstance(one, HostTensor)]
+    if len(hosts) == len(parts):
+        return HostTensor(np.concatenate([one.numpy() for one in hosts], axis=1), hosts[0].dtype)
+    import torch
+
+    return torch.cat([one for one in parts if isinstance(one, torch.Tensor)], dim=1)
 
 
 def _propose(

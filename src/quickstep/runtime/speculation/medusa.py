@@ -6,7 +6,8 @@ arXiv:2401.10774). The drafts are the chain of the heads' samples, with the nois
 nothing has to be kept between steps.
 
 Reads the two published layouts: that of the paper's repository (`0.0.linear.weight`, `0.1.weight`)
-and that of vLLM (`blocks.0.layers.0.weight`, `lm_heads.0.weight`), in safetensors.
+and that of vLLM (`blocks.0.layers.0.weight`, `lm_heads.0.weight`), in safetensors. Heads without a
+projection use the target's.
 """
 
 from __future__ import annotations
@@ -188,7 +189,8 @@ def load_medusa(path: Path, target: Decoder) -> tuple[MedusaHead, ...]:
             )
         projection = projections.get(head) or shared
         if projection is None:
-            raise ConfigError(f"{path} has no output projection for the Medusa head {head}")
+            heads.append(MedusaHead(tuple(packed), target.weights.lm_head))
+            continue
         if projection not in packed_projections:
             weight = read(projection, (vocab_size, hidden_size))
             packed_projections[projection] = target.ops.pack_linear(weight, None)

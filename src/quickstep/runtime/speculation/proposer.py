@@ -8,16 +8,18 @@ that it samples itself, so a wrong draft costs time only.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING, Protocol, runtime_checkable
 
 import msgspec
+import numpy as np
+import numpy.typing as npt
 
 from quickstep.types import Admission
 
 if TYPE_CHECKING:
     from quickstep.ops.tensors import AnyTensor
 
-__all__ = ["DraftTask", "Proposer"]
+__all__ = ["ComputedRow", "DraftTask", "HiddenStateProposer", "Proposer"]
 
 
 class DraftTask(msgspec.Struct, frozen=True):
@@ -36,6 +38,23 @@ class DraftTask(msgspec.Struct, frozen=True):
     num_drafts: int
     new_token_ids: tuple[int, ...]
     hidden: AnyTensor | None = None
+
+
+class ComputedRow(msgspec.Struct, frozen=True):
+    """A row of a step as the target computed it, without drafts that were rejected.
+
+    Attributes:
+        slot: The runner's slot index.
+        start: Position of its first token.
+        hidden: Features of its tokens [n, N], valid during the call: the final hidden states, or
+            the inputs of the `aux_layers`, side by side.
+        block_ids: The slot's block table, [blocks] int32, valid during the call.
+    """
+
+    slot: int
+    start: int
+    hidden: AnyTensor
+    block_ids: npt.NDArray[np.int32]
 
 
 class Proposer(Protocol):
@@ -57,3 +76,14 @@ class Proposer(Protocol):
 
     def release(self, slot: int) -> None:
         """The sequence has left its slot. Idempotent."""
+
+
+@runtime_checkable
+class HiddenStateProposer(Proposer, Protocol):
+    """A proposer that reads hidden states of all tokens."""
+
+    aux_layers: tuple[int, ...]
+    """Layers of the target whose inputs it reads; () for the final hidden states."""
+
+    def compute(self, rows: Sequence[ComputedRow]) -> None:
+        """Take in what a step has computed; called before `observe` and `propose`."""

@@ -1,0 +1,65 @@
+"""`python -m benchmarks.simulator`: how many requests per second the simulator advances, one core.
+
+Requests of 200 tokens in and 200 out (lognormal) arrive at 64 replicas in turn, each the engine's
+own scheduler on a virtual clock. Every step is simulated one
+by one, so the time grows with the number of requests; the last line has it for a million.
+"""
+
+from __future__ import annotations
+
+import argparse
+import resource
+import sys
+import time
+from random import Random
+
+from quickstep.config import SchedulerConfig
+from quickstep.core.block_pool import KVBlockPool
+from quickstep.core.cost_model import Coefficients, LinearCostModel
+from quickstep.core.policies import make_policy
+from quickstep.core.scheduler import Scheduler
+from quickstep.sim.simulate import Arrival, simulate
+from quickstep.sim.workload import Clients, Lengths, Workload
+
+# Assumed seconds, in the order of an 8B model on an H100.
+_COSTS = Coefficients(0.0065, 2e-5, 1e-6, 1e-9, 1e-9, score_s=0.0)
+_WORKLOAD = Workload(Lengths(200, 0.5, 8, 2000), Lengths(200, 0.5, 8, 2000))
+_NUM_REPLICAS = 64
+
+
+def replica(rng: Random, num_requests: int, rate: float) -> tuple[int, int]:
+    """Simulate one: its ended requests and its steps."""
+    clients = Clients(_WORKLOAD, rng, num_requests, 4096)
+    at_s, times = 0.0, []
+    for _ in range(num_requests):
+        at_s += rng.expovariate(rate)
+        times.append(at_s)
+    arrivals: list[Arrival] = clients.opening(times)
+    config = SchedulerConfig(256, 2048, 4096)
+    pool = KVBlockPool(8192, 16)
+    scheduler = Scheduler(config, pool, make_policy(config), LinearCostModel(_COSTS))
+    outcome = simulate(arrivals, scheduler, LinearCostModel(_COSTS))
+    return len(outcome.endings), len(outcome.records)
+
+
+def main() -> None:
+    """Print the speed."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--num-prompts", type=int, default=1920, help="on all replicas together")
+    parser.add_argument("--rate", type=float, default=30.0, help="requests per second of a replica")
+    args = parser.parse_args()
+    start_s = time.perf_counter()
+    num_ended = num_steps = 0
+    for index in range(_NUM_REPLICAS):
+        ended, steps = replica(Random(index), args.num_prompts // _NUM_REPLICAS, args.rate)
+        num_ended, num_steps = num_ended + ended, num_steps + steps
+        if sys.stderr.isatty():
+            print(f"\r{index + 1} of {_NUM_REPLICAS} replicas", end="", file=sys.stderr)
+    seconds = time.perf_counter() - start_s
+    memory = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024
+    print(f"{num_ended} requests, {num_steps} steps in {seconds:.1f} s, {memory:.0f} MiB")
+    print(f"a million requests: {1e6 / num_ended * seconds:.0f} s at this speed")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,61 @@
+"""`quickstep replay FILE`: repeat a recording of `quickstep serve`, and compare.
+
+The same calls at the same times give the identical plans. A full recording also runs on its model,
+and gives the identical tokens.
+"""
+
+from __future__ import annotations
+
+import argparse
+from pathlib import Path
+
+from quickstep.cli.flags.parsing import Parser, command
+
+__all__ = ["add_parser", "run"]
+
+
+def add_parser(subparsers: argparse._SubParsersAction[Parser]) -> None:
+    """Register the command."""
+    parser = command(
+        subparsers, "replay", "Repeat a recording of a server, and compare its plans.", run
+    )
+    parser.add_argument(
+        "file", type=Path, metavar="FILE", help="of `quickstep serve --record` or `--record-full`"
+    )
+    parser.add_argument(
+        "--plans-only",
+        action="store_true",
+        help="do not run the model of a full recording to compare its tokens",
+    )
+
+
+def run(args: argparse.Namespace) -> int:
+    """Print what was compared. The exit code is 1 if anything differs."""
+    from quickstep.core.replay import read_recording, replay
+
+    with args.file.open("rb") as file:
+        recording = read_recording(file)
+    if not recording.is_complete:
+        print(f"{args.file} was cut off: the server was killed; replaying what there is")
+    if recording.is_full and not args.plans_only:
+        from quickstep.engine.replay_runner import open_runner
+
+        runner = open_runner(recording)
+        try:
+            replayed = replay(recording, run=runner.run)
+        finally:
+            runner.close()
+    else:
+        replayed = replay(recording)
+    if replayed.different_tokens:
+        print(f"different: {replayed.different_tokens}")
+        return 1
+    if replayed.different_line is not None:
+        print(
+            f"different: plan {replayed.num_plans + 1} is not that of line "
+            f"{replayed.different_line} of {args.file}"
+        )
+        return 1
+    tokens = f" and {replayed.num_tokens} tokens" if replayed.num_tokens else ""
+    print(f"identical: {replayed.num_plans} plans{tokens} of {len(recording.requests)} requests")
+    return 0

@@ -1,0 +1,84 @@
+"""`RecordingFile`: where an engine's scheduler records its calls (`quickstep serve --record`).
+
+A file that cannot be written any more ends the recording with a line in the log, not the engine.
+"""
+
+from __future__ import annotations
+
+import logging
+import secrets
+from pathlib import Path
+from typing import IO
+
+from quickstep.config import EngineConfig, RecordingConfig, SchedulerConfig
+from quickstep.core.block_pool import KVBlockPool
+from quickstep.core.cost_model import LinearCostModel
+from quickstep.core.policies import Policy
+from quickstep.core.recording import Recorder, RecordingScheduler
+from quickstep.engine.text.tokenizer import Tokenizer
+from quickstep.errors import ConfigError
+
+__all__ = ["RecordingFile"]
+
+_LOGGER = logging.getLogger(__name__)
+
+
+class RecordingFile:
+    """An open recording. Owned by the engine, which closes it; called in its event loop."""
+
+    def __init__(self, is_full: bool, file: IO[bytes], tokenizer: Tokenizer) -> None:
+        self._is_full = is_full
+        self._file: IO[bytes] | None = file
+        self._tokenizer = tokenizer
+        self._recorder: Recorder | None = None
+
+    @staticmethod
+    def open(config: RecordingConfig, tokenizer: Tokenizer) -> RecordingFile:
+        """Begin a file. One that exists becomes FILE.old: it may be of an engine that has failed
+        and was started again.
+
+        Raises:
+            ConfigError: It cannot be written.
+        """
+        path = Path(config.path)
+        try:
+            if path.is_file() and path.stat().st_size:
+                path.replace(f"{path}.old")
+            file = path.open("wb")
+        except OSError as error:
+            raise ConfigError(f"{config.path} cannot be written: {error.strerror}") from None
+        return RecordingFile(config.is_full, file, tokenizer)
+
+    def scheduler(
+        self,
+        settings: SchedulerConfig,
+        pool: KVBlockPool,
+        policy: Policy,
+        cost_model: LinearCostModel,
+        engine: EngineConfig,
+        fingerprint: str,
+    ) -> RecordingScheduler:
+        """The scheduler that is recorded."""
+        text_of = self._tokenizer.decode if self._is_full else None
+        recorder = Recorder(self._write, pool.block_size, secrets.token_bytes(32), text_of)
+        self._recorder = recorder
+        config = engine if self._is_full else None
+        return RecordingScheduler(settings, pool, policy, cost_model, recorder, config, fingerprint)
+
+    def close(self) -> None:
+        """Write what has not ended, and close the file. Idempotent."""
+        if self._recorder is not None:
+            self._recorder.close()
+            self._recorder = None
+        if self._file is not None:
+            self._file.close()
+            self._file = None
+
+    def _write(self, line: bytes) -> None:
+        if self._file is None:
+            return
+        try:
+            self._file.write(line)
+        except OSError as error:
+            _LOGGER.error("the recording ends here: %s", error)
+            self._file = None

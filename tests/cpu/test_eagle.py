@@ -1,0 +1,259 @@
+"""EAGLE layers in the published layouts: what they draft, and that they change no token."""
+
+import json
+import math
+
+import numpy as np
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from torch.nn import functional as F
+
+from quickstep import LLM, SamplingParams
+from quickstep.config import EngineConfig, LoadConfig, SpeculationConfig, SpeculationMethod
+from quickstep.engine.assembly import load_weights
+from quickstep.errors import ConfigError
+from quickstep.model.checkpoint.source import find_checkpoint
+from quickstep.model.eagle import load_eagle, read_eagle_spec
+from quickstep.ops.tensors import BFLOAT16, HostTensor
+from quickstep.runtime.kv_cache import allocate_kv
+from quickstep.runtime.speculation.eagle import EagleProposer
+from quickstep.runtime.speculation.proposer import ComputedRow, DraftTask
+from quickstep.types import Admission
+
+BLOCK_SIZE, NUM_BLOCKS, DRAFT_VOCABULARY = 4, 32, 1000
+OPTIONS = {"max_model_len": 256, "num_blocks": 64}
+PROMPTS = ["def add(first, second):\n    return", "import os\nimport sys\n\nclass Reader:"]
+
+
+@pytest.fixture(scope="module")
+def target():
+    return load_weights(EngineConfig(load=LoadConfig("demo"), max_model_len=128), None).model
+
+
+def layer_weights(fused, prefix):
+    """A random layer of the demo's sizes."""
+    generator = torch.Generator().manual_seed(1)
+
+    def random(*shape):
+        values = torch.randn(*shape, generator=generator) / math.sqrt(shape[-1])
+        return values.to(torch.bfloat16)
+
+    inputs = 512 if fused else 256
+    weights = {
+        "fc.weight": random(256, 768 if fused else 512),
+        f"{prefix}self_attn.q_proj.weight": random(256, inputs),
+        f"{prefix}self_attn.k_proj.weight": random(128, inputs),
+        f"{prefix}self_attn.v_proj.weight": random(128, inputs),
+        f"{prefix}self_attn.o_proj.weight": random(256, 256),
+        f"{prefix}post_attention_layernorm.weight": torch.ones(256, dtype=torch.bfloat16),
+        f"{prefix}mlp.gate_proj.weight": random(704, 256),
+        f"{prefix}mlp.up_proj.weight": random(704, 256),
+        f"{prefix}mlp.down_proj.weight": random(256, 704),
+    }
+    if fused:
+        ids = torch.randperm(4096, generator=generator)[:DRAFT_VOCABULARY].sort().values
+        for name in (f"{prefix}hidden_norm", f"{prefix}input_layernorm", "norm"):
+            weights[f"{name}.weight"] = torch.ones(256, dtype=torch.bfloat16)
+        weights["lm_head.weight"] = random(DRAFT_VOCABULARY, 256)
+        weights["d2t"] = ids - torch.arange(DRAFT_VOCABULARY)
+        weights["t2d"] = torch.zeros(4096, dtype=torch.bool).index_fill(0, ids, True)
+    return weights
+
+
+def written(folder, weights, **changes):
+    config = json.loads((find_checkpoint(LoadConfig("demo")).path / "config.json").read_text())
+    config |= {"num_hidden_layers": 1} | changes
+    (folder / "config.json").write_text(json.dumps(config))
+    save_file(weights, str(folder / "model.safetensors"))
+    return folder
+
+
+def opened(path, target, fused):
+    spec = read_eagle_spec(path, target.spec, fused)
+    model = load_eagle(path, spec, target, 128)
+    kv = allocate_kv(model.kv_shape, NUM_BLOCKS + 8, BLOCK_SIZE, model.device)
+    return EagleProposer(target, model, kv, NUM_BLOCKS, BLOCK_SIZE)
+
+
+def expected_drafts(weights, prefix, fused, token_ids, features, num_drafts):
+    """Without a KV cache and in float32: all positions again for every draft."""
+    w = {name: one.float() for name, one in weights.items()}
+    demo = load_file(find_checkpoint(LoadConfig("demo")).path / "model.safetensors")
+    embed = demo["model.embed_tokens.weight"].float()
+    features = features.float()
+    if fused:
+        features = features @ w["fc.weight"].T
+    tokens, drafts = list(token_ids[1:]), []
+    for _ in range(num_drafts):
+        embedded = embed[tokens]
+        if fused:
+            residual = features
+            parts = (F.rms_norm(embedded, (256,), eps=1e-5), F.rms_norm(features, (256,), eps=1e-5))
+            x = torch.cat(parts, -1)
+        else:
+            residual = x = torch.cat((embedded, features), -1) @ w["fc.weight"].T
+        q, k, v = (
+            rotated(x @ w[f"{prefix}self_attn.{name}_proj.weight"].T, name) for name in "qkv"
+        )
+        k, v = k.repeat_interleave(2, 1), v.repeat_interleave(2, 1)
+        mixed = F.scaled_dot_product_attention(
+            q.transpose(0, 1), k.transpose(0, 1), v.transpose(0, 1), is_causal=True
+        )
+        mixed = mixed.transpose(0, 1).reshape(-1, 256)
+        residual = residual + mixed @ w[f"{prefix}self_attn.o_proj.weight"].T
+        x = F.rms_norm(residual, (256,), eps=1e-5)
+        gate = F.silu(x @ w[f"{prefix}mlp.gate_proj.weight"].T)
+        up = x @ w[f"{prefix}mlp.up_proj.weight"].T
+        residual = residual + (gate * up) @ w[f"{prefix}mlp.down_proj.weight"].T
+        last = residual[-1]
+        if fused:
+            best = int((w["lm_head.weight"] @ F.rms_norm(last, (256,), eps=1e-5)).argmax())
+            drafts.append(best + int(weights["d2t"][best]))
+        else:
+            drafts.append(int((embed @ last).argmax()))
+        tokens.append(drafts[-1])
+        features = torch.cat((features, last[None]))
+    return tuple(drafts)
+
+
+def rotated(x, name):
+    x = x.view(x.shape[0], -1, 64)
+    if name == "v":
+        return x
+    angles = torch.outer(torch.arange(x.shape[0]), 10_000.0 ** (-torch.arange(0, 64, 2) / 64))
+    cos, sin = angles.cos().repeat(1, 2)[:, None], angles.sin().repeat(1, 2)[:, None]
+    first, second = x.chunk(2, -1)
+    return x * cos + torch.cat((-second, first), -1) * sin
+
+
+@pytest.mark.parametrize(("fused", "prefix"), [(False, "layers.0."), (True, "midlayer.")])
+@pytest.mark.parametrize("chunks", [(11,), (4, 6, 1)])
+def test_drafts_are_those_of_the_layer(target, tmp_path, fused, prefix, chunks):
+    weights = layer_weights(fused, prefix)
+    proposer = opened(written(tmp_path, weights), target, fused)
+    token_ids = tuple(range(40, 52))
+    width = 768 if fused else 256
+    features = torch.randn(11, width, generator=torch.Generator().manual_seed(2))
+    features = features.to(torch.bfloat16)
+    bits = features.view(torch.int16).numpy().view(np.uint16)
+    proposer.admit(0, Admission(0, "r#0", token_ids[:-1], 11, SamplingParams(temperature=0.0), 3))
+    start = 0
+    for count in chunks:
+        hidden = HostTensor(bits[start : start + count], BFLOAT16)
+        proposer.compute([ComputedRow(0, start, hidden, np.array([2, 5, 3], dtype=np.int32))])
+        start += count
+    [drafts] = proposer.propose([DraftTask(0, 4, token_ids[-1:])])
+    assert drafts == expected_drafts(weights, prefix, fused, token_ids, features, 4)
+    proposer.release(0)
+    proposer.release(0)
+
+
+def random_features(count):
+    """Features of EAGLE 1 as a tensor of torch and as it comes from a step."""
+    features = torch.randn(count, 256, generator=torch.Generator().manual_seed(2))
+    features = features.to(torch.bfloat16)
+    return features, features.view(torch.int16).numpy().view(np.uint16)
+
+
+def test_a_prefix_hit_has_the_keys_and_values_of_the_layer(target, tmp_path):
+    weights = layer_weights(False, "layers.0.")
+    proposer = opened(written(tmp_path, weights), target, False)
+    features, bits = random_features(11)
+    token_ids = tuple(range(40, 52))
+    greedy = SamplingParams(temperature=0.0)
+    for slot, start, last_block in ((0, 0, 3), (1, 8, 7)):
+        proposer.admit(slot, Admission(slot, f"r#{slot}", token_ids[:-1], 11, greedy, 3))
+        blocks = np.array([2, 5, last_block], dtype=np.int32)
+        proposer.compute([ComputedRow(slot, start, HostTensor(bits[start:], BFLOAT16), blocks)])
+        [drafts] = proposer.propose([DraftTask(slot, 3, token_ids[-1:])])
+        expected = expected_drafts(weights, "layers.0.", False, token_ids, features, 3)
+        assert drafts == expected
+
+
+def test_hidden_states_are_kept_while_no_drafts_are_wanted(target, tmp_path):
+    weights = layer_weights(False, "layers.0.")
+    proposer = opened(written(tmp_path, weights), target, False)
+    count = 100
+    features, bits = random_features(count)
+    token_ids = tuple(range(40, 41 + count))
+    blocks = np.arange(26, dtype=np.int32)
+    proposer.admit(0, Admission(0, "r#0", token_ids[:1], 1, SamplingParams(temperature=0.0), 3))
+    for start in range(count):
+        hidden = HostTensor(bits[start : start + 1], BFLOAT16)
+        proposer.compute([ComputedRow(0, start, hidden, blocks)])
+        if start < count - 1:
+            proposer.observe(0, token_ids[start + 1 : start + 2])
+    [drafts] = proposer.propose([DraftTask(0, 4, token_ids[-1:])])
+    at_once = opened(tmp_path, target, False)
+    at_once.admit(0, Admission(0, "r#0", token_ids[:-1], 1, SamplingParams(temperature=0.0), 3))
+    at_once.compute([ComputedRow(0, 0, HostTensor(bits, BFLOAT16), blocks)])
+    assert [drafts] == at_once.propose([DraftTask(0, 4, token_ids[-1:])])
+    # the third is nearly a tie, which rounding to bfloat16 decides
+    assert drafts[:2] == expected_drafts(weights, "layers.0.", False, token_ids, features, 2)
+    assert proposer.propose([DraftTask(0, 4, drafts[:1])]) == [()]  # not computed by the target
+
+
+def outputs(speculation, sampling, **options):
+    """The tokens and logprobs of each prompt, and the number of drafts checked."""
+    with LLM("demo", speculative_config=speculation, **(OPTIONS | options)) as llm:
+        prompts = [*PROMPTS, PROMPTS[0] + " first"]  # hits the prefix cache, if there is one
+        generated = llm.generate(prompts, sampling) + llm.generate(prompts, sampling)
+        tokens = [(one.outputs[0].token_ids, one.outputs[0].logprobs) for one in generated]
+        return tokens, llm.engine.stats().scheduler.totals.num_drafts
+
+
+@pytest.mark.parametrize("method", ["eagle", "eagle3"])
+@pytest.mark.parametrize(
+    "options",
+    [
+        {},
+        {"max_num_batched_tokens": 8},
+        {"num_blocks": 9, "block_size": 8, "max_model_len": 72},
+        {"enforce_eager": True},
+    ],
+    ids=["plain", "chunked", "preempted", "eager"],
+)
+def test_tokens_and_logprobs_are_those_without_drafts(tmp_path, caplog, method, options):
+    fused = method == "eagle3"
+    path = written(tmp_path, layer_weights(fused, "layers.0."))
+    sampling = SamplingParams(temperature=0.8, max_tokens=30, seed=5, logprobs=1)
+    config = {"method": method, "model": str(path), "num_speculative_tokens": 3}
+    tokens, num_drafts = outputs(config, sampling, **options)
+    assert tokens == outputs({"method": "off"}, sampling, **options)[0]
+    assert num_drafts > 0
+    assert "speculation is off" not in caplog.text
+
+
+def test_the_layer_is_in_the_memory_plan(tmp_path):
+    path = written(tmp_path, layer_weights(False, "layers.0."))
+    speculation = SpeculationConfig(SpeculationMethod.EAGLE, model=str(path))
+    config = EngineConfig(load=LoadConfig("demo"), speculation=speculation, max_model_len=256)
+    rows = {row.label: row.num_bytes for row in load_weights(config, None).plan.rows}
+    assert rows["draft weights"] == 868_608 * 2
+    assert rows["draft KV cache"] * 6 == rows["KV cache"]
+
+
+def test_checkpoints_that_do_not_fit_are_refused(target, tmp_path):
+    weights = layer_weights(False, "layers.0.")
+    path = written(tmp_path, weights)
+    with pytest.raises(ConfigError, match="no checkpoint for --speculative-method eagle3; use"):
+        read_eagle_spec(path, target.spec, True)
+    written(tmp_path, weights | {"fc.weight": torch.zeros(8, 8)})
+    with pytest.raises(ConfigError, match=r"fc\.weight has the shape \[8, 8\]"):
+        opened(path, target, False)
+    written(tmp_path, weights, hidden_size=128)
+    with pytest.raises(ConfigError, match="hidden size 128, the model 256"):
+        read_eagle_spec(path, target.spec, False)
+    written(tmp_path, {"a.weight": torch.zeros(2)})
+    with pytest.raises(ConfigError, match="has no EAGLE layer"):
+        read_eagle_spec(path, target.spec, False)
+    fused = layer_weights(True, "layers.0.")
+    written(tmp_path, fused | {"d2t": fused["d2t"] + 4096})
+    with pytest.raises(ConfigError, match="d2t maps tokens"):
+        opened(path, target, True)
+
+
+def test_a_method_without_a_checkpoint_is_refused():
+    with pytest.raises(ConfigError, match="eagle needs --speculative-model"):
+        SpeculationConfig(SpeculationMethod.EAGLE)

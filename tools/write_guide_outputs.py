@@ -1,0 +1,70 @@
+"""Run the commands of `docs/guide/why` and write what they print below them, or check it.
+
+A page shows a command in a block of `sh` and what it prints in the block of `text` that follows.
+`plan` and `simulate` with named hardware print the same everywhere, so those blocks are generated;
+measurements of a machine are not. `make reference` writes them; `--check` exits with status 1 if a
+page differs.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import io
+import re
+import shlex
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parent.parent
+PAGES = ROOT / "docs" / "guide" / "why"
+BLOCKS = re.compile(r"```sh\n(?P<commands>[^`]*)```\n\n```text\n[^`]*```")
+REPEATABLE = ("quickstep plan ", "quickstep simulate ")
+
+
+def printed(command: str) -> str:
+    """What a command prints, without spaces at the ends of lines."""
+    from quickstep.cli.main import main
+
+    out = io.StringIO()
+    with contextlib.redirect_stdout(out):
+        main(shlex.split(command)[1:])  # `plan` exits with 1 if the target is not met
+    lines = [line.rstrip() for line in out.getvalue().strip("\n").splitlines()]
+    return "\n".join(lines)
+
+
+def with_outputs(page: str) -> str:
+    """The page with the outputs of its repeatable commands."""
+
+    def shown(block: re.Match[str]) -> str:
+        commands = block["commands"].replace("\\\n", " ").strip().splitlines()
+        if not all(command.startswith(REPEATABLE) for command in commands):
+            return block[0]
+        outputs = "\n\n".join(map(printed, commands))
+        return f"```sh\n{block['commands']}```\n\n```text\n{outputs}\n```"
+
+    return BLOCKS.sub(shown, page)
+
+
+def main(arguments: Sequence[str]) -> int:
+    """Write the pages, or with `--check` name those that are not current."""
+    sys.path.insert(0, str(ROOT / "src"))
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--check", action="store_true")
+    args = parser.parse_args(arguments)
+    stale = []
+    for path in sorted(PAGES.glob("*.md")):
+        page = path.read_text(encoding="utf-8")
+        current = with_outputs(page)
+        if current != page:
+            stale.append(path.relative_to(ROOT))
+            if not args.check:
+                path.write_text(current, encoding="utf-8")
+    for path in stale:
+        print(f"{path}: {'differs; run make reference' if args.check else 'written'}")
+    return int(args.check and bool(stale))
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))
