@@ -29,6 +29,7 @@ __all__ = [
     "SchedulerConfig",
     "SpeculationConfig",
     "SpeculationMethod",
+    "SpeculativeSampling",
     "StreamConfig",
 ]
 
@@ -63,6 +64,15 @@ class SpeculationMethod(enum.Enum):
     MEDUSA = "medusa"
     EAGLE = "eagle"
     EAGLE3 = "eagle3"
+
+
+class SpeculativeSampling(enum.Enum):
+    """When a draft is accepted: `exact` if it is the token that is sampled without drafts,
+    `rejection` with the probability that it has (the standard; tokens then depend on the drafts).
+    """
+
+    EXACT = "exact"
+    REJECTION = "rejection"
 
 
 class CacheConfig(msgspec.Struct, frozen=True):
@@ -157,6 +167,7 @@ class SpeculationConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True)
             (`core.speculation`).
         model: With `draft`, a smaller checkpoint with the same tokenizer; with `medusa`, that of
             the heads; with `eagle` and `eagle3`, that of the layer.
+        sampling: When a draft is accepted.
         revision: Hub revision of `model`; None for the default branch.
         quantization: One of QUANTIZATIONS for the draft model; None keeps its dtype.
         prompt_lookup_min: With `ngram`, the shortest match in tokens.
@@ -170,6 +181,7 @@ class SpeculationConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True)
 
     method: SpeculationMethod = SpeculationMethod.AUTO
     num_speculative_tokens: int = 8
+    sampling: SpeculativeSampling = SpeculativeSampling.EXACT
     model: str | None = None
     revision: str | None = None
     quantization: str | None = None
@@ -188,6 +200,11 @@ class SpeculationConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True)
                 "--speculative-method off turns speculation off"
             )
         method = self.method
+        if method is SpeculationMethod.OFF and self.sampling is SpeculativeSampling.REJECTION:
+            raise ConfigError(
+                "--speculative-sampling rejection samples with drafts, but --speculative-method is "
+                "off; leave one of them out"
+            )
         needs_model = method in (
             SpeculationMethod.DRAFT,
             SpeculationMethod.MEDUSA,

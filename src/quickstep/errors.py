@@ -3,6 +3,7 @@
     QuickstepError
     ├── RequestError        the client's fault: HTTP 4xx, only this request fails
     │   ├── PromptTooLong       the prompt does not fit the context
+    │   ├── QueueFull           too many sequences wait
     │   └── FirstTokenTooLate   the predicted wait is longer than the request allows
     ├── EngineError         the engine's fault: HTTP 5xx, logged once with its traceback
     │   └── EngineDied          the engine's process ended before it finished the request
@@ -21,6 +22,7 @@ __all__ = [
     "FirstTokenTooLate",
     "OutOfBlocks",
     "PromptTooLong",
+    "QueueFull",
     "QuickstepError",
     "RequestError",
 ]
@@ -77,14 +79,32 @@ class PromptTooLong(RequestError):
         )
 
 
-class FirstTokenTooLate(RequestError):
-    """The first token cannot come before the request's deadline for it."""
+class QueueFull(RequestError):
+    """Too many sequences wait; `wait_s` is how long one more would."""
 
-    def __init__(self, deadline_s: float, wait_s: float, first_token_s: float) -> None:
+    def __init__(self, num_waiting: int, n: int, max_waiting: int, wait_s: float) -> None:
+        more = "" if n == 1 else f" and the request adds {n}"
         super().__init__(
-            f"the first token cannot come within {deadline_s * 1e3:g} ms: the predicted wait is "
-            f"{wait_s:.2f} s and its prompt takes {first_token_s:.2f} s; send the request again "
-            "later or raise ttft_deadline_ms",
+            f"{num_waiting} sequences wait{more}, the limit is {max_waiting}, and the predicted "
+            f"wait is {wait_s:.2f} s; send the request again later or raise --max-waiting",
+            status=429,
+            retry_after_s=wait_s,
+        )
+
+
+class FirstTokenTooLate(RequestError):
+    """The first token cannot come before the request's deadline for it, of which `waited_s` have
+    passed.
+    """
+
+    def __init__(
+        self, deadline_s: float, wait_s: float, first_token_s: float, waited_s: float = 0.0
+    ) -> None:
+        waited = f"it has waited for {waited_s:.2f} s, " if waited_s >= 0.01 else ""
+        super().__init__(
+            f"the first token cannot come within {deadline_s * 1e3:g} ms: {waited}the predicted "
+            f"wait is {wait_s:.2f} s and its prompt takes {first_token_s:.2f} s; send the request "
+            "again later or raise ttft_deadline_ms",
             param="ttft_deadline_ms",
             status=503,
             code="deadline_unreachable",

@@ -149,6 +149,8 @@ class Request(msgspec.Struct, frozen=True, array_like=True, tag=True):
         is_continuation: The prompt was charged in an earlier request, which this one continues
             with a beam; for accounting.
         speculation: Drafts may be proposed for it; its tokens are the same either way.
+        received_s: When the server received it, by the engine's clock: its wait and its deadlines
+            count from then. None for when it arrives at the scheduler.
     """
 
     request_id: str = ""
@@ -169,6 +171,7 @@ class Request(msgspec.Struct, frozen=True, array_like=True, tag=True):
     is_continuation: bool = False
     speculation: bool = True
     adapter_id: str = ""
+    received_s: float | None = None
 
     @property
     def prompt_only(self) -> bool:
@@ -212,6 +215,8 @@ class StepRow(msgspec.Struct, frozen=True):
             counter of the sampling noise).
         num_drafts: Trailing inputs that are speculative drafts.
         num_next_drafts: How many tokens to draft at most, after this row, for the next one.
+        num_next_forced: How many drafts to return at most, if a grammar or a thinking budget forces
+            the next tokens.
         score_start: First position whose logits score the next prompt token.
         num_scored: Number of such positions from there on, all in this row.
         pools: The row ends the prompt of a request with `pooling`, and returns its embedding.
@@ -227,10 +232,16 @@ class StepRow(msgspec.Struct, frozen=True):
     output_position: int
     num_drafts: int = 0
     num_next_drafts: int = 0
+    num_next_forced: int = 0
     adapter: str = ""
     score_start: int = 0
     num_scored: int = 0
     pools: bool = False
+
+    @property
+    def requests_drafts(self) -> bool:
+        """Whether drafts are wanted for the row after it."""
+        return self.num_next_drafts > 0 or self.num_next_forced > 0
 
     @property
     def end(self) -> int:
@@ -272,7 +283,8 @@ class RowOutput(msgspec.Struct, frozen=True):
     """The output of a row: no token (a prompt chunk), one, or several (accepted drafts + 1).
 
     `prompt_logprobs` has an entry per scored position, for the prompt token that follows it.
-    `draft_token_ids` are proposed to follow the tokens, for the sequence's next row.
+    `draft_token_ids` are proposed to follow the tokens, for the sequence's next row; the first
+    `num_forced_drafts` of them because nothing else can follow.
     """
 
     token_ids: tuple[int, ...] = ()
@@ -280,6 +292,7 @@ class RowOutput(msgspec.Struct, frozen=True):
     prompt_logprobs: tuple[TokenLogprobs, ...] = ()
     embedding: tuple[float, ...] | None = None
     draft_token_ids: tuple[int, ...] = ()
+    num_forced_drafts: int = 0
 
 
 class RowFailure(msgspec.Struct, frozen=True):
@@ -336,7 +349,8 @@ class SequenceTimings(msgspec.Struct, frozen=True):
     `activities` are (activity, since when), in order: each lasts until the next one begins, the
     last until `finished_s`. Of a sequence that changes more often, the later changes are missing.
     `unloaded_prefill_s` and `unloaded_decode_s` are predictions for the same tokens without any
-    other request, with the same cached prefix.
+    other request, with the same cached prefix; `is_extrapolated` if they are for steps outside of
+    what was measured.
     """
 
     arrival_s: float
@@ -357,6 +371,7 @@ class SequenceTimings(msgspec.Struct, frozen=True):
     recomputed_s: float = 0.0
     unloaded_prefill_s: float = 0.0
     unloaded_decode_s: float = 0.0
+    is_extrapolated: bool = False
     activities: tuple[tuple[Activity, float], ...] = ()
     cache_miss: CacheMiss | None = None
     rejected_s: float = 0.0

@@ -10,8 +10,11 @@ import math
 import numpy as np
 import pytest
 
-from quickstep.runtime.sampling.sampler import Sample, sample_row
+from quickstep.ops.tensors import FLOAT32, HostTensor
+from quickstep.runtime.sampling.sampler import Sample, sample, sample_row
 from quickstep.runtime.sampling.state import SamplingState
+from quickstep.runtime.slots import Slot
+from quickstep.runtime.speculation.verification import EmittingRow, sample_rows
 from quickstep.types import Admission, SamplingParams
 
 LOGITS = np.array([2.0, 1.5, 1.5, 0.7, 0.0, -0.3, -1.0, -2.5, 0.2, 1.1, -0.9, 0.4], np.float32)
@@ -91,3 +94,37 @@ def test_the_chi_square_bound_catches_a_temperature_that_is_off_by_a_tenth():
     ]
     with pytest.raises(AssertionError):
         assert_follows(exact_law(SamplingParams(temperature=1.0)), tokens)
+
+
+DRAFT_LOGITS = LOGITS + np.array([0, 1, -1, 0.5, 0, 1, 0, 2, -2, 0, 1, -1], np.float32)
+
+
+def verified_tokens(sampling, seed):
+    """The tokens of a row with two drafts, by rejection sampling. The drafts are sampled from other
+    logits with the sequence's own noise, as a draft model does.
+    """
+    slot = Slot(Admission(0, "r#0", (1,), 1, sampling, seed), len(LOGITS))
+    drafts = []
+    for position in range(2):
+        draft = sample_row(DRAFT_LOGITS, state_of(sampling, seed, position))
+        assert isinstance(draft, Sample)
+        drafts.append(draft.token_id)
+    row = EmittingRow(0, slot, 0, tuple(drafts))
+    sample_rows(sample, HostTensor(np.stack([LOGITS] * 3), FLOAT32), [row], by_rejection=True)
+    assert [one.token_id for one in row.samples[:-1]] == drafts[: len(row.samples) - 1]
+    return [one.token_id for one in row.samples]
+
+
+@pytest.mark.parametrize("sampling", [CASES[0], CASES[7]], ids=str)
+def test_rejection_sampling_has_the_law_of_sampling_without_drafts(sampling):
+    tokens = [verified_tokens(sampling, seed) for seed in range(6000)]
+    for position in range(3):
+        found = [one[position] for one in tokens if len(one) > position]
+        assert len(found) > 100
+        assert_follows(exact_law(sampling), found)
+
+
+def test_rejection_sampling_is_the_argmax_at_temperature_0():
+    for seed in range(50):
+        tokens = verified_tokens(SamplingParams(temperature=0.0, logprobs=0), seed)
+        assert tokens == [int(LOGITS.argmax())] * len(tokens)

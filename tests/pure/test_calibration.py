@@ -194,6 +194,7 @@ def test_held_out_steps_are_not_in_the_fit_that_predicts_them() -> None:
     loads = [StepLoad.of_span(rng.randrange(500), 1, num_logits_rows=1) for _ in range(30)]
     steps = [MeasuredStep(StepKind.DECODE, load, rng.choice((1e-3, 3e-3))) for load in loads]
     (error,) = evaluate(steps, START).errors
+    assert error.num_extrapolated == 0
     assert error.mean > 0.3
     assert error.num_steps == 6
 

@@ -5,8 +5,10 @@ from __future__ import annotations
 import math
 
 import pytest
+from msgspec.structs import replace
 from test_sim import ask, run
 
+from quickstep.cli.why import explanation_rows
 from quickstep.core.explanation import ActivityPart, Explanation, explain
 from quickstep.sim.simulate import Arrival
 from quickstep.types import Activity, PrefillCharge, SequenceTimings, StepRecord
@@ -194,3 +196,14 @@ def test_a_simulated_request_is_explained_to_the_last_second(depth: int) -> None
             assert math.isclose(known_s, one.seconds, rel_tol=1e-9, abs_tol=1e-9)
     waited = explain("r19", outcome.endings[-1].timings, outcome.records)
     assert part(waited, Activity.QUEUE).others_prefill_s > 0.0
+
+
+def test_a_comparison_outside_of_what_was_measured_is_marked() -> None:
+    known = explain("a", QUEUED, [])
+    marked = explain("a", replace(QUEUED, is_extrapolated=True), [])
+    text = "it would have taken without other requests"
+    assert f"{text} (extrapolated):" in marked.sentence
+    assert f"{text}:" in known.sentence
+    assert ("without other requests (extrapolated)", "1500.0") in {
+        row[:2] for row in explanation_rows(marked)
+    }

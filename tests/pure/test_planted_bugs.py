@@ -228,7 +228,7 @@ _BUGS = {
     ),
     "continued-by-an-older-commit": (
         "scheduler",
-        "        if num_drafts or entry.row.num_next_drafts:\n            entry",
+        "        if num_drafts or entry.row.requests_drafts:\n            entry",
         "        entry",
     ),
     "victims-without-need": (

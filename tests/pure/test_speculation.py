@@ -4,10 +4,14 @@ from __future__ import annotations
 
 import pytest
 
-from quickstep.config import SpeculationConfig, SpeculationMethod
+from quickstep.config import SchedulerConfig, SpeculationConfig, SpeculationMethod
+from quickstep.core.block_pool import KVBlockPool
 from quickstep.core.cost_model import Coefficients, LinearCostModel, StepLoad
+from quickstep.core.policies import make_policy
+from quickstep.core.scheduler import Scheduler
 from quickstep.core.speculation import Acceptance, DraftControl
 from quickstep.errors import ConfigError
+from quickstep.types import Grammar, Request, SamplingParams
 
 # A decode step of one row takes 10 ms; a draft adds 0.1 ms, and 10 ms in the slow one.
 CHEAP = LinearCostModel(Coefficients(step_s=9.9e-3, token_s=1e-4))
@@ -93,6 +97,8 @@ def test_it_is_off_without_drafts() -> None:
         ({"num_speculative_tokens": 17}, "must be 1 to 16"),
         ({"prompt_lokup_max": 3}, "prompt_lokup_max"),
         ({"method": "draft"}, "model"),
+        ({"method": "off", "sampling": "rejection"}, "leave one of them out"),
+        ({"sampling": "typical"}, "typical"),
     ],
 )
 def test_a_bad_configuration_is_one_sentence(fields: dict[str, object], message: str) -> None:
@@ -106,3 +112,28 @@ def test_names_are_vllms() -> None:
         {"method": "ngram", "num_speculative_tokens": 5, "prompt_lookup_max": 4}, "x"
     )
     assert (config.method, config.num_speculative_tokens) == (SpeculationMethod.NGRAM, 5)
+
+
+def test_forced_drafts_pay_where_guesses_do_not_and_teach_nothing_about_them() -> None:
+    control = control_at(8, LinearCostModel(Coefficients(step_s=5e-3, token_s=1e-3)))
+    acceptance = with_rate(0.1)
+    assert control.num_drafts(acceptance) <= 1
+    assert control.num_forced() == 8
+    control.checked(acceptance, 6, 6, num_forced=6)
+    assert (acceptance.num_drafts, acceptance.num_accepted, acceptance.rate) == (6, 6, 0.1)
+    control.checked(acceptance, 6, 4, num_forced=4)
+    assert acceptance.rate is not None and acceptance.rate < 0.1
+    assert control_at(16, EXPENSIVE).num_forced() == 0
+
+
+@pytest.mark.parametrize(("grammar", "speculation"), [(True, True), (True, False), (False, True)])
+def test_only_a_request_with_a_grammar_asks_for_forced_drafts(
+    grammar: bool, speculation: bool
+) -> None:
+    sampling = SamplingParams(max_tokens=20, grammar=Grammar.of_regex("a*") if grammar else None)
+    config = SchedulerConfig(num_speculative_tokens=4)
+    scheduler = Scheduler(config, KVBlockPool(8, 16, True), make_policy(config), CHEAP)
+    scheduler.add(Request("r", (1, 2, 3), sampling, speculation=speculation), 0.0)
+    plan = scheduler.plan(0.0)
+    assert plan is not None
+    assert (plan.rows[0].num_next_forced > 0) == (grammar and speculation)

@@ -16,6 +16,7 @@ from types import MappingProxyType
 from typing import Any
 
 from quickstep.core.accounting import SchedulerStats, Totals
+from quickstep.core.admission import AdmissionState
 from quickstep.core.block_pool import PoolStats
 from quickstep.engine.stats import EngineState, EngineStats
 from quickstep.engine.step_log import SequenceRecord, StepLog
@@ -285,6 +286,7 @@ class FakeEngine:
     open_streams: set[FakeStream] = field(default_factory=set)
     step_log: StepLog = field(default_factory=StepLog)
     refusals: list[Exception] = field(default_factory=list)
+    admission: AdmissionState = field(default_factory=AdmissionState)
     loop: asyncio.AbstractEventLoop | None = None
     timings: dict[str, dict[int, SequenceTimings]] = field(default_factory=dict)
 
@@ -334,6 +336,9 @@ class FakeEngine:
                 totals=Totals(num_steps=self.num_steps),
             ),
         )
+
+    def check_admission(self, request: Request, num_sequences: int) -> None:
+        self.admission.check(request, num_sequences, {}, waited_s=0.0)
 
     async def prepare(self, sampling: SamplingParams) -> None:
         """Every grammar is fine: the script follows none."""

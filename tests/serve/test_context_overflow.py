@@ -84,7 +84,7 @@ def test_the_engine_and_the_scheduler_refuse_alike() -> None:
     limits = SequenceLimits(max_model_len=8, pool_tokens=64, max_num_seqs=1, max_waiting=None)
     ids = tuple(range(8))
     with pytest.raises(RequestError) as scheduler:
-        limits.check(Request("a", ids, SamplingParams()), num_waiting=0)
+        limits.check(Request("a", ids, SamplingParams()))
     with pytest.raises(RequestError) as engine:
         check_token_ids(ids, vocab_size=100, max_model_len=8)
     assert str(scheduler.value) == str(engine.value)
@@ -94,5 +94,5 @@ def test_the_engine_and_the_scheduler_refuse_alike() -> None:
 def test_what_the_cache_cannot_hold_has_the_same_code() -> None:
     limits = SequenceLimits(max_model_len=64, pool_tokens=8, max_num_seqs=1, max_waiting=None)
     with pytest.raises(RequestError, match="--num-blocks") as refused:
-        limits.check(Request("a", tuple(range(8)), SamplingParams()), num_waiting=0)
+        limits.check(Request("a", tuple(range(8)), SamplingParams()))
     assert refused.value.code == "context_length_exceeded"

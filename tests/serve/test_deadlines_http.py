@@ -10,10 +10,12 @@ import httpx
 import pytest
 from client import COMPLETIONS, client_of
 from fake_engine import FakeEngine, Script
+from live_server import live_server, until
 
+from quickstep.core.admission import AdmissionState
 from quickstep.errors import FirstTokenTooLate
 from quickstep.server.app import create_app
-from quickstep.server.options import Deadlines, ServerOptions
+from quickstep.server.options import ConnectionOptions, Deadlines, ServerOptions
 from quickstep.types import FinishReason
 
 
@@ -37,6 +39,29 @@ def test_a_first_token_that_comes_too_late_is_503_with_the_time_to_come_back() -
     assert "the predicted wait is 7.00 s" in refusal["message"]
 
 
+def test_a_request_without_a_chance_is_refused_before_its_prompt_is_tokenised() -> None:
+    state = AdmissionState(
+        num_free_slots=0, waiting=((0, 20), (1000, 20)), running=((1000, 8),), interval_s=0.25
+    )
+    engine = FakeEngine(admission=state)
+    late = {"prompt": "x" * 10_000, "ttft_deadline_ms": 900}  # more than the model's context
+    response = post(late, engine)
+    assert response.status_code == 503
+    assert response.headers["retry-after"] == "7"
+    assert "the predicted wait is 7.88 s" in response.json()["error"]["message"]
+    assert not engine.submitted
+    assert post({"ttft_deadline_ms": 900, "priority": -1}, engine).status_code == 200
+
+
+def test_a_full_queue_of_batch_requests_takes_interactive_ones() -> None:
+    engine = FakeEngine(admission=AdmissionState(8, 0, max_waiting=8, num_free_slots=0))
+    refused = post({"request_class": "batch"}, engine)
+    assert refused.status_code == 429
+    assert "8 sequences wait, the limit is 8" in refused.json()["error"]["message"]
+    assert int(refused.headers["retry-after"]) >= 1
+    assert post({}, engine).status_code == 200
+
+
 @pytest.mark.parametrize("stream", [False, True])
 def test_a_request_that_is_shed_while_it_waits_is_503_too(stream: bool) -> None:
     script = Script(FinishReason.SHED, error="the first token cannot come", words=())
@@ -54,6 +79,37 @@ def test_a_stream_with_a_deadline_loses_no_delta() -> None:
         return sorted(f"{choice['index']}{choice['text']}" for choice in choices)
 
     assert texts({"ttft_deadline_ms": 5000}) == texts({})
+
+
+def test_a_stream_with_a_long_deadline_is_kept_open_until_its_first_token() -> None:
+    gate = asyncio.Event()
+    engine = FakeEngine(Script(gate=gate))
+    options = ServerOptions(connections=ConnectionOptions(comment_every_s=0.02))
+    body = {"prompt": "ab", "stream": True, "ttft_deadline_ms": 60_000}
+    with (
+        live_server(engine, options) as server,
+        httpx.stream("POST", f"{server.url}{COMPLETIONS}", json=body) as response,
+    ):
+        lines = response.iter_lines()
+        assert response.status_code == 200
+        assert next(lines) == ": keep-alive"
+        assert engine.loop is not None
+        engine.loop.call_soon_threadsafe(gate.set)
+        text = "".join(lines)
+    assert '"finish_reason":"stop"' in text
+    assert not engine.open_streams
+
+
+def test_a_client_that_leaves_before_the_first_token_aborts_its_request() -> None:
+    engine = FakeEngine(Script(gate=asyncio.Event()))
+    options = ServerOptions(connections=ConnectionOptions(comment_every_s=0.02))
+    body = {"prompt": "ab", "stream": True, "ttft_deadline_ms": 60_000}
+    with live_server(engine, options) as server:
+        with httpx.stream("POST", f"{server.url}{COMPLETIONS}", json=body) as response:
+            lines = response.iter_lines()  # its end would close the response
+            assert next(lines) == ": keep-alive"
+            assert engine.open_streams
+        until(lambda: not engine.open_streams)
 
 
 def test_clients_that_know_only_openais_values_get_length_at_the_time_limit() -> None:

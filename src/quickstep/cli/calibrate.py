@@ -43,7 +43,7 @@ _UNITS = (
 )
 _ENDLESS = "[a-zA-Z0-9 .,]{1000}"
 _COST_COLUMNS = ("unit", "microseconds", "least in a step", "most in a step")
-_ERROR_COLUMNS = ("phase", "held-out steps", "mean error", "p95 error")
+_ERROR_COLUMNS = ("phase", "held-out steps", "extrapolated", "mean error", "p95 error")
 
 
 def add_parser(subparsers: argparse._SubParsersAction[Parser]) -> None:
@@ -156,7 +156,13 @@ def _print(name: str, calibration: Calibration, path: Path | None) -> None:
         rows.append((unit, f"{1e6 * cost:,.3f}" if is_measured else "not measured", *bounds))
     print_table(console, f"{name}: the cost of a step, {fit.num_steps} steps", _COST_COLUMNS, rows)
     errors = [
-        (one.kind.value, str(one.num_steps), f"{one.mean:.1%}", f"{one.p95:.1%}")
+        (
+            one.kind.value,
+            str(one.num_steps),
+            str(one.num_extrapolated),
+            f"{one.mean:.1%}",
+            f"{one.p95:.1%}",
+        )
         for one in calibration.errors
     ]
     print_table(console, "errors of predictions", _ERROR_COLUMNS, errors)

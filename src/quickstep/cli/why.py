@@ -62,8 +62,12 @@ def explanation_rows(one: Explanation) -> list[tuple[str, ...]]:
         )
         rows.append((part.activity.value, *map(_ms, seconds), str(part.num_steps)))
     rows.append(("total", _ms(one.total_s), *[""] * 5))
-    rows.append(("without other requests", _ms(one.unloaded_s), *[""] * 5))
+    rows.append((_unloaded_label(one), _ms(one.unloaded_s), *[""] * 5))
     return rows
+
+
+def _unloaded_label(one: Explanation) -> str:
+    return "without other requests" + (" (extrapolated)" if one.is_extrapolated else "")
 
 
 def _ms(seconds: float) -> str:

@@ -170,11 +170,16 @@ def with_unloaded(timings: SequenceTimings, cost_model: CostModel, chunk: int) -
     num_more_steps = max(0, (num_tokens - 1) // chunk)
     prefill_s = cost_model.seconds(StepLoad.of_span(cached, num_tokens))
     prefill_s += num_more_steps * cost_model.seconds(StepLoad())
+    first = cost_model.predict(StepLoad.of_span(cached, min(num_tokens, chunk)))
     middle = timings.num_prompt_tokens + num_outputs // 2
-    decode_s = max(0, num_outputs - 1) * cost_model.seconds(
-        StepLoad.of_span(middle, 1, num_logits_rows=1)
+    decode = cost_model.predict(StepLoad.of_span(middle, 1, num_logits_rows=1))
+    num_decodes = max(0, num_outputs - 1)
+    return replace(
+        timings,
+        unloaded_prefill_s=prefill_s,
+        unloaded_decode_s=num_decodes * decode.seconds,
+        is_extrapolated=first.is_extrapolated or (num_decodes > 0 and decode.is_extrapolated),
     )
-    return replace(timings, unloaded_prefill_s=prefill_s, unloaded_decode_s=decode_s)
 
 
 def step_record(

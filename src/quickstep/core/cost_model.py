@@ -143,6 +143,9 @@ class CostModel(Protocol):
     def seconds(self, load: StepLoad) -> float:
         """Predicted duration of a step. Changes nothing."""
 
+    def predict(self, load: StepLoad) -> Prediction:
+        """The same, and whether `load` is outside of what was measured."""
+
     def observe(self, load: StepLoad, seconds: float) -> None:
         """Learn from a measured step."""
 

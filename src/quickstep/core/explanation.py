@@ -61,6 +61,7 @@ class Explanation(msgspec.Struct, frozen=True):
         is_finished: False for a sequence that still runs; then the seconds are those so far.
         total_s: From arrival to the end.
         unloaded_s: Predicted for the same tokens without other requests.
+        is_extrapolated: That prediction is for steps outside of what was measured so far.
         device_s: The sequence's part of the measured step times.
         recomputed_s: The part for what was computed again after a preemption.
         cache_miss: Why no more of its prompt was cached.
@@ -74,6 +75,7 @@ class Explanation(msgspec.Struct, frozen=True):
     is_finished: bool
     total_s: float
     unloaded_s: float
+    is_extrapolated: bool
     device_s: float
     recomputed_s: float
     num_prompt_tokens: int
@@ -119,6 +121,7 @@ def explain(
         is_finished=is_finished,
         total_s=timings.finished_s - timings.arrival_s,
         unloaded_s=timings.unloaded_prefill_s + timings.unloaded_decode_s,
+        is_extrapolated=timings.is_extrapolated,
         device_s=timings.device_s,
         recomputed_s=timings.recomputed_s,
         num_prompt_tokens=timings.num_prompt_tokens,
@@ -209,6 +212,7 @@ def _sentence(one: Explanation) -> str:
         times = "about what" if ratio < 1.15 else f"{ratio:.1f} times the"
         predicted = "" if ratio < 1.15 else f" {_seconds(one.unloaded_s)}"
         head += f", {times}{predicted} it would have taken without other requests"
+        head += " (extrapolated)" if one.is_extrapolated else ""
     least_s = max(_LEAST_S, _LEAST_PART * one.total_s)
     texts = [_TEXTS[part.activity](one, part) for part in one.parts if part.seconds >= least_s]
     sentence = f"{head}: {'; '.join(texts)}" if texts else head

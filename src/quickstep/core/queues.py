@@ -18,14 +18,9 @@ from itertools import chain
 from quickstep.core.block_pool import KVBlockPool
 from quickstep.core.sequence import Rank, Residency, Sequence, SequenceState
 from quickstep.core.service_order import ServiceOrder
-from quickstep.types import CacheMiss
+from quickstep.types import CacheMiss, Request
 
-__all__ = ["Deadlines", "Due", "RunningBatch", "WaitEstimate", "WaitingQueue"]
-
-
-_MIN_ADMISSIONS = 8  # before a rate is known
-_WAIT_MARGIN = 1.5  # waits vary about their mean
-_DELAY_GAIN = 0.1
+__all__ = ["Deadlines", "Due", "RunningBatch", "WaitingQueue"]
 
 
 class WaitingQueue:
@@ -65,6 +60,16 @@ class WaitingQueue:
             if not one.is_paused and (first is None or (rank, one.rank) < first):
                 first, head = (rank, one.rank), one
         return head
+
+    def num_before(self, request: Request, rank: Rank) -> int:
+        """How many are served before a request with that rank, as far as that is known now: those
+        before it in its queue, and of each other queue as many if the queues take turns, else all.
+        """
+        name = self._order.queue_of(request)
+        place = bisect_left(self._queues.get(name, []), rank, key=_rank)
+        others = [len(queue) for one, queue in self._queues.items() if one != name]
+        most = place + 1 if self._order.takes_turns else max(others, default=0)
+        return place + sum(min(most, length) for length in others)
 
     def push(self, sequence: Sequence) -> None:
         """Insert by rank, which does not change while the sequence waits."""
@@ -136,6 +141,10 @@ class RunningBatch:
     def num_active(self) -> int:
         """How many are not paused; they are first."""
         return _num_active(self._running)
+
+    def num_preemptible(self, may_preempt: Callable[[Sequence], bool]) -> int:
+        """How many may be preempted."""
+        return sum(map(may_preempt, self._running))
 
     @property
     def has_prefill(self) -> bool:
@@ -348,51 +357,6 @@ class RunningBatch:
 
     def _blocks_for(self, num_tokens: int) -> int:
         return -(-num_tokens // self._pool.block_size)
-
-
-class WaitEstimate:
-    """Predicts how long an arriving request waits until it is admitted, and from then until its
-    first token, so that both are rarely exceeded.
-
-    The wait follows from the rate of the last admissions while others waited, which has everything
-    in it that limits them: computation, slots, blocks. The time after the admission is longer than
-    that of the prompt by itself: steps in flight end before, and other rows are in its step.
-    """
-
-    def __init__(self) -> None:
-        self._times: deque[float] = deque(maxlen=64)
-        self._delay_s = 0.0
-        self._deviation_s = 0.0
-
-    def count_admission(self, now: float, any_left: bool) -> None:
-        """A sequence was admitted; without others that wait, there is no queue to measure."""
-        if any_left:
-            self._times.append(now)
-        else:
-            self._times.clear()
-
-    def count_first_token(self, delay_s: float) -> None:
-        """A first token came `delay_s` later after the admission than its prompt takes alone."""
-        error_s = delay_s - self._delay_s
-        self._delay_s += _DELAY_GAIN * error_s
-        self._deviation_s += _DELAY_GAIN * (abs(error_s) - self._deviation_s)
-
-    def interval_s(self, now: float) -> float | None:
-        """The mean time between two admissions; None until enough are known."""
-        if len(self._times) < _MIN_ADMISSIONS:
-            return None
-        return (now - self._times[0]) / len(self._times)
-
-    def wait_s(self, num_waiting: int, interval_s: float) -> float:
-        """How long a sequence waits after `num_waiting` others, with one admission per
-        `interval_s`.
-        """
-        return _WAIT_MARGIN * (num_waiting + 1) * interval_s
-
-    @property
-    def delay_s(self) -> float:
-        """How much later the first token comes than its prompt takes alone."""
-        return max(0.0, self._delay_s + 2.0 * self._deviation_s)
 
 
 class Due(enum.Enum):

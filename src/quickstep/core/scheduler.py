@@ -14,16 +14,19 @@ a prompt block is a prefix hit for others as soon as its computation is *planned
 from __future__ import annotations
 
 from collections import Counter, deque
+from collections.abc import Iterable
+from functools import partial
 
 import msgspec
 from msgspec.structs import replace
 
 from quickstep.config import SchedulerConfig
 from quickstep.core.accounting import SchedulerStats, Totals, charge, step_record, with_unloaded
+from quickstep.core.admission import AdmissionState, LevelCounts, WaitEstimate
 from quickstep.core.block_pool import KVBlockPool
 from quickstep.core.cost_model import CostModel, StepLoad
 from quickstep.core.policies import Policy, StepView
-from quickstep.core.queues import Deadlines, Due, RunningBatch, WaitEstimate, WaitingQueue
+from quickstep.core.queues import Deadlines, Due, RunningBatch, WaitingQueue
 from quickstep.core.sequence import Sequence, SequenceState
 from quickstep.core.speculation import DraftControl
 from quickstep.core.step import (
@@ -41,6 +44,7 @@ from quickstep.types import (
     FinishReason,
     Phase,
     Request,
+    RequestClass,
     RowOutput,
     SequenceOutput,
     SequenceTimings,
@@ -59,6 +63,7 @@ _NATURAL_ENDS = (FinishReason.EOS, FinishReason.STOP_TOKEN, FinishReason.STOP_ST
 _FIRST_RESERVE = 0.25
 _RESERVE_DECAY = 0.995
 _LEAST_RESERVE = 0.01
+_MAX_LEVELS = 32  # of priority, in the published state
 
 
 class SequenceLimits(msgspec.Struct, frozen=True):
@@ -98,8 +103,8 @@ class SequenceLimits(msgspec.Struct, frozen=True):
         max_tokens = request.sampling.max_tokens
         return max_outputs if max_tokens is None else min(max_outputs, max_tokens)
 
-    def check(self, request: Request, num_waiting: int) -> None:
-        """Raise RequestError for a request that cannot be served, ever or now."""
+    def check(self, request: Request) -> None:
+        """Raise RequestError for a request that can never be served."""
         num_tokens = len(request.prompt_token_ids)
         if not num_tokens:
             raise RequestError("prompt has no tokens, it needs at least 1", param="prompt")
@@ -118,21 +123,6 @@ class SequenceLimits(msgspec.Struct, frozen=True):
                 f"n is {request.sampling.n}, at most {self.max_num_seqs} sequences run at once;"
                 " lower n or raise --max-num-seqs",
                 param="n",
-            )
-        if self.max_waiting is not None and num_waiting:
-            self._check_queue(num_waiting, request.sampling.n, self.max_waiting)
-
-    def _check_queue(self, num_waiting: int, n: int, max_waiting: int) -> None:
-        """Raise RequestError unless `n` more may wait.
-
-        An empty queue accepts any request, otherwise a large `n` would never run.
-        """
-        if num_waiting + n > max_waiting:
-            more = "" if n == 1 else f" and the request adds {n}"
-            raise RequestError(
-                f"{num_waiting} sequences wait{more}, the limit is {max_waiting};"
-                " send the request again later or raise --max-waiting",
-                status=429,
             )
 
 
@@ -177,18 +167,26 @@ class Scheduler:
             RequestError: It can never be served, or not in time, its id is in use, or the queue is
                 full.
         """
-        self._limits.check(request, num_waiting=len(self._waiting))
+        self._limits.check(request)
+        state = self._state_for(request, now) if self._is_limited(request) else None
+        if state is not None:
+            state.check_queue(request, request.sampling.n)
         if (name := request.request_id) in self._requests:
             raise RequestError(f"request_id {name!r} is in use; choose another", param="request_id")
         n, first = request.sampling.n, self._num_arrivals
         service_s, prompt_s = self._predicted_service_s(request)
-        first_token_s = prompt_s + self._wait_estimate.delay_s
-        self._check_first_token_in_time(request, first_token_s, now)
-        rank_s = self._order.rank(request, now, service_s)
+        self._wait_estimate.count_prompt(prompt_s)
+        first_token_s = prompt_s + self._wait_estimate.delay_s(now)
+        arrival_s = now
+        if request.received_s is not None and not request.is_continuation:
+            arrival_s = min(now, request.received_s)
+        rank_s = self._order.rank(request, arrival_s, service_s)
         sequences = [
-            Sequence(request, index, first + index, now, rank_s, service_s, first_token_s)
+            Sequence(request, index, first + index, arrival_s, rank_s, service_s, first_token_s)
             for index in range(n)
         ]
+        if state is not None:
+            self._check_first_token_in_time(sequences[0], state, now)
         self._num_arrivals += n
         for sequence in sequences:
             self._order.added(sequence)
@@ -221,26 +219,39 @@ class Scheduler:
         decode_s = self._cost_model.seconds(StepLoad.of_span(middle, 1, num_logits_rows=1))
         return first_token_s + max(0, num_outputs - 1) * decode_s, first_token_s
 
-    def _predicted_wait_s(self, request: Request, first_token_s: float, now: float) -> float:
-        """How long a new sequence of the request waits for its admission.
-
-        Before the rate of admissions is known, those that get a free slot wait for the prompts
-        before them; after that a sequence is admitted when one ends, and a full batch ends them at
-        the rate that the cost model predicts.
+    def _admission_state(self, now: float, num_prompt: float, num_outputs: float) -> AdmissionState:
+        """The state for sequences of a size, without the levels: the scheduler knows the place of a
+        sequence in the queue.
         """
-        num_waiting = len(self._waiting)
-        num_after = num_waiting + 1 - self._batch.num_free_slots  # the place after the free slots
-        interval_s = self._wait_estimate.interval_s(now) if num_waiting else None
-        if interval_s is not None:
-            return self._wait_estimate.wait_s(num_waiting, interval_s)
-        wait_s = num_waiting * first_token_s
-        if num_after > 0:
-            num_rows, num_outputs = self._config.max_num_seqs, self._expected_outputs(request)
-            context = len(request.prompt_token_ids) + num_outputs // 2
-            num_kv = num_rows * context
-            step = StepLoad(num_rows, num_rows, num_kv, num_kv, num_logits_rows=num_rows)
-            wait_s += num_after * num_outputs * self._cost_model.seconds(step) / num_rows
-        return wait_s
+        is_queued = len(self._waiting) > 0
+        return AdmissionState(
+            num_waiting=len(self._waiting),
+            num_interactive=sum(map(_is_interactive, self._waiting)),
+            max_waiting=self._limits.max_waiting,
+            num_free_slots=self._batch.num_free_slots,
+            prompt_s=self._wait_estimate.prompt_s,
+            slot_s=self._predicted_slot_s(num_prompt, num_outputs),
+            interval_s=self._wait_estimate.interval_s(now) if is_queued else None,
+            delay_s=self._wait_estimate.delay_s(now),
+        )
+
+    def _state_for(self, request: Request, now: float) -> AdmissionState:
+        """The state for sequences of the size of a request."""
+        num_prompt, num_outputs = len(request.prompt_token_ids), self._expected_outputs(request)
+        return self._admission_state(now, num_prompt, num_outputs)
+
+    def _predicted_slot_s(self, num_prompt: float, num_outputs: float) -> float:
+        """How long until a full batch of sequences of a size ends one."""
+        num_rows = self._config.max_num_seqs
+        num_kv = round(num_rows * (num_prompt + num_outputs / 2))
+        step = StepLoad(num_rows, num_rows, num_kv, num_kv, num_logits_rows=num_rows)
+        return num_outputs * self._cost_model.seconds(step) / num_rows
+
+    def _levels(self, sequences: Iterable[Sequence]) -> LevelCounts | None:
+        """How many there are of each of the first levels; None if levels do not decide."""
+        levels = [self._order.level(one.request) for one in sequences]
+        known = Counter(level for level in levels if level is not None)
+        return None if len(levels) > known.total() else tuple(sorted(known.items())[:_MAX_LEVELS])
 
     def _expected_outputs(self, request: Request) -> int:
         """How many tokens a sequence is expected to generate: its limit, or the recent mean if an
@@ -250,15 +261,29 @@ class Scheduler:
         return limit if request.sampling.ignore_eos else min(limit, round(self._mean_outputs))
 
     def _check_first_token_in_time(
-        self, request: Request, first_token_s: float, now: float
+        self, sequence: Sequence, state: AdmissionState, now: float
     ) -> None:
-        """Raise RequestError if the first token is predicted to be too late."""
+        """Raise RequestError if the first token of an arriving sequence is predicted to be late."""
+        request, first_token_s = sequence.request, sequence.first_token_service_s
         deadline_s = request.ttft_deadline_s
         if deadline_s is None:
             return
-        wait_s = self._predicted_wait_s(request, first_token_s, now)
-        if wait_s + first_token_s > deadline_s:
-            raise FirstTokenTooLate(deadline_s, wait_s, first_token_s)
+        num_before = self._waiting.num_before(request, sequence.rank)
+        num_preemptible = 0
+        if self._order.level(request) is not None:
+            may_preempt = partial(self._order.may_preempt, sequence)
+            num_preemptible = self._batch.num_preemptible(may_preempt)
+        wait_s = state.wait_s(num_before, num_preemptible)
+        waited_s = now - sequence.arrival_s
+        if waited_s + wait_s + first_token_s > deadline_s:
+            raise FirstTokenTooLate(deadline_s, wait_s, first_token_s, waited_s)
+
+    def _is_limited(self, request: Request) -> bool:
+        """Whether the state of the queue may have the request refused."""
+        limit = self._limits.max_waiting
+        num_more = request.sampling.n
+        is_full = limit is not None and len(self._waiting) + num_more > limit
+        return is_full or request.ttft_deadline_s is not None
 
     def expire(self, now: float) -> tuple[SequenceOutput, ...]:
         """End the sequences whose deadline has passed, and those that wait and cannot meet it."""
@@ -267,10 +292,13 @@ class Scheduler:
             if due is Due.EXPIRE:
                 outputs.append(self._finish(sequence, FinishReason.DEADLINE, now))
             elif due is Due.SHED and sequence.num_cached_tokens is None:
-                first_token_s = sequence.first_token_service_s
-                wait_s = self._predicted_wait_s(sequence.request, first_token_s, now)
-                deadline_s = sequence.request.ttft_deadline_s or 0.0
-                error = FirstTokenTooLate(deadline_s, wait_s, first_token_s)
+                num_before = self._waiting.num_before(sequence.request, sequence.rank)
+                error = FirstTokenTooLate(
+                    deadline_s=sequence.request.ttft_deadline_s or 0.0,
+                    wait_s=self._state_for(sequence.request, now).wait_s(num_before),
+                    first_token_s=sequence.first_token_service_s,
+                    waited_s=now - sequence.arrival_s,
+                )
                 outputs.append(self._finish(sequence, FinishReason.SHED, now, str(error)))
             elif due is Due.RELEGATE and sequence.state is not SequenceState.RUNNING:
                 self._waiting.relegate(sequence)
@@ -343,21 +371,28 @@ class Scheduler:
 
     def _num_drafts(self, sequence: Sequence, most: int) -> int:
         """How many drafts pay and fit into the blocks and the length of the sequence."""
+        num_forced = min(sequence.num_forced_drafts, self._drafts.num_forced())
         num_left = self._limits.output_limit(sequence.request) - sequence.num_outputs - 1
         return min(
-            self._drafts.num_drafts(sequence.acceptance),
+            max(num_forced, self._drafts.num_drafts(sequence.acceptance)),
             num_left,
             most,
             self._batch.num_drafts_that_fit(sequence),
         )
 
-    def _num_next_drafts(self, sequence: Sequence) -> int:
-        """How many drafts to request for the row after the one that is placed now."""
-        if not self._drafts.max_drafts or not sequence.request.speculation:
-            return 0
+    def _num_next_drafts(self, sequence: Sequence) -> tuple[int, int]:
+        """How many drafts to request for the row after the one that is placed now, and how many if
+        they are forced.
+        """
+        request = sequence.request
+        if not self._drafts.max_drafts or not request.speculation:
+            return 0, 0
         num_known = sequence.num_outputs + 1  # after that row, at least
-        num_left = self._limits.output_limit(sequence.request) - num_known - 1
-        return max(0, min(self._drafts.num_drafts(sequence.acceptance), num_left))
+        num_left = max(0, self._limits.output_limit(request) - num_known - 1)
+        num_drafts = min(self._drafts.num_drafts(sequence.acceptance), num_left)
+        if request.sampling.grammar is None and request.sampling.thinking_budget is None:
+            return num_drafts, 0
+        return num_drafts, min(self._drafts.num_forced(), num_left)
 
     def _place_over_share(
         self, draft: StepDraft, sequences: list[Sequence], budget: int, now: float
@@ -502,11 +537,10 @@ class Scheduler:
     ) -> None:
         """Add a row to the draft; from now on others may share the blocks that it fills."""
         residency = sequence.resident
-        num_next_drafts = self._num_next_drafts(sequence)
-        row = sequence.row(num_tokens, new_block_ids, drafts, num_next_drafts)
+        row = sequence.row(num_tokens, new_block_ids, drafts, *self._num_next_drafts(sequence))
         sequence.drafts = ()
         residency.planned = row.end
-        residency.awaits_drafts = row.num_drafts > 0 or row.num_next_drafts > 0
+        residency.awaits_drafts = row.num_drafts > 0 or row.requests_drafts
         if drafts:
             residency.drafted_end = max(residency.drafted_end, row.end)
         residency.pending += row.emits
@@ -645,15 +679,16 @@ class Scheduler:
         prompt_s = self._cost_model.seconds(StepLoad.of_span(0, sequence.prompt_len))
         since_s = sequence.first_scheduled_s
         if since_s is not None:
-            self._wait_estimate.count_first_token(now - since_s - prompt_s)
+            self._wait_estimate.count_first_token(now - since_s - prompt_s, now)
 
     def _check_drafts(self, entry: FlightRow, output: RowOutput) -> None:
         """Take the positions of rejected drafts back: the next row overwrites their KV."""
         num_drafts, num_accepted = entry.row.num_drafts, len(output.token_ids) - 1
-        if num_drafts or entry.row.num_next_drafts:
+        if num_drafts or entry.row.requests_drafts:
             entry.residency.awaits_drafts = False
         entry.residency.planned -= num_drafts - num_accepted
-        self._drafts.checked(entry.sequence.acceptance, num_drafts, num_accepted)
+        num_forced = min(num_drafts, entry.sequence.num_forced_drafts)
+        self._drafts.checked(entry.sequence.acceptance, num_drafts, num_accepted, num_forced)
 
     def _finish(
         self,
@@ -715,6 +750,20 @@ class Scheduler:
             num_paused=len(self._batch) + len(self._waiting) - states.total(),
         )
 
+    def admission_state(self, now: float) -> AdmissionState:
+        """What decides whether one more request may queue, with the levels of all sequences."""
+        running = tuple(self._batch)
+        num_outputs = num_prompt = 0.0
+        if running:
+            expected = [self._expected_outputs(one.request) for one in running]
+            num_outputs = sum(expected) / len(running)
+            num_prompt = sum(one.prompt_len for one in running) / len(running)
+        return replace(
+            self._admission_state(now, num_prompt, num_outputs),
+            waiting=self._levels(self._waiting),
+            running=self._levels(running),
+        )
+
     def timings(self, request_id: str, now: float) -> dict[int, SequenceTimings]:
         """What the live sequences of a request spent their time on so far, by index."""
         chunk = self._config.max_num_batched_tokens
@@ -764,6 +813,10 @@ class Scheduler:
             scored=scored,
             limit_s=draft.limit_s,
         )
+
+
+def _is_interactive(sequence: Sequence) -> bool:
+    return sequence.request.request_class is not RequestClass.BATCH
 
 
 def _last_step_id(sequence: Sequence) -> int:

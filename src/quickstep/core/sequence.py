@@ -169,6 +169,7 @@ class Sequence:
         self.device_s = 0.0
         self.recomputed_s = 0.0
         self.drafts: tuple[int, ...] = ()  # proposed to follow `token_ids`
+        self.num_forced_drafts = 0  # those of the newest drafts that must follow, also in flight
         self.acceptance = Acceptance()
         self.rejected_s = 0.0
         self._num_computed = 0  # positions that an earlier residency computed
@@ -255,6 +256,7 @@ class Sequence:
         new_block_ids: tuple[int, ...],
         drafts: tuple[int, ...] = (),
         num_next_drafts: int = 0,
+        num_next_forced: int = 0,
     ) -> StepRow:
         """The row that computes the next `num_tokens` tokens, and `drafts` after the last one."""
         residency, request = self.resident, self.request
@@ -273,6 +275,7 @@ class Sequence:
             output_position=end - self.prompt_len if emits else 0,
             num_drafts=len(drafts),
             num_next_drafts=num_next_drafts if emits else 0,
+            num_next_forced=num_next_forced if emits else 0,
             adapter=request.adapter_id,
         )
         if start >= self.prompt_len:
@@ -317,6 +320,7 @@ class Sequence:
         if row.emits:
             num_new, reason = self._append(output.token_ids, now, max_outputs)
             self.drafts = output.draft_token_ids
+            self.num_forced_drafts = output.num_forced_drafts
         elif self.request.prompt_only and row.end == self.prompt_len:
             reason = FinishReason.POOLED if row.pools else FinishReason.MAX_TOKENS
         new = SequenceOutput(

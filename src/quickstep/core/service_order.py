@@ -53,6 +53,13 @@ class ServiceOrder:
     """
 
     relegates = False
+    takes_turns = False  # its queues do, in place of one after the other
+
+    def level(self, request: Request) -> int | None:
+        """What decides between requests before their arrival does: lower first. None if more than
+        that decides.
+        """
+        return 0
 
     def rank(self, request: Request, arrival_s: float, service_s: float) -> float:
         """The rank of an arriving sequence, in seconds: lower is first. `service_s` is what it is
@@ -109,6 +116,10 @@ class PriorityOrder(ServiceOrder):
         self._aging_s = aging_s
         self._shortest_first = shortest_first
 
+    def level(self, request: Request) -> int | None:
+        """The priority with the class."""
+        return level_of(request)
+
     def rank(self, request: Request, arrival_s: float, service_s: float) -> float:
         """The arrival, put back by level and predicted length."""
         return arrival_s + level_of(request) * self._aging_s + self._shortest_first * service_s
@@ -133,6 +144,10 @@ class DeadlineOrder(PriorityOrder):
     """
 
     relegates = True
+
+    def level(self, request: Request) -> int | None:
+        """None: deadlines decide."""
+        return None
 
     def rank(self, request: Request, arrival_s: float, service_s: float) -> float:
         """The deadline, moved by the level."""
@@ -180,6 +195,12 @@ class FairOrder(PriorityOrder):
         self._tenants: dict[str, _Tenant] = {}
         self._reserved_s: dict[str, float] = {}  # by sequence id
         self._floor_s = 0.0
+
+    takes_turns = True
+
+    def level(self, request: Request) -> int | None:
+        """None: what tenants have received decides."""
+        return None
 
     def queue_of(self, request: Request) -> str:
         """The account: the part of the tenant that a client cannot choose."""
@@ -275,6 +296,10 @@ class LengthOrder(ServiceOrder):
     """
 
     group: str | None = None
+
+    def level(self, request: Request) -> int | None:
+        """None: the group that is being admitted decides."""
+        return None
 
     def queue_of(self, request: Request) -> str:
         """The power of two that the length of the prompt is below."""

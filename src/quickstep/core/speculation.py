@@ -7,8 +7,9 @@ time, in which the batch could have generated other tokens without drafts; so it
 
     p^i > price,    price = seconds of one more token / seconds of the step * its rows
 
-p is measured for each sequence, the seconds are the cost model's. With many rows, or where the
-machine is limited by computation, the price approaches 1 and nothing is drafted.
+p is measured for each sequence, and 1 for tokens that a grammar forces; the seconds are the cost
+model's. With many rows, or where the machine is limited by computation, the price approaches 1 and
+nothing is drafted.
 
 What the price leaves out (proposing, sampling a row's tokens one after the other) is measured: for
 each number of rows, most steps run in the better of two modes, with and without drafts, and a few
@@ -152,13 +153,22 @@ class DraftControl:
             return self.max_drafts
         return min(self.max_drafts, int(math.log(threshold) / math.log(rate)))
 
-    def checked(self, acceptance: Acceptance, num_drafts: int, num_accepted: int) -> None:
-        """Learn from a row that generated `num_accepted` + 1 tokens with `num_drafts` drafts."""
-        if not num_drafts:
-            acceptance.num_tokens_without += 1
-            return
+    def num_forced(self) -> int:
+        """How many drafts pay that are certain to be accepted."""
+        return self.max_drafts if self._uses_drafts and _MARGIN * self._price < 1.0 else 0
+
+    def checked(
+        self, acceptance: Acceptance, num_drafts: int, num_accepted: int, num_forced: int = 0
+    ) -> None:
+        """Learn from a row that generated `num_accepted` + 1 tokens with `num_drafts` drafts. The
+        first `num_forced` of them say nothing about the others.
+        """
         acceptance.num_drafts += num_drafts
         acceptance.num_accepted += num_accepted
+        num_drafts, num_accepted = num_drafts - num_forced, max(0, num_accepted - num_forced)
+        if num_drafts <= 0:
+            acceptance.num_tokens_without += 1
+            return
         acceptance.num_tokens_without = 0
         rate = self._first_rate if acceptance.rate is None else acceptance.rate
         outcomes = [1.0] * num_accepted + [0.0] * (num_accepted < num_drafts)

@@ -29,6 +29,7 @@ from quickstep.config import (
     LoadConfig,
     SchedulerConfig,
     SpeculationMethod,
+    SpeculativeSampling,
 )
 from quickstep.engine.loaded_model import LoadedModel
 from quickstep.engine.machine import free_memory_bytes, places_for, usable_cores
@@ -305,6 +306,7 @@ def open_executor(
         config.enforce_eager,
         _open_proposer(config, model, plan, description.path),
         None if adapters is None else adapters.packed,
+        config.speculation.sampling is SpeculativeSampling.REJECTION,
     )
     return LocalExecutor(runner)
 

@@ -72,10 +72,13 @@ class MeasuredStep(msgspec.Struct, frozen=True):
 
 
 class PhaseError(msgspec.Struct, frozen=True):
-    """Relative errors of predictions on held-out steps of one kind."""
+    """Relative errors of predictions on held-out steps of one kind; `num_extrapolated` of them
+    are outside of what the fit has seen.
+    """
 
     kind: StepKind
     num_steps: int
+    num_extrapolated: int
     mean: float
     p95: float
 
@@ -329,12 +332,17 @@ def evaluate(steps: Sequence[MeasuredStep], start: Coefficients, seed: int = 0) 
     model = LinearCostModel.of_fit(fit_steps(others, start))
     errors = []
     for kind in StepKind:
+        steps_of_kind = [one for one in held_out if one.kind is kind]
+        predictions = [model.predict(one.load) for one in steps_of_kind]
         of_kind = [
-            abs(model.seconds(one.load) / one.seconds - 1.0) for one in held_out if one.kind is kind
+            abs(prediction.seconds / one.seconds - 1.0)
+            for prediction, one in zip(predictions, steps_of_kind, strict=True)
         ]
         if of_kind:
+            num_extrapolated = sum(prediction.is_extrapolated for prediction in predictions)
             p95 = sorted(of_kind)[math.ceil(0.95 * len(of_kind)) - 1]
-            errors.append(PhaseError(kind, len(of_kind), statistics.fmean(of_kind), p95))
+            mean = statistics.fmean(of_kind)
+            errors.append(PhaseError(kind, len(of_kind), num_extrapolated, mean, p95))
     return Calibration(fit_steps(shuffled, start), tuple(errors))
 
 

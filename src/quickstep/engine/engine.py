@@ -171,16 +171,24 @@ class Engine:
 
     def stats(self) -> EngineStats:
         """The engine's current state."""
+        now = self._clock()
         return EngineStats(
             state=self._state,
             failure=self._failure,
-            now_s=self._clock(),
+            now_s=now,
             last_step_s=self._last_step_s,
             busy_since_s=None if self._scheduler.is_held() else self._busy_since_s,
             num_steps_in_flight=len(self._in_flight),
             num_requests=len(self._live),
             scheduler=self._scheduler.stats(),
+            admission=self._scheduler.admission_state(now),
         )
+
+    def check_admission(self, request: Request, num_sequences: int) -> None:
+        """Raise RequestError for a request that could not be accepted now, whatever its prompt."""
+        now = self._clock()
+        waited_s = 0.0 if request.received_s is None else max(0.0, now - request.received_s)
+        self._scheduler.admission_state(now).check(request, num_sequences, {}, waited_s)
 
     @property
     def request_ids(self) -> tuple[str, ...]:

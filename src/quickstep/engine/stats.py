@@ -7,6 +7,7 @@ import enum
 import msgspec
 
 from quickstep.core.accounting import SchedulerStats
+from quickstep.core.admission import AdmissionState
 
 __all__ = ["EngineState", "EngineStats"]
 
@@ -38,6 +39,7 @@ class EngineStats(msgspec.Struct, frozen=True):
         num_requests: Requests whose streams have not ended.
         scheduler: Waiting, running, blocks (`core.accounting.SchedulerStats`).
         num_restarts: How often the engine's process was restarted.
+        admission: What decides whether one more request may queue.
         silent_s: Seconds that the engine's process has sent no message with requests pending.
     """
 
@@ -51,6 +53,7 @@ class EngineStats(msgspec.Struct, frozen=True):
     scheduler: SchedulerStats
     num_restarts: int = 0
     silent_s: float = 0.0
+    admission: AdmissionState = AdmissionState()
 
     @property
     def has_work(self) -> bool:

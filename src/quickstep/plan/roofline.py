@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import msgspec
 
-from quickstep.core.cost_model import StepLoad
+from quickstep.core.cost_model import Prediction, StepLoad
 from quickstep.model.decoder_spec import ModelSpec
 from quickstep.model.sizing import ElementBytes, kv_bytes_per_token, weight_bytes
 from quickstep.plan.formulas import (
@@ -101,6 +101,10 @@ class RooflineCostModel:
     def seconds(self, load: StepLoad) -> float:
         """Predicted duration of a step."""
         return self.parts(load).seconds
+
+    def predict(self, load: StepLoad) -> Prediction:
+        """The same: nothing is measured, so nothing is outside of it."""
+        return Prediction(self.seconds(load), is_extrapolated=False)
 
     def observe(self, load: StepLoad, seconds: float) -> None:
         """Nothing: the model is not fitted."""

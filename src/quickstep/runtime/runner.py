@@ -10,8 +10,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 
-from msgspec.structs import replace
-
 from quickstep.errors import EngineError
 from quickstep.model.interface import Model
 from quickstep.ops.table import KVCache, LoRAAdapter
@@ -22,7 +20,7 @@ from quickstep.runtime.sampling.logprobs import PromptScorer
 from quickstep.runtime.sampling.native_sampler import open_sampler
 from quickstep.runtime.sampling.sampler import failure_of
 from quickstep.runtime.slots import Slot, SlotTable
-from quickstep.runtime.speculation.drafting import Drafting
+from quickstep.runtime.speculation.drafting import Drafting, NextDrafts
 from quickstep.runtime.speculation.proposer import Proposer
 from quickstep.runtime.speculation.verification import EmittingRow, sample_rows
 from quickstep.types import RowFailure, RowOutput, StepPlan, StepResult, StepRow
@@ -35,7 +33,8 @@ class ModelRunner:
 
     `new_matcher` compiles the grammars of requests; None where no request has one. `proposer`
     drafts tokens for rows that ask for them. `adapters` are those that rows may name, and may
-    change between steps; None where no row has one.
+    change between steps; None where no row has one. `by_rejection`: accept drafts by rejection
+    sampling, so that tokens depend on them.
     """
 
     def __init__(
@@ -49,6 +48,7 @@ class ModelRunner:
         enforce_eager: bool = False,
         proposer: Proposer | None = None,
         adapters: Mapping[str, LoRAAdapter] | None = None,
+        by_rejection: bool = False,
     ) -> None:
         self._drafting = Drafting(proposer)
         aux_layers = self._drafting.aux_layers
@@ -57,6 +57,7 @@ class ModelRunner:
         self._scorer = PromptScorer(self._steps, model)
         self._num_blocks = kv.keys[0].shape[0]
         self._slots = SlotTable(num_slots, model.vocab_size, new_matcher)
+        self._by_rejection = by_rejection
         self._clock = clock
 
     def run(self, plan: StepPlan) -> StepResult:
@@ -121,7 +122,7 @@ class ModelRunner:
         if is_read:
             self._read_prompts(rows, slots, hidden, outputs)
         if emitting:
-            sample_rows(self._sample, logits, emitting)
+            sample_rows(self._sample, logits, emitting, self._by_rejection)
         features = self._steps.aux_hidden_states()
         is_of_every = bool(features) or every_token
         self._drafting.compute(rows, slots, emitting, features or (hidden,), is_of_every)
@@ -169,6 +170,7 @@ class ModelRunner:
 
 
 _NO_OUTPUT = RowOutput()
+_NO_DRAFTS = NextDrafts()
 
 
 def _emitting(
@@ -186,14 +188,19 @@ def _emitting(
 
 
 def _output_with_tokens(
-    emitted: EmittingRow, output: RowOutput, drafts: Mapping[int, tuple[int, ...]]
+    emitted: EmittingRow, output: RowOutput, drafts: Mapping[int, NextDrafts]
 ) -> RowOutput:
     """The row's output with the tokens that it emitted, and the drafts to follow them."""
     if emitted.slot.failure:
         return _NO_OUTPUT
     token_ids = tuple([one.token_id for one in emitted.samples])
     logprobs = tuple([one.logprobs for one in emitted.samples if one.logprobs])
-    next_drafts = drafts.get(emitted.index, ())
-    if output is _NO_OUTPUT:
-        return RowOutput(token_ids, logprobs, draft_token_ids=next_drafts)
-    return replace(output, token_ids=token_ids, logprobs=logprobs, draft_token_ids=next_drafts)
+    next_drafts = drafts.get(emitted.index, _NO_DRAFTS)
+    return RowOutput(
+        token_ids,
+        logprobs,
+        output.prompt_logprobs,
+        output.embedding,
+        next_drafts.token_ids,
+        next_drafts.num_forced,
+    )

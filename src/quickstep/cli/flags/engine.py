@@ -15,6 +15,7 @@ from quickstep.config import (
     SchedulerConfig,
     SpeculationConfig,
     SpeculationMethod,
+    SpeculativeSampling,
 )
 from quickstep.errors import ConfigError
 
@@ -256,6 +257,14 @@ def _add_speculation_flags(group: argparse._ActionsContainer) -> None:
         f"{defaults.num_speculative_tokens})",
     )
     group.add_argument(
+        "--speculative-sampling",
+        choices=[one.value for one in SpeculativeSampling],
+        help="accept a draft if it is the token that is sampled without drafts (exact), or with "
+        "the probability that it has (rejection: the output is as probable, but depends on the "
+        "drafts and so on other requests, also with a seed; for comparison) (default: "
+        f"{defaults.sampling.value})",
+    )
+    group.add_argument(
         "--speculative-config",
         type=json_object,
         metavar="JSON",
@@ -270,6 +279,7 @@ def _speculation(args: argparse.Namespace) -> SpeculationConfig:
         ("method", args.speculative_method),
         ("model", args.speculative_model),
         ("num_speculative_tokens", args.num_speculative_tokens),
+        ("sampling", args.speculative_sampling),
     ):
         if value is not None:
             if name in fields:

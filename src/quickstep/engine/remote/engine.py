@@ -23,7 +23,9 @@ from msgspec.structs import fields, replace
 
 from quickstep.config import EngineConfig
 from quickstep.core.accounting import SchedulerStats, Totals
+from quickstep.core.admission import AdmissionState
 from quickstep.core.block_pool import PoolStats
+from quickstep.core.service_order import level_of
 from quickstep.engine.remote.child import EngineProcess, LoadProgress
 from quickstep.engine.remote.launch import WORKER_COMMAND, Launched
 from quickstep.engine.remote.messages import (
@@ -132,6 +134,7 @@ class _WorkerStats:
             failure="",
             last_step_s=None,
             num_steps_in_flight=0,
+            admission=AdmissionState(),
             scheduler=SchedulerStats(
                 num_waiting=0,
                 num_running=0,
@@ -167,6 +170,11 @@ class _WorkerStats:
             num_restarts=num_restarts,
             silent_s=silent_s,
         )
+
+    @property
+    def admission(self) -> AdmissionState:
+        """What decides whether one more request may queue."""
+        return self._required().admission
 
     def _required(self) -> EngineStats:
         if self._last is None:
@@ -323,6 +331,15 @@ class RemoteEngine:
             silent_s=self._supervisor.silent_s,
         )
 
+    def check_admission(self, request: Request, num_sequences: int) -> None:
+        """Raise RequestError for a request that could not be accepted now, whatever its prompt: by
+        the state that the process last sent, and what it has not decided yet.
+        """
+        now = self._clock()
+        waited_s = 0.0 if request.received_s is None else max(0.0, now - request.received_s)
+        undecided = self._streams.undecided_by_level
+        self._worker_stats.admission.check(request, num_sequences, undecided, waited_s)
+
     @property
     def request_ids(self) -> tuple[str, ...]:
         """The ids of live requests."""
@@ -380,7 +397,7 @@ class RemoteEngine:
         eos_token_ids = self.tokenizer.eos_token_ids
         request = self._intake.take(request, facts.vocab_size, facts.max_model_len, eos_token_ids)
         stream = Stream(request, self, self._stream_bounds)
-        self._streams.open(stream, request.sampling.n)
+        self._streams.open(stream, request.sampling.n, level_of(request))
         try:
             process.sender.put(request)
         except (UnicodeEncodeError, OverflowError) as error:

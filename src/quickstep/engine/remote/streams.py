@@ -8,7 +8,8 @@ ended it as well, so that no late delta reaches a newer request.
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable
+from collections import Counter
+from collections.abc import Callable, Mapping
 
 import msgspec
 
@@ -32,7 +33,8 @@ class RemoteStreams:
         self._clock = clock
         self._live: dict[str, _Live] = {}
         self._paused: set[str] = set()
-        self._undecided: set[str] = set()
+        self._undecided: dict[str, tuple[int, int]] = {}  # level, number of sequences
+        self._undecided_by_level: Counter[int] = Counter()
         self._ended_here: dict[str, set[int]] = {}  # sequences that the engine has not ended
         self._busy_since_s = 0.0
         self._empty = asyncio.Event()
@@ -60,6 +62,11 @@ class RemoteStreams:
         return len(self._undecided)
 
     @property
+    def undecided_by_level(self) -> Mapping[int, int]:
+        """Number of their sequences of each level of priority."""
+        return self._undecided_by_level
+
+    @property
     def busy_since_s(self) -> float | None:
         """The time since which a request that is not paused is live; None while there is none."""
         return None if self._is_held else self._busy_since_s
@@ -72,17 +79,18 @@ class RemoteStreams:
         """Return once no request is live."""
         await self._empty.wait()
 
-    def open(self, stream: Stream, num_sequences: int) -> None:
-        """Follow a request that is about to be sent."""
+    def open(self, stream: Stream, num_sequences: int, level: int = 0) -> None:
+        """Follow a request, of a level of priority, that is about to be sent."""
         if self._is_held:
             self._busy_since_s = self._clock()
         self._live[stream.request_id] = _Live(stream, set(range(num_sequences)))
-        self._undecided.add(stream.request_id)
+        self._undecided[stream.request_id] = (level, num_sequences)
+        self._undecided_by_level[level] += num_sequences
         self._empty.clear()
 
     def accept(self, request_id: str, ignored: tuple[str, ...]) -> None:
         """The engine has accepted the request."""
-        self._undecided.discard(request_id)
+        self._decided(request_id)
         if request_id in self._live:
             self._live[request_id].stream.accept(ignored)
 
@@ -93,6 +101,13 @@ class RemoteStreams:
         self._ended_here.pop(request_id, None)
         if request_id in self._live:
             self._end(request_id, FinishReason.ERROR, error)
+
+    def _decided(self, request_id: str) -> None:
+        if request_id in self._undecided:
+            level, num_sequences = self._undecided.pop(request_id)
+            self._undecided_by_level[level] -= num_sequences
+            if not self._undecided_by_level[level]:
+                del self._undecided_by_level[level]
 
     def set_deadline(self, request_id: str, timer: asyncio.TimerHandle) -> None:
         """Cancel `timer` when the request ends."""
@@ -153,7 +168,7 @@ class RemoteStreams:
         live = self._live.pop(request_id)
         if live.timer is not None:
             live.timer.cancel()
-        self._undecided.discard(request_id)
+        self._decided(request_id)
         self._paused.discard(request_id)
         if not self._live:
             self._empty.set()

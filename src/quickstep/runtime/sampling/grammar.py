@@ -107,6 +107,12 @@ class GrammarConstraint:
             return token_id
         return self._guard.forced_token(token_id)
 
+    def next_tokens(self) -> tuple[int, ...]:
+        """The tokens that must come next, as far as they are known: keys, punctuation."""
+        if self._is_complete or self.failure:
+            return ()
+        return tuple(self._matcher.compute_ff_tokens())
+
     @property
     def _is_complete(self) -> bool:
         matcher = self._matcher

@@ -52,11 +52,16 @@ class ReasoningTracker:
     @property
     def closing_token(self) -> int:
         """The next token of the closing tag, of which the output may have written some."""
+        return self.closing_rest[0]
+
+    @property
+    def closing_rest(self) -> tuple[int, ...]:
+        """The tokens of the closing tag that are not written yet, at least one."""
         closing = self._tags.closing_ids
         written = max(
             n for n in range(len(closing)) if self._last[len(self._last) - n :] == [*closing[:n]]
         )
-        return closing[written]
+        return tuple(closing[written:])
 
     @property
     def num_to_close(self) -> int:
@@ -152,6 +157,10 @@ class ThinkingBudget:
             return None
         return reasoning.closing_token
 
+    def next_tokens(self) -> tuple[int, ...]:
+        """The tokens that must come next: the rest of the closing tag."""
+        return () if self.forced_token is None else self._reasoning.closing_rest
+
     def record(self, token_id: int) -> None:
         """Take an output token."""
         self._reasoning.record(token_id)
@@ -236,6 +245,14 @@ class ReasonedGrammar:
     def forced_token(self, token_id: int) -> int:
         """The sampled token, or one that leads to the end if the limit would cut the output."""
         return token_id if self._grammar is None else self._grammar.forced_token(token_id)
+
+    def next_tokens(self) -> tuple[int, ...]:
+        """The tokens that must come next, as far as they are known."""
+        if self._reasoning.place is Place.INSIDE:
+            return self._reasoning.closing_rest if self._must_close else ()
+        if self._reasoning.place is not Place.AFTER or self._grammar is None:
+            return ()
+        return self._grammar.next_tokens()
 
     @property
     def _must_close(self) -> bool:

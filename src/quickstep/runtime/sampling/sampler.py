@@ -44,6 +44,9 @@ __all__ = [
 ]
 _LOGGER = logging.getLogger(__name__)
 
+# Rejection sampling has noise of its own: a draft model samples with that of the sequence.
+_REJECTION_SEED = 0x5851F42D4C957F2D
+
 
 class Sample(msgspec.Struct, frozen=True):
     """One emitted token."""
@@ -87,22 +90,30 @@ def failure_of(
     return SampleFailure(f"{what}: {error}")
 
 
-def sample_row(row: npt.NDArray[np.float32], state: SamplingState) -> Sample | SampleFailure:
-    """The token of one row of raw logits [V]."""
+def sample_row(
+    row: npt.NDArray[np.float32], state: SamplingState, draft: int | None = None
+) -> Sample | SampleFailure:
+    """The token of one row of raw logits [V].
+
+    With a `draft`, by rejection sampling (Leviathan et al. 2023, arXiv:2211.17192): the draft with
+    the probability that it has, otherwise another token. The law is the same, the token is not.
+    """
     try:
-        return _sample_row(row, state)
+        return _sample_row(row, state, draft)
     except BaseException as error:  # ends this row's sequence, not the step
         return failure_of(error)
 
 
-def _sample_row(row: npt.NDArray[np.float32], state: SamplingState) -> Sample | SampleFailure:
+def _sample_row(
+    row: npt.NDArray[np.float32], state: SamplingState, draft: int | None
+) -> Sample | SampleFailure:
     if state.adjusts_logits:
         logits = adjusted_logits(row, state)
         if isinstance(logits, SampleFailure):
             return logits
-        token_id = state.forced_token(_sample_token(logits, state))
+        token_id = state.forced_token(_sample_token(logits, state, draft))
     elif np.isfinite(row.max()):
-        token_id = _sample_token(row, state)
+        token_id = _sample_token(row, state, draft)
     else:
         return NO_MAXIMUM
     num_top = state.sampling.logprobs
@@ -146,7 +157,7 @@ def _argmax(logits: Tensor) -> list[Sample | SampleFailure]:
     ]
 
 
-def _sample_token(logits: npt.NDArray[np.floating], state: SamplingState) -> int:
+def _sample_token(logits: npt.NDArray[np.floating], state: SamplingState, draft: int | None) -> int:
     sampling, seed, position = state.sampling, state.seed, state.num_outputs
     temperature = sampling.temperature
     if temperature == 0.0:
@@ -156,7 +167,34 @@ def _sample_token(logits: npt.NDArray[np.floating], state: SamplingState) -> int
     with np.errstate(over="ignore"):  # a tiny temperature sends the tail to -inf: it is dropped
         scaled /= temperature
     ids = kept_token_ids(scaled, sampling, applies_xtc(state))
+    if draft is not None:
+        return _accepted_or_other(ids, scaled[ids], draft, seed ^ _REJECTION_SEED, position)
     return int(ids[gumbel_argmax(scaled[ids], noise_bits(seed, position, ids))])
+
+
+def _accepted_or_other(
+    ids: npt.NDArray[np.int64],
+    values: npt.NDArray[np.float64],
+    draft: int,
+    seed: int,
+    position: int,
+) -> int:
+    """The draft with its probability p among token ids [n], otherwise one of the others, each with
+    its probability divided by 1 - p. `values` [n] are scaled logits.
+
+    It does not matter how the draft was found, as long as that is independent of the noise of
+    `seed`.
+    """
+    is_other = ids != draft
+    if is_other.all():
+        probability = 0.0
+    else:
+        weights = np.exp(values - values.max())
+        probability = float(weights[~is_other][0] / weights.sum())
+    if chance(seed, position) < probability or not is_other.any():
+        return draft
+    others = ids[is_other]
+    return int(others[gumbel_argmax(values[is_other], noise_bits(seed, position, others))])
 
 
 def applies_xtc(state: SamplingState) -> bool:

@@ -157,6 +157,14 @@ class SamplingState:
         """The sampled token, or another one if the grammar could not end in time after it."""
         return token_id if self._grammar is None else self._grammar.forced_token(token_id)
 
+    def next_tokens(self) -> tuple[int, ...]:
+        """The tokens that the grammar or the thinking budget forces to come next, as far as they
+        are known. A hint: `changes` decides.
+        """
+        if self._thinking is not None and (closing := self._thinking.next_tokens()):
+            return closing
+        return () if self._grammar is None else self._grammar.next_tokens()
+
     def record(self, token_id: int) -> None:
         """Count an emitted token."""
         self.num_outputs += 1

@@ -3,8 +3,9 @@
 The tokens are those that would have been sampled without drafts: from the same logits, with the
 same noise, penalties and grammar state, one position after the other. A draft is accepted if it is
 that token; then the logits after it are valid, and the next position is sampled. So no sampling
-state is ever taken back. (Standard speculative sampling, Leviathan et al. 2023, keeps the
-distribution; this keeps the tokens.)
+state is ever taken back.
+
+Standard rejection sampling is there for comparison: it keeps the distribution, not the tokens.
 
 Called by `runtime.runner`.
 """
@@ -15,8 +16,8 @@ from collections.abc import Callable, Sequence
 
 import msgspec
 
-from quickstep.ops.tensors import AnyTensor
-from quickstep.runtime.sampling.sampler import Sample, SampleFailure, failure_of
+from quickstep.ops.tensors import AnyTensor, to_numpy
+from quickstep.runtime.sampling.sampler import Sample, SampleFailure, failure_of, sample_row
 from quickstep.runtime.sampling.state import SamplingState
 from quickstep.runtime.slots import Slot
 
@@ -50,6 +51,12 @@ class EmittingRow(msgspec.Struct):
         return self.slot.state
 
     @property
+    def next_draft(self) -> int | None:
+        """The draft of the position that is sampled next; None after all of them."""
+        num_new = len(self.samples)
+        return self.drafts[num_new] if num_new < len(self.drafts) else None
+
+    @property
     def next_logits(self) -> int:
         """The place of the logits from which the next token is sampled."""
         return self.first + len(self.samples)
@@ -79,8 +86,13 @@ class EmittingRow(msgspec.Struct):
         )
 
 
-def sample_rows(sample: _Sampler, logits: AnyTensor, rows: Sequence[EmittingRow]) -> None:
-    """Fill in the samples of all rows, or the failures of their slots. `logits` [E, V] fp32."""
+def sample_rows(
+    sample: _Sampler, logits: AnyTensor, rows: Sequence[EmittingRow], by_rejection: bool = False
+) -> None:
+    """Fill in the samples of all rows, or the failures of their slots. `logits` [E, V] fp32.
+
+    `by_rejection`: accept drafts by rejection sampling.
+    """
     if not any([row.drafts for row in rows]):
         samples = sample(logits, [row.state for row in rows], None)
         for row, sampled in zip(rows, samples, strict=True):
@@ -94,8 +106,16 @@ def sample_rows(sample: _Sampler, logits: AnyTensor, rows: Sequence[EmittingRow]
     else:
         active = list(rows)
         while active:
-            states, places = [row.state for row in active], [row.next_logits for row in active]
-            samples = sample(logits, states, places)
+            samples = _next_samples(sample, logits, active, by_rejection)
             active = [
                 row for row, sampled in zip(active, samples, strict=True) if row.accept(sampled)
             ]
+
+
+def _next_samples(
+    sample: _Sampler, logits: AnyTensor, rows: Sequence[EmittingRow], by_rejection: bool
+) -> list[Sample | SampleFailure]:
+    if by_rejection:
+        matrix = to_numpy(logits)
+        return [sample_row(matrix[row.next_logits], row.state, row.next_draft) for row in rows]
+    return sample(logits, [row.state for row in rows], [row.next_logits for row in rows])

@@ -33,9 +33,10 @@ from quickstep.server.generate.generation import (
 )
 from quickstep.server.http.body import ClientDisconnect, body_of, unless_disconnected
 from quickstep.server.http.errors import json_response
-from quickstep.server.http.event_stream import EventStream
+from quickstep.server.http.event_stream import SERVER_SENT_EVENTS, EventStream
 from quickstep.server.http.middleware import key_name, report_ignored
 from quickstep.server.metrics import NO_HEADERS, Metrics, RequestMeter
+from quickstep.server.options import ConnectionOptions
 from quickstep.server.schema.field_reader import loosened_keyword
 from quickstep.server.usage.limits import Reservation
 from quickstep.server.usage.recorder import BATCHES
@@ -82,13 +83,17 @@ class GeneratingRoute:
         )
         report_ignored(request, parsed.ignored)
         http_id: str = request.scope["state"]["request_id"]
-        named = structs.replace(parsed.request, request_id=http_id)
+        received_s: float = request.scope["state"]["received_s"]
+        named = structs.replace(parsed.request, request_id=http_id, received_s=received_s)
         parsed = replace(parsed, request=named)
         if _wants_timings(request):
             if parsed.timings is None or parsed.beams is not None:
                 report_ignored(request, [TIMINGS_HEADER])
             else:
                 parsed = replace(parsed, timings=True)
+        # before the prompt is tokenised, and before the event loop runs anything else
+        num_sequences = parsed.sampling.n * len(parsed.prompts)
+        self._served.engine.check_admission(parsed.request, num_sequences)
         try:
             answer = await unless_disconnected(
                 request.receive, self._open(parsed, caller, len(body), request.headers)
@@ -103,13 +108,18 @@ class GeneratingRoute:
 
     async def _deltas(self, request: Request, answer: _Answer) -> AsyncGenerator[ChoiceDelta, None]:
         """The deltas of a stream. With a deadline for the first token they begin with it, so that
-        a request that cannot meet it gets an error status and not an error within a stream.
+        a request that cannot meet it gets an error status and not an error within a stream; but the
+        stream begins when its first comment is due, which keeps the connection open.
         """
         deltas = answer.generation.deltas()
-        if answer.generation.request.request.ttft_deadline_s is None:
+        parsed = answer.generation.request
+        if parsed.request.ttft_deadline_s is None:
             return deltas
+        connections: ConnectionOptions = request.scope["state"]["connections"]
+        has_comments = parsed.stream_type == SERVER_SENT_EVENTS and connections.comment_every_s > 0
+        wait_s = connections.comment_every_s if has_comments else None
         try:
-            return await unless_disconnected(request.receive, _from_first(deltas))
+            return await unless_disconnected(request.receive, _from_first(deltas, wait_s))
         except BaseException:
             await answer.close()
             raise
@@ -233,19 +243,35 @@ async def _collect(answer: _Answer) -> None:
 
 
 async def _from_first(
-    deltas: AsyncGenerator[ChoiceDelta, None],
+    deltas: AsyncGenerator[ChoiceDelta, None], wait_s: float | None
 ) -> AsyncGenerator[ChoiceDelta, None]:
-    """Wait for the first delta; returns all of them."""
-    first = await anext(deltas, None)
+    """Wait for the first delta, for at most `wait_s`, and raise its error; returns all of them."""
+    first = asyncio.ensure_future(anext(deltas, None))
+    try:
+        await asyncio.wait({first}, timeout=wait_s)
+        if first.done():
+            first.result()
+    except BaseException:
+        await _cancelled(first)
+        raise
 
     async def from_first() -> AsyncGenerator[ChoiceDelta, None]:
         async with aclosing(deltas):
-            if first is not None:
-                yield first
+            try:
+                item = await first
+            finally:
+                await _cancelled(first)
+            if item is not None:
+                yield item
             async for item in deltas:
                 yield item
 
     return from_first()
+
+
+async def _cancelled(task: asyncio.Future[ChoiceDelta | None]) -> None:
+    task.cancel()
+    await asyncio.gather(task, return_exceptions=True)
 
 
 async def _frames(

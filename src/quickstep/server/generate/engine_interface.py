@@ -181,6 +181,11 @@ class ServedEngine(Protocol):
     async def stop(self, drain_s: float = 0.0) -> None:
         """Let running requests continue for `drain_s`, then end them, then free everything."""
 
+    def check_admission(self, request: Request, num_sequences: int) -> None:
+        """Raise RequestError for a request of so many sequences that could not be accepted now,
+        whatever its prompt is.
+        """
+
     async def prepare(self, sampling: SamplingParams) -> object:
         """Compile what `stream` needs of it, off the event loop. Raises RequestError."""
 

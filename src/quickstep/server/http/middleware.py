@@ -12,6 +12,7 @@ key, unknown paths included. The request's state then holds for the routes:
     state["error_shape"]    how the API writes errors (see `errors`)
     state["connections"]    how long clients may take (see `options`)
     state["request_id"]     the request's id, see below
+    state["received_s"]     when its first bytes were read, by the monotonic clock
     state["ignored"]        fields of the request that have no effect; routes add to it
 
 Every response has the request's id (the client's own, else a new one) in `x-request-id`, the
@@ -244,7 +245,8 @@ class _Watched:
         self._reported = reported
         self._request_id = request_id(scope["headers"])
         self.status: int | None = None
-        self._since_s = time.monotonic()
+        # the protocol sets it; other ASGI servers do not
+        self._since_s: float = scope["state"].setdefault("received_s", time.monotonic())
         scope["state"]["request_id"] = self._request_id
 
     async def __call__(self, message: Message) -> None:

@@ -4,13 +4,14 @@ size.
 The head of a request has to arrive in time and within its size. A refusal before there is a request
 is answered here, in OpenAI's shape, and so is a connection beyond the limit of open ones. A
 connection that the server has closed is cut if its client reads nothing. Routes find
-`abort_connection` in the request's state.
+`abort_connection` and `received_s` in the request's state.
 """
 
 from __future__ import annotations
 
 import asyncio
 import logging
+import time
 from typing import Any
 
 import msgspec
@@ -121,6 +122,7 @@ class BoundedProtocol(HttpToolsProtocol):
         super().on_message_begin()
         self._in_head = True
         self._await_head()
+        self.scope["state"]["received_s"] = time.monotonic()
         self.scope["state"]["abort_connection"] = self.transport.abort
 
     def on_header(self, name: bytes, value: bytes) -> None:

@@ -1,0 +1,109 @@
+"""Admission: predicted waits by priority, and refusals from the published state of the queue."""
+
+from __future__ import annotations
+
+import msgspec
+import pytest
+from scheduler_world import Setup, World, ask
+
+from quickstep.core.admission import AdmissionState, WaitEstimate
+from quickstep.errors import FirstTokenTooLate, QueueFull, RequestError
+from quickstep.types import Request, RequestClass, SamplingParams
+
+BUSY = AdmissionState(
+    num_waiting=40,
+    num_interactive=10,
+    max_waiting=40,
+    num_free_slots=0,
+    waiting=((0, 10), (1000, 30)),
+    running=((0, 4), (1000, 4)),
+    interval_s=0.1,
+    delay_s=0.05,
+)
+
+
+def limited(deadline_s: float, **fields: object) -> Request:
+    return msgspec.structs.replace(Request("r"), ttft_deadline_s=deadline_s, **fields)
+
+
+def check(request: Request, undecided: dict[int, int] | None = None, waited_s: float = 0.0) -> None:
+    BUSY.check(request, 1, undecided or {}, waited_s)
+
+
+def test_batch_work_neither_fills_the_queue_nor_lengthens_the_wait_of_an_interactive_request() -> (
+    None
+):
+    check(limited(2.0))
+    with pytest.raises(QueueFull) as full:
+        check(Request("r", request_class=RequestClass.BATCH))
+    assert full.value.status == 429
+    assert full.value.retry_after_s == pytest.approx(1.5 * 41 * 0.1)
+
+
+def test_a_request_is_refused_for_those_of_its_own_level_and_before() -> None:
+    with pytest.raises(FirstTokenTooLate) as late:
+        check(limited(1.5))
+    assert late.value.status == 503
+    assert "the predicted wait is 1.65 s" in str(late.value)
+    check(limited(0.1, priority=-1))  # before all others, and may take the place of a running one
+
+
+def test_what_the_engine_has_not_decided_yet_counts_by_its_level() -> None:
+    check(limited(2.0), {1000: 50})
+    with pytest.raises(FirstTokenTooLate):
+        check(limited(2.0), {0: 5})
+
+
+def test_the_time_that_a_request_has_waited_already_counts() -> None:
+    with pytest.raises(FirstTokenTooLate, match=r"it has waited for 0\.50 s"):
+        check(limited(2.0), waited_s=0.5)
+
+
+def test_policies_that_do_not_serve_by_level_leave_the_decision_to_the_scheduler() -> None:
+    unknown = msgspec.structs.replace(BUSY, waiting=None, running=None)
+    unknown.check(limited(0.001), 1, {}, waited_s=0.0)
+
+
+def test_a_long_delay_is_forgotten_while_no_first_token_measures_another() -> None:
+    estimate = WaitEstimate()
+    for _ in range(50):
+        estimate.count_first_token(4.0, now=10.0)
+    assert estimate.delay_s(10.0) > 4.0
+    assert estimate.delay_s(20.0) < 0.3
+    assert estimate.delay_s(1e9) == pytest.approx(0.0)
+
+
+def waiting_world(count: int, request_class: RequestClass) -> World:
+    """One sequence runs for long, and others wait."""
+    world = World(Setup(max_num_seqs=1))
+    world.add(ask("runs", max_tokens=40))
+    world.plan()
+    world.commit()
+    for number in range(count):
+        request = ask(f"w{number}", max_tokens=40)
+        world.add(msgspec.structs.replace(request, request_class=request_class))
+    return world
+
+
+def test_the_scheduler_counts_only_what_is_served_before_a_request() -> None:
+    tight = Request("late", (1, 2, 3), SamplingParams(max_tokens=4), ttft_deadline_s=0.3)
+    urgent = msgspec.structs.replace(tight, priority=-1)
+    world = waiting_world(50, RequestClass.INTERACTIVE)
+    with pytest.raises(RequestError, match="the first token cannot come"):
+        world.scheduler.add(tight, world.now)
+    world.scheduler.add(urgent, world.now)
+    world = waiting_world(50, RequestClass.BATCH)
+    state = world.scheduler.admission_state(world.now)
+    assert (state.waiting, state.num_interactive) == (((1000, 50),), 0)
+
+
+def test_the_wait_of_a_request_counts_from_when_the_server_received_it() -> None:
+    world = World(Setup(max_num_seqs=1))
+    request = msgspec.structs.replace(
+        ask("a", max_tokens=4), ttft_deadline_s=1.0, received_s=world.now - 0.9999
+    )
+    with pytest.raises(FirstTokenTooLate, match=r"it has waited for 1\.00 s"):
+        world.scheduler.add(request, world.now)
+    world.add(msgspec.structs.replace(request, ttft_deadline_s=None))
+    timings = world.scheduler.timings("a", world.now)[0]
+    assert timings.queue_s == pytest.approx(0.9999)
