@@ -2,8 +2,8 @@
 
 The figures are all those of LLaMA 7B and 70B in NVIDIA's table for TensorRT-LLM 0.6.1 (its L40S and
 first-token rows are of 0.5; `docs/source/performance.md` in NVIDIA/TensorRT-LLM): a batch of
-requests of equal lengths, which starts at once and runs to its end. The simulator gets the same batch
-on the same hardware. Nothing is fitted to these figures, and no row is left out.
+requests of equal lengths, which starts at once and runs to its end. The simulator gets the same
+batch on the same hardware. Nothing is fitted to these figures, and no row is left out.
 
 FP8 is planned as int8 for weights and KV: the same bytes, and the same peak in operations.
 """
