@@ -172,7 +172,7 @@ def test_another_order_of_arrival_gives_other_plans() -> None:
 def test_a_bad_line_is_named(place: int, line: bytes, sentence: str) -> None:
     records = Records(is_full=False)
     records.open(Setup())
-    lines = list(records.lines)
+    lines = [*records.lines, b'{"kind":"end","num_calls":0}']
     lines.insert(place, line)
     with pytest.raises(ConfigError, match=sentence):
         replay(read_recording(lines))

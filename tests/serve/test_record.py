@@ -119,6 +119,11 @@ def test_a_recording_of_a_killed_server_is_replayed_as_far_as_it_goes(
     path.write_bytes(b"".join(lines[: ends[0] + 1]))
     assert main(["replay", "--plans-only", str(path)]) == 0
     assert "cut off" in capsys.readouterr().out
+    running = [line for line in lines if b'"kind":"end"' not in line]
+    del running[max(at for at, line in enumerate(running) if b'"kind":"request"' in line)]
+    path.write_bytes(b"".join(running))
+    assert main(["replay", "--plans-only", str(path)]) == 0
+    assert "was running when the server was killed" in capsys.readouterr().out
 
 
 def test_a_bad_line_is_one_sentence(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

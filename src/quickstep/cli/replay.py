@@ -56,6 +56,11 @@ def run(args: argparse.Namespace) -> int:
             f"{replayed.different_line} of {args.file}"
         )
         return 1
+    if replayed.cut_at_line is not None:
+        print(
+            f"ended at line {replayed.cut_at_line}: the request that it adds was running when the "
+            "server was killed"
+        )
     tokens = f" and {replayed.num_tokens} tokens" if replayed.num_tokens else ""
     print(f"identical: {replayed.num_plans} plans{tokens} of {len(recording.requests)} requests")
     return 0

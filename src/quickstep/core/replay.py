@@ -74,12 +74,16 @@ class Recording(msgspec.Struct, frozen=True):
 class Replayed(msgspec.Struct, frozen=True):
     """The result: plans that were compared, and the line of the first that differs, if any; with a
     runner, tokens that were compared, and a sentence about the first that differs.
+
+    `cut_at_line`: Where the replay ended, because the next call adds a request without a line: its
+    server was killed before the request had ended.
     """
 
     num_plans: int
     different_line: int | None = None
     num_tokens: int = 0
     different_tokens: str = ""
+    cut_at_line: int | None = None
 
 
 # Runs a plan and returns its result; of a real model, to compare its tokens.
@@ -174,8 +178,11 @@ class _Replay:
 
     def result(self) -> Replayed:
         """Repeat all calls."""
-        different = None
+        different = cut = None
         for line, call in self._recording.calls:
+            if self._is_cut_off(call):
+                cut = line
+                break
             try:
                 is_equal = self._repeat(call)
             except (EngineError, IndexError, KeyError) as error:
@@ -185,7 +192,11 @@ class _Replay:
             if not is_equal:
                 different = line
                 break
-        return Replayed(self._num_plans, different, self._num_tokens, self._different_tokens)
+        return Replayed(self._num_plans, different, self._num_tokens, self._different_tokens, cut)
+
+    def _is_cut_off(self, call: RecordedCall) -> bool:
+        is_known = call.number in self._recording.requests
+        return call.name == "add" and not is_known and not self._recording.is_complete
 
     def _repeat(self, call: RecordedCall) -> bool:
         """Whether a call had the recorded result."""
@@ -226,7 +237,7 @@ class _Replay:
     def _add(self, call: RecordedCall) -> bool:
         recorded = self._recording.requests.get(call.number)
         if recorded is None:
-            raise EngineError(f"request {call.number} has no line: the recording was cut off")
+            raise EngineError(f"request {call.number} has no line")
         if recorded.refused:  # it has no other effect
             return True
         request = replace(recorded.request, request_id=str(call.number))
