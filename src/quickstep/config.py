@@ -54,7 +54,9 @@ class PolicyName(enum.Enum):
 
 
 class SpeculationMethod(enum.Enum):
-    """What proposes draft tokens: `auto` is `draft` with a model, otherwise `suffix`."""
+    """What proposes draft tokens: `auto` is `suffix` and, if there is a model, also what its
+    checkpoint holds: `draft`, `medusa`, `eagle` or `eagle3`.
+    """
 
     OFF = "off"
     AUTO = "auto"
@@ -218,13 +220,6 @@ class SpeculationConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True)
                 f"--speculative-model is {self.model}, but --speculative-method {method.value} "
                 "uses no model; leave one of them out"
             )
-
-    @property
-    def resolved_method(self) -> SpeculationMethod:
-        """The method that `auto` means here, or the method itself."""
-        if self.method is not SpeculationMethod.AUTO:
-            return self.method
-        return SpeculationMethod.SUFFIX if self.model is None else SpeculationMethod.DRAFT
 
     @staticmethod
     def of_fields(fields: Mapping[str, Any], source: str) -> SpeculationConfig:

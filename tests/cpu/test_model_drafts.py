@@ -9,6 +9,7 @@ from quickstep.config import EngineConfig, LoadConfig, SpeculationConfig, Specul
 from quickstep.engine.assembly import load_weights
 from quickstep.errors import ConfigError
 from quickstep.model.checkpoint.source import find_checkpoint
+from quickstep.runtime.speculation.methods import method_of_tensors
 
 PROMPTS = ["def add(first, second):\n    return", "import os\nimport sys\n\nclass Reader:"]
 OPTIONS = {"max_model_len": 256, "num_blocks": 64}
@@ -48,10 +49,10 @@ def medusa_path(tmp_path_factory):
     return path
 
 
-def outputs(speculation, sampling):
+def outputs(speculation, sampling, prompts=PROMPTS):
     """The tokens and logprobs of each prompt, and the numbers of drafts checked and accepted."""
     with LLM("demo", speculative_config=speculation, **OPTIONS) as llm:
-        generated = llm.generate(PROMPTS, sampling)
+        generated = llm.generate(prompts, sampling)
         totals = llm.engine.stats().scheduler.totals
         tokens = [(one.outputs[0].token_ids, one.outputs[0].logprobs) for one in generated]
         return tokens, totals.num_drafts, totals.num_accepted
@@ -77,9 +78,29 @@ def test_a_draft_model_is_in_the_memory_plan(draft_path):
     assert rows["draft KV cache"] == rows["KV cache"]
 
 
-def test_auto_is_the_draft_model_where_one_is_given():
-    assert SpeculationConfig().resolved_method is SpeculationMethod.SUFFIX
-    assert SpeculationConfig(model="a").resolved_method is SpeculationMethod.DRAFT
+@pytest.mark.parametrize(
+    ("names", "method"),
+    [
+        (["model.embed_tokens.weight", "lm_head.weight"], SpeculationMethod.DRAFT),
+        (["0.0.linear.weight", "0.1.weight"], SpeculationMethod.MEDUSA),
+        (["medusa_heads.0.0.linear.weight"], SpeculationMethod.MEDUSA),
+        (["fc.weight", "layers.0.mlp.down_proj.weight"], SpeculationMethod.EAGLE),
+        (["fc.weight", "midlayer.mlp.down_proj.weight", "d2t"], SpeculationMethod.EAGLE3),
+    ],
+)
+def test_auto_finds_out_what_the_checkpoint_is(names, method):
+    assert method_of_tensors(names) is method
+
+
+@pytest.mark.parametrize("kind", ["draft", "medusa"])
+def test_auto_combines_the_model_with_what_needs_none(kind, draft_path, medusa_path):
+    sampling = SamplingParams(temperature=0.0, max_tokens=40, seed=5)
+    prompts = [*PROMPTS, "numbers = [1, 2, 3, 1, 2, 3, 1, 2, 3, 1, 2, 3, 1, 2,"]
+    path = draft_path if kind == "draft" else medusa_path
+    config = {"method": "auto", "model": str(path), "num_speculative_tokens": 3}
+    tokens, num_drafts, num_accepted = outputs(config, sampling, prompts)
+    assert tokens == outputs({"method": "off"}, sampling, prompts)[0]
+    assert num_drafts > num_accepted > 0
 
 
 def test_a_method_and_a_model_that_contradict_each_other_are_refused():

@@ -224,13 +224,29 @@ def _draft_load(config: EngineConfig) -> LoadConfig:
 _EAGLE = (SpeculationMethod.EAGLE, SpeculationMethod.EAGLE3)
 
 
+def _model_method(config: EngineConfig) -> SpeculationMethod | None:
+    """The method with a model; None without one. Raises ConfigError."""
+    from quickstep.model.checkpoint.source import find_checkpoint
+    from quickstep.model.checkpoint.weights import open_checkpoint_files
+    from quickstep.runtime.speculation.methods import method_of_tensors
+
+    speculation = config.speculation
+    if speculation.model is None:
+        return None
+    if speculation.method is not SpeculationMethod.AUTO:
+        return speculation.method
+    return method_of_tensors(
+        open_checkpoint_files(find_checkpoint(_draft_load(config)).path).tensors
+    )
+
+
 def _draft_sizes(
     config: EngineConfig, spec: ModelSpec, dtype_bytes: int, ops: OpTable
 ) -> DraftSizes | None:
     """What drafts need of the memory, next to a target of this spec. Raises ConfigError."""
     from quickstep.engine.draft_model import eagle_sizes, find_draft, find_eagle
 
-    method = config.speculation.resolved_method
+    method = _model_method(config)
     if method is SpeculationMethod.DRAFT:
         return find_draft(_draft_load(config), ops).sizes
     if method in _EAGLE:
@@ -244,13 +260,30 @@ def _open_proposer(
     config: EngineConfig, model: Model, plan: MemoryPlan, path: Path | None
 ) -> Proposer | None:
     """What drafts for `model`, whose checkpoint is at `path`. Raises ConfigError."""
-    from quickstep.model.checkpoint.source import find_checkpoint
-    from quickstep.model.decoder import Decoder
+    from quickstep.runtime.speculation.combined import CombinedProposer
     from quickstep.runtime.speculation.methods import open_proposer
 
-    method = config.speculation.resolved_method
-    if method not in (SpeculationMethod.DRAFT, SpeculationMethod.MEDUSA, *_EAGLE):
+    method = _model_method(config)
+    if method is None:
         return open_proposer(config.speculation)
+    with_model = _open_model_proposer(config, method, model, plan, path)
+    if config.speculation.method is not SpeculationMethod.AUTO:
+        return with_model
+    free = open_proposer(replace(config.speculation, model=None))
+    assert free is not None, "the method is not off"
+    return CombinedProposer([free], with_model, time.perf_counter)
+
+
+def _open_model_proposer(
+    config: EngineConfig,
+    method: SpeculationMethod,
+    model: Model,
+    plan: MemoryPlan,
+    path: Path | None,
+) -> Proposer:
+    from quickstep.model.checkpoint.source import find_checkpoint
+    from quickstep.model.decoder import Decoder
+
     if not isinstance(model, Decoder):
         raise ConfigError(
             f"--speculative-method {method.value} needs a model of a native architecture; "

@@ -241,7 +241,7 @@ def _add_speculation_flags(group: argparse._ActionsContainer) -> None:
         "occurrences of the last tokens in the prompt and outputs (suffix, ngram), a smaller model "
         "(draft), heads of the model (medusa), a layer that reads its hidden states (eagle, "
         "eagle3), or nothing (off); the output is the same (default: "
-        f"{defaults.method.value}: draft with --speculative-model, otherwise suffix)",
+        f"{defaults.method.value}: suffix, and what --speculative-model is)",
     )
     group.add_argument(
         "--speculative-model",

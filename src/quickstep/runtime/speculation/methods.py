@@ -1,13 +1,31 @@
-"""Opens the proposers that need no model; `engine.assembly` opens the others."""
+"""Opens the proposers that need no model, and says which one a checkpoint is for;
+`engine.assembly` opens the others.
+"""
 
 from __future__ import annotations
+
+import re
+from collections.abc import Iterable
 
 from quickstep.config import SpeculationConfig, SpeculationMethod
 from quickstep.runtime.speculation.ngram import NgramProposer
 from quickstep.runtime.speculation.proposer import Proposer
 from quickstep.runtime.speculation.suffix import SuffixProposer
 
-__all__ = ["open_proposer"]
+__all__ = ["method_of_tensors", "open_proposer"]
+
+_MEDUSA = re.compile(r"(medusa_heads?\.)?\d+\.\d+\.(linear\.)?(weight|bias)")
+
+
+def method_of_tensors(names: Iterable[str]) -> SpeculationMethod:
+    """What a checkpoint with tensors of these names can be used for, as `--speculative-model`."""
+    bare = {name.removeprefix("model.") for name in names}
+    if "fc.weight" in bare:
+        is_fused = any(name.startswith("midlayer.") for name in bare) or "d2t" in bare
+        return SpeculationMethod.EAGLE3 if is_fused else SpeculationMethod.EAGLE
+    if any(_MEDUSA.fullmatch(name) for name in bare):
+        return SpeculationMethod.MEDUSA
+    return SpeculationMethod.DRAFT
 
 
 def open_proposer(config: SpeculationConfig) -> Proposer | None:
