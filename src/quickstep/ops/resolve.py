@@ -1,7 +1,8 @@
 """Which implementation runs the ops: decided once, when a model is loaded.
 
-The native library on a CPU where it is present, otherwise the PyTorch reference, which runs
-everywhere. Nothing is decided again while the model lives.
+The native library on a CPU where it is present, Triton kernels on a GPU where Triton is installed,
+otherwise the PyTorch reference, which runs everywhere. Nothing is decided again while the model
+lives.
 """
 
 from __future__ import annotations
@@ -22,7 +23,7 @@ if TYPE_CHECKING:
 
 __all__ = ["KERNELS", "resolve_ops"]
 
-KERNELS = ("auto", "reference", "native")
+KERNELS = ("auto", "reference", "native", "triton")
 
 
 def resolve_ops(
@@ -39,11 +40,11 @@ def resolve_ops(
     wherever the system runs them.
 
     Raises:
-        ConfigError: `kernels` is not known, or is `native` where native kernels cannot run.
+        ConfigError: `kernels` is not known, or is `native` or `triton` where those cannot run.
     """
     if kernels not in KERNELS:
         raise ConfigError(f"kernels is {kernels!r}, it must be one of {', '.join(KERNELS)}")
-    wants_native = kernels != "reference" and device.type == "cpu"
+    wants_native = kernels in ("auto", "native") and device.type == "cpu"
     native = load_native(num_threads, isa, places=places) if wants_native else None
     if kernels == "native" and native is None:
         raise ConfigError(
@@ -53,6 +54,17 @@ def resolve_ops(
     if native is not None:
         return native
     require_torch(f"running the PyTorch ops on {device.type}")
+    if kernels == "triton" or (kernels == "auto" and device.type == "cuda"):
+        from quickstep.ops.triton.backend import load_triton
+
+        table = load_triton(device)
+        if table is not None:
+            return table
+        if kernels == "triton":
+            raise ConfigError(
+                f"kernels is 'triton', but Triton is not installed or does not run on "
+                f"{device.type}; choose 'auto'"
+            )
     from quickstep.ops.reference import reference_ops
 
     return reference_ops()

@@ -1,0 +1,52 @@
+"""The op table of the Triton kernels, and whether they can run.
+
+Ops without a kernel here (quantized products, LoRA, writes to the KV cache, gathering rows of the
+embedding) are the reference's, which run on every device.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import os
+from typing import TYPE_CHECKING
+
+from quickstep.ops.reference import reference_ops
+from quickstep.ops.table import OpTable
+
+if TYPE_CHECKING:
+    import torch
+
+    from quickstep.ops.tensors import Device
+
+__all__ = ["load_triton"]
+
+
+def load_triton(device: torch.device | Device) -> OpTable | None:
+    """The table, or None where Triton is not installed or has no kernels for `device`.
+
+    On a CPU they run interpreted, far too slowly to serve, if TRITON_INTERPRET=1 was set before
+    Triton was imported: that is for tests.
+    """
+    is_interpreted = os.environ.get("TRITON_INTERPRET") == "1"
+    if importlib.util.find_spec("triton") is None:
+        return None
+    if device.type != "cuda" and not (device.type == "cpu" and is_interpreted):
+        return None
+    import msgspec
+
+    from quickstep.ops.triton.attention import paged_attention
+    from quickstep.ops.triton.elementary import add_rms_norm, gated_activation, rms_norm, rotary
+    from quickstep.ops.triton.linear import linear, logits, pack_linear
+
+    return msgspec.structs.replace(
+        reference_ops(),
+        name="triton",
+        pack_linear=pack_linear,
+        linear=linear,
+        logits=logits,
+        rms_norm=rms_norm,
+        add_rms_norm=add_rms_norm,
+        rotary=rotary,
+        gated_activation=gated_activation,
+        paged_attention=paged_attention,
+    )

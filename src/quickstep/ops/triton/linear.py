@@ -1,0 +1,114 @@
+"""Batch-invariant product of activations with a float weight, y = x W^T + b.
+
+Each output is summed in fp32 over blocks of `_BLOCK_K` inputs in ascending order, by one program:
+no split over K, and one tile shape for every number of tokens, since a GPU may choose another
+matrix instruction, with other bits, for another shape.
+"""
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from quickstep.ops.reference.linear import finished_logits, quantized_linear
+from quickstep.ops.table import LinearWeight, QuantizedWeight
+from quickstep.ops.tensors import AnyTensor, to_torch
+from quickstep.ops.triton.rounding import rounded
+
+__all__ = ["linear", "logits", "pack_linear"]
+
+_BLOCK_N = 64
+_BLOCK_K = 64
+_BLOCK_T = 64
+
+
+@triton.jit
+def _linear_kernel(
+    x,
+    weight,
+    bias,
+    out,
+    num_tokens,
+    num_outputs,
+    num_inputs,
+    x_stride,
+    HAS_BIAS: tl.constexpr,
+    WIDEN: tl.constexpr,
+    BLOCK_T: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    BLOCK_K: tl.constexpr,
+):
+    """One tile [BLOCK_T, BLOCK_N] of the output. WIDEN: multiply in fp32, else in x's dtype."""
+    tokens = tl.program_id(0).to(tl.int64) * BLOCK_T + tl.arange(0, BLOCK_T)
+    outputs = tl.program_id(1).to(tl.int64) * BLOCK_N + tl.arange(0, BLOCK_N)
+    total = tl.zeros((BLOCK_T, BLOCK_N), dtype=tl.float32)
+    for first in range(0, num_inputs, BLOCK_K):
+        inputs = first + tl.arange(0, BLOCK_K)
+        x_mask = (tokens[:, None] < num_tokens) & (inputs[None, :] < num_inputs)
+        w_mask = (inputs[:, None] < num_inputs) & (outputs[None, :] < num_outputs)
+        a = tl.load(x + tokens[:, None] * x_stride + inputs[None, :], mask=x_mask, other=0.0)
+        b = tl.load(
+            weight + outputs[None, :] * num_inputs + inputs[:, None], mask=w_mask, other=0.0
+        )
+        if WIDEN:
+            a = a.to(tl.float32)
+            b = b.to(tl.float32)
+        total += tl.dot(a, b, input_precision="ieee")
+    if HAS_BIAS:
+        added = tl.load(bias + outputs, mask=outputs < num_outputs, other=0.0)
+        total += added.to(tl.float32)[None, :]
+    mask = (tokens[:, None] < num_tokens) & (outputs[None, :] < num_outputs)
+    tl.store(
+        out + tokens[:, None] * num_outputs + outputs[None, :],
+        rounded(total, out.dtype.element_ty),
+        mask=mask,
+    )
+
+
+def pack_linear(weight: AnyTensor, bias: AnyTensor | None) -> LinearWeight:
+    """Weight [N, C], bias [N] or None; the weight itself if it is contiguous."""
+    data, bias = to_torch(weight).contiguous(), None if bias is None else to_torch(bias)
+    num_outputs, num_inputs = data.shape
+    nbytes = data.nbytes + (0 if bias is None else bias.nbytes)
+    return LinearWeight(data, bias, num_outputs, num_inputs, nbytes)
+
+
+def logits(
+    hidden: AnyTensor, weight: LinearWeight, divisor: float, softcap: float | None
+) -> Tensor:
+    """Hidden states [E, C] -> [E, V] fp32."""
+    return finished_logits(linear(to_torch(hidden), weight), divisor, softcap)
+
+
+def linear(x: Tensor, weight: LinearWeight) -> Tensor:
+    """X [T, C] -> [T, N] in x's dtype; T may be 0. Quantized weights have no kernel here yet."""
+    data = weight.data
+    if isinstance(data, QuantizedWeight):
+        return quantized_linear(x, weight)
+    assert isinstance(data, Tensor)
+    if x.stride(-1) != 1:
+        x = x.contiguous()
+    num_tokens, num_outputs = x.shape[0], weight.num_outputs
+    out = x.new_empty(num_tokens, num_outputs)
+    if out.numel() == 0:
+        return out
+    grid = (triton.cdiv(num_tokens, _BLOCK_T), triton.cdiv(num_outputs, _BLOCK_N))
+    _linear_kernel[grid](
+        x,
+        data,
+        weight.bias,
+        out,
+        num_tokens,
+        num_outputs,
+        weight.num_inputs,
+        x.stride(0),
+        HAS_BIAS=weight.bias is not None,
+        # interpreted bf16 products are not those of a GPU; fp32 ones of bf16 factors are exact
+        WIDEN=x.device.type == "cpu" or x.dtype == torch.float32 or x.dtype != data.dtype,
+        BLOCK_T=_BLOCK_T,
+        BLOCK_N=_BLOCK_N,
+        BLOCK_K=_BLOCK_K,
+    )
+    return out

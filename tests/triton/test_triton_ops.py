@@ -1,0 +1,118 @@
+"""The Triton kernels, interpreted on the CPU: near float64, and the same bits in every batch.
+
+The interpreter takes milliseconds a program, so that only small cases are checked here; all are on
+a GPU (`tests/cuda`).
+"""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+pytest.importorskip("triton")
+
+from op_checks.agreement import agreement
+from op_checks.attention_cases import make_layout, stored_heads
+from op_checks.cases import Case, bind, cases
+from op_checks.invariance import same_bits
+from quickstep.errors import ConfigError
+from quickstep.ops.resolve import resolve_ops
+from quickstep.ops.table import AttentionParams, OpTable
+from quickstep.ops.triton.backend import load_triton
+
+CPU = torch.device("cpu")
+ROW_OPS = ("linear", "logits", "rms_norm", "add_rms_norm", "rotary", "gated_activation")
+ATTENTION = ("one-key", "window-below-tile", "sinks-one-key")
+SMALL = 20_000  # elements of all inputs of a case
+
+
+@pytest.fixture(scope="module")
+def ops() -> OpTable:
+    table = load_triton(CPU)
+    assert table is not None
+    return table
+
+
+def small_cases(op: str, dtypes: tuple[torch.dtype, ...]) -> list[Case]:
+    chosen = []
+    for case in cases([op], dtypes):
+        assert isinstance(case, Case)
+        inputs = [one for one in (*case.tokens, *case.fixed) if isinstance(one, torch.Tensor)]
+        if sum(one.numel() for one in inputs) <= SMALL:
+            chosen.append(case)
+    assert chosen
+    return chosen
+
+
+@pytest.mark.parametrize("op", ROW_OPS)
+def test_interpreted_results_are_near_float64(ops: OpTable, op: str) -> None:
+    every = (torch.float32, torch.bfloat16, torch.float16)
+    wrong = [agreement(ops, case) for case in small_cases(op, every)]
+    assert [one for one in wrong if not one.ok] == []
+
+
+@pytest.mark.parametrize("op", ROW_OPS)
+def test_an_interpreted_token_has_the_same_bits_in_every_batch(ops: OpTable, op: str) -> None:
+    several = [one for one in small_cases(op, (torch.bfloat16,)) if len(one.tokens[0]) > 2]
+    chosen = min(several, key=lambda one: one.tokens[0].numel())
+    run = bind(ops, chosen)
+    together = run(*chosen.tokens)
+    for index in (0, len(chosen.tokens[0]) - 1):
+        token = slice(index, index + 1)
+        alone = run(*(one[token] for one in chosen.tokens))
+        assert all(same_bits(a, b[token]) for a, b in zip(alone, together, strict=True))
+
+
+def test_interpreted_attention_is_near_float64(ops: OpTable) -> None:
+    chosen = [
+        case
+        for case in cases(["paged_attention"], (torch.bfloat16,))
+        if case.name.removeprefix("paged_attention-bfloat16-").startswith(ATTENTION)
+    ]
+    assert len(chosen) >= len(ATTENTION)
+    wrong = [agreement(ops, case) for case in chosen]
+    assert [one for one in wrong if not one.ok] == []
+
+
+@pytest.mark.parametrize("kv_dtype", [torch.bfloat16, torch.int8])
+def test_interpreted_attention_has_the_same_bits_alone_and_in_chunks(
+    ops: OpTable, kv_dtype: torch.dtype
+) -> None:
+    generator = torch.Generator().manual_seed(3)
+
+    def normal(*shape: int) -> torch.Tensor:
+        return torch.randn(*shape, generator=generator)
+
+    rows = ((0, 5), (1030, 1), (62, 4))  # within a tile, over two splits, over two tiles
+    block_size, lengths = 32, (1, 33, 3)
+    tables = torch.zeros(3, max(lengths), dtype=torch.int32)
+    order = torch.randperm(sum(lengths), generator=generator).int() + 1
+    for row, blocks in enumerate(torch.split(order, lengths)):
+        tables[row, : len(blocks)] = blocks
+    shape = (sum(lengths) + 1, block_size, 2, 16)
+    keys, values = (stored_heads(normal(*shape), kv_dtype) for _ in range(2))
+    q = normal(10, 6, 16).bfloat16()
+    params = AttentionParams(0.25)
+
+    def attend(picked: list[int], rows: tuple[tuple[int, int], ...], q: torch.Tensor):
+        layout = make_layout(rows, tables[picked], block_size)
+        return ops.paged_attention(q, keys, values, layout, params, None)
+
+    together = attend([0, 1, 2], rows, q)
+    starts = (0, 5, 6, 10)
+    for row, span in enumerate(rows):
+        mine = slice(starts[row], starts[row + 1])
+        assert same_bits(attend([row], (span,), q[mine]), together[mine])
+    for index in range(4):
+        token = slice(6 + index, 7 + index)
+        assert same_bits(attend([2], ((62 + index, 1),), q[token]), together[token])
+
+
+def test_triton_is_resolved_by_name_and_refused_where_it_cannot_run(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    assert resolve_ops(CPU, "triton").name == "triton"
+    assert resolve_ops(CPU, "reference").name == "reference"
+    monkeypatch.delenv("TRITON_INTERPRET")
+    with pytest.raises(ConfigError, match="Triton is not installed or does not run on cpu"):
+        resolve_ops(CPU, "triton")
