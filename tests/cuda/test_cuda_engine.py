@@ -31,11 +31,12 @@ def test_a_batch_on_a_gpu_equals_each_request_alone(pipeline_depth: int) -> None
         assert one.outputs[0].logprobs == other.outputs[0].logprobs
 
 
-def test_no_mismatch_on_a_gpu() -> None:
+@pytest.mark.parametrize("kernels", ["reference", "triton"])
+def test_no_mismatch_on_a_gpu(kernels: str) -> None:
     config = LoadConfig("demo", device="cuda")
     checkpoint = find_checkpoint(config)
     spec = read_spec(checkpoint.path)
-    ops = resolve_ops(torch.device("cuda"))
+    ops = resolve_ops(torch.device("cuda"), kernels)
 
     def load(_: int) -> Model:
         return load_model(checkpoint, spec, ops, config)

@@ -16,6 +16,7 @@ from quickstep.ops.table import LoRAPart
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs an NVIDIA GPU")
 
+KERNELS = ("reference", "triton")
 AnyCase = TypeVar("AnyCase", Case, AttentionCase)
 
 
@@ -33,15 +34,17 @@ def on_gpu(case: AnyCase) -> AnyCase:
     return msgspec.structs.replace(case, **fields)
 
 
+@pytest.mark.parametrize("kernels", KERNELS)
 @pytest.mark.parametrize("op", OPS)
-def test_results_on_a_gpu_are_near_float64(op: str) -> None:
-    ops = resolve_ops(torch.device("cuda"))
+def test_results_on_a_gpu_are_near_float64(op: str, kernels: str) -> None:
+    ops = resolve_ops(torch.device("cuda"), kernels)
     wrong = [agreement(ops, on_gpu(case)) for case in cases([op])]
     assert [one for one in wrong if not one.ok] == []
 
 
+@pytest.mark.parametrize("kernels", KERNELS)
 @pytest.mark.parametrize("op", OPS)
-def test_a_token_on_a_gpu_has_the_same_bits_in_every_batch(op: str) -> None:
-    ops = resolve_ops(torch.device("cuda"))
+def test_a_token_on_a_gpu_has_the_same_bits_in_every_batch(op: str, kernels: str) -> None:
+    ops = resolve_ops(torch.device("cuda"), kernels)
     found = {case.name: mismatches(ops, on_gpu(case)) for case in cases([op])}
     assert {name: one for name, one in found.items() if one} == {}

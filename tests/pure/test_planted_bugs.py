@@ -69,6 +69,7 @@ _MODULES = (
     "sequence",
     "step",
     "service_order",
+    "admission",
     "queues",
     "accounting",
     "policies",

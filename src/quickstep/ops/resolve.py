@@ -1,8 +1,8 @@
 """Which implementation runs the ops: decided once, when a model is loaded.
 
-The native library on a CPU where it is present, Triton kernels on a GPU where Triton is installed,
-otherwise the PyTorch reference, which runs everywhere. Nothing is decided again while the model
-lives.
+The native library on a CPU where it is present, otherwise the PyTorch reference, which runs
+everywhere. Triton kernels only by name, as no GPU has run them yet. Nothing is decided again while
+the model lives.
 """
 
 from __future__ import annotations
@@ -54,17 +54,16 @@ def resolve_ops(
     if native is not None:
         return native
     require_torch(f"running the PyTorch ops on {device.type}")
-    if kernels == "triton" or (kernels == "auto" and device.type == "cuda"):
+    if kernels == "triton":
         from quickstep.ops.triton.backend import load_triton
 
         table = load_triton(device)
-        if table is not None:
-            return table
-        if kernels == "triton":
+        if table is None:
             raise ConfigError(
                 f"kernels is 'triton', but Triton is not installed or does not run on "
                 f"{device.type}; choose 'auto'"
             )
+        return table
     from quickstep.ops.reference import reference_ops
 
     return reference_ops()
