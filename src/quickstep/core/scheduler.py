@@ -182,7 +182,16 @@ class Scheduler:
             arrival_s = min(now, request.received_s)
         rank_s = self._order.rank(request, arrival_s, service_s)
         sequences = [
-            Sequence(request, index, first + index, arrival_s, rank_s, service_s, first_token_s)
+            Sequence(
+                request,
+                index,
+                first + index,
+                arrival_s,
+                rank_s,
+                service_s,
+                first_token_s,
+                self._limits.output_limit(request),
+            )
             for index in range(n)
         ]
         if state is not None:
@@ -335,8 +344,10 @@ class Scheduler:
         self._preempt_for_waiting(draft, now)
         for phase in self._policy.phases:
             budget = draft.num_tokens_left
-            if self._waiting.head or self._batch.has_prefill:  # else there is nothing to split
-                num_tokens = self._policy.tokens(phase, self._view(draft, now), self._cost_model)
+            start = self._batch.prefill_start
+            if start is not None or self._waiting.head:  # else there is nothing to split
+                view = self._view(draft, now, start or 0)
+                num_tokens = self._policy.tokens(phase, view, self._cost_model)
                 budget = min(num_tokens, budget)
             elif phase is Phase.PREFILL:
                 continue
@@ -371,7 +382,7 @@ class Scheduler:
 
     def _num_drafts(self, sequence: Sequence, most: int) -> int:
         """How many drafts pay and fit into the blocks and the length of the sequence."""
-        num_left = self._limits.output_limit(sequence.request) - sequence.num_outputs - 1
+        num_left = sequence.output_limit - sequence.num_outputs - 1
         return min(
             self._drafts.num_drafts(sequence.acceptance),
             num_left,
@@ -381,10 +392,10 @@ class Scheduler:
 
     def _num_next_drafts(self, sequence: Sequence) -> int:
         """How many drafts to request for the row after the one that is placed now."""
-        if not self._drafts.max_drafts or not sequence.request.speculation:
+        if not sequence.request.speculation:
             return 0
         num_known = sequence.num_outputs + 1  # after that row, at least
-        num_left = self._limits.output_limit(sequence.request) - num_known - 1
+        num_left = sequence.output_limit - num_known - 1
         return max(0, min(self._drafts.num_drafts(sequence.acceptance), num_left))
 
     def _place_over_share(
@@ -421,8 +432,7 @@ class Scheduler:
             and not sequence.is_paused
             and residency.planned >= residency.prefill_end
             and not residency.awaits_drafts
-            and sequence.num_outputs + residency.pending
-            < self._limits.output_limit(sequence.request)
+            and sequence.num_outputs + residency.pending < sequence.output_limit
         )
 
     def _place_prefills(self, draft: StepDraft, budget: int, now: float) -> None:
@@ -452,7 +462,7 @@ class Scheduler:
                 return budget
             if before is not None and self._order.key(sequence) > self._order.key(before):
                 return budget
-            if not self._policy.may_admit(self._view(draft, now)):
+            if not self._policy.may_admit(self._view(draft, now, start=0)):
                 return budget
             hits = self._batch.hits_if_it_fits(sequence, self._num_reserved_blocks())
             if hits is None:
@@ -530,7 +540,7 @@ class Scheduler:
     ) -> None:
         """Add a row to the draft; from now on others may share the blocks that it fills."""
         residency = sequence.resident
-        num_next_drafts = self._num_next_drafts(sequence)
+        num_next_drafts = self._num_next_drafts(sequence) if self._drafts.max_drafts else 0
         row = sequence.row(num_tokens, new_block_ids, drafts, num_next_drafts)
         sequence.drafts = ()
         residency.planned = row.end
@@ -539,14 +549,15 @@ class Scheduler:
             residency.drafted_end = max(residency.drafted_end, row.end)
         residency.pending += row.emits
         sequence.last_step_id = self._next_step_id
-        draft.add(FlightRow(sequence, residency, row))
+        load = StepLoad.of_row(row, sequence.request.sampling)
+        draft.add(FlightRow(sequence, residency, row, load))
         self._batch.register(sequence)
 
     # -- preemption -------------------------------------------------------------------------------
 
     def _preempt_for_waiting(self, draft: StepDraft, now: float) -> None:
         """Preempt paused sequences and those of lower priority for the head of the queue."""
-        if not self._waiting or not self._policy.may_admit(self._view(draft, now)):
+        if not self._waiting or not self._policy.may_admit(self._view(draft, now, start=0)):
             return
         head = self._waiting.head
         if head is not None and not head.num_pending:
@@ -792,8 +803,7 @@ class Scheduler:
         """
         head = self._waiting.head
         if start is None:
-            prefilling = (one.resident.planned for one in self._batch if one.num_prefill_left)
-            start = next(prefilling, 0)
+            start = self._batch.prefill_start or 0
         return StepView(
             now=now,
             decode=draft.decode_load,
