@@ -129,9 +129,7 @@ def charge(
     else:
         idle_s = cost_model.seconds(StepLoad())
         weights = [
-            cost_model.seconds(StepLoad.of_row(entry.row, entry.sequence.request.sampling)) - idle_s
-            if one
-            else 0.0
+            cost_model.seconds(entry.load) - idle_s if one else 0.0
             for entry, one in zip(rows, alive, strict=True)
         ]
         if not sum(weights) > 0.0:
@@ -143,8 +141,8 @@ def charge(
     charged = tuple([seconds * (weight / total) for weight in weights])
     recomputed_s = rejected_s = 0.0
     for entry, output, row_s in zip(rows, outputs, charged, strict=True):
-        num_again = min(entry.row.end, entry.residency.recompute_end) - entry.row.start
-        if num_again > 0:
+        if entry.residency.recompute_end > entry.row.start:
+            num_again = min(entry.row.end, entry.residency.recompute_end) - entry.row.start
             again_s = row_s * (num_again / entry.row.num_tokens)
             entry.sequence.recomputed_s += again_s
             recomputed_s += again_s

@@ -119,6 +119,7 @@ class RunningBatch:
 
     def __init__(self, pool: KVBlockPool, num_slots: int, order: ServiceOrder) -> None:
         self._pool = pool
+        self._block_size = pool.block_size
         self._order = order
         self._num_slots = num_slots
         self._running: list[Sequence] = []
@@ -147,13 +148,13 @@ class RunningBatch:
         return sum(map(may_preempt, self._running))
 
     @property
-    def has_prefill(self) -> bool:
-        """Whether a prompt of a running sequence is to be continued."""
+    def prefill_start(self) -> int | None:
+        """Where the first prompt that is to be continued continues; None if there is none."""
         for one in self._running:  # `num_prefill_left` written out: every step calls this
             residency = one.residency
             if residency and residency.planned < residency.prefill_end and not one.is_paused:
-                return True
-        return False
+                return residency.planned
+        return None
 
     def hits_if_it_fits(self, sequence: Sequence, num_reserved: int = 0) -> tuple[int, ...] | None:
         """The cached blocks that `sequence` would start from; None if it does not fit now.
@@ -238,9 +239,10 @@ class RunningBatch:
 
     def grow(self, sequence: Sequence, num_tokens: int = 1) -> tuple[int, ...]:
         """Extend the block table for the next tokens; returns the new blocks."""
-        growth = self._growth(sequence, num_tokens)
-        if growth <= 0:
+        residency = sequence.resident
+        if residency.planned + num_tokens <= len(residency.blocks) * self._block_size:
             return ()
+        growth = self._growth(sequence, num_tokens)
         new_block_ids = self._pool.allocate(growth)
         sequence.resident.blocks.extend(new_block_ids)
         return tuple(new_block_ids)
@@ -253,7 +255,9 @@ class RunningBatch:
 
     def register(self, sequence: Sequence) -> None:
         """Index the full blocks whose tokens are known and whose computation is planned."""
-        residency, block_size = sequence.resident, self._pool.block_size
+        residency, block_size = sequence.resident, self._block_size
+        if residency.planned < (len(residency.keys) + 1) * block_size:  # the usual case
+            return
         num_full = min(residency.planned, len(sequence.token_ids)) // block_size
         if not self._pool.prefix_caching or len(residency.keys) >= num_full:
             return
@@ -349,14 +353,14 @@ class RunningBatch:
     def _fits_into_blocks(self, sequence: Sequence) -> bool:
         """Whether one more token needs no more blocks, which is the usual case."""
         residency = sequence.resident
-        return residency.planned < len(residency.blocks) * self._pool.block_size
+        return residency.planned < len(residency.blocks) * self._block_size
 
     def _growth(self, sequence: Sequence, num_tokens: int = 1) -> int:
         residency = sequence.resident
         return self._blocks_for(residency.planned + num_tokens) - len(residency.blocks)
 
     def _blocks_for(self, num_tokens: int) -> int:
-        return -(-num_tokens // self._pool.block_size)
+        return -(-num_tokens // self._block_size)
 
 
 class Due(enum.Enum):

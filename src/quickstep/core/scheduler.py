@@ -182,7 +182,16 @@ class Scheduler:
             arrival_s = min(now, request.received_s)
         rank_s = self._order.rank(request, arrival_s, service_s)
         sequences = [
-            Sequence(request, index, first + index, arrival_s, rank_s, service_s, first_token_s)
+            Sequence(
+                request,
+                index,
+                first + index,
+                arrival_s,
+                rank_s,
+                service_s,
+                first_token_s,
+                self._limits.output_limit(request),
+            )
             for index in range(n)
         ]
         if state is not None:
@@ -335,8 +344,10 @@ class Scheduler:
         self._preempt_for_waiting(draft, now)
         for phase in self._policy.phases:
             budget = draft.num_tokens_left
-            if self._waiting.head or self._batch.has_prefill:  # else there is nothing to split
-                num_tokens = self._policy.tokens(phase, self._view(draft, now), self._cost_model)
+            start = self._batch.prefill_start
+            if start is not None or self._waiting.head:  # else there is nothing to split
+                view = self._view(draft, now, start or 0)
+                num_tokens = self._policy.tokens(phase, view, self._cost_model)
                 budget = min(num_tokens, budget)
             elif phase is Phase.PREFILL:
                 continue
@@ -372,7 +383,7 @@ class Scheduler:
     def _num_drafts(self, sequence: Sequence, most: int) -> int:
         """How many drafts pay and fit into the blocks and the length of the sequence."""
         num_forced = min(sequence.num_forced_drafts, self._drafts.num_forced())
-        num_left = self._limits.output_limit(sequence.request) - sequence.num_outputs - 1
+        num_left = sequence.output_limit - sequence.num_outputs - 1
         return min(
             max(num_forced, self._drafts.num_drafts(sequence.acceptance)),
             num_left,
@@ -388,7 +399,7 @@ class Scheduler:
         if not self._drafts.max_drafts or not request.speculation:
             return 0, 0
         num_known = sequence.num_outputs + 1  # after that row, at least
-        num_left = max(0, self._limits.output_limit(request) - num_known - 1)
+        num_left = max(0, sequence.output_limit - num_known - 1)
         num_drafts = min(self._drafts.num_drafts(sequence.acceptance), num_left)
         if request.sampling.grammar is None and request.sampling.thinking_budget is None:
             return num_drafts, 0
@@ -428,8 +439,7 @@ class Scheduler:
             and not sequence.is_paused
             and residency.planned >= residency.prefill_end
             and not residency.awaits_drafts
-            and sequence.num_outputs + residency.pending
-            < self._limits.output_limit(sequence.request)
+            and sequence.num_outputs + residency.pending < sequence.output_limit
         )
 
     def _place_prefills(self, draft: StepDraft, budget: int, now: float) -> None:
@@ -459,7 +469,7 @@ class Scheduler:
                 return budget
             if before is not None and self._order.key(sequence) > self._order.key(before):
                 return budget
-            if not self._policy.may_admit(self._view(draft, now)):
+            if not self._policy.may_admit(self._view(draft, now, start=0)):
                 return budget
             hits = self._batch.hits_if_it_fits(sequence, self._num_reserved_blocks())
             if hits is None:
@@ -545,14 +555,15 @@ class Scheduler:
             residency.drafted_end = max(residency.drafted_end, row.end)
         residency.pending += row.emits
         sequence.last_step_id = self._next_step_id
-        draft.add(FlightRow(sequence, residency, row))
+        load = StepLoad.of_row(row, sequence.request.sampling)
+        draft.add(FlightRow(sequence, residency, row, load))
         self._batch.register(sequence)
 
     # -- preemption -------------------------------------------------------------------------------
 
     def _preempt_for_waiting(self, draft: StepDraft, now: float) -> None:
         """Preempt paused sequences and those of lower priority for the head of the queue."""
-        if not self._waiting or not self._policy.may_admit(self._view(draft, now)):
+        if not self._waiting or not self._policy.may_admit(self._view(draft, now, start=0)):
             return
         head = self._waiting.head
         if head is not None and not head.num_pending:
@@ -799,8 +810,7 @@ class Scheduler:
         """
         head = self._waiting.head
         if start is None:
-            prefilling = (one.resident.planned for one in self._batch if one.num_prefill_left)
-            start = next(prefilling, 0)
+            start = self._batch.prefill_start or 0
         return StepView(
             now=now,
             decode=draft.decode_load,

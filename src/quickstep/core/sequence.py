@@ -8,6 +8,7 @@ later. A *paused* sequence gets no rows and ranks after all others in its queue.
 from __future__ import annotations
 
 import enum
+import sys
 
 import msgspec
 from msgspec.structs import replace
@@ -106,8 +107,8 @@ class _Clock:
         self.changes = [(activity, now)]
 
     def enter(self, activity: Activity, now: float) -> None:
-        self.add_elapsed(now)
         if activity is not self.activity:
+            self.add_elapsed(now)
             self.activity = activity
             self._note_change(now)
 
@@ -134,7 +135,8 @@ class Sequence:
     """Mutable state of one sequence. `rank` orders service, waiting and running: lower first.
 
     `rank_s` is the policy's part of it (`core.service_order`). `service_s` is the predicted time in
-    seconds that it takes by itself, `first_token_service_s` the part until its first token.
+    seconds that it takes by itself, `first_token_service_s` the part until its first token;
+    `output_limit` how many output tokens it may have.
     """
 
     def __init__(
@@ -146,6 +148,7 @@ class Sequence:
         rank_s: float,
         service_s: float = 0.0,
         first_token_service_s: float = 0.0,
+        output_limit: int = sys.maxsize,
     ) -> None:
         self.request = request
         self.index = index
@@ -156,6 +159,7 @@ class Sequence:
         self.rank: Rank = (False, False, rank_s, arrival)
         self.service_s = service_s
         self.first_token_service_s = first_token_service_s
+        self.output_limit = output_limit
         self.last_step_id = -1  # the last step with a row of it
         self.root = ChainRoot(request.adapter_id, request.cache_salt)
         self.token_ids = list(request.prompt_token_ids)
@@ -374,16 +378,17 @@ class Sequence:
     def _end_reason(self, max_outputs: int) -> FinishReason | None:
         sampling = self.request.sampling
         token_id = self.token_ids[-1]
-        is_long_enough = self.num_outputs >= sampling.min_tokens
+        num_outputs = len(self.token_ids) - self.prompt_len
+        is_long_enough = num_outputs >= sampling.min_tokens
         # A grammar allows an end token too early only where nothing else may follow.
         may_end = (is_long_enough or sampling.grammar is not None) and not sampling.ignore_eos
         if may_end and token_id in self.request.eos_token_ids:
             return FinishReason.EOS
         if is_long_enough and token_id in sampling.stop_token_ids:
             return FinishReason.STOP_TOKEN
-        if sampling.max_tokens is not None and self.num_outputs >= sampling.max_tokens:
+        if sampling.max_tokens is not None and num_outputs >= sampling.max_tokens:
             return FinishReason.MAX_TOKENS
-        return FinishReason.CONTEXT_LIMIT if self.num_outputs >= max_outputs else None
+        return FinishReason.CONTEXT_LIMIT if num_outputs >= max_outputs else None
 
     def finish(self, now: float) -> SequenceTimings:
         """End the sequence; returns its timings."""

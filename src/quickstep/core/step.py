@@ -44,11 +44,14 @@ MAX_SETUP_US = 2000.0
 
 
 class FlightRow(msgspec.Struct, frozen=True):
-    """A planned row and its sequence. The residency distinguishes rows of an earlier stay."""
+    """A planned row, its sequence and its load. The residency distinguishes rows of an earlier
+    stay.
+    """
 
     sequence: Sequence
     residency: Residency
     row: StepRow
+    load: StepLoad
 
 
 class InFlightStep(msgspec.Struct, frozen=True):
@@ -109,7 +112,7 @@ class StepDraft(msgspec.Struct):
 
     def add(self, entry: FlightRow) -> None:
         """Append a row to its phase."""
-        load = StepLoad.of_row(entry.row, entry.sequence.request.sampling)
+        load = entry.load
         if entry.row.phase is Phase.DECODE:
             self.decode.append(entry)
             self.decode_load += load
