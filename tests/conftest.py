@@ -11,6 +11,9 @@ start and interrupt: it is taken back.
 What the collection leaves (modules, tests, parameters) lives as long as the process, so the garbage
 collector passes over it: that saves a sixth of the time of the tests that allocate much.
 
+Triton's kernels are interpreted where there is no GPU. Triton reads that when it is imported, which
+parts of torch do, so it is set before any test.
+
 Nothing is stored in the user's cache, here and in the processes that tests start.
 
 `pytest --without-torch` runs as if torch were not installed: `make test` runs `tests/pure` so.
@@ -26,6 +29,8 @@ from hypothesis import settings
 
 collect_ignore = ["clients"]  # they need other packages: `make clients`
 os.environ["QUICKSTEP_CACHE_DIR"] = ""  # empty: store nothing
+if not os.path.exists("/dev/nvidiactl"):
+    os.environ["TRITON_INTERPRET"] = "1"
 os.environ["OMP_NUM_THREADS"] = "1"
 os.environ["OMP_WAIT_POLICY"] = "passive"  # threads that spin take the core from other processes
 
