@@ -23,13 +23,14 @@ import gc
 import os
 import signal
 import sys
+from pathlib import Path
 
 import pytest
 from hypothesis import settings
 
 collect_ignore = ["clients"]  # they need other packages: `make clients`
 os.environ["QUICKSTEP_CACHE_DIR"] = ""  # empty: store nothing
-if not os.path.exists("/dev/nvidiactl"):
+if not Path("/dev/nvidiactl").exists():
     os.environ["TRITON_INTERPRET"] = "1"
 os.environ["OMP_NUM_THREADS"] = "1"
 os.environ["OMP_WAIT_POLICY"] = "passive"  # threads that spin take the core from other processes
