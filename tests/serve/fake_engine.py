@@ -340,7 +340,7 @@ class FakeEngine:
     def check_admission(self, request: Request, num_sequences: int) -> None:
         self.admission.check(request, num_sequences, {}, waited_s=0.0)
 
-    async def prepare(self, sampling: SamplingParams) -> None:
+    async def prepare(self, request: Request) -> None:
         """Every grammar is fine: the script follows none."""
 
     def stream(self, request: Request) -> FakeStream:

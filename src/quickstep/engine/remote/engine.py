@@ -61,7 +61,7 @@ from quickstep.engine.text.tokenizer_process import TokenizerProcess
 from quickstep.errors import ConfigError, EngineError, RequestError
 from quickstep.model.checkpoint.source import local_checkpoint
 from quickstep.model.sizing import MemoryPlan
-from quickstep.types import FinishReason, Pooling, Request, SamplingParams, SequenceTimings
+from quickstep.types import FinishReason, Pooling, Request, SequenceTimings
 
 __all__ = ["RemoteEngine"]
 
@@ -377,7 +377,7 @@ class RemoteEngine:
         except TimeoutError:
             raise EngineError("the engine process did not reset its prefix cache in time") from None
 
-    async def prepare(self, sampling: SamplingParams) -> None:
+    async def prepare(self, request: Request) -> None:
         """Do nothing: the engine's process prepares a request before it accepts it."""
 
     def stream(self, request: Request) -> Stream:

@@ -240,7 +240,7 @@ class EngineService:
         self._stats_due.set()
 
     def _is_prepared(self, request: Request) -> bool:
-        return self._engine is None or self._engine.is_prepared(request.sampling)
+        return self._engine is None or self._engine.is_prepared(request)
 
     async def _prepare(self, request: Request) -> None:
         """Do slow work in a thread, such as compiling a grammar; then submit the request, unless
@@ -248,7 +248,7 @@ class EngineService:
         """
         request_id = request.request_id
         try:
-            held = await self._require_engine().prepare(request.sampling)
+            held = await self._require_engine().prepare(request)
         except (asyncio.CancelledError, KeyboardInterrupt, SystemExit):
             raise
         except BaseException as error:  # as in `_submit`

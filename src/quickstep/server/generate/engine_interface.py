@@ -13,7 +13,7 @@ from quickstep.engine.stats import EngineStats
 from quickstep.engine.step_log import StepLog
 from quickstep.engine.stream import Delta
 from quickstep.engine.tool_calls.formats import OutputFormats
-from quickstep.types import Pooling, Request, SamplingParams, SequenceTimings
+from quickstep.types import Pooling, Request, SequenceTimings
 
 if TYPE_CHECKING:
     from quickstep.model.sizing import MemoryPlan
@@ -186,7 +186,7 @@ class ServedEngine(Protocol):
         whatever its prompt is.
         """
 
-    async def prepare(self, sampling: SamplingParams) -> object:
+    async def prepare(self, request: Request) -> object:
         """Compile what `stream` needs of it, off the event loop. Raises RequestError."""
 
     def stream(self, request: Request) -> TokenStream:
