@@ -192,7 +192,15 @@ class Adapters:
 
         if not name:
             raise ConfigError("an adapter needs a name")
-        roots = [Path(one) for one in self._lora.client_dirs] if is_from_client else None
+        roots = None
+        if is_from_client:
+            roots = [Path(one) for one in self._lora.client_dirs]
+            if not roots:
+                raise ConfigError(
+                    "this server loads no adapters by request; start it with --lora-dir or "
+                    "--lora-allowed-dirs"
+                )
+            path = roots[0] / path  # an absolute path stays as it is
         checkpoint = open_adapter(Path(path), self._spec, self._lora.max_lora_rank, roots)
         return self.read(name, checkpoint)
 

@@ -23,7 +23,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import random
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
@@ -96,6 +96,8 @@ class Engine:
         self._recording = recording
         self._adapters = adapters
         self._adapter_tasks: set[asyncio.Task[None]] = set()
+        self._reading_adapters: Counter[str] = Counter()  # how many reads of a name are under way
+        self._adapter_was_read = asyncio.Event()
         self._scheduler = scheduler
         self._executor = executor
         self._step_log = step_log
@@ -222,12 +224,20 @@ class Engine:
             RequestError: The adapter cannot be used.
         """
         adapters = self._require_adapters()
+        reading = self._reading_adapters
+        reading[name] += 1
         try:
             opened = await asyncio.to_thread(
                 adapters.open, name, path, is_from_client=is_from_client
             )
         except ConfigError as error:
             raise RequestError(str(error), param="lora_path") from None
+        finally:
+            reading[name] -= 1
+            if not reading[name]:
+                del reading[name]
+            self._adapter_was_read.set()
+            self._adapter_was_read = asyncio.Event()
         loaded = adapters.add(opened)
         self._scheduler.register_adapter(
             loaded.adapter_id, loaded.num_bytes, adapters.is_pinned(name)
@@ -263,6 +273,8 @@ class Engine:
             RequestError: There is none, or it cannot be used.
         """
         adapters = self._require_adapters()
+        while self._reading_adapters[name]:
+            await self._adapter_was_read.wait()
         path = None if adapters.is_opened(name) else adapters.path_of(name)
         return adapters.find(name) if path is None else await self.load_adapter(name, str(path))
 
@@ -382,7 +394,9 @@ class Engine:
     def is_prepared(self, request: Request) -> bool:
         """Whether `submit` has no slow work to do."""
         sampling, adapters = request.sampling, self._adapters
-        if request.adapter and adapters is not None and not adapters.is_opened(request.adapter):
+        name = request.adapter
+        is_opened = adapters is None or adapters.is_opened(name)
+        if name and (self._reading_adapters[name] or not is_opened):
             return False
         return sampling.grammar is None and self._token_forms.knows(sampling)
 

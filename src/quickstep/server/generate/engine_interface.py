@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import AsyncIterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, Protocol
 
+from quickstep.engine.adapters import LoadedAdapter
 from quickstep.engine.stats import EngineStats
 from quickstep.engine.step_log import StepLog
 from quickstep.engine.stream import Delta
@@ -174,6 +175,16 @@ class ServedEngine(Protocol):
 
         Raises EngineError if the engine does not run.
         """
+
+    async def load_adapter(
+        self, name: str, path: str, *, is_from_client: bool = False
+    ) -> LoadedAdapter:
+        """Let new requests name a LoRA adapter, the latest of a name. `is_from_client`: only from
+        the directories that clients may load from. Raises RequestError, EngineError.
+        """
+
+    async def unload_adapter(self, name: str) -> None:
+        """Refuse new requests with an adapter. Raises RequestError, EngineError."""
 
     async def start(self) -> None:
         """Begin stepping."""
