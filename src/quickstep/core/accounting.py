@@ -90,6 +90,7 @@ class AdapterStats(msgspec.Struct, frozen=True):
     """LoRA adapters in compute memory, and those of live requests, by name.
 
     Attributes:
+        max_loras: Most adapters in compute memory.
         num_resident: Adapters in compute memory, those that are being loaded included.
         num_bytes: What they take.
         num_loads: Loads since the start.
@@ -98,6 +99,7 @@ class AdapterStats(msgspec.Struct, frozen=True):
         waiting: Adapters with a sequence that waits.
     """
 
+    max_loras: int = 0
     num_resident: int = 0
     num_bytes: int = 0
     num_loads: int = 0

@@ -882,6 +882,7 @@ class Scheduler:
         if self._adapters is None:
             return None
         return AdapterStats(
+            self._adapters.max_loras,
             self._adapters.num_resident,
             self._adapters.num_bytes,
             self._adapters.num_loads,

@@ -494,7 +494,7 @@ class RemoteEngine:
         if process is not None and self._streams.is_live(request_id):
             process.sender.put(kind(request_id))
 
-    async def opened(self, opened: Opened) -> None:
+    async def opened(self, opened: Opened, process: EngineProcess) -> None:
         """A process has the model loaded (the supervisor only)."""
         path = Path(opened.facts.path)
         ahead, self._ahead = self._ahead, None
@@ -503,9 +503,7 @@ class RemoteEngine:
             texts = await asyncio.to_thread(_Texts.open, path, self._template_s)
         self._model = _LoadedModel(opened.facts, texts)
         self._worker_stats.update(opened.stats)
-        process = self._supervisor.process
-        for name, adapter_path in self._loaded_adapters.items():  # loaded since the start
-            assert process is not None, "a process has just opened the model"
+        for name, adapter_path in self._loaded_adapters.items():  # by clients of an earlier process
             process.sender.put(LoadAdapter(self._next_change(), name, adapter_path, False))
 
     def receive(self, message: FromEngine) -> None:
