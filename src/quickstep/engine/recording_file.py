@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import logging
 import secrets
+import time
 from pathlib import Path
 from typing import IO
 
@@ -20,6 +21,7 @@ from quickstep.errors import ConfigError
 
 __all__ = ["RecordingFile"]
 
+_FLUSH_EVERY_S = 1.0
 _LOGGER = logging.getLogger(__name__)
 
 
@@ -31,6 +33,7 @@ class RecordingFile:
         self._file: IO[bytes] | None = file
         self._tokenizer = tokenizer
         self._recorder: Recorder | None = None
+        self._flush_at_s = 0.0
 
     @staticmethod
     def open(config: RecordingConfig, tokenizer: Tokenizer) -> RecordingFile:
@@ -79,6 +82,10 @@ class RecordingFile:
             return
         try:
             self._file.write(line)
+            now = time.monotonic()
+            if now >= self._flush_at_s:  # a server that is killed loses the last second
+                self._file.flush()
+                self._flush_at_s = now + _FLUSH_EVERY_S
         except OSError as error:
             _LOGGER.error("the recording ends here: %s", error)
             self._file = None
