@@ -101,12 +101,14 @@ def read_recording(lines: Iterable[bytes | str]) -> Recording:
     requests: dict[int, RecordedRequest] = {}
     calls: list[tuple[int, RecordedCall]] = []
     is_complete = False
-    for number, line in enumerate(lines, 1):
+    all_lines = iter(lines)
+    for number, line in enumerate(all_lines, 1):
         try:
             one = decoder.decode(line)
         except (msgspec.DecodeError, ValueError, RequestError, ConfigError) as error:
             newline = "\n" if isinstance(line, str) else b"\n"
-            if number > 1 and not line.endswith(newline):  # type: ignore[arg-type]
+            is_cut = number > 1 and not line.endswith(newline)  # type: ignore[arg-type]
+            if is_cut and next(all_lines, None) is None:
                 break  # its writer was killed in the middle of the line
             raise ConfigError(f"line {number} of the recording is not valid: {error}") from None
         if engine is None and not isinstance(one, EngineLine):
