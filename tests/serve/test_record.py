@@ -16,11 +16,16 @@ from quickstep.config import (
     SchedulerConfig,
     SpeculationConfig,
 )
+from quickstep.core.block_pool import KVBlockPool
+from quickstep.core.cost_model import LinearCostModel
+from quickstep.core.policies import make_policy
 from quickstep.core.replay import read_recording, replay
 from quickstep.engine.assembly import open_engine
+from quickstep.engine.recording_file import RecordingFile
 from quickstep.types import SamplingParams
 
 CODE = "def add(first, second):\n    return"
+REQUEST = b'{"kind":"request"'
 
 
 def recorded(path: Path, is_full: bool) -> bytes:
@@ -100,7 +105,11 @@ def test_other_tokens_are_reported(
 ) -> None:
     """As of another machine or a bug: the first request's output is changed in the file."""
     lines = full.read_bytes().splitlines(keepends=True)
-    place = next(at for at, line in enumerate(lines) if b'"number":0,"sequences"' in line)
+    place = next(
+        at
+        for at, line in enumerate(lines)
+        if line.startswith(REQUEST) and b'"number":0,"sequences"' in line
+    )
     before, found, after = lines[place].partition(b'"token_ids":[')
     number, rest = after.split(b",", 1)
     lines[place] = before + found + str(int(number) ^ 1).encode() + b"," + rest
@@ -114,16 +123,30 @@ def test_a_recording_of_a_killed_server_is_replayed_as_far_as_it_goes(
     full: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     lines = full.read_bytes().splitlines(keepends=True)
-    ends = [at for at, line in enumerate(lines) if b'"kind":"request"' in line]
+    ends = [at for at, line in enumerate(lines) if line.startswith(REQUEST)]
     path = tmp_path / "short.jsonl"
     path.write_bytes(b"".join(lines[: ends[0] + 1]))
     assert main(["replay", "--plans-only", str(path)]) == 0
     assert "cut off" in capsys.readouterr().out
     running = [line for line in lines if b'"kind":"end"' not in line]
-    del running[max(at for at, line in enumerate(running) if b'"kind":"request"' in line)]
+    del running[max(at for at, line in enumerate(running) if line.startswith(REQUEST))]
     path.write_bytes(b"".join(running))
     assert main(["replay", "--plans-only", str(path)]) == 0
-    assert "was running when the server was killed" in capsys.readouterr().out
+    assert "1 requests were running then" in capsys.readouterr().out
+
+
+def test_lines_reach_the_file_before_it_is_closed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("quickstep.engine.recording_file._FLUSH_S", 0.001)
+    path = tmp_path / "recording.jsonl"
+    opened = RecordingFile.open(RecordingConfig(str(path)), None)  # type: ignore[arg-type]
+    config = SchedulerConfig(4, 48, 64)
+    pool = KVBlockPool(8, 4)
+    opened.scheduler(config, pool, make_policy(config), LinearCostModel(), EngineConfig(), "")
+    while b'"kind":"engine"' not in path.read_bytes():
+        pass
+    opened.close()
 
 
 def test_a_bad_line_is_one_sentence(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -37,6 +37,8 @@ def run(args: argparse.Namespace) -> int:
         recording = read_recording(file)
     if not recording.is_complete:
         print(f"{args.file} was cut off: the server was killed; replaying what there is")
+    if recording.torn_line is not None:
+        print(f"line {recording.torn_line} has no end and is left out")
     if recording.is_full and not args.plans_only:
         from quickstep.engine.replay_runner import open_runner
 
@@ -55,12 +57,19 @@ def run(args: argparse.Namespace) -> int:
             f"different: plan {replayed.num_plans + 1} is not that of line "
             f"{replayed.different_line} of {args.file}"
         )
+        if recording.running:
+            print(
+                "The server was killed: a plan that reuses cached outputs of the "
+                f"{len(recording.running)} requests that were running then cannot be repeated."
+            )
         return 1
     if replayed.cut_at_line is not None:
         print(
-            f"ended at line {replayed.cut_at_line}: the request that it adds was running when the "
-            "server was killed"
+            f"ended at line {replayed.cut_at_line}: the request that it adds has no line, because "
+            "the server was killed"
         )
+    elif recording.running:
+        print(f"ended at the last line; {len(recording.running)} requests were running then")
     tokens = f" and {replayed.num_tokens} tokens" if replayed.num_tokens else ""
     print(f"identical: {replayed.num_plans} plans{tokens} of {len(recording.requests)} requests")
     return 0

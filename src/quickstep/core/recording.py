@@ -1,8 +1,10 @@
 """A recording of a scheduler's calls: `RecordingScheduler` writes it, `core.replay` reads it.
 
-JSON lines of four kinds, in the order in which things happened:
+JSON lines of five kinds, in the order in which things happened:
 
     engine     once, first: the sizes and the cost model that the scheduler began with
+    running    when a request has arrived, and when a part of its sequences has ended: what its
+               line has until then, for `replay` if the writer is killed
     request    when a request has ended (or was refused): Mooncake's fields, and what
                scheduling needs
     call       each call of the scheduler with its time and, for `plan`, a digest of the plan
@@ -51,6 +53,7 @@ __all__ = [
     "Recorder",
     "RecordingLine",
     "RecordingScheduler",
+    "RunningRequest",
     "plan_digest",
 ]
 
@@ -125,6 +128,14 @@ class RecordedRequest(msgspec.Struct, frozen=True, tag_field="kind", tag="reques
     text: str = ""
 
 
+class RunningRequest(msgspec.Struct, frozen=True, tag_field="kind", tag="running"):
+    """A request that has not ended. Its tokens and the hashes of its outputs are not known, except
+    those of sequences that have ended.
+    """
+
+    request: RecordedRequest
+
+
 class RecordedRow(msgspec.Struct, frozen=True, array_like=True, omit_defaults=True):
     """The output of a row: tokens, drafts for the next row, and whether it failed and was refused
     by its own constraints.
@@ -174,7 +185,7 @@ class EndLine(msgspec.Struct, frozen=True, tag_field="kind", tag="end"):
     num_calls: int
 
 
-RecordingLine = EngineLine | RecordedRequest | RecordedCall | EndLine
+RecordingLine = EngineLine | RunningRequest | RecordedRequest | RecordedCall | EndLine
 
 
 def plan_digest(plan: StepPlan | None, number_of: Callable[[str], int]) -> str:
@@ -249,6 +260,7 @@ class Recorder:
             self._put(self._line(live, is_refused=True))
         else:
             self._live[request.request_id] = live
+            self._put(RunningRequest(self._line(live)))
 
     def call(self, call: RecordedCall) -> None:
         """Write a call."""
@@ -282,6 +294,8 @@ class Recorder:
                 live.reasons[output.index] = output.finish_reason
                 if None not in live.reasons:
                     self._finish(output.request_id)
+                else:
+                    self._put(RunningRequest(self._line(live)))
 
     def _finish(self, request_id: str) -> None:
         self._put(self._line(self._live.pop(request_id)))

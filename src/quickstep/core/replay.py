@@ -23,6 +23,7 @@ from quickstep.core.recording import (
     RecordedRequest,
     RecordedRow,
     RecordingLine,
+    RunningRequest,
     plan_digest,
 )
 from quickstep.core.scheduler import Scheduler
@@ -48,6 +49,7 @@ __all__ = [
 ]
 
 _FIRST_SINGLE_TOKEN = 1 << 62  # tokens of no full block
+_FIRST_UNKNOWN_TOKEN = 3 << 61  # outputs of requests that had not ended, none twice
 _NO_NUMBER = "no such request"
 
 
@@ -58,12 +60,16 @@ class Recording(msgspec.Struct, frozen=True):
         requests: By number.
         calls: With the number of each one's line.
         is_complete: It was closed; otherwise its writer was killed.
+        torn_line: The last line if it was written in part only, and is left out.
+        running: Numbers of requests that had not ended when the writer was killed.
     """
 
     engine: EngineLine
     requests: dict[int, RecordedRequest]
     calls: tuple[tuple[int, RecordedCall], ...]
     is_complete: bool
+    torn_line: int | None = None
+    running: frozenset[int] = frozenset()
 
     @property
     def is_full(self) -> bool:
@@ -76,7 +82,7 @@ class Replayed(msgspec.Struct, frozen=True):
     runner, tokens that were compared, and a sentence about the first that differs.
 
     `cut_at_line`: Where the replay ended, because the next call adds a request without a line: its
-    server was killed before the request had ended.
+    server was killed before it had written it.
     """
 
     num_plans: int
@@ -91,7 +97,7 @@ Runner = Callable[[StepPlan], StepResult]
 
 
 def read_recording(lines: Iterable[bytes | str]) -> Recording:
-    """Decode and check a recording. A last line that has no end is left out.
+    """Decode and check a recording. A last line without its end is left out (`torn_line`).
 
     Raises:
         ConfigError: A line is not valid, or belongs to nothing; it has the line's number.
@@ -100,17 +106,22 @@ def read_recording(lines: Iterable[bytes | str]) -> Recording:
     engine: EngineLine | None = None
     requests: dict[int, RecordedRequest] = {}
     calls: list[tuple[int, RecordedCall]] = []
+    running: set[int] = set()
     is_complete = False
-    all_lines = iter(lines)
-    for number, line in enumerate(all_lines, 1):
+    torn_line = None
+    error_before: ConfigError | None = None
+    for number, line in enumerate(lines, 1):
+        if error_before is not None:
+            raise error_before
         try:
             one = decoder.decode(line)
         except (msgspec.DecodeError, ValueError, RequestError, ConfigError) as error:
-            newline = "\n" if isinstance(line, str) else b"\n"
-            is_cut = number > 1 and not line.endswith(newline)  # type: ignore[arg-type]
-            if is_cut and next(all_lines, None) is None:
-                break  # its writer was killed in the middle of the line
-            raise ConfigError(f"line {number} of the recording is not valid: {error}") from None
+            error_before = ConfigError(f"line {number} of the recording is not valid: {error}")
+            is_torn = line[-1:] not in ("\n", b"\n")
+            if engine is None or is_complete or not is_torn:
+                raise error_before from None
+            torn_line = number
+            continue
         if engine is None and not isinstance(one, EngineLine):
             raise ConfigError(f"line {number} of the recording is not valid: no engine before it")
         if isinstance(one, EngineLine):
@@ -125,13 +136,18 @@ def read_recording(lines: Iterable[bytes | str]) -> Recording:
         elif isinstance(one, RecordedRequest):
             _check_request(one, number)
             requests[one.number] = one
+            running.discard(one.number)
+        elif isinstance(one, RunningRequest):
+            _check_request(one.request, number)
+            requests[one.request.number] = one.request
+            running.add(one.request.number)
         elif isinstance(one, RecordedCall):
             calls.append((number, one))
         else:
             is_complete = isinstance(one, EndLine)
     if engine is None:
         raise ConfigError("the recording is empty")
-    return Recording(engine, requests, tuple(calls), is_complete)
+    return Recording(engine, requests, tuple(calls), is_complete, torn_line, frozenset(running))
 
 
 def _check_request(one: RecordedRequest, number: int) -> None:
@@ -178,7 +194,7 @@ class _Replay:
         # the request and the index of each slot's sequence; those of the rows of steps in flight
         self._slots: dict[int, tuple[int, int]] = {}
         self._in_flight: deque[tuple[StepPlan, list[tuple[int, int]], StepResult | None]] = deque()
-        self._num_plans = self._num_tokens = 0
+        self._num_plans = self._num_tokens = self._num_unknown = 0
         self._different_tokens = ""
 
     def result(self) -> Replayed:
@@ -307,10 +323,13 @@ class _Replay:
         outputs = []
         for place, (row, name, recorded) in enumerate(zip(plan.rows, names, rows, strict=True)):
             known = self._outputs(*name)[row.output_position :][: recorded.num_tokens]
-            token_ids = (*known, *(0,) * (recorded.num_tokens - len(known)))
+            first = _FIRST_UNKNOWN_TOKEN + self._num_unknown
+            num_unknown = recorded.num_tokens - len(known)
+            self._num_unknown += num_unknown
+            token_ids = (*known, *range(first, first + num_unknown))
             score = TokenLogprobs(0, 0.0, 1)
             output = RowOutput(
-                tuple(token_ids),
+                token_ids,
                 prompt_logprobs=(score,) * row.num_scored,
                 embedding=() if row.pools else None,
                 draft_token_ids=(0,) * recorded.num_drafts,

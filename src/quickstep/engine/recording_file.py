@@ -1,13 +1,15 @@
 """`RecordingFile`: where an engine's scheduler records its calls (`quickstep serve --record`).
 
-A file that cannot be written any more ends the recording with a line in the log, not the engine.
+A thread flushes the file once a second, so that a killed server loses no more than that. A file
+that cannot be written any more ends the recording with a line in the log, not the engine.
 """
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import secrets
-import time
+import threading
 from pathlib import Path
 from typing import IO
 
@@ -21,8 +23,8 @@ from quickstep.errors import ConfigError
 
 __all__ = ["RecordingFile"]
 
-_FLUSH_EVERY_S = 1.0
 _LOGGER = logging.getLogger(__name__)
+_FLUSH_S = 1.0
 
 
 class RecordingFile:
@@ -33,7 +35,8 @@ class RecordingFile:
         self._file: IO[bytes] | None = file
         self._tokenizer = tokenizer
         self._recorder: Recorder | None = None
-        self._flush_at_s = 0.0
+        self._closed = threading.Event()
+        self._flusher = threading.Thread(target=self._flush, name="recording", daemon=True)
 
     @staticmethod
     def open(config: RecordingConfig, tokenizer: Tokenizer) -> RecordingFile:
@@ -50,7 +53,9 @@ class RecordingFile:
             file = path.open("wb")
         except OSError as error:
             raise ConfigError(f"{config.path} cannot be written: {error.strerror}") from None
-        return RecordingFile(config.is_full, file, tokenizer)
+        recording = RecordingFile(config.is_full, file, tokenizer)
+        recording._flusher.start()
+        return recording
 
     def scheduler(
         self,
@@ -73,19 +78,25 @@ class RecordingFile:
         if self._recorder is not None:
             self._recorder.close()
             self._recorder = None
+        self._closed.set()
+        self._flusher.join()
         if self._file is not None:
             self._file.close()
             self._file = None
+
+    def _flush(self) -> None:
+        """Flush until `close`. The file has a lock of its own; `_write` reports what fails."""
+        while not self._closed.wait(_FLUSH_S):
+            file = self._file
+            if file is not None:
+                with contextlib.suppress(OSError, ValueError):
+                    file.flush()
 
     def _write(self, line: bytes) -> None:
         if self._file is None:
             return
         try:
             self._file.write(line)
-            now = time.monotonic()
-            if now >= self._flush_at_s:  # a server that is killed loses the last second
-                self._file.flush()
-                self._flush_at_s = now + _FLUSH_EVERY_S
         except OSError as error:
             _LOGGER.error("the recording ends here: %s", error)
             self._file = None
