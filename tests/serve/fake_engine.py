@@ -290,6 +290,7 @@ class FakeEngine:
     admission: AdmissionState = field(default_factory=AdmissionState)
     loop: asyncio.AbstractEventLoop | None = None
     timings: dict[str, dict[int, SequenceTimings]] = field(default_factory=dict)
+    adapters: dict[str, str] = field(default_factory=dict)  # paths by name
 
     @property
     def request_ids(self) -> tuple[str, ...]:
@@ -346,10 +347,12 @@ class FakeEngine:
     ) -> LoadedAdapter:
         """Only clients load adapters here."""
         assert is_from_client
+        self.adapters[name] = path
         return LoadedAdapter(name, path, f"content of {path}", 4, 100)
 
     async def unload_adapter(self, name: str) -> None:
         """Any name is known."""
+        self.adapters[name] = "unloaded"
 
     async def prepare(self, request: Request) -> None:
         """Every grammar is fine: the script follows none."""

@@ -26,6 +26,7 @@ from field_seen import (
 
 from quickstep.server.batches.request_types import BatchRequest, ExpiresAfter
 from quickstep.server.llama_cpp.request_types import LlamaCompletionRequest, PromptObject
+from quickstep.server.lora_routes import LoadLoRAAdapter, UnloadLoRAAdapter
 from quickstep.server.openai.request_types import EmbeddingRequest
 from quickstep.server.openai.tokenize import (
     ApplyTemplateRequest,
@@ -179,6 +180,14 @@ LLAMA: Cases = {
     "timings_per_token": Case(True, lambda seen: "timings" in seen.chunks[0], {"stream": True}),
 }
 
+
+async def loaded_poet(client: httpx.AsyncClient) -> Mapping[str, Any]:
+    """Load an adapter that a request may replace."""
+    body = {"lora_name": "poet", "lora_path": "old"}
+    assert (await client.post("/v1/load_lora_adapter", json=body)).status_code == 200
+    return {}
+
+
 OTHER_CASES: dict[type[msgspec.Struct], Cases] = {
     EmbeddingRequest: EMBEDDINGS,
     BatchRequest: BATCHES,
@@ -198,5 +207,20 @@ OTHER_CASES: dict[type[msgspec.Struct], Cases] = {
     },
     ApplyTemplateRequest: TEMPLATE,
     PromptObject: {"prompt_string": read()},
+    LoadLoRAAdapter: {
+        **cases(
+            lora_name=("poet", lambda seen: list(seen.engine.adapters) == ["poet"]),
+            lora_path=("poems", lambda seen: [*seen.engine.adapters.values()] == ["poems"]),
+        ),
+        "load_inplace": Case(
+            True,
+            lambda seen: [*seen.engine.adapters.values()] == ["new"],
+            {"lora_name": "poet", "lora_path": "new"},
+            before=loaded_poet,
+        ),
+    },
+    UnloadLoRAAdapter: cases(
+        lora_name=("poet", lambda seen: seen.engine.adapters == {"poet": "unloaded"})
+    ),
     LlamaCompletionRequest: LLAMA,
 }

@@ -1,0 +1,91 @@
+"""Loading and unloading LoRA adapters over HTTP, for operators, as in vLLM.
+
+An adapter is loaded only from the directories that the operator allows, symbolic links followed.
+"""
+
+from __future__ import annotations
+
+from typing import Annotated
+
+import msgspec
+from starlette.requests import Request
+from starlette.responses import PlainTextResponse, Response
+
+from quickstep.errors import RequestError
+from quickstep.server.generate.adapter import Served
+from quickstep.server.http.body import body_of
+from quickstep.server.http.middleware import report_ignored
+from quickstep.server.http.route import ApiRoute
+from quickstep.server.schema.field_classes import effect
+from quickstep.server.schema.field_reader import FieldReader
+
+__all__ = ["LoadLoRAAdapter", "UnloadLoRAAdapter", "lora_routes"]
+
+
+class LoadLoRAAdapter(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """The body of `POST /v1/load_lora_adapter`."""
+
+    lora_name: Annotated[str, effect("The model name by which requests select the adapter.")]
+    lora_path: Annotated[
+        str,
+        effect(
+            "A directory in `--lora-dir` or `--lora-allowed-dirs`; a relative one is in the first."
+        ),
+    ]
+    load_inplace: Annotated[
+        bool, effect("Replace the adapter of this name: running requests end on the old one.")
+    ] = False
+
+
+class UnloadLoRAAdapter(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """The body of `POST /v1/unload_lora_adapter`."""
+
+    lora_name: Annotated[str, effect("The adapter; running requests end on it.")]
+
+
+def lora_routes(served: Served) -> list[ApiRoute]:
+    """The routes, all of which need an admin key."""
+    engine, adapters = served.engine, served.adapters
+
+    async def load(request: Request) -> Response:
+        reader = FieldReader(served.field_rules)
+        fields = reader.decode(body_of(request), LoadLoRAAdapter)
+        report_ignored(request, reader.ignored)
+        name = fields.lora_name
+        if name in served.names:
+            raise RequestError(f"{name!r} is the model's own name", param="lora_name")
+        if name in adapters and not fields.load_inplace:
+            raise RequestError(
+                f"the adapter {name!r} is loaded already; send load_inplace: true to replace it",
+                param="lora_name",
+            )
+        await engine.load_adapter(name, fields.lora_path, is_from_client=True)
+        adapters.add(name)
+        return PlainTextResponse(f"Success: LoRA adapter '{name}' added successfully.")
+
+    async def unload(request: Request) -> Response:
+        reader = FieldReader(served.field_rules)
+        name = reader.decode(body_of(request), UnloadLoRAAdapter).lora_name
+        report_ignored(request, reader.ignored)
+        await engine.unload_adapter(name)
+        adapters.remove(name)
+        return PlainTextResponse(f"Success: LoRA adapter '{name}' removed successfully.")
+
+    return [
+        ApiRoute(
+            "POST",
+            "/v1/load_lora_adapter",
+            load,
+            "Load a LoRA adapter, or a new version of one.",
+            request=LoadLoRAAdapter,
+            needs_admin=True,
+        ),
+        ApiRoute(
+            "POST",
+            "/v1/unload_lora_adapter",
+            unload,
+            "Refuse new requests with a LoRA adapter, and free it when its last request has ended.",
+            request=UnloadLoRAAdapter,
+            needs_admin=True,
+        ),
+    ]
