@@ -52,7 +52,7 @@ def make_checkpoint(shape: str, cache: Path, seed: int) -> Path:
     torch.manual_seed(seed)
     with torch.no_grad():
         model = AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16)
-        _write_tokenizer(path)
+        _write_tokenizer(path, min(_VOCABULARY, model.config.vocab_size))
         plain = torch.zeros(model.config.vocab_size, 1, dtype=torch.bfloat16)
         plain[_write_plain_tokens(path)] = 1
         model.get_output_embeddings().weight.mul_(plain)
@@ -79,7 +79,7 @@ def _write_plain_tokens(path: Path) -> list[int]:
     return found
 
 
-def _write_tokenizer(path: Path) -> None:
+def _write_tokenizer(path: Path, num_tokens: int) -> None:
     """Trained on a fixed list of modules: the same on every machine with this Python."""
     import tokenizers
     from transformers import PreTrainedTokenizerFast
@@ -87,7 +87,7 @@ def _write_tokenizer(path: Path) -> None:
     library = Path(sysconfig.get_path("stdlib"))
     files = [str(file) for file in sorted(library.glob("*.py"))]
     bpe = tokenizers.ByteLevelBPETokenizer()
-    bpe.train(files, vocab_size=_VOCABULARY, special_tokens=["<|endoftext|>"], show_progress=False)
+    bpe.train(files, vocab_size=num_tokens, special_tokens=["<|endoftext|>"], show_progress=False)
     fast = PreTrainedTokenizerFast(
         tokenizer_object=bpe._tokenizer,  # the wrapper has no other way to its tokenizer
         eos_token="<|endoftext|>",

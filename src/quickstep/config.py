@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import enum
 import math
+import os
 from collections.abc import Mapping
 from typing import Any
 
@@ -127,6 +128,9 @@ class SchedulerConfig(msgspec.Struct, frozen=True):
             from its `SpeculationConfig`.
         use_kv_cache: False computes all tokens of a sequence again for each of its tokens, to see
             what the cache saves; the tokens are the same.
+        max_loras: LoRA adapters in compute memory (`core.adapter_residency`); None if adapters are
+            no resource: every adapter is always there. The engine takes it from its `LoRAConfig`.
+        lora_bytes: What they take together; None for no limit.
     """
 
     max_num_seqs: int = 64
@@ -140,6 +144,8 @@ class SchedulerConfig(msgspec.Struct, frozen=True):
     batch_timeout_s: float = 0.1
     num_speculative_tokens: int = 0
     use_kv_cache: bool = True
+    max_loras: int | None = None
+    lora_bytes: int | None = None
 
     def __post_init__(self) -> None:
         for name in ("max_num_seqs", "max_num_batched_tokens", "max_model_len", "pipeline_depth"):
@@ -264,28 +270,62 @@ class LoRAConfig(msgspec.Struct, frozen=True):
     """LoRA adapters.
 
     Attributes:
-        modules: (name, directory) of the adapters that are loaded at the start.
-        max_loras: Adapters loaded at the same time, by name.
+        modules: (name, directory) of the adapters that are opened at the start; as many as fit are
+            loaded then.
+        max_loras: Adapters in compute memory at the same time.
         max_lora_rank: The largest rank of an adapter.
+        max_cpu_loras: Adapters in memory at the same time, those in compute memory included: so
+            many more stay in host memory after an eviction. None for `max_loras`.
+        directory: Each of its folders is an adapter, which is opened when a request first names it.
+        pinned: Names of adapters that are never evicted.
+        memory_bytes: What adapters may take in compute memory together; None for the `max_loras`
+            largest of those that are known at the start.
+        allowed_dirs: Where clients may load adapters from, with `directory`.
     """
 
     modules: tuple[tuple[str, str], ...] = ()
     max_loras: int = 64
     max_lora_rank: int = 256
+    max_cpu_loras: int | None = None
+    directory: str | None = None
+    pinned: tuple[str, ...] = ()
+    memory_bytes: int | None = None
+    allowed_dirs: tuple[str, ...] = ()
 
     def __post_init__(self) -> None:
-        for name in ("max_loras", "max_lora_rank"):
+        for name in ("max_loras", "max_lora_rank", "memory_bytes"):
             value = getattr(self, name)
-            if value < 1:
-                raise ConfigError(f"--{name.replace('_', '-')} is {value}, it must be at least 1")
+            if value is not None and value < 1:
+                flag = name.replace("_", "-").replace("memory", "lora-memory")
+                raise ConfigError(f"--{flag} is {value}, it must be at least 1")
         names = [name for name, _ in self.modules]
         twice = next((name for name in names if names.count(name) > 1), None)
         if twice is not None:
             raise ConfigError(f"--lora-modules names {twice!r} twice")
-        if len(names) > self.max_loras:
+        if self.max_cpu_loras is not None and self.max_cpu_loras < self.max_loras:
             raise ConfigError(
-                f"--lora-modules has {len(names)} adapters, --max-loras is {self.max_loras}"
+                f"--max-cpu-loras is {self.max_cpu_loras}, it must be at least --max-loras, which "
+                f"is {self.max_loras}"
             )
+        if len(set(self.pinned)) >= self.max_loras:
+            raise ConfigError(
+                f"--lora-pin names {len(set(self.pinned))} adapters, which leaves no place for "
+                f"others in --max-loras {self.max_loras}"
+            )
+        for directory in (self.directory, *self.allowed_dirs):
+            if directory is not None and not os.path.isdir(directory):  # noqa: PTH112
+                flag = "--lora-dir" if directory == self.directory else "--lora-allowed-dirs"
+                raise ConfigError(f"{flag} is {directory}, which is no directory")
+
+    @property
+    def num_host_loras(self) -> int:
+        """Adapters in host memory, besides those in compute memory."""
+        return (self.max_cpu_loras or self.max_loras) - self.max_loras
+
+    @property
+    def client_dirs(self) -> tuple[str, ...]:
+        """Where clients may load adapters from."""
+        return self.allowed_dirs if self.directory is None else (self.directory, *self.allowed_dirs)
 
 
 class InputConfig(msgspec.Struct, frozen=True):

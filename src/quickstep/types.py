@@ -61,6 +61,7 @@ class Activity(enum.Enum):
     DECODE = "decode"
     PREEMPTED = "preempted"
     PAUSED = "paused"
+    ADAPTER = "adapter"
 
 
 class RequestClass(enum.Enum):
@@ -337,11 +338,12 @@ class CacheMiss(enum.Enum):
 class SequenceTimings(msgspec.Struct, frozen=True):
     """Times of one sequence, in seconds on the scheduler's clock, and its tokens and blocks.
 
-    queue + prefill + decode + preempted + paused = finished - arrival. While the client reads too
-    slowly, only `paused_s` grows. `device_s` is the sequence's part of the measured step times
-    without `recomputed_s`, the part for positions that were computed again after a preemption, and
-    without `rejected_s`, the part for drafts that were rejected (`core.accounting` has the sum over
-    all sequences). Of `num_drafts` draft tokens that were checked, `num_accepted` were accepted.
+    queue + adapter + prefill + decode + preempted + paused = finished - arrival. While the client
+    reads too slowly, only `paused_s` grows; `adapter_s` is the wait until an adapter was in memory.
+    `device_s` is the sequence's part of the measured step times without `recomputed_s`, the part
+    for positions that were computed again after a preemption, and without `rejected_s`, the part
+    for drafts that were rejected (`core.accounting` has the sum over all sequences). Of
+    `num_drafts` draft tokens that were checked, `num_accepted` were accepted.
 
     `cache_miss` is the reason why no more than `num_cached_tokens` were cached when the sequence
     was first admitted; None before.
@@ -368,6 +370,7 @@ class SequenceTimings(msgspec.Struct, frozen=True):
     num_output_tokens: int
     num_blocks: int
     paused_s: float = 0.0
+    adapter_s: float = 0.0
     recomputed_s: float = 0.0
     unloaded_prefill_s: float = 0.0
     unloaded_decode_s: float = 0.0

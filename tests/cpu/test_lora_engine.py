@@ -98,8 +98,9 @@ def test_adapters_need_enable_lora(folder):
     assert "--enable-lora" in str(error.value)
 
 
-def config(folder, *names):
-    lora = LoRAConfig(tuple((name, str(folder / name)) for name in names), max_loras=2)
+def config(folder, *names, memory_bytes=None):
+    modules = tuple((name, str(folder / name)) for name in names)
+    lora = LoRAConfig(modules, max_loras=2, memory_bytes=memory_bytes)
     options = {"num_threads": 1, "num_blocks": 64}
     return replace(engine_config(str(folder / "base"), options), lora=lora)
 
@@ -111,13 +112,13 @@ def test_adapters_of_the_start_are_in_the_memory_plan_and_checked_first(folder):
     assert planned.num_bytes == sum(one.num_bytes for one in engine.adapters)
     with pytest.raises(ConfigError, match="no directory"):
         open_engine(config(folder, "a0", "absent"))
-    with pytest.raises(ConfigError, match="--max-loras"):
-        config(folder, "a0", "a1", "a2")
+    engine = open_engine(config(folder, "a0", "a1", "a2"))
+    assert len(engine.adapters) == 3 and len(engine._adapters.packed) == 2
 
 
 def test_an_adapter_is_freed_when_its_last_request_has_ended(folder):
     async def run():
-        engine = open_engine(config(folder, "a0"))
+        engine = open_engine(config(folder, "a0", memory_bytes=1_000_000))
         adapters = engine._adapters
         await engine.start()
         ids = tuple(engine.tokenizer.encode(PROMPT))
@@ -126,11 +127,10 @@ def test_an_adapter_is_freed_when_its_last_request_has_ended(folder):
         await engine.load_adapter("a0", str(folder / "a1"))
         with pytest.raises(RequestError, match="not loaded"):
             engine.stream(Request("", ids, SAMPLED, adapter="unknown"))
-        assert len(adapters.packed) == 2
+        new = engine.stream(Request("", ids, SAMPLED, adapter="a0"))
         assert await tokens_of(stream) == expected, "a running request keeps its version"
+        assert await tokens_of(new) != expected
         await engine.load_adapter("a2", str(folder / "a2"))
-        with pytest.raises(RequestError, match="--max-loras"):
-            await engine.load_adapter("a3", str(folder / "a2"))
         await engine.unload_adapter("a2")
         with pytest.raises(RequestError, match="not loaded"):
             await engine.unload_adapter("a2")
@@ -138,6 +138,7 @@ def test_an_adapter_is_freed_when_its_last_request_has_ended(folder):
             await asyncio.sleep(0)
         assert [one.name for one in engine.adapters] == ["a0"]
         assert len(adapters.packed) == 1
+        assert not adapters.retired
         await engine.stop()
 
     asyncio.run(run())
@@ -145,3 +146,73 @@ def test_an_adapter_is_freed_when_its_last_request_has_ended(folder):
 
 async def tokens_of(stream):
     return [token async for delta in stream for token in delta.token_ids]
+
+
+def pool_of(folder, count=9):
+    """A directory with more adapters than fit into memory."""
+    directory = folder / "many"
+    if not directory.exists():
+        spec = read_spec(folder / "base")
+        for seed in range(count):
+            write_adapter(directory / f"m{seed}", spec, rank=4, seed=20 + seed)
+    return directory
+
+
+def lora_dir_llm(folder, **options):
+    directory = str(pool_of(folder))
+    return LLM(str(folder / "base"), num_threads=1, lora_dir=directory, **options)
+
+
+@pytest.mark.parametrize("max_cpu_loras", [None, 5], ids=["from-disk", "from-host-memory"])
+def test_more_adapters_than_fit_are_loaded_and_evicted_and_change_nothing(folder, max_cpu_loras):
+    names = [f"m{seed}" for seed in range(9)]
+    with lora_dir_llm(folder, max_loras=9) as roomy:
+        expected = answers(roomy, [PROMPT] * 9, [LoRARequest(name) for name in names])
+    assert len({tuple(one.token_ids) for one in expected}) == 9
+    with lora_dir_llm(folder, max_loras=2, max_cpu_loras=max_cpu_loras) as llm:
+        adapters = llm._engine._adapters
+        order = [4, 0, 8, 4, 2, 6, 1, 3, 7, 5, 4, 0, 2]
+        for _ in range(2):
+            found = answers(
+                llm, [PROMPT] * len(order), [LoRARequest(names[index]) for index in order]
+            )
+            for index, one in zip(order, found, strict=True):
+                assert (one.token_ids, one.logprobs) == (
+                    expected[index].token_ids,
+                    expected[index].logprobs,
+                )
+        assert len(adapters.packed) <= 2
+        stats = llm._engine.stats().scheduler.adapters
+        assert stats.num_evictions >= 7 and stats.num_resident <= 2
+        assert stats.num_bytes <= adapters.max_bytes
+
+
+def test_a_pinned_adapter_stays(folder):
+    with lora_dir_llm(folder, max_loras=2, lora_pin=("m0",)) as llm:
+        answers(llm, [PROMPT], LoRARequest("m0"))
+        pinned = set(llm._engine._adapters.packed)
+        answers(llm, [PROMPT] * 4, [LoRARequest(f"m{seed}") for seed in range(1, 5)])
+        assert pinned < set(llm._engine._adapters.packed)
+
+
+def test_an_adapter_that_was_changed_on_disk_fails_its_request_only(folder, tmp_path):
+    spec = read_spec(folder / "base")
+    for seed in range(3):
+        write_adapter(tmp_path / f"x{seed}", spec, rank=4, seed=40 + seed)
+    options = {"num_threads": 1, "lora_dir": str(tmp_path), "max_loras": 1}
+    with LLM(str(folder / "base"), **options) as llm:
+        one = [LoRARequest(f"x{seed}") for seed in range(3)]
+        [first] = answers(llm, [PROMPT], one[0])
+        answers(llm, [PROMPT], one[1])
+        write_adapter(tmp_path / "x0", spec, rank=4, seed=49)
+        [failed] = llm.generate([PROMPT], SAMPLED, lora_request=one[0])
+        assert failed.outputs[0].finish_reason == "error"
+        assert "changed on disk" in failed.outputs[0].error
+        [new] = answers(llm, [PROMPT], one[0])
+        assert new.token_ids and new.token_ids != first.token_ids
+
+
+def test_an_adapter_that_is_larger_than_all_may_be_is_refused(folder):
+    with lora_dir_llm(folder, lora_memory_bytes=1000) as llm, pytest.raises(RequestError) as error:
+        answers(llm, [PROMPT], LoRARequest("m0"))
+    assert "--lora-memory-bytes" in str(error.value)

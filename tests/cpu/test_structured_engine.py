@@ -14,7 +14,7 @@ from quickstep.config import CacheConfig, EngineConfig, LoadConfig, SchedulerCon
 from quickstep.engine.assembly import open_engine
 from quickstep.engine.outputs import collect
 from quickstep.errors import RequestError
-from quickstep.types import FinishReason, Grammar, SamplingParams
+from quickstep.types import FinishReason, Grammar, Request, SamplingParams
 
 SCHEMA = {
     "type": "object",
@@ -123,8 +123,8 @@ def test_submit_refuses_what_cannot_be_enforced(checkpoint):
             with pytest.raises(RequestError, match="uniqueItems"):
                 engine.generate("a", wrong)
             with pytest.raises(RequestError, match="uniqueItems"):
-                await engine.prepare(wrong)
-            await engine.prepare(SamplingParams())
+                await engine.prepare(Request("", (1,), wrong))
+            await engine.prepare(Request("", (1,), SamplingParams()))
             assert engine.stats().num_requests == 0
         finally:
             await engine.stop()
@@ -163,7 +163,7 @@ def test_more_grammars_are_in_flight_than_are_kept(checkpoint):
             for number in range(80):
                 text = f"answer number {number}"
                 sampling = SamplingParams(grammar=Grammar.of_choice([text]), max_tokens=40)
-                await engine.prepare(sampling)
+                await engine.prepare(Request("", (1,), sampling))
                 stream = engine.generate(f"question {number}", sampling)
                 engine.pause(stream.request_id)  # so that all are in flight at once
                 streams[text] = stream, sampling

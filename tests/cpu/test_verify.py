@@ -42,7 +42,7 @@ def test_a_sound_engine_has_no_mismatch_and_every_scenario_happens():
     assert report.mismatches == 0
     assert report.comparisons > 2 * 180
     runs = {name: counts.runs for name, counts in report.scenarios.items()}
-    assert {scenario.name for scenario in SCENARIOS} <= set(runs)
+    assert {one.name for one in SCENARIOS if not one.has_loads} <= set(runs)
     assert runs["chunked"].chunked_rows > 50
     assert runs["prefix hits"].prefix_hit_tokens > 100
     assert runs["preempted"].preemptions > 0

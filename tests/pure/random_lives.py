@@ -17,6 +17,8 @@ from quickstep.core.block_pool import chain_digest
 from quickstep.core.scheduler import Scheduler
 from quickstep.types import Pooling, Request, RequestClass, SamplingParams, StepPlan
 
+_ADAPTERS = (("", "", "", "poet"), ("", "poet", "coder", "lawyer", "cook"))
+
 
 def draw_setup(rng: Random) -> Setup:
     block_size = rng.choice((1, 2, 4))
@@ -76,7 +78,7 @@ def random_request(rng: Random, setup: Setup, request_id: str, alike: bool = Fal
         seed=rng.randint(0, 1),
         eos_token_ids=frozenset({EOS}),
         priority=rng.choice((0, 0, 0, -1, 1)),
-        adapter_id="" if alike else rng.choice(("", "", "", "poet")),
+        adapter_id="" if alike else rng.choice(_ADAPTERS[setup.max_loras is not None]),
         cache_salt="" if alike else rng.choice(("", "", "", "tenant")),
         timeout_s=rng.choice((None, None, None, rng.choice((0.0, 0.01, 0.1)))),
         pooling=pooling,
@@ -100,7 +102,8 @@ def random_life(
 ) -> World:
     """A complete life of a scheduler from one seed, verified at its end."""
     rng = Random(seed)
-    world = World(draw(rng), open_one)
+    max_loras = Random(seed).choice((None, None, None, 1, 2))
+    world = World(replace(draw(rng), max_loras=max_loras), open_one)
     has_trouble, alike = rng.random() < 0.4, rng.random() < 0.4
     calls = ("abort", "abort-one", "expire", "advance")
     if rng.random() < 0.4:
@@ -137,5 +140,7 @@ def _other_call(rng: Random, world: World, calls: tuple[str, ...]) -> None:
             world.pause(rng.choice(list(world.received.values())).request.request_id)
         case "resume" if world.paused:
             world.resume(rng.choice(sorted(world.paused)))
+        case "advance" if world.loading and rng.random() < 0.5:
+            world.finish_load(fails=rng.random() < 0.1)
         case _:
-            world.advance(rng.choice((0.001, 0.05)))
+            world.advance(rng.choice((0.001, 0.05, 2.0)))

@@ -73,6 +73,7 @@ class Setup:
     max_waiting: int | None = None
     use_kv_cache: bool = True
     max_drafts: int = 0
+    max_loras: int | None = None
     token_s: float = 1e-4  # what each token adds to a step
     halves: bool = False  # a policy of its own, in place of `policy`
 
@@ -89,6 +90,7 @@ class Setup:
             priority_aging_s=self.priority_aging_s,
             use_kv_cache=self.use_kv_cache,
             num_speculative_tokens=self.max_drafts,
+            max_loras=self.max_loras,
         )
 
     @property
@@ -169,11 +171,15 @@ class World:
         self.planned_s = 0.0  # when the first step was planned
         self.committed_s = 0.0  # when the last one was committed
         self._holders: dict[int, str] = {}  # by slot, as the plans say
+        self.loading: list[str] = []  # adapters, in the order of the loads
+        self.resident: set[str] = set()
 
     # -- the scheduler's calls --------------------------------------------------------------------
 
     def add(self, request: Request) -> bool:
         """False if it was refused."""
+        if request.adapter_id:
+            self.scheduler.register_adapter(request.adapter_id, 1)
         try:
             self.scheduler.add(request, self.now)
         except RequestError:
@@ -214,13 +220,18 @@ class World:
     def plan(self) -> StepPlan | None:
         plan = self.scheduler.plan(self.now)
         self.scheduler.check()
+        self._follow_adapter_orders()
         if plan is None:
-            stuck = self.active and not self.in_flight and not self.waits_for_more
+            waits = self.waits_for_more or self.loading
+            stuck = self.active and not self.in_flight and not waits
             assert not stuck, "nothing is in flight, sequences live, and no step is planned"
             return None
         self._holders |= {one.slot: one.sequence_id for one in plan.admitted}
         planned = {self.received[self._holders[row.slot]].request.request_id for row in plan.rows}
         assert not planned & self.paused, f"{planned & self.paused} are paused and have rows"
+        if self.setup.max_loras is not None:
+            missing = {row.adapter for row in plan.rows} - self.resident - {""}
+            assert not missing, f"rows need {missing}, which are not in memory"
         assert len(self.in_flight) < self.setup.pipeline_depth, "planned deeper than allowed"
         has_unknown = any(not row.token_ids for row in plan.rows)
         assert not has_unknown or self.in_flight, "a token is unknown with no step in flight"
@@ -254,6 +265,37 @@ class World:
         }
         assert failed == to_fail, f"{failed} failed, {to_fail} should have"
         self._take(outputs, None)
+
+    def _follow_adapter_orders(self) -> None:
+        orders = self.scheduler.take_adapter_orders()
+        if orders is None:
+            return
+        used = {row.adapter for plan in self.in_flight for row in plan.rows}
+        assert not used & set(orders.evictions), "an adapter of a step in flight is freed"
+        assert set(orders.evictions) <= self.resident, "freed what is not in memory"
+        self.resident -= set(orders.evictions)
+        self.loading += orders.loads
+        assert self.setup.max_loras is not None
+        assert len(self.resident) + len(self.loading) <= self.setup.max_loras, "no place for a load"
+
+    def finish_load(self, fails: bool = False) -> None:
+        """End the oldest load, if there is one."""
+        if not self.loading:
+            return
+        adapter_id = self.loading.pop(0)
+        if not fails:
+            assert self.scheduler.adapter_loaded(adapter_id, 0.01, self.now)
+            self.resident.add(adapter_id)
+            self.scheduler.check()
+            return
+        waiting = {
+            f"{one.request.request_id}#{one.index}"
+            for one in self.live
+            if one.request.adapter_id == adapter_id
+        }
+        outputs = self.scheduler.adapter_failed(adapter_id, "planted failure", self.now)
+        assert {f"{one.request_id}#{one.index}" for one in outputs} == waiting
+        self._take(outputs, FinishReason.ERROR)
 
     def advance(self, seconds: float) -> None:
         self.now += seconds
@@ -289,6 +331,7 @@ class World:
                 break
             while len(self.in_flight) < self.setup.pipeline_depth and self.plan() is not None:
                 pass
+            self.finish_load()
             if self.in_flight:
                 self.commit()
             elif self.waits_for_more:
@@ -351,7 +394,7 @@ class World:
         timings = one.timings
         assert timings is not None, "an end without timings"
         busy_s = timings.queue_s + timings.prefill_s + timings.decode_s
-        parts = busy_s + timings.preempted_s + timings.paused_s
+        parts = busy_s + timings.preempted_s + timings.paused_s + timings.adapter_s
         total = timings.finished_s - timings.arrival_s
         assert math.isclose(parts, total, rel_tol=1e-9, abs_tol=1e-9), "the parts do not add up"
         spent = dict.fromkeys(Activity, 0.0)
@@ -359,7 +402,7 @@ class World:
         for (activity, since_s), end_s in zip(timings.activities, ends, strict=True):
             spent[activity] += end_s - since_s
         noted = (timings.queue_s, timings.prefill_s, timings.decode_s)
-        noted += (timings.preempted_s, timings.paused_s)
+        noted += (timings.preempted_s, timings.paused_s, timings.adapter_s)
         for seconds, part_s in zip(spent.values(), noted, strict=True):
             assert math.isclose(seconds, part_s, abs_tol=1e-9), "activities and parts differ"
         assert timings.num_output_tokens == len(one.token_ids)

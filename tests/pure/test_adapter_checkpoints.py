@@ -67,7 +67,7 @@ def test_fused_projections_are_parts_of_one_matrix(tmp_path: Path) -> None:
     gate_up = adapter.modules[module_number(2, Projection.GATE_UP)]
     assert [(part.first_output, part.b.shape) for part in gate_up] == [(0, (48, 4)), (48, (48, 4))]
     assert adapter.modules[module_number(2, Projection.DOWN_PROJ)][0].a.shape == (4, 48)
-    planned = open_adapter(tmp_path, SPEC, 64).num_bytes(FLOAT32)
+    planned = open_adapter(tmp_path, SPEC, 64).num_bytes(FLOAT32.itemsize)
     assert 0 <= planned - adapter.num_bytes < 64 * 2 * 3 * 7
 
 

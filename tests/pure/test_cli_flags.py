@@ -80,11 +80,19 @@ def test_the_flags_of_adapters() -> None:
     flags = ("serve", "--lora-modules", "a=/x", "b=y=z", "--max-loras", "3", "--max-lora-rank", "8")
     assert lora_config(parsed(*flags)) == LoRAConfig((("a", "/x"), ("b", "y=z")), 3, 8)
     assert server_options(parsed(*flags)).adapter_names == ("a", "b")
+    flags = ("--lora-dir", "/", "--max-cpu-loras", "99", "--lora-pin", "p", "q")
+    flags += ("--lora-memory-bytes", "2M", "--lora-allowed-dirs", "/")
+    found = lora_config(parsed("serve", *flags))
+    assert found == LoRAConfig((), 64, 256, 99, "/", ("p", "q"), 2_000_000, ("/",))
+    assert found.client_dirs == ("/", "/") and found.num_host_loras == 35
     for values, part in (
         (("a",), "NAME=DIR"),
         (("=x",), "NAME=DIR"),
         (("a=x", "a=y"), "twice"),
-        (("a=x", "b=y", "--max-loras", "1"), "--max-loras"),
+        (("a=x", "--max-loras", "3", "--max-cpu-loras", "2"), "--max-cpu-loras"),
+        (("a=x", "--max-loras", "2", "--lora-pin", "a", "b"), "--lora-pin"),
+        (("a=x", "--lora-dir", "/absent"), "--lora-dir is /absent"),
+        (("a=x", "--lora-allowed-dirs", "/absent"), "--lora-allowed-dirs is /absent"),
     ):
         with pytest.raises(ConfigError, match=part):
             lora_config(parsed("serve", "--lora-modules", *values))

@@ -70,6 +70,7 @@ _MODULES = (
     "step",
     "service_order",
     "admission",
+    "adapter_residency",
     "queues",
     "accounting",
     "policies",
@@ -119,6 +120,26 @@ _BUGS = {
         "sequence",
         "return len(self.token_ids) - 1\n",
         "return len(self.token_ids)\n",
+    ),
+    "adapter-evicted-in-use": (
+        "adapter_residency",
+        "if self._may_leave(one) and not one.num_running and",
+        "if self._may_leave(one) and",
+    ),
+    "adapter-evicted-in-flight": (
+        "adapter_residency",
+        "not one.num_running and one.adapter_id not in in_flight",
+        "not one.num_running",
+    ),
+    "adapter-not-released": (
+        "scheduler",
+        "            self._adapters.release(sequence.request.adapter_id)\n",
+        "            pass\n",
+    ),
+    "admitted-before-its-adapter": (
+        "queues",
+        "self._is_ready is None or self._is_ready(sequence.request.adapter_id)\n        sequence",
+        "True\n        sequence",
     ),
     "outputs-lost-by-preemption": (
         "sequence",

@@ -21,7 +21,7 @@ def test_the_queue_orders_by_priority_then_arrival_and_puts_paused_ones_last() -
     queue = WaitingQueue(PriorityOrder(10.0))
     paused = arrive(4, priority=-9)
     for sequence in (arrive(3, priority=1), arrive(2), arrive(1), paused, arrive(5, priority=-1)):
-        queue.push(sequence)
+        queue.push(sequence, 0.0)
     queue.set_paused(paused, True, 0.0)
     assert [sequence.arrival for sequence in queue] == [5, 1, 2, 3, 4]
     queue.remove(paused)
@@ -39,7 +39,7 @@ def test_a_sequence_gains_a_level_of_priority_for_every_aging_time_that_it_waits
         (4, 1, 9.0),
         (5, 1, 11.0),
     ):
-        queue.push(arrive(number, priority=priority, now=now))
+        queue.push(arrive(number, priority=priority, now=now), now)
     assert [sequence.arrival for sequence in queue] == [2, 4, 1, 3, 5]
 
 

@@ -18,6 +18,7 @@ from typing import Any
 from quickstep.core.accounting import SchedulerStats, Totals
 from quickstep.core.admission import AdmissionState
 from quickstep.core.block_pool import PoolStats
+from quickstep.engine.adapters import LoadedAdapter
 from quickstep.engine.stats import EngineState, EngineStats
 from quickstep.engine.step_log import SequenceRecord, StepLog
 from quickstep.engine.stream import Delta
@@ -340,7 +341,17 @@ class FakeEngine:
     def check_admission(self, request: Request, num_sequences: int) -> None:
         self.admission.check(request, num_sequences, {}, waited_s=0.0)
 
-    async def prepare(self, sampling: SamplingParams) -> None:
+    async def load_adapter(
+        self, name: str, path: str, *, is_from_client: bool = False
+    ) -> LoadedAdapter:
+        """Only clients load adapters here."""
+        assert is_from_client
+        return LoadedAdapter(name, path, f"content of {path}", 4, 100)
+
+    async def unload_adapter(self, name: str) -> None:
+        """Any name is known."""
+
+    async def prepare(self, request: Request) -> None:
         """Every grammar is fine: the script follows none."""
 
     def stream(self, request: Request) -> FakeStream:

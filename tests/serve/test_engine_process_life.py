@@ -206,7 +206,7 @@ def test_a_panic_while_the_engine_is_started_again_is_no_end_in_silence(tmp_path
         """What pyo3 raises for a panic in Rust, here of a tokenizer, is no Exception."""
 
     async def test(engine: RemoteEngine) -> None:
-        async def opened(message: Opened) -> None:
+        async def opened(message: Opened, process: object) -> None:
             raise Panic("planted")
 
         engine.opened = opened

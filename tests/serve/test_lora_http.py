@@ -2,39 +2,66 @@
 
 from __future__ import annotations
 
+import asyncio
+import os
+import signal
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
 from typing import Any
 
 import httpx
 import pytest
 from fake_engine import FakeEngine
-from live_server import LiveServer, live_server
+from live_server import LiveServer, live_server_of
+from msgspec.structs import replace
 
 from adapter_files import write_adapter
 from quickstep.config import CacheConfig, EngineConfig, LoadConfig, LoRAConfig
-from quickstep.engine.assembly import open_engine
+from quickstep.engine.remote.engine import RemoteEngine
+from quickstep.engine.stats import EngineState
 from quickstep.errors import ConfigError
 from quickstep.model.checkpoint.source import find_checkpoint
 from quickstep.model.spec import read_spec
 from quickstep.server.generate.adapter import Served
 from quickstep.server.options import ServerOptions
+from quickstep.types import Request, SamplingParams
 
 PROMPT = "def add(first, second):\n    return"
 OPTIONS = ServerOptions(drain_s=0.0, adapter_names=("poet", "coder"))
+LOAD = LoadConfig(model="demo", device="cpu")
+SPEC = read_spec(find_checkpoint(LOAD).path)
 
 
 @pytest.fixture(scope="module")
-def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[LiveServer]:
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Four adapters in `dir`, which the server may load from, and one beside it."""
     path = tmp_path_factory.mktemp("adapters")
-    load = LoadConfig(model="demo", device="cpu")
-    spec = read_spec(find_checkpoint(load).path)
-    modules = tuple(
-        (name, str(write_adapter(path / name, spec, rank=8, seed=seed)))
-        for seed, name in enumerate(OPTIONS.adapter_names)
-    )
-    config = EngineConfig(load=load, cache=CacheConfig(num_blocks=200), lora=LoRAConfig(modules))
-    with live_server(open_engine(config), OPTIONS) as server:
+    for seed, name in enumerate(("poet", "coder", "dir/cook", "dir/judge", "dir/new", "secret")):
+        write_adapter(path / name, SPEC, rank=8, seed=seed)
+    (path / "dir" / "link").symlink_to(path / "secret")
+    (path / "dir" / "broken").mkdir()
+    (path / "dir" / "broken" / "adapter_config.json").write_text("{}")
+    return path
+
+
+def lora_config(folder: Path, max_loras: int = 2) -> EngineConfig:
+    modules = tuple((name, str(folder / name)) for name in OPTIONS.adapter_names)
+    lora = LoRAConfig(modules, max_loras=max_loras, directory=str(folder / "dir"))
+    return EngineConfig(load=LOAD, cache=CacheConfig(num_blocks=200), lora=lora)
+
+
+@pytest.fixture(scope="module")
+def server(folder: Path) -> Iterator[LiveServer]:
+    """In two processes, as `quickstep serve` runs it, with places for two of the adapters."""
+
+    async def opened() -> RemoteEngine:
+        engine = RemoteEngine(lora_config(folder))
+        await engine.open()
+        return engine
+
+    options = replace(OPTIONS, lora_dir=str(folder / "dir"))
+    with live_server_of(opened, options) as server:
         yield server
 
 
@@ -48,6 +75,10 @@ def post(server: LiveServer, path: str, **fields: Any) -> dict[str, Any]:
 def complete(server: LiveServer, model: str) -> dict[str, Any]:
     fields = {"prompt": PROMPT, "max_tokens": 12, "seed": 7, "logprobs": 1}
     return post(server, "/v1/completions", model=model, **fields)
+
+
+def admin(server: LiveServer, path: str, **fields: Any) -> httpx.Response:
+    return httpx.post(f"{server.url}/v1/{path}_lora_adapter", json=fields, timeout=60)
 
 
 def test_a_model_name_selects_an_adapter_and_batches_change_nothing(server: LiveServer) -> None:
@@ -95,8 +126,7 @@ def test_models_lists_adapters_with_their_parent(server: LiveServer) -> None:
     data = httpx.get(f"{server.url}/v1/models").json()["data"]
     assert [(one["id"], one["parent"]) for one in data] == [
         ("demo", None),
-        ("poet", "demo"),
-        ("coder", "demo"),
+        *((name, "demo") for name in ("poet", "coder", "broken", "cook", "judge", "link", "new")),
     ]
     assert httpx.get(f"{server.url}/v1/models/poet").json()["parent"] == "demo"
 
@@ -124,3 +154,119 @@ def test_prefixes_are_cached_for_each_adapter(server: LiveServer) -> None:
 
     assert [cached(name) for name in ("demo", "poet", "coder")] == [0, 0, 0]
     assert all(cached(name) > 0 for name in ("demo", "poet", "coder"))
+
+
+def test_adapters_of_the_directory_are_loaded_when_they_are_named(server: LiveServer) -> None:
+    names = ("cook", "judge", "poet", "demo", "coder")
+    with ThreadPoolExecutor(10) as threads:
+        together = list(threads.map(lambda name: complete(server, name), names * 2))
+    texts = [answer["choices"][0]["text"] for answer in together]
+    assert texts[: len(names)] == texts[len(names) :]
+    assert len(set(texts)) == len(names)
+
+
+def test_a_broken_adapter_of_the_directory_fails_its_own_requests_only(server: LiveServer) -> None:
+    fields = {"model": "broken", "prompt": "a", "max_tokens": 2}
+    answer = httpx.post(f"{server.url}/v1/completions", json=fields, timeout=60)
+    assert answer.status_code == 400 and "adapter_config.json" in answer.text
+    assert complete(server, "cook")["choices"]
+
+
+@pytest.mark.parametrize("name", ["../secret", "..", "dir/cook", "", "cook/../../secret", "a\0b"])
+def test_a_name_never_leads_out_of_the_directory(server: LiveServer, name: str) -> None:
+    answer = httpx.post(f"{server.url}/v1/completions", json={"model": name, "prompt": "a"})
+    assert answer.status_code == 404
+
+
+def test_an_adapter_is_loaded_replaced_and_unloaded_by_request(
+    server: LiveServer, folder: Path
+) -> None:
+    answer = admin(server, "load", lora_name="guest", lora_path="cook")
+    assert (answer.status_code, answer.text) == (
+        200,
+        "Success: LoRA adapter 'guest' added successfully.",
+    )
+    assert complete(server, "guest")["choices"] == complete(server, "cook")["choices"]
+    names = [one["id"] for one in httpx.get(f"{server.url}/v1/models").json()["data"]]
+    assert "guest" in names
+    again = admin(server, "load", lora_name="guest", lora_path="judge")
+    assert again.status_code == 400 and "load_inplace" in again.text
+    path = str(folder / "dir" / "judge")
+    assert admin(server, "load", lora_name="guest", lora_path=path, load_inplace=True).is_success
+    assert complete(server, "guest")["choices"] == complete(server, "judge")["choices"]
+    answer = admin(server, "unload", lora_name="guest")
+    assert (answer.status_code, answer.text) == (
+        200,
+        "Success: LoRA adapter 'guest' removed successfully.",
+    )
+    assert admin(server, "unload", lora_name="guest").status_code == 404
+    gone = httpx.post(f"{server.url}/v1/completions", json={"model": "guest", "prompt": "a"})
+    assert gone.status_code == 404
+
+
+@pytest.mark.parametrize(
+    ("fields", "part"),
+    [
+        ({"lora_name": "x", "lora_path": "../secret"}, "outside"),
+        ({"lora_name": "x", "lora_path": "/etc"}, "outside"),
+        ({"lora_name": "x", "lora_path": "link"}, "outside"),
+        ({"lora_name": "x", "lora_path": "absent"}, "no directory"),
+        ({"lora_name": "x", "lora_path": "broken"}, "adapter_config.json"),
+        ({"lora_name": "demo", "lora_path": "cook"}, "the model's own name"),
+        ({"lora_name": "", "lora_path": "cook"}, "needs a name"),
+        ({"lora_name": "x"}, "lora_path"),
+        ({"lora_name": 3, "lora_path": "cook"}, "lora_name"),
+    ],
+)
+def test_what_cannot_be_loaded_is_refused_in_one_sentence(
+    server: LiveServer, fields: dict[str, Any], part: str
+) -> None:
+    answer = admin(server, "load", **fields)
+    assert answer.status_code == 400, answer.text
+    assert part in answer.json()["error"]["message"]
+
+
+def test_metrics_name_the_adapters(server: LiveServer) -> None:
+    complete(server, "cook")
+    text = httpx.get(f"{server.url}/metrics").text
+    values = {
+        line.rpartition(" ")[0].partition("{")[0]: float(line.rpartition(" ")[2])
+        for line in text.splitlines()
+        if "lora" in line and not line.startswith("#")
+    }
+    assert 1 <= values["quickstep:lora_adapters_resident"] <= 2
+    assert values["quickstep:lora_adapter_loads_total"] >= 1
+    assert values["quickstep:lora_adapter_evictions_total"] >= 1
+    info = [line for line in text.splitlines() if line.startswith("quickstep:lora_requests_info{")]
+    assert len(info) == 1 and 'max_lora="2"' in info[0]
+
+
+def test_a_new_engine_process_has_the_adapters_that_were_loaded(
+    server: LiveServer, folder: Path
+) -> None:
+    async def test() -> None:
+        engine = RemoteEngine(lora_config(folder))
+        await engine.open()
+        await engine.start()
+        try:
+            await engine.load_adapter("guest", "new", is_from_client=True)
+            before = await tokens(engine, "guest")
+            assert engine.process_id is not None
+            os.kill(engine.process_id, signal.SIGKILL)
+            while engine.stats().num_restarts < 1 or engine.stats().state is not RUNNING:
+                await asyncio.sleep(0.01)
+            assert await tokens(engine, "guest") == before
+        finally:
+            await engine.stop()
+
+    asyncio.run(test())
+
+
+RUNNING = EngineState.RUNNING
+
+
+async def tokens(engine: RemoteEngine, adapter: str) -> list[int]:
+    ids = tuple(engine.tokenizer.encode(PROMPT))
+    sampling = SamplingParams(max_tokens=8, ignore_eos=True, temperature=0.0)
+    stream = engine.stream(Request("", ids, sampling, adapter=adapter))
+    return [token async for delta in stream for token in delta.token_ids]

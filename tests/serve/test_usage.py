@@ -324,6 +324,7 @@ TIMES = {
     "decode_ms": 750.0,
     "preempted_ms": 0.0,
     "paused_ms": 0.0,
+    "adapter_ms": 0.0,
     "num_preemptions": 0,
     "device_s": 0.5,
     "rejected_s": 0.0,

@@ -17,11 +17,21 @@ from op_checks.cases import Case, bind, cases
 from op_checks.invariance import same_bits
 from quickstep.errors import ConfigError
 from quickstep.ops.resolve import resolve_ops
-from quickstep.ops.table import AttentionParams, OpTable
+from quickstep.ops.table import AttentionParams, OpTable, QuantizedWeight
 from quickstep.ops.triton.backend import load_triton
 
 CPU = torch.device("cpu")
-ROW_OPS = ("linear", "logits", "rms_norm", "add_rms_norm", "rotary", "gated_activation")
+ROW_OPS = (
+    "linear",
+    "quantized_linear",
+    "quantized_rows",
+    "logits",
+    "rms_norm",
+    "add_rms_norm",
+    "rotary",
+    "write_kv",
+    "gated_activation",
+)
 ATTENTION = ("one-key", "window-below-tile", "sinks-one-key")
 SMALL = 20_000  # elements of all inputs of a case
 
@@ -37,8 +47,9 @@ def small_cases(op: str, dtypes: tuple[torch.dtype, ...]) -> list[Case]:
     chosen = []
     for case in cases([op], dtypes):
         assert isinstance(case, Case)
-        inputs = [one for one in (*case.tokens, *case.fixed) if isinstance(one, torch.Tensor)]
-        if sum(one.numel() for one in inputs) <= SMALL:
+        inputs = [getattr(one, "quants", one) for one in (*case.tokens, *case.fixed)]
+        sizes = [one.numel() for one in inputs if isinstance(one, torch.Tensor)]
+        if sum(sizes) <= SMALL:
             chosen.append(case)
     assert chosen
     return chosen
@@ -61,6 +72,20 @@ def test_an_interpreted_token_has_the_same_bits_in_every_batch(ops: OpTable, op:
         token = slice(index, index + 1)
         alone = run(*(one[token] for one in chosen.tokens))
         assert all(same_bits(a, b[token]) for a, b in zip(alone, together, strict=True))
+
+
+@pytest.mark.parametrize("bits", [4, 8])
+def test_a_quantized_product_has_the_same_bits_in_tiles_of_16_and_of_64_tokens(
+    ops: OpTable, bits: int
+) -> None:
+    generator = torch.Generator().manual_seed(bits)
+    quants = torch.randint(0, 2**bits, (33, 96), generator=generator, dtype=torch.uint8)
+    scales, zeros = (torch.rand(33, 3, generator=generator) for _ in range(2))
+    weight = ops.pack_quantized(QuantizedWeight(quants, scales, zeros, bits, 32), scales[:, 0])
+    x = torch.randn(17, 96, generator=generator)
+    together = ops.linear(x, weight)
+    for tokens in (slice(0, 1), slice(1, 17)):
+        assert same_bits(ops.linear(x[tokens], weight), together[tokens])
 
 
 def test_interpreted_attention_is_near_float64(ops: OpTable) -> None:

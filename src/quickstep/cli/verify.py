@@ -49,6 +49,7 @@ _SCENARIO_COLUMNS = (
     "pause",
     "overlap",
     "drafts",
+    "loads",
 )
 _FORMAT_COLUMNS = ("weights", "KV", "compared", "differ", "fingerprint")
 
@@ -77,6 +78,14 @@ def add_parser(subparsers: argparse._SubParsersAction[Parser]) -> None:
         default=1,
         metavar="N",
         help="batches that each request takes part in, per thread count (default: %(default)s)",
+    )
+    parser.add_argument(
+        "--adapters",
+        type=int,
+        default=40,
+        metavar="N",
+        help="random LoRA adapters that half of the requests use, on native models on a CPU "
+        "(default: %(default)s)",
     )
     parser.add_argument(
         "--seed",
@@ -134,6 +143,7 @@ def run(args: argparse.Namespace) -> int:
         rounds=args.rounds,
         block_size=CacheConfig(block_size=args.block_size).block_size,
         kv_dtype=args.kv_cache_dtype,
+        num_adapters=max(0, args.adapters),
     )
     load = LoadConfig(
         model=args.model,
@@ -305,6 +315,7 @@ def _print_scenarios(model_name: str, report: VerifyReport) -> None:
             runs.pauses,
             runs.overlapped_steps,
             runs.accepted_drafts,
+            runs.adapter_loads,
         )
         rows.append((scenario, *(str(figure) for figure in figures)))
     options = report.options

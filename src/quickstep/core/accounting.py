@@ -20,7 +20,15 @@ from quickstep.core.sequence import SequenceState
 from quickstep.core.step import FlightRow, InFlightStep
 from quickstep.types import Phase, PrefillCharge, RowOutput, SequenceTimings, StepRecord
 
-__all__ = ["SchedulerStats", "StepCharges", "Totals", "charge", "step_record", "with_unloaded"]
+__all__ = [
+    "AdapterStats",
+    "SchedulerStats",
+    "StepCharges",
+    "Totals",
+    "charge",
+    "step_record",
+    "with_unloaded",
+]
 
 
 class Totals(msgspec.Struct):
@@ -78,6 +86,28 @@ class Totals(msgspec.Struct):
         self.idle_s += elapsed_s - seconds
 
 
+class AdapterStats(msgspec.Struct, frozen=True):
+    """LoRA adapters in compute memory, and those of live requests, by name.
+
+    Attributes:
+        max_loras: Most adapters in compute memory.
+        num_resident: Adapters in compute memory, those that are being loaded included.
+        num_bytes: What they take.
+        num_loads: Loads since the start.
+        num_evictions: Evictions that made a place for another one, since the start.
+        running: Adapters with a sequence in the batch.
+        waiting: Adapters with a sequence that waits.
+    """
+
+    max_loras: int = 0
+    num_resident: int = 0
+    num_bytes: int = 0
+    num_loads: int = 0
+    num_evictions: int = 0
+    running: tuple[str, ...] = ()
+    waiting: tuple[str, ...] = ()
+
+
 class SchedulerStats(msgspec.Struct, frozen=True):
     """The scheduler's state. A sequence is counted once, a paused one only in `num_paused`.
 
@@ -86,6 +116,7 @@ class SchedulerStats(msgspec.Struct, frozen=True):
         num_preempted: Sequences that wait to be admitted again.
         num_in_flight: Steps planned and not committed.
         num_paused: Sequences whose client reads too slowly; resident or not.
+        adapters: None if adapters are no resource.
     """
 
     num_waiting: int
@@ -95,6 +126,7 @@ class SchedulerStats(msgspec.Struct, frozen=True):
     blocks: PoolStats
     totals: Totals
     num_paused: int = 0
+    adapters: AdapterStats | None = None
 
 
 class StepCharges(msgspec.Struct, frozen=True):

@@ -251,12 +251,17 @@ def _paused_text(_: Explanation, part: ActivityPart) -> str:
     return f"{_seconds(part.seconds)} paused because its client read too slowly"
 
 
+def _adapter_text(_: Explanation, part: ActivityPart) -> str:
+    return f"{_seconds(part.seconds)} until its adapter was in memory"
+
+
 _TEXTS = {
     Activity.QUEUE: _queue_text,
     Activity.PREFILL: _prefill_text,
     Activity.DECODE: _decode_text,
     Activity.PREEMPTED: _preempted_text,
     Activity.PAUSED: _paused_text,
+    Activity.ADAPTER: _adapter_text,
 }
 
 

@@ -11,7 +11,7 @@ import enum
 import heapq
 from bisect import bisect_left, insort
 from collections import Counter, deque
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection, Iterator
 from collections.abc import Sequence as SequenceOf
 from itertools import chain
 
@@ -26,23 +26,55 @@ __all__ = ["Deadlines", "Due", "RunningBatch", "WaitingQueue"]
 class WaitingQueue:
     """Sequences that wait to be admitted, for the first time or again after a preemption.
 
-    They wait in the queues that `order` names, each sorted by rank.
+    They wait in the queues that `order` names, each sorted by rank; those whose adapter is not
+    ready (`is_ready`) wait apart, by adapter, where nothing admits them.
     """
 
-    def __init__(self, order: ServiceOrder) -> None:
+    def __init__(self, order: ServiceOrder, is_ready: Callable[[str], bool] | None = None) -> None:
         self._order = order
+        self._is_ready = is_ready
         self._queues: dict[str, list[Sequence]] = {}
+        self._parked: dict[str, list[Sequence]] = {}  # by adapter
 
     def __len__(self) -> int:
-        return sum(map(len, self._queues.values()))
+        return sum(map(len, self._queues.values())) + sum(map(len, self._parked.values()))
 
     def __iter__(self) -> Iterator[Sequence]:
-        return chain.from_iterable(self._queues.values())
+        return chain.from_iterable((*self._queues.values(), *self._parked.values()))
 
     @property
     def num_active(self) -> int:
         """How many are not paused; they are first in their queues."""
-        return sum(map(_num_active, self._queues.values()))
+        queues = (*self._queues.values(), *self._parked.values())
+        return sum(map(_num_active, queues))
+
+    @property
+    def parked_adapters(self) -> Collection[str]:
+        """The adapters that sequences wait for."""
+        return self._parked.keys()
+
+    def first_parked(self, besides: Collection[str]) -> Sequence | None:
+        """The first sequence, by rank, that waits for an adapter other than these."""
+        heads = [queue[0] for name, queue in self._parked.items() if name not in besides]
+        active = (one for one in heads if not one.is_paused)
+        return min(active, key=_rank, default=None)
+
+    def parked(self, adapter_id: str) -> tuple[Sequence, ...]:
+        """The sequences that wait for an adapter."""
+        return tuple(self._parked.get(adapter_id, ()))
+
+    def has_ready(self, adapter_id: str) -> bool:
+        """Whether a sequence with this adapter may be admitted."""
+        queued = chain.from_iterable(self._queues.values())
+        return any(one.request.adapter_id == adapter_id and not one.is_paused for one in queued)
+
+    def sort_again(self, adapter_id: str, now: float) -> None:
+        """An adapter has become ready, or has ceased to be."""
+        queued = chain.from_iterable(self._queues.values())
+        ready = [one for one in queued if one.request.adapter_id == adapter_id]
+        for sequence in (*ready, *self.parked(adapter_id)):
+            self.remove(sequence)
+            self.push(sequence, now)
 
     @property
     def num_served(self) -> int:
@@ -67,40 +99,52 @@ class WaitingQueue:
         """
         name = self._order.queue_of(request)
         place = bisect_left(self._queues.get(name, []), rank, key=_rank)
+        place += sum(bisect_left(queue, rank, key=_rank) for queue in self._parked.values())
         others = [len(queue) for one, queue in self._queues.items() if one != name]
         most = place + 1 if self._order.takes_turns else max(others, default=0)
         return place + sum(min(most, length) for length in others)
 
-    def push(self, sequence: Sequence) -> None:
+    def push(self, sequence: Sequence, now: float) -> None:
         """Insert by rank, which does not change while the sequence waits."""
-        queue = self._queues.setdefault(self._order.queue_of(sequence.request), [])
+        is_ready = self._is_ready is None or self._is_ready(sequence.request.adapter_id)
+        sequence.await_adapter(not is_ready, now)
+        queues, name = self._place(sequence)
+        queue = queues.setdefault(name, [])
         insort(queue, sequence, key=_rank)
 
     def remove(self, sequence: Sequence) -> None:
         """Remove a sequence, which must be queued."""
-        name = self._order.queue_of(sequence.request)
-        queue = self._queues[name]
+        queues, name = self._place(sequence)
+        queue = queues[name]
         index = bisect_left(queue, sequence.rank, key=_rank)
         assert queue[index] is sequence, f"{sequence.sequence_id} is not queued"
         del queue[index]
         if not queue:
-            del self._queues[name]
+            del queues[name]
+
+    def _place(self, sequence: Sequence) -> tuple[dict[str, list[Sequence]], str]:
+        if sequence.awaits_adapter:
+            return self._parked, sequence.request.adapter_id
+        return self._queues, self._order.queue_of(sequence.request)
 
     def set_paused(self, sequence: Sequence, is_paused: bool, now: float) -> None:
         """Pause or resume a queued sequence."""
         self.remove(sequence)
         sequence.set_paused(is_paused, now)
-        self.push(sequence)
+        self.push(sequence, now)
 
-    def relegate(self, sequence: Sequence) -> None:
+    def relegate(self, sequence: Sequence, now: float) -> None:
         """Put a queued sequence after all others that are not paused."""
         self.remove(sequence)
         sequence.relegate()
-        self.push(sequence)
+        self.push(sequence, now)
 
     def check(self) -> None:
-        """Raise AssertionError unless all wait, in order."""
-        for name, queue in self._queues.items():
+        """Raise AssertionError unless all wait, in order, those whose adapter is ready apart."""
+        for one in self:
+            is_ready = self._is_ready is None or self._is_ready(one.request.adapter_id)
+            assert one.awaits_adapter != is_ready, f"{one.sequence_id} is in the wrong queue"
+        for name, queue in (*self._queues.items(), *self._parked.items()):
             assert queue, f"the queue {name} is empty"
             for sequence in queue:
                 assert sequence.state in (SequenceState.WAITING, SequenceState.PREEMPTED)

@@ -159,6 +159,10 @@ class RecordedCall(msgspec.Struct, frozen=True, omit_defaults=True, tag_field="k
         digest: Of `plan`'s result, "" for None.
         seconds: Of the step.
         rows: Outputs of the step's rows; empty if each that emits has one token and no drafts.
+        adapter: Of calls about an adapter, its content id.
+        num_bytes: Of `register_adapter`.
+        is_pinned: Of `register_adapter`.
+        is_resident: Of `register_adapter`.
     """
 
     name: str
@@ -169,6 +173,10 @@ class RecordedCall(msgspec.Struct, frozen=True, omit_defaults=True, tag_field="k
     digest: str = ""
     seconds: float = 0.0
     rows: tuple[RecordedRow, ...] = ()
+    adapter: str = ""
+    num_bytes: int = 0
+    is_pinned: bool = False
+    is_resident: bool = False
 
 
 class EndLine(msgspec.Struct, frozen=True, tag_field="kind", tag="end"):
@@ -263,6 +271,11 @@ class Recorder:
         """The number of a live request; -1 for another id."""
         live = self._live.get(request_id)
         return -1 if live is None else live.number
+
+    def adapter_call(self, name: str, adapter_id: str, now: float = 0.0, **values: Any) -> None:
+        """Write a call about an adapter."""
+        known = adapter_id if self._text_of else self._numbered("adapter_id", adapter_id)
+        self.call(RecordedCall(name, now, adapter=known, **values))
 
     def aborted(self, request_id: str, reason: FinishReason, now: float) -> None:
         """A request is about to be ended from outside."""
@@ -440,6 +453,38 @@ class RecordingScheduler(Scheduler):
         """See `Scheduler.reset_prefix_cache`."""
         self._recorder.call(RecordedCall("reset_prefix_cache", 0.0))
         return super().reset_prefix_cache()
+
+    def register_adapter(
+        self, adapter_id: str, num_bytes: int, is_pinned: bool = False, is_resident: bool = False
+    ) -> None:
+        """See `Scheduler.register_adapter`."""
+        self._recorder.adapter_call(
+            "register_adapter",
+            adapter_id,
+            num_bytes=num_bytes,
+            is_pinned=is_pinned,
+            is_resident=is_resident,
+        )
+        super().register_adapter(adapter_id, num_bytes, is_pinned, is_resident)
+
+    def retire_adapter(self, adapter_id: str) -> bool:
+        """See `Scheduler.retire_adapter`."""
+        self._recorder.adapter_call("retire_adapter", adapter_id)
+        return super().retire_adapter(adapter_id)
+
+    def adapter_loaded(self, adapter_id: str, seconds: float, now: float) -> bool:
+        """See `Scheduler.adapter_loaded`."""
+        self._recorder.adapter_call("adapter_loaded", adapter_id, now, seconds=seconds)
+        return super().adapter_loaded(adapter_id, seconds, now)
+
+    def adapter_failed(
+        self, adapter_id: str, reason: str, now: float
+    ) -> tuple[SequenceOutput, ...]:
+        """See `Scheduler.adapter_failed`."""
+        self._recorder.adapter_call("adapter_failed", adapter_id, now)
+        outputs = super().adapter_failed(adapter_id, reason, now)
+        self._recorder.received(outputs)
+        return outputs
 
     def plan(self, now: float) -> StepPlan | None:
         """See `Scheduler.plan`."""

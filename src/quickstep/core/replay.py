@@ -236,6 +236,16 @@ class _Replay:
                 scheduler.resume(self._id(call.number), now)
             case "reset_prefix_cache":
                 scheduler.reset_prefix_cache()
+            case "register_adapter":
+                scheduler.register_adapter(
+                    call.adapter, call.num_bytes, call.is_pinned, call.is_resident
+                )
+            case "retire_adapter":
+                scheduler.retire_adapter(call.adapter)
+            case "adapter_loaded":
+                scheduler.adapter_loaded(call.adapter, call.seconds, now)
+            case "adapter_failed":
+                scheduler.adapter_failed(call.adapter, "its load failed", now)
             case "plan":
                 return self._plan(call)
             case "commit":
@@ -287,6 +297,7 @@ class _Replay:
 
     def _plan(self, call: RecordedCall) -> bool:
         plan = self._scheduler.plan(call.at_s)
+        self._scheduler.take_adapter_orders()  # what came of them is in the recording
         if plan_digest(plan, self._number) != call.digest:
             return False
         if plan is None:

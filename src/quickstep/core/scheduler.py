@@ -16,12 +16,21 @@ from __future__ import annotations
 from collections import Counter, deque
 from collections.abc import Iterable
 from functools import partial
+from itertools import chain
 
 import msgspec
 from msgspec.structs import replace
 
 from quickstep.config import SchedulerConfig
-from quickstep.core.accounting import SchedulerStats, Totals, charge, step_record, with_unloaded
+from quickstep.core.accounting import (
+    AdapterStats,
+    SchedulerStats,
+    Totals,
+    charge,
+    step_record,
+    with_unloaded,
+)
+from quickstep.core.adapter_residency import AdapterOrders, AdapterResidency, AdapterState
 from quickstep.core.admission import AdmissionState, LevelCounts, WaitEstimate
 from quickstep.core.block_pool import KVBlockPool
 from quickstep.core.cost_model import CostModel, StepLoad
@@ -141,7 +150,11 @@ class Scheduler:
         self._limits = SequenceLimits.of(config, pool.num_blocks * pool.block_size)
         self._requests: dict[str, list[Sequence]] = {}  # live sequences of each request
         self._order = policy.order
-        self._waiting = WaitingQueue(self._order)
+        self._adapters: AdapterResidency | None = None
+        if config.max_loras is not None:
+            self._adapters = AdapterResidency(config.max_loras, config.lora_bytes)
+        is_ready = None if self._adapters is None else self._adapters.is_ready
+        self._waiting = WaitingQueue(self._order, is_ready)
         self._batch = RunningBatch(pool, config.max_num_seqs, self._order)
         self._in_flight: deque[InFlightStep] = deque()
         self._deadlines = Deadlines(self._order.relegates)
@@ -175,6 +188,8 @@ class Scheduler:
             state.check_queue(request, request.sampling.n)
         if (name := request.request_id) in self._requests:
             raise RequestError(f"request_id {name!r} is in use; choose another", param="request_id")
+        if self._adapters is not None and request.adapter_id:
+            self._adapters.count_use(request.adapter_id, now)
         n, first = request.sampling.n, self._num_arrivals
         service_s, prompt_s = self._predicted_service_s(request)
         self._wait_estimate.count_prompt(prompt_s)
@@ -201,7 +216,7 @@ class Scheduler:
         self._num_arrivals += n
         for sequence in sequences:
             self._order.added(sequence)
-            self._waiting.push(sequence)
+            self._waiting.push(sequence, now)
             self._deadlines.push(sequence)
         self._requests[name] = sequences
         self._totals.num_requests += 1
@@ -312,7 +327,7 @@ class Scheduler:
                 )
                 outputs.append(self._finish(sequence, FinishReason.SHED, now, str(error)))
             elif due is Due.RELEGATE and sequence.state is not SequenceState.RUNNING:
-                self._waiting.relegate(sequence)
+                self._waiting.relegate(sequence, now)
         return tuple(outputs)
 
     def pause(self, request_id: str, now: float) -> None:
@@ -340,6 +355,8 @@ class Scheduler:
         """The next step, or None if nothing can be computed until something is committed."""
         if len(self._in_flight) >= self._config.pipeline_depth:
             return None
+        if self._adapters is not None and self._waiting.parked_adapters:
+            self._order_loads(self._adapters, now)
         draft = StepDraft(self._config.max_num_batched_tokens)
         if not self._config.use_kv_cache:
             self._recompute_decodes(draft, now)
@@ -491,6 +508,8 @@ class Scheduler:
         self._wait_estimate.count_admission(now, any_left=bool(self._waiting.head))
         is_new = sequence.num_cached_tokens is None
         residency = self._batch.admit(sequence, hits, now)
+        if self._adapters is not None:
+            self._adapters.acquire(sequence.request.adapter_id)
         self._policy.admitted()
         if is_new and not sequence.request.is_continuation:  # a beam's prompt was counted before
             self._totals.prefix_query_tokens += sequence.prompt_len
@@ -585,10 +604,107 @@ class Scheduler:
         return True
 
     def _preempt(self, sequence: Sequence, now: float) -> None:
-        self._batch.remove(sequence)
+        self._leave_batch(sequence)
         sequence.preempt(now)
-        self._waiting.push(sequence)
+        self._waiting.push(sequence, now)
         self._totals.num_preemptions += 1
+
+    def _leave_batch(self, sequence: Sequence) -> None:
+        self._batch.remove(sequence)
+        if self._adapters is not None:
+            self._adapters.release(sequence.request.adapter_id)
+
+    # -- adapters ---------------------------------------------------------------------------------
+
+    @property
+    def adapter_room(self) -> AdapterResidency | None:
+        """The adapters in compute memory; None if adapters are no resource."""
+        return self._adapters
+
+    def register_adapter(
+        self, adapter_id: str, num_bytes: int, is_pinned: bool = False, is_resident: bool = False
+    ) -> None:
+        """Let requests name an adapter, which is loaded when one is queued, unless it is in memory
+        already (`is_resident`); a pinned one stays there.
+        """
+        if self._adapters is not None:
+            self._adapters.register(
+                adapter_id, num_bytes, is_pinned=is_pinned, is_resident=is_resident
+            )
+
+    def retire_adapter(self, adapter_id: str) -> bool:
+        """No new request will name the adapter. Returns whether it is forgotten: if sequences or
+        steps in flight use it, it is kept in memory for them, and this has to be called again.
+        """
+        if self._adapters is None or adapter_id not in self._adapters:
+            return True
+        sequences = chain.from_iterable(self._requests.values())
+        live = {one.request.adapter_id for one in sequences}
+        if adapter_id in live or adapter_id in self._adapters_in_flight():
+            self._adapters.keep(adapter_id)
+            return False
+        self._adapters.forget(adapter_id)
+        return True
+
+    def take_adapter_orders(self) -> AdapterOrders | None:
+        """What `plan` wants to be loaded and freed; None for nothing. The driver frees first, and
+        calls `adapter_loaded` or `adapter_failed` for each load.
+        """
+        return None if self._adapters is None else self._adapters.take_orders()
+
+    def adapter_loaded(self, adapter_id: str, seconds: float, now: float) -> bool:
+        """A load has ended well after so many seconds; False if nothing wants the adapter now."""
+        if self._adapters is None or not self._adapters.finish_load(adapter_id, seconds):
+            return False
+        self._waiting.sort_again(adapter_id, now)
+        return True
+
+    def adapter_failed(
+        self, adapter_id: str, reason: str, now: float
+    ) -> tuple[SequenceOutput, ...]:
+        """A load has failed: end the sequences that wait for it with ERROR."""
+        if self._adapters is not None:
+            self._adapters.fail_load(adapter_id)
+        parked = self._waiting.parked(adapter_id)
+        return tuple(self._finish(one, FinishReason.ERROR, now, reason) for one in parked)
+
+    def _order_loads(self, adapters: AdapterResidency, now: float) -> None:
+        """Begin loads for the sequences that wait for an adapter, in the order of service."""
+        if not adapters.may_begin_load:
+            return
+        under_way = {
+            one
+            for one in self._waiting.parked_adapters
+            if adapters.state(one) is not AdapterState.ABSENT
+        }
+        while adapters.may_begin_load:
+            first = self._waiting.first_parked(besides=under_way)
+            if first is None:
+                adapters.stop_draining()
+                break
+            is_ordered = adapters.order_load(
+                first.request.adapter_id,
+                now - first.awaits_adapter_since_s,
+                now,
+                self._waiting.has_ready,
+                self._adapters_in_flight(),
+            )
+            if is_ordered:
+                under_way.add(first.request.adapter_id)
+            elif not self._preempt_paused_adapters(now):
+                break
+        for adapter_id in adapters.take_changed():
+            self._waiting.sort_again(adapter_id, now)
+
+    def _preempt_paused_adapters(self, now: float) -> bool:
+        """Preempt paused sequences with an adapter: as for blocks, they make way."""
+        paused = [one for one in self._batch if one.is_paused and one.request.adapter_id]
+        for sequence in paused:
+            self._preempt(sequence, now)
+        return bool(paused)
+
+    def _adapters_in_flight(self) -> set[str]:
+        return {entry.row.adapter for step in self._in_flight for entry in step.rows}
 
     # -- the result of a step ---------------------------------------------------------------------
 
@@ -791,7 +907,7 @@ class Scheduler:
     ) -> SequenceOutput:
         """End a sequence in any state and free its slot and blocks at once."""
         if sequence.state is SequenceState.RUNNING:
-            self._batch.remove(sequence)
+            self._leave_batch(sequence)
         else:
             self._waiting.remove(sequence)
         self._order.ended(sequence)
@@ -841,6 +957,20 @@ class Scheduler:
             blocks=self._pool.stats(),
             totals=replace(self._totals),
             num_paused=len(self._batch) + len(self._waiting) - states.total(),
+            adapters=self._adapter_stats(),
+        )
+
+    def _adapter_stats(self) -> AdapterStats | None:
+        if self._adapters is None:
+            return None
+        return AdapterStats(
+            self._adapters.max_loras,
+            self._adapters.num_resident,
+            self._adapters.num_bytes,
+            self._adapters.num_loads,
+            self._adapters.num_evictions,
+            _adapter_names(self._batch),
+            _adapter_names(self._waiting),
         )
 
     def admission_state(self, now: float) -> AdmissionState:
@@ -869,6 +999,8 @@ class Scheduler:
         """Raise AssertionError unless all parts of the state agree: for tests, after any call."""
         self._batch.check()
         self._waiting.check()
+        if self._adapters is not None:
+            self._adapters.check()
         for sequence in self._waiting:
             self._batch.check_hits(sequence)
         for one in self._requests.values():
@@ -905,6 +1037,10 @@ class Scheduler:
             scored=scored,
             limit_s=draft.limit_s,
         )
+
+
+def _adapter_names(sequences: Iterable[Sequence]) -> tuple[str, ...]:
+    return tuple(sorted({one.request.adapter for one in sequences if one.request.adapter}))
 
 
 def _is_interactive(sequence: Sequence) -> bool:

@@ -156,6 +156,8 @@ class Sequence:
         self.seed = sequence_seed(request.seed, index)
         self.arrival = arrival
         self.is_paused = False
+        self.awaits_adapter = False
+        self.awaits_adapter_since_s = now
         self.rank: Rank = (False, False, rank_s, arrival)
         self.service_s = service_s
         self.first_token_service_s = first_token_service_s
@@ -302,6 +304,17 @@ class Sequence:
         self.state = SequenceState.PREEMPTED
         self._clock.enter(Activity.PREEMPTED, now)
 
+    def await_adapter(self, awaits: bool, now: float) -> None:
+        """Wait until the adapter is ready, or for a place in the batch as others do."""
+        if awaits and not self.awaits_adapter:
+            self.awaits_adapter_since_s = now
+        if awaits:
+            self._clock.enter(Activity.ADAPTER, now)
+        elif self.awaits_adapter:
+            was_admitted = self.state is SequenceState.PREEMPTED
+            self._clock.enter(Activity.PREEMPTED if was_admitted else Activity.QUEUE, now)
+        self.awaits_adapter = awaits
+
     def relegate(self) -> None:
         """Rank after all others that are not paused: it cannot end in time any more."""
         self.rank = (self.is_paused, True, *self.rank[2:])
@@ -418,6 +431,7 @@ class Sequence:
             decode_s=seconds[Activity.DECODE],
             preempted_s=seconds[Activity.PREEMPTED],
             paused_s=seconds[Activity.PAUSED],
+            adapter_s=seconds[Activity.ADAPTER],
             device_s=self.device_s,
             recomputed_s=self.recomputed_s,
             activities=tuple(self._clock.changes),

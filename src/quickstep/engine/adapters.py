@@ -1,12 +1,18 @@
-"""The LoRA adapters of an engine: loaded by name, held by content, freed when no request uses them.
+"""The LoRA adapters of an engine: named by requests, held by content, in up to three places.
+
+    disk ──open, pack──> compute memory ──evict──> host memory ──> disk
+          checked, digested     │    └────────────────┘
+                                └ what is there, the scheduler decides (`core.adapter_residency`)
 
 A request names an adapter; its sequences and the prefix cache use the adapter's content id. So a
-new version under the same name serves new requests while running ones finish on the old one.
+new version under the same name serves new requests while running ones finish on the old one. An
+adapter in `lora_dir` is opened when a request first names it.
 """
 
 from __future__ import annotations
 
-from collections.abc import Container, Mapping, Sequence
+from collections import OrderedDict
+from collections.abc import Collection, Mapping, Sequence
 from pathlib import Path
 from types import MappingProxyType
 from typing import TYPE_CHECKING
@@ -17,12 +23,26 @@ from quickstep.errors import ConfigError, RequestError
 
 if TYPE_CHECKING:
     from quickstep.config import LoRAConfig
-    from quickstep.model.adapters.checkpoint import AdapterCheckpoint
+    from quickstep.model.adapters.checkpoint import AdapterCheckpoint, LoRAWeights
     from quickstep.model.decoder_spec import ModelSpec
     from quickstep.model.interface import Model
     from quickstep.ops.table import LoRAAdapter, OpTable
 
-__all__ = ["Adapters", "LoRARequest", "LoadedAdapter", "open_adapters"]
+__all__ = [
+    "Adapters",
+    "LoRARequest",
+    "LoadedAdapter",
+    "OpenedAdapter",
+    "adapter_memory",
+    "adapter_names_in",
+    "open_adapters",
+    "path_in",
+]
+
+_NUM_OPENED = 4  # that are kept as they were read until they are loaded; others are read again
+_USUAL_RANK = 16
+_WEIGHTS_FILE = "adapter_model.safetensors"
+_CONFIG_FILE = "adapter_config.json"
 
 
 class LoRARequest(msgspec.Struct, frozen=True):
@@ -36,7 +56,9 @@ class LoRARequest(msgspec.Struct, frozen=True):
 
 
 class LoadedAdapter(msgspec.Struct, frozen=True):
-    """An adapter that requests may name. `adapter_id` is a digest of what it computes."""
+    """An adapter that requests may name. `adapter_id` is a digest of what it computes; `num_bytes`
+    is what it takes in compute memory.
+    """
 
     name: str
     path: str
@@ -45,10 +67,17 @@ class LoadedAdapter(msgspec.Struct, frozen=True):
     num_bytes: int
 
 
+class OpenedAdapter(msgspec.Struct, frozen=True):
+    """An adapter that was read and checked."""
+
+    adapter: LoadedAdapter
+    weights: LoRAWeights
+
+
 def open_adapters(
     lora: LoRAConfig | None, spec: ModelSpec
 ) -> tuple[tuple[str, AdapterCheckpoint], ...]:
-    """Check the adapters that are loaded at the start, by name. Raises ConfigError."""
+    """Check the adapters that are named at the start, by name. Raises ConfigError."""
     if lora is None:
         return ()
     # Imported here: most engines have no adapters.
@@ -59,17 +88,57 @@ def open_adapters(
     )
 
 
-class NewAdapter(msgspec.Struct, frozen=True):
-    """An adapter that was read and is not in use yet."""
+def adapter_memory(
+    lora: LoRAConfig,
+    spec: ModelSpec,
+    itemsize: int,
+    at_start: Sequence[tuple[str, AdapterCheckpoint]],
+) -> int:
+    """Bytes that adapters may take in compute memory, for elements of `itemsize` bytes: what is
+    configured, or the `max_loras` largest that are known at the start. Those that may be loaded
+    later from elsewhere count with rank 16 on every layer.
+    """
+    from quickstep.model.adapters.lora_modules import lora_modules
 
-    adapter: LoadedAdapter
-    packed: LoRAAdapter
+    if lora.memory_bytes is not None:
+        return lora.memory_bytes
+    sizes = [one.num_bytes(itemsize) for _, one in at_start]
+    for name in adapter_names_in(lora.directory):
+        # the header would say more; for a thousand adapters the size of the file is enough
+        file = Path(lora.directory or "") / name / _WEIGHTS_FILE
+        sizes.append(file.stat().st_size * max(2, itemsize) // 2 if file.is_file() else 0)
+    if spec.native and (lora.allowed_dirs or not any(sizes)):
+        modules = lora_modules(spec).values()
+        num_weights = sum(_USUAL_RANK * (one.num_inputs + one.num_outputs) for one in modules)
+        sizes += [num_weights * itemsize] * (lora.max_loras - len(sizes))
+    return sum(sorted(sizes)[-lora.max_loras :])
+
+
+def path_in(directory: str | None, name: str) -> Path | None:
+    """The folder of an adapter in `lora_dir`; None if there is none of this name."""
+    if directory is None or not name or name in (".", "..") or "/" in name or "\\" in name:
+        return None
+    if "\0" in name:
+        return None
+    path = Path(directory) / name
+    return path if (path / _CONFIG_FILE).is_file() else None
+
+
+def adapter_names_in(directory: str | None) -> tuple[str, ...]:
+    """The names of the adapters in `lora_dir`, sorted."""
+    if directory is None or not Path(directory).is_dir():
+        return ()
+    return tuple(sorted(path.parent.name for path in Path(directory).glob(f"*/{_CONFIG_FILE}")))
 
 
 class Adapters:
-    """Owns the loaded adapters; used by the engine's thread only, except where stated."""
+    """What requests may name, and the weights. Used by the engine's thread only, except where
+    stated.
+    """
 
-    def __init__(self, model: Model, spec: ModelSpec, ops: OpTable, lora: LoRAConfig) -> None:
+    def __init__(
+        self, model: Model, spec: ModelSpec, ops: OpTable, lora: LoRAConfig, max_bytes: int
+    ) -> None:
         from quickstep.ops.tensors import host_dtype
 
         dtype = host_dtype(model.kv_shape.dtype)
@@ -79,7 +148,12 @@ class Adapters:
         self._ops = ops
         self._dtype = dtype
         self._lora = lora
-        self._loaded: dict[str, LoadedAdapter] = {}
+        self.max_bytes = max_bytes
+        self._named: dict[str, LoadedAdapter] = {}
+        self._by_id: dict[str, LoadedAdapter] = {}  # also those that are retired
+        self._retired: set[str] = set()
+        self._opened: OrderedDict[str, LoRAWeights] = OrderedDict()  # by content id
+        self._on_host: OrderedDict[str, LoRAAdapter] = OrderedDict()  # packed, the latest last
         self._packed: dict[str, LoRAAdapter] = {}
 
     @property
@@ -89,60 +163,146 @@ class Adapters:
 
     @property
     def loaded(self) -> Sequence[LoadedAdapter]:
-        """What requests may name, in the order of loading."""
-        return tuple(self._loaded.values())
+        """What requests may name and has been opened, in the order of opening."""
+        return tuple(self._named.values())
 
     @property
-    def has_unnamed(self) -> bool:
-        """Whether an adapter is loaded that new requests cannot name."""
-        return len(self._packed) > len({one.adapter_id for one in self._loaded.values()})
+    def retired(self) -> Collection[str]:
+        """Content ids that no new request can name, and that may still be in use."""
+        return tuple(self._retired)
 
-    def read(self, name: str, path: str) -> NewAdapter:
-        """Read an adapter for `add`; any thread may call it. Raises ConfigError."""
+    def is_pinned(self, name: str) -> bool:
+        """Whether an adapter stays in compute memory once it is there."""
+        return name in self._lora.pinned
+
+    def is_opened(self, name: str) -> bool:
+        """Whether `find` has nothing to read."""
+        return name in self._named
+
+    def path_of(self, name: str) -> Path | None:
+        """Where an adapter that is not opened is found; None if it does not exist."""
+        return path_in(self._lora.directory, name)
+
+    def open(self, name: str, path: str | Path, *, is_from_client: bool = False) -> OpenedAdapter:
+        """Read an adapter for `add`; any thread may call it. Raises ConfigError.
+
+        `is_from_client`: only from the directories that clients may load from.
+        """
         from quickstep.model.adapters.checkpoint import open_adapter
 
         if not name:
             raise ConfigError("an adapter needs a name")
-        return self.pack(name, open_adapter(Path(path), self._spec, self._lora.max_lora_rank))
+        roots = None
+        if is_from_client:
+            roots = [Path(one) for one in self._lora.client_dirs]
+            if not roots:
+                raise ConfigError(
+                    "this server loads no adapters by request; start it with --lora-dir or "
+                    "--lora-allowed-dirs"
+                )
+            path = roots[0] / path  # an absolute path stays as it is
+        checkpoint = open_adapter(Path(path), self._spec, self._lora.max_lora_rank, roots)
+        return self.read(name, checkpoint)
 
-    def pack(self, name: str, checkpoint: AdapterCheckpoint) -> NewAdapter:
+    def read(self, name: str, checkpoint: AdapterCheckpoint) -> OpenedAdapter:
         """Read a checked adapter for `add`. Raises ConfigError."""
-        weights = checkpoint.read(self._dtype)
-        packed = self._ops.pack_lora(weights.modules)
-        path, adapter_id = str(checkpoint.directory), weights.content_id
-        adapter = LoadedAdapter(name, path, adapter_id, weights.rank, packed.nbytes)
-        return NewAdapter(adapter, packed)
-
-    def add(self, new: NewAdapter) -> LoadedAdapter:
-        """Let new requests name it; it replaces one of the same name. Raises ConfigError."""
-        adapter = new.adapter
-        if adapter.name not in self._loaded and len(self._loaded) >= self._lora.max_loras:
+        num_bytes = checkpoint.num_bytes(self._dtype.itemsize)
+        if num_bytes > self.max_bytes:
             raise ConfigError(
-                f"{len(self._loaded)} adapters are loaded, which is the limit; unload one or raise "
-                "--max-loras"
+                f"the adapter {name!r} takes {num_bytes:,} bytes, all adapters in memory may take "
+                f"{self.max_bytes:,}; raise --lora-memory-bytes"
             )
-        self._packed.setdefault(adapter.adapter_id, new.packed)
-        self._loaded[adapter.name] = adapter
+        weights = checkpoint.read(self._dtype)
+        path, adapter_id = str(checkpoint.directory), weights.content_id
+        adapter = LoadedAdapter(name, path, adapter_id, weights.rank, num_bytes)
+        return OpenedAdapter(adapter, weights)
+
+    def add(self, opened: OpenedAdapter) -> LoadedAdapter:
+        """Let new requests name it; it replaces one of the same name."""
+        adapter = opened.adapter
+        self._retire(self._named.pop(adapter.name, None))
+        self._named[adapter.name] = self._by_id[adapter.adapter_id] = adapter
+        self._retired.discard(adapter.adapter_id)
+        if adapter.adapter_id not in self._packed:
+            self._opened[adapter.adapter_id] = opened.weights
+            self._shrink_opened()
         return adapter
 
     def unload(self, name: str) -> None:
         """New requests cannot name it any more. Raises RequestError if they could not before."""
-        self.find(name)
-        del self._loaded[name]
+        self._retire(self._named.pop(self.find(name).name))
 
     def find(self, name: str) -> LoadedAdapter:
-        """The adapter of this name. Raises RequestError 404."""
-        if name not in self._loaded:
+        """The opened adapter of this name. Raises RequestError 404."""
+        if name not in self._named:
             raise RequestError(
                 f"the adapter {name!r} is not loaded",
                 param="model",
                 status=404,
                 code="model_not_found",
             )
-        return self._loaded[name]
+        return self._named[name]
 
-    def free_unused(self, used: Container[str]) -> None:
-        """Free what new requests cannot name and whose id is not in `used`."""
-        named = {one.adapter_id for one in self._loaded.values()}
-        for adapter_id in [one for one in self._packed if one not in named and one not in used]:
-            del self._packed[adapter_id]
+    def pack(self, adapter_id: str) -> LoRAAdapter:
+        """The weights for compute memory, for `put`; any thread may call it.
+
+        Raises:
+            ConfigError: It is no longer on disk as it was opened.
+        """
+        packed = self._on_host.get(adapter_id)
+        if packed is not None:
+            return packed
+        weights = self._opened.get(adapter_id)
+        if weights is None:
+            adapter = self._by_id[adapter_id]
+            weights = self.open(adapter.name, adapter.path).weights
+            if weights.content_id != adapter_id:
+                raise ConfigError(
+                    f"the adapter {adapter.name!r} was changed on disk while requests waited for "
+                    "it; send the request again"
+                )
+        return self._ops.pack_lora(weights.modules)
+
+    def put(self, adapter_id: str, packed: LoRAAdapter) -> None:
+        """Let steps use packed weights."""
+        self._packed[adapter_id] = packed
+        self._opened.pop(adapter_id, None)
+        self._on_host.pop(adapter_id, None)
+
+    def evict(self, adapter_ids: Collection[str]) -> None:
+        """Remove packed weights from compute memory; as many as allowed stay in host memory."""
+        for adapter_id in adapter_ids:
+            packed = self._packed.pop(adapter_id, None)
+            if packed is not None and adapter_id in self._by_id:
+                self._on_host[adapter_id] = packed
+        while len(self._on_host) > self._lora.num_host_loras:
+            self._on_host.popitem(last=False)
+
+    def reopen(self, adapter_id: str) -> None:
+        """A load has failed: the next request reads the adapter from disk again."""
+        for name, adapter in list(self._named.items()):
+            if adapter.adapter_id == adapter_id:
+                self._retire(self._named.pop(name))
+
+    def forget(self, adapter_id: str) -> None:
+        """Free everything of a retired adapter."""
+        self._retired.discard(adapter_id)
+        del self._by_id[adapter_id]
+        self._opened.pop(adapter_id, None)
+        self._on_host.pop(adapter_id, None)
+        self._packed.pop(adapter_id, None)
+
+    def _retire(self, adapter: LoadedAdapter | None) -> None:
+        if adapter is None:
+            return
+        named = {one.adapter_id for one in self._named.values()}
+        if adapter.adapter_id not in named:
+            self._retired.add(adapter.adapter_id)
+
+    def _shrink_opened(self) -> None:
+        """Keep the latest, and retired ones, which may be gone from disk."""
+        if len(self._opened) <= _NUM_OPENED:
+            return
+        extra = [one for one in self._opened if one not in self._retired]
+        for adapter_id in extra[: max(0, len(extra) - _NUM_OPENED)]:
+            del self._opened[adapter_id]

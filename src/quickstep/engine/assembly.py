@@ -180,7 +180,7 @@ def wire_engine(
     from quickstep.engine.step_log import StepLog
 
     block_size = config.cache.block_size
-    settings = _fitted(config, plan)
+    settings = _fitted(config, plan, adapters)
     pool = KVBlockPool(plan.num_blocks, block_size, config.cache.prefix_caching)
     fits = FitSaver.open(
         fit_file(config, model, description), Coefficients.of_vocabulary(model.vocab_size)
@@ -392,7 +392,7 @@ def load_weights(
     config: EngineConfig, progress: LoadProgress | None, checkpoint: Checkpoint | None = None
 ) -> LoadedWeights:
     """Find, plan and load what `config` names. Raises ConfigError."""
-    from quickstep.engine.adapters import Adapters, open_adapters
+    from quickstep.engine.adapters import Adapters, adapter_memory, open_adapters
     from quickstep.model.checkpoint.placement import choose_device, choose_dtype
     from quickstep.model.checkpoint.source import find_checkpoint
     from quickstep.model.checkpoint.weights import open_checkpoint_files, open_weights
@@ -425,7 +425,9 @@ def load_weights(
         require_torch(why_torch)
         set_threads(config.load.num_threads)
     at_start = open_adapters(config.lora, spec)
-    adapter_bytes = sum(one.num_bytes(dtype) for _, one in at_start)
+    adapter_bytes = 0
+    if config.lora is not None:
+        adapter_bytes = adapter_memory(config.lora, spec, dtype.itemsize, at_start)
     sizes = _draft_sizes(config, spec, dtype.itemsize, ops)
     plan = plan_for(config, spec, dtype, device, ops, held_bytes, adapter_bytes, sizes)
     for note in plan.notes:
@@ -440,10 +442,11 @@ def load_weights(
     kv_shape = model.kv_shape.stored_as(config.cache.kv_dtype)
     if kv_shape.dtype.itemsize < model.kv_shape.dtype.itemsize:
         _warn_of_kv(model, config.cache.kv_dtype)
-    adapters = None if config.lora is None else Adapters(model, spec, ops, config.lora)
-    if adapters is not None:
+    adapters = None
+    if config.lora is not None:
+        adapters = Adapters(model, spec, ops, config.lora, adapter_bytes)
         for name, one in at_start:
-            adapters.add(adapters.pack(name, one))
+            adapters.add(adapters.read(name, one))
     return LoadedWeights(checkpoint, spec, model, plan, kv_shape, adapters)
 
 
@@ -525,7 +528,9 @@ def _free_bytes(device: torch.device | Device) -> int:
     return torch.cuda.mem_get_info(device.type)[0]
 
 
-def _fitted(config: EngineConfig, plan: MemoryPlan) -> SchedulerConfig:
+def _fitted(
+    config: EngineConfig, plan: MemoryPlan, adapters: Adapters | None = None
+) -> SchedulerConfig:
     speculation = config.speculation
     is_on = speculation.method is not SpeculationMethod.OFF
     return replace(
@@ -534,6 +539,8 @@ def _fitted(config: EngineConfig, plan: MemoryPlan) -> SchedulerConfig:
         max_model_len=plan.max_model_len,
         max_num_seqs=plan.max_num_seqs,
         max_num_batched_tokens=plan.max_num_batched_tokens,
+        max_loras=None if config.lora is None else config.lora.max_loras,
+        lora_bytes=None if adapters is None else adapters.max_bytes,
     )
 
 

@@ -23,7 +23,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import random
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
@@ -95,6 +95,9 @@ class Engine:
         self._model = model
         self._recording = recording
         self._adapters = adapters
+        self._adapter_tasks: set[asyncio.Task[None]] = set()
+        self._reading_adapters: Counter[str] = Counter()  # how many reads of a name are under way
+        self._adapter_was_read = asyncio.Event()
         self._scheduler = scheduler
         self._executor = executor
         self._step_log = step_log
@@ -113,6 +116,8 @@ class Engine:
         self._wakeup = asyncio.Event()
         self._has_failed = asyncio.Event()
         self._task: asyncio.Task[None] | None = None
+        if adapters is not None:
+            self._load_at_start(adapters)
 
     @property
     def model(self) -> LoadedModel:
@@ -205,21 +210,38 @@ class Engine:
 
     @property
     def adapters(self) -> Sequence[LoadedAdapter]:
-        """The adapters that requests may name."""
+        """The adapters that requests may name and that were opened."""
         return () if self._adapters is None else self._adapters.loaded
 
-    async def load_adapter(self, name: str, path: str) -> LoadedAdapter:
-        """Load an adapter in a thread, while steps continue; the latest of a name serves new
-        requests, those that run finish on theirs.
+    async def load_adapter(
+        self, name: str, path: str, *, is_from_client: bool = False
+    ) -> LoadedAdapter:
+        """Read and check an adapter in a thread, while steps continue; it is in compute memory when
+        a request has named it. The latest of a name serves new requests, those that run finish on
+        theirs. `is_from_client`: only from the directories that clients may load from.
 
         Raises:
             RequestError: The adapter cannot be used.
         """
         adapters = self._require_adapters()
+        reading = self._reading_adapters
+        reading[name] += 1
         try:
-            loaded = adapters.add(await asyncio.to_thread(adapters.read, name, path))
+            opened = await asyncio.to_thread(
+                adapters.open, name, path, is_from_client=is_from_client
+            )
         except ConfigError as error:
             raise RequestError(str(error), param="lora_path") from None
+        finally:
+            reading[name] -= 1
+            if not reading[name]:
+                del reading[name]
+            self._adapter_was_read.set()
+            self._adapter_was_read = asyncio.Event()
+        loaded = adapters.add(opened)
+        self._scheduler.register_adapter(
+            loaded.adapter_id, loaded.num_bytes, adapters.is_pinned(name)
+        )
         self._wakeup.set()
         return loaded
 
@@ -231,6 +253,65 @@ class Engine:
         """
         self._require_adapters().unload(name)
         self._wakeup.set()
+
+    def _load_at_start(self, adapters: Adapters) -> None:
+        """Put the adapters of the start into compute memory, as many as there is room for."""
+        room = self._scheduler.adapter_room
+        for loaded in adapters.loaded:
+            fits = room is not None and room.has_place(loaded.num_bytes)
+            if fits:
+                adapters.put(loaded.adapter_id, adapters.pack(loaded.adapter_id))
+            pinned = adapters.is_pinned(loaded.name)
+            self._scheduler.register_adapter(
+                loaded.adapter_id, loaded.num_bytes, pinned, is_resident=fits
+            )
+
+    async def open_adapter(self, name: str) -> LoadedAdapter:
+        """The adapter of this name; one in `lora_dir` is opened when it is first named.
+
+        Raises:
+            RequestError: There is none, or it cannot be used.
+        """
+        adapters = self._require_adapters()
+        while self._reading_adapters[name]:
+            await self._adapter_was_read.wait()
+        path = None if adapters.is_opened(name) else adapters.path_of(name)
+        return adapters.find(name) if path is None else await self.load_adapter(name, str(path))
+
+    def _follow_adapter_orders(self) -> None:
+        """Free and load adapters as the scheduler wants."""
+        adapters, orders = self._adapters, self._scheduler.take_adapter_orders()
+        if adapters is None or orders is None:
+            return
+        adapters.evict(orders.evictions)
+        for adapter_id in orders.loads:
+            task = asyncio.create_task(self._load_into_memory(adapters, adapter_id))
+            self._adapter_tasks.add(task)
+            task.add_done_callback(self._adapter_tasks.discard)
+
+    async def _load_into_memory(self, adapters: Adapters, adapter_id: str) -> None:
+        """Load what the scheduler ordered; if that fails, the requests that wait for it fail."""
+        started_s = self._clock()
+        try:
+            packed = await asyncio.to_thread(adapters.pack, adapter_id)
+        except Exception as error:  # of these requests only
+            if not isinstance(error, ConfigError):
+                _LOGGER.exception("an adapter could not be loaded")
+            now = self._clock()
+            adapters.reopen(adapter_id)
+            outputs = self._scheduler.adapter_failed(adapter_id, str(error), now)
+            self._live.deliver(outputs, now)
+        else:
+            now = self._clock()
+            if self._scheduler.adapter_loaded(adapter_id, now - started_s, now):
+                adapters.put(adapter_id, packed)
+        self._wakeup.set()
+
+    def _free_retired_adapters(self, adapters: Adapters) -> None:
+        """Forget the adapters that no request can name and none uses."""
+        for adapter_id in adapters.retired:
+            if self._scheduler.retire_adapter(adapter_id):
+                adapters.forget(adapter_id)
 
     def _require_adapters(self) -> Adapters:
         if self._adapters is None:
@@ -276,6 +357,8 @@ class Engine:
         self._wakeup.set()
         if self._task is not None:
             await asyncio.wait({self._task})
+        for task in self._adapter_tasks:
+            task.cancel()
         # the task has received every step, so that there is nothing to wait for
         self._executor.close()
         if self._fits is not None:
@@ -308,18 +391,25 @@ class Engine:
         text = self.chat_template.render(messages, tools, add_generation_prompt, extra)
         return self.tokenizer.encode(text, add_special_tokens=False)
 
-    def is_prepared(self, sampling: SamplingParams) -> bool:
+    def is_prepared(self, request: Request) -> bool:
         """Whether `submit` has no slow work to do."""
+        sampling, adapters = request.sampling, self._adapters
+        name = request.adapter
+        is_opened = adapters is None or adapters.is_opened(name)
+        if name and (self._reading_adapters[name] or not is_opened):
+            return False
         return sampling.grammar is None and self._token_forms.knows(sampling)
 
-    async def prepare(self, sampling: SamplingParams) -> CompiledGrammar | None:
+    async def prepare(self, request: Request) -> CompiledGrammar | None:
         """Do the slow work of `submit` in a thread; hold the result until `submit`.
 
         Raises:
             RequestError: As `submit`.
         """
-        await self._token_forms.prepare(sampling)
-        return await prepare_grammar(sampling.grammar, self._model.grammars)
+        if request.adapter:
+            await self.open_adapter(request.adapter)
+        await self._token_forms.prepare(request.sampling)
+        return await prepare_grammar(request.sampling.grammar, self._model.grammars)
 
     def generate(
         self,
@@ -429,11 +519,11 @@ class Engine:
         self._wakeup.clear()
         now = self._clock()
         self._live.deliver(self._scheduler.expire(now), now)
-        # a step in flight may have rows of requests that have ended
-        if self._adapters is not None and self._adapters.has_unnamed and not self._in_flight:
-            self._adapters.free_unused(self._live.adapter_ids)
+        if self._adapters is not None and self._adapters.retired:
+            self._free_retired_adapters(self._adapters)
         while (plan := self._scheduler.plan(now)) is not None:
             self._in_flight.append((plan, self._executor.submit(plan)))
+        self._follow_adapter_orders()
         if self._in_flight:
             await self._take_oldest_step()
         else:

@@ -73,11 +73,6 @@ class LiveRequests:
         """The ids of live requests, in the order of submission."""
         return tuple(self._live)
 
-    @property
-    def adapter_ids(self) -> frozenset[str]:
-        """The adapters in use."""
-        return frozenset(live.request.adapter_id for live in self._live.values())
-
     async def wait_until_empty(self) -> None:
         """Return once no request is live."""
         await self._empty.wait()

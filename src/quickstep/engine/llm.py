@@ -105,6 +105,10 @@ class LLMOptions(TypedDict, total=False):
     enable_lora: bool
     max_loras: int
     max_lora_rank: int
+    max_cpu_loras: int
+    lora_dir: str
+    lora_pin: tuple[str, ...]
+    lora_memory_bytes: int
 
 
 # option -> (section, field); the section "" is EngineConfig itself
@@ -140,6 +144,10 @@ _PLACES: Mapping[str, tuple[str, str]] = {
     "enable_lora": ("lora", "enabled"),
     "max_loras": ("lora", "max_loras"),
     "max_lora_rank": ("lora", "max_lora_rank"),
+    "max_cpu_loras": ("lora", "max_cpu_loras"),
+    "lora_dir": ("lora", "directory"),
+    "lora_pin": ("lora", "pinned"),
+    "lora_memory_bytes": ("lora", "memory_bytes"),
 }
 
 
@@ -316,8 +324,11 @@ class LLM:
                 continue
             if paths.get(one.lora_name) == str(Path(one.lora_path)):
                 continue
-            loaded = self._thread.call(self._engine.load_adapter(one.lora_name, one.lora_path))
-            paths[one.lora_name] = loaded.path
+            if one.lora_path:
+                opening = self._engine.load_adapter(one.lora_name, one.lora_path)
+            else:
+                opening = self._engine.open_adapter(one.lora_name)
+            paths[one.lora_name] = self._thread.call(opening).path
         return ["" if one is None else one.lora_name for one in wanted]
 
     def _start_search(self, token_ids: Sequence[int], params: BeamSearchParams) -> BeamSearch:
@@ -474,7 +485,7 @@ def engine_config(model: str, options: Mapping[str, Any]) -> EngineConfig:
 
 
 def _lora(options: dict[str, Any]) -> LoRAConfig | None:
-    if options.pop("enabled", False):
+    if options.pop("enabled", "directory" in options):
         return LoRAConfig(**options)
     if options:
         raise ConfigError(f"{next(iter(options))} needs enable_lora=True")
@@ -484,7 +495,8 @@ def _lora(options: dict[str, Any]) -> LoRAConfig | None:
 def _check_type(name: str, value: Any) -> None:
     """Raise ConfigError for a wrong type. Integers may be floats, booleans neither."""
     hint = get_type_hints(LLMOptions)[name]
-    wanted = dict if get_origin(hint) is dict else hint
+    origin = get_origin(hint)
+    wanted = origin if origin in (dict, tuple) else hint
     is_number = isinstance(value, int) and not isinstance(value, bool)
     fits = isinstance(value, wanted) if wanted is not float else is_number or type(value) is float
     if not fits or (isinstance(value, bool) and wanted is not bool):

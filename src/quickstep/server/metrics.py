@@ -22,7 +22,7 @@ from prometheus_client.metrics import Counter, Histogram
 from prometheus_client.metrics_core import CounterMetricFamily, GaugeMetricFamily, Metric
 from prometheus_client.registry import Collector, CollectorRegistry
 
-from quickstep.core.accounting import Totals
+from quickstep.core.accounting import AdapterStats, Totals
 from quickstep.engine.stats import EngineStats
 from quickstep.engine.step_log import SequenceRecord
 from quickstep.engine.stream import Delta
@@ -420,6 +420,28 @@ class EngineGauges(Collector):
             yield self._filled(CounterMetricFamily, name, text, value)
         yield self._seconds(totals)
         yield self._cache_config(num_blocks)
+        if load.adapters is not None:
+            yield from self._adapters(load.adapters)
+
+    def _adapters(self, adapters: AdapterStats) -> Iterable[Metric]:
+        """LoRA adapters; those of requests are label values, as in vLLM."""
+        for name, text, gauge in (
+            ("lora_adapters_resident", "Adapters in compute memory.", adapters.num_resident),
+            ("lora_adapter_bytes", "Compute memory of adapters.", adapters.num_bytes),
+        ):
+            yield self._filled(GaugeMetricFamily, name, text, gauge)
+        for name, text, count in (
+            ("lora_adapter_loads", "Loads of adapters into compute memory.", adapters.num_loads),
+            ("lora_adapter_evictions", "Adapters that made way.", adapters.num_evictions),
+        ):
+            yield self._filled(CounterMetricFamily, name, text, count)
+        labels = ["max_lora", "waiting_lora_adapters", "running_lora_adapters"]
+        info = GaugeMetricFamily(
+            f"{self._prefix}:lora_requests_info", "Adapters of live requests.", labels=labels
+        )
+        names = (",".join(adapters.waiting), ",".join(adapters.running))
+        info.add_metric([str(adapters.max_loras), *names], time.time())
+        yield info
 
     def _filled(
         self,

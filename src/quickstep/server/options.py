@@ -346,6 +346,7 @@ class ServerOptions(msgspec.Struct, frozen=True):
         served_model_names: Names that clients may use; empty takes the engine's model name. The
             first one is in the responses.
         adapter_names: LoRA adapters, which clients may name as models.
+        lora_dir: Each of its folders is another one.
         limits: Bounds on one request.
         connections: How long clients may take.
         api_keys: The clients that may call; without keys, every client may.
@@ -375,6 +376,7 @@ class ServerOptions(msgspec.Struct, frozen=True):
 
     served_model_names: tuple[str, ...] = ()
     adapter_names: tuple[str, ...] = ()
+    lora_dir: str | None = None
     limits: RequestLimits = msgspec.field(default_factory=RequestLimits)
     connections: ConnectionOptions = msgspec.field(default_factory=ConnectionOptions)
     api_keys: ApiKeys = msgspec.field(default_factory=ApiKeys)

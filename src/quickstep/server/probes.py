@@ -121,7 +121,7 @@ class Probes:
 
     async def models(self, _: Request) -> Response:
         """All names that are served; an adapter has a parent."""
-        data = [self._model(name) for name in (*self._served.names, *self._served.adapter_names)]
+        data = [self._model(name) for name in (*self._served.names, *self._served.adapters.names)]
         return json_response(ModelList("list", data))
 
     async def model(self, request: Request) -> Response:

@@ -25,6 +25,7 @@ from quickstep.server.http.body import body_of
 from quickstep.server.http.errors import anthropic_shape
 from quickstep.server.http.route import ApiRoute
 from quickstep.server.llama_cpp.endpoint import llama_cpp_routes
+from quickstep.server.lora_adapters import lora_adapter_routes
 from quickstep.server.metrics import Metrics
 from quickstep.server.ollama.routes import ollama_routes
 from quickstep.server.openai.chat import Chat
@@ -82,6 +83,7 @@ def api_routes(
         *_probes(probes),
         *Debug(served.engine).routes(),
         *prefix_cache_routes(served.engine),
+        *lora_adapter_routes(served.engine, served.names, served.adapters),
     ]
     pages = ApiPages(routes, served)  # the document describes these two as well
     routes += _pages(pages)

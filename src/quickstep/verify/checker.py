@@ -2,9 +2,9 @@
 
 Each random request runs alone first (one slot, whole prompt at once, cold cache); then in random
 groups under scenarios that chunk, hit prefixes, starve the pool, abort neighbours, pause, overlap
-steps, speculate, at each thread count. Token ids, logprob bits and the finish reason have to be
-equal. One comparison is one sequence of one run against its run alone; an aborted neighbour is
-compared with the beginning of its run alone.
+steps, speculate, load and evict adapters, at each thread count. Token ids, logprob bits and the
+finish reason have to be equal. One comparison is one sequence of one run against its run alone; an
+aborted neighbour is compared with the beginning of its run alone.
 
 Called by `quickstep verify` and by tests. Everything is a function of the model and the seed.
 """
@@ -31,6 +31,7 @@ from quickstep.runtime.speculation.methods import open_proposer
 from quickstep.runtime.speculation.proposer import Proposer
 from quickstep.runtime.speculation.static import StaticProposer
 from quickstep.types import Admission
+from quickstep.verify.adapters import adapter_ids, random_adapters
 from quickstep.verify.report import VerifyOptions, VerifyReport
 from quickstep.verify.requests import (
     LONG_OUTPUTS,
@@ -81,6 +82,7 @@ class Scenario(msgspec.Struct, frozen=True):
     policy: PolicyName = PolicyName.MIXED
     speculation: SpeculationMethod = SpeculationMethod.OFF
     drafts_expected: bool = False  # drafts are the tokens of the run alone, with errors
+    has_loads: bool = False  # there is no room for all adapters
 
     @property
     def has_drafts(self) -> bool:
@@ -118,6 +120,17 @@ SCENARIOS = (
         has_pauses=True,
         pipeline_depth=2,
         drafts_expected=True,
+    ),
+    Scenario("adapters", prefix_caching=True, has_loads=True, drafts_expected=True),
+    Scenario(
+        "adapters, starved",
+        is_chunked=True,
+        prefix_caching=True,
+        is_starved=True,
+        has_aborts=True,
+        has_pauses=True,
+        pipeline_depth=2,
+        has_loads=True,
     ),
     Scenario("ngram", prefix_caching=True, has_aborts=True, speculation=SpeculationMethod.NGRAM),
 )
@@ -194,10 +207,17 @@ class _Verifier:
         self._requests = random_requests(
             options.num_requests,
             options.seed,
-            Vocabulary(model.vocab_size, eos_token_ids, new_matcher is not None, texts),
+            Vocabulary(
+                model.vocab_size,
+                eos_token_ids,
+                new_matcher is not None,
+                texts,
+                tuple(adapter_ids(model, options.num_adapters)),
+            ),
             options.block_size,
             self._max_model_len,
         )
+        self._adapters = random_adapters(model, options.num_adapters, options.seed)
         self._alone: dict[tuple[str, int], Trace] = {}
         self._report = VerifyReport(options)
 
@@ -223,6 +243,8 @@ class _Verifier:
         _set_torch_threads(threads)
         del self._model
         self._model = self._load(threads)
+        options = self._options
+        self._adapters = random_adapters(self._model, options.num_adapters, options.seed)
         self._threads = threads
 
     def _run_alone(self, added: RandomRequest) -> dict[tuple[str, int], Trace]:
@@ -259,6 +281,7 @@ class _Verifier:
             self._new_matcher,
             self._tokenizer,
             proposer,
+            self._adapters,
         )
 
     def _proposer(self, scenario: Scenario, rng: random.Random) -> Proposer | None:
@@ -286,11 +309,12 @@ class _Verifier:
         num_groups = 0
         # small enough that every scenario gets its turn
         num_drawn = self._options.rounds * len(self._requests)
-        largest = min(40, max(6, num_drawn // len(SCENARIOS)))
+        scenarios = [one for one in SCENARIOS if self._adapters or not one.has_loads]
+        largest = min(40, max(6, num_drawn // len(scenarios)))
         for _ in range(self._options.rounds):
             order = rng.sample(self._requests, len(self._requests))
             while order:
-                scenario = SCENARIOS[num_groups % len(SCENARIOS)]
+                scenario = scenarios[num_groups % len(scenarios)]
                 num_groups += 1
                 size = rng.randint(6, largest)
                 if scenario.is_starved:
@@ -315,6 +339,7 @@ class _Verifier:
             pipeline_depth=scenario.pipeline_depth,
             policy=scenario.policy,
             num_speculative_tokens=rng.choice((1, 4, 15)) if scenario.has_drafts else 0,
+            max_loras=rng.randint(1, 4) if scenario.has_loads else None,
         )
         num_blocks = self._num_blocks
         if scenario.is_starved:

@@ -27,6 +27,7 @@ class VerifyOptions(msgspec.Struct, frozen=True):
         rounds: Number of groups that contain each request, per thread count.
         threads: CPU thread counts; the runs alone use the first of them.
         kv_dtype: `CacheConfig.kv_dtype`.
+        num_adapters: Random LoRA adapters, one of which half of the requests have.
     """
 
     num_requests: int = 200
@@ -35,6 +36,7 @@ class VerifyOptions(msgspec.Struct, frozen=True):
     rounds: int = 1
     block_size: int = 16
     kv_dtype: str = "auto"
+    num_adapters: int = 0
 
     def __post_init__(self) -> None:
         for name in ("num_requests", "rounds"):

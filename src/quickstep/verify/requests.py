@@ -96,13 +96,14 @@ _GRAMMARS = (
 
 class Vocabulary(msgspec.Struct, frozen=True):
     """Token ids that requests may name, those that end a sequence, and whether grammars can be
-    compiled; `texts` of tokens are what stop strings are made of.
+    compiled; `texts` of tokens are what stop strings are made of; `adapters` are content ids.
     """
 
     size: int
     eos_token_ids: frozenset[int] = frozenset()
     has_grammars: bool = False
     texts: tuple[str, ...] = ()
+    adapters: tuple[str, ...] = ()
 
 
 class RandomRequest(msgspec.Struct, frozen=True):
@@ -170,8 +171,16 @@ def _request(
         priority=rng.choice((0, 0, 0, 1)),
         cache_salt=rng.choice(("", "", "", "salt")),
         pooling=pooling,
+        adapter_id=_adapter(rng, vocabulary.adapters) if vocabulary.adapters else "",
     )
     return RandomRequest(request, beams)
+
+
+def _adapter(rng: random.Random, adapters: tuple[str, ...]) -> str:
+    """Half of the requests have one, the first ones most often."""
+    if rng.random() < 0.5:
+        return ""
+    return adapters[int(len(adapters) * rng.random() ** 2)]
 
 
 def _prompt(

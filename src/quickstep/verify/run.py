@@ -12,7 +12,7 @@ import asyncio
 import enum
 import struct
 from collections import deque
-from collections.abc import AsyncIterator, Callable, Iterable
+from collections.abc import AsyncIterator, Callable, Iterable, Mapping
 
 import msgspec
 from msgspec import structs
@@ -29,7 +29,7 @@ from quickstep.engine.text.output_text import OutputText
 from quickstep.engine.text.tokenizer import Tokenizer
 from quickstep.errors import EngineError
 from quickstep.model.interface import Model
-from quickstep.ops.table import KVCache
+from quickstep.ops.table import KVCache, LoRAAdapter
 from quickstep.runtime.runner import ModelRunner
 from quickstep.runtime.sampling.grammar import NewMatcher
 from quickstep.runtime.speculation.proposer import Proposer
@@ -160,6 +160,7 @@ class RunningSearch:
 
 
 _STEP_S = 1e-3  # the assumed time of each step: measured time would make runs differ
+_LOAD_STEPS = 3
 _SEARCH_TURNS = 8  # of the loop between two steps: a search has read its beams and sent the next
 
 
@@ -209,6 +210,8 @@ class RunCounts(msgspec.Struct):
     pauses: int = 0
     stop_strings: int = 0
     beam_searches: int = 0
+    adapter_loads: int = 0
+    adapter_evictions: int = 0
 
     def add(self, other: RunCounts) -> None:
         """Add another run's counts."""
@@ -226,8 +229,13 @@ class _Run:
         new_matcher: NewMatcher | None,
         tokenizer: Tokenizer | None,
         proposer: Proposer | None,
+        adapters: Mapping[str, LoRAAdapter],
     ) -> None:
         self._pool = pool
+        # those that are in memory, if they are a resource of the scheduler
+        self._adapters = adapters
+        self._resident = dict(adapters if config.max_loras is None else {})
+        self._loads: deque[tuple[int, str]] = deque()  # when each ends
         self._limits = config.max_model_len, model.vocab_size
         self._tokenizer = tokenizer
         self._scheduler = Scheduler(config, pool, make_policy(config), LinearCostModel())
@@ -240,7 +248,10 @@ class _Run:
             clock=lambda: self._step * _STEP_S,
             new_matcher=new_matcher,
             proposer=proposer,
+            adapters=self._resident if adapters else None,
         )
+        for adapter_id in adapters:
+            self._scheduler.register_adapter(adapter_id, 1)
         self._in_flight: deque[tuple[StepPlan, StepResult]] = deque()
         self.counts = RunCounts()
         self.traces: dict[tuple[str, int], Trace] = {}
@@ -343,9 +354,28 @@ class _Run:
         scores = self.traces[request_id, 0].prompt_bits
         scores.extend(_bits(score) for score in search.prompt_logprobs if score)
 
+    def _follow_adapter_orders(self) -> None:
+        """Free and load adapters as the scheduler wants; a load takes a few steps."""
+        orders = self._scheduler.take_adapter_orders()
+        if orders is None:
+            return
+        for adapter_id in orders.evictions:
+            del self._resident[adapter_id]
+        self._loads += [(self._step + _LOAD_STEPS, one) for one in orders.loads]
+        self.counts.adapter_evictions += len(orders.evictions)
+
+    def _end_loads(self) -> None:
+        while self._loads and self._loads[0][0] <= self._step:
+            _, adapter_id = self._loads.popleft()
+            self._resident[adapter_id] = self._adapters[adapter_id]
+            self._scheduler.adapter_loaded(adapter_id, _LOAD_STEPS * _STEP_S, self._now)
+            self.counts.adapter_loads += 1
+
     def _advance(self, is_idle_fine: bool) -> None:
         """Plan and compute a step; commit the oldest once no more may be in flight."""
+        self._end_loads()
         plan = self._scheduler.plan(self._now)
+        self._follow_adapter_orders()
         if plan is not None:
             self.counts.overlapped_steps += bool(self._in_flight)
             self._count(plan)
@@ -358,7 +388,7 @@ class _Run:
             self.counts.drafts += outcome.record.num_drafts
             self.counts.accepted_drafts += outcome.record.num_accepted
             self._take(outcome.outputs)
-        elif self._scheduler.has_work() and not is_idle_fine:
+        elif self._scheduler.has_work() and not is_idle_fine and not self._loads:
             raise EngineError("the scheduler has work and plans nothing")
 
     def _count(self, plan: StepPlan) -> None:
@@ -424,15 +454,17 @@ def run_requests(
     new_matcher: NewMatcher | None = None,
     tokenizer: Tokenizer | None = None,
     proposer: Proposer | None = None,
+    adapters: Mapping[str, LoRAAdapter] | None = None,
 ) -> tuple[dict[tuple[str, int], Trace], RunCounts]:
     """The trace of each (request id, index), and what happened on the way.
 
-    `kv` may hold anything an earlier run left; `pool` has to be fresh.
+    `kv` may hold anything an earlier run left; `pool` has to be fresh. `adapters` are those that
+    requests name; with `config.max_loras`, they are loaded and evicted on the way.
 
     Raises:
         EngineError: A block leaked, or the scheduler is stuck.
     """
-    run = _Run(model, kv, config, pool, new_matcher, tokenizer, proposer)
+    run = _Run(model, kv, config, pool, new_matcher, tokenizer, proposer, adapters or {})
     asyncio.run(run.drive(events))
     return run.traces, run.counts
 

@@ -418,6 +418,7 @@ def server_options(args: argparse.Namespace) -> ServerOptions:
     return ServerOptions(
         served_model_names=tuple(args.served_model_name),
         adapter_names=_adapter_names(args),
+        lora_dir=args.lora_dir,
         limits=_limits(args),
         connections=ConnectionOptions(
             max_connections=args.max_connections,

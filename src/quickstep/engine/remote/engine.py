@@ -26,14 +26,17 @@ from quickstep.core.accounting import SchedulerStats, Totals
 from quickstep.core.admission import AdmissionState
 from quickstep.core.block_pool import PoolStats
 from quickstep.core.service_order import level_of
+from quickstep.engine.adapters import LoadedAdapter
 from quickstep.engine.remote.child import EngineProcess, LoadProgress
 from quickstep.engine.remote.launch import WORKER_COMMAND, Launched
 from quickstep.engine.remote.messages import (
     Abort,
     Accepted,
+    AdapterNote,
     DeltaNote,
     FromEngine,
     GapNote,
+    LoadAdapter,
     LogSetup,
     ModelFacts,
     Opened,
@@ -47,6 +50,7 @@ from quickstep.engine.remote.messages import (
     StatsNote,
     StepNote,
     TimingsNote,
+    UnloadAdapter,
 )
 from quickstep.engine.remote.opening import opening_of
 from quickstep.engine.remote.streams import RemoteStreams
@@ -61,7 +65,7 @@ from quickstep.engine.text.tokenizer_process import TokenizerProcess
 from quickstep.errors import ConfigError, EngineError, RequestError
 from quickstep.model.checkpoint.source import local_checkpoint
 from quickstep.model.sizing import MemoryPlan
-from quickstep.types import FinishReason, Pooling, Request, SamplingParams, SequenceTimings
+from quickstep.types import FinishReason, Pooling, Request, SequenceTimings
 
 __all__ = ["RemoteEngine"]
 
@@ -71,6 +75,7 @@ _DEADLINE_MARGIN_S = 1.0
 # Messages that may wait for a process that does not read.
 _LOG_CAPACITY = 16_384  # records: minutes of steps, a few megabytes
 _REPORT_S = 2.0  # how long the process may take to answer a question
+_ADAPTER_S = 60.0  # how long it may take to read an adapter
 _MAX_UNSENT_BYTES = 64 * 1024 * 1024
 
 
@@ -228,6 +233,9 @@ class RemoteEngine:
         self._step_log = StepLog(_LOG_CAPACITY)
         self._reports: dict[str, asyncio.Future[dict[int, SequenceTimings]]] = {}
         self._resets: deque[asyncio.Future[int]] = deque()  # answered in order
+        self._changes: dict[int, asyncio.Future[LoadedAdapter | None]] = {}  # of adapters, asked
+        self._num_changes = 0
+        self._loaded_adapters: dict[str, str] = {}  # paths by name, for a new process
         self._streams = RemoteStreams(clock)
         self._intake = RequestIntake(open_seeds(config.seed), self._streams)
         self._ahead: asyncio.Task[_Texts | None] | None = None
@@ -377,7 +385,55 @@ class RemoteEngine:
         except TimeoutError:
             raise EngineError("the engine process did not reset its prefix cache in time") from None
 
-    async def prepare(self, sampling: SamplingParams) -> None:
+    async def load_adapter(
+        self, name: str, path: str, *, is_from_client: bool = False
+    ) -> LoadedAdapter:
+        """Let new requests name a LoRA adapter, the latest of a name. `is_from_client`: only from
+        the directories that clients may load from.
+
+        Raises:
+            RequestError: The adapter cannot be used.
+            EngineError: The engine does not run, or its process does not answer in time.
+        """
+        process = self._running_process()
+        number = self._next_change()
+        loaded = await self._changed(
+            process, number, LoadAdapter(number, name, path, is_from_client)
+        )
+        assert loaded is not None, "an adapter was loaded"
+        self._loaded_adapters[name] = loaded.path
+        return loaded
+
+    async def unload_adapter(self, name: str) -> None:
+        """Refuse new requests with an adapter; running ones end on it.
+
+        Raises:
+            RequestError: There is no such adapter.
+            EngineError: The engine does not run, or its process does not answer in time.
+        """
+        process = self._running_process()
+        number = self._next_change()
+        await self._changed(process, number, UnloadAdapter(number, name))
+        self._loaded_adapters.pop(name, None)
+
+    def _next_change(self) -> int:
+        self._num_changes += 1
+        return self._num_changes
+
+    async def _changed(
+        self, process: EngineProcess, number: int, message: LoadAdapter | UnloadAdapter
+    ) -> LoadedAdapter | None:
+        change: asyncio.Future[LoadedAdapter | None] = asyncio.get_running_loop().create_future()
+        self._changes[number] = change
+        try:
+            process.sender.put(message)
+            return await asyncio.wait_for(change, _ADAPTER_S)
+        except TimeoutError:
+            raise EngineError("the engine process did not answer about the adapter") from None
+        finally:
+            self._changes.pop(number, None)
+
+    async def prepare(self, request: Request) -> None:
         """Do nothing: the engine's process prepares a request before it accepts it."""
 
     def stream(self, request: Request) -> Stream:
@@ -438,7 +494,7 @@ class RemoteEngine:
         if process is not None and self._streams.is_live(request_id):
             process.sender.put(kind(request_id))
 
-    async def opened(self, opened: Opened) -> None:
+    async def opened(self, opened: Opened, process: EngineProcess) -> None:
         """A process has the model loaded (the supervisor only)."""
         path = Path(opened.facts.path)
         ahead, self._ahead = self._ahead, None
@@ -447,6 +503,8 @@ class RemoteEngine:
             texts = await asyncio.to_thread(_Texts.open, path, self._template_s)
         self._model = _LoadedModel(opened.facts, texts)
         self._worker_stats.update(opened.stats)
+        for name, adapter_path in self._loaded_adapters.items():  # by clients of an earlier process
+            process.sender.put(LoadAdapter(self._next_change(), name, adapter_path, False))
 
     def receive(self, message: FromEngine) -> None:
         """The process sent a message (the supervisor only)."""
@@ -469,6 +527,8 @@ class RemoteEngine:
             case PrefixCacheReset(num_blocks=num_blocks):
                 if not (reset := self._resets.popleft()).done():  # else its caller has left
                     reset.set_result(num_blocks)
+            case AdapterNote():
+                self._note_change(message)
             case StatsNote(stats=stats):
                 self._note_stats(stats)
             case _:
@@ -484,6 +544,9 @@ class RemoteEngine:
         while self._resets:
             if not (reset := self._resets.popleft()).done():
                 reset.set_exception(EngineError("the engine process ended, and its cache with it"))
+        for change in self._changes.values():
+            if not change.done():
+                change.set_exception(EngineError("the engine process ended"))
         if self._supervisor.is_ending:
             self._streams.end_all(FinishReason.SHUTDOWN, "the engine was stopped")
         else:
@@ -511,6 +574,16 @@ class RemoteEngine:
                 f"{num_undecided} requests wait for the engine to take them, the limit is {limit} "
                 f"or {_MAX_UNSENT_BYTES} bytes; send it again later"
             )
+
+    def _note_change(self, note: AdapterNote) -> None:
+        change = self._changes.get(note.number)
+        if change is None or change.done():  # its caller has left, or a new process had to load it
+            if note.refused is not None:
+                _LOGGER.warning("an adapter was not loaded again: %s", note.refused.message)
+        elif note.refused is not None:
+            change.set_exception(note.refused.error)
+        else:
+            change.set_result(note.loaded)
 
     def _note_stats(self, stats: EngineStats) -> None:
         self._worker_stats.update(stats)

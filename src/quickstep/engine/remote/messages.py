@@ -1,7 +1,7 @@
 """The messages between the server's process and the engine's, and how they are sent.
 
-    ToEngine     Open, then Request, Abort, Pause, Resume, ReportTimings and
-                 ResetPrefixCache, in the end Stop
+    ToEngine     Open, then Request, Abort, Pause, Resume, ReportTimings, ResetPrefixCache,
+                 LoadAdapter and UnloadAdapter, in the end Stop
     FromEngine   Loading*, Opened or OpenRefused, then Accepted or Refused per Request, and notes
 
 Plain frozen data: `Request` as the server's process has made it, and the domain's own types
@@ -24,6 +24,7 @@ from typing import Any, TypeVar
 
 import msgspec
 
+from quickstep.engine.adapters import LoadedAdapter
 from quickstep.engine.logs import LogSetup
 from quickstep.engine.remote.opening import LENGTH, Open, WireMessage, framed
 from quickstep.engine.stats import EngineStats
@@ -39,9 +40,11 @@ __all__ = [
     "TO_ENGINE",
     "Abort",
     "Accepted",
+    "AdapterNote",
     "DeltaNote",
     "FromEngine",
     "GapNote",
+    "LoadAdapter",
     "Loading",
     "LogSetup",
     "Message",
@@ -62,6 +65,7 @@ __all__ = [
     "Stop",
     "TimingsNote",
     "ToEngine",
+    "UnloadAdapter",
     "encode",
     "read_messages",
 ]
@@ -114,6 +118,22 @@ class ReportTimings(WireMessage, frozen=True):
 
 class ResetPrefixCache(WireMessage, frozen=True):
     """Free every cached block that no sequence uses, and send a PrefixCacheReset."""
+
+
+class LoadAdapter(WireMessage, frozen=True):
+    """Let new requests name a LoRA adapter, and send an AdapterNote with the same `number`."""
+
+    number: int
+    name: str
+    path: str
+    is_from_client: bool
+
+
+class UnloadAdapter(WireMessage, frozen=True):
+    """Refuse new requests with an adapter, and send an AdapterNote with the same `number`."""
+
+    number: int
+    name: str
 
 
 class Stop(WireMessage, frozen=True):
@@ -212,6 +232,14 @@ class PrefixCacheReset(WireMessage, frozen=True):
     num_blocks: int
 
 
+class AdapterNote(WireMessage, frozen=True):
+    """The answer to a LoadAdapter or UnloadAdapter: what was loaded, or why it was refused."""
+
+    number: int
+    loaded: LoadedAdapter | None = None
+    refused: Refused | None = None
+
+
 class StatsNote(WireMessage, frozen=True):
     """The engine's state; sent when a request came or ended, and regularly while busy, as the
     worker's heartbeat. `computed_s` is the processor time of all threads but the event loop's.
@@ -221,7 +249,18 @@ class StatsNote(WireMessage, frozen=True):
     computed_s: float
 
 
-ToEngine = Open | Request | Abort | Pause | Resume | ReportTimings | ResetPrefixCache | Stop
+ToEngine = (
+    Open
+    | Request
+    | Abort
+    | Pause
+    | Resume
+    | ReportTimings
+    | ResetPrefixCache
+    | LoadAdapter
+    | UnloadAdapter
+    | Stop
+)
 FromEngine = (
     Loading
     | Opened
@@ -234,6 +273,7 @@ FromEngine = (
     | SequenceNote
     | TimingsNote
     | PrefixCacheReset
+    | AdapterNote
     | StatsNote
 )
 Message = ToEngine | FromEngine

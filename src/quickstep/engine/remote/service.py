@@ -25,8 +25,10 @@ from quickstep.engine.remote.messages import (
     TO_ENGINE,
     Abort,
     Accepted,
+    AdapterNote,
     DeltaNote,
     GapNote,
+    LoadAdapter,
     Loading,
     ModelFacts,
     Open,
@@ -45,6 +47,7 @@ from quickstep.engine.remote.messages import (
     Stop,
     TimingsNote,
     ToEngine,
+    UnloadAdapter,
     read_messages,
 )
 from quickstep.engine.step_log import SequenceRecord
@@ -181,6 +184,8 @@ class EngineService:
                 self._start(self._report_timings(request_id))
             case ResetPrefixCache():
                 self._start(self._reset_prefix_cache())
+            case LoadAdapter() | UnloadAdapter():
+                self._start(self._change_adapters(message))
             case Stop():
                 self._start(self._stop())
 
@@ -240,7 +245,7 @@ class EngineService:
         self._stats_due.set()
 
     def _is_prepared(self, request: Request) -> bool:
-        return self._engine is None or self._engine.is_prepared(request.sampling)
+        return self._engine is None or self._engine.is_prepared(request)
 
     async def _prepare(self, request: Request) -> None:
         """Do slow work in a thread, such as compiling a grammar; then submit the request, unless
@@ -248,7 +253,7 @@ class EngineService:
         """
         request_id = request.request_id
         try:
-            held = await self._require_engine().prepare(request.sampling)
+            held = await self._require_engine().prepare(request)
         except (asyncio.CancelledError, KeyboardInterrupt, SystemExit):
             raise
         except BaseException as error:  # as in `_submit`
@@ -262,15 +267,7 @@ class EngineService:
         self._preparing.discard(request_id)
 
     def _refuse(self, request_id: str, error: BaseException) -> None:
-        match error:
-            case RequestError(param=param, status=status, code=code, retry_after_s=retry_s):
-                message = str(error)
-                self._sender.put(Refused(request_id, message, param, status, code, retry_s))
-            case EngineError():
-                self._sender.put(Refused(request_id, str(error), None, 503))
-            case _:
-                _LOGGER.error("a request failed in the engine process", exc_info=error)
-                self._sender.put(Refused(request_id, f"{type(error).__name__}: {error}", None, 500))
+        self._sender.put(_refusal(request_id, error))
 
     async def _send_stats(self, engine: Engine) -> None:
         while True:
@@ -297,6 +294,21 @@ class EngineService:
         self._sender.put(PrefixCacheReset(num_blocks))
         self._stats_due.set()
 
+    async def _change_adapters(self, message: LoadAdapter | UnloadAdapter) -> None:
+        engine, loaded, refused = self._require_engine(), None, None
+        try:
+            if isinstance(message, LoadAdapter):
+                loaded = await engine.load_adapter(
+                    message.name, message.path, is_from_client=message.is_from_client
+                )
+            else:
+                await engine.unload_adapter(message.name)
+        except (asyncio.CancelledError, KeyboardInterrupt, SystemExit):
+            raise
+        except BaseException as error:  # as in `_submit`
+            refused = _refusal("", error)
+        self._sender.put(AdapterNote(message.number, loaded, refused))
+
     async def _stop(self) -> None:
         """Stop the engine in order, then close the connection, which ends `run`."""
         try:
@@ -307,6 +319,17 @@ class EngineService:
         except Exception:  # the task's top: the process ends, in order or not
             _LOGGER.exception("the engine could not be stopped in order")
         self._writer.close()
+
+
+def _refusal(request_id: str, error: BaseException) -> Refused:
+    match error:
+        case RequestError(param=param, status=status, code=code, retry_after_s=retry_s):
+            return Refused(request_id, str(error), param, status, code, retry_s)
+        case EngineError():
+            return Refused(request_id, str(error), None, 503)
+        case _:
+            _LOGGER.error("a request failed in the engine process", exc_info=error)
+            return Refused(request_id, f"{type(error).__name__}: {error}", None, 500)
 
 
 def _facts(engine: Engine) -> ModelFacts:

@@ -151,7 +151,7 @@ class StallWatch:
 class EngineClient(Protocol):
     """The object that the process works for; the supervisor notifies it."""
 
-    async def opened(self, opened: Opened) -> None:
+    async def opened(self, opened: Opened, process: EngineProcess) -> None:
         """A process has the model loaded. Raises ConfigError if that cannot be served."""
 
     def receive(self, message: FromEngine) -> None:
@@ -277,7 +277,7 @@ class Supervisor:
             process = await EngineProcess.take(launched)
         try:
             opened = await process.open(self._opening, progress, silence_s)
-            await self._client.opened(opened)
+            await self._client.opened(opened, process)
         except BaseException:
             process.kill()
             await process.end()

@@ -76,10 +76,12 @@ class AdapterCheckpoint(msgspec.Struct, frozen=True):
         """The largest rank."""
         return max(target.rank for target in self.targets)
 
-    def num_bytes(self, dtype: DType) -> int:
-        """Bytes that the native kernels hold it in: tensors begin at multiples of a cache line."""
+    def num_bytes(self, itemsize: int) -> int:
+        """Bytes that the native kernels hold it in, with elements of `itemsize` bytes: tensors
+        begin at multiples of a cache line.
+        """
         sizes = (
-            target.rank * size * dtype.itemsize
+            target.rank * size * itemsize
             for target in self.targets
             for size in (target.module.num_inputs, target.module.num_outputs)
         )

@@ -39,6 +39,7 @@ __all__ = [
     "quantized_linear",
     "quantized_rows",
     "round_weight",
+    "shared_groups",
 ]
 
 _BLOCK_ELEMENTS = 1 << 18  # of a weight in fp64 at a time: 2 MiB, stays in cache
@@ -178,7 +179,7 @@ def quantized_linear(x: Tensor, weight: LinearWeight) -> Tensor:
     out = x.new_empty(x.shape[0], weight.num_outputs)
     if out.numel() == 0:
         return out
-    shared = _shared_groups(data)
+    shared = shared_groups(data)
     quants, scales = quantize_activations(x, shared * data.group_size)
     scales = scales.repeat_interleave(shared, 1)
     grouped = quants.reshape(x.shape[0], -1, data.group_size)
@@ -204,7 +205,7 @@ def quantized_rows(token_ids: Tensor, weight: QuantizedWeight, dtype: torch.dtyp
     return weight.rows(token_ids).dequantized().to(dtype)
 
 
-def _shared_groups(weight: QuantizedWeight) -> int:
+def shared_groups(weight: QuantizedWeight) -> int:
     """Groups in a row that share a scale of activations: a power of two that divides all."""
     num_groups, shared = weight.scales.shape[1], 1
     while (

@@ -12,12 +12,14 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from quickstep.ops.reference.linear import finished_logits, quantized_linear
-from quickstep.ops.table import LinearWeight, QuantizedWeight
-from quickstep.ops.tensors import AnyTensor, to_torch
+from quickstep.ops.reference.linear import embedding as reference_embedding
+from quickstep.ops.reference.linear import finished_logits
+from quickstep.ops.table import LinearWeight
+from quickstep.ops.tensors import AnyTensor, DType, to_torch, torch_dtype
+from quickstep.ops.triton.quantized_linear import PackedWeight, quantized_linear, quantized_rows
 from quickstep.ops.triton.rounding import rounded
 
-__all__ = ["linear", "logits", "pack_linear"]
+__all__ = ["embedding", "linear", "logits", "pack_linear"]
 
 _BLOCK_N = 64
 _BLOCK_K = 64
@@ -75,6 +77,15 @@ def pack_linear(weight: AnyTensor, bias: AnyTensor | None) -> LinearWeight:
     return LinearWeight(data, bias, num_outputs, num_inputs, nbytes)
 
 
+def embedding(
+    token_ids: Tensor, weight: AnyTensor | LinearWeight, dtype: DType | torch.dtype
+) -> Tensor:
+    """token_ids [T], weight [V, C] -> [T, C] in `dtype`, the weight's own where it has one."""
+    if isinstance(weight, LinearWeight) and isinstance(weight.data, PackedWeight):
+        return quantized_rows(token_ids, weight, torch_dtype(dtype))
+    return reference_embedding(token_ids, weight, dtype)
+
+
 def logits(
     hidden: AnyTensor, weight: LinearWeight, divisor: float, softcap: float | None
 ) -> Tensor:
@@ -83,9 +94,9 @@ def logits(
 
 
 def linear(x: Tensor, weight: LinearWeight) -> Tensor:
-    """X [T, C] -> [T, N] in x's dtype; T may be 0. Quantized weights have no kernel here yet."""
+    """X [T, C] -> [T, N] in x's dtype; T may be 0."""
     data = weight.data
-    if isinstance(data, QuantizedWeight):
+    if isinstance(data, PackedWeight):
         return quantized_linear(x, weight)
     assert isinstance(data, Tensor)
     if x.stride(-1) != 1:

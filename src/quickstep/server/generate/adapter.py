@@ -19,6 +19,7 @@ from quickstep.server.generate.engine_interface import ServedEngine
 from quickstep.server.generate.generation import ParsedRequest
 from quickstep.server.http.errors import RouteNotFound
 from quickstep.server.http.work_lanes import WorkLanes
+from quickstep.server.lora_adapters import ServedAdapters
 from quickstep.server.openai.request_types import SamplingFields
 from quickstep.server.options import (
     AnswerOptions,
@@ -40,6 +41,9 @@ __all__ = [
 ]
 
 
+_LISTED_NAMES = 20
+
+
 class Served(msgspec.Struct, frozen=True):
     """What an adapter may read of the server.
 
@@ -56,7 +60,7 @@ class Served(msgspec.Struct, frozen=True):
         lanes: Threads for work that grows with a client's input.
         price_book: What requests cost; None if that is unknown.
         limiter: What the API keys have used of their limits.
-        adapter_names: LoRA adapters, each of which clients may name as the model.
+        adapters: LoRA adapters, each of which clients may name as the model.
     """
 
     engine: ServedEngine
@@ -71,7 +75,7 @@ class Served(msgspec.Struct, frozen=True):
     lanes: WorkLanes = msgspec.field(default_factory=WorkLanes)
     price_book: PriceBook | None = None
     limiter: KeyLimiter = msgspec.field(default_factory=KeyLimiter)
-    adapter_names: tuple[str, ...] = ()
+    adapters: ServedAdapters = msgspec.field(default_factory=ServedAdapters)
 
     @classmethod
     def of(cls, engine: ServedEngine, options: ServerOptions) -> Served:
@@ -93,7 +97,7 @@ class Served(msgspec.Struct, frozen=True):
             options.api_keys,
             price_book=options.usage.price_book,
             limiter=KeyLimiter(options.api_keys.limits),
-            adapter_names=options.adapter_names,
+            adapters=ServedAdapters(options.adapter_names, options.lora_dir),
         )
 
     def price(self, adapter: str) -> Price | None:
@@ -104,10 +108,11 @@ class Served(msgspec.Struct, frozen=True):
         """The name to answer with. Raises RequestError 404 for a model that is not served."""
         if name is None:
             return self.names[0]
-        known = (*self.names, *self.adapter_names)
-        if name not in known:
+        if name not in self.names and name not in self.adapters:
+            known = (*self.names, *self.adapters.names)
+            listed = ", ".join(known[:_LISTED_NAMES]) + ", ..." * (len(known) > _LISTED_NAMES)
             raise RouteNotFound(
-                f"the model {name!r} does not exist; this server has {', '.join(known)}",
+                f"the model {name!r} does not exist; this server has {listed}",
                 param="model",
                 code="model_not_found",
             )
@@ -115,7 +120,7 @@ class Served(msgspec.Struct, frozen=True):
 
     def adapter(self, model: str) -> str:
         """The adapter that a model's name selects, "" for the base model."""
-        return model if model in self.adapter_names else ""
+        return model if model not in self.names and model in self.adapters else ""
 
 
 class LineResult(msgspec.Struct, frozen=True):

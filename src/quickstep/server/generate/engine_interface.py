@@ -9,11 +9,12 @@ from __future__ import annotations
 from collections.abc import AsyncIterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, Protocol
 
+from quickstep.engine.adapters import LoadedAdapter
 from quickstep.engine.stats import EngineStats
 from quickstep.engine.step_log import StepLog
 from quickstep.engine.stream import Delta
 from quickstep.engine.tool_calls.formats import OutputFormats
-from quickstep.types import Pooling, Request, SamplingParams, SequenceTimings
+from quickstep.types import Pooling, Request, SequenceTimings
 
 if TYPE_CHECKING:
     from quickstep.model.sizing import MemoryPlan
@@ -175,6 +176,16 @@ class ServedEngine(Protocol):
         Raises EngineError if the engine does not run.
         """
 
+    async def load_adapter(
+        self, name: str, path: str, *, is_from_client: bool = False
+    ) -> LoadedAdapter:
+        """Let new requests name a LoRA adapter, the latest of a name. `is_from_client`: only from
+        the directories that clients may load from. Raises RequestError, EngineError.
+        """
+
+    async def unload_adapter(self, name: str) -> None:
+        """Refuse new requests with an adapter. Raises RequestError, EngineError."""
+
     async def start(self) -> None:
         """Begin stepping."""
 
@@ -186,7 +197,7 @@ class ServedEngine(Protocol):
         whatever its prompt is.
         """
 
-    async def prepare(self, sampling: SamplingParams) -> object:
+    async def prepare(self, request: Request) -> object:
         """Compile what `stream` needs of it, off the event loop. Raises RequestError."""
 
     def stream(self, request: Request) -> TokenStream:

@@ -442,7 +442,7 @@ async def _prepare(engine: ServedEngine, request: ParsedRequest) -> object:
         RequestError: The grammar is refused; the error names the client's field.
     """
     try:
-        return await engine.prepare(request.sampling)
+        return await engine.prepare(request.request)
     except RequestError as error:
         raise with_client_field(error, request.grammar_field) from None
 

@@ -59,8 +59,8 @@ LATEST = ":latest"  # the tag of a name without one
 def known_model(name: str, served: Served) -> str:
     """The served name of a client's name, which may have the tag. Raises RequestError 404."""
     plain = name.removesuffix(LATEST)
-    known = (*served.names, *served.adapter_names)
-    return plain if plain in known else served.model(name)
+    is_known = plain in served.names or plain in served.adapters
+    return plain if is_known else served.model(name)
 
 
 def chat_request(

@@ -18,7 +18,7 @@ TIMINGS_HEADER = "x-quickstep-timings"
 
 
 class SequenceTimes(msgspec.Struct, frozen=True):
-    """The times of one choice; the five times add up to the time from its arrival to its end.
+    """The times of one choice; the six times add up to the time from its arrival to its end.
     `device_s` is its part of the measured seconds of the steps, without `rejected_s` for drafts
     that were rejected: of `num_drafts` draft tokens, `num_accepted` were accepted. The prompt's
     first `cached_tokens` were cached, and `cache_miss` is the reason why no more.
@@ -30,6 +30,7 @@ class SequenceTimes(msgspec.Struct, frozen=True):
     decode_ms: float
     preempted_ms: float
     paused_ms: float
+    adapter_ms: float
     num_preemptions: int
     device_s: float
     rejected_s: float
@@ -48,6 +49,7 @@ class SequenceTimes(msgspec.Struct, frozen=True):
             timings.decode_s * 1e3,
             timings.preempted_s * 1e3,
             timings.paused_s * 1e3,
+            timings.adapter_s * 1e3,
             timings.num_preemptions,
             timings.device_s,
             timings.rejected_s,

@@ -1,0 +1,103 @@
+"""Writes of keys and values to the paged KV cache, rounded to its dtype, int8 per token and head.
+
+The bits are the reference's (`ops.tensors.quantize_heads`): IEEE operations in fp32 only.
+"""
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from quickstep.ops.reference.paged_attention import write_kv as _reference_write
+from quickstep.ops.tensors import SCALE_BYTES, AnyTensor, to_torch
+from quickstep.ops.triton.rounding import rounded, rounded_quotient, rounded_to_integer
+
+__all__ = ["write_kv"]
+
+_LEAST = tl.constexpr(1e-30)  # as in `ops.tensors`: a head below it is stored as zero
+
+
+@triton.jit
+def _store_head(source, cache, scales, offset, channels, mask, width, INT8: tl.constexpr):
+    """One head of one token at element `offset` of the cache; an int8 scale follows the values."""
+    value = tl.load(source + channels, mask=mask, other=0.0).to(tl.float32)
+    if INT8:
+        is_finite = tl.max(tl.where((value - value) == 0.0, 0, 1), 0) == 0
+        most = tl.max(tl.abs(value), 0)
+        is_used = is_finite & (most >= _LEAST)
+        divisor = tl.where(is_used, most, 1.0)
+        near = rounded_to_integer(value * rounded_quotient(127.0, divisor))
+        tl.store(cache + offset + channels, tl.where(is_used, near, 0.0).to(tl.int8), mask=mask)
+        scale = tl.where(is_used, rounded_quotient(divisor, 127.0), 0.0)
+        tl.store(scales + (offset + width - 4) // 4, tl.where(is_finite, scale, float("nan")))
+    else:
+        tl.store(cache + offset + channels, rounded(value, cache.dtype.element_ty), mask=mask)
+
+
+@triton.jit
+def _write_kv_kernel(
+    k,
+    v,
+    keys,
+    values,
+    key_scales,
+    value_scales,
+    slots,
+    num_heads,
+    head_size,
+    width,
+    k_token_stride,
+    k_head_stride,
+    v_token_stride,
+    v_head_stride,
+    INT8: tl.constexpr,
+    BLOCK_D: tl.constexpr,
+):
+    """The key and the value of one head of one token."""
+    token = tl.program_id(0).to(tl.int64)
+    head = tl.program_id(1)
+    channels = tl.arange(0, BLOCK_D)
+    mask = channels < head_size
+    offset = (tl.load(slots + token) * num_heads + head) * width
+    key = k + token * k_token_stride + head * k_head_stride
+    value = v + token * v_token_stride + head * v_head_stride
+    _store_head(key, keys, key_scales, offset, channels, mask, width, INT8)
+    _store_head(value, values, value_scales, offset, channels, mask, width, INT8)
+
+
+def write_kv(
+    k: Tensor, v: Tensor, k_cache: AnyTensor, v_cache: AnyTensor, slot_mapping: Tensor
+) -> None:
+    """k, v [T, K, D] into k_cache, v_cache [B, S, K, W] at the flat slots slot_mapping [T]."""
+    keys, values = to_torch(k_cache), to_torch(v_cache)
+    assert keys.is_contiguous() and values.is_contiguous()
+    is_int8 = keys.dtype == torch.int8
+    # the widths of int8 heads are multiples of 4 if head sizes are; others have no aligned scales
+    if is_int8 and keys.shape[3] % SCALE_BYTES:
+        return _reference_write(k, v, k_cache, v_cache, slot_mapping)
+    if k.numel() == 0:
+        return None
+    k, v = (heads if heads.stride(-1) == 1 else heads.contiguous() for heads in (k, v))
+    num_tokens, num_heads, head_size = k.shape
+    scales = [cache.flatten().view(torch.float32) if is_int8 else cache for cache in (keys, values)]
+    _write_kv_kernel[(num_tokens, num_heads)](
+        k,
+        v,
+        keys,
+        values,
+        *scales,
+        slot_mapping,
+        num_heads,
+        head_size,
+        keys.shape[3],
+        k.stride(0),
+        k.stride(1),
+        v.stride(0),
+        v.stride(1),
+        INT8=is_int8,
+        BLOCK_D=triton.next_power_of_2(head_size),
+        enable_fp_fusion=False,
+    )
+    return None

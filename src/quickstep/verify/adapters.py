@@ -1,0 +1,56 @@
+"""Random LoRA adapters for the exactness checker: ranks, targets and scales vary. A function of
+the model's sizes and a seed. Called by `verify.checker`.
+"""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Sequence
+
+import numpy as np
+
+from quickstep.model.adapters.lora_modules import LoRAModule, lora_modules, num_modules
+from quickstep.model.decoder import Decoder
+from quickstep.model.interface import Model
+from quickstep.ops.table import LoRAAdapter, LoRAPart
+from quickstep.ops.tensors import FLOAT32, DType, HostTensor, host_dtype
+
+__all__ = ["adapter_ids", "random_adapters"]
+
+_RANKS = (1, 2, 4, 7, 16)
+
+
+def adapter_ids(model: Model, count: int) -> Sequence[str]:
+    """The content ids of `count` adapters; none for a model that has no adapters."""
+    is_able = isinstance(model, Decoder) and model.device.type == "cpu"
+    return [f"adapter-{number}" for number in range(count if is_able else 0)]
+
+
+def random_adapters(model: Model, count: int, seed: int) -> dict[str, LoRAAdapter]:
+    """`count` packed adapters by content id."""
+    ids = adapter_ids(model, count)
+    dtype = host_dtype(model.kv_shape.dtype)
+    if not ids or not isinstance(model, Decoder) or dtype is None:
+        return {}
+    known = lora_modules(model.spec)
+    packed = {}
+    for adapter_id in ids:
+        rng = random.Random(f"{adapter_id} {seed}")
+        noise = np.random.default_rng(rng.getrandbits(64))
+        modules: list[list[LoRAPart]] = [[] for _ in range(num_modules(model.spec))]
+        for module in known.values():
+            if rng.random() < 0.7:
+                part = _part(module, rng.choice(_RANKS), rng.uniform(0.1, 0.5), noise, dtype)
+                modules[module.number].append(part)
+        packed[adapter_id] = model.ops.pack_lora(modules)
+    return packed
+
+
+def _part(
+    module: LoRAModule, rank: int, scale: float, noise: np.random.Generator, dtype: DType
+) -> LoRAPart:
+    """Of a size that changes most outputs and keeps them finite."""
+    a = noise.normal(size=(rank, module.num_inputs)) / module.num_inputs**0.5
+    b = noise.normal(size=(module.num_outputs, rank)) / rank**0.5
+    a_tensor, b_tensor = (HostTensor(one.astype(np.float32), FLOAT32).to(dtype) for one in (a, b))
+    return LoRAPart(a_tensor, b_tensor, module.first_output, scale)
