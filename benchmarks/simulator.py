@@ -1,8 +1,8 @@
 """`python -m benchmarks.simulator`: how many requests per second the simulator advances, one core.
 
 Requests of 200 tokens in and 200 out (lognormal) arrive at 64 replicas in turn, each the engine's
-own scheduler on a virtual clock. Every step is simulated one
-by one, so the time grows with the number of requests; the last line has it for a million.
+own scheduler on a virtual clock. The time grows with the number of requests; the last line has it
+for a million.
 """
 
 from __future__ import annotations

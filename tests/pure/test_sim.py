@@ -148,3 +148,15 @@ def test_the_clock_executor_prices_what_rows_list() -> None:
     admission = Admission(0, "a", (1,) * 10, 10, sampling, 0)
     first = executor.submit(StepPlan(0, (row,), (admission,)))
     assert first.ready_at_s == pytest.approx(0.520)
+
+
+def test_a_policy_that_waits_lets_a_step_in_flight_end() -> None:
+    """Its only row was cancelled, and the batch for those that wait is overdue."""
+    arrivals = [
+        Arrival(0.0, ask("a", 200, 9), cancel_after_s=0.11),
+        Arrival(0.0, ask("b", 200, 9), cancel_after_s=0.20),
+        Arrival(0.11, ask("c", 20, 2)),
+        Arrival(0.12, ask("d", 20, 2)),
+    ]
+    outcome = run(arrivals, policy=PolicyName.DYNAMIC)
+    assert len(outcome.endings) == 4

@@ -8,7 +8,7 @@ predictions.
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from operator import mul
 from statistics import median
 from types import MappingProxyType
@@ -142,6 +142,11 @@ class CostModel(Protocol):
 
     def seconds(self, load: StepLoad) -> float:
         """Predicted duration of a step. Changes nothing."""
+
+    def decode_seconds(self, contexts: Sequence[int]) -> list[float]:
+        """Predicted durations of steps with one plain decode row each, which attends to so many
+        positions: equal to `seconds` of its load.
+        """
 
     def predict(self, load: StepLoad) -> Prediction:
         """The same, and whether `load` is outside of what was measured."""
@@ -285,6 +290,13 @@ class LinearCostModel:
     def seconds(self, load: StepLoad) -> float:
         """Predicted duration of a step."""
         return self._pace * self._fitted(load)
+
+    def decode_seconds(self, contexts: Sequence[int]) -> list[float]:
+        """Predicted durations of steps with one plain decode row each."""
+        step, token, row, kv_token, pair, _, logits, *_ = self._weights
+        fixed, pace = step + token + row, self._pace
+        # the sum of `_fitted`, in its order, without the units that are 0
+        return [pace * (fixed + kv_token * one + pair * one + logits) for one in contexts]
 
     def predict(self, load: StepLoad) -> Prediction:
         """The same, and whether `load` is outside of what was measured."""

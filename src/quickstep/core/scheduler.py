@@ -34,6 +34,7 @@ from quickstep.core.adapter_residency import AdapterOrders, AdapterResidency, Ad
 from quickstep.core.admission import AdmissionState, LevelCounts, WaitEstimate
 from quickstep.core.block_pool import KVBlockPool
 from quickstep.core.cost_model import CostModel, StepLoad
+from quickstep.core.decode_stretch import DecodeRows, DecodeSteps, decode_record, only_decodes
 from quickstep.core.policies import Policy, StepView
 from quickstep.core.queues import Deadlines, Due, RunningBatch, WaitingQueue
 from quickstep.core.sequence import Sequence, SequenceState
@@ -59,6 +60,7 @@ from quickstep.types import (
     SequenceTimings,
     StepOutcome,
     StepPlan,
+    StepRecord,
     StepResult,
 )
 
@@ -749,6 +751,84 @@ class Scheduler:
             self._drafts.measured(record.num_decode_rows, num_tokens, elapsed_s)
         return StepOutcome(tuple(outputs), record)
 
+    def decode_stretch(
+        self, now: float, until_s: float, machine: CostModel, token_id: int
+    ) -> DecodeSteps:
+        """Plan and commit steps that only decode, one after the other, in one go; for a driver
+        that computes nothing, and gets `token_id` for each row.
+
+        Equal to `plan` and, when the step is over by `machine`, `commit`, again and again until a
+        step ends a sequence, would not end before `until_s`, or needs a decision. It does nothing
+        if the first step is not that simple.
+        """
+        if not self._only_decodes(token_id):
+            return DecodeSteps()
+        batch, costs = self._batch, self._cost_model
+        rows = DecodeRows(tuple(batch), self._pool.block_size, token_id)
+        records: list[StepRecord] = []
+        outputs: list[SequenceOutput] = []
+        deadline_s = self._deadlines.next_s()
+        until_s = until_s if deadline_s is None else min(until_s, deadline_s)
+        assert self._accounted_s is not None, "the batch was computed"
+        while not rows.is_over:
+            load = rows.load
+            seconds = machine.seconds(load)
+            end_s = now + seconds
+            if not end_s < until_s or rows.num_new_blocks > self._pool.num_free:
+                break
+            batch.take_released_slots()
+            predicted_s = costs.seconds(load)
+            rows.plan(batch)
+            charges = rows.commit(seconds, costs)
+            costs.observe(load, seconds)
+            if rows.is_over:
+                outputs = [
+                    self._finish(
+                        sequence,
+                        sequence.length_reason,
+                        end_s,
+                        new=SequenceOutput(
+                            sequence.request.request_id, sequence.index, (token_id,)
+                        ),
+                    )
+                    for sequence in rows.store(self._next_step_id)
+                ]
+            self._growth_reserve *= _RESERVE_DECAY
+            self._totals.num_output_tokens += load.num_rows
+            self._totals.add_step(charges, seconds, end_s - self._accounted_s)
+            self._accounted_s = end_s
+            record = decode_record(
+                self._next_step_id,
+                now,
+                end_s,
+                seconds,
+                predicted_s,
+                load,
+                charges,
+                num_free_blocks=self._pool.num_free,
+                num_running=len(batch),
+            )
+            records.append(record)
+            self._next_step_id += 1
+            now = end_s
+        if records and not rows.is_over:
+            rows.store(self._next_step_id - 1)
+        return DecodeSteps(tuple(records), tuple(outputs))
+
+    def _only_decodes(self, token_id: int) -> bool:
+        """Whether the next step has one plain decode row of each sequence, and nothing else."""
+        config, batch = self._config, self._batch
+        return (
+            not self._in_flight
+            and not self._waiting
+            and 0 < len(batch) <= config.max_num_batched_tokens
+            and config.pipeline_depth == 1
+            and config.use_kv_cache
+            and not self._drafts.max_drafts
+            and not self._order.takes_turns
+            and all([only_decodes(one, token_id) for one in batch])
+        )
+
     def fail(self, plan: StepPlan, reason: str, now: float) -> tuple[SequenceOutput, ...]:
         """Drop the oldest step in flight: the executor raised. Its sequences end with ERROR.
 
@@ -861,7 +941,9 @@ class Scheduler:
 
     def wakeup(self, now: float) -> float | None:
         """When to call `expire` and `plan` again at the latest, if no event comes before."""
-        times = (self._deadlines.next_s(), self._policy.wakeup(self._view(StepDraft(0), now)))
+        is_full = len(self._in_flight) >= self._config.pipeline_depth  # then `plan` returns None
+        policy_s = None if is_full else self._policy.wakeup(self._view(StepDraft(0), now))
+        times = self._deadlines.next_s(), policy_s
         return min((time for time in times if time is not None), default=None)
 
     def stats(self) -> SchedulerStats:

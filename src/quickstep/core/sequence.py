@@ -388,6 +388,13 @@ class Sequence:
         assert self.residency is not None, f"{self.sequence_id} was never admitted"
         return self.residency
 
+    @property
+    def length_reason(self) -> FinishReason:
+        """Why it ends with the last token that it may have."""
+        max_tokens = self.request.sampling.max_tokens
+        is_last = max_tokens is not None and self.num_outputs >= max_tokens
+        return FinishReason.MAX_TOKENS if is_last else FinishReason.CONTEXT_LIMIT
+
     def _end_reason(self, max_outputs: int) -> FinishReason | None:
         sampling = self.request.sampling
         token_id = self.token_ids[-1]

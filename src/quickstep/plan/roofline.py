@@ -7,6 +7,8 @@ sheet's figures are those of the hardware table (`Achieved`) and nothing else is
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import msgspec
 
 from quickstep.core.cost_model import Prediction, StepLoad
@@ -101,6 +103,10 @@ class RooflineCostModel:
     def seconds(self, load: StepLoad) -> float:
         """Predicted duration of a step."""
         return self.parts(load).seconds
+
+    def decode_seconds(self, contexts: Sequence[int]) -> list[float]:
+        """Predicted durations of steps with one plain decode row each."""
+        return [self.seconds(StepLoad.of_span(one - 1, 1, num_logits_rows=1)) for one in contexts]
 
     def predict(self, load: StepLoad) -> Prediction:
         """The same: nothing is measured, so nothing is outside of it."""

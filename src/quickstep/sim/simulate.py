@@ -9,6 +9,7 @@ Tokens are all the same, so that only `max_tokens` and the context limit end a s
 from __future__ import annotations
 
 import heapq
+import math
 from collections import deque
 from collections.abc import Callable, Iterable
 
@@ -94,6 +95,10 @@ class ClockExecutor:
         result = StepResult(plan.step_id, outputs, seconds)
         return ClockTicket(self._clock, self._free_at_s, result)
 
+    def ran_until(self, time_s: float) -> None:
+        """Steps that were not submitted here took until then."""
+        self._free_at_s = time_s
+
     def close(self) -> None:
         """There is nothing to free; for the protocol `Executor`."""
 
@@ -164,12 +169,15 @@ class _Run:
         costs: CostModel,
         follow: Follow | None,
         pads: bool,
+        step_by_step: bool,
     ) -> None:
         self.clock = VirtualClock()
         self.outcome = Simulation()
         self._follow = follow
         self._scheduler = scheduler
+        self._costs = costs
         self._executor = ClockExecutor(self.clock, costs, pads)
+        self._skips = not (pads or step_by_step)
         self._in_flight: deque[tuple[StepPlan, ClockTicket]] = deque()
         # (time, number of the event, arrival or the id of the request to cancel)
         self._events: list[tuple[float, int, Arrival | str]] = []
@@ -192,10 +200,24 @@ class _Run:
             self.outcome.records.append(step.record)
             self._record_endings(step.outputs)
         self._record_endings(self._scheduler.expire(now))
+        if self._skips:
+            now = self._skip_decodes(now)
         plan_now = self._scheduler.plan(now)
         while plan_now is not None:
             self._in_flight.append((plan_now, self._executor.submit(plan_now)))
             plan_now = self._scheduler.plan(now)
+
+    def _skip_decodes(self, now: float) -> float:
+        """Advance the steps that only decode, until something else happens; returns the time."""
+        while True:
+            next_s = self._events[0][0] if self._events else math.inf
+            steps = self._scheduler.decode_stretch(now, next_s, self._costs, _TOKEN_ID)
+            if not steps.records:
+                return now
+            now = self.clock.now = steps.records[-1].committed_at_s
+            self._executor.ran_until(now)
+            self.outcome.records += steps.records
+            self._record_endings(steps.outputs)
 
     def _handle(self, event: Arrival | str, now: float) -> None:
         if isinstance(event, str):
@@ -212,7 +234,10 @@ class _Run:
 
     def next_event_s(self) -> float | None:
         """The time of the next event; None at the end."""
-        times = [self._scheduler.wakeup(self.clock.now)] if self._scheduler.has_work() else []
+        now = self.clock.now
+        wakeup_s = self._scheduler.wakeup(now) if self._scheduler.has_work() else None
+        # what was due now was done; a policy that waits for a step in flight may still say now
+        times = [None if wakeup_s is None or wakeup_s <= now else wakeup_s]
         times.append(self._events[0][0] if self._events else None)
         times.append(self._in_flight[0][1].ready_at_s if self._in_flight else None)
         return min((time for time in times if time is not None), default=None)
@@ -234,18 +259,20 @@ def simulate(
     cost_model: CostModel,
     follow: Follow | None = None,
     pads: bool = False,
+    step_by_step: bool = False,
 ) -> Simulation:
     """Run a new scheduler over `arrivals`; `cost_model` gives the duration of a step.
 
     `follow` is called at the end of each sequence and returns what its client requests next.
     `pads`: every row of a step costs as much as its longest (`padded`), to show what packed rows
-    save.
+    save. `step_by_step` does not advance steps that only decode in one go, which changes nothing
+    but the time that it takes.
 
     Give the scheduler a cost model of its own: that one learns, this one does not change. For a
     machine that was measured, both are `LinearCostModel.of_fit` of its stored fit
     (`engine.cost_fits`, `quickstep calibrate`).
     """
-    run = _Run(arrivals, scheduler, cost_model, follow, pads)
+    run = _Run(arrivals, scheduler, cost_model, follow, pads, step_by_step)
     event_s = run.next_event_s()
     while event_s is not None:
         run.clock.now = max(run.clock.now, event_s)
