@@ -47,11 +47,11 @@ $(MODULES): FORCE | $(BIN)/python
 	@find src -name '*.py' | sort > $@.new; cmp -s $@.new $@ || cp $@.new $@; rm $@.new
 
 $(SMALL): $(SOURCES) $(MODULES) | $(BIN)/python
-	$(PIP) -C cmake.define.QUICKSTEP_THIS_MACHINE=ON -e .
+	$(PIP) -C cmake.define.QUICKSTEP_THIS_MACHINE=ON -C cmake.define.QUICKSTEP_FOR_TESTS=OFF -e .
 	@touch $@
 
 $(READY): $(SOURCES) $(MODULES) | $(BIN)/python
-	$(PIP) -C cmake.define.QUICKSTEP_THIS_MACHINE=OFF -e '.[dev]'
+	$(PIP) -C cmake.define.QUICKSTEP_THIS_MACHINE=OFF -C cmake.define.QUICKSTEP_FOR_TESTS=ON -e '.[dev]'
 	@touch $@ $(SMALL)
 
 demo: $(SMALL)
