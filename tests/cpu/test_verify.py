@@ -30,6 +30,7 @@ from quickstep.verify.requests import (
 
 EOS = frozenset({3})
 OPTIONS = VerifyOptions(num_requests=80, threads=(1,), rounds=2)
+FAIL_FAST = VerifyOptions(num_requests=80, threads=(1,), rounds=2, fail_fast=True)
 
 
 def verified(model, options=OPTIONS):
@@ -107,7 +108,7 @@ class ForgetsToReadSharedBlocks(PagedHashModel):
     [DependsOnBatchSize, DependsOnPlaceInBatch, DependsOnChunks, ForgetsToReadSharedBlocks],
 )
 def test_a_model_whose_rows_notice_their_batch_is_caught(model):
-    report = verified(model())
+    report = verified(model(), FAIL_FAST)
     assert report.mismatches > 0
     found = report.first_mismatch
     assert (found.expected_token, found.expected_logprobs) != (
@@ -121,7 +122,7 @@ def test_noise_that_depends_on_the_order_of_samples_is_caught(monkeypatch):
     monkeypatch.setattr(
         sampler, "noise_bits", lambda seed, position, ids: noise_bits(next(calls), position, ids)
     )
-    assert verified(PagedHashModel()).mismatches > 0
+    assert verified(PagedHashModel(), FAIL_FAST).mismatches > 0
 
 
 def test_penalties_lost_in_preemption_are_caught(monkeypatch):
@@ -159,8 +160,8 @@ def test_a_mean_that_depends_on_chunks_is_caught(monkeypatch):
             pool._sum = before + pool._sum
 
     monkeypatch.setattr(Pool, "add", in_halves)
-    report = verified(PagedHashModel(), VerifyOptions(num_requests=100, threads=(1,), rounds=3))
-    assert report.mismatches > 0
+    options = VerifyOptions(num_requests=100, threads=(1,), rounds=3, fail_fast=True)
+    assert verified(PagedHashModel(), options).mismatches > 0
 
 
 def test_scores_that_read_the_row_beside_are_caught(monkeypatch):
@@ -172,12 +173,20 @@ def test_scores_that_read_the_row_beside_are_caught(monkeypatch):
         return (*scores[:-1], scores[0]) if len(scores) > 1 else scores
 
     monkeypatch.setattr(PromptScorer, "score", shifted)
-    assert verified(PagedHashModel()).mismatches > 0
+    assert verified(PagedHashModel(), FAIL_FAST).mismatches > 0
 
 
 class GivesNaN(PagedHashModel):
     def logits(self, hidden):
         return super().logits(hidden) * float("nan")
+
+
+def test_to_fail_fast_is_to_compare_no_more_groups_than_needed():
+    whole = VerifyOptions(num_requests=24, threads=(1,))
+    options = (whole, VerifyOptions(num_requests=24, threads=(1,), fail_fast=True))
+    slow, fast = (verified(DependsOnBatchSize(), one) for one in options)
+    assert 0 < fast.comparisons < slow.comparisons
+    assert fast.first_mismatch == slow.first_mismatch
 
 
 def test_a_request_that_fails_even_alone_is_an_error_not_a_match():

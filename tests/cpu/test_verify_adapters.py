@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import pytest
+from msgspec.structs import replace
 from tiny_checkpoint import write_checkpoint
 
 from quickstep.engine.assembly import load_weights
@@ -27,12 +28,12 @@ def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> str:
     return str(write_checkpoint(tmp_path_factory.mktemp("verify") / "base"))
 
 
-def verified(checkpoint: str) -> VerifyReport:
+def verified(checkpoint: str, options: VerifyOptions = OPTIONS) -> VerifyReport:
     def load(threads: int) -> Model:
-        options = {"num_threads": threads, "num_blocks": 8, "max_model_len": 128}
-        return load_weights(engine_config(checkpoint, options), None).model
+        sizes = {"num_threads": threads, "num_blocks": 8, "max_model_len": 128}
+        return load_weights(engine_config(checkpoint, sizes), None).model
 
-    return verify(load, OPTIONS)
+    return verify(load, options)
 
 
 def test_adapters_that_come_and_go_change_no_bit(checkpoint: str) -> None:
@@ -53,4 +54,4 @@ def test_rows_with_the_adapter_of_another_row_are_found(
         return [*mine[1:], *mine[:1]] if len(mine) > 1 else mine
 
     monkeypatch.setattr(capture, "_adapters_of", shifted)
-    assert verified(checkpoint).first_mismatch is not None
+    assert verified(checkpoint, replace(OPTIONS, fail_fast=True)).first_mismatch is not None

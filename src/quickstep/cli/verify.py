@@ -123,6 +123,9 @@ def add_parser(subparsers: argparse._SubParsersAction[Parser]) -> None:
     parser.add_argument("--block-size", type=positive_int, default=16, metavar="TOKENS")
     parser.add_argument("--revision", help="hub revision (default: the default branch)")
     parser.add_argument("--offline", action="store_true", help="never use the network")
+    parser.add_argument(
+        "--fail-fast", action="store_true", help="stop after the batch with the first mismatch"
+    )
     parser.add_argument("--json", action="store_true", help="print the report as JSON")
 
 
@@ -144,6 +147,7 @@ def run(args: argparse.Namespace) -> int:
         block_size=CacheConfig(block_size=args.block_size).block_size,
         kv_dtype=args.kv_cache_dtype,
         num_adapters=max(0, args.adapters),
+        fail_fast=args.fail_fast,
     )
     load = LoadConfig(
         model=args.model,

@@ -219,22 +219,29 @@ class _Verifier:
         )
         self._adapters = random_adapters(model, options.num_adapters, options.seed)
         self._alone: dict[tuple[str, int], Trace] = {}
+        # Before its first group, on the first number of threads, in whose groups each takes part.
+        self._ran_alone: set[str] = set()
         self._report = VerifyReport(options)
 
     def run(self) -> VerifyReport:
         total = len(self._requests) * (1 + len(self._options.threads) * self._options.rounds)
-        for done, request in enumerate(self._requests):
-            self._progress("alone", done, total)
-            self._alone.update(self._run_alone(request))
-        done = len(self._requests)
+        done = 0
         for threads in self._options.threads:
             if threads != self._threads:
                 self._use(threads)
                 self._compare_alone(threads)
             for scenario, group in self._groups(threads):
+                for added in group:
+                    if added.request.request_id not in self._ran_alone:
+                        self._progress("alone", done, total)
+                        self._ran_alone.add(added.request.request_id)
+                        self._alone.update(self._run_alone(added))
+                        done += 1
                 self._progress(f"{scenario.name}, threads {threads}", done, total)
                 self._compare_group(scenario, group, threads)
                 done += 0 if scenario.is_starved else len(group)
+                if self._options.fail_fast and self._report.first_mismatch is not None:
+                    return self._report
         self._progress("done", total, total)
         return self._report
 

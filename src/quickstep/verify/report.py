@@ -28,6 +28,7 @@ class VerifyOptions(msgspec.Struct, frozen=True):
         threads: CPU thread counts; the runs alone use the first of them.
         kv_dtype: `CacheConfig.kv_dtype`.
         num_adapters: Random LoRA adapters, one of which half of the requests have.
+        fail_fast: Stop after the group with the first mismatch.
     """
 
     num_requests: int = 200
@@ -37,6 +38,7 @@ class VerifyOptions(msgspec.Struct, frozen=True):
     block_size: int = 16
     kv_dtype: str = "auto"
     num_adapters: int = 0
+    fail_fast: bool = False
 
     def __post_init__(self) -> None:
         for name in ("num_requests", "rounds"):
