@@ -73,6 +73,7 @@ _MODULES = (
     "adapter_residency",
     "queues",
     "accounting",
+    "decode_stretch",
     "policies",
     "scheduler",
 )

@@ -27,7 +27,8 @@ from msgspec.structs import replace
 
 from quickstep.config import EngineConfig, SchedulerConfig
 from quickstep.core.block_pool import KVBlockPool
-from quickstep.core.cost_model import Coefficients, CostFit, LinearCostModel
+from quickstep.core.cost_model import Coefficients, CostFit, CostModel, LinearCostModel
+from quickstep.core.decode_stretch import DecodeSteps
 from quickstep.core.policies import Policy
 from quickstep.core.scheduler import Scheduler
 from quickstep.errors import RequestError
@@ -492,6 +493,12 @@ class RecordingScheduler(Scheduler):
         digest = plan_digest(plan, self._recorder.number)
         self._recorder.call(RecordedCall("plan", now, digest=digest))
         return plan
+
+    def decode_stretch(
+        self, now: float, until_s: float, machine: CostModel, token_id: int
+    ) -> DecodeSteps:
+        """No steps: each is recorded by itself."""
+        return DecodeSteps()
 
     def commit(self, plan: StepPlan, result: StepResult, now: float) -> StepOutcome:
         """See `Scheduler.commit`."""
