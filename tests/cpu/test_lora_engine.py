@@ -112,6 +112,10 @@ def test_adapters_of_the_start_are_in_the_memory_plan_and_checked_first(folder):
     assert planned.num_bytes == sum(one.num_bytes for one in engine.adapters)
     with pytest.raises(ConfigError, match="no directory"):
         open_engine(config(folder, "a0", "absent"))
+    more = config(folder, "a0", "a1")
+    more = replace(more, lora=replace(more.lora, max_cpu_loras=6))
+    [with_host] = [row for row in open_engine(more).memory_plan.rows if row.label == "adapters"]
+    assert with_host.num_bytes == 3 * planned.num_bytes
     engine = open_engine(config(folder, "a0", "a1", "a2"))
     assert len(engine.adapters) == 3 and len(engine._adapters.packed) == 2
 

@@ -425,11 +425,13 @@ def load_weights(
         require_torch(why_torch)
         set_threads(config.load.num_threads)
     at_start = open_adapters(config.lora, spec)
-    adapter_bytes = 0
+    adapter_bytes = host_bytes = 0
     if config.lora is not None:
         adapter_bytes = adapter_memory(config.lora, spec, dtype.itemsize, at_start)
+        # of those that stay in host memory after an eviction, of the mean size
+        host_bytes = config.lora.num_host_loras * adapter_bytes // config.lora.max_loras
     sizes = _draft_sizes(config, spec, dtype.itemsize, ops)
-    plan = plan_for(config, spec, dtype, device, ops, held_bytes, adapter_bytes, sizes)
+    plan = plan_for(config, spec, dtype, device, ops, held_bytes, adapter_bytes + host_bytes, sizes)
     for note in plan.notes:
         _LOGGER.info("%s", note)
     on_host = not why_torch
