@@ -2,6 +2,7 @@
 
 import pytest
 import torch
+from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 
 from quickstep import LLM, SamplingParams
@@ -76,6 +77,16 @@ def test_a_draft_model_is_in_the_memory_plan(draft_path):
     rows = {row.label: row.num_bytes for row in load_weights(config, None).plan.rows}
     assert 0 < rows["draft weights"] < 0.7 * rows["weights"]
     assert rows["draft KV cache"] == rows["KV cache"]
+
+
+def test_medusa_heads_are_in_the_memory_plan(medusa_path):
+    speculation = SpeculationConfig(SpeculationMethod.MEDUSA, model=str(medusa_path))
+    config = EngineConfig(load=LoadConfig("demo"), speculation=speculation, max_model_len=256)
+    rows = {row.label: row.num_bytes for row in load_weights(config, None).plan.rows}
+    with safe_open(medusa_path / "model.safetensors", "pt") as file:
+        elements = sum(file.get_tensor(name).numel() for name in file.keys())  # noqa: SIM118
+    assert rows["draft weights"] == elements * 2
+    assert "draft KV cache" not in rows
 
 
 @pytest.mark.parametrize(

@@ -284,7 +284,7 @@ class World:
             return
         adapter_id = self.loading.pop(0)
         if not fails:
-            assert self.scheduler.adapter_loaded(adapter_id, 0.01, self.now)
+            assert self.scheduler.adapter_loaded(adapter_id, self.now)
             self.resident.add(adapter_id)
             self.scheduler.check()
             return

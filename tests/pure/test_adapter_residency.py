@@ -33,7 +33,7 @@ def order(
     """Order a load, and let it end at once."""
     ordered = one.order_load(adapter_id, waited_s, now, wanted.__contains__, in_flight)
     if ordered:
-        assert one.finish_load(adapter_id, 0.01)
+        assert one.finish_load(adapter_id)
     one.check()
     return ordered
 

@@ -286,6 +286,7 @@ def test_what_is_no_count(text: str) -> None:
         (["serv"], "did you mean serve?"),
         (["serve", "--dtype", "float61"], "did you mean float16?"),
         (["serve", "--max-num-seqs", "0"], "argument --max-num-seqs: 0 is below 1"),
+        (["verify", "--adapters", "-1"], "argument --adapters: -1 is below 0"),
         (["serve", "--kv-cache-memory-bytes", "lots"], "'lots' is not a size"),
         (["generate"], "the following arguments are required: PROMPT"),
         ([], "the following arguments are required: COMMAND"),

@@ -161,6 +161,36 @@ def test_a_draft_model_has_its_weights_and_as_many_kv_blocks() -> None:
     )
 
 
+def test_positions_for_drafts_beyond_those_of_the_target_are_counted() -> None:
+    sizes = DraftSizes(TINY, ELEMENTS, scratch_tokens=32)
+    made = plan_memory(TINY, ELEMENTS, CACHE, SCHEDULER, GIB, draft=sizes)
+    rows = {row.label: row.num_bytes for row in made.rows}
+    assert sum(rows.values()) == GIB
+    more = made.max_num_seqs * 32 * kv_bytes_per_token(TINY, 2)
+    assert rows["draft KV cache"] == rows["KV cache"] + more
+
+
+def test_they_leave_less_for_the_cache() -> None:
+    many = replace(SCHEDULER, max_num_seqs=256)
+    without, with_scratch = (
+        plan_memory(TINY, ELEMENTS, CACHE, many, GIB // 8, None, DraftSizes(TINY, ELEMENTS, tokens))
+        for tokens in (0, 64)
+    )
+    assert with_scratch.num_blocks < without.num_blocks
+    assert all(row.num_bytes >= 0 for row in with_scratch.rows)
+
+
+def test_medusa_heads_are_weights_only() -> None:
+    sizes = DraftSizes(None, replace(ELEMENTS, weights=1000))
+    alone = plan()
+    made = plan_memory(TINY, ELEMENTS, CACHE, SCHEDULER, GIB, draft=sizes)
+    rows = {row.label: row.num_bytes for row in made.rows}
+    assert rows.pop("draft weights") == 1000
+    rows["spare"] += 1000
+    assert rows == {row.label: row.num_bytes for row in alone.rows}
+    assert sizes.num_parameters == 500
+
+
 def test_a_draft_model_that_does_not_fit_is_refused() -> None:
     with pytest.raises(ConfigError, match="GiB are free"):
         sizes = DraftSizes(LLAMA_70B, ELEMENTS)

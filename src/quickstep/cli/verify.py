@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, NamedTuple
 from msgspec.structs import replace
 
 from quickstep.cli.flags.engine import add_kv_cache_dtype
-from quickstep.cli.flags.parsing import Parser, command, positive_int
+from quickstep.cli.flags.parsing import Parser, command, non_negative_int, positive_int
 from quickstep.cli.flags.quantization import KV_FORMATS, WEIGHT_FORMATS, FormatPair, format_pairs
 from quickstep.cli.screen import console_on, print_table
 from quickstep.config import QUANTIZATIONS
@@ -81,7 +81,7 @@ def add_parser(subparsers: argparse._SubParsersAction[Parser]) -> None:
     )
     parser.add_argument(
         "--adapters",
-        type=int,
+        type=non_negative_int,
         default=40,
         metavar="N",
         help="random LoRA adapters that half of the requests use, on native models on a CPU "
@@ -146,7 +146,7 @@ def run(args: argparse.Namespace) -> int:
         rounds=args.rounds,
         block_size=CacheConfig(block_size=args.block_size).block_size,
         kv_dtype=args.kv_cache_dtype,
-        num_adapters=max(0, args.adapters),
+        num_adapters=args.adapters,
         fail_fast=args.fail_fast,
     )
     load = LoadConfig(

@@ -5,11 +5,11 @@
 
 Plain data, like the block pool: the scheduler asks whether a sequence's adapter is resident before
 it admits the sequence, and a driver carries out the orders (`take_orders`) and reports the result.
-The engine loads in a thread; the simulator lets time pass.
+The engine loads in threads; tests and `quickstep verify` use a virtual clock.
 
-Evicted is what is worth least per byte: how often requests have named it lately, times the seconds
-of a load. An adapter that is used by a running sequence is never evicted, one that waiting
-sequences could use only if another one has waited for too long.
+The adapter that requests have named least often lately is evicted first. Its size does not matter:
+a load takes time in proportion to the bytes that the eviction frees. An adapter of a running
+sequence is never evicted, one of waiting sequences only if another adapter has waited for too long.
 """
 
 from __future__ import annotations
@@ -25,9 +25,6 @@ __all__ = ["AdapterOrders", "AdapterResidency", "AdapterState"]
 
 # A use counts half after so many seconds.
 _HALF_LIFE_S = 60.0
-# What a load is expected to take before one was measured, per byte.
-_FIRST_BYTE_S = 1e-9
-_LOAD_GAIN = 0.3  # of the newest measurement in the mean
 
 
 class AdapterState(enum.Enum):
@@ -85,7 +82,6 @@ class AdapterResidency:
         self._adapters: dict[str, _Adapter] = {}
         self._held: dict[str, _Adapter] = {}  # those in memory, loading ones included
         self._num_bytes = 0  # of those
-        self._byte_s = _FIRST_BYTE_S
         self._num_loading = 0
         self._loads: list[str] = []
         self._evictions: list[str] = []
@@ -169,7 +165,7 @@ class AdapterResidency:
         if adapter_id:
             self._adapters[adapter_id].num_running -= 1
 
-    def finish_load(self, adapter_id: str, seconds: float) -> bool:
+    def finish_load(self, adapter_id: str) -> bool:
         """A load has ended well; False if nothing wants it any more (then the driver frees it)."""
         adapter = self._adapters.get(adapter_id)
         if adapter is None or adapter.state is not AdapterState.LOADING:
@@ -177,8 +173,6 @@ class AdapterResidency:
         self._num_loading -= 1
         self.num_loads += 1
         self._set_state(adapter, AdapterState.RESIDENT)
-        byte_s = seconds / max(1, adapter.num_bytes)
-        self._byte_s += (1.0 if self.num_loads == 1 else _LOAD_GAIN) * (byte_s - self._byte_s)
         return True
 
     def fail_load(self, adapter_id: str) -> None:
@@ -187,10 +181,6 @@ class AdapterResidency:
         if adapter is not None and adapter.state is AdapterState.LOADING:
             self._num_loading -= 1
             self._set_state(adapter, AdapterState.ABSENT)
-
-    def load_s(self, adapter_id: str) -> float:
-        """How long a load is expected to take."""
-        return self._byte_s * self._adapters[adapter_id].num_bytes
 
     @property
     def may_begin_load(self) -> bool:
@@ -274,13 +264,12 @@ class AdapterResidency:
         return float(adapter.num_uses * 0.5 ** (age_s / _HALF_LIFE_S))
 
     def _value(self, adapter: _Adapter, now: float) -> tuple[int, float]:
-        """What keeping it saves per byte, in powers of two: uses times seconds of loading. Of about
-        equal ones the latest goes: so adapters that are used in turn are not all evicted just
-        before their next use, as the least recently used would be.
+        """Its recent uses as a power of two, the lowest evicted first. Among equals the most
+        recently used is evicted: adapters that are used in turn are then not all evicted just
+        before their next use, as with eviction of the least recently used.
         """
-        saved_s = self._uses(adapter, now) * self.load_s(adapter.adapter_id)
-        saved_byte_s = max(saved_s / max(1, adapter.num_bytes), sys.float_info.min)
-        return math.floor(math.log2(saved_byte_s)), -adapter.used_at_s
+        num_uses = max(self._uses(adapter, now), sys.float_info.min)
+        return math.floor(math.log2(num_uses)), -adapter.used_at_s
 
     def _set_state(self, adapter: _Adapter, state: AdapterState) -> None:
         if state is AdapterState.ABSENT:

@@ -473,10 +473,10 @@ class RecordingScheduler(Scheduler):
         self._recorder.adapter_call("retire_adapter", adapter_id)
         return super().retire_adapter(adapter_id)
 
-    def adapter_loaded(self, adapter_id: str, seconds: float, now: float) -> bool:
+    def adapter_loaded(self, adapter_id: str, now: float) -> bool:
         """See `Scheduler.adapter_loaded`."""
-        self._recorder.adapter_call("adapter_loaded", adapter_id, now, seconds=seconds)
-        return super().adapter_loaded(adapter_id, seconds, now)
+        self._recorder.adapter_call("adapter_loaded", adapter_id, now)
+        return super().adapter_loaded(adapter_id, now)
 
     def adapter_failed(
         self, adapter_id: str, reason: str, now: float

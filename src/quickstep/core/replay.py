@@ -243,7 +243,7 @@ class _Replay:
             case "retire_adapter":
                 scheduler.retire_adapter(call.adapter)
             case "adapter_loaded":
-                scheduler.adapter_loaded(call.adapter, call.seconds, now)
+                scheduler.adapter_loaded(call.adapter, now)
             case "adapter_failed":
                 scheduler.adapter_failed(call.adapter, "its load failed", now)
             case "plan":

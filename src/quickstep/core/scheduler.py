@@ -652,9 +652,9 @@ class Scheduler:
         """
         return None if self._adapters is None else self._adapters.take_orders()
 
-    def adapter_loaded(self, adapter_id: str, seconds: float, now: float) -> bool:
-        """A load has ended well after so many seconds; False if nothing wants the adapter now."""
-        if self._adapters is None or not self._adapters.finish_load(adapter_id, seconds):
+    def adapter_loaded(self, adapter_id: str, now: float) -> bool:
+        """A load has ended well; False if nothing wants the adapter now."""
+        if self._adapters is None or not self._adapters.finish_load(adapter_id):
             return False
         self._waiting.sort_again(adapter_id, now)
         return True

@@ -247,14 +247,16 @@ class Adapters:
         """The weights for compute memory, for `put`; any thread may call it.
 
         Raises:
-            ConfigError: It is no longer on disk as it was opened.
+            ConfigError: It is no longer on disk as it was opened, or it was unloaded meanwhile.
         """
         packed = self._on_host.get(adapter_id)
         if packed is not None:
             return packed
         weights = self._opened.get(adapter_id)
         if weights is None:
-            adapter = self._by_id[adapter_id]
+            adapter = self._by_id.get(adapter_id)
+            if adapter is None:
+                raise ConfigError("the adapter was unloaded before it was in memory")
             weights = self.open(adapter.name, adapter.path).weights
             if weights.content_id != adapter_id:
                 raise ConfigError(

@@ -244,7 +244,7 @@ def _draft_sizes(
     config: EngineConfig, spec: ModelSpec, dtype_bytes: int, ops: OpTable
 ) -> DraftSizes | None:
     """What drafts need of the memory, next to a target of this spec. Raises ConfigError."""
-    from quickstep.engine.draft_model import eagle_sizes, find_draft, find_eagle
+    from quickstep.engine.draft_model import eagle_sizes, find_draft, find_eagle, medusa_sizes
 
     method = _model_method(config)
     if method is SpeculationMethod.DRAFT:
@@ -252,7 +252,9 @@ def _draft_sizes(
     if method in _EAGLE:
         is_fused = method is SpeculationMethod.EAGLE3
         _, layer = find_eagle(_draft_load(config), spec, is_fused)
-        return eagle_sizes(layer, dtype_bytes, ops)
+        return eagle_sizes(layer, dtype_bytes, ops, config.cache.block_size)
+    if method is SpeculationMethod.MEDUSA:
+        return medusa_sizes(_draft_load(config), dtype_bytes, ops)
     return None
 
 

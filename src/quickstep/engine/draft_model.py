@@ -7,6 +7,7 @@ ConfigError here, before the server listens.
 
 from __future__ import annotations
 
+import math
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -14,6 +15,7 @@ import msgspec
 
 from quickstep.config import LoadConfig
 from quickstep.errors import ConfigError
+from quickstep.model.checkpoint.tensor_schema import num_parameters
 from quickstep.model.sizing import DraftSizes, ElementBytes
 
 if TYPE_CHECKING:
@@ -28,7 +30,15 @@ if TYPE_CHECKING:
     from quickstep.runtime.speculation.eagle import EagleProposer
     from quickstep.runtime.speculation.vocabulary import DraftVocabulary
 
-__all__ = ["FoundDraft", "eagle_sizes", "find_draft", "find_eagle", "load_draft", "open_eagle"]
+__all__ = [
+    "FoundDraft",
+    "eagle_sizes",
+    "find_draft",
+    "find_eagle",
+    "load_draft",
+    "medusa_sizes",
+    "open_eagle",
+]
 
 
 class FoundDraft(msgspec.Struct, frozen=True):
@@ -36,6 +46,7 @@ class FoundDraft(msgspec.Struct, frozen=True):
 
     load: LoadConfig
     checkpoint: Checkpoint
+    spec: ModelSpec
     sizes: DraftSizes
 
 
@@ -61,7 +72,7 @@ def find_draft(load: LoadConfig, ops: OpTable) -> FoundDraft:
     elements = ElementBytes(
         dtype.itemsize, ops.scratch_bytes, load.quantization, weights=held_bytes
     )
-    return FoundDraft(load, checkpoint, DraftSizes(spec, elements))
+    return FoundDraft(load, checkpoint, spec, DraftSizes(spec, elements))
 
 
 def load_draft(
@@ -86,7 +97,7 @@ def load_draft(
     from quickstep.runtime.kv_cache import allocate_kv
     from quickstep.runtime.speculation.draft_model import DraftModelProposer
 
-    checkpoint, spec = found.checkpoint, found.sizes.spec
+    checkpoint, spec = found.checkpoint, found.spec
     why_torch = "--enforce-eager"
     if not enforce_eager:
         why_torch = reason_for_torch(open_weights(checkpoint.path, spec), ops, found.load)
@@ -131,10 +142,24 @@ def find_eagle(load: LoadConfig, target: ModelSpec, is_fused: bool) -> tuple[Che
     return checkpoint, read_eagle_spec(checkpoint.path, target, is_fused)
 
 
-def eagle_sizes(spec: EagleSpec, dtype_bytes: int, ops: OpTable) -> DraftSizes:
+def eagle_sizes(spec: EagleSpec, dtype_bytes: int, ops: OpTable, block_size: int) -> DraftSizes:
     """What an EAGLE layer needs of the memory."""
-    elements = ElementBytes(dtype_bytes, ops.scratch_bytes, weights=spec.num_bytes)
-    return DraftSizes(spec.decoder, elements)
+    from quickstep.runtime.speculation.eagle import num_scratch_blocks
+
+    weight_bytes = num_parameters(spec.decoder) * dtype_bytes
+    elements = ElementBytes(dtype_bytes, ops.scratch_bytes, weights=weight_bytes)
+    return DraftSizes(spec.decoder, elements, num_scratch_blocks(1, block_size) * block_size)
+
+
+def medusa_sizes(load: LoadConfig, dtype_bytes: int, ops: OpTable) -> DraftSizes:
+    """What Medusa heads need of the memory. Raises ConfigError."""
+    from quickstep.model.checkpoint.source import find_checkpoint
+    from quickstep.model.checkpoint.weights import open_checkpoint_files
+
+    tensors = open_checkpoint_files(find_checkpoint(load).path).tensors.values()
+    num_parameters = sum(math.prod(tensor.shape) for tensor in tensors)
+    elements = ElementBytes(dtype_bytes, ops.scratch_bytes, weights=num_parameters * dtype_bytes)
+    return DraftSizes(None, elements)
 
 
 def open_eagle(

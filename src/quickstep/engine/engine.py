@@ -291,7 +291,6 @@ class Engine:
 
     async def _load_into_memory(self, adapters: Adapters, adapter_id: str) -> None:
         """Load what the scheduler ordered; if that fails, the requests that wait for it fail."""
-        started_s = self._clock()
         try:
             packed = await asyncio.to_thread(adapters.pack, adapter_id)
         except Exception as error:  # of these requests only
@@ -303,7 +302,7 @@ class Engine:
             self._live.deliver(outputs, now)
         else:
             now = self._clock()
-            if self._scheduler.adapter_loaded(adapter_id, now - started_s, now):
+            if self._scheduler.adapter_loaded(adapter_id, now):
                 adapters.put(adapter_id, packed)
         self._wakeup.set()
 

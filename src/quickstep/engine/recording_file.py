@@ -37,6 +37,7 @@ class RecordingFile:
         self._recorder: Recorder | None = None
         self._closed = threading.Event()
         self._flusher = threading.Thread(target=self._flush, name="recording", daemon=True)
+        self._flusher.start()
 
     @staticmethod
     def open(config: RecordingConfig, tokenizer: Tokenizer) -> RecordingFile:
@@ -53,9 +54,7 @@ class RecordingFile:
             file = path.open("wb")
         except OSError as error:
             raise ConfigError(f"{config.path} cannot be written: {error.strerror}") from None
-        recording = RecordingFile(config.is_full, file, tokenizer)
-        recording._flusher.start()
-        return recording
+        return RecordingFile(config.is_full, file, tokenizer)
 
     def scheduler(
         self,

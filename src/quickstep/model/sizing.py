@@ -61,21 +61,50 @@ class ElementBytes(msgspec.Struct, frozen=True):
 
 
 class DraftSizes(msgspec.Struct, frozen=True):
-    """A draft model that is loaded in addition: what it is, and its bytes per element."""
+    """What drafts need in addition: a draft model, an EAGLE layer or Medusa heads.
 
-    spec: ModelSpec
+    Attributes:
+        spec: The draft model or the layer; None for Medusa heads, which have no KV.
+        elements: Bytes per element; `weights` is set for a layer and for heads.
+        scratch_tokens: KV positions per sequence beyond those of the target.
+    """
+
+    spec: ModelSpec | None
     elements: ElementBytes
+    scratch_tokens: int = 0
+
+    @property
+    def num_parameters(self) -> int:
+        """Weights, as a number of elements."""
+        if self.spec is None:
+            return self.weight_bytes // self.elements.dtype
+        return num_parameters(self.spec)
 
     @property
     def weight_bytes(self) -> int:
-        """Bytes of its weights."""
+        """Bytes of the weights."""
+        if self.elements.weights is not None:
+            return self.elements.weights
+        assert self.spec is not None, "the size of heads is given"
         return _weights(self.spec, self.elements)
 
     @property
     def kv_bytes_per_token(self) -> int:
         """Bytes of its KV of one token."""
-        elements = self.elements
-        return kv_bytes_per_token(self.spec, elements.dtype, elements.kv_dtype)
+        if self.spec is None:
+            return 0
+        return kv_bytes_per_token(self.spec, self.elements.dtype, self.elements.kv_dtype)
+
+    def kv_bytes(self, num_tokens: int, num_seqs: int) -> int:
+        """Bytes of its KV next to a cache of so many tokens for so many sequences."""
+        return (num_tokens + num_seqs * self.scratch_tokens) * self.kv_bytes_per_token
+
+    def activation_bytes(self, max_num_batched_tokens: int, max_num_seqs: int) -> int:
+        """See the function of this name. Heads work in the room of the target's."""
+        if self.spec is None:
+            return 0
+        elements, sizes = self.elements, (max_num_batched_tokens, max_num_seqs)
+        return activation_bytes(self.spec, elements.dtype, *sizes, elements.scratch)
 
 
 class MemoryRow(msgspec.Struct, frozen=True):
@@ -192,7 +221,7 @@ def plan_memory(
     Without `num_blocks` or `kv_cache_bytes` the KV cache gets what `max_num_seqs` sequences of
     `max_model_len` need, at most half of what weights and activations leave, and at most
     `default_kv_bytes` (None: no such limit, for a GPU) unless one sequence needs more. A draft
-    model has as many KV blocks.
+    model has as many KV blocks, an EAGLE layer some more.
 
     Raises:
         ConfigError: Weights, or weights and the least KV cache, do not fit.
@@ -216,10 +245,11 @@ def plan_memory(
     if draft is not None:
         per_token += draft.kv_bytes_per_token
     block_bytes = per_token * cache.block_size
-    fitting = max(left, 0) // block_bytes
+    scratch = 0 if draft is None else draft.kv_bytes(0, seqs)
+    fitting = max(left - scratch, 0) // block_bytes
     least = -(-min(context, _MIN_CONTEXT) // cache.block_size)
     if fitting < least:
-        needed = memory_bytes - left + least * block_bytes
+        needed = memory_bytes - left + scratch + least * block_bytes
         raise ConfigError(
             f"the model needs at least {needed / GIB:.2f} GiB (weights {weights / GIB:.2f}, the "
             f"rest activations and KV of {least * cache.block_size} tokens) and "
@@ -237,7 +267,7 @@ def plan_memory(
     if num_blocks < seqs:
         notes.append(f"max_num_seqs {seqs} became {num_blocks}, one per KV block")
         seqs = num_blocks
-    sizes = num_blocks, cache.block_size, tokens
+    sizes = num_blocks, cache.block_size, tokens, seqs
     rows = _rows(spec, elements, memory_bytes, sizes, left, draft)
     return MemoryPlan(num_blocks, context, seqs, tokens, rows, tuple(notes), spec.long_context)
 
@@ -259,8 +289,7 @@ def _fit_step(
     while True:
         used = activation_bytes(spec, dtype_bytes, tokens, seqs, scratch_bytes)
         if draft is not None:
-            sizes = draft.elements.dtype, tokens, seqs, draft.elements.scratch
-            used += activation_bytes(draft.spec, *sizes)
+            used += draft.activation_bytes(tokens, seqs)
         if used <= available // 2 or tokens // 2 < _MIN_STEP_TOKENS:
             return tokens, used
         tokens //= 2
@@ -300,12 +329,14 @@ def _rows(
     spec: ModelSpec,
     elements: ElementBytes,
     memory_bytes: int,
-    sizes: tuple[int, int, int],
+    sizes: tuple[int, int, int, int],
     left: int,
     draft: DraftSizes | None,
 ) -> tuple[MemoryRow, ...]:
-    """`sizes` are blocks, block size, tokens of a step; `left` is what remains for KV and spare."""
-    num_blocks, block_size, tokens = sizes
+    """`sizes` are blocks, block size, tokens of a step, resident sequences; `left` is what remains
+    for KV and spare.
+    """
+    num_blocks, block_size, tokens, seqs = sizes
     weights = _weights(spec, elements)
     per_token = kv_bytes_per_token(spec, elements.dtype, elements.kv_dtype)
     kv_bytes = num_blocks * block_size * per_token
@@ -322,18 +353,16 @@ def _rows(
         MemoryRow("KV cache", kv_bytes, f"{cache} x {per_token} bytes"),
     ]
     if draft is not None:
-        per_token = draft.kv_bytes_per_token
-        detail = f"{num_parameters(draft.spec) / 1e9:.3f} B parameters"
-        rows += [
-            MemoryRow("draft weights", draft.weight_bytes, detail),
-            MemoryRow(
-                "draft KV cache",
-                num_blocks * block_size * per_token,
-                f"{cache} x {per_token} bytes",
-            ),
-        ]
+        detail = f"{draft.num_parameters / 1e9:.3f} B parameters"
+        rows.append(MemoryRow("draft weights", draft.weight_bytes, detail))
         weights += draft.weight_bytes
-        kv_bytes += num_blocks * block_size * per_token
+    if draft is not None and draft.kv_bytes_per_token:
+        draft_kv_bytes = draft.kv_bytes(num_blocks * block_size, seqs)
+        detail = f"{cache} x {draft.kv_bytes_per_token} bytes"
+        if draft.scratch_tokens:
+            detail += f", {draft.scratch_tokens} more for each of {seqs} sequences"
+        rows.append(MemoryRow("draft KV cache", draft_kv_bytes, detail))
+        kv_bytes += draft_kv_bytes
     activations = memory_bytes - weights - left
     rows += [
         MemoryRow("activations", activations, f"{tokens} tokens a step"),

@@ -24,11 +24,6 @@ class ServedAdapters:
         """All of them, in the order of loading, then those of the directory."""
         return tuple(dict.fromkeys((*self._names, *adapter_names_in(self._directory))))
 
-    @property
-    def is_empty(self) -> bool:
-        """Whether there are none, and none will come from a directory."""
-        return not self._names and self._directory is None
-
     def add(self, name: str) -> None:
         """One was loaded."""
         self._names[name] = None

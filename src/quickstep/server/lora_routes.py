@@ -56,7 +56,7 @@ def lora_routes(served: Served) -> list[ApiRoute]:
             raise RequestError(f"{name!r} is the model's own name", param="lora_name")
         if name in adapters and not fields.load_inplace:
             raise RequestError(
-                f"the adapter {name!r} is loaded already; send load_inplace: true to replace it",
+                f"there is an adapter {name!r} already; send load_inplace: true to replace it",
                 param="lora_name",
             )
         await engine.load_adapter(name, fields.lora_path, is_from_client=True)

@@ -90,6 +90,16 @@ class Scenario(msgspec.Struct, frozen=True):
         return self.drafts_expected or self.speculation is not SpeculationMethod.OFF
 
 
+_ALL_TOGETHER = Scenario(
+    "all together",
+    is_chunked=True,
+    prefix_caching=True,
+    is_starved=True,
+    has_aborts=True,
+    has_pauses=True,
+    pipeline_depth=2,
+)
+
 SCENARIOS = (
     Scenario("batched"),
     Scenario("chunked", is_chunked=True),
@@ -99,39 +109,13 @@ SCENARIOS = (
     Scenario("aborts", prefix_caching=True, has_aborts=True),
     Scenario("paused", prefix_caching=True, has_pauses=True, pipeline_depth=2),
     Scenario("overlapped", prefix_caching=True, pipeline_depth=2),
-    Scenario(
-        "all together",
-        is_chunked=True,
-        prefix_caching=True,
-        is_starved=True,
-        has_aborts=True,
-        has_pauses=True,
-        pipeline_depth=2,
-    ),
+    _ALL_TOGETHER,
     Scenario("drafts", prefix_caching=True, drafts_expected=True),
     Scenario("drafts, starved", is_starved=True, drafts_expected=True),
     Scenario("suffix", is_chunked=True, speculation=SpeculationMethod.SUFFIX),
-    Scenario(
-        "all with drafts",
-        is_chunked=True,
-        prefix_caching=True,
-        is_starved=True,
-        has_aborts=True,
-        has_pauses=True,
-        pipeline_depth=2,
-        drafts_expected=True,
-    ),
+    replace(_ALL_TOGETHER, name="all with drafts", drafts_expected=True),
     Scenario("adapters", prefix_caching=True, has_loads=True, drafts_expected=True),
-    Scenario(
-        "adapters, starved",
-        is_chunked=True,
-        prefix_caching=True,
-        is_starved=True,
-        has_aborts=True,
-        has_pauses=True,
-        pipeline_depth=2,
-        has_loads=True,
-    ),
+    replace(_ALL_TOGETHER, name="adapters, starved", has_loads=True),
     Scenario("ngram", prefix_caching=True, has_aborts=True, speculation=SpeculationMethod.NGRAM),
 )
 _ALONE = Scenario("alone again")

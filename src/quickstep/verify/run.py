@@ -368,7 +368,7 @@ class _Run:
         while self._loads and self._loads[0][0] <= self._step:
             _, adapter_id = self._loads.popleft()
             self._resident[adapter_id] = self._adapters[adapter_id]
-            self._scheduler.adapter_loaded(adapter_id, _LOAD_STEPS * _STEP_S, self._now)
+            self._scheduler.adapter_loaded(adapter_id, self._now)
             self.counts.adapter_loads += 1
 
     def _advance(self, is_idle_fine: bool) -> None:

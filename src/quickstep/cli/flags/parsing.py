@@ -15,6 +15,7 @@ __all__ = [
     "bytes_size",
     "command",
     "json_object",
+    "non_negative_int",
     "positive_int",
     "positive_number",
     "token_count",
@@ -111,12 +112,21 @@ def token_count(text: str) -> int:
 
 def positive_int(text: str) -> int:
     """Parse an integer of at least 1."""
+    return _int_from(1, text)
+
+
+def non_negative_int(text: str) -> int:
+    """Parse an integer of at least 0."""
+    return _int_from(0, text)
+
+
+def _int_from(lowest: int, text: str) -> int:
     try:
         value = int(text)
     except ValueError:
         raise argparse.ArgumentTypeError(f"{text!r} is not an integer") from None
-    if value < 1:
-        raise argparse.ArgumentTypeError(f"{value} is below 1")
+    if value < lowest:
+        raise argparse.ArgumentTypeError(f"{value} is below {lowest}")
     return value
 
 
