@@ -55,6 +55,30 @@ def test_a_mixed_batch_answers_as_each_request_alone(llm, folder):
     assert len({tuple(one.token_ids) for one in mixed}) == 4, "each adapter has an effect"
 
 
+def test_adapters_at_scales_are_an_adapter_of_their_own(llm, folder):
+    plain = [adapter(folder, index) for index in (0, 1)]
+    for one in plain:
+        answers(llm, [PROMPT], one)
+    mixes = [LoRARequest(name) for name in ("a0*0.5+a1*2", "a0*-1", "a0*1+a1*1")]
+    mixed = answers(llm, [PROMPT] * 6, [None, *plain, *mixes])
+    for one, expected in zip([None, *plain, *mixes], mixed, strict=True):
+        alone = answers(llm, [PROMPT], one)[0]
+        assert (alone.token_ids, alone.logprobs) == (expected.token_ids, expected.logprobs)
+    assert len({tuple(one.token_ids) for one in mixed}) == 6
+    with pytest.raises(RequestError, match="'absent' is not loaded"):
+        answers(llm, [PROMPT], LoRARequest("a0*0.5+absent*1"))
+
+
+def test_a_mix_follows_a_new_version_of_its_adapter(llm, folder):
+    answers(llm, [PROMPT], adapter(folder, 0, "changing"))
+    before = answers(llm, [PROMPT], LoRARequest("changing*0.5"))[0]
+    answers(llm, [PROMPT], adapter(folder, 1, "changing"))
+    after = answers(llm, [PROMPT], LoRARequest("changing*0.5"))[0]
+    answers(llm, [PROMPT], adapter(folder, 1))
+    assert after.token_ids == answers(llm, [PROMPT], LoRARequest("a1*0.5"))[0].token_ids
+    assert after.token_ids != before.token_ids
+
+
 def test_captured_and_eager_steps_agree(folder):
     found = []
     for eager in (False, True):

@@ -116,7 +116,7 @@ class Api:
         """The fields of its body."""
         schema = self._body_schema(method, path)
         forms = schema.get("anyOf", [schema])
-        names = [form["$ref"].rpartition("/")[2] for form in forms]
+        names = [form.get("items", form)["$ref"].rpartition("/")[2] for form in forms]
         schemas = self.document["components"]["schemas"]
         return {field for name in names for field in schemas[name]["properties"]}
 

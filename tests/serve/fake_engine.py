@@ -140,6 +140,7 @@ class Submitted:
     request_class: RequestClass = RequestClass.INTERACTIVE
     ttft_deadline_s: float | None = None
     speculation: bool = True
+    adapter: str = ""
 
 
 class FakeStream:
@@ -380,6 +381,7 @@ class FakeEngine:
             request.request_class,
             request.ttft_deadline_s,
             request.speculation,
+            request.adapter,
         )
         self.submitted.append(item)
         stream = FakeStream(self, item, f"r{len(self.submitted)}")

@@ -25,7 +25,7 @@ from field_seen import (
 )
 
 from quickstep.server.batches.request_types import BatchRequest, ExpiresAfter
-from quickstep.server.llama_cpp.request_types import LlamaCompletionRequest, PromptObject
+from quickstep.server.llama_cpp.request_types import LlamaCompletionRequest, LoRAScale, PromptObject
 from quickstep.server.lora_routes import LoadLoRAAdapter, UnloadLoRAAdapter
 from quickstep.server.openai.request_types import EmbeddingRequest
 from quickstep.server.openai.tokenize import (
@@ -141,6 +141,23 @@ TOKENIZE: Cases = {
         {"messages": [{"role": "assistant", "content": "So"}]},
     ),
 }
+
+
+async def loaded_poet(client: httpx.AsyncClient) -> Mapping[str, Any]:
+    """Load an adapter that a request may replace."""
+    body = {"lora_name": "poet", "lora_path": "old"}
+    assert (await client.post("/v1/load_lora_adapter", json=body)).status_code == 200
+    return {}
+
+
+def lora(number: int, scale: float) -> dict[str, Any]:
+    return {"lora": [{"id": number, "scale": scale}]}
+
+
+def applies(adapter: str) -> Any:
+    return lambda seen: seen.submitted.adapter == adapter
+
+
 LLAMA: Cases = {
     **cases(
         prompt=([7, "b"], lambda seen: seen.submitted.prompt == (7, 98)),
@@ -178,14 +195,8 @@ LLAMA: Cases = {
     "repeat_last_n": Case(0, sampled("repetition_penalty", 1.0), {"repeat_penalty": 1.5}),
     "samplers": Case(["temperature"], sampled("top_k", 0), {"top_k": 5}),
     "timings_per_token": Case(True, lambda seen: "timings" in seen.chunks[0], {"stream": True}),
+    "lora": Case([{"id": 0, "scale": 0.5}], applies("poet*0.5"), before=loaded_poet),
 }
-
-
-async def loaded_poet(client: httpx.AsyncClient) -> Mapping[str, Any]:
-    """Load an adapter that a request may replace."""
-    body = {"lora_name": "poet", "lora_path": "old"}
-    assert (await client.post("/v1/load_lora_adapter", json=body)).status_code == 200
-    return {}
 
 
 OTHER_CASES: dict[type[msgspec.Struct], Cases] = {
@@ -223,4 +234,8 @@ OTHER_CASES: dict[type[msgspec.Struct], Cases] = {
         lora_name=("poet", lambda seen: seen.engine.adapters == {"poet": "unloaded"})
     ),
     LlamaCompletionRequest: LLAMA,
+    LoRAScale: {
+        "id": Case(None, applies("poet"), whole=lora(0, 1.0), before=loaded_poet),
+        "scale": Case(None, applies("poet*-2"), whole=lora(0, -2), before=loaded_poet),
+    },
 }

@@ -144,7 +144,11 @@ def json_routes() -> list[ApiRoute]:
     engine, options = FakeEngine(), ServerOptions()
     served = Served(engine, ("fake",), options.limits, output_formats(engine, options))
     routes = api_routes(served, Metrics(engine, "fake"), options)
-    return [route for route in routes if route.request and route.request_type.endswith("json")]
+    return [
+        route
+        for route in routes
+        if route.request and route.request_type.endswith("json") and not route.takes_list
+    ]
 
 
 def places() -> Iterator[Place]:

@@ -69,7 +69,7 @@ BEYOND_THE_SCHEMA = re.compile(
     | prompt\ mixes
     | samplers\ |repeat_last_n\ is|grammar\ is\ no\ GBNF|grammar\ and\ json_schema
     | n_predict\ is\ .*\ and\ max_tokens|logit_bias\ of
-    | response_fields
+    | response_fields | there\ is\ no\ adapter | lora\ has
     | messages\[\d+\]\ (calls\ a\ tool|is\ no\ message\ of\ the\ assistant)
     | continue_final_message\ and
     | the\ last\ message\ cannot\ be\ continued
@@ -93,7 +93,7 @@ BEYOND_THE_SCHEMA = re.compile(
     | (ignore_eos|allowed_token_ids)\ cannot\ be\ combined\ with\ a\ grammar
     | temperature\ is\ .*,\ beam\ search\ takes
     | the\ model\ .*\ does\ not\ exist
-    | the\ adapter\ .*\ is\ loaded\ already | .*\ is\ the\ model's\ own\ name
+    | there\ is\ an\ adapter\ .*\ already | .*\ is\ the\ model's\ own\ name
     """,
     re.VERBOSE,
 )

@@ -226,6 +226,60 @@ def test_what_cannot_be_loaded_is_refused_in_one_sentence(
     assert part in answer.json()["error"]["message"]
 
 
+def continued(server: LiveServer, **fields: Any) -> str:
+    body = {"prompt": PROMPT, "n_predict": 12, "seed": 7, **fields}
+    return str(post(server, "/completion", **body)["content"])
+
+
+def test_adapters_apply_at_the_scales_of_a_request(server: LiveServer) -> None:
+    listed = httpx.get(f"{server.url}/lora-adapters").json()
+    number = {one["path"]: one["id"] for one in listed}
+    assert {"poet", "coder"} <= set(number) and {one["scale"] for one in listed} == {0.0}
+    poet, coder = number["poet"], number["coder"]
+    base, plain = continued(server), continued(server, model="poet")
+    assert continued(server, lora=[{"id": poet, "scale": 1}]) == plain != base
+    assert continued(server, model="poet", lora=[]) == base
+    assert continued(server, lora=[{"id": poet, "scale": 0}]) == base
+    mix = [{"id": poet, "scale": 0.6}, {"id": coder, "scale": -0.5}]
+    mixed = continued(server, lora=mix)
+    assert mixed not in (base, plain)
+    assert continued(server, lora=list(reversed(mix))) == mixed
+
+
+def test_an_operator_sets_the_scales_of_other_requests(server: LiveServer) -> None:
+    url = f"{server.url}/lora-adapters"
+    base, poet = complete(server, "demo"), complete(server, "poet")
+    number = next(one["id"] for one in httpx.get(url).json() if one["path"] == "poet")
+    try:
+        answer = httpx.post(url, json=[{"id": number, "scale": 1.0}])
+        assert answer.status_code == 200
+        assert [one["id"] for one in answer.json() if one["scale"]] == [number]
+        assert complete(server, "demo")["choices"] == poet["choices"]
+        assert continued(server, lora=[]) == base["choices"][0]["text"]
+    finally:
+        assert httpx.post(url, json=[]).is_success
+    assert complete(server, "demo")["choices"] == base["choices"]
+
+
+@pytest.mark.parametrize(
+    ("body", "part"),
+    [
+        ([{"id": 999, "scale": 1}], "there is no adapter 999"),
+        ([{"id": 0, "scale": 1000}], "expected `float` <= 100"),
+        ([{"id": 0}], "scale"),
+        ([{"id": "0", "scale": 1}], "id"),
+        ([{"id": number, "scale": 1} for number in range(9)], "the limit is 8"),
+        ({"id": 0, "scale": 1}, "lora"),
+        (3, "lora"),
+    ],
+)
+def test_bad_scales_are_refused(server: LiveServer, body: Any, part: str) -> None:
+    for path, sent in (("/completion", {"prompt": "a", "lora": body}), ("/lora-adapters", body)):
+        answer = httpx.post(f"{server.url}{path}", json=sent)
+        assert answer.status_code == 400, answer.text
+        assert part in answer.json()["error"]["message"]
+
+
 def test_metrics_name_the_adapters(server: LiveServer) -> None:
     complete(server, "cook")
     text = httpx.get(f"{server.url}/metrics").text

@@ -6,11 +6,13 @@
 
 A request names an adapter; its sequences and the prefix cache use the adapter's content id. So a
 new version under the same name serves new requests while running ones finish on the old one. An
-adapter in `lora_dir` is opened when a request first names it.
+adapter in `lora_dir` is opened when a request first names it. Several adapters at their scales, or
+one at another scale than 1, are an adapter of their own (`mix_name`), made when first named.
 """
 
 from __future__ import annotations
 
+import math
 from collections import OrderedDict
 from collections.abc import Collection, Mapping, Sequence
 from pathlib import Path
@@ -29,16 +31,21 @@ if TYPE_CHECKING:
     from quickstep.ops.table import LoRAAdapter, OpTable
 
 __all__ = [
+    "MAX_SCALE",
     "Adapters",
     "LoRARequest",
     "LoadedAdapter",
     "OpenedAdapter",
     "adapter_memory",
     "adapter_names_in",
+    "mix_name",
+    "mix_parts",
     "open_adapters",
     "path_in",
 ]
 
+_MAX_MIXES = 1024  # that stay named; requests of an older one make it again
+MAX_SCALE = 100.0  # of an adapter in a mix
 _NUM_OPENED = 4  # that are kept as they were read until they are loaded; others are read again
 _USUAL_RANK = 16
 _WEIGHTS_FILE = "adapter_model.safetensors"
@@ -57,7 +64,8 @@ class LoRARequest(msgspec.Struct, frozen=True):
 
 class LoadedAdapter(msgspec.Struct, frozen=True):
     """An adapter that requests may name. `adapter_id` is a digest of what it computes; `num_bytes`
-    is what it takes in compute memory.
+    is what it takes in compute memory. A mix has no path, and the adapters and scales of which it
+    is made in `parts`.
     """
 
     name: str
@@ -65,6 +73,7 @@ class LoadedAdapter(msgspec.Struct, frozen=True):
     adapter_id: str
     rank: int
     num_bytes: int
+    parts: tuple[tuple[LoadedAdapter, float], ...] = ()
 
 
 class OpenedAdapter(msgspec.Struct, frozen=True):
@@ -114,6 +123,46 @@ def adapter_memory(
     return sum(sorted(sizes)[-lora.max_loras :])
 
 
+def mix_name(scales: Mapping[str, float]) -> str:
+    """The name of adapters at their scales, as `sql*0.5+docs*1`: "" if all scales are 0, that of
+    the adapter for one at scale 1.
+
+    Raises:
+        RequestError: A scale is not finite, or too large, or a name has + or * in it.
+    """
+    for name, scale in scales.items():
+        if not math.isfinite(scale) or abs(scale) > MAX_SCALE:
+            raise RequestError(
+                f"the scale of the adapter {name!r} is {scale:g}, it must be from "
+                f"{-MAX_SCALE:g} to {MAX_SCALE:g}",
+                param="lora",
+            )
+    # so that names which are equal but for rounding are one adapter
+    shown = {name: f"{scale:.6g}" for name, scale in sorted(scales.items())}
+    parts = [(name, scale) for name, scale in shown.items() if float(scale)]
+    if len(parts) == 1 and float(parts[0][1]) == 1.0:
+        return parts[0][0]
+    unclear = next((name for name, _ in parts if "+" in name or "*" in name), None)
+    if unclear is not None:
+        raise RequestError(
+            f"the adapter {unclear!r} has + or * in its name, so it has no scales; rename it",
+            param="lora",
+        )
+    return "+".join(f"{name}*{scale}" for name, scale in parts)
+
+
+def mix_parts(name: str) -> tuple[tuple[str, float], ...]:
+    """The adapters and scales of a mix; () for a name that is none."""
+    parts = []
+    for part in name.split("+"):
+        adapter, _, scale = part.rpartition("*")
+        try:
+            parts.append((adapter, float(scale)))
+        except ValueError:
+            return ()
+    return tuple(parts) if all(adapter for adapter, _ in parts) else ()
+
+
 def path_in(directory: str | None, name: str) -> Path | None:
     """The folder of an adapter in `lora_dir`; None if there is none of this name."""
     if directory is None or not name or name in (".", "..") or "/" in name or "\\" in name:
@@ -129,6 +178,10 @@ def adapter_names_in(directory: str | None) -> tuple[str, ...]:
     if directory is None or not Path(directory).is_dir():
         return ()
     return tuple(sorted(path.parent.name for path in Path(directory).glob(f"*/{_CONFIG_FILE}")))
+
+
+def _names_in(adapter: LoadedAdapter) -> tuple[str, ...]:
+    return (adapter.name, *(part.name for part, _ in adapter.parts))
 
 
 class Adapters:
@@ -204,23 +257,40 @@ class Adapters:
         checkpoint = open_adapter(Path(path), self._spec, self._lora.max_lora_rank, roots)
         return self.read(name, checkpoint)
 
+    def open_mix(self, name: str, parts: Sequence[tuple[LoadedAdapter, float]]) -> OpenedAdapter:
+        """Make a mix for `add`; any thread may call it. Raises ConfigError."""
+        from quickstep.model.adapters.mix import mixed
+
+        num_bytes = sum(adapter.num_bytes for adapter, _ in parts)
+        self._check_size(name, num_bytes)
+        weights = mixed([(self._weights_of(adapter), scale) for adapter, scale in parts])
+        adapter = LoadedAdapter(name, "", weights.content_id, weights.rank, num_bytes, tuple(parts))
+        return OpenedAdapter(adapter, weights)
+
     def read(self, name: str, checkpoint: AdapterCheckpoint) -> OpenedAdapter:
         """Read a checked adapter for `add`. Raises ConfigError."""
         num_bytes = checkpoint.num_bytes(self._dtype.itemsize)
-        if num_bytes > self.max_bytes:
-            raise ConfigError(
-                f"the adapter {name!r} takes {num_bytes:,} bytes, all adapters in memory may take "
-                f"{self.max_bytes:,}; raise --lora-memory-bytes"
-            )
+        self._check_size(name, num_bytes)
         weights = checkpoint.read(self._dtype)
         path, adapter_id = str(checkpoint.directory), weights.content_id
         adapter = LoadedAdapter(name, path, adapter_id, weights.rank, num_bytes)
         return OpenedAdapter(adapter, weights)
 
+    def _check_size(self, name: str, num_bytes: int) -> None:
+        if num_bytes > self.max_bytes:
+            raise ConfigError(
+                f"the adapter {name!r} takes {num_bytes:,} bytes, all adapters in memory may take "
+                f"{self.max_bytes:,}; raise --lora-memory-bytes"
+            )
+
     def add(self, opened: OpenedAdapter) -> LoadedAdapter:
-        """Let new requests name it; it replaces one of the same name."""
+        """Let new requests name it; it replaces one of the same name, and mixes with that."""
         adapter = opened.adapter
-        self._retire(self._named.pop(adapter.name, None))
+        self._drop(adapter.name)
+        if adapter.parts:
+            mixes = [one.name for one in self._named.values() if one.parts]
+            for name in mixes[: max(0, len(mixes) - _MAX_MIXES + 1)]:
+                self._drop(name)
         self._named[adapter.name] = self._by_id[adapter.adapter_id] = adapter
         self._retired.discard(adapter.adapter_id)
         if adapter.adapter_id not in self._packed:
@@ -230,7 +300,7 @@ class Adapters:
 
     def unload(self, name: str) -> None:
         """New requests cannot name it any more. Raises RequestError if they could not before."""
-        self._retire(self._named.pop(self.find(name).name))
+        self._drop(self.find(name).name)
 
     def find(self, name: str) -> LoadedAdapter:
         """The opened adapter of this name. Raises RequestError 404."""
@@ -252,18 +322,25 @@ class Adapters:
         packed = self._on_host.get(adapter_id)
         if packed is not None:
             return packed
-        weights = self._opened.get(adapter_id)
-        if weights is None:
-            adapter = self._by_id.get(adapter_id)
-            if adapter is None:
-                raise ConfigError("the adapter was unloaded before it was in memory")
-            weights = self.open(adapter.name, adapter.path).weights
-            if weights.content_id != adapter_id:
-                raise ConfigError(
-                    f"the adapter {adapter.name!r} was changed on disk while requests waited for "
-                    "it; send the request again"
-                )
-        return self._ops.pack_lora(weights.modules)
+        adapter = self._by_id.get(adapter_id)
+        if adapter is None:
+            raise ConfigError("the adapter was unloaded before it was in memory")
+        return self._ops.pack_lora(self._weights_of(adapter).modules)
+
+    def _weights_of(self, adapter: LoadedAdapter) -> LoRAWeights:
+        """As they were opened, from disk if need be. Raises ConfigError."""
+        weights = self._opened.get(adapter.adapter_id)
+        if weights is not None:
+            return weights
+        if adapter.parts:
+            return self.open_mix(adapter.name, adapter.parts).weights
+        weights = self.open(adapter.name, adapter.path).weights
+        if weights.content_id != adapter.adapter_id:
+            raise ConfigError(
+                f"the adapter {adapter.name!r} was changed on disk while requests waited for "
+                "it; send the request again"
+            )
+        return weights
 
     def put(self, adapter_id: str, packed: LoRAAdapter) -> None:
         """Let steps use packed weights."""
@@ -283,8 +360,8 @@ class Adapters:
     def reopen(self, adapter_id: str) -> None:
         """A load has failed: the next request reads the adapter from disk again."""
         for name, adapter in list(self._named.items()):
-            if adapter.adapter_id == adapter_id:
-                self._retire(self._named.pop(name))
+            if adapter.adapter_id == adapter_id and name in self._named:
+                self._drop(name)
 
     def forget(self, adapter_id: str) -> None:
         """Free everything of a retired adapter."""
@@ -294,12 +371,13 @@ class Adapters:
         self._on_host.pop(adapter_id, None)
         self._packed.pop(adapter_id, None)
 
-    def _retire(self, adapter: LoadedAdapter | None) -> None:
-        if adapter is None:
-            return
-        named = {one.adapter_id for one in self._named.values()}
-        if adapter.adapter_id not in named:
-            self._retired.add(adapter.adapter_id)
+    def _drop(self, name: str) -> None:
+        """Take a name and the mixes with it from new requests, and retire what has no name now."""
+        dropped = [one for one in self._named.values() if name in _names_in(one)]
+        for one in dropped:
+            del self._named[one.name]
+        named = {one.adapter_id for one in self._named.values()} if dropped else set()
+        self._retired.update({one.adapter_id for one in dropped} - named)
 
     def _shrink_opened(self) -> None:
         """Keep the latest, and retired ones, which may be gone from disk."""

@@ -25,13 +25,14 @@ import logging
 import random
 from collections import Counter, deque
 from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from msgspec import structs
 
 from quickstep.config import StreamConfig
 from quickstep.core.scheduler import Scheduler
-from quickstep.engine.adapters import Adapters, LoadedAdapter
+from quickstep.engine.adapters import Adapters, LoadedAdapter, OpenedAdapter, mix_parts
 from quickstep.engine.cost_fits import FitSaver
 from quickstep.engine.grammar.grammars import CompiledGrammar, check_grammar, prepare_grammar
 from quickstep.engine.live_requests import LiveRequests
@@ -224,12 +225,17 @@ class Engine:
             RequestError: The adapter cannot be used.
         """
         adapters = self._require_adapters()
+        return await self._add_adapter(
+            adapters, name, partial(adapters.open, name, path, is_from_client=is_from_client)
+        )
+
+    async def _add_adapter(
+        self, adapters: Adapters, name: str, open_adapter: Callable[[], OpenedAdapter]
+    ) -> LoadedAdapter:
         reading = self._reading_adapters
         reading[name] += 1
         try:
-            opened = await asyncio.to_thread(
-                adapters.open, name, path, is_from_client=is_from_client
-            )
+            opened = await asyncio.to_thread(open_adapter)
         except ConfigError as error:
             raise RequestError(str(error), param="lora_path") from None
         finally:
@@ -267,7 +273,7 @@ class Engine:
             )
 
     async def open_adapter(self, name: str) -> LoadedAdapter:
-        """The adapter of this name; one in `lora_dir` is opened when it is first named.
+        """The adapter of this name; one in `lora_dir` and a mix are opened when first named.
 
         Raises:
             RequestError: There is none, or it cannot be used.
@@ -275,8 +281,15 @@ class Engine:
         adapters = self._require_adapters()
         while self._reading_adapters[name]:
             await self._adapter_was_read.wait()
-        path = None if adapters.is_opened(name) else adapters.path_of(name)
-        return adapters.find(name) if path is None else await self.load_adapter(name, str(path))
+        if adapters.is_opened(name):
+            return adapters.find(name)
+        path = adapters.path_of(name)
+        if path is not None:
+            return await self.load_adapter(name, str(path))
+        parts = [(await self.open_adapter(part), scale) for part, scale in mix_parts(name)]
+        if not parts:
+            return adapters.find(name)
+        return await self._add_adapter(adapters, name, partial(adapters.open_mix, name, parts))
 
     def _follow_adapter_orders(self) -> None:
         """Free and load adapters as the scheduler wants."""

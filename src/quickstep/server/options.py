@@ -62,6 +62,7 @@ class RequestLimits(msgspec.Struct, frozen=True):
         tools: Functions that a request may offer to the model.
         metadata: Entries of `metadata`; keys have at most 64 and values at most 512 characters.
         detokenized: Tokens of one `/detokenize`.
+        adapters: LoRA adapters that apply to one request together.
     """
 
     body_bytes: int = 4 * 1024 * 1024
@@ -86,6 +87,7 @@ class RequestLimits(msgspec.Struct, frozen=True):
     tools: int = 128
     metadata: int = 16
     detokenized: int = 500_000
+    adapters: int = 8
 
 
 class ConnectionOptions(msgspec.Struct, frozen=True):

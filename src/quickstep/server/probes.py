@@ -138,7 +138,7 @@ class Probes:
             created=self._created,
             owned_by="quickstep",
             root=engine.model_name,
-            parent=self._served.names[0] if self._served.adapter(name) else None,
+            parent=None if name in self._served.names else self._served.names[0],
             max_model_len=engine.max_model_len,
             rope_scaling=None
             if scaling is None

@@ -119,8 +119,12 @@ class Served(msgspec.Struct, frozen=True):
         return name
 
     def adapter(self, model: str) -> str:
-        """The adapter that a model's name selects, "" for the base model."""
-        return model if model not in self.names and model in self.adapters else ""
+        """The adapter that a model's name selects; "" for none, which is the base model's unless an
+        operator has set another.
+        """
+        if model in self.names or model not in self.adapters:
+            return self.adapters.default_mix
+        return model
 
 
 class LineResult(msgspec.Struct, frozen=True):

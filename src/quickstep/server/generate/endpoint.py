@@ -167,7 +167,7 @@ class GeneratingRoute:
             cache_salt=cache_salt_of(caller, request.cache_salt, served.shares_prefix_cache),
             timeout_s=timeout_s,
             endpoint=endpoint,
-            adapter=served.adapter(parsed.model),
+            adapter=served.adapter(parsed.model) if parsed.adapter is None else parsed.adapter,
         )
         return replace(parsed, request=owned, timeout_reason=served.deadlines.finish_reason)
 

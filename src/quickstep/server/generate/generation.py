@@ -129,6 +129,7 @@ class ParsedRequest(msgspec.Struct, frozen=True):
         ignored: Paths of the client's fields that have no effect.
         writer: Makes the writer of the response; every adapter sets it.
         stream_type: The media type of a streaming response.
+        adapter: The adapter that the body selects ("" for none); None for that of `model`.
         timeout_reason: OpenAI's `finish_reason` of a choice that ended at `timeout_s`.
     """
 
@@ -148,6 +149,7 @@ class ParsedRequest(msgspec.Struct, frozen=True):
     timings: bool | None = None
     truncate_prompt_tokens: int | None = None
     ignored: tuple[str, ...] = ()
+    adapter: str | None = None
     writer: Callable[[Generation, Head], Writer] | None = None
     stream_type: str = SERVER_SENT_EVENTS
     timeout_reason: str = FinishReason.DEADLINE.openai

@@ -53,6 +53,7 @@ class ApiRoute(msgspec.Struct, frozen=True):
             keys.
         aliases: Further paths of the same endpoint.
         error_shape: The body of its errors.
+        takes_list: The body is a list of `request`.
         requests: Instead of `request`, the schemas of which the body matches one.
     """
 
@@ -71,6 +72,7 @@ class ApiRoute(msgspec.Struct, frozen=True):
     needs_admin: bool = False
     aliases: tuple[str, ...] = ()
     error_shape: ErrorShape = openai_shape
+    takes_list: bool = False
     requests: tuple[type[msgspec.Struct], ...] = ()
     stream_type: str = SERVER_SENT_EVENTS
 

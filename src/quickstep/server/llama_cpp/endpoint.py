@@ -31,14 +31,17 @@ from quickstep.server.generate.generation import (
     ParsedRequest,
 )
 from quickstep.server.generate.sampling import bounded
+from quickstep.server.http.body import body_of
 from quickstep.server.http.errors import error_of, json_response
 from quickstep.server.http.event_stream import data_frame
+from quickstep.server.http.middleware import report_ignored
 from quickstep.server.http.route import ApiRoute
-from quickstep.server.llama_cpp.request import SAMPLERS, llama_request
-from quickstep.server.llama_cpp.request_types import LlamaCompletionRequest
+from quickstep.server.llama_cpp.request import SAMPLERS, llama_request, lora_scales
+from quickstep.server.llama_cpp.request_types import LlamaCompletionRequest, LoRAScale
 from quickstep.server.llama_cpp.response_types import (
     DefaultSettings,
     GenerationSettings,
+    LlamaAdapter,
     LlamaChunk,
     LlamaCompletion,
     LlamaProps,
@@ -51,7 +54,7 @@ from quickstep.server.llama_cpp.response_types import (
     ServerLoad,
 )
 from quickstep.server.metrics import Metrics
-from quickstep.server.openai.request_types import decode_values
+from quickstep.server.openai.request_types import decode_values, invalid_json
 from quickstep.server.schema.field_reader import FieldReader
 from quickstep.types import FinishReason, SamplingParams, TokenLogprobs
 
@@ -292,6 +295,10 @@ def _ratio(value: float, of: float) -> float:
     return value / of if of > 0 else 0.0
 
 
+class _AdapterScales(msgspec.Struct, forbid_unknown_fields=True, frozen=True):
+    lora: list[LoRAScale]
+
+
 class SlotQuery(msgspec.Struct, forbid_unknown_fields=True, frozen=True):
     """The query of `/slots`: with 1, the status is 503 if no slot is free."""
 
@@ -330,6 +337,24 @@ def llama_cpp_routes(served: Served, metrics: Metrics) -> list[ApiRoute]:
             "The slots of the batch.",
             response=list[LlamaSlot],
             query=SlotQuery,
+        ),
+        ApiRoute(
+            "GET",
+            "/lora-adapters",
+            state.adapters,
+            "The LoRA adapters, and the scales at which they apply to requests without `lora`.",
+            response=list[LlamaAdapter],
+        ),
+        ApiRoute(
+            "POST",
+            "/lora-adapters",
+            state.set_adapters,
+            "Set the scales of LoRA adapters for requests that name the model itself and have no "
+            "`lora`; adapters that are not listed have the scale 0.",
+            request=LoRAScale,
+            takes_list=True,
+            response=list[LlamaAdapter],
+            needs_admin=True,
         ),
         ApiRoute("GET", "/load", state.load, "How busy the server is.", response=ServerLoad),
     ]
@@ -378,6 +403,30 @@ class _ServerState:
         if query.fail_on_no_slot and num_running >= len(slots):
             raise EngineError("all slots are in use; try again later")
         return json_response(slots)
+
+    async def adapters(self, _: Request) -> Response:
+        """Return the LoRA adapters with their default scales."""
+        return json_response(self._adapters())
+
+    async def set_adapters(self, request: Request) -> Response:
+        """Set the default scales of the LoRA adapters, and return them."""
+        reader = FieldReader(self._served.field_rules)
+        try:
+            value = msgspec.json.decode(body_of(request).decode())
+        except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
+            raise invalid_json(error) from None
+        scales = reader.convert({"lora": value}, _AdapterScales).lora
+        report_ignored(request, reader.ignored)
+        self._served.adapters.set_default(lora_scales(scales, self._served))
+        return json_response(self._adapters())
+
+    def _adapters(self) -> list[LlamaAdapter]:
+        adapters = self._served.adapters
+        scales = adapters.default_scales
+        return [
+            LlamaAdapter(number, name, scales.get(name, 0.0))
+            for number, name in sorted(adapters.numbered().items())
+        ]
 
     async def load(self, _: Request) -> Response:
         """Return the numbers of requests and of blocks."""

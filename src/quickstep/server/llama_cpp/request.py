@@ -8,7 +8,7 @@ may omit any of them.
 from __future__ import annotations
 
 import secrets
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from types import MappingProxyType
 from typing import Any, Protocol
 
@@ -24,11 +24,15 @@ from quickstep.server.generate.sampling import (
     sampling_params,
     token_ids_of,
 )
-from quickstep.server.llama_cpp.request_types import LlamaCompletionRequest, PromptObject
+from quickstep.server.llama_cpp.request_types import (
+    LlamaCompletionRequest,
+    LoRAScale,
+    PromptObject,
+)
 from quickstep.server.openai.request_types import SamplingFields
 from quickstep.types import Grammar, Request, SamplingParams
 
-__all__ = ["SAMPLERS", "llama_request", "switched_off_penalties"]
+__all__ = ["SAMPLERS", "llama_request", "lora_scales", "switched_off_penalties"]
 
 # In the order of `SamplingParams`, under llama.cpp's names.
 SAMPLERS = ("penalties", "dry", "temperature", "top_k", "typ_p", "top_p", "min_p", "xtc")
@@ -88,8 +92,21 @@ def llama_request(fields: LlamaCompletionRequest, served: Served) -> ParsedReque
             cache_salt=secrets.token_hex(8) if fields.cache_prompt is False else "",
         ),
         stream=bool(fields.stream),
+        adapter=_adapter(fields, served),
         grammar_field=grammar_field,
     )
+
+
+def lora_scales(lora: Sequence[LoRAScale], served: Served) -> list[tuple[int, float]]:
+    """Adapters and their scales, not too many of them. Raises RequestError."""
+    bounded("lora", sum(one.scale != 0 for one in lora), served.limits.adapters, "adapters")
+    return [(one.id, one.scale) for one in lora]
+
+
+def _adapter(fields: LlamaCompletionRequest, served: Served) -> str | None:
+    if fields.lora is None:
+        return None
+    return served.adapters.mix(lora_scales(fields.lora, served))
 
 
 def _sampling(

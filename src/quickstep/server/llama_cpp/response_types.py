@@ -13,6 +13,7 @@ from msgspec import UNSET, UnsetType
 __all__ = [
     "DefaultSettings",
     "GenerationSettings",
+    "LlamaAdapter",
     "LlamaChunk",
     "LlamaCompletion",
     "LlamaProps",
@@ -24,6 +25,14 @@ __all__ = [
     "Modalities",
     "ServerLoad",
 ]
+
+
+class LlamaAdapter(msgspec.Struct, frozen=True):
+    """A LoRA adapter; `path` is its name, `scale` applies to requests without `lora`."""
+
+    id: int
+    path: str
+    scale: float
 
 
 class LlamaTopToken(msgspec.Struct, frozen=True):

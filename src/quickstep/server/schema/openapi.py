@@ -192,7 +192,9 @@ def _operation(
     if route.is_probe:
         operation["security"] = []
     if route.request is not None:
-        operation["requestBody"] = _request_body(route, _ref(names[route.request]))
+        body = _ref(names[route.request])
+        as_list = {"type": "array", "items": body}
+        operation["requestBody"] = _request_body(route, as_list if route.takes_list else body)
     elif route.requests:
         forms = [_ref(names[schema]) for schema in route.requests]
         operation["requestBody"] = _request_body(route, {"anyOf": forms})

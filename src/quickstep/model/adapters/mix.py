@@ -1,0 +1,55 @@
+"""Several adapters at their scales as one: y += sum over adapters of scale * B A x.
+
+The `a` of the adapters lie below each other and the `b` beside each other, so one product of the
+ranks' sum computes the mix. A kernel part has one scale, so where they differ the smaller ones are
+multiplied into `b`, in the model's dtype: about 2 ** -9 of relative rounding with bfloat16.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from hashlib import blake2b
+
+import numpy as np
+
+from quickstep.model.adapters.checkpoint import LoRAWeights
+from quickstep.ops.table import LoRAPart
+from quickstep.ops.tensors import FLOAT32, HostTensor, as_float64
+
+__all__ = ["mixed"]
+
+
+def mixed(adapters: Sequence[tuple[LoRAWeights, float]]) -> LoRAWeights:
+    """The weights of at least one adapter of a model, each at its scale, none of them 0."""
+    digest = blake2b(digest_size=16)
+    for weights, scale in adapters:
+        digest.update(f"{weights.content_id} {scale!r} ".encode())
+    modules = tuple(
+        _module([(weights.modules[number], scale) for weights, scale in adapters])
+        for number in range(len(adapters[0][0].modules))
+    )
+    rank = max((part.rank for parts in modules for part in parts), default=0)
+    return LoRAWeights(modules, digest.hexdigest(), rank)
+
+
+def _module(changes: Sequence[tuple[tuple[LoRAPart, ...], float]]) -> tuple[LoRAPart, ...]:
+    """The parts of one matrix, one for each of its projections that an adapter changes."""
+    projections: dict[int, list[tuple[LoRAPart, float]]] = {}
+    for parts, scale in changes:
+        for part in parts:
+            projections.setdefault(part.first_output, []).append((part, scale * part.scale))
+    return tuple(_part(projections[first]) for first in sorted(projections))
+
+
+def _part(scaled: Sequence[tuple[LoRAPart, float]]) -> LoRAPart:
+    first = scaled[0][0]
+    largest = max((scale for _, scale in scaled), key=abs)
+    if len(scaled) == 1:
+        return LoRAPart(first.a, first.b, first.first_output, largest)
+    assert isinstance(first.a, HostTensor)
+    a = [as_float64(part.a) for part, _ in scaled]
+    b = [as_float64(part.b) * (scale / largest if largest else 0.0) for part, scale in scaled]
+    tensors = (np.concatenate(a), np.concatenate(b, axis=1))
+    rows, columns = (HostTensor(one.astype(np.float32), FLOAT32) for one in tensors)
+    dtype = first.a.dtype
+    return LoRAPart(rows.to(dtype), columns.to(dtype), first.first_output, largest)
