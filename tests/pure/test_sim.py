@@ -104,6 +104,28 @@ def test_a_deadline_comes_true_on_the_virtual_clock() -> None:
     assert ending.timings.finished_s == 0.5
 
 
+def test_a_load_of_an_adapter_takes_its_time_and_delays_no_other_request() -> None:
+    config = SchedulerConfig(8, 512, 1024, max_loras=1)
+    costs = LinearCostModel(COSTS)
+    ended = []
+    scheduler = Scheduler(config, KVBlockPool(64, 16), make_policy(config), costs)
+    for name in ("a", "b"):
+        scheduler.register_adapter(name, 1)
+    arrivals = [
+        Arrival(0.0, ask("plain", 20, 30)),
+        Arrival(0.0, replace(ask("first", 20, 30), adapter_id="a")),
+        Arrival(0.1, replace(ask("second", 20, 3), adapter_id="b")),
+    ]
+    done = simulate(arrivals, scheduler, costs, adapter_load_s=0.5, progress=ended.append)
+    timings = {one.request_id: one.timings for one in done.endings}
+    alone = run([arrivals[0]]).endings[0].timings
+    assert timings["plain"].first_token_s == alone.first_token_s
+    assert timings["first"].adapter_s == pytest.approx(0.5)
+    left_s = timings["first"].finished_s  # it made way only then
+    assert timings["second"].adapter_s == pytest.approx(left_s - 0.1 + 0.5)
+    assert ended == [1, 2, 3]
+
+
 def test_refused_requests_are_listed_with_the_reason() -> None:
     outcome = run([Arrival(0.0, ask("long", 600, 1)), Arrival(0.0, ask("fine", 6, 1))])
     assert [ending.request_id for ending in outcome.endings] == ["fine"]

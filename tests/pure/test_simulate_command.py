@@ -68,6 +68,60 @@ def test_the_report_is_one_page_without_network_or_scripts(capsys, tmp_path: Pat
     assert "in time" in table
 
 
+def test_tenants_have_figures_of_their_own(capsys, tmp_path: Path) -> None:
+    flags = (
+        *("--rate", "40", "--num-prompts", "150", "--max-num-seqs", "4"),
+        *("--preset", "code", "--scheduling-policy", "priority"),
+        *("--tenant", "paid,part=1,priority=-2", "--tenant", "free,part=2,class=batch"),
+    )
+    (row,) = figures(capsys, *flags)
+    paid, free = (row["tenants"][name] for name in ("paid", "free"))
+    assert paid["num_requests"] + free["num_requests"] == row["figures"]["num_requests"]
+    assert 0.2 < paid["num_requests"] / row["figures"]["num_requests"] < 0.5
+    assert paid["ttft_s"]["mean"] < free["ttft_s"]["mean"]
+    lines = tmp_path / "out.csv"
+    assert main((*QUICK, *flags, "--csv", str(lines))) == 0
+    table = capsys.readouterr().out
+    assert "\n   paid " in table and "\n   free " in table
+    assert {line["tenant"] for line in csv.DictReader(lines.open())} == {"paid", "free"}
+    assert not figures(capsys)[0]["tenants"]
+
+
+def test_adapters_are_loaded_and_evicted(capsys) -> None:
+    flags = ("--preset", "code", "--rate", "20", "--num-prompts", "80", "--adapters", "50")
+    (many,) = figures(capsys, *flags, "--max-loras", "50", "--adapter-load-ms", "50")
+    (few,) = figures(capsys, *flags, "--max-loras", "4", "--adapter-load-ms", "50")
+    (none,) = figures(capsys, *flags[:-2])
+    assert none["figures"]["adapter_s"]["mean"] == 0.0
+    assert many["figures"]["adapter_s"]["p99"] >= 0.05
+    assert few["figures"]["adapter_s"]["mean"] > many["figures"]["adapter_s"]["mean"]
+    assert many["figures"]["tpot_s"]["p50"] > none["figures"]["tpot_s"]["p50"]
+    assert main((*QUICK, *flags)) == 0
+    assert "adapter p50/p90" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    ("tenant", "part"),
+    [
+        (",part=1", "needs a name"),
+        ("a,part=0", "must be above 0"),
+        ("a,part=x", "float"),
+        ("a,colour=red", "is none of part=N"),
+        ("a,class=fast", "fast"),
+    ],
+)
+def test_bad_tenants_are_refused(capsys, tenant: str, part: str) -> None:
+    assert main((*QUICK, "--tenant", tenant)) == 2
+    assert part in capsys.readouterr().err
+
+
+def test_a_trace_has_its_own_tenants(capsys, tmp_path: Path) -> None:
+    trace = tmp_path / "trace.jsonl"
+    trace.write_text("{}")
+    assert main((*QUICK, "--trace", str(trace), "--adapters", "3")) == 2
+    assert "--tenant and --adapters are for --preset" in capsys.readouterr().err
+
+
 def test_faster_hardware_and_fixed_lengths_have_their_effect(capsys) -> None:
     lengths = ("--preset", "decode-heavy", "--input", "64", "--output", "40")
     (fast,) = figures(capsys, *lengths)

@@ -8,6 +8,8 @@ from __future__ import annotations
 import argparse
 import csv
 import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -28,8 +30,12 @@ from quickstep.config import PolicyName
 from quickstep.errors import ConfigError
 
 if TYPE_CHECKING:
+    from quickstep.model.decoder_spec import ModelSpec
     from quickstep.plan.candidates import Candidate
     from quickstep.sim.html_report import Run
+    from quickstep.sim.simulate import Progress
+    from quickstep.sim.summary import Summary, Targets
+    from quickstep.sim.workload import Tenant, Workload
 
 __all__ = ["add_parser", "run"]
 
@@ -62,6 +68,27 @@ def add_parser(subparsers: argparse._SubParsersAction[Parser]) -> None:
         type=token_count,
         metavar="N",
         help="longest sequence in tokens (default: the model's limit, at most 16384)",
+    )
+    engine.add_argument(
+        "--max-loras",
+        type=positive_int,
+        default=64,
+        metavar="N",
+        help="most adapters in memory at the same time (default: %(default)s)",
+    )
+    engine.add_argument(
+        "--adapter-rank",
+        type=positive_int,
+        default=16,
+        metavar="RANK",
+        help="their rank, on every layer (default: %(default)s)",
+    )
+    engine.add_argument(
+        "--adapter-load-ms",
+        type=positive_number,
+        default=20.0,
+        metavar="MS",
+        help="how long the load of one takes (default: %(default)s)",
     )
     output = parser.add_argument_group("output")
     output.add_argument("--json", action="store_true", help="print JSON")
@@ -134,6 +161,24 @@ def _add_clients(group: argparse._ArgumentGroup) -> None:
         help="how many times as fast as recorded (default: %(default)s)",
     )
     group.add_argument("--seed", type=int, default=0, metavar="N", help="(default: %(default)s)")
+    group.add_argument(
+        "--tenant",
+        type=_tenant,
+        action="append",
+        metavar="NAME[,FIELD=VALUE...]",
+        help="a tenant that sends a part of the requests, once for each: part=1 (relative to the "
+        "others), priority=0, weight=1, class=interactive|batch",
+    )
+    group.add_argument(
+        "--adapters", type=positive_int, metavar="N", help="LoRA adapters, one for each session"
+    )
+    group.add_argument(
+        "--adapter-skew",
+        type=_non_negative,
+        default=1.0,
+        metavar="S",
+        help="exponent of Zipf's law of their use; 0 is uniform (default: %(default)s)",
+    )
 
 
 def run(args: argparse.Namespace) -> int:
@@ -147,25 +192,39 @@ def run(args: argparse.Namespace) -> int:
     if args.trace is not None and args.from_recording is not None:
         raise ConfigError("--trace and --from-recording are given; choose one")
     spec, hardware = find_model(args.model), hardware_of(args)
+    if _file(args) is not None and (args.tenant or args.adapters):
+        raise ConfigError("--tenant and --adapters are for --preset; a file has its own")
     max_model_len = min(args.max_model_len or 16384, spec.max_model_len)
+    elements = element_bytes(spec, args.quantization, args.kv_cache_dtype)
+    adapter_bytes = _adapter_bytes(args, spec, elements.dtype)
+    num_loaded = min(args.max_loras, args.adapters or 0)
     candidate = fit(
         spec,
         hardware,
         Split(hardware.count),
-        element_bytes(spec, args.quantization, args.kv_cache_dtype),
+        msgspec.structs.replace(elements, adapters=num_loaded * adapter_bytes),
         Load(1.0, max_model_len - 1, 1),
         StepLimits(args.max_num_seqs, args.max_num_batched_tokens),
+        adapter_bytes,
     )
-    runs = [
-        _simulated(args, candidate, rate, policy, max_model_len)
-        for policy in args.scheduling_policy
-        for rate in (args.rate if _file(args) is None else args.rate[:1])
-    ]
+    runs = []
+    for policy in args.scheduling_policy:
+        for rate in args.rate if _file(args) is None else args.rate[:1]:
+            with _progress_bar(args.num_prompts) as progress:
+                runs.append(_simulated(args, candidate, rate, policy, max_model_len, progress))
     if args.json:
-        rows = [{"run": one.name, "rate": one.rate, "figures": one.summary} for one in runs]
+        rows = [
+            {
+                "run": one.name,
+                "rate": one.rate,
+                "figures": one.summary,
+                "tenants": _by_tenant(one, _targets(args)),
+            }
+            for one in runs
+        ]
         print(msgspec.json.encode(rows).decode())
     else:
-        _print_runs(_title(args, candidate), runs)
+        _print_runs(_title(args, candidate), runs, _targets(args), bool(args.adapters))
     if args.csv is not None:
         _write_csv(args.csv, runs)
     if args.report is not None:
@@ -182,15 +241,15 @@ def _simulated(
     rate: float,
     policy: PolicyName,
     max_model_len: int,
+    progress: Progress | None,
 ) -> Run:
     from quickstep.plan.traffic import Traffic, simulate_arrivals, simulate_traffic
     from quickstep.sim.html_report import Run
-    from quickstep.sim.summary import Targets, summarize
+    from quickstep.sim.summary import summarize
     from quickstep.sim.traces import read_trace, recorded_traffic
-    from quickstep.sim.workload import WORKLOADS, with_lengths
 
     traffic = Traffic(
-        workload=with_lengths(WORKLOADS[args.preset], args.input, args.output),
+        workload=_workload(args),
         arrivals=args.arrivals,
         rate=rate,
         num_requests=args.num_prompts,
@@ -200,14 +259,15 @@ def _simulated(
     )
     file = _file(args)
     if file is None:
-        outcome = simulate_traffic(candidate, traffic, max_model_len, policy, args.padded)
+        outcome = simulate_traffic(candidate, traffic, max_model_len, policy, args.padded, progress)
     else:
         lines = file.read_text(encoding="utf-8", errors="replace").splitlines()
         read = read_trace if args.from_recording is None else recorded_traffic
         arrivals = read(lines, args.trace_speed)[: args.num_prompts]
-        outcome = simulate_arrivals(candidate, arrivals, max_model_len, policy, pads=args.padded)
-    limits = (None if limit is None else limit / 1e3 for limit in (args.ttft_ms, args.tpot_ms))
-    summary = summarize(outcome, candidate.num_blocks, Targets(*limits))
+        outcome = simulate_arrivals(
+            candidate, arrivals, max_model_len, policy, pads=args.padded, progress=progress
+        )
+    summary = summarize(outcome, candidate.num_blocks, _targets(args))
     load = f"{args.max_concurrency} clients"
     if file is not None:
         load = f"{args.trace_speed:g} x {file.name}"
@@ -220,6 +280,39 @@ def _simulated(
         summary,
         outcome,
     )
+
+
+def _workload(args: argparse.Namespace) -> Workload:
+    """The preset with the tenants and adapters of the flags."""
+    from msgspec.structs import replace
+
+    from quickstep.sim.workload import WORKLOADS, Adapters, with_lengths
+
+    workload = with_lengths(WORKLOADS[args.preset], args.input, args.output)
+    if args.tenant:
+        workload = replace(workload, tenants=tuple(args.tenant))
+    if args.adapters:
+        load_s = args.adapter_load_ms / 1e3
+        adapters = Adapters(args.adapters, args.adapter_skew, args.max_loras, load_s)
+        workload = replace(workload, adapters=adapters)
+    return workload
+
+
+def _adapter_bytes(args: argparse.Namespace, spec: ModelSpec, itemsize: int) -> int:
+    """Bytes of one adapter of `--adapter-rank` on every layer; 0 without `--adapters`."""
+    from quickstep.model.adapters.lora_modules import lora_modules
+
+    if not args.adapters:
+        return 0
+    modules = lora_modules(spec).values()
+    num_weights = sum(one.num_inputs + one.num_outputs for one in modules)
+    return int(args.adapter_rank * num_weights * itemsize)
+
+
+def _targets(args: argparse.Namespace) -> Targets:
+    from quickstep.sim.summary import Targets
+
+    return Targets(*(None if ms is None else ms / 1e3 for ms in (args.ttft_ms, args.tpot_ms)))
 
 
 def _file(args: argparse.Namespace) -> Path | None:
@@ -235,26 +328,57 @@ def _title(args: argparse.Namespace, candidate: Candidate) -> str:
     return f"{name} with {args.model} on {hardware.count} x {hardware.device.label}{padded}"
 
 
-def _print_runs(title: str, runs: list[Run]) -> None:
+def _print_runs(title: str, runs: list[Run], targets: Targets, has_adapters: bool) -> None:
+    """Print a row for each run, and one for each of its tenants."""
     from quickstep.cli.screen import console_on, print_table
 
-    header = ("run", "requests/s", "tokens/s", "TTFT p50/p90", "TPOT p50/p90", "in time", "busy")
+    waited = ("adapter p50/p90",) if has_adapters else ()
+    times = ("TTFT p50/p90", "TPOT p50/p90")
+    header = ("run", "requests/s", "tokens/s", *times, *waited, "in time", "busy")
     rows = []
     for one in runs:
-        figures = one.summary
-        ttft, tpot = figures.ttft_s, figures.tpot_s
-        rows.append(
-            (
-                one.name,
-                f"{figures.requests_per_s:.3g}",
-                f"{figures.output_tokens_per_s:.0f}",
-                f"{1e3 * ttft.p50:.0f}/{1e3 * ttft.p90:.0f} ms",
-                f"{1e3 * tpot.p50:.1f}/{1e3 * tpot.p90:.1f} ms",
-                f"{figures.attainment:.0%}",
-                f"{figures.busy:.0%}",
-            )
-        )
+        rows.append((one.name, *_cells(one.summary, has_adapters), f"{one.summary.busy:.0%}"))
+        for tenant, figures in _by_tenant(one, targets).items():
+            rows.append((f"  {tenant}", *_cells(figures, has_adapters), ""))
     print_table(console_on(sys.stdout), title, header, rows)
+
+
+def _by_tenant(run: Run, targets: Targets) -> dict[str, Summary]:
+    """The figures of each tenant, if there are several."""
+    from quickstep.sim.summary import by_tenant, summarize
+
+    outcomes = by_tenant(run.outcome).items()
+    return {name: summarize(one, run.num_blocks, targets) for name, one in outcomes}
+
+
+def _cells(figures: Summary, has_adapters: bool) -> tuple[str, ...]:
+    ttft, tpot, adapter = figures.ttft_s, figures.tpot_s, figures.adapter_s
+    waited = (f"{1e3 * adapter.p50:.0f}/{1e3 * adapter.p90:.0f} ms",) if has_adapters else ()
+    return (
+        f"{figures.requests_per_s:.3g}",
+        f"{figures.output_tokens_per_s:.0f}",
+        f"{1e3 * ttft.p50:.0f}/{1e3 * ttft.p90:.0f} ms",
+        f"{1e3 * tpot.p50:.1f}/{1e3 * tpot.p90:.1f} ms",
+        *waited,
+        f"{figures.attainment:.0%}",
+    )
+
+
+@contextmanager
+def _progress_bar(total: int) -> Iterator[Progress | None]:
+    """A bar of requests that have ended, if stderr is a terminal."""
+    if not sys.stderr.isatty():
+        yield None
+        return
+    from rich.progress import BarColumn, MofNCompleteColumn, TimeRemainingColumn
+    from rich.progress import Progress as Bar
+
+    from quickstep.cli.screen import console_on
+
+    columns = (BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
+    with Bar(*columns, console=console_on(), transient=True) as bar:
+        task = bar.add_task("", total=total)
+        yield lambda done: bar.update(task, completed=done)
 
 
 def _write_csv(file: Path, runs: list[Run]) -> None:
@@ -263,15 +387,46 @@ def _write_csv(file: Path, runs: list[Run]) -> None:
     counts = ("num_prompt_tokens", "num_cached_tokens", "num_output_tokens", "device_s")
     with file.open("w", newline="", encoding="utf-8") as stream:
         writer = csv.writer(stream, lineterminator="\n")
-        writer.writerow(("run", "request_id", "finish_reason", *names, *counts))
+        writer.writerow(("run", "request_id", "tenant", "finish_reason", *names, *counts))
         for one in runs:
             for ending in one.outcome.endings:
                 values = [getattr(ending.timings, name) for name in (*names, *counts)]
-                writer.writerow((one.name, ending.request_id, ending.reason.value, *values))
+                who = (one.name, ending.request_id, ending.tenant)
+                writer.writerow((*who, ending.reason.value, *values))
 
 
 def _rates(text: str) -> tuple[float, ...]:
     return tuple(positive_number(part) for part in text.split(","))
+
+
+def _non_negative(text: str) -> float:
+    return 0.0 if text in ("0", "0.0") else positive_number(text)
+
+
+def _tenant(text: str) -> Tenant:
+    """Parse `paid,part=3,priority=-1`."""
+    import msgspec
+
+    from quickstep.sim.workload import Tenant
+
+    name, *fields = text.split(",")
+    values: dict[str, object] = {"name": name}
+    for field in fields:
+        key, is_given, value = field.partition("=")
+        if not is_given or key not in ("part", "priority", "weight", "class"):
+            raise argparse.ArgumentTypeError(
+                f"{field!r} is none of part=N, priority=N, weight=N, class=interactive|batch"
+            )
+        values["request_class" if key == "class" else key] = value
+    try:
+        tenant = msgspec.convert(values, Tenant, strict=False)
+    except msgspec.ValidationError as error:
+        raise argparse.ArgumentTypeError(f"{text!r}: {error}") from None
+    if not name or not (tenant.part > 0 and tenant.weight > 0):
+        raise argparse.ArgumentTypeError(
+            f"{text!r} needs a name, and part and weight must be above 0"
+        )
+    return tenant
 
 
 def _policies(text: str) -> tuple[PolicyName, ...]:

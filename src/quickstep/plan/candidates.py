@@ -155,8 +155,14 @@ def fit(
     elements: ElementBytes,
     load: Load,
     limits: StepLimits,
+    adapter_bytes: int = 0,
 ) -> Candidate:
-    """Size one device. Raises ConfigError if the split is impossible or does not fit."""
+    """Size one device; `adapter_bytes` are those of one LoRA adapter, `elements.adapters` those of
+    all that are in memory.
+
+    Raises:
+        ConfigError: The split is impossible or does not fit.
+    """
     check_split(spec, split)
     if load.num_tokens > spec.max_model_len:
         raise ConfigError(
@@ -178,7 +184,7 @@ def fit(
             f"{split} leaves room for {memory.num_blocks * BLOCK_SIZE} tokens of KV, a request "
             f"has {load.num_tokens}"
         )
-    costs = RooflineCostModel(spec, elements, hardware, split)
+    costs = RooflineCostModel(spec, elements, hardware, split, adapter_bytes)
     return Candidate(
         spec, hardware, split, elements, limits, memory, num_blocks, concurrency, costs
     )

@@ -75,12 +75,19 @@ class StepParts(msgspec.Struct, frozen=True):
 class RooflineCostModel:
     """Seconds of a step of one replica: of all its pipeline stages, one after the other.
 
-    It learns nothing. `Split.replicas` has no effect on a step.
+    It learns nothing. `Split.replicas` has no effect on a step. `adapter_bytes`: what a row with a
+    LoRA adapter reads in addition, as if no two rows had the same one.
     """
 
     def __init__(
-        self, spec: ModelSpec, elements: ElementBytes, hardware: Hardware, split: Split
+        self,
+        spec: ModelSpec,
+        elements: ElementBytes,
+        hardware: Hardware,
+        split: Split,
+        adapter_bytes: int = 0,
     ) -> None:
+        self._adapter_bytes = adapter_bytes / split.tensor
         rank = rank_spec(spec, Split(split.tensor))
         self._windows = layer_windows(rank)
         self._pair_flops = attention_flops(rank, 1)
@@ -132,8 +139,10 @@ class RooflineCostModel:
         seen = read_fraction(self._windows, context)
         pair_flops = self._pair_flops * load.num_pairs * seen
         kv_bytes = self._kv_bytes * load.num_kv_tokens * seen
+        weight_bytes_read = read * self._bytes_per_parameter
+        weight_bytes_read += self._adapter_bytes * load.num_adapter_rows
         return StepParts(
-            weights_read_s=read * self._bytes_per_parameter / hardware.bytes_per_s,
+            weights_read_s=weight_bytes_read / hardware.bytes_per_s,
             matrix_compute_s=flops / self._flops_per_s,
             kv_read_s=kv_bytes / hardware.bytes_per_s,
             attention_compute_s=pair_flops / self._attention_flops_per_s,

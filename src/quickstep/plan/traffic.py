@@ -18,8 +18,8 @@ from quickstep.core.scheduler import Scheduler
 from quickstep.errors import ConfigError
 from quickstep.plan.candidates import BLOCK_SIZE, Candidate, Load
 from quickstep.sim.arrivals import diurnal, gamma, ramp
-from quickstep.sim.simulate import Arrival, Follow, Simulation, simulate
-from quickstep.sim.workload import Clients, Workload
+from quickstep.sim.simulate import Arrival, Follow, Progress, Simulation, simulate
+from quickstep.sim.workload import Adapters, Clients, Workload, adapter_ids
 
 __all__ = ["ARRIVALS", "Traffic", "mean_load", "simulate_arrivals", "simulate_traffic"]
 
@@ -88,6 +88,7 @@ def simulate_traffic(
     max_model_len: int,
     policy: PolicyName,
     pads: bool = False,
+    progress: Progress | None = None,
 ) -> Simulation:
     """One engine of a candidate, with the clients of `traffic`."""
     clients = Clients(
@@ -98,7 +99,10 @@ def simulate_traffic(
         closed_loop=traffic.arrivals == "closed-loop",
     )
     arrivals = clients.opening(traffic.times())
-    return simulate_arrivals(candidate, arrivals, max_model_len, policy, clients.follow, pads)
+    adapters = traffic.workload.adapters
+    return simulate_arrivals(
+        candidate, arrivals, max_model_len, policy, clients.follow, pads, adapters, progress
+    )
 
 
 def simulate_arrivals(
@@ -108,14 +112,27 @@ def simulate_arrivals(
     policy: PolicyName,
     follow: Follow | None = None,
     pads: bool = False,
+    adapters: Adapters | None = None,
+    progress: Progress | None = None,
 ) -> Simulation:
-    """One engine of a candidate, with these arrivals; `pads` as in `simulate`."""
+    """One engine of a candidate, with these arrivals; `pads` and `progress` as in `simulate`."""
     config = SchedulerConfig(
         max_num_seqs=candidate.limits.max_num_seqs,
         max_num_batched_tokens=candidate.limits.max_num_batched_tokens,
         max_model_len=max_model_len,
         policy=policy,
+        max_loras=None if adapters is None else adapters.max_loras,
     )
     pool = KVBlockPool(candidate.num_blocks, BLOCK_SIZE)
     scheduler = Scheduler(config, pool, make_policy(config), candidate.costs)
-    return simulate(arrivals, scheduler, candidate.costs, follow, pads)
+    for adapter_id in () if adapters is None else adapter_ids(adapters):
+        scheduler.register_adapter(adapter_id, 1)
+    return simulate(
+        arrivals,
+        scheduler,
+        candidate.costs,
+        follow,
+        pads,
+        adapter_load_s=0.0 if adapters is None else adapters.load_s,
+        progress=progress,
+    )

@@ -39,6 +39,7 @@ __all__ = [
     "ClockTicket",
     "Ending",
     "Follow",
+    "Progress",
     "Simulation",
     "VirtualClock",
     "padded",
@@ -144,7 +145,17 @@ class Ending(msgspec.Struct, frozen=True):
     index: int
     reason: FinishReason
     timings: SequenceTimings
+    tenant: str = ""
 
+
+class _EndOfLoad(msgspec.Struct, frozen=True):
+    """A LoRA adapter is in memory from then on."""
+
+    adapter_id: str
+
+
+# Called with the number of sequences that have ended.
+Progress = Callable[[int], None]
 
 # What a client does after one of its sequences has ended: its next requests.
 Follow = Callable[[Ending], Iterable[Arrival]]
@@ -170,6 +181,8 @@ class _Run:
         follow: Follow | None,
         pads: bool,
         step_by_step: bool,
+        adapter_load_s: float,
+        progress: Progress | None,
     ) -> None:
         self.clock = VirtualClock()
         self.outcome = Simulation()
@@ -178,14 +191,17 @@ class _Run:
         self._costs = costs
         self._executor = ClockExecutor(self.clock, costs, pads)
         self._skips = not (pads or step_by_step)
+        self._adapter_load_s = adapter_load_s
+        self._progress = progress
+        self._tenants: dict[str, str] = {}  # of live requests that have one
         self._in_flight: deque[tuple[StepPlan, ClockTicket]] = deque()
-        # (time, number of the event, arrival or the id of the request to cancel)
-        self._events: list[tuple[float, int, Arrival | str]] = []
+        # (time, number of the event, what happens: a string is the request to cancel)
+        self._events: list[tuple[float, int, Arrival | _EndOfLoad | str]] = []
         self._num_events = 0
         for arrival in arrivals:
             self._schedule(arrival.at_s, arrival)
 
-    def _schedule(self, at_s: float, event: Arrival | str) -> None:
+    def _schedule(self, at_s: float, event: Arrival | _EndOfLoad | str) -> None:
         heapq.heappush(self._events, (at_s, self._num_events, event))
         self._num_events += 1
 
@@ -202,10 +218,18 @@ class _Run:
         self._record_endings(self._scheduler.expire(now))
         if self._skips:
             now = self._skip_decodes(now)
-        plan_now = self._scheduler.plan(now)
+        plan_now = self._planned(now)
         while plan_now is not None:
             self._in_flight.append((plan_now, self._executor.submit(plan_now)))
-            plan_now = self._scheduler.plan(now)
+            plan_now = self._planned(now)
+
+    def _planned(self, now: float) -> StepPlan | None:
+        """The next step, after the loads of adapters that the scheduler wants have begun."""
+        plan = self._scheduler.plan(now)
+        orders = self._scheduler.take_adapter_orders()
+        for adapter_id in orders.loads if orders is not None else ():
+            self._schedule(now + self._adapter_load_s, _EndOfLoad(adapter_id))
+        return plan
 
     def _skip_decodes(self, now: float) -> float:
         """Advance the steps that only decode, until something else happens; returns the time."""
@@ -219,9 +243,12 @@ class _Run:
             self.outcome.records += steps.records
             self._record_endings(steps.outputs)
 
-    def _handle(self, event: Arrival | str, now: float) -> None:
+    def _handle(self, event: Arrival | _EndOfLoad | str, now: float) -> None:
         if isinstance(event, str):
             self._record_endings(self._scheduler.abort(event, now))
+            return
+        if isinstance(event, _EndOfLoad):
+            self._scheduler.adapter_loaded(event.adapter_id, now)
             return
         request = event.request
         try:
@@ -229,6 +256,8 @@ class _Run:
         except RequestError as error:
             self.outcome.refused.append((request.request_id, str(error)))
             return
+        if request.tenant:
+            self._tenants[request.request_id] = request.tenant
         if event.cancel_after_s is not None:
             self._schedule(now + event.cancel_after_s, request.request_id)
 
@@ -246,9 +275,15 @@ class _Run:
         for output in outputs:
             if output.finish_reason is not None and output.timings is not None:
                 ending = Ending(
-                    output.request_id, output.index, output.finish_reason, output.timings
+                    output.request_id,
+                    output.index,
+                    output.finish_reason,
+                    output.timings,
+                    self._tenants.get(output.request_id, ""),
                 )
                 self.outcome.endings.append(ending)
+                if self._progress is not None:
+                    self._progress(len(self.outcome.endings))
                 for arrival in self._follow(ending) if self._follow is not None else ():
                     self._schedule(max(arrival.at_s, self.clock.now), arrival)
 
@@ -260,19 +295,24 @@ def simulate(
     follow: Follow | None = None,
     pads: bool = False,
     step_by_step: bool = False,
+    adapter_load_s: float = 0.0,
+    progress: Progress | None = None,
 ) -> Simulation:
     """Run a new scheduler over `arrivals`; `cost_model` gives the duration of a step.
 
     `follow` is called at the end of each sequence and returns what its client requests next.
     `pads`: every row of a step costs as much as its longest (`padded`), to show what packed rows
     save. `step_by_step` does not advance steps that only decode in one go, which changes nothing
-    but the time that it takes.
+    but the time that it takes. `adapter_load_s`: how long the load of a LoRA adapter takes, if
+    adapters are a resource of the scheduler.
 
     Give the scheduler a cost model of its own: that one learns, this one does not change. For a
     machine that was measured, both are `LinearCostModel.of_fit` of its stored fit
     (`engine.cost_fits`, `quickstep calibrate`).
     """
-    run = _Run(arrivals, scheduler, cost_model, follow, pads, step_by_step)
+    run = _Run(
+        arrivals, scheduler, cost_model, follow, pads, step_by_step, adapter_load_s, progress
+    )
     event_s = run.next_event_s()
     while event_s is not None:
         run.clock.now = max(run.clock.now, event_s)

@@ -14,7 +14,15 @@ import msgspec
 from quickstep.sim.simulate import Ending, Simulation
 from quickstep.types import FinishReason
 
-__all__ = ["Percentiles", "Summary", "Targets", "ending_times", "percentile", "summarize"]
+__all__ = [
+    "Percentiles",
+    "Summary",
+    "Targets",
+    "by_tenant",
+    "ending_times",
+    "percentile",
+    "summarize",
+]
 
 _COMPLETE = (
     FinishReason.EOS,
@@ -60,6 +68,7 @@ class Summary(msgspec.Struct, frozen=True):
         duration_s: From the first counted arrival to the last; to the end if all arrive at once.
         requests_per_s, output_tokens_per_s, input_tokens_per_s: Of sequences that were completed in
             this time.
+        adapter_s: What requests waited for their LoRA adapters.
         attainment: The part of all requests, except cancelled ones, that is complete and met the
             targets.
         goodput_per_s: Those per second, if all requests of the duration are like them.
@@ -81,6 +90,7 @@ class Summary(msgspec.Struct, frozen=True):
     tpot_s: Percentiles
     e2e_s: Percentiles
     queue_s: Percentiles
+    adapter_s: Percentiles
     attainment: float
     goodput_per_s: float
     busy: float
@@ -151,6 +161,7 @@ def summarize(
         tpot_s=Percentiles.of([one[1] for one in times]),
         e2e_s=Percentiles.of([one[2] for one in times]),
         queue_s=Percentiles.of([one.timings.queue_s for one in endings]),
+        adapter_s=Percentiles.of([one.timings.adapter_s for one in endings]),
         attainment=attainment,
         goodput_per_s=requests_per_s * attainment,
         busy=min(1.0, busy_s / duration_s),
@@ -159,6 +170,19 @@ def summarize(
         kv_used=1.0 - free / num_blocks,
         num_preemptions=sum(one.num_preemptions for one in records),
     )
+
+
+def by_tenant(outcome: Simulation) -> dict[str, Simulation]:
+    """The simulation with the endings of one tenant each, by name, if there are several."""
+    endings: dict[str, list[Ending]] = {}
+    for one in outcome.endings:
+        endings.setdefault(one.tenant, []).append(one)
+    if len(endings) < 2:
+        return {}
+    return {
+        tenant: Simulation(endings[tenant], outcome.records, finished_s=outcome.finished_s)
+        for tenant in sorted(endings)
+    }
 
 
 def _meets(times: tuple[float, float, float], targets: Targets) -> bool:

@@ -11,6 +11,7 @@ far, and new tokens that no other request has. Token ids have no other meaning.
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
+from itertools import accumulate
 from types import MappingProxyType
 from typing import TYPE_CHECKING
 
@@ -23,7 +24,17 @@ from quickstep.types import Request, RequestClass, SamplingParams
 if TYPE_CHECKING:
     from random import Random
 
-__all__ = ["WORKLOADS", "Clients", "Lengths", "PrefixLevel", "Tenant", "Workload", "with_lengths"]
+__all__ = [
+    "WORKLOADS",
+    "Adapters",
+    "Clients",
+    "Lengths",
+    "PrefixLevel",
+    "Tenant",
+    "Workload",
+    "adapter_ids",
+    "with_lengths",
+]
 
 _OUTPUT_TOKEN = 0  # what the simulator generates
 _FIRST_PREFIX_TOKEN = 1
@@ -63,6 +74,22 @@ class Tenant(msgspec.Struct, frozen=True):
     request_class: RequestClass = RequestClass.INTERACTIVE
 
 
+class Adapters(msgspec.Struct, frozen=True):
+    """LoRA adapters, one of which each session has.
+
+    Attributes:
+        count: How many there are.
+        skew: Exponent s of Zipf's law: the k-th is named in proportion to k ** -s. 0 is uniform.
+        max_loras: As many are in memory at the same time.
+        load_s: How long the load of one takes.
+    """
+
+    count: int
+    skew: float = 1.0
+    max_loras: int = 64
+    load_s: float = 0.02
+
+
 class Workload(msgspec.Struct, frozen=True):
     """What clients request.
 
@@ -75,6 +102,7 @@ class Workload(msgspec.Struct, frozen=True):
         cancelled: The part of the requests whose client cancels them.
         cancel_after_s: Mean seconds after which it does (exponential).
         tenants: Who sends them.
+        adapters: None for requests without adapters.
     """
 
     inputs: Lengths
@@ -85,6 +113,7 @@ class Workload(msgspec.Struct, frozen=True):
     cancelled: float = 0.0
     cancel_after_s: float = 1.0
     tenants: tuple[Tenant, ...] = (Tenant(),)
+    adapters: Adapters | None = None
 
 
 WORKLOADS: Mapping[str, Workload] = MappingProxyType(
@@ -134,6 +163,7 @@ class _Session(msgspec.Struct):
     history: tuple[int, ...]
     tenant: Tenant
     num_turns_left: int
+    adapter_id: str = ""
 
 
 class Clients:
@@ -163,6 +193,11 @@ class Clients:
         self._next_prefix_token = _FIRST_PREFIX_TOKEN
         self._next_token = _FIRST_NEW_TOKEN
         self._num_requests = 0
+        adapters = workload.adapters
+        self._adapter_ids = () if adapters is None else adapter_ids(adapters)
+        skew = 0.0 if adapters is None else adapters.skew
+        ranks = range(1, len(self._adapter_ids) + 1)
+        self._adapter_parts = tuple(accumulate(rank**-skew for rank in ranks))
 
     def opening(self, times: Iterable[float]) -> list[Arrival]:
         """The first requests of new sessions at these times."""
@@ -194,7 +229,10 @@ class Clients:
         for level in workload.prefixes:
             path = (*path, rng.randrange(level.num_branches))
             history += self._prefix(path, level.num_tokens)
-        return _Session(history, tenant, num_turns)
+        adapter_id = ""
+        if self._adapter_ids:
+            (adapter_id,) = rng.choices(self._adapter_ids, cum_weights=self._adapter_parts)
+        return _Session(history, tenant, num_turns, adapter_id)
 
     def _prefix(self, path: tuple[int, ...], num_tokens: int) -> tuple[int, ...]:
         if path not in self._prefixes:
@@ -214,15 +252,16 @@ class Clients:
         session.num_turns_left -= 1
         new = tuple(range(self._next_token, self._next_token + num_new))
         self._next_token += num_new
-        request = self._request(session.history + new, num_outputs, session.tenant)
+        request = self._request(session.history + new, num_outputs, session)
         self._sessions[request.request_id] = session
         self._prompts[request.request_id] = request.prompt_token_ids
         is_cancelled = workload.cancelled > 0 and rng.random() < workload.cancelled
         cancel_after_s = self._exponential(workload.cancel_after_s) if is_cancelled else None
         return Arrival(at_s, request, cancel_after_s)
 
-    def _request(self, prompt: tuple[int, ...], num_outputs: int, tenant: Tenant) -> Request:
+    def _request(self, prompt: tuple[int, ...], num_outputs: int, session: _Session) -> Request:
         self._num_requests += 1
+        tenant = session.tenant
         return Request(
             str(self._num_requests),
             prompt,
@@ -231,10 +270,16 @@ class Clients:
             tenant=tenant.name,
             tenant_weight=tenant.weight,
             request_class=tenant.request_class,
+            adapter_id=session.adapter_id,
         )
 
     def _exponential(self, mean: float) -> float:
         return self._rng.expovariate(1.0 / mean) if mean > 0 else 0.0
+
+
+def adapter_ids(adapters: Adapters) -> tuple[str, ...]:
+    """The ids under which a scheduler has to know the adapters, the most frequent first."""
+    return tuple(f"adapter-{number}" for number in range(adapters.count))
 
 
 def with_lengths(workload: Workload, num_inputs: int | None, num_outputs: int | None) -> Workload:
