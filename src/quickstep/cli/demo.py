@@ -1,4 +1,5 @@
-"""`quickstep demo` (and `make demo`): the bundled model completes code and answers a question.
+"""`quickstep demo` (and `make demo`): the bundled model completes code and answers a question, and
+with a LoRA adapter it writes another style of docstrings.
 
 A table at the end shows the phases of each request, with the times that the engine measured.
 """
@@ -10,9 +11,12 @@ import sys
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
+from msgspec.structs import replace
+
 from quickstep.cli.flags.engine import add_engine_flags, engine_config
 from quickstep.cli.flags.parsing import Parser, command
 from quickstep.cli.screen import console_on, print_table, write_out
+from quickstep.config import LoRAConfig
 from quickstep.types import SamplingParams
 
 if TYPE_CHECKING:
@@ -23,6 +27,8 @@ __all__ = ["add_parser", "run"]
 
 _CODE = "import json\n\ndef load_config(path):\n    with open(path"
 _QUESTION = "What does itertools.chain do?"
+_ADAPTER = "demo-docstrings"
+_FUNCTION = 'def copy_file(source, target, overwrite=False):\n    """Copy a file.'
 
 
 def add_parser(subparsers: argparse._SubParsersAction[Parser]) -> None:
@@ -35,11 +41,15 @@ def add_parser(subparsers: argparse._SubParsersAction[Parser]) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    """Stream the three answers, then print the table."""
+    """Stream the answers, then print the table."""
     from quickstep.cli.session import with_engine
+    from quickstep.model.checkpoint.placement import choose_device
 
     console = console_on(sys.stdout)
-    answers = with_engine(engine_config(args, args.model), _stream_all, show_memory=True)
+    config = engine_config(args, args.model)
+    if args.model == "demo" and choose_device(args.device).type == "cpu":
+        config = replace(config, lora=LoRAConfig(((_ADAPTER, _ADAPTER),), max_loras=1))
+    answers = with_engine(config, _stream_all, show_memory=True)
     print()
     columns = [_figures(answer) for answer in answers.values()]
     rows = [(name, *(column[name] for column in columns)) for name in columns[0]]
@@ -59,13 +69,24 @@ async def _stream_all(engine: Engine) -> dict[str, Answer]:
     resumed = await _streamed(
         engine, [*code, *completion.token_ids], SamplingParams(temperature=0.0, max_tokens=16)
     )
-    return {"completion": completion, "chat": answer, "resumed": resumed}
+    answers = {"completion": completion, "chat": answer, "resumed": resumed}
+    if engine.adapters:
+        sampling = SamplingParams(temperature=0.0, max_tokens=64)
+        prompt = engine.tokenizer.encode(_FUNCTION)
+        for name, adapter in (("base model", ""), ("adapter", _ADAPTER)):
+            shown = f"with the LoRA adapter {adapter}" if adapter else "without an adapter"
+            write_out(f"\n>>> completion {shown}\n{_FUNCTION}")
+            answers[name] = await _streamed(engine, prompt, sampling, adapter)
+    return answers
 
 
-async def _streamed(engine: Engine, prompt: Sequence[int], sampling: SamplingParams) -> Answer:
+async def _streamed(
+    engine: Engine, prompt: Sequence[int], sampling: SamplingParams, adapter: str = ""
+) -> Answer:
     from quickstep.cli.session import collect
 
-    (answer,) = await collect(engine.generate(prompt, sampling), 1, write_out)
+    stream = engine.generate(prompt, sampling, adapter=adapter)
+    (answer,) = await collect(stream, 1, write_out)
     write_out("\n")
     return answer
 

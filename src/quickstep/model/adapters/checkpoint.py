@@ -19,6 +19,7 @@ from quickstep.errors import ConfigError
 from quickstep.model.adapters.lora_modules import LoRAModule, lora_modules, num_modules
 from quickstep.model.adapters.peft_config import CONFIG_FILE, PEFTConfig, read_peft_config
 from quickstep.model.checkpoint.safetensors_files import TensorFiles, open_tensor_file
+from quickstep.model.checkpoint.source import bundled_adapter
 from quickstep.model.checkpoint.tensor_reader import STORED_DTYPES
 from quickstep.model.decoder_spec import ModelSpec
 from quickstep.ops.table import LoRAPart
@@ -122,7 +123,7 @@ def open_adapter(
     """Check an adapter against the base model, without reading its tensors.
 
     `roots`: the directory and its files must be in one of these, symbolic links followed; None
-    allows any place.
+    allows any place, and the names of bundled adapters (`demo-sql`).
 
     Raises:
         ConfigError: One sentence with the first thing that is wrong.
@@ -131,7 +132,8 @@ def open_adapter(
         raise ConfigError(
             f"{spec.architecture} runs through transformers, where adapters are not supported"
         )
-    path = Path(directory)
+    bundled = bundled_adapter(str(directory)) if roots is None else None
+    path = bundled or Path(directory)
     if not path.is_dir():
         raise ConfigError(f"{directory} is no directory, so it is no adapter")
     for file in (path, path / CONFIG_FILE, path / WEIGHTS_FILE):

@@ -15,13 +15,22 @@ from quickstep.config import LoadConfig
 from quickstep.errors import ConfigError
 from quickstep.model.checkpoint.gguf_file import is_gguf
 
-__all__ = ["Checkpoint", "find_checkpoint", "local_checkpoint"]
+__all__ = [
+    "Checkpoint",
+    "bundled_adapter",
+    "bundled_drafts",
+    "find_checkpoint",
+    "local_checkpoint",
+]
 
 _PATTERNS = ["*.json", "*.safetensors", "*.model", "*.tiktoken", "*.jinja", "*.txt"]
 # a second copy of the weights, and everything in folders (other formats, training state)
 _NOT_NEEDED = ["consolidated*", "*/*"]
 _HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*(/[A-Za-z0-9][\w.-]*)?")
 _BUNDLED = Path(__file__).resolve().parents[2] / "bundled"
+_DEMO = "demo"
+_DEMO_DRAFTS = ("demo-draft", "demo-eagle", "demo-medusa")
+_DEMO_ADAPTERS = ("demo-annotations", "demo-docstrings", "demo-sql")
 
 
 class Checkpoint(msgspec.Struct, frozen=True):
@@ -50,13 +59,23 @@ def find_checkpoint(load: LoadConfig) -> Checkpoint:
     return Checkpoint(_download(load), name)
 
 
+def bundled_drafts(name: str) -> tuple[str, ...]:
+    """What is bundled to draft for a model, as names for `--speculative-model`."""
+    return _DEMO_DRAFTS if name == _DEMO else ()
+
+
+def bundled_adapter(name: str) -> Path | None:
+    """The folder of a LoRA adapter that is bundled with the demo model; None for another name."""
+    return _BUNDLED / name if name in _DEMO_ADAPTERS else None
+
+
 def local_checkpoint(name: str) -> Checkpoint | None:
     """The checkpoint of this name on this machine, outside the hub's cache; None if it has none.
 
     Raises:
         ConfigError: There is something of that name which is no checkpoint.
     """
-    if name == "demo":
+    if name == _DEMO or name in _DEMO_DRAFTS:
         return _bundled(name)
     path = Path(name).expanduser()
     if path.is_dir():
