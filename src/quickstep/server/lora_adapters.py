@@ -16,7 +16,7 @@ class ServedAdapters:
     def __init__(self, names: tuple[str, ...] = (), directory: str | None = None) -> None:
         self._names = dict.fromkeys(names)
         self._directory = directory
-        self._numbers: dict[str, int] = {}
+        self._numbered: dict[str, None] = {}  # in the order of their numbers
         self._default_scales: Mapping[str, float] = {}
 
     def __contains__(self, name: object) -> bool:
@@ -40,12 +40,13 @@ class ServedAdapters:
 
     def numbered(self) -> dict[int, str]:
         """The names by number. A name keeps its number, whatever is loaded and unloaded."""
-        for name in self.names:
-            self._numbers.setdefault(name, len(self._numbers))
-        return {self._numbers[name]: name for name in self.names}
+        names = self.names
+        self._numbered |= dict.fromkeys(names)
+        known = set(names)
+        return {number: name for number, name in enumerate(self._numbered) if name in known}
 
     def mix(self, scales: Iterable[tuple[int, float]]) -> str:
-        """The adapter for `Request.adapter` that is those of these numbers at their scales.
+        """For `Request.adapter`: the adapters of these numbers at their scales.
 
         Raises:
             RequestError: A number is unknown, or a scale is out of range.
@@ -54,12 +55,12 @@ class ServedAdapters:
 
     @property
     def default_scales(self) -> Mapping[str, float]:
-        """What applies to requests that name the model itself; () for nothing."""
+        """By name, what applies to requests that name the model itself; empty for nothing."""
         return self._default_scales
 
     @property
     def default_mix(self) -> str:
-        """It as an adapter for `Request.adapter`."""
+        """`default_scales` as an adapter for `Request.adapter`."""
         return mix_name(self._default_scales)
 
     def set_default(self, scales: Iterable[tuple[int, float]]) -> None:
@@ -69,11 +70,15 @@ class ServedAdapters:
         self._default_scales = named
 
     def _named(self, scales: Iterable[tuple[int, float]]) -> dict[str, float]:
-        names, named = self.numbered(), {}
-        for number, scale in scales:
-            if number not in names:
+        wanted = dict(scales)
+        if max(wanted, default=-1) >= len(self._numbered):
+            self.numbered()  # lists the directory, so only for new numbers
+        names, named = tuple(self._numbered), {}
+        for number, scale in wanted.items():
+            name = names[number] if number < len(names) else None
+            if name is None or name not in self:
                 raise RequestError(
                     f"there is no adapter {number}; GET /lora-adapters lists them", param="lora"
                 )
-            named[names[number]] = scale
+            named[name] = scale
         return named
