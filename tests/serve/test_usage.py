@@ -368,6 +368,26 @@ def test_a_response_has_the_times_and_costs_that_the_ledger_records(
         assert timings["cost_by_device_usd"] * 4e9 == pytest.approx(row.cost_by_device_nusd)
 
 
+@pytest.mark.parametrize(
+    ("url", "body"),
+    [
+        ("/v1/messages", {"model": "fake", "messages": MESSAGES, "max_tokens": 4}),
+        ("/api/generate", {"model": "fake", "prompt": "ab", "options": {"num_predict": 4}}),
+        ("/api/chat", {"model": "fake", "messages": MESSAGES, "options": {"num_predict": 4}}),
+    ],
+)
+@pytest.mark.parametrize("stream", [False, True])
+def test_the_header_gives_other_apis_the_same(url: str, body: dict[str, Any], stream: bool) -> None:
+    body = {**body, "stream": stream}
+    wanted, plain = answers([("POST", url, body, WANTED), ("POST", url, body, ANN)], options())
+    assert wanted.status_code == 200 and "x-quickstep-ignored" not in wanted.headers
+    lines = wanted.text.replace("data: ", "").splitlines()
+    found = [json.loads(line)["quickstep"] for line in lines if '"quickstep":' in line]
+    assert [one["sequences"] for one in found] == [[{"index": 0, **TIMES}]]
+    assert found[0]["cost_by_tokens_usd"] > 0
+    assert "prefill_ms" not in plain.text
+
+
 def last_object(answer: httpx.Response) -> dict[str, Any]:
     """The response, or what the last event of a stream has in its place."""
     assert answer.status_code == 200, answer.text
@@ -399,10 +419,8 @@ def test_the_usage_of_a_stream_is_in_the_same_chunk_as_its_timings() -> None:
 
 
 def test_the_header_is_reported_where_a_response_has_no_place_for_timings() -> None:
-    message = {"model": "fake", "messages": MESSAGES, "max_tokens": 4}
     beams = {"prompt": "ab", "max_tokens": 2, "n": 2, "use_beam_search": True}
     calls: list[Call] = [
-        ("POST", "/v1/messages", message, WANTED),
         ("POST", "/completion", {"prompt": "ab", "n_predict": 4}, WANTED),
         ("POST", COMPLETIONS, beams, WANTED),
     ]

@@ -13,7 +13,7 @@ from functools import partial
 from typing import Any
 
 import msgspec
-from msgspec import structs
+from msgspec import UNSET, UnsetType, structs
 from msgspec.structs import replace
 from starlette.requests import Request
 from starlette.responses import Response
@@ -82,6 +82,7 @@ from quickstep.server.http.route import Endpoint
 from quickstep.server.openai.request_types import SamplingFields
 from quickstep.server.options import FieldRules
 from quickstep.server.schema.field_reader import FieldReader
+from quickstep.server.usage.timings import RequestTimings, requested_timings
 from quickstep.types import FinishReason, Grammar
 
 __all__ = ["CountTokens", "Messages", "with_checked_betas"]
@@ -157,6 +158,7 @@ class Messages:
             request=structs.replace(
                 request.request, tenant=label("metadata.user_id", user, served.limits)
             ),
+            timings=False,
             ignored=reader.ignored,
             writer=partial(_MessagesWriter, served, marks_cache(fields)),
         )
@@ -296,6 +298,7 @@ class _MessagesWriter:
     def __init__(
         self, served: Served, marks_cache: bool, generation: Generation, head: Head
     ) -> None:
+        self._served = served
         self._generation = generation
         self._block_size = served.engine.block_size if marks_cache else None
         (choice,) = generation.choices
@@ -317,7 +320,8 @@ class _MessagesWriter:
         """The events with the stop reason and the usage."""
         message = self._message()
         stop = StopDetails(message.stop_reason, message.stop_sequence)
-        yield _event(MessageDeltaEvent(stop, message.usage))
+        timings = requested_timings(self._generation, self._served)
+        yield _event(MessageDeltaEvent(stop, message.usage, timings))
         yield _event(MessageStop())
 
     def failure(self, error: Exception) -> Iterator[bytes]:
@@ -330,9 +334,16 @@ class _MessagesWriter:
 
     def complete(self) -> MessageResponse:
         """The finished message."""
-        return self._message([_content(block) for block in self._blocks.blocks])
+        return self._message(
+            [_content(block) for block in self._blocks.blocks],
+            requested_timings(self._generation, self._served),
+        )
 
-    def _message(self, content: list[MessageBlock] | None = None) -> MessageResponse:
+    def _message(
+        self,
+        content: list[MessageBlock] | None = None,
+        timings: RequestTimings | UnsetType = UNSET,
+    ) -> MessageResponse:
         reason, sequence = self._stop_reason()
         return MessageResponse(
             id=self._id,
@@ -341,6 +352,7 @@ class _MessagesWriter:
             stop_reason=reason,
             stop_sequence=sequence,
             usage=self._usage(),
+            quickstep=timings,
         )
 
     def _stop_reason(self) -> tuple[str | None, str | None]:

@@ -8,6 +8,9 @@ from __future__ import annotations
 from typing import Any, Literal
 
 import msgspec
+from msgspec import UNSET, UnsetType
+
+from quickstep.server.usage.timings import RequestTimings
 
 __all__ = [
     "EVENTS",
@@ -100,6 +103,7 @@ class MessageResponse(msgspec.Struct, kw_only=True, frozen=True, tag="message"):
     stop_sequence: str | None
     usage: MessageUsage
     container: None = None
+    quickstep: RequestTimings | UnsetType = UNSET
 
 
 class TokenCount(msgspec.Struct, frozen=True):
@@ -174,6 +178,7 @@ class MessageDeltaEvent(msgspec.Struct, frozen=True, tag="message_delta"):
 
     delta: StopDetails
     usage: MessageUsage
+    quickstep: RequestTimings | UnsetType = UNSET
 
 
 class MessageStop(msgspec.Struct, frozen=True, tag="message_stop"):

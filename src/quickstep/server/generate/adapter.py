@@ -119,8 +119,8 @@ class Served(msgspec.Struct, frozen=True):
         return name
 
     def adapter(self, model: str) -> str:
-        """The adapter that a model's name selects, "" for none. The model's own names select what an
-        operator has set with `/lora-adapters`.
+        """The adapter that a model's name selects, "" for none. The model's own names select what
+        an operator has set with `/lora-adapters`.
         """
         if model in self.names or model not in self.adapters:
             return self.adapters.default_mix

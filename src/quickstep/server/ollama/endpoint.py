@@ -58,6 +58,7 @@ from quickstep.server.openai.embeddings import Embeddings
 from quickstep.server.openai.request_types import EmbeddingRequest
 from quickstep.server.openai.response_types import EmbeddingList
 from quickstep.server.schema.field_reader import FieldReader
+from quickstep.server.usage.timings import requested_timings
 from quickstep.types import TokenLogprobs
 
 __all__ = ["OllamaChat", "OllamaEmbedding", "OllamaGenerate", "OllamaRoute", "rfc3339"]
@@ -103,7 +104,9 @@ class OllamaChat:
             raise _no_prompt(fields, served, reader, _chat_response)
         request = chat_request(fields, served, reader, len(body))
         writer = partial(_OllamaWriter, served, _chat_response)
-        return replace(request, ignored=reader.ignored, writer=writer, stream_type=NDJSON)
+        return replace(
+            request, timings=False, ignored=reader.ignored, writer=writer, stream_type=NDJSON
+        )
 
 
 class OllamaGenerate:
@@ -117,7 +120,9 @@ class OllamaGenerate:
             raise _no_prompt(fields, served, reader, _generate_response)
         request = generate_request(fields, served, reader)
         writer = partial(_OllamaWriter, served, _generate_response)
-        return replace(request, ignored=reader.ignored, writer=writer, stream_type=NDJSON)
+        return replace(
+            request, timings=False, ignored=reader.ignored, writer=writer, stream_type=NDJSON
+        )
 
 
 def _no_prompt(
@@ -161,6 +166,7 @@ class _OllamaWriter:
         head: Head,
         clock: Callable[[], float] = time.time,
     ) -> None:
+        self._served = served
         self._build = build
         self._generation = generation
         self._clock = clock
@@ -263,6 +269,7 @@ class _OllamaWriter:
             prompt_eval_duration=_nanoseconds(prompt_s),
             eval_count=len(choice.token_ids),
             eval_duration=_nanoseconds(eval_s),
+            quickstep=requested_timings(self._generation, self._served),
         )
 
     def _logprobs(self, logprobs: Sequence[TokenLogprobs]) -> list[OllamaLogprob]:

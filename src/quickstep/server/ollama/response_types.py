@@ -11,6 +11,7 @@ import msgspec
 from msgspec import UNSET, UnsetType
 
 from quickstep.server.openai.response_types import TopLogprob
+from quickstep.server.usage.timings import RequestTimings
 
 __all__ = [
     "OllamaChatResponse",
@@ -80,6 +81,7 @@ class OllamaProgress(msgspec.Struct, frozen=True, kw_only=True):
     prompt_eval_duration: int | UnsetType = UNSET
     eval_count: int | UnsetType = UNSET
     eval_duration: int | UnsetType = UNSET
+    quickstep: RequestTimings | UnsetType = UNSET
 
 
 class OllamaChatResponse(OllamaProgress, frozen=True, kw_only=True):

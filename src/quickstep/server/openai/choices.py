@@ -51,7 +51,7 @@ from quickstep.server.openai.response_types import (
     TopLogprob,
     Usage,
 )
-from quickstep.server.usage.timings import RequestTimings, request_timings
+from quickstep.server.usage.timings import requested_timings
 from quickstep.types import SamplingParams, TokenLogprobs
 
 __all__ = [
@@ -288,7 +288,10 @@ class ChoicesWriter:
 
     def ending(self) -> Iterator[bytes]:
         """A chunk with usage and timings if the client requested them, then `[DONE]`."""
-        request, timings = self._generation.request, self._timings()
+        request, timings = (
+            self._generation.request,
+            requested_timings(self._generation, self._served),
+        )
         if request.include_usage:
             usage = Usage.of(self._generation.usage)
             yield self._chunk([], usage=usage, metrics=self._metrics(), quickstep=timings)
@@ -314,7 +317,7 @@ class ChoicesWriter:
             ],
             usage=Usage.of(self._generation.usage),
             metrics=self._metrics(),
-            quickstep=self._timings(),
+            quickstep=requested_timings(self._generation, self._served),
             **self._rendering.prompt_fields(),
         )
 
@@ -324,13 +327,6 @@ class ChoicesWriter:
         if not self._has_metrics or timings is None:
             return UNSET
         return RequestMetrics.of(timings)
-
-    def _timings(self) -> RequestTimings | UnsetType:
-        """Times and costs of the request, if the client requested them."""
-        request = self._generation.request
-        if not request.timings:
-            return UNSET
-        return request_timings(self._generation, self._served.price(request.request.adapter))
 
     def _chunk(self, choices: list[msgspec.Struct], **fields: Any) -> bytes:
         """A chunk of one choice, or of none."""

@@ -14,7 +14,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import msgspec
-from msgspec import UNSET, UnsetType
+from msgspec import UNSET
 
 from quickstep.server.generate.adapter import Served
 from quickstep.server.generate.generation import ChoiceDelta, Generation, Head
@@ -65,7 +65,7 @@ from quickstep.server.responses.response_types import (
     TextSettings,
 )
 from quickstep.server.responses.store import StoredResponse
-from quickstep.server.usage.timings import RequestTimings, request_timings
+from quickstep.server.usage.timings import requested_timings
 from quickstep.types import TokenLogprobs
 
 __all__ = ["ResponseContext", "ResponsesWriter"]
@@ -332,15 +332,8 @@ class ResponsesWriter:
             user=fields.user,
             seed=self._generation.seed,
             system_fingerprint=self._head.fingerprint,
-            quickstep=UNSET if has_begun else self._timings(),
+            quickstep=UNSET if has_begun else requested_timings(self._generation, self._served),
         )
-
-    def _timings(self) -> RequestTimings | UnsetType:
-        """Times and costs of the request, if the client requested them."""
-        request = self._generation.request
-        if not request.timings:
-            return UNSET
-        return request_timings(self._generation, self._served.price(request.request.adapter))
 
     def _usage(self) -> ResponseUsage:
         usage = self._generation.usage

@@ -1,18 +1,26 @@
 """`quickstep` in a response: where the time of the request went, and what it costs.
 
-Only responses to requests that send `quickstep_timings: true`, or the header
+Only responses to requests that send `quickstep_timings: true` (OpenAI's APIs), or the header
 `x-quickstep-timings: true`, have it. The figures are those that the ledger records.
 """
 
 from __future__ import annotations
 
 import msgspec
+from msgspec import UNSET, UnsetType
 
+from quickstep.server.generate.adapter import Served
 from quickstep.server.generate.generation import Generation
 from quickstep.server.usage.price_book import Cost, Price, cost, sequence_usage
 from quickstep.types import CacheMiss, SequenceTimings
 
-__all__ = ["TIMINGS_HEADER", "RequestTimings", "SequenceTimes", "request_timings"]
+__all__ = [
+    "TIMINGS_HEADER",
+    "RequestTimings",
+    "SequenceTimes",
+    "request_timings",
+    "requested_timings",
+]
 
 TIMINGS_HEADER = "x-quickstep-timings"
 
@@ -70,6 +78,14 @@ class RequestTimings(msgspec.Struct, frozen=True):
     cost_by_tokens_usd: float | None
     cost_by_device_usd: float | None
     sequences: list[SequenceTimes]
+
+
+def requested_timings(generation: Generation, served: Served) -> RequestTimings | UnsetType:
+    """The timings of a request whose choices have ended, if its client wants them."""
+    parsed = generation.request
+    if not parsed.timings:
+        return UNSET
+    return request_timings(generation, served.price(parsed.request.adapter))
 
 
 def request_timings(generation: Generation, price: Price | None) -> RequestTimings:
