@@ -288,10 +288,8 @@ class ChoicesWriter:
 
     def ending(self) -> Iterator[bytes]:
         """A chunk with usage and timings if the client requested them, then `[DONE]`."""
-        request, timings = (
-            self._generation.request,
-            requested_timings(self._generation, self._served),
-        )
+        request = self._generation.request
+        timings = requested_timings(self._generation, self._served)
         if request.include_usage:
             usage = Usage.of(self._generation.usage)
             yield self._chunk([], usage=usage, metrics=self._metrics(), quickstep=timings)
