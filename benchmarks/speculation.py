@@ -1,17 +1,19 @@
 """What speculation gains and loses: the same requests with and without it, in turns.
 
     python -m benchmarks.speculation [--model demo] [--quantization int8] [--batches 1 4 16 64]
-                                     [--rounds 3] [--tokens 128]
+                                     [--rounds 3] [--tokens 128] [--with off auto demo-eagle ...]
 
-Two engines hold the same weights, one with the method `off` and one with the method `auto`. Each
-workload (copies of the prompt, code, chat, random words) runs on both, alternating. The outputs
-have to be equal. Printed are the tokens per second without speculation, the ratio with it (median
-and range), and how many of the drafts were accepted.
+Engines with the same weights: one with the method `off`, and one for each of `--with`, which are
+methods or draft models; `off` is the control, which shows the noise. Each workload (copies of the
+prompt, code, chat, random words) runs on all, in turns. The outputs have to be equal. Printed are
+the tokens per second without speculation, and for each other engine the ratio to it (median and
+range), the tokens per step of a sequence, and how many of the drafts were accepted.
 """
 
 from __future__ import annotations
 
 import argparse
+import contextlib
 import inspect
 import random
 import statistics
@@ -23,9 +25,14 @@ import msgspec
 
 from benchmarks.machine import describe_machine
 from quickstep import LLM, SamplingParams
+from quickstep.config import LoadConfig, SpeculationMethod
 from quickstep.engine.outputs import RequestOutput
+from quickstep.model.checkpoint.source import find_checkpoint
+from quickstep.model.checkpoint.weights import open_checkpoint_files
+from quickstep.runtime.speculation.methods import method_of_tensors
 
 _TEMPERATURES = (0.0, 0.8)
+_BASELINE = "baseline"
 
 
 class Workload(msgspec.Struct, frozen=True):
@@ -39,6 +46,7 @@ class Figures(msgspec.Struct):
     """One engine's runs of a workload."""
 
     rates: list[float] = msgspec.field(default_factory=list)
+    num_tokens: int = 0
     num_drafts: int = 0
     num_accepted: int = 0
 
@@ -46,6 +54,7 @@ class Figures(msgspec.Struct):
         """Count a run: its tokens per second, and the drafts of its sequences."""
         self.rates.append(rate)
         for output in outputs:
+            self.num_tokens += sum(len(one.token_ids) for one in output.outputs)
             for timings in filter(None, output.metrics.sequences):
                 self.num_drafts += timings.num_drafts
                 self.num_accepted += timings.num_accepted
@@ -74,7 +83,7 @@ def workloads(count: int) -> list[Workload]:
 def measure(
     engines: dict[str, LLM], workload: Workload, batch: int, temperature: float, num_tokens: int
 ) -> dict[str, Figures]:
-    """Run the workload on both engines in turns, a batch at a time; no prompt and no seed comes
+    """Run the workload on all engines in turns, a batch at a time; no prompt and no seed comes
     twice, because `suffix` finds drafts in recent outputs. The first batch is not counted.
 
     Raises AssertionError where the outputs differ.
@@ -109,32 +118,57 @@ def main() -> None:
     parser.add_argument("--batches", type=int, nargs="+", default=[1, 4, 16, 64])
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--tokens", type=int, default=128)
+    parser.add_argument("--with", nargs="+", default=["off", "auto"], dest="others", metavar="NAME")
     args = parser.parse_args()
     print(describe_machine())
-    print(f"{'workload':<10}{'batch':>6}{'T':>5}{'off tok/s':>11}{'ratio':>7}{'range':>14}", end="")
-    print(f"{'accepted':>9}")
+    print(
+        f"{'workload':<10}{'batch':>6}{'T':>5}{'off tok/s':>11}  {'with':<14}{'ratio':>5}", end=""
+    )
+    print(f"{'range':>14}{'tokens/step':>13}{'accepted':>9}")
     options = {"quantization": args.quantization, "max_num_seqs": max(args.batches)}
-    with (
-        LLM(args.model, speculative_config={"method": "off"}, **options) as off,
-        LLM(args.model, speculative_config={"method": "auto"}, **options) as on,
-    ):
-        engines = {"off": off, "auto": on}
+    with contextlib.ExitStack() as stack:
+        engines = {
+            name: stack.enter_context(LLM(args.model, speculative_config=config, **options))
+            for name, config in _configs(args.others).items()
+        }
         for batch in args.batches:
             for temperature in _TEMPERATURES:
                 for workload in workloads(batch * (args.rounds + 1)):
                     figures = measure(engines, workload, batch, temperature, args.tokens)
-                    _print_line(workload.name, batch, temperature, figures)
+                    start = f"{workload.name:<10}{batch:>6}{temperature:>5.1f}"
+                    _print_lines(start, figures)
 
 
-def _print_line(name: str, batch: int, temperature: float, figures: dict[str, Figures]) -> None:
-    off, on = figures["off"], figures["auto"]
-    ratios = [with_ / without for with_, without in zip(on.rates, off.rates, strict=True)]
-    accepted = on.num_accepted / on.num_drafts if on.num_drafts else 0.0
-    print(
-        f"{name:<10}{batch:>6}{temperature:>5.1f}{statistics.median(off.rates):>11.0f}"
-        f"{statistics.median(ratios):>7.2f}{min(ratios):>7.2f}-{max(ratios):<6.2f}{accepted:>9.0%}",
-        flush=True,
-    )
+def _configs(others: Sequence[str]) -> dict[str, dict[str, str]]:
+    """The baseline and the other engines, by the names that are printed."""
+    methods = {method.value for method in SpeculationMethod}
+    configs = {_BASELINE: {"method": "off"}}
+    for name in others:
+        if name in methods:
+            configs[name] = {"method": name}
+        else:
+            configs[name] = {"method": _method_of(name), "model": name}
+    return configs
+
+
+def _method_of(model: str) -> str:
+    """So that nothing else drafts, as it would with `auto`."""
+    path = find_checkpoint(LoadConfig(model)).path
+    return method_of_tensors(open_checkpoint_files(path).tensors).value
+
+
+def _print_lines(start: str, figures: dict[str, Figures]) -> None:
+    off = figures.pop(_BASELINE)
+    for name, on in figures.items():
+        ratios = [with_ / without for with_, without in zip(on.rates, off.rates, strict=True)]
+        accepted = on.num_accepted / on.num_drafts if on.num_drafts else 0.0
+        tokens_per_step = on.num_tokens / (on.num_tokens - on.num_accepted)
+        print(
+            f"{start}{statistics.median(off.rates):>11.0f}  {name:<14}"
+            f"{statistics.median(ratios):>5.2f}{min(ratios):>7.2f}-{max(ratios):<6.2f}"
+            f"{tokens_per_step:>13.2f}{accepted:>9.0%}",
+            flush=True,
+        )
 
 
 if __name__ == "__main__":

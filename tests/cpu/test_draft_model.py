@@ -10,7 +10,7 @@ from tiny_checkpoint import write_checkpoint
 
 from quickstep.config import EngineConfig, LoadConfig
 from quickstep.engine.assembly import load_weights
-from quickstep.engine.draft_model import find_draft, load_draft
+from quickstep.engine.speculation import find_draft, load_draft
 from quickstep.errors import ConfigError
 from quickstep.runtime.kv_cache import allocate_kv
 from quickstep.runtime.runner import ModelRunner

@@ -12,7 +12,7 @@ from torch.nn import functional as F
 from quickstep import LLM, SamplingParams
 from quickstep.config import EngineConfig, LoadConfig, SpeculationConfig, SpeculationMethod
 from quickstep.engine.assembly import load_weights
-from quickstep.engine.draft_model import open_eagle
+from quickstep.engine.speculation import open_eagle
 from quickstep.errors import ConfigError
 from quickstep.model.checkpoint.source import find_checkpoint
 from quickstep.model.eagle import load_eagle, read_eagle_spec

@@ -38,7 +38,7 @@ def verified(model, options=OPTIONS):
 
 
 def test_a_sound_engine_has_no_mismatch_and_every_scenario_happens():
-    report = verified(PagedHashModel(), VerifyOptions(num_requests=180, seed=1, threads=(1, 2)))
+    report = verified(PagedHashModel(), VerifyOptions(num_requests=180, seed=2, threads=(1, 2)))
     assert report.first_mismatch is None
     assert report.mismatches == 0
     assert report.comparisons > 2 * 180

@@ -30,7 +30,9 @@ if TYPE_CHECKING:
     from quickstep.config import LoadConfig
     from quickstep.engine.grammar.grammars import GrammarCompiler
     from quickstep.model.interface import Model
+    from quickstep.model.sizing import MemoryPlan
     from quickstep.runtime.sampling.grammar import ClosingStart
+    from quickstep.runtime.speculation.proposer import Proposer
     from quickstep.types import Grammar
     from quickstep.verify.checker import Progress, VerifyOptions
     from quickstep.verify.report import Mismatch, VerifyReport
@@ -86,6 +88,13 @@ def add_parser(subparsers: argparse._SubParsersAction[Parser]) -> None:
         metavar="N",
         help="random LoRA adapters that half of the requests use, on native models on a CPU "
         "(default: %(default)s)",
+    )
+    parser.add_argument(
+        "--speculative-model",
+        nargs="+",
+        metavar="MODEL",
+        help="draft models, EAGLE layers or Medusa heads that draft in a part of the batches "
+        "(default: those of the bundled model, for the bundled model)",
     )
     parser.add_argument(
         "--seed",
@@ -159,7 +168,7 @@ def run(args: argparse.Namespace) -> int:
     )
     if args.formats is not None:
         return _run_formats(args, load, options)
-    checkpoint = _Checkpoint(load, options.kv_dtype)
+    checkpoint = _Checkpoint(load, options, args.speculative_model)
     report = _verified(checkpoint, options, None)
     if args.json:
         facts = {"model": checkpoint.name, "fingerprint": checkpoint.fingerprint}
@@ -179,7 +188,7 @@ def _run_formats(args: argparse.Namespace, load: LoadConfig, options: VerifyOpti
             "--formats replaces --dtype, --quantization and --kv-cache-dtype; leave them out"
         )
     name = find_checkpoint(load).name
-    results = [_verify_pair(pair, load, options) for pair in args.formats]
+    results = [_verify_pair(pair, load, options, args.speculative_model) for pair in args.formats]
     if args.json:
         json.dump({"model": name, "formats": [one.to_json() for one in results]}, sys.stdout)
         print()
@@ -205,13 +214,14 @@ class _FormatResult(NamedTuple):
         }
 
 
-def _verify_pair(pair: FormatPair, load: LoadConfig, options: VerifyOptions) -> _FormatResult:
+def _verify_pair(
+    pair: FormatPair, load: LoadConfig, options: VerifyOptions, draft_models: list[str] | None
+) -> _FormatResult:
     weights = WEIGHT_FORMATS[pair.weights]
-    kv_dtype = KV_FORMATS[pair.kv]
-    checkpoint = _Checkpoint(
-        replace(load, dtype=weights.dtype, quantization=weights.quantization), kv_dtype
-    )
-    report = _verified(checkpoint, replace(options, kv_dtype=kv_dtype), pair)
+    load = replace(load, dtype=weights.dtype, quantization=weights.quantization)
+    options = replace(options, kv_dtype=KV_FORMATS[pair.kv])
+    checkpoint = _Checkpoint(load, options, draft_models)
+    report = _verified(checkpoint, options, pair)
     return _FormatResult(pair, checkpoint.fingerprint, report)
 
 
@@ -229,22 +239,28 @@ def _verified(
             progress,
             checkpoint.new_matcher if eos_token_ids else None,
             checkpoint.tokenizer,
+            checkpoint.open_proposers,
         )
 
 
 class _Checkpoint:
     """The checkpoint to verify; its model can be loaded for any number of threads.
 
+    `draft_models` draft for it; None for those that are bundled with it.
+
     Attributes:
         fingerprint: Of the model that was loaded last; empty before.
     """
 
-    def __init__(self, config: LoadConfig, kv_dtype: str) -> None:
+    def __init__(
+        self, config: LoadConfig, options: VerifyOptions, draft_models: list[str] | None
+    ) -> None:
         from quickstep.engine.text.tokenizer import Tokenizer
-        from quickstep.model.checkpoint.source import find_checkpoint
+        from quickstep.model.checkpoint.source import bundled_drafts, find_checkpoint
 
         self._config = config
-        self._kv_dtype = kv_dtype
+        self._options = options
+        self._draft_models = bundled_drafts(config.model) if draft_models is None else draft_models
         self._isa = os.environ.get("QUICKSTEP_CPU_ISA")
         self._checkpoint = find_checkpoint(self._config)
         self._grammars: GrammarCompiler | None = None
@@ -268,10 +284,30 @@ class _Checkpoint:
             open_weights(self._checkpoint.path, spec), ops, self._config
         )
         model = load_model(self._checkpoint, spec, ops, self._config, on_host=on_host)
-        kv_shape = model.kv_shape.stored_as(self._kv_dtype)
+        kv_shape = model.kv_shape.stored_as(self._options.kv_dtype)
         self.fingerprint = fingerprint_with_kv(model, kv_shape)
         self._grammars = GrammarCompiler(self.tokenizer, model.vocab_size)
         return model
+
+    def open_proposers(self, model: Model, plan: MemoryPlan) -> dict[str, Proposer]:
+        """What drafts for the model that was loaded last. Raises ConfigError."""
+        from quickstep.config import CacheConfig, EngineConfig, SpeculationConfig
+        from quickstep.engine.speculation import open_model_proposer
+
+        found: dict[str, Proposer] = {}
+        for name in self._draft_models:
+            config = EngineConfig(
+                load=self._config,
+                cache=CacheConfig(block_size=self._options.block_size),
+                speculation=SpeculationConfig(model=name),
+            )
+            proposer = open_model_proposer(config, model, plan, self._checkpoint.path)
+            if proposer.name in found:
+                raise ConfigError(
+                    f"two of --speculative-model are of the kind {proposer.name}; name one"
+                )
+            found[proposer.name] = proposer
+        return found
 
     def new_matcher(self, grammar: Grammar) -> tuple[LLMatcher, ClosingStart]:
         """Compile a grammar for the model that was loaded last; compiling may block here."""

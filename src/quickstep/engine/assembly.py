@@ -52,7 +52,6 @@ if TYPE_CHECKING:
     from quickstep.ops.table import KVCache, OpTable
     from quickstep.ops.tensors import Device, DType
     from quickstep.runtime.executor import LocalExecutor
-    from quickstep.runtime.speculation.proposer import Proposer
 
 __all__ = [
     "LoadProgress",
@@ -209,115 +208,6 @@ def wire_engine(
     )
 
 
-def _draft_load(config: EngineConfig) -> LoadConfig:
-    """What names the checkpoint of the draft model or the heads."""
-    speculation = config.speculation
-    assert speculation.model is not None, "these methods have a model"
-    return replace(
-        config.load,
-        model=speculation.model,
-        revision=speculation.revision,
-        quantization=speculation.quantization,
-    )
-
-
-_EAGLE = (SpeculationMethod.EAGLE, SpeculationMethod.EAGLE3)
-
-
-def _model_method(config: EngineConfig) -> SpeculationMethod | None:
-    """The method with a model; None without one. Raises ConfigError."""
-    from quickstep.model.checkpoint.source import find_checkpoint
-    from quickstep.model.checkpoint.weights import open_checkpoint_files
-    from quickstep.runtime.speculation.methods import method_of_tensors
-
-    speculation = config.speculation
-    if speculation.model is None:
-        return None
-    if speculation.method is not SpeculationMethod.AUTO:
-        return speculation.method
-    return method_of_tensors(
-        open_checkpoint_files(find_checkpoint(_draft_load(config)).path).tensors
-    )
-
-
-def _draft_sizes(
-    config: EngineConfig, spec: ModelSpec, dtype_bytes: int, ops: OpTable
-) -> DraftSizes | None:
-    """What drafts need of the memory, next to a target of this spec. Raises ConfigError."""
-    from quickstep.engine.draft_model import eagle_sizes, find_draft, find_eagle, medusa_sizes
-
-    method = _model_method(config)
-    if method is SpeculationMethod.DRAFT:
-        return find_draft(_draft_load(config), ops).sizes
-    if method in _EAGLE:
-        is_fused = method is SpeculationMethod.EAGLE3
-        _, layer = find_eagle(_draft_load(config), spec, is_fused)
-        return eagle_sizes(layer, dtype_bytes, ops, config.cache.block_size)
-    if method is SpeculationMethod.MEDUSA:
-        return medusa_sizes(_draft_load(config), dtype_bytes, ops)
-    return None
-
-
-def _open_proposer(
-    config: EngineConfig, model: Model, plan: MemoryPlan, path: Path | None
-) -> Proposer | None:
-    """What drafts for `model`, whose checkpoint is at `path`. Raises ConfigError."""
-    from quickstep.runtime.speculation.combined import CombinedProposer
-    from quickstep.runtime.speculation.methods import open_proposer
-
-    method = _model_method(config)
-    if method is None:
-        return open_proposer(config.speculation)
-    with_model = _open_model_proposer(config, method, model, plan, path)
-    if config.speculation.method is not SpeculationMethod.AUTO:
-        return with_model
-    free = open_proposer(replace(config.speculation, model=None))
-    assert free is not None, "the method is not off"
-    return CombinedProposer([free], with_model, time.perf_counter)
-
-
-def _open_model_proposer(
-    config: EngineConfig,
-    method: SpeculationMethod,
-    model: Model,
-    plan: MemoryPlan,
-    path: Path | None,
-) -> Proposer:
-    from quickstep.model.checkpoint.source import find_checkpoint
-    from quickstep.model.decoder import Decoder
-
-    if not isinstance(model, Decoder):
-        raise ConfigError(
-            f"--speculative-method {method.value} needs a model of a native architecture; "
-            "use --speculative-method suffix"
-        )
-    if method is SpeculationMethod.MEDUSA:
-        from quickstep.runtime.speculation.medusa import MedusaProposer, load_medusa
-
-        heads = load_medusa(find_checkpoint(_draft_load(config)).path, model)
-        return MedusaProposer(model, heads)
-    from quickstep.engine.draft_model import find_draft, load_draft, open_eagle
-
-    if method in _EAGLE:
-        return open_eagle(
-            _draft_load(config),
-            model,
-            method is SpeculationMethod.EAGLE3,
-            plan,
-            config.cache.block_size,
-            config.enforce_eager,
-        )
-    return load_draft(
-        find_draft(_draft_load(config), model.ops),
-        model,
-        path,
-        model.ops,
-        plan,
-        config.cache.block_size,
-        config.enforce_eager,
-    )
-
-
 def open_executor(
     config: EngineConfig,
     model: Model,
@@ -327,6 +217,7 @@ def open_executor(
     adapters: Adapters | None = None,
 ) -> LocalExecutor:
     """The executor of an engine around a model that is in memory."""
+    from quickstep.engine.speculation import open_proposer
     from quickstep.runtime.executor import LocalExecutor
     from quickstep.runtime.runner import ModelRunner
 
@@ -339,7 +230,7 @@ def open_executor(
         time.perf_counter,
         None if grammars is None else grammars.new_matcher,
         config.enforce_eager,
-        _open_proposer(config, model, plan, description.path),
+        open_proposer(config, model, plan, description.path),
         None if adapters is None else adapters.packed,
         config.speculation.sampling is SpeculativeSampling.REJECTION,
     )
@@ -395,6 +286,7 @@ def load_weights(
 ) -> LoadedWeights:
     """Find, plan and load what `config` names. Raises ConfigError."""
     from quickstep.engine.adapters import Adapters, adapter_memory, open_adapters
+    from quickstep.engine.speculation import draft_sizes
     from quickstep.model.checkpoint.placement import choose_device, choose_dtype
     from quickstep.model.checkpoint.source import find_checkpoint
     from quickstep.model.checkpoint.weights import open_checkpoint_files, open_weights
@@ -432,7 +324,7 @@ def load_weights(
         adapter_bytes = adapter_memory(config.lora, spec, dtype.itemsize, at_start)
         # of those that stay in host memory after an eviction, of the mean size
         host_bytes = config.lora.num_host_loras * adapter_bytes // config.lora.max_loras
-    sizes = _draft_sizes(config, spec, dtype.itemsize, ops)
+    sizes = draft_sizes(config, spec, dtype.itemsize, ops)
     plan = plan_for(config, spec, dtype, device, ops, held_bytes, adapter_bytes + host_bytes, sizes)
     for note in plan.notes:
         _LOGGER.info("%s", note)

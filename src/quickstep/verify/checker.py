@@ -12,7 +12,7 @@ Called by `quickstep verify` and by tests. Everything is a function of the model
 from __future__ import annotations
 
 import random
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 
 import msgspec
 from msgspec import structs
@@ -24,10 +24,11 @@ from quickstep.core.sequence import sequence_seed
 from quickstep.engine.text.tokenizer import Tokenizer
 from quickstep.errors import EngineError
 from quickstep.model.interface import Model
+from quickstep.model.sizing import MemoryPlan
 from quickstep.ops.torch_import import has_torch
 from quickstep.runtime.kv_cache import allocate_kv
 from quickstep.runtime.sampling.grammar import NewMatcher
-from quickstep.runtime.speculation.methods import open_proposer
+from quickstep.runtime.speculation.methods import open_lookup_proposer
 from quickstep.runtime.speculation.proposer import Proposer
 from quickstep.runtime.speculation.static import StaticProposer
 from quickstep.types import Admission
@@ -60,6 +61,7 @@ __all__ = [
 ]
 
 _MAX_NUM_SEQS = 24
+_MAX_TOKENS = 512  # of a step
 # Some prompts end so near to it that the context limit ends the sequence.
 _MAX_MODEL_LEN = MAX_PROMPT_LEN + MAX_OUTPUTS - 24
 
@@ -67,6 +69,9 @@ Progress = Callable[[str, int, int], None]
 
 # The model to verify, computing on that many CPU threads.
 LoadForThreads = Callable[[int], Model]
+
+# What drafts for it with a model, by name (`draft`, `eagle`, ...), within the sizes of a plan.
+OpenProposers = Callable[[Model, MemoryPlan], Mapping[str, Proposer]]
 
 
 class Scenario(msgspec.Struct, frozen=True):
@@ -83,11 +88,13 @@ class Scenario(msgspec.Struct, frozen=True):
     speculation: SpeculationMethod = SpeculationMethod.OFF
     drafts_expected: bool = False  # drafts are the tokens of the run alone, with errors
     has_loads: bool = False  # there is no room for all adapters
+    draft_model: str = ""  # a proposer with a model, by name
 
     @property
     def has_drafts(self) -> bool:
         """Whether something proposes drafts."""
-        return self.drafts_expected or self.speculation is not SpeculationMethod.OFF
+        is_off = self.speculation is SpeculationMethod.OFF and not self.draft_model
+        return self.drafts_expected or not is_off
 
 
 _ALL_TOGETHER = Scenario(
@@ -118,6 +125,12 @@ SCENARIOS = (
     replace(_ALL_TOGETHER, name="adapters, starved", has_loads=True),
     Scenario("ngram", prefix_caching=True, has_aborts=True, speculation=SpeculationMethod.NGRAM),
 )
+# Those of a draft model, an EAGLE layer or Medusa heads, whose name comes first.
+_MODEL_DRAFTS = (
+    Scenario("", prefix_caching=True, has_aborts=True),
+    Scenario(", chunked", is_chunked=True),
+    replace(_ALL_TOGETHER, name=", starved"),
+)
 _ALONE = Scenario("alone again")
 
 
@@ -128,12 +141,13 @@ def verify(
     progress: Progress | None = None,
     new_matcher: NewMatcher | None = None,
     tokenizer: Tokenizer | None = None,
+    open_proposers: OpenProposers | None = None,
 ) -> VerifyReport:
     """Generate, run and compare. Sets torch's thread count, and restores it.
 
     `load` is called once per thread count, since native kernels keep theirs for life; the model of
     one count is dropped before the next is loaded. Without `new_matcher` no request has a grammar,
-    without `tokenizer` none has stop strings.
+    without `tokenizer` none has stop strings, without `open_proposers` no model drafts.
 
     Raises:
         EngineError: A request fails even alone, a block leaked, or the scheduler is stuck.
@@ -141,7 +155,8 @@ def verify(
     threads_before = _set_torch_threads(options.threads[0])
     try:
         show = progress or _no_progress
-        return _Verifier(load, options, eos_token_ids, show, new_matcher, tokenizer).run()
+        opens = open_proposers or _no_proposers
+        return _Verifier(load, options, eos_token_ids, show, new_matcher, tokenizer, opens).run()
     finally:
         _set_torch_threads(threads_before)
 
@@ -161,6 +176,11 @@ def _no_progress(what: str, done: int, total: int) -> None:
     """Show nothing."""
 
 
+def _no_proposers(model: Model, plan: MemoryPlan) -> Mapping[str, Proposer]:
+    """Nothing drafts with a model."""
+    return {}
+
+
 class _Verifier:
     def __init__(
         self,
@@ -170,8 +190,10 @@ class _Verifier:
         progress: Progress,
         new_matcher: NewMatcher | None,
         tokenizer: Tokenizer | None,
+        open_proposers: OpenProposers,
     ) -> None:
         self._load = load
+        self._open_proposers = open_proposers
         self._new_matcher = new_matcher
         self._tokenizer = tokenizer
         self._threads = options.threads[0]
@@ -202,6 +224,8 @@ class _Verifier:
             self._max_model_len,
         )
         self._adapters = random_adapters(model, options.num_adapters, options.seed)
+        self._proposers = open_proposers(model, self._plan)
+        self._num_groups = 0
         self._alone: dict[tuple[str, int], Trace] = {}
         # Before its first group, on the first number of threads, in whose groups each takes part.
         self._ran_alone: set[str] = set()
@@ -230,13 +254,19 @@ class _Verifier:
         return self._report
 
     def _use(self, threads: int) -> None:
-        """Go on with the model on another thread count."""
+        """Load the model again for another thread count."""
         _set_torch_threads(threads)
-        del self._model
+        del self._model, self._proposers
         self._model = self._load(threads)
+        self._proposers = self._open_proposers(self._model, self._plan)
         options = self._options
         self._adapters = random_adapters(self._model, options.num_adapters, options.seed)
         self._threads = threads
+
+    @property
+    def _plan(self) -> MemoryPlan:
+        """The sizes for proposers with a model."""
+        return MemoryPlan(self._num_blocks, self._max_model_len, _MAX_NUM_SEQS, _MAX_TOKENS, (), ())
 
     def _run_alone(self, added: RandomRequest) -> dict[tuple[str, int], Trace]:
         """Each sequence alone: one slot, the prompt in one step, nothing cached."""
@@ -276,8 +306,10 @@ class _Verifier:
         )
 
     def _proposer(self, scenario: Scenario, rng: random.Random) -> Proposer | None:
+        if scenario.draft_model:
+            return self._proposers[scenario.draft_model]
         if not scenario.drafts_expected:
-            return open_proposer(SpeculationConfig(scenario.speculation))
+            return open_lookup_proposer(SpeculationConfig(scenario.speculation))
         return StaticProposer(self._expected_tokens, acceptance=rng.choice((0.5, 0.9, 1.0)))
 
     def _expected_tokens(self, admission: Admission) -> list[int]:
@@ -292,21 +324,26 @@ class _Verifier:
             self._compare(_ALONE, threads, self._run_alone(request))
 
     def _groups(self, threads: int) -> Iterator[tuple[Scenario, list[RandomRequest]]]:
-        """Every request once per round, in groups of random size, scenarios in turn.
+        """Every request once per round, in groups of random size, scenarios in turn: the next
+        thread count continues where the last one ended.
 
         Starved groups are added to that.
         """
         rng = random.Random(f"groups {self._options.seed} {threads}")
-        num_groups = 0
         # small enough that every scenario gets its turn
         num_drawn = self._options.rounds * len(self._requests)
         scenarios = [one for one in SCENARIOS if self._adapters or not one.has_loads]
+        for name in self._proposers:
+            with_name = (
+                replace(one, name=name + one.name, draft_model=name) for one in _MODEL_DRAFTS
+            )
+            scenarios.extend(with_name)
         largest = min(40, max(6, num_drawn // len(scenarios)))
         for _ in range(self._options.rounds):
             order = rng.sample(self._requests, len(self._requests))
             while order:
-                scenario = scenarios[num_groups % len(scenarios)]
-                num_groups += 1
+                scenario = scenarios[self._num_groups % len(scenarios)]
+                self._num_groups += 1
                 size = rng.randint(6, largest)
                 if scenario.is_starved:
                     yield scenario, self._growing_group(rng)
@@ -325,7 +362,9 @@ class _Verifier:
         rng = random.Random(f"{scenario.name} {threads} {group[0].request.request_id}")
         config = SchedulerConfig(
             max_num_seqs=rng.randint(6 if scenario.is_starved else 3, _MAX_NUM_SEQS),
-            max_num_batched_tokens=rng.choice((5, 16, 17, 33)) if scenario.is_chunked else 512,
+            max_num_batched_tokens=rng.choice((5, 16, 17, 33))
+            if scenario.is_chunked
+            else _MAX_TOKENS,
             max_model_len=self._max_model_len,
             pipeline_depth=scenario.pipeline_depth,
             policy=scenario.policy,

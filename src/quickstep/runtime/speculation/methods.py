@@ -12,7 +12,7 @@ from quickstep.runtime.speculation.ngram import NgramProposer
 from quickstep.runtime.speculation.proposer import Proposer
 from quickstep.runtime.speculation.suffix import SuffixProposer
 
-__all__ = ["method_of_tensors", "open_proposer"]
+__all__ = ["method_of_tensors", "open_lookup_proposer"]
 
 _MEDUSA = re.compile(r"(medusa_heads?\.)?\d+\.\d+\.(linear\.)?(weight|bias)")
 
@@ -28,7 +28,7 @@ def method_of_tensors(names: Iterable[str]) -> SpeculationMethod:
     return SpeculationMethod.DRAFT
 
 
-def open_proposer(config: SpeculationConfig) -> Proposer | None:
+def open_lookup_proposer(config: SpeculationConfig) -> Proposer | None:
     """The proposer, None for the method `off`. Raises ConfigError for a bad setting."""
     if config.method is SpeculationMethod.OFF:
         return None

@@ -1,19 +1,21 @@
-"""Opens a draft model or an EAGLE layer: finds it before memory is planned, loads it next to its
-target.
+"""What an engine drafts with: n-grams and suffixes, a draft model, an EAGLE layer, Medusa heads.
 
-Called by the assembly of an engine. Everything that can be wrong with the checkpoint is a
-ConfigError here, before the server listens.
+Called by the assembly of an engine: `draft_sizes` before memory is planned, `open_proposer` once
+the target is loaded. Everything that can be wrong with a checkpoint is a ConfigError here, before
+the server listens.
 """
 
 from __future__ import annotations
 
 import math
+import time
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 import msgspec
+from msgspec.structs import replace
 
-from quickstep.config import LoadConfig
+from quickstep.config import EngineConfig, LoadConfig, SpeculationMethod
 from quickstep.errors import ConfigError
 from quickstep.model.checkpoint.tensor_schema import num_parameters
 from quickstep.model.sizing import DraftSizes, ElementBytes
@@ -28,17 +30,102 @@ if TYPE_CHECKING:
     from quickstep.ops.table import OpTable
     from quickstep.runtime.speculation.draft_model import DraftModelProposer
     from quickstep.runtime.speculation.eagle import EagleProposer
+    from quickstep.runtime.speculation.proposer import Proposer
     from quickstep.runtime.speculation.vocabulary import DraftVocabulary
 
 __all__ = [
     "FoundDraft",
-    "eagle_sizes",
+    "draft_sizes",
     "find_draft",
-    "find_eagle",
     "load_draft",
-    "medusa_sizes",
     "open_eagle",
+    "open_model_proposer",
+    "open_proposer",
 ]
+
+_EAGLE = (SpeculationMethod.EAGLE, SpeculationMethod.EAGLE3)
+
+
+def draft_sizes(
+    config: EngineConfig, target: ModelSpec, dtype_bytes: int, ops: OpTable
+) -> DraftSizes | None:
+    """What drafts need of the memory next to a target. Raises ConfigError."""
+    if config.speculation.model is None:
+        return None
+    method, load = _model_method(config), _draft_load(config)
+    if method is SpeculationMethod.MEDUSA:
+        return _medusa_sizes(load, dtype_bytes, ops)
+    if method in _EAGLE:
+        _, layer = _find_eagle(load, target, method is SpeculationMethod.EAGLE3)
+        return _eagle_sizes(layer, dtype_bytes, ops, config.cache.block_size)
+    return find_draft(load, ops).sizes
+
+
+def open_proposer(
+    config: EngineConfig, model: Model, plan: MemoryPlan, path: Path | None
+) -> Proposer | None:
+    """What drafts for `model`, whose checkpoint is at `path`. Raises ConfigError."""
+    from quickstep.runtime.speculation.combined import CombinedProposer
+    from quickstep.runtime.speculation.methods import open_lookup_proposer
+
+    if config.speculation.model is None:
+        return open_lookup_proposer(config.speculation)
+    with_model = open_model_proposer(config, model, plan, path)
+    if config.speculation.method is not SpeculationMethod.AUTO:
+        return with_model
+    free = open_lookup_proposer(replace(config.speculation, model=None))
+    assert free is not None, "the method is not off"
+    return CombinedProposer([free], with_model, time.perf_counter)
+
+
+def open_model_proposer(
+    config: EngineConfig, model: Model, plan: MemoryPlan, path: Path | None
+) -> Proposer:
+    """What drafts with the checkpoint `config.speculation.model`. Raises ConfigError."""
+    from quickstep.model.checkpoint.source import find_checkpoint
+    from quickstep.model.decoder import Decoder
+
+    method = _model_method(config)
+    if not isinstance(model, Decoder):
+        raise ConfigError(
+            f"--speculative-method {method.value} needs a model of a native architecture; "
+            "use --speculative-method suffix"
+        )
+    load, block_size = _draft_load(config), config.cache.block_size
+    if method is SpeculationMethod.MEDUSA:
+        from quickstep.runtime.speculation.medusa import MedusaProposer, load_medusa
+
+        return MedusaProposer(model, load_medusa(find_checkpoint(load).path, model))
+    if method in _EAGLE:
+        is_fused = method is SpeculationMethod.EAGLE3
+        return open_eagle(load, model, is_fused, plan, block_size, config.enforce_eager)
+    found = find_draft(load, model.ops)
+    return load_draft(found, model, path, model.ops, plan, block_size, config.enforce_eager)
+
+
+def _draft_load(config: EngineConfig) -> LoadConfig:
+    """What names the checkpoint of the draft model, the layer or the heads."""
+    speculation = config.speculation
+    assert speculation.model is not None, "these methods have a model"
+    return replace(
+        config.load,
+        model=speculation.model,
+        revision=speculation.revision,
+        quantization=speculation.quantization,
+    )
+
+
+def _model_method(config: EngineConfig) -> SpeculationMethod:
+    """The method, found out from the checkpoint if it is `auto`. Raises ConfigError."""
+    from quickstep.model.checkpoint.source import find_checkpoint
+    from quickstep.model.checkpoint.weights import open_checkpoint_files
+    from quickstep.runtime.speculation.methods import method_of_tensors
+
+    if config.speculation.method is not SpeculationMethod.AUTO:
+        return config.speculation.method
+    return method_of_tensors(
+        open_checkpoint_files(find_checkpoint(_draft_load(config)).path).tensors
+    )
 
 
 class FoundDraft(msgspec.Struct, frozen=True):
@@ -124,7 +211,9 @@ def load_draft(
     )
 
 
-def find_eagle(load: LoadConfig, target: ModelSpec, is_fused: bool) -> tuple[Checkpoint, EagleSpec]:
+def _find_eagle(
+    load: LoadConfig, target: ModelSpec, is_fused: bool
+) -> tuple[Checkpoint, EagleSpec]:
     """Find and check an EAGLE layer for a target; EAGLE 3 if `is_fused`. Raises ConfigError."""
     from quickstep.model.checkpoint.source import find_checkpoint
     from quickstep.model.eagle import read_eagle_spec
@@ -142,7 +231,7 @@ def find_eagle(load: LoadConfig, target: ModelSpec, is_fused: bool) -> tuple[Che
     return checkpoint, read_eagle_spec(checkpoint.path, target, is_fused)
 
 
-def eagle_sizes(spec: EagleSpec, dtype_bytes: int, ops: OpTable, block_size: int) -> DraftSizes:
+def _eagle_sizes(spec: EagleSpec, dtype_bytes: int, ops: OpTable, block_size: int) -> DraftSizes:
     """What an EAGLE layer needs of the memory."""
     from quickstep.runtime.speculation.eagle import num_scratch_blocks
 
@@ -151,7 +240,7 @@ def eagle_sizes(spec: EagleSpec, dtype_bytes: int, ops: OpTable, block_size: int
     return DraftSizes(spec.decoder, elements, num_scratch_blocks(1, block_size) * block_size)
 
 
-def medusa_sizes(load: LoadConfig, dtype_bytes: int, ops: OpTable) -> DraftSizes:
+def _medusa_sizes(load: LoadConfig, dtype_bytes: int, ops: OpTable) -> DraftSizes:
     """What Medusa heads need of the memory. Raises ConfigError."""
     from quickstep.model.checkpoint.source import find_checkpoint
     from quickstep.model.checkpoint.weights import open_checkpoint_files
@@ -176,8 +265,8 @@ def open_eagle(
     from quickstep.runtime.kv_cache import allocate_kv
     from quickstep.runtime.speculation.eagle import EagleProposer, num_scratch_blocks
 
-    assert isinstance(target, Decoder), "a native architecture, as `find_eagle` checked"
-    checkpoint, spec = find_eagle(load, target.spec, is_fused)
+    assert isinstance(target, Decoder), "a native architecture, as `_find_eagle` checked"
+    checkpoint, spec = _find_eagle(load, target.spec, is_fused)
     model = load_eagle(checkpoint.path, spec, target, plan.max_model_len)
     num_blocks = plan.num_blocks + num_scratch_blocks(plan.max_num_seqs, block_size)
     kv = allocate_kv(model.kv_shape, num_blocks, block_size, model.device)
