@@ -63,6 +63,9 @@ HEADER_VALUES = st.text(st.characters(min_codepoint=32, max_codepoint=255), max_
 HEADERS = st.dictionaries(HEADER_NAMES, HEADER_VALUES.map(lambda text: text.encode("latin-1")))
 
 
+TAKE_LISTS = ("/lora-adapters",)
+
+
 def deep(depth: int, opening: str, closing: str) -> bytes:
     return (opening * depth + "1" + closing * depth).encode()
 
@@ -111,7 +114,11 @@ def answer(method: str, path: str, content: bytes, headers: dict[str, bytes]) ->
 @pytest.mark.parametrize(("method", "path"), WITH_JSON)
 @pytest.mark.parametrize("body", RAW, ids=range(len(RAW)))
 def test_bytes_that_are_no_request_are_refused(method: str, path: str, body: bytes) -> None:
-    assert 400 <= answer(method, path, body, {"content-type": b"application/json"}) < 500
+    status = answer(method, path, body, {"content-type": b"application/json"})
+    if body == b"[]" and path in TAKE_LISTS:
+        assert status == 200
+    else:
+        assert 400 <= status < 500
 
 
 @pytest.mark.parametrize(("method", "path"), WITH_JSON)

@@ -28,6 +28,22 @@ SHAPES: Mapping[str, Mapping[str, object]] = MappingProxyType(
                 "torch_dtype": "bfloat16",
             }
         ),
+        "qwen2.5-7b": MappingProxyType(
+            {
+                "architectures": ["Qwen2ForCausalLM"],
+                "hidden_size": 3584,
+                "num_hidden_layers": 28,
+                "num_attention_heads": 28,
+                "num_key_value_heads": 4,
+                "intermediate_size": 18_944,
+                "vocab_size": 152_064,
+                "max_position_embeddings": 32_768,
+                "rope_theta": 1_000_000.0,
+                "rms_norm_eps": 1e-6,
+                "tie_word_embeddings": False,
+                "torch_dtype": "bfloat16",
+            }
+        ),
         "llama-3.2-1b": MappingProxyType(
             {
                 "architectures": ["LlamaForCausalLM"],
