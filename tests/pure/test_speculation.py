@@ -11,6 +11,7 @@ from quickstep.core.policies import make_policy
 from quickstep.core.scheduler import Scheduler
 from quickstep.core.speculation import Acceptance, DraftControl
 from quickstep.errors import ConfigError
+from quickstep.sim.simulate import Arrival, simulate
 from quickstep.types import Grammar, Request, SamplingParams
 
 # A decode step of one row takes 10 ms; a draft adds 0.1 ms, and 10 ms in the slow one.
@@ -137,3 +138,17 @@ def test_only_a_request_with_a_grammar_asks_for_forced_drafts(
     plan = scheduler.plan(0.0)
     assert plan is not None
     assert (plan.rows[0].num_next_forced > 0) == (grammar and speculation)
+
+
+@pytest.mark.parametrize("speculation", [False, True])
+def test_requests_that_want_no_drafts_say_nothing_of_their_gain(
+    speculation: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    measured = []
+    monkeypatch.setattr(DraftControl, "measured", lambda _, *step: measured.append(step))
+    config = SchedulerConfig(4, 64, 128, num_speculative_tokens=4)
+    scheduler = Scheduler(config, KVBlockPool(16, 16), make_policy(config), LinearCostModel())
+    sampling = SamplingParams(max_tokens=9, ignore_eos=True)
+    request = Request("r", (1, 2), sampling, speculation=speculation)
+    simulate([Arrival(0.0, request)], scheduler, CHEAP)
+    assert bool(measured) is speculation

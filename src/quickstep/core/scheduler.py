@@ -424,6 +424,12 @@ class Scheduler:
             return num_drafts, 0
         return num_drafts, min(self._drafts.num_forced(), num_left)
 
+    def _may_draft(self, step: InFlightStep) -> bool:
+        """Whether the step says anything about the gain of drafts."""
+        if not self._drafts.max_drafts:
+            return False
+        return any([entry.sequence.request.speculation for entry in step.rows])
+
     def _place_over_share(
         self, draft: StepDraft, sequences: list[Sequence], budget: int, now: float
     ) -> None:
@@ -745,7 +751,7 @@ class Scheduler:
         )
         self._totals.num_drafts += record.num_drafts
         self._totals.num_accepted += record.num_accepted
-        if record.num_decode_rows:
+        if record.num_decode_rows and self._may_draft(step):
             elapsed_s = (now - step.planned_at_s) * (record.decode_s / max(result.seconds, 1e-9))
             num_tokens = record.num_decode_rows + record.num_accepted
             self._drafts.measured(record.num_decode_rows, num_tokens, elapsed_s)
