@@ -24,6 +24,7 @@ from tools.demo_model.export import load_exported
 from tools.demo_model.network import Llama
 from tools.demo_model.schedule import learning_rate_scale
 from tools.demo_model.tokenizer import END_OF_TEXT
+from tools.demo_model.update import update_
 
 _RANK, _ALPHA = 8, 16
 _TARGETS = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
@@ -75,11 +76,7 @@ def train(folder: Path, documents: Sequence[str], seconds: float) -> dict[str, L
             logits = model.logits(rows[:, :-1])
         loss = F.cross_entropy(logits.float().flatten(0, 1), rows[:, 1:].flatten())
         loss.backward()
-        nn.utils.clip_grad_norm_(parameters, 1.0)
-        for group in optimizer.param_groups:
-            group["lr"] = _LEARNING_RATE * learning_rate_scale(progress)
-        optimizer.step()
-        optimizer.zero_grad(set_to_none=True)
+        update_(optimizer, [parameters], _LEARNING_RATE * learning_rate_scale(progress))
         step += 1
         if step % _STEPS_PER_LOG == 0:
             print(f"{progress:.2f} step {step}: {loss:.3f} nats", flush=True)

@@ -20,6 +20,7 @@ from tools.demo_model.dataset import SEED, RowSampler, load_arrays
 from tools.demo_model.export import load_exported
 from tools.demo_model.network import Llama, Shape
 from tools.demo_model.schedule import learning_rate_scale
+from tools.demo_model.update import update_
 
 _SHAPE = Shape(
     hidden_size=96, intermediate_size=256, num_layers=2, num_heads=3, num_kv_heads=1, head_size=32
@@ -55,11 +56,7 @@ def train(target: Llama, sampler: RowSampler, seconds: float) -> Llama:
             logits = draft.logits(tokens)
         loss, agreement = _compare(logits, wanted)
         loss.backward()
-        torch.nn.utils.clip_grad_norm_(draft.parameters(), 1.0)
-        for group in optimizer.param_groups:
-            group["lr"] = _LEARNING_RATE * learning_rate_scale(progress)
-        optimizer.step()
-        optimizer.zero_grad(set_to_none=True)
+        update_(optimizer, [draft.parameters()], _LEARNING_RATE * learning_rate_scale(progress))
         step += 1
         if step % _STEPS_PER_LOG == 0:
             print(f"{progress:.2f} step {step}: {loss:.3f} nats, {agreement:.3f} agree", flush=True)

@@ -20,6 +20,7 @@ from tools.demo_model.dataset import SEED, RowSampler, load_arrays
 from tools.demo_model.export import load_exported
 from tools.demo_model.network import EagleLayer, Llama, Shape
 from tools.demo_model.schedule import learning_rate_scale
+from tools.demo_model.update import update_
 
 NUM_MEDUSA_HEADS = 3
 _CONTEXT = 256
@@ -71,12 +72,8 @@ class HeadTrainer:
             loss_eagle, agreed = self._eagle_loss(hidden, embedded, wanted)
             loss = loss_medusa + loss_eagle
         loss.backward()
-        for module in (self.medusa, self.eagle):
-            nn.utils.clip_grad_norm_(module.parameters(), 1.0)
-        for group in self._optimizer.param_groups:
-            group["lr"] = _LEARNING_RATE * learning_rate_scale(progress)
-        self._optimizer.step()
-        self._optimizer.zero_grad(set_to_none=True)
+        parts = (self.medusa.parameters(), self.eagle.parameters())
+        update_(self._optimizer, parts, _LEARNING_RATE * learning_rate_scale(progress))
         names = [f"medusa {head}" for head in range(NUM_MEDUSA_HEADS)] + ["eagle", "eagle, own"]
         return dict(zip(names, [*agreements, *agreed], strict=True))
 
