@@ -11,6 +11,23 @@ from safetensors.numpy import save_file
 
 from quickstep.model.adapters.lora_modules import lora_modules
 from quickstep.model.decoder_spec import ModelSpec
+from quickstep.model.spec import parse_spec
+
+# A decoder of three layers, to which adapters are checked.
+SMALL_LLAMA = parse_spec(
+    {
+        "architectures": ["LlamaForCausalLM"],
+        "vocab_size": 64,
+        "hidden_size": 32,
+        "intermediate_size": 48,
+        "num_hidden_layers": 3,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 2,
+        "max_position_embeddings": 64,
+        "rms_norm_eps": 1e-5,
+        "hidden_act": "silu",
+    }
+)
 
 ALL = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
 

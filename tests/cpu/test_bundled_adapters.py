@@ -1,5 +1,5 @@
 """The LoRA adapters that are bundled with the demo model: each has the effect that it was trained
-for, alone and beside the others.
+for, next to the others in one batch.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ def texts(llm: LLM, adapters: list[LoRARequest | None]) -> list[str]:
     return [one.outputs[0].text for one in answers]
 
 
-def test_each_has_its_effect_beside_the_others(llm: LLM) -> None:
+def test_each_has_its_effect_next_to_the_others(llm: LLM) -> None:
     with_adapters = texts(llm, [LoRARequest(name, lora_path=name) for name in EFFECTS])
     plain = texts(llm, [None] * len(EFFECTS))
     for text, base, (_, parts) in zip(with_adapters, plain, EFFECTS.values(), strict=True):

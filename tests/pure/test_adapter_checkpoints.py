@@ -10,26 +10,13 @@ import numpy as np
 import pytest
 
 from adapter_files import ALL, adapter_config, adapter_tensors, write_adapter, write_files
+from adapter_files import SMALL_LLAMA as SPEC
 from quickstep.errors import ConfigError
 from quickstep.model.adapters.checkpoint import open_adapter
 from quickstep.model.adapters.lora_modules import Projection, lora_modules, module_number
 from quickstep.model.spec import parse_spec
 from quickstep.ops.tensors import BFLOAT16, FLOAT16, FLOAT32
 
-SPEC = parse_spec(
-    {
-        "architectures": ["LlamaForCausalLM"],
-        "vocab_size": 64,
-        "hidden_size": 32,
-        "intermediate_size": 48,
-        "num_hidden_layers": 3,
-        "num_attention_heads": 4,
-        "num_key_value_heads": 2,
-        "max_position_embeddings": 64,
-        "rms_norm_eps": 1e-5,
-        "hidden_act": "silu",
-    }
-)
 PHI = parse_spec(
     {
         "architectures": ["Phi3ForCausalLM"],

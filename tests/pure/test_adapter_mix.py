@@ -7,26 +7,13 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from adapter_files import SMALL_LLAMA as SPEC
 from adapter_files import write_adapter
 from quickstep.engine.adapters import mix_name, mix_parts
 from quickstep.errors import RequestError
 from quickstep.model.adapters.checkpoint import LoRAWeights, open_adapter
 from quickstep.model.adapters.mix import mixed
-from quickstep.model.spec import parse_spec
 from quickstep.ops.tensors import BFLOAT16, FLOAT32, DType, as_float64
-
-SPEC = parse_spec(
-    {
-        "architectures": ["LlamaForCausalLM"],
-        "vocab_size": 64,
-        "hidden_size": 32,
-        "intermediate_size": 48,
-        "num_hidden_layers": 2,
-        "num_attention_heads": 4,
-        "num_key_value_heads": 2,
-        "max_position_embeddings": 64,
-    }
-)
 
 
 def weights(path: Path, seed: int, dtype: DType = FLOAT32, **options: object) -> LoRAWeights:

@@ -136,10 +136,10 @@ def _with_arguments(source: str, node: ast.FunctionDef) -> str:
     header, body = _parts(source, node)
     lines = [f'    """{docstring}', "", "    Args:"]
     for argument, default in arguments:
-        told = f"The {argument.arg.strip('_').replace('_', ' ')}"
+        text = f"The {argument.arg.strip('_').replace('_', ' ')}"
         if default is not None:
-            told += f", {ast.unparse(default)} by default"
-        lines.append(f"        {argument.arg}: {told}.")
+            text += f", {ast.unparse(default)} by default"
+        lines.append(f"        {argument.arg}: {text}.")
     if _returns_value(node):
         lines += ["", "    Returns:", "        The result."]
     return header + "\n".join([*lines, '    """', ""]) + body
@@ -157,8 +157,8 @@ def _with_annotations(source: str, node: ast.FunctionDef) -> str:
         node.args.kwarg.annotation = ast.Name("object")
     _, body = _parts(source, node)
     docstring = (ast.get_docstring(node) or "").strip().split("\n")[0]
-    told = f'    """{docstring}"""\n' if docstring else ""
-    return f"def {node.name}({ast.unparse(node.args)}) -> {_result_type(node)}:\n{told}{body}"
+    summary = f'    """{docstring}"""\n' if docstring else ""
+    return f"def {node.name}({ast.unparse(node.args)}) -> {_result_type(node)}:\n{summary}{body}"
 
 
 def _argument_type(name: str, default: ast.expr | None) -> str:
@@ -196,16 +196,16 @@ def _statement(rng: random.Random) -> str:
     operator = rng.choice(sorted(_CONDITIONS))
     value = str(rng.choice((1, 5, 10, 18, 100, 1000, 2020)))
     where = f"WHERE {column} {operator.format(v=value)}"
-    told = f"where {column.replace('_', ' ')} {_CONDITIONS[operator].format(v=value)}"
+    when = f"where {column.replace('_', ' ')} {_CONDITIONS[operator].format(v=value)}"
     if kind == "delete":
-        return f"DELETE FROM {table} {where};  -- remove {table} {told}\n"
+        return f"DELETE FROM {table} {where};  -- remove {table} {when}\n"
     if kind == "update":
         changed = rng.choice(_TABLES[table][1:])
-        return f"UPDATE {table} SET {changed} = ? {where};  -- change {changed} of {table} {told}\n"
+        return f"UPDATE {table} SET {changed} = ? {where};  -- change {changed} of {table} {when}\n"
     if kind == "count":
-        return f"SELECT COUNT(*) FROM {table} {where};  -- how many {table} {told}\n"
+        return f"SELECT COUNT(*) FROM {table} {where};  -- how many {table} {when}\n"
     order = rng.choice(("", f" ORDER BY {columns[0]}"))
     sorted_by = f", by {columns[0].replace('_', ' ')}" if order else ""
     return (
-        f"SELECT {listed} FROM {table} {where}{order};  -- {spoken} of {table} {told}{sorted_by}\n"
+        f"SELECT {listed} FROM {table} {where}{order};  -- {spoken} of {table} {when}{sorted_by}\n"
     )

@@ -20,6 +20,7 @@ if TYPE_CHECKING:
 
 __all__ = [
     "console_on",
+    "counting_bar",
     "loading_bar",
     "plain_table",
     "print_memory",
@@ -132,6 +133,33 @@ def loading_bar(text: str) -> Iterator[Callable[[int, int], None] | None]:
 
         def progress(done: int, total: int) -> None:
             bar.update(task, completed=done, total=total)
+
+        yield progress
+
+
+@contextmanager
+def counting_bar(prefix: str = "") -> Iterator[Callable[[str, int, int], None] | None]:
+    """Yield `progress(what, done, total)`, which updates a bar; None if there is no terminal.
+    `prefix` begins its text.
+    """
+    if not sys.stderr.isatty():
+        yield None
+        return
+    from rich.progress import (
+        BarColumn,
+        MofNCompleteColumn,
+        Progress,
+        TextColumn,
+        TimeRemainingColumn,
+    )
+
+    text = TextColumn("{task.description:<32}")
+    columns = (text, BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
+    with Progress(*columns, console=console_on(), transient=True) as bar:
+        task = bar.add_task(prefix, total=None)
+
+        def progress(what: str, done: int, total: int) -> None:
+            bar.update(task, description=prefix + what, completed=done, total=total)
 
         yield progress
 

@@ -8,8 +8,8 @@ from __future__ import annotations
 import argparse
 import csv
 import sys
-from collections.abc import Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -22,6 +22,7 @@ from quickstep.cli.flags.hardware import (
 from quickstep.cli.flags.parsing import (
     Parser,
     command,
+    non_negative_number,
     positive_int,
     positive_number,
     token_count,
@@ -30,10 +31,8 @@ from quickstep.config import PolicyName
 from quickstep.errors import ConfigError
 
 if TYPE_CHECKING:
-    from quickstep.model.decoder_spec import ModelSpec
     from quickstep.plan.candidates import Candidate
     from quickstep.sim.html_report import Run
-    from quickstep.sim.simulate import Progress
     from quickstep.sim.summary import Summary, Targets
     from quickstep.sim.workload import Tenant, Workload
 
@@ -174,7 +173,7 @@ def _add_clients(group: argparse._ArgumentGroup) -> None:
     )
     group.add_argument(
         "--adapter-skew",
-        type=_non_negative,
+        type=non_negative_number,
         default=1.0,
         metavar="S",
         help="exponent of Zipf's law of their use; 0 is uniform (default: %(default)s)",
@@ -185,6 +184,7 @@ def run(args: argparse.Namespace) -> int:
     """Simulate, and print the figures."""
     import msgspec
 
+    from quickstep.model.adapters.lora_modules import adapter_bytes
     from quickstep.plan.candidates import Load, StepLimits, fit
     from quickstep.plan.formulas import Split
     from quickstep.plan.models import find_model
@@ -196,22 +196,21 @@ def run(args: argparse.Namespace) -> int:
         raise ConfigError("--tenant and --adapters are for --preset; a file has its own")
     max_model_len = min(args.max_model_len or 16384, spec.max_model_len)
     elements = element_bytes(spec, args.quantization, args.kv_cache_dtype)
-    adapter_bytes = _adapter_bytes(args, spec, elements.dtype)
+    bytes_each = adapter_bytes(spec, args.adapter_rank, elements.dtype) if args.adapters else 0
     num_loaded = min(args.max_loras, args.adapters or 0)
     candidate = fit(
         spec,
         hardware,
         Split(hardware.count),
-        msgspec.structs.replace(elements, adapters=num_loaded * adapter_bytes),
+        msgspec.structs.replace(elements, adapters=num_loaded * bytes_each),
         Load(1.0, max_model_len - 1, 1),
         StepLimits(args.max_num_seqs, args.max_num_batched_tokens),
-        adapter_bytes,
+        bytes_each,
     )
     runs = []
     for policy in args.scheduling_policy:
         for rate in args.rate if _file(args) is None else args.rate[:1]:
-            with _progress_bar(args.num_prompts) as progress:
-                runs.append(_simulated(args, candidate, rate, policy, max_model_len, progress))
+            runs.append(_simulated(args, candidate, rate, policy, max_model_len))
     if args.json:
         rows = [
             {
@@ -241,8 +240,8 @@ def _simulated(
     rate: float,
     policy: PolicyName,
     max_model_len: int,
-    progress: Progress | None,
 ) -> Run:
+    from quickstep.cli.screen import counting_bar
     from quickstep.plan.traffic import Traffic, simulate_arrivals, simulate_traffic
     from quickstep.sim.html_report import Run
     from quickstep.sim.summary import summarize
@@ -258,15 +257,19 @@ def _simulated(
         seed=args.seed,
     )
     file = _file(args)
-    if file is None:
-        outcome = simulate_traffic(candidate, traffic, max_model_len, policy, args.padded, progress)
-    else:
-        lines = file.read_text(encoding="utf-8", errors="replace").splitlines()
-        read = read_trace if args.from_recording is None else recorded_traffic
-        arrivals = read(lines, args.trace_speed)[: args.num_prompts]
-        outcome = simulate_arrivals(
-            candidate, arrivals, max_model_len, policy, pads=args.padded, progress=progress
-        )
+    with counting_bar() as show:
+        progress = None if show is None else partial(_show, show, policy.value, args.num_prompts)
+        if file is None:
+            outcome = simulate_traffic(
+                candidate, traffic, max_model_len, policy, args.padded, progress
+            )
+        else:
+            lines = file.read_text(encoding="utf-8", errors="replace").splitlines()
+            read = read_trace if args.from_recording is None else recorded_traffic
+            arrivals = read(lines, args.trace_speed)[: args.num_prompts]
+            outcome = simulate_arrivals(
+                candidate, arrivals, max_model_len, policy, pads=args.padded, progress=progress
+            )
     summary = summarize(outcome, candidate.num_blocks, _targets(args))
     load = f"{args.max_concurrency} clients"
     if file is not None:
@@ -280,6 +283,11 @@ def _simulated(
         summary,
         outcome,
     )
+
+
+def _show(show: Callable[[str, int, int], None], what: str, total: int, done: int) -> None:
+    """Update the bar with the number of requests that have ended."""
+    show(what, done, total)
 
 
 def _workload(args: argparse.Namespace) -> Workload:
@@ -296,17 +304,6 @@ def _workload(args: argparse.Namespace) -> Workload:
         adapters = Adapters(args.adapters, args.adapter_skew, args.max_loras, load_s)
         workload = replace(workload, adapters=adapters)
     return workload
-
-
-def _adapter_bytes(args: argparse.Namespace, spec: ModelSpec, itemsize: int) -> int:
-    """Bytes of one adapter of `--adapter-rank` on every layer; 0 without `--adapters`."""
-    from quickstep.model.adapters.lora_modules import lora_modules
-
-    if not args.adapters:
-        return 0
-    modules = lora_modules(spec).values()
-    num_weights = sum(one.num_inputs + one.num_outputs for one in modules)
-    return int(args.adapter_rank * num_weights * itemsize)
 
 
 def _targets(args: argparse.Namespace) -> Targets:
@@ -364,23 +361,6 @@ def _cells(figures: Summary, has_adapters: bool) -> tuple[str, ...]:
     )
 
 
-@contextmanager
-def _progress_bar(total: int) -> Iterator[Progress | None]:
-    """A bar of requests that have ended, if stderr is a terminal."""
-    if not sys.stderr.isatty():
-        yield None
-        return
-    from rich.progress import BarColumn, MofNCompleteColumn, TimeRemainingColumn
-    from rich.progress import Progress as Bar
-
-    from quickstep.cli.screen import console_on
-
-    columns = (BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
-    with Bar(*columns, console=console_on(), transient=True) as bar:
-        task = bar.add_task("", total=total)
-        yield lambda done: bar.update(task, completed=done)
-
-
 def _write_csv(file: Path, runs: list[Run]) -> None:
     """A line per sequence, in the order of their ends."""
     names = ("arrival_s", "queue_s", "first_token_s", "finished_s", "num_preemptions")
@@ -391,16 +371,12 @@ def _write_csv(file: Path, runs: list[Run]) -> None:
         for one in runs:
             for ending in one.outcome.endings:
                 values = [getattr(ending.timings, name) for name in (*names, *counts)]
-                who = (one.name, ending.request_id, ending.tenant)
-                writer.writerow((*who, ending.reason.value, *values))
+                names_of = (one.name, ending.request_id, ending.tenant)
+                writer.writerow((*names_of, ending.reason.value, *values))
 
 
 def _rates(text: str) -> tuple[float, ...]:
     return tuple(positive_number(part) for part in text.split(","))
-
-
-def _non_negative(text: str) -> float:
-    return 0.0 if text in ("0", "0.0") else positive_number(text)
 
 
 def _tenant(text: str) -> Tenant:

@@ -11,8 +11,7 @@ import argparse
 import json
 import os
 import sys
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 from typing import TYPE_CHECKING, NamedTuple
 
 from msgspec.structs import replace
@@ -20,7 +19,7 @@ from msgspec.structs import replace
 from quickstep.cli.flags.engine import add_kv_cache_dtype
 from quickstep.cli.flags.parsing import Parser, command, non_negative_int, positive_int
 from quickstep.cli.flags.quantization import KV_FORMATS, WEIGHT_FORMATS, FormatPair, format_pairs
-from quickstep.cli.screen import console_on, print_table
+from quickstep.cli.screen import console_on, counting_bar, print_table
 from quickstep.config import QUANTIZATIONS
 from quickstep.errors import ConfigError
 
@@ -34,7 +33,7 @@ if TYPE_CHECKING:
     from quickstep.runtime.sampling.grammar import ClosingStart
     from quickstep.runtime.speculation.proposer import Proposer
     from quickstep.types import Grammar
-    from quickstep.verify.checker import Progress, VerifyOptions
+    from quickstep.verify.checker import VerifyOptions
     from quickstep.verify.report import Mismatch, VerifyReport
 
 __all__ = ["add_parser", "run"]
@@ -230,7 +229,7 @@ def _verified(
 ) -> VerifyReport:
     from quickstep.verify.checker import verify
 
-    with _progress_bar("" if pair is None else f"{pair.weights}/{pair.kv} ") as progress:
+    with counting_bar("" if pair is None else f"{pair.weights}/{pair.kv} ") as progress:
         eos_token_ids = checkpoint.tokenizer.eos_token_ids
         return verify(
             checkpoint.load_model,
@@ -314,26 +313,6 @@ class _Checkpoint:
         assert self._grammars is not None, "requests are made after loading"
         self._grammars.compile(grammar)
         return self._grammars.new_matcher(grammar)
-
-
-@contextmanager
-def _progress_bar(prefix: str) -> Iterator[Progress | None]:
-    """A progress bar, if stderr is a terminal; `prefix` starts its text."""
-    if not sys.stderr.isatty():
-        yield None
-        return
-    from rich.progress import BarColumn, MofNCompleteColumn, TextColumn, TimeRemainingColumn
-    from rich.progress import Progress as Bar
-
-    text = TextColumn("{task.description:<32}")
-    columns = (text, BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
-    with Bar(*columns, console=console_on(), transient=True) as bar:
-        task = bar.add_task("batch size 1", total=None)
-
-        def show(what: str, done: int, total: int) -> None:
-            bar.update(task, description=prefix + what, completed=done, total=total)
-
-        yield show
 
 
 def _print_scenarios(model_name: str, report: VerifyReport) -> None:

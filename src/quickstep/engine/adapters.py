@@ -107,7 +107,7 @@ def adapter_memory(
     configured, or the `max_loras` largest that are known at the start. Those that may be loaded
     later from elsewhere count with rank 16 on every layer.
     """
-    from quickstep.model.adapters.lora_modules import lora_modules
+    from quickstep.model.adapters.lora_modules import adapter_bytes
 
     if lora.memory_bytes is not None:
         return lora.memory_bytes
@@ -117,9 +117,8 @@ def adapter_memory(
         file = Path(lora.directory or "") / name / _WEIGHTS_FILE
         sizes.append(file.stat().st_size * max(2, itemsize) // 2 if file.is_file() else 0)
     if spec.native and (lora.allowed_dirs or not any(sizes)):
-        modules = lora_modules(spec).values()
-        num_weights = sum(_USUAL_RANK * (one.num_inputs + one.num_outputs) for one in modules)
-        sizes += [num_weights * itemsize] * (lora.max_loras - len(sizes))
+        usual = adapter_bytes(spec, _USUAL_RANK, itemsize)
+        sizes += [usual] * (lora.max_loras - len(sizes))
     return sum(sorted(sizes)[-lora.max_loras :])
 
 
@@ -137,9 +136,9 @@ def mix_name(scales: Mapping[str, float]) -> str:
                 f"{-MAX_SCALE:g} to {MAX_SCALE:g}",
                 param="lora",
             )
-    # so that names which are equal but for rounding are one adapter
-    shown = {name: f"{scale:.6g}" for name, scale in sorted(scales.items())}
-    parts = [(name, scale) for name, scale in shown.items() if float(scale)]
+    # rounded, so that scales which differ by less than that are one adapter
+    rounded = {name: f"{scale:.6g}" for name, scale in sorted(scales.items())}
+    parts = [(name, scale) for name, scale in rounded.items() if float(scale)]
     if len(parts) == 1 and float(parts[0][1]) == 1.0:
         return parts[0][0]
     unclear = next((name for name, _ in parts if "+" in name or "*" in name), None)

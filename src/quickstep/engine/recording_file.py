@@ -37,7 +37,6 @@ class RecordingFile:
         self._recorder: Recorder | None = None
         self._closed = threading.Event()
         self._flusher = threading.Thread(target=self._flush, name="recording", daemon=True)
-        self._flusher.start()
 
     @staticmethod
     def open(config: RecordingConfig, tokenizer: Tokenizer) -> RecordingFile:
@@ -65,7 +64,8 @@ class RecordingFile:
         engine: EngineConfig,
         fingerprint: str,
     ) -> RecordingScheduler:
-        """The scheduler that is recorded."""
+        """The scheduler that is recorded, in a file that is flushed from now on. Called once."""
+        self._flusher.start()
         text_of = self._tokenizer.decode if self._is_full else None
         recorder = Recorder(self._write, pool.block_size, secrets.token_bytes(32), text_of)
         self._recorder = recorder
@@ -78,7 +78,8 @@ class RecordingFile:
             self._recorder.close()
             self._recorder = None
         self._closed.set()
-        self._flusher.join()
+        if self._flusher.ident is not None:  # it was started
+            self._flusher.join()
         if self._file is not None:
             self._file.close()
             self._file = None

@@ -246,8 +246,8 @@ def _medusa_sizes(load: LoadConfig, dtype_bytes: int, ops: OpTable) -> DraftSize
     from quickstep.model.checkpoint.weights import open_checkpoint_files
 
     tensors = open_checkpoint_files(find_checkpoint(load).path).tensors.values()
-    num_parameters = sum(math.prod(tensor.shape) for tensor in tensors)
-    elements = ElementBytes(dtype_bytes, ops.scratch_bytes, weights=num_parameters * dtype_bytes)
+    weight_bytes = dtype_bytes * sum(math.prod(tensor.shape) for tensor in tensors)
+    elements = ElementBytes(dtype_bytes, ops.scratch_bytes, weights=weight_bytes)
     return DraftSizes(None, elements)
 
 

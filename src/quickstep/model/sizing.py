@@ -100,7 +100,7 @@ class DraftSizes(msgspec.Struct, frozen=True):
         return (num_tokens + num_seqs * self.scratch_tokens) * self.kv_bytes_per_token
 
     def activation_bytes(self, max_num_batched_tokens: int, max_num_seqs: int) -> int:
-        """See the function of this name. Heads work in the room of the target's."""
+        """See the function of this name. Heads reuse the target's memory."""
         if self.spec is None:
             return 0
         elements, sizes = self.elements, (max_num_batched_tokens, max_num_seqs)

@@ -173,7 +173,9 @@ def summarize(
 
 
 def by_tenant(outcome: Simulation) -> dict[str, Simulation]:
-    """The simulation with the endings of one tenant each, by name, if there are several."""
+    """The simulation with the endings of one tenant each, by name, if there are several. Requests
+    that were refused are in none of them.
+    """
     endings: dict[str, list[Ending]] = {}
     for one in outcome.endings:
         endings.setdefault(one.tenant, []).append(one)

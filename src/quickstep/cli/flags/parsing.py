@@ -16,6 +16,7 @@ __all__ = [
     "command",
     "json_object",
     "non_negative_int",
+    "non_negative_number",
     "positive_int",
     "positive_number",
     "token_count",
@@ -132,13 +133,25 @@ def _int_from(lowest: int, text: str) -> int:
 
 def positive_number(text: str) -> float:
     """Parse a finite number above 0."""
-    try:
-        value = float(text)
-    except ValueError:
-        raise argparse.ArgumentTypeError(f"{text!r} is not a number") from None
+    value = _number(text)
     if not 0 < value < float("inf"):
         raise argparse.ArgumentTypeError(f"{text} is not above 0")
     return value
+
+
+def non_negative_number(text: str) -> float:
+    """Parse a finite number of at least 0."""
+    value = _number(text)
+    if not 0 <= value < float("inf"):
+        raise argparse.ArgumentTypeError(f"{text} is not a finite number of at least 0")
+    return value
+
+
+def _number(text: str) -> float:
+    try:
+        return float(text)
+    except ValueError:
+        raise argparse.ArgumentTypeError(f"{text!r} is not a number") from None
 
 
 def positive_or_all(text: str) -> int:

@@ -12,7 +12,14 @@ import msgspec
 
 from quickstep.model.decoder_spec import ModelSpec
 
-__all__ = ["LoRAModule", "Projection", "lora_modules", "module_number", "num_modules"]
+__all__ = [
+    "LoRAModule",
+    "Projection",
+    "adapter_bytes",
+    "lora_modules",
+    "module_number",
+    "num_modules",
+]
 
 
 class Projection(enum.IntEnum):
@@ -43,6 +50,12 @@ def num_modules(spec: ModelSpec) -> int:
 def module_number(layer: int, projection: Projection) -> int:
     """The number of a matrix."""
     return layer * len(Projection) + projection
+
+
+def adapter_bytes(spec: ModelSpec, rank: int, itemsize: int) -> int:
+    """Bytes of an adapter of this rank on every layer, with elements of `itemsize` bytes."""
+    modules = lora_modules(spec).values()
+    return rank * itemsize * sum(one.num_inputs + one.num_outputs for one in modules)
 
 
 def lora_modules(spec: ModelSpec) -> dict[str, LoRAModule]:

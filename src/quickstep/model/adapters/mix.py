@@ -1,7 +1,7 @@
 """Several adapters at their scales as one: y += sum over adapters of scale * B A x.
 
-The `a` of the adapters lie below each other and the `b` beside each other, so one product of the
-ranks' sum computes the mix. A kernel part has one scale, so where they differ the smaller ones are
+The rows of all `a` follow each other, and so do the columns of all `b`: one product with the sum of
+the ranks computes the mix. A kernel part has one scale, so where they differ the smaller ones are
 multiplied into `b`, in the model's dtype: about 2 ** -9 of relative rounding with bfloat16.
 """
 

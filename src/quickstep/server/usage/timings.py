@@ -81,7 +81,7 @@ class RequestTimings(msgspec.Struct, frozen=True):
 
 
 def requested_timings(generation: Generation, served: Served) -> RequestTimings | UnsetType:
-    """The timings of a request whose choices have ended, if its client wants them."""
+    """The timings of a request whose choices have ended, if its client requested them."""
     parsed = generation.request
     if not parsed.timings:
         return UNSET
