@@ -703,7 +703,7 @@ class Scheduler:
             self._waiting.sort_again(adapter_id, now)
 
     def _preempt_paused_adapters(self, now: float) -> bool:
-        """Preempt paused sequences with an adapter: as for blocks, they make way."""
+        """Preempt paused sequences with an adapter, as is done for blocks."""
         paused = [one for one in self._batch if one.is_paused and one.request.adapter_id]
         for sequence in paused:
             self._preempt(sequence, now)
