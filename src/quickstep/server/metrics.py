@@ -432,7 +432,7 @@ class EngineGauges(Collector):
             yield self._filled(GaugeMetricFamily, name, text, gauge)
         for name, text, count in (
             ("lora_adapter_loads", "Loads of adapters into compute memory.", adapters.num_loads),
-            ("lora_adapter_evictions", "Adapters evicted from compute memory.", adapters.num_evictions),
+            ("lora_adapter_evictions", "Evictions of adapters.", adapters.num_evictions),
         ):
             yield self._filled(CounterMetricFamily, name, text, count)
         labels = ["max_lora", "waiting_lora_adapters", "running_lora_adapters"]
