@@ -2,10 +2,12 @@
 
     python -m benchmarks.bench_schemas DIRECTORY ... [--sample 100] [--vocab 131072]
 
-Every `.json` file below a directory is a schema; each directory is one collection, from which
-`--sample` schemas are chosen at random. A schema is compiled as in a request, and outputs are
-sampled from random logits, so that rare branches of a schema are reached. Needs `jsonschema`, which
-checks the outputs (keywords, not formats).
+Every `.json` file below a directory is a schema, or an object with a `schema` and its `tests`
+(`[{"data": ..., "valid": true}]`, as in MaskBench, https://github.com/guidance-ai/jsonschemabench);
+each directory is one collection, from which `--sample` schemas are chosen at random. A schema is
+compiled as in a request, and outputs are sampled from random logits, so that rare branches of a
+schema are reached. Each instance of `tests` is followed through the grammar: valid ones should be
+accepted, others refused. Needs `jsonschema`, which checks the outputs (keywords, not formats).
 
 Times are CPU time of the thread. `compile` is a complete compilation in this process, without its
 trial. `token` is the cost per token and sequence in addition to sampling: mask, distance to the
@@ -22,7 +24,7 @@ import random
 import re
 import sys
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -79,6 +81,13 @@ class Outcome:
     num_reported: int = 0
     num_outputs: int = 0
     num_complete: int = 0
+    failures: collections.Counter[str] = field(default_factory=collections.Counter)
+    num_valid: int = 0
+    num_valid_accepted: int = 0
+    num_wrong: int = 0
+    num_wrong_refused: int = 0
+    refused_valid: list[str] = field(default_factory=list)
+    accepted_wrong: list[str] = field(default_factory=list)
     invalid: list[str] = field(default_factory=list)
     invalid_reported: list[str] = field(default_factory=list)
     refusals: collections.Counter[str] = field(default_factory=collections.Counter)
@@ -93,6 +102,13 @@ class Outcome:
         self.num_reported += other.num_reported
         self.num_outputs += other.num_outputs
         self.num_complete += other.num_complete
+        self.failures += other.failures
+        self.num_valid += other.num_valid
+        self.num_valid_accepted += other.num_valid_accepted
+        self.num_wrong += other.num_wrong
+        self.num_wrong_refused += other.num_wrong_refused
+        self.refused_valid += other.refused_valid
+        self.accepted_wrong += other.accepted_wrong
         self.invalid += other.invalid
         self.invalid_reported += other.invalid_reported
         self.refusals += other.refusals
@@ -119,7 +135,7 @@ class Measurement:
         return outcome
 
     def _schema(self, file: Path, outcome: Outcome) -> None:
-        text = file.read_text(encoding="utf-8")
+        text, tests = _schema_and_tests(file)
         grammar = Grammar.of_json_schema(text)
         outcome.num_schemas += 1
         started = time.thread_time()
@@ -133,6 +149,34 @@ class Measurement:
         outcome.num_reported += bool(compiled.ignored)
         for seed in range(self._options.outputs):
             self._check_output(file, compiled, grammar, seed, outcome)
+        for test in tests:
+            self._check_instance(file, grammar, test, outcome)
+
+    def _check_instance(
+        self, file: Path, grammar: Grammar, test: Mapping[str, Any], outcome: Outcome
+    ) -> None:
+        text = json.dumps(test["data"], ensure_ascii=False)
+        refused_at = self._refused_at(grammar, text)
+        if test["valid"]:
+            outcome.num_valid += 1
+            outcome.num_valid_accepted += refused_at is None
+            if refused_at is not None:
+                outcome.refused_valid.append(f"{file}: at {text[max(0, refused_at - 60) :][:90]!r}")
+        else:
+            outcome.num_wrong += 1
+            outcome.num_wrong_refused += refused_at is not None
+            if refused_at is None:
+                outcome.accepted_wrong.append(f"{file}: {test.get('python_error', '')[:80]!r}")
+
+    def _refused_at(self, grammar: Grammar, text: str) -> int | None:
+        """The place of the first character that the grammar refuses; None if it accepts all."""
+        matcher, _closing = self._compiler.new_matcher(grammar)
+        place = 0
+        for token_id in self._tokenizer.encode(text, False):
+            if not matcher.try_consume_tokens([token_id]):
+                return place
+            place += len(self._tokenizer.token_bytes(token_id).decode(errors="replace"))
+        return None if matcher.is_accepting() else place
 
     def _check_output(
         self,
@@ -174,7 +218,10 @@ class Measurement:
             bits = constraint.allowed_bits()
             masked = time.thread_time()
             allowed = np.flatnonzero(np.unpackbits(bits.view(np.uint8), bitorder="little"))
-            if constraint.failure or not allowed.size:
+            if constraint.failure:  # the request would end with this error
+                outcome.failures[constraint.failure[:100]] += 1
+                return tokens, False
+            if not allowed.size:
                 return tokens, True
             sampled = int(rng.choice(allowed))
             resumed = time.thread_time()
@@ -187,6 +234,14 @@ class Measurement:
                 return tokens, True
             tokens.append(token_id)
         return tokens, False
+
+
+def _schema_and_tests(file: Path) -> tuple[str, Sequence[Mapping[str, Any]]]:
+    text = file.read_text(encoding="utf-8")
+    value = json.loads(text)
+    if isinstance(value, dict) and isinstance(value.get("tests"), list) and "schema" in value:
+        return json.dumps(value["schema"]), value["tests"]
+    return text, ()
 
 
 def _problem(schema: Any, value: Any) -> str:
@@ -211,9 +266,15 @@ def _lines(name: str, outcome: Outcome) -> Iterator[str]:
     yield (
         f"{name:16} {outcome.num_supported:5}/{outcome.num_schemas:<5} supported "
         f"({outcome.num_reported} with oneOf as anyOf)  {outcome.num_outputs} outputs, "
-        f"{outcome.num_complete} complete, {len(outcome.invalid)} invalid, "
+        f"{outcome.num_complete} complete, {outcome.failures.total()} ended by an error, "
+        f"{len(outcome.invalid)} invalid, "
         f"{len(outcome.invalid_reported)} more under a reported oneOf"
     )
+    if outcome.num_valid or outcome.num_wrong:
+        yield (
+            f"{'':16} {outcome.num_valid_accepted}/{outcome.num_valid} valid instances accepted, "
+            f"{outcome.num_wrong_refused}/{outcome.num_wrong} others refused"
+        )
     if outcome.token_s:
         tokens, compiles = np.array(outcome.token_s) * 1e3, np.array(outcome.compile_s) * 1e3
         parts = [f"p{at} {np.percentile(tokens, at):.3f}" for at in (50, 90, 99)]
@@ -236,6 +297,7 @@ def main() -> int:
         "--vocab", type=int, default=_DEMO_VOCAB, help="size of the vocabulary, 4096 or more"
     )
     parser.add_argument("--seed", type=int, default=0, help="seed of the choice of schemas")
+    parser.add_argument("--show", type=int, default=10, help="instances judged wrongly to print")
     options = parser.parse_args()
     print(describe_machine(), flush=True)
     measurement, total = Measurement(options), Outcome()
@@ -249,8 +311,14 @@ def main() -> int:
     print(f"slowest token: {total.slowest[0] * 1e3:.2f} ms, {total.slowest[1]}")
     for reason, count in total.refusals.most_common():
         print(f"{count:5} {reason}")
+    for reason, count in total.failures.most_common():
+        print(f"{count:5} ended: {reason}")
     for text in total.invalid:
         print(f"INVALID {text}")
+    for text in total.refused_valid[: options.show]:
+        print(f"refused but valid {text}")
+    for text in total.accepted_wrong[: options.show]:
+        print(f"accepted but wrong {text}")
     for text in total.invalid_reported[:10]:
         print(f"reported {text}")
     return 1 if total.invalid else 0

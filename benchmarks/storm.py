@@ -30,9 +30,11 @@ from pathlib import Path
 import httpx
 import msgspec
 
+from benchmarks.peers.checkpoints import make_checkpoint
 from benchmarks.storm_attacks import ATTACKS, build_bodies
 from benchmarks.storm_report import Gap, ProcessTimes, explanation_of, process_times
 from quickstep.bench.server_process import ServerProcess
+from quickstep.bench.shapes import SHAPES
 from quickstep.engine.step_log import SequenceRecord
 from quickstep.types import StepRecord
 
@@ -44,8 +46,7 @@ _BODY = {
     "stream": True,
     "stream_options": {"include_usage": True, "continuous_usage_stats": True},
     "ignore_eos": True,
-    "temperature": 1.0,
-    "seed": 1,
+    "temperature": 0.0,
 }
 _GOAL = 3.0
 _HEALTHY = {"authorization": "Bearer healthy-client"}
@@ -57,6 +58,7 @@ _KEYS = (
 # The bundled model takes 1 to 2 ms per token without load; the engine's default target is 200 ms.
 _SERVER_FLAGS = "--scheduling-policy fair --inter-token-target-s 0.005"
 _TIMEOUT_S = 300.0
+_CACHE = Path.home() / ".cache" / "quickstep-peers"
 
 
 def main() -> int:
@@ -65,7 +67,10 @@ def main() -> int:
     parser.add_argument(
         "--seconds", type=float, default=20.0, help="duration of each of the two phases"
     )
-    parser.add_argument("--model", default="demo")
+    model = parser.add_mutually_exclusive_group()
+    model.add_argument("--model", default="demo")
+    model.add_argument("--shape", choices=SHAPES, help="random weights, as `benchmarks.peers` has")
+    parser.add_argument("--cache", type=Path, default=_CACHE, help="where the weights are kept")
     parser.add_argument("--attack", metavar="URL", help=argparse.SUPPRESS)
     parser.add_argument("--only", nargs="+", choices=ATTACKS, default=list(ATTACKS))
     text = "of the server, in addition to two API keys (default: %(default)s)"
@@ -78,6 +83,8 @@ def main() -> int:
         sys.stdin.readline()
         asyncio.run(_attack(args.attack, args.seconds, args.only))
         return 0
+    if args.shape is not None:
+        args.model = str(make_checkpoint(args.shape, args.cache, seed=0))
     server = ServerProcess([args.model, *shlex.split(f"{_KEYS} {args.server_flags}")])
     server.start()
     _take_precedence(server.processes()["server"])

@@ -161,7 +161,8 @@ def test_every_server_flag_reaches_the_options(monkeypatch: pytest.MonkeyPatch) 
         *("--max-unread-deltas", "7", "--max-unread-bytes", "2k"),
         *("--slow-reader-timeout-s", "4", "--stream-comment-s", "0", "--max-connections", "77"),
         *("--max-body-bytes", "1Ki", "--max-header-bytes", "2Ki", "--max-url-bytes", "3Ki"),
-        *("--max-json-depth", "4", "--max-n", "5", "--max-prompts", "6", "--max-stop", "7"),
+        *("--max-json-depth", "4", "--max-json-values", "70", "--max-json-containers", "60"),
+        *("--max-n", "5", "--max-prompts", "6", "--max-stop", "7"),
         *("--max-stop-chars", "8", "--max-logit-bias", "9", "--max-logprobs", "3"),
         *("--max-tools", "2", "--max-schema-bytes", "1k", "--max-schema-depth", "3"),
         *("--max-regex-bytes", "2k", "--grammar-timeout-s", "0.5", "--template-timeout-s", "3"),
@@ -178,6 +179,7 @@ def test_every_server_flag_reaches_the_options(monkeypatch: pytest.MonkeyPatch) 
     limits = options.limits
     assert (limits.body_bytes, limits.header_bytes, limits.url_bytes) == (1024, 2048, 3072)
     assert (limits.json_depth, limits.n, limits.prompts) == (4, 5, 6)
+    assert (limits.json_values, limits.json_containers) == (70, 60)
     assert (limits.stop, limits.stop_chars, limits.logit_bias) == (7, 8, 9)
     assert (limits.logprobs, limits.tools) == (3, 2)
     assert input_config(args) == InputConfig(1000, 3, 2000, 0.5, 3)

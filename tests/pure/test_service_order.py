@@ -337,6 +337,26 @@ def test_steps_stay_short_while_a_light_tenant_decodes() -> None:
     assert max(record.seconds for record in before) > 0.05
 
 
+def test_prompts_and_rows_of_a_heavy_tenant_take_turns_while_a_light_tenant_decodes() -> None:
+    """16 prompt tokens take longer than the target, so a step has them or rows above the part."""
+    heavy = [Arrival(0.0, request(f"a-{number}", 4, 500, tenant="a")) for number in range(40)]
+    light = Arrival(0.5, request("b-0", 4, 100, tenant="b"))
+    later = [Arrival(0.6, request(f"a-{number}", 400, 8, tenant="a")) for number in range(40, 50)]
+    outcome = run(
+        PolicyName.FAIR, [*heavy, light, *later], max_num_seqs=64, inter_token_target_s=0.010
+    )
+    (ending,) = [one for one in outcome.endings if one.request_id == "b-0"]
+    last_s = ending.timings.finished_s
+    during = [one for one in outcome.records if 0.61 < one.committed_at_s <= last_s]
+    with_a_chunk = [one for one in during if one.num_prefill_tokens >= 16]
+    with_rows = [one for one in during if one.num_decode_rows > 2]
+    assert len(with_a_chunk) > len(during) // 3
+    assert len(with_rows) > len(during) // 3
+    assert not any(one in with_rows for one in with_a_chunk)
+    assert max(one.seconds for one in during) <= 0.0111  # a step, a row, a chunk
+    assert len(outcome.endings) == 51
+
+
 def test_a_tenant_that_was_idle_gets_no_credit() -> None:
     first = [Arrival(0.0, request(f"a-{number}", 64, 50, tenant="a")) for number in range(200)]
     late = [Arrival(20.0, request(f"b-{number}", 64, 50, tenant="b")) for number in range(200)]

@@ -17,7 +17,7 @@ from hypothesis import strategies as st
 from live_server import DEADLINE_S, LiveServer, live_server, until
 
 from quickstep.errors import RequestError
-from quickstep.server.http.body import check_json_depth
+from quickstep.server.http.body import check_json
 from quickstep.server.options import ConnectionOptions, RequestLimits, ServerOptions
 
 PROMPT = b'{"prompt":"a"}'
@@ -189,11 +189,63 @@ def test_the_depth_is_counted_outside_of_strings(
     value: Any, limit: int, indent: int | None
 ) -> None:
     body = json.dumps(value, indent=indent).encode()
+    limits = RequestLimits(json_depth=limit)
     if depth_of(value) <= limit:
-        check_json_depth(body, limit)
+        check_json(body, limits)
     else:
-        with pytest.raises(RequestError):
-            check_json_depth(body, limit)
+        with pytest.raises(RequestError, match=f"nested more than {limit} levels"):
+            check_json(body, limits)
+
+
+def num_containers(value: Any) -> int:
+    inner = value.values() if isinstance(value, dict) else value
+    return 1 + sum(map(num_containers, inner)) if isinstance(value, dict | list) else 0
+
+
+def num_commas(value: Any) -> int:
+    if not isinstance(value, dict | list):
+        return 0
+    inner = list(value.values()) if isinstance(value, dict) else value
+    return max(0, len(inner) - 1) + sum(map(num_commas, inner))
+
+
+@given(value=VALUES, limit=st.integers(1, 6), indent=st.sampled_from([None, 1]))
+def test_values_and_containers_are_counted_outside_of_strings(
+    value: Any, limit: int, indent: int | None
+) -> None:
+    body = json.dumps(value, indent=indent).encode()
+    for limits, is_within in (
+        (RequestLimits(json_values=limit), num_commas(value) < limit),
+        (RequestLimits(json_containers=limit, json_depth=1), num_containers(value) <= limit),
+    ):
+        try:
+            check_json(body, limits)
+        except RequestError as error:
+            assert not is_within or "nested" in str(error)
+        else:
+            assert is_within
+
+
+def test_strings_longer_than_a_slice_do_not_count() -> None:
+    text = '",[{' * 40_000
+    body = json.dumps({"prompt": text, "stop": [text[:9]]}).encode()
+    check_json(body, RequestLimits(json_values=3, json_depth=2))
+    with pytest.raises(RequestError, match="more than 1 values"):
+        check_json(body, RequestLimits(json_values=1, json_depth=2))
+
+
+@pytest.mark.parametrize(
+    ("prompt", "problem"),
+    [
+        ([1] * 300_001, "the body's JSON has more than 300000 values"),
+        ([[1]] * 50_001, "the body's JSON has more than 50000 objects and lists"),
+    ],
+)
+def test_more_values_than_decode_in_one_go_are_400(prompt: list[Any], problem: str) -> None:
+    with live_server(FakeEngine()) as server:
+        response = httpx.post(f"{server.url}/v1/completions", json={"prompt": prompt})
+    assert response.status_code == 400, response.text
+    assert problem in response.json()["error"]["message"]
 
 
 def unread_stream(server: LiveServer) -> asyncio.Task[None]:

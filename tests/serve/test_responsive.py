@@ -15,7 +15,7 @@ from fake_engine import FakeEngine, FakeTemplate, FakeTokenizer
 from live_server import DEADLINE_S
 
 from quickstep.server.app import create_app
-from quickstep.server.options import ServerOptions
+from quickstep.server.options import RequestLimits, ServerOptions
 
 LONG = "a" * 100_000
 
@@ -150,11 +150,11 @@ def test_a_long_body_is_looked_through_beside_the_loop(
 ) -> None:
     held = Held()
 
-    def slow(body: bytes, limit: int) -> None:
+    def slow(body: bytes, limits: RequestLimits) -> None:
         if len(body) > len(LONG):
             held.work()
 
-    monkeypatch.setattr("quickstep.server.http.route.check_json_depth", slow)
+    monkeypatch.setattr("quickstep.server.http.route.check_json", slow)
     engine = FakeEngine(max_model_len=200_000)
     answer = others_are_served_while(engine, held, COMPLETIONS, {"prompt": LONG})
     assert answer.status_code == 200

@@ -66,6 +66,7 @@ class StepView(msgspec.Struct, frozen=True):
         oldest_arrival_s: When the head of the queue arrived; None for an empty queue.
         limit_s: What `step_limit_s` returned before rows above their tenant's part were placed;
             None without such rows.
+        prefill_may_wait: Whether prefill gets only what is left of the limit.
     """
 
     now: float
@@ -78,6 +79,7 @@ class StepView(msgspec.Struct, frozen=True):
     oldest_arrival_s: float | None
     scored: range = range(0)
     limit_s: float | None = None
+    prefill_may_wait: bool = False
 
     def chunk(self, num_tokens: int) -> StepLoad:
         """The load of the next prefill row with this many tokens."""
@@ -104,6 +106,9 @@ class Policy(Protocol):
     def step_limit_s(self, view: StepView, cost_model: CostModel) -> float:
         """How long a step with the decode rows in `view` may take; infinite for no limit."""
 
+    def least_prefill(self, view: StepView) -> StepLoad:
+        """What prefill gets even in a step that is too long with it."""
+
     def may_admit(self, view: StepView) -> bool:
         """Whether the head of the queue may enter the batch; called before each admission."""
 
@@ -123,6 +128,10 @@ class _Continuous:
     def step_limit_s(self, view: StepView, cost_model: CostModel) -> float:
         """There is none."""
         return math.inf
+
+    def least_prefill(self, view: StepView) -> StepLoad:
+        """Nothing: there is no limit."""
+        return StepLoad()
 
     def may_admit(self, view: StepView) -> bool:
         """Always."""
@@ -166,6 +175,10 @@ class MixedPolicy(_Continuous):
         plain_s = cost_model.seconds(view.decode)
         return max(self._inter_token_target_s, self._least_stretch * plain_s)
 
+    def least_prefill(self, view: StepView) -> StepLoad:
+        """The least chunk of the next prompt."""
+        return view.chunk(min(self._min_prefill_tokens, view.num_tokens_left))
+
     def tokens(self, phase: Phase, view: StepView, cost_model: CostModel) -> int:
         """All tokens for decode; the largest chunk that is predicted to fit for prefill."""
         if phase is Phase.DECODE or not view.decode.num_rows:
@@ -175,6 +188,8 @@ class MixedPolicy(_Continuous):
             limit_s = self.step_limit_s(view, cost_model)
         placed = view.decode + view.prefill
         least = max(0, self._min_prefill_tokens - view.prefill.num_tokens)
+        if view.prefill_may_wait:
+            least = 0
         low, high = min(least, view.num_tokens_left), view.num_tokens_left
         while low < high:
             middle = (low + high + 1) // 2

@@ -163,6 +163,7 @@ class Scheduler:
         max_drafts = config.num_speculative_tokens if config.use_kv_cache else 0
         self._drafts = DraftControl(max_drafts)
         self._growth_reserve = 0.0  # part of the predicted growth that admission keeps free
+        self._is_turn_of_prefill = False  # of the tenants above their part of the batch
         self._num_arrivals = 0
         self._next_step_id = 0
         self._totals = Totals()
@@ -436,15 +437,38 @@ class Scheduler:
         """Add rows of tenants that hold more than their part, while the step stays short enough for
         the rows of the others; those first that had no row for longest. They get no drafts.
         """
+        before = StepLoad()
         if draft.decode_load.num_rows:
-            draft.limit_s = self._policy.step_limit_s(self._view(draft, now), self._cost_model)
+            view = self._view(draft, now)
+            draft.limit_s = self._policy.step_limit_s(view, self._cost_model)
+            before = self._prefill_before(draft, sequences, view)
         for sequence in sorted(sequences, key=_last_step_id)[:budget]:
             if draft.limit_s is not None and self._can_decode(sequence):
                 start = sequence.resident.planned
-                load = draft.decode_load + StepLoad.of_span(start, 1, num_logits_rows=1)
+                load = draft.decode_load + StepLoad.of_span(start, 1, num_logits_rows=1) + before
                 if self._cost_model.seconds(load) > draft.limit_s:
                     return
             self._place_decode(draft, sequence, 1, now)
+
+    def _prefill_before(
+        self, draft: StepDraft, over_share: list[Sequence], view: StepView
+    ) -> StepLoad:
+        """The prefill that the step must have time for before rows above their tenant's part.
+
+        That of other tenants; the prefill of the same tenants takes turns with their rows, because
+        the least chunk and those rows in one step would delay the rows of the others twice.
+        """
+        prompts = [one for one in self._batch if one.num_prefill_left]
+        if self._waiting.head is not None:
+            prompts.append(self._waiting.head)
+        if not prompts:
+            return StepLoad()
+        queue_of = self._order.queue_of
+        first = queue_of(min(prompts, key=self._order.key).request)
+        if first in {queue_of(one.request) for one in over_share}:
+            self._is_turn_of_prefill = not self._is_turn_of_prefill
+            draft.prefill_may_wait = not self._is_turn_of_prefill
+        return StepLoad() if draft.prefill_may_wait else self._policy.least_prefill(view)
 
     def _recompute_decodes(self, draft: StepDraft, now: float) -> None:
         """Without a KV cache: the next token of a sequence needs all its tokens again."""
@@ -1042,6 +1066,7 @@ class Scheduler:
             oldest_arrival_s=head.arrival_s if head else None,
             scored=scored,
             limit_s=draft.limit_s,
+            prefill_may_wait=draft.prefill_may_wait,
         )
 
 

@@ -87,6 +87,7 @@ class StepDraft(msgspec.Struct):
         num_tokens_left: How many tokens it may still take.
         setup_us: What setting up the admitted sequences costs.
         limit_s: How long the step may take, if rows above their tenant's part are in it.
+        prefill_may_wait: Whether prefill gets only what is left of the limit.
     """
 
     num_tokens_left: int
@@ -98,6 +99,7 @@ class StepDraft(msgspec.Struct):
     prefill_load: StepLoad = _NO_LOAD
     num_preemptions: int = 0
     limit_s: float | None = None
+    prefill_may_wait: bool = False
     _with_row: set[str] = msgspec.field(default_factory=set)
 
     @property

@@ -43,6 +43,8 @@ class RequestLimits(msgspec.Struct, frozen=True):
         header_bytes: Size of the request line and all headers.
         url_bytes: Size of the path with its query.
         json_depth: Nested objects and lists of a body.
+        json_values: Values in the lists and objects of a body.
+        json_containers: Objects and lists of a body.
         n: Choices per prompt.
         prompts: Prompts per request.
         sequences: Prompts times sequences of each (n, best_of or beams).
@@ -69,6 +71,8 @@ class RequestLimits(msgspec.Struct, frozen=True):
     header_bytes: int = 32 * 1024
     url_bytes: int = 8 * 1024
     json_depth: int = 64
+    json_values: int = 300_000
+    json_containers: int = 50_000
     n: int = 32
     prompts: int = 256
     sequences: int = 512
@@ -86,7 +90,7 @@ class RequestLimits(msgspec.Struct, frozen=True):
     label_chars: int = 512
     tools: int = 128
     metadata: int = 16
-    detokenized: int = 500_000
+    detokenized: int = 250_000
     adapters: int = 8
 
 

@@ -33,7 +33,7 @@ from quickstep.errors import EngineDied, EngineError, RequestError
 from quickstep.server.anthropic.endpoint import Messages
 from quickstep.server.generate.adapter import Adapter, LineResult, Served
 from quickstep.server.generate.endpoint import GeneratingRoute
-from quickstep.server.http.body import check_json_depth
+from quickstep.server.http.body import check_json
 from quickstep.server.http.errors import GenerationFailed, error_of
 from quickstep.server.metrics import Metrics
 from quickstep.server.openai.chat import Chat
@@ -229,7 +229,7 @@ def read_line(
     if len(text) > limits.body_bytes + _ENVELOPE_BYTES:
         raise _too_large(number, f"more than {limits.body_bytes} bytes", limits)
     try:
-        check_json_depth(text, limits.json_depth + 1)
+        check_json(text, limits, num_outer=1)
         fields = decode(text, _LineFields)
     except RequestError as error:
         code = "invalid_json_line" if error.param is None else "invalid_request"

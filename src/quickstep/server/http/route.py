@@ -19,11 +19,11 @@ from starlette.routing import Route
 
 from quickstep.errors import RequestError
 from quickstep.server.api_keys import ApiKeys
-from quickstep.server.http.body import ClientDisconnect, check_json_depth, read_body
+from quickstep.server.http.body import ClientDisconnect, check_json, read_body
 from quickstep.server.http.errors import ErrorShape, openai_shape
 from quickstep.server.http.event_stream import SERVER_SENT_EVENTS
 from quickstep.server.http.work_lanes import WorkLanes
-from quickstep.server.options import ServerOptions
+from quickstep.server.options import RequestLimits, ServerOptions
 
 __all__ = ["ApiRoute", "BodyRules", "Endpoint", "with_admin_check", "with_checked_body"]
 
@@ -89,19 +89,13 @@ class ApiRoute(msgspec.Struct, frozen=True):
 class BodyRules(msgspec.Struct, frozen=True):
     """The operator's rules for bodies."""
 
-    body_bytes: int
-    json_depth: int
+    limits: RequestLimits
     root_path: str
 
     @classmethod
     def of(cls, options: ServerOptions) -> BodyRules:
         """The rules in `options`."""
-        limits = options.limits
-        return cls(
-            body_bytes=limits.body_bytes,
-            json_depth=limits.json_depth,
-            root_path=options.root_path,
-        )
+        return cls(limits=options.limits, root_path=options.root_path)
 
     def check_type(self, request: Request) -> None:
         """Raise RequestError 415 unless the content type is JSON.
@@ -131,10 +125,10 @@ def with_checked_body(route: ApiRoute, rules: BodyRules, lanes: WorkLanes) -> En
     async def answer(request: Request) -> Response:
         rules.check_type(request)
         try:
-            body = await read_body(request, rules.body_bytes)
+            body = await read_body(request, rules.limits.body_bytes)
         except ClientDisconnect:
             return Response(status_code=_CLIENT_CLOSED)
-        await lanes.parse(len(body), lambda: check_json_depth(body, rules.json_depth))
+        await lanes.parse(len(body), lambda: check_json(body, rules.limits))
         request.scope["state"]["body"] = body
         return await endpoint(request)
 
