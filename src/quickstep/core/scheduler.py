@@ -416,7 +416,7 @@ class Scheduler:
         they are forced.
         """
         request = sequence.request
-        if not self._drafts.max_drafts or not request.speculation:
+        if not request.speculation:
             return 0, 0
         num_known = sequence.num_outputs + 1  # after that row, at least
         num_left = max(0, sequence.output_limit - num_known - 1)
@@ -598,7 +598,8 @@ class Scheduler:
     ) -> None:
         """Add a row to the draft; from now on others may share the blocks that it fills."""
         residency = sequence.resident
-        row = sequence.row(num_tokens, new_block_ids, drafts, *self._num_next_drafts(sequence))
+        next_drafts = self._num_next_drafts(sequence) if self._drafts.max_drafts else (0, 0)
+        row = sequence.row(num_tokens, new_block_ids, drafts, *next_drafts)
         sequence.drafts = ()
         residency.planned = row.end
         residency.awaits_drafts = row.num_drafts > 0 or row.requests_drafts

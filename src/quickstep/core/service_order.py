@@ -129,8 +129,9 @@ class PriorityOrder(ServiceOrder):
 
         Sequences of the same level do not preempt each other: they would only take turns.
         """
-        is_lower = level_of(running.request) > level_of(waiting.request)
-        return running.is_paused or (is_lower and running.rank > waiting.rank)
+        if running.rank <= waiting.rank:  # the usual case
+            return running.is_paused
+        return running.is_paused or level_of(running.request) > level_of(waiting.request)
 
 
 class DeadlineOrder(PriorityOrder):
