@@ -23,6 +23,7 @@ import gc
 import os
 import signal
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -55,3 +56,12 @@ def pytest_configure(config: pytest.Config) -> None:
 def pytest_collection_finish() -> None:
     gc.collect()
     gc.freeze()
+
+
+@pytest.fixture(autouse=True)
+def garbage_is_collected_after_each_test() -> Iterator[None]:
+    """What a test leaves disabled costs the tests after it gigabytes."""
+    yield
+    is_enabled = gc.isenabled()
+    gc.enable()
+    assert is_enabled, "the test left garbage collection disabled"

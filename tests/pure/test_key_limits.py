@@ -8,7 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from quickstep.errors import ConfigError, RequestError
-from quickstep.server.usage.limits import Budget, KeyLimiter, KeyLimits
+from quickstep.server.usage.limits import Budget, KeyLimiter, KeyLimits, Used
 from quickstep.server.usage.price_book import Cost, SequenceUsage
 
 NOON = datetime(2026, 2, 28, 12, tzinfo=UTC).timestamp()
@@ -173,16 +173,48 @@ def test_a_budget_continues_after_a_restart_with_what_the_period_has_used() -> N
     limiter = limiter_of(budgets=(day, month))
     since: list[tuple[str, int]] = []
 
-    def usage_since(key_name: str, since_ns: int) -> tuple[SequenceUsage, Cost]:
+    def used_since(key_name: str, since_ns: int) -> Used:
         since.append((key_name, since_ns))
-        return SequenceUsage(60, 0, 39), Cost(by_tokens_nusd=10**9 - 1)
+        return Used(SequenceUsage(60, 0, 39), Cost(by_tokens_nusd=10**9 - 1), 100)
 
-    limiter.restore(usage_since)
+    limiter.restore(used_since)
     starts = [datetime(2026, 2, number, tzinfo=UTC).timestamp() for number in (28, 1)]
     assert since == [("ann", int(start) * 10**9) for start in starts]
     limiter.admit("ann", 1)
     limiter.charge("ann", SequenceUsage(1), Cost(by_tokens_nusd=1))
     assert re.search(r"100 tokens per day \(100 used\)", str(refusal(limiter)))
+
+
+@pytest.mark.parametrize("in_batch", [False, True])
+def test_running_requests_count_as_much_as_the_last_ones_used(in_batch: bool) -> None:
+    limiter = limiter_of(budgets=(Budget(tokens=100, per="day"),))
+    for _ in range(3):
+        running = limiter.admit("ann", 1, in_batch)
+        limiter.charge("ann", SequenceUsage(4, 0, 6), Cost(), in_batch)
+        running.release()
+    started = [limiter.admit("ann", 1, in_batch) for _ in range(7)]  # 30 used, 70 expected
+    error = refusal(limiter, in_batch=in_batch)
+    assert "(30 used, 70 expected of running requests)" in str(error)
+    assert error.retry_after_s == 1.0
+    limiter.charge("ann", SequenceUsage(4, 0, 1), Cost(), in_batch)
+    started[0].release()
+    started[0].release()
+    limiter.admit("ann", 1, in_batch)
+
+
+def test_what_other_servers_charge_counts() -> None:
+    limiter = limiter_of(budgets=(Budget(tokens=100, per="day"),))
+    others = [("ann", Used(SequenceUsage(50), Cost())), ("bob", Used(SequenceUsage(500), Cost()))]
+
+    def take_others() -> list[tuple[str, Used]]:
+        return [others.pop(0)] if others else []
+
+    limiter.restore(lambda *_: Used(SequenceUsage(), Cost(), 0), take_others)
+    limiter.admit("ann", 1).release()
+    limiter.admit("ann", 1).release()
+    assert not others
+    limiter.charge("ann", SequenceUsage(50), Cost())
+    assert "(100 used)" in str(refusal(limiter))
 
 
 def test_lines_of_batches_have_no_rate_limit() -> None:

@@ -56,6 +56,33 @@ def test_closing_commits_every_row(tmp_path: Path) -> None:
     assert (totals.device_ns, totals.cost_by_tokens_nusd) == (4_000_000, 5000)
 
 
+def test_a_ledger_reads_what_other_servers_add_and_nothing_twice(tmp_path: Path) -> None:
+    path = tmp_path / "usage.db"
+    written(path, [ROW])
+    one, other = Ledger(path, commit_every_s=0.01), Ledger(path, commit_every_s=0.01)
+    one.open()
+    other.open()
+    try:
+        for ledger, count in ((one, 3), (other, 5)):
+            for _ in range(count):
+                ledger.add(replace(ROW, key_name="bob"))
+        read = {one: 0, other: 0}
+        deadline = time.monotonic() + 30
+        while read != {one: 5, other: 3}:
+            assert time.monotonic() < deadline, read
+            for ledger in read:
+                for totals in ledger.take_others():
+                    assert totals.group == ("bob",)
+                    assert totals.num_output_tokens == 7 * totals.num_sequences
+                    read[ledger] += totals.num_sequences
+        assert one.totals("bob", 0).num_sequences == 0  # of before
+        assert one.totals("ann", 0).num_sequences == 1
+    finally:
+        one.close()
+        other.close()
+    assert usage_totals(path)[0].num_sequences == 9
+
+
 def test_requests_with_the_same_id_all_count(tmp_path: Path) -> None:
     """A client may send any id, and ids begin again when a server starts again."""
     path = tmp_path / "usage.db"
@@ -168,12 +195,16 @@ def test_rows_are_committed_while_the_ledger_is_open(tmp_path: Path) -> None:
     try:
         ledger.add(ROW)
         deadline = time.monotonic() + 30
-        while not ledger.totals("ann", 0).num_sequences:
+        while not usage_totals(path)[0].num_sequences:
             assert time.monotonic() < deadline
-        assert ledger.totals("bob", 0).num_sequences == 0
-        assert ledger.totals("ann", ROW.finished_ns + 1).num_sequences == 0
     finally:
         ledger.close()
+    later = Ledger(path)
+    later.open()
+    assert later.totals("ann", ROW.finished_ns).num_sequences == 1
+    assert later.totals("ann", ROW.finished_ns + 1).num_sequences == 0
+    assert later.totals("bob", 0).num_sequences == 0
+    later.close()
 
 
 def test_a_row_that_cannot_be_stored_does_not_end_the_writer(

@@ -92,10 +92,13 @@ def run(args: argparse.Namespace) -> int:
 
     # Importing creates only objects that stay alive: see `engine.remote.worker.main`.
     gc.disable()
-    launched: Launched = args.launched  # `main` has launched it, and ends it
-    log = log_setup(args)
-    launched.send_opening(opening_frame(config, log))
-    _serve(args, config, log, launched)
+    try:
+        launched: Launched = args.launched  # `main` has launched it, and ends it
+        log = log_setup(args)
+        launched.send_opening(opening_frame(config, log))
+        _serve(args, config, log, launched)
+    finally:
+        gc.enable()  # also if no engine was opened
     return 0
 
 

@@ -56,13 +56,15 @@ def _load_engine(config: EngineConfig, show_memory: bool | None) -> Engine:
     # NumPy computes no matrix products here, and its idle threads would take time and memory.
     os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")
     gc.disable()  # imported objects stay alive; scanning them is a sixth of the loading time
-    defer_parts_of_torch()
-    from quickstep.engine.assembly import open_engine
+    try:
+        defer_parts_of_torch()
+        from quickstep.engine.assembly import open_engine
 
-    with loading_bar(f"loading {config.load.model}") as progress:
-        engine = open_engine(config, progress)
-    gc.freeze()
-    gc.enable()
+        with loading_bar(f"loading {config.load.model}") as progress:
+            engine = open_engine(config, progress)
+        gc.freeze()
+    finally:
+        gc.enable()
     show = sys.stderr.isatty() if show_memory is None else show_memory
     if show and engine.memory_plan is not None:
         print_memory(engine.memory_plan)

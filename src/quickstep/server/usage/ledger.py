@@ -119,7 +119,14 @@ class UsageTotals(msgspec.Struct, frozen=True):
 
 
 _NumberedRow = tuple[str | int, ...]  # the columns of the table
-_SUMS = UsageTotals.__struct_fields__[2:]
+_TOTALS = "COUNT(*), " + ", ".join(
+    f"COALESCE(SUM({name}), 0)" for name in UsageTotals.__struct_fields__[2:]
+)
+_LAST_ROW = "SELECT COALESCE(MAX(rowid), 0) FROM sequences"
+_OF_OTHERS = (
+    f"SELECT key_name, {_TOTALS} FROM sequences WHERE rowid > ? AND rowid <= ? AND run != ?"
+    " GROUP BY key_name"
+)
 _INSERT = (
     f"INSERT INTO sequences VALUES ({', '.join('?' * (2 + len(LedgerRow.__struct_fields__)))})"
     " ON CONFLICT DO NOTHING"
@@ -135,12 +142,16 @@ class Ledger:
         self._run = uuid.uuid4().hex
         self._added: deque[LedgerRow] = deque()
         self._num_taken = 0  # rows taken from `_added` so far (the writer only)
+        self._opened_at_row = 0  # the last row of the file then
+        self._of_others: dict[str, UsageTotals] = {}  # by the key's name
+        self._of_others_lock = threading.Lock()
         self._closing = threading.Event()
         self._writer: threading.Thread | None = None
 
     def open(self) -> None:
         """Create the file if there is none, and start the writer. Raises ConfigError."""
         connection = _open_for_writing(self._path)
+        (self._opened_at_row,) = connection.execute(_LAST_ROW).fetchone()
         self._writer = threading.Thread(
             target=self._write_until_closed, args=(connection,), name="ledger", daemon=True
         )
@@ -158,12 +169,23 @@ class Ledger:
             writer.join()
 
     def totals(self, key_name: str, since_ns: int) -> UsageTotals:
-        """The committed usage of a key since a time. Raises ConfigError."""
-        totals = usage_totals(self._path, since_ns=since_ns, key_name=key_name)
+        """The usage of a key since a time, committed before `open`. Raises ConfigError."""
+        totals = usage_totals(
+            self._path, since_ns=since_ns, key_name=key_name, last_row=self._opened_at_row
+        )
         return totals[0]
+
+    def take_others(self) -> list[UsageTotals]:
+        """What other servers have committed since `open`, by key, without what an earlier call
+        returned. At most a second old.
+        """
+        with self._of_others_lock:
+            taken, self._of_others = self._of_others, {}
+        return list(taken.values())
 
     def _write_until_closed(self, connection: sqlite3.Connection) -> None:
         rows: list[_NumberedRow] = []  # not committed yet
+        last_row = self._opened_at_row
         with closing(connection):
             is_open = True
             while is_open:
@@ -175,6 +197,24 @@ class Ledger:
                 if rows and self._commit(connection, rows):
                     rows.clear()
                 del rows[:-_MAX_UNWRITTEN]
+                if is_open:
+                    last_row = self._read_others(connection, last_row)
+
+    def _read_others(self, connection: sqlite3.Connection, last_row: int) -> int:
+        """Queue what other runs have committed after a row; returns the last one that is there."""
+        try:
+            (newest,) = connection.execute(_LAST_ROW).fetchone()
+            if newest > last_row:
+                found = connection.execute(_OF_OTHERS, (last_row, newest, self._run)).fetchall()
+                with self._of_others_lock:
+                    for key, *sums in found:
+                        known = self._of_others.get(key, UsageTotals((key,), *[0] * len(sums)))
+                        both = zip(sums, astuple(known)[1:], strict=True)
+                        self._of_others[key] = UsageTotals((key,), *[a + b for a, b in both])
+        except sqlite3.Error as error:  # it is tried again
+            _LOG.error("%s cannot be read: %s", self._path, error)
+            return last_row
+        return int(newest)
 
     def _commit(self, connection: sqlite3.Connection, rows: Sequence[_NumberedRow]) -> bool:
         """Insert the rows in one transaction. Returns False if the file cannot be written now."""
@@ -204,26 +244,27 @@ def usage_totals(
     since_ns: int | None = None,
     until_ns: int | None = None,
     key_name: str | None = None,
+    last_row: int | None = None,
 ) -> list[UsageTotals]:
     """Totals of the committed rows for each value of `by` (of GROUPS), sorted; one for no `by`.
 
     Only what finished at `since_ns` or later and before `until_ns` (nanoseconds since 1970) counts,
-    and with `key_name` only what this key has used.
+    and with `key_name` only what this key has used, and with `last_row` only the file's first rows.
 
     Raises:
         ConfigError: The file is missing or is no ledger.
     """
     groups = [GROUPS[name] for name in by]
-    sums = ", ".join(f"COALESCE(SUM({name}), 0)" for name in _SUMS)
     conditions: dict[str, int | str | None] = {
         "finished_ns >= ?": since_ns,
         "finished_ns < ?": until_ns,
         "key_name = ?": key_name,
+        "rowid <= ?": last_row,
     }
     used = {text: value for text, value in conditions.items() if value is not None}
     where = f" WHERE {' AND '.join(used)}" if used else ""
     order = f" GROUP BY {', '.join(groups)} ORDER BY {', '.join(groups)}" if groups else ""
-    query = f"SELECT {', '.join([*groups, 'COUNT(*)', sums])} FROM sequences{where}{order}"
+    query = f"SELECT {', '.join([*groups, _TOTALS])} FROM sequences{where}{order}"
     with closing(_open_for_reading(path)) as connection:
         rows = connection.execute(query, tuple(used.values())).fetchall()
     return [UsageTotals(row[: len(groups)], *row[len(groups) :]) for row in rows]

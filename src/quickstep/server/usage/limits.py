@@ -6,8 +6,8 @@ until then the most that a request may need is reserved. A request that took mor
 leaves a debt, so over a long time no key gets more than its limit.
 
 A budget is spent per day or month (UTC). At its end, new requests are refused until the next one;
-requests that run finish. Lines of batches have the budget but no rate limit: they run when nothing
-else does.
+requests that run finish, and until then each counts as much as the last requests of its key used on
+average. Lines of batches have the budget but no rate limit: they run when nothing else does.
 
 `KeyLimiter` belongs to one app and is used in its event loop only. Clocks are arguments.
 """
@@ -25,11 +25,12 @@ import msgspec
 from quickstep.errors import ConfigError, RequestError
 from quickstep.server.usage.price_book import Cost, SequenceUsage
 
-__all__ = ["Budget", "KeyLimiter", "KeyLimits", "Reservation"]
+__all__ = ["Budget", "KeyLimiter", "KeyLimits", "Reservation", "Used"]
 
 _MINUTE_S = 60.0
 _LEAST_RETRY_S = 1.0
 _NANO = 1e9
+_MEAN_DECAY = 0.98  # of what a key's requests used, per ended request
 _ROUNDING = 1e-6  # a bucket that is refilled for exactly the missing time may lack the last bit
 
 
@@ -95,18 +96,26 @@ class KeyLimits(msgspec.Struct, frozen=True):
                 )
 
 
-class Reservation:
-    """Tokens that a running request may still take. `release` it at the request's end."""
+class Used(msgspec.Struct, frozen=True):
+    """What ended sequences of a key have used together."""
 
-    def __init__(self, bucket: _Bucket | None, num_tokens: float) -> None:
-        self._bucket = bucket
+    usage: SequenceUsage
+    costs: Cost
+    num_sequences: int = 1
+
+
+class Reservation:
+    """What a running request may still take. `release` it at the request's end."""
+
+    def __init__(self, state: _KeyState | None, num_tokens: float = 0.0) -> None:
+        self._state = state
         self._num_tokens = num_tokens
 
     def release(self) -> None:
-        """The request has ended, and its tokens are charged. Idempotent."""
-        if self._bucket is not None:
-            self._bucket.reserved -= self._num_tokens
-        self._bucket = None
+        """The request has ended, and what it used is charged. Idempotent."""
+        if self._state is not None:
+            self._state.end_request(self._num_tokens)
+        self._state = None
 
 
 class KeyLimiter:
@@ -126,22 +135,29 @@ class KeyLimiter:
     ) -> None:
         self._clock = clock
         self._wall_clock = wall_clock
+        self._take_others: Callable[[], Iterable[tuple[str, Used]]] = tuple
         limited = {} if limits is None else limits
         self._keys = {
             name: _KeyState(one, clock()) for name, one in limited.items() if one != KeyLimits()
         }
 
-    def restore(self, usage_since: Callable[[str, int], tuple[SequenceUsage, Cost]]) -> None:
+    def restore(
+        self,
+        used_since: Callable[[str, int], Used],
+        take_others: Callable[[], Iterable[tuple[str, Used]]] = tuple,
+    ) -> None:
         """Read what was spent of each budget before this start.
 
-        `usage_since(key name, nanoseconds since 1970)` is what the key has used since then.
+        Args:
+            used_since: (key name, nanoseconds since 1970) -> what the key has used since then.
+            take_others: What other servers have charged since the last call, by the key's name.
         """
         now = self._wall_clock()
+        self._take_others = take_others
         for name, state in self._keys.items():
             for spending in state.spendings:
                 spending.enter_period(now)
-                used = usage_since(name, round(spending.start_s * _NANO))
-                spending.spent = spending.budget.amount_of(*used)
+                spending.restore(used_since(name, round(spending.start_s * _NANO)))
 
     def admit(self, key_name: str, num_tokens: int, in_batch: bool = False) -> Reservation:
         """Count a request that may need `num_tokens`, or refuse it.
@@ -153,14 +169,16 @@ class KeyLimiter:
         """
         state = self._keys.get(key_name)
         if state is None:
-            return Reservation(None, 0)
+            return Reservation(None)
         wall_s = self._wall_clock()
+        self._charge_others(wall_s)
         for spending in state.spendings:
             spending.enter_period(wall_s)
-            if spending.spent >= spending.budget.amount:
-                raise _spent(key_name, spending, wall_s)
+            expected = state.num_running * spending.mean
+            if spending.spent + expected >= spending.budget.amount:
+                raise _spent(key_name, spending, expected, wall_s)
         if in_batch:
-            return Reservation(None, 0)
+            return state.begin_request(0.0)
         now, tokens, requests = self._clock(), state.tokens, state.requests
         wanted = 0.0 if tokens is None else min(max(num_tokens, 1), tokens.capacity)
         if requests is not None and not requests.has(now, 1):
@@ -169,9 +187,7 @@ class KeyLimiter:
             raise _too_fast(key_name, "tokens", tokens, tokens.wait_s(now, wanted))
         if requests is not None:
             requests.take(now, 1)
-        if tokens is not None:
-            tokens.reserved += wanted
-        return Reservation(tokens, wanted)
+        return state.begin_request(wanted)
 
     def charge(
         self, key_name: str, usage: SequenceUsage, costs: Cost, in_batch: bool = False
@@ -183,10 +199,17 @@ class KeyLimiter:
         wall_s = self._wall_clock()
         for spending in state.spendings:
             spending.enter_period(wall_s)
-            spending.spent += spending.budget.amount_of(usage, costs)
+            spending.charge(spending.budget.amount_of(usage, costs))
         if state.tokens is not None and not in_batch:
             num_tokens = usage.num_prompt_tokens + usage.num_output_tokens
             state.tokens.take(self._clock(), num_tokens)
+
+    def _charge_others(self, wall_s: float) -> None:
+        for name, used in self._take_others():
+            state = self._keys.get(name)
+            for spending in () if state is None else state.spendings:
+                spending.enter_period(wall_s)
+                spending.spent += spending.budget.amount_of(used.usage, used.costs)
 
     def headers(self, key_name: str) -> Iterable[tuple[bytes, bytes]]:
         """OpenAI's headers about the rate limits of a key."""
@@ -238,12 +261,35 @@ class _Bucket:
 
 
 class _Spending:
-    """What is spent of a budget in the period that began at `start_s`."""
+    """What is spent of a budget in the period that began at `start_s`, and `mean` per request."""
 
     def __init__(self, budget: Budget) -> None:
         self.budget = budget
         self.start_s = 0.0
         self.spent = 0.0
+        self._recent = 0.0  # the decaying sum of what was charged
+        self._num_recent = 0.0  # and of the requests that have ended
+
+    @property
+    def mean(self) -> float:
+        """What a request takes on average; 0 before one has ended."""
+        return self._recent / self._num_recent if self._num_recent else 0.0
+
+    def restore(self, used: Used) -> None:
+        """Continue from what was used in this period before."""
+        self.spent = self.budget.amount_of(used.usage, used.costs)
+        if used.num_sequences:
+            self._recent, self._num_recent = self.spent / used.num_sequences, 1.0
+
+    def charge(self, amount: float) -> None:
+        """Take what a sequence has used."""
+        self.spent += amount
+        self._recent += amount
+
+    def end_request(self) -> None:
+        """A request has ended, and its sequences are charged now or before."""
+        self._recent *= _MEAN_DECAY
+        self._num_recent = (self._num_recent + 1.0) * _MEAN_DECAY
 
     def enter_period(self, wall_s: float) -> None:
         """Begin with nothing spent if a later day or month has begun."""
@@ -260,6 +306,22 @@ class _KeyState:
         self.requests = None if requests is None else _Bucket(requests, now)
         self.tokens = None if tokens is None else _Bucket(tokens, now)
         self.spendings = tuple(map(_Spending, limits.budgets))
+        self.num_running = 0  # requests
+
+    def begin_request(self, num_tokens: float) -> Reservation:
+        """Reserve for a request that starts now."""
+        self.num_running += 1
+        if self.tokens is not None:
+            self.tokens.reserved += num_tokens
+        return Reservation(self, num_tokens)
+
+    def end_request(self, num_tokens: float) -> None:
+        """Give back what `begin_request` has reserved."""
+        self.num_running -= 1
+        if self.tokens is not None:
+            self.tokens.reserved -= num_tokens
+        for spending in self.spendings:
+            spending.end_request()
 
 
 def _start(budget: Budget, wall_s: float) -> datetime:
@@ -268,17 +330,22 @@ def _start(budget: Budget, wall_s: float) -> datetime:
     return day if budget.per == "day" else day.replace(day=1)
 
 
-def _spent(key_name: str, spending: _Spending, wall_s: float) -> RequestError:
+def _spent(key_name: str, spending: _Spending, expected: float, wall_s: float) -> RequestError:
     budget = spending.budget
     # more than the longest period, less than two of the shortest month
     length_s = 86_400 if budget.per == "day" else 32 * 86_400
     reset = _start(budget, spending.start_s + length_s)
+    used = f"{spending.spent:.6g} used"
+    wait_s = max(_LEAST_RETRY_S, reset.timestamp() - wall_s)
+    if spending.spent < budget.amount:
+        used += f", {expected:.6g} expected of running requests"
+        wait_s = _LEAST_RETRY_S  # they may need less
     return RequestError(
-        f"the API key {key_name} has spent its budget of {budget} ({spending.spent:.6g} used); it "
+        f"the API key {key_name} has spent its budget of {budget} ({used}); it "
         f"resets at {reset:%Y-%m-%dT%H:%M:%SZ}",
         status=429,
         code="insufficient_quota",
-        retry_after_s=max(_LEAST_RETRY_S, reset.timestamp() - wall_s),
+        retry_after_s=wait_s,
     )
 
 

@@ -9,11 +9,10 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable
-from functools import partial
 from typing import TYPE_CHECKING
 
 from quickstep.engine.step_log import SequenceRecord
-from quickstep.server.usage.limits import KeyLimiter
+from quickstep.server.usage.limits import KeyLimiter, Used
 from quickstep.server.usage.price_book import (
     Cost,
     PriceBook,
@@ -24,7 +23,7 @@ from quickstep.server.usage.price_book import (
 from quickstep.types import StepRecord
 
 if TYPE_CHECKING:
-    from quickstep.server.usage.ledger import Ledger
+    from quickstep.server.usage.ledger import Ledger, UsageTotals
 
 __all__ = ["BATCHES", "UsageRecorder"]
 
@@ -65,7 +64,11 @@ class UsageRecorder:
         """Open the ledger, and read from it what is spent of the budgets. Raises ConfigError."""
         if self._ledger is not None:
             self._ledger.open()
-            self._limiter.restore(partial(_used_since, self._ledger))
+            ledger = self._ledger
+            self._limiter.restore(
+                lambda key_name, since_ns: _used(ledger.totals(key_name, since_ns)),
+                lambda: [(one.group[0], _used(one)) for one in ledger.take_others()],
+            )
 
     def close(self) -> None:
         """Commit what is recorded. Idempotent."""
@@ -113,12 +116,12 @@ class UsageRecorder:
         )
 
 
-def _used_since(ledger: Ledger, key_name: str, since_ns: int) -> tuple[SequenceUsage, Cost]:
-    totals = ledger.totals(key_name, since_ns)
+def _used(totals: UsageTotals) -> Used:
     usage = SequenceUsage(
         totals.num_prompt_tokens,
         totals.num_cached_tokens,
         totals.num_output_tokens,
         totals.device_ns / _NANO,
     )
-    return usage, Cost(totals.cost_by_tokens_nusd, totals.cost_by_device_nusd)
+    costs = Cost(totals.cost_by_tokens_nusd, totals.cost_by_device_nusd)
+    return Used(usage, costs, totals.num_sequences)
