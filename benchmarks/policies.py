@@ -21,7 +21,8 @@ from quickstep.core.block_pool import KVBlockPool
 from quickstep.core.cost_model import Coefficients, LinearCostModel
 from quickstep.core.policies import make_policy
 from quickstep.core.scheduler import Scheduler
-from quickstep.sim.simulate import Arrival, ClockExecutor, Simulation, VirtualClock, simulate
+from quickstep.sim.engine import ClockExecutor, VirtualClock
+from quickstep.sim.simulate import Arrival, Simulation, simulate
 from quickstep.types import Request, RequestClass, SamplingParams
 
 # Assumed seconds per step, token, row, KV token and pair; about those of a 0.5B model on two cores.

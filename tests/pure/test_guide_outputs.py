@@ -28,7 +28,7 @@ def test_measurements_of_a_machine_are_left_alone() -> None:
 
 def test_padded_rows_are_as_long_as_the_longest() -> None:
     from quickstep.core.cost_model import StepLoad
-    from quickstep.sim.simulate import padded
+    from quickstep.sim.engine import padded
     from quickstep.types import Phase, StepPlan, StepRow
 
     rows = tuple(

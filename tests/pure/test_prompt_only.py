@@ -13,7 +13,8 @@ from quickstep.core.cost_model import Coefficients, LinearCostModel, StepLoad
 from quickstep.core.policies import make_policy
 from quickstep.core.scheduler import Scheduler
 from quickstep.errors import RequestError
-from quickstep.sim.simulate import Arrival, ClockExecutor, VirtualClock, simulate
+from quickstep.sim.engine import ClockExecutor, VirtualClock
+from quickstep.sim.simulate import Arrival, simulate
 from quickstep.types import FinishReason, Phase, Pooling, Request, SamplingParams, StepPlan
 
 

@@ -12,7 +12,8 @@ from quickstep.core.block_pool import KVBlockPool
 from quickstep.core.cost_model import Coefficients, LinearCostModel, StepLoad
 from quickstep.core.policies import make_policy
 from quickstep.core.scheduler import Scheduler
-from quickstep.sim.simulate import Arrival, ClockExecutor, Simulation, VirtualClock, simulate
+from quickstep.sim.engine import ClockExecutor, VirtualClock
+from quickstep.sim.simulate import Arrival, Simulation, simulate
 from quickstep.types import (
     Admission,
     FinishReason,

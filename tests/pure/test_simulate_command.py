@@ -9,8 +9,9 @@ from pathlib import Path
 import pytest
 
 from quickstep.cli.main import main
-from quickstep.cli.simulate import _ARRIVALS, _PRESETS
+from quickstep.cli.simulate import _ARRIVALS, _PRESETS, _ROUTERS
 from quickstep.plan.traffic import ARRIVALS, Traffic
+from quickstep.sim.replicas import ROUTERS
 from quickstep.sim.workload import WORKLOADS
 
 QUICK = ("simulate", "llama-3.2-1b", "--hardware", "h100", "--num-prompts", "24", "--seed", "3")
@@ -24,6 +25,7 @@ def figures(capsys: pytest.CaptureFixture[str], *argv: str) -> list[dict]:
 def test_the_choices_of_the_flags_are_those_that_exist() -> None:
     assert tuple(WORKLOADS) == _PRESETS
     assert ARRIVALS == _ARRIVALS
+    assert tuple(ROUTERS) == _ROUTERS
 
 
 def test_rates_and_policies_are_compared(capsys) -> None:
@@ -36,6 +38,22 @@ def test_rates_and_policies_are_compared(capsys) -> None:
     mixed, static = (rows[place]["figures"]["ttft_s"]["mean"] for place in (1, 3))
     assert mixed < static
     assert figures(capsys, *flags) == rows
+
+
+def test_replicas_share_the_requests_and_survive_faults(capsys) -> None:
+    flags = ("--rate", "200", "--preset", "decode-heavy", "--router", "prefix")
+    one, four = figures(capsys, *flags, "--replicas", "1,4")
+    assert [one["replicas"], four["replicas"]] == [1, 4]
+    assert four["run"] == "mixed, 200/s, 4 replicas"
+    assert four["figures"]["tpot_s"]["mean"] < one["figures"]["tpot_s"]["mean"]
+    assert four["figures"]["busy"] <= 1.0
+    (failed,) = figures(capsys, *flags, "--replicas", "3", "--faults", "12")
+    assert failed["figures"]["num_requests"] == 24
+    assert failed["resent"] > 0
+    assert failed["lost_s"] > 0
+    assert figures(capsys, *flags, "--replicas", "3", "--faults", "12") == [failed]
+    assert main((*QUICK, *flags, "--replicas", "3", "--faults", "12")) == 0
+    assert f"{failed['resent']} requests were sent again" in capsys.readouterr().out
 
 
 @pytest.mark.parametrize("arrivals", ARRIVALS)

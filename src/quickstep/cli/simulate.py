@@ -1,12 +1,14 @@
 """`quickstep simulate MODEL`: the engine's scheduler under simulated clients, on any hardware.
 
-A run for each rate and policy given; a table, JSON, CSV of the requests, or an HTML page.
+A run for each rate, policy and number of replicas given; a table, JSON, CSV of the requests, or an
+HTML page.
 """
 
 from __future__ import annotations
 
 import argparse
 import csv
+import itertools
 import sys
 from collections.abc import Callable
 from functools import partial
@@ -22,6 +24,7 @@ from quickstep.cli.flags.hardware import (
 from quickstep.cli.flags.parsing import (
     Parser,
     command,
+    non_negative_int,
     non_negative_number,
     positive_int,
     positive_number,
@@ -32,6 +35,7 @@ from quickstep.errors import ConfigError
 
 if TYPE_CHECKING:
     from quickstep.plan.candidates import Candidate
+    from quickstep.plan.traffic import Replicas
     from quickstep.sim.html_report import Run
     from quickstep.sim.summary import Summary, Targets
     from quickstep.sim.workload import Tenant, Workload
@@ -40,6 +44,7 @@ __all__ = ["add_parser", "run"]
 
 _PRESETS = ("chat", "rag", "code", "agent", "batch", "prefill-heavy", "decode-heavy")
 _ARRIVALS = ("gamma", "ramp", "diurnal", "closed-loop")
+_ROUTERS = ("round-robin", "fewest-requests", "prefix")
 
 
 def add_parser(subparsers: argparse._SubParsersAction[Parser]) -> None:
@@ -89,10 +94,36 @@ def add_parser(subparsers: argparse._SubParsersAction[Parser]) -> None:
         metavar="MS",
         help="how long the load of one takes (default: %(default)s)",
     )
+    _add_replicas(parser.add_argument_group("replicas"))
     output = parser.add_argument_group("output")
     output.add_argument("--json", action="store_true", help="print JSON")
     output.add_argument("--csv", type=Path, metavar="FILE", help="write a line per request")
     output.add_argument("--report", type=Path, metavar="FILE", help="write an HTML page")
+
+
+def _add_replicas(group: argparse._ArgumentGroup) -> None:
+    group.add_argument(
+        "--replicas",
+        type=_counts,
+        default=(1,),
+        metavar="COUNTS",
+        help="engines, each on all of --hardware, that share the requests; several counts, "
+        "separated by commas, are compared (default: 1)",
+    )
+    group.add_argument(
+        "--router",
+        choices=_ROUTERS,
+        default="fewest-requests",
+        help="which replica gets a request (default: %(default)s)",
+    )
+    group.add_argument(
+        "--faults",
+        type=non_negative_int,
+        default=0,
+        metavar="N",
+        help="random crashes, slow-downs, late and lost messages, jumps of clocks and "
+        "cancellations, by --seed (default: %(default)s)",
+    )
 
 
 def _add_clients(group: argparse._ArgumentGroup) -> None:
@@ -188,6 +219,7 @@ def run(args: argparse.Namespace) -> int:
     from quickstep.plan.candidates import Load, StepLimits, fit
     from quickstep.plan.formulas import Split
     from quickstep.plan.models import find_model
+    from quickstep.plan.traffic import Replicas
 
     if args.trace is not None and args.from_recording is not None:
         raise ConfigError("--trace and --from-recording are given; choose one")
@@ -208,15 +240,19 @@ def run(args: argparse.Namespace) -> int:
         bytes_each,
     )
     runs = []
-    for policy in args.scheduling_policy:
+    for policy, count in itertools.product(args.scheduling_policy, args.replicas):
         for rate in args.rate if _file(args) is None else args.rate[:1]:
-            runs.append(_simulated(args, candidate, rate, policy, max_model_len))
+            replicas = Replicas(count, args.router, args.faults, args.seed)
+            runs.append(_simulated(args, candidate, rate, policy, max_model_len, replicas))
     if args.json:
         rows = [
             {
                 "run": one.name,
                 "rate": one.rate,
+                "replicas": one.outcome.num_replicas,
                 "figures": one.summary,
+                "resent": one.outcome.num_resent,
+                "lost_s": one.outcome.lost_s,
                 "tenants": _by_tenant(one, _targets(args)),
             }
             for one in runs
@@ -240,6 +276,7 @@ def _simulated(
     rate: float,
     policy: PolicyName,
     max_model_len: int,
+    replicas: Replicas,
 ) -> Run:
     from quickstep.cli.screen import counting_bar
     from quickstep.plan.traffic import Traffic, simulate_arrivals, simulate_traffic
@@ -261,14 +298,20 @@ def _simulated(
         progress = None if show is None else partial(_show, show, policy.value, args.num_prompts)
         if file is None:
             outcome = simulate_traffic(
-                candidate, traffic, max_model_len, policy, args.padded, progress
+                candidate, traffic, max_model_len, policy, args.padded, progress, replicas
             )
         else:
             lines = file.read_text(encoding="utf-8", errors="replace").splitlines()
             read = read_trace if args.from_recording is None else recorded_traffic
             arrivals = read(lines, args.trace_speed)[: args.num_prompts]
             outcome = simulate_arrivals(
-                candidate, arrivals, max_model_len, policy, pads=args.padded, progress=progress
+                candidate,
+                arrivals,
+                max_model_len,
+                policy,
+                pads=args.padded,
+                progress=progress,
+                replicas=replicas,
             )
     summary = summarize(outcome, candidate.num_blocks, _targets(args))
     load = f"{args.max_concurrency} clients"
@@ -276,6 +319,8 @@ def _simulated(
         load = f"{args.trace_speed:g} x {file.name}"
     elif args.arrivals != "closed-loop":
         load = f"{rate:g}/s"
+    if replicas.count > 1:
+        load += f", {replicas.count} replicas"
     return Run(
         f"{policy.value}, {load}",
         rate,
@@ -338,6 +383,12 @@ def _print_runs(title: str, runs: list[Run], targets: Targets, has_adapters: boo
         for tenant, figures in _by_tenant(one, targets).items():
             rows.append((f"  {tenant}", *_cells(figures, has_adapters), ""))
     print_table(console_on(sys.stdout), title, header, rows)
+    for one in runs:
+        if one.outcome.num_resent:
+            print(
+                f"{one.name}: {one.outcome.num_resent} requests were sent again after a crash, "
+                f"which had received {one.outcome.lost_s:.2f} s on the device"
+            )
 
 
 def _by_tenant(run: Run, targets: Targets) -> dict[str, Summary]:
@@ -373,6 +424,10 @@ def _write_csv(file: Path, runs: list[Run]) -> None:
                 values = [getattr(ending.timings, name) for name in (*names, *counts)]
                 names_of = (one.name, ending.request_id, ending.tenant)
                 writer.writerow((*names_of, ending.reason.value, *values))
+
+
+def _counts(text: str) -> tuple[int, ...]:
+    return tuple(positive_int(part) for part in text.split(","))
 
 
 def _rates(text: str) -> tuple[float, ...]:

@@ -1,4 +1,4 @@
-"""`simulate_traffic`: clients of a workload against one engine on some hardware.
+"""`simulate_traffic`: clients of a workload against one engine or several on some hardware.
 
 Called by `quickstep simulate`, once for each rate and policy that it compares.
 """
@@ -18,12 +18,23 @@ from quickstep.core.scheduler import Scheduler
 from quickstep.errors import ConfigError
 from quickstep.plan.candidates import BLOCK_SIZE, Candidate, Load
 from quickstep.sim.arrivals import diurnal, gamma, ramp
+from quickstep.sim.engine import SimulatedEngine
+from quickstep.sim.faults import random_faults
+from quickstep.sim.replicas import ROUTERS, ReplicaOptions, ReplicaRun
 from quickstep.sim.simulate import Arrival, Follow, Progress, Simulation, simulate
 from quickstep.sim.workload import Adapters, Clients, Workload, adapter_ids
 
-__all__ = ["ARRIVALS", "Traffic", "mean_load", "simulate_arrivals", "simulate_traffic"]
+__all__ = [
+    "ARRIVALS",
+    "Replicas",
+    "Traffic",
+    "mean_load",
+    "simulate_arrivals",
+    "simulate_traffic",
+]
 
 ARRIVALS = ("gamma", "ramp", "diurnal", "closed-loop")
+_FAULTS_UNTIL_S = 60.0  # of a closed loop, in which all sessions arrive at once
 _DAY_PARTS = 4  # periods of a simulated diurnal curve
 
 
@@ -64,6 +75,21 @@ class Traffic(msgspec.Struct, frozen=True):
         raise ConfigError(f"--arrivals is {self.arrivals!r}, known are {', '.join(ARRIVALS)}")
 
 
+class Replicas(msgspec.Struct, frozen=True):
+    """Several engines behind a router, and random faults while requests arrive.
+
+    Attributes:
+        router: One of `sim.replicas.ROUTERS`.
+        num_faults: Crashes, slow-downs, late or lost messages, jumps of clocks, cancellations.
+        seed: Of the faults.
+    """
+
+    count: int = 1
+    router: str = "fewest-requests"
+    num_faults: int = 0
+    seed: int = 0
+
+
 def mean_load(arrivals: Sequence[Arrival]) -> Load:
     """The mean rate and lengths of arrivals, of which each sequence counts as a request.
 
@@ -89,8 +115,9 @@ def simulate_traffic(
     policy: PolicyName,
     pads: bool = False,
     progress: Progress | None = None,
+    replicas: Replicas | None = None,
 ) -> Simulation:
-    """One engine of a candidate, with the clients of `traffic`."""
+    """A candidate's engine, or replicas of it, with the clients of `traffic`."""
     clients = Clients(
         traffic.workload,
         random.Random(traffic.seed + 1),
@@ -101,7 +128,15 @@ def simulate_traffic(
     arrivals = clients.opening(traffic.times())
     adapters = traffic.workload.adapters
     return simulate_arrivals(
-        candidate, arrivals, max_model_len, policy, clients.follow, pads, adapters, progress
+        candidate,
+        arrivals,
+        max_model_len,
+        policy,
+        clients.follow,
+        pads,
+        adapters,
+        progress,
+        replicas,
     )
 
 
@@ -114,8 +149,11 @@ def simulate_arrivals(
     pads: bool = False,
     adapters: Adapters | None = None,
     progress: Progress | None = None,
+    replicas: Replicas | None = None,
 ) -> Simulation:
-    """One engine of a candidate, with these arrivals; `pads` and `progress` as in `simulate`."""
+    """A candidate's engine, or replicas of it, with these arrivals; `pads` and `progress` as in
+    `simulate`.
+    """
     config = SchedulerConfig(
         max_num_seqs=candidate.limits.max_num_seqs,
         max_num_batched_tokens=candidate.limits.max_num_batched_tokens,
@@ -123,16 +161,35 @@ def simulate_arrivals(
         policy=policy,
         max_loras=None if adapters is None else adapters.max_loras,
     )
-    pool = KVBlockPool(candidate.num_blocks, BLOCK_SIZE)
-    scheduler = Scheduler(config, pool, make_policy(config), candidate.costs)
-    for adapter_id in () if adapters is None else adapter_ids(adapters):
-        scheduler.register_adapter(adapter_id, 1)
-    return simulate(
+    costs, load_s = candidate.costs, 0.0 if adapters is None else adapters.load_s
+
+    def new_scheduler() -> Scheduler:
+        pool = KVBlockPool(candidate.num_blocks, BLOCK_SIZE)
+        scheduler = Scheduler(config, pool, make_policy(config), costs)
+        for adapter_id in () if adapters is None else adapter_ids(adapters):
+            scheduler.register_adapter(adapter_id, 1)
+        return scheduler
+
+    if replicas is None or (replicas.count == 1 and not replicas.num_faults):
+        return simulate(
+            arrivals,
+            new_scheduler(),
+            costs,
+            follow,
+            pads,
+            adapter_load_s=load_s,
+            progress=progress,
+        )
+    arrivals = tuple(arrivals)
+    until_s = max((arrival.at_s for arrival in arrivals), default=0.0) or _FAULTS_UNTIL_S
+    rng = random.Random(replicas.seed)
+    return ReplicaRun(
         arrivals,
-        scheduler,
-        candidate.costs,
+        replicas.count,
+        lambda clock: SimulatedEngine(clock, new_scheduler(), costs, pads, load_s),
+        ROUTERS[replicas.router](),
+        random_faults(rng, replicas.count, until_s, replicas.num_faults),
+        ReplicaOptions(seed=replicas.seed),
         follow,
-        pads,
-        adapter_load_s=0.0 if adapters is None else adapters.load_s,
-        progress=progress,
-    )
+        progress,
+    ).run()

@@ -1,130 +1,25 @@
 """The second driver of the scheduler: a list of arrivals on a virtual clock.
 
-The same `Scheduler` as in the engine, an executor that computes nothing (a step takes as long as
-the cost model says), and this loop. Arrivals go in, per-sequence timings and the step log come out;
-`Follow` adds the requests that a client sends after an answer. Nothing waits, nothing is random.
-Tokens are all the same, so that only `max_tokens` and the context limit end a sequence.
+The same `Scheduler` as in the engine (`sim.engine`) and this loop. Arrivals go in, per-sequence
+timings and the step log come out; `Follow` adds the requests that a client sends after an answer.
+`sim.replicas` has several engines.
 """
 
 from __future__ import annotations
 
 import heapq
 import math
-from collections import deque
 from collections.abc import Callable, Iterable
 
 import msgspec
-from msgspec.structs import replace
 
-from quickstep.core.cost_model import CostModel, StepLoad
+from quickstep.core.cost_model import CostModel
 from quickstep.core.scheduler import Scheduler
 from quickstep.errors import RequestError
-from quickstep.types import (
-    FinishReason,
-    Request,
-    RowOutput,
-    SamplingParams,
-    SequenceOutput,
-    SequenceTimings,
-    StepPlan,
-    StepRecord,
-    StepResult,
-    StepRow,
-    TokenLogprobs,
-)
+from quickstep.sim.engine import SimulatedEngine, VirtualClock
+from quickstep.types import FinishReason, Request, SequenceOutput, SequenceTimings, StepRecord
 
-__all__ = [
-    "Arrival",
-    "ClockExecutor",
-    "ClockTicket",
-    "Ending",
-    "Follow",
-    "Progress",
-    "Simulation",
-    "VirtualClock",
-    "padded",
-    "simulate",
-]
-
-_TOKEN_ID = 0
-
-
-class VirtualClock(msgspec.Struct):
-    """Simulated time in seconds. Owned by the simulation's loop."""
-
-    now: float = 0.0
-
-
-class ClockTicket(msgspec.Struct, frozen=True):
-    """A step that ends at `ready_at_s`."""
-
-    clock: VirtualClock
-    ready_at_s: float
-    outcome: StepResult
-
-    def done(self) -> bool:
-        """Whether the clock has reached the end of the step."""
-        return self.clock.now >= self.ready_at_s
-
-    def result(self) -> StepResult:
-        """The result of the step; waiting for it moves the clock."""
-        self.clock.now = max(self.clock.now, self.ready_at_s)
-        return self.outcome
-
-
-class ClockExecutor:
-    """Runs steps one after the other on a virtual clock.
-
-    `pads`: All rows of a step take as long as its longest.
-    """
-
-    def __init__(self, clock: VirtualClock, cost_model: CostModel, pads: bool = False) -> None:
-        self._clock = clock
-        self._cost_model = cost_model
-        self._pads = pads
-        self._free_at_s = 0.0
-        self._sampling: dict[int, SamplingParams] = {}  # by slot
-
-    def submit(self, plan: StepPlan) -> ClockTicket:
-        """Start the step when those before it are done."""
-        for admission in plan.admitted:
-            self._sampling[admission.slot] = admission.sampling
-        computed = padded(plan) if self._pads else plan
-        seconds = self._cost_model.seconds(StepLoad.of_plan(computed, self._sampling))
-        self._free_at_s = max(self._clock.now, self._free_at_s) + seconds
-        outputs = tuple(map(_output, plan.rows))
-        result = StepResult(plan.step_id, outputs, seconds)
-        return ClockTicket(self._clock, self._free_at_s, result)
-
-    def ran_until(self, time_s: float) -> None:
-        """Steps that were not submitted here took until then."""
-        self._free_at_s = time_s
-
-    def close(self) -> None:
-        """There is nothing to free; for the protocol `Executor`."""
-
-
-def padded(plan: StepPlan) -> StepPlan:
-    """The step that tensors of shape (rows, longest row) compute: all rows are padded to one shape.
-
-    It has as many tokens in every row, and attends to as long a context.
-    """
-    if not plan.rows:
-        return plan
-    num_tokens = max(row.num_tokens for row in plan.rows)
-    start = max(row.end for row in plan.rows) - num_tokens
-    rows = (replace(row, start=start, num_tokens=num_tokens) for row in plan.rows)
-    return replace(plan, rows=tuple(rows))
-
-
-def _output(row: StepRow) -> RowOutput:
-    """The output that the row must have, without content."""
-    score = TokenLogprobs(_TOKEN_ID, 0.0, 1)
-    return RowOutput(
-        token_ids=(_TOKEN_ID,) if row.emits else (),
-        prompt_logprobs=(score,) * row.num_scored,
-        embedding=() if row.pools else None,
-    )
+__all__ = ["Arrival", "Ending", "Follow", "Progress", "Simulation", "simulate"]
 
 
 class Arrival(msgspec.Struct, frozen=True):
@@ -148,12 +43,6 @@ class Ending(msgspec.Struct, frozen=True):
     tenant: str = ""
 
 
-class _EndOfLoad(msgspec.Struct, frozen=True):
-    """A LoRA adapter is in memory from then on."""
-
-    adapter_id: str
-
-
 # Called with the number of sequences that have ended.
 Progress = Callable[[int], None]
 
@@ -162,12 +51,19 @@ Follow = Callable[[Ending], Iterable[Arrival]]
 
 
 class Simulation(msgspec.Struct):
-    """The result: endings in their order, the step log, and refused requests with the reason."""
+    """The result: endings in their order, the step log, and refused requests with the reason.
+
+    Of several replicas also `num_resent`, how often a request was sent to another replica because
+    its own had crashed, and `lost_s`, the device seconds that those requests had received.
+    """
 
     endings: list[Ending] = msgspec.field(default_factory=list)
     records: list[StepRecord] = msgspec.field(default_factory=list)
     refused: list[tuple[str, str]] = msgspec.field(default_factory=list)
     finished_s: float = 0.0
+    num_replicas: int = 1
+    num_resent: int = 0
+    lost_s: float = 0.0
 
 
 class _Run:
@@ -176,83 +72,52 @@ class _Run:
     def __init__(
         self,
         arrivals: Iterable[Arrival],
-        scheduler: Scheduler,
-        costs: CostModel,
+        clock: VirtualClock,
+        engine: SimulatedEngine,
         follow: Follow | None,
-        pads: bool,
-        step_by_step: bool,
-        adapter_load_s: float,
+        skips: bool,
         progress: Progress | None,
     ) -> None:
-        self.clock = VirtualClock()
-        self.outcome = Simulation()
+        self.outcome = Simulation(records=engine.records)
+        self._clock = clock
+        self._engine = engine
         self._follow = follow
-        self._scheduler = scheduler
-        self._costs = costs
-        self._executor = ClockExecutor(self.clock, costs, pads)
-        self._skips = not (pads or step_by_step)
-        self._adapter_load_s = adapter_load_s
+        self._skips = skips
         self._progress = progress
         self._tenants: dict[str, str] = {}  # of live requests that have one
-        self._in_flight: deque[tuple[StepPlan, ClockTicket]] = deque()
         # (time, number of the event, what happens: a string is the request to cancel)
-        self._events: list[tuple[float, int, Arrival | _EndOfLoad | str]] = []
+        self._events: list[tuple[float, int, Arrival | str]] = []
         self._num_events = 0
         for arrival in arrivals:
             self._schedule(arrival.at_s, arrival)
 
-    def _schedule(self, at_s: float, event: Arrival | _EndOfLoad | str) -> None:
+    def _schedule(self, at_s: float, event: Arrival | str) -> None:
         heapq.heappush(self._events, (at_s, self._num_events, event))
         self._num_events += 1
 
     def advance(self) -> None:
         """Do everything that is due now: clients, deadlines, finished steps, new steps."""
-        now = self.clock.now
+        now = self._clock.now
         while self._events and self._events[0][0] <= now:
             self._handle(heapq.heappop(self._events)[2], now)
-        while self._in_flight and self._in_flight[0][1].done():
-            plan, ticket = self._in_flight.popleft()
-            step = self._scheduler.commit(plan, ticket.result(), now)
-            self.outcome.records.append(step.record)
-            self._record_endings(step.outputs)
-        self._record_endings(self._scheduler.expire(now))
-        if self._skips:
-            now = self._skip_decodes(now)
-        plan_now = self._planned(now)
-        while plan_now is not None:
-            self._in_flight.append((plan_now, self._executor.submit(plan_now)))
-            plan_now = self._planned(now)
+        self._record_endings(self._engine.finish_steps())
+        outputs = self._engine.skip_decodes(self._next_client_s()) if self._skips else None
+        while outputs is not None:
+            self._record_endings(outputs)
+            outputs = self._engine.skip_decodes(self._next_client_s())
+        self._engine.start_steps()
 
-    def _planned(self, now: float) -> StepPlan | None:
-        """The next step, after the loads of adapters that the scheduler wants have begun."""
-        plan = self._scheduler.plan(now)
-        orders = self._scheduler.take_adapter_orders()
-        for adapter_id in orders.loads if orders is not None else ():
-            self._schedule(now + self._adapter_load_s, _EndOfLoad(adapter_id))
-        return plan
+    def _next_client_s(self) -> float:
+        return self._events[0][0] if self._events else math.inf
 
-    def _skip_decodes(self, now: float) -> float:
-        """Advance the steps that only decode, until something else happens; returns the time."""
-        while True:
-            next_s = self._events[0][0] if self._events else math.inf
-            steps = self._scheduler.decode_stretch(now, next_s, self._costs, _TOKEN_ID)
-            if not steps.records:
-                return now
-            now = self.clock.now = steps.records[-1].committed_at_s
-            self._executor.ran_until(now)
-            self.outcome.records += steps.records
-            self._record_endings(steps.outputs)
-
-    def _handle(self, event: Arrival | _EndOfLoad | str, now: float) -> None:
+    def _handle(self, event: Arrival | str, now: float) -> None:
+        scheduler = self._engine.scheduler
         if isinstance(event, str):
-            self._record_endings(self._scheduler.abort(event, now))
-            return
-        if isinstance(event, _EndOfLoad):
-            self._scheduler.adapter_loaded(event.adapter_id, now)
+            self._record_endings(scheduler.abort(event, now))
             return
         request = event.request
         try:
-            self._scheduler.add(request, now)
+            scheduler.add(request, now)
         except RequestError as error:
             self.outcome.refused.append((request.request_id, str(error)))
             return
@@ -263,15 +128,11 @@ class _Run:
 
     def next_event_s(self) -> float | None:
         """The time of the next event; None at the end."""
-        now = self.clock.now
-        wakeup_s = self._scheduler.wakeup(now) if self._scheduler.has_work() else None
-        # what was due now was done; a policy that waits for a step in flight may still say now
-        times = [None if wakeup_s is None or wakeup_s <= now else wakeup_s]
-        times.append(self._events[0][0] if self._events else None)
-        times.append(self._in_flight[0][1].ready_at_s if self._in_flight else None)
-        return min((time for time in times if time is not None), default=None)
+        engine_s = self._engine.next_s()
+        times = [self._events[0][0]] if self._events else []
+        return min([*times, engine_s] if engine_s is not None else times, default=None)
 
-    def _record_endings(self, outputs: tuple[SequenceOutput, ...]) -> None:
+    def _record_endings(self, outputs: Iterable[SequenceOutput]) -> None:
         for output in outputs:
             if output.finish_reason is not None and output.timings is not None:
                 ending = Ending(
@@ -285,7 +146,7 @@ class _Run:
                 if self._progress is not None:
                     self._progress(len(self.outcome.endings))
                 for arrival in self._follow(ending) if self._follow is not None else ():
-                    self._schedule(max(arrival.at_s, self.clock.now), arrival)
+                    self._schedule(max(arrival.at_s, self._clock.now), arrival)
 
 
 def simulate(
@@ -310,12 +171,12 @@ def simulate(
     machine that was measured, both are `LinearCostModel.of_fit` of its stored fit
     (`engine.cost_fits`, `quickstep calibrate`).
     """
-    run = _Run(
-        arrivals, scheduler, cost_model, follow, pads, step_by_step, adapter_load_s, progress
-    )
+    clock = VirtualClock()
+    engine = SimulatedEngine(clock, scheduler, cost_model, pads, adapter_load_s)
+    run = _Run(arrivals, clock, engine, follow, not (pads or step_by_step), progress)
     event_s = run.next_event_s()
     while event_s is not None:
-        run.clock.now = max(run.clock.now, event_s)
+        clock.now = max(clock.now, event_s)
         run.advance()
         event_s = run.next_event_s()
     endings = run.outcome.endings

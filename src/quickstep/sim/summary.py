@@ -10,6 +10,7 @@ import math
 from collections.abc import Sequence
 
 import msgspec
+from msgspec.structs import replace
 
 from quickstep.sim.simulate import Ending, Simulation
 from quickstep.types import FinishReason
@@ -72,7 +73,7 @@ class Summary(msgspec.Struct, frozen=True):
         attainment: The part of all requests, except cancelled ones, that is complete and met the
             targets.
         goodput_per_s: Those per second, if all requests of the duration are like them.
-        busy: The part of the time in which a step ran.
+        busy: The part of the time in which a step ran; of several replicas, the mean.
         mean_decode_rows: Decode rows of a step, weighted with its seconds.
         prefill: The part of the step time that prefill rows were charged.
         kv_used: The largest part of the KV blocks in use after a step.
@@ -164,7 +165,7 @@ def summarize(
         adapter_s=Percentiles.of([one.timings.adapter_s for one in endings]),
         attainment=attainment,
         goodput_per_s=requests_per_s * attainment,
-        busy=min(1.0, busy_s / duration_s),
+        busy=min(1.0, busy_s / duration_s / outcome.num_replicas),
         mean_decode_rows=row_s / busy_s if busy_s else 0.0,
         prefill=math.fsum(one.prefill_s for one in records) / busy_s if busy_s else 0.0,
         kv_used=1.0 - free / num_blocks,
@@ -182,8 +183,7 @@ def by_tenant(outcome: Simulation) -> dict[str, Simulation]:
     if len(endings) < 2:
         return {}
     return {
-        tenant: Simulation(endings[tenant], outcome.records, finished_s=outcome.finished_s)
-        for tenant in sorted(endings)
+        tenant: replace(outcome, endings=endings[tenant], refused=[]) for tenant in sorted(endings)
     }
 
 

@@ -1,0 +1,189 @@
+"""An engine on a virtual clock: the real scheduler, and an executor that computes nothing.
+
+A step takes as long as a cost model says. Nothing waits, nothing is random. Tokens are all the
+same, so that only `max_tokens` and the context limit end a sequence.
+"""
+
+from __future__ import annotations
+
+import heapq
+from collections import deque
+
+import msgspec
+from msgspec.structs import replace
+
+from quickstep.core.cost_model import CostModel, StepLoad
+from quickstep.core.scheduler import Scheduler
+from quickstep.types import (
+    RowOutput,
+    SamplingParams,
+    SequenceOutput,
+    StepPlan,
+    StepRecord,
+    StepResult,
+    StepRow,
+    TokenLogprobs,
+)
+
+__all__ = ["ClockExecutor", "ClockTicket", "SimulatedEngine", "VirtualClock", "padded"]
+
+_TOKEN_ID = 0
+
+
+class VirtualClock(msgspec.Struct):
+    """Simulated time in seconds. Owned by the simulation's loop."""
+
+    now: float = 0.0
+
+
+class ClockTicket(msgspec.Struct, frozen=True):
+    """A step that ends at `ready_at_s`."""
+
+    clock: VirtualClock
+    ready_at_s: float
+    outcome: StepResult
+
+    def done(self) -> bool:
+        """Whether the clock has reached the end of the step."""
+        return self.clock.now >= self.ready_at_s
+
+    def result(self) -> StepResult:
+        """The result of the step; waiting for it moves the clock."""
+        self.clock.now = max(self.clock.now, self.ready_at_s)
+        return self.outcome
+
+
+class ClockExecutor:
+    """Runs steps one after the other on a virtual clock.
+
+    `pads`: All rows of a step take as long as its longest. `slowdown` multiplies the time of the
+    steps that are submitted from now on.
+    """
+
+    def __init__(self, clock: VirtualClock, cost_model: CostModel, pads: bool = False) -> None:
+        self.slowdown = 1.0
+        self._clock = clock
+        self._cost_model = cost_model
+        self._pads = pads
+        self._free_at_s = 0.0
+        self._sampling: dict[int, SamplingParams] = {}  # by slot
+
+    def submit(self, plan: StepPlan) -> ClockTicket:
+        """Start the step when those before it are done."""
+        for admission in plan.admitted:
+            self._sampling[admission.slot] = admission.sampling
+        computed = padded(plan) if self._pads else plan
+        seconds = self._cost_model.seconds(StepLoad.of_plan(computed, self._sampling))
+        seconds *= self.slowdown
+        self._free_at_s = max(self._clock.now, self._free_at_s) + seconds
+        outputs = tuple(map(_output, plan.rows))
+        result = StepResult(plan.step_id, outputs, seconds)
+        return ClockTicket(self._clock, self._free_at_s, result)
+
+    def ran_until(self, time_s: float) -> None:
+        """Steps that were not submitted here took until then."""
+        self._free_at_s = time_s
+
+    def close(self) -> None:
+        """There is nothing to free; for the protocol `Executor`."""
+
+
+class SimulatedEngine:
+    """One engine. It acts only when it is called; `next_s` says when that is due.
+
+    `adapter_load_s`: How long the load of a LoRA adapter takes.
+    """
+
+    def __init__(
+        self,
+        clock: VirtualClock,
+        scheduler: Scheduler,
+        cost_model: CostModel,
+        pads: bool = False,
+        adapter_load_s: float = 0.0,
+    ) -> None:
+        self.scheduler = scheduler
+        self.executor = ClockExecutor(clock, cost_model, pads)
+        self.records: list[StepRecord] = []
+        self._clock = clock
+        self._cost_model = cost_model
+        self._adapter_load_s = adapter_load_s
+        self._loads: list[tuple[float, str]] = []  # when an adapter is in memory; a heap
+        self._in_flight: deque[tuple[StepPlan, ClockTicket]] = deque()
+
+    def finish_steps(self) -> list[SequenceOutput]:
+        """Take what is over by now: loads of adapters, steps, deadlines."""
+        now = self._clock.now
+        outputs: list[SequenceOutput] = []
+        while self._loads and self._loads[0][0] <= now:
+            self.scheduler.adapter_loaded(heapq.heappop(self._loads)[1], now)
+        while self._in_flight and self._in_flight[0][1].done():
+            plan, ticket = self._in_flight.popleft()
+            step = self.scheduler.commit(plan, ticket.result(), now)
+            self.records.append(step.record)
+            outputs += step.outputs
+        outputs += self.scheduler.expire(now)
+        return outputs
+
+    def skip_decodes(self, until_s: float) -> tuple[SequenceOutput, ...] | None:
+        """Advance, with the clock, the steps that only decode, until one ends a sequence or would
+        end after `until_s`; None if the next step is not of that kind.
+        """
+        until_s = min(until_s, self._loads[0][0]) if self._loads else until_s
+        now = self._clock.now
+        steps = self.scheduler.decode_stretch(now, until_s, self._cost_model, _TOKEN_ID)
+        if not steps.records:
+            return None
+        self._clock.now = steps.records[-1].committed_at_s
+        self.executor.ran_until(self._clock.now)
+        self.records += steps.records
+        return steps.outputs
+
+    def start_steps(self) -> None:
+        """Plan and start as many steps as may be in flight."""
+        now = self._clock.now
+        plan = self._planned(now)
+        while plan is not None:
+            self._in_flight.append((plan, self.executor.submit(plan)))
+            plan = self._planned(now)
+
+    def _planned(self, now: float) -> StepPlan | None:
+        """The next step, after the loads of adapters that the scheduler wants have begun."""
+        plan = self.scheduler.plan(now)
+        orders = self.scheduler.take_adapter_orders()
+        for adapter_id in orders.loads if orders is not None else ():
+            heapq.heappush(self._loads, (now + self._adapter_load_s, adapter_id))
+        return plan
+
+    def next_s(self) -> float | None:
+        """The time at which something is over or due; None if it has nothing to do."""
+        now = self._clock.now
+        wakeup_s = self.scheduler.wakeup(now) if self.scheduler.has_work() else None
+        # what was due now was done; a policy that waits for a step in flight may still say now
+        times = [None if wakeup_s is None or wakeup_s <= now else wakeup_s]
+        times.append(self._loads[0][0] if self._loads else None)
+        times.append(self._in_flight[0][1].ready_at_s if self._in_flight else None)
+        return min((time for time in times if time is not None), default=None)
+
+
+def padded(plan: StepPlan) -> StepPlan:
+    """The step that tensors of shape (rows, longest row) compute: all rows are padded to one shape.
+
+    It has as many tokens in every row, and attends to as long a context.
+    """
+    if not plan.rows:
+        return plan
+    num_tokens = max(row.num_tokens for row in plan.rows)
+    start = max(row.end for row in plan.rows) - num_tokens
+    rows = (replace(row, start=start, num_tokens=num_tokens) for row in plan.rows)
+    return replace(plan, rows=tuple(rows))
+
+
+def _output(row: StepRow) -> RowOutput:
+    """The output that the row must have, without content."""
+    score = TokenLogprobs(_TOKEN_ID, 0.0, 1)
+    return RowOutput(
+        token_ids=(_TOKEN_ID,) if row.emits else (),
+        prompt_logprobs=(score,) * row.num_scored,
+        embedding=() if row.pools else None,
+    )
