@@ -7,7 +7,6 @@ from collections.abc import Iterable, Sequence
 from random import Random
 
 import pytest
-from msgspec.structs import replace
 
 from quickstep.config import PolicyName, SchedulerConfig
 from quickstep.core.block_pool import KVBlockPool
@@ -72,8 +71,9 @@ def run(
         num_replicas,
         lambda clock: new_engine(clock, **scheduler),
         router or RoundRobin(),
+        Random(seed),
         faults,
-        replace(OPTIONS, seed=seed),
+        OPTIONS,
         check=check,
     )
     return simulation.run()
@@ -156,7 +156,7 @@ def test_one_replica_without_faults_is_the_simulation_of_one_engine() -> None:
     arrivals = [Arrival(0.01 * place, request(f"r{place}")) for place in range(40)]
     one = simulate(arrivals, new_scheduler(), LinearCostModel(COSTS))
     options = ReplicaOptions(link_s=0.0)
-    replicas = ReplicaRun(arrivals, 1, new_engine, RoundRobin(), options=options).run()
+    replicas = ReplicaRun(arrivals, 1, new_engine, RoundRobin(), Random(0), options=options).run()
     assert [(end.request_id, end.timings.finished_s) for end in replicas.endings] == [
         (end.request_id, pytest.approx(end.timings.finished_s)) for end in one.endings
     ]
@@ -250,6 +250,7 @@ def test_clients_follow_up_after_their_answers() -> None:
         2,
         new_engine,
         FewestRequests(),
+        Random(0),
         [Crash(2.0, 0, 1.0)],
         OPTIONS,
         follow,

@@ -20,7 +20,7 @@ from quickstep.plan.candidates import BLOCK_SIZE, Candidate, Load
 from quickstep.sim.arrivals import diurnal, gamma, ramp
 from quickstep.sim.engine import SimulatedEngine
 from quickstep.sim.faults import random_faults
-from quickstep.sim.replicas import ROUTERS, ReplicaOptions, ReplicaRun
+from quickstep.sim.replicas import ROUTERS, ReplicaRun
 from quickstep.sim.simulate import Arrival, Follow, Progress, Simulation, simulate
 from quickstep.sim.workload import Adapters, Clients, Workload, adapter_ids
 
@@ -188,8 +188,8 @@ def simulate_arrivals(
         replicas.count,
         lambda clock: SimulatedEngine(clock, new_scheduler(), costs, pads, load_s),
         ROUTERS[replicas.router](),
+        rng,
         random_faults(rng, replicas.count, until_s, replicas.num_faults),
-        ReplicaOptions(seed=replicas.seed),
-        follow,
-        progress,
+        follow=follow,
+        progress=progress,
     ).run()

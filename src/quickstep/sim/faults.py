@@ -5,9 +5,12 @@ Faults are data, made before the run (`random_faults`): the same list replays ex
 
 from __future__ import annotations
 
-from random import Random
+from typing import TYPE_CHECKING
 
 import msgspec
+
+if TYPE_CHECKING:
+    from random import Random
 
 __all__ = ["CancelStorm", "ClockJump", "Crash", "Fault", "LinkFault", "SlowDown", "random_faults"]
 

@@ -14,8 +14,7 @@ from __future__ import annotations
 
 import heapq
 from collections.abc import Callable, Iterable, Sequence
-from random import Random
-from typing import Protocol
+from typing import TYPE_CHECKING, Protocol
 
 import msgspec
 from msgspec.structs import replace
@@ -31,6 +30,9 @@ from quickstep.types import (
     SequenceTimings,
     StepRecord,
 )
+
+if TYPE_CHECKING:
+    from random import Random
 
 __all__ = [
     "ROUTERS",
@@ -125,12 +127,11 @@ ROUTERS: dict[str, Callable[[], Router]] = {
 
 
 class ReplicaOptions(msgspec.Struct, frozen=True):
-    """Times in seconds between router and replicas; `seed` of what is lost and cancelled."""
+    """Times in seconds between router and replicas."""
 
     link_s: float = 0.0005
     resend_s: float = 0.2
     detect_s: float = 1.0
-    seed: int = 0
 
 
 class _Live(msgspec.Struct):
@@ -283,6 +284,7 @@ class ReplicaRun:
     Args:
         arrivals: As in `simulate`, and so are `follow` and `progress`.
         make_engine: A new engine on a clock, for a replica, and for one that has crashed.
+        rng: Of what is lost and cancelled.
         check: Called after every event: for tests.
     """
 
@@ -292,6 +294,7 @@ class ReplicaRun:
         num_replicas: int,
         make_engine: NewEngine,
         router: Router,
+        rng: Random,
         faults: Iterable[Fault] = (),
         options: ReplicaOptions | None = None,
         follow: Follow | None = None,
@@ -307,7 +310,7 @@ class ReplicaRun:
         self._follow = follow
         self._progress = progress
         self._check = check
-        self._rng = Random(options.seed)
+        self._rng = rng
         self.replicas = [
             _Replica(make_engine, (_Link(options, self._rng), _Link(options, self._rng)))
             for _ in range(num_replicas)
