@@ -12,7 +12,8 @@ import torch
 from torch import Tensor
 
 from quickstep.model.interface import ForwardBatch, KVShape
-from quickstep.ops.table import KVCache
+from quickstep.ops.reference import reference_ops
+from quickstep.ops.table import KVCache, OpTable
 
 HEAD_SIZE = 8
 
@@ -30,6 +31,10 @@ class PagedHashModel:
     @property
     def kv_shape(self) -> KVShape:
         return KVShape(num_layers=1, num_kv_heads=1, head_size=HEAD_SIZE, dtype=torch.float32)
+
+    @property
+    def ops(self) -> OpTable:
+        return reference_ops()
 
     @property
     def vocab_size(self) -> int:

@@ -23,6 +23,7 @@ from quickstep.ops.triton.backend import load_triton
 CPU = torch.device("cpu")
 ROW_OPS = (
     "linear",
+    "lora",
     "quantized_linear",
     "quantized_rows",
     "logits",

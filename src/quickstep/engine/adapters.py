@@ -194,8 +194,11 @@ class Adapters:
         from quickstep.ops.tensors import host_dtype
 
         dtype = host_dtype(model.kv_shape.dtype)
-        if model.device.type != "cpu" or dtype is None:
-            raise ConfigError("adapters run on the CPU only; leave --enable-lora out")
+        if dtype is None:
+            raise ConfigError(
+                f"there are no adapters for {model.kv_shape.dtype}; leave --enable-lora out"
+            )
+        self._device = model.device
         self._spec = spec
         self._ops = ops
         self._dtype = dtype
@@ -324,7 +327,10 @@ class Adapters:
         adapter = self._by_id.get(adapter_id)
         if adapter is None:
             raise ConfigError("the adapter was unloaded before it was in memory")
-        return self._ops.pack_lora(self._weights_of(adapter).modules)
+        from quickstep.model.adapters.lora_modules import on_device
+
+        modules = on_device(self._weights_of(adapter).modules, self._device)
+        return self._ops.pack_lora(modules)
 
     def _weights_of(self, adapter: LoadedAdapter) -> LoRAWeights:
         """As they were opened, from disk if need be. Raises ConfigError."""

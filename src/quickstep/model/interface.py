@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Protocol
 import msgspec
 from msgspec.structs import replace
 
-from quickstep.ops.table import KVCache, LoRAMapping, PagedLayout
+from quickstep.ops.table import KVCache, LoRAMapping, OpTable, PagedLayout
 from quickstep.ops.tensors import AnyTensor, Device, DType, find_dtype, head_width, torch_dtype
 
 if TYPE_CHECKING:
@@ -80,6 +80,10 @@ class Model(Protocol):
     @property
     def kv_shape(self) -> KVShape:
         """What to allocate."""
+
+    @property
+    def ops(self) -> OpTable:
+        """What its layers are computed with, chosen when it was loaded."""
 
     @property
     def vocab_size(self) -> int:

@@ -9,7 +9,12 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from quickstep.model.adapters.lora_modules import LoRAModule, lora_modules, num_modules
+from quickstep.model.adapters.lora_modules import (
+    LoRAModule,
+    lora_modules,
+    num_modules,
+    on_device,
+)
 from quickstep.model.decoder import Decoder
 from quickstep.model.interface import Model
 from quickstep.ops.table import LoRAAdapter, LoRAPart
@@ -22,8 +27,7 @@ _RANKS = (1, 2, 4, 7, 16)
 
 def adapter_ids(model: Model, count: int) -> Sequence[str]:
     """The content ids of `count` adapters; none for a model that has no adapters."""
-    is_able = isinstance(model, Decoder) and model.device.type == "cpu"
-    return [f"adapter-{number}" for number in range(count if is_able else 0)]
+    return [f"adapter-{number}" for number in range(count if isinstance(model, Decoder) else 0)]
 
 
 def random_adapters(model: Model, count: int, seed: int) -> dict[str, LoRAAdapter]:
@@ -42,7 +46,7 @@ def random_adapters(model: Model, count: int, seed: int) -> dict[str, LoRAAdapte
             if rng.random() < 0.7:
                 part = _part(module, rng.choice(_RANKS), rng.uniform(0.1, 0.5), noise, dtype)
                 modules[module.number].append(part)
-        packed[adapter_id] = model.ops.pack_lora(modules)
+        packed[adapter_id] = model.ops.pack_lora(on_device(modules, model.device))
     return packed
 
 

@@ -7,10 +7,18 @@ names them one by one, so each name is a range of the outputs of a numbered matr
 from __future__ import annotations
 
 import enum
+from collections.abc import Sequence
+from typing import TYPE_CHECKING
 
 import msgspec
+from msgspec.structs import replace
 
 from quickstep.model.decoder_spec import ModelSpec
+from quickstep.ops.table import LoRAPart
+from quickstep.ops.tensors import Device, torch_device
+
+if TYPE_CHECKING:
+    import torch
 
 __all__ = [
     "LoRAModule",
@@ -19,6 +27,7 @@ __all__ = [
     "lora_modules",
     "module_number",
     "num_modules",
+    "on_device",
 ]
 
 
@@ -87,3 +96,21 @@ def lora_modules(spec: ModelSpec) -> dict[str, LoRAModule]:
                 found[f"layers.{layer}.{name}"] = LoRAModule(number, first, num_outputs, num_inputs)
                 first += num_outputs
     return found
+
+
+def on_device(
+    modules: Sequence[Sequence[LoRAPart]], device: torch.device | Device
+) -> Sequence[Sequence[LoRAPart]]:
+    """The same matrices on a model's device; unchanged on a CPU."""
+    if device.type == "cpu":
+        return modules
+    from quickstep.ops.tensors import to_torch
+
+    place = torch_device(device) if isinstance(device, Device) else device
+    return [
+        [
+            replace(part, a=to_torch(part.a).to(place), b=to_torch(part.b).to(place))
+            for part in parts
+        ]
+        for parts in modules
+    ]

@@ -231,6 +231,11 @@ class TransformersModel:
         return self._kv_shape
 
     @property
+    def ops(self) -> OpTable:
+        """What attention and matrix products are computed with."""
+        return self._ops
+
+    @property
     def vocab_size(self) -> int:
         """V, the width of the logits."""
         return self._spec.vocab_size

@@ -1,7 +1,7 @@
 """The op table of the Triton kernels, and whether they can run.
 
-Ops without a kernel here (LoRA, rows of a float embedding, which torch gathers in one kernel) are
-the reference's, which run on every device.
+Ops without a kernel here (rows of a float embedding, which torch gathers in one kernel) are the
+reference's, which run on every device.
 """
 
 from __future__ import annotations
@@ -37,15 +37,19 @@ def load_triton(device: torch.device | Device) -> OpTable | None:
     from quickstep.ops.triton.attention import paged_attention
     from quickstep.ops.triton.elementary import add_rms_norm, gated_activation, rms_norm, rotary
     from quickstep.ops.triton.linear import embedding, linear, logits, pack_linear
+    from quickstep.ops.triton.lora import TritonLoRA
     from quickstep.ops.triton.quantized_linear import pack_quantized
     from quickstep.ops.triton.write_kv import write_kv
 
+    lora = TritonLoRA()
     return msgspec.structs.replace(
         reference_ops(),
         name="triton",
         pack_linear=pack_linear,
         pack_quantized=pack_quantized,
         linear=linear,
+        pack_lora=lora.pack_lora,
+        add_lora_=lora.add_lora_,
         embedding=embedding,
         logits=logits,
         rms_norm=rms_norm,

@@ -18,7 +18,6 @@ from typing import TYPE_CHECKING
 import numpy as np
 import numpy.typing as npt
 
-from quickstep.model.decoder import Decoder
 from quickstep.model.interface import Model
 from quickstep.ops.native.steps import TokenScores
 from quickstep.ops.tensors import AnyTensor, to_numpy
@@ -146,7 +145,7 @@ class PromptScorer:
         self._steps = steps
         self._vocab_size = model.vocab_size
         self._score: Scorer = score_tokens
-        if isinstance(model, Decoder) and model.ops.steps is not None:
+        if model.device.type == "cpu" and model.ops.steps is not None:
             self._score = NativeScorer(model.ops.steps.scores(model.vocab_size)).score
 
     def score(self, hidden: AnyTensor, row: StepRow, slot: Slot) -> tuple[TokenLogprobs, ...]:

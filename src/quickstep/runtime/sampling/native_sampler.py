@@ -3,23 +3,24 @@
 
 `SamplingState.changes` computes the changes of a row's logits (penalties, masks, grammars) for the
 tokens concerned; the native call applies them. Called by `runtime.runner` where the kernels are
-native.
+native, and for logits of an accelerator, which are copied to the host.
 """
 
 from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
+from functools import partial
 
 import msgspec
 import numpy as np
 import numpy.typing as npt
 
-from quickstep.model.decoder import Decoder
 from quickstep.model.interface import Model
+from quickstep.ops.native.backend import load_native
 from quickstep.ops.native.library import SampleCall
 from quickstep.ops.native.steps import RowSampler
-from quickstep.ops.tensors import AnyTensor
+from quickstep.ops.tensors import AnyTensor, to_torch
 from quickstep.runtime.sampling.logit_changes import LogitChanges
 from quickstep.runtime.sampling.logprobs import (
     logprobs_of_scores,
@@ -50,13 +51,29 @@ Sampler = Callable[
 
 
 def open_sampler(model: Model, vocab_size: int | None = None) -> Sampler:
-    """The native sampler where the model's kernels are native, otherwise the one in NumPy.
+    """The native sampler where the model's kernels are native or it is on an accelerator, otherwise
+    the one in NumPy.
 
     `vocab_size`: V of the logits, if it is not that of the model.
     """
-    if isinstance(model, Decoder) and model.ops.steps is not None:
-        return NativeSampler(model.ops.steps.sampler(vocab_size or model.vocab_size)).sample
-    return sample
+    on_host = model.device.type == "cpu"
+    ops = model.ops if on_host else load_native()
+    if ops is None or ops.steps is None:
+        return sample
+    native = NativeSampler(ops.steps.sampler(vocab_size or model.vocab_size)).sample
+    return native if on_host else partial(_sample_copy, native)
+
+
+def _sample_copy(
+    native: Sampler,
+    logits: AnyTensor,
+    states: Sequence[SamplingState],
+    rows: Sequence[int] | None = None,
+) -> list[Sample | SampleFailure]:
+    """Sample logits of an accelerator; where each row is a plain argmax, they stay there."""
+    if all([state.is_plain_argmax for state in states]):
+        return sample(logits, states, rows)
+    return native(to_torch(logits).to("cpu"), states, rows)
 
 
 class NativeSampler:
