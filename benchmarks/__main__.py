@@ -1,4 +1,4 @@
-"""`python -m benchmarks [--device cuda] [--model demo]`: what `make bench` and `make gpu` run.
+"""`python -m benchmarks [--device cuda] [--model demo]`: what `make bench` runs.
 
 Runs the benchmarks of the command line one after another, on one model and on the smallest shape.
 """

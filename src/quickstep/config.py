@@ -17,6 +17,7 @@ import msgspec
 from quickstep.errors import ConfigError
 
 __all__ = [
+    "KERNELS",
     "KV_DTYPES",
     "MAX_SPECULATIVE_TOKENS",
     "QUANTIZATIONS",
@@ -34,6 +35,7 @@ __all__ = [
     "StreamConfig",
 ]
 
+KERNELS = ("auto", "reference", "native", "triton")
 KV_DTYPES = ("auto", "bfloat16", "float16", "float32", "int8")
 MAX_SPECULATIVE_TOKENS = 16
 QUANTIZATIONS = ("int8", "int8-g32", "int4", "int4-g64", "int4-g128")
@@ -244,6 +246,8 @@ class LoadConfig(msgspec.Struct, frozen=True):
         revision: Hub revision; None for the default branch.
         dtype: `auto` (the checkpoint's), `bfloat16`, `float16` or `float32`.
         device: `auto`, `cpu` or `cuda`.
+        kernels: One of KERNELS: PyTorch's ops (`reference`), those compiled for CPUs (`native`), or
+            Triton's; `auto` chooses by the device (`ops.resolve`).
         offline: Never use the network; the environment variable HF_HUB_OFFLINE works too.
         num_threads: CPU threads; None for one per core that the process may use.
         pin_threads: Pin each of them, except the calling one, to its own CPU.
@@ -255,6 +259,7 @@ class LoadConfig(msgspec.Struct, frozen=True):
     revision: str | None = None
     dtype: str = "auto"
     device: str = "auto"
+    kernels: str = "auto"
     offline: bool = False
     num_threads: int | None = None
     pin_threads: bool = False

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 
 import pytest
+import torch
 from msgspec.structs import replace
 from tiny_checkpoint import write_checkpoint
 
@@ -244,3 +245,22 @@ def test_an_adapter_that_is_larger_than_all_may_be_is_refused(folder):
     with lora_dir_llm(folder, lora_memory_bytes=1000) as llm, pytest.raises(RequestError) as error:
         answers(llm, [PROMPT], LoRARequest("m0"))
     assert "--lora-memory-bytes" in str(error.value)
+
+
+def test_triton_kernels_give_the_tokens_of_the_native_ones(folder):
+    """Interpreted where there is no GPU. With adapters and without, in a batch and alone."""
+    pytest.importorskip("triton")
+    adapters = [None, adapter(folder, 0), adapter(folder, 1)]
+    greedy = SamplingParams(max_tokens=2, temperature=0.0, ignore_eos=True, logprobs=0)
+    device = "cuda" if torch.cuda.is_available() else "cpu"
+    tokens = []
+    for options in ({"device": "cpu"}, {"device": device, "kernels": "triton"}):
+        with LLM(str(folder / "base"), enable_lora=True, num_threads=1, **options) as llm:
+            together = llm.generate(["one two"] * 3, greedy, lora_request=adapters)
+            alone = [llm.generate(["one two"], greedy, lora_request=one)[0] for one in adapters]
+        assert [one.outputs[0].logprobs for one in together] == [
+            one.outputs[0].logprobs for one in alone
+        ]
+        tokens.append([one.outputs[0].token_ids for one in together])
+    assert tokens[0] == tokens[1]
+    assert len(set(map(tuple, tokens[0]))) == 3

@@ -13,8 +13,9 @@ from msgspec.structs import replace
 
 from op_checks.logit_rows import logit_rows
 from quickstep.ops.native.backend import load_native, native_status
+from quickstep.ops.reference import reference_ops
 from quickstep.runtime.sampling.logit_changes import bits_of_bytes
-from quickstep.runtime.sampling.native_sampler import NativeSampler
+from quickstep.runtime.sampling.native_sampler import NativeSampler, open_sampler
 from quickstep.runtime.sampling.sampler import SampleFailure, sample
 from quickstep.runtime.sampling.state import SamplingState
 from quickstep.sampling_params import ReasoningTokens, TokenForms
@@ -276,3 +277,33 @@ def test_a_row_without_a_maximum_fails_alone():
     [first, second, third] = NativeSampler(TABLES[0].steps.sampler(70)).sample(logits, states)
     assert isinstance(second, SampleFailure)
     assert not isinstance(first, SampleFailure) and not isinstance(third, SampleFailure)
+
+
+class SomeModel:
+    """What `open_sampler` reads of a model."""
+
+    vocab_size = 4097
+
+    def __init__(self, device, ops):
+        self.device, self.ops = torch.device(device), ops
+
+
+@pytest.mark.parametrize(
+    ("device", "ops"),
+    [("cpu", TABLES[0]), ("cpu", reference_ops()), ("cuda", reference_ops())],
+    ids=["a fallback model with native kernels", "reference kernels", "an accelerator"],
+)
+def test_every_model_draws_the_same_tokens(device, ops):
+    """Logits that are on the host already stand for those of an accelerator."""
+    draw = open_sampler(SomeModel(device, ops))
+    logits = rows_of("wide", 6, SomeModel.vocab_size, 3, 4.0)
+    greedy = [state_of(SamplingParams(temperature=0.0), SomeModel.vocab_size, 1)] * 6
+    mixed = [
+        state_of(SamplingParams(temperature=0.1 * seed, top_p=0.9, logprobs=2), 4097, seed)
+        for seed in range(6)
+    ]
+    for states in (greedy, mixed):
+        assert draw(logits, states) == sample(logits, states)
+        assert draw(logits, states[:2], [3, 0]) == sample(logits, states[:2], [3, 0])
+    is_native = ops is TABLES[0] or device == "cuda"
+    assert (draw is not sample) == is_native

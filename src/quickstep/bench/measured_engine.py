@@ -44,7 +44,7 @@ from quickstep.model.interface import ForwardBatch, KVShape, Model
 from quickstep.model.sizing import MemoryPlan, weight_bytes
 from quickstep.model.spec import parse_spec, with_context
 from quickstep.ops.resolve import resolve_ops
-from quickstep.ops.table import KVCache
+from quickstep.ops.table import KVCache, OpTable
 from quickstep.ops.tensors import AnyTensor, Device, torch_device, torch_dtype
 from quickstep.runtime.kv_cache import allocate_kv
 from quickstep.sampling_params import SamplingParams
@@ -131,7 +131,7 @@ def open_shape(
     dtype = torch_dtype(choose_dtype(config.load.dtype, spec))
     isa = os.environ.get("QUICKSTEP_CPU_ISA")
     places = places_for(config.load.pin_threads)
-    ops = resolve_ops(device, "auto", config.load.num_threads, isa, places)
+    ops = resolve_ops(device, config.load.kernels, config.load.num_threads, isa, places)
     plan = plan_for(config, spec, dtype, device, ops)
     values = RandomValues(dtype, device, seed, config.load.quantization)
     model = random_model(spec, ops, values, plan.max_model_len, progress)
@@ -243,6 +243,11 @@ class TimedModel:
     def kv_shape(self) -> KVShape:
         """`Model.kv_shape`."""
         return self._model.kv_shape
+
+    @property
+    def ops(self) -> OpTable:
+        """`Model.ops`."""
+        return self._model.ops
 
     @property
     def vocab_size(self) -> int:

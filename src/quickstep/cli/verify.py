@@ -20,7 +20,7 @@ from quickstep.cli.flags.engine import add_kv_cache_dtype
 from quickstep.cli.flags.parsing import Parser, command, non_negative_int, positive_int
 from quickstep.cli.flags.quantization import KV_FORMATS, WEIGHT_FORMATS, FormatPair, format_pairs
 from quickstep.cli.screen import console_on, counting_bar, print_table
-from quickstep.config import QUANTIZATIONS
+from quickstep.config import KERNELS, QUANTIZATIONS
 from quickstep.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -85,7 +85,7 @@ def add_parser(subparsers: argparse._SubParsersAction[Parser]) -> None:
         type=non_negative_int,
         default=40,
         metavar="N",
-        help="random LoRA adapters that half of the requests use, on native models on a CPU "
+        help="random LoRA adapters that half of the requests use, on native models "
         "(default: %(default)s)",
     )
     parser.add_argument(
@@ -128,6 +128,9 @@ def add_parser(subparsers: argparse._SubParsersAction[Parser]) -> None:
         f"{', '.join(WEIGHT_FORMATS)}; KV: {', '.join(KV_FORMATS)}",
     )
     parser.add_argument("--device", choices=["auto", "cpu", "cuda"], default="auto")
+    parser.add_argument(
+        "--kernels", choices=KERNELS, default="auto", help="as of `serve` (default: auto)"
+    )
     parser.add_argument("--block-size", type=positive_int, default=16, metavar="TOKENS")
     parser.add_argument("--revision", help="hub revision (default: the default branch)")
     parser.add_argument("--offline", action="store_true", help="never use the network")
@@ -163,6 +166,7 @@ def run(args: argparse.Namespace) -> int:
         dtype=args.dtype,
         quantization=args.quantization,
         device=args.device,
+        kernels=args.kernels,
         offline=args.offline,
     )
     if args.formats is not None:
@@ -277,7 +281,8 @@ class _Checkpoint:
         from quickstep.model.spec import read_spec
         from quickstep.ops.resolve import resolve_ops
 
-        ops = resolve_ops(choose_device(self._config.device), "auto", threads, self._isa)
+        device = choose_device(self._config.device)
+        ops = resolve_ops(device, self._config.kernels, threads, self._isa)
         spec = read_spec(self._checkpoint.path)
         on_host = spec.native and not reason_for_torch(
             open_weights(self._checkpoint.path, spec), ops, self._config

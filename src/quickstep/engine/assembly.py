@@ -303,7 +303,7 @@ def load_weights(
     dtype = choose_dtype(config.load.dtype, spec, open_checkpoint_files(checkpoint.path))
     isa = os.environ.get("QUICKSTEP_CPU_ISA")
     places = places_for(config.load.pin_threads)
-    ops = resolve_ops(device, "auto", num_threads(config.load), isa, places)
+    ops = resolve_ops(device, config.load.kernels, num_threads(config.load), isa, places)
     if device.type == "cpu" and ops.name == "reference":
         _LOGGER.warning("running on PyTorch's ops, exact and slow: %s", native_status().reason)
     held_bytes = None

@@ -78,6 +78,7 @@ class LLMOptions(TypedDict, total=False):
     dtype: str
     quantization: str | None
     device: str
+    kernels: str
     offline: bool
     num_threads: int | None
     pin_threads: bool
@@ -117,6 +118,7 @@ _PLACES: Mapping[str, tuple[str, str]] = {
     "dtype": ("load", "dtype"),
     "quantization": ("load", "quantization"),
     "device": ("load", "device"),
+    "kernels": ("load", "kernels"),
     "offline": ("load", "offline"),
     "num_threads": ("load", "num_threads"),
     "pin_threads": ("load", "pin_threads"),

@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import TYPE_CHECKING
 
+from quickstep.config import KERNELS
 from quickstep.errors import ConfigError
 from quickstep.ops.native.backend import load_native
 from quickstep.ops.table import OpTable
@@ -21,9 +22,7 @@ if TYPE_CHECKING:
 
     from quickstep.ops.tensors import Device
 
-__all__ = ["KERNELS", "resolve_ops"]
-
-KERNELS = ("auto", "reference", "native", "triton")
+__all__ = ["resolve_ops"]
 
 
 def resolve_ops(
@@ -43,12 +42,12 @@ def resolve_ops(
         ConfigError: `kernels` is not known, or is `native` or `triton` where those cannot run.
     """
     if kernels not in KERNELS:
-        raise ConfigError(f"kernels is {kernels!r}, it must be one of {', '.join(KERNELS)}")
+        raise ConfigError(f"--kernels is {kernels!r}, it must be one of {', '.join(KERNELS)}")
     wants_native = kernels in ("auto", "native") and device.type == "cpu"
     native = load_native(num_threads, isa, places=places) if wants_native else None
     if kernels == "native" and native is None:
         raise ConfigError(
-            f"kernels is 'native', but no native kernels are built for {device.type}; "
+            f"--kernels is 'native', but no native kernels are built for {device.type}; "
             "install with a C++ compiler present, or choose 'auto'"
         )
     if native is not None:
@@ -60,7 +59,7 @@ def resolve_ops(
         table = load_triton(device)
         if table is None:
             raise ConfigError(
-                f"kernels is 'triton', but Triton is not installed or does not run on "
+                f"--kernels is 'triton', but Triton is not installed or does not run on "
                 f"{device.type}; choose 'auto'"
             )
         return table

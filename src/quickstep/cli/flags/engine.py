@@ -6,6 +6,7 @@ import argparse
 
 from quickstep.cli.flags.parsing import bytes_size, json_object, positive_int, token_count
 from quickstep.config import (
+    KERNELS,
     KV_DTYPES,
     QUANTIZATIONS,
     CacheConfig,
@@ -83,6 +84,13 @@ def _add_load_flags(group: argparse._ArgumentGroup) -> None:
         choices=["auto", "cpu", "cuda"],
         default=defaults.device,
         help="device to run on (default: %(default)s)",
+    )
+    group.add_argument(
+        "--kernels",
+        choices=KERNELS,
+        default=defaults.kernels,
+        help="PyTorch's ops (reference), those compiled for CPUs (native), or Triton's; auto is "
+        "native on a CPU and reference on a GPU (default: %(default)s)",
     )
     group.add_argument("--offline", action="store_true", help="never use the network")
     group.add_argument(
@@ -296,6 +304,7 @@ def engine_config(args: argparse.Namespace, model: str, seed: int | None = None)
             revision=args.revision,
             dtype=_DTYPES[args.dtype],
             device=args.device,
+            kernels=args.kernels,
             offline=args.offline,
             num_threads=args.threads,
             pin_threads=args.pin_threads,
