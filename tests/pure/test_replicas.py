@@ -23,15 +23,8 @@ from quickstep.sim.faults import (
     SlowDown,
     random_faults,
 )
-from quickstep.sim.replicas import (
-    ROUTERS,
-    FewestRequests,
-    PrefixAffinity,
-    ReplicaOptions,
-    ReplicaRun,
-    RoundRobin,
-    Router,
-)
+from quickstep.sim.replicas import ReplicaOptions, ReplicaRun
+from quickstep.sim.routers import ROUTERS, FewestRequests, PrefixAffinity, RoundRobin, Router
 from quickstep.sim.simulate import Arrival, Ending, Simulation, simulate
 from quickstep.types import FinishReason, Request, SamplingParams
 

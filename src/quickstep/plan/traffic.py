@@ -20,7 +20,8 @@ from quickstep.plan.candidates import BLOCK_SIZE, Candidate, Load
 from quickstep.sim.arrivals import diurnal, gamma, ramp
 from quickstep.sim.engine import SimulatedEngine
 from quickstep.sim.faults import random_faults
-from quickstep.sim.replicas import ROUTERS, ReplicaRun
+from quickstep.sim.replicas import ReplicaRun
+from quickstep.sim.routers import ROUTERS
 from quickstep.sim.simulate import Arrival, Follow, Progress, Simulation, simulate
 from quickstep.sim.workload import Adapters, Clients, Workload, adapter_ids
 
@@ -79,7 +80,7 @@ class Replicas(msgspec.Struct, frozen=True):
     """Several engines behind a router, and random faults while requests arrive.
 
     Attributes:
-        router: One of `sim.replicas.ROUTERS`.
+        router: One of `sim.routers.ROUTERS`.
         num_faults: Crashes, slow-downs, late or lost messages, jumps of clocks, cancellations.
         seed: Of the faults.
     """

@@ -7,14 +7,15 @@ and those behind it wait, as over TCP. A replica that crashes loses what it hold
 on their way; the router notices after `detect_s`, or when the replica is back, and sends what the
 replica had to others, from the start. A request that no replica can take waits at the router.
 
-All randomness comes from a seed, so that a run replays exactly.
+All randomness is an argument, so that a run replays exactly.
 """
 
 from __future__ import annotations
 
 import heapq
-from collections.abc import Callable, Iterable, Sequence
-from typing import TYPE_CHECKING, Protocol
+import math
+from collections.abc import Callable, Iterable
+from typing import TYPE_CHECKING
 
 import msgspec
 from msgspec.structs import replace
@@ -22,6 +23,7 @@ from msgspec.structs import replace
 from quickstep.errors import RequestError
 from quickstep.sim.engine import SimulatedEngine, VirtualClock
 from quickstep.sim.faults import CancelStorm, ClockJump, Crash, Fault, LinkFault, SlowDown
+from quickstep.sim.routers import Router
 from quickstep.sim.simulate import Arrival, Ending, Follow, Progress, Simulation
 from quickstep.types import (
     FinishReason,
@@ -34,96 +36,10 @@ from quickstep.types import (
 if TYPE_CHECKING:
     from random import Random
 
-__all__ = [
-    "ROUTERS",
-    "FewestRequests",
-    "NewEngine",
-    "PrefixAffinity",
-    "ReplicaOptions",
-    "ReplicaRun",
-    "RoundRobin",
-    "Router",
-]
+__all__ = ["NewEngine", "ReplicaOptions", "ReplicaRun"]
 
 # A new engine of a replica, on its clock.
 NewEngine = Callable[[VirtualClock], SimulatedEngine]
-
-_BLOCK_TOKENS = 16
-_SPILL = 2.0  # a prefix goes elsewhere if its replica has so many times the mean, and as many more
-
-
-class Router(Protocol):
-    """Chooses a replica for each request."""
-
-    def choose(self, request: Request, loads: Sequence[int | None]) -> int:
-        """A replica that is up; `loads` has each one's live requests, None if it is down."""
-
-
-class RoundRobin:
-    """One after the other."""
-
-    def __init__(self) -> None:
-        self._next = 0
-
-    def choose(self, request: Request, loads: Sequence[int | None]) -> int:
-        """`Router.choose`."""
-        while loads[self._next % len(loads)] is None:
-            self._next += 1
-        self._next += 1
-        return (self._next - 1) % len(loads)
-
-
-class FewestRequests:
-    """The one with the fewest live requests; of several, the first."""
-
-    def choose(self, request: Request, loads: Sequence[int | None]) -> int:
-        """`Router.choose`."""
-        return min((load, index) for index, load in enumerate(loads) if load is not None)[1]
-
-
-class PrefixAffinity:
-    """The replica that last had the longest part of the prompt, if that is half of it at least and
-    the replica has not far more requests than the others; else the one with the fewest. As the
-    cache-aware router of SGLang.
-    """
-
-    def __init__(self) -> None:
-        self._replica_of: dict[int, int] = {}  # by the hash of a prompt's first blocks
-        self._fewest = FewestRequests()
-
-    def choose(self, request: Request, loads: Sequence[int | None]) -> int:
-        """`Router.choose`."""
-        keys = list(_prefix_hashes(request.prompt_token_ids))
-        chosen = self._with_prefix(keys, loads)
-        if chosen is None:
-            chosen = self._fewest.choose(request, loads)
-        self._replica_of.update(dict.fromkeys(keys, chosen))
-        return chosen
-
-    def _with_prefix(self, keys: Sequence[int], loads: Sequence[int | None]) -> int | None:
-        up = [load for load in loads if load is not None]
-        most = _SPILL * (1 + sum(up) / len(up))
-        for key in reversed(keys[len(keys) // 2 :]):
-            known = self._replica_of.get(key)
-            load = None if known is None else loads[known]
-            if load is not None:
-                return known if load <= most else None
-        return None
-
-
-def _prefix_hashes(token_ids: Sequence[int]) -> Iterable[int]:
-    """Of the first block of a prompt, the first two, and so on."""
-    key = 0
-    for end in range(_BLOCK_TOKENS, len(token_ids) + 1, _BLOCK_TOKENS):
-        key = hash((key, tuple(token_ids[end - _BLOCK_TOKENS : end])))
-        yield key
-
-
-ROUTERS: dict[str, Callable[[], Router]] = {
-    "round-robin": RoundRobin,
-    "fewest-requests": FewestRequests,
-    "prefix": PrefixAffinity,
-}
 
 
 class ReplicaOptions(msgspec.Struct, frozen=True):
@@ -166,11 +82,10 @@ class _Refused(msgspec.Struct, frozen=True):
 
 
 class _Message(msgspec.Struct, frozen=True):
-    """On its way to (`is_down`) or from a replica; dropped if that has crashed meanwhile."""
+    """On its way to or from a replica; dropped if that has crashed meanwhile."""
 
     replica: int
     generation: int
-    is_down: bool
     content: _Submit | _Cancel | _Ended | _Refused
 
 
@@ -252,16 +167,18 @@ class _Replica:
         self._set_pace()
         return lost_s
 
-    def set_slow_down(self, factor: float, begins: bool) -> None:
-        """Begin or end a slow-down; those at the same time multiply."""
-        self.slow_downs.append(factor) if begins else self.slow_downs.remove(factor)
+    def begin_slow_down(self, factor: float) -> None:
+        """Slow its steps down; several slow-downs at the same time multiply."""
+        self.slow_downs.append(factor)
+        self._set_pace()
+
+    def end_slow_down(self, factor: float) -> None:
+        """End one that has begun."""
+        self.slow_downs.remove(factor)
         self._set_pace()
 
     def _set_pace(self) -> None:
-        pace = 1.0
-        for factor in self.slow_downs:
-            pace *= factor
-        self.engine.executor.slowdown = pace
+        self.engine.executor.slowdown = math.prod(self.slow_downs)
 
     def set_clock(self, now: float) -> float:
         """Set and return its time, at the time `now` of the run."""
@@ -406,12 +323,12 @@ class ReplicaRun:
 
     def _send_down(self, index: int, generation: int, content: _Submit | _Cancel) -> None:
         at_s = self.replicas[index].down_link.arrival_s(self.now)
-        self._schedule(at_s, _Message(index, generation, True, content))
+        self._schedule(at_s, _Message(index, generation, content))
 
     def _send_up(self, index: int, content: _Ended | _Refused) -> None:
         replica = self.replicas[index]
         at_s = replica.up_link.arrival_s(self.now)
-        self._schedule(at_s, _Message(index, replica.generation, False, content))
+        self._schedule(at_s, _Message(index, replica.generation, content))
 
     def _handle(self, event: _Event) -> None:
         match event:
@@ -426,7 +343,7 @@ class ReplicaRun:
             case _Restart():
                 self._restart(event.replica)
             case _EndOfSlowDown():
-                self.replicas[event.fault.replica].set_slow_down(event.fault.factor, False)
+                self.replicas[event.fault.replica].end_slow_down(event.fault.factor)
             case _:
                 self._fail(event)
 
@@ -543,7 +460,7 @@ class ReplicaRun:
                     self._schedule(self.now + self._options.detect_s, lost)
                     self._schedule(self.now + fault.down_s, _Restart(fault.replica))
             case SlowDown():
-                self.replicas[fault.replica].set_slow_down(fault.factor, True)
+                self.replicas[fault.replica].begin_slow_down(fault.factor)
                 self._schedule(self.now + fault.for_s, _EndOfSlowDown(fault))
             case LinkFault():
                 replica = self.replicas[fault.replica]
