@@ -1,10 +1,11 @@
 """Time of sampling from a vocabulary of 151,936, by kind of parameters and number of rows.
 
-    python -m benchmarks.bench_sampling [--threads 2] [--repeats 21] [--rows 1 16]
+    python -m benchmarks.bench_sampling [--threads 2] [--repeats 21] [--rows 1 16] [--numpy]
 
 Times include Python: from a row of logits and the state of its sequence to a token. `peaked` logits
 are distributed like those of a language model, `flat` ones like those of random weights. Caveats:
-the logits are in the cache; the smallest time is printed too, in case the machine is not quiet.
+the logits are in the cache; with `--numpy` the sampler is the one in NumPy, which defines the
+tokens; the smallest time is printed too, in case the machine is not quiet.
 """
 
 from __future__ import annotations
@@ -17,7 +18,8 @@ import torch
 
 from benchmarks.machine import describe_machine
 from quickstep.ops.native.backend import default_num_threads, load_native
-from quickstep.runtime.sampling.native_sampler import NativeSampler
+from quickstep.runtime.sampling.native_sampler import NativeSampler, Sampler
+from quickstep.runtime.sampling.sampler import sample
 from quickstep.runtime.sampling.state import SamplingState
 from quickstep.sampling_params import TokenForms
 from quickstep.types import Admission, SamplingParams
@@ -64,13 +66,13 @@ def logits_of(shape: str, num_rows: int) -> torch.Tensor:
 
 
 def microseconds_per_row(
-    sampler: NativeSampler, logits: torch.Tensor, states: list[SamplingState], repeats: int
+    sample_rows: Sampler, logits: torch.Tensor, states: list[SamplingState], repeats: int
 ) -> list[float]:
     """The time of each repeat, after one for warm-up."""
     times = []
     for _ in range(repeats + 1):
         start = time.perf_counter()
-        sampler.sample(logits, states)
+        sample_rows(logits, states, None)
         times.append((time.perf_counter() - start) / len(states) * 1e6)
     return times[1:]
 
@@ -83,10 +85,12 @@ def main() -> None:
     parser.add_argument("--threads", type=int, default=default_num_threads())
     parser.add_argument("--repeats", type=int, default=21)
     parser.add_argument("--rows", type=int, nargs="+", default=[1, 16])
+    parser.add_argument("--numpy", action="store_true", help="measure the sampler in NumPy")
     options = parser.parse_args()
     ops = load_native(options.threads)
     assert ops is not None and ops.steps is not None
-    sampler = NativeSampler(ops.steps.sampler(VOCAB_SIZE))
+    native = NativeSampler(ops.steps.sampler(VOCAB_SIZE))
+    sample_rows: Sampler = sample if options.numpy else native.sample
     print(describe_machine())
     columns = [(shape, rows) for shape in ("peaked", "flat") for rows in options.rows]
     print(f"{'us per row':18s}" + "".join(f"{f'{s} x{r}':>20s}" for s, r in columns))
@@ -95,7 +99,7 @@ def main() -> None:
         cells = []
         for logits in inputs:
             states = [state_of(sampling, seed) for seed in range(logits.shape[0])]
-            times = microseconds_per_row(sampler, logits, states, options.repeats)
+            times = microseconds_per_row(sample_rows, logits, states, options.repeats)
             cells.append(f"{statistics.median(times):11.0f} ({min(times):6.0f})")
         print(f"{kind:18s}" + "".join(f"{cell:>20s}" for cell in cells), flush=True)
 

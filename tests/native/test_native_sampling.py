@@ -294,7 +294,7 @@ class SomeModel:
     ids=["a fallback model with native kernels", "reference kernels", "an accelerator"],
 )
 def test_every_model_draws_the_same_tokens(device, ops):
-    """Logits that are on the host already stand for those of an accelerator."""
+    """Logits that are on the host already are a placeholder for those of an accelerator."""
     draw = open_sampler(SomeModel(device, ops))
     logits = rows_of("wide", 6, SomeModel.vocab_size, 3, 4.0)
     greedy = [state_of(SamplingParams(temperature=0.0), SomeModel.vocab_size, 1)] * 6

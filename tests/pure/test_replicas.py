@@ -1,4 +1,4 @@
-"""Replicas behind a router with faults: every request ends exactly once, and any seed replays."""
+"""Replicas with a router and faults: every request ends exactly once, and any seed replays."""
 
 from __future__ import annotations
 
@@ -82,6 +82,8 @@ def check(simulation: ReplicaRun) -> None:
         replica.engine.scheduler.check()
         assert replica.is_up or not replica.held
         assert bool(replica.held) <= replica.engine.scheduler.has_work()
+    sent_to = Counter(one.replica for one in simulation.live.values())
+    assert simulation.num_live == [sent_to[place] for place in range(len(simulation.replicas))]
     for name, live in simulation.live.items():
         holders = [one for one in simulation.replicas if name in one.held]
         assert len(holders) <= 1

@@ -60,7 +60,7 @@ _SLOWEST_TARGET_S = 0.2  # of the scheduler, without a target of TPOT
 
 
 class PlanQuery(msgspec.Struct, frozen=True):
-    """What the user asked.
+    """What the user requests.
 
     Attributes:
         model: Its name, for people.

@@ -77,7 +77,7 @@ class Traffic(msgspec.Struct, frozen=True):
 
 
 class Replicas(msgspec.Struct, frozen=True):
-    """Several engines behind a router, and random faults while requests arrive.
+    """Several engines that share requests through a router, and random faults meanwhile.
 
     Attributes:
         router: One of `sim.routers.ROUTERS`.
@@ -127,17 +127,16 @@ def simulate_traffic(
         closed_loop=traffic.arrivals == "closed-loop",
     )
     arrivals = clients.opening(traffic.times())
-    adapters = traffic.workload.adapters
     return simulate_arrivals(
         candidate,
         arrivals,
         max_model_len,
         policy,
-        clients.follow,
-        pads,
-        adapters,
-        progress,
-        replicas,
+        follow=clients.follow,
+        pads=pads,
+        adapters=traffic.workload.adapters,
+        progress=progress,
+        replicas=replicas,
     )
 
 

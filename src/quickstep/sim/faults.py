@@ -37,7 +37,8 @@ class LinkFault(msgspec.Struct, frozen=True):
 
     Attributes:
         delay_s: What each takes longer.
-        loss: The probability that one is lost; its sender sends it again, and those behind it wait.
+        loss: The probability that one is lost; its sender sends it again, and those that follow
+            wait.
     """
 
     at_s: float

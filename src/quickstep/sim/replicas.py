@@ -1,9 +1,9 @@
-"""Replicas of an engine behind a router, on one virtual clock, with faults.
+"""Replicas of an engine that share requests through a router, on a virtual clock, with faults.
 
     client -> router -> message -> replica (scheduler, executor) -> message -> router -> client
 
 Messages take `link_s`, in order in each direction. One that is lost is sent again after `resend_s`,
-and those behind it wait, as over TCP. A replica that crashes loses what it holds and the messages
+and those that follow wait, as over TCP. A replica that crashes loses what it holds and the messages
 on their way; the router notices after `detect_s`, or when the replica is back, and sends what the
 replica had to others, from the start. A request that no replica can take waits at the router.
 
@@ -235,6 +235,7 @@ class ReplicaRun:
         # What the router believes: whether a replica is up, and how often it has crashed.
         self._believed_up = [True] * num_replicas
         self._believed_generation = [0] * num_replicas
+        self.num_live = [0] * num_replicas  # requests that the router has sent to each
         self._waiting: dict[str, None] = {}  # requests at the router, in their order
         self._events: list[tuple[float, int, _Event]] = []
         self._num_events = 0
@@ -356,7 +357,7 @@ class ReplicaRun:
             self._take(message.replica, content)
         elif isinstance(content, _Ended):
             self._sequence_ended(content)
-        elif self.live.pop(content.request_id, None) is not None:
+        elif self._take_live(content.request_id) is not None:
             self.outcome.refused.append((content.request_id, content.problem))
 
     # -- router -------------------------------------------------------------------------------
@@ -372,19 +373,24 @@ class ReplicaRun:
         if not any(self._believed_up):
             self._waiting[name] = None
             return
-        counts = [0] * len(self.replicas)
-        for one in self.live.values():
-            if one.replica is not None:
-                counts[one.replica] += 1
         live = self.live[name]
         loads = [
-            count if is_up else None for count, is_up in zip(counts, self._believed_up, strict=True)
+            count if is_up else None
+            for count, is_up in zip(self.num_live, self._believed_up, strict=True)
         ]
         live.replica = self._router.choose(live.arrival.request, loads)
         live.generation = self._believed_generation[live.replica]
+        self.num_live[live.replica] += 1
         self._send_down(
             live.replica, live.generation, _Submit(live.arrival.request, live.arrived_s)
         )
+
+    def _take_live(self, name: str) -> _Live | None:
+        """Remove a request that ends now; None if it has ended already."""
+        live = self.live.pop(name, None)
+        if live is not None and live.replica is not None:
+            self.num_live[live.replica] -= 1
+        return live
 
     def _sequence_ended(self, end: _Ended) -> None:
         live = self.live.get(end.request_id)
@@ -395,7 +401,7 @@ class ReplicaRun:
         name, tenant = end.request_id, request.tenant
         live.ends[end.index] = Ending(name, end.index, end.reason, timings, tenant)
         if len(live.ends) == request.sampling.n:
-            del self.live[name]
+            self._take_live(name)
             self._end(live.ends[index] for index in sorted(live.ends))
 
     def _end(self, endings: Iterable[Ending]) -> None:
@@ -407,7 +413,7 @@ class ReplicaRun:
                 self._schedule(arrival.at_s, arrival)
 
     def _cancel(self, name: str) -> None:
-        live = self.live.pop(name, None)
+        live = self._take_live(name)
         if live is None:
             return
         self._waiting.pop(name, None)
@@ -434,6 +440,7 @@ class ReplicaRun:
             live = self.live[name]
             live.replica = None
             live.ends.clear()
+            self.num_live[index] -= 1
         for name in lost:
             self.outcome.num_resent += 1
             self._route(name)

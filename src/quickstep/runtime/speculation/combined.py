@@ -1,14 +1,14 @@
 """Several proposers for one sequence: each time, the drafts that are predicted to gain most.
 
-Proposers without a model are asked every time, they take microseconds. The one with a model is
-asked for those sequences for which it is predicted to gain more tokens than the others and than its
+Proposers without a model run every time, they take microseconds. The one with a model runs
+for those sequences for which it is predicted to gain more tokens than the others and than its
 own time costs:
 
     n drafts that are accepted with p each after those before     p + p^2 + ... + p^n tokens
     a call of the model                            its seconds / seconds of a step, in tokens
 
 p is an exponential average for each sequence and proposer. A proposal is compared with the tokens
-that were sampled, also if another one was chosen, so that p is known of all that were asked.
+that were sampled, also if another one was chosen, so that p is known of all that ran.
 """
 
 from __future__ import annotations

@@ -61,7 +61,7 @@ class LlamaCompletionRequest(msgspec.Struct, forbid_unknown_fields=True, kw_only
         effect("Ends each choice after this many tokens; -1 or not given is the context."),
     ] = None
     max_tokens: Annotated[
-        int | None, effect("Another name of n_predict; both may stand if they agree.")
+        int | None, effect("Another name of n_predict; both may be given if they agree.")
     ] = None
     temperature: float | None = None
     top_k: int | None = None
