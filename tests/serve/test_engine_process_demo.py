@@ -281,9 +281,10 @@ def test_neither_process_loads_torch_and_killing_the_server_leaves_nothing(
 
 
 def test_ctrl_c_while_the_model_loads_leaves_no_engine(command: subprocess.Popen[str]) -> None:
-    log_line(command, " loading ")
     until(lambda: bool(workers(command.pid)))
     (worker,) = workers(command.pid)
+    os.kill(worker, signal.SIGSTOP)  # otherwise it may be ready before the signal comes
+    log_line(command, " loading ")
     os.killpg(command.pid, signal.SIGINT)
     assert command.wait(60) == 130
     assert worker not in processes()

@@ -161,10 +161,12 @@ class TritonLoRA:
         return LoRAAdapter(_Packed(table.to(device), tuple(tensors), most_rank), nbytes)
 
     def add_lora_(self, y: Tensor, x: Tensor, module: int, mapping: LoRAMapping) -> None:
-        """Y [T, N] += scale * B (A x), x [T, C], both contiguous."""
+        """Y [T, N] += scale * B (A x), x [T, C]; y is contiguous."""
         items = self._items_of(mapping)
         if items is None:
             return
+        assert y.is_contiguous(), "rows of y are addressed by its width"
+        x = x.contiguous()
         num_modules, num_parts = items.tables.shape[1:3]
         num_items, most_rank = items.tokens.shape[0], items.most_rank
         low = torch.empty(
