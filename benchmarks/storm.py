@@ -35,7 +35,7 @@ from benchmarks.storm_attacks import ATTACKS, build_bodies
 from benchmarks.storm_report import Gap, ProcessTimes, explanation_of, process_times
 from quickstep.bench.server_process import ServerProcess
 from quickstep.bench.shapes import SHAPES
-from quickstep.engine.step_log import SequenceRecord
+from quickstep.engine.records.step_log import SequenceRecord
 from quickstep.types import StepRecord
 
 _NUM_TOKENS = 400

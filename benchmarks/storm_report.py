@@ -12,7 +12,7 @@ from pathlib import Path
 
 import msgspec
 
-from quickstep.engine.step_log import SequenceRecord
+from quickstep.engine.records.step_log import SequenceRecord
 from quickstep.types import StepRecord
 
 __all__ = ["Gap", "ProcessTimes", "explanation_of", "process_times"]

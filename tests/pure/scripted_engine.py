@@ -23,7 +23,7 @@ from quickstep.core.scheduler import Scheduler
 from quickstep.engine.engine import Engine
 from quickstep.engine.grammar.grammars import GrammarCompiler
 from quickstep.engine.loaded_model import LoadedModel
-from quickstep.engine.step_log import StepLog
+from quickstep.engine.records.step_log import StepLog
 from quickstep.engine.text.chat_template import ChatTemplate
 from quickstep.engine.text.tokenizer import Tokenizer, _byte_level_alphabet
 from quickstep.errors import EngineError

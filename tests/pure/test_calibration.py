@@ -9,7 +9,7 @@ import msgspec
 import pytest
 
 from quickstep.core.cost_model import Coefficients, LinearCostModel, StepLoad
-from quickstep.engine.calibration import (
+from quickstep.engine.step_times.calibration import (
     MeasuredStep,
     StepKind,
     StepLimits,

@@ -13,8 +13,8 @@ import pytest
 from msgspec.structs import replace
 
 from quickstep.core.cost_model import Coefficients, CostFit, LinearCostModel, StepLoad
-from quickstep.engine import cost_fits
-from quickstep.engine.cost_fits import FitFile, FitKey, FitSaver, cache_dir, fit_key
+from quickstep.engine.step_times import cost_fits
+from quickstep.engine.step_times.cost_fits import FitFile, FitKey, FitSaver, cache_dir, fit_key
 
 KEY = FitKey("f" * 32, "1", "a CPU", 2, 2, "cpu", is_eager=False)
 START = Coefficients.of_vocabulary(1000)

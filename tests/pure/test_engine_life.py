@@ -10,8 +10,8 @@ import pytest
 from scripted_engine import ScriptedEngine, answer, read, run
 
 from quickstep.config import PolicyName
+from quickstep.engine.records.step_log import Quantity, StepLog
 from quickstep.engine.stats import EngineState
-from quickstep.engine.step_log import Quantity, StepLog
 from quickstep.errors import EngineError, RequestError
 from quickstep.types import FinishReason, Request, SamplingParams
 

@@ -9,8 +9,8 @@ import pytest
 from test_explanation import QUEUED, step
 
 from quickstep.cli.trace import duration
-from quickstep.engine.step_log import LiveSequence, SequenceRecord
-from quickstep.engine.trace_events import trace_events
+from quickstep.engine.records.step_log import LiveSequence, SequenceRecord
+from quickstep.engine.records.trace_events import trace_events
 from quickstep.types import FinishReason
 
 

@@ -19,8 +19,8 @@ from quickstep.core.accounting import SchedulerStats, Totals
 from quickstep.core.admission import AdmissionState
 from quickstep.core.block_pool import PoolStats
 from quickstep.engine.adapters import LoadedAdapter
+from quickstep.engine.records.step_log import SequenceRecord, StepLog
 from quickstep.engine.stats import EngineState, EngineStats
-from quickstep.engine.step_log import SequenceRecord, StepLog
 from quickstep.engine.stream import Delta
 from quickstep.engine.tool_calls.formats import OutputFormats, formats_of
 from quickstep.errors import EngineError, PromptTooLong, RequestError

@@ -19,7 +19,7 @@ from starlette.applications import Starlette
 sys.path.insert(0, str(Path(__file__).parents[1] / "pure"))
 from test_explanation import QUEUED, step
 
-from quickstep.engine.step_log import SequenceRecord
+from quickstep.engine.records.step_log import SequenceRecord
 from quickstep.server import debug
 from quickstep.server.api_keys import ApiKeys
 from quickstep.server.app import create_app

@@ -21,7 +21,7 @@ from quickstep.core.cost_model import LinearCostModel
 from quickstep.core.policies import make_policy
 from quickstep.core.replay import read_recording, replay
 from quickstep.engine.assembly import open_engine
-from quickstep.engine.recording_file import RecordingFile
+from quickstep.engine.records.recording_file import RecordingFile
 from quickstep.types import SamplingParams
 
 CODE = "def add(first, second):\n    return"
@@ -138,7 +138,7 @@ def test_a_recording_of_a_killed_server_is_replayed_as_far_as_it_goes(
 def test_lines_reach_the_file_before_it_is_closed(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("quickstep.engine.recording_file._FLUSH_S", 0.001)
+    monkeypatch.setattr("quickstep.engine.records.recording_file._FLUSH_S", 0.001)
     path = tmp_path / "recording.jsonl"
     opened = RecordingFile.open(RecordingConfig(str(path)), None)  # type: ignore[arg-type]
     config = SchedulerConfig(4, 48, 64)

@@ -22,8 +22,8 @@ if TYPE_CHECKING:
     from pathlib import Path
 
     from quickstep.config import EngineConfig
-    from quickstep.engine.calibration import Calibration
     from quickstep.engine.loaded_model import LoadedModel
+    from quickstep.engine.step_times.calibration import Calibration
     from quickstep.types import Grammar
 
 __all__ = ["add_parser", "run"]
@@ -97,7 +97,7 @@ def _calibrated(config: EngineConfig, seconds: float) -> tuple[str, Calibration,
 
     from quickstep.core.cost_model import Coefficients
     from quickstep.engine.assembly import describe, fit_file, load_weights, open_executor
-    from quickstep.engine.calibration import StepLimits, calibrate, write_kv
+    from quickstep.engine.step_times.calibration import StepLimits, calibrate, write_kv
     from quickstep.runtime.kv_cache import allocate_kv
 
     loaded = load_weights(config, None)

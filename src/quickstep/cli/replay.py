@@ -40,7 +40,7 @@ def run(args: argparse.Namespace) -> int:
     if recording.torn_line is not None:
         print(f"line {recording.torn_line} has no end and is left out")
     if recording.is_full and not args.plans_only:
-        from quickstep.engine.replay_runner import open_runner
+        from quickstep.engine.records.replay_runner import open_runner
 
         runner = open_runner(recording)
         try:

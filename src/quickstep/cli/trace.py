@@ -46,8 +46,8 @@ def run(args: argparse.Namespace) -> int:
     """Read the records from the server and write the file."""
     import msgspec
 
-    from quickstep.engine.step_log import LiveSequence, SequenceRecord
-    from quickstep.engine.trace_events import trace_events
+    from quickstep.engine.records.step_log import LiveSequence, SequenceRecord
+    from quickstep.engine.records.trace_events import trace_events
     from quickstep.types import StepRecord
 
     decoder = msgspec.json.Decoder(StepRecord | SequenceRecord | LiveSequence)

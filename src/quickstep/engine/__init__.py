@@ -1,1 +1,1 @@
-"""Layer 5: the live loop, streams, tokenizer, chat template, step log."""
+"""Layer 5: the live loop, streams, `LLM`, and the packages that serve them."""

@@ -41,8 +41,8 @@ if TYPE_CHECKING:
     import torch
 
     from quickstep.engine.adapters import Adapters
-    from quickstep.engine.cost_fits import FitFile
     from quickstep.engine.engine import Engine
+    from quickstep.engine.step_times.cost_fits import FitFile
     from quickstep.engine.text.chat_template import ChatTemplate
     from quickstep.engine.text.tokenizer import Tokenizer
     from quickstep.model.checkpoint.source import Checkpoint
@@ -173,10 +173,10 @@ def wire_engine(
     from quickstep.core.cost_model import Coefficients
     from quickstep.core.policies import make_policy
     from quickstep.core.scheduler import Scheduler
-    from quickstep.engine.cost_fits import FitSaver
     from quickstep.engine.engine import Engine
+    from quickstep.engine.records.step_log import StepLog
     from quickstep.engine.requests import open_seeds
-    from quickstep.engine.step_log import StepLog
+    from quickstep.engine.step_times.cost_fits import FitSaver
 
     block_size = config.cache.block_size
     settings = _fitted(config, plan, adapters)
@@ -188,7 +188,7 @@ def wire_engine(
     if config.recording is None:
         scheduler = Scheduler(settings, pool, policy, fits.model)
     else:
-        from quickstep.engine.recording_file import RecordingFile
+        from quickstep.engine.records.recording_file import RecordingFile
 
         recording = RecordingFile.open(config.recording, description.tokenizer)
         scheduler = recording.scheduler(
@@ -239,7 +239,7 @@ def open_executor(
 
 def fit_file(config: EngineConfig, model: Model, description: LoadedModel) -> FitFile | None:
     """The stored step times of a loaded model on this machine; None where nothing is stored."""
-    from quickstep.engine.cost_fits import FitFile, cache_dir, fit_key
+    from quickstep.engine.step_times.cost_fits import FitFile, cache_dir, fit_key
 
     folder = cache_dir()
     if folder is None:

@@ -33,14 +33,14 @@ from msgspec import structs
 from quickstep.config import StreamConfig
 from quickstep.core.scheduler import Scheduler
 from quickstep.engine.adapters import Adapters, LoadedAdapter, OpenedAdapter, mix_parts
-from quickstep.engine.cost_fits import FitSaver
 from quickstep.engine.grammar.grammars import CompiledGrammar, check_grammar, prepare_grammar
 from quickstep.engine.live_requests import LiveRequests
 from quickstep.engine.loaded_model import LoadedModel
-from quickstep.engine.recording_file import RecordingFile
+from quickstep.engine.records.recording_file import RecordingFile
+from quickstep.engine.records.step_log import StepLog
 from quickstep.engine.requests import RequestIntake, as_token_ids
 from quickstep.engine.stats import EngineState, EngineStats
-from quickstep.engine.step_log import StepLog
+from quickstep.engine.step_times.cost_fits import FitSaver
 from quickstep.engine.stream import Sink, Stream
 from quickstep.engine.text.token_forms import TokenFormFinder
 from quickstep.engine.text.tokenizer import Tokenizer

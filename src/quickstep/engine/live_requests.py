@@ -14,7 +14,7 @@ from collections.abc import Callable, Iterable, Iterator
 from msgspec.structs import replace
 
 from quickstep.engine.grammar.grammars import CompiledGrammar
-from quickstep.engine.step_log import SequenceRecord, StepLog
+from quickstep.engine.records.step_log import SequenceRecord, StepLog
 from quickstep.engine.stream import Delta, Sink
 from quickstep.engine.text.output_text import OutputText
 from quickstep.engine.text.tokenizer import Tokenizer

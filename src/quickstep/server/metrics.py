@@ -23,8 +23,8 @@ from prometheus_client.metrics_core import CounterMetricFamily, GaugeMetricFamil
 from prometheus_client.registry import Collector, CollectorRegistry
 
 from quickstep.core.accounting import AdapterStats, Totals
+from quickstep.engine.records.step_log import SequenceRecord
 from quickstep.engine.stats import EngineStats
-from quickstep.engine.step_log import SequenceRecord
 from quickstep.engine.stream import Delta
 from quickstep.server.generate.engine_interface import ServedEngine
 from quickstep.server.generate.generation import ChoiceDelta, Generation, ParsedRequest

@@ -169,7 +169,7 @@ def simulate(
 
     Give the scheduler a cost model of its own: that one learns, this one does not change. For a
     machine that was measured, both are `LinearCostModel.of_fit` of its stored fit
-    (`engine.cost_fits`, `quickstep calibrate`).
+    (`engine.step_times.cost_fits`, `quickstep calibrate`).
     """
     clock = VirtualClock()
     engine = SimulatedEngine(clock, scheduler, cost_model, pads, adapter_load_s)

@@ -27,6 +27,7 @@ from quickstep.core.admission import AdmissionState
 from quickstep.core.block_pool import PoolStats
 from quickstep.core.service_order import level_of
 from quickstep.engine.adapters import LoadedAdapter
+from quickstep.engine.records.step_log import StepLog
 from quickstep.engine.remote.child import EngineProcess, LoadProgress
 from quickstep.engine.remote.launch import WORKER_COMMAND, Launched
 from quickstep.engine.remote.messages import (
@@ -57,7 +58,6 @@ from quickstep.engine.remote.streams import RemoteStreams
 from quickstep.engine.remote.supervisor import RestartLimits, Supervisor
 from quickstep.engine.requests import RequestIntake, open_seeds
 from quickstep.engine.stats import EngineState, EngineStats
-from quickstep.engine.step_log import StepLog
 from quickstep.engine.stream import Stream
 from quickstep.engine.text.chat_template import ChatTemplate
 from quickstep.engine.text.tokenizer import Tokenizer

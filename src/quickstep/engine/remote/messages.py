@@ -26,9 +26,9 @@ import msgspec
 
 from quickstep.engine.adapters import LoadedAdapter
 from quickstep.engine.logs import LogSetup
+from quickstep.engine.records.step_log import SequenceRecord
 from quickstep.engine.remote.opening import LENGTH, Open, WireMessage, framed
 from quickstep.engine.stats import EngineStats
-from quickstep.engine.step_log import SequenceRecord
 from quickstep.engine.stream import Delta
 from quickstep.errors import EngineError, QuickstepError, RequestError
 from quickstep.model.sizing import MemoryPlan

@@ -20,6 +20,7 @@ from typing import TYPE_CHECKING, Any
 
 from quickstep.config import EngineConfig
 from quickstep.engine.logs import install
+from quickstep.engine.records.step_log import SequenceRecord
 from quickstep.engine.remote.messages import (
     BUFFER_BYTES,
     TO_ENGINE,
@@ -50,7 +51,6 @@ from quickstep.engine.remote.messages import (
     UnloadAdapter,
     read_messages,
 )
-from quickstep.engine.step_log import SequenceRecord
 from quickstep.engine.stream import Delta
 from quickstep.errors import ConfigError, EngineError, RequestError
 from quickstep.types import Request, StepRecord

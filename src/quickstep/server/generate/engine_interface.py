@@ -10,8 +10,8 @@ from collections.abc import AsyncIterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, Protocol
 
 from quickstep.engine.adapters import LoadedAdapter
+from quickstep.engine.records.step_log import StepLog
 from quickstep.engine.stats import EngineStats
-from quickstep.engine.step_log import StepLog
 from quickstep.engine.stream import Delta
 from quickstep.engine.tool_calls.formats import OutputFormats
 from quickstep.types import Pooling, Request, SequenceTimings

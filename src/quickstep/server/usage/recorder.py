@@ -11,7 +11,7 @@ import time
 from collections.abc import Callable
 from typing import TYPE_CHECKING
 
-from quickstep.engine.step_log import SequenceRecord
+from quickstep.engine.records.step_log import SequenceRecord
 from quickstep.server.usage.limits import KeyLimiter, Used
 from quickstep.server.usage.price_book import (
     Cost,
@@ -33,7 +33,7 @@ _NANO = 1e9
 
 
 class UsageRecorder:
-    """A follower of the step log (`engine.step_log.Follower`). `open` it, then follow with it.
+    """A follower of the step log (`engine.records.step_log.Follower`): `open` it, then follow.
 
     Args:
         model: The name under which the model is recorded and priced.

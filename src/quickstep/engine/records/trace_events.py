@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
 
-from quickstep.engine.step_log import LiveSequence, SequenceRecord
+from quickstep.engine.records.step_log import LiveSequence, SequenceRecord
 from quickstep.types import StepRecord
 
 __all__ = ["trace_events"]

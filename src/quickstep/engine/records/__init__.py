@@ -1,0 +1,1 @@
+"""What an engine records: its step log, traces, and recordings that can be replayed."""
