@@ -149,6 +149,8 @@ class Request(msgspec.Struct, frozen=True, array_like=True, tag=True):
         endpoint: The path of the API through which it came, for accounting.
         is_continuation: The prompt was charged in an earlier request, which this one continues
             with a beam; for accounting.
+        is_in_search: It is a beam of a search: its adapter is kept for the next ones, even after
+            the name was given to other content. They name it by `adapter_id`.
         speculation: Drafts may be proposed for it; its tokens are the same either way.
         received_s: When the server received it, by the engine's clock: its wait and its deadlines
             count from then. None for when it arrives at the scheduler.
@@ -170,6 +172,7 @@ class Request(msgspec.Struct, frozen=True, array_like=True, tag=True):
     tenant_weight: float = 1.0
     endpoint: str = ""
     is_continuation: bool = False
+    is_in_search: bool = False
     speculation: bool = True
     adapter_id: str = ""
     received_s: float | None = None
@@ -352,7 +355,7 @@ class SequenceTimings(msgspec.Struct, frozen=True):
     last until `finished_s`. Of a sequence that changes more often, the later changes are missing.
     `unloaded_prefill_s` and `unloaded_decode_s` are predictions for the same tokens without any
     other request, with the same cached prefix; `is_extrapolated` if they are for steps outside of
-    what was measured.
+    what was measured. `adapter_id` is that of the request.
     """
 
     arrival_s: float
@@ -371,6 +374,7 @@ class SequenceTimings(msgspec.Struct, frozen=True):
     num_blocks: int
     paused_s: float = 0.0
     adapter_s: float = 0.0
+    adapter_id: str = ""
     recomputed_s: float = 0.0
     unloaded_prefill_s: float = 0.0
     unloaded_decode_s: float = 0.0

@@ -10,9 +10,11 @@ from msgspec.structs import replace
 from tiny_checkpoint import write_checkpoint
 
 from adapter_files import write_adapter
-from quickstep import LLM, LoRARequest, SamplingParams
+from quickstep import LLM, BeamSearchParams, LoRARequest, SamplingParams
 from quickstep.config import LoRAConfig
+from quickstep.engine import engine as engine_module
 from quickstep.engine.assembly import open_engine
+from quickstep.engine.beam_search import BeamSearch
 from quickstep.engine.llm import engine_config
 from quickstep.errors import ConfigError, RequestError
 from quickstep.model.spec import read_spec
@@ -171,6 +173,75 @@ def test_an_adapter_is_freed_when_its_last_request_has_ended(folder):
         await engine.stop()
 
     asyncio.run(run())
+
+
+@pytest.mark.parametrize("change", ["replaced", "unloaded", "freed"])
+def test_a_beam_search_stays_with_the_adapter_that_it_began_with(folder, monkeypatch, change):
+    monkeypatch.setattr(engine_module, "_SEARCH_PAUSE_S", 0.0 if change == "freed" else 0.5)
+
+    async def run():
+        engine = open_engine(config(folder, "a0"))
+        adapters = engine._adapters
+        await engine.start()
+        expected = await search_with(engine, "a0", asyncio.sleep(0))
+
+        async def change_adapter():
+            if change == "replaced":
+                await engine.load_adapter("a0", str(folder / "a1"))
+            else:
+                await engine.unload_adapter("a0")
+            await asyncio.sleep(0.1)  # the search has no request meanwhile
+
+        searching = search_with(engine, "a0", change_adapter())
+        if change == "freed":
+            with pytest.raises(RequestError, match="'a0' was unloaded during the beam search"):
+                await searching
+        else:
+            assert await searching == expected
+        if change == "replaced":
+            assert await search_with(engine, "a0", asyncio.sleep(0)) != expected
+        while adapters.retired:
+            await asyncio.sleep(0.01)
+        assert len(adapters.packed) == (change == "replaced")
+        await engine.stop()
+
+    asyncio.run(run())
+
+
+async def search_with(engine, name, between):
+    """The beams of a search that waits for `between` after its second tokens."""
+    prompt = tuple(engine.tokenizer.encode(PROMPT))
+    between = asyncio.ensure_future(between)
+
+    def submit(request):
+        length = len(request.prompt_token_ids) - len(prompt)
+        return LateStream(engine.stream(request), between if length == 1 else None)
+
+    search = BeamSearch(
+        submit,
+        Request("", prompt, adapter=name),
+        BeamSearchParams(2, 6),
+        frozenset(),
+        max_model_len=engine.max_model_len,
+        vocab_size=engine.model.vocab_size,
+    )
+    search.start()
+    return [(one.token_ids, one.score) for one in await search.run()]
+
+
+class LateStream:
+    """A stream that is read once `ready` is done."""
+
+    def __init__(self, stream, ready):
+        self._stream = stream
+        self._ready = ready
+        self.aclose = stream.aclose
+
+    async def __aiter__(self):
+        if self._ready is not None:
+            await self._ready
+        async for delta in self._stream:
+            yield delta
 
 
 async def tokens_of(stream):

@@ -42,6 +42,7 @@ def test_adapters_that_come_and_go_change_no_bit(checkpoint: str) -> None:
     loads = sum(one.runs.adapter_loads for one in report.scenarios.values())
     evictions = sum(one.runs.adapter_evictions for one in report.scenarios.values())
     assert report.comparisons > 80 and loads > evictions > 10
+    assert sum(one.runs.adapters_retired for one in report.scenarios.values()) > 10
 
 
 def test_rows_with_the_adapter_of_another_row_are_found(

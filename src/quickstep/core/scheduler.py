@@ -669,13 +669,25 @@ class Scheduler:
         """
         if self._adapters is None or adapter_id not in self._adapters:
             return True
-        sequences = chain.from_iterable(self._requests.values())
-        live = {one.request.adapter_id for one in sequences}
-        if adapter_id in live or adapter_id in self._adapters_in_flight():
-            self._adapters.keep(adapter_id)
+        if self._keep_adapter(self._adapters, adapter_id):
             return False
         self._adapters.forget(adapter_id)
         return True
+
+    def keep_adapter(self, adapter_id: str) -> bool:
+        """Do not evict an adapter that may be gone from disk: a beam search will name it again.
+        Returns whether sequences or steps in flight use it.
+        """
+        if self._adapters is None or adapter_id not in self._adapters:
+            return False
+        return self._keep_adapter(self._adapters, adapter_id)
+
+    def _keep_adapter(self, adapters: AdapterResidency, adapter_id: str) -> bool:
+        adapters.keep(adapter_id)
+        sequences = chain.from_iterable(self._requests.values())
+        if any(one.request.adapter_id == adapter_id for one in sequences):
+            return True
+        return adapter_id in self._adapters_in_flight()
 
     def take_adapter_orders(self) -> AdapterOrders | None:
         """What `plan` wants to be loaded and freed; None for nothing. The driver frees first, and

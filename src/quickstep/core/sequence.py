@@ -432,6 +432,7 @@ class Sequence:
             preempted_s=seconds[Activity.PREEMPTED],
             paused_s=seconds[Activity.PAUSED],
             adapter_s=seconds[Activity.ADAPTER],
+            adapter_id=self.request.adapter_id,
             device_s=self.device_s,
             recomputed_s=self.recomputed_s,
             activities=tuple(self._clock.changes),

@@ -234,6 +234,10 @@ class Adapters:
         """Whether `find` has nothing to read."""
         return name in self._named
 
+    def has_content(self, adapter_id: str) -> bool:
+        """Whether the adapter with this content has a name, or is retired and still kept."""
+        return adapter_id in self._by_id
+
     def path_of(self, name: str) -> Path | None:
         """Where an adapter that is not opened is found; None if it does not exist."""
         return path_in(self._lora.directory, name)

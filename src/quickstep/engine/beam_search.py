@@ -171,6 +171,9 @@ class BeamSearch:
                 self.prompt_logprobs = steps[0].prompt_logprobs
                 if (timings := steps[0].last.timings) is not None:
                     self.num_cached_tokens = timings.num_cached_tokens
+                    # not by its name, which may come to mean another adapter
+                    adapter_id = timings.adapter_id
+                    self._request = structs.replace(self._request, adapter_id=adapter_id)
             beams = self._advance(beams, steps, length)
             if not beams or self._is_over(beams, length):
                 return self._best([], None)
@@ -205,6 +208,7 @@ class BeamSearch:
                 sampling=sampling,
                 timeout_s=left_s,
                 is_continuation=not is_prompt,
+                is_in_search=True,
             )
         )
 

@@ -65,6 +65,9 @@ if TYPE_CHECKING:
 __all__ = ["Engine"]
 
 _LOGGER = logging.getLogger(__name__)
+# How long a beam search may take between its requests before its adapter is freed, if that was
+# unloaded or replaced.
+_SEARCH_PAUSE_S = 5.0
 # One step may fail because of its rows. Several in a row mean that scheduler, runner or device are
 # in a state that no request can change: the engine fails, and its owner may start another.
 _MAX_FAILED_IN_A_ROW = 3
@@ -97,6 +100,7 @@ class Engine:
         self._recording = recording
         self._adapters = adapters
         self._adapter_tasks: set[asyncio.Task[None]] = set()
+        self._search_adapters_s: dict[str, float] = {}  # when a beam search last used one
         self._reading_adapters: Counter[str] = Counter()  # how many reads of a name are under way
         self._adapter_was_read = asyncio.Event()
         self._scheduler = scheduler
@@ -319,9 +323,16 @@ class Engine:
                 adapters.put(adapter_id, packed)
         self._wakeup.set()
 
-    def _free_retired_adapters(self, adapters: Adapters) -> None:
+    def _free_retired_adapters(self, adapters: Adapters, now: float) -> None:
         """Forget the adapters that no request can name and none uses."""
         for adapter_id in adapters.retired:
+            search_s = self._search_adapters_s.get(adapter_id)
+            if search_s is not None:
+                if self._scheduler.keep_adapter(adapter_id):
+                    self._search_adapters_s[adapter_id] = search_s = now
+                if now < search_s + _SEARCH_PAUSE_S:
+                    continue
+                del self._search_adapters_s[adapter_id]
             if self._scheduler.retire_adapter(adapter_id):
                 adapters.forget(adapter_id)
 
@@ -337,8 +348,19 @@ class Engine:
         """The request with its adapter's content id. Raises RequestError."""
         if not request.adapter:
             return request
-        found = self._require_adapters().find(request.adapter)
-        return structs.replace(request, adapter_id=found.adapter_id)
+        adapters, adapter_id = self._require_adapters(), request.adapter_id
+        if not adapter_id:
+            adapter_id = adapters.find(request.adapter).adapter_id
+        elif not adapters.has_content(adapter_id):
+            raise RequestError(
+                f"the adapter {request.adapter!r} was unloaded during the beam search",
+                param="model",
+                status=404,
+                code="model_not_found",
+            )
+        if request.is_in_search:
+            self._search_adapters_s[adapter_id] = self._clock()
+        return structs.replace(request, adapter_id=adapter_id)
 
     async def start(self) -> None:
         """Begin stepping in the running event loop.
@@ -406,7 +428,7 @@ class Engine:
     def is_prepared(self, request: Request) -> bool:
         """Whether `submit` has no slow work to do."""
         sampling, adapters = request.sampling, self._adapters
-        name = request.adapter
+        name = "" if request.adapter_id else request.adapter
         is_opened = adapters is None or adapters.is_opened(name)
         if name and (self._reading_adapters[name] or not is_opened):
             return False
@@ -418,7 +440,7 @@ class Engine:
         Raises:
             RequestError: As `submit`.
         """
-        if request.adapter:
+        if request.adapter and not request.adapter_id:
             await self.open_adapter(request.adapter)
         await self._token_forms.prepare(request.sampling)
         return await prepare_grammar(request.sampling.grammar, self._model.grammars)
@@ -532,14 +554,23 @@ class Engine:
         now = self._clock()
         self._live.deliver(self._scheduler.expire(now), now)
         if self._adapters is not None and self._adapters.retired:
-            self._free_retired_adapters(self._adapters)
+            self._free_retired_adapters(self._adapters, now)
         while (plan := self._scheduler.plan(now)) is not None:
             self._in_flight.append((plan, self._executor.submit(plan)))
         self._follow_adapter_orders()
         if self._in_flight:
             await self._take_oldest_step()
         else:
-            await self._sleep(self._scheduler.wakeup(now), now)
+            await self._sleep(self._next_wakeup(now), now)
+
+    def _next_wakeup(self, now: float) -> float | None:
+        """When there is something to do without a request's change; None for never."""
+        wakeup_s = self._scheduler.wakeup(now)
+        if self._adapters is None or not self._search_adapters_s:
+            return wakeup_s
+        ends = [self._search_adapters_s.get(one) for one in self._adapters.retired]
+        times = [end + _SEARCH_PAUSE_S for end in ends if end is not None]
+        return min([*times, *([] if wakeup_s is None else [wakeup_s])], default=None)
 
     async def _sleep(self, wakeup_s: float | None, now: float) -> None:
         """Wait for a request's change, or until the clock reaches `wakeup_s`."""

@@ -43,6 +43,7 @@ from quickstep.verify.requests import (
     random_requests,
 )
 from quickstep.verify.run import (
+    AdapterRetired,
     Event,
     RunCounts,
     Signal,
@@ -290,7 +291,7 @@ class _Verifier:
         self,
         config: SchedulerConfig,
         pool: KVBlockPool,
-        events: list[Event],
+        events: list[Event | AdapterRetired],
         proposer: Proposer | None = None,
     ) -> tuple[dict[tuple[str, int], Trace], RunCounts]:
         return run_requests(
@@ -376,7 +377,9 @@ class _Verifier:
             num_blocks = self._blocks_per_sequence + rng.randint(1, 4)
         pool = self._pool(num_blocks, scenario.prefix_caching)
         span = 4 if scenario.is_starved else 2 * len(group)
-        events = _events(group, span, scenario, rng)
+        events: list[Event | AdapterRetired] = [*_events(group, span, scenario, rng)]
+        if scenario.has_loads:
+            events += _retirements(events, rng)
         traces, counts = self._run(config, pool, events, self._proposer(scenario, rng))
         self._compare(scenario, threads, traces)
         self._report.of(scenario.name).runs.add(counts)
@@ -437,3 +440,20 @@ def _events(
             events.append(Event(twin_at, twin.request_id, replace(one, request=twin)))
             events.append(Event(twin_at + rng.randint(1, 30), twin.request_id, Signal.ABORT))
     return events
+
+
+def _retirements(events: list[Event | AdapterRetired], rng: random.Random) -> list[AdapterRetired]:
+    """For half of the adapters, soon after the last request with them has arrived: they are
+    unloaded or replaced, and what runs and waits ends with what it began with.
+    """
+    last_at: dict[str, int] = {}
+    for event in events:
+        if isinstance(event, Event) and isinstance(event.what, RandomRequest):
+            adapter_id = event.what.request.adapter_id
+            last_at[adapter_id] = max(event.at, last_at.get(adapter_id, 0))
+    last_at.pop("", None)
+    return [
+        AdapterRetired(at + rng.randint(0, 6), adapter_id)
+        for adapter_id, at in last_at.items()
+        if rng.random() < 1 / 2
+    ]

@@ -45,6 +45,7 @@ from quickstep.types import (
 from quickstep.verify.requests import RandomRequest
 
 __all__ = [
+    "AdapterRetired",
     "Event",
     "RunCounts",
     "RunningSearch",
@@ -108,6 +109,7 @@ class RunningSearch:
     ) -> None:
         """`limits`: longest sequence and vocabulary."""
         self._request = request
+        self.adapter_id = request.adapter_id
         self._add = add
         self._abort = abort
         self._streams: dict[str, _BeamStream] = {}
@@ -194,6 +196,13 @@ class Event(msgspec.Struct, frozen=True):
     what: RandomRequest | Signal
 
 
+class AdapterRetired(msgspec.Struct, frozen=True):
+    """At step `at` an adapter is unloaded or replaced: no later request has it."""
+
+    at: int
+    adapter_id: str
+
+
 class RunCounts(msgspec.Struct):
     """What really happened in runs, so that zero mismatches is known to mean something."""
 
@@ -212,6 +221,7 @@ class RunCounts(msgspec.Struct):
     beam_searches: int = 0
     adapter_loads: int = 0
     adapter_evictions: int = 0
+    adapters_retired: int = 0  # while requests with them were running or waiting
 
     def add(self, other: RunCounts) -> None:
         """Add another run's counts."""
@@ -236,6 +246,7 @@ class _Run:
         self._adapters = adapters
         self._resident = dict(adapters if config.max_loras is None else {})
         self._loads: deque[tuple[int, str]] = deque()  # when each ends
+        self._retired: set[str] = set()
         self._limits = config.max_model_len, model.vocab_size
         self._tokenizer = tokenizer
         self._scheduler = Scheduler(config, pool, make_policy(config), LinearCostModel())
@@ -258,7 +269,7 @@ class _Run:
         self._texts: dict[tuple[str, int], OutputText] = {}
         self._searches: dict[str, RunningSearch] = {}
 
-    async def drive(self, events: Iterable[Event]) -> None:
+    async def drive(self, events: Iterable[Event | AdapterRetired]) -> None:
         """Until every request has ended."""
         coming = deque(sorted(events, key=lambda event: event.at))
         while coming or self._scheduler.has_work() or self._in_flight or self._searches:
@@ -273,7 +284,11 @@ class _Run:
         if num_leaked:
             raise EngineError(f"{num_leaked} KV blocks leaked")
 
-    def _apply(self, event: Event) -> None:
+    def _apply(self, event: Event | AdapterRetired) -> None:
+        if isinstance(event, AdapterRetired):
+            self._retired.add(event.adapter_id)
+            self.counts.adapters_retired += self._scheduler.keep_adapter(event.adapter_id)
+            return
         match event.what:
             case RandomRequest() as added:
                 self._add(added)
@@ -360,20 +375,30 @@ class _Run:
         if orders is None:
             return
         for adapter_id in orders.evictions:
-            del self._resident[adapter_id]
+            self._resident.pop(adapter_id, None)  # a retired one may still be loading
         self._loads += [(self._step + _LOAD_STEPS, one) for one in orders.loads]
         self.counts.adapter_evictions += len(orders.evictions)
 
     def _end_loads(self) -> None:
         while self._loads and self._loads[0][0] <= self._step:
             _, adapter_id = self._loads.popleft()
-            self._resident[adapter_id] = self._adapters[adapter_id]
-            self._scheduler.adapter_loaded(adapter_id, self._now)
+            if self._scheduler.adapter_loaded(adapter_id, self._now):
+                self._resident[adapter_id] = self._adapters[adapter_id]
             self.counts.adapter_loads += 1
+
+    def _free_retired_adapters(self) -> None:
+        """As the engine does: those that no request and no beam search uses any more."""
+        searched = {search.adapter_id for search in self._searches.values()}
+        for adapter_id in sorted(self._retired):
+            if adapter_id in searched:
+                self._scheduler.keep_adapter(adapter_id)
+            elif self._scheduler.retire_adapter(adapter_id):
+                self._retired.discard(adapter_id)
 
     def _advance(self, is_idle_fine: bool) -> None:
         """Plan and compute a step; commit the oldest once no more may be in flight."""
         self._end_loads()
+        self._free_retired_adapters()
         plan = self._scheduler.plan(self._now)
         self._follow_adapter_orders()
         if plan is not None:
@@ -450,7 +475,7 @@ def run_requests(
     kv: KVCache,
     config: SchedulerConfig,
     pool: KVBlockPool,
-    events: Iterable[Event],
+    events: Iterable[Event | AdapterRetired],
     new_matcher: NewMatcher | None = None,
     tokenizer: Tokenizer | None = None,
     proposer: Proposer | None = None,
