@@ -190,7 +190,7 @@ def test_to_fail_fast_is_to_compare_no_more_groups_than_needed():
 
 
 def test_a_request_that_fails_even_alone_is_an_error_not_a_match():
-    with pytest.raises(EngineError, match="fails even alone"):
+    with pytest.raises(EngineError, match="fails at batch size 1"):
         verified(GivesNaN())
 
 

@@ -1,10 +1,10 @@
 """The exactness checker: same request, same bits, whatever else is in the batch.
 
-Each random request runs alone first (one slot, whole prompt at once, cold cache); then in random
-groups under scenarios that chunk, hit prefixes, starve the pool, abort neighbours, pause, overlap
-steps, speculate, load and evict adapters, at each thread count. Token ids, logprob bits and the
-finish reason have to be equal. One comparison is one sequence of one run against its run alone; an
-aborted neighbour is compared with the beginning of its run alone.
+Each random request runs at batch size 1 first (one slot, the complete prompt at once, cold cache);
+then in random groups under scenarios that chunk, hit prefixes, starve the pool, abort neighbours,
+pause, overlap steps, speculate, load, evict and retire adapters, at each thread count. Token ids,
+logprob bits and the finish reason have to be equal. One comparison is one sequence of one run against its single run; an
+aborted neighbour is compared with the beginning of its single run.
 
 Called by `quickstep verify` and by tests. Everything is a function of the model and the seed.
 """
@@ -87,7 +87,7 @@ class Scenario(msgspec.Struct, frozen=True):
     pipeline_depth: int = 1
     policy: PolicyName = PolicyName.MIXED
     speculation: SpeculationMethod = SpeculationMethod.OFF
-    drafts_expected: bool = False  # drafts are the tokens of the run alone, with errors
+    drafts_expected: bool = False  # drafts are the tokens of the single run, with errors
     has_loads: bool = False  # there is no room for all adapters
     draft_model: str = ""  # a proposer with a model, by name
 
@@ -132,7 +132,7 @@ _MODEL_DRAFTS = (
     Scenario(", chunked", is_chunked=True),
     replace(_ALL_TOGETHER, name=", starved"),
 )
-_ALONE = Scenario("alone again")
+_SINGLE_AGAIN = Scenario("batch size 1 again")
 
 
 def verify(
@@ -151,7 +151,7 @@ def verify(
     without `tokenizer` none has stop strings, without `open_proposers` no model drafts.
 
     Raises:
-        EngineError: A request fails even alone, a block leaked, or the scheduler is stuck.
+        EngineError: A request fails at batch size 1, a block leaked, or the scheduler is stuck.
     """
     threads_before = _set_torch_threads(options.threads[0])
     try:
@@ -227,9 +227,9 @@ class _Verifier:
         self._adapters = random_adapters(model, options.num_adapters, options.seed)
         self._proposers = open_proposers(model, self._plan)
         self._num_groups = 0
-        self._alone: dict[tuple[str, int], Trace] = {}
+        self._single: dict[tuple[str, int], Trace] = {}
         # Before its first group, on the first number of threads, in whose groups each takes part.
-        self._ran_alone: set[str] = set()
+        self._ran_single: set[str] = set()
         self._report = VerifyReport(options)
 
     def run(self) -> VerifyReport:
@@ -238,13 +238,13 @@ class _Verifier:
         for threads in self._options.threads:
             if threads != self._threads:
                 self._use(threads)
-                self._compare_alone(threads)
+                self._compare_single_runs(threads)
             for scenario, group in self._groups(threads):
                 for added in group:
-                    if added.request.request_id not in self._ran_alone:
-                        self._progress("alone", done, total)
-                        self._ran_alone.add(added.request.request_id)
-                        self._alone.update(self._run_alone(added))
+                    if added.request.request_id not in self._ran_single:
+                        self._progress("batch size 1", done, total)
+                        self._ran_single.add(added.request.request_id)
+                        self._single.update(self._run_single(added))
                         done += 1
                 self._progress(f"{scenario.name}, threads {threads}", done, total)
                 self._compare_group(scenario, group, threads)
@@ -269,8 +269,8 @@ class _Verifier:
         """The sizes for proposers with a model."""
         return MemoryPlan(self._num_blocks, self._max_model_len, _MAX_NUM_SEQS, _MAX_TOKENS, (), ())
 
-    def _run_alone(self, added: RandomRequest) -> dict[tuple[str, int], Trace]:
-        """Each sequence alone: one slot, the prompt in one step, nothing cached."""
+    def _run_single(self, added: RandomRequest) -> dict[tuple[str, int], Trace]:
+        """Each sequence at batch size 1: one slot, the prompt in one step, nothing cached."""
         config = SchedulerConfig(
             max_num_seqs=1,
             max_num_batched_tokens=self._max_model_len,
@@ -283,7 +283,7 @@ class _Verifier:
             ran, _ = self._run(config, pool, [Event(0, request.request_id, one)])
             for (request_id, result), trace in ran.items():
                 if trace.finish_reason is not None and trace.finish_reason.is_failure:
-                    raise EngineError(f"{request.request_id} fails even alone: {trace.error}")
+                    raise EngineError(f"{request.request_id} fails at batch size 1: {trace.error}")
                 traces[request_id, index + result] = trace
         return traces
 
@@ -314,15 +314,15 @@ class _Verifier:
         return StaticProposer(self._expected_tokens, acceptance=rng.choice((0.5, 0.9, 1.0)))
 
     def _expected_tokens(self, admission: Admission) -> list[int]:
-        """The tokens of the run alone; none for the beams of a search."""
+        """The tokens of the single run; none for the beams of a search."""
         request_id, _, index = admission.sequence_id.rpartition("#")
-        trace = self._alone.get((request_id.removesuffix(_NEIGHBOUR), int(index)))
+        trace = self._single.get((request_id.removesuffix(_NEIGHBOUR), int(index)))
         return trace.token_ids if trace else []
 
-    def _compare_alone(self, threads: int) -> None:
-        """A part of the runs alone again, at another thread count."""
+    def _compare_single_runs(self, threads: int) -> None:
+        """A part of the single runs again, at another thread count."""
         for request in self._requests[::16]:
-            self._compare(_ALONE, threads, self._run_alone(request))
+            self._compare(_SINGLE_AGAIN, threads, self._run_single(request))
 
     def _groups(self, threads: int) -> Iterator[tuple[Scenario, list[RandomRequest]]]:
         """Every request once per round, in groups of random size, scenarios in turn: the next
@@ -391,7 +391,7 @@ class _Verifier:
         self, scenario: Scenario, threads: int, traces: dict[tuple[str, int], Trace]
     ) -> None:
         for (request_id, index), got in traces.items():
-            expected = self._alone[request_id.removesuffix(_NEIGHBOUR), index]
+            expected = self._single[request_id.removesuffix(_NEIGHBOUR), index]
             self._report.compare(scenario.name, threads, f"{request_id}#{index}", expected, got)
 
 

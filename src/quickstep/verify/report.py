@@ -1,7 +1,7 @@
 """The options of the exactness checker, and its result. Called by `verify.checker`.
 
-A comparison is one sequence of one run against its run alone: token ids, the bits of their
-logprobs, and why it ended.
+A comparison is one sequence of one run against its single run, at batch size 1: token ids, the
+bits of their logprobs, and why it ended.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ class VerifyOptions(msgspec.Struct, frozen=True):
 
     Attributes:
         rounds: Number of groups that contain each request, per thread count.
-        threads: CPU thread counts; the runs alone use the first of them.
+        threads: CPU thread counts; the single runs use the first of them.
         kv_dtype: `CacheConfig.kv_dtype`.
         num_adapters: Random LoRA adapters, one of which half of the requests have.
         fail_fast: Stop after the group with the first mismatch.
@@ -80,7 +80,7 @@ class VerifyReport(msgspec.Struct):
 
     @property
     def comparisons(self) -> int:
-        """Sequences compared with their run alone."""
+        """Sequences compared with their single run."""
         return sum(counts.comparisons for counts in self.scenarios.values())
 
     @property
@@ -95,7 +95,7 @@ class VerifyReport(msgspec.Struct):
     def compare(
         self, scenario: str, threads: int, sequence_id: str, expected: Trace, got: Trace
     ) -> None:
-        """Compare one sequence with its run alone, and count."""
+        """Compare one sequence with its single run, and count."""
         counts = self.of(scenario)
         counts.comparisons += 1
         prompt_position = _first_prompt_difference(expected, got)
@@ -127,7 +127,7 @@ class VerifyReport(msgspec.Struct):
                 got_token=_at(got.token_ids, position),
                 expected_logprobs=_hex(_at(expected.logprob_bits, position)),
                 got_logprobs=_hex(_at(got.logprob_bits, position)),
-                detail=f"ended with {_end(expected)} alone, {_end(got)} here",
+                detail=f"ended with {_end(expected)} at batch size 1, {_end(got)} here",
             )
 
     def to_json(self) -> dict[str, object]:
