@@ -3,8 +3,8 @@
 Each random request runs at batch size 1 first (one slot, the complete prompt at once, cold cache);
 then in random groups under scenarios that chunk, hit prefixes, starve the pool, abort neighbours,
 pause, overlap steps, speculate, load, evict and retire adapters, at each thread count. Token ids,
-logprob bits and the finish reason have to be equal. One comparison is one sequence of one run against its single run; an
-aborted neighbour is compared with the beginning of its single run.
+logprob bits and the finish reason have to be equal. One comparison is one sequence of one run
+against its single run; an aborted neighbour is compared with the beginning of its single run.
 
 Called by `quickstep verify` and by tests. Everything is a function of the model and the seed.
 """
