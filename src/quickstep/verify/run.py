@@ -395,6 +395,10 @@ class _Run:
             elif self._scheduler.retire_adapter(adapter_id):
                 self._retired.discard(adapter_id)
 
+    def _is_kept(self) -> bool:
+        """Whether a search that has yet to submit its next beams keeps the place of an adapter."""
+        return any(one.adapter_id in self._retired for one in self._searches.values())
+
     def _advance(self, is_idle_fine: bool) -> None:
         """Plan and compute a step; commit the oldest once no more may be in flight."""
         self._end_loads()
@@ -413,7 +417,7 @@ class _Run:
             self.counts.drafts += outcome.record.num_drafts
             self.counts.accepted_drafts += outcome.record.num_accepted
             self._take(outcome.outputs)
-        elif self._scheduler.has_work() and not is_idle_fine and not self._loads:
+        elif self._scheduler.has_work() and not (is_idle_fine or self._loads or self._is_kept()):
             raise EngineError("the scheduler has work and plans nothing")
 
     def _count(self, plan: StepPlan) -> None:
