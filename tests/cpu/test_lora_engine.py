@@ -180,7 +180,7 @@ def test_a_beam_search_stays_with_the_adapter_that_it_began_with(folder, monkeyp
     monkeypatch.setattr(engine_module, "_SEARCH_PAUSE_S", 0.0 if change == "freed" else 0.5)
 
     async def run():
-        engine = open_engine(config(folder, "a0"))
+        engine = open_engine(config(folder, "a0", memory_bytes=1_000_000))
         adapters = engine._adapters
         await engine.start()
         expected = await search_with(engine, "a0", asyncio.sleep(0))
@@ -235,7 +235,7 @@ class LateStream:
     def __init__(self, stream, ready):
         self._stream = stream
         self._ready = ready
-        self.aclose = stream.aclose
+        self.accepted, self.aclose = stream.accepted, stream.aclose
 
     async def __aiter__(self):
         if self._ready is not None:
