@@ -25,6 +25,7 @@ import signal
 import sys
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 from hypothesis import settings
@@ -65,3 +66,18 @@ def garbage_is_collected_after_each_test() -> Iterator[None]:
     is_enabled = gc.isenabled()
     gc.enable()
     assert is_enabled, "the test left garbage collection disabled"
+
+
+@pytest.fixture
+def products_in_order(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Interpreted Triton kernels multiply matrices with NumPy. In its product, the bits of a row
+    depend on the row's place on some CPUs (Zen 5), so here every row is summed in one order.
+    """
+    interpreter = pytest.importorskip("triton.runtime.interpreter")
+    import numpy as np
+
+    def create_dot(_: Any, a: Any, b: Any, d: Any, *options: Any) -> Any:
+        product = np.add.reduce(a.data[:, :, None] * b.data[None], axis=1, dtype=d.data.dtype)
+        return interpreter.TensorHandle(product + d.data, d.dtype.scalar)
+
+    monkeypatch.setattr(interpreter.InterpreterBuilder, "create_dot", create_dot)

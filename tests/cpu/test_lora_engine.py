@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 
-import numpy as np
 import pytest
 import torch
 from msgspec.structs import replace
@@ -317,20 +316,6 @@ def test_an_adapter_that_is_larger_than_all_may_be_is_refused(folder):
     with lora_dir_llm(folder, lora_memory_bytes=1000) as llm, pytest.raises(RequestError) as error:
         answers(llm, [PROMPT], LoRARequest("m0"))
     assert "--lora-memory-bytes" in str(error.value)
-
-
-@pytest.fixture
-def products_in_order(monkeypatch):
-    """Interpreted kernels multiply matrices with NumPy. In its product, the bits of a row depend on
-    the row's place on some CPUs (Zen 5), so here each row is summed in one order.
-    """
-    interpreter = pytest.importorskip("triton.runtime.interpreter")
-
-    def create_dot(self, a, b, d, *options):
-        product = np.add.reduce(a.data[:, :, None] * b.data[None], axis=1, dtype=d.data.dtype)
-        return interpreter.TensorHandle(product + d.data, d.dtype.scalar)
-
-    monkeypatch.setattr(interpreter.InterpreterBuilder, "create_dot", create_dot)
 
 
 @pytest.mark.usefixtures("products_in_order")

@@ -62,6 +62,7 @@ def answers(
     return asyncio.run(both())
 
 
+@pytest.mark.usefixtures("products_in_order")
 @pytest.mark.parametrize("quantization", [None])
 def test_the_engine_on_triton_has_the_tokens_of_the_reference_and_the_same_bits_alone(
     checkpoint: Path, monkeypatch: pytest.MonkeyPatch, quantization: str | None
