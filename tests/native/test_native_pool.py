@@ -155,12 +155,13 @@ def test_a_caller_sleeps_while_a_worker_without_a_processor_finishes() -> None:
     os.setpriority(os.PRIO_PROCESS, worker, 19)  # it loses the processor in the middle of an item
     generator = torch.Generator().manual_seed(0)
     weight = torch.randn(1024, 1024, generator=generator).bfloat16()
-    x = torch.randn(512, 1024, generator=generator).bfloat16()
+    # a loop outlasts a turn on the processor on fast CPUs too
+    x = torch.randn(4096, 1024, generator=generator).bfloat16()
     packed = ops.pack_linear(weight, None)
     before = num_sleeps()
     os.sched_setaffinity(0, {cpu})  # both threads take turns on this processor
     try:
-        for _ in range(400):  # it happens in one of about 20 loops
+        for _ in range(400):  # it happens in one of about 20 loops, often in the first
             ops.linear(x, packed)
             if num_sleeps() >= before + 2:
                 break
