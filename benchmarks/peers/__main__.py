@@ -193,7 +193,7 @@ def _head(args: argparse.Namespace, contestants: list[Contestant]) -> str:
         *(f"- {Environment(name, args.cache / name).versions()}" for name in sorted(names)),
         f"{args.shape} with random weights, {args.threads} threads, greedy, seed {args.seed}. All "
         "over HTTP on this machine, one client; OpenVINO and transformers have no server of this "
-        "kind and run behind a front of ours. With no engine behind it, front and client take",
+        "kind and run in a small one of ours (`fronts/`). Without an engine, it and the client take",
         *_front_costs(args),
         "",
         LEGEND,

@@ -105,16 +105,16 @@ class EagleProposer:
 
     def compute(self, rows: Sequence[ComputedRow]) -> None:
         """`HiddenStateProposer.compute`."""
-        behind = []
+        full = []
         for row in rows:
             slot = self._slots[row.slot]
             slot.keep(row)
             if slot.num_kept >= _MAX_KEPT:
                 first = slot.first_row(emits=False)
                 if first is not None:
-                    behind.append((slot, *first))
-        if behind:
-            self._run_first(behind)
+                    full.append((slot, *first))
+        if full:
+            self._run_first(full)
 
     def propose(self, tasks: Sequence[DraftTask]) -> list[tuple[int, ...]]:
         """`Proposer.propose`."""
