@@ -192,8 +192,9 @@ def _head(args: argparse.Namespace, contestants: list[Contestant]) -> str:
         f"load {os.getloadavg()[0]:.2f} at the start",
         *(f"- {Environment(name, args.cache / name).versions()}" for name in sorted(names)),
         f"{args.shape} with random weights, {args.threads} threads, greedy, seed {args.seed}. All "
-        "over HTTP on this machine, one client; OpenVINO and transformers have no server of this "
-        "kind and run in a small one of ours (`fronts/`). Without an engine, it and the client take",
+        "over HTTP on this machine, one client; OpenVINO and transformers have no server of "
+        "this kind and run in a small one of ours (`fronts/`). Without an engine, it and the "
+        "client take",
         *_front_costs(args),
         "",
         LEGEND,

@@ -83,6 +83,22 @@ def test_it_follows_a_machine_that_changes() -> None:
     assert worst_error(model, slower) < 0.05
 
 
+def test_of_short_steps_only_some_are_learnt_from() -> None:
+    rng, model = Random(9), LinearCostModel()
+    tiny = Coefficients(*(value / 100 for value in (8e-3, 2e-5, 1.5e-4, 2e-8, 1e-8)))
+    loads = [random_load(rng) for _ in range(20_000)]
+    seconds = [true_seconds(load, tiny) for load in loads]
+    for load, one in zip(loads, seconds, strict=True):
+        model.observe(load, one)
+    assert 64 < model.num_steps <= 64 + sum(seconds) / 2e-3 < len(loads) / 2
+    assert worst_error(model, tiny) < 0.1
+
+    before = model.num_steps
+    for load, one in zip(loads[:100], seconds, strict=False):
+        model.learn(load, one)
+    assert model.num_steps == before + 100
+
+
 @pytest.mark.parametrize("factor", [1e-3, 1e3])
 def test_a_machine_of_another_speed_is_known_from_its_first_step(factor: float) -> None:
     model = LinearCostModel(TRUE)

@@ -225,18 +225,16 @@ def step_record(
 ) -> StepRecord:
     """The line of the step log; the keyword arguments are the state after the commit."""
     decode, prefill = step.decode_load, step.prefill_load
-    drafted = [
-        (entry.row.num_drafts, max(0, len(output.token_ids) - 1))
-        for entry, output in zip(step.rows, outputs, strict=True)
-        if entry.row.num_drafts
-    ]
-    prefills = tuple(
-        [
-            PrefillCharge(entry.sequence.request.request_id, entry.row.num_tokens, row_s)
-            for entry, row_s in zip(step.rows, charges.seconds, strict=True)
-            if entry.row.phase is Phase.PREFILL
-        ]
-    )
+    num_drafts = num_accepted = 0
+    prefills: list[PrefillCharge] = []
+    for entry, output, row_s in zip(step.rows, outputs, charges.seconds, strict=True):
+        row = entry.row
+        if row.num_drafts:
+            num_drafts += row.num_drafts
+            num_accepted += max(0, len(output.token_ids) - 1)
+        if row.phase is Phase.PREFILL:
+            name = entry.sequence.request.request_id
+            prefills.append(PrefillCharge(name, row.num_tokens, row_s))
     prefill_s = sum([one.seconds for one in prefills])
     return StepRecord(
         step.plan.step_id,
@@ -257,7 +255,7 @@ def step_record(
         num_preemptions=step.num_preemptions,
         decode_s=sum(charges.seconds) - prefill_s,
         prefill_s=prefill_s,
-        prefills=prefills,
-        num_drafts=sum([num_drafts for num_drafts, _ in drafted]),
-        num_accepted=sum([num_accepted for _, num_accepted in drafted]),
+        prefills=tuple(prefills),
+        num_drafts=num_drafts,
+        num_accepted=num_accepted,
     )

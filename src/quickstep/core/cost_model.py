@@ -45,6 +45,11 @@ _MAX_PACE_RATIO = 1.5
 _MAX_RATIO = 4.0
 _MAX_GAIN = 1e9
 
+# Learning from a step takes 15 to 30 us: of short steps, one in this time is learnt from. The first
+# ones always are.
+_LEARNING_PERIOD_S = 2e-3
+_NUM_FIRST_STEPS = 64
+
 _MAX_SWEEPS = 2000
 _CONVERGED = 1e-6  # relative change of a coefficient in one pass
 
@@ -196,7 +201,7 @@ class CostFit(msgspec.Struct, frozen=True):
         moment: Their right side, [C].
         lowest: The least of each unit in a measured step.
         highest: The most of each unit in a measured step.
-        num_steps: Measured steps.
+        num_steps: Steps that were learnt from.
     """
 
     coefficients: Coefficients
@@ -245,6 +250,7 @@ class LinearCostModel:
         self._lowest: tuple[int, ...] | None = None
         self._highest: tuple[int, ...] = ()
         self._num_steps = 0
+        self._unlearnt_s = 0.0  # of the steps since the last one that was learnt from
 
     @staticmethod
     def of_fit(fit: CostFit, forgetting: float = 0.99) -> LinearCostModel:
@@ -272,7 +278,7 @@ class LinearCostModel:
 
     @property
     def num_steps(self) -> int:
-        """Measured steps, those of a stored fit included."""
+        """Steps that were learnt from, those of a stored fit included."""
         return self._num_steps
 
     @property
@@ -322,6 +328,16 @@ class LinearCostModel:
         )
 
     def observe(self, load: StepLoad, seconds: float) -> None:
+        """Learn from a measured step, unless it and those since the last one that was learnt from
+        are so short that learning would slow them down.
+        """
+        self._unlearnt_s += seconds
+        if self._num_steps >= _NUM_FIRST_STEPS and self._unlearnt_s < _LEARNING_PERIOD_S:
+            return
+        self._unlearnt_s = 0.0
+        self.learn(load, seconds)
+
+    def learn(self, load: StepLoad, seconds: float) -> None:
         """Learn from a measured step; impossible durations are ignored."""
         if not _MIN_SECONDS <= seconds <= _MAX_SECONDS:
             return

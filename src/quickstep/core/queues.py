@@ -36,7 +36,12 @@ class WaitingQueue:
         self._queues: dict[str, list[Sequence]] = {}
         self._parked: dict[str, list[Sequence]] = {}  # by adapter
 
+    def __bool__(self) -> bool:
+        return bool(self._queues or self._parked)  # none of them is empty
+
     def __len__(self) -> int:
+        if not self:
+            return 0
         return sum(map(len, self._queues.values())) + sum(map(len, self._parked.values()))
 
     def __iter__(self) -> Iterator[Sequence]:
@@ -85,6 +90,8 @@ class WaitingQueue:
     @property
     def head(self) -> Sequence | None:
         """The sequence that is admitted next; None if there is none that is not paused."""
+        if not self._queues:
+            return None
         first: tuple[float, Rank] | None = None
         head = None
         for rank, queue in self._served():

@@ -379,7 +379,7 @@ class Scheduler:
 
     def _place_decodes(self, draft: StepDraft, budget: int, now: float) -> None:
         over_share = self._order.over_share(self._batch)
-        held = {sequence.sequence_id for sequence in over_share}
+        held = {sequence.sequence_id for sequence in over_share} if over_share else ()
         for sequence in self._batch:
             if budget < 1:
                 return
@@ -598,7 +598,7 @@ class Scheduler:
     ) -> None:
         """Add a row to the draft; from now on others may share the blocks that it fills."""
         residency = sequence.resident
-        next_drafts = self._num_next_drafts(sequence) if self._drafts.max_drafts else (0, 0)
+        next_drafts = self._num_next_drafts(sequence) if self._drafts.uses_drafts else (0, 0)
         row = sequence.row(num_tokens, new_block_ids, drafts, *next_drafts)
         sequence.drafts = ()
         residency.planned = row.end
@@ -936,6 +936,9 @@ class Scheduler:
         num_drafts, num_accepted = entry.row.num_drafts, len(output.token_ids) - 1
         if num_drafts or entry.row.requests_drafts:
             entry.residency.awaits_drafts = False
+        if not num_drafts:
+            entry.sequence.acceptance.num_tokens_without += 1
+            return
         entry.residency.planned -= num_drafts - num_accepted
         num_forced = min(num_drafts, entry.sequence.num_forced_drafts)
         self._drafts.checked(entry.sequence.acceptance, num_drafts, num_accepted, num_forced)

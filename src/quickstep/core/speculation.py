@@ -116,6 +116,11 @@ class DraftControl:
         self._first_rate = _FIRST_RATE
         self._price = 0.0  # tokens that the batch could generate in the time of one more
 
+    @property
+    def uses_drafts(self) -> bool:
+        """Whether the rows of the next step may get drafts at all."""
+        return self._uses_drafts
+
     def planned(self, decode: StepLoad, cost_model: CostModel) -> None:
         """Set the price of a draft for the next step, which has about these decode rows."""
         if not self._uses_drafts or not decode.num_rows:

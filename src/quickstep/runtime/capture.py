@@ -174,6 +174,7 @@ class CapturedSteps:
         self._block_size = block_size
         self._adapters = {} if adapters is None else adapters
         self._step_adapters: list[LoRAAdapter | None] = []  # of the rows, kept while they run
+        self._adapter_handles = array("q")
         self._memory = HostTensor.empty((0,), UINT8)
         self._programs: dict[tuple[bool, int, int], _BoundProgram] = {}
         self._num_tokens = 0
@@ -198,6 +199,7 @@ class CapturedSteps:
                 )
             fields += (row.start, row.num_tokens, slot.block_table_address, num_blocks)
         self._step_adapters = _adapters_of(rows, self._adapters)
+        self._adapter_handles = array("q", [_handle(one) for one in self._step_adapters])
         self._rows, self._token_ids = array("q", fields), token_ids
         self._num_tokens = len(token_ids)
 
@@ -220,7 +222,7 @@ class CapturedSteps:
         call.rows = self._rows.buffer_info()[0]
         call.token_ids = self._token_ids.buffer_info()[0]
         call.emitting = self._emitting.buffer_info()[0] if emitting else None
-        handles = array("q", map(_handle, self._step_adapters))
+        handles = self._adapter_handles
         call.adapters = handles.buffer_info()[0] if handles else None
         bound.program.run(self._call_address)
         self._aux_hidden = bound.aux_hidden
@@ -296,7 +298,7 @@ def _adapters_of(
     rows: Sequence[StepRow], adapters: Mapping[str, LoRAAdapter]
 ) -> list[LoRAAdapter | None]:
     """Those of the rows, [] if no row has one. Raises EngineError."""
-    if not any(row.adapter for row in rows):
+    if not any([row.adapter for row in rows]):
         return []
     missing = next(
         (row.adapter for row in rows if row.adapter and row.adapter not in adapters), None

@@ -130,12 +130,12 @@ class ModelRunner:
             drafts = self._drafting.propose(rows, emitting, None if every_token else hidden)
             for one in emitting:
                 outputs[one.index] = _output_with_tokens(one, outputs[one.index], drafts)
-        failures = tuple(
+        failures = [
             RowFailure(index, slot.failure, slot.is_refused)
             for index, slot in enumerate(slots)
             if slot.failure
-        )
-        return tuple(outputs), failures
+        ]
+        return tuple(outputs), tuple(failures)
 
     def _read_prompts(
         self,
@@ -183,7 +183,8 @@ def _emitting(
         if row.emits and not slot.failure:
             drafts = row.token_ids[row.num_tokens - row.num_drafts :] if row.num_drafts else ()
             emitting.append(EmittingRow(index, slot, len(tokens), drafts))
-            tokens += [(index, num_after) for num_after in range(row.num_drafts, -1, -1)]
+            for num_after in range(row.num_drafts, -1, -1):
+                tokens.append((index, num_after))
     return emitting, tokens
 
 

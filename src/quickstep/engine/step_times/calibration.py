@@ -277,7 +277,7 @@ class _Rounds:
         if not rows:
             return
         result = self._submit(tuple(rows), ())
-        self._model.observe(load, result.seconds)
+        self._model.learn(load, result.seconds)
         if self._num_steps > _NUM_WARM_UP:
             kinds = {row.phase for row in rows}
             kind = StepKind.MIXED if len(kinds) > 1 else _KIND_OF_PHASE[kinds.pop()]
@@ -355,11 +355,11 @@ def fit_steps(steps: Sequence[MeasuredStep], start: Coefficients) -> CostFit:
     near = LinearCostModel(start)
     for _ in range(2):
         for one in steps:
-            near.observe(one.load, one.seconds)
+            near.learn(one.load, one.seconds)
     near.converge()
     model = LinearCostModel(near.coefficients, forgetting=1.0)
     for one in steps:
-        model.observe(one.load, one.seconds)
+        model.learn(one.load, one.seconds)
     model.converge()
     fit = model.fit()
     assert fit is not None, "there are measured steps"

@@ -78,6 +78,8 @@ class EmittingRow(msgspec.Struct):
             slot.failure = failure_of(error).reason
             return False
         self.samples.append(sampled)
+        if not self.drafts:
+            return False
         num_new = len(self.samples)
         return (
             num_new <= len(self.drafts)
