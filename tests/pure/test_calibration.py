@@ -133,6 +133,13 @@ def test_it_finds_the_costs_of_a_machine(noise: float, factor: float) -> None:
         assert model.seconds(load) == pytest.approx(factor * machine.seconds(load), rel=0.05)
 
 
+@pytest.mark.parametrize(("noise", "least_error"), [(0.0, 0.0), (0.1, 0.1 * 2 / 3 / 2**0.5)])
+def test_it_says_how_much_equal_steps_differ(noise: float, least_error: float) -> None:
+    executor = LinearExecutor(LIMITS, noise)
+    result = calibrate(executor, LIMITS, START, 10.0, lambda: executor.now)
+    assert result.noise == pytest.approx(least_error, abs=0.01)
+
+
 def test_it_measures_steps_of_all_sizes_within_its_time() -> None:
     executor = LinearExecutor(LIMITS)
     result = calibrate(executor, LIMITS, START, 5.0, lambda: executor.now)

@@ -182,7 +182,8 @@ def test_a_scored_position_costs_by_the_vocabulary_before_one_was_seen() -> None
     plain = StepLoad.of_span(0, 100)
     small, large = (LinearCostModel(Coefficients.of_vocabulary(n)) for n in (1_000, 200_000))
     assert small.seconds(plain) == large.seconds(plain)
-    extra = [model.seconds(chunk) - model.seconds(plain) for model in (small, large)]
+    one = StepLoad.of_span(0, 100, num_scored=1)
+    extra = [model.seconds(chunk) - model.seconds(one) for model in (small, large)]
     assert extra[1] == pytest.approx(200 * extra[0])
 
 
@@ -201,6 +202,43 @@ def test_it_learns_what_a_row_costs_by_what_it_samples(unit: str) -> None:
         load = replace(costly, **{unit: num_rows})
         assert model.seconds(load) == pytest.approx(expected, rel=0.05)
     assert model.seconds(plain) == pytest.approx(true_seconds(plain, machine), rel=0.05)
+
+
+def test_it_learns_what_a_step_reads_once_and_from_where_on_tokens_cost_more() -> None:
+    rng, model = Random(13), LinearCostModel()
+    machine = Coefficients(
+        8e-3, 2e-5, logits_step_s=4e-3, token_beyond_32_s=2e-4, token_beyond_256_s=1e-4
+    )
+    for _ in range(1500):
+        load = random_load(rng)
+        if rng.random() < 0.7:
+            load = replace(load, num_logits_rows=rng.randint(1, load.num_rows))
+        model.observe(load, true_seconds(load, machine))
+    for num_tokens in (1, 32, 60, 300, 1000):
+        load = StepLoad.of_span(0, num_tokens)
+        for of in (load, replace(load, num_logits_rows=1)):
+            assert model.seconds(of) == pytest.approx(true_seconds(of, machine), rel=0.1)
+
+
+def test_rows_cost_what_grows_with_them_in_their_step() -> None:
+    model = LinearCostModel(
+        Coefficients(
+            8e-3,
+            1e-5,
+            row_s=2e-5,
+            kv_token_s=3e-8,
+            logits_step_s=4e-3,
+            token_beyond_32_s=2e-4,
+            token_beyond_256_s=1e-4,
+        )
+    )
+    few = [StepLoad.of_span(start, 1, num_logits_rows=1) for start in (5, 900)]
+    assert model.decode_row_seconds([6, 901]) == model.row_seconds(few, sum(few, StepLoad()))
+    assert model.row_seconds(few, sum(few, StepLoad()))[0] == pytest.approx(3e-5 + 6 * 3e-8)
+    many = [*few, StepLoad.of_span(0, 400)]
+    in_long_step = model.row_seconds(many, sum(many, StepLoad()))
+    assert in_long_step[0] == pytest.approx(33e-5 + 6 * 3e-8)
+    assert in_long_step[2] == pytest.approx(400 * 31e-5 + 2e-5 + 400 * 3e-8)
 
 
 @pytest.mark.parametrize("factor", [100.0, 0.01])

@@ -28,18 +28,21 @@ if TYPE_CHECKING:
 
 __all__ = ["add_parser", "run"]
 
-# Each coefficient in words, and the field of the load that it belongs to.
+# Each coefficient in words, the field of the load that it belongs to, and above which number.
 _UNITS = (
-    ("a step", ""),
-    ("a token", "num_tokens"),
-    ("a row", "num_rows"),
-    ("a KV token that attention reads", "num_kv_tokens"),
-    ("a pair of a token and a position", "num_pairs"),
-    ("a scored position of a prompt", "num_scored"),
-    ("a logits row (a sampled position)", "num_logits_rows"),
-    ("a logits row under a grammar, in addition", "num_grammar_rows"),
-    ("a logits row with log-probabilities, in addition", "num_logprobs_rows"),
-    ("a row with an adapter, in addition", "num_adapter_rows"),
+    ("a step", "", 0),
+    ("a token", "num_tokens", 0),
+    ("a row", "num_rows", 0),
+    ("a KV token that attention reads", "num_kv_tokens", 0),
+    ("a pair of a token and a position", "num_pairs", 0),
+    ("a scored position of a prompt", "num_scored", 0),
+    ("a logits row (a sampled position)", "num_logits_rows", 0),
+    ("a logits row under a grammar, in addition", "num_grammar_rows", 0),
+    ("a logits row with log-probabilities, in addition", "num_logprobs_rows", 0),
+    ("a row with an adapter, in addition", "num_adapter_rows", 0),
+    ("a step with logits, in addition", "num_logits_rows", 0),
+    ("a token beyond 32 in a step, in addition", "num_tokens", 32),
+    ("a token beyond 256 in a step, in addition", "num_tokens", 256),
 )
 _ENDLESS = "[a-zA-Z0-9 .,]{1000}"
 _COST_COLUMNS = ("unit", "microseconds", "least in a step", "most in a step")
@@ -150,9 +153,9 @@ def _print(name: str, calibration: Calibration, path: Path | None) -> None:
     fit = calibration.fit
     costs = astuple(fit.coefficients)
     rows = []
-    for (unit, field), cost in zip(_UNITS, costs, strict=True):
+    for (unit, field, above), cost in zip(_UNITS, costs, strict=True):
         bounds = [str(getattr(load, field)) if field else "" for load in (fit.lowest, fit.highest)]
-        is_measured = not field or getattr(fit.highest, field) > 0
+        is_measured = not field or getattr(fit.highest, field) > above
         rows.append((unit, f"{1e6 * cost:,.3f}" if is_measured else "not measured", *bounds))
     print_table(console, f"{name}: the cost of a step, {fit.num_steps} steps", _COST_COLUMNS, rows)
     errors = [
@@ -166,6 +169,12 @@ def _print(name: str, calibration: Calibration, path: Path | None) -> None:
         for one in calibration.errors
     ]
     print_table(console, "errors of predictions", _ERROR_COLUMNS, errors)
+    if calibration.noise is not None:
+        console.print(
+            "Decode steps with the same rows, one after the other, differ so much that the least "
+            f"mean error on this machine is {calibration.noise:.1%}.",
+            soft_wrap=True,
+        )
     console.print(
         "not stored: QUICKSTEP_CACHE_DIR is empty" if path is None else f"stored in {path}",
         soft_wrap=True,

@@ -17,7 +17,7 @@ from msgspec.structs import replace
 from quickstep.core.block_pool import PoolStats
 from quickstep.core.cost_model import CostModel, StepLoad
 from quickstep.core.sequence import SequenceState
-from quickstep.core.step import FlightRow, InFlightStep
+from quickstep.core.step import InFlightStep
 from quickstep.types import Phase, PrefillCharge, RowOutput, SequenceTimings, StepRecord
 
 __all__ = [
@@ -142,28 +142,23 @@ class StepCharges(msgspec.Struct, frozen=True):
 
 
 def charge(
-    rows: tuple[FlightRow, ...],
-    outputs: tuple[RowOutput, ...],
-    seconds: float,
-    cost_model: CostModel,
+    step: InFlightStep, outputs: tuple[RowOutput, ...], seconds: float, cost_model: CostModel
 ) -> StepCharges:
     """Divide a step's seconds among its sequences, and add them to these.
 
-    In proportion to the predicted marginal cost of each row: what the step would save without it.
-    A row whose sequence ended while it ran is charged to the others. The part of a row's charge for
-    positions that an earlier residency computed, by tokens, is the sequence's `recomputed_s`; the
-    part for drafts that were rejected is its `rejected_s`.
+    In proportion to the predicted cost of each row; what a step costs once is divided like the
+    rest. A row whose sequence ended while it ran is charged to the others. The part of a row's
+    charge for positions that an earlier residency computed, by tokens, is the sequence's
+    `recomputed_s`; the part for drafts that were rejected is its `rejected_s`.
     """
+    rows = step.rows
     alive = [entry.sequence.state is not SequenceState.FINISHED for entry in rows]
     num_alive = sum(alive)
     if num_alive == 1:
         weights = [float(one) for one in alive]
     else:
-        idle_s = cost_model.seconds(StepLoad())
-        weights = [
-            cost_model.seconds(entry.load) - idle_s if one else 0.0
-            for entry, one in zip(rows, alive, strict=True)
-        ]
+        costs = cost_model.row_seconds([entry.load for entry in rows], step.load)
+        weights = [cost if one else 0.0 for cost, one in zip(costs, alive, strict=True)]
         if not sum(weights) > 0.0:
             weights = [
                 float(entry.row.num_tokens) if one else 0.0
@@ -198,7 +193,7 @@ def with_unloaded(timings: SequenceTimings, cost_model: CostModel, chunk: int) -
     cached, num_outputs = timings.num_cached_tokens, timings.num_output_tokens
     num_tokens = timings.num_prompt_tokens - cached
     num_more_steps = max(0, (num_tokens - 1) // chunk)
-    prefill_s = cost_model.seconds(StepLoad.of_span(cached, num_tokens))
+    prefill_s = cost_model.seconds(StepLoad.of_span(cached, num_tokens, num_logits_rows=1))
     prefill_s += num_more_steps * cost_model.seconds(StepLoad())
     first = cost_model.predict(StepLoad.of_span(cached, min(num_tokens, chunk)))
     middle = timings.num_prompt_tokens + num_outputs // 2

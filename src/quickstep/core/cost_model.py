@@ -1,5 +1,9 @@
 """Step-time model: seconds = fixed + a cost for each unit of a `StepLoad`.
 
+A step with few tokens takes as long as reading the weights does, and one with many as long as their
+computation, so a token beyond the 32nd, and beyond the 256th, of a step has a further cost. A step
+that computes logits also reads the output layer's weights, once.
+
 Fitted from measured steps while the engine runs; it sizes prefill chunks, divides a step's seconds
 among its rows, and drives the simulator. Deterministic: the same observations give the same
 predictions.
@@ -28,6 +32,10 @@ __all__ = [
     "StepLoad",
 ]
 
+# From these numbers of tokens on, a further one may cost more. CPUs begin to compute longer than
+# they read at 16 to 64 tokens, by format, and GPUs at some hundreds.
+_FEW_TOKENS, _MANY_TOKENS = 32, 256
+
 _STIFFNESS = 1e-3
 _MIN_SECONDS = 1e-9
 _MAX_SECONDS = 1e5
@@ -42,7 +50,10 @@ _MAX_PACE_RATIO = 1.5
 
 # A step that took this many times its prediction, or less than this part of it, counts as if it had
 # taken just that: a page fault hardly moves the fit, a wrong coefficient is still corrected.
+# No prediction is taken to be below the shortest of about the last hundred steps, which a wrong fit
+# would not get above otherwise.
 _MAX_RATIO = 4.0
+_LEAST_GROWTH = 1.01
 _MAX_GAIN = 1e9
 
 # Learning from a step takes 15 to 30 us: of short steps, one in this time is learnt from. The first
@@ -148,10 +159,13 @@ class CostModel(Protocol):
     def seconds(self, load: StepLoad) -> float:
         """Predicted duration of a step. Changes nothing."""
 
-    def decode_seconds(self, contexts: Sequence[int]) -> list[float]:
-        """Predicted durations of steps with one plain decode row each, which attends to so many
-        positions: equal to `seconds` of its load.
+    def row_seconds(self, rows: Sequence[StepLoad], step: StepLoad) -> list[float]:
+        """What each row costs in a step with the load `step`: what grows with the row's units,
+        without what the step costs once.
         """
+
+    def decode_row_seconds(self, contexts: Sequence[int]) -> list[float]:
+        """`row_seconds` in a step of plain decode rows that attend to so many positions each."""
 
     def predict(self, load: StepLoad) -> Prediction:
         """The same, and whether `load` is outside of what was measured."""
@@ -161,7 +175,9 @@ class CostModel(Protocol):
 
 
 class Coefficients(msgspec.Struct, frozen=True):
-    """Seconds per step, then per unit of each field of `StepLoad`, in its order."""
+    """Seconds per step, then per unit of each field of `StepLoad`, in its order; then per step with
+    logits, and per token of a step beyond the 32nd and beyond the 256th.
+    """
 
     step_s: float = 0.0
     token_s: float = 0.0
@@ -173,6 +189,9 @@ class Coefficients(msgspec.Struct, frozen=True):
     grammar_row_s: float = 0.0
     logprobs_row_s: float = 0.0
     adapter_row_s: float = 0.0
+    logits_step_s: float = 0.0
+    token_beyond_32_s: float = 0.0
+    token_beyond_256_s: float = 0.0
 
     @staticmethod
     def of_vocabulary(size: int) -> Coefficients:
@@ -189,6 +208,7 @@ class Coefficients(msgspec.Struct, frozen=True):
             grammar_row_s=_ROW_S,
             logprobs_row_s=_ROW_S + logits_s,
             adapter_row_s=_ROW_S,
+            logits_step_s=4e-4,
         )
 
 
@@ -238,7 +258,7 @@ class LinearCostModel:
         self._weights: list[float] = list(
             astuple(start or Coefficients.of_vocabulary(_USUAL_VOCABULARY))
         )
-        self._pulls = [_pull(weight) for weight in self._weights]
+        self._pulls = _pulls(self._weights)
         self._is_scaled = False
         self._pace = 1.0
         self._ratios = (1.0, 1.0)  # of the last two steps
@@ -250,6 +270,7 @@ class LinearCostModel:
         self._lowest: tuple[int, ...] | None = None
         self._highest: tuple[int, ...] = ()
         self._num_steps = 0
+        self._least_s = 0.0  # of the last steps; 0 before the first one
         self._unlearnt_s = 0.0  # of the steps since the last one that was learnt from
 
     @staticmethod
@@ -297,12 +318,43 @@ class LinearCostModel:
         """Predicted duration of a step."""
         return self._pace * self._fitted(load)
 
-    def decode_seconds(self, contexts: Sequence[int]) -> list[float]:
-        """Predicted durations of steps with one plain decode row each."""
-        step, token, row, kv_token, pair, _, logits, *_ = self._weights
-        fixed, pace = step + token + row, self._pace
-        # the sum of `_fitted`, in its order, without the units that are 0
-        return [pace * (fixed + kv_token * one + pair * one + logits) for one in contexts]
+    def row_seconds(self, rows: Sequence[StepLoad], step: StepLoad) -> list[float]:
+        """What each row costs in a step with the load `step`."""
+        _, _, row_s, kv_s, pair_s, score_s, logits_s, grammar_s, logprobs_s, adapter_s, *_ = (
+            self._weights
+        )
+        token_s, pace = self._last_token_s(step.num_tokens), self._pace
+        return [
+            pace
+            * (
+                token_s * row.num_tokens
+                + row_s
+                + kv_s * row.num_kv_tokens
+                + pair_s * row.num_pairs
+                + score_s * row.num_scored
+                + logits_s * row.num_logits_rows
+                + grammar_s * row.num_grammar_rows
+                + logprobs_s * row.num_logprobs_rows
+                + adapter_s * row.num_adapter_rows
+            )
+            for row in rows
+        ]
+
+    def decode_row_seconds(self, contexts: Sequence[int]) -> list[float]:
+        """`row_seconds` in a step of plain decode rows."""
+        _, _, row_s, kv_s, pair_s, _, logits_s, *_ = self._weights
+        fixed_s, pace = self._last_token_s(len(contexts)) + row_s, self._pace
+        # the sum of `row_seconds`, in its order, without the units that are 0
+        return [pace * (fixed_s + kv_s * one + pair_s * one + logits_s) for one in contexts]
+
+    def _last_token_s(self, num_tokens: int) -> float:
+        """What the last of a step's tokens costs."""
+        seconds = self._weights[1]
+        if num_tokens > _FEW_TOKENS:
+            seconds += self._weights[-2]
+        if num_tokens > _MANY_TOKENS:
+            seconds += self._weights[-1]
+        return seconds
 
     def predict(self, load: StepLoad) -> Prediction:
         """The same, and whether `load` is outside of what was measured."""
@@ -313,10 +365,25 @@ class LinearCostModel:
         return Prediction(self.seconds(load), not is_inside)
 
     def _fitted(self, load: StepLoad) -> float:
-        step, token, row, kv_token, pair, score, logits, grammar, logprobs, adapter = self._weights
-        return (  # written out, as the sum of loads
+        (
+            step,
+            token,
+            row,
+            kv_token,
+            pair,
+            score,
+            logits,
+            grammar,
+            logprobs,
+            adapter,
+            logits_step,
+            beyond_few,
+            beyond_many,
+        ) = self._weights
+        num_tokens = load.num_tokens
+        seconds = (  # written out, as the sum of loads
             step
-            + token * load.num_tokens
+            + token * num_tokens
             + row * load.num_rows
             + kv_token * load.num_kv_tokens
             + pair * load.num_pairs
@@ -326,6 +393,13 @@ class LinearCostModel:
             + logprobs * load.num_logprobs_rows
             + adapter * load.num_adapter_rows
         )
+        if load.num_logits_rows or load.num_scored:
+            seconds += logits_step
+        if num_tokens > _FEW_TOKENS:
+            seconds += beyond_few * (num_tokens - _FEW_TOKENS)
+        if num_tokens > _MANY_TOKENS:
+            seconds += beyond_many * (num_tokens - _MANY_TOKENS)
+        return seconds
 
     def observe(self, load: StepLoad, seconds: float) -> None:
         """Learn from a measured step, unless it and those since the last one that was learnt from
@@ -341,15 +415,21 @@ class LinearCostModel:
         """Learn from a measured step; impossible durations are ignored."""
         if not _MIN_SECONDS <= seconds <= _MAX_SECONDS:
             return
-        predicted = max(self._fitted(load), _MIN_SECONDS)
+        predicted = max(self._fitted(load), self._least_s, _MIN_SECONDS)
+        self._least_s = min(seconds, _LEAST_GROWTH * self._least_s or seconds)
         if not self._is_scaled:
             self._scale(seconds / predicted)
             predicted = seconds
         values = astuple(load)
         self._num_steps += 1
         self._widen(values)
+        once_or_beyond = (
+            int(load.num_logits_rows + load.num_scored > 0),
+            max(0, load.num_tokens - _FEW_TOKENS),
+            max(0, load.num_tokens - _MANY_TOKENS),
+        )
         bounded_s = min(_MAX_RATIO * predicted, max(predicted / _MAX_RATIO, seconds))
-        self._add((1, *values), bounded_s, scale=max(predicted, bounded_s))
+        self._add((1, *values, *once_or_beyond), bounded_s, scale=max(predicted, bounded_s))
         self._sweep()
         ratio = seconds / max(self._fitted(load), _MIN_SECONDS)
         # A single slow step says nothing of the next one: the median of three leaves it out.
@@ -393,7 +473,7 @@ class LinearCostModel:
     def _scale(self, factor: float) -> None:
         self._is_scaled = True
         self._weights = [factor * weight for weight in self._weights]
-        self._pulls = [_pull(weight) for weight in self._weights]
+        self._pulls = _pulls(self._weights)
 
     def _sweep(self) -> None:
         """One pass of coordinate descent: each weight to its optimum, at least 0, others fixed.
@@ -411,9 +491,10 @@ class LinearCostModel:
             weights[index] = max(0.0, weight + missing / (row[index] + gain * stiffness))
 
 
-def _pull(prior: float) -> tuple[float, float]:
+def _pulls(priors: Sequence[float]) -> list[tuple[float, float]]:
     """The prior pulls `weight / prior` to 1 with the strength of a thousandth of a step: features
-    that never vary separately keep the proportions of their start values.
+    that never vary separately keep the proportions of their start values. A cost that begins at 0
+    is pulled there, as if it were that of a token.
     """
-    stiffness = _STIFFNESS / prior**2 if prior > 0.0 else 0.0
-    return stiffness, stiffness * prior
+    stiffness = [_STIFFNESS / (prior or priors[1] or math.inf) ** 2 for prior in priors]
+    return [(one, one * prior) for one, prior in zip(stiffness, priors, strict=True)]

@@ -114,8 +114,7 @@ class DecodeRows:
         if len(self._sequences) == 1:
             charged = [seconds]
         else:
-            idle_s = cost_model.seconds(StepLoad())
-            weights = [one - idle_s for one in cost_model.decode_seconds(self._contexts)]
+            weights = cost_model.decode_row_seconds(self._contexts)
             total = sum(weights)
             if not total > 0.0:
                 weights = [1.0] * len(weights)

@@ -58,7 +58,7 @@ __all__ = [
     "plan_digest",
 ]
 
-RECORDING_VERSION = 1
+RECORDING_VERSION = 2
 _HASH_BITS = 48
 _DIGEST_BYTES = 8
 

@@ -240,7 +240,8 @@ class Scheduler:
     def _predicted_service_s(self, request: Request) -> tuple[float, float]:
         """How long a sequence of the request takes by itself, and until its first token."""
         num_prompt = len(request.prompt_token_ids)
-        first_token_s = self._cost_model.seconds(StepLoad.of_span(0, num_prompt))
+        prompt = StepLoad.of_span(0, num_prompt, num_logits_rows=1)
+        first_token_s = self._cost_model.seconds(prompt)
         num_outputs = self._expected_outputs(request)
         middle = num_prompt + num_outputs // 2
         decode_s = self._cost_model.seconds(StepLoad.of_span(middle, 1, num_logits_rows=1))
@@ -761,11 +762,11 @@ class Scheduler:
         if result.step_id != plan.step_id or len(result.outputs) != len(plan.rows):
             raise EngineError(f"step {plan.step_id} got a result of another shape or step")
         failures = row_failures(plan, result)
-        charges = charge(step.rows, result.outputs, result.seconds, self._cost_model)
+        charges = charge(step, result.outputs, result.seconds, self._cost_model)
         for entry, row_s in zip(step.rows, charges.seconds, strict=True):
             if row_s:  # a sequence that has ended is charged nothing
                 self._order.charged(entry.sequence, row_s)
-        self._cost_model.observe(step.decode_load + step.prefill_load, result.seconds)
+        self._cost_model.observe(step.load, result.seconds)
         outputs = self._end_failed(step, failures, now)
         self._in_flight.popleft()
         for entry, output in zip(step.rows, result.outputs, strict=True):
@@ -926,7 +927,8 @@ class Scheduler:
         return new if new.token_ids or new.prompt_logprobs else None
 
     def _count_first_token(self, sequence: Sequence, now: float) -> None:
-        prompt_s = self._cost_model.seconds(StepLoad.of_span(0, sequence.prompt_len))
+        prompt = StepLoad.of_span(0, sequence.prompt_len, num_logits_rows=1)
+        prompt_s = self._cost_model.seconds(prompt)
         since_s = sequence.first_scheduled_s
         if since_s is not None:
             self._wait_estimate.count_first_token(now - since_s - prompt_s, now)

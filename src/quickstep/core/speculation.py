@@ -127,13 +127,18 @@ class DraftControl:
             return
         self._num_planned += 1
         if decode.num_rows == self._priced_rows and self._num_planned % _PRICED_EVERY:
-            return  # the price hardly changes, and it takes three predictions
+            return  # the price hardly changes, and it takes two predictions
         self._priced_rows = decode.num_rows
         context = decode.num_kv_tokens // decode.num_rows
-        one_s = cost_model.seconds(StepLoad.of_span(context, 1, num_logits_rows=1))
-        draft_s = cost_model.seconds(StepLoad.of_span(context, 2, num_logits_rows=2)) - one_s
-        step_s = one_s + (decode.num_rows - 1) * (one_s - cost_model.seconds(StepLoad()))
-        self._price = draft_s * decode.num_rows / step_s if step_s > 0.0 else 1.0
+        num_rows, num_kv = decode.num_rows, decode.num_rows * context
+        step_s = cost_model.seconds(
+            StepLoad(num_rows, num_rows, num_kv, num_kv, num_logits_rows=num_rows)
+        )
+        with_draft = StepLoad(
+            num_rows + 1, num_rows, num_kv + 1, num_kv + context, num_logits_rows=num_rows + 1
+        )
+        draft_s = cost_model.seconds(with_draft) - step_s
+        self._price = draft_s * num_rows / step_s if step_s > 0.0 else 1.0
 
     def measured(self, num_rows: int, num_tokens: int, seconds: float) -> None:
         """Learn from a step: its decode rows, the tokens that they generated, and their part of the

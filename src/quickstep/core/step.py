@@ -65,6 +65,11 @@ class InFlightStep(msgspec.Struct, frozen=True):
     predicted_s: float
     num_preemptions: int
 
+    @property
+    def load(self) -> StepLoad:
+        """That of all rows."""
+        return self.decode_load + self.prefill_load
+
 
 def setup_us(sequence: Sequence) -> float:
     """What admitting `sequence` costs, in addition to computing its tokens: a function of its

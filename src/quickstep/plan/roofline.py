@@ -111,9 +111,15 @@ class RooflineCostModel:
         """Predicted duration of a step."""
         return self.parts(load).seconds
 
-    def decode_seconds(self, contexts: Sequence[int]) -> list[float]:
-        """Predicted durations of steps with one plain decode row each."""
-        return [self.seconds(StepLoad.of_span(one - 1, 1, num_logits_rows=1)) for one in contexts]
+    def row_seconds(self, rows: Sequence[StepLoad], step: StepLoad) -> list[float]:
+        """What each row would take by itself, without what every step takes."""
+        empty_s = self.seconds(StepLoad())
+        return [self.seconds(row) - empty_s for row in rows]
+
+    def decode_row_seconds(self, contexts: Sequence[int]) -> list[float]:
+        """`row_seconds` of plain decode rows."""
+        rows = [StepLoad.of_span(one - 1, 1, num_logits_rows=1) for one in contexts]
+        return self.row_seconds(rows, sum(rows, start=StepLoad()))
 
     def predict(self, load: StepLoad) -> Prediction:
         """The same: nothing is measured, so nothing is outside of it."""

@@ -3,7 +3,9 @@
 `quickstep calibrate` calls it. Rounds of up to `max_num_seqs` sequences with random contexts run
 decode steps, chunks of a prompt, and both together, until the time is over; some rows list
 log-probabilities, have a grammar, or score their prompt. Contexts are not computed: attention reads
-zeros, which takes as long. Each fifth step is held out to measure the error of predictions.
+zeros, which takes as long. The first step of a round is not measured: it reads contexts that no
+cache holds, where a real step reads those of the step before it. Each fifth step is held out to
+measure the error of predictions; pairs of equal steps show how much of it is the machine's noise.
 """
 
 from __future__ import annotations
@@ -12,6 +14,7 @@ import enum
 import math
 import statistics
 from collections.abc import Callable, Sequence
+from itertools import pairwise
 from random import Random
 
 import msgspec
@@ -64,11 +67,12 @@ _KIND_OF_PHASE = {Phase.DECODE: StepKind.DECODE, Phase.PREFILL: StepKind.PREFILL
 
 
 class MeasuredStep(msgspec.Struct, frozen=True):
-    """A step and how long it took."""
+    """A step and how long it took; `is_repeat`: its rows are those of the step before it."""
 
     kind: StepKind
     load: StepLoad
     seconds: float
+    is_repeat: bool = False
 
 
 class PhaseError(msgspec.Struct, frozen=True):
@@ -84,10 +88,15 @@ class PhaseError(msgspec.Struct, frozen=True):
 
 
 class Calibration(msgspec.Struct, frozen=True):
-    """The fit to all steps, and the errors of a fit to four fifths of them on the others."""
+    """The fit to all steps, and the errors of a fit to four fifths of them on the others.
+
+    `noise` is the least mean error of any prediction on this machine, by pairs of decode steps with
+    the same rows: how much their times differ, over the square root of 2. None without pairs.
+    """
 
     fit: CostFit
     errors: tuple[PhaseError, ...]
+    noise: float | None = None
 
 
 class StepLimits(msgspec.Struct, frozen=True):
@@ -176,6 +185,7 @@ class _Rounds:
         self._num_rounds = 0
         self._num_steps = 0
         self._released: tuple[int, ...] = ()
+        self._newest_rows: list[_Sequence] = []  # that decoded in the last step
 
     @property
     def is_over(self) -> bool:
@@ -203,8 +213,8 @@ class _Rounds:
         for number in range(_STEPS_PER_ROUND):
             if self.is_over:
                 break
-            kind = (StepKind.DECODE, StepKind.MIXED, StepKind.DECODE, StepKind.PREFILL)[number % 4]
-            self._step(kind, sequences, prompt, is_full=number == 0)
+            kind = (StepKind.DECODE, StepKind.DECODE, StepKind.MIXED, StepKind.PREFILL)[number % 4]
+            self._step(kind, sequences, prompt, number)
         self._released = tuple(range(num_sequences))
 
     def _sequence(
@@ -256,14 +266,19 @@ class _Rounds:
         return self._rng.randrange(self._limits.vocab_size)
 
     def _step(
-        self, kind: StepKind, decodes: list[_Sequence], prompt: _Sequence | None, is_full: bool
+        self, kind: StepKind, decodes: list[_Sequence], prompt: _Sequence | None, number: int
     ) -> None:
+        """Run step `number` of the round; the second of each four repeats the first."""
         rng = self._rng
         chosen = [one for one in decodes if one.start < one.end]
+        is_repeat = number % 4 == 1 and all(one.start < one.end for one in self._newest_rows)
         if kind is StepKind.PREFILL:
             chosen = []
-        elif chosen and not is_full:
+        elif is_repeat:
+            chosen = self._newest_rows
+        elif chosen and number:
             chosen = rng.sample(chosen, rng.randint(1, len(chosen)))
+        self._newest_rows = chosen
         rows = [one.row(1, Phase.DECODE, True, self._token_id()) for one in chosen]
         samplings = [one.sampling for one in chosen]
         load = sum(map(StepLoad.of_row, rows, samplings), start=StepLoad())
@@ -278,10 +293,11 @@ class _Rounds:
             return
         result = self._submit(tuple(rows), ())
         self._model.learn(load, result.seconds)
-        if self._num_steps > _NUM_WARM_UP:
+        if self._num_steps > _NUM_WARM_UP and number:
             kinds = {row.phase for row in rows}
             kind = StepKind.MIXED if len(kinds) > 1 else _KIND_OF_PHASE[kinds.pop()]
-            self.steps.append(MeasuredStep(kind, load, result.seconds))
+            is_repeat = is_repeat and number > 1  # the first step was not measured
+            self.steps.append(MeasuredStep(kind, load, result.seconds, is_repeat))
 
     def _shortened(self, load: StepLoad, start: int, num_tokens: int) -> int:
         """The largest half, quarter, ... of a chunk that keeps the step short enough."""
@@ -324,7 +340,7 @@ def calibrate(
 
 
 def evaluate(steps: Sequence[MeasuredStep], start: Coefficients, seed: int = 0) -> Calibration:
-    """Fit measured steps. The order of the steps does not matter: they are shuffled."""
+    """Fit measured steps, which are shuffled: of their order, only repeated steps matter."""
     shuffled = list(steps)
     Random(seed).shuffle(shuffled)
     held_out = shuffled[::_HELD_OUT]
@@ -343,7 +359,17 @@ def evaluate(steps: Sequence[MeasuredStep], start: Coefficients, seed: int = 0) 
             p95 = sorted(of_kind)[math.ceil(0.95 * len(of_kind)) - 1]
             mean = statistics.fmean(of_kind)
             errors.append(PhaseError(kind, len(of_kind), num_extrapolated, mean, p95))
-    return Calibration(fit_steps(shuffled, start), tuple(errors))
+    return Calibration(fit_steps(shuffled, start), tuple(errors), _noise(steps))
+
+
+def _noise(steps: Sequence[MeasuredStep]) -> float | None:
+    """`Calibration.noise`."""
+    differences = [
+        abs(repeat.seconds / first.seconds - 1.0)
+        for first, repeat in pairwise(steps)
+        if repeat.is_repeat
+    ]
+    return statistics.fmean(differences) / math.sqrt(2.0) if differences else None
 
 
 def fit_steps(steps: Sequence[MeasuredStep], start: Coefficients) -> CostFit:

@@ -25,7 +25,7 @@ from quickstep.engine.machine import usable_cores
 __all__ = ["FitFile", "FitKey", "FitSaver", "StoredFit", "cache_dir", "fit_key"]
 
 _LOGGER = logging.getLogger(__name__)
-_VERSION = 1
+_VERSION = 2
 _SAVE_EVERY_S = 180.0
 _MIN_NEW_STEPS = 50
 
