@@ -14,10 +14,12 @@ import asyncio
 import os
 import tempfile
 from collections.abc import Sequence
+from itertools import pairwise
 from pathlib import Path
 from random import Random
-from statistics import median
+from statistics import linear_regression, median
 
+import msgspec
 from msgspec.structs import replace
 
 from benchmarks.machine import describe_machine
@@ -35,16 +37,37 @@ _PARTS = (0.50, 0.90, 0.99)
 _IDS = range(300, 1300)
 
 
-class Overhead:
-    """A cost model with the time that the engine itself takes per step. For `CostModel`."""
+class Overhead(msgspec.Struct, frozen=True):
+    """Seconds of a step that the engine itself takes: planning, delivery, the callers' tasks."""
 
-    def __init__(self, model: CostModel, overhead_s: float) -> None:
+    step_s: float
+    row_s: float
+
+    @staticmethod
+    def of_steps(steps: Sequence[StepRecord]) -> Overhead:
+        """By the times between commits of a run that was never idle, for each number of rows."""
+        gaps: dict[int, list[float]] = {}
+        for before, one in pairwise(steps):
+            num_rows = one.num_decode_rows + one.num_prefill_rows
+            gap_s = one.committed_at_s - before.committed_at_s - one.seconds
+            gaps.setdefault(num_rows, []).append(gap_s)
+        rows = [num_rows for num_rows, of in gaps.items() for _ in of]
+        usual = [median(of) for of in gaps.values() for _ in of]
+        row_s, step_s = linear_regression(rows, usual)
+        return Overhead(max(0.0, step_s), max(0.0, row_s))
+
+
+class WithOverhead:
+    """A cost model with the time that the engine itself takes. For `CostModel`."""
+
+    def __init__(self, model: CostModel, overhead: Overhead) -> None:
         self._model = model
-        self._overhead_s = overhead_s
+        self._overhead = overhead
 
     def seconds(self, load: StepLoad) -> float:
         """Predicted duration of a step."""
-        return self._model.seconds(load) + self._overhead_s
+        overhead_s = self._overhead.step_s + load.num_rows * self._overhead.row_s
+        return self._model.seconds(load) + overhead_s
 
     def observe(self, load: StepLoad, seconds: float) -> None:
         """Nothing is learnt."""
@@ -114,13 +137,13 @@ def rate(of: Sequence[SequenceTimings]) -> float:
     return sum(one.num_output_tokens for one in of) / seconds
 
 
-def compare(load: float, live: Sequence[SequenceTimings], path: Path, overhead_s: float) -> None:
+def compare(load: float, live: Sequence[SequenceTimings], path: Path, overhead: Overhead) -> None:
     """Simulate a recording, and print a table's rows."""
     with path.open("rb") as file:
         recording = read_recording(file)
     fit = recording.engine.fit
     assert fit is not None, "the first run stored its fit"
-    costs = Overhead(LinearCostModel.of_fit(fit), overhead_s)
+    costs = WithOverhead(LinearCostModel.of_fit(fit), overhead)
     with path.open("rb") as file:
         arrivals = recorded_traffic(file)
     outcome = simulate(arrivals, open_replay(recording.engine), costs)
@@ -151,9 +174,11 @@ def main() -> None:
         full = requests(1, max(40, round(4 * args.seconds)))
         seconds, _, steps = run(args.model, full, [0.0] * len(full), None)
         capacity = len(full) / seconds
-        gaps = [one.committed_at_s - one.planned_at_s - one.seconds for one in steps]
-        overhead_s = median(gaps)
-        print(f"capacity {capacity:.3g} requests/s, {1e3 * overhead_s:.3f} ms a step of overhead\n")
+        overhead = Overhead.of_steps(steps)
+        print(
+            f"capacity {capacity:.3g} requests/s; overhead {1e6 * overhead.step_s:.0f} us a step "
+            f"and {1e6 * overhead.row_s:.0f} us a row\n"
+        )
         print("| load | | p50 live / simulated | p90 | p99 |\n|---|---|---|---|---|")
         for number, load in enumerate(_LOADS):
             rng, at_s, times = Random(number), 0.0, list[float]()
@@ -165,7 +190,7 @@ def main() -> None:
                 for one in requests(2 + number, len(times))
             ]
             _, live, _ = run(args.model, of, times, path)
-            compare(load, live, path, overhead_s)
+            compare(load, live, path, overhead)
 
 
 if __name__ == "__main__":
