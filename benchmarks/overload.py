@@ -16,6 +16,7 @@ import argparse
 import asyncio
 import json
 import math
+import os
 import statistics
 import sys
 import time
@@ -94,7 +95,9 @@ class Response(msgspec.Struct):
 
 
 class Figures(msgspec.Struct, frozen=True):
-    """The measurements of one load; rates are per second."""
+    """The measurements of one load; rates are per second. `client_cpu` is the part of the machine
+    that this program used, which the server did not have.
+    """
 
     requests: float
     tokens: float
@@ -107,6 +110,7 @@ class Figures(msgspec.Struct, frozen=True):
     lateness_s: tuple[float, ...]
     num_failed: int
     recovery_s: float
+    client_cpu: float
 
 
 def main() -> int:
@@ -123,8 +127,8 @@ def main() -> int:
     args = parser.parse_args()
     print(describe_machine())
     print(
-        f"{args.model}, {args.max_num_seqs} sequences, prompts of 16 to 64 tokens, outputs of 8 "
-        f"to 48; the first token within {args.ttft_deadline_s:g} s, the end within "
+        f"{args.model}, {args.max_num_seqs} sequences, prompts of 64 to 256 tokens, outputs of 32 "
+        f"to 96; the first token within {args.ttft_deadline_s:g} s, the end within "
         f"{args.timeout_s:g} s; {args.repeats} times {args.seconds:g} s of each load\n",
         flush=True,
     )
@@ -183,7 +187,7 @@ def _random_body(rng: Random) -> Body:
 async def _capacity(url: str, args: argparse.Namespace, rng: Random, limits: Limits) -> Figures:
     """As many clients as sequences; each sends its next request when it has the last response."""
     responses: list[Response] = []
-    start_s = time.perf_counter()
+    start_s, cpu_s = time.perf_counter(), time.process_time()
 
     async def client() -> None:
         while time.perf_counter() < start_s + args.seconds:
@@ -191,7 +195,8 @@ async def _capacity(url: str, args: argparse.Namespace, rng: Random, limits: Lim
             await _send(url, _random_body(rng), responses[-1])
 
     await asyncio.gather(*(client() for _ in range(args.max_num_seqs)))
-    return _figures(responses, start_s, args.seconds, limits, recovery_s=0.0)
+    cpu_s = time.process_time() - cpu_s
+    return _figures(responses, start_s, args.seconds, limits, recovery_s=0.0, cpu_s=cpu_s)
 
 
 async def _overload(
@@ -203,7 +208,7 @@ async def _overload(
     extra = {}
     if sends_limits:
         extra = {"ttft_deadline_ms": 1e3 * limits.first_token_s, "timeout_s": limits.end_s}
-    start_s = time.perf_counter()
+    start_s, cpu_s = time.perf_counter(), time.process_time()
     at_s, responses, sending = 0.0, [], []
     while (at_s := at_s + rng.expovariate(rate)) < seconds:
         body = _random_body(rng)
@@ -211,9 +216,10 @@ async def _overload(
         responses.append(Response(start_s + at_s))
         sending.append(asyncio.create_task(_send(url, body, responses[-1], extra)))
     await asyncio.sleep(max(0.0, start_s + seconds - time.perf_counter()))
+    cpu_s = time.process_time() - cpu_s
     recovery_s = await _recovery_s(url, normal_s)
     await asyncio.gather(*sending)
-    return _figures(responses, start_s, seconds, limits, recovery_s)
+    return _figures(responses, start_s, seconds, limits, recovery_s, cpu_s)
 
 
 async def _recovery_s(url: str, normal_s: float) -> float:
@@ -298,7 +304,12 @@ def _read_line(line: bytes, response: Response) -> None:
 
 
 def _figures(
-    responses: Sequence[Response], start_s: float, seconds: float, limits: Limits, recovery_s: float
+    responses: Sequence[Response],
+    start_s: float,
+    seconds: float,
+    limits: Limits,
+    recovery_s: float,
+    cpu_s: float,
 ) -> Figures:
     """Rates are of what ended while the load lasted, without its first part."""
     from_s, until_s = start_s + _RAMP * seconds, start_s + seconds
@@ -319,6 +330,7 @@ def _figures(
         lateness_s=tuple(one.sent_s - one.due_s for one in responses),
         num_failed=sum(one.finish_reason == "error" for one in responses),
         recovery_s=recovery_s,
+        client_cpu=cpu_s / seconds / (os.cpu_count() or 1),
     )
 
 
@@ -335,6 +347,7 @@ _COLUMNS: dict[str, Callable[[Figures], float]] = {
     "normal after s": lambda one: one.recovery_s,
     "sent late p99 ms": lambda one: 1e3 * percentile(one.lateness_s, 0.99),
     "failed": lambda one: one.num_failed,
+    "client's CPU %": lambda one: 100 * one.client_cpu,
 }
 
 

@@ -56,8 +56,8 @@ _MAX_RATIO = 4.0
 _LEAST_GROWTH = 1.01
 _MAX_GAIN = 1e9
 
-# Learning from a step takes 15 to 30 us: of short steps, one in this time is learnt from. The first
-# ones always are.
+# Learning from a step takes 15 to 30 us: of short steps, one in this time is learnt from. Those
+# after a start always are, because the machine may be slower or faster than when a fit was stored.
 _LEARNING_PERIOD_S = 2e-3
 _NUM_FIRST_STEPS = 64
 
@@ -270,6 +270,7 @@ class LinearCostModel:
         self._lowest: tuple[int, ...] | None = None
         self._highest: tuple[int, ...] = ()
         self._num_steps = 0
+        self._num_learnt = 0  # without those of a stored fit
         self._least_s = 0.0  # of the last steps; 0 before the first one
         self._unlearnt_s = 0.0  # of the steps since the last one that was learnt from
 
@@ -406,7 +407,7 @@ class LinearCostModel:
         are so short that learning would slow them down.
         """
         self._unlearnt_s += seconds
-        if self._num_steps >= _NUM_FIRST_STEPS and self._unlearnt_s < _LEARNING_PERIOD_S:
+        if self._num_learnt >= _NUM_FIRST_STEPS and self._unlearnt_s < _LEARNING_PERIOD_S:
             return
         self._unlearnt_s = 0.0
         self.learn(load, seconds)
@@ -422,6 +423,7 @@ class LinearCostModel:
             predicted = seconds
         values = astuple(load)
         self._num_steps += 1
+        self._num_learnt += 1
         self._widen(values)
         once_or_beyond = (
             int(load.num_logits_rows + load.num_scored > 0),
