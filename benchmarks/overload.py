@@ -17,13 +17,14 @@ import asyncio
 import json
 import math
 import os
+import re
 import statistics
 import sys
 import time
 import urllib.parse
 from collections.abc import Callable, Sequence
 from random import Random
-from typing import Any
+from typing import Any, cast
 
 import msgspec
 
@@ -123,13 +124,17 @@ def main() -> int:
     parser.add_argument("--scheduling-policy", default="mixed")
     parser.add_argument("--ttft-deadline-s", type=float, default=1.0)
     parser.add_argument("--timeout-s", type=float, default=20.0)
+    parser.add_argument(
+        "--connection-per-request", action="store_true", help="otherwise connections are reused"
+    )
     parser.add_argument("--seed", type=int, default=0)
     args = parser.parse_args()
     print(describe_machine())
     print(
         f"{args.model}, {args.max_num_seqs} sequences, prompts of 64 to 256 tokens, outputs of 32 "
         f"to 96; the first token within {args.ttft_deadline_s:g} s, the end within "
-        f"{args.timeout_s:g} s; {args.repeats} times {args.seconds:g} s of each load\n",
+        f"{args.timeout_s:g} s; {args.repeats} times {args.seconds:g} s of each load, "
+        f"{'a connection per request' if args.connection_per_request else 'connections reused'}\n",
         flush=True,
     )
     rows: dict[str, list[Figures]] = {}
@@ -150,11 +155,11 @@ def _measure_both(args: argparse.Namespace, rng: Random) -> dict[str, Figures]:
         found["capacity"] = capacity
         for load in _LOADS:
             rate = load * capacity.requests
-            run = _overload(url, rate, args.seconds, rng, limits, sends_limits=True)
+            run = _overload(url, args, rate, rng, limits, sends_limits=True)
             found[f"{args.scheduling_policy} {load:g}x"] = asyncio.run(run)
     with _Server(args, "fcfs") as url:
         rate = _FCFS_LOAD * capacity.requests
-        run = _overload(url, rate, args.seconds, rng, limits, sends_limits=False)
+        run = _overload(url, args, rate, rng, limits, sends_limits=False)
         found[f"fcfs {_FCFS_LOAD:g}x"] = asyncio.run(run)
     return found
 
@@ -187,23 +192,30 @@ def _random_body(rng: Random) -> Body:
 async def _capacity(url: str, args: argparse.Namespace, rng: Random, limits: Limits) -> Figures:
     """As many clients as sequences; each sends its next request when it has the last response."""
     responses: list[Response] = []
+    client = Client(url, not args.connection_per_request)
     start_s, cpu_s = time.perf_counter(), time.process_time()
 
-    async def client() -> None:
+    async def one_client() -> None:
         while time.perf_counter() < start_s + args.seconds:
             responses.append(Response(time.perf_counter()))
-            await _send(url, _random_body(rng), responses[-1])
+            await client.send(_random_body(rng), responses[-1])
 
-    await asyncio.gather(*(client() for _ in range(args.max_num_seqs)))
+    await asyncio.gather(*(one_client() for _ in range(args.max_num_seqs)))
     cpu_s = time.process_time() - cpu_s
     return _figures(responses, start_s, args.seconds, limits, recovery_s=0.0, cpu_s=cpu_s)
 
 
 async def _overload(
-    url: str, rate: float, seconds: float, rng: Random, limits: Limits, sends_limits: bool
+    url: str,
+    args: argparse.Namespace,
+    rate: float,
+    rng: Random,
+    limits: Limits,
+    sends_limits: bool,
 ) -> Figures:
     """Requests at random times, at `rate` per second; then probes until they are quick again."""
-    idle_s = [await _probe(url) for _ in range(_NUM_PROBES)]
+    client, seconds = Client(url, not args.connection_per_request), args.seconds
+    idle_s = [await _probe(client) for _ in range(_NUM_PROBES)]
     normal_s = max(0.1, 3 * statistics.median(idle_s))
     extra = {}
     if sends_limits:
@@ -214,19 +226,19 @@ async def _overload(
         body = _random_body(rng)
         await asyncio.sleep(max(0.0, start_s + at_s - time.perf_counter()))
         responses.append(Response(start_s + at_s))
-        sending.append(asyncio.create_task(_send(url, body, responses[-1], extra)))
+        sending.append(asyncio.create_task(client.send(body, responses[-1], extra)))
     await asyncio.sleep(max(0.0, start_s + seconds - time.perf_counter()))
     cpu_s = time.process_time() - cpu_s
-    recovery_s = await _recovery_s(url, normal_s)
+    recovery_s = await _recovery_s(client, normal_s)
     await asyncio.gather(*sending)
     return _figures(responses, start_s, seconds, limits, recovery_s, cpu_s)
 
 
-async def _recovery_s(url: str, normal_s: float) -> float:
+async def _recovery_s(client: Client, normal_s: float) -> float:
     """How long after the load a probe is sent that is quick, as are the two that follow it."""
     start_s, num_quick, since_s = time.perf_counter(), 0, 0.0
     while (at_s := time.perf_counter() - start_s) < _MAX_RECOVERY_S:
-        if await _probe(url) > normal_s:
+        if await _probe(client) > normal_s:
             num_quick = 0
         else:
             since_s = at_s if not num_quick else since_s
@@ -237,59 +249,135 @@ async def _recovery_s(url: str, normal_s: float) -> float:
     return math.inf
 
 
-async def _probe(url: str) -> float:
+async def _probe(client: Client) -> float:
     """Seconds until the first token of a small request."""
     response = Response(time.perf_counter())
-    await _send(url, Body(tuple(range(10, 26)), 1), response)
+    await client.send(Body(tuple(range(10, 26)), 1), response)
     return math.inf if response.first_s is None else response.first_s - response.due_s
 
 
 # -- requests -------------------------------------------------------------------------------------
 
 
-async def _send(
-    url: str, body: Body, response: Response, extra: dict[str, float] | None = None
-) -> None:
-    """Send a request and read its stream to the end."""
-    content = json.dumps(
-        {
-            "prompt": body.prompt,
-            "max_tokens": body.num_outputs,
-            "ignore_eos": True,
-            "stream": True,
-            "stream_options": {"include_usage": True},
-            **(extra or {}),
-        }
-    ).encode()
-    parts = urllib.parse.urlsplit(url)
-    head = (
-        f"POST /v1/completions HTTP/1.1\r\nhost: {parts.netloc}\r\nconnection: close\r\n"
-        f"content-type: application/json\r\ncontent-length: {len(content)}\r\n\r\n"
-    )
-    response.sent_s = time.perf_counter()
-    try:
-        reader, writer = await asyncio.open_connection(parts.hostname, parts.port)
+class Client:
+    """Sends requests as OpenAI's client or a load balancer does: a connection that has brought its
+    response is used again. With `reuses_connections=False` each request opens its own.
+    """
+
+    def __init__(self, url: str, reuses_connections: bool) -> None:
+        parts = urllib.parse.urlsplit(url)
+        self._host, self._port = parts.hostname or "", parts.port or 80
+        self._reuses_connections = reuses_connections
+        connection = "keep-alive" if reuses_connections else "close"
+        self._head = (
+            f"POST /v1/completions HTTP/1.1\r\nhost: {parts.netloc}\r\nconnection: {connection}\r\n"
+            "content-type: application/json\r\n"
+        )
+        self._free: list[_Connection] = []
+
+    async def send(
+        self, body: Body, response: Response, extra: dict[str, float] | None = None
+    ) -> None:
+        """Send a request and read its response, a stream or an error, to the end."""
+        content = json.dumps(
+            {
+                "prompt": body.prompt,
+                "max_tokens": body.num_outputs,
+                "ignore_eos": True,
+                "stream": True,
+                "stream_options": {"include_usage": True},
+                **(extra or {}),
+            }
+        )
+        request = f"{self._head}content-length: {len(content)}\r\n\r\n{content}"
+        response.sent_s = time.perf_counter()
         try:
-            writer.write(head.encode() + content)
-            status_line = await reader.readline()
-            response.status = int(status_line.split()[1])
-            async for line in reader:
+            connection = await self._connection()
+            await connection.exchange(request.encode(), response)
+            if self._reuses_connections:
+                self._free.append(connection)
+            else:
+                connection.close()
+        except (OSError, ValueError):
+            response.finish_reason = "error"
+        response.ended_s = time.perf_counter()
+
+    async def _connection(self) -> _Connection:
+        while self._free:
+            connection = self._free.pop()
+            if connection.is_open:
+                return connection
+        loop = asyncio.get_running_loop()
+        _, connection = await loop.create_connection(_Connection, self._host, self._port)
+        return connection
+
+
+class _Connection(asyncio.Protocol):
+    """One request at a time. To leave the machine to the server, only the first bytes with text and
+    the last ones are looked at while a response arrives.
+    """
+
+    def __init__(self) -> None:
+        self.is_open = False
+        self._received = bytearray()
+        self._response: Response | None = None
+        self._done: asyncio.Future[None] | None = None
+
+    def connection_made(self, transport: asyncio.BaseTransport) -> None:
+        self._transport = cast(asyncio.Transport, transport)
+        self.is_open = True
+
+    async def exchange(self, request: bytes, response: Response) -> None:
+        """Fill in `response`.
+
+        Raises:
+            ConnectionError: If the server closed the connection.
+            ValueError: If the response cannot be parsed.
+        """
+        self._received.clear()
+        self._response = response
+        self._done = asyncio.get_running_loop().create_future()
+        self._transport.write(request)
+        await self._done
+        head, _, body = bytes(self._received).partition(b"\r\n\r\n")
+        response.status = _status(head)
+        if response.status == 200:
+            for line in body.splitlines():
                 _read_line(line, response)
-        finally:
-            writer.close()
-    except (OSError, ValueError, IndexError, EOFError):
-        response.finish_reason = "error"
-    response.ended_s = time.perf_counter()
+
+    def data_received(self, data: bytes) -> None:
+        self._received += data
+        if self._response is not None and self._response.first_s is None and b'"text":"' in data:
+            self._response.first_s = time.perf_counter()
+        if self._done is not None and not self._done.done() and self._is_complete():
+            self._done.set_result(None)
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        self.is_open = False
+        if self._done is not None and not self._done.done():
+            self._done.set_exception(ConnectionError("closed before the response was complete"))
+
+    def close(self) -> None:
+        self._transport.close()
+
+    def _is_complete(self) -> bool:
+        """Streams end with an empty chunk, errors have a length."""
+        if self._received.endswith(b"\r\n0\r\n\r\n"):
+            return True
+        head, separator, body = self._received.partition(b"\r\n\r\n")
+        if not separator or _status(head) == 200:
+            return False
+        length = re.search(rb"content-length: (\d+)", head)
+        return length is not None and len(body) >= int(length[1])
+
+
+def _status(head: bytes | bytearray) -> int:
+    return int(head[9:12])
 
 
 def _read_line(line: bytes, response: Response) -> None:
-    """Take times and counts from a line of the response; only what is needed is parsed."""
-    if not line.startswith(b"data: {") or response.status != 200:
-        return
-    if response.first_s is None and b'"text":"' in line:
-        response.first_s = time.perf_counter()
-    is_last = b'"finish_reason":null' not in line
-    if not is_last:
+    """Take counts from a line of a stream; only what is needed is parsed."""
+    if not line.startswith(b"data: {") or b'"finish_reason":null' in line:
         return
     event: dict[str, Any] = json.loads(line[6:])
     if "error" in event:
