@@ -118,14 +118,28 @@ void fill(const qs_lora_add_call& call, qs::LoRATile* shrink, qs::LoRATile* expa
   }
 }
 
+// Whether a part has an input for each of these tokens.
+bool fits_inputs(const qs_lora_add_call& call, const qs::LoRAPart& part, const int64_t* tokens,
+                 int64_t num_tokens) {
+  if (call.ids == nullptr) return part.k == call.k;
+  for (int64_t i = 0; i < num_tokens; ++i) {
+    const int64_t id = call.ids[tokens[i]];
+    if (id < 0 || id >= part.k) return false;
+  }
+  return true;
+}
+
 bool fits(const qs_lora_add_call& call, int dtype) {
+  const int64_t* tokens = call.tokens;
   for (int64_t g = 0; g < call.num_groups; ++g) {
     const qs::PackedLoRA& packed = call.groups[g].adapter->packed;
     if (packed.dtype != dtype || call.module < 0 || call.module >= packed.num_modules) return false;
     const Parts parts = parts_of(call, call.groups[g]);
     for (const qs::LoRAPart* part = parts.begin; part != parts.end; ++part) {
-      if (part->k != call.k || part->first_output + part->n > call.n) return false;
+      if (part->first_output + part->n > call.n) return false;
+      if (!fits_inputs(call, *part, tokens, call.groups[g].num_tokens)) return false;
     }
+    tokens += call.groups[g].num_tokens;
   }
   return true;
 }
@@ -186,8 +200,8 @@ int qs_lora_add(qs_context* context, int dtype, const qs_lora_add_call* call) {
   float* low = reinterpret_cast<float*>(expand + counts.expand);
   fill(*call, shrink, expand, low);
   context->kernels->add_lora(
-      context->pool, {dtype, call->n, call->x_stride, call->x, call->y, shrink, counts.shrink,
-                      expand, counts.expand});
+      context->pool, {dtype, call->n, call->x_stride, call->x, call->ids, call->y, shrink,
+                      counts.shrink, expand, counts.expand});
   return QS_OK;
 }
 

@@ -311,7 +311,11 @@ int add_lora(qs_program* program, const qs_op& op) {
   call.num_groups = lora.num_groups;
   call.groups = lora.group(0);
   call.tokens = static_cast<const int64_t*>(lora.tokens.data);
-  call.x = op.in[0];
+  if (op.option) {
+    call.ids = static_cast<const int64_t*>(op.in[0]);
+  } else {
+    call.x = op.in[0];
+  }
   call.y = op.out[0];
   if (!program->scratch.reserve(qs_lora_scratch_bytes(&call))) return QS_OUT_OF_MEMORY;
   call.scratch = program->scratch.data;

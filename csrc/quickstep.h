@@ -12,7 +12,7 @@
 extern "C" {
 #endif
 
-#define QS_ABI_VERSION 8
+#define QS_ABI_VERSION 9
 #define QS_API __attribute__((visibility("default")))
 
 enum qs_status {
@@ -224,12 +224,13 @@ QS_API int64_t qs_attention_scratch_bytes(const qs_context* context, const qs_at
 QS_API int qs_paged_attention(qs_context* context, const qs_attention* call);
 
 // LoRA: y += scale * b (a x), on the outputs that a part changes. In fp32; the sum over the inputs
-// and that over the ranks are each in one order, and y is rounded once more.
+// and that over the ranks are each in one order, and y is rounded once more. Of an embedding, x is a
+// token id, and a x its row of a.
 typedef struct qs_lora_part {
   int64_t module;        // number of the matrix among the model's
   int64_t rank, k, n;
   int64_t first_output;  // of n in the matrix
-  const void* a;         // [rank, k]
+  const void* a;         // [rank, k]; of an embedding [k, rank]
   const void* b;         // [n, rank]
   double scale;
 } qs_lora_part;
@@ -247,12 +248,13 @@ typedef struct qs_lora_group {
 
 typedef struct qs_lora_add_call {
   int64_t module;
-  int64_t k, n;                 // of the matrix
+  int64_t k, n;                 // of the matrix; k is not read of an embedding
   int64_t x_stride;
   int64_t num_groups;
   const qs_lora_group* groups;
   const int64_t* tokens;        // of all groups, one after another; a token at most once
-  const void* x;
+  const void* x;                // null where there are token ids
+  const int64_t* ids;           // [T] of an embedding, else null
   void* y;                      // [T, n], in the dtype of the adapters, as x
   void* scratch;                // qs_lora_scratch_bytes(...) bytes
 } qs_lora_add_call;
@@ -300,7 +302,8 @@ QS_API int qs_finish_logits(qs_context* context, int dtype, const void* x, int64
 //   LINEAR_ROWS, QUANTIZED_ROWS           in ids, the weight   out rows
 //   TAKE       in emitting, x             out rows             size: bytes of a row; stride[0]:
 //                                                              bytes between the rows of x
-//   LORA       in x                       out y, added to      size: module, k, n; stride[0] of x
+//   LORA       in x                       out y, added to      size: module, k, n; stride[0] of x;
+//                                                              option: x are token ids
 enum qs_op_kind {
   QS_OP_LINEAR = 0,
   QS_OP_GATHER = 1,

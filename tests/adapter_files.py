@@ -9,7 +9,7 @@ from pathlib import Path
 import numpy as np
 from safetensors.numpy import save_file
 
-from quickstep.model.adapters.lora_modules import lora_modules
+from quickstep.model.adapters.lora_modules import LM_HEAD, lora_modules
 from quickstep.model.decoder_spec import ModelSpec
 from quickstep.model.spec import parse_spec
 
@@ -61,7 +61,10 @@ def adapter_tensors(
     scale: float = 0.5,
     ranks: Mapping[str, int] | None = None,
 ) -> dict[str, np.ndarray]:
-    """Random A and B of the targets (ends of names), in float32; `ranks` by end of name."""
+    """Random A and B of the targets (ends of names), in float32; `ranks` by end of name.
+
+    Also of `lm_head`; tensors of `embed_tokens` have peft's other names.
+    """
     generator = np.random.default_rng(seed)
     tensors = {}
     for name, module in lora_modules(spec).items():
@@ -69,11 +72,14 @@ def adapter_tensors(
         if end not in targets:
             continue
         r = (ranks or {}).get(end, rank)
-        start = f"base_model.model.model.{name}"
-        a = generator.normal(size=(r, module.num_inputs)) / module.num_inputs**0.5
+        start = f"base_model.model.{'' if name == LM_HEAD else 'model.'}{name}"
+        a = generator.normal(size=(r, module.num_inputs))
+        if not module.is_embedding:
+            a /= module.num_inputs**0.5
         b = generator.normal(size=(module.num_outputs, r)) * scale / r**0.5
-        tensors[f"{start}.lora_A.weight"] = a.astype(np.float32)
-        tensors[f"{start}.lora_B.weight"] = b.astype(np.float32)
+        for half, tensor in (("A", a), ("B", b)):
+            end = f"embedding_{half}" if module.is_embedding else f"{half}.weight"
+            tensors[f"{start}.lora_{end}"] = tensor.astype(np.float32)
     return tensors
 
 

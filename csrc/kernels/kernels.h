@@ -51,7 +51,7 @@ struct QuantizedLinearArgs;
 // One low-rank change, in the memory of its adapter.
 struct LoRAPart {
   int64_t rank, k, n, first_output;
-  const void* a;  // [rank, k]
+  const void* a;  // [rank, k]; of an embedding [k, rank]
   const void* b;  // [rank, n]: transposed, so that a vector holds outputs
   float scale;
 };
@@ -78,6 +78,7 @@ struct LoRAArgs {
   int64_t n;  // of the matrix
   int64_t x_stride;
   const void* x;
+  const int64_t* ids;  // in place of x, of an embedding
   void* y;
   const LoRATile* shrink;
   int64_t num_shrink;

@@ -1,4 +1,5 @@
-// Low-rank adapters: shrink, low = scale * (a x), then expand, y += b low.
+// Low-rank adapters: shrink, low = scale * (a x), then expand, y += b low. Of an embedding, a x is a
+// row of a.
 //
 // Tiles are of tokens of one adapter. Each element of `low` is one chain of multiply-adds per lane
 // over blocks of kBlock inputs; each output is one chain over the ranks. So neither depends on the
@@ -74,6 +75,20 @@ void shrink(const LoRAArgs& args, const LoRATile& tile) {
   }
 }
 
+template <typename T>
+void look_up(const LoRAArgs& args, const LoRATile& tile) {
+  const LoRAPart& part = *tile.part;
+  const vf scale = set1(part.scale);
+  for (int64_t t = 0; t < tile.num_tokens; ++t) {
+    const T* row = static_cast<const T*>(part.a) + args.ids[tile.tokens[t]] * part.rank;
+    float* low = tile.low + t * part.rank;
+    for (int64_t r = tile.begin; r < tile.end; r += W) {
+      const int64_t count = tile.end - r;
+      store_up_to(low + r, load_up_to(row + r, count) * scale, count);
+    }
+  }
+}
+
 // V vectors of outputs from `first` on; the last one has `count` of W.
 template <typename T, int R, int V>
 void expand_vectors(const LoRAPart& part, const float* low, T* const* y, int64_t first,
@@ -127,7 +142,9 @@ void expand(const LoRAArgs& args, const LoRATile& tile) {
 void add_lora(Pool* pool, const LoRAArgs& args) {
   with_dtype(args.dtype, [&](auto type) {
     using T = decltype(type);
-    parallel_for(pool, args.num_shrink, [&](int64_t i) { shrink<T>(args, args.shrink[i]); });
+    parallel_for(pool, args.num_shrink, [&](int64_t i) {
+      args.ids == nullptr ? shrink<T>(args, args.shrink[i]) : look_up<T>(args, args.shrink[i]);
+    });
     parallel_for(pool, args.num_expand, [&](int64_t i) { expand<T>(args, args.expand[i]); });
   });
 }

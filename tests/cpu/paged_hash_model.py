@@ -75,7 +75,7 @@ class PagedHashModel:
             hidden[batch.token_ids == self.poison_token] = float("nan")
         return hidden
 
-    def logits(self, hidden: Tensor) -> Tensor:
+    def logits(self, hidden: Tensor, lora: object = None) -> Tensor:
         total = torch.zeros(hidden.shape[0], self._vocab_size)
         for dim in range(HEAD_SIZE):
             total += hidden[:, dim, None] * self._unembedding[None, :, dim]

@@ -40,7 +40,7 @@ class OutlierKeys:
         params = AttentionParams(scale=0.3)
         return self.ops.paged_attention(x, keys, values, layout, params, None).squeeze(1)
 
-    def logits(self, hidden: Tensor) -> Tensor:
+    def logits(self, hidden: Tensor, lora: object = None) -> Tensor:
         return 4.0 * hidden @ self.embedding.t()
 
 

@@ -9,7 +9,7 @@ import torch
 from msgspec.structs import replace
 from tiny_checkpoint import write_checkpoint
 
-from adapter_files import write_adapter
+from adapter_files import ALL, write_adapter
 from quickstep import LLM, BeamSearchParams, LoRARequest, SamplingParams
 from quickstep.config import LoRAConfig
 from quickstep.engine import engine as engine_module
@@ -28,8 +28,9 @@ SAMPLED = SamplingParams(temperature=0.8, seed=7, max_tokens=10, ignore_eos=True
 def folder(tmp_path_factory):
     path = tmp_path_factory.mktemp("lora")
     spec = read_spec(write_checkpoint(path / "base"))
+    targets = (ALL, (*ALL, "embed_tokens", "lm_head"), ("lm_head", "q_proj"))
     for seed, rank in enumerate((4, 16, 3)):
-        write_adapter(path / f"a{seed}", spec, rank=rank, seed=seed)
+        write_adapter(path / f"a{seed}", spec, targets[seed], rank=rank, seed=seed)
     write_adapter(path / "wide", spec, rank=64)
     return path
 
@@ -58,11 +59,20 @@ def test_a_mixed_batch_answers_as_each_request_alone(llm, folder):
     assert len({tuple(one.token_ids) for one in mixed}) == 4, "each adapter has an effect"
 
 
+def test_prompts_are_scored_with_the_adapter_of_the_output_projection(llm, folder):
+    scored = SamplingParams(temperature=0.0, max_tokens=1, prompt_logprobs=2)
+    adapters = [None, *(adapter(folder, index) for index in range(3))]
+    mixed = llm.generate([PROMPT] * 4, scored, lora_request=adapters)
+    alone = [llm.generate([PROMPT], scored, lora_request=one)[0] for one in adapters]
+    assert [one.prompt_logprobs for one in mixed] == [one.prompt_logprobs for one in alone]
+    assert len({str(one.prompt_logprobs) for one in mixed}) == 4
+
+
 def test_adapters_at_scales_are_an_adapter_of_their_own(llm, folder):
     plain = [adapter(folder, index) for index in (0, 1)]
     for one in plain:
         answers(llm, [PROMPT], one)
-    mixes = [LoRARequest(name) for name in ("a0*0.5+a1*2", "a0*-1", "a0*1+a1*1")]
+    mixes = [LoRARequest(name) for name in ("a0*0.5+a1*2", "a1*-1", "a0*1+a1*1")]
     mixed = answers(llm, [PROMPT] * 6, [None, *plain, *mixes])
     for one, expected in zip([None, *plain, *mixes], mixed, strict=True):
         alone = answers(llm, [PROMPT], one)[0]

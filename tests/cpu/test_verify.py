@@ -70,12 +70,12 @@ def test_the_report_is_a_function_of_the_seed():
 
 
 class DependsOnBatchSize(PagedHashModel):
-    def logits(self, hidden):
+    def logits(self, hidden, lora=None):
         return super().logits(hidden) * (1.0 + 1e-7 * (len(hidden) > 1))
 
 
 class DependsOnPlaceInBatch(PagedHashModel):
-    def logits(self, hidden):
+    def logits(self, hidden, lora=None):
         return super().logits(hidden) + 1e-6 * torch.arange(len(hidden))[:, None]
 
 
@@ -177,7 +177,7 @@ def test_scores_that_read_the_row_beside_are_caught(monkeypatch):
 
 
 class GivesNaN(PagedHashModel):
-    def logits(self, hidden):
+    def logits(self, hidden, lora=None):
         return super().logits(hidden) * float("nan")
 
 

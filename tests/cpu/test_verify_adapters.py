@@ -48,11 +48,11 @@ def test_adapters_that_come_and_go_change_no_bit(checkpoint: str) -> None:
 def test_rows_with_the_adapter_of_another_row_are_found(
     checkpoint: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    found = capture._adapters_of
+    found = capture.adapters_of
 
     def shifted(rows, adapters):  # type: ignore[no-untyped-def]
         mine = found(rows, adapters)
-        return [*mine[1:], *mine[:1]] if len(mine) > 1 else mine
+        return dict(zip(mine, [*mine.values()][1:] + [*mine.values()][:1], strict=True))
 
-    monkeypatch.setattr(capture, "_adapters_of", shifted)
+    monkeypatch.setattr(capture, "adapters_of", shifted)
     assert verified(checkpoint, replace(OPTIONS, fail_fast=True)).first_mismatch is not None

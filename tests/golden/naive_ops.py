@@ -114,8 +114,17 @@ def gated_activation(gate_up: Tensor, kind: str) -> Tensor:
     return torch.nn.functional.gelu(gate, approximate=approximate) * up
 
 
-def logits(hidden: Tensor, weight: LinearWeight, divisor: float, cap: float | None) -> Tensor:
-    wide = linear(hidden, weight).float() / divisor
+def logits(
+    hidden: Tensor,
+    weight: LinearWeight,
+    divisor: float,
+    cap: float | None,
+    lora: tuple[int, LoRAMapping] | None,
+) -> Tensor:
+    product = linear(hidden, weight)
+    if lora is not None:
+        add_lora_(product, hidden, *lora)
+    wide = product.float() / divisor
     return wide if cap is None else (wide / cap).tanh() * cap
 
 
@@ -127,7 +136,8 @@ def add_lora_(y: Tensor, x: Tensor, module: int, mapping: LoRAMapping) -> None:
     for adapter, tokens in mapping.groups:
         for part in adapter.data[module]:
             columns = slice(part.first_output, part.first_output + part.b.shape[0])
-            y[tokens, columns] += part.scale * (x[tokens] @ part.a.t() @ part.b.t())
+            low = part.a[x[tokens]] if part.is_embedding else x[tokens] @ part.a.t()
+            y[tokens, columns] += part.scale * (low @ part.b.t())
 
 
 NAIVE_OPS = OpTable(

@@ -80,9 +80,10 @@ class PagedDriver:
             block_tables=torch.tensor(tables, dtype=torch.int32),
             block_size=self.block_size,
         )
-        batch = ForwardBatch(torch.tensor(tokens), layout, lora=_mapping(work, offsets))
+        lora = _mapping(work, offsets)
+        batch = ForwardBatch(torch.tensor(tokens), layout, lora=lora)
         hidden = self.model.forward(batch, self.kv)
-        logits = self.model.logits(hidden)
+        logits = self.model.logits(hidden, lora)
         parts = [logits[a:b] for a, b in pairwise(offsets)]
         for (row, _), part in zip(work, parts, strict=True):
             row.logits.append(part)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shutil
 from pathlib import Path
 
 import peft
@@ -10,9 +11,12 @@ import torch
 from golden_cases import CASES, VOCAB, Case
 from golden_harness import load, random_prompts
 from paged_driver import PagedDriver
+from safetensors.torch import load_file, save_file
 
+from adapter_files import write_adapter
 from quickstep.model.adapters.checkpoint import open_adapter
 from quickstep.model.decoder import Decoder
+from quickstep.model.spec import read_spec
 from quickstep.ops.table import LoRAAdapter
 from quickstep.ops.tensors import host_dtype
 
@@ -85,11 +89,75 @@ def test_a_mixed_batch_equals_peft(case: Case, tmp_path: Path) -> None:
         {"r": 5, "target_modules": targets, "layers_to_transform": [0, 2]},
     ]
     peft_model = with_adapters(base, tmp_path / "adapters", configs)
-    model = load(tmp_path / "base", max_model_len=case.max_model_len)
-    assert isinstance(model, Decoder)
     names: list[str | None] = [*(f"a{index}" for index in range(len(configs))), None]
-    packed = [None if n is None else read(model, tmp_path / "adapters" / n) for n in names]
-    prompts = random_prompts((11, 5, 17, 9, 13), VOCAB)
+    equals_peft(case, peft_model, tmp_path, names)
+
+
+def peft_logits(peft_model, name: str | None, token_ids: list[int]) -> torch.Tensor:
+    with torch.no_grad():
+        ids = torch.tensor([token_ids])
+        if name is None:
+            with peft_model.disable_adapter():
+                return peft_model(ids).logits[0].float()
+        peft_model.set_adapter(name)
+        return peft_model(ids).logits[0].float()
+
+
+@pytest.mark.parametrize("case", ONE_PER_FAMILY, ids=lambda case: case.name)
+def test_embeddings_and_output_projections_equal_peft(case: Case, tmp_path: Path) -> None:
+    base = case.save(tmp_path / "base")
+    configs = [
+        {"r": 4, "lora_alpha": 8, "target_modules": ["embed_tokens", "lm_head"]},
+        {"r": 7, "target_modules": ["lm_head"]},
+        {"r": 3, "target_modules": ["embed_tokens", *targets_of(case)[:1]], "use_rslora": True},
+    ]
+    peft_model = with_adapters(base, tmp_path / "adapters", configs)
+    equals_peft(case, peft_model, tmp_path, ["a0", "a1", None, "a2"])
+
+
+@pytest.mark.parametrize("last", ["q_proj", "gate"])
+def test_experts_equal_peft(last: str, tmp_path: Path) -> None:
+    """A checkpoint of experts one by one, as of transformers 4, which peft converts; `gate` is the
+    router. Of Qwen3-MoE, peft 0.21 leaves the dense layers out.
+    """
+    case = next(case for case in ONE_PER_FAMILY if case.family == "Mixtral")
+    base = case.save(tmp_path / "base")
+    path = tmp_path / "adapters" / "a0"
+    targets = ["w1", "w2", "w3", last]
+    write_adapter(path, read_spec(tmp_path / "base"), targets, scale=2.0, lora_dropout=0.0)
+    peft_model = peft.PeftModel.from_pretrained(base, path, adapter_name="a0")
+    equals_peft(case, peft_model.eval(), tmp_path, ["a0", None, "a0"])
+
+
+def test_unmerged_experts_equal_merged(tmp_path: Path) -> None:
+    case = next(case for case in ONE_PER_FAMILY if case.family == "Qwen3Moe")
+    case.save(tmp_path / "base")
+    targets = ["gate_proj", "up_proj", "down_proj", "gate"]
+    adapter = write_adapter(tmp_path / "a0", read_spec(tmp_path / "base"), targets, scale=2.0)
+    shutil.copytree(tmp_path / "base", tmp_path / "merged")
+    merged = load_file(tmp_path / "merged" / "model.safetensors")
+    halves = load_file(adapter / "adapter_model.safetensors")
+    for name, a in halves.items():
+        if name.endswith("lora_A.weight"):
+            b = halves[name.replace("lora_A", "lora_B")]
+            module = name.removeprefix("base_model.model.").removesuffix(".lora_A.weight")
+            merged[f"{module}.weight"] += 2.0 * b @ a  # lora_alpha / r
+    save_file(merged, tmp_path / "merged" / "model.safetensors", {"format": "pt"})
+    model = load(tmp_path / "base")
+    assert isinstance(model, Decoder)
+    prompts = random_prompts((20,), VOCAB)
+    [row] = greedy(model, prompts, [read(model, adapter)])
+    [expected] = greedy(load(tmp_path / "merged"), prompts, [None])
+    assert row.token_ids == expected.token_ids
+    torch.testing.assert_close(torch.cat(row.logits), torch.cat(expected.logits), atol=2e-4, rtol=0)
+
+
+def equals_peft(case: Case, peft_model, path: Path, names: list[str | None]) -> None:
+    """A mixed batch of adapters (None: none) has peft's logits, and each adapter has an effect."""
+    model = load(path / "base", max_model_len=case.max_model_len)
+    assert isinstance(model, Decoder)
+    packed = [None if n is None else read(model, path / "adapters" / n) for n in names]
+    prompts = random_prompts((11, 5, 17, 9, 13)[: len(names)], VOCAB)
     rows = greedy(model, prompts, packed)
     plain = greedy(model, prompts, [None] * len(prompts))
     for name, prompt, row, without in zip(names, prompts, rows, plain, strict=True):
@@ -101,16 +169,6 @@ def test_a_mixed_batch_equals_peft(case: Case, tmp_path: Path) -> None:
         assert (changed > 0.01) == (name is not None), (
             "an adapter changes the logits, none does not"
         )
-
-
-def peft_logits(peft_model, name: str | None, token_ids: list[int]) -> torch.Tensor:
-    with torch.no_grad():
-        ids = torch.tensor([token_ids])
-        if name is None:
-            with peft_model.disable_adapter():
-                return peft_model(ids).logits[0].float()
-        peft_model.set_adapter(name)
-        return peft_model(ids).logits[0].float()
 
 
 def test_unmerged_equals_merged(tmp_path: Path) -> None:
@@ -145,7 +203,8 @@ def test_alone_equals_batched_with_any_neighbours(
 ) -> None:
     case = next(case for case in CASES if case.name == "qwen3")
     base = case.save(tmp_path / "base")
-    configs = [{"r": rank, "target_modules": DENSE} for rank in (1, 8, 256)]
+    targets = [*DENSE, "embed_tokens", "lm_head"]
+    configs = [{"r": rank, "target_modules": targets} for rank in (1, 8, 256)]
     with_adapters(base, tmp_path / "adapters", configs)
     model = load(tmp_path / "base", dtype=dtype, quantization=quantization)
     assert isinstance(model, Decoder)

@@ -109,9 +109,9 @@ def test_logits_of_host_tensors_are_host_tensors_with_the_bits_of_torch(dtype: D
         torch.randn(shape, generator=generator).to(kind) for shape in ((96, 64), (96,), (3, 64))
     )
     assert ops.pack_linear(weight, bias).bias is None  # the packed weight has a copy of it
-    expected = ops.logits(hidden, ops.pack_linear(weight, bias), 1.5, 30.0)
+    expected = ops.logits(hidden, ops.pack_linear(weight, bias), 1.5, 30.0, None)
     on_host = [as_host(x, dtype) for x in (weight, bias, hidden)]
-    got = ops.logits(on_host[2], ops.pack_linear(on_host[0], on_host[1]), 1.5, 30.0)
+    got = ops.logits(on_host[2], ops.pack_linear(on_host[0], on_host[1]), 1.5, 30.0, None)
     assert isinstance(got, HostTensor) and got.dtype == FLOAT32
     assert np.array_equal(got.numpy(), to_numpy(expected))
 

@@ -112,8 +112,12 @@ def _lora(
         for part in parts:
             a, b = to_torch(part.a).double(), to_torch(part.b).double()
             columns = slice(part.first_output, part.first_output + b.shape[0])
-            value[tokens, columns] += part.scale * (x[tokens] @ a.t() @ b.t())
-            size[tokens, columns] += part.scale * (x[tokens].abs() @ a.abs().t() @ b.abs().t())
+            if part.is_embedding:
+                low, low_size = a[x[tokens]], a[x[tokens]].abs()
+            else:
+                low, low_size = x[tokens] @ a.t(), x[tokens].abs() @ a.abs().t()
+            value[tokens, columns] += part.scale * (low @ b.t())
+            size[tokens, columns] += part.scale * (low_size @ b.abs().t())
     return [(value, 4 * _FP32_ROUNDOFF * size)]
 
 

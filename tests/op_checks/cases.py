@@ -39,7 +39,7 @@ class Case(msgspec.Struct, frozen=True):
     `tokens` then `fixed` are the op's arguments, but for the linear ops, whose `fixed` is
     (weight, bias), the embedding of packed rows, whose weight is not packed yet, write_kv, whose
     `tokens` are (k, v, slot_mapping) and `fixed` (k_cache, v_cache), and lora, whose `tokens` are
-    (y, x, adapter of each token or -1) and `fixed` the parts of each adapter.
+    (y, x or token ids, adapter of each token or -1) and `fixed` the parts of each adapter.
     """
 
     op: str
@@ -66,7 +66,7 @@ def bind(ops: OpTable, case: Case) -> Callable[..., tuple[Tensor, ...]]:
     if case.op == "logits":
         weight, divisor, softcap = fixed
         head = _pack(ops, weight, None)  # type: ignore[arg-type]
-        return lambda x: (ops.logits(x, head, divisor, softcap),)  # type: ignore[arg-type]
+        return lambda x: (ops.logits(x, head, divisor, softcap, None),)  # type: ignore[arg-type]
     functions: dict[str, Callable[..., Tensor | tuple[Tensor, ...]]] = {
         "embedding": ops.embedding,
         "rms_norm": ops.rms_norm,
@@ -194,6 +194,28 @@ def _lora_cases(dtype: torch.dtype) -> Iterator[Case]:
             ids = torch.zeros(1, dtype=torch.int64)
         tokens = (source.normal(num_tokens, outputs), source.normal(num_tokens, width), ids)
         yield Case("lora", name, tokens, fixed)
+    yield from _embedding_lora_cases(dtype)
+
+
+def _embedding_lora_cases(dtype: torch.dtype) -> Iterator[Case]:
+    for num_tokens, vocabulary, outputs, ranks in ((1, 40, 32, [3]), (37, 301, 77, [8, 17, 64])):
+        name = label("lora", dtype, num_tokens, vocabulary, outputs, "embedding")
+        source = CaseInputs(name, dtype)
+        fixed = tuple(
+            (
+                LoRAPart(
+                    source.normal(vocabulary, rank),
+                    source.normal(outputs, rank, scale=rank**-0.5),
+                    0,
+                    0.5 + rank,
+                    is_embedding=True,
+                ),
+            )
+            for rank in ranks
+        )
+        ids = torch.arange(num_tokens) * 7 % (len(ranks) + 1) - int(num_tokens > 1)
+        token_ids = source.integers(0, vocabulary, num_tokens)
+        yield Case("lora", name, (source.normal(num_tokens, outputs), token_ids, ids), fixed)
 
 
 def _embedding_cases(dtype: torch.dtype) -> Iterator[Case]:

@@ -8,12 +8,21 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from msgspec.structs import replace
+from safetensors.numpy import load_file
 
 from adapter_files import ALL, adapter_config, adapter_tensors, write_adapter, write_files
 from adapter_files import SMALL_LLAMA as SPEC
 from quickstep.errors import ConfigError
 from quickstep.model.adapters.checkpoint import open_adapter
-from quickstep.model.adapters.lora_modules import Projection, lora_modules, module_number
+from quickstep.model.adapters.lora_modules import (
+    Projection,
+    embedding_number,
+    lm_head_number,
+    lora_modules,
+    module_number,
+    num_modules,
+)
 from quickstep.model.spec import parse_spec
 from quickstep.ops.tensors import BFLOAT16, FLOAT16, FLOAT32
 
@@ -26,6 +35,22 @@ PHI = parse_spec(
         "num_hidden_layers": 2,
         "num_attention_heads": 4,
         "num_key_value_heads": 2,
+        "max_position_embeddings": 64,
+        "rms_norm_eps": 1e-5,
+        "hidden_act": "silu",
+    }
+)
+MIXTRAL = parse_spec(
+    {
+        "architectures": ["MixtralForCausalLM"],
+        "vocab_size": 64,
+        "hidden_size": 32,
+        "intermediate_size": 48,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 2,
+        "num_local_experts": 4,
+        "num_experts_per_tok": 2,
         "max_position_embeddings": 64,
         "rms_norm_eps": 1e-5,
         "hidden_act": "silu",
@@ -44,7 +69,7 @@ def refusal(path: Path, max_rank: int = 64, roots: list[Path] | None = None) -> 
 
 def test_fused_projections_are_parts_of_one_matrix(tmp_path: Path) -> None:
     adapter = open_adapter(write_adapter(tmp_path, SPEC), SPEC, 64).read(FLOAT32)
-    assert len(adapter.modules) == 3 * 4
+    assert len(adapter.modules) == num_modules(SPEC) == 3 * len(Projection) + 2
     qkv = adapter.modules[module_number(1, Projection.QKV)]
     assert [(part.first_output, part.b.shape) for part in qkv] == [
         (0, (32, 4)),
@@ -153,8 +178,8 @@ def test_a_config_that_is_not_applied_exactly_is_refused(
 @pytest.mark.parametrize(
     "name",
     [
-        "base_model.model.lm_head.lora_A.weight",
-        "base_model.model.model.embed_tokens.lora_embedding_A",
+        "base_model.model.model.lm_head.lora_A.weight",
+        "base_model.model.model.embed_tokens.lora_A.weight",
         "base_model.model.model.layers.0.self_attn.q_proj.lora_magnitude_vector",
         "base_model.model.model.layers.9.self_attn.q_proj.lora_A.weight",
         "base_model.model.vision_tower.layers.0.self_attn.q_proj.lora_A.weight",
@@ -227,7 +252,79 @@ def test_paths_and_links_out_of_the_roots_are_refused(tmp_path: Path) -> None:
     assert "outside" in refusal(inside, roots=[root])
 
 
-def test_every_linear_layer_outside_of_experts_can_be_changed() -> None:
-    assert len(lora_modules(SPEC)) == 3 * 7
-    outputs = [module.num_outputs for module in lora_modules(SPEC).values() if module.number == 0]
+def test_every_matrix_can_be_changed() -> None:
+    modules = lora_modules(SPEC)
+    assert len(modules) == 3 * 7 + 2
+    outputs = [module.num_outputs for module in modules.values() if module.number == 0]
     assert outputs == [32, 16, 16]
+    assert {one.number for one in modules.values()} <= set(range(num_modules(SPEC)))
+    of_experts = lora_modules(MIXTRAL)
+    assert len(of_experts) == 2 * (4 + 1 + 3 * 4) + 2
+    assert {one.number for one in of_experts.values()} <= set(range(num_modules(MIXTRAL)))
+    places = [(one.number, one.first_output) for one in of_experts.values()]
+    assert len(set(places)) == len(places)
+    assert of_experts["layers.1.block_sparse_moe.experts.3.w3"].first_output == 48
+
+
+ENDS = ("embed_tokens", "lm_head")
+
+
+def test_an_embedding_is_held_by_token(tmp_path: Path) -> None:
+    write_adapter(tmp_path, SPEC, ENDS)
+    tensors = load_file(tmp_path / "adapter_model.safetensors")
+    adapter = open_adapter(tmp_path, SPEC, 64).read(FLOAT32)
+    [part] = adapter.modules[embedding_number(SPEC)]
+    stored = tensors["base_model.model.model.embed_tokens.lora_embedding_A"]
+    assert part.is_embedding and part.rank == 4
+    assert np.array_equal(part.a.numpy(), stored.T)
+    [head] = adapter.modules[lm_head_number(SPEC)]
+    assert head.a.shape == (4, 32) and head.b.shape == (64, 4)
+
+
+def test_copies_of_the_base_models_embedding_are_left_out(tmp_path: Path) -> None:
+    """As peft writes them next to an adapter of the embedding."""
+    tensors = adapter_tensors(SPEC, ENDS)
+    expected = open_adapter(write_adapter(tmp_path / "a", SPEC, ENDS), SPEC, 64).read(FLOAT32)
+    copy = np.zeros((64, 32), np.float32)
+    names = ("model.embed_tokens", "lm_head")
+    copies = {f"base_model.model.{name}.base_layer.weight": copy for name in names}
+    write_files(tmp_path / "b", adapter_config(target_modules=list(ENDS)), tensors | copies)
+    found = open_adapter(tmp_path / "b", SPEC, 64).read(FLOAT32)
+    assert found.content_id == expected.content_id
+
+
+@pytest.mark.parametrize("wider", ["base_layer.weight", "lora_embedding_A"])
+def test_a_larger_vocabulary_than_the_base_models_is_refused(tmp_path: Path, wider: str) -> None:
+    tensors = adapter_tensors(SPEC, ENDS)
+    name = f"base_model.model.model.embed_tokens.{wider}"
+    shape = (4, 70) if wider == "lora_embedding_A" else (70, 32)
+    tensors[name] = np.zeros(shape, np.float32)
+    write_files(tmp_path, adapter_config(target_modules=list(ENDS)), tensors)
+    assert name in refusal(tmp_path)
+
+
+def test_a_change_of_tied_matrices_is_refused(tmp_path: Path) -> None:
+    write_adapter(tmp_path, SPEC, ("embed_tokens",), ensure_weight_tying=True)
+    open_adapter(tmp_path, SPEC, 64)
+    with pytest.raises(ConfigError, match="ensure_weight_tying"):
+        open_adapter(tmp_path, replace(SPEC, tied=True), 64)
+
+
+def test_halves_of_another_kind_of_layer_are_refused(tmp_path: Path) -> None:
+    tensors = adapter_tensors(SPEC, ("q_proj",))
+    name = "base_model.model.model.layers.0.self_attn.q_proj.lora_embedding_A"
+    write_files(tmp_path, adapter_config(), tensors | {name: np.zeros((4, 32), np.float32)})
+    assert name in refusal(tmp_path)
+
+
+def test_a_name_of_experts_may_have_no_tensors(tmp_path: Path) -> None:
+    """`target_modules` of a training whose framework held experts in another form."""
+    values = {"target_modules": ["q_proj", "w1"]}
+    write_adapter(tmp_path, MIXTRAL, ("q_proj",), **values)
+    assert len(open_adapter(tmp_path, MIXTRAL, 64).targets) == 2
+    tensors = adapter_tensors(MIXTRAL, ("q_proj", "w1"))
+    tensors.pop("base_model.model.model.layers.0.block_sparse_moe.experts.2.w1.lora_A.weight")
+    tensors.pop("base_model.model.model.layers.0.block_sparse_moe.experts.2.w1.lora_B.weight")
+    write_files(tmp_path, adapter_config(**values), tensors)
+    with pytest.raises(ConfigError, match=r"experts\.2\.w1"):
+        open_adapter(tmp_path, MIXTRAL, 64)

@@ -17,7 +17,7 @@ from msgspec.structs import replace
 from numpy.typing import NDArray
 from torch import Tensor
 
-from quickstep.ops.reference.linear import finished_logits
+from quickstep.ops.reference.logits import Logits
 from quickstep.ops.table import LinearWeight, OpTable
 
 __all__ = ["BLOCK", "block_ops", "block_product", "rounded_q4_0", "rounded_q8_0"]
@@ -73,13 +73,13 @@ def block_ops(ops: OpTable, bits: int, vocab_size: int) -> OpTable:
         assert isinstance(rows, Tensor)
         return rows[token_ids].to(dtype)
 
-    def logits(
-        hidden: Tensor, weight: LinearWeight, divisor: float, softcap: float | None
-    ) -> Tensor:
-        return finished_logits(linear(hidden, weight), divisor, softcap)
-
     return replace(
-        ops, pack_linear=pack, linear=linear, embedding=embedding, logits=logits, steps=None
+        ops,
+        pack_linear=pack,
+        linear=linear,
+        embedding=embedding,
+        logits=Logits(linear, ops.add_lora_),
+        steps=None,
     )
 
 

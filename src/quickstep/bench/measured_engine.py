@@ -44,7 +44,7 @@ from quickstep.model.interface import ForwardBatch, KVShape, Model
 from quickstep.model.sizing import MemoryPlan, weight_bytes
 from quickstep.model.spec import parse_spec, with_context
 from quickstep.ops.resolve import resolve_ops
-from quickstep.ops.table import KVCache, OpTable
+from quickstep.ops.table import KVCache, LoRAMapping, OpTable
 from quickstep.ops.tensors import AnyTensor, Device, torch_device, torch_dtype
 from quickstep.runtime.kv_cache import allocate_kv
 from quickstep.sampling_params import SamplingParams
@@ -281,10 +281,10 @@ class TimedModel:
         self._count_since(started)
         return hidden
 
-    def logits(self, hidden: AnyTensor) -> AnyTensor:
+    def logits(self, hidden: AnyTensor, lora: LoRAMapping | None = None) -> AnyTensor:
         """`Model.logits`."""
         started = self._clock()
-        logits = self._model.logits(hidden)
+        logits = self._model.logits(hidden, lora)
         self._count_since(started)
         return logits
 

@@ -12,7 +12,12 @@ from typing import TYPE_CHECKING
 
 import msgspec
 
-from quickstep.model.adapters.lora_modules import Projection, module_number
+from quickstep.model.adapters.lora_modules import (
+    Projection,
+    embedding_number,
+    lm_head_number,
+    module_number,
+)
 from quickstep.model.decoder_spec import ModelSpec, QKNorm
 from quickstep.model.interface import ForwardBatch, KVShape
 from quickstep.model.rope import RopeTable
@@ -200,6 +205,8 @@ class Decoder:
         residual = self._ops.embedding(
             batch.token_ids, weights.embed_tokens, weights.final_norm.dtype
         )
+        if lora is not None:
+            self._ops.add_lora_(residual, batch.token_ids, embedding_number(self._spec), lora)
         if self._multiplier != 1.0:
             residual = residual * self._multiplier
         delta: Tensor | None = None
@@ -222,12 +229,11 @@ class Decoder:
         hidden, _ = self._add_and_norm(delta, residual, self._weights.final_norm)
         return hidden, tuple(aux)
 
-    def logits(self, hidden: AnyTensor) -> AnyTensor:
-        """[E, hidden] -> [E, V] fp32, soft-capped and scaled as in the architecture."""
-        spec = self._spec
-        return self._ops.logits(
-            hidden, self._weights.lm_head, spec.logit_divisor, spec.logit_softcap
-        )
+    def logits(self, hidden: AnyTensor, lora: LoRAMapping | None = None) -> AnyTensor:
+        """`Model.logits`."""
+        spec, head = self._spec, self._weights.lm_head
+        adapters = None if lora is None else (lm_head_number(spec), lora)
+        return self._ops.logits(hidden, head, spec.logit_divisor, spec.logit_softcap, adapters)
 
     def _add_and_norm(
         self, delta: Tensor | None, residual: Tensor, norm: AnyTensor | None
@@ -329,7 +335,7 @@ class Decoder:
             # Imported here: it computes with torch.
             from quickstep.model.experts import mixture_of_experts
 
-            return mixture_of_experts(self._ops, weights, x, self._spec.moe, activation)
+            return mixture_of_experts(self._ops, weights, x, self._spec, index, lora)
         gate_up = self._linear(x, weights.gate_up, index, Projection.GATE_UP, lora)
         x = self._ops.gated_activation(gate_up, activation)
         return self._linear(x, weights.down_proj, index, Projection.DOWN_PROJ, lora)

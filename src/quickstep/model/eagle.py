@@ -32,7 +32,7 @@ from quickstep.model.decoder_spec import ModelSpec
 from quickstep.model.interface import ForwardBatch, KVShape
 from quickstep.model.rope import RopeTable, make_rope_table
 from quickstep.model.spec import parse_spec, read_config
-from quickstep.ops.table import AttentionParams, KVCache, LinearWeight, OpTable
+from quickstep.ops.table import AttentionParams, KVCache, LinearWeight, LoRAMapping, OpTable
 from quickstep.ops.tensors import AnyTensor, Device, HostTensor
 
 if TYPE_CHECKING:
@@ -231,15 +231,16 @@ class EagleModel:
         qkv = ops.linear(embedded, weights.qkv_embedding) + ops.linear(normed, weights.qkv)
         return features, qkv
 
-    def logits(self, hidden: AnyTensor) -> AnyTensor:
-        """Predicted features [E, C] -> [E, draft V] fp32."""
+    def logits(self, hidden: AnyTensor, lora: LoRAMapping | None = None) -> AnyTensor:
+        """Predicted features [E, C] -> [E, draft V] fp32. It drafts without adapters."""
+        del lora
         ops, weights = self._ops, self._weights
         if weights.norm is not None:
             eps = self._spec.decoder.norm_eps
             hidden = ops.rms_norm(hidden, weights.norm, eps, 0.0)  # type: ignore[arg-type]
         if weights.draft_lm_head is None:
             return self._target.logits(hidden)
-        return ops.logits(hidden, weights.draft_lm_head, 1.0, None)
+        return ops.logits(hidden, weights.draft_lm_head, 1.0, None, None)
 
 
 def read_eagle_spec(path: Path, target: ModelSpec, is_fused: bool) -> EagleSpec:

@@ -9,19 +9,27 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from quickstep.model.adapters.lora_modules import (
+    Projection,
+    among,
+    expert_number,
+    module_number,
+)
 from quickstep.model.decoder import MLPWeights, MoEWeights
-from quickstep.model.decoder_spec import MoESpec
+from quickstep.model.decoder_spec import ModelSpec, MoESpec
 from quickstep.ops.reference.exact_math import exp_nonpositive, round_rows
-from quickstep.ops.table import OpTable
+from quickstep.ops.table import LoRAMapping, OpTable
 
 __all__ = ["mixture_of_experts", "route"]
 
 _SUM_BITS = 40  # exact sums of up to 2**13 experts in fp64
 
 
-def route(ops: OpTable, weights: MoEWeights, x: Tensor, moe: MoESpec) -> tuple[Tensor, Tensor]:
-    """Experts of each token and their weights, each [T, experts_per_token], the best first."""
-    scores = _softmax(ops.linear(x, weights.router))
+def route(scores: Tensor, moe: MoESpec) -> tuple[Tensor, Tensor]:
+    """Experts of each token and their weights, each [T, experts_per_token], the best first, from
+    the router's outputs [T, experts].
+    """
+    scores = _softmax(scores)
     # a stable sort, as top-k may break ties differently for another number of rows
     ranked, order = torch.sort(scores, dim=-1, descending=True, stable=True)
     chosen = order[:, : moe.experts_per_token].contiguous()
@@ -44,10 +52,20 @@ def _softmax(logits: Tensor) -> Tensor:
 
 
 def mixture_of_experts(
-    ops: OpTable, weights: MoEWeights, x: Tensor, moe: MoESpec, activation: str
+    ops: OpTable,
+    weights: MoEWeights,
+    x: Tensor,
+    spec: ModelSpec,
+    layer: int,
+    lora: LoRAMapping | None,
 ) -> Tensor:
-    """[T, C] -> [T, C]: each token's experts, weighted."""
-    chosen, expert_weights = route(ops, weights, x, moe)
+    """[T, C] -> [T, C]: each token's experts of a layer, weighted, with its adapter."""
+    moe = spec.moe
+    assert moe is not None
+    scores = ops.linear(x, weights.router)
+    if lora is not None:
+        ops.add_lora_(scores, x, module_number(layer, Projection.ROUTER), lora)
+    chosen, expert_weights = route(scores, moe)
     # rounded as the models were trained
     expert_weights = expert_weights.float().to(x.dtype).float().flatten()
     experts = chosen.flatten()
@@ -57,19 +75,43 @@ def mixture_of_experts(
     counts = torch.bincount(experts, minlength=moe.num_experts).tolist()
     result = torch.zeros(x.shape, dtype=torch.float32, device=x.device)
     start = 0
-    for expert, count in zip(weights.experts, counts, strict=True):
+    for index, count in enumerate(counts):
         if count == 0:
             continue
         stop = start + count
         rows = tokens[start:stop]
-        output = _dense_mlp(ops, expert, x[rows], activation)
+        numbers = _numbers(spec, layer, index)
+        of_rows = None if lora is None else among(lora, rows)
+        expert = weights.experts[index]
+        output = _expert(ops, expert, x[rows], spec.activation, numbers, of_rows)
         expert_weight = expert_weights[by_expert[start:stop]].unsqueeze(1)
         result.index_add_(0, rows, output.float() * expert_weight)  # a token is in `rows` once
         start = stop
     return result.to(x.dtype)
 
 
-def _dense_mlp(ops: OpTable, weights: MLPWeights, x: Tensor, activation: str) -> Tensor:
-    """[T, C] -> [T, C], of one expert: down_proj(act(gate(x)) * up(x))."""
+def _numbers(spec: ModelSpec, layer: int, expert: int) -> tuple[int, int]:
+    """Of an expert's two matrices, for adapters."""
+    return (
+        expert_number(spec, layer, expert, Projection.GATE_UP),
+        expert_number(spec, layer, expert, Projection.DOWN_PROJ),
+    )
+
+
+def _expert(
+    ops: OpTable,
+    weights: MLPWeights,
+    x: Tensor,
+    activation: str,
+    numbers: tuple[int, int],
+    lora: LoRAMapping | None,
+) -> Tensor:
+    """[T, C] -> [T, C], of one expert: down_proj(act(gate(x)) * up(x)), with adapters."""
     gate_up = ops.linear(x, weights.gate_up)
-    return ops.linear(ops.gated_activation(gate_up, activation), weights.down_proj)
+    if lora is not None:
+        ops.add_lora_(gate_up, x, numbers[0], lora)
+    activated = ops.gated_activation(gate_up, activation)
+    output = ops.linear(activated, weights.down_proj)
+    if lora is not None:
+        ops.add_lora_(output, activated, numbers[1], lora)
+    return output

@@ -110,7 +110,7 @@ class Model(Protocol):
         `batch.emitting` only, [E, hidden], with the same bits.
         """
 
-    def logits(self, hidden: AnyTensor) -> AnyTensor:
+    def logits(self, hidden: AnyTensor, lora: LoRAMapping | None = None) -> AnyTensor:
         """[E, hidden] -> [E, V] fp32, soft-capped and scaled as in the architecture; a tensor of
-        the same class as `hidden`.
+        the same class as `hidden`. `lora`: the adapters of the E.
         """

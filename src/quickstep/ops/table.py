@@ -92,22 +92,26 @@ class LinearWeight(msgspec.Struct, frozen=True):
 class LoRAPart(msgspec.Struct, frozen=True):
     """A low-rank change of some outputs of a linear layer: y[first:first + n] += scale * B A x.
 
+    Of an embedding, x is a token id, and A x the token's column of A.
+
     Attributes:
-        a: [rank, C].
+        a: [rank, C]; of an embedding transposed, [V, rank], so that a token has a row.
         b: [n, rank], in the dtype of `a`: that of the layer's activations.
         first_output: `first`; above 0 in a matrix that holds several projections.
         scale: lora_alpha / rank, or lora_alpha / sqrt(rank) of rsLoRA.
+        is_embedding: Whether it changes an embedding.
     """
 
     a: AnyTensor
     b: AnyTensor
     first_output: int
     scale: float
+    is_embedding: bool = False
 
     @property
     def rank(self) -> int:
         """Inputs of `b`."""
-        return int(self.a.shape[0])
+        return int(self.b.shape[1])
 
 
 class LoRAAdapter(msgspec.Struct, frozen=True):
@@ -126,7 +130,7 @@ class LoRAMapping(msgspec.Struct, frozen=True):
     `groups` are an adapter and its tokens, [n] int64, ascending; a token is in one group at most.
     """
 
-    groups: tuple[tuple[LoRAAdapter, Tensor], ...]
+    groups: tuple[tuple[LoRAAdapter, AnyTensor], ...]
 
 
 class QuantizedWeight(msgspec.Struct, frozen=True):
@@ -272,7 +276,8 @@ class OpTable(msgspec.Struct, frozen=True):
         pack_lora: (the `LoRAPart`s of each of a model's matrices) -> LoRAAdapter.
         add_lora_: (y [T, N], x [T, C], number of the matrix, LoRAMapping) -> None: to y, which
             `linear` made of x, adds scale * B (A x) of each token's adapter, in place. A x is
-            fp32, each sum in one order; y is rounded once more. Other tokens are not touched.
+            fp32, each sum in one order; y is rounded once more. Other tokens are not touched. x may
+            be token ids [T], of which `embedding` made y.
         embedding: (token_ids [T], weight [V, C] or LinearWeight, dtype) -> [T, C]: rows of the
             weight. `dtype` is the weight's own where it has one, else what its rows are rounded to.
         rms_norm: (x [T, C], weight [C], eps, offset) -> [T, C]: x / rms(x) * (weight + offset),
@@ -290,7 +295,8 @@ class OpTable(msgspec.Struct, frozen=True):
         scratch_bytes: Temporary bytes per element at a layer's widest point: the planner's bound.
         gated_activation: (gate_up [T, 2 * N], kind) -> [T, N]: act(first half) * second half; kind
             is `silu`, `gelu`, `gelu_tanh` or `clamped_swiglu`, which changes that half as well.
-        logits: (hidden [E, C], LinearWeight, divisor, softcap or None) -> [E, V] fp32: the product,
+        logits: (hidden [E, C], LinearWeight, divisor, softcap or None, None or the number of the
+            matrix and the LoRAMapping of the E) -> [E, V] fp32: the product, with its adapters,
             widened, divided, then softcap * tanh(logits / softcap) in fp64.
         kernel_s: Seconds that the kernels have run so far, without the time between them; None
             where they are not counted. Benchmarks take the difference of two readings.
@@ -315,7 +321,9 @@ class OpTable(msgspec.Struct, frozen=True):
         [Tensor, AnyTensor, AnyTensor, PagedLayout, AttentionParams, AnyTensor | None], Tensor
     ]
     gated_activation: Callable[[Tensor, str], Tensor]
-    logits: Callable[[AnyTensor, LinearWeight, float, float | None], AnyTensor]
+    logits: Callable[
+        [AnyTensor, LinearWeight, float, float | None, tuple[int, LoRAMapping] | None], AnyTensor
+    ]
     scratch_bytes: int
     kernel_s: Callable[[], float] | None = None
     load_linear: Callable[[StoredMatrix, AnyTensor | None], LinearWeight] | None = None

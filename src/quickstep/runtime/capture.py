@@ -20,6 +20,8 @@ from functools import partial
 from itertools import chain
 from typing import Protocol
 
+import numpy as np
+
 from quickstep.errors import EngineError
 from quickstep.model.decoder import Decoder
 from quickstep.model.eagle import EagleModel
@@ -29,12 +31,19 @@ from quickstep.ops.native.lora import PackedLoRA
 from quickstep.ops.native.program import Program, Recording, program_bytes
 from quickstep.ops.native.recorder import NativeRecorder, NotCapturable
 from quickstep.ops.native.steps import NativeSteps
-from quickstep.ops.table import KVCache, LoRAAdapter
-from quickstep.ops.tensors import FLOAT32, UINT8, AnyTensor, HostTensor, host_dtype
+from quickstep.ops.table import KVCache, LoRAAdapter, LoRAMapping
+from quickstep.ops.tensors import FLOAT32, INT64, UINT8, AnyTensor, HostTensor, host_dtype
 from quickstep.runtime.slots import Slot
 from quickstep.types import StepRow
 
-__all__ = ["CapturedSteps", "EmittingToken", "StepModel", "open_steps", "record"]
+__all__ = [
+    "CapturedSteps",
+    "EmittingToken",
+    "StepModel",
+    "adapters_of",
+    "open_steps",
+    "record",
+]
 
 _LEAST_TOKENS = 64
 _LEAST_EMITTING = 8
@@ -70,8 +79,10 @@ class StepModel(Protocol):
         until the next `prepare`.
         """
 
-    def logits(self, hidden: AnyTensor) -> AnyTensor:
-        """Logits [E, V] fp32 of some of the hidden states [E, C] that `run` returned."""
+    def logits(self, hidden: AnyTensor, adapter: str) -> AnyTensor:
+        """Logits [E, V] fp32 of some of the hidden states [E, C] that `run` returned, of rows with
+        this adapter, "" for none.
+        """
 
 
 def open_steps(
@@ -130,7 +141,8 @@ def record(
             hidden, aux_hidden = recorded.forward_with_aux(batch, kv, aux_layers)
         else:
             hidden, aux_hidden = recorded.forward(batch, kv), ()
-        logits = recorded.logits(hidden[emitting.tokens] if every_token else hidden)
+        emitted = hidden[emitting.tokens] if every_token else hidden
+        logits = recorded.logits(emitted, emitting_lora)
         return recorder.finish(hidden, logits, aux_hidden)
     except NotCapturable:
         return None
@@ -173,7 +185,7 @@ class CapturedSteps:
         self._dtype = dtype
         self._block_size = block_size
         self._adapters = {} if adapters is None else adapters
-        self._step_adapters: list[LoRAAdapter | None] = []  # of the rows, kept while they run
+        self._step_adapters: dict[str, LoRAAdapter] = {}  # of the rows, kept while they run
         self._adapter_handles = array("q")
         self._memory = HostTensor.empty((0,), UINT8)
         self._programs: dict[tuple[bool, int, int], _BoundProgram] = {}
@@ -198,8 +210,9 @@ class CapturedSteps:
                     f"{num_blocks * self._block_size}"
                 )
             fields += (row.start, row.num_tokens, slot.block_table_address, num_blocks)
-        self._step_adapters = _adapters_of(rows, self._adapters)
-        self._adapter_handles = array("q", [_handle(one) for one in self._step_adapters])
+        of_step = self._step_adapters = adapters_of(rows, self._adapters)
+        handles = [_handle(of_step.get(row.adapter)) for row in rows] if of_step else []
+        self._adapter_handles = array("q", handles)
         self._rows, self._token_ids = array("q", fields), token_ids
         self._num_tokens = len(token_ids)
 
@@ -232,9 +245,13 @@ class CapturedSteps:
         """`StepModel.aux_hidden_states`."""
         return tuple([one[: self._num_tokens] for one in self._aux_hidden])
 
-    def logits(self, hidden: AnyTensor) -> AnyTensor:
+    def logits(self, hidden: AnyTensor, adapter: str) -> AnyTensor:
         """`StepModel.logits`."""
-        return self._model.logits(hidden)
+        lora = None
+        if adapter:
+            tokens = HostTensor(np.arange(hidden.shape[0]), INT64)
+            lora = LoRAMapping(((self._step_adapters[adapter], tokens),))
+        return self._model.logits(hidden, lora)
 
     def _bound(self, num_tokens: int, num_emitting: int, every_token: bool) -> _BoundProgram:
         capacities = (_bucket(num_tokens, _LEAST_TOKENS), _bucket(num_emitting, _LEAST_EMITTING))
@@ -294,18 +311,15 @@ class _BoundProgram:
         return self._newest
 
 
-def _adapters_of(
+def adapters_of(
     rows: Sequence[StepRow], adapters: Mapping[str, LoRAAdapter]
-) -> list[LoRAAdapter | None]:
-    """Those of the rows, [] if no row has one. Raises EngineError."""
-    if not any([row.adapter for row in rows]):
-        return []
-    missing = next(
-        (row.adapter for row in rows if row.adapter and row.adapter not in adapters), None
-    )
+) -> dict[str, LoRAAdapter]:
+    """Those that the rows name. Raises EngineError."""
+    named = dict.fromkeys([row.adapter for row in rows if row.adapter])
+    missing = next((name for name in named if name not in adapters), None)
     if missing is not None:
         raise EngineError(f"a row needs adapter {missing!r}, which is not loaded")
-    return [adapters[row.adapter] if row.adapter else None for row in rows]
+    return {name: adapters[name] for name in named}
 
 
 def _handle(adapter: LoRAAdapter | None) -> int:

@@ -18,12 +18,13 @@ from msgspec.structs import replace
 from torch import Tensor
 
 from quickstep.errors import EngineError
+from quickstep.model.adapters.lora_modules import among
 from quickstep.model.decoder import AttentionWeights, Decoder, DecoderWeights, LayerWeights
 from quickstep.model.interface import EmittingTokens, ForwardBatch, Model
 from quickstep.model.rope import RopeTable
 from quickstep.ops.table import KVCache, LinearWeight, LoRAAdapter, LoRAMapping, PagedLayout
 from quickstep.ops.tensors import AnyTensor, Device, HostTensor, to_torch
-from quickstep.runtime.capture import EmittingToken
+from quickstep.runtime.capture import EmittingToken, adapters_of
 from quickstep.runtime.slots import Slot
 from quickstep.types import StepRow
 
@@ -50,13 +51,15 @@ class EagerSteps:
         self._kv = with_torch_kv(kv)
         self._block_size = block_size
         self._adapters = {} if adapters is None else adapters
+        self._step_adapters: dict[str, LoRAAdapter] = {}
         self._batch: ForwardBatch | None = None
 
     def prepare(self, rows: Sequence[StepRow], slots: Sequence[Slot]) -> None:
         """`StepModel.prepare`."""
         model = self._model
         batch = build_batch(rows, slots, self._block_size, model.vocab_size, model.device)
-        self._batch = replace(batch, lora=lora_mapping(rows, self._adapters, model.device))
+        self._step_adapters = adapters_of(rows, self._adapters)
+        self._batch = replace(batch, lora=lora_mapping(rows, self._step_adapters, model.device))
 
     @torch.inference_mode()
     def run(
@@ -80,16 +83,20 @@ class EagerSteps:
             hidden = model.forward(batch, self._kv)
         if not emitting:
             return hidden, torch.empty((0, model.vocab_size), device=model.device.type)
-        return hidden, model.logits(hidden[chosen.tokens] if every_token else hidden)
+        return hidden, model.logits(hidden[chosen.tokens] if every_token else hidden, chosen.lora)
 
     def aux_hidden_states(self) -> tuple[Tensor, ...]:
         """`StepModel.aux_hidden_states`."""
         return self._aux_hidden
 
     @torch.inference_mode()
-    def logits(self, hidden: AnyTensor) -> AnyTensor:
+    def logits(self, hidden: AnyTensor, adapter: str) -> AnyTensor:
         """`StepModel.logits`."""
-        return self._model.logits(to_torch(hidden))
+        lora = None
+        if adapter:
+            tokens = torch.arange(hidden.shape[0], device=self._model.device.type)
+            lora = LoRAMapping(((self._step_adapters[adapter], tokens),))
+        return self._model.logits(to_torch(hidden), lora)
 
 
 def build_batch(
@@ -136,16 +143,13 @@ def lora_mapping(
     adapters: Mapping[str, LoRAAdapter],
     device: torch.device | Device,
 ) -> LoRAMapping | None:
-    """The tokens of each adapter in a step; None if no row has one. Raises EngineError."""
+    """The tokens of each adapter in a step; None if no row has one."""
     tokens: dict[str, list[range]] = {}
     first = 0
     for row in rows:
         if row.adapter:
             tokens.setdefault(row.adapter, []).append(range(first, first + row.num_tokens))
         first += row.num_tokens
-    missing = next((name for name in tokens if name not in adapters), None)
-    if missing is not None:
-        raise EngineError(f"a row needs adapter {missing!r}, which is not loaded")
     groups = (
         (adapters[name], torch.tensor(list(chain(*ranges)), device=device.type))
         for name, ranges in tokens.items()
@@ -173,18 +177,8 @@ def _emitting_tokens(batch: ForwardBatch, emitting: Sequence[EmittingToken]) -> 
             block_tables=layout.block_tables[torch.tensor(rows, dtype=torch.int64, device=device)],
             block_size=layout.block_size,
         ),
-        None if lora is None else _among(lora, tokens),
+        None if lora is None else among(lora, tokens),
     )
-
-
-def _among(lora: LoRAMapping, tokens: Tensor) -> LoRAMapping:
-    """The same adapters for some of the tokens, numbered by their place among these."""
-    groups = []
-    for adapter, members in lora.groups:
-        places = torch.isin(tokens, members).nonzero().flatten()
-        if places.numel():
-            groups.append((adapter, places))
-    return LoRAMapping(tuple(groups))
 
 
 def _block_tables(

@@ -54,7 +54,8 @@ def _part(
     module: LoRAModule, rank: int, scale: float, noise: np.random.Generator, dtype: DType
 ) -> LoRAPart:
     """Of a size that changes most outputs and keeps them finite."""
-    a = noise.normal(size=(rank, module.num_inputs)) / module.num_inputs**0.5
+    inputs = (module.num_inputs, rank) if module.is_embedding else (rank, module.num_inputs)
+    a = noise.normal(size=inputs) / (1 if module.is_embedding else module.num_inputs**0.5)
     b = noise.normal(size=(module.num_outputs, rank)) / rank**0.5
     a_tensor, b_tensor = (HostTensor(one.astype(np.float32), FLOAT32).to(dtype) for one in (a, b))
-    return LoRAPart(a_tensor, b_tensor, module.first_output, scale)
+    return LoRAPart(a_tensor, b_tensor, module.first_output, scale, module.is_embedding)

@@ -16,7 +16,13 @@ import msgspec
 import numpy as np
 
 from quickstep.errors import ConfigError
-from quickstep.model.adapters.lora_modules import LoRAModule, lora_modules, num_modules
+from quickstep.model.adapters.lora_modules import (
+    LM_HEAD,
+    LoRAModule,
+    is_expert,
+    lora_modules,
+    num_modules,
+)
 from quickstep.model.adapters.peft_config import CONFIG_FILE, PEFTConfig, read_peft_config
 from quickstep.model.checkpoint.safetensors_files import TensorFiles, open_tensor_file
 from quickstep.model.checkpoint.source import bundled_adapter
@@ -29,9 +35,15 @@ __all__ = ["WEIGHTS_FILE", "AdapterCheckpoint", "LoRAWeights", "open_adapter"]
 
 WEIGHTS_FILE = "adapter_model.safetensors"
 _CACHE_LINE = 64  # bytes
+_TIED = frozenset({"embed_tokens", LM_HEAD})
 _PICKLE = "adapter_model.bin"
-_TENSOR = re.compile(r"(?:base_model\.model\.)?(?P<module>.+)\.lora_(?P<half>[AB])\.weight")
-_MODULE = re.compile(r"(?P<prefix>(?:\w+\.)*?)(?P<name>layers\.\d+\..+)")
+_TENSOR = re.compile(
+    r"(?:base_model\.model\.)?(?P<module>.+)\.lora_"
+    r"(?:(?P<half>[AB])\.weight|embedding_(?P<embedding_half>[AB]))"
+)
+# peft adds copies of the base model's own embedding or output projection where one is a target.
+_BASE_COPY = re.compile(r"(?:base_model\.model\.)?(?P<module>.+)\.base_layer\.weight")
+_MODULE = re.compile(r"(?P<prefix>(?:\w+\.)*?)(?P<name>layers\.\d+\..+|embed_tokens)")
 _PREFIXES = ("", "model.", "language_model.model.", "model.language_model.")
 
 
@@ -55,7 +67,7 @@ class LoRAWeights(msgspec.Struct, frozen=True):
 
 
 class _Target(msgspec.Struct, frozen=True):
-    """A linear layer that the adapter changes, by the names of its two tensors."""
+    """A linear layer or embedding that the adapter changes, by the names of its two tensors."""
 
     module: LoRAModule
     rank: int
@@ -96,7 +108,10 @@ class AdapterCheckpoint(msgspec.Struct, frozen=True):
             module = target.module
             digest.update(repr((module, target.rank, target.scale)).encode())
             a, b = (self._tensor(name, dtype, digest) for name in (target.a, target.b))
-            modules[module.number].append(LoRAPart(a, b, module.first_output, target.scale))
+            if module.is_embedding:
+                a = HostTensor(np.ascontiguousarray(a.numpy().T), a.dtype)
+            part = LoRAPart(a, b, module.first_output, target.scale, module.is_embedding)
+            modules[module.number].append(part)
         return LoRAWeights(tuple(map(tuple, modules)), digest.hexdigest(), self.rank)
 
     def _tensor(self, name: str, dtype: DType, digest: blake2b) -> HostTensor:
@@ -173,23 +188,33 @@ def _find_targets(
     halves: dict[str, dict[str, str]] = {}
     full_names: dict[str, str] = {}
     for name in files.tensors:
+        if _is_base_copy(files, name, known, spec):
+            continue
         found = _TENSOR.fullmatch(name)
         module = None if found is None else _known_module(found["module"], known, spec)
-        if found is None or module is None:
+        if (
+            found is None
+            or module is None
+            or (known[module].is_embedding != (found["half"] is None))
+        ):
             raise ConfigError(
-                f"{weights} has tensor {name!r}, which changes no linear layer of "
-                f"{spec.architecture} that adapters can change (attention and dense MLP)"
+                f"{weights} has tensor {name!r}, which changes no matrix of {spec.architecture} "
+                "that adapters can change"
             )
-        halves.setdefault(module, {})[found["half"]] = name
+        halves.setdefault(module, {})[found["half"] or found["embedding_half"]] = name
         full_names[module] = found["module"]
     if not halves:
         raise ConfigError(f"{weights} holds no tensors")
-    prefix = next(iter(full_names.values())).removesuffix(next(iter(full_names)))
+    prefix = _prefix_of(full_names, spec)
+    has_experts = any(is_expert(spec, known[module]) for module in halves)
     targets = []
     for module, place in known.items():
-        full_name = full_names.get(module, f"{prefix}{module}")
+        named = module if module == LM_HEAD else f"{prefix}{module}"
+        full_name = full_names.get(module, named)
         parts = halves.get(module, {})
         is_target = config.targets(full_name)
+        if is_target and not parts and not has_experts and is_expert(spec, place):
+            continue  # a name such as gate_proj, of a training where no expert had it
         if is_target != bool(parts) or len(parts) == 1:
             has = f"{len(parts)} of 2 tensors for {full_name!r}"
             which = "a target" if is_target else "no target"
@@ -197,11 +222,36 @@ def _find_targets(
         if parts:
             rank, scale = config.rank_of(full_name), config.scale_of(full_name)
             targets.append(_Target(place, rank, scale, parts["A"], parts["B"]))
+    if config.ensure_weight_tying and spec.tied and not halves.keys().isdisjoint(_TIED):
+        raise ConfigError(
+            f"{weights} changes the embedding and with it the output projection, to which it is "
+            f"tied ('ensure_weight_tying' in {CONFIG_FILE}): Quickstep changes one of them only"
+        )
     return tuple(targets)
 
 
+def _prefix_of(full_names: Mapping[str, str], spec: ModelSpec) -> str:
+    """What comes before the names of `lora_modules` in this checkpoint, as `model.`."""
+    for module, full_name in full_names.items():
+        if module != LM_HEAD:
+            return full_name.removesuffix(module)
+    return spec.naming.prefixes[0]
+
+
+def _is_base_copy(
+    files: TensorFiles, name: str, known: Mapping[str, LoRAModule], spec: ModelSpec
+) -> bool:
+    """Whether a tensor is a copy of the base model's embedding, in the base model's size."""
+    found = _BASE_COPY.fullmatch(name)
+    module = None if found is None else _known_module(found["module"], known, spec)
+    shape = (spec.vocab_size, spec.hidden_size)
+    return module in _TIED and files.tensors[name].shape == shape
+
+
 def _known_module(full_name: str, known: Mapping[str, LoRAModule], spec: ModelSpec) -> str | None:
-    """The name from `layers.` on; None for what is no part of the decoder."""
+    """The name in `lora_modules`; None for what is no part of the decoder."""
+    if f"{full_name}.weight" in spec.naming.heads:
+        return LM_HEAD
     found = _MODULE.fullmatch(full_name)
     if found is None or found["prefix"] not in (*_PREFIXES, *spec.naming.prefixes):
         return None

@@ -1,7 +1,8 @@
-"""Where LoRA applies in a decoder: its linear layers, by number, and their parts, by name.
+"""Where LoRA applies in a decoder: its matrices, by number, and their parts, by name.
 
 A decoder multiplies queries, keys and values in one matrix, gate and up in another. A checkpoint
-names them one by one, so each name is a range of the outputs of a numbered matrix.
+names them one by one, so each name is a range of the outputs of a numbered matrix. The numbers are
+those of the layers' matrices, the embedding, the output projection, and the experts' matrices.
 """
 
 from __future__ import annotations
@@ -14,16 +15,23 @@ import msgspec
 from msgspec.structs import replace
 
 from quickstep.model.decoder_spec import ModelSpec
-from quickstep.ops.table import LoRAPart
-from quickstep.ops.tensors import Device, torch_device
+from quickstep.ops.table import LoRAMapping, LoRAPart
+from quickstep.ops.tensors import Device, to_torch, torch_device
 
 if TYPE_CHECKING:
     import torch
+    from torch import Tensor
 
 __all__ = [
+    "LM_HEAD",
     "LoRAModule",
     "Projection",
     "adapter_bytes",
+    "among",
+    "embedding_number",
+    "expert_number",
+    "is_expert",
+    "lm_head_number",
     "lora_modules",
     "module_number",
     "num_modules",
@@ -31,45 +39,83 @@ __all__ = [
 ]
 
 
+LM_HEAD = "lm_head"
+_EMBEDDING = "embed_tokens"
+
+
 class Projection(enum.IntEnum):
-    """The matrices of a layer that an adapter can change."""
+    """The matrices of a layer that an adapter can change; those of experts have more numbers."""
 
     QKV = 0
     O_PROJ = 1
     GATE_UP = 2
     DOWN_PROJ = 3
+    ROUTER = 4
 
 
 class LoRAModule(msgspec.Struct, frozen=True):
-    """A linear layer of the checkpoint: `num_outputs` outputs from `first_output` on of the
-    decoder's matrix `number`.
+    """A linear layer of the checkpoint, or the embedding: `num_outputs` outputs from `first_output`
+    on of the decoder's matrix `number`. The inputs of the embedding are the vocabulary.
     """
 
     number: int
     first_output: int
     num_outputs: int
     num_inputs: int
+    is_embedding: bool = False
 
 
 def num_modules(spec: ModelSpec) -> int:
     """How many matrices an adapter can change."""
-    return spec.num_layers * len(Projection)
+    if spec.moe is None:
+        return lm_head_number(spec) + 1
+    return expert_number(spec, spec.num_layers, 0, Projection.GATE_UP)
 
 
 def module_number(layer: int, projection: Projection) -> int:
-    """The number of a matrix."""
+    """The number of a matrix of a layer."""
     return layer * len(Projection) + projection
 
 
+def embedding_number(spec: ModelSpec) -> int:
+    """The number of the embedding."""
+    return spec.num_layers * len(Projection)
+
+
+def lm_head_number(spec: ModelSpec) -> int:
+    """The number of the output projection, also where it is the embedding."""
+    return embedding_number(spec) + 1
+
+
+def expert_number(spec: ModelSpec, layer: int, expert: int, projection: Projection) -> int:
+    """The number of an expert's matrix: `GATE_UP` or `DOWN_PROJ`."""
+    assert spec.moe is not None
+    of_layer = 2 * expert + (projection is Projection.DOWN_PROJ)
+    return lm_head_number(spec) + 1 + 2 * layer * spec.moe.num_experts + of_layer
+
+
+def is_expert(spec: ModelSpec, module: LoRAModule) -> bool:
+    """Whether it is in the mixture of experts of a layer: an expert's, or the router."""
+    if module.number < embedding_number(spec):
+        return module.number % len(Projection) == Projection.ROUTER
+    return module.number > lm_head_number(spec)
+
+
 def adapter_bytes(spec: ModelSpec, rank: int, itemsize: int) -> int:
-    """Bytes of an adapter of this rank on every layer, with elements of `itemsize` bytes."""
-    modules = lora_modules(spec).values()
-    return rank * itemsize * sum(one.num_inputs + one.num_outputs for one in modules)
+    """Bytes of an adapter of this rank on the attention and dense MLP of every layer, with elements
+    of `itemsize` bytes.
+    """
+    sizes = (
+        module.num_inputs + module.num_outputs
+        for module in lora_modules(spec).values()
+        if module.number < embedding_number(spec) and not is_expert(spec, module)
+    )
+    return rank * itemsize * sum(sizes)
 
 
 def lora_modules(spec: ModelSpec) -> dict[str, LoRAModule]:
-    """The linear layers by name, `layers.0.self_attn.q_proj`; the experts of a mixture and the
-    output projection are not among them.
+    """All that an adapter can change by name: `layers.0.self_attn.q_proj`, `embed_tokens`,
+    `lm_head`. Experts that a checkpoint holds in one tensor are not among them.
     """
     queries, keys = spec.num_heads * spec.head_size, spec.num_kv_heads * spec.head_size
     hidden, width, naming = spec.hidden_size, spec.intermediate_size, spec.naming
@@ -95,7 +141,43 @@ def lora_modules(spec: ModelSpec) -> dict[str, LoRAModule]:
                 number = module_number(layer, projection)
                 found[f"layers.{layer}.{name}"] = LoRAModule(number, first, num_outputs, num_inputs)
                 first += num_outputs
+        if kind.sparse and not naming.fused_experts:
+            found |= _expert_modules(spec, layer)
+    vocab_size = spec.vocab_size
+    found[_EMBEDDING] = LoRAModule(embedding_number(spec), 0, hidden, vocab_size, is_embedding=True)
+    found[LM_HEAD] = LoRAModule(lm_head_number(spec), 0, vocab_size, hidden)
     return found
+
+
+def _expert_modules(spec: ModelSpec, layer: int) -> dict[str, LoRAModule]:
+    """The router and the experts of a sparse layer, by name."""
+    assert spec.moe is not None
+    hidden, width, naming = spec.hidden_size, spec.moe.intermediate_size, spec.naming
+    router = module_number(layer, Projection.ROUTER)
+    found = {f"layers.{layer}.{naming.router}": LoRAModule(router, 0, spec.moe.num_experts, hidden)}
+    gate, up, down = naming.expert_parts
+    for expert in range(spec.moe.num_experts):
+        gate_up, down_proj = (
+            expert_number(spec, layer, expert, one)
+            for one in (Projection.GATE_UP, Projection.DOWN_PROJ)
+        )
+        name = f"layers.{layer}.{naming.experts}.{expert}"
+        found[f"{name}.{gate}"] = LoRAModule(gate_up, 0, width, hidden)
+        found[f"{name}.{up}"] = LoRAModule(gate_up, width, width, hidden)
+        found[f"{name}.{down}"] = LoRAModule(down_proj, 0, hidden, width)
+    return found
+
+
+def among(lora: LoRAMapping, tokens: Tensor) -> LoRAMapping:
+    """The same adapters for some of the tokens, numbered by their place among these."""
+    import torch
+
+    groups = []
+    for adapter, members in lora.groups:
+        places = torch.isin(tokens, to_torch(members)).nonzero().flatten()
+        if places.numel():
+            groups.append((adapter, places))
+    return LoRAMapping(tuple(groups))
 
 
 def on_device(
@@ -104,8 +186,6 @@ def on_device(
     """The same matrices on a model's device; unchanged on a CPU."""
     if device.type == "cpu":
         return modules
-    from quickstep.ops.tensors import to_torch
-
     place = torch_device(device) if isinstance(device, Device) else device
     return [
         [

@@ -1,8 +1,9 @@
 """Several adapters at their scales as one: y += sum over adapters of scale * B A x.
 
-The rows of all `a` follow each other, and so do the columns of all `b`: one product with the sum of
-the ranks computes the mix. A kernel part has one scale, so where they differ the smaller ones are
-multiplied into `b`, in the model's dtype: about 2 ** -9 of relative rounding with bfloat16.
+The rows of all `a` follow each other (its columns, of an embedding, whose `a` is transposed), and
+so do the columns of all `b`: one product with the sum of the ranks computes the mix. A kernel part
+has one scale, so where they differ the smaller ones are multiplied into `b`, in the model's dtype:
+about 2 ** -9 of relative rounding with bfloat16.
 """
 
 from __future__ import annotations
@@ -11,6 +12,7 @@ from collections.abc import Sequence
 from hashlib import blake2b
 
 import numpy as np
+from msgspec.structs import replace
 
 from quickstep.model.adapters.checkpoint import LoRAWeights
 from quickstep.ops.table import LoRAPart
@@ -45,11 +47,11 @@ def _part(scaled: Sequence[tuple[LoRAPart, float]]) -> LoRAPart:
     first = scaled[0][0]
     largest = max((scale for _, scale in scaled), key=abs)
     if len(scaled) == 1:
-        return LoRAPart(first.a, first.b, first.first_output, largest)
+        return replace(first, scale=largest)
     assert isinstance(first.a, HostTensor)
     a = [as_float64(part.a) for part, _ in scaled]
     b = [as_float64(part.b) * (scale / largest if largest else 0.0) for part, scale in scaled]
-    tensors = (np.concatenate(a), np.concatenate(b, axis=1))
+    tensors = (np.concatenate(a, axis=int(first.is_embedding)), np.concatenate(b, axis=1))
     rows, columns = (HostTensor(one.astype(np.float32), FLOAT32) for one in tensors)
     dtype = first.a.dtype
-    return LoRAPart(rows.to(dtype), columns.to(dtype), first.first_output, largest)
+    return replace(first, a=rows.to(dtype), b=columns.to(dtype), scale=largest)

@@ -43,7 +43,6 @@ _HARMLESS = (
     "megatron_core",
     "runtime_config",
     "qalora_group_size",
-    "ensure_weight_tying",
 )
 # Keys whose effect is not implemented, each with what it is.
 _REFUSED = MappingProxyType(
@@ -76,6 +75,7 @@ class PEFTConfig(msgspec.Struct, frozen=True):
         layers_pattern: Names of the list of layers, for `layers_to_transform`; () for any.
         rank_pattern, alpha_pattern: Regular expressions of ends of names, and their values, the
             first match before `rank` and `alpha`.
+        ensure_weight_tying: A change of the embedding is one of a tied output projection as well.
     """
 
     rank: int
@@ -87,6 +87,7 @@ class PEFTConfig(msgspec.Struct, frozen=True):
     layers_pattern: tuple[str, ...]
     rank_pattern: Mapping[str, float]
     alpha_pattern: Mapping[str, float]
+    ensure_weight_tying: bool
 
     def rank_of(self, module: str) -> int:
         """The rank of a module."""
@@ -98,11 +99,11 @@ class PEFTConfig(msgspec.Struct, frozen=True):
         return alpha / (math.sqrt(rank) if self.use_rslora else rank)
 
     def targets(self, module: str) -> bool:
-        """Whether a linear layer is one of the targets."""
+        """Whether a linear layer or embedding is one of the targets."""
         if _named(self.exclude_modules, module):
             return False
         if self.target_modules == "all-linear":
-            return not module.endswith("lm_head")
+            return not module.endswith(("lm_head", "embed_tokens"))
         if isinstance(self.target_modules, str):
             return _named(self.target_modules, module)
         return _named(self.target_modules, module) and self._in_layers(module)
@@ -162,6 +163,7 @@ def read_peft_config(directory: Path) -> PEFTConfig:
         layers_pattern=_layer_names(fields),
         rank_pattern=_patterns(fields, "rank_pattern"),
         alpha_pattern=_patterns(fields, "alpha_pattern"),
+        ensure_weight_tying=fields.flag("ensure_weight_tying"),
     )
     alphas = (config.alpha, *config.alpha_pattern.values())
     if not all(math.isfinite(alpha) for alpha in alphas):

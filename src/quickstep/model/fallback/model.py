@@ -26,7 +26,14 @@ from quickstep.errors import ConfigError
 from quickstep.model.checkpoint.source import Checkpoint
 from quickstep.model.decoder_spec import ModelSpec
 from quickstep.model.interface import ForwardBatch, KVShape
-from quickstep.ops.table import AttentionParams, KVCache, LinearWeight, OpTable, PagedLayout
+from quickstep.ops.table import (
+    AttentionParams,
+    KVCache,
+    LinearWeight,
+    LoRAMapping,
+    OpTable,
+    PagedLayout,
+)
 from quickstep.ops.tensors import AnyTensor, head_size_of, to_torch
 
 __all__ = [
@@ -280,8 +287,9 @@ class TransformersModel:
         return hidden if batch.emitting is None else hidden[batch.emitting.tokens]
 
     @torch.no_grad()
-    def logits(self, hidden: AnyTensor) -> Tensor:
+    def logits(self, hidden: AnyTensor, lora: LoRAMapping | None = None) -> Tensor:
         """[E, hidden] -> [E, V] fp32, as the architecture's head computes them."""
+        assert lora is None, "adapters need a native model"
         output = self._head(inputs_embeds=to_torch(hidden).unsqueeze(0), use_cache=False)
         logits: Tensor = output.logits[0]
         return logits.float()

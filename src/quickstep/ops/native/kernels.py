@@ -25,6 +25,7 @@ from quickstep.ops.native.packed import (
 )
 from quickstep.ops.table import (
     LinearWeight,
+    LoRAMapping,
     OpTable,
     QuantizedWeight,
 )
@@ -320,13 +321,20 @@ class NativeOps:
         return out
 
     def logits(
-        self, hidden: AnyTensor, weight: LinearWeight, divisor: float, softcap: float | None
+        self,
+        hidden: AnyTensor,
+        weight: LinearWeight,
+        divisor: float,
+        softcap: float | None,
+        lora: tuple[int, LoRAMapping] | None,
     ) -> AnyTensor:
         """`OpTable.logits`."""
         product = self.linear(hidden, weight)
+        if lora is not None:
+            self._lora.add_lora_(product, _rows(hidden), *lora)
         dtype = kernel_dtype(product.dtype)
         if dtype is None:
-            from quickstep.ops.reference.linear import finished_logits
+            from quickstep.ops.reference.logits import finished_logits
 
             return finished_logits(to_torch(product), divisor, softcap)
         out = new_empty(product, product.shape, FLOAT32)

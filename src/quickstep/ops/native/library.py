@@ -49,7 +49,7 @@ __all__ = [
 ]
 
 
-ABI_VERSION = 8
+ABI_VERSION = 9
 
 # qs_activation
 ACTIVATIONS: Mapping[str, int] = MappingProxyType(
@@ -177,6 +177,7 @@ class LoRAAddCall(ctypes.Structure):
         ("groups", c_void_p),
         ("tokens", c_void_p),
         ("x", c_void_p),
+        ("ids", c_void_p),
         ("y", c_void_p),
         ("scratch", c_void_p),
     )

@@ -9,7 +9,6 @@ from __future__ import annotations
 import ctypes
 import weakref
 from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING
 
 from quickstep.ops.native.library import (
     LoRAAddCall,
@@ -19,10 +18,7 @@ from quickstep.ops.native.library import (
 )
 from quickstep.ops.native.packed import kernel_dtype
 from quickstep.ops.table import LoRAAdapter, LoRAMapping, LoRAPart, OpTable
-from quickstep.ops.tensors import UINT8, AnyTensor, HostTensor
-
-if TYPE_CHECKING:
-    from torch import Tensor
+from quickstep.ops.tensors import UINT8, AnyTensor, HostTensor, to_numpy, to_torch
 
 __all__ = ["NativeLoRA", "PackedLoRA"]
 
@@ -60,10 +56,11 @@ class NativeLoRA:
         for call, (number, part) in zip(calls, numbered, strict=True):
             a, b = part.a.contiguous(), part.b.contiguous()
             assert kernel_dtype(a.dtype) == kernel_dtype(b.dtype) == dtype
-            assert b.shape[1] == a.shape[0]
+            assert b.shape[1] == a.shape[1 if part.is_embedding else 0]
             kept += (a, b)
             call.module, call.first_output, call.scale = number, part.first_output, part.scale
-            call.rank, call.k, call.n = a.shape[0], a.shape[1], b.shape[0]
+            call.n, call.rank = b.shape
+            call.k = a.shape[0 if part.is_embedding else 1]
             call.a, call.b = a.data_ptr(), b.data_ptr()
         handle = ctypes.c_void_p()
         create = self._library.qs_lora_create
@@ -73,7 +70,7 @@ class NativeLoRA:
         packed = PackedLoRA(self._library, handle.value)
         return LoRAAdapter(packed, packed.nbytes)
 
-    def add_lora_(self, y: Tensor, x: Tensor, module: int, mapping: LoRAMapping) -> None:
+    def add_lora_(self, y: AnyTensor, x: AnyTensor, module: int, mapping: LoRAMapping) -> None:
         """`OpTable.add_lora_`."""
         native = [
             (one.data.handle, tokens)
@@ -84,25 +81,28 @@ class NativeLoRA:
         if dtype is None or len(native) < len(mapping.groups):
             # all or none: adapters of one model have one dtype; one without tensors has no kernel
             others = tuple(one for one in mapping.groups if not isinstance(one[0].data, PackedLoRA))
-            self._reference().add_lora_(y, x, module, LoRAMapping(others))
+            reference = self._reference().add_lora_
+            reference(to_torch(y), to_torch(x), module, LoRAMapping(others))
         if dtype is None or not native:
             return
-        assert y.is_contiguous() and x.stride(1) == 1 and x.dtype == y.dtype
+        is_embedding = x.dim() == 1
+        assert y.is_contiguous() and x.stride(-1) == 1 and (is_embedding or x.dtype == y.dtype)
         groups = (LoRAGroupCall * len(native))()
         ids: list[int] = []
         for group, (handle, tokens) in zip(groups, native, strict=True):
-            group.adapter, group.num_tokens = handle, len(tokens)
-            ids += tokens.tolist()
+            group.adapter, group.num_tokens = handle, tokens.shape[0]
+            ids += to_numpy(tokens).tolist()
         tokens_array = (ctypes.c_int64 * len(ids))(*ids)
         call = LoRAAddCall(
             module=module,
-            k=x.shape[1],
+            k=0 if is_embedding else x.shape[1],
             n=y.shape[1],
             x_stride=x.stride(0),
             num_groups=len(groups),
             groups=ctypes.addressof(groups),
             tokens=ctypes.addressof(tokens_array),
-            x=x.data_ptr(),
+            x=None if is_embedding else x.data_ptr(),
+            ids=x.data_ptr() if is_embedding else None,
             y=y.data_ptr(),
         )
         scratch_bytes = self._library.qs_lora_scratch_bytes(ctypes.byref(call))

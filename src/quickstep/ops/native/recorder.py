@@ -380,12 +380,13 @@ class NativeRecorder:
         is_emitting = self._tape.rows_of(x) == RowsOf.EMITTING
         if mapping is not (self._emitting_lora if is_emitting else self._lora):
             raise NotCapturable("adapters of other tokens than the step's")
-        if x.dtype != y.dtype or x.stride(1) != 1:
+        is_embedding = x is self._token_ids
+        if x.stride(-1) != 1 or not (is_embedding or x.dtype == y.dtype):
             raise NotCapturable("an adapter would have to copy its input")
         inputs = (self._tape.operand(x), self._tape.contiguous(y))
-        size = (module, x.shape[1], y.shape[1])
-        numbers = Numbers(size=size, stride=(x.stride(0),))
-        self._tape.record(OpKind.LORA, x, inputs, (y,), numbers)
+        size = (module, 0 if is_embedding else x.shape[1], y.shape[1])
+        numbers = Numbers(size=size, stride=(x.stride(0),), option=int(is_embedding))
+        self._tape.record(OpKind.LORA, y, inputs, (y,), numbers)
 
     def _handle(self, weight: LinearWeight) -> int:
         packed = weight.data
@@ -536,9 +537,16 @@ class NativeRecorder:
         return out
 
     def _logits(
-        self, hidden: StepTensor, weight: LinearWeight, divisor: float, softcap: float | None
+        self,
+        hidden: StepTensor,
+        weight: LinearWeight,
+        divisor: float,
+        softcap: float | None,
+        lora: tuple[int, LoRAMapping] | None,
     ) -> StepTensor:
         product = self._linear(hidden, weight)
+        if lora is not None:
+            self._add_lora_(product, hidden, *lora)
         if product.dtype == FLOAT32 and divisor == 1.0 and softcap is None:
             return product
         out = self._tape.new(product.shape[1:], FLOAT32, self._tape.rows_of(product))

@@ -8,7 +8,8 @@ The same holds on CUDA, where fp64 products of these numbers are exact too.
 from __future__ import annotations
 
 from quickstep.ops.reference.elementary import add_rms_norm, gated_activation, rms_norm, rotary
-from quickstep.ops.reference.linear import embedding, linear, logits, pack_linear, pack_quantized
+from quickstep.ops.reference.linear import embedding, linear, pack_linear, pack_quantized
+from quickstep.ops.reference.logits import Logits
 from quickstep.ops.reference.lora import add_lora_, pack_lora
 from quickstep.ops.reference.paged_attention import paged_attention, write_kv
 from quickstep.ops.reference.quantize import quantize
@@ -40,6 +41,6 @@ def reference_ops() -> OpTable:
         write_kv=write_kv,
         paged_attention=paged_attention,
         gated_activation=gated_activation,
-        logits=logits,
+        logits=Logits(linear, add_lora_),
         scratch_bytes=_SCRATCH_BYTES,
     )

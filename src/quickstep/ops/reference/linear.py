@@ -1,4 +1,4 @@
-"""Linear layers, y = x W^T + b, on float and on quantized weights; rows of a table; logits.
+"""Linear layers, y = x W^T + b, on float and on quantized weights; rows of a table.
 
 Float weights: each output is an exact sum per chunk of inputs, and the chunks are added in order.
 Factors are rounded to a few bits below the largest element of their row and chunk, so that BLAS can
@@ -23,16 +23,14 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from quickstep.ops.reference.exact_math import round_rows, sum_bits, tanh
+from quickstep.ops.reference.exact_math import round_rows, sum_bits
 from quickstep.ops.table import LinearWeight, QuantizedWeight
 from quickstep.ops.tensors import AnyTensor, DType, to_torch, torch_dtype
 
 __all__ = [
     "embedding",
     "exact_product",
-    "finished_logits",
     "linear",
-    "logits",
     "pack_linear",
     "pack_quantized",
     "quantize_activations",
@@ -121,26 +119,6 @@ def embedding(
         return quantized_rows(token_ids, data, torch_dtype(dtype))
     assert isinstance(data, Tensor) and data.dtype == dtype
     return data[token_ids]
-
-
-def logits(
-    hidden: AnyTensor, weight: LinearWeight, divisor: float, softcap: float | None
-) -> Tensor:
-    """Hidden states [E, C] -> [E, V] fp32."""
-    return finished_logits(linear(to_torch(hidden), weight), divisor, softcap)
-
-
-def finished_logits(product: Tensor, divisor: float, softcap: float | None) -> Tensor:
-    """[E, V] -> [E, V] fp32: widened, divided, then softcap * tanh(logits / softcap) in fp64."""
-    wide = product.float()
-    if divisor != 1.0:
-        wide = wide / divisor
-    if softcap is None:
-        return wide
-    # row by row: the fp64 scratch is a few times V, and not E times that
-    for row in wide:
-        row.copy_(tanh(row.double() / softcap) * softcap)
-    return wide
 
 
 _SHARED_INPUTS = 128

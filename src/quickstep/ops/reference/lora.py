@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 import torch
+from msgspec.structs import replace
 from torch import Tensor
 
 from quickstep.ops.reference.linear import exact_product, round_weight
@@ -30,18 +31,22 @@ def pack_lora(modules: Sequence[Sequence[LoRAPart]]) -> LoRAAdapter:
 def _rounded(part: LoRAPart) -> LoRAPart:
     a, b = to_torch(part.a), to_torch(part.b)
     # the inputs of b are float32
-    rounded = round_weight(b, torch.float32)
-    return LoRAPart(round_weight(a, a.dtype), rounded, part.first_output, part.scale)
+    rounded_b = round_weight(b, torch.float32)
+    return replace(part, a=a if part.is_embedding else round_weight(a, a.dtype), b=rounded_b)
 
 
 def add_lora_(y: Tensor, x: Tensor, module: int, mapping: LoRAMapping) -> None:
-    """Y [T, N] += scale * B (A x), x [T, C]."""
-    for adapter, tokens in mapping.groups:
+    """Y [T, N] += scale * B (A x), x [T, C] or token ids [T]."""
+    for adapter, members in mapping.groups:
+        tokens = to_torch(members)
         modules = adapter.data
         assert isinstance(modules, tuple)
         for part in modules[module]:
             a, b = to_torch(part.a), to_torch(part.b)
-            low = exact_product(x[tokens], a, a.dtype).float() * part.scale
+            if part.is_embedding:
+                low = a[x[tokens]].float() * part.scale
+            else:
+                low = exact_product(x[tokens], a, a.dtype).float() * part.scale
             columns = slice(part.first_output, part.first_output + b.shape[0])
             change = exact_product(low, b, torch.float32)
             total = y[tokens, columns].double() + change

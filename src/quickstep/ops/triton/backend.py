@@ -34,9 +34,10 @@ def load_triton(device: torch.device | Device) -> OpTable | None:
         return None
     import msgspec
 
+    from quickstep.ops.reference.logits import Logits
     from quickstep.ops.triton.attention import paged_attention
     from quickstep.ops.triton.elementary import add_rms_norm, gated_activation, rms_norm, rotary
-    from quickstep.ops.triton.linear import embedding, linear, logits, pack_linear
+    from quickstep.ops.triton.linear import embedding, linear, pack_linear
     from quickstep.ops.triton.lora import TritonLoRA
     from quickstep.ops.triton.quantized_linear import pack_quantized
     from quickstep.ops.triton.write_kv import write_kv
@@ -51,7 +52,7 @@ def load_triton(device: torch.device | Device) -> OpTable | None:
         pack_lora=lora.pack_lora,
         add_lora_=lora.add_lora_,
         embedding=embedding,
-        logits=logits,
+        logits=Logits(linear, lora.add_lora_),
         rms_norm=rms_norm,
         add_rms_norm=add_rms_norm,
         rotary=rotary,

@@ -13,13 +13,12 @@ import triton.language as tl
 from torch import Tensor
 
 from quickstep.ops.reference.linear import embedding as reference_embedding
-from quickstep.ops.reference.linear import finished_logits
 from quickstep.ops.table import LinearWeight
 from quickstep.ops.tensors import AnyTensor, DType, to_torch, torch_dtype
 from quickstep.ops.triton.quantized_linear import PackedWeight, quantized_linear, quantized_rows
 from quickstep.ops.triton.rounding import rounded
 
-__all__ = ["embedding", "linear", "logits", "pack_linear"]
+__all__ = ["embedding", "linear", "pack_linear"]
 
 _BLOCK_N = 64
 _BLOCK_K = 64
@@ -84,13 +83,6 @@ def embedding(
     if isinstance(weight, LinearWeight) and isinstance(weight.data, PackedWeight):
         return quantized_rows(token_ids, weight, torch_dtype(dtype))
     return reference_embedding(token_ids, weight, dtype)
-
-
-def logits(
-    hidden: AnyTensor, weight: LinearWeight, divisor: float, softcap: float | None
-) -> Tensor:
-    """Hidden states [E, C] -> [E, V] fp32."""
-    return finished_logits(linear(to_torch(hidden), weight), divisor, softcap)
 
 
 def linear(x: Tensor, weight: LinearWeight) -> Tensor:

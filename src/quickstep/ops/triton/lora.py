@@ -77,6 +77,33 @@ def _shrink_kernel(
 
 
 @triton.jit
+def _look_up_kernel(
+    token_ids,
+    low,
+    tables,
+    tokens,
+    groups,
+    module,
+    num_modules,
+    num_parts,
+    most_rank,
+    DTYPE: tl.constexpr,
+    BLOCK_RANK: tl.constexpr,
+):
+    """low[item, part, r] = scale * a[token id, r], in fp32: the shrink of an embedding."""
+    row = _part_row(tables, groups, module, num_modules, num_parts)
+    a = tl.load(row).to(tl.pointer_type(DTYPE))
+    rank = tl.load(row + 2)
+    scale = tl.load(row + 5).to(tl.int32).to(tl.float32, bitcast=True)
+    token_id = tl.load(token_ids + tl.load(tokens + tl.program_id(0)))
+    ranks = tl.program_id(2) * BLOCK_RANK + tl.arange(0, BLOCK_RANK)
+    is_rank = ranks < rank
+    weights = tl.load(a + token_id * rank + ranks, mask=is_rank, other=0.0).to(tl.float32)
+    out = low + (tl.program_id(0) * num_parts + tl.program_id(1)) * most_rank + ranks
+    tl.store(out, weights * scale, mask=is_rank)
+
+
+@triton.jit
 def _expand_kernel(
     y,
     low,
@@ -156,12 +183,12 @@ class TritonLoRA:
                 rows.append([*addresses, part.rank, b.shape[0], part.first_output, scale])
             rows += [[0] * _NUM_FIELDS] * (num_parts - len(parts))
         table = torch.tensor(rows, dtype=torch.int64).view(len(modules), num_parts, _NUM_FIELDS)
-        most_rank = max((tensor.shape[0] for tensor in tensors[::2]), default=0)
+        most_rank = max((part.rank for parts in modules for part in parts), default=0)
         nbytes = sum(tensor.nbytes for tensor in tensors)
         return LoRAAdapter(_Packed(table.to(device), tuple(tensors), most_rank), nbytes)
 
     def add_lora_(self, y: Tensor, x: Tensor, module: int, mapping: LoRAMapping) -> None:
-        """Y [T, N] += scale * B (A x), x [T, C]; y is contiguous."""
+        """Y [T, N] += scale * B (A x), x [T, C] or token ids [T]; y is contiguous."""
         items = self._items_of(mapping)
         if items is None:
             return
@@ -173,15 +200,20 @@ class TritonLoRA:
             (num_items, num_parts, most_rank), dtype=torch.float32, device=items.tokens.device
         )
         where = items.tables, items.tokens, items.groups, module, num_modules, num_parts
-        _shrink_kernel[(num_items, num_parts, triton.cdiv(most_rank, _BLOCK_RANK))](
-            x,
-            low,
-            *where,
-            x.shape[1],
-            most_rank,
-            BLOCK_INPUTS=_BLOCK_INPUTS,
-            BLOCK_RANK=_BLOCK_RANK,
-        )
+        grid = (num_items, num_parts, triton.cdiv(most_rank, _BLOCK_RANK))
+        if x.dim() == 1:
+            dtype = getattr(tl, str(y.dtype).removeprefix("torch."))
+            _look_up_kernel[grid](x, low, *where, most_rank, DTYPE=dtype, BLOCK_RANK=_BLOCK_RANK)
+        else:
+            _shrink_kernel[grid](
+                x,
+                low,
+                *where,
+                x.shape[1],
+                most_rank,
+                BLOCK_INPUTS=_BLOCK_INPUTS,
+                BLOCK_RANK=_BLOCK_RANK,
+            )
         _expand_kernel[(num_items, num_parts, triton.cdiv(y.shape[1], _BLOCK_OUTPUTS))](
             y,
             low,
@@ -200,7 +232,11 @@ class TritonLoRA:
 
 def _items_of(mapping: LoRAMapping) -> _Items | None:
     """None if no token has an adapter with a part."""
-    groups = [(_packed(adapter), tokens) for adapter, tokens in mapping.groups if len(tokens)]
+    groups = [
+        (_packed(adapter), to_torch(tokens))
+        for adapter, tokens in mapping.groups
+        if tokens.shape[0]
+    ]
     groups = [(packed, tokens) for packed, tokens in groups if packed.most_rank]
     if not groups:
         return None

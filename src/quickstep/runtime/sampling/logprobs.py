@@ -160,7 +160,8 @@ class PromptScorer:
         end = row.score_start + row.num_scored
         for start in range(row.score_start, end, num_positions):
             stop = min(start + num_positions, end)
-            logits = self._steps.logits(hidden[start - row.start : stop - row.start])
+            positions = hidden[start - row.start : stop - row.start]
+            logits = self._steps.logits(positions, row.adapter)
             slice_scores = self._score(logits, slot.token_ids[start + 1 : stop + 1], num_top)
             if slice_scores is None:
                 slot.failure = "the logits of the prompt hold NaN or infinity"

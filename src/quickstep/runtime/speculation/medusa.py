@@ -128,9 +128,9 @@ def _rows(states: Sequence[AnyTensor | None]) -> AnyTensor:
 def _logits(ops: OpTable, head: MedusaHead, hidden: AnyTensor) -> AnyTensor:
     """[R, C] -> [R, V] fp32."""
     for block in head.blocks:
-        product = to_numpy(ops.logits(hidden, block, 1.0, None))
+        product = to_numpy(ops.logits(hidden, block, 1.0, None, None))
         hidden = _add(hidden, product / (1.0 + np.exp(-product)))
-    return ops.logits(hidden, head.lm_head, 1.0, None)
+    return ops.logits(hidden, head.lm_head, 1.0, None, None)
 
 
 def _add(hidden: AnyTensor, delta: npt.NDArray[np.floating]) -> AnyTensor:
