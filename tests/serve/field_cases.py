@@ -12,6 +12,7 @@ import msgspec
 from field_seen import (
     ANY_OBJECT,
     ARRAY,
+    LORA_CASE,
     Case,
     Cases,
     Holds,
@@ -125,6 +126,7 @@ SAMPLING: Cases = {
         cache_salt=("x", lambda seen: seen.submitted.cache_salt == "x"),
         quickstep_timings=(True, lambda seen: "device_s" in seen.answer.get("quickstep", {})),
     ),
+    "lora": LORA_CASE,
     "thinking_budget": Case(7, sampled("thinking_budget", 7), engine=thinking),
     "stream_options": Case(
         {"include_usage": True}, lambda seen: seen.chunks[-1]["choices"] == [], {"stream": True}

@@ -13,11 +13,14 @@ import httpx
 import msgspec
 from field_seen import (
     ARRAY,
+    LORA_CASE,
     Case,
     Cases,
     Seen,
+    applies,
     cases,
     constrained,
+    loaded_poet,
     read,
     sampled,
     shown,
@@ -25,7 +28,7 @@ from field_seen import (
 )
 
 from quickstep.server.batches.request_types import BatchRequest, ExpiresAfter
-from quickstep.server.llama_cpp.request_types import LlamaCompletionRequest, LoRAScale, PromptObject
+from quickstep.server.llama_cpp.request_types import LlamaCompletionRequest, PromptObject
 from quickstep.server.lora_routes import LoadLoRAAdapter, UnloadLoRAAdapter
 from quickstep.server.openai.request_types import EmbeddingRequest
 from quickstep.server.openai.tokenize import (
@@ -33,6 +36,7 @@ from quickstep.server.openai.tokenize import (
     DetokenizeRequest,
     TokenizeRequest,
 )
+from quickstep.server.schema.shared_fields import LoRAScale
 from quickstep.types import Grammar, Pooling
 
 BATCH_S = 10
@@ -143,19 +147,8 @@ TOKENIZE: Cases = {
 }
 
 
-async def loaded_poet(client: httpx.AsyncClient) -> Mapping[str, Any]:
-    """Load an adapter that a request may replace."""
-    body = {"lora_name": "poet", "lora_path": "old"}
-    assert (await client.post("/v1/load_lora_adapter", json=body)).status_code == 200
-    return {}
-
-
 def lora(number: int, scale: float) -> dict[str, Any]:
     return {"lora": [{"id": number, "scale": scale}]}
-
-
-def applies(adapter: str) -> Any:
-    return lambda seen: seen.submitted.adapter == adapter
 
 
 LLAMA: Cases = {
@@ -195,7 +188,7 @@ LLAMA: Cases = {
     "repeat_last_n": Case(0, sampled("repetition_penalty", 1.0), {"repeat_penalty": 1.5}),
     "samplers": Case(["temperature"], sampled("top_k", 0), {"top_k": 5}),
     "timings_per_token": Case(True, lambda seen: "timings" in seen.chunks[0], {"stream": True}),
-    "lora": Case([{"id": 0, "scale": 0.5}], applies("poet*0.5"), before=loaded_poet),
+    "lora": LORA_CASE,
 }
 
 

@@ -186,3 +186,17 @@ def calling_twice() -> FakeEngine:
     return FakeEngine(
         script=Script(words=tuple(text[at : at + 5] for at in range(0, len(text), 5)))
     )
+
+
+async def loaded_poet(client: httpx.AsyncClient) -> Mapping[str, Any]:
+    """Load an adapter that a request may replace."""
+    body = {"lora_name": "poet", "lora_path": "old"}
+    assert (await client.post("/v1/load_lora_adapter", json=body)).status_code == 200
+    return {}
+
+
+def applies(adapter: str) -> Any:
+    return lambda seen: seen.submitted.adapter == adapter
+
+
+LORA_CASE = Case([{"id": 0, "scale": 0.5}], applies("poet*0.5"), before=loaded_poet)

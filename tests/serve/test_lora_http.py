@@ -244,6 +244,13 @@ def test_adapters_apply_at_the_scales_of_a_request(server: LiveServer) -> None:
     mixed = continued(server, lora=mix)
     assert mixed not in (base, plain)
     assert continued(server, lora=list(reversed(mix))) == mixed
+    assert completed(server, lora=mix) == mixed
+    assert completed(server, model="poet", lora=[]) == base
+
+
+def completed(server: LiveServer, **fields: Any) -> str:
+    body = {"prompt": PROMPT, "max_tokens": 12, "seed": 7, "model": "demo", **fields}
+    return str(post(server, "/v1/completions", **body)["choices"][0]["text"])
 
 
 def test_an_operator_sets_the_scales_of_other_requests(server: LiveServer) -> None:

@@ -30,14 +30,15 @@ from quickstep.server.generate.generation import (
     Head,
     ParsedRequest,
 )
+from quickstep.server.generate.lora_scales import lora_scales
 from quickstep.server.generate.sampling import bounded
 from quickstep.server.http.body import body_of
 from quickstep.server.http.errors import error_of, json_response
 from quickstep.server.http.event_stream import data_frame
 from quickstep.server.http.middleware import report_ignored
 from quickstep.server.http.route import ApiRoute
-from quickstep.server.llama_cpp.request import SAMPLERS, llama_request, lora_scales
-from quickstep.server.llama_cpp.request_types import LlamaCompletionRequest, LoRAScale
+from quickstep.server.llama_cpp.request import SAMPLERS, llama_request
+from quickstep.server.llama_cpp.request_types import LlamaCompletionRequest
 from quickstep.server.llama_cpp.response_types import (
     DefaultSettings,
     GenerationSettings,
@@ -56,6 +57,7 @@ from quickstep.server.llama_cpp.response_types import (
 from quickstep.server.metrics import Metrics
 from quickstep.server.openai.request_types import decode_values, invalid_json
 from quickstep.server.schema.field_reader import FieldReader
+from quickstep.server.schema.shared_fields import LoRAScale
 from quickstep.types import FinishReason, SamplingParams, TokenLogprobs
 
 __all__ = ["llama_cpp_routes"]

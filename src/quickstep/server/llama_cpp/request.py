@@ -8,7 +8,7 @@ may omit any of them.
 from __future__ import annotations
 
 import secrets
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from types import MappingProxyType
 from typing import Any, Protocol
 
@@ -17,6 +17,7 @@ from msgspec.structs import replace
 from quickstep.errors import RequestError
 from quickstep.server.generate.adapter import Served
 from quickstep.server.generate.generation import ParsedRequest
+from quickstep.server.generate.lora_scales import adapter_at_scales
 from quickstep.server.generate.prompts import TextPrompt, TokenPrompt
 from quickstep.server.generate.sampling import (
     bounded,
@@ -26,13 +27,12 @@ from quickstep.server.generate.sampling import (
 )
 from quickstep.server.llama_cpp.request_types import (
     LlamaCompletionRequest,
-    LoRAScale,
     PromptObject,
 )
 from quickstep.server.openai.request_types import SamplingFields
 from quickstep.types import Grammar, Request, SamplingParams
 
-__all__ = ["SAMPLERS", "llama_request", "lora_scales", "switched_off_penalties"]
+__all__ = ["SAMPLERS", "llama_request", "switched_off_penalties"]
 
 # In the order of `SamplingParams`, under llama.cpp's names.
 SAMPLERS = ("penalties", "dry", "temperature", "top_k", "typ_p", "top_p", "min_p", "xtc")
@@ -92,21 +92,9 @@ def llama_request(fields: LlamaCompletionRequest, served: Served) -> ParsedReque
             cache_salt=secrets.token_hex(8) if fields.cache_prompt is False else "",
         ),
         stream=bool(fields.stream),
-        adapter=_adapter(fields, served),
+        adapter=adapter_at_scales(fields.lora, served),
         grammar_field=grammar_field,
     )
-
-
-def lora_scales(lora: Sequence[LoRAScale], served: Served) -> list[tuple[int, float]]:
-    """Adapters and their scales, not too many of them. Raises RequestError."""
-    bounded("lora", sum(one.scale != 0 for one in lora), served.limits.adapters, "adapters")
-    return [(one.id, one.scale) for one in lora]
-
-
-def _adapter(fields: LlamaCompletionRequest, served: Served) -> str | None:
-    if fields.lora is None:
-        return None
-    return served.adapters.mix(lora_scales(fields.lora, served))
 
 
 def _sampling(

@@ -6,9 +6,9 @@ from typing import Annotated, Any
 
 import msgspec
 
-from quickstep.engine.adapters import MAX_SCALE
 from quickstep.server.schema.field_classes import effect, hint, note, refused
 from quickstep.server.schema.shared_fields import (
+    LoRAScales,
     Mirostat,
     MirostatSetting,
     NumKeep,
@@ -16,7 +16,7 @@ from quickstep.server.schema.shared_fields import (
     Stream,
 )
 
-__all__ = ["LlamaCompletionRequest", "LoRAScale", "PromptObject"]
+__all__ = ["LlamaCompletionRequest", "PromptObject"]
 
 
 class PromptObject(msgspec.Struct, forbid_unknown_fields=True, frozen=True):
@@ -29,17 +29,6 @@ class PromptObject(msgspec.Struct, forbid_unknown_fields=True, frozen=True):
 
 
 PromptPart = int | str
-
-
-class LoRAScale(msgspec.Struct, forbid_unknown_fields=True, frozen=True):
-    """A LoRA adapter by its number, and how much of it applies; 1 is as it was trained."""
-
-    id: Annotated[int, msgspec.Meta(ge=0), effect("The `id` in `GET /lora-adapters`.")]
-    scale: Annotated[
-        float,
-        msgspec.Meta(ge=-MAX_SCALE, le=MAX_SCALE),
-        effect("1 is the adapter as it was trained; 0 leaves it out."),
-    ]
 
 
 Prompt = str | PromptObject | list[PromptPart]
@@ -145,10 +134,4 @@ class LlamaCompletionRequest(msgspec.Struct, forbid_unknown_fields=True, kw_only
     image_data: Annotated[list[Any] | None, refused("the model reads text only", passes=([],))] = (
         None
     )
-    lora: Annotated[
-        list[LoRAScale] | None,
-        effect(
-            "The LoRA adapters of this request, by their `id` in `GET /lora-adapters`, each with "
-            "its scale; those that are not listed have the scale 0."
-        ),
-    ] = None
+    lora: LoRAScales = None

@@ -25,6 +25,7 @@ from quickstep.server.generate.generation import (
     TextPrompt,
     TokenPrompt,
 )
+from quickstep.server.generate.lora_scales import adapter_at_scales
 from quickstep.server.generate.prompts import Prompt, infill_markers
 from quickstep.server.generate.sampling import (
     bounded,
@@ -101,6 +102,7 @@ class Completions:
             truncate_prompt_tokens=truncation_of(
                 fields.truncate_prompt_tokens, "truncate_prompt_tokens", max_tokens, served
             ),
+            adapter=adapter_at_scales(fields.lora, served),
             ignored=reader.ignored,
             writer=partial(ChoicesWriter, self, served),
             **response_flags(fields, served),

@@ -23,6 +23,7 @@ from quickstep.server.schema.shared_fields import (
     CacheSalt,
     ChatTemplateKwargs,
     Dimensions,
+    LoRAScales,
     ParallelToolCalls,
     Priority,
     PromptCacheKey,
@@ -189,6 +190,7 @@ class SamplingFields(msgspec.Struct, forbid_unknown_fields=True, kw_only=True, f
     user: Account = None
     priority: Priority = None
     cache_salt: CacheSalt = None
+    lora: LoRAScales = None
     timeout_s: Annotated[
         float | None,
         effect("Seconds after which what was generated is the answer, with finish_reason timeout."),

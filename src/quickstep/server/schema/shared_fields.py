@@ -7,6 +7,9 @@ from __future__ import annotations
 
 from typing import Annotated, Any, Literal
 
+import msgspec
+
+from quickstep.engine.adapters import MAX_SCALE
 from quickstep.server.schema.field_classes import effect, hint, note, refused
 
 __all__ = [
@@ -17,6 +20,8 @@ __all__ = [
     "ChatTemplateKwargs",
     "DeferLoading",
     "Dimensions",
+    "LoRAScale",
+    "LoRAScales",
     "Mirostat",
     "MirostatSetting",
     "NumKeep",
@@ -40,6 +45,18 @@ __all__ = [
     "WithLogprobs",
 ]
 
+
+class LoRAScale(msgspec.Struct, forbid_unknown_fields=True, frozen=True):
+    """A LoRA adapter by its number, and how much of it applies; 1 is as it was trained."""
+
+    id: Annotated[int, msgspec.Meta(ge=0), effect("The `id` in `GET /lora-adapters`.")]
+    scale: Annotated[
+        float,
+        msgspec.Meta(ge=-MAX_SCALE, le=MAX_SCALE),
+        effect("1 is the adapter as it was trained; 0 leaves it out."),
+    ]
+
+
 Account = Annotated[
     str | None, effect("The account of the request, below the name of the API key.")
 ]
@@ -57,6 +74,13 @@ ChatTemplateKwargs = Annotated[
 DeferLoading = Annotated[bool | None, hint("every tool is in the prompt", passes=(False,))]
 Dimensions = Annotated[
     int | None, effect("Keeps the first ones and scales them to length 1 again.")
+]
+LoRAScales = Annotated[
+    list[LoRAScale] | None,
+    effect(
+        "The LoRA adapters of this request, by their `id` in `GET /lora-adapters`, each with "
+        "its scale; those that are not listed have the scale 0. It replaces what `model` selects."
+    ),
 ]
 Mirostat = Annotated[int | None, refused("there is no Mirostat sampler", passes=(0,))]
 MirostatSetting = Annotated[float | None, note("it acts with mirostat only, which is refused")]
