@@ -40,10 +40,10 @@ from quickstep.bench.shapes import SHAPES
 from quickstep.model.adapters.lora_modules import LoRAModule, lora_modules
 from quickstep.model.spec import read_spec
 
-__all__ = ["choose_adapters", "main", "write_adapters"]
+__all__ = ["ATTENTION", "choose_adapters", "main", "write_adapters"]
 
-_ATTENTION = ("q_proj", "k_proj", "v_proj", "o_proj")
-_TARGETS = {"attention": _ATTENTION, "all": (*_ATTENTION, "gate_proj", "up_proj", "down_proj")}
+ATTENTION = ("q_proj", "k_proj", "v_proj", "o_proj")
+_TARGETS = {"attention": ATTENTION, "all": (*ATTENTION, "gate_proj", "up_proj", "down_proj")}
 
 
 class Workload(msgspec.Struct, frozen=True):

@@ -110,7 +110,7 @@ def _body(api: Api, request: PeerRequest) -> dict[str, Any]:
         }
     return {
         **fixed,
-        "model": "model",
+        "model": request.model,
         "max_tokens": request.num_outputs,
         "return_token_ids": True,
         "stream_options": {"include_usage": True},

@@ -21,11 +21,12 @@ __all__ = ["PeerRequest", "WorkloadSize", "random_requests", "size_of"]
 
 @dataclass(frozen=True, slots=True)
 class PeerRequest:
-    """One request; `at_s` counts from the start of the round."""
+    """One request; `at_s` counts from the start of the round. `model` may name an adapter."""
 
     prompt: tuple[int, ...]
     num_outputs: int
     at_s: float = 0.0
+    model: str = "model"
 
 
 @dataclass(frozen=True, slots=True)
