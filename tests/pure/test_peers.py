@@ -8,7 +8,6 @@ from pathlib import Path
 
 import pytest
 
-from benchmarks.lora_peers import launch_with_adapters
 from benchmarks.peers.client import Api, Reply, _body, fault_of, send_all
 from benchmarks.peers.contestants import PRECISIONS, Contestant, launch_of, select
 from benchmarks.peers.environments import Environment, fault_of_environment
@@ -310,13 +309,3 @@ def test_an_interrupted_start_leaves_no_process(tmp_path, monkeypatch):
 def test_requests_name_the_model_or_an_adapter():
     bodies = [_body(Api.OPENAI, PeerRequest((1,), 1, model=name)) for name in ("model", "sql")]
     assert [body["model"] for body in bodies] == ["model", "sql"]
-
-
-@pytest.mark.parametrize("engine", ["quickstep", "vllm"])
-def test_servers_get_the_adapters_by_name(engine, tmp_path):
-    one = Contestant(engine, "bf16", tmp_path, Environment(engine, tmp_path), threads=2)
-    paths = [tmp_path / "a", tmp_path / "b"]
-    command = launch_with_adapters(one, WorkloadSize(64, 64), paths, 16).command
-    at = command.index("--lora-modules")
-    assert command[at + 1 :] == tuple(f"{path.name}={path}" for path in paths)
-    assert command[command.index("--max-loras") + 1] == "2"
