@@ -210,7 +210,8 @@ def main() -> int:
     workload = Workload(args.concurrency, args.input_len, args.output_len, args.rounds)
     print(describe_machine())
     swap_s = merge_s(base, args.rank, targets) if args.swap else 0.0
-    # without the prefix cache: the rounds of a point repeat their prompts
+    # without the prefix cache: the rounds of a point repeat their prompts; without drafts: they
+    # guess more of one variant's text than of the other's
     with LLM(
         str(base),
         lora_dir=str(kept),
@@ -220,6 +221,7 @@ def main() -> int:
         max_num_seqs=args.concurrency,
         max_model_len=args.input_len + args.output_len,
         enable_prefix_caching=False,
+        speculative_config={"method": "off"},
     ) as llm:
         bench = Bench(llm, base, [path.name for path in paths], workload)
         bench.tokens_per_s([None] * args.concurrency, seed=0)

@@ -1,11 +1,11 @@
 """`python -m benchmarks.lora_peers`: many LoRA adapters at once, beside vLLM on the same machine.
 
 Both engines serve the same checkpoint of random weights in bf16 with the same random adapters, of
-rank 16 on the projections of attention, under the settings of `benchmarks.peers` and with room for
-all adapters. In a round each gets the same requests, `--concurrency` of them at once, without
-adapters and with `--points` adapters, each equally often; the one whose turn it is not is stopped.
-Figures are output tokens per second from sending to the last token: medians of the rounds, with the
-least and the most.
+rank 16 on the projections of attention, under the settings of `benchmarks.peers`, without drafts
+and with room for all adapters. In a round each gets the same requests, `--concurrency` of them at
+once, without adapters and with `--points` adapters, each equally often; the one whose turn it is
+not is stopped. Figures are output tokens per second from sending to the last token: medians of the
+rounds, with the least and the most.
 """
 
 from __future__ import annotations
@@ -42,6 +42,8 @@ def launch_with_adapters(
     launch = launch_of(contestant, "lora", size)
     flags = ["--enable-lora", "--max-loras", str(len(adapters)), "--max-lora-rank", str(rank)]
     flags += ["--lora-modules", *(f"{path.name}={path}" for path in adapters)]
+    if contestant.engine == "quickstep":  # which drafts by default, vLLM does not
+        flags = ["--speculative-method", "off", *flags]
     return dataclasses.replace(launch, command=(*launch.command, *flags))
 
 
