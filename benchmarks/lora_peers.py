@@ -1,11 +1,11 @@
-"""`python -m benchmarks.lora_peers`: many LoRA adapters at once, beside vLLM on the same machine.
+"""`python -m benchmarks.lora_peers`: many LoRA adapters at once, compared with vLLM.
 
 Both engines serve the same checkpoint of random weights in bf16 with the same random adapters, of
 rank 16 on the projections of attention, under the settings of `benchmarks.peers`, without drafts
-and with room for all adapters. In a round each gets the same requests, `--concurrency` of them at
-once, without adapters and with `--points` adapters, each equally often; the one whose turn it is
-not is stopped. Figures are output tokens per second from sending to the last token: medians of the
-rounds, with the least and the most.
+and with a `--max-loras` that holds all of them. In a round each gets the same requests,
+`--concurrency` of them at once, without adapters and with `--points` adapters, each equally often;
+the one whose turn it is not is stopped. Figures are output tokens per second from sending to the
+last token: medians of the rounds, with the least and the most.
 """
 
 from __future__ import annotations

@@ -2,20 +2,26 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping, Sequence
 
 from quickstep.engine.adapters import adapter_names_in, mix_name, path_in
 from quickstep.errors import RequestError
+from quickstep.server.options import bounded
+from quickstep.server.schema.shared_fields import LoRAScale
 
 __all__ = ["ServedAdapters"]
 
 
 class ServedAdapters:
-    """The names of adapters: those of the start, those in `directory`, and those loaded since."""
+    """The names of adapters: those of the start, those in `directory`, and those loaded since.
 
-    def __init__(self, names: tuple[str, ...] = (), directory: str | None = None) -> None:
+    `most_in_mix` adapters may apply to one request together.
+    """
+
+    def __init__(self, names: tuple[str, ...], directory: str | None, most_in_mix: int) -> None:
         self._names = dict.fromkeys(names)
         self._directory = directory
+        self._most_in_mix = most_in_mix
         self._numbered: dict[str, None] = {}  # in the order of their numbers
         self._default_scales: Mapping[str, float] = {}
 
@@ -45,11 +51,11 @@ class ServedAdapters:
         known = set(names)
         return {number: name for number, name in enumerate(self._numbered) if name in known}
 
-    def mix(self, scales: Iterable[tuple[int, float]]) -> str:
+    def mix(self, scales: Sequence[LoRAScale]) -> str:
         """For `Request.adapter`: the adapters of these numbers at their scales.
 
         Raises:
-            RequestError: A number is unknown, or a scale is out of range.
+            RequestError: A number is unknown, a scale is out of range, or they are too many.
         """
         return mix_name(self._named(scales))
 
@@ -63,14 +69,15 @@ class ServedAdapters:
         """`default_scales` as an adapter for `Request.adapter`."""
         return mix_name(self._default_scales)
 
-    def set_default(self, scales: Iterable[tuple[int, float]]) -> None:
+    def set_default(self, scales: Sequence[LoRAScale]) -> None:
         """Set `default_scales`. Raises RequestError as `mix`."""
         named = self._named(scales)
         mix_name(named)
         self._default_scales = named
 
-    def _named(self, scales: Iterable[tuple[int, float]]) -> dict[str, float]:
-        wanted = dict(scales)
+    def _named(self, scales: Sequence[LoRAScale]) -> dict[str, float]:
+        bounded("lora", sum(one.scale != 0 for one in scales), self._most_in_mix, "adapters")
+        wanted = {one.id: one.scale for one in scales}
         if max(wanted, default=-1) >= len(self._numbered):
             self.numbered()  # lists the directory, so only for new numbers
         names, named = tuple(self._numbered), {}

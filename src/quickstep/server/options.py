@@ -31,6 +31,7 @@ __all__ = [
     "ServerOptions",
     "TlsOptions",
     "UsageOptions",
+    "bounded",
 ]
 
 
@@ -92,6 +93,13 @@ class RequestLimits(msgspec.Struct, frozen=True):
     metadata: int = 16
     detokenized: int = 250_000
     adapters: int = 8
+
+
+def bounded(name: str, value: int, limit: int, unit: str = "") -> None:
+    """Raise RequestError if `value` is above `limit`."""
+    if value > limit:
+        has = f"has {value} {unit}" if unit else f"is {value}"
+        raise RequestError(f"{name} {has}, the limit is {limit}", param=name)
 
 
 class ConnectionOptions(msgspec.Struct, frozen=True):

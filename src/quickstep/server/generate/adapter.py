@@ -97,7 +97,9 @@ class Served(msgspec.Struct, frozen=True):
             options.api_keys,
             price_book=options.usage.price_book,
             limiter=KeyLimiter(options.api_keys.limits),
-            adapters=ServedAdapters(options.adapter_names, options.lora_dir),
+            adapters=ServedAdapters(
+                options.adapter_names, options.lora_dir, options.limits.adapters
+            ),
         )
 
     def price(self, adapter: str) -> Price | None:

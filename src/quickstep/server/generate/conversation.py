@@ -15,11 +15,11 @@ from quickstep.engine.tool_calls.formats import REASONING_FORMATS
 from quickstep.errors import RequestError
 from quickstep.server.generate.adapter import Served
 from quickstep.server.generate.generation import ChatPrompt, OutputReading, ParsedRequest
-from quickstep.server.generate.sampling import bounded, engine_request, label, sampling_params
+from quickstep.server.generate.sampling import engine_request, label, sampling_params
 from quickstep.server.generate.structured import RequestedGrammar
 from quickstep.server.generate.tools import OfferedTools, with_answer
 from quickstep.server.openai.request_types import SamplingFields
-from quickstep.server.options import RequestLimits
+from quickstep.server.options import RequestLimits, bounded
 from quickstep.server.schema.field_reader import FieldReader
 
 __all__ = [

@@ -17,11 +17,10 @@ from quickstep.errors import RequestError
 from quickstep.sampling_params import preset_values
 from quickstep.server.generate.adapter import Served
 from quickstep.server.openai.request_types import SamplingFields
-from quickstep.server.options import RequestLimits
+from quickstep.server.options import RequestLimits, bounded
 from quickstep.types import Request, RequestClass, SamplingParams
 
 __all__ = [
-    "bounded",
     "engine_request",
     "label",
     "num_alternatives",
@@ -95,13 +94,6 @@ def _values(fields: SamplingFields, served: Served) -> dict[str, Any]:
         values[name] = token_ids_of(name, ids, vocab_size)
     bounded("n", fields.n or 1, limits.n)
     return values
-
-
-def bounded(name: str, value: int, limit: int, unit: str = "") -> None:
-    """Raise RequestError if `value` is above `limit`."""
-    if value > limit:
-        has = f"has {value} {unit}" if unit else f"is {value}"
-        raise RequestError(f"{name} {has}, the limit is {limit}", param=name)
 
 
 def num_alternatives(name: str, value: int | None, served: Served) -> int | None:

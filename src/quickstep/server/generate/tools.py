@@ -20,9 +20,9 @@ from quickstep.engine.tool_calls.call_grammar import call_grammar
 from quickstep.engine.tool_calls.formats import TOOL_CALL_FORMATS, ToolCallFormat
 from quickstep.errors import RequestError
 from quickstep.server.generate.adapter import Served
-from quickstep.server.generate.sampling import bounded
 from quickstep.server.generate.structured import RequestedGrammar
 from quickstep.server.openai.request_types import ChatRequest, FunctionTool
+from quickstep.server.options import bounded
 from quickstep.server.schema.field_reader import FieldReader
 
 __all__ = [

@@ -30,8 +30,6 @@ from quickstep.server.generate.generation import (
     Head,
     ParsedRequest,
 )
-from quickstep.server.generate.lora_scales import lora_scales
-from quickstep.server.generate.sampling import bounded
 from quickstep.server.http.body import body_of
 from quickstep.server.http.errors import error_of, json_response
 from quickstep.server.http.event_stream import data_frame
@@ -56,6 +54,7 @@ from quickstep.server.llama_cpp.response_types import (
 )
 from quickstep.server.metrics import Metrics
 from quickstep.server.openai.request_types import decode_values, invalid_json
+from quickstep.server.options import bounded
 from quickstep.server.schema.field_reader import FieldReader
 from quickstep.server.schema.shared_fields import LoRAScale
 from quickstep.types import FinishReason, SamplingParams, TokenLogprobs
@@ -419,7 +418,7 @@ class _ServerState:
             raise invalid_json(error) from None
         scales = reader.convert({"lora": value}, _AdapterScales).lora
         report_ignored(request, reader.ignored)
-        self._served.adapters.set_default(lora_scales(scales, self._served))
+        self._served.adapters.set_default(scales)
         return json_response(self._adapters())
 
     def _adapters(self) -> list[LlamaAdapter]:

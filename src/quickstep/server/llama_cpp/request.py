@@ -17,10 +17,8 @@ from msgspec.structs import replace
 from quickstep.errors import RequestError
 from quickstep.server.generate.adapter import Served
 from quickstep.server.generate.generation import ParsedRequest
-from quickstep.server.generate.lora_scales import adapter_at_scales
 from quickstep.server.generate.prompts import TextPrompt, TokenPrompt
 from quickstep.server.generate.sampling import (
-    bounded,
     num_alternatives,
     sampling_params,
     token_ids_of,
@@ -30,6 +28,7 @@ from quickstep.server.llama_cpp.request_types import (
     PromptObject,
 )
 from quickstep.server.openai.request_types import SamplingFields
+from quickstep.server.options import bounded
 from quickstep.types import Grammar, Request, SamplingParams
 
 __all__ = ["SAMPLERS", "llama_request", "switched_off_penalties"]
@@ -92,7 +91,7 @@ def llama_request(fields: LlamaCompletionRequest, served: Served) -> ParsedReque
             cache_salt=secrets.token_hex(8) if fields.cache_prompt is False else "",
         ),
         stream=bool(fields.stream),
-        adapter=adapter_at_scales(fields.lora, served),
+        adapter=None if fields.lora is None else served.adapters.mix(fields.lora),
         grammar_field=grammar_field,
     )
 

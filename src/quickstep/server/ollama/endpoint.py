@@ -28,7 +28,6 @@ from quickstep.server.generate.endpoint import (
 from quickstep.server.generate.generation import ChoiceDelta, Generation, Head, ParsedRequest
 from quickstep.server.generate.message import message_reader, partial_object
 from quickstep.server.generate.prompts import TextPrompt
-from quickstep.server.generate.sampling import bounded
 from quickstep.server.http.body import ClientDisconnect, body_of, unless_disconnected
 from quickstep.server.http.errors import error_facts, json_response, ollama_shape
 from quickstep.server.http.event_stream import NDJSON
@@ -57,6 +56,7 @@ from quickstep.server.openai.choices import token_logprob
 from quickstep.server.openai.embeddings import Embeddings
 from quickstep.server.openai.request_types import EmbeddingRequest
 from quickstep.server.openai.response_types import EmbeddingList
+from quickstep.server.options import bounded
 from quickstep.server.schema.field_reader import FieldReader
 from quickstep.server.usage.timings import requested_timings
 from quickstep.types import TokenLogprobs

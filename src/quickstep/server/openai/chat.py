@@ -37,7 +37,6 @@ from quickstep.server.generate.conversation import (
 )
 from quickstep.server.generate.engine_interface import Vocabulary
 from quickstep.server.generate.generation import Choice, Generation, ParsedRequest
-from quickstep.server.generate.lora_scales import adapter_at_scales
 from quickstep.server.generate.message import message_reader
 from quickstep.server.generate.sampling import label, num_alternatives
 from quickstep.server.generate.structured import requested_grammar
@@ -142,7 +141,7 @@ class Chat:
             truncate_prompt_tokens=truncation_of(
                 fields.truncate_prompt_tokens, "truncate_prompt_tokens", max_tokens, served
             ),
-            adapter=adapter_at_scales(fields.lora, served),
+            adapter=None if fields.lora is None else served.adapters.mix(fields.lora),
             ignored=reader.ignored,
             writer=partial(ChoicesWriter, self, served),
             **response_flags(fields, served),

@@ -33,7 +33,6 @@ from quickstep.server.generate.generation import (
 )
 from quickstep.server.generate.prompts import check_num_sequences
 from quickstep.server.generate.sampling import (
-    bounded,
     num_alternatives,
     token_ids_of,
 )
@@ -51,6 +50,7 @@ from quickstep.server.openai.response_types import (
     TopLogprob,
     Usage,
 )
+from quickstep.server.options import bounded
 from quickstep.server.usage.timings import requested_timings
 from quickstep.types import SamplingParams, TokenLogprobs
 

@@ -25,10 +25,8 @@ from quickstep.server.generate.generation import (
     TextPrompt,
     TokenPrompt,
 )
-from quickstep.server.generate.lora_scales import adapter_at_scales
 from quickstep.server.generate.prompts import Prompt, infill_markers
 from quickstep.server.generate.sampling import (
-    bounded,
     engine_request,
     label,
     num_alternatives,
@@ -53,6 +51,7 @@ from quickstep.server.openai.response_types import (
     TextChunkChoice,
     TextLogprobs,
 )
+from quickstep.server.options import bounded
 from quickstep.server.schema.field_reader import FieldReader
 from quickstep.types import TokenLogprobs
 
@@ -102,7 +101,7 @@ class Completions:
             truncate_prompt_tokens=truncation_of(
                 fields.truncate_prompt_tokens, "truncate_prompt_tokens", max_tokens, served
             ),
-            adapter=adapter_at_scales(fields.lora, served),
+            adapter=None if fields.lora is None else served.adapters.mix(fields.lora),
             ignored=reader.ignored,
             writer=partial(ChoicesWriter, self, served),
             **response_flags(fields, served),

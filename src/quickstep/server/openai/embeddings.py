@@ -24,13 +24,14 @@ from quickstep.server.generate.endpoint import CLIENT_CLOSED, caller_of, endpoin
 from quickstep.server.generate.engine_interface import TokenStream
 from quickstep.server.generate.generation import with_client_field
 from quickstep.server.generate.prompts import TextPrompt, TokenPrompt, check_num_tokens, prompts_ids
-from quickstep.server.generate.sampling import bounded, label, token_ids_of
+from quickstep.server.generate.sampling import label, token_ids_of
 from quickstep.server.http.body import ClientDisconnect, body_of, unless_disconnected
 from quickstep.server.http.errors import GenerationFailed, json_response
 from quickstep.server.http.middleware import report_ignored
 from quickstep.server.metrics import EmbeddingMeter, Metrics
 from quickstep.server.openai.request_types import EmbeddingRequest
 from quickstep.server.openai.response_types import Embedding, EmbeddingList, EmbeddingUsage
+from quickstep.server.options import bounded
 from quickstep.server.schema.field_reader import FieldReader
 from quickstep.server.usage.recorder import BATCHES
 from quickstep.types import FinishReason, Pooling, Request, SamplingParams

@@ -18,13 +18,14 @@ from starlette.responses import Response
 from quickstep.errors import RequestError
 from quickstep.server.generate.adapter import Served
 from quickstep.server.generate.prompts import ChatPrompt, rendered
-from quickstep.server.generate.sampling import bounded, token_ids_of
+from quickstep.server.generate.sampling import token_ids_of
 from quickstep.server.http.body import body_of
 from quickstep.server.http.errors import json_response
 from quickstep.server.http.middleware import report_ignored
 from quickstep.server.http.route import ApiRoute
 from quickstep.server.openai.chat import Chat
 from quickstep.server.openai.request_types import ChatRequest, Message
+from quickstep.server.options import bounded
 from quickstep.server.schema.field_classes import effect, refused
 from quickstep.server.schema.field_reader import FieldReader
 from quickstep.server.schema.shared_fields import (

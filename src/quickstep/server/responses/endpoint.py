@@ -24,7 +24,6 @@ from quickstep.server.generate.conversation import (
     verbosity_in_template,
 )
 from quickstep.server.generate.generation import ParsedRequest
-from quickstep.server.generate.lora_scales import adapter_at_scales
 from quickstep.server.generate.sampling import label, num_alternatives
 from quickstep.server.generate.structured import RequestedGrammar, requested_grammar
 from quickstep.server.generate.tools import (
@@ -114,7 +113,7 @@ class Responses:
             request=structs.replace(
                 request.request, tenant=tenant_of(fields.user, fields.safety_identifier, limits)
             ),
-            adapter=adapter_at_scales(fields.lora, served),
+            adapter=None if fields.lora is None else served.adapters.mix(fields.lora),
             ignored=reader.ignored,
             writer=partial(ResponsesWriter, served, context),
             **response_flags(fields, served),
