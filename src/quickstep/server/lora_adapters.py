@@ -18,7 +18,9 @@ class ServedAdapters:
     `most_in_mix` adapters may apply to one request together.
     """
 
-    def __init__(self, names: tuple[str, ...], directory: str | None, most_in_mix: int) -> None:
+    def __init__(
+        self, names: tuple[str, ...] = (), directory: str | None = None, most_in_mix: int = 0
+    ) -> None:
         self._names = dict.fromkeys(names)
         self._directory = directory
         self._most_in_mix = most_in_mix
