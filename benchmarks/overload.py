@@ -27,6 +27,7 @@ from random import Random
 from typing import Any, cast
 
 import msgspec
+import uvloop
 
 from benchmarks.machine import describe_machine
 from quickstep.bench.serve import percentile
@@ -149,18 +150,18 @@ def _measure_both(args: argparse.Namespace, rng: Random) -> dict[str, Figures]:
     limits = Limits(args.ttft_deadline_s, args.timeout_s)
     found = {}
     with _Server(args, args.scheduling_policy) as url:
-        capacity = asyncio.run(_capacity(url, args, rng, limits))
+        capacity = uvloop.run(_capacity(url, args, rng, limits))
         if not capacity.requests:
             raise SystemExit(f"no request ended within {args.seconds:g} s; raise --seconds")
         found["capacity"] = capacity
         for load in _LOADS:
             rate = load * capacity.requests
             run = _overload(url, args, rate, rng, limits, sends_limits=True)
-            found[f"{args.scheduling_policy} {load:g}x"] = asyncio.run(run)
+            found[f"{args.scheduling_policy} {load:g}x"] = uvloop.run(run)
     with _Server(args, "fcfs") as url:
         rate = _FCFS_LOAD * capacity.requests
         run = _overload(url, args, rate, rng, limits, sends_limits=False)
-        found[f"fcfs {_FCFS_LOAD:g}x"] = asyncio.run(run)
+        found[f"fcfs {_FCFS_LOAD:g}x"] = uvloop.run(run)
     return found
 
 
@@ -198,7 +199,7 @@ async def _capacity(url: str, args: argparse.Namespace, rng: Random, limits: Lim
     async def one_client() -> None:
         while time.perf_counter() < start_s + args.seconds:
             responses.append(Response(time.perf_counter()))
-            await client.send(_random_body(rng), responses[-1])
+            await client.send(client.encode(_random_body(rng)), responses[-1])
 
     await asyncio.gather(*(one_client() for _ in range(args.max_num_seqs)))
     cpu_s = time.process_time() - cpu_s
@@ -220,13 +221,15 @@ async def _overload(
     extra = {}
     if sends_limits:
         extra = {"ttft_deadline_ms": 1e3 * limits.first_token_s, "timeout_s": limits.end_s}
-    start_s, cpu_s = time.perf_counter(), time.process_time()
-    at_s, responses, sending = 0.0, [], []
+    at_s, requests = 0.0, []
     while (at_s := at_s + rng.expovariate(rate)) < seconds:
-        body = _random_body(rng)
+        requests.append((at_s, client.encode(_random_body(rng), extra)))
+    responses, sending = [], []
+    start_s, cpu_s = time.perf_counter(), time.process_time()
+    for at_s, request in requests:
         await asyncio.sleep(max(0.0, start_s + at_s - time.perf_counter()))
         responses.append(Response(start_s + at_s))
-        sending.append(asyncio.create_task(client.send(body, responses[-1], extra)))
+        sending.append(asyncio.create_task(client.send(request, responses[-1])))
     await asyncio.sleep(max(0.0, start_s + seconds - time.perf_counter()))
     cpu_s = time.process_time() - cpu_s
     recovery_s = await _recovery_s(client, normal_s)
@@ -252,7 +255,7 @@ async def _recovery_s(client: Client, normal_s: float) -> float:
 async def _probe(client: Client) -> float:
     """Seconds until the first token of a small request."""
     response = Response(time.perf_counter())
-    await client.send(Body(tuple(range(10, 26)), 1), response)
+    await client.send(client.encode(Body(tuple(range(10, 26)), 1)), response)
     return math.inf if response.first_s is None else response.first_s - response.due_s
 
 
@@ -275,10 +278,8 @@ class Client:
         )
         self._free: list[_Connection] = []
 
-    async def send(
-        self, body: Body, response: Response, extra: dict[str, float] | None = None
-    ) -> None:
-        """Send a request and read its response, a stream or an error, to the end."""
+    def encode(self, body: Body, extra: dict[str, float] | None = None) -> bytes:
+        """The bytes of a request, with `extra` fields."""
         content = json.dumps(
             {
                 "prompt": body.prompt,
@@ -289,11 +290,14 @@ class Client:
                 **(extra or {}),
             }
         )
-        request = f"{self._head}content-length: {len(content)}\r\n\r\n{content}"
+        return f"{self._head}content-length: {len(content)}\r\n\r\n{content}".encode()
+
+    async def send(self, request: bytes, response: Response) -> None:
+        """Send an encoded request and read its response, a stream or an error, to the end."""
         response.sent_s = time.perf_counter()
         try:
             connection = await self._connection()
-            await connection.exchange(request.encode(), response)
+            await connection.exchange(request, response)
             if self._reuses_connections:
                 self._free.append(connection)
             else:

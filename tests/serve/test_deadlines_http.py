@@ -53,6 +53,25 @@ def test_a_request_without_a_chance_is_refused_before_its_prompt_is_tokenised() 
     assert post({"ttft_deadline_ms": 900, "priority": -1}, engine).status_code == 200
 
 
+@pytest.mark.parametrize(
+    ("fields", "status"),
+    [
+        ({"ttft_deadline_ms": 900, "temperature": -1}, 503),
+        ({"ttft_deadline_ms": 0}, 400),
+        ({"ttft_deadline_ms": "soon"}, 400),
+        ({"ttft_deadline_ms": 900, "priority": -1, "temperature": -1}, 400),
+        ({"temperature": -1}, 400),
+    ],
+)
+def test_other_fields_are_parsed_only_if_the_request_could_be_served_in_time(
+    fields: dict[str, Any], status: int
+) -> None:
+    state = AdmissionState(
+        num_free_slots=0, waiting=((0, 20),), running=((1000, 8),), interval_s=0.25
+    )
+    assert post(fields, FakeEngine(admission=state)).status_code == status
+
+
 def test_a_full_queue_of_batch_requests_takes_interactive_ones() -> None:
     engine = FakeEngine(admission=AdmissionState(8, 0, max_waiting=8, num_free_slots=0))
     refused = post({"request_class": "batch"}, engine)

@@ -12,14 +12,12 @@ from contextlib import AbstractAsyncContextManager, asynccontextmanager, suppres
 
 from msgspec.structs import replace
 from starlette.applications import Starlette
-from starlette.exceptions import HTTPException
 from starlette.middleware import Middleware
+from starlette.types import ASGIApp
 
-from quickstep.errors import EngineError, RequestError
 from quickstep.server.batches.endpoint import LocalBatches
 from quickstep.server.generate.adapter import Served
 from quickstep.server.generate.engine_interface import ServedEngine
-from quickstep.server.http.errors import error_response
 from quickstep.server.http.middleware import AccessMiddleware, CrossOriginMiddleware
 from quickstep.server.http.route import ApiRoute, BodyRules, with_admin_check, with_checked_body
 from quickstep.server.metrics import Metrics, log_traffic
@@ -66,7 +64,7 @@ def starlette_app(
 ) -> Starlette:
     """An app with these routes. Large bodies are checked in threads."""
     rules = BodyRules.of(options)
-    app = Starlette(
+    app = _App(
         routes=[
             route
             for api_route in routes
@@ -81,16 +79,21 @@ def starlette_app(
             *_cors(options.cors),
             Middleware(AccessMiddleware, routes=routes, options=options, limiter=served.limiter),
         ],
-        exception_handlers={
-            HTTPException: error_response,
-            RequestError: error_response,
-            EngineError: error_response,
-            Exception: error_response,
-        },
         lifespan=lifespan,
     )
     app.router.redirect_slashes = False  # another path is another path: 404
     return app
+
+
+class _App(Starlette):
+    """Starlette without its middleware for exceptions: `AccessMiddleware` answers all of them."""
+
+    def build_middleware_stack(self) -> ASGIApp:
+        """The router within the middleware of `starlette_app`."""
+        app: ASGIApp = self.router
+        for middleware, args, kwargs in reversed(self.user_middleware):
+            app = middleware(app, *args, **kwargs)
+        return app
 
 
 @asynccontextmanager

@@ -92,8 +92,8 @@ def api_routes(
 
 def _generating(served: Served, metrics: Metrics) -> list[ApiRoute]:
     """Chat and completions."""
-    chat = GeneratingRoute(Chat(), served, metrics)
-    completions = GeneratingRoute(Completions(), served, metrics)
+    chat = GeneratingRoute(Chat(), served, metrics, has_sampling_fields=True)
+    completions = GeneratingRoute(Completions(), served, metrics, has_sampling_fields=True)
     return [
         ApiRoute(
             "POST",
@@ -178,7 +178,7 @@ def _responses(served: Served, metrics: Metrics, options: ServerOptions) -> list
         ApiRoute(
             "POST",
             "/v1/responses",
-            GeneratingRoute(Responses(store), served, metrics).answer,
+            GeneratingRoute(Responses(store), served, metrics, has_sampling_fields=True).answer,
             "OpenAI's Responses API.",
             request=ResponsesRequest,
             response=ResponseObject,

@@ -9,6 +9,7 @@ which aborts what still runs and frees its blocks.
 from __future__ import annotations
 
 import asyncio
+import math
 import time
 from collections.abc import AsyncGenerator, Callable, Mapping
 from contextlib import aclosing
@@ -35,12 +36,15 @@ from quickstep.server.http.body import ClientDisconnect, body_of, unless_disconn
 from quickstep.server.http.errors import json_response
 from quickstep.server.http.event_stream import SERVER_SENT_EVENTS, EventStream
 from quickstep.server.http.middleware import key_name, report_ignored
+from quickstep.server.http.work_lanes import INLINE_BYTES
 from quickstep.server.metrics import NO_HEADERS, Metrics, RequestMeter
 from quickstep.server.options import ConnectionOptions
 from quickstep.server.schema.field_reader import loosened_keyword
 from quickstep.server.usage.limits import Reservation
 from quickstep.server.usage.recorder import BATCHES
 from quickstep.server.usage.timings import TIMINGS_HEADER
+from quickstep.types import Request as EngineRequest
+from quickstep.types import RequestClass
 
 _Encoded = TypeVar("_Encoded")
 
@@ -67,23 +71,46 @@ class _Answer(msgspec.Struct, frozen=True):
         self.reservation.release()
 
 
-class GeneratingRoute:
-    """The endpoint of one API."""
+class _Urgency(msgspec.Struct, frozen=True):
+    """The fields of `SamplingFields` that decide how soon a request is served."""
 
-    def __init__(self, adapter: Adapter, served: Served, metrics: Metrics) -> None:
+    priority: int | None = None
+    request_class: RequestClass | None = None
+    ttft_deadline_ms: float | None = None
+
+
+_URGENCY = msgspec.json.Decoder(_Urgency)
+
+
+class GeneratingRoute:
+    """The endpoint of one API.
+
+    `has_sampling_fields`: Bodies have the names of `SamplingFields`, not names of their own.
+    """
+
+    def __init__(
+        self,
+        adapter: Adapter,
+        served: Served,
+        metrics: Metrics,
+        has_sampling_fields: bool = False,
+    ) -> None:
         self._adapter = adapter
+        self._has_sampling_fields = has_sampling_fields
         self._served = served
         self._metrics = metrics
 
     async def answer(self, request: Request) -> Response:
         """Answer one request. Raises RequestError, EngineError."""
         body, caller, endpoint = body_of(request), caller_of(request), endpoint_of(request)
+        received_s: float = request.scope["state"]["received_s"]
+        if self._has_sampling_fields and len(body) <= INLINE_BYTES:
+            self._check_admission(body, caller, received_s)
         parsed = await self._served.lanes.parse(
             len(body), lambda: self._parse(body, caller, endpoint)
         )
         report_ignored(request, parsed.ignored)
         http_id: str = request.scope["state"]["request_id"]
-        received_s: float = request.scope["state"]["received_s"]
         named = structs.replace(parsed.request, request_id=http_id, received_s=received_s)
         parsed = replace(parsed, request=named)
         if _wants_timings(request):
@@ -105,6 +132,27 @@ class GeneratingRoute:
             return await self._complete(request, answer)
         except ClientDisconnect:
             return Response(status_code=CLIENT_CLOSED)
+
+    def _check_admission(self, body: bytes, caller: str, received_s: float) -> None:
+        """Raise RequestError for a body that could not be accepted now, whatever else is in it.
+
+        Under overload most requests end here, at half of the cost of parsing all of their fields. A
+        body that is not valid passes: `_parse` says what is wrong with it.
+        """
+        try:
+            urgency = _URGENCY.decode(body)
+        except msgspec.DecodeError:
+            return
+        deadline_ms = urgency.ttft_deadline_ms
+        if deadline_ms is not None and not 0 < deadline_ms < math.inf:
+            return
+        urgent = EngineRequest(
+            priority=priority_of_key(caller, urgency.priority or 0, self._served.api_keys),
+            request_class=urgency.request_class or RequestClass.INTERACTIVE,
+            ttft_deadline_s=None if deadline_ms is None else deadline_ms / 1e3,
+            received_s=received_s,
+        )
+        self._served.engine.check_admission(urgent, num_sequences=1)
 
     async def _deltas(self, request: Request, answer: _Answer) -> AsyncGenerator[ChoiceDelta, None]:
         """The deltas of a stream. With a deadline for the first token they begin with it, so that

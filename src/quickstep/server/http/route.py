@@ -16,6 +16,7 @@ import msgspec
 from starlette.requests import Request
 from starlette.responses import Response
 from starlette.routing import Route
+from starlette.types import Receive, Scope, Send
 
 from quickstep.errors import RequestError
 from quickstep.server.api_keys import ApiKeys
@@ -83,7 +84,21 @@ class ApiRoute(msgspec.Struct, frozen=True):
 
     def starlette(self) -> list[Route]:
         """The route of every path."""
-        return [Route(path, self.endpoint, methods=[self.method]) for path in self.paths]
+        endpoint = _AsgiEndpoint(self.endpoint)
+        return [Route(path, endpoint, methods=[self.method]) for path in self.paths]
+
+
+class _AsgiEndpoint:
+    """A route's endpoint as an ASGI app. Exceptions go to `AccessMiddleware`, without the handlers
+    that Starlette puts around a function.
+    """
+
+    def __init__(self, endpoint: Endpoint) -> None:
+        self._answer = endpoint
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        response = await self._answer(Request(scope, receive, send))
+        await response(scope, receive, send)
 
 
 class BodyRules(msgspec.Struct, frozen=True):

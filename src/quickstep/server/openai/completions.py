@@ -156,7 +156,7 @@ def _check_length(num_tokens: int, fields: CompletionRequest, served: Served) ->
 
 
 def _are_ids(prompt: Sequence[str | int | list[int]]) -> TypeGuard[Sequence[int]]:
-    return all(isinstance(item, int) for item in prompt)
+    return set(map(type, prompt)) == {int}
 
 
 class CompletionRendering:
