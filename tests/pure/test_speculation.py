@@ -84,6 +84,28 @@ def test_the_faster_mode_is_used_for_most_steps(with_drafts: float, is_used: boo
     assert part > 0.9 if is_used else part < 0.1
 
 
+def steps_with_drafts(control: DraftControl, num_steps: int, with_drafts: float) -> int:
+    """How many of so many steps use drafts, which make them so many times as fast."""
+    count = 0
+    for _ in range(num_steps):
+        uses = control.num_drafts(with_rate(0.9)) > 0
+        count += uses
+        control.measured(1, 1, 0.01 / with_drafts if uses else 0.01)
+    return count
+
+
+@pytest.mark.parametrize("with_drafts", [2.0, 0.8])
+def test_comparisons_become_rare_and_a_change_is_noticed(with_drafts: float) -> None:
+    control = control_at(1, CHEAP)
+    steps_with_drafts(control, 20_000, with_drafts)
+    in_faster = steps_with_drafts(control, 20_000, with_drafts) / 20_000
+    assert in_faster > 0.99 if with_drafts > 1.0 else in_faster < 0.01
+    changed = 1.0 / with_drafts
+    steps_with_drafts(control, 10_000, changed)
+    in_faster = steps_with_drafts(control, 1_000, changed) / 1_000
+    assert in_faster > 0.8 if changed > 1.0 else in_faster < 0.2
+
+
 def test_it_is_off_without_drafts() -> None:
     control = control_at(1, CHEAP, max_drafts=0)
     control.measured(1, 1, 0.01)
