@@ -114,6 +114,8 @@ class BoundedProtocol(HttpToolsProtocol):
                 self._refusal = RequestError(
                     f"the headers have more than {limit} bytes, the limit", status=431
                 )
+            else:
+                self._await_head()  # most heads are complete and need no timer
         if self._refusal is not None:
             self._answer(self._refusal)
 
@@ -121,7 +123,6 @@ class BoundedProtocol(HttpToolsProtocol):
         """A request begins."""
         super().on_message_begin()
         self._in_head = True
-        self._await_head()
         self.scope["state"]["received_s"] = time.monotonic()
         self.scope["state"]["abort_connection"] = self.transport.abort
 
