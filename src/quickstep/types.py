@@ -258,17 +258,22 @@ class StepPlan(msgspec.Struct, frozen=True):
 
     Decode rows come before prefill rows. In each layer, the KV of all rows is written before any
     row reads it, so a row can use a block that another row of the same step fills.
+
+    For a driver that computes nothing, `num_grouped_rows` plain decode rows are not listed; they
+    attend to `num_grouped_kv_tokens` positions together (`core.decode_group`).
     """
 
     step_id: int
     rows: tuple[StepRow, ...]
     admitted: tuple[Admission, ...] = ()
     released: tuple[int, ...] = ()
+    num_grouped_rows: int = 0
+    num_grouped_kv_tokens: int = 0
 
     @property
     def num_tokens(self) -> int:
         """Total tokens of all rows."""
-        return sum(row.num_tokens for row in self.rows)
+        return sum(row.num_tokens for row in self.rows) + self.num_grouped_rows
 
 
 class TokenLogprobs(msgspec.Struct, frozen=True):

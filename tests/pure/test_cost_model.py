@@ -233,12 +233,13 @@ def test_rows_cost_what_grows_with_them_in_their_step() -> None:
         )
     )
     few = [StepLoad.of_span(start, 1, num_logits_rows=1) for start in (5, 900)]
-    assert model.decode_row_seconds([6, 901]) == model.row_seconds(few, sum(few, StepLoad()))
-    assert model.row_seconds(few, sum(few, StepLoad()))[0] == pytest.approx(3e-5 + 6 * 3e-8)
+    in_short_step = model.unit_prices(sum(few, StepLoad()))
+    assert in_short_step.of(few[0]) == pytest.approx(3e-5 + 6 * 3e-8)
+    assert in_short_step.of(few[1]) == pytest.approx(3e-5 + 901 * 3e-8)
     many = [*few, StepLoad.of_span(0, 400)]
-    in_long_step = model.row_seconds(many, sum(many, StepLoad()))
-    assert in_long_step[0] == pytest.approx(33e-5 + 6 * 3e-8)
-    assert in_long_step[2] == pytest.approx(400 * 31e-5 + 2e-5 + 400 * 3e-8)
+    in_long_step = model.unit_prices(sum(many, StepLoad()))
+    assert in_long_step.of(few[0]) == pytest.approx(33e-5 + 6 * 3e-8)
+    assert in_long_step.of(many[2]) == pytest.approx(400 * 31e-5 + 2e-5 + 400 * 3e-8)
 
 
 @pytest.mark.parametrize("factor", [100.0, 0.01])

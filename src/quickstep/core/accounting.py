@@ -11,12 +11,14 @@ Pure functions and plain data; `core.scheduler` owns the totals.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import msgspec
 from msgspec.structs import replace
 
 from quickstep.core.block_pool import PoolStats
-from quickstep.core.cost_model import CostModel, StepLoad
-from quickstep.core.sequence import SequenceState
+from quickstep.core.cost_model import CostModel, StepLoad, UnitPrices
+from quickstep.core.sequence import TICKS_PER_S, SequenceState
 from quickstep.core.step import InFlightStep
 from quickstep.types import Phase, PrefillCharge, RowOutput, SequenceTimings, StepRecord
 
@@ -25,10 +27,14 @@ __all__ = [
     "SchedulerStats",
     "StepCharges",
     "Totals",
+    "UnitTicks",
     "charge",
+    "decode_record",
     "step_record",
     "with_unloaded",
 ]
+
+_NO_LOAD = StepLoad()
 
 
 class Totals(msgspec.Struct):
@@ -69,21 +75,26 @@ class Totals(msgspec.Struct):
     num_drafts: int = 0
     num_accepted: int = 0
 
-    def add_step(self, charges: StepCharges, seconds: float, elapsed_s: float) -> None:
-        """Count a step that took `seconds`, `elapsed_s` after the commit before it.
+    def add_step(
+        self, seconds: float, elapsed_s: float, charges: StepCharges | None = None
+    ) -> None:
+        """Count a step that took `seconds`, `elapsed_s` after the commit before it; with its
+        charges, unless all of them are for what sequences computed for the first time.
 
         A late commit makes `elapsed_s` longer, and the next one shorter than its step: a single
         step's idle time may be negative, their sum is right.
         """
         self.num_steps += 1
         self.busy_s += seconds
-        self.unclaimed_s += charges.unclaimed_s
-        self.recomputed_s += charges.recomputed_s
-        self.rejected_s += charges.rejected_s
-        spent_s = charges.unclaimed_s + charges.recomputed_s + charges.rejected_s
-        self.attributed_s += seconds - spent_s
         self.wall_s += elapsed_s
+        self.attributed_s += seconds
         self.idle_s += elapsed_s - seconds
+        if charges is not None:
+            self.unclaimed_s += charges.unclaimed_s
+            self.recomputed_s += charges.recomputed_s
+            self.rejected_s += charges.rejected_s
+            spent_s = charges.unclaimed_s + charges.recomputed_s + charges.rejected_s
+            self.attributed_s -= spent_s
 
 
 class AdapterStats(msgspec.Struct, frozen=True):
@@ -130,19 +141,107 @@ class SchedulerStats(msgspec.Struct, frozen=True):
 
 
 class StepCharges(msgspec.Struct, frozen=True):
-    """A step's seconds, divided: `seconds` has one entry per row of the step, 0 for a row whose
+    """A step's seconds, divided: `ticks` has one entry per row of the plan, 0 for a row whose
     sequence ended while it ran. `recomputed_s` and `rejected_s` are parts of them, `unclaimed_s` is
     not.
+
+    Attributes:
+        prices: What each unit of a row was charged, in ticks.
+        num_ticks: The sum over all rows, grouped ones included (`core.decode_group`).
     """
 
-    seconds: tuple[float, ...]
+    ticks: tuple[int, ...]
+    prices: UnitTicks
+    num_ticks: int
     recomputed_s: float
     rejected_s: float
     unclaimed_s: float
 
 
+class UnitTicks(msgspec.Struct, frozen=True):
+    """What each unit of a `StepLoad` is charged in one step, in ticks, in the order of its fields.
+
+    A whole number for each unit, so charges can be added in any order, and those of many steps or
+    rows in one go.
+    """
+
+    token: int
+    row: int
+    kv_token: int
+    pair: int
+    score: int
+    logits_row: int
+    grammar_row: int
+    logprobs_row: int
+    adapter_row: int
+
+    @staticmethod
+    def divide(seconds: float, prices: UnitPrices, load: StepLoad) -> UnitTicks:
+        """Such that `load` is charged `seconds`, but for rounding, in proportion to `prices`."""
+        price = prices.of(load)
+        if not price > 0.0:
+            prices, price = UnitPrices(token=1.0), float(max(1, load.num_tokens))
+        scale = seconds * TICKS_PER_S / price
+        return UnitTicks(
+            int(scale * prices.token),
+            int(scale * prices.row),
+            int(scale * prices.kv_token),
+            int(scale * prices.pair),
+            int(scale * prices.score),
+            int(scale * prices.logits_row),
+            int(scale * prices.grammar_row),
+            int(scale * prices.logprobs_row),
+            int(scale * prices.adapter_row),
+        )
+
+    @property
+    def decode_row(self) -> int:
+        """For a plain decode row: `decode_context` for each position of its context comes to it."""
+        return self.token + self.row + self.logits_row
+
+    @property
+    def decode_context(self) -> int:
+        """For a position that a decode row attends to."""
+        return self.kv_token + self.pair
+
+    def of(self, load: StepLoad) -> int:
+        """The charge of a load."""
+        return (
+            self.token * load.num_tokens
+            + self.row * load.num_rows
+            + self.kv_token * load.num_kv_tokens
+            + self.pair * load.num_pairs
+            + self.score * load.num_scored
+            + self.logits_row * load.num_logits_rows
+            + self.grammar_row * load.num_grammar_rows
+            + self.logprobs_row * load.num_logprobs_rows
+            + self.adapter_row * load.num_adapter_rows
+        )
+
+    def of_rows(self, loads: Sequence[StepLoad], step: StepLoad) -> list[int]:
+        """The charge of each row of a step with the load `step`."""
+        if step.num_scored or step.num_grammar_rows or step.num_logprobs_rows:
+            return [self.of(load) for load in loads]
+        if step.num_adapter_rows:
+            return [self.of(load) for load in loads]
+        token, row, kv_token, pair = self.token, self.row, self.kv_token, self.pair
+        logits_row = self.logits_row
+        return [  # without the units that are 0: it runs for each row
+            token * load.num_tokens
+            + row
+            + kv_token * load.num_kv_tokens
+            + pair * load.num_pairs
+            + logits_row * load.num_logits_rows
+            for load in loads
+        ]
+
+
 def charge(
-    step: InFlightStep, outputs: tuple[RowOutput, ...], seconds: float, cost_model: CostModel
+    step: InFlightStep,
+    outputs: tuple[RowOutput, ...],
+    seconds: float,
+    cost_model: CostModel,
+    grouped: StepLoad = _NO_LOAD,
 ) -> StepCharges:
     """Divide a step's seconds among its sequences, and add them to these.
 
@@ -150,38 +249,44 @@ def charge(
     rest. A row whose sequence ended while it ran is charged to the others. The part of a row's
     charge for positions that an earlier residency computed, by tokens, is the sequence's
     `recomputed_s`; the part for drafts that were rejected is its `rejected_s`.
+
+    `grouped` is the load of the rows that are not listed and whose sequences have not ended. These
+    are charged by their group.
     """
     rows = step.rows
-    alive = [entry.sequence.state is not SequenceState.FINISHED for entry in rows]
-    num_alive = sum(alive)
-    if num_alive == 1:
-        weights = [float(one) for one in alive]
-    else:
-        costs = cost_model.row_seconds([entry.load for entry in rows], step.load)
-        weights = [cost if one else 0.0 for cost, one in zip(costs, alive, strict=True)]
-        if not sum(weights) > 0.0:
-            weights = [
-                float(entry.row.num_tokens) if one else 0.0
-                for entry, one in zip(rows, alive, strict=True)
-            ]
-    total = sum(weights) or 1.0
-    charged = tuple([seconds * (weight / total) for weight in weights])
-    recomputed_s = rejected_s = 0.0
-    for entry, output, row_s in zip(rows, outputs, charged, strict=True):
-        if entry.residency.recompute_end > entry.row.start:
-            num_again = min(entry.row.end, entry.residency.recompute_end) - entry.row.start
-            again_s = row_s * (num_again / entry.row.num_tokens)
-            entry.sequence.recomputed_s += again_s
-            recomputed_s += again_s
-            row_s -= again_s
-        if entry.row.num_drafts:
-            num_rejected = entry.row.num_drafts + 1 - max(1, len(output.token_ids))
-            wasted_s = row_s * (num_rejected / entry.row.num_tokens)
-            entry.sequence.rejected_s += wasted_s
-            rejected_s += wasted_s
-            row_s -= wasted_s
-        entry.sequence.device_s += row_s
-    return StepCharges(charged, recomputed_s, rejected_s, 0.0 if num_alive else seconds)
+    ended = [entry.sequence.state is SequenceState.FINISHED for entry in rows]
+    alive = step.load
+    if any(ended) or grouped.num_rows < step.plan.num_grouped_rows:
+        loads = [entry.load for entry, is_over in zip(rows, ended, strict=True) if not is_over]
+        alive = sum(loads, start=grouped)
+    prices = UnitTicks.divide(seconds, cost_model.unit_prices(step.load), alive)
+    charged = prices.of_rows([entry.load for entry in rows], step.load)
+    if any(ended):
+        charged = [0 if is_over else one for one, is_over in zip(charged, ended, strict=True)]
+    recomputed = rejected = 0
+    for entry, output, ticks in zip(rows, outputs, charged, strict=True):
+        row, sequence, own = entry.row, entry.sequence, ticks
+        if entry.residency.recompute_end > row.start:
+            num_again = min(row.end, entry.residency.recompute_end) - row.start
+            again = ticks * num_again // row.num_tokens
+            sequence.recomputed_ticks += again
+            recomputed += again
+            own -= again
+        if row.num_drafts:
+            num_rejected = row.num_drafts + 1 - max(1, len(output.token_ids))
+            wasted = own * num_rejected // row.num_tokens
+            sequence.rejected_ticks += wasted
+            rejected += wasted
+            own -= wasted
+        sequence.device_ticks += own
+    return StepCharges(
+        tuple(charged),
+        prices,
+        sum(charged) + (prices.of(grouped) if grouped.num_rows else 0),
+        recomputed / TICKS_PER_S,
+        rejected / TICKS_PER_S,
+        0.0 if alive.num_rows else seconds,
+    )
 
 
 def with_unloaded(timings: SequenceTimings, cost_model: CostModel, chunk: int) -> SequenceTimings:
@@ -222,15 +327,16 @@ def step_record(
     decode, prefill = step.decode_load, step.prefill_load
     num_drafts = num_accepted = 0
     prefills: list[PrefillCharge] = []
-    for entry, output, row_s in zip(step.rows, outputs, charges.seconds, strict=True):
+    prefill_ticks = 0
+    for entry, output, ticks in zip(step.rows, outputs, charges.ticks, strict=True):
         row = entry.row
         if row.num_drafts:
             num_drafts += row.num_drafts
             num_accepted += max(0, len(output.token_ids) - 1)
         if row.phase is Phase.PREFILL:
             name = entry.sequence.request.request_id
-            prefills.append(PrefillCharge(name, row.num_tokens, row_s))
-    prefill_s = sum([one.seconds for one in prefills])
+            prefills.append(PrefillCharge(name, row.num_tokens, ticks / TICKS_PER_S))
+            prefill_ticks += ticks
     return StepRecord(
         step.plan.step_id,
         step.planned_at_s,
@@ -248,9 +354,44 @@ def step_record(
         num_waiting=num_waiting,
         num_running=num_running,
         num_preemptions=step.num_preemptions,
-        decode_s=sum(charges.seconds) - prefill_s,
-        prefill_s=prefill_s,
+        decode_s=(charges.num_ticks - prefill_ticks) / TICKS_PER_S,
+        prefill_s=prefill_ticks / TICKS_PER_S,
         prefills=tuple(prefills),
         num_drafts=num_drafts,
         num_accepted=num_accepted,
+    )
+
+
+def decode_record(
+    step_id: int,
+    planned_at_s: float,
+    committed_at_s: float,
+    seconds: float,
+    predicted_s: float,
+    load: StepLoad,
+    prices: UnitTicks,
+    *,
+    num_free_blocks: int,
+    num_running: int,
+) -> StepRecord:
+    """`step_record` of a step that had only decode rows, of which none ended early."""
+    return StepRecord(
+        step_id,
+        planned_at_s,
+        committed_at_s,
+        seconds,
+        predicted_s,
+        num_prefill_rows=0,
+        num_decode_rows=load.num_rows,
+        num_prefill_tokens=0,
+        num_decode_tokens=load.num_tokens,
+        num_kv_tokens=load.num_kv_tokens,
+        num_pairs=load.num_pairs,
+        num_scored=0,
+        num_free_blocks=num_free_blocks,
+        num_waiting=0,
+        num_running=num_running,
+        num_preemptions=0,
+        decode_s=prices.of(load) / TICKS_PER_S,
+        prefill_s=0.0,
     )

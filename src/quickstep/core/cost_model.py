@@ -30,6 +30,7 @@ __all__ = [
     "LinearCostModel",
     "Prediction",
     "StepLoad",
+    "UnitPrices",
 ]
 
 # From these numbers of tokens on, a further one may cost more. CPUs begin to compute longer than
@@ -128,7 +129,9 @@ class StepLoad(msgspec.Struct, frozen=True):
     ) -> StepLoad:
         """The load of all rows of a step; rows of slots without an entry are plain."""
         loads = (StepLoad.of_row(row, sampling_of_slot.get(row.slot)) for row in plan.rows)
-        return sum(loads, start=StepLoad())
+        num, num_kv_tokens = plan.num_grouped_rows, plan.num_grouped_kv_tokens
+        grouped = StepLoad(num, num, num_kv_tokens, num_kv_tokens, num_logits_rows=num)
+        return sum(loads, start=grouped)
 
     def __add__(self, other: StepLoad) -> StepLoad:
         if not self.num_rows or not other.num_rows:  # a load without rows is empty
@@ -153,19 +156,46 @@ class Prediction(msgspec.Struct, frozen=True):
     is_extrapolated: bool
 
 
+class UnitPrices(msgspec.Struct, frozen=True):
+    """A price per unit of each field of `StepLoad`, in its order: by these, the seconds of a step
+    are divided among its rows.
+    """
+
+    token: float = 0.0
+    row: float = 0.0
+    kv_token: float = 0.0
+    pair: float = 0.0
+    score: float = 0.0
+    logits_row: float = 0.0
+    grammar_row: float = 0.0
+    logprobs_row: float = 0.0
+    adapter_row: float = 0.0
+
+    def of(self, load: StepLoad) -> float:
+        """The price of a load."""
+        return (  # written out, as the sum of loads
+            self.token * load.num_tokens
+            + self.row * load.num_rows
+            + self.kv_token * load.num_kv_tokens
+            + self.pair * load.num_pairs
+            + self.score * load.num_scored
+            + self.logits_row * load.num_logits_rows
+            + self.grammar_row * load.num_grammar_rows
+            + self.logprobs_row * load.num_logprobs_rows
+            + self.adapter_row * load.num_adapter_rows
+        )
+
+
 class CostModel(Protocol):
     """Predicts step seconds; learns from measured ones."""
 
     def seconds(self, load: StepLoad) -> float:
         """Predicted duration of a step. Changes nothing."""
 
-    def row_seconds(self, rows: Sequence[StepLoad], step: StepLoad) -> list[float]:
-        """What each row costs in a step with the load `step`: what grows with the row's units,
+    def unit_prices(self, step: StepLoad) -> UnitPrices:
+        """What a row's units cost in a step with the load `step`, in proportion to each other:
         without what the step costs once.
         """
-
-    def decode_row_seconds(self, contexts: Sequence[int]) -> list[float]:
-        """`row_seconds` in a step of plain decode rows that attend to so many positions each."""
 
     def predict(self, load: StepLoad) -> Prediction:
         """The same, and whether `load` is outside of what was measured."""
@@ -319,34 +349,10 @@ class LinearCostModel:
         """Predicted duration of a step."""
         return self._pace * self._fitted(load)
 
-    def row_seconds(self, rows: Sequence[StepLoad], step: StepLoad) -> list[float]:
-        """What each row costs in a step with the load `step`."""
-        _, _, row_s, kv_s, pair_s, score_s, logits_s, grammar_s, logprobs_s, adapter_s, *_ = (
-            self._weights
-        )
-        token_s, pace = self._last_token_s(step.num_tokens), self._pace
-        return [
-            pace
-            * (
-                token_s * row.num_tokens
-                + row_s
-                + kv_s * row.num_kv_tokens
-                + pair_s * row.num_pairs
-                + score_s * row.num_scored
-                + logits_s * row.num_logits_rows
-                + grammar_s * row.num_grammar_rows
-                + logprobs_s * row.num_logprobs_rows
-                + adapter_s * row.num_adapter_rows
-            )
-            for row in rows
-        ]
-
-    def decode_row_seconds(self, contexts: Sequence[int]) -> list[float]:
-        """`row_seconds` in a step of plain decode rows."""
-        _, _, row_s, kv_s, pair_s, _, logits_s, *_ = self._weights
-        fixed_s, pace = self._last_token_s(len(contexts)) + row_s, self._pace
-        # the sum of `row_seconds`, in its order, without the units that are 0
-        return [pace * (fixed_s + kv_s * one + pair_s * one + logits_s) for one in contexts]
+    def unit_prices(self, step: StepLoad) -> UnitPrices:
+        """The fit; the last token's price is that of all. A pace would change all of them alike."""
+        weights = self._weights
+        return UnitPrices(self._last_token_s(step.num_tokens), *weights[2:10])
 
     def _last_token_s(self, num_tokens: int) -> float:
         """What the last of a step's tokens costs."""

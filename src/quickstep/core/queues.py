@@ -174,6 +174,7 @@ class RunningBatch:
         self._order = order
         self._num_slots = num_slots
         self._running: list[Sequence] = []
+        self._prefilling: list[Sequence] = []  # those with a prompt that is to be continued
         self._free_slots = deque(range(num_slots))
         self._released_slots: list[int] = []
 
@@ -199,13 +200,25 @@ class RunningBatch:
         return sum(map(may_preempt, self._running))
 
     @property
+    def prefilling(self) -> SequenceOf[Sequence]:
+        """Those whose prompt is to be continued, by rank, without paused ones."""
+        prefilling = self._prefilling
+        if not prefilling or not prefilling[-1].is_paused:  # paused ones are last
+            return tuple(prefilling)
+        return tuple(prefilling[: _num_active(prefilling)])
+
+    @property
     def prefill_start(self) -> int | None:
         """Where the first prompt that is to be continued continues; None if there is none."""
-        for one in self._running:  # `num_prefill_left` written out: every step calls this
-            residency = one.residency
-            if residency and residency.planned < residency.prefill_end and not one.is_paused:
-                return residency.planned
-        return None
+        if not self._prefilling or self._prefilling[0].is_paused:
+            return None
+        return self._prefilling[0].resident.planned
+
+    def prefill_planned(self, sequence: Sequence) -> None:
+        """A part of a prompt was placed in a step."""
+        residency = sequence.resident
+        if residency.planned >= residency.prefill_end:
+            self._remove_prefilling(sequence)
 
     def hits_if_it_fits(self, sequence: Sequence, num_reserved: int = 0) -> tuple[int, ...] | None:
         """The cached blocks that `sequence` would start from; None if it does not fit now.
@@ -254,13 +267,16 @@ class RunningBatch:
         sequence.admit(residency, now)
         self._order.admitted(sequence)
         insort(self._running, sequence, key=_rank)
+        insort(self._prefilling, sequence, key=_rank)
         return residency
 
     def set_paused(self, sequence: Sequence, is_paused: bool, now: float) -> None:
         """Pause or resume a running sequence; it keeps its slot and its blocks."""
-        self._remove_from_order(sequence)
+        is_prefilling = self._remove_from_order(sequence)
         sequence.set_paused(is_paused, now)
         insort(self._running, sequence, key=_rank)
+        if is_prefilling:
+            insort(self._prefilling, sequence, key=_rank)
 
     def remove(self, sequence: Sequence) -> None:
         """Free the slot and the blocks of a running sequence."""
@@ -301,7 +317,9 @@ class RunningBatch:
     def restart(self, sequence: Sequence) -> tuple[int, ...]:
         """Begin to compute all known tokens again; returns the new blocks for the last one."""
         new_block_ids = self.grow(sequence)
+        self._remove_prefilling(sequence)
         sequence.resident.restart(len(sequence.token_ids))
+        insort(self._prefilling, sequence, key=_rank)
         return new_block_ids
 
     def register(self, sequence: Sequence) -> None:
@@ -339,6 +357,9 @@ class RunningBatch:
         )
         ranks = [sequence.rank for sequence in self._running]
         assert ranks == sorted(set(ranks)), "the batch is out of order"
+        residencies = [(one, one.resident) for one in self._running]
+        prefilling = [one for one, stay in residencies if stay.planned < stay.prefill_end]
+        assert self._prefilling == prefilling, "the prompts that are to be continued differ"
         for sequence in self._running:
             self._check_resident(sequence)
 
@@ -357,8 +378,17 @@ class RunningBatch:
         expected = num_full if self._pool.prefix_caching else 0
         assert len(residency.keys) == expected, f"{name} has {len(residency.keys)} block keys"
 
-    def _remove_from_order(self, sequence: Sequence) -> None:
+    def _remove_from_order(self, sequence: Sequence) -> bool:
+        """Returns whether its prompt was to be continued."""
         del self._running[bisect_left(self._running, sequence.rank, key=_rank)]
+        return self._remove_prefilling(sequence)
+
+    def _remove_prefilling(self, sequence: Sequence) -> bool:
+        place = bisect_left(self._prefilling, sequence.rank, key=_rank)
+        is_there = self._prefilling[place : place + 1] == [sequence]
+        if is_there:
+            del self._prefilling[place]
+        return is_there
 
     def _fits(
         self,

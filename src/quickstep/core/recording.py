@@ -27,8 +27,7 @@ from msgspec.structs import replace
 
 from quickstep.config import EngineConfig, SchedulerConfig
 from quickstep.core.block_pool import KVBlockPool
-from quickstep.core.cost_model import Coefficients, CostFit, CostModel, LinearCostModel
-from quickstep.core.decode_stretch import DecodeSteps
+from quickstep.core.cost_model import Coefficients, CostFit, LinearCostModel
 from quickstep.core.policies import Policy
 from quickstep.core.scheduler import Scheduler
 from quickstep.errors import RequestError
@@ -499,11 +498,8 @@ class RecordingScheduler(Scheduler):
         self._recorder.call(RecordedCall("plan", now, digest=digest))
         return plan
 
-    def decode_stretch(
-        self, now: float, until_s: float, machine: CostModel, token_id: int
-    ) -> DecodeSteps:
-        """No steps: each is recorded by itself."""
-        return DecodeSteps()
+    def group_decodes(self, token_id: int) -> None:
+        """Nothing: all rows are recorded."""
 
     def commit(self, plan: StepPlan, result: StepResult, now: float) -> StepOutcome:
         """See `Scheduler.commit`."""

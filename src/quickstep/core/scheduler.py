@@ -26,7 +26,9 @@ from quickstep.core.accounting import (
     AdapterStats,
     SchedulerStats,
     Totals,
+    UnitTicks,
     charge,
+    decode_record,
     step_record,
     with_unloaded,
 )
@@ -34,10 +36,10 @@ from quickstep.core.adapter_residency import AdapterOrders, AdapterResidency, Ad
 from quickstep.core.admission import AdmissionState, LevelCounts, WaitEstimate
 from quickstep.core.block_pool import KVBlockPool
 from quickstep.core.cost_model import CostModel, StepLoad
-from quickstep.core.decode_stretch import DecodeRows, DecodeSteps, decode_record, only_decodes
+from quickstep.core.decode_group import DecodeGroup, DecodeSteps
 from quickstep.core.policies import Policy, StepView
 from quickstep.core.queues import Deadlines, Due, RunningBatch, WaitingQueue
-from quickstep.core.sequence import Sequence, SequenceState
+from quickstep.core.sequence import TICKS_PER_S, Sequence, SequenceState
 from quickstep.core.speculation import DraftControl
 from quickstep.core.step import (
     FlightRow,
@@ -156,6 +158,7 @@ class Scheduler:
         is_ready = None if self._adapters is None else self._adapters.is_ready
         self._waiting = WaitingQueue(self._order, is_ready)
         self._batch = RunningBatch(pool, config.max_num_seqs, self._order)
+        self._group: DecodeGroup | None = None  # of sequences whose rows are not listed
         self._in_flight: deque[InFlightStep] = deque()
         self._deadlines = Deadlines(self._order.relegates)
         self._wait_estimate = WaitEstimate()
@@ -168,6 +171,19 @@ class Scheduler:
         self._next_step_id = 0
         self._totals = Totals()
         self._accounted_s: float | None = None  # until when: the first plan, then each commit
+
+    def group_decodes(self, token_id: int) -> None:
+        """Plan decode rows without listing them, where nothing depends on them: for a driver that
+        computes nothing and gets `token_id` for each row. Call it before the first request.
+        """
+        config = self._config
+        if (
+            config.pipeline_depth == 1
+            and config.use_kv_cache
+            and not self._drafts.max_drafts
+            and not self._order.takes_turns
+        ):
+            self._group = DecodeGroup(self._batch, self._pool.block_size, token_id)
 
     # -- requests come and go ---------------------------------------------------------------------
 
@@ -345,6 +361,8 @@ class Scheduler:
         for sequence in self._requests.get(request_id, ()):
             runs = sequence.state is SequenceState.RUNNING
             queue: RunningBatch | WaitingQueue = self._batch if runs else self._waiting
+            if self._group is not None:
+                self._group.leave(sequence)
             queue.set_paused(sequence, is_paused, now)
 
     def reset_prefix_cache(self) -> int:
@@ -376,9 +394,11 @@ class Scheduler:
                 self._place_decodes(draft, budget, now)
             else:
                 self._place_prefills(draft, budget, now)
-        return self._issue(draft, now) if draft.decode or draft.prefill else None
+        return self._issue(draft, now) if draft.has_rows else None
 
     def _place_decodes(self, draft: StepDraft, budget: int, now: float) -> None:
+        if self._group and self._place_group(self._group, draft, budget):
+            return
         over_share = self._order.over_share(self._batch)
         held = {sequence.sequence_id for sequence in over_share} if over_share else ()
         for sequence in self._batch:
@@ -388,6 +408,20 @@ class Scheduler:
                 budget -= self._place_decode(draft, sequence, budget, now)
         if over_share:
             self._place_over_share(draft, over_share, budget, now)
+
+    def _place_group(self, group: DecodeGroup, draft: StepDraft, budget: int) -> bool:
+        """Place the rows of the group, if they are all that decode, and are not to be chosen from.
+        Else it is dissolved, and its rows are listed.
+        """
+        num_decoding = self._batch.num_active - len(self._batch.prefilling)
+        is_free = group.num_new_blocks <= self._pool.num_free
+        if len(group) == num_decoding and len(group) <= budget and is_free:
+            draft.add_group(group.load)
+            group.plan(self._next_step_id)
+            return True
+        if budget > 0:
+            group.dissolve()
+        return False
 
     def _place_decode(self, draft: StepDraft, sequence: Sequence, most: int, now: float) -> int:
         """Add a row for the next token of a sequence and its drafts, `most` tokens at most; returns
@@ -459,7 +493,7 @@ class Scheduler:
         That of other tenants; the prefill of the same tenants takes turns with their rows, because
         the least chunk and those rows in one step would delay the rows of the others twice.
         """
-        prompts = [one for one in self._batch if one.num_prefill_left]
+        prompts = list(self._batch.prefilling)
         if self._waiting.head is not None:
             prompts.append(self._waiting.head)
         if not prompts:
@@ -494,8 +528,7 @@ class Scheduler:
 
     def _place_prefills(self, draft: StepDraft, budget: int, now: float) -> None:
         """Continue prompts that are partly computed and admit others, in the order of service."""
-        prefills = [one for one in self._batch if one.num_prefill_left]
-        for sequence in sorted(prefills, key=self._order.key):
+        for sequence in sorted(self._batch.prefilling, key=self._order.key):
             budget = self._admit_waiting(draft, budget, now, before=sequence)
             num_tokens = min(sequence.num_prefill_left, budget)
             if num_tokens > 0:
@@ -560,6 +593,8 @@ class Scheduler:
         """
         if self._growth_reserve < _LEAST_RESERVE:
             return 0
+        if self._group is not None:
+            self._group.settle()
         growth = sum(
             max(0, self._expected_outputs(one.request) - one.num_outputs) for one in self._batch
         )
@@ -610,6 +645,8 @@ class Scheduler:
         sequence.last_step_id = self._next_step_id
         load = StepLoad.of_row(row, sequence.request.sampling)
         draft.add(FlightRow(sequence, residency, row, load))
+        if row.phase is Phase.PREFILL:
+            self._batch.prefill_planned(sequence)
         self._batch.register(sequence)
 
     # -- preemption -------------------------------------------------------------------------------
@@ -642,6 +679,8 @@ class Scheduler:
         self._totals.num_preemptions += 1
 
     def _leave_batch(self, sequence: Sequence) -> None:
+        if self._group is not None:
+            self._group.leave(sequence)
         self._batch.remove(sequence)
         if self._adapters is not None:
             self._adapters.release(sequence.request.adapter_id)
@@ -762,20 +801,25 @@ class Scheduler:
         if result.step_id != plan.step_id or len(result.outputs) != len(plan.rows):
             raise EngineError(f"step {plan.step_id} got a result of another shape or step")
         failures = row_failures(plan, result)
-        charges = charge(step, result.outputs, result.seconds, self._cost_model)
-        for entry, row_s in zip(step.rows, charges.seconds, strict=True):
-            if row_s:  # a sequence that has ended is charged nothing
-                self._order.charged(entry.sequence, row_s)
+        group = self._group if plan.num_grouped_rows else None
+        grouped = StepLoad() if group is None else group.load
+        charges = charge(step, result.outputs, result.seconds, self._cost_model, grouped)
+        if self._order.takes_turns:
+            for entry, ticks in zip(step.rows, charges.ticks, strict=True):
+                if ticks:  # a sequence that has ended is charged nothing
+                    self._order.charged(entry.sequence, ticks / TICKS_PER_S)
         self._cost_model.observe(step.load, result.seconds)
         outputs = self._end_failed(step, failures, now)
         self._in_flight.popleft()
+        if group is not None:
+            outputs += self._commit_group(group, charges.prices, now)
         for entry, output in zip(step.rows, result.outputs, strict=True):
             new = self._receive(entry, output, now)
             if new is not None:
                 outputs.append(new)
         self._growth_reserve *= _RESERVE_DECAY
         assert self._accounted_s is not None, "a step was planned"
-        self._totals.add_step(charges, result.seconds, now - self._accounted_s)
+        self._totals.add_step(result.seconds, now - self._accounted_s, charges)
         self._accounted_s = now
         record = step_record(
             step,
@@ -795,83 +839,78 @@ class Scheduler:
             self._drafts.measured(record.num_decode_rows, num_tokens, elapsed_s)
         return StepOutcome(tuple(outputs), record)
 
-    def decode_stretch(
-        self, now: float, until_s: float, machine: CostModel, token_id: int
-    ) -> DecodeSteps:
-        """Plan and commit steps that only decode, one after the other, in one go; for a driver
-        that computes nothing, and gets `token_id` for each row.
+    def decode_stretch(self, now: float, until_s: float, machine: CostModel) -> DecodeSteps:
+        """Plan and commit steps of grouped rows only, one after the other, in one go.
 
         Equal to `plan` and, when the step is over by `machine`, `commit`, again and again until a
         step ends a sequence, would not end before `until_s`, or needs a decision. It does nothing
         if the first step is not that simple.
         """
-        if not self._only_decodes(token_id):
+        group, costs = self._group, self._cost_model
+        if group is None or not self._has_only(group):
             return DecodeSteps()
-        batch, costs = self._batch, self._cost_model
-        rows = DecodeRows(tuple(batch), self._pool.block_size, token_id)
         records: list[StepRecord] = []
         outputs: list[SequenceOutput] = []
         deadline_s = self._deadlines.next_s()
         until_s = until_s if deadline_s is None else min(until_s, deadline_s)
-        assert self._accounted_s is not None, "the batch was computed"
-        while not rows.is_over:
-            load = rows.load
+        while not outputs:
+            load = group.load
             seconds = machine.seconds(load)
             end_s = now + seconds
-            if not end_s < until_s or rows.num_new_blocks > self._pool.num_free:
+            if not end_s < until_s or group.num_new_blocks > self._pool.num_free:
                 break
-            batch.take_released_slots()
-            predicted_s = costs.seconds(load)
-            rows.plan(batch)
-            charges = rows.commit(seconds, costs)
+            predicted_s = seconds if costs is machine else costs.seconds(load)
+            self._batch.take_released_slots()
+            group.plan(self._next_step_id)
+            prices = UnitTicks.divide(seconds, costs.unit_prices(load), load)
             costs.observe(load, seconds)
-            if rows.is_over:
-                outputs = [
-                    self._finish(
-                        sequence,
-                        sequence.length_reason,
-                        end_s,
-                        new=SequenceOutput(
-                            sequence.request.request_id, sequence.index, (token_id,)
-                        ),
-                    )
-                    for sequence in rows.store(self._next_step_id)
-                ]
+            outputs = self._commit_group(group, prices, end_s)
             self._growth_reserve *= _RESERVE_DECAY
-            self._totals.num_output_tokens += load.num_rows
-            self._totals.add_step(charges, seconds, end_s - self._accounted_s)
+            assert self._accounted_s is not None, "the batch was computed"
+            self._totals.add_step(seconds, end_s - self._accounted_s)
             self._accounted_s = end_s
-            record = decode_record(
-                self._next_step_id,
-                now,
-                end_s,
-                seconds,
-                predicted_s,
-                load,
-                charges,
-                num_free_blocks=self._pool.num_free,
-                num_running=len(batch),
+            records.append(
+                decode_record(
+                    self._next_step_id,
+                    now,
+                    end_s,
+                    seconds,
+                    predicted_s,
+                    load,
+                    prices,
+                    num_free_blocks=self._pool.num_free,
+                    num_running=len(self._batch),
+                )
             )
-            records.append(record)
             self._next_step_id += 1
             now = end_s
-        if records and not rows.is_over:
-            rows.store(self._next_step_id - 1)
         return DecodeSteps(tuple(records), tuple(outputs))
 
-    def _only_decodes(self, token_id: int) -> bool:
-        """Whether the next step has one plain decode row of each sequence, and nothing else."""
-        config, batch = self._config, self._batch
+    def _has_only(self, group: DecodeGroup) -> bool:
+        """Whether the next step has the rows of the group, and nothing else."""
         return (
             not self._in_flight
             and not self._waiting
-            and 0 < len(batch) <= config.max_num_batched_tokens
-            and config.pipeline_depth == 1
-            and config.use_kv_cache
-            and not self._drafts.max_drafts
-            and not self._order.takes_turns
-            and all([only_decodes(one, token_id) for one in batch])
+            and 0 < len(group) <= self._config.max_num_batched_tokens
+            and len(group) == len(self._batch)
         )
+
+    def _commit_group(
+        self, group: DecodeGroup, prices: UnitTicks, now: float
+    ) -> list[SequenceOutput]:
+        """Take the results of the rows that are not listed; returns the ends."""
+        self._totals.num_output_tokens += len(group)
+        return [
+            self._finish(
+                sequence,
+                sequence.length_reason,
+                now,
+                new=SequenceOutput(
+                    sequence.request.request_id, sequence.index, (sequence.token_ids[-1],)
+                ),
+            )
+            for sequence in group.commit(prices)
+        ]
 
     def fail(self, plan: StepPlan, reason: str, now: float) -> tuple[SequenceOutput, ...]:
         """Drop the oldest step in flight: the executor raised. Its sequences end with ERROR.
@@ -924,6 +963,8 @@ class Scheduler:
             self._batch.register(sequence)
         if reason is not None:
             return self._finish(sequence, reason, now, new=new)
+        if self._group is not None and sequence.state is SequenceState.RUNNING:
+            self._group.join(sequence)
         return new if new.token_ids or new.prompt_logprobs else None
 
     def _count_first_token(self, sequence: Sequence, now: float) -> None:
@@ -1037,6 +1078,8 @@ class Scheduler:
 
     def timings(self, request_id: str, now: float) -> dict[int, SequenceTimings]:
         """What the live sequences of a request spent their time on so far, by index."""
+        if self._group is not None:
+            self._group.settle()
         chunk = self._config.max_num_batched_tokens
         return {
             one.index: with_unloaded(one.timings(now), self._cost_model, chunk)
@@ -1045,6 +1088,8 @@ class Scheduler:
 
     def check(self) -> None:
         """Raise AssertionError unless all parts of the state agree: for tests, after any call."""
+        if self._group is not None:
+            self._group.settle()
         self._batch.check()
         self._waiting.check()
         if self._adapters is not None:
@@ -1058,6 +1103,8 @@ class Scheduler:
         assert sorted(queued) == sorted(live), "live sequences and those in a queue differ"
         assert len(self._in_flight) <= self._config.pipeline_depth, "too many steps in flight"
         pending = pending_tokens(self._in_flight)
+        if self._group is not None:
+            pending.update(self._group.pending_tokens())
         for sequence in (*self._batch, *self._waiting):
             name, count = sequence.sequence_id, pending[sequence.sequence_id]
             assert sequence.num_pending == count, (

@@ -30,10 +30,14 @@ from quickstep.types import (
     TokenLogprobs,
 )
 
-__all__ = ["Rank", "Residency", "Sequence", "SequenceState", "sequence_seed"]
+__all__ = ["TICKS_PER_S", "Rank", "Residency", "Sequence", "SequenceState", "sequence_seed"]
 
 # Whether it is paused, whether its deadline is lost, the rank of the policy's order, its number.
 Rank = tuple[bool, bool, float, int]
+
+# What sequences are charged is counted in whole numbers of 2 ** -80 s: sums do not round, so their
+# order does not matter.
+TICKS_PER_S = 2.0**80
 
 _MAX_ACTIVITIES = 64  # changes that are recorded per sequence
 _MASK_64 = 2**64 - 1
@@ -172,12 +176,12 @@ class Sequence:
         self.residency: Residency | None = None  # the latest
         self.num_cached_tokens: int | None = None  # None until first admitted
         self.cache_miss: CacheMiss | None = None
-        self.device_s = 0.0
-        self.recomputed_s = 0.0
+        self.device_ticks = 0  # the three parts of its charge
+        self.recomputed_ticks = 0
+        self.rejected_ticks = 0
         self.drafts: tuple[int, ...] = ()  # proposed to follow `token_ids`
         self.num_forced_drafts = 0  # those of the newest drafts that must follow, also in flight
         self.acceptance = Acceptance()
-        self.rejected_s = 0.0
         self._num_computed = 0  # positions that an earlier residency computed
         self.arrival_s = now
         timeout_s = request.timeout_s
@@ -433,8 +437,8 @@ class Sequence:
             paused_s=seconds[Activity.PAUSED],
             adapter_s=seconds[Activity.ADAPTER],
             adapter_id=self.request.adapter_id,
-            device_s=self.device_s,
-            recomputed_s=self.recomputed_s,
+            device_s=self.device_ticks / TICKS_PER_S,
+            recomputed_s=self.recomputed_ticks / TICKS_PER_S,
             activities=tuple(self._clock.changes),
             num_preemptions=self._num_preemptions,
             num_prompt_tokens=self.prompt_len,
@@ -442,7 +446,7 @@ class Sequence:
             cache_miss=self.cache_miss,
             num_output_tokens=self.num_outputs,
             num_blocks=self._max_blocks,
-            rejected_s=self.rejected_s,
+            rejected_s=self.rejected_ticks / TICKS_PER_S,
             num_drafts=self.acceptance.num_drafts,
             num_accepted=self.acceptance.num_accepted,
         )

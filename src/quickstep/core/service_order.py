@@ -19,7 +19,7 @@ from collections.abc import Iterable
 
 import msgspec
 
-from quickstep.core.sequence import Rank, Sequence
+from quickstep.core.sequence import TICKS_PER_S, Rank, Sequence
 from quickstep.types import Request, RequestClass
 
 __all__ = [
@@ -252,7 +252,7 @@ class FairOrder(PriorityOrder):
     def admitted(self, sequence: Sequence) -> None:
         """Reserve what it is predicted to receive."""
         tenant = self._of(sequence)
-        left_s = max(0.0, sequence.service_s - sequence.device_s) / tenant.weight
+        left_s = max(0.0, sequence.service_s - sequence.device_ticks / TICKS_PER_S) / tenant.weight
         self._reserved_s[sequence.sequence_id] = left_s
         tenant.reserved_s += left_s
         tenant.num_running += 1

@@ -101,6 +101,7 @@ class StepDraft(msgspec.Struct):
     prefill: list[FlightRow] = msgspec.field(default_factory=list)
     admitted: list[Admission] = msgspec.field(default_factory=list)
     decode_load: StepLoad = _NO_LOAD
+    grouped_load: StepLoad = _NO_LOAD
     prefill_load: StepLoad = _NO_LOAD
     num_preemptions: int = 0
     limit_s: float | None = None
@@ -129,6 +130,17 @@ class StepDraft(msgspec.Struct):
         self.num_tokens_left -= entry.row.num_tokens
         self._with_row.add(entry.sequence.sequence_id)
 
+    def add_group(self, load: StepLoad) -> None:
+        """Add decode rows that are not listed."""
+        self.decode_load += load
+        self.grouped_load = load
+        self.num_tokens_left -= load.num_tokens
+
+    @property
+    def has_rows(self) -> bool:
+        """Whether anything is placed."""
+        return bool(self.decode or self.prefill or self.grouped_load.num_rows)
+
     def has_row(self, sequence: Sequence) -> bool:
         """Whether the step has a row of `sequence`, which must not be preempted then."""
         return sequence.sequence_id in self._with_row
@@ -139,7 +151,14 @@ class StepDraft(msgspec.Struct):
         """The finished step: decode rows first."""
         entries = (*self.decode, *self.prefill)
         rows = tuple([entry.row for entry in entries])
-        plan = StepPlan(step_id, rows, tuple(self.admitted), released)
+        plan = StepPlan(
+            step_id,
+            rows,
+            tuple(self.admitted),
+            released,
+            self.grouped_load.num_rows,
+            self.grouped_load.num_kv_tokens,
+        )
         loads = self.decode_load, self.prefill_load
         return InFlightStep(plan, entries, *loads, now, predicted_s, self.num_preemptions)
 

@@ -7,11 +7,9 @@ sheet's figures are those of the hardware table (`Achieved`) and nothing else is
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-
 import msgspec
 
-from quickstep.core.cost_model import Prediction, StepLoad
+from quickstep.core.cost_model import Prediction, StepLoad, UnitPrices
 from quickstep.model.decoder_spec import ModelSpec
 from quickstep.model.sizing import ElementBytes, kv_bytes_per_token, weight_bytes
 from quickstep.plan.formulas import (
@@ -102,6 +100,11 @@ class RooflineCostModel:
         self._without_experts = layer_parameters(rank, 0.0)
         self._head_parameters = head_parameters(rank)
         self._experts = experts
+        self._chosen = self._layer_parameters  # of those, what a token is multiplied with
+        if experts is not None:
+            part = experts.experts_per_token / experts.num_experts
+            of_experts = self._layer_parameters - self._without_experts
+            self._chosen = self._without_experts + of_experts * part
         self._num_shares = 2 * spec.num_layers  # all-reduces of a step
         held = weight_bytes(rank, elements.dtype, elements.quantization)
         matrices = self._layer_parameters + self._head_parameters * (1 if rank.tied else 2)
@@ -111,15 +114,22 @@ class RooflineCostModel:
         """Predicted duration of a step."""
         return self.parts(load).seconds
 
-    def row_seconds(self, rows: Sequence[StepLoad], step: StepLoad) -> list[float]:
-        """What each row would take by itself, without what every step takes."""
-        empty_s = self.seconds(StepLoad())
-        return [self.seconds(row) - empty_s for row in rows]
-
-    def decode_row_seconds(self, contexts: Sequence[int]) -> list[float]:
-        """`row_seconds` of plain decode rows."""
-        rows = [StepLoad.of_span(one - 1, 1, num_logits_rows=1) for one in contexts]
-        return self.row_seconds(rows, sum(rows, start=StepLoad()))
+    def unit_prices(self, step: StepLoad) -> UnitPrices:
+        """What a token computes, and what limits attention in the step, by its unit. Reading the
+        weights is what the step costs once.
+        """
+        parts = self.parts(step)
+        reads = parts.kv_read_s > parts.attention_compute_s
+        empty_s = self._transfer_s(0)
+        head_s = 2.0 * self._head_parameters / self._flops_per_s
+        return UnitPrices(
+            token=2.0 * self._chosen / self._flops_per_s + self._transfer_s(1) - empty_s,
+            row=head_s,
+            kv_token=parts.kv_read_s / step.num_kv_tokens if reads else 0.0,
+            pair=0.0 if reads else parts.attention_compute_s / max(1, step.num_pairs),
+            score=head_s,
+            adapter_row=self._adapter_bytes / self._hardware.bytes_per_s,
+        )
 
     def predict(self, load: StepLoad) -> Prediction:
         """The same: nothing is measured, so nothing is outside of it."""
@@ -132,15 +142,14 @@ class RooflineCostModel:
         """The step's seconds by cause."""
         hardware = self._hardware
         num_logits = load.num_rows + load.num_scored
-        chosen = read = self._layer_parameters
+        read = self._layer_parameters
         if self._experts is not None:
             count, per_token = self._experts.num_experts, self._experts.experts_per_token
             all_experts = self._layer_parameters - self._without_experts
-            chosen = self._without_experts + all_experts * per_token / count
             reached = experts_read(count, per_token, load.num_tokens)
             read = self._without_experts + all_experts * reached / count
         read += self._head_parameters
-        flops = 2.0 * (chosen * load.num_tokens + self._head_parameters * num_logits)
+        flops = 2.0 * (self._chosen * load.num_tokens + self._head_parameters * num_logits)
         context = load.num_kv_tokens / load.num_rows if load.num_rows else 0.0
         seen = read_fraction(self._windows, context)
         pair_flops = self._pair_flops * load.num_pairs * seen

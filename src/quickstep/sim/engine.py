@@ -101,8 +101,11 @@ class SimulatedEngine:
         cost_model: CostModel,
         pads: bool = False,
         adapter_load_s: float = 0.0,
+        step_by_step: bool = False,
     ) -> None:
         self.scheduler = scheduler
+        if not (pads or step_by_step):
+            scheduler.group_decodes(_TOKEN_ID)
         self.executor = ClockExecutor(clock, cost_model, pads)
         self.records: list[StepRecord] = []
         self._clock = clock
@@ -131,7 +134,7 @@ class SimulatedEngine:
         """
         until_s = min(until_s, self._loads[0][0]) if self._loads else until_s
         now = self._clock.now
-        steps = self.scheduler.decode_stretch(now, until_s, self._cost_model, _TOKEN_ID)
+        steps = self.scheduler.decode_stretch(now, until_s, self._cost_model)
         if not steps.records:
             return None
         self._clock.now = steps.records[-1].committed_at_s

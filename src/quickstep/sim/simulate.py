@@ -75,14 +75,12 @@ class _Run:
         clock: VirtualClock,
         engine: SimulatedEngine,
         follow: Follow | None,
-        skips: bool,
         progress: Progress | None,
     ) -> None:
         self.outcome = Simulation(records=engine.records)
         self._clock = clock
         self._engine = engine
         self._follow = follow
-        self._skips = skips
         self._progress = progress
         self._tenants: dict[str, str] = {}  # of live requests that have one
         # (time, number of the event, what happens: a string is the request to cancel)
@@ -101,7 +99,7 @@ class _Run:
         while self._events and self._events[0][0] <= now:
             self._handle(heapq.heappop(self._events)[2], now)
         self._record_endings(self._engine.finish_steps())
-        outputs = self._engine.skip_decodes(self._next_client_s()) if self._skips else None
+        outputs = self._engine.skip_decodes(self._next_client_s())
         while outputs is not None:
             self._record_endings(outputs)
             outputs = self._engine.skip_decodes(self._next_client_s())
@@ -172,8 +170,8 @@ def simulate(
     (`engine.step_times.cost_fits`, `quickstep calibrate`).
     """
     clock = VirtualClock()
-    engine = SimulatedEngine(clock, scheduler, cost_model, pads, adapter_load_s)
-    run = _Run(arrivals, clock, engine, follow, not (pads or step_by_step), progress)
+    engine = SimulatedEngine(clock, scheduler, cost_model, pads, adapter_load_s, step_by_step)
+    run = _Run(arrivals, clock, engine, follow, progress)
     event_s = run.next_event_s()
     while event_s is not None:
         clock.now = max(clock.now, event_s)
