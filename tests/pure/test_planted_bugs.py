@@ -73,7 +73,7 @@ _MODULES = (
     "adapter_residency",
     "queues",
     "accounting",
-    "decode_stretch",
+    "decode_group",
     "policies",
     "scheduler",
 )
@@ -103,8 +103,8 @@ _BUGS = {
     ),
     "shared-block-freed": (
         "block_pool",
-        "            self._ref_counts[block_id] -= 1\n",
-        "            self._ref_counts[block_id] = 0\n",
+        "            ref_counts[block_id] -= 1\n",
+        "            ref_counts[block_id] = 0\n",
     ),
     "one-block-too-few": (
         "queues",
@@ -202,7 +202,11 @@ _BUGS = {
     "mean-from-the-cache": ("sequence", "if self.request.pooling is Pooling.MEAN:", "if False:"),
     "prompt-only-continues": ("scheduler", "if request.prompt_only:", "if False:"),
     "paused-continues": ("scheduler", "            and not sequence.is_paused\n", ""),
-    "paused-prompt-continues": ("sequence", "return 0 if self.is_paused else max(", "return max("),
+    "paused-prompt-continues": (
+        "queues",
+        "if not prefilling or not prefilling[-1].is_paused:",
+        "if True:",
+    ),
     "paused-is-admitted": (
         "queues",
         "if not one.is_paused and (first is None or (rank, one.rank) < first):",
@@ -261,8 +265,8 @@ _BUGS = {
     ),
     "allocation-evicts-first": (
         "block_pool",
-        "self._free.pop() if self._free else self._evict()",
-        "self._evict() if self._cached else self._free.pop()",
+        "free.pop() if free else self._evict()",
+        "self._evict() if self._cached else free.pop()",
     ),
 }
 _HARMLESS_TO_TOKENS = frozenset({"victims-without-need", "allocation-evicts-first"})

@@ -116,7 +116,8 @@ class KVBlockPool:
         self._index: dict[bytes, int] = {}
         self._free = list(range(num_blocks - 1, -1, -1))
         self._cached: OrderedDict[int, None] = OrderedDict()  # least recently used first
-        self._lost: dict[bytes, None] = {}  # digests of evicted content, oldest first
+        # digests of evicted content, oldest first
+        self._lost: OrderedDict[bytes, None] = OrderedDict()
         self._max_lost = min(num_blocks, _MAX_LOST)
         self._version = 0  # how often a block lost its content's key
         self._unindexed_at = [0] * num_blocks  # the version at which each block last did
@@ -146,10 +147,15 @@ class KVBlockPool:
         self, digests: list[bytes], root: ChainRoot, token_ids: Sequence[int], num_blocks: int
     ) -> None:
         """Append to `digests` those of the full blocks of `token_ids` up to `num_blocks`."""
-        parent = digests[-1] if digests else root_digest(root)
         for index in range(len(digests), num_blocks):
-            parent = self._digest(parent, self._block_tokens(token_ids, index))
-            digests.append(parent)
+            self.extend_digest(digests, root, self._block_tokens(token_ids, index))
+
+    def extend_digest(
+        self, digests: list[bytes], root: ChainRoot, block_tokens: tuple[int, ...]
+    ) -> None:
+        """Append to `digests` that of the next full block."""
+        parent = digests[-1] if digests else root_digest(root)
+        digests.append(self._digest(parent, block_tokens))
 
     def lookup(
         self,
@@ -203,26 +209,28 @@ class KVBlockPool:
         Raises:
             OutOfBlocks: Fewer are free; nothing was allocated.
         """
-        if count > self.num_free:
+        free, ref_counts = self._free, self._ref_counts
+        if count > len(free) + len(self._cached):
             raise OutOfBlocks(f"{count} KV blocks are needed, {self.num_free} are free")
         block_ids: list[int] = []
         for _ in range(count):
-            block_id = self._free.pop() if self._free else self._evict()
-            self._ref_counts[block_id] = 1
+            block_id = free.pop() if free else self._evict()
+            ref_counts[block_id] = 1
             block_ids.append(block_id)
         return block_ids
 
     def release(self, block_ids: Sequence[int]) -> None:
         """Remove one reference from each block."""
         # The tail first: the end of a chain is the least likely to be shared, so evict it first.
+        ref_counts, keys, cached = self._ref_counts, self._keys, self._cached
         for block_id in reversed(block_ids):
-            self._ref_counts[block_id] -= 1
-            if self._ref_counts[block_id]:
+            ref_counts[block_id] -= 1
+            if ref_counts[block_id]:
                 continue
-            if self._keys[block_id] is None:
+            if keys[block_id] is None:
                 self._free.append(block_id)
             else:
-                self._cached[block_id] = None
+                cached[block_id] = None
 
     def register(
         self,
@@ -308,10 +316,10 @@ class KVBlockPool:
 
     def _unindex(self, block_id: int, key: BlockKey) -> None:
         del self._index[key.digest]
-        self._lost.pop(key.digest, None)
         self._lost[key.digest] = None
+        self._lost.move_to_end(key.digest)
         if len(self._lost) > self._max_lost:
-            del self._lost[next(iter(self._lost))]
+            self._lost.popitem(last=False)
         self._keys[block_id] = None
         self._version += 1
         self._unindexed_at[block_id] = self._version

@@ -62,6 +62,7 @@ _MAX_GAIN = 1e9
 _LEARNING_PERIOD_S = 2e-3
 _NUM_FIRST_STEPS = 64
 
+_EXACT = 1e-9  # relative error of a prediction that is only rounded
 _MAX_SWEEPS = 2000
 _CONVERGED = 1e-6  # relative change of a coefficient in one pass
 
@@ -422,7 +423,8 @@ class LinearCostModel:
         """Learn from a measured step; impossible durations are ignored."""
         if not _MIN_SECONDS <= seconds <= _MAX_SECONDS:
             return
-        predicted = max(self._fitted(load), self._least_s, _MIN_SECONDS)
+        fitted = self._fitted(load)
+        predicted = max(fitted, self._least_s, _MIN_SECONDS)
         self._least_s = min(seconds, _LEAST_GROWTH * self._least_s or seconds)
         if not self._is_scaled:
             self._scale(seconds / predicted)
@@ -431,6 +433,20 @@ class LinearCostModel:
         self._num_steps += 1
         self._num_learnt += 1
         self._widen(values)
+        # the equations stay as they are where they hold exactly, as in the simulator
+        if abs(seconds - fitted) > _EXACT * seconds:
+            self._learn_from(load, values, seconds, predicted)
+            fitted = self._fitted(load)
+        ratio = seconds / max(fitted, _MIN_SECONDS)
+        # A single slow step says nothing of the next one: the median of three leaves it out.
+        usual = median((*self._ratios, ratio))
+        self._ratios = self._ratios[1], ratio
+        bounded = min(_MAX_PACE_RATIO, max(1.0 / _MAX_PACE_RATIO, usual))
+        self._pace += _PACE_GAIN * (bounded - self._pace)
+
+    def _learn_from(
+        self, load: StepLoad, values: tuple[int, ...], seconds: float, predicted: float
+    ) -> None:
         once_or_beyond = (
             int(load.num_logits_rows + load.num_scored > 0),
             max(0, load.num_tokens - _FEW_TOKENS),
@@ -439,12 +455,6 @@ class LinearCostModel:
         bounded_s = min(_MAX_RATIO * predicted, max(predicted / _MAX_RATIO, seconds))
         self._add((1, *values, *once_or_beyond), bounded_s, scale=max(predicted, bounded_s))
         self._sweep()
-        ratio = seconds / max(self._fitted(load), _MIN_SECONDS)
-        # A single slow step says nothing of the next one: the median of three leaves it out.
-        usual = median((*self._ratios, ratio))
-        self._ratios = self._ratios[1], ratio
-        bounded = min(_MAX_PACE_RATIO, max(1.0 / _MAX_PACE_RATIO, usual))
-        self._pace += _PACE_GAIN * (bounded - self._pace)
 
     def converge(self) -> None:
         """Solve the equations to the end, for a fit of many steps at once: `observe` does one pass

@@ -138,12 +138,15 @@ class DecodeGroup:
 
     def plan(self, step_id: int) -> None:
         """Plan a row for each: allocate and register blocks, in the order of rows."""
-        for member in self._changing[self._num_steps % self._block_size]:
-            sequence = member.sequence
-            self._set_length(sequence, member.shift + self._num_steps)
-            self._batch.grow(sequence)
-            sequence.resident.planned += 1
-            self._batch.register(sequence)
+        num_steps, block_size, batch = self._num_steps, self._block_size, self._batch
+        for member in self._changing[num_steps % block_size]:
+            sequence, start = member.sequence, member.shift + num_steps
+            if not start % block_size:
+                batch.grow_by_block(sequence)
+            if not (start + 1) % block_size:
+                self._set_length(sequence, start)
+                sequence.resident.planned += 1
+                batch.register(sequence)
         self._last_step_id = step_id
         self._is_in_flight = True
 

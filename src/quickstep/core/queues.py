@@ -237,7 +237,10 @@ class RunningBatch:
         Empty if it fits already, or would not fit even without all those that it may preempt.
         """
         may_preempt = self._order.may_preempt
-        lower = [one for one in reversed(self._running) if may_preempt(sequence, one)]
+        first = 0  # only queues that take turns have others preempted than those that rank after it
+        if not self._order.takes_turns:
+            first = bisect_left(self._running, sequence.rank, key=_rank)
+        lower = [one for one in reversed(self._running[first:]) if may_preempt(sequence, one)]
         hits = self._lookup(sequence) if lower else ()
         if not lower or not self._fits(sequence, hits, lower):
             return ()
@@ -314,6 +317,10 @@ class RunningBatch:
         sequence.resident.blocks.extend(new_block_ids)
         return tuple(new_block_ids)
 
+    def grow_by_block(self, sequence: Sequence) -> None:
+        """Extend the block table by one block."""
+        sequence.resident.blocks += self._pool.allocate(1)
+
     def restart(self, sequence: Sequence) -> tuple[int, ...]:
         """Begin to compute all known tokens again; returns the new blocks for the last one."""
         new_block_ids = self.grow(sequence)
@@ -330,14 +337,15 @@ class RunningBatch:
         num_full = min(residency.planned, len(sequence.token_ids)) // block_size
         if not self._pool.prefix_caching or len(residency.keys) >= num_full:
             return
-        tokens, digests = sequence.token_ids, sequence.digests
-        self._pool.extend_digests(digests, sequence.root, tokens, num_full)
-        for index in range(len(residency.keys), num_full):
-            parent = residency.keys[-1] if residency.keys else sequence.root
-            block_tokens = tuple(tokens[index * block_size : (index + 1) * block_size])
+        pool, keys, digests = self._pool, residency.keys, sequence.digests
+        for index in range(len(keys), num_full):
+            start = index * block_size
+            block_tokens = tuple(sequence.token_ids[start : start + block_size])
+            if index == len(digests):
+                pool.extend_digest(digests, sequence.root, block_tokens)
+            parent = keys[-1] if keys else sequence.root
             block_id = residency.blocks[index]
-            key = self._pool.register(block_id, parent, block_tokens, digests[index])
-            residency.keys.append(key)
+            keys.append(pool.register(block_id, parent, block_tokens, digests[index]))
 
     def check_hits(self, sequence: Sequence) -> None:
         """Raise AssertionError unless a lookup finds the same with and without the hits that a

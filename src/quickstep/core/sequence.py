@@ -229,9 +229,9 @@ class Sequence:
 
     @property
     def num_prefill_left(self) -> int:
-        """How many tokens known at admission are still to be computed; 0 while it is paused."""
+        """How many tokens known at admission are still to be computed."""
         residency = self.resident
-        return 0 if self.is_paused else max(0, residency.prefill_end - residency.planned)
+        return max(0, residency.prefill_end - residency.planned)
 
     def admit(self, residency: Residency, now: float) -> None:
         """Enter the batch."""

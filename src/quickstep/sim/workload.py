@@ -190,6 +190,7 @@ class Clients:
         self._sessions: dict[str, _Session] = {}
         self._prompts: dict[str, tuple[int, ...]] = {}
         self._prefixes: dict[tuple[int, ...], tuple[int, ...]] = {}
+        self._sampling_of_length: dict[int, SamplingParams] = {}
         self._next_prefix_token = _FIRST_PREFIX_TOKEN
         self._next_token = _FIRST_NEW_TOKEN
         self._num_requests = 0
@@ -265,13 +266,20 @@ class Clients:
         return Request(
             str(self._num_requests),
             prompt,
-            SamplingParams(max_tokens=num_outputs, ignore_eos=True),
+            self._sampling(num_outputs),
             priority=tenant.priority,
             tenant=tenant.name,
             tenant_weight=tenant.weight,
             request_class=tenant.request_class,
             adapter_id=session.adapter_id,
         )
+
+    def _sampling(self, num_outputs: int) -> SamplingParams:
+        """One object for all requests with this length: it is checked whenever it is made."""
+        if num_outputs not in self._sampling_of_length:
+            params = SamplingParams(max_tokens=num_outputs, ignore_eos=True)
+            self._sampling_of_length[num_outputs] = params
+        return self._sampling_of_length[num_outputs]
 
     def _exponential(self, mean: float) -> float:
         return self._rng.expovariate(1.0 / mean) if mean > 0 else 0.0
