@@ -18,6 +18,7 @@ from quickstep.core.block_pool import KVBlockPool
 from quickstep.core.cost_model import Coefficients, LinearCostModel
 from quickstep.core.policies import make_policy
 from quickstep.core.scheduler import Scheduler
+from quickstep.sim.engine import quick_digest
 from quickstep.sim.simulate import Arrival, simulate
 from quickstep.sim.workload import Clients, Lengths, Workload
 
@@ -36,7 +37,7 @@ def replica(rng: Random, num_requests: int, rate: float) -> tuple[int, int]:
         times.append(at_s)
     arrivals: list[Arrival] = clients.opening(times)
     config = SchedulerConfig(256, 2048, 4096)
-    pool = KVBlockPool(8192, 16)
+    pool = KVBlockPool(8192, 16, digest=quick_digest)
     scheduler = Scheduler(config, pool, make_policy(config), LinearCostModel(_COSTS))
     outcome = simulate(arrivals, scheduler, LinearCostModel(_COSTS))
     return len(outcome.endings), len(outcome.records)

@@ -63,6 +63,9 @@ class Activity(enum.Enum):
     PAUSED = "paused"
     ADAPTER = "adapter"
 
+    # its members are keys of dicts; `Enum.__hash__` is a Python function
+    __hash__ = object.__hash__
+
 
 class RequestClass(enum.Enum):
     """What a request is for: a client waits for it, or it may take as long as it needs."""
@@ -343,7 +346,7 @@ class CacheMiss(enum.Enum):
     DISABLED = "disabled"
 
 
-class SequenceTimings(msgspec.Struct, frozen=True):
+class SequenceTimings(msgspec.Struct, frozen=True, gc=False):
     """Times of one sequence, in seconds on the scheduler's clock, and its tokens and blocks.
 
     queue + adapter + prefill + decode + preempted + paused = finished - arrival. While the client
@@ -412,7 +415,7 @@ class SequenceOutput(msgspec.Struct, frozen=True):
     embedding: tuple[float, ...] | None = None
 
 
-class PrefillCharge(msgspec.Struct, frozen=True, array_like=True):
+class PrefillCharge(msgspec.Struct, frozen=True, array_like=True, gc=False):
     """A prefill row of a step: its request, its tokens, and the seconds that it is charged."""
 
     request_id: str
@@ -420,7 +423,7 @@ class PrefillCharge(msgspec.Struct, frozen=True, array_like=True):
     seconds: float
 
 
-class StepRecord(msgspec.Struct, frozen=True, tag_field="kind", tag="step"):
+class StepRecord(msgspec.Struct, frozen=True, tag_field="kind", tag="step", gc=False):
     """A record of the step log. The executor measures `seconds`; times are the scheduler's clock.
 
     `num_kv_tokens` is the context that attention read, summed over rows (each row's `end`);

@@ -10,10 +10,11 @@ from random import Random
 import pytest
 
 from quickstep.config import PolicyName, SchedulerConfig
-from quickstep.core.block_pool import KVBlockPool
+from quickstep.core.block_pool import KVBlockPool, chain_digest
 from quickstep.core.cost_model import Coefficients, LinearCostModel
 from quickstep.core.policies import Policy, make_policy
 from quickstep.core.scheduler import Scheduler
+from quickstep.sim.engine import quick_digest
 from quickstep.sim.simulate import Arrival, Ending, Simulation, simulate
 from quickstep.sim.workload import Clients, Lengths, PrefixLevel, Workload
 from quickstep.types import Request, SamplingParams, StepPlan
@@ -51,7 +52,9 @@ def random_simulation(seed: int, step_by_step: bool) -> tuple[Simulation, Observ
         Arrival(at_s, Request(f"late-{at_s}", (5, 6), SamplingParams(max_tokens=50), timeout_s=0.2))
         for at_s in (0.0, 0.03)
     ]
-    pool = KVBlockPool(rng.choice((12, 40, 200)), rng.choice((1, 4, 16)), rng.random() < 0.8)
+    sizes = rng.choice((12, 40, 200)), rng.choice((1, 4, 16))
+    digest = chain_digest if step_by_step else quick_digest
+    pool = KVBlockPool(*sizes, prefix_caching=rng.random() < 0.8, digest=digest)
     believed = rng.choice((COSTS, None))  # the scheduler's model learns
     checks = rng.random() < 0.5
     scheduler = Observed(config, pool, make_policy(config), LinearCostModel(believed), checks)

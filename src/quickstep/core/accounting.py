@@ -158,7 +158,7 @@ class StepCharges(msgspec.Struct, frozen=True):
     unclaimed_s: float
 
 
-class UnitTicks(msgspec.Struct, frozen=True):
+class UnitTicks(msgspec.Struct, frozen=True, gc=False):
     """What each unit of a `StepLoad` is charged in one step, in ticks, in the order of its fields.
 
     A whole number for each unit, so charges can be added in any order, and those of many steps or

@@ -13,8 +13,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
-from operator import mul
-from statistics import median
+from operator import ge, le, mul
 from types import MappingProxyType
 from typing import Protocol
 
@@ -69,7 +68,7 @@ _CONVERGED = 1e-6  # relative change of a coefficient in one pass
 _NO_SAMPLING: Mapping[int, SamplingParams] = MappingProxyType({})
 
 
-class StepLoad(msgspec.Struct, frozen=True):
+class StepLoad(msgspec.Struct, frozen=True, gc=False):
     """What the cost of a step depends on. The sum of the loads of its rows.
 
     A decode row has as many KV tokens as pairs; in a chunk of prefill the pairs grow with its
@@ -157,7 +156,7 @@ class Prediction(msgspec.Struct, frozen=True):
     is_extrapolated: bool
 
 
-class UnitPrices(msgspec.Struct, frozen=True):
+class UnitPrices(msgspec.Struct, frozen=True, gc=False):
     """A price per unit of each field of `StepLoad`, in its order: by these, the seconds of a step
     are divided among its rows.
     """
@@ -439,7 +438,7 @@ class LinearCostModel:
             fitted = self._fitted(load)
         ratio = seconds / max(fitted, _MIN_SECONDS)
         # A single slow step says nothing of the next one: the median of three leaves it out.
-        usual = median((*self._ratios, ratio))
+        usual = sorted((*self._ratios, ratio))[1]
         self._ratios = self._ratios[1], ratio
         bounded = min(_MAX_PACE_RATIO, max(1.0 / _MAX_PACE_RATIO, usual))
         self._pace += _PACE_GAIN * (bounded - self._pace)
@@ -470,7 +469,7 @@ class LinearCostModel:
     def _widen(self, values: tuple[int, ...]) -> None:
         if self._lowest is None:
             self._lowest = self._highest = values
-        else:
+        elif not (all(map(le, self._lowest, values)) and all(map(ge, self._highest, values))):
             self._lowest = tuple(map(min, self._lowest, values))
             self._highest = tuple(map(max, self._highest, values))
 

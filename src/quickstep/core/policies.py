@@ -191,6 +191,8 @@ class MixedPolicy(_Continuous):
         if view.prefill_may_wait:
             least = 0
         low, high = min(least, view.num_tokens_left), view.num_tokens_left
+        if cost_model.seconds(placed + view.chunk(high)) <= limit_s:  # the usual case
+            return high
         while low < high:
             middle = (low + high + 1) // 2
             if cost_model.seconds(placed + view.chunk(middle)) <= limit_s:

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import enum
 import sys
+from types import MappingProxyType
 
 import msgspec
 from msgspec.structs import replace
@@ -40,6 +41,7 @@ Rank = tuple[bool, bool, float, int]
 TICKS_PER_S = 2.0**80
 
 _MAX_ACTIVITIES = 64  # changes that are recorded per sequence
+_NO_SECONDS = MappingProxyType(dict.fromkeys(Activity, 0.0))
 _MASK_64 = 2**64 - 1
 _GOLDEN = 0x9E3779B97F4A7C15
 
@@ -107,7 +109,7 @@ class _Clock:
         self.activity = activity  # also during a pause, which may outlast several
         self.since_s = now
         self.is_paused = False
-        self.seconds = dict.fromkeys(Activity, 0.0)
+        self.seconds = dict(_NO_SECONDS)
         self.changes = [(activity, now)]
 
     def enter(self, activity: Activity, now: float) -> None:

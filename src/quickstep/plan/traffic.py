@@ -18,7 +18,7 @@ from quickstep.core.scheduler import Scheduler
 from quickstep.errors import ConfigError
 from quickstep.plan.candidates import BLOCK_SIZE, Candidate, Load
 from quickstep.sim.arrivals import diurnal, gamma, ramp
-from quickstep.sim.engine import SimulatedEngine
+from quickstep.sim.engine import SimulatedEngine, quick_digest
 from quickstep.sim.faults import random_faults
 from quickstep.sim.replicas import ReplicaRun
 from quickstep.sim.routers import ROUTERS
@@ -164,7 +164,7 @@ def simulate_arrivals(
     costs, load_s = candidate.costs, 0.0 if adapters is None else adapters.load_s
 
     def new_scheduler() -> Scheduler:
-        pool = KVBlockPool(candidate.num_blocks, BLOCK_SIZE)
+        pool = KVBlockPool(candidate.num_blocks, BLOCK_SIZE, digest=quick_digest)
         scheduler = Scheduler(config, pool, make_policy(config), costs)
         for adapter_id in () if adapters is None else adapter_ids(adapters):
             scheduler.register_adapter(adapter_id, 1)
