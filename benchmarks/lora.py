@@ -196,6 +196,7 @@ def main() -> int:
     add("--points", type=int, nargs="+", default=[1, 8, 64], help="numbers of adapters")
     add("--distributions", nargs="+", choices=("zipf", "uniform"), default=["zipf", "uniform"])
     add("--max-loras", type=int, default=64, help="(default: %(default)s)")
+    add("--lora-dtype", choices=("auto", "int8"), default="auto", help="(default: %(default)s)")
     add("--max-cpu-loras", type=int, help="(default: --max-loras)")
     add("--concurrency", type=int, default=64, help="(default: %(default)s)")
     add("--input-len", type=int, default=16, help="(default: %(default)s)")
@@ -218,6 +219,7 @@ def main() -> int:
         max_loras=args.max_loras,
         max_cpu_loras=args.max_cpu_loras,
         max_lora_rank=args.rank,
+        lora_dtype=args.lora_dtype,
         max_num_seqs=args.concurrency,
         max_model_len=args.input_len + args.output_len,
         enable_prefix_caching=False,

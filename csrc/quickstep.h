@@ -12,7 +12,7 @@
 extern "C" {
 #endif
 
-#define QS_ABI_VERSION 9
+#define QS_ABI_VERSION 10
 #define QS_API __attribute__((visibility("default")))
 
 enum qs_status {
@@ -225,17 +225,21 @@ QS_API int qs_paged_attention(qs_context* context, const qs_attention* call);
 
 // LoRA: y += scale * b (a x), on the outputs that a part changes. In fp32; the sum over the inputs
 // and that over the ranks are each in one order, and y is rounded once more. Of an embedding, x is a
-// token id, and a x its row of a.
+// token id, and a x its row of a. A part without b is a complete matrix in place of the base's:
+// y = scale * (a x) + bias.
 typedef struct qs_lora_part {
   int64_t module;        // number of the matrix among the model's
-  int64_t rank, k, n;
-  int64_t first_output;  // of n in the matrix
-  const void* a;         // [rank, k]; of an embedding [k, rank]
-  const void* b;         // [n, rank]
+  int64_t rank, k, n;       // rank 0: the bias only
+  int64_t first_output;     // of n in the matrix
+  const void* a;            // [rank, k]; of an embedding [k, rank]
+  const void* b;            // [n, rank]; null for a complete matrix, whose rank is n
   double scale;
+  const float* rank_scales; // [rank], times `scale`; null unless these are int8
+  const float* bias;        // [n], added, or null
 } qs_lora_part;
 
-// Copies the parts, which ascend by module. All are of one dtype.
+// Copies the parts, which ascend by module. `dtype` is that of all a and b: that of x and y, or
+// QS_I8.
 QS_API int qs_lora_create(int dtype, const qs_lora_part* parts, int64_t num_parts,
                           int64_t num_modules, qs_lora** out);
 QS_API void qs_lora_destroy(qs_lora* lora);
@@ -255,7 +259,7 @@ typedef struct qs_lora_add_call {
   const int64_t* tokens;        // of all groups, one after another; a token at most once
   const void* x;                // null where there are token ids
   const int64_t* ids;           // [T] of an embedding, else null
-  void* y;                      // [T, n], in the dtype of the adapters, as x
+  void* y;                      // [T, n], in the dtype of x
   void* scratch;                // qs_lora_scratch_bytes(...) bytes
 } qs_lora_add_call;
 

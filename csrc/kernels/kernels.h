@@ -51,9 +51,12 @@ struct QuantizedLinearArgs;
 // One low-rank change, in the memory of its adapter.
 struct LoRAPart {
   int64_t rank, k, n, first_output;
-  const void* a;  // [rank, k]; of an embedding [k, rank]
-  const void* b;  // [rank, n]: transposed, so that a vector holds outputs
-  float scale;
+  const void* a;             // [rank, k]; of an embedding [k, rank]
+  const void* b;             // panels of kLoRAPanel outputs (the last may be narrower), each
+                             // [rank, outputs]; null: a complete matrix in place of the base's
+  float scale;               // of all ranks, if they have none of their own
+  const float* rank_scales;  // [rank] if a and b are int8, else null
+  const float* bias;         // [n] or null
 };
 
 struct PackedLoRA {
@@ -68,7 +71,7 @@ struct PackedLoRA {
 struct LoRATile {
   const LoRAPart* part;
   const int64_t* tokens;
-  float* low;  // [num_tokens, rank]: scale * (a x)
+  float* low;  // [num_tokens, rank]: scale * (a x); not used of a complete matrix
   int64_t num_tokens;
   int64_t begin, end;  // ranks (shrink) or outputs of the part (expand)
 };
@@ -89,6 +92,10 @@ struct LoRAArgs {
 constexpr int64_t kLoRATokens = 4;      // of a tile
 constexpr int64_t kLoRARanks = 16;      // of a tile of shrink
 constexpr int64_t kLoRAOutputs = 512;   // of a tile of expand
+constexpr int64_t kLoRARows = 64;       // of a tile of a complete matrix
+// Outputs whose part of b is one piece of memory: a stride of the matrix's outputs between ranks
+// would be `rank` streams.
+constexpr int64_t kLoRAPanel = 32;
 
 struct NormArgs {
   int dtype;

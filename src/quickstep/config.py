@@ -286,6 +286,7 @@ class LoRAConfig(msgspec.Struct, frozen=True):
         memory_bytes: What adapters may take in compute memory together; None for the `max_loras`
             largest of those that are known at the start.
         allowed_dirs: Where clients may load adapters from, with `directory`.
+        dtype: `auto` holds adapters in the model's dtype, `int8` in half of that of bfloat16.
     """
 
     modules: tuple[tuple[str, str], ...] = ()
@@ -296,8 +297,11 @@ class LoRAConfig(msgspec.Struct, frozen=True):
     pinned: tuple[str, ...] = ()
     memory_bytes: int | None = None
     allowed_dirs: tuple[str, ...] = ()
+    dtype: str = "auto"
 
     def __post_init__(self) -> None:
+        if self.dtype not in ("auto", "int8"):
+            raise ConfigError(f"--lora-dtype is {self.dtype!r}, it must be auto or int8")
         for name in ("max_loras", "max_lora_rank", "memory_bytes"):
             value = getattr(self, name)
             if value is not None and value < 1:
@@ -321,6 +325,10 @@ class LoRAConfig(msgspec.Struct, frozen=True):
             if directory is not None and not os.path.isdir(directory):  # noqa: PTH112
                 flag = "--lora-dir" if directory == self.directory else "--lora-allowed-dirs"
                 raise ConfigError(f"{flag} is {directory}, which is no directory")
+
+    def itemsize(self, of_model: int) -> int:
+        """Bytes of an element of an adapter, of a model whose elements have `of_model` bytes."""
+        return 1 if self.dtype == "int8" else of_model
 
     @property
     def num_host_loras(self) -> int:

@@ -135,9 +135,12 @@ def pack_lora(modules: Sequence[Sequence[LoRAPart]]) -> LoRAAdapter:
 def add_lora_(y: Tensor, x: Tensor, module: int, mapping: LoRAMapping) -> None:
     for adapter, tokens in mapping.groups:
         for part in adapter.data[module]:
-            columns = slice(part.first_output, part.first_output + part.b.shape[0])
+            columns = slice(part.first_output, part.first_output + part.num_outputs)
             low = part.a[x[tokens]] if part.is_embedding else x[tokens] @ part.a.t()
-            y[tokens, columns] += part.scale * (low @ part.b.t())
+            if part.b is None:
+                y[tokens, columns] = low
+            else:
+                y[tokens, columns] += part.scale * (low @ part.b.t())
 
 
 NAIVE_OPS = OpTable(

@@ -15,6 +15,8 @@ from safetensors.torch import load_file, save_file
 
 from adapter_files import write_adapter
 from quickstep.model.adapters.checkpoint import open_adapter
+from quickstep.model.adapters.int8 import as_int8
+from quickstep.model.adapters.lora_modules import base_biases
 from quickstep.model.decoder import Decoder
 from quickstep.model.spec import read_spec
 from quickstep.ops.table import LoRAAdapter
@@ -41,14 +43,16 @@ def with_adapters(base, path: Path, configs: list[dict[str, object]]):
         for name, parameter in model.named_parameters():
             if "lora_" in name:
                 parameter.copy_(torch.randn(parameter.shape, generator=generator) * 0.2)
+            elif "modules_to_save" in name:
+                parameter.add_(torch.randn(parameter.shape, generator=generator) * 0.1)
     model.save_pretrained(path)
     return model.eval()
 
 
-def read(model: Decoder, path: Path, max_rank: int = 256) -> LoRAAdapter:
+def read(model: Decoder, path: Path, max_rank: int = 256, in_int8: bool = False) -> LoRAAdapter:
     dtype = host_dtype(model.kv_shape.dtype)
-    weights = open_adapter(path, model.spec, max_rank).read(dtype)
-    return model.ops.pack_lora(weights.modules)
+    weights = open_adapter(path, model.spec, max_rank).read(dtype, base_biases(model))
+    return model.ops.pack_lora(as_int8(weights.modules) if in_int8 else weights.modules)
 
 
 def greedy(model: Decoder, prompts, adapters: list[LoRAAdapter | None], chunk: int = 6):
@@ -113,6 +117,57 @@ def test_embeddings_and_output_projections_equal_peft(case: Case, tmp_path: Path
     ]
     peft_model = with_adapters(base, tmp_path / "adapters", configs)
     equals_peft(case, peft_model, tmp_path, ["a0", "a1", None, "a2"])
+
+
+@pytest.mark.parametrize("case", ONE_PER_FAMILY, ids=lambda case: case.name)
+def test_complete_modules_and_biases_of_b_equal_peft(case: Case, tmp_path: Path) -> None:
+    base = case.save(tmp_path / "base")
+    targets = targets_of(case)
+    configs = [
+        {"r": 4, "target_modules": targets[-1:], "modules_to_save": ["lm_head"]},
+        {"r": 3, "target_modules": targets[:1], "modules_to_save": ["embed_tokens"]},
+        {"r": 5, "target_modules": targets[:2], "lora_bias": True},
+    ]
+    peft_model = with_adapters(base, tmp_path / "adapters", configs)
+    equals_peft(case, peft_model, tmp_path, ["a0", "a1", None, "a2", "a0"])
+
+
+@pytest.mark.parametrize("name", ["llama", "qwen2", "phi3"])
+def test_complete_linear_layers_equal_peft(name: str, tmp_path: Path) -> None:
+    """One of them in a matrix with others, with a bias and without."""
+    case = next(case for case in CASES if case.name == name)
+    base = case.save(tmp_path / "base")
+    first, *_, last = targets_of(case)
+    config = {"r": 4, "target_modules": ["o_proj"], "modules_to_save": [first, last]}
+    peft_model = with_adapters(base, tmp_path / "adapters", [config])
+    equals_peft(case, peft_model, tmp_path, ["a0", None, "a0"])
+
+
+@pytest.mark.parametrize("biases", ["all", "lora_only"])
+@pytest.mark.parametrize("name", ["llama-biases-mqa", "qwen2", "granite-swa"])
+def test_trained_biases_equal_peft(name: str, biases: str, tmp_path: Path) -> None:
+    """Peft trains the biases in place, so one adapter at a time, and has no base model left."""
+    case = next(case for case in CASES if case.name == name)
+    base = case.save(tmp_path / "base")
+    config = peft.LoraConfig(
+        task_type="CAUSAL_LM", r=4, target_modules=["q_proj", "o_proj", "up_proj"], bias=biases
+    )
+    peft_model = peft.get_peft_model(base, config)
+    generator = torch.Generator().manual_seed(3)
+    with torch.no_grad():
+        for parameter in peft_model.parameters():
+            if parameter.requires_grad:
+                noise = torch.randn(parameter.shape, generator=generator)
+                parameter.add_(noise * 0.3)
+    peft_model.save_pretrained(tmp_path / "adapter")
+    model = load(tmp_path / "base", max_model_len=case.max_model_len)
+    assert isinstance(model, Decoder)
+    prompts = random_prompts((11, 5), VOCAB)
+    rows = greedy(model, prompts, [read(model, tmp_path / "adapter"), None])
+    expected = peft_model.eval()(torch.tensor([rows[0].token_ids[:-1]])).logits[0].detach()
+    torch.testing.assert_close(torch.cat(rows[0].logits), expected, atol=2e-4, rtol=1e-4)
+    [plain] = greedy(model, prompts[1:], [None])
+    assert torch.equal(torch.cat(rows[1].logits), torch.cat(plain.logits))
 
 
 @pytest.mark.parametrize("last", ["q_proj", "gate"])
@@ -188,27 +243,54 @@ def test_unmerged_equals_merged(tmp_path: Path) -> None:
     torch.testing.assert_close(torch.cat(row.logits), torch.cat(expected.logits), atol=2e-4, rtol=0)
 
 
+def test_int8_adapters_are_close(tmp_path: Path) -> None:
+    """The change that an adapter makes to the logits is off by a few percent."""
+    case = next(case for case in CASES if case.name == "qwen3")
+    configs: list[dict[str, object]] = [
+        {"r": 8, "target_modules": [*DENSE, "embed_tokens", "lm_head"]},
+        {"r": 8, "target_modules": DENSE, "modules_to_save": ["lm_head", "embed_tokens"]},
+    ]
+    [prompt] = random_prompts((40,), VOCAB)
+    for index, config in enumerate(configs):
+        base = case.save(tmp_path / "base")
+        with_adapters(base, tmp_path / f"{index}", [config])
+        model = load(tmp_path / "base")
+        assert isinstance(model, Decoder)
+        path = tmp_path / f"{index}" / "a0"
+        exact_adapter, rounded_adapter = read(model, path), read(model, path, in_int8=True)
+        assert rounded_adapter.nbytes < 0.5 * exact_adapter.nbytes
+        packed = [None, exact_adapter, rounded_adapter]
+        of_prompt = [greedy(model, [prompt], [one], chunk=64)[0].logits[0][:40] for one in packed]
+        none, exact, rounded = (logits.double() for logits in of_prompt)
+        change = (exact - none).square().mean().sqrt()
+        assert 0 < (rounded - exact).square().mean().sqrt() < 0.05 * change
+
+
 @pytest.mark.parametrize(
-    ("dtype", "quantization"),
+    ("dtype", "quantization", "in_int8"),
     [
-        ("float32", None),
-        ("bfloat16", None),
-        ("float16", None),
-        ("bfloat16", "int8"),
-        ("bfloat16", "int4"),
+        ("float32", None, False),
+        ("bfloat16", None, False),
+        ("float16", None, False),
+        ("bfloat16", None, True),
+        ("bfloat16", "int8", False),
+        ("bfloat16", "int4", True),
     ],
 )
 def test_alone_equals_batched_with_any_neighbours(
-    dtype: str, quantization: str | None, tmp_path: Path
+    dtype: str, quantization: str | None, in_int8: bool, tmp_path: Path
 ) -> None:
     case = next(case for case in CASES if case.name == "qwen3")
     base = case.save(tmp_path / "base")
     targets = [*DENSE, "embed_tokens", "lm_head"]
-    configs = [{"r": rank, "target_modules": targets} for rank in (1, 8, 256)]
+    configs = [{"r": rank, "target_modules": targets} for rank in (1, 256)]
+    complete = {"r": 8, "target_modules": DENSE, "modules_to_save": ["embed_tokens", "lm_head"]}
+    with_adapters(case.save(tmp_path / "base"), tmp_path / "complete", [complete])
     with_adapters(base, tmp_path / "adapters", configs)
     model = load(tmp_path / "base", dtype=dtype, quantization=quantization)
     assert isinstance(model, Decoder)
-    loaded = [read(model, tmp_path / "adapters" / f"a{index}") for index in range(3)]
+    paths = [tmp_path / name for name in ("adapters/a0", "complete/a0", "adapters/a1")]
+    loaded = [read(model, path, in_int8=in_int8) for path in paths]
     adapters = [loaded[0], None, loaded[1], loaded[0], loaded[2]]
     prompts = random_prompts((11, 5, 17, 9, 13), VOCAB)
     mixed = greedy(model, prompts, adapters, chunk=5)

@@ -110,15 +110,30 @@ def _lora(
     for index, parts in enumerate(adapters):
         tokens = (ids == index).nonzero().flatten()
         for part in parts:
-            a, b = to_torch(part.a).double(), to_torch(part.b).double()
+            a, b = to_torch(part.a).double(), _b_of(part)
             columns = slice(part.first_output, part.first_output + b.shape[0])
+            scale = part.scale
+            if part.rank_scales is not None:
+                scale = scale * to_torch(part.rank_scales).double()
             if part.is_embedding:
                 low, low_size = a[x[tokens]], a[x[tokens]].abs()
             else:
                 low, low_size = x[tokens] @ a.t(), x[tokens].abs() @ a.abs().t()
-            value[tokens, columns] += part.scale * (low @ b.t())
-            size[tokens, columns] += part.scale * (low_size @ b.abs().t())
+            if part.b is None:
+                value[tokens, columns], size[tokens, columns] = 0.0, 0.0
+            value[tokens, columns] += scale * low @ b.t()
+            size[tokens, columns] += scale * low_size @ b.abs().t()
+            if part.bias is not None:
+                value[tokens, columns] += to_torch(part.bias).double()
+                size[tokens, columns] += to_torch(part.bias).double().abs()
     return [(value, 4 * _FP32_ROUNDOFF * size)]
+
+
+def _b_of(part: LoRAPart) -> Tensor:
+    """The identity of a complete matrix."""
+    if part.b is None:
+        return torch.eye(part.rank, dtype=torch.float64)
+    return to_torch(part.b).double()
 
 
 def _rms_norm(x: Tensor, weight: Tensor, eps: float, offset: float) -> list[tuple[Tensor, Tensor]]:

@@ -195,6 +195,38 @@ def _lora_cases(dtype: torch.dtype) -> Iterator[Case]:
         tokens = (source.normal(num_tokens, outputs), source.normal(num_tokens, width), ids)
         yield Case("lora", name, tokens, fixed)
     yield from _embedding_lora_cases(dtype)
+    yield from _other_lora_cases(dtype)
+
+
+def _other_lora_cases(dtype: torch.dtype) -> Iterator[Case]:
+    """Biases, complete matrices, and int8 weights, of linear layers and of embeddings."""
+    num_tokens, width, outputs = 11, 77, 139
+    for kind, is_embedding, is_int8 in product(
+        ("low-rank", "complete", "bias"), (False, True), (False, True)
+    ):
+        name = label("lora", dtype, kind, *["embedding"] * is_embedding, *["int8"] * is_int8)
+        source = CaseInputs(name, dtype)
+        adapters = []
+        for rank in (5, 24):
+            rank = {"low-rank": rank, "complete": 107, "bias": 0}[kind]
+            shape = (width, rank) if is_embedding else (rank, width)
+            a, b = source.normal(*shape, scale=0.1), source.normal(107, rank, scale=0.2)
+            scales = None
+            if is_int8:
+                a, b = (one.float().mul(400).clamp(-127, 127).to(torch.int8) for one in (a, b))
+                scales = source.normal(rank).float().abs() * 1e-4 + 1e-4
+            bias = None if kind == "low-rank" else source.normal(107).float()
+            b_or_none = None if kind == "complete" else b
+            scale = 1.0 if kind == "complete" else 0.7
+            part = LoRAPart(a, b_or_none, 32, scale, is_embedding, scales, bias)
+            adapters.append((part,))
+        ids = torch.arange(num_tokens) * 7 % 3 - 1
+        x = (
+            torch.arange(num_tokens) * 13 % width
+            if is_embedding
+            else source.normal(num_tokens, width)
+        )
+        yield Case("lora", name, (source.normal(num_tokens, outputs), x, ids), tuple(adapters))
 
 
 def _embedding_lora_cases(dtype: torch.dtype) -> Iterator[Case]:

@@ -15,6 +15,7 @@ from adapter_files import ALL, adapter_config, adapter_tensors, write_adapter, w
 from adapter_files import SMALL_LLAMA as SPEC
 from quickstep.errors import ConfigError
 from quickstep.model.adapters.checkpoint import open_adapter
+from quickstep.model.adapters.int8 import as_int8
 from quickstep.model.adapters.lora_modules import (
     Projection,
     embedding_number,
@@ -24,7 +25,8 @@ from quickstep.model.adapters.lora_modules import (
     num_modules,
 )
 from quickstep.model.spec import parse_spec
-from quickstep.ops.tensors import BFLOAT16, FLOAT16, FLOAT32
+from quickstep.ops.table import LoRAPart
+from quickstep.ops.tensors import BFLOAT16, FLOAT16, FLOAT32, HostTensor
 
 PHI = parse_spec(
     {
@@ -150,9 +152,12 @@ def test_tensors_are_rounded_to_the_models_dtype(tmp_path: Path) -> None:
     [
         ({"peft_type": "IA3"}, "IA3"),
         ({"use_dora": True}, "DoRA"),
-        ({"lora_bias": True}, "lora_bias"),
-        ({"bias": "all"}, "'bias'"),
-        ({"modules_to_save": ["lm_head"]}, "modules_to_save"),
+        ({"target_parameters": ["mlp.experts.gate_up_proj"]}, "target_parameters"),
+        ({"lora_bias": True}, "without lora_B.bias"),
+        ({"bias": "some"}, "'bias'"),
+        ({"modules_to_save": ["lm_head"]}, "0 of 1 tensors for 'lm_head'"),
+        ({"modules_to_save": "lm_head"}, "modules_to_save"),
+        ({"modules_to_save": ["q_proj"]}, "no target"),
         ({"fan_in_fan_out": True}, "fan_in_fan_out"),
         ({"init_lora_weights": "pissa_niter_4"}, "pissa"),
         ({"something_new": 3}, "something_new"),
@@ -182,6 +187,12 @@ def test_a_config_that_is_not_applied_exactly_is_refused(
         "base_model.model.model.embed_tokens.lora_A.weight",
         "base_model.model.model.layers.0.self_attn.q_proj.lora_magnitude_vector",
         "base_model.model.model.layers.9.self_attn.q_proj.lora_A.weight",
+        "base_model.model.model.layers.0.self_attn.q_proj.lora_B.bias",
+        "base_model.model.model.layers.0.self_attn.q_proj.base_layer.bias",
+        "base_model.model.model.layers.0.self_attn.k_proj.weight",
+        "base_model.model.model.layers.0.input_layernorm.weight",
+        "base_model.model.model.norm.weight",
+        "base_model.model.lm_head.weight",
         "base_model.model.vision_tower.layers.0.self_attn.q_proj.lora_A.weight",
     ],
 )
@@ -189,6 +200,96 @@ def test_a_tensor_without_its_place_is_refused_by_name(tmp_path: Path, name: str
     tensors = adapter_tensors(SPEC, ("q_proj", "v_proj"))
     write_files(tmp_path, adapter_config(), tensors | {name: np.zeros((4, 32), np.float32)})
     assert name in refusal(tmp_path)
+
+
+START = "base_model.model.model.layers.0.self_attn."
+QWEN = replace(SPEC, qkv_bias=True)
+
+
+def test_a_complete_module_is_a_part_without_b(tmp_path: Path) -> None:
+    tensors = adapter_tensors(SPEC, ("q_proj", "v_proj"))
+    matrices = {
+        "base_model.model.lm_head.weight": (64, 32),
+        "base_model.model.model.embed_tokens.weight": (64, 32),
+        f"{START}o_proj.weight": (32, 32),
+    }
+    complete = {name: np.full(shape, 0.5, np.float32) for name, shape in matrices.items()}
+    config = adapter_config(modules_to_save=["lm_head", "embed_tokens", "0.self_attn.o_proj"])
+    checkpoint = open_adapter(write_files(tmp_path, config, tensors | complete), SPEC, 64)
+    adapter = checkpoint.read(FLOAT32)
+    assert adapter.rank == 4 and adapter.has_complete_matrices
+    [head] = adapter.modules[lm_head_number(SPEC)]
+    assert head.b is None and head.a.shape == (64, 32) and head.scale == 1.0
+    [embedding] = adapter.modules[embedding_number(SPEC)]
+    assert embedding.is_embedding and (embedding.num_inputs, embedding.num_outputs) == (64, 32)
+    [o_proj] = adapter.modules[module_number(0, Projection.O_PROJ)]
+    assert o_proj.num_outputs == 32
+    plain = open_adapter(write_adapter(tmp_path / "b", SPEC, ("q_proj", "v_proj")), SPEC, 64)
+    more = checkpoint.num_bytes(2) - plain.num_bytes(2)
+    assert more == 2 * sum(math.prod(shape) for shape in matrices.values())
+    config = adapter_config(modules_to_save=["lm_head"], target_modules=["q_proj"])
+    tensors = adapter_tensors(SPEC, ("q_proj",))
+    tensors["base_model.model.lm_head.weight"] = np.zeros((70, 32), np.float32)
+    write_files(tmp_path, config, tensors)
+    assert "[70, 32]" in refusal(tmp_path)
+
+
+def test_a_trained_bias_adds_its_difference_from_the_base_models(tmp_path: Path) -> None:
+    """Of a target (`base_layer`), and of another layer."""
+    tensors = adapter_tensors(QWEN, ("q_proj",))
+    config = adapter_config(target_modules=["q_proj"], bias="all")
+    for layer in range(3):
+        for name, size in (("q_proj.base_layer", 32), ("k_proj", 16), ("v_proj", 16)):
+            key = f"base_model.model.model.layers.{layer}.self_attn.{name}.bias"
+            tensors[key] = np.full(size, 2.0, np.float32)
+    checkpoint = open_adapter(write_files(tmp_path, config, tensors), QWEN, 64)
+    base = {
+        module_number(layer, Projection.QKV): np.arange(64, dtype=np.float32) for layer in range(3)
+    }
+    q, k, v = checkpoint.read(FLOAT32, base).modules[0]
+    assert (q.rank, k.rank, v.rank) == (4, 0, 0)
+    for part, first in ((q, 0), (k, 32), (v, 48)):
+        assert part.first_output == first and part.bias is not None
+        assert np.array_equal(part.bias.numpy(), 2.0 - np.arange(first, first + part.num_outputs))
+    assert checkpoint.num_bytes(1) == 3 * (2 * 4 * 32 + 64 + 4 * 64)
+    del tensors[f"{START}v_proj.bias"]
+    write_files(tmp_path, config, tensors)
+    with pytest.raises(ConfigError, match=r"0 of 1 tensors for '.*v_proj'; without bias"):
+        open_adapter(tmp_path, QWEN, 64)
+    write_files(tmp_path, config | {"bias": "lora_only"}, tensors)
+    with pytest.raises(ConfigError, match=r"k_proj.bias"):
+        open_adapter(tmp_path, QWEN, 64)
+
+
+def test_a_bias_of_b_is_scaled_as_b(tmp_path: Path) -> None:
+    tensors = adapter_tensors(SPEC, ("o_proj",))
+    for layer in range(3):
+        name = f"base_model.model.model.layers.{layer}.self_attn.o_proj.lora_B.bias"
+        tensors[name] = np.arange(32, dtype=np.float32)
+    config = adapter_config(target_modules=["o_proj"], lora_bias=True)
+    adapter = open_adapter(write_files(tmp_path, config, tensors), SPEC, 64).read(BFLOAT16)
+    [part] = adapter.modules[module_number(1, Projection.O_PROJ)]
+    assert part.bias is not None and part.scale == 2.0
+    assert np.array_equal(part.bias.numpy(), 2.0 * np.arange(32))
+
+
+@pytest.mark.parametrize("is_embedding", [False, True])
+def test_int8_values_are_off_by_half_a_step(is_embedding: bool) -> None:
+    rng = np.random.default_rng(0)
+    shape = (40, 5) if is_embedding else (5, 40)
+    a, b = (HostTensor(rng.normal(size=one).astype(np.float32), FLOAT32) for one in (shape, (7, 5)))
+    zero = HostTensor(np.zeros((7, 5), np.float32), FLOAT32)
+    parts = [LoRAPart(a, one, 3, 0.5, is_embedding) for one in (b, zero)]
+    [[part, of_zero]] = as_int8([parts])
+    assert part.first_output == 3 and part.scale == 0.5 and part.rank_scales is not None
+    change = a.numpy() if is_embedding else a.numpy().T
+    exact = change @ b.numpy().T
+    low = part.a.numpy() if is_embedding else part.a.numpy().T
+    found = low * part.rank_scales.numpy() @ part.b.numpy().T.astype(np.float32)
+    steps = [np.abs(one).max() / 254 * 5 for one in (change, b.numpy())]
+    bound = steps[0] * np.abs(b.numpy()).max() + steps[1] * np.abs(change).max()
+    assert 0 < np.abs(found - exact).max() < bound
+    assert of_zero.b is not None and not of_zero.b.numpy().any()
 
 
 def test_half_an_update_is_refused(tmp_path: Path) -> None:

@@ -6,6 +6,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from msgspec.structs import replace
 
 from adapter_files import SMALL_LLAMA as SPEC
 from adapter_files import write_adapter
@@ -13,7 +14,7 @@ from quickstep.engine.adapters import mix_name, mix_parts
 from quickstep.errors import RequestError
 from quickstep.model.adapters.checkpoint import LoRAWeights, open_adapter
 from quickstep.model.adapters.mix import mixed
-from quickstep.ops.tensors import BFLOAT16, FLOAT32, DType, as_float64
+from quickstep.ops.tensors import BFLOAT16, FLOAT32, DType, HostTensor, as_float64
 
 
 def weights(path: Path, seed: int, dtype: DType = FLOAT32, **options: object) -> LoRAWeights:
@@ -43,6 +44,17 @@ def test_a_mix_adds_what_its_adapters_add(tmp_path: Path, dtype: DType, toleranc
         expected = 0.5 * change(first, module, x, 96) - 1.7 * change(second, module, x, 96)
         got = change(mix, module, x, 96)
         assert np.abs(got - expected).max() <= tolerance * max(1.0, np.abs(expected).max())
+
+
+def test_biases_are_scaled_and_added(tmp_path: Path) -> None:
+    bias = HostTensor(np.ones(32, np.float32), FLOAT32)
+    first, second = weights(tmp_path, 0), weights(tmp_path, 1, targets=("q_proj",))
+    modules = [[replace(part, bias=bias) for part in parts] for parts in first.modules]
+    first = replace(first, modules=tuple(map(tuple, modules)))
+    q, *_ = mixed([(first, 0.5), (second, 3.0)]).modules[0]
+    assert q.bias is not None and np.array_equal(q.bias.numpy(), np.full(32, 0.5))
+    q, *_ = mixed([(first, -0.5)]).modules[0]
+    assert q.bias is not None and np.array_equal(q.bias.numpy(), np.full(32, -0.5))
 
 
 def test_one_adapter_at_a_scale_keeps_its_tensors(tmp_path: Path) -> None:

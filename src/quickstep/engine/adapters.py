@@ -29,6 +29,7 @@ if TYPE_CHECKING:
     from quickstep.model.decoder_spec import ModelSpec
     from quickstep.model.interface import Model
     from quickstep.ops.table import LoRAAdapter, OpTable
+    from quickstep.ops.tensors import Array
 
 __all__ = [
     "MAX_SCALE",
@@ -103,19 +104,21 @@ def adapter_memory(
     itemsize: int,
     at_start: Sequence[tuple[str, AdapterCheckpoint]],
 ) -> int:
-    """Bytes that adapters may take in compute memory, for elements of `itemsize` bytes: what is
-    configured, or the `max_loras` largest that are known at the start. Those that may be loaded
-    later from elsewhere count with rank 16 on every layer.
+    """Bytes that adapters may take in compute memory, for a model in elements of `itemsize` bytes:
+    what is configured, or the `max_loras` largest that are known at the start. Those that may be
+    loaded later from elsewhere count with rank 16 on every layer.
     """
     from quickstep.model.adapters.lora_modules import adapter_bytes
 
     if lora.memory_bytes is not None:
         return lora.memory_bytes
+    itemsize = lora.itemsize(itemsize)
     sizes = [one.num_bytes(itemsize) for _, one in at_start]
     for name in adapter_names_in(lora.directory):
         # the header would say more; for a thousand adapters the size of the file is enough
         file = Path(lora.directory or "") / name / _WEIGHTS_FILE
-        sizes.append(file.stat().st_size * max(2, itemsize) // 2 if file.is_file() else 0)
+        size = file.stat().st_size * itemsize // 2 if file.is_file() else 0
+        sizes.append(size + size // 8 if itemsize == 1 else size)  # int8 has scales, too
     if spec.native and (lora.allowed_dirs or not any(sizes)):
         usual = adapter_bytes(spec, _USUAL_RANK, itemsize)
         sizes += [usual] * (lora.max_loras - len(sizes))
@@ -189,7 +192,13 @@ class Adapters:
     """
 
     def __init__(
-        self, model: Model, spec: ModelSpec, ops: OpTable, lora: LoRAConfig, max_bytes: int
+        self,
+        model: Model,
+        spec: ModelSpec,
+        ops: OpTable,
+        lora: LoRAConfig,
+        max_bytes: int,
+        base_biases: Mapping[int, Array],
     ) -> None:
         from quickstep.ops.tensors import host_dtype
 
@@ -202,6 +211,7 @@ class Adapters:
         self._spec = spec
         self._ops = ops
         self._dtype = dtype
+        self._base_biases = base_biases
         self._lora = lora
         self.max_bytes = max_bytes
         self._named: dict[str, LoadedAdapter] = {}
@@ -269,18 +279,32 @@ class Adapters:
 
         num_bytes = sum(adapter.num_bytes for adapter, _ in parts)
         self._check_size(name, num_bytes)
-        weights = mixed([(self._weights_of(adapter), scale) for adapter, scale in parts])
-        adapter = LoadedAdapter(name, "", weights.content_id, weights.rank, num_bytes, tuple(parts))
+        scaled = []
+        for part, scale in parts:
+            weights = self._weights_of(part)
+            if weights.has_complete_matrices:
+                raise ConfigError(
+                    f"the adapter {part.name!r} has matrices in place of the base model's "
+                    "('modules_to_save'), so it has no scale; use it by its name"
+                )
+            scaled.append((weights, scale))
+        weights = mixed(scaled)
+        adapter_id = self._adapter_id(weights)
+        adapter = LoadedAdapter(name, "", adapter_id, weights.rank, num_bytes, tuple(parts))
         return OpenedAdapter(adapter, weights)
 
     def read(self, name: str, checkpoint: AdapterCheckpoint) -> OpenedAdapter:
         """Read a checked adapter for `add`. Raises ConfigError."""
-        num_bytes = checkpoint.num_bytes(self._dtype.itemsize)
+        num_bytes = checkpoint.num_bytes(self._lora.itemsize(self._dtype.itemsize))
         self._check_size(name, num_bytes)
-        weights = checkpoint.read(self._dtype)
-        path, adapter_id = str(checkpoint.directory), weights.content_id
+        weights = checkpoint.read(self._dtype, self._base_biases)
+        path, adapter_id = str(checkpoint.directory), self._adapter_id(weights)
         adapter = LoadedAdapter(name, path, adapter_id, weights.rank, num_bytes)
         return OpenedAdapter(adapter, weights)
+
+    def _adapter_id(self, weights: LoRAWeights) -> str:
+        """Of what it computes here: its content, and the form in which it is held."""
+        return f"{weights.content_id}-int8" if self._lora.dtype == "int8" else weights.content_id
 
     def _check_size(self, name: str, num_bytes: int) -> None:
         if num_bytes > self.max_bytes:
@@ -333,8 +357,12 @@ class Adapters:
             raise ConfigError("the adapter was unloaded before it was in memory")
         from quickstep.model.adapters.lora_modules import on_device
 
-        modules = on_device(self._weights_of(adapter).modules, self._device)
-        return self._ops.pack_lora(modules)
+        modules = self._weights_of(adapter).modules
+        if self._lora.dtype == "int8":
+            from quickstep.model.adapters.int8 import as_int8
+
+            modules = as_int8(modules)
+        return self._ops.pack_lora(on_device(modules, self._device))
 
     def _weights_of(self, adapter: LoadedAdapter) -> LoRAWeights:
         """As they were opened, from disk if need be. Raises ConfigError."""
@@ -344,7 +372,7 @@ class Adapters:
         if adapter.parts:
             return self.open_mix(adapter.name, adapter.parts).weights
         weights = self.open(adapter.name, adapter.path).weights
-        if weights.content_id != adapter.adapter_id:
+        if self._adapter_id(weights) != adapter.adapter_id:
             raise ConfigError(
                 f"the adapter {adapter.name!r} was changed on disk while requests waited for "
                 "it; send the request again"

@@ -340,7 +340,11 @@ def load_weights(
         _warn_of_kv(model, config.cache.kv_dtype)
     adapters = None
     if config.lora is not None:
-        adapters = Adapters(model, spec, ops, config.lora, adapter_bytes)
+        from quickstep.model.adapters.lora_modules import base_biases
+        from quickstep.model.decoder import Decoder
+
+        biases = base_biases(model) if isinstance(model, Decoder) else {}
+        adapters = Adapters(model, spec, ops, config.lora, adapter_bytes, biases)
         for name, one in at_start:
             adapters.add(adapters.read(name, one))
     return LoadedWeights(checkpoint, spec, model, plan, kv_shape, adapters)

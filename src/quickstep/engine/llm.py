@@ -110,6 +110,7 @@ class LLMOptions(TypedDict, total=False):
     lora_dir: str
     lora_pin: tuple[str, ...]
     lora_memory_bytes: int
+    lora_dtype: str
 
 
 # option -> (section, field); the section "" is EngineConfig itself
@@ -150,6 +151,7 @@ _PLACES: Mapping[str, tuple[str, str]] = {
     "lora_dir": ("lora", "directory"),
     "lora_pin": ("lora", "pinned"),
     "lora_memory_bytes": ("lora", "memory_bytes"),
+    "lora_dtype": ("lora", "dtype"),
 }
 
 

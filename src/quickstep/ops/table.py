@@ -90,28 +90,51 @@ class LinearWeight(msgspec.Struct, frozen=True):
 
 
 class LoRAPart(msgspec.Struct, frozen=True):
-    """A low-rank change of some outputs of a linear layer: y[first:first + n] += scale * B A x.
+    """A change of some outputs of a linear layer: y[first:first + n] += scale * B A x + bias.
 
-    Of an embedding, x is a token id, and A x the token's column of A.
+    Without B it is a complete matrix in place of the base's: y[first:first + n] = A x + bias. Of an
+    embedding, x is a token id, and A x the token's column of A.
 
     Attributes:
-        a: [rank, C]; of an embedding transposed, [V, rank], so that a token has a row.
-        b: [n, rank], in the dtype of `a`: that of the layer's activations.
+        a: [rank, C]; of an embedding transposed, [V, rank], so that a token has a row. In the dtype
+            of the layer's activations, or int8.
+        b: [n, rank], in the dtype of `a`; None of a complete matrix, whose rank is n.
         first_output: `first`; above 0 in a matrix that holds several projections.
         scale: lora_alpha / rank, or lora_alpha / sqrt(rank) of rsLoRA.
         is_embedding: Whether it changes an embedding.
+        rank_scales: [rank] float32 of int8 weights, times `scale`: the product of the scales of
+            A's row and B's column. None of other weights.
+        bias: [n] float32; None for 0. A part that only adds a bias has the rank 0.
     """
 
     a: AnyTensor
-    b: AnyTensor
+    b: AnyTensor | None
     first_output: int
     scale: float
     is_embedding: bool = False
+    rank_scales: AnyTensor | None = None
+    bias: AnyTensor | None = None
 
     @property
     def rank(self) -> int:
-        """Inputs of `b`."""
-        return int(self.b.shape[1])
+        """Rows of A, or columns of that of an embedding."""
+        return int(self.a.shape[1 if self.is_embedding else 0])
+
+    @property
+    def num_inputs(self) -> int:
+        """C, or V of an embedding."""
+        return int(self.a.shape[0 if self.is_embedding else 1])
+
+    @property
+    def num_outputs(self) -> int:
+        """The n outputs that are changed."""
+        return self.rank if self.b is None else int(self.b.shape[0])
+
+    @property
+    def tensors(self) -> tuple[AnyTensor, ...]:
+        """All that there are."""
+        found = (self.a, self.b, self.rank_scales, self.bias)
+        return tuple(tensor for tensor in found if tensor is not None)
 
 
 class LoRAAdapter(msgspec.Struct, frozen=True):
@@ -275,9 +298,10 @@ class OpTable(msgspec.Struct, frozen=True):
         linear: (x [T, C], LinearWeight) -> [T, N] in x's dtype; fp32 accumulation in one order.
         pack_lora: (the `LoRAPart`s of each of a model's matrices) -> LoRAAdapter.
         add_lora_: (y [T, N], x [T, C], number of the matrix, LoRAMapping) -> None: to y, which
-            `linear` made of x, adds scale * B (A x) of each token's adapter, in place. A x is
-            fp32, each sum in one order; y is rounded once more. Other tokens are not touched. x may
-            be token ids [T], of which `embedding` made y.
+            `linear` made of x, adds scale * B (A x) + bias of each token's adapter, in place, or
+            writes A x + bias of a complete matrix. A x is fp32, each sum in one order; y is rounded
+            once more. Other tokens are not touched. x may be token ids [T], of which `embedding`
+            made y.
         embedding: (token_ids [T], weight [V, C] or LinearWeight, dtype) -> [T, C]: rows of the
             weight. `dtype` is the weight's own where it has one, else what its rows are rounded to.
         rms_norm: (x [T, C], weight [C], eps, offset) -> [T, C]: x / rms(x) * (weight + offset),

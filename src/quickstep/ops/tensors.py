@@ -35,6 +35,7 @@ __all__ = [
     "SCALE_BYTES",
     "UINT8",
     "AnyTensor",
+    "Array",
     "DType",
     "Device",
     "HostTensor",

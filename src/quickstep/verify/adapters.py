@@ -18,11 +18,13 @@ from quickstep.model.adapters.lora_modules import (
 from quickstep.model.decoder import Decoder
 from quickstep.model.interface import Model
 from quickstep.ops.table import LoRAAdapter, LoRAPart
-from quickstep.ops.tensors import FLOAT32, DType, HostTensor, host_dtype
+from quickstep.ops.tensors import FLOAT32, Array, DType, HostTensor, host_dtype
 
 __all__ = ["adapter_ids", "random_adapters"]
 
-_RANKS = (1, 2, 4, 7, 16)
+_RANKS = (0, 1, 2, 4, 7, 16)  # 0 of a part that only adds a bias
+_COMPLETE = 0.05  # of the matrices, in place of the base model's
+_WITH_BIAS = 0.3
 
 
 def adapter_ids(model: Model, count: int) -> Sequence[str]:
@@ -44,18 +46,29 @@ def random_adapters(model: Model, count: int, seed: int) -> dict[str, LoRAAdapte
         modules: list[list[LoRAPart]] = [[] for _ in range(num_modules(model.spec))]
         for module in known.values():
             if rng.random() < 0.7:
-                part = _part(module, rng.choice(_RANKS), rng.uniform(0.1, 0.5), noise, dtype)
-                modules[module.number].append(part)
+                modules[module.number].append(_part(module, rng, noise, dtype))
         packed[adapter_id] = model.ops.pack_lora(on_device(modules, model.device))
     return packed
 
 
 def _part(
-    module: LoRAModule, rank: int, scale: float, noise: np.random.Generator, dtype: DType
+    module: LoRAModule, rng: random.Random, noise: np.random.Generator, dtype: DType
 ) -> LoRAPart:
     """Of a size that changes most outputs and keeps them finite."""
+    is_complete = rng.random() < _COMPLETE
+    rank = module.num_outputs if is_complete else rng.choice(_RANKS)
+    scale = 1.0 if is_complete else rng.uniform(0.1, 0.5)
     inputs = (module.num_inputs, rank) if module.is_embedding else (rank, module.num_inputs)
     a = noise.normal(size=inputs) / (1 if module.is_embedding else module.num_inputs**0.5)
-    b = noise.normal(size=(module.num_outputs, rank)) / rank**0.5
-    a_tensor, b_tensor = (HostTensor(one.astype(np.float32), FLOAT32).to(dtype) for one in (a, b))
-    return LoRAPart(a_tensor, b_tensor, module.first_output, scale, module.is_embedding)
+    b = None
+    if not is_complete:
+        b = _tensor(noise.normal(size=(module.num_outputs, rank)) / max(1, rank) ** 0.5, dtype)
+    bias = None
+    if rank == 0 or rng.random() < _WITH_BIAS:
+        bias = _tensor(noise.normal(size=module.num_outputs) * 0.1, FLOAT32)
+    place = module.first_output, scale, module.is_embedding
+    return LoRAPart(_tensor(a, dtype), b, *place, bias=bias)
+
+
+def _tensor(values: Array, dtype: DType) -> HostTensor:
+    return HostTensor(values.astype(np.float32), FLOAT32).to(dtype)

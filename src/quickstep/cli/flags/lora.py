@@ -62,6 +62,13 @@ def add_lora_flags(parser: argparse.ArgumentParser) -> None:
         "of those that are known at the start)",
     )
     group.add_argument(
+        "--lora-dtype",
+        choices=("auto", "int8"),
+        default=defaults.dtype,
+        help="how adapters are held: auto is the model's dtype; int8 takes half of the memory and "
+        "reads, and rounds the weights (default: %(default)s)",
+    )
+    group.add_argument(
         "--lora-pin",
         nargs="+",
         default=[],
@@ -91,6 +98,7 @@ def lora_config(args: argparse.Namespace) -> LoRAConfig | None:
         pinned=tuple(args.lora_pin),
         memory_bytes=args.lora_memory_bytes,
         allowed_dirs=tuple(args.lora_allowed_dirs),
+        dtype=args.lora_dtype,
     )
 
 

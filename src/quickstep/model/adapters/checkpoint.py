@@ -11,6 +11,7 @@ import re
 from collections.abc import Mapping, Sequence
 from hashlib import blake2b
 from pathlib import Path
+from types import MappingProxyType
 
 import msgspec
 import numpy as np
@@ -19,6 +20,7 @@ from quickstep.errors import ConfigError
 from quickstep.model.adapters.lora_modules import (
     LM_HEAD,
     LoRAModule,
+    has_bias,
     is_expert,
     lora_modules,
     num_modules,
@@ -29,17 +31,19 @@ from quickstep.model.checkpoint.source import bundled_adapter
 from quickstep.model.checkpoint.tensor_reader import STORED_DTYPES
 from quickstep.model.decoder_spec import ModelSpec
 from quickstep.ops.table import LoRAPart
-from quickstep.ops.tensors import BFLOAT16, DType, HostTensor
+from quickstep.ops.tensors import BFLOAT16, FLOAT32, Array, DType, HostTensor
 
 __all__ = ["WEIGHTS_FILE", "AdapterCheckpoint", "LoRAWeights", "open_adapter"]
 
 WEIGHTS_FILE = "adapter_model.safetensors"
 _CACHE_LINE = 64  # bytes
 _TIED = frozenset({"embed_tokens", LM_HEAD})
+_NO_BIASES: Mapping[int, Array] = MappingProxyType({})
 _PICKLE = "adapter_model.bin"
 _TENSOR = re.compile(
-    r"(?:base_model\.model\.)?(?P<module>.+)\.lora_"
-    r"(?:(?P<half>[AB])\.weight|embedding_(?P<embedding_half>[AB]))"
+    r"(?:base_model\.model\.)?(?P<module>.+?)\."
+    r"(?:(?P<kind>lora_[AB]\.weight|lora_embedding_[AB]|lora_B\.bias|weight)"
+    r"|(?:base_layer\.)?(?P<bias>bias))"
 )
 # peft adds copies of the base model's own embedding or output projection where one is a target.
 _BASE_COPY = re.compile(r"(?:base_model\.model\.)?(?P<module>.+)\.base_layer\.weight")
@@ -63,17 +67,50 @@ class LoRAWeights(msgspec.Struct, frozen=True):
     @property
     def num_bytes(self) -> int:
         """Bytes of all tensors."""
-        return sum(part.a.nbytes + part.b.nbytes for parts in self.modules for part in parts)
+        parts = (part for of_module in self.modules for part in of_module)
+        return sum(tensor.nbytes for part in parts for tensor in part.tensors)
+
+    @property
+    def has_complete_matrices(self) -> bool:
+        """Whether it has matrices in place of the base model's, which have no scale."""
+        return any(part.b is None for parts in self.modules for part in parts)
 
 
 class _Target(msgspec.Struct, frozen=True):
-    """A linear layer or embedding that the adapter changes, by the names of its two tensors."""
+    """A linear layer or embedding that the adapter changes, by the names of its tensors.
+
+    A low-rank change has `a` and `b`, and may have `lora_bias`; a complete module has `weight`.
+    Each may have the trained `bias` of the layer, or there is only that.
+    """
 
     module: LoRAModule
     rank: int
     scale: float
-    a: str
-    b: str
+    a: str | None = None
+    b: str | None = None
+    lora_bias: str | None = None
+    weight: str | None = None
+    bias: str | None = None
+
+    @property
+    def num_rows(self) -> int:
+        """The rank as of `LoRAPart`."""
+        return self.rank if self.weight is None else self.module.num_outputs
+
+    @property
+    def names(self) -> tuple[str | None, ...]:
+        """Of all tensors that a target may have."""
+        return self.a, self.b, self.lora_bias, self.weight, self.bias
+
+    @property
+    def shapes(self) -> dict[str, tuple[int, ...]]:
+        """Of each tensor, by name."""
+        num_inputs, num_outputs = self.module.num_inputs, self.module.num_outputs
+        table = (num_inputs, num_outputs) if self.module.is_embedding else (num_outputs, num_inputs)
+        of_a, of_b, of_bias = (self.rank, num_inputs), (num_outputs, self.rank), (num_outputs,)
+        shapes = of_a, of_b, of_bias, table, of_bias
+        pairs = zip(self.names, shapes, strict=True)
+        return {name: shape for name, shape in pairs if name is not None}
 
 
 class AdapterCheckpoint(msgspec.Struct, frozen=True):
@@ -91,28 +128,65 @@ class AdapterCheckpoint(msgspec.Struct, frozen=True):
 
     def num_bytes(self, itemsize: int) -> int:
         """Bytes that the native kernels hold it in, with elements of `itemsize` bytes: tensors
-        begin at multiples of a cache line.
+        begin at multiples of a cache line. Elements of a byte are int8, with a scale per rank.
         """
-        sizes = (
-            target.rank * size * itemsize
-            for target in self.targets
-            for size in (target.module.num_inputs, target.module.num_outputs)
-        )
+        sizes = []
+        for target in self.targets:
+            module, rank = target.module, target.num_rows
+            sizes.append(rank * module.num_inputs * itemsize)
+            sizes.append(0 if target.weight else rank * module.num_outputs * itemsize)
+            sizes.append(4 * rank if itemsize == 1 else 0)
+            sizes.append(4 * module.num_outputs if target.bias or target.lora_bias else 0)
         return sum(-(-size // _CACHE_LINE) * _CACHE_LINE for size in sizes)
 
-    def read(self, dtype: DType) -> LoRAWeights:
-        """Read all tensors. Raises ConfigError for NaN, infinity, or a file that ends early."""
+    def read(self, dtype: DType, base_biases: Mapping[int, Array] = _NO_BIASES) -> LoRAWeights:
+        """Read all tensors. Raises ConfigError for NaN, infinity, or a file that ends early.
+
+        `base_biases` are those of `lora_modules.base_biases`: a part adds the difference.
+        """
         modules: list[list[LoRAPart]] = [[] for _ in range(self.num_modules)]
         digest = blake2b(digest_size=16)
         for target in self.targets:
-            module = target.module
-            digest.update(repr((module, target.rank, target.scale)).encode())
-            a, b = (self._tensor(name, dtype, digest) for name in (target.a, target.b))
-            if module.is_embedding:
-                a = HostTensor(np.ascontiguousarray(a.numpy().T), a.dtype)
-            part = LoRAPart(a, b, module.first_output, target.scale, module.is_embedding)
-            modules[module.number].append(part)
+            kinds = [name is not None for name in target.names]
+            digest.update(repr((target.module, target.rank, target.scale, kinds)).encode())
+            part = self._part(target, dtype, base_biases, digest)
+            modules[target.module.number].append(part)
         return LoRAWeights(tuple(map(tuple, modules)), digest.hexdigest(), self.rank)
+
+    def _part(
+        self, target: _Target, dtype: DType, base_biases: Mapping[int, Array], digest: blake2b
+    ) -> LoRAPart:
+        module = target.module
+        place = module.first_output, target.scale, module.is_embedding
+        bias = self._bias(target, base_biases, digest)
+        if target.weight is not None:
+            a = self._tensor(target.weight, dtype, digest)
+            return LoRAPart(a, None, *place, bias=bias)
+        if target.a is None or target.b is None:
+            shape = (module.num_inputs, 0) if module.is_embedding else (0, module.num_inputs)
+            a, b = HostTensor.empty(shape, dtype), HostTensor.empty((module.num_outputs, 0), dtype)
+            return LoRAPart(a, b, *place, bias=bias)
+        a, b = (self._tensor(name, dtype, digest) for name in (target.a, target.b))
+        if module.is_embedding:
+            a = HostTensor(np.ascontiguousarray(a.numpy().T), a.dtype)
+        return LoRAPart(a, b, *place, bias=bias)
+
+    def _bias(
+        self, target: _Target, base_biases: Mapping[int, Array], digest: blake2b
+    ) -> HostTensor | None:
+        """What is added to each output; in place of the base model's bias, the difference."""
+        found = []
+        if target.lora_bias is not None:
+            value = self._tensor(target.lora_bias, FLOAT32, digest).numpy()
+            found.append(value * np.float32(target.scale))
+        if target.bias is not None:
+            value = self._tensor(target.bias, FLOAT32, digest).numpy()
+            if target.weight is None:
+                first = target.module.first_output
+                base = base_biases[target.module.number]
+                value = value - base[first : first + target.module.num_outputs]
+            found.append(value)
+        return HostTensor(sum(found[1:], found[0]), FLOAT32) if found else None
 
     def _tensor(self, name: str, dtype: DType, digest: blake2b) -> HostTensor:
         stored = self.files.tensors[name]
@@ -185,49 +259,94 @@ def _find_targets(
 ) -> tuple[_Target, ...]:
     """The changed layers. Raises unless tensors, targets and the model's layers agree."""
     known = lora_modules(spec)
-    halves: dict[str, dict[str, str]] = {}
+    found_tensors: dict[str, dict[str, str]] = {}
     full_names: dict[str, str] = {}
     for name in files.tensors:
         if _is_base_copy(files, name, known, spec):
             continue
         found = _TENSOR.fullmatch(name)
         module = None if found is None else _known_module(found["module"], known, spec)
-        if (
-            found is None
-            or module is None
-            or (known[module].is_embedding != (found["half"] is None))
-        ):
+        if found is None or module is None or not _has_tensor(found, known[module], spec):
             raise ConfigError(
                 f"{weights} has tensor {name!r}, which changes no matrix of {spec.architecture} "
                 "that adapters can change"
             )
-        halves.setdefault(module, {})[found["half"] or found["embedding_half"]] = name
+        kind = (found["kind"] or found["bias"]).replace("embedding_A", "A.weight")
+        kind = kind.replace("embedding_B", "B.weight")
+        found_tensors.setdefault(module, {})[kind] = name
         full_names[module] = found["module"]
-    if not halves:
+    if not found_tensors:
         raise ConfigError(f"{weights} holds no tensors")
     prefix = _prefix_of(full_names, spec)
-    has_experts = any(is_expert(spec, known[module]) for module in halves)
+    has_experts = any(is_expert(spec, known[module]) for module in found_tensors)
     targets = []
     for module, place in known.items():
         named = module if module == LM_HEAD else f"{prefix}{module}"
         full_name = full_names.get(module, named)
-        parts = halves.get(module, {})
-        is_target = config.targets(full_name)
-        if is_target and not parts and not has_experts and is_expert(spec, place):
+        tensors = found_tensors.get(module, {})
+        if not tensors and not has_experts and is_expert(spec, place):
             continue  # a name such as gate_proj, of a training where no expert had it
-        if is_target != bool(parts) or len(parts) == 1:
-            has = f"{len(parts)} of 2 tensors for {full_name!r}"
-            which = "a target" if is_target else "no target"
-            raise ConfigError(f"{weights} holds {has}, which is {which} in {CONFIG_FILE}")
-        if parts:
-            rank, scale = config.rank_of(full_name), config.scale_of(full_name)
-            targets.append(_Target(place, rank, scale, parts["A"], parts["B"]))
-    if config.ensure_weight_tying and spec.tied and not halves.keys().isdisjoint(_TIED):
+        expected = _expected_kinds(config, full_name, place, spec)
+        extra = next((name for kind, name in tensors.items() if kind not in expected), None)
+        if extra is not None:
+            raise ConfigError(
+                f"{weights} has tensor {extra!r}, but in {CONFIG_FILE} {full_name!r} is no target "
+                "for which there is one"
+            )
+        if len(tensors) < len(expected):
+            raise ConfigError(
+                f"{weights} holds {len(tensors)} of {len(expected)} tensors for {full_name!r}; "
+                f"without {', '.join(sorted(expected - tensors.keys()))} it is incomplete"
+            )
+        if tensors:
+            targets.append(_target(place, config, full_name, tensors))
+    if config.ensure_weight_tying and spec.tied and not found_tensors.keys().isdisjoint(_TIED):
         raise ConfigError(
             f"{weights} changes the embedding and with it the output projection, to which it is "
             f"tied ('ensure_weight_tying' in {CONFIG_FILE}): Quickstep changes one of them only"
         )
     return tuple(targets)
+
+
+def _expected_kinds(
+    config: PEFTConfig, full_name: str, module: LoRAModule, spec: ModelSpec
+) -> frozenset[str]:
+    """The tensors that a checkpoint has for a module, as `_TENSOR` names them."""
+    kinds: set[str] = set()
+    if config.saves(full_name):
+        kinds |= {"weight", "bias"}
+    else:
+        if config.targets(full_name):
+            kinds |= {"lora_A.weight", "lora_B.weight"}
+            if config.lora_bias and not module.is_embedding:
+                kinds.add("lora_B.bias")
+        if config.trains_bias(full_name):
+            kinds.add("bias")
+    return frozenset(kinds if has_bias(spec, module) else kinds - {"bias"})
+
+
+def _target(
+    module: LoRAModule, config: PEFTConfig, full_name: str, tensors: Mapping[str, str]
+) -> _Target:
+    is_low_rank = "lora_A.weight" in tensors
+    return _Target(
+        module,
+        config.rank_of(full_name) if is_low_rank else 0,
+        config.scale_of(full_name) if is_low_rank else 1.0,
+        tensors.get("lora_A.weight"),
+        tensors.get("lora_B.weight"),
+        tensors.get("lora_B.bias"),
+        tensors.get("weight"),
+        tensors.get("bias"),
+    )
+
+
+def _has_tensor(found: re.Match[str], module: LoRAModule, spec: ModelSpec) -> bool:
+    """Whether a module can have a tensor of this kind."""
+    if found["bias"]:
+        return has_bias(spec, module)
+    is_low_rank = found["kind"] != "weight"
+    return not is_low_rank or module.is_embedding == ("embedding" in found["kind"])
 
 
 def _prefix_of(full_names: Mapping[str, str], spec: ModelSpec) -> str:
@@ -263,10 +382,7 @@ def _check_target(weights: Path, files: TensorFiles, target: _Target, max_rank: 
         raise ConfigError(
             f"{weights} has rank {target.rank}, the limit is {max_rank}; raise --max-lora-rank"
         )
-    module = target.module
-    rank = target.rank
-    shapes = {target.a: (rank, module.num_inputs), target.b: (module.num_outputs, rank)}
-    for name, shape in shapes.items():
+    for name, shape in target.shapes.items():
         tensor = files.tensors[name]
         if tensor.shape != shape:
             raise ConfigError(

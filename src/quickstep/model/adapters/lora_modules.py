@@ -9,18 +9,30 @@ from __future__ import annotations
 
 import enum
 from collections.abc import Sequence
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import msgspec
+import numpy as np
 from msgspec.structs import replace
 
 from quickstep.model.decoder_spec import ModelSpec
-from quickstep.ops.table import LoRAMapping, LoRAPart
-from quickstep.ops.tensors import Device, to_torch, torch_device
+from quickstep.ops.table import LinearWeight, LoRAMapping, LoRAPart
+from quickstep.ops.tensors import (
+    AnyTensor,
+    Array,
+    Device,
+    HostTensor,
+    as_float64,
+    host_dtype,
+    to_torch,
+    torch_device,
+)
 
 if TYPE_CHECKING:
     import torch
     from torch import Tensor
+
+    from quickstep.model.decoder import Decoder
 
 __all__ = [
     "LM_HEAD",
@@ -28,8 +40,10 @@ __all__ = [
     "Projection",
     "adapter_bytes",
     "among",
+    "base_biases",
     "embedding_number",
     "expert_number",
+    "has_bias",
     "is_expert",
     "lm_head_number",
     "lora_modules",
@@ -101,16 +115,63 @@ def is_expert(spec: ModelSpec, module: LoRAModule) -> bool:
     return module.number > lm_head_number(spec)
 
 
+def has_bias(spec: ModelSpec, module: LoRAModule) -> bool:
+    """Whether the layer has a bias in the base model."""
+    if module.number >= embedding_number(spec):
+        return False
+    projection = Projection(module.number % len(Projection))
+    if projection is Projection.ROUTER:
+        return spec.moe is not None and spec.moe.biases
+    attention = {Projection.QKV: spec.qkv_bias, Projection.O_PROJ: spec.output_bias}
+    return attention.get(projection, spec.mlp_bias)
+
+
+def base_biases(model: Decoder) -> dict[int, Array]:
+    """The biases [N] of the attention and dense MLP of every layer, by number of the matrix.
+
+    Packed weights contain their biases, so each is the product of the matrix with zeros. It runs on
+    the model's threads: not while a step runs.
+    """
+    # Imported here: the decoder imports this module.
+    from quickstep.model.decoder import MLPWeights
+
+    spec = model.spec
+    matrices: dict[int, LinearWeight] = {}
+    for layer, weights in enumerate(model.weights.layers):
+        if spec.qkv_bias:
+            matrices[module_number(layer, Projection.QKV)] = weights.attention.qkv
+        if spec.output_bias:
+            matrices[module_number(layer, Projection.O_PROJ)] = weights.attention.o_proj
+        if spec.mlp_bias and isinstance(weights.mlp, MLPWeights):
+            matrices[module_number(layer, Projection.GATE_UP)] = weights.mlp.gate_up
+            matrices[module_number(layer, Projection.DOWN_PROJ)] = weights.mlp.down_proj
+    found = {}
+    for number, matrix in matrices.items():
+        bias = model.ops.linear(_zeros(model, matrix.num_inputs), matrix)
+        found[number] = as_float64(bias)[0].astype(np.float32)
+    return found
+
+
+def _zeros(model: Decoder, num_inputs: int) -> Any:
+    """[1, num_inputs] of the kind and dtype of the model's activations."""
+    norm = model.weights.final_norm
+    dtype = host_dtype(norm.dtype)
+    assert dtype is not None
+    zeros = HostTensor(np.zeros((1, num_inputs), dtype.storage), dtype)
+    return zeros if isinstance(norm, HostTensor) else to_torch(zeros).to(norm.device)
+
+
 def adapter_bytes(spec: ModelSpec, rank: int, itemsize: int) -> int:
     """Bytes of an adapter of this rank on the attention and dense MLP of every layer, with elements
     of `itemsize` bytes.
     """
+    scale_bytes = 4 if itemsize == 1 else 0  # int8 has a scale per rank
     sizes = (
-        module.num_inputs + module.num_outputs
+        itemsize * (module.num_inputs + module.num_outputs) + scale_bytes
         for module in lora_modules(spec).values()
         if module.number < embedding_number(spec) and not is_expert(spec, module)
     )
-    return rank * itemsize * sum(sizes)
+    return rank * sum(sizes)
 
 
 def lora_modules(spec: ModelSpec) -> dict[str, LoRAModule]:
@@ -187,10 +248,12 @@ def on_device(
     if device.type == "cpu":
         return modules
     place = torch_device(device) if isinstance(device, Device) else device
-    return [
-        [
-            replace(part, a=to_torch(part.a).to(place), b=to_torch(part.b).to(place))
-            for part in parts
-        ]
-        for parts in modules
-    ]
+
+    def moved(tensor: AnyTensor | None) -> AnyTensor | None:
+        return None if tensor is None else to_torch(tensor).to(place)
+
+    def moved_part(part: LoRAPart) -> LoRAPart:
+        b, scales, bias = map(moved, (part.b, part.rank_scales, part.bias))
+        return replace(part, a=to_torch(part.a).to(place), b=b, rank_scales=scales, bias=bias)
+
+    return [list(map(moved_part, parts)) for parts in modules]

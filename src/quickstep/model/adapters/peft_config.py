@@ -48,8 +48,6 @@ _HARMLESS = (
 _REFUSED = MappingProxyType(
     {
         "use_dora": "DoRA",
-        "lora_bias": "a bias of lora_B",
-        "modules_to_save": "complete copies of modules",
         "fan_in_fan_out": "transposed weights",
         "layer_replication": "repeated layers",
         "trainable_token_indices": "trained embeddings of single tokens",
@@ -76,6 +74,10 @@ class PEFTConfig(msgspec.Struct, frozen=True):
         rank_pattern, alpha_pattern: Regular expressions of ends of names, and their values, the
             first match before `rank` and `alpha`.
         ensure_weight_tying: A change of the embedding is one of a tied output projection as well.
+        biases: Which biases of the base model were trained: `none`, those of targets (`lora_only`),
+            or `all`.
+        lora_bias: B has a bias.
+        modules_to_save: Ends of the names of modules that were trained completely.
     """
 
     rank: int
@@ -88,6 +90,9 @@ class PEFTConfig(msgspec.Struct, frozen=True):
     rank_pattern: Mapping[str, float]
     alpha_pattern: Mapping[str, float]
     ensure_weight_tying: bool
+    biases: str
+    lora_bias: bool
+    modules_to_save: tuple[str, ...]
 
     def rank_of(self, module: str) -> int:
         """The rank of a module."""
@@ -107,6 +112,14 @@ class PEFTConfig(msgspec.Struct, frozen=True):
         if isinstance(self.target_modules, str):
             return _named(self.target_modules, module)
         return _named(self.target_modules, module) and self._in_layers(module)
+
+    def saves(self, module: str) -> bool:
+        """Whether the checkpoint has the complete module in place of the base model's."""
+        return module.endswith(self.modules_to_save)
+
+    def trains_bias(self, module: str) -> bool:
+        """Whether the bias that a linear layer of the base model has was trained."""
+        return self.biases == "all" or (self.biases == "lora_only" and self.targets(module))
 
     def _in_layers(self, module: str) -> bool:
         """Whether its layer is one of `layers_to_transform`."""
@@ -141,11 +154,9 @@ def read_peft_config(directory: Path) -> PEFTConfig:
     for key, what in _REFUSED.items():
         if fields.value(key):
             raise ConfigError(f"{file} sets {key!r} ({what}), which Quickstep does not implement")
-    if fields.text("bias") not in ("", "none"):
-        raise ConfigError(
-            f"{file} sets 'bias' to {values['bias']!r}: trained biases are not implemented, only "
-            "'none'"
-        )
+    biases = fields.text("bias") or "none"
+    if biases not in ("none", "all", "lora_only"):
+        raise ConfigError(f"{file} sets 'bias' to {biases!r}; known are none, all and lora_only")
     init = fields.value("init_lora_weights")
     if isinstance(init, str) and init.lower().startswith(_BASE_CHANGING):
         raise ConfigError(
@@ -164,6 +175,9 @@ def read_peft_config(directory: Path) -> PEFTConfig:
         rank_pattern=_patterns(fields, "rank_pattern"),
         alpha_pattern=_patterns(fields, "alpha_pattern"),
         ensure_weight_tying=fields.flag("ensure_weight_tying"),
+        biases=biases,
+        lora_bias=fields.flag("lora_bias"),
+        modules_to_save=_names(fields, "modules_to_save"),
     )
     alphas = (config.alpha, *config.alpha_pattern.values())
     if not all(math.isfinite(alpha) for alpha in alphas):
@@ -192,8 +206,12 @@ def _modules(fields: ConfigFields, key: str) -> str | tuple[str, ...]:
     value = fields.value(key)
     if isinstance(value, str):
         return value if value == "all-linear" else _checked_pattern(fields.source, key, value)
+    return _names(fields, key)
+
+
+def _names(fields: ConfigFields, key: str) -> tuple[str, ...]:
     names = fields.sequence(key) or ()
-    if not all(isinstance(name, str) for name in names):
+    if not all(isinstance(name, str) and name for name in names):
         raise ConfigError(f"{fields.source} has something other than names in {key!r}")
     return tuple(map(str, names))
 

@@ -49,7 +49,7 @@ __all__ = [
 ]
 
 
-ABI_VERSION = 9
+ABI_VERSION = 10
 
 # qs_activation
 ACTIVATIONS: Mapping[str, int] = MappingProxyType(
@@ -156,6 +156,8 @@ class LoRAPartCall(ctypes.Structure):
         ("a", c_void_p),
         ("b", c_void_p),
         ("scale", c_double),
+        ("rank_scales", c_void_p),
+        ("bias", c_void_p),
     )
 
 

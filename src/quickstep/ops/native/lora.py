@@ -18,9 +18,19 @@ from quickstep.ops.native.library import (
 )
 from quickstep.ops.native.packed import kernel_dtype
 from quickstep.ops.table import LoRAAdapter, LoRAMapping, LoRAPart, OpTable
-from quickstep.ops.tensors import UINT8, AnyTensor, HostTensor, to_numpy, to_torch
+from quickstep.ops.tensors import (
+    INT8,
+    UINT8,
+    AnyTensor,
+    HostTensor,
+    host_dtype,
+    to_numpy,
+    to_torch,
+)
 
 __all__ = ["NativeLoRA", "PackedLoRA"]
+
+_INT8 = 3  # QS_I8
 
 
 class PackedLoRA:
@@ -46,22 +56,23 @@ class NativeLoRA:
         self._reference = reference
 
     def pack_lora(self, modules: Sequence[Sequence[LoRAPart]]) -> LoRAAdapter:
-        """`OpTable.pack_lora`: a copy, b transposed."""
+        """`OpTable.pack_lora`: a copy, b in panels."""
         numbered = [(number, part) for number, parts in enumerate(modules) for part in parts]
-        dtype = kernel_dtype(numbered[0][1].a.dtype) if numbered else None
+        dtype = _lora_dtype(numbered[0][1].a) if numbered else None
         if dtype is None:
             return self._reference().pack_lora(modules)
         kept: list[AnyTensor] = []
         calls = (LoRAPartCall * len(numbered))()
         for call, (number, part) in zip(calls, numbered, strict=True):
-            a, b = part.a.contiguous(), part.b.contiguous()
-            assert kernel_dtype(a.dtype) == kernel_dtype(b.dtype) == dtype
-            assert b.shape[1] == a.shape[1 if part.is_embedding else 0]
-            kept += (a, b)
+            assert part.b is None or part.b.shape[1] == part.rank
+            assert _lora_dtype(part.a) == dtype
             call.module, call.first_output, call.scale = number, part.first_output, part.scale
-            call.n, call.rank = b.shape
-            call.k = a.shape[0 if part.is_embedding else 1]
-            call.a, call.b = a.data_ptr(), b.data_ptr()
+            call.n, call.rank, call.k = part.num_outputs, part.rank, part.num_inputs
+            for name in ("a", "b", "rank_scales", "bias"):
+                tensor: AnyTensor | None = getattr(part, name)
+                if tensor is not None:
+                    kept.append(tensor.contiguous())
+                    setattr(call, name, kept[-1].data_ptr())
         handle = ctypes.c_void_p()
         create = self._library.qs_lora_create
         status = create(dtype, calls, len(calls), len(modules), ctypes.byref(handle))
@@ -111,3 +122,8 @@ class NativeLoRA:
         status = self._library.qs_lora_add(self._context, dtype, ctypes.byref(call))
         if status:
             raise_for_status(status, "adding adapters")
+
+
+def _lora_dtype(weight: AnyTensor) -> int | None:
+    """The number of the dtype of an adapter's weights in the C ABI."""
+    return _INT8 if host_dtype(weight.dtype) == INT8 else kernel_dtype(weight.dtype)

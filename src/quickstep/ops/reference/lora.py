@@ -1,7 +1,8 @@
-"""Low-rank adapters next to a linear layer: y += scale * B (A x), for tokens grouped by adapter.
+"""Low-rank adapters next to a linear layer: y += scale * B (A x) + bias, by adapter.
 
 As in `linear`, sums are exact per chunk of inputs, so that a token's bits depend on that token and
-its adapter only. A x is rounded to float32 and multiplied by the scale there.
+its adapter only. A x is rounded to float32 and multiplied by the scale there. int8 weights need no
+rounding for exact sums.
 """
 
 from __future__ import annotations
@@ -24,30 +25,45 @@ _Parts = tuple[tuple[LoRAPart, ...], ...]
 def pack_lora(modules: Sequence[Sequence[LoRAPart]]) -> LoRAAdapter:
     """The parts of each matrix, rounded for exact sums."""
     packed = tuple(tuple(map(_rounded, parts)) for parts in modules)
-    nbytes = sum(part.a.nbytes + part.b.nbytes for parts in packed for part in parts)
+    nbytes = sum(one.nbytes for parts in packed for part in parts for one in part.tensors)
     return LoRAAdapter(packed, nbytes)
 
 
 def _rounded(part: LoRAPart) -> LoRAPart:
-    a, b = to_torch(part.a), to_torch(part.b)
+    a, b = to_torch(part.a), None if part.b is None else to_torch(part.b)
+    if part.rank_scales is not None or not part.rank:
+        return replace(part, a=a, b=b)
+    if not part.is_embedding:
+        a = round_weight(a, a.dtype)
     # the inputs of b are float32
-    rounded_b = round_weight(b, torch.float32)
-    return replace(part, a=a if part.is_embedding else round_weight(a, a.dtype), b=rounded_b)
+    return replace(part, a=a, b=None if b is None else round_weight(b, torch.float32))
 
 
 def add_lora_(y: Tensor, x: Tensor, module: int, mapping: LoRAMapping) -> None:
-    """Y [T, N] += scale * B (A x), x [T, C] or token ids [T]."""
+    """Y [T, N] += scale * B (A x) + bias, x [T, C] or token ids [T]."""
     for adapter, members in mapping.groups:
         tokens = to_torch(members)
         modules = adapter.data
         assert isinstance(modules, tuple)
         for part in modules[module]:
-            a, b = to_torch(part.a), to_torch(part.b)
-            if part.is_embedding:
-                low = a[x[tokens]].float() * part.scale
-            else:
-                low = exact_product(x[tokens], a, a.dtype).float() * part.scale
-            columns = slice(part.first_output, part.first_output + b.shape[0])
-            change = exact_product(low, b, torch.float32)
-            total = y[tokens, columns].double() + change
+            columns = slice(part.first_output, part.first_output + part.num_outputs)
+            total = low = _low(part, x[tokens])
+            if part.b is not None:
+                total = y[tokens, columns].double()
+                if part.rank:
+                    total += exact_product(low, to_torch(part.b), torch.float32)
+            total = total.double()
+            if part.bias is not None:
+                total += to_torch(part.bias).double()
             y[tokens, columns] = total.float().to(y.dtype)
+
+
+def _low(part: LoRAPart, x: Tensor) -> Tensor:
+    """Scale * A x, [T, rank] float32."""
+    a = to_torch(part.a)
+    if not part.rank:
+        return a.new_zeros((x.shape[0], 0), dtype=torch.float32)
+    low = a[x].float() if part.is_embedding else exact_product(x, a, x.dtype).float()
+    if part.rank_scales is not None:
+        low *= to_torch(part.rank_scales)
+    return low * part.scale

@@ -25,8 +25,9 @@ __all__ = ["TritonLoRA"]
 _BLOCK_INPUTS = 128
 _BLOCK_RANK = 16
 _BLOCK_OUTPUTS = 64
-# Of a part in the table: addresses of a and b, rank, outputs, first output, bits of the scale.
-_NUM_FIELDS = 6
+# Of a part in the table: addresses of a and b, rank, outputs, first output, bits of the scale,
+# addresses of the ranks' scales and of the bias. An address is 0 for a tensor that is not there.
+_NUM_FIELDS = 8
 _FIELDS = tl.constexpr(_NUM_FIELDS)
 
 
@@ -35,6 +36,16 @@ def _part_row(tables, groups, module, num_modules, num_parts):
     """The part of this program's adapter in the table; program ids are (item, part, block)."""
     group = tl.load(groups + tl.program_id(0))
     return tables + ((group * num_modules + module) * num_parts + tl.program_id(1)) * _FIELDS
+
+
+@triton.jit
+def _scales(row, ranks, is_rank):
+    """What each rank is multiplied with."""
+    scale = tl.load(row + 5).to(tl.int32).to(tl.float32, bitcast=True)
+    address = tl.load(row + 6)
+    mask = is_rank & (address != 0)
+    of_ranks = address.to(tl.pointer_type(tl.float32)) + ranks
+    return tl.where(address != 0, tl.load(of_ranks, mask=mask, other=0.0) * scale, scale)
 
 
 @triton.jit
@@ -49,14 +60,14 @@ def _shrink_kernel(
     num_parts,
     num_inputs,
     most_rank,
+    DTYPE: tl.constexpr,
     BLOCK_INPUTS: tl.constexpr,
     BLOCK_RANK: tl.constexpr,
 ):
     """low[item, part, r] = scale * sum of a[r, c] * x[token, c], in fp32."""
     row = _part_row(tables, groups, module, num_modules, num_parts)
-    a = tl.load(row).to(tl.pointer_type(x.dtype.element_ty))
+    a = tl.load(row).to(tl.pointer_type(DTYPE))
     rank = tl.load(row + 2)
-    scale = tl.load(row + 5).to(tl.int32).to(tl.float32, bitcast=True)
     x += tl.load(tokens + tl.program_id(0)) * num_inputs
     ranks = tl.program_id(2) * BLOCK_RANK + tl.arange(0, BLOCK_RANK)
     is_rank = ranks < rank
@@ -69,11 +80,11 @@ def _shrink_kernel(
         values = tl.load(x + inputs, mask=is_input, other=0.0).to(tl.float32)
         mask = is_rank[:, None] & is_input[None, :]
         weights = tl.load(
-            a + ranks[:, None].to(tl.int64) * num_inputs + inputs[None, :], mask=mask, other=0.0
+            a + ranks[:, None].to(tl.int64) * num_inputs + inputs[None, :], mask=mask, other=0
         )
         total += tl.sum(weights.to(tl.float32) * values[None, :], 1)
     out = low + (tl.program_id(0) * num_parts + tl.program_id(1)) * most_rank + ranks
-    tl.store(out, total * scale, mask=is_rank)
+    tl.store(out, total * _scales(row, ranks, is_rank), mask=is_rank)
 
 
 @triton.jit
@@ -94,13 +105,12 @@ def _look_up_kernel(
     row = _part_row(tables, groups, module, num_modules, num_parts)
     a = tl.load(row).to(tl.pointer_type(DTYPE))
     rank = tl.load(row + 2)
-    scale = tl.load(row + 5).to(tl.int32).to(tl.float32, bitcast=True)
     token_id = tl.load(token_ids + tl.load(tokens + tl.program_id(0)))
     ranks = tl.program_id(2) * BLOCK_RANK + tl.arange(0, BLOCK_RANK)
     is_rank = ranks < rank
-    weights = tl.load(a + token_id * rank + ranks, mask=is_rank, other=0.0).to(tl.float32)
+    weights = tl.load(a + token_id * rank + ranks, mask=is_rank, other=0).to(tl.float32)
     out = low + (tl.program_id(0) * num_parts + tl.program_id(1)) * most_rank + ranks
-    tl.store(out, weights * scale, mask=is_rank)
+    tl.store(out, weights * _scales(row, ranks, is_rank), mask=is_rank)
 
 
 @triton.jit
@@ -115,47 +125,59 @@ def _expand_kernel(
     num_parts,
     num_columns,
     most_rank,
+    DTYPE: tl.constexpr,
     BLOCK_OUTPUTS: tl.constexpr,
     BLOCK_RANK: tl.constexpr,
 ):
-    """y[token, first + n] += sum of b[n, r] * low[item, part, r], rounded once."""
+    """y[token, first + n] += bias[n] + sum of b[n, r] * low[item, part, r], rounded once;
+    y[token, first + n] = bias[n] + low[item, part, n] without b.
+    """
     row = _part_row(tables, groups, module, num_modules, num_parts)
-    b = tl.load(row + 1).to(tl.pointer_type(y.dtype.element_ty))
+    b_address, bias_address = tl.load(row + 1), tl.load(row + 7)
+    b = b_address.to(tl.pointer_type(DTYPE))
     rank = tl.load(row + 2)
+    is_complete = (b_address == 0) & (rank > 0)
+    rank = tl.where(is_complete, 0, rank)
     num_outputs = tl.load(row + 3)
     low += (tl.program_id(0) * num_parts + tl.program_id(1)) * most_rank
     outputs = tl.program_id(2) * BLOCK_OUTPUTS + tl.arange(0, BLOCK_OUTPUTS)
     is_output = outputs < num_outputs
-    total = tl.zeros([BLOCK_OUTPUTS], dtype=tl.float32)
+    total = tl.load(low + outputs, mask=is_output & is_complete, other=0.0)
+    bias = bias_address.to(tl.pointer_type(tl.float32)) + outputs
+    total += tl.load(bias, mask=is_output & (bias_address != 0), other=0.0)
     for start in range(0, rank, BLOCK_RANK):
         ranks = start + tl.arange(0, BLOCK_RANK)
         is_rank = ranks < rank
         values = tl.load(low + ranks, mask=is_rank, other=0.0)
         mask = is_output[:, None] & is_rank[None, :]
         weights = tl.load(
-            b + outputs[:, None].to(tl.int64) * rank + ranks[None, :], mask=mask, other=0.0
+            b + outputs[:, None].to(tl.int64) * rank + ranks[None, :], mask=mask, other=0
         )
         total += tl.sum(weights.to(tl.float32) * values[None, :], 1)
     y += tl.load(tokens + tl.program_id(0)) * num_columns + tl.load(row + 4) + outputs
-    before = tl.load(y, mask=is_output, other=0.0).to(tl.float32)
+    before = tl.load(y, mask=is_output & ~is_complete, other=0.0).to(tl.float32)
     tl.store(y, rounded(before + total, y.dtype.element_ty), mask=is_output)
 
 
 class _Packed(msgspec.Struct, frozen=True):
-    """An adapter: `table` [modules, parts, 6] int64 on the device, and what it points to."""
+    """An adapter: `table` [modules, parts, 8] int64 on the device, and what it points to. The
+    largest rank of each module, and the dtype of its weights.
+    """
 
     table: Tensor
     tensors: tuple[Tensor, ...]
-    most_rank: int
+    most_ranks: tuple[int, ...]
+    dtype: torch.dtype
 
 
 class _Items(msgspec.Struct, frozen=True):
     """The tokens of a mapping that have an adapter, [I], and the number of its table, [I]."""
 
-    tables: Tensor  # [groups, modules, parts, 6]
+    tables: Tensor  # [groups, modules, parts, 8]
     tokens: Tensor
     groups: Tensor
-    most_rank: int
+    most_ranks: tuple[int, ...]  # by module
+    dtype: torch.dtype
 
 
 class TritonLoRA:
@@ -172,37 +194,41 @@ class TritonLoRA:
         num_parts = max(map(len, modules), default=0)
         rows: list[list[int]] = []
         tensors: list[Tensor] = []
-        device = torch.device("cpu")
         for parts in modules:
             for part in parts:
-                a, b = to_torch(part.a).contiguous(), to_torch(part.b).contiguous()
-                tensors += (a, b)
-                device = a.device
+                found = [part.a, part.b, part.rank_scales, part.bias]
+                of_part = [None if one is None else to_torch(one).contiguous() for one in found]
+                a, b, rank_scales, bias = map(_address, of_part)
+                tensors += [one for one in of_part if one is not None]
                 scale = int(torch.tensor([part.scale], dtype=torch.float32).view(torch.int32))
-                addresses = a.data_ptr(), b.data_ptr()
-                rows.append([*addresses, part.rank, b.shape[0], part.first_output, scale])
+                sizes = part.rank, part.num_outputs, part.first_output
+                rows.append([a, b, *sizes, scale, rank_scales, bias])
             rows += [[0] * _NUM_FIELDS] * (num_parts - len(parts))
         table = torch.tensor(rows, dtype=torch.int64).view(len(modules), num_parts, _NUM_FIELDS)
-        most_rank = max((part.rank for parts in modules for part in parts), default=0)
+        most_ranks = tuple(max((part.rank for part in parts), default=0) for parts in modules)
+        device, dtype = torch.device("cpu"), torch.float32
+        if tensors:
+            device, dtype = tensors[0].device, tensors[0].dtype
         nbytes = sum(tensor.nbytes for tensor in tensors)
-        return LoRAAdapter(_Packed(table.to(device), tuple(tensors), most_rank), nbytes)
+        packed = _Packed(table.to(device), tuple(tensors), most_ranks, dtype)
+        return LoRAAdapter(packed, nbytes)
 
     def add_lora_(self, y: Tensor, x: Tensor, module: int, mapping: LoRAMapping) -> None:
-        """Y [T, N] += scale * B (A x), x [T, C] or token ids [T]; y is contiguous."""
+        """Y [T, N] += scale * B (A x) + bias, x [T, C] or token ids [T]; y is contiguous."""
         items = self._items_of(mapping)
         if items is None:
             return
         assert y.is_contiguous(), "rows of y are addressed by its width"
         x = x.contiguous()
         num_modules, num_parts = items.tables.shape[1:3]
-        num_items, most_rank = items.tokens.shape[0], items.most_rank
+        num_items, most_rank = items.tokens.shape[0], max(1, items.most_ranks[module])
+        dtype = getattr(tl, str(items.dtype).removeprefix("torch."))
         low = torch.empty(
             (num_items, num_parts, most_rank), dtype=torch.float32, device=items.tokens.device
         )
         where = items.tables, items.tokens, items.groups, module, num_modules, num_parts
         grid = (num_items, num_parts, triton.cdiv(most_rank, _BLOCK_RANK))
         if x.dim() == 1:
-            dtype = getattr(tl, str(y.dtype).removeprefix("torch."))
             _look_up_kernel[grid](x, low, *where, most_rank, DTYPE=dtype, BLOCK_RANK=_BLOCK_RANK)
         else:
             _shrink_kernel[grid](
@@ -211,6 +237,7 @@ class TritonLoRA:
                 *where,
                 x.shape[1],
                 most_rank,
+                DTYPE=dtype,
                 BLOCK_INPUTS=_BLOCK_INPUTS,
                 BLOCK_RANK=_BLOCK_RANK,
             )
@@ -220,6 +247,7 @@ class TritonLoRA:
             *where,
             y.shape[1],
             most_rank,
+            DTYPE=dtype,
             BLOCK_OUTPUTS=_BLOCK_OUTPUTS,
             BLOCK_RANK=_BLOCK_RANK,
         )
@@ -237,9 +265,10 @@ def _items_of(mapping: LoRAMapping) -> _Items | None:
         for adapter, tokens in mapping.groups
         if tokens.shape[0]
     ]
-    groups = [(packed, tokens) for packed, tokens in groups if packed.most_rank]
+    groups = [(packed, tokens) for packed, tokens in groups if packed.tensors]
     if not groups:
         return None
+    [dtype] = {packed.dtype for packed, _ in groups}  # of one engine
     num_parts = max(packed.table.shape[1] for packed, _ in groups)
     tables = [
         torch.nn.functional.pad(packed.table, (0, 0, 0, num_parts - packed.table.shape[1]))
@@ -250,10 +279,16 @@ def _items_of(mapping: LoRAMapping) -> _Items | None:
         torch.stack(tables),
         torch.cat(tokens),
         torch.cat([torch.full_like(one, index) for index, one in enumerate(tokens)]),
-        max(packed.most_rank for packed, _ in groups),
+        tuple(map(max, zip(*(packed.most_ranks for packed, _ in groups), strict=True))),
+        dtype,
     )
 
 
 def _packed(adapter: LoRAAdapter) -> _Packed:
     assert isinstance(adapter.data, _Packed), "another implementation packed the adapter"
     return adapter.data
+
+
+def _address(tensor: Tensor | None) -> int:
+    """Of its first element; 0 without a tensor."""
+    return 0 if tensor is None else tensor.data_ptr()
