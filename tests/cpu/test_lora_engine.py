@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import asyncio
 
+import numpy as np
 import pytest
 import torch
 from msgspec.structs import replace
 from tiny_checkpoint import write_checkpoint
 
-from adapter_files import ALL, write_adapter
+from adapter_files import ALL, adapter_config, adapter_tensors, write_adapter, write_files
 from quickstep import LLM, BeamSearchParams, LoRARequest, SamplingParams
 from quickstep.config import LoRAConfig
 from quickstep.engine import engine as engine_module
@@ -155,6 +156,41 @@ def test_adapters_of_the_start_are_in_the_memory_plan_and_checked_first(folder):
     assert with_host.num_bytes == 3 * planned.num_bytes
     engine = open_engine(config(folder, "a0", "a1", "a2"))
     assert len(engine.adapters) == 3 and len(engine._adapters.packed) == 2
+
+
+@pytest.fixture(scope="module")
+def complete(folder):
+    """An adapter with its own embedding and output projection."""
+    spec = read_spec(folder / "base")
+    tensors = adapter_tensors(spec, ("q_proj",))
+    table = np.random.default_rng(1).normal(size=(spec.vocab_size, spec.hidden_size)) * 0.1
+    tensors["base_model.model.lm_head.weight"] = table.astype(np.float32)
+    tensors["base_model.model.model.embed_tokens.weight"] = table[::-1].astype(np.float32)
+    saved = ["lm_head", "embed_tokens"]
+    values = adapter_config(target_modules=["q_proj"], modules_to_save=saved)
+    return str(write_files(folder / "complete", values, tensors))
+
+
+@pytest.mark.parametrize("dtype", ["auto", "int8"])
+@pytest.mark.parametrize("enforce_eager", [False, True])
+def test_complete_matrices_and_int8_weights_are_exact_in_any_batch(
+    folder, complete, dtype, enforce_eager
+):
+    options = {"num_threads": 1, "enforce_eager": enforce_eager, "lora_dtype": dtype}
+    with LLM(str(folder / "base"), enable_lora=True, **options) as llm:
+        own = LoRARequest("own", 9, complete)
+        adapters = [own, None, adapter(folder, 1), own, adapter(folder, 2)]
+        mixed = answers(llm, [PROMPT] * 5, adapters)
+        alone = [answers(llm, [PROMPT], [one])[0] for one in adapters]
+        assert [one.token_ids for one in mixed] == [one.token_ids for one in alone]
+        assert [one.logprobs for one in mixed] == [one.logprobs for one in alone]
+        assert len({tuple(one.token_ids) for one in mixed}) == 4
+        for one in llm._engine.adapters:
+            packed = llm._engine._adapters.packed[one.adapter_id]
+            assert packed.nbytes == one.num_bytes, "the memory plan counts what is allocated"
+            assert one.adapter_id.endswith("-int8") == (dtype == "int8")
+        with pytest.raises(RequestError, match=r"'own' .* has no scale"):
+            answers(llm, [PROMPT], LoRARequest("own*0.5"))
 
 
 def test_an_adapter_is_freed_when_its_last_request_has_ended(folder):
