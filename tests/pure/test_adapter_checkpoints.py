@@ -261,6 +261,14 @@ def test_a_trained_bias_adds_its_difference_from_the_base_models(tmp_path: Path)
         open_adapter(tmp_path, QWEN, 64)
 
 
+def test_two_names_of_one_tensor_are_refused(tmp_path: Path) -> None:
+    tensors = adapter_tensors(SPEC, ("q_proj", "v_proj"))
+    write_files(
+        tmp_path, adapter_config(), tensors | {FIRST[len("base_model.model.") :]: tensors[FIRST]}
+    )
+    assert "has both" in refusal(tmp_path)
+
+
 def test_a_bias_of_b_is_scaled_as_b(tmp_path: Path) -> None:
     tensors = adapter_tensors(SPEC, ("o_proj",))
     for layer in range(3):

@@ -273,7 +273,10 @@ def _find_targets(
             )
         kind = (found["kind"] or found["bias"]).replace("embedding_A", "A.weight")
         kind = kind.replace("embedding_B", "B.weight")
-        found_tensors.setdefault(module, {})[kind] = name
+        tensors = found_tensors.setdefault(module, {})
+        if kind in tensors:
+            raise ConfigError(f"{weights} has both {tensors[kind]!r} and {name!r}; remove one")
+        tensors[kind] = name
         full_names[module] = found["module"]
     if not found_tensors:
         raise ConfigError(f"{weights} holds no tensors")
