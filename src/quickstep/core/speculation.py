@@ -37,7 +37,7 @@ _LEAST_RATE, _MOST_RATE = 0.02, 0.98
 _MARGIN = 1.2
 # The two modes: steps before the first comparison, then in the better one and in the other one. The
 # first steps after a change are not counted: their drafts were requested in the mode before. Where
-# drafts take 1.2 times as long, trials of 16 in 272 steps cost 1 %, and of 16 in 4,112 less than 0.1.
+# drafts take 1.2 times as long, trials of 16 in 272 steps cost 1 %, of 16 in 4,112 less than 0.1.
 _FIRST_STEPS = 24
 _USUAL_STEPS = 256
 _MOST_STEPS = 4096
