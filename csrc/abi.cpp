@@ -217,6 +217,20 @@ int qs_write_kv(qs_context* context, const qs_kv_write* call) {
   return status;
 }
 
+int qs_move_kv(const qs_kv_move* call) {
+  for (int64_t i = 0; i < 2 * call->num_moves; ++i) {
+    if (call->moves[i] < 0 || call->moves[i] >= call->num_slots) return QS_OUT_OF_RANGE;
+  }
+  for (int64_t cache = 0; cache < call->num_caches; ++cache) {
+    char* slots = static_cast<char*>(call->caches[cache]);
+    for (int64_t i = 0; i < call->num_moves; ++i) {
+      const int64_t from = call->moves[2 * i], to = call->moves[2 * i + 1];
+      memmove(slots + to * call->slot_bytes, slots + from * call->slot_bytes, call->slot_bytes);
+    }
+  }
+  return QS_OK;
+}
+
 int64_t qs_attention_scratch_bytes(const qs_context* context, const qs_attention* call) {
   return context->kernels->attention_scratch_bytes(qs::pool_size(context->pool), *call);
 }
@@ -235,6 +249,13 @@ int qs_paged_attention(qs_context* context, const qs_attention* call) {
     for (int64_t i = 0; i < blocks; ++i) {
       const int32_t block = call->block_tables[row * call->max_blocks + i];
       if (block < 0 || block >= call->num_blocks) return QS_OUT_OF_RANGE;
+    }
+    if (call->tail_offsets == nullptr) continue;
+    const int64_t* offsets = call->tail_offsets + row;
+    if (offsets[1] < offsets[0] || offsets[1] - offsets[0] > context_len) return QS_INVALID;
+    for (int64_t i = offsets[0]; i < offsets[1]; ++i) {
+      const int64_t slot = call->tail_slots[i];
+      if (slot < 0 || slot >= call->num_blocks * call->block_size) return QS_OUT_OF_RANGE;
     }
   }
   context->kernels->paged_attention(context->pool, *call);

@@ -27,20 +27,42 @@ struct Grown {
 
 // The rows of an attention call, as qs_attention has them.
 struct AttentionRows {
+  int64_t count = 0;
   int64_t* offsets = nullptr;
   int64_t* context_lens = nullptr;
+  int64_t* tail_offsets = nullptr;
   Grown block_tables;  // [rows, max_blocks] int32
+  Grown tail_slots;    // int64
 
   ~AttentionRows() {
     free(offsets);
     free(context_lens);
+    free(tail_offsets);
   }
 
   bool allocate(int64_t capacity) {
     offsets = static_cast<int64_t*>(malloc((capacity + 1) * sizeof(int64_t)));
     context_lens = static_cast<int64_t*>(malloc(capacity * sizeof(int64_t)));
-    return offsets != nullptr && context_lens != nullptr;
+    tail_offsets = static_cast<int64_t*>(malloc((capacity + 1) * sizeof(int64_t)));
+    return offsets != nullptr && context_lens != nullptr && tail_offsets != nullptr;
   }
+
+  // Empty, with memory for some rows and positions in their tails.
+  bool begin(int64_t num_rows, int64_t max_blocks, int64_t num_in_tails) {
+    count = offsets[0] = tail_offsets[0] = 0;
+    return block_tables.reserve(num_rows * max_blocks * static_cast<int64_t>(sizeof(int32_t))) &&
+           tail_slots.reserve(num_in_tails * static_cast<int64_t>(sizeof(int64_t)));
+  }
+
+  // Adds a row of the next tokens; its tail, if it has one, is to be filled in.
+  int64_t* add(int64_t num_tokens, int64_t context_len, int64_t num_in_tail) {
+    offsets[count + 1] = offsets[count] + num_tokens;
+    context_lens[count] = context_len;
+    tail_offsets[count + 1] = tail_offsets[count] + num_in_tail;
+    return static_cast<int64_t*>(tail_slots.data) + tail_offsets[count++];
+  }
+
+  bool has_tails() const { return tail_offsets[count] > 0; }
 
   int32_t* table(int64_t row, int64_t max_blocks) const {
     return static_cast<int32_t*>(block_tables.data) + row * max_blocks;
@@ -77,10 +99,12 @@ struct qs_program {
   // of the step that runs
   int64_t num_tokens;
   int64_t num_emitting;
-  int64_t num_rows;
   int64_t max_blocks;
-  int64_t* slots;          // [capacity_tokens]
-  AttentionRows rows;      // up to capacity_tokens
+  int64_t max_parents;
+  int64_t* slots;           // [capacity_tokens]
+  int64_t* row_offsets;     // [capacity_tokens + 1] tokens of the step's rows
+  int64_t* attention_rows;  // [capacity_tokens] in which of `rows` a token is
+  AttentionRows rows;       // up to capacity_tokens: more than the step's where it has trees
   AttentionRows emitting;  // up to capacity_emitting: one token each
   LoRATokens lora;
   LoRATokens lora_emitting;
@@ -94,13 +118,38 @@ int64_t rows_of(const qs_program& program, const qs_op& op) {
   return op.rows == QS_EMITTING ? program.num_emitting : program.num_tokens;
 }
 
+// The KV slot of node 0 of a row's tree; without a tree, that of its last token.
+int64_t root_of(const qs_step_row& row) {
+  return row.start + row.num_tokens - 1 - row.num_parents;
+}
+
+// Its tokens up to node 0, which make one attention row; each node after it makes one of its own.
+int64_t num_before_nodes(const qs_step_row& row) {
+  const int64_t count = root_of(row) + 1 - row.start;
+  return count > 0 ? count : 0;
+}
+
+int64_t depth_of(const qs_step_row& row, int64_t node) {
+  int64_t depth = 0;
+  for (; node > 0; node = row.parents[node - 1]) ++depth;
+  return depth;
+}
+
+bool is_tree(const qs_step_row& row) {
+  if (row.num_parents < 0 || root_of(row) < 0) return false;
+  for (int64_t i = 0; i < row.num_parents; ++i) {
+    if (row.parents[i] < 0 || row.parents[i] > i) return false;
+  }
+  return true;
+}
+
 // Counts of the step; QS_INVALID unless they fit the bound memory and the rows their blocks.
 int measure(qs_program* program, const qs_step& step) {
   const qs_program_inputs& inputs = program->inputs;
-  program->num_rows = step.num_rows;
   program->num_emitting = step.num_emitting;
   program->num_tokens = 0;
   program->max_blocks = 0;
+  program->max_parents = 0;
   if (step.num_rows < 1 || step.num_rows > inputs.capacity_tokens) return QS_INVALID;
   if (step.num_emitting < 0 || step.num_emitting > inputs.capacity_emitting) return QS_INVALID;
   for (int64_t i = 0; i < step.num_rows; ++i) {
@@ -108,6 +157,8 @@ int measure(qs_program* program, const qs_step& step) {
     const int64_t end = row.start + row.num_tokens;
     const int64_t blocks = (end + inputs.block_size - 1) / inputs.block_size;
     if (row.start < 0 || row.num_tokens < 1 || blocks > row.num_blocks) return QS_INVALID;
+    if (!is_tree(row)) return QS_INVALID;
+    if (row.num_parents > program->max_parents) program->max_parents = row.num_parents;
     program->num_tokens += row.num_tokens;
     if (blocks > program->max_blocks) program->max_blocks = blocks;
   }
@@ -119,29 +170,59 @@ int measure(qs_program* program, const qs_step& step) {
   return program->num_tokens <= inputs.capacity_tokens ? QS_OK : QS_INVALID;
 }
 
-void place_row(qs_program* program, int64_t index, const qs_step_row& row) {
+// The KV slot of the cache that holds the sequence's slot `index`.
+int64_t cache_slot(const qs_program* program, const qs_step_row& row, int64_t index) {
   const int64_t block_size = program->inputs.block_size;
-  const int64_t first = program->rows.offsets[index], end = row.start + row.num_tokens;
-  const int64_t num_blocks = (end + block_size - 1) / block_size;
-  for (int64_t i = 0; i < row.num_tokens; ++i) {
-    const int64_t position = row.start + i;
-    program->inputs.positions[first + i] = position;
-    program->slots[first + i] =
-        row.block_ids[position / block_size] * block_size + position % block_size;
+  return row.block_ids[index / block_size] * block_size + index % block_size;
+}
+
+// An attention row of the next tokens, without a tail or with that of a node.
+void add_attention_row(qs_program* program, const qs_step_row& row, int64_t num_tokens,
+                       int64_t context_len, int64_t node) {
+  AttentionRows& rows = program->rows;
+  const int64_t block_size = program->inputs.block_size, index = rows.count;
+  const int64_t num_blocks = (row.start + row.num_tokens + block_size - 1) / block_size;
+  for (int64_t i = 0; i < num_tokens; ++i) {
+    program->attention_rows[rows.offsets[index] + i] = index;
   }
-  int32_t* table = program->rows.table(index, program->max_blocks);
+  const int64_t root = root_of(row), depth = context_len - 1 - root;
+  int64_t* tail = rows.add(num_tokens, context_len, node > 0 ? depth : 0);
+  for (int64_t i = depth - 1; node > 0; --i, node = row.parents[node - 1]) {
+    tail[i] = cache_slot(program, row, root + node);
+  }
+  int32_t* table = rows.table(index, program->max_blocks);
   memcpy(table, row.block_ids, num_blocks * sizeof(int32_t));
   memset(table + num_blocks, 0, (program->max_blocks - num_blocks) * sizeof(int32_t));
-  program->rows.offsets[index + 1] = first + row.num_tokens;
-  program->rows.context_lens[index] = end;
+}
+
+void place_row(qs_program* program, int64_t index, const qs_step_row& row) {
+  const int64_t first = program->row_offsets[index], root = root_of(row);
+  const int64_t num_before = num_before_nodes(row);
+  program->row_offsets[index + 1] = first + row.num_tokens;
+  for (int64_t i = 0; i < row.num_tokens; ++i) {
+    program->inputs.positions[first + i] = row.start + i;
+    program->slots[first + i] = cache_slot(program, row, row.start + i);
+  }
+  if (num_before > 0) add_attention_row(program, row, num_before, row.start + num_before, 0);
+  for (int64_t i = num_before; i < row.num_tokens; ++i) {
+    const int64_t node = row.start + i - root, position = root + depth_of(row, node);
+    program->inputs.positions[first + i] = position;
+    add_attention_row(program, row, 1, position + 1, node);
+  }
 }
 
 void place_emitting(qs_program* program, int64_t index, int64_t row, int64_t num_after) {
   const int64_t max_blocks = program->max_blocks;
-  program->inputs.emitting[index] = program->rows.offsets[row + 1] - 1 - num_after;
-  program->emitting.offsets[index + 1] = index + 1;
-  program->emitting.context_lens[index] = program->rows.context_lens[row] - num_after;
-  memcpy(program->emitting.table(index, max_blocks), program->rows.table(row, max_blocks),
+  const int64_t token = program->row_offsets[row + 1] - 1 - num_after;
+  const AttentionRows& rows = program->rows;
+  const int64_t of_token = program->attention_rows[token], from = rows.tail_offsets[of_token];
+  const int64_t num_in_tail = rows.tail_offsets[of_token + 1] - from;
+  program->inputs.emitting[index] = token;
+  int64_t* tail = program->emitting.add(1, program->inputs.positions[token] + 1, num_in_tail);
+  for (int64_t i = 0; i < num_in_tail; ++i) {
+    tail[i] = static_cast<const int64_t*>(rows.tail_slots.data)[from + i];
+  }
+  memcpy(program->emitting.table(index, max_blocks), rows.table(of_token, max_blocks),
          max_blocks * sizeof(int32_t));
 }
 
@@ -178,7 +259,7 @@ int place_adapters(qs_program* program, const qs_step& step) {
   const qs_lora** adapters = static_cast<const qs_lora**>(program->token_adapters.data);
   for (int64_t row = 0; row < step.num_rows; ++row) {
     for (int64_t i = 0; i < step.rows[row].num_tokens; ++i) {
-      adapters[program->rows.offsets[row] + i] = step.adapters[row];
+      adapters[program->row_offsets[row] + i] = step.adapters[row];
     }
   }
   const int status =
@@ -192,13 +273,19 @@ int place_adapters(qs_program* program, const qs_step& step) {
 int place(qs_program* program, const qs_step& step) {
   const int status = measure(program, step);
   if (status != QS_OK) return status;
-  const int64_t row_bytes = program->max_blocks * sizeof(int32_t);
-  if (!program->rows.block_tables.reserve(step.num_rows * row_bytes) ||
-      !program->emitting.block_tables.reserve(step.num_emitting * row_bytes)) {
+  int64_t num_attention_rows = 0;
+  for (int64_t i = 0; i < step.num_rows; ++i) {
+    const qs_step_row& row = step.rows[i];
+    const int64_t num_before = num_before_nodes(row);
+    num_attention_rows += (num_before > 0) + row.num_tokens - num_before;
+  }
+  const int64_t max_blocks = program->max_blocks, depth = program->max_parents;
+  if (!program->rows.begin(num_attention_rows, max_blocks, num_attention_rows * depth) ||
+      !program->emitting.begin(step.num_emitting, max_blocks, step.num_emitting * depth)) {
     return QS_OUT_OF_MEMORY;
   }
   memcpy(program->inputs.token_ids, step.token_ids, program->num_tokens * sizeof(int64_t));
-  program->rows.offsets[0] = program->emitting.offsets[0] = 0;
+  program->row_offsets[0] = 0;
   for (int64_t i = 0; i < step.num_rows; ++i) place_row(program, i, step.rows[i]);
   for (int64_t i = 0; i < step.num_emitting; ++i) {
     place_emitting(program, i, step.emitting[2 * i], step.emitting[2 * i + 1]);
@@ -262,9 +349,8 @@ int rotary_write(qs_program* program, const qs_op* ops) {
   return QS_OK;
 }
 
-int attend(qs_program* program, const qs_op& op, int64_t tokens) {
-  const bool is_emitting = op.rows == QS_EMITTING;
-  const AttentionRows& rows = is_emitting ? program->emitting : program->rows;
+int attend(qs_program* program, const qs_op& op) {
+  const AttentionRows& rows = op.rows == QS_EMITTING ? program->emitting : program->rows;
   qs_attention call = {};
   call.dtype = op.dtype;
   call.num_heads = static_cast<int32_t>(op.size[0]);
@@ -272,7 +358,7 @@ int attend(qs_program* program, const qs_op& op, int64_t tokens) {
   call.head_size = static_cast<int32_t>(op.size[2]);
   call.kv_dtype = op.option;
   call.q_stride = op.stride[0];
-  call.num_rows = is_emitting ? tokens : program->num_rows;
+  call.num_rows = rows.count;
   call.block_size = program->inputs.block_size;
   call.max_blocks = program->max_blocks;
   call.num_blocks = op.size[3];
@@ -285,6 +371,10 @@ int attend(qs_program* program, const qs_op& op, int64_t tokens) {
   call.row_offsets = rows.offsets;
   call.context_lens = rows.context_lens;
   call.block_tables = rows.table(0, 0);
+  if (rows.has_tails()) {
+    call.tail_offsets = rows.tail_offsets;
+    call.tail_slots = static_cast<const int64_t*>(rows.tail_slots.data);
+  }
   call.sinks = static_cast<const float*>(op.in[3]);
   call.out = op.out[0];
   const int64_t scratch_bytes = qs_attention_scratch_bytes(program->context, &call);
@@ -360,7 +450,7 @@ int run_op(qs_program* program, const qs_op& op) {
     case QS_OP_WRITE_KV:
       return write_kv(program, op, rows);
     case QS_OP_ATTENTION:
-      return attend(program, op, rows);
+      return attend(program, op);
     case QS_OP_ADD:
       return qs_add(context, op.dtype, op.in[0], op.in[1], rows * op.size[0], op.out[0]);
     case QS_OP_SCALE:
@@ -417,7 +507,10 @@ bool allocate(qs_program* program, const qs_op* ops) {
   program->ops = static_cast<qs_op*>(malloc(program->num_ops * sizeof(qs_op)));
   program->following = static_cast<Beginning*>(malloc(program->num_ops * sizeof(Beginning)));
   program->slots = static_cast<int64_t*>(malloc(capacity * sizeof(int64_t)));
+  program->row_offsets = static_cast<int64_t*>(malloc((capacity + 1) * sizeof(int64_t)));
+  program->attention_rows = static_cast<int64_t*>(malloc(capacity * sizeof(int64_t)));
   if (program->ops == nullptr || program->following == nullptr || program->slots == nullptr ||
+      program->row_offsets == nullptr || program->attention_rows == nullptr ||
       !program->rows.allocate(capacity) ||
       !program->emitting.allocate(program->inputs.capacity_emitting)) {
     return false;
@@ -455,6 +548,8 @@ void qs_program_destroy(qs_program* program) {
   free(program->ops);
   free(program->following);
   free(program->slots);
+  free(program->row_offsets);
+  free(program->attention_rows);
   delete program;
 }
 

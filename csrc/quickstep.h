@@ -193,6 +193,18 @@ typedef struct qs_kv_write {
 
 QS_API int qs_write_kv(qs_context* context, const qs_kv_write* call);
 
+// Copies KV slots within each of some caches, one after another: slot `from` to slot `to`.
+typedef struct qs_kv_move {
+  int64_t num_caches;
+  int64_t slot_bytes;       // of a cache
+  int64_t num_slots;        // of a cache
+  int64_t num_moves;
+  void* const* caches;      // [num_caches]
+  const int64_t* moves;     // [num_moves][2] from, to
+} qs_kv_move;
+
+QS_API int qs_move_kv(const qs_kv_move* call);
+
 typedef struct qs_attention {
   int32_t dtype;
   int32_t num_heads;
@@ -214,6 +226,10 @@ typedef struct qs_attention {
   const int64_t* row_offsets;   // [R + 1]
   const int64_t* context_lens;  // [R]
   const int32_t* block_tables;  // [R, max_blocks]
+  // The KV slots of each row's last positions, where they are not those of its blocks; of row r,
+  // tail_slots[tail_offsets[r]:tail_offsets[r + 1]]. Null: no row has any.
+  const int64_t* tail_offsets;  // [R + 1]
+  const int64_t* tail_slots;
   const float* sinks;           // [H], a logit of each head's softmax without a value; null: none
   void* out;                    // [T, H, D]
   void* scratch;                // qs_attention_scratch_bytes(...) bytes, or null when that is 0
@@ -351,10 +367,15 @@ typedef struct qs_program_inputs {
 } qs_program_inputs;
 
 typedef struct qs_step_row {
-  int64_t start;             // position of its first token
+  int64_t start;             // KV slot of its first token within the sequence: its position
   int64_t num_tokens;
   const int32_t* block_ids;  // the sequence's blocks in order, at least up to the row's end
   int64_t num_blocks;
+  // A tree: node 0 and num_parents others are at the row's last KV slots, some of them possibly
+  // computed before this row. A node's position is that of node 0 plus its depth, and it sees its
+  // ancestors. parents[i] is the parent of node i + 1, at most i. 0: a row without a tree.
+  const int64_t* parents;
+  int64_t num_parents;
 } qs_step_row;
 
 typedef struct qs_step {

@@ -16,6 +16,12 @@ inline int64_t passes_of_row(const qs_attention& call, int64_t row) {
   return div_up(tokens * heads_per_kv(call), kMaxQueries);
 }
 
+// The first position of a row whose KV is not in its blocks, or the row's end.
+inline int64_t tail_begin(const qs_attention& call, int64_t row) {
+  const int64_t* offsets = call.tail_offsets;
+  return call.context_lens[row] - (offsets == nullptr ? 0 : offsets[row + 1] - offsets[row]);
+}
+
 inline int64_t splits_of_row(const qs_attention& call, int64_t row) {
   return div_up(call.context_lens[row], kSplit);
 }
@@ -101,7 +107,8 @@ inline Pass make_group_pass(const qs_attention& call, const Group& group, int64_
 inline int64_t splits_shared(const qs_attention& call, int64_t a, int64_t b, int64_t at_most) {
   if (call.window > 0) return 0;
   const auto start = [&](int64_t row) {
-    return call.context_lens[row] - (call.row_offsets[row + 1] - call.row_offsets[row]);
+    const int64_t tokens = call.row_offsets[row + 1] - call.row_offsets[row];
+    return min_of(call.context_lens[row] - tokens, tail_begin(call, row));
   };
   at_most = min_of(at_most, min_of(start(a), start(b)) / kSplit);
   const int32_t* table_a = call.block_tables + a * call.max_blocks;

@@ -3,6 +3,7 @@
 // array.
 #pragma once
 
+#include "kernels/attention_groups.h"
 #include "kernels/attention_tile.h"
 #include "kernels/kv_rows.h"
 #include "kernels/transpose.h"
@@ -63,6 +64,9 @@ class TileLoader {
  public:
   TileLoader(const qs_attention& call, int64_t row, int64_t kv_head)
       : block_table_(call.block_tables + row * call.max_blocks),
+        tail_begin_(tail_begin(call, row)),
+        tail_slots_(call.tail_offsets == nullptr ? nullptr
+                                                 : call.tail_slots + call.tail_offsets[row]),
         block_size_(call.block_size),
         head_size_(call.head_size),
         width_(Form::width(call.head_size)),
@@ -84,12 +88,15 @@ class TileLoader {
   // Calls fn(position, byte offset of its row) over `span`.
   template <typename Fn>
   QS_INLINE void each_position(Span span, const Fn& fn) const {
-    for (int64_t j = span.begin; j < span.end;) {
+    const int64_t paged_end = min_of(span.end, tail_begin_);
+    int64_t j = span.begin;
+    while (j < paged_end) {
       const int64_t within = j % block_size_;
-      const int64_t end = min_of(span.end, j + block_size_ - within);
+      const int64_t end = min_of(paged_end, j + block_size_ - within);
       int64_t offset = (block_table_[j / block_size_] * block_size_ + within) * stride_;
       for (; j < end; ++j, offset += stride_) fn(j, offset);
     }
+    for (; j < span.end; ++j) fn(j, tail_slots_[j - tail_begin_] * stride_);
   }
 
   using Access = Words<typename Form::Product, KV>;
@@ -165,6 +172,8 @@ class TileLoader {
   }
 
   const int32_t* block_table_;
+  int64_t tail_begin_;
+  const int64_t* tail_slots_;
   int64_t block_size_, head_size_, width_, stride_;
   const char* keys_;
   const char* values_;

@@ -217,10 +217,14 @@ class StepRow(msgspec.Struct, frozen=True):
         new_block_ids: Appended to the slot's block table before the step runs; after an admission
             they include prefix-cache hits.
         emits: An output token is sampled from the logits of the last position that is no draft,
-            and one more after each draft that is equal to the token sampled before it.
+            and one more after each draft that follows it and is equal to the token sampled there.
         output_position: Index of the first of these tokens among the sequence's output tokens (the
             counter of the sampling noise).
         num_drafts: Trailing inputs that are speculative drafts.
+        parents: Of each draft, the input that it follows: 0 is the one before all drafts, i the
+            i-th draft, and parents come before their children. () if each follows the one before
+            it. Whatever the tree, input i is written to KV slot `start` + i of the sequence; once
+            tokens are sampled, the KV of accepted drafts is moved to the slots of their positions.
         num_next_drafts: How many tokens to draft at most, after this row, for the next one.
         num_next_forced: How many drafts to return at most, if a grammar or a thinking budget forces
             the next tokens.
@@ -244,6 +248,20 @@ class StepRow(msgspec.Struct, frozen=True):
     score_start: int = 0
     num_scored: int = 0
     pools: bool = False
+    parents: tuple[int, ...] = ()
+
+    @property
+    def root(self) -> int:
+        """The KV slot of the input that a tree of drafts follows; without one, the last slot."""
+        return self.end - 1 - len(self.parents)
+
+    def path(self, node: int) -> list[int]:
+        """The nodes of the tree from below its root, which is node 0, to `node`."""
+        nodes = []
+        while node > 0:
+            nodes.append(node)
+            node = self.parents[node - 1]
+        return nodes[::-1]
 
     @property
     def requests_drafts(self) -> bool:
@@ -295,8 +313,11 @@ class RowOutput(msgspec.Struct, frozen=True):
     """The output of a row: no token (a prompt chunk), one, or several (accepted drafts + 1).
 
     `prompt_logprobs` has an entry per scored position, for the prompt token that follows it.
-    `draft_token_ids` are proposed to follow the tokens, for the sequence's next row; the first
-    `num_forced_drafts` of them because nothing else can follow.
+    `draft_token_ids` are proposed to follow the tokens, for the sequence's next row, in a tree with
+    `draft_parents` as `StepRow.parents` says; the first `num_forced_drafts` of them because nothing
+    else can follow. Any number of the first drafts is a tree as well. `accepted_drafts` are
+    those of the row's tree that were accepted, numbered from 1 in the order of the row; () of a
+    chain.
     """
 
     token_ids: tuple[int, ...] = ()
@@ -305,6 +326,8 @@ class RowOutput(msgspec.Struct, frozen=True):
     embedding: tuple[float, ...] | None = None
     draft_token_ids: tuple[int, ...] = ()
     num_forced_drafts: int = 0
+    draft_parents: tuple[int, ...] = ()
+    accepted_drafts: tuple[int, ...] = ()
 
 
 class RowFailure(msgspec.Struct, frozen=True):

@@ -7,6 +7,7 @@ from itertools import accumulate
 
 import msgspec
 import torch
+from msgspec.structs import replace
 from torch import Tensor
 
 from op_checks.case_inputs import CaseInputs, label
@@ -24,6 +25,7 @@ class AttentionCase(msgspec.Struct, frozen=True):
     """Inputs of paged_attention: the KV of every row up to its end stands in the caches.
 
     `rows` say which positions are queried; block tables hold all blocks of the row's sequence.
+    `tails` are those of the layout.
     """
 
     name: str
@@ -34,12 +36,14 @@ class AttentionCase(msgspec.Struct, frozen=True):
     block_tables: Tensor
     params: AttentionParams
     sinks: Tensor | None
+    tails: tuple[tuple[int, ...], ...] = ()
     op: str = "paged_attention"
 
     @property
     def layout(self) -> PagedLayout:
         """The rows as the op receives them."""
-        return make_layout(self.rows, self.block_tables, self.k_cache.shape[1])
+        layout = make_layout(self.rows, self.block_tables, self.k_cache.shape[1])
+        return replace(layout, tails=self.tails)
 
     @property
     def arguments(

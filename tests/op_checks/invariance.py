@@ -128,6 +128,8 @@ def _attention_checks(ops: OpTable, case: AttentionCase) -> Iterator[Check]:
     yield "whole", partial(same, case, everything)
     yield "other blocks", partial(same, _renumbered(case), everything)
     yield "stale NaN", partial(same, _stale(case), everything)
+    if ops.move_kv is not None:
+        yield "tails", partial(same, _with_tails(case), everything)
     whole = [(row, 0, count) for row, (_, count) in enumerate(case.rows)]
     for name, pieces in _attention_arrangements(whole):
         yield name, partial(same, *_select(case, pieces))
@@ -191,6 +193,35 @@ def _stale(case: AttentionCase) -> AttentionCase:
         for cache in (case.k_cache, case.v_cache)
     )
     return replace(case, k_cache=k, v_cache=v)
+
+
+def _with_tails(case: AttentionCase) -> AttentionCase:
+    """The last keys and values of every second row are in other slots, in another order; their
+    blocks hold NaN instead.
+    """
+    block_size, num_slots = case.k_cache.shape[1], case.k_cache.shape[:2].numel()
+    lengths = [
+        min(start + count, (1, 5, 70)[row % 3]) if row % 2 == 0 else 0
+        for row, (start, count) in enumerate(case.rows)
+    ]
+    num_new_blocks = -(-sum(lengths) // block_size)
+    free = list(range(num_slots, num_slots + sum(lengths)))
+    tails, taken = [], []
+    for table, (start, count), length in zip(
+        case.block_tables.long(), case.rows, lengths, strict=True
+    ):
+        tails.append(tuple(free.pop() for _ in range(length)))
+        keys = torch.arange(start + count - length, start + count)
+        taken.append(table[keys // block_size] * block_size + keys % block_size)
+    old, new = torch.cat(taken), torch.tensor([slot for tail in tails for slot in tail])
+    caches = []
+    for cache in (case.k_cache, case.v_cache):
+        grown = torch.cat((cache, cache.new_zeros(num_new_blocks, *cache.shape[1:])))
+        slots = grown.view(-1, *cache.shape[2:])
+        slots[new] = slots[old]
+        slots[old] = _nan_like(cache[:1, :1]).view(1, *cache.shape[2:])
+        caches.append(grown)
+    return replace(case, k_cache=caches[0], v_cache=caches[1], tails=tuple(tails))
 
 
 def _nan_like(cache: Tensor) -> Tensor:

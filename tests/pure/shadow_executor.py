@@ -5,7 +5,8 @@ tokens up to that position, with adapter and salt, as a real model's KV would de
 follows block tables from `released`, `admitted` and `new_block_ids` only, refuses to read anything
 but the content that the row's own history asks for, and derives the next token from what it *read*.
 A step writes all its KV, then reads. Of the
-drafts that it proposes, the first ones are right.
+drafts that it proposes, the first ones are right; half of the proposals are random trees, whose
+accepted drafts it moves to the slots of their positions.
 
 Failures on demand: rows that fail leave poison where they wrote; steps that raise do so before
 anything is applied, or midway. Steps already in flight at that moment may read poison: they give a
@@ -15,6 +16,7 @@ wrong token, which the scheduler has to discard.
 from __future__ import annotations
 
 import math
+import random
 from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -68,6 +70,7 @@ class Slot:
     chain: list[int] = field(default_factory=list)  # fingerprint after each token of `history`
     pooled: list[int] = field(default_factory=list)  # what a mean has taken in
     proposed: tuple[int, ...] = ()  # drafts that the next row may have
+    proposed_parents: tuple[int, ...] = ()
     row_chain: list[int] = field(default_factory=list)  # `chain` with the drafts of its row
     drafted_end: int = 0
 
@@ -237,15 +240,24 @@ class ShadowExecutor:
             if not lenient:
                 self._check_row(row, slot)
             slot.computed = row.end
-            drafts = (
-                list(row.token_ids[row.num_tokens - row.num_drafts :]) if row.num_drafts else []
-            )
-            slot.row_chain = self._chained(slot, slot.chain, slot.history + drafts)
+            slot.row_chain = self._row_chain(slot, row)
             for position in range(row.start, row.end):
                 place = self._place(slot, position)
                 assert lenient or place not in written, f"two rows write {place}"
                 written.add(place)
                 self.kv[place] = _POISON if row.slot in bad else slot.row_chain[position]
+
+    def _row_chain(self, slot: Slot, row: StepRow) -> list[int]:
+        """What the KV slots of the sequence hold after the row, its drafts included."""
+        drafts = list(row.token_ids[row.num_tokens - row.num_drafts :]) if row.num_drafts else []
+        if not row.parents:
+            return self._chained(slot, slot.chain, slot.history + drafts)
+        chain = slot.chain[: row.root + 1]
+        for node in range(1, len(drafts) + 1):
+            path = [drafts[one - 1] for one in row.path(node)]
+            tokens = slot.history[: row.root + 1] + path
+            chain.append(self._chained(slot, slot.chain[: row.root + 1], tokens)[-1])
+        return chain
 
     def _check_row(self, row: StepRow, slot: Slot) -> None:
         name = slot.sequence_id
@@ -260,7 +272,9 @@ class ShadowExecutor:
         assert end <= len(slot.history), f"{name} is planned past its tokens"
         drafts = slot.proposed[: row.num_drafts]
         assert len(drafts) == row.num_drafts, f"{name} has drafts that were not proposed"
-        slot.proposed = ()
+        parents = slot.proposed_parents[: row.num_drafts]
+        assert row.parents == parents, f"{name} has drafts in another tree"
+        slot.proposed = slot.proposed_parents = ()
         expected = (*slot.history[row.start : end], *drafts)
         assert row.token_ids in ((), expected), f"{name} got {row.token_ids}, not {expected}"
         ends = end == len(slot.history)
@@ -298,20 +312,29 @@ class ShadowExecutor:
             if not row.emits:
                 outputs.append(output)
                 continue
-            token_ids = self._next_tokens(row) if row.slot in sound else (WRONG,)
-            drafts: tuple[int, ...] = ()
+            token_ids, accepted = self._next_tokens(row) if row.slot in sound else ((WRONG,), ())
+            if row.parents:
+                output = replace(output, accepted_drafts=accepted)
+            output = replace(output, token_ids=token_ids)
             if row.slot in self.slots:
-                drafts = self._emitted(self.slots[row.slot], row, token_ids)
-            outputs.append(replace(output, token_ids=token_ids, draft_token_ids=drafts))
+                slot = self.slots[row.slot]
+                self._emitted(slot, row, token_ids)
+                drafts, parents = slot.proposed, slot.proposed_parents
+                output = replace(output, draft_token_ids=drafts, draft_parents=parents)
+            outputs.append(output)
         return tuple(outputs)
 
-    def _emitted(self, slot: Slot, row: StepRow, token_ids: tuple[int, ...]) -> tuple[int, ...]:
-        """Take in what a row emitted; drafts for the next one: right ones, then a wrong one."""
+    def _emitted(self, slot: Slot, row: StepRow, token_ids: tuple[int, ...]) -> None:
+        """Take in what a row emitted, and propose drafts for the next one."""
         slot.computed = row.end - row.num_drafts + len(token_ids) - 1
         slot.history += token_ids
         self._extend_chain(slot)
+        slot.proposed = slot.proposed_parents = ()
         if not row.num_next_drafts:
-            return ()
+            return
+        if slot.chain[-1] % 2:
+            self._propose_tree(slot, row.num_next_drafts)
+            return
         tokens, chain, drafts = list(slot.history), list(slot.chain), []
         num_right = slot.chain[-1] % (row.num_next_drafts + 1)
         for index in range(row.num_next_drafts):
@@ -320,7 +343,21 @@ class ShadowExecutor:
             tokens.append(drafts[-1])
             chain = self._chained(slot, chain, tokens)
         slot.proposed = tuple(drafts)
-        return slot.proposed
+
+    def _propose_tree(self, slot: Slot, num_drafts: int) -> None:
+        """A random tree, in which most drafts are right after those before them."""
+        rng = random.Random(slot.chain[-1])
+        drafts: list[int] = []
+        parents: list[int] = []
+        histories = [slot.history]
+        for node in range(num_drafts):
+            parents.append(rng.choice((node, rng.randint(0, node))))
+            before = histories[parents[-1]]
+            chain = self._chained(slot, slot.chain, before)
+            right = _token_after(tuple(chain), slot.seed, len(before) - slot.prompt_len)
+            drafts.append(right if rng.random() < 0.7 else 1 - right % 2)
+            histories.append([*before, drafts[-1]])
+        slot.proposed, slot.proposed_parents = tuple(drafts), tuple(parents)
 
     def _of_prompt(self, row: StepRow, is_sound: bool, lenient: bool) -> RowOutput:
         """Scores and embedding out of what each position read; wrong ones where it read poison."""
@@ -347,17 +384,31 @@ class ShadowExecutor:
         value = -float(hash((slot.chain[position], token_id)) % 97)
         return TokenLogprobs(token_id, value, 1)
 
-    def _next_tokens(self, row: StepRow) -> tuple[int, ...]:
-        """The token after the last known one, and one more after each draft that is right."""
+    def _next_tokens(self, row: StepRow) -> tuple[tuple[int, ...], tuple[int, ...]]:
+        """The token after the last known one, and one more after each draft that is right; which
+        drafts these are.
+        """
         slot = self.slots[row.slot]
-        read = tuple(self.kv[self._place(slot, position)] for position in range(row.end))
+        root = row.end - 1 - row.num_drafts
+        parents = row.parents or tuple(range(row.num_drafts))
+        read = [self.kv[self._place(slot, position)] for position in range(root + 1)]
         token_ids: list[int] = []
-        for index in range(row.num_drafts + 1):
-            num_read = row.end - row.num_drafts + index
-            token_ids.append(_token_after(read[:num_read], slot.seed, row.output_position + index))
-            if index == row.num_drafts or row.token_ids[1 + index] != token_ids[-1]:
-                break
-        return tuple(token_ids)
+        accepted: list[int] = []
+        node: int | None = 0
+        while node is not None:
+            if node:
+                accepted.append(node)
+                read.append(self.kv[self._place(slot, root + node)])
+                self.kv[self._place(slot, len(read) - 1)] = read[-1]
+            position = row.output_position + len(token_ids)
+            token_ids.append(_token_after(tuple(read), slot.seed, position))
+            children = [
+                child
+                for child, parent in enumerate(parents, 1)
+                if parent == node and row.token_ids[child] == token_ids[-1]
+            ]
+            node = children[0] if children else None
+        return tuple(token_ids), tuple(accepted)
 
     def _sound_rows(self, rows: list[StepRow], lenient: bool) -> set[int]:
         """Slots of the rows that read what they should; what the others wrote becomes poison."""

@@ -40,8 +40,11 @@ at batch size 1. The bugs, all of kinds that engines have shipped:
 34 drafts-outlive-their-tokens    drafts of an earlier token follow a later one
 35 continued-with-drafts-pending  a row starts before it is known which drafts were accepted
 36 continued-by-an-older-commit   drafts of the newest row are not waited for
-37 victims-without-need           all lower priorities make way although fewer would do
-38 allocation-evicts-first        cached blocks are evicted while free ones are left
+37 trees-become-chains            the drafts of a tree are checked one after the other
+38 trees-outlive-their-drafts     the parents of an earlier tree are those of later drafts
+39 trees-lose-their-first-draft   parents are those of the drafts before
+40 victims-without-need           all lower priorities make way although fewer would do
+41 allocation-evicts-first        cached blocks are evicted while free ones are left
 
 The last two waste and never corrupt: tokens cannot show them, `test_pauses` and `test_block_pool`
 do.
@@ -257,6 +260,21 @@ _BUGS = {
         "scheduler",
         "        if num_drafts or entry.row.requests_drafts:\n            entry",
         "        entry",
+    ),
+    "trees-become-chains": (
+        "sequence",
+        "            parents=self.draft_parents[: len(drafts)],\n",
+        "",
+    ),
+    "trees-outlive-their-drafts": (
+        "sequence",
+        "            self.draft_parents = output.draft_parents\n",
+        "            self.draft_parents = output.draft_parents or self.draft_parents\n",
+    ),
+    "trees-lose-their-first-draft": (
+        "sequence",
+        "parents=self.draft_parents[: len(drafts)]",
+        "parents=self.draft_parents[1 : 1 + len(drafts)]",
     ),
     "victims-without-need": (
         "queues",

@@ -12,7 +12,7 @@ from quickstep.core.scheduler import Scheduler
 from quickstep.core.speculation import Acceptance, DraftControl
 from quickstep.errors import ConfigError
 from quickstep.sim.simulate import Arrival, simulate
-from quickstep.types import Grammar, Request, SamplingParams
+from quickstep.types import Grammar, Phase, Request, SamplingParams, StepRow
 
 # A decode step of one row takes 10 ms; a draft adds 0.1 ms, and 10 ms in the slow one.
 CHEAP = LinearCostModel(Coefficients(step_s=9.9e-3, token_s=1e-4))
@@ -27,6 +27,26 @@ def control_at(num_rows: int, cost_model: LinearCostModel, max_drafts: int = 8) 
 
 def with_rate(rate: float) -> Acceptance:
     return Acceptance(rate=rate)
+
+
+def draft_row(num_drafts: int, parents: tuple[int, ...] = ()) -> StepRow:
+    """A row with the drafts 1, 2, ..."""
+    token_ids = tuple(range(num_drafts + 1))
+    return StepRow(
+        0, 9, len(token_ids), token_ids, (), Phase.DECODE, True, 1, num_drafts, parents=parents
+    )
+
+
+def checked(
+    control: DraftControl,
+    acceptance: Acceptance,
+    num_drafts: int,
+    num_accepted: int,
+    num_forced: int = 0,
+) -> None:
+    """Count a chain of drafts."""
+    accepted = range(1, num_accepted + 1)
+    control.checked(acceptance, draft_row(num_drafts), accepted, num_forced)
 
 
 def test_more_drafts_pay_the_more_are_accepted() -> None:
@@ -52,12 +72,28 @@ def test_the_rate_follows_what_is_accepted() -> None:
     control = control_at(1, CHEAP)
     good, bad = Acceptance(), Acceptance()
     for _ in range(30):
-        control.checked(good, 4, 4)
-        control.checked(bad, 4, 0)
+        checked(control, good, 4, 4)
+        checked(control, bad, 4, 0)
     assert good.rate is not None and bad.rate is not None
     assert good.rate > 0.9 > 0.1 > bad.rate
     assert (good.num_drafts, good.num_accepted) == (120, 120)
     assert (bad.num_drafts, bad.num_accepted) == (120, 0)
+
+
+def test_a_tree_is_as_large_as_its_later_drafts_are_accepted() -> None:
+    """Two drafts after each token: the second one is right in every trial, or never."""
+    counts = []
+    for accepted in ((2, 4), (1, 3), ()):
+        control = control_at(1, CHEAP)
+        acceptance = Acceptance()
+        for _ in range(200):
+            control.checked(acceptance, draft_row(4, parents=(0, 0, 1, 2)), accepted)
+        assert acceptance.in_trees
+        assert acceptance.num_accepted == 200 * len(accepted)
+        counts.append(control.num_drafts(acceptance))
+    useless_first, useless_second, useless = counts
+    assert useless_first == 0 < useless_second, "the first drafts are those that count"
+    assert useless == 0
 
 
 def test_a_sequence_without_drafts_tries_one_again() -> None:
@@ -67,7 +103,7 @@ def test_a_sequence_without_drafts_tries_one_again() -> None:
     for _ in range(200):
         num_drafts = control.num_drafts(acceptance)
         tried += num_drafts
-        control.checked(acceptance, num_drafts, 0)
+        checked(control, acceptance, num_drafts, 0)
     assert 0 < tried <= 200 / 40
 
 
@@ -142,9 +178,9 @@ def test_forced_drafts_pay_where_guesses_do_not_and_teach_nothing_about_them() -
     acceptance = with_rate(0.1)
     assert control.num_drafts(acceptance) <= 1
     assert control.num_forced() == 8
-    control.checked(acceptance, 6, 6, num_forced=6)
+    checked(control, acceptance, 6, 6, num_forced=6)
     assert (acceptance.num_drafts, acceptance.num_accepted, acceptance.rate) == (6, 6, 0.1)
-    control.checked(acceptance, 6, 4, num_forced=4)
+    checked(control, acceptance, 6, 4, num_forced=4)
     assert acceptance.rate is not None and acceptance.rate < 0.1
     assert control_at(16, EXPENSIVE).num_forced() == 0
 

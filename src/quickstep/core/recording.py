@@ -137,14 +137,16 @@ class RunningRequest(msgspec.Struct, frozen=True, tag_field="kind", tag="running
 
 
 class RecordedRow(msgspec.Struct, frozen=True, array_like=True, omit_defaults=True):
-    """The output of a row: tokens, drafts for the next row, and whether it failed and was refused
-    by its own constraints.
+    """The output of a row: tokens, drafts for the next row, whether it failed and was refused by
+    its own constraints, and of trees what `RowOutput` says.
     """
 
     num_tokens: int = 0
     num_drafts: int = 0
     failure: str = ""
     is_refused: bool = False
+    draft_parents: tuple[int, ...] = ()
+    accepted_drafts: tuple[int, ...] = ()
 
 
 class RecordedCall(msgspec.Struct, frozen=True, omit_defaults=True, tag_field="kind", tag="call"):
@@ -529,6 +531,8 @@ def _recorded_rows(plan: StepPlan, result: StepResult) -> tuple[RecordedRow, ...
                 len(output.draft_token_ids),
                 "" if failure is None else failure.reason or "failed",
                 failure is not None and failure.is_refused,
+                output.draft_parents,
+                output.accepted_drafts,
             )
         )
     usual = [RecordedRow(int(row.emits)) for row in plan.rows]

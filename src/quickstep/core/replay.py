@@ -335,6 +335,8 @@ class _Replay:
                 prompt_logprobs=(score,) * row.num_scored,
                 embedding=() if row.pools else None,
                 draft_token_ids=(0,) * recorded.num_drafts,
+                draft_parents=recorded.draft_parents,
+                accepted_drafts=recorded.accepted_drafts,
             )
             if outcome is not None:
                 output = self._compared(outcome.outputs[place], output, name, len(known))

@@ -984,7 +984,8 @@ class Scheduler:
             return
         entry.residency.planned -= num_drafts - num_accepted
         num_forced = min(num_drafts, entry.sequence.num_forced_drafts)
-        self._drafts.checked(entry.sequence.acceptance, num_drafts, num_accepted, num_forced)
+        accepted = output.accepted_drafts or range(1, num_accepted + 1)
+        self._drafts.checked(entry.sequence.acceptance, entry.row, accepted, num_forced)
 
     def _finish(
         self,

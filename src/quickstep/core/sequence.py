@@ -182,6 +182,7 @@ class Sequence:
         self.recomputed_ticks = 0
         self.rejected_ticks = 0
         self.drafts: tuple[int, ...] = ()  # proposed to follow `token_ids`
+        self.draft_parents: tuple[int, ...] = ()  # of the newest drafts, as in `StepRow`
         self.num_forced_drafts = 0  # those of the newest drafts that must follow, also in flight
         self.acceptance = Acceptance()
         self._num_computed = 0  # positions that an earlier residency computed
@@ -286,6 +287,7 @@ class Sequence:
             emits,
             output_position=end - self.prompt_len if emits else 0,
             num_drafts=len(drafts),
+            parents=self.draft_parents[: len(drafts)],
             num_next_drafts=num_next_drafts if emits else 0,
             num_next_forced=num_next_forced if emits else 0,
             adapter=request.adapter_id,
@@ -344,6 +346,7 @@ class Sequence:
             num_new, reason = self._append(output.token_ids, now, max_outputs)
             self.drafts = output.draft_token_ids
             self.num_forced_drafts = output.num_forced_drafts
+            self.draft_parents = output.draft_parents
         elif self.request.prompt_only and row.end == self.prompt_len:
             reason = FinishReason.POOLED if row.pools else FinishReason.MAX_TOKENS
         new = SequenceOutput(

@@ -7,6 +7,10 @@ time, in which the batch could have generated other tokens without drafts; so it
 
     p^i > price,    price = seconds of one more token / seconds of the step * its rows
 
+In a tree several drafts may follow a token, and those that are more likely come first: the i-th is
+accepted as often as the i-th draft of other trees, and as often as the drafts of this sequence are
+compared with those of others.
+
 p is measured for each sequence, and 1 for tokens that a grammar forces; the seconds are the cost
 model's. With many rows, or where the machine is limited by computation, the price approaches 1 and
 nothing is drafted.
@@ -22,10 +26,13 @@ Owned by `core.scheduler`. Time comes in as an argument; the tokens do not depen
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
+from itertools import takewhile
 
 import msgspec
 
 from quickstep.core.cost_model import CostModel, StepLoad
+from quickstep.types import StepRow
 
 __all__ = ["Acceptance", "DraftControl"]
 
@@ -52,12 +59,16 @@ _RETRY_AFTER = 48
 
 
 class Acceptance(msgspec.Struct):
-    """The drafts of one sequence. `rate` is the probability p; None before its first drafts."""
+    """The drafts of one sequence. `rate` is the probability p that a draft is accepted, in a tree
+    that one of those after the same token is; None before its first drafts. `in_trees`: its last
+    drafts were a tree.
+    """
 
     rate: float | None = None
     num_drafts: int = 0
     num_accepted: int = 0
     num_tokens_without: int = 0  # generated since it last had a draft
+    in_trees: bool = False
 
 
 class _Mode(msgspec.Struct):
@@ -131,6 +142,8 @@ class DraftControl:
         self._num_planned = 0
         self._priced_rows = 0
         self._first_rate = _FIRST_RATE
+        # of the i-th draft of a tree, how often it is accepted
+        self._tree_rates = [_FIRST_RATE / (1 + index) for index in range(max_drafts)]
         self._price = 0.0  # tokens that the batch could generate in the time of one more
 
     @property
@@ -178,6 +191,10 @@ class DraftControl:
             return min(self.max_drafts, 1) if may_try else 0
         if threshold <= 0.0:
             return self.max_drafts
+        if acceptance.in_trees:
+            least = threshold * self._first_rate / rate
+            paying = takewhile(lambda of_draft: of_draft > least, self._tree_rates)
+            return sum(1 for _ in paying)
         return min(self.max_drafts, int(math.log(threshold) / math.log(rate)))
 
     def num_forced(self) -> int:
@@ -185,20 +202,26 @@ class DraftControl:
         return self.max_drafts if self._uses_drafts and _MARGIN * self._price < 1.0 else 0
 
     def checked(
-        self, acceptance: Acceptance, num_drafts: int, num_accepted: int, num_forced: int = 0
+        self, acceptance: Acceptance, row: StepRow, accepted: Sequence[int], num_forced: int = 0
     ) -> None:
-        """Learn from a row that generated `num_accepted` + 1 tokens with `num_drafts` drafts. The
-        first `num_forced` of them say nothing about the others.
+        """Learn from a row with drafts, of which those with the numbers `accepted` were accepted,
+        from 1 on. The first `num_forced` drafts say nothing about the others.
         """
-        acceptance.num_drafts += num_drafts
-        acceptance.num_accepted += num_accepted
-        num_drafts, num_accepted = num_drafts - num_forced, max(0, num_accepted - num_forced)
-        if num_drafts <= 0:
+        acceptance.num_drafts += row.num_drafts
+        acceptance.num_accepted += len(accepted)
+        if row.num_drafts <= num_forced:
             acceptance.num_tokens_without += 1
             return
         acceptance.num_tokens_without = 0
+        acceptance.in_trees = bool(row.parents)
+        if row.parents:
+            for index in range(num_forced, row.num_drafts):
+                outcome = float(index + 1 in accepted)
+                self._tree_rates[index] += _SHARED_GAIN * (outcome - self._tree_rates[index])
+        last = accepted[-1] if accepted else 0
+        had_more = last in row.parents if row.parents else last < row.num_drafts
         rate = self._first_rate if acceptance.rate is None else acceptance.rate
-        outcomes = [1.0] * num_accepted + [0.0] * (num_accepted < num_drafts)
+        outcomes = [1.0] * max(0, len(accepted) - num_forced) + [0.0] * had_more
         for outcome in outcomes:
             rate += _GAIN * (outcome - rate)
             self._first_rate += _SHARED_GAIN * (outcome - self._first_rate)

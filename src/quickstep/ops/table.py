@@ -54,6 +54,9 @@ class PagedLayout(msgspec.Struct, frozen=True):
         context_lens: R Python ints; tokens of the sequence once this step is written (row end).
         block_tables: [R, max blocks] int32, the row's blocks in order; padding is 0.
         block_size: S.
+        tails: For each row, flat KV indices of its last positions, where these are not in its
+            blocks; () for a row without any, and for a step without such rows. A token of a tree of
+            drafts is a row of its own: its ancestors are elsewhere than their positions say.
     """
 
     positions: Tensor
@@ -62,6 +65,7 @@ class PagedLayout(msgspec.Struct, frozen=True):
     context_lens: tuple[int, ...]
     block_tables: Tensor
     block_size: int
+    tails: tuple[tuple[int, ...], ...] = ()
 
 
 class KVCache(msgspec.Struct, frozen=True):
@@ -326,6 +330,9 @@ class OpTable(msgspec.Struct, frozen=True):
             where they are not counted. Benchmarks take the difference of two readings.
         load_linear: (StoredMatrix, bias [N] | None) -> LinearWeight: the same as reading the matrix
             and packing it, without a copy of it in between. None if unsupported.
+        move_kv: (KVCache, pairs of flat KV indices) -> None: in all layers, copies the first slot
+            of each pair to the second, pair after pair. None where `paged_attention` does not read
+            `PagedLayout.tails`: drafts are chains then.
         steps: Makes captured steps and samples tokens; None where only single ops run.
     """
 
@@ -351,4 +358,5 @@ class OpTable(msgspec.Struct, frozen=True):
     scratch_bytes: int
     kernel_s: Callable[[], float] | None = None
     load_linear: Callable[[StoredMatrix, AnyTensor | None], LinearWeight] | None = None
+    move_kv: Callable[[KVCache, Sequence[tuple[int, int]]], None] | None = None
     steps: NativeSteps | None = None

@@ -47,7 +47,8 @@ __all__ = [
 
 _LEAST_TOKENS = 64
 _LEAST_EMITTING = 8
-_FIELDS_PER_ROW = 4  # of `StepRowCall`
+_FIELDS_PER_ROW = 6  # of `StepRowCall`, and the place of `parents` among them
+_PARENTS_FIELD = 4
 
 # A token that gets logits: the row of the step, and how many of the row's tokens come after it.
 EmittingToken = tuple[int, int]
@@ -60,7 +61,10 @@ class StepModel(Protocol):
     """
 
     def prepare(self, rows: Sequence[StepRow], slots: Sequence[Slot]) -> None:
-        """Set the step's rows. Raises EngineError when they contradict their blocks or tokens."""
+        """Set the step's rows. Raises EngineError when they contradict their blocks or tokens.
+
+        `parents` of a row may begin with nodes of its tree that earlier steps computed.
+        """
 
     def run(
         self,
@@ -195,12 +199,13 @@ class CapturedSteps:
         self._call_address = ctypes.addressof(self._call)
         self._rows = array("q")
         self._token_ids = array("q")
+        self._parents = array("q")
         self._emitting = array("q")
 
     def prepare(self, rows: Sequence[StepRow], slots: Sequence[Slot]) -> None:
         """`StepModel.prepare`."""
         fields: list[int] = []
-        token_ids = array("q")
+        token_ids, parents = array("q"), array("q")
         for row, slot in zip(rows, slots, strict=True):
             token_ids.extend(slot.input_tokens(row))
             num_blocks = slot.num_blocks
@@ -209,12 +214,24 @@ class CapturedSteps:
                     f"a row ends at token {row.end}, its {num_blocks} blocks hold "
                     f"{num_blocks * self._block_size}"
                 )
+            num_parents = len(row.parents)
+            parents.extend(row.parents)
             fields += (row.start, row.num_tokens, slot.block_table_address, num_blocks)
+            fields += (0, num_parents)
         of_step = self._step_adapters = adapters_of(rows, self._adapters)
         handles = [_handle(of_step.get(row.adapter)) for row in rows] if of_step else []
         self._adapter_handles = array("q", handles)
-        self._rows, self._token_ids = array("q", fields), token_ids
+        self._rows, self._token_ids, self._parents = array("q", fields), token_ids, parents
+        if parents:
+            self._point_to_parents(rows)
         self._num_tokens = len(token_ids)
+
+    def _point_to_parents(self, rows: Sequence[StepRow]) -> None:
+        """Fill in the addresses of the rows' parents, which are all in one array by now."""
+        address, item_bytes = self._parents.buffer_info()[0], self._parents.itemsize
+        for index, row in enumerate(rows):
+            self._rows[index * _FIELDS_PER_ROW + _PARENTS_FIELD] = address
+            address += len(row.parents) * item_bytes
 
     def run(
         self,

@@ -8,9 +8,11 @@ same packed matrices. Importing this imports torch; captured steps do not need i
 
 from __future__ import annotations
 
+from bisect import bisect_right
 from collections.abc import Mapping, Sequence
-from itertools import chain
+from itertools import accumulate, chain
 
+import msgspec
 import numpy as np
 import numpy.typing as npt
 import torch
@@ -53,11 +55,13 @@ class EagerSteps:
         self._adapters = {} if adapters is None else adapters
         self._step_adapters: dict[str, LoRAAdapter] = {}
         self._batch: ForwardBatch | None = None
+        self._row_ends: list[int] = []  # of each row of the step, the end of its tokens
 
     def prepare(self, rows: Sequence[StepRow], slots: Sequence[Slot]) -> None:
         """`StepModel.prepare`."""
         model = self._model
         batch = build_batch(rows, slots, self._block_size, model.vocab_size, model.device)
+        self._row_ends = list(accumulate(row.num_tokens for row in rows))
         self._step_adapters = adapters_of(rows, self._adapters)
         self._batch = replace(batch, lora=lora_mapping(rows, self._step_adapters, model.device))
 
@@ -71,7 +75,7 @@ class EagerSteps:
         """`StepModel.run`."""
         assert self._batch is not None, "a step is prepared before it runs"
         model, batch, self._batch = self._model, self._batch, None
-        chosen = _emitting_tokens(batch, emitting)
+        chosen = _emitting_tokens(batch, self._row_ends, emitting)
         if not every_token:
             batch = replace(batch, emitting=chosen)
         if features is not None:
@@ -123,17 +127,28 @@ def build_batch(
     positions = np.arange(offsets[-1]) + np.repeat(starts - offsets[:-1], counts)
     row_of_token = np.repeat(np.arange(len(rows)), counts)
     blocks = tables[row_of_token, positions // block_size].astype(np.int64)
+    slot_mapping = blocks * block_size + positions % block_size
+    row_offsets, context_lens = tuple(offsets.tolist()), tuple([row.end for row in rows])
+    tails: tuple[tuple[int, ...], ...] = ()
+    if any([row.parents for row in rows]):
+        attention = _with_trees(rows, tables, block_size)
+        row_offsets, context_lens = tuple(attention.offsets), tuple(attention.context_lens)
+        tails, tables = tuple(attention.tails), tables[attention.of_rows]
+        lens, ends = np.array(context_lens), np.array(row_offsets[1:])
+        counts = np.diff(row_offsets)
+        positions = np.arange(offsets[-1]) + np.repeat(lens - ends, counts)
 
     def tensor(values: npt.NDArray[np.integer]) -> Tensor:
         return torch.from_numpy(values).to(device.type, non_blocking=True)
 
     layout = PagedLayout(
         positions=tensor(positions),
-        slot_mapping=tensor(blocks * block_size + positions % block_size),
-        row_offsets=tuple(offsets.tolist()),
-        context_lens=tuple(row.end for row in rows),
+        slot_mapping=tensor(slot_mapping),
+        row_offsets=row_offsets,
+        context_lens=context_lens,
         block_tables=tensor(tables),
         block_size=block_size,
+        tails=tails,
     )
     return ForwardBatch(token_ids=tensor(token_ids), layout=layout)
 
@@ -157,28 +172,71 @@ def lora_mapping(
     return LoRAMapping(tuple(groups)) if tokens else None
 
 
-def _emitting_tokens(batch: ForwardBatch, emitting: Sequence[EmittingToken]) -> EmittingTokens:
-    """The place of these tokens of a step."""
-    rows = [row for row, _ in emitting]
+def _emitting_tokens(
+    batch: ForwardBatch, row_ends: Sequence[int], emitting: Sequence[EmittingToken]
+) -> EmittingTokens:
+    """The place of these tokens of a step, whose rows end at the tokens `row_ends`."""
     layout, lora = batch.layout, batch.lora
     device = layout.positions.device
-    tokens = torch.tensor(
-        [layout.row_offsets[row + 1] - 1 - num_after for row, num_after in emitting],
-        dtype=torch.int64,
-        device=device,
-    )
+    places = [row_ends[row] - 1 - num_after for row, num_after in emitting]
+    rows = [bisect_right(layout.row_offsets, place) - 1 for place in places]
+    tokens = torch.tensor(places, dtype=torch.int64, device=device)
     return EmittingTokens(
         tokens,
         PagedLayout(
             positions=layout.positions[tokens],
             slot_mapping=layout.slot_mapping[tokens],
             row_offsets=tuple(range(len(emitting) + 1)),
-            context_lens=tuple(layout.context_lens[row] - num_after for row, num_after in emitting),
+            context_lens=tuple(
+                layout.context_lens[row] - (layout.row_offsets[row + 1] - 1 - place)
+                for row, place in zip(rows, places, strict=True)
+            ),
             block_tables=layout.block_tables[torch.tensor(rows, dtype=torch.int64, device=device)],
             block_size=layout.block_size,
+            tails=tuple(layout.tails[row] for row in rows) if layout.tails else (),
         ),
         None if lora is None else among(lora, tokens),
     )
+
+
+class _AttentionRows(msgspec.Struct):
+    """The rows of a `PagedLayout`: those of the step, but of a tree one for each draft.
+
+    `of_rows` are the rows of the step that they are of.
+    """
+
+    offsets: list[int]
+    context_lens: list[int]
+    of_rows: list[int]
+    tails: list[tuple[int, ...]]
+
+    def add(self, row: int, num_tokens: int, context_len: int, tail: tuple[int, ...]) -> None:
+        """Append one of the next tokens."""
+        self.offsets.append(self.offsets[-1] + num_tokens)
+        self.context_lens.append(context_len)
+        self.of_rows.append(row)
+        self.tails.append(tail)
+
+
+def _with_trees(
+    rows: Sequence[StepRow], tables: npt.NDArray[np.int32], block_size: int
+) -> _AttentionRows:
+    """What the tokens of a step see, some of whose rows are trees."""
+    found = _AttentionRows([0], [], [], [])
+    for index, row in enumerate(rows):
+        root = row.root
+        num_before = max(0, root + 1 - row.start)
+        if num_before:
+            found.add(index, num_before, row.start + num_before, ())
+        for slot in range(row.start + num_before, row.end):
+            path = [root + node for node in row.path(slot - root)]
+            blocks = [int(tables[index, one // block_size]) for one in path]
+            tail = [
+                block * block_size + one % block_size
+                for block, one in zip(blocks, path, strict=True)
+            ]
+            found.add(index, 1, root + len(path) + 1, tuple(tail))
+    return found
 
 
 def _block_tables(

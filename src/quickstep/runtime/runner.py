@@ -56,6 +56,8 @@ class ModelRunner:
         self._sample = open_sampler(model)
         self._scorer = PromptScorer(self._steps, model)
         self._num_blocks = kv.keys[0].shape[0]
+        self._kv, self._block_size = kv, block_size
+        self._move_kv = model.ops.move_kv
         self._slots = SlotTable(num_slots, model.vocab_size, new_matcher)
         self._by_rejection = by_rejection
         self._clock = clock
@@ -98,6 +100,8 @@ class ModelRunner:
             raise EngineError(f"a row of {slot.sequence_id} has nothing before its drafts")
         if row.num_tokens < 1:
             raise EngineError(f"a row of {slot.sequence_id} has no tokens")
+        if row.parents:
+            self._check_tree(row, slot)
         blocks = row.new_block_ids
         if blocks and not all(0 <= block_id < self._num_blocks for block_id in blocks):
             raise EngineError(
@@ -109,6 +113,15 @@ class ModelRunner:
                 f"{slot.sequence_id} has {state.num_outputs} outputs, "
                 f"the plan emits output {row.output_position}"
             )
+
+    def _check_tree(self, row: StepRow, slot: Slot) -> None:
+        if self._move_kv is None:
+            raise EngineError(
+                f"a row of {slot.sequence_id} has a tree of drafts, which the ops lack"
+            )
+        is_tree = all([0 <= parent <= node for node, parent in enumerate(row.parents)])
+        if len(row.parents) != row.num_drafts or not is_tree:
+            raise EngineError(f"a row of {slot.sequence_id} has drafts that are no tree")
 
     def _compute(
         self, rows: Sequence[StepRow], slots: Sequence[Slot]
@@ -123,6 +136,7 @@ class ModelRunner:
             self._read_prompts(rows, slots, hidden, outputs)
         if emitting:
             sample_rows(self._sample, logits, emitting, self._by_rejection)
+            self._move_accepted(rows, emitting)
         features = self._steps.aux_hidden_states()
         is_of_every = bool(features) or every_token
         self._drafting.compute(rows, slots, emitting, features or (hidden,), is_of_every)
@@ -136,6 +150,21 @@ class ModelRunner:
             if slot.failure
         ]
         return tuple(outputs), tuple(failures)
+
+    def _move_accepted(self, rows: Sequence[StepRow], emitting: Sequence[EmittingRow]) -> None:
+        """Move the KV of drafts that a tree had elsewhere to the slots of their positions."""
+        moves: list[tuple[int, int]] = []
+        for one in emitting:
+            if not one.parents:
+                continue
+            root = rows[one.index].root
+            for depth, node in enumerate(one.computed):
+                if node != depth:
+                    source = one.slot.flat_index(root + node, self._block_size)
+                    moves.append((source, one.slot.flat_index(root + depth, self._block_size)))
+        if moves:
+            assert self._move_kv is not None, "`_check` refuses trees without it"
+            self._move_kv(self._kv, moves)
 
     def _read_prompts(
         self,
@@ -182,7 +211,7 @@ def _emitting(
     for index, (row, slot) in enumerate(zip(rows, slots, strict=True)):
         if row.emits and not slot.failure:
             drafts = row.token_ids[row.num_tokens - row.num_drafts :] if row.num_drafts else ()
-            emitting.append(EmittingRow(index, slot, len(tokens), drafts))
+            emitting.append(EmittingRow(index, slot, len(tokens), drafts, row.parents))
             for num_after in range(row.num_drafts, -1, -1):
                 tokens.append((index, num_after))
     return emitting, tokens
@@ -204,4 +233,6 @@ def _output_with_tokens(
         output.embedding,
         next_drafts.token_ids,
         next_drafts.num_forced,
+        next_drafts.parents,
+        tuple(emitted.computed[1:]) if emitted.parents else (),
     )

@@ -115,6 +115,10 @@ class Slot:
         self._block_ids[self.num_blocks : end] = block_ids
         self.num_blocks = end
 
+    def flat_index(self, position: int, block_size: int) -> int:
+        """Where the cache has a KV slot of the sequence."""
+        return int(self._block_ids[position // block_size]) * block_size + position % block_size
+
     def set_blocks(self, block_ids: npt.NDArray[np.int32]) -> None:
         """Make the block table a copy of another one."""
         self.num_blocks = 0

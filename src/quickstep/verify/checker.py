@@ -88,6 +88,7 @@ class Scenario(msgspec.Struct, frozen=True):
     policy: PolicyName = PolicyName.MIXED
     speculation: SpeculationMethod = SpeculationMethod.OFF
     drafts_expected: bool = False  # drafts are the tokens of the single run, with errors
+    in_trees: bool = False  # these drafts, if the kernels compute trees
     has_loads: bool = False  # there is no room for all adapters
     draft_model: str = ""  # a proposer with a model, by name
 
@@ -120,6 +121,8 @@ SCENARIOS = (
     _ALL_TOGETHER,
     Scenario("drafts", prefix_caching=True, drafts_expected=True),
     Scenario("drafts, starved", is_starved=True, drafts_expected=True),
+    Scenario("trees", prefix_caching=True, drafts_expected=True, in_trees=True),
+    replace(_ALL_TOGETHER, name="all with trees", drafts_expected=True, in_trees=True),
     Scenario("suffix", is_chunked=True, speculation=SpeculationMethod.SUFFIX),
     replace(_ALL_TOGETHER, name="all with drafts", drafts_expected=True),
     Scenario("adapters", prefix_caching=True, has_loads=True, drafts_expected=True),
@@ -311,7 +314,11 @@ class _Verifier:
             return self._proposers[scenario.draft_model]
         if not scenario.drafts_expected:
             return open_lookup_proposer(SpeculationConfig(scenario.speculation))
-        return StaticProposer(self._expected_tokens, acceptance=rng.choice((0.5, 0.9, 1.0)))
+        return StaticProposer(
+            self._expected_tokens,
+            acceptance=rng.choice((0.5, 0.9, 1.0)),
+            in_trees=scenario.in_trees and self._model.ops.move_kv is not None,
+        )
 
     def _expected_tokens(self, admission: Admission) -> list[int]:
         """The tokens of the single run; none for the beams of a search."""

@@ -7,12 +7,18 @@ quantized values (`ops.tensors`); types without a kernel go to the reference.
 from __future__ import annotations
 
 import ctypes
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from itertools import accumulate, chain
 from typing import TYPE_CHECKING
 
-from quickstep.ops.native.library import AttentionCall, KVWriteCall, raise_for_status
+from quickstep.ops.native.library import (
+    AttentionCall,
+    KVMoveCall,
+    KVWriteCall,
+    raise_for_status,
+)
 from quickstep.ops.native.packed import kernel_dtype, kv_kernel_dtype
-from quickstep.ops.table import AttentionParams, OpTable, PagedLayout
+from quickstep.ops.table import AttentionParams, KVCache, OpTable, PagedLayout
 from quickstep.ops.tensors import (
     FLOAT32,
     INT32,
@@ -34,7 +40,15 @@ MAX_HEAD_SIZE = 256
 class _AttentionLayout:
     """The arrays that one `PagedLayout` needs in C, made once and used by every layer."""
 
-    __slots__ = ("block_tables", "context_lens", "layout", "row_offsets", "scratch")
+    __slots__ = (
+        "block_tables",
+        "context_lens",
+        "layout",
+        "row_offsets",
+        "scratch",
+        "tail_offsets",
+        "tail_slots",
+    )
 
     def __init__(self, layout: PagedLayout) -> None:
         assert host_dtype(layout.block_tables.dtype) == INT32
@@ -43,6 +57,9 @@ class _AttentionLayout:
         self.context_lens = (ctypes.c_int64 * len(layout.context_lens))(*layout.context_lens)
         self.block_tables = layout.block_tables.contiguous()
         self.scratch: dict[tuple[int, int, int], HostTensor] = {}
+        offsets = tuple(accumulate(map(len, layout.tails), initial=0))
+        self.tail_offsets = (ctypes.c_int64 * len(offsets))(*offsets)
+        self.tail_slots = (ctypes.c_int64 * offsets[-1])(*chain.from_iterable(layout.tails))
 
 
 class NativeAttention:
@@ -56,6 +73,7 @@ class NativeAttention:
         self._reference = reference
         self._write_kv = library.qs_write_kv
         self._paged_attention = library.qs_paged_attention
+        self._move_kv = library.qs_move_kv
         # The newest layout; one assignment replaces it, so a reader sees the old or the new one.
         self._layout: _AttentionLayout | None = None
 
@@ -90,6 +108,25 @@ class NativeAttention:
         status = self._write_kv(self._context, ctypes.byref(call))
         if status:
             raise_for_status(status, "write_kv")
+
+    def move_kv(self, kv: KVCache, moves: Sequence[tuple[int, int]]) -> None:
+        """`OpTable.move_kv`; a slot outside the cache raises EngineError."""
+        caches = (*kv.keys, *kv.values)
+        num_blocks, block_size, num_heads, width = caches[0].shape
+        assert all(cache.is_contiguous() for cache in caches)
+        addresses = (ctypes.c_void_p * len(caches))(*[cache.data_ptr() for cache in caches])
+        flat = (ctypes.c_int64 * (2 * len(moves)))(*chain.from_iterable(moves))
+        call = KVMoveCall(
+            num_caches=len(caches),
+            slot_bytes=num_heads * width * caches[0].element_size(),
+            num_slots=num_blocks * block_size,
+            num_moves=len(moves),
+            caches=ctypes.addressof(addresses),
+            moves=ctypes.addressof(flat),
+        )
+        status = self._move_kv(ctypes.byref(call))
+        if status:
+            raise_for_status(status, "move_kv")
 
     def paged_attention(
         self,
@@ -133,6 +170,8 @@ class NativeAttention:
             row_offsets=ctypes.addressof(prepared.row_offsets),
             context_lens=ctypes.addressof(prepared.context_lens),
             block_tables=prepared.block_tables.data_ptr(),
+            tail_offsets=ctypes.addressof(prepared.tail_offsets) if layout.tails else None,
+            tail_slots=ctypes.addressof(prepared.tail_slots) if layout.tails else None,
             sinks=None if sinks is None else sinks.data_ptr(),
             out=out.data_ptr(),
         )

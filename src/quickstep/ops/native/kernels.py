@@ -99,6 +99,7 @@ class NativeOps:
             scratch_bytes=_SCRATCH_BYTES,
             kernel_s=self.kernel_s,
             load_linear=NativeLoading(self._library, self._context).load_linear,
+            move_kv=self._attention.move_kv,
         )
 
     def kernel_s(self) -> float:

@@ -30,6 +30,7 @@ __all__ = [
     "ABI_VERSION",
     "ACTIVATIONS",
     "AttentionCall",
+    "KVMoveCall",
     "KVWriteCall",
     "LoRAAddCall",
     "LoRAGroupCall",
@@ -83,9 +84,24 @@ class AttentionCall(ctypes.Structure):
         ("row_offsets", c_void_p),
         ("context_lens", c_void_p),
         ("block_tables", c_void_p),
+        ("tail_offsets", c_void_p),
+        ("tail_slots", c_void_p),
         ("sinks", c_void_p),
         ("out", c_void_p),
         ("scratch", c_void_p),
+    )
+
+
+class KVMoveCall(ctypes.Structure):
+    """`qs_kv_move`."""
+
+    _fields_ = (
+        ("num_caches", c_int64),
+        ("slot_bytes", c_int64),
+        ("num_slots", c_int64),
+        ("num_moves", c_int64),
+        ("caches", c_void_p),
+        ("moves", c_void_p),
     )
 
 
@@ -229,13 +245,15 @@ class ProgramInputs(ctypes.Structure):
 
 
 class StepRowCall(ctypes.Structure):
-    """`qs_step_row`: four 64-bit words, which `runtime.capture` writes as integers."""
+    """`qs_step_row`: six 64-bit words, which `runtime.capture` writes as integers."""
 
     _fields_ = (
         ("start", c_int64),
         ("num_tokens", c_int64),
         ("block_ids", c_void_p),
         ("num_blocks", c_int64),
+        ("parents", c_void_p),
+        ("num_parents", c_int64),
     )
 
 
@@ -336,6 +354,7 @@ _SIGNATURES: tuple[tuple[str, object, tuple[object, ...]], ...] = (
     ("qs_rotary", _I, (_P, _I, _P, _L, _L, _L, _L, _P, _P, _L, _I, _P)),
     ("qs_gated_activation", _I, (_P, _I, _I, _P, _L, _L, _P)),
     ("qs_write_kv", _I, (_P, POINTER(KVWriteCall))),
+    ("qs_move_kv", _I, (POINTER(KVMoveCall),)),
     ("qs_attention_scratch_bytes", _L, (_P, POINTER(AttentionCall))),
     ("qs_paged_attention", _I, (_P, POINTER(AttentionCall))),
     ("qs_lora_create", _I, (_I, POINTER(LoRAPartCall), _L, _L, POINTER(_P))),

@@ -11,7 +11,7 @@ from quickstep.ops.reference.elementary import add_rms_norm, gated_activation, r
 from quickstep.ops.reference.linear import embedding, linear, pack_linear, pack_quantized
 from quickstep.ops.reference.logits import Logits
 from quickstep.ops.reference.lora import add_lora_, pack_lora
-from quickstep.ops.reference.paged_attention import paged_attention, write_kv
+from quickstep.ops.reference.paged_attention import move_kv, paged_attention, write_kv
 from quickstep.ops.reference.quantize import quantize
 from quickstep.ops.table import OpTable
 
@@ -43,4 +43,5 @@ def reference_ops() -> OpTable:
         gated_activation=gated_activation,
         logits=Logits(linear, add_lora_),
         scratch_bytes=_SCRATCH_BYTES,
+        move_kv=move_kv,
     )

@@ -14,7 +14,7 @@ Keys that are not visible (stale blocks, later tokens) may hold anything, NaN in
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from itertools import pairwise
 
 import msgspec
@@ -29,10 +29,10 @@ from quickstep.ops.reference.exact_math import (
     sum_bits,
     tanh,
 )
-from quickstep.ops.table import AttentionParams, PagedLayout
+from quickstep.ops.table import AttentionParams, KVCache, PagedLayout
 from quickstep.ops.tensors import AnyTensor, quantize_heads, read_heads, to_torch
 
-__all__ = ["paged_attention", "write_kv"]
+__all__ = ["move_kv", "paged_attention", "write_kv"]
 
 _TILE = 256
 _PROBABILITY_QUANTUM = 2.0**-40
@@ -43,12 +43,14 @@ _TILE_ELEMENTS = 1 << 17  # fp64 keys of a tile at a time: 1 MiB, stays in cache
 class _Group(msgspec.Struct, frozen=True):
     """Queries handled in one go: G rows with Q queries each, over one span of key tiles.
 
-    `tokens` [G, Q] indexes the step's tokens; rows' tables are `tables` [G, blocks].
+    `tokens` [G, Q] indexes the step's tokens; rows' tables are `tables` [G, blocks]. `tails` are
+    the first position of each row's tail, and its flat KV indices.
     """
 
     tokens: Tensor
     tables: Tensor
     tile_starts: range
+    tails: tuple[tuple[int, tuple[int, ...]], ...]
 
 
 def paged_attention(
@@ -122,7 +124,13 @@ def _group(
     first = 0 if window is None else max(0, min(first for first, _ in spans) - window + 1)
     starts = range(first // _TILE * _TILE, max(stop for _, stop in spans), _TILE)
     row_index = torch.tensor(rows, device=device)
-    return _Group(torch.tensor(tokens, device=device), layout.block_tables[row_index], starts)
+    tails = [(row, layout.tails[row]) for row in rows] if layout.tails else []
+    return _Group(
+        torch.tensor(tokens, device=device),
+        layout.block_tables[row_index],
+        starts,
+        tuple((layout.context_lens[row] - len(tail), tail) for row, tail in tails),
+    )
 
 
 def _attend(
@@ -185,7 +193,13 @@ def _tile_slots(group: _Group, start: int, block_size: int) -> Tensor:
     """[G, L] flat KV indices of the tile; beyond a row's table any slot, which is never visible."""
     keys = torch.arange(start, start + _TILE, device=group.tables.device)
     blocks = (keys // block_size).clamp(max=group.tables.shape[1] - 1)
-    return group.tables[:, blocks].long() * block_size + keys % block_size
+    slots = group.tables[:, blocks].long() * block_size + keys % block_size
+    for row, (begin, tail) in enumerate(group.tails):
+        first, last = max(begin, start), min(begin + len(tail), start + _TILE)
+        if first < last:
+            in_tile = torch.tensor(tail[first - begin : last - begin], device=slots.device)
+            slots[row, first - start : last - start] = in_tile
+    return slots
 
 
 def _hidden(positions: Tensor, start: int, window: int | None) -> Tensor:
@@ -221,6 +235,14 @@ def _weighted_values(p: Tensor, mask: Tensor, values: Tensor) -> Tensor:
     digits = round_to_multiple(values / scale, 2.0 ** (1 - bits)).nan_to_num_(0.0, 0.0, 0.0)
     weights = (p * scale.transpose(-1, -2)).masked_fill_(mask, 0.0)
     return round_rows(weights, bits) @ digits
+
+
+def move_kv(kv: KVCache, moves: Sequence[tuple[int, int]]) -> None:
+    """Copy flat KV slots of all layers in order, each pair from its first to its second."""
+    for cache in map(to_torch, (*kv.keys, *kv.values)):
+        slots = cache.view(-1, *cache.shape[2:])
+        for source, target in moves:
+            slots[target] = slots[source]
 
 
 def write_kv(

@@ -59,4 +59,5 @@ def load_triton(device: torch.device | Device) -> OpTable | None:
         gated_activation=gated_activation,
         write_kv=write_kv,
         paged_attention=paged_attention,
+        move_kv=None,
     )

@@ -20,9 +20,12 @@ from msgspec.structs import replace
 
 from quickstep.runtime.speculation.proposer import (
     ComputedRow,
+    Drafts,
     DraftTask,
     HiddenStateProposer,
     Proposer,
+    compare,
+    depth_of,
 )
 from quickstep.types import Admission
 
@@ -49,7 +52,7 @@ class _Slot(msgspec.Struct):
     """A sequence: the rate of each part, and its drafts that were not compared yet."""
 
     rates: dict[str, float] = msgspec.field(default_factory=dict)
-    pending: dict[str, tuple[int, ...]] = msgspec.field(default_factory=dict)
+    pending: dict[str, Drafts] = msgspec.field(default_factory=dict)
     num_without_model: int = 0
 
 
@@ -96,7 +99,7 @@ class CombinedProposer:
         for part in (*self._free, self._model):
             part.proposer.release(slot)
 
-    def propose(self, tasks: Sequence[DraftTask]) -> list[tuple[int, ...]]:
+    def propose(self, tasks: Sequence[DraftTask]) -> list[Drafts]:
         """`Proposer.propose`."""
         self._measure_step()
         slots = [self._slots[task.slot] for task in tasks]
@@ -132,19 +135,19 @@ class CombinedProposer:
         slot.num_without_model = 0
         return True
 
-    def _best(self, slot: _Slot) -> tuple[tuple[int, ...], float]:
+    def _best(self, slot: _Slot) -> tuple[Drafts, float]:
         """The drafts with the largest expected number of accepted tokens, and that number."""
-        best: tuple[int, ...] = ()
+        best: Drafts = ()
         best_gain = 0.0
         for part in (*self._free, self._model):
             name = part.proposer.name
             draft = slot.pending.get(name, ())
-            gain = _expected(slot.rates.get(name, part.first_rate), len(draft))
+            gain = _expected(slot.rates.get(name, part.first_rate), depth_of(draft))
             if gain > best_gain:
                 best, best_gain = draft, gain
         return best, best_gain
 
-    def _keep(self, part: _Part, slots: Sequence[_Slot], drafts: Sequence[tuple[int, ...]]) -> None:
+    def _keep(self, part: _Part, slots: Sequence[_Slot], drafts: Sequence[Drafts]) -> None:
         for slot, draft in zip(slots, drafts, strict=True):
             if draft:
                 slot.pending[part.proposer.name] = draft
@@ -153,16 +156,15 @@ class CombinedProposer:
         """Learn from tokens that were sampled after the pending drafts were proposed."""
         for part in (*self._free, self._model):
             name = part.proposer.name
-            draft = slot.pending.pop(name, ())
+            draft = slot.pending.pop(name, None)
+            if draft is None:
+                continue
             rate = slot.rates.get(name, part.first_rate)
-            for drafted, sampled in zip(draft, token_ids, strict=False):
-                outcome = float(drafted == sampled)
+            num_right, is_wrong = compare(draft, token_ids)
+            for outcome in (*[1.0] * num_right, *[0.0] * is_wrong):
                 rate += _GAIN * (outcome - rate)
                 part.first_rate += _SHARED_GAIN * (outcome - part.first_rate)
-                if drafted != sampled:
-                    break
-            if draft:
-                slot.rates[name] = rate
+            slot.rates[name] = rate
 
     def _measure_step(self) -> None:
         """The seconds since the last proposal are those of a step, unless the engine was idle."""

@@ -18,7 +18,9 @@ from quickstep.runtime.sampling.sampler import failure_of
 from quickstep.runtime.slots import Slot
 from quickstep.runtime.speculation.proposer import (
     ComputedRow,
+    Drafts,
     DraftTask,
+    DraftTree,
     HiddenStateProposer,
     Proposer,
 )
@@ -31,10 +33,11 @@ _LOGGER = logging.getLogger(__name__)
 
 
 class NextDrafts(msgspec.Struct, frozen=True):
-    """Drafts of a row; the first `num_forced` of them are certain."""
+    """Drafts of a row, with `parents` as in `StepRow`; the first `num_forced` are certain."""
 
     token_ids: tuple[int, ...] = ()
     num_forced: int = 0
+    parents: tuple[int, ...] = ()
 
 
 class Drafting:
@@ -126,18 +129,28 @@ def _computed(
     start = 0
     for index, (row, slot) in enumerate(zip(rows, slots, strict=True)):
         one = emitted.get(index)
-        first = start if every_token or one is None else one.first
-        start += row.num_tokens
-        num_tokens = row.num_tokens
-        if one is not None:
-            num_tokens += len(one.samples) - 1 - row.num_drafts
-            if not one.samples:
-                continue
-        if slot.failure or (row.emits and one is None):
+        first, start = start, start + row.num_tokens
+        if slot.failure or (row.emits and (one is None or not one.samples)):
             continue
-        parts = [layer[first : first + num_tokens] for layer in hidden]
+        if one is None:
+            places = list(range(first, start))
+        elif every_token:
+            root = start - 1 - row.num_drafts
+            places = [*range(first, root), *(root + node for node in one.computed)]
+        else:
+            places = [one.first + node for node in one.computed]
+        parts = [_rows_at(layer, places) for layer in hidden]
         computed.append(ComputedRow(row.slot, row.start, _side_by_side(parts), slot.block_ids))
     return computed
+
+
+def _rows_at(layer: AnyTensor, places: Sequence[int]) -> AnyTensor:
+    """Rows of [T, C], without a copy where they follow one another."""
+    if places[-1] - places[0] == len(places) - 1:
+        return layer[places[0] : places[-1] + 1]
+    if isinstance(layer, HostTensor):
+        return HostTensor(layer.numpy()[list(places)], layer.dtype)
+    return layer[list(places)]
 
 
 def _side_by_side(parts: Sequence[AnyTensor]) -> AnyTensor:
@@ -170,15 +183,22 @@ def _propose(
         if row.num_next_drafts > len(forced):
             state = None
             if proposer.needs_hidden and hidden is not None:
-                state = hidden[emitted.next_logits - 1]
+                state = hidden[emitted.first + emitted.computed[-1]]
             tasks[emitted.index] = DraftTask(row.slot, row.num_next_drafts, token_ids, state)
         else:
             proposer.observe(row.slot, token_ids)
-    drafts = proposer.propose(list(tasks.values())) if tasks else ()
+    drafts: Sequence[Drafts] = proposer.propose(list(tasks.values())) if tasks else ()
     for index, proposed in zip(tasks, drafts, strict=True):
+        token_ids, parents = (
+            (proposed.token_ids, proposed.parents)
+            if isinstance(proposed, DraftTree)
+            else (proposed, ())
+        )
         forced = found[index].token_ids if index in found else ()
-        if len(proposed) > len(forced) and proposed[: len(forced)] == forced:
-            found[index] = NextDrafts(proposed, len(forced))
+        if len(token_ids) <= len(forced):
+            continue
+        if not forced or (not parents and token_ids[: len(forced)] == forced):
+            found[index] = NextDrafts(token_ids, len(forced), parents)
     return found
 
 

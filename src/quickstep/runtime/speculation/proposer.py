@@ -19,7 +19,17 @@ from quickstep.types import Admission
 if TYPE_CHECKING:
     from quickstep.ops.tensors import AnyTensor
 
-__all__ = ["ComputedRow", "DraftTask", "HiddenStateProposer", "Proposer"]
+__all__ = [
+    "ComputedRow",
+    "DraftTask",
+    "DraftTree",
+    "Drafts",
+    "HiddenStateProposer",
+    "Proposer",
+    "compare",
+    "depth_of",
+    "draft_tree",
+]
 
 
 class DraftTask(msgspec.Struct, frozen=True):
@@ -38,6 +48,51 @@ class DraftTask(msgspec.Struct, frozen=True):
     num_drafts: int
     new_token_ids: tuple[int, ...]
     hidden: AnyTensor | None = None
+
+
+class DraftTree(msgspec.Struct, frozen=True):
+    """Drafts of which several may follow a token: `parents` as in `StepRow`. Those that are more
+    likely come first, since any number of the first may be used.
+    """
+
+    token_ids: tuple[int, ...]
+    parents: tuple[int, ...]
+
+
+Drafts = tuple[int, ...] | DraftTree  # a chain, or a tree
+
+
+def draft_tree(drafts: Drafts) -> DraftTree:
+    """The tree, also of a chain."""
+    if isinstance(drafts, DraftTree):
+        return drafts
+    return DraftTree(drafts, tuple(range(len(drafts))))
+
+
+def depth_of(drafts: Drafts) -> int:
+    """How many drafts can be accepted."""
+    if not isinstance(drafts, DraftTree):
+        return len(drafts)
+    depths = [0]
+    for parent in drafts.parents:
+        depths.append(depths[parent] + 1)
+    return max(depths)
+
+
+def compare(drafts: Drafts, token_ids: Sequence[int]) -> tuple[int, bool]:
+    """How many of the tokens that were sampled were drafts, and whether the token after these had
+    drafts, all of them wrong.
+    """
+    tree = draft_tree(drafts)
+    node = num_equal = 0
+    for token_id in token_ids:
+        children = [child for child, parent in enumerate(tree.parents, 1) if parent == node]
+        right = [child for child in children if tree.token_ids[child - 1] == token_id]
+        if not right:
+            return num_equal, bool(children)
+        node = right[0]
+        num_equal += 1
+    return num_equal, False
 
 
 class ComputedRow(msgspec.Struct, frozen=True):
@@ -71,7 +126,7 @@ class Proposer(Protocol):
     def observe(self, slot: int, token_ids: tuple[int, ...]) -> None:
         """Take in tokens that were emitted while no drafts were wanted. Cheap."""
 
-    def propose(self, tasks: Sequence[DraftTask]) -> list[tuple[int, ...]]:
+    def propose(self, tasks: Sequence[DraftTask]) -> Sequence[Drafts]:
         """Drafts for each task, in order: at most `num_drafts` tokens, () where there are none."""
 
     def release(self, slot: int) -> None:

@@ -3,7 +3,8 @@
 The tokens are those that would have been sampled without drafts: from the same logits, with the
 same noise, penalties and grammar state, one position after the other. A draft is accepted if it is
 that token; then the logits after it are valid, and the next position is sampled. So no sampling
-state is ever taken back.
+state is ever taken back. In a tree, several drafts may follow a token; one of them at most is the
+token that is sampled.
 
 Standard rejection sampling is there for comparison: it keeps the distribution, not the tokens.
 
@@ -35,14 +36,19 @@ class EmittingRow(msgspec.Struct):
     Attributes:
         index: Its place in the step.
         first: The place of its first logits in [E, V]; those after its drafts follow.
+        drafts, parents: The row's; see `StepRow.parents`.
         samples: What was emitted so far.
+        nodes: The input whose logits each of the samples is from, and the one for the next sample:
+            0 is the input before all drafts, i the i-th draft.
     """
 
     index: int
     slot: Slot
     first: int
     drafts: tuple[int, ...] = ()
+    parents: tuple[int, ...] = ()
     samples: list[Sample] = msgspec.field(default_factory=list)
+    nodes: list[int] = msgspec.field(default_factory=lambda: [0])
 
     @property
     def state(self) -> SamplingState:
@@ -52,14 +58,21 @@ class EmittingRow(msgspec.Struct):
 
     @property
     def next_draft(self) -> int | None:
-        """The draft of the position that is sampled next; None after all of them."""
-        num_new = len(self.samples)
-        return self.drafts[num_new] if num_new < len(self.drafts) else None
+        """The first draft of the position that is sampled next; None where there is none."""
+        node = self.nodes[-1]
+        if not self.parents:
+            return self.drafts[node] if node < len(self.drafts) else None
+        return self.drafts[self.parents.index(node)] if node in self.parents else None
 
     @property
     def next_logits(self) -> int:
         """The place of the logits from which the next token is sampled."""
-        return self.first + len(self.samples)
+        return self.first + self.nodes[-1]
+
+    @property
+    def computed(self) -> list[int]:
+        """The places among the row's logits of its inputs that are tokens of the sequence."""
+        return self.nodes[: len(self.samples)]
 
     def accept(self, sampled: Sample | SampleFailure) -> bool:
         """Record a sampled token; whether another one can be sampled after it in this step.
@@ -78,14 +91,23 @@ class EmittingRow(msgspec.Struct):
             slot.failure = failure_of(error).reason
             return False
         self.samples.append(sampled)
-        if not self.drafts:
+        if not self.drafts or sampled.token_id in slot.end_token_ids:
             return False
-        num_new = len(self.samples)
-        return (
-            num_new <= len(self.drafts)
-            and self.drafts[num_new - 1] == sampled.token_id
-            and sampled.token_id not in slot.end_token_ids
-        )
+        node = self._draft_after(self.nodes[-1], sampled.token_id)
+        if node is None:
+            return False
+        self.nodes.append(node)
+        return True
+
+    def _draft_after(self, node: int, token_id: int) -> int | None:
+        """The draft that follows an input and is this token."""
+        if not self.parents:
+            is_next = node < len(self.drafts) and self.drafts[node] == token_id
+            return node + 1 if is_next else None
+        for child, (parent, draft) in enumerate(zip(self.parents, self.drafts, strict=True), 1):
+            if parent == node and draft == token_id:
+                return child
+        return None
 
 
 def sample_rows(
