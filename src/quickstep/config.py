@@ -178,6 +178,8 @@ class SpeculationConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True)
         model: With `draft`, a smaller checkpoint with the same tokenizer; with `medusa`, that of
             the heads; with `eagle` and `eagle3`, that of the layer.
         sampling: When a draft is accepted.
+        tree_width: With `medusa`, `eagle` and `eagle3`, most drafts that follow the same token; 1
+            for chains.
         revision: Hub revision of `model`; None for the default branch.
         quantization: One of QUANTIZATIONS for the draft model; None keeps its dtype.
         prompt_lookup_min: With `ngram`, the shortest match in tokens.
@@ -192,6 +194,7 @@ class SpeculationConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True)
     method: SpeculationMethod = SpeculationMethod.AUTO
     num_speculative_tokens: int = 8
     sampling: SpeculativeSampling = SpeculativeSampling.EXACT
+    tree_width: int = 4
     model: str | None = None
     revision: str | None = None
     quantization: str | None = None
@@ -208,6 +211,11 @@ class SpeculationConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True)
             raise ConfigError(
                 f"--num-speculative-tokens is {count}, it must be 1 to {MAX_SPECULATIVE_TOKENS}; "
                 "--speculative-method off turns speculation off"
+            )
+        if not 1 <= self.tree_width <= MAX_SPECULATIVE_TOKENS:
+            raise ConfigError(
+                f"--speculative-tree-width is {self.tree_width}, it must be 1 (no trees) to "
+                f"{MAX_SPECULATIVE_TOKENS}"
             )
         method = self.method
         if method is SpeculationMethod.OFF and self.sampling is SpeculativeSampling.REJECTION:

@@ -95,12 +95,19 @@ def open_model_proposer(
     if method is SpeculationMethod.MEDUSA:
         from quickstep.runtime.speculation.medusa import MedusaProposer, load_medusa
 
-        return MedusaProposer(model, load_medusa(find_checkpoint(load).path, model))
+        heads = load_medusa(find_checkpoint(load).path, model)
+        return MedusaProposer(model, heads, _tree_width(config, model.ops))
     if method in _EAGLE:
         is_fused = method is SpeculationMethod.EAGLE3
-        return open_eagle(load, model, is_fused, plan, block_size, config.enforce_eager)
+        width = _tree_width(config, model.ops)
+        return open_eagle(load, model, is_fused, plan, block_size, config.enforce_eager, width)
     found = find_draft(load, model.ops)
     return load_draft(found, model, path, model.ops, plan, block_size, config.enforce_eager)
+
+
+def _tree_width(config: EngineConfig, ops: OpTable) -> int:
+    """Most drafts that follow the same token: one where the kernels compute chains only."""
+    return 1 if ops.move_kv is None else config.speculation.tree_width
 
 
 def _draft_load(config: EngineConfig) -> LoadConfig:
@@ -258,6 +265,7 @@ def open_eagle(
     plan: MemoryPlan,
     block_size: int,
     enforce_eager: bool = False,
+    tree_width: int = 1,
 ) -> EagleProposer:
     """Load the EAGLE layer of a target. Raises ConfigError."""
     from quickstep.model.decoder import Decoder
@@ -270,7 +278,7 @@ def open_eagle(
     model = load_eagle(checkpoint.path, spec, target, plan.max_model_len)
     num_blocks = plan.num_blocks + num_scratch_blocks(plan.max_num_seqs, block_size)
     kv = allocate_kv(model.kv_shape, num_blocks, block_size, model.device)
-    return EagleProposer(target, model, kv, plan.num_blocks, block_size, enforce_eager)
+    return EagleProposer(target, model, kv, plan.num_blocks, block_size, enforce_eager, tree_width)
 
 
 def _same_file(first: Path, second: Path) -> bool:

@@ -265,6 +265,13 @@ def _add_speculation_flags(group: argparse._ActionsContainer) -> None:
         f"{defaults.num_speculative_tokens})",
     )
     group.add_argument(
+        "--speculative-tree-width",
+        type=positive_int,
+        metavar="N",
+        help="most draft tokens of Medusa heads or an EAGLE layer that follow the same token, in a "
+        f"tree; 1 for a chain (default: {defaults.tree_width})",
+    )
+    group.add_argument(
         "--speculative-sampling",
         choices=[one.value for one in SpeculativeSampling],
         help="accept a draft if it is the token that is sampled without drafts (exact), or with "
@@ -287,6 +294,7 @@ def _speculation(args: argparse.Namespace) -> SpeculationConfig:
         ("method", args.speculative_method),
         ("model", args.speculative_model),
         ("num_speculative_tokens", args.num_speculative_tokens),
+        ("tree_width", args.speculative_tree_width),
         ("sampling", args.speculative_sampling),
     ):
         if value is not None:

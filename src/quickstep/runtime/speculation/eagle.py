@@ -16,8 +16,11 @@ changes no output.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from itertools import islice
 
 import numpy as np
+import numpy.typing as npt
+from msgspec.structs import replace
 
 from quickstep.config import MAX_SPECULATIVE_TOKENS
 from quickstep.model.decoder import Decoder
@@ -27,17 +30,17 @@ from quickstep.ops.tensors import (
     BFLOAT16,
     FLOAT32,
     AnyTensor,
+    DType,
     HostTensor,
     host_dtype,
     to_numpy,
 )
 from quickstep.runtime.capture import StepModel, open_steps
 from quickstep.runtime.sampling.native_sampler import open_sampler
-from quickstep.runtime.sampling.sampler import Sample
 from quickstep.runtime.sampling.state import SamplingState
 from quickstep.runtime.slots import Slot
-from quickstep.runtime.speculation.draft_model import draft_admission
-from quickstep.runtime.speculation.proposer import ComputedRow, DraftTask
+from quickstep.runtime.speculation.proposer import ComputedRow, Drafts, DraftTask
+from quickstep.runtime.speculation.trees import TreeGrowth, candidates_of, tree_admission
 from quickstep.types import Admission, Phase, StepRow
 
 __all__ = ["EagleProposer", "num_scratch_blocks"]
@@ -61,6 +64,7 @@ class EagleProposer:
         kv: The layer's cache: the blocks of `target`'s, then `num_scratch_blocks`.
         num_blocks: Blocks of the target's cache.
         enforce_eager: Run the layer op by op.
+        tree_width: Most drafts that follow the same token; 1 for chains.
     """
 
     name = "eagle"
@@ -74,6 +78,7 @@ class EagleProposer:
         num_blocks: int,
         block_size: int,
         enforce_eager: bool = False,
+        tree_width: int = 1,
     ) -> None:
         of_target, of_itself = model.feature_sizes
 
@@ -88,12 +93,13 @@ class EagleProposer:
         self._vocab_size = target.vocab_size
         self._max_model_len = model.max_model_len
         self._block_size = block_size
+        self._tree_width = tree_width
         self._first_scratch = num_blocks
         self._slots: dict[int, _EagleSlot] = {}
 
     def admit(self, slot: int, admission: Admission) -> None:
         """`Proposer.admit`."""
-        self._slots[slot] = _EagleSlot(admission, self._vocab_size)
+        self._slots[slot] = _EagleSlot(admission, self._vocab_size, self._tree_width)
 
     def observe(self, slot: int, token_ids: tuple[int, ...]) -> None:
         """`Proposer.observe`."""
@@ -116,55 +122,54 @@ class EagleProposer:
         if full:
             self._run_first(full)
 
-    def propose(self, tasks: Sequence[DraftTask]) -> list[tuple[int, ...]]:
+    def propose(self, tasks: Sequence[DraftTask]) -> list[Drafts]:
         """`Proposer.propose`."""
-        drafts: list[list[int]] = [[] for _ in tasks]
-        places: list[int] = []
-        active: list[tuple[_EagleSlot, StepRow, HostTensor]] = []
+        drafting: list[_Drafting | None] = [None] * len(tasks)
+        first: list[tuple[_EagleSlot, StepRow, HostTensor]] = []
         for place, task in enumerate(tasks):
             slot = self._slots[task.slot]
             slot.token_ids.extend(task.new_token_ids)
-            if slot.has_all:
-                first = slot.first_row(emits=True)
-                if first is not None:
-                    places.append(place)
-                    active.append((slot, *first))
-        if not active:
-            return [()] * len(tasks)
-        for index, (slot, _, _) in enumerate(active):
-            slot.slot.append_blocks(self._scratch(index))
-            slot.state.num_outputs = len(slot.token_ids) - slot.prompt_len
-        hidden, logits = self._run_first(active)
-        rows = [row for _, row, _ in active]
-        slots = [slot for slot, _, _ in active]
-        while True:
-            samples = self._sample(
-                self._logits_of_target(logits), [slot.state for slot in slots], None
-            )
-            kept = []
-            for index, sampled in enumerate(samples):
-                if not isinstance(sampled, Sample):
-                    continue
-                draft, wanted = drafts[places[index]], tasks[places[index]].num_drafts
-                draft.append(sampled.token_id)
-                if len(draft) < wanted and rows[index].end < self._max_model_len:
-                    kept.append(index)
-            if not kept:
-                return [tuple(draft) for draft in drafts]
-            places = [places[index] for index in kept]
-            slots = [slots[index] for index in kept]
-            starts = [rows[index].end for index in kept]
-            rows = [
-                _row(start, (drafts[place][-1],), emits=True)
-                for start, place in zip(starts, places, strict=True)
-            ]
-            for slot in slots:
-                slot.state.num_outputs += 1
-            states = _host(hidden)
-            features = HostTensor(states.numpy()[kept], states.dtype)
-            self._next_steps.prepare(rows, [slot.slot for slot in slots])
-            emitting = [(index, 0) for index in range(len(rows))]
-            hidden, logits = self._next_steps.run(emitting, False, features)
+            row = slot.first_row(emits=True) if slot.has_all else None
+            if row is not None:
+                slot.slot.append_blocks(self._scratch(len(first)))
+                first.append((slot, *row))
+                max_depth = self._max_model_len - row[0].end + 1
+                growth = TreeGrowth(task.num_drafts, max_depth, MAX_SPECULATIVE_TOKENS)
+                drafting[place] = _Drafting(slot, row[0].end, growth)
+        active = [one for one in drafting if one is not None]
+        if active:
+            hidden, logits = self._run_first(first)
+            self._add_candidates(logits, [(one, None) for one in active])
+            for one, of_root in zip(active, _host(hidden).numpy().copy(), strict=True):
+                one.hidden.append(of_root)
+            while active := [one for one in active if one.take_next()]:
+                self._run_next(active, _host(hidden).dtype)
+        return [() if one is None else one.growth.drafts() for one in drafting]
+
+    def _add_candidates(
+        self, logits: AnyTensor, parents: Sequence[tuple[_Drafting, int | None]]
+    ) -> None:
+        """Sample after drafts, None for the newest token, from their logits [n, V]."""
+        states = [one.state_after(parent) for one, parent in parents]
+        samples = self._sample(self._logits_of_target(logits), states, None)
+        for (one, parent), sampled, state in zip(parents, samples, states, strict=True):
+            one.growth.add(parent, candidates_of(sampled, state, self._tree_width))
+
+    def _run_next(self, active: Sequence[_Drafting], dtype: DType) -> None:
+        """Compute the drafts that were taken, and what may follow them."""
+        rows = [one.next_row(with_parents=self._tree_width > 1) for one in active]
+        features = np.stack([row for one in active for row in one.next_features()])
+        self._next_steps.prepare(rows, [one.slot.slot for one in active])
+        emitting = [
+            (index, num_after)
+            for index, row in enumerate(rows)
+            for num_after in range(row.num_tokens - 1, -1, -1)
+        ]
+        hidden, logits = self._next_steps.run(emitting, False, HostTensor(features, dtype))
+        of_drafts = iter(_host(hidden).numpy().copy())
+        for one, row in zip(active, rows, strict=True):
+            one.hidden.extend(islice(of_drafts, row.num_tokens))
+        self._add_candidates(logits, [(one, node) for one in active for node in one.taken])
 
     def _run_first(
         self, active: Sequence[tuple[_EagleSlot, StepRow, HostTensor]]
@@ -197,11 +202,11 @@ class _EagleSlot:
     `kept` are those of the positions from `start` on, one after another.
     """
 
-    def __init__(self, admission: Admission, vocab_size: int) -> None:
-        self.slot = Slot(draft_admission(admission), vocab_size)
-        state = self.slot.state
-        assert state is not None, "nothing in these parameters can fail"
-        self.state: SamplingState = state
+    def __init__(self, admission: Admission, vocab_size: int, tree_width: int) -> None:
+        self._admission = tree_admission(admission, tree_width)
+        self._vocab_size = vocab_size
+        self.slot = Slot(self._admission, vocab_size)
+        self._states: list[SamplingState] = []  # by the depth of the drafts that they are after
         self.prompt_len = admission.prompt_len
         self.token_ids = list(admission.token_ids)
         self.start = 0
@@ -212,6 +217,14 @@ class _EagleSlot:
     def has_all(self) -> bool:
         """Whether every token but the newest has been computed by the target."""
         return self.num_kept > 0 and self.start + self.num_kept == len(self.token_ids) - 1
+
+    def state_at(self, depth: int) -> SamplingState:
+        """With which the token after `depth` drafts is sampled."""
+        while len(self._states) <= depth:
+            self._states.append(SamplingState(self._admission, self._vocab_size))
+        state = self._states[depth]
+        state.num_outputs = len(self.token_ids) - self.prompt_len + depth
+        return state
 
     def keep(self, row: ComputedRow) -> None:
         """Take in hidden states of the target, which are copied, and its block table."""
@@ -237,6 +250,45 @@ class _EagleSlot:
         self.num_kept -= count
         self._kept = [HostTensor(joined[count:], dtype)] if self.num_kept else []
         return row, HostTensor(joined[:count], dtype)
+
+
+class _Drafting:
+    """The tree of one task as it grows. The layer has its own numbers for the drafts that it has
+    computed: 0 is the newest token, at position `end` - 1, the others follow in any order. `hidden`
+    are their hidden states.
+    """
+
+    def __init__(self, slot: _EagleSlot, end: int, growth: TreeGrowth) -> None:
+        self.slot = slot
+        self.growth = growth
+        self.taken: list[int] = []
+        self.hidden: list[npt.NDArray[np.generic]] = []
+        self._end = end
+        self._numbers: dict[int | None, int] = {None: 0}  # of drafts that are computed
+        self._parents: list[int] = []
+
+    def state_after(self, node: int | None) -> SamplingState:
+        """With which the token after a draft is sampled."""
+        return self.slot.state_at(0 if node is None else self.growth.nodes[node].depth)
+
+    def take_next(self) -> bool:
+        """Take the drafts that are computed next; whether there are any."""
+        self.taken = self.growth.take_next()
+        for node in self.taken:
+            self._parents.append(self._numbers[self.growth.nodes[node].parent])
+            self._numbers[node] = len(self._parents)
+        return bool(self.taken)
+
+    def next_row(self, with_parents: bool) -> StepRow:
+        """The row of the drafts that were taken."""
+        num_before = len(self._parents) - len(self.taken)
+        token_ids = tuple(self.growth.nodes[node].token_id for node in self.taken)
+        row = _row(self._end + num_before, token_ids, emits=True)
+        return replace(row, parents=tuple(self._parents)) if with_parents else row
+
+    def next_features(self) -> list[npt.NDArray[np.generic]]:
+        """Hidden states of the drafts before them."""
+        return [self.hidden[parent] for parent in self._parents[len(self.hidden) - 1 :]]
 
 
 def _row(start: int, token_ids: tuple[int, ...], emits: bool) -> StepRow:

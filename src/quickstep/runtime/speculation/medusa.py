@@ -2,8 +2,8 @@
 
 Head i is one or more blocks x + silu(linear(x)) and an output projection, over the hidden state
 from which the target sampled its newest token; it predicts token i + 1 after that one (Medusa,
-arXiv:2401.10774). The drafts are the chain of the heads' samples, with the noise of the target, so
-nothing has to be kept between steps.
+arXiv:2401.10774). The drafts are the chain of the heads' samples, with the noise of the target, or
+the likeliest tree of their candidates; nothing has to be kept between steps.
 
 Reads the two published layouts: that of the paper's repository (`0.0.linear.weight`, `0.1.weight`)
 and that of vLLM (`blocks.0.layers.0.weight`, `lm_heads.0.weight`), in safetensors. Heads without a
@@ -33,10 +33,14 @@ from quickstep.ops.tensors import (
     to_numpy,
 )
 from quickstep.runtime.sampling.native_sampler import open_sampler
-from quickstep.runtime.sampling.sampler import Sample
 from quickstep.runtime.sampling.state import SamplingState
-from quickstep.runtime.speculation.draft_model import draft_admission
-from quickstep.runtime.speculation.proposer import DraftTask
+from quickstep.runtime.speculation.proposer import Drafts, DraftTask
+from quickstep.runtime.speculation.trees import (
+    Candidate,
+    candidates_of,
+    likeliest_tree,
+    tree_admission,
+)
 from quickstep.types import Admission
 
 __all__ = ["MedusaHead", "MedusaProposer", "load_medusa"]
@@ -57,50 +61,56 @@ class MedusaHead(msgspec.Struct, frozen=True):
 
 
 class MedusaProposer:
-    """Proposes one token per head. `heads` are packed for the op table of `target`."""
+    """Proposes up to `tree_width` tokens of each head. `heads` are packed for the op table of
+    `target`.
+    """
 
     name = "medusa"
     needs_hidden = True
 
-    def __init__(self, target: Decoder, heads: Sequence[MedusaHead]) -> None:
+    def __init__(self, target: Decoder, heads: Sequence[MedusaHead], tree_width: int = 1) -> None:
         self._ops = target.ops
         self._heads = tuple(heads)
+        self._tree_width = tree_width
         self._vocab_size = target.vocab_size
         self._sample = open_sampler(target)
         self._slots: dict[int, _MedusaSlot] = {}
 
     def admit(self, slot: int, admission: Admission) -> None:
         """`Proposer.admit`."""
-        self._slots[slot] = _MedusaSlot(admission, self._vocab_size)
+        self._slots[slot] = _MedusaSlot(admission, self._vocab_size, self._tree_width)
 
     def observe(self, slot: int, token_ids: tuple[int, ...]) -> None:
         """`Proposer.observe`."""
         self._slots[slot].num_outputs += len(token_ids)
 
-    def propose(self, tasks: Sequence[DraftTask]) -> list[tuple[int, ...]]:
+    def propose(self, tasks: Sequence[DraftTask]) -> list[Drafts]:
         """`Proposer.propose`."""
-        drafts: list[list[int]] = [[] for _ in tasks]
+        levels: list[list[list[Candidate]]] = [[] for _ in tasks]
         for task in tasks:
             self.observe(task.slot, task.new_token_ids)
         active = [index for index, task in enumerate(tasks) if task.hidden is not None]
-        for num_drafted, head in enumerate(self._heads):
+        for depth, head in enumerate(self._heads):
             active = [
-                index
-                for index in active
-                if len(drafts[index]) == num_drafted < tasks[index].num_drafts
+                index for index in active if len(levels[index]) == depth < tasks[index].num_drafts
             ]
             if not active:
                 break
             states = []
             for index in active:
                 slot = self._slots[tasks[index].slot]
-                slot.state.num_outputs = slot.num_outputs + num_drafted
+                slot.state.num_outputs = slot.num_outputs + depth
                 states.append(slot.state)
             logits = _logits(self._ops, head, _rows([tasks[index].hidden for index in active]))
-            for index, sampled in zip(active, self._sample(logits, states, None), strict=True):
-                if isinstance(sampled, Sample):
-                    drafts[index].append(sampled.token_id)
-        return [tuple(draft) for draft in drafts]
+            samples = self._sample(logits, states, None)
+            for index, sampled, state in zip(active, samples, states, strict=True):
+                candidates = candidates_of(sampled, state, self._tree_width)
+                if candidates:
+                    levels[index].append(candidates)
+        return [
+            likeliest_tree(of_task, task.num_drafts)
+            for of_task, task in zip(levels, tasks, strict=True)
+        ]
 
     def release(self, slot: int) -> None:
         """`Proposer.release`."""
@@ -110,8 +120,8 @@ class MedusaProposer:
 class _MedusaSlot:
     """The sampling of a sequence's drafts, and how many output tokens it has."""
 
-    def __init__(self, admission: Admission, vocab_size: int) -> None:
-        self.state = SamplingState(draft_admission(admission), vocab_size)
+    def __init__(self, admission: Admission, vocab_size: int, tree_width: int) -> None:
+        self.state = SamplingState(tree_admission(admission, tree_width), vocab_size)
         self.num_outputs = len(admission.token_ids) - admission.prompt_len
 
 
