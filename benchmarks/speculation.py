@@ -147,11 +147,11 @@ def _configs(others: Sequence[str]) -> dict[str, dict[str, str]]:
         if name in methods:
             configs[name] = {"method": name}
         else:
-            configs[name] = {"method": _method_of(name), "model": name}
+            configs[name] = {"method": method_of(name), "model": name}
     return configs
 
 
-def _method_of(model: str) -> str:
+def method_of(model: str) -> str:
     """So that nothing else drafts, as it would with `auto`."""
     path = find_checkpoint(LoadConfig(model)).path
     return method_of_tensors(open_checkpoint_files(path).tensors).value

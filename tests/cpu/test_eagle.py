@@ -18,9 +18,9 @@ from quickstep.model.checkpoint.source import find_checkpoint
 from quickstep.model.eagle import load_eagle, read_eagle_spec
 from quickstep.ops.tensors import BFLOAT16, HostTensor
 from quickstep.runtime.kv_cache import allocate_kv
-from quickstep.runtime.speculation.eagle import EagleProposer
+from quickstep.runtime.speculation.eagle import EagleProposer, num_scratch_blocks
 from quickstep.runtime.speculation.proposer import ComputedRow, DraftTask
-from quickstep.types import Admission
+from quickstep.types import Admission, Phase, StepRow
 
 BLOCK_SIZE, NUM_BLOCKS, DRAFT_VOCABULARY = 4, 32, 1000
 OPTIONS = {"max_model_len": 256, "num_blocks": 64}
@@ -70,16 +70,18 @@ def written(folder, weights, **changes):
     return folder
 
 
-def opened(path, target, fused):
+def opened(path, target, fused, tree_width=1):
     spec = read_eagle_spec(path, target.spec, fused)
     model = load_eagle(path, spec, target, 128)
-    kv = allocate_kv(model.kv_shape, NUM_BLOCKS + 8, BLOCK_SIZE, model.device)
-    return EagleProposer(target, model, kv, NUM_BLOCKS, BLOCK_SIZE)
+    kv = allocate_kv(
+        model.kv_shape, NUM_BLOCKS + num_scratch_blocks(1, BLOCK_SIZE), BLOCK_SIZE, model.device
+    )
+    return EagleProposer(target, model, kv, NUM_BLOCKS, BLOCK_SIZE, tree_width=tree_width)
 
 
-def check_drafts(drafts, weights, prefix, fused, token_ids, features):
+def check_drafts(drafts, weights, prefix, fused, token_ids, features, num_given=0):
     """Without a KV cache and in float32: all positions again for every draft, which has to be the
-    best token but for what the kernels' bfloat16 changes.
+    best token but for what the kernels' bfloat16 changes; the first `num_given` may be any.
     """
     w = {name: one.float() for name, one in weights.items()}
     demo = load_file(find_checkpoint(LoadConfig("demo")).path / "model.safetensors")
@@ -116,7 +118,8 @@ def check_drafts(drafts, weights, prefix, fused, token_ids, features):
             index = token_of.tolist().index(draft)
         else:
             logits, index = embed @ last, draft
-        assert logits.max() - logits[index] <= 0.05 * logits.std()
+        if len(tokens) - len(token_ids) + 1 >= num_given:
+            assert logits.max() - logits[index] <= 0.05 * logits.std()
         tokens.append(draft)
         features = torch.cat((features, last[None]))
 
@@ -174,6 +177,43 @@ def test_a_prefix_hit_has_the_keys_and_values_of_the_layer(target, tmp_path):
         [drafts] = proposer.propose([DraftTask(slot, 3, token_ids[-1:])])
         assert len(drafts) == 3
         check_drafts(drafts, weights, "layers.0.", False, token_ids, features)
+
+
+@pytest.mark.parametrize(("fused", "prefix"), [(False, "layers.0."), (True, "midlayer.")])
+def test_every_path_of_a_tree_is_a_chain_of_the_layer(target, tmp_path, fused, prefix):
+    """The first draft after any path is what the layer drafts next if the path is known."""
+    weights = layer_weights(fused, prefix)
+    path = written(tmp_path, weights)
+    width = 768 if fused else 256
+    features = torch.randn(11, width, generator=torch.Generator().manual_seed(2))
+    bits = features.to(torch.bfloat16).view(torch.int16).numpy().view(np.uint16)
+    token_ids = tuple(range(40, 52))
+    greedy = SamplingParams(temperature=0.0)
+
+    def drafted(tree_width, num_drafts):
+        proposer = opened(path, target, fused, tree_width)
+        proposer.admit(0, Admission(0, "r#0", token_ids[:-1], 11, greedy, 3))
+        blocks = np.array([2, 5, 3], dtype=np.int32)
+        proposer.compute([ComputedRow(0, 0, HostTensor(bits, BFLOAT16), blocks)])
+        [drafts] = proposer.propose([DraftTask(0, num_drafts, token_ids[-1:])])
+        return drafts
+
+    chain, tree = drafted(1, 4), drafted(3, 12)
+    assert tree.parents.count(0) > 1
+    node = 0
+    for draft in chain:  # the first child of each draft is the best one, as in a chain
+        children = [one for one, parent in enumerate(tree.parents, 1) if parent == node]
+        if not children:
+            break
+        node = children[0]
+        assert tree.token_ids[node - 1] == draft
+    assert node, "the tree has the first draft of the chain at least"
+    row = StepRow(0, 0, 1, (0,), (), Phase.DECODE, True, 0, parents=tree.parents)
+    first_children = {tree.parents.index(parent) + 1 for parent in tree.parents}
+    for child in first_children:
+        drafts = [tree.token_ids[one - 1] for one in row.path(child)]
+        known = (features.to(torch.bfloat16), len(drafts) - 1)
+        check_drafts(drafts, weights, prefix, fused, token_ids, *known)
 
 
 def test_hidden_states_are_kept_while_no_drafts_are_wanted(target, tmp_path):

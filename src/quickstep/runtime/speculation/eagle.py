@@ -46,6 +46,8 @@ from quickstep.types import Admission, Phase, StepRow
 __all__ = ["EagleProposer", "num_scratch_blocks"]
 
 _MAX_KEPT = 64
+# Drafts that the layer computes for a sequence: of a tree more than are left in the end.
+_MAX_COMPUTED = 2 * MAX_SPECULATIVE_TOKENS
 
 
 def num_scratch_blocks(max_num_seqs: int, block_size: int) -> int:
@@ -54,7 +56,7 @@ def num_scratch_blocks(max_num_seqs: int, block_size: int) -> int:
 
 
 def _scratch_per_sequence(block_size: int) -> int:
-    return -(-MAX_SPECULATIVE_TOKENS // block_size)
+    return -(-_MAX_COMPUTED // block_size)
 
 
 class EagleProposer:
@@ -134,7 +136,7 @@ class EagleProposer:
                 slot.slot.append_blocks(self._scratch(len(first)))
                 first.append((slot, *row))
                 max_depth = self._max_model_len - row[0].end + 1
-                growth = TreeGrowth(task.num_drafts, max_depth, MAX_SPECULATIVE_TOKENS)
+                growth = TreeGrowth(task.num_drafts, max_depth, _MAX_COMPUTED, self._tree_width)
                 drafting[place] = _Drafting(slot, row[0].end, growth)
         active = [one for one in drafting if one is not None]
         if active:

@@ -116,13 +116,16 @@ class TreeGrowth:
     """The likeliest tree of `num_drafts` drafts, where the candidates after a draft are computed
     from it: `take_next` says for which of the `nodes`, then `add` gives their candidates.
 
-    At most `max_expanded` drafts get any, none at `max_depth`.
+    At most `max_expanded` drafts get any, `max_at_once` each time, none at `max_depth`.
     """
 
-    def __init__(self, num_drafts: int, max_depth: int, max_expanded: int) -> None:
+    def __init__(
+        self, num_drafts: int, max_depth: int, max_expanded: int, max_at_once: int
+    ) -> None:
         self._num_drafts = num_drafts
         self._max_depth = max_depth
         self._num_left = max_expanded
+        self._max_at_once = max_at_once
         self.nodes: list[DraftNode] = []
 
     def add(self, parent: int | None, candidates: Sequence[Candidate]) -> None:
@@ -142,7 +145,7 @@ class TreeGrowth:
             one
             for one in best
             if not self.nodes[one].is_expanded and self.nodes[one].depth < self._max_depth
-        ][: self._num_left]
+        ][: min(self._num_left, self._max_at_once)]
         for one in found:
             self.nodes[one].is_expanded = True
         self._num_left -= len(found)
