@@ -29,8 +29,8 @@ def sampling(fields: dict[str, Any]) -> SamplingParams:
     return SamplingParams(**{"max_tokens": 60, **fields})
 
 
-def generated(method: str) -> dict[str, list[RequestOutput]]:
-    with LLM("demo", num_threads=1, speculative_config={"method": method}) as llm:
+def generated(config: dict[str, Any]) -> dict[str, list[RequestOutput]]:
+    with LLM("demo", num_threads=1, speculative_config=config) as llm:
         return {
             name: llm.generate([LIST, CODE], sampling(fields), use_tqdm=False)
             for name, fields in PARAMS.items()
@@ -39,10 +39,19 @@ def generated(method: str) -> dict[str, list[RequestOutput]]:
 
 @pytest.fixture(scope="module")
 def without() -> dict[str, list[RequestOutput]]:
-    return generated("off")
+    return generated({"method": "off"})
 
 
-@pytest.fixture(scope="module", params=["suffix", "ngram"])
+@pytest.fixture(
+    scope="module",
+    params=[
+        {"method": "suffix"},
+        {"method": "ngram"},
+        {"model": "demo-eagle", "method": "eagle", "tree_width": 1},
+        {"model": "demo-eagle", "method": "eagle", "tree_width": 4, "num_speculative_tokens": 12},
+    ],
+    ids=["suffix", "ngram", "chains", "trees"],
+)
 def with_drafts(request: pytest.FixtureRequest) -> dict[str, list[RequestOutput]]:
     return generated(request.param)
 

@@ -8,20 +8,24 @@ import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from msgspec.structs import replace
 
-from quickstep.config import EngineConfig, LoadConfig
+from quickstep.config import EngineConfig, LoadConfig, SpeculationConfig
 from quickstep.engine.assembly import load_weights
+from quickstep.engine.speculation import open_model_proposer
 from quickstep.errors import EngineError
+from quickstep.model.decoder import Decoder
 from quickstep.model.interface import KVShape
 from quickstep.ops.native.backend import load_native
 from quickstep.ops.reference import reference_ops
-from quickstep.ops.tensors import CPU, FLOAT32, HostTensor
+from quickstep.ops.tensors import BFLOAT16, CPU, FLOAT32, HostTensor
 from quickstep.runtime.kv_cache import allocate_kv
 from quickstep.runtime.runner import ModelRunner
 from quickstep.runtime.sampling.noise import gumbel
 from quickstep.runtime.sampling.sampler import Sample, SampleFailure, sample
 from quickstep.runtime.sampling.state import SamplingState
 from quickstep.runtime.speculation.proposer import (
+    DraftTask,
     DraftTree,
     compare,
     depth_of,
@@ -181,3 +185,20 @@ def test_drafts_that_are_no_tree_are_refused(parents: tuple[int, ...]) -> None:
     )
     with pytest.raises(EngineError, match="no tree"):
         runner.run(StepPlan(0, (row,), (admission,)))
+
+
+@pytest.mark.parametrize("has_trees", [True, False])
+def test_drafts_are_chains_where_the_kernels_have_no_trees(has_trees: bool) -> None:
+    speculation = SpeculationConfig(model="demo-medusa")
+    config = EngineConfig(load=LoadConfig("demo"), max_model_len=64, speculation=speculation)
+    loaded = load_weights(config, None)
+    model = loaded.model
+    assert isinstance(model, Decoder)
+    if not has_trees:
+        model = model.with_ops(replace(model.ops, move_kv=None))
+    proposer = open_model_proposer(config, model, loaded.plan, None)
+    proposer.admit(0, Admission(0, "r#0", (300, 301), 2, SamplingParams(temperature=0.0), 0))
+    bits = np.random.default_rng(0).normal(size=(1, model.spec.hidden_size)).astype(np.float32)
+    hidden = HostTensor(bits, FLOAT32).to(BFLOAT16)[0]
+    [drafts] = proposer.propose([DraftTask(0, 8, (302,), hidden)])
+    assert isinstance(drafts, DraftTree) == has_trees

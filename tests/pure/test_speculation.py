@@ -154,6 +154,8 @@ def test_it_is_off_without_drafts() -> None:
         ({"method": "magic"}, "magic"),
         ({"num_speculative_tokens": 0}, "must be 1 to 16"),
         ({"num_speculative_tokens": 17}, "must be 1 to 16"),
+        ({"tree_width": 0}, "--speculative-tree-width is 0, it must be 1"),
+        ({"tree_width": 17}, "--speculative-tree-width is 17"),
         ({"prompt_lokup_max": 3}, "prompt_lokup_max"),
         ({"method": "draft"}, "model"),
         ({"method": "off", "sampling": "rejection"}, "leave one of them out"),
