@@ -96,9 +96,10 @@ def test_a_tree_is_as_large_as_its_later_drafts_are_accepted() -> None:
     assert useless == 0
 
 
-def test_a_sequence_without_drafts_tries_one_again() -> None:
+@pytest.mark.parametrize("in_trees", [False, True])
+def test_a_sequence_without_drafts_tries_one_again(in_trees: bool) -> None:
     control = control_at(64, CHEAP)
-    acceptance = with_rate(0.05)
+    acceptance = Acceptance(rate=0.05, in_trees=in_trees)
     tried = 0
     for _ in range(200):
         num_drafts = control.num_drafts(acceptance)

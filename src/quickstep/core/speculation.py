@@ -186,16 +186,17 @@ class DraftControl:
             return 0
         rate = self._first_rate if acceptance.rate is None else acceptance.rate
         threshold = _MARGIN * self._price
-        if threshold >= rate:
-            may_try = threshold < 1.0 and acceptance.num_tokens_without >= _RETRY_AFTER
-            return min(self.max_drafts, 1) if may_try else 0
         if threshold <= 0.0:
             return self.max_drafts
+        count = 0
         if acceptance.in_trees:
             least = threshold * self._first_rate / rate
-            paying = takewhile(lambda of_draft: of_draft > least, self._tree_rates)
-            return sum(1 for _ in paying)
-        return min(self.max_drafts, int(math.log(threshold) / math.log(rate)))
+            count = sum(1 for _ in takewhile(lambda of_draft: of_draft > least, self._tree_rates))
+        elif threshold < rate:
+            count = int(math.log(threshold) / math.log(rate))
+        if not count and threshold < 1.0 and acceptance.num_tokens_without >= _RETRY_AFTER:
+            count = 1
+        return min(self.max_drafts, count)
 
     def num_forced(self) -> int:
         """How many drafts pay that are certain to be accepted."""
