@@ -224,7 +224,7 @@ def test_experts_are_quantized_and_their_router_is_not(quantization: str) -> Non
     model = random_model(spec, reference_ops(), draw, 256)
     moe = model.weights.layers[0].mlp
     assert isinstance(moe.router.data, Tensor)
-    assert isinstance(moe.experts[3].down_proj.data, QuantizedWeight)
+    assert isinstance(moe.experts.down_proj[3].data, QuantizedWeight)
     assert model.weights.embed_tokens is not model.weights.lm_head
     report = verify(
         lambda threads: model, VerifyOptions(num_requests=12, threads=(1,)), frozenset()

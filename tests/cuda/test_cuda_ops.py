@@ -12,7 +12,7 @@ from op_checks.agreement import agreement
 from op_checks.cases import OPS, AttentionCase, Case, cases
 from op_checks.invariance import mismatches
 from quickstep.ops.resolve import resolve_ops
-from quickstep.ops.table import LoRAPart
+from quickstep.ops.table import LoRAPart, QuantizedWeight
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs an NVIDIA GPU")
 
@@ -28,6 +28,9 @@ def on_gpu(case: AnyCase) -> AnyCase:
             return tuple(moved(one) for one in value)
         if isinstance(value, LoRAPart):
             return msgspec.structs.replace(value, a=moved(value.a), b=moved(value.b))
+        if isinstance(value, QuantizedWeight):
+            parts = msgspec.structs.asdict(value)
+            return QuantizedWeight(**{name: moved(part) for name, part in parts.items()})
         return value.cuda() if isinstance(value, torch.Tensor) else value
 
     fields = {name: moved(value) for name, value in msgspec.structs.asdict(case).items()}

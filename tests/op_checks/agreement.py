@@ -17,6 +17,7 @@ import torch
 from torch import Tensor
 
 from op_checks.cases import AttentionCase, Case, bind
+from op_checks.experts_cases import Matrix
 from quickstep.ops.reference import reference_ops
 from quickstep.ops.table import LoRAPart, OpTable, QuantizedWeight
 from quickstep.ops.tensors import read_heads, to_torch
@@ -260,6 +261,60 @@ def _quantized_linear(
     return _linear(values, weight.dequantized().double(), bias)
 
 
+def _experts(
+    x: Tensor,
+    chosen: Tensor,
+    shares: Tensor,
+    activation: str,
+    matrices: tuple[tuple[Matrix, ...], tuple[Matrix, ...]],
+) -> list[tuple[Tensor, Tensor]]:
+    return _experts_lora(x, chosen, shares, chosen[:, 0] * 0 - 1, activation, matrices, ())
+
+
+def _experts_lora(
+    x: Tensor,
+    chosen: Tensor,
+    shares: Tensor,
+    ids: Tensor,
+    activation: str,
+    matrices: tuple[tuple[Matrix, ...], tuple[Matrix, ...]],
+    adapters: tuple[Sequence[Sequence[LoRAPart]], ...],
+) -> list[tuple[Tensor, Tensor]]:
+    """Token by token; the slack bounds what errors of the first products change."""
+    value, slack = torch.zeros_like(x), torch.zeros_like(x)
+    for token in range(x.shape[0]):
+        for expert, share in zip(chosen[token].tolist(), shares[token], strict=True):
+            parts: list[tuple[Sequence[LoRAPart], ...]] = [(), ()]
+            if ids[token] >= 0:
+                parts = [(one,) for one in adapters[ids[token]][2 * expert : 2 * expert + 2]]
+            gate_up, size = _adapted(x[token, None], matrices[0][expert], parts[0])
+            [(middle, rounding)] = _gated_activation(gate_up, activation)
+            gate, up = gate_up.abs().chunk(2, dim=-1)
+            of_gate, of_up = size.chunk(2, dim=-1)
+            rounding = rounding + 2 * ((up + 1) * of_gate + gate * of_up)
+            output, output_size = _adapted(middle, matrices[1][expert], parts[1])
+            down, _ = matrices[1][expert]
+            value[token] += share * output[0]
+            slack[token] += share * (output_size + rounding @ _wide(down).abs().t())[0]
+    return [(value, 2 * slack + 4 * _FP32_ROUNDOFF * value.abs())]
+
+
+def _adapted(
+    x: Tensor, matrix: Matrix, parts: Sequence[Sequence[LoRAPart]]
+) -> tuple[Tensor, Tensor]:
+    """A product with its adapter, and its slack."""
+    weight, bias = matrix
+    [(value, slack)] = _linear(x, _wide(weight), None if bias is None else bias.double())
+    if parts:
+        [(value, more)] = _lora(value, x, torch.zeros(1, device=x.device), *parts)
+        slack = slack + more
+    return value, slack
+
+
+def _wide(weight: Tensor | QuantizedWeight) -> Tensor:
+    return weight.dequantized().double() if isinstance(weight, QuantizedWeight) else weight.double()
+
+
 def _quantized_rows(
     token_ids: Tensor, weight: QuantizedWeight, dtype: torch.dtype
 ) -> list[tuple[Tensor, Tensor]]:
@@ -275,6 +330,8 @@ _ORACLES: Mapping[str, Callable[..., list[tuple[Tensor, Tensor]]]] = MappingProx
         "linear": _linear,
         "quantized_linear": _quantized_linear,
         "lora": _lora,
+        "experts": _experts,
+        "experts_lora": _experts_lora,
         "embedding": _embedding,
         "packed_rows": _embedding,
         "quantized_rows": _quantized_rows,

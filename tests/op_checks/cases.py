@@ -9,8 +9,10 @@ others (`fixed`), so that a check can pick tokens, and `bind` turns an op into a
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from functools import partial
 from itertools import product
 from types import MappingProxyType
+from typing import Any
 
 import msgspec
 import torch
@@ -18,8 +20,12 @@ from torch import Tensor
 
 from op_checks.attention_cases import DTYPES, AttentionCase, attention_cases, stored_heads
 from op_checks.case_inputs import CaseInputs, label
+from op_checks.experts_cases import experts_inputs, experts_lora_inputs
 from op_checks.quantized_cases import quantized_linear_inputs, quantized_rows_inputs
+from quickstep.ops.reference.experts import experts as reference_experts
 from quickstep.ops.table import (
+    ExpertLoRA,
+    ExpertWeights,
     LinearWeight,
     LoRAAdapter,
     LoRAMapping,
@@ -38,8 +44,11 @@ class Case(msgspec.Struct, frozen=True):
 
     `tokens` then `fixed` are the op's arguments, but for the linear ops, whose `fixed` is
     (weight, bias), the embedding of packed rows, whose weight is not packed yet, write_kv, whose
-    `tokens` are (k, v, slot_mapping) and `fixed` (k_cache, v_cache), and lora, whose `tokens` are
-    (y, x or token ids, adapter of each token or -1) and `fixed` the parts of each adapter.
+    `tokens` are (k, v, slot_mapping) and `fixed` (k_cache, v_cache), lora, whose `tokens` are
+    (y, x or token ids, adapter of each token or -1) and `fixed` the parts of each adapter, and the
+    experts, whose `tokens` are (x, experts, weights) and `fixed` (activation, the experts' matrices
+    and biases); experts_lora has also the adapter of each token, and the parts of each adapter by
+    matrix.
     """
 
     op: str
@@ -61,6 +70,8 @@ def bind(ops: OpTable, case: Case) -> Callable[..., tuple[Tensor, ...]]:
     if case.op == "lora":
         adapters = [ops.pack_lora([(), parts]) for parts in fixed]  # type: ignore[list-item]
         return lambda y, x, ids: _add_lora(ops, y, x, ids, adapters)
+    if case.op in ("experts", "experts_lora"):
+        return _bind_experts(ops, case.fixed)
     if case.op == "write_kv":
         return lambda k, v, slots: _write_and_read(ops, (k, v), slots, fixed)
     if case.op == "logits":
@@ -103,6 +114,26 @@ def _add_lora(
     same = changed[untouched].nan_to_num() == y[untouched].nan_to_num()
     assert bool(same.all()), "a token without adapter changed"
     return (changed,)
+
+
+def _bind_experts(ops: OpTable, fixed: tuple[Any, ...]) -> Callable[..., tuple[Tensor, ...]]:
+    activation, matrices, *rest = fixed
+    gate_up, down_proj = (tuple(_pack(ops, *one) for one in every) for every in matrices)
+    data = None if ops.pack_experts is None else ops.pack_experts(gate_up, down_proj)
+    weights = ExpertWeights(gate_up, down_proj, data)
+    run = partial(reference_experts, ops) if ops.experts is None else ops.experts
+    assert ops.experts is None or data is not None
+    adapters = [ops.pack_lora([(), *modules]) for modules in rest[0]] if rest else []
+
+    def call(x: Tensor, chosen: Tensor, shares: Tensor, *ids: Tensor) -> tuple[Tensor, ...]:
+        lora = None
+        if ids:
+            groups = [(one, (ids[0] == n).nonzero().flatten()) for n, one in enumerate(adapters)]
+            mapping = LoRAMapping(tuple(group for group in groups if len(group[1])))
+            lora = ExpertLoRA(mapping, first_module=1)
+        return (run(x, chosen, shares, weights, activation, lora),)
+
+    return call
 
 
 def _write_and_read(
@@ -289,6 +320,16 @@ _NORM_SHAPES: tuple[tuple[tuple[int, ...], float], ...] = (
 )
 
 
+def _experts_cases(dtype: torch.dtype) -> Iterator[Case]:
+    for inputs in experts_inputs(dtype):
+        yield Case("experts", *inputs)
+
+
+def _experts_lora_cases(dtype: torch.dtype) -> Iterator[Case]:
+    for inputs in experts_lora_inputs(dtype):
+        yield Case("experts_lora", *inputs)
+
+
 def _rms_norm_cases(dtype: torch.dtype) -> Iterator[Case]:
     for shape, offset in _NORM_SHAPES:
         name = label("rms_norm", dtype, *shape)
@@ -381,6 +422,8 @@ OPS: Mapping[str, Callable[[torch.dtype], Iterator[Case | AttentionCase]]] = Map
         "linear": _linear_cases,
         "quantized_linear": _quantized_linear_cases,
         "lora": _lora_cases,
+        "experts": _experts_cases,
+        "experts_lora": _experts_lora_cases,
         "embedding": _embedding_cases,
         "packed_rows": _packed_rows_cases,
         "quantized_rows": _quantized_rows_cases,

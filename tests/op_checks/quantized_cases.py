@@ -12,7 +12,13 @@ from torch import Tensor
 from op_checks.case_inputs import CaseInputs, label
 from quickstep.ops.table import SUB_BLOCK_INPUTS, QuantizedWeight
 
-__all__ = ["Inputs", "quantized_linear_inputs", "quantized_rows_inputs"]
+__all__ = [
+    "Inputs",
+    "quantized_linear_inputs",
+    "quantized_rows_inputs",
+    "quantized_weight",
+    "sub_block_weight",
+]
 
 
 class Inputs(NamedTuple):
@@ -59,7 +65,7 @@ _QUANTIZED_SHAPES = (
 )
 
 
-def _quantized_weight(
+def quantized_weight(
     source: CaseInputs, shape: tuple[int, int], bits: int, group: int, *, zeros: bool
 ) -> QuantizedWeight:
     outputs, inputs = shape
@@ -80,7 +86,7 @@ def quantized_linear_inputs(dtype: torch.dtype) -> Iterator[Inputs]:
     for num_tokens, width, outputs, bits, group, zeros, has_bias in _QUANTIZED_SHAPES:
         name = label("quantized_linear", dtype, num_tokens, width, outputs, bits, group, zeros)
         source = CaseInputs(name, dtype)
-        weight = _quantized_weight(source, (outputs, width), bits, group, zeros=zeros)
+        weight = quantized_weight(source, (outputs, width), bits, group, zeros=zeros)
         bias = source.normal(outputs) if has_bias else None
         x = source.normal(num_tokens, width)
         x[num_tokens // 2 :, 7] *= 60.0  # as language models have them
@@ -88,14 +94,14 @@ def quantized_linear_inputs(dtype: torch.dtype) -> Iterator[Inputs]:
     for num_tokens, width, outputs, group, has_bias in _SUB_BLOCK_SHAPES:
         name = label("quantized_linear", dtype, num_tokens, width, outputs, "multiplied", group)
         source = CaseInputs(name, dtype)
-        weight = _sub_block_weight(source, (outputs, width), group)
+        weight = sub_block_weight(source, (outputs, width), group)
         bias = source.normal(outputs) if has_bias else None
         yield Inputs(name, (source.normal(num_tokens, width),), (weight, bias))
     yield from _extreme_quants(dtype)
 
 
-def _sub_block_weight(source: CaseInputs, shape: tuple[int, int], group: int) -> QuantizedWeight:
-    weight = _quantized_weight(source, shape, 4, group, zeros=False)
+def sub_block_weight(source: CaseInputs, shape: tuple[int, int], group: int) -> QuantizedWeight:
+    weight = quantized_weight(source, shape, 4, group, zeros=False)
     held = source.integers(0, 16, shape[0], shape[1] // SUB_BLOCK_INPUTS)
     return replace(weight, sub_scales=(2 * held - 15).to(torch.int8))
 
@@ -120,11 +126,11 @@ def quantized_rows_inputs(dtype: torch.dtype) -> Iterator[Inputs]:
     for num_tokens, width, rows, bits, group, zeros, _ in _QUANTIZED_SHAPES[1:]:
         name = label("quantized_rows", dtype, num_tokens, width, rows, bits, group)
         source = CaseInputs(name, dtype)
-        weight = _quantized_weight(source, (rows, width), bits, group, zeros=zeros)
+        weight = quantized_weight(source, (rows, width), bits, group, zeros=zeros)
         token_ids = source.permutation(rows)[:num_tokens]
         yield Inputs(name, (token_ids,), (weight, dtype))
     for num_tokens, width, rows, group, _ in _SUB_BLOCK_SHAPES[:-1]:
         name = label("quantized_rows", dtype, num_tokens, width, rows, "multiplied", group)
         source = CaseInputs(name, dtype)
-        weight = _sub_block_weight(source, (rows, width), group)
+        weight = sub_block_weight(source, (rows, width), group)
         yield Inputs(name, (source.permutation(rows)[:num_tokens],), (weight, dtype))

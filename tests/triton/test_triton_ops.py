@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import pytest
 import torch
+from msgspec.structs import replace
 
 pytest.importorskip("triton")
 
@@ -17,13 +18,15 @@ from op_checks.cases import Case, bind, cases
 from op_checks.invariance import same_bits
 from quickstep.errors import ConfigError
 from quickstep.ops.resolve import resolve_ops
-from quickstep.ops.table import AttentionParams, OpTable, QuantizedWeight
+from quickstep.ops.table import AttentionParams, LoRAPart, OpTable, QuantizedWeight
 from quickstep.ops.triton.backend import load_triton
 
 CPU = torch.device("cpu")
 ROW_OPS = (
     "linear",
     "lora",
+    "experts",
+    "experts_lora",
     "quantized_linear",
     "quantized_rows",
     "logits",
@@ -34,7 +37,7 @@ ROW_OPS = (
     "gated_activation",
 )
 ATTENTION = ("one-key", "window-below-tile", "sinks-one-key")
-SMALL = 20_000  # elements of all inputs of a case
+SMALL = 25_000  # elements of all inputs of a case
 
 
 @pytest.fixture(scope="module")
@@ -44,13 +47,20 @@ def ops() -> OpTable:
     return table
 
 
+def num_elements(value: object) -> int:
+    if isinstance(value, tuple):
+        return sum(map(num_elements, value))
+    if isinstance(value, LoRAPart):
+        return num_elements((value.a, value.b))
+    value = getattr(value, "quants", value)
+    return value.numel() if isinstance(value, torch.Tensor) else 0
+
+
 def small_cases(op: str, dtypes: tuple[torch.dtype, ...]) -> list[Case]:
     chosen = []
     for case in cases([op], dtypes):
         assert isinstance(case, Case)
-        inputs = [getattr(one, "quants", one) for one in (*case.tokens, *case.fixed)]
-        sizes = [one.numel() for one in inputs if isinstance(one, torch.Tensor)]
-        if sum(sizes) <= SMALL:
+        if num_elements((case.tokens, case.fixed)) <= SMALL:
             chosen.append(case)
     assert chosen
     return chosen
@@ -87,6 +97,23 @@ def test_a_quantized_product_has_the_same_bits_in_tiles_of_16_and_of_64_tokens(
     together = ops.linear(x, weight)
     for tokens in (slice(0, 1), slice(1, 17)):
         assert same_bits(ops.linear(x[tokens], weight), together[tokens])
+
+
+@pytest.mark.usefixtures("products_in_order")
+@pytest.mark.parametrize("op", ["experts", "experts_lora"])
+def test_grouped_experts_have_the_bits_of_experts_one_by_one(ops: OpTable, op: str) -> None:
+    for case in small_cases(op, (torch.bfloat16,)):
+        [grouped] = bind(ops, case)(*case.tokens)
+        [one_by_one] = bind(replace(ops, experts=None), case)(*case.tokens)
+        assert same_bits(grouped, one_by_one), case.name
+
+
+def test_experts_of_different_forms_are_computed_one_by_one(ops: OpTable) -> None:
+    weights = torch.ones(4, 8), torch.ones(4, 8).bfloat16()
+    packed = tuple(ops.pack_linear(one, None) for one in weights)
+    assert ops.pack_experts is not None
+    assert ops.pack_experts((packed[0], packed[0]), (packed[1], packed[1])) is not None
+    assert ops.pack_experts(packed, packed) is None
 
 
 def test_interpreted_attention_is_near_float64(ops: OpTable) -> None:

@@ -322,5 +322,4 @@ def _bytes_read(layer: LayerWeights, used_fraction: float) -> float:
     mlp = layer.mlp
     if isinstance(mlp, MLPWeights):
         return attention + mlp.gate_up.nbytes + mlp.down_proj.nbytes
-    experts = sum(one.gate_up.nbytes + one.down_proj.nbytes for one in mlp.experts)
-    return attention + mlp.router.nbytes + used_fraction * experts
+    return attention + mlp.router.nbytes + used_fraction * mlp.experts.nbytes

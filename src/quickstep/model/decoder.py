@@ -23,6 +23,7 @@ from quickstep.model.interface import ForwardBatch, KVShape
 from quickstep.model.rope import RopeTable
 from quickstep.ops.table import (
     AttentionParams,
+    ExpertWeights,
     KVCache,
     LinearWeight,
     LoRAMapping,
@@ -58,7 +59,7 @@ class AttentionWeights(msgspec.Struct, frozen=True):
 
 
 class MLPWeights(msgspec.Struct, frozen=True):
-    """gate_up: hidden -> 2 * width, gate first; down_proj: width -> hidden. Also one expert."""
+    """gate_up: hidden -> 2 * width, gate first; down_proj: width -> hidden."""
 
     gate_up: LinearWeight
     down_proj: LinearWeight
@@ -68,7 +69,7 @@ class MoEWeights(msgspec.Struct, frozen=True):
     """A mixture of experts: router hidden -> experts."""
 
     router: LinearWeight
-    experts: tuple[MLPWeights, ...]
+    experts: ExpertWeights
 
 
 class LayerWeights(msgspec.Struct, frozen=True):

@@ -1,7 +1,6 @@
 """A mixture of experts, row by row the same bits whatever the batch. In torch, so not captured.
 
-Every token's experts are added in the order of their numbers, in float32, and rounded once; the
-choice breaks ties towards the lower number. Each step is per row or elementwise.
+The router's choice breaks ties towards the lower number. Each step is per row or elementwise.
 """
 
 from __future__ import annotations
@@ -9,16 +8,12 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from quickstep.model.adapters.lora_modules import (
-    Projection,
-    among,
-    expert_number,
-    module_number,
-)
-from quickstep.model.decoder import MLPWeights, MoEWeights
+from quickstep.model.adapters.lora_modules import Projection, expert_number, module_number
+from quickstep.model.decoder import MoEWeights
 from quickstep.model.decoder_spec import ModelSpec, MoESpec
 from quickstep.ops.reference.exact_math import exp_nonpositive, round_rows
-from quickstep.ops.table import LoRAMapping, OpTable
+from quickstep.ops.reference.experts import experts
+from quickstep.ops.table import ExpertLoRA, LoRAMapping, OpTable
 
 __all__ = ["mixture_of_experts", "route"]
 
@@ -63,55 +58,15 @@ def mixture_of_experts(
     moe = spec.moe
     assert moe is not None
     scores = ops.linear(x, weights.router)
+    adapters = None
     if lora is not None:
         ops.add_lora_(scores, x, module_number(layer, Projection.ROUTER), lora)
+        first_module = expert_number(spec, layer, 0, Projection.GATE_UP)
+        adapters = ExpertLoRA(lora, first_module)
     chosen, expert_weights = route(scores, moe)
     # rounded as the models were trained
-    expert_weights = expert_weights.float().to(x.dtype).float().flatten()
-    experts = chosen.flatten()
-    by_expert = torch.argsort(experts, stable=True)
-    tokens = torch.div(by_expert, moe.experts_per_token, rounding_mode="floor")
-    # the one read-back of a layer: how many rows each expert gets decides the shapes
-    counts = torch.bincount(experts, minlength=moe.num_experts).tolist()
-    result = torch.zeros(x.shape, dtype=torch.float32, device=x.device)
-    start = 0
-    for index, count in enumerate(counts):
-        if count == 0:
-            continue
-        stop = start + count
-        rows = tokens[start:stop]
-        numbers = _numbers(spec, layer, index)
-        of_rows = None if lora is None else among(lora, rows)
-        expert = weights.experts[index]
-        output = _expert(ops, expert, x[rows], spec.activation, numbers, of_rows)
-        expert_weight = expert_weights[by_expert[start:stop]].unsqueeze(1)
-        result.index_add_(0, rows, output.float() * expert_weight)  # a token is in `rows` once
-        start = stop
-    return result.to(x.dtype)
-
-
-def _numbers(spec: ModelSpec, layer: int, expert: int) -> tuple[int, int]:
-    """Of an expert's two matrices, for adapters."""
-    return (
-        expert_number(spec, layer, expert, Projection.GATE_UP),
-        expert_number(spec, layer, expert, Projection.DOWN_PROJ),
-    )
-
-
-def _expert(
-    ops: OpTable,
-    weights: MLPWeights,
-    x: Tensor,
-    activation: str,
-    numbers: tuple[int, int],
-    lora: LoRAMapping | None,
-) -> Tensor:
-    """[T, C] -> [T, C], of one expert: down_proj(act(gate(x)) * up(x)), with adapters."""
-    gate_up = ops.linear(x, weights.gate_up)
-    if lora is not None:
-        ops.add_lora_(gate_up, x, numbers[0], lora)
-    activated = ops.gated_activation(gate_up, activation)
-    output = ops.linear(activated, weights.down_proj)
-    if lora is not None:
-        ops.add_lora_(output, activated, numbers[1], lora)
-    return output
+    expert_weights = expert_weights.float().to(x.dtype).float()
+    arguments = (x, chosen, expert_weights, weights.experts, spec.activation, adapters)
+    if ops.experts is None or weights.experts.data is None:
+        return experts(ops, *arguments)
+    return ops.experts(*arguments)

@@ -47,7 +47,7 @@ from quickstep.model.quantize import QuantizingSource
 from quickstep.model.rope import make_rope_table
 from quickstep.model.rope_spec import RopeKind
 from quickstep.model.spec import read_config
-from quickstep.ops.table import LinearWeight, OpTable, QuantizedWeight
+from quickstep.ops.table import ExpertWeights, LinearWeight, OpTable, QuantizedWeight
 from quickstep.ops.tensors import CPU, AnyTensor, DType, HostTensor, torch_device, torch_dtype
 from quickstep.ops.torch_import import complete_torch, require_torch
 
@@ -298,12 +298,14 @@ class _Packing:
         bias = self._reader.tensor(f"{start}{naming.router}.bias") if moe.biases else None
         # never quantized: the choice of a token's experts depends on small differences
         router = self._ops.pack_linear(self._reader.tensor(f"{start}{naming.router}.weight"), bias)
-        experts = []
+        gate_ups, downs = [], []
         for index in range(moe.num_experts):
             expert = f"{start}{naming.experts}.{index}."
-            gate_up = self._linear(expert, gates, moe.biases)
-            experts.append(MLPWeights(gate_up, self._linear(expert, (down,), moe.biases)))
-        return MoEWeights(router, tuple(experts))
+            gate_ups.append(self._linear(expert, gates, moe.biases))
+            downs.append(self._linear(expert, (down,), moe.biases))
+        matrices, pack = (tuple(gate_ups), tuple(downs)), self._ops.pack_experts
+        data = None if pack is None else pack(*matrices)
+        return MoEWeights(router, ExpertWeights(*matrices, data))
 
     def _linear(self, start: str, parts: tuple[str, ...], bias: bool) -> LinearWeight:
         offsets = None

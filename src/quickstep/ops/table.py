@@ -27,6 +27,9 @@ if TYPE_CHECKING:
 __all__ = [
     "SUB_BLOCK_INPUTS",
     "AttentionParams",
+    "ExpertLoRA",
+    "ExpertWeights",
+    "ExpertsOp",
     "KVCache",
     "LinearWeight",
     "LoRAAdapter",
@@ -160,6 +163,32 @@ class LoRAMapping(msgspec.Struct, frozen=True):
     groups: tuple[tuple[LoRAAdapter, AnyTensor], ...]
 
 
+class ExpertLoRA(msgspec.Struct, frozen=True):
+    """Adapters of a mixture of experts: expert e's matrices are `first_module + 2 e` (gate_up) and
+    `first_module + 2 e + 1` (down_proj).
+    """
+
+    mapping: LoRAMapping
+    first_module: int
+
+
+class ExpertWeights(msgspec.Struct, frozen=True):
+    """The experts of a layer: gate_up hidden -> 2 * width, gate first; down_proj width -> hidden.
+
+    `data` is of the implementation that made it (`OpTable.pack_experts`); None where the experts
+    are computed one by one.
+    """
+
+    gate_up: tuple[LinearWeight, ...]
+    down_proj: tuple[LinearWeight, ...]
+    data: object | None = None
+
+    @property
+    def nbytes(self) -> int:
+        """Of all matrices."""
+        return sum(one.nbytes for one in (*self.gate_up, *self.down_proj))
+
+
 class QuantizedWeight(msgspec.Struct, frozen=True):
     """The quantized values of a weight [N, C], whichever file format or rounding they come from:
 
@@ -286,6 +315,21 @@ class Quantize(Protocol):
         """Quantized values of a weight [N, C]; group size None for one group per row."""
 
 
+class ExpertsOp(Protocol):
+    """`OpTable.experts`."""
+
+    def __call__(
+        self,
+        x: Tensor,
+        chosen: Tensor,
+        expert_weights: Tensor,
+        weights: ExpertWeights,
+        activation: str,
+        lora: ExpertLoRA | None,
+    ) -> Tensor:
+        """x [T, C], experts [T, A] int64 and their weights [T, A] float32 -> [T, C]."""
+
+
 class OpTable(msgspec.Struct, frozen=True):
     """One implementation per op, fixed for the life of a model.
 
@@ -333,6 +377,12 @@ class OpTable(msgspec.Struct, frozen=True):
         move_kv: (KVCache, pairs of flat KV indices) -> None: in all layers, copies the first slot
             of each pair to the second, pair after pair. None where `paged_attention` does not read
             `PagedLayout.tails`: drafts are chains then.
+        pack_experts: (gate_up of each expert, down_proj of each) -> `ExpertWeights.data`, which may
+            be None. Called once at load. None if unsupported.
+        experts: (x [T, C], experts of each token [T, A], their weights [T, A] fp32,
+            `ExpertWeights` with data, kind of activation, adapters or None) -> [T, C]: the products
+            of a token's experts, weighted, added in fp32 in ascending order of the experts, and
+            rounded once. None where `ops.reference.experts` computes them one by one.
         steps: Makes captured steps and samples tokens; None where only single ops run.
     """
 
@@ -359,4 +409,8 @@ class OpTable(msgspec.Struct, frozen=True):
     kernel_s: Callable[[], float] | None = None
     load_linear: Callable[[StoredMatrix, AnyTensor | None], LinearWeight] | None = None
     move_kv: Callable[[KVCache, Sequence[tuple[int, int]]], None] | None = None
+    pack_experts: (
+        Callable[[tuple[LinearWeight, ...], tuple[LinearWeight, ...]], object | None] | None
+    ) = None
+    experts: ExpertsOp | None = None
     steps: NativeSteps | None = None

@@ -20,10 +20,10 @@ from msgspec.structs import replace
 from torch import Tensor
 
 from quickstep.errors import EngineError
-from quickstep.model.adapters.lora_modules import among
 from quickstep.model.decoder import AttentionWeights, Decoder, DecoderWeights, LayerWeights
 from quickstep.model.interface import EmittingTokens, ForwardBatch, Model
 from quickstep.model.rope import RopeTable
+from quickstep.ops.reference.lora import among
 from quickstep.ops.table import KVCache, LinearWeight, LoRAAdapter, LoRAMapping, PagedLayout
 from quickstep.ops.tensors import AnyTensor, Device, HostTensor, to_torch
 from quickstep.runtime.capture import EmittingToken, adapters_of

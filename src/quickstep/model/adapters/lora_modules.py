@@ -16,7 +16,7 @@ import numpy as np
 from msgspec.structs import replace
 
 from quickstep.model.decoder_spec import ModelSpec
-from quickstep.ops.table import LinearWeight, LoRAMapping, LoRAPart
+from quickstep.ops.table import LinearWeight, LoRAPart
 from quickstep.ops.tensors import (
     AnyTensor,
     Array,
@@ -30,7 +30,6 @@ from quickstep.ops.tensors import (
 
 if TYPE_CHECKING:
     import torch
-    from torch import Tensor
 
     from quickstep.model.decoder import Decoder
 
@@ -39,7 +38,6 @@ __all__ = [
     "LoRAModule",
     "Projection",
     "adapter_bytes",
-    "among",
     "base_biases",
     "embedding_number",
     "expert_number",
@@ -227,18 +225,6 @@ def _expert_modules(spec: ModelSpec, layer: int) -> dict[str, LoRAModule]:
         found[f"{name}.{up}"] = LoRAModule(gate_up, width, width, hidden)
         found[f"{name}.{down}"] = LoRAModule(down_proj, 0, hidden, width)
     return found
-
-
-def among(lora: LoRAMapping, tokens: Tensor) -> LoRAMapping:
-    """The same adapters for some of the tokens, numbered by their place among these."""
-    import torch
-
-    groups = []
-    for adapter, members in lora.groups:
-        places = torch.isin(tokens, to_torch(members)).nonzero().flatten()
-        if places.numel():
-            groups.append((adapter, places))
-    return LoRAMapping(tuple(groups))
 
 
 def on_device(

@@ -17,7 +17,7 @@ from quickstep.ops.reference.linear import exact_product, round_weight
 from quickstep.ops.table import LoRAAdapter, LoRAMapping, LoRAPart
 from quickstep.ops.tensors import to_torch
 
-__all__ = ["add_lora_", "pack_lora"]
+__all__ = ["add_lora_", "among", "pack_lora"]
 
 _Parts = tuple[tuple[LoRAPart, ...], ...]
 
@@ -67,3 +67,13 @@ def _low(part: LoRAPart, x: Tensor) -> Tensor:
     if part.rank_scales is not None:
         low *= to_torch(part.rank_scales)
     return low * part.scale
+
+
+def among(lora: LoRAMapping, tokens: Tensor) -> LoRAMapping:
+    """The same adapters for some of the tokens, numbered by their place among these."""
+    groups = []
+    for adapter, members in lora.groups:
+        places = torch.isin(tokens, to_torch(members)).nonzero().flatten()
+        if places.numel():
+            groups.append((adapter, places))
+    return LoRAMapping(tuple(groups))

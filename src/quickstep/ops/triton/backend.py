@@ -37,6 +37,7 @@ def load_triton(device: torch.device | Device) -> OpTable | None:
     from quickstep.ops.reference.logits import Logits
     from quickstep.ops.triton.attention import paged_attention
     from quickstep.ops.triton.elementary import add_rms_norm, gated_activation, rms_norm, rotary
+    from quickstep.ops.triton.experts import TritonExperts, pack_experts
     from quickstep.ops.triton.linear import embedding, linear, pack_linear
     from quickstep.ops.triton.lora import TritonLoRA
     from quickstep.ops.triton.quantized_linear import pack_quantized
@@ -60,4 +61,6 @@ def load_triton(device: torch.device | Device) -> OpTable | None:
         write_kv=write_kv,
         paged_attention=paged_attention,
         move_kv=None,
+        pack_experts=pack_experts,
+        experts=TritonExperts(lora),
     )

@@ -18,11 +18,46 @@ from quickstep.ops.tensors import AnyTensor, DType, to_torch, torch_dtype
 from quickstep.ops.triton.quantized_linear import PackedWeight, quantized_linear, quantized_rows
 from quickstep.ops.triton.rounding import rounded
 
-__all__ = ["embedding", "linear", "pack_linear"]
+__all__ = ["embedding", "linear", "pack_linear", "product_tile", "widens"]
 
 _BLOCK_N = 64
 _BLOCK_K = 64
 _BLOCK_T = 64
+
+
+@triton.jit
+def product_tile(
+    x,
+    rows,
+    is_row,
+    x_stride,
+    weight,
+    outputs,
+    num_outputs,
+    num_inputs,
+    WIDEN: tl.constexpr,
+    BLOCK_T: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    BLOCK_K: tl.constexpr,
+):
+    """[BLOCK_T, BLOCK_N] fp32: `rows` of x times `outputs` of the weight [N, C].
+
+    WIDEN: multiply in fp32, else in the dtype of both.
+    """
+    total = tl.zeros((BLOCK_T, BLOCK_N), dtype=tl.float32)
+    for first in range(0, num_inputs, BLOCK_K):
+        inputs = first + tl.arange(0, BLOCK_K)
+        x_mask = is_row[:, None] & (inputs[None, :] < num_inputs)
+        w_mask = (inputs[:, None] < num_inputs) & (outputs[None, :] < num_outputs)
+        a = tl.load(x + rows[:, None] * x_stride + inputs[None, :], mask=x_mask, other=0.0)
+        b = tl.load(
+            weight + outputs[None, :] * num_inputs + inputs[:, None], mask=w_mask, other=0.0
+        )
+        if WIDEN:
+            a = a.to(tl.float32)
+            b = b.to(tl.float32)
+        total += tl.dot(a, b, input_precision="ieee")
+    return total
 
 
 @triton.jit
@@ -41,22 +76,23 @@ def _linear_kernel(
     BLOCK_N: tl.constexpr,
     BLOCK_K: tl.constexpr,
 ):
-    """One tile [BLOCK_T, BLOCK_N] of the output. WIDEN: multiply in fp32, else in x's dtype."""
+    """One tile [BLOCK_T, BLOCK_N] of the output."""
     tokens = tl.program_id(0).to(tl.int64) * BLOCK_T + tl.arange(0, BLOCK_T)
     outputs = tl.program_id(1).to(tl.int64) * BLOCK_N + tl.arange(0, BLOCK_N)
-    total = tl.zeros((BLOCK_T, BLOCK_N), dtype=tl.float32)
-    for first in range(0, num_inputs, BLOCK_K):
-        inputs = first + tl.arange(0, BLOCK_K)
-        x_mask = (tokens[:, None] < num_tokens) & (inputs[None, :] < num_inputs)
-        w_mask = (inputs[:, None] < num_inputs) & (outputs[None, :] < num_outputs)
-        a = tl.load(x + tokens[:, None] * x_stride + inputs[None, :], mask=x_mask, other=0.0)
-        b = tl.load(
-            weight + outputs[None, :] * num_inputs + inputs[:, None], mask=w_mask, other=0.0
-        )
-        if WIDEN:
-            a = a.to(tl.float32)
-            b = b.to(tl.float32)
-        total += tl.dot(a, b, input_precision="ieee")
+    total = product_tile(
+        x,
+        tokens,
+        tokens < num_tokens,
+        x_stride,
+        weight,
+        outputs,
+        num_outputs,
+        num_inputs,
+        WIDEN,
+        BLOCK_T,
+        BLOCK_N,
+        BLOCK_K,
+    )
     if HAS_BIAS:
         added = tl.load(bias + outputs, mask=outputs < num_outputs, other=0.0)
         total += added.to(tl.float32)[None, :]
@@ -66,6 +102,13 @@ def _linear_kernel(
         rounded(total, out.dtype.element_ty),
         mask=mask,
     )
+
+
+def widens(x: Tensor, weight_dtype: torch.dtype) -> bool:
+    """Whether a product is of fp32 factors: of different dtypes, and where kernels are interpreted,
+    as products of bf16 are then not those of a GPU (fp32 ones of bf16 factors are exact).
+    """
+    return x.device.type == "cpu" or x.dtype == torch.float32 or x.dtype != weight_dtype
 
 
 def pack_linear(weight: AnyTensor, bias: AnyTensor | None) -> LinearWeight:
@@ -108,8 +151,7 @@ def linear(x: Tensor, weight: LinearWeight) -> Tensor:
         weight.num_inputs,
         x.stride(0),
         HAS_BIAS=weight.bias is not None,
-        # interpreted bf16 products are not those of a GPU; fp32 ones of bf16 factors are exact
-        WIDEN=x.device.type == "cpu" or x.dtype == torch.float32 or x.dtype != data.dtype,
+        WIDEN=widens(x, data.dtype),
         BLOCK_T=_BLOCK_T,
         BLOCK_N=_BLOCK_N,
         BLOCK_K=_BLOCK_K,

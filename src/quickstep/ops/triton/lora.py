@@ -32,10 +32,15 @@ _FIELDS = tl.constexpr(_NUM_FIELDS)
 
 
 @triton.jit
-def _part_row(tables, groups, module, num_modules, num_parts):
-    """The part of this program's adapter in the table; program ids are (item, part, block)."""
+def _part_row(tables, groups, modules, module, num_modules, num_parts, PER_ITEM: tl.constexpr):
+    """The part of this program's adapter in the table, and whether there is an adapter; program ids
+    are (item, part, block). PER_ITEM: `modules` has the matrix of each item, else it is `module`.
+    """
     group = tl.load(groups + tl.program_id(0))
-    return tables + ((group * num_modules + module) * num_parts + tl.program_id(1)) * _FIELDS
+    if PER_ITEM:
+        module = tl.load(modules + tl.program_id(0))
+    place = (tl.maximum(group, 0) * num_modules + module) * num_parts + tl.program_id(1)
+    return tables + place * _FIELDS, group >= 0
 
 
 @triton.jit
@@ -55,19 +60,21 @@ def _shrink_kernel(
     tables,
     tokens,
     groups,
+    modules,
     module,
     num_modules,
     num_parts,
     num_inputs,
     most_rank,
+    PER_ITEM: tl.constexpr,
     DTYPE: tl.constexpr,
     BLOCK_INPUTS: tl.constexpr,
     BLOCK_RANK: tl.constexpr,
 ):
     """low[item, part, r] = scale * sum of a[r, c] * x[token, c], in fp32."""
-    row = _part_row(tables, groups, module, num_modules, num_parts)
+    row, has_adapter = _part_row(tables, groups, modules, module, num_modules, num_parts, PER_ITEM)
     a = tl.load(row).to(tl.pointer_type(DTYPE))
-    rank = tl.load(row + 2)
+    rank = tl.where(has_adapter, tl.load(row + 2), 0)
     x += tl.load(tokens + tl.program_id(0)) * num_inputs
     ranks = tl.program_id(2) * BLOCK_RANK + tl.arange(0, BLOCK_RANK)
     is_rank = ranks < rank
@@ -94,17 +101,19 @@ def _look_up_kernel(
     tables,
     tokens,
     groups,
+    modules,
     module,
     num_modules,
     num_parts,
     most_rank,
+    PER_ITEM: tl.constexpr,
     DTYPE: tl.constexpr,
     BLOCK_RANK: tl.constexpr,
 ):
     """low[item, part, r] = scale * a[token id, r], in fp32: the shrink of an embedding."""
-    row = _part_row(tables, groups, module, num_modules, num_parts)
+    row, has_adapter = _part_row(tables, groups, modules, module, num_modules, num_parts, PER_ITEM)
     a = tl.load(row).to(tl.pointer_type(DTYPE))
-    rank = tl.load(row + 2)
+    rank = tl.where(has_adapter, tl.load(row + 2), 0)
     token_id = tl.load(token_ids + tl.load(tokens + tl.program_id(0)))
     ranks = tl.program_id(2) * BLOCK_RANK + tl.arange(0, BLOCK_RANK)
     is_rank = ranks < rank
@@ -120,11 +129,13 @@ def _expand_kernel(
     tables,
     tokens,
     groups,
+    modules,
     module,
     num_modules,
     num_parts,
     num_columns,
     most_rank,
+    PER_ITEM: tl.constexpr,
     DTYPE: tl.constexpr,
     BLOCK_OUTPUTS: tl.constexpr,
     BLOCK_RANK: tl.constexpr,
@@ -132,13 +143,13 @@ def _expand_kernel(
     """y[token, first + n] += bias[n] + sum of b[n, r] * low[item, part, r], rounded once;
     y[token, first + n] = bias[n] + low[item, part, n] without b.
     """
-    row = _part_row(tables, groups, module, num_modules, num_parts)
+    row, has_adapter = _part_row(tables, groups, modules, module, num_modules, num_parts, PER_ITEM)
     b_address, bias_address = tl.load(row + 1), tl.load(row + 7)
     b = b_address.to(tl.pointer_type(DTYPE))
-    rank = tl.load(row + 2)
+    rank = tl.where(has_adapter, tl.load(row + 2), 0)
     is_complete = (b_address == 0) & (rank > 0)
     rank = tl.where(is_complete, 0, rank)
-    num_outputs = tl.load(row + 3)
+    num_outputs = tl.where(has_adapter, tl.load(row + 3), 0)
     low += (tl.program_id(0) * num_parts + tl.program_id(1)) * most_rank
     outputs = tl.program_id(2) * BLOCK_OUTPUTS + tl.arange(0, BLOCK_OUTPUTS)
     is_output = outputs < num_outputs
@@ -171,13 +182,17 @@ class _Packed(msgspec.Struct, frozen=True):
 
 
 class _Items(msgspec.Struct, frozen=True):
-    """The tokens of a mapping that have an adapter, [I], and the number of its table, [I]."""
+    """The tokens of a mapping that have an adapter, [I], and the number of its table, [I].
+
+    `modules` [I] is the matrix of each where they differ; a group of -1 has no adapter.
+    """
 
     tables: Tensor  # [groups, modules, parts, 8]
     tokens: Tensor
     groups: Tensor
     most_ranks: tuple[int, ...]  # by module
     dtype: torch.dtype
+    modules: Tensor | None = None
 
 
 class TritonLoRA:
@@ -216,46 +231,80 @@ class TritonLoRA:
     def add_lora_(self, y: Tensor, x: Tensor, module: int, mapping: LoRAMapping) -> None:
         """Y [T, N] += scale * B (A x) + bias, x [T, C] or token ids [T]; y is contiguous."""
         items = self._items_of(mapping)
+        if items is not None:
+            _add(y, x, module, items)
+
+    def add_expert_lora_(
+        self, y: Tensor, x: Tensor, tokens: Tensor, modules: Tensor, mapping: LoRAMapping
+    ) -> None:
+        """Y [R, N] += scale * B (A x) + bias, x [R, C], with the adapter of each row's token,
+        `tokens` [R], at the row's own matrix, `modules` [R]. Reads nothing back from the device.
+        """
+        items = self._items_of(mapping)
         if items is None:
             return
-        assert y.is_contiguous(), "rows of y are addressed by its width"
-        x = x.contiguous()
-        num_modules, num_parts = items.tables.shape[1:3]
-        num_items, most_rank = items.tokens.shape[0], max(1, items.most_ranks[module])
-        dtype = getattr(tl, str(items.dtype).removeprefix("torch."))
-        low = torch.empty(
-            (num_items, num_parts, most_rank), dtype=torch.float32, device=items.tokens.device
-        )
-        where = items.tables, items.tokens, items.groups, module, num_modules, num_parts
-        grid = (num_items, num_parts, triton.cdiv(most_rank, _BLOCK_RANK))
-        if x.dim() == 1:
-            _look_up_kernel[grid](x, low, *where, most_rank, DTYPE=dtype, BLOCK_RANK=_BLOCK_RANK)
-        else:
-            _shrink_kernel[grid](
-                x,
-                low,
-                *where,
-                x.shape[1],
-                most_rank,
-                DTYPE=dtype,
-                BLOCK_INPUTS=_BLOCK_INPUTS,
-                BLOCK_RANK=_BLOCK_RANK,
-            )
-        _expand_kernel[(num_items, num_parts, triton.cdiv(y.shape[1], _BLOCK_OUTPUTS))](
-            y,
-            low,
-            *where,
-            y.shape[1],
-            most_rank,
-            DTYPE=dtype,
-            BLOCK_OUTPUTS=_BLOCK_OUTPUTS,
-            BLOCK_RANK=_BLOCK_RANK,
-        )
+        # as many as there are rows: every token has one row at least
+        groups = torch.full((y.shape[0],), -1, dtype=torch.int64, device=y.device)
+        groups[items.tokens] = items.groups
+        rows = torch.arange(y.shape[0], device=y.device)
+        most_ranks = (max(items.most_ranks),)
+        of_rows = _Items(items.tables, rows, groups[tokens], most_ranks, items.dtype, modules)
+        _add(y, x, 0, of_rows)
 
     def _items_of(self, mapping: LoRAMapping) -> _Items | None:
         if mapping is not self._mapping:
             self._mapping, self._items = mapping, _items_of(mapping)
         return self._items
+
+
+def _add(y: Tensor, x: Tensor, module: int, items: _Items) -> None:
+    """Shrink and expand for all items, at the matrix `module` where they have none of their own."""
+    assert y.is_contiguous(), "rows of y are addressed by its width"
+    x = x.contiguous()
+    num_modules, num_parts = items.tables.shape[1:3]
+    num_items, most_rank = items.tokens.shape[0], max(1, items.most_ranks[module])
+    dtype = getattr(tl, str(items.dtype).removeprefix("torch."))
+    low = torch.empty(
+        (num_items, num_parts, most_rank), dtype=torch.float32, device=items.tokens.device
+    )
+    where = (
+        items.tables,
+        items.tokens,
+        items.groups,
+        items.modules,
+        module,
+        num_modules,
+        num_parts,
+    )
+    per_item = items.modules is not None
+    grid = (num_items, num_parts, triton.cdiv(most_rank, _BLOCK_RANK))
+    if x.dim() == 1:
+        _look_up_kernel[grid](
+            x, low, *where, most_rank, PER_ITEM=per_item, DTYPE=dtype, BLOCK_RANK=_BLOCK_RANK
+        )
+    else:
+        _shrink_kernel[grid](
+            x,
+            low,
+            *where,
+            x.shape[1],
+            most_rank,
+            PER_ITEM=per_item,
+            DTYPE=dtype,
+            BLOCK_INPUTS=_BLOCK_INPUTS,
+            BLOCK_RANK=_BLOCK_RANK,
+        )
+    _expand_kernel[(num_items, num_parts, triton.cdiv(y.shape[1], _BLOCK_OUTPUTS))](
+        y,
+        low,
+        *where,
+        y.shape[1],
+        most_rank,
+        PER_ITEM=per_item,
+        DTYPE=dtype,
+        BLOCK_OUTPUTS=_BLOCK_OUTPUTS,
+        BLOCK_RANK=_BLOCK_RANK,
+    )
 
 
 def _items_of(mapping: LoRAMapping) -> _Items | None:

@@ -23,7 +23,15 @@ from quickstep.ops.table import SUB_BLOCK_INPUTS, LinearWeight, QuantizedWeight
 from quickstep.ops.tensors import AnyTensor, to_torch
 from quickstep.ops.triton.rounding import rounded, rounded_quotient, rounded_to_integer
 
-__all__ = ["PackedWeight", "pack_quantized", "quantized_linear", "quantized_rows"]
+__all__ = [
+    "PackedWeight",
+    "block_k",
+    "pack_quantized",
+    "quantize_tokens",
+    "quantized_linear",
+    "quantized_rows",
+    "quantized_tile",
+]
 
 _BLOCK_N = 64
 _MOST_BLOCK_K = 128
@@ -112,33 +120,28 @@ def _load_steps(
 
 
 @triton.jit
-def _quantized_linear_kernel(
+def quantized_tile(
     x,
     x_scales,
+    tokens,
+    is_token,
     packed,
     scales,
     zeros,
     sub_scales,
-    bias,
-    out,
-    num_tokens,
-    num_outputs,
+    outputs,
+    is_output,
     num_inputs,
     GROUP: tl.constexpr,
     SHARED: tl.constexpr,
     INT4: tl.constexpr,
     HAS_ZEROS: tl.constexpr,
     HAS_SUB: tl.constexpr,
-    HAS_BIAS: tl.constexpr,
     BLOCK_T: tl.constexpr,
     BLOCK_N: tl.constexpr,
     BLOCK_K: tl.constexpr,
 ):
-    """One tile [BLOCK_T, BLOCK_N] of the output, from quantized activations [T, C] int8."""
-    tokens = tl.program_id(0).to(tl.int64) * BLOCK_T + tl.arange(0, BLOCK_T)
-    outputs = tl.program_id(1).to(tl.int64) * BLOCK_N + tl.arange(0, BLOCK_N)
-    is_token = tokens < num_tokens
-    is_output = outputs < num_outputs
+    """[BLOCK_T, BLOCK_N] fp32: `tokens` of quantized activations [T, C] int8 times `outputs`."""
     num_groups = num_inputs // GROUP
     total = tl.zeros((BLOCK_T, BLOCK_N), dtype=tl.float32)
     for group in range(0, num_groups):
@@ -174,6 +177,58 @@ def _quantized_linear_kernel(
         scaled *= tl.load(scales + place, mask=is_output, other=0.0)[None, :]
         x_place = tokens * (num_groups // SHARED) + group // SHARED
         total += scaled * tl.load(x_scales + x_place, mask=is_token, other=0.0)[:, None]
+    return total
+
+
+@triton.jit
+def _quantized_linear_kernel(
+    x,
+    x_scales,
+    packed,
+    scales,
+    zeros,
+    sub_scales,
+    bias,
+    out,
+    num_tokens,
+    num_outputs,
+    num_inputs,
+    GROUP: tl.constexpr,
+    SHARED: tl.constexpr,
+    INT4: tl.constexpr,
+    HAS_ZEROS: tl.constexpr,
+    HAS_SUB: tl.constexpr,
+    HAS_BIAS: tl.constexpr,
+    BLOCK_T: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    BLOCK_K: tl.constexpr,
+):
+    """One tile [BLOCK_T, BLOCK_N] of the output."""
+    tokens = tl.program_id(0).to(tl.int64) * BLOCK_T + tl.arange(0, BLOCK_T)
+    outputs = tl.program_id(1).to(tl.int64) * BLOCK_N + tl.arange(0, BLOCK_N)
+    is_token = tokens < num_tokens
+    is_output = outputs < num_outputs
+    total = quantized_tile(
+        x,
+        x_scales,
+        tokens,
+        is_token,
+        packed,
+        scales,
+        zeros,
+        sub_scales,
+        outputs,
+        is_output,
+        num_inputs,
+        GROUP,
+        SHARED,
+        INT4,
+        HAS_ZEROS,
+        HAS_SUB,
+        BLOCK_T,
+        BLOCK_N,
+        BLOCK_K,
+    )
     if HAS_BIAS:
         added = tl.load(bias + outputs, mask=is_output, other=0.0)
         total += added.to(tl.float32)[None, :]
@@ -214,7 +269,7 @@ def _rows_kernel(
     tl.store(target, rounded(value, out.dtype.element_ty), mask=mask)
 
 
-def _block_k(group_size: int) -> int:
+def block_k(group_size: int) -> int:
     """Of the group alone: the same for every number of tokens."""
     least: int = triton.next_power_of_2(group_size)
     return min(_MOST_BLOCK_K, max(_LEAST_BLOCK_K, least))
@@ -225,30 +280,36 @@ def _block_t(num_tokens: int) -> int:
     return 16 if num_tokens <= 16 else 64
 
 
-def quantized_linear(x: Tensor, weight: LinearWeight) -> Tensor:
-    """X [T, C] -> [T, N] in x's dtype; T may be 0."""
-    data = weight.data
-    assert isinstance(data, PackedWeight)
+def quantize_tokens(x: Tensor, weight: PackedWeight) -> tuple[Tensor, Tensor]:
+    """X [T, C], T above 0, -> quantized values [T, C] int8 and scales [T, groups] fp32."""
     if x.stride(-1) != 1:
         x = x.contiguous()
     num_tokens, num_inputs = x.shape
-    out = x.new_empty(num_tokens, weight.num_outputs)
-    if out.numel() == 0:
-        return out
-    shared_size = data.group_size * data.shared_groups
-    num_shared = num_inputs // shared_size
+    group = weight.group_size * weight.shared_groups
     quants = torch.empty(x.shape, dtype=torch.int8, device=x.device)
-    scales = torch.empty((num_tokens, num_shared), dtype=torch.float32, device=x.device)
-    _quantize_kernel[(num_tokens, num_shared)](
+    scales = torch.empty((num_tokens, num_inputs // group), dtype=torch.float32, device=x.device)
+    _quantize_kernel[tuple(scales.shape)](
         x,
         quants,
         scales,
         num_inputs,
         x.stride(0),
-        GROUP=shared_size,
-        BLOCK=triton.next_power_of_2(shared_size),
+        GROUP=group,
+        BLOCK=triton.next_power_of_2(group),
         enable_fp_fusion=False,
     )
+    return quants, scales
+
+
+def quantized_linear(x: Tensor, weight: LinearWeight) -> Tensor:
+    """X [T, C] -> [T, N] in x's dtype; T may be 0."""
+    data = weight.data
+    assert isinstance(data, PackedWeight)
+    num_tokens, num_inputs = x.shape
+    out = x.new_empty(num_tokens, weight.num_outputs)
+    if out.numel() == 0:
+        return out
+    quants, scales = quantize_tokens(x, data)
     block_t = _block_t(num_tokens)
     grid = (triton.cdiv(num_tokens, block_t), triton.cdiv(weight.num_outputs, _BLOCK_N))
     _quantized_linear_kernel[grid](
@@ -271,7 +332,7 @@ def quantized_linear(x: Tensor, weight: LinearWeight) -> Tensor:
         HAS_BIAS=weight.bias is not None,
         BLOCK_T=block_t,
         BLOCK_N=_BLOCK_N,
-        BLOCK_K=_block_k(data.group_size),
+        BLOCK_K=block_k(data.group_size),
         enable_fp_fusion=False,
     )
     return out

@@ -1,0 +1,68 @@
+"""A mixture of experts, expert by expert: the definition of `OpTable.experts`, from other ops.
+
+Every token's experts are added in the order of their numbers, in float32, and rounded once.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from quickstep.ops.reference.lora import among
+from quickstep.ops.table import ExpertLoRA, ExpertWeights, LinearWeight, LoRAMapping, OpTable
+
+__all__ = ["experts"]
+
+
+def experts(
+    ops: OpTable,
+    x: Tensor,
+    chosen: Tensor,
+    expert_weights: Tensor,
+    weights: ExpertWeights,
+    activation: str,
+    lora: ExpertLoRA | None,
+) -> Tensor:
+    """`OpTable.experts` with the products, activation and adapters of `ops`."""
+    per_token, flat = chosen.shape[1], chosen.flatten()
+    of_rows = expert_weights.flatten()
+    by_expert = torch.argsort(flat, stable=True)
+    tokens = torch.div(by_expert, per_token, rounding_mode="floor")
+    # the one read-back of a layer: how many rows each expert gets decides the shapes
+    counts = torch.bincount(flat, minlength=len(weights.gate_up)).tolist()
+    result = torch.zeros(x.shape, dtype=torch.float32, device=x.device)
+    start = 0
+    for index, count in enumerate(counts):
+        if count == 0:
+            continue
+        stop = start + count
+        rows = tokens[start:stop]
+        matrices = weights.gate_up[index], weights.down_proj[index]
+        adapters = None
+        if lora is not None:
+            adapters = (lora.first_module + 2 * index, among(lora.mapping, rows))
+        output = _expert(ops, matrices, x[rows], activation, adapters)
+        expert_weight = of_rows[by_expert[start:stop]].unsqueeze(1)
+        result.index_add_(0, rows, output.float() * expert_weight)  # a token is in `rows` once
+        start = stop
+    return result.to(x.dtype)
+
+
+def _expert(
+    ops: OpTable,
+    weights: tuple[LinearWeight, LinearWeight],
+    x: Tensor,
+    activation: str,
+    lora: tuple[int, LoRAMapping] | None,
+) -> Tensor:
+    """[T, C] -> [T, C], of one expert: down_proj(act(gate(x)) * up(x)); `lora` has the number of
+    its first matrix.
+    """
+    gate_up = ops.linear(x, weights[0])
+    if lora is not None:
+        ops.add_lora_(gate_up, x, *lora)
+    activated = ops.gated_activation(gate_up, activation)
+    output = ops.linear(activated, weights[1])
+    if lora is not None:
+        ops.add_lora_(output, activated, lora[0] + 1, lora[1])
+    return output
