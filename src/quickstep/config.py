@@ -36,9 +36,9 @@ __all__ = [
 ]
 
 KERNELS = ("auto", "reference", "native", "triton")
-KV_DTYPES = ("auto", "bfloat16", "float16", "float32", "int8")
+KV_DTYPES = ("auto", "bfloat16", "float16", "float32", "int8", "fp8")
 MAX_SPECULATIVE_TOKENS = 16
-QUANTIZATIONS = ("int8", "int8-g32", "int4", "int4-g64", "int4-g128")
+QUANTIZATIONS = ("int8", "int8-g32", "int4", "int4-g64", "int4-g128", "fp8")
 
 
 class PolicyName(enum.Enum):
@@ -89,7 +89,7 @@ class CacheConfig(msgspec.Struct, frozen=True):
         kv_cache_bytes: Memory for KV tensors in bytes; None derives it from free memory.
         prefix_caching: Keep full blocks of finished sequences for later prompts.
         kv_dtype: Dtype of keys and values: `auto` (the model's dtype), `bfloat16`, `float16`,
-            `float32`, or `int8` with a scale per token and head.
+            `float32`, `int8` with a scale per token and head, or `fp8` (e4m3) without scales.
     """
 
     block_size: int = 16
@@ -260,7 +260,7 @@ class LoadConfig(msgspec.Struct, frozen=True):
         num_threads: CPU threads; None for one per core that the process may use.
         pin_threads: Pin each of them, except the calling one, to its own CPU.
         quantization: One of QUANTIZATIONS: weights are quantized while loading, and matrix
-            products are computed in integers; None keeps the dtype.
+            products are computed in integers, for `fp8` in e4m3; None keeps the dtype.
     """
 
     model: str = "demo"

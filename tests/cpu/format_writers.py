@@ -179,6 +179,23 @@ def plain_integers(group: int | None, *, symmetric: bool = True, bits: int = 8) 
     return write
 
 
+def float8(kind: str, scale_name: str = ".weight_scale") -> Writer:
+    """E4m3 with scales per `tensor`, `channel`, or `block` of 64 x 32."""
+
+    def write(outputs: int, inputs: int, generator: torch.Generator) -> Written:
+        quants = (torch.randn(outputs, inputs, generator=generator) * 100).clamp(-448, 448)
+        quants = quants.to(torch.float8_e4m3fn)
+        if kind == "block":
+            scales = torch.rand(-(-outputs // 64), inputs // 32, generator=generator) / 900
+            spread = scales[torch.arange(outputs) // 64][:, torch.arange(inputs) // 32]
+        else:
+            shape = (1,) if kind == "tensor" else (outputs, 1)
+            scales = spread = torch.rand(shape, generator=generator) / 900
+        return Written({".weight": quants, scale_name: scales}, quants.float() * spread)
+
+    return write
+
+
 def bnb_int8(outputs: int, inputs: int, generator: torch.Generator) -> Written:
     quants = integers(generator, 255, outputs, inputs) - 127
     scales = (torch.rand(outputs, generator=generator) + 0.5) * 0.3
@@ -239,7 +256,8 @@ def compressed_config(
     symmetric = more.pop("symmetric", True)
     weights = {
         "num_bits": bits,
-        "type": "int",
+        "type": more.pop("type", "int"),
+        "block_structure": more.pop("block_structure", None),
         "symmetric": symmetric,
         "strategy": strategy,
         "group_size": group,

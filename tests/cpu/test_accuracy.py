@@ -99,13 +99,15 @@ def test_weights_that_rounding_destroys_give_a_warning_that_names_them() -> None
 
 
 def test_the_command_prints_text_and_layers(capsys: pytest.CaptureFixture[str]) -> None:
-    flags = ["--tokens", "64", "--window", "32", "--formats", "fp32", "int8", "int4"]
+    flags = ["--tokens", "64", "--window", "32", "--formats", "fp32", "int8", "int4", "fp8"]
     assert main(["bench", "accuracy", *flags, "--json"]) == 0
     found = json.loads(capsys.readouterr().out)
     exact, int8, int4 = (found["text"][name] for name in ("fp32", "int8", "int4"))
     assert exact["kl_mean"] == exact["perplexity_change"] == 0
     assert exact["top1_agreement"] == 1
     assert 0 < int8["kl_mean"] < int4["kl_mean"]
+    assert int8["kl_mean"] < found["text"]["fp8"]["kl_mean"]
+    assert found["text"]["fp32, KV int8"]["kl_mean"] < found["text"]["fp32, KV fp8"]["kl_mean"]
     assert set(found["outlier_layers"]["int8"]) == {"1", "30", "100"}
     assert "Q8_0 (llama.cpp)" in found["text"]
     assert found["text"]["fp32, KV fp16"]["kl_mean"] < found["text"]["fp32, KV int8"]["kl_mean"]

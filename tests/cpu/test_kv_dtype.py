@@ -108,22 +108,25 @@ def test_the_fingerprint_tells_kv_dtypes_apart() -> None:
 
 
 def test_an_unknown_kv_dtype_is_refused() -> None:
-    with pytest.raises(ConfigError, match="--kv-cache-dtype is 'fp8'"):
-        CacheConfig(kv_dtype="fp8")
+    with pytest.raises(ConfigError, match="--kv-cache-dtype is 'fp4'"):
+        CacheConfig(kv_dtype="fp4")
 
 
-def test_an_engine_answers_from_an_int8_cache() -> None:
+@pytest.mark.parametrize("narrow", ["int8", "fp8"])
+def test_an_engine_answers_from_a_narrow_cache(narrow: str) -> None:
     options = {"dtype": "float32", "num_threads": 1, "num_blocks": 40}
     prompt, sampling = "The quick brown fox", SamplingParams(temperature=0.0, max_tokens=12)
     answers = {}
-    for kv_dtype in ("auto", "int8"):
+    for kv_dtype in ("auto", narrow):
         with LLM("demo", kv_cache_dtype=kv_dtype, **options) as llm:
             answers[kv_dtype] = llm.generate([prompt], sampling)[0].outputs[0].token_ids
-    assert len(answers["int8"]) == 12
-    assert answers["int8"][:4] == answers["auto"][:4]
+    assert len(answers[narrow]) == 12
+    assert answers[narrow][:4] == answers["auto"][:4]
 
 
-@pytest.mark.parametrize(("dtype", "kv_dtype"), [("bfloat16", "int8"), ("float32", "int8")])
+@pytest.mark.parametrize(
+    ("dtype", "kv_dtype"), [("bfloat16", "int8"), ("float32", "int8"), ("bfloat16", "fp8")]
+)
 def test_requests_have_the_same_bits_alone_and_in_any_batch(dtype: str, kv_dtype: str) -> None:
     def load(threads: int) -> Decoder:
         return demo(dtype, load_native(threads))
@@ -158,7 +161,7 @@ def perplexity(log_probabilities: Tensor) -> float:
 
 @pytest.mark.parametrize(
     ("kv_dtype", "most_kl", "least_top1"),
-    [("float16", 1e-5, 0.99), ("bfloat16", 1e-3, 0.98), ("int8", 5e-3, 0.95)],
+    [("float16", 1e-5, 0.99), ("bfloat16", 1e-3, 0.98), ("int8", 5e-3, 0.95), ("fp8", 2e-2, 0.9)],
 )
 def test_the_model_stays_itself(
     exact: Tensor, kv_dtype: str, most_kl: float, least_top1: float

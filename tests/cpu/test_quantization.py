@@ -186,7 +186,7 @@ def test_codes_of_a_checkpoint_and_what_is_no_matrix_are_left_alone() -> None:
     assert torch.equal(source.stacked(("router",)), torch.ones(4, 32))
 
 
-@pytest.mark.parametrize("quantization", ["int8", "int4"])
+@pytest.mark.parametrize("quantization", ["int8", "int4", "fp8"])
 def test_memory_is_what_sizing_says(quantization: str) -> None:
     native = load_native(1)
     assert native is not None
@@ -217,7 +217,7 @@ def test_an_unknown_quantization_is_refused() -> None:
         LoadConfig(quantization="int3")
 
 
-@pytest.mark.parametrize("quantization", ["int8", "int4"])
+@pytest.mark.parametrize("quantization", ["int8", "int4", "fp8"])
 def test_experts_are_quantized_and_their_router_is_not(quantization: str) -> None:
     spec = parse_spec(TINY)
     draw = RandomValues(torch.float32, CPU, 0, quantization)

@@ -20,6 +20,11 @@ GPTQ = {"quant_method": "gptq", "checkpoint_format": "gptq"}
 compressed = writers.compressed_config
 W8A8 = {"input_activations": {"num_bits": 8, "type": "int", "dynamic": True, "strategy": "token"}}
 
+FLOAT8 = {
+    "input_activations": {"num_bits": 8, "type": "float", "dynamic": True, "strategy": "token"}
+}
+FP8 = {"quant_method": "fp8", "activation_scheme": "dynamic", "fmt": "e4m3"}
+
 EXACT = {
     "awq-g32": (AWQ | {"group_size": 32}, writers.awq(32)),
     "awq-g64": (AWQ | {"group_size": 64, "modules_to_not_convert": ["lm_head"]}, writers.awq(64)),
@@ -58,6 +63,24 @@ EXACT = {
         compressed("naive-quantized", 4, "group", 16),
         writers.plain_integers(16, bits=4),
     ),
+    "float8-tensor": (
+        compressed("float-quantized", 8, "tensor", type="float", **FLOAT8),
+        writers.float8("tensor"),
+    ),
+    "float8-channel": (
+        compressed("float-quantized", 8, "channel", type="float", **FLOAT8),
+        writers.float8("channel"),
+    ),
+    "float8-block": (
+        compressed("float-quantized", 8, "block", type="float", block_structure=[64, 32]),
+        writers.float8("block"),
+    ),
+    "fp8-block": (
+        FP8 | {"weight_block_size": [64, 32]},
+        writers.float8("block", ".weight_scale_inv"),
+    ),
+    "fp8-tensor": (FP8, writers.float8("tensor")),
+    "fp8-channel": (FP8, writers.float8("channel")),
     "bnb-int8": ({"quant_method": "bitsandbytes", "load_in_8bit": True}, writers.bnb_int8),
 }
 BNB4 = {"quant_method": "bitsandbytes", "load_in_4bit": True}
@@ -148,7 +171,9 @@ def refused(path: Path) -> str:
 @pytest.mark.parametrize(
     ("quantization", "named"),
     [
-        ({"quant_method": "fp8"}, "quantized by fp8"),
+        (FP8 | {"activation_scheme": "static"}, "activation_scheme 'static'"),
+        (FP8 | {"fmt": "e5m2"}, "fmt 'e5m2'"),
+        (FP8 | {"weight_block_size": [128]}, "two positive integers"),
         ({"quant_method": "mxfp4"}, "mxfp4"),
         ({"bits": 4}, "an unnamed method"),
         (AWQ | {"bits": 3}, "AWQ of 3 bits"),

@@ -225,6 +225,8 @@ def _attention(case: AttentionCase) -> tuple[Tensor, Tensor]:
 def _write_kv(
     k: Tensor, v: Tensor, slots: Tensor, k_cache: Tensor, v_cache: Tensor
 ) -> list[tuple[Tensor, Tensor]]:
+    if k_cache.dtype == torch.float8_e4m3fn:
+        return _exactly(_e4m3(k), _e4m3(v))
     if k_cache.shape[-1] == k.shape[-1]:
         return _exactly(k, v)
     return _exactly(_codes(k), _codes(v))
@@ -252,11 +254,13 @@ def _quantized_linear(
 ) -> list[tuple[Tensor, Tensor]]:
     """The linear layer on activations and weights that stand for their quantized values."""
     values = torch.zeros_like(x)
+    largest = 448 if weight.is_float8 else 127
     for start in range(0, x.shape[1], weight.group_size):
         part = x[:, start : start + weight.group_size].float()
         most = part.abs().max(dim=1, keepdim=True).values
-        quants = (part * torch.div(torch.full_like(most, 127), most)).round()
-        scaled = quants.double() * (most / 127).double()
+        scaled = part * torch.div(torch.full_like(most, largest), most)
+        quants = _e4m3(scaled) if weight.is_float8 else scaled.round()
+        scaled = quants.double() * torch.div(most, torch.full_like(most, largest)).double()
         values[:, start : start + part.shape[1]] = scaled.masked_fill(most < 1e-30, 0.0)
     return _linear(values, weight.dequantized().double(), bias)
 
@@ -315,10 +319,19 @@ def _wide(weight: Tensor | QuantizedWeight) -> Tensor:
     return weight.dequantized().double() if isinstance(weight, QuantizedWeight) else weight.double()
 
 
+def _e4m3(x: Tensor) -> Tensor:
+    """Rounded to 4 significant bits, and to multiples of 2**-9."""
+    wide = x.double()
+    step = torch.exp2(wide.abs().clamp(min=2.0**-6).log2().floor() - 3)
+    return (wide / step).round() * step
+
+
 def _quantized_rows(
     token_ids: Tensor, weight: QuantizedWeight, dtype: torch.dtype
 ) -> list[tuple[Tensor, Tensor]]:
     value = weight.dequantized()[token_ids].double()
+    if weight.is_float8:
+        return [(value, 2 * _FP32_ROUNDOFF * value.abs())]
     steps = 2**weight.bits * (1 if weight.sub_scales is None else 15)
     largest = steps * weight.scales[token_ids].double()
     slack = 2 * _FP32_ROUNDOFF * largest.repeat_interleave(weight.group_size, 1)

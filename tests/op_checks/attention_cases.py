@@ -12,7 +12,7 @@ from torch import Tensor
 
 from op_checks.case_inputs import CaseInputs, label
 from quickstep.ops.table import AttentionParams, PagedLayout
-from quickstep.ops.tensors import quantize_heads
+from quickstep.ops.tensors import store_heads
 
 __all__ = ["DTYPES", "AttentionCase", "attention_cases", "make_layout", "stored_heads"]
 
@@ -98,7 +98,7 @@ def attention_cases(dtype: torch.dtype) -> Iterator[AttentionCase]:
     """All of them, for activations of a dtype; always the same values."""
     yield from _attention_over(dtype, dtype, None)
     yield from _attention_over(dtype, torch.int8, _CODES)
-    for kv_dtype in DTYPES:
+    for kv_dtype in (*DTYPES, torch.float8_e4m3fn):
         if kv_dtype != dtype:
             yield from _attention_over(dtype, kv_dtype, _OTHER_KV)
 
@@ -144,4 +144,4 @@ def _sinks(source: CaseInputs, num_heads: int) -> Tensor:
 
 def stored_heads(heads: Tensor, kv_dtype: torch.dtype) -> Tensor:
     """[..., D] as a cache of that dtype holds it."""
-    return quantize_heads(heads) if kv_dtype == torch.int8 else heads.to(kv_dtype)
+    return store_heads(heads, kv_dtype)

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from op_checks.case_inputs import CaseInputs, label
-from op_checks.quantized_cases import Inputs, quantized_weight, sub_block_weight
+from op_checks.quantized_cases import Inputs, float8_weight, quantized_weight, sub_block_weight
 from quickstep.ops.table import LoRAPart, QuantizedWeight
 
 __all__ = ["Matrix", "experts_inputs", "experts_lora_inputs"]
@@ -26,6 +26,7 @@ _SHAPES = (
     (21, 256, 128, 3, 2, "int8", False),
     (6, 64, 32, 3, 2, "int4", False),
     (5, 64, 64, 2, 1, "multiplied", False),
+    (6, 64, 32, 3, 2, "float8", True),
 )
 
 
@@ -84,6 +85,8 @@ def _matrix(source: CaseInputs, outputs: int, inputs: int, form: str, has_bias: 
     bias = source.normal(outputs) if has_bias else None
     if form == "float":
         return source.normal(outputs, inputs, scale=inputs**-0.5), bias
+    if form == "float8":
+        return float8_weight(source, (outputs, inputs), 32), bias
     if form == "multiplied":
         return sub_block_weight(source, (outputs, inputs), 32), bias
     bits = 4 if form == "int4" else 8

@@ -11,9 +11,11 @@ from torch import Tensor
 
 from op_checks.case_inputs import CaseInputs, label
 from quickstep.ops.table import SUB_BLOCK_INPUTS, QuantizedWeight
+from quickstep.ops.tensors import to_float8
 
 __all__ = [
     "Inputs",
+    "float8_weight",
     "quantized_linear_inputs",
     "quantized_rows_inputs",
     "quantized_weight",
@@ -39,6 +41,16 @@ _SUB_BLOCK_SHAPES = (
     (70, 2304, 66, 128, True),
     (100, 640, 150, 128, False),
     (0, 64, 32, 32, False),
+)
+
+# (T, C, N, group size, has bias): numbers of e4m3, one scale per output, and one per block
+_FLOAT8_SHAPES = (
+    (1, 96, 70, 96, False),
+    (5, 256, 66, 128, True),
+    (19, 77, 33, 77, True),
+    (37, 896, 150, 896, False),
+    (70, 2304, 130, 128, True),
+    (0, 64, 32, 64, False),
 )
 
 # (T, C, N, bits, group size, has zeros, has bias): one row, tile, panel and block edges, odd sizes
@@ -97,6 +109,14 @@ def quantized_linear_inputs(dtype: torch.dtype) -> Iterator[Inputs]:
         weight = sub_block_weight(source, (outputs, width), group)
         bias = source.normal(outputs) if has_bias else None
         yield Inputs(name, (source.normal(num_tokens, width),), (weight, bias))
+    for num_tokens, width, outputs, group, has_bias in _FLOAT8_SHAPES:
+        name = label("quantized_linear", dtype, num_tokens, width, outputs, "float8", group)
+        source = CaseInputs(name, dtype)
+        float8 = float8_weight(source, (outputs, width), group)
+        bias = source.normal(outputs) if has_bias else None
+        x = source.normal(num_tokens, width)
+        x[num_tokens // 2 :, 7] *= 60.0
+        yield Inputs(name, (x,), (float8, bias))
     yield from _extreme_quants(dtype)
 
 
@@ -104,6 +124,15 @@ def sub_block_weight(source: CaseInputs, shape: tuple[int, int], group: int) -> 
     weight = quantized_weight(source, shape, 4, group, zeros=False)
     held = source.integers(0, 16, shape[0], shape[1] // SUB_BLOCK_INPUTS)
     return replace(weight, sub_scales=(2 * held - 15).to(torch.int8))
+
+
+def float8_weight(source: CaseInputs, shape: tuple[int, int], group: int) -> QuantizedWeight:
+    """Numbers of e4m3 of all sizes, normal and below, with scales."""
+    outputs, inputs = shape
+    sizes = torch.exp2(source.integers(-9, 9, outputs, inputs).float())
+    values = to_float8(torch.randn(shape, generator=source.generator) * sizes)
+    scales = torch.rand(outputs, inputs // group, generator=source.generator) / 448
+    return QuantizedWeight(values.view(torch.uint8), scales, None, 8, group, is_float8=True)
 
 
 def _extreme_quants(dtype: torch.dtype) -> Iterator[Inputs]:
@@ -133,4 +162,9 @@ def quantized_rows_inputs(dtype: torch.dtype) -> Iterator[Inputs]:
         name = label("quantized_rows", dtype, num_tokens, width, rows, "multiplied", group)
         source = CaseInputs(name, dtype)
         weight = sub_block_weight(source, (rows, width), group)
+        yield Inputs(name, (source.permutation(rows)[:num_tokens],), (weight, dtype))
+    for num_tokens, width, rows, group, _ in _FLOAT8_SHAPES[1:]:
+        name = label("quantized_rows", dtype, num_tokens, width, rows, "float8", group)
+        source = CaseInputs(name, dtype)
+        weight = float8_weight(source, (rows, width), group)
         yield Inputs(name, (source.permutation(rows)[:num_tokens],), (weight, dtype))

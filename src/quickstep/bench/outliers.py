@@ -32,6 +32,7 @@ from torch import Tensor
 
 from quickstep.bench.llama_cpp_formats import block_product, rounded_q4_0, rounded_q8_0
 from quickstep.model.quantization import MatrixFormat
+from quickstep.model.quantize import quantize_matrix
 from quickstep.ops.table import AttentionParams, OpTable, PagedLayout
 from quickstep.ops.tensors import head_width
 
@@ -103,10 +104,7 @@ def format_error(
     if form is None:
         packed = ops.pack_linear(weight, None)
     else:
-        quantized = ops.quantize(
-            weight, form.bits, form.group_size, form.has_zeros, form.has_sub_scales
-        )
-        packed = ops.pack_quantized(quantized, None)
+        packed = ops.pack_quantized(quantize_matrix(ops, weight, form), None)
     return _error(layer, ops.linear(layer.x.to(dtype), packed))
 
 

@@ -54,6 +54,7 @@ _KV_PAIRS = (
     FormatPair("fp32", "bf16"),
     FormatPair("fp32", "fp16"),
     FormatPair("fp32", "int8"),
+    FormatPair("fp32", "fp8"),
     FormatPair("bf16", "int8"),
     FormatPair("int8", "int8"),
     FormatPair("int4", "int8"),
@@ -257,15 +258,14 @@ def _layer_inputs(layers: Mapping[int, OutlierLayer]) -> int:
 
 
 def _on_keys(bench: _Bench) -> dict[str, dict[int, float]]:
-    import torch
-
     from quickstep.bench.outliers import FACTORS, kv_error, random_keys
+    from quickstep.ops.tensors import find_dtype, torch_dtype
 
     layers = {factor: random_keys(factor, bench.args.seed) for factor in FACTORS}
     selected = bench.args.kv
     return {
         name: {
-            factor: kv_error(layer, bench.ops, getattr(torch, dtype))
+            factor: kv_error(layer, bench.ops, torch_dtype(find_dtype(dtype)))
             for factor, layer in layers.items()
         }
         for name, dtype in KV_FORMATS.items()

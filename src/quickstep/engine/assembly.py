@@ -314,7 +314,7 @@ def load_weights(
         held_bytes = weights.held_bytes(dtype.itemsize) if weights.quantized else None
         why_torch = "--enforce-eager"
         if not config.enforce_eager:
-            why_torch = reason_for_torch(weights, ops, config.load)
+            why_torch = reason_for_torch(weights, ops, config.load, config.cache.kv_dtype)
     if why_torch:
         require_torch(why_torch)
         set_threads(config.load.num_threads)

@@ -125,7 +125,9 @@ def load_model(
     return build_decoder(spec, ops, source, weights.names, max_model_len, fingerprint.result)
 
 
-def reason_for_torch(weights: CheckpointWeights, ops: OpTable, load: LoadConfig) -> str:
+def reason_for_torch(
+    weights: CheckpointWeights, ops: OpTable, load: LoadConfig, kv_dtype: str = "auto"
+) -> str:
     """Why a native checkpoint can be loaded or run with torch only; "" if torch is not needed.
 
     Without torch, each matrix goes from its file into packed memory in one native call, and the
@@ -136,6 +138,10 @@ def reason_for_torch(weights: CheckpointWeights, ops: OpTable, load: LoadConfig)
         return f"--device {load.device}"
     if ops.load_linear is None or ops.steps is None:
         return "running without the native kernels"
+    if load.quantization == "fp8":
+        return "--quantization fp8"
+    if kv_dtype == "fp8":
+        return "--kv-cache-dtype fp8"
     if spec.moe is not None:
         return f"{spec.architecture}, a mixture of experts,"
     if weights.storage is not None:

@@ -2,7 +2,8 @@
 
 A matrix has a symmetric scale per output and group of inputs; the kernels quantize activations per
 token and the same groups. `int4` has groups of 128 whose parts of 16 inputs multiply the scale by
-an odd number up to 15. Where a scheme's group size does not divide a matrix's inputs, a half or a
+an odd number up to 15. `fp8` is e4m3 with a scale per output, and activations in e4m3 with a scale
+per token. Where a scheme's group size does not divide a matrix's inputs, a half or a
 quarter of it may; where none does, the matrix has 8 bits and one scale per output. Embeddings and
 the output projection always have 8 bits, in groups of 64. Norms, biases and the routers of experts
 keep the model's dtype. The measurements are in docs/design/0005.
@@ -33,6 +34,7 @@ class MatrixFormat(msgspec.Struct, frozen=True):
         has_zeros: Whether a group has a zero point in addition to its scale.
         wide_scales: Whether scales and zeros need more than 16 bits.
         has_sub_scales: Whether parts of 16 inputs have a sub-block scale of 4 bits each.
+        is_float8: Whether quantized values are e4m3.
     """
 
     bits: int
@@ -40,9 +42,13 @@ class MatrixFormat(msgspec.Struct, frozen=True):
     has_zeros: bool = False
     wide_scales: bool = False
     has_sub_scales: bool = False
+    is_float8: bool = False
 
     def num_bytes(self, shape: tuple[int, ...]) -> int:
         """Packed bytes of a matrix [N, C]."""
+        if self.is_float8:
+            groups = 1 if self.group_size is None else shape[1] // self.group_size
+            return shape[0] * (shape[1] + 4 * groups)
         outputs = -(-shape[0] // _PANEL) * _PANEL
         inputs = -(-shape[1] // _STEP) * _STEP
         quants = outputs * inputs * self.bits // 8
@@ -55,16 +61,19 @@ class MatrixFormat(msgspec.Struct, frozen=True):
 
 
 class QuantizationScheme(msgspec.Struct, frozen=True):
-    """A value of `--quantization`."""
+    """A value of `--quantization`; `group_size` None for one scale per output."""
 
     name: str
     bits: int
-    group_size: int
+    group_size: int | None
     has_sub_scales: bool = False
+    is_float8: bool = False
 
     def format_of(self, num_inputs: int, outer: bool) -> MatrixFormat:
         """The format of a matrix; `outer` marks embeddings and the output projection."""
         size = _OUTER_GROUP if outer else self.group_size
+        if size is None:
+            return MatrixFormat(self.bits, is_float8=self.is_float8)
         while num_inputs % size and size > _LEAST_GROUP:
             size //= 2
         if num_inputs % size:
@@ -89,6 +98,7 @@ _OUTER_GROUP = 64
 
 SCHEMES: Mapping[str, QuantizationScheme] = MappingProxyType(
     {
+        "fp8": QuantizationScheme("fp8", 8, None, is_float8=True),
         "int8": QuantizationScheme("int8", 8, 128),
         "int8-g32": QuantizationScheme("int8-g32", 8, 32),
         "int4": QuantizationScheme("int4", 4, 128, has_sub_scales=True),
@@ -113,4 +123,5 @@ def common_form(forms: Sequence[MatrixFormat], num_inputs: int) -> MatrixFormat:
         None if group_size == num_inputs else group_size,
         any(form.has_zeros for form in forms),
         any(form.wide_scales for form in forms),
+        is_float8=all(form.is_float8 for form in forms),
     )

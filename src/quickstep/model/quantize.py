@@ -15,14 +15,14 @@ from typing import TYPE_CHECKING
 from msgspec.structs import replace
 
 from quickstep.model.checkpoint.tensor_reader import STORED_DTYPES, TensorSource
-from quickstep.model.quantization import QuantizationScheme
+from quickstep.model.quantization import MatrixFormat, QuantizationScheme
 from quickstep.ops.table import OpTable, QuantizedWeight, Rounding, StoredMatrix
 from quickstep.ops.tensors import AnyTensor, to_torch
 
 if TYPE_CHECKING:
     from torch import Tensor
 
-__all__ = ["ERROR_BOUND", "QuantizingSource", "rounding_error"]
+__all__ = ["ERROR_BOUND", "QuantizingSource", "quantize_matrix", "rounding_error"]
 
 # Of a matrix, norm of the error over norm of the weights. Four bits leave 0.08 to 0.14 on normal
 # and heavy-tailed weights, whose models lose 2 to 4 % of perplexity; what is lost grows with the
@@ -63,17 +63,15 @@ class QuantizingSource:
         weight = to_torch(weight)
         outer = not self._outer.isdisjoint(names)
         form = self._scheme.format_of(weight.shape[1], outer)
-        quantized = self._ops.quantize(
-            weight, form.bits, form.group_size, form.has_zeros, form.has_sub_scales
-        )
+        quantized = quantize_matrix(self._ops, weight, form)
         self._judge(names, rounding_error(weight, quantized))
         return quantized
 
     def stored(self, names: tuple[str, ...]) -> StoredMatrix | None:
         """A matrix in its files, to be quantized on loading; None also where it is quantized
-        already.
+        already, and for fp8.
         """
-        matrix = self._source.stored(names)
+        matrix = None if self._scheme.is_float8 else self._source.stored(names)
         if matrix is None or matrix.kind not in STORED_DTYPES:
             return None
         outer = not self._outer.isdisjoint(names)
@@ -98,6 +96,16 @@ class QuantizingSource:
                 RuntimeWarning,
                 stacklevel=3,
             )
+
+
+def quantize_matrix(ops: OpTable, weight: Tensor, form: MatrixFormat) -> QuantizedWeight:
+    """A weight [N, C] in a format."""
+    if form.is_float8:
+        # Imported here: it needs torch.
+        from quickstep.ops.reference.quantize import quantize_float8
+
+        return quantize_float8(weight)
+    return ops.quantize(weight, form.bits, form.group_size, form.has_zeros, form.has_sub_scales)
 
 
 def rounding_error(weight: Tensor, quantized: QuantizedWeight) -> float:

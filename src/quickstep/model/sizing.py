@@ -39,7 +39,9 @@ __all__ = [
 GIB = 2**30
 DEFAULT_KV_BYTES = 4 * GIB  # on a CPU, where memory belongs to other programs as well
 _OUTER = ("embed_tokens.weight", "head")
-_KV_DTYPE_BYTES: Mapping[str, int] = MappingProxyType({"float32": 4, "bfloat16": 2, "float16": 2})
+_KV_DTYPE_BYTES: Mapping[str, int] = MappingProxyType(
+    {"float32": 4, "bfloat16": 2, "float16": 2, "fp8": 1}
+)
 _SCALE_BYTES = 4  # `ops.tensors.SCALE_BYTES`; a plan needs no NumPy
 _MIN_CONTEXT = 256
 _MIN_STEP_TOKENS = 64
@@ -58,6 +60,11 @@ class ElementBytes(msgspec.Struct, frozen=True):
     kv_dtype: str = "auto"
     weights: int | None = None
     adapters: int = 0
+
+    @property
+    def in_integers(self) -> bool:
+        """Whether matrix products are computed in integers; those of fp8 are not."""
+        return self.quantization not in (None, "fp8")
 
 
 class DraftSizes(msgspec.Struct, frozen=True):

@@ -199,6 +199,9 @@ class QuantizedWeight(msgspec.Struct, frozen=True):
     sub-block scale still fits 8 bits, so that a kernel may hold 4 bits and multiply 8, in groups of
     `group_size`.
 
+    With `is_float8`, `quants` are the bytes of e4m3 numbers, which are multiplied by `scales` only,
+    and activations are quantized to e4m3.
+
     Attributes:
         quants: The quantized values, [N, C] uint8, below 2**bits (one per byte here;
             implementations pack).
@@ -208,6 +211,7 @@ class QuantizedWeight(msgspec.Struct, frozen=True):
         group_size: Inputs that share a scale: a multiple of 16, or C for one scale per output.
         sub_scales: [N, C / 16] int8, odd, from -15 to 15; None for 1. Of 4 bits without zeros, in
             groups of a multiple of 32, more than one.
+        is_float8: Whether they are numbers in e4m3: of 8 bits, without zeros.
     """
 
     quants: Tensor
@@ -216,9 +220,13 @@ class QuantizedWeight(msgspec.Struct, frozen=True):
     bits: int
     group_size: int
     sub_scales: Tensor | None = None
+    is_float8: bool = False
 
     def dequantized(self) -> Tensor:
         """The weight [N, C] in float32."""
+        if self.is_float8:
+            grouped = self.float8_values().float().reshape(*self.scales.shape, self.group_size)
+            return (grouped * self.scales.unsqueeze(2)).reshape(self.quants.shape)
         zeros = float(2 ** (self.bits - 1)) if self.zeros is None else self.zeros.unsqueeze(2)
         grouped = self.quants.reshape(*self.scales.shape, self.group_size).float()
         steps = grouped - zeros
@@ -226,6 +234,12 @@ class QuantizedWeight(msgspec.Struct, frozen=True):
             spread = self.sub_scales.repeat_interleave(SUB_BLOCK_INPUTS, 1)
             steps = steps * spread.reshape(steps.shape)
         return (steps * self.scales.unsqueeze(2)).reshape(self.quants.shape)
+
+    def float8_values(self) -> Tensor:
+        """The quantized values [N, C] of `is_float8`, as float8_e4m3fn."""
+        import torch
+
+        return self.quants.view(torch.float8_e4m3fn)
 
     def unpacked(self) -> QuantizedWeight:
         """The same weight [N, C] without sub-block scales: in 8 bits, if it has any."""
@@ -240,7 +254,13 @@ class QuantizedWeight(msgspec.Struct, frozen=True):
         parts = (self.zeros, self.sub_scales)
         zeros, sub_scales = (None if part is None else part[index] for part in parts)
         return QuantizedWeight(
-            self.quants[index], self.scales[index], zeros, self.bits, self.group_size, sub_scales
+            self.quants[index],
+            self.scales[index],
+            zeros,
+            self.bits,
+            self.group_size,
+            sub_scales,
+            self.is_float8,
         )
 
 
@@ -358,7 +378,7 @@ class OpTable(msgspec.Struct, frozen=True):
         rotary: (x [T, H, D], cos [T, D_rot / 2], sin [T, D_rot / 2], interleaved) -> [T, H, D];
             rotates the first D_rot of D, halves convention unless interleaved; fp32 inside.
         write_kv: (k [T, K, D], v [T, K, D], k_cache, v_cache, slot_mapping [T]) -> None, in place;
-            rounded to the caches' dtype, int8 per token and head.
+            rounded to the caches' dtype, int8 per token and head, fp8 at most 448.
         paged_attention: (q [T, H, D], k_cache [B, S, K, W], v_cache, PagedLayout, AttentionParams,
             sinks [H] float32 or None) -> [T, H, D]; causal, GQA without copies, KV walked in tiles
             at absolute positions. A sink is one more logit in the denominator of each of its

@@ -8,7 +8,8 @@ place of a `torch.dtype`; its text is torch's, because fingerprints contain it.
 
 The last part is the layout of a KV cache, [B, S, K, W]. In a float dtype W is the head size D. In
 int8 it is D + 4: D quantized values, then the four bytes of their float32 scale, one for each token
-and head. So a block is copied as one piece, and a masked slot's scale is masked with it.
+and head. So a block is copied as one piece, and a masked slot's scale is masked with it. In fp8
+(e4m3) it is D: the values themselves, without a scale.
 """
 
 from __future__ import annotations
@@ -27,6 +28,8 @@ if TYPE_CHECKING:
 __all__ = [
     "BFLOAT16",
     "CPU",
+    "FLOAT8",
+    "FLOAT8_MAX",
     "FLOAT16",
     "FLOAT32",
     "INT8",
@@ -41,6 +44,7 @@ __all__ = [
     "HostTensor",
     "TensorT",
     "as_float64",
+    "bytes_of_float8",
     "find_dtype",
     "head_size_of",
     "head_width",
@@ -49,7 +53,9 @@ __all__ = [
     "quantize_heads",
     "read_heads",
     "rounded",
+    "store_heads",
     "to_dtype",
+    "to_float8",
     "to_numpy",
     "to_torch",
     "torch_device",
@@ -75,14 +81,15 @@ INT8 = DType("int8", 1, "int8")
 UINT8 = DType("uint8", 1, "uint8")
 INT32 = DType("int32", 4, "int32")
 INT64 = DType("int64", 8, "int64")
+FLOAT8 = DType("float8_e4m3fn", 1, "uint8")
 
-_ALL = (FLOAT32, BFLOAT16, FLOAT16, INT8, UINT8, INT32, INT64)
+_ALL = (FLOAT32, BFLOAT16, FLOAT16, FLOAT8, INT8, UINT8, INT32, INT64)
 _BY_TEXT = {str(dtype): dtype for dtype in _ALL}
 
 
 def find_dtype(name: str) -> DType:
-    """The type with this name, such as `bfloat16`. Raises KeyError."""
-    return _BY_TEXT[f"torch.{name}"]
+    """The type with this name, such as `bfloat16`; `fp8` is e4m3. Raises KeyError."""
+    return FLOAT8 if name == "fp8" else _BY_TEXT[f"torch.{name}"]
 
 
 def host_dtype(dtype: DType | torch.dtype) -> DType | None:
@@ -297,6 +304,34 @@ def head_size_of(cache: AnyTensor) -> int:
     """D of a cache [B, S, K, W]."""
     width: int = cache.shape[-1]
     return width - SCALE_BYTES if host_dtype(cache.dtype) == INT8 else width
+
+
+FLOAT8_MAX = 448.0  # of e4m3
+
+
+def to_float8(x: Tensor) -> Tensor:
+    """Floating point in e4m3, half to even; beyond 448 it is 448, and infinity is NaN."""
+    import torch
+
+    wide = x.float()
+    bounded = wide.clamp(-FLOAT8_MAX, FLOAT8_MAX).masked_fill(~wide.isfinite(), torch.nan)
+    return bounded.to(torch.float8_e4m3fn)
+
+
+def bytes_of_float8(x: Tensor) -> Tensor:
+    """E4m3 as uint8, for kernels on GPUs that have no such type; others as they are."""
+    import torch
+
+    return x.view(torch.uint8) if x.dtype == torch.float8_e4m3fn else x
+
+
+def store_heads(x: Tensor, dtype: torch.dtype) -> Tensor:
+    """[..., D] -> [..., W] as a cache of this dtype has them."""
+    import torch
+
+    if dtype == torch.int8:
+        return quantize_heads(x)
+    return to_float8(x) if dtype == torch.float8_e4m3fn else x.to(dtype)
 
 
 def quantize_heads(x: Tensor) -> Tensor:

@@ -102,7 +102,7 @@ def _memory(query: PlanQuery, candidate: Candidate) -> Iterator[ExplainedLine]:
 
 def _time(query: PlanQuery, candidate: Candidate) -> Iterator[ExplainedLine]:
     spec, load, hardware = query.spec, query.load, query.hardware
-    in_integers = query.elements.quantization is not None
+    in_integers = query.elements.in_integers
     flops_per_s = hardware.flops_per_s(in_integers)
     yield ExplainedLine(
         "operations of a token",

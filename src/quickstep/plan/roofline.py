@@ -91,7 +91,7 @@ class RooflineCostModel:
         self._pair_flops = attention_flops(rank, 1)
         self._hardware = hardware
         self._split = split
-        self._flops_per_s = hardware.flops_per_s(elements.quantization is not None)
+        self._flops_per_s = hardware.flops_per_s(elements.in_integers)
         self._attention_flops_per_s = hardware.flops_per_s(in_integers=False)
         self._activation_bytes = spec.hidden_size * elements.dtype  # of one token
         self._kv_bytes = kv_bytes_per_token(rank, elements.dtype, elements.kv_dtype)

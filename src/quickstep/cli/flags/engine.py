@@ -77,7 +77,8 @@ def _add_load_flags(group: argparse._ArgumentGroup) -> None:
     group.add_argument(
         "--quantization",
         choices=QUANTIZATIONS,
-        help="quantize the weights while loading, and compute in integers (default: do not)",
+        help="quantize the weights while loading, and compute in integers, or in e4m3 for fp8 "
+        "(default: do not)",
     )
     group.add_argument(
         "--device",
@@ -167,8 +168,8 @@ def add_kv_cache_dtype(group: argparse._ActionsContainer) -> None:
         "--kv-cache-dtype",
         choices=KV_DTYPES,
         default=CacheConfig().kv_dtype,
-        help="dtype of keys and values; int8 has a scale per token and head, auto is the dtype of "
-        "the weights (default: %(default)s)",
+        help="dtype of keys and values; int8 has a scale per token and head, fp8 (e4m3) none; auto "
+        "is the dtype of the weights (default: %(default)s)",
     )
 
 

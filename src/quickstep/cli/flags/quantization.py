@@ -37,7 +37,14 @@ WEIGHT_FORMATS: Mapping[str, WeightFormat] = MappingProxyType(
 
 # -> --kv-cache-dtype
 KV_FORMATS: Mapping[str, str] = MappingProxyType(
-    {"auto": "auto", "fp32": "float32", "bf16": "bfloat16", "fp16": "float16", "int8": "int8"}
+    {
+        "auto": "auto",
+        "fp32": "float32",
+        "bf16": "bfloat16",
+        "fp16": "float16",
+        "int8": "int8",
+        "fp8": "fp8",
+    }
 )
 
 

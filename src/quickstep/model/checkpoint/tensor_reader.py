@@ -45,8 +45,8 @@ Progress = Callable[[int, int], None]
 STORED_DTYPES: Mapping[str, DType] = MappingProxyType(
     {"F32": FLOAT32, "F16": FLOAT16, "BF16": BFLOAT16}
 )
-_INTEGER_DTYPES: Mapping[str, DType] = MappingProxyType(
-    {"U8": UINT8, "I8": INT8, "I32": INT32, "I64": INT64}
+_RAW_DTYPES: Mapping[str, DType] = MappingProxyType(
+    {"U8": UINT8, "I8": INT8, "I32": INT32, "I64": INT64, "F8_E4M3": UINT8}
 )
 
 
@@ -152,14 +152,16 @@ class TensorReader:
         return self._device
 
     def raw(self, name: str) -> Tensor:
-        """One tensor in the dtype it is stored in; [blocks, bytes] where it is in ggml's blocks."""
+        """One tensor in the dtype it is stored in, e4m3 as bytes; [blocks, bytes] where it is in
+        ggml's blocks.
+        """
         stored = self._files.tensors[name]
         shape: tuple[int, ...] = stored.shape
         block = BLOCKS.get(stored.dtype)
         if block is not None and stored.dtype not in STORED_DTYPES:
             shape, dtype = (stored.nbytes // block[1], block[1]), UINT8
-        elif stored.dtype in _INTEGER_DTYPES:
-            dtype = _INTEGER_DTYPES[stored.dtype]
+        elif stored.dtype in _RAW_DTYPES:
+            dtype = _RAW_DTYPES[stored.dtype]
         else:
             dtype = self._stored_dtype(name)
         tensor = HostTensor.empty(shape, dtype)

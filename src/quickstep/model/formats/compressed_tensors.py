@@ -1,7 +1,8 @@
-"""compressed-tensors checkpoints (LLM Compressor): integer weights of 4 or 8 bits.
+"""compressed-tensors checkpoints (LLM Compressor): integer weights of 4 or 8 bits, and fp8.
 
     pack-quantized                   weight_packed [N, C*bits/32] int32, weight_shape [2]
     int-quantized, naive-quantized   weight [N, C] int8
+    float-quantized, naive-quantized weight [N, C] e4m3, with a scale per tensor, output or block
     all                              weight_scale [N, G], weight_zero_point, weight_g_idx [C]
     w = (q - zero) * scale
 
@@ -28,6 +29,7 @@ from quickstep.model.checkpoint.config_fields import ConfigFields
 from quickstep.model.checkpoint.safetensors_files import TensorFiles
 from quickstep.model.checkpoint.tensor_reader import TensorReader
 from quickstep.model.checkpoint.tensor_schema import Shape, Shapes
+from quickstep.model.formats.fp8 import Block, block_of, check_float8, float8_weight
 from quickstep.model.formats.gptq import (
     group_indices,
     requantized,
@@ -47,17 +49,24 @@ __all__ = [
 
 _SOURCE = "config.json's quantization_config"
 _FORMATS = ("pack-quantized", "int-quantized", "naive-quantized")
+_FLOAT_FORMATS = ("float-quantized", "naive-quantized")
 _STRATEGIES = ("channel", "group", "tensor")
+_FLOAT_STRATEGIES = ("channel", "tensor", "block")
 _EXPRESSION = "re:"
 
 
 class WeightScheme(msgspec.Struct, frozen=True):
-    """How the weights of a group of modules are held; `group_size` None for all inputs."""
+    """How the weights of a group of modules are held; `group_size` None for all inputs.
+
+    `block` is that of e4m3, outputs and inputs, None for one scale per tensor or output.
+    """
 
     targets: tuple[str, ...]
     bits: int
     symmetric: bool
     group_size: int | None
+    is_float8: bool = False
+    block: Block | None = None
 
 
 class Schemes(msgspec.Struct, frozen=True):
@@ -120,35 +129,43 @@ def _scheme(name: str, group: object, outer_format: str) -> WeightScheme:
         weights, {"type": "int", "symmetric": True, "strategy": "channel"}, f"{where} weights"
     )
     kind, bits = weight_fields.text("type"), weight_fields.optional_integer("num_bits")
-    if form not in _FORMATS or kind != "int":
+    is_float8 = kind == "float" and bits == 8 and form in _FLOAT_FORMATS
+    if not is_float8 and (form not in _FORMATS or kind != "int"):
         known = ", ".join(_FORMATS)
         raise ConfigError(
             f"{where} holds weights of {kind}{bits} as {form or 'no named format'}; supported are "
-            f"int4 and int8 as {known}"
+            f"int4 and int8 as {known}, and float8 as {' or '.join(_FLOAT_FORMATS)}"
         )
     if bits not in (4, 8):
         raise ConfigError(f"{where} holds weights of {bits} bits; 4 and 8 are supported")
     strategy = weight_fields.text("strategy")
-    if strategy not in _STRATEGIES:
-        known = ", ".join(_STRATEGIES)
+    strategies = _FLOAT_STRATEGIES if is_float8 else _STRATEGIES
+    if strategy not in strategies:
+        known = ", ".join(strategies)
         raise ConfigError(f"{where} has the strategy {strategy!r}; supported are {known}")
-    _check_activations(fields, where)
+    _check_activations(fields, where, "float8" if is_float8 else "int8")
+    if is_float8:
+        block = None
+        if strategy == "block":
+            block = block_of(weight_fields.sequence("block_structure"), f"{where} weights")
+        targets = _texts(fields.sequence("targets"))
+        return WeightScheme(targets, bits, True, None, is_float8=True, block=block)
     size = weight_fields.integer("group_size") if strategy == "group" else None
     return WeightScheme(
         _texts(fields.sequence("targets")), bits, weight_fields.flag("symmetric"), size
     )
 
 
-def _check_activations(fields: ConfigFields, where: str) -> None:
+def _check_activations(fields: ConfigFields, where: str, expected: str) -> None:
     for part in ("input_activations", "output_activations"):
         values = fields.mapping(part)
         if values is None:
             continue
         kind = f"{values.get('type', 'int')}{values.get('num_bits')}"
-        if kind != "int8" or values.get("dynamic") is not True or part.startswith("output"):
+        if kind != expected or values.get("dynamic") is not True or part.startswith("output"):
             raise ConfigError(
                 f"{where} has {part} of {kind}, dynamic {values.get('dynamic')}; supported are "
-                "dynamic int8 inputs, or none"
+                f"dynamic {expected} inputs, or none"
             )
 
 
@@ -182,6 +199,8 @@ class CompressedTensorsStorage:
         if len(shape) != 2 or not (packed or f"{module}.weight_scale" in tensors):
             return None
         scheme = self._scheme(module)
+        if scheme.is_float8:
+            return self._float8_parts(name, shape, scheme)
         outputs, inputs = shape
         groups = inputs // checked_group(module, scheme.group_size, inputs)
         per_word = 32 // scheme.bits
@@ -209,6 +228,9 @@ class CompressedTensorsStorage:
         """The files' own form; 8 bits where an order scatters the groups."""
         module = module_of(name)
         scheme = self._scheme(module)
+        if scheme.is_float8:
+            group = None if scheme.block is None else scheme.block[1]
+            return MatrixFormat(8, None if group == shape[1] else group, is_float8=True)
         group_size = checked_group(module, scheme.group_size, shape[1])
         if group_indices(self._files, f"{module}.weight_g_idx", group_size) is not None:
             return requantized_form(shape[1])
@@ -220,6 +242,9 @@ class CompressedTensorsStorage:
         """The quantized values [N, C], about 2**(bits - 1) where they have no zeros."""
         module = module_of(name)
         scheme = self._scheme(module)
+        if scheme.is_float8:
+            scale = reader.raw(f"{module}.weight_scale")
+            return float8_weight(reader.raw(name), scale, scheme.block)
         outputs, inputs = shape
         group_size = checked_group(module, scheme.group_size, inputs)
         if f"{module}.weight_packed" in self._files.tensors:
@@ -247,7 +272,9 @@ class CompressedTensorsStorage:
             module = module_of(name)
             scheme = self._scheme(module)
             extra = ("weight_packed", "weight_zero_point", "weight_g_idx")
-            if scheme.bits != 8 or any(f"{module}.{one}" in self._files.tensors for one in extra):
+            if scheme.bits != 8 or scheme.is_float8:
+                return None
+            if any(f"{module}.{one}" in self._files.tensors for one in extra):
                 return None
             groups = inputs // checked_group(module, scheme.group_size, inputs)
             scale = reader.raw(f"{module}.weight_scale").float()
@@ -269,6 +296,16 @@ class CompressedTensorsStorage:
                 "has it among its targets"
             )
         return scheme
+
+    def _float8_parts(self, name: str, shape: Shape, scheme: WeightScheme) -> Shapes:
+        check_float8(self._files, name)
+        module = module_of(name)
+        scale = f"{module}.weight_scale"
+        if scheme.block is None:
+            return {name: shape, scale: self._scale_shape(module, shape[0], 1)}
+        outputs, inputs = scheme.block
+        checked_group(module, inputs, shape[1])
+        return {name: shape, scale: (-(-shape[0] // outputs), shape[1] // inputs)}
 
     def _check_signed(self, name: str) -> None:
         stored = self._files.tensors.get(name)

@@ -22,7 +22,8 @@ if TYPE_CHECKING:
 __all__ = ["find_storage", "open_quantized_reader", "quantization_config"]
 
 _METHODS = (
-    "compressed-tensors (int4, int8), awq, gptq, bitsandbytes, GGUF files, and mxfp4 for gpt-oss"
+    "compressed-tensors (int4, int8, fp8), fp8, awq, gptq, bitsandbytes, GGUF files, and mxfp4 "
+    "for gpt-oss"
 )
 
 
@@ -44,6 +45,10 @@ def find_storage(config: Mapping[str, object], files: TensorFiles) -> MatrixStor
         from quickstep.model.formats.compressed_tensors import CompressedTensorsStorage
 
         return CompressedTensorsStorage(found, files)
+    if method == "fp8":
+        from quickstep.model.formats.fp8 import Fp8Storage
+
+        return Fp8Storage(found, files)
     if method == "awq":
         from quickstep.model.formats.awq import AwqStorage
 

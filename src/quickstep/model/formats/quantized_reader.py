@@ -4,7 +4,7 @@ A `TensorSource` for the loader; one layer's tensors are in memory at a time. Qu
 values are one product, so matrices of different formats are stacked (`stack_matrices`). A 4-bit
 quantized value is an 8-bit one with the same scale and zero, and a large group is several small
 ones: a common format always exists and nothing is lost. Only where one of the matrices is not
-quantized are the others dequantized.
+quantized, or some are in e4m3, are the others dequantized.
 """
 
 from __future__ import annotations
@@ -101,7 +101,8 @@ def stack_matrices(
     if len(parts) == 1:
         return parts[0]
     quantized = [part for part in parts if isinstance(part, QuantizedWeight)]
-    if len(quantized) < len(parts):
+    floats = [part for part in quantized if part.is_float8]
+    if len(quantized) < len(parts) or len(floats) not in (0, len(parts)):
         return torch.cat([_dequantized(part, dtype) for part in parts])
     bits = max(part.bits for part in quantized)
     group_size = math.gcd(*(part.group_size for part in quantized))
@@ -114,6 +115,7 @@ def stack_matrices(
         torch.cat(zeros) if zeros else None,
         bits,
         group_size,
+        is_float8=bool(floats),
     )
 
 

@@ -132,7 +132,9 @@ class NativeOps:
         return LinearWeight(packed, None, outputs, inputs, packed.nbytes)
 
     def pack_quantized(self, weight: QuantizedWeight, bias: AnyTensor | None) -> LinearWeight:
-        """`OpTable.pack_quantized`."""
+        """`OpTable.pack_quantized`; weights in e4m3 have no native kernel."""
+        if weight.is_float8:
+            return self._reference().pack_quantized(weight, bias)
         return self._quantized.pack(weight, bias)
 
     def quantize(

@@ -16,6 +16,9 @@ The groups are the weight's; a weight with one scale per output takes a row as o
 one product less per group. A weight with sub-block scales is multiplied by them first, to 8 bits.
 Scales and quantized values of activations are computed in float32, as in every implementation; the
 rest is float64 over integers, so that the order of products cannot change a bit.
+
+Weights in e4m3: the same with 448 in place of 127, and q rounded to e4m3. Products of two such
+numbers are multiples of 2**-18 below 2**18, so that their sums in float64 are exact as well.
 """
 
 from __future__ import annotations
@@ -25,7 +28,7 @@ from torch import Tensor
 
 from quickstep.ops.reference.exact_math import round_rows, sum_bits
 from quickstep.ops.table import LinearWeight, QuantizedWeight
-from quickstep.ops.tensors import AnyTensor, DType, to_torch, torch_dtype
+from quickstep.ops.tensors import FLOAT8_MAX, AnyTensor, DType, to_float8, to_torch, torch_dtype
 
 __all__ = [
     "embedding",
@@ -134,19 +137,26 @@ def pack_quantized(weight: QuantizedWeight, bias: AnyTensor | None) -> LinearWei
     return LinearWeight(weight, bias, outputs, inputs, sum(part.nbytes for part in parts))
 
 
-def quantize_activations(x: Tensor, group_size: int) -> tuple[Tensor, Tensor]:
-    """X [T, C] -> quantized values [T, G, C / G] (fp32 integers up to 127) and scales [T, G] fp32.
+def quantize_activations(
+    x: Tensor, group_size: int, is_float8: bool = False
+) -> tuple[Tensor, Tensor]:
+    """X [T, C] -> quantized values [T, G, C / G] (fp32 integers up to 127, or numbers of e4m3) and
+    scales [T, G] fp32.
 
     A group with inf or NaN has quantized values 0 and the scale NaN.
     """
+    largest = FLOAT8_MAX if is_float8 else 127.0
     grouped = x.float().reshape(x.shape[0], x.shape[1] // group_size, group_size)
     most = grouped.abs().amax(-1)
     finite = most.isfinite()
     used = finite & (most > _TINY)
-    # not 127.0 / most, for which torch multiplies with a rounded reciprocal
-    inverse = torch.where(used, torch.full_like(most, 127.0) / most, 0.0).unsqueeze(-1)
-    quants = torch.where(used.unsqueeze(-1), torch.round(grouped * inverse), 0.0)
-    scales = torch.where(used, most / 127.0, torch.where(finite, 0.0, torch.nan))
+    # not largest / most, for which torch multiplies with a rounded reciprocal
+    inverse = torch.where(used, torch.full_like(most, largest) / most, 0.0).unsqueeze(-1)
+    scaled = torch.where(used.unsqueeze(-1), grouped * inverse, 0.0)
+    quants = to_float8(scaled).float() if is_float8 else torch.round(scaled)
+    # a division, as above
+    scale = torch.div(most, torch.full_like(most, largest))
+    scales = torch.where(used, scale, torch.where(finite, 0.0, torch.nan))
     return quants, scales
 
 
@@ -158,7 +168,7 @@ def quantized_linear(x: Tensor, weight: LinearWeight) -> Tensor:
     if out.numel() == 0:
         return out
     shared = shared_groups(data)
-    quants, scales = quantize_activations(x, shared * data.group_size)
+    quants, scales = quantize_activations(x, shared * data.group_size, data.is_float8)
     scales = scales.repeat_interleave(shared, 1)
     grouped = quants.reshape(x.shape[0], -1, data.group_size)
     inputs = grouped.double().transpose(0, 1)  # [G, T, C / G]
@@ -166,8 +176,10 @@ def quantized_linear(x: Tensor, weight: LinearWeight) -> Tensor:
     step = max(1, _BLOCK_ELEMENTS // weight.num_inputs)
     for start in range(0, weight.num_outputs, step):
         block = slice(start, start + step)
-        dots = inputs @ _grouped(data.quants[block], data.group_size).permute(1, 2, 0)
-        zeros = 2.0 ** (data.bits - 1) if data.zeros is None else data.zeros[block].t()[:, None]
+        held = data.float8_values() if data.is_float8 else data.quants
+        dots = inputs @ _grouped(held[block], data.group_size).permute(1, 2, 0)
+        middle = 0.0 if data.is_float8 else 2.0 ** (data.bits - 1)
+        zeros = middle if data.zeros is None else data.zeros[block].t()[:, None]
         scaled = (dots - sums * zeros) * data.scales[block].double().t()[:, None]
         total = torch.zeros_like(dots[0])
         for group in range(scaled.shape[0]):

@@ -30,7 +30,7 @@ from quickstep.ops.reference.exact_math import (
     tanh,
 )
 from quickstep.ops.table import AttentionParams, KVCache, PagedLayout
-from quickstep.ops.tensors import AnyTensor, quantize_heads, read_heads, to_torch
+from quickstep.ops.tensors import AnyTensor, read_heads, store_heads, to_torch
 
 __all__ = ["move_kv", "paged_attention", "write_kv"]
 
@@ -250,5 +250,4 @@ def write_kv(
 ) -> None:
     """k, v [T, K, D] into k_cache, v_cache [B, S, K, W] at the flat slots slot_mapping [T]."""
     for heads, cache in ((k, to_torch(k_cache)), (v, to_torch(v_cache))):
-        stored = quantize_heads(heads) if cache.dtype == torch.int8 else heads.to(cache.dtype)
-        cache.view(-1, *cache.shape[2:])[slot_mapping] = stored
+        cache.view(-1, *cache.shape[2:])[slot_mapping] = store_heads(heads, cache.dtype)

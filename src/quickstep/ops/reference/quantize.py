@@ -16,8 +16,9 @@ import torch
 from torch import Tensor
 
 from quickstep.ops.table import SUB_BLOCK_INPUTS, QuantizedWeight
+from quickstep.ops.tensors import FLOAT8_MAX, to_float8
 
-__all__ = ["quantize"]
+__all__ = ["quantize", "quantize_float8"]
 
 _BLOCK_ELEMENTS = 1 << 20  # in float32 at a time: 4 MiB
 _TINY = 1e-30  # weights below count as zero: 127 over them overflows, or nearly
@@ -70,6 +71,24 @@ def quantize(
             scales[block], zeros[block], part = _asymmetric(groups, bits)
         quants[block] = part.reshape(-1, inputs).to(torch.uint8)
     return QuantizedWeight(quants, scales, zeros, bits, group_size, sub_scales)
+
+
+def quantize_float8(weight: Tensor) -> QuantizedWeight:
+    """A weight [N, C] in e4m3, with one scale per output: its largest magnitude over 448."""
+    outputs, inputs = weight.shape
+    quants = torch.empty((outputs, inputs), dtype=torch.uint8, device=weight.device)
+    scales = weight.new_empty((outputs, 1), dtype=torch.float32)
+    step = max(1, _BLOCK_ELEMENTS // inputs)
+    for start in range(0, outputs, step):
+        block = slice(start, start + step)
+        rows = weight[block].float()
+        most = rows.abs().amax(-1, keepdim=True)
+        most = torch.where(most > _TINY, most, 0.0)
+        largest = torch.full_like(most, FLOAT8_MAX)
+        inverse = torch.where(most > 0, largest / most, 0.0)
+        quants[block] = to_float8(rows * inverse).view(torch.uint8)
+        scales[block] = most / largest
+    return QuantizedWeight(quants, scales, None, 8, inputs, is_float8=True)
 
 
 def _by_row(groups: Tensor, bits: int) -> tuple[Tensor, Tensor]:

@@ -19,8 +19,8 @@ from torch import Tensor
 
 from quickstep.ops.reference.paged_attention import paged_attention as _reference_attention
 from quickstep.ops.table import AttentionParams, PagedLayout
-from quickstep.ops.tensors import AnyTensor, head_size_of, to_torch
-from quickstep.ops.triton.rounding import rounded
+from quickstep.ops.tensors import AnyTensor, bytes_of_float8, head_size_of, to_torch
+from quickstep.ops.triton.rounding import float8_value, rounded
 
 __all__ = ["paged_attention"]
 
@@ -36,6 +36,8 @@ def _load_heads(
     """Heads [keys, channels] of the cache in fp32."""
     offsets = slot * row_stride + head * head_stride
     values = tl.load(cache + offsets[:, None] + channels[None, :], mask=mask, other=0.0)
+    if cache.dtype.element_ty == tl.uint8:
+        values = float8_value(values)
     values = values.to(tl.float32)
     if INT8:
         is_key = tl.max(mask.to(tl.int32), 1) > 0
@@ -214,7 +216,7 @@ def paged_attention(
     out = torch.empty(q.shape, dtype=q.dtype, device=q.device)
     if num_tokens == 0:
         return out
-    keys, values = to_torch(k_cache), to_torch(v_cache)
+    keys, values = (bytes_of_float8(to_torch(cache)) for cache in (k_cache, v_cache))
     assert keys.is_contiguous() and values.is_contiguous() and head_size_of(keys) == head_size
     num_kv_heads, head_stride = keys.shape[2], keys.shape[3]
     is_int8 = keys.dtype == torch.int8

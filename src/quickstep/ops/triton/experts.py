@@ -3,9 +3,9 @@
 The rows of all tokens are sorted by expert, and each expert's rows are cut into blocks from its
 first one on. A program multiplies one block with one block of its expert's outputs: sums run as in
 `linear` and `quantized_linear`, so the bits of a row do not depend on its place or on how many rows
-its expert has. For float weights the tile shape never changes. Which expert a program has is read
-from the device, and the grid is the most blocks there can be: nothing is read back. The matrices of
-experts stay where they were packed; a table has their addresses.
+its expert has. For weights in floating point the tile shape never changes. Which expert a program
+has is read from the device, and the grid is the most blocks there can be: nothing is read back. The
+matrices of experts stay where they were packed; a table has their addresses.
 
 `_combine_kernel` adds a token's experts in ascending order in fp32 and rounds once.
 """
@@ -22,6 +22,11 @@ from torch import Tensor
 
 from quickstep.ops.table import ExpertLoRA, ExpertWeights, LinearWeight
 from quickstep.ops.triton.elementary import gated_activation
+from quickstep.ops.triton.float8_linear import (
+    Float8Weight,
+    float8_tile,
+    quantize_to_float8,
+)
 from quickstep.ops.triton.linear import product_tile, widens
 from quickstep.ops.triton.lora import TritonLoRA
 from quickstep.ops.triton.quantized_linear import (
@@ -36,7 +41,7 @@ __all__ = ["TritonExperts", "pack_experts"]
 
 _BLOCK_N = 64
 _BLOCK_K = 64
-_BLOCK_T = 32  # of float weights, for every number of rows
+_BLOCK_T = 32  # of weights in floating point, for every number of rows
 _COMBINE_BLOCK = 1024
 _ALIGNMENT = 16  # bytes, of every tensor of a weight
 # Addresses in the table: the weight, its scales, zeros, sub-block scales, and bias.
@@ -82,6 +87,8 @@ def _tensors(weight: LinearWeight) -> tuple[Tensor | None, ...]:
     data = weight.data
     if isinstance(data, PackedWeight):
         return data.packed, data.scales, data.zeros, data.sub_scales, weight.bias
+    if isinstance(data, Float8Weight):
+        return data.packed, data.scales, None, None, weight.bias
     assert isinstance(data, Tensor)
     return data, None, None, None, weight.bias
 
@@ -92,6 +99,8 @@ def _form(weight: LinearWeight) -> tuple[object, ...]:
     data = weight.data
     if isinstance(data, PackedWeight):
         return *kinds, data.group_size, data.shared_groups, data.is_int4
+    if isinstance(data, Float8Weight):
+        return *kinds, data.group_size, "float8"
     return kinds
 
 
@@ -277,6 +286,54 @@ def _quantized_kernel(
 
 
 @triton.jit
+def _float8_kernel(
+    x,
+    x_scales,
+    tokens,
+    table,
+    out,
+    starts,
+    block_ends,
+    num_experts,
+    num_outputs,
+    num_inputs,
+    GATHER: tl.constexpr,
+    BIAS: tl.constexpr,
+    HAS_BIAS: tl.constexpr,
+    GROUP: tl.constexpr,
+    WIDEN: tl.constexpr,
+    BLOCK_E: tl.constexpr,
+    BLOCK_T: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    BLOCK_K: tl.constexpr,
+):
+    """As `_quantized_kernel`, in e4m3."""
+    expert, rows, is_row = _block_rows(starts, block_ends, num_experts, BLOCK_E, BLOCK_T)
+    if expert < num_experts:
+        outputs = tl.program_id(1).to(tl.int64) * BLOCK_N + tl.arange(0, BLOCK_N)
+        sources = rows
+        if GATHER:
+            sources = tl.load(tokens + rows, mask=is_row, other=0)
+        total = float8_tile(
+            x,
+            x_scales,
+            sources,
+            is_row,
+            _address(table, expert, 0, tl.uint8),
+            _address(table, expert, 1, tl.float32),
+            outputs,
+            outputs < num_outputs,
+            num_inputs,
+            GROUP,
+            WIDEN,
+            BLOCK_T,
+            BLOCK_N,
+            BLOCK_K,
+        )
+        _store_block(total, table, expert, out, rows, is_row, outputs, num_outputs, HAS_BIAS, BIAS)
+
+
+@triton.jit
 def _combine_kernel(
     x, weights, places, out, num_columns, PER_TOKEN: tl.constexpr, BLOCK: tl.constexpr
 ):
@@ -329,6 +386,26 @@ def _product(x: Tensor, matrices: _Matrices, plan: _Plan, *, gather: bool) -> Te
             BLOCK_T=block_t,
             BLOCK_N=_BLOCK_N,
             BLOCK_K=block_k(data.group_size),
+            enable_fp_fusion=False,
+        )
+        return out
+    if isinstance(data, Float8Weight):
+        values, scales = quantize_to_float8(x, data)
+        _float8_kernel[grid](
+            values,
+            scales,
+            *where,
+            weight.num_outputs,
+            weight.num_inputs,
+            GATHER=gather,
+            BIAS=bias,
+            HAS_BIAS=weight.bias is not None,
+            GROUP=data.group_size,
+            WIDEN=x.device.type == "cpu",
+            BLOCK_E=block_e,
+            BLOCK_T=block_t,
+            BLOCK_N=_BLOCK_N,
+            BLOCK_K=_BLOCK_K,
             enable_fp_fusion=False,
         )
         return out

@@ -15,6 +15,7 @@ from torch import Tensor
 from quickstep.ops.reference.linear import embedding as reference_embedding
 from quickstep.ops.table import LinearWeight
 from quickstep.ops.tensors import AnyTensor, DType, to_torch, torch_dtype
+from quickstep.ops.triton.float8_linear import Float8Weight, float8_linear, float8_rows
 from quickstep.ops.triton.quantized_linear import PackedWeight, quantized_linear, quantized_rows
 from quickstep.ops.triton.rounding import rounded
 
@@ -125,6 +126,8 @@ def embedding(
     """token_ids [T], weight [V, C] -> [T, C] in `dtype`, the weight's own where it has one."""
     if isinstance(weight, LinearWeight) and isinstance(weight.data, PackedWeight):
         return quantized_rows(token_ids, weight, torch_dtype(dtype))
+    if isinstance(weight, LinearWeight) and isinstance(weight.data, Float8Weight):
+        return float8_rows(token_ids, weight, torch_dtype(dtype))
     return reference_embedding(token_ids, weight, dtype)
 
 
@@ -133,6 +136,8 @@ def linear(x: Tensor, weight: LinearWeight) -> Tensor:
     data = weight.data
     if isinstance(data, PackedWeight):
         return quantized_linear(x, weight)
+    if isinstance(data, Float8Weight):
+        return float8_linear(x, weight)
     assert isinstance(data, Tensor)
     if x.stride(-1) != 1:
         x = x.contiguous()

@@ -21,6 +21,7 @@ from torch import Tensor
 from quickstep.ops.reference.linear import shared_groups
 from quickstep.ops.table import SUB_BLOCK_INPUTS, LinearWeight, QuantizedWeight
 from quickstep.ops.tensors import AnyTensor, to_torch
+from quickstep.ops.triton.float8_linear import pack_float8
 from quickstep.ops.triton.rounding import rounded, rounded_quotient, rounded_to_integer
 
 __all__ = [
@@ -58,6 +59,8 @@ class PackedWeight(msgspec.Struct, frozen=True):
 
 def pack_quantized(weight: QuantizedWeight, bias: AnyTensor | None) -> LinearWeight:
     """A weight [N, C], bias [N] or None, in the kernels' layout, on the device of the weight."""
+    if weight.is_float8:
+        return pack_float8(weight, bias)
     num_outputs, num_inputs = weight.quants.shape
     middle = 2 ** (weight.bits - 1)
     is_int4 = weight.bits == 4 and num_inputs % 2 == 0

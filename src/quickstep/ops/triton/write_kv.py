@@ -1,6 +1,6 @@
 """Writes of keys and values to the paged KV cache, rounded to its dtype, int8 per token and head.
 
-The bits are the reference's (`ops.tensors.quantize_heads`): IEEE operations in fp32 only.
+The bits are the reference's (`ops.tensors.store_heads`): IEEE operations in fp32 only.
 """
 
 from __future__ import annotations
@@ -11,8 +11,14 @@ import triton.language as tl
 from torch import Tensor
 
 from quickstep.ops.reference.paged_attention import write_kv as _reference_write
-from quickstep.ops.tensors import SCALE_BYTES, AnyTensor, to_torch
-from quickstep.ops.triton.rounding import rounded, rounded_quotient, rounded_to_integer
+from quickstep.ops.tensors import SCALE_BYTES, AnyTensor, bytes_of_float8, to_torch
+from quickstep.ops.triton.rounding import (
+    float8_bits,
+    rounded,
+    rounded_quotient,
+    rounded_to_float8,
+    rounded_to_integer,
+)
 
 __all__ = ["write_kv"]
 
@@ -32,6 +38,10 @@ def _store_head(source, cache, scales, offset, channels, mask, width, INT8: tl.c
         tl.store(cache + offset + channels, tl.where(is_used, near, 0.0).to(tl.int8), mask=mask)
         scale = tl.where(is_used, rounded_quotient(divisor, 127.0), 0.0)
         tl.store(scales + (offset + width - 4) // 4, tl.where(is_finite, scale, float("nan")))
+    elif cache.dtype.element_ty == tl.uint8:
+        bounded = tl.where(value > 448.0, 448.0, tl.where(value < -448.0, -448.0, value))
+        bounded = tl.where((value - value) == 0.0, bounded, float("nan"))
+        tl.store(cache + offset + channels, float8_bits(rounded_to_float8(bounded)), mask=mask)
     else:
         tl.store(cache + offset + channels, rounded(value, cache.dtype.element_ty), mask=mask)
 
@@ -71,7 +81,7 @@ def write_kv(
     k: Tensor, v: Tensor, k_cache: AnyTensor, v_cache: AnyTensor, slot_mapping: Tensor
 ) -> None:
     """k, v [T, K, D] into k_cache, v_cache [B, S, K, W] at the flat slots slot_mapping [T]."""
-    keys, values = to_torch(k_cache), to_torch(v_cache)
+    keys, values = (bytes_of_float8(to_torch(cache)) for cache in (k_cache, v_cache))
     assert keys.is_contiguous() and values.is_contiguous()
     is_int8 = keys.dtype == torch.int8
     # the widths of int8 heads are multiples of 4 if head sizes are; others have no aligned scales
