@@ -158,6 +158,20 @@ def _rotary(x: Tensor, cos: Tensor, sin: Tensor, interleaved: bool) -> list[tupl
     return [(value, 4 * _FP32_ROUNDOFF * x.abs().amax(-1, keepdim=True))]
 
 
+def _rotary_write_kv(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    cos: Tensor,
+    sin: Tensor,
+    slots: Tensor,
+    interleaved: bool,
+    *caches: Tensor,
+) -> list[tuple[Tensor, Tensor]]:
+    rotated = [_rotary(one, cos, sin, interleaved)[0] for one in (q, k)]
+    return [*rotated, *_exactly(v)]
+
+
 def _gated_activation(gate_up: Tensor, kind: str) -> list[tuple[Tensor, Tensor]]:
     gate, up = gate_up.chunk(2, dim=-1)
     functional = torch.nn.functional
@@ -352,6 +366,7 @@ _ORACLES: Mapping[str, Callable[..., list[tuple[Tensor, Tensor]]]] = MappingProx
         "add_rms_norm": _add_rms_norm,
         "rotary": _rotary,
         "write_kv": _write_kv,
+        "rotary_write_kv": _rotary_write_kv,
         "gated_activation": _gated_activation,
         "add": _add,
         "scale": _scale,

@@ -48,7 +48,8 @@ class Case(msgspec.Struct, frozen=True):
     (y, x or token ids, adapter of each token or -1) and `fixed` the parts of each adapter, and the
     experts, whose `tokens` are (x, experts, weights) and `fixed` (activation, the experts' matrices
     and biases); experts_lora has also the adapter of each token, and the parts of each adapter by
-    matrix.
+    matrix. The `tokens` of rotary_write_kv are (q, k, v, cos, sin, slot_mapping), and `fixed` is
+    (interleaved, k_cache, v_cache).
     """
 
     op: str
@@ -72,6 +73,8 @@ def bind(ops: OpTable, case: Case) -> Callable[..., tuple[Tensor, ...]]:
         return lambda y, x, ids: _add_lora(ops, y, x, ids, adapters)
     if case.op in ("experts", "experts_lora"):
         return _bind_experts(ops, case.fixed)
+    if case.op == "rotary_write_kv":
+        return partial(_rotate_and_write, ops, fixed)
     if case.op == "write_kv":
         return lambda k, v, slots: _write_and_read(ops, (k, v), slots, fixed)
     if case.op == "logits":
@@ -150,6 +153,18 @@ def _write_and_read(
         restored.view(-1, *new.shape[2:])[slots] = old.flatten(0, 1)[slots]
         assert torch.equal(restored.float(), old.float()), "a slot outside slot_mapping changed"
     return tuple(written)
+
+
+def _rotate_and_write(ops: OpTable, fixed: tuple[Any, ...], *tokens: Tensor) -> tuple[Tensor, ...]:
+    """Into copies of the caches: rotated queries, and what was written."""
+    q, k, v, cos, sin, slots = tokens
+    interleaved, caches = fixed[0], [cache.clone() for cache in fixed[1:]]
+    if ops.rotary_write_kv is not None:
+        rotated = ops.rotary_write_kv(q, k, v, cos, sin, interleaved, *caches, slots)
+    else:
+        rotated = ops.rotary(q, cos, sin, interleaved)
+        ops.write_kv(ops.rotary(k, cos, sin, interleaved), v, *caches, slots)
+    return (rotated, *(cache.flatten(0, 1)[slots] for cache in caches))
 
 
 def cases(
@@ -379,6 +394,21 @@ def _write_kv_cases(dtype: torch.dtype) -> Iterator[Case]:
         yield Case("write_kv", name, (*kv, slots), caches)
 
 
+def _rotary_write_kv_cases(dtype: torch.dtype) -> Iterator[Case]:
+    # (T, H, K, D, D_rot)
+    for shape in ((1, 1, 1, 32, 32), (13, 4, 2, 64, 64), (3, 3, 3, 80, 20), (3, 4, 1, 18, 6)):
+        for interleaved in (False, True):
+            name = label("rotary_write_kv", dtype, *shape, interleaved)
+            source = CaseInputs(name, dtype)
+            num_tokens, heads, kv_heads, size, rotated = shape
+            angles = CaseInputs(name, torch.float32).normal(num_tokens, rotated // 2, scale=40.0)
+            heads_of = [source.normal(num_tokens, n, size) for n in (heads, kv_heads, kv_heads)]
+            slots = source.permutation(5 * 8)[:num_tokens]
+            caches = [source.normal(5, 8, kv_heads, size) for _ in range(2)]
+            tokens = (*heads_of, angles.cos(), angles.sin(), slots)
+            yield Case("rotary_write_kv", name, tokens, (interleaved, *caches))
+
+
 def _gated_activation_cases(dtype: torch.dtype) -> Iterator[Case]:
     for kind in ("silu", "gelu", "gelu_tanh", "clamped_swiglu"):
         for num_tokens, width in ((1, 7), (19, 77), (6, 4864), (0, 32)):
@@ -431,6 +461,7 @@ OPS: Mapping[str, Callable[[torch.dtype], Iterator[Case | AttentionCase]]] = Map
         "add_rms_norm": _add_rms_norm_cases,
         "rotary": _rotary_cases,
         "write_kv": _write_kv_cases,
+        "rotary_write_kv": _rotary_write_kv_cases,
         "gated_activation": _gated_activation_cases,
         "add": _add_cases,
         "scale": _scale_cases,

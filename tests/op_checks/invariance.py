@@ -78,7 +78,7 @@ def _token_checks(ops: OpTable, case: Case) -> Iterator[Check]:
         return all(same_bits(got[rows], whole[source]) for got, whole in pairs)
 
     num_tokens = case.tokens[0].shape[0]
-    for name, index in _token_arrangements(num_tokens, repeats=case.op != "write_kv"):
+    for name, index in _token_arrangements(num_tokens, repeats="write_kv" not in case.op):
         chosen = tuple(x[index] for x in case.tokens)
         yield name, partial(same, chosen, torch.arange(len(index)), index)
     for token in sorted({0, num_tokens // 2, num_tokens - 1}) if num_tokens else ():

@@ -34,6 +34,7 @@ ROW_OPS = (
     "add_rms_norm",
     "rotary",
     "write_kv",
+    "rotary_write_kv",
     "gated_activation",
 )
 ATTENTION = ("one-key", "window-below-tile", "sinks-one-key")
@@ -116,6 +117,19 @@ def test_experts_of_different_forms_are_computed_one_by_one(ops: OpTable) -> Non
     assert ops.pack_experts(packed, packed) is None
 
 
+@pytest.mark.parametrize("kv_dtype", [torch.bfloat16, torch.int8, torch.float8_e4m3fn])
+def test_one_launch_writes_the_bits_of_rotary_and_write_kv(
+    ops: OpTable, kv_dtype: torch.dtype
+) -> None:
+    for case in small_cases("rotary_write_kv", (torch.bfloat16,))[-4:]:
+        caches = tuple(stored_heads(cache, kv_dtype) for cache in case.fixed[1:])
+        narrow = replace(case, fixed=(case.fixed[0], *caches))
+        fused = bind(ops, narrow)(*case.tokens)
+        separate = bind(replace(ops, rotary_write_kv=None), narrow)(*case.tokens)
+        for one, other in zip(fused, separate, strict=True):
+            assert same_bits(one, other), case.name
+
+
 def test_interpreted_attention_is_near_float64(ops: OpTable) -> None:
     chosen = [
         case
@@ -127,7 +141,7 @@ def test_interpreted_attention_is_near_float64(ops: OpTable) -> None:
     assert [one for one in wrong if not one.ok] == []
 
 
-@pytest.mark.parametrize("kv_dtype", [torch.bfloat16, torch.int8])
+@pytest.mark.parametrize("kv_dtype", [torch.bfloat16, torch.int8, torch.float8_e4m3fn])
 def test_interpreted_attention_has_the_same_bits_alone_and_in_chunks(
     ops: OpTable, kv_dtype: torch.dtype
 ) -> None:

@@ -269,10 +269,13 @@ class Decoder:
         """Write a layer's KV of x [T, hidden], return its queries [T, H, D]."""
         ops = self._ops
         q, k, v = self._qkv(index, x, lora)
+        keys, values, slots = kv.keys[index], kv.values[index], layout.slot_mapping
+        if rotation is not None and ops.rotary_write_kv is not None:
+            return ops.rotary_write_kv(q, k, v, *rotation, False, keys, values, slots)
         if rotation is not None:
             q = ops.rotary(q, rotation[0], rotation[1], False)
             k = ops.rotary(k, rotation[0], rotation[1], False)
-        ops.write_kv(k, v, kv.keys[index], kv.values[index], layout.slot_mapping)
+        ops.write_kv(k, v, keys, values, slots)
         return q
 
     def _attention(

@@ -379,6 +379,9 @@ class OpTable(msgspec.Struct, frozen=True):
             rotates the first D_rot of D, halves convention unless interleaved; fp32 inside.
         write_kv: (k [T, K, D], v [T, K, D], k_cache, v_cache, slot_mapping [T]) -> None, in place;
             rounded to the caches' dtype, int8 per token and head, fp8 at most 448.
+        rotary_write_kv: (q [T, H, D], k, v [T, K, D], cos, sin, interleaved, k_cache, v_cache,
+            slot_mapping) -> q [T, H, D]: `rotary` of q and k and `write_kv` in one launch, with
+            their bits. None where they are called one after another.
         paged_attention: (q [T, H, D], k_cache [B, S, K, W], v_cache, PagedLayout, AttentionParams,
             sinks [H] float32 or None) -> [T, H, D]; causal, GQA without copies, KV walked in tiles
             at absolute positions. A sink is one more logit in the denominator of each of its
@@ -433,4 +436,10 @@ class OpTable(msgspec.Struct, frozen=True):
         Callable[[tuple[LinearWeight, ...], tuple[LinearWeight, ...]], object | None] | None
     ) = None
     experts: ExpertsOp | None = None
+    rotary_write_kv: (
+        Callable[
+            [Tensor, Tensor, Tensor, Tensor, Tensor, bool, AnyTensor, AnyTensor, Tensor], Tensor
+        ]
+        | None
+    ) = None
     steps: NativeSteps | None = None

@@ -36,11 +36,12 @@ def load_triton(device: torch.device | Device) -> OpTable | None:
 
     from quickstep.ops.reference.logits import Logits
     from quickstep.ops.triton.attention import paged_attention
-    from quickstep.ops.triton.elementary import add_rms_norm, gated_activation, rms_norm, rotary
+    from quickstep.ops.triton.elementary import add_rms_norm, gated_activation, rms_norm
     from quickstep.ops.triton.experts import TritonExperts, pack_experts
     from quickstep.ops.triton.linear import embedding, linear, pack_linear
     from quickstep.ops.triton.lora import TritonLoRA
     from quickstep.ops.triton.quantized_linear import pack_quantized
+    from quickstep.ops.triton.rotary import rotary, rotary_write_kv
     from quickstep.ops.triton.write_kv import write_kv
 
     lora = TritonLoRA()
@@ -59,6 +60,7 @@ def load_triton(device: torch.device | Device) -> OpTable | None:
         rotary=rotary,
         gated_activation=gated_activation,
         write_kv=write_kv,
+        rotary_write_kv=rotary_write_kv,
         paged_attention=paged_attention,
         move_kv=None,
         pack_experts=pack_experts,

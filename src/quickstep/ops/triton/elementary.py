@@ -1,7 +1,7 @@
-"""RMS norm with and without a residual, rotary embedding and gated activations.
+"""RMS norm with and without a residual, and gated activations.
 
-One program computes one row, or one head of a token, in fp32 and rounds once: bits depend on that
-row and on its length only.
+One program computes one row, or a block of it, in fp32 and rounds once: bits depend on that row and
+on its length only.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from quickstep.ops.reference.elementary import ACTIVATIONS, SWIGLU_ALPHA, SWIGLU
 from quickstep.ops.tensors import AnyTensor, to_torch
 from quickstep.ops.triton.rounding import rounded
 
-__all__ = ["add_rms_norm", "gated_activation", "rms_norm", "rotary"]
+__all__ = ["add_rms_norm", "gated_activation", "rms_norm"]
 
 _ACTIVATION_BLOCK = 1024
 
@@ -87,72 +87,6 @@ def add_rms_norm(
     out, summed = _norm(x, residual, weight, eps, offset)
     assert summed is not None
     return out, summed
-
-
-@triton.jit
-def _rotary_kernel(
-    x,
-    cos,
-    sin,
-    out,
-    num_heads,
-    head_size,
-    half,
-    x_token_stride,
-    x_head_stride,
-    INTERLEAVED: tl.constexpr,
-    BLOCK_HALF: tl.constexpr,
-    BLOCK_D: tl.constexpr,
-):
-    """One head of one token."""
-    token = tl.program_id(0).to(tl.int64)
-    head = tl.program_id(1)
-    source = x + token * x_token_stride + head * x_head_stride
-    target = out + (token * num_heads + head) * head_size
-    channels = tl.arange(0, BLOCK_D)
-    kept = (channels >= 2 * half) & (channels < head_size)
-    tl.store(target + channels, tl.load(source + channels, mask=kept), mask=kept)
-    pairs = tl.arange(0, BLOCK_HALF)
-    mask = pairs < half
-    if INTERLEAVED:
-        first_index = 2 * pairs
-        second_index = 2 * pairs + 1
-    else:
-        first_index = pairs
-        second_index = pairs + half
-    first = tl.load(source + first_index, mask=mask, other=0.0).to(tl.float32)
-    second = tl.load(source + second_index, mask=mask, other=0.0).to(tl.float32)
-    c = tl.load(cos + token * half + pairs, mask=mask, other=0.0).to(tl.float32)
-    s = tl.load(sin + token * half + pairs, mask=mask, other=0.0).to(tl.float32)
-    tl.store(target + first_index, rounded(first * c - second * s, out.dtype.element_ty), mask=mask)
-    tl.store(
-        target + second_index, rounded(second * c + first * s, out.dtype.element_ty), mask=mask
-    )
-
-
-def rotary(x: Tensor, cos: Tensor, sin: Tensor, interleaved: bool) -> Tensor:
-    """X [T, H, D], cos and sin [T, D_rot / 2] -> [T, H, D]; channels from D_rot on are kept."""
-    if x.stride(-1) != 1:
-        x = x.contiguous()
-    num_tokens, num_heads, head_size = x.shape
-    half = cos.shape[-1]
-    out = torch.empty(x.shape, dtype=x.dtype, device=x.device)
-    if out.numel():
-        _rotary_kernel[(num_tokens, num_heads)](
-            x,
-            cos.contiguous(),
-            sin.contiguous(),
-            out,
-            num_heads,
-            head_size,
-            half,
-            x.stride(0),
-            x.stride(1),
-            INTERLEAVED=interleaved,
-            BLOCK_HALF=triton.next_power_of_2(half),
-            BLOCK_D=triton.next_power_of_2(head_size),
-        )
-    return out
 
 
 @triton.jit

@@ -20,15 +20,16 @@ from quickstep.ops.triton.rounding import (
     rounded_to_integer,
 )
 
-__all__ = ["write_kv"]
+__all__ = ["has_aligned_scales", "scales_of", "store_head", "write_kv"]
 
 _LEAST = tl.constexpr(1e-30)  # as in `ops.tensors`: a head below it is stored as zero
 
 
 @triton.jit
-def _store_head(source, cache, scales, offset, channels, mask, width, INT8: tl.constexpr):
-    """One head of one token at element `offset` of the cache; an int8 scale follows the values."""
-    value = tl.load(source + channels, mask=mask, other=0.0).to(tl.float32)
+def store_head(value, cache, scales, offset, channels, mask, width, INT8: tl.constexpr):
+    """One head of one token, in fp32 and 0 outside of `mask`, at element `offset` of the cache; an
+    int8 scale follows the values.
+    """
     if INT8:
         is_finite = tl.max(tl.where((value - value) == 0.0, 0, 1), 0) == 0
         most = tl.max(tl.abs(value), 0)
@@ -71,10 +72,24 @@ def _write_kv_kernel(
     channels = tl.arange(0, BLOCK_D)
     mask = channels < head_size
     offset = (tl.load(slots + token) * num_heads + head) * width
-    key = k + token * k_token_stride + head * k_head_stride
-    value = v + token * v_token_stride + head * v_head_stride
-    _store_head(key, keys, key_scales, offset, channels, mask, width, INT8)
-    _store_head(value, values, value_scales, offset, channels, mask, width, INT8)
+    source = k + token * k_token_stride + head * k_head_stride
+    key = tl.load(source + channels, mask=mask, other=0.0).to(tl.float32)
+    store_head(key, keys, key_scales, offset, channels, mask, width, INT8)
+    source = v + token * v_token_stride + head * v_head_stride
+    value = tl.load(source + channels, mask=mask, other=0.0).to(tl.float32)
+    store_head(value, values, value_scales, offset, channels, mask, width, INT8)
+
+
+def has_aligned_scales(cache: Tensor) -> bool:
+    """Whether the kernels can write it: int8 heads whose width is no multiple of 4 have scales that
+    are not aligned.
+    """
+    return cache.dtype != torch.int8 or cache.shape[3] % SCALE_BYTES == 0
+
+
+def scales_of(cache: Tensor) -> Tensor:
+    """An int8 cache as float32, for its scales; others as they are."""
+    return cache.flatten().view(torch.float32) if cache.dtype == torch.int8 else cache
 
 
 def write_kv(
@@ -84,20 +99,19 @@ def write_kv(
     keys, values = (bytes_of_float8(to_torch(cache)) for cache in (k_cache, v_cache))
     assert keys.is_contiguous() and values.is_contiguous()
     is_int8 = keys.dtype == torch.int8
-    # the widths of int8 heads are multiples of 4 if head sizes are; others have no aligned scales
-    if is_int8 and keys.shape[3] % SCALE_BYTES:
+    if not has_aligned_scales(keys):
         return _reference_write(k, v, k_cache, v_cache, slot_mapping)
     if k.numel() == 0:
         return None
     k, v = (heads if heads.stride(-1) == 1 else heads.contiguous() for heads in (k, v))
     num_tokens, num_heads, head_size = k.shape
-    scales = [cache.flatten().view(torch.float32) if is_int8 else cache for cache in (keys, values)]
     _write_kv_kernel[(num_tokens, num_heads)](
         k,
         v,
         keys,
         values,
-        *scales,
+        scales_of(keys),
+        scales_of(values),
         slot_mapping,
         num_heads,
         head_size,
