@@ -14,15 +14,19 @@ __all__ = ["Logits", "finished_logits"]
 
 
 class Logits:
-    """`OpTable.logits` of an implementation's `linear` and `add_lora_`."""
+    """`OpTable.logits` of an implementation's `linear` and `add_lora_`, and of what it does with
+    the product: `finish` is `finished_logits`, or another of its arguments and results.
+    """
 
     def __init__(
         self,
         linear: Callable[[Tensor, LinearWeight], Tensor],
         add_lora_: Callable[[Tensor, Tensor, int, LoRAMapping], None],
+        finish: Callable[[Tensor, float, float | None], Tensor] | None = None,
     ) -> None:
         self._linear = linear
         self._add_lora_ = add_lora_
+        self._finish = finish or finished_logits
 
     def __call__(
         self,
@@ -37,7 +41,7 @@ class Logits:
         product = self._linear(x, weight)
         if lora is not None:
             self._add_lora_(product, x, *lora)
-        return finished_logits(product, divisor, softcap)
+        return self._finish(product, divisor, softcap)
 
 
 def finished_logits(product: Tensor, divisor: float, softcap: float | None) -> Tensor:

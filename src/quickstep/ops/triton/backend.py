@@ -39,6 +39,7 @@ def load_triton(device: torch.device | Device) -> OpTable | None:
     from quickstep.ops.triton.elementary import add_rms_norm, gated_activation, rms_norm
     from quickstep.ops.triton.experts import TritonExperts, pack_experts
     from quickstep.ops.triton.linear import embedding, linear, pack_linear
+    from quickstep.ops.triton.logits import finished_logits
     from quickstep.ops.triton.lora import TritonLoRA
     from quickstep.ops.triton.quantized_linear import pack_quantized
     from quickstep.ops.triton.rotary import rotary, rotary_write_kv
@@ -54,7 +55,7 @@ def load_triton(device: torch.device | Device) -> OpTable | None:
         pack_lora=lora.pack_lora,
         add_lora_=lora.add_lora_,
         embedding=embedding,
-        logits=Logits(linear, lora.add_lora_),
+        logits=Logits(linear, lora.add_lora_, finished_logits),
         rms_norm=rms_norm,
         add_rms_norm=add_rms_norm,
         rotary=rotary,

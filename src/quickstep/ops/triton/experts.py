@@ -41,6 +41,7 @@ __all__ = ["TritonExperts", "pack_experts"]
 
 _BLOCK_N = 64
 _BLOCK_K = 64
+_MOST_BLOCK_K = 128  # of quantized weights
 _BLOCK_T = 32  # of weights in floating point, for every number of rows
 _COMBINE_BLOCK = 1024
 _ALIGNMENT = 16  # bytes, of every tensor of a weight
@@ -385,7 +386,7 @@ def _product(x: Tensor, matrices: _Matrices, plan: _Plan, *, gather: bool) -> Te
             BLOCK_E=block_e,
             BLOCK_T=block_t,
             BLOCK_N=_BLOCK_N,
-            BLOCK_K=block_k(data.group_size),
+            BLOCK_K=block_k(data.group_size, _MOST_BLOCK_K),
             enable_fp_fusion=False,
         )
         return out

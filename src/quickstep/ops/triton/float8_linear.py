@@ -3,8 +3,8 @@
 Activations are quantized to e4m3 per token and group, as in `ops.reference.linear`. Numbers of e4m3
 are exact in fp16, in which the product runs on every GPU, with fp32 sums: what fp8 saves is memory
 and its bandwidth. (Matrix instructions of fp8 keep fewer bits of a sum on some GPUs.) Each group is
-summed over blocks of `_BLOCK_K` inputs in ascending order, then multiplied by both scales and added
-to the groups before it, by one program; one tile shape for every number of tokens, as in `linear`.
+summed over blocks of inputs in ascending order, then multiplied by both scales and added to the
+groups before it, by one program; the tile is that of the weight's shape (`ops.triton.tiles`).
 
     packed   [N, C] uint8, the bytes of e4m3
     scales   [N, G] float32
@@ -26,6 +26,7 @@ from quickstep.ops.triton.rounding import (
     rounded_quotient,
     rounded_to_float8,
 )
+from quickstep.ops.triton.tiles import Tile, tile_of
 
 __all__ = [
     "Float8Weight",
@@ -36,9 +37,6 @@ __all__ = [
     "quantize_to_float8",
 ]
 
-_BLOCK_T = 64
-_BLOCK_N = 64
-_BLOCK_K = 64
 _ROW_BLOCK = 1024
 _TINY = tl.constexpr(1e-30)  # the reference's: such a group counts as zero
 _LARGEST = tl.constexpr(FLOAT8_MAX)
@@ -224,8 +222,8 @@ def quantize_to_float8(x: Tensor, weight: Float8Weight) -> tuple[Tensor, Tensor]
     return values, scales
 
 
-def float8_linear(x: Tensor, weight: LinearWeight) -> Tensor:
-    """X [T, C] -> [T, N] in x's dtype; T may be 0."""
+def float8_linear(x: Tensor, weight: LinearWeight, tile: Tile | None = None) -> Tensor:
+    """X [T, C] -> [T, N] in x's dtype; T may be 0. `tile` replaces that of the shape."""
     data = weight.data
     assert isinstance(data, Float8Weight)
     num_tokens, num_inputs = x.shape
@@ -233,7 +231,9 @@ def float8_linear(x: Tensor, weight: LinearWeight) -> Tensor:
     if out.numel() == 0:
         return out
     values, scales = quantize_to_float8(x, data)
-    grid = (triton.cdiv(num_tokens, _BLOCK_T), triton.cdiv(weight.num_outputs, _BLOCK_N))
+    own_tile, block_k = tile_of(x, "float8", weight.num_outputs)
+    tile = tile or own_tile
+    grid = (triton.cdiv(num_tokens, tile.block_t), triton.cdiv(weight.num_outputs, tile.block_n))
     _float8_kernel[grid](
         values,
         scales,
@@ -247,9 +247,11 @@ def float8_linear(x: Tensor, weight: LinearWeight) -> Tensor:
         GROUP=data.group_size,
         HAS_BIAS=weight.bias is not None,
         WIDEN=x.device.type == "cpu",
-        BLOCK_T=_BLOCK_T,
-        BLOCK_N=_BLOCK_N,
-        BLOCK_K=_BLOCK_K,
+        BLOCK_T=tile.block_t,
+        BLOCK_N=tile.block_n,
+        BLOCK_K=block_k,
+        num_warps=tile.num_warps,
+        num_stages=tile.num_stages,
         enable_fp_fusion=False,
     )
     return out

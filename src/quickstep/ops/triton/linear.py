@@ -1,8 +1,7 @@
 """Batch-invariant product of activations with a float weight, y = x W^T + b.
 
-Each output is summed in fp32 over blocks of `_BLOCK_K` inputs in ascending order, by one program:
-no split over K, and one tile shape for every number of tokens, since a GPU may choose another
-matrix instruction, with other bits, for another shape.
+Each output is summed in fp32 over blocks of inputs in ascending order, by one program: no split
+over K. The tile is that of the weight's shape (`ops.triton.tiles`).
 """
 
 from __future__ import annotations
@@ -18,12 +17,9 @@ from quickstep.ops.tensors import AnyTensor, DType, to_torch, torch_dtype
 from quickstep.ops.triton.float8_linear import Float8Weight, float8_linear, float8_rows
 from quickstep.ops.triton.quantized_linear import PackedWeight, quantized_linear, quantized_rows
 from quickstep.ops.triton.rounding import rounded
+from quickstep.ops.triton.tiles import Tile, tile_of
 
-__all__ = ["embedding", "linear", "pack_linear", "product_tile", "widens"]
-
-_BLOCK_N = 64
-_BLOCK_K = 64
-_BLOCK_T = 64
+__all__ = ["embedding", "linear", "pack_linear", "product_tile", "tiled_linear", "widens"]
 
 
 @triton.jit
@@ -133,11 +129,16 @@ def embedding(
 
 def linear(x: Tensor, weight: LinearWeight) -> Tensor:
     """X [T, C] -> [T, N] in x's dtype; T may be 0."""
+    return tiled_linear(x, weight)
+
+
+def tiled_linear(x: Tensor, weight: LinearWeight, tile: Tile | None = None) -> Tensor:
+    """`linear`, with a tile other than that of the weight's shape, if given."""
     data = weight.data
     if isinstance(data, PackedWeight):
-        return quantized_linear(x, weight)
+        return quantized_linear(x, weight, tile)
     if isinstance(data, Float8Weight):
-        return float8_linear(x, weight)
+        return float8_linear(x, weight, tile)
     assert isinstance(data, Tensor)
     if x.stride(-1) != 1:
         x = x.contiguous()
@@ -145,7 +146,9 @@ def linear(x: Tensor, weight: LinearWeight) -> Tensor:
     out = x.new_empty(num_tokens, num_outputs)
     if out.numel() == 0:
         return out
-    grid = (triton.cdiv(num_tokens, _BLOCK_T), triton.cdiv(num_outputs, _BLOCK_N))
+    own_tile, block_k = tile_of(x, "float", num_outputs)
+    tile = tile or own_tile
+    grid = (triton.cdiv(num_tokens, tile.block_t), triton.cdiv(num_outputs, tile.block_n))
     _linear_kernel[grid](
         x,
         data,
@@ -157,8 +160,10 @@ def linear(x: Tensor, weight: LinearWeight) -> Tensor:
         x.stride(0),
         HAS_BIAS=weight.bias is not None,
         WIDEN=widens(x, data.dtype),
-        BLOCK_T=_BLOCK_T,
-        BLOCK_N=_BLOCK_N,
-        BLOCK_K=_BLOCK_K,
+        BLOCK_T=tile.block_t,
+        BLOCK_N=tile.block_n,
+        BLOCK_K=block_k,
+        num_warps=tile.num_warps,
+        num_stages=tile.num_stages,
     )
     return out

@@ -23,6 +23,7 @@ from quickstep.ops.table import SUB_BLOCK_INPUTS, LinearWeight, QuantizedWeight
 from quickstep.ops.tensors import AnyTensor, to_torch
 from quickstep.ops.triton.float8_linear import pack_float8
 from quickstep.ops.triton.rounding import rounded, rounded_quotient, rounded_to_integer
+from quickstep.ops.triton.tiles import Tile, tile_of
 
 __all__ = [
     "PackedWeight",
@@ -34,8 +35,6 @@ __all__ = [
     "quantized_tile",
 ]
 
-_BLOCK_N = 64
-_MOST_BLOCK_K = 128
 _LEAST_BLOCK_K = 32  # of int8 matrix instructions
 _ROW_BLOCK = 1024
 _TINY = tl.constexpr(1e-30)  # the reference's: such a group counts as zero
@@ -272,15 +271,10 @@ def _rows_kernel(
     tl.store(target, rounded(value, out.dtype.element_ty), mask=mask)
 
 
-def block_k(group_size: int) -> int:
-    """Of the group alone: the same for every number of tokens."""
+def block_k(group_size: int, most: int) -> int:
+    """A block of a group: all of a small one."""
     least: int = triton.next_power_of_2(group_size)
-    return min(_MOST_BLOCK_K, max(_LEAST_BLOCK_K, least))
-
-
-def _block_t(num_tokens: int) -> int:
-    """16 tokens a tile in decode, 64 in prefill."""
-    return 16 if num_tokens <= 16 else 64
+    return min(most, max(_LEAST_BLOCK_K, least))
 
 
 def quantize_tokens(x: Tensor, weight: PackedWeight) -> tuple[Tensor, Tensor]:
@@ -304,8 +298,8 @@ def quantize_tokens(x: Tensor, weight: PackedWeight) -> tuple[Tensor, Tensor]:
     return quants, scales
 
 
-def quantized_linear(x: Tensor, weight: LinearWeight) -> Tensor:
-    """X [T, C] -> [T, N] in x's dtype; T may be 0."""
+def quantized_linear(x: Tensor, weight: LinearWeight, tile: Tile | None = None) -> Tensor:
+    """X [T, C] -> [T, N] in x's dtype; T may be 0. `tile` replaces that of the shape."""
     data = weight.data
     assert isinstance(data, PackedWeight)
     num_tokens, num_inputs = x.shape
@@ -313,8 +307,9 @@ def quantized_linear(x: Tensor, weight: LinearWeight) -> Tensor:
     if out.numel() == 0:
         return out
     quants, scales = quantize_tokens(x, data)
-    block_t = _block_t(num_tokens)
-    grid = (triton.cdiv(num_tokens, block_t), triton.cdiv(weight.num_outputs, _BLOCK_N))
+    own_tile, most_block_k = tile_of(x, "int4" if data.is_int4 else "int8", weight.num_outputs)
+    tile = tile or own_tile
+    grid = (triton.cdiv(num_tokens, tile.block_t), triton.cdiv(weight.num_outputs, tile.block_n))
     _quantized_linear_kernel[grid](
         quants,
         scales,
@@ -333,9 +328,11 @@ def quantized_linear(x: Tensor, weight: LinearWeight) -> Tensor:
         HAS_ZEROS=data.zeros is not None,
         HAS_SUB=data.sub_scales is not None,
         HAS_BIAS=weight.bias is not None,
-        BLOCK_T=block_t,
-        BLOCK_N=_BLOCK_N,
-        BLOCK_K=block_k(data.group_size),
+        BLOCK_T=tile.block_t,
+        BLOCK_N=tile.block_n,
+        BLOCK_K=block_k(data.group_size, most_block_k),
+        num_warps=tile.num_warps,
+        num_stages=tile.num_stages,
         enable_fp_fusion=False,
     )
     return out
