@@ -9,8 +9,8 @@ What must not change with the number of tokens:
   shape. Another block of tokens or outputs leaves the order of a sum as it is only if the GPU keeps
   the matrix instruction (below 64 tokens, an H100 takes another one), so a shape has one tile for
   all numbers of tokens unless its row in `TUNED` was checked.
-- `int8` and `int4`: sums of a group are integers, and groups are added one by one: every tile has the same
-  bits.
+- `int8` and `int4`: sums of a group are integers, and groups are added one by one: every tile has
+  the same bits.
 """
 
 from __future__ import annotations
