@@ -117,6 +117,12 @@ def _stages(device: str) -> Iterator[Stage]:
                     f"step, {kernels}, {shape}, batch {batch}", (command, *step, *flags), 60.0
                 )
     best = ("--device", device, "--kernels", _KERNELS[device][0])
+    largest = _SHAPES[device][-1]
+    for quantization in ("fp8", "int4"):
+        step = ("bench", "step", "--shape", largest, "--batch", "1", "--prefill", "2048")
+        flags = ("--repeats", "3", "--json", *best, "--max-model-len", "4096")
+        title = f"step, {_KERNELS[device][0]}, {largest} {quantization}, batch 1"
+        yield Stage(title, (command, *step, *flags, "--quantization", quantization), 60.0)
     latency = ("bench", "latency", "demo", "--output-len", "64", "--repeats", "3")
     yield Stage("one stream", (command, *latency, *best), 60.0)
     throughput = ("bench", "throughput", "demo", "--max-len", "512", "--repeats", "3")
@@ -124,6 +130,8 @@ def _stages(device: str) -> Iterator[Stage]:
         flags = (*throughput, "--pipeline-depth", depth)
         title = f"64 requests at once, steps in flight: {depth}"
         yield Stage(title, (command, *flags, *best), 30.0)
+    tuning = ("benchmarks.tune_gpu", "--device", device, "--seconds", "100")
+    yield Stage("tiles of products", tuning, 120.0)
 
 
 def _run(stage: Stage, limit_s: float) -> Done:

@@ -6,14 +6,15 @@ prints rows for `TUNED` in `quickstep/ops/triton/tiles.py`; candidates whose bit
 that the GPU refuses, are counted. Bits must also agree between the numbers of tokens, so each
 candidate is compared on the most tokens, and on the first of them alone.
 
-`--device cpu` runs two candidates on a tiny shape through the interpreter (TRITON_INTERPRET=1), to
-see that it works; its times mean nothing.
+`--device cpu` runs two candidates on a tiny shape through the interpreter, to see that it
+works; its times mean nothing.
 """
 
 from __future__ import annotations
 
 import argparse
 import itertools
+import os
 import statistics
 import sys
 import time
@@ -60,6 +61,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--kinds", nargs="+", choices=_KINDS, default=_KINDS)
     parser.add_argument("--seconds", type=float, default=480.0, help="stop after so long")
     args = parser.parse_args(argv)
+    if args.device == "cpu":
+        os.environ.setdefault("TRITON_INTERPRET", "1")  # read when Triton is imported
     import torch
 
     if args.device == "cuda" and not torch.cuda.is_available():
