@@ -84,8 +84,9 @@ def candidates_of(
 
 def _noise(state: SamplingState, ids: npt.NDArray[np.int64]) -> npt.NDArray[np.float64]:
     """`noise.gumbel` of the position, with NumPy's logarithm: drafts need no exact one."""
-    v = (noise_bits(state.seed, state.num_outputs, ids) + 0.5) * 2.0**-52
-    return -np.log(-np.log1p(-v))
+    v = (noise_bits(state.seed, state.num_outputs, ids).astype(np.float64) + 0.5) * 2.0**-52
+    noise: npt.NDArray[np.float64] = -np.log(-np.log1p(-v))
+    return noise
 
 
 def likeliest_tree(levels: Sequence[Sequence[Candidate]], num_drafts: int) -> Drafts:
