@@ -61,6 +61,7 @@ class DecodeGroup:
         self._batch = batch
         self._block_size = block_size
         self._token_id = token_id
+        self._output_block = (token_id,) * block_size
         self._members: dict[Sequence, _Member] = {}
         self._is_in_flight = False
         self._last_step_id = -1
@@ -144,9 +145,7 @@ class DecodeGroup:
             if not start % block_size:
                 batch.grow_by_block(sequence)
             if not (start + 1) % block_size:
-                self._set_length(sequence, start)
-                sequence.resident.planned += 1
-                batch.register(sequence)
+                batch.register_block(sequence, self._last_block(sequence, start + 1))
         self._last_step_id = step_id
         self._is_in_flight = True
 
@@ -191,6 +190,14 @@ class DecodeGroup:
         context_ticks = self._context_ticks - member.context_ticks
         sequence.device_ticks += (member.shift + 1) * context_ticks
         member.row_ticks, member.context_ticks = self._row_ticks, self._context_ticks
+
+    def _last_block(self, sequence: Sequence, num_tokens: int) -> tuple[int, ...]:
+        """The tokens of the last block of a sequence with so many."""
+        start = num_tokens - self._block_size
+        if start >= sequence.prompt_len:
+            return self._output_block
+        known = sequence.token_ids[start:]
+        return (*known, *self._output_block[len(known) :])
 
     def _set_length(self, sequence: Sequence, num_computed: int) -> None:
         """The sequence after so many positions: one more token is known."""
