@@ -64,6 +64,7 @@ class DecodeGroup:
         self._output_block = (token_id,) * block_size
         self._members: dict[Sequence, _Member] = {}
         self._is_in_flight = False
+        self._leaving: dict[Sequence, None] = {}  # with the step in flight
         self._last_step_id = -1
         self._num_steps = 0  # that were committed
         # by step, modulo the block size, in the order of rows: who begins or fills a block in it
@@ -93,7 +94,7 @@ class DecodeGroup:
 
     def join(self, sequence: Sequence) -> None:
         """Take a sequence that has no row in flight, if it only decodes from now on."""
-        if self._is_in_flight or not self._only_decodes(sequence):
+        if self._is_in_flight or sequence in self._members or not self._only_decodes(sequence):
             return
         num_steps, num_planned = self._num_steps, sequence.resident.planned
         num_left = sequence.output_limit - sequence.num_outputs
@@ -122,6 +123,13 @@ class DecodeGroup:
         if not ends:
             del self._ends[member.end_step]
         self._remove(member)
+
+    def leave_after_step(self, sequence: Sequence) -> None:
+        """Remove a sequence when it has the token of the step in flight."""
+        if not self._is_in_flight:
+            self.leave(sequence)
+        elif sequence in self._members:
+            self._leaving[sequence] = None
 
     def dissolve(self) -> None:
         """Remove all, up to date."""
@@ -158,17 +166,18 @@ class DecodeGroup:
         self._context_ticks += context_ticks
         self._is_in_flight = False
         self._num_steps += 1
-        ends = self._ends.pop(self._num_steps, None)
-        if ends is None:
-            return []
+        ends = self._ends.pop(self._num_steps, [])
         ends.sort(key=_rank)
         for member in ends:
             self._remove(member)
+        for sequence in tuple(self._leaving):
+            self.leave(sequence)
         return [member.sequence for member in ends]
 
     def _remove(self, member: _Member) -> None:
         self._settle(member)
         del self._members[member.sequence]
+        self._leaving.pop(member.sequence, None)
         self._sum_shifts -= member.shift
         begins, fills = self._places(member)
         self._num_growing[begins] -= 1

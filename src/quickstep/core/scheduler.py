@@ -174,7 +174,8 @@ class Scheduler:
 
     def group_decodes(self, token_id: int) -> None:
         """Plan decode rows without listing them, where nothing depends on them: for a driver that
-        computes nothing and gets `token_id` for each row. Call it before the first request.
+        computes nothing and gets `token_id` for each row, so none of them fails. Call it before the
+        first request.
         """
         config = self._config
         if (
@@ -362,7 +363,7 @@ class Scheduler:
             runs = sequence.state is SequenceState.RUNNING
             queue: RunningBatch | WaitingQueue = self._batch if runs else self._waiting
             if self._group is not None:
-                self._group.leave(sequence)
+                self._group.leave_after_step(sequence)
             queue.set_paused(sequence, is_paused, now)
 
     def reset_prefix_cache(self) -> int:
@@ -917,6 +918,7 @@ class Scheduler:
 
         Other sequences which share blocks that the step should have filled are recomputed.
         """
+        assert not plan.num_grouped_rows, "a step that is not computed has failed"
         step = self._oldest(plan)
         outputs = self._end_failed(step, all_failed(step, reason), now)
         self._in_flight.popleft()
