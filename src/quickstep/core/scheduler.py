@@ -179,7 +179,7 @@ class Scheduler:
         """
         config = self._config
         if (
-            config.pipeline_depth == 1
+            config.num_in_flight == 1
             and config.use_kv_cache
             and not self._drafts.max_drafts
             and not self._order.takes_turns
@@ -374,7 +374,7 @@ class Scheduler:
 
     def plan(self, now: float) -> StepPlan | None:
         """The next step, or None if nothing can be computed until something is committed."""
-        if len(self._in_flight) >= self._config.pipeline_depth:
+        if len(self._in_flight) >= self._config.num_in_flight:
             return None
         if self._adapters is not None and self._waiting.parked_adapters:
             self._order_loads(self._adapters, now)
@@ -1033,7 +1033,7 @@ class Scheduler:
 
     def wakeup(self, now: float) -> float | None:
         """When to call `expire` and `plan` again at the latest, if no event comes before."""
-        is_full = len(self._in_flight) >= self._config.pipeline_depth  # then `plan` returns None
+        is_full = len(self._in_flight) >= self._config.num_in_flight  # then `plan` returns None
         policy_s = None if is_full else self._policy.wakeup(self._view(StepDraft(0), now))
         times = self._deadlines.next_s(), policy_s
         return min((time for time in times if time is not None), default=None)
@@ -1104,7 +1104,7 @@ class Scheduler:
         live = {one.sequence_id for of_request in self._requests.values() for one in of_request}
         queued = [one.sequence_id for one in (*self._batch, *self._waiting)]
         assert sorted(queued) == sorted(live), "live sequences and those in a queue differ"
-        assert len(self._in_flight) <= self._config.pipeline_depth, "too many steps in flight"
+        assert len(self._in_flight) <= self._config.num_in_flight, "too many steps in flight"
         pending = pending_tokens(self._in_flight)
         if self._group is not None:
             pending.update(self._group.pending_tokens())

@@ -26,6 +26,7 @@ if TYPE_CHECKING:
 
 __all__ = [
     "SUB_BLOCK_INPUTS",
+    "AdapterTable",
     "AttentionParams",
     "KVCache",
     "LinearWeight",
@@ -37,6 +38,7 @@ __all__ = [
     "Quantize",
     "QuantizedWeight",
     "Rounding",
+    "RowLengths",
     "StoredMatrix",
     "StoredRows",
 ]
@@ -44,8 +46,22 @@ __all__ = [
 SUB_BLOCK_INPUTS = 16  # of a `QuantizedWeight`, those that share a sub-block scale
 
 
+class RowLengths(msgspec.Struct, frozen=True):
+    """The lengths of a step's rows on its device, for kernels that read them from memory.
+
+    Attributes:
+        row_offsets: [R + 1] int32, `PagedLayout.row_offsets`. Tokens from the last offset on are
+            padding: their results are never read.
+    """
+
+    row_offsets: Tensor
+
+
 class PagedLayout(msgspec.Struct, frozen=True):
     """Where a step's tokens are: rows packed one after another, KV in paged blocks.
+
+    In a step that is recorded for rows of any length (`OpTable.reads_lengths`), `row_offsets` and
+    `context_lens` are empty, `lengths` has the former, and each token's position is its place.
 
     Attributes:
         positions: [T] int64, each token's position in its sequence.
@@ -57,6 +73,7 @@ class PagedLayout(msgspec.Struct, frozen=True):
         tails: For each row, flat KV indices of its last positions, where these are not in its
             blocks; () for a row without any, and for a step without such rows. A token of a tree of
             drafts is a row of its own: its ancestors are elsewhere than their positions say.
+        lengths: The same on the device; None where no kernel reads them from memory.
     """
 
     positions: Tensor
@@ -66,6 +83,7 @@ class PagedLayout(msgspec.Struct, frozen=True):
     block_tables: Tensor
     block_size: int
     tails: tuple[tuple[int, ...], ...] = ()
+    lengths: RowLengths | None = None
 
 
 class KVCache(msgspec.Struct, frozen=True):
@@ -155,9 +173,26 @@ class LoRAMapping(msgspec.Struct, frozen=True):
     """Which tokens of a step, or of its emitting tokens, use which adapter.
 
     `groups` are an adapter and its tokens, [n] int64, ascending; a token is in one group at most.
+    The mapping of an `AdapterTable` has `items` instead, which only its implementation reads.
     """
 
     groups: tuple[tuple[LoRAAdapter, AnyTensor], ...]
+    items: object = None
+
+
+class AdapterTable(Protocol):
+    """Adapters at numbered places of the device's memory, which recorded launches read; place 0 is
+    none.
+    """
+
+    def fits(self, adapter: LoRAAdapter) -> bool:
+        """Whether it is large enough for this adapter."""
+
+    def set_(self, place: int, adapter: LoRAAdapter) -> None:
+        """Put an adapter at a place, in the order of the device's work. The caller keeps it."""
+
+    def mapping(self, places: Tensor) -> LoRAMapping:
+        """The mapping of tokens whose adapters are at `places` [T] int64, whatever these hold."""
 
 
 class QuantizedWeight(msgspec.Struct, frozen=True):
@@ -334,6 +369,10 @@ class OpTable(msgspec.Struct, frozen=True):
             of each pair to the second, pair after pair. None where `paged_attention` does not read
             `PagedLayout.tails`: drafts are chains then.
         steps: Makes captured steps and samples tokens; None where only single ops run.
+        reads_lengths: Whether launches depend on shapes only, as lengths, blocks and adapters are
+            read from memory: one recorded launch then fits all of them (`runtime.cuda_graphs`).
+        adapter_table: (adapters that must fit, number of places) -> AdapterTable; None where
+            adapters cannot be recorded.
     """
 
     name: str
@@ -360,3 +399,5 @@ class OpTable(msgspec.Struct, frozen=True):
     load_linear: Callable[[StoredMatrix, AnyTensor | None], LinearWeight] | None = None
     move_kv: Callable[[KVCache, Sequence[tuple[int, int]]], None] | None = None
     steps: NativeSteps | None = None
+    reads_lengths: bool = False
+    adapter_table: Callable[[Sequence[LoRAAdapter], int], AdapterTable] | None = None

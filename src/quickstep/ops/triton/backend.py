@@ -38,7 +38,7 @@ def load_triton(device: torch.device | Device) -> OpTable | None:
     from quickstep.ops.triton.attention import paged_attention
     from quickstep.ops.triton.elementary import add_rms_norm, gated_activation, rms_norm, rotary
     from quickstep.ops.triton.linear import embedding, linear, pack_linear
-    from quickstep.ops.triton.lora import TritonLoRA
+    from quickstep.ops.triton.lora import TritonAdapterTable, TritonLoRA
     from quickstep.ops.triton.quantized_linear import pack_quantized
     from quickstep.ops.triton.write_kv import write_kv
 
@@ -60,4 +60,6 @@ def load_triton(device: torch.device | Device) -> OpTable | None:
         write_kv=write_kv,
         paged_attention=paged_attention,
         move_kv=None,
+        reads_lengths=True,
+        adapter_table=TritonAdapterTable,
     )

@@ -108,7 +108,12 @@ class SamplingState:
     @property
     def is_plain_argmax(self) -> bool:
         """Whether the next token is the argmax of the raw logits, with no log-probabilities."""
-        return self._is_argmax and not self._always_adjusts and self.num_outputs >= self._end_ban
+        return self.is_plain_argmax_after(0)
+
+    def is_plain_argmax_after(self, num_outputs: int) -> bool:
+        """Whether that holds for the token after this many more outputs."""
+        is_past_ban = self.num_outputs + num_outputs >= self._end_ban
+        return self._is_argmax and not self._always_adjusts and is_past_ban
 
     @property
     def _bans_ends(self) -> bool:
