@@ -20,6 +20,7 @@ from quickstep.cli.flags.hardware import (
 from quickstep.cli.flags.parsing import (
     Parser,
     command,
+    fraction,
     positive_number,
     token_count,
 )
@@ -82,7 +83,7 @@ def add_parser(subparsers: argparse._SubParsersAction[Parser]) -> None:
     )
     load.add_argument(
         "--attainment",
-        type=_fraction,
+        type=fraction,
         default=0.9,
         metavar="PART",
         help="part of the requests that must be within the targets (default: %(default)s)",
@@ -295,10 +296,3 @@ def _print_comparison(console: Console, query: PlanQuery, compared: list[Paralle
 
 def _seconds(milliseconds: float | None) -> float | None:
     return None if milliseconds is None else milliseconds / 1e3
-
-
-def _fraction(text: str) -> float:
-    value = positive_number(text)
-    if value > 1:
-        raise argparse.ArgumentTypeError(f"{text} is above 1")
-    return value

@@ -30,11 +30,14 @@ from quickstep.cli.flags.parsing import (
     positive_number,
     token_count,
 )
+from quickstep.cli.simulate_sweep import add_sweep, run_sweep
 from quickstep.config import PolicyName
 from quickstep.errors import ConfigError
 
 if TYPE_CHECKING:
+    from quickstep.model.decoder_spec import ModelSpec
     from quickstep.plan.candidates import Candidate
+    from quickstep.plan.hardware import Hardware
     from quickstep.plan.traffic import Replicas
     from quickstep.sim.html_report import Run
     from quickstep.sim.summary import Summary, Targets
@@ -44,6 +47,7 @@ __all__ = ["add_parser", "run"]
 
 _PRESETS = ("chat", "rag", "code", "agent", "batch", "prefill-heavy", "decode-heavy")
 _ARRIVALS = ("gamma", "ramp", "diurnal", "closed-loop")
+_USUAL_MODEL_LEN = 16384
 _ROUTERS = ("round-robin", "fewest-requests", "prefix")
 
 
@@ -95,9 +99,12 @@ def add_parser(subparsers: argparse._SubParsersAction[Parser]) -> None:
         help="how long the load of one takes (default: %(default)s)",
     )
     _add_replicas(parser.add_argument_group("replicas"))
+    add_sweep(parser.add_argument_group("sweep"))
     output = parser.add_argument_group("output")
     output.add_argument("--json", action="store_true", help="print JSON")
-    output.add_argument("--csv", type=Path, metavar="FILE", help="write a line per request")
+    output.add_argument(
+        "--csv", type=Path, metavar="FILE", help="write a line per request, or per run of --sweep"
+    )
     output.add_argument("--report", type=Path, metavar="FILE", help="write an HTML page")
 
 
@@ -215,35 +222,23 @@ def run(args: argparse.Namespace) -> int:
     """Simulate, and print the figures."""
     import msgspec
 
-    from quickstep.model.adapters.lora_modules import adapter_bytes
-    from quickstep.plan.candidates import Load, StepLimits, fit
-    from quickstep.plan.formulas import Split
-    from quickstep.plan.models import find_model
     from quickstep.plan.traffic import Replicas
 
     if args.trace is not None and args.from_recording is not None:
         raise ConfigError("--trace and --from-recording are given; choose one")
-    spec, hardware = find_model(args.model), hardware_of(args)
     if _file(args) is not None and (args.tenant or args.adapters):
         raise ConfigError("--tenant and --adapters are for --preset; a file has its own")
-    max_model_len = min(args.max_model_len or 16384, spec.max_model_len)
-    elements = element_bytes(spec, args.quantization, args.kv_cache_dtype)
-    bytes_each = adapter_bytes(spec, args.adapter_rank, elements.dtype) if args.adapters else 0
-    num_loaded = min(args.max_loras, args.adapters or 0)
-    candidate = fit(
-        spec,
-        hardware,
-        Split(hardware.count),
-        msgspec.structs.replace(elements, adapters=num_loaded * bytes_each),
-        Load(1.0, max_model_len - 1, 1),
-        StepLimits(args.max_num_seqs, args.max_num_batched_tokens),
-        bytes_each,
-    )
+    hardware = hardware_of(args)
+    if args.sweep is not None:
+        return run_sweep(
+            args, hardware, partial(_engine, args, hardware), partial(_simulated, args)
+        )
+    candidate = _engine(args, hardware, hardware.count)
     runs = []
     for policy, count in itertools.product(args.scheduling_policy, args.replicas):
         for rate in args.rate if _file(args) is None else args.rate[:1]:
             replicas = Replicas(count, args.router, args.faults, args.seed)
-            runs.append(_simulated(args, candidate, rate, policy, max_model_len, replicas))
+            runs.append(_simulated(args, candidate, rate, policy, replicas))
     if args.json:
         rows = [
             {
@@ -270,13 +265,48 @@ def run(args: argparse.Namespace) -> int:
     return 0
 
 
+def _engine(
+    args: argparse.Namespace,
+    hardware: Hardware,
+    tensor: int,
+    num_batched_tokens: int | None = None,
+) -> Candidate:
+    """The engine of the flags on so many devices, with so many tokens of a step (None: those of
+    the flags). Raises ConfigError.
+    """
+    from msgspec.structs import replace
+
+    from quickstep.model.adapters.lora_modules import adapter_bytes
+    from quickstep.plan.candidates import Load, StepLimits, fit
+    from quickstep.plan.formulas import Split
+    from quickstep.plan.models import find_model
+
+    spec = find_model(args.model)
+    elements = element_bytes(spec, args.quantization, args.kv_cache_dtype)
+    bytes_each = adapter_bytes(spec, args.adapter_rank, elements.dtype) if args.adapters else 0
+    num_loaded = min(args.max_loras, args.adapters or 0)
+    return fit(
+        spec,
+        hardware,
+        Split(tensor),
+        replace(elements, adapters=num_loaded * bytes_each),
+        Load(1.0, _max_model_len(args, spec) - 1, 1),
+        StepLimits(args.max_num_seqs, num_batched_tokens or args.max_num_batched_tokens),
+        bytes_each,
+    )
+
+
+def _max_model_len(args: argparse.Namespace, spec: ModelSpec) -> int:
+    return min(args.max_model_len or _USUAL_MODEL_LEN, spec.max_model_len)
+
+
 def _simulated(
     args: argparse.Namespace,
     candidate: Candidate,
     rate: float,
     policy: PolicyName,
-    max_model_len: int,
     replicas: Replicas,
+    num_requests: int | None = None,
 ) -> Run:
     from quickstep.cli.screen import counting_bar
     from quickstep.plan.traffic import Traffic, simulate_arrivals, simulate_traffic
@@ -284,18 +314,20 @@ def _simulated(
     from quickstep.sim.summary import summarize
     from quickstep.sim.traces import read_trace, recorded_traffic
 
+    max_model_len = _max_model_len(args, candidate.spec)
+    num_requests = num_requests or args.num_prompts
     traffic = Traffic(
         workload=_workload(args),
         arrivals=args.arrivals,
         rate=rate,
-        num_requests=args.num_prompts,
+        num_requests=num_requests,
         burstiness=args.burstiness,
         num_clients=args.max_concurrency,
         seed=args.seed,
     )
     file = _file(args)
     with counting_bar() as show:
-        progress = None if show is None else partial(_show, show, policy.value, args.num_prompts)
+        progress = None if show is None else partial(_show, show, policy.value, num_requests)
         if file is None:
             outcome = simulate_traffic(
                 candidate, traffic, max_model_len, policy, args.padded, progress, replicas
@@ -303,7 +335,7 @@ def _simulated(
         else:
             lines = file.read_text(encoding="utf-8", errors="replace").splitlines()
             read = read_trace if args.from_recording is None else recorded_traffic
-            arrivals = read(lines, args.trace_speed)[: args.num_prompts]
+            arrivals = read(lines, args.trace_speed)[:num_requests]
             outcome = simulate_arrivals(
                 candidate,
                 arrivals,

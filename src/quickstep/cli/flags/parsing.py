@@ -14,6 +14,7 @@ __all__ = [
     "Parser",
     "bytes_size",
     "command",
+    "fraction",
     "json_object",
     "non_negative_int",
     "non_negative_number",
@@ -144,6 +145,14 @@ def non_negative_number(text: str) -> float:
     value = _number(text)
     if not 0 <= value < float("inf"):
         raise argparse.ArgumentTypeError(f"{text} is not a finite number of at least 0")
+    return value
+
+
+def fraction(text: str) -> float:
+    """Parse a number above 0 and at most 1."""
+    value = positive_number(text)
+    if value > 1:
+        raise argparse.ArgumentTypeError(f"{text} is above 1")
     return value
 
 
