@@ -56,6 +56,30 @@ def test_replicas_share_the_requests_and_survive_faults(capsys) -> None:
     assert f"{failed['resent']} requests were sent again" in capsys.readouterr().out
 
 
+def test_phases_on_different_engines_hand_the_kv_cache_over(capsys) -> None:
+    flags = ("--rate", "20", "--preset", "prefill-heavy", "--output", "20")
+    (mixed,) = figures(capsys, *flags, "--replicas", "2")
+    flags += ("--prefill-replicas", "1", "--decode-replicas", "1")
+    (apart,) = figures(capsys, *flags)
+    assert mixed["handovers"] is None
+    assert apart["run"] == "mixed, 20/s, 1P1D"
+    assert apart["handovers"]["count"] == 24
+    assert apart["figures"]["tpot_s"]["p99"] < mixed["figures"]["tpot_s"]["p99"]
+    (slow,) = figures(capsys, *flags, "--kv-link", "100gbe")
+    assert slow["handovers"]["num_bytes"] == apart["handovers"]["num_bytes"]
+    assert slow["handovers"]["mean_s"] > 5 * apart["handovers"]["mean_s"]
+    assert main((*QUICK, *flags)) == 0
+    assert "24 KV caches handed over" in capsys.readouterr().out
+    for more, sentence in (
+        (("--faults", "3"), "are all engines, without --replicas, --faults and --sweep"),
+        (("--kv-link", "isdn"), "--kv-link isdn is unknown; known are nvlink3"),
+    ):
+        assert main((*QUICK, *flags, *more)) == 2
+        assert sentence in capsys.readouterr().err
+    assert main((*QUICK, "--prefill-replicas", "1")) == 2
+    assert "go together; give both" in capsys.readouterr().err
+
+
 @pytest.mark.parametrize("arrivals", ARRIVALS)
 def test_every_kind_of_arrivals_runs(capsys, arrivals: str) -> None:
     flags = ("--arrivals", arrivals, "--preset", "code", "--max-concurrency", "3", "--rate", "20")

@@ -38,7 +38,7 @@ if TYPE_CHECKING:
     from quickstep.model.decoder_spec import ModelSpec
     from quickstep.plan.candidates import Candidate
     from quickstep.plan.hardware import Hardware
-    from quickstep.plan.traffic import Replicas
+    from quickstep.plan.traffic import PhasePools, Replicas
     from quickstep.sim.html_report import Run
     from quickstep.sim.summary import Summary, Targets
     from quickstep.sim.workload import Tenant, Workload
@@ -116,6 +116,21 @@ def _add_replicas(group: argparse._ArgumentGroup) -> None:
         metavar="COUNTS",
         help="engines, each on all of --hardware, that share the requests; several counts, "
         "separated by commas, are compared (default: 1)",
+    )
+    group.add_argument(
+        "--prefill-replicas",
+        type=positive_int,
+        metavar="N",
+        help="engines that only prefill, each on all of --hardware; the KV cache is handed over to "
+        "--decode-replicas (default: every engine does both)",
+    )
+    group.add_argument(
+        "--decode-replicas", type=positive_int, metavar="N", help="engines that decode"
+    )
+    group.add_argument(
+        "--kv-link",
+        metavar="NAME",
+        help="link that hands the KV cache over (default: the link between the devices)",
     )
     group.add_argument(
         "--router",
@@ -248,6 +263,7 @@ def run(args: argparse.Namespace) -> int:
                 "figures": one.summary,
                 "resent": one.outcome.num_resent,
                 "lost_s": one.outcome.lost_s,
+                "handovers": one.outcome.handovers,
                 "tenants": _by_tenant(one, _targets(args)),
             }
             for one in runs
@@ -300,6 +316,27 @@ def _max_model_len(args: argparse.Namespace, spec: ModelSpec) -> int:
     return min(args.max_model_len or _USUAL_MODEL_LEN, spec.max_model_len)
 
 
+def _phases(args: argparse.Namespace, candidate: Candidate) -> PhasePools | None:
+    """The engines of each phase; None if every engine does both. Raises ConfigError."""
+    from quickstep.plan.hardware import find_link, read_hardware
+    from quickstep.plan.traffic import PhasePools
+
+    counts = args.prefill_replicas, args.decode_replicas
+    if counts == (None, None):
+        return None
+    if None in counts:
+        raise ConfigError("--prefill-replicas and --decode-replicas go together; give both")
+    if args.replicas != (1,) or args.faults or args.sweep:
+        raise ConfigError(
+            "--prefill-replicas and --decode-replicas are all engines, without --replicas, "
+            "--faults and --sweep"
+        )
+    link = candidate.hardware.link
+    if args.kv_link is not None:
+        link = find_link("--kv-link", args.kv_link, read_hardware(args.hardware_file))
+    return PhasePools(*counts, candidate, link)
+
+
 def _simulated(
     args: argparse.Namespace,
     candidate: Candidate,
@@ -326,11 +363,12 @@ def _simulated(
         seed=args.seed,
     )
     file = _file(args)
+    phases = _phases(args, candidate)
     with counting_bar() as show:
         progress = None if show is None else partial(_show, show, policy.value, num_requests)
         if file is None:
             outcome = simulate_traffic(
-                candidate, traffic, max_model_len, policy, args.padded, progress, replicas
+                candidate, traffic, max_model_len, policy, args.padded, progress, replicas, phases
             )
         else:
             lines = file.read_text(encoding="utf-8", errors="replace").splitlines()
@@ -344,6 +382,7 @@ def _simulated(
                 pads=args.padded,
                 progress=progress,
                 replicas=replicas,
+                phases=phases,
             )
     summary = summarize(outcome, candidate.num_blocks, _targets(args))
     load = f"{args.max_concurrency} clients"
@@ -351,6 +390,8 @@ def _simulated(
         load = f"{args.trace_speed:g} x {file.name}"
     elif args.arrivals != "closed-loop":
         load = f"{rate:g}/s"
+    if phases is not None:
+        load += f", {phases.num_prefill}P{phases.num_decode}D"
     if replicas.count > 1:
         load += f", {replicas.count} replicas"
     return Run(
@@ -416,6 +457,14 @@ def _print_runs(title: str, runs: list[Run], targets: Targets, has_adapters: boo
             rows.append((f"  {tenant}", *_cells(figures, has_adapters), ""))
     print_table(console_on(sys.stdout), title, header, rows)
     for one in runs:
+        handovers = one.outcome.handovers
+        if handovers is not None:
+            print(
+                f"{one.name}: {handovers.count} KV caches handed over, "
+                f"{handovers.num_bytes / 1e9:.3g} GB, {1e3 * handovers.mean_s:.2f} ms each; "
+                f"prefill engines {handovers.prefill_busy:.0%} busy, decode engines "
+                f"{handovers.decode_busy:.0%}"
+            )
         if one.outcome.num_resent:
             print(
                 f"{one.name}: {one.outcome.num_resent} requests were sent again after a crash, "

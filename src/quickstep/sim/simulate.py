@@ -19,7 +19,7 @@ from quickstep.errors import RequestError
 from quickstep.sim.engine import SimulatedEngine, VirtualClock
 from quickstep.types import FinishReason, Request, SequenceOutput, SequenceTimings, StepRecord
 
-__all__ = ["Arrival", "Ending", "Follow", "Progress", "Simulation", "simulate"]
+__all__ = ["Arrival", "Ending", "Follow", "Handovers", "Progress", "Simulation", "simulate"]
 
 
 class Arrival(msgspec.Struct, frozen=True):
@@ -50,11 +50,29 @@ Progress = Callable[[int], None]
 Follow = Callable[[Ending], Iterable[Arrival]]
 
 
+class Handovers(msgspec.Struct, frozen=True):
+    """Between engines of different phases (`sim.disaggregated`).
+
+    Attributes:
+        count: Sequences whose KV was handed over.
+        num_bytes: Of all of them, without what was cached there.
+        mean_s: From the end of the prefill to the arrival at the decode engine.
+        prefill_busy, decode_busy: The part of the time in which a step ran, as a mean over engines.
+    """
+
+    count: int
+    num_bytes: int
+    mean_s: float
+    prefill_busy: float
+    decode_busy: float
+
+
 class Simulation(msgspec.Struct):
     """The result: endings in their order, the step log, and refused requests with the reason.
 
     Of several replicas also `num_resent`, how often a request was sent to another replica because
-    its own had crashed, and `lost_s`, the device seconds that those requests had received.
+    its own had crashed, and `lost_s`, the device seconds that those requests had received. Of
+    disaggregated phases, `handovers`.
     """
 
     endings: list[Ending] = msgspec.field(default_factory=list)
@@ -64,6 +82,7 @@ class Simulation(msgspec.Struct):
     num_replicas: int = 1
     num_resent: int = 0
     lost_s: float = 0.0
+    handovers: Handovers | None = None
 
 
 class _Run:
