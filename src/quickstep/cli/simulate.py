@@ -290,25 +290,23 @@ def _engine(
     """The engine of the flags on so many devices, with so many tokens of a step (None: those of
     the flags). Raises ConfigError.
     """
-    from msgspec.structs import replace
-
-    from quickstep.model.adapters.lora_modules import adapter_bytes
-    from quickstep.plan.candidates import Load, StepLimits, fit
+    from quickstep.plan.candidates import Load, LoRASizes, StepLimits, fit
     from quickstep.plan.formulas import Split
     from quickstep.plan.models import find_model
 
     spec = find_model(args.model)
     elements = element_bytes(spec, args.quantization, args.kv_cache_dtype)
-    bytes_each = adapter_bytes(spec, args.adapter_rank, elements.dtype) if args.adapters else 0
-    num_loaded = min(args.max_loras, args.adapters or 0)
+    loras = None
+    if args.adapters:
+        loras = LoRASizes(min(args.max_loras, args.adapters), args.adapter_rank)
     return fit(
         spec,
         hardware,
         Split(tensor),
-        replace(elements, adapters=num_loaded * bytes_each),
+        elements,
         Load(1.0, _max_model_len(args, spec) - 1, 1),
         StepLimits(args.max_num_seqs, num_batched_tokens or args.max_num_batched_tokens),
-        bytes_each,
+        loras,
     )
 
 

@@ -16,6 +16,7 @@ import msgspec
 from quickstep.core.cost_model import CostModel
 from quickstep.core.scheduler import Scheduler
 from quickstep.errors import RequestError
+from quickstep.sim.drafts import SimulatedDrafts
 from quickstep.sim.engine import SimulatedEngine, VirtualClock
 from quickstep.types import FinishReason, Request, SequenceOutput, SequenceTimings, StepRecord
 
@@ -175,6 +176,7 @@ def simulate(
     step_by_step: bool = False,
     adapter_load_s: float = 0.0,
     progress: Progress | None = None,
+    drafts: SimulatedDrafts | None = None,
 ) -> Simulation:
     """Run a new scheduler over `arrivals`; `cost_model` gives the duration of a step.
 
@@ -182,14 +184,17 @@ def simulate(
     `pads`: every row of a step costs as much as its longest (`padded`), to show what packed rows
     save. `step_by_step` does not advance steps that only decode in one go, which changes nothing
     but the time that it takes. `adapter_load_s`: how long the load of a LoRA adapter takes, if
-    adapters are a resource of the scheduler.
+    adapters are a resource of the scheduler. `drafts`: what proposes tokens, if the scheduler asks
+    for some.
 
     Give the scheduler a cost model of its own: that one learns, this one does not change. For a
     machine that was measured, both are `LinearCostModel.of_fit` of its stored fit
     (`engine.step_times.cost_fits`, `quickstep calibrate`).
     """
     clock = VirtualClock()
-    engine = SimulatedEngine(clock, scheduler, cost_model, pads, adapter_load_s, step_by_step)
+    engine = SimulatedEngine(
+        clock, scheduler, cost_model, pads, adapter_load_s, step_by_step, drafts
+    )
     run = _Run(arrivals, clock, engine, follow, progress)
     event_s = run.next_event_s()
     while event_s is not None:
