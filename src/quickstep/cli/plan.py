@@ -19,6 +19,7 @@ from quickstep.cli.flags.hardware import (
     draft_of,
     element_bytes,
     hardware_of,
+    measured_steps,
 )
 from quickstep.cli.flags.parsing import (
     Parser,
@@ -183,6 +184,7 @@ def _query(args: argparse.Namespace) -> PlanQuery:
         loras=adapters_of(args, spec),
         draft=draft_of(args),
         divides_experts=args.enable_expert_parallel,
+        measured=measured_steps(args),
     )
 
 
@@ -213,8 +215,11 @@ def _print_plan(console: Console, query: PlanQuery, plan: Plan) -> None:
     price = query.hardware.device.price
     if price is not None and price.date:
         console.print(f"price: ${price.usd_per_hour}/h, {price.date}, {price.source}", markup=False)
+    times = "are predicted from data sheets"
+    if query.measured is not None:
+        times = "of one device are those that `quickstep calibrate` has stored"
     console.print(
-        "Step times are predicted from data sheets; Quickstep runs on one device today, so "
+        f"Step times {times}; Quickstep runs on one device today, so "
         "splits over several show what they would give.",
         markup=False,
     )

@@ -20,6 +20,7 @@ from quickstep.cli.flags.hardware import (
     add_hardware,
     element_bytes,
     hardware_of,
+    measured_steps,
 )
 from quickstep.cli.flags.parsing import (
     Parser,
@@ -307,6 +308,7 @@ def _engine(
         Load(1.0, _max_model_len(args, spec) - 1, 1),
         StepLimits(args.max_num_seqs, num_batched_tokens or args.max_num_batched_tokens),
         loras,
+        measured=measured_steps(args),
     )
 
 

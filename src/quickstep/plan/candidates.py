@@ -18,7 +18,7 @@ import msgspec
 from msgspec.structs import replace
 
 from quickstep.config import CacheConfig, SchedulerConfig
-from quickstep.core.cost_model import StepLoad
+from quickstep.core.cost_model import CostModel, StepLoad
 from quickstep.errors import ConfigError
 from quickstep.model.adapters.lora_modules import adapter_bytes
 from quickstep.model.decoder_spec import ModelSpec
@@ -233,8 +233,9 @@ def fit(
     limits: StepLimits,
     loras: LoRASizes | None = None,
     draft: DraftModel | None = None,
+    measured: CostModel | None = None,
 ) -> Candidate:
-    """Size one device by the engine's own memory plan.
+    """Size one device by the engine's own memory plan. `measured` are step times of one device.
 
     Raises:
         ConfigError: The split is impossible or does not fit.
@@ -284,7 +285,15 @@ def fit(
         memory,
         num_blocks,
         concurrency,
-        RooflineCostModel(spec, elements, hardware, split, bytes_each, num_loras),
+        RooflineCostModel(
+            spec,
+            elements,
+            hardware,
+            split,
+            bytes_each,
+            num_loras,
+            measured if split.tensor * split.pipeline == split.experts == 1 else None,
+        ),
         loras,
         draft,
         draft_costs,
@@ -374,6 +383,7 @@ def _decodes(load: Load, num_arrivals: float, num_drafts: int, loras: LoRASizes 
         rows,
         rows * (context + num_drafts),
         rows * width * context,
+        num_logits_rows=rows * width,
         num_adapter_rows=0 if loras is None else rows,
     )
 
@@ -386,6 +396,7 @@ def _prefills(load: Load, num_arrivals: float, loras: LoRASizes | None) -> StepL
         num_rows,
         num_tokens,
         round(num_arrivals * attention_pairs(load.num_inputs)),
+        num_logits_rows=num_rows,
         num_adapter_rows=0 if loras is None else num_rows,
     )
 

@@ -14,7 +14,7 @@ from msgspec.structs import replace
 
 from quickstep.config import PolicyName, SchedulerConfig
 from quickstep.core.block_pool import KVBlockPool
-from quickstep.core.cost_model import StepLoad
+from quickstep.core.cost_model import CostModel, StepLoad
 from quickstep.core.policies import make_policy
 from quickstep.core.scheduler import Scheduler
 from quickstep.errors import ConfigError
@@ -74,6 +74,7 @@ class PlanQuery(msgspec.Struct, frozen=True):
         loras: Adapters of the requests; None without.
         draft: What proposes tokens; None without.
         divides_experts: Only splits with expert parallelism.
+        measured: Step times of the model on one of the devices; None predicts them.
     """
 
     model: str
@@ -88,11 +89,12 @@ class PlanQuery(msgspec.Struct, frozen=True):
     loras: LoRASizes | None = None
     draft: DraftModel | None = None
     divides_experts: bool = False
+    measured: CostModel | None = None
 
     def fit(self, split: Split, elements: ElementBytes | None = None) -> Candidate:
         """A split of the query's devices. Raises ConfigError."""
         elements = elements or self.elements
-        sizes = self.load, self.limits, self.loras, self.draft
+        sizes = self.load, self.limits, self.loras, self.draft, self.measured
         return fit(self.spec, self.hardware, split, elements, *sizes)
 
 
@@ -434,21 +436,20 @@ def _best_change(query: PlanQuery, candidate: Candidate, current: float) -> Chan
 
 
 def _changes(query: PlanQuery, candidate: Candidate) -> Iterator[Change]:
-    """One step in each direction: formats, a replica more, twice the tensor-parallel size."""
+    """One step in each direction: formats, a replica more, twice the tensor-parallel size. Measured
+    step times are of this split and these formats only.
+    """
     elements, split = candidate.elements, candidate.split
+    more = ("one replica more", _resized(split, split.tensor, split.replicas + 1), elements)
     variants = [("--kv-cache-dtype int8", split, replace(elements, kv_dtype="int8"))]
     variants += [
         (f"--quantization {name}", split, replace(elements, quantization=name))
         for name in ("int8", "int4")
     ]
-    variants += [
-        ("one replica more", _resized(split, split.tensor, split.replicas + 1), elements),
-        (
-            "twice the tensor-parallel size",
-            _resized(split, 2 * split.tensor, split.replicas),
-            elements,
-        ),
-    ]
+    twice = _resized(split, 2 * split.tensor, split.replicas)
+    variants += [more, ("twice the tensor-parallel size", twice, elements)]
+    if query.measured is not None:
+        variants = [more]
     for what, changed, formats in variants:
         try:
             other = query.fit(changed, formats)

@@ -8,9 +8,9 @@ sheet's figures are those of the hardware table (`Achieved`) and nothing else is
 from __future__ import annotations
 
 import msgspec
-from msgspec.structs import replace
+from msgspec.structs import astuple, replace
 
-from quickstep.core.cost_model import Prediction, StepLoad, UnitPrices
+from quickstep.core.cost_model import CostModel, Prediction, StepLoad, UnitPrices
 from quickstep.model.decoder_spec import ModelSpec, MoESpec
 from quickstep.model.sizing import ElementBytes, kv_bytes_per_token, weight_bytes
 from quickstep.plan.formulas import (
@@ -80,7 +80,8 @@ class RooflineCostModel:
     It learns nothing. `Split.replicas` has no effect on a step unless replicas share experts: all
     are taken to have equal steps then, and tokens to be sent to all experts alike. `adapter_bytes`:
     what a LoRA adapter has on one device; as many are read as rows have one, and at most
-    `max_loras`.
+    `max_loras`. `measured`: step times of this machine, which replace the predicted ones; the
+    causes keep their proportions.
     """
 
     def __init__(
@@ -91,7 +92,9 @@ class RooflineCostModel:
         split: Split,
         adapter_bytes: int = 0,
         max_loras: int | None = None,
+        measured: CostModel | None = None,
     ) -> None:
+        self._measured = measured
         self._adapter_bytes = adapter_bytes
         self._max_loras = max_loras
         rank = rank_spec(spec, replace(split, pipeline=1))
@@ -122,12 +125,16 @@ class RooflineCostModel:
 
     def seconds(self, load: StepLoad) -> float:
         """Predicted duration of a step."""
-        return self.parts(load).seconds
+        if self._measured is not None:
+            return self._measured.seconds(load)
+        return self._predicted(load).seconds
 
     def unit_prices(self, step: StepLoad) -> UnitPrices:
         """What a token computes, and what limits attention in the step, by its unit. Reading the
         weights is what the step costs once.
         """
+        if self._measured is not None:
+            return self._measured.unit_prices(step)
         chosen = self._layer_parameters
         if self._experts is not None:
             chosen, _ = self._with_experts(self._experts, step.num_tokens)
@@ -153,6 +160,13 @@ class RooflineCostModel:
 
     def parts(self, load: StepLoad) -> StepParts:
         """The step's seconds by cause."""
+        parts = self._predicted(load)
+        if self._measured is None:
+            return parts
+        scale = self._measured.seconds(load) / parts.seconds if parts.seconds > 0.0 else 0.0
+        return StepParts(*(scale * seconds for seconds in astuple(parts)))
+
+    def _predicted(self, load: StepLoad) -> StepParts:
         hardware = self._hardware
         num_logits = load.num_rows + load.num_scored
         chosen = read = self._layer_parameters

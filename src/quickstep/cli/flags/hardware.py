@@ -18,6 +18,7 @@ from quickstep.config import QUANTIZATIONS
 from quickstep.errors import ConfigError
 
 if TYPE_CHECKING:
+    from quickstep.core.cost_model import CostModel
     from quickstep.model.decoder_spec import ModelSpec
     from quickstep.model.sizing import ElementBytes
     from quickstep.plan.candidates import DraftModel, LoRASizes
@@ -31,6 +32,7 @@ __all__ = [
     "draft_of",
     "element_bytes",
     "hardware_of",
+    "measured_steps",
 ]
 
 _DTYPE_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
@@ -164,6 +166,27 @@ def hardware_of(args: argparse.Namespace) -> Hardware:
         device = measured_device(*_measured())
         table = replace(table, devices=table.devices | {THIS: device})
     return find_hardware(args.hardware, table, args.link, args.price)
+
+
+def measured_steps(args: argparse.Namespace) -> CostModel | None:
+    """The step times of the model that `quickstep calibrate` has stored, with the engine's own time
+    between steps; None for other hardware than `this`, or without a calibration.
+    """
+    from quickstep.core.cost_model import LinearCostModel
+    from quickstep.core.overhead import EngineOverhead, WithOverhead
+    from quickstep.engine.step_times.cost_fits import FitSource, cache_dir, find_calibration
+    from quickstep.model.checkpoint.source import local_checkpoint
+    from quickstep.plan.hardware import THIS, parse_hardware
+
+    checkpoint, folder = local_checkpoint(args.model), cache_dir()
+    if parse_hardware(args.hardware)[0] != THIS or checkpoint is None or folder is None:
+        return None
+    path = str(checkpoint.path.resolve())
+    stored = find_calibration(folder, FitSource(path, args.quantization, args.kv_cache_dtype))
+    if stored is None:
+        return None
+    overhead = stored.overhead or EngineOverhead(0.0, 0.0)
+    return WithOverhead(LinearCostModel.of_fit(stored.fit), overhead)
 
 
 def _measured() -> tuple[int, float, float]:
