@@ -129,6 +129,42 @@ def test_tenants_have_figures_of_their_own(capsys, tmp_path: Path) -> None:
     assert not figures(capsys)[0]["tenants"]
 
 
+def test_tenants_have_deadlines(capsys, tmp_path: Path) -> None:
+    lines = tmp_path / "out.csv"
+    flags = (
+        *("--preset", "decode-heavy", "--output", "400", "--hardware", "l4", "--rate", "50"),
+        *("--max-num-seqs", "4", "--csv", str(lines)),
+        *(
+            "--tenant",
+            "patient",
+            "--tenant",
+            "brief,timeout=1",
+            "--tenant",
+            "quick,ttft-deadline=2",
+        ),
+    )
+    (row,) = figures(capsys, *flags)
+    ends = [(one["tenant"], one["finish_reason"]) for one in csv.DictReader(lines.open())]
+    assert ("brief", "deadline") in ends
+    assert ("patient", "deadline") not in ends
+    assert {reason for tenant, reason in ends if tenant == "patient"} == {"max_tokens"}
+    assert ("quick", "shed") in ends or row["figures"]["num_refused"] > 0
+    assert row["figures"]["num_incomplete"] > 0
+
+
+def test_a_trace_that_cannot_be_read_is_one_sentence(capsys, tmp_path: Path) -> None:
+    file = tmp_path / "missing.jsonl"
+    for command, flag in (
+        ("simulate", "--trace"),
+        ("simulate", "--from-recording"),
+        ("plan", "--from-recording"),
+    ):
+        assert main((command, "llama-3.2-1b", "--hardware", "h100", flag, str(file))) == 2
+        error = capsys.readouterr().err
+        assert f"{flag}: {file} cannot be read: No such file or directory" in error
+        assert len(error.splitlines()) == 1
+
+
 def test_adapters_are_loaded_and_evicted(capsys) -> None:
     flags = ("--preset", "code", "--rate", "20", "--num-prompts", "80", "--adapters", "50")
     (many,) = figures(capsys, *flags, "--max-loras", "50", "--adapter-load-ms", "50")
@@ -147,6 +183,7 @@ def test_adapters_are_loaded_and_evicted(capsys) -> None:
     [
         (",part=1", "needs a name"),
         ("a,part=0", "must be above 0"),
+        ("a,timeout=0", "must be above 0"),
         ("a,part=x", "float"),
         ("a,colour=red", "is none of part=N"),
         ("a,class=fast", "fast"),

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import argparse
 import sys
-from pathlib import Path
 from typing import TYPE_CHECKING
 
 from quickstep.cli.flags.hardware import (
@@ -26,6 +25,7 @@ from quickstep.cli.flags.parsing import (
     command,
     fraction,
     positive_number,
+    readable_file,
     token_count,
 )
 from quickstep.errors import ConfigError
@@ -72,7 +72,7 @@ def add_parser(subparsers: argparse._SubParsersAction[Parser]) -> None:
     )
     load.add_argument(
         "--from-recording",
-        type=Path,
+        type=readable_file,
         metavar="FILE",
         help="take rate, input and output from a recording of `quickstep serve --record`: their "
         "means",

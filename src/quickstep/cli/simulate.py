@@ -13,6 +13,7 @@ import sys
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
+from types import MappingProxyType
 from typing import TYPE_CHECKING
 
 from quickstep.cli.flags.hardware import (
@@ -29,6 +30,7 @@ from quickstep.cli.flags.parsing import (
     non_negative_number,
     positive_int,
     positive_number,
+    readable_file,
     token_count,
 )
 from quickstep.cli.simulate_sweep import add_sweep, run_sweep
@@ -49,6 +51,16 @@ __all__ = ["add_parser", "run"]
 _PRESETS = ("chat", "rag", "code", "agent", "batch", "prefill-heavy", "decode-heavy")
 _ARRIVALS = ("gamma", "ramp", "diurnal", "closed-loop")
 _USUAL_MODEL_LEN = 16384
+_TENANT_FIELDS = MappingProxyType(
+    {
+        "part": "part",
+        "priority": "priority",
+        "weight": "weight",
+        "class": "request_class",
+        "timeout": "timeout_s",
+        "ttft-deadline": "ttft_deadline_s",
+    }
+)
 _ROUTERS = ("round-robin", "fewest-requests", "prefix")
 
 
@@ -196,13 +208,13 @@ def _add_clients(group: argparse._ArgumentGroup) -> None:
     )
     group.add_argument(
         "--trace",
-        type=Path,
+        type=readable_file,
         metavar="FILE",
         help="requests of a Mooncake, Azure or BurstGPT trace instead of --preset",
     )
     group.add_argument(
         "--from-recording",
-        type=Path,
+        type=readable_file,
         metavar="FILE",
         help="requests of a recording of `quickstep serve --record` instead of --preset",
     )
@@ -220,7 +232,8 @@ def _add_clients(group: argparse._ArgumentGroup) -> None:
         action="append",
         metavar="NAME[,FIELD=VALUE...]",
         help="a tenant that sends a part of the requests, once for each: part=1 (relative to the "
-        "others), priority=0, weight=1, class=interactive|batch",
+        "others), priority=0, weight=1, class=interactive|batch, timeout=SECONDS until a request "
+        "ends in any case, ttft-deadline=SECONDS until its first token is useless",
     )
     group.add_argument(
         "--adapters", type=positive_int, metavar="N", help="LoRA adapters, one for each session"
@@ -525,18 +538,20 @@ def _tenant(text: str) -> Tenant:
     values: dict[str, object] = {"name": name}
     for field in fields:
         key, is_given, value = field.partition("=")
-        if not is_given or key not in ("part", "priority", "weight", "class"):
+        if not is_given or key not in _TENANT_FIELDS:
             raise argparse.ArgumentTypeError(
-                f"{field!r} is none of part=N, priority=N, weight=N, class=interactive|batch"
+                f"{field!r} is none of part=N, priority=N, weight=N, class=interactive|batch, "
+                "timeout=SECONDS, ttft-deadline=SECONDS"
             )
-        values["request_class" if key == "class" else key] = value
+        values[_TENANT_FIELDS[key]] = value
     try:
         tenant = msgspec.convert(values, Tenant, strict=False)
     except msgspec.ValidationError as error:
         raise argparse.ArgumentTypeError(f"{text!r}: {error}") from None
-    if not name or not (tenant.part > 0 and tenant.weight > 0):
+    limits = [one for one in (tenant.timeout_s, tenant.ttft_deadline_s) if one is not None]
+    if not name or not all(one > 0 for one in (tenant.part, tenant.weight, *limits)):
         raise argparse.ArgumentTypeError(
-            f"{text!r} needs a name, and part and weight must be above 0"
+            f"{text!r} needs a name, and part, weight and seconds must be above 0"
         )
     return tenant
 

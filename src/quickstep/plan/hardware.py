@@ -210,9 +210,9 @@ def find_hardware(
     device = table.devices.get(name)
     if device is None:
         near = difflib.get_close_matches(name, table.devices, n=1)
-        hint = f"did you mean {near[0]}? " if near else ""
+        hint = f"did you mean {near[0]}? Known" if near else "known"
         raise ConfigError(
-            f"--hardware {text} is unknown; {hint}Known are {', '.join(table.devices)} and {THIS}; "
+            f"--hardware {text} is unknown; {hint} are {', '.join(table.devices)} and {THIS}; "
             "--hardware-file adds others"
         )
     if price is not None:

@@ -8,6 +8,7 @@ import json
 import re
 import sys
 from collections.abc import Callable, Iterable, Sequence
+from pathlib import Path
 from typing import Any, NoReturn
 
 __all__ = [
@@ -20,6 +21,7 @@ __all__ = [
     "non_negative_number",
     "positive_int",
     "positive_number",
+    "readable_file",
     "token_count",
 ]
 
@@ -138,6 +140,16 @@ def positive_number(text: str) -> float:
     if not 0 < value < float("inf"):
         raise argparse.ArgumentTypeError(f"{text} is not above 0")
     return value
+
+
+def readable_file(text: str) -> Path:
+    """Parse the path of a file that can be read."""
+    path = Path(text)
+    try:
+        path.open("rb").close()
+    except OSError as error:
+        raise argparse.ArgumentTypeError(f"{text} cannot be read: {error.strerror}") from None
+    return path
 
 
 def non_negative_number(text: str) -> float:
