@@ -70,7 +70,9 @@ def test_a_plan_shows_the_best_placement_of_the_phases(capsys) -> None:
     assert options[0]["prefill"] is None  # one device is cheaper
     assert main(("plan", "llama-3.2-1b", *flags)) == 0
     text = capsys.readouterr().out
-    assert "1P TP 1, 1D TP 1: engines that prefill (P) hand KV over in" in text
+    assert (
+        "1P TP 1, 1D TP 1: KV goes from engines that prefill (P) to engines that decode (D)" in text
+    )
     assert main(("plan", "llama-3.2-1b", *flags[2:], "--hardware", "h100", "--json")) == 0
     assert not any(one["prefill"] for one in json.loads(capsys.readouterr().out)["options"])
 

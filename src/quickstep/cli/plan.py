@@ -268,8 +268,8 @@ def _advice(plan: Plan) -> str:
     for one in plan.options:
         if one.prefill is not None:
             text += (
-                f"\n{one.name}: engines that prefill (P) hand KV over in "
-                f"{1e3 * one.handover_s:.3g} ms to engines that decode (D)"
+                f"\n{one.name}: KV goes from engines that prefill (P) to engines that decode (D) "
+                f"within {1e3 * one.handover_s:.3g} ms, waits for room included"
             )
     if plan.change is not None:
         text += (

@@ -474,9 +474,9 @@ def _print_runs(title: str, runs: list[Run], targets: Targets, has_adapters: boo
         if handovers is not None:
             print(
                 f"{one.name}: {handovers.count} KV caches handed over, "
-                f"{handovers.num_bytes / 1e9:.3g} GB, {1e3 * handovers.mean_s:.2f} ms each; "
-                f"prefill engines {handovers.prefill_busy:.0%} busy, decode engines "
-                f"{handovers.decode_busy:.0%}"
+                f"{handovers.num_bytes / 1e9:.3g} GB, within {1e3 * handovers.mean_s:.2f} ms "
+                f"(waits for room included); prefill engines {handovers.prefill_busy:.0%} busy, "
+                f"decode engines {handovers.decode_busy:.0%}"
             )
         if one.outcome.num_resent:
             print(
