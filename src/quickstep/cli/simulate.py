@@ -11,6 +11,7 @@ import csv
 import itertools
 import sys
 from collections.abc import Callable
+from contextlib import nullcontext
 from functools import partial
 from pathlib import Path
 from types import MappingProxyType
@@ -358,6 +359,9 @@ def _simulated(
     replicas: Replicas,
     num_requests: int | None = None,
 ) -> Run:
+    """One simulation, with a progress bar. With `num_requests` it is one of a sweep, which has its
+    own bar.
+    """
     from quickstep.cli.screen import counting_bar
     from quickstep.plan.traffic import Traffic, simulate_arrivals, simulate_traffic
     from quickstep.sim.html_report import Run
@@ -365,6 +369,7 @@ def _simulated(
     from quickstep.sim.traces import read_trace, recorded_traffic
 
     max_model_len = _max_model_len(args, candidate.spec)
+    bar = counting_bar() if num_requests is None else nullcontext()
     num_requests = num_requests or args.num_prompts
     traffic = Traffic(
         workload=_workload(args),
@@ -377,7 +382,7 @@ def _simulated(
     )
     file = _file(args)
     phases = _phases(args, candidate)
-    with counting_bar() as show:
+    with bar as show:
         progress = None if show is None else partial(_show, show, policy.value, num_requests)
         if file is None:
             outcome = simulate_traffic(
