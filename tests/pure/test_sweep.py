@@ -78,7 +78,7 @@ def test_sizes_that_do_not_fit_are_named_and_the_table_has_the_options_that_vary
         (("--sweep", "policy", "--ttft-ms", "0"), "--ttft-ms: 0 is not above 0"),
         (("--sweep", "polcy"), "'polcy' is none of policy, chunk, tp, replicas"),
         (("--sweep", "tp", "--arrivals", "closed-loop"), "a closed loop has none"),
-        (("--sweep", "tp", "--trace", "x.jsonl"), "a file has its own; use --preset"),
+        (("--sweep", "tp", "--trace", __file__), "a file has its own; use --preset"),
     ],
 )
 def test_a_sweep_without_an_answer_is_one_sentence(capsys, argv, sentence) -> None:
