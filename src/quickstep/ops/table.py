@@ -361,6 +361,8 @@ class OpTable(msgspec.Struct, frozen=True):
         logits: (hidden [E, C], LinearWeight, divisor, softcap or None, None or the number of the
             matrix and the LoRAMapping of the E) -> [E, V] fp32: the product, with its adapters,
             widened, divided, then softcap * tanh(logits / softcap) in fp64.
+        samples_on_device: Triton kernels sample and score tokens where the logits are
+            (`ops.triton.sampling`); a call of them then costs more than a row of it.
         kernel_s: Seconds that the kernels have run so far, without the time between them; None
             where they are not counted. Benchmarks take the difference of two readings.
         load_linear: (StoredMatrix, bias [N] | None) -> LinearWeight: the same as reading the matrix
@@ -395,6 +397,7 @@ class OpTable(msgspec.Struct, frozen=True):
         [AnyTensor, LinearWeight, float, float | None, tuple[int, LoRAMapping] | None], AnyTensor
     ]
     scratch_bytes: int
+    samples_on_device: bool = False
     kernel_s: Callable[[], float] | None = None
     load_linear: Callable[[StoredMatrix, AnyTensor | None], LinearWeight] | None = None
     move_kv: Callable[[KVCache, Sequence[tuple[int, int]]], None] | None = None

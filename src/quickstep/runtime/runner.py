@@ -85,6 +85,7 @@ class ModelRunner:
         )
         self._graph_steps = _graph_steps(self._steps) if graphs is not None else None
         self._sample = open_sampler(model)
+        self._at_once = model.ops.samples_on_device
         self._scorer = PromptScorer(self._steps, model)
         self._num_blocks = kv.keys[0].shape[0] - (graphs is not None)
         self._kv, self._block_size = kv, block_size
@@ -264,7 +265,7 @@ class ModelRunner:
         if is_read:
             self._read_prompts(rows, slots, hidden, outputs)
         if emitting:
-            sample_rows(self._sample, logits, emitting, self._by_rejection)
+            sample_rows(self._sample, logits, emitting, self._by_rejection, self._at_once)
             self._move_accepted(rows, emitting)
         features = self._steps.aux_hidden_states()
         is_of_every = bool(features) or every_token

@@ -46,6 +46,7 @@ def load_triton(device: torch.device | Device) -> OpTable | None:
     return msgspec.structs.replace(
         reference_ops(),
         name="triton",
+        samples_on_device=True,
         pack_linear=pack_linear,
         pack_quantized=pack_quantized,
         linear=linear,
