@@ -160,8 +160,20 @@ def _stages(device: str) -> Iterator[Stage]:
     for depth in ("1", "2"):
         flags = (*throughput, "--pipeline-depth", depth)
         yield Stage(f"64 requests at once, steps in flight: {depth}", ("quickstep", *flags), 30.0)
+    yield from _sampling_stages(device)
     for other in _KERNELS[device][1:]:
         yield _verify_stage(device, other, "300")
+
+
+def _sampling_stages(device: str) -> Iterator[Stage]:
+    module, flags = "benchmarks.bench_sampling", ("--device", device)
+    if device == "cuda":
+        sampled = (module, *flags, "--repeats", "5", "--rows", "1", "64")
+        yield Stage("sampling on the device", sampled, 60.0)
+        yield Stage("sampling of copied logits", (*sampled, "--copied"), 30.0)
+    else:
+        small = ("--triton", "--vocab-size", "500", "--repeats", "1", "--rows", "1")
+        yield Stage("sampling on the device", (module, *flags, *small), 60.0)
 
 
 def _verify_stage(device: str, kernels: str, num_requests: str) -> Stage:
