@@ -13,45 +13,60 @@ import argparse
 import datetime
 import json
 import re
-import statistics
 import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import Any
 
 import msgspec
 
 from benchmarks.machine import describe_machine
 
-if TYPE_CHECKING:
-    import torch
-
-    from quickstep.ops.table import OpTable
-
 _RESULTS = Path(__file__).parent / "results"
 _TOTAL_S = 530.0
-_SHAPES = {"cuda": ("qwen2.5-0.5b", "llama-3.2-1b", "qwen2.5-7b"), "cpu": ("tiny2",)}
-_KERNELS = {"cuda": ("triton", "reference"), "cpu": ("native",)}
-_GOALS = (
-    "Goals: decode of the 7B shape at least 85 % of the bandwidth, of the 1B shape 60 %, of the "
-    "0.5B shape at most 0.5 ms; prefill of the 7B shape at least 70 % of the peak; attention at "
-    "least 0.95 times torch's."
-)
-# query heads, KV heads, head size, context, query rows of the one sequence
-_ATTENTION = {
-    "cuda": ((32, 8, 128, 8192, 1), (32, 8, 128, 8192, 512)),
-    "cpu": ((4, 2, 32, 128, 1), (4, 2, 32, 128, 16)),
+# the shapes of the goals: 8B, 1B, 0.5B
+_SHAPES = {
+    "cuda": ("llama-3.1-8b", "llama-3.2-1b", "qwen2.5-0.5b"),
+    "cpu": ("tiny2", "tiny2", "tiny2"),
 }
+_GENERATE = "transformers' generate"
+_LEAST_SPEEDUP = 5.0
+_KERNELS = {"cuda": ("triton", "reference"), "cpu": ("native",)}
+
+
+class Goal(msgspec.Struct, frozen=True):
+    """A figure that a stage should reach; `read` finds it in the stage's JSON."""
+
+    name: str
+    read: Callable[[Any], float]
+    bound: float
+    is_least: bool = True
+    unit: str = ""
+
+    def cells(self, output: str) -> tuple[str, ...]:
+        """Name, figure, goal, hit or miss."""
+        sign = ">=" if self.is_least else "<="
+        goal = f"{sign} {self._text(self.bound)}"
+        try:
+            value = self.read(json.loads(output))
+        except (ValueError, KeyError, IndexError, TypeError, ZeroDivisionError):
+            return self.name, "not measured", goal, "miss"
+        hit = value >= self.bound if self.is_least else value <= self.bound
+        return self.name, self._text(value), goal, "hit" if hit else "miss"
+
+    def _text(self, value: float) -> str:
+        return f"{value:.0%}" if self.unit == "%" else f"{value:.4g} {self.unit}".strip()
 
 
 class Stage(msgspec.Struct, frozen=True):
-    """One process: its arguments after `python -m`, and how long it may take."""
+    """One process: its arguments after `python -m`, how long it may take, and its goals."""
 
     title: str
     argv: tuple[str, ...]
     limit_s: float
+    goals: tuple[Goal, ...] = ()
 
 
 class Done(msgspec.Struct, frozen=True):
@@ -69,11 +84,8 @@ def main() -> int:
     parser.add_argument("--device", choices=("cuda", "cpu"), default="cuda")
     parser.add_argument("--seconds", type=float, default=_TOTAL_S, help="for all stages together")
     parser.add_argument("--out", type=Path, help="file (default: by date and device)")
-    parser.add_argument("--attention", metavar="KERNELS", help=argparse.SUPPRESS)
+    parser.add_argument("--only", metavar="TEXT", help="stages with this in their titles")
     args = parser.parse_args()
-    if args.attention is not None:
-        print(json.dumps(list(_measure_attention(args.device, args.attention))))
-        return 0
     import torch
 
     if args.device == "cuda" and not torch.cuda.is_available():
@@ -82,6 +94,8 @@ def main() -> int:
     end_s = time.monotonic() + args.seconds
     finished = []
     for stage in _stages(args.device):
+        if args.only is not None and args.only not in stage.title:
+            continue
         left_s = end_s - time.monotonic()
         if left_s < 5.0:
             print(f"{stage.title}: no time left", flush=True)
@@ -97,41 +111,106 @@ def main() -> int:
 
 
 def _stages(device: str) -> Iterator[Stage]:
-    tests = "tests/cuda" if device == "cuda" else "tests/triton"
-    command = "quickstep"
-    yield Stage("tests of kernels and engine", ("pytest", "-q", tests), 180.0)
-    for kernels in _KERNELS[device]:
-        chosen = ("--device", device, "--kernels", kernels)
-        counts = ("--requests", "600" if device == "cuda" else "20", "--threads", "1")
-        yield Stage(f"exactness, {kernels}", (command, "verify", *chosen, *counts), 120.0)
-    for kernels in _KERNELS[device]:
-        module = ("benchmarks.gpu", "--device", device, "--attention", kernels)
-        yield Stage(f"attention, {kernels}", module, 60.0)
-    for kernels in _KERNELS[device]:
-        chosen = ("--device", device, "--kernels", kernels)
-        for shape in _SHAPES[device]:
-            for batch in ("1", "8"):
-                step = ("bench", "step", "--shape", shape, "--batch", batch, "--prefill", "2048")
-                flags = ("--repeats", "3", "--json", *chosen, "--max-model-len", "4096")
-                yield Stage(
-                    f"step, {kernels}, {shape}, batch {batch}", (command, *step, *flags), 60.0
-                )
-    best = ("--device", device, "--kernels", _KERNELS[device][0])
-    largest = _SHAPES[device][-1]
-    for quantization in ("fp8", "int4"):
-        step = ("bench", "step", "--shape", largest, "--batch", "1", "--prefill", "2048")
-        flags = ("--repeats", "3", "--json", *best, "--max-model-len", "4096")
-        title = f"step, {_KERNELS[device][0]}, {largest} {quantization}, batch 1"
-        yield Stage(title, (command, *step, *flags, "--quantization", quantization), 60.0)
-    latency = ("bench", "latency", "demo", "--output-len", "64", "--repeats", "3")
-    yield Stage("one stream", (command, *latency, *best), 60.0)
-    throughput = ("bench", "throughput", "demo", "--max-len", "512", "--repeats", "3")
-    for depth in ("1", "2"):  # decides the default of --pipeline-depth on this device
+    """The most important first."""
+    large, middle, small = _SHAPES[device]
+    kernels = _KERNELS[device][0]
+    chosen = ("--device", device, "--kernels", kernels)
+    tests = "tests/cuda" if device == "cuda" else "tests/triton/test_device_executor.py"
+    yield Stage("tests of kernels and engine", ("pytest", "-q", tests), 150.0)
+    yield _verify_stage(device, kernels, "1700" if device == "cuda" else "20")
+    yield _step_stage(device, kernels, large, "1", _share_of_bandwidth(0.85), _share_of_peak(0.7))
+    yield _step_stage(device, kernels, large, "8", _share_of_bandwidth(0.85))
+    yield _step_stage(device, kernels, middle, "1", _share_of_bandwidth(0.6))
+    decode_ms = Goal("decode, a token", lambda of: float(of["decode_ms"]), 0.5, False, "ms")
+    yield _step_stage(device, kernels, small, "1", decode_ms)
+    measures = "benchmarks.gpu_measures"
+    served = Goal("share of the roofline", lambda of: float(of["roofline_share"]), 0.5, True, "%")
+    yield Stage("served", (measures, "served", *chosen, "--shape", large), 90.0, (served,))
+    yield Stage(_GENERATE, (measures, "generate", "--device", device, "--shape", large), 60.0)
+    yield Stage(
+        "attention",
+        (measures, "attention", *chosen),
+        40.0,
+        (
+            Goal("decode, torch's time / ours", lambda of: _ratio(of[0]), 0.95),
+            Goal("prefill, torch's time / ours", lambda of: _ratio(of[1]), 0.95),
+        ),
+    )
+    slowest = Goal(
+        "products, ours / cuBLAS, the worst",
+        lambda of: max(1 / _ratio(one) for one in of),
+        1.1,
+        False,
+    )
+    flags = ("exactness", *chosen, "--shape", large)
+    yield Stage("cost of exactness", (measures, *flags), 40.0, (slowest,))
+    cold = Goal(
+        "start to first token without torch's own",
+        lambda of: of["total_s"] - of["import_torch_s"] - of["cuda_s"],
+        4.0,
+        False,
+        "s",
+    )
+    yield Stage("cold start", (measures, "cold-start", *chosen, "--shape", small), 60.0, (cold,))
+    # a profile has the ops of torch on a CPU, and native kernels are none
+    of_torch = chosen if device == "cuda" else ("--device", device, "--kernels", "reference")
+    profiled = ("bench", "step", "--shape", small, "--profile", "--steps", "16", *of_torch)
+    yield Stage("profile of a step", ("quickstep", *profiled, "--max-model-len", "1024"), 40.0)
+    throughput = ("bench", "throughput", "demo", "--max-len", "512", "--repeats", "3", *chosen)
+    for depth in ("1", "2"):
         flags = (*throughput, "--pipeline-depth", depth)
-        title = f"64 requests at once, steps in flight: {depth}"
-        yield Stage(title, (command, *flags, *best), 30.0)
+        yield Stage(f"64 requests at once, steps in flight: {depth}", ("quickstep", *flags), 30.0)
+    yield from _sampling_stages(device)
+    for other in _KERNELS[device][1:]:
+        yield _verify_stage(device, other, "300")
+    for quantization in ("fp8", "int4"):
+        stage = _step_stage(device, kernels, large, "1")
+        flags = ("--quantization", quantization)
+        yield Stage(f"{stage.title}, {quantization}", (*stage.argv, *flags), 60.0)
     tuning = ("benchmarks.tune_gpu", "--device", device, "--seconds", "100")
     yield Stage("tiles of products", tuning, 120.0)
+
+
+def _sampling_stages(device: str) -> Iterator[Stage]:
+    module, flags = "benchmarks.bench_sampling", ("--device", device)
+    if device == "cuda":
+        sampled = (module, *flags, "--repeats", "5", "--rows", "1", "64")
+        yield Stage("sampling on the device", sampled, 60.0)
+        yield Stage("sampling of copied logits", (*sampled, "--copied"), 30.0)
+    else:
+        small = ("--triton", "--vocab-size", "500", "--repeats", "1", "--rows", "1")
+        yield Stage("sampling on the device", (module, *flags, *small), 60.0)
+
+
+def _verify_stage(device: str, kernels: str, num_requests: str) -> Stage:
+    counts = ("--requests", num_requests, "--threads", "1", "--json")
+    argv = ("quickstep", "verify", "--device", device, "--kernels", kernels, *counts)
+    goals = (
+        Goal("mismatches", lambda of: float(of["mismatches"]), 0, False),
+        Goal("comparisons", lambda of: float(of["comparisons"]), 2000),
+    )
+    return Stage(f"exactness, {kernels}", argv, 130.0, goals)
+
+
+def _step_stage(device: str, kernels: str, shape: str, batch: str, *goals: Goal) -> Stage:
+    argv = ("quickstep", "bench", "step", "--shape", shape, "--batch", batch, "--prefill", "2048")
+    flags = ("--repeats", "3", "--json", "--device", device, "--kernels", kernels)
+    title = f"step, {kernels}, {shape}, batch {batch}"
+    return Stage(title, (*argv, *flags, "--max-model-len", "4096"), 60.0, goals)
+
+
+def _share_of_bandwidth(bound: float) -> Goal:
+    name = "decode, share of the copy bandwidth"
+    return Goal(name, lambda of: float(of["decode_bandwidth_share"]), bound, True, "%")
+
+
+def _share_of_peak(bound: float) -> Goal:
+    name = "prefill of 2,048 tokens, share of the peak"
+    return Goal(name, lambda of: float(of["prefill_peak_share"]), bound, True, "%")
+
+
+def _ratio(case: dict[str, float]) -> float:
+    return case["torch_us"] / case["ours_us"]
 
 
 def _run(stage: Stage, limit_s: float) -> Done:
@@ -156,91 +235,18 @@ def _status(done: Done) -> str:
     return "passed" if done.code == 0 else f"failed with status {done.code}"
 
 
-def _measure_attention(device: str, kernels: str) -> Iterator[dict[str, object]]:
-    """The paged attention of one sequence, next to torch's on contiguous keys and values."""
-    import torch
-
-    from quickstep.ops.resolve import resolve_ops
-
-    ops = resolve_ops(torch.device(device), kernels)
-    for sizes in _ATTENTION[device]:
-        heads, kv_heads, size, context, num_rows = sizes
-        ours_s, theirs_s = _alternating_s(device, *_attention_calls(ops, device, *sizes))
-        yield {
-            "case": f"{num_rows} rows, context {context}, {heads}/{kv_heads} heads of {size}",
-            "ours_us": 1e6 * ours_s,
-            "torch_us": 1e6 * theirs_s,
-        }
-
-
-def _attention_calls(
-    ops: OpTable, device: str, heads: int, kv_heads: int, size: int, context: int, num_rows: int
-) -> tuple[Callable[[], object], Callable[[], object]]:
-    """Ours and torch's, on the same values."""
-    import torch
-
-    from quickstep.ops.table import AttentionParams, PagedLayout
-
-    make = torch.Generator(device).manual_seed(0)
-
-    def random(*shape: int) -> torch.Tensor:
-        return torch.randn(shape, generator=make, device=device).to(torch.bfloat16)
-
-    q = random(num_rows, heads, size)
-    keys, values = (random(context // 16, 16, kv_heads, size) for _ in range(2))
-    first = context - num_rows
-    layout = PagedLayout(
-        positions=torch.arange(first, context, device=device),
-        slot_mapping=torch.arange(first, context, device=device),
-        row_offsets=(0, num_rows),
-        context_lens=(context,),
-        block_tables=torch.arange(context // 16, dtype=torch.int32, device=device)[None],
-        block_size=16,
-    )
-    params = AttentionParams(size**-0.5)
-    k, v = (
-        one.view(context, kv_heads, size).transpose(0, 1)[None].contiguous()
-        for one in (keys, values)
-    )
-    mask = None
-    if num_rows > 1:
-        mask = torch.ones(num_rows, context, dtype=torch.bool, device=device).tril(first)
-
-    def paged() -> object:
-        return ops.paged_attention(q, keys, values, layout, params, None)
-
-    def contiguous() -> object:
-        return torch.nn.functional.scaled_dot_product_attention(
-            q.transpose(0, 1)[None], k, v, attn_mask=mask, enable_gqa=True
-        )
-
-    return paged, contiguous
-
-
-def _alternating_s(device: str, *calls: Callable[[], object]) -> Sequence[float]:
-    """Median seconds of each call, taking turns."""
-    import torch
-
-    times: list[list[float]] = [[] for _ in calls]
-    for round_number in range(23):
-        for call, spent in zip(calls, times, strict=True):
-            started_s = time.perf_counter()
-            call()
-            if device == "cuda":
-                torch.cuda.synchronize()
-            if round_number >= 3:
-                spent.append(time.perf_counter() - started_s)
-    return [statistics.median(spent) for spent in times]
-
-
 def _report(finished: Sequence[Done]) -> Iterator[str]:
     yield "# On a GPU\n"
     yield f"`python -m benchmarks.gpu`, {datetime.date.today()}:\n"
     yield f"```\n{describe_machine()}\n{_versions()}\n```\n"
-    yield f"{_GOALS}\n"
     yield "| stage | result | s |\n|---|---|---|"
     for done in finished:
         yield f"| {done.stage.title} | {_status(done)} | {done.seconds:.0f} |"
+    yield "\n| work | figure | measured | goal | |\n|---|---|---|---|---|"
+    for done in finished:
+        for goal in done.stage.goals:
+            yield f"| {done.stage.title} | {' | '.join(goal.cells(done.output))} |"
+    yield from _speedup(finished)
     steps = [one for one in finished if one.stage.title.startswith("step,") and one.code == 0]
     if steps:
         yield "\n| step | decode ms | of the bandwidth | prefill ms | of the peak |"
@@ -254,17 +260,44 @@ def _report(finished: Sequence[Done]) -> Iterator[str]:
             f"{figures['prefill_peak_share']:.0%}",
         )
         yield f"| {done.stage.title.removeprefix('step, ')} | {' | '.join(cells)} |"
-    compared = [one for one in finished if one.stage.title.startswith("attention") and not one.code]
-    if compared:
-        yield "\n| attention | us | torch's us | torch's / ours |\n|---|---|---|---|"
-    for done in compared:
-        for row in json.loads(done.output or "[]"):
-            ours, theirs = row["ours_us"], row["torch_us"]
-            name = f"{done.stage.title.removeprefix('attention, ')}, {row['case']}"
-            yield f"| {name} | {ours:.0f} | {theirs:.0f} | {theirs / ours:.2f} |"
+    yield from _compared(finished)
     for done in finished:
         yield f"\n## {done.stage.title}\n\n`python -m {' '.join(done.stage.argv)}`\n"
         yield f"```\n{done.output[-4000:].strip()}\n```"
+
+
+def _speedup(finished: Sequence[Done]) -> Iterator[str]:
+    """Served tokens per second over those of transformers."""
+    rates = {
+        one.stage.title: float(json.loads(one.output)["tokens_per_s"])
+        for one in finished
+        if one.stage.title in ("served", _GENERATE) and one.code == 0
+    }
+    if len(rates) == 2:
+        ratio = rates["served"] / rates[_GENERATE]
+        verdict = "hit" if ratio >= _LEAST_SPEEDUP else "miss"
+        name = f"tokens/s, ours / {_GENERATE}"
+        yield f"| served | {name} | {ratio:.3g} | >= {_LEAST_SPEEDUP} | {verdict} |"
+
+
+def _compared(finished: Sequence[Done]) -> Iterator[str]:
+    """What was measured next to torch's, and what was served."""
+    compared = [
+        one
+        for one in finished
+        if one.stage.title in ("attention", "cost of exactness") and one.code == 0
+    ]
+    if compared:
+        yield "\n| next to torch's | us | torch's us | torch's / ours |\n|---|---|---|---|"
+    for done in compared:
+        for row in json.loads(done.output):
+            ours, theirs = row["ours_us"], row["torch_us"]
+            yield f"| {row['case']} | {ours:.0f} | {theirs:.0f} | {theirs / ours:.2f} |"
+    for done in finished:
+        if done.stage.title in ("served", _GENERATE, "cold start") and done.code == 0:
+            yield f"\n| {done.stage.title} | |\n|---|---|"
+            for name, value in json.loads(done.output).items():
+                yield f"| {name} | {value:.4g} |" if name != "case" else f"| {name} | {value} |"
 
 
 def _versions() -> str:

@@ -1,10 +1,11 @@
 """`python -m benchmarks.sim_accuracy`: the simulator against the live engine, on this machine.
 
-The engine first serves a full load, from which it learns its step times and this program the
-capacity. Then Poisson arrivals at 30, 60 and 85 % of it are served and recorded, and the simulator
-gets the same arrivals and the stored fit of the first run: it has seen nothing of the other runs.
-Prints the live and simulated percentiles of TTFT, TPOT, E2E, and the throughput, with their errors.
-About four minutes with the default `--seconds`.
+`quickstep calibrate` measures the step times and the engine's own time between steps. The engine
+then serves a full load, from which it learns more and this program the capacity. Then Poisson
+arrivals at 30, 60 and 85 % of it are served and recorded, and the simulator gets the same arrivals
+and what was stored before: it has seen nothing of these runs. Prints the live and simulated
+percentiles of TTFT, TPOT, E2E, and the throughput, with their errors. About four minutes with the
+default `--seconds`.
 """
 
 from __future__ import annotations
@@ -14,20 +15,21 @@ import asyncio
 import os
 import tempfile
 from collections.abc import Sequence
-from itertools import pairwise
 from pathlib import Path
 from random import Random
-from statistics import linear_regression, median
 
 import msgspec
 from msgspec.structs import replace
 
 from benchmarks.machine import describe_machine
+from quickstep.cli.main import main as quickstep
 from quickstep.config import EngineConfig, LoadConfig, RecordingConfig
-from quickstep.core.cost_model import CostModel, LinearCostModel, StepLoad
+from quickstep.core.cost_model import LinearCostModel
+from quickstep.core.overhead import EngineOverhead, WithOverhead
 from quickstep.core.replay import open_replay, read_recording
 from quickstep.engine.assembly import open_engine
 from quickstep.engine.engine import Engine
+from quickstep.engine.step_times.cost_fits import StoredFit
 from quickstep.sim.simulate import simulate
 from quickstep.sim.traces import recorded_traffic
 from quickstep.types import Request, SamplingParams, SequenceTimings, StepRecord
@@ -35,42 +37,6 @@ from quickstep.types import Request, SamplingParams, SequenceTimings, StepRecord
 _LOADS = (0.30, 0.60, 0.85)
 _PARTS = (0.50, 0.90, 0.99)
 _IDS = range(300, 1300)
-
-
-class Overhead(msgspec.Struct, frozen=True):
-    """Seconds of a step that the engine itself takes: planning, delivery, the callers' tasks."""
-
-    step_s: float
-    row_s: float
-
-    @staticmethod
-    def of_steps(steps: Sequence[StepRecord]) -> Overhead:
-        """By the times between commits of a run that was never idle, for each number of rows."""
-        gaps: dict[int, list[float]] = {}
-        for before, one in pairwise(steps):
-            num_rows = one.num_decode_rows + one.num_prefill_rows
-            gap_s = one.committed_at_s - before.committed_at_s - one.seconds
-            gaps.setdefault(num_rows, []).append(gap_s)
-        rows = [num_rows for num_rows, of in gaps.items() for _ in of]
-        usual = [median(of) for of in gaps.values() for _ in of]
-        row_s, step_s = linear_regression(rows, usual)
-        return Overhead(max(0.0, step_s), max(0.0, row_s))
-
-
-class WithOverhead:
-    """A cost model with the time that the engine itself takes. For `CostModel`."""
-
-    def __init__(self, model: CostModel, overhead: Overhead) -> None:
-        self._model = model
-        self._overhead = overhead
-
-    def seconds(self, load: StepLoad) -> float:
-        """Predicted duration of a step."""
-        overhead_s = self._overhead.step_s + load.num_rows * self._overhead.row_s
-        return self._model.seconds(load) + overhead_s
-
-    def observe(self, load: StepLoad, seconds: float) -> None:
-        """Nothing is learnt."""
 
 
 def requests(seed: int, count: int) -> list[Request]:
@@ -137,7 +103,9 @@ def rate(of: Sequence[SequenceTimings]) -> float:
     return sum(one.num_output_tokens for one in of) / seconds
 
 
-def compare(load: float, live: Sequence[SequenceTimings], path: Path, overhead: Overhead) -> None:
+def compare(
+    load: float, live: Sequence[SequenceTimings], path: Path, overhead: EngineOverhead
+) -> None:
     """Simulate a recording, and print a table's rows."""
     with path.open("rb") as file:
         recording = read_recording(file)
@@ -170,11 +138,14 @@ def main() -> None:
     print(f"{describe_machine()}; {args.model}, {args.seconds:g} s of each load")
     with tempfile.TemporaryDirectory() as folder:
         os.environ["QUICKSTEP_CACHE_DIR"] = folder
+        assert quickstep(("calibrate", args.model, "--memory-bytes", "2GiB")) == 0
+        (stored,) = Path(folder).glob("cost_fits/*.json")
+        overhead = msgspec.json.decode(stored.read_bytes(), type=StoredFit).overhead
+        assert overhead is not None, "the calibration measures it"
         run(args.model, requests(0, 20), [0.0] * 20, None)  # pages and caches
         full = requests(1, max(40, round(4 * args.seconds)))
-        seconds, _, steps = run(args.model, full, [0.0] * len(full), None)
+        seconds, _, _ = run(args.model, full, [0.0] * len(full), None)
         capacity = len(full) / seconds
-        overhead = Overhead.of_steps(steps)
         print(
             f"capacity {capacity:.3g} requests/s; overhead {1e6 * overhead.step_s:.0f} us a step "
             f"and {1e6 * overhead.row_s:.0f} us a row\n"

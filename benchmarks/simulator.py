@@ -2,7 +2,8 @@
 
 Requests of 200 tokens in and 200 out (lognormal) arrive at 64 replicas in turn, each the engine's
 own scheduler on a virtual clock. The time grows with the number of requests; the last line has it
-for a million.
+for a million. `--num-prompts 1000000 --replicas 1` simulates one replica of a million requests in
+its full length.
 """
 
 from __future__ import annotations
@@ -48,17 +49,21 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--num-prompts", type=int, default=1920, help="on all replicas together")
     parser.add_argument("--rate", type=float, default=30.0, help="requests per second of a replica")
+    parser.add_argument(
+        "--replicas", type=int, default=_NUM_REPLICAS, help="simulate only so many of the 64"
+    )
     args = parser.parse_args()
-    start_s = time.perf_counter()
+    start_s, start_cpu_s = time.perf_counter(), time.process_time()
     num_ended = num_steps = 0
-    for index in range(_NUM_REPLICAS):
+    for index in range(args.replicas):
         ended, steps = replica(Random(index), args.num_prompts // _NUM_REPLICAS, args.rate)
         num_ended, num_steps = num_ended + ended, num_steps + steps
         if sys.stderr.isatty():
-            print(f"\r{index + 1} of {_NUM_REPLICAS} replicas", end="", file=sys.stderr)
-    seconds = time.perf_counter() - start_s
+            print(f"\r{index + 1} of {args.replicas} replicas", end="", file=sys.stderr)
+    seconds, cpu_s = time.perf_counter() - start_s, time.process_time() - start_cpu_s
     memory = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024
     print(f"{num_ended} requests, {num_steps} steps in {seconds:.1f} s, {memory:.0f} MiB")
+    print(f"{1e6 * cpu_s / num_ended:.0f} us of CPU time per request")
     print(f"a million requests: {1e6 / num_ended * seconds:.0f} s at this speed")
 
 

@@ -118,6 +118,7 @@ class SchedulerConfig(msgspec.Struct, frozen=True):
             resolved for the model and the memory.
         max_waiting: Waiting sequences beyond which `add` rejects a request; None for no limit.
         pipeline_depth: Steps in flight: 1 waits for each step, 2 plans the next while one runs.
+            None: 2 where decode steps are CUDA graphs, else 1.
         policy: Who is served first, and how a step's tokens are split between phases
             (`core.policies`).
         inter_token_target_s: Limit of the step time in seconds, by which `mixed` chooses the size
@@ -139,7 +140,7 @@ class SchedulerConfig(msgspec.Struct, frozen=True):
     max_num_batched_tokens: int = 2048
     max_model_len: int = 4096
     max_waiting: int | None = None
-    pipeline_depth: int = 1
+    pipeline_depth: int | None = None
     policy: PolicyName = PolicyName.MIXED
     inter_token_target_s: float = 0.2
     priority_aging_s: float = 10.0
@@ -152,7 +153,7 @@ class SchedulerConfig(msgspec.Struct, frozen=True):
     def __post_init__(self) -> None:
         for name in ("max_num_seqs", "max_num_batched_tokens", "max_model_len", "pipeline_depth"):
             value = getattr(self, name)
-            if value < 1:
+            if value is not None and value < 1:
                 flag = name.replace("_", "-")
                 raise ConfigError(f"--{flag} is {value}, it must be at least 1")
         if not self.inter_token_target_s > 0:
@@ -164,8 +165,13 @@ class SchedulerConfig(msgspec.Struct, frozen=True):
         if not 0 <= self.batch_timeout_s < math.inf:
             value = self.batch_timeout_s
             raise ConfigError(f"--batch-timeout-s is {value}, it must be at least 0 and finite")
-        if not self.use_kv_cache and self.pipeline_depth > 1:
+        if not self.use_kv_cache and self.num_in_flight > 1:
             raise ConfigError("--no-kv-cache needs --pipeline-depth 1: a step needs all tokens")
+
+    @property
+    def num_in_flight(self) -> int:
+        """Most steps in flight."""
+        return self.pipeline_depth or 1
 
 
 class SpeculationConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
@@ -253,7 +259,7 @@ class LoadConfig(msgspec.Struct, frozen=True):
         model: A directory, a hub id, or `demo`.
         revision: Hub revision; None for the default branch.
         dtype: `auto` (the checkpoint's), `bfloat16`, `float16` or `float32`.
-        device: `auto`, `cpu` or `cuda`.
+        device: `auto`, `cpu`, `cuda` or `cuda:N`.
         kernels: One of KERNELS: PyTorch's ops (`reference`), those compiled for CPUs (`native`), or
             Triton's; `auto` chooses by the device (`ops.resolve`).
         offline: Never use the network; the environment variable HF_HUB_OFFLINE works too.
@@ -394,7 +400,7 @@ class StreamConfig(msgspec.Struct, frozen=True):
     def __post_init__(self) -> None:
         for name in ("max_unread_deltas", "max_unread_bytes"):
             value = getattr(self, name)
-            if value < 1:
+            if value is not None and value < 1:
                 flag = name.replace("_", "-")
                 raise ConfigError(f"--{flag} is {value}, it must be at least 1")
 

@@ -6,6 +6,7 @@
     │   ├── QueueFull           too many sequences wait
     │   └── FirstTokenTooLate   the predicted wait is longer than the request allows
     ├── EngineError         the engine's fault: HTTP 5xx, logged once with its traceback
+    │   ├── StepOutOfMemory     a step did not fit into the device's memory; the next one may
     │   └── EngineDied          the engine's process ended before it finished the request
     ├── ConfigError         a start-up option or a checkpoint is not usable: exit code 2
     └── OutOfBlocks         too few free KV blocks; the scheduler preempts or waits
@@ -25,6 +26,7 @@ __all__ = [
     "QueueFull",
     "QuickstepError",
     "RequestError",
+    "StepOutOfMemory",
 ]
 
 
@@ -114,6 +116,10 @@ class FirstTokenTooLate(RequestError):
 
 class EngineError(QuickstepError):
     """The engine failed; the client may send the request again."""
+
+
+class StepOutOfMemory(EngineError):
+    """A step did not fit into the device's memory. Its sequences end; others continue."""
 
 
 class EngineDied(EngineError):

@@ -3,10 +3,11 @@
 import threading
 
 import pytest
+import torch
 from msgspec.structs import replace
 from paged_hash_model import PagedHashModel
 
-from quickstep.errors import EngineError
+from quickstep.errors import EngineError, StepOutOfMemory
 from quickstep.runtime.executor import LocalExecutor, ShortTicket
 from quickstep.runtime.kv_cache import allocate_kv
 from quickstep.runtime.runner import ModelRunner
@@ -96,6 +97,19 @@ def test_a_failed_step_fails_the_ones_behind_it_until_reset():
     row = replace(first_step().rows[0], slot=1, new_block_ids=(2, 3))
     again = StepPlan(4, (row,), (replace(first_step().admitted[0], slot=1),), released=(0, 1))
     assert tokens_of(executor.submit(again)) == expected
+    executor.close()
+
+
+def test_a_step_without_enough_memory_fails_alone():
+    model = PagedHashModel()
+    executor = open_executor(model)
+    expected = tokens_of(executor.submit(first_step()))
+    model.error = torch.OutOfMemoryError("tried to allocate 16 GiB")
+    with pytest.raises(StepOutOfMemory, match="16 GiB; lower --max-num-batched-tokens"):
+        executor.submit(decode_step(1)).result()
+    model.error = None
+    executor.reset()
+    assert tokens_of(executor.submit(replace(first_step(2), released=(0,)))) == expected
     executor.close()
 
 

@@ -28,6 +28,7 @@ from quickstep.model.interface import Model
 from quickstep.model.loader import load_model
 from quickstep.model.spec import read_spec
 from quickstep.ops.table import LinearWeight, OpTable
+from quickstep.ops.tensors import Device, torch_device
 
 CONFIG = {
     "architectures": ["LlamaForCausalLM"],
@@ -117,11 +118,23 @@ def test_auto_dtype_is_the_configs_then_the_files(tmp_path: Path) -> None:
 
 
 def test_an_unknown_or_absent_device_is_refused() -> None:
-    with pytest.raises(ConfigError, match="'tpu'"):
-        choose_device("tpu")
+    for name in ("tpu", "cuda:", "cuda:one", "cuda:-1", "CPU"):
+        with pytest.raises(ConfigError, match=f"'{name}'"):
+            choose_device(name)
     if not torch.cuda.is_available():
-        with pytest.raises(ConfigError, match="no GPU"):
-            choose_device("cuda")
+        for name in ("cuda", "cuda:0", "cuda:7"):
+            with pytest.raises(ConfigError, match=f"{name} and torch sees no GPU"):
+                choose_device(name)
+
+
+def test_one_of_several_gpus_is_chosen_by_its_number(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
+    assert choose_device("cuda") == Device("cuda")
+    assert choose_device("cuda:1") == Device("cuda", 1)
+    assert torch_device(choose_device("cuda:1")) == torch.device("cuda:1")
+    with pytest.raises(ConfigError, match="cuda:2 and torch sees 2 GPUs"):
+        choose_device("cuda:2")
 
 
 def test_position_tables_cover_the_length_that_was_asked(tmp_path: Path) -> None:

@@ -99,9 +99,10 @@ def test_the_chi_square_bound_catches_a_temperature_that_is_off_by_a_tenth():
 DRAFT_LOGITS = LOGITS + np.array([0, 1, -1, 0.5, 0, 1, 0, 2, -2, 0, 1, -1], np.float32)
 
 
-def verified_tokens(sampling, seed):
+def verified_tokens(sampling, seed, in_tree=False):
     """The tokens of a row with two drafts, by rejection sampling. The drafts are sampled from other
-    logits with the sequence's own noise, as a draft model does.
+    logits with the sequence's own noise, as a draft model does. In a tree, another token may be the
+    first, and any of two may follow it.
     """
     slot = Slot(Admission(0, "r#0", (1,), 1, sampling, seed), len(LOGITS))
     drafts = []
@@ -109,15 +110,22 @@ def verified_tokens(sampling, seed):
         draft = sample_row(DRAFT_LOGITS, state_of(sampling, seed, position))
         assert isinstance(draft, Sample)
         drafts.append(draft.token_id)
-    row = EmittingRow(0, slot, 0, tuple(drafts))
-    sample_rows(sample, HostTensor(np.stack([LOGITS] * 3), FLOAT32), [row], by_rejection=True)
-    assert [one.token_id for one in row.samples[:-1]] == drafts[: len(row.samples) - 1]
+    parents = ()
+    if in_tree:
+        drafts += [(drafts[0] + 1) % 3, 0, 1]
+        parents = (0, 1, 0, 3, 3)
+    row = EmittingRow(0, slot, 0, tuple(drafts), parents)
+    logits = np.stack([LOGITS] * (1 + len(drafts)))
+    sample_rows(sample, HostTensor(logits, FLOAT32), [row], by_rejection=True)
+    accepted = [drafts[node - 1] for node in row.computed[1:]]
+    assert [one.token_id for one in row.samples[:-1]] == accepted
     return [one.token_id for one in row.samples]
 
 
+@pytest.mark.parametrize("in_tree", [False, True])
 @pytest.mark.parametrize("sampling", [CASES[0], CASES[7]], ids=str)
-def test_rejection_sampling_has_the_law_of_sampling_without_drafts(sampling):
-    tokens = [verified_tokens(sampling, seed) for seed in range(6000)]
+def test_rejection_sampling_has_the_law_of_sampling_without_drafts(sampling, in_tree):
+    tokens = [verified_tokens(sampling, seed, in_tree) for seed in range(6000)]
     for position in range(3):
         found = [one[position] for one in tokens if len(one) > position]
         assert len(found) > 100

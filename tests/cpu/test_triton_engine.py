@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from msgspec.structs import replace
 
 pytest.importorskip("triton")
 
@@ -21,6 +22,19 @@ from quickstep.types import SamplingParams
 PROMPTS = ("ab", "def f(x)")
 GREEDY = SamplingParams(max_tokens=4, temperature=0.0, logprobs=1, allowed_token_ids=range(94))
 
+SAMPLED = SamplingParams(
+    max_tokens=3,
+    seed=5,
+    temperature=0.9,
+    top_p=0.9,
+    repetition_penalty=1.2,
+    min_tokens=2,
+    logit_bias={3: 2.0},
+    logprobs=2,
+    prompt_logprobs=1,
+    allowed_token_ids=range(94),
+)
+
 Answers = list[tuple[object, object]]
 
 
@@ -33,10 +47,14 @@ def answers(
     checkpoint: Path,
     monkeypatch: pytest.MonkeyPatch,
     kernels: str,
-    quantization: str | None,
+    quantization: str | None = None,
+    params: SamplingParams = GREEDY,
+    samples_on_device: bool = True,
 ) -> tuple[Answers, Answers]:
     """Token ids and logprobs of each prompt, run at the same time and alone."""
     ops = resolve.resolve_ops(torch.device("cpu"), kernels)
+    if not samples_on_device:
+        ops = replace(ops, samples_on_device=False)
     monkeypatch.setattr(resolve, "resolve_ops", lambda *_: ops)
     config = EngineConfig(
         load=LoadConfig(model=str(checkpoint), num_threads=1, quantization=quantization),
@@ -47,8 +65,8 @@ def answers(
     engine = open_engine(config)
 
     async def answer(prompt: str) -> tuple[object, object]:
-        stream = engine.generate(prompt, GREEDY)
-        [output] = (await collect(stream, prompt, GREEDY, engine.tokenizer)).outputs
+        stream = engine.generate(prompt, params)
+        [output] = (await collect(stream, prompt, params, engine.tokenizer)).outputs
         return output.token_ids, output.logprobs
 
     async def both() -> tuple[Answers, Answers]:
@@ -71,3 +89,14 @@ def test_the_engine_on_triton_has_the_tokens_of_the_reference_and_the_same_bits_
     assert together == alone
     expected, _ = answers(checkpoint, monkeypatch, "reference", quantization)
     assert [tokens for tokens, _ in together] == [tokens for tokens, _ in expected]
+
+
+@pytest.mark.usefixtures("products_in_order")
+def test_tokens_and_logprobs_are_those_of_the_hosts_sampler(
+    checkpoint: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    together, alone = answers(checkpoint, monkeypatch, "triton", params=SAMPLED)
+    assert together == alone
+    with monkeypatch.context() as patch:
+        on_host, _ = answers(checkpoint, patch, "triton", params=SAMPLED, samples_on_device=False)
+    assert together == on_host

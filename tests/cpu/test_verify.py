@@ -129,7 +129,7 @@ def test_penalties_lost_in_preemption_are_caught(monkeypatch):
     class Forgetful(SamplingState):
         def __init__(self, admission, vocab_size, new_matcher=None):
             super().__init__(admission, vocab_size, new_matcher)
-            self._penalties = Penalties(admission.sampling, admission.token_ids, ())
+            self.penalties = Penalties(admission.sampling, admission.token_ids, ())
 
     monkeypatch.setattr(slots, "SamplingState", Forgetful)
     report = verified(PagedHashModel(), VerifyOptions(num_requests=100, threads=(1,), rounds=2))

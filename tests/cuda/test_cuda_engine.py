@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
+from msgspec.structs import replace
 
 from quickstep import LLM, SamplingParams
 from quickstep.config import LoadConfig
@@ -12,6 +13,7 @@ from quickstep.model.checkpoint.source import find_checkpoint
 from quickstep.model.interface import Model
 from quickstep.model.loader import load_model
 from quickstep.model.spec import read_spec
+from quickstep.ops import resolve
 from quickstep.ops.resolve import resolve_ops
 from quickstep.verify.checker import VerifyOptions, verify
 
@@ -45,3 +47,22 @@ def test_no_mismatch_on_a_gpu(kernels: str) -> None:
     report = verify(load, VerifyOptions(num_requests=60, threads=(1,)), eos)
     assert report.mismatches == 0
     assert report.comparisons >= 60
+
+
+def test_tokens_and_logprobs_on_a_gpu_are_those_of_the_hosts_sampler(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    sampled = SamplingParams(temperature=0.9, seed=3, max_tokens=24, logprobs=2, prompt_logprobs=1)
+    params = [
+        sampled,
+        replace(sampled, top_p=0.9, top_k=40, min_p=0.01),
+        replace(sampled, repetition_penalty=1.2, frequency_penalty=0.3, min_tokens=8),
+    ]
+    ops = resolve.resolve_ops(torch.device("cuda"), "triton")
+    answers = []
+    for samples_on_device in (True, False):
+        chosen = replace(ops, samples_on_device=samples_on_device)
+        monkeypatch.setattr(resolve, "resolve_ops", lambda *_, chosen=chosen: chosen)
+        with LLM("demo", device="cuda") as llm:
+            answers.append([one.outputs for one in llm.generate(PROMPTS, params)])
+    assert answers[0] == answers[1]

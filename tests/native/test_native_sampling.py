@@ -11,15 +11,19 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from msgspec.structs import replace
 
-from op_checks.logit_rows import logit_rows
+from op_checks.sampling_cases import (
+    EVERY_CHANGE,
+    EVERY_FILTER,
+    FixedMask,
+    rows_of,
+    samplings,
+    state_of,
+)
 from quickstep.ops.native.backend import load_native, native_status
 from quickstep.ops.reference import reference_ops
-from quickstep.runtime.sampling.logit_changes import bits_of_bytes
 from quickstep.runtime.sampling.native_sampler import NativeSampler, open_sampler
 from quickstep.runtime.sampling.sampler import SampleFailure, sample
-from quickstep.runtime.sampling.state import SamplingState
-from quickstep.sampling_params import ReasoningTokens, TokenForms
-from quickstep.types import Admission, SamplingParams
+from quickstep.types import SamplingParams
 
 LEVELS = native_status().levels
 SIZES = (1, 2, 63, 64, 65, 130, 1000, 4097)
@@ -34,44 +38,11 @@ def tables():
 TABLES = tables()
 
 
-def state_of(sampling, vocab, seed=0, outputs=()):
-    prompt = tuple(i % vocab for i in (0, 5, 17))
-    tokens = prompt + tuple(i % vocab for i in outputs)
-    admission = Admission(0, "r#0", tokens, len(prompt), sampling, seed, frozenset({0}))
-    return SamplingState(admission, vocab)
-
-
-def rows_of(kind, num_rows, vocab, seed, scale):
-    rng = np.random.default_rng(seed)
-    rows = logit_rows(rng, kind, num_rows, vocab, scale)
-    if kind == "broken":
-        rows[0, rng.integers(vocab)] = rng.choice([np.nan, np.inf])
-        rows[-1] = -np.inf
-    return torch.from_numpy(rows)
-
-
 def assert_same_draws(logits, states, tables=TABLES):
     expected = sample(logits, states)
     for table in tables:
         found = NativeSampler(table.steps.sampler(logits.shape[1])).sample(logits, states)
         assert found == expected, table.name
-
-
-samplings = st.builds(
-    SamplingParams,
-    temperature=st.sampled_from([0.0, 1e-3, 0.3, 0.7, 1.0, 1.9]),
-    top_k=st.sampled_from([0, 0, 1, 3, 40, 200, 5000]),
-    top_p=st.sampled_from([1.0, 1.0, 0.013, 0.5, 0.9, 0.99999]),
-    min_p=st.sampled_from([0.0, 0.0, 0.011, 0.3, 1.0]),
-    logprobs=st.sampled_from([None, None, 0, 1, 5, 70]),
-    repetition_penalty=st.sampled_from([1.0, 1.0, 1.3]),
-    frequency_penalty=st.sampled_from([0.0, 0.0, 0.7]),
-    logit_bias=st.sampled_from([{}, {}, {0: -100.0}, {0: 7.5}]),
-    min_tokens=st.sampled_from([0, 0, 5]),
-    typical_p=st.sampled_from([1.0, 1.0, 0.05, 0.6, 0.97]),
-    xtc_probability=st.sampled_from([0.0, 0.0, 0.5, 1.0]),
-    xtc_threshold=st.sampled_from([0.0, 0.02, 0.2, 0.5]),
-)
 
 
 @settings(max_examples=300, deadline=None)
@@ -109,18 +80,7 @@ def test_logprobs_of_tokens_asked_for_by_id_are_numpys(
 
 @pytest.mark.parametrize("scale", [0.5, 4.0])
 def test_a_large_vocabulary_draws_as_numpy_does(scale):
-    samplings = [
-        SamplingParams(temperature=0.0, logprobs=20),
-        SamplingParams(temperature=1.0),
-        SamplingParams(temperature=0.7, top_p=0.95, logprobs=3),
-        SamplingParams(temperature=1.2, top_k=50, top_p=0.9),
-        SamplingParams(temperature=1.0, min_p=0.05),
-        SamplingParams(typical_p=0.9),
-        SamplingParams(top_k=5000, typical_p=0.5, top_p=0.9, min_p=0.01),
-        SamplingParams(typical_p=0.2, xtc_probability=1.0, xtc_threshold=0.001),
-        SamplingParams(top_p=0.9, xtc_probability=1.0, xtc_threshold=0.0001),
-        SamplingParams(frequency_penalty=1.0, logit_bias={5: 3.0}, min_tokens=3),
-    ]
+    samplings = EVERY_FILTER
     logits = rows_of("normal", len(samplings), 151_936, 1, scale)
     for as_stored in (logits, logits.bfloat16().float()):
         states = [state_of(one, 151_936, seed) for seed, one in enumerate(samplings)]
@@ -177,31 +137,7 @@ def test_many_draws_follow_the_distribution():
 
 def test_every_change_of_logits_is_numpys():
     vocab = 300
-    forms = TokenForms(
-        bad_words=((7,), (3, 9), (17, 11, 12)),
-        dry_breakers=((2,),),
-        reasoning=ReasoningTokens(
-            b"<", b"/>", (4, 5), {1: b"<", 4: b"/", 5: b">"}, starts_open=True
-        ),
-    )
-    words = {"bad_words": ("x",), "in_tokens": forms}
-    samplings = [
-        SamplingParams(presence_penalty=0.7, repetition_penalty=0.8, frequency_penalty=-0.3),
-        SamplingParams(dry_multiplier=2.0, dry_allowed_length=1, in_tokens=forms),
-        SamplingParams(
-            dry_multiplier=2.0,
-            dry_allowed_length=1,
-            in_tokens=forms,
-            repetition_penalty=1.4,
-            logit_bias={3: -2.0, 9: 4.0},
-        ),
-        SamplingParams(allowed_token_ids=(3, 7, 11), **words),
-        SamplingParams(allowed_token_ids=(7,), temperature=0.0, **words),
-        SamplingParams(allowed_token_ids=(0,), min_tokens=15),
-        SamplingParams(allowed_token_ids=(0, 8), min_tokens=15, logprobs=3),
-        SamplingParams(thinking_budget=3, in_tokens=forms, allowed_token_ids=(8,)),
-        SamplingParams(repetition_penalty=1e308, temperature=0.0),
-    ]
+    samplings = EVERY_CHANGE
     logits = rows_of("normal", len(samplings), vocab, 5, 3.0)
     outputs = (3, 9, 5, 17, 3, 9, 5, 17, 11, 3)
     for num_outputs in (0, 1, 5, 10):
@@ -236,25 +172,6 @@ def test_a_grammars_mask_is_numpys(mask, seed, temperature):
     without_end = [token_id for token_id in allowed if token_id != 0]
     assert np.flatnonzero(np.isfinite(logits)).tolist() == (without_end or allowed)
     assert_same_draws(rows_of("normal", 1, vocab, seed, 2.0), [state])
-
-
-class FixedMask:
-    """A grammar whose mask is given; shorter or longer than the vocabulary."""
-
-    failure = ""
-
-    def __init__(self, mask, vocab):
-        self._mask, self._vocab = mask, vocab
-
-    def allowed_bits(self):
-        return bits_of_bytes(self._mask, self._vocab)
-
-    def allows(self, token_id):
-        place = token_id // 8
-        return place < len(self._mask) and bool(self._mask[place] >> (token_id % 8) & 1)
-
-    def forced_token(self, token_id):
-        return token_id
 
 
 def test_the_special_filters_are_numpys_too():

@@ -63,6 +63,7 @@ class ScriptedExecutor:
         self.gate = threading.Event()
         self.gate.set()
         self.broken: set[int] = set()
+        self.error = EngineError
         self.is_closed = False
         self._has_failed = False
         self._slots = {}
@@ -89,7 +90,7 @@ class ScriptedExecutor:
             self._slots[admission.slot] = (admission, list(admission.token_ids))
         if self._has_failed or plan.step_id in self.broken:
             self._has_failed = True
-            raise EngineError("the script says so")
+            raise self.error("the script says so")
         return StepResult(plan.step_id, tuple(map(self._row, plan.rows)), seconds=0.001)
 
     def _row(self, row):

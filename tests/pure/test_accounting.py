@@ -8,6 +8,9 @@ import pytest
 from random_lives import random_life
 from scheduler_world import PROMPT, Setup, World, ask, finish
 
+from quickstep.core.accounting import UnitTicks
+from quickstep.core.cost_model import StepLoad, UnitPrices
+from quickstep.core.sequence import TICKS_PER_S
 from quickstep.types import Activity
 
 
@@ -38,6 +41,28 @@ def test_what_is_computed_again_after_a_preemption_is_not_the_sequences_own_time
     totals = world.scheduler.stats().totals
     assert totals.recomputed_s == pytest.approx(one.recomputed_s)
     assert math.isclose(totals.attributed_s, one.device_s + other.device_s, rel_tol=1e-9)
+
+
+def test_charges_are_whole_numbers_that_add_up_in_any_order() -> None:
+    prices = UnitPrices(token=1e-4, row=3e-5, kv_token=7e-8, pair=1e-8, logits_row=2e-6)
+    rows = [StepLoad.of_span(start, 1, num_logits_rows=1) for start in (7, 900, 31)]
+    rows.append(StepLoad.of_span(0, 250))
+    step = sum(rows, StepLoad())
+    ticks = UnitTicks.divide(0.0123, prices, step)
+    charges = ticks.of_rows(rows, step)
+    assert charges == [ticks.of(row) for row in rows]
+    assert sum(charges) == ticks.of(step)
+    assert sum(charges) / TICKS_PER_S == pytest.approx(0.0123, rel=1e-12)
+    assert charges[1] / charges[0] == pytest.approx(prices.of(rows[1]) / prices.of(rows[0]))
+    context = rows[1].num_kv_tokens
+    assert charges[1] == ticks.decode_row + context * ticks.decode_context
+
+
+def test_without_prices_tokens_divide_the_seconds() -> None:
+    rows = [StepLoad.of_span(0, num_tokens) for num_tokens in (1, 3)]
+    step = sum(rows, StepLoad())
+    charges = UnitTicks.divide(1.0, UnitPrices(), step).of_rows(rows, step)
+    assert [one / TICKS_PER_S for one in charges] == [0.25, 0.75]
 
 
 def test_idle_time_is_what_no_step_filled() -> None:

@@ -4,7 +4,7 @@ from pathlib import Path
 
 import pytest
 
-from quickstep.cli.doctor import cgroup_cpus, cpu_facts, huge_pages, memory_facts
+from quickstep.cli.doctor import cgroup_cpus, cpu_facts, driver_version, huge_pages, memory_facts
 
 CPUINFO = "\n\n".join(
     f"""processor\t: {number}
@@ -69,3 +69,14 @@ def test_the_old_control_groups_limit(tmp_path: Path) -> None:
     (tmp_path / "cpu" / "cpu.cfs_quota_us").write_text("200000\n")
     (tmp_path / "cpu" / "cpu.cfs_period_us").write_text("100000\n")
     assert cgroup_cpus(tmp_path) == 2.0
+
+
+def test_the_version_of_the_gpu_driver() -> None:
+    text = (
+        "NVRM version: NVIDIA UNIX x86_64 Kernel Module  535.161.08  Wed Apr  3 2024\n"
+        "GCC version:  gcc version 12.3.0\n"
+    )
+    assert driver_version(text) == "535.161.08"
+    opened = "NVRM version: NVIDIA UNIX Open Kernel Module for x86_64  570.86.15  Release Build\n"
+    assert driver_version(opened) == "570.86.15"
+    assert driver_version("") is None

@@ -13,8 +13,17 @@ import pytest
 from msgspec.structs import replace
 
 from quickstep.core.cost_model import Coefficients, CostFit, LinearCostModel, StepLoad
+from quickstep.core.overhead import EngineOverhead
 from quickstep.engine.step_times import cost_fits
-from quickstep.engine.step_times.cost_fits import FitFile, FitKey, FitSaver, cache_dir, fit_key
+from quickstep.engine.step_times.cost_fits import (
+    FitFile,
+    FitKey,
+    FitSaver,
+    FitSource,
+    cache_dir,
+    find_calibration,
+    fit_key,
+)
 
 KEY = FitKey("f" * 32, "1", "a CPU", 2, 2, "cpu", is_eager=False)
 START = Coefficients.of_vocabulary(1000)
@@ -54,6 +63,27 @@ def test_a_stored_fit_gives_the_same_predictions_and_continues_alike(tmp_path: P
             one.observe(load, true_seconds(load))
     for load in LOADS:
         assert again.seconds(load) == pytest.approx(model.seconds(load), rel=0.02)
+
+
+def test_what_a_calibration_found_is_kept_when_an_engine_saves_its_fit(tmp_path: Path) -> None:
+    key = fit_key("f" * 32, "cpu", 2, is_eager=False)
+    source, overhead = FitSource("/model", "int8", "auto"), EngineOverhead(1e-4, 1e-5)
+    file = FitFile(tmp_path, key)
+    assert find_calibration(tmp_path, source) is None
+    file.write(fit_of(learnt()), overhead, source)
+    file.write(fit_of(learnt(seed=1)))
+    stored = find_calibration(tmp_path, source)
+    assert stored == file.read_all()
+    assert stored is not None
+    assert (stored.overhead, stored.source) == (overhead, source)
+    assert stored.fit == fit_of(learnt(seed=1))
+    assert find_calibration(tmp_path, replace(source, quantization=None)) is None
+    elsewhere = FitFile(tmp_path, replace(key, cpu="another CPU"))
+    other = replace(source, path="/other")
+    elsewhere.write(fit_of(learnt()), overhead, other)
+    assert find_calibration(tmp_path, other) is None
+    (tmp_path / "cost_fits" / "broken.json").write_bytes(b"{")
+    assert find_calibration(tmp_path, source) == stored
 
 
 def test_a_stored_fit_is_not_scaled_by_its_first_step() -> None:

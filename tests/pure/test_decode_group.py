@@ -14,10 +14,10 @@ from quickstep.core.block_pool import KVBlockPool, chain_digest
 from quickstep.core.cost_model import Coefficients, LinearCostModel
 from quickstep.core.policies import Policy, make_policy
 from quickstep.core.scheduler import Scheduler
-from quickstep.sim.engine import quick_digest
+from quickstep.sim.engine import SimulatedEngine, VirtualClock, quick_digest
 from quickstep.sim.simulate import Arrival, Ending, Simulation, simulate
 from quickstep.sim.workload import Clients, Lengths, PrefixLevel, Workload
-from quickstep.types import Request, SamplingParams, StepPlan
+from quickstep.types import Request, SamplingParams, SequenceOutput, StepPlan
 
 COSTS = Coefficients(0.0065, 2e-5, 1e-6, 1e-7, 3e-8, score_s=0.0, logits_row_s=1e-6)
 
@@ -114,6 +114,43 @@ def test_rows_together_equal_listed_rows_and_steps_one_by_one(seed: int) -> None
     assert grouping.stats() == listing.stats()
     assert grouping.cost_model.fit() == listing.cost_model.fit()
     assert not listing.num_grouped_rows
+
+
+def paused_and_resumed(seed: int, step_by_step: bool) -> list[SequenceOutput]:
+    """The ends of requests that are paused, resumed and aborted at any moment."""
+    rng, clock = Random(seed), VirtualClock()
+    config = SchedulerConfig(max_num_seqs=4, max_num_batched_tokens=64, max_model_len=64)
+    pool, costs = KVBlockPool(rng.choice((10, 40)), 4), LinearCostModel(COSTS)
+    scheduler = Scheduler(config, pool, make_policy(config), costs)
+    engine = SimulatedEngine(clock, scheduler, LinearCostModel(COSTS), step_by_step=step_by_step)
+    names = [str(number) for number in range(6)]
+    for name in names:
+        prompt = tuple(range(rng.randint(1, 12)))
+        scheduler.add(Request(name, prompt, SamplingParams(max_tokens=rng.randint(1, 24))), 0.0)
+    outputs: list[SequenceOutput] = []
+    while scheduler.has_work():
+        engine.start_steps()
+        if rng.random() < 0.4:
+            call = rng.choice((scheduler.pause, scheduler.resume, scheduler.resume))
+            call(rng.choice(names), clock.now)
+        if rng.random() < 0.03:
+            outputs += scheduler.abort(rng.choice(names), clock.now)
+        scheduler.check()
+        next_s = engine.next_s()
+        if next_s is None:  # all that live are paused
+            for name in names:
+                scheduler.resume(name, clock.now)
+        else:
+            clock.now = next_s
+        outputs += engine.finish_steps()
+    return [one for one in outputs if one.finish_reason is not None]
+
+
+@pytest.mark.parametrize("seed", range(40))
+def test_a_row_in_flight_counts_although_its_sequence_is_paused(seed: int) -> None:
+    grouped = paused_and_resumed(seed, step_by_step=False)
+    assert grouped == paused_and_resumed(seed, step_by_step=True)
+    assert len(grouped) == 6
 
 
 def test_many_steps_are_advanced_in_one_go_and_many_rows_are_not_listed() -> None:

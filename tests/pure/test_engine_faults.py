@@ -9,7 +9,7 @@ import pytest
 from scripted_engine import ScriptedEngine, answer, read, run
 
 from quickstep.engine.stats import EngineState
-from quickstep.errors import EngineError
+from quickstep.errors import EngineError, StepOutOfMemory
 from quickstep.types import FinishReason, SamplingParams
 
 DEADLINE_S = 60
@@ -149,6 +149,18 @@ def test_steps_that_fail_now_and_then_do_not_fail_the_engine():
                 assert (await answer(engine.generate("abc", params(4))))[1] is FinishReason.ERROR
             parts.executor.broken = ()
             assert (await answer(engine.generate("abc", params(4))))[0] == "abca"
+        assert engine.stats().state is EngineState.RUNNING
+
+    run(test)
+
+
+def test_steps_that_are_out_of_memory_end_their_requests_and_never_the_engine():
+    async def test(parts, engine):
+        parts.executor.broken, parts.executor.error = range(10**9), StepOutOfMemory
+        for _ in range(5):
+            assert (await answer(engine.generate("abc", params(4))))[1] is FinishReason.ERROR
+        parts.executor.broken = ()
+        assert (await answer(engine.generate("abc", params(4))))[0] == "abca"
         assert engine.stats().state is EngineState.RUNNING
 
     run(test)

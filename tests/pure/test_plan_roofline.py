@@ -86,6 +86,19 @@ def test_a_mixture_reads_more_experts_with_more_tokens() -> None:
     assert reads[2] / reads[0] == pytest.approx(46.5 / 12.7, rel=0.05)
 
 
+def test_rows_are_charged_what_limits_their_step() -> None:
+    costs = model()
+    prices = costs.unit_prices(decode(64, 16_000))
+    assert prices.kv_token > 0.0 == prices.pair
+    long, short = (prices.of(StepLoad.of_span(start, 1)) for start in (16_000, 160))
+    assert 10 * short < long
+    prompt = StepLoad.of_span(120_000, 2048)
+    assert costs.unit_prices(prompt).pair > 0.0 == costs.unit_prices(prompt).kv_token
+    parts = costs.parts(prompt)
+    computed_s = parts.matrix_compute_s + parts.attention_compute_s
+    assert costs.unit_prices(prompt).of(prompt) == pytest.approx(computed_s, rel=0.02)
+
+
 def test_it_does_not_learn() -> None:
     costs = model()
     before = costs.seconds(decode(1, 100))

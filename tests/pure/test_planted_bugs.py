@@ -207,8 +207,8 @@ _BUGS = {
     "paused-continues": ("scheduler", "            and not sequence.is_paused\n", ""),
     "paused-prompt-continues": (
         "queues",
-        "if not prefilling or not prefilling[-1].is_paused:",
-        "if True:",
+        "self._prefilling[: _num_active(self._prefilling)]",
+        "self._prefilling",
     ),
     "paused-is-admitted": (
         "queues",

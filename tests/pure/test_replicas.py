@@ -147,6 +147,30 @@ def test_any_seed_replays_exactly(seed: int) -> None:
     assert len(outcomes[0].records) > 20
 
 
+@pytest.mark.parametrize("seed", range(30))
+def test_grouped_rows_give_what_listed_rows_give(seed: int) -> None:
+    """Also if their requests are cancelled or expire while a step is in flight."""
+
+    def outcome(step_by_step: bool) -> Simulation:
+        rng = Random(seed)
+        arrivals = arrivals_of(rng, 30, 1.0)
+        faults = random_faults(rng, 2, 2.0, rng.randint(0, 6))
+        policy = rng.choice((PolicyName.MIXED, PolicyName.DEADLINE, PolicyName.PREFILL_FIRST))
+
+        def engine(clock: VirtualClock) -> SimulatedEngine:
+            scheduler, costs = new_scheduler(policy, num_blocks=24), LinearCostModel(COSTS)
+            return SimulatedEngine(clock, scheduler, costs, step_by_step=step_by_step)
+
+        router = FewestRequests()
+        return ReplicaRun(
+            arrivals, 2, engine, router, rng, faults, OPTIONS, check=None if seed % 2 else check
+        ).run()
+
+    grouped, listed = outcome(step_by_step=False), outcome(step_by_step=True)
+    assert grouped.records == listed.records
+    assert grouped == listed
+
+
 def test_one_replica_without_faults_is_the_simulation_of_one_engine() -> None:
     arrivals = [Arrival(0.01 * place, request(f"r{place}")) for place in range(40)]
     one = simulate(arrivals, new_scheduler(), LinearCostModel(COSTS))

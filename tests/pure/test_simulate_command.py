@@ -56,6 +56,30 @@ def test_replicas_share_the_requests_and_survive_faults(capsys) -> None:
     assert f"{failed['resent']} requests were sent again" in capsys.readouterr().out
 
 
+def test_phases_on_different_engines_hand_the_kv_cache_over(capsys) -> None:
+    flags = ("--rate", "20", "--preset", "prefill-heavy", "--output", "20")
+    (mixed,) = figures(capsys, *flags, "--replicas", "2")
+    flags += ("--prefill-replicas", "1", "--decode-replicas", "1")
+    (apart,) = figures(capsys, *flags)
+    assert mixed["handovers"] is None
+    assert apart["run"] == "mixed, 20/s, 1P1D"
+    assert apart["handovers"]["count"] == 24
+    assert apart["figures"]["tpot_s"]["p99"] < mixed["figures"]["tpot_s"]["p99"]
+    (slow,) = figures(capsys, *flags, "--kv-link", "100gbe")
+    assert slow["handovers"]["num_bytes"] == apart["handovers"]["num_bytes"]
+    assert slow["handovers"]["mean_s"] > 5 * apart["handovers"]["mean_s"]
+    assert main((*QUICK, *flags)) == 0
+    assert "24 KV caches handed over" in capsys.readouterr().out
+    for more, sentence in (
+        (("--faults", "3"), "are all engines, without --replicas, --faults and --sweep"),
+        (("--kv-link", "isdn"), "--kv-link isdn is unknown; known are nvlink3"),
+    ):
+        assert main((*QUICK, *flags, *more)) == 2
+        assert sentence in capsys.readouterr().err
+    assert main((*QUICK, "--prefill-replicas", "1")) == 2
+    assert "go together; give both" in capsys.readouterr().err
+
+
 @pytest.mark.parametrize("arrivals", ARRIVALS)
 def test_every_kind_of_arrivals_runs(capsys, arrivals: str) -> None:
     flags = ("--arrivals", arrivals, "--preset", "code", "--max-concurrency", "3", "--rate", "20")
@@ -105,6 +129,42 @@ def test_tenants_have_figures_of_their_own(capsys, tmp_path: Path) -> None:
     assert not figures(capsys)[0]["tenants"]
 
 
+def test_tenants_have_deadlines(capsys, tmp_path: Path) -> None:
+    lines = tmp_path / "out.csv"
+    flags = (
+        *("--preset", "decode-heavy", "--output", "400", "--hardware", "l4", "--rate", "50"),
+        *("--max-num-seqs", "4", "--csv", str(lines)),
+        *(
+            "--tenant",
+            "patient",
+            "--tenant",
+            "brief,timeout=1",
+            "--tenant",
+            "quick,ttft-deadline=2",
+        ),
+    )
+    (row,) = figures(capsys, *flags)
+    ends = [(one["tenant"], one["finish_reason"]) for one in csv.DictReader(lines.open())]
+    assert ("brief", "deadline") in ends
+    assert ("patient", "deadline") not in ends
+    assert {reason for tenant, reason in ends if tenant == "patient"} == {"max_tokens"}
+    assert ("quick", "shed") in ends or row["figures"]["num_refused"] > 0
+    assert row["figures"]["num_incomplete"] > 0
+
+
+def test_a_trace_that_cannot_be_read_is_one_sentence(capsys, tmp_path: Path) -> None:
+    file = tmp_path / "missing.jsonl"
+    for command, flag in (
+        ("simulate", "--trace"),
+        ("simulate", "--from-recording"),
+        ("plan", "--from-recording"),
+    ):
+        assert main((command, "llama-3.2-1b", "--hardware", "h100", flag, str(file))) == 2
+        error = capsys.readouterr().err
+        assert f"{flag}: {file} cannot be read: No such file or directory" in error
+        assert len(error.splitlines()) == 1
+
+
 def test_adapters_are_loaded_and_evicted(capsys) -> None:
     flags = ("--preset", "code", "--rate", "20", "--num-prompts", "80", "--adapters", "50")
     (many,) = figures(capsys, *flags, "--max-loras", "50", "--adapter-load-ms", "50")
@@ -123,6 +183,7 @@ def test_adapters_are_loaded_and_evicted(capsys) -> None:
     [
         (",part=1", "needs a name"),
         ("a,part=0", "must be above 0"),
+        ("a,timeout=0", "must be above 0"),
         ("a,part=x", "float"),
         ("a,colour=red", "is none of part=N"),
         ("a,class=fast", "fast"),

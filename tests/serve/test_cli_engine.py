@@ -6,14 +6,19 @@ import os
 import signal
 import subprocess
 import sys
+from argparse import Namespace
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
 import httpx
+import msgspec
 import pytest
 
+from quickstep.cli.flags.hardware import measured_steps
 from quickstep.cli.main import main
+from quickstep.core.cost_model import LinearCostModel, StepLoad
+from quickstep.engine.step_times.calibration import Calibration
 
 SMALL = ("--num-blocks", "64", "--max-num-seqs", "4", "--device", "cpu")
 
@@ -99,6 +104,7 @@ def test_calibrate_stores_a_fit_that_the_engine_starts_with(
     assert result["fit"]["num_steps"] >= 20
     assert result["fit"]["highest"]["num_rows"] == 4
     assert {one["kind"] for one in result["errors"]} <= {"decode", "prefill", "mixed"}
+    assert result["overhead"]["step_s"] + result["overhead"]["row_s"] > 0.0
     # the engine continues from it: its steps are added
     argv = ["generate", "def add(", "--max-tokens", "60", "--speculative-method", "off", *SMALL]
     assert main(argv) == 0
@@ -106,6 +112,29 @@ def test_calibrate_stores_a_fit_that_the_engine_starts_with(
     assert again == file
     stored = json.loads(file.read_text())
     assert stored["fit"]["num_steps"] > result["fit"]["num_steps"] + 50
+    assert stored["overhead"] == result["overhead"]
+
+
+def test_plans_for_this_machine_use_the_calibration_of_the_model(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.setenv("QUICKSTEP_CACHE_DIR", str(tmp_path))
+    args = Namespace(model="demo", hardware="this", quantization=None, kv_cache_dtype="auto")
+    assert measured_steps(args) is None
+    assert main(["calibrate", "demo", "--seconds", "0.3", "--json", *SMALL]) == 0
+    result = msgspec.json.decode(capsys.readouterr().out, type=Calibration)
+    steps, overhead = measured_steps(args), result.overhead
+    assert steps is not None and overhead is not None
+    load = StepLoad.of_span(20, 1, num_logits_rows=1)
+    expected = LinearCostModel.of_fit(result.fit).seconds(load) + overhead.seconds(1)
+    assert steps.seconds(load) == pytest.approx(expected)
+    for other in ({"hardware": "h100"}, {"quantization": "int8"}, {"model": "llama-3-8b"}):
+        assert measured_steps(Namespace(**{**vars(args), **other})) is None
+    sizes = ("--preset", "batch", "--input", "20", "--output", "8", "--max-model-len", "256")
+    argv = ("simulate", "demo", "--hardware", "this", "--num-prompts", "1", *sizes, "--json")
+    assert main(argv) == 0
+    (row,) = json.loads(capsys.readouterr().out)
+    assert row["figures"]["tpot_s"]["p50"] == pytest.approx(expected, rel=0.3)
 
 
 def test_calibrate_prints_costs_and_errors(capsys: pytest.CaptureFixture[str]) -> None:

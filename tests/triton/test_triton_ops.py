@@ -6,6 +6,7 @@ a GPU (`tests/cuda`).
 
 from __future__ import annotations
 
+import msgspec
 import pytest
 import torch
 from msgspec.structs import replace
@@ -18,7 +19,8 @@ from op_checks.cases import Case, bind, cases
 from op_checks.invariance import same_bits
 from quickstep.errors import ConfigError
 from quickstep.ops.resolve import resolve_ops
-from quickstep.ops.table import AttentionParams, LoRAPart, OpTable, QuantizedWeight
+from quickstep.ops.table import AttentionParams, LoRAPart, OpTable, QuantizedWeight, RowLengths
+from quickstep.ops.triton import attention
 from quickstep.ops.triton.backend import load_triton
 
 CPU = torch.device("cpu")
@@ -173,6 +175,43 @@ def test_interpreted_attention_has_the_same_bits_alone_and_in_chunks(
     for index in range(4):
         token = slice(6 + index, 7 + index)
         assert same_bits(attend([2], ((62 + index, 1),), q[token]), together[token])
+
+
+def test_interpreted_attention_reads_lengths_from_memory(
+    ops: OpTable, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Rows without tokens, padding tokens and wide block tables change no bit, nor do the numbers
+    of programs that share the splits of a row, and of heads in a launch.
+    """
+    generator = torch.Generator().manual_seed(4)
+    rows = ((2100, 2), (0, 3), (70, 1))  # the first over three splits
+    lengths = (66, 1, 3)
+    order = torch.randperm(sum(lengths), generator=generator).int()
+    tables = torch.full((130, 100), 9_999, dtype=torch.int32)  # more rows than are searched at once
+    for row, blocks in enumerate(torch.split(order, lengths)):
+        tables[row, : len(blocks)] = blocks
+    keys, values = (torch.randn(70, 32, 2, 16, generator=generator) for _ in range(2))
+    q = torch.randn(9, 2, 16, generator=generator)
+    for window in (None, 1500):
+        params = AttentionParams(0.25, window)
+        plain = make_layout(rows, tables[:3], 32)
+        expected = ops.paged_attention(q[:6], keys, values, plain, params, None)
+        offsets = torch.tensor([0, 2, 5, *[6] * 128], dtype=torch.int32)
+        padded = msgspec.structs.replace(
+            plain,
+            positions=torch.nn.functional.pad(plain.positions, (0, 3)),
+            row_offsets=(),
+            context_lens=(),
+            block_tables=tables,
+            lengths=RowLengths(offsets),
+        )
+        with monkeypatch.context() as patched:
+            patched.setattr(attention, "_PROGRAMS", 1)
+            patched.setattr(attention, "_LEAST_SPLIT_PROGRAMS", 1)
+            patched.setattr(attention, "_PARTIAL_BYTES", 1)
+            found = ops.paged_attention(q, keys, values, padded, params, None)
+        assert same_bits(found[:6], expected)
+        assert not found[6:].any(), "padding is zero"
 
 
 def test_triton_is_resolved_by_name_and_refused_where_it_cannot_run(

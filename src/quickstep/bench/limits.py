@@ -1,8 +1,8 @@
 """The machine's limits: memory bandwidth and arithmetic peak, measured next to a benchmark.
 
 On a CPU with native kernels, their probes measure streaming reads of huge pages, and the dot
-product that prefill uses, in registers. Otherwise torch measures the sum of a buffer, and a square
-matrix product, which can be slower than what is compared with it.
+product that prefill uses, in registers. Otherwise torch measures the sum of a buffer, or the copy
+of one on a GPU, and a square matrix product, which can be slower than what is compared with it.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ from collections.abc import Callable
 from typing import TYPE_CHECKING, Protocol
 
 from quickstep.ops.native.backend import NativeProbe, load_probe
-from quickstep.ops.tensors import Device, DType, torch_dtype
+from quickstep.ops.tensors import FLOAT32, Device, DType, torch_device, torch_dtype
 
 if TYPE_CHECKING:
     import torch
@@ -23,6 +23,8 @@ _PASSES = 3
 _LEAST_S = 0.02  # of multiplying, so that every thread wakes up and takes part
 _FIRST_ROUNDS = 1000
 _SQUARE = 2048
+_GPU_SQUARE = 8192
+_GPU_ROUNDS = 20  # between two waits for the GPU, which take tens of microseconds
 
 
 class Limits(Protocol):
@@ -91,29 +93,38 @@ class TorchLimits:
         self._torch = torch
         self._device = device
         self._clock = clock
+        is_gpu = device.type == "cuda"
+        side = self._side = _GPU_SQUARE if is_gpu else _SQUARE
+        self._rounds = _GPU_ROUNDS if is_gpu else 1
         self._buffer = torch.ones(num_bytes // 4, dtype=torch.float32, device=device)
-        self._square = torch.ones(_SQUARE, _SQUARE, dtype=dtype, device=device)
+        self._copy = torch.empty_like(self._buffer) if is_gpu else None
+        self._square = torch.ones(side, side, dtype=dtype, device=device)
         name = str(dtype).removeprefix("torch.")
-        best = f"{device.type}, best of {_PASSES}"
-        self.read_how = f"torch sum of {num_bytes / 2**20:.0f} MiB float32, {best}"
-        self.multiply_how = f"torch {name} product of {_SQUARE} x {_SQUARE} matrices, {best}"
+        best = f"{device}, best of {_PASSES}"
+        work = "copy (read and written)" if is_gpu else "sum"
+        self.read_how = f"torch {work} of {num_bytes / 2**20:.0f} MiB float32, {best}"
+        self.multiply_how = f"torch {name} product of {side} x {side} matrices, {best}"
 
     def read_bytes_per_s(self) -> float:
         """`Limits.read_bytes_per_s`."""
+        copy = self._copy
+        if copy is not None:
+            return 2 * self._buffer.nbytes / self._best_s(lambda: copy.copy_(self._buffer))
         return self._buffer.nbytes / self._best_s(lambda: self._buffer.sum())
 
     def flops_per_s(self) -> float:
         """`Limits.flops_per_s`."""
-        return 2.0 * _SQUARE**3 / self._best_s(lambda: self._square @ self._square)
+        return 2.0 * self._side**3 / self._best_s(lambda: self._square @ self._square)
 
     def _best_s(self, work: Callable[[], object]) -> float:
         seconds = []
         for _ in range(_PASSES):
             self._wait()
             started = self._clock()
-            work()
+            for _ in range(self._rounds):
+                work()
             self._wait()
-            seconds.append(self._clock() - started)
+            seconds.append((self._clock() - started) / self._rounds)
         return min(seconds)
 
     def _wait(self) -> None:
@@ -132,10 +143,8 @@ def open_limits(
     """Use the native probes on a CPU that has them, otherwise torch."""
     probe = load_probe(num_bytes, num_threads, isa) if device.type == "cpu" else None
     if probe is None:
-        import torch
-
         # torch has no integer product that works on every device
         square = torch_dtype(dtype)
-        square = square if square.is_floating_point else torch.float32
-        return TorchLimits(torch.device(device.type), square, num_bytes, clock)
+        square = square if square.is_floating_point else torch_dtype(FLOAT32)
+        return TorchLimits(torch_device(device), square, num_bytes, clock)
     return NativeLimits(probe, dtype, clock)

@@ -26,6 +26,7 @@ from quickstep.engine.assembly import (
     LoadProgress,
     describe,
     load_weights,
+    measured_plan,
     plan_for,
     set_threads,
     wire_engine,
@@ -45,7 +46,7 @@ from quickstep.model.sizing import MemoryPlan, weight_bytes
 from quickstep.model.spec import parse_spec, with_context
 from quickstep.ops.resolve import resolve_ops
 from quickstep.ops.table import KVCache, LoRAMapping, OpTable
-from quickstep.ops.tensors import AnyTensor, Device, torch_device, torch_dtype
+from quickstep.ops.tensors import AnyTensor, Device, torch_device, torch_dtype, use_device
 from quickstep.runtime.kv_cache import allocate_kv
 from quickstep.sampling_params import SamplingParams
 from quickstep.types import FinishReason
@@ -62,6 +63,9 @@ __all__ = [
     "run_request",
     "with_kernel_clock",
 ]
+
+
+_NOT_COUNTED = "kernels are not timed (see --profile)"
 
 
 class MeasuredEngine(msgspec.Struct, frozen=True):
@@ -84,6 +88,11 @@ class MeasuredEngine(msgspec.Struct, frozen=True):
     num_threads: int
     quantization: str | None = None
     kv_dtype: str = "auto"
+
+    @property
+    def counts_kernels(self) -> bool:
+        """Whether `kernel_s` counts anything."""
+        return self.kernel_how != _NOT_COUNTED
 
     @property
     def dtype(self) -> torch.dtype:
@@ -128,6 +137,7 @@ def open_shape(
     set_threads(config.load.num_threads)
     spec = with_context(parse_spec(shape), config.max_model_len, config.allow_long_context)
     device = torch_device(choose_device(config.load.device))
+    use_device(device)
     dtype = torch_dtype(choose_dtype(config.load.dtype, spec))
     isa = os.environ.get("QUICKSTEP_CPU_ISA")
     places = places_for(config.load.pin_threads)
@@ -223,6 +233,9 @@ def with_kernel_clock(
     native_s = model.ops.kernel_s if isinstance(model, Decoder) else None
     if native_s is not None:
         return model, native_s, "native kernels"
+    if model.device.type == "cuda" and model.ops.reads_lengths:
+        # a clock inside the model would keep its steps from becoming CUDA graphs
+        return model, lambda: 0.0, _NOT_COUNTED
     timed = TimedModel(model, clock)
     return timed, timed.busy_s, "model.forward and model.logits"
 
@@ -302,6 +315,7 @@ def _assemble(
     description: LoadedModel,
 ) -> MeasuredEngine:
     kv_shape = model.kv_shape.stored_as(config.cache.kv_dtype)
+    plan = measured_plan(config, model, kv_shape, plan)
     kv = allocate_kv(kv_shape, plan.num_blocks, config.cache.block_size, model.device)
     timed, kernel_s, kernel_how = with_kernel_clock(model, time.perf_counter)
     return MeasuredEngine(

@@ -44,6 +44,23 @@ SHAPES: Mapping[str, Mapping[str, object]] = MappingProxyType(
                 "torch_dtype": "bfloat16",
             }
         ),
+        "llama-3.1-8b": MappingProxyType(
+            {
+                "architectures": ["LlamaForCausalLM"],
+                "hidden_size": 4096,
+                "num_hidden_layers": 32,
+                "num_attention_heads": 32,
+                "num_key_value_heads": 8,
+                "head_dim": 128,
+                "intermediate_size": 14_336,
+                "vocab_size": 128_256,
+                "max_position_embeddings": 131_072,
+                "rope_theta": 500_000.0,
+                "rms_norm_eps": 1e-5,
+                "tie_word_embeddings": False,
+                "torch_dtype": "bfloat16",
+            }
+        ),
         "llama-3.2-1b": MappingProxyType(
             {
                 "architectures": ["LlamaForCausalLM"],

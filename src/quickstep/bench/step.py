@@ -170,13 +170,14 @@ def figures(
     kv_bytes = decode_kv_bytes(measured.spec, head_bytes, options.context, options.batch)
     num_bytes = measured.weight_bytes_read(options.batch) + kv_bytes
     num_flops = prefill_flops(measured.spec, options.prefill)
+    overhead = {"overhead_us": [1e6 * one.overhead_s for one in samples]}
     return {
         "decode_ms": [1e3 * one.decode_s for one in samples],
         "decode_tokens_per_s": [options.batch / one.decode_s for one in samples],
         "decode_bandwidth_share": [
             num_bytes / one.decode_s / one.read_bytes_per_s for one in samples
         ],
-        "overhead_us": [1e6 * one.overhead_s for one in samples],
+        **(overhead if measured.counts_kernels else {}),
         "prefill_ms": [1e3 * one.prefill_s for one in samples],
         "prefill_tokens_per_s": [options.prefill / one.prefill_s for one in samples],
         "prefill_peak_share": [num_flops / one.prefill_s / one.flops_per_s for one in samples],

@@ -8,9 +8,12 @@ from __future__ import annotations
 
 import argparse
 import asyncio
+import sys
 from collections.abc import Awaitable, Callable
+from pathlib import Path
 from typing import TYPE_CHECKING, TypeVar
 
+import msgspec
 from msgspec.structs import replace
 
 from quickstep.bench.shapes import SHAPES
@@ -25,11 +28,13 @@ from quickstep.ops.torch_import import require_torch
 
 if TYPE_CHECKING:
     from quickstep.bench.measured_engine import MeasuredEngine
+    from quickstep.bench.step import StepOptions
 
 __all__ = ["add_parser"]
 
 _Result = TypeVar("_Result")
 
+_NUM_KERNELS = 30  # rows of a profile's table
 _KV = tuple(name for name in KV_FORMATS if name != "auto")
 
 _STEP_TEXT = """\
@@ -48,7 +53,8 @@ prefill_peak_share      (operations of the prompt / prefill_ms) divided by the p
                         that the engine skips are counted (most of the last layer's), so this is
                         not the utilization of the cores
 
-Prints the median, minimum and maximum over the repeats."""
+Prints the median, minimum and maximum over the repeats. With --profile, prints instead what the
+device ran in decode steps (on a CPU: the ops of torch), its pauses, and what launching took."""
 
 
 def add_parser(subparsers: argparse._SubParsersAction[Parser]) -> None:
@@ -94,6 +100,17 @@ def _add_step(kinds: argparse._SubParsersAction[Parser]) -> None:
         default=32,
         metavar="N",
         help="decode steps per repeat (default: %(default)s)",
+    )
+    parser.add_argument(
+        "--profile",
+        action="store_true",
+        help="print the kernels of decode steps, pauses and launches instead (torch.profiler)",
+    )
+    parser.add_argument(
+        "--trace",
+        type=Path,
+        metavar="FILE",
+        help="with --profile: write the Chrome trace there",
     )
     parser.add_argument(
         "--probe-bytes",
@@ -179,7 +196,11 @@ def _run_step(args: argparse.Namespace) -> int:
     options = StepOptions(
         args.batch, args.context, args.prefill, args.steps, args.repeats, args.seed
     )
+    if args.trace is not None and not args.profile:
+        raise ConfigError("--trace is the trace of --profile; give both")
     measured = _open(args, sized_for_steps(_config(args), options))
+    if args.profile:
+        return _print_profile(args, measured, options)
     limits = open_limits(
         measured.model.device,
         measured.product_dtype,
@@ -194,6 +215,8 @@ def _run_step(args: argparse.Namespace) -> int:
         "peak": limits.multiply_how,
         "overhead": f"decode time outside {measured.kernel_how}",
     }
+    if not measured.counts_kernels:
+        methods["overhead"] = measured.kernel_how
     settings = {
         **_settings(measured, args),
         "batch": options.batch,
@@ -202,6 +225,28 @@ def _run_step(args: argparse.Namespace) -> int:
         "steps": options.steps,
     }
     print_figures(figures(measured, options, samples), settings, args.json, methods)
+    return 0
+
+
+def _print_profile(args: argparse.Namespace, measured: MeasuredEngine, options: StepOptions) -> int:
+    from quickstep.bench.step_profile import profile_steps
+    from quickstep.cli.bench_report import print_figures
+    from quickstep.cli.screen import console_on, print_table
+
+    found = _run_started(measured, lambda: profile_steps(measured, options, args.trace))
+    figures = {name: [value] for name, value in found.figures(options.num_outputs).items()}
+    settings = {**_settings(measured, args), "batch": options.batch, "context": options.context}
+    if args.json:
+        kernels = [msgspec.structs.asdict(one) for one in found.kernels]
+        print_figures(figures, {**settings, "kernels_run": kernels}, True)
+        return 0
+    print_figures(figures, settings, False)
+    total_us = sum(one.total_us for one in found.kernels)
+    rows = [
+        (one.name[:80], str(one.num_runs), f"{one.total_us:.0f}", f"{one.total_us / total_us:.1%}")
+        for one in found.kernels[:_NUM_KERNELS]
+    ]
+    print_table(console_on(sys.stdout), "", ("kernel", "runs", "us", "share"), rows)
     return 0
 
 

@@ -44,6 +44,7 @@ _UNITS = (
     ("a token beyond 32 in a step, in addition", "num_tokens", 32),
     ("a token beyond 256 in a step, in addition", "num_tokens", 256),
 )
+_OVERHEAD_PART = 0.25  # of the time, for the engine's own time between steps
 _ENDLESS = "[a-zA-Z0-9 .,]{1000}"
 _COST_COLUMNS = ("unit", "microseconds", "least in a step", "most in a step")
 _ERROR_COLUMNS = ("phase", "held-out steps", "extrapolated", "mean error", "p95 error")
@@ -96,11 +97,22 @@ def run(args: argparse.Namespace) -> int:
 
 def _calibrated(config: EngineConfig, seconds: float) -> tuple[str, Calibration, Path | None]:
     """Load the model, measure, store; returns its name, the result, and the file."""
+    import asyncio
     import time
 
-    from quickstep.core.cost_model import Coefficients
-    from quickstep.engine.assembly import describe, fit_file, load_weights, open_executor
+    from msgspec.structs import replace
+
+    from quickstep.core.cost_model import Coefficients, LinearCostModel, StepLoad
+    from quickstep.engine.assembly import (
+        describe,
+        fit_file,
+        load_weights,
+        open_executor,
+        wire_engine,
+    )
     from quickstep.engine.step_times.calibration import StepLimits, calibrate, write_kv
+    from quickstep.engine.step_times.cost_fits import FitSource
+    from quickstep.engine.step_times.overhead import measure_overhead
     from quickstep.runtime.kv_cache import allocate_kv
 
     loaded = load_weights(config, None)
@@ -122,13 +134,27 @@ def _calibrated(config: EngineConfig, seconds: float) -> tuple[str, Calibration,
     executor = open_executor(config, model, kv, plan, description)
     try:
         start = Coefficients.of_vocabulary(model.vocab_size)
-        calibration = calibrate(executor, limits, start, seconds, time.perf_counter)
+        part_s = (1.0 - _OVERHEAD_PART) * seconds
+        calibration = calibrate(executor, limits, start, part_s, time.perf_counter)
     finally:
         executor.close()
+    step_s = LinearCostModel.of_fit(calibration.fit).seconds(StepLoad.of_span(0, 1, 0, 1))
+    engine = wire_engine(config, model, kv, plan, description)
+    measuring = measure_overhead(
+        engine,
+        plan.max_num_seqs,
+        model.vocab_size,
+        step_s,
+        _OVERHEAD_PART * seconds,
+        time.perf_counter,
+    )
+    calibration = replace(calibration, overhead=asyncio.run(measuring))
     file = fit_file(config, model, description)
     if file is not None:
+        path = str(loaded.checkpoint.path.resolve())
+        source = FitSource(path, config.load.quantization, config.cache.kv_dtype)
         try:
-            file.write(calibration.fit)
+            file.write(calibration.fit, calibration.overhead, source)
         except OSError as error:
             raise ConfigError(f"the fit cannot be stored: {error}") from None
     return description.name, calibration, None if file is None else file.path
@@ -173,6 +199,12 @@ def _print(name: str, calibration: Calibration, path: Path | None) -> None:
         console.print(
             "Decode steps with the same rows, one after the other, differ so much that the least "
             f"mean error on this machine is {calibration.noise:.1%}.",
+            soft_wrap=True,
+        )
+    if calibration.overhead is not None:
+        console.print(
+            f"The engine itself takes {1e6 * calibration.overhead.step_s:.0f} microseconds between "
+            f"two steps, and {1e6 * calibration.overhead.row_s:.1f} for each row.",
             soft_wrap=True,
         )
     console.print(

@@ -13,6 +13,7 @@ import importlib.util
 import json
 import os
 import platform
+import re
 import sys
 import time
 from collections.abc import Mapping
@@ -29,6 +30,7 @@ __all__ = [
     "cgroup_cpus",
     "collect_facts",
     "cpu_facts",
+    "driver_version",
     "huge_pages",
     "memory_facts",
     "run",
@@ -64,7 +66,7 @@ def add_parser(subparsers: argparse._SubParsersAction[Parser]) -> None:
     parser.add_argument(
         "--no-bandwidth",
         action="store_true",
-        help="do not measure memory bandwidth (1 s)",
+        help="do not measure memory bandwidth, and the speed of GPUs (1 s each)",
     )
 
 
@@ -99,7 +101,7 @@ def collect_facts(with_bandwidth: bool = True) -> dict[str, dict[str, Any]]:
         "memory": memory,
         "torch": _torch_facts(),
         "native library": _native_facts(),
-        "gpu": _gpu_facts(),
+        "gpu": _gpu_facts(with_bandwidth),
         "optional": {"transformers": _version("transformers")},
     }
 
@@ -116,20 +118,52 @@ def _torch_facts() -> dict[str, Any]:
     }
 
 
-def _gpu_facts() -> dict[str, Any]:
+def _gpu_facts(with_speed: bool) -> dict[str, Any]:
     if not has_torch():
         return {"present": False}
     import torch
 
     if not torch.cuda.is_available():
         return {"present": False}
-    facts: dict[str, Any] = {"present": True, "cuda": torch.version.cuda}
+    driver = driver_version(_text("/proc/driver/nvidia/version"))
+    facts: dict[str, Any] = {"present": True, "cuda": torch.version.cuda, "driver": driver}
     for index in range(torch.cuda.device_count()):
         device = torch.cuda.get_device_properties(index)
-        facts[f"device_{index}"] = device.name
-        facts[f"device_{index}_bytes"] = device.total_memory
-        facts[f"device_{index}_capability"] = f"{device.major}.{device.minor}"
+        name = f"cuda:{index}"
+        facts[name] = device.name
+        facts[f"{name}_total_bytes"] = device.total_memory
+        facts[f"{name}_free_bytes"] = torch.cuda.mem_get_info(index)[0]
+        facts[f"{name}_capability"] = f"{device.major}.{device.minor}"
+        if with_speed:
+            facts |= {f"{name}_{what}": value for what, value in _gpu_speed(index).items()}
     return facts
+
+
+def _gpu_speed(index: int) -> dict[str, Any]:
+    """What a copy and a product of matrices reach."""
+    import torch
+
+    from quickstep.bench.limits import DEFAULT_PROBE_BYTES, open_limits
+    from quickstep.ops.tensors import BFLOAT16, Device
+
+    if torch.cuda.mem_get_info(index)[0] < 4 * DEFAULT_PROBE_BYTES:
+        return {"measured_how": "not measured: too little free memory"}
+    with torch.cuda.device(index):
+        device = Device("cuda", index)
+        limits = open_limits(device, BFLOAT16, None, None, DEFAULT_PROBE_BYTES, time.perf_counter)
+        speed = {
+            "copy_bytes_per_s": round(limits.read_bytes_per_s()),
+            "bfloat16_flops_per_s": round(limits.flops_per_s()),
+        }
+        del limits
+        torch.cuda.empty_cache()
+    return speed
+
+
+def driver_version(text: str) -> str | None:
+    """The version in /proc/driver/nvidia/version."""
+    found = re.search(r"NVRM version:.*?\s(\d+\.\d+(?:\.\d+)?)\s", text)
+    return found[1] if found else None
 
 
 def _native_facts() -> dict[str, Any]:
@@ -190,6 +224,8 @@ def _value_text(name: str, value: object) -> str:
         return " ".join(value) or "none"
     if isinstance(value, Mapping):
         return json.dumps(value)
+    if name.endswith("flops_per_s"):
+        return f"{float(str(value)) / 1e12:.1f} TFLOP/s"
     if name.endswith("bytes_per_s"):
         return f"{float(str(value)) / 1e9:.1f} GB/s"
     if name.endswith("bytes"):

@@ -8,21 +8,27 @@ from __future__ import annotations
 
 import argparse
 import sys
-from pathlib import Path
 from typing import TYPE_CHECKING
 
 from quickstep.cli.flags.hardware import (
+    adapters_of,
+    add_adapters_and_drafts,
     add_engine_sizes,
     add_hardware,
+    draft_of,
     element_bytes,
     hardware_of,
+    measured_steps,
 )
 from quickstep.cli.flags.parsing import (
     Parser,
     command,
+    fraction,
     positive_number,
+    readable_file,
     token_count,
 )
+from quickstep.errors import ConfigError
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -66,7 +72,7 @@ def add_parser(subparsers: argparse._SubParsersAction[Parser]) -> None:
     )
     load.add_argument(
         "--from-recording",
-        type=Path,
+        type=readable_file,
         metavar="FILE",
         help="take rate, input and output from a recording of `quickstep serve --record`: their "
         "means",
@@ -82,13 +88,19 @@ def add_parser(subparsers: argparse._SubParsersAction[Parser]) -> None:
     )
     load.add_argument(
         "--attainment",
-        type=_fraction,
+        type=fraction,
         default=0.9,
         metavar="PART",
         help="part of the requests that must be within the targets (default: %(default)s)",
     )
     engine = parser.add_argument_group("engine")
     add_engine_sizes(engine)
+    engine.add_argument(
+        "--enable-expert-parallel",
+        action="store_true",
+        help="only splits that divide complete experts over devices",
+    )
+    add_adapters_and_drafts(engine)
     output = parser.add_argument_group("output")
     output.add_argument(
         "--explain", action="store_true", help="print the formulas with their numbers too"
@@ -109,9 +121,7 @@ def run(args: argparse.Namespace) -> int:
     import msgspec
 
     from quickstep.cli.screen import console_on
-    from quickstep.plan.candidates import fit
     from quickstep.plan.explain import compare_parallelism, explain
-    from quickstep.plan.formulas import Split
     from quickstep.plan.planner import make_plan
 
     query = _query(args)
@@ -124,12 +134,7 @@ def run(args: argparse.Namespace) -> int:
             _print_comparison(console, query, compared)
         return 0
     plan = make_plan(query)
-    best = plan.options[0]
-    split = Split(best.tensor_parallel_size, best.pipeline_parallel_size, best.data_parallel_size)
-    lines = []
-    if args.explain:
-        candidate = fit(query.spec, query.hardware, split, query.elements, query.load, query.limits)
-        lines = list(explain(query, candidate))
+    lines = list(explain(query, query.fit(plan.options[0].split))) if args.explain else []
     if args.json:
         answer = msgspec.to_builtins(plan)
         if lines:
@@ -149,6 +154,11 @@ def _query(args: argparse.Namespace) -> PlanQuery:
     from quickstep.sim.summary import Targets
 
     spec = find_model(args.model)
+    if args.enable_expert_parallel and spec.moe is None:
+        raise ConfigError(
+            f"expert parallelism divides experts, and {args.model} has none; leave "
+            "--enable-expert-parallel out"
+        )
     load = Load(args.rate, args.input, args.output)
     if args.from_recording is not None:
         from quickstep.plan.traffic import mean_load
@@ -171,6 +181,10 @@ def _query(args: argparse.Namespace) -> PlanQuery:
         attainment=args.attainment,
         limits=StepLimits(args.max_num_seqs, args.max_num_batched_tokens),
         seed=args.seed,
+        loras=adapters_of(args, spec),
+        draft=draft_of(args),
+        divides_experts=args.enable_expert_parallel,
+        measured=measured_steps(args),
     )
 
 
@@ -180,7 +194,7 @@ def _print_plan(console: Console, query: PlanQuery, plan: Plan) -> None:
     best = plan.options[0]
     print_table(
         console,
-        f"{plan.model} on {plan.hardware}: memory of a device, {best.split}",
+        f"{plan.model} on {plan.hardware}: memory of a device, {best.name}",
         ("part", "size", "of"),
         [(row.label, size_text(row.num_bytes), row.detail) for row in plan.memory],
     )
@@ -201,8 +215,11 @@ def _print_plan(console: Console, query: PlanQuery, plan: Plan) -> None:
     price = query.hardware.device.price
     if price is not None and price.date:
         console.print(f"price: ${price.usd_per_hour}/h, {price.date}, {price.source}", markup=False)
+    times = "are predicted from data sheets"
+    if query.measured is not None:
+        times = "of one device are those that `quickstep calibrate` has stored"
     console.print(
-        "Step times are predicted from data sheets; Quickstep runs on one device today, so "
+        f"Step times {times}; Quickstep runs on one device today, so "
         "splits over several show what they would give.",
         markup=False,
     )
@@ -225,7 +242,7 @@ def _cells(option: Option) -> tuple[str, ...]:
         return "-" if value is None else f"{value:.2f}"
 
     return (
-        option.split,
+        option.name,
         str(option.num_devices),
         _times(option.predicted.ttft_s),
         _times(option.predicted.tpot_s),
@@ -244,10 +261,16 @@ def _advice(plan: Plan) -> str:
     best = plan.options[0]
     predicted = best.predicted
     text = (
-        f"\n{best.split}: {predicted.output_tokens_per_s * best.num_engines:.0f} output tokens/s, "
+        f"\n{best.name}: {best.output_tokens_per_s:.0f} output tokens/s, "
         f"{predicted.mean_decode_rows:.1f} rows decode in a step; "
         f"most of its time: {best.binding}"
     )
+    for one in plan.options:
+        if one.prefill is not None:
+            text += (
+                f"\n{one.name}: KV goes from engines that prefill (P) to engines that decode (D) "
+                f"within {1e3 * one.handover_s:.3g} ms, waits for room included"
+            )
     if plan.change is not None:
         text += (
             f"\nthe change that helps most: {plan.change.what}, "
@@ -291,14 +314,14 @@ def _print_comparison(console: Console, query: PlanQuery, compared: list[Paralle
         "data: throughput only; every replica holds all weights.",
         markup=False,
     )
+    if query.spec.moe is not None:
+        console.print(
+            "experts apart: each device holds complete experts. Replicas that share them hold a "
+            "part of the\nweights and send tokens to each other (all-to-all); a step waits for the "
+            "fullest device.",
+            markup=False,
+        )
 
 
 def _seconds(milliseconds: float | None) -> float | None:
     return None if milliseconds is None else milliseconds / 1e3
-
-
-def _fraction(text: str) -> float:
-    value = positive_number(text)
-    if value > 1:
-        raise argparse.ArgumentTypeError(f"{text} is above 1")
-    return value

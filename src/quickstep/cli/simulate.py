@@ -11,8 +11,10 @@ import csv
 import itertools
 import sys
 from collections.abc import Callable
+from contextlib import nullcontext
 from functools import partial
 from pathlib import Path
+from types import MappingProxyType
 from typing import TYPE_CHECKING
 
 from quickstep.cli.flags.hardware import (
@@ -20,6 +22,7 @@ from quickstep.cli.flags.hardware import (
     add_hardware,
     element_bytes,
     hardware_of,
+    measured_steps,
 )
 from quickstep.cli.flags.parsing import (
     Parser,
@@ -28,14 +31,18 @@ from quickstep.cli.flags.parsing import (
     non_negative_number,
     positive_int,
     positive_number,
+    readable_file,
     token_count,
 )
+from quickstep.cli.simulate_sweep import add_sweep, run_sweep
 from quickstep.config import PolicyName
 from quickstep.errors import ConfigError
 
 if TYPE_CHECKING:
+    from quickstep.model.decoder_spec import ModelSpec
     from quickstep.plan.candidates import Candidate
-    from quickstep.plan.traffic import Replicas
+    from quickstep.plan.hardware import Hardware
+    from quickstep.plan.traffic import PhasePools, Replicas
     from quickstep.sim.html_report import Run
     from quickstep.sim.summary import Summary, Targets
     from quickstep.sim.workload import Tenant, Workload
@@ -44,6 +51,17 @@ __all__ = ["add_parser", "run"]
 
 _PRESETS = ("chat", "rag", "code", "agent", "batch", "prefill-heavy", "decode-heavy")
 _ARRIVALS = ("gamma", "ramp", "diurnal", "closed-loop")
+_USUAL_MODEL_LEN = 16384
+_TENANT_FIELDS = MappingProxyType(
+    {
+        "part": "part",
+        "priority": "priority",
+        "weight": "weight",
+        "class": "request_class",
+        "timeout": "timeout_s",
+        "ttft-deadline": "ttft_deadline_s",
+    }
+)
 _ROUTERS = ("round-robin", "fewest-requests", "prefix")
 
 
@@ -95,9 +113,12 @@ def add_parser(subparsers: argparse._SubParsersAction[Parser]) -> None:
         help="how long the load of one takes (default: %(default)s)",
     )
     _add_replicas(parser.add_argument_group("replicas"))
+    add_sweep(parser.add_argument_group("sweep"))
     output = parser.add_argument_group("output")
     output.add_argument("--json", action="store_true", help="print JSON")
-    output.add_argument("--csv", type=Path, metavar="FILE", help="write a line per request")
+    output.add_argument(
+        "--csv", type=Path, metavar="FILE", help="write a line per request, or per run of --sweep"
+    )
     output.add_argument("--report", type=Path, metavar="FILE", help="write an HTML page")
 
 
@@ -109,6 +130,21 @@ def _add_replicas(group: argparse._ArgumentGroup) -> None:
         metavar="COUNTS",
         help="engines, each on all of --hardware, that share the requests; several counts, "
         "separated by commas, are compared (default: 1)",
+    )
+    group.add_argument(
+        "--prefill-replicas",
+        type=positive_int,
+        metavar="N",
+        help="engines that only prefill, each on all of --hardware; the KV cache is handed over to "
+        "--decode-replicas (default: every engine does both)",
+    )
+    group.add_argument(
+        "--decode-replicas", type=positive_int, metavar="N", help="engines that decode"
+    )
+    group.add_argument(
+        "--kv-link",
+        metavar="NAME",
+        help="link that hands the KV cache over (default: the link between the devices)",
     )
     group.add_argument(
         "--router",
@@ -173,13 +209,13 @@ def _add_clients(group: argparse._ArgumentGroup) -> None:
     )
     group.add_argument(
         "--trace",
-        type=Path,
+        type=readable_file,
         metavar="FILE",
         help="requests of a Mooncake, Azure or BurstGPT trace instead of --preset",
     )
     group.add_argument(
         "--from-recording",
-        type=Path,
+        type=readable_file,
         metavar="FILE",
         help="requests of a recording of `quickstep serve --record` instead of --preset",
     )
@@ -197,7 +233,8 @@ def _add_clients(group: argparse._ArgumentGroup) -> None:
         action="append",
         metavar="NAME[,FIELD=VALUE...]",
         help="a tenant that sends a part of the requests, once for each: part=1 (relative to the "
-        "others), priority=0, weight=1, class=interactive|batch",
+        "others), priority=0, weight=1, class=interactive|batch, timeout=SECONDS until a request "
+        "ends in any case, ttft-deadline=SECONDS until its first token is useless",
     )
     group.add_argument(
         "--adapters", type=positive_int, metavar="N", help="LoRA adapters, one for each session"
@@ -215,35 +252,23 @@ def run(args: argparse.Namespace) -> int:
     """Simulate, and print the figures."""
     import msgspec
 
-    from quickstep.model.adapters.lora_modules import adapter_bytes
-    from quickstep.plan.candidates import Load, StepLimits, fit
-    from quickstep.plan.formulas import Split
-    from quickstep.plan.models import find_model
     from quickstep.plan.traffic import Replicas
 
     if args.trace is not None and args.from_recording is not None:
         raise ConfigError("--trace and --from-recording are given; choose one")
-    spec, hardware = find_model(args.model), hardware_of(args)
     if _file(args) is not None and (args.tenant or args.adapters):
         raise ConfigError("--tenant and --adapters are for --preset; a file has its own")
-    max_model_len = min(args.max_model_len or 16384, spec.max_model_len)
-    elements = element_bytes(spec, args.quantization, args.kv_cache_dtype)
-    bytes_each = adapter_bytes(spec, args.adapter_rank, elements.dtype) if args.adapters else 0
-    num_loaded = min(args.max_loras, args.adapters or 0)
-    candidate = fit(
-        spec,
-        hardware,
-        Split(hardware.count),
-        msgspec.structs.replace(elements, adapters=num_loaded * bytes_each),
-        Load(1.0, max_model_len - 1, 1),
-        StepLimits(args.max_num_seqs, args.max_num_batched_tokens),
-        bytes_each,
-    )
+    hardware = hardware_of(args)
+    if args.sweep is not None:
+        return run_sweep(
+            args, hardware, partial(_engine, args, hardware), partial(_simulated, args)
+        )
+    candidate = _engine(args, hardware, hardware.count)
     runs = []
     for policy, count in itertools.product(args.scheduling_policy, args.replicas):
         for rate in args.rate if _file(args) is None else args.rate[:1]:
             replicas = Replicas(count, args.router, args.faults, args.seed)
-            runs.append(_simulated(args, candidate, rate, policy, max_model_len, replicas))
+            runs.append(_simulated(args, candidate, rate, policy, replicas))
     if args.json:
         rows = [
             {
@@ -253,6 +278,7 @@ def run(args: argparse.Namespace) -> int:
                 "figures": one.summary,
                 "resent": one.outcome.num_resent,
                 "lost_s": one.outcome.lost_s,
+                "handovers": one.outcome.handovers,
                 "tenants": _by_tenant(one, _targets(args)),
             }
             for one in runs
@@ -270,40 +296,102 @@ def run(args: argparse.Namespace) -> int:
     return 0
 
 
+def _engine(
+    args: argparse.Namespace,
+    hardware: Hardware,
+    tensor: int,
+    num_batched_tokens: int | None = None,
+) -> Candidate:
+    """The engine of the flags on so many devices, with so many tokens of a step (None: those of
+    the flags). Raises ConfigError.
+    """
+    from quickstep.plan.candidates import Load, LoRASizes, StepLimits, fit
+    from quickstep.plan.formulas import Split
+    from quickstep.plan.models import find_model
+
+    spec = find_model(args.model)
+    elements = element_bytes(spec, args.quantization, args.kv_cache_dtype)
+    loras = None
+    if args.adapters:
+        loras = LoRASizes(min(args.max_loras, args.adapters), args.adapter_rank)
+    return fit(
+        spec,
+        hardware,
+        Split(tensor),
+        elements,
+        Load(1.0, _max_model_len(args, spec) - 1, 1),
+        StepLimits(args.max_num_seqs, num_batched_tokens or args.max_num_batched_tokens),
+        loras,
+        measured=measured_steps(args),
+    )
+
+
+def _max_model_len(args: argparse.Namespace, spec: ModelSpec) -> int:
+    return min(args.max_model_len or _USUAL_MODEL_LEN, spec.max_model_len)
+
+
+def _phases(args: argparse.Namespace, candidate: Candidate) -> PhasePools | None:
+    """The engines of each phase; None if every engine does both. Raises ConfigError."""
+    from quickstep.plan.hardware import find_link, read_hardware
+    from quickstep.plan.traffic import PhasePools
+
+    counts = args.prefill_replicas, args.decode_replicas
+    if counts == (None, None):
+        return None
+    if None in counts:
+        raise ConfigError("--prefill-replicas and --decode-replicas go together; give both")
+    if args.replicas != (1,) or args.faults or args.sweep:
+        raise ConfigError(
+            "--prefill-replicas and --decode-replicas are all engines, without --replicas, "
+            "--faults and --sweep"
+        )
+    link = candidate.hardware.link
+    if args.kv_link is not None:
+        link = find_link("--kv-link", args.kv_link, read_hardware(args.hardware_file))
+    return PhasePools(*counts, candidate, link)
+
+
 def _simulated(
     args: argparse.Namespace,
     candidate: Candidate,
     rate: float,
     policy: PolicyName,
-    max_model_len: int,
     replicas: Replicas,
+    num_requests: int | None = None,
 ) -> Run:
+    """One simulation, with a progress bar. With `num_requests` it is one of a sweep, which has its
+    own bar.
+    """
     from quickstep.cli.screen import counting_bar
     from quickstep.plan.traffic import Traffic, simulate_arrivals, simulate_traffic
     from quickstep.sim.html_report import Run
     from quickstep.sim.summary import summarize
     from quickstep.sim.traces import read_trace, recorded_traffic
 
+    max_model_len = _max_model_len(args, candidate.spec)
+    bar = counting_bar() if num_requests is None else nullcontext()
+    num_requests = num_requests or args.num_prompts
     traffic = Traffic(
         workload=_workload(args),
         arrivals=args.arrivals,
         rate=rate,
-        num_requests=args.num_prompts,
+        num_requests=num_requests,
         burstiness=args.burstiness,
         num_clients=args.max_concurrency,
         seed=args.seed,
     )
     file = _file(args)
-    with counting_bar() as show:
-        progress = None if show is None else partial(_show, show, policy.value, args.num_prompts)
+    phases = _phases(args, candidate)
+    with bar as show:
+        progress = None if show is None else partial(_show, show, policy.value, num_requests)
         if file is None:
             outcome = simulate_traffic(
-                candidate, traffic, max_model_len, policy, args.padded, progress, replicas
+                candidate, traffic, max_model_len, policy, args.padded, progress, replicas, phases
             )
         else:
             lines = file.read_text(encoding="utf-8", errors="replace").splitlines()
             read = read_trace if args.from_recording is None else recorded_traffic
-            arrivals = read(lines, args.trace_speed)[: args.num_prompts]
+            arrivals = read(lines, args.trace_speed)[:num_requests]
             outcome = simulate_arrivals(
                 candidate,
                 arrivals,
@@ -312,6 +400,7 @@ def _simulated(
                 pads=args.padded,
                 progress=progress,
                 replicas=replicas,
+                phases=phases,
             )
     summary = summarize(outcome, candidate.num_blocks, _targets(args))
     load = f"{args.max_concurrency} clients"
@@ -319,6 +408,8 @@ def _simulated(
         load = f"{args.trace_speed:g} x {file.name}"
     elif args.arrivals != "closed-loop":
         load = f"{rate:g}/s"
+    if phases is not None:
+        load += f", {phases.num_prefill}P{phases.num_decode}D"
     if replicas.count > 1:
         load += f", {replicas.count} replicas"
     return Run(
@@ -384,6 +475,14 @@ def _print_runs(title: str, runs: list[Run], targets: Targets, has_adapters: boo
             rows.append((f"  {tenant}", *_cells(figures, has_adapters), ""))
     print_table(console_on(sys.stdout), title, header, rows)
     for one in runs:
+        handovers = one.outcome.handovers
+        if handovers is not None:
+            print(
+                f"{one.name}: {handovers.count} KV caches handed over, "
+                f"{handovers.num_bytes / 1e9:.3g} GB, within {1e3 * handovers.mean_s:.2f} ms "
+                f"(waits for room included); prefill engines {handovers.prefill_busy:.0%} busy, "
+                f"decode engines {handovers.decode_busy:.0%}"
+            )
         if one.outcome.num_resent:
             print(
                 f"{one.name}: {one.outcome.num_resent} requests were sent again after a crash, "
@@ -444,18 +543,20 @@ def _tenant(text: str) -> Tenant:
     values: dict[str, object] = {"name": name}
     for field in fields:
         key, is_given, value = field.partition("=")
-        if not is_given or key not in ("part", "priority", "weight", "class"):
+        if not is_given or key not in _TENANT_FIELDS:
             raise argparse.ArgumentTypeError(
-                f"{field!r} is none of part=N, priority=N, weight=N, class=interactive|batch"
+                f"{field!r} is none of part=N, priority=N, weight=N, class=interactive|batch, "
+                "timeout=SECONDS, ttft-deadline=SECONDS"
             )
-        values["request_class" if key == "class" else key] = value
+        values[_TENANT_FIELDS[key]] = value
     try:
         tenant = msgspec.convert(values, Tenant, strict=False)
     except msgspec.ValidationError as error:
         raise argparse.ArgumentTypeError(f"{text!r}: {error}") from None
-    if not name or not (tenant.part > 0 and tenant.weight > 0):
+    limits = [one for one in (tenant.timeout_s, tenant.ttft_deadline_s) if one is not None]
+    if not name or not all(one > 0 for one in (tenant.part, tenant.weight, *limits)):
         raise argparse.ArgumentTypeError(
-            f"{text!r} needs a name, and part and weight must be above 0"
+            f"{text!r} needs a name, and part, weight and seconds must be above 0"
         )
     return tenant
 

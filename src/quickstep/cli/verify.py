@@ -127,7 +127,9 @@ def add_parser(subparsers: argparse._SubParsersAction[Parser]) -> None:
         help="verify each of these pairs of formats; without /KV, every KV format; weights: "
         f"{', '.join(WEIGHT_FORMATS)}; KV: {', '.join(KV_FORMATS)}",
     )
-    parser.add_argument("--device", choices=["auto", "cpu", "cuda"], default="auto")
+    parser.add_argument(
+        "--device", metavar="DEVICE", default="auto", help="auto, cpu, cuda, or cuda:N"
+    )
     parser.add_argument(
         "--kernels", choices=KERNELS, default="auto", help="as of `serve` (default: auto)"
     )

@@ -367,9 +367,7 @@ class LinearCostModel:
         """The same, and whether `load` is outside of what was measured."""
         if self._lowest is None:
             return Prediction(self.seconds(load), is_extrapolated=True)
-        bounds = zip(self._lowest, astuple(load), self._highest, strict=True)
-        is_inside = all(low <= value <= high for low, value, high in bounds)
-        return Prediction(self.seconds(load), not is_inside)
+        return Prediction(self.seconds(load), not self._is_inside(astuple(load)))
 
     def _fitted(self, load: StepLoad) -> float:
         (
@@ -466,10 +464,15 @@ class LinearCostModel:
             if all(abs(new - old) <= _CONVERGED * old for old, new in pairs):
                 return
 
+    def _is_inside(self, values: tuple[int, ...]) -> bool:
+        """Whether measured steps had as little and as much of each unit."""
+        lowest = self._lowest or ()
+        return all(map(le, lowest, values)) and all(map(ge, self._highest, values))
+
     def _widen(self, values: tuple[int, ...]) -> None:
         if self._lowest is None:
             self._lowest = self._highest = values
-        elif not (all(map(le, self._lowest, values)) and all(map(ge, self._highest, values))):
+        elif not self._is_inside(values):
             self._lowest = tuple(map(min, self._lowest, values))
             self._highest = tuple(map(max, self._highest, values))
 

@@ -61,8 +61,10 @@ class DecodeGroup:
         self._batch = batch
         self._block_size = block_size
         self._token_id = token_id
+        self._output_block = (token_id,) * block_size
         self._members: dict[Sequence, _Member] = {}
         self._is_in_flight = False
+        self._leaving: dict[Sequence, None] = {}  # with the step in flight
         self._last_step_id = -1
         self._num_steps = 0  # that were committed
         # by step, modulo the block size, in the order of rows: who begins or fills a block in it
@@ -92,7 +94,7 @@ class DecodeGroup:
 
     def join(self, sequence: Sequence) -> None:
         """Take a sequence that has no row in flight, if it only decodes from now on."""
-        if self._is_in_flight or not self._only_decodes(sequence):
+        if self._is_in_flight or sequence in self._members or not self._only_decodes(sequence):
             return
         num_steps, num_planned = self._num_steps, sequence.resident.planned
         num_left = sequence.output_limit - sequence.num_outputs
@@ -122,6 +124,13 @@ class DecodeGroup:
             del self._ends[member.end_step]
         self._remove(member)
 
+    def leave_after_step(self, sequence: Sequence) -> None:
+        """Remove a sequence when it has the token of the step in flight."""
+        if not self._is_in_flight:
+            self.leave(sequence)
+        elif sequence in self._members:
+            self._leaving[sequence] = None
+
     def dissolve(self) -> None:
         """Remove all, up to date."""
         for sequence in tuple(self._members):
@@ -144,9 +153,7 @@ class DecodeGroup:
             if not start % block_size:
                 batch.grow_by_block(sequence)
             if not (start + 1) % block_size:
-                self._set_length(sequence, start)
-                sequence.resident.planned += 1
-                batch.register(sequence)
+                batch.register_block(sequence, self._last_block(sequence, start + 1))
         self._last_step_id = step_id
         self._is_in_flight = True
 
@@ -159,17 +166,18 @@ class DecodeGroup:
         self._context_ticks += context_ticks
         self._is_in_flight = False
         self._num_steps += 1
-        ends = self._ends.pop(self._num_steps, None)
-        if ends is None:
-            return []
+        ends = self._ends.pop(self._num_steps, [])
         ends.sort(key=_rank)
         for member in ends:
             self._remove(member)
+        for sequence in tuple(self._leaving):
+            self.leave(sequence)
         return [member.sequence for member in ends]
 
     def _remove(self, member: _Member) -> None:
         self._settle(member)
         del self._members[member.sequence]
+        self._leaving.pop(member.sequence, None)
         self._sum_shifts -= member.shift
         begins, fills = self._places(member)
         self._num_growing[begins] -= 1
@@ -191,6 +199,14 @@ class DecodeGroup:
         context_ticks = self._context_ticks - member.context_ticks
         sequence.device_ticks += (member.shift + 1) * context_ticks
         member.row_ticks, member.context_ticks = self._row_ticks, self._context_ticks
+
+    def _last_block(self, sequence: Sequence, num_tokens: int) -> tuple[int, ...]:
+        """The tokens of the last block of a sequence with so many."""
+        start = num_tokens - self._block_size
+        if start >= sequence.prompt_len:
+            return self._output_block
+        known = sequence.token_ids[start:]
+        return (*known, *self._output_block[len(known) :])
 
     def _set_length(self, sequence: Sequence, num_computed: int) -> None:
         """The sequence after so many positions: one more token is known."""

@@ -202,10 +202,7 @@ class RunningBatch:
     @property
     def prefilling(self) -> SequenceOf[Sequence]:
         """Those whose prompt is to be continued, by rank, without paused ones."""
-        prefilling = self._prefilling
-        if not prefilling or not prefilling[-1].is_paused:  # paused ones are last
-            return tuple(prefilling)
-        return tuple(prefilling[: _num_active(prefilling)])
+        return tuple(self._prefilling[: _num_active(self._prefilling)])
 
     @property
     def prefill_start(self) -> int | None:
@@ -337,15 +334,20 @@ class RunningBatch:
         num_full = min(residency.planned, len(sequence.token_ids)) // block_size
         if not self._pool.prefix_caching or len(residency.keys) >= num_full:
             return
-        pool, keys, digests = self._pool, residency.keys, sequence.digests
-        for index in range(len(keys), num_full):
-            start = index * block_size
-            block_tokens = tuple(sequence.token_ids[start : start + block_size])
-            if index == len(digests):
-                pool.extend_digest(digests, sequence.root, block_tokens)
-            parent = keys[-1] if keys else sequence.root
-            block_id = residency.blocks[index]
-            keys.append(pool.register(block_id, parent, block_tokens, digests[index]))
+        for start in range(len(residency.keys) * block_size, num_full * block_size, block_size):
+            self.register_block(sequence, tuple(sequence.token_ids[start : start + block_size]))
+
+    def register_block(self, sequence: Sequence, block_tokens: tuple[int, ...]) -> None:
+        """Index the next full block, which holds these tokens."""
+        pool, residency, digests = self._pool, sequence.resident, sequence.digests
+        if not pool.prefix_caching:
+            return
+        keys = residency.keys
+        index = len(keys)
+        if index == len(digests):
+            pool.extend_digest(digests, sequence.root, block_tokens)
+        parent = keys[-1] if keys else sequence.root
+        keys.append(pool.register(residency.blocks[index], parent, block_tokens, digests[index]))
 
     def check_hits(self, sequence: Sequence) -> None:
         """Raise AssertionError unless a lookup finds the same with and without the hits that a
@@ -499,6 +501,8 @@ class Deadlines:
 
 
 def _num_active(sequences: SequenceOf[Sequence]) -> int:
+    if not sequences or not sequences[-1].is_paused:  # paused ones are last
+        return len(sequences)
     return bisect_left(sequences, True, key=_is_paused)
 
 

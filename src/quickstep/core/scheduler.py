@@ -174,11 +174,12 @@ class Scheduler:
 
     def group_decodes(self, token_id: int) -> None:
         """Plan decode rows without listing them, where nothing depends on them: for a driver that
-        computes nothing and gets `token_id` for each row. Call it before the first request.
+        computes nothing and gets `token_id` for each row, so none of them fails. Call it before the
+        first request.
         """
         config = self._config
         if (
-            config.pipeline_depth == 1
+            config.num_in_flight == 1
             and config.use_kv_cache
             and not self._drafts.max_drafts
             and not self._order.takes_turns
@@ -362,7 +363,7 @@ class Scheduler:
             runs = sequence.state is SequenceState.RUNNING
             queue: RunningBatch | WaitingQueue = self._batch if runs else self._waiting
             if self._group is not None:
-                self._group.leave(sequence)
+                self._group.leave_after_step(sequence)
             queue.set_paused(sequence, is_paused, now)
 
     def reset_prefix_cache(self) -> int:
@@ -373,7 +374,7 @@ class Scheduler:
 
     def plan(self, now: float) -> StepPlan | None:
         """The next step, or None if nothing can be computed until something is committed."""
-        if len(self._in_flight) >= self._config.pipeline_depth:
+        if len(self._in_flight) >= self._config.num_in_flight:
             return None
         if self._adapters is not None and self._waiting.parked_adapters:
             self._order_loads(self._adapters, now)
@@ -917,6 +918,7 @@ class Scheduler:
 
         Other sequences which share blocks that the step should have filled are recomputed.
         """
+        assert not plan.num_grouped_rows, "a step that is not computed has failed"
         step = self._oldest(plan)
         outputs = self._end_failed(step, all_failed(step, reason), now)
         self._in_flight.popleft()
@@ -1031,7 +1033,7 @@ class Scheduler:
 
     def wakeup(self, now: float) -> float | None:
         """When to call `expire` and `plan` again at the latest, if no event comes before."""
-        is_full = len(self._in_flight) >= self._config.pipeline_depth  # then `plan` returns None
+        is_full = len(self._in_flight) >= self._config.num_in_flight  # then `plan` returns None
         policy_s = None if is_full else self._policy.wakeup(self._view(StepDraft(0), now))
         times = self._deadlines.next_s(), policy_s
         return min((time for time in times if time is not None), default=None)
@@ -1102,7 +1104,7 @@ class Scheduler:
         live = {one.sequence_id for of_request in self._requests.values() for one in of_request}
         queued = [one.sequence_id for one in (*self._batch, *self._waiting)]
         assert sorted(queued) == sorted(live), "live sequences and those in a queue differ"
-        assert len(self._in_flight) <= self._config.pipeline_depth, "too many steps in flight"
+        assert len(self._in_flight) <= self._config.num_in_flight, "too many steps in flight"
         pending = pending_tokens(self._in_flight)
         if self._group is not None:
             pending.update(self._group.pending_tokens())

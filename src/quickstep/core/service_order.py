@@ -94,7 +94,7 @@ class ServiceOrder:
         """A sequence entered the batch."""
 
     def charged(self, sequence: Sequence, seconds: float) -> None:
-        """A sequence received device seconds."""
+        """A sequence received device seconds; reported only if the queues take turns."""
 
     def left(self, sequence: Sequence) -> None:
         """A sequence left the batch: it was preempted, or is about to end."""

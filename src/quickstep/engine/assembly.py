@@ -51,6 +51,8 @@ if TYPE_CHECKING:
     from quickstep.model.sizing import DraftSizes, MemoryPlan
     from quickstep.ops.table import KVCache, OpTable
     from quickstep.ops.tensors import Device, DType
+    from quickstep.runtime.capture import GraphOptions
+    from quickstep.runtime.device_executor import DeviceExecutor
     from quickstep.runtime.executor import LocalExecutor
 
 __all__ = [
@@ -58,8 +60,10 @@ __all__ = [
     "LoadedWeights",
     "describe",
     "fit_file",
+    "graph_options",
     "import_loading",
     "load_weights",
+    "measured_plan",
     "open_engine",
     "open_executor",
     "plan_for",
@@ -152,7 +156,9 @@ def open_engine(
             progress(num_bytes, total_bytes)
 
     loaded = load_weights(config, report, checkpoint)
-    model, plan = loaded.model, loaded.plan
+    model = loaded.model
+    plan = measured_plan(config, model, loaded.kv_shape, loaded.plan)
+    loaded = replace(loaded, plan=plan)
     kv = allocate_kv(loaded.kv_shape, plan.num_blocks, config.cache.block_size, model.device)
     load_s = time.monotonic() - started_s
     description = describe(loaded, load_s, config.inputs, ahead.tokenizer(), with_template)
@@ -179,7 +185,8 @@ def wire_engine(
     from quickstep.engine.step_times.cost_fits import FitSaver
 
     block_size = config.cache.block_size
-    settings = _fitted(config, plan, adapters)
+    graphs = graph_options(config, model, kv, plan)
+    settings = _fitted(config, plan, adapters, graphs is not None)
     pool = KVBlockPool(plan.num_blocks, block_size, config.cache.prefix_caching)
     fits = FitSaver.open(
         fit_file(config, model, description), Coefficients.of_vocabulary(model.vocab_size)
@@ -197,7 +204,7 @@ def wire_engine(
     return Engine(
         description,
         scheduler,
-        open_executor(config, model, kv, plan, description, adapters),
+        open_executor(config, model, kv, plan, description, adapters, graphs),
         fits=fits,
         step_log=StepLog(path=step_log_path),
         streams=config.streams,
@@ -215,7 +222,8 @@ def open_executor(
     plan: MemoryPlan,
     description: LoadedModel,
     adapters: Adapters | None = None,
-) -> LocalExecutor:
+    graphs: GraphOptions | None = None,
+) -> LocalExecutor | DeviceExecutor:
     """The executor of an engine around a model that is in memory."""
     from quickstep.engine.speculation import open_proposer
     from quickstep.runtime.executor import LocalExecutor
@@ -233,8 +241,26 @@ def open_executor(
         open_proposer(config, model, plan, description.path),
         None if adapters is None else adapters.packed,
         config.speculation.sampling is SpeculativeSampling.REJECTION,
+        graphs,
     )
-    return LocalExecutor(runner)
+    if graphs is None:
+        return LocalExecutor(runner)
+    from quickstep.runtime.device_executor import DeviceExecutor
+
+    return DeviceExecutor(runner).start()
+
+
+def graph_options(
+    config: EngineConfig, model: Model, kv: KVCache, plan: MemoryPlan
+) -> GraphOptions | None:
+    """How decode steps become CUDA graphs; None where they do not."""
+    if config.enforce_eager:
+        return None
+    from quickstep.runtime.capture import device_graphs
+
+    is_on = config.speculation.method is not SpeculationMethod.OFF
+    num_drafts = config.speculation.num_speculative_tokens if is_on else 0
+    return device_graphs(model, kv, plan.max_num_seqs, 1 + num_drafts)
 
 
 def fit_file(config: EngineConfig, model: Model, description: LoadedModel) -> FitFile | None:
@@ -294,16 +320,20 @@ def load_weights(
     from quickstep.model.spec import read_spec, with_context
     from quickstep.ops.native.backend import native_status
     from quickstep.ops.resolve import resolve_ops
+    from quickstep.ops.tensors import use_device
     from quickstep.ops.torch_import import require_torch
 
     checkpoint = checkpoint or find_checkpoint(config.load)
     spec = read_spec(checkpoint.path)
     spec = with_context(spec, config.max_model_len, config.allow_long_context)
     device = choose_device(config.load.device)
+    use_device(device)
     dtype = choose_dtype(config.load.dtype, spec, open_checkpoint_files(checkpoint.path))
     isa = os.environ.get("QUICKSTEP_CPU_ISA")
     places = places_for(config.load.pin_threads)
     ops = resolve_ops(device, config.load.kernels, num_threads(config.load), isa, places)
+    if device.type == "cuda":
+        _LOGGER.info("running on %s with the kernels %r", _gpu_text(device), ops.name)
     if device.type == "cpu" and ops.name == "reference":
         _LOGGER.warning("running on PyTorch's ops, exact and slow: %s", native_status().reason)
     held_bytes = None
@@ -402,6 +432,42 @@ def plan_for(
     )
 
 
+def measured_plan(
+    config: EngineConfig, model: Model, kv_shape: KVShape, plan: MemoryPlan
+) -> MemoryPlan:
+    """On a GPU, the plan with the activations of the largest step, measured before the KV cache is
+    allocated; no prompt then needs more.
+    """
+    if model.device.type != "cuda":
+        return plan
+    import torch
+
+    from quickstep.model.decoder import Decoder
+    from quickstep.model.sizing import with_measured_activations
+    from quickstep.runtime.activation_probe import measured_activation_bytes
+
+    if not isinstance(model, Decoder):
+        return plan
+    block_size = config.cache.block_size
+    sizes = plan.max_num_batched_tokens, plan.max_num_seqs, plan.max_model_len
+    try:
+        measured_bytes = measured_activation_bytes(model, kv_shape, block_size, *sizes)
+    except torch.OutOfMemoryError as error:
+        raise ConfigError(
+            f"a step of {plan.max_num_batched_tokens} tokens does not fit next to the weights: "
+            f"{error}; lower --max-num-batched-tokens"
+        ) from None
+    free_bytes = _free_bytes(model.device)
+    if config.memory_bytes is not None:
+        held_bytes = sum(row.num_bytes for row in plan.rows if row.label in ("weights", "adapters"))
+        free_bytes = min(free_bytes, config.memory_bytes - held_bytes)
+    block = block_size, kv_shape.bytes_per_token * block_size
+    measured = with_measured_activations(plan, measured_bytes, free_bytes, block)
+    for note in measured.notes[len(plan.notes) :]:
+        _LOGGER.info("%s", note)
+    return measured
+
+
 def set_threads(num_threads: int | None) -> None:
     """torch's threads, and so the kernels' default. None: the cores that the process may use."""
     import torch
@@ -425,11 +491,24 @@ def _free_bytes(device: torch.device | Device) -> int:
         return free_memory_bytes()
     import torch
 
-    return torch.cuda.mem_get_info(device.type)[0]
+    from quickstep.ops.tensors import torch_device
+
+    return torch.cuda.mem_get_info(torch_device(device))[0]
+
+
+def _gpu_text(device: Device) -> str:
+    import torch
+
+    from quickstep.ops.tensors import torch_device
+
+    place = torch_device(device)
+    free_bytes = torch.cuda.mem_get_info(place)[0]
+    name = torch.cuda.get_device_name(place)
+    return f"{name} ({place}, {free_bytes / 2**30:.1f} GiB free)"
 
 
 def _fitted(
-    config: EngineConfig, plan: MemoryPlan, adapters: Adapters | None = None
+    config: EngineConfig, plan: MemoryPlan, adapters: Adapters | None, has_graphs: bool
 ) -> SchedulerConfig:
     speculation = config.speculation
     is_on = speculation.method is not SpeculationMethod.OFF
@@ -439,9 +518,15 @@ def _fitted(
         max_model_len=plan.max_model_len,
         max_num_seqs=plan.max_num_seqs,
         max_num_batched_tokens=plan.max_num_batched_tokens,
+        pipeline_depth=config.scheduler.pipeline_depth or _default_depth(config, has_graphs),
         max_loras=None if config.lora is None else config.lora.max_loras,
         lora_bytes=None if adapters is None else adapters.max_bytes,
     )
+
+
+def _default_depth(config: EngineConfig, has_graphs: bool) -> int:
+    """Steps in flight: with graphs, the device keeps the tokens that the next step needs."""
+    return 2 if has_graphs and config.scheduler.use_kv_cache else 1
 
 
 def describe(

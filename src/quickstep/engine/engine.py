@@ -44,7 +44,7 @@ from quickstep.engine.step_times.cost_fits import FitSaver
 from quickstep.engine.stream import Sink, Stream
 from quickstep.engine.text.token_forms import TokenFormFinder
 from quickstep.engine.text.tokenizer import Tokenizer
-from quickstep.errors import ConfigError, EngineError, RequestError
+from quickstep.errors import ConfigError, EngineError, RequestError, StepOutOfMemory
 from quickstep.types import (
     Executor,
     FinishReason,
@@ -618,6 +618,8 @@ class Engine:
         now = self._clock()
         for plan in plans:
             self._live.deliver(self._scheduler.fail(plan, f"a step failed: {error}", now), now)
+        if isinstance(error, StepOutOfMemory):
+            return  # the sequences that needed so much have ended
         self._num_failed_in_a_row += 1
         if self._num_failed_in_a_row == _MAX_FAILED_IN_A_ROW:
             raise EngineError(

@@ -93,7 +93,7 @@ class LLMOptions(TypedDict, total=False):
     max_num_seqs: int
     max_num_batched_tokens: int
     max_waiting: int | None
-    pipeline_depth: int
+    pipeline_depth: int | None
     policy: str | PolicyName
     inter_token_target_s: float
     priority_aging_s: float

@@ -15,6 +15,7 @@ from collections.abc import Iterator, Mapping
 from types import MappingProxyType
 
 import msgspec
+from msgspec.structs import replace
 
 from quickstep.config import CacheConfig, SchedulerConfig
 from quickstep.errors import ConfigError
@@ -45,6 +46,10 @@ _KV_DTYPE_BYTES: Mapping[str, int] = MappingProxyType(
 _SCALE_BYTES = 4  # `ops.tensors.SCALE_BYTES`; a plan needs no NumPy
 _MIN_CONTEXT = 256
 _MIN_STEP_TOKENS = 64
+
+
+# Graphs, fragments of the allocator, and what libraries allocate by themselves.
+MEASURED_RESERVE_BYTES = 1 << 30
 
 
 class ElementBytes(msgspec.Struct, frozen=True):
@@ -277,6 +282,52 @@ def plan_memory(
     sizes = num_blocks, cache.block_size, tokens, seqs
     rows = _rows(spec, elements, memory_bytes, sizes, left, draft)
     return MemoryPlan(num_blocks, context, seqs, tokens, rows, tuple(notes), spec.long_context)
+
+
+def with_measured_activations(
+    plan: MemoryPlan, measured_bytes: int, free_bytes: int, block: tuple[int, int]
+) -> MemoryPlan:
+    """The plan with the activations of a step that ran, and a tenth of them in reserve for graphs
+    and fragments; `free_bytes` are free now. Fewer blocks, if all of them would not fit. `block`
+    are the tokens and the bytes of one.
+    """
+    block_size, block_bytes = block
+    reserve = max(measured_bytes // 10, MEASURED_RESERVE_BYTES)
+    activations = measured_bytes + reserve
+    later = ("adapters", "draft weights", "draft KV cache")  # loaded after the KV cache
+    free_bytes -= sum(row.num_bytes for row in plan.rows if row.label in later)
+    fitting = max(1, (free_bytes - activations) // block_bytes)
+    num_blocks = min(plan.num_blocks, fitting)
+    notes = list(plan.notes)
+    if num_blocks < plan.num_blocks:
+        notes.append(
+            f"KV blocks {plan.num_blocks} became {num_blocks}, as a step takes "
+            f"{activations / GIB:.2f} GiB"
+        )
+    total = sum(row.num_bytes for row in plan.rows)
+    rows = [row for row in plan.rows if row.label != "spare"]
+    for index, row in enumerate(rows):
+        if row.label == "activations":
+            detail = f"{plan.max_num_batched_tokens} tokens a step, measured"
+            rows[index] = MemoryRow(row.label, activations, detail)
+        elif row.label == "KV cache":
+            freed = (plan.num_blocks - num_blocks) * block_bytes
+            rows[index] = MemoryRow(row.label, row.num_bytes - freed, row.detail)
+    spare = total - sum(row.num_bytes for row in rows)
+    rows.append(MemoryRow("spare", spare, f"of {total / GIB:.2f} GiB"))
+    longest = min(plan.max_model_len, num_blocks * block_size)
+    if longest < plan.max_model_len:
+        notes.append(
+            f"max_model_len {plan.max_model_len} became {longest}, as the KV cache holds no more"
+        )
+    return replace(
+        plan,
+        num_blocks=num_blocks,
+        max_model_len=longest,
+        max_num_seqs=min(plan.max_num_seqs, num_blocks),
+        rows=tuple(rows),
+        notes=tuple(notes),
+    )
 
 
 def _fit_step(

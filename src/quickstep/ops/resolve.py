@@ -24,6 +24,9 @@ if TYPE_CHECKING:
 
 __all__ = ["resolve_ops"]
 
+# What `auto` is on a GPU: `triton` once `make gpu` has passed on one (docs/design/0039).
+_AUTO_ON_GPU = "reference"
+
 
 def resolve_ops(
     device: torch.device | Device,
@@ -52,6 +55,8 @@ def resolve_ops(
         )
     if native is not None:
         return native
+    if kernels == "auto" and device.type == "cuda":
+        kernels = _AUTO_ON_GPU
     require_torch(f"running the PyTorch ops on {device.type}")
     if kernels == "triton":
         from quickstep.ops.triton.backend import load_triton

@@ -26,6 +26,7 @@ if TYPE_CHECKING:
 
 __all__ = [
     "SUB_BLOCK_INPUTS",
+    "AdapterTable",
     "AttentionParams",
     "ExpertLoRA",
     "ExpertWeights",
@@ -40,6 +41,7 @@ __all__ = [
     "Quantize",
     "QuantizedWeight",
     "Rounding",
+    "RowLengths",
     "StoredMatrix",
     "StoredRows",
 ]
@@ -47,8 +49,22 @@ __all__ = [
 SUB_BLOCK_INPUTS = 16  # of a `QuantizedWeight`, those that share a sub-block scale
 
 
+class RowLengths(msgspec.Struct, frozen=True):
+    """The lengths of a step's rows on its device, for kernels that read them from memory.
+
+    Attributes:
+        row_offsets: [R + 1] int32, `PagedLayout.row_offsets`. Tokens from the last offset on are
+            padding: their results are never read.
+    """
+
+    row_offsets: Tensor
+
+
 class PagedLayout(msgspec.Struct, frozen=True):
     """Where a step's tokens are: rows packed one after another, KV in paged blocks.
+
+    In a step that is recorded for rows of any length (`OpTable.reads_lengths`), `row_offsets` and
+    `context_lens` are empty, `lengths` has the former, and each token's position is its place.
 
     Attributes:
         positions: [T] int64, each token's position in its sequence.
@@ -60,6 +76,7 @@ class PagedLayout(msgspec.Struct, frozen=True):
         tails: For each row, flat KV indices of its last positions, where these are not in its
             blocks; () for a row without any, and for a step without such rows. A token of a tree of
             drafts is a row of its own: its ancestors are elsewhere than their positions say.
+        lengths: The same on the device; None where no kernel reads them from memory.
     """
 
     positions: Tensor
@@ -69,6 +86,7 @@ class PagedLayout(msgspec.Struct, frozen=True):
     block_tables: Tensor
     block_size: int
     tails: tuple[tuple[int, ...], ...] = ()
+    lengths: RowLengths | None = None
 
 
 class KVCache(msgspec.Struct, frozen=True):
@@ -158,9 +176,26 @@ class LoRAMapping(msgspec.Struct, frozen=True):
     """Which tokens of a step, or of its emitting tokens, use which adapter.
 
     `groups` are an adapter and its tokens, [n] int64, ascending; a token is in one group at most.
+    The mapping of an `AdapterTable` has `items` instead, which only its implementation reads.
     """
 
     groups: tuple[tuple[LoRAAdapter, AnyTensor], ...]
+    items: object = None
+
+
+class AdapterTable(Protocol):
+    """Adapters at numbered places of the device's memory, which recorded launches read; place 0 is
+    none.
+    """
+
+    def fits(self, adapter: LoRAAdapter) -> bool:
+        """Whether it is large enough for this adapter."""
+
+    def set_(self, place: int, adapter: LoRAAdapter) -> None:
+        """Put an adapter at a place, in the order of the device's work. The caller keeps it."""
+
+    def mapping(self, places: Tensor) -> LoRAMapping:
+        """The mapping of tokens whose adapters are at `places` [T] int64, whatever these hold."""
 
 
 class ExpertLoRA(msgspec.Struct, frozen=True):
@@ -393,6 +428,8 @@ class OpTable(msgspec.Struct, frozen=True):
         logits: (hidden [E, C], LinearWeight, divisor, softcap or None, None or the number of the
             matrix and the LoRAMapping of the E) -> [E, V] fp32: the product, with its adapters,
             widened, divided, then softcap * tanh(logits / softcap) in fp64.
+        samples_on_device: Triton kernels sample and score tokens where the logits are
+            (`ops.triton.sampling`); a call of them then costs more than a row of it.
         kernel_s: Seconds that the kernels have run so far, without the time between them; None
             where they are not counted. Benchmarks take the difference of two readings.
         load_linear: (StoredMatrix, bias [N] | None) -> LinearWeight: the same as reading the matrix
@@ -407,6 +444,10 @@ class OpTable(msgspec.Struct, frozen=True):
             of a token's experts, weighted, added in fp32 in ascending order of the experts, and
             rounded once. None where `ops.reference.experts` computes them one by one.
         steps: Makes captured steps and samples tokens; None where only single ops run.
+        reads_lengths: Whether launches depend on shapes only, as lengths, blocks and adapters are
+            read from memory: one recorded launch then fits all of them (`runtime.cuda_graphs`).
+        adapter_table: (adapters that must fit, number of places) -> AdapterTable; None where
+            adapters cannot be recorded.
     """
 
     name: str
@@ -429,6 +470,7 @@ class OpTable(msgspec.Struct, frozen=True):
         [AnyTensor, LinearWeight, float, float | None, tuple[int, LoRAMapping] | None], AnyTensor
     ]
     scratch_bytes: int
+    samples_on_device: bool = False
     kernel_s: Callable[[], float] | None = None
     load_linear: Callable[[StoredMatrix, AnyTensor | None], LinearWeight] | None = None
     move_kv: Callable[[KVCache, Sequence[tuple[int, int]]], None] | None = None
@@ -443,3 +485,5 @@ class OpTable(msgspec.Struct, frozen=True):
         | None
     ) = None
     steps: NativeSteps | None = None
+    reads_lengths: bool = False
+    adapter_table: Callable[[Sequence[LoRAAdapter], int], AdapterTable] | None = None

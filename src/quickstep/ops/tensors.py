@@ -60,6 +60,7 @@ __all__ = [
     "to_torch",
     "torch_device",
     "torch_dtype",
+    "use_device",
 ]
 
 
@@ -114,19 +115,33 @@ _FLOATS = (FLOAT32, BFLOAT16, FLOAT16)
 
 
 class Device(msgspec.Struct, frozen=True):
-    """Where tensors are, like `torch.device`."""
+    """Where tensors are, like `torch.device`; `index` is the number of a GPU."""
 
     type: str
+    index: int | None = None
 
 
 CPU = Device("cpu")
 
 
-def torch_device(device: Device) -> torch.device:
+def torch_device(device: torch.device | Device) -> torch.device:
     """The same device as a `torch.device`."""
+    if not isinstance(device, Device):
+        return device
     import torch
 
-    return torch.device(device.type)
+    if device.index is None:
+        return torch.device(device.type)
+    return torch.device(device.type, device.index)
+
+
+def use_device(device: torch.device | Device) -> None:
+    """Make a GPU the current one of this thread: kernels are launched there."""
+    if device.type == "cuda":
+        import torch
+
+        if device.index is not None:  # else it is the current one
+            torch.cuda.set_device(torch_device(device))
 
 
 class HostTensor:

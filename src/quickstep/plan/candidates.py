@@ -12,20 +12,33 @@ KV cache, and its step passes all stages. That assumes that their steps take equ
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 
 import msgspec
+from msgspec.structs import replace
 
 from quickstep.config import CacheConfig, SchedulerConfig
-from quickstep.core.cost_model import StepLoad
+from quickstep.core.cost_model import CostModel, StepLoad
 from quickstep.errors import ConfigError
+from quickstep.model.adapters.lora_modules import adapter_bytes
 from quickstep.model.decoder_spec import ModelSpec
-from quickstep.model.sizing import ElementBytes, MemoryPlan, plan_memory
+from quickstep.model.sizing import (
+    DraftSizes,
+    ElementBytes,
+    MemoryPlan,
+    MemoryRow,
+    plan_memory,
+    weight_bytes,
+)
 from quickstep.plan.formulas import (
     Split,
+    accepted_tokens,
     attention_pairs,
     check_split,
     end_to_end_s,
+    expert_splits,
     rank_spec,
+    router_rest,
     whole_blocks,
 )
 from quickstep.plan.hardware import Hardware
@@ -35,12 +48,17 @@ from quickstep.sim.summary import Targets
 __all__ = [
     "BLOCK_SIZE",
     "Candidate",
+    "DraftModel",
+    "LoRASizes",
     "Load",
     "SteadyState",
     "StepLimits",
     "capacity",
+    "decode_state",
+    "draft_s",
     "end_to_end",
     "fit",
+    "highest_rate",
     "splits",
     "steady_state",
 ]
@@ -71,6 +89,45 @@ class StepLimits(msgspec.Struct, frozen=True):
     max_num_batched_tokens: int = 2048
 
 
+class LoRASizes(msgspec.Struct, frozen=True):
+    """LoRA adapters, one of which each request has.
+
+    Attributes:
+        max_loras: As many are in memory.
+        rank: Of each.
+        targets: Names of the linear layers, such as `q_proj`; () for those of attention and MLP.
+    """
+
+    max_loras: int
+    rank: int = 16
+    targets: tuple[str, ...] = ()
+
+    def bytes_each(self, spec: ModelSpec, itemsize: int) -> int:
+        """Bytes of one adapter."""
+        return adapter_bytes(spec, self.rank, itemsize, self.targets)
+
+
+class DraftModel(msgspec.Struct, frozen=True):
+    """A model that proposes tokens, next to the target on the same devices.
+
+    Attributes:
+        num_tokens: The most that are proposed for each row.
+        acceptance: The probability that a token is accepted after those before it were.
+    """
+
+    spec: ModelSpec
+    elements: ElementBytes
+    num_tokens: int
+    acceptance: float
+
+    def on_device(self, split: Split) -> ModelSpec:
+        """Its part on a device: a part of every head, or all where those do not divide."""
+        try:
+            return rank_spec(self.spec, _checked(self.spec, Split(split.tensor)))
+        except ConfigError:
+            return self.spec
+
+
 class Candidate(msgspec.Struct, frozen=True):
     """A split that fits.
 
@@ -80,6 +137,7 @@ class Candidate(msgspec.Struct, frozen=True):
         concurrency: Complete sequences of the load that its KV cache holds, at most
             `StepLimits.max_num_seqs`.
         costs: Step times of one engine.
+        draft_costs: Those of its draft model; None without one.
     """
 
     spec: ModelSpec
@@ -91,6 +149,9 @@ class Candidate(msgspec.Struct, frozen=True):
     num_blocks: int
     concurrency: int
     costs: RooflineCostModel
+    loras: LoRASizes | None = None
+    draft: DraftModel | None = None
+    draft_costs: RooflineCostModel | None = None
 
     @property
     def num_engines(self) -> int:
@@ -115,36 +176,51 @@ class SteadyState(msgspec.Struct, frozen=True):
     """An engine under a constant load.
 
     Attributes:
-        step_s: Seconds of the mean step, which is the TPOT.
+        step_s: Seconds of the mean step, with the steps of a draft model.
         num_rows: Sequences that decode.
         ttft_s: Half a step, and the prefill in a step with the decode rows.
         parts: Of the mean step.
+        tokens_per_step: That a decode row generates; more than 1 with drafts.
     """
 
     step_s: float
     num_rows: float
     ttft_s: float
     parts: StepParts
+    tokens_per_step: float = 1.0
+
+    @property
+    def tpot_s(self) -> float:
+        """Seconds per output token."""
+        return self.step_s / self.tokens_per_step
 
     def meets(self, targets: Targets) -> bool:
         """Whether the means are within the targets."""
         in_time = targets.ttft_s is None or self.ttft_s <= targets.ttft_s
-        return in_time and (targets.tpot_s is None or self.step_s <= targets.tpot_s)
+        return in_time and (targets.tpot_s is None or self.tpot_s <= targets.tpot_s)
+
+
+def _checked(spec: ModelSpec, split: Split) -> Split:
+    check_split(spec, split)
+    return split
 
 
 def splits(spec: ModelSpec, num_devices: int) -> list[Split]:
-    """All splits over exactly so many devices that the model's sizes allow."""
+    """All splits over exactly so many devices that the model's sizes allow; those of a mixture also
+    with divided experts.
+    """
     found = []
     for tensor in range(1, num_devices + 1):
         for pipeline in range(1, num_devices // tensor + 1):
             if num_devices % (tensor * pipeline):
                 continue
             split = Split(tensor, pipeline, num_devices // (tensor * pipeline))
+            if spec.moe is not None:
+                found += expert_splits(spec, split)
             try:
-                check_split(spec, split)
+                found.append(_checked(spec, split))
             except ConfigError:
                 continue
-            found.append(split)
     return found
 
 
@@ -155,10 +231,11 @@ def fit(
     elements: ElementBytes,
     load: Load,
     limits: StepLimits,
-    adapter_bytes: int = 0,
+    loras: LoRASizes | None = None,
+    draft: DraftModel | None = None,
+    measured: CostModel | None = None,
 ) -> Candidate:
-    """Size one device; `adapter_bytes` are those of one LoRA adapter, `elements.adapters` those of
-    all that are in memory.
+    """Size one device by the engine's own memory plan. `measured` are step times of one device.
 
     Raises:
         ConfigError: The split is impossible or does not fit.
@@ -175,7 +252,18 @@ def fit(
         max_model_len=load.num_tokens,
     )
     rank = rank_spec(spec, split)
-    memory = plan_memory(rank, elements, CacheConfig(), scheduler, hardware.memory_bytes, None)
+    bytes_each = 0 if loras is None else loras.bytes_each(rank, elements.dtype)
+    num_loras = 0 if loras is None else loras.max_loras
+    held = replace(elements, adapters=num_loras * bytes_each)
+    if split.experts > 1 and elements.weights is None:
+        weights = weight_bytes(rank, elements.dtype, elements.quantization)
+        held = replace(held, weights=weights + router_rest(spec, split) * elements.dtype)
+    sizes = None if draft is None else DraftSizes(draft.on_device(split), draft.elements)
+    memory = plan_memory(
+        rank, held, CacheConfig(), scheduler, hardware.memory_bytes, None, draft=sizes
+    )
+    if split.experts > 1:
+        memory = _with_experts_named(memory, spec, split)
     num_blocks = memory.num_blocks // split.pipeline
     sequence_blocks = whole_blocks(load.num_tokens, BLOCK_SIZE) // BLOCK_SIZE
     concurrency = min(limits.max_num_seqs, num_blocks // sequence_blocks)
@@ -184,47 +272,133 @@ def fit(
             f"{split} leaves room for {memory.num_blocks * BLOCK_SIZE} tokens of KV, a request "
             f"has {load.num_tokens}"
         )
-    costs = RooflineCostModel(spec, elements, hardware, split, adapter_bytes)
+    draft_costs = None
+    if draft is not None:
+        own = Split(split.tensor if draft.on_device(split) is not draft.spec else 1)
+        draft_costs = RooflineCostModel(draft.spec, draft.elements, hardware, own)
     return Candidate(
-        spec, hardware, split, elements, limits, memory, num_blocks, concurrency, costs
+        spec,
+        hardware,
+        split,
+        elements,
+        limits,
+        memory,
+        num_blocks,
+        concurrency,
+        RooflineCostModel(
+            spec,
+            elements,
+            hardware,
+            split,
+            bytes_each,
+            num_loras,
+            measured if split.tensor * split.pipeline == split.experts == 1 else None,
+        ),
+        loras,
+        draft,
+        draft_costs,
     )
 
 
+def _with_experts_named(memory: MemoryPlan, spec: ModelSpec, split: Split) -> MemoryPlan:
+    """The row of the weights says which part of the experts they have."""
+    assert spec.moe is not None, "the split was checked"
+    num_experts = spec.moe.num_experts // split.experts
+    detail = f"{num_experts} of {spec.moe.num_experts} experts in each layer"
+    rows = tuple(
+        MemoryRow(row.label, row.num_bytes, detail) if row.label == "weights" else row
+        for row in memory.rows
+    )
+    return replace(memory, rows=rows)
+
+
 def steady_state(candidate: Candidate, load: Load) -> SteadyState | None:
-    """The balance under a load; None if the engine cannot keep up."""
+    """The balance under a load; None if the engine cannot keep up. Drafts are used if they pay."""
+    plain = _steady_state(candidate, load, with_drafts=False)
+    if candidate.draft is None:
+        return plain
+    drafted = _steady_state(candidate, load, with_drafts=True)
+    found = [one for one in (plain, drafted) if one is not None]
+    return min(found, key=lambda one: one.tpot_s, default=None)
+
+
+def decode_state(candidate: Candidate, load: Load) -> SteadyState | None:
+    """The balance of an engine that only decodes; its `ttft_s` is 0."""
+    state = _steady_state(candidate, load, with_drafts=False, prefills=False)
+    return None if state is None else replace(state, ttft_s=0.0)
+
+
+def _steady_state(
+    candidate: Candidate, load: Load, with_drafts: bool, prefills: bool = True
+) -> SteadyState | None:
     rate = load.rate / candidate.num_engines
     costs = candidate.costs
+    num_drafts, tokens_per_step = 0, 1.0
+    if with_drafts and candidate.draft is not None:
+        num_drafts = candidate.draft.num_tokens
+        tokens_per_step = accepted_tokens(num_drafts, candidate.draft.acceptance)
     step_s = 0.0
     for _ in range(_MAX_ROUNDS):
-        decode, prefill = _mean_step(load, rate * step_s)
+        num_arrivals = rate * step_s
+        decode = _decodes(load, num_arrivals / tokens_per_step, num_drafts, candidate.loras)
+        prefill = _prefills(load, num_arrivals, candidate.loras) if prefills else StepLoad()
         if decode.num_rows > candidate.concurrency:
             return None
         if prefill.num_tokens + decode.num_tokens > candidate.limits.max_num_batched_tokens:
             return None
         parts = costs.parts(decode + prefill)
-        if abs(parts.seconds - step_s) <= _CLOSE * step_s:
+        seconds = parts.seconds + draft_s(candidate, decode, prefill, num_drafts)
+        if abs(seconds - step_s) <= _CLOSE * step_s:
             break
-        step_s = parts.seconds
+        step_s = seconds
     else:
         return None
     prompt = StepLoad.of_span(0, load.num_inputs)
     ttft_s = 0.5 * step_s + costs.seconds(decode + prompt)
-    return SteadyState(step_s, rate * step_s * (load.num_outputs - 1), ttft_s, parts)
+    ttft_s += draft_s(candidate, decode, prompt, num_drafts)
+    num_rows = rate * step_s * (load.num_outputs - 1) / tokens_per_step
+    return SteadyState(step_s, num_rows, ttft_s, parts, tokens_per_step)
 
 
-def _mean_step(load: Load, num_arrivals: float) -> tuple[StepLoad, StepLoad]:
-    """The decode rows and the prefill of a step during which so many requests arrive."""
-    num_rows = max(1, round(num_arrivals * (load.num_outputs - 1)))
+def draft_s(candidate: Candidate, decode: StepLoad, prefill: StepLoad, num_drafts: int) -> float:
+    """Seconds of the draft model next to a step: one small step for each token that it proposes, of
+    which the first computes the prompts too.
+    """
+    costs = candidate.draft_costs
+    if costs is None or not num_drafts:
+        return 0.0
+    rows = decode.num_rows
+    context = decode.num_kv_tokens // rows if rows else 0
+    small = StepLoad(rows, rows, rows * context, rows * context)
+    return costs.seconds(small + prefill) + (num_drafts - 1) * costs.seconds(small)
+
+
+def _decodes(load: Load, num_arrivals: float, num_drafts: int, loras: LoRASizes | None) -> StepLoad:
+    """The decode rows of a step during which so many requests arrive, with their drafts."""
+    rows = max(1, round(num_arrivals * (load.num_outputs - 1)))
     context = load.num_inputs + load.num_outputs // 2
-    decode = StepLoad(num_rows, num_rows, num_rows * context, num_rows * context)
-    num_tokens = round(num_arrivals * load.num_inputs)
-    prefill = StepLoad(
+    width = 1 + num_drafts
+    return StepLoad(
+        rows * width,
+        rows,
+        rows * (context + num_drafts),
+        rows * width * context,
+        num_logits_rows=rows * width,
+        num_adapter_rows=0 if loras is None else rows,
+    )
+
+
+def _prefills(load: Load, num_arrivals: float, loras: LoRASizes | None) -> StepLoad:
+    """The prompts of a step during which so many requests arrive."""
+    num_tokens, num_rows = round(num_arrivals * load.num_inputs), math.ceil(num_arrivals)
+    return StepLoad(
         num_tokens,
-        math.ceil(num_arrivals),
+        num_rows,
         num_tokens,
         round(num_arrivals * attention_pairs(load.num_inputs)),
+        num_logits_rows=num_rows,
+        num_adapter_rows=0 if loras is None else num_rows,
     )
-    return decode, prefill
 
 
 def capacity(candidate: Candidate, load: Load, targets: Targets) -> float:
@@ -234,6 +408,11 @@ def capacity(candidate: Candidate, load: Load, targets: Targets) -> float:
         state = steady_state(candidate, Load(rate, load.num_inputs, load.num_outputs))
         return state is not None and state.meets(targets)
 
+    return highest_rate(holds)
+
+
+def highest_rate(holds: Callable[[float], bool]) -> float:
+    """The highest rate per second up to which something holds; 0 if it never does."""
     low, high = 0.0, 1e-3
     while high < _HIGHEST_RATE and holds(high):
         low, high = high, 2.0 * high
@@ -245,4 +424,4 @@ def capacity(candidate: Candidate, load: Load, targets: Targets) -> float:
 
 def end_to_end(state: SteadyState, load: Load) -> float:
     """Seconds of a request."""
-    return end_to_end_s(state.ttft_s, state.step_s, load.num_outputs)
+    return end_to_end_s(state.ttft_s, state.tpot_s, load.num_outputs)

@@ -13,9 +13,10 @@ from quickstep.core.cost_model import StepLoad
 from quickstep.errors import ConfigError
 from quickstep.model.checkpoint.tensor_schema import num_parameters
 from quickstep.model.sizing import kv_bytes_per_token, kv_head_bytes, weight_bytes
-from quickstep.plan.candidates import BLOCK_SIZE, Candidate, fit
+from quickstep.plan.candidates import BLOCK_SIZE, Candidate, draft_s
 from quickstep.plan.formulas import (
     Split,
+    accepted_tokens,
     active_parameters,
     attention_flops,
     attention_pairs,
@@ -67,6 +68,7 @@ def explain(query: PlanQuery, candidate: Candidate) -> Iterator[ExplainedLine]:
 def _memory(query: PlanQuery, candidate: Candidate) -> Iterator[ExplainedLine]:
     spec, elements, load = query.spec, query.elements, query.load
     rank = rank_spec(spec, candidate.split)
+    held = {row.label: row.num_bytes for row in candidate.memory.rows}
     weights = weight_bytes(spec, elements.dtype, elements.quantization)
     bits = 8 * weights / num_parameters(spec)
     yield ExplainedLine(
@@ -77,8 +79,25 @@ def _memory(query: PlanQuery, candidate: Candidate) -> Iterator[ExplainedLine]:
     yield ExplainedLine(
         "weights of a device",
         f"its part of {candidate.split}; norms are on every device",
-        f"{weight_bytes(rank, elements.dtype, elements.quantization) / _GB:.2f} GB",
+        f"{held['weights'] / _GB:.2f} GB",
     )
+    if spec.moe is not None and candidate.split.experts > 1:
+        yield from _experts(query, candidate)
+    loras = candidate.loras
+    if loras is not None:
+        bytes_each = loras.bytes_each(rank, elements.dtype)
+        yield ExplainedLine(
+            "adapters of a device",
+            f"{loras.max_loras} adapters x rank {loras.rank} x {elements.dtype} bytes x "
+            f"{bytes_each // (loras.rank * elements.dtype):,} inputs and outputs of linear layers",
+            f"{held['adapters'] / _GB:.3f} GB",
+        )
+    if candidate.draft is not None:
+        yield ExplainedLine(
+            "draft model of a device",
+            f"weights {held['draft weights'] / _GB:.2f} GB, KV as many blocks as the target's",
+            f"{(held['draft weights'] + held['draft KV cache']) / _GB:.2f} GB",
+        )
     per_token = kv_bytes_per_token(spec, elements.dtype, elements.kv_dtype)
     head = kv_head_bytes(spec.head_size, elements.dtype, elements.kv_dtype)
     yield ExplainedLine(
@@ -98,6 +117,55 @@ def _memory(query: PlanQuery, candidate: Candidate) -> Iterator[ExplainedLine]:
         f"{candidate.limits.max_num_seqs} (--max-num-seqs)",
         f"{candidate.concurrency} an engine",
     )
+
+
+def _experts(query: PlanQuery, candidate: Candidate) -> Iterator[ExplainedLine]:
+    spec, split, moe = query.spec, candidate.split, query.spec.moe
+    assert moe is not None, "experts are divided"
+    yield ExplainedLine(
+        "experts of a device",
+        f"{moe.num_experts} experts / EP {split.experts}, each complete; the router on all devices",
+        f"{moe.num_experts // split.experts} experts a layer",
+    )
+    if split.experts == split.tensor:
+        yield ExplainedLine(
+            "how tokens reach experts",
+            "all devices of the group have all tokens: the sum after a layer is an all-reduce",
+            "no all-to-all",
+        )
+        return
+    num_sparse = sum(layer.sparse for layer in spec.layers)
+    away = (split.experts - 1) / split.experts
+    sent = 2 * num_sparse * moe.experts_per_token * spec.hidden_size * query.elements.dtype * away
+    yield ExplainedLine(
+        "all-to-all of a token",
+        f"2 ways x {num_sparse} layers x {moe.experts_per_token} experts x {spec.hidden_size} wide "
+        f"x {query.elements.dtype} bytes x {away:.3f} on other devices",
+        f"{sent / 1e6:.3f} MB",
+    )
+
+
+def _drafts(candidate: Candidate, context: int) -> Iterator[ExplainedLine]:
+    draft = candidate.draft
+    if draft is None:
+        return
+    width = 1 + draft.num_tokens
+    for rows in (1, 8, 64):
+        if rows > candidate.concurrency:
+            return
+        plain = StepLoad(rows, rows, rows * context, rows * context)
+        wide = StepLoad(rows * width, rows, rows * (context + width - 1), rows * width * context)
+        own_s = draft_s(candidate, wide, StepLoad(), draft.num_tokens)
+        step_s, plain_s = candidate.costs.seconds(wide), candidate.costs.seconds(plain)
+        tokens = accepted_tokens(draft.num_tokens, draft.acceptance)
+        per_token_s = (step_s + own_s) / tokens
+        yield ExplainedLine(
+            f"drafts, batch {rows}",
+            f"({1e3 * step_s:.2f} ms for {width} positions + {draft.num_tokens} draft steps "
+            f"{1e3 * own_s:.2f} ms) / {tokens:.2f} tokens (1 + p + ... + p^{draft.num_tokens}, "
+            f"p = {draft.acceptance:g})",
+            f"{1e3 * per_token_s:.2f} ms a token, {plain_s / per_token_s:.2f} x as fast",
+        )
 
 
 def _time(query: PlanQuery, candidate: Candidate) -> Iterator[ExplainedLine]:
@@ -140,6 +208,7 @@ def _time(query: PlanQuery, candidate: Candidate) -> Iterator[ExplainedLine]:
             f"{1e3 * parts.transfer_s:.2f} + overhead {1e3 * parts.overhead_s:.2f} ms",
             f"{1e3 * parts.seconds:.2f} ms, {rows / parts.seconds:.0f} tokens/s",
         )
+    yield from _drafts(candidate, context)
     parts = costs.parts(StepLoad.of_span(0, load.num_inputs))
     yield ExplainedLine(
         "prefill of a prompt",
@@ -157,16 +226,20 @@ def compare_parallelism(query: PlanQuery, batch: int = 32) -> list[ParallelRow]:
     """
     count = query.hardware.count
     rows = []
-    for strategy, split in (
+    strategies = [
         ("one device", Split()),
         ("tensor", Split(count)),
         ("pipeline", Split(1, count)),
         ("data (replicas)", Split(1, 1, count)),
-    ):
+    ]
+    if query.spec.moe is not None:
+        strategies += [
+            ("tensor, experts apart", Split(count, experts=count)),
+            ("data, experts apart", Split(1, 1, count, count)),
+        ]
+    for strategy, split in strategies:
         try:
-            candidate = fit(
-                query.spec, query.hardware, split, query.elements, query.load, query.limits
-            )
+            candidate = query.fit(split)
         except ConfigError as error:
             rows.append(ParallelRow(strategy, split, reason=str(error)))
             continue

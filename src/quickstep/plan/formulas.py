@@ -23,21 +23,26 @@ from quickstep.model.decoder_spec import ModelSpec
 __all__ = [
     "Split",
     "Windows",
+    "accepted_tokens",
     "active_parameters",
     "all_reduce_s",
+    "all_to_all_s",
     "attention_flops",
     "attention_pairs",
     "balance_tokens",
     "check_split",
     "concurrency",
     "end_to_end_s",
+    "expert_splits",
     "experts_read",
     "flops_per_token",
+    "fullest_share",
     "head_parameters",
     "layer_parameters",
     "layer_windows",
     "rank_spec",
     "read_fraction",
+    "router_rest",
     "seen_tokens",
     "time_per_output_token_s",
     "whole_blocks",
@@ -54,11 +59,15 @@ class Split(msgspec.Struct, frozen=True, order=True):
         tensor: Devices that share every layer (TP).
         pipeline: Stages of consecutive layers (PP).
         replicas: Complete copies, each of `tensor` x `pipeline` devices (DP).
+        experts: Devices that divide the experts of a layer, each a complete expert (EP): 1, or the
+            devices of a tensor-parallel group, or those of all replicas. Replicas that share
+            experts are complete otherwise, and their steps begin together.
     """
 
     tensor: int = 1
     pipeline: int = 1
     replicas: int = 1
+    experts: int = 1
 
     @property
     def num_devices(self) -> int:
@@ -66,7 +75,10 @@ class Split(msgspec.Struct, frozen=True, order=True):
         return self.tensor * self.pipeline * self.replicas
 
     def __str__(self) -> str:
-        return f"TP {self.tensor} x PP {self.pipeline} x DP {self.replicas}"
+        if self.experts > 1 and self.pipeline == 1:
+            return f"TP {self.tensor} x DP {self.replicas} x EP {self.experts}"
+        text = f"TP {self.tensor} x PP {self.pipeline} x DP {self.replicas}"
+        return f"{text} x EP {self.experts}" if self.experts > 1 else text
 
 
 # -- parallel splits ------------------------------------------------------------------------------
@@ -77,29 +89,63 @@ def check_split(spec: ModelSpec, split: Split) -> None:
     tensor, pipeline = split.tensor, split.pipeline
     if min(tensor, pipeline, split.replicas) < 1:
         raise ConfigError(f"{split} is not possible: each must be at least 1")
-    width = spec.intermediate_size if spec.moe is None else spec.moe.intermediate_size
-    for what, size in (
-        ("query heads", spec.num_heads),
-        ("kv heads", spec.num_kv_heads),
-        ("columns of the feed-forward part", width),
-    ):
+    sizes = [("query heads", spec.num_heads), ("kv heads", spec.num_kv_heads)]
+    if not all(layer.sparse for layer in spec.layers):
+        sizes.append(("columns of the feed-forward part", spec.intermediate_size))
+    if spec.moe is not None and split.experts == 1:
+        sizes.append(("columns of an expert", spec.moe.intermediate_size))
+    for what, size in sizes:
         if size % tensor:
             raise ConfigError(
                 f"a tensor-parallel size of {tensor} does not divide the model's {size} {what}"
             )
     if pipeline > spec.num_layers:
         raise ConfigError(f"{pipeline} pipeline stages are more than {spec.num_layers} layers")
+    if split.experts > 1:
+        _check_experts(spec, split)
+
+
+def _check_experts(spec: ModelSpec, split: Split) -> None:
+    if spec.moe is None:
+        raise ConfigError("expert parallelism divides experts, and this model has none")
+    if split.experts not in (split.tensor, split.tensor * split.replicas):
+        raise ConfigError(
+            f"{split} is not possible: experts are divided over the {split.tensor} devices of a "
+            f"tensor-parallel group, or over the {split.tensor * split.replicas} of all replicas"
+        )
+    if spec.moe.num_experts % split.experts:
+        raise ConfigError(
+            f"an expert-parallel size of {split.experts} does not divide the model's "
+            f"{spec.moe.num_experts} experts"
+        )
+
+
+def expert_splits(spec: ModelSpec, split: Split) -> list[Split]:
+    """The same with the experts divided, in the ways that the model's sizes allow."""
+    sizes = {split.tensor, split.tensor * split.replicas} - {1}
+    found = []
+    for size in sorted(sizes):
+        try:
+            check_split(spec, replace(split, experts=size))
+        except ConfigError:
+            continue
+        found.append(replace(split, experts=size))
+    return found
 
 
 def rank_spec(spec: ModelSpec, split: Split) -> ModelSpec:
     """The part of the model on one device, as a model: the largest stage, a part of every head.
 
-    A first or last stage holds the embedding or the output projection, which is counted once.
+    A first or last stage holds the embedding or the output projection, which is counted once. With
+    expert parallelism the router of that model is smaller than the device's, which is complete:
+    `router_rest` has the difference.
     """
     tensor = split.tensor
     num_layers = -(-spec.num_layers // split.pipeline)
     moe = spec.moe
-    if moe is not None:
+    if moe is not None and split.experts > 1:
+        moe = replace(moe, num_experts=moe.num_experts // split.experts)
+    elif moe is not None:
         moe = replace(moe, intermediate_size=moe.intermediate_size // tensor)
     return replace(
         spec,
@@ -112,6 +158,16 @@ def rank_spec(spec: ModelSpec, split: Split) -> ModelSpec:
         tied=spec.tied or split.pipeline > 1,
         moe=moe,
     )
+
+
+def router_rest(spec: ModelSpec, split: Split) -> int:
+    """Parameters of the routers that a device has and its `rank_spec` has not."""
+    if spec.moe is None:
+        return 0
+    rank = rank_spec(spec, split)
+    num_rows = spec.moe.num_experts - spec.moe.num_experts // split.experts
+    row = spec.hidden_size + spec.moe.biases
+    return num_rows * row * sum(layer.sparse for layer in rank.layers)
 
 
 # -- memory ---------------------------------------------------------------------------------------
@@ -167,6 +223,23 @@ def experts_read(num_experts: int, experts_per_token: int, num_tokens: float) ->
     return num_experts * (1.0 - unread)
 
 
+def accepted_tokens(num_drafts: int, acceptance: float) -> float:
+    """Tokens of a step that checks k drafts, each accepted with the probability p after those
+    before it: 1 + p + ... + p^k. All k + 1 positions are computed.
+    """
+    return sum(acceptance**place for place in range(num_drafts + 1))
+
+
+def fullest_share(num_choices: float, num_devices: int) -> float:
+    """How many times the mean the fullest of n devices gets, if each choice of an expert is equally
+    likely to be on each: about 1 + sqrt(2 ln n / mean), at most all.
+    """
+    if num_devices == 1 or num_choices <= 0:
+        return 1.0
+    mean = num_choices / num_devices
+    return min(float(num_devices), 1.0 + math.sqrt(2.0 * math.log(num_devices) / mean))
+
+
 def layer_windows(spec: ModelSpec) -> Windows:
     """How many layers have which window."""
     return tuple(Counter(layer.window for layer in spec.layers).items())
@@ -220,6 +293,15 @@ def all_reduce_s(
     if num_ranks == 1:
         return 0.0
     return latency_s + 2.0 * (num_ranks - 1) / num_ranks * num_bytes / bytes_per_s
+
+
+def all_to_all_s(
+    num_bytes: float, num_ranks: int, bytes_per_s: float, latency_s: float = 0.0
+) -> float:
+    """Each device sends (n - 1) / n of its bytes to the others, and the latency."""
+    if num_ranks == 1:
+        return 0.0
+    return latency_s + (num_ranks - 1) / num_ranks * num_bytes / bytes_per_s
 
 
 def end_to_end_s(ttft_s: float, tpot_s: float, num_outputs: int) -> float:

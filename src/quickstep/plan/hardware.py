@@ -24,6 +24,7 @@ __all__ = [
     "Link",
     "Price",
     "find_hardware",
+    "find_link",
     "measured_device",
     "parse_hardware",
     "read_hardware",
@@ -209,18 +210,22 @@ def find_hardware(
     device = table.devices.get(name)
     if device is None:
         near = difflib.get_close_matches(name, table.devices, n=1)
-        hint = f"did you mean {near[0]}? " if near else ""
+        hint = f"did you mean {near[0]}? Known" if near else "known"
         raise ConfigError(
-            f"--hardware {text} is unknown; {hint}Known are {', '.join(table.devices)} and {THIS}; "
+            f"--hardware {text} is unknown; {hint} are {', '.join(table.devices)} and {THIS}; "
             "--hardware-file adds others"
         )
-    if link is not None and link not in table.links:
-        raise ConfigError(f"--link {link} is unknown; known are {', '.join(table.links)}")
     if price is not None:
         device = replace(device, price=Price(price, "", "--price"))
-    return Hardware(
-        name, device, table.links[link or device.link], table.achieved[device.achieved], count
-    )
+    between = table.links[device.link] if link is None else find_link("--link", link, table)
+    return Hardware(name, device, between, table.achieved[device.achieved], count)
+
+
+def find_link(flag: str, name: str, table: HardwareTable) -> Link:
+    """The link that `flag` names. Raises ConfigError."""
+    if name not in table.links:
+        raise ConfigError(f"{flag} {name} is unknown; known are {', '.join(table.links)}")
+    return table.links[name]
 
 
 def measured_device(memory_bytes: int, read_bytes_per_s: float, flops_per_s: float) -> Device:

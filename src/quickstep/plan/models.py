@@ -13,6 +13,7 @@ import msgspec
 
 from quickstep.errors import ConfigError
 from quickstep.model.checkpoint.gguf_file import is_gguf
+from quickstep.model.checkpoint.source import local_checkpoint
 from quickstep.model.decoder_spec import ModelSpec
 from quickstep.model.spec import parse_spec, read_spec
 from quickstep.yaml_file import read_yaml
@@ -45,6 +46,9 @@ def find_model(text: str) -> ModelSpec:
         return read_spec(path.parent)
     if path.is_dir() or (path.is_file() and is_gguf(path)):
         return read_spec(path)
+    bundled = local_checkpoint(text)
+    if bundled is not None:
+        return read_spec(bundled.path)
     known = known_models()
     name = text.rpartition("/")[2].lower().removesuffix("-instruct").removeprefix("meta-")
     if name in known:

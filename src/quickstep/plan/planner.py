@@ -12,9 +12,9 @@ from collections.abc import Iterator, Sequence
 import msgspec
 from msgspec.structs import replace
 
-from quickstep.config import SchedulerConfig
+from quickstep.config import PolicyName, SchedulerConfig
 from quickstep.core.block_pool import KVBlockPool
-from quickstep.core.cost_model import StepLoad
+from quickstep.core.cost_model import CostModel, StepLoad
 from quickstep.core.policies import make_policy
 from quickstep.core.scheduler import Scheduler
 from quickstep.errors import ConfigError
@@ -23,7 +23,9 @@ from quickstep.model.sizing import ElementBytes, MemoryRow, kv_bytes_per_token
 from quickstep.plan.candidates import (
     BLOCK_SIZE,
     Candidate,
+    DraftModel,
     Load,
+    LoRASizes,
     SteadyState,
     StepLimits,
     capacity,
@@ -32,9 +34,12 @@ from quickstep.plan.candidates import (
     splits,
     steady_state,
 )
-from quickstep.plan.formulas import whole_blocks
+from quickstep.plan.formulas import Split, whole_blocks
 from quickstep.plan.hardware import Hardware
+from quickstep.plan.placements import best_placement, placement_capacity
+from quickstep.plan.traffic import simulate_arrivals
 from quickstep.sim.arrivals import poisson
+from quickstep.sim.drafts import SimulatedDrafts
 from quickstep.sim.simulate import Arrival, simulate
 from quickstep.sim.summary import Summary, Targets, summarize
 from quickstep.types import Request, SamplingParams
@@ -45,6 +50,7 @@ __all__ = [
     "Option",
     "Plan",
     "PlanQuery",
+    "PrefillEngines",
     "feasible",
     "make_plan",
     "simulate_candidate",
@@ -65,6 +71,10 @@ class PlanQuery(msgspec.Struct, frozen=True):
     Attributes:
         model: Its name, for people.
         attainment: The part of the requests that must meet the targets.
+        loras: Adapters of the requests; None without.
+        draft: What proposes tokens; None without.
+        divides_experts: Only splits with expert parallelism.
+        measured: Step times of the model on one of the devices; None predicts them.
     """
 
     model: str
@@ -76,10 +86,27 @@ class PlanQuery(msgspec.Struct, frozen=True):
     attainment: float = 0.9
     limits: StepLimits = StepLimits()
     seed: int = 0
+    loras: LoRASizes | None = None
+    draft: DraftModel | None = None
+    divides_experts: bool = False
+    measured: CostModel | None = None
+
+    def fit(self, split: Split, elements: ElementBytes | None = None) -> Candidate:
+        """A split of the query's devices. Raises ConfigError."""
+        elements = elements or self.elements
+        sizes = self.load, self.limits, self.loras, self.draft, self.measured
+        return fit(self.spec, self.hardware, split, elements, *sizes)
+
+
+class PrefillEngines(msgspec.Struct, frozen=True):
+    """Of disaggregated phases: so many engines that only prefill."""
+
+    tensor_parallel_size: int
+    num_engines: int
 
 
 class Option(msgspec.Struct, frozen=True):
-    """A simulated split.
+    """A simulated split, or a simulated placement of the phases on different engines.
 
     Attributes:
         formats: Of weights and KV.
@@ -92,11 +119,15 @@ class Option(msgspec.Struct, frozen=True):
         met: Whether enough requests met the targets.
         predicted: By simulation, of one engine: the load is divided among equal engines.
         num_engines: Replicas x pipeline stages.
+        prefill: Engines that only prefill; the other fields are of those that decode then, but
+            `predicted` is of all. None if every engine does both (a mixed placement).
+        handover_s: Mean seconds from the end of a prefill to the arrival of its KV.
     """
 
     tensor_parallel_size: int
     pipeline_parallel_size: int
     data_parallel_size: int
+    expert_parallel_size: int
     formats: str
     num_devices: int
     num_engines: int
@@ -107,13 +138,31 @@ class Option(msgspec.Struct, frozen=True):
     binding: str
     met: bool
     predicted: Summary
+    prefill: PrefillEngines | None = None
+    handover_s: float = 0.0
 
     @property
-    def split(self) -> str:
+    def output_tokens_per_s(self) -> float:
+        """Of all engines."""
+        of_one = self.predicted.output_tokens_per_s
+        return of_one if self.prefill is not None else of_one * self.num_engines
+
+    @property
+    def name(self) -> str:
         """For people."""
-        return (
-            f"TP {self.tensor_parallel_size} x PP {self.pipeline_parallel_size} x "
-            f"DP {self.data_parallel_size}"
+        if self.prefill is None:
+            return str(self.split)
+        prefill = f"{self.prefill.num_engines}P TP {self.prefill.tensor_parallel_size}"
+        return f"{prefill}, {self.data_parallel_size}D TP {self.tensor_parallel_size}"
+
+    @property
+    def split(self) -> Split:
+        """As one value."""
+        return Split(
+            self.tensor_parallel_size,
+            self.pipeline_parallel_size,
+            self.data_parallel_size,
+            self.expert_parallel_size,
         )
 
 
@@ -160,7 +209,7 @@ class _Ranked(msgspec.Struct, frozen=True):
     @property
     def order(self) -> tuple[object, ...]:
         split = self.candidate.split
-        step_s = self.state.step_s if self.state else float("inf")
+        step_s = self.state.tpot_s if self.state else float("inf")
         return (not self.likely, split.num_devices, self.state is None, step_s, split)
 
 
@@ -168,15 +217,10 @@ def feasible(query: PlanQuery, elements: ElementBytes | None = None) -> Iterator
     """All splits that fit, over 1 to all devices."""
     for num_devices in range(1, query.hardware.count + 1):
         for split in splits(query.spec, num_devices):
+            if query.divides_experts and split.experts == 1:
+                continue
             try:
-                yield fit(
-                    query.spec,
-                    query.hardware,
-                    split,
-                    elements or query.elements,
-                    query.load,
-                    query.limits,
-                )
+                yield query.fit(split, elements)
             except ConfigError:
                 continue
 
@@ -195,8 +239,14 @@ def make_plan(query: PlanQuery) -> Plan:
         options.append((_option(query, one), one.candidate))
         if sum(option.met for option, _ in options) >= _NUM_SHOWN:
             break
+    apart = _disaggregated(query, [one.candidate for one in ranked])
+    if apart is not None:
+        options.append(apart)
     options.sort(key=lambda pair: _preference(pair[0]))
     best, candidate = options[0]
+    shown = [option for option, _ in options[:_NUM_SHOWN]]
+    if apart is not None and apart[0] not in shown:
+        shown.append(apart[0])
     per_token = kv_bytes_per_token(query.spec, query.elements.dtype, query.elements.kv_dtype)
     return Plan(
         model=query.model,
@@ -208,8 +258,8 @@ def make_plan(query: PlanQuery) -> Plan:
         kv_bytes_per_sequence=per_token * whole_blocks(query.load.num_tokens, BLOCK_SIZE),
         memory=candidate.memory.rows,
         fits={name: _fewest(query, name) for name in ("none", "int8", "int4")},
-        options=tuple(option for option, _ in options[:_NUM_SHOWN]),
-        change=_best_change(query, candidate, best.capacity_per_s),
+        options=tuple(shown),
+        change=None if best.prefill else _best_change(query, candidate, best.capacity_per_s),
         met=best.met,
         verdict=_verdict(query, best, [one.candidate for one in ranked]),
     )
@@ -222,23 +272,96 @@ def simulate_candidate(candidate: Candidate, query: PlanQuery) -> Summary:
     inside = 3.0 * rate * end_to_end(state, query.load) if state else 0.0
     most = max(_MIN_REQUESTS, _MAX_ROW_STEPS // query.load.num_outputs)
     num_requests = min(max(_MIN_REQUESTS, round(inside)), most)
+    draft, loras = candidate.draft, candidate.loras
+    if draft is not None or loras is not None:
+        num_requests = max(_MIN_REQUESTS, num_requests // 3)  # each step is planned
     config = SchedulerConfig(
         max_num_seqs=candidate.limits.max_num_seqs,
         max_num_batched_tokens=candidate.limits.max_num_batched_tokens,
         max_model_len=query.load.num_tokens,
         inter_token_target_s=query.targets.tpot_s or _SLOWEST_TARGET_S,
+        num_speculative_tokens=0 if draft is None else draft.num_tokens,
+        max_loras=None if loras is None else loras.max_loras,
     )
     pool = KVBlockPool(candidate.num_blocks, BLOCK_SIZE, prefix_caching=False)
     scheduler = Scheduler(config, pool, make_policy(config), candidate.costs)
-    prompt = tuple(range(query.load.num_inputs))
-    sampling = SamplingParams(max_tokens=query.load.num_outputs, ignore_eos=True)
+    names = [f"adapter-{number}" for number in range(0 if loras is None else loras.max_loras)]
+    for name in names:
+        scheduler.register_adapter(name, 1)
     times = poisson(random.Random(query.seed), rate, num_requests)
     arrivals = [
-        Arrival(at_s, Request(str(place), prompt, sampling)) for place, at_s in enumerate(times)
+        replace(one, request=replace(one.request, adapter_id=names[place % len(names)]))
+        if names
+        else one
+        for place, one in enumerate(_arrivals(query.load, times))
     ]
-    outcome = simulate(arrivals, scheduler, candidate.costs)
+    drafts = None
+    if draft is not None and candidate.draft_costs is not None:
+        rng = random.Random(query.seed + 1)
+        drafts = SimulatedDrafts(draft.acceptance, rng, candidate.draft_costs)
+    outcome = simulate(arrivals, scheduler, candidate.costs, drafts=drafts)
     warmup_s = times[int(_WARMUP * num_requests)]
     return summarize(outcome, candidate.num_blocks, query.targets, warmup_s)
+
+
+def _disaggregated(
+    query: PlanQuery, candidates: Sequence[Candidate]
+) -> tuple[Option, Candidate] | None:
+    """The best placement with different engines for the phases, and its decode engine. None for one
+    device, one output, adapters or drafts.
+    """
+    if query.loras is not None or query.draft is not None or query.load.num_outputs < 2:
+        return None
+    found = best_placement(candidates, query.load, query.targets, query.hardware.count)
+    if found is None:
+        return None
+    placement, state = found
+    decode, split = placement.decode, placement.decode.split
+    load, price = query.load, query.hardware.device.price
+    most = _MAX_ROW_STEPS // load.num_outputs
+    inside = round(3.0 * load.rate * end_to_end(state, load)) if state else 0
+    num_requests = min(max(_MIN_REQUESTS, inside), max(_MIN_REQUESTS, most))
+    times = poisson(random.Random(query.seed), load.rate, num_requests)
+    outcome = simulate_arrivals(
+        placement.prefill,
+        list(_arrivals(load, times)),
+        load.num_tokens,
+        PolicyName.MIXED,
+        phases=placement.pools,
+        inter_token_target_s=query.targets.tpot_s or _SLOWEST_TARGET_S,
+    )
+    warmup_s = times[int(_WARMUP * num_requests)]
+    predicted = summarize(outcome, decode.num_blocks, query.targets, warmup_s)
+    dollars = None if price is None else price.usd_per_hour * placement.num_devices
+    tokens_per_hour = load.rate * load.num_outputs * 3600.0
+    option = Option(
+        tensor_parallel_size=split.tensor,
+        pipeline_parallel_size=1,
+        data_parallel_size=placement.num_decode,
+        expert_parallel_size=split.experts,
+        formats=decode.formats,
+        num_devices=placement.num_devices,
+        num_engines=placement.num_decode,
+        concurrency=decode.concurrency * placement.num_decode,
+        usd_per_hour=dollars,
+        usd_per_million_output_tokens=None if dollars is None else dollars / tokens_per_hour * 1e6,
+        capacity_per_s=placement_capacity(placement, load, query.targets),
+        binding=state.parts.binding if state else OVERLOAD,
+        met=state is not None and predicted.attainment >= query.attainment,
+        predicted=predicted,
+        prefill=PrefillEngines(placement.prefill.split.tensor, placement.num_prefill),
+        handover_s=0.0 if outcome.handovers is None else outcome.handovers.mean_s,
+    )
+    return option, decode
+
+
+def _arrivals(load: Load, times: Sequence[float]) -> Iterator[Arrival]:
+    """Requests of the load, whose prompts have nothing in common."""
+    sampling = SamplingParams(max_tokens=load.num_outputs, ignore_eos=True)
+    for place, at_s in enumerate(times):
+        first = place * load.num_inputs
+        prompt = tuple(range(first, first + load.num_inputs))
+        yield Arrival(at_s, Request(str(place), prompt, sampling))
 
 
 def _rank(query: PlanQuery, candidate: Candidate) -> _Ranked:
@@ -256,6 +379,7 @@ def _option(query: PlanQuery, ranked: _Ranked) -> Option:
         tensor_parallel_size=split.tensor,
         pipeline_parallel_size=split.pipeline,
         data_parallel_size=split.replicas,
+        expert_parallel_size=split.experts,
         formats=candidate.formats,
         num_devices=split.num_devices,
         num_engines=candidate.num_engines,
@@ -270,9 +394,12 @@ def _option(query: PlanQuery, ranked: _Ranked) -> Option:
 
 
 def _preference(option: Option) -> tuple[object, ...]:
-    """Options that meet the targets first, the cheapest of them; else those that come nearest."""
+    """Options that meet the targets first, the cheapest of them; else those that come nearest. Of
+    equally many devices, those that do both phases are the simpler ones.
+    """
     if option.met:
-        return (False, option.num_devices, option.predicted.tpot_s.p50)
+        apart = option.prefill is not None
+        return (False, option.num_devices, apart, option.predicted.tpot_s.p50)
     return (True, -option.predicted.attainment, -option.capacity_per_s)
 
 
@@ -309,23 +436,34 @@ def _best_change(query: PlanQuery, candidate: Candidate, current: float) -> Chan
 
 
 def _changes(query: PlanQuery, candidate: Candidate) -> Iterator[Change]:
-    """One step in each direction: formats, a replica more, twice the tensor-parallel size."""
+    """One step in each direction: formats, a replica more, twice the tensor-parallel size. Measured
+    step times are of this split and these formats only.
+    """
     elements, split = candidate.elements, candidate.split
+    more = ("one replica more", _resized(split, split.tensor, split.replicas + 1), elements)
     variants = [("--kv-cache-dtype int8", split, replace(elements, kv_dtype="int8"))]
     variants += [
         (f"--quantization {name}", split, replace(elements, quantization=name))
         for name in ("int8", "int4")
     ]
-    variants += [
-        ("one replica more", replace(split, replicas=split.replicas + 1), elements),
-        ("twice the tensor-parallel size", replace(split, tensor=2 * split.tensor), elements),
-    ]
+    twice = _resized(split, 2 * split.tensor, split.replicas)
+    variants += [more, ("twice the tensor-parallel size", twice, elements)]
+    if query.measured is not None:
+        variants = [more]
     for what, changed, formats in variants:
         try:
-            other = fit(query.spec, query.hardware, changed, formats, query.load, query.limits)
+            other = query.fit(changed, formats)
         except ConfigError:
             continue
         yield Change(what, capacity(other, query.load, query.targets))
+
+
+def _resized(split: Split, tensor: int, replicas: int) -> Split:
+    """Other sizes, with the experts divided over the same kind of group."""
+    experts = split.experts
+    if experts > 1:
+        experts = tensor if experts == split.tensor else tensor * replicas
+    return Split(tensor, split.pipeline, replicas, experts)
 
 
 def _verdict(query: PlanQuery, best: Option, candidates: Sequence[Candidate]) -> str:
@@ -349,9 +487,9 @@ def _verdict(query: PlanQuery, best: Option, candidates: Sequence[Candidate]) ->
     if best.binding == OVERLOAD:
         return (
             f"no split of these devices keeps up with {query.load.rate:g} requests/s; the best, "
-            f"{best.split}, serves {best.capacity_per_s:.3g}"
+            f"{best.name}, serves {best.capacity_per_s:.3g}"
         )
     return (
-        f"no split of these devices meets the target: on the best, {best.split}, {part} "
+        f"no split of these devices meets the target: on the best, {best.name}, {part} "
         f"(needed: {query.attainment:.0%})"
     )

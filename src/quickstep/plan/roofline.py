@@ -8,15 +8,18 @@ sheet's figures are those of the hardware table (`Achieved`) and nothing else is
 from __future__ import annotations
 
 import msgspec
+from msgspec.structs import astuple, replace
 
-from quickstep.core.cost_model import Prediction, StepLoad, UnitPrices
-from quickstep.model.decoder_spec import ModelSpec
+from quickstep.core.cost_model import CostModel, Prediction, StepLoad, UnitPrices
+from quickstep.model.decoder_spec import ModelSpec, MoESpec
 from quickstep.model.sizing import ElementBytes, kv_bytes_per_token, weight_bytes
 from quickstep.plan.formulas import (
     Split,
     all_reduce_s,
+    all_to_all_s,
     attention_flops,
     experts_read,
+    fullest_share,
     head_parameters,
     layer_parameters,
     layer_windows,
@@ -34,7 +37,8 @@ class StepParts(msgspec.Struct, frozen=True):
     Attributes:
         weights_read_s, matrix_compute_s: Of the matrix products.
         kv_read_s, attention_compute_s: Of attention.
-        transfer_s: All-reduces of tensor parallelism and hand-overs between pipeline stages.
+        transfer_s: All-reduces of tensor parallelism, all-to-alls of experts on other replicas, and
+            hand-overs between pipeline stages.
         overhead_s: Of every step.
     """
 
@@ -73,8 +77,11 @@ class StepParts(msgspec.Struct, frozen=True):
 class RooflineCostModel:
     """Seconds of a step of one replica: of all its pipeline stages, one after the other.
 
-    It learns nothing. `Split.replicas` has no effect on a step. `adapter_bytes`: what a row with a
-    LoRA adapter reads in addition, as if no two rows had the same one.
+    It learns nothing. `Split.replicas` has no effect on a step unless replicas share experts: all
+    are taken to have equal steps then, and tokens to be sent to all experts alike. `adapter_bytes`:
+    what a LoRA adapter has on one device; as many are read as rows have one, and at most
+    `max_loras`. `measured`: step times of this machine, which replace the predicted ones; the
+    causes keep their proportions.
     """
 
     def __init__(
@@ -84,9 +91,13 @@ class RooflineCostModel:
         hardware: Hardware,
         split: Split,
         adapter_bytes: int = 0,
+        max_loras: int | None = None,
+        measured: CostModel | None = None,
     ) -> None:
-        self._adapter_bytes = adapter_bytes / split.tensor
-        rank = rank_spec(spec, Split(split.tensor))
+        self._measured = measured
+        self._adapter_bytes = adapter_bytes
+        self._max_loras = max_loras
+        rank = rank_spec(spec, replace(split, pipeline=1))
         self._windows = layer_windows(rank)
         self._pair_flops = attention_flops(rank, 1)
         self._hardware = hardware
@@ -95,35 +106,44 @@ class RooflineCostModel:
         self._attention_flops_per_s = hardware.flops_per_s(in_integers=False)
         self._activation_bytes = spec.hidden_size * elements.dtype  # of one token
         self._kv_bytes = kv_bytes_per_token(rank, elements.dtype, elements.kv_dtype)
-        experts = rank.moe
         self._layer_parameters = layer_parameters(rank)
         self._without_experts = layer_parameters(rank, 0.0)
         self._head_parameters = head_parameters(rank)
-        self._experts = experts
-        self._chosen = self._layer_parameters  # of those, what a token is multiplied with
-        if experts is not None:
-            part = experts.experts_per_token / experts.num_experts
+        self._experts = spec.moe
+        self._expert_parameters = 0.0  # of one expert in all layers, its part on a device
+        if rank.moe is not None:
             of_experts = self._layer_parameters - self._without_experts
-            self._chosen = self._without_experts + of_experts * part
-        self._num_shares = 2 * spec.num_layers  # all-reduces of a step
+            self._expert_parameters = of_experts / rank.moe.num_experts
+        self._num_sparse = sum(layer.sparse for layer in spec.layers)
+        # all-reduces of a step: experts on other replicas are reached by all-to-all instead
+        self._num_shares = 2 * spec.num_layers
+        if split.experts > split.tensor:
+            self._num_shares -= self._num_sparse
         held = weight_bytes(rank, elements.dtype, elements.quantization)
         matrices = self._layer_parameters + self._head_parameters * (1 if rank.tied else 2)
         self._bytes_per_parameter = held / matrices
 
     def seconds(self, load: StepLoad) -> float:
         """Predicted duration of a step."""
-        return self.parts(load).seconds
+        if self._measured is not None:
+            return self._measured.seconds(load)
+        return self._predicted(load).seconds
 
     def unit_prices(self, step: StepLoad) -> UnitPrices:
         """What a token computes, and what limits attention in the step, by its unit. Reading the
         weights is what the step costs once.
         """
-        parts = self.parts(step)
+        if self._measured is not None:
+            return self._measured.unit_prices(step)
+        chosen = self._layer_parameters
+        if self._experts is not None:
+            chosen, _ = self._with_experts(self._experts, step.num_tokens)
+        parts = self._predicted(step)
         reads = parts.kv_read_s > parts.attention_compute_s
         empty_s = self._transfer_s(0)
         head_s = 2.0 * self._head_parameters / self._flops_per_s
         return UnitPrices(
-            token=2.0 * self._chosen / self._flops_per_s + self._transfer_s(1) - empty_s,
+            token=2.0 * chosen / self._flops_per_s + self._transfer_s(1) - empty_s,
             row=head_s,
             kv_token=parts.kv_read_s / step.num_kv_tokens if reads else 0.0,
             pair=0.0 if reads else parts.attention_compute_s / max(1, step.num_pairs),
@@ -140,22 +160,29 @@ class RooflineCostModel:
 
     def parts(self, load: StepLoad) -> StepParts:
         """The step's seconds by cause."""
+        parts = self._predicted(load)
+        if self._measured is None:
+            return parts
+        scale = self._measured.seconds(load) / parts.seconds if parts.seconds > 0.0 else 0.0
+        return StepParts(*(scale * seconds for seconds in astuple(parts)))
+
+    def _predicted(self, load: StepLoad) -> StepParts:
         hardware = self._hardware
         num_logits = load.num_rows + load.num_scored
-        read = self._layer_parameters
+        chosen = read = self._layer_parameters
         if self._experts is not None:
-            count, per_token = self._experts.num_experts, self._experts.experts_per_token
-            all_experts = self._layer_parameters - self._without_experts
-            reached = experts_read(count, per_token, load.num_tokens)
-            read = self._without_experts + all_experts * reached / count
+            chosen, read = self._with_experts(self._experts, load.num_tokens)
         read += self._head_parameters
-        flops = 2.0 * (self._chosen * load.num_tokens + self._head_parameters * num_logits)
+        flops = 2.0 * (chosen * load.num_tokens + self._head_parameters * num_logits)
         context = load.num_kv_tokens / load.num_rows if load.num_rows else 0.0
         seen = read_fraction(self._windows, context)
         pair_flops = self._pair_flops * load.num_pairs * seen
         kv_bytes = self._kv_bytes * load.num_kv_tokens * seen
         weight_bytes_read = read * self._bytes_per_parameter
-        weight_bytes_read += self._adapter_bytes * load.num_adapter_rows
+        num_adapters = load.num_adapter_rows
+        if self._max_loras is not None:
+            num_adapters = min(num_adapters, self._max_loras)
+        weight_bytes_read += self._adapter_bytes * num_adapters
         return StepParts(
             weights_read_s=weight_bytes_read / hardware.bytes_per_s,
             matrix_compute_s=flops / self._flops_per_s,
@@ -165,10 +192,30 @@ class RooflineCostModel:
             overhead_s=hardware.achieved.step_overhead_s,
         )
 
+    def _with_experts(self, experts: MoESpec, num_tokens: int) -> tuple[float, float]:
+        """Parameters of the layers that a token of this engine meets, and that a device reads."""
+        split = self._split
+        num_sharing = max(1, split.experts // split.tensor)  # replicas whose tokens come here
+        count, per_token = experts.num_experts, experts.experts_per_token
+        share = fullest_share(per_token * num_tokens * num_sharing, split.experts)
+        # a device has complete experts for 1 / experts of the choices, or a part of all experts
+        part = num_sharing / split.experts if split.experts > 1 else 1.0
+        chosen = self._expert_parameters * per_token * part * share
+        reached = experts_read(count, per_token, num_tokens * num_sharing) / split.experts
+        read = self._expert_parameters * reached
+        return self._without_experts + chosen, self._without_experts + read
+
     def _transfer_s(self, num_tokens: int) -> float:
         num_bytes = float(num_tokens * self._activation_bytes)
         latency_s = self._hardware.link.latency_us * 1e-6
         bytes_per_s = self._hardware.link_bytes_per_s
         shared = all_reduce_s(num_bytes, self._split.tensor, bytes_per_s, latency_s)
         handed = (self._split.pipeline - 1) * (latency_s + num_bytes / bytes_per_s)
-        return self._num_shares * shared + handed
+        seconds = self._num_shares * shared + handed
+        if self._experts is not None and self._split.experts > self._split.tensor:
+            # to the experts and back; then each device of the group needs all tokens again
+            sent = num_bytes / self._split.tensor * self._experts.experts_per_token
+            there = all_to_all_s(sent, self._split.experts, bytes_per_s, latency_s)
+            gathered = all_to_all_s(num_bytes, self._split.tensor, bytes_per_s, latency_s)
+            seconds += self._num_sparse * (2.0 * there + gathered)
+        return seconds

@@ -8,17 +8,22 @@ from __future__ import annotations
 import math
 import random
 from collections.abc import Iterable, Sequence
+from functools import partial
 
 import msgspec
+from msgspec.structs import replace
 
 from quickstep.config import PolicyName, SchedulerConfig
 from quickstep.core.block_pool import KVBlockPool
 from quickstep.core.policies import make_policy
 from quickstep.core.scheduler import Scheduler
 from quickstep.errors import ConfigError
+from quickstep.model.sizing import kv_bytes_per_token
 from quickstep.plan.candidates import BLOCK_SIZE, Candidate, Load
+from quickstep.plan.hardware import Link
 from quickstep.sim.arrivals import diurnal, gamma, ramp
-from quickstep.sim.engine import SimulatedEngine, quick_digest
+from quickstep.sim.disaggregated import DisaggregatedRun, KVLink, PhaseEngine
+from quickstep.sim.engine import SimulatedEngine, VirtualClock, quick_digest
 from quickstep.sim.faults import random_faults
 from quickstep.sim.replicas import ReplicaRun
 from quickstep.sim.routers import ROUTERS
@@ -27,6 +32,7 @@ from quickstep.sim.workload import Adapters, Clients, Workload, adapter_ids
 
 __all__ = [
     "ARRIVALS",
+    "PhasePools",
     "Replicas",
     "Traffic",
     "mean_load",
@@ -91,6 +97,30 @@ class Replicas(msgspec.Struct, frozen=True):
     seed: int = 0
 
 
+class PhasePools(msgspec.Struct, frozen=True):
+    """Engines that only prefill and engines that decode (`sim.disaggregated`).
+
+    Attributes:
+        decode: An engine of the other phase.
+        link: Hands KV over, in one direction, from each device to one of the other engine.
+    """
+
+    num_prefill: int
+    num_decode: int
+    decode: Candidate
+    link: Link
+
+    def kv_link(self, prefill: Candidate) -> KVLink:
+        """Between a prefill engine and a decode engine: their devices send in parallel."""
+        num_links = min(prefill.split.tensor, self.decode.split.tensor)
+        elements = prefill.elements
+        return KVLink(
+            num_links * self.link.gb_per_s * 1e9 * prefill.hardware.achieved.link,
+            self.link.latency_us * 1e-6,
+            kv_bytes_per_token(prefill.spec, elements.dtype, elements.kv_dtype),
+        )
+
+
 def mean_load(arrivals: Sequence[Arrival]) -> Load:
     """The mean rate and lengths of arrivals, of which each sequence counts as a request.
 
@@ -117,8 +147,11 @@ def simulate_traffic(
     pads: bool = False,
     progress: Progress | None = None,
     replicas: Replicas | None = None,
+    phases: PhasePools | None = None,
 ) -> Simulation:
-    """A candidate's engine, or replicas of it, with the clients of `traffic`."""
+    """A candidate's engine, or replicas of it, with the clients of `traffic`; `phases` as in
+    `simulate_arrivals`.
+    """
     clients = Clients(
         traffic.workload,
         random.Random(traffic.seed + 1),
@@ -137,6 +170,7 @@ def simulate_traffic(
         adapters=traffic.workload.adapters,
         progress=progress,
         replicas=replicas,
+        phases=phases,
     )
 
 
@@ -150,9 +184,11 @@ def simulate_arrivals(
     adapters: Adapters | None = None,
     progress: Progress | None = None,
     replicas: Replicas | None = None,
+    phases: PhasePools | None = None,
+    inter_token_target_s: float | None = None,
 ) -> Simulation:
     """A candidate's engine, or replicas of it, with these arrivals; `pads` and `progress` as in
-    `simulate`.
+    `simulate`. With `phases` the candidate is an engine that only prefills.
     """
     config = SchedulerConfig(
         max_num_seqs=candidate.limits.max_num_seqs,
@@ -163,17 +199,38 @@ def simulate_arrivals(
     )
     costs, load_s = candidate.costs, 0.0 if adapters is None else adapters.load_s
 
-    def new_scheduler() -> Scheduler:
-        pool = KVBlockPool(candidate.num_blocks, BLOCK_SIZE, digest=quick_digest)
-        scheduler = Scheduler(config, pool, make_policy(config), costs)
+    if inter_token_target_s is not None:
+        config = replace(config, inter_token_target_s=inter_token_target_s)
+
+    def new_scheduler(of: Candidate, pool: KVBlockPool) -> Scheduler:
+        scheduler = Scheduler(config, pool, make_policy(config), of.costs)
         for adapter_id in () if adapters is None else adapter_ids(adapters):
             scheduler.register_adapter(adapter_id, 1)
         return scheduler
 
+    def new_pool(of: Candidate) -> KVBlockPool:
+        return KVBlockPool(of.num_blocks, BLOCK_SIZE, digest=quick_digest)
+
+    def new_engine(of: Candidate, clock: VirtualClock) -> PhaseEngine:
+        pool = new_pool(of)
+        engine = SimulatedEngine(clock, new_scheduler(of, pool), of.costs, pads, load_s)
+        return PhaseEngine(engine, pool, config.max_num_seqs)
+
+    if phases is not None:
+        return DisaggregatedRun(
+            arrivals,
+            partial(new_engine, candidate),
+            phases.num_prefill,
+            partial(new_engine, phases.decode),
+            phases.num_decode,
+            phases.kv_link(candidate),
+            follow=follow,
+            progress=progress,
+        ).run()
     if replicas is None or (replicas.count == 1 and not replicas.num_faults):
         return simulate(
             arrivals,
-            new_scheduler(),
+            new_scheduler(candidate, new_pool(candidate)),
             costs,
             follow,
             pads,
@@ -186,7 +243,7 @@ def simulate_arrivals(
     return ReplicaRun(
         arrivals,
         replicas.count,
-        lambda clock: SimulatedEngine(clock, new_scheduler(), costs, pads, load_s),
+        lambda clock: new_engine(candidate, clock).engine,
         ROUTERS[replicas.router](),
         rng,
         random_faults(rng, replicas.count, until_s, replicas.num_faults),

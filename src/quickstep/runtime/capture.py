@@ -7,8 +7,8 @@ are two recordings: one ends with the hidden states of the emitting tokens, the 
 step first needs it, with those of every token. A program is bound when a step first needs its size
 (a few milliseconds); all programs use the same memory.
 
-Called by `runtime.runner`. What cannot be recorded (a mixture of experts, a fallback model,
-reference ops, another device) runs through `EagerSteps`.
+Called by `runtime.runner`. On a GPU, `runtime.cuda_graphs` does the same. What cannot be recorded
+(a mixture of experts, a fallback model, reference ops) runs through `EagerSteps`.
 """
 
 from __future__ import annotations
@@ -20,6 +20,7 @@ from functools import partial
 from itertools import chain
 from typing import Protocol
 
+import msgspec
 import numpy as np
 
 from quickstep.errors import EngineError
@@ -32,15 +33,26 @@ from quickstep.ops.native.program import Program, Recording, program_bytes
 from quickstep.ops.native.recorder import NativeRecorder, NotCapturable
 from quickstep.ops.native.steps import NativeSteps
 from quickstep.ops.table import KVCache, LoRAAdapter, LoRAMapping
-from quickstep.ops.tensors import FLOAT32, INT64, UINT8, AnyTensor, HostTensor, host_dtype
+from quickstep.ops.tensors import (
+    FLOAT32,
+    INT64,
+    UINT8,
+    AnyTensor,
+    HostTensor,
+    host_dtype,
+    torch_device,
+)
 from quickstep.runtime.slots import Slot
 from quickstep.types import StepRow
 
 __all__ = [
     "CapturedSteps",
     "EmittingToken",
+    "GraphBackend",
+    "GraphOptions",
     "StepModel",
     "adapters_of",
+    "device_graphs",
     "open_steps",
     "record",
 ]
@@ -89,6 +101,44 @@ class StepModel(Protocol):
         """
 
 
+class GraphBackend(Protocol):
+    """Records launches of a device: `runtime.cuda_graphs.CudaGraphs`, and a double in tests."""
+
+    def capture(self, run: Callable[[], None]) -> Callable[[], None]:
+        """Record what `run` launches. Returns what launches it again, on the same memory."""
+
+    def used_bytes(self) -> int:
+        """Bytes in use on the device, to see what graphs take."""
+
+
+class GraphOptions(msgspec.Struct, frozen=True):
+    """How decode steps become graphs.
+
+    Attributes:
+        backend: Records them.
+        num_slots: Most rows of a step.
+        max_width: Most tokens of a row: one more than its drafts.
+    """
+
+    backend: GraphBackend
+    num_slots: int
+    max_width: int = 1
+
+
+def device_graphs(model: Model, kv: KVCache, num_slots: int, max_width: int) -> GraphOptions | None:
+    """CUDA graphs of a model's decode steps; None where they cannot be recorded. `kv` has a block
+    more than the pool.
+    """
+    if model.device.type != "cuda" or not model.ops.reads_lengths:
+        return None
+    # Imported here: it computes with torch.
+    from quickstep.runtime.cuda_graphs import CudaGraphs, can_record
+
+    if not can_record(model, kv):
+        return None
+    return GraphOptions(CudaGraphs(torch_device(model.device)), num_slots, max_width)
+
+
 def open_steps(
     model: Model,
     kv: KVCache,
@@ -97,8 +147,10 @@ def open_steps(
     adapters: Mapping[str, LoRAAdapter] | None = None,
     aux_layers: tuple[int, ...] = (),
     num_features: int = 0,
+    graphs: GraphOptions | None = None,
 ) -> StepModel:
-    """Captured steps where the model can be recorded, otherwise its Python, op by op.
+    """Captured steps where the model can be recorded, otherwise its Python, op by op. With
+    `graphs`, `kv` has a block more than the pool.
 
     `adapters` are those that rows may name, as they are when a step is prepared; None if rows never
     have one, so that nothing of a step is about adapters. `aux_layers` are those of a decoder whose
@@ -112,9 +164,14 @@ def open_steps(
             of_all = partial(of, every_token=True, aux_layers=aux_layers)
             recordings = _Recordings(of_emitting, of_all)
             return CapturedSteps(model, model.ops.steps, recordings, block_size, adapters)
-    # Imported here: it computes with torch.
+    # Imported here: they compute with torch.
     from quickstep.runtime.eager_steps import EagerSteps
 
+    if isinstance(model, Decoder) and graphs is not None and not enforce_eager:
+        from quickstep.runtime.cuda_graphs import GraphSteps, can_record
+
+        if can_record(model, kv):
+            return GraphSteps(model, kv, block_size, adapters, aux_layers, graphs)
     return EagerSteps(model, kv, block_size, adapters, aux_layers)
 
 

@@ -24,13 +24,30 @@ from quickstep.model.decoder import AttentionWeights, Decoder, DecoderWeights, L
 from quickstep.model.interface import EmittingTokens, ForwardBatch, Model
 from quickstep.model.rope import RopeTable
 from quickstep.ops.reference.lora import among
-from quickstep.ops.table import KVCache, LinearWeight, LoRAAdapter, LoRAMapping, PagedLayout
-from quickstep.ops.tensors import AnyTensor, Device, HostTensor, to_torch
+from quickstep.ops.table import (
+    KVCache,
+    LinearWeight,
+    LoRAAdapter,
+    LoRAMapping,
+    PagedLayout,
+    RowLengths,
+)
+from quickstep.ops.tensors import AnyTensor, Device, HostTensor, to_torch, torch_device
 from quickstep.runtime.capture import EmittingToken, adapters_of
 from quickstep.runtime.slots import Slot
 from quickstep.types import StepRow
 
-__all__ = ["EagerSteps", "build_batch", "lora_mapping", "with_torch_kv", "with_torch_tensors"]
+__all__ = [
+    "EagerSteps",
+    "PackedRows",
+    "build_batch",
+    "lora_mapping",
+    "pack_rows",
+    "with_torch_kv",
+    "with_torch_tensors",
+]
+
+Ints64 = npt.NDArray[np.int64]
 
 
 class EagerSteps:
@@ -65,6 +82,12 @@ class EagerSteps:
         self._step_adapters = adapters_of(rows, self._adapters)
         self._batch = replace(batch, lora=lora_mapping(rows, self._step_adapters, model.device))
 
+    def replace_tokens(self, places: Tensor, token_ids: Tensor) -> None:
+        """Change the input tokens [n] at these places of the prepared step."""
+        assert self._batch is not None, "a step is prepared before it changes"
+        changed = self._batch.token_ids.index_copy(0, places, token_ids)
+        self._batch = replace(self._batch, token_ids=changed)
+
     @torch.inference_mode()
     def run(
         self,
@@ -79,14 +102,14 @@ class EagerSteps:
         if not every_token:
             batch = replace(batch, emitting=chosen)
         if features is not None:
-            batch = replace(batch, features=to_torch(features).to(model.device.type))
+            batch = replace(batch, features=to_torch(features).to(torch_device(model.device)))
         if self._aux_layers:
             assert isinstance(model, Decoder)
             hidden, self._aux_hidden = model.forward_with_aux(batch, self._kv, self._aux_layers)
         else:
             hidden = model.forward(batch, self._kv)
         if not emitting:
-            return hidden, torch.empty((0, model.vocab_size), device=model.device.type)
+            return hidden, torch.empty((0, model.vocab_size), device=torch_device(model.device))
         return hidden, model.logits(hidden[chosen.tokens] if every_token else hidden, chosen.lora)
 
     def aux_hidden_states(self) -> tuple[Tensor, ...]:
@@ -98,18 +121,32 @@ class EagerSteps:
         """`StepModel.logits`."""
         lora = None
         if adapter:
-            tokens = torch.arange(hidden.shape[0], device=self._model.device.type)
+            tokens = torch.arange(hidden.shape[0], device=torch_device(self._model.device))
             lora = LoRAMapping(((self._step_adapters[adapter], tokens),))
         return self._model.logits(to_torch(hidden), lora)
 
 
-def build_batch(
-    rows: Sequence[StepRow],
-    slots: Sequence[Slot],
-    block_size: int,
-    vocab_size: int,
-    device: torch.device | Device,
-) -> ForwardBatch:
+class PackedRows(msgspec.Struct, frozen=True):
+    """The rows of a step one after another, on the host.
+
+    Attributes:
+        token_ids: [T].
+        positions: [T].
+        slot_mapping: [T].
+        row_offsets: [R + 1].
+        block_tables: [R, blocks that the longest row reads]; padding is 0.
+    """
+
+    token_ids: Ints64
+    positions: Ints64
+    slot_mapping: Ints64
+    row_offsets: Ints64
+    block_tables: npt.NDArray[np.int32]
+
+
+def pack_rows(
+    rows: Sequence[StepRow], slots: Sequence[Slot], block_size: int, vocab_size: int
+) -> PackedRows:
     """Pack rows one after another; `slots` holds the slot of each row.
 
     Raises EngineError when a row's tokens, positions or blocks contradict each other.
@@ -127,8 +164,24 @@ def build_batch(
     positions = np.arange(offsets[-1]) + np.repeat(starts - offsets[:-1], counts)
     row_of_token = np.repeat(np.arange(len(rows)), counts)
     blocks = tables[row_of_token, positions // block_size].astype(np.int64)
-    slot_mapping = blocks * block_size + positions % block_size
-    row_offsets, context_lens = tuple(offsets.tolist()), tuple([row.end for row in rows])
+    return PackedRows(
+        token_ids, positions, blocks * block_size + positions % block_size, offsets, tables
+    )
+
+
+def build_batch(
+    rows: Sequence[StepRow],
+    slots: Sequence[Slot],
+    block_size: int,
+    vocab_size: int,
+    device: torch.device | Device,
+) -> ForwardBatch:
+    """The packed rows (`pack_rows`) as tensors."""
+    packed = pack_rows(rows, slots, block_size, vocab_size)
+    where = torch_device(device)
+    positions, tables = packed.positions, packed.block_tables
+    row_offsets = tuple(packed.row_offsets.tolist())
+    context_lens = tuple([row.end for row in rows])
     tails: tuple[tuple[int, ...], ...] = ()
     if any([row.parents for row in rows]):
         attention = _with_trees(rows, tables, block_size)
@@ -136,21 +189,22 @@ def build_batch(
         tails, tables = tuple(attention.tails), tables[attention.of_rows]
         lens, ends = np.array(context_lens), np.array(row_offsets[1:])
         counts = np.diff(row_offsets)
-        positions = np.arange(offsets[-1]) + np.repeat(lens - ends, counts)
+        positions = np.arange(row_offsets[-1]) + np.repeat(lens - ends, counts)
 
     def tensor(values: npt.NDArray[np.integer]) -> Tensor:
-        return torch.from_numpy(values).to(device.type, non_blocking=True)
+        return torch.from_numpy(values).to(where, non_blocking=True)
 
     layout = PagedLayout(
         positions=tensor(positions),
-        slot_mapping=tensor(slot_mapping),
+        slot_mapping=tensor(packed.slot_mapping),
         row_offsets=row_offsets,
         context_lens=context_lens,
         block_tables=tensor(tables),
         block_size=block_size,
         tails=tails,
+        lengths=RowLengths(tensor(np.array(row_offsets, dtype=np.int32))),
     )
-    return ForwardBatch(token_ids=tensor(token_ids), layout=layout)
+    return ForwardBatch(token_ids=tensor(packed.token_ids), layout=layout)
 
 
 def lora_mapping(
@@ -166,7 +220,7 @@ def lora_mapping(
             tokens.setdefault(row.adapter, []).append(range(first, first + row.num_tokens))
         first += row.num_tokens
     groups = (
-        (adapters[name], torch.tensor(list(chain(*ranges)), device=device.type))
+        (adapters[name], torch.tensor(list(chain(*ranges)), device=torch_device(device)))
         for name, ranges in tokens.items()
     )
     return LoRAMapping(tuple(groups)) if tokens else None
@@ -194,6 +248,7 @@ def _emitting_tokens(
             block_tables=layout.block_tables[torch.tensor(rows, dtype=torch.int64, device=device)],
             block_size=layout.block_size,
             tails=tuple(layout.tails[row] for row in rows) if layout.tails else (),
+            lengths=RowLengths(torch.arange(len(emitting) + 1, dtype=torch.int32, device=device)),
         ),
         None if lora is None else among(lora, tokens),
     )

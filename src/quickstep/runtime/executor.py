@@ -15,6 +15,7 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from functools import partial
 
 from quickstep.errors import EngineError
+from quickstep.runtime.out_of_memory import step_failure
 from quickstep.runtime.runner import ModelRunner
 from quickstep.types import StepPlan, StepResult
 
@@ -89,7 +90,9 @@ class LocalExecutor:
         self._newest: LocalTicket | ShortTicket | None = None
         self._failure: EngineError | None = None
         self._is_closed = False
-        self._worker = ThreadPoolExecutor(max_workers=1, thread_name_prefix="quickstep-step")
+        self._worker = ThreadPoolExecutor(
+            max_workers=1, thread_name_prefix="quickstep-step", initializer=runner.use_device
+        )
 
     def submit(self, plan: StepPlan) -> LocalTicket | ShortTicket:
         """Queue a step; returns before it has run. Raises EngineError once closed."""
@@ -127,15 +130,15 @@ class LocalExecutor:
                 return self._timed(plan)
             self._runner.skip(plan)
         except BaseException as error:  # the thread's top, and a panic in Rust is no Exception
-            self._failure = EngineError(f"step {plan.step_id} failed: {error}")
-            raise self._failure from error
+            self._failure = step_failure(plan.step_id, error)
+            raise self._failure from self._failure.__cause__
         raise EngineError(
             f"step {plan.step_id} was queued behind a step that failed"
         ) from self._failure
 
     def _timed(self, plan: StepPlan) -> StepResult:
         result = self._runner.run(plan)
-        is_short = result.seconds <= self._short_s
+        is_short = result.seconds <= self._short_s and self._runner.is_on_host
         self._short_tokens = plan.num_tokens if is_short else 0
         return result
 

@@ -14,7 +14,7 @@ import numpy as np
 
 from quickstep.model.interface import KVShape
 from quickstep.ops.table import KVCache
-from quickstep.ops.tensors import AnyTensor, Device, DType, HostTensor
+from quickstep.ops.tensors import AnyTensor, Device, DType, HostTensor, torch_device
 
 if TYPE_CHECKING:
     import torch
@@ -30,7 +30,10 @@ def kv_bytes(shape: KVShape, num_blocks: int, block_size: int) -> int:
 def allocate_kv(
     shape: KVShape, num_blocks: int, block_size: int, device: torch.device | Device
 ) -> KVCache:
-    """K and V per layer, [B, S, K, W], zeroed: attention may load positions that it masks."""
+    """K and V per layer, [B, S, K, W], zeroed: attention may load positions that it masks. On a GPU
+    there is one block more, to which recorded steps write their padding.
+    """
+    num_blocks += device.type != "cpu"
     size = (num_blocks, block_size, shape.num_kv_heads, shape.head_width)
 
     def tensors() -> tuple[AnyTensor, ...]:
@@ -53,7 +56,7 @@ def _zeros(
             return HostTensor(zeros, dtype)
         import torch
 
-        return torch.zeros(size, dtype=dtype, device=device.type)
+        return torch.zeros(size, dtype=dtype, device=torch_device(device))
     mapping = mmap.mmap(-1, math.prod(size) * dtype.itemsize)
     mapping.madvise(mmap.MADV_HUGEPAGE)
     if isinstance(dtype, DType):

@@ -9,23 +9,49 @@ set up its slots, but its rows have not run, and their sequences must be admitte
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from typing import TYPE_CHECKING
+
+import msgspec
 
 from quickstep.errors import EngineError
 from quickstep.model.interface import Model
 from quickstep.ops.table import KVCache, LoRAAdapter
-from quickstep.ops.tensors import AnyTensor
-from quickstep.runtime.capture import EmittingToken, open_steps
+from quickstep.ops.tensors import AnyTensor, use_device
+from quickstep.runtime.capture import EmittingToken, GraphOptions, StepModel, open_steps
 from quickstep.runtime.sampling.grammar import NewMatcher
 from quickstep.runtime.sampling.logprobs import PromptScorer
 from quickstep.runtime.sampling.native_sampler import open_sampler
-from quickstep.runtime.sampling.sampler import failure_of
+from quickstep.runtime.sampling.sampler import NO_MAXIMUM, Sample, failure_of
 from quickstep.runtime.slots import Slot, SlotTable
 from quickstep.runtime.speculation.drafting import Drafting, NextDrafts
 from quickstep.runtime.speculation.proposer import Proposer
 from quickstep.runtime.speculation.verification import EmittingRow, sample_rows
 from quickstep.types import RowFailure, RowOutput, StepPlan, StepResult, StepRow
 
-__all__ = ["ModelRunner"]
+if TYPE_CHECKING:
+    from quickstep.runtime.cuda_graphs import GraphSteps, TokensInFlight
+
+__all__ = ["HeldStep", "LaunchedStep", "ModelRunner"]
+
+
+class LaunchedStep(msgspec.Struct):
+    """A step that runs on the device: its sampled tokens are on their way to the host. A step
+    without any is waited for as well. `started_s` becomes when the device was free for it.
+    """
+
+    plan: StepPlan
+    slots: list[Slot]
+    emitting: list[EmittingRow]
+    tokens: TokensInFlight
+    started_s: float
+
+
+class HeldStep(msgspec.Struct):
+    """A step whose slots are set up; its rows need the results of all steps before it."""
+
+    plan: StepPlan
+    slots: list[Slot]
+    started_s: float
 
 
 class ModelRunner:
@@ -34,7 +60,8 @@ class ModelRunner:
     `new_matcher` compiles the grammars of requests; None where no request has one. `proposer`
     drafts tokens for rows that ask for them. `adapters` are those that rows may name, and may
     change between steps; None where no row has one. `by_rejection`: accept drafts by rejection
-    sampling, so that tokens depend on them.
+    sampling, so that tokens depend on them. `graphs`: decode steps are recorded; `kv` then has a
+    block more than the pool.
     """
 
     def __init__(
@@ -49,17 +76,23 @@ class ModelRunner:
         proposer: Proposer | None = None,
         adapters: Mapping[str, LoRAAdapter] | None = None,
         by_rejection: bool = False,
+        graphs: GraphOptions | None = None,
     ) -> None:
         self._drafting = Drafting(proposer)
         aux_layers = self._drafting.aux_layers
-        self._steps = open_steps(model, kv, block_size, enforce_eager, adapters, aux_layers)
+        self._steps: StepModel = open_steps(
+            model, kv, block_size, enforce_eager, adapters, aux_layers, graphs=graphs
+        )
+        self._graph_steps = _graph_steps(self._steps) if graphs is not None else None
         self._sample = open_sampler(model)
+        self._at_once = model.ops.samples_on_device
         self._scorer = PromptScorer(self._steps, model)
-        self._num_blocks = kv.keys[0].shape[0]
+        self._num_blocks = kv.keys[0].shape[0] - (graphs is not None)
         self._kv, self._block_size = kv, block_size
         self._move_kv = model.ops.move_kv
         self._slots = SlotTable(num_slots, model.vocab_size, new_matcher)
         self._by_rejection = by_rejection
+        self._device = model.device
         self._clock = clock
 
     def run(self, plan: StepPlan) -> StepResult:
@@ -68,14 +101,91 @@ class ModelRunner:
         Rows that cannot continue (NaN logits, a token id in `logit_bias` that the model lacks) are
         failures in the result.
         """
-        started = self._clock()
-        self._move(plan)
+        return self.resume(self._start(plan))
+
+    def launch(self, plan: StepPlan) -> LaunchedStep | HeldStep:
+        """Begin a step without waiting for the device; steps before it may still run there.
+
+        Where its tokens cannot be sampled on the device, it is held: `resume` runs it once the
+        steps before it are finished. Raises as `run`.
+        """
+        held = self._start(plan)
+        steps, slots = self._graph_steps, held.slots
+        if steps is None or not self._can_defer(plan.rows, slots):
+            return held
         try:
-            outputs, failures = self._step(plan)
+            steps.prepare(plan.rows, slots)
+            emitting, places = _emitting(plan.rows, slots)
+            steps.run(places, False)
+            tokens = steps.sampled_tokens(places)
         except BaseException:
             self._slots.fail(plan.rows, f"step {plan.step_id} failed")
             raise
-        return StepResult(plan.step_id, outputs, self._clock() - started, failures)
+        for one in emitting:
+            one.slot.num_pending += 1
+        return LaunchedStep(plan, slots, emitting, tokens, held.started_s)
+
+    def resume(self, held: HeldStep) -> StepResult:
+        """Run a held step; every step before it is finished."""
+        plan = held.plan
+        try:
+            outputs, failures = self._compute(plan.rows, held.slots) if plan.rows else ((), ())
+        except BaseException:
+            self._slots.fail(plan.rows, f"step {plan.step_id} failed")
+            raise
+        return StepResult(plan.step_id, outputs, self._clock() - held.started_s, failures)
+
+    def finish(self, launched: LaunchedStep, token_ids: Sequence[int]) -> StepResult:
+        """Record the tokens of a step that ran."""
+        outputs = [_NO_OUTPUT] * len(launched.slots)
+        rows = launched.plan.rows
+        for one, token_id in zip(launched.emitting, token_ids, strict=True):
+            one.slot.num_pending -= 1
+            if not one.slot.failure:
+                one.accept(Sample(token_id) if token_id >= 0 else NO_MAXIMUM)
+        # a later plan may have given a slot to another sequence, as far as the proposer knows
+        resident = [
+            one for one in launched.emitting if self._slots.holds(rows[one.index], one.slot)
+        ]
+        drafts = self._drafting.propose(rows, resident)
+        for one in launched.emitting:
+            outputs[one.index] = _output_with_tokens(one, _NO_OUTPUT, drafts)
+        seconds = self._clock() - launched.started_s
+        step_id = launched.plan.step_id
+        return StepResult(step_id, tuple(outputs), seconds, _failures(launched.slots))
+
+    def drop(self, held: HeldStep) -> None:
+        """A held step does not run: one before it failed."""
+        self._slots.fail(held.plan.rows, f"step {held.plan.step_id} was skipped")
+
+    def abandon(self, launched: LaunchedStep) -> None:
+        """A launched step failed: its sequences must be admitted again."""
+        for one in launched.emitting:
+            one.slot.num_pending -= 1
+        for slot in launched.slots:
+            slot.failure = slot.failure or f"step {launched.plan.step_id} failed"
+
+    def capture_next(self) -> bool:
+        """Record one more decode step, if one is wanted; called while nothing runs."""
+        return self._graph_steps is not None and self._graph_steps.capture_next()
+
+    def stop_capturing(self) -> None:
+        """Record nothing more, after a failure."""
+        if self._graph_steps is not None:
+            self._graph_steps.stop_capturing()
+
+    @property
+    def is_on_host(self) -> bool:
+        """Whether any thread may run steps: a GPU is the current one of some threads only."""
+        return self._device.type == "cpu"
+
+    def use_device(self) -> None:
+        """Make the model's device the current one of this thread."""
+        use_device(self._device)
+
+    def now(self) -> float:
+        """The clock of steps."""
+        return self._clock()
 
     def skip(self, plan: StepPlan) -> None:
         """Apply a plan that follows a failed one: its slots change, its rows do not run."""
@@ -86,14 +196,33 @@ class ModelRunner:
         self._slots.move(plan.released, plan.admitted)
         self._drafting.move(plan.released, plan.admitted)
 
-    def _step(self, plan: StepPlan) -> tuple[tuple[RowOutput, ...], tuple[RowFailure, ...]]:
-        if not plan.rows:
-            return (), ()
-        slots = [self._slots[row.slot] for row in plan.rows]
-        for row, slot in zip(plan.rows, slots, strict=True):
-            self._check(row, slot)
-            slot.append_blocks(row.new_block_ids)
-        return self._compute(plan.rows, slots)
+    def _start(self, plan: StepPlan) -> HeldStep:
+        """Change the slots as a plan says."""
+        started_s = self._clock()
+        self._move(plan)
+        try:
+            slots = [self._slots[row.slot] for row in plan.rows]
+            for row, slot in zip(plan.rows, slots, strict=True):
+                self._check(row, slot)
+                slot.append_blocks(row.new_block_ids)
+        except BaseException:
+            self._slots.fail(plan.rows, f"step {plan.step_id} failed")
+            raise
+        return HeldStep(plan, slots, started_s)
+
+    def _can_defer(self, rows: Sequence[StepRow], slots: Sequence[Slot]) -> bool:
+        """Whether the device alone can sample the tokens of these rows."""
+        if self._drafting.reads_hidden or not rows:
+            return False
+        return all(
+            [
+                slot.pool is None
+                and not row.num_scored
+                and not row.num_drafts
+                and (not row.emits or bool(slot.failure) or slot.is_plain_argmax)
+                for row, slot in zip(rows, slots, strict=True)
+            ]
+        )
 
     def _check(self, row: StepRow, slot: Slot) -> None:
         if row.num_drafts and not (row.emits and row.num_drafts < len(row.token_ids)):
@@ -108,9 +237,10 @@ class ModelRunner:
                 f"{slot.sequence_id} got a block id outside the {self._num_blocks} blocks"
             )
         state = slot.state
-        if row.emits and state and not slot.failure and row.output_position != state.num_outputs:
+        num_outputs = 0 if state is None else state.num_outputs + slot.num_pending
+        if row.emits and state and not slot.failure and row.output_position != num_outputs:
             raise EngineError(
-                f"{slot.sequence_id} has {state.num_outputs} outputs, "
+                f"{slot.sequence_id} has {num_outputs} outputs, "
                 f"the plan emits output {row.output_position}"
             )
 
@@ -135,7 +265,7 @@ class ModelRunner:
         if is_read:
             self._read_prompts(rows, slots, hidden, outputs)
         if emitting:
-            sample_rows(self._sample, logits, emitting, self._by_rejection)
+            sample_rows(self._sample, logits, emitting, self._by_rejection, self._at_once)
             self._move_accepted(rows, emitting)
         features = self._steps.aux_hidden_states()
         is_of_every = bool(features) or every_token
@@ -144,12 +274,7 @@ class ModelRunner:
             drafts = self._drafting.propose(rows, emitting, None if every_token else hidden)
             for one in emitting:
                 outputs[one.index] = _output_with_tokens(one, outputs[one.index], drafts)
-        failures = [
-            RowFailure(index, slot.failure, slot.is_refused)
-            for index, slot in enumerate(slots)
-            if slot.failure
-        ]
-        return tuple(outputs), tuple(failures)
+        return tuple(outputs), _failures(slots)
 
     def _move_accepted(self, rows: Sequence[StepRow], emitting: Sequence[EmittingRow]) -> None:
         """Move the KV of drafts that a tree had elsewhere to the slots of their positions."""
@@ -200,6 +325,23 @@ class ModelRunner:
 
 _NO_OUTPUT = RowOutput()
 _NO_DRAFTS = NextDrafts()
+
+
+def _failures(slots: Sequence[Slot]) -> tuple[RowFailure, ...]:
+    return tuple(
+        [
+            RowFailure(index, slot.failure, slot.is_refused)
+            for index, slot in enumerate(slots)
+            if slot.failure
+        ]
+    )
+
+
+def _graph_steps(steps: StepModel) -> GraphSteps | None:
+    # Imported here: it computes with torch.
+    from quickstep.runtime.cuda_graphs import GraphSteps
+
+    return steps if isinstance(steps, GraphSteps) else None
 
 
 def _emitting(

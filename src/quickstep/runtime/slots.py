@@ -31,10 +31,11 @@ class Slot:
     """One resident sequence.
 
     `token_ids` are those known at its admission. `last_token` is the newest sampled token, None
-    before the first. `end_token_ids` may end the sequence. `pool` gets the hidden states of a
-    prompt to embed. `failure` is why the sequence cannot continue; its rows then fail, other
-    sequences are not affected. `is_refused`: the cause is its own request. `block_table_address` is
-    the address of the `num_blocks` int32 ids of the block table, until it grows.
+    before the first; `num_pending` newer ones are still on the device. `end_token_ids` may end the
+    sequence. `pool` gets the hidden states of a prompt to embed. `failure` is why the sequence
+    cannot continue; its rows then fail, other sequences are not affected. `is_refused`: the cause
+    is its own request. `block_table_address` is the address of the `num_blocks` int32 ids of the
+    block table, until it grows.
     """
 
     def __init__(
@@ -49,6 +50,7 @@ class Slot:
         self.num_prompt_logprobs = admission.sampling.prompt_logprobs or 0
         self.pool = None if admission.pooling is None else Pool(admission.pooling)
         self.last_token: int | None = None
+        self.num_pending = 0
         self.end_token_ids = admission.eos_token_ids | frozenset(admission.sampling.stop_token_ids)
         self.failure = ""
         self.is_refused = False
@@ -82,6 +84,12 @@ class Slot:
         """The block table, [num_blocks] int32, in order."""
         return self._block_ids[: self.num_blocks]
 
+    @property
+    def is_plain_argmax(self) -> bool:
+        """Whether the token after the pending ones is the argmax of the raw logits."""
+        state = self.state
+        return state is not None and state.is_plain_argmax_after(self.num_pending)
+
     def input_tokens(self, row: StepRow) -> tuple[int, ...]:
         """The input tokens of a row; a pending one is the token that was sampled last.
 
@@ -97,6 +105,8 @@ class Slot:
             return row.token_ids
         if row.num_tokens != 1:
             raise EngineError(f"a row has no tokens, it says {row.num_tokens}; one can be pending")
+        if self.num_pending:
+            return (_PADDING_TOKEN,)  # the device replaces it
         if self.last_token is not None:
             return (self.last_token,)
         self.failure = "its input token was never sampled"
@@ -179,6 +189,10 @@ class SlotTable:
         if slot is None:
             raise EngineError(f"slot {index} holds no sequence, the plan has a row for it")
         return slot
+
+    def holds(self, row: StepRow, slot: Slot) -> bool:
+        """Whether the row's slot is still this one."""
+        return self._slots[row.slot] is slot
 
     def move(self, released: Sequence[int], admitted: Sequence[Admission]) -> None:
         """Drop sequences, then set others up. Raises EngineError before anything has changed.

@@ -15,6 +15,7 @@ from msgspec.structs import replace
 
 from quickstep.core.cost_model import CostModel, StepLoad
 from quickstep.core.scheduler import Scheduler
+from quickstep.sim.drafts import SimulatedDrafts
 from quickstep.types import (
     RowOutput,
     SamplingParams,
@@ -72,11 +73,18 @@ class ClockExecutor:
     """Runs steps one after the other on a virtual clock.
 
     `pads`: All rows of a step take as long as its longest. `slowdown` multiplies the time of the
-    steps that are submitted from now on.
+    steps that are submitted from now on. `drafts`: What proposes tokens.
     """
 
-    def __init__(self, clock: VirtualClock, cost_model: CostModel, pads: bool = False) -> None:
+    def __init__(
+        self,
+        clock: VirtualClock,
+        cost_model: CostModel,
+        pads: bool = False,
+        drafts: SimulatedDrafts | None = None,
+    ) -> None:
         self.slowdown = 1.0
+        self._drafts = drafts
         self._clock = clock
         self._cost_model = cost_model
         self._pads = pads
@@ -89,11 +97,18 @@ class ClockExecutor:
             self._sampling[admission.slot] = admission.sampling
         computed = padded(plan) if self._pads else plan
         seconds = self._cost_model.seconds(StepLoad.of_plan(computed, self._sampling))
+        if self._drafts is not None:
+            seconds += self._drafts.seconds(plan)
         seconds *= self.slowdown
         self._free_at_s = max(self._clock.now, self._free_at_s) + seconds
-        outputs = tuple(map(_output, plan.rows))
+        outputs = tuple(map(self._output, plan.rows))
         result = StepResult(plan.step_id, outputs, seconds)
         return ClockTicket(self._clock, self._free_at_s, result)
+
+    def _output(self, row: StepRow) -> RowOutput:
+        if self._drafts is not None and row.emits:
+            return self._drafts.output(row, _TOKEN_ID)
+        return _output(row)
 
     def ran_until(self, time_s: float) -> None:
         """Steps that were not submitted here took until then."""
@@ -106,7 +121,7 @@ class ClockExecutor:
 class SimulatedEngine:
     """One engine. It acts only when it is called; `next_s` says when that is due.
 
-    `adapter_load_s`: How long the load of a LoRA adapter takes.
+    `adapter_load_s`: How long the load of a LoRA adapter takes. `drafts`: As of `ClockExecutor`.
     """
 
     def __init__(
@@ -117,11 +132,12 @@ class SimulatedEngine:
         pads: bool = False,
         adapter_load_s: float = 0.0,
         step_by_step: bool = False,
+        drafts: SimulatedDrafts | None = None,
     ) -> None:
         self.scheduler = scheduler
         if not (pads or step_by_step):
             scheduler.group_decodes(_TOKEN_ID)
-        self.executor = ClockExecutor(clock, cost_model, pads)
+        self.executor = ClockExecutor(clock, cost_model, pads, drafts)
         self.records: list[StepRecord] = []
         self._clock = clock
         self._cost_model = cost_model

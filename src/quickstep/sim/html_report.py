@@ -14,7 +14,7 @@ import msgspec
 from quickstep.sim.simulate import Simulation
 from quickstep.sim.summary import Summary, ending_times
 
-__all__ = ["Run", "html_report"]
+__all__ = ["Run", "html_report", "sweep_report"]
 
 _COLOURS = ("#1f77b4", "#d62728", "#2ca02c", "#9467bd", "#ff7f0e", "#8c564b", "#17becf", "#7f7f7f")
 _WIDTH, _HEIGHT, _LEFT, _BOTTOM = 460, 260, 56, 34
@@ -76,19 +76,43 @@ def html_report(title: str, runs: Sequence[Run]) -> str:
                 dashed=(1,),
             )
         )
+    names = [run.name for run in runs]
+    return _page(title, _run_table(runs), names, charts)
+
+
+def sweep_report(
+    title: str,
+    sentence: str,
+    header: Sequence[str],
+    rows: Sequence[Sequence[str]],
+    goodput: Sequence[Points],
+) -> str:
+    """The page of a sweep: its recommendation, a row for each combination, and the goodput of each
+    over the load. The first cell of a row is the combination's name.
+    """
+    chart = _chart(
+        "Requests within the targets",
+        "sessions/s",
+        "requests/s",
+        goodput,
+    )
+    table = f"<p>{html.escape(sentence)}</p>{_table(header, rows)}"
+    return _page(title, table, [row[0] for row in rows], [chart])
+
+
+def _page(title: str, table: str, names: Sequence[str], charts: Sequence[str]) -> str:
     legend = " ".join(
-        f'<span style="color:{_COLOURS[place % len(_COLOURS)]}">&#9632; {html.escape(run.name)}'
-        "</span>"
-        for place, run in enumerate(runs)
+        f'<span style="color:{_COLOURS[place % len(_COLOURS)]}">&#9632; {html.escape(name)}</span>'
+        for place, name in enumerate(names)
     )
     return (
         f'<!doctype html><html lang="en"><meta charset="utf-8"><title>{html.escape(title)}</title>'
-        f"<style>{_STYLE}</style><h1>{html.escape(title)}</h1>{_table(runs)}<p>{legend}</p>"
+        f"<style>{_STYLE}</style><h1>{html.escape(title)}</h1>{table}<p>{legend}</p>"
         f"{''.join(charts)}</html>\n"
     )
 
 
-def _table(runs: Sequence[Run]) -> str:
+def _run_table(runs: Sequence[Run]) -> str:
     header = (
         *("run", "requests", "requests/s", "tokens/s", "TTFT p50/p90/p99 ms"),
         *("TPOT p50/p90/p99 ms", "within targets", "busy", "KV", "preemptions"),
@@ -99,7 +123,7 @@ def _table(runs: Sequence[Run]) -> str:
         ttft, tpot = one.ttft_s, one.tpot_s
         rows.append(
             (
-                html.escape(run.name),
+                run.name,
                 str(one.num_requests),
                 f"{one.requests_per_s:.3g}",
                 f"{one.output_tokens_per_s:.0f}",
@@ -111,8 +135,12 @@ def _table(runs: Sequence[Run]) -> str:
                 str(one.num_preemptions),
             )
         )
-    head = "".join(f"<th>{name}" for name in header)
-    body = "".join("<tr>" + "".join(f"<td>{cell}" for cell in row) for row in rows)
+    return _table(header, rows)
+
+
+def _table(header: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
+    head = "".join(f"<th>{html.escape(name)}" for name in header)
+    body = "".join("<tr>" + "".join(f"<td>{html.escape(cell)}" for cell in row) for row in rows)
     return f"<table><tr>{head}{body}</table>"
 
 

@@ -235,6 +235,8 @@ class ReplicaRun:
         # What the router believes: whether a replica is up, and how often it has crashed.
         self._believed_up = [True] * num_replicas
         self._believed_generation = [0] * num_replicas
+        # When each replica acts by itself, or now, if something has happened to it.
+        self._due_s = [math.inf] * num_replicas
         self.num_live = [0] * num_replicas  # requests that the router has sent to each
         self._waiting: dict[str, None] = {}  # requests at the router, in their order
         self._events: list[tuple[float, int, _Event]] = []
@@ -253,9 +255,9 @@ class ReplicaRun:
             self.now = max(self.now, next_s)
             while self._events and self._events[0][0] <= self.now:
                 self._handle(heapq.heappop(self._events)[2])
-            for index, replica in enumerate(self.replicas):
-                if replica.is_up:
-                    self._advance(index, replica)
+            for index, due_s in enumerate(self._due_s):
+                if due_s <= self.now:
+                    self._advance(index, self.replicas[index])
             if self._check is not None:
                 self._check(self)
             next_s = self._next_s()
@@ -268,9 +270,10 @@ class ReplicaRun:
         return outcome
 
     def _next_s(self) -> float | None:
-        times = [replica.next_s() for replica in self.replicas]
-        times.append(self._events[0][0] if self._events else None)
-        return min((time for time in times if time is not None), default=None)
+        next_s = min(self._due_s)
+        if self._events:
+            next_s = min(next_s, self._events[0][0])
+        return None if math.isinf(next_s) else next_s
 
     def on_the_way(self) -> Iterable[str]:
         """The requests of messages that have not arrived: for tests."""
@@ -286,9 +289,12 @@ class ReplicaRun:
     # -- replicas -----------------------------------------------------------------------------
 
     def _advance(self, index: int, replica: _Replica) -> None:
-        replica.set_clock(self.now)
-        self._report(index, replica.engine.finish_steps())
-        replica.engine.start_steps()
+        if replica.is_up:
+            replica.set_clock(self.now)
+            self._report(index, replica.engine.finish_steps())
+            replica.engine.start_steps()
+        next_s = replica.next_s()
+        self._due_s[index] = math.inf if next_s is None else next_s
 
     def _report(self, index: int, outputs: Iterable[SequenceOutput]) -> None:
         """Send the ends of sequences to the router."""
@@ -306,6 +312,7 @@ class ReplicaRun:
     def _take(self, index: int, content: _Submit | _Cancel) -> None:
         """A message has arrived at a replica."""
         replica = self.replicas[index]
+        self._due_s[index] = self.now
         now = replica.set_clock(self.now)
         scheduler = replica.engine.scheduler
         if isinstance(content, _Cancel):
@@ -447,6 +454,7 @@ class ReplicaRun:
 
     def _restart(self, index: int) -> None:
         replica = self.replicas[index]
+        self._due_s[index] = self.now
         replica.is_up = self._believed_up[index] = True
         self._believed_generation[index] = replica.generation
         self._lose(index, replica.generation - 1)
@@ -460,6 +468,7 @@ class ReplicaRun:
         match fault:
             case Crash():
                 replica = self.replicas[fault.replica]
+                self._due_s[fault.replica] = self.now
                 if replica.is_up:
                     generation = replica.generation
                     self.outcome.lost_s += replica.crash()
@@ -475,6 +484,7 @@ class ReplicaRun:
                     link.faults.append(fault)
             case ClockJump():
                 self.replicas[fault.replica].offset_s += fault.seconds
+                self._due_s[fault.replica] = self.now
             case CancelStorm():
                 for name in list(self.live):
                     if self._rng.random() < fault.part:

@@ -16,10 +16,11 @@ import msgspec
 from quickstep.core.cost_model import CostModel
 from quickstep.core.scheduler import Scheduler
 from quickstep.errors import RequestError
+from quickstep.sim.drafts import SimulatedDrafts
 from quickstep.sim.engine import SimulatedEngine, VirtualClock
 from quickstep.types import FinishReason, Request, SequenceOutput, SequenceTimings, StepRecord
 
-__all__ = ["Arrival", "Ending", "Follow", "Progress", "Simulation", "simulate"]
+__all__ = ["Arrival", "Ending", "Follow", "Handovers", "Progress", "Simulation", "simulate"]
 
 
 class Arrival(msgspec.Struct, frozen=True):
@@ -50,11 +51,29 @@ Progress = Callable[[int], None]
 Follow = Callable[[Ending], Iterable[Arrival]]
 
 
+class Handovers(msgspec.Struct, frozen=True):
+    """Between engines of different phases (`sim.disaggregated`).
+
+    Attributes:
+        count: Sequences whose KV was handed over.
+        num_bytes: Of all of them, without what was cached there.
+        mean_s: From the end of the prefill to the arrival at the decode engine.
+        prefill_busy, decode_busy: The part of the time in which a step ran, as a mean over engines.
+    """
+
+    count: int
+    num_bytes: int
+    mean_s: float
+    prefill_busy: float
+    decode_busy: float
+
+
 class Simulation(msgspec.Struct):
     """The result: endings in their order, the step log, and refused requests with the reason.
 
     Of several replicas also `num_resent`, how often a request was sent to another replica because
-    its own had crashed, and `lost_s`, the device seconds that those requests had received.
+    its own had crashed, and `lost_s`, the device seconds that those requests had received. Of
+    disaggregated phases, `handovers`.
     """
 
     endings: list[Ending] = msgspec.field(default_factory=list)
@@ -64,6 +83,7 @@ class Simulation(msgspec.Struct):
     num_replicas: int = 1
     num_resent: int = 0
     lost_s: float = 0.0
+    handovers: Handovers | None = None
 
 
 class _Run:
@@ -156,6 +176,7 @@ def simulate(
     step_by_step: bool = False,
     adapter_load_s: float = 0.0,
     progress: Progress | None = None,
+    drafts: SimulatedDrafts | None = None,
 ) -> Simulation:
     """Run a new scheduler over `arrivals`; `cost_model` gives the duration of a step.
 
@@ -163,14 +184,17 @@ def simulate(
     `pads`: every row of a step costs as much as its longest (`padded`), to show what packed rows
     save. `step_by_step` does not advance steps that only decode in one go, which changes nothing
     but the time that it takes. `adapter_load_s`: how long the load of a LoRA adapter takes, if
-    adapters are a resource of the scheduler.
+    adapters are a resource of the scheduler. `drafts`: what proposes tokens, if the scheduler asks
+    for some.
 
     Give the scheduler a cost model of its own: that one learns, this one does not change. For a
     machine that was measured, both are `LinearCostModel.of_fit` of its stored fit
     (`engine.step_times.cost_fits`, `quickstep calibrate`).
     """
     clock = VirtualClock()
-    engine = SimulatedEngine(clock, scheduler, cost_model, pads, adapter_load_s, step_by_step)
+    engine = SimulatedEngine(
+        clock, scheduler, cost_model, pads, adapter_load_s, step_by_step, drafts
+    )
     run = _Run(arrivals, clock, engine, follow, progress)
     event_s = run.next_event_s()
     while event_s is not None:

@@ -65,13 +65,20 @@ class PrefixLevel(msgspec.Struct, frozen=True):
 
 
 class Tenant(msgspec.Struct, frozen=True):
-    """Who sends requests: its part of them (relative to the others'), and how they are served."""
+    """Who sends requests: its part of them (relative to the others'), and how they are served.
+
+    Attributes:
+        timeout_s: Seconds after which its requests end, complete or not; None for no limit.
+        ttft_deadline_s: Seconds after which a first token is useless; None for no limit.
+    """
 
     name: str = ""
     part: float = 1.0
     priority: int = 0
     weight: float = 1.0
     request_class: RequestClass = RequestClass.INTERACTIVE
+    timeout_s: float | None = None
+    ttft_deadline_s: float | None = None
 
 
 class Adapters(msgspec.Struct, frozen=True):
@@ -271,6 +278,8 @@ class Clients:
             tenant=tenant.name,
             tenant_weight=tenant.weight,
             request_class=tenant.request_class,
+            timeout_s=tenant.timeout_s,
+            ttft_deadline_s=tenant.ttft_deadline_s,
             adapter_id=session.adapter_id,
         )
 

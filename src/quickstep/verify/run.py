@@ -30,6 +30,7 @@ from quickstep.engine.text.tokenizer import Tokenizer
 from quickstep.errors import EngineError
 from quickstep.model.interface import Model
 from quickstep.ops.table import KVCache, LoRAAdapter
+from quickstep.runtime.capture import GraphOptions, device_graphs
 from quickstep.runtime.runner import ModelRunner
 from quickstep.runtime.sampling.grammar import NewMatcher
 from quickstep.runtime.speculation.proposer import Proposer
@@ -229,6 +230,13 @@ class RunCounts(msgspec.Struct):
             setattr(self, name, getattr(self, name) + getattr(other, name))
 
 
+def _graphs(model: Model, kv: KVCache, config: SchedulerConfig) -> GraphOptions | None:
+    """On a GPU, batches run as CUDA graphs, one more after every step; requests alone do not."""
+    if config.max_num_seqs == 1:
+        return None
+    return device_graphs(model, kv, config.max_num_seqs, 1 + config.num_speculative_tokens)
+
+
 class _Run:
     def __init__(
         self,
@@ -260,6 +268,7 @@ class _Run:
             new_matcher=new_matcher,
             proposer=proposer,
             adapters=self._resident if adapters else None,
+            graphs=_graphs(model, kv, config),
         )
         for adapter_id in adapters:
             self._scheduler.register_adapter(adapter_id, 1)
@@ -409,6 +418,7 @@ class _Run:
             self.counts.overlapped_steps += bool(self._in_flight)
             self._count(plan)
             self._in_flight.append((plan, self._runner.run(plan)))
+            self._runner.capture_next()
             return
         if self._in_flight:
             oldest, result = self._in_flight.popleft()

@@ -82,9 +82,9 @@ def _add_load_flags(group: argparse._ArgumentGroup) -> None:
     )
     group.add_argument(
         "--device",
-        choices=["auto", "cpu", "cuda"],
+        metavar="DEVICE",
         default=defaults.device,
-        help="device to run on (default: %(default)s)",
+        help="auto, cpu, cuda, or cuda:N; auto is a GPU if there is one (default: %(default)s)",
     )
     group.add_argument(
         "--kernels",
@@ -222,7 +222,8 @@ def _add_scheduler_flags(group: argparse._ArgumentGroup) -> None:
         type=positive_int,
         default=defaults.pipeline_depth,
         metavar="N",
-        help="steps in flight; 2 plans the next while one runs (default: %(default)s)",
+        help="steps in flight; 2 plans the next while one runs (default: 2 with CUDA graphs, "
+        "else 1)",
     )
     group.add_argument(
         "--inter-token-target-s",

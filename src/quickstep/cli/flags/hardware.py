@@ -7,16 +7,33 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from quickstep.cli.flags.engine import add_kv_cache_dtype
-from quickstep.cli.flags.parsing import positive_int, positive_number, token_count
+from quickstep.cli.flags.parsing import (
+    fraction,
+    non_negative_int,
+    positive_int,
+    positive_number,
+    token_count,
+)
 from quickstep.config import QUANTIZATIONS
 from quickstep.errors import ConfigError
 
 if TYPE_CHECKING:
+    from quickstep.core.cost_model import CostModel
     from quickstep.model.decoder_spec import ModelSpec
     from quickstep.model.sizing import ElementBytes
+    from quickstep.plan.candidates import DraftModel, LoRASizes
     from quickstep.plan.hardware import Hardware
 
-__all__ = ["add_engine_sizes", "add_hardware", "element_bytes", "hardware_of"]
+__all__ = [
+    "adapters_of",
+    "add_adapters_and_drafts",
+    "add_engine_sizes",
+    "add_hardware",
+    "draft_of",
+    "element_bytes",
+    "hardware_of",
+    "measured_steps",
+]
 
 _DTYPE_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
 _SCRATCH_BYTES = 8  # of the native kernels' op table
@@ -64,6 +81,74 @@ def add_engine_sizes(group: argparse._ArgumentGroup) -> None:
     )
 
 
+def add_adapters_and_drafts(group: argparse._ArgumentGroup) -> None:
+    """Add the flags of LoRA adapters and of a draft model, whose memory and time are planned."""
+    group.add_argument(
+        "--max-loras",
+        type=non_negative_int,
+        default=0,
+        metavar="N",
+        help="LoRA adapters in memory; each request has one (default: %(default)s)",
+    )
+    group.add_argument(
+        "--lora-rank",
+        type=positive_int,
+        default=16,
+        metavar="RANK",
+        help="their rank (default: %(default)s)",
+    )
+    group.add_argument(
+        "--lora-targets",
+        metavar="NAMES",
+        help="the linear layers that they change, such as q_proj,v_proj (default: those of "
+        "attention and MLP)",
+    )
+    group.add_argument(
+        "--speculative-model",
+        metavar="MODEL",
+        help="a draft model on the same devices: a config.json, a checkpoint, or a known name",
+    )
+    group.add_argument(
+        "--num-speculative-tokens",
+        type=positive_int,
+        default=4,
+        metavar="N",
+        help="the most tokens that it proposes at a time (default: %(default)s)",
+    )
+    group.add_argument(
+        "--acceptance",
+        type=fraction,
+        default=0.7,
+        metavar="PART",
+        help="probability that a proposed token is accepted, after those before it were "
+        "(default: %(default)s)",
+    )
+
+
+def adapters_of(args: argparse.Namespace, spec: ModelSpec) -> LoRASizes | None:
+    """The adapters of the flags; None without. Raises ConfigError."""
+    from quickstep.plan.candidates import LoRASizes
+
+    if not args.max_loras:
+        return None
+    targets = tuple(args.lora_targets.split(",")) if args.lora_targets else ()
+    loras = LoRASizes(args.max_loras, args.lora_rank, targets)
+    loras.bytes_each(spec, 1)  # checks the names
+    return loras
+
+
+def draft_of(args: argparse.Namespace) -> DraftModel | None:
+    """The draft model of the flags; None without. Raises ConfigError."""
+    from quickstep.plan.candidates import DraftModel
+    from quickstep.plan.models import find_model
+
+    if args.speculative_model is None:
+        return None
+    spec = find_model(args.speculative_model)
+    elements = element_bytes(spec, None, args.kv_cache_dtype)
+    return DraftModel(spec, elements, args.num_speculative_tokens, args.acceptance)
+
+
 def hardware_of(args: argparse.Namespace) -> Hardware:
     """The hardware of `--hardware`; `this` is measured. Raises ConfigError."""
     from msgspec.structs import replace
@@ -81,6 +166,27 @@ def hardware_of(args: argparse.Namespace) -> Hardware:
         device = measured_device(*_measured())
         table = replace(table, devices=table.devices | {THIS: device})
     return find_hardware(args.hardware, table, args.link, args.price)
+
+
+def measured_steps(args: argparse.Namespace) -> CostModel | None:
+    """The step times of the model that `quickstep calibrate` has stored, with the engine's own time
+    between steps; None for other hardware than `this`, or without a calibration.
+    """
+    from quickstep.core.cost_model import LinearCostModel
+    from quickstep.core.overhead import EngineOverhead, WithOverhead
+    from quickstep.engine.step_times.cost_fits import FitSource, cache_dir, find_calibration
+    from quickstep.model.checkpoint.source import local_checkpoint
+    from quickstep.plan.hardware import THIS, parse_hardware
+
+    checkpoint, folder = local_checkpoint(args.model), cache_dir()
+    if parse_hardware(args.hardware)[0] != THIS or checkpoint is None or folder is None:
+        return None
+    path = str(checkpoint.path.resolve())
+    stored = find_calibration(folder, FitSource(path, args.quantization, args.kv_cache_dtype))
+    if stored is None:
+        return None
+    overhead = stored.overhead or EngineOverhead(0.0, 0.0)
+    return WithOverhead(LinearCostModel.of_fit(stored.fit), overhead)
 
 
 def _measured() -> tuple[int, float, float]:

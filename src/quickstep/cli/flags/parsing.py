@@ -8,17 +8,20 @@ import json
 import re
 import sys
 from collections.abc import Callable, Iterable, Sequence
+from pathlib import Path
 from typing import Any, NoReturn
 
 __all__ = [
     "Parser",
     "bytes_size",
     "command",
+    "fraction",
     "json_object",
     "non_negative_int",
     "non_negative_number",
     "positive_int",
     "positive_number",
+    "readable_file",
     "token_count",
 ]
 
@@ -139,11 +142,29 @@ def positive_number(text: str) -> float:
     return value
 
 
+def readable_file(text: str) -> Path:
+    """Parse the path of a file that can be read."""
+    path = Path(text)
+    try:
+        path.open("rb").close()
+    except OSError as error:
+        raise argparse.ArgumentTypeError(f"{text} cannot be read: {error.strerror}") from None
+    return path
+
+
 def non_negative_number(text: str) -> float:
     """Parse a finite number of at least 0."""
     value = _number(text)
     if not 0 <= value < float("inf"):
         raise argparse.ArgumentTypeError(f"{text} is not a finite number of at least 0")
+    return value
+
+
+def fraction(text: str) -> float:
+    """Parse a number above 0 and at most 1."""
+    value = positive_number(text)
+    if value > 1:
+        raise argparse.ArgumentTypeError(f"{text} is above 1")
     return value
 
 

@@ -21,6 +21,7 @@ import msgspec
 from msgspec.structs import replace
 
 from quickstep.core.cost_model import Coefficients, CostFit, LinearCostModel, StepLoad
+from quickstep.core.overhead import EngineOverhead
 from quickstep.errors import EngineError
 from quickstep.ops.table import KVCache
 from quickstep.ops.tensors import HostTensor
@@ -92,11 +93,13 @@ class Calibration(msgspec.Struct, frozen=True):
 
     `noise` is the least mean error of any prediction on this machine, by pairs of decode steps with
     the same rows: how much their times differ, over the square root of 2. None without pairs.
+    `overhead` is the engine's own time between steps; None until it was measured.
     """
 
     fit: CostFit
     errors: tuple[PhaseError, ...]
     noise: float | None = None
+    overhead: EngineOverhead | None = None
 
 
 class StepLimits(msgspec.Struct, frozen=True):

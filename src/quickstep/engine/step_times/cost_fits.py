@@ -20,9 +20,19 @@ import msgspec
 
 from quickstep import __version__
 from quickstep.core.cost_model import Coefficients, CostFit, LinearCostModel
+from quickstep.core.overhead import EngineOverhead
 from quickstep.engine.machine import usable_cores
 
-__all__ = ["FitFile", "FitKey", "FitSaver", "StoredFit", "cache_dir", "fit_key"]
+__all__ = [
+    "FitFile",
+    "FitKey",
+    "FitSaver",
+    "FitSource",
+    "StoredFit",
+    "cache_dir",
+    "find_calibration",
+    "fit_key",
+]
 
 _LOGGER = logging.getLogger(__name__)
 _VERSION = 2
@@ -52,12 +62,26 @@ class FitKey(msgspec.Struct, frozen=True):
     is_eager: bool
 
 
+class FitSource(msgspec.Struct, frozen=True):
+    """The checkpoint and the formats that a calibration was of, as `--quantization` and
+    `--kv-cache-dtype` name them: by it, a fit is found without loading the model.
+    """
+
+    path: str
+    quantization: str | None
+    kv_dtype: str
+
+
 class StoredFit(msgspec.Struct, frozen=True):
-    """The content of a file. `version` is of this format."""
+    """The content of a file. `version` is of this format; `overhead` and `source` are known after a
+    calibration.
+    """
 
     version: int
     key: FitKey
     fit: CostFit
+    overhead: EngineOverhead | None = None
+    source: FitSource | None = None
 
 
 def fit_key(
@@ -105,6 +129,11 @@ class FitFile:
 
     def read(self) -> CostFit | None:
         """The stored fit; None if there is none that can be used."""
+        stored = self.read_all()
+        return None if stored is None else stored.fit
+
+    def read_all(self) -> StoredFit | None:
+        """The content; None if there is none that can be used."""
         try:
             stored = msgspec.json.decode(self.path.read_bytes(), type=StoredFit)
         except FileNotFoundError:
@@ -117,11 +146,20 @@ class FitFile:
                 "the stored step times in %s are ignored: they are of another version", self.path
             )
             return None
-        return stored.fit
+        return stored
 
-    def write(self, fit: CostFit) -> None:
-        """Replace the file at once. Raises OSError."""
-        content = msgspec.json.encode(StoredFit(_VERSION, self._key, fit))
+    def write(
+        self,
+        fit: CostFit,
+        overhead: EngineOverhead | None = None,
+        source: FitSource | None = None,
+    ) -> None:
+        """Replace the file at once; what is not given keeps its stored value. Raises OSError."""
+        if overhead is None and self.path.exists():
+            before = self.read_all()
+            if before is not None:
+                overhead, source = before.overhead, before.source
+        content = msgspec.json.encode(StoredFit(_VERSION, self._key, fit, overhead, source))
         folder = self.path.parent
         folder.mkdir(parents=True, exist_ok=True)
         handle, name = tempfile.mkstemp(dir=folder, prefix=".fit-")
@@ -132,6 +170,22 @@ class FitFile:
         except BaseException:
             Path(name).unlink(missing_ok=True)
             raise
+
+
+def find_calibration(folder: Path, source: FitSource, root: Path = Path("/")) -> StoredFit | None:
+    """The newest calibration of a checkpoint by this version on this machine; None without one."""
+    found: list[tuple[float, StoredFit]] = []
+    for path in (folder / "cost_fits").glob("*.json"):
+        try:
+            stored = msgspec.json.decode(path.read_bytes(), type=StoredFit)
+            changed_s = path.stat().st_mtime
+        except (OSError, ValueError):
+            continue  # it is replaced when its engine starts
+        key = stored.key
+        is_here = (key.cpu, key.num_cores) == (_cpu_model(root), usable_cores())
+        if stored.source == source and is_here and key.version == __version__:
+            found.append((changed_s, stored))
+    return max(found, key=lambda one: one[0], default=(0.0, None))[1]
 
 
 class FitSaver:

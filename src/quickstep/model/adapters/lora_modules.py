@@ -8,13 +8,14 @@ those of the layers' matrices, the embedding, the output projection, and the exp
 from __future__ import annotations
 
 import enum
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from typing import TYPE_CHECKING, Any
 
 import msgspec
 import numpy as np
 from msgspec.structs import replace
 
+from quickstep.errors import ConfigError
 from quickstep.model.decoder_spec import ModelSpec
 from quickstep.ops.table import LinearWeight, LoRAPart
 from quickstep.ops.tensors import (
@@ -159,16 +160,30 @@ def _zeros(model: Decoder, num_inputs: int) -> Any:
     return zeros if isinstance(norm, HostTensor) else to_torch(zeros).to(norm.device)
 
 
-def adapter_bytes(spec: ModelSpec, rank: int, itemsize: int) -> int:
-    """Bytes of an adapter of this rank on the attention and dense MLP of every layer, with elements
-    of `itemsize` bytes.
+def adapter_bytes(spec: ModelSpec, rank: int, itemsize: int, targets: Collection[str] = ()) -> int:
+    """Bytes of an adapter of this rank, with elements of `itemsize` bytes: on the attention and
+    dense MLP of every layer, or on the linear layers whose last name is one of `targets`.
+
+    Raises:
+        ConfigError: The model has no layer of one of these names.
     """
+    modules = lora_modules(spec)
+    if targets:
+        known = {name.rpartition(".")[2] for name in modules}
+        for target in targets:
+            if target not in known:
+                raise ConfigError(
+                    f"the model has no linear layer {target}; known are {', '.join(sorted(known))}"
+                )
+        chosen = [one for name, one in modules.items() if name.rpartition(".")[2] in targets]
+    else:
+        chosen = [
+            one
+            for one in modules.values()
+            if one.number < embedding_number(spec) and not is_expert(spec, one)
+        ]
     scale_bytes = 4 if itemsize == 1 else 0  # int8 has a scale per rank
-    sizes = (
-        itemsize * (module.num_inputs + module.num_outputs) + scale_bytes
-        for module in lora_modules(spec).values()
-        if module.number < embedding_number(spec) and not is_expert(spec, module)
-    )
+    sizes = (itemsize * (one.num_inputs + one.num_outputs) + scale_bytes for one in chosen)
     return rank * sum(sizes)
 
 

@@ -6,6 +6,7 @@ Called by the engine's assembly and by the loader, once each at load.
 from __future__ import annotations
 
 import ctypes
+import re
 import sys
 from pathlib import Path
 
@@ -21,27 +22,34 @@ __all__ = ["choose_device", "choose_dtype"]
 _DTYPES = {dtype.name: dtype for dtype in STORED_DTYPES.values()}
 
 
+_GPU_NAME = re.compile(r"cuda(?::(\d+))?", re.ASCII)
+
+
 def choose_device(name: str) -> Device:
     """`auto` takes a GPU if torch finds one; torch is imported only where there is a driver.
 
     Raises:
         ConfigError: The name is unknown, or there is no such device.
     """
-    if name not in ("auto", "cpu", "cuda"):
-        raise ConfigError(f"--device is {name!r}, it must be auto, cpu or cuda")
+    gpu = _GPU_NAME.fullmatch(name)
+    if gpu is None and name not in ("auto", "cpu"):
+        raise ConfigError(f"--device is {name!r}, it must be auto, cpu, cuda or cuda:N")
     if name == "cpu" or (name == "auto" and not _has_gpu_driver()):
         return CPU
-    if name == "cuda":
-        require_torch("--device cuda")
+    if gpu is not None:
+        require_torch(f"--device {name}")
     elif not has_torch():
         return CPU
     import torch
 
-    if torch.cuda.is_available():
-        return Device("cuda")
-    if name == "cuda":
-        raise ConfigError("--device is cuda and torch sees no GPU; use --device cpu")
-    return CPU
+    num_gpus = torch.cuda.device_count() if torch.cuda.is_available() else 0
+    index = int(gpu[1]) if gpu is not None and gpu[1] else None
+    if (index or 0) < num_gpus:
+        return Device("cuda", index)
+    if gpu is None:
+        return CPU
+    seen = f"{num_gpus} GPUs" if num_gpus else "no GPU"
+    raise ConfigError(f"--device is {name} and torch sees {seen}; use --device cpu")
 
 
 def _has_gpu_driver() -> bool:

@@ -6,7 +6,9 @@ there are never two copies of the complete model. Counts the bytes that were rea
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Mapping
+from functools import partial
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Protocol
 
@@ -31,12 +33,15 @@ from quickstep.ops.tensors import (
     host_dtype,
     to_numpy,
     to_torch,
+    torch_device,
     torch_dtype,
 )
 
 if TYPE_CHECKING:
     import torch
     from torch import Tensor
+
+    from quickstep.model.checkpoint.staged_copy import StagedCopy
 
 __all__ = ["STORED_DTYPES", "Progress", "TensorReader", "TensorSource"]
 
@@ -86,6 +91,7 @@ class TensorReader:
         self._total_bytes = total_bytes
         self._done_bytes = 0
         self._progress = progress
+        self._staged: StagedCopy | None = None
 
     def tensor(self, name: str) -> AnyTensor:
         """One tensor."""
@@ -98,6 +104,8 @@ class TensorReader:
             return self._joined([self.stacked((name,)) for name in names])
         shapes = [self._files.tensors[name].shape for name in names]
         rows = sum(shape[0] for shape in shapes)
+        if self._device.type == "cuda":
+            return self._on_device(names, (rows, *shapes[0][1:]), dtypes[0])
         stored = HostTensor.empty((rows, *shapes[0][1:]), dtypes[0])
         raw = _bytes_of(stored)
         start = 0
@@ -108,11 +116,31 @@ class TensorReader:
             start = stop
         return self._as_model_dtype(stored)
 
+    def _on_device(
+        self, names: tuple[str, ...], shape: tuple[int, ...], stored_dtype: DType
+    ) -> Tensor:
+        """Several tensors of one dtype, copied to a GPU while they are read."""
+        import torch
+
+        if self._staged is None:
+            from quickstep.model.checkpoint.staged_copy import StagedCopy
+
+            self._staged = StagedCopy(torch_device(self._device))
+        num_bytes = math.prod(shape) * stored_dtype.itemsize
+        raw = torch.empty(num_bytes, dtype=torch.uint8, device=torch_device(self._device))
+        start = 0
+        for name in names:
+            stop = start + self._files.tensors[name].nbytes
+            self._staged.fill_(raw[start:stop], partial(self._files.read_into, name))
+            self._count(stop - start)
+            start = stop
+        return raw.view(torch_dtype(stored_dtype)).view(shape).to(torch_dtype(self._dtype))
+
     def _as_model_dtype(self, stored: HostTensor) -> AnyTensor:
         """As a tensor of the model: in its dtype, on its device."""
         if isinstance(self._dtype, DType):
             return stored.to(self._dtype)
-        return stored.to_torch().to(self._device.type, self._dtype)
+        return stored.to_torch().to(torch_device(self._device), self._dtype)
 
     def _joined(self, parts: list[AnyTensor]) -> AnyTensor:
         if isinstance(self._dtype, DType):
@@ -167,7 +195,7 @@ class TensorReader:
         tensor = HostTensor.empty(shape, dtype)
         self._files.read_into(name, _bytes_of(tensor))
         self._count(stored.nbytes)
-        return tensor.to_torch().to(self._device.type)
+        return tensor.to_torch().to(torch_device(self._device))
 
     def _stored_dtype(self, name: str) -> DType:
         stored = self._files.tensors[name].dtype

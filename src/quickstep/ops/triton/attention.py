@@ -1,16 +1,17 @@
 """Causal attention over the paged KV cache, for prefill and decode rows together.
 
 A program has the query heads of one KV head for as many tokens of a row as give `_ROWS` rows, and
-one split of the keys; its shape is the same in prefill and decode. Tiles of `_TILE` keys and splits
-of `_SPLIT` start at absolute positions; a program adds tiles in ascending order (online softmax:
-Dao et al., 2022), `_combine_kernel` adds splits in ascending order. A tile or split without a
-visible key changes no bit of a query.
+every n-th split of the keys; its shape is the same in prefill and decode. Tiles of `_TILE` keys and
+splits of `_SPLIT` start at absolute positions; a program adds tiles in ascending order (online
+softmax: Dao et al., 2022), `_combine_kernel` adds splits in ascending order. A tile or split
+without a visible key changes no bit of a query, and is not computed.
 Keys that are not visible may hold anything, NaN included.
+
+Launches depend on the numbers of tokens and rows, and on the width of the block tables. Where a row
+begins and how long its context is are read from memory, so that a recorded launch fits all lengths.
 """
 
 from __future__ import annotations
-
-from itertools import pairwise
 
 import torch
 import triton
@@ -27,6 +28,12 @@ __all__ = ["paged_attention"]
 _TILE = 64
 _SPLIT = 1024  # keys, a multiple of _TILE
 _ROWS = 16  # queries times heads in a program; more where one KV head has more heads
+# Programs of a launch: enough for every GPU. Those without a split end at once, so that short rows
+# lose little; a long row has at least `_LEAST_SPLIT_PROGRAMS` programs per KV head.
+_PROGRAMS = 2048
+_LEAST_SPLIT_PROGRAMS = 4
+_CHUNK = 128  # row offsets that a program searches at a time
+_PARTIAL_BYTES = 256 << 20  # of unfinished splits: more KV heads take a launch of their own
 
 
 @triton.jit
@@ -56,7 +63,7 @@ def _attention_kernel(
     value_scales,
     positions,
     tables,
-    blocks,
+    row_offsets,
     sums,
     peaks,
     weighted,
@@ -69,8 +76,10 @@ def _attention_kernel(
     head_stride,
     q_token_stride,
     q_head_stride,
+    first_kv_head,
     num_heads,
-    num_splits,
+    num_rows,
+    max_splits,
     INT8: tl.constexpr,
     HAS_WINDOW: tl.constexpr,
     HAS_SOFTCAP: tl.constexpr,
@@ -80,17 +89,29 @@ def _attention_kernel(
     BLOCK_M: tl.constexpr,
     TILE: tl.constexpr,
     SPLIT: tl.constexpr,
+    CHUNK: tl.constexpr,
 ):
-    """Writes a split's maximum, sum of exponentials and weighted values, per token and head.
+    """Writes a split's maximum, sum of exponentials and weighted values, per token and head of the
+    `num_heads` from `first_kv_head` on.
 
-    `blocks` [programs, 3] int32: the row, its first token here, and the number of tokens.
+    Row r, from token t on, has the programs from t // TOKENS + r on, at least as many as it needs.
     """
+    TOKENS: tl.constexpr = BLOCK_M // HEADS_PER_KV
     program = tl.program_id(0)
-    kv_head = tl.program_id(1)
-    split = tl.program_id(2)
-    row = tl.load(blocks + program * 3).to(tl.int64)
-    first_token = tl.load(blocks + program * 3 + 1)
-    num_tokens = tl.load(blocks + program * 3 + 2)
+    kv_head = first_kv_head + tl.program_id(1)
+    num_before = program * 0  # 0-d tensor: a loop keeps its type
+    for first_row in range(0, num_rows, CHUNK):
+        rows = first_row + tl.arange(0, CHUNK)
+        begin = tl.load(row_offsets + rows, mask=rows < num_rows, other=0)
+        is_before = (rows < num_rows) & (begin // TOKENS + rows <= program)
+        num_before += tl.sum(is_before.to(tl.int32), 0)
+    row = num_before - 1
+    row_begin = tl.load(row_offsets + row)
+    first_token = row_begin + (program - row_begin // TOKENS - row) * TOKENS
+    num_tokens = tl.minimum(tl.load(row_offsets + row + 1) - first_token, TOKENS)
+    if num_tokens <= 0:
+        return
+    row = row.to(tl.int64)
 
     lanes = tl.arange(0, BLOCK_M)
     channels = tl.arange(0, BLOCK_D)
@@ -104,82 +125,105 @@ def _attention_kernel(
     first_position = tl.load(positions + first_token)
     last_position = tl.load(positions + first_token + num_tokens - 1)
 
-    peak = tl.full((BLOCK_M,), float("-inf"), dtype=tl.float32)
-    total = tl.zeros((BLOCK_M,), dtype=tl.float32)
-    out = tl.zeros((BLOCK_M, BLOCK_D), dtype=tl.float32)
-    start = split * SPLIT
-    stop = tl.minimum(start + SPLIT, last_position + 1)
+    # of the block's queries: later splits have no visible key, nor have those before the window
+    first_split = tl.program_id(2)
+    lowest = first_split * 0
     if HAS_WINDOW:
-        lowest = tl.maximum(first_position - window + 1, 0) // TILE * TILE
-        start = tl.maximum(start, lowest)
-    for first in range(start, stop, TILE):
-        key = first + tl.arange(0, TILE)
-        is_key = key <= last_position
-        block = tl.load(tables + row * table_stride + key // block_size, mask=is_key, other=0)
-        slot = block.to(tl.int64) * block_size + key % block_size
-        mask = is_key[:, None] & (channels[None, :] < D)
-        k = _load_heads(
-            keys, key_scales, slot, kv_head, channels, mask, row_stride, head_stride, INT8
-        )
-        v = _load_heads(
-            values, value_scales, slot, kv_head, channels, mask, row_stride, head_stride, INT8
-        )
-        score = tl.dot(query, tl.trans(k), input_precision="ieee") * scale
-        if HAS_SOFTCAP:
-            small = tl.exp(-2.0 * tl.abs(score / softcap))
-            bounded = (1.0 - small) / (1.0 + small)
-            score = tl.where(score >= 0, bounded, -bounded) * softcap
-        visible = is_query[:, None] & (key[None, :] <= position[:, None])
-        if HAS_WINDOW:
-            visible = visible & (position[:, None] - key[None, :] < window)
-        score = tl.where(visible, score, float("-inf"))
-        higher = tl.maximum(peak, tl.max(score, 1))
-        base = tl.where(higher == float("-inf"), 0.0, higher)
-        p = tl.where(visible, tl.exp(score - base[:, None]), 0.0)
-        # a value that is not finite must not reach queries that do not see it as 0 * NaN
-        finite = (v - v) == 0.0
-        unusable = tl.max(tl.where(finite, 0, 1), 1) > 0
-        p = tl.where(visible & unusable[None, :], float("nan"), p)
-        v = tl.where(finite, v, 0.0)
-        rescale = tl.where(peak == float("-inf"), 0.0, tl.exp(peak - base))
-        total = total * rescale + tl.sum(p, 1)
-        out = out * rescale[:, None] + tl.dot(p, v, input_precision="ieee")
-        peak = higher
-    where = (token * num_heads + head) * num_splits + split
-    tl.store(peaks + where, peak, mask=is_query)
-    tl.store(sums + where, total, mask=is_query)
-    tl.store(weighted + where[:, None] * D + channels[None, :], out, mask=q_mask)
+        lowest = (tl.maximum(first_position - window + 1, 0) // TILE * TILE).to(tl.int32)
+        first_split += lowest // SPLIT
+    num_splits = (last_position // SPLIT + 1).to(tl.int32)
+    for split in range(first_split, num_splits, tl.num_programs(2)):
+        peak = tl.full((BLOCK_M,), float("-inf"), dtype=tl.float32)
+        total = tl.zeros((BLOCK_M,), dtype=tl.float32)
+        out = tl.zeros((BLOCK_M, BLOCK_D), dtype=tl.float32)
+        stop = tl.minimum((split + 1) * SPLIT, last_position + 1)
+        start = tl.maximum(split * SPLIT, lowest)
+        for first in range(start, stop, TILE):
+            key = first + tl.arange(0, TILE)
+            is_key = key <= last_position
+            block = tl.load(tables + row * table_stride + key // block_size, mask=is_key, other=0)
+            slot = block.to(tl.int64) * block_size + key % block_size
+            mask = is_key[:, None] & (channels[None, :] < D)
+            k = _load_heads(
+                keys, key_scales, slot, kv_head, channels, mask, row_stride, head_stride, INT8
+            )
+            v = _load_heads(
+                values, value_scales, slot, kv_head, channels, mask, row_stride, head_stride, INT8
+            )
+            score = tl.dot(query, tl.trans(k), input_precision="ieee") * scale
+            if HAS_SOFTCAP:
+                small = tl.exp(-2.0 * tl.abs(score / softcap))
+                bounded = (1.0 - small) / (1.0 + small)
+                score = tl.where(score >= 0, bounded, -bounded) * softcap
+            visible = is_query[:, None] & (key[None, :] <= position[:, None])
+            if HAS_WINDOW:
+                visible = visible & (position[:, None] - key[None, :] < window)
+            score = tl.where(visible, score, float("-inf"))
+            higher = tl.maximum(peak, tl.max(score, 1))
+            base = tl.where(higher == float("-inf"), 0.0, higher)
+            p = tl.where(visible, tl.exp(score - base[:, None]), 0.0)
+            # a value that is not finite must not reach queries that do not see it as 0 * NaN
+            finite = (v - v) == 0.0
+            unusable = tl.max(tl.where(finite, 0, 1), 1) > 0
+            p = tl.where(visible & unusable[None, :], float("nan"), p)
+            v = tl.where(finite, v, 0.0)
+            rescale = tl.where(peak == float("-inf"), 0.0, tl.exp(peak - base))
+            total = total * rescale + tl.sum(p, 1)
+            out = out * rescale[:, None] + tl.dot(p, v, input_precision="ieee")
+            peak = higher
+        mine = head - first_kv_head * HEADS_PER_KV
+        where = (token * num_heads + mine) * max_splits + split
+        tl.store(peaks + where, peak, mask=is_query)
+        tl.store(sums + where, total, mask=is_query)
+        tl.store(weighted + where[:, None] * D + channels[None, :], out, mask=q_mask)
 
 
 @triton.jit
 def _combine_kernel(
+    positions,
+    row_offsets,
     sums,
     peaks,
     weighted,
     sinks,
     out,
+    window,
+    first_head,
     num_heads,
-    num_splits,
+    num_out_heads,
+    num_rows,
+    max_splits,
     HAS_SINKS: tl.constexpr,
+    HAS_WINDOW: tl.constexpr,
     D: tl.constexpr,
     BLOCK_D: tl.constexpr,
+    SPLIT: tl.constexpr,
 ):
-    """One head of one token: its splits in ascending order, then its sink."""
+    """One head of one token: its splits in ascending order, then its sink. Padding is zero."""
     token = tl.program_id(0).to(tl.int64)
     head = tl.program_id(1)
     channels = tl.arange(0, BLOCK_D)
     mask = channels < D
-    where = (token * num_heads + head) * num_splits
+    target = out + (token * num_out_heads + first_head + head) * D + channels
+    if token >= tl.load(row_offsets + num_rows):
+        tl.store(target, tl.zeros((BLOCK_D,), dtype=out.dtype.element_ty), mask=mask)
+        return
+    position = tl.load(positions + token)
+    stop = (position // SPLIT + 1).to(tl.int32)
+    first = stop * 0
+    if HAS_WINDOW:
+        first = (tl.maximum(position - window + 1, 0) // SPLIT).to(tl.int32)
+    where = (token * num_heads + head) * max_splits
     # 0-d tensors: a loop keeps their type
-    peak = tl.load(peaks + where)
-    for split in range(1, num_splits):
+    peak = tl.load(peaks + where + first)
+    for split in range(first + 1, stop):
         peak = tl.maximum(peak, tl.load(peaks + where + split))
     if HAS_SINKS:
-        sink = tl.load(sinks + head).to(tl.float32)
+        sink = tl.load(sinks + first_head + head).to(tl.float32)
         peak = tl.maximum(peak, sink)
-    total = tl.load(sums + where) * 0.0
+    total = tl.load(sums + where + first) * 0.0
     result = tl.zeros((BLOCK_D,), dtype=tl.float32)
-    for split in range(0, num_splits):
+    for split in range(first, stop):
         mine = tl.load(peaks + where + split)
         factor = tl.where(mine == float("-inf"), 0.0, tl.exp(mine - peak))
         total += tl.load(sums + where + split) * factor
@@ -188,17 +232,13 @@ def _combine_kernel(
     if HAS_SINKS:
         total += tl.exp(sink - peak)
     result = result / total
-    target = out + (token * num_heads + head) * D + channels
     tl.store(target, rounded(result, out.dtype.element_ty), mask=mask)
 
 
-def _query_blocks(row_offsets: tuple[int, ...], most: int) -> list[tuple[int, int, int]]:
-    """(row, first token, number of tokens) of each program, of at most `most` tokens."""
-    return [
-        (row, first, min(most, stop - first))
-        for row, (start, stop) in enumerate(pairwise(row_offsets))
-        for first in range(start, stop, most)
-    ]
+def _row_offsets(layout: PagedLayout) -> Tensor:
+    if layout.lengths is not None:
+        return layout.lengths.row_offsets
+    return torch.tensor(layout.row_offsets, dtype=torch.int32, device=layout.positions.device)
 
 
 def paged_attention(
@@ -226,55 +266,74 @@ def paged_attention(
     scales = [cache.flatten().view(torch.float32) if is_int8 else cache for cache in (keys, values)]
     per_kv_head = num_heads // num_kv_heads
     block_m = max(_ROWS, triton.next_power_of_2(per_kv_head))
-    blocks = _query_blocks(layout.row_offsets, block_m // per_kv_head)
-    num_splits = triton.cdiv(max(layout.context_lens), _SPLIT)
-    partial = (num_tokens, num_heads, num_splits)
+    row_offsets = _row_offsets(layout)
+    num_rows, table_width = layout.block_tables.shape
+    num_blocks = num_tokens // (block_m // per_kv_head) + num_rows
+    max_splits = triton.cdiv(table_width * layout.block_size, _SPLIT)
+    split_programs = max(_LEAST_SPLIT_PROGRAMS, _PROGRAMS // (num_blocks * num_kv_heads))
+    per_kv_head_bytes = num_tokens * per_kv_head * max_splits * (head_size + 2) * 4
+    kv_heads_at_once = min(num_kv_heads, max(1, _PARTIAL_BYTES // per_kv_head_bytes))
+    partial = (num_tokens, kv_heads_at_once * per_kv_head, max_splits)
     sums = torch.empty(partial, dtype=torch.float32, device=q.device)
     peaks = torch.empty_like(sums)
     weighted = torch.empty((*partial, head_size), dtype=torch.float32, device=q.device)
     block_d = max(16, triton.next_power_of_2(head_size))
-    _attention_kernel[(len(blocks), num_kv_heads, num_splits)](
-        q,
-        keys,
-        values,
-        *scales,
-        layout.positions,
-        layout.block_tables,
-        torch.tensor(blocks, dtype=torch.int32, device=q.device),
-        sums,
-        peaks,
-        weighted,
-        params.scale,
-        params.softcap or 1.0,
-        params.window or 0,
-        layout.block_size,
-        layout.block_tables.stride(0),
-        num_kv_heads * head_stride,
-        head_stride,
-        q.stride(0),
-        q.stride(1),
-        num_heads,
-        num_splits,
-        INT8=is_int8,
-        HAS_WINDOW=params.window is not None,
-        HAS_SOFTCAP=params.softcap is not None,
-        HEADS_PER_KV=per_kv_head,
-        D=head_size,
-        BLOCK_D=block_d,
-        BLOCK_M=block_m,
-        TILE=_TILE,
-        SPLIT=_SPLIT,
-    )
-    _combine_kernel[(num_tokens, num_heads)](
-        sums,
-        peaks,
-        weighted,
-        None if sinks is None else to_torch(sinks),
-        out,
-        num_heads,
-        num_splits,
-        HAS_SINKS=sinks is not None,
-        D=head_size,
-        BLOCK_D=block_d,
-    )
+    for first in range(0, num_kv_heads, kv_heads_at_once):
+        launched_kv_heads = min(kv_heads_at_once, num_kv_heads - first)
+        launched_heads = launched_kv_heads * per_kv_head
+        _attention_kernel[(num_blocks, launched_kv_heads, min(max_splits, split_programs))](
+            q,
+            keys,
+            values,
+            *scales,
+            layout.positions,
+            layout.block_tables,
+            row_offsets,
+            sums,
+            peaks,
+            weighted,
+            params.scale,
+            params.softcap or 1.0,
+            params.window or 0,
+            layout.block_size,
+            layout.block_tables.stride(0),
+            num_kv_heads * head_stride,
+            head_stride,
+            q.stride(0),
+            q.stride(1),
+            first,
+            launched_heads,
+            num_rows,
+            max_splits,
+            INT8=is_int8,
+            HAS_WINDOW=params.window is not None,
+            HAS_SOFTCAP=params.softcap is not None,
+            HEADS_PER_KV=per_kv_head,
+            D=head_size,
+            BLOCK_D=block_d,
+            BLOCK_M=block_m,
+            TILE=_TILE,
+            SPLIT=_SPLIT,
+            CHUNK=_CHUNK,
+        )
+        _combine_kernel[(num_tokens, launched_heads)](
+            layout.positions,
+            row_offsets,
+            sums,
+            peaks,
+            weighted,
+            None if sinks is None else to_torch(sinks),
+            out,
+            params.window or 0,
+            first * per_kv_head,
+            launched_heads,
+            num_heads,
+            num_rows,
+            max_splits,
+            HAS_SINKS=sinks is not None,
+            HAS_WINDOW=params.window is not None,
+            D=head_size,
+            BLOCK_D=block_d,
+            SPLIT=_SPLIT,
+        )
     return out

@@ -40,7 +40,7 @@ def load_triton(device: torch.device | Device) -> OpTable | None:
     from quickstep.ops.triton.experts import TritonExperts, pack_experts
     from quickstep.ops.triton.linear import embedding, linear, pack_linear
     from quickstep.ops.triton.logits import finished_logits
-    from quickstep.ops.triton.lora import TritonLoRA
+    from quickstep.ops.triton.lora import TritonAdapterTable, TritonLoRA
     from quickstep.ops.triton.quantized_linear import pack_quantized
     from quickstep.ops.triton.rotary import rotary, rotary_write_kv
     from quickstep.ops.triton.write_kv import write_kv
@@ -49,6 +49,7 @@ def load_triton(device: torch.device | Device) -> OpTable | None:
     return msgspec.structs.replace(
         reference_ops(),
         name="triton",
+        samples_on_device=True,
         pack_linear=pack_linear,
         pack_quantized=pack_quantized,
         linear=linear,
@@ -66,4 +67,6 @@ def load_triton(device: torch.device | Device) -> OpTable | None:
         move_kv=None,
         pack_experts=pack_experts,
         experts=TritonExperts(lora),
+        reads_lengths=True,
+        adapter_table=TritonAdapterTable,
     )

@@ -20,7 +20,7 @@ from quickstep.ops.table import LoRAAdapter, LoRAMapping, LoRAPart
 from quickstep.ops.tensors import to_torch
 from quickstep.ops.triton.rounding import rounded
 
-__all__ = ["TritonLoRA"]
+__all__ = ["TritonAdapterTable", "TritonLoRA"]
 
 _BLOCK_INPUTS = 128
 _BLOCK_RANK = 16
@@ -307,8 +307,44 @@ def _add(y: Tensor, x: Tensor, module: int, items: _Items) -> None:
     )
 
 
+class TritonAdapterTable:
+    """`AdapterTable`: the tables of all places in one tensor, [places, modules, parts, 8]."""
+
+    def __init__(self, adapters: Sequence[LoRAAdapter], num_places: int) -> None:
+        """Raises ValueError without adapters: they tell how many modules a model has."""
+        packed = [_packed(adapter) for adapter in adapters]
+        num_parts = max(one.table.shape[1] for one in packed)
+        self._most_ranks = _largest_ranks(packed)
+        self._dtype = next((one.dtype for one in packed if one.tensors), torch.float32)
+        first = packed[0].table
+        self._tables = first.new_zeros(num_places, first.shape[0], num_parts, _NUM_FIELDS)
+
+    def fits(self, adapter: LoRAAdapter) -> bool:
+        """`AdapterTable.fits`."""
+        packed = _packed(adapter)
+        return (
+            packed.table.shape[1] <= self._tables.shape[2]
+            and all(a <= b for a, b in zip(packed.most_ranks, self._most_ranks, strict=True))
+            and (packed.dtype == self._dtype or not packed.tensors)
+        )
+
+    def set_(self, place: int, adapter: LoRAAdapter) -> None:
+        """`AdapterTable.set_`."""
+        table = _packed(adapter).table
+        self._tables[place].zero_()
+        self._tables[place, :, : table.shape[1]].copy_(table)
+
+    def mapping(self, places: Tensor) -> LoRAMapping:
+        """`AdapterTable.mapping`."""
+        tokens = torch.arange(places.shape[0], device=places.device)
+        items = _Items(self._tables, tokens, places, self._most_ranks, self._dtype)
+        return LoRAMapping((), items)
+
+
 def _items_of(mapping: LoRAMapping) -> _Items | None:
     """None if no token has an adapter with a part."""
+    if isinstance(mapping.items, _Items):
+        return mapping.items
     groups = [
         (_packed(adapter), to_torch(tokens))
         for adapter, tokens in mapping.groups
@@ -328,9 +364,14 @@ def _items_of(mapping: LoRAMapping) -> _Items | None:
         torch.stack(tables),
         torch.cat(tokens),
         torch.cat([torch.full_like(one, index) for index, one in enumerate(tokens)]),
-        tuple(map(max, zip(*(packed.most_ranks for packed, _ in groups), strict=True))),
+        _largest_ranks([packed for packed, _ in groups]),
         dtype,
     )
+
+
+def _largest_ranks(adapters: Sequence[_Packed]) -> tuple[int, ...]:
+    """Of several adapters, by module."""
+    return tuple(map(max, zip(*(one.most_ranks for one in adapters), strict=True)))
 
 
 def _packed(adapter: LoRAAdapter) -> _Packed:

@@ -3,7 +3,7 @@
 
 The order: replaced logits, added amounts, the mask of allowed tokens, two lists of bans. Made by
 `SamplingState.changes`, read by `apply_changes_`, which is the definition, and by
-`runtime.sampling.native_sampler`.
+`runtime.sampling.native_sampler` and `runtime.sampling.device_records`.
 """
 
 from __future__ import annotations

@@ -64,7 +64,7 @@ def token_logprobs(
     num_before += np.count_nonzero(logits[:token_id] == chosen)
     top = largest(logits, num_top) if num_top else np.empty(0, dtype=np.int64)
     top = top[np.argsort(-logits[top], kind="stable")]
-    reported = [*top.tolist(), *other_token_ids(logits, requested_ids, top.tolist())]
+    reported = [*top.tolist(), *other_token_ids(logits.__getitem__, requested_ids, top.tolist())]
     rank, values = int(num_before) + 1, logits[reported].tolist()
     return logprobs_of_scores(token_id, rank, total, float(peak), float(chosen), reported, values)
 
@@ -91,11 +91,11 @@ def logprobs_of_scores(
 
 
 def other_token_ids(
-    logits: npt.NDArray[np.float32], requested_ids: Sequence[int], top: Sequence[int]
+    logit_of: Callable[[int], float], requested_ids: Sequence[int], top: Sequence[int]
 ) -> list[int]:
-    """The requested tokens that are not in `top`, by their logits [V], the most likely first."""
+    """The requested tokens that are not in `top`, by their logits, the most likely first."""
     others = set(requested_ids).difference(top)
-    return sorted(others, key=lambda index: (-float(logits[index]), index))
+    return sorted(others, key=lambda index: (-float(logit_of(index)), index))
 
 
 def score_tokens(
@@ -147,6 +147,10 @@ class PromptScorer:
         self._score: Scorer = score_tokens
         if model.device.type == "cpu" and model.ops.steps is not None:
             self._score = NativeScorer(model.ops.steps.scores(model.vocab_size)).score
+        elif model.ops.samples_on_device:
+            from quickstep.runtime.sampling.device_sampler import score_on_device
+
+            self._score = score_on_device
 
     def score(self, hidden: AnyTensor, row: StepRow, slot: Slot) -> tuple[TokenLogprobs, ...]:
         """The scores of the tokens after the row's scored positions; `hidden` [T, H] is the row's.

@@ -3,7 +3,7 @@
 
 `SamplingState.changes` computes the changes of a row's logits (penalties, masks, grammars) for the
 tokens concerned; the native call applies them. Called by `runtime.runner` where the kernels are
-native, and for logits of an accelerator, which are copied to the host.
+native, and for logits of an accelerator without a sampler of its own, which are copied to the host.
 """
 
 from __future__ import annotations
@@ -51,11 +51,15 @@ Sampler = Callable[
 
 
 def open_sampler(model: Model, vocab_size: int | None = None) -> Sampler:
-    """The native sampler where the model's kernels are native or it is on an accelerator, otherwise
-    the one in NumPy.
+    """The native sampler where the model's kernels are native or it is on an accelerator, Triton's
+    where they are Triton's, otherwise the one in NumPy.
 
     `vocab_size`: V of the logits, if it is not that of the model.
     """
+    if model.ops.samples_on_device:
+        from quickstep.runtime.sampling.device_sampler import DeviceSampler
+
+        return DeviceSampler(vocab_size or model.vocab_size, model.device.type).sample
     on_host = model.device.type == "cpu"
     ops = model.ops if on_host else load_native()
     if ops is None or ops.steps is None:
@@ -203,7 +207,9 @@ def _logprobs(pending: _Pending, requested_ids: Sequence[int]) -> TokenLogprobs:
     """As `runtime.sampling.logprobs.token_logprobs`."""
     call, ids, logits = pending.call, pending.top_ids, pending.top_logits
     assert ids is not None and logits is not None
-    others = other_token_ids(pending.row, requested_ids, ids.tolist()) if requested_ids else []
+    others: list[int] = []
+    if requested_ids:
+        others = other_token_ids(pending.row.__getitem__, requested_ids, ids.tolist())
     return logprobs_of_scores(
         call.token_id,
         call.rank,

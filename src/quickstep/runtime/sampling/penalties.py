@@ -57,6 +57,11 @@ class Penalties:
         """The tokens that have penalties, each once."""
         return self._ids[: self._size]
 
+    @property
+    def counts(self) -> Ids:
+        """How often the sequence has generated each of `token_ids` [n]."""
+        return self._counts[: self._size]
+
     def lowered(self, scores: Floats) -> Floats:
         """The logits [n] of `token_ids` [n] after the penalties."""
         if self._repetition != 1.0:

@@ -9,6 +9,7 @@ that the request does not use is None.
 from __future__ import annotations
 
 from collections.abc import Iterable
+from copy import copy
 
 import numpy as np
 import numpy.typing as npt
@@ -59,7 +60,7 @@ class SamplingState:
         self._allowed_bits = (
             bits_of_ids(self._allowed_ids, vocab_size) if self._allowed_ids.size else None
         )
-        self._penalties = _penalties(admission)
+        self.penalties: Penalties | None = _penalties(admission)
         in_tokens = _token_forms(sampling)
         self._dry = _dry(admission, in_tokens, vocab_size)
         self._bad_words = _bad_words(admission, in_tokens, vocab_size)
@@ -67,7 +68,7 @@ class SamplingState:
         recorders = (self._grammar, self._dry, self._bad_words, self._thinking)
         self._recorders = [recorder for recorder in recorders if recorder is not None]
         self._always_adjusts = bool(
-            self._penalties is not None
+            self.penalties is not None
             or self._bias_ids.size
             or self._allowed_ids.size
             or self._recorders
@@ -108,7 +109,12 @@ class SamplingState:
     @property
     def is_plain_argmax(self) -> bool:
         """Whether the next token is the argmax of the raw logits, with no log-probabilities."""
-        return self._is_argmax and not self._always_adjusts and self.num_outputs >= self._end_ban
+        return self.is_plain_argmax_after(0)
+
+    def is_plain_argmax_after(self, num_outputs: int) -> bool:
+        """Whether that holds for the token after this many more outputs."""
+        is_past_ban = self.num_outputs + num_outputs >= self._end_ban
+        return self._is_argmax and not self._always_adjusts and is_past_ban
 
     @property
     def _bans_ends(self) -> bool:
@@ -118,8 +124,11 @@ class SamplingState:
         """Apply all that precedes temperature to logits [V] in place: penalties, bias, masks."""
         apply_changes_(logits, self.changes(logits))
 
-    def changes(self, row: npt.NDArray[np.floating]) -> LogitChanges:
-        """What `adjust_` does to the raw logits `row` [V], without a pass over all of them."""
+    def changes(self, row: npt.NDArray[np.floating] | None) -> LogitChanges:
+        """What `adjust_` does to the raw logits `row` [V], without a pass over all of them.
+
+        With None, what it does after `penalties`: a device computes those from its own logits.
+        """
         allowed = self._allowed_bits
         if self._grammar is not None:
             bits = self._grammar.allowed_bits()
@@ -138,13 +147,13 @@ class SamplingState:
         return LogitChanges(*self._edits(row), allowed, (ends, bad_words))
 
     def _edits(
-        self, row: npt.NDArray[np.floating]
+        self, row: npt.NDArray[np.floating] | None
     ) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.float64], int]:
         """The edits of logits by penalties and bias; see `edits_of`."""
         replaced: Edit | None = None
-        if self._penalties is not None:
-            ids = self._penalties.token_ids
-            replaced = ids, self._penalties.lowered(row[ids].astype(np.float64))
+        if self.penalties is not None and row is not None:
+            ids = self.penalties.token_ids
+            replaced = ids, self.penalties.lowered(row[ids].astype(np.float64))
         added: list[Edit] = []
         if self._dry is not None:
             ids, amounts = self._dry.penalties()
@@ -165,14 +174,34 @@ class SamplingState:
             return closing
         return () if self._grammar is None else self._grammar.next_tokens()
 
+    @property
+    def is_function_of_position(self) -> bool:
+        """Whether the tokens so far have no effect on the next one but by the logits."""
+        return self.penalties is None and not self._recorders
+
+    def ahead(self, num_tokens: int) -> SamplingState:
+        """The state after so many more tokens, whatever they are, of one for which
+        `is_function_of_position`. It shares everything with this state: for sampling only.
+        """
+        assert self.is_function_of_position
+        later = copy(self)
+        later.num_outputs += num_tokens
+        return later
+
+    def outputs_since(self, num_outputs: int) -> list[int]:
+        """The recorded tokens after so many outputs, of which none is before the admission."""
+        num_before = self.num_outputs - len(self._recorded)
+        assert num_outputs >= num_before
+        return self._recorded[num_outputs - num_before :]
+
     def record(self, token_id: int) -> None:
         """Count an emitted token."""
         self.num_outputs += 1
         self._recorded.append(token_id)
         for recorder in self._recorders:
             recorder.record(token_id)
-        if self._penalties is not None:
-            self._penalties.record(token_id)
+        if self.penalties is not None:
+            self.penalties.record(token_id)
 
 
 def _grammar(

@@ -53,6 +53,12 @@ class Drafting:
         """Layers of the target whose inputs the proposer reads."""
         return () if self._reader is None else self._reader.aux_layers
 
+    @property
+    def reads_hidden(self) -> bool:
+        """Whether the proposer reads hidden states of the target."""
+        proposer = self._proposer
+        return self._reader is not None or (proposer is not None and proposer.needs_hidden)
+
     def needs_every_token(self, rows: Sequence[StepRow]) -> bool:
         """Whether the final hidden states of more than the emitting tokens are needed."""
         if self._reader is None or self._reader.aux_layers:

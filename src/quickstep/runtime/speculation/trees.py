@@ -15,13 +15,15 @@ from __future__ import annotations
 
 import heapq
 from collections.abc import Sequence
+from itertools import count
 
 import msgspec
 import numpy as np
+import numpy.typing as npt
 from msgspec.structs import replace
 
 from quickstep.runtime.sampling.filters import kept_token_ids
-from quickstep.runtime.sampling.noise import gumbel
+from quickstep.runtime.sampling.noise import noise_bits
 from quickstep.runtime.sampling.sampler import Sample, SampleFailure, applies_xtc
 from quickstep.runtime.sampling.state import SamplingState
 from quickstep.runtime.speculation.draft_model import draft_admission
@@ -67,17 +69,24 @@ def candidates_of(
     known[sampled.token_id] = sampled.logprobs.logprob
     ids = np.array(list(known), dtype=np.int64)
     scores = np.array(list(known.values()))
-    temperature = state.sampling.temperature
+    temperature, xtc = state.sampling.temperature, applies_xtc(state)
     if temperature > 0.0:
-        scaled = (scores - scores.max()) / temperature
-        kept = kept_token_ids(scaled, state.sampling, applies_xtc(state))
-        is_kept = np.isin(np.arange(len(ids)), kept) | (ids == sampled.token_id)
+        kept = kept_token_ids((scores - scores.max()) / temperature, state.sampling, xtc)
+        is_kept = ids == sampled.token_id
+        is_kept[kept] = True
         ids, scores = ids[is_kept], scores[is_kept]
-        scores = scores + temperature * gumbel(state.seed, state.num_outputs, ids)
+        scores += temperature * _noise(state, ids)
     weights = np.exp(scores - scores.max())
     weights /= weights.sum()
     order = np.argsort(-weights, kind="stable")[:width]
     return [Candidate(int(ids[one]), float(weights[one])) for one in order]
+
+
+def _noise(state: SamplingState, ids: npt.NDArray[np.int64]) -> npt.NDArray[np.float64]:
+    """`noise.gumbel` of the position, with NumPy's logarithm: drafts need no exact one."""
+    v = (noise_bits(state.seed, state.num_outputs, ids).astype(np.float64) + 0.5) * 2.0**-52
+    noise: npt.NDArray[np.float64] = -np.log(-np.log1p(-v))
+    return noise
 
 
 def likeliest_tree(levels: Sequence[Sequence[Candidate]], num_drafts: int) -> Drafts:
@@ -85,14 +94,13 @@ def likeliest_tree(levels: Sequence[Sequence[Candidate]], num_drafts: int) -> Dr
     token_ids: list[int] = []
     parents: list[int] = []
     heap: list[tuple[float, int, int, int, int]] = []  # -probability, order, parent, depth, token
+    order = count()
 
     def add_children(parent: int, depth: int, probability: float) -> None:
         for one in levels[depth] if depth < len(levels) else ():
-            entry = (-probability * one.probability, num_added[0], parent, depth, one.token_id)
-            num_added[0] += 1
+            entry = (-probability * one.probability, next(order), parent, depth, one.token_id)
             heapq.heappush(heap, entry)
 
-    num_added = [0]
     add_children(0, 0, 1.0)
     while heap and len(token_ids) < num_drafts:
         negative, _, parent, depth, token_id = heapq.heappop(heap)

@@ -14,8 +14,11 @@ Called by `runtime.runner`.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from itertools import islice
 
 import msgspec
+import numpy as np
+import numpy.typing as npt
 
 from quickstep.ops.tensors import AnyTensor, to_numpy
 from quickstep.runtime.sampling.sampler import Sample, SampleFailure, failure_of, sample_row
@@ -74,6 +77,16 @@ class EmittingRow(msgspec.Struct):
         """The places among the row's logits of its inputs that are tokens of the sequence."""
         return self.nodes[: len(self.samples)]
 
+    @property
+    def depths(self) -> list[int]:
+        """How many drafts precede the logits of each of the row's inputs."""
+        if not self.parents:
+            return list(range(1 + len(self.drafts)))
+        depths = [0]
+        for parent in self.parents:
+            depths.append(depths[parent] + 1)
+        return depths
+
     def accept(self, sampled: Sample | SampleFailure) -> bool:
         """Record a sampled token; whether another one can be sampled after it in this step.
 
@@ -111,11 +124,17 @@ class EmittingRow(msgspec.Struct):
 
 
 def sample_rows(
-    sample: _Sampler, logits: AnyTensor, rows: Sequence[EmittingRow], by_rejection: bool = False
+    sample: _Sampler,
+    logits: AnyTensor,
+    rows: Sequence[EmittingRow],
+    by_rejection: bool = False,
+    at_once: bool = False,
 ) -> None:
     """Fill in the samples of all rows, or the failures of their slots. `logits` [E, V] fp32.
 
-    `by_rejection`: accept drafts by rejection sampling.
+    `by_rejection`: accept drafts by rejection sampling. `at_once`: where tokens have no effect on
+    later ones but by the logits, sample after all drafts in one call; those after a rejected draft
+    are in vain.
     """
     if not any([row.drafts for row in rows]):
         samples = sample(logits, [row.state for row in rows], None)
@@ -127,19 +146,46 @@ def sample_rows(
         for row in rows:
             while row.accept(samples[row.next_logits]):
                 pass
+    elif by_rejection:
+        matrix, active = to_numpy(logits), list(rows)
+        while active:
+            active = [row for row in active if row.accept(_by_rejection(matrix, row))]
     else:
         active = list(rows)
         while active:
-            samples = _next_samples(sample, logits, active, by_rejection)
-            active = [
-                row for row, sampled in zip(active, samples, strict=True) if row.accept(sampled)
-            ]
+            active = _sample_next(sample, logits, active, at_once)
 
 
-def _next_samples(
-    sample: _Sampler, logits: AnyTensor, rows: Sequence[EmittingRow], by_rejection: bool
-) -> list[Sample | SampleFailure]:
-    if by_rejection:
-        matrix = to_numpy(logits)
-        return [sample_row(matrix[row.next_logits], row.state, row.next_draft) for row in rows]
-    return sample(logits, [row.state for row in rows], [row.next_logits for row in rows])
+def _by_rejection(matrix: npt.NDArray[np.float32], row: EmittingRow) -> Sample | SampleFailure:
+    return sample_row(matrix[row.next_logits], row.state, row.next_draft)
+
+
+def _sample_next(
+    sample: _Sampler, logits: AnyTensor, rows: Sequence[EmittingRow], at_once: bool
+) -> list[EmittingRow]:
+    """Sample the next token of each row, or all of a row; returns the rows that need another."""
+    states: list[SamplingState] = []
+    places: list[int] = []
+    counts: list[int] = []
+    for row in rows:
+        depths = row.depths if at_once and row.state.is_function_of_position else [0]
+        counts.append(len(depths))
+        states += [row.state.ahead(depth) if depth else row.state for depth in depths]
+        places += range(row.next_logits, row.next_logits + len(depths))
+    samples = iter(sample(logits, states, places))
+    return [
+        row
+        for row, count in zip(rows, counts, strict=True)
+        if _accept_all(row, list(islice(samples, count)))
+    ]
+
+
+def _accept_all(row: EmittingRow, samples: Sequence[Sample | SampleFailure]) -> bool:
+    """Accept the next of the samples, which belong to the inputs from the row's next one on, as
+    long as it is there; whether another one is needed.
+    """
+    first = row.nodes[-1]
+    while row.nodes[-1] - first < len(samples):
+        if not row.accept(samples[row.nodes[-1] - first]):
+            return False
+    return True

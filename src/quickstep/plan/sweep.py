@@ -1,0 +1,270 @@
+"""`quickstep simulate --sweep`: which combination of options serves a load within its targets.
+
+Every combination gets the same clients. Its *knee* is the highest rate at which enough requests are
+within the targets: the highest of the rates that are given, or found by bisection from the one that
+is. The recommendation is the combination that costs least among those that serve the rate.
+
+A load is there only after as many sessions have begun as end. So sessions begin for a multiple of
+their mean duration and some seconds more, and the requests of the last part are counted.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+
+import msgspec
+from msgspec.structs import replace
+
+from quickstep.config import PolicyName
+from quickstep.core.cost_model import StepLoad
+from quickstep.plan.candidates import Candidate
+from quickstep.sim.simulate import Simulation
+from quickstep.sim.summary import Summary, Targets, ending_times, summarize
+from quickstep.types import StepRecord
+
+__all__ = [
+    "Combination",
+    "Sweep",
+    "SweepPoint",
+    "SweepQuery",
+    "SweepRow",
+    "binding_of",
+    "run_sweep",
+]
+
+_CLOSE = 1.05  # the knee is known to that factor
+_MAX_DOUBLINGS = 10
+_MAX_REQUESTS = 50_000  # of a simulation: no higher rate is tried
+_WARMUP_SESSIONS = 2.0  # mean durations of a session that are not counted
+_WARMUP = 0.2  # part of the time that is not counted in any case
+_LEAST_COUNTED_S = 10.0
+_NUM_SAMPLED_STEPS = 400
+_FULL = 0.97  # part of the KV blocks
+_USUALLY = 0.5  # part of the steps
+
+
+class Combination(msgspec.Struct, frozen=True):
+    """Options of engines: each is on `tensor` devices, `replicas` of them share the requests."""
+
+    policy: PolicyName
+    max_num_batched_tokens: int
+    tensor: int
+    replicas: int
+
+    @property
+    def num_devices(self) -> int:
+        """Devices of all engines."""
+        return self.tensor * self.replicas
+
+    def __str__(self) -> str:
+        replicas = f", {self.replicas} replicas" if self.replicas > 1 else ""
+        return (
+            f"{self.policy.value}, {self.max_num_batched_tokens} tokens, TP {self.tensor}{replicas}"
+        )
+
+
+class SweepQuery(msgspec.Struct, frozen=True):
+    """What is required.
+
+    Attributes:
+        rates: Sessions per second. Of several, the knee is one; the highest is to be served.
+        attainment: The part of the requests that must be within the targets.
+        mean_turns, session_s: Requests of a session, and the seconds that it thinks between them.
+        least_requests: Of a simulation.
+    """
+
+    rates: tuple[float, ...]
+    targets: Targets
+    attainment: float = 0.9
+    mean_turns: float = 1.0
+    session_s: float = 0.0
+    least_requests: int = 300
+
+    def num_requests(self, rate: float) -> int:
+        """How many requests a simulation needs."""
+        counted_s = max(_LEAST_COUNTED_S, 0.5 * self.session_s)
+        duration_s = (_WARMUP_SESSIONS * self.session_s + counted_s) / (1.0 - _WARMUP)
+        return max(self.least_requests, math.ceil(rate * self.mean_turns * duration_s))
+
+
+class SweepPoint(msgspec.Struct, frozen=True):
+    """One simulation.
+
+    Attributes:
+        ttft_met, tpot_met: The parts of the complete requests within each target.
+        binding: What most of its time was spent on, or what requests waited for.
+    """
+
+    rate: float
+    met: bool
+    figures: Summary
+    ttft_met: float
+    tpot_met: float
+    binding: str
+
+
+class SweepRow(msgspec.Struct, frozen=True):
+    """A combination.
+
+    Attributes:
+        knee: The highest rate that met the targets; 0 if none did.
+        limit: What is late above the knee, and why; "" if every rate met the targets.
+        points: By rate.
+    """
+
+    combination: Combination
+    num_devices: int
+    usd_per_hour: float | None
+    knee: float
+    limit: str
+    points: tuple[SweepPoint, ...]
+
+
+class Sweep(msgspec.Struct, frozen=True):
+    """The answer: `recommended` is the place of a row, and `met` whether it serves `rate`."""
+
+    rate: float
+    rows: tuple[SweepRow, ...]
+    recommended: int
+    met: bool
+    recommendation: str
+
+
+# A simulation of a combination's engines at a rate, with so many requests.
+SimulateAt = Callable[[Combination, Candidate, float, int], Simulation]
+
+
+def run_sweep(
+    query: SweepQuery,
+    candidates: Sequence[tuple[Combination, Candidate]],
+    simulate_at: SimulateAt,
+    progress: Callable[[str, int, int], None] | None = None,
+) -> Sweep:
+    """Simulate all combinations. `candidates` is not empty; `progress` gets what runs now, how many
+    combinations are done, and how many there are.
+    """
+    rows = []
+    for place, (combination, candidate) in enumerate(candidates):
+        if progress is not None:
+            progress(str(combination), place, len(candidates))
+        rows.append(_row(query, combination, candidate, simulate_at))
+    rate = max(query.rates)
+    best = min(range(len(rows)), key=lambda place: _preference(rows[place], rate))
+    met = rows[best].knee >= rate
+    return Sweep(rate, tuple(rows), best, met, _recommendation(rows[best], rate, met, query))
+
+
+def _row(
+    query: SweepQuery, combination: Combination, candidate: Candidate, simulate_at: SimulateAt
+) -> SweepRow:
+    def point(rate: float) -> SweepPoint:
+        outcome = simulate_at(combination, candidate, rate, query.num_requests(rate))
+        return _point(query, candidate, rate, outcome)
+
+    points = _points(query, point)
+    points.sort(key=lambda one: one.rate)
+    knee = max((one.rate for one in points if one.met), default=0.0)
+    above = next((one for one in points if not one.met and one.rate > knee), None)
+    price = candidate.hardware.device.price
+    return SweepRow(
+        combination,
+        combination.num_devices,
+        None if price is None else price.usd_per_hour * combination.num_devices,
+        knee,
+        "" if above is None else _limit(above, query),
+        tuple(points),
+    )
+
+
+def _points(query: SweepQuery, point: Callable[[float], SweepPoint]) -> list[SweepPoint]:
+    """Those of several rates; of a single one, those of a search for the knee that begins there."""
+    rates = query.rates
+    points = [point(rate) for rate in rates]
+    if len(rates) > 1:
+        return points
+    low = high = rates[0]
+    begins_met = points[0].met
+    for _ in range(_MAX_DOUBLINGS):
+        if points[-1].met is not begins_met:
+            break
+        if begins_met and query.num_requests(2.0 * high) > _MAX_REQUESTS:
+            return points
+        low, high = (high, 2.0 * high) if begins_met else (low / 2.0, low)
+        points.append(point(high if begins_met else low))
+    else:
+        return points
+    while high / low > _CLOSE:
+        middle = math.sqrt(low * high)
+        points.append(point(middle))
+        low, high = (middle, high) if points[-1].met else (low, middle)
+    return points
+
+
+def _point(query: SweepQuery, candidate: Candidate, rate: float, outcome: Simulation) -> SweepPoint:
+    end_s = query.num_requests(rate) / query.mean_turns / rate
+    start_s = max(_WARMUP * end_s, _WARMUP_SESSIONS * query.session_s)
+    begun = [one for one in outcome.endings if one.timings.arrival_s <= end_s]
+    summary = summarize(
+        replace(outcome, endings=begun), candidate.num_blocks, query.targets, start_s
+    )
+    counted = [one for one in begun if one.timings.arrival_s >= start_s]
+    times = [found for found in map(ending_times, counted) if found is not None]
+    parts = []
+    for place, limit in enumerate((query.targets.ttft_s, query.targets.tpot_s)):
+        num_met = sum(limit is None or one[place] <= limit for one in times)
+        parts.append(num_met / len(times) if times else 0.0)
+    met = summary.attainment >= query.attainment
+    records = [one for one in outcome.records if start_s <= one.committed_at_s <= end_s]
+    binding = binding_of(records, candidate, summary)
+    return SweepPoint(rate, met, summary, parts[0], parts[1], binding)
+
+
+def binding_of(records: Sequence[StepRecord], candidate: Candidate, summary: Summary) -> str:
+    """What requests wait for if they usually wait, or what most of the steps' time is spent on."""
+    if not records:
+        return "nothing"
+    waiting = sum(one.num_waiting > 0 for one in records) / len(records)
+    if waiting > _USUALLY and summary.kv_used > _FULL:
+        return "KV blocks are full"
+    most = max(one.num_running for one in records)
+    if waiting > _USUALLY and most >= candidate.limits.max_num_seqs:
+        return "--max-num-seqs is reached"
+    seconds: dict[str, float] = {}
+    for one in records[:: max(1, len(records) // _NUM_SAMPLED_STEPS)]:
+        load = StepLoad(
+            one.num_prefill_tokens + one.num_decode_tokens,
+            one.num_prefill_rows + one.num_decode_rows,
+            one.num_kv_tokens,
+            one.num_pairs,
+            one.num_scored,
+        )
+        cause = candidate.costs.parts(load).binding
+        seconds[cause] = seconds.get(cause, 0.0) + one.seconds
+    return max(seconds, key=lambda cause: seconds[cause])
+
+
+def _limit(point: SweepPoint, query: SweepQuery) -> str:
+    late = "the first token" if point.ttft_met <= point.tpot_met else "the time per token"
+    return f"{late} is late: {point.binding}"
+
+
+def _preference(row: SweepRow, rate: float) -> tuple[float, ...]:
+    """The cheapest that serves the rate, and of those the one that serves most; else the most."""
+    if row.knee >= rate:
+        return (0, row.usd_per_hour or 0.0, row.num_devices, -row.knee)
+    return (1, -row.knee, row.num_devices)
+
+
+def _recommendation(row: SweepRow, rate: float, met: bool, query: SweepQuery) -> str:
+    devices = f"{row.num_devices} device{'s' if row.num_devices > 1 else ''}"
+    price = "" if row.usd_per_hour is None else f", ${row.usd_per_hour:.2f}/h"
+    name = f"{row.combination} ({devices}{price})"
+    if not met:
+        knee = f"serves up to {row.knee:.3g}/s" if row.knee else "is late at every rate"
+        return (
+            f"no combination has {query.attainment:.0%} of the requests in time at {rate:g} "
+            f"sessions/s; the best, {name}, {knee}, then {row.limit}"
+        )
+    limit = f"; above that {row.limit}" if row.limit else ""
+    return f"for {rate:g} sessions/s: {name}, which serves up to {row.knee:.3g}/s{limit}"

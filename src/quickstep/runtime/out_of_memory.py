@@ -1,0 +1,35 @@
+"""A device without enough memory for a step: the step fails, and the memory that it held is freed.
+
+Called by the executors. Nothing here imports torch: without it, there is no such error.
+"""
+
+from __future__ import annotations
+
+import logging
+import sys
+import traceback
+
+from quickstep.errors import EngineError, StepOutOfMemory
+
+__all__ = ["step_failure"]
+
+_LOGGER = logging.getLogger(__name__)
+
+
+def step_failure(step_id: int, error: BaseException) -> EngineError:
+    """What a step failed with. After it was out of memory, its tensors and the allocator's unused
+    memory are freed, so that the next step may run.
+    """
+    torch = sys.modules.get("torch")
+    if torch is None or not isinstance(error, torch.OutOfMemoryError):
+        failure = EngineError(f"step {step_id} failed: {error}")
+        failure.__cause__ = error
+        return failure
+    _LOGGER.error("step %d needs more memory than the device has", step_id, exc_info=error)
+    traceback.clear_frames(error.__traceback__)  # they hold the tensors of the step
+    if torch.cuda.is_available():
+        torch.cuda.empty_cache()
+    return StepOutOfMemory(
+        f"step {step_id} needs more memory than the device has: {error}; lower "
+        "--max-num-batched-tokens or --max-num-seqs"
+    )

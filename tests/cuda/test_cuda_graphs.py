@@ -1,0 +1,76 @@
+"""Decode steps as CUDA graphs on a GPU: the bits of steps op by op."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from msgspec.structs import replace
+
+from quickstep import LLM, SamplingParams
+from quickstep.ops.resolve import resolve_ops
+
+if not torch.cuda.is_available():
+    pytest.skip("needs an NVIDIA GPU", allow_module_level=True)
+
+from recorded_steps import (
+    FIRST,
+    OTHER_ROWS,
+    OTHERS,
+    ROWS,
+    SMALL,
+    BothSteps,
+    decode_row,
+    make_adapter,
+)
+
+from quickstep.model.checkpoint.random_weights import RandomValues, random_model
+from quickstep.model.decoder import Decoder
+from quickstep.ops.table import OpTable
+from quickstep.runtime.cuda_graphs import CudaGraphs
+
+GPU = torch.device("cuda")
+
+
+@pytest.fixture(scope="module")
+def ops() -> OpTable:
+    return resolve_ops(GPU, "triton")
+
+
+@pytest.fixture(scope="module", params=[torch.float32, torch.bfloat16], ids=str)
+def model(ops: OpTable, request: pytest.FixtureRequest) -> Decoder:
+    return random_model(SMALL, ops, RandomValues(request.param, GPU, 1, None), 64, None)
+
+
+@pytest.mark.parametrize("kv_dtype", ["auto", "int8"])
+def test_one_graph_fits_other_lengths_blocks_and_tokens(model: Decoder, kv_dtype: str) -> None:
+    steps = BothSteps(model, CudaGraphs(GPU), None, 3, kv_dtype)
+    steps.capture_all()
+    drafted = [decode_row(0, 9, (17, 2, 4)), decode_row(1, 2, (5,)), decode_row(2, 17, (30, 1))]
+    for rows, slots in ((ROWS, FIRST), (OTHER_ROWS, OTHERS), (drafted, FIRST), (ROWS, FIRST)):
+        steps.check(rows, slots)
+
+
+def test_adapters_are_data_of_a_graph(ops: OpTable) -> None:
+    model = random_model(SMALL, ops, RandomValues(torch.float32, GPU, 1, None), 64, None)
+    adapters = {
+        "a": make_adapter(ops, 4, 1, "cuda"),
+        "b": make_adapter(ops, 7, 2, "cuda"),
+    }
+    steps = BothSteps(model, CudaGraphs(GPU), adapters)
+    for names in (("a", "", "b"), ("b", "b", ""), ("", "a", "a")):
+        rows = [replace(row, adapter=name) for row, name in zip(ROWS, names, strict=True)]
+        steps.check(rows, FIRST)
+        steps.capture_all()
+        steps.check(rows, FIRST)
+
+
+@pytest.mark.parametrize("temperature", [0.0, 0.8])
+def test_the_engine_with_graphs_has_the_tokens_of_an_eager_one(temperature: float) -> None:
+    prompts = ["def add(a, b):\n", "import os\n", "class Stack:\n"]
+    params = SamplingParams(temperature=temperature, seed=3, max_tokens=48)
+    found = []
+    for is_eager in (True, False):
+        with LLM("demo", device="cuda", kernels="triton", enforce_eager=is_eager) as llm:
+            llm.generate(prompts, params)  # graphs are captured meanwhile
+            found.append([one.outputs[0].token_ids for one in llm.generate(prompts, params)])
+    assert found[0] == found[1]

@@ -1,0 +1,140 @@
+"""Adapters and draft models in plans: memory, step times, the simulation, the answer."""
+
+from __future__ import annotations
+
+import json
+from random import Random
+
+import pytest
+
+from quickstep.cli.main import main
+from quickstep.config import LoRAConfig
+from quickstep.core.cost_model import StepLoad
+from quickstep.engine.adapters import adapter_memory
+from quickstep.errors import ConfigError
+from quickstep.model.sizing import ElementBytes, kv_bytes_per_token, weight_bytes
+from quickstep.plan.candidates import (
+    Candidate,
+    DraftModel,
+    Load,
+    LoRASizes,
+    StepLimits,
+    fit,
+    steady_state,
+)
+from quickstep.plan.formulas import Split, accepted_tokens
+from quickstep.plan.hardware import find_hardware, read_hardware
+from quickstep.plan.models import find_model
+from quickstep.sim.drafts import SimulatedDrafts
+from quickstep.types import Phase, StepPlan, StepRow
+
+SPEC, SMALL = find_model("llama-3.1-8b"), find_model("llama-3.2-1b")
+BF16 = ElementBytes(2, 8)
+LOAD = Load(2.0, 1000, 300)
+PLAN = (
+    *("plan", "llama-3.1-8b", "--hardware", "h100", "--rate", "2"),
+    *("--input", "200", "--output", "40", "--json"),
+)
+
+
+def sized(split: Split | None = None, **extras) -> Candidate:
+    hardware = find_hardware("h100x8", read_hardware())
+    return fit(SPEC, hardware, split or Split(), BF16, LOAD, StepLimits(), **extras)
+
+
+def rows(candidate: Candidate) -> dict[str, int]:
+    return {row.label: row.num_bytes for row in candidate.memory.rows}
+
+
+def test_adapters_take_what_the_engine_reserves_for_them(tmp_path) -> None:
+    planned = rows(sized(loras=LoRASizes(6)))["adapters"]
+    lora = LoRAConfig(max_loras=6, allowed_dirs=(str(tmp_path),))
+    assert planned == adapter_memory(lora, SPEC, BF16.dtype, ())
+    some = rows(sized(loras=LoRASizes(6, targets=("q_proj", "v_proj"))))["adapters"]
+    assert some == 6 * 16 * 2 * 32 * (2 * 4096 + 4096 + 1024)
+    # an adapter's A is on each device where the columns are divided, and its B where the rows are
+    divided = rows(sized(Split(2), loras=LoRASizes(6)))["adapters"]
+    assert planned / 2 < divided < planned
+    with pytest.raises(ConfigError, match="has no linear layer w1; known are down_proj"):
+        LoRASizes(1, targets=("w1",)).bytes_each(SPEC, 2)
+
+
+def test_rows_read_their_adapters_but_none_twice() -> None:
+    costs = sized(loras=LoRASizes(4)).costs
+    one, four, many = (
+        costs.parts(StepLoad(n, n, n, n, num_adapter_rows=n)).weights_read_s for n in (1, 4, 64)
+    )
+    assert one < four == many
+    without = sized().costs.parts(StepLoad(64, 64, 64, 64)).weights_read_s
+    hardware = find_hardware("h100", read_hardware())
+    read_s = rows(sized(loras=LoRASizes(4)))["adapters"] / hardware.bytes_per_s
+    assert many - without == pytest.approx(read_s)
+
+
+def draft(acceptance: float = 0.8) -> DraftModel:
+    return DraftModel(SMALL, BF16, 4, acceptance)
+
+
+def test_a_draft_model_takes_its_weights_and_as_many_kv_blocks() -> None:
+    with_draft = sized(draft=draft())
+    found = rows(with_draft)
+    assert found["draft weights"] == weight_bytes(SMALL, 2)
+    num_tokens = 16 * with_draft.memory.num_blocks
+    assert found["draft KV cache"] == num_tokens * kv_bytes_per_token(SMALL, 2)
+    assert found["KV cache"] == num_tokens * kv_bytes_per_token(SPEC, 2)
+    assert sum(found.values()) == with_draft.hardware.memory_bytes
+
+
+def test_the_balance_uses_drafts_where_they_pay() -> None:
+    plain, good = steady_state(sized(), LOAD), steady_state(sized(draft=draft(0.9)), LOAD)
+    assert plain is not None and good is not None
+    assert good.tokens_per_step == pytest.approx(accepted_tokens(4, 0.9)) == pytest.approx(4.0951)
+    assert good.tpot_s < 0.8 * plain.tpot_s
+    bad = steady_state(sized(draft=draft(0.05)), LOAD)
+    assert bad is not None
+    assert bad.tokens_per_step == 1.0
+    assert accepted_tokens(4, 1.0) == 5.0
+    assert accepted_tokens(4, 0.0) == 1.0
+
+
+def test_simulated_drafts_are_accepted_by_chance_one_after_the_other() -> None:
+    drafts = SimulatedDrafts(0.5, Random(0), sized().costs)
+    row = StepRow(0, 10, 5, (0,) * 5, (), Phase.DECODE, True, 3, num_drafts=4, num_next_drafts=4)
+    counts = [len(drafts.output(row, 0).token_ids) for _ in range(4000)]
+    assert sum(counts) / 4000 == pytest.approx(accepted_tokens(4, 0.5), rel=0.03)
+    assert set(counts) == {1, 2, 3, 4, 5}
+    assert len(drafts.output(row, 0).draft_token_ids) == 4
+    costs = sized().costs
+    expected = sum(costs.seconds(StepLoad.of_span(15 + place, 1)) for place in range(4))
+    assert drafts.seconds(StepPlan(0, (row,), (), ())) == pytest.approx(expected)
+
+
+def answer(capsys: pytest.CaptureFixture[str], *argv: str) -> dict:
+    assert main((*PLAN, *argv)) == 0
+    return json.loads(capsys.readouterr().out)
+
+
+def test_a_plan_has_adapters_and_drafts_in_memory_times_and_explanation(capsys) -> None:
+    plain = answer(capsys)["options"][0]["predicted"]["tpot_s"]["p50"]
+    loras = answer(capsys, "--max-loras", "8", "--lora-rank", "64", "--explain")
+    assert loras["options"][0]["predicted"]["tpot_s"]["p50"] > plain
+    assert "adapters" in {row["label"] for row in loras["memory"]}
+    assert "adapters of a device" in {line["what"] for line in loras["explanation"]}
+    flags = ("--speculative-model", "llama-3.2-1b", "--acceptance", "0.9", "--explain")
+    drafted = answer(capsys, *flags)
+    assert drafted["options"][0]["predicted"]["tpot_s"]["p50"] < 0.8 * plain
+    assert {"draft weights", "draft KV cache"} <= {row["label"] for row in drafted["memory"]}
+    lines = {line["what"]: line["result"] for line in drafted["explanation"]}
+    assert "x as fast" in lines["drafts, batch 1"]
+
+
+def test_bad_drafts_and_adapters_are_one_sentence(capsys) -> None:
+    for flags, sentence in (
+        (("--speculative-model", "lama-1b"), "model lama-1b is neither a config.json"),
+        (("--acceptance", "1.5"), "--acceptance: 1.5 is above 1"),
+        (("--max-loras", "2", "--lora-targets", "w1"), "the model has no linear layer w1"),
+    ):
+        assert main((*PLAN, *flags)) == 2
+        error = capsys.readouterr().err
+        assert sentence in error
+        assert len(error.splitlines()) == 1

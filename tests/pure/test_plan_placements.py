@@ -1,0 +1,84 @@
+"""Disaggregated placements in plans: their balance, and that the answer shows the best one."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+from msgspec.structs import replace
+
+from quickstep.cli.main import main
+from quickstep.core.cost_model import StepLoad
+from quickstep.model.sizing import ElementBytes
+from quickstep.plan.candidates import Candidate, Load, StepLimits, fit, steady_state
+from quickstep.plan.formulas import Split
+from quickstep.plan.hardware import find_hardware, read_hardware
+from quickstep.plan.models import find_model
+from quickstep.plan.placements import (
+    Placement,
+    best_placement,
+    placement_capacity,
+    placement_state,
+)
+from quickstep.sim.summary import Targets
+
+LOAD = Load(4.0, 2000, 100)
+TARGETS = Targets(ttft_s=1.0, tpot_s=0.03)
+
+
+def engine(tensor: int = 1) -> Candidate:
+    hardware = find_hardware("l4x8", read_hardware())
+    spec = find_model("llama-3.2-3b")
+    return fit(spec, hardware, Split(tensor), ElementBytes(2, 8), LOAD, StepLimits())
+
+
+def test_a_prefill_engine_delays_no_tokens_and_queues_when_it_is_busy() -> None:
+    placement = Placement(engine(), 4, engine(), 4)
+    state = placement_state(placement, LOAD)
+    mixed = steady_state(engine(), replace(LOAD, rate=1.0))
+    assert state is not None and mixed is not None
+    assert state.tpot_s < mixed.tpot_s
+    prompt_s = engine().costs.seconds(StepLoad.of_span(0, LOAD.num_inputs))
+    assert prompt_s < state.ttft_s < 1.5 * prompt_s
+    busy = placement_state(placement, replace(LOAD, rate=0.95 * 4 / prompt_s))
+    assert busy is None or busy.ttft_s > 5 * prompt_s
+    assert placement_state(placement, replace(LOAD, rate=1.01 * 4 / prompt_s)) is None
+
+
+def test_the_best_placement_meets_the_targets_on_the_fewest_devices() -> None:
+    found = best_placement([engine(), engine(2)], LOAD, TARGETS, 8)
+    assert found is not None
+    placement, state = found
+    assert state is not None and state.meets(TARGETS)
+    assert placement.num_devices <= 8
+    assert placement_capacity(placement, LOAD, TARGETS) >= LOAD.rate
+    for fewer in range(2, placement.num_devices):
+        other = best_placement([engine(), engine(2)], LOAD, TARGETS, fewer)
+        assert other is not None
+        assert placement_capacity(other[0], LOAD, TARGETS) < LOAD.rate
+    assert best_placement([engine()], LOAD, TARGETS, 1) is None
+
+
+def test_a_plan_shows_the_best_placement_of_the_phases(capsys) -> None:
+    flags = ("--hardware", "h100x2", "--rate", "10", "--input", "1000", "--output", "20")
+    assert main(("plan", "llama-3.2-1b", *flags, "--json")) == 0
+    options = json.loads(capsys.readouterr().out)["options"]
+    (apart,) = [one for one in options if one["prefill"]]
+    assert apart["prefill"] == {"tensor_parallel_size": 1, "num_engines": 1}
+    assert apart["num_devices"] == 2
+    assert 0.0 < apart["handover_s"] < 0.01
+    assert options[0]["prefill"] is None  # one device is cheaper
+    assert main(("plan", "llama-3.2-1b", *flags)) == 0
+    text = capsys.readouterr().out
+    assert (
+        "1P TP 1, 1D TP 1: KV goes from engines that prefill (P) to engines that decode (D)" in text
+    )
+    assert main(("plan", "llama-3.2-1b", *flags[2:], "--hardware", "h100", "--json")) == 0
+    assert not any(one["prefill"] for one in json.loads(capsys.readouterr().out)["options"])
+
+
+@pytest.mark.parametrize("targets", [Targets(tpot_s=1e-5), Targets(ttft_s=1e-5)])
+def test_without_a_placement_in_time_the_one_with_the_highest_rate_counts(targets) -> None:
+    found = best_placement([engine()], LOAD, targets, 4)
+    assert found is not None
+    assert placement_capacity(found[0], LOAD, targets) == 0.0
