@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 
+from quickstep.core.cost_model import Coefficients, LinearCostModel, StepLoad
 from quickstep.errors import ConfigError
 from quickstep.model.sizing import ElementBytes
 from quickstep.plan.candidates import (
@@ -58,3 +59,15 @@ def test_replicas_and_stages_divide_the_requests() -> None:
     assert staged.num_engines == 2
     assert one < capacity(staged, LOAD, targets) < 2.1 * one
     assert capacity(sized(Split()), LOAD, Targets(tpot_s=1e-4)) == 0.0
+
+
+def test_measured_step_times_are_those_of_one_device() -> None:
+    measured = LinearCostModel(Coefficients(step_s=0.1, row_s=0.01))
+    elements, devices = ElementBytes(2, 8, "int4"), find_hardware("h100x8", TABLE)
+    load = StepLoad.of_span(100, 1)
+    for split, is_measured in ((Split(), True), (Split(1, 1, 4), True), (Split(2), False)):
+        sizes = devices, split, elements, LOAD, StepLimits()
+        costs = fit(find_model("llama-3-70b"), *sizes, measured=measured).costs
+        assert (costs.seconds(load) == pytest.approx(0.11)) is is_measured
+        assert costs.parts(load).seconds == pytest.approx(costs.seconds(load))
+        assert costs.parts(load).binding == "memory bandwidth (weights)"
