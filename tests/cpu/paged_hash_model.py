@@ -70,6 +70,8 @@ class PagedHashModel:
             places = torch.arange(context)
             blocks = layout.block_tables[row].long()[places // layout.block_size]
             flat = blocks * layout.block_size + places % layout.block_size
+            tail = layout.tails[row] if layout.tails else ()
+            flat[context - len(tail) :] = torch.tensor(tail, dtype=torch.int64)
             hidden[begin:end] = torch.cumsum(keys[flat], dim=0)[context - (end - begin) :]
         if self.poison_token is not None:
             hidden[batch.token_ids == self.poison_token] = float("nan")

@@ -51,7 +51,7 @@ def test_a_sound_engine_has_no_mismatch_and_every_scenario_happens():
     assert runs["paused"].pauses > 5
     assert runs["overlapped"].overlapped_steps > 50
     assert sum(one.beam_searches for one in runs.values()) > 10
-    for name in ("drafts", "drafts, starved", "all with drafts"):
+    for name in ("drafts", "drafts, starved", "all with drafts", "trees", "all with trees"):
         assert runs[name].accepted_drafts > 50
         assert runs[name].drafts > runs[name].accepted_drafts
     assert runs["drafts, starved"].preemptions > 0
@@ -145,7 +145,7 @@ def test_an_overlapped_step_that_reads_a_stale_token_is_caught(monkeypatch):
 
     monkeypatch.setattr(slots.Slot, "input_tokens", stale)
     report = verified(PagedHashModel())
-    overlapping = {"overlapped", "paused", "all together", "all with drafts"}
+    overlapping = {"overlapped", "paused", "all together", "all with drafts", "all with trees"}
     assert {name for name, counts in report.scenarios.items() if counts.mismatches} == overlapping
 
 

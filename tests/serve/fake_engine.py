@@ -340,6 +340,10 @@ class FakeEngine:
             ),
         )
 
+    @property
+    def has_queue(self) -> bool:
+        return self.admission.num_waiting > 0
+
     def check_admission(self, request: Request, num_sequences: int) -> None:
         self.admission.check(request, num_sequences, {}, waited_s=0.0)
 

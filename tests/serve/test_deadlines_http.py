@@ -67,7 +67,7 @@ def test_other_fields_are_parsed_only_if_the_request_could_be_served_in_time(
     fields: dict[str, Any], status: int
 ) -> None:
     state = AdmissionState(
-        num_free_slots=0, waiting=((0, 20),), running=((1000, 8),), interval_s=0.25
+        20, num_free_slots=0, waiting=((0, 20),), running=((1000, 8),), interval_s=0.25
     )
     assert post(fields, FakeEngine(admission=state)).status_code == status
 

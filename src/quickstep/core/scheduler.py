@@ -1027,6 +1027,11 @@ class Scheduler:
         """Whether there is a live sequence or a step in flight."""
         return bool(self._requests or self._in_flight)
 
+    @property
+    def num_waiting(self) -> int:
+        """Sequences in the queue."""
+        return len(self._waiting)
+
     def is_held(self) -> bool:
         """Whether all live sequences are paused, so that only `resume` leads to more steps."""
         return not (self._batch.num_active or self._waiting.num_active)

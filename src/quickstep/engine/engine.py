@@ -194,6 +194,11 @@ class Engine:
             admission=self._scheduler.admission_state(now),
         )
 
+    @property
+    def has_queue(self) -> bool:
+        """Whether sequences wait."""
+        return self._scheduler.num_waiting > 0
+
     def check_admission(self, request: Request, num_sequences: int) -> None:
         """Raise RequestError for a request that could not be accepted now, whatever its prompt."""
         now = self._clock()

@@ -339,6 +339,11 @@ class RemoteEngine:
             silent_s=self._supervisor.silent_s,
         )
 
+    @property
+    def has_queue(self) -> bool:
+        """Whether sequences waited when the process last sent its state."""
+        return self._worker_stats.admission.num_waiting > 0
+
     def check_admission(self, request: Request, num_sequences: int) -> None:
         """Raise RequestError for a request that could not be accepted now, whatever its prompt: by
         the state that the process last sent, and what it has not decided yet.

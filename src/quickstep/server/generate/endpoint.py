@@ -104,7 +104,7 @@ class GeneratingRoute:
         """Answer one request. Raises RequestError, EngineError."""
         body, caller, endpoint = body_of(request), caller_of(request), endpoint_of(request)
         received_s: float = request.scope["state"]["received_s"]
-        if self._has_sampling_fields and len(body) <= INLINE_BYTES:
+        if self._has_sampling_fields and self._served.engine.has_queue:
             self._check_admission(body, caller, received_s)
         parsed = await self._served.lanes.parse(
             len(body), lambda: self._parse(body, caller, endpoint)
@@ -136,9 +136,11 @@ class GeneratingRoute:
     def _check_admission(self, body: bytes, caller: str, received_s: float) -> None:
         """Raise RequestError for a body that could not be accepted now, whatever else is in it.
 
-        Under overload most requests end here, at half of the cost of parsing all of their fields. A
-        body that is not valid passes: `_parse` says what is wrong with it.
+        While requests wait, most others may end here, at half of the cost of parsing all of their
+        fields. A body that is not valid passes: `_parse` says what is wrong with it.
         """
+        if len(body) > INLINE_BYTES:
+            return
         try:
             urgency = _URGENCY.decode(body)
         except msgspec.DecodeError:

@@ -192,6 +192,10 @@ class ServedEngine(Protocol):
     async def stop(self, drain_s: float = 0.0) -> None:
         """Let running requests continue for `drain_s`, then end them, then free everything."""
 
+    @property
+    def has_queue(self) -> bool:
+        """Whether requests wait, as far as is known here."""
+
     def check_admission(self, request: Request, num_sequences: int) -> None:
         """Raise RequestError for a request of so many sequences that could not be accepted now,
         whatever its prompt is.
