@@ -37,8 +37,11 @@ from benchmarks.machine import describe_machine
 from benchmarks.peers.checkpoints import make_checkpoint, plain_tokens
 from quickstep import LLM, LoRARequest, SamplingParams
 from quickstep.bench.shapes import SHAPES
+from quickstep.model.adapters.checkpoint import open_adapter
 from quickstep.model.adapters.lora_modules import LoRAModule, lora_modules
 from quickstep.model.spec import read_spec
+from quickstep.ops.resolve import resolve_ops
+from quickstep.ops.tensors import BFLOAT16
 
 __all__ = ["ATTENTION", "choose_adapters", "main", "write_adapters"]
 
@@ -119,6 +122,14 @@ def merge_s(base: Path, rank: int, targets: Sequence[str], repeats: int = 3) -> 
             weight.addmm_(b, a.to(torch.bfloat16))
         times.append(time.perf_counter() - started_s)
     return statistics.median(times)
+
+
+def load_s(base: Path, adapter: Path, rank: int) -> float:
+    """Seconds for reading, checking and packing an adapter, next to nothing else."""
+    spec, ops = read_spec(base), resolve_ops(torch.device("cpu"))
+    started_s = time.perf_counter()
+    ops.pack_lora(open_adapter(adapter, spec, rank).read(BFLOAT16).modules)
+    return time.perf_counter() - started_s
 
 
 class Bench:
@@ -229,7 +240,8 @@ def main() -> int:
         bench.tokens_per_s([None] * args.concurrency, seed=0)
         cold_s, warm_s = bench.cold_first_token_s(paths[-1].name)
         print(
-            f"first token: {1e3 * cold_s:.1f} ms of a cold adapter, {1e3 * warm_s:.1f} ms of none"
+            f"first token: {1e3 * cold_s:.1f} ms of a cold adapter, {1e3 * warm_s:.1f} ms of none; "
+            f"loading one: {1e3 * load_s(base, paths[0], args.rank):.1f} ms"
         )
         swap = "  merge-and-swap" if args.swap else ""
         print(f"adapters  distribution  none tok/s  adapters tok/s  of none %{swap}")

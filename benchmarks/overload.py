@@ -2,10 +2,11 @@
 
 The capacity is measured first: as many clients as the server runs sequences, each with one request
 after the other. Then requests arrive at random times at a multiple of that rate, with a deadline
-for the first token and one for the end. At twice the capacity a server with
-`--scheduling-policy fcfs`, whose requests have no deadlines, gets the same requests. A request is
-good if it met both limits, by the clock of the client. After each load, small probes measure how
-long the server needs until they are as quick as before.
+for the first token and one for the end. After each load the capacity is measured again, since
+machines become slower and faster: the peak of a load is the mean of the capacities around it. At
+twice the capacity a server with `--scheduling-policy fcfs`, whose requests have no deadlines, gets
+the same requests. A request is good if it met both limits, by the clock of the client. After each
+load, small probes measure how long the server needs until they are as quick as before.
 
 The client shares the machine with the server. Requests that the client sends late are reported.
 """
@@ -28,6 +29,7 @@ from typing import Any, cast
 
 import msgspec
 import uvloop
+from msgspec.structs import replace
 
 from benchmarks.machine import describe_machine
 from quickstep.bench.serve import percentile
@@ -98,7 +100,8 @@ class Response(msgspec.Struct):
 
 class Figures(msgspec.Struct, frozen=True):
     """The measurements of one load; rates are per second. `client_cpu` is the part of the machine
-    that this program used, which the server did not have.
+    that this program used, which the server did not have. `peak` are the tokens per second of the
+    capacities around the load.
     """
 
     requests: float
@@ -113,6 +116,7 @@ class Figures(msgspec.Struct, frozen=True):
     num_failed: int
     recovery_s: float
     client_cpu: float
+    peak: float = math.nan
 
 
 def main() -> int:
@@ -150,18 +154,21 @@ def _measure_both(args: argparse.Namespace, rng: Random) -> dict[str, Figures]:
     limits = Limits(args.ttft_deadline_s, args.timeout_s)
     found = {}
     with _Server(args, args.scheduling_policy) as url:
-        capacity = uvloop.run(_capacity(url, args, rng, limits))
-        if not capacity.requests:
+        before = uvloop.run(_capacity(url, args, rng, limits))
+        if not before.requests:
             raise SystemExit(f"no request ended within {args.seconds:g} s; raise --seconds")
-        found["capacity"] = capacity
+        found["capacity"], rate = before, before.requests
         for load in _LOADS:
-            rate = load * capacity.requests
-            run = _overload(url, args, rate, rng, limits, sends_limits=True)
-            found[f"{args.scheduling_policy} {load:g}x"] = uvloop.run(run)
+            run = _overload(url, args, load * rate, rng, limits, sends_limits=True)
+            figures = uvloop.run(run)
+            after = uvloop.run(_capacity(url, args, rng, limits))
+            peak = statistics.mean([before.tokens, after.tokens])
+            found[f"{args.scheduling_policy} {load:g}x"] = replace(figures, peak=peak)
+            before = after
     with _Server(args, "fcfs") as url:
-        rate = _FCFS_LOAD * capacity.requests
-        run = _overload(url, args, rate, rng, limits, sends_limits=False)
-        found[f"fcfs {_FCFS_LOAD:g}x"] = uvloop.run(run)
+        before = uvloop.run(_capacity(url, args, rng, limits))
+        run = _overload(url, args, _FCFS_LOAD * rate, rng, limits, sends_limits=False)
+        found[f"fcfs {_FCFS_LOAD:g}x"] = replace(uvloop.run(run), peak=before.tokens)
     return found
 
 
@@ -430,6 +437,7 @@ _COLUMNS: dict[str, Callable[[Figures], float]] = {
     "offered/s": lambda one: one.offered,
     "tokens/s": lambda one: one.tokens,
     "good tokens/s": lambda one: one.good_tokens,
+    "of the peak %": lambda one: 100 * one.good_tokens / one.peak,
     "refused %": lambda one: 100 * one.refused,
     "refusal p50 ms": lambda one: 1e3 * percentile(one.refusal_s, 0.5),
     "p99": lambda one: 1e3 * percentile(one.refusal_s, 0.99),
