@@ -226,12 +226,11 @@ def equals_peft(case: Case, peft_model, path: Path, names: list[str | None]) -> 
         )
 
 
-def test_unmerged_equals_merged(tmp_path: Path) -> None:
-    case = CASES[0]
+@pytest.mark.parametrize("case", ONE_PER_FAMILY, ids=lambda case: case.name)
+def test_unmerged_equals_merged(case: Case, tmp_path: Path) -> None:
     base = case.save(tmp_path / "base")
-    peft_model = with_adapters(
-        base, tmp_path / "adapters", [{"r": 16, "lora_alpha": 16, "target_modules": DENSE}]
-    )
+    config: dict[str, object] = {"r": 16, "lora_alpha": 16, "target_modules": targets_of(case)}
+    peft_model = with_adapters(base, tmp_path / "adapters", [config])
     model = load(tmp_path / "base")
     assert isinstance(model, Decoder)
     prompts = random_prompts((20,), VOCAB)
