@@ -4,7 +4,7 @@ For every kind of weight and shape, and for several numbers of tokens, each cand
 result is compared bit for bit with the default tile's, and those that agree are timed in turn. It
 prints rows for `TUNED` in `quickstep/ops/triton/tiles.py`; candidates whose bits differ, and those
 that the GPU refuses, are counted. Bits must also agree between the numbers of tokens, so each
-candidate is compared on the most tokens, and on the first of them alone.
+candidate is compared on the most tokens, and on the first of them by itself.
 
 `--device cpu` runs two candidates on a tiny shape through the interpreter, to see that it
 works; its times mean nothing.
@@ -115,7 +115,7 @@ def _call(x: torch.Tensor, weight: LinearWeight, tile: Tile | None) -> Callable[
 
 
 def _agrees(tile: Tile, x: torch.Tensor, weight: LinearWeight, expected: torch.Tensor) -> bool:
-    """Whether all tokens, and the first of them alone, have the default tile's bits."""
+    """Whether all tokens, and the first of them by itself, have the default tile's bits."""
     import torch
 
     from quickstep.ops.triton.linear import tiled_linear

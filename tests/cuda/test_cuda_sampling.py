@@ -11,7 +11,7 @@ pytest.importorskip("triton")
 
 from op_checks.device_sampling import CHECKS
 from op_checks.sampling_cases import EVERY_CHANGE, EVERY_FILTER, rows_of, state_of
-from quickstep.ops.triton.sampling import sample as sample_on_device
+from quickstep.ops.triton.sampling.sample import sample as sample_on_device
 from quickstep.runtime.sampling.device_records import DeviceRecords
 from quickstep.runtime.sampling.sampler import sample
 

@@ -11,49 +11,49 @@ import triton
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
-from quickstep.ops.triton import sampling, sampling_filters, token_scores
+from quickstep.ops.triton.sampling import filters, sample, token_scores
 
 LOGITS = {"logits": "*fp32", "vocab_size": "i32", "logits_stride": "i64"}
 SOURCES = {**LOGITS, "changed": "*fp64", "masks": "*i64", "bans": "*i8", "rows": "*i64"}
 ROW = {"peaks": "*fp64", "states": "*i64"}
 TILES = {"tile_values": "*fp64", "tile_ids": "*i64"}
-TILE = {"TILE": sampling._TILE}
+TILE = {"TILE": sample._TILE}
 KERNELS = (
     (
-        sampling._penalize_kernel,
+        sample._penalize_kernel,
         {**LOGITS, "rows": "*i64", "counts": "*i32", "changed": "*fp64"},
         TILE,
         4,
     ),
-    (sampling._peak_kernel, {**SOURCES, "tile_maxima": "*fp64"}, TILE, 4),
+    (sample._peak_kernel, {**SOURCES, "tile_maxima": "*fp64"}, TILE, 4),
     (
-        sampling._row_kernel,
+        sample._row_kernel,
         {**ROW, "rows": "*i64", "tile_maxima": "*fp64", "num_tiles": "i32"},
         {"BLOCK": 128},
         4,
     ),
     (
-        sampling._scale_kernel,
+        sample._scale_kernel,
         {**SOURCES, **ROW, "scaled": "*fp64", "weights": "*i64"},
         TILE,
         8,
     ),
     (
-        sampling._noise_kernel,
+        sample._noise_kernel,
         {**SOURCES, **ROW, **TILES, "filtered": "*fp64"},
         TILE,
         8,
     ),
     (
-        sampling._winner_kernel,
+        sample._winner_kernel,
         {**TILES, "states": "*i64", "token_ids": "*i64", "num_tiles": "i32"},
         {"BLOCK": 128},
         4,
     ),
     (
-        sampling_filters._filter_kernel,
+        filters._filter_kernel,
         {"scaled": "*fp64", "weights": "*i64", "rows": "*i64", "vocab_size": "i32"},
-        {"BLOCK": sampling_filters._BLOCK},
+        {"BLOCK": filters._BLOCK},
         16,
     ),
     (

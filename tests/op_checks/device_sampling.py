@@ -24,7 +24,7 @@ from op_checks.sampling_cases import (
     state_of,
 )
 from quickstep.ops.tensors import FLOAT32, HostTensor
-from quickstep.ops.triton.exact_math import exp_nonpositive, gumbel, log, noise_bits
+from quickstep.ops.triton.sampling.exact_math import exp_nonpositive, gumbel, log, noise_bits
 from quickstep.runtime.sampling import exact_math, noise
 from quickstep.runtime.sampling.device_sampler import DeviceSampler, score_on_device
 from quickstep.runtime.sampling.logprobs import score_tokens

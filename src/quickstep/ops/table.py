@@ -429,7 +429,7 @@ class OpTable(msgspec.Struct, frozen=True):
             matrix and the LoRAMapping of the E) -> [E, V] fp32: the product, with its adapters,
             widened, divided, then softcap * tanh(logits / softcap) in fp64.
         samples_on_device: Triton kernels sample and score tokens where the logits are
-            (`ops.triton.sampling`); a call of them then costs more than a row of it.
+            (`ops.triton.sampling.sample`); a call of them then costs more than a row of it.
         kernel_s: Seconds that the kernels have run so far, without the time between them; None
             where they are not counted. Benchmarks take the difference of two readings.
         load_linear: (StoredMatrix, bias [N] | None) -> LinearWeight: the same as reading the matrix

@@ -244,9 +244,9 @@ def make_plan(query: PlanQuery) -> Plan:
         options.append(apart)
     options.sort(key=lambda pair: _preference(pair[0]))
     best, candidate = options[0]
-    shown = [option for option, _ in options[:_NUM_SHOWN]]
-    if apart is not None and apart[0] not in shown:
-        shown.append(apart[0])
+    listed = [option for option, _ in options[:_NUM_SHOWN]]
+    if apart is not None and apart[0] not in listed:
+        listed.append(apart[0])
     per_token = kv_bytes_per_token(query.spec, query.elements.dtype, query.elements.kv_dtype)
     return Plan(
         model=query.model,
@@ -258,7 +258,7 @@ def make_plan(query: PlanQuery) -> Plan:
         kv_bytes_per_sequence=per_token * whole_blocks(query.load.num_tokens, BLOCK_SIZE),
         memory=candidate.memory.rows,
         fits={name: _fewest(query, name) for name in ("none", "int8", "int4")},
-        options=tuple(shown),
+        options=tuple(listed),
         change=None if best.prefill else _best_change(query, candidate, best.capacity_per_s),
         met=best.met,
         verdict=_verdict(query, best, [one.candidate for one in ranked]),

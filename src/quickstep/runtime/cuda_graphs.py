@@ -436,8 +436,8 @@ class _LoRASlots:
         for name, adapter in named.items():
             if name in placed:
                 continue
-            taken = {place for _, place in placed.values()}
-            place = next((one for one in range(1, self._num_places + 1) if one not in taken), None)
+            used = {place for _, place in placed.values()}
+            place = next((one for one in range(1, self._num_places + 1) if one not in used), None)
             if place is None:
                 place = placed.pop(next(one for one in placed if one not in named))[1]
             self.table.set_(place, adapter)

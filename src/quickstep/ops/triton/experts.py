@@ -146,8 +146,19 @@ def _address(table, expert, FIELD: tl.constexpr, DTYPE: tl.constexpr):
 
 
 @triton.jit
-def _block_rows(starts, block_ends, num_experts, BLOCK_E: tl.constexpr, BLOCK_T: tl.constexpr):
-    """The expert of this program, `num_experts` if it has none, its rows, and which there are."""
+def _block_of(
+    starts,
+    block_ends,
+    tokens,
+    num_experts,
+    GATHER: tl.constexpr,
+    BLOCK_E: tl.constexpr,
+    BLOCK_T: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+):
+    """The expert of this program, `num_experts` if it has none; its rows, which of them there are,
+    the rows of x that they read, and its outputs.
+    """
     block = tl.program_id(0)
     numbers = tl.arange(0, BLOCK_E)
     ends = tl.load(block_ends + numbers, mask=numbers < num_experts, other=1 << 62)
@@ -157,7 +168,11 @@ def _block_rows(starts, block_ends, num_experts, BLOCK_E: tl.constexpr, BLOCK_T:
     first = tl.load(starts + found) + (block - before) * BLOCK_T
     rows = first + tl.arange(0, BLOCK_T)
     is_row = (rows < tl.load(starts + found + 1)) & (expert < num_experts)
-    return expert, rows, is_row
+    sources = rows
+    if GATHER:
+        sources = tl.load(tokens + rows, mask=is_row, other=0)
+    outputs = tl.program_id(1).to(tl.int64) * BLOCK_N + tl.arange(0, BLOCK_N)
+    return expert, rows, is_row, sources, outputs
 
 
 @triton.jit
@@ -207,12 +222,10 @@ def _float_kernel(
     BLOCK_K: tl.constexpr,
 ):
     """A block of an expert's rows and outputs. GATHER: x has the tokens, else the rows."""
-    expert, rows, is_row = _block_rows(starts, block_ends, num_experts, BLOCK_E, BLOCK_T)
+    expert, rows, is_row, sources, outputs = _block_of(
+        starts, block_ends, tokens, num_experts, GATHER, BLOCK_E, BLOCK_T, BLOCK_N
+    )
     if expert < num_experts:
-        outputs = tl.program_id(1).to(tl.int64) * BLOCK_N + tl.arange(0, BLOCK_N)
-        sources = rows
-        if GATHER:
-            sources = tl.load(tokens + rows, mask=is_row, other=0)
         total = product_tile(
             x,
             sources,
@@ -257,12 +270,10 @@ def _quantized_kernel(
     BLOCK_K: tl.constexpr,
 ):
     """As `_float_kernel`, from quantized activations."""
-    expert, rows, is_row = _block_rows(starts, block_ends, num_experts, BLOCK_E, BLOCK_T)
+    expert, rows, is_row, sources, outputs = _block_of(
+        starts, block_ends, tokens, num_experts, GATHER, BLOCK_E, BLOCK_T, BLOCK_N
+    )
     if expert < num_experts:
-        outputs = tl.program_id(1).to(tl.int64) * BLOCK_N + tl.arange(0, BLOCK_N)
-        sources = rows
-        if GATHER:
-            sources = tl.load(tokens + rows, mask=is_row, other=0)
         total = quantized_tile(
             x,
             x_scales,
@@ -310,12 +321,10 @@ def _float8_kernel(
     BLOCK_K: tl.constexpr,
 ):
     """As `_quantized_kernel`, in e4m3."""
-    expert, rows, is_row = _block_rows(starts, block_ends, num_experts, BLOCK_E, BLOCK_T)
+    expert, rows, is_row, sources, outputs = _block_of(
+        starts, block_ends, tokens, num_experts, GATHER, BLOCK_E, BLOCK_T, BLOCK_N
+    )
     if expert < num_experts:
-        outputs = tl.program_id(1).to(tl.int64) * BLOCK_N + tl.arange(0, BLOCK_N)
-        sources = rows
-        if GATHER:
-            sources = tl.load(tokens + rows, mask=is_row, other=0)
         total = float8_tile(
             x,
             x_scales,

@@ -22,6 +22,7 @@ from quickstep.ops.table import LinearWeight, QuantizedWeight
 from quickstep.ops.tensors import FLOAT8_MAX, AnyTensor, to_torch
 from quickstep.ops.triton.rounding import (
     float8_value,
+    quantize_groups,
     rounded,
     rounded_quotient,
     rounded_to_float8,
@@ -203,23 +204,7 @@ def _rows_kernel(
 
 def quantize_to_float8(x: Tensor, weight: Float8Weight) -> tuple[Tensor, Tensor]:
     """X [T, C], T above 0, -> numbers of e4m3 [T, C] in fp16 and scales [T, groups] fp32."""
-    if x.stride(-1) != 1:
-        x = x.contiguous()
-    num_tokens, num_inputs = x.shape
-    group = weight.group_size
-    values = torch.empty(x.shape, dtype=torch.float16, device=x.device)
-    scales = torch.empty((num_tokens, num_inputs // group), dtype=torch.float32, device=x.device)
-    _quantize_kernel[tuple(scales.shape)](
-        x,
-        values,
-        scales,
-        num_inputs,
-        x.stride(0),
-        GROUP=group,
-        BLOCK=triton.next_power_of_2(group),
-        enable_fp_fusion=False,
-    )
-    return values, scales
+    return quantize_groups(x, weight.group_size, torch.float16, _quantize_kernel)
 
 
 def float8_linear(x: Tensor, weight: LinearWeight, tile: Tile | None = None) -> Tensor:

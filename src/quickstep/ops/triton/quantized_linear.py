@@ -22,7 +22,12 @@ from quickstep.ops.reference.linear import shared_groups
 from quickstep.ops.table import SUB_BLOCK_INPUTS, LinearWeight, QuantizedWeight
 from quickstep.ops.tensors import AnyTensor, to_torch
 from quickstep.ops.triton.float8_linear import pack_float8
-from quickstep.ops.triton.rounding import rounded, rounded_quotient, rounded_to_integer
+from quickstep.ops.triton.rounding import (
+    quantize_groups,
+    rounded,
+    rounded_quotient,
+    rounded_to_integer,
+)
 from quickstep.ops.triton.tiles import Tile, tile_of
 
 __all__ = [
@@ -279,23 +284,9 @@ def block_k(group_size: int, most: int) -> int:
 
 def quantize_tokens(x: Tensor, weight: PackedWeight) -> tuple[Tensor, Tensor]:
     """X [T, C], T above 0, -> quantized values [T, C] int8 and scales [T, groups] fp32."""
-    if x.stride(-1) != 1:
-        x = x.contiguous()
-    num_tokens, num_inputs = x.shape
-    group = weight.group_size * weight.shared_groups
-    quants = torch.empty(x.shape, dtype=torch.int8, device=x.device)
-    scales = torch.empty((num_tokens, num_inputs // group), dtype=torch.float32, device=x.device)
-    _quantize_kernel[tuple(scales.shape)](
-        x,
-        quants,
-        scales,
-        num_inputs,
-        x.stride(0),
-        GROUP=group,
-        BLOCK=triton.next_power_of_2(group),
-        enable_fp_fusion=False,
+    return quantize_groups(
+        x, weight.group_size * weight.shared_groups, torch.int8, _quantize_kernel
     )
-    return quants, scales
 
 
 def quantized_linear(x: Tensor, weight: LinearWeight, tile: Tile | None = None) -> Tensor:

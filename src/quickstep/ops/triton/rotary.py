@@ -1,4 +1,4 @@
-"""Rotary embedding of heads, alone and with the write of keys and values to the cache.
+"""Rotary embedding of heads, by itself and with the write of keys and values to the cache.
 
 One program computes one head of a token with one IEEE operation after another, without fused
 multiply-adds: the bits are the same in both kernels, and those of `rotary` and then `write_kv`.

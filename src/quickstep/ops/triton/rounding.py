@@ -1,16 +1,19 @@
-"""Rounding in kernels as IEEE arithmetic and the reference round."""
+"""Rounding in kernels as IEEE arithmetic and the reference round; quantizing activations."""
 
 from __future__ import annotations
 
 import os
 
+import torch
 import triton
 import triton.language as tl
+from torch import Tensor
 
 __all__ = [
     "INTERPRETED",
     "float8_bits",
     "float8_value",
+    "quantize_groups",
     "rounded",
     "rounded_quotient",
     "rounded_to_float8",
@@ -86,3 +89,29 @@ def float8_value(bits):
     half = (((wide & 0x80) << 8) | ((wide & 0x7F) << 7)).to(tl.uint16)
     value = half.to(tl.float16, bitcast=True).to(tl.float32) * 256.0
     return tl.where((wide & 0x7F) == 0x7F, float("nan"), value)
+
+
+def quantize_groups(
+    x: Tensor, group_size: int, dtype: torch.dtype, kernel: triton.JITFunction
+) -> tuple[Tensor, Tensor]:
+    """X [T, C], T above 0, -> quantized values [T, C] in `dtype` and scales [T, groups] fp32, by a
+    kernel that has a program for each token and group.
+    """
+    if x.stride(-1) != 1:
+        x = x.contiguous()
+    num_tokens, num_inputs = x.shape
+    values = torch.empty(x.shape, dtype=dtype, device=x.device)
+    scales = torch.empty(
+        (num_tokens, num_inputs // group_size), dtype=torch.float32, device=x.device
+    )
+    kernel[tuple(scales.shape)](
+        x,
+        values,
+        scales,
+        num_inputs,
+        x.stride(0),
+        GROUP=group_size,
+        BLOCK=triton.next_power_of_2(group_size),
+        enable_fp_fusion=False,
+    )
+    return values, scales

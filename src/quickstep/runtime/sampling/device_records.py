@@ -19,7 +19,7 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
-from quickstep.ops.triton.sampling_records import NUM_FIELDS, Edits, Field, SamplingRecords
+from quickstep.ops.triton.sampling.records import NUM_FIELDS, Edits, Field, SamplingRecords
 from quickstep.runtime.sampling.logit_changes import Bans, LogitChanges
 from quickstep.runtime.sampling.noise import row_keys
 from quickstep.runtime.sampling.sampler import applies_xtc

@@ -2,7 +2,8 @@
 `runtime.sampling.sampler`: only token ids and requested log-probabilities come to the host, in one
 copy for a step.
 
-`DeviceRecords` makes what the kernels read (`ops.triton.sampling`, `ops.triton.token_scores`).
+`DeviceRecords` makes what the kernels read (`sample` and `token_scores` in
+`ops.triton.sampling`).
 Opened by `runtime.sampling.native_sampler.open_sampler` where the model's kernels are Triton's.
 """
 
@@ -17,9 +18,9 @@ import torch
 from torch import Tensor
 
 from quickstep.ops.tensors import AnyTensor, to_numpy, to_torch
-from quickstep.ops.triton.sampling import NO_MAXIMUM as NO_MAXIMUM_TOKEN
-from quickstep.ops.triton.sampling import sample as sample_on_device
-from quickstep.ops.triton.token_scores import NUM_SCORES, token_scores
+from quickstep.ops.triton.sampling.sample import NO_MAXIMUM as NO_MAXIMUM_TOKEN
+from quickstep.ops.triton.sampling.sample import sample as sample_on_device
+from quickstep.ops.triton.sampling.token_scores import NUM_SCORES, token_scores
 from quickstep.runtime.sampling.device_records import DeviceRecords
 from quickstep.runtime.sampling.logit_changes import LogitChanges
 from quickstep.runtime.sampling.logprobs import (
@@ -73,7 +74,7 @@ class DeviceSampler:
 
     def launch(self, logits: Tensor, states: Sequence[SamplingState]) -> Tensor:
         """Token ids [E] int64 of logits [E, V], on the device, which is not waited for; negative
-        ones are those of `ops.triton.sampling`.
+        ones are those of `ops.triton.sampling.sample`.
 
         The input of the next step, before the host knows the tokens. Each state is one for which
         `is_function_of_position`, `ahead` by the tokens that are not recorded yet. There are no

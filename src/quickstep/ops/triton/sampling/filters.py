@@ -8,7 +8,7 @@ adding up what is on one side of four of them at a time; of equal values the low
 first.
 
 One program filters a row; its values stay in the L2 cache meanwhile. Called by
-`ops.triton.sampling`.
+`ops.triton.sampling.sample`.
 """
 
 from __future__ import annotations
@@ -17,8 +17,12 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from quickstep.ops.triton.exact_math import exp_nonpositive, integer_probability, rounded_int64
-from quickstep.ops.triton.sampling_records import (
+from quickstep.ops.triton.sampling.exact_math import (
+    exp_nonpositive,
+    integer_probability,
+    rounded_int64,
+)
+from quickstep.ops.triton.sampling.records import (
     APPLIES_XTC,
     FIELDS,
     FILTERED,

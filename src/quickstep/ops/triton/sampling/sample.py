@@ -15,9 +15,9 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from quickstep.ops.triton.exact_math import gumbel, integer_probability, noise_bits
-from quickstep.ops.triton.sampling_filters import filter_rows_
-from quickstep.ops.triton.sampling_records import (
+from quickstep.ops.triton.sampling.exact_math import gumbel, integer_probability, noise_bits
+from quickstep.ops.triton.sampling.filters import filter_rows_
+from quickstep.ops.triton.sampling.records import (
     CHANGED,
     COUNTS,
     FIELDS,
@@ -32,6 +32,7 @@ from quickstep.ops.triton.sampling_records import (
     SECOND_YIELDS,
     TEMPERATURE,
     SamplingRecords,
+    allowed_logits,
     ban_lists_of,
     changed_logits,
     fp64_field,
@@ -182,16 +183,7 @@ def _peak_kernel(
     fields = rows + row * FIELDS
     raw = raw_logits(logits, fields, ids, inside, logits_stride)
     raw = tl.where(raw == raw, raw, float("inf"))
-    x = changed_logits(
-        logits,
-        changed,
-        masks,
-        fields,
-        ids,
-        inside,
-        vocab_size,
-        logits_stride,
-    )
+    x = changed_logits(logits, changed, masks, fields, ids, inside, vocab_size, logits_stride)
     x = tl.where(x == x, x, float("inf"))
     lists = ban_lists_of(bans, fields, ids, inside, vocab_size)
     target = tile_maxima + (row * tl.num_programs(1) + tl.program_id(1)) * _MAXIMA
@@ -254,18 +246,19 @@ def _scale_kernel(
     fields = rows + row * FIELDS
     place = tl.load(fields + FILTERED)
     if place >= 0:
-        x = changed_logits(
+        x = allowed_logits(
             logits,
             changed,
             masks,
+            bans,
+            states,
             fields,
+            row,
             ids,
             inside,
             vocab_size,
             logits_stride,
         )
-        lists = ban_lists_of(bans, fields, ids, inside, vocab_size)
-        x = tl.where((lists & tl.load(states + row * 2 + 1)) == 0, x, -float("inf"))
         value = (x - tl.load(peaks + row)) / fp64_field(fields, TEMPERATURE)
         value = tl.where(tl.load(states + row * 2) == 0, value, 0.0)
         target = place * vocab_size + ids
@@ -296,18 +289,9 @@ def _noise_kernel(
     ids = tl.program_id(1).to(tl.int64) * TILE + tl.arange(0, TILE)
     inside = ids < vocab_size
     fields = rows + row * FIELDS
-    x = changed_logits(
-        logits,
-        changed,
-        masks,
-        fields,
-        ids,
-        inside,
-        vocab_size,
-        logits_stride,
+    value = allowed_logits(
+        logits, changed, masks, bans, states, fields, row, ids, inside, vocab_size, logits_stride
     )
-    lists = ban_lists_of(bans, fields, ids, inside, vocab_size)
-    value = tl.where((lists & tl.load(states + row * 2 + 1)) == 0, x, -float("inf"))
     temperature = fp64_field(fields, TEMPERATURE)
     if temperature > 0.0:
         scaled = (value - tl.load(peaks + row)) / temperature

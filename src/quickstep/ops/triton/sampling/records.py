@@ -1,7 +1,7 @@
 """How the rows of a step are sampled on the device: `SamplingRecords`, and reading a row's logits.
 
-`runtime.sampling.device_records` makes the records, `ops.triton.sampling` and
-`ops.triton.sampling_filters` read them.
+`runtime.sampling.device_records` makes the records, `ops.triton.sampling.sample` and
+`ops.triton.sampling.filters` read them.
 """
 
 from __future__ import annotations
@@ -126,16 +126,7 @@ def raw_logits(logits, fields, ids, inside, logits_stride):
 
 
 @triton.jit
-def changed_logits(
-    logits,
-    changed,
-    masks,
-    fields,
-    ids,
-    inside,
-    vocab_size,
-    logits_stride,
-):
+def changed_logits(logits, changed, masks, fields, ids, inside, vocab_size, logits_stride):
     """The logits of a row in fp64 after penalties, edits and mask; bans are not applied."""
     x = raw_logits(logits, fields, ids, inside, logits_stride)
     place = tl.load(fields + CHANGED)
@@ -155,3 +146,13 @@ def ban_lists_of(bans, fields, ids, inside, vocab_size):
     place = tl.load(fields + BANNED)
     has_bans = inside & (place >= 0)
     return tl.load(bans + place * vocab_size + ids, mask=has_bans, other=0).to(tl.int64)
+
+
+@triton.jit
+def allowed_logits(
+    logits, changed, masks, bans, states, fields, row, ids, inside, vocab_size, logits_stride
+):
+    """As `changed_logits`, -inf for the tokens in the lists of bans that `states` names."""
+    x = changed_logits(logits, changed, masks, fields, ids, inside, vocab_size, logits_stride)
+    lists = ban_lists_of(bans, fields, ids, inside, vocab_size)
+    return tl.where((lists & tl.load(states + row * 2 + 1)) == 0, x, -float("inf"))

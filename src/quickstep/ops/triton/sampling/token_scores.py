@@ -10,7 +10,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from quickstep.ops.triton.exact_math import integer_probability
+from quickstep.ops.triton.sampling.exact_math import integer_probability
 
 __all__ = ["NUM_SCORES", "token_scores"]
 

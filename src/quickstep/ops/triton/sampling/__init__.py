@@ -1,0 +1,1 @@
+"""Sampling and scores of tokens on the device; `sample` is the entry."""
