@@ -19,7 +19,7 @@ PIP := $(BIN)/python -m pip install --quiet --disable-pip-version-check -c const
 
 CLIENTS := .venv-clients
 
-.PHONY: help demo test clients check format bench soak peers gpu verify verify-long native reference clean
+.PHONY: help demo test clients check format bench soak peers gpu kernels verify verify-long native reference clean
 
 help:
 	@echo "make demo         stream text from the bundled model"
@@ -35,6 +35,7 @@ help:
 	@echo "make soak         a server under mixed load for MINUTES=10"
 	@echo "make peers        compare with vLLM, OpenVINO, llama.cpp and transformers"
 	@echo "make gpu          correctness, exactness and speed on an NVIDIA GPU, in 9 minutes"
+	@echo "make kernels      compile Triton's kernels for an H100; needs no GPU"
 	@echo "make clean        remove everything that make has created"
 
 $(BIN)/python:
@@ -120,6 +121,10 @@ peers: $(READY)
 # On a machine with an NVIDIA GPU, with the Python that has its torch: make gpu PYTHON=python3
 gpu:
 	PYTHONPATH=src $(PYTHON) -m benchmarks.gpu
+
+# All kernels with the arguments that steps give them, in two minutes, without a GPU too.
+kernels: $(READY)
+	$(BIN)/python tools/compile_kernels.py
 
 clean:
 	rm -rf $(VENV) $(CLIENTS) build dist src/quickstep/_native .pytest_cache .mypy_cache .ruff_cache .hypothesis
