@@ -24,12 +24,10 @@ from recorded_steps import (
 )
 
 from op_checks.invariance import same_bits
-from quickstep.model.checkpoint.random_weights import RandomValues, random_model
 from quickstep.model.decoder import Decoder
 from quickstep.ops.reference import reference_ops
 from quickstep.ops.table import LoRAAdapter, OpTable
 from quickstep.ops.tensors import to_torch
-from quickstep.ops.triton.backend import load_triton
 from quickstep.runtime import cuda_graphs
 from quickstep.runtime.capture import GraphOptions, StepModel, open_steps
 from quickstep.runtime.cuda_graphs import can_record, row_buckets
@@ -37,21 +35,6 @@ from quickstep.runtime.eager_steps import EagerSteps
 from quickstep.types import Phase, StepRow
 
 pytestmark = pytest.mark.usefixtures("products_in_order")
-
-CPU = torch.device("cpu")
-
-
-@pytest.fixture(scope="module")
-def ops() -> OpTable:
-    table = load_triton(CPU)
-    assert table is not None
-    return table
-
-
-@pytest.fixture(scope="module")
-def model(ops: OpTable) -> Decoder:
-    values = RandomValues(torch.float32, CPU, 1, None)
-    return random_model(SMALL, ops, values, 64, None)
 
 
 def open_both(

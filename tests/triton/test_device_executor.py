@@ -11,7 +11,6 @@ import torch
 pytest.importorskip("triton")
 
 from graph_double import Reexecution
-from recorded_steps import SMALL
 
 from quickstep.config import SchedulerConfig
 from quickstep.core.block_pool import KVBlockPool
@@ -19,9 +18,7 @@ from quickstep.core.cost_model import LinearCostModel
 from quickstep.core.policies import make_policy
 from quickstep.core.scheduler import Scheduler
 from quickstep.errors import EngineError
-from quickstep.model.checkpoint.random_weights import RandomValues, random_model
 from quickstep.model.decoder import Decoder
-from quickstep.ops.triton.backend import load_triton
 from quickstep.runtime.capture import GraphOptions
 from quickstep.runtime.cuda_graphs import GraphSteps
 from quickstep.runtime.device_executor import DeviceExecutor
@@ -50,13 +47,6 @@ SAMPLING = (
 )
 
 Tokens = dict[str, list[int]]
-
-
-@pytest.fixture(scope="module")
-def model() -> Decoder:
-    ops = load_triton(CPU)
-    assert ops is not None
-    return random_model(SMALL, ops, RandomValues(torch.float32, CPU, 1, None), 64, None)
 
 
 def runner_of(model: Decoder, backend: Reexecution | None) -> ModelRunner:

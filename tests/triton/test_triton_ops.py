@@ -21,7 +21,6 @@ from quickstep.errors import ConfigError
 from quickstep.ops.resolve import resolve_ops
 from quickstep.ops.table import AttentionParams, LoRAPart, OpTable, QuantizedWeight, RowLengths
 from quickstep.ops.triton import attention
-from quickstep.ops.triton.backend import load_triton
 
 CPU = torch.device("cpu")
 ROW_OPS = (
@@ -41,13 +40,6 @@ ROW_OPS = (
 )
 ATTENTION = ("one-key", "window-below-tile", "sinks-one-key")
 SMALL = 25_000  # elements of all inputs of a case
-
-
-@pytest.fixture(scope="module")
-def ops() -> OpTable:
-    table = load_triton(CPU)
-    assert table is not None
-    return table
 
 
 def num_elements(value: object) -> int:
