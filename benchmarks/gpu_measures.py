@@ -50,7 +50,7 @@ from quickstep.model.checkpoint.tensor_schema import layer_tensors, outer_tensor
 from quickstep.model.sizing import kv_head_bytes
 from quickstep.model.spec import parse_spec
 from quickstep.ops.resolve import resolve_ops
-from quickstep.ops.table import AttentionParams, OpTable, PagedLayout
+from quickstep.ops.table import AttentionParams, OpTable, PagedLayout, RowLengths
 
 if TYPE_CHECKING:
     from quickstep.model.decoder_spec import ModelSpec
@@ -110,6 +110,8 @@ def _attention_calls(
         context_lens=(context,),
         block_tables=torch.arange(context // 16, dtype=torch.int32, device=device)[None],
         block_size=16,
+        # on the device before the measurement, as in a step
+        lengths=RowLengths(torch.tensor([0, num_rows], dtype=torch.int32, device=device)),
     )
     params = AttentionParams(size**-0.5)
     k, v = (

@@ -37,7 +37,7 @@ from triton.runtime.jit import JITFunction, MockTensor
 from quickstep.bench.shapes import SHAPES
 from quickstep.model import quantize
 from quickstep.model.adapters.lora_modules import lora_modules
-from quickstep.model.checkpoint.random_weights import RandomValues, random_model
+from quickstep.model.checkpoint.random_weights import RandomTensors, RandomValues, random_model
 from quickstep.model.decoder_spec import ModelSpec
 from quickstep.model.interface import EmittingTokens, ForwardBatch
 from quickstep.model.spec import parse_spec
@@ -231,6 +231,7 @@ def compile_case(case: Case) -> list[Compiled]:
     patches = [
         mock.patch.object(JITFunction, "run", compile_only),
         mock.patch.object(FakeTensor, "data_ptr", lambda _: 0),
+        mock.patch.object(RandomTensors, "_fill_", lambda *_: None),  # needs the GPU's generator
         mock.patch.object(quantize, "rounding_error", lambda *_: 0.0),  # reads it
     ]
     if not torch.cuda.is_available():

@@ -80,14 +80,15 @@ class RandomTensors:
         """Several tensors, one below the other along the first dimension."""
         shapes = [self._shapes[name] for name in names]
         rows = sum(shape[0] for shape in shapes)
-        tensor = torch.empty((rows, *shapes[0][1:]), dtype=self._dtype)
+        # made where it is needed: one thread of a CPU takes a minute and more for 8B values
+        tensor = torch.empty((rows, *shapes[0][1:]), dtype=self._dtype, device=self._device)
         parts = torch.split(tensor, [shape[0] for shape in shapes])
         for name, part in zip(names, parts, strict=True):
             self._fill_(name, part)
         self._done_bytes += tensor.nbytes
         if self._progress is not None:
             self._progress(self._done_bytes, self._total_bytes)
-        return tensor.to(self._device)
+        return tensor
 
     def linear(self, names: tuple[str, ...]) -> Tensor | QuantizedWeight:
         """The matrix, not quantized."""
@@ -102,7 +103,7 @@ class RandomTensors:
         elif tensor.dim() == 1:
             tensor.fill_(1.0)
         else:
-            generator = torch.Generator().manual_seed(_seed_of(name, self._seed))
+            generator = torch.Generator(self._device).manual_seed(_seed_of(name, self._seed))
             tensor.normal_(0.0, tensor.shape[1] ** -0.5, generator=generator)
 
 
