@@ -208,7 +208,7 @@ class Admission(msgspec.Struct, frozen=True):
     cache_salt: str = ""
 
 
-class StepRow(msgspec.Struct, frozen=True):
+class StepRow(msgspec.Struct, frozen=True, gc=False):
     """One sequence in one step: compute `num_tokens` tokens from position `start`.
 
     Attributes:
@@ -309,7 +309,7 @@ class TokenLogprobs(msgspec.Struct, frozen=True):
     top: tuple[tuple[int, float], ...] = ()
 
 
-class RowOutput(msgspec.Struct, frozen=True):
+class RowOutput(msgspec.Struct, frozen=True, gc=False):
     """The output of a row: no token (a prompt chunk), one, or several (accepted drafts + 1).
 
     `prompt_logprobs` has an entry per scored position, for the prompt token that follows it.
@@ -417,7 +417,7 @@ class SequenceTimings(msgspec.Struct, frozen=True, gc=False):
     num_accepted: int = 0
 
 
-class SequenceOutput(msgspec.Struct, frozen=True):
+class SequenceOutput(msgspec.Struct, frozen=True, gc=False):
     """New output of one sequence: tokens, prompt logprobs, its end. The last one has `timings`.
 
     Prompt logprobs are only in outputs with index 0, in order: one per prompt token, None for the

@@ -61,7 +61,7 @@ _DIGEST_BYTES = 16
 _MAX_LOST = 65_536  # digests of lost blocks that are remembered: a few megabytes
 
 # (digest of the parent, token ids of the block) -> digest of the block.
-Digest = Callable[[bytes, Sequence[int]], bytes]
+Digest = Callable[[bytes, tuple[int, ...]], bytes]
 
 
 class ChainRoot(msgspec.Struct, frozen=True):
@@ -116,10 +116,9 @@ class KVBlockPool:
         self._index: dict[bytes, int] = {}
         self._free = list(range(num_blocks - 1, -1, -1))
         self._cached: OrderedDict[int, None] = OrderedDict()  # least recently used first
-        # digests of evicted content, oldest first
-        self._lost: OrderedDict[bytes, None] = OrderedDict()
-        self._max_lost = min(num_blocks, _MAX_LOST)
         self._version = 0  # how often a block lost its content's key
+        self._lost_at: dict[bytes, int] = {}  # the version at which a digest lost its block
+        self._max_lost = min(num_blocks, _MAX_LOST)  # older ones do not count
         self._unindexed_at = [0] * num_blocks  # the version at which each block last did
         self._num_hits = 0
         self._num_evictions = 0
@@ -147,15 +146,13 @@ class KVBlockPool:
         self, digests: list[bytes], root: ChainRoot, token_ids: Sequence[int], num_blocks: int
     ) -> None:
         """Append to `digests` those of the full blocks of `token_ids` up to `num_blocks`."""
-        for index in range(len(digests), num_blocks):
-            self.extend_digest(digests, root, self._block_tokens(token_ids, index))
-
-    def extend_digest(
-        self, digests: list[bytes], root: ChainRoot, block_tokens: tuple[int, ...]
-    ) -> None:
-        """Append to `digests` that of the next full block."""
+        if len(digests) >= num_blocks:
+            return
+        digest, block_size = self._digest, self.block_size
         parent = digests[-1] if digests else root_digest(root)
-        digests.append(self._digest(parent, block_tokens))
+        for start in range(len(digests) * block_size, num_blocks * block_size, block_size):
+            parent = digest(parent, tuple(token_ids[start : start + block_size]))
+            digests.append(parent)
 
     def lookup(
         self,
@@ -203,6 +200,14 @@ class KVBlockPool:
             self._ref_counts[block_id] += 1
         self._num_hits += len(block_ids)
 
+    def allocate_one(self) -> int:
+        """Allocate a block as `allocate` does."""
+        if not (self._free or self._cached):
+            raise OutOfBlocks("a KV block is needed, none is free")
+        block_id = self._free.pop() if self._free else self._evict(1)[0]
+        self._ref_counts[block_id] = 1
+        return block_id
+
     def allocate(self, count: int) -> list[int]:
         """Allocate `count` blocks of unknown content; evicts cached ones only when none is free.
 
@@ -210,13 +215,17 @@ class KVBlockPool:
             OutOfBlocks: Fewer are free; nothing was allocated.
         """
         free, ref_counts = self._free, self._ref_counts
-        if count > len(free) + len(self._cached):
+        num_evicted = count - len(free)
+        if num_evicted > len(self._cached):
             raise OutOfBlocks(f"{count} KV blocks are needed, {self.num_free} are free")
-        block_ids: list[int] = []
-        for _ in range(count):
-            block_id = free.pop() if free else self._evict()
+        num_left = max(0, -num_evicted)
+        block_ids = free[num_left:]
+        block_ids.reverse()  # the last one first
+        del free[num_left:]
+        if num_evicted > 0:
+            block_ids += self._evict(num_evicted)
+        for block_id in block_ids:
             ref_counts[block_id] = 1
-            block_ids.append(block_id)
         return block_ids
 
     def release(self, block_ids: Sequence[int]) -> None:
@@ -224,8 +233,8 @@ class KVBlockPool:
         # The tail first: the end of a chain is the least likely to be shared, so evict it first.
         ref_counts, keys, cached = self._ref_counts, self._keys, self._cached
         for block_id in reversed(block_ids):
-            ref_counts[block_id] -= 1
-            if ref_counts[block_id]:
+            count = ref_counts[block_id] = ref_counts[block_id] - 1
+            if count:
                 continue
             if keys[block_id] is None:
                 self._free.append(block_id)
@@ -255,6 +264,23 @@ class KVBlockPool:
         self._keys[block_id] = key
         return key
 
+    def register_next(
+        self,
+        keys: list[BlockKey],
+        root: ChainRoot,
+        table: Sequence[int],
+        token_ids: tuple[int, ...],
+        digests: list[bytes],
+    ) -> None:
+        """Register the block of a table that follows those with `keys`; append its key, and its
+        digest if that is not known.
+        """
+        index = len(keys)
+        if index == len(digests):
+            digests.append(self._digest(digests[-1] if digests else root_digest(root), token_ids))
+        parent = keys[-1] if keys else root
+        keys.append(self.register(table[index], parent, token_ids, digests[index]))
+
     def forget(self, block_ids: Iterable[int]) -> None:
         """Remove blocks from the index: later lookups miss them, their holders keep them."""
         for block_id in block_ids:
@@ -268,7 +294,9 @@ class KVBlockPool:
 
     def was_cached(self, digest: bytes) -> bool:
         """Whether a block with this digest was cached lately, and has lost its content since."""
-        return digest in self._lost and digest not in self._index
+        lost_at = self._lost_at.get(digest)
+        is_recent = lost_at is not None and lost_at > self._version - self._max_lost
+        return is_recent and digest not in self._index
 
     def forget_cached(self) -> int:
         """Free every cached block without references; returns how many there were."""
@@ -306,23 +334,28 @@ class KVBlockPool:
         )
         assert all(block_id in indexed for block_id in self._cached), "a cached block has no key"
 
-    def _evict(self) -> int:
-        block_id, _ = self._cached.popitem(last=False)
-        key = self._keys[block_id]
-        assert key is not None, f"block {block_id} is cached without a key"
-        self._unindex(block_id, key)
-        self._num_evictions += 1
-        return block_id
+    def _evict(self, count: int) -> list[int]:
+        """Take the content of so many cached blocks, least recently used first."""
+        cached, keys = self._cached, self._keys
+        block_ids = []
+        for _ in range(count):
+            block_id, _ = cached.popitem(last=False)
+            key = keys[block_id]
+            assert key is not None, f"block {block_id} is cached without a key"
+            self._unindex(block_id, key)
+            block_ids.append(block_id)
+        self._num_evictions += count
+        return block_ids
 
     def _unindex(self, block_id: int, key: BlockKey) -> None:
-        del self._index[key.digest]
-        self._lost[key.digest] = None
-        self._lost.move_to_end(key.digest)
-        if len(self._lost) > self._max_lost:
-            self._lost.popitem(last=False)
+        digest, lost_at = key.digest, self._lost_at
+        del self._index[digest]
         self._keys[block_id] = None
-        self._version += 1
-        self._unindexed_at[block_id] = self._version
+        self._version = version = self._version + 1
+        lost_at[digest] = self._unindexed_at[block_id] = version
+        if len(lost_at) > 2 * self._max_lost:
+            first = version - self._max_lost
+            self._lost_at = {one: at for one, at in lost_at.items() if at > first}
 
     def _block_tokens(self, token_ids: Sequence[int], index: int) -> tuple[int, ...]:
         start = index * self.block_size

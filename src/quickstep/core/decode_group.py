@@ -18,8 +18,8 @@ from bisect import insort
 import msgspec
 
 from quickstep.core.accounting import UnitTicks
+from quickstep.core.block_pool import KVBlockPool
 from quickstep.core.cost_model import StepLoad
-from quickstep.core.queues import RunningBatch
 from quickstep.core.sequence import Rank, Sequence
 from quickstep.types import SequenceOutput, StepRecord
 
@@ -57,9 +57,9 @@ class DecodeGroup:
     `token_id`, and nothing but their length ends them.
     """
 
-    def __init__(self, batch: RunningBatch, block_size: int, token_id: int) -> None:
-        self._batch = batch
-        self._block_size = block_size
+    def __init__(self, pool: KVBlockPool, token_id: int) -> None:
+        self._pool = pool
+        self._block_size = block_size = pool.block_size
         self._token_id = token_id
         self._output_block = (token_id,) * block_size
         self._members: dict[Sequence, _Member] = {}
@@ -147,13 +147,17 @@ class DecodeGroup:
 
     def plan(self, step_id: int) -> None:
         """Plan a row for each: allocate and register blocks, in the order of rows."""
-        num_steps, block_size, batch = self._num_steps, self._block_size, self._batch
+        num_steps, block_size, pool = self._num_steps, self._block_size, self._pool
         for member in self._changing[num_steps % block_size]:
             sequence, start = member.sequence, member.shift + num_steps
+            residency = sequence.resident
             if not start % block_size:
-                batch.grow_by_block(sequence)
-            if not (start + 1) % block_size:
-                batch.register_block(sequence, self._last_block(sequence, start + 1))
+                residency.blocks.append(pool.allocate_one())
+            if not (start + 1) % block_size and pool.prefix_caching:
+                block_tokens = self._last_block(sequence, start + 1)
+                pool.register_next(
+                    residency.keys, sequence.root, residency.blocks, block_tokens, sequence.digests
+                )
         self._last_step_id = step_id
         self._is_in_flight = True
 

@@ -314,10 +314,6 @@ class RunningBatch:
         sequence.resident.blocks.extend(new_block_ids)
         return tuple(new_block_ids)
 
-    def grow_by_block(self, sequence: Sequence) -> None:
-        """Extend the block table by one block."""
-        sequence.resident.blocks += self._pool.allocate(1)
-
     def restart(self, sequence: Sequence) -> tuple[int, ...]:
         """Begin to compute all known tokens again; returns the new blocks for the last one."""
         new_block_ids = self.grow(sequence)
@@ -334,20 +330,11 @@ class RunningBatch:
         num_full = min(residency.planned, len(sequence.token_ids)) // block_size
         if not self._pool.prefix_caching or len(residency.keys) >= num_full:
             return
-        for start in range(len(residency.keys) * block_size, num_full * block_size, block_size):
-            self.register_block(sequence, tuple(sequence.token_ids[start : start + block_size]))
-
-    def register_block(self, sequence: Sequence, block_tokens: tuple[int, ...]) -> None:
-        """Index the next full block, which holds these tokens."""
-        pool, residency, digests = self._pool, sequence.resident, sequence.digests
-        if not pool.prefix_caching:
-            return
-        keys = residency.keys
-        index = len(keys)
-        if index == len(digests):
-            pool.extend_digest(digests, sequence.root, block_tokens)
-        parent = keys[-1] if keys else sequence.root
-        keys.append(pool.register(residency.blocks[index], parent, block_tokens, digests[index]))
+        register_next, keys, blocks = self._pool.register_next, residency.keys, residency.blocks
+        root, token_ids, digests = sequence.root, sequence.token_ids, sequence.digests
+        for start in range(len(keys) * block_size, num_full * block_size, block_size):
+            block_tokens = tuple(token_ids[start : start + block_size])
+            register_next(keys, root, blocks, block_tokens, digests)
 
     def check_hits(self, sequence: Sequence) -> None:
         """Raise AssertionError unless a lookup finds the same with and without the hits that a

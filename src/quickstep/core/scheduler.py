@@ -184,7 +184,7 @@ class Scheduler:
             and not self._drafts.max_drafts
             and not self._order.takes_turns
         ):
-            self._group = DecodeGroup(self._batch, self._pool.block_size, token_id)
+            self._group = DecodeGroup(self._pool, token_id)
 
     # -- requests come and go ---------------------------------------------------------------------
 

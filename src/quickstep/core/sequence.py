@@ -109,7 +109,7 @@ class _Clock:
         self.activity = activity  # also during a pause, which may outlast several
         self.since_s = now
         self.is_paused = False
-        self.seconds = dict(_NO_SECONDS)
+        self.seconds = _NO_SECONDS.copy()
         self.changes = [(activity, now)]
 
     def enter(self, activity: Activity, now: float) -> None:

@@ -43,7 +43,7 @@ _DRY_TOKEN_US = 0.7
 MAX_SETUP_US = 2000.0
 
 
-class FlightRow(msgspec.Struct, frozen=True):
+class FlightRow(msgspec.Struct, frozen=True, gc=False):
     """A planned row, its sequence and its load. The residency distinguishes rows of an earlier
     stay.
     """

@@ -23,7 +23,7 @@ from quickstep.types import FinishReason, Request, SequenceOutput, SequenceTimin
 __all__ = ["Arrival", "Ending", "Follow", "Handovers", "Progress", "Simulation", "simulate"]
 
 
-class Arrival(msgspec.Struct, frozen=True):
+class Arrival(msgspec.Struct, frozen=True, gc=False):
     """A request and its arrival time. Its output length is `sampling.max_tokens`.
 
     `cancel_after_s`: The client cancels it so many seconds after its arrival; None never.
@@ -34,7 +34,7 @@ class Arrival(msgspec.Struct, frozen=True):
     cancel_after_s: float | None = None
 
 
-class Ending(msgspec.Struct, frozen=True):
+class Ending(msgspec.Struct, frozen=True, gc=False):
     """How one simulated sequence ended."""
 
     request_id: str
