@@ -276,3 +276,18 @@ def test_clients_follow_up_after_their_answers() -> None:
     )
     endings = simulation.run().endings
     assert [one.request_id for one in endings] == list("01234")
+
+
+def test_steps_that_nothing_outside_depends_on_are_computed_in_one_go() -> None:
+    arrivals = [Arrival(0.0, request("long", 8, 400)), Arrival(0.1, request("short", 8, 300))]
+    events: list[float] = []
+    simulation = ReplicaRun(
+        arrivals,
+        2,
+        new_engine,
+        RoundRobin(),
+        Random(0),
+        check=lambda simulation: events.append(simulation.now),
+    )
+    assert len(simulation.run().records) > 600
+    assert len(events) < 60

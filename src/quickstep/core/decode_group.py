@@ -92,6 +92,13 @@ class DecodeGroup:
         """How many blocks the next step needs."""
         return self._num_growing[self._num_steps % self._block_size]
 
+    def num_steps_without_end(self, num_free_blocks: int) -> int:
+        """At least so many of the next steps end no sequence and find the blocks that they need."""
+        if not self._members:
+            return 0
+        num_before_end = min(self._ends) - self._num_steps - 1
+        return min(num_before_end, num_free_blocks // len(self._members) * self._block_size)
+
     def join(self, sequence: Sequence) -> None:
         """Take a sequence that has no row in flight, if it only decodes from now on."""
         if self._is_in_flight or sequence in self._members or not self._only_decodes(sequence):

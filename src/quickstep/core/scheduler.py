@@ -887,6 +887,16 @@ class Scheduler:
             now = end_s
         return DecodeSteps(tuple(records), tuple(outputs))
 
+    def least_decode_stretch_s(self, machine: CostModel) -> float:
+        """For how long at least `decode_stretch` would take steps that end no sequence, if nothing
+        else happens; 0.0 if the next step is not of that kind. Step times grow with the context.
+        """
+        group = self._group
+        if group is None or not self._has_only(group):
+            return 0.0
+        num_steps = group.num_steps_without_end(self._pool.num_free)
+        return num_steps * machine.seconds(group.load) if num_steps else 0.0
+
     def _has_only(self, group: DecodeGroup) -> bool:
         """Whether the next step has the rows of the group, and nothing else."""
         return (

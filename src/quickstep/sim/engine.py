@@ -36,6 +36,7 @@ __all__ = [
 ]
 
 _TOKEN_ID = 0
+_ROUNDED = 1.0 - 1e-9  # a sum of step times is at least that part of their product
 
 
 def quick_digest(parent: bytes, token_ids: tuple[int, ...]) -> bytes:
@@ -171,6 +172,21 @@ class SimulatedEngine:
         self.executor.ran_until(self._clock.now)
         self.records += steps.records
         return steps.outputs
+
+    def quiet_until_s(self) -> float | None:
+        """Until when at least it only decodes, ends no sequence and has no deadline, if nothing
+        happens to it; None if that is not known for its next step. Its steps until then can be
+        computed later, by `skip_decodes` before anything else.
+        """
+        if self._loads or self.executor.slowdown != 1.0:
+            return None
+        now = self._clock.now
+        quiet_s = self.scheduler.least_decode_stretch_s(self._cost_model)
+        if not quiet_s:
+            return None
+        until_s = now + _ROUNDED * quiet_s
+        wakeup_s = self.scheduler.wakeup(now)
+        return until_s if wakeup_s is None else min(until_s, wakeup_s)
 
     def start_steps(self) -> None:
         """Plan and start as many steps as may be in flight."""

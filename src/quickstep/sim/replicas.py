@@ -149,6 +149,8 @@ class _Replica:
         self.held: dict[str, int] = {}  # live sequences of each request here
         self.engine = make_engine(self.clock)
         self.past_records: list[StepRecord] = []  # of engines that have crashed
+        # Its steps until then were put off: its clock is at the end of the last step before them.
+        self.quiet_until_s: float | None = None
 
     def crash(self) -> float:
         """Lose everything; returns the device seconds of the requests that it held."""
@@ -180,8 +182,25 @@ class _Replica:
     def _set_pace(self) -> None:
         self.engine.executor.slowdown = math.prod(self.slow_downs)
 
+    def start_steps(self) -> None:
+        """Start the next step, or put it off, with those after it that nothing outside depends on:
+        `catch_up` computes them in one go. With its clock off, their times would be rounded twice.
+        """
+        self.quiet_until_s = None if self.offset_s else self.engine.quiet_until_s()
+        if self.quiet_until_s is None:
+            self.engine.start_steps()
+
+    def catch_up(self, now: float) -> None:
+        """Compute the steps that were put off, and start the one that runs at `now`."""
+        if self.quiet_until_s is not None:
+            self.quiet_until_s = None
+            outputs = self.engine.skip_decodes(now)
+            assert not outputs, "a sequence ended in a step that was put off"
+            self.engine.start_steps()
+
     def set_clock(self, now: float) -> float:
         """Set and return its time, at the time `now` of the run."""
+        self.catch_up(now)
         due_s = self.engine.next_s()
         times = [self.clock.now, now + self.offset_s]
         if due_s is not None and due_s - self.offset_s <= now:
@@ -191,6 +210,8 @@ class _Replica:
 
     def next_s(self) -> float | None:
         """When it acts by itself, on the clock of the run."""
+        if self.quiet_until_s is not None:
+            return self.quiet_until_s
         next_s = self.engine.next_s()
         return None if next_s is None or not self.is_up else next_s - self.offset_s
 
@@ -292,7 +313,7 @@ class ReplicaRun:
         if replica.is_up:
             replica.set_clock(self.now)
             self._report(index, replica.engine.finish_steps())
-            replica.engine.start_steps()
+            replica.start_steps()
         next_s = replica.next_s()
         self._due_s[index] = math.inf if next_s is None else next_s
 
@@ -351,7 +372,7 @@ class ReplicaRun:
             case _Restart():
                 self._restart(event.replica)
             case _EndOfSlowDown():
-                self.replicas[event.fault.replica].end_slow_down(event.fault.factor)
+                self._catch_up(event.fault.replica).end_slow_down(event.fault.factor)
             case _:
                 self._fail(event)
 
@@ -464,11 +485,17 @@ class ReplicaRun:
 
     # -- faults -------------------------------------------------------------------------------
 
+    def _catch_up(self, index: int) -> _Replica:
+        """A replica to which something happens now."""
+        replica = self.replicas[index]
+        replica.catch_up(self.now)
+        self._due_s[index] = self.now
+        return replica
+
     def _fail(self, fault: Fault) -> None:
         match fault:
             case Crash():
-                replica = self.replicas[fault.replica]
-                self._due_s[fault.replica] = self.now
+                replica = self._catch_up(fault.replica)
                 if replica.is_up:
                     generation = replica.generation
                     self.outcome.lost_s += replica.crash()
@@ -476,15 +503,14 @@ class ReplicaRun:
                     self._schedule(self.now + self._options.detect_s, lost)
                     self._schedule(self.now + fault.down_s, _Restart(fault.replica))
             case SlowDown():
-                self.replicas[fault.replica].begin_slow_down(fault.factor)
+                self._catch_up(fault.replica).begin_slow_down(fault.factor)
                 self._schedule(self.now + fault.for_s, _EndOfSlowDown(fault))
             case LinkFault():
                 replica = self.replicas[fault.replica]
                 for link in (replica.down_link, replica.up_link):
                     link.faults.append(fault)
             case ClockJump():
-                self.replicas[fault.replica].offset_s += fault.seconds
-                self._due_s[fault.replica] = self.now
+                self._catch_up(fault.replica).offset_s += fault.seconds
             case CancelStorm():
                 for name in list(self.live):
                     if self._rng.random() < fault.part:
