@@ -14,7 +14,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 import msgspec
-from msgspec.structs import replace
+from msgspec.structs import astuple, replace
 
 from quickstep.core.block_pool import PoolStats
 from quickstep.core.cost_model import CostModel, StepLoad, UnitPrices
@@ -206,23 +206,13 @@ class UnitTicks(msgspec.Struct, frozen=True, gc=False):
 
     def of(self, load: StepLoad) -> int:
         """The charge of a load."""
-        return (
-            self.token * load.num_tokens
-            + self.row * load.num_rows
-            + self.kv_token * load.num_kv_tokens
-            + self.pair * load.num_pairs
-            + self.score * load.num_scored
-            + self.logits_row * load.num_logits_rows
-            + self.grammar_row * load.num_grammar_rows
-            + self.logprobs_row * load.num_logprobs_rows
-            + self.adapter_row * load.num_adapter_rows
-        )
+        per_unit: tuple[int, ...] = astuple(self)
+        return load.times(per_unit)
 
     def of_rows(self, loads: Sequence[StepLoad], step: StepLoad) -> list[int]:
         """The charge of each row of a step with the load `step`."""
-        if step.num_scored or step.num_grammar_rows or step.num_logprobs_rows:
-            return [self.of(load) for load in loads]
-        if step.num_adapter_rows:
+        rare = step.num_scored, step.num_grammar_rows, step.num_logprobs_rows, step.num_adapter_rows
+        if any(rare):
             return [self.of(load) for load in loads]
         token, row, kv_token, pair = self.token, self.row, self.kv_token, self.pair
         logits_row = self.logits_row

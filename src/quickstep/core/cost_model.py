@@ -15,7 +15,7 @@ import math
 from collections.abc import Mapping, Sequence
 from operator import ge, le, mul
 from types import MappingProxyType
-from typing import Protocol
+from typing import Protocol, TypeVar
 
 import msgspec
 from msgspec.structs import astuple
@@ -64,6 +64,8 @@ _NUM_FIRST_STEPS = 64
 _EXACT = 1e-9  # relative error of a prediction that is only rounded
 _MAX_SWEEPS = 2000
 _CONVERGED = 1e-6  # relative change of a coefficient in one pass
+
+_Number = TypeVar("_Number", int, float)
 
 _NO_SAMPLING: Mapping[int, SamplingParams] = MappingProxyType({})
 
@@ -133,6 +135,11 @@ class StepLoad(msgspec.Struct, frozen=True, gc=False):
         grouped = StepLoad(num, num, num_kv_tokens, num_kv_tokens, num_logits_rows=num)
         return sum(loads, start=grouped)
 
+    def times(self, per_unit: tuple[_Number, ...]) -> _Number:
+        """The sum of its units, each times its entry of `per_unit`, in the order of the fields."""
+        total: _Number = sum(map(mul, astuple(self), per_unit))
+        return total
+
     def __add__(self, other: StepLoad) -> StepLoad:
         if not self.num_rows or not other.num_rows:  # a load without rows is empty
             return self if self.num_rows else other
@@ -173,17 +180,8 @@ class UnitPrices(msgspec.Struct, frozen=True, gc=False):
 
     def of(self, load: StepLoad) -> float:
         """The price of a load."""
-        return (  # written out, as the sum of loads
-            self.token * load.num_tokens
-            + self.row * load.num_rows
-            + self.kv_token * load.num_kv_tokens
-            + self.pair * load.num_pairs
-            + self.score * load.num_scored
-            + self.logits_row * load.num_logits_rows
-            + self.grammar_row * load.num_grammar_rows
-            + self.logprobs_row * load.num_logprobs_rows
-            + self.adapter_row * load.num_adapter_rows
-        )
+        per_unit: tuple[float, ...] = astuple(self)
+        return load.times(per_unit)
 
 
 class CostModel(Protocol):
