@@ -9,8 +9,8 @@ from msgspec.structs import replace
 
 from quickstep.cli.main import main
 from quickstep.core.cost_model import StepLoad
-from quickstep.model.sizing import ElementBytes
-from quickstep.plan.candidates import Candidate, Load, StepLimits, fit, steady_state
+from quickstep.model.sizing import ElementBytes, kv_bytes_per_token
+from quickstep.plan.candidates import Candidate, DraftModel, Load, StepLimits, fit, steady_state
 from quickstep.plan.formulas import Split
 from quickstep.plan.hardware import find_hardware, read_hardware
 from quickstep.plan.models import find_model
@@ -82,3 +82,32 @@ def test_without_a_placement_in_time_the_one_with_the_highest_rate_counts(target
     found = best_placement([engine()], LOAD, targets, 4)
     assert found is not None
     assert placement_capacity(found[0], LOAD, targets) == 0.0
+
+
+def test_a_draft_model_shortens_decoding_and_lengthens_prompts_and_transfers() -> None:
+    small = find_model("llama-3.2-1b")
+    draft = DraftModel(small, ElementBytes(2, 8), 3, 0.9)
+    hardware = find_hardware("h100x8", read_hardware())
+    spec = find_model("llama-3.1-8b")
+    plain, drafting = (
+        fit(spec, hardware, Split(), ElementBytes(2, 8), LOAD, StepLimits(), draft=one)
+        for one in (None, draft)
+    )
+    before = placement_state(Placement(plain, 1, plain, 1), replace(LOAD, rate=0.5))
+    after = placement_state(Placement(drafting, 1, drafting, 1), replace(LOAD, rate=0.5))
+    assert before is not None and after is not None
+    assert after.tokens_per_step > 3 and after.tpot_s < 0.7 * before.tpot_s
+    assert after.ttft_s > before.ttft_s
+    both = Placement(drafting, 1, drafting, 1).pools.kv_link(drafting).kv_bytes_per_token
+    assert both == kv_bytes_per_token(spec, 2, "auto") + kv_bytes_per_token(small, 2, "auto")
+
+
+def test_placements_of_the_phases_are_planned_with_adapters_and_drafts(capsys) -> None:
+    command = ["plan", "llama-3.2-3b", "--hardware", "l4x2", "--rate", "1", "--max-loras", "4"]
+    lengths = ["--input", "400", "--output", "20", "--json"]
+    drafts = ["--speculative-model", "llama-3.2-1b", "--num-speculative-tokens", "3"]
+    main([*command, *lengths, *drafts, "--acceptance", "0.9"])
+    options = json.loads(capsys.readouterr().out)["options"]
+    (apart,) = [one for one in options if one["prefill"]]
+    assert apart["predicted"]["num_incomplete"] == 0
+    assert apart["predicted"]["tpot_s"]["p50"] < engine().costs.seconds(StepLoad(1, 1, 400, 400))

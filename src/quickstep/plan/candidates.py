@@ -59,6 +59,7 @@ __all__ = [
     "end_to_end",
     "fit",
     "highest_rate",
+    "prompt_s",
     "splits",
     "steady_state",
 ]
@@ -157,12 +158,6 @@ class Candidate(msgspec.Struct, frozen=True):
     def num_engines(self) -> int:
         """Engines that divide the requests."""
         return self.split.replicas * self.split.pipeline
-
-    @property
-    def usd_per_hour(self) -> float | None:
-        """All devices of the split; None without a price."""
-        price = self.hardware.device.price
-        return None if price is None else price.usd_per_hour * self.split.num_devices
 
     @property
     def formats(self) -> str:
@@ -312,24 +307,32 @@ def _with_experts_named(memory: MemoryPlan, spec: ModelSpec, split: Split) -> Me
     return replace(memory, rows=rows)
 
 
-def steady_state(candidate: Candidate, load: Load) -> SteadyState | None:
+def steady_state(candidate: Candidate, load: Load, prefills: bool = True) -> SteadyState | None:
     """The balance under a load; None if the engine cannot keep up. Drafts are used if they pay."""
-    plain = _steady_state(candidate, load, with_drafts=False)
+    plain = _steady_state(candidate, load, False, prefills)
     if candidate.draft is None:
         return plain
-    drafted = _steady_state(candidate, load, with_drafts=True)
+    drafted = _steady_state(candidate, load, True, prefills)
     found = [one for one in (plain, drafted) if one is not None]
     return min(found, key=lambda one: one.tpot_s, default=None)
 
 
 def decode_state(candidate: Candidate, load: Load) -> SteadyState | None:
     """The balance of an engine that only decodes; its `ttft_s` is 0."""
-    state = _steady_state(candidate, load, with_drafts=False, prefills=False)
+    state = steady_state(candidate, load, prefills=False)
     return None if state is None else replace(state, ttft_s=0.0)
 
 
+def prompt_s(candidate: Candidate, load: Load) -> float:
+    """Seconds of a prompt in a step of its own, with those of a draft model."""
+    prompt = StepLoad.of_span(0, load.num_inputs)
+    if candidate.loras is not None:
+        prompt = replace(prompt, num_adapter_rows=1)
+    return candidate.costs.seconds(prompt) + draft_s(candidate, StepLoad(), prompt, 1)
+
+
 def _steady_state(
-    candidate: Candidate, load: Load, with_drafts: bool, prefills: bool = True
+    candidate: Candidate, load: Load, with_drafts: bool, prefills: bool
 ) -> SteadyState | None:
     rate = load.rate / candidate.num_engines
     costs = candidate.costs

@@ -2,7 +2,8 @@
 
 A prefill engine takes prompts one after the other (M/D/1: each as long, at random times). A decode
 engine is `candidates.decode_state`. The KV cache is handed over through the devices' link, which
-delays the second token only. The planner simulates the best placement with `plan.traffic`.
+delays the second token only; that of a draft model is handed over too. Drafts are proposed by the
+decode engines. The planner simulates the best placement with `plan.traffic`.
 """
 
 from __future__ import annotations
@@ -12,8 +13,14 @@ from collections.abc import Iterable, Iterator
 import msgspec
 from msgspec.structs import replace
 
-from quickstep.core.cost_model import StepLoad
-from quickstep.plan.candidates import Candidate, Load, SteadyState, decode_state, highest_rate
+from quickstep.plan.candidates import (
+    Candidate,
+    Load,
+    SteadyState,
+    decode_state,
+    highest_rate,
+    prompt_s,
+)
 from quickstep.plan.traffic import PhasePools
 from quickstep.sim.summary import Targets
 
@@ -87,16 +94,16 @@ def _counts(most: int) -> Iterator[int]:
 
 def placement_state(placement: Placement, load: Load) -> SteadyState | None:
     """The balance under a load; None if one of the phases cannot keep up."""
-    prompt_s = placement.prefill.costs.seconds(StepLoad.of_span(0, load.num_inputs))
-    busy = load.rate / placement.num_prefill * prompt_s
+    service_s = prompt_s(placement.prefill, load)
+    busy = load.rate / placement.num_prefill * service_s
     if busy >= 1.0:
         return None
     of_one = Load(load.rate / placement.num_decode, load.num_inputs, load.num_outputs)
     state = decode_state(placement.decode, of_one)
     if state is None:
         return None
-    wait_s = busy * prompt_s / (2.0 * (1.0 - busy))
-    return replace(state, ttft_s=wait_s + prompt_s)
+    wait_s = busy * service_s / (2.0 * (1.0 - busy))
+    return replace(state, ttft_s=wait_s + service_s)
 
 
 def placement_capacity(placement: Placement, load: Load, targets: Targets) -> float:

@@ -36,12 +36,13 @@ from quickstep.plan.candidates import (
 )
 from quickstep.plan.formulas import Split, whole_blocks
 from quickstep.plan.hardware import Hardware
-from quickstep.plan.placements import best_placement, placement_capacity
+from quickstep.plan.placements import Placement, best_placement, placement_capacity
 from quickstep.plan.traffic import simulate_arrivals
 from quickstep.sim.arrivals import poisson
 from quickstep.sim.drafts import SimulatedDrafts
 from quickstep.sim.simulate import Arrival, simulate
 from quickstep.sim.summary import Summary, Targets, summarize
+from quickstep.sim.workload import Adapters, adapter_ids
 from quickstep.types import Request, SamplingParams
 
 __all__ = [
@@ -236,7 +237,8 @@ def make_plan(query: PlanQuery) -> Plan:
         raise ConfigError(_reason_for_none(query))
     options: list[tuple[Option, Candidate]] = []
     for one in ranked[:_MAX_SIMULATED]:
-        options.append((_option(query, one), one.candidate))
+        predicted = simulate_candidate(one.candidate, query)
+        options.append((_option(query, one.candidate, one.state, predicted), one.candidate))
         if sum(option.met for option, _ in options) >= _NUM_SHOWN:
             break
     apart = _disaggregated(query, [one.candidate for one in ranked])
@@ -285,16 +287,11 @@ def simulate_candidate(candidate: Candidate, query: PlanQuery) -> Summary:
     )
     pool = KVBlockPool(candidate.num_blocks, BLOCK_SIZE, prefix_caching=False)
     scheduler = Scheduler(config, pool, make_policy(config), candidate.costs)
-    names = [f"adapter-{number}" for number in range(0 if loras is None else loras.max_loras)]
-    for name in names:
+    adapters = None if loras is None else _adapters(loras)
+    for name in () if adapters is None else adapter_ids(adapters):
         scheduler.register_adapter(name, 1)
     times = poisson(random.Random(query.seed), rate, num_requests)
-    arrivals = [
-        replace(one, request=replace(one.request, adapter_id=names[place % len(names)]))
-        if names
-        else one
-        for place, one in enumerate(_arrivals(query.load, times))
-    ]
+    arrivals = _arrivals(query.load, times, adapters)
     drafts = None
     if draft is not None and candidate.draft_costs is not None:
         rng = random.Random(query.seed + 1)
@@ -308,60 +305,52 @@ def _disaggregated(
     query: PlanQuery, candidates: Sequence[Candidate]
 ) -> tuple[Option, Candidate] | None:
     """The best placement with different engines for the phases, and its decode engine. None for one
-    device, one output, adapters or drafts.
+    device or one output.
     """
-    if query.loras is not None or query.draft is not None or query.load.num_outputs < 2:
+    if query.load.num_outputs < 2:
         return None
     found = best_placement(candidates, query.load, query.targets, query.hardware.count)
     if found is None:
         return None
     placement, state = found
-    decode, split = placement.decode, placement.decode.split
-    load, price = query.load, query.hardware.device.price
+    decode, load = placement.decode, query.load
     most = _MAX_ROW_STEPS // load.num_outputs
     inside = round(3.0 * load.rate * end_to_end(state, load)) if state else 0
     num_requests = min(max(_MIN_REQUESTS, inside), max(_MIN_REQUESTS, most))
+    if decode.draft is not None or decode.loras is not None:
+        num_requests = max(_MIN_REQUESTS, num_requests // 3)  # each step is planned
+    adapters = None if decode.loras is None else _adapters(decode.loras)
     times = poisson(random.Random(query.seed), load.rate, num_requests)
     outcome = simulate_arrivals(
         placement.prefill,
-        list(_arrivals(load, times)),
+        list(_arrivals(load, times, adapters)),
         load.num_tokens,
         PolicyName.MIXED,
+        adapters=adapters,
         phases=placement.pools,
         inter_token_target_s=query.targets.tpot_s or _SLOWEST_TARGET_S,
+        seed=query.seed + 1,
     )
     warmup_s = times[int(_WARMUP * num_requests)]
     predicted = summarize(outcome, decode.num_blocks, query.targets, warmup_s)
-    dollars = None if price is None else price.usd_per_hour * placement.num_devices
-    tokens_per_hour = load.rate * load.num_outputs * 3600.0
-    option = Option(
-        tensor_parallel_size=split.tensor,
-        pipeline_parallel_size=1,
-        data_parallel_size=placement.num_decode,
-        expert_parallel_size=split.experts,
-        formats=decode.formats,
-        num_devices=placement.num_devices,
-        num_engines=placement.num_decode,
-        concurrency=decode.concurrency * placement.num_decode,
-        usd_per_hour=dollars,
-        usd_per_million_output_tokens=None if dollars is None else dollars / tokens_per_hour * 1e6,
-        capacity_per_s=placement_capacity(placement, load, query.targets),
-        binding=state.parts.binding if state else OVERLOAD,
-        met=state is not None and predicted.attainment >= query.attainment,
-        predicted=predicted,
-        prefill=PrefillEngines(placement.prefill.split.tensor, placement.num_prefill),
-        handover_s=0.0 if outcome.handovers is None else outcome.handovers.mean_s,
-    )
-    return option, decode
+    handover_s = 0.0 if outcome.handovers is None else outcome.handovers.mean_s
+    return _option(query, decode, state, predicted, placement, handover_s), decode
 
 
-def _arrivals(load: Load, times: Sequence[float]) -> Iterator[Arrival]:
-    """Requests of the load, whose prompts have nothing in common."""
+def _adapters(loras: LoRASizes) -> Adapters:
+    """As many as fit, each in memory from the start."""
+    return Adapters(loras.max_loras, max_loras=loras.max_loras, load_s=0.0)
+
+
+def _arrivals(load: Load, times: Sequence[float], adapters: Adapters | None) -> Iterator[Arrival]:
+    """Requests of the load, whose prompts have nothing in common; each has the next adapter."""
     sampling = SamplingParams(max_tokens=load.num_outputs, ignore_eos=True)
+    names = ("",) if adapters is None else adapter_ids(adapters)
     for place, at_s in enumerate(times):
         first = place * load.num_inputs
         prompt = tuple(range(first, first + load.num_inputs))
-        yield Arrival(at_s, Request(str(place), prompt, sampling))
+        adapter_id = names[place % len(names)]
+        yield Arrival(at_s, Request(str(place), prompt, sampling, adapter_id=adapter_id))
 
 
 def _rank(query: PlanQuery, candidate: Candidate) -> _Ranked:
@@ -369,27 +358,42 @@ def _rank(query: PlanQuery, candidate: Candidate) -> _Ranked:
     return _Ranked(candidate, state, state is not None and state.meets(query.targets))
 
 
-def _option(query: PlanQuery, ranked: _Ranked) -> Option:
-    candidate, split = ranked.candidate, ranked.candidate.split
-    predicted = simulate_candidate(candidate, query)
-    keeps_up = ranked.state is not None
-    tokens_per_hour = query.load.rate * query.load.num_outputs * 3600.0
-    price = candidate.usd_per_hour
+def _option(
+    query: PlanQuery,
+    candidate: Candidate,
+    state: SteadyState | None,
+    predicted: Summary,
+    placement: Placement | None = None,
+    handover_s: float = 0.0,
+) -> Option:
+    """A simulated candidate, or a simulated placement whose decode engines it is."""
+    split, load, price = candidate.split, query.load, query.hardware.device.price
+    if placement is None:
+        num_devices, num_engines = split.num_devices, candidate.num_engines
+        capacity_per_s, prefill = capacity(candidate, load, query.targets), None
+    else:
+        num_devices, num_engines = placement.num_devices, placement.num_decode
+        capacity_per_s = placement_capacity(placement, load, query.targets)
+        prefill = PrefillEngines(placement.prefill.split.tensor, placement.num_prefill)
+    dollars = None if price is None else price.usd_per_hour * num_devices
+    tokens_per_hour = load.rate * load.num_outputs * 3600.0
     return Option(
         tensor_parallel_size=split.tensor,
         pipeline_parallel_size=split.pipeline,
-        data_parallel_size=split.replicas,
+        data_parallel_size=split.replicas if placement is None else placement.num_decode,
         expert_parallel_size=split.experts,
         formats=candidate.formats,
-        num_devices=split.num_devices,
-        num_engines=candidate.num_engines,
-        concurrency=candidate.concurrency * candidate.num_engines,
-        usd_per_hour=price,
-        usd_per_million_output_tokens=None if price is None else price / tokens_per_hour * 1e6,
-        capacity_per_s=capacity(candidate, query.load, query.targets),
-        binding=ranked.state.parts.binding if ranked.state else OVERLOAD,
-        met=keeps_up and predicted.attainment >= query.attainment,
+        num_devices=num_devices,
+        num_engines=num_engines,
+        concurrency=candidate.concurrency * num_engines,
+        usd_per_hour=dollars,
+        usd_per_million_output_tokens=None if dollars is None else dollars / tokens_per_hour * 1e6,
+        capacity_per_s=capacity_per_s,
+        binding=state.parts.binding if state else OVERLOAD,
+        met=state is not None and predicted.attainment >= query.attainment,
         predicted=predicted,
+        prefill=prefill,
+        handover_s=handover_s,
     )
 
 

@@ -23,6 +23,7 @@ from quickstep.plan.candidates import BLOCK_SIZE, Candidate, Load
 from quickstep.plan.hardware import Link
 from quickstep.sim.arrivals import diurnal, gamma, ramp
 from quickstep.sim.disaggregated import DisaggregatedRun, KVLink, PhaseEngine
+from quickstep.sim.drafts import SimulatedDrafts
 from quickstep.sim.engine import SimulatedEngine, VirtualClock, quick_digest
 from quickstep.sim.faults import random_faults
 from quickstep.sim.replicas import ReplicaRun
@@ -113,11 +114,15 @@ class PhasePools(msgspec.Struct, frozen=True):
     def kv_link(self, prefill: Candidate) -> KVLink:
         """Between a prefill engine and a decode engine: their devices send in parallel."""
         num_links = min(prefill.split.tensor, self.decode.split.tensor)
-        elements = prefill.elements
+        elements, draft = prefill.elements, prefill.draft
+        token_bytes = kv_bytes_per_token(prefill.spec, elements.dtype, elements.kv_dtype)
+        if draft is not None:
+            elements = draft.elements
+            token_bytes += kv_bytes_per_token(draft.spec, elements.dtype, elements.kv_dtype)
         return KVLink(
             num_links * self.link.gb_per_s * 1e9 * prefill.hardware.achieved.link,
             self.link.latency_us * 1e-6,
-            kv_bytes_per_token(prefill.spec, elements.dtype, elements.kv_dtype),
+            token_bytes,
         )
 
 
@@ -186,16 +191,20 @@ def simulate_arrivals(
     replicas: Replicas | None = None,
     phases: PhasePools | None = None,
     inter_token_target_s: float | None = None,
+    seed: int = 0,
 ) -> Simulation:
     """A candidate's engine, or replicas of it, with these arrivals; `pads` and `progress` as in
-    `simulate`. With `phases` the candidate is an engine that only prefills.
+    `simulate`. With `phases` the candidate is an engine that only prefills. `seed`: Of which drafts
+    are accepted.
     """
+    draft, rng = candidate.draft, random.Random(seed)
     config = SchedulerConfig(
         max_num_seqs=candidate.limits.max_num_seqs,
         max_num_batched_tokens=candidate.limits.max_num_batched_tokens,
         max_model_len=max_model_len,
         policy=policy,
         max_loras=None if adapters is None else adapters.max_loras,
+        num_speculative_tokens=0 if draft is None else draft.num_tokens,
     )
     costs, load_s = candidate.costs, 0.0 if adapters is None else adapters.load_s
 
@@ -211,9 +220,15 @@ def simulate_arrivals(
     def new_pool(of: Candidate) -> KVBlockPool:
         return KVBlockPool(of.num_blocks, BLOCK_SIZE, digest=quick_digest)
 
+    def new_drafts(of: Candidate) -> SimulatedDrafts | None:
+        if of.draft is None or of.draft_costs is None:
+            return None
+        return SimulatedDrafts(of.draft.acceptance, rng, of.draft_costs)
+
     def new_engine(of: Candidate, clock: VirtualClock) -> PhaseEngine:
         pool = new_pool(of)
-        engine = SimulatedEngine(clock, new_scheduler(of, pool), of.costs, pads, load_s)
+        scheduler, drafts = new_scheduler(of, pool), new_drafts(of)
+        engine = SimulatedEngine(clock, scheduler, of.costs, pads, load_s, drafts=drafts)
         return PhaseEngine(engine, pool, config.max_num_seqs)
 
     if phases is not None:
@@ -236,17 +251,18 @@ def simulate_arrivals(
             pads,
             adapter_load_s=load_s,
             progress=progress,
+            drafts=new_drafts(candidate),
         )
     arrivals = tuple(arrivals)
     until_s = max((arrival.at_s for arrival in arrivals), default=0.0) or _FAULTS_UNTIL_S
-    rng = random.Random(replicas.seed)
+    fault_rng = random.Random(replicas.seed)
     return ReplicaRun(
         arrivals,
         replicas.count,
         lambda clock: new_engine(candidate, clock).engine,
         ROUTERS[replicas.router](),
-        rng,
-        random_faults(rng, replicas.count, until_s, replicas.num_faults),
+        fault_rng,
+        random_faults(fault_rng, replicas.count, until_s, replicas.num_faults),
         follow=follow,
         progress=progress,
     ).run()
