@@ -44,7 +44,6 @@ from quickstep.config import (
     LoadConfig,
     SchedulerConfig,
     SpeculationConfig,
-    SpeculationMethod,
 )
 from quickstep.model.checkpoint.tensor_schema import layer_tensors, outer_tensors
 from quickstep.model.sizing import kv_head_bytes
@@ -186,7 +185,7 @@ def _served(device: str, kernels: str, shape: str) -> Figures:
     config = EngineConfig(
         load=LoadConfig("demo", device=device, kernels=kernels),
         scheduler=SchedulerConfig(max_num_seqs=num_requests),
-        speculation=SpeculationConfig(SpeculationMethod.OFF),
+        speculation=SpeculationConfig(proposers=()),
         max_model_len=num_inputs + num_outputs,
         seed=0,
     )

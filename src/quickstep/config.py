@@ -9,10 +9,11 @@ from __future__ import annotations
 import enum
 import math
 import os
-from collections.abc import Mapping
-from typing import Any
+from collections.abc import Mapping, Sequence
+from typing import Any, TypeVar
 
 import msgspec
+from msgspec.structs import replace
 
 from quickstep.errors import ConfigError
 
@@ -27,6 +28,7 @@ __all__ = [
     "LoRAConfig",
     "LoadConfig",
     "PolicyName",
+    "ProposerConfig",
     "RecordingConfig",
     "SchedulerConfig",
     "SpeculationConfig",
@@ -39,6 +41,8 @@ KERNELS = ("auto", "reference", "native", "triton")
 KV_DTYPES = ("auto", "bfloat16", "float16", "float32", "int8", "fp8")
 MAX_SPECULATIVE_TOKENS = 16
 QUANTIZATIONS = ("int8", "int8-g32", "int4", "int4-g64", "int4-g128", "fp8")
+
+_T = TypeVar("_T")
 
 
 class PolicyName(enum.Enum):
@@ -57,8 +61,8 @@ class PolicyName(enum.Enum):
 
 
 class SpeculationMethod(enum.Enum):
-    """What proposes draft tokens: `auto` is `suffix` and, if there is a model, also what its
-    checkpoint holds: `draft`, `medusa`, `eagle` or `eagle3`.
+    """What proposes draft tokens: `auto` is `suffix` and, for each model, also what its checkpoint
+    holds: `draft`, `medusa`, `eagle` or `eagle3`.
     """
 
     OFF = "off"
@@ -174,20 +178,59 @@ class SchedulerConfig(msgspec.Struct, frozen=True):
         return self.pipeline_depth or 1
 
 
+_METHODS_WITH_MODEL = (
+    SpeculationMethod.DRAFT,
+    SpeculationMethod.MEDUSA,
+    SpeculationMethod.EAGLE,
+    SpeculationMethod.EAGLE3,
+)
+
+
+class ProposerConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """What proposes draft tokens; the names of the fields are vLLM's.
+
+    Attributes:
+        method: What it is.
+        model: With `draft`, a smaller checkpoint with the same tokenizer; with `medusa`, that of
+            the heads; with `eagle` and `eagle3`, that of the layer; with `auto`, any of them.
+        revision: Hub revision of `model`; None for the default branch.
+        quantization: One of QUANTIZATIONS for a draft model; None keeps its dtype.
+    """
+
+    method: SpeculationMethod = SpeculationMethod.AUTO
+    model: str | None = None
+    revision: str | None = None
+    quantization: str | None = None
+
+    def __post_init__(self) -> None:
+        method = self.method
+        if method in _METHODS_WITH_MODEL and self.model is None:
+            raise ConfigError(f"--speculative-method {method.value} needs --speculative-model")
+        for name in ("revision", "quantization"):
+            if self.model is None and getattr(self, name) is not None:
+                raise ConfigError(
+                    f"{name} is {getattr(self, name)!r}, but no --speculative-model is given to "
+                    "which it applies; leave it out"
+                )
+        can_have_model = method in (SpeculationMethod.AUTO, *_METHODS_WITH_MODEL)
+        if self.model is not None and not can_have_model:
+            raise ConfigError(
+                f"--speculative-model is {self.model}, but --speculative-method {method.value} "
+                "uses no model; leave one of them out"
+            )
+
+
 class SpeculationConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """Speculative decoding; the names of the fields are vLLM's where it has them.
 
     Attributes:
-        method: What proposes drafts.
+        proposers: What proposes drafts, each of another method; () for no speculation. Where there
+            are several, each sequence has the drafts that are predicted to gain most.
         num_speculative_tokens: Most drafts of a row; how many it gets is decided step by step
             (`core.speculation`).
-        model: With `draft`, a smaller checkpoint with the same tokenizer; with `medusa`, that of
-            the heads; with `eagle` and `eagle3`, that of the layer.
         sampling: When a draft is accepted.
         tree_width: With `medusa`, `eagle` and `eagle3`, most drafts that follow the same token; 1
             for chains.
-        revision: Hub revision of `model`; None for the default branch.
-        quantization: One of QUANTIZATIONS for the draft model; None keeps its dtype.
         prompt_lookup_min: With `ngram`, the shortest match in tokens.
         prompt_lookup_max: With `ngram`, the longest match in tokens that is told apart.
         suffix_decoding_max_tree_depth: With `suffix`, the longest match that is told apart.
@@ -197,13 +240,10 @@ class SpeculationConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True)
             find matches in, over all tenants; 0 searches a sequence's own text only.
     """
 
-    method: SpeculationMethod = SpeculationMethod.AUTO
+    proposers: tuple[ProposerConfig, ...] = (ProposerConfig(),)
     num_speculative_tokens: int = 8
     sampling: SpeculativeSampling = SpeculativeSampling.EXACT
     tree_width: int = 4
-    model: str | None = None
-    revision: str | None = None
-    quantization: str | None = None
     prompt_lookup_min: int = 2
     prompt_lookup_max: int = 4
     suffix_decoding_max_tree_depth: int = 24
@@ -223,33 +263,67 @@ class SpeculationConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True)
                 f"--speculative-tree-width is {self.tree_width}, it must be 1 (no trees) to "
                 f"{MAX_SPECULATIVE_TOKENS}"
             )
-        method = self.method
-        if method is SpeculationMethod.OFF and self.sampling is SpeculativeSampling.REJECTION:
+        if not self.is_on and self.sampling is SpeculativeSampling.REJECTION:
             raise ConfigError(
                 "--speculative-sampling rejection samples with drafts, but --speculative-method is "
                 "off; leave one of them out"
             )
-        needs_model = method in (
-            SpeculationMethod.DRAFT,
-            SpeculationMethod.MEDUSA,
-            SpeculationMethod.EAGLE,
-            SpeculationMethod.EAGLE3,
-        )
-        if needs_model and self.model is None:
-            raise ConfigError(f"--speculative-method {method.value} needs --speculative-model")
-        if self.model is not None and not (needs_model or method is SpeculationMethod.AUTO):
-            raise ConfigError(
-                f"--speculative-model is {self.model}, but --speculative-method {method.value} "
-                "uses no model; leave one of them out"
-            )
+        models = [one.model for one in self.proposers if one.model is not None]
+        twice = next((model for model in models if models.count(model) > 1), None)
+        if twice is not None:
+            raise ConfigError(f"--speculative-model {twice} is given twice; name it once")
+        for method in _METHODS_WITH_MODEL:
+            same = [one.model for one in self.proposers if one.method is method]
+            if len(same) > 1:
+                raise ConfigError(
+                    f"--speculative-method {method.value} takes one --speculative-model, but "
+                    f"{' and '.join(map(str, same))} are given; keep one of them"
+                )
+
+    @property
+    def is_on(self) -> bool:
+        """Whether anything proposes drafts."""
+        return bool(self.proposers)
 
     @staticmethod
-    def of_fields(fields: Mapping[str, Any], source: str) -> SpeculationConfig:
-        """From JSON, named `source` in errors. Raises ConfigError."""
-        try:
-            return msgspec.convert(fields, SpeculationConfig)
-        except msgspec.ValidationError as error:
-            raise ConfigError(f"{source}: {error}") from error
+    def of_fields(
+        fields: Mapping[str, Any] | Sequence[Mapping[str, Any]], source: str
+    ) -> SpeculationConfig:
+        """From JSON, named `source` in errors: an object with the fields of a proposer and those
+        for all of them, or a list of such objects, a proposer each. Raises ConfigError.
+        """
+        objects = [fields] if isinstance(fields, Mapping) else list(fields)
+        if not objects:
+            raise ConfigError(f"{source} is an empty list; name a method, or leave it out")
+        proposers: list[ProposerConfig] = []
+        shared: dict[str, Any] = {}
+        for place, one in enumerate(objects, 1):
+            where = source if len(objects) == 1 else f"{source}, object {place}"
+            if not isinstance(one, Mapping):
+                raise ConfigError(f"{where} is {one!r}, it must be a JSON object")
+            if "proposers" in one:
+                raise ConfigError(f"{where} has no field `proposers`; give a list of objects")
+            of_one = {name: one[name] for name in ProposerConfig.__struct_fields__ if name in one}
+            proposer = _converted(of_one, ProposerConfig, where)
+            if proposer not in proposers:
+                proposers.append(proposer)
+            for name in one.keys() - of_one.keys():
+                if shared.setdefault(name, one[name]) != one[name]:
+                    raise ConfigError(
+                        f"{source}: {name} is {shared[name]!r} and {one[name]!r}, but it holds for "
+                        "all proposers; give one value"
+                    )
+        is_on = [one for one in proposers if one.method is not SpeculationMethod.OFF]
+        if is_on and len(is_on) < len(proposers):
+            raise ConfigError(f"{source} has the method off and others; leave one of them out")
+        return replace(_converted(shared, SpeculationConfig, source), proposers=tuple(is_on))
+
+
+def _converted(fields: Mapping[str, Any], wanted: type[_T], source: str) -> _T:
+    try:
+        return msgspec.convert(fields, wanted)
+    except msgspec.ValidationError as error:
+        raise ConfigError(f"{source}: {error}") from error
 
 
 class LoadConfig(msgspec.Struct, frozen=True):

@@ -10,7 +10,13 @@ from safetensors.torch import load_file, save_file
 from torch.nn import functional as F
 
 from quickstep import LLM, SamplingParams
-from quickstep.config import EngineConfig, LoadConfig, SpeculationConfig, SpeculationMethod
+from quickstep.config import (
+    EngineConfig,
+    LoadConfig,
+    ProposerConfig,
+    SpeculationConfig,
+    SpeculationMethod,
+)
 from quickstep.engine.assembly import load_weights
 from quickstep.engine.speculation import open_eagle
 from quickstep.errors import ConfigError
@@ -134,34 +140,49 @@ def rotated(x, name):
     return x * cos + torch.cat((-second, first), -1) * sin
 
 
+def read_layers(path, target, fused):
+    """The target's layers whose inputs EAGLE 3 reads, in the order of its weights."""
+    return read_eagle_spec(path, target.spec, fused).aux_layers
+
+
+def random_features(count, layers=()):
+    """Of `layers`, or final hidden states, as a tensor of torch and as they come from a step."""
+    generator = torch.Generator().manual_seed(2)
+    parts = {layer: torch.randn(count, 256, generator=generator) for layer in {*layers} or {None}}
+    features = torch.cat([parts[layer] for layer in layers or (None,)], dim=1).to(torch.bfloat16)
+    return features, features.view(torch.int16).numpy().view(np.uint16)
+
+
+def computed_row(slot, start, bits, blocks, layers=()):
+    """Of EAGLE 1 the final hidden states, of EAGLE 3 the inputs of its layers."""
+    parts = [HostTensor(bits[:, at : at + 256], BFLOAT16) for at in range(0, bits.shape[1], 256)]
+    if not layers:
+        return ComputedRow(slot, start, parts[0], (), blocks)
+    of_layer = dict(zip(layers, parts, strict=True))
+    aux_hidden = tuple(of_layer[layer] for layer in sorted(of_layer))
+    return ComputedRow(slot, start, None, aux_hidden, blocks)
+
+
 @pytest.mark.parametrize(("fused", "prefix"), [(False, "layers.0."), (True, "midlayer.")])
 @pytest.mark.parametrize("chunks", [(11,), (4, 6, 1)])
 def test_drafts_are_those_of_the_layer(target, tmp_path, fused, prefix, chunks):
     weights = layer_weights(fused, prefix)
-    proposer = opened(written(tmp_path, weights), target, fused)
+    path = written(tmp_path, weights)
+    proposer = opened(path, target, fused)
     token_ids = tuple(range(40, 52))
-    width = 768 if fused else 256
-    features = torch.randn(11, width, generator=torch.Generator().manual_seed(2))
-    features = features.to(torch.bfloat16)
-    bits = features.view(torch.int16).numpy().view(np.uint16)
+    layers = read_layers(path, target, fused)
+    features, bits = random_features(11, layers)
     proposer.admit(0, Admission(0, "r#0", token_ids[:-1], 11, SamplingParams(temperature=0.0), 3))
     start = 0
     for count in chunks:
-        hidden = HostTensor(bits[start : start + count], BFLOAT16)
-        proposer.compute([ComputedRow(0, start, hidden, np.array([2, 5, 3], dtype=np.int32))])
+        blocks = np.array([2, 5, 3], dtype=np.int32)
+        proposer.compute([computed_row(0, start, bits[start : start + count], blocks, layers)])
         start += count
     [drafts] = proposer.propose([DraftTask(0, 4, token_ids[-1:])])
     assert len(drafts) == 4
     check_drafts(drafts, weights, prefix, fused, token_ids, features)
     proposer.release(0)
     proposer.release(0)
-
-
-def random_features(count):
-    """Features of EAGLE 1 as a tensor of torch and as it comes from a step."""
-    features = torch.randn(count, 256, generator=torch.Generator().manual_seed(2))
-    features = features.to(torch.bfloat16)
-    return features, features.view(torch.int16).numpy().view(np.uint16)
 
 
 def test_a_prefix_hit_has_the_keys_and_values_of_the_layer(target, tmp_path):
@@ -173,7 +194,7 @@ def test_a_prefix_hit_has_the_keys_and_values_of_the_layer(target, tmp_path):
     for slot, start, last_block in ((0, 0, 3), (1, 8, 7)):
         proposer.admit(slot, Admission(slot, f"r#{slot}", token_ids[:-1], 11, greedy, 3))
         blocks = np.array([2, 5, last_block], dtype=np.int32)
-        proposer.compute([ComputedRow(slot, start, HostTensor(bits[start:], BFLOAT16), blocks)])
+        proposer.compute([computed_row(slot, start, bits[start:], blocks)])
         [drafts] = proposer.propose([DraftTask(slot, 3, token_ids[-1:])])
         assert len(drafts) == 3
         check_drafts(drafts, weights, "layers.0.", False, token_ids, features)
@@ -184,9 +205,8 @@ def test_every_path_of_a_tree_is_a_chain_of_the_layer(target, tmp_path, fused, p
     """The first draft after any path is what the layer drafts next if the path is known."""
     weights = layer_weights(fused, prefix)
     path = written(tmp_path, weights)
-    width = 768 if fused else 256
-    features = torch.randn(11, width, generator=torch.Generator().manual_seed(2))
-    bits = features.to(torch.bfloat16).view(torch.int16).numpy().view(np.uint16)
+    layers = read_layers(path, target, fused)
+    features, bits = random_features(11, layers)
     token_ids = tuple(range(40, 52))
     greedy = SamplingParams(temperature=0.0)
 
@@ -194,7 +214,7 @@ def test_every_path_of_a_tree_is_a_chain_of_the_layer(target, tmp_path, fused, p
         proposer = opened(path, target, fused, tree_width)
         proposer.admit(0, Admission(0, "r#0", token_ids[:-1], 11, greedy, 3))
         blocks = np.array([2, 5, 3], dtype=np.int32)
-        proposer.compute([ComputedRow(0, 0, HostTensor(bits, BFLOAT16), blocks)])
+        proposer.compute([computed_row(0, 0, bits, blocks, layers)])
         [drafts] = proposer.propose([DraftTask(0, num_drafts, token_ids[-1:])])
         return drafts
 
@@ -212,7 +232,7 @@ def test_every_path_of_a_tree_is_a_chain_of_the_layer(target, tmp_path, fused, p
     first_children = {tree.parents.index(parent) + 1 for parent in tree.parents}
     for child in first_children:
         drafts = [tree.token_ids[one - 1] for one in row.path(child)]
-        known = (features.to(torch.bfloat16), len(drafts) - 1)
+        known = (features, len(drafts) - 1)
         check_drafts(drafts, weights, prefix, fused, token_ids, *known)
 
 
@@ -225,14 +245,13 @@ def test_hidden_states_are_kept_while_no_drafts_are_wanted(target, tmp_path):
     blocks = np.arange(26, dtype=np.int32)
     proposer.admit(0, Admission(0, "r#0", token_ids[:1], 1, SamplingParams(temperature=0.0), 3))
     for start in range(count):
-        hidden = HostTensor(bits[start : start + 1], BFLOAT16)
-        proposer.compute([ComputedRow(0, start, hidden, blocks)])
+        proposer.compute([computed_row(0, start, bits[start : start + 1], blocks)])
         if start < count - 1:
             proposer.observe(0, token_ids[start + 1 : start + 2])
     [drafts] = proposer.propose([DraftTask(0, 4, token_ids[-1:])])
     at_once = opened(tmp_path, target, False)
     at_once.admit(0, Admission(0, "r#0", token_ids[:-1], 1, SamplingParams(temperature=0.0), 3))
-    at_once.compute([ComputedRow(0, 0, HostTensor(bits, BFLOAT16), blocks)])
+    at_once.compute([computed_row(0, 0, bits, blocks)])
     assert [drafts] == at_once.propose([DraftTask(0, 4, token_ids[-1:])])
     assert len(drafts) == 4
     check_drafts(drafts, weights, "layers.0.", False, token_ids, features)
@@ -272,7 +291,7 @@ def test_tokens_and_logprobs_are_those_without_drafts(tmp_path, caplog, method, 
 
 def test_the_memory_plan_has_what_is_allocated_for_the_layer(tmp_path, monkeypatch):
     path = written(tmp_path, layer_weights(False, "layers.0."))
-    speculation = SpeculationConfig(SpeculationMethod.EAGLE, model=str(path))
+    speculation = SpeculationConfig((ProposerConfig(SpeculationMethod.EAGLE, str(path)),))
     config = EngineConfig(load=LoadConfig("demo"), speculation=speculation, max_model_len=256)
     loaded = load_weights(config, None)
     plan, block_size = loaded.plan, config.cache.block_size
@@ -313,4 +332,4 @@ def test_checkpoints_that_do_not_fit_are_refused(target, tmp_path):
 
 def test_a_method_without_a_checkpoint_is_refused():
     with pytest.raises(ConfigError, match="eagle needs --speculative-model"):
-        SpeculationConfig(SpeculationMethod.EAGLE)
+        ProposerConfig(SpeculationMethod.EAGLE)

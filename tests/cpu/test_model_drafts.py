@@ -6,7 +6,13 @@ from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 
 from quickstep import LLM, SamplingParams
-from quickstep.config import EngineConfig, LoadConfig, SpeculationConfig, SpeculationMethod
+from quickstep.config import (
+    EngineConfig,
+    LoadConfig,
+    ProposerConfig,
+    SpeculationConfig,
+    SpeculationMethod,
+)
 from quickstep.engine.assembly import load_weights
 from quickstep.errors import ConfigError
 from quickstep.model.checkpoint.source import find_checkpoint
@@ -72,7 +78,8 @@ def test_tokens_and_logprobs_are_those_without_drafts(method, temperature, draft
 
 
 def test_a_draft_model_is_in_the_memory_plan(draft_path):
-    speculation = SpeculationConfig(model=str(draft_path), quantization="int8")
+    proposer = ProposerConfig(model=str(draft_path), quantization="int8")
+    speculation = SpeculationConfig((proposer,))
     config = EngineConfig(load=LoadConfig("demo"), speculation=speculation, max_model_len=256)
     rows = {row.label: row.num_bytes for row in load_weights(config, None).plan.rows}
     assert 0 < rows["draft weights"] < 0.7 * rows["weights"]
@@ -80,7 +87,7 @@ def test_a_draft_model_is_in_the_memory_plan(draft_path):
 
 
 def test_medusa_heads_are_in_the_memory_plan(medusa_path):
-    speculation = SpeculationConfig(SpeculationMethod.MEDUSA, model=str(medusa_path))
+    speculation = SpeculationConfig((ProposerConfig(SpeculationMethod.MEDUSA, str(medusa_path)),))
     config = EngineConfig(load=LoadConfig("demo"), speculation=speculation, max_model_len=256)
     rows = {row.label: row.num_bytes for row in load_weights(config, None).plan.rows}
     with safe_open(medusa_path / "model.safetensors", "pt") as file:
@@ -116,6 +123,6 @@ def test_auto_combines_the_model_with_what_needs_none(kind, draft_path, medusa_p
 
 def test_a_method_and_a_model_that_contradict_each_other_are_refused():
     with pytest.raises(ConfigError, match="draft needs --speculative-model"):
-        SpeculationConfig(method=SpeculationMethod.DRAFT)
+        ProposerConfig(SpeculationMethod.DRAFT)
     with pytest.raises(ConfigError, match="ngram uses no model"):
-        SpeculationConfig(method=SpeculationMethod.NGRAM, model="a")
+        ProposerConfig(SpeculationMethod.NGRAM, "a")

@@ -11,6 +11,7 @@ from quickstep.config import (
     EngineConfig,
     LoadConfig,
     LoRAConfig,
+    ProposerConfig,
     SchedulerConfig,
     SpeculationConfig,
 )
@@ -41,7 +42,7 @@ def test_a_plan_with_adapters_and_a_draft_model_is_the_engines(
         LoadConfig("demo", quantization=quantization),
         CacheConfig(num_blocks=32),
         SchedulerConfig(max_num_seqs=8, max_num_batched_tokens=64),
-        SpeculationConfig(model="demo-draft"),
+        SpeculationConfig((ProposerConfig(model="demo-draft"),)),
         memory_bytes=1 << 30,
         lora=LoRAConfig(max_loras=3, allowed_dirs=(str(tmp_path),)),
     )

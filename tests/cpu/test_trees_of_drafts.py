@@ -10,9 +10,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 from msgspec.structs import replace
 
-from quickstep.config import EngineConfig, LoadConfig, SpeculationConfig
+from quickstep.config import EngineConfig, LoadConfig, ProposerConfig, SpeculationConfig
 from quickstep.engine.assembly import load_weights
-from quickstep.engine.speculation import open_model_proposer
+from quickstep.engine.speculation import open_model_proposers
 from quickstep.errors import EngineError
 from quickstep.model.decoder import Decoder
 from quickstep.model.interface import KVShape
@@ -189,14 +189,14 @@ def test_drafts_that_are_no_tree_are_refused(parents: tuple[int, ...]) -> None:
 
 @pytest.mark.parametrize("has_trees", [True, False])
 def test_drafts_are_chains_where_the_kernels_have_no_trees(has_trees: bool) -> None:
-    speculation = SpeculationConfig(model="demo-medusa")
+    speculation = SpeculationConfig((ProposerConfig(model="demo-medusa"),))
     config = EngineConfig(load=LoadConfig("demo"), max_model_len=64, speculation=speculation)
     loaded = load_weights(config, None)
     model = loaded.model
     assert isinstance(model, Decoder)
     if not has_trees:
         model = model.with_ops(replace(model.ops, move_kv=None))
-    proposer = open_model_proposer(config, model, loaded.plan, None)
+    [proposer] = open_model_proposers(config, model, loaded.plan, None)
     proposer.admit(0, Admission(0, "r#0", (300, 301), 2, SamplingParams(temperature=0.0), 0))
     bits = np.random.default_rng(0).normal(size=(1, model.spec.hidden_size)).astype(np.float32)
     hidden = HostTensor(bits, FLOAT32).to(BFLOAT16)[0]

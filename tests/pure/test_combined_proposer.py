@@ -4,8 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 
+import numpy as np
+import pytest
+
+from quickstep.ops.tensors import FLOAT32, HostTensor
 from quickstep.runtime.speculation.combined import CombinedProposer
-from quickstep.runtime.speculation.proposer import DraftTask
+from quickstep.runtime.speculation.proposer import ComputedRow, DraftTask, HiddenStateProposer
 from quickstep.types import Admission, SamplingParams
 
 RIGHT, WRONG = 7, 3
@@ -47,11 +51,18 @@ class World:
         self.now = 0.0
         self.free = Constant("suffix", free)
         self.model = Constant("draft", model, lambda: self.wait(model_s))
-        self.combined = CombinedProposer([self.free], self.model, lambda: self.now)
+        self.combined = CombinedProposer([self.free], [self.model], lambda: self.now)
         self.combined.admit(0, Admission(0, "r#0", (1, 2), 2, SamplingParams(), 0))
 
     def wait(self, seconds: float) -> None:
         self.now += seconds
+
+    def add_model(self, name: str, token_id: int, seconds: float) -> Constant:
+        """Start again, with one model more."""
+        other = Constant(name, token_id, lambda: self.wait(seconds))
+        self.combined = CombinedProposer([self.free], [self.model, other], lambda: self.now)
+        self.combined.admit(0, Admission(0, "r#0", (1, 2), 2, SamplingParams(), 0))
+        return other
 
     def run(self, num_steps: int) -> list[tuple[int, ...]]:
         """Steps in which the model samples RIGHT; the drafts of each."""
@@ -96,3 +107,76 @@ def test_every_proposer_sees_every_token_once() -> None:
     world.combined.release(0)
     world.combined.release(0)
     assert world.free.seen == world.model.seen == []
+
+
+@pytest.mark.parametrize(("first", "second"), [(RIGHT, WRONG), (WRONG, RIGHT)])
+def test_of_two_models_the_one_that_is_right_is_called(first: int, second: int) -> None:
+    world = World(free=WRONG, model=first, model_s=0.002)
+    other = world.add_model("eagle", second, 0.002)
+    assert world.run(300)[-40:] == [(RIGHT,) * 4] * 40
+    right, wrong = (world.model, other) if first == RIGHT else (other, world.model)
+    assert right.num_calls > 250
+    assert 2 <= wrong.num_calls <= 20
+    assert world.model.seen == other.seen == world.free.seen
+
+
+def test_of_two_models_that_are_right_the_cheaper_one_is_called() -> None:
+    world = World(free=WRONG, model=RIGHT, model_s=0.02)
+    cheap = world.add_model("medusa", RIGHT, 0.001)
+    world.run(300)
+    assert cheap.num_calls > 250
+    assert world.model.num_calls <= 20
+
+
+class ByToken(Constant):
+    """Right for sequences of one prompt only."""
+
+    def propose(self, tasks: Sequence[DraftTask]) -> list[tuple[int, ...]]:
+        super().propose(tasks)
+        return [(task.new_token_ids[-1] + (self.token_id != task.slot),) * 4 for task in tasks]
+
+
+def test_each_sequence_has_the_model_that_is_right_for_it() -> None:
+    now = [0.0]
+
+    def wait(seconds: float) -> None:
+        now[0] += seconds
+
+    models = [ByToken(name, place, lambda: wait(0.001)) for place, name in enumerate("ab")]
+    combined = CombinedProposer([], models, lambda: now[0])
+    for slot in (0, 1):
+        combined.admit(slot, Admission(slot, f"r#{slot}", (1, 2), 2, SamplingParams(), 0))
+    for _ in range(200):
+        wait(0.01)
+        drafts = combined.propose([DraftTask(slot, 4, (RIGHT,)) for slot in (0, 1)])
+    assert drafts == [(RIGHT,) * 4] * 2
+
+
+class Reader(Constant):
+    """Reads hidden states of all tokens."""
+
+    def __init__(self, name: str, aux_layers: tuple[int, ...]) -> None:
+        super().__init__(name, RIGHT)
+        self.aux_layers = aux_layers
+        self.reads_final = not aux_layers
+        self.rows: list[ComputedRow] = []
+
+    def compute(self, rows: Sequence[ComputedRow]) -> None:
+        self.rows += rows
+
+
+def test_the_union_of_hidden_states_is_read_and_each_model_has_its_own() -> None:
+    states = {name: HostTensor.empty((1, 2), FLOAT32) for name in ("final", 1, 3, 5)}
+    readers = [Reader("eagle", ()), Reader("eagle3", (1, 5)), Reader("other", (3, 5))]
+    combined = CombinedProposer([], [Constant("draft", RIGHT), *readers], lambda: 0.0)
+    assert isinstance(combined, HiddenStateProposer)
+    assert (combined.aux_layers, combined.reads_final) == ((1, 3, 5), True)
+    blocks = np.zeros(1, dtype=np.int32)
+    aux = (states[1], states[3], states[5])
+    combined.compute([ComputedRow(0, 0, states["final"], aux, blocks)])
+    for reader, names in zip(readers, (["final"], [1, 5], [3, 5]), strict=True):
+        [row] = reader.rows
+        found = [*row.aux_hidden] if row.hidden is None else [row.hidden, *row.aux_hidden]
+        assert [id(one) for one in found] == [id(states[name]) for name in names]
+    without = CombinedProposer([Constant("ngram", RIGHT)], [Constant("draft", RIGHT)], lambda: 0.0)
+    assert not isinstance(without, HiddenStateProposer)

@@ -150,7 +150,7 @@ def test_a_gpu_has_no_modest_limit() -> None:
 def test_a_draft_model_has_its_weights_and_as_many_kv_blocks() -> None:
     sizes = DraftSizes(TINY, ELEMENTS)
     alone = plan()
-    made = plan_memory(TINY, ELEMENTS, CACHE, SCHEDULER, GIB, draft=sizes)
+    made = plan_memory(TINY, ELEMENTS, CACHE, SCHEDULER, GIB, drafts=[sizes])
     rows = {row.label: row.num_bytes for row in made.rows}
     assert sum(rows.values()) == GIB
     assert rows["draft weights"] == rows["weights"] == weight_bytes(TINY, 2)
@@ -163,7 +163,7 @@ def test_a_draft_model_has_its_weights_and_as_many_kv_blocks() -> None:
 
 def test_positions_for_drafts_beyond_those_of_the_target_are_counted() -> None:
     sizes = DraftSizes(TINY, ELEMENTS, scratch_tokens=32)
-    made = plan_memory(TINY, ELEMENTS, CACHE, SCHEDULER, GIB, draft=sizes)
+    made = plan_memory(TINY, ELEMENTS, CACHE, SCHEDULER, GIB, drafts=[sizes])
     rows = {row.label: row.num_bytes for row in made.rows}
     assert sum(rows.values()) == GIB
     more = made.max_num_seqs * 32 * kv_bytes_per_token(TINY, 2)
@@ -173,7 +173,9 @@ def test_positions_for_drafts_beyond_those_of_the_target_are_counted() -> None:
 def test_they_leave_less_for_the_cache() -> None:
     many = replace(SCHEDULER, max_num_seqs=256)
     without, with_scratch = (
-        plan_memory(TINY, ELEMENTS, CACHE, many, GIB // 8, None, DraftSizes(TINY, ELEMENTS, tokens))
+        plan_memory(
+            TINY, ELEMENTS, CACHE, many, GIB // 8, None, [DraftSizes(TINY, ELEMENTS, tokens)]
+        )
         for tokens in (0, 64)
     )
     assert with_scratch.num_blocks < without.num_blocks
@@ -183,7 +185,7 @@ def test_they_leave_less_for_the_cache() -> None:
 def test_medusa_heads_are_weights_only() -> None:
     sizes = DraftSizes(None, replace(ELEMENTS, weights=1000))
     alone = plan()
-    made = plan_memory(TINY, ELEMENTS, CACHE, SCHEDULER, GIB, draft=sizes)
+    made = plan_memory(TINY, ELEMENTS, CACHE, SCHEDULER, GIB, drafts=[sizes])
     rows = {row.label: row.num_bytes for row in made.rows}
     assert rows.pop("draft weights") == 1000
     rows["spare"] += 1000
@@ -191,7 +193,27 @@ def test_medusa_heads_are_weights_only() -> None:
     assert sizes.num_parameters == 500
 
 
+def test_the_sizes_of_several_drafts_are_added_up() -> None:
+    drafts = [
+        DraftSizes(TINY, ELEMENTS),
+        DraftSizes(TINY, ELEMENTS, scratch_tokens=32),
+        DraftSizes(None, replace(ELEMENTS, weights=1000)),
+    ]
+
+    def rows(*some: DraftSizes) -> dict[str, int]:
+        made = plan_memory(TINY, ELEMENTS, CACHE, SCHEDULER, GIB, drafts=some)
+        return {row.label: row.num_bytes for row in made.rows}
+
+    together, each, without = rows(*drafts), [rows(one) for one in drafts], rows()
+    assert sum(together.values()) == GIB
+    assert together["KV cache"] == without["KV cache"]
+    for label in ("draft weights", "draft KV cache", "activations"):
+        least = without.get(label, 0)
+        added = sum(one.get(label, 0) - least for one in each)
+        assert together[label] == least + added
+
+
 def test_a_draft_model_that_does_not_fit_is_refused() -> None:
     with pytest.raises(ConfigError, match="GiB are free"):
         sizes = DraftSizes(LLAMA_70B, ELEMENTS)
-        plan_memory(TINY, ELEMENTS, CACHE, SCHEDULER, 64 * GIB, draft=sizes)
+        plan_memory(TINY, ELEMENTS, CACHE, SCHEDULER, 64 * GIB, drafts=[sizes])

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import pytest
 
-from quickstep.config import SchedulerConfig, SpeculationConfig, SpeculationMethod
+from quickstep.cli.flags.engine import add_engine_flags, engine_config
+from quickstep.cli.flags.parsing import Parser
+from quickstep.config import ProposerConfig, SchedulerConfig, SpeculationConfig, SpeculationMethod
 from quickstep.core.block_pool import KVBlockPool
 from quickstep.core.cost_model import Coefficients, LinearCostModel, StepLoad
 from quickstep.core.policies import make_policy
@@ -160,10 +162,27 @@ def test_it_is_off_without_drafts() -> None:
         ({"prompt_lokup_max": 3}, "prompt_lokup_max"),
         ({"method": "draft"}, "model"),
         ({"method": "off", "sampling": "rejection"}, "leave one of them out"),
+        ({"quantization": "int8"}, "no --speculative-model is given to which it applies"),
+        ({"proposers": []}, "give a list of objects"),
+        ([], "empty list"),
+        ([{"model": "a"}, 3], "object 2 is 3, it must be a JSON object"),
+        ([{"model": "a"}, {"model": "a", "quantization": "int8"}], "a is given twice"),
+        ([{"method": "off"}, {"model": "a"}], "method off and others"),
+        ([{"model": "a"}, {"method": "magic"}], "object 2: Invalid enum value 'magic'"),
+        (
+            [{"method": "eagle", "model": "a"}, {"method": "eagle", "model": "b"}],
+            "eagle takes one --speculative-model, but a and b are given",
+        ),
+        (
+            [{"model": "a", "tree_width": 2}, {"model": "b", "tree_width": 3}],
+            "tree_width is 2 and 3, but it holds for all proposers",
+        ),
         ({"sampling": "typical"}, "typical"),
     ],
 )
-def test_a_bad_configuration_is_one_sentence(fields: dict[str, object], message: str) -> None:
+def test_a_bad_configuration_is_one_sentence(
+    fields: dict[str, object] | list[dict[str, object]], message: str
+) -> None:
     with pytest.raises(ConfigError, match=message) as raised:
         SpeculationConfig.of_fields(fields, "--speculative-config")
     assert "\n" not in str(raised.value)
@@ -173,7 +192,42 @@ def test_names_are_vllms() -> None:
     config = SpeculationConfig.of_fields(
         {"method": "ngram", "num_speculative_tokens": 5, "prompt_lookup_max": 4}, "x"
     )
-    assert (config.method, config.num_speculative_tokens) == (SpeculationMethod.NGRAM, 5)
+    assert config.proposers == (ProposerConfig(SpeculationMethod.NGRAM),)
+    assert config.num_speculative_tokens == 5
+
+
+def test_a_list_of_objects_has_a_proposer_each() -> None:
+    first = {"method": "eagle", "model": "a", "num_speculative_tokens": 5}
+    second = {"model": "b", "quantization": "int8", "revision": "c"}
+    config = SpeculationConfig.of_fields([first, second, {"method": "ngram"}], "x")
+    assert config.proposers == (
+        ProposerConfig(SpeculationMethod.EAGLE, "a"),
+        ProposerConfig(SpeculationMethod.AUTO, "b", "c", "int8"),
+        ProposerConfig(SpeculationMethod.NGRAM),
+    )
+    assert config.num_speculative_tokens == 5
+    assert not SpeculationConfig.of_fields({"method": "off"}, "x").is_on
+
+
+def of_flags(*flags: str) -> SpeculationConfig:
+    parser = Parser()
+    add_engine_flags(parser)
+    return engine_config(parser.parse_args(flags), "demo").speculation
+
+
+def test_a_flag_given_several_times_is_a_list() -> None:
+    models = ("--speculative-model", "a", "--speculative-model", "b")
+    several = SpeculationConfig((ProposerConfig(model="a"), ProposerConfig(model="b")), 3)
+    assert of_flags(*models, "--num-speculative-tokens", "3") == several
+    listed = '[{"model": "a"}, {"model": "b"}]'
+    config = ("--speculative-config", listed)
+    assert of_flags(*config, "--num-speculative-tokens", "3") == several
+    with pytest.raises(ConfigError, match="model is given twice"):
+        of_flags(*config, "--speculative-model", "c")
+    with pytest.raises(ConfigError, match="give --speculative-method as the method of one"):
+        of_flags(*config, "--speculative-method", "suffix")
+    with pytest.raises(ConfigError, match="draft takes one --speculative-model"):
+        of_flags(*models, "--speculative-method", "draft")
 
 
 def test_forced_drafts_pay_where_guesses_do_not_and_teach_nothing_about_them() -> None:

@@ -22,7 +22,7 @@ from quickstep.cli.bench_serve import add_serve
 from quickstep.cli.flags.engine import add_engine_flags, add_model, engine_config, model_of
 from quickstep.cli.flags.parsing import Parser, bytes_size, command, positive_int, token_count
 from quickstep.cli.flags.quantization import KV_FORMATS, WEIGHT_FORMATS
-from quickstep.config import EngineConfig, SpeculationConfig, SpeculationMethod
+from quickstep.config import EngineConfig, SpeculationConfig
 from quickstep.errors import ConfigError
 from quickstep.ops.torch_import import require_torch
 
@@ -312,7 +312,7 @@ def _config(args: argparse.Namespace) -> EngineConfig:
         raise ConfigError("both a MODEL and --shape are given; give one")
     config = engine_config(args, model_of(args), args.seed)
     if config.speculation == SpeculationConfig():  # a step has one token per sequence
-        config = replace(config, speculation=SpeculationConfig(SpeculationMethod.OFF))
+        config = replace(config, speculation=SpeculationConfig(proposers=()))
     if args.kv is not None:
         if config.cache.kv_dtype != "auto":
             raise ConfigError("--kv is short for --kv-cache-dtype; give one")

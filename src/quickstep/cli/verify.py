@@ -92,7 +92,8 @@ def add_parser(subparsers: argparse._SubParsersAction[Parser]) -> None:
         "--speculative-model",
         nargs="+",
         metavar="MODEL",
-        help="draft models, EAGLE layers or Medusa heads that draft in a part of the batches "
+        help="draft models, EAGLE layers or Medusa heads that draft in a part of the batches, each "
+        "by itself and all together "
         "(default: those of the bundled model, for the bundled model)",
     )
     parser.add_argument(
@@ -297,23 +298,17 @@ class _Checkpoint:
 
     def open_proposers(self, model: Model, plan: MemoryPlan) -> dict[str, Proposer]:
         """What drafts for the model that was loaded last. Raises ConfigError."""
-        from quickstep.config import CacheConfig, EngineConfig, SpeculationConfig
-        from quickstep.engine.speculation import open_model_proposer
+        from quickstep.config import CacheConfig, EngineConfig, ProposerConfig, SpeculationConfig
+        from quickstep.engine.speculation import open_model_proposers
 
-        found: dict[str, Proposer] = {}
-        for name in self._draft_models:
-            config = EngineConfig(
-                load=self._config,
-                cache=CacheConfig(block_size=self._options.block_size),
-                speculation=SpeculationConfig(model=name),
-            )
-            proposer = open_model_proposer(config, model, plan, self._checkpoint.path)
-            if proposer.name in found:
-                raise ConfigError(
-                    f"two of --speculative-model are of the kind {proposer.name}; name one"
-                )
-            found[proposer.name] = proposer
-        return found
+        proposers = tuple(ProposerConfig(model=name) for name in self._draft_models)
+        config = EngineConfig(
+            load=self._config,
+            cache=CacheConfig(block_size=self._options.block_size),
+            speculation=SpeculationConfig(proposers),
+        )
+        opened = open_model_proposers(config, model, plan, self._checkpoint.path)
+        return {one.name: one for one in opened}
 
     def new_matcher(self, grammar: Grammar) -> tuple[LLMatcher, ClosingStart]:
         """Compile a grammar for the model that was loaded last; compiling may block here."""

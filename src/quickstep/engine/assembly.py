@@ -12,7 +12,7 @@ from __future__ import annotations
 import logging
 import os
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from datetime import datetime
 from importlib import import_module
@@ -28,7 +28,6 @@ from quickstep.config import (
     InputConfig,
     LoadConfig,
     SchedulerConfig,
-    SpeculationMethod,
     SpeculativeSampling,
 )
 from quickstep.engine.loaded_model import LoadedModel
@@ -258,8 +257,8 @@ def graph_options(
         return None
     from quickstep.runtime.capture import device_graphs
 
-    is_on = config.speculation.method is not SpeculationMethod.OFF
-    num_drafts = config.speculation.num_speculative_tokens if is_on else 0
+    speculation = config.speculation
+    num_drafts = speculation.num_speculative_tokens if speculation.is_on else 0
     return device_graphs(model, kv, plan.max_num_seqs, 1 + num_drafts)
 
 
@@ -404,9 +403,9 @@ def plan_for(
     ops: OpTable,
     held_bytes: int | None = None,
     adapter_bytes: int = 0,
-    draft: DraftSizes | None = None,
+    drafts: Sequence[DraftSizes] = (),
 ) -> MemoryPlan:
-    """What fits into the memory that is free now, next to a draft model; `held_bytes` is the size
+    """What fits into the memory that is free now, next to `drafts`; `held_bytes` is the size
     of quantized weights, `adapter_bytes` that of the adapters.
 
     Raises:
@@ -428,7 +427,7 @@ def plan_for(
         replace(config.scheduler, max_model_len=config.max_model_len or spec.max_model_len),
         config.memory_bytes or _free_bytes(device),
         DEFAULT_KV_BYTES if device.type == "cpu" else None,
-        draft,
+        drafts,
     )
 
 
@@ -511,10 +510,9 @@ def _fitted(
     config: EngineConfig, plan: MemoryPlan, adapters: Adapters | None, has_graphs: bool
 ) -> SchedulerConfig:
     speculation = config.speculation
-    is_on = speculation.method is not SpeculationMethod.OFF
     return replace(
         config.scheduler,
-        num_speculative_tokens=speculation.num_speculative_tokens if is_on else 0,
+        num_speculative_tokens=speculation.num_speculative_tokens if speculation.is_on else 0,
         max_model_len=plan.max_model_len,
         max_num_seqs=plan.max_num_seqs,
         max_num_batched_tokens=plan.max_num_batched_tokens,

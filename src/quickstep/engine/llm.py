@@ -21,6 +21,7 @@ from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
+from types import NoneType, UnionType
 from typing import (
     Any,
     NamedTuple,
@@ -29,6 +30,7 @@ from typing import (
     TypeVar,
     Unpack,
     cast,
+    get_args,
     get_origin,
     get_type_hints,
 )
@@ -99,7 +101,7 @@ class LLMOptions(TypedDict, total=False):
     priority_aging_s: float
     batch_timeout_s: float
     use_kv_cache: bool
-    speculative_config: dict[str, Any]
+    speculative_config: dict[str, Any] | list[dict[str, Any]]
     seed: int | None
     memory_bytes: int | None
     enforce_eager: bool
@@ -499,16 +501,12 @@ def _lora(options: dict[str, Any]) -> LoRAConfig | None:
 def _check_type(name: str, value: Any) -> None:
     """Raise ConfigError for a wrong type. Integers may be floats, booleans neither."""
     hint = get_type_hints(LLMOptions)[name]
-    origin = get_origin(hint)
-    wanted = origin if origin in (dict, tuple) else hint
-    is_number = isinstance(value, int) and not isinstance(value, bool)
-    fits = isinstance(value, wanted) if wanted is not float else is_number or type(value) is float
-    if not fits or (isinstance(value, bool) and wanted is not bool):
-        raise ConfigError(f"{name} is {value!r}, it must be of type {_type_name(wanted)}")
-
-
-def _type_name(wanted: Any) -> str:
-    return wanted.__name__ if isinstance(wanted, type) else str(wanted)
+    hints = get_args(hint) if isinstance(hint, UnionType) else (hint,)
+    wanted = tuple(get_origin(one) or one for one in hints)
+    allowed = (*wanted, int) if float in wanted else wanted
+    if not isinstance(value, allowed) or (isinstance(value, bool) and bool not in wanted):
+        names = " or ".join(one.__name__ for one in wanted if one is not NoneType)
+        raise ConfigError(f"{name} is {value!r}, it must be of type {names}")
 
 
 def _policy(value: str | PolicyName) -> PolicyName:

@@ -1,4 +1,4 @@
-"""What an engine drafts with: n-grams and suffixes, a draft model, an EAGLE layer, Medusa heads.
+"""What an engine drafts with: n-grams and suffixes, a draft model, EAGLE layers, Medusa heads.
 
 Called by the assembly of an engine: `draft_sizes` before memory is planned, `open_proposer` once
 the target is loaded. Everything that can be wrong with a checkpoint is a ConfigError here, before
@@ -39,7 +39,7 @@ __all__ = [
     "find_draft",
     "load_draft",
     "open_eagle",
-    "open_model_proposer",
+    "open_model_proposers",
     "open_proposer",
 ]
 
@@ -48,17 +48,18 @@ _EAGLE = (SpeculationMethod.EAGLE, SpeculationMethod.EAGLE3)
 
 def draft_sizes(
     config: EngineConfig, target: ModelSpec, dtype_bytes: int, ops: OpTable
-) -> DraftSizes | None:
-    """What drafts need of the memory next to a target. Raises ConfigError."""
-    if config.speculation.model is None:
-        return None
-    method, load = _model_method(config), _draft_load(config)
-    if method is SpeculationMethod.MEDUSA:
-        return _medusa_sizes(load, dtype_bytes, ops)
-    if method in _EAGLE:
-        _, layer = _find_eagle(load, target, method is SpeculationMethod.EAGLE3)
-        return _eagle_sizes(layer, dtype_bytes, ops, config.cache.block_size)
-    return find_draft(load, ops).sizes
+) -> tuple[DraftSizes, ...]:
+    """What each model that drafts needs of the memory next to a target. Raises ConfigError."""
+    sizes = []
+    for one in _models(config):
+        if one.method is SpeculationMethod.MEDUSA:
+            sizes.append(_medusa_sizes(one.load, dtype_bytes, ops))
+        elif one.method in _EAGLE:
+            _, layer = _find_eagle(one.load, target, one.method is SpeculationMethod.EAGLE3)
+            sizes.append(_eagle_sizes(layer, dtype_bytes, ops, config.cache.block_size))
+        else:
+            sizes.append(find_draft(one.load, ops).sizes)
+    return tuple(sizes)
 
 
 def open_proposer(
@@ -66,32 +67,73 @@ def open_proposer(
 ) -> Proposer | None:
     """What drafts for `model`, whose checkpoint is at `path`. Raises ConfigError."""
     from quickstep.runtime.speculation.combined import CombinedProposer
-    from quickstep.runtime.speculation.methods import open_lookup_proposer
+    from quickstep.runtime.speculation.methods import open_lookup_proposers
 
-    if config.speculation.model is None:
-        return open_lookup_proposer(config.speculation)
-    with_model = open_model_proposer(config, model, plan, path)
-    if config.speculation.method is not SpeculationMethod.AUTO:
-        return with_model
-    free = open_lookup_proposer(replace(config.speculation, model=None))
-    assert free is not None, "the method is not off"
-    return CombinedProposer([free], with_model, time.perf_counter)
+    free = open_lookup_proposers(config.speculation)
+    models = open_model_proposers(config, model, plan, path)
+    opened = [*free, *models]
+    if len(opened) > 1:
+        return CombinedProposer(free, models, time.perf_counter)
+    return opened[0] if opened else None
 
 
-def open_model_proposer(
+def open_model_proposers(
     config: EngineConfig, model: Model, plan: MemoryPlan, path: Path | None
+) -> list[Proposer]:
+    """What drafts with a checkpoint, each of another name. Raises ConfigError."""
+    return [_open_model(one, config, model, plan, path) for one in _models(config)]
+
+
+class _DraftCheckpoint(msgspec.Struct, frozen=True):
+    """A checkpoint that drafts, and as what."""
+
+    method: SpeculationMethod
+    load: LoadConfig
+
+
+def _models(config: EngineConfig) -> list[_DraftCheckpoint]:
+    """The checkpoints that draft; of the method `auto`, it is found out. Raises ConfigError."""
+    found: dict[SpeculationMethod, _DraftCheckpoint] = {}
+    for proposer in config.speculation.proposers:
+        if proposer.model is None:
+            continue
+        load = replace(
+            config.load,
+            model=proposer.model,
+            revision=proposer.revision,
+            quantization=proposer.quantization,
+        )
+        method = _method_of(load) if proposer.method is SpeculationMethod.AUTO else proposer.method
+        if method in found:
+            raise ConfigError(
+                f"--speculative-model {found[method].load.model} and {load.model} are both of the "
+                f"method {method.value}; keep one of them"
+            )
+        found[method] = _DraftCheckpoint(method, load)
+    return list(found.values())
+
+
+def _method_of(load: LoadConfig) -> SpeculationMethod:
+    """What a checkpoint can be used for. Raises ConfigError."""
+    from quickstep.model.checkpoint.source import find_checkpoint
+    from quickstep.model.checkpoint.weights import open_checkpoint_files
+    from quickstep.runtime.speculation.methods import method_of_tensors
+
+    return method_of_tensors(open_checkpoint_files(find_checkpoint(load).path).tensors)
+
+
+def _open_model(
+    one: _DraftCheckpoint, config: EngineConfig, model: Model, plan: MemoryPlan, path: Path | None
 ) -> Proposer:
-    """What drafts with the checkpoint `config.speculation.model`. Raises ConfigError."""
     from quickstep.model.checkpoint.source import find_checkpoint
     from quickstep.model.decoder import Decoder
 
-    method = _model_method(config)
+    method, load, block_size = one.method, one.load, config.cache.block_size
     if not isinstance(model, Decoder):
         raise ConfigError(
             f"--speculative-method {method.value} needs a model of a native architecture; "
             "use --speculative-method suffix"
         )
-    load, block_size = _draft_load(config), config.cache.block_size
     if method is SpeculationMethod.MEDUSA:
         from quickstep.runtime.speculation.medusa import MedusaProposer, load_medusa
 
@@ -108,31 +150,6 @@ def open_model_proposer(
 def _tree_width(config: EngineConfig, ops: OpTable) -> int:
     """Most drafts that follow the same token: one where the kernels compute chains only."""
     return 1 if ops.move_kv is None else config.speculation.tree_width
-
-
-def _draft_load(config: EngineConfig) -> LoadConfig:
-    """What names the checkpoint of the draft model, the layer or the heads."""
-    speculation = config.speculation
-    assert speculation.model is not None, "these methods have a model"
-    return replace(
-        config.load,
-        model=speculation.model,
-        revision=speculation.revision,
-        quantization=speculation.quantization,
-    )
-
-
-def _model_method(config: EngineConfig) -> SpeculationMethod:
-    """The method, found out from the checkpoint if it is `auto`. Raises ConfigError."""
-    from quickstep.model.checkpoint.source import find_checkpoint
-    from quickstep.model.checkpoint.weights import open_checkpoint_files
-    from quickstep.runtime.speculation.methods import method_of_tensors
-
-    if config.speculation.method is not SpeculationMethod.AUTO:
-        return config.speculation.method
-    return method_of_tensors(
-        open_checkpoint_files(find_checkpoint(_draft_load(config)).path).tensors
-    )
 
 
 class FoundDraft(msgspec.Struct, frozen=True):

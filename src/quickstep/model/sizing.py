@@ -11,7 +11,7 @@ its widest point, and three copies of the sampled logits in float32.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from types import MappingProxyType
 
 import msgspec
@@ -135,7 +135,7 @@ class MemoryPlan(msgspec.Struct, frozen=True):
         max_model_len: Longest sequence, prompt and output.
         max_num_seqs: Resident sequences.
         max_num_batched_tokens: Tokens of a step.
-        rows: weights, adapters if there are any, KV cache, those of a draft model, activations,
+        rows: weights, adapters if there are any, KV cache, those of all drafts, activations,
             spare; they add up to `memory_bytes`.
         long_context: How positions are scaled beyond the model's own limit.
     """
@@ -225,14 +225,14 @@ def plan_memory(
     scheduler: SchedulerConfig,
     memory_bytes: int,
     default_kv_bytes: int | None = DEFAULT_KV_BYTES,
-    draft: DraftSizes | None = None,
+    drafts: Sequence[DraftSizes] = (),
 ) -> MemoryPlan:
     """Divide `memory_bytes` among weights, activations and KV. The spec allows the scheduler's
     `max_model_len` (`long_context.with_context` sees to that).
 
     Without `num_blocks` or `kv_cache_bytes` the KV cache gets what `max_num_seqs` sequences of
     `max_model_len` need, at most half of what weights and activations leave, and at most
-    `default_kv_bytes` (None: no such limit, for a GPU) unless one sequence needs more. A draft
+    `default_kv_bytes` (None: no such limit, for a GPU) unless one sequence needs more. Each draft
     model has as many KV blocks, an EAGLE layer some more.
 
     Raises:
@@ -242,10 +242,10 @@ def plan_memory(
     context = scheduler.max_model_len
     dtype_bytes, scratch_bytes = elements.dtype, elements.scratch
     weights = _weights(spec, elements) + elements.adapters
-    weights += 0 if draft is None else draft.weight_bytes
+    weights += sum(draft.weight_bytes for draft in drafts)
     seqs = scheduler.max_num_seqs
     tokens, activations = _fit_step(
-        spec, (dtype_bytes, scratch_bytes), scheduler, memory_bytes - weights, draft
+        spec, (dtype_bytes, scratch_bytes), scheduler, memory_bytes - weights, drafts
     )
     left = memory_bytes - weights - activations
     if tokens < scheduler.max_num_batched_tokens:
@@ -254,10 +254,9 @@ def plan_memory(
             "activations would not fit"
         )
     per_token = kv_bytes_per_token(spec, dtype_bytes, elements.kv_dtype)
-    if draft is not None:
-        per_token += draft.kv_bytes_per_token
+    per_token += sum(draft.kv_bytes_per_token for draft in drafts)
     block_bytes = per_token * cache.block_size
-    scratch = 0 if draft is None else draft.kv_bytes(0, seqs)
+    scratch = sum(draft.kv_bytes(0, seqs) for draft in drafts)
     fitting = max(left - scratch, 0) // block_bytes
     least = -(-min(context, _MIN_CONTEXT) // cache.block_size)
     if fitting < least:
@@ -280,7 +279,7 @@ def plan_memory(
         notes.append(f"max_num_seqs {seqs} became {num_blocks}, one per KV block")
         seqs = num_blocks
     sizes = num_blocks, cache.block_size, tokens, seqs
-    rows = _rows(spec, elements, memory_bytes, sizes, left, draft)
+    rows = _rows(spec, elements, memory_bytes, sizes, left, drafts)
     return MemoryPlan(num_blocks, context, seqs, tokens, rows, tuple(notes), spec.long_context)
 
 
@@ -335,9 +334,9 @@ def _fit_step(
     element_bytes: tuple[int, int],
     scheduler: SchedulerConfig,
     available: int,
-    draft: DraftSizes | None,
+    drafts: Sequence[DraftSizes],
 ) -> tuple[int, int]:
-    """A step's tokens, halved until half of the memory is left, and its activations (a draft
+    """A step's tokens, halved until half of the memory is left, and its activations (each draft
     model's memory is its own).
 
     `element_bytes` are those of the dtype and of the ops' scratch.
@@ -346,8 +345,7 @@ def _fit_step(
     tokens, seqs = scheduler.max_num_batched_tokens, scheduler.max_num_seqs
     while True:
         used = activation_bytes(spec, dtype_bytes, tokens, seqs, scratch_bytes)
-        if draft is not None:
-            used += draft.activation_bytes(tokens, seqs)
+        used += sum(draft.activation_bytes(tokens, seqs) for draft in drafts)
         if used <= available // 2 or tokens // 2 < _MIN_STEP_TOKENS:
             return tokens, used
         tokens //= 2
@@ -389,7 +387,7 @@ def _rows(
     memory_bytes: int,
     sizes: tuple[int, int, int, int],
     left: int,
-    draft: DraftSizes | None,
+    drafts: Sequence[DraftSizes],
 ) -> tuple[MemoryRow, ...]:
     """`sizes` are blocks, block size, tokens of a step, resident sequences; `left` is what remains
     for KV and spare.
@@ -410,15 +408,18 @@ def _rows(
     rows += [
         MemoryRow("KV cache", kv_bytes, f"{cache} x {per_token} bytes"),
     ]
-    if draft is not None:
-        detail = f"{draft.num_parameters / 1e9:.3f} B parameters"
-        rows.append(MemoryRow("draft weights", draft.weight_bytes, detail))
-        weights += draft.weight_bytes
-    if draft is not None and draft.kv_bytes_per_token:
-        draft_kv_bytes = draft.kv_bytes(num_blocks * block_size, seqs)
-        detail = f"{cache} x {draft.kv_bytes_per_token} bytes"
-        if draft.scratch_tokens:
-            detail += f", {draft.scratch_tokens} more for each of {seqs} sequences"
+    if drafts:
+        sizes_b = " + ".join(f"{draft.num_parameters / 1e9:.3f}" for draft in drafts)
+        draft_weights = sum(draft.weight_bytes for draft in drafts)
+        rows.append(MemoryRow("draft weights", draft_weights, f"{sizes_b} B parameters"))
+        weights += draft_weights
+    with_kv = [draft for draft in drafts if draft.kv_bytes_per_token]
+    if with_kv:
+        draft_kv_bytes = sum(draft.kv_bytes(num_blocks * block_size, seqs) for draft in with_kv)
+        detail = f"{cache} x {' + '.join(str(draft.kv_bytes_per_token) for draft in with_kv)} bytes"
+        scratch_tokens = sum(draft.scratch_tokens for draft in with_kv)
+        if scratch_tokens:
+            detail += f", {scratch_tokens} more for each of {seqs} sequences"
         rows.append(MemoryRow("draft KV cache", draft_kv_bytes, detail))
         kv_bytes += draft_kv_bytes
     activations = memory_bytes - weights - left

@@ -253,9 +253,9 @@ def fit(
     if split.experts > 1 and elements.weights is None:
         weights = weight_bytes(rank, elements.dtype, elements.quantization)
         held = replace(held, weights=weights + router_rest(spec, split) * elements.dtype)
-    sizes = None if draft is None else DraftSizes(draft.on_device(split), draft.elements)
+    sizes = () if draft is None else (DraftSizes(draft.on_device(split), draft.elements),)
     memory = plan_memory(
-        rank, held, CacheConfig(), scheduler, hardware.memory_bytes, None, draft=sizes
+        rank, held, CacheConfig(), scheduler, hardware.memory_bytes, None, drafts=sizes
     )
     if split.experts > 1:
         memory = _with_experts_named(memory, spec, split)

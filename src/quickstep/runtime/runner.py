@@ -267,11 +267,10 @@ class ModelRunner:
         if emitting:
             sample_rows(self._sample, logits, emitting, self._by_rejection, self._at_once)
             self._move_accepted(rows, emitting)
-        features = self._steps.aux_hidden_states()
-        is_of_every = bool(features) or every_token
-        self._drafting.compute(rows, slots, emitting, features or (hidden,), is_of_every)
+        aux_hidden = self._steps.aux_hidden_states()
+        self._drafting.compute(rows, slots, emitting, hidden, every_token, aux_hidden)
         if emitting:
-            drafts = self._drafting.propose(rows, emitting, None if every_token else hidden)
+            drafts = self._drafting.propose(rows, emitting, hidden, every_token)
             for one in emitting:
                 outputs[one.index] = _output_with_tokens(one, outputs[one.index], drafts)
         return tuple(outputs), _failures(slots)

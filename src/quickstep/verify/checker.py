@@ -13,12 +13,19 @@ from __future__ import annotations
 
 import random
 from collections.abc import Callable, Iterator, Mapping
+from itertools import accumulate
 
 import msgspec
 from msgspec import structs
 from msgspec.structs import replace
 
-from quickstep.config import PolicyName, SchedulerConfig, SpeculationConfig, SpeculationMethod
+from quickstep.config import (
+    PolicyName,
+    ProposerConfig,
+    SchedulerConfig,
+    SpeculationConfig,
+    SpeculationMethod,
+)
 from quickstep.core.block_pool import KVBlockPool
 from quickstep.core.sequence import sequence_seed
 from quickstep.engine.text.tokenizer import Tokenizer
@@ -28,7 +35,8 @@ from quickstep.model.sizing import MemoryPlan
 from quickstep.ops.torch_import import has_torch
 from quickstep.runtime.kv_cache import allocate_kv
 from quickstep.runtime.sampling.grammar import NewMatcher
-from quickstep.runtime.speculation.methods import open_lookup_proposer
+from quickstep.runtime.speculation.combined import CombinedProposer
+from quickstep.runtime.speculation.methods import open_lookup_proposers
 from quickstep.runtime.speculation.proposer import Proposer
 from quickstep.runtime.speculation.static import StaticProposer
 from quickstep.types import Admission
@@ -86,17 +94,16 @@ class Scenario(msgspec.Struct, frozen=True):
     has_pauses: bool = False
     pipeline_depth: int = 1
     policy: PolicyName = PolicyName.MIXED
-    speculation: SpeculationMethod = SpeculationMethod.OFF
+    lookup: SpeculationMethod | None = None  # what drafts without a model
     drafts_expected: bool = False  # drafts are the tokens of the single run, with errors
     in_trees: bool = False  # these drafts, if the kernels compute trees
     has_loads: bool = False  # there is no room for all adapters
-    draft_model: str = ""  # a proposer with a model, by name
+    draft_model: str = ""  # a proposer with a model, by name, or `_COMBINED`
 
     @property
     def has_drafts(self) -> bool:
         """Whether something proposes drafts."""
-        is_off = self.speculation is SpeculationMethod.OFF and not self.draft_model
-        return self.drafts_expected or not is_off
+        return self.drafts_expected or self.lookup is not None or bool(self.draft_model)
 
 
 _ALL_TOGETHER = Scenario(
@@ -123,18 +130,20 @@ SCENARIOS = (
     Scenario("drafts, starved", is_starved=True, drafts_expected=True),
     Scenario("trees", prefix_caching=True, drafts_expected=True, in_trees=True),
     replace(_ALL_TOGETHER, name="all with trees", drafts_expected=True, in_trees=True),
-    Scenario("suffix", is_chunked=True, speculation=SpeculationMethod.SUFFIX),
+    Scenario("suffix", is_chunked=True, lookup=SpeculationMethod.SUFFIX),
     replace(_ALL_TOGETHER, name="all with drafts", drafts_expected=True),
     Scenario("adapters", prefix_caching=True, has_loads=True, drafts_expected=True),
     replace(_ALL_TOGETHER, name="adapters, starved", has_loads=True),
-    Scenario("ngram", prefix_caching=True, has_aborts=True, speculation=SpeculationMethod.NGRAM),
+    Scenario("ngram", prefix_caching=True, has_aborts=True, lookup=SpeculationMethod.NGRAM),
 )
+_COMBINED = CombinedProposer.name  # all models and lookups together
 # Those of a draft model, an EAGLE layer or Medusa heads, whose name comes first.
 _MODEL_DRAFTS = (
     Scenario("", prefix_caching=True, has_aborts=True),
     Scenario(", chunked", is_chunked=True),
     replace(_ALL_TOGETHER, name=", starved"),
 )
+_LOOKUPS = (SpeculationMethod.NGRAM, SpeculationMethod.SUFFIX)
 _SINGLE_AGAIN = Scenario("batch size 1 again")
 
 
@@ -183,6 +192,12 @@ def _no_progress(what: str, done: int, total: int) -> None:
 def _no_proposers(model: Model, plan: MemoryPlan) -> Mapping[str, Proposer]:
     """Nothing drafts with a model."""
     return {}
+
+
+def _lookups(*methods: SpeculationMethod) -> list[Proposer]:
+    """Proposers without a model."""
+    proposers = tuple(ProposerConfig(method) for method in methods)
+    return open_lookup_proposers(SpeculationConfig(proposers))
 
 
 class _Verifier:
@@ -310,10 +325,16 @@ class _Verifier:
         )
 
     def _proposer(self, scenario: Scenario, rng: random.Random) -> Proposer | None:
+        if scenario.draft_model == _COMBINED:
+            times = accumulate(iter(rng.random, None))  # so that each has its turns
+            models = [*self._proposers.values()]
+            return CombinedProposer(_lookups(*_LOOKUPS), models, lambda: next(times))
         if scenario.draft_model:
             return self._proposers[scenario.draft_model]
+        if scenario.lookup is not None:
+            return _lookups(scenario.lookup)[0]
         if not scenario.drafts_expected:
-            return open_lookup_proposer(SpeculationConfig(scenario.speculation))
+            return None
         return StaticProposer(
             self._expected_tokens,
             acceptance=rng.choice((0.5, 0.9, 1.0)),
@@ -341,7 +362,7 @@ class _Verifier:
         # small enough that every scenario gets its turn
         num_drawn = self._options.rounds * len(self._requests)
         scenarios = [one for one in SCENARIOS if self._adapters or not one.has_loads]
-        for name in self._proposers:
+        for name in (*self._proposers, _COMBINED) if self._proposers else ():
             with_name = (
                 replace(one, name=name + one.name, draft_model=name) for one in _MODEL_DRAFTS
             )

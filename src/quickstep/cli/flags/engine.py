@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import argparse
 
-from quickstep.cli.flags.parsing import bytes_size, json_object, positive_int, token_count
+from quickstep.cli.flags.parsing import bytes_size, json_objects, positive_int, token_count
 from quickstep.config import (
     KERNELS,
     KV_DTYPES,
@@ -251,13 +251,15 @@ def _add_speculation_flags(group: argparse._ActionsContainer) -> None:
         "occurrences of the last tokens in the prompt and outputs (suffix, ngram), a smaller model "
         "(draft), heads of the model (medusa), a layer that reads its hidden states (eagle, "
         "eagle3), or nothing (off); the output is the same (default: "
-        f"{defaults.method.value}: suffix, and what --speculative-model is)",
+        f"{SpeculationMethod.AUTO.value}: suffix, and what each --speculative-model is)",
     )
     group.add_argument(
         "--speculative-model",
+        action="append",
         metavar="MODEL",
         help="a smaller checkpoint with the same tokenizer, or one of Medusa heads or an EAGLE "
-        "layer: a directory or a hub id",
+        "layer: a directory or a hub id; repeat it for several of different methods, of which "
+        "each sequence has the drafts that are predicted to gain most",
     )
     group.add_argument(
         "--num-speculative-tokens",
@@ -283,15 +285,16 @@ def _add_speculation_flags(group: argparse._ActionsContainer) -> None:
     )
     group.add_argument(
         "--speculative-config",
-        type=json_object,
+        type=json_objects,
         metavar="JSON",
-        help="these as a JSON object, with the settings of each method; docs/guide/speculation.md "
-        "lists them",
+        help="these as a JSON object, with the settings of each method, or a list of objects for "
+        "several proposers; docs/guide/speculation.md lists them",
     )
 
 
 def _speculation(args: argparse.Namespace) -> SpeculationConfig:
-    fields = dict(args.speculative_config or {})
+    given = {} if args.speculative_config is None else args.speculative_config
+    objects = [dict(one) for one in given] if isinstance(given, list) else [dict(given)]
     for name, value in (
         ("method", args.speculative_method),
         ("model", args.speculative_model),
@@ -299,10 +302,18 @@ def _speculation(args: argparse.Namespace) -> SpeculationConfig:
         ("tree_width", args.speculative_tree_width),
         ("sampling", args.speculative_sampling),
     ):
-        if value is not None:
-            if name in fields:
-                raise ConfigError(f"{name} is given twice: in --speculative-config and by its flag")
-            fields[name] = value
+        if value is None:
+            continue
+        if any(name in one for one in objects):
+            raise ConfigError(f"{name} is given twice: in --speculative-config and by its flag")
+        if name in ("method", "model") and isinstance(given, list):
+            raise ConfigError(
+                f"--speculative-config is a list of proposers; give --speculative-{name} as the "
+                f"{name} of one of them"
+            )
+        values = value if name == "model" else [value]
+        objects = [{**one, name: each} for each in values for one in objects]
+    fields = objects if isinstance(given, list) or len(objects) > 1 else objects[0]
     return SpeculationConfig.of_fields(fields, "--speculative-config")
 
 

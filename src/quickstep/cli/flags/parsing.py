@@ -16,7 +16,7 @@ __all__ = [
     "bytes_size",
     "command",
     "fraction",
-    "json_object",
+    "json_objects",
     "non_negative_int",
     "non_negative_number",
     "positive_int",
@@ -83,14 +83,15 @@ def command(
     return parser
 
 
-def json_object(text: str) -> dict[str, Any]:
-    """A JSON object."""
+def json_objects(text: str) -> dict[str, Any] | list[dict[str, Any]]:
+    """A JSON object, or a list of them."""
     try:
-        value = json.loads(text)
+        value: dict[str, Any] | list[dict[str, Any]] = json.loads(text)
     except ValueError as error:
         raise argparse.ArgumentTypeError(f"{text!r} is no JSON: {error}") from error
-    if not isinstance(value, dict):
-        raise argparse.ArgumentTypeError(f"{text!r} is no JSON object")
+    objects = value if isinstance(value, list) else [value]
+    if not all(isinstance(one, dict) for one in objects):
+        raise argparse.ArgumentTypeError(f"{text!r} is no JSON object and no list of objects")
     return value
 
 

@@ -9,9 +9,9 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Sequence
+from itertools import accumulate
 
 import msgspec
-import numpy as np
 
 from quickstep.ops.tensors import AnyTensor, HostTensor
 from quickstep.runtime.sampling.sampler import failure_of
@@ -61,7 +61,7 @@ class Drafting:
 
     def needs_every_token(self, rows: Sequence[StepRow]) -> bool:
         """Whether the final hidden states of more than the emitting tokens are needed."""
-        if self._reader is None or self._reader.aux_layers:
+        if self._reader is None or not self._reader.reads_final:
             return False
         return any([row.num_tokens > row.num_drafts + row.emits for row in rows])
 
@@ -70,19 +70,22 @@ class Drafting:
         rows: Sequence[StepRow],
         slots: Sequence[Slot],
         emitting: Sequence[EmittingRow],
-        hidden: Sequence[AnyTensor],
+        hidden: AnyTensor,
         every_token: bool,
+        aux_hidden: Sequence[AnyTensor],
     ) -> None:
-        """Give the proposer the hidden states of a step, if it reads those of all tokens: one
-        tensor, or one of each of the `aux_layers`, with a row per token of the step, or per token
-        with logits.
+        """Give the proposer the hidden states of a step, if it reads those of all tokens: the final
+        ones, of every token [T, C] or of those with logits [E, C], and the inputs [T, C] of each of
+        the `aux_layers`.
         """
-        if self._reader is None:
+        reader = self._reader
+        if reader is None:
             return
         try:
-            computed = _computed(rows, slots, emitting, hidden, every_token)
+            final = hidden if reader.reads_final else None
+            computed = _computed(rows, slots, emitting, final, every_token, aux_hidden)
             if computed:
-                self._reader.compute(computed)
+                reader.compute(computed)
         except Exception:  # a draft is never needed
             self._switch_off()
 
@@ -104,15 +107,16 @@ class Drafting:
         rows: Sequence[StepRow],
         emitting: Sequence[EmittingRow],
         hidden: AnyTensor | None = None,
+        every_token: bool = False,
     ) -> dict[int, NextDrafts]:
-        """Drafts by the row's place in the step, for the rows that want some. `hidden` [E, C] are
-        the hidden states of the logits; without them, a proposer that needs them has no drafts.
+        """Drafts by the row's place in the step, for the rows that want some. `hidden` as in
+        `compute`; without them, a proposer that needs them has no drafts.
         """
         proposer = self._proposer
         if proposer is None:
             return {}
         try:
-            return _propose(proposer, rows, emitting, hidden)
+            return _propose(proposer, rows, emitting, hidden, every_token)
         except Exception:  # a draft is never needed
             self._switch_off()
             return {}
@@ -127,8 +131,9 @@ def _computed(
     rows: Sequence[StepRow],
     slots: Sequence[Slot],
     emitting: Sequence[EmittingRow],
-    hidden: Sequence[AnyTensor],
+    hidden: AnyTensor | None,
     every_token: bool,
+    aux_hidden: Sequence[AnyTensor],
 ) -> list[ComputedRow]:
     emitted = {one.index: one for one in emitting}
     computed = []
@@ -138,15 +143,15 @@ def _computed(
         first, start = start, start + row.num_tokens
         if slot.failure or (row.emits and (one is None or not one.samples)):
             continue
-        if one is None:
-            places = list(range(first, start))
-        elif every_token:
+        places = list(range(first, start))
+        if one is not None:
             root = start - 1 - row.num_drafts
             places = [*range(first, root), *(root + node for node in one.computed)]
-        else:
+        aux = tuple([_rows_at(layer, places) for layer in aux_hidden])
+        if one is not None and not every_token:  # then no token comes before the root
             places = [one.first + node for node in one.computed]
-        parts = [_rows_at(layer, places) for layer in hidden]
-        computed.append(ComputedRow(row.slot, row.start, _side_by_side(parts), slot.block_ids))
+        final = None if hidden is None else _rows_at(hidden, places)
+        computed.append(ComputedRow(row.slot, row.start, final, aux, slot.block_ids))
     return computed
 
 
@@ -159,24 +164,14 @@ def _rows_at(layer: AnyTensor, places: Sequence[int]) -> AnyTensor:
     return layer[list(places)]
 
 
-def _side_by_side(parts: Sequence[AnyTensor]) -> AnyTensor:
-    """Tensors [n, C] of one class as one [n, C of all]."""
-    if len(parts) == 1:
-        return parts[0]
-    hosts = [one for one in parts if isinstance(one, HostTensor)]
-    if len(hosts) == len(parts):
-        return HostTensor(np.concatenate([one.numpy() for one in hosts], axis=1), hosts[0].dtype)
-    import torch
-
-    return torch.cat([one for one in parts if isinstance(one, torch.Tensor)], dim=1)
-
-
 def _propose(
     proposer: Proposer,
     rows: Sequence[StepRow],
     emitting: Sequence[EmittingRow],
     hidden: AnyTensor | None,
+    every_token: bool,
 ) -> dict[int, NextDrafts]:
+    ends = list(accumulate([row.num_tokens for row in rows])) if every_token else []
     tasks: dict[int, DraftTask] = {}
     found: dict[int, NextDrafts] = {}
     for emitted in emitting:
@@ -189,7 +184,8 @@ def _propose(
         if row.num_next_drafts > len(forced):
             state = None
             if proposer.needs_hidden and hidden is not None:
-                state = hidden[emitted.first + emitted.computed[-1]]
+                first = ends[emitted.index] - 1 - row.num_drafts if ends else emitted.first
+                state = hidden[first + emitted.computed[-1]]
             tasks[emitted.index] = DraftTask(row.slot, row.num_next_drafts, token_ids, state)
         else:
             proposer.observe(row.slot, token_ids)

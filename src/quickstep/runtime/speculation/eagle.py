@@ -69,7 +69,6 @@ class EagleProposer:
         tree_width: Most drafts that follow the same token; 1 for chains.
     """
 
-    name = "eagle"
     needs_hidden = False
 
     def __init__(
@@ -87,7 +86,10 @@ class EagleProposer:
         def steps(num_features: int) -> StepModel:
             return open_steps(model, kv, block_size, enforce_eager, num_features=num_features)
 
-        self.aux_layers = model.spec.aux_layers
+        self.name = "eagle3" if model.spec.is_fused else "eagle"
+        self.aux_layers = tuple(sorted(set(model.spec.aux_layers)))
+        self.reads_final = not self.aux_layers
+        self._features = [self.aux_layers.index(one) for one in model.spec.aux_layers]
         self._first_steps = steps(of_target)
         self._next_steps = self._first_steps if of_itself == of_target else steps(of_itself)
         self._sample = open_sampler(target)
@@ -116,13 +118,20 @@ class EagleProposer:
         full = []
         for row in rows:
             slot = self._slots[row.slot]
-            slot.keep(row)
+            slot.keep(row, self._features_of(row))
             if slot.num_kept >= _MAX_KEPT:
                 first = slot.first_row(emits=False)
                 if first is not None:
                     full.append((slot, *first))
         if full:
             self._run_first(full)
+
+    def _features_of(self, row: ComputedRow) -> AnyTensor:
+        """What the layer reads of the tokens of a row [n, N]."""
+        if self.reads_final:
+            assert row.hidden is not None, "`reads_final` asks for them"
+            return row.hidden
+        return _side_by_side([row.aux_hidden[index] for index in self._features])
 
     def propose(self, tasks: Sequence[DraftTask]) -> list[Drafts]:
         """`Proposer.propose`."""
@@ -228,11 +237,11 @@ class _EagleSlot:
         state.num_outputs = len(self.token_ids) - self.prompt_len + depth
         return state
 
-    def keep(self, row: ComputedRow) -> None:
+    def keep(self, row: ComputedRow, features: AnyTensor) -> None:
         """Take in hidden states of the target, which are copied, and its block table."""
         if row.start != self.start + self.num_kept:  # after a prefix hit
             self._kept, self.num_kept, self.start = [], 0, row.start
-        hidden = _host(row.hidden)
+        hidden = _host(features)
         self._kept.append(HostTensor(hidden.numpy().copy(), hidden.dtype))
         self.num_kept += hidden.shape[0]
         self.slot.set_blocks(row.block_ids)
@@ -295,6 +304,16 @@ class _Drafting:
 
 def _row(start: int, token_ids: tuple[int, ...], emits: bool) -> StepRow:
     return StepRow(0, start, len(token_ids), token_ids, (), Phase.DECODE, emits, 0)
+
+
+def _side_by_side(parts: Sequence[AnyTensor]) -> AnyTensor:
+    """Tensors [n, C] of one class as one [n, C of all]."""
+    hosts = [one for one in parts if isinstance(one, HostTensor)]
+    if len(hosts) == len(parts):
+        return HostTensor(np.concatenate([one.numpy() for one in hosts], axis=1), hosts[0].dtype)
+    import torch
+
+    return torch.cat([one for one in parts if isinstance(one, torch.Tensor)], dim=1)
 
 
 def _host(x: AnyTensor) -> HostTensor:

@@ -12,7 +12,7 @@ from quickstep.runtime.speculation.ngram import NgramProposer
 from quickstep.runtime.speculation.proposer import Proposer
 from quickstep.runtime.speculation.suffix import SuffixProposer
 
-__all__ = ["method_of_tensors", "open_lookup_proposer"]
+__all__ = ["method_of_tensors", "open_lookup_proposers"]
 
 _MEDUSA = re.compile(r"(medusa_heads?\.)?\d+\.\d+\.(linear\.)?(weight|bias)")
 
@@ -28,12 +28,18 @@ def method_of_tensors(names: Iterable[str]) -> SpeculationMethod:
     return SpeculationMethod.DRAFT
 
 
-def open_lookup_proposer(config: SpeculationConfig) -> Proposer | None:
-    """The proposer, None for the method `off`. Raises ConfigError for a bad setting."""
-    if config.method is SpeculationMethod.OFF:
-        return None
-    if config.method is SpeculationMethod.NGRAM:
-        return NgramProposer(config.prompt_lookup_min, config.prompt_lookup_max)
+def open_lookup_proposers(config: SpeculationConfig) -> list[Proposer]:
+    """Those that need no model: `auto` has `suffix`. Raises ConfigError for a bad setting."""
+    methods = {one.method for one in config.proposers}
+    opened: list[Proposer] = []
+    if SpeculationMethod.NGRAM in methods:
+        opened.append(NgramProposer(config.prompt_lookup_min, config.prompt_lookup_max))
+    if methods & {SpeculationMethod.AUTO, SpeculationMethod.SUFFIX}:
+        opened.append(_suffix(config))
+    return opened
+
+
+def _suffix(config: SpeculationConfig) -> SuffixProposer:
     return SuffixProposer(
         config.suffix_decoding_max_tree_depth,
         config.suffix_decoding_max_spec_factor,

@@ -101,14 +101,16 @@ class ComputedRow(msgspec.Struct, frozen=True):
     Attributes:
         slot: The runner's slot index.
         start: Position of its first token.
-        hidden: Features of its tokens [n, N], valid during the call: the final hidden states, or
-            the inputs of the `aux_layers`, side by side.
+        hidden: The final hidden states of its tokens [n, C], valid during the call; None for a
+            proposer that does not read them.
+        aux_hidden: The inputs [n, C] of each of the `aux_layers`, valid during the call.
         block_ids: The slot's block table, [blocks] int32, valid during the call.
     """
 
     slot: int
     start: int
-    hidden: AnyTensor
+    hidden: AnyTensor | None
+    aux_hidden: tuple[AnyTensor, ...]
     block_ids: npt.NDArray[np.int32]
 
 
@@ -138,7 +140,9 @@ class HiddenStateProposer(Proposer, Protocol):
     """A proposer that reads hidden states of all tokens."""
 
     aux_layers: tuple[int, ...]
-    """Layers of the target whose inputs it reads; () for the final hidden states."""
+    """Layers of the target whose inputs it reads, in ascending order."""
+    reads_final: bool
+    """Whether it reads the final hidden states."""
 
     def compute(self, rows: Sequence[ComputedRow]) -> None:
         """Take in what a step has computed; called before `observe` and `propose`."""
