@@ -305,7 +305,7 @@ class SpeculationConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True)
                 raise ConfigError(f"{where} has no field `proposers`; give a list of objects")
             of_one = {name: one[name] for name in ProposerConfig.__struct_fields__ if name in one}
             proposer = _converted(of_one, ProposerConfig, where)
-            if proposer not in proposers:
+            if proposer.model is not None or proposer not in proposers:
                 proposers.append(proposer)
             for name in one.keys() - of_one.keys():
                 if shared.setdefault(name, one[name]) != one[name]:
