@@ -8,7 +8,6 @@ import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from msgspec.structs import replace
 
 from quickstep.config import EngineConfig, LoadConfig, ProposerConfig, SpeculationConfig
 from quickstep.engine.assembly import load_weights
@@ -160,7 +159,6 @@ def test_kv_is_moved_in_all_layers_in_the_order_of_the_pairs() -> None:
         expected = first.numpy().reshape(20, -1)[[9, 17, 9]].copy()
         assert not np.array_equal(second.numpy().reshape(20, -1)[[3, 4, 2]], expected)
     for ops, kv in ((native, caches[0]), (reference_ops(), caches[1])):
-        assert ops.move_kv is not None
         ops.move_kv(kv, moves)
     for first, second in zip(
         (*caches[0].keys, *caches[0].values), (*caches[1].keys, *caches[1].values), strict=True
@@ -187,18 +185,16 @@ def test_drafts_that_are_no_tree_are_refused(parents: tuple[int, ...]) -> None:
         runner.run(StepPlan(0, (row,), (admission,)))
 
 
-@pytest.mark.parametrize("has_trees", [True, False])
-def test_drafts_are_chains_where_the_kernels_have_no_trees(has_trees: bool) -> None:
-    speculation = SpeculationConfig((ProposerConfig(model="demo-medusa"),))
+@pytest.mark.parametrize("width", [1, 4])
+def test_drafts_are_trees_of_the_configured_width(width: int) -> None:
+    speculation = SpeculationConfig((ProposerConfig(model="demo-medusa"),), tree_width=width)
     config = EngineConfig(load=LoadConfig("demo"), max_model_len=64, speculation=speculation)
     loaded = load_weights(config, None)
     model = loaded.model
     assert isinstance(model, Decoder)
-    if not has_trees:
-        model = model.with_ops(replace(model.ops, move_kv=None))
     [proposer] = open_model_proposers(config, model, loaded.plan, None)
     proposer.admit(0, Admission(0, "r#0", (300, 301), 2, SamplingParams(temperature=0.0), 0))
     bits = np.random.default_rng(0).normal(size=(1, model.spec.hidden_size)).astype(np.float32)
     hidden = HostTensor(bits, FLOAT32).to(BFLOAT16)[0]
     [drafts] = proposer.propose([DraftTask(0, 8, (302,), hidden)])
-    assert isinstance(drafts, DraftTree) == has_trees
+    assert isinstance(drafts, DraftTree) == (width > 1)

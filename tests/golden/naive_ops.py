@@ -11,6 +11,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
+from quickstep.ops.reference.paged_attention import move_kv
 from quickstep.ops.reference.quantize import quantize
 from quickstep.ops.table import (
     AttentionParams,
@@ -157,6 +158,7 @@ NAIVE_OPS = OpTable(
     rotary=rotary,
     write_kv=write_kv,
     paged_attention=paged_attention,
+    move_kv=move_kv,
     gated_activation=gated_activation,
     logits=logits,
     scratch_bytes=0,

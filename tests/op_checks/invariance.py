@@ -19,7 +19,7 @@ from op_checks.cases import AttentionCase, Case, bind
 from quickstep.ops.table import OpTable
 from quickstep.ops.tensors import head_size_of, quantize_heads
 
-__all__ = ["mismatches", "same_bits", "torch_threads"]
+__all__ = ["mismatches", "same_bits", "torch_threads", "with_tails"]
 
 _PREFIXES = (1, 2, 3, 4, 8, 15, 16, 17, 32, 33, 65)
 _SUFFIXES = (1, 3, 16)
@@ -128,8 +128,7 @@ def _attention_checks(ops: OpTable, case: AttentionCase) -> Iterator[Check]:
     yield "whole", partial(same, case, everything)
     yield "other blocks", partial(same, _renumbered(case), everything)
     yield "stale NaN", partial(same, _stale(case), everything)
-    if ops.move_kv is not None:
-        yield "tails", partial(same, _with_tails(case), everything)
+    yield "tails", partial(same, with_tails(case), everything)
     whole = [(row, 0, count) for row, (_, count) in enumerate(case.rows)]
     for name, pieces in _attention_arrangements(whole):
         yield name, partial(same, *_select(case, pieces))
@@ -195,7 +194,7 @@ def _stale(case: AttentionCase) -> AttentionCase:
     return replace(case, k_cache=k, v_cache=v)
 
 
-def _with_tails(case: AttentionCase) -> AttentionCase:
+def with_tails(case: AttentionCase) -> AttentionCase:
     """The last keys and values of every second row are in other slots, in another order; their
     blocks hold NaN instead.
     """

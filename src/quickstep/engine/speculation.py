@@ -134,22 +134,17 @@ def _open_model(
             f"--speculative-method {method.value} needs a model of a native architecture; "
             "use --speculative-method suffix"
         )
+    width = config.speculation.tree_width
     if method is SpeculationMethod.MEDUSA:
         from quickstep.runtime.speculation.medusa import MedusaProposer, load_medusa
 
         heads = load_medusa(find_checkpoint(load).path, model)
-        return MedusaProposer(model, heads, _tree_width(config, model.ops))
+        return MedusaProposer(model, heads, width)
     if method in _EAGLE:
         is_fused = method is SpeculationMethod.EAGLE3
-        width = _tree_width(config, model.ops)
         return open_eagle(load, model, is_fused, plan, block_size, config.enforce_eager, width)
     found = find_draft(load, model.ops)
     return load_draft(found, model, path, model.ops, plan, block_size, config.enforce_eager)
-
-
-def _tree_width(config: EngineConfig, ops: OpTable) -> int:
-    """Most drafts that follow the same token: one where the kernels compute chains only."""
-    return 1 if ops.move_kv is None else config.speculation.tree_width
 
 
 class FoundDraft(msgspec.Struct, frozen=True):

@@ -12,6 +12,7 @@ S block size, V vocabulary, N output features, C input features.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from itertools import accumulate, chain
 from pathlib import Path
 from typing import TYPE_CHECKING, Protocol
 
@@ -55,9 +56,31 @@ class RowLengths(msgspec.Struct, frozen=True):
     Attributes:
         row_offsets: [R + 1] int32, `PagedLayout.row_offsets`. Tokens from the last offset on are
             padding: their results are never read.
+        tail_offsets: [R + 1] int32, where the rows' tails are in `tail_slots`; None if there are
+            none.
+        tail_slots: int64, `PagedLayout.tails` one after another; None if there are none.
     """
 
     row_offsets: Tensor
+    tail_offsets: Tensor | None = None
+    tail_slots: Tensor | None = None
+
+    @staticmethod
+    def of(
+        row_offsets: Sequence[int], tails: Sequence[Sequence[int]], device: torch.device
+    ) -> RowLengths:
+        """Those of a layout's `row_offsets` and `tails`, copied to a device."""
+        import torch
+
+        offsets = torch.tensor(row_offsets, dtype=torch.int32, device=device)
+        if not tails:
+            return RowLengths(offsets)
+        tail_offsets = list(accumulate(map(len, tails), initial=0))
+        return RowLengths(
+            offsets,
+            torch.tensor(tail_offsets, dtype=torch.int32, device=device),
+            torch.tensor(list(chain.from_iterable(tails)), dtype=torch.int64, device=device),
+        )
 
 
 class PagedLayout(msgspec.Struct, frozen=True):
@@ -423,6 +446,8 @@ class OpTable(msgspec.Struct, frozen=True):
             head's queries, without a value (arXiv:2309.17453, gpt-oss); it is neither
             scaled nor capped, and -inf is none.
         scratch_bytes: Temporary bytes per element at a layer's widest point: the planner's bound.
+        move_kv: (KVCache, pairs of flat KV indices) -> None: in all layers, copies the first slot
+            of each pair to the second, pair after pair. A slot outside the cache is an error.
         gated_activation: (gate_up [T, 2 * N], kind) -> [T, N]: act(first half) * second half; kind
             is `silu`, `gelu`, `gelu_tanh` or `clamped_swiglu`, which changes that half as well.
         logits: (hidden [E, C], LinearWeight, divisor, softcap or None, None or the number of the
@@ -434,9 +459,6 @@ class OpTable(msgspec.Struct, frozen=True):
             where they are not counted. Benchmarks take the difference of two readings.
         load_linear: (StoredMatrix, bias [N] | None) -> LinearWeight: the same as reading the matrix
             and packing it, without a copy of it in between. None if unsupported.
-        move_kv: (KVCache, pairs of flat KV indices) -> None: in all layers, copies the first slot
-            of each pair to the second, pair after pair. None where `paged_attention` does not read
-            `PagedLayout.tails`: drafts are chains then.
         pack_experts: (gate_up of each expert, down_proj of each) -> `ExpertWeights.data`, which may
             be None. Called once at load. None if unsupported.
         experts: (x [T, C], experts of each token [T, A], their weights [T, A] fp32,
@@ -465,6 +487,7 @@ class OpTable(msgspec.Struct, frozen=True):
     paged_attention: Callable[
         [Tensor, AnyTensor, AnyTensor, PagedLayout, AttentionParams, AnyTensor | None], Tensor
     ]
+    move_kv: Callable[[KVCache, Sequence[tuple[int, int]]], None]
     gated_activation: Callable[[Tensor, str], Tensor]
     logits: Callable[
         [AnyTensor, LinearWeight, float, float | None, tuple[int, LoRAMapping] | None], AnyTensor
@@ -473,7 +496,6 @@ class OpTable(msgspec.Struct, frozen=True):
     samples_on_device: bool = False
     kernel_s: Callable[[], float] | None = None
     load_linear: Callable[[StoredMatrix, AnyTensor | None], LinearWeight] | None = None
-    move_kv: Callable[[KVCache, Sequence[tuple[int, int]]], None] | None = None
     pack_experts: (
         Callable[[tuple[LinearWeight, ...], tuple[LinearWeight, ...]], object | None] | None
     ) = None

@@ -202,7 +202,7 @@ def build_batch(
         block_tables=tensor(tables),
         block_size=block_size,
         tails=tails,
-        lengths=RowLengths(tensor(np.array(row_offsets, dtype=np.int32))),
+        lengths=RowLengths.of(row_offsets, tails, where),
     )
     return ForwardBatch(token_ids=tensor(packed.token_ids), layout=layout)
 
@@ -232,23 +232,25 @@ def _emitting_tokens(
     """The place of these tokens of a step, whose rows end at the tokens `row_ends`."""
     layout, lora = batch.layout, batch.lora
     device = layout.positions.device
+    offsets = tuple(range(len(emitting) + 1))
     places = [row_ends[row] - 1 - num_after for row, num_after in emitting]
     rows = [bisect_right(layout.row_offsets, place) - 1 for place in places]
+    tails = tuple([layout.tails[row] for row in rows]) if layout.tails else ()
     tokens = torch.tensor(places, dtype=torch.int64, device=device)
     return EmittingTokens(
         tokens,
         PagedLayout(
             positions=layout.positions[tokens],
             slot_mapping=layout.slot_mapping[tokens],
-            row_offsets=tuple(range(len(emitting) + 1)),
+            row_offsets=offsets,
             context_lens=tuple(
                 layout.context_lens[row] - (layout.row_offsets[row + 1] - 1 - place)
                 for row, place in zip(rows, places, strict=True)
             ),
             block_tables=layout.block_tables[torch.tensor(rows, dtype=torch.int64, device=device)],
             block_size=layout.block_size,
-            tails=tuple(layout.tails[row] for row in rows) if layout.tails else (),
-            lengths=RowLengths(torch.arange(len(emitting) + 1, dtype=torch.int32, device=device)),
+            tails=tails,
+            lengths=RowLengths.of(offsets, tails, device),
         ),
         None if lora is None else among(lora, tokens),
     )

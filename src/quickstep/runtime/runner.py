@@ -245,10 +245,6 @@ class ModelRunner:
             )
 
     def _check_tree(self, row: StepRow, slot: Slot) -> None:
-        if self._move_kv is None:
-            raise EngineError(
-                f"a row of {slot.sequence_id} has a tree of drafts, which the ops lack"
-            )
         is_tree = all([0 <= parent <= node for node, parent in enumerate(row.parents)])
         if len(row.parents) != row.num_drafts or not is_tree:
             raise EngineError(f"a row of {slot.sequence_id} has drafts that are no tree")
@@ -287,7 +283,6 @@ class ModelRunner:
                     source = one.slot.flat_index(root + node, self._block_size)
                     moves.append((source, one.slot.flat_index(root + depth, self._block_size)))
         if moves:
-            assert self._move_kv is not None, "`_check` refuses trees without it"
             self._move_kv(self._kv, moves)
 
     def _read_prompts(

@@ -96,7 +96,7 @@ class Scenario(msgspec.Struct, frozen=True):
     policy: PolicyName = PolicyName.MIXED
     lookup: SpeculationMethod | None = None  # what drafts without a model
     drafts_expected: bool = False  # drafts are the tokens of the single run, with errors
-    in_trees: bool = False  # these drafts, if the kernels compute trees
+    in_trees: bool = False  # these drafts
     has_loads: bool = False  # there is no room for all adapters
     draft_model: str = ""  # a proposer with a model, by name, or `_COMBINED`
 
@@ -338,7 +338,7 @@ class _Verifier:
         return StaticProposer(
             self._expected_tokens,
             acceptance=rng.choice((0.5, 0.9, 1.0)),
-            in_trees=scenario.in_trees and self._model.ops.move_kv is not None,
+            in_trees=scenario.in_trees,
         )
 
     def _expected_tokens(self, admission: Admission) -> list[int]:

@@ -330,6 +330,7 @@ class NativeRecorder:
             rotary=calls._rotary,
             write_kv=calls._write_kv,
             paged_attention=calls._paged_attention,
+            move_kv=ops.move_kv,
             gated_activation=calls._gated_activation,
             logits=calls._logits,
             scratch_bytes=ops.scratch_bytes,

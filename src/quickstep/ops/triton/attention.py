@@ -9,6 +9,9 @@ Keys that are not visible may hold anything, NaN included.
 
 Launches depend on the numbers of tokens and rows, and on the width of the block tables. Where a row
 begins and how long its context is are read from memory, so that a recorded launch fits all lengths.
+
+A draft of a tree is a row of one token whose last keys, its path, are in given slots
+(`PagedLayout.tails`): only where a key is read from differs, not what is computed with it.
 """
 
 from __future__ import annotations
@@ -19,7 +22,7 @@ import triton.language as tl
 from torch import Tensor
 
 from quickstep.ops.reference.paged_attention import paged_attention as _reference_attention
-from quickstep.ops.table import AttentionParams, PagedLayout
+from quickstep.ops.table import AttentionParams, PagedLayout, RowLengths
 from quickstep.ops.tensors import AnyTensor, bytes_of_float8, head_size_of, to_torch
 from quickstep.ops.triton.rounding import float8_value, rounded
 
@@ -64,6 +67,8 @@ def _attention_kernel(
     positions,
     tables,
     row_offsets,
+    tail_offsets,
+    tail_slots,
     sums,
     peaks,
     weighted,
@@ -83,6 +88,7 @@ def _attention_kernel(
     INT8: tl.constexpr,
     HAS_WINDOW: tl.constexpr,
     HAS_SOFTCAP: tl.constexpr,
+    HAS_TAILS: tl.constexpr,
     HEADS_PER_KV: tl.constexpr,
     D: tl.constexpr,
     BLOCK_D: tl.constexpr,
@@ -122,6 +128,11 @@ def _attention_kernel(
     q_offsets = token[:, None] * q_token_stride + head[:, None] * q_head_stride
     query = tl.load(q + q_offsets + channels[None, :], mask=q_mask, other=0.0).to(tl.float32)
     position = tl.load(positions + token, mask=is_query, other=0)
+    if HAS_TAILS:
+        tail_offset = tl.load(tail_offsets + row)
+        tail_len = tl.load(tail_offsets + row + 1) - tail_offset
+        context_len = tl.load(positions + tl.load(row_offsets + row + 1) - 1) + 1
+        tail_begin = context_len - tail_len
     first_position = tl.load(positions + first_token)
     last_position = tl.load(positions + first_token + num_tokens - 1)
 
@@ -141,8 +152,19 @@ def _attention_kernel(
         for first in range(start, stop, TILE):
             key = first + tl.arange(0, TILE)
             is_key = key <= last_position
-            block = tl.load(tables + row * table_stride + key // block_size, mask=is_key, other=0)
+            is_in_block = is_key
+            if HAS_TAILS:
+                is_in_block = is_key & (key < tail_begin)
+            block = tl.load(
+                tables + row * table_stride + key // block_size, mask=is_in_block, other=0
+            )
             slot = block.to(tl.int64) * block_size + key % block_size
+            if HAS_TAILS:
+                is_in_tail = is_key & (key >= tail_begin)
+                place = tail_offset + key - tail_begin
+                slot = tl.where(
+                    is_in_tail, tl.load(tail_slots + place, mask=is_in_tail, other=0), slot
+                )
             mask = is_key[:, None] & (channels[None, :] < D)
             k = _load_heads(
                 keys, key_scales, slot, kv_head, channels, mask, row_stride, head_stride, INT8
@@ -235,12 +257,6 @@ def _combine_kernel(
     tl.store(target, rounded(result, out.dtype.element_ty), mask=mask)
 
 
-def _row_offsets(layout: PagedLayout) -> Tensor:
-    if layout.lengths is not None:
-        return layout.lengths.row_offsets
-    return torch.tensor(layout.row_offsets, dtype=torch.int32, device=layout.positions.device)
-
-
 def paged_attention(
     q: Tensor,
     k_cache: AnyTensor,
@@ -266,7 +282,9 @@ def paged_attention(
     scales = [cache.flatten().view(torch.float32) if is_int8 else cache for cache in (keys, values)]
     per_kv_head = num_heads // num_kv_heads
     block_m = max(_ROWS, triton.next_power_of_2(per_kv_head))
-    row_offsets = _row_offsets(layout)
+    lengths = layout.lengths
+    if lengths is None:
+        lengths = RowLengths.of(layout.row_offsets, layout.tails, layout.positions.device)
     num_rows, table_width = layout.block_tables.shape
     num_blocks = num_tokens // (block_m // per_kv_head) + num_rows
     max_splits = triton.cdiv(table_width * layout.block_size, _SPLIT)
@@ -288,7 +306,9 @@ def paged_attention(
             *scales,
             layout.positions,
             layout.block_tables,
-            row_offsets,
+            lengths.row_offsets,
+            lengths.tail_offsets,
+            lengths.tail_slots,
             sums,
             peaks,
             weighted,
@@ -308,6 +328,7 @@ def paged_attention(
             INT8=is_int8,
             HAS_WINDOW=params.window is not None,
             HAS_SOFTCAP=params.softcap is not None,
+            HAS_TAILS=lengths.tail_slots is not None,
             HEADS_PER_KV=per_kv_head,
             D=head_size,
             BLOCK_D=block_d,
@@ -318,7 +339,7 @@ def paged_attention(
         )
         _combine_kernel[(num_tokens, launched_heads)](
             layout.positions,
-            row_offsets,
+            lengths.row_offsets,
             sums,
             peaks,
             weighted,

@@ -41,6 +41,7 @@ def load_triton(device: torch.device | Device) -> OpTable | None:
     from quickstep.ops.triton.linear import embedding, linear, pack_linear
     from quickstep.ops.triton.logits import finished_logits
     from quickstep.ops.triton.lora import TritonAdapterTable, TritonLoRA
+    from quickstep.ops.triton.move_kv import move_kv
     from quickstep.ops.triton.quantized_linear import pack_quantized
     from quickstep.ops.triton.rotary import rotary, rotary_write_kv
     from quickstep.ops.triton.write_kv import write_kv
@@ -64,7 +65,7 @@ def load_triton(device: torch.device | Device) -> OpTable | None:
         write_kv=write_kv,
         rotary_write_kv=rotary_write_kv,
         paged_attention=paged_attention,
-        move_kv=None,
+        move_kv=move_kv,
         pack_experts=pack_experts,
         experts=TritonExperts(lora),
         reads_lengths=True,
