@@ -28,6 +28,7 @@ from unittest import mock
 import msgspec
 import torch
 import triton
+from msgspec.structs import replace
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.overrides import TorchFunctionMode
 from triton.backends.compiler import GPUTarget
@@ -299,7 +300,9 @@ def _registers(cubin: bytes) -> tuple[int, int]:
 
 
 def _run_steps(case: Case, spec: ModelSpec, ops: OpTable) -> None:
-    """A prefill op by op, and decode steps as they are recorded, also with adapters."""
+    """A prefill and a tree of drafts op by op, and decode steps as they are recorded, also with
+    adapters.
+    """
     dtype = getattr(torch, case.dtype)
     values = RandomValues(dtype, GPU, 0, case.quantization)
     model = random_model(spec, ops, values, _MAX_MODEL_LEN)
@@ -312,6 +315,7 @@ def _run_steps(case: Case, spec: ModelSpec, ops: OpTable) -> None:
     run(_prefill(_PROMPT_TOKENS))
     for num_rows, num_tokens in ((1, 1), (8, 8), (64, 64), (4, 12)):
         run(_recorded(num_rows, num_tokens, None))
+    run(_tree(8))
     adapter = _adapter(spec, ops, dtype)
     assert ops.adapter_table is not None
     table = ops.adapter_table([adapter], 3)
@@ -338,6 +342,20 @@ def _prefill(num_tokens: int) -> ForwardBatch:
     width = num_tokens // _BLOCK_SIZE
     last = EmittingTokens(token_ids[:1], _layout(1, 1, width))
     return ForwardBatch(token_ids, _layout(1, num_tokens, width), last)
+
+
+def _tree(num_drafts: int) -> ForwardBatch:
+    """A sequence with drafts, each a row of the attention of its own."""
+    num_tokens, width = 1 + num_drafts, _MAX_MODEL_LEN // _BLOCK_SIZE
+    token_ids = torch.zeros(num_tokens, dtype=torch.int64, device=GPU)
+    layout = _layout(num_tokens, num_tokens, width)
+    assert layout.lengths is not None
+    lengths = replace(
+        layout.lengths,
+        tail_offsets=layout.lengths.row_offsets,
+        tail_slots=torch.zeros_like(token_ids),
+    )
+    return ForwardBatch(token_ids, replace(layout, lengths=lengths))
 
 
 def _recorded(num_rows: int, num_tokens: int, lora: LoRAMapping | None) -> ForwardBatch:
