@@ -106,8 +106,8 @@ _BUGS = {
     ),
     "shared-block-freed": (
         "block_pool",
-        "            ref_counts[block_id] -= 1\n",
-        "            ref_counts[block_id] = 0\n",
+        "count = ref_counts[block_id] = ref_counts[block_id] - 1\n",
+        "count = ref_counts[block_id] = 0\n",
     ),
     "one-block-too-few": (
         "queues",
@@ -178,8 +178,8 @@ _BUGS = {
     ),
     "evicted-block-stays-indexed": (
         "block_pool",
-        "        self._unindex(block_id, key)\n        self._num_evictions",
-        "        self._num_evictions",
+        "            self._unindex(block_id, key)\n            block_ids.append",
+        "            block_ids.append",
     ),
     "admitted-with-tokens-in-flight": (
         "scheduler",
