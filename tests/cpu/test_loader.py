@@ -64,7 +64,7 @@ def ops(name: str = "packing-only") -> OpTable:
     def pack(weight: Tensor, bias: Tensor | None) -> LinearWeight:
         return LinearWeight(weight, bias, weight.shape[0], weight.shape[1], weight.nbytes)
 
-    return OpTable(name, pack, *[no_op] * 13, scratch_bytes=0)
+    return OpTable(name, pack, *[no_op] * 14, scratch_bytes=0)
 
 
 def load(path: Path, dtype: str = "auto", table: OpTable | None = None, **options: object) -> Model:
