@@ -200,11 +200,8 @@ class Adapters:
         max_bytes: int,
         base_biases: Mapping[int, Array],
     ) -> None:
-        # imported here: a request waits while the first adapter is opened
-        from quickstep.model.adapters.checkpoint import open_adapter
         from quickstep.ops.tensors import host_dtype
 
-        self._open_adapter = open_adapter
         dtype = host_dtype(model.kv_shape.dtype)
         if dtype is None:
             raise ConfigError(
@@ -260,6 +257,8 @@ class Adapters:
 
         `is_from_client`: only from the directories that clients may load from.
         """
+        from quickstep.model.adapters.checkpoint import open_adapter
+
         if not name:
             raise ConfigError("an adapter needs a name")
         roots = None
@@ -271,7 +270,7 @@ class Adapters:
                     "--lora-allowed-dirs"
                 )
             path = roots[0] / path  # an absolute path stays as it is
-        checkpoint = self._open_adapter(Path(path), self._spec, self._lora.max_lora_rank, roots)
+        checkpoint = open_adapter(Path(path), self._spec, self._lora.max_lora_rank, roots)
         return self.read(name, checkpoint)
 
     def open_mix(self, name: str, parts: Sequence[tuple[LoadedAdapter, float]]) -> OpenedAdapter:
