@@ -316,6 +316,7 @@ def _run_steps(case: Case, spec: ModelSpec, ops: OpTable) -> None:
     for num_rows, num_tokens in ((1, 1), (8, 8), (64, 64), (4, 12)):
         run(_recorded(num_rows, num_tokens, None))
     run(_tree(8))
+    ops.move_kv(kv, [(1, 0)])
     adapter = _adapter(spec, ops, dtype)
     assert ops.adapter_table is not None
     table = ops.adapter_table([adapter], 3)

@@ -141,7 +141,7 @@ def rotated(x, name):
 
 
 def read_layers(path, target, fused):
-    """The target's layers whose inputs EAGLE 3 reads, in the order of its weights."""
+    """The target's layers whose inputs EAGLE 3 reads."""
     return read_eagle_spec(path, target.spec, fused).aux_layers
 
 
@@ -308,6 +308,13 @@ def test_the_memory_plan_has_what_is_allocated_for_the_layer(tmp_path, monkeypat
     (cache,) = allocated
     assert rows["draft KV cache"] == sum(one.nbytes for one in (*cache.keys, *cache.values))
     assert rows["draft KV cache"] * 6 > rows["KV cache"]
+
+
+def test_layers_in_any_order_are_read_in_ascending_order(target, tmp_path):
+    path = written(
+        tmp_path, layer_weights(True, "midlayer."), eagle_aux_hidden_state_layer_ids=[3, 1, 2]
+    )
+    assert read_layers(path, target, True) == (1, 2, 3)
 
 
 def test_checkpoints_that_do_not_fit_are_refused(target, tmp_path):

@@ -63,7 +63,8 @@ class EagleSpec(msgspec.Struct, frozen=True):
         decoder: The layer's sizes, as those of a decoder of one layer.
         is_fused: EAGLE 3.
         draft_vocab_size: Width of its logits; the target's V without a vocabulary of its own.
-        aux_layers: Layers of the target whose inputs are its features; () for EAGLE 1 and 2.
+        aux_layers: Layers of the target whose inputs are its features, in ascending order; () for
+            EAGLE 1 and 2.
         num_bytes: Bytes of its tensors.
     """
 
@@ -280,7 +281,9 @@ def read_eagle_spec(path: Path, target: ModelSpec, is_fused: bool) -> EagleSpec:
 
 
 def _aux_layers(config: Mapping[str, object], target: ModelSpec) -> tuple[int, ...]:
-    """The layers whose inputs are the features: as listed, or as vLLM chooses them."""
+    """The layers whose inputs are the features: as listed, or as vLLM chooses them; in ascending
+    order, in which engines collect them.
+    """
     listed = config.get("eagle_aux_hidden_state_layer_ids")
     nested = config.get("eagle_config")
     if listed is None and isinstance(nested, dict):
@@ -294,7 +297,7 @@ def _aux_layers(config: Mapping[str, object], target: ModelSpec) -> tuple[int, .
             f"EAGLE 3 reads the inputs of three layers of the model, {listed}; "
             f"the model has the layers 1 to {target.num_layers - 1}"
         )
-    return ids
+    return tuple(sorted(ids))
 
 
 def _names(files: TensorFiles) -> dict[str, str]:

@@ -98,7 +98,7 @@ class _Slot(msgspec.Struct):
 
 
 class CombinedProposer:
-    """Asks the `free` proposers and the `models`; their names differ. `clock`: seconds.
+    """Drafts with the `free` proposers and the `models`; their names differ. `clock`: seconds.
 
     `aux_layers`, `reads_final` and `compute` exist if a model reads the hidden states of all
     tokens, as `HiddenStateProposer` says: the union of what the models read, of which each gets its

@@ -129,7 +129,7 @@ class EagleProposer:
     def _features_of(self, row: ComputedRow) -> AnyTensor:
         """What the layer reads of the tokens of a row [n, N]."""
         if self.reads_final:
-            assert row.hidden is not None, "`reads_final` asks for them"
+            assert row.hidden is not None, "`reads_final` needs them"
             return row.hidden
         return _side_by_side([row.aux_hidden[index] for index in self._features])
 
