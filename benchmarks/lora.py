@@ -3,7 +3,7 @@
 A checkpoint of random weights, and as many random adapters as the largest point, are written once
 to `--cache` and opened through `LLM(lora_dir=...)`, as a user would; `--max-loras` of them fit into
 memory, the others are loaded and evicted on the way. Each measurement sends `--concurrency`
-prompts at once, of which `--active` adapters, or all of a point, are chosen by a distribution:
+prompts at once, whose adapters are chosen by a distribution:
 
     uniform   each adapter equally often
     zipf      adapter k with a probability proportional to 1 / k
@@ -38,6 +38,7 @@ from benchmarks.peers.checkpoints import make_checkpoint, plain_tokens
 from quickstep import LLM, LoRARequest, SamplingParams
 from quickstep.bench.shapes import SHAPES
 from quickstep.model.adapters.checkpoint import open_adapter
+from quickstep.model.adapters.int8 import as_int8
 from quickstep.model.adapters.lora_modules import LoRAModule, lora_modules
 from quickstep.model.spec import read_spec
 from quickstep.ops.resolve import resolve_ops
@@ -47,6 +48,7 @@ __all__ = ["ATTENTION", "choose_adapters", "main", "write_adapters"]
 
 ATTENTION = ("q_proj", "k_proj", "v_proj", "o_proj")
 _TARGETS = {"attention": ATTENTION, "all": (*ATTENTION, "gate_proj", "up_proj", "down_proj")}
+_NUM_COLD = 9  # adapters whose first token is measured
 
 
 class Workload(msgspec.Struct, frozen=True):
@@ -124,11 +126,12 @@ def merge_s(base: Path, rank: int, targets: Sequence[str], repeats: int = 3) -> 
     return statistics.median(times)
 
 
-def load_s(base: Path, adapter: Path, rank: int) -> float:
+def load_s(base: Path, adapter: Path, rank: int, dtype: str) -> float:
     """Seconds for reading, checking and packing an adapter, next to nothing else."""
     spec, ops = read_spec(base), resolve_ops(torch.device("cpu"))
     started_s = time.perf_counter()
-    ops.pack_lora(open_adapter(adapter, spec, rank).read(BFLOAT16).modules)
+    modules = open_adapter(adapter, spec, rank).read(BFLOAT16).modules
+    ops.pack_lora(as_int8(modules) if dtype == "int8" else modules)
     return time.perf_counter() - started_s
 
 
@@ -196,6 +199,28 @@ class Bench:
         return len(chosen) * self._workload.output_len / total_s
 
 
+def print_cold_first_tokens(
+    bench: Bench, base: Path, adapters: Sequence[Path], rank: int, dtype: str
+) -> None:
+    """First tokens of adapters that were never named, next to what loading and a step take."""
+    cold_s, warm_s, loading_s = [], [], []
+    for adapter in adapters:
+        cold, warm = bench.cold_first_token_s(adapter.name)
+        cold_s.append(cold)
+        warm_s.append(warm)
+        loading_s.append(load_s(base, adapter, rank, dtype))
+    excess_s = [
+        cold - warm - loading for cold, warm, loading in zip(cold_s, warm_s, loading_s, strict=True)
+    ]
+    print(
+        f"first token, medians of {len(adapters)}: {1e3 * statistics.median(cold_s):.1f} ms of a "
+        f"cold adapter, {1e3 * statistics.median(warm_s):.1f} ms of none; loading one: "
+        f"{1e3 * statistics.median(loading_s):.1f} ms; more than both together: "
+        f"{1e3 * statistics.median(excess_s):.1f} ms ({1e3 * min(excess_s):.1f} to "
+        f"{1e3 * max(excess_s):.1f})"
+    )
+
+
 def main() -> int:
     """Print a line for each point."""
     parser = argparse.ArgumentParser(prog="python -m benchmarks.lora")
@@ -218,7 +243,7 @@ def main() -> int:
     targets = _TARGETS[args.targets]
     base = make_checkpoint(args.shape, args.cache, seed=0)
     kept = args.cache / "adapters" / f"{args.shape}-rank{args.rank}-{args.targets}"
-    paths = write_adapters(base, kept, max(args.points) + 1, args.rank, targets)
+    paths = write_adapters(base, kept, max(args.points) + _NUM_COLD, args.rank, targets)
     workload = Workload(args.concurrency, args.input_len, args.output_len, args.rounds)
     print(describe_machine())
     swap_s = merge_s(base, args.rank, targets) if args.swap else 0.0
@@ -238,11 +263,7 @@ def main() -> int:
     ) as llm:
         bench = Bench(llm, base, [path.name for path in paths], workload)
         bench.tokens_per_s([None] * args.concurrency, seed=0)
-        cold_s, warm_s = bench.cold_first_token_s(paths[-1].name)
-        print(
-            f"first token: {1e3 * cold_s:.1f} ms of a cold adapter, {1e3 * warm_s:.1f} ms of none; "
-            f"loading one: {1e3 * load_s(base, paths[0], args.rank):.1f} ms"
-        )
+        print_cold_first_tokens(bench, base, paths[-_NUM_COLD:], args.rank, args.lora_dtype)
         swap = "  merge-and-swap" if args.swap else ""
         print(f"adapters  distribution  none tok/s  adapters tok/s  of none %{swap}")
         for num_adapters in sorted(args.points):
