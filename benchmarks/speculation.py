@@ -1,13 +1,15 @@
 """What speculation gains and loses: the same requests with and without it, in turns.
 
     python -m benchmarks.speculation [--model demo] [--quantization int8] [--batches 1 4 16 64]
-                                     [--rounds 3] [--tokens 128] [--with off auto demo-eagle ...]
+                                     [--seconds 240] [--tokens 128] [--with off auto demo-eagle ...]
 
 Engines with the same weights: one with the method `off`, and one for each of `--with`, which are
-methods or draft models; `off` is the control, which shows the noise. Each workload (copies of the
-prompt, code, chat, random words) runs on all, in turns. The outputs have to be equal. Printed are
-the tokens per second without speculation, and for each other engine the ratio to it (median and
-range), the tokens per step of a sequence, and how many of the drafts were accepted.
+methods or draft models; `off` is the control, which shows the noise. Workloads are copies of the
+prompt, code, chat and random words, for each batch size and temperature. A round runs a batch of
+each on all engines, in turns, and rounds follow until `--seconds` are over. The outputs have to be
+equal. Printed are the tokens per second without speculation, and for each other engine the ratio to
+it (median and range), the tokens per step of a sequence, and how many of the drafts were accepted;
+at the end each engine's least median.
 """
 
 from __future__ import annotations
@@ -15,6 +17,7 @@ from __future__ import annotations
 import argparse
 import contextlib
 import inspect
+import itertools
 import random
 import statistics
 import textwrap
@@ -31,15 +34,17 @@ from quickstep.model.checkpoint.source import find_checkpoint
 from quickstep.model.checkpoint.weights import open_checkpoint_files
 from quickstep.runtime.speculation.methods import method_of_tensors
 
+_KINDS = ("copy", "code", "chat", "random")
 _TEMPERATURES = (0.0, 0.8)
 _BASELINE = "baseline"
 
 
 class Workload(msgspec.Struct, frozen=True):
-    """Prompts of one kind."""
+    """Prompts of one kind, generated in batches of `batch` at one temperature."""
 
     name: str
-    prompts: tuple[str, ...]
+    batch: int
+    temperature: float
 
 
 class Figures(msgspec.Struct):
@@ -60,54 +65,78 @@ class Figures(msgspec.Struct):
                 self.num_accepted += timings.num_accepted
 
 
-def workloads(count: int) -> list[Workload]:
-    """`count` prompts of each kind, all different."""
-    sources = [inspect.getsource(module) for module in (textwrap, statistics, random, argparse)]
+class Prompts:
+    """Prompts of each kind, by an index that is new for every prompt."""
 
-    def code(index: int, size: int) -> str:
-        source = sources[index % len(sources)]
+    def __init__(self) -> None:
+        self._sources = [
+            inspect.getsource(module) for module in (textwrap, statistics, random, argparse)
+        ]
+        self._words = [word for source in self._sources for word in source.split()]
+
+    def of(self, kind: str, index: int) -> str:
+        """A prompt; prompts of the same kind and index are equal."""
+        if kind == "copy":
+            return f"{self._code(index, 400)}\n\n{self._code(index, 400)[:60]}"
+        if kind == "code":
+            return self._code(index, 300)
+        if kind == "chat":
+            return f"Q: What does `{self._words[index % len(self._words)]}` do?\nA:"
+        assert kind == "random"
+        return " ".join(random.Random(index).sample(self._words, 40))
+
+    def _code(self, index: int, size: int) -> str:
+        source = self._sources[index % len(self._sources)]
         start = (index * 997) % max(1, len(source) - size)
         return source[start : start + size]
 
-    rng = random.Random(0)
-    words = [word for source in sources for word in source.split()]
-    copies = tuple(f"{code(i, 400)}\n\n{code(i, 400)[:60]}" for i in range(count))
-    return [
-        Workload("copy", copies),
-        Workload("code", tuple(code(i, 300) for i in range(count))),
-        Workload("chat", tuple(f"Q: What does `{words[i]}` do?\nA:" for i in range(count))),
-        Workload("random", tuple(" ".join(rng.sample(words, 40)) for _ in range(count))),
-    ]
 
-
-def measure(
-    engines: dict[str, LLM], workload: Workload, batch: int, temperature: float, num_tokens: int
-) -> dict[str, Figures]:
-    """Run the workload on all engines in turns, a batch at a time; no prompt and no seed comes
-    twice, because `suffix` finds drafts in recent outputs. The first batch is not counted.
+def run_batch(
+    engines: dict[str, LLM], workload: Workload, prompts: Prompts, number: int, num_tokens: int
+) -> dict[str, tuple[float, list[RequestOutput]]]:
+    """Run batch `number` of the workload on all engines: tokens per second, and the outputs. No
+    prompt and no seed comes twice, because `suffix` finds drafts in recent outputs.
 
     Raises AssertionError where the outputs differ.
     """
-    figures = {name: Figures() for name in engines}
-    for first in range(0, len(workload.prompts), batch):
-        prompts = workload.prompts[first : first + batch]
-        params = [
-            SamplingParams(
-                temperature=temperature, seed=first + i, max_tokens=num_tokens, ignore_eos=True
-            )
-            for i in range(batch)
-        ]
-        expected: list[list[int]] | None = None
-        for name in list(engines) if (first // batch) % 2 else list(reversed(engines)):
-            began = time.perf_counter()
-            outputs = engines[name].generate(list(prompts), params, use_tqdm=False)
-            seconds = time.perf_counter() - began
-            tokens = [list(output.outputs[0].token_ids) for output in outputs]
-            expected = expected or tokens
-            assert tokens == expected, f"{workload.name}: {name} generated other tokens"
-            if first:
-                figures[name].add(sum(map(len, tokens)) / seconds, outputs)
-    return figures
+    indices = range(number * workload.batch, (number + 1) * workload.batch)
+    texts = [prompts.of(workload.name, index) for index in indices]
+    params = [
+        SamplingParams(
+            temperature=workload.temperature, seed=index, max_tokens=num_tokens, ignore_eos=True
+        )
+        for index in indices
+    ]
+    results = {}
+    expected: list[list[int]] | None = None
+    for name in list(engines) if number % 2 else list(reversed(engines)):
+        began = time.perf_counter()
+        outputs = engines[name].generate(list(texts), params, use_tqdm=False)
+        seconds = time.perf_counter() - began
+        tokens = [list(output.outputs[0].token_ids) for output in outputs]
+        expected = expected or tokens
+        assert tokens == expected, f"{workload.name}: {name} generated other tokens"
+        results[name] = sum(map(len, tokens)) / seconds, outputs
+    return results
+
+
+def measure(
+    engines: dict[str, LLM], workloads: Sequence[Workload], num_tokens: int, seconds: float
+) -> dict[Workload, dict[str, Figures]]:
+    """Rounds of a batch of each workload, two at least and until `seconds` are over, each counted
+    but for the first.
+    """
+    prompts = Prompts()
+    figures = {workload: {name: Figures() for name in engines} for workload in workloads}
+    until = time.perf_counter() + seconds
+    for number in itertools.count():
+        for workload in workloads:
+            if number > 1 and time.perf_counter() > until:
+                return figures
+            results = run_batch(engines, workload, prompts, number, num_tokens)
+            for name, (rate, outputs) in results.items() if number else ():
+                figures[workload][name].add(rate, outputs)
+    raise AssertionError("rounds end with the time")
 
 
 def main() -> None:
@@ -116,27 +145,24 @@ def main() -> None:
     parser.add_argument("--model", default="demo")
     parser.add_argument("--quantization")
     parser.add_argument("--batches", type=int, nargs="+", default=[1, 4, 16, 64])
-    parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument("--seconds", type=float, default=240.0)
     parser.add_argument("--tokens", type=int, default=128)
     parser.add_argument("--with", nargs="+", default=["off", "auto"], dest="others", metavar="NAME")
     args = parser.parse_args()
     print(describe_machine())
-    print(
-        f"{'workload':<10}{'batch':>6}{'T':>5}{'off tok/s':>11}  {'with':<14}{'ratio':>5}", end=""
-    )
-    print(f"{'range':>14}{'tokens/step':>13}{'accepted':>9}")
     options = {"quantization": args.quantization, "max_num_seqs": max(args.batches)}
+    workloads = [
+        Workload(kind, batch, temperature)
+        for batch in args.batches
+        for temperature in _TEMPERATURES
+        for kind in _KINDS
+    ]
     with contextlib.ExitStack() as stack:
         engines = {
             name: stack.enter_context(LLM(args.model, speculative_config=config, **options))
             for name, config in _configs(args.others).items()
         }
-        for batch in args.batches:
-            for temperature in _TEMPERATURES:
-                for workload in workloads(batch * (args.rounds + 1)):
-                    figures = measure(engines, workload, batch, temperature, args.tokens)
-                    start = f"{workload.name:<10}{batch:>6}{temperature:>5.1f}"
-                    _print_lines(start, figures)
+        _print_table(measure(engines, workloads, args.tokens, args.seconds))
 
 
 def _configs(others: Sequence[str]) -> dict[str, dict[str, str]]:
@@ -157,18 +183,30 @@ def method_of(model: str) -> str:
     return method_of_tensors(open_checkpoint_files(path).tensors).value
 
 
-def _print_lines(start: str, figures: dict[str, Figures]) -> None:
-    off = figures.pop(_BASELINE)
-    for name, on in figures.items():
-        ratios = [with_ / without for with_, without in zip(on.rates, off.rates, strict=True)]
-        accepted = on.num_accepted / on.num_drafts if on.num_drafts else 0.0
-        tokens_per_step = on.num_tokens / (on.num_tokens - on.num_accepted)
-        print(
-            f"{start}{statistics.median(off.rates):>11.0f}  {name:<14}"
-            f"{statistics.median(ratios):>5.2f}{min(ratios):>7.2f}-{max(ratios):<6.2f}"
-            f"{tokens_per_step:>13.2f}{accepted:>9.0%}",
-            flush=True,
-        )
+def _print_table(measured: dict[Workload, dict[str, Figures]]) -> None:
+    print(
+        f"{'workload':<10}{'batch':>6}{'T':>5}{'off tok/s':>11}  {'with':<14}{'rounds':>6}", end=""
+    )
+    print(f"{'ratio':>6}{'range':>14}{'tokens/step':>13}{'accepted':>9}")
+    worst: dict[str, tuple[float, str]] = {}
+    for workload, figures in measured.items():
+        off = figures[_BASELINE]
+        where = f"{workload.name:<10}{workload.batch:>6}{workload.temperature:>5.1f}"
+        for name, on in figures.items():
+            if name == _BASELINE:
+                continue
+            ratios = [with_ / without for with_, without in zip(on.rates, off.rates, strict=True)]
+            ratio = statistics.median(ratios)
+            worst[name] = min(worst.get(name, (ratio, where)), (ratio, where))
+            accepted = on.num_accepted / on.num_drafts if on.num_drafts else 0.0
+            tokens_per_step = on.num_tokens / (on.num_tokens - on.num_accepted)
+            print(
+                f"{where}{statistics.median(off.rates):>11.0f}  {name:<14}{len(ratios):>6}"
+                f"{ratio:>6.2f}{min(ratios):>7.2f}-{max(ratios):<6.2f}"
+                f"{tokens_per_step:>13.2f}{accepted:>9.0%}"
+            )
+    for name, (ratio, where) in worst.items():
+        print(f"least median of {name}: {ratio:.3f} ({' '.join(where.split())})")
 
 
 if __name__ == "__main__":
