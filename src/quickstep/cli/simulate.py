@@ -18,8 +18,10 @@ from types import MappingProxyType
 from typing import TYPE_CHECKING
 
 from quickstep.cli.flags.hardware import (
+    add_drafts,
     add_engine_sizes,
     add_hardware,
+    drafts_of,
     element_bytes,
     hardware_of,
     measured_steps,
@@ -112,6 +114,7 @@ def add_parser(subparsers: argparse._SubParsersAction[Parser]) -> None:
         metavar="MS",
         help="how long the load of one takes (default: %(default)s)",
     )
+    add_drafts(engine)
     _add_replicas(parser.add_argument_group("replicas"))
     add_sweep(parser.add_argument_group("sweep"))
     output = parser.add_argument_group("output")
@@ -320,8 +323,13 @@ def _engine(
         Split(tensor),
         elements,
         Load(1.0, _max_model_len(args, spec) - 1, 1),
-        StepLimits(args.max_num_seqs, num_batched_tokens or args.max_num_batched_tokens),
+        StepLimits(
+            args.max_num_seqs,
+            num_batched_tokens or args.max_num_batched_tokens,
+            args.num_speculative_tokens,
+        ),
         loras,
+        drafts_of(args, spec),
         measured=measured_steps(args),
     )
 
