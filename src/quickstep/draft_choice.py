@@ -111,6 +111,11 @@ class DraftChoice:
         self._sequences: dict[int, _Sequence] = {}
         self._step_s = 0.0
 
+    def drop(self, name: str) -> None:
+        """A proposer is not there any more."""
+        del self._sources[name]
+        self._models.pop(name, None)
+
     def admit(self, slot: int, num_tokens: int) -> None:
         """A sequence of so many tokens is new in a slot."""
         unused = {name: _Unused(num_tokens=num_tokens) for name in self._models}
@@ -181,9 +186,10 @@ class DraftChoice:
         chosen = self._chosen(wanted)
         calls = {name: self._with_trials(name, wanted, chosen) for name in self._models}
         for place, one in enumerate(wanted):
-            for name, unused in self._sequences[one.slot].unused.items():
-                unused.num_tokens += one.num_new
-                unused.num_proposals += place not in calls[name]
+            unused = self._sequences[one.slot].unused
+            for name, places in calls.items():
+                unused[name].num_tokens += one.num_new
+                unused[name].num_proposals += place not in places
         return {name: sorted(places) for name, places in calls.items()}
 
     def _chosen(self, wanted: Sequence[WantedDrafts]) -> list[str | None]:

@@ -1,11 +1,13 @@
 """Several proposers for one sequence: each time, the drafts that are predicted to gain most.
 
 `draft_choice` chooses. A proposal is compared with the tokens that were sampled, also if another
-one was chosen, so that the acceptance of all that ran is known.
+one was chosen, so that the acceptance of all that ran is known. A proposer that raises is dropped:
+the log has the cause once, and the others draft without it.
 """
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable, Sequence
 from functools import partial
 
@@ -25,6 +27,8 @@ from quickstep.types import Admission
 
 __all__ = ["CombinedProposer"]
 
+_LOGGER = logging.getLogger(__name__)
+
 
 class CombinedProposer:
     """Drafts with the `free` proposers and the `models`; their names differ. `clock`: seconds.
@@ -43,16 +47,18 @@ class CombinedProposer:
         self, free: Sequence[Proposer], models: Sequence[Proposer], clock: Callable[[], float]
     ) -> None:
         self.needs_hidden = any(one.needs_hidden for one in models)
-        readers = [one for one in models if isinstance(one, HiddenStateProposer)]
-        if readers:
+        self._readers = {one.name: one for one in models if isinstance(one, HiddenStateProposer)}
+        if self._readers:
+            readers = self._readers.values()
             self.aux_layers = tuple(sorted({layer for one in readers for layer in one.aux_layers}))
             self.reads_final = any(one.reads_final for one in readers)
-            self.compute = partial(_compute, readers, self.aux_layers)
-        self._free = {one.name: one for one in free}
-        self._models = {one.name: one for one in models}
-        self._proposers = self._free | self._models
+            self.compute = self._compute
+        self._proposers = {one.name: one for one in (*free, *models)}
+        self._free = [one.name for one in free]
         self._choice = DraftChoice(
-            list(self._free), list(self._models), [one.name for one in models if one.needs_hidden]
+            self._free,
+            [one.name for one in models],
+            [one.name for one in models if one.needs_hidden],
         )
         self._clock = clock
         # Of each slot, the drafts that were not compared yet.
@@ -63,22 +69,42 @@ class CombinedProposer:
         """`Proposer.admit`."""
         self._choice.admit(slot, len(admission.token_ids))
         self._pending[slot] = {}
-        for proposer in self._proposers.values():
-            proposer.admit(slot, admission)
+        for name, proposer in list(self._proposers.items()):
+            self._guarded(name, partial(proposer.admit, slot, admission))
 
     def observe(self, slot: int, token_ids: tuple[int, ...]) -> None:
         """`Proposer.observe`."""
         self._compare(slot, token_ids)
         self._choice.seen(slot, len(token_ids))
-        for proposer in self._proposers.values():
-            proposer.observe(slot, token_ids)
+        for name, proposer in list(self._proposers.items()):
+            self._guarded(name, partial(proposer.observe, slot, token_ids))
 
     def release(self, slot: int) -> None:
         """`Proposer.release`."""
         self._choice.release(slot)
         self._pending.pop(slot, None)
-        for proposer in self._proposers.values():
-            proposer.release(slot)
+        for name, proposer in list(self._proposers.items()):
+            self._guarded(name, partial(proposer.release, slot))
+
+    def _guarded(self, name: str, call: Callable[[], object]) -> None:
+        """Call a proposer, and drop it if it raises; the last one's failure is that of all."""
+        try:
+            call()
+        except Exception:  # a draft is never needed
+            if len(self._proposers) == 1:  # then `Drafting` switches speculation off
+                raise
+            _LOGGER.exception(
+                "the proposer %s failed and is off; the others draft without it", name
+            )
+            self._drop(name)
+
+    def _drop(self, name: str) -> None:
+        self._choice.drop(name)
+        del self._proposers[name]
+        self._readers.pop(name, None)
+        self._free = [one for one in self._free if one != name]
+        for pending in self._pending.values():
+            pending.pop(name, None)
 
     def propose(self, tasks: Sequence[DraftTask]) -> list[Drafts]:
         """`Proposer.propose`."""
@@ -86,11 +112,11 @@ class CombinedProposer:
             self._choice.stepped(self._clock() - self._ended_s)
         for task in tasks:
             self._compare(task.slot, task.new_token_ids)
-        for name, proposer in self._free.items():
-            self._keep(name, tasks, proposer.propose(tasks))
+        for name in list(self._free):
+            self._guarded(name, partial(self._ask, name, tasks))
         wanted = [self._wanted(task) for task in tasks]
         for name, places in self._choice.choose(wanted).items():
-            self._run(name, tasks, wanted, places)
+            self._guarded(name, partial(self._run, name, tasks, wanted, places))
         self._ended_s = self._clock()
         return [self._best(task.slot) for task in tasks]
 
@@ -108,24 +134,25 @@ class CombinedProposer:
         places: Sequence[int],
     ) -> None:
         """Call a model for the tasks at these places; it sees the new tokens of the others, too."""
-        proposer, called = self._models[name], set(places)
+        proposer, called = self._proposers[name], set(places)
         for place, task in enumerate(tasks):
             if place not in called:
                 proposer.observe(task.slot, task.new_token_ids)
         if not places:
             return
-        chosen = [tasks[place] for place in places]
         began_s = self._clock()
-        drafts = proposer.propose(chosen)
+        drafts = self._ask(name, [tasks[place] for place in places])
         seconds = self._clock() - began_s
         depths = [depth_of(draft) for draft in drafts]
         self._choice.called(name, seconds, [wanted[place] for place in places], depths)
-        self._keep(name, chosen, drafts)
 
-    def _keep(self, name: str, tasks: Sequence[DraftTask], drafts: Sequence[Drafts]) -> None:
+    def _ask(self, name: str, tasks: Sequence[DraftTask]) -> Sequence[Drafts]:
+        """Drafts of a proposer, which are kept until tokens follow."""
+        drafts = self._proposers[name].propose(tasks)
         for task, draft in zip(tasks, drafts, strict=True):
             if draft:
                 self._pending[task.slot][name] = draft
+        return drafts
 
     def _depths(self, slot: int) -> dict[str, int]:
         return {name: depth_of(draft) for name, draft in self._pending[slot].items()}
@@ -142,21 +169,16 @@ class CombinedProposer:
             self._choice.compared(slot, name, *compare(draft, token_ids))
         pending.clear()
 
-
-def _compute(
-    readers: Sequence[HiddenStateProposer],
-    aux_layers: tuple[int, ...],
-    rows: Sequence[ComputedRow],
-) -> None:
-    """Give each of the readers what it reads of a step."""
-    for reader in readers:
-        places = [aux_layers.index(layer) for layer in reader.aux_layers]
-        own = [
-            replace(
-                row,
-                hidden=row.hidden if reader.reads_final else None,
-                aux_hidden=tuple([row.aux_hidden[place] for place in places]),
-            )
-            for row in rows
-        ]
-        reader.compute(own)
+    def _compute(self, rows: Sequence[ComputedRow]) -> None:
+        """Give each of the readers what it reads of a step."""
+        for name, reader in list(self._readers.items()):
+            places = [self.aux_layers.index(layer) for layer in reader.aux_layers]
+            own = [
+                replace(
+                    row,
+                    hidden=row.hidden if reader.reads_final else None,
+                    aux_hidden=tuple([row.aux_hidden[place] for place in places]),
+                )
+                for row in rows
+            ]
+            self._guarded(name, partial(reader.compute, own))
