@@ -29,6 +29,7 @@ from quickstep.sim.faults import random_faults
 from quickstep.sim.replicas import ReplicaRun
 from quickstep.sim.routers import ROUTERS
 from quickstep.sim.simulate import Arrival, Follow, Progress, Simulation, simulate
+from quickstep.sim.window import CountedWindow
 from quickstep.sim.workload import Adapters, Clients, Workload, adapter_ids
 
 __all__ = [
@@ -175,9 +176,10 @@ def simulate_traffic(
     progress: Progress | None = None,
     replicas: Replicas | None = None,
     phases: PhasePools | None = None,
+    window: CountedWindow | None = None,
 ) -> Simulation:
-    """A candidate's engine, or replicas of it, with the clients of `traffic`; `phases` as in
-    `simulate_arrivals`.
+    """A candidate's engine, or replicas of it, with the clients of `traffic`; `phases` and `window`
+    as in `simulate_arrivals`.
     """
     clients = Clients(
         traffic.workload,
@@ -198,6 +200,7 @@ def simulate_traffic(
         progress=progress,
         replicas=replicas,
         phases=phases,
+        window=window,
         seed=traffic.seed,
     )
 
@@ -214,11 +217,12 @@ def simulate_arrivals(
     replicas: Replicas | None = None,
     phases: PhasePools | None = None,
     inter_token_target_s: float | None = None,
+    window: CountedWindow | None = None,
     seed: int = 0,
 ) -> Simulation:
-    """A candidate's engine, or replicas of it, with these arrivals; `pads` and `progress` as in
-    `simulate`. With `phases` the candidate is an engine that only prefills. `seed`: Of which drafts
-    are accepted.
+    """A candidate's engine, or replicas of it, with these arrivals; `pads`, `progress` and `window`
+    as in `simulate`. With `phases`, which takes no window, the candidate is an engine that only
+    prefills. `seed`: Of which drafts are accepted.
     """
     rng = random.Random(seed)
     config = SchedulerConfig(
@@ -270,6 +274,7 @@ def simulate_arrivals(
             adapter_load_s=load_s,
             progress=progress,
             drafts=simulated_drafts(candidate, rng),
+            window=window,
         )
     arrivals = tuple(arrivals)
     until_s = max((arrival.at_s for arrival in arrivals), default=0.0) or _FAULTS_UNTIL_S
@@ -283,4 +288,5 @@ def simulate_arrivals(
         random_faults(fault_rng, replicas.count, until_s, replicas.num_faults),
         follow=follow,
         progress=progress,
+        window=window,
     ).run()
