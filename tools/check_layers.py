@@ -19,6 +19,7 @@ LAYERS = {
     "deferred": 0.0,
     "config": 0.1,
     "sampling_params": 0.1,
+    "draft_choice": 0.1,
     "yaml_file": 0.1,
     "types": 0.2,
     "core": 1,
@@ -36,7 +37,7 @@ LAYERS = {
     "__init__": 8,
     "__main__": 8,
 }
-FOUNDATION = {"errors", "deferred", "config", "sampling_params", "types"}
+FOUNDATION = {"errors", "deferred", "config", "draft_choice", "sampling_params", "types"}
 # Packages that may import only some of the layers below them.
 ONLY = {
     "runtime": FOUNDATION | {"ops", "model"},

@@ -217,7 +217,7 @@ def demo():
 
 def loaded_draft(target, name, enforce_eager=False):
     ops = target.model.ops
-    found = find_draft(LoadConfig(name), ops)
+    found = find_draft(LoadConfig(name), ops.scratch_bytes)
     path = target.checkpoint.path
     return load_draft(found, target.model, path, ops, target.plan, 16, enforce_eager)
 

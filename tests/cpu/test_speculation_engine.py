@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+import itertools
+from collections.abc import Sequence
 from typing import Any
 
 import pytest
 
 from quickstep import LLM, Grammar, SamplingParams
 from quickstep.engine.outputs import RequestOutput
+from quickstep.runtime.speculation.medusa import MedusaProposer
+from quickstep.runtime.speculation.proposer import Drafts, DraftTask
 
 LIST = "numbers = [1, 2, 3, 1, 2, 3, 1, 2, 3, 1, 2, 3, 1, 2,"
 CODE = "def first(a):\n    return a\n\ndef second(a):\n    return a\n\ndef third(a):\n"
@@ -29,7 +33,7 @@ def sampling(fields: dict[str, Any]) -> SamplingParams:
     return SamplingParams(**{"max_tokens": 60, **fields})
 
 
-def generated(config: dict[str, Any]) -> dict[str, list[RequestOutput]]:
+def generated(config: dict[str, Any] | list[dict[str, Any]]) -> dict[str, list[RequestOutput]]:
     with LLM("demo", num_threads=1, speculative_config=config) as llm:
         return {
             name: llm.generate([LIST, CODE], sampling(fields), use_tqdm=False)
@@ -77,3 +81,25 @@ def test_drafts_were_accepted_and_rejected(with_drafts: dict[str, list[RequestOu
     assert sum(one.num_accepted for one in timings) > 50
     assert sum(one.num_drafts - one.num_accepted for one in timings) > 5
     assert sum(one.rejected_s for one in timings) > 0.0
+
+
+def test_the_outputs_are_equal_without_a_model_that_raises(
+    without: dict[str, list[RequestOutput]],
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    calls = itertools.count()
+
+    def propose(self: MedusaProposer, tasks: Sequence[DraftTask]) -> list[Drafts]:
+        next(calls)
+        raise RuntimeError("no draft today")
+
+    monkeypatch.setattr(MedusaProposer, "propose", propose)
+    found = generated([{"model": "demo-medusa"}, {"model": "demo-eagle"}])
+    assert next(calls) == 1, "it was called after its failure"
+    assert "the proposer medusa failed and is off" in caplog.text
+    assert "speculation is off" not in caplog.text
+    for name, outputs in found.items():
+        assert [one.outputs for one in outputs] == [one.outputs for one in without[name]]
+    timings = [one for one in found["greedy"][0].metrics.sequences if one]
+    assert sum(one.num_accepted for one in timings) > 5

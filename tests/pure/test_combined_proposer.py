@@ -180,3 +180,53 @@ def test_the_union_of_hidden_states_is_read_and_each_model_has_its_own() -> None
         assert [id(one) for one in found] == [id(states[name]) for name in names]
     without = CombinedProposer([Constant("ngram", RIGHT)], [Constant("draft", RIGHT)], lambda: 0.0)
     assert not isinstance(without, HiddenStateProposer)
+
+
+class Failing(Reader):
+    """Raises in one of its methods, from its third call on."""
+
+    def __init__(self, method: str, name: str = "eagle") -> None:
+        super().__init__(name, (1,))
+        self._num_calls = 0
+        right = getattr(self, method)
+
+        def fail(*args: object) -> object:
+            self._num_calls += 1
+            if self._num_calls > 2:
+                raise RuntimeError("no draft today")
+            return right(*args)
+
+        setattr(self, method, fail)
+
+
+@pytest.mark.parametrize("method", ["admit", "observe", "propose", "release", "compute"])
+def test_a_model_that_raises_is_dropped_and_the_others_go_on(
+    method: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    failing, other = Failing(method), Constant("draft", RIGHT)
+    combined = CombinedProposer([Constant("suffix", WRONG)], [failing, other], lambda: 0.0)
+    states = (HostTensor.empty((1, 2), FLOAT32),)
+    for request in range(4):
+        combined.admit(0, Admission(0, f"r#{request}", (1, 2), 2, SamplingParams(), 0))
+        for _ in range(60):
+            row = ComputedRow(0, 0, None, states, np.zeros(1, dtype=np.int32))
+            combined.compute([row])
+            combined.observe(0, (RIGHT,))
+            drafts = combined.propose([DraftTask(0, 4, (RIGHT,) * 5)])
+        assert drafts == [(RIGHT,) * 4]
+        assert other.seen == [1, 2, *([RIGHT] * 6) * 60]
+        combined.release(0)
+    assert [record.message for record in caplog.records] == [
+        "the proposer eagle failed and is off; the others draft without it"
+    ]
+    assert isinstance(combined, HiddenStateProposer)
+    assert combined.aux_layers == (1,)
+
+
+def test_the_failure_of_the_last_proposer_is_that_of_all() -> None:
+    models = [Failing("propose"), Failing("propose", "eagle3")]
+    combined = CombinedProposer([], models, lambda: 0.0)
+    combined.admit(0, Admission(0, "r#0", (1, 2), 2, SamplingParams(), 0))
+    with pytest.raises(RuntimeError, match="no draft today"):
+        for _ in range(200):
+            combined.propose([DraftTask(0, 4, (RIGHT,))])

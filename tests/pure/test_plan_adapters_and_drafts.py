@@ -3,16 +3,19 @@
 from __future__ import annotations
 
 import json
+import os
+from pathlib import Path
 from random import Random
 
 import pytest
+from msgspec.structs import replace
 
 from quickstep.cli.main import main
-from quickstep.config import LoRAConfig
+from quickstep.config import LoRAConfig, SpeculationMethod
 from quickstep.core.cost_model import StepLoad
 from quickstep.engine.adapters import adapter_memory
 from quickstep.errors import ConfigError
-from quickstep.model.sizing import ElementBytes, kv_bytes_per_token, weight_bytes
+from quickstep.model.sizing import DraftSizes, ElementBytes, kv_bytes_per_token, weight_bytes
 from quickstep.plan.candidates import (
     Candidate,
     DraftModel,
@@ -25,7 +28,7 @@ from quickstep.plan.candidates import (
 from quickstep.plan.formulas import Split, accepted_tokens
 from quickstep.plan.hardware import find_hardware, read_hardware
 from quickstep.plan.models import find_model
-from quickstep.sim.drafts import SimulatedDrafts
+from quickstep.sim.drafts import SimulatedDrafts, SimulatedModel
 from quickstep.types import Phase, StepPlan, StepRow
 
 SPEC, SMALL = find_model("llama-3.1-8b"), find_model("llama-3.2-1b")
@@ -72,41 +75,94 @@ def test_rows_read_their_adapters_but_none_twice() -> None:
 
 
 def draft(acceptance: float = 0.8) -> DraftModel:
-    return DraftModel(SMALL, BF16, 4, acceptance)
+    return DraftModel(SpeculationMethod.DRAFT, DraftSizes(SMALL, BF16), acceptance)
+
+
+def heads(acceptance: float = 0.8, num_heads: int = 3) -> DraftModel:
+    sizes = DraftSizes(None, replace(BF16, weights=300_000_000), num_heads=num_heads)
+    return DraftModel(SpeculationMethod.MEDUSA, sizes, acceptance)
 
 
 def test_a_draft_model_takes_its_weights_and_as_many_kv_blocks() -> None:
-    with_draft = sized(draft=draft())
+    with_draft = sized(drafts=[draft()])
     found = rows(with_draft)
     assert found["draft weights"] == weight_bytes(SMALL, 2)
     num_tokens = 16 * with_draft.memory.num_blocks
     assert found["draft KV cache"] == num_tokens * kv_bytes_per_token(SMALL, 2)
     assert found["KV cache"] == num_tokens * kv_bytes_per_token(SPEC, 2)
     assert sum(found.values()) == with_draft.hardware.memory_bytes
+    both = rows(sized(drafts=[draft(), heads()]))
+    assert both["draft weights"] == found["draft weights"] + 300_000_000
 
 
 def test_the_balance_uses_drafts_where_they_pay() -> None:
-    plain, good = steady_state(sized(), LOAD), steady_state(sized(draft=draft(0.9)), LOAD)
+    plain, good = steady_state(sized(), LOAD), steady_state(sized(drafts=[draft(0.9)]), LOAD)
     assert plain is not None and good is not None
     assert good.tokens_per_step == pytest.approx(accepted_tokens(4, 0.9)) == pytest.approx(4.0951)
     assert good.tpot_s < 0.8 * plain.tpot_s
-    bad = steady_state(sized(draft=draft(0.05)), LOAD)
+    bad = steady_state(sized(drafts=[draft(0.05)]), LOAD)
     assert bad is not None
     assert bad.tokens_per_step == 1.0
     assert accepted_tokens(4, 1.0) == 5.0
     assert accepted_tokens(4, 0.0) == 1.0
 
 
+def test_of_several_models_the_balance_uses_the_one_that_pays_most() -> None:
+    good = steady_state(sized(drafts=[draft(0.9)]), LOAD)
+    both = steady_state(sized(drafts=[draft(0.9), heads(0.1)]), LOAD)
+    assert good is not None and both is not None
+    assert both.tokens_per_step == good.tokens_per_step
+    other = steady_state(sized(drafts=[draft(0.1), heads(0.9)]), LOAD)
+    assert other is not None
+    assert other.tokens_per_step == accepted_tokens(3, 0.9)  # as many as there are heads
+
+
+def row(num_drafts: int, num_next_drafts: int) -> StepRow:
+    places = {"num_drafts": num_drafts, "num_next_drafts": num_next_drafts}
+    return StepRow(0, 10, 5, (0,) * 5, (), Phase.DECODE, True, 3, **places)
+
+
+def simulated(*models: tuple[str, float, float]) -> SimulatedDrafts:
+    """Models of a name, an acceptance, and seconds of a step."""
+    return SimulatedDrafts(
+        [SimulatedModel(name, rate, lambda load, s=s: s) for name, rate, s in models], Random(0)
+    )
+
+
 def test_simulated_drafts_are_accepted_by_chance_one_after_the_other() -> None:
-    drafts = SimulatedDrafts(0.5, Random(0), sized().costs)
-    row = StepRow(0, 10, 5, (0,) * 5, (), Phase.DECODE, True, 3, num_drafts=4, num_next_drafts=4)
-    counts = [len(drafts.output(row, 0).token_ids) for _ in range(4000)]
-    assert sum(counts) / 4000 == pytest.approx(accepted_tokens(4, 0.5), rel=0.03)
+    drafts = simulated(("draft", 0.5, 0.001))
+    counts = []
+    for step in range(4001):
+        outputs, seconds = drafts.step(StepPlan(step, (row(4 if step else 0, 4),)), 0.01, 0)
+        assert len(outputs[0].draft_token_ids) == 4
+        assert seconds == 0.004
+        counts.append(len(outputs[0].token_ids))
+    assert sum(counts[1:]) / 4000 == pytest.approx(accepted_tokens(4, 0.5), rel=0.03)
     assert set(counts) == {1, 2, 3, 4, 5}
-    assert len(drafts.output(row, 0).draft_token_ids) == 4
+
+
+def test_the_seconds_of_simulated_drafts_are_those_of_the_models_steps() -> None:
     costs = sized().costs
+    model = SimulatedModel("draft", 0.5, costs.seconds)
+    _, seconds = SimulatedDrafts([model], Random(0)).step(StepPlan(0, (row(0, 4),)), 0.01, 0)
     expected = sum(costs.seconds(StepLoad.of_span(15 + place, 1)) for place in range(4))
-    assert drafts.seconds(StepPlan(0, (row,), (), ())) == pytest.approx(expected)
+    assert seconds == pytest.approx(expected)
+    few = SimulatedModel("medusa", 0.5, costs.seconds, computes_prompts=False, most_drafts=2)
+    outputs, seconds = SimulatedDrafts([few], Random(0)).step(StepPlan(0, (row(0, 4),)), 0.01, 0)
+    assert len(outputs[0].draft_token_ids) == 2
+    assert seconds == pytest.approx(sum(costs.seconds(StepLoad.of_span(p, 1)) for p in (15, 16)))
+
+
+@pytest.mark.parametrize("good", ["draft", "medusa"])
+def test_of_several_simulated_models_the_better_one_drafts(good: str) -> None:
+    models = [(name, 0.9 if name == good else 0.1, 0.0005) for name in ("draft", "medusa")]
+    drafts = simulated(*models)
+    calls, num_tokens = 0.0, 0
+    for step in range(400):
+        outputs, seconds = drafts.step(StepPlan(step, (row(4 if step else 0, 4),)), 0.01, 0)
+        calls, num_tokens = calls + seconds / 0.002, num_tokens + len(outputs[0].token_ids)
+    assert calls < 1.1 * 400  # one of the two, and trials
+    assert num_tokens / 400 == pytest.approx(accepted_tokens(4, 0.9), rel=0.1)
 
 
 def answer(capsys: pytest.CaptureFixture[str], *argv: str) -> dict:
@@ -128,10 +184,49 @@ def test_a_plan_has_adapters_and_drafts_in_memory_times_and_explanation(capsys) 
     assert "x as fast" in lines["drafts, batch 1"]
 
 
+def test_a_plan_has_all_of_several_models_that_draft(capsys, tmp_path) -> None:
+    parameters = _write_heads(tmp_path, num_heads=3, hidden_size=4096)
+    one = ("--speculative-model", "llama-3.2-1b")
+    more = (*one, "--speculative-model", str(tmp_path), "--acceptance", "0.1")
+    found = answer(capsys, *more, "--acceptance", "0.9", "--explain")
+    weights = {row["label"]: row["num_bytes"] for row in found["memory"]}["draft weights"]
+    alone = {row["label"]: row["num_bytes"] for row in answer(capsys, *one)["memory"]}
+    assert weights == alone["draft weights"] + 2 * parameters
+    lines = {line["what"]: line["formula"] for line in found["explanation"]}
+    assert "p = 0.1" in lines["drafts of draft, batch 1"]
+    assert "+ 3 draft steps" in lines["drafts of medusa, batch 1"]
+    slow = answer(capsys, *more, "--acceptance", "0.1")["options"][0]["predicted"]["tpot_s"]["p50"]
+    assert found["options"][0]["predicted"]["tpot_s"]["p50"] < 0.7 * slow
+
+
+def _write_heads(folder: Path, num_heads: int, hidden_size: int) -> int:
+    """A checkpoint of Medusa heads without projections, its data a hole; how many parameters."""
+    entries, size = {}, 2 * hidden_size * hidden_size
+    for head in range(num_heads):
+        entries[f"{head}.0.linear.weight"] = {
+            "dtype": "BF16",
+            "shape": [hidden_size, hidden_size],
+            "data_offsets": [head * size, (head + 1) * size],
+        }
+    header = json.dumps(entries).encode()
+    file = folder / "model.safetensors"
+    file.write_bytes(len(header).to_bytes(8, "little") + header)
+    os.truncate(file, 8 + len(header) + num_heads * size)
+    return num_heads * hidden_size * hidden_size
+
+
 def test_bad_drafts_and_adapters_are_one_sentence(capsys) -> None:
     for flags, sentence in (
         (("--speculative-model", "lama-1b"), "model lama-1b is neither a config.json"),
         (("--acceptance", "1.5"), "--acceptance: 1.5 is above 1"),
+        (
+            ("--speculative-model", "llama-3.2-1b", "--acceptance", "0.5", "--acceptance", "0.6"),
+            "--acceptance is given 2 times and --speculative-model 1 times",
+        ),
+        (
+            ("--speculative-model", "llama-3.2-1b", "--speculative-model", "llama-3.2-3b"),
+            "--speculative-model llama-3.2-1b and llama-3.2-3b are both of the method draft",
+        ),
         (("--max-loras", "2", "--lora-targets", "w1"), "the model has no linear layer w1"),
     ):
         assert main((*PLAN, *flags)) == 2

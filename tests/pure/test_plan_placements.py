@@ -8,8 +8,9 @@ import pytest
 from msgspec.structs import replace
 
 from quickstep.cli.main import main
+from quickstep.config import SpeculationMethod
 from quickstep.core.cost_model import StepLoad
-from quickstep.model.sizing import ElementBytes, kv_bytes_per_token
+from quickstep.model.sizing import DraftSizes, ElementBytes, kv_bytes_per_token
 from quickstep.plan.candidates import Candidate, DraftModel, Load, StepLimits, fit, steady_state
 from quickstep.plan.formulas import Split
 from quickstep.plan.hardware import find_hardware, read_hardware
@@ -86,12 +87,14 @@ def test_without_a_placement_in_time_the_one_with_the_highest_rate_counts(target
 
 def test_a_draft_model_shortens_decoding_and_lengthens_prompts_and_transfers() -> None:
     small = find_model("llama-3.2-1b")
-    draft = DraftModel(small, ElementBytes(2, 8), 3, 0.9)
+    sizes = DraftSizes(small, ElementBytes(2, 8))
+    draft = DraftModel(SpeculationMethod.DRAFT, sizes, 0.9)
+    limits = StepLimits(num_speculative_tokens=3)
     hardware = find_hardware("h100x8", read_hardware())
     spec = find_model("llama-3.1-8b")
     plain, drafting = (
-        fit(spec, hardware, Split(), ElementBytes(2, 8), LOAD, StepLimits(), draft=one)
-        for one in (None, draft)
+        fit(spec, hardware, Split(), ElementBytes(2, 8), LOAD, limits, drafts=some)
+        for some in ((), (draft,))
     )
     before = placement_state(Placement(plain, 1, plain, 1), replace(LOAD, rate=0.5))
     after = placement_state(Placement(drafting, 1, drafting, 1), replace(LOAD, rate=0.5))

@@ -80,6 +80,18 @@ def test_phases_on_different_engines_hand_the_kv_cache_over(capsys) -> None:
     assert "go together; give both" in capsys.readouterr().err
 
 
+def test_models_that_draft_shorten_the_time_per_token(capsys) -> None:
+    flags = ("--preset", "decode-heavy", "--hardware", "l4", "--acceptance", "0.9", "--rate", "2")
+    draft = (*flags, "--speculative-model", "demo-draft")
+    (plain,) = figures(capsys, *flags)
+    (drafted,) = figures(capsys, *draft)
+    assert drafted["figures"]["tpot_s"]["p50"] < 0.7 * plain["figures"]["tpot_s"]["p50"]
+    two = (*draft, "--acceptance", "0.1", "--speculative-model", "demo-medusa")
+    (both,) = figures(capsys, *two)
+    assert both["figures"]["tpot_s"]["p50"] < 0.8 * plain["figures"]["tpot_s"]["p50"]
+    assert figures(capsys, *two) == [both]
+
+
 @pytest.mark.parametrize("arrivals", ARRIVALS)
 def test_every_kind_of_arrivals_runs(capsys, arrivals: str) -> None:
     flags = ("--arrivals", arrivals, "--preset", "code", "--max-concurrency", "3", "--rate", "20")

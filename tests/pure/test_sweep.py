@@ -6,8 +6,22 @@ import csv
 import json
 
 import pytest
+from msgspec.structs import replace
 
 from quickstep.cli.main import main
+from quickstep.config import PolicyName
+from quickstep.model.sizing import ElementBytes
+from quickstep.plan.candidates import Load, StepLimits, fit
+from quickstep.plan.formulas import Split
+from quickstep.plan.hardware import find_hardware, read_hardware
+from quickstep.plan.models import find_model
+from quickstep.plan.sweep import SweepQuery, measure
+from quickstep.plan.traffic import Replicas, Traffic, simulate_traffic
+from quickstep.sim.simulate import Ending
+from quickstep.sim.summary import Targets
+from quickstep.sim.window import CountedWindow
+from quickstep.sim.workload import WORKLOADS
+from quickstep.types import FinishReason, SequenceTimings
 
 SWEEP = (
     *("simulate", "llama-3.2-1b", "--preset", "prefill-heavy", "--input", "3000", "--output", "2"),
@@ -59,6 +73,88 @@ def test_a_single_rate_begins_a_search_and_more_replicas_serve_more(capsys, tmp_
     assert not any(part in text for part in ("http", "<script", "src=", "nan"))
     rows = list(csv.DictReader(lines.open()))
     assert len(rows) == sum(len(row["points"]) for row in answer["rows"])
+
+
+@pytest.mark.parametrize("count", [1, 2])
+@pytest.mark.parametrize("preset", ["chat", "code"])
+def test_a_window_ends_a_simulation_with_the_same_answer(preset: str, count: int) -> None:
+    spec, hardware = find_model("llama-3.2-1b"), find_hardware("l4", read_hardware())
+    load, workload = Load(1.0, 8000, 1), replace(WORKLOADS[preset], think_s=1.0)
+    engine = fit(spec, hardware, Split(), ElementBytes(2, 8), load, StepLimits())
+    targets = Targets(ttft_s=0.2, tpot_s=0.015)
+    seconds = 3.0 * (workload.mean_turns - 1.0)
+    outcomes = set()
+    for rate in (1.0, 4.0, 16.0, 40.0):
+        query = SweepQuery((rate,), targets, 0.9, workload.mean_turns, seconds, 150)
+        traffic = Traffic(workload, rate=rate, num_requests=query.window(rate).max_sequences)
+        points = []
+        for window in (None, query.window(rate)):
+            replicas = Replicas(count)
+            outcome = simulate_traffic(
+                engine, traffic, 8192, PolicyName.MIXED, replicas=replicas, window=window
+            )
+            points.append((measure(engine, rate, window or query.window(rate), outcome), outcome))
+        (full, all_of_it), (early, part) = points
+        assert early.met is full.met
+        if early.is_complete:
+            assert replace(early, figures=replace(early.figures, num_refused=0)) == replace(
+                full, figures=replace(full.figures, num_refused=0)
+            )
+        assert len(part.endings) <= len(all_of_it.endings)
+        outcomes.add((early.met, early.is_complete, len(part.records) < len(all_of_it.records)))
+    assert {(True, True, True), (False, False, True)} <= outcomes
+
+
+def test_a_window_is_missed_when_the_others_cannot_make_up_for_it() -> None:
+    window = CountedWindow(1.0, 2.0, Targets(ttft_s=0.5), 0.9, max_sequences=22)
+    for number in range(22):
+        window.arrived(0.5 if number < 2 else 1.5, 1)
+    late = ending(arrival_s=0.5, first_token_s=3.0)
+    for _ in range(2):
+        window.ended(late)  # before the window
+    for _ in range(2):
+        window.ended(replace(late, timings=replace(late.timings, arrival_s=1.5)))
+    assert not window.is_missed  # 18 of 20 would be enough
+    window.ended(ending(arrival_s=2.5, first_token_s=9.0))  # after it
+    window.ended(ending(arrival_s=1.5, first_token_s=9.0, reason=FinishReason.ABORTED))
+    assert not window.is_over(9.0)
+    window.ended(ending(arrival_s=1.5, first_token_s=2.1))
+    assert window.is_missed
+    assert window.is_over(1.0)
+
+
+def ending(
+    arrival_s: float, first_token_s: float, reason: FinishReason = FinishReason.MAX_TOKENS
+) -> Ending:
+    seconds = dict.fromkeys(("queue_s", "prefill_s", "decode_s", "preempted_s", "device_s"), 0.0)
+    counts = dict.fromkeys(("num_preemptions", "num_cached_tokens", "num_blocks"), 0)
+    timings = SequenceTimings(
+        arrival_s=arrival_s,
+        first_scheduled_s=arrival_s,
+        first_token_s=first_token_s,
+        finished_s=first_token_s,
+        num_prompt_tokens=1,
+        num_output_tokens=2,
+        **seconds,
+        **counts,
+    )
+    return Ending("r", 0, reason, timings)
+
+
+def test_a_search_downwards_ends_at_a_floor(capsys) -> None:
+    flags = ("--hardware", "l4", "--rate", "64", "--sweep", "tp")
+    code, answer = sweep(capsys, *flags, "--scheduling-policy", "static", "--tpot-ms", "0.1")
+    assert code == 1
+    (row,) = answer["rows"]
+    assert [point["rate"] for point in row["points"]] == [0.5, 8.0, 32.0, 64.0]
+    assert row["knee"] == 0.0
+    assert not any(point["is_complete"] for point in row["points"])
+    assert (
+        "static, 2048 tokens, TP 1 (1 device, $0.44/h), is late from 0.5/s on"
+        in (answer["recommendation"])
+    )
+    assert main((*SWEEP, *flags, "--tpot-ms", "0.1", "--scheduling-policy", "static")) == 1
+    assert "below 0.5/s" in capsys.readouterr().out
 
 
 def test_sizes_that_do_not_fit_are_named_and_the_table_has_the_options_that_vary(capsys) -> None:

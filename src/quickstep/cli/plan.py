@@ -12,10 +12,11 @@ from typing import TYPE_CHECKING
 
 from quickstep.cli.flags.hardware import (
     adapters_of,
-    add_adapters_and_drafts,
+    add_adapters,
+    add_drafts,
     add_engine_sizes,
     add_hardware,
-    draft_of,
+    drafts_of,
     element_bytes,
     hardware_of,
     measured_steps,
@@ -100,7 +101,8 @@ def add_parser(subparsers: argparse._SubParsersAction[Parser]) -> None:
         action="store_true",
         help="only splits that divide complete experts over devices",
     )
-    add_adapters_and_drafts(engine)
+    add_adapters(engine)
+    add_drafts(engine)
     output = parser.add_argument_group("output")
     output.add_argument(
         "--explain", action="store_true", help="print the formulas with their numbers too"
@@ -179,10 +181,12 @@ def _query(args: argparse.Namespace) -> PlanQuery:
         targets=Targets(_seconds(args.ttft_ms), _seconds(args.tpot_ms)),
         elements=element_bytes(spec, args.quantization, args.kv_cache_dtype),
         attainment=args.attainment,
-        limits=StepLimits(args.max_num_seqs, args.max_num_batched_tokens),
+        limits=StepLimits(
+            args.max_num_seqs, args.max_num_batched_tokens, args.num_speculative_tokens
+        ),
         seed=args.seed,
         loras=adapters_of(args, spec),
-        draft=draft_of(args),
+        drafts=drafts_of(args, spec),
         divides_experts=args.enable_expert_parallel,
         measured=measured_steps(args),
     )

@@ -18,8 +18,10 @@ from types import MappingProxyType
 from typing import TYPE_CHECKING
 
 from quickstep.cli.flags.hardware import (
+    add_drafts,
     add_engine_sizes,
     add_hardware,
+    drafts_of,
     element_bytes,
     hardware_of,
     measured_steps,
@@ -45,6 +47,7 @@ if TYPE_CHECKING:
     from quickstep.plan.traffic import PhasePools, Replicas
     from quickstep.sim.html_report import Run
     from quickstep.sim.summary import Summary, Targets
+    from quickstep.sim.window import CountedWindow
     from quickstep.sim.workload import Tenant, Workload
 
 __all__ = ["add_parser", "run"]
@@ -112,6 +115,7 @@ def add_parser(subparsers: argparse._SubParsersAction[Parser]) -> None:
         metavar="MS",
         help="how long the load of one takes (default: %(default)s)",
     )
+    add_drafts(engine)
     _add_replicas(parser.add_argument_group("replicas"))
     add_sweep(parser.add_argument_group("sweep"))
     output = parser.add_argument_group("output")
@@ -320,8 +324,13 @@ def _engine(
         Split(tensor),
         elements,
         Load(1.0, _max_model_len(args, spec) - 1, 1),
-        StepLimits(args.max_num_seqs, num_batched_tokens or args.max_num_batched_tokens),
+        StepLimits(
+            args.max_num_seqs,
+            num_batched_tokens or args.max_num_batched_tokens,
+            args.num_speculative_tokens,
+        ),
         loras,
+        drafts_of(args, spec),
         measured=measured_steps(args),
     )
 
@@ -357,10 +366,10 @@ def _simulated(
     rate: float,
     policy: PolicyName,
     replicas: Replicas,
-    num_requests: int | None = None,
+    window: CountedWindow | None = None,
 ) -> Run:
-    """One simulation, with a progress bar. With `num_requests` it is one of a sweep, which has its
-    own bar.
+    """One simulation, with a progress bar. With a `window` it is one of a sweep, which has its own
+    bar.
     """
     from quickstep.cli.screen import counting_bar
     from quickstep.plan.traffic import Traffic, simulate_arrivals, simulate_traffic
@@ -369,8 +378,8 @@ def _simulated(
     from quickstep.sim.traces import read_trace, recorded_traffic
 
     max_model_len = _max_model_len(args, candidate.spec)
-    bar = counting_bar() if num_requests is None else nullcontext()
-    num_requests = num_requests or args.num_prompts
+    bar = counting_bar() if window is None else nullcontext()
+    num_requests = args.num_prompts if window is None else window.max_sequences
     traffic = Traffic(
         workload=_workload(args),
         arrivals=args.arrivals,
@@ -386,7 +395,15 @@ def _simulated(
         progress = None if show is None else partial(_show, show, policy.value, num_requests)
         if file is None:
             outcome = simulate_traffic(
-                candidate, traffic, max_model_len, policy, args.padded, progress, replicas, phases
+                candidate,
+                traffic,
+                max_model_len,
+                policy,
+                args.padded,
+                progress,
+                replicas,
+                phases,
+                window,
             )
         else:
             lines = file.read_text(encoding="utf-8", errors="replace").splitlines()

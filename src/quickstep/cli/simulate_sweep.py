@@ -20,11 +20,12 @@ if TYPE_CHECKING:
     from quickstep.plan.sweep import Combination, Sweep, SweepRow
     from quickstep.plan.traffic import Replicas
     from quickstep.sim.html_report import Run
+    from quickstep.sim.window import CountedWindow
 
     # An engine on so many devices, with so many tokens of a step. Raises ConfigError.
     NewEngine = Callable[[int, int], Candidate]
-    # Its simulation with a rate, a policy, replicas, and a number of requests.
-    Simulated = Callable[[Candidate, float, PolicyName, Replicas, int], Run]
+    # Its simulation with a rate, a policy, replicas, and the requests that count.
+    Simulated = Callable[[Candidate, float, PolicyName, Replicas, CountedWindow], Run]
 
 __all__ = ["add_sweep", "run_sweep"]
 
@@ -78,10 +79,10 @@ def run_sweep(
     found, problems = _candidates(args, hardware, new_engine)
 
     def simulate_at(
-        combination: Combination, candidate: Candidate, rate: float, num_requests: int
+        combination: Combination, candidate: Candidate, rate: float, window: CountedWindow
     ) -> Simulation:
         replicas = Replicas(combination.replicas, args.router, args.faults, args.seed)
-        return simulated(candidate, rate, combination.policy, replicas, num_requests).outcome
+        return simulated(candidate, rate, combination.policy, replicas, window).outcome
 
     workload = WORKLOADS[args.preset]
     turns, session_s = workload.mean_turns, (workload.mean_turns - 1.0) * workload.think_s
@@ -187,7 +188,7 @@ def _cells(args: argparse.Namespace, row: SweepRow) -> tuple[str, ...]:
         *(options[name] for name in args.sweep),
         str(row.num_devices),
         "-" if row.usd_per_hour is None else f"{row.usd_per_hour:.2f}",
-        f"{row.knee:.3g}/s" if row.knee else "none",
+        f"{row.knee:.3g}/s" if row.knee else f"below {row.points[0].rate:.3g}/s",
         f"{1e3 * at_knee.ttft_s.p90:.0f} ms",
         f"{1e3 * at_knee.tpot_s.p90:.1f} ms",
     )
@@ -211,7 +212,9 @@ def _write_csv(file: Path, answer: Sweep) -> None:
     with file.open("w", newline="", encoding="utf-8") as stream:
         writer = csv.writer(stream, lineterminator="\n")
         latencies = ("ttft_p50_s", "ttft_p90_s", "tpot_p50_s", "tpot_p90_s")
-        writer.writerow((*options, "devices", "rate", "met", *figures, *latencies, "binding"))
+        writer.writerow(
+            (*options, "devices", "rate", "met", "complete", *figures, *latencies, "binding")
+        )
         for row in answer.rows:
             for one in row.points:
                 summary, of = one.figures, row.combination
@@ -219,7 +222,7 @@ def _write_csv(file: Path, answer: Sweep) -> None:
                 writer.writerow(
                     (
                         *(of.policy.value, of.max_num_batched_tokens, of.tensor, of.replicas),
-                        *(row.num_devices, one.rate, int(one.met)),
+                        *(row.num_devices, one.rate, int(one.met), int(one.is_complete)),
                         *(getattr(summary, name) for name in figures),
                         *(ttft.p50, ttft.p90, tpot.p50, tpot.p90, one.binding),
                     )

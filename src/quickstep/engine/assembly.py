@@ -353,7 +353,7 @@ def load_weights(
         adapter_bytes = adapter_memory(config.lora, spec, dtype.itemsize, at_start)
         # of those that stay in host memory after an eviction, of the mean size
         host_bytes = config.lora.num_host_loras * adapter_bytes // config.lora.max_loras
-    sizes = draft_sizes(config, spec, dtype.itemsize, ops)
+    sizes = draft_sizes(config, spec, dtype.itemsize, ops.scratch_bytes)
     plan = plan_for(config, spec, dtype, device, ops, held_bytes, adapter_bytes + host_bytes, sizes)
     for note in plan.notes:
         _LOGGER.info("%s", note)

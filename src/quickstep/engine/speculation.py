@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import math
 import time
+from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -17,7 +18,6 @@ from msgspec.structs import replace
 
 from quickstep.config import EngineConfig, LoadConfig, SpeculationMethod
 from quickstep.errors import ConfigError
-from quickstep.model.checkpoint.tensor_schema import num_parameters
 from quickstep.model.sizing import DraftSizes, ElementBytes
 
 if TYPE_CHECKING:
@@ -34,32 +34,54 @@ if TYPE_CHECKING:
     from quickstep.runtime.speculation.vocabulary import DraftVocabulary
 
 __all__ = [
+    "DraftCheckpoint",
     "FoundDraft",
+    "check_methods",
+    "draft_checkpoints",
     "draft_sizes",
     "find_draft",
     "load_draft",
     "open_eagle",
     "open_model_proposers",
     "open_proposer",
+    "sizes_of",
 ]
 
 _EAGLE = (SpeculationMethod.EAGLE, SpeculationMethod.EAGLE3)
 
 
+class DraftCheckpoint(msgspec.Struct, frozen=True):
+    """A checkpoint that drafts, and as what."""
+
+    method: SpeculationMethod
+    load: LoadConfig
+
+
 def draft_sizes(
-    config: EngineConfig, target: ModelSpec, dtype_bytes: int, ops: OpTable
+    config: EngineConfig, target: ModelSpec, dtype_bytes: int, scratch_bytes: int
 ) -> tuple[DraftSizes, ...]:
     """What each model that drafts needs of the memory next to a target. Raises ConfigError."""
-    sizes = []
-    for one in _models(config):
-        if one.method is SpeculationMethod.MEDUSA:
-            sizes.append(_medusa_sizes(one.load, dtype_bytes, ops))
-        elif one.method in _EAGLE:
-            _, layer = _find_eagle(one.load, target, one.method is SpeculationMethod.EAGLE3)
-            sizes.append(_eagle_sizes(layer, dtype_bytes, ops, config.cache.block_size))
-        else:
-            sizes.append(find_draft(one.load, ops).sizes)
-    return tuple(sizes)
+    block_size = config.cache.block_size
+    return tuple(
+        [
+            sizes_of(one, target, dtype_bytes, scratch_bytes, block_size)
+            for one in draft_checkpoints(config)
+        ]
+    )
+
+
+def sizes_of(
+    one: DraftCheckpoint, target: ModelSpec, dtype_bytes: int, scratch_bytes: int, block_size: int
+) -> DraftSizes:
+    """What a checkpoint needs of the memory next to a target, whose elements have so many bytes and
+    whose ops have so many of scratch. Raises ConfigError.
+    """
+    if one.method is SpeculationMethod.MEDUSA:
+        return _medusa_sizes(one.load, dtype_bytes, scratch_bytes)
+    if one.method in _EAGLE:
+        _, layer = _find_eagle(one.load, target, one.method is SpeculationMethod.EAGLE3)
+        return _eagle_sizes(layer, dtype_bytes, scratch_bytes, block_size)
+    return find_draft(one.load, scratch_bytes).sizes
 
 
 def open_proposer(
@@ -81,19 +103,12 @@ def open_model_proposers(
     config: EngineConfig, model: Model, plan: MemoryPlan, path: Path | None
 ) -> list[Proposer]:
     """What drafts with a checkpoint, each of another name. Raises ConfigError."""
-    return [_open_model(one, config, model, plan, path) for one in _models(config)]
+    return [_open_model(one, config, model, plan, path) for one in draft_checkpoints(config)]
 
 
-class _DraftCheckpoint(msgspec.Struct, frozen=True):
-    """A checkpoint that drafts, and as what."""
-
-    method: SpeculationMethod
-    load: LoadConfig
-
-
-def _models(config: EngineConfig) -> list[_DraftCheckpoint]:
+def draft_checkpoints(config: EngineConfig) -> list[DraftCheckpoint]:
     """The checkpoints that draft; of the method `auto`, it is found out. Raises ConfigError."""
-    found: dict[SpeculationMethod, _DraftCheckpoint] = {}
+    found = []
     for proposer in config.speculation.proposers:
         if proposer.model is None:
             continue
@@ -104,13 +119,21 @@ def _models(config: EngineConfig) -> list[_DraftCheckpoint]:
             quantization=proposer.quantization,
         )
         method = _method_of(load) if proposer.method is SpeculationMethod.AUTO else proposer.method
-        if method in found:
+        found.append(DraftCheckpoint(method, load))
+    check_methods([(one.method, one.load.model) for one in found])
+    return found
+
+
+def check_methods(models: Sequence[tuple[SpeculationMethod, str]]) -> None:
+    """Of these models, each is of another method. Raises ConfigError."""
+    names: dict[SpeculationMethod, str] = {}
+    for method, name in models:
+        if method in names:
             raise ConfigError(
-                f"--speculative-model {found[method].load.model} and {load.model} are both of the "
-                f"method {method.value}; keep one of them"
+                f"--speculative-model {names[method]} and {name} are both of the method "
+                f"{method.value}; keep one of them"
             )
-        found[method] = _DraftCheckpoint(method, load)
-    return list(found.values())
+        names[method] = name
 
 
 def _method_of(load: LoadConfig) -> SpeculationMethod:
@@ -123,7 +146,7 @@ def _method_of(load: LoadConfig) -> SpeculationMethod:
 
 
 def _open_model(
-    one: _DraftCheckpoint, config: EngineConfig, model: Model, plan: MemoryPlan, path: Path | None
+    one: DraftCheckpoint, config: EngineConfig, model: Model, plan: MemoryPlan, path: Path | None
 ) -> Proposer:
     from quickstep.model.checkpoint.source import find_checkpoint
     from quickstep.model.decoder import Decoder
@@ -143,7 +166,7 @@ def _open_model(
     if method in _EAGLE:
         is_fused = method is SpeculationMethod.EAGLE3
         return open_eagle(load, model, is_fused, plan, block_size, config.enforce_eager, width)
-    found = find_draft(load, model.ops)
+    found = find_draft(load, model.ops.scratch_bytes)
     return load_draft(found, model, path, model.ops, plan, block_size, config.enforce_eager)
 
 
@@ -156,8 +179,8 @@ class FoundDraft(msgspec.Struct, frozen=True):
     sizes: DraftSizes
 
 
-def find_draft(load: LoadConfig, ops: OpTable) -> FoundDraft:
-    """Find and check a draft model for the target's op table. Raises ConfigError."""
+def find_draft(load: LoadConfig, scratch_bytes: int) -> FoundDraft:
+    """Find and check a draft model; `scratch_bytes` are those of its ops. Raises ConfigError."""
     from quickstep.model.checkpoint.placement import choose_dtype
     from quickstep.model.checkpoint.source import find_checkpoint
     from quickstep.model.checkpoint.weights import open_checkpoint_files, open_weights
@@ -175,9 +198,7 @@ def find_draft(load: LoadConfig, ops: OpTable) -> FoundDraft:
     weights = open_weights(checkpoint.path, spec)
     check_requantization(weights, load.quantization)
     held_bytes = weights.held_bytes(dtype.itemsize) if weights.quantized else None
-    elements = ElementBytes(
-        dtype.itemsize, ops.scratch_bytes, load.quantization, weights=held_bytes
-    )
+    elements = ElementBytes(dtype.itemsize, scratch_bytes, load.quantization, weights=held_bytes)
     return FoundDraft(load, checkpoint, spec, DraftSizes(spec, elements))
 
 
@@ -250,24 +271,26 @@ def _find_eagle(
     return checkpoint, read_eagle_spec(checkpoint.path, target, is_fused)
 
 
-def _eagle_sizes(spec: EagleSpec, dtype_bytes: int, ops: OpTable, block_size: int) -> DraftSizes:
+def _eagle_sizes(
+    spec: EagleSpec, dtype_bytes: int, scratch_bytes: int, block_size: int
+) -> DraftSizes:
     """What an EAGLE layer needs of the memory."""
     from quickstep.runtime.speculation.eagle import num_scratch_blocks
 
-    weight_bytes = num_parameters(spec.decoder) * dtype_bytes
-    elements = ElementBytes(dtype_bytes, ops.scratch_bytes, weights=weight_bytes)
+    elements = ElementBytes(dtype_bytes, scratch_bytes)
     return DraftSizes(spec.decoder, elements, num_scratch_blocks(1, block_size) * block_size)
 
 
-def _medusa_sizes(load: LoadConfig, dtype_bytes: int, ops: OpTable) -> DraftSizes:
+def _medusa_sizes(load: LoadConfig, dtype_bytes: int, scratch_bytes: int) -> DraftSizes:
     """What Medusa heads need of the memory. Raises ConfigError."""
     from quickstep.model.checkpoint.source import find_checkpoint
     from quickstep.model.checkpoint.weights import open_checkpoint_files
+    from quickstep.runtime.speculation.medusa import num_medusa_heads
 
-    tensors = open_checkpoint_files(find_checkpoint(load).path).tensors.values()
-    weight_bytes = dtype_bytes * sum(math.prod(tensor.shape) for tensor in tensors)
-    elements = ElementBytes(dtype_bytes, ops.scratch_bytes, weights=weight_bytes)
-    return DraftSizes(None, elements)
+    tensors = open_checkpoint_files(find_checkpoint(load).path).tensors
+    weight_bytes = dtype_bytes * sum(math.prod(tensor.shape) for tensor in tensors.values())
+    elements = ElementBytes(dtype_bytes, scratch_bytes, weights=weight_bytes)
+    return DraftSizes(None, elements, num_heads=num_medusa_heads(tensors))
 
 
 def open_eagle(

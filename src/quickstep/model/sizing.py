@@ -77,13 +77,15 @@ class DraftSizes(msgspec.Struct, frozen=True):
 
     Attributes:
         spec: The draft model or the layer; None for Medusa heads, which have no KV.
-        elements: Bytes per element; `weights` is set for a layer and for heads.
+        elements: Bytes per element; `weights` is set for heads.
         scratch_tokens: KV positions per sequence beyond those of the target.
+        num_heads: Of Medusa.
     """
 
     spec: ModelSpec | None
     elements: ElementBytes
     scratch_tokens: int = 0
+    num_heads: int = 0
 
     @property
     def num_parameters(self) -> int:

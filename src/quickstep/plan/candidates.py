@@ -12,12 +12,13 @@ KV cache, and its step passes all stages. That assumes that their steps take equ
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from functools import partial
 
 import msgspec
 from msgspec.structs import replace
 
-from quickstep.config import CacheConfig, SchedulerConfig
+from quickstep.config import CacheConfig, SchedulerConfig, SpeculationMethod
 from quickstep.core.cost_model import CostModel, StepLoad
 from quickstep.errors import ConfigError
 from quickstep.model.adapters.lora_modules import adapter_bytes
@@ -51,11 +52,11 @@ __all__ = [
     "DraftModel",
     "LoRASizes",
     "Load",
+    "PlannedDraft",
     "SteadyState",
     "StepLimits",
     "capacity",
     "decode_state",
-    "draft_s",
     "end_to_end",
     "fit",
     "highest_rate",
@@ -88,6 +89,7 @@ class StepLimits(msgspec.Struct, frozen=True):
 
     max_num_seqs: int = 256
     max_num_batched_tokens: int = 2048
+    num_speculative_tokens: int = 4
 
 
 class LoRASizes(msgspec.Struct, frozen=True):
@@ -112,21 +114,73 @@ class DraftModel(msgspec.Struct, frozen=True):
     """A model that proposes tokens, next to the target on the same devices.
 
     Attributes:
-        num_tokens: The most that are proposed for each row.
+        method: What it is; each of several has another one.
+        sizes: What it needs of the memory of one device that has all of it.
         acceptance: The probability that a token is accepted after those before it were.
     """
 
-    spec: ModelSpec
-    elements: ElementBytes
-    num_tokens: int
+    method: SpeculationMethod
+    sizes: DraftSizes
     acceptance: float
 
-    def on_device(self, split: Split) -> ModelSpec:
-        """Its part on a device: a part of every head, or all where those do not divide."""
+    def split(self, split: Split) -> Split:
+        """How it is divided over the devices of a group: a part of every head, where those divide;
+        EAGLE layers, Medusa heads and quantized checkpoints are complete on each.
+        """
+        spec, alone = self.sizes.spec, Split()
+        if spec is None or self.sizes.elements.weights is not None or spec.parameter_count:
+            return alone
         try:
-            return rank_spec(self.spec, _checked(self.spec, Split(split.tensor)))
+            return _checked(spec, Split(split.tensor))
         except ConfigError:
-            return self.spec
+            return alone
+
+    def on_device(self, split: Split) -> DraftSizes:
+        """What it needs of a device."""
+        spec, own = self.sizes.spec, self.split(split)
+        return self.sizes if spec is None else replace(self.sizes, spec=rank_spec(spec, own))
+
+    def seconds(self, hardware: Hardware, split: Split) -> Callable[[StepLoad], float]:
+        """Predicts its steps, in each of which it computes a draft of each row."""
+        spec, elements = self.sizes.spec, self.sizes.elements
+        if spec is not None:
+            return RooflineCostModel(spec, elements, hardware, self.split(split)).seconds
+        return partial(_head_s, self.sizes, hardware)
+
+
+class PlannedDraft(msgspec.Struct, frozen=True):
+    """A draft model of a candidate. `seconds` predicts its steps."""
+
+    model: DraftModel
+    seconds: Callable[[StepLoad], float]
+
+    def num_tokens(self, limits: StepLimits) -> int:
+        """The most that it proposes for a row."""
+        heads = self.model.sizes.num_heads
+        return (
+            limits.num_speculative_tokens
+            if not heads
+            else min(heads, limits.num_speculative_tokens)
+        )
+
+    def call_s(self, decode: StepLoad, prefill: StepLoad, num_drafts: int) -> float:
+        """Seconds next to a step: one small step for each token that it proposes, of which the
+        first computes the prompts too.
+        """
+        if not num_drafts:
+            return 0.0
+        rows = decode.num_rows
+        context = decode.num_kv_tokens // rows if rows else 0
+        small = StepLoad(rows, rows, rows * context, rows * context)
+        first = small if self.model.sizes.spec is None else small + prefill
+        return self.seconds(first) + (num_drafts - 1) * self.seconds(small)
+
+
+def _head_s(sizes: DraftSizes, hardware: Hardware, load: StepLoad) -> float:
+    """Of one Medusa head."""
+    read_s = sizes.weight_bytes / sizes.num_heads / hardware.bytes_per_s
+    flops = 2.0 * sizes.num_parameters / sizes.num_heads * load.num_rows
+    return max(read_s, flops / hardware.flops_per_s(in_integers=False))
 
 
 class Candidate(msgspec.Struct, frozen=True):
@@ -138,7 +192,7 @@ class Candidate(msgspec.Struct, frozen=True):
         concurrency: Complete sequences of the load that its KV cache holds, at most
             `StepLimits.max_num_seqs`.
         costs: Step times of one engine.
-        draft_costs: Those of its draft model; None without one.
+        drafts: What proposes tokens.
     """
 
     spec: ModelSpec
@@ -151,8 +205,7 @@ class Candidate(msgspec.Struct, frozen=True):
     concurrency: int
     costs: RooflineCostModel
     loras: LoRASizes | None = None
-    draft: DraftModel | None = None
-    draft_costs: RooflineCostModel | None = None
+    drafts: tuple[PlannedDraft, ...] = ()
 
     @property
     def num_engines(self) -> int:
@@ -227,7 +280,7 @@ def fit(
     load: Load,
     limits: StepLimits,
     loras: LoRASizes | None = None,
-    draft: DraftModel | None = None,
+    drafts: Sequence[DraftModel] = (),
     measured: CostModel | None = None,
 ) -> Candidate:
     """Size one device by the engine's own memory plan. `measured` are step times of one device.
@@ -253,7 +306,7 @@ def fit(
     if split.experts > 1 and elements.weights is None:
         weights = weight_bytes(rank, elements.dtype, elements.quantization)
         held = replace(held, weights=weights + router_rest(spec, split) * elements.dtype)
-    sizes = () if draft is None else (DraftSizes(draft.on_device(split), draft.elements),)
+    sizes = [one.on_device(split) for one in drafts]
     memory = plan_memory(
         rank, held, CacheConfig(), scheduler, hardware.memory_bytes, None, drafts=sizes
     )
@@ -267,10 +320,6 @@ def fit(
             f"{split} leaves room for {memory.num_blocks * BLOCK_SIZE} tokens of KV, a request "
             f"has {load.num_tokens}"
         )
-    draft_costs = None
-    if draft is not None:
-        own = Split(split.tensor if draft.on_device(split) is not draft.spec else 1)
-        draft_costs = RooflineCostModel(draft.spec, draft.elements, hardware, own)
     return Candidate(
         spec,
         hardware,
@@ -290,8 +339,7 @@ def fit(
             measured if split.tensor * split.pipeline == split.experts == 1 else None,
         ),
         loras,
-        draft,
-        draft_costs,
+        tuple([PlannedDraft(one, one.seconds(hardware, split)) for one in drafts]),
     )
 
 
@@ -308,12 +356,13 @@ def _with_experts_named(memory: MemoryPlan, spec: ModelSpec, split: Split) -> Me
 
 
 def steady_state(candidate: Candidate, load: Load, prefills: bool = True) -> SteadyState | None:
-    """The balance under a load; None if the engine cannot keep up. Drafts are used if they pay."""
-    plain = _steady_state(candidate, load, False, prefills)
-    if candidate.draft is None:
-        return plain
-    drafted = _steady_state(candidate, load, True, prefills)
-    found = [one for one in (plain, drafted) if one is not None]
+    """The balance under a load; None if the engine cannot keep up. Drafts are those of the model
+    that pays most, if one does.
+    """
+    states = [
+        _steady_state(candidate, load, draft, prefills) for draft in (None, *candidate.drafts)
+    ]
+    found = [one for one in states if one is not None]
     return min(found, key=lambda one: one.tpot_s, default=None)
 
 
@@ -324,22 +373,25 @@ def decode_state(candidate: Candidate, load: Load) -> SteadyState | None:
 
 
 def prompt_s(candidate: Candidate, load: Load) -> float:
-    """Seconds of a prompt in a step of its own, with those of a draft model."""
+    """Seconds of a prompt in a step of its own, with those of draft models."""
     prompt = StepLoad.of_span(0, load.num_inputs)
     if candidate.loras is not None:
         prompt = replace(prompt, num_adapter_rows=1)
-    return candidate.costs.seconds(prompt) + draft_s(candidate, StepLoad(), prompt, 1)
+    drafts_s = sum(
+        draft.seconds(prompt) for draft in candidate.drafts if draft.model.sizes.spec is not None
+    )
+    return candidate.costs.seconds(prompt) + drafts_s
 
 
 def _steady_state(
-    candidate: Candidate, load: Load, with_drafts: bool, prefills: bool
+    candidate: Candidate, load: Load, draft: PlannedDraft | None, prefills: bool
 ) -> SteadyState | None:
     rate = load.rate / candidate.num_engines
     costs = candidate.costs
     num_drafts, tokens_per_step = 0, 1.0
-    if with_drafts and candidate.draft is not None:
-        num_drafts = candidate.draft.num_tokens
-        tokens_per_step = accepted_tokens(num_drafts, candidate.draft.acceptance)
+    if draft is not None:
+        num_drafts = draft.num_tokens(candidate.limits)
+        tokens_per_step = accepted_tokens(num_drafts, draft.model.acceptance)
     step_s = 0.0
     for _ in range(_MAX_ROUNDS):
         num_arrivals = rate * step_s
@@ -350,7 +402,9 @@ def _steady_state(
         if prefill.num_tokens + decode.num_tokens > candidate.limits.max_num_batched_tokens:
             return None
         parts = costs.parts(decode + prefill)
-        seconds = parts.seconds + draft_s(candidate, decode, prefill, num_drafts)
+        seconds = parts.seconds
+        if draft is not None:
+            seconds += draft.call_s(decode, prefill, num_drafts)
         if abs(seconds - step_s) <= _CLOSE * step_s:
             break
         step_s = seconds
@@ -358,22 +412,10 @@ def _steady_state(
         return None
     prompt = StepLoad.of_span(0, load.num_inputs)
     ttft_s = 0.5 * step_s + costs.seconds(decode + prompt)
-    ttft_s += draft_s(candidate, decode, prompt, num_drafts)
+    if draft is not None:
+        ttft_s += draft.call_s(decode, prompt, num_drafts)
     num_rows = rate * step_s * (load.num_outputs - 1) / tokens_per_step
     return SteadyState(step_s, num_rows, ttft_s, parts, tokens_per_step)
-
-
-def draft_s(candidate: Candidate, decode: StepLoad, prefill: StepLoad, num_drafts: int) -> float:
-    """Seconds of the draft model next to a step: one small step for each token that it proposes, of
-    which the first computes the prompts too.
-    """
-    costs = candidate.draft_costs
-    if costs is None or not num_drafts:
-        return 0.0
-    rows = decode.num_rows
-    context = decode.num_kv_tokens // rows if rows else 0
-    small = StepLoad(rows, rows, rows * context, rows * context)
-    return costs.seconds(small + prefill) + (num_drafts - 1) * costs.seconds(small)
 
 
 def _decodes(load: Load, num_arrivals: float, num_drafts: int, loras: LoRASizes | None) -> StepLoad:

@@ -13,7 +13,7 @@ from quickstep.core.cost_model import StepLoad
 from quickstep.errors import ConfigError
 from quickstep.model.checkpoint.tensor_schema import num_parameters
 from quickstep.model.sizing import kv_bytes_per_token, kv_head_bytes, weight_bytes
-from quickstep.plan.candidates import BLOCK_SIZE, Candidate, draft_s
+from quickstep.plan.candidates import BLOCK_SIZE, Candidate, PlannedDraft
 from quickstep.plan.formulas import (
     Split,
     accepted_tokens,
@@ -92,11 +92,13 @@ def _memory(query: PlanQuery, candidate: Candidate) -> Iterator[ExplainedLine]:
             f"{bytes_each // (loras.rank * elements.dtype):,} inputs and outputs of linear layers",
             f"{held['adapters'] / _GB:.3f} GB",
         )
-    if candidate.draft is not None:
+    if candidate.drafts:
+        weights, kv_bytes = held["draft weights"], held.get("draft KV cache", 0)
+        kv = ", KV as many blocks as the target's" if kv_bytes else ""
         yield ExplainedLine(
-            "draft model of a device",
-            f"weights {held['draft weights'] / _GB:.2f} GB, KV as many blocks as the target's",
-            f"{(held['draft weights'] + held['draft KV cache']) / _GB:.2f} GB",
+            f"draft model{'s' if len(candidate.drafts) > 1 else ''} of a device",
+            f"weights {weights / _GB:.2f} GB{kv}",
+            f"{(weights + kv_bytes) / _GB:.2f} GB",
         )
     per_token = kv_bytes_per_token(spec, elements.dtype, elements.kv_dtype)
     head = kv_head_bytes(spec.head_size, elements.dtype, elements.kv_dtype)
@@ -145,25 +147,24 @@ def _experts(query: PlanQuery, candidate: Candidate) -> Iterator[ExplainedLine]:
     )
 
 
-def _drafts(candidate: Candidate, context: int) -> Iterator[ExplainedLine]:
-    draft = candidate.draft
-    if draft is None:
-        return
-    width = 1 + draft.num_tokens
+def _drafts(candidate: Candidate, draft: PlannedDraft, context: int) -> Iterator[ExplainedLine]:
+    num_tokens, acceptance = draft.num_tokens(candidate.limits), draft.model.acceptance
+    what = "drafts" if len(candidate.drafts) == 1 else f"drafts of {draft.model.method.value}"
+    width = 1 + num_tokens
     for rows in (1, 8, 64):
         if rows > candidate.concurrency:
             return
         plain = StepLoad(rows, rows, rows * context, rows * context)
         wide = StepLoad(rows * width, rows, rows * (context + width - 1), rows * width * context)
-        own_s = draft_s(candidate, wide, StepLoad(), draft.num_tokens)
+        own_s = draft.call_s(wide, StepLoad(), num_tokens)
         step_s, plain_s = candidate.costs.seconds(wide), candidate.costs.seconds(plain)
-        tokens = accepted_tokens(draft.num_tokens, draft.acceptance)
+        tokens = accepted_tokens(num_tokens, acceptance)
         per_token_s = (step_s + own_s) / tokens
         yield ExplainedLine(
-            f"drafts, batch {rows}",
-            f"({1e3 * step_s:.2f} ms for {width} positions + {draft.num_tokens} draft steps "
-            f"{1e3 * own_s:.2f} ms) / {tokens:.2f} tokens (1 + p + ... + p^{draft.num_tokens}, "
-            f"p = {draft.acceptance:g})",
+            f"{what}, batch {rows}",
+            f"({1e3 * step_s:.2f} ms for {width} positions + {num_tokens} draft steps "
+            f"{1e3 * own_s:.2f} ms) / {tokens:.2f} tokens (1 + p + ... + p^{num_tokens}, "
+            f"p = {acceptance:g})",
             f"{1e3 * per_token_s:.2f} ms a token, {plain_s / per_token_s:.2f} x as fast",
         )
 
@@ -208,7 +209,8 @@ def _time(query: PlanQuery, candidate: Candidate) -> Iterator[ExplainedLine]:
             f"{1e3 * parts.transfer_s:.2f} + overhead {1e3 * parts.overhead_s:.2f} ms",
             f"{1e3 * parts.seconds:.2f} ms, {rows / parts.seconds:.0f} tokens/s",
         )
-    yield from _drafts(candidate, context)
+    for draft in candidate.drafts:
+        yield from _drafts(candidate, draft, context)
     parts = costs.parts(StepLoad.of_span(0, load.num_inputs))
     yield ExplainedLine(
         "prefill of a prompt",

@@ -37,9 +37,8 @@ from quickstep.plan.candidates import (
 from quickstep.plan.formulas import Split, whole_blocks
 from quickstep.plan.hardware import Hardware
 from quickstep.plan.placements import Placement, best_placement, placement_capacity
-from quickstep.plan.traffic import simulate_arrivals
+from quickstep.plan.traffic import num_drafts, simulate_arrivals, simulated_drafts
 from quickstep.sim.arrivals import poisson
-from quickstep.sim.drafts import SimulatedDrafts
 from quickstep.sim.simulate import Arrival, simulate
 from quickstep.sim.summary import Summary, Targets, summarize
 from quickstep.sim.workload import Adapters, adapter_ids
@@ -73,7 +72,7 @@ class PlanQuery(msgspec.Struct, frozen=True):
         model: Its name, for people.
         attainment: The part of the requests that must meet the targets.
         loras: Adapters of the requests; None without.
-        draft: What proposes tokens; None without.
+        drafts: What proposes tokens.
         divides_experts: Only splits with expert parallelism.
         measured: Step times of the model on one of the devices; None predicts them.
     """
@@ -88,14 +87,14 @@ class PlanQuery(msgspec.Struct, frozen=True):
     limits: StepLimits = StepLimits()
     seed: int = 0
     loras: LoRASizes | None = None
-    draft: DraftModel | None = None
+    drafts: tuple[DraftModel, ...] = ()
     divides_experts: bool = False
     measured: CostModel | None = None
 
     def fit(self, split: Split, elements: ElementBytes | None = None) -> Candidate:
         """A split of the query's devices. Raises ConfigError."""
         elements = elements or self.elements
-        sizes = self.load, self.limits, self.loras, self.draft, self.measured
+        sizes = self.load, self.limits, self.loras, self.drafts, self.measured
         return fit(self.spec, self.hardware, split, elements, *sizes)
 
 
@@ -274,15 +273,15 @@ def simulate_candidate(candidate: Candidate, query: PlanQuery) -> Summary:
     inside = 3.0 * rate * end_to_end(state, query.load) if state else 0.0
     most = max(_MIN_REQUESTS, _MAX_ROW_STEPS // query.load.num_outputs)
     num_requests = min(max(_MIN_REQUESTS, round(inside)), most)
-    draft, loras = candidate.draft, candidate.loras
-    if draft is not None or loras is not None:
+    loras = candidate.loras
+    if candidate.drafts or loras is not None:
         num_requests = max(_MIN_REQUESTS, num_requests // 3)  # each step is planned
     config = SchedulerConfig(
         max_num_seqs=candidate.limits.max_num_seqs,
         max_num_batched_tokens=candidate.limits.max_num_batched_tokens,
         max_model_len=query.load.num_tokens,
         inter_token_target_s=query.targets.tpot_s or _SLOWEST_TARGET_S,
-        num_speculative_tokens=0 if draft is None else draft.num_tokens,
+        num_speculative_tokens=num_drafts(candidate),
         max_loras=None if loras is None else loras.max_loras,
     )
     pool = KVBlockPool(candidate.num_blocks, BLOCK_SIZE, prefix_caching=False)
@@ -292,10 +291,7 @@ def simulate_candidate(candidate: Candidate, query: PlanQuery) -> Summary:
         scheduler.register_adapter(name, 1)
     times = poisson(random.Random(query.seed), rate, num_requests)
     arrivals = _arrivals(query.load, times, adapters)
-    drafts = None
-    if draft is not None and candidate.draft_costs is not None:
-        rng = random.Random(query.seed + 1)
-        drafts = SimulatedDrafts(draft.acceptance, rng, candidate.draft_costs)
+    drafts = simulated_drafts(candidate, random.Random(query.seed + 1))
     outcome = simulate(arrivals, scheduler, candidate.costs, drafts=drafts)
     warmup_s = times[int(_WARMUP * num_requests)]
     return summarize(outcome, candidate.num_blocks, query.targets, warmup_s)
@@ -317,7 +313,7 @@ def _disaggregated(
     most = _MAX_ROW_STEPS // load.num_outputs
     inside = round(3.0 * load.rate * end_to_end(state, load)) if state else 0
     num_requests = min(max(_MIN_REQUESTS, inside), max(_MIN_REQUESTS, most))
-    if decode.draft is not None or decode.loras is not None:
+    if decode.drafts or decode.loras is not None:
         num_requests = max(_MIN_REQUESTS, num_requests // 3)  # each step is planned
     adapters = None if decode.loras is None else _adapters(decode.loras)
     times = poisson(random.Random(query.seed), load.rate, num_requests)

@@ -119,7 +119,7 @@ class RooflineCostModel:
         self._num_shares = 2 * spec.num_layers
         if split.experts > split.tensor:
             self._num_shares -= self._num_sparse
-        held = weight_bytes(rank, elements.dtype, elements.quantization)
+        held = elements.weights or weight_bytes(rank, elements.dtype, elements.quantization)
         matrices = self._layer_parameters + self._head_parameters * (1 if rank.tied else 2)
         self._bytes_per_parameter = held / matrices
 

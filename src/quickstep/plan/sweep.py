@@ -1,11 +1,13 @@
 """`quickstep simulate --sweep`: which combination of options serves a load within its targets.
 
 Every combination gets the same clients. Its *knee* is the highest rate at which enough requests are
-within the targets: the highest of the rates that are given, or found by bisection from the one that
-is. The recommendation is the combination that costs least among those that serve the rate.
+within the targets: the highest of the rates that are given, or found by a search from the one that
+is: upwards by doubling, downwards in growing steps to a floor, then by bisection of the logarithm.
+The recommendation is the combination that costs least among those that serve the rate.
 
 A load is there only after as many sessions have begun as end. So sessions begin for a multiple of
-their mean duration and some seconds more, and the requests of the last part are counted.
+their mean duration and some seconds more, and the requests of the last part are counted. A
+simulation ends when those have ended, or when too many of them are late.
 """
 
 from __future__ import annotations
@@ -21,6 +23,7 @@ from quickstep.core.cost_model import StepLoad
 from quickstep.plan.candidates import Candidate
 from quickstep.sim.simulate import Simulation
 from quickstep.sim.summary import Summary, Targets, ending_times, summarize
+from quickstep.sim.window import CountedWindow
 from quickstep.types import StepRecord
 
 __all__ = [
@@ -30,11 +33,13 @@ __all__ = [
     "SweepQuery",
     "SweepRow",
     "binding_of",
+    "measure",
     "run_sweep",
 ]
 
 _CLOSE = 1.05  # the knee is known to that factor
 _MAX_DOUBLINGS = 10
+_LOWER = (2.0, 8.0, 128.0)  # the rate is divided by; the last one is the floor
 _MAX_REQUESTS = 50_000  # of a simulation: no higher rate is tried
 _WARMUP_SESSIONS = 2.0  # mean durations of a session that are not counted
 _WARMUP = 0.2  # part of the time that is not counted in any case
@@ -87,17 +92,27 @@ class SweepQuery(msgspec.Struct, frozen=True):
         duration_s = (_WARMUP_SESSIONS * self.session_s + counted_s) / (1.0 - _WARMUP)
         return max(self.least_requests, math.ceil(rate * self.mean_turns * duration_s))
 
+    def window(self, rate: float) -> CountedWindow:
+        """The requests that count."""
+        num_requests = self.num_requests(rate)
+        end_s = num_requests / self.mean_turns / rate
+        start_s = max(_WARMUP * end_s, _WARMUP_SESSIONS * self.session_s)
+        return CountedWindow(start_s, end_s, self.targets, self.attainment, num_requests)
+
 
 class SweepPoint(msgspec.Struct, frozen=True):
     """One simulation.
 
     Attributes:
+        is_complete: False if it ended when too many requests were late: its figures are those of
+            the requests that had ended.
         ttft_met, tpot_met: The parts of the complete requests within each target.
         binding: What most of its time was spent on, or what requests waited for.
     """
 
     rate: float
     met: bool
+    is_complete: bool
     figures: Summary
     ttft_met: float
     tpot_met: float
@@ -108,7 +123,7 @@ class SweepRow(msgspec.Struct, frozen=True):
     """A combination.
 
     Attributes:
-        knee: The highest rate that met the targets; 0 if none did.
+        knee: The highest rate that met the targets; 0 if none did, down to the first of `points`.
         limit: What is late above the knee, and why; "" if every rate met the targets.
         points: By rate.
     """
@@ -131,8 +146,9 @@ class Sweep(msgspec.Struct, frozen=True):
     recommendation: str
 
 
-# A simulation of a combination's engines at a rate, with so many requests.
-SimulateAt = Callable[[Combination, Candidate, float, int], Simulation]
+# A simulation of a combination's engines at a rate, with at most so many requests as the window
+# says.
+SimulateAt = Callable[[Combination, Candidate, float, CountedWindow], Simulation]
 
 
 def run_sweep(
@@ -159,8 +175,8 @@ def _row(
     query: SweepQuery, combination: Combination, candidate: Candidate, simulate_at: SimulateAt
 ) -> SweepRow:
     def point(rate: float) -> SweepPoint:
-        outcome = simulate_at(combination, candidate, rate, query.num_requests(rate))
-        return _point(query, candidate, rate, outcome)
+        window = query.window(rate)
+        return measure(candidate, rate, window, simulate_at(combination, candidate, rate, window))
 
     points = _points(query, point)
     points.sort(key=lambda one: one.rate)
@@ -184,16 +200,24 @@ def _points(query: SweepQuery, point: Callable[[float], SweepPoint]) -> list[Swe
     if len(rates) > 1:
         return points
     low = high = rates[0]
-    begins_met = points[0].met
-    for _ in range(_MAX_DOUBLINGS):
-        if points[-1].met is not begins_met:
-            break
-        if begins_met and query.num_requests(2.0 * high) > _MAX_REQUESTS:
+    if points[0].met:
+        for _ in range(_MAX_DOUBLINGS):
+            if query.num_requests(2.0 * high) > _MAX_REQUESTS:
+                return points
+            low, high = high, 2.0 * high
+            points.append(point(high))
+            if not points[-1].met:
+                break
+        else:
             return points
-        low, high = (high, 2.0 * high) if begins_met else (low / 2.0, low)
-        points.append(point(high if begins_met else low))
     else:
-        return points
+        for divisor in _LOWER:
+            low, high = rates[0] / divisor, low
+            points.append(point(low))
+            if points[-1].met:
+                break
+        else:
+            return points
     while high / low > _CLOSE:
         middle = math.sqrt(low * high)
         points.append(point(middle))
@@ -201,23 +225,24 @@ def _points(query: SweepQuery, point: Callable[[float], SweepPoint]) -> list[Swe
     return points
 
 
-def _point(query: SweepQuery, candidate: Candidate, rate: float, outcome: Simulation) -> SweepPoint:
-    end_s = query.num_requests(rate) / query.mean_turns / rate
-    start_s = max(_WARMUP * end_s, _WARMUP_SESSIONS * query.session_s)
+def measure(
+    candidate: Candidate, rate: float, window: CountedWindow, outcome: Simulation
+) -> SweepPoint:
+    """The point of a simulation, which has ended with its window or later."""
+    start_s, end_s, targets = window.start_s, window.end_s, window.targets
     begun = [one for one in outcome.endings if one.timings.arrival_s <= end_s]
-    summary = summarize(
-        replace(outcome, endings=begun), candidate.num_blocks, query.targets, start_s
-    )
+    summary = summarize(replace(outcome, endings=begun), candidate.num_blocks, targets, start_s)
     counted = [one for one in begun if one.timings.arrival_s >= start_s]
     times = [found for found in map(ending_times, counted) if found is not None]
     parts = []
-    for place, limit in enumerate((query.targets.ttft_s, query.targets.tpot_s)):
+    for place, limit in enumerate((targets.ttft_s, targets.tpot_s)):
         num_met = sum(limit is None or one[place] <= limit for one in times)
         parts.append(num_met / len(times) if times else 0.0)
-    met = summary.attainment >= query.attainment
+    met = not window.is_missed and summary.attainment >= window.attainment
     records = [one for one in outcome.records if start_s <= one.committed_at_s <= end_s]
     binding = binding_of(records, candidate, summary)
-    return SweepPoint(rate, met, summary, parts[0], parts[1], binding)
+    is_complete = not window.is_missed
+    return SweepPoint(rate, met, is_complete, summary, parts[0], parts[1], binding)
 
 
 def binding_of(records: Sequence[StepRecord], candidate: Candidate, summary: Summary) -> str:
@@ -261,7 +286,8 @@ def _recommendation(row: SweepRow, rate: float, met: bool, query: SweepQuery) ->
     price = "" if row.usd_per_hour is None else f", ${row.usd_per_hour:.2f}/h"
     name = f"{row.combination} ({devices}{price})"
     if not met:
-        knee = f"serves up to {row.knee:.3g}/s" if row.knee else "is late at every rate"
+        lowest = row.points[0].rate
+        knee = f"serves up to {row.knee:.3g}/s" if row.knee else f"is late from {lowest:.3g}/s on"
         return (
             f"no combination has {query.attainment:.0%} of the requests in time at {rate:g} "
             f"sessions/s; the best, {name}, {knee}, then {row.limit}"

@@ -23,12 +23,13 @@ from quickstep.plan.candidates import BLOCK_SIZE, Candidate, Load
 from quickstep.plan.hardware import Link
 from quickstep.sim.arrivals import diurnal, gamma, ramp
 from quickstep.sim.disaggregated import DisaggregatedRun, KVLink, PhaseEngine
-from quickstep.sim.drafts import SimulatedDrafts
+from quickstep.sim.drafts import SimulatedDrafts, SimulatedModel
 from quickstep.sim.engine import SimulatedEngine, VirtualClock, quick_digest
 from quickstep.sim.faults import random_faults
 from quickstep.sim.replicas import ReplicaRun
 from quickstep.sim.routers import ROUTERS
 from quickstep.sim.simulate import Arrival, Follow, Progress, Simulation, simulate
+from quickstep.sim.window import CountedWindow
 from quickstep.sim.workload import Adapters, Clients, Workload, adapter_ids
 
 __all__ = [
@@ -37,8 +38,10 @@ __all__ = [
     "Replicas",
     "Traffic",
     "mean_load",
+    "num_drafts",
     "simulate_arrivals",
     "simulate_traffic",
+    "simulated_drafts",
 ]
 
 ARRIVALS = ("gamma", "ramp", "diurnal", "closed-loop")
@@ -114,16 +117,36 @@ class PhasePools(msgspec.Struct, frozen=True):
     def kv_link(self, prefill: Candidate) -> KVLink:
         """Between a prefill engine and a decode engine: their devices send in parallel."""
         num_links = min(prefill.split.tensor, self.decode.split.tensor)
-        elements, draft = prefill.elements, prefill.draft
+        elements = prefill.elements
         token_bytes = kv_bytes_per_token(prefill.spec, elements.dtype, elements.kv_dtype)
-        if draft is not None:
-            elements = draft.elements
-            token_bytes += kv_bytes_per_token(draft.spec, elements.dtype, elements.kv_dtype)
+        token_bytes += sum(draft.model.sizes.kv_bytes_per_token for draft in prefill.drafts)
         return KVLink(
             num_links * self.link.gb_per_s * 1e9 * prefill.hardware.achieved.link,
             self.link.latency_us * 1e-6,
             token_bytes,
         )
+
+
+def num_drafts(candidate: Candidate) -> int:
+    """The most drafts of a row; 0 if nothing drafts."""
+    return candidate.limits.num_speculative_tokens if candidate.drafts else 0
+
+
+def simulated_drafts(candidate: Candidate, rng: random.Random) -> SimulatedDrafts | None:
+    """What drafts in an engine; None if nothing does. `rng`: Of which drafts are accepted."""
+    if not candidate.drafts:
+        return None
+    models = [
+        SimulatedModel(
+            draft.model.method.value,
+            draft.model.acceptance,
+            draft.seconds,
+            computes_prompts=draft.model.sizes.spec is not None,
+            most_drafts=draft.model.sizes.num_heads or None,
+        )
+        for draft in candidate.drafts
+    ]
+    return SimulatedDrafts(models, rng)
 
 
 def mean_load(arrivals: Sequence[Arrival]) -> Load:
@@ -153,9 +176,10 @@ def simulate_traffic(
     progress: Progress | None = None,
     replicas: Replicas | None = None,
     phases: PhasePools | None = None,
+    window: CountedWindow | None = None,
 ) -> Simulation:
-    """A candidate's engine, or replicas of it, with the clients of `traffic`; `phases` as in
-    `simulate_arrivals`.
+    """A candidate's engine, or replicas of it, with the clients of `traffic`; `phases` and `window`
+    as in `simulate_arrivals`.
     """
     clients = Clients(
         traffic.workload,
@@ -176,6 +200,8 @@ def simulate_traffic(
         progress=progress,
         replicas=replicas,
         phases=phases,
+        window=window,
+        seed=traffic.seed,
     )
 
 
@@ -191,20 +217,21 @@ def simulate_arrivals(
     replicas: Replicas | None = None,
     phases: PhasePools | None = None,
     inter_token_target_s: float | None = None,
+    window: CountedWindow | None = None,
     seed: int = 0,
 ) -> Simulation:
-    """A candidate's engine, or replicas of it, with these arrivals; `pads` and `progress` as in
-    `simulate`. With `phases` the candidate is an engine that only prefills. `seed`: Of which drafts
-    are accepted.
+    """A candidate's engine, or replicas of it, with these arrivals; `pads`, `progress` and `window`
+    as in `simulate`. With `phases`, which takes no window, the candidate is an engine that only
+    prefills. `seed`: Of which drafts are accepted.
     """
-    draft, rng = candidate.draft, random.Random(seed)
+    rng = random.Random(seed)
     config = SchedulerConfig(
         max_num_seqs=candidate.limits.max_num_seqs,
         max_num_batched_tokens=candidate.limits.max_num_batched_tokens,
         max_model_len=max_model_len,
         policy=policy,
         max_loras=None if adapters is None else adapters.max_loras,
-        num_speculative_tokens=0 if draft is None else draft.num_tokens,
+        num_speculative_tokens=num_drafts(candidate),
     )
     costs, load_s = candidate.costs, 0.0 if adapters is None else adapters.load_s
 
@@ -220,14 +247,9 @@ def simulate_arrivals(
     def new_pool(of: Candidate) -> KVBlockPool:
         return KVBlockPool(of.num_blocks, BLOCK_SIZE, digest=quick_digest)
 
-    def new_drafts(of: Candidate) -> SimulatedDrafts | None:
-        if of.draft is None or of.draft_costs is None:
-            return None
-        return SimulatedDrafts(of.draft.acceptance, rng, of.draft_costs)
-
     def new_engine(of: Candidate, clock: VirtualClock) -> PhaseEngine:
         pool = new_pool(of)
-        scheduler, drafts = new_scheduler(of, pool), new_drafts(of)
+        scheduler, drafts = new_scheduler(of, pool), simulated_drafts(of, rng)
         engine = SimulatedEngine(clock, scheduler, of.costs, pads, load_s, drafts=drafts)
         return PhaseEngine(engine, pool, config.max_num_seqs)
 
@@ -251,7 +273,8 @@ def simulate_arrivals(
             pads,
             adapter_load_s=load_s,
             progress=progress,
-            drafts=new_drafts(candidate),
+            drafts=simulated_drafts(candidate, rng),
+            window=window,
         )
     arrivals = tuple(arrivals)
     until_s = max((arrival.at_s for arrival in arrivals), default=0.0) or _FAULTS_UNTIL_S
@@ -265,4 +288,5 @@ def simulate_arrivals(
         random_faults(fault_rng, replicas.count, until_s, replicas.num_faults),
         follow=follow,
         progress=progress,
+        window=window,
     ).run()

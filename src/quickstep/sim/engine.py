@@ -97,18 +97,17 @@ class ClockExecutor:
             self._sampling[admission.slot] = admission.sampling
         computed = padded(plan) if self._pads else plan
         seconds = self._cost_model.seconds(StepLoad.of_plan(computed, self._sampling))
+        drafted: dict[int, RowOutput] = {}
         if self._drafts is not None:
-            seconds += self._drafts.seconds(plan)
+            drafted, drafts_s = self._drafts.step(plan, seconds, _TOKEN_ID)
+            seconds += drafts_s
         seconds *= self.slowdown
         self._free_at_s = max(self._clock.now, self._free_at_s) + seconds
-        outputs = tuple(map(self._output, plan.rows))
+        outputs = tuple(map(_output, plan.rows))
+        if drafted:
+            outputs = tuple([drafted.get(place, one) for place, one in enumerate(outputs)])
         result = StepResult(plan.step_id, outputs, seconds)
         return ClockTicket(self._clock, self._free_at_s, result)
-
-    def _output(self, row: StepRow) -> RowOutput:
-        if self._drafts is not None and row.emits:
-            return self._drafts.output(row, _TOKEN_ID)
-        return _output(row)
 
     def ran_until(self, time_s: float) -> None:
         """Steps that were not submitted here took until then."""

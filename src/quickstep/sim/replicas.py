@@ -36,6 +36,8 @@ from quickstep.types import (
 if TYPE_CHECKING:
     from random import Random
 
+    from quickstep.sim.window import CountedWindow
+
 __all__ = ["NewEngine", "ReplicaOptions", "ReplicaRun"]
 
 # A new engine of a replica, on its clock.
@@ -220,7 +222,7 @@ class ReplicaRun:
     """One simulation of replicas. `run` it once.
 
     Args:
-        arrivals: As in `simulate`, and so are `follow` and `progress`.
+        arrivals: As in `simulate`, and so are `follow`, `progress` and `window`.
         make_engine: A new engine on a clock, for a replica, and for one that has crashed.
         rng: Of what is lost and cancelled.
         check: Called after every event: for tests.
@@ -237,6 +239,7 @@ class ReplicaRun:
         options: ReplicaOptions | None = None,
         follow: Follow | None = None,
         progress: Progress | None = None,
+        window: CountedWindow | None = None,
         check: Callable[[ReplicaRun], None] | None = None,
     ) -> None:
         options = options or ReplicaOptions()
@@ -247,6 +250,7 @@ class ReplicaRun:
         self._options = options
         self._follow = follow
         self._progress = progress
+        self._window = window
         self._check = check
         self._rng = rng
         self.replicas = [
@@ -282,6 +286,8 @@ class ReplicaRun:
             if self._check is not None:
                 self._check(self)
             next_s = self._next_s()
+        for replica in self.replicas:  # of a run that ends early
+            replica.catch_up(self.now)
         outcome = self.outcome
         records = [
             record for one in self.replicas for record in (*one.past_records, *one.engine.records)
@@ -291,6 +297,8 @@ class ReplicaRun:
         return outcome
 
     def _next_s(self) -> float | None:
+        if self._window is not None and self._window.is_over(self.now):
+            return None
         next_s = min(self._due_s)
         if self._events:
             next_s = min(next_s, self._events[0][0])
@@ -385,14 +393,16 @@ class ReplicaRun:
             self._take(message.replica, content)
         elif isinstance(content, _Ended):
             self._sequence_ended(content)
-        elif self._take_live(content.request_id) is not None:
-            self.outcome.refused.append((content.request_id, content.problem))
+        else:
+            self._refuse(content)
 
     # -- router -------------------------------------------------------------------------------
 
     def _arrive(self, arrival: Arrival) -> None:
         request = arrival.request
         self.live[request.request_id] = _Live(arrival, self.now)
+        if self._window is not None:
+            self._window.arrived(self.now, request.sampling.n)
         if arrival.cancel_after_s is not None:
             self._schedule(self.now + arrival.cancel_after_s, _CancelOne(request.request_id))
         self._route(request.request_id)
@@ -435,10 +445,20 @@ class ReplicaRun:
     def _end(self, endings: Iterable[Ending]) -> None:
         for ending in endings:
             self.outcome.endings.append(ending)
+            if self._window is not None:
+                self._window.ended(ending)
             if self._progress is not None:
                 self._progress(len(self.outcome.endings))
             for arrival in self._follow(ending) if self._follow is not None else ():
                 self._schedule(arrival.at_s, arrival)
+
+    def _refuse(self, refused: _Refused) -> None:
+        live = self._take_live(refused.request_id)
+        if live is None:
+            return
+        self.outcome.refused.append((refused.request_id, refused.problem))
+        if self._window is not None:
+            self._window.refused(live.arrived_s, live.arrival.request.sampling.n)
 
     def _cancel(self, name: str) -> None:
         live = self._take_live(name)

@@ -10,6 +10,7 @@ from __future__ import annotations
 import heapq
 import math
 from collections.abc import Callable, Iterable
+from typing import TYPE_CHECKING
 
 import msgspec
 
@@ -19,6 +20,9 @@ from quickstep.errors import RequestError
 from quickstep.sim.drafts import SimulatedDrafts
 from quickstep.sim.engine import SimulatedEngine, VirtualClock
 from quickstep.types import FinishReason, Request, SequenceOutput, SequenceTimings, StepRecord
+
+if TYPE_CHECKING:
+    from quickstep.sim.window import CountedWindow
 
 __all__ = ["Arrival", "Ending", "Follow", "Handovers", "Progress", "Simulation", "simulate"]
 
@@ -96,12 +100,14 @@ class _Run:
         engine: SimulatedEngine,
         follow: Follow | None,
         progress: Progress | None,
+        window: CountedWindow | None,
     ) -> None:
         self.outcome = Simulation(records=engine.records)
         self._clock = clock
         self._engine = engine
         self._follow = follow
         self._progress = progress
+        self._window = window
         self._tenants: dict[str, str] = {}  # of live requests that have one
         # (time, number of the event, what happens: a string is the request to cancel)
         self._events: list[tuple[float, int, Arrival | str]] = []
@@ -133,11 +139,15 @@ class _Run:
         if isinstance(event, str):
             self._record_endings(scheduler.abort(event, now))
             return
-        request = event.request
+        request, num_sequences = event.request, event.request.sampling.n
+        if self._window is not None:
+            self._window.arrived(now, num_sequences)
         try:
             scheduler.add(request, now)
         except RequestError as error:
             self.outcome.refused.append((request.request_id, str(error)))
+            if self._window is not None:
+                self._window.refused(now, num_sequences)
             return
         if request.tenant:
             self._tenants[request.request_id] = request.tenant
@@ -146,6 +156,8 @@ class _Run:
 
     def next_event_s(self) -> float | None:
         """The time of the next event; None at the end."""
+        if self._window is not None and self._window.is_over(self._clock.now):
+            return None
         engine_s = self._engine.next_s()
         times = [self._events[0][0]] if self._events else []
         return min([*times, engine_s] if engine_s is not None else times, default=None)
@@ -161,6 +173,8 @@ class _Run:
                     self._tenants.get(output.request_id, ""),
                 )
                 self.outcome.endings.append(ending)
+                if self._window is not None:
+                    self._window.ended(ending)
                 if self._progress is not None:
                     self._progress(len(self.outcome.endings))
                 for arrival in self._follow(ending) if self._follow is not None else ():
@@ -177,6 +191,7 @@ def simulate(
     adapter_load_s: float = 0.0,
     progress: Progress | None = None,
     drafts: SimulatedDrafts | None = None,
+    window: CountedWindow | None = None,
 ) -> Simulation:
     """Run a new scheduler over `arrivals`; `cost_model` gives the duration of a step.
 
@@ -185,7 +200,7 @@ def simulate(
     save. `step_by_step` does not advance steps that only decode in one go, which changes nothing
     but the time that it takes. `adapter_load_s`: how long the load of a LoRA adapter takes, if
     adapters are a resource of the scheduler. `drafts`: what proposes tokens, if the scheduler asks
-    for some.
+    for some. With a `window`, the simulation ends when its requests are known.
 
     Give the scheduler a cost model of its own: that one learns, this one does not change. For a
     machine that was measured, both are `LinearCostModel.of_fit` of its stored fit
@@ -195,7 +210,7 @@ def simulate(
     engine = SimulatedEngine(
         clock, scheduler, cost_model, pads, adapter_load_s, step_by_step, drafts
     )
-    run = _Run(arrivals, clock, engine, follow, progress)
+    run = _Run(arrivals, clock, engine, follow, progress, window)
     event_s = run.next_event_s()
     while event_s is not None:
         clock.now = max(clock.now, event_s)

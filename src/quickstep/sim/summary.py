@@ -21,6 +21,7 @@ __all__ = [
     "Targets",
     "by_tenant",
     "ending_times",
+    "in_time",
     "percentile",
     "summarize",
 ]
@@ -131,7 +132,7 @@ def summarize(
     endings = [one for one in outcome.endings if one.timings.arrival_s >= warmup_s]
     times = [found for found in map(ending_times, endings) if found is not None]
     num_requests = len(endings) + len(outcome.refused)
-    num_met = sum(_meets(one, targets) for one in times)
+    num_met = sum(in_time(one, targets) is True for one in endings)
     num_cancelled = sum(one.reason is FinishReason.ABORTED for one in endings)
     num_wanted = num_requests - num_cancelled
     end_s = max((one.timings.arrival_s for one in endings), default=0.0)
@@ -187,7 +188,15 @@ def by_tenant(outcome: Simulation) -> dict[str, Simulation]:
     }
 
 
-def _meets(times: tuple[float, float, float], targets: Targets) -> bool:
+def in_time(ending: Ending, targets: Targets) -> bool | None:
+    """Whether a sequence is complete and met the targets; None for one that its client cancelled,
+    which does not count.
+    """
+    if ending.reason is FinishReason.ABORTED:
+        return None
+    times = ending_times(ending)
+    if times is None:
+        return False
     ttft_s, tpot_s, _ = times
-    in_time = targets.ttft_s is None or ttft_s <= targets.ttft_s
-    return in_time and (targets.tpot_s is None or tpot_s <= targets.tpot_s)
+    meets = targets.ttft_s is None or ttft_s <= targets.ttft_s
+    return meets and (targets.tpot_s is None or tpot_s <= targets.tpot_s)

@@ -14,28 +14,38 @@ from quickstep.cli.flags.parsing import (
     positive_number,
     token_count,
 )
-from quickstep.config import QUANTIZATIONS
+from quickstep.config import (
+    QUANTIZATIONS,
+    CacheConfig,
+    EngineConfig,
+    LoadConfig,
+    ProposerConfig,
+    SpeculationConfig,
+    SpeculationMethod,
+)
 from quickstep.errors import ConfigError
 
 if TYPE_CHECKING:
     from quickstep.core.cost_model import CostModel
     from quickstep.model.decoder_spec import ModelSpec
-    from quickstep.model.sizing import ElementBytes
+    from quickstep.model.sizing import DraftSizes, ElementBytes
     from quickstep.plan.candidates import DraftModel, LoRASizes
     from quickstep.plan.hardware import Hardware
 
 __all__ = [
     "adapters_of",
-    "add_adapters_and_drafts",
+    "add_adapters",
+    "add_drafts",
     "add_engine_sizes",
     "add_hardware",
-    "draft_of",
+    "drafts_of",
     "element_bytes",
     "hardware_of",
     "measured_steps",
 ]
 
 _DTYPE_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
+_ACCEPTANCE = 0.7
 _SCRATCH_BYTES = 8  # of the native kernels' op table
 
 
@@ -81,8 +91,8 @@ def add_engine_sizes(group: argparse._ArgumentGroup) -> None:
     )
 
 
-def add_adapters_and_drafts(group: argparse._ArgumentGroup) -> None:
-    """Add the flags of LoRA adapters and of a draft model, whose memory and time are planned."""
+def add_adapters(group: argparse._ArgumentGroup) -> None:
+    """Add the flags of LoRA adapters, whose memory and time are planned."""
     group.add_argument(
         "--max-loras",
         type=non_negative_int,
@@ -103,25 +113,32 @@ def add_adapters_and_drafts(group: argparse._ArgumentGroup) -> None:
         help="the linear layers that they change, such as q_proj,v_proj (default: those of "
         "attention and MLP)",
     )
+
+
+def add_drafts(group: argparse._ArgumentGroup) -> None:
+    """Add the flags of what drafts on the same devices, whose memory and time are planned."""
     group.add_argument(
         "--speculative-model",
+        action="append",
         metavar="MODEL",
-        help="a draft model on the same devices: a config.json, a checkpoint, or a known name",
+        help="a draft model on the same devices: a config.json, a checkpoint, or a known name; or "
+        "a checkpoint of Medusa heads or an EAGLE layer; repeat it for several of different "
+        "methods, of which each sequence has the drafts that are predicted to gain most",
     )
     group.add_argument(
         "--num-speculative-tokens",
         type=positive_int,
         default=4,
         metavar="N",
-        help="the most tokens that it proposes at a time (default: %(default)s)",
+        help="most draft tokens of a sequence in a step (default: %(default)s)",
     )
     group.add_argument(
         "--acceptance",
         type=fraction,
-        default=0.7,
+        action="append",
         metavar="PART",
-        help="probability that a proposed token is accepted, after those before it were "
-        "(default: %(default)s)",
+        help="probability that a proposed token is accepted, after those before it were; repeat it "
+        f"for each model, in their order (default: {_ACCEPTANCE})",
     )
 
 
@@ -137,16 +154,49 @@ def adapters_of(args: argparse.Namespace, spec: ModelSpec) -> LoRASizes | None:
     return loras
 
 
-def draft_of(args: argparse.Namespace) -> DraftModel | None:
-    """The draft model of the flags; None without. Raises ConfigError."""
+def drafts_of(args: argparse.Namespace, target: ModelSpec) -> tuple[DraftModel, ...]:
+    """What drafts for the target by the flags. Raises ConfigError."""
+    from quickstep.engine.speculation import check_methods
     from quickstep.plan.candidates import DraftModel
+
+    names: list[str] = args.speculative_model or []
+    given: list[float] = args.acceptance or [_ACCEPTANCE]
+    if len(given) not in (1, len(names)):
+        raise ConfigError(
+            f"--acceptance is given {len(given)} times and --speculative-model {len(names)} times; "
+            "give one for all models, or one for each"
+        )
+    found = [_found_draft(name, target) for name in names]
+    check_methods([(method, name) for (method, _), name in zip(found, names, strict=True)])
+    acceptances = given if len(given) == len(names) else given * len(names)
+    return tuple(
+        [
+            DraftModel(method, sizes, acceptance)
+            for (method, sizes), acceptance in zip(found, acceptances, strict=True)
+        ]
+    )
+
+
+def _found_draft(name: str, target: ModelSpec) -> tuple[SpeculationMethod, DraftSizes]:
+    """What a model drafts by, and what it needs of the memory; of a checkpoint, by the engine's own
+    reading of it.
+    """
+    from quickstep.engine.speculation import draft_checkpoints, sizes_of
+    from quickstep.model.checkpoint.gguf_file import is_gguf
+    from quickstep.model.checkpoint.source import local_checkpoint
+    from quickstep.model.sizing import DraftSizes
     from quickstep.plan.models import find_model
 
-    if args.speculative_model is None:
-        return None
-    spec = find_model(args.speculative_model)
-    elements = element_bytes(spec, None, args.kv_cache_dtype)
-    return DraftModel(spec, elements, args.num_speculative_tokens, args.acceptance)
+    path = Path(name)
+    checkpoint = None if path.name == "config.json" else local_checkpoint(name)
+    if checkpoint is not None and (is_gguf(path) or any(checkpoint.path.glob("*.safetensors"))):
+        speculation = SpeculationConfig((ProposerConfig(model=name),))
+        (one,) = draft_checkpoints(EngineConfig(LoadConfig(), speculation=speculation))
+        elements = element_bytes(target, None, "auto")
+        block_size = CacheConfig().block_size
+        return one.method, sizes_of(one, target, elements.dtype, elements.scratch, block_size)
+    spec = find_model(name)
+    return SpeculationMethod.DRAFT, DraftSizes(spec, element_bytes(spec, None, "auto"))
 
 
 def hardware_of(args: argparse.Namespace) -> Hardware:

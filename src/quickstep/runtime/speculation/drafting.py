@@ -1,8 +1,8 @@
 """Asks a proposer for the drafts of the next step's rows, and keeps it informed.
 
 Owned by `runtime.runner`, on its thread. A proposer that raises is switched off, because a draft is
-never needed: the log has the cause once. Where a grammar or a thinking budget forces the next
-tokens, they are the drafts, whatever the proposer is.
+never needed: the log has the cause once (`combined` drops one of several). Where a grammar or a
+thinking budget forces the next tokens, they are the drafts, whatever the proposer is.
 """
 
 from __future__ import annotations

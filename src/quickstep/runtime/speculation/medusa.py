@@ -13,7 +13,7 @@ projection use the target's.
 from __future__ import annotations
 
 import re
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 
 import msgspec
@@ -43,7 +43,7 @@ from quickstep.runtime.speculation.trees import (
 )
 from quickstep.types import Admission
 
-__all__ = ["MedusaHead", "MedusaProposer", "load_medusa"]
+__all__ = ["MedusaHead", "MedusaProposer", "load_medusa", "num_medusa_heads"]
 
 # Names of tensors in the two layouts, with the numbers of the head and of the block.
 _BLOCK = re.compile(
@@ -149,6 +149,12 @@ def _add(hidden: AnyTensor, delta: npt.NDArray[np.floating]) -> AnyTensor:
     if isinstance(hidden, HostTensor):
         return total.to(hidden.dtype)
     return total.to_torch().to(hidden.device, hidden.dtype)
+
+
+def num_medusa_heads(names: Iterable[str]) -> int:
+    """The heads of a checkpoint with tensors of these names."""
+    found = [_BLOCK.fullmatch(_PREFIX.sub("", name, count=1)) for name in names]
+    return len({match[1] or match[4] for match in found if match is not None})
 
 
 def load_medusa(path: Path, target: Decoder) -> tuple[MedusaHead, ...]:
