@@ -9,6 +9,7 @@ import torch
 from op_checks.invariance import same_bits
 from quickstep.model.adapters.lora_modules import lora_modules
 from quickstep.model.decoder import Decoder
+from quickstep.model.decoder_spec import ModelSpec
 from quickstep.model.spec import parse_spec
 from quickstep.ops.table import KVCache, LoRAAdapter, LoRAPart, OpTable
 from quickstep.ops.tensors import to_torch
@@ -34,13 +35,31 @@ SMALL = parse_spec(
     }
 )
 
+MIXTURE = parse_spec(
+    {
+        "architectures": ["MixtralForCausalLM"],
+        "vocab_size": 32,
+        "hidden_size": 16,
+        "intermediate_size": 16,
+        "num_hidden_layers": 1,
+        "num_attention_heads": 2,
+        "num_key_value_heads": 1,
+        "max_position_embeddings": 64,
+        "num_local_experts": 4,
+        "num_experts_per_tok": 2,
+        "tie_word_embeddings": False,
+    }
+)
+
 BLOCK_SIZE, NUM_BLOCKS, NUM_SLOTS = 4, 24, 3
 VOCAB = SMALL.vocab_size
 
 
-def make_adapter(ops: OpTable, rank: int, seed: int, device: str = "cpu") -> LoRAAdapter:
+def make_adapter(
+    ops: OpTable, rank: int, seed: int, device: str = "cpu", spec: ModelSpec = SMALL
+) -> LoRAAdapter:
     generator = torch.Generator(device).manual_seed(seed)
-    found = lora_modules(SMALL).values()
+    found = lora_modules(spec).values()
     modules: list[list[LoRAPart]] = [[] for _ in range(1 + max(one.number for one in found))]
     for one in found:
         a = torch.randn(rank, one.num_inputs, generator=generator, device=device)

@@ -14,10 +14,12 @@ if not torch.cuda.is_available():
 
 from recorded_steps import (
     FIRST,
+    MIXTURE,
     OTHER_ROWS,
     OTHERS,
     ROWS,
     SMALL,
+    VOCAB,
     BothSteps,
     decode_row,
     make_adapter,
@@ -47,6 +49,16 @@ def test_one_graph_fits_other_lengths_blocks_and_tokens(model: Decoder, kv_dtype
     steps.capture_all()
     drafted = [decode_row(0, 9, (17, 2, 4)), decode_row(1, 2, (5,)), decode_row(2, 17, (30, 1))]
     for rows, slots in ((ROWS, FIRST), (OTHER_ROWS, OTHERS), (drafted, FIRST), (ROWS, FIRST)):
+        steps.check(rows, slots)
+
+
+@pytest.mark.parametrize("quantization", [None, "int8", "fp8"])
+def test_one_graph_fits_other_choices_of_experts(ops: OpTable, quantization: str | None) -> None:
+    values = RandomValues(torch.float32, GPU, 1, quantization)
+    steps = BothSteps(random_model(MIXTURE, ops, values, 64, None), CudaGraphs(GPU))
+    steps.capture_all()
+    other_tokens = [replace(row, token_ids=((row.token_ids[0] + 9) % VOCAB,)) for row in ROWS]
+    for rows, slots in ((ROWS, FIRST), (other_tokens, FIRST), (OTHER_ROWS, OTHERS)):
         steps.check(rows, slots)
 
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import pytest
 import torch
 
@@ -12,11 +14,13 @@ from msgspec.structs import replace
 from recorded_steps import (
     BLOCK_SIZE,
     FIRST,
+    MIXTURE,
     NUM_SLOTS,
     OTHER_ROWS,
     OTHERS,
     ROWS,
     SMALL,
+    VOCAB,
     BothSteps,
     decode_row,
     kv_with_history,
@@ -24,6 +28,7 @@ from recorded_steps import (
 )
 
 from op_checks.invariance import same_bits
+from quickstep.model.checkpoint.random_weights import RandomValues, random_model
 from quickstep.model.decoder import Decoder
 from quickstep.ops.reference import reference_ops
 from quickstep.ops.table import LoRAAdapter, OpTable
@@ -94,6 +99,40 @@ def test_adapters_are_data_of_a_recorded_step(model: Decoder, ops: OpTable) -> N
     steps.capture_all()
     check("c", "b", "a")
     assert backend.replays == 5
+
+
+@pytest.mark.parametrize("quantization", [None, "int8", "fp8"])
+def test_experts_of_a_recorded_step_are_chosen_when_it_runs(
+    ops: OpTable, quantization: str | None
+) -> None:
+    values = RandomValues(torch.float32, torch.device("cpu"), 1, quantization)
+    model = random_model(MIXTURE, ops, values, 64, None)
+    adapters = {"a": make_adapter(ops, 4, 1, spec=MIXTURE)}
+    steps, backend = open_both(model, adapters if quantization is None else None)
+    assert steps.recorded.capture_next()
+    other_tokens = [
+        replace(row, token_ids=((7 * row.token_ids[0] + 3) % VOCAB,), start=row.start - 1)
+        for row in ROWS
+    ]
+    for rows in (ROWS, other_tokens):
+        steps.check(rows, FIRST)
+    assert backend.replays == 2
+    if quantization is None:
+        rows = [replace(row, adapter=name) for row, name in zip(ROWS, ("a", "", "a"), strict=True)]
+        steps.check(rows, FIRST)  # wants a recorded step with adapters
+        steps.capture_all()
+        steps.check(rows, FIRST)
+        assert backend.replays == 3
+
+
+def test_experts_that_are_computed_one_by_one_are_not_recorded(ops: OpTable) -> None:
+    values = RandomValues(torch.float32, torch.device("cpu"), 1, None)
+    one_by_one = random_model(MIXTURE, replace(ops, pack_experts=None), values, 64, None)
+    for model, is_recorded in (
+        (random_model(MIXTURE, ops, values, 64, None), True),
+        (one_by_one, False),
+    ):
+        assert can_record(model, kv_with_history(model)) is is_recorded
 
 
 def test_prefill_and_mixed_steps_run_op_by_op(model: Decoder) -> None:
@@ -167,11 +206,18 @@ def test_what_reads_lengths_on_the_host_is_not_recorded(model: Decoder) -> None:
     assert can_record(model, kv)
     assert not can_record(model.with_ops(reference_ops()), kv)
 
-    def read() -> None:
-        torch.ones(1).item()
-
-    with pytest.raises(HostRead):
-        Reexecution().capture(read)
+    ones = torch.ones(2)
+    reads: tuple[Callable[[], object], ...] = (
+        lambda: ones[0].item(),
+        ones.tolist,
+        ones.cpu,
+        ones.nonzero,
+        lambda: ones[ones > 0],
+        lambda: torch.tensor([1, 2]),
+    )
+    for read in reads:
+        with pytest.raises(HostRead):
+            Reexecution().capture(read)
 
 
 def test_enforce_eager_records_nothing(model: Decoder) -> None:

@@ -383,8 +383,9 @@ def can_record(model: object, kv: KVCache) -> bool:
     """Whether launches of the model depend on shapes only."""
     if not isinstance(model, Decoder) or not model.ops.reads_lengths:
         return False
-    # experts read back how many tokens each of them gets
-    if any(isinstance(layer.mlp, MoEWeights) for layer in model.weights.layers):
+    # computed one by one, experts read back how many tokens each of them gets
+    mixtures = [layer.mlp for layer in model.weights.layers if isinstance(layer.mlp, MoEWeights)]
+    if any([model.ops.experts is None or one.experts.data is None for one in mixtures]):
         return False
     keys = with_torch_kv(kv).keys[0]
     return keys.dtype != torch.int8 or keys.shape[3] % SCALE_BYTES == 0
