@@ -76,13 +76,28 @@ def test_adapters_are_data_of_a_graph(ops: OpTable) -> None:
         steps.check(rows, FIRST)
 
 
-@pytest.mark.parametrize("temperature", [0.0, 0.8])
-def test_the_engine_with_graphs_has_the_tokens_of_an_eager_one(temperature: float) -> None:
+@pytest.mark.parametrize(
+    "params",
+    [
+        SamplingParams(temperature=0.0, max_tokens=48),
+        SamplingParams(temperature=0.8, seed=3, max_tokens=48),
+        SamplingParams(
+            temperature=0.8,
+            top_p=0.9,
+            repetition_penalty=1.2,
+            frequency_penalty=0.5,
+            logprobs=2,
+            seed=3,
+            max_tokens=48,
+        ),
+    ],
+)
+def test_the_engine_with_graphs_has_the_tokens_of_an_eager_one(params: SamplingParams) -> None:
     prompts = ["def add(a, b):\n", "import os\n", "class Stack:\n"]
-    params = SamplingParams(temperature=temperature, seed=3, max_tokens=48)
     found = []
     for is_eager in (True, False):
         with LLM("demo", device="cuda", kernels="triton", enforce_eager=is_eager) as llm:
             llm.generate(prompts, params)  # graphs are captured meanwhile
-            found.append([one.outputs[0].token_ids for one in llm.generate(prompts, params)])
+            outputs = [one.outputs[0] for one in llm.generate(prompts, params)]
+            found.append([(one.token_ids, one.logprobs) for one in outputs])
     assert found[0] == found[1]

@@ -152,7 +152,7 @@ def test_sampled_tokens_stay_on_the_device_for_the_next_step(model: Decoder) -> 
     steps.recorded.prepare(ROWS, FIRST)
     emitting = [(index, 0) for index in range(len(ROWS))]
     steps.recorded.run(emitting, every_token=False)
-    sampled = steps.recorded.sampled_tokens(emitting)
+    sampled = steps.recorded.argmax(emitting).clone()
     pending = [replace(row, start=row.start + 1, token_ids=()) for row in ROWS]
     for slot in FIRST:
         slot.num_pending = 1
@@ -160,7 +160,7 @@ def test_sampled_tokens_stay_on_the_device_for_the_next_step(model: Decoder) -> 
     _, logits = steps.recorded.run(emitting, every_token=False)
     for slot in FIRST:
         slot.num_pending = 0
-    tokens = sampled.wait()
+    tokens = sampled.tolist()
     alone.recorded.prepare(ROWS, FIRST)
     _, first_logits = alone.recorded.run(emitting, every_token=False)
     assert tokens == to_torch(first_logits).argmax(1).tolist()
@@ -174,7 +174,7 @@ def test_a_step_op_by_op_leaves_its_tokens_on_the_device_too(model: Decoder) -> 
     emitting = [(index, 0) for index in range(len(ROWS))]
     steps.recorded.prepare(ROWS, FIRST)
     _, logits = steps.recorded.run(emitting, every_token=False)
-    tokens = steps.recorded.sampled_tokens(emitting).wait()
+    tokens = steps.recorded.argmax(emitting).tolist()
     assert tokens == to_torch(logits).argmax(1).tolist()
     pending = [replace(row, start=row.start + 1, token_ids=()) for row in ROWS]
     for slot in FIRST:
@@ -197,7 +197,7 @@ def test_tokens_of_logits_without_a_finite_maximum_are_reported(model: Decoder) 
     steps.recorded.prepare(ROWS, FIRST)
     emitting = [(index, 0) for index in range(len(ROWS))]
     steps.recorded.run(emitting, every_token=False)
-    tokens = steps.recorded.sampled_tokens(emitting).wait()
+    tokens = steps.recorded.argmax(emitting).tolist()
     assert tokens[1] == -1 and min(tokens[0], tokens[2]) >= 0
 
 

@@ -19,7 +19,6 @@ from __future__ import annotations
 import logging
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import Protocol
 
 import msgspec
 import torch
@@ -36,7 +35,7 @@ from quickstep.runtime.slots import Slot
 from quickstep.runtime.step_inputs import InputBuffer, StepInputs, StepSize, is_pending
 from quickstep.types import StepRow
 
-__all__ = ["CudaGraphs", "GraphSteps", "TokensInFlight", "can_record", "row_buckets"]
+__all__ = ["CudaGraphs", "GraphSteps", "can_record", "row_buckets"]
 
 _LOGGER = logging.getLogger(__name__)
 
@@ -72,33 +71,6 @@ class CudaGraphs:
         """`GraphBackend.used_bytes`."""
         free_bytes, total_bytes = torch.cuda.mem_get_info(self._device)
         return int(total_bytes - free_bytes)
-
-
-class TokensInFlight(Protocol):
-    """Sampled tokens on their way to the host."""
-
-    def wait(self) -> list[int]:
-        """The tokens, once they are there: -1 where the logits have no finite maximum."""
-
-
-class _HostTokens:
-    """Tokens copied to pinned memory; the event is recorded after the copy."""
-
-    def __init__(self, tokens: Tensor) -> None:
-        self._event: torch.cuda.Event | None = None
-        if tokens.device.type == "cuda":
-            self._tokens = torch.empty(tokens.shape, dtype=tokens.dtype, pin_memory=True)
-            self._tokens.copy_(tokens, non_blocking=True)
-            self._event = torch.cuda.Event()  # type: ignore[no-untyped-call]
-            self._event.record(torch.cuda.current_stream(tokens.device))
-        else:
-            self._tokens = tokens.clone()
-
-    def wait(self) -> list[int]:
-        """`TokensInFlight.wait`."""
-        if self._event is not None:
-            self._event.synchronize()
-        return self._tokens.tolist()
 
 
 class _Graph(msgspec.Struct, frozen=True):
@@ -243,8 +215,8 @@ class GraphSteps:
                 of_slots.append(row.slot)
             first += row.num_tokens
         if places:
-            index = torch.tensor([places, of_slots], dtype=torch.int64, device=self._device)
-            self._eager.replace_tokens(index[0], self._buffer.last_tokens[index[1]])
+            last_tokens = self._buffer.last_tokens[self._index(of_slots)]
+            self._eager.replace_tokens(self._index(places), last_tokens)
 
     @torch.inference_mode()
     def run(
@@ -280,21 +252,37 @@ class GraphSteps:
         places = [ends[row] - 1 - num_after for row, num_after in emitting]
         if places == list(range(end)):
             return None
-        return torch.tensor(places, dtype=torch.int64, device=self._device)
+        return self._index(places)
+
+    def _index(self, places: Sequence[int]) -> Tensor:
+        """Places [n] on the device, which is not waited for."""
+        is_cuda = self._device.type == "cuda"
+        index = torch.tensor(places, dtype=torch.int64, pin_memory=is_cuda)
+        return index.to(self._device, non_blocking=True)
 
     @torch.inference_mode()
-    def sampled_tokens(self, emitting: Sequence[EmittingToken]) -> TokensInFlight:
-        """The argmax of each emitting token of the step that ran, without waiting for it; the
-        device keeps them as the last tokens of their rows' slots. No row has drafts.
+    def argmax(self, emitting: Sequence[EmittingToken]) -> Tensor:
+        """The argmax [E] of each emitting token of the step that ran, -1 where it is not finite, on
+        the device, which keeps them as the last tokens of their rows' slots. No row has drafts.
+        Valid until the next step.
         """
         if self._prepared is not None and self._results is not None:
             places = self._places(emitting)
             sampled = self._results.sampled[: self._prepared[1]]
-            return _HostTokens(sampled if places is None else sampled[places])
+            return sampled if places is None else sampled[places]
         assert self._newest_logits is not None, "a step has run"
-        of_rows = [self._step_rows[row].slot for row, _ in emitting]
-        index = torch.tensor(of_rows, dtype=torch.int64, device=self._device)
-        return _HostTokens(_sample_(self._newest_logits, index, self._buffer.last_tokens))
+        return _sample_(self._newest_logits, self._slots_of(emitting), self._buffer.last_tokens)
+
+    @torch.inference_mode()
+    def keep_tokens(self, emitting: Sequence[EmittingToken], token_ids: Tensor) -> None:
+        """Make tokens [E] on the device the last ones of their rows' slots. In place of a negative
+        one, which ends its sequence, the next step reads token 0.
+        """
+        slots = self._slots_of(emitting)
+        self._buffer.last_tokens.index_copy_(0, slots, token_ids.clamp(min=0))
+
+    def _slots_of(self, emitting: Sequence[EmittingToken]) -> Tensor:
+        return self._index([self._step_rows[row].slot for row, _ in emitting])
 
     def aux_hidden_states(self) -> tuple[Tensor, ...]:
         """`StepModel.aux_hidden_states`."""
