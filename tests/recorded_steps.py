@@ -95,8 +95,9 @@ class BothSteps:
         adapters: dict[str, LoRAAdapter] | None = None,
         max_width: int = 1,
         kv_dtype: str = "auto",
+        max_prompt_tokens: int = 0,
     ) -> None:
-        options = GraphOptions(backend, NUM_SLOTS, max_width)
+        options = GraphOptions(backend, NUM_SLOTS, max_width, max_prompt_tokens)
         self.caches = [kv_with_history(model, kv_dtype) for _ in range(2)]
         self.eager = open_steps(model, self.caches[0], BLOCK_SIZE, True, adapters)
         recorded = open_steps(model, self.caches[1], BLOCK_SIZE, False, adapters, graphs=options)
@@ -107,7 +108,9 @@ class BothSteps:
         while self.recorded.capture_next():
             pass
 
-    def check(self, rows: Sequence[StepRow], slots: Sequence[Slot]) -> None:
+    def check(
+        self, rows: Sequence[StepRow], slots: Sequence[Slot], every_token: bool = False
+    ) -> None:
         """Equal hidden states, logits and caches."""
         emitting = [
             (index, num_after)
@@ -118,7 +121,7 @@ class BothSteps:
         results = []
         for steps in (self.eager, self.recorded):
             steps.prepare(rows, slots)
-            hidden, logits = steps.run(emitting, every_token=False)
+            hidden, logits = steps.run(emitting, every_token)
             results.append((to_torch(hidden).clone(), to_torch(logits).clone()))
         for mine, theirs in zip(*results, strict=True):
             assert same_bits(mine, theirs)
@@ -133,6 +136,10 @@ def make_slot(index: int, block_ids: Sequence[int]) -> Slot:
     return slot
 
 
+def prompt_row(index: int, start: int, token_ids: tuple[int, ...], emits: bool = True) -> StepRow:
+    return StepRow(index, start, len(token_ids), token_ids, (), Phase.PREFILL, emits, 0)
+
+
 def decode_row(index: int, start: int, token_ids: tuple[int, ...], adapter: str = "") -> StepRow:
     drafts = len(token_ids) - 1
     return StepRow(
@@ -142,5 +149,11 @@ def decode_row(index: int, start: int, token_ids: tuple[int, ...], adapter: str 
 
 FIRST = [make_slot(0, (3, 9, 1)), make_slot(1, (7,)), make_slot(2, (2, 20, 11, 4, 8))]
 ROWS = [decode_row(0, 9, (17,)), decode_row(1, 2, (5,)), decode_row(2, 18, (30,))]
+# prompts next to a decode row: one is complete, another has more tokens
+PROMPT_ROWS = [
+    ROWS[0],
+    prompt_row(1, 0, (4, 5, 6)),
+    prompt_row(2, 5, (7, 1, 2, 30), emits=False),
+]
 OTHERS = [make_slot(1, (23, 0)), make_slot(0, (10, 5, 6, 12))]
 OTHER_ROWS = [decode_row(1, 4, (1,)), decode_row(0, 15, (31,))]

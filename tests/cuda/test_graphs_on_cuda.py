@@ -17,12 +17,14 @@ from recorded_steps import (
     MIXTURE,
     OTHER_ROWS,
     OTHERS,
+    PROMPT_ROWS,
     ROWS,
     SMALL,
     VOCAB,
     BothSteps,
     decode_row,
     make_adapter,
+    prompt_row,
 )
 
 from quickstep.model.checkpoint.random_weights import RandomValues, random_model
@@ -50,6 +52,14 @@ def test_one_graph_fits_other_lengths_blocks_and_tokens(model: Decoder, kv_dtype
     drafted = [decode_row(0, 9, (17, 2, 4)), decode_row(1, 2, (5,)), decode_row(2, 17, (30, 1))]
     for rows, slots in ((ROWS, FIRST), (OTHER_ROWS, OTHERS), (drafted, FIRST), (ROWS, FIRST)):
         steps.check(rows, slots)
+
+
+def test_one_graph_fits_other_prompts_next_to_decode_rows(model: Decoder) -> None:
+    steps = BothSteps(model, CudaGraphs(GPU), max_prompt_tokens=8)
+    steps.capture_all()
+    for every_token in (False, True):
+        steps.check(PROMPT_ROWS, FIRST, every_token)
+        steps.check([prompt_row(1, 0, (9, 3))], FIRST[1:2], every_token)
 
 
 @pytest.mark.parametrize("quantization", [None, "int8", "fp8"])

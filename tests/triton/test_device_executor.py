@@ -57,10 +57,14 @@ SAMPLING = (
 Tokens = dict[str, list[tuple[int, TokenLogprobs | None]]]
 
 
-def runner_of(model: Decoder, backend: Reexecution | None) -> ModelRunner:
+def runner_of(
+    model: Decoder, backend: Reexecution | None, max_prompt_tokens: int = 0
+) -> ModelRunner:
     num_blocks = NUM_BLOCKS + (backend is not None)
     kv = allocate_kv(model.kv_shape, num_blocks, BLOCK_SIZE, CPU)
-    graphs = None if backend is None else GraphOptions(backend, NUM_SLOTS)
+    graphs = None
+    if backend is not None:
+        graphs = GraphOptions(backend, NUM_SLOTS, max_prompt_tokens=max_prompt_tokens)
     return ModelRunner(model, kv, BLOCK_SIZE, NUM_SLOTS, lambda: 0.0, graphs=graphs)
 
 
@@ -146,7 +150,7 @@ class InFlight:
     """
 
     def __init__(self, model: Decoder) -> None:
-        self.runner = runner_of(model, Reexecution())
+        self.runner = runner_of(model, Reexecution(), max_prompt_tokens=8)
         while self.runner.capture_next():
             pass
         self.steps: list[tuple[StepPlan, bool]] = []

@@ -4,8 +4,8 @@ As `runtime.executor`, with two threads. One launches steps in the order of `sub
 keeps the tokens that it sampled, so that the next step needs no result. The other one waits for the
 tokens and records them. A step with rows for which the host computes something from the tokens
 before it (a grammar, drafts) waits until all steps before it are finished. While nothing runs,
-decode steps are recorded (`ModelRunner.capture_next`), and one after a number of steps where there
-is no pause.
+steps are recorded (`ModelRunner.capture_next`), and one after a number of steps where there is no
+pause.
 """
 
 from __future__ import annotations

@@ -61,8 +61,8 @@ class ModelRunner:
     `new_matcher` compiles the grammars of requests; None where no request has one. `proposer`
     drafts tokens for rows that ask for them. `adapters` are those that rows may name, and may
     change between steps; None where no row has one. `by_rejection`: accept drafts by rejection
-    sampling, so that tokens depend on them. `graphs`: decode steps are recorded; `kv` then has a
-    block more than the pool.
+    sampling, so that tokens depend on them. `graphs`: steps are recorded; `kv` then has a block
+    more than the pool.
     """
 
     def __init__(
@@ -174,7 +174,7 @@ class ModelRunner:
             slot.failure = slot.failure or f"step {launched.plan.step_id} failed"
 
     def capture_next(self) -> bool:
-        """Record one more decode step, if one is wanted; called while nothing runs."""
+        """Record one more step, if one is wanted; called while nothing runs."""
         return self._graph_steps is not None and self._graph_steps.capture_next()
 
     def stop_capturing(self) -> None:
