@@ -1,7 +1,8 @@
 """A `GraphBackend` for a CPU: a replay runs the recorded code again, on the same tensors.
 
 Numbers of Python that a graph would have frozen are frozen here as well: the code sees only the
-tensors that it was recorded with, and reading one of them on the host is an error.
+tensors that it was recorded with. Reading one of them on the host is an error, and so is whatever
+else waits for a device: a result whose shape depends on values, and a tensor made on the host.
 """
 
 from __future__ import annotations
@@ -10,7 +11,28 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
+from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
+
+_ATEN = torch.ops.aten
+_READS = {
+    _ATEN._local_scalar_dense,
+    _ATEN._unique2,
+    _ATEN.masked_select,
+    _ATEN.nonzero,
+    _ATEN.repeat_interleave,
+    _ATEN.unique_consecutive,
+    _ATEN.unique_dim,
+}
+# on a CPU these copy nothing that a dispatcher sees
+_READS_OF_PYTHON = {
+    torch.Tensor.cpu,
+    torch.Tensor.numpy,
+    torch.Tensor.tolist,
+    torch.as_tensor,
+    torch.from_numpy,
+    torch.tensor,
+}
 
 
 class HostRead(RuntimeError):
@@ -19,8 +41,17 @@ class HostRead(RuntimeError):
 
 class _NoHostReads(TorchDispatchMode):
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if func is torch.ops.aten._local_scalar_dense.default:
-            raise HostRead("a tensor was read on the host")
+        masks = args[1] if func.overloadpacket is _ATEN.index else ()
+        is_masked = any(one is not None and one.dtype == torch.bool for one in masks)
+        if is_masked or func.overloadpacket in _READS:
+            raise HostRead(f"{func} reads a tensor on the host")
+        return func(*args, **(kwargs or {}))
+
+
+class _NoHostReadsOfPython(TorchFunctionMode):
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func in _READS_OF_PYTHON:
+            raise HostRead(f"{func} copies between host and device")
         return func(*args, **(kwargs or {}))
 
 
@@ -31,9 +62,9 @@ class Reexecution:
         self.captured = 0
         self.replays = 0
 
-    def capture(self, run: Callable[[], None]) -> Callable[[], None]:
+    def capture(self, run: Callable[[], object]) -> Callable[[], None]:
         def replay() -> None:
-            with _NoHostReads():
+            with _NoHostReads(), _NoHostReadsOfPython():
                 run()
 
         def count_and_replay() -> None:

@@ -9,6 +9,7 @@ import torch
 from op_checks.invariance import same_bits
 from quickstep.model.adapters.lora_modules import lora_modules
 from quickstep.model.decoder import Decoder
+from quickstep.model.decoder_spec import ModelSpec
 from quickstep.model.spec import parse_spec
 from quickstep.ops.table import KVCache, LoRAAdapter, LoRAPart, OpTable
 from quickstep.ops.tensors import to_torch
@@ -34,13 +35,31 @@ SMALL = parse_spec(
     }
 )
 
+MIXTURE = parse_spec(
+    {
+        "architectures": ["MixtralForCausalLM"],
+        "vocab_size": 32,
+        "hidden_size": 16,
+        "intermediate_size": 16,
+        "num_hidden_layers": 1,
+        "num_attention_heads": 2,
+        "num_key_value_heads": 1,
+        "max_position_embeddings": 64,
+        "num_local_experts": 4,
+        "num_experts_per_tok": 2,
+        "tie_word_embeddings": False,
+    }
+)
+
 BLOCK_SIZE, NUM_BLOCKS, NUM_SLOTS = 4, 24, 3
 VOCAB = SMALL.vocab_size
 
 
-def make_adapter(ops: OpTable, rank: int, seed: int, device: str = "cpu") -> LoRAAdapter:
+def make_adapter(
+    ops: OpTable, rank: int, seed: int, device: str = "cpu", spec: ModelSpec = SMALL
+) -> LoRAAdapter:
     generator = torch.Generator(device).manual_seed(seed)
-    found = lora_modules(SMALL).values()
+    found = lora_modules(spec).values()
     modules: list[list[LoRAPart]] = [[] for _ in range(1 + max(one.number for one in found))]
     for one in found:
         a = torch.randn(rank, one.num_inputs, generator=generator, device=device)
@@ -76,8 +95,9 @@ class BothSteps:
         adapters: dict[str, LoRAAdapter] | None = None,
         max_width: int = 1,
         kv_dtype: str = "auto",
+        max_prompt_tokens: int = 0,
     ) -> None:
-        options = GraphOptions(backend, NUM_SLOTS, max_width)
+        options = GraphOptions(backend, NUM_SLOTS, max_width, max_prompt_tokens)
         self.caches = [kv_with_history(model, kv_dtype) for _ in range(2)]
         self.eager = open_steps(model, self.caches[0], BLOCK_SIZE, True, adapters)
         recorded = open_steps(model, self.caches[1], BLOCK_SIZE, False, adapters, graphs=options)
@@ -88,7 +108,9 @@ class BothSteps:
         while self.recorded.capture_next():
             pass
 
-    def check(self, rows: Sequence[StepRow], slots: Sequence[Slot]) -> None:
+    def check(
+        self, rows: Sequence[StepRow], slots: Sequence[Slot], every_token: bool = False
+    ) -> None:
         """Equal hidden states, logits and caches."""
         emitting = [
             (index, num_after)
@@ -99,7 +121,7 @@ class BothSteps:
         results = []
         for steps in (self.eager, self.recorded):
             steps.prepare(rows, slots)
-            hidden, logits = steps.run(emitting, every_token=False)
+            hidden, logits = steps.run(emitting, every_token)
             results.append((to_torch(hidden).clone(), to_torch(logits).clone()))
         for mine, theirs in zip(*results, strict=True):
             assert same_bits(mine, theirs)
@@ -114,6 +136,10 @@ def make_slot(index: int, block_ids: Sequence[int]) -> Slot:
     return slot
 
 
+def prompt_row(index: int, start: int, token_ids: tuple[int, ...], emits: bool = True) -> StepRow:
+    return StepRow(index, start, len(token_ids), token_ids, (), Phase.PREFILL, emits, 0)
+
+
 def decode_row(index: int, start: int, token_ids: tuple[int, ...], adapter: str = "") -> StepRow:
     drafts = len(token_ids) - 1
     return StepRow(
@@ -123,5 +149,11 @@ def decode_row(index: int, start: int, token_ids: tuple[int, ...], adapter: str 
 
 FIRST = [make_slot(0, (3, 9, 1)), make_slot(1, (7,)), make_slot(2, (2, 20, 11, 4, 8))]
 ROWS = [decode_row(0, 9, (17,)), decode_row(1, 2, (5,)), decode_row(2, 18, (30,))]
+# prompts next to a decode row: one is complete, another has more tokens
+PROMPT_ROWS = [
+    ROWS[0],
+    prompt_row(1, 0, (4, 5, 6)),
+    prompt_row(2, 5, (7, 1, 2, 30), emits=False),
+]
 OTHERS = [make_slot(1, (23, 0)), make_slot(0, (10, 5, 6, 12))]
 OTHER_ROWS = [decode_row(1, 4, (1,)), decode_row(0, 15, (31,))]

@@ -23,12 +23,16 @@ from quickstep.runtime.capture import GraphOptions
 from quickstep.runtime.device_executor import DeviceExecutor
 from quickstep.types import SamplingParams
 
-PROMPTS = ("a", "d")
-GREEDY = SamplingParams(max_tokens=3, temperature=0.0, ignore_eos=True)
+REQUESTS = {
+    "a": SamplingParams(max_tokens=3, temperature=0.0, ignore_eos=True),
+    "d": SamplingParams(
+        max_tokens=3, top_p=0.9, frequency_penalty=1.0, logprobs=2, seed=3, ignore_eos=True
+    ),
+}
 
 
 def answers(checkpoint: Path) -> tuple[list[object], int | None, type]:
-    """Token ids of each prompt, run at the same time; the steps in flight; the executor."""
+    """Tokens and logprobs of requests that run together; the pipeline depth; the executor."""
     config = EngineConfig(
         load=LoadConfig(model=str(checkpoint), num_threads=1),
         cache=CacheConfig(block_size=4, num_blocks=24),
@@ -39,14 +43,15 @@ def answers(checkpoint: Path) -> tuple[list[object], int | None, type]:
     engine = assembly.open_engine(config)
 
     async def answer(prompt: str) -> object:
-        stream = engine.generate(prompt, GREEDY)
-        [output] = (await collect(stream, prompt, GREEDY, engine.tokenizer)).outputs
-        return output.token_ids
+        params = REQUESTS[prompt]
+        stream = engine.generate(prompt, params)
+        [output] = (await collect(stream, prompt, params, engine.tokenizer)).outputs
+        return output.token_ids, output.logprobs
 
     async def run() -> list[object]:
         await engine.start()
         try:
-            return list(await asyncio.gather(*map(answer, PROMPTS)))
+            return list(await asyncio.gather(*map(answer, REQUESTS)))
         finally:
             await engine.stop()
 

@@ -14,13 +14,17 @@ if not torch.cuda.is_available():
 
 from recorded_steps import (
     FIRST,
+    MIXTURE,
     OTHER_ROWS,
     OTHERS,
+    PROMPT_ROWS,
     ROWS,
     SMALL,
+    VOCAB,
     BothSteps,
     decode_row,
     make_adapter,
+    prompt_row,
 )
 
 from quickstep.model.checkpoint.random_weights import RandomValues, random_model
@@ -50,6 +54,24 @@ def test_one_graph_fits_other_lengths_blocks_and_tokens(model: Decoder, kv_dtype
         steps.check(rows, slots)
 
 
+def test_one_graph_fits_other_prompts_next_to_decode_rows(model: Decoder) -> None:
+    steps = BothSteps(model, CudaGraphs(GPU), max_prompt_tokens=8)
+    steps.capture_all()
+    for every_token in (False, True):
+        steps.check(PROMPT_ROWS, FIRST, every_token)
+        steps.check([prompt_row(1, 0, (9, 3))], FIRST[1:2], every_token)
+
+
+@pytest.mark.parametrize("quantization", [None, "int8", "fp8"])
+def test_one_graph_fits_other_choices_of_experts(ops: OpTable, quantization: str | None) -> None:
+    values = RandomValues(torch.float32, GPU, 1, quantization)
+    steps = BothSteps(random_model(MIXTURE, ops, values, 64, None), CudaGraphs(GPU))
+    steps.capture_all()
+    other_tokens = [replace(row, token_ids=((row.token_ids[0] + 9) % VOCAB,)) for row in ROWS]
+    for rows, slots in ((ROWS, FIRST), (other_tokens, FIRST), (OTHER_ROWS, OTHERS)):
+        steps.check(rows, slots)
+
+
 def test_adapters_are_data_of_a_graph(ops: OpTable) -> None:
     model = random_model(SMALL, ops, RandomValues(torch.float32, GPU, 1, None), 64, None)
     adapters = {
@@ -64,13 +86,28 @@ def test_adapters_are_data_of_a_graph(ops: OpTable) -> None:
         steps.check(rows, FIRST)
 
 
-@pytest.mark.parametrize("temperature", [0.0, 0.8])
-def test_the_engine_with_graphs_has_the_tokens_of_an_eager_one(temperature: float) -> None:
+@pytest.mark.parametrize(
+    "params",
+    [
+        SamplingParams(temperature=0.0, max_tokens=48),
+        SamplingParams(temperature=0.8, seed=3, max_tokens=48),
+        SamplingParams(
+            temperature=0.8,
+            top_p=0.9,
+            repetition_penalty=1.2,
+            frequency_penalty=0.5,
+            logprobs=2,
+            seed=3,
+            max_tokens=48,
+        ),
+    ],
+)
+def test_the_engine_with_graphs_has_the_tokens_of_an_eager_one(params: SamplingParams) -> None:
     prompts = ["def add(a, b):\n", "import os\n", "class Stack:\n"]
-    params = SamplingParams(temperature=temperature, seed=3, max_tokens=48)
     found = []
     for is_eager in (True, False):
         with LLM("demo", device="cuda", kernels="triton", enforce_eager=is_eager) as llm:
             llm.generate(prompts, params)  # graphs are captured meanwhile
-            found.append([one.outputs[0].token_ids for one in llm.generate(prompts, params)])
+            outputs = [one.outputs[0] for one in llm.generate(prompts, params)]
+            found.append([(one.token_ids, one.logprobs) for one in outputs])
     assert found[0] == found[1]

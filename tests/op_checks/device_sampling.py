@@ -5,6 +5,7 @@
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Callable
 
 import numpy as np
@@ -237,22 +238,69 @@ def rows_in_any_order_and_in_groups_are_sampled_alike(device):
 
 
 def tokens_can_stay_on_the_device(device):
-    """Two steps of which the host learns the tokens later."""
+    """Steps of which the host learns the tokens one or two steps later, of more sequences than rows
+    of counts, some of them not in every step, in groups.
+    """
     vocab = 90
     kinds = [
         SamplingParams(temperature=0.0),
-        SamplingParams(min_tokens=1, top_p=0.8),
+        SamplingParams(min_tokens=3, top_p=0.8, logprobs=2),
         SamplingParams(xtc_probability=0.5, logit_bias={3: 4.0}, allowed_token_ids=range(50)),
+        SamplingParams(repetition_penalty=1.5, frequency_penalty=0.9, logprobs=0),
+        SamplingParams(temperature=0.0, presence_penalty=2.0),
+        SamplingParams(repetition_penalty=0.5, min_tokens=2, logprob_token_ids=(4,), logprobs=1),
+        SamplingParams(temperature=0.4, frequency_penalty=-1.5),
+        SamplingParams(temperature=1.7, presence_penalty=1.0),
     ]
     sampler = DeviceSampler(vocab, device)
+    sampler._group_rows = 3
     states = [state_of(one, vocab, seed) for seed, one in enumerate(kinds)]
-    for step in range(2):
-        logits = rows_of("normal", len(kinds), vocab, step, 1.0)
-        later = [state.ahead(step) for state in states]
-        token_ids = sampler.launch(logits.to(device), later)
-        recorded = [state_of(one, vocab, i, range(step)) for i, one in enumerate(kinds)]
+    outputs = [[] for _ in kinds]
+    in_flight = deque()
+    for step, absent in enumerate(({2, 4}, set(), {3}, {5, 6, 7}, set(), {0, 3})):
+        chosen = [i for i in range(len(kinds)) if i not in absent]
+        logits = rows_of("flat" if step == 2 else "normal", len(chosen), vocab, step, 1.0)
+        recorded = [state_of(kinds[i], vocab, i, outputs[i]) for i in chosen]
         expected = sample(logits, recorded)
-        assert token_ids.tolist() == [one.token_id for one in expected]
+        later = [states[i].ahead(len(outputs[i]) - states[i].num_outputs) for i in chosen]
+        found = sampler.launch(logits.to(device), later)
+        assert found.token_ids.tolist() == [one.token_id for one in expected]
+        for i, one in zip(chosen, expected, strict=True):
+            outputs[i].append(one.token_id)
+        in_flight.append((chosen, found, expected))
+        while len(in_flight) > step % 3:
+            finished, samples, known = in_flight.popleft()
+            assert samples.wait() == known
+            for i, one in zip(finished, known, strict=True):
+                states[i].record(one.token_id)
+    logits = rows_of("normal", len(kinds), vocab, 7, 1.0)
+    while in_flight:
+        finished, _, known = in_flight.popleft()
+        for i, one in zip(finished, known, strict=True):
+            states[i].record(one.token_id)
+    assert_same_samples(logits, states, device, sampler=sampler)
+
+
+def a_row_that_fails_in_flight_fails_alone(device):
+    logits = rows_of("normal", 4, 70, 0, 1.0)
+    logits[1, 68] = torch.nan
+    kinds = [
+        SamplingParams(frequency_penalty=1.0, logprobs=1),
+        SamplingParams(frequency_penalty=1.0, logprobs=1),
+        SamplingParams(allowed_token_ids=(0,), min_tokens=3),
+        SamplingParams(temperature=0.0),
+    ]
+    sampler = DeviceSampler(70, device)
+    states = [state_of(one, 70, seed) for seed, one in enumerate(kinds)]
+    expected = sample(logits, states)
+    found = sampler.launch(logits.to(device), states).wait()
+    assert found == expected
+    assert [isinstance(one, SampleFailure) for one in found] == [False, True, True, False]
+    later = [state.ahead(1) for state in states]
+    known = [state_of(kinds[i], 70, i, (found[i].token_id,)) for i in (0, 3)]
+    logits = rows_of("normal", 4, 70, 1, 1.0)
+    after = sampler.launch(logits.to(device), later).wait()
+    assert [after[0], after[3]] == sample(logits[[0, 3]], known)
 
 
 class _Slot:
@@ -310,5 +358,6 @@ CHECKS: tuple[Callable[[str], None], ...] = (
     a_row_that_fails_fails_alone,
     rows_in_any_order_and_in_groups_are_sampled_alike,
     tokens_can_stay_on_the_device,
+    a_row_that_fails_in_flight_fails_alone,
     drafts_are_verified_as_on_the_host,
 )

@@ -3,15 +3,21 @@
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
+from types import MappingProxyType
+from typing import Any
 
 import pytest
 import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from msgspec.structs import replace
 
 pytest.importorskip("triton")
 
 from graph_double import Reexecution
 
+from op_checks.sampling_cases import samplings
 from quickstep.config import SchedulerConfig
 from quickstep.core.block_pool import KVBlockPool
 from quickstep.core.cost_model import LinearCostModel
@@ -24,70 +30,85 @@ from quickstep.runtime.cuda_graphs import GraphSteps
 from quickstep.runtime.device_executor import DeviceExecutor
 from quickstep.runtime.executor import LocalExecutor
 from quickstep.runtime.kv_cache import allocate_kv
-from quickstep.runtime.runner import ModelRunner
+from quickstep.runtime.runner import HeldStep, LaunchedStep, ModelRunner
 from quickstep.types import (
     Admission,
     FinishReason,
     Phase,
     Request,
     SamplingParams,
+    SequenceOutput,
     StepPlan,
     StepRow,
+    TokenLogprobs,
 )
 
 pytestmark = pytest.mark.usefixtures("products_in_order")
 
 CPU = torch.device("cpu")
 NUM_BLOCKS, BLOCK_SIZE, NUM_SLOTS = 16, 4, 2
-# the second one is sampled on the host: its steps wait for all before them
+# the second one reads its tokens on the host: its steps wait for all before them
 SAMPLING = (
     SamplingParams(temperature=0.0, max_tokens=4),
-    SamplingParams(temperature=0.9, max_tokens=2),
+    SamplingParams(temperature=0.9, max_tokens=2, dry_multiplier=1.0, dry_sequence_breakers=()),
     SamplingParams(temperature=0.0, max_tokens=3, min_tokens=1, stop_token_ids=(3,)),
 )
 
-Tokens = dict[str, list[int]]
+Tokens = dict[str, list[tuple[int, TokenLogprobs | None]]]
 
 
-def runner_of(model: Decoder, backend: Reexecution | None) -> ModelRunner:
+def runner_of(
+    model: Decoder, backend: Reexecution | None, max_prompt_tokens: int = 0
+) -> ModelRunner:
     num_blocks = NUM_BLOCKS + (backend is not None)
     kv = allocate_kv(model.kv_shape, num_blocks, BLOCK_SIZE, CPU)
-    graphs = None if backend is None else GraphOptions(backend, NUM_SLOTS)
+    graphs = None
+    if backend is not None:
+        graphs = GraphOptions(backend, NUM_SLOTS, max_prompt_tokens=max_prompt_tokens)
     return ModelRunner(model, kv, BLOCK_SIZE, NUM_SLOTS, lambda: 0.0, graphs=graphs)
 
 
 def serve(
     executor: LocalExecutor | DeviceExecutor,
     depth: int,
-    each_step: Callable[[StepPlan], None] = lambda _: None,
+    samplings: Sequence[SamplingParams] = SAMPLING,
+    num_blocks: int = NUM_BLOCKS,
+    aborted: Mapping[int, str] = MappingProxyType({}),
 ) -> tuple[Tokens, dict[str, FinishReason]]:
-    """The tokens of every request, and how it ended."""
+    """The tokens of every request with their log-probabilities, and how it ended. `aborted` are
+    requests to abort after so many steps were submitted.
+    """
     config = SchedulerConfig(
         max_num_seqs=NUM_SLOTS, max_num_batched_tokens=8, max_model_len=64, pipeline_depth=depth
     )
-    pool = KVBlockPool(NUM_BLOCKS, BLOCK_SIZE, True)
+    pool = KVBlockPool(num_blocks, BLOCK_SIZE, True)
     scheduler = Scheduler(config, pool, make_policy(config), LinearCostModel())
-    for index, sampling in enumerate(SAMPLING):
+    for index, sampling in enumerate(samplings):
         prompt = (5, 9, 2, index)[: 2 + index]
         scheduler.add(Request(f"r{index}", prompt, sampling, seed=index), 0.0)
     tokens: Tokens = {}
     ends: dict[str, FinishReason] = {}
     in_flight: deque = deque()
+    num_submitted = 0
     while scheduler.has_work():
+        outputs: tuple[SequenceOutput, ...] = ()
         while (plan := scheduler.plan(0.0)) is not None:
-            each_step(plan)
             in_flight.append((plan, executor.submit(plan)))
+            num_submitted += 1
+            if num_submitted in aborted:
+                outputs += scheduler.abort(aborted[num_submitted], 0.0)
         plan, ticket = in_flight.popleft()
         try:
-            outputs = scheduler.commit(plan, ticket.result(), 0.0).outputs
+            outputs += scheduler.commit(plan, ticket.result(), 0.0).outputs
         except EngineError as error:
             executor.reset()
-            outputs = ()
             for failed in (plan, *(later for later, _ in in_flight)):
                 outputs += scheduler.fail(failed, str(error), 0.0)
             in_flight.clear()
         for output in outputs:
-            tokens.setdefault(output.request_id, []).extend(output.token_ids)
+            logprobs = output.logprobs or (None,) * len(output.token_ids)
+            found = zip(output.token_ids, logprobs, strict=True)
+            tokens.setdefault(output.request_id, []).extend(found)
             if output.finish_reason:
                 ends[output.request_id] = output.finish_reason
     executor.close()
@@ -110,6 +131,111 @@ def test_steps_in_flight_give_the_tokens_of_steps_one_by_one(
     assert tokens == expected
     assert backend.replays > 2
     assert set(ends.values()) == {FinishReason.MAX_TOKENS}
+
+
+# what stays after a token, and what ends a sequence between two steps in flight
+sampled = st.builds(
+    replace,
+    samplings,
+    max_tokens=st.integers(1, 7),
+    min_tokens=st.integers(0, 1),
+    presence_penalty=st.sampled_from([0.0, 1.5]),
+    stop_token_ids=st.sampled_from([(), (1, 4, 9, 16, 25), tuple(range(0, 32, 3))]),
+)
+
+
+class InFlight:
+    """A runner with captured steps that serves one example after the other. `steps` are the plans
+    of the newest one, and whether they were launched before the tokens before them were known.
+    """
+
+    def __init__(self, model: Decoder) -> None:
+        self.runner = runner_of(model, Reexecution(), max_prompt_tokens=8)
+        while self.runner.capture_next():
+            pass
+        self.steps: list[tuple[StepPlan, bool]] = []
+        launch = self.runner.launch
+
+        def noted(plan: StepPlan) -> LaunchedStep | HeldStep:
+            step = launch(plan)
+            self.steps.append((plan, isinstance(step, LaunchedStep)))
+            return step
+
+        self.runner.launch = noted
+
+    def serve(self, *args: Any) -> tuple[Tokens, dict[str, FinishReason]]:
+        self.steps.clear()
+        found = serve(DeviceExecutor(self.runner).start(), 2, *args)
+        self.runner.run(StepPlan(0, (), released=tuple(range(NUM_SLOTS))))
+        return found
+
+
+@pytest.fixture(scope="module")
+def in_flight(model: Decoder) -> InFlight:
+    return InFlight(model)
+
+
+def check(
+    model: Decoder,
+    in_flight: InFlight,
+    requests: Sequence[SamplingParams],
+    num_blocks: int,
+    aborted: Mapping[int, str],
+) -> dict[str, FinishReason]:
+    on_host = model.with_ops(replace(model.ops, samples_on_device=False))
+    expected, expected_ends = serve(LocalExecutor(runner_of(on_host, None)), 1, requests)
+    tokens, ends = in_flight.serve(requests, num_blocks, aborted)
+    for name, reason in ends.items():
+        found = tokens.get(name, [])
+        if reason is FinishReason.ABORTED:
+            assert found == expected[name][: len(found)]
+        else:
+            assert (found, reason) == (expected[name], expected_ends[name])
+    return ends
+
+
+@settings(max_examples=3)
+@given(
+    st.lists(sampled, min_size=2, max_size=4),
+    st.sampled_from([3, NUM_BLOCKS]),
+    st.dictionaries(st.integers(1, 8), st.sampled_from(["r0", "r1"]), max_size=2),
+)
+def test_sampled_rows_in_flight_have_the_tokens_and_logprobs_of_steps_one_by_one(
+    model: Decoder,
+    in_flight: InFlight,
+    requests: list[SamplingParams],
+    num_blocks: int,
+    aborted: dict[int, str],
+) -> None:
+    check(model, in_flight, requests, num_blocks, aborted)
+
+
+def test_rows_that_end_or_leave_while_a_step_is_in_flight_change_no_other_row(
+    model: Decoder, in_flight: InFlight
+) -> None:
+    requests = [
+        SamplingParams(repetition_penalty=1.3, frequency_penalty=0.7, max_tokens=5, logprobs=1),
+        SamplingParams(presence_penalty=1.5, top_p=0.9, max_tokens=5, min_tokens=2),
+        SamplingParams(temperature=0.0, logprobs=2, max_tokens=6, stop_token_ids=tuple(range(20))),
+        SamplingParams(temperature=1.9, frequency_penalty=0.9, max_tokens=6),
+    ]
+    ends = check(model, in_flight, requests, 3, {11: "r3"})
+    assert set(ends.values()) == {
+        FinishReason.ABORTED,
+        FinishReason.MAX_TOKENS,
+        FinishReason.STOP_TOKEN,
+    }
+    admitted = [one for plan, _ in in_flight.steps for one in plan.admitted]
+    assert any(len(one.token_ids) > one.prompt_len for one in admitted), "one was preempted"
+    assert all(was_launched for _, was_launched in in_flight.steps)
+
+
+def test_rows_that_read_their_tokens_on_the_host_wait_for_the_steps_before(
+    model: Decoder, in_flight: InFlight
+) -> None:
+    check(model, in_flight, SAMPLING, NUM_BLOCKS, {})
+    found = {was_launched for _, was_launched in in_flight.steps}
+    assert found == {False, True}
 
 
 def test_steps_run_while_graphs_are_not_captured_and_after_a_capture_failed(

@@ -252,14 +252,14 @@ def open_executor(
 def graph_options(
     config: EngineConfig, model: Model, kv: KVCache, plan: MemoryPlan
 ) -> GraphOptions | None:
-    """How decode steps become CUDA graphs; None where they do not."""
+    """How steps become CUDA graphs; None where they do not."""
     if config.enforce_eager:
         return None
     from quickstep.runtime.capture import device_graphs
 
     speculation = config.speculation
     num_drafts = speculation.num_speculative_tokens if speculation.is_on else 0
-    return device_graphs(model, kv, plan.max_num_seqs, 1 + num_drafts)
+    return device_graphs(model, kv, plan.max_num_seqs, 1 + num_drafts, plan.max_num_batched_tokens)
 
 
 def fit_file(config: EngineConfig, model: Model, description: LoadedModel) -> FitFile | None:

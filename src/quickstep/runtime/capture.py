@@ -112,22 +112,30 @@ class GraphBackend(Protocol):
 
 
 class GraphOptions(msgspec.Struct, frozen=True):
-    """How decode steps become graphs.
+    """How steps become graphs.
 
     Attributes:
         backend: Records them.
         num_slots: Most rows of a step.
-        max_width: Most tokens of a row: one more than its drafts.
+        max_width: Most tokens of a decode row: one more than its drafts.
+        max_prompt_tokens: Most tokens of a step that computes prompts; longer ones run op by op.
     """
 
     backend: GraphBackend
     num_slots: int
     max_width: int = 1
+    max_prompt_tokens: int = 0
 
 
-def device_graphs(model: Model, kv: KVCache, num_slots: int, max_width: int) -> GraphOptions | None:
-    """CUDA graphs of a model's decode steps; None where they cannot be recorded. `kv` has a block
-    more than the pool.
+# Products take longer than launches in a longer step, and padding adds to them. An estimate.
+_MAX_PROMPT_TOKENS = 512
+
+
+def device_graphs(
+    model: Model, kv: KVCache, num_slots: int, max_width: int, max_num_batched_tokens: int
+) -> GraphOptions | None:
+    """CUDA graphs of a model's decode steps and of short ones with prompts; None where they cannot
+    be recorded. `kv` has a block more than the pool.
     """
     if model.device.type != "cuda" or not model.ops.reads_lengths:
         return None
@@ -136,7 +144,9 @@ def device_graphs(model: Model, kv: KVCache, num_slots: int, max_width: int) -> 
 
     if not can_record(model, kv):
         return None
-    return GraphOptions(CudaGraphs(torch_device(model.device)), num_slots, max_width)
+    backend = CudaGraphs(torch_device(model.device))
+    max_prompt_tokens = min(_MAX_PROMPT_TOKENS, max_num_batched_tokens)
+    return GraphOptions(backend, num_slots, max_width, max_prompt_tokens)
 
 
 def open_steps(

@@ -1,14 +1,15 @@
-"""Steps recorded as CUDA graphs: a decode step is one copy of its inputs and one replay.
+"""Steps recorded as CUDA graphs: a step is one copy of its inputs and one replay.
 
 The GPU's counterpart of `runtime.capture`. A graph has a fixed number of rows, of tokens, and of
 blocks per row; everything else of a step is data: token ids, positions, lengths, block tables,
-adapters. They are filled into one host buffer and copied at once. A step uses the smallest graph
-that it fits into. Padding tokens belong to no row and write their keys and values to the scratch
-block, the last one of the KV cache; every bit of the other tokens is the same as op by op.
+adapters, and which tokens of prompts get logits. They are filled into one host buffer and copied at
+once. A step uses the smallest graph that it fits into. Padding tokens belong to no row and write
+their keys and values to the scratch block, the last one of the KV cache; every bit of the other
+tokens is the same as op by op.
 
 A graph is captured while the executor is idle (`capture_next`): first those of the common sizes,
-the largest first, then others that steps have needed. Until then, and for prefill, a step runs op
-by op (`EagerSteps`). All graphs share their memory, and the tensors of their results.
+the largest first, then others that steps have needed. Until then, and for longer prompts, a step
+runs op by op (`EagerSteps`). All graphs share their memory, and the tensors of their results.
 
 Opened by `runtime.capture`. What a graph is, the `GraphBackend` decides, so that the tests check
 all of this on a CPU.
@@ -19,10 +20,11 @@ from __future__ import annotations
 import logging
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import Protocol
+from itertools import accumulate
 
 import msgspec
 import torch
+from msgspec.structs import replace
 from torch import Tensor
 
 from quickstep.errors import EngineError
@@ -36,13 +38,14 @@ from quickstep.runtime.slots import Slot
 from quickstep.runtime.step_inputs import InputBuffer, StepInputs, StepSize, is_pending
 from quickstep.types import StepRow
 
-__all__ = ["CudaGraphs", "GraphSteps", "TokensInFlight", "can_record", "row_buckets"]
+__all__ = ["CudaGraphs", "GraphSteps", "can_record", "prompt_buckets", "row_buckets"]
 
 _LOGGER = logging.getLogger(__name__)
 
 _LEAST_CONTEXT = 4096  # tokens that the block tables of the smallest graphs hold
 _CONTEXT_FACTOR = 4  # from one size of the block tables to the next
 _LOGIT_BYTES = 256 << 20  # of all graphs together: steps with more drafts run op by op
+_PROMPT_BUCKET = 64  # tokens between the sizes of steps with prompts
 
 
 class CudaGraphs:
@@ -74,33 +77,6 @@ class CudaGraphs:
         return int(total_bytes - free_bytes)
 
 
-class TokensInFlight(Protocol):
-    """Sampled tokens on their way to the host."""
-
-    def wait(self) -> list[int]:
-        """The tokens, once they are there: -1 where the logits have no finite maximum."""
-
-
-class _HostTokens:
-    """Tokens copied to pinned memory; the event is recorded after the copy."""
-
-    def __init__(self, tokens: Tensor) -> None:
-        self._event: torch.cuda.Event | None = None
-        if tokens.device.type == "cuda":
-            self._tokens = torch.empty(tokens.shape, dtype=tokens.dtype, pin_memory=True)
-            self._tokens.copy_(tokens, non_blocking=True)
-            self._event = torch.cuda.Event()  # type: ignore[no-untyped-call]
-            self._event.record(torch.cuda.current_stream(tokens.device))
-        else:
-            self._tokens = tokens.clone()
-
-    def wait(self) -> list[int]:
-        """`TokensInFlight.wait`."""
-        if self._event is not None:
-            self._event.synchronize()
-        return self._tokens.tolist()
-
-
 class _Graph(msgspec.Struct, frozen=True):
     """A captured step: where its inputs go, and what runs it."""
 
@@ -109,20 +85,28 @@ class _Graph(msgspec.Struct, frozen=True):
 
 
 class _Results(msgspec.Struct, frozen=True):
-    """What every graph writes, for the largest number of tokens: T tokens each."""
+    """What every graph writes, for the most tokens T and the most tokens with logits E."""
 
     hidden: Tensor  # [T, C]
-    logits: Tensor  # [T, V] fp32
-    sampled: Tensor  # [T] int64, the argmax, -1 where it is not finite
+    logits: Tensor  # [E, V] fp32
+    sampled: Tensor  # [E] int64, the argmax, -1 where it is not finite
     aux_hidden: tuple[Tensor, ...]  # [T, C] each
 
     def write_(self, hidden: Tensor, logits: Tensor, aux_hidden: Sequence[Tensor]) -> None:
         """Copy the results of a step to the first rows."""
         num_tokens = hidden.shape[0]
         self.hidden[:num_tokens].copy_(hidden)
-        self.logits[:num_tokens].copy_(logits)
+        self.logits[: logits.shape[0]].copy_(logits)
         for mine, one in zip(self.aux_hidden, aux_hidden, strict=True):
             mine[:num_tokens].copy_(one)
+
+
+class _Prepared(msgspec.Struct, frozen=True):
+    """A step to replay: its tokens, and which of them the logits of its graph belong to."""
+
+    graph: _Graph
+    num_tokens: int
+    emitting: Sequence[int]
 
 
 class GraphSteps:
@@ -155,24 +139,29 @@ class GraphSteps:
         self._device = torch_device(model.device)
         fitting = _LOGIT_BYTES // (4 * model.vocab_size)
         most_rows = self._rows[-1]
-        self._most_tokens = max(most_rows, min(most_rows * options.max_width, fitting))
-        most = StepSize(most_rows, self._most_tokens, self._widths[-1])
-        self._buffer = InputBuffer(most, options.num_slots, self._device)
+        self._most_emitting = max(most_rows, min(most_rows * options.max_width, fitting))
+        self._prompt_tokens = prompt_buckets(options.max_prompt_tokens)
+        self._most_tokens = max((self._most_emitting, *self._prompt_tokens))
+        largest = StepSize(most_rows, self._most_emitting, self._widths[-1])
+        prompts = [self._prompt_size(one) for one in self._prompt_tokens]
+        most_elements = max(one.num_elements for one in (largest, *prompts))
+        self._buffer = InputBuffer(most_elements, options.num_slots, self._device)
         self._max_width = options.max_width
         self._results: _Results | None = None
         self._graphs: dict[StepSize, _Graph] = {}
         self._retired: list[_Graph] = []  # they may still run, until the next capture has waited
         self._wanted = dict.fromkeys(self._common_sizes())
         self._lora: _LoRASlots | None = None
-        self._prepared: tuple[_Graph, int] | None = None  # with the number of tokens
+        self._prepared: _Prepared | None = None
         self._step_rows: Sequence[StepRow] = ()
         self._newest_logits: Tensor | None = None
 
     def _common_sizes(self) -> Iterator[StepSize]:
         """Captured without a step that needs them, the largest first."""
+        yield from map(self._prompt_size, reversed(self._prompt_tokens))
         for num_rows in reversed(self._rows):
             for width in sorted({1, self._max_width}, reverse=True):
-                if num_rows * width <= self._most_tokens:
+                if num_rows * width <= self._most_emitting:
                     yield StepSize(num_rows, num_rows * width, self._widths[0])
 
     def prepare(self, rows: Sequence[StepRow], slots: Sequence[Slot]) -> None:
@@ -196,29 +185,54 @@ class GraphSteps:
             assert self._lora is not None
             groups = self._lora.groups(rows, named)
         self._buffer.fill(graph.inputs, packed, rows, slots, self._scratch_slot, groups)
-        self._prepared = graph, int(packed.row_offsets[-1])
+        ends = packed.row_offsets.tolist()[1:]
+        emitting: Sequence[int] = range(ends[-1])
+        if graph.inputs.size.has_prompts:
+            emitting = [end - 1 for row, end in zip(rows, ends, strict=True) if row.emits]
+        self._prepared = _Prepared(graph, ends[-1], emitting)
 
     def _size_of(self, rows: Sequence[StepRow], slots: Sequence[Slot]) -> StepSize | None:
-        """The smallest graph for the rows; None where they are not decode rows, or are trees."""
-        num_tokens = 0
+        """The smallest graph for the rows; None where there is none."""
+        num_tokens, has_prompts = 0, False
         for row in rows:
-            if not row.emits or row.parents or row.num_tokens != row.num_drafts + 1:
+            is_decode = row.emits and row.num_tokens == row.num_drafts + 1
+            if row.parents or row.num_scored or (row.num_drafts and not is_decode):
                 return None
             num_tokens += row.num_tokens
-        num_rows = next((one for one in self._rows if one >= len(rows)), None)
-        if num_rows is None:
-            return None
-        width = -(-num_tokens // num_rows)
-        if width > self._max_width or num_rows * width > self._most_tokens:
-            return None
+            has_prompts |= not is_decode
         num_blocks = max(slot.num_blocks for slot in slots)
+        if has_prompts:
+            size = None if any([row.num_drafts for row in rows]) else self._prompts_of(num_tokens)
+        else:
+            size = self._decode_of(len(rows), num_tokens, num_blocks)
+        if size is None or size.table_width < num_blocks:
+            return None
+        if any([row.adapter for row in rows]):
+            return replace(size, has_lora=True) if self._has_lora_table(rows) else None
+        return size
+
+    def _decode_of(self, num_rows: int, num_tokens: int, num_blocks: int) -> StepSize | None:
+        """The size for decode rows."""
+        num_rows_of = next((one for one in self._rows if one >= num_rows), None)
         table_width = next((one for one in self._widths if one >= num_blocks), None)
-        if table_width is None:
+        if num_rows_of is None or table_width is None:
             return None
-        has_lora = any([row.adapter for row in rows])
-        if has_lora and not self._has_lora_table(rows):
+        width = -(-num_tokens // num_rows_of)
+        if width > self._max_width or num_rows_of * width > self._most_emitting:
             return None
-        return StepSize(num_rows, num_rows * width, table_width, has_lora)
+        return StepSize(num_rows_of, num_rows_of * width, table_width)
+
+    def _prompts_of(self, num_tokens: int) -> StepSize | None:
+        """The size for rows of which some compute prompts."""
+        found = next((one for one in self._prompt_tokens if one >= num_tokens), None)
+        return None if found is None else self._prompt_size(found)
+
+    def _prompt_size(self, num_tokens: int) -> StepSize:
+        """For as many rows as there can be, with the least contexts: longer ones need more memory
+        for attention.
+        """
+        num_rows = min(self._rows[-1], num_tokens)
+        return StepSize(num_rows, num_tokens, self._widths[0], has_prompts=True)
 
     def _has_lora_table(self, rows: Sequence[StepRow]) -> bool:
         """Make the table of adapters, or a larger one, whose graphs are captured again."""
@@ -243,8 +257,8 @@ class GraphSteps:
                 of_slots.append(row.slot)
             first += row.num_tokens
         if places:
-            index = torch.tensor([places, of_slots], dtype=torch.int64, device=self._device)
-            self._eager.replace_tokens(index[0], self._buffer.last_tokens[index[1]])
+            last_tokens = self._buffer.last_tokens[self._index(of_slots)]
+            self._eager.replace_tokens(self._index(places), last_tokens)
 
     @torch.inference_mode()
     def run(
@@ -259,49 +273,68 @@ class GraphSteps:
             self._newest_logits = logits if isinstance(logits, Tensor) else None
             return hidden, logits
         assert features is None, "only models of drafts have features"
-        graph, num_tokens = self._prepared
-        results = self._results
+        prepared, results = self._prepared, self._results
         assert results is not None, "a graph was captured"
-        self._buffer.send(graph.inputs)
-        graph.replay()
-        hidden, logits = results.hidden[:num_tokens], results.logits[:num_tokens]
-        places = self._places(emitting)
-        if places is not None:
-            logits = logits[places]
-            hidden = hidden if every_token else hidden[places]
-        return hidden, logits
+        inputs = prepared.graph.inputs
+        self._buffer.send(inputs)
+        prepared.graph.replay()
+        hidden, logits = results.hidden[: prepared.num_tokens], results.logits
+        num_emitting = len(prepared.emitting)
+        chosen = self._chosen(emitting)
+        if inputs.emitting is not None and not every_token:
+            hidden = hidden[inputs.emitting[:num_emitting]]
+        if chosen is None:
+            return hidden, logits[:num_emitting]
+        return hidden if every_token else hidden[chosen], logits[chosen]
 
-    def _places(self, emitting: Sequence[EmittingToken]) -> Tensor | None:
-        """Which tokens emit; None for all of them, in order: only a failed row emits nothing."""
-        ends, end = [], 0
-        for row in self._step_rows:
-            end += row.num_tokens
-            ends.append(end)
-        places = [ends[row] - 1 - num_after for row, num_after in emitting]
-        if places == list(range(end)):
+    def _chosen(self, emitting: Sequence[EmittingToken]) -> Tensor | None:
+        """Which of the logits of the graph these tokens have; None for all of them, in order: only
+        a failed row emits nothing.
+        """
+        assert self._prepared is not None, "a graph runs"
+        ends = list(accumulate(row.num_tokens for row in self._step_rows))
+        tokens = [ends[row] - 1 - num_after for row, num_after in emitting]
+        if tokens == list(self._prepared.emitting):
             return None
-        return torch.tensor(places, dtype=torch.int64, device=self._device)
+        place_of = {token: place for place, token in enumerate(self._prepared.emitting)}
+        return self._index([place_of[token] for token in tokens])
+
+    def _index(self, places: Sequence[int]) -> Tensor:
+        """Places [n] on the device, which is not waited for."""
+        is_cuda = self._device.type == "cuda"
+        index = torch.tensor(places, dtype=torch.int64, pin_memory=is_cuda)
+        return index.to(self._device, non_blocking=True)
 
     @torch.inference_mode()
-    def sampled_tokens(self, emitting: Sequence[EmittingToken]) -> TokensInFlight:
-        """The argmax of each emitting token of the step that ran, without waiting for it; the
-        device keeps them as the last tokens of their rows' slots. No row has drafts.
+    def argmax(self, emitting: Sequence[EmittingToken]) -> Tensor:
+        """The argmax [E] of each emitting token of the step that ran, -1 where it is not finite, on
+        the device, which keeps them as the last tokens of their rows' slots. No row has drafts.
+        Valid until the next step.
         """
         if self._prepared is not None and self._results is not None:
-            places = self._places(emitting)
-            sampled = self._results.sampled[: self._prepared[1]]
-            return _HostTokens(sampled if places is None else sampled[places])
+            chosen = self._chosen(emitting)
+            sampled = self._results.sampled
+            return sampled[: len(emitting)] if chosen is None else sampled[chosen]
         assert self._newest_logits is not None, "a step has run"
-        of_rows = [self._step_rows[row].slot for row, _ in emitting]
-        index = torch.tensor(of_rows, dtype=torch.int64, device=self._device)
-        return _HostTokens(_sample_(self._newest_logits, index, self._buffer.last_tokens))
+        return _sample_(self._newest_logits, self._slots_of(emitting), self._buffer.last_tokens)
+
+    @torch.inference_mode()
+    def keep_tokens(self, emitting: Sequence[EmittingToken], token_ids: Tensor) -> None:
+        """Make tokens [E] on the device the last ones of their rows' slots. In place of a negative
+        one, which ends its sequence, the next step reads token 0.
+        """
+        slots = self._slots_of(emitting)
+        self._buffer.last_tokens.index_copy_(0, slots, token_ids.clamp(min=0))
+
+    def _slots_of(self, emitting: Sequence[EmittingToken]) -> Tensor:
+        return self._index([self._step_rows[row].slot for row, _ in emitting])
 
     def aux_hidden_states(self) -> tuple[Tensor, ...]:
         """`StepModel.aux_hidden_states`."""
         if self._prepared is None:
             return self._eager.aux_hidden_states()
         assert self._results is not None
-        return tuple([one[: self._prepared[1]] for one in self._results.aux_hidden])
+        return tuple([one[: self._prepared.num_tokens] for one in self._results.aux_hidden])
 
     def logits(self, hidden: AnyTensor, adapter: str) -> AnyTensor:
         """`StepModel.logits`."""
@@ -319,9 +352,10 @@ class GraphSteps:
         self._retired.clear()
         grown_bytes = self._backend.used_bytes() - before_bytes
         _LOGGER.info(
-            "captured a CUDA graph of %d rows, %d tokens, %d blocks a row: %.0f ms, %.0f MB",
+            "captured a CUDA graph of %d rows, %d tokens%s, %d blocks a row: %.0f ms, %.0f MB",
             size.num_rows,
             size.num_tokens,
+            " with prompts" if size.has_prompts else "",
             size.table_width,
             1e3 * (time.monotonic() - started_s),
             max(0, grown_bytes) / 1e6,
@@ -342,14 +376,14 @@ class GraphSteps:
 
         def run() -> None:
             results.write_(*self._compute(inputs))
-            logits = results.logits[: size.num_tokens]
+            logits = results.logits[: size.num_emitting]
             sampled = _sample_(logits, inputs.row_slots, self._buffer.last_tokens)
-            results.sampled[: size.num_tokens].copy_(sampled)
+            results.sampled[: size.num_emitting].copy_(sampled)
 
         return _Graph(inputs, self._backend.capture(run))
 
     def _compute(self, inputs: StepInputs) -> tuple[Tensor, Tensor, tuple[Tensor, ...]]:
-        """The forward pass over the tensors of `inputs`, and the logits of all its tokens."""
+        """The forward pass over the tensors of `inputs`, and the logits of its emitting tokens."""
         layout = PagedLayout(
             inputs.positions,
             inputs.slot_mapping,
@@ -359,14 +393,17 @@ class GraphSteps:
             self._block_size,
             lengths=RowLengths(inputs.row_offsets),
         )
-        lora = None
+        emitting, lora, emitting_lora = inputs.emitting, None, None
         if inputs.size.has_lora:
             assert self._lora is not None
-            lora = self._lora.table.mapping(inputs.adapter_slots)
+            lora = emitting_lora = self._lora.table.mapping(inputs.adapter_slots)
+            if emitting is not None:
+                emitting_lora = self._lora.table.mapping(inputs.adapter_slots[emitting])
         token_ids = inputs.all_ids.index_select(0, inputs.token_index)
         batch = ForwardBatch(token_ids, layout, None, lora)
         hidden, aux_hidden = self._model.forward_with_aux(batch, self._kv, self._aux_layers)
-        logits = self._model.logits(hidden, lora)
+        emitted = hidden if emitting is None else hidden[emitting]
+        logits = self._model.logits(emitted, emitting_lora)
         assert isinstance(logits, Tensor)
         return hidden, logits, aux_hidden
 
@@ -375,16 +412,18 @@ class GraphSteps:
             return one.new_empty(self._most_tokens, *one.shape[1:])
 
         hidden, logits, aux_hidden = computed
-        sampled = torch.zeros(self._most_tokens, dtype=torch.int64, device=self._device)
-        return _Results(empty(hidden), empty(logits), sampled, tuple(map(empty, aux_hidden)))
+        sampled = torch.zeros(self._most_emitting, dtype=torch.int64, device=self._device)
+        of_emitting = logits.new_empty(self._most_emitting, logits.shape[1])
+        return _Results(empty(hidden), of_emitting, sampled, tuple(map(empty, aux_hidden)))
 
 
 def can_record(model: object, kv: KVCache) -> bool:
     """Whether launches of the model depend on shapes only."""
     if not isinstance(model, Decoder) or not model.ops.reads_lengths:
         return False
-    # experts read back how many tokens each of them gets
-    if any(isinstance(layer.mlp, MoEWeights) for layer in model.weights.layers):
+    # computed one by one, experts read back how many tokens each of them gets
+    mixtures = [layer.mlp for layer in model.weights.layers if isinstance(layer.mlp, MoEWeights)]
+    if any([model.ops.experts is None or one.experts.data is None for one in mixtures]):
         return False
     keys = with_torch_kv(kv).keys[0]
     return keys.dtype != torch.int8 or keys.shape[3] % SCALE_BYTES == 0
@@ -396,6 +435,11 @@ def row_buckets(most: int) -> tuple[int, ...]:
         raise EngineError(f"a step has {most} rows, graphs need at least 1")
     small = [one for one in (1, 2, 4) if one < most]
     return (*small, *range(8, most, 8), most)
+
+
+def prompt_buckets(most: int) -> tuple[int, ...]:
+    """Numbers of tokens of steps with prompts that have a graph, up to `most`."""
+    return (*range(_PROMPT_BUCKET, most, _PROMPT_BUCKET), most) if most else ()
 
 
 def _table_widths(max_model_len: int, block_size: int, num_blocks: int) -> tuple[int, ...]:

@@ -2,9 +2,10 @@
 
 As `runtime.executor`, with two threads. One launches steps in the order of `submit`; the device
 keeps the tokens that it sampled, so that the next step needs no result. The other one waits for the
-tokens and records them. A step whose tokens are sampled on the host waits until all steps before it
-are finished. While nothing runs, decode steps are recorded (`ModelRunner.capture_next`), and one
-after a number of steps where there is no pause.
+tokens and records them. A step with rows for which the host computes something from the tokens
+before it (a grammar, drafts) waits until all steps before it are finished. While nothing runs,
+steps are recorded (`ModelRunner.capture_next`), and one after a number of steps where there is no
+pause.
 """
 
 from __future__ import annotations
@@ -201,12 +202,12 @@ class DeviceExecutor:
 
     def _finish(self, one: _Submitted, step: LaunchedStep) -> StepResult | EngineError:
         try:
-            token_ids = step.tokens.wait()
+            samples = step.samples.wait()
             failure = self._failed_before(one)
             with self._running:
                 if failure is None:
                     step.started_s = max(step.started_s, self._finished_s)
-                    result = self._runner.finish(step, token_ids)
+                    result = self._runner.finish(step, samples)
                     self._finished_s = self._runner.now()
                     return result
                 self._runner.abandon(step)

@@ -20,8 +20,8 @@ from quickstep.ops.tensors import AnyTensor, use_device
 from quickstep.runtime.capture import EmittingToken, GraphOptions, StepModel, open_steps
 from quickstep.runtime.sampling.grammar import NewMatcher
 from quickstep.runtime.sampling.logprobs import PromptScorer
-from quickstep.runtime.sampling.native_sampler import open_sampler
-from quickstep.runtime.sampling.sampler import NO_MAXIMUM, Sample, failure_of
+from quickstep.runtime.sampling.native_sampler import open_device_sampler, open_sampler
+from quickstep.runtime.sampling.sampler import Sample, SampleFailure, failure_of
 from quickstep.runtime.slots import Slot, SlotTable
 from quickstep.runtime.speculation.drafting import Drafting, NextDrafts
 from quickstep.runtime.speculation.proposer import Proposer
@@ -29,7 +29,8 @@ from quickstep.runtime.speculation.verification import EmittingRow, sample_rows
 from quickstep.types import RowFailure, RowOutput, StepPlan, StepResult, StepRow
 
 if TYPE_CHECKING:
-    from quickstep.runtime.cuda_graphs import GraphSteps, TokensInFlight
+    from quickstep.runtime.cuda_graphs import GraphSteps
+    from quickstep.runtime.sampling.device_sampler import SamplesInFlight
 
 __all__ = ["HeldStep", "LaunchedStep", "ModelRunner"]
 
@@ -42,7 +43,7 @@ class LaunchedStep(msgspec.Struct):
     plan: StepPlan
     slots: list[Slot]
     emitting: list[EmittingRow]
-    tokens: TokensInFlight
+    samples: SamplesInFlight
     started_s: float
 
 
@@ -60,8 +61,8 @@ class ModelRunner:
     `new_matcher` compiles the grammars of requests; None where no request has one. `proposer`
     drafts tokens for rows that ask for them. `adapters` are those that rows may name, and may
     change between steps; None where no row has one. `by_rejection`: accept drafts by rejection
-    sampling, so that tokens depend on them. `graphs`: decode steps are recorded; `kv` then has a
-    block more than the pool.
+    sampling, so that tokens depend on them. `graphs`: steps are recorded; `kv` then has a block
+    more than the pool.
     """
 
     def __init__(
@@ -84,8 +85,9 @@ class ModelRunner:
             model, kv, block_size, enforce_eager, adapters, aux_layers, graphs=graphs
         )
         self._graph_steps = _graph_steps(self._steps) if graphs is not None else None
-        self._sample = open_sampler(model)
-        self._at_once = model.ops.samples_on_device
+        self._device_sampler = open_device_sampler(model)
+        sampler = self._device_sampler
+        self._sample = open_sampler(model) if sampler is None else sampler.sample
         self._scorer = PromptScorer(self._steps, model)
         self._num_blocks = kv.keys[0].shape[0] - (graphs is not None)
         self._kv, self._block_size = kv, block_size
@@ -106,24 +108,28 @@ class ModelRunner:
     def launch(self, plan: StepPlan) -> LaunchedStep | HeldStep:
         """Begin a step without waiting for the device; steps before it may still run there.
 
-        Where its tokens cannot be sampled on the device, it is held: `resume` runs it once the
-        steps before it are finished. Raises as `run`.
+        Where the device cannot sample its tokens before the host knows those of the steps before
+        it, it is held: `resume` runs it once these are finished. Raises as `run`.
         """
         held = self._start(plan)
-        steps, slots = self._graph_steps, held.slots
-        if steps is None or not self._can_defer(plan.rows, slots):
+        steps, sampler, slots = self._graph_steps, self._device_sampler, held.slots
+        if steps is None or sampler is None or not self._can_defer(plan.rows, slots):
             return held
         try:
             steps.prepare(plan.rows, slots)
             emitting, places = _emitting(plan.rows, slots)
-            steps.run(places, False)
-            tokens = steps.sampled_tokens(places)
+            _, logits = steps.run(places, False)
+            if all([one.slot.is_plain_argmax for one in emitting]):
+                samples = sampler.of_argmax(steps.argmax(places))
+            else:
+                samples = sampler.launch(logits, [one.slot.state_ahead for one in emitting])
+                steps.keep_tokens(places, samples.token_ids)
         except BaseException:
             self._slots.fail(plan.rows, f"step {plan.step_id} failed")
             raise
         for one in emitting:
             one.slot.num_pending += 1
-        return LaunchedStep(plan, slots, emitting, tokens, held.started_s)
+        return LaunchedStep(plan, slots, emitting, samples, held.started_s)
 
     def resume(self, held: HeldStep) -> StepResult:
         """Run a held step; every step before it is finished."""
@@ -135,14 +141,16 @@ class ModelRunner:
             raise
         return StepResult(plan.step_id, outputs, self._clock() - held.started_s, failures)
 
-    def finish(self, launched: LaunchedStep, token_ids: Sequence[int]) -> StepResult:
-        """Record the tokens of a step that ran."""
+    def finish(
+        self, launched: LaunchedStep, samples: Sequence[Sample | SampleFailure]
+    ) -> StepResult:
+        """Record the samples of a step that ran."""
         outputs = [_NO_OUTPUT] * len(launched.slots)
         rows = launched.plan.rows
-        for one, token_id in zip(launched.emitting, token_ids, strict=True):
+        for one, sampled in zip(launched.emitting, samples, strict=True):
             one.slot.num_pending -= 1
             if not one.slot.failure:
-                one.accept(Sample(token_id) if token_id >= 0 else NO_MAXIMUM)
+                one.accept(sampled)
         # a later plan may have given a slot to another sequence, as far as the proposer knows
         resident = [
             one for one in launched.emitting if self._slots.holds(rows[one.index], one.slot)
@@ -166,7 +174,7 @@ class ModelRunner:
             slot.failure = slot.failure or f"step {launched.plan.step_id} failed"
 
     def capture_next(self) -> bool:
-        """Record one more decode step, if one is wanted; called while nothing runs."""
+        """Record one more step, if one is wanted; called while nothing runs."""
         return self._graph_steps is not None and self._graph_steps.capture_next()
 
     def stop_capturing(self) -> None:
@@ -211,7 +219,9 @@ class ModelRunner:
         return HeldStep(plan, slots, started_s)
 
     def _can_defer(self, rows: Sequence[StepRow], slots: Sequence[Slot]) -> bool:
-        """Whether the device alone can sample the tokens of these rows."""
+        """Whether the device can sample the tokens of these rows before the host knows the ones
+        before them.
+        """
         if self._drafting.reads_hidden or not rows:
             return False
         return all(
@@ -219,7 +229,7 @@ class ModelRunner:
                 slot.pool is None
                 and not row.num_scored
                 and not row.num_drafts
-                and (not row.emits or bool(slot.failure) or slot.is_plain_argmax)
+                and (not row.emits or bool(slot.failure) or slot.can_sample_ahead)
                 for row, slot in zip(rows, slots, strict=True)
             ]
         )
@@ -261,7 +271,8 @@ class ModelRunner:
         if is_read:
             self._read_prompts(rows, slots, hidden, outputs)
         if emitting:
-            sample_rows(self._sample, logits, emitting, self._by_rejection, self._at_once)
+            at_once = self._device_sampler is not None
+            sample_rows(self._sample, logits, emitting, self._by_rejection, at_once)
             self._move_accepted(rows, emitting)
         aux_hidden = self._steps.aux_hidden_states()
         self._drafting.compute(rows, slots, emitting, hidden, every_token, aux_hidden)

@@ -90,6 +90,17 @@ class Slot:
         state = self.state
         return state is not None and state.is_plain_argmax_after(self.num_pending)
 
+    @property
+    def can_sample_ahead(self) -> bool:
+        """Whether the token after the pending ones can be sampled before the host knows them."""
+        return self.state is not None and not self.state.reads_tokens
+
+    @property
+    def state_ahead(self) -> SamplingState:
+        """The state after the pending tokens."""
+        assert self.state is not None, "a slot without sampling state emits nothing"
+        return self.state.ahead(self.num_pending) if self.num_pending else self.state
+
     def input_tokens(self, row: StepRow) -> tuple[int, ...]:
         """The input tokens of a row; a pending one is the token that was sampled last.
 

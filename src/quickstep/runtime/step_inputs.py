@@ -22,16 +22,25 @@ from quickstep.types import StepRow
 __all__ = ["InputBuffer", "StepInputs", "StepSize", "is_pending"]
 
 _NUM_HOST_BUFFERS = 2
-_NUM_WIDE = 6  # int64 fields of a token
+_NUM_WIDE = 7  # int64 fields of a token
 
 
 class StepSize(msgspec.Struct, frozen=True):
-    """What a recorded step is made for: R rows, T tokens, block tables of W blocks, adapters."""
+    """What a recorded step is made for: R rows, T tokens, block tables of W blocks, adapters.
+
+    Of its E tokens with logits, each row has one at most with `has_prompts`; else they are all.
+    """
 
     num_rows: int
     num_tokens: int
     table_width: int
     has_lora: bool = False
+    has_prompts: bool = False
+
+    @property
+    def num_emitting(self) -> int:
+        """E, the tokens with logits."""
+        return self.num_rows if self.has_prompts else self.num_tokens
 
     @property
     def num_wide(self) -> int:
@@ -57,7 +66,8 @@ class StepInputs(msgspec.Struct, frozen=True):
         token_index: [T], which of these a token is.
         positions: [T].
         slot_mapping: [T].
-        row_slots: [T], the slot whose last token is sampled here; that of padding for others.
+        emitting: [E], the tokens with logits, token 0 for padding; None where they are all.
+        row_slots: [E], the slot whose last token is sampled here; that of padding for others.
         adapter_slots: [T], the place of the token's adapter in its table, 0 for none.
         row_offsets: [R + 1] int32.
         block_tables: [R, W] int32.
@@ -68,6 +78,7 @@ class StepInputs(msgspec.Struct, frozen=True):
     token_index: Tensor
     positions: Tensor
     slot_mapping: Tensor
+    emitting: Tensor | None
     row_slots: Tensor
     adapter_slots: Tensor
     row_offsets: Tensor
@@ -93,14 +104,16 @@ class _HostBuffer:
 
 
 class InputBuffer:
-    """The buffers, large enough for `most`; owned by the steps that are recorded with it."""
+    """The buffers, of `num_elements`, those of the largest size; owned by the steps that are
+    recorded with it.
+    """
 
-    def __init__(self, most: StepSize, num_slots: int, device: torch.device) -> None:
+    def __init__(self, num_elements: int, num_slots: int, device: torch.device) -> None:
         self._num_slots = num_slots
         self._first = num_slots + 1  # of the step's inputs, after the last tokens
-        total = self._first + most.num_elements
+        total = self._first + num_elements
         self._device_buffer = torch.zeros(total, dtype=torch.int64, device=device)
-        self._hosts = [_HostBuffer(most.num_elements, device) for _ in range(_NUM_HOST_BUFFERS)]
+        self._hosts = [_HostBuffer(num_elements, device) for _ in range(_NUM_HOST_BUFFERS)]
         self._newest = 0
 
     @property
@@ -115,14 +128,17 @@ class InputBuffer:
         fields = wide.view(_NUM_WIDE, num_tokens)
         narrow = self._device_buffer.view(torch.int32)[2 * (self._first + size.num_wide) :]
         tables = narrow[size.num_rows + 1 :][: size.num_rows * size.table_width]
-        _, token_index, positions, slot_mapping, row_slots, adapter_slots = fields.unbind()
+        _, token_index, positions, slot_mapping, emitting, row_slots, adapter_slots = (
+            fields.unbind()
+        )
         return StepInputs(
             size,
             self._device_buffer[: self._first + num_tokens],
             token_index,
             positions,
             slot_mapping,
-            row_slots,
+            emitting[: size.num_emitting] if size.has_prompts else None,
+            row_slots[: size.num_emitting],
             adapter_slots,
             narrow[: size.num_rows + 1],
             tables.view(size.num_rows, size.table_width),
@@ -148,19 +164,25 @@ class InputBuffer:
         host.wait()
         num_tokens, num_rows = packed.token_ids.shape[0], len(rows)
         fields = host.wide[: size.num_wide].reshape(_NUM_WIDE, size.num_tokens)
-        token_ids, token_index, positions, slot_mapping, row_slots, adapters = fields
+        token_ids, token_index, positions, slot_mapping, emitting, row_slots, adapters = fields
         token_ids[:num_tokens], token_ids[num_tokens:] = packed.token_ids, 0
         token_index[:] = np.arange(self._first, self._first + size.num_tokens)
         positions[:num_tokens], positions[num_tokens:] = packed.positions, 0
         slot_mapping[:num_tokens], slot_mapping[num_tokens:] = packed.slot_mapping, scratch_slot
+        emitting[:] = 0
         row_slots[:] = self._num_slots
         adapters[:] = 0
         offsets = packed.row_offsets
+        num_emitting = 0
         for index, (row, slot) in enumerate(zip(rows, slots, strict=True)):
             first = int(offsets[index])
             if is_pending(row, slot):
                 token_index[first] = row.slot
-            if row.num_tokens == 1:
+            if size.has_prompts and row.emits:
+                emitting[num_emitting] = offsets[index + 1] - 1
+                row_slots[num_emitting] = row.slot
+                num_emitting += 1
+            if not size.has_prompts and row.num_tokens == 1:
                 row_slots[first] = row.slot
             if adapter_slots is not None:
                 adapters[first : first + row.num_tokens] = adapter_slots[index]

@@ -234,7 +234,8 @@ def _graphs(model: Model, kv: KVCache, config: SchedulerConfig) -> GraphOptions 
     """On a GPU, batches run as CUDA graphs, one more after every step; requests alone do not."""
     if config.max_num_seqs == 1:
         return None
-    return device_graphs(model, kv, config.max_num_seqs, 1 + config.num_speculative_tokens)
+    max_width = 1 + config.num_speculative_tokens
+    return device_graphs(model, kv, config.max_num_seqs, max_width, config.max_num_batched_tokens)
 
 
 class _Run:

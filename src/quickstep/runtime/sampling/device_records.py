@@ -26,7 +26,7 @@ from quickstep.runtime.sampling.sampler import applies_xtc
 from quickstep.runtime.sampling.state import SamplingState
 from quickstep.sampling_params import SamplingParams
 
-__all__ = ["DeviceRecords"]
+__all__ = ["DeviceRecords", "copy_to_device"]
 
 Ids = npt.NDArray[np.int64]
 Floats = npt.NDArray[np.float64]
@@ -89,8 +89,23 @@ class DeviceRecords:
             counts=self._counts.table if max(counts_rows, default=_NONE) != _NONE else None,
         )
 
+    def count_(
+        self, records: SamplingRecords, states: Sequence[SamplingState], token_ids: Tensor
+    ) -> None:
+        """Count tokens [E] that were sampled with the newest records of these states, before the
+        host knows them. Negative ones are not counted: their sequences end.
+        """
+        if records.counts is None:
+            return
+        rows = records.rows[:, _COUNTS]
+        places = rows.clamp(min=0) * self._vocab_size + token_ids.clamp(min=0)
+        is_counted = (rows >= 0) & (token_ids >= 0)
+        self._counts.add(places, 2 * is_counted)
+        self._counts.advance(states)
+
     def _numbers_of(self, state: SamplingState) -> list[int]:
         """A row with the numbers of the request; the others are those of a row without changes."""
+        state = state.recorded_state
         known = self._numbers.get(state)
         if known is None:
             known = self._numbers[state] = _numbers(state.sampling, self._vocab_size)
@@ -248,6 +263,13 @@ class _Upload:
         return _OnDevice(host.to(device, non_blocking=True))
 
 
+def copy_to_device(array: Ids, device: str) -> Tensor:
+    """The array on the device, which is not waited for."""
+    upload = _Upload()
+    part = upload.add(array)
+    return upload.copy(device)(part).view(array.shape)
+
+
 class _OnDevice:
     """Finds the arrays of an upload on the device."""
 
@@ -272,7 +294,8 @@ class _TokenCounts:
     """How often sequences with penalties have generated each token, on the device.
 
     `table` [C, V] int32 is described in `SamplingRecords.counts`. A row belongs to the state of a
-    sequence until another one needs it; then it is filled again from the state.
+    sequence until another one needs it; then it is filled again from the state. A row with tokens
+    that the host does not know yet is not given away.
     """
 
     def __init__(self, vocab_size: int, device: str) -> None:
@@ -290,11 +313,12 @@ class _TokenCounts:
         self._num_uses += 1
         rows: list[int] = []
         places, amounts = [_NO_IDS], [_NO_IDS]
-        for state in states:
-            if (counted := self._counted.get(state)) is not None:
+        recorded = [None if one.penalties is None else one.recorded_state for one in states]
+        for state in recorded:
+            if state is not None and (counted := self._counted.get(state)) is not None:
                 counted.last_use = self._num_uses
-        for state in states:
-            if state.penalties is None:
+        for state, later in zip(recorded, states, strict=True):
+            if state is None:
                 rows.append(_NONE)
                 continue
             counted = self._counted.get(state)
@@ -305,31 +329,41 @@ class _TokenCounts:
                 self.table[counted.row].zero_()
                 token_ids, codes = _codes(state)
             else:
-                token_ids = np.array(state.outputs_since(counted.num_outputs), dtype=np.int64)
+                num_known = min(counted.num_outputs, state.num_outputs)
+                token_ids = np.array(state.outputs_since(num_known), dtype=np.int64)
                 codes = np.full(token_ids.size, 2, dtype=np.int64)
-            counted.num_outputs = state.num_outputs
+                counted.num_outputs += token_ids.size
+            assert counted.num_outputs == later.num_outputs, "pending tokens were counted"
             rows.append(counted.row)
             places.append(token_ids + counted.row * self._vocab_size)
             amounts.append(codes)
         return rows, (np.concatenate(places), np.concatenate(amounts))
 
+    def advance(self, states: Sequence[SamplingState]) -> None:
+        """The table has one more token of each of these."""
+        for state in states:
+            if (counted := self._counted.get(state.recorded_state)) is not None:
+                counted.num_outputs += 1
+
     def add(self, places: Tensor, amounts: Tensor) -> None:
         """Add to the table."""
         if places.numel():
-            self.table.view(-1).index_add_(0, places, amounts.int())
+            self.table.view(-1).index_add_(0, places, amounts.to(self.table.dtype))
 
     def _take_row(self) -> int:
         """A row that no state has, or the one that was not used for longest; the table grows if
-        this step needs all.
+        there is neither.
         """
-        used = {counted.row: (counted.last_use, state) for state, counted in self._counted.items()}
-        free = set(range(self.table.shape[0])) - set(used)
+        free = set(range(self.table.shape[0])) - {one.row for one in self._counted.values()}
         if free:
             return min(free)
-        row, (last_use, state) = min(
-            used.items(), key=lambda item: item[1][0], default=(_NONE, (self._num_uses, None))
-        )
-        if state is not None and last_use < self._num_uses:
+        unused = [
+            (counted.last_use, counted.row, state)
+            for state, counted in self._counted.items()
+            if counted.last_use < self._num_uses and counted.num_outputs <= state.num_outputs
+        ]
+        if unused:
+            _, row, state = min(unused, key=lambda one: one[0])
             del self._counted[state]
             return row
         num_rows = self.table.shape[0]

@@ -21,7 +21,7 @@ from quickstep.ops.tensors import AnyTensor, to_numpy, to_torch
 from quickstep.ops.triton.sampling.sample import NO_MAXIMUM as NO_MAXIMUM_TOKEN
 from quickstep.ops.triton.sampling.sample import sample as sample_on_device
 from quickstep.ops.triton.sampling.token_scores import NUM_SCORES, token_scores
-from quickstep.runtime.sampling.device_records import DeviceRecords
+from quickstep.runtime.sampling.device_records import DeviceRecords, copy_to_device
 from quickstep.runtime.sampling.logit_changes import LogitChanges
 from quickstep.runtime.sampling.logprobs import (
     logprobs_of_scores,
@@ -39,7 +39,7 @@ from quickstep.runtime.sampling.sampler import (
 from quickstep.runtime.sampling.state import SamplingState
 from quickstep.types import TokenLogprobs
 
-__all__ = ["DeviceSampler", "score_on_device"]
+__all__ = ["DeviceSampler", "SamplesInFlight", "score_on_device"]
 
 _GROUP_BYTES = 256 << 20  # of temporary tensors
 _BYTES_PER_LOGIT = 25  # of a row that has everything
@@ -68,49 +68,121 @@ class DeviceSampler:
         places = range(len(states)) if rows is None else rows
         started = [_start(matrix, state, row) for row, state in zip(places, states, strict=True)]
         pending = [one for one in started if isinstance(one, _Pending)]
-        for first in range(0, len(pending), self._group_rows):
-            self._run(matrix, pending[first : first + self._group_rows])
-        return [_finish(matrix, one) if isinstance(one, _Pending) else one for one in started]
+        samples = iter(self._launch(matrix, pending, is_ahead=False).wait() if pending else ())
+        return [next(samples) if isinstance(one, _Pending) else one for one in started]
 
-    def launch(self, logits: Tensor, states: Sequence[SamplingState]) -> Tensor:
-        """Token ids [E] int64 of logits [E, V], on the device, which is not waited for; negative
-        ones are those of `ops.triton.sampling.sample`.
+    def launch(self, logits: AnyTensor, states: Sequence[SamplingState]) -> SamplesInFlight:
+        """`sample` without waiting for the device: the tokens are the input of the next step before
+        the host knows them.
 
-        The input of the next step, before the host knows the tokens. Each state is one for which
-        `is_function_of_position`, `ahead` by the tokens that are not recorded yet. There are no
-        log-probabilities. The temporary tensors are those of all rows at once.
+        Each state is `ahead` by the tokens that are not recorded yet, and none `reads_tokens`. The
+        device counts the sampled tokens for penalties, so the state of each row with penalties must
+        have been launched for all of those tokens.
         """
-        assert all([state.is_function_of_position for state in states])
-        changes = [state.changes(None) if state.adjusts_logits else None for state in states]
-        return sample_on_device(logits, self._records.build(states, changes, range(len(states))))
+        assert not any([state.reads_tokens for state in states])
+        matrix = to_torch(logits)
+        pending = [_pending(matrix, state, row) for row, state in enumerate(states)]
+        return self._launch(matrix, pending, is_ahead=True)
 
-    def _run(self, logits: Tensor, group: list[_Pending]) -> None:
-        """Fill in the results of a group of rows; the only copy to the host is here."""
-        records = self._records.build(
-            [one.state for one in group],
-            [one.changes for one in group],
-            [one.row for one in group],
-        )
-        token_ids = sample_on_device(logits, records)
-        scored = [index for index, one in enumerate(group) if one.num_top is not None]
-        if not scored:
-            for one, token_id in zip(group, token_ids.tolist(), strict=True):
-                one.token_id = token_id
-            return
-        num_top = max(group[index].num_top or 0 for index in scored)
-        requested = _requested_ids([group[index].state for index in scored])
-        places = np.array([(group[index].row, index) for index in scored], dtype=np.int64)
-        # one copy to the device for both: [L, 2 + requested ids]
-        fixed = torch.from_numpy(np.concatenate((places, requested), axis=1)).to(logits.device)
-        chosen = logits[fixed[:, 0]]
-        scores = token_scores(chosen, token_ids[fixed[:, 1]], num_top)
-        bits = chosen.gather(1, fixed[:, 2:]).double().view(torch.int64)
-        found = torch.cat((token_ids, torch.cat((scores, bits), dim=1).flatten())).cpu().numpy()
-        for one, token_id in zip(group, found[: len(group)].tolist(), strict=True):
-            one.token_id = token_id
-        numbers = found[len(group) :].reshape(len(scored), -1)
-        for index, row in zip(scored, numbers, strict=True):
-            group[index].scores = _Scores(row, num_top)
+    def of_argmax(self, token_ids: Tensor) -> SamplesInFlight:
+        """Tokens [E] that a step has sampled by itself; -1 where a row has no finite maximum."""
+        return SamplesInFlight(token_ids)
+
+    def _launch(
+        self, logits: Tensor, pending: Sequence[_Pending], is_ahead: bool
+    ) -> SamplesInFlight:
+        """Sample group by group; `is_ahead`: count the tokens on the device."""
+        token_ids: list[Tensor] = []
+        scores: list[_ScoresOfGroup] = []
+        for first in range(0, len(pending), self._group_rows):
+            group = pending[first : first + self._group_rows]
+            states = [one.state for one in group]
+            records = self._records.build(
+                states, [one.changes for one in group], [one.row for one in group]
+            )
+            sampled = sample_on_device(logits, records)
+            if is_ahead:
+                self._records.count_(records, states, sampled)
+            token_ids.append(sampled)
+            scored = [index for index, one in enumerate(group) if one.num_top is not None]
+            if scored:
+                scores.append(_scores(logits, sampled, group, scored))
+        joined = token_ids[0] if len(token_ids) == 1 else torch.cat(token_ids)
+        return SamplesInFlight(joined, pending, scores)
+
+
+class SamplesInFlight:
+    """Sampled rows on their way to the host, in one copy.
+
+    `token_ids` [E] int64 are on the device; negative ones are those of
+    `ops.triton.sampling.sample`. Without `pending`, each is an argmax.
+    """
+
+    def __init__(
+        self,
+        token_ids: Tensor,
+        pending: Sequence[_Pending] = (),
+        scores: Sequence[_ScoresOfGroup] = (),
+    ) -> None:
+        self.token_ids = token_ids
+        self._pending = pending
+        self._scores = scores
+        numbers = token_ids
+        if scores:
+            numbers = torch.cat((token_ids, *[one.numbers.flatten() for one in scores]))
+        self._event: torch.cuda.Event | None = None
+        if numbers.device.type == "cuda":
+            self._numbers = torch.empty(numbers.shape, dtype=numbers.dtype, pin_memory=True)
+            self._numbers.copy_(numbers, non_blocking=True)
+            self._event = torch.cuda.Event()  # type: ignore[no-untyped-call]
+            self._event.record(torch.cuda.current_stream(numbers.device))
+        else:
+            self._numbers = numbers.clone()
+
+    def wait(self) -> list[Sample | SampleFailure]:
+        """The sample of each row, once they are there. Any thread may wait."""
+        if self._event is not None:
+            self._event.synchronize()
+        numbers = self._numbers.numpy()
+        first = self.token_ids.shape[0]
+        token_ids = numbers[:first].tolist()
+        if not self._pending:
+            return [Sample(one) if one >= 0 else NO_MAXIMUM for one in token_ids]
+        for group in self._scores:
+            end = first + group.numbers.numel()
+            found = numbers[first:end].reshape(len(group.pending), -1)
+            for one, row in zip(group.pending, found, strict=True):
+                one.scores = _Scores(row, group.num_top)
+            first = end
+        return [
+            _finish(one, token_id) for one, token_id in zip(self._pending, token_ids, strict=True)
+        ]
+
+
+class _ScoresOfGroup(msgspec.Struct, frozen=True):
+    """What the log-probabilities of some rows are computed from: `numbers` [L, ...] int64 on the
+    device, of each a row of `token_scores`, then the bits of the requested logits.
+    """
+
+    pending: Sequence[_Pending]
+    numbers: Tensor
+    num_top: int
+
+
+def _scores(
+    logits: Tensor, token_ids: Tensor, group: Sequence[_Pending], scored: Sequence[int]
+) -> _ScoresOfGroup:
+    """The scores of those of a group, which was sampled, at the places `scored`."""
+    pending = [group[index] for index in scored]
+    num_top = max(one.num_top or 0 for one in pending)
+    requested = _requested_ids([one.state for one in pending])
+    places = np.array([(group[index].row, index) for index in scored], dtype=np.int64)
+    # one copy to the device for both: [L, 2 + requested ids]
+    fixed = copy_to_device(np.concatenate((places, requested), axis=1), logits.device.type)
+    chosen = logits[fixed[:, 0]]
+    scores = token_scores(chosen, token_ids[fixed[:, 1]], num_top)
+    bits = chosen.gather(1, fixed[:, 2:]).double().view(torch.int64)
+    return _ScoresOfGroup(pending, torch.cat((scores, bits), dim=1), num_top)
 
 
 class _Scores(msgspec.Struct, frozen=True):
@@ -140,32 +212,37 @@ class _Scores(msgspec.Struct, frozen=True):
 
 
 class _Pending(msgspec.Struct):
-    """A row to sample. `num_top` is None without log-probabilities."""
+    """A row of the logits to sample. `num_top` is None without log-probabilities."""
 
     state: SamplingState
+    logits: Tensor
     row: int
     changes: LogitChanges | None
     num_top: int | None
-    token_id: int = 0
     scores: _Scores | None = None
 
 
 def _start(logits: Tensor, state: SamplingState, row: int) -> Sample | SampleFailure | _Pending:
     try:
-        changes = state.changes(None) if state.adjusts_logits else None
+        pending = _pending(logits, state, row)
     except BaseException as error:  # ends this row's sequence, not the step
         return failure_of(error)
     if state.failure:
         is_finite = bool(torch.isfinite(logits[row].max()))
         return SampleFailure(state.failure, is_refused=True) if is_finite else NO_MAXIMUM
+    return pending
+
+
+def _pending(logits: Tensor, state: SamplingState, row: int) -> _Pending:
+    changes = state.changes(None) if state.adjusts_logits else None
     num_top = state.sampling.logprobs
     if num_top is not None:
         num_top = min(num_top, logits.shape[1])
-    return _Pending(state, row, changes, num_top)
+    return _Pending(state, logits, row, changes, num_top)
 
 
-def _finish(logits: Tensor, pending: _Pending) -> Sample | SampleFailure:
-    token_id, state = pending.token_id, pending.state
+def _finish(pending: _Pending, token_id: int) -> Sample | SampleFailure:
+    state = pending.state
     if token_id < 0:
         return NO_MAXIMUM if token_id == NO_MAXIMUM_TOKEN else NOTHING_ALLOWED
     try:
@@ -175,8 +252,8 @@ def _finish(logits: Tensor, pending: _Pending) -> Sample | SampleFailure:
     if pending.num_top is None or pending.scores is None:
         return Sample(emitted)
     requested_ids = state.sampling.logprob_token_ids
-    if emitted != token_id:
-        row = to_numpy(logits[pending.row].cpu())
+    if emitted != token_id:  # by a grammar, so not ahead: the logits are still there
+        row = to_numpy(pending.logits[pending.row].cpu())
         return Sample(emitted, token_logprobs(row, emitted, pending.num_top, requested_ids))
     return Sample(emitted, pending.scores.logprobs(emitted, pending.num_top, requested_ids))
 

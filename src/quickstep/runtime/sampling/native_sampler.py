@@ -11,6 +11,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Sequence
 from functools import partial
+from typing import TYPE_CHECKING
 
 import msgspec
 import numpy as np
@@ -40,7 +41,10 @@ from quickstep.runtime.sampling.sampler import (
 from quickstep.runtime.sampling.state import SamplingState
 from quickstep.types import TokenLogprobs
 
-__all__ = ["NativeSampler", "Sampler", "open_sampler"]
+if TYPE_CHECKING:
+    from quickstep.runtime.sampling.device_sampler import DeviceSampler
+
+__all__ = ["NativeSampler", "Sampler", "open_device_sampler", "open_sampler"]
 
 _NO_MAXIMUM = -1  # `qs_no_token`
 
@@ -50,16 +54,25 @@ Sampler = Callable[
 ]
 
 
-def open_sampler(model: Model, vocab_size: int | None = None) -> Sampler:
-    """The native sampler where the model's kernels are native or it is on an accelerator, Triton's
-    where they are Triton's, otherwise the one in NumPy.
+def open_device_sampler(model: Model, vocab_size: int | None = None) -> DeviceSampler | None:
+    """Triton's sampler where the model's kernels are Triton's.
 
     `vocab_size`: V of the logits, if it is not that of the model.
     """
-    if model.ops.samples_on_device:
-        from quickstep.runtime.sampling.device_sampler import DeviceSampler
+    if not model.ops.samples_on_device:
+        return None
+    # Imported here: it computes with torch.
+    from quickstep.runtime.sampling.device_sampler import DeviceSampler
 
-        return DeviceSampler(vocab_size or model.vocab_size, model.device.type).sample
+    return DeviceSampler(vocab_size or model.vocab_size, model.device.type)
+
+
+def open_sampler(model: Model, vocab_size: int | None = None) -> Sampler:
+    """The native sampler where the model's kernels are native or it is on an accelerator, Triton's
+    where they are Triton's, otherwise the one in NumPy. `vocab_size` as in `open_device_sampler`.
+    """
+    if (on_device := open_device_sampler(model, vocab_size)) is not None:
+        return on_device.sample
     on_host = model.device.type == "cpu"
     ops = model.ops if on_host else load_native()
     if ops is None or ops.steps is None:

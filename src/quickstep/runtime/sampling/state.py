@@ -49,6 +49,7 @@ class SamplingState:
         self.sampling: SamplingParams = sampling
         self._admission = admission
         self._recorded: list[int] = []  # since the admission
+        self._recorded_state: SamplingState | None = None
         self.seed = admission.seed
         self.num_outputs = len(admission.token_ids) - admission.prompt_len
         self._vocab_size = vocab_size
@@ -175,17 +176,31 @@ class SamplingState:
         return () if self._grammar is None else self._grammar.next_tokens()
 
     @property
+    def reads_tokens(self) -> bool:
+        """Whether the host needs all tokens so far before it samples the next one: for a grammar,
+        DRY, bad words or a reasoning budget. Of penalties a device counts the tokens by itself.
+        """
+        return bool(self._recorders)
+
+    @property
     def is_function_of_position(self) -> bool:
         """Whether the tokens so far have no effect on the next one but by the logits."""
         return self.penalties is None and not self._recorders
 
+    @property
+    def recorded_state(self) -> SamplingState:
+        """The state that tokens are recorded in: this one, or the one that it is `ahead` of."""
+        return self if self._recorded_state is None else self._recorded_state
+
     def ahead(self, num_tokens: int) -> SamplingState:
-        """The state after so many more tokens, whatever they are, of one for which
-        `is_function_of_position`. It shares everything with this state: for sampling only.
+        """The state after so many more tokens, whatever they are, of one that does not
+        `reads_tokens`. For sampling only: it shares everything else with this state, so `penalties`
+        do not know these tokens.
         """
-        assert self.is_function_of_position
+        assert not self.reads_tokens
         later = copy(self)
         later.num_outputs += num_tokens
+        later._recorded_state = self.recorded_state
         return later
 
     def outputs_since(self, num_outputs: int) -> list[int]:
