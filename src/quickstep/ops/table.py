@@ -70,16 +70,19 @@ class RowLengths(msgspec.Struct, frozen=True):
         row_offsets: Sequence[int], tails: Sequence[Sequence[int]], device: torch.device
     ) -> RowLengths:
         """Those of a layout's `row_offsets` and `tails`, copied to a device."""
+        # Imported here: a server reads this module, and computes nothing.
         import torch
 
-        offsets = torch.tensor(row_offsets, dtype=torch.int32, device=device)
+        from quickstep.ops.tensors import integers_on
+
+        offsets = integers_on(device, row_offsets, torch.int32)
         if not tails:
             return RowLengths(offsets)
         tail_offsets = list(accumulate(map(len, tails), initial=0))
         return RowLengths(
             offsets,
-            torch.tensor(tail_offsets, dtype=torch.int32, device=device),
-            torch.tensor(list(chain.from_iterable(tails)), dtype=torch.int64, device=device),
+            integers_on(device, tail_offsets, torch.int32),
+            integers_on(device, list(chain.from_iterable(tails)), torch.int64),
         )
 
 

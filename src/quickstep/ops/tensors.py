@@ -15,6 +15,7 @@ and head. So a block is copied as one piece, and a masked slot's scale is masked
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any, TypeAlias, TypeVar
 
 import msgspec
@@ -49,6 +50,7 @@ __all__ = [
     "head_size_of",
     "head_width",
     "host_dtype",
+    "integers_on",
     "new_empty",
     "quantize_heads",
     "read_heads",
@@ -133,6 +135,14 @@ def torch_device(device: torch.device | Device) -> torch.device:
     if device.index is None:
         return torch.device(device.type)
     return torch.device(device.type, device.index)
+
+
+def integers_on(device: torch.device, values: Sequence[int], dtype: torch.dtype) -> Tensor:
+    """Integers copied to a device, which is not waited for."""
+    import torch
+
+    host = torch.tensor(values, dtype=dtype, pin_memory=device.type == "cuda")
+    return host.to(device, non_blocking=True)
 
 
 def use_device(device: torch.device | Device) -> None:

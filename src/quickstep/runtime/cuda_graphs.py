@@ -31,7 +31,7 @@ from quickstep.errors import EngineError
 from quickstep.model.decoder import Decoder, MoEWeights
 from quickstep.model.interface import ForwardBatch
 from quickstep.ops.table import AdapterTable, KVCache, LoRAAdapter, PagedLayout, RowLengths
-from quickstep.ops.tensors import SCALE_BYTES, AnyTensor, torch_device
+from quickstep.ops.tensors import SCALE_BYTES, AnyTensor, integers_on, torch_device
 from quickstep.runtime.capture import EmittingToken, GraphOptions, adapters_of
 from quickstep.runtime.eager_steps import EagerSteps, pack_rows, with_torch_kv
 from quickstep.runtime.slots import Slot
@@ -301,9 +301,7 @@ class GraphSteps:
 
     def _index(self, places: Sequence[int]) -> Tensor:
         """Places [n] on the device, which is not waited for."""
-        is_cuda = self._device.type == "cuda"
-        index = torch.tensor(places, dtype=torch.int64, pin_memory=is_cuda)
-        return index.to(self._device, non_blocking=True)
+        return integers_on(self._device, places, torch.int64)
 
     @torch.inference_mode()
     def argmax(self, emitting: Sequence[EmittingToken]) -> Tensor:

@@ -32,7 +32,14 @@ from quickstep.ops.table import (
     PagedLayout,
     RowLengths,
 )
-from quickstep.ops.tensors import AnyTensor, Device, HostTensor, to_torch, torch_device
+from quickstep.ops.tensors import (
+    AnyTensor,
+    Device,
+    HostTensor,
+    integers_on,
+    to_torch,
+    torch_device,
+)
 from quickstep.runtime.capture import EmittingToken, adapters_of
 from quickstep.runtime.slots import Slot
 from quickstep.types import StepRow
@@ -220,7 +227,7 @@ def lora_mapping(
             tokens.setdefault(row.adapter, []).append(range(first, first + row.num_tokens))
         first += row.num_tokens
     groups = (
-        (adapters[name], torch.tensor(list(chain(*ranges)), device=torch_device(device)))
+        (adapters[name], integers_on(torch_device(device), list(chain(*ranges)), torch.int64))
         for name, ranges in tokens.items()
     )
     return LoRAMapping(tuple(groups)) if tokens else None
@@ -236,7 +243,7 @@ def _emitting_tokens(
     places = [row_ends[row] - 1 - num_after for row, num_after in emitting]
     rows = [bisect_right(layout.row_offsets, place) - 1 for place in places]
     tails = tuple([layout.tails[row] for row in rows]) if layout.tails else ()
-    tokens = torch.tensor(places, dtype=torch.int64, device=device)
+    tokens = integers_on(device, places, torch.int64)
     return EmittingTokens(
         tokens,
         PagedLayout(
@@ -247,7 +254,7 @@ def _emitting_tokens(
                 layout.context_lens[row] - (layout.row_offsets[row + 1] - 1 - place)
                 for row, place in zip(rows, places, strict=True)
             ),
-            block_tables=layout.block_tables[torch.tensor(rows, dtype=torch.int64, device=device)],
+            block_tables=layout.block_tables[integers_on(device, rows, torch.int64)],
             block_size=layout.block_size,
             tails=tails,
             lengths=RowLengths.of(offsets, tails, device),
