@@ -66,10 +66,15 @@ class DoneTicket:
 
 
 class LinearExecutor:
-    """Takes as long as `MACHINE`, on its own clock, and checks plans as a runner does."""
+    """Takes as long as `MACHINE`, on its own clock, and checks plans as a runner does. In one
+    second of each `busy_every`, something else slows it down.
+    """
 
-    def __init__(self, limits: StepLimits, noise: float = 0.0, factor: float = 1.0) -> None:
+    def __init__(
+        self, limits: StepLimits, noise: float = 0.0, factor: float = 1.0, busy_every: int = 0
+    ) -> None:
         self.now = 0.0
+        self._busy_every = busy_every
         self.loads: list[StepLoad] = []
         self.failures: tuple[RowFailure, ...] = ()
         self._limits = limits
@@ -104,6 +109,8 @@ class LinearExecutor:
         load = StepLoad.of_plan(plan, sampling)
         seconds = self._factor * self._costs.seconds(load)
         seconds *= 1.0 + self._noise * self._rng.uniform(-1, 1)
+        if self._busy_every and int(self.now) % self._busy_every == 0:
+            seconds *= 1.7
         if plan.rows:
             self.loads.append(load)
         self.now += seconds
@@ -131,6 +138,18 @@ def test_it_finds_the_costs_of_a_machine(noise: float, factor: float) -> None:
     for changes in ({}, {"num_grammar_rows": 1}, {"num_logprobs_rows": 1}):
         load = msgspec.structs.replace(plain, **changes)
         assert model.seconds(load) == pytest.approx(factor * machine.seconds(load), rel=0.05)
+
+
+def test_steps_during_other_work_do_not_change_the_fit() -> None:
+    executor = LinearExecutor(LIMITS, noise=0.03, busy_every=5)
+    result = calibrate(executor, LIMITS, START, 20.0, lambda: executor.now)
+    num_steps = result.num_slow + result.fit.num_steps
+    assert 0.1 * num_steps < result.num_slow < 0.3 * num_steps
+    machine, model = LinearCostModel(MACHINE), LinearCostModel.of_fit(result.fit)
+    for load in executor.loads:
+        assert model.seconds(load) == pytest.approx(machine.seconds(load), rel=0.05)
+    for error in result.errors:
+        assert error.median < 0.03 < error.mean  # the errors have the busy seconds
 
 
 @pytest.mark.parametrize(("noise", "least_error"), [(0.0, 0.0), (0.1, 0.1 * 2 / 3 / 2**0.5)])

@@ -47,7 +47,7 @@ _UNITS = (
 _OVERHEAD_PART = 0.25  # of the time, for the engine's own time between steps
 _ENDLESS = "[a-zA-Z0-9 .,]{1000}"
 _COST_COLUMNS = ("unit", "microseconds", "least in a step", "most in a step")
-_ERROR_COLUMNS = ("phase", "held-out steps", "extrapolated", "mean error", "p95 error")
+_ERROR_COLUMNS = ("phase", "held-out steps", "extrapolated", "mean error", "median", "p95")
 
 
 def add_parser(subparsers: argparse._SubParsersAction[Parser]) -> None:
@@ -190,11 +190,19 @@ def _print(name: str, calibration: Calibration, path: Path | None) -> None:
             str(one.num_steps),
             str(one.num_extrapolated),
             f"{one.mean:.1%}",
+            f"{one.median:.1%}",
             f"{one.p95:.1%}",
         )
         for one in calibration.errors
     ]
     print_table(console, "errors of predictions", _ERROR_COLUMNS, errors)
+    if calibration.num_slow:
+        num_steps = fit.num_steps + calibration.num_slow
+        console.print(
+            f"{calibration.num_slow} of {num_steps} steps took far longer than such steps do, "
+            "perhaps because of other processes; the fit leaves them out, the errors do not.",
+            soft_wrap=True,
+        )
     if calibration.noise is not None:
         console.print(
             "Decode steps with the same rows, one after the other, differ so much that the least "
