@@ -4,7 +4,8 @@
                                      [--seconds 240] [--tokens 128] [--with off auto demo-eagle ...]
 
 Engines with the same weights: one with the method `off`, and one for each of `--with`, which are
-methods or draft models; `off` is the control, which shows the noise. Workloads are copies of the
+methods or draft models (several at once as `demo-draft+demo-eagle`); `off` is the control, which
+shows the noise. Workloads are copies of the
 prompt, code, chat and random words, for each batch size and temperature. A round runs a batch of
 each on all engines, in turns, and rounds follow until `--seconds` are over. The outputs have to be
 equal. Printed are the tokens per second without speculation, and for each other engine the ratio to
@@ -165,15 +166,16 @@ def main() -> None:
         _print_table(measure(engines, workloads, args.tokens, args.seconds))
 
 
-def _configs(others: Sequence[str]) -> dict[str, dict[str, str]]:
+def _configs(others: Sequence[str]) -> dict[str, list[dict[str, str]]]:
     """The baseline and the other engines, by the names that are printed."""
     methods = {method.value for method in SpeculationMethod}
-    configs = {_BASELINE: {"method": "off"}}
+    configs = {_BASELINE: [{"method": "off"}]}
     for name in others:
         if name in methods:
-            configs[name] = {"method": name}
+            configs[name] = [{"method": name}]
         else:
-            configs[name] = {"method": method_of(name), "model": name}
+            models = name.split("+")
+            configs[name] = [{"method": method_of(one), "model": one} for one in models]
     return configs
 
 
