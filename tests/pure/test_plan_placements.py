@@ -60,12 +60,46 @@ def test_the_best_placement_meets_the_targets_on_the_fewest_devices() -> None:
     assert best_placement([engine()], LOAD, TARGETS, 1) is None
 
 
+def test_a_pipeline_serves_a_phase_as_engines_that_take_turns() -> None:
+    hardware, spec = find_hardware("l4x8", read_hardware()), find_model("llama-3.2-3b")
+    sizes = ElementBytes(2, 8), LOAD, StepLimits()
+    pipeline = fit(spec, hardware, Split(1, 2), *sizes)
+    placement = Placement(pipeline, 1, engine(), 2)
+    assert placement.num_devices == 4
+    assert (placement.pools.num_prefill, placement.pools.num_decode) == (2, 2)
+    # two prompts are computed at a time, each in about the time that one device takes
+    load = replace(LOAD, rate=1.5 / engine().costs.seconds(StepLoad.of_span(0, LOAD.num_inputs)))
+    assert placement_state(Placement(engine(), 1, engine(), 4), load) is None
+    state = placement_state(Placement(pipeline, 1, engine(), 4), load)
+    assert state is not None
+    two = placement_state(Placement(engine(), 2, engine(), 4), load)
+    assert two is not None
+    assert state.ttft_s == pytest.approx(two.ttft_s, rel=0.1)
+
+
+def test_a_model_that_fits_on_no_tensor_parallel_group_is_placed_in_pipelines(capsys) -> None:
+    # three devices hold the weights, and do not divide 8 kv heads
+    flags = ("--hardware", "h200x6", "--rate", "0.2", "--input", "500", "--output", "20", "--json")
+    assert main(("plan", "mixtral-8x22b", *flags)) in {0, 1}
+    options = json.loads(capsys.readouterr().out)["options"]
+    (apart,) = [one for one in options if one["prefill"]]
+    assert apart["num_devices"] <= 6
+    stages = apart["prefill"]["pipeline_parallel_size"]
+    assert stages > 1 or apart["pipeline_parallel_size"] > 1
+    assert apart["predicted"]["num_requests"] > 0
+    assert apart["handover_s"] > 0.0
+
+
 def test_a_plan_shows_the_best_placement_of_the_phases(capsys) -> None:
     flags = ("--hardware", "h100x2", "--rate", "10", "--input", "1000", "--output", "20")
     assert main(("plan", "llama-3.2-1b", *flags, "--json")) == 0
     options = json.loads(capsys.readouterr().out)["options"]
     (apart,) = [one for one in options if one["prefill"]]
-    assert apart["prefill"] == {"tensor_parallel_size": 1, "num_engines": 1}
+    assert apart["prefill"] == {
+        "tensor_parallel_size": 1,
+        "pipeline_parallel_size": 1,
+        "num_engines": 1,
+    }
     assert apart["num_devices"] == 2
     assert 0.0 < apart["handover_s"] < 0.01
     assert options[0]["prefill"] is None  # one device is cheaper

@@ -4,6 +4,9 @@ A prefill engine takes prompts one after the other (M/D/1: each as long, at rand
 engine is `candidates.decode_state`. The KV cache is handed over through the devices' link, which
 delays the second token only; that of a draft model is handed over too. Drafts are proposed by the
 decode engines. The planner simulates the best placement with `plan.traffic`.
+
+A pipeline of p stages is p engines that take turns here too (`plan.candidates`): each has 1 / p of
+the requests, of the KV and of the devices' links, and a step passes all stages.
 """
 
 from __future__ import annotations
@@ -30,7 +33,7 @@ _FEW = 8  # from here on, only powers of two are tried
 
 
 class Placement(msgspec.Struct, frozen=True):
-    """So many engines of each phase."""
+    """So many engines of each phase; a pipeline is one."""
 
     prefill: Candidate
     num_prefill: int
@@ -40,14 +43,18 @@ class Placement(msgspec.Struct, frozen=True):
     @property
     def num_devices(self) -> int:
         """Devices of all engines."""
-        prefill, decode = self.prefill.split.tensor, self.decode.split.tensor
+        prefill, decode = self.prefill.split.num_devices, self.decode.split.num_devices
         return self.num_prefill * prefill + self.num_decode * decode
 
     @property
     def pools(self) -> PhasePools:
         """For the simulation, with the prefill engine as its candidate."""
-        link = self.prefill.hardware.link
-        return PhasePools(self.num_prefill, self.num_decode, self.decode, link)
+        return PhasePools(
+            self.num_prefill * self.prefill.num_engines,
+            self.num_decode * self.decode.num_engines,
+            self.decode,
+            self.prefill.hardware.link,
+        )
 
 
 def best_placement(
@@ -56,15 +63,28 @@ def best_placement(
     """That which meets the targets on the fewest of `num_devices`, and of those the one with the
     shortest time per token; if none does, the one with the highest rate. None for one device.
 
-    `candidates` are splits; engines of one phase are those with tensor parallelism only.
+    `candidates` are splits; engines of one phase are those with one replica.
     """
-    engines = [one for one in candidates if one.split == replace(one.split, pipeline=1, replicas=1)]
-    found = [
-        (placement, placement_state(placement, load))
-        for placement in _placements(engines, num_devices)
+    engines = [one for one in candidates if one.split.replicas == 1]
+    pools = [
+        (engine, count)
+        for engine in engines
+        for count in _counts((num_devices - 1) // engine.split.num_devices)
     ]
-    if not found:
+    ttfts = [_ttft_s(engine, count, load) for engine, count in pools]
+    states = [_decode_state(engine, count, load) for engine, count in pools]
+    placements = [
+        (Placement(*pools[prefill], *pools[decode]), prefill, decode)
+        for prefill in range(len(pools))
+        for decode in range(len(pools))
+        if _num_devices(*pools[prefill]) + _num_devices(*pools[decode]) <= num_devices
+    ]
+    if not placements:
         return None
+    found = [
+        (placement, _joined(ttfts[prefill], states[decode]))
+        for placement, prefill, decode in placements
+    ]
     meeting = [
         (placement, state)
         for placement, state in found
@@ -72,16 +92,20 @@ def best_placement(
     ]
     if meeting:
         return min(meeting, key=lambda one: (one[0].num_devices, one[1].tpot_s))
-    return max(found, key=lambda one: placement_capacity(one[0], load, targets))
+    # so many engines serve so many times the rate of one
+    prefill_rates = {one.split: _prefill_rate(one, load, targets) for one in engines}
+    decode_rates = {one.split: _decode_rate(one, load, targets) for one in engines}
+
+    def capacity(one: tuple[Placement, SteadyState | None]) -> float:
+        placement = one[0]
+        prefill_rate = placement.num_prefill * prefill_rates[placement.prefill.split]
+        return min(prefill_rate, placement.num_decode * decode_rates[placement.decode.split])
+
+    return max(found, key=capacity)
 
 
-def _placements(engines: list[Candidate], num_devices: int) -> Iterator[Placement]:
-    for prefill in engines:
-        for decode in engines:
-            for num_prefill in _counts(num_devices // prefill.split.tensor):
-                left = num_devices - num_prefill * prefill.split.tensor
-                for num_decode in _counts(left // decode.split.tensor):
-                    yield Placement(prefill, num_prefill, decode, num_decode)
+def _num_devices(engine: Candidate, count: int) -> int:
+    return count * engine.split.num_devices
 
 
 def _counts(most: int) -> Iterator[int]:
@@ -94,16 +118,26 @@ def _counts(most: int) -> Iterator[int]:
 
 def placement_state(placement: Placement, load: Load) -> SteadyState | None:
     """The balance under a load; None if one of the phases cannot keep up."""
-    service_s = prompt_s(placement.prefill, load)
-    busy = load.rate / placement.num_prefill * service_s
+    ttft_s = _ttft_s(placement.prefill, placement.num_prefill, load)
+    return _joined(ttft_s, _decode_state(placement.decode, placement.num_decode, load))
+
+
+def _joined(ttft_s: float | None, state: SteadyState | None) -> SteadyState | None:
+    return None if state is None or ttft_s is None else replace(state, ttft_s=ttft_s)
+
+
+def _ttft_s(engine: Candidate, count: int, load: Load) -> float | None:
+    """Of so many prefill engines; None if they cannot keep up."""
+    service_s = prompt_s(engine, load)
+    busy = load.rate / (count * engine.num_engines) * service_s
     if busy >= 1.0:
         return None
-    of_one = Load(load.rate / placement.num_decode, load.num_inputs, load.num_outputs)
-    state = decode_state(placement.decode, of_one)
-    if state is None:
-        return None
-    wait_s = busy * service_s / (2.0 * (1.0 - busy))
-    return replace(state, ttft_s=wait_s + service_s)
+    return service_s + busy * service_s / (2.0 * (1.0 - busy))
+
+
+def _decode_state(engine: Candidate, count: int, load: Load) -> SteadyState | None:
+    """The balance of so many decode engines; None if they cannot keep up."""
+    return decode_state(engine, replace(load, rate=load.rate / count))
 
 
 def placement_capacity(placement: Placement, load: Load, targets: Targets) -> float:
@@ -112,5 +146,25 @@ def placement_capacity(placement: Placement, load: Load, targets: Targets) -> fl
     def holds(rate: float) -> bool:
         state = placement_state(placement, Load(rate, load.num_inputs, load.num_outputs))
         return state is not None and state.meets(targets)
+
+    return highest_rate(holds)
+
+
+def _prefill_rate(engine: Candidate, load: Load, targets: Targets) -> float:
+    """The highest rate at which a prefill engine meets the target of the first token."""
+
+    def holds(rate: float) -> bool:
+        ttft_s = _ttft_s(engine, 1, replace(load, rate=rate))
+        return ttft_s is not None and (targets.ttft_s is None or ttft_s <= targets.ttft_s)
+
+    return highest_rate(holds)
+
+
+def _decode_rate(engine: Candidate, load: Load, targets: Targets) -> float:
+    """The highest rate at which a decode engine meets the target of the time per token."""
+
+    def holds(rate: float) -> bool:
+        state = _decode_state(engine, 1, replace(load, rate=rate))
+        return state is not None and (targets.tpot_s is None or state.tpot_s <= targets.tpot_s)
 
     return highest_rate(holds)

@@ -99,9 +99,10 @@ class PlanQuery(msgspec.Struct, frozen=True):
 
 
 class PrefillEngines(msgspec.Struct, frozen=True):
-    """Of disaggregated phases: so many engines that only prefill."""
+    """Of disaggregated phases: so many engines that only prefill; a pipeline is one."""
 
     tensor_parallel_size: int
+    pipeline_parallel_size: int
     num_engines: int
 
 
@@ -152,8 +153,10 @@ class Option(msgspec.Struct, frozen=True):
         """For people."""
         if self.prefill is None:
             return str(self.split)
-        prefill = f"{self.prefill.num_engines}P TP {self.prefill.tensor_parallel_size}"
-        return f"{prefill}, {self.data_parallel_size}D TP {self.tensor_parallel_size}"
+        of_prefill = self.prefill.tensor_parallel_size, self.prefill.pipeline_parallel_size
+        of_decode = self.tensor_parallel_size, self.pipeline_parallel_size
+        prefill = f"{self.prefill.num_engines}P {_sizes_text(*of_prefill)}"
+        return f"{prefill}, {self.data_parallel_size}D {_sizes_text(*of_decode)}"
 
     @property
     def split(self) -> Split:
@@ -164,6 +167,10 @@ class Option(msgspec.Struct, frozen=True):
             self.data_parallel_size,
             self.expert_parallel_size,
         )
+
+
+def _sizes_text(tensor: int, pipeline: int) -> str:
+    return f"TP {tensor}" if pipeline == 1 else f"TP {tensor} x PP {pipeline}"
 
 
 class Change(msgspec.Struct, frozen=True):
@@ -368,9 +375,11 @@ def _option(
         num_devices, num_engines = split.num_devices, candidate.num_engines
         capacity_per_s, prefill = capacity(candidate, load, query.targets), None
     else:
-        num_devices, num_engines = placement.num_devices, placement.num_decode
+        num_devices = placement.num_devices
+        num_engines = placement.num_decode * candidate.num_engines
         capacity_per_s = placement_capacity(placement, load, query.targets)
-        prefill = PrefillEngines(placement.prefill.split.tensor, placement.num_prefill)
+        of_prefill = placement.prefill.split
+        prefill = PrefillEngines(of_prefill.tensor, of_prefill.pipeline, placement.num_prefill)
     dollars = None if price is None else price.usd_per_hour * num_devices
     tokens_per_hour = load.rate * load.num_outputs * 3600.0
     return Option(

@@ -174,14 +174,17 @@ def run_sweep(
 def _row(
     query: SweepQuery, combination: Combination, candidate: Candidate, simulate_at: SimulateAt
 ) -> SweepRow:
-    def point(rate: float) -> SweepPoint:
-        window = query.window(rate)
+    def point(rate: float, gives_up: bool = True) -> SweepPoint:
+        window = replace(query.window(rate), gives_up=gives_up)
         return measure(candidate, rate, window, simulate_at(combination, candidate, rate, window))
 
     points = _points(query, point)
     points.sort(key=lambda one: one.rate)
     knee = max((one.rate for one in points if one.met), default=0.0)
     above = next((one for one in points if not one.met and one.rate > knee), None)
+    if above is not None and not above.is_complete:  # what limits it is known at the end only
+        place = points.index(above)
+        points[place] = above = point(above.rate, gives_up=False)
     price = candidate.hardware.device.price
     return SweepRow(
         combination,
@@ -241,7 +244,7 @@ def measure(
     met = not window.is_missed and summary.attainment >= window.attainment
     records = [one for one in outcome.records if start_s <= one.committed_at_s <= end_s]
     binding = binding_of(records, candidate, summary)
-    is_complete = not window.is_missed
+    is_complete = not (window.is_missed and window.gives_up)
     return SweepPoint(rate, met, is_complete, summary, parts[0], parts[1], binding)
 
 

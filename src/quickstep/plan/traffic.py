@@ -102,7 +102,8 @@ class Replicas(msgspec.Struct, frozen=True):
 
 
 class PhasePools(msgspec.Struct, frozen=True):
-    """Engines that only prefill and engines that decode (`sim.disaggregated`).
+    """Engines that only prefill and engines that decode (`sim.disaggregated`); of a pipeline, as
+    many as it has stages.
 
     Attributes:
         decode: An engine of the other phase.
@@ -115,7 +116,9 @@ class PhasePools(msgspec.Struct, frozen=True):
     link: Link
 
     def kv_link(self, prefill: Candidate) -> KVLink:
-        """Between a prefill engine and a decode engine: their devices send in parallel."""
+        """Between a prefill engine and a decode engine: their devices send in parallel. The engines
+        of a pipeline have an equal part of its devices each.
+        """
         num_links = min(prefill.split.tensor, self.decode.split.tensor)
         elements = prefill.elements
         token_bytes = kv_bytes_per_token(prefill.spec, elements.dtype, elements.kv_dtype)

@@ -24,6 +24,7 @@ class CountedWindow(msgspec.Struct):
 
     Attributes:
         max_sequences: At most so many are sent in the simulation.
+        gives_up: Whether the simulation ends as soon as the part is too small.
         is_missed: Whether so many are late that the part is too small, whatever the others do.
     """
 
@@ -32,6 +33,7 @@ class CountedWindow(msgspec.Struct):
     targets: Targets
     attainment: float
     max_sequences: int
+    gives_up: bool = True
     is_missed: bool = False
     _num_open: int = 0  # that arrived up to `end_s` and have not ended
     _num_before: int = 0  # that arrived before `start_s`
@@ -65,4 +67,6 @@ class CountedWindow(msgspec.Struct):
 
     def is_over(self, now: float) -> bool:
         """Whether the rest of the simulation changes nothing."""
-        return self.is_missed or (now > self.end_s and not self._num_open)
+        if self.is_missed and self.gives_up:
+            return True
+        return now > self.end_s and not self._num_open
