@@ -9,19 +9,18 @@ from __future__ import annotations
 import pytest
 import torch
 
-from op_checks.agreement import agreement
-from op_checks.cases import OPS, AttentionCase, Case, bind, cases
-from op_checks.invariance import mismatches, same_bits
+from op_checks.agreement import agreement, agreement_of_each
+from op_checks.cases import DTYPES, OPS, AttentionCase, Case, bind, cases
+from op_checks.invariance import mismatches, mismatches_of_each, same_bits
 from quickstep.ops.native.backend import load_native, native_status
 from quickstep.ops.table import OpTable
 
 LEVELS = native_status().levels
 
 
-def dtypes_of(level: str) -> tuple[torch.dtype, ...]:
-    """All on the best level; bf16 on the others, which differ in vectors and in its products."""
-    best = (torch.float32, torch.bfloat16, torch.float16)
-    return best if level == LEVELS[0] else (torch.bfloat16,)
+def levels_of(dtype: torch.dtype) -> tuple[str, ...]:
+    """All with bf16, of which they have products of their own; the best one with others."""
+    return tuple(LEVELS) if dtype == torch.bfloat16 else (LEVELS[0],)
 
 
 def table(level: str, num_threads: int) -> OpTable:
@@ -44,11 +43,17 @@ def test_the_library_is_built_and_has_a_level() -> None:
 
 
 @pytest.mark.parametrize("op", OPS)
-@pytest.mark.parametrize("level", LEVELS)
-def test_results_are_as_near_float64_as_the_reference(level: str, op: str) -> None:
-    ops = table(level, 2)
-    checked = [agreement(ops, case) for case in cases([op], dtypes_of(level))]
-    assert [found for found in checked if not found.ok] == []
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_results_are_as_near_float64_as_the_reference(dtype: torch.dtype, op: str) -> None:
+    levels = levels_of(dtype)
+    tables = [table(level, 2) for level in levels]
+    checked = [
+        (level, found)
+        for case in cases([op], (dtype,))
+        for level, found in zip(levels, agreement_of_each(tables, case), strict=True)
+    ]
+    assert checked
+    assert [one for one in checked if not one[1].ok] == []
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
@@ -61,10 +66,16 @@ def test_wide_and_half_weights_are_products_of_every_level(level: str, dtype: to
 
 
 @pytest.mark.parametrize("op", OPS)
-@pytest.mark.parametrize("level", LEVELS)
-def test_a_token_has_the_same_bits_in_every_batch(level: str, op: str) -> None:
-    ops = table(level, 2)
-    found = {case.name: mismatches(ops, case) for case in cases([op], dtypes_of(level))}
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_a_token_has_the_same_bits_in_every_batch(dtype: torch.dtype, op: str) -> None:
+    levels = levels_of(dtype)
+    tables = [table(level, 2) for level in levels]
+    found = {
+        (level, case.name): where
+        for case in cases([op], (dtype,))
+        for level, where in zip(levels, mismatches_of_each(tables, case), strict=True)
+    }
+    assert found
     assert {name: where for name, where in found.items() if where} == {}
 
 

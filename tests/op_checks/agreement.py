@@ -22,7 +22,7 @@ from quickstep.ops.reference import reference_ops
 from quickstep.ops.table import LoRAPart, OpTable, QuantizedWeight
 from quickstep.ops.tensors import read_heads, to_torch
 
-__all__ = ["Agreement", "agreement", "oracle"]
+__all__ = ["Agreement", "agreement", "agreement_of_each", "oracle"]
 
 _FP32_ROUNDOFF = 2.0**-24
 
@@ -43,13 +43,27 @@ class Agreement(msgspec.Struct, frozen=True):
 
 def agreement(ops: OpTable, case: Case | AttentionCase) -> Agreement:
     """Compare `ops` with float64 on one case; the worst output and measure counts."""
-    results = zip(_run(ops, case), _run(reference_ops(), case), oracle(case), strict=True)
-    worst = Agreement(case.name, 0.0, 0.0, 0.0)
-    for got, reference, (exact, slack) in results:
+    return agreement_of_each([ops], case)[0]
+
+
+def agreement_of_each(tables: Sequence[OpTable], case: Case | AttentionCase) -> list[Agreement]:
+    """The `agreement` of each table; what they are compared with is computed once for all."""
+    reference, exact = _run(reference_ops(), case), oracle(case)
+    return [_agreement(case.name, _run(ops, case), reference, exact) for ops in tables]
+
+
+def _agreement(
+    name: str,
+    results: Sequence[Tensor],
+    references: Sequence[Tensor],
+    oracles: Sequence[tuple[Tensor, Tensor]],
+) -> Agreement:
+    worst = Agreement(name, 0.0, 0.0, 0.0)
+    for got, reference, (exact, slack) in zip(results, references, oracles, strict=True):
         if got.shape != reference.shape or got.dtype != reference.dtype:
-            return Agreement(case.name, torch.inf, torch.inf, 0.0)
+            return Agreement(name, torch.inf, torch.inf, 0.0)
         if got.numel():
-            worst = max(worst, _distance(case.name, got, reference, exact, slack), key=_badness)
+            worst = max(worst, _distance(name, got, reference, exact, slack), key=_badness)
     return worst
 
 

@@ -1,15 +1,16 @@
 """Batch invariance of an op table: a token's bits never depend on the tokens around it.
 
 `mismatches` runs a case in many arrangements (one token, permuted, in chunks, next to NaN, with
-other physical blocks, with 1 and 2 threads) and names those whose bits differ from the plain run.
+other physical blocks, with 1 and 2 threads) and names those whose bits differ from the plain run;
+`mismatches_of_each` does so for several implementations, and arranges the case once for all.
 Used by the tests of every implementation.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from functools import partial
+from typing import Any
 
 import torch
 from msgspec.structs import replace
@@ -19,7 +20,7 @@ from op_checks.cases import AttentionCase, Case, bind
 from quickstep.ops.table import OpTable
 from quickstep.ops.tensors import head_size_of, quantize_heads
 
-__all__ = ["mismatches", "same_bits", "torch_threads", "with_tails"]
+__all__ = ["mismatches", "mismatches_of_each", "same_bits", "torch_threads", "with_tails"]
 
 _PREFIXES = (1, 2, 3, 4, 8, 15, 16, 17, 32, 33, 65)
 _SUFFIXES = (1, 3, 16)
@@ -27,7 +28,8 @@ _CHUNKS = (1, 3, 16)
 _ROWS_ALONE = 8  # of a case with more rows, this many are looked at one by one
 _INTEGERS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
-Check = tuple[str, Callable[[], bool]]
+# A name, what the op is called with, and which tokens of the result are which of the whole case.
+Arrangement = tuple[str, tuple[Any, ...], Tensor, Tensor]
 Piece = tuple[int, int, int]  # (row, first query of the row, number of queries)
 
 
@@ -55,37 +57,41 @@ def mismatches(ops: OpTable, case: Case | AttentionCase) -> list[str]:
     """The arrangements whose bits differ from the whole case at 1 thread: all with 1 thread, and
     every fifth with 2.
     """
-    with torch_threads(1):
-        checks = list(_checks(ops, case))
-        found = [f"{name}, 1 thread" for name, same in checks if not same()]
-    with torch_threads(2):
-        return found + [f"{name}, 2 threads" for name, same in checks[::5] if not same()]
+    return mismatches_of_each([ops], case)[0]
 
 
-def _checks(ops: OpTable, case: Case | AttentionCase) -> Iterator[Check]:
-    if isinstance(case, AttentionCase):
-        return _attention_checks(ops, case)
-    return _token_checks(ops, case)
+def mismatches_of_each(tables: Sequence[OpTable], case: Case | AttentionCase) -> list[list[str]]:
+    """The `mismatches` of each table."""
+    is_attention = isinstance(case, AttentionCase)
+    arranged = list(_attention_arrangements(case) if is_attention else _token_arrangements(case))
+    return [_mismatches(ops, case, arranged) for ops in tables]
 
 
-def _token_checks(ops: OpTable, case: Case) -> Iterator[Check]:
-    call = bind(ops, case)
-    expected = call(*case.tokens)
-
-    def same(tokens: tuple[Tensor, ...], rows: Tensor, source: Tensor) -> bool:
-        outputs = call(*tokens)
-        pairs = zip(outputs, expected, strict=True)
+def _mismatches(
+    ops: OpTable, case: Case | AttentionCase, arranged: Sequence[Arrangement]
+) -> list[str]:
+    def same(arguments: tuple[Any, ...], rows: Tensor, source: Tensor) -> bool:
+        pairs = zip(call(*arguments), expected, strict=True)
         return all(same_bits(got[rows], whole[source]) for got, whole in pairs)
 
+    with torch_threads(1):
+        call = _attend(ops) if isinstance(case, AttentionCase) else bind(ops, case)
+        expected = call(*(case.arguments if isinstance(case, AttentionCase) else case.tokens))
+        found = [f"{name}, 1 thread" for name, *how in arranged if not same(*how)]
+    with torch_threads(2):
+        return found + [f"{name}, 2 threads" for name, *how in arranged[::5] if not same(*how)]
+
+
+def _token_arrangements(case: Case) -> Iterator[Arrangement]:
     num_tokens = case.tokens[0].shape[0]
-    for name, index in _token_arrangements(num_tokens, repeats="write_kv" not in case.op):
+    for name, index in _token_orders(num_tokens, repeats="write_kv" not in case.op):
         chosen = tuple(x[index] for x in case.tokens)
-        yield name, partial(same, chosen, torch.arange(len(index)), index)
+        yield name, chosen, torch.arange(len(index)), index
     for token in sorted({0, num_tokens // 2, num_tokens - 1}) if num_tokens else ():
         for value in (torch.nan, torch.inf):
             poisoned = tuple(_poisoned(x, token, value) for x in case.tokens)
             at = torch.tensor([token])
-            yield f"token {token} beside {value}", partial(same, poisoned, at, at)
+            yield f"token {token} beside {value}", poisoned, at, at
 
 
 def _poisoned(x: Tensor, token: int, value: float) -> Tensor:
@@ -97,7 +103,7 @@ def _poisoned(x: Tensor, token: int, value: float) -> Tensor:
     return poisoned
 
 
-def _token_arrangements(num_tokens: int, repeats: bool) -> Iterator[tuple[str, Tensor]]:
+def _token_orders(num_tokens: int, repeats: bool) -> Iterator[tuple[str, Tensor]]:
     yield "whole", torch.arange(num_tokens)
     for token in sorted({0, 1, num_tokens // 2, num_tokens - 2, num_tokens - 1}):
         if 0 <= token < num_tokens:
@@ -114,30 +120,28 @@ def _token_arrangements(num_tokens: int, repeats: bool) -> Iterator[tuple[str, T
         yield "repeated", torch.arange(3 * num_tokens + 1) % num_tokens
 
 
-def _attend(ops: OpTable, case: AttentionCase) -> Tensor:
-    return ops.paged_attention(*case.arguments)
+def _attend(ops: OpTable) -> Callable[..., tuple[Tensor, ...]]:
+    return lambda *arguments: (ops.paged_attention(*arguments),)
 
 
-def _attention_checks(ops: OpTable, case: AttentionCase) -> Iterator[Check]:
-    expected = _attend(ops, case)
-
-    def same(arranged: AttentionCase, index: Tensor) -> bool:
-        return same_bits(_attend(ops, arranged), expected[index])
+def _attention_arrangements(case: AttentionCase) -> Iterator[Arrangement]:
+    def of(name: str, arranged: AttentionCase, index: Tensor) -> Arrangement:
+        return name, arranged.arguments, torch.arange(len(index)), index
 
     everything = torch.arange(case.q.shape[0])
-    yield "whole", partial(same, case, everything)
-    yield "other blocks", partial(same, _renumbered(case), everything)
-    yield "stale NaN", partial(same, _stale(case), everything)
-    yield "tails", partial(same, with_tails(case), everything)
+    yield of("whole", case, everything)
+    yield of("other blocks", _renumbered(case), everything)
+    yield of("stale NaN", _stale(case), everything)
+    yield of("tails", with_tails(case), everything)
     whole = [(row, 0, count) for row, (_, count) in enumerate(case.rows)]
-    for name, pieces in _attention_arrangements(whole):
-        yield name, partial(same, *_select(case, pieces))
+    for name, pieces in _orders_of_rows(whole):
+        yield of(name, *_select(case, pieces))
     for row, _, count in _spread(whole):
         part, index = _select(case, [(row, 0, (count + 1) // 2)])
-        yield f"row {row} cut in half before stale NaN", partial(same, _stale(part), index)
+        yield of(f"row {row} cut in half before stale NaN", _stale(part), index)
 
 
-def _attention_arrangements(whole: list[Piece]) -> Iterator[tuple[str, list[Piece]]]:
+def _orders_of_rows(whole: list[Piece]) -> Iterator[tuple[str, list[Piece]]]:
     for piece in _spread(whole):
         yield f"row {piece[0]} alone", [piece]
     yield "rows reversed", whole[::-1]

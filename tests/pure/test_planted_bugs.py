@@ -288,6 +288,15 @@ _BUGS = {
     ),
 }
 _HARMLESS_TO_TOKENS = frozenset({"victims-without-need", "allocation-evicts-first"})
+# The lives of these bugs are tried from the first seed that caught them, which saves time; where
+# it does not any more, all others are tried as well.
+_FIRST_SEEDS = {
+    "adapter-evicted-in-flight": 65,
+    "continued-by-an-older-commit": 349,
+    "paused-prompt-continues": 182,
+    "planned-row-preempted": 76,
+    "readers-of-failed-kv-continue": 194,
+}
 
 
 def _plant(name: str) -> Iterator[tuple[str, str]]:
@@ -330,18 +339,21 @@ def open_planted(
     return open_one
 
 
-def _lives_until_caught(open_one: Callable[[Setup], Scheduler]) -> int | None:
-    for seed in range(_MAX_LIVES):
+def _is_caught(open_one: Callable[[Setup], Scheduler], first_seed: int) -> bool:
+    for seed in (*range(first_seed, _MAX_LIVES), *range(first_seed)):
         try:
             random_life(seed, open_one, num_calls=50)
         except Exception:  # whatever it breaks, it was noticed
-            return seed + 1
-    return None
+            return True
+    return False
 
 
 @pytest.mark.parametrize("open_planted", sorted(set(_BUGS) - _HARMLESS_TO_TOKENS), indirect=True)
-def test_random_lives_catch_a_planted_bug(open_planted: Callable[[Setup], Scheduler]) -> None:
-    assert _lives_until_caught(open_planted) is not None
+def test_random_lives_catch_a_planted_bug(
+    open_planted: Callable[[Setup], Scheduler], request: pytest.FixtureRequest
+) -> None:
+    name = request.node.callspec.params["open_planted"]
+    assert _is_caught(open_planted, _FIRST_SEEDS.get(name, 0))
 
 
 @pytest.mark.parametrize("seed", range(0, _MAX_LIVES, 25))

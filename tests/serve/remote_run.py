@@ -6,10 +6,12 @@ import asyncio
 import time
 from collections.abc import Awaitable, Callable, Sequence
 from pathlib import Path
+from unittest.mock import patch
 
 import scripted_worker
 from msgspec.structs import replace
 
+from quickstep.engine.remote import supervisor
 from quickstep.engine.remote.engine import RemoteEngine
 from quickstep.engine.remote.supervisor import RestartLimits
 from quickstep.engine.stats import EngineState
@@ -19,6 +21,7 @@ from quickstep.types import FinishReason, Request, SamplingParams
 DEADLINE_S = 60.0
 QUICK = RestartLimits(max_quick_deaths=3, first_delay_s=0.01, max_delay_s=0.01)
 LONG = SamplingParams(max_tokens=200, ignore_eos=True)
+HOLD_STOP_S = 0.3  # a process whose step never ends cannot follow Stop: no need to wait for it
 
 
 async def until(condition: Callable[[], bool]) -> None:
@@ -68,7 +71,9 @@ def run(
         assert engine.stats().num_requests == 0
         assert not any(is_alive(process_id) for process_id in process_ids if process_id)
 
-    asyncio.run(whole())
+    stop_s = HOLD_STOP_S if mode == "hold" else supervisor._STOP_S
+    with patch.object(supervisor, "_STOP_S", stop_s):
+        asyncio.run(whole())
 
 
 def ask(

@@ -15,9 +15,11 @@ import pytest
 import scripted_worker
 from client import CHAT, COMPLETIONS, MESSAGES, client_of
 from live_server import DEADLINE_S, LiveServer, live_server_of, until
+from remote_run import HOLD_STOP_S
 from test_engine_process_demo import command_line, processes
 
 from quickstep.config import CacheConfig, EngineConfig, InputConfig, LoadConfig, SchedulerConfig
+from quickstep.engine.remote import supervisor
 from quickstep.engine.remote.engine import RemoteEngine
 from quickstep.server.app import create_app
 
@@ -96,8 +98,11 @@ def test_the_process_that_tries_grammars_ends_with_the_engine(
     assert httpx.post(f"{server.url}{COMPLETIONS}", json=body, timeout=60).status_code == 200
 
 
-def test_a_full_queue_is_429_and_says_when_to_come_back(tmp_path: Path) -> None:
+def test_a_full_queue_is_429_and_says_when_to_come_back(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Nothing ever ends here: one request runs, two wait, the next ones have no place."""
+    monkeypatch.setattr(supervisor, "_STOP_S", HOLD_STOP_S)
     engine = RemoteEngine(
         scripted_worker.config(tmp_path, max_num_seqs=1, max_waiting=2),
         command=scripted_worker.command("hold"),
