@@ -25,7 +25,7 @@ from quickstep.model.eagle import load_eagle, read_eagle_spec
 from quickstep.ops.tensors import BFLOAT16, HostTensor
 from quickstep.runtime.kv_cache import allocate_kv
 from quickstep.runtime.speculation.eagle import EagleProposer, num_scratch_blocks
-from quickstep.runtime.speculation.proposer import ComputedRow, DraftTask
+from quickstep.runtime.speculation.proposer import ComputedRow, ComputedStep, DraftTask
 from quickstep.types import Admission, Phase, StepRow
 
 BLOCK_SIZE, NUM_BLOCKS, DRAFT_VOCABULARY = 4, 32, 1000
@@ -153,14 +153,15 @@ def random_features(count, layers=()):
     return features, features.view(torch.int16).numpy().view(np.uint16)
 
 
-def computed_row(slot, start, bits, blocks, layers=()):
-    """Of EAGLE 1 the final hidden states, of EAGLE 3 the inputs of its layers."""
+def computed_step(slot, start, bits, blocks, layers=()):
+    """One row. Of EAGLE 1 the final hidden states, of EAGLE 3 the inputs of its layers."""
     parts = [HostTensor(bits[:, at : at + 256], BFLOAT16) for at in range(0, bits.shape[1], 256)]
+    rows = (ComputedRow(slot, start, bits.shape[0], blocks),)
     if not layers:
-        return ComputedRow(slot, start, parts[0], (), blocks)
+        return ComputedStep(rows, parts[0], ())
     of_layer = dict(zip(layers, parts, strict=True))
     aux_hidden = tuple(of_layer[layer] for layer in sorted(of_layer))
-    return ComputedRow(slot, start, None, aux_hidden, blocks)
+    return ComputedStep(rows, None, aux_hidden)
 
 
 @pytest.mark.parametrize(("fused", "prefix"), [(False, "layers.0."), (True, "midlayer.")])
@@ -176,7 +177,7 @@ def test_drafts_are_those_of_the_layer(target, tmp_path, fused, prefix, chunks):
     start = 0
     for count in chunks:
         blocks = np.array([2, 5, 3], dtype=np.int32)
-        proposer.compute([computed_row(0, start, bits[start : start + count], blocks, layers)])
+        proposer.compute(computed_step(0, start, bits[start : start + count], blocks, layers))
         start += count
     [drafts] = proposer.propose([DraftTask(0, 4, token_ids[-1:])])
     assert len(drafts) == 4
@@ -194,7 +195,7 @@ def test_a_prefix_hit_has_the_keys_and_values_of_the_layer(target, tmp_path):
     for slot, start, last_block in ((0, 0, 3), (1, 8, 7)):
         proposer.admit(slot, Admission(slot, f"r#{slot}", token_ids[:-1], 11, greedy, 3))
         blocks = np.array([2, 5, last_block], dtype=np.int32)
-        proposer.compute([computed_row(slot, start, bits[start:], blocks)])
+        proposer.compute(computed_step(slot, start, bits[start:], blocks))
         [drafts] = proposer.propose([DraftTask(slot, 3, token_ids[-1:])])
         assert len(drafts) == 3
         check_drafts(drafts, weights, "layers.0.", False, token_ids, features)
@@ -214,7 +215,7 @@ def test_every_path_of_a_tree_is_a_chain_of_the_layer(target, tmp_path, fused, p
         proposer = opened(path, target, fused, tree_width)
         proposer.admit(0, Admission(0, "r#0", token_ids[:-1], 11, greedy, 3))
         blocks = np.array([2, 5, 3], dtype=np.int32)
-        proposer.compute([computed_row(0, 0, bits, blocks, layers)])
+        proposer.compute(computed_step(0, 0, bits, blocks, layers))
         [drafts] = proposer.propose([DraftTask(0, num_drafts, token_ids[-1:])])
         return drafts
 
@@ -245,13 +246,13 @@ def test_hidden_states_are_kept_while_no_drafts_are_wanted(target, tmp_path):
     blocks = np.arange(26, dtype=np.int32)
     proposer.admit(0, Admission(0, "r#0", token_ids[:1], 1, SamplingParams(temperature=0.0), 3))
     for start in range(count):
-        proposer.compute([computed_row(0, start, bits[start : start + 1], blocks)])
+        proposer.compute(computed_step(0, start, bits[start : start + 1], blocks))
         if start < count - 1:
             proposer.observe(0, token_ids[start + 1 : start + 2])
     [drafts] = proposer.propose([DraftTask(0, 4, token_ids[-1:])])
     at_once = opened(tmp_path, target, False)
     at_once.admit(0, Admission(0, "r#0", token_ids[:-1], 1, SamplingParams(temperature=0.0), 3))
-    at_once.compute([computed_row(0, 0, bits, blocks)])
+    at_once.compute(computed_step(0, 0, bits, blocks))
     assert [drafts] == at_once.propose([DraftTask(0, 4, token_ids[-1:])])
     assert len(drafts) == 4
     check_drafts(drafts, weights, "layers.0.", False, token_ids, features)

@@ -9,7 +9,12 @@ import pytest
 
 from quickstep.ops.tensors import FLOAT32, HostTensor
 from quickstep.runtime.speculation.combined import CombinedProposer
-from quickstep.runtime.speculation.proposer import ComputedRow, DraftTask, HiddenStateProposer
+from quickstep.runtime.speculation.proposer import (
+    ComputedRow,
+    ComputedStep,
+    DraftTask,
+    HiddenStateProposer,
+)
 from quickstep.types import Admission, SamplingParams
 
 RIGHT, WRONG = 7, 3
@@ -159,10 +164,10 @@ class Reader(Constant):
         super().__init__(name, RIGHT)
         self.aux_layers = aux_layers
         self.reads_final = not aux_layers
-        self.rows: list[ComputedRow] = []
+        self.steps: list[ComputedStep] = []
 
-    def compute(self, rows: Sequence[ComputedRow]) -> None:
-        self.rows += rows
+    def compute(self, step: ComputedStep) -> None:
+        self.steps.append(step)
 
 
 def test_the_union_of_hidden_states_is_read_and_each_model_has_its_own() -> None:
@@ -173,10 +178,10 @@ def test_the_union_of_hidden_states_is_read_and_each_model_has_its_own() -> None
     assert (combined.aux_layers, combined.reads_final) == ((1, 3, 5), True)
     blocks = np.zeros(1, dtype=np.int32)
     aux = (states[1], states[3], states[5])
-    combined.compute([ComputedRow(0, 0, states["final"], aux, blocks)])
+    combined.compute(ComputedStep((ComputedRow(0, 0, 1, blocks),), states["final"], aux))
     for reader, names in zip(readers, (["final"], [1, 5], [3, 5]), strict=True):
-        [row] = reader.rows
-        found = [*row.aux_hidden] if row.hidden is None else [row.hidden, *row.aux_hidden]
+        [step] = reader.steps
+        found = [*step.aux_hidden] if step.hidden is None else [step.hidden, *step.aux_hidden]
         assert [id(one) for one in found] == [id(states[name]) for name in names]
     without = CombinedProposer([Constant("ngram", RIGHT)], [Constant("draft", RIGHT)], lambda: 0.0)
     assert not isinstance(without, HiddenStateProposer)
@@ -209,8 +214,8 @@ def test_a_model_that_raises_is_dropped_and_the_others_go_on(
     for request in range(4):
         combined.admit(0, Admission(0, f"r#{request}", (1, 2), 2, SamplingParams(), 0))
         for _ in range(60):
-            row = ComputedRow(0, 0, None, states, np.zeros(1, dtype=np.int32))
-            combined.compute([row])
+            row = ComputedRow(0, 0, 1, np.zeros(1, dtype=np.int32))
+            combined.compute(ComputedStep((row,), None, states))
             combined.observe(0, (RIGHT,))
             drafts = combined.propose([DraftTask(0, 4, (RIGHT,) * 5)])
         assert drafts == [(RIGHT,) * 4]

@@ -15,7 +15,7 @@ from msgspec.structs import replace
 
 from quickstep.draft_choice import DraftChoice, WantedDrafts
 from quickstep.runtime.speculation.proposer import (
-    ComputedRow,
+    ComputedStep,
     Drafts,
     DraftTask,
     HiddenStateProposer,
@@ -41,7 +41,7 @@ class CombinedProposer:
     name = "auto"
     aux_layers: tuple[int, ...]
     reads_final: bool
-    compute: Callable[[Sequence[ComputedRow]], None]
+    compute: Callable[[ComputedStep], None]
 
     def __init__(
         self, free: Sequence[Proposer], models: Sequence[Proposer], clock: Callable[[], float]
@@ -169,16 +169,13 @@ class CombinedProposer:
             self._choice.compared(slot, name, *compare(draft, token_ids))
         pending.clear()
 
-    def _compute(self, rows: Sequence[ComputedRow]) -> None:
+    def _compute(self, step: ComputedStep) -> None:
         """Give each of the readers what it reads of a step."""
         for name, reader in list(self._readers.items()):
             places = [self.aux_layers.index(layer) for layer in reader.aux_layers]
-            own = [
-                replace(
-                    row,
-                    hidden=row.hidden if reader.reads_final else None,
-                    aux_hidden=tuple([row.aux_hidden[place] for place in places]),
-                )
-                for row in rows
-            ]
+            own = replace(
+                step,
+                hidden=step.hidden if reader.reads_final else None,
+                aux_hidden=tuple([step.aux_hidden[place] for place in places]),
+            )
             self._guarded(name, partial(reader.compute, own))

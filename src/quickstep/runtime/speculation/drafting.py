@@ -18,6 +18,7 @@ from quickstep.runtime.sampling.sampler import failure_of
 from quickstep.runtime.slots import Slot
 from quickstep.runtime.speculation.proposer import (
     ComputedRow,
+    ComputedStep,
     Drafts,
     DraftTask,
     DraftTree,
@@ -84,7 +85,7 @@ class Drafting:
         try:
             final = hidden if reader.reads_final else None
             computed = _computed(rows, slots, emitting, final, every_token, aux_hidden)
-            if computed:
+            if computed is not None:
                 reader.compute(computed)
         except Exception:  # a draft is never needed
             self._switch_off()
@@ -134,29 +135,38 @@ def _computed(
     hidden: AnyTensor | None,
     every_token: bool,
     aux_hidden: Sequence[AnyTensor],
-) -> list[ComputedRow]:
+) -> ComputedStep | None:
+    """The tokens that the target has computed and accepted; None without any."""
     emitted = {one.index: one for one in emitting}
     computed = []
+    of_all: list[int] = []  # places in a tensor of all tokens
+    of_final: list[int] = of_all if every_token else []
     start = 0
     for index, (row, slot) in enumerate(zip(rows, slots, strict=True)):
         one = emitted.get(index)
         first, start = start, start + row.num_tokens
         if slot.failure or (row.emits and (one is None or not one.samples)):
             continue
-        places = list(range(first, start))
-        if one is not None:
+        num_before = len(of_all)
+        if one is None:
+            of_all.extend(range(first, start))
+        else:
             root = start - 1 - row.num_drafts
-            places = [*range(first, root), *(root + node for node in one.computed)]
-        aux = tuple([_rows_at(layer, places) for layer in aux_hidden])
+            of_all.extend(range(first, root))
+            of_all.extend([root + node for node in one.computed])
+        num_tokens = len(of_all) - num_before
         if one is not None and not every_token:  # then no token comes before the root
-            places = [one.first + node for node in one.computed]
-        final = None if hidden is None else _rows_at(hidden, places)
-        computed.append(ComputedRow(row.slot, row.start, final, aux, slot.block_ids))
-    return computed
+            of_final.extend([one.first + node for node in one.computed])
+        computed.append(ComputedRow(row.slot, row.start, num_tokens, slot.block_ids))
+    if not computed:
+        return None
+    final = None if hidden is None else _rows_at(hidden, of_final)
+    aux = tuple([_rows_at(layer, of_all) for layer in aux_hidden])
+    return ComputedStep(tuple(computed), final, aux)
 
 
 def _rows_at(layer: AnyTensor, places: Sequence[int]) -> AnyTensor:
-    """Rows of [T, C], without a copy where they follow one another."""
+    """Rows of [T, C] at ascending places, without a copy where they follow one another."""
     if places[-1] - places[0] == len(places) - 1:
         return layer[places[0] : places[-1] + 1]
     if isinstance(layer, HostTensor):

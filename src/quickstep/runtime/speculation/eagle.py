@@ -30,6 +30,7 @@ from quickstep.ops.tensors import (
     BFLOAT16,
     FLOAT32,
     AnyTensor,
+    Array,
     DType,
     HostTensor,
     host_dtype,
@@ -39,13 +40,14 @@ from quickstep.runtime.capture import StepModel, open_steps
 from quickstep.runtime.sampling.native_sampler import open_sampler
 from quickstep.runtime.sampling.state import SamplingState
 from quickstep.runtime.slots import Slot
-from quickstep.runtime.speculation.proposer import ComputedRow, Drafts, DraftTask
+from quickstep.runtime.speculation.proposer import ComputedRow, ComputedStep, Drafts, DraftTask
 from quickstep.runtime.speculation.trees import TreeGrowth, candidates_of, tree_admission
 from quickstep.types import Admission, Phase, StepRow
 
 __all__ = ["EagleProposer", "num_scratch_blocks"]
 
 _MAX_KEPT = 64
+_MOST_KEPT_TOGETHER = 4  # tokens a row, on average
 # Drafts that the layer computes for a sequence: of a tree more than are left in the end.
 _MAX_COMPUTED = 2 * MAX_SPECULATIVE_TOKENS
 
@@ -113,12 +115,19 @@ class EagleProposer:
         """`Proposer.release`."""
         self._slots.pop(slot, None)
 
-    def compute(self, rows: Sequence[ComputedRow]) -> None:
+    def compute(self, step: ComputedStep) -> None:
         """`HiddenStateProposer.compute`."""
         full = []
-        for row in rows:
+        features = _host(self._features_of(step))
+        array = features.numpy().copy()
+        # Of a step with long rows, the short ones would keep all.
+        is_kept_apart = len(array) > _MOST_KEPT_TOGETHER * len(step.rows)
+        start = 0
+        for row in step.rows:
             slot = self._slots[row.slot]
-            slot.keep(row, self._features_of(row))
+            of_row = array[start : start + row.num_tokens]
+            slot.keep(row, of_row.copy() if is_kept_apart else of_row, features.dtype)
+            start += row.num_tokens
             if slot.num_kept >= _MAX_KEPT:
                 first = slot.first_row(emits=False)
                 if first is not None:
@@ -126,12 +135,12 @@ class EagleProposer:
         if full:
             self._run_first(full)
 
-    def _features_of(self, row: ComputedRow) -> AnyTensor:
-        """What the layer reads of the tokens of a row [n, N]."""
+    def _features_of(self, step: ComputedStep) -> AnyTensor:
+        """What the layer reads of the tokens of a step [n, N]."""
         if self.reads_final:
-            assert row.hidden is not None, "`reads_final` needs them"
-            return row.hidden
-        return _side_by_side([row.aux_hidden[index] for index in self._features])
+            assert step.hidden is not None, "`reads_final` needs them"
+            return step.hidden
+        return _side_by_side([step.aux_hidden[index] for index in self._features])
 
     def propose(self, tasks: Sequence[DraftTask]) -> list[Drafts]:
         """`Proposer.propose`."""
@@ -222,7 +231,8 @@ class _EagleSlot:
         self.token_ids = list(admission.token_ids)
         self.start = 0
         self.num_kept = 0
-        self._kept: list[HostTensor] = []
+        self._kept: list[Array] = []
+        self._dtype = FLOAT32  # of those
 
     @property
     def has_all(self) -> bool:
@@ -237,13 +247,13 @@ class _EagleSlot:
         state.num_outputs = len(self.token_ids) - self.prompt_len + depth
         return state
 
-    def keep(self, row: ComputedRow, features: AnyTensor) -> None:
-        """Take in hidden states of the target, which are copied, and its block table."""
+    def keep(self, row: ComputedRow, features: Array, dtype: DType) -> None:
+        """Take in hidden states of the target [n, N], and its block table."""
         if row.start != self.start + self.num_kept:  # after a prefix hit
             self._kept, self.num_kept, self.start = [], 0, row.start
-        hidden = _host(features)
-        self._kept.append(HostTensor(hidden.numpy().copy(), hidden.dtype))
-        self.num_kept += hidden.shape[0]
+        self._kept.append(features)
+        self._dtype = dtype
+        self.num_kept += row.num_tokens
         self.slot.set_blocks(row.block_ids)
 
     def first_row(self, emits: bool) -> tuple[StepRow, HostTensor] | None:
@@ -253,13 +263,12 @@ class _EagleSlot:
         count = min(self.num_kept, len(self.token_ids) - 1 - self.start)
         if count < 1:
             return None
-        joined = np.concatenate([one.numpy() for one in self._kept])
-        dtype = self._kept[0].dtype
+        joined, dtype = np.concatenate(self._kept), self._dtype
         tokens = tuple(self.token_ids[self.start + 1 : self.start + 1 + count])
         row = _row(self.start, tokens, emits)
         self.start += count
         self.num_kept -= count
-        self._kept = [HostTensor(joined[count:], dtype)] if self.num_kept else []
+        self._kept = [joined[count:]] if self.num_kept else []
         return row, HostTensor(joined[:count], dtype)
 
 

@@ -21,6 +21,7 @@ if TYPE_CHECKING:
 
 __all__ = [
     "ComputedRow",
+    "ComputedStep",
     "DraftTask",
     "DraftTree",
     "Drafts",
@@ -101,17 +102,29 @@ class ComputedRow(msgspec.Struct, frozen=True):
     Attributes:
         slot: The runner's slot index.
         start: Position of its first token.
-        hidden: The final hidden states of its tokens [n, C], valid during the call; None for a
-            proposer that does not read them.
-        aux_hidden: The inputs [n, C] of each of the `aux_layers`, valid during the call.
+        num_tokens: Its tokens, which follow those of the row before it in the `ComputedStep`.
         block_ids: The slot's block table, [blocks] int32, valid during the call.
     """
 
     slot: int
     start: int
+    num_tokens: int
+    block_ids: npt.NDArray[np.int32]
+
+
+class ComputedStep(msgspec.Struct, frozen=True):
+    """What the target computed in a step; the tensors are valid during the call.
+
+    Attributes:
+        rows: One at least.
+        hidden: The final hidden states [n, C] of the n tokens of all rows; None for a proposer that
+            does not read them.
+        aux_hidden: The inputs [n, C] of each of the `aux_layers`.
+    """
+
+    rows: tuple[ComputedRow, ...]
     hidden: AnyTensor | None
     aux_hidden: tuple[AnyTensor, ...]
-    block_ids: npt.NDArray[np.int32]
 
 
 class Proposer(Protocol):
@@ -144,5 +157,5 @@ class HiddenStateProposer(Proposer, Protocol):
     reads_final: bool
     """Whether it reads the final hidden states."""
 
-    def compute(self, rows: Sequence[ComputedRow]) -> None:
+    def compute(self, step: ComputedStep) -> None:
         """Take in what a step has computed; called before `observe` and `propose`."""
