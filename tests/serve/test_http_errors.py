@@ -116,9 +116,10 @@ def test_models_are_listed_under_their_served_names() -> None:
     one = ask("GET", "/v1/models/a/b", options=options).json()
     assert one["id"] == "a/b"
     assert (one["max_model_len"], one["rope_scaling"]) == (4096, None)
-    missing = ask("GET", "/v1/models/d", options=options)
-    assert missing.status_code == 404
-    assert error_of(missing)["code"] == "model_not_found"
+    for name in ("d", "a%0Ab", "a%0A"):
+        missing = ask("GET", f"/v1/models/{name}", options=options)
+        assert missing.status_code == 404
+        assert error_of(missing)["code"] == "model_not_found"
 
 
 def test_models_say_how_a_context_beyond_their_limit_is_scaled() -> None:

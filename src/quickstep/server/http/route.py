@@ -8,6 +8,7 @@ state. `with_admin_check` wraps the operator's routes.
 
 from __future__ import annotations
 
+import re
 from collections.abc import Awaitable, Callable
 from ipaddress import ip_address
 from typing import Any
@@ -85,7 +86,10 @@ class ApiRoute(msgspec.Struct, frozen=True):
     def starlette(self) -> list[Route]:
         """The route of every path."""
         endpoint = _AsgiEndpoint(self.endpoint)
-        return [Route(path, endpoint, methods=[self.method]) for path in self.paths]
+        routes = [Route(path, endpoint, methods=[self.method]) for path in self.paths]
+        for route in routes:  # a name may have a line break, which Starlette's `.*` does not match
+            route.path_regex = re.compile(route.path_regex.pattern, re.DOTALL)
+        return routes
 
 
 class _AsgiEndpoint:
