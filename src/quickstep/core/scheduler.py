@@ -415,6 +415,10 @@ class Scheduler:
         Else it is dissolved, and its rows are listed.
         """
         num_decoding = self._batch.num_active - len(self._batch.prefilling)
+        # the step has the end of their prompts already, with policies that place prefill first
+        num_decoding -= sum(
+            [one.residency.planned >= one.residency.prefill_end for one in draft.prefill]
+        )
         is_free = group.num_new_blocks <= self._pool.num_free
         if len(group) == num_decoding and len(group) <= budget and is_free:
             draft.add_group(group.load)

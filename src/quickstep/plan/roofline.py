@@ -98,7 +98,12 @@ class RooflineCostModel:
         self._adapter_bytes = adapter_bytes
         self._max_loras = max_loras
         rank = rank_spec(spec, replace(split, pipeline=1))
+        # of the hardware, once: the simulator asks twice a step
+        self._bytes_per_s = hardware.bytes_per_s
+        self._overhead_s = hardware.achieved.step_overhead_s
+        self._has_transfers = max(split.tensor, split.pipeline, split.experts) > 1
         self._windows = layer_windows(rank)
+        self._has_windows = any(window is not None for window, _ in self._windows)
         self._pair_flops = attention_flops(rank, 1)
         self._hardware = hardware
         self._split = split
@@ -148,7 +153,7 @@ class RooflineCostModel:
             kv_token=parts.kv_read_s / step.num_kv_tokens if reads else 0.0,
             pair=0.0 if reads else parts.attention_compute_s / max(1, step.num_pairs),
             score=head_s,
-            adapter_row=self._adapter_bytes / self._hardware.bytes_per_s,
+            adapter_row=self._adapter_bytes / self._bytes_per_s,
         )
 
     def predict(self, load: StepLoad) -> Prediction:
@@ -167,15 +172,16 @@ class RooflineCostModel:
         return StepParts(*(scale * seconds for seconds in astuple(parts)))
 
     def _predicted(self, load: StepLoad) -> StepParts:
-        hardware = self._hardware
         num_logits = load.num_rows + load.num_scored
         chosen = read = self._layer_parameters
         if self._experts is not None:
             chosen, read = self._with_experts(self._experts, load.num_tokens)
         read += self._head_parameters
         flops = 2.0 * (chosen * load.num_tokens + self._head_parameters * num_logits)
-        context = load.num_kv_tokens / load.num_rows if load.num_rows else 0.0
-        seen = read_fraction(self._windows, context)
+        seen = 1.0
+        if self._has_windows:
+            context = load.num_kv_tokens / load.num_rows if load.num_rows else 0.0
+            seen = read_fraction(self._windows, context)
         pair_flops = self._pair_flops * load.num_pairs * seen
         kv_bytes = self._kv_bytes * load.num_kv_tokens * seen
         weight_bytes_read = read * self._bytes_per_parameter
@@ -184,12 +190,12 @@ class RooflineCostModel:
             num_adapters = min(num_adapters, self._max_loras)
         weight_bytes_read += self._adapter_bytes * num_adapters
         return StepParts(
-            weights_read_s=weight_bytes_read / hardware.bytes_per_s,
+            weights_read_s=weight_bytes_read / self._bytes_per_s,
             matrix_compute_s=flops / self._flops_per_s,
-            kv_read_s=kv_bytes / hardware.bytes_per_s,
+            kv_read_s=kv_bytes / self._bytes_per_s,
             attention_compute_s=pair_flops / self._attention_flops_per_s,
             transfer_s=self._transfer_s(load.num_tokens),
-            overhead_s=hardware.achieved.step_overhead_s,
+            overhead_s=self._overhead_s,
         )
 
     def _with_experts(self, experts: MoESpec, num_tokens: int) -> tuple[float, float]:
@@ -206,6 +212,8 @@ class RooflineCostModel:
         return self._without_experts + chosen, self._without_experts + read
 
     def _transfer_s(self, num_tokens: int) -> float:
+        if not self._has_transfers:
+            return 0.0
         num_bytes = float(num_tokens * self._activation_bytes)
         latency_s = self._hardware.link.latency_us * 1e-6
         bytes_per_s = self._hardware.link_bytes_per_s
