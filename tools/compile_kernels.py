@@ -237,6 +237,7 @@ def compile_case(case: Case) -> list[Compiled]:
     ]
     if not torch.cuda.is_available():
         patches.append(mock.patch.object(torch.cuda, "get_device_name", lambda _: "H100"))
+        patches.append(mock.patch.object(torch.cuda, "get_device_capability", lambda _: (9, 0)))
     ops = load_triton(GPU)
     assert ops is not None
     for patch in patches:
