@@ -13,8 +13,8 @@ e4m3 are exact in these types; the scale of an int8 key multiplies its scores, t
 exponentials.
 
 A prefill program has a tile of more rows than one of decode. The rows of both have the same bits:
-a warp has 16 rows in both, uses the same matrix instruction (`make kernels` prints them), and
-multiplies and adds apart (no fused multiply-adds that a compiler chooses).
+a warp has 16 rows in both, uses the same matrix instruction (`compile_kernels --json` prints them),
+and multiplies and adds apart (no fused multiply-adds that a compiler chooses).
 
 Keys that are not visible may hold anything, NaN included. A score is masked. A value that is not
 finite makes the sums of all rows of a program not finite, which is checked once they are complete:
