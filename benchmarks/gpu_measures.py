@@ -26,6 +26,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 import torch
+from torch.nn.attention.bias import causal_lower_right
 
 from quickstep.bench.lengths import RequestLengths
 from quickstep.bench.limits import DEFAULT_PROBE_BYTES, open_limits
@@ -117,9 +118,8 @@ def _attention_calls(
         one.view(context, kv_heads, size).transpose(0, 1)[None].contiguous()
         for one in (keys, values)
     )
-    mask = None
-    if num_rows > 1:
-        mask = torch.ones(num_rows, context, dtype=torch.bool, device=device).tril(first)
+    # as this, and not as booleans, torch's FlashAttention accepts it
+    mask = None if num_rows == 1 else causal_lower_right(num_rows, context)
 
     def paged() -> object:
         return ops.paged_attention(q, keys, values, layout, params, None)
@@ -167,17 +167,45 @@ def _layer_sizes(spec: ModelSpec) -> list[tuple[int, int]]:
 
 
 def _alternating_s(device: str, *calls: Callable[[], object]) -> list[float]:
-    """Median seconds of each call, taking turns."""
+    """Median seconds of each call, taking turns; on a GPU those of its kernels, in a CUDA graph."""
+    if device == "cuda":
+        calls = tuple(_recorded(call) for call in calls)
     times: list[list[float]] = [[] for _ in calls]
     for round_number in range(23):
         for call, spent in zip(calls, times, strict=True):
-            started_s = time.perf_counter()
-            call()
-            if device == "cuda":
-                torch.cuda.synchronize()
+            seconds = _kernels_s(call) if device == "cuda" else _call_s(call)
             if round_number >= 3:
-                spent.append(time.perf_counter() - started_s)
+                spent.append(seconds)
     return [statistics.median(spent) for spent in times]
+
+
+def _recorded(call: Callable[[], object]) -> Callable[[], object]:
+    """Runs what the call launches, without its Python."""
+    side = torch.cuda.Stream()
+    side.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(side):
+        for _ in range(_WARM_UPS):
+            call()
+    torch.cuda.current_stream().wait_stream(side)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        call()
+    return graph.replay
+
+
+def _kernels_s(call: Callable[[], object]) -> float:
+    start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+    start.record()
+    call()
+    end.record()
+    end.synchronize()
+    return start.elapsed_time(end) / 1e3
+
+
+def _call_s(call: Callable[[], object]) -> float:
+    started_s = time.perf_counter()
+    call()
+    return time.perf_counter() - started_s
 
 
 def _served(device: str, kernels: str, shape: str) -> Figures:

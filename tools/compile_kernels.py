@@ -109,6 +109,7 @@ class Compiled(msgspec.Struct, frozen=True):
         shared_bytes: Shared memory of a program.
         spilled_bytes: Registers of a thread that are in memory, with what else is on its stack.
         fp64_instructions: Its instructions in fp64, each once.
+        matrix_instructions: Those of matrix units, each once.
     """
 
     kernel: str
@@ -118,6 +119,7 @@ class Compiled(msgspec.Struct, frozen=True):
     num_registers: int
     spilled_bytes: int
     fp64_instructions: tuple[str, ...]
+    matrix_instructions: tuple[str, ...]
 
 
 class Case(msgspec.Struct, frozen=True):
@@ -237,6 +239,7 @@ def compile_case(case: Case) -> list[Compiled]:
     ]
     if not torch.cuda.is_available():
         patches.append(mock.patch.object(torch.cuda, "get_device_name", lambda _: "H100"))
+        patches.append(mock.patch.object(torch.cuda, "get_device_capability", lambda _: (9, 0)))
     ops = load_triton(GPU)
     assert ops is not None
     for patch in patches:
@@ -269,6 +272,7 @@ def _described(
     registers, stack = _registers(compiled.asm["cubin"])
     ptx = compiled.asm["ptx"]
     instructions = sorted(set(re.findall(r"^\s*(\w[\w.]*\.f64)\s", ptx, re.MULTILINE)))
+    products = sorted(set(re.findall(r"(?:wgmma\.mma_async|mma\.sync)\S+", ptx)))
     return Compiled(
         kernel.__name__.removeprefix("_"),
         ", ".join(texts),
@@ -277,6 +281,7 @@ def _described(
         registers,
         stack,
         tuple(instructions),
+        tuple(products),
     )
 
 
@@ -342,7 +347,9 @@ def _prefill(num_tokens: int) -> ForwardBatch:
     token_ids = torch.zeros(num_tokens, dtype=torch.int64, device=GPU)
     width = num_tokens // _BLOCK_SIZE
     last = EmittingTokens(token_ids[:1], _layout(1, 1, width))
-    return ForwardBatch(token_ids, _layout(1, num_tokens, width), last)
+    # not a recorded step: a long prefill has a variant of its own
+    layout = replace(_layout(1, num_tokens, width), row_offsets=(0, num_tokens))
+    return ForwardBatch(token_ids, layout, last)
 
 
 def _tree(num_drafts: int) -> ForwardBatch:

@@ -206,6 +206,44 @@ def test_interpreted_attention_reads_lengths_from_memory(
         assert not found[6:].any(), "padding is zero"
 
 
+@pytest.mark.usefixtures("products_in_order")
+@pytest.mark.parametrize("kv_dtype", [torch.bfloat16, torch.int8, torch.float8_e4m3fn])
+def test_interpreted_attention_has_the_same_bits_in_prefill_tiles_and_for_every_number_of_tokens(
+    ops: OpTable, monkeypatch: pytest.MonkeyPatch, kv_dtype: torch.dtype
+) -> None:
+    """A program with all splits of a row, in tiles of more rows, has the bits of programs with one
+    split each, also next to a value that is not finite and only later tokens see.
+    """
+    generator = torch.Generator().manual_seed(5)
+    # 4 heads per KV head: 16 tokens in a decode tile, 32 in one of prefill
+    count, start, block_size = 17, 505, 32
+    tables = torch.arange(17, dtype=torch.int32)[None]
+    keys, values = (torch.randn(17, block_size, 1, 16, generator=generator) for _ in range(2))
+    values.view(-1, 16)[start + count - 1, 3] = torch.inf
+    keys, values = (stored_heads(one, kv_dtype) for one in (keys, values))
+    q = torch.randn(count, 4, 16, generator=generator).bfloat16()
+    sinks = torch.randn(4, generator=generator)
+
+    def attend(first: int, stop: int) -> torch.Tensor:
+        layout = make_layout(((start + first, stop - first),), tables, block_size)
+        return ops.paged_attention(
+            q[first:stop], keys, values, layout, AttentionParams(0.25), sinks
+        )
+
+    split = attend(0, count)
+    assert split[:-1].isfinite().all() and split[-1].isnan().all()
+    for num_tokens in (1, 2, 15, 16):
+        assert same_bits(attend(0, num_tokens), split[:num_tokens])
+    assert same_bits(attend(count - 1, count), split[-1:])
+    monkeypatch.setattr(attention, "_COMPLETE_PROGRAMS", 0)
+    assert same_bits(attend(0, count), split)
+    mixed = make_layout(((start, count), (start + 7, 1)), tables.expand(2, -1), block_size)
+    found = ops.paged_attention(
+        torch.cat((q, q[7:8])), keys, values, mixed, AttentionParams(0.25), sinks
+    )
+    assert same_bits(found, torch.cat((split, split[7:8])))
+
+
 def test_triton_is_resolved_by_name_and_refused_where_it_cannot_run(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
