@@ -1,10 +1,20 @@
-// Up to 16 rows by a panel of 64 outputs in 4 tiles of sums; a step has 64 inputs: one tile of
-// activations and 4 tiles of the panel's quants ([16][16][4] of [16][64][4]), in place. Quants
-// of 4 bits are unpacked once for all rows of an item.
+// The low-bit linear on tiles. A step has 64 inputs, of one of two shapes:
 //
-//   item = (chunk of <= 128 rows) x (one panel)
-//     for each block of inputs     its quants: <= 32 KiB, a byte each
-//       for each 16 rows           sums in tiles, then in `c` (32 KiB)
+//   up to 16 rows   1 tile of activations x 4 of quants: the 64 outputs of a panel
+//   17 and more     2 x 2, so that 4 products take 4 loads: 32 rows x half of a panel's outputs
+//
+// Tiles of quants ([16][16][4] of a step's [16][64][4]) are read in place; those of 4 bits are
+// unpacked first, once for all rows of an item. Activations are quantized into tiles:
+//
+//   quants    16 rows  [stride / 64][R][64]
+//   factors   16 rows  [num_groups][2][R]
+//
+//   item = (chunk of <= 256 rows) x (<= 4 panels)
+//     for each block of inputs     <= 256 KiB of quants of activations, 64 KiB of a panel's
+//       for each panel
+//         for each 32 rows         fetch their part of the next panel's quants into L2
+//           sums over the block in tiles; with groups, over a group, which are stored (4 KiB), and
+//           scaled while the next group is multiplied
 
 #include "kernels/amx_quantized.h"
 
@@ -12,6 +22,8 @@
 
 #include "kernels/amx_tiles.h"
 #include "kernels/entries.h"
+#include "kernels/quantized_activations.h"
+#include "kernels/quantized_output.h"
 #include "kernels/quantized_unpack.h"
 #include "kernels/ranges.h"
 
@@ -21,38 +33,54 @@ namespace {
 constexpr int64_t kTileRows = 16;
 constexpr int64_t kTileInputs = 64;
 constexpr int64_t kTileOutputs = 16;
-constexpr int64_t kChunkRows = 128;
+constexpr int64_t kMostRows = 2 * kTileRows;  // at a time
+constexpr int64_t kChunkRows = 256;
+constexpr int64_t kItemPanels = 4;
 // Quants of a block and the scales of its groups, the smallest of which have a piece.
 constexpr int64_t kUnpackedBytes =
     kQuantizedPanel * kTileBlockInputs + kTileBlockInputs / kPieceInputs * kQuantizedPanel * 4;
-constexpr int64_t kDotBytes = kQuantizedPanel * 4;
+constexpr int64_t kSums = kTileRows * kQuantizedPanel;  // of 4 tiles
+constexpr int64_t kPanelSums = kChunkRows * kQuantizedPanel;
+constexpr int64_t kStepLines = kTileInputs * kQuantizedPanel / kCacheLine;
 static_assert(W == kTileOutputs);
 
-// Tiles 0 to 3 are sums, 4 is activations, 5 to 7 are quants of `inputs` inputs.
-void set_shapes(int64_t rows, int64_t inputs) {
-  TileShapes shapes;
-  for (int tile = 0; tile < 8; ++tile) {
-    shapes.row_bytes[tile] = tile == 4 ? inputs : 4 * kTileOutputs;
-    shapes.rows[tile] = tile <= 4 ? rows : inputs / kStepInputs;
-  }
-  set_shapes(shapes);
-}
+// How many tiles of rows are multiplied at once, and so which tile is which.
+template <int RowTiles>
+struct Shape {
+  static constexpr int kOutputs = RowTiles == 1 ? kQuantizedPanel : kQuantizedPanel / 2;
+  static constexpr int kVectors = kOutputs / W;
+  static constexpr int kPasses = kQuantizedPanel / kOutputs;
+  static constexpr int64_t kSumBytes = kOutputs * sizeof(int32_t);  // of a row
+};
 
-// Adds `count` times `inputs` inputs of every row against those of every output.
-void add_products(const int8_t* x, int64_t x_stride, const uint8_t* quants, int64_t inputs,
-                  int64_t count) {
-  for (int64_t i = 0; i < count; ++i, x += inputs, quants += inputs * kQuantizedPanel) {
-    load_tile<4>(x, x_stride);
-    load_tile<5>(quants, kStepBytes);
-    add_signed_by_unsigned<0, 4, 5>();
-    load_tile<6>(quants + 64, kStepBytes);
-    add_signed_by_unsigned<1, 4, 6>();
-    load_tile<7>(quants + 128, kStepBytes);
-    add_signed_by_unsigned<2, 4, 7>();
-    load_tile<5>(quants + 192, kStepBytes);
-    add_signed_by_unsigned<3, 4, 5>();
+// The shapes that a thread's tiles have.
+struct Configured {
+  int64_t rows = 0, inputs = 0;
+
+  // Tiles 0 to 3 are sums. Up to 16 rows: 4 has activations and 5 to 7 have quants; else 4 and 5
+  // have activations, and 6 and 7 quants.
+  void set(int64_t num_rows, int64_t num_inputs) {
+    if (num_rows == rows && num_inputs == inputs) return;
+    rows = num_rows;
+    inputs = num_inputs;
+    const bool both = num_rows > kTileRows;
+    const int64_t first = both ? kTileRows : num_rows, second = both ? num_rows - kTileRows : 0;
+    TileShapes shapes;
+    const auto shape = [&](int tile, int64_t tile_rows, int64_t row_bytes) {
+      shapes.rows[tile] = static_cast<uint8_t>(tile_rows);
+      shapes.row_bytes[tile] = static_cast<uint16_t>(row_bytes);
+    };
+    for (int tile = 0; tile < 4; ++tile) {
+      shape(tile, both && tile >= 2 ? second : first, sizeof(int32_t) * kTileOutputs);
+    }
+    for (int tile = 4; tile < 8; ++tile) {
+      shape(tile, num_inputs / kStepInputs, sizeof(int32_t) * kTileOutputs);
+    }
+    shape(4, first, num_inputs);
+    if (both) shape(5, second, num_inputs);
+    set_shapes(shapes);
   }
-}
+};
 
 void zero_sums() {
   zero_tile<0>();
@@ -61,27 +89,85 @@ void zero_sums() {
   zero_tile<3>();
 }
 
-void load_sums(const int32_t* from) {
-  load_tile<0>(from, kDotBytes);
-  load_tile<1>(from + 16, kDotBytes);
-  load_tile<2>(from + 32, kDotBytes);
-  load_tile<3>(from + 48, kDotBytes);
+template <int RowTiles, typename T>
+void load_sums(const T* from, int64_t stride) {
+  load_tile<0>(from, stride);
+  load_tile<1>(from + 16, stride);
+  const T* other = RowTiles == 1 ? from + 32 : from + kTileRows * stride / sizeof(T);
+  load_tile<2>(other, stride);
+  load_tile<3>(other + 16, stride);
 }
 
-void store_sums(int32_t* to) {
-  store_tile<0>(to, kDotBytes);
-  store_tile<1>(to + 16, kDotBytes);
-  store_tile<2>(to + 32, kDotBytes);
-  store_tile<3>(to + 48, kDotBytes);
+template <int RowTiles, typename T>
+void store_sums(T* to, int64_t stride) {
+  store_tile<0>(to, stride);
+  store_tile<1>(to + 16, stride);
+  T* other = RowTiles == 1 ? to + 32 : to + kTileRows * stride / sizeof(T);
+  store_tile<2>(other, stride);
+  store_tile<3>(other + 16, stride);
+}
+
+// What is brought into L2 with every step.
+struct Fetch {
+  const uint8_t* from;
+  int64_t lines;
+};
+
+QS_INLINE void bring(Fetch& fetch) {
+  for (int64_t i = 0; i < fetch.lines; ++i, fetch.from += kCacheLine) {
+    __builtin_prefetch(fetch.from, 0, 2);
+  }
+}
+
+// Some rows' activations from an input on: those of the first 16 rows, and of the others.
+struct Rows {
+  const int8_t* first;
+  const int8_t* second;
+  int64_t num_first;
+};
+
+Rows rows_at(const QuantizedRows& x, Range rows, int64_t input) {
+  const int64_t first = min_of(kTileRows, rows.size()), second = rows.size() - first;
+  const int64_t step = input / kTileInputs * kTileInputs, rest = input % kTileInputs;
+  const int8_t* quants = x.quants + rows.begin * x.stride;
+  return {quants + step * first + rest, quants + first * x.stride + step * second + rest, first};
+}
+
+// One step of up to 64 inputs, for the outputs from `quants` on.
+template <int RowTiles>
+QS_INLINE void add_step(const int8_t* first, const int8_t* second, const uint8_t* quants) {
+  constexpr int64_t kTileBytes = kTileOutputs * kStepInputs;
+  load_tile<4>(first, kTileInputs);
+  if constexpr (RowTiles == 1) {
+    load_tile<5>(quants, kStepBytes);
+    add_signed_by_unsigned<0, 4, 5>();
+    load_tile<6>(quants + kTileBytes, kStepBytes);
+    add_signed_by_unsigned<1, 4, 6>();
+    load_tile<7>(quants + 2 * kTileBytes, kStepBytes);
+    add_signed_by_unsigned<2, 4, 7>();
+    load_tile<5>(quants + 3 * kTileBytes, kStepBytes);
+    add_signed_by_unsigned<3, 4, 5>();
+  } else {
+    load_tile<6>(quants, kStepBytes);
+    add_signed_by_unsigned<0, 4, 6>();
+    load_tile<7>(quants + kTileBytes, kStepBytes);
+    add_signed_by_unsigned<1, 4, 7>();
+    load_tile<5>(second, kTileInputs);
+    add_signed_by_unsigned<2, 5, 6>();
+    add_signed_by_unsigned<3, 5, 7>();
+  }
 }
 
 struct Problem {
   const QuantizedLinearArgs* args;
   const PackedQuantized* stored;
+  int64_t num_tiles;  // of 32 rows
   int64_t num_chunks;
+  int64_t num_ranges;
   int64_t block_groups;  // groups, or parts of the one group, per block
   int64_t block_inputs;
   int64_t num_blocks;
+  int64_t step_inputs;
 };
 
 // A block of a panel: its quants a byte each, and what belongs to them.
@@ -91,6 +177,7 @@ struct Block {
   const uint8_t* scales;  // of its first group
   int64_t first_group, num_groups;
   int64_t first_input, num_inputs;  // inputs of a group, or of the block within the one group
+  Fetch fetch;
 };
 
 void unpack_quants(const uint8_t* from, int64_t num_inputs, uint8_t* unpacked) {
@@ -106,177 +193,305 @@ void unpack_quants(const uint8_t* from, int64_t num_inputs, uint8_t* unpacked) {
   }
 }
 
+const uint8_t* block_at(const Problem& problem, int64_t panel, int64_t index) {
+  const PackedQuantized& packed = *problem.stored;
+  const int64_t offset = packed.num_groups == 1
+                             ? index * problem.block_inputs * kQuantizedPanel * packed.bits / 8
+                             : index * problem.block_groups * packed.group_bytes;
+  return static_cast<const uint8_t*>(packed.weights) + panel * packed.panel_bytes + offset;
+}
+
 Block unpack_block(const Problem& problem, int64_t panel, int64_t index, uint8_t* unpacked) {
   const PackedQuantized& packed = *problem.stored;
-  const uint8_t* weights =
-      static_cast<const uint8_t*>(packed.weights) + panel * packed.panel_bytes;
   Block block = {};
-  block.first_input = index * problem.block_inputs;
+  block.quants = block_at(problem, panel, index);
   if (packed.num_groups == 1) {
     block.num_groups = 1;
+    block.first_input = index * problem.block_inputs;
     block.num_inputs = min_of(problem.block_inputs, packed.group_size - block.first_input);
-    block.quants = weights + block.first_input * kQuantizedPanel * packed.bits / 8;
   } else {
     block.first_group = index * problem.block_groups;
     block.num_groups = min_of(problem.block_groups, packed.num_groups - block.first_group);
+    block.first_input = block.first_group * packed.group_size;
     block.num_inputs = packed.group_size;
-    block.quants = weights + block.first_group * packed.group_bytes;
     block.scales = block.quants + packed.quant_bytes();
   }
   block.group_stride = packed.group_bytes;
+  const int64_t bytes = block.num_inputs * kQuantizedPanel;
   if (packed.has_sub_scales) {
     const PackedQuantized& form = *problem.args->packed;
     for (int64_t group = 0; group < block.num_groups; ++group) {
       unpack_group(packed, block.quants + group * block.group_stride,
-                 unpacked + group * form.group_bytes);
+                   unpacked + group * form.group_bytes);
     }
     block.quants = unpacked;
     block.group_stride = form.group_bytes;
     block.scales = unpacked + form.quant_bytes();
   } else if (packed.bits == 4) {
-    const int64_t bytes = block.num_inputs * kQuantizedPanel;
     for (int64_t group = 0; group < block.num_groups; ++group) {
       unpack_quants(block.quants + group * block.group_stride, block.num_inputs,
-                 unpacked + group * bytes);
+                    unpacked + group * bytes);
     }
     block.quants = unpacked;
     block.group_stride = bytes;
+  } else if (packed.num_groups == 1 && block.num_inputs % kTileInputs != 0) {
+    // The last tile reads beyond the panel, where activations are zero: not beyond the memory.
+    memcpy(unpacked, block.quants, bytes);
+    block.quants = unpacked;
   }
   return block;
 }
 
-// The one group's part: sums go on in `c`, whose first block starts them.
-void run_single(const QuantizedRows& x, const Block& block, Range rows, int32_t* c) {
-  const int8_t* quants = x.quants + rows.begin * x.stride + block.first_input;
-  const int64_t whole = block.num_inputs / kTileInputs;
-  const int64_t rest = block.num_inputs % kTileInputs;
-  if (whole > 0) {
-    set_shapes(rows.size(), kTileInputs);
-    load_sums(c);
-    add_products(quants, x.stride, block.quants, kTileInputs, whole);
-    store_sums(c);
+// The one group's part: sums continue in `c`, which the first block starts.
+template <int RowTiles>
+void run_single(const QuantizedLinearArgs& args, const Block& block, int64_t pass, Range rows,
+                int32_t* c) {
+  constexpr int64_t kStride = kQuantizedPanel * sizeof(int32_t);
+  const Rows x = rows_at(args.rows, rows, block.first_input);
+  const int64_t second = rows.size() - x.num_first;
+  const uint8_t* quants = block.quants + pass * Shape<RowTiles>::kOutputs * kStepInputs;
+  Fetch fetch = block.fetch;
+  if (block.first_input == 0) {
+    zero_sums();
+  } else {
+    load_sums<RowTiles>(c, kStride);
   }
-  if (rest > 0) {
-    const int64_t done = whole * kTileInputs;
-    set_shapes(rows.size(), rest);
-    load_sums(c);
-    add_products(quants + done, x.stride, block.quants + done * kQuantizedPanel, rest, 1);
-    store_sums(c);
+  for (int64_t k = 0; k < block.num_inputs; k += kTileInputs) {
+    bring(fetch);
+    add_step<RowTiles>(x.first + k * x.num_first, x.second + k * second,
+                       quants + k * kQuantizedPanel);
   }
+  store_sums<RowTiles>(c, kStride);
 }
+
+// Where the sums of a group are between its products and the end of the next group's.
+template <int RowTiles>
+struct GroupSums {
+  alignas(64) int32_t dots[2][kSums];
+  // Of 4 bits, over the groups that share a scale of activations.
+  alignas(64) float part[Shape<RowTiles>::kPasses][kSums];
+};
 
 // One group, as defined in `quantized_tile.h`. 8 bits: c = fma((dot - zero * sum) * x_scale, scale,
-// c); of 4 bits the same without x_scale, which `add_part` multiplies with.
-template <int Bits, typename Scale>
-void add_group(const QuantizedRows& x, const Scale* scales, bool has_zeros, int64_t group,
-               Range rows, const int32_t* dots, float* c) {
-  for (int64_t row = rows.begin; row < rows.end; ++row) {
-    const int32_t* factor = x.factors + 2 * (row * x.num_groups + group);
-    const float x_scale = bit_cast<float>(factor[0]);
-    const int32_t correction = factor[1];
-    for (int64_t i = 0; i < kQuantizedPanel; i += W, dots += W, c += W) {
+// c); of 4 bits the same without x_scale: part = fma(dot - zero * sum, scale, part), and after the
+// last group that shares x_scale c = fma(part, x_scale, c).
+template <int Bits, int Vectors, typename Scale, bool HasZeros>
+void add_group(const int32_t* factors, int64_t num_rows, const Scale* scales, const int32_t* dots,
+               float* part, bool first, bool last, float* c) {
+  vf scale[Vectors], zero[Vectors];
+#pragma GCC unroll 4
+  for (int v = 0; v < Vectors; ++v) {
+    scale[v] = load(scales + v * W);
+    zero[v] = HasZeros ? load(scales + kQuantizedPanel + v * W) : vf{};
+  }
+  for (int64_t row = 0; row < num_rows; ++row) {
+    const vf x_scale = set1(bit_cast<float>(factors[row]));
+    const int32_t correction = factors[num_rows + row];
+    const vi start = set1i(correction);
+#pragma GCC unroll 4
+    for (int v = 0; v < Vectors; ++v) {
       vi sum;
-      memcpy(&sum, dots, sizeof(sum));
-      vf dot = __builtin_convertvector(sum + set1i(correction), vf);
-      if (has_zeros) {
-        dot = fma(load(scales + kQuantizedPanel + i), negative_sum<Bits>(correction), dot);
+      memcpy(&sum, dots + v * W, sizeof(sum));
+      vf dot = __builtin_convertvector(sum + start, vf);
+      if (HasZeros) dot = fma(zero[v], negative_sum<Bits>(correction), dot);
+      if constexpr (Bits == 8) {
+        store(c + v * W, fma(dot * x_scale, scale[v], load(c + v * W)));
+      } else {
+        const vf sums = fma(dot, scale[v], first ? vf{} : load(part + v * W));
+        if (last) {
+          store(c + v * W, fma(sums, x_scale, load(c + v * W)));
+        } else {
+          store(part + v * W, sums);
+        }
       }
-      if constexpr (Bits == 8) dot = dot * set1(x_scale);
-      store(c, fma(dot, load(scales + i), load(c)));
     }
+    dots += Vectors * W;
+    part += Vectors * W;
+    c += kQuantizedPanel;
   }
 }
 
-// c = fma(part, x_scale, c), for the groups that share the scale of `group`.
-void add_part(const QuantizedRows& x, int64_t group, Range rows, const float* part, float* c) {
-  for (int64_t row = rows.begin; row < rows.end; ++row) {
-    const vf x_scale = set1(bit_cast<float>(x.factors[2 * (row * x.num_groups + group)]));
-    for (int64_t i = 0; i < kQuantizedPanel; i += W, part += W, c += W) {
-      store(c, fma(load(part), x_scale, load(c)));
-    }
-  }
-}
-
-template <int Bits>
-void run_groups(const QuantizedLinearArgs& args, const Block& block, Range rows, float* c) {
+// Sums number `done` of a block: those of its groups in order, of each the outputs of every pass.
+template <int Bits, int RowTiles, typename Scale, bool HasZeros>
+void scale_sums(const QuantizedLinearArgs& args, const Block& block, Range rows, int64_t done,
+                GroupSums<RowTiles>& sums, float* c) {
+  using S = Shape<RowTiles>;
   const PackedQuantized& packed = *args.packed;
-  const QuantizedRows& x = args.rows;
-  const int64_t size = block.num_inputs;  // a multiple of 16
-  const int64_t inputs = size % 64 == 0 ? 64 : size % 32 == 0 ? 32 : 16;
-  const int64_t shared = packed.shared_groups();
-  alignas(64) int32_t dots[kTileRows * kQuantizedPanel];
-  alignas(64) float part[Bits == 4 ? kTileRows * kQuantizedPanel : 1];
-  float* const to = Bits == 4 ? part : c;
-  set_shapes(rows.size(), inputs);
-  for (int64_t i = 0; i < block.num_groups; ++i) {
-    const int64_t group = block.first_group + i;
-    if (Bits == 4 && i % shared == 0) memset(part, 0, sizeof(part));
-    zero_sums();
-    add_products(x.quants + rows.begin * x.stride + group * size, x.stride,
-                 block.quants + i * block.group_stride, inputs, size / inputs);
-    store_sums(dots);
-    const uint8_t* scales = block.scales + i * packed.group_bytes;
-    if (packed.half_scales) {
-      add_group<Bits>(x, reinterpret_cast<const f16*>(scales), packed.has_zeros, group, rows, dots,
-                      to);
-    } else {
-      add_group<Bits>(x, reinterpret_cast<const float*>(scales), packed.has_zeros, group, rows,
-                      dots, to);
-    }
-    if (Bits == 4 && (i + 1) % shared == 0) add_part(x, group, rows, part, c);
+  const int64_t index = done / S::kPasses, pass = done % S::kPasses;
+  const int64_t shared = packed.shared_groups(), group = block.first_group + index;
+  const bool first = index % shared == 0, last = (index + 1) % shared == 0;
+  const Scale* scales = reinterpret_cast<const Scale*>(block.scales + index * packed.group_bytes);
+  for (int64_t begin = 0; begin < rows.size(); begin += kTileRows) {
+    const int64_t num_rows = min_of(kTileRows, rows.size() - begin);
+    const int32_t* factors =
+        args.rows.factors + 2 * ((rows.begin + begin) * packed.num_groups + group * num_rows);
+    add_group<Bits, S::kVectors, Scale, HasZeros>(
+        factors, num_rows, scales + pass * S::kOutputs,
+        sums.dots[done % 2] + begin * S::kOutputs, sums.part[pass] + begin * S::kOutputs, first,
+        last, c + begin * kQuantizedPanel + pass * S::kOutputs);
   }
 }
 
-template <typename T, int Bits>
-void emit(const QuantizedLinearArgs& args, Range rows, int64_t panel, const void* c) {
+template <int Bits, int RowTiles, typename Scale, bool HasZeros>
+void run_groups(const QuantizedLinearArgs& args, const Block& block, int64_t step_inputs,
+                Range rows, float* c) {
+  using S = Shape<RowTiles>;
+  const int64_t size = block.num_inputs;
+  const int64_t num_sums = block.num_groups * S::kPasses;
+  GroupSums<RowTiles> sums;
+  Fetch fetch = block.fetch;
+  if (block.first_group == 0) memset(c, 0, rows.size() * kQuantizedPanel * sizeof(float));
+  for (int64_t i = 0; i < num_sums; ++i) {
+    const int64_t group = i / S::kPasses, pass = i % S::kPasses;
+    const int64_t input = block.first_input + group * size;
+    const uint8_t* quants =
+        block.quants + group * block.group_stride + pass * S::kOutputs * kStepInputs;
+    zero_sums();
+    for (int64_t k = 0; k < size; k += step_inputs) {
+      const Rows x = rows_at(args.rows, rows, input + k);
+      bring(fetch);
+      add_step<RowTiles>(x.first, x.second, quants + k * kQuantizedPanel);
+    }
+    if (i > 0) scale_sums<Bits, RowTiles, Scale, HasZeros>(args, block, rows, i - 1, sums, c);
+    store_sums<RowTiles>(sums.dots[i % 2], S::kSumBytes);
+  }
+  scale_sums<Bits, RowTiles, Scale, HasZeros>(args, block, rows, num_sums - 1, sums, c);
+}
+
+template <bool Has>
+struct Zeros {
+  static constexpr bool value = Has;
+};
+
+template <int Bits, int RowTiles>
+void run_tile(const Problem& problem, const Block& block, Range rows, int32_t* c) {
+  const QuantizedLinearArgs& args = *problem.args;
+  const PackedQuantized& packed = *args.packed;
+  if (packed.num_groups == 1) {
+    for (int64_t pass = 0; pass < Shape<RowTiles>::kPasses; ++pass) {
+      run_single<RowTiles>(args, block, pass, rows, c + pass * Shape<RowTiles>::kOutputs);
+    }
+    return;
+  }
+  const auto run = [&](auto scale, auto zeros) {
+    run_groups<Bits, RowTiles, decltype(scale), decltype(zeros)::value>(
+        args, block, problem.step_inputs, rows, reinterpret_cast<float*>(c));
+  };
+  if (packed.half_scales) {
+    packed.has_zeros ? run(f16{}, Zeros<true>{}) : run(f16{}, Zeros<false>{});
+  } else {
+    packed.has_zeros ? run(float{}, Zeros<true>{}) : run(float{}, Zeros<false>{});
+  }
+}
+
+template <typename T>
+void emit(const QuantizedLinearArgs& args, Range rows, int64_t panel, const int32_t* c) {
   const PackedQuantized& packed = *args.packed;
   const int64_t first = panel * kQuantizedPanel;
-  const int64_t num_outputs = min_of(kQuantizedPanel, packed.n - first);
-  for (int64_t row = rows.begin; row < rows.end; ++row) {
-    const int64_t base = (row - rows.begin) * kQuantizedPanel;
-    T* out = static_cast<T*>(args.out) + row * packed.n + first;
-    for (int64_t i = 0; i < num_outputs; i += W) {
-      vf sum = load(static_cast<const float*>(c) + base + i);
-      if (packed.num_groups == 1) {
-        const int32_t* factor = args.rows.factors + 2 * row;
-        const int32_t correction = factor[1];
-        const vi dot = bit_cast<vi>(sum) + set1i(correction);
-        sum = __builtin_convertvector(dot, vf);
-        if (packed.zeros != nullptr) {
-          sum = fma(load(packed.zeros + first + i), negative_sum<Bits>(correction), sum);
-        }
-        sum = sum * set1(bit_cast<float>(factor[0])) * load(packed.scales + first + i);
-      }
-      if (packed.bias != nullptr) sum += load(packed.bias + first + i);
-      store_up_to(out + i, sum, num_outputs - i);
+  const int64_t n = min_of(kQuantizedPanel, packed.n - first);
+  const int32_t* factors = args.rows.factors + 2 * rows.begin * packed.num_groups;
+  const int64_t num_first = min_of(kTileRows, rows.size()), num_second = rows.size() - num_first;
+  for (int64_t row = 0; row < rows.size(); ++row, c += kQuantizedPanel) {
+    T* out = static_cast<T*>(args.out) + (rows.begin + row) * packed.n + first;
+    if (packed.num_groups == 1) {
+      const bool second = row >= num_first;
+      const int32_t* factor = factors + (second ? row + num_first : row);
+      emit_single(packed, bit_cast<float>(factor[0]), factor[second ? num_second : num_first], c,
+                  {first, first + n}, out);
+    } else {
+      emit_groups(packed, reinterpret_cast<const float*>(c), first, n, out);
     }
   }
+}
+
+// What follows a panel's block: the next panel's, the first panel's next block, or another item's.
+const uint8_t* following(const Problem& problem, Range panels, int64_t panel, int64_t index) {
+  if (panel + 1 < panels.end) return block_at(problem, panel + 1, index);
+  if (index + 1 < problem.num_blocks) return block_at(problem, panels.begin, index + 1);
+  return block_at(problem, min_of(panels.end, problem.args->packed->num_panels - 1), 0);
 }
 
 template <int Bits>
 void run_item(const Problem& problem, int64_t item) {
   const QuantizedLinearArgs& args = *problem.args;
-  const int64_t panel = item / problem.num_chunks;
-  const Range chunk = part(args.num_tokens, item % problem.num_chunks, problem.num_chunks);
-  const int64_t num_tiles = div_up(chunk.size(), kTileRows);
-  alignas(64) int32_t c[kChunkRows * kQuantizedPanel];  // or float, whose zero has the same bits
+  const PackedQuantized& packed = *args.packed;
+  const Range panels = part(packed.num_panels, item / problem.num_chunks, problem.num_ranges);
+  const Range tiles = part(problem.num_tiles, item % problem.num_chunks, problem.num_chunks);
+  alignas(64) int32_t c[kItemPanels * kPanelSums];  // or float
   alignas(64) uint8_t unpacked[kUnpackedBytes];
-  memset(c, 0, chunk.size() * kQuantizedPanel * sizeof(*c));
+  Configured configured;
   for (int64_t index = 0; index < problem.num_blocks; ++index) {
-    const Block block = unpack_block(problem, panel, index, unpacked);
-    for (int64_t tile = 0; tile < num_tiles; ++tile) {
-      const Range local = part(chunk.size(), tile, num_tiles);
-      const Range rows = {chunk.begin + local.begin, chunk.begin + local.end};
-      int32_t* sums = c + local.begin * kQuantizedPanel;
-      if (args.packed->num_groups == 1) {
-        run_single(args.rows, block, rows, sums);
-      } else {
-        run_groups<Bits>(args, block, rows, reinterpret_cast<float*>(sums));
+    for (int64_t panel = panels.begin; panel < panels.end; ++panel) {
+      Block block = unpack_block(problem, panel, index, unpacked);
+      const int64_t passes = Shape<2>::kPasses * tiles.size();
+      block.fetch = {following(problem, panels, panel, index),
+                     div_up(kStepLines * problem.step_inputs / kTileInputs *
+                                problem.stored->bits / 8, passes)};
+      for (int64_t tile = tiles.begin; tile < tiles.end; ++tile) {
+        const Range rows = {tile * kMostRows, min_of(args.num_tokens, (tile + 1) * kMostRows)};
+        // With one block sums are read at once, and all tiles can use the same memory.
+        int32_t* sums = c;
+        if (problem.num_blocks > 1) {
+          sums += (panel - panels.begin) * kPanelSums +
+                  (tile - tiles.begin) * kMostRows * kQuantizedPanel;
+        }
+        configured.set(rows.size(), problem.step_inputs);
+        rows.size() > kTileRows ? run_tile<Bits, 2>(problem, block, rows, sums)
+                                : run_tile<Bits, 1>(problem, block, rows, sums);
+        if (index + 1 < problem.num_blocks) continue;
+        with_dtype(args.dtype, [&](auto type) { emit<decltype(type)>(args, rows, panel, sums); });
       }
     }
   }
   release_tiles();
-  with_dtype(args.dtype, [&](auto type) { emit<decltype(type), Bits>(args, chunk, panel, c); });
+}
+
+// The rows of a tile.
+template <typename T>
+void quantize_tile(const QuantizedLinearArgs& args, Range tile) {
+  const PackedQuantized& packed = *args.packed;
+  const QuantizedRows& rows = args.rows;
+  const int64_t shared = packed.shared_groups();
+  const int64_t written = div_up(packed.k, W) * W;  // beyond it come zeros
+  for (int64_t row = 0; row < tile.size(); ++row) {
+    const T* x = static_cast<const T*>(args.x) + (tile.begin + row) * args.x_stride;
+    int8_t* quants = rows.quants + tile.begin * rows.stride + row * kTileInputs;
+    int32_t* factor = rows.factors + 2 * tile.begin * packed.num_groups + row;
+    const auto at = [&](int64_t input) {
+      return quants + input / kTileInputs * kTileInputs * tile.size() + input % kTileInputs;
+    };
+    Scaling scaling = {};
+    for (int64_t group = 0; group < packed.num_groups; ++group) {
+      const int64_t first = group * packed.group_size;
+      const int64_t size = min_of(packed.group_size, packed.k - first);
+      if (group % shared == 0) scaling = scaling_of(x + first, size * shared);
+      vi total = {};
+      for (int64_t i = 0; i < size; i += W) {
+        vi rounded = {};
+        if (scaling.inverse != 0.0f) {
+          rounded = rounded_quants(x + first + i, size - i, scaling.inverse);
+        }
+        total += rounded;
+        const __m128i narrow = _mm512_cvtepi32_epi8(bit_cast<__m512i>(rounded));
+        memcpy(at(first + i), &narrow, sizeof(narrow));
+      }
+      factor[0] = bit_cast<int32_t>(scaling.scale * packed.scale_unit());
+      factor[tile.size()] = -(reduce_add(total) << (packed.bits - 1));
+      factor += 2 * tile.size();
+    }
+    memset(at(written), 0, rows.stride - written);
+  }
+}
+
+void quantize_tiles(Pool* pool, const QuantizedLinearArgs& args) {
+  const int64_t num_tiles = div_up(args.num_tokens, kTileRows);
+  with_dtype(args.dtype, [&](auto type) {
+    using T = decltype(type);
+    parallel_for(pool, num_tiles, [&](int64_t tile) {
+      const int64_t first = tile * kTileRows;
+      quantize_tile<T>(args, {first, min_of(args.num_tokens, first + kTileRows)});
+    });
+  });
 }
 
 }  // namespace
@@ -284,18 +499,29 @@ void run_item(const Problem& problem, int64_t item) {
 void quantized_linear_tiles(Pool* pool, const QuantizedLinearArgs& args,
                             const PackedQuantized& stored) {
   const PackedQuantized& packed = *args.packed;
+  quantize_tiles(pool, args);
   Problem problem;
   problem.stored = &stored;
   problem.args = &args;
-  problem.num_chunks = div_up(args.num_tokens, kChunkRows);
-  const int64_t shared = packed.shared_groups();
-  problem.block_groups =
-      packed.num_groups == 1 ? 1 : kTileBlockInputs / (packed.group_size * shared) * shared;
-  problem.block_inputs =
-      packed.num_groups == 1 ? kTileBlockInputs : problem.block_groups * packed.group_size;
-  problem.num_blocks = packed.num_groups == 1 ? div_up(packed.group_size, kTileBlockInputs)
-                                              : div_up(packed.num_groups, problem.block_groups);
-  parallel_for(pool, packed.num_panels * problem.num_chunks, [&](int64_t item) {
+  const int64_t size = packed.group_size, shared = packed.shared_groups();
+  if (packed.num_groups == 1) {
+    problem.block_groups = 1;
+    problem.block_inputs = kTileBlockInputs;
+    problem.num_blocks = div_up(size, kTileBlockInputs);
+    problem.step_inputs = kTileInputs;
+  } else {
+    problem.block_groups = kTileBlockInputs / (size * shared) * shared;
+    problem.block_inputs = problem.block_groups * size;
+    problem.num_blocks = div_up(packed.num_groups, problem.block_groups);
+    problem.step_inputs = size % 64 == 0 ? 64 : size % 32 == 0 ? 32 : 16;
+  }
+  const int64_t threads = pool_size(pool);
+  const int64_t ranges = div_up(packed.num_panels, kItemPanels);
+  problem.num_tiles = div_up(args.num_tokens, kMostRows);
+  problem.num_ranges = min_of(packed.num_panels, div_up(ranges, threads) * threads);
+  problem.num_chunks = max_of(div_up(args.num_tokens, kChunkRows),
+                              min_of(problem.num_tiles, div_up(threads, problem.num_ranges)));
+  parallel_for(pool, problem.num_ranges * problem.num_chunks, [&](int64_t item) {
     packed.bits == 4 ? run_item<4>(problem, item) : run_item<8>(problem, item);
   });
 }

@@ -8,20 +8,24 @@ namespace qs::QS_LEVEL {
 
 #if defined(__AMX_INT8__)
 
-// From this many rows on; a tile takes as long for one row as for 16. Estimated, not measured.
-constexpr int64_t kLeastTileRows = 8;
+// From so many rows on tiles were as fast as the other kernels of the level: benchmarks/results/
+// 2026-11-25-amx.md. Groups of less than a step of 64 inputs leave a part of each tile empty.
+constexpr int64_t kLeastTileRows = 64;
+constexpr int64_t kLeastPartTileRows = 128;
 
-// Inputs of a block: their quants, a byte each, are 32 KiB.
-constexpr int64_t kTileBlockInputs = 512;
+// Inputs of a block: their quants in a panel, a byte each, are 64 KiB.
+constexpr int64_t kTileBlockInputs = 1024;
 
 // A group of more inputs than a block is left to the other kernel; no scheme here has one.
 inline bool runs_on_tiles(const QuantizedLinearArgs& args) {
   const PackedQuantized& packed = *args.packed;
-  const bool fits = packed.num_groups == 1 || packed.group_size <= kTileBlockInputs;
-  return fits && args.num_tokens >= kLeastTileRows;
+  const bool grouped = packed.num_groups > 1;
+  if (grouped && packed.group_size > kTileBlockInputs) return false;
+  const bool parts = grouped && packed.group_size % 64 != 0;
+  return args.num_tokens >= (parts ? kLeastPartTileRows : kLeastTileRows);
 }
 
-// The products of rows that are quantised already; `stored` is the weight as memory has it.
+// `stored` is the weight as memory has it.
 void quantized_linear_tiles(Pool* pool, const QuantizedLinearArgs& args,
                             const PackedQuantized& stored);
 

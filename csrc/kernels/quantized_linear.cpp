@@ -18,6 +18,7 @@
 #include "kernels/entries.h"
 #include "kernels/quantized_activations.h"
 #include "kernels/quantized_direct.h"
+#include "kernels/quantized_output.h"
 
 namespace qs::QS_LEVEL {
 namespace {
@@ -62,49 +63,6 @@ struct Sweep {
   uint8_t* unpacked;   // memory for unpacked quants with sub-block scales
   const char* next;  // the block to fetch: what this thread will probably read then
 };
-
-QS_INLINE void store_output(float* p, vf v, int64_t n) { store_up_to(p, v, n); }
-QS_INLINE void store_output(f16* p, vf v, int64_t n) { store_up_to(p, v, n); }
-QS_INLINE void store_output(bf16* p, vf v, int64_t n) {
-#if defined(__AVX512BF16__)
-  if (n >= W) {
-    const vh rounded = bit_cast<vh>(_mm512_cvtneps_pbh(v));
-    memcpy(p, &rounded, sizeof(rounded));
-    return;
-  }
-#endif
-  store_up_to(p, v, n);
-}
-
-// One row's sums as outputs [first, first + n) of it.
-template <typename T>
-QS_INLINE void emit_groups(const PackedQuantized& packed, const float* c, int64_t first, int64_t n,
-                           T* out) {
-  for (int64_t i = 0; i < n; i += W) {
-    vf sum = load(c + i);
-    if (packed.bias != nullptr) sum += load(packed.bias + first + i);
-    store_output(out + i, sum, n - i);
-  }
-}
-
-template <typename T>
-QS_INLINE void emit_single(const PackedQuantized& packed, float scale, int32_t correction,
-                           const int32_t* c, Range outputs, T* out) {
-  const int64_t first = outputs.begin, n = outputs.size();
-  const bool offset = packed.bits == 4 ? Dot<4>::kOffset : Dot<8>::kOffset;
-  const vf negative = packed.bits == 4 ? negative_sum<4>(correction) : negative_sum<8>(correction);
-  const vi start = set1i(offset ? correction : 0);
-  const vf x_scale = set1(scale);
-  for (int64_t i = 0; i < n; i += W) {
-    vi dot;
-    memcpy(&dot, c + i, sizeof(dot));
-    vf sum = __builtin_convertvector(dot + start, vf);
-    if (packed.zeros != nullptr) sum = fma(load(packed.zeros + first + i), negative, sum);
-    sum = sum * x_scale * load(packed.scales + first + i);
-    if (packed.bias != nullptr) sum += load(packed.bias + first + i);
-    store_output(out + i, sum, n - i);
-  }
-}
 
 template <typename T>
 void emit(const Problem& problem, Range rows, Range panels, const int32_t* c) {
@@ -315,7 +273,6 @@ void quantized_linear(Pool* pool, const QuantizedLinearArgs& call) {
   QuantizedLinearArgs args = call;
   args.packed = &packed;
   if (runs_on_tiles(args)) {
-    quantize_rows(pool, args, args.num_tokens);  // tiles of one row: rows as they are
     quantized_linear_tiles(pool, args, stored);
     return;
   }

@@ -54,5 +54,5 @@ def test_low_bit_products_have_the_same_bits_on_every_level_and_in_every_batch(
         whole = ops.linear(x, packed)
         expected = whole if expected is None else expected
         assert torch.equal(whole, expected), level
-        for count in (1, 7, 8, 17, 40):
+        for count in (1, 7, 8, 17, 40, 64, 65, 80, 96, 113, 128, 129):
             assert torch.equal(ops.linear(x[-count:].contiguous(), packed), whole[-count:]), level

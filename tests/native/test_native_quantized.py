@@ -33,7 +33,7 @@ def integers(seed: int, low: int, high: int, *shape: int) -> Tensor:
 @given(
     st.integers(0, 2**32),
     st.sampled_from([4, 8]),
-    st.sampled_from([*range(1, 15), 33, 97]),
+    st.sampled_from([*range(1, 15), 33, 97, 131]),
     st.sampled_from([1, 2, 3, 4, 5, 7, 15, 64, 65, 255, 511, 513, 1030]),
     st.sampled_from([1, 15, 63, 64, 65, 130, 200, 321]),
 )
@@ -53,7 +53,7 @@ def test_sums_over_one_group_are_exact_integers_on_every_level(
 @given(
     st.integers(0, 2**32),
     st.sampled_from([4, 8]),
-    st.sampled_from([*range(1, 15), 33, 97]),
+    st.sampled_from([*range(1, 15), 33, 97, 131]),
     st.sampled_from([(32, 16), (64, 32), (576, 48), (1024, 128), (1536, 768), (2304, 32)]),
     st.sampled_from([1, 64, 65, 200, 321]),
 )
@@ -84,7 +84,7 @@ def multiplied(seed: int, outputs: int, inputs: int, group: int) -> QuantizedWei
 
 @given(
     st.integers(0, 2**32),
-    st.sampled_from([*range(1, 20), 33, 97]),
+    st.sampled_from([*range(1, 20), 33, 97, 131]),
     st.sampled_from([(64, 32), (128, 64), (1024, 128), (2304, 128), (576, 96)]),
     st.sampled_from([1, 64, 65, 200, 321]),
 )

@@ -1,0 +1,52 @@
+// The last step of the low-bit linear: sums as outputs, rounded alike whatever computed the sums.
+#pragma once
+
+#include "kernels/quantized_dot.h"
+#include "kernels/ranges.h"
+
+namespace qs::QS_LEVEL {
+
+QS_INLINE void store_output(float* p, vf v, int64_t n) { store_up_to(p, v, n); }
+QS_INLINE void store_output(f16* p, vf v, int64_t n) { store_up_to(p, v, n); }
+QS_INLINE void store_output(bf16* p, vf v, int64_t n) {
+#if defined(__AVX512BF16__)
+  if (n >= W) {
+    const vh rounded = bit_cast<vh>(_mm512_cvtneps_pbh(v));
+    memcpy(p, &rounded, sizeof(rounded));
+    return;
+  }
+#endif
+  store_up_to(p, v, n);
+}
+
+// One row's sums as outputs [first, first + n) of it.
+template <typename T>
+QS_INLINE void emit_groups(const PackedQuantized& packed, const float* c, int64_t first, int64_t n,
+                           T* out) {
+  for (int64_t i = 0; i < n; i += W) {
+    vf sum = load(c + i);
+    if (packed.bias != nullptr) sum += load(packed.bias + first + i);
+    store_output(out + i, sum, n - i);
+  }
+}
+
+template <typename T>
+QS_INLINE void emit_single(const PackedQuantized& packed, float scale, int32_t correction,
+                           const int32_t* c, Range outputs, T* out) {
+  const int64_t first = outputs.begin, n = outputs.size();
+  const bool offset = packed.bits == 4 ? Dot<4>::kOffset : Dot<8>::kOffset;
+  const vf negative = packed.bits == 4 ? negative_sum<4>(correction) : negative_sum<8>(correction);
+  const vi start = set1i(offset ? correction : 0);
+  const vf x_scale = set1(scale);
+  for (int64_t i = 0; i < n; i += W) {
+    vi dot;
+    memcpy(&dot, c + i, sizeof(dot));
+    vf sum = __builtin_convertvector(dot + start, vf);
+    if (packed.zeros != nullptr) sum = fma(load(packed.zeros + first + i), negative, sum);
+    sum = sum * x_scale * load(packed.scales + first + i);
+    if (packed.bias != nullptr) sum += load(packed.bias + first + i);
+    store_output(out + i, sum, n - i);
+  }
+}
+
+}  // namespace qs::QS_LEVEL
