@@ -216,7 +216,9 @@ void run_item(const Problem& problem, int64_t item) {
   const Range tiles = part(problem.num_tiles, item % problem.num_chunks, problem.num_chunks);
   const bf16* weights = static_cast<const bf16*>(packed.weights);
   const int64_t at_once = problem.num_tokens > kTileRows ? 2 : 4;
-  const int64_t c_stride = all.size() * kPanel;
+  // With one block sums are read at once, and all tiles can use the same memory.
+  const bool kept = packed.k > kBlockInputs;
+  const int64_t c_stride = (kept ? all.size() : at_once) * kPanel;
   alignas(64) float c[kSums];
   int64_t shaped = 0;
   for (int64_t k = 0; k == 0 || k < packed.k; k += kBlockInputs) {
@@ -230,8 +232,10 @@ void run_item(const Problem& problem, int64_t item) {
       for (int64_t tile = tiles.begin; tile < tiles.end; ++tile) {
         const Range rows = {tile * kMostRows, min_of(problem.num_tokens, (tile + 1) * kMostRows)};
         if (rows.size() != shaped) set_shapes(shaped = rows.size());
-        float* sums =
-            c + (tile - tiles.begin) * kMostRows * c_stride + (begin - all.begin) * kPanel;
+        float* sums = c;
+        if (kept) {
+          sums += (tile - tiles.begin) * kMostRows * c_stride + (begin - all.begin) * kPanel;
+        }
         Products call;
         call.x = problem.x + rows.begin * problem.x_stride + k;
         call.x_bytes = problem.x_stride * static_cast<int64_t>(sizeof(bf16));

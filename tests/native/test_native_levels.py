@@ -77,13 +77,14 @@ def tile_products(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
 
 
 @pytest.mark.parametrize("level", [level for level in FUSED if level == "avx512_amx"])
+@pytest.mark.parametrize("inputs", [320, 2112])
 @pytest.mark.parametrize("scale", [1.0, 2.0**-64, 2.0**-66])
 def test_bf16_products_on_tiles_have_the_bits_of_their_description(
-    level: str, scale: float
+    level: str, scale: float, inputs: int
 ) -> None:
     generator = torch.Generator().manual_seed(5)
-    x = (torch.randn(40, 320, generator=generator) * scale).bfloat16()
-    weight = (torch.randn(70, 320, generator=generator) * scale).bfloat16()
+    x = (torch.randn(40, inputs, generator=generator) * scale).bfloat16()
+    weight = (torch.randn(70, inputs, generator=generator) * scale).bfloat16()
     x[3, 5], x[4, 40], weight[6, 7] = torch.inf, torch.nan, 2.0**-130
     ops = table(level)
     got = ops.linear(x, ops.pack_linear(weight, None))
@@ -91,3 +92,5 @@ def test_bf16_products_on_tiles_have_the_bits_of_their_description(
     assert torch.equal(got.isnan(), expected.isnan())
     finite = ~expected.isnan()
     assert torch.equal(got[finite], expected[finite])
+    alone = torch.cat([ops.linear(row[None], ops.pack_linear(weight, None)) for row in x])
+    assert torch.equal(got[finite], alone[finite])
