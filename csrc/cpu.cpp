@@ -105,7 +105,8 @@ Features read_features() {
   return supports_avx512_bf16(f);
 #else
   const bool tile_state = (f.xcr0 & 0x60000) == 0x60000;
-  const bool leaf7 = has(f.leaf7_edx, 24) && has(f.leaf7_edx, 25);  // AMX-TILE, AMX-INT8
+  const bool leaf7 = has(f.leaf7_edx, 22) && has(f.leaf7_edx, 24) &&
+                     has(f.leaf7_edx, 25);  // AMX-BF16, AMX-TILE, AMX-INT8
   return supports_avx512_bf16(f) && tile_state && leaf7 && may_use_tiles();
 #endif
 }

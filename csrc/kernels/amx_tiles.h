@@ -45,6 +45,10 @@ template <int Sums, int A, int B>
 QS_INLINE void add_signed_by_unsigned() {
   emulated_tiles.add_signed_by_unsigned(Sums, A, B);
 }
+template <int Sums, int A, int B>
+QS_INLINE void add_pairs() {
+  emulated_tiles.add_pairs(Sums, A, B);
+}
 
 #else
 
@@ -69,6 +73,12 @@ QS_INLINE void store_tile(void* p, int64_t stride) {
 template <int Sums, int A, int B>
 QS_INLINE void add_signed_by_unsigned() {
   asm volatile("tdpbsud %%tmm%c2, %%tmm%c1, %%tmm%c0" ::"i"(Sums), "i"(A), "i"(B));
+}
+
+// Sums [R][16] of float += A [R][2 C] of bf16 times B [C][16][2] of bf16.
+template <int Sums, int A, int B>
+QS_INLINE void add_pairs() {
+  asm volatile("tdpbf16ps %%tmm%c2, %%tmm%c1, %%tmm%c0" ::"i"(Sums), "i"(A), "i"(B));
 }
 
 #endif

@@ -11,6 +11,7 @@
 //       for each row tile              fp32 copy of x where the level has no product for its type
 //         for each panel group         accumulators in registers, sums in `c` (48 KiB)
 
+#include "kernels/amx_linear.h"
 #include "kernels/entries.h"
 #include "kernels/linear_tile.h"
 #include "kernels/ranges.h"
@@ -218,6 +219,10 @@ void pack_linear(Pool* pool, const PackArgs& args) {
 }
 
 void linear(Pool* pool, const LinearArgs& args) {
+  if (kTilesOfBf16 && args.packed->dtype == QS_BF16) {
+    linear_tiles(pool, args);
+    return;
+  }
   with_dtype(args.packed->dtype, [&](auto type) { linear_typed<decltype(type)>(pool, args); });
 }
 

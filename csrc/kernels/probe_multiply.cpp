@@ -52,20 +52,40 @@ float multiply(int64_t rounds) {
 #if defined(__AMX_INT8__)
 
 constexpr int64_t kRoundOps = 2 * 4 * 16 * 16 * 64;  // 4 tiles of sums
+constexpr int64_t kRoundOpsOfBf16 = kRoundOps / 2;
 
-// The low-bit product's tiles, as a prefill has them.
-int32_t multiply_int8(int64_t rounds) {
+void set_full_shapes() {
   TileShapes shapes;
   for (int tile = 0; tile < 8; ++tile) {
     shapes.row_bytes[tile] = 64;
     shapes.rows[tile] = 16;
   }
   set_shapes(shapes);
+}
+
+// The linear's tiles in bf16, as a prefill has them.
+float multiply_bf16(int64_t rounds) {
+  set_full_shapes();
   for (int64_t round = 0; round < rounds; ++round) {
-    add_signed_by_unsigned<0, 4, 5>();
-    add_signed_by_unsigned<1, 4, 6>();
-    add_signed_by_unsigned<2, 4, 7>();
-    add_signed_by_unsigned<3, 4, 5>();
+    add_pairs<0, 4, 6>();
+    add_pairs<1, 4, 7>();
+    add_pairs<2, 5, 6>();
+    add_pairs<3, 5, 7>();
+  }
+  float sums[16 * 16];
+  store_tile<0>(sums, 64);
+  release_tiles();
+  return sums[0];
+}
+
+// The same of the low-bit linear.
+int32_t multiply_int8(int64_t rounds) {
+  set_full_shapes();
+  for (int64_t round = 0; round < rounds; ++round) {
+    add_signed_by_unsigned<0, 4, 6>();
+    add_signed_by_unsigned<1, 4, 7>();
+    add_signed_by_unsigned<2, 5, 6>();
+    add_signed_by_unsigned<3, 5, 7>();
   }
   int32_t sums[16 * 16];
   store_tile<0>(sums, 64);
@@ -112,6 +132,15 @@ int64_t probe_multiply_int8(Pool* pool, int64_t rounds) {
 
 int64_t probe_multiply(Pool* pool, int dtype, int64_t rounds) {
   const int64_t num_items = pool_size(pool) * kItemsPerThread;
+#if defined(__AMX_INT8__)
+  if (dtype == QS_BF16) {
+    parallel_for(pool, num_items, [&](int64_t) {
+      volatile float kept = multiply_bf16(rounds);
+      (void)kept;
+    });
+    return num_items * rounds * kRoundOpsOfBf16;
+  }
+#endif
   int64_t flops_per_add = 0;
   with_dtype(dtype, [&](auto type) {
     using T = decltype(type);

@@ -58,7 +58,45 @@ class EmulatedTiles {
     }
   }
 
+  // Even and odd inputs each are a chain of multiply-adds from 0, whose sum is then added. Denormal
+  // operands and results count as 0 of their sign.
+  void add_pairs(int sums, int a, int b) {
+    check(configured_ && sums != a && sums != b && a != b);
+    check(rows_[sums] == rows_[a] && row_bytes_[sums] == row_bytes_[b]);
+    check(row_bytes_[a] == 4 * rows_[b]);
+    for (int row = 0; row < rows_[sums]; ++row) {
+      for (int column = 0; column < row_bytes_[sums] / 4; ++column) {
+        float chains[2] = {};
+        for (int k = 0; k < row_bytes_[a] / 4; ++k) {
+          for (int i = 0; i < 2; ++i) {
+            const float x = widened(data_[a][row] + 4 * k + 2 * i);
+            const float w = widened(data_[b][k] + 4 * column + 2 * i);
+            chains[i] = flushed(__builtin_fmaf(x, w, chains[i]));
+          }
+        }
+        float total;
+        memcpy(&total, data_[sums][row] + 4 * column, sizeof(total));
+        total = flushed(flushed(total) + flushed(chains[0] + chains[1]));
+        memcpy(data_[sums][row] + 4 * column, &total, sizeof(total));
+      }
+    }
+  }
+
  private:
+  static float flushed(float x) {
+    const float least = 0x1p-126f;
+    return x > -least && x < least ? __builtin_copysignf(0.0f, x) : x;
+  }
+
+  static float widened(const uint8_t* p) {
+    uint16_t half;
+    memcpy(&half, p, sizeof(half));
+    const uint32_t bits = static_cast<uint32_t>(half) << 16;
+    float x;
+    memcpy(&x, &bits, sizeof(x));
+    return flushed(x);
+  }
+
   static constexpr int kTiles = 8, kRows = 16, kRowBytes = 64;
 
   static void check(bool valid) {

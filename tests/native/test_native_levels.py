@@ -56,3 +56,41 @@ def test_low_bit_products_have_the_same_bits_on_every_level_and_in_every_batch(
         assert torch.equal(whole, expected), level
         for count in (1, 7, 8, 17, 40, 64, 65, 80, 96, 113, 128, 129):
             assert torch.equal(ops.linear(x[-count:].contiguous(), packed), whole[-count:]), level
+
+
+def tile_products(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+    """TDPBF16PS by Intel's description, for steps of 32 inputs: x [R, K], weight [N, K]."""
+
+    def flushed(values: torch.Tensor) -> torch.Tensor:
+        return torch.where(values.abs() < 2.0**-126, values * 0, values)
+
+    x, weight = flushed(x.float()), flushed(weight.float())
+    total = torch.zeros(len(x), len(weight))
+    for step in range(0, x.shape[1], 32):
+        chains = [torch.zeros_like(total), torch.zeros_like(total)]
+        for k in range(step, step + 32):
+            # A product is exact in float64, and so is its sum with a float32 of a like exponent.
+            product = x[:, k, None].double() * weight[:, k].double()
+            chains[k % 2] = flushed((product + chains[k % 2].double()).float())
+        total = flushed(total + flushed(chains[0] + chains[1]))
+    return total
+
+
+@pytest.mark.parametrize("level", [level for level in FUSED if level == "avx512_amx"])
+@pytest.mark.parametrize("inputs", [320, 2112])
+@pytest.mark.parametrize("scale", [1.0, 2.0**-64, 2.0**-66])
+def test_bf16_products_on_tiles_have_the_bits_of_their_description(
+    level: str, scale: float, inputs: int
+) -> None:
+    generator = torch.Generator().manual_seed(5)
+    x = (torch.randn(40, inputs, generator=generator) * scale).bfloat16()
+    weight = (torch.randn(70, inputs, generator=generator) * scale).bfloat16()
+    x[3, 5], x[4, 40], weight[6, 7] = torch.inf, torch.nan, 2.0**-130
+    ops = table(level)
+    got = ops.linear(x, ops.pack_linear(weight, None))
+    expected = tile_products(x, weight).bfloat16()
+    assert torch.equal(got.isnan(), expected.isnan())
+    finite = ~expected.isnan()
+    assert torch.equal(got[finite], expected[finite])
+    alone = torch.cat([ops.linear(row[None], ops.pack_linear(weight, None)) for row in x])
+    assert torch.equal(got[finite], alone[finite])
