@@ -56,7 +56,7 @@ def test_importing_core_and_sim_loads_nothing_heavy() -> None:
 def test_a_module_imports_the_standard_library_msgspec_and_lower_layers_only(path: Path) -> None:
     layers = ["quickstep.types", "quickstep.config", "quickstep.errors", "quickstep.core"]
     if path.parent.name == "sim":
-        layers.append("quickstep.sim")
+        layers += ["quickstep.draft_choice", "quickstep.sim"]
     for name in imported(path):
         head = name.split(".")[0]
         if head == "quickstep":
