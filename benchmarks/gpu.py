@@ -140,8 +140,10 @@ def _stages(device: str) -> Iterator[Stage]:
     yield _step_stage(device, kernels, middle, "1", _share_of_bandwidth(0.6))
     decode_ms = Goal("decode, a token", lambda of: float(of["decode_ms"]), 0.5, False, "ms")
     yield _step_stage(device, kernels, small, "1", decode_ms)
-    served = Goal("share of the roofline", lambda of: float(of["roofline_share"]), 0.5, True, "%")
-    yield Stage("served", (measures, "served", *chosen, "--shape", large), 60.0, (served,))
+    of_roofline = Goal(
+        "part of the roofline", lambda of: float(of["roofline_share"]), 0.5, True, "%"
+    )
+    yield Stage("served", (measures, "served", *chosen, "--shape", large), 60.0, (of_roofline,))
     yield Stage(_GENERATE, (measures, "generate", "--device", device, "--shape", large), 45.0)
     slowest = Goal(
         "products, ours / cuBLAS, the worst",

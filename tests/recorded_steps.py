@@ -20,31 +20,28 @@ from quickstep.runtime.slots import Slot
 from quickstep.types import Admission, Phase, SamplingParams, StepRow
 
 # Interpreted, a layer takes seconds.
+_SIZES = {
+    "vocab_size": 32,
+    "hidden_size": 16,
+    "intermediate_size": 16,
+    "num_hidden_layers": 1,
+    "num_attention_heads": 2,
+    "num_key_value_heads": 1,
+    "max_position_embeddings": 64,
+}
 SMALL = parse_spec(
     {
         "architectures": ["LlamaForCausalLM"],
-        "vocab_size": 32,
-        "hidden_size": 16,
-        "intermediate_size": 16,
-        "num_hidden_layers": 1,
-        "num_attention_heads": 2,
-        "num_key_value_heads": 1,
-        "max_position_embeddings": 64,
         "rms_norm_eps": 1e-5,
         "hidden_act": "silu",
+        **_SIZES,
     }
 )
 
 MIXTURE = parse_spec(
     {
         "architectures": ["MixtralForCausalLM"],
-        "vocab_size": 32,
-        "hidden_size": 16,
-        "intermediate_size": 16,
-        "num_hidden_layers": 1,
-        "num_attention_heads": 2,
-        "num_key_value_heads": 1,
-        "max_position_embeddings": 64,
+        **_SIZES,
         "num_local_experts": 4,
         "num_experts_per_tok": 2,
         "tie_word_embeddings": False,

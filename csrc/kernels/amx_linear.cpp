@@ -17,6 +17,7 @@
 #if defined(__AMX_BF16__)
 
 #include "kernels/amx_tiles.h"
+#include "kernels/linear_output.h"
 #include "kernels/ranges.h"
 
 namespace qs::QS_LEVEL {
@@ -27,6 +28,7 @@ constexpr int64_t kTileInputs = 32;
 constexpr int64_t kTileBytes = 64;  // of a row
 constexpr int64_t kStepElements = kTileInputs * kPanel;  // of a panel
 constexpr int64_t kMostRows = 2 * kTileRows;
+constexpr int64_t kPanelsOfTwo = 2;  // at once, with 17 rows and more
 constexpr int64_t kChunkRows = 256;
 constexpr int64_t kItemPanels = 16;
 constexpr int64_t kBlockInputs = 1024;
@@ -196,18 +198,17 @@ void multiply_rest(Products call, int64_t num_rows, int64_t rest) {
   multiply(call, num_rows);
 }
 
-void emit(const Problem& problem, Range rows, Range panels, const float* c, int64_t c_stride) {
+// A part of the weights that `tile` fetches while it computes: the tiles of a chunk divide those of
+// the panels from `panel` on, at input `k`, among them.
+Fetch fetch_of(const Problem& problem, int64_t panel, int64_t k, int64_t inputs, int64_t tile,
+               int64_t num_tiles) {
   const PackedLinear& packed = *problem.packed;
-  const int64_t first = panels.begin * kPanel;
-  const int64_t n = min_of(packed.n, panels.end * kPanel) - first;
-  for (int64_t row = rows.begin; row < rows.end; ++row, c += c_stride) {
-    bf16* out = problem.out + row * packed.n + first;
-    for (int64_t i = 0; i < n; i += W) {
-      vf sum = load(c + i);
-      if (packed.bias != nullptr) sum += load(packed.bias + first + i);
-      store_up_to(out + i, sum, n - i);
-    }
-  }
+  const int64_t lines = kStepElements * sizeof(bf16) / kCacheLine;
+  const int64_t parts = div_up(num_tiles, kPanelsOfTwo);
+  const bf16* from = static_cast<const bf16*>(packed.weights) +
+                     (panel + tile / parts) * packed.panel_size + k * kPanel +
+                     tile % parts * (inputs / parts) * kPanel;
+  return {reinterpret_cast<const char*>(from), div_up(lines, parts)};
 }
 
 void run_item(const Problem& problem, int64_t item) {
@@ -215,7 +216,7 @@ void run_item(const Problem& problem, int64_t item) {
   const Range all = part(packed.num_panels, item / problem.num_chunks, problem.num_ranges);
   const Range tiles = part(problem.num_tiles, item % problem.num_chunks, problem.num_chunks);
   const bf16* weights = static_cast<const bf16*>(packed.weights);
-  const int64_t at_once = problem.num_tokens > kTileRows ? 2 : 4;
+  const int64_t at_once = problem.num_tokens > kTileRows ? kPanelsOfTwo : 4;
   // With one block sums are read at once, and all tiles can use the same memory.
   const bool kept = packed.k > kBlockInputs;
   const int64_t c_stride = (kept ? all.size() : at_once) * kPanel;
@@ -244,13 +245,8 @@ void run_item(const Problem& problem, int64_t item) {
         call.c_bytes = c_stride * static_cast<int64_t>(sizeof(float));
         call.fetch = {};
         if (problem.num_tokens > kTileRows) {
-          const int64_t lines = kStepElements * sizeof(bf16) / kCacheLine;
-          const int64_t shares = div_up(tiles.size(), at_once);
-          const int64_t share = (tile - tiles.begin) % shares;
-          const int64_t stream = (tile - tiles.begin) / shares;
-          const bf16* from = weights + (next + stream) * packed.panel_size + next_k * kPanel +
-                             share * (inputs / shares) * kPanel;
-          call.fetch = {reinterpret_cast<const char*>(from), div_up(lines, shares)};
+          call.fetch =
+              fetch_of(problem, next, next_k, inputs, tile - tiles.begin, tiles.size());
         }
         call.num_panels = panels.size();
         call.c = sums;
@@ -264,7 +260,7 @@ void run_item(const Problem& problem, int64_t item) {
           call.weights += call.num_steps * kStepElements;
           multiply_rest(call, rows.size(), rest);
         }
-        if (last) emit(problem, rows, panels, sums, c_stride);
+        if (last) emit_panels(packed, rows, panels, sums, c_stride, problem.out);
       }
     }
   }

@@ -13,6 +13,7 @@
 
 #include "kernels/amx_linear.h"
 #include "kernels/entries.h"
+#include "kernels/linear_output.h"
 #include "kernels/linear_tile.h"
 #include "kernels/ranges.h"
 #include "kernels/transpose.h"
@@ -35,22 +36,6 @@ struct Problem {
   int64_t num_ranges;
   int64_t threads;
 };
-
-template <typename T>
-void emit(const Problem<T>& problem, Range rows, Range panels, const float* c) {
-  const PackedLinear& packed = *problem.packed;
-  const int64_t first_output = panels.begin * kPanel;
-  const int64_t num_outputs = min_of(packed.n, panels.end * kPanel) - first_output;
-  const int64_t stride = panels.size() * kPanel;
-  for (int64_t row = rows.begin; row < rows.end; ++row, c += stride) {
-    T* out = problem.out + row * packed.n + first_output;
-    for (int64_t i = 0; i < num_outputs; i += W) {
-      vf sum = load(c + i);
-      if (packed.bias != nullptr) sum += load(packed.bias + first_output + i);
-      store_up_to(out + i, sum, num_outputs - i);
-    }
-  }
-}
 
 // The panels of an item and the block of inputs that they are at; `next` is where the panels of
 // the next block begin.
@@ -137,7 +122,9 @@ void run_item(const Problem<T>& problem, int64_t item) {
       const Ahead ahead =
           fetches ? fetched_by(problem, sweep, tile, num_tiles) : Ahead{};
       run_tile(problem, rows, sweep, ahead, tile_sums);
-      if (last) emit(problem, rows, panels, tile_sums);
+      if (last) {
+        emit_panels(packed, rows, panels, tile_sums, panels.size() * kPanel, problem.out);
+      }
     }
   }
 }

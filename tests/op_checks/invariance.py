@@ -91,7 +91,7 @@ def _token_arrangements(case: Case) -> Iterator[Arrangement]:
         for value in (torch.nan, torch.inf):
             poisoned = tuple(_poisoned(x, token, value) for x in case.tokens)
             at = torch.tensor([token])
-            yield f"token {token} beside {value}", poisoned, at, at
+            yield f"token {token} next to {value}", poisoned, at, at
 
 
 def _poisoned(x: Tensor, token: int, value: float) -> Tensor:

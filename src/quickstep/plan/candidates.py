@@ -127,13 +127,13 @@ class DraftModel(msgspec.Struct, frozen=True):
         """How it is divided over the devices of a group: a part of every head, where those divide;
         EAGLE layers, Medusa heads and quantized checkpoints are complete on each.
         """
-        spec, alone = self.sizes.spec, Split()
+        spec, complete = self.sizes.spec, Split()
         if spec is None or self.sizes.elements.weights is not None or spec.parameter_count:
-            return alone
+            return complete
         try:
             return _checked(spec, Split(split.tensor))
         except ConfigError:
-            return alone
+            return complete
 
     def on_device(self, split: Split) -> DraftSizes:
         """What it needs of a device."""
@@ -156,12 +156,8 @@ class PlannedDraft(msgspec.Struct, frozen=True):
 
     def num_tokens(self, limits: StepLimits) -> int:
         """The most that it proposes for a row."""
-        heads = self.model.sizes.num_heads
-        return (
-            limits.num_speculative_tokens
-            if not heads
-            else min(heads, limits.num_speculative_tokens)
-        )
+        most, num_heads = limits.num_speculative_tokens, self.model.sizes.num_heads
+        return min(num_heads, most) if num_heads else most
 
     def call_s(self, decode: StepLoad, prefill: StepLoad, num_drafts: int) -> float:
         """Seconds next to a step: one small step for each token that it proposes, of which the

@@ -92,16 +92,14 @@ def best_placement(
     ]
     if meeting:
         return min(meeting, key=lambda one: (one[0].num_devices, one[1].tpot_s))
-    # so many engines serve so many times the rate of one
     prefill_rates = {one.split: _prefill_rate(one, load, targets) for one in engines}
     decode_rates = {one.split: _decode_rate(one, load, targets) for one in engines}
-
-    def capacity(one: tuple[Placement, SteadyState | None]) -> float:
-        placement = one[0]
-        prefill_rate = placement.num_prefill * prefill_rates[placement.prefill.split]
-        return min(prefill_rate, placement.num_decode * decode_rates[placement.decode.split])
-
-    return max(found, key=capacity)
+    return max(
+        found,
+        key=lambda one: _capacity(
+            one[0], prefill_rates[one[0].prefill.split], decode_rates[one[0].decode.split]
+        ),
+    )
 
 
 def _num_devices(engine: Candidate, count: int) -> int:
@@ -142,12 +140,13 @@ def _decode_state(engine: Candidate, count: int, load: Load) -> SteadyState | No
 
 def placement_capacity(placement: Placement, load: Load, targets: Targets) -> float:
     """The highest rate whose balance meets the targets, in requests per second; 0 if none."""
+    prefill_rate = _prefill_rate(placement.prefill, load, targets)
+    return _capacity(placement, prefill_rate, _decode_rate(placement.decode, load, targets))
 
-    def holds(rate: float) -> bool:
-        state = placement_state(placement, Load(rate, load.num_inputs, load.num_outputs))
-        return state is not None and state.meets(targets)
 
-    return highest_rate(holds)
+def _capacity(placement: Placement, prefill_rate: float, decode_rate: float) -> float:
+    """Of engines that serve these rates each: so many of them serve so many times the rate."""
+    return min(placement.num_prefill * prefill_rate, placement.num_decode * decode_rate)
 
 
 def _prefill_rate(engine: Candidate, load: Load, targets: Targets) -> float:

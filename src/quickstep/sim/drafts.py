@@ -188,8 +188,8 @@ class SimulatedDrafts:
         for row in rows:
             unseen = self._slots[row.slot].unseen.get(model.name, 0)
             for place in range(model.num_drafts(row.num_next_drafts)):
-                behind = unseen if model.computes_prompts and not place else 0
+                num_unseen = unseen if model.computes_prompts and not place else 0
                 if place == len(loads):
                     loads.append(StepLoad())
-                loads[place] += StepLoad.of_span(row.end + place - behind, 1 + behind)
+                loads[place] += StepLoad.of_span(row.end + place - num_unseen, 1 + num_unseen)
         return loads
