@@ -162,7 +162,7 @@ def with_admin_check(route: ApiRoute, keys: ApiKeys, endpoint: Endpoint) -> Endp
     async def answer(request: Request) -> Response:
         if keys and not keys.is_admin(request.scope["state"]["api_key_name"]):
             raise RequestError(
-                f"{route.path} needs an admin key; start the server with --admin-api-key",
+                f"{route.path} needs an admin key: one of the server's --admin-api-key",
                 status=403,
                 code="admin_key_required",
             )
