@@ -165,6 +165,17 @@ class TileLoader {
       Access::store_values(has_first ? value_row(offsets[j]) : nullptr,
                            has_first ? nullptr : value_row(offsets[j + 1]), head_size_, to);
     }
+    if constexpr (Form::kOnTiles) clear_rest_of_steps(local, buffers.values);
+  }
+
+  // Zeros before and after the pairs of `local`, up to whole steps of the tiles.
+  void clear_rest_of_steps(Span local, float* values) const {
+    constexpr int64_t kStepPairs = 16;
+    const Span pairs = {local.begin / 2, div_up(local.end, 2)};
+    const int64_t first = pairs.begin / kStepPairs * kStepPairs;
+    const int64_t last = div_up(pairs.end, kStepPairs) * kStepPairs;
+    memset(values + first * width_, 0, (pairs.begin - first) * width_ * sizeof(float));
+    memset(values + pairs.end * width_, 0, (last - pairs.end) * width_ * sizeof(float));
   }
 
   QS_INLINE const KV* value_row(int64_t offset) const {

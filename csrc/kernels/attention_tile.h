@@ -3,17 +3,19 @@
 // For one query row and head everything is a chain in a fixed order: a score adds over d; a tile's
 // weights add by vector lane, then by reduce_add; an output element adds over the visible positions
 // in ascending order. Positions that a query must not see are left out of its chain, or are
-// zeros on both sides, so their contents (another step's tokens, NaN) have no effect.
+// zeros (amx_attention.h), so their contents (another step's tokens, NaN) have no effect.
 #pragma once
 
+#include "kernels/amx_attention.h"
 #include "kernels/attention_products.h"
 #include "kernels/kernels.h"
+#include "kernels/transpose.h"
 #include "kernels/vecmath.h"
 
 namespace qs::QS_LEVEL {
 
 constexpr int64_t kTile = 64;       // KV positions, at absolute multiples
-constexpr int64_t kMaxQueries = 32;  // (token, head) pairs that share a pass over the KV
+constexpr int64_t kMaxQueries = 64;  // (token, head) pairs that share a pass over the KV
 constexpr int64_t kMaxHeadSize = 256;
 
 // Softmax state of a query row over the positions seen so far: maximum (of scores in
@@ -35,6 +37,9 @@ struct TileBuffers {
   alignas(64) float rests[kMaxQueries * kTile / 2];       // what pairs of scaled weights leave
   alignas(64) float key_scales[kTile];                    // of quants; 0 outside the span
   alignas(64) float value_scales[kTile];
+#if defined(__AMX_BF16__)
+  TilesOfRows tiles;
+#endif
 };
 
 // How a tile is computed: products of floats or of pairs; `kScaled`: keys and values are quants.
@@ -43,6 +48,11 @@ struct TileForm {
   using Product = ProductType;
   static constexpr bool kScaled = Scaled;
   static constexpr int kPair = ProductType::kPair;
+#if defined(__AMX_BF16__)
+  static constexpr bool kOnTiles = kPair == 2;
+#else
+  static constexpr bool kOnTiles = false;
+#endif
   static int64_t width(int64_t head_size) {
     return div_up(head_size, W * kPair) * W * kPair;
   }
@@ -58,14 +68,6 @@ QS_INLINE vi lanes_inside(int64_t first, Span span) {
   return (lane >= static_cast<int32_t>(span.begin)) & (lane < static_cast<int32_t>(span.end));
 }
 
-// The softmax state of one query.
-struct RowState {
-  float& max;
-  float* sums;  // [W]
-  float* out;   // [width]
-  int64_t width;
-};
-
 constexpr int kTileVectors = static_cast<int>(kTile / W);
 
 // Query `row`'s weights as words of the product with values.
@@ -74,6 +76,8 @@ QS_INLINE void store_weights(TileBuffers& buffers, int row, const vf (&weights)[
 #pragma GCC unroll 16
   for (int i = 0; i < kTileVectors; ++i) store(buffers.scores + row * kTile + i * W, weights[i]);
 }
+
+QS_INLINE bool whole_tile(Span visible) { return visible.begin == 0 && visible.end == kTile; }
 
 // Scores of a tile in units of log2: scaled, capped, -inf where the query must not look.
 template <bool Scaled>
@@ -90,7 +94,7 @@ QS_INLINE void finish_scores(const qs_attention& call, Span visible, const TileB
   if (capped) {
     for (vf& score : scores) score = call.softcap * kLog2e * vtanh(score);
   }
-  if (visible.begin == 0 && visible.end == kTile) return;
+  if (whole_tile(visible)) return;
   const vf low = set1(-__builtin_inff());
 #pragma GCC unroll 16
   for (int i = 0; i < kTileVectors; ++i) {
@@ -98,34 +102,83 @@ QS_INLINE void finish_scores(const qs_attention& call, Span visible, const TileB
   }
 }
 
-// Turns a query's raw scores into weights and moves its state on to the new maximum. The sums are
-// of the weights before they are multiplied by the values' scales.
-template <typename Form>
-QS_INLINE void softmax_row(const qs_attention& call, Span visible, TileBuffers& buffers, int query,
-                           RowState row) {
-  vf scores[kTileVectors];
+// The maxima of W rows of lanes.
+QS_INLINE vf max_of_rows(const float* rows) {
+  vf lanes[W];
 #pragma GCC unroll 16
-  for (int i = 0; i < kTileVectors; ++i) scores[i] = load(buffers.scores + query * kTile + i * W);
-  finish_scores<Form::kScaled>(call, visible, buffers, scores);
-  vf tile_max = scores[0];
+  for (int i = 0; i < W; ++i) lanes[i] = load(rows + i * W);
+  transpose(lanes);
 #pragma GCC unroll 16
-  for (int i = 1; i < kTileVectors; ++i) tile_max = vmax(scores[i], tile_max);
-  const float tile_top = reduce_max(tile_max);
-  if (tile_top > row.max) {
-    const float factor = vexp2_nonpositive(set1(row.max - tile_top))[0];
-    scale_row(row.sums, W, factor);
-    scale_row(row.out, row.width, factor);
-    row.max = tile_top;
+  for (int step = W / 2; step > 0; step /= 2) {
+#pragma GCC unroll 16
+    for (int i = 0; i < step; ++i) lanes[i] = vmax(lanes[i], lanes[i + step]);
   }
-  vf sums = load(row.sums);
+  return lanes[0];
+}
+
+// A query's scores as weights, whose sums are of the weights before they are multiplied by the
+// values' scales.
+template <typename Form>
+QS_INLINE void weigh_row(Span visible, TileBuffers& buffers, int query, float max, float* sums) {
+  vf weights[kTileVectors];
+  vf total = load(sums);
 #pragma GCC unroll 16
   for (int i = 0; i < kTileVectors; ++i) {
-    scores[i] = vexp2_nonpositive(scores[i] - row.max);
-    sums += scores[i];
-    if constexpr (Form::kScaled) scores[i] = scores[i] * load(buffers.value_scales + i * W);
+    weights[i] = vexp2_nonpositive(load(buffers.scores + query * kTile + i * W) - max);
+    total += weights[i];
+    if constexpr (Form::kScaled) weights[i] = weights[i] * load(buffers.value_scales + i * W);
   }
-  store(row.sums, sums);
-  store_weights<Form>(buffers, query, scores);
+  store(sums, total);
+  if (Form::kScaled && !whole_tile(visible)) {
+    // a scale that the query must not see may be NaN
+#pragma GCC unroll 16
+    for (int i = 0; i < kTileVectors; ++i) {
+      weights[i] = lanes_inside(i * W, visible) ? weights[i] : vf{};
+    }
+  }
+  store_weights<Form>(buffers, query, weights);
+}
+
+// Turns raw scores of some queries into weights and moves their states on to the new maxima, where
+// they see any of the tile. A pass for the maxima and one for the weights: no query waits for its
+// own maximum, and W queries share an exponential.
+template <typename Form>
+void weigh_rows(const qs_attention& call, const Span* visible, int first, int last,
+                TileBuffers& buffers, int64_t width, SoftmaxState& state) {
+  alignas(64) float tops[kMaxQueries * W];
+  for (int i = first; i < last; ++i) {
+    if (visible[i].empty()) continue;
+    float* of_row = buffers.scores + i * kTile;
+    vf scores[kTileVectors];
+#pragma GCC unroll 16
+    for (int v = 0; v < kTileVectors; ++v) scores[v] = load(of_row + v * W);
+    finish_scores<Form::kScaled>(call, visible[i], buffers, scores);
+    vf top = scores[0];
+#pragma GCC unroll 16
+    for (int v = 1; v < kTileVectors; ++v) top = vmax(scores[v], top);
+#pragma GCC unroll 16
+    for (int v = 0; v < kTileVectors; ++v) store(of_row + v * W, scores[v]);
+    store(tops + i * W, top);
+  }
+  for (int begin = first / W * W; begin < last; begin += W) {
+    alignas(64) float maxima[W], factors[W];
+    const vf old = load(state.max + begin), top = max_of_rows(tops + begin * W);
+    const vf now = vmax(top, old);
+    store(maxima, now);
+    store(factors, vexp2_nonpositive(old - now));
+    const int end = static_cast<int>(min_of(last, begin + W));
+    for (int i = static_cast<int>(max_of(first, begin)); i < end; ++i) {
+      if (visible[i].empty()) continue;
+      float* sums = state.sums + i * W;
+      const float factor = factors[i - begin];
+      if (factor != 1.0f) {
+        scale_row(sums, W, factor);
+        scale_row(state.out + i * width, width, factor);
+        state.max[i] = maxima[i - begin];
+      }
+      weigh_row<Form>(visible[i], buffers, i, state.max[i], sums);
+    }
+  }
 }
 
 // out[rows][width] += the weights of `visible` times the values; one chain per element.

@@ -37,10 +37,102 @@ void load_queries(const Pass& pass, float* queries) {
   }
 }
 
+// Scores of a part's queries at the first `seen` positions of the tile.
+template <typename Form>
+void add_tile_keys(const Part& part, int64_t seen, int64_t words, TileBuffers& buffers) {
+  const auto products = [&](int query) {
+    return Products{buffers.queries + query * words, words, buffers.keys, kTile,
+                    buffers.scores + query * kTile,  kTile, true};
+  };
+#if defined(__AMX_BF16__)
+  if constexpr (Form::kOnTiles) {
+    multiply_rows(buffers.tiles, part.last - part.first, products(part.first),
+                  {0, words / kStepWords}, seen);
+    return;
+  }
+#endif
+  for (int i = part.first; i < part.last; i += kSumRows) {
+    const int rows = static_cast<int>(min_of(kSumRows, part.last - i));
+    sum_products_rows<typename Form::Product>(rows, products(i), {0, words}, seen);
+  }
+}
+
+#if defined(__AMX_BF16__)
+
+bool same(Span a, Span b) { return a.begin == b.begin && a.end == b.end; }
+
+// Adds the products of the weights of queries [first, last) with `values`.
+template <typename Form>
+void add_step_values(int first, int last, Span steps, TileBuffers& buffers, const float* values,
+                     int64_t width, float* out) {
+  constexpr int64_t kWords = kTile / 2;
+  Products of = {buffers.pairs + first * kWords, kWords, values, width, out + first * width, width,
+                 false};
+  multiply_rows(buffers.tiles, last - first, of, steps, width);
+  if constexpr (Form::kScaled) {
+    of.a = buffers.rests + first * kWords;
+    multiply_rows(buffers.tiles, last - first, of, steps, width);
+  }
+}
+
+// The values of some steps with zeros at the positions outside of `visible`.
+void copy_visible(const float* values, Span steps, Span visible, int64_t width, float* to) {
+  for (int64_t pair = steps.begin * kStepWords; pair < steps.end * kStepWords; ++pair) {
+    const auto seen = [&](int64_t j) { return visible.begin <= j && j < visible.end; };
+    const uint32_t mask = (seen(2 * pair) ? 0x0000ffffu : 0) | (seen(2 * pair + 1) ? ~0xffffu : 0);
+    for (int64_t d = 0; d < width; d += W) {
+      const vu words = bit_cast<vu>(load(values + pair * width + d));
+      store(to + pair * width + d, bit_cast<vf>(words & mask));
+    }
+  }
+}
+
+// The tile's products with the values. The queries that see any of it follow one another.
+template <typename Form>
+void add_values_on_tiles(const Part& part, const Span* visible, TileBuffers& buffers, int64_t width,
+                         float* out) {
+  int first = part.first, last = part.last;
+  while (first < last && visible[first].empty()) ++first;
+  while (first < last && visible[last - 1].empty()) --last;
+  if (first == last) return;
+  Span any = visible[first];
+  bool alike = true;
+  for (int i = first + 1; i < last; ++i) {
+    alike = alike && same(visible[i], any);
+    any = {min_of(any.begin, visible[i].begin), max_of(any.end, visible[i].end)};
+  }
+  const auto steps_of = [](Span span) {
+    return Span{span.begin / kStepPositions, div_up(span.end, kStepPositions)};
+  };
+  const Span steps = steps_of(any);
+  const int64_t step_size = kStepWords * width;
+  if (alike || all_finite(buffers.values + steps.begin * step_size,
+                          (steps.end - steps.begin) * step_size)) {
+    add_step_values<Form>(first, last, steps, buffers, buffers.values, width, out);
+    return;
+  }
+  alignas(64) float values[kTile / 2 * kMaxHeadSize];
+  for (int i = first; i < last;) {
+    int end = i + 1;
+    while (end < last && same(visible[end], visible[i])) ++end;
+    copy_visible(buffers.values, steps_of(visible[i]), visible[i], width, values);
+    add_step_values<Form>(i, end, steps_of(visible[i]), buffers, values, width, out);
+    i = end;
+  }
+}
+
+#endif
+
 // The tile's products with the values, row group by row group.
 template <typename Form>
 void add_tile_values(const Part& part, const Span* visible, TileBuffers& buffers, int64_t width,
                      float* out) {
+#if defined(__AMX_BF16__)
+  if constexpr (Form::kOnTiles) {
+    add_values_on_tiles<Form>(part, visible, buffers, width, out);
+    return;
+  }
+#endif
   for (int i = part.first; i < part.last;) {
     // Rows that see the same positions share a register tile.
     int rows = 1;
@@ -62,20 +154,13 @@ void run_tile(const Pass& pass, const Part& part, Span seen_by_any, int64_t tile
   const int64_t width = Form::width(call.head_size), words = width / Form::kPair;
   // Positions that no query sees are left out, in complete vectors.
   const int64_t seen = min_of(kTile, div_up(seen_by_any.end - tile_begin, W) * W);
-  for (int i = part.first; i < part.last; i += kSumRows) {
-    const int rows = static_cast<int>(min_of(kSumRows, part.last - i));
-    const Products of = {buffers.queries + i * words, words, buffers.keys, kTile,
-                         buffers.scores + i * kTile,  kTile, true};
-    sum_products_rows<typename Form::Product>(rows, of, {0, words}, seen);
-  }
+  add_tile_keys<Form>(part, seen, words, buffers);
   Span visible[kMaxQueries];
   for (int i = part.first; i < part.last; ++i) {
     const Span span = intersect(pass.queries[i].visible, {tile_begin, tile_begin + kTile});
     visible[i] = {span.begin - tile_begin, span.end - tile_begin};
-    if (visible[i].empty()) continue;
-    softmax_row<Form>(call, visible[i], buffers, i,
-                      {state.max[i], state.sums + i * W, state.out + i * width, width});
   }
+  weigh_rows<Form>(call, visible, part.first, part.last, buffers, width, state);
   add_tile_values<Form>(part, visible, buffers, width, state.out);
 }
 

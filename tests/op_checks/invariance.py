@@ -133,6 +133,8 @@ def _attention_arrangements(case: AttentionCase) -> Iterator[Arrangement]:
     yield of("other blocks", _renumbered(case), everything)
     yield of("stale NaN", _stale(case), everything)
     yield of("tails", with_tails(case), everything)
+    ends, others = _last_tokens(case)
+    yield "before NaN", _with_nan_at(case, ends).arguments, others, others
     whole = [(row, 0, count) for row, (_, count) in enumerate(case.rows)]
     for name, pieces in _orders_of_rows(whole):
         yield of(name, *_select(case, pieces))
@@ -196,6 +198,24 @@ def _stale(case: AttentionCase) -> AttentionCase:
         for cache in (case.k_cache, case.v_cache)
     )
     return replace(case, k_cache=k, v_cache=v)
+
+
+def _last_tokens(case: AttentionCase) -> tuple[Tensor, Tensor]:
+    """The cache slots of the last token of each row, and the tokens that are not the last one."""
+    block_size = case.k_cache.shape[1]
+    last = torch.tensor([start + count - 1 for start, count in case.rows])
+    blocks = case.block_tables.long()[torch.arange(len(last)), last // block_size]
+    ends = torch.tensor(case.layout.row_offsets[1:]) - 1
+    tokens = torch.arange(case.q.shape[0])
+    return blocks * block_size + last % block_size, tokens[~torch.isin(tokens, ends)]
+
+
+def _with_nan_at(case: AttentionCase, slots: Tensor) -> AttentionCase:
+    """The case with NaN in some slots of its caches."""
+    caches = [cache.clone() for cache in (case.k_cache, case.v_cache)]
+    for cache in caches:
+        cache.view(-1, *cache.shape[2:])[slots] = _nan_like(cache[:1, :1]).view(1, *cache.shape[2:])
+    return replace(case, k_cache=caches[0], v_cache=caches[1])
 
 
 def with_tails(case: AttentionCase) -> AttentionCase:
