@@ -20,7 +20,7 @@ namespace {
 constexpr uint64_t kOpen = uint64_t{1} << 32;
 constexpr uint64_t kActiveMask = kOpen - 1;
 constexpr int kMaxThreads = 1024;
-constexpr size_t kStackBytes = size_t{2} << 20;  // attention keeps 300 KiB there
+constexpr size_t kStackBytes = size_t{2} << 20;  // attention keeps 430 KiB there
 // A pause is 20-140 cycles: workers spin 20-100 us, which covers the gaps inside a step; others are
 // measured in docs/design/0009.
 constexpr int kSpinsBeforePark = 2000;

@@ -446,6 +446,42 @@ void run_item(const Problem& problem, int64_t item) {
   release_tiles();
 }
 
+// Up to a step of a row's inputs from `x` on; returns the sums of the quants by lane.
+template <typename T>
+QS_INLINE vi quantize_step(const T* x, int64_t n, float inverse, int8_t* quants) {
+  vi total = {};
+#pragma GCC unroll 4
+  for (int64_t i = 0; i < kTileInputs; i += W) {
+    if (i >= n) break;
+    const vi rounded = rounded_quants(x + i, n - i, inverse);
+    total += rounded;
+    const __m128i narrow = _mm512_cvtepi32_epi8(bit_cast<__m512i>(rounded));
+    memcpy(quants + i, &narrow, sizeof(narrow));
+  }
+  return total;
+}
+
+// One group of a row; a tile's step has 64 inputs of each of `num_rows` rows.
+template <typename T>
+QS_INLINE int32_t quantize_row(const T* x, Range inputs, float inverse, int64_t num_rows,
+                               int8_t* quants) {
+  vi total = {};
+  for (int64_t i = inputs.begin; i < inputs.end;) {
+    const int64_t step = i / kTileInputs * kTileInputs;
+    const int64_t n = min_of(inputs.end, step + kTileInputs) - i;
+    int8_t* to = quants + step * num_rows + (i - step);
+    if (inverse == 0.0f) {
+      memset(to, 0, div_up(n, W) * W);
+    } else if (n == kTileInputs) {
+      total += quantize_step(x + i, kTileInputs, inverse, to);
+    } else {
+      total += quantize_step(x + i, n, inverse, to);
+    }
+    i += n;
+  }
+  return reduce_add(total);
+}
+
 // The rows of a tile.
 template <typename T>
 void quantize_tile(const QuantizedLinearArgs& args, Range tile) {
@@ -457,29 +493,19 @@ void quantize_tile(const QuantizedLinearArgs& args, Range tile) {
     const T* x = static_cast<const T*>(args.x) + (tile.begin + row) * args.x_stride;
     int8_t* quants = rows.quants + tile.begin * rows.stride + row * kTileInputs;
     int32_t* factor = rows.factors + 2 * tile.begin * packed.num_groups + row;
-    const auto at = [&](int64_t input) {
-      return quants + input / kTileInputs * kTileInputs * tile.size() + input % kTileInputs;
-    };
     Scaling scaling = {};
     for (int64_t group = 0; group < packed.num_groups; ++group) {
       const int64_t first = group * packed.group_size;
       const int64_t size = min_of(packed.group_size, packed.k - first);
       if (group % shared == 0) scaling = scaling_of(x + first, size * shared);
-      vi total = {};
-      for (int64_t i = 0; i < size; i += W) {
-        vi rounded = {};
-        if (scaling.inverse != 0.0f) {
-          rounded = rounded_quants(x + first + i, size - i, scaling.inverse);
-        }
-        total += rounded;
-        const __m128i narrow = _mm512_cvtepi32_epi8(bit_cast<__m512i>(rounded));
-        memcpy(at(first + i), &narrow, sizeof(narrow));
-      }
+      const int32_t sum =
+          quantize_row(x, {first, first + size}, scaling.inverse, tile.size(), quants);
       factor[0] = bit_cast<int32_t>(scaling.scale * packed.scale_unit());
-      factor[tile.size()] = -(reduce_add(total) << (packed.bits - 1));
+      factor[tile.size()] = -(sum << (packed.bits - 1));
       factor += 2 * tile.size();
     }
-    memset(at(written), 0, rows.stride - written);
+    memset(quants + written / kTileInputs * kTileInputs * tile.size() + written % kTileInputs, 0,
+           rows.stride - written);
   }
 }
 

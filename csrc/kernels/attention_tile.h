@@ -1,4 +1,4 @@
-// One KV tile against up to 32 query rows: scores, online softmax, weighted sum of values.
+// One KV tile against up to 64 query rows: scores, online softmax, weighted sum of values.
 //
 // For one query row and head everything is a chain in a fixed order: a score adds over d; a tile's
 // weights add by vector lane, then by reduce_add; an output element adds over the visible positions

@@ -1,6 +1,6 @@
 // Attention of prefill and decode rows alike over a paged KV cache.
 //
-// A pass has up to 32 (token, head) queries that share a kv head and walks the KV in tiles of 64
+// A pass has up to 64 (token, head) queries that share a kv head and walks the KV in tiles of 64
 // absolute positions. Every 512 absolute positions (a split) start a fresh softmax state, and the
 // states of the splits are merged in order. So one query's arithmetic depends on its position
 // only: not on the chunk it came in, its neighbours in the pass, or whether the splits of a long

@@ -87,6 +87,18 @@ def test_invariance_finds_attention_that_reads_beyond_the_context():
     assert any("stale" in name for name in found)
 
 
+def test_invariance_finds_attention_that_reads_later_tokens_of_its_row():
+    table, case = reference_ops(), named("paged_attention", "float32-mixed")
+
+    def reads_later(q, k_cache, v_cache, layout, params, sinks):
+        out = table.paged_attention(q, k_cache, v_cache, layout, params, sinks)
+        last = v_cache.view(-1, *v_cache.shape[2:])[layout.slot_mapping[-1]]
+        return out + last.sum() * 0.0
+
+    found = mismatches(replace(table, paged_attention=reads_later), case)
+    assert any("before NaN" in name for name in found)
+
+
 def test_same_bits_tells_signed_zeros_apart_but_not_nan_payloads():
     assert not same_bits(torch.tensor([0.0]), torch.tensor([-0.0]))
     assert same_bits(torch.tensor([torch.nan]), -torch.tensor([torch.nan]))
