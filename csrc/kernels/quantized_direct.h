@@ -86,6 +86,7 @@ QS_INLINE void unpack_half(const QuantizedTileArgs& args, const DirectHalf& half
       const char* lines = half.fetch + (Half * 4 + pair * 2 + step) * 2 * kCacheLine;
       __builtin_prefetch(lines, 0, 2);
       __builtin_prefetch(lines + kCacheLine, 0, 2);
+      asm volatile("" ::: "memory");  // or the compiler makes a burst of all fetches of a piece
       typename D::Quants held[V];
 #pragma GCC unroll 4
       for (int v = 0; v < V; ++v) {
