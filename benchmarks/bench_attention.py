@@ -50,7 +50,7 @@ class Step:
         self.params = AttentionParams(scale=HEAD_SIZE**-0.5)
 
     def run(self, ops: OpTable) -> None:
-        """Once."""
+        """Run the attention once."""
         ops.paged_attention(self.queries, self.keys, self.values, self.layout, self.params, None)
 
 

@@ -472,7 +472,7 @@ QS_INLINE int32_t quantize_row(const T* x, Range inputs, float inverse, int64_t 
     int8_t* to = quants + step * num_rows + (i - step);
     if (inverse == 0.0f) {
       memset(to, 0, div_up(n, W) * W);
-    } else if (n == kTileInputs) {
+    } else if (n == kTileInputs) {  // a constant: without branches
       total += quantize_step(x + i, kTileInputs, inverse, to);
     } else {
       total += quantize_step(x + i, n, inverse, to);

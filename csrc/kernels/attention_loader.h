@@ -168,7 +168,7 @@ class TileLoader {
     if constexpr (Form::kOnTiles) clear_rest_of_steps(local, buffers.values);
   }
 
-  // Zeros before and after the pairs of `local`, up to whole steps of the tiles.
+  // Zeros before and after the pairs of `local`, up to complete steps of the tiles.
   void clear_rest_of_steps(Span local, float* values) const {
     constexpr int64_t kStepPairs = 16;
     const Span pairs = {local.begin / 2, div_up(local.end, 2)};

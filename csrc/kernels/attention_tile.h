@@ -77,7 +77,7 @@ QS_INLINE void store_weights(TileBuffers& buffers, int row, const vf (&weights)[
   for (int i = 0; i < kTileVectors; ++i) store(buffers.scores + row * kTile + i * W, weights[i]);
 }
 
-QS_INLINE bool whole_tile(Span visible) { return visible.begin == 0 && visible.end == kTile; }
+QS_INLINE bool is_complete_tile(Span visible) { return visible.begin == 0 && visible.end == kTile; }
 
 // Scores of a tile in units of log2: scaled, capped, -inf where the query must not look.
 template <bool Scaled>
@@ -94,7 +94,7 @@ QS_INLINE void finish_scores(const qs_attention& call, Span visible, const TileB
   if (capped) {
     for (vf& score : scores) score = call.softcap * kLog2e * vtanh(score);
   }
-  if (whole_tile(visible)) return;
+  if (is_complete_tile(visible)) return;
   const vf low = set1(-__builtin_inff());
 #pragma GCC unroll 16
   for (int i = 0; i < kTileVectors; ++i) {
@@ -119,7 +119,7 @@ QS_INLINE vf max_of_rows(const float* rows) {
 // A query's scores as weights, whose sums are of the weights before they are multiplied by the
 // values' scales.
 template <typename Form>
-QS_INLINE void weigh_row(Span visible, TileBuffers& buffers, int query, float max, float* sums) {
+QS_INLINE void softmax_row(Span visible, TileBuffers& buffers, int query, float max, float* sums) {
   vf weights[kTileVectors];
   vf total = load(sums);
 #pragma GCC unroll 16
@@ -129,7 +129,7 @@ QS_INLINE void weigh_row(Span visible, TileBuffers& buffers, int query, float ma
     if constexpr (Form::kScaled) weights[i] = weights[i] * load(buffers.value_scales + i * W);
   }
   store(sums, total);
-  if (Form::kScaled && !whole_tile(visible)) {
+  if (Form::kScaled && !is_complete_tile(visible)) {
     // a scale that the query must not see may be NaN
 #pragma GCC unroll 16
     for (int i = 0; i < kTileVectors; ++i) {
@@ -143,7 +143,7 @@ QS_INLINE void weigh_row(Span visible, TileBuffers& buffers, int query, float ma
 // they see any of the tile. A pass for the maxima and one for the weights: no query waits for its
 // own maximum, and W queries share an exponential.
 template <typename Form>
-void weigh_rows(const qs_attention& call, const Span* visible, int first, int last,
+void softmax_rows(const qs_attention& call, const Span* visible, int first, int last,
                 TileBuffers& buffers, int64_t width, SoftmaxState& state) {
   alignas(64) float tops[kMaxQueries * W];
   for (int i = first; i < last; ++i) {
@@ -176,7 +176,7 @@ void weigh_rows(const qs_attention& call, const Span* visible, int first, int la
         scale_row(state.out + i * width, width, factor);
         state.max[i] = maxima[i - begin];
       }
-      weigh_row<Form>(visible[i], buffers, i, state.max[i], sums);
+      softmax_row<Form>(visible[i], buffers, i, state.max[i], sums);
     }
   }
 }

@@ -39,7 +39,7 @@ void load_queries(const Pass& pass, float* queries) {
 
 // Scores of a part's queries at the first `seen` positions of the tile.
 template <typename Form>
-void add_tile_keys(const Part& part, int64_t seen, int64_t words, TileBuffers& buffers) {
+void multiply_tile_keys(const Part& part, int64_t seen, int64_t words, TileBuffers& buffers) {
   const auto products = [&](int query) {
     return Products{buffers.queries + query * words, words, buffers.keys, kTile,
                     buffers.scores + query * kTile,  kTile, true};
@@ -95,18 +95,18 @@ void add_values_on_tiles(const Part& part, const Span* visible, TileBuffers& buf
   while (first < last && visible[first].empty()) ++first;
   while (first < last && visible[last - 1].empty()) --last;
   if (first == last) return;
-  Span any = visible[first];
-  bool alike = true;
+  Span seen = visible[first];
+  bool all_same = true;
   for (int i = first + 1; i < last; ++i) {
-    alike = alike && same(visible[i], any);
-    any = {min_of(any.begin, visible[i].begin), max_of(any.end, visible[i].end)};
+    all_same = all_same && same(visible[i], visible[first]);
+    seen = {min_of(seen.begin, visible[i].begin), max_of(seen.end, visible[i].end)};
   }
   const auto steps_of = [](Span span) {
     return Span{span.begin / kStepPositions, div_up(span.end, kStepPositions)};
   };
-  const Span steps = steps_of(any);
+  const Span steps = steps_of(seen);
   const int64_t step_size = kStepWords * width;
-  if (alike || all_finite(buffers.values + steps.begin * step_size,
+  if (all_same || all_finite(buffers.values + steps.begin * step_size,
                           (steps.end - steps.begin) * step_size)) {
     add_step_values<Form>(first, last, steps, buffers, buffers.values, width, out);
     return;
@@ -154,13 +154,13 @@ void run_tile(const Pass& pass, const Part& part, Span seen_by_any, int64_t tile
   const int64_t width = Form::width(call.head_size), words = width / Form::kPair;
   // Positions that no query sees are left out, in complete vectors.
   const int64_t seen = min_of(kTile, div_up(seen_by_any.end - tile_begin, W) * W);
-  add_tile_keys<Form>(part, seen, words, buffers);
+  multiply_tile_keys<Form>(part, seen, words, buffers);
   Span visible[kMaxQueries];
   for (int i = part.first; i < part.last; ++i) {
     const Span span = intersect(pass.queries[i].visible, {tile_begin, tile_begin + kTile});
     visible[i] = {span.begin - tile_begin, span.end - tile_begin};
   }
-  weigh_rows<Form>(call, visible, part.first, part.last, buffers, width, state);
+  softmax_rows<Form>(call, visible, part.first, part.last, buffers, width, state);
   add_tile_values<Form>(part, visible, buffers, width, state.out);
 }
 

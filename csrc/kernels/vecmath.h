@@ -54,8 +54,8 @@ QS_INLINE vf vexp2(vf x) {
   return times_power_of_two(p, n, shifted);
 }
 
-// The same for x <= 0, but 0 below -126: a result that is not normal takes Intel's processors a
-// hundred cycles, and masked scores are -inf.
+// The same for x <= 0, but 0 below -126: vscalefps takes 60 ns instead of 1.2 for a result that is
+// not normal (Xeon with AMX), and masked scores are -inf.
 QS_INLINE vf vexp2_nonpositive(vf x) {
   const vf least = set1(-126.0f);
   return x < least ? vf{} : vexp2(vmax(least, x));
