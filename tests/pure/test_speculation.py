@@ -27,6 +27,11 @@ def control_at(num_rows: int, cost_model: LinearCostModel, max_drafts: int = 8) 
     return control
 
 
+def measured(control: DraftControl, seconds: float) -> None:
+    """Count a step of one row that generated one token."""
+    control.measured(StepLoad(1, 1, 100, 100, num_logits_rows=1), 0, seconds, CHEAP)
+
+
 def with_rate(rate: float) -> Acceptance:
     return Acceptance(rate=rate)
 
@@ -118,7 +123,7 @@ def test_the_faster_mode_is_used_for_most_steps(with_drafts: float, is_used: boo
     for _ in range(3000):
         uses = control.num_drafts(with_rate(0.9)) > 0
         steps_with += uses
-        control.measured(1, 1, 0.01 / with_drafts if uses else 0.01)
+        measured(control, 0.01 / with_drafts if uses else 0.01)
     part = steps_with / 3000
     assert part > 0.9 if is_used else part < 0.1
 
@@ -129,7 +134,7 @@ def steps_with_drafts(control: DraftControl, num_steps: int, with_drafts: float)
     for _ in range(num_steps):
         uses = control.num_drafts(with_rate(0.9)) > 0
         count += uses
-        control.measured(1, 1, 0.01 / with_drafts if uses else 0.01)
+        measured(control, 0.01 / with_drafts if uses else 0.01)
     return count
 
 
@@ -147,7 +152,7 @@ def test_comparisons_become_rare_and_a_change_is_noticed(with_drafts: float) -> 
 
 def test_it_is_off_without_drafts() -> None:
     control = control_at(1, CHEAP, max_drafts=0)
-    control.measured(1, 1, 0.01)
+    measured(control, 0.01)
     assert control.num_drafts(with_rate(0.9)) == 0
 
 

@@ -190,6 +190,9 @@ class CostModel(Protocol):
     def seconds(self, load: StepLoad) -> float:
         """Predicted duration of a step. Changes nothing."""
 
+    def usual_seconds(self, load: StepLoad) -> float:
+        """The same, whether or not the last steps were slower or faster than predicted."""
+
     def unit_prices(self, step: StepLoad) -> UnitPrices:
         """What a row's units cost in a step with the load `step`, in proportion to each other:
         without what the step costs once.
@@ -345,29 +348,10 @@ class LinearCostModel:
 
     def seconds(self, load: StepLoad) -> float:
         """Predicted duration of a step."""
-        return self._pace * self._fitted(load)
+        return self._pace * self.usual_seconds(load)
 
-    def unit_prices(self, step: StepLoad) -> UnitPrices:
-        """The fit; the last token's price is that of all. A pace would change all of them alike."""
-        weights = self._weights
-        return UnitPrices(self._last_token_s(step.num_tokens), *weights[2:10])
-
-    def _last_token_s(self, num_tokens: int) -> float:
-        """What the last of a step's tokens costs."""
-        seconds = self._weights[1]
-        if num_tokens > _FEW_TOKENS:
-            seconds += self._weights[-2]
-        if num_tokens > _MANY_TOKENS:
-            seconds += self._weights[-1]
-        return seconds
-
-    def predict(self, load: StepLoad) -> Prediction:
-        """The same, and whether `load` is outside of what was measured."""
-        if self._lowest is None:
-            return Prediction(self.seconds(load), is_extrapolated=True)
-        return Prediction(self.seconds(load), not self._is_inside(astuple(load)))
-
-    def _fitted(self, load: StepLoad) -> float:
+    def usual_seconds(self, load: StepLoad) -> float:
+        """The fit, whose pace is 1."""
         (
             step,
             token,
@@ -404,6 +388,26 @@ class LinearCostModel:
             seconds += beyond_many * (num_tokens - _MANY_TOKENS)
         return seconds
 
+    def unit_prices(self, step: StepLoad) -> UnitPrices:
+        """The fit; the last token's price is that of all. A pace would change all of them alike."""
+        weights = self._weights
+        return UnitPrices(self._last_token_s(step.num_tokens), *weights[2:10])
+
+    def _last_token_s(self, num_tokens: int) -> float:
+        """What the last of a step's tokens costs."""
+        seconds = self._weights[1]
+        if num_tokens > _FEW_TOKENS:
+            seconds += self._weights[-2]
+        if num_tokens > _MANY_TOKENS:
+            seconds += self._weights[-1]
+        return seconds
+
+    def predict(self, load: StepLoad) -> Prediction:
+        """The same, and whether `load` is outside of what was measured."""
+        if self._lowest is None:
+            return Prediction(self.seconds(load), is_extrapolated=True)
+        return Prediction(self.seconds(load), not self._is_inside(astuple(load)))
+
     def observe(self, load: StepLoad, seconds: float) -> None:
         """Learn from a measured step, unless it and those since the last one that was learnt from
         are so short that learning would slow them down.
@@ -418,7 +422,7 @@ class LinearCostModel:
         """Learn from a measured step; impossible durations are ignored."""
         if not _MIN_SECONDS <= seconds <= _MAX_SECONDS:
             return
-        fitted = self._fitted(load)
+        fitted = self.usual_seconds(load)
         predicted = max(fitted, self._least_s, _MIN_SECONDS)
         self._least_s = min(seconds, _LEAST_GROWTH * self._least_s or seconds)
         if not self._is_scaled:
@@ -431,7 +435,7 @@ class LinearCostModel:
         # the equations stay as they are where they hold exactly, as in the simulator
         if abs(seconds - fitted) > _EXACT * seconds:
             self._learn_from(load, values, seconds, predicted)
-            fitted = self._fitted(load)
+            fitted = self.usual_seconds(load)
         ratio = seconds / max(fitted, _MIN_SECONDS)
         # A single slow step says nothing of the next one: the median of three leaves it out.
         usual = sorted((*self._ratios, ratio))[1]

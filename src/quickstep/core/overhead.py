@@ -62,6 +62,10 @@ class WithOverhead:
         """Predicted time from the end of the step before to the end of this one."""
         return self._model.seconds(load) + self._overhead.seconds(load.num_rows)
 
+    def usual_seconds(self, load: StepLoad) -> float:
+        """The same at the usual pace of the steps."""
+        return self._model.usual_seconds(load) + self._overhead.seconds(load.num_rows)
+
     def unit_prices(self, step: StepLoad) -> UnitPrices:
         """What a row's units cost, with the engine's time for it."""
         prices = self._model.unit_prices(step)

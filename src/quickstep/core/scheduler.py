@@ -840,8 +840,9 @@ class Scheduler:
         self._totals.num_accepted += record.num_accepted
         if record.num_decode_rows and self._may_draft(step):
             elapsed_s = (now - step.planned_at_s) * (record.decode_s / max(result.seconds, 1e-9))
-            num_tokens = record.num_decode_rows + record.num_accepted
-            self._drafts.measured(record.num_decode_rows, num_tokens, elapsed_s)
+            self._drafts.measured(
+                step.decode_load, record.num_accepted, elapsed_s, self._cost_model
+            )
         return StepOutcome(tuple(outputs), record)
 
     def decode_stretch(self, now: float, until_s: float, machine: CostModel) -> DecodeSteps:

@@ -42,18 +42,20 @@ _FIRST_RATE = 0.6
 _LEAST_RATE, _MOST_RATE = 0.02, 0.98
 # A draft has to gain this much more than it costs, because both are estimates.
 _MARGIN = 1.2
-# The two modes: steps before the first comparison, then in the better one and in the other one. The
-# first steps after a change are not counted: their drafts were requested in the mode before. Where
-# drafts take 1.2 times as long, trials of 16 in 272 steps cost 1 %, of 16 in 4,112 less than 0.1.
+# Steps before the first trial, then before others, and of a trial. The first steps after a change
+# are not counted: their drafts were requested in the mode before. Where drafts take 1.2 times as
+# long, a trial ends after 7 steps: 2 % of 71 steps, and of 4,103 less than 0.1 %.
 _FIRST_STEPS = 24
-_USUAL_STEPS = 256
+_USUAL_STEPS = 64
 _MOST_STEPS = 4096
 _TRIAL_STEPS = 16
 _IGNORED_STEPS = 3
+_LEAST_COUNTED = 4
+_CLEARLY_FASTER = 1.1
 _KEPT = 0.98
-_KEPT_SINCE_LAST_TRIAL = 0.3
 _LEAST_GAIN = 1.03  # drafts have to be faster by this much
 _PRICED_EVERY = 8  # steps
+_LEAST_S = 1e-9  # of a prediction
 # A sequence without drafts tries one after so many tokens: its text may repeat itself again.
 _RETRY_AFTER = 48
 
@@ -71,64 +73,70 @@ class Acceptance(msgspec.Struct):
     in_trees: bool = False
 
 
-class _Mode(msgspec.Struct):
-    """Steps with drafts, or without: tokens and seconds, older ones count less."""
+class _Steps(msgspec.Struct):
+    """Steps in one mode: tokens per row, and relative seconds; older ones count less."""
 
+    count: int = 0
     tokens: float = 0.0
-    seconds: float = 0.0
+    relative_s: float = 0.0
 
-    @property
-    def tokens_per_s(self) -> float | None:
-        """None before anything was measured."""
-        return self.tokens / self.seconds if self.seconds > 0.0 else None
+    def add(self, tokens_per_row: float, relative_s: float) -> None:
+        self.count += 1
+        self.tokens = _KEPT * self.tokens + tokens_per_row
+        self.relative_s = _KEPT * self.relative_s + relative_s
 
-    def resume(self) -> None:
-        """Steps in this mode follow steps in the other one, which may have been many."""
-        self.tokens *= _KEPT_SINCE_LAST_TRIAL
-        self.seconds *= _KEPT_SINCE_LAST_TRIAL
-
-    def add(self, num_tokens: int, seconds: float) -> None:
-        self.tokens = _KEPT * self.tokens + num_tokens
-        self.seconds = _KEPT * self.seconds + seconds
+    def is_faster(self, other: _Steps, ratio: float) -> bool:
+        """Whether they generate more than `ratio` times as many tokens in the same time."""
+        return self.tokens * other.relative_s > ratio * other.tokens * self.relative_s
 
 
 class _Comparison:
-    """Both modes of steps with about the same number of rows, and which one runs now."""
+    """The two modes of steps with about the same number of rows, and which one runs now."""
 
     def __init__(self) -> None:
-        self._modes = {True: _Mode(), False: _Mode()}
         self.uses_drafts = True
-        self._is_better_with = True
-        self._num_usual = _USUAL_STEPS  # in the better mode, before the next trial
+        self._is_trial = False
+        self._usual = _Steps()  # in the better mode
+        self._trial = _Steps()  # in the other one, those of the last trial
+        self._num_usual = _USUAL_STEPS  # before the next trial
         self._num_left = _FIRST_STEPS
         self._num_ignored = _IGNORED_STEPS
 
-    def measured(self, num_tokens: int, seconds: float) -> None:
+    def measured(self, tokens_per_row: float, relative_s: float) -> None:
         """Count a step in the current mode, and change the mode when it is time."""
         self._num_left -= 1
         if self._num_ignored:
             self._num_ignored -= 1
         else:
-            self._modes[self.uses_drafts].add(num_tokens, seconds)
-        if self._num_left <= 0:
-            self._change()
+            (self._trial if self._is_trial else self._usual).add(tokens_per_row, relative_s)
+        if self._is_trial and (self._num_left <= 0 or self._is_lost()):
+            self._end_trial()
+        elif self._num_left <= 0:
+            self._trial = _Steps()
+            self._switch(_TRIAL_STEPS)
 
-    def _change(self) -> None:
-        with_drafts, without = self._modes[True].tokens_per_s, self._modes[False].tokens_per_s
-        if with_drafts is None or without is None:
-            is_better_with = True
-            is_trial = self.uses_drafts
+    def _is_lost(self) -> bool:
+        """Whether the trial is so slow that it can end."""
+        is_known = self._trial.count >= _LEAST_COUNTED
+        return is_known and self._usual.is_faster(self._trial, _CLEARLY_FASTER)
+
+    def _end_trial(self) -> None:
+        with_drafts, without = self._trial, self._usual
+        if not self.uses_drafts:
+            with_drafts, without = without, with_drafts
+        if with_drafts.is_faster(without, _LEAST_GAIN) is self.uses_drafts:  # the trial is better
+            self._is_trial = False
+            self._usual = self._trial
+            self._num_left = self._num_usual = _USUAL_STEPS
         else:
-            is_better_with = with_drafts > _LEAST_GAIN * without
-            is_trial = self.uses_drafts is is_better_with
-        if is_better_with is not self._is_better_with:
-            self._is_better_with, self._num_usual = is_better_with, _USUAL_STEPS
-        elif not is_trial:
             self._num_usual = min(_MOST_STEPS, 2 * self._num_usual)
-        self.uses_drafts = is_better_with is not is_trial
-        if is_trial:
-            self._modes[self.uses_drafts].resume()
-        self._num_left = _TRIAL_STEPS if is_trial else self._num_usual
+            self._switch(self._num_usual)
+
+    def _switch(self, num_steps: int) -> None:
+        """So many steps in the other mode."""
+        self._is_trial = not self._is_trial
+        self.uses_drafts = not self.uses_drafts
+        self._num_left = num_steps
         self._num_ignored = _IGNORED_STEPS
 
 
@@ -170,14 +178,22 @@ class DraftControl:
         draft_s = cost_model.seconds(with_draft) - step_s
         self._price = draft_s * num_rows / step_s if step_s > 0.0 else 1.0
 
-    def measured(self, num_rows: int, num_tokens: int, seconds: float) -> None:
-        """Learn from a step: its decode rows, the tokens that they generated, and their part of the
-        seconds from its plan to its result.
+    def measured(
+        self, decode: StepLoad, num_accepted: int, seconds: float, cost_model: CostModel
+    ) -> None:
+        """Learn from a step: the load of its decode rows, how many of their drafts were accepted,
+        and their part of the seconds from its plan to its result.
         """
+        num_rows = decode.num_rows
         if not self.max_drafts or not num_rows:
             return
+        num_kv_tokens = decode.num_kv_tokens - (decode.num_tokens - num_rows)
+        without_drafts = StepLoad(
+            num_rows, num_rows, num_kv_tokens, num_kv_tokens, num_logits_rows=num_rows
+        )
+        relative_s = seconds / max(cost_model.usual_seconds(without_drafts), _LEAST_S)
         comparison = self._comparisons.setdefault(num_rows.bit_length(), _Comparison())
-        comparison.measured(num_tokens, seconds)
+        comparison.measured(1.0 + num_accepted / num_rows, relative_s)
         self._uses_drafts = comparison.uses_drafts
 
     def num_drafts(self, acceptance: Acceptance) -> int:

@@ -134,6 +134,10 @@ class RooflineCostModel:
             return self._measured.seconds(load)
         return self._predicted(load).seconds
 
+    def usual_seconds(self, load: StepLoad) -> float:
+        """The same: the machine of a simulation has no pace."""
+        return self.seconds(load)
+
     def unit_prices(self, step: StepLoad) -> UnitPrices:
         """What a token computes, and what limits attention in the step, by its unit. Reading the
         weights is what the step costs once.

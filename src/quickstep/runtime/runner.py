@@ -202,7 +202,7 @@ class ModelRunner:
 
     def _move(self, plan: StepPlan) -> None:
         self._slots.move(plan.released, plan.admitted)
-        self._drafting.move(plan.released, plan.admitted)
+        self._drafting.move(plan.released, plan.admitted, self._slots)
 
     def _start(self, plan: StepPlan) -> HeldStep:
         """Change the slots as a plan says."""

@@ -3,6 +3,10 @@
 Owned by `runtime.runner`, on its thread. A proposer that raises is switched off, because a draft is
 never needed: the log has the cause once (`combined` drops one of several). Where a grammar or a
 thinking budget forces the next tokens, they are the drafts, whatever the proposer is.
+
+A step in which no row wants drafts costs nothing: the proposer gets a sequence's new tokens when
+drafts are wanted for it, and when it leaves. One that reads the hidden states of all tokens gets
+them at once, because both belong together.
 """
 
 from __future__ import annotations
@@ -15,7 +19,8 @@ import msgspec
 
 from quickstep.ops.tensors import AnyTensor, HostTensor
 from quickstep.runtime.sampling.sampler import failure_of
-from quickstep.runtime.slots import Slot
+from quickstep.runtime.sampling.state import SamplingState
+from quickstep.runtime.slots import Slot, SlotTable
 from quickstep.runtime.speculation.proposer import (
     ComputedRow,
     ComputedStep,
@@ -41,11 +46,25 @@ class NextDrafts(msgspec.Struct, frozen=True):
     parents: tuple[int, ...] = ()
 
 
+class _Known(msgspec.Struct):
+    """What the proposer knows of a slot's sequence: so many of its outputs."""
+
+    state: SamplingState
+    num_outputs: int
+
+    def new_tokens(self) -> tuple[int, ...]:
+        """The outputs since the last call."""
+        token_ids = self.state.outputs_since(self.num_outputs)
+        self.num_outputs += len(token_ids)
+        return tuple(token_ids)
+
+
 class Drafting:
     """The proposer of a runner; without one, nothing is drafted."""
 
     def __init__(self, proposer: Proposer | None) -> None:
         self._proposer = proposer
+        self._known: dict[int, _Known] = {}  # by slot
         # Decided once: isinstance of a protocol takes 30 us, and every step asks.
         self._reader = proposer if isinstance(proposer, HiddenStateProposer) else None
 
@@ -90,18 +109,31 @@ class Drafting:
         except Exception:  # a draft is never needed
             self._switch_off()
 
-    def move(self, released: Sequence[int], admitted: Sequence[Admission]) -> None:
-        """Slots change as a plan says."""
+    def move(
+        self, released: Sequence[int], admitted: Sequence[Admission], slots: SlotTable
+    ) -> None:
+        """The slots have changed as a plan says."""
         proposer = self._proposer
         if proposer is None:
             return
         try:
             for slot in released:
+                self._observe(proposer, slot)
+                self._known.pop(slot, None)
                 proposer.release(slot)
             for admission in admitted:
                 proposer.admit(admission.slot, admission)
+                state = slots[admission.slot].state
+                if state is not None:
+                    self._known[admission.slot] = _Known(state, state.num_outputs)
         except Exception:  # a draft is never needed
             self._switch_off()
+
+    def _observe(self, proposer: Proposer, slot: int) -> None:
+        known = self._known.get(slot)
+        token_ids = () if known is None else known.new_tokens()
+        if token_ids:
+            proposer.observe(slot, token_ids)
 
     def propose(
         self,
@@ -116,16 +148,60 @@ class Drafting:
         proposer = self._proposer
         if proposer is None:
             return {}
+        if self._reader is None and not any([row.requests_drafts for row in rows]):
+            return {}
         try:
-            return _propose(proposer, rows, emitting, hidden, every_token)
+            return self._propose(proposer, rows, emitting, hidden, every_token)
         except Exception:  # a draft is never needed
             self._switch_off()
             return {}
+
+    def _propose(
+        self,
+        proposer: Proposer,
+        rows: Sequence[StepRow],
+        emitting: Sequence[EmittingRow],
+        hidden: AnyTensor | None,
+        every_token: bool,
+    ) -> dict[int, NextDrafts]:
+        ends = list(accumulate([row.num_tokens for row in rows])) if every_token else []
+        tasks: dict[int, DraftTask] = {}
+        found: dict[int, NextDrafts] = {}
+        for emitted in emitting:
+            row = rows[emitted.index]
+            if emitted.slot.failure or not emitted.samples:
+                continue
+            forced = _forced(row, emitted)
+            if forced:
+                found[emitted.index] = NextDrafts(forced, len(forced))
+            if row.num_next_drafts > len(forced):
+                state = None
+                if proposer.needs_hidden and hidden is not None:
+                    first = ends[emitted.index] - 1 - row.num_drafts if ends else emitted.first
+                    state = hidden[first + emitted.computed[-1]]
+                token_ids = self._known[row.slot].new_tokens()
+                tasks[emitted.index] = DraftTask(row.slot, row.num_next_drafts, token_ids, state)
+            elif self._reader is not None:
+                self._observe(proposer, row.slot)
+        drafts: Sequence[Drafts] = proposer.propose(list(tasks.values())) if tasks else ()
+        for index, proposed in zip(tasks, drafts, strict=True):
+            token_ids, parents = (
+                (proposed.token_ids, proposed.parents)
+                if isinstance(proposed, DraftTree)
+                else (proposed, ())
+            )
+            forced = found[index].token_ids if index in found else ()
+            if len(token_ids) <= len(forced):
+                continue
+            if not forced or (not parents and token_ids[: len(forced)] == forced):
+                found[index] = NextDrafts(token_ids, len(forced), parents)
+        return found
 
     def _switch_off(self) -> None:
         assert self._proposer is not None
         _LOGGER.exception("speculation is off: the proposer %s failed", self._proposer.name)
         self._proposer = self._reader = None
+        self._known.clear()
 
 
 def _computed(
@@ -172,46 +248,6 @@ def _rows_at(layer: AnyTensor, places: Sequence[int]) -> AnyTensor:
     if isinstance(layer, HostTensor):
         return HostTensor(layer.numpy()[list(places)], layer.dtype)
     return layer[list(places)]
-
-
-def _propose(
-    proposer: Proposer,
-    rows: Sequence[StepRow],
-    emitting: Sequence[EmittingRow],
-    hidden: AnyTensor | None,
-    every_token: bool,
-) -> dict[int, NextDrafts]:
-    ends = list(accumulate([row.num_tokens for row in rows])) if every_token else []
-    tasks: dict[int, DraftTask] = {}
-    found: dict[int, NextDrafts] = {}
-    for emitted in emitting:
-        row, token_ids = rows[emitted.index], tuple([one.token_id for one in emitted.samples])
-        if emitted.slot.failure or not token_ids:
-            continue
-        forced = _forced(row, emitted)
-        if forced:
-            found[emitted.index] = NextDrafts(forced, len(forced))
-        if row.num_next_drafts > len(forced):
-            state = None
-            if proposer.needs_hidden and hidden is not None:
-                first = ends[emitted.index] - 1 - row.num_drafts if ends else emitted.first
-                state = hidden[first + emitted.computed[-1]]
-            tasks[emitted.index] = DraftTask(row.slot, row.num_next_drafts, token_ids, state)
-        else:
-            proposer.observe(row.slot, token_ids)
-    drafts: Sequence[Drafts] = proposer.propose(list(tasks.values())) if tasks else ()
-    for index, proposed in zip(tasks, drafts, strict=True):
-        token_ids, parents = (
-            (proposed.token_ids, proposed.parents)
-            if isinstance(proposed, DraftTree)
-            else (proposed, ())
-        )
-        forced = found[index].token_ids if index in found else ()
-        if len(token_ids) <= len(forced):
-            continue
-        if not forced or (not parents and token_ids[: len(forced)] == forced):
-            found[index] = NextDrafts(token_ids, len(forced), parents)
-    return found
 
 
 def _forced(row: StepRow, emitted: EmittingRow) -> tuple[int, ...]:
