@@ -31,7 +31,11 @@ from quickstep.ops.native.backend import (
 from quickstep.ops.table import OpTable
 
 # (outputs, inputs): qkv, attention output, gate_up, down of Qwen2.5-0.5B and Llama-3.2-1B
-SHAPES = ((1152, 896), (896, 896), (9728, 896), (896, 4864), (16384, 2048), (2048, 8192))
+SHAPES = (
+    *((1152, 896), (896, 896), (9728, 896), (896, 4864)),  # Qwen2.5-0.5B
+    *((16384, 2048), (2048, 8192)),  # Llama-3.2-1B
+    *((37888, 3584), (3584, 18944)),  # Qwen2.5-7B
+)
 ROTATED_BYTES = 128 << 20  # above any cache
 PROBE_BYTES = 512 << 20
 PROBE_ROUNDS = 500_000

@@ -34,6 +34,7 @@ constexpr int64_t kTileRows = 16;
 constexpr int64_t kTileInputs = 64;
 constexpr int64_t kTileOutputs = 16;
 constexpr int64_t kMostRows = 2 * kTileRows;  // at a time
+constexpr int64_t kRowsQuantized = 4;  // by an item
 constexpr int64_t kChunkRows = 256;
 constexpr int64_t kItemPanels = 4;
 // Quants of a block and the scales of its groups, the smallest of which have a piece.
@@ -482,14 +483,14 @@ QS_INLINE int32_t quantize_row(const T* x, Range inputs, float inverse, int64_t 
   return reduce_add(total);
 }
 
-// The rows of a tile.
+// Some rows of a tile.
 template <typename T>
-void quantize_tile(const QuantizedLinearArgs& args, Range tile) {
+void quantize_rows_of_tile(const QuantizedLinearArgs& args, Range tile, Range of_tile) {
   const PackedQuantized& packed = *args.packed;
   const QuantizedRows& rows = args.rows;
   const int64_t shared = packed.shared_groups();
   const int64_t written = div_up(packed.k, W) * W;  // beyond it come zeros
-  for (int64_t row = 0; row < tile.size(); ++row) {
+  for (int64_t row = of_tile.begin; row < of_tile.end; ++row) {
     const T* x = static_cast<const T*>(args.x) + (tile.begin + row) * args.x_stride;
     int8_t* quants = rows.quants + tile.begin * rows.stride + row * kTileInputs;
     int32_t* factor = rows.factors + 2 * tile.begin * packed.num_groups + row;
@@ -510,12 +511,14 @@ void quantize_tile(const QuantizedLinearArgs& args, Range tile) {
 }
 
 void quantize_tiles(Pool* pool, const QuantizedLinearArgs& args) {
-  const int64_t num_tiles = div_up(args.num_tokens, kTileRows);
+  const int64_t num_items = div_up(args.num_tokens, kRowsQuantized);
   with_dtype(args.dtype, [&](auto type) {
     using T = decltype(type);
-    parallel_for(pool, num_tiles, [&](int64_t tile) {
-      const int64_t first = tile * kTileRows;
-      quantize_tile<T>(args, {first, min_of(args.num_tokens, first + kTileRows)});
+    parallel_for(pool, num_items, [&](int64_t item) {
+      const int64_t begin = item * kRowsQuantized, first = begin / kTileRows * kTileRows;
+      const Range tile = {first, min_of(args.num_tokens, first + kTileRows)};
+      const int64_t end = min_of(tile.end, begin + kRowsQuantized);
+      quantize_rows_of_tile<T>(args, tile, {begin - first, end - first});
     });
   });
 }

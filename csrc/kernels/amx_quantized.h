@@ -8,10 +8,10 @@ namespace qs::QS_LEVEL {
 
 #if defined(__AMX_INT8__)
 
-// From so many rows on tiles were as fast as the other kernels of the level: benchmarks/results/
+// From so many rows on tiles are at least as fast as the other kernels: benchmarks/results/
 // 2026-11-25-amx.md. Groups of less than a step of 64 inputs leave a part of each tile empty.
-constexpr int64_t kLeastTileRows = 64;
-constexpr int64_t kLeastPartTileRows = 128;
+constexpr int64_t kLeastTileRows = 20;
+constexpr int64_t kLeastPartTileRows = 32;
 
 // Inputs of a block: their quants in a panel, a byte each, are 64 KiB.
 constexpr int64_t kTileBlockInputs = 1024;

@@ -163,8 +163,8 @@ void quantize_tile(const QuantizedLinearArgs& args, Range tile) {
   const int64_t shared = packed.shared_groups();
   memset(quants + written * tile.size(), 0, (rows.stride - written) * tile.size());
   const T* x = static_cast<const T*>(args.x) + tile.begin * args.x_stride;
-  Scaling scalings[kQuantizedRows] = {};
-  int32_t sums[kQuantizedRows];
+  Scaling scalings[kDirectRows] = {};
+  int32_t sums[kDirectRows];
   for (int64_t group = 0; group < packed.num_groups; ++group) {
     const int64_t first = group * packed.group_size;
     const int64_t size = min_of(packed.group_size, packed.k - first);
@@ -180,7 +180,7 @@ void quantize_tile(const QuantizedLinearArgs& args, Range tile) {
       factor[row + tile.size()] = -(sums[row] << (packed.bits - 1));
     }
   }
-  if (rows.parts == nullptr) return;
+  if (rows.parts == nullptr || tile.size() > kPartRows) return;
   const int64_t num_parts = rows.stride / kSubBlockInputs;
   sum_parts(quants, num_parts, tile.size(), rows.parts + tile.begin * num_parts);
 }

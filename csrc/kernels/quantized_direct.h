@@ -3,7 +3,7 @@
 // those of the group; for more the quants are unpacked in registers. Many rows run the tile of 8
 // bits over unpacked quants (quantized_unpack.h). All of it is integers, so all give the same bits.
 //
-//   AVX-512   1 row x 4 panels, 2 rows x 2, 3 to 6 rows x 1
+//   AVX-512   1 row x 4 panels, 2 rows x 2, 3 to 6 rows x 1, 7 to 12 rows x half a panel
 //   others    a row to a tile's most x a part of a panel
 #pragma once
 
@@ -12,7 +12,10 @@
 
 namespace qs::QS_LEVEL {
 
-constexpr int kPartRows = 2;  // up to here sums of 16 inputs are multiplied, else quants
+// More rows have fewer outputs at once: no more sums, and quants are unpacked once for all rows.
+constexpr int direct_vectors(int rows) {
+  return rows > kQuantizedRows ? kTileVectors / 2 : kTileVectors;
+}
 
 constexpr int max_direct_panels(int rows) {
   return kPanelParts > 1 ? 1 : rows == 1 ? 4 : rows == 2 ? 2 : 1;
@@ -68,10 +71,11 @@ QS_INLINE void add_half(const QuantizedTileArgs& args, const DirectHalf& half,
 // so that a load of activations serves all vectors.
 template <int Half, int R, int S>
 QS_INLINE void unpack_half(const QuantizedTileArgs& args, const DirectHalf& half,
-                         vi (&sum)[R][S * kTileVectors]) {
+                         vi (&sum)[R][S * direct_vectors(R)]) {
   using D = Dot<8>;
-  constexpr int V = S * kTileVectors;
+  constexpr int V = S * direct_vectors(R);
   constexpr int64_t kVectorBytes = sizeof(vi);
+  constexpr int64_t kFetched = 2 * V / kTileVectors;  // lines a step
   const uint8_t* quants =
       half.w + kQuantizedPanel + args.part_outputs * kStepInputs + Half * 2 * kStepBytes;
   Unpacking unpack[V];
@@ -83,9 +87,11 @@ QS_INLINE void unpack_half(const QuantizedTileArgs& args, const DirectHalf& half
   for (int pair = 0; pair < 2; ++pair) {
 #pragma GCC unroll 2
     for (int step = 0; step < 2; ++step) {
-      const char* lines = half.fetch + (Half * 4 + pair * 2 + step) * 2 * kCacheLine;
-      __builtin_prefetch(lines, 0, 2);
-      __builtin_prefetch(lines + kCacheLine, 0, 2);
+      const char* lines = half.fetch + (Half * 4 + pair * 2 + step) * kFetched * kCacheLine;
+#pragma GCC unroll 2
+      for (int64_t line = 0; line < kFetched; ++line) {
+        __builtin_prefetch(lines + line * kCacheLine, 0, 2);
+      }
       asm volatile("" ::: "memory");  // or the compiler makes a burst of all fetches of a piece
       typename D::Quants held[V];
 #pragma GCC unroll 4
@@ -94,7 +100,7 @@ QS_INLINE void unpack_half(const QuantizedTileArgs& args, const DirectHalf& half
         held[v] = D::quants(step == 0 ? unpack[v].template unpack<0>(both)
                                      : unpack[v].template unpack<1>(both));
       }
-#pragma GCC unroll 8
+#pragma GCC unroll 16
       for (int r = 0; r < R; ++r) {
         const vi x = QuantizedTile<8, R, S>::activations(
             half.x + ((pair * 2 + step) * R + r) * kStepInputs);
@@ -107,7 +113,7 @@ QS_INLINE void unpack_half(const QuantizedTileArgs& args, const DirectHalf& half
 
 template <int Half, int R, int S>
 QS_INLINE void run_half(const QuantizedTileArgs& args, const DirectHalf& half,
-                        vi (&sum)[R][S * kTileVectors]) {
+                        vi (&sum)[R][S * direct_vectors(R)]) {
   if constexpr (R <= kPartRows) {
     add_half<Half, R, S>(args, half, sum);
   } else {
@@ -119,11 +125,11 @@ QS_INLINE void run_half(const QuantizedTileArgs& args, const DirectHalf& half,
 // As run_groups of 8 bits: c = fma(dot * x_scale, w_scale, c), groups in ascending order.
 template <int R, int S, typename Scale>
 void run_direct(const QuantizedTileArgs& call) {
-  constexpr int V = kTileVectors;
+  constexpr int V = direct_vectors(R);
   const QuantizedTileArgs args = call;  // a copy, which no store can change
   vf held[R][S * V] = {};
   if (!args.first) {
-#pragma GCC unroll 8
+#pragma GCC unroll 16
     for (int r = 0; r < R; ++r) {
 #pragma GCC unroll 16
       for (int v = 0; v < S * V; ++v) held[r][v] = load(at<float, S>(args, r, v));
@@ -136,7 +142,7 @@ void run_direct(const QuantizedTileArgs& call) {
   const char* fetch = args.fetch;
   for (int64_t group = 0; group < args.num_groups; ++group) {
     vi sum[R][S * V];
-#pragma GCC unroll 8
+#pragma GCC unroll 16
     for (int r = 0; r < R; ++r) {
       const vi start = R > kPartRows && Dot<8>::kOffset ? set1i(factors[R + r]) : vi{};
 #pragma GCC unroll 16
@@ -157,7 +163,7 @@ void run_direct(const QuantizedTileArgs& call) {
       const Scale* scales = reinterpret_cast<const Scale*>(w + v / V * args.panel_bytes) +
                             args.part_outputs + v % V * W;
       const vf scale = load(scales);
-#pragma GCC unroll 8
+#pragma GCC unroll 16
       for (int r = 0; r < R; ++r) {
         const vf dot = __builtin_convertvector(sum[r][v], vf);
         held[r][v] = fma(dot * bit_cast<vf>(set1i(factors[r])), scale, held[r][v]);
@@ -167,7 +173,7 @@ void run_direct(const QuantizedTileArgs& call) {
     factors += 2 * R;
     fetch += args.fetch_scales;
   }
-#pragma GCC unroll 8
+#pragma GCC unroll 16
   for (int r = 0; r < R; ++r) {
 #pragma GCC unroll 16
     for (int v = 0; v < S * V; ++v) store(at<float, S>(args, r, v), held[r][v]);
@@ -175,14 +181,14 @@ void run_direct(const QuantizedTileArgs& call) {
 }
 
 struct DirectTileTable {
-  QuantizedTileFn entries[2][kQuantizedRows][max_direct_panels(1)] = {};
+  QuantizedTileFn entries[2][kDirectRows][max_direct_panels(1)] = {};
   template <int R, int S>
   constexpr void fill() {
     entries[0][R - 1][S - 1] = run_direct<R, S, float>;
     entries[1][R - 1][S - 1] = run_direct<R, S, f16>;
     if constexpr (S < max_direct_panels(R)) {
       fill<R, S + 1>();
-    } else if constexpr (R < kQuantizedRows) {
+    } else if constexpr (R < kDirectRows) {
       fill<R + 1, 1>();
     }
   }

@@ -33,9 +33,8 @@ constexpr int64_t kBlockInputs = 1024;
 constexpr int64_t kAheadInputs = 512;
 constexpr int64_t kLongBlockInputs = 2048;
 constexpr int64_t kLongBlockTiles = 16;
-constexpr int64_t kPart = kTileVectors * W;  // outputs of a tile in one panel
 constexpr int64_t kSums = kChunkRows8 * kQuantizedPanel;
-static_assert(kQuantizedRows * max_quantized_panels(1) * kQuantizedPanel <= kSums);
+static_assert(kDirectRows * max_quantized_panels(1) * kQuantizedPanel <= kSums);
 // Quants of a block and the scales of its groups, the smallest of which have a piece.
 constexpr int64_t kUnpackedBytes =
     kQuantizedPanel * kLongBlockInputs + kLongBlockInputs / kPieceInputs * kQuantizedPanel * 4;
@@ -191,11 +190,15 @@ void run_sweep(const Problem& problem, const Sweep& sweep, int32_t* c) {
     const int64_t kept_rows = problem.num_blocks == 1 ? 0 : rows.begin - first_row;
     int32_t* sums = c + kept_rows * panels * kQuantizedPanel;
     if (last) fetch_outputs(problem, rows, sweep.panels);
-    for (int64_t p = 0; p < kPanelParts; ++p) {
-      args.part_outputs = p * kPart;
-      args.w = w + p * kPartBytes;
-      args.c = sums + p * kPart;  // both kinds of sums have 4 bytes
+    const int64_t num_parts =
+        kPanelParts * (problem.direct ? kTileVectors / direct_vectors(num_rows) : 1);
+    const int64_t outputs = kQuantizedPanel / num_parts;
+    for (int64_t p = 0; p < num_parts; ++p) {
+      args.part_outputs = p * outputs;
+      args.w = w + p * outputs * kStepInputs;
+      args.c = sums + p * outputs;  // both kinds of sums have 4 bytes
       set_fetch(problem, sweep, tile - sweep.tiles.begin, args);
+      if (num_parts > kPanelParts) args.fetch += p * kPieceBytes / num_parts;  // of each piece
       run(args);
     }
     if (!last) continue;
@@ -276,12 +279,13 @@ void quantized_linear(Pool* pool, const QuantizedLinearArgs& call) {
     quantized_linear_tiles(pool, args, stored);
     return;
   }
-  const int64_t max_rows = max_quantized_rows(packed, args.num_tokens);
-  const int64_t chunk_rows = packed.bits == 4 ? kChunkRows4 : kChunkRows8;
   Problem problem;
   problem.args = &args;
   problem.stored = &stored;
   problem.direct = stored.has_sub_scales && args.num_tokens < kUnpackedRows;
+  const int64_t max_rows =
+      problem.direct ? kDirectRows : max_quantized_rows(packed, args.num_tokens);
+  const int64_t chunk_rows = packed.bits == 4 ? kChunkRows4 : kChunkRows8;
   problem.num_tiles = div_up(args.num_tokens, max_rows);
   problem.num_chunks = div_up(problem.num_tiles, chunk_rows / max_rows);
   problem.threads = pool_size(pool);

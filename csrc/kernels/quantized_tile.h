@@ -17,6 +17,7 @@ namespace qs::QS_LEVEL {
 constexpr int kTileVectors = 4;
 constexpr int kPanelParts = kQuantizedPanel / (kTileVectors * W);
 constexpr int64_t kPartBytes = kStepBytes / kPanelParts;
+constexpr int kPartRows = 2;   // up to here sub-block scales multiply sums of 16 inputs, else quants
 constexpr int kManyRows = 24;  // from here on a tile of fewer rows pays
 #if defined(__AVX512F__)
 constexpr int kQuantizedRows = 6;
@@ -30,6 +31,12 @@ constexpr int kGroupRows8 = 6;
 constexpr int kQuantizedRows = 2;
 constexpr int kGroupRows4 = 2;
 constexpr int kGroupRows8 = 2;
+#endif
+
+#if defined(__AVX512F__)
+constexpr int kDirectRows = 12;  // of quants with sub-block scales that are read in place
+#else
+constexpr int kDirectRows = kQuantizedRows;
 #endif
 
 // Rows of a tile. For groups fewer: their fp32 sums stay in registers then, or most of them. On
