@@ -17,7 +17,7 @@ namespace qs::QS_LEVEL {
 constexpr int kTileVectors = 4;
 constexpr int kPanelParts = kQuantizedPanel / (kTileVectors * W);
 constexpr int64_t kPartBytes = kStepBytes / kPanelParts;
-constexpr int kPartRows = 2;   // up to here sub-block scales multiply sums of 16 inputs, else quants
+constexpr int kPartRows = 2;   // up to here sub-block scales multiply sums of inputs, else quants
 constexpr int kManyRows = 24;  // from here on a tile of fewer rows pays
 #if defined(__AVX512F__)
 constexpr int kQuantizedRows = 6;
