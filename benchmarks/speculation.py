@@ -5,12 +5,13 @@
 
 Engines with the same weights: one with the method `off`, and one for each of `--with`, which are
 methods or draft models (several at once as `demo-draft+demo-eagle`); `off` is the control, which
-shows the noise. Workloads are copies of the
-prompt, code, chat and random words, for each batch size and temperature. A round runs a batch of
-each on all engines, in turns, and rounds follow until `--seconds` are over. The outputs have to be
-equal. Printed are the tokens per second without speculation, and for each other engine the ratio to
-it (median and range), the tokens per step of a sequence, and how many of the drafts were accepted;
-at the end each engine's least median.
+shows the noise. Workloads are copies of the prompt, code, chat and random words, for each batch
+size and temperature. A batch size is how many sequences run at once: in a round each engine gets,
+in turns, a few times as many requests of various lengths, so that a sequence that ends early makes
+room for another one. Rounds follow until `--seconds` are over. The outputs have to be equal.
+Printed are the tokens per second without speculation, and for each other engine the ratio to it
+(median and range), the tokens per step of a sequence, and how many of the drafts were accepted; at
+the end each engine's least median, and the geometric mean of each batch size.
 """
 
 from __future__ import annotations
@@ -38,10 +39,11 @@ from quickstep.runtime.speculation.methods import method_of_tensors
 _KINDS = ("copy", "code", "chat", "random")
 _TEMPERATURES = (0.0, 0.8)
 _BASELINE = "baseline"
+_REQUESTS_PER_SEQUENCE = 3  # that runs at once
 
 
 class Workload(msgspec.Struct, frozen=True):
-    """Prompts of one kind, generated in batches of `batch` at one temperature."""
+    """Prompts of one kind at one temperature, `batch` of them at once."""
 
     name: str
     batch: int
@@ -92,19 +94,24 @@ class Prompts:
         return source[start : start + size]
 
 
-def run_batch(
+def run_round(
     engines: dict[str, LLM], workload: Workload, prompts: Prompts, number: int, num_tokens: int
 ) -> dict[str, tuple[float, list[RequestOutput]]]:
-    """Run batch `number` of the workload on all engines: tokens per second, and the outputs. No
-    prompt and no seed comes twice, because `suffix` finds drafts in recent outputs.
+    """Run round `number` of the workload on all engines: tokens per second, and the outputs. No
+    prompt and no seed comes twice, because `suffix` finds drafts in recent outputs. The outputs have
+    0.5 to 1.5 times `num_tokens` tokens.
 
     Raises AssertionError where the outputs differ.
     """
-    indices = range(number * workload.batch, (number + 1) * workload.batch)
+    num_requests = _REQUESTS_PER_SEQUENCE * workload.batch
+    indices = range(number * num_requests, (number + 1) * num_requests)
     texts = [prompts.of(workload.name, index) for index in indices]
     params = [
         SamplingParams(
-            temperature=workload.temperature, seed=index, max_tokens=num_tokens, ignore_eos=True
+            temperature=workload.temperature,
+            seed=index,
+            max_tokens=random.Random(index).randint(num_tokens // 2, num_tokens * 3 // 2),
+            ignore_eos=True,
         )
         for index in indices
     ]
@@ -124,7 +131,7 @@ def run_batch(
 def measure(
     engines: dict[str, LLM], workloads: Sequence[Workload], num_tokens: int, seconds: float
 ) -> dict[Workload, dict[str, Figures]]:
-    """Rounds of a batch of each workload, two at least and until `seconds` are over, each counted
+    """Rounds of all workloads, two at least and until `seconds` are over, each counted
     but for the first.
     """
     prompts = Prompts()
@@ -134,7 +141,7 @@ def measure(
         for workload in workloads:
             if number > 1 and time.perf_counter() > until:
                 return figures
-            results = run_batch(engines, workload, prompts, number, num_tokens)
+            results = run_round(engines, workload, prompts, number, num_tokens)
             for name, (rate, outputs) in results.items() if number else ():
                 figures[workload][name].add(rate, outputs)
     raise AssertionError("rounds end with the time")
@@ -151,19 +158,20 @@ def main() -> None:
     parser.add_argument("--with", nargs="+", default=["off", "auto"], dest="others", metavar="NAME")
     args = parser.parse_args()
     print(describe_machine())
-    options = {"quantization": args.quantization, "max_num_seqs": max(args.batches)}
-    workloads = [
-        Workload(kind, batch, temperature)
-        for batch in args.batches
-        for temperature in _TEMPERATURES
-        for kind in _KINDS
-    ]
-    with contextlib.ExitStack() as stack:
-        engines = {
-            name: stack.enter_context(LLM(args.model, speculative_config=config, **options))
-            for name, config in _configs(args.others).items()
-        }
-        _print_table(measure(engines, workloads, args.tokens, args.seconds))
+    measured: dict[Workload, dict[str, Figures]] = {}
+    for batch in args.batches:
+        workloads = [
+            Workload(kind, batch, temperature) for temperature in _TEMPERATURES for kind in _KINDS
+        ]
+        options = {"quantization": args.quantization, "max_num_seqs": batch}
+        with contextlib.ExitStack() as stack:
+            engines = {
+                name: stack.enter_context(LLM(args.model, speculative_config=config, **options))
+                for name, config in _configs(args.others).items()
+            }
+            seconds = args.seconds / len(args.batches)
+            measured |= measure(engines, workloads, args.tokens, seconds)
+    _print_table(measured)
 
 
 def _configs(others: Sequence[str]) -> dict[str, list[dict[str, str]]]:
@@ -191,6 +199,7 @@ def _print_table(measured: dict[Workload, dict[str, Figures]]) -> None:
     )
     print(f"{'ratio':>6}{'range':>14}{'tokens/step':>13}{'accepted':>9}")
     worst: dict[str, tuple[float, str]] = {}
+    ratios_of: dict[Workload, dict[str, float]] = {workload: {} for workload in measured}
     for workload, figures in measured.items():
         off = figures[_BASELINE]
         where = f"{workload.name:<10}{workload.batch:>6}{workload.temperature:>5.1f}"
@@ -198,7 +207,7 @@ def _print_table(measured: dict[Workload, dict[str, Figures]]) -> None:
             if name == _BASELINE:
                 continue
             ratios = [with_ / without for with_, without in zip(on.rates, off.rates, strict=True)]
-            ratio = statistics.median(ratios)
+            ratio = ratios_of[workload][name] = statistics.median(ratios)
             worst[name] = min(worst.get(name, (ratio, where)), (ratio, where))
             accepted = on.num_accepted / on.num_drafts if on.num_drafts else 0.0
             tokens_per_step = on.num_tokens / (on.num_tokens - on.num_accepted)
@@ -209,6 +218,10 @@ def _print_table(measured: dict[Workload, dict[str, Figures]]) -> None:
             )
     for name, (ratio, where) in worst.items():
         print(f"least median of {name}: {ratio:.3f} ({' '.join(where.split())})")
+        for batch in sorted({workload.batch for workload in measured}):
+            of_batch = [of[name] for workload, of in ratios_of.items() if workload.batch == batch]
+            mean = statistics.geometric_mean(of_batch)
+            print(f"  geometric mean of the medians at batch {batch}: {mean:.2f}")
 
 
 if __name__ == "__main__":

@@ -130,7 +130,9 @@ class _Comparison:
         with_drafts, without = self._trial, self._usual
         if not self.uses_drafts:
             with_drafts, without = without, with_drafts
-        if with_drafts.is_faster(without, _LEAST_SPEEDUP) is self.uses_drafts:  # the trial is better
+        if (
+            with_drafts.is_faster(without, _LEAST_SPEEDUP) is self.uses_drafts
+        ):  # the trial is better
             self._is_trial = False
             self._usual = self._trial
             self._num_left = self._num_usual = _USUAL_STEPS
