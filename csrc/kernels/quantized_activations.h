@@ -139,6 +139,20 @@ QS_INLINE void fetch_group(const T* x, int64_t x_stride, int64_t n, int64_t rows
 // -8 times the sums of 16 inputs' quants.
 inline void sum_parts(const int8_t* quants, int64_t num_parts, int64_t rows, int32_t* parts) {
   constexpr int64_t kSteps = kSubBlockInputs / kStepInputs;
+#if defined(__AVX512F__)
+  const auto lanes = static_cast<__mmask16>((1u << rows) - 1);
+  const auto ones = Dot<4>::quants(vquants{} + 1);
+  for (int64_t part = 0; part < num_parts; ++part) {
+    vi sum = {};
+#pragma GCC unroll 4
+    for (int64_t step = 0; step < kSteps; ++step) {
+      Dot<4>::add(sum, ones, bit_cast<vi>(_mm512_maskz_loadu_epi32(lanes, quants)));
+      quants += rows * kStepInputs;
+    }
+    _mm512_mask_storeu_epi32(parts, lanes, bit_cast<__m512i>(sum * -8));
+    parts += rows;
+  }
+#else
   for (int64_t part = 0; part < num_parts; ++part) {
     for (int64_t row = 0; row < rows; ++row) {
       const int8_t* first = quants + (part * kSteps * rows + row) * kStepInputs;
@@ -149,6 +163,7 @@ inline void sum_parts(const int8_t* quants, int64_t num_parts, int64_t rows, int
       *parts++ = -8 * sum;
     }
   }
+#endif
 }
 
 // Rows of a tile are interleaved, as the tile reads them: [steps][rows][4], [groups][2][rows].

@@ -1,9 +1,9 @@
-// The register tile of few rows for quants with sub-block scales, read in place. For one
-// or two rows every 16 inputs have integer sums of their own, which are multiplied and added to
-// those of the group; for more the quants are unpacked in registers. Many rows run the tile of 8
-// bits over unpacked quants (quantized_unpack.h). All of it is integers, so all give the same bits.
+// The register tile of few rows for quants with sub-block scales, read in place. For up to
+// kPartRows every 16 inputs have integer sums of their own, which are multiplied and added to those
+// of the group; for more the quants are unpacked in registers. Many rows run the tile of 8 bits over
+// unpacked quants (quantized_unpack.h). All of it is integers, so all give the same bits.
 //
-//   AVX-512   1 row x 4 panels, 2 rows x 2, 3 to 6 rows x 1, 7 to 12 rows x half a panel
+//   AVX-512   1 row x 4 panels, 2 or 3 rows x 2, 4 to 6 rows x 1, 7 to 12 rows x half a panel
 //   others    a row to a tile's most x a part of a panel
 #pragma once
 
@@ -18,7 +18,7 @@ constexpr int direct_vectors(int rows) {
 }
 
 constexpr int max_direct_panels(int rows) {
-  return kPanelParts > 1 ? 1 : rows == 1 ? 4 : rows == 2 ? 2 : 1;
+  return kPanelParts > 1 ? 1 : rows == 1 ? 4 : rows <= 3 ? 2 : 1;
 }
 
 // What a tile reads of one half of a piece: 16 inputs, two pairs of quants.
@@ -31,9 +31,9 @@ struct DirectHalf {
 
 template <int Half, int R, int S>
 QS_INLINE void add_half(const QuantizedTileArgs& args, const DirectHalf& half,
-                        vi (&sum)[R][S * kTileVectors]) {
+                        vi (&sum)[R][S * direct_vectors(R)]) {
   using D = Dot<4>;
-  constexpr int V = kTileVectors;
+  constexpr int V = direct_vectors(R);
   constexpr int kSteps = kSubBlockInputs / kStepInputs;
   const uint8_t* quants =
       half.w + kQuantizedPanel + args.part_outputs * kStepInputs + Half * 2 * kStepBytes;
@@ -53,8 +53,8 @@ QS_INLINE void add_half(const QuantizedTileArgs& args, const DirectHalf& half,
       held[2 * pair] = D::quants(step_quants<4, 0>(both));
       held[2 * pair + 1] = D::quants(step_quants<4, 1>(both));
     }
-    const vi sub_scale = part_sub_scales<Half>(sub_scales + panel + v % V * W);
-#pragma GCC unroll 8
+    const vi sub_scale = narrow(part_sub_scales<Half>(sub_scales + panel + v % V * W));
+#pragma GCC unroll 16
     for (int r = 0; r < R; ++r) {
       vi part = set1i(half.parts[r]);
 #pragma GCC unroll 4
@@ -62,7 +62,7 @@ QS_INLINE void add_half(const QuantizedTileArgs& args, const DirectHalf& half,
         D::add(part, held[step],
                QuantizedTile<8, R, S>::activations(half.x + (step * R + r) * kStepInputs));
       }
-      sum[r][v] += part * sub_scale;
+      add_narrow(sum[r][v], part, sub_scale);
     }
   }
 }

@@ -137,6 +137,28 @@ struct Dot {
 
 #endif
 
+// sum += value x factor, where both have 16 bits at most, as the sum of 16 products of 4 bits has.
+// `narrow` is applied to the factor before.
+#if defined(__AVX512VNNI__)
+QS_INLINE vi narrow(vi factor) { return factor & 0xffff; }  // the upper half multiplies a sign
+QS_INLINE void add_narrow(vi& sum, vi value, vi factor) {
+  asm("vpdpwssd %2, %1, %0" : "+v"(sum) : "v"(value), "v"(factor));
+}
+#elif defined(__AVX512F__)
+QS_INLINE vi narrow(vi factor) { return factor & 0xffff; }
+QS_INLINE void add_narrow(vi& sum, vi value, vi factor) {
+  sum += bit_cast<vi>(_mm512_madd_epi16(bit_cast<__m512i>(value), bit_cast<__m512i>(factor)));
+}
+#elif defined(__AVX2__)
+QS_INLINE vi narrow(vi factor) { return factor & 0xffff; }
+QS_INLINE void add_narrow(vi& sum, vi value, vi factor) {
+  sum += bit_cast<vi>(_mm256_madd_epi16(bit_cast<__m256i>(value), bit_cast<__m256i>(factor)));
+}
+#else
+QS_INLINE vi narrow(vi factor) { return factor; }
+QS_INLINE void add_narrow(vi& sum, vi value, vi factor) { sum += value * factor; }
+#endif
+
 // The quants' sum of activations out of its correction, negative; exact.
 template <int Bits>
 QS_INLINE vf negative_sum(int32_t correction) {

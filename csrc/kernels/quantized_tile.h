@@ -17,7 +17,6 @@ namespace qs::QS_LEVEL {
 constexpr int kTileVectors = 4;
 constexpr int kPanelParts = kQuantizedPanel / (kTileVectors * W);
 constexpr int64_t kPartBytes = kStepBytes / kPanelParts;
-constexpr int kPartRows = 2;   // up to here sub-block scales multiply sums of inputs, else quants
 constexpr int kManyRows = 24;  // from here on a tile of fewer rows pays
 #if defined(__AVX512F__)
 constexpr int kQuantizedRows = 6;
@@ -33,10 +32,14 @@ constexpr int kGroupRows4 = 2;
 constexpr int kGroupRows8 = 2;
 #endif
 
+// Of quants with sub-block scales that are read in place: rows of a tile, and up to how many the
+// scales multiply sums of 16 inputs instead of quants.
 #if defined(__AVX512F__)
-constexpr int kDirectRows = 12;  // of quants with sub-block scales that are read in place
+constexpr int kDirectRows = 12;
+constexpr int kPartRows = 6;
 #else
 constexpr int kDirectRows = kQuantizedRows;
+constexpr int kPartRows = 2;
 #endif
 
 // Rows of a tile. For groups fewer: their fp32 sums stay in registers then, or most of them. On
