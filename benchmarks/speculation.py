@@ -97,9 +97,9 @@ class Prompts:
 def run_round(
     engines: dict[str, LLM], workload: Workload, prompts: Prompts, number: int, num_tokens: int
 ) -> dict[str, tuple[float, list[RequestOutput]]]:
-    """Run round `number` of the workload on all engines: tokens per second, and the outputs. No
-    prompt and no seed comes twice, because `suffix` finds drafts in recent outputs. The outputs have
-    0.5 to 1.5 times `num_tokens` tokens.
+    """Run round `number` of the workload on all engines: tokens per second, and the outputs, which
+    have 0.5 to 1.5 times `num_tokens` tokens. No prompt and no seed comes twice, because `suffix`
+    finds drafts in recent outputs.
 
     Raises AssertionError where the outputs differ.
     """

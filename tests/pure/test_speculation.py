@@ -150,6 +150,22 @@ def test_comparisons_become_rare_and_a_change_is_noticed(with_drafts: float) -> 
     assert in_faster > 0.8 if changed > 1.0 else in_faster < 0.2
 
 
+def test_contexts_of_different_lengths_do_not_look_like_a_gain() -> None:
+    """Steps are longer with a longer context, which begins again every 200 steps; with drafts, all
+    of them take 1.1 times as long and generate no more.
+    """
+    machine = LinearCostModel(Coefficients(step_s=1e-3, kv_token_s=1e-5))
+    control = control_at(4, machine)
+    steps_with = 0
+    for number in range(4000):
+        num_kv_tokens = 4 * (number % 200)
+        load = StepLoad(4, 4, num_kv_tokens, num_kv_tokens, num_logits_rows=4)
+        uses = control.num_drafts(with_rate(0.9)) > 0
+        steps_with += uses
+        control.measured(load, 0, machine.seconds(load) * (1.1 if uses else 1.0), machine)
+    assert steps_with < 200
+
+
 def test_it_is_off_without_drafts() -> None:
     control = control_at(1, CHEAP, max_drafts=0)
     measured(control, 0.01)

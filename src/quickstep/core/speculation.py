@@ -47,15 +47,16 @@ _LEAST_RATE, _MOST_RATE = 0.02, 0.98
 _MARGIN = 1.2
 # Steps before the first trial, then before others, and of a trial. The first steps after a change
 # are not counted: their drafts were requested in the mode before. Where drafts take 1.2 times as
-# long, a trial ends after 5 steps: 1.5 % of 69 steps, and of 4,101 less than 0.1 %.
+# long, a trial ends after 5 steps: 1.5 % of 69 steps, and of 517 0.2 %.
 _FIRST_STEPS = 24
 _USUAL_STEPS = 64
-_MOST_STEPS = 4096
+_MOST_STEPS = 512
 _TRIAL_STEPS = 16
 _IGNORED_STEPS = 2
 _LEAST_COUNTED = 2
 _CLEAR_LOSS = 0.6
-_KEPT = 0.98
+_WATCHED_STEPS = 32  # after a change, before drafts can be found to have become worse
+_KEPT = 0.95
 _LEAST_SPEEDUP = 1.03  # drafts have to be faster by this much
 _PRICED_EVERY = 8  # steps
 _LEAST_S = 1e-9  # of a prediction
@@ -101,7 +102,8 @@ class _Comparison:
         self.uses_drafts = True
         self._is_trial = False
         self._usual = _Steps()  # in the better mode
-        self._trial = _Steps()  # in the other one, those of the last trial
+        self._trial = _Steps()
+        self._other = _Steps()  # the last ones that were compared with the better mode
         self._num_usual = _USUAL_STEPS  # before the next trial
         self._num_left = _FIRST_STEPS
         self._num_ignored = _IGNORED_STEPS
@@ -115,7 +117,7 @@ class _Comparison:
             (self._trial if self._is_trial else self._usual).add(tokens_per_row, relative_s)
         if self._is_trial and (self._num_left <= 0 or self._is_lost()):
             self._end_trial()
-        elif self._num_left <= 0:
+        elif not self._is_trial and (self._num_left <= 0 or self._has_become_worse()):
             self._trial = _Steps()
             self._switch(_TRIAL_STEPS)
 
@@ -126,17 +128,22 @@ class _Comparison:
             return False
         return self._usual.is_faster(self._trial, 1.0 + _CLEAR_LOSS / count)
 
+    def _has_become_worse(self) -> bool:
+        """Whether drafts, which were better, are slower than steps without drafts were."""
+        is_known = self._num_usual - self._num_left >= _WATCHED_STEPS and self._other.count > 0
+        return self.uses_drafts and is_known and self._other.is_faster(self._usual, 1.0)
+
     def _end_trial(self) -> None:
         with_drafts, without = self._trial, self._usual
         if not self.uses_drafts:
             with_drafts, without = without, with_drafts
-        if (
-            with_drafts.is_faster(without, _LEAST_SPEEDUP) is self.uses_drafts
-        ):  # the trial is better
+        is_better_with = with_drafts.is_faster(without, _LEAST_SPEEDUP)
+        if is_better_with is self.uses_drafts:  # the trial's mode
+            self._usual, self._other = self._trial, self._usual
             self._is_trial = False
-            self._usual = self._trial
             self._num_left = self._num_usual = _USUAL_STEPS
         else:
+            self._other = self._trial
             self._num_usual = min(_MOST_STEPS, 2 * self._num_usual)
             self._switch(self._num_usual)
 
