@@ -137,22 +137,18 @@ struct Dot {
 
 #endif
 
-// sum += value x factor, where both have 16 bits at most, as the sum of 16 products of 4 bits has.
-// `narrow` is applied to the factor before.
+// sum += value x factor, where both fit 16 bits, as the sum of 16 products of 4 bits does. `narrow`
+// is applied to the factor before: pairs of 16 bits are multiplied, and its upper half by a sign.
+#if defined(__AVX2__)
+QS_INLINE vi narrow(vi factor) { return factor & 0xffff; }
+QS_INLINE void add_narrow(vi& sum, vi value, vi factor) {
 #if defined(__AVX512VNNI__)
-QS_INLINE vi narrow(vi factor) { return factor & 0xffff; }  // the upper half multiplies a sign
-QS_INLINE void add_narrow(vi& sum, vi value, vi factor) {
   asm("vpdpwssd %2, %1, %0" : "+v"(sum) : "v"(value), "v"(factor));
-}
 #elif defined(__AVX512F__)
-QS_INLINE vi narrow(vi factor) { return factor & 0xffff; }
-QS_INLINE void add_narrow(vi& sum, vi value, vi factor) {
   sum += bit_cast<vi>(_mm512_madd_epi16(bit_cast<__m512i>(value), bit_cast<__m512i>(factor)));
-}
-#elif defined(__AVX2__)
-QS_INLINE vi narrow(vi factor) { return factor & 0xffff; }
-QS_INLINE void add_narrow(vi& sum, vi value, vi factor) {
+#else
   sum += bit_cast<vi>(_mm256_madd_epi16(bit_cast<__m256i>(value), bit_cast<__m256i>(factor)));
+#endif
 }
 #else
 QS_INLINE vi narrow(vi factor) { return factor; }

@@ -4,8 +4,8 @@ Owned by `runtime.runner`, on its thread. A proposer that raises is switched off
 never needed: the log has the cause once (`combined` drops one of several). Where a grammar or a
 thinking budget forces the next tokens, they are the drafts, whatever the proposer is.
 
-A step in which no row wants drafts costs nothing: the proposer gets a sequence's new tokens when
-drafts are wanted for it, and when it leaves. One that reads the hidden states of all tokens gets
+A step in which no row wants drafts does not call the proposer: it gets a sequence's new tokens when
+drafts are wanted for it, and when the sequence leaves. One that reads the hidden states of all tokens gets
 them at once, because both belong together.
 """
 
