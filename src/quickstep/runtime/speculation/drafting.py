@@ -5,8 +5,8 @@ never needed: the log has the cause once (`combined` drops one of several). Wher
 thinking budget forces the next tokens, they are the drafts, whatever the proposer is.
 
 A step in which no row wants drafts does not call the proposer: it gets a sequence's new tokens when
-drafts are wanted for it, and when the sequence leaves. One that reads the hidden states of all tokens gets
-them at once, because both belong together.
+drafts are wanted for it, and when the sequence leaves. One that reads the hidden states of all
+tokens gets them at once, because both belong together.
 """
 
 from __future__ import annotations
