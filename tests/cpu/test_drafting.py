@@ -13,7 +13,7 @@ from quickstep.types import Admission, Phase, SamplingParams, StepRow
 
 
 class Recording:
-    """Drafts the token 9, and keeps what it was told."""
+    """Drafts the token 9, and records its calls."""
 
     name = "recording"
     needs_hidden = False
@@ -76,7 +76,7 @@ def test_later_it_gets_all_tokens_once() -> None:
     assert world.proposer.calls[1:] == [("propose", 0, (3, 4, 5, 6)), ("propose", 0, (7,))]
 
 
-def test_a_sequence_that_leaves_tells_its_last_tokens() -> None:
+def test_the_last_tokens_of_a_released_sequence_are_observed() -> None:
     """Recent outputs are candidates for other sequences, also if nothing was drafted for them."""
     world = World()
     world.step((3,), 0)

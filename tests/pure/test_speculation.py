@@ -150,6 +150,14 @@ def test_comparisons_become_rare_and_a_change_is_noticed(with_drafts: float) -> 
     assert in_faster > 0.8 if changed > 1.0 else in_faster < 0.2
 
 
+@pytest.mark.parametrize("num_before", range(20_000, 20_500, 100))
+def test_drafts_that_become_slower_are_switched_off_soon(num_before: int) -> None:
+    """Also if the next trial would be due much later."""
+    control = control_at(1, CHEAP)
+    steps_with_drafts(control, num_before, 2.0)
+    assert steps_with_drafts(control, 300, 0.8) < 100
+
+
 def test_contexts_of_different_lengths_do_not_look_like_a_gain() -> None:
     """Steps are longer with a longer context, which begins again every 200 steps; with drafts, all
     of them take 1.1 times as long and generate no more.

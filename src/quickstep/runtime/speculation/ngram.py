@@ -78,23 +78,20 @@ class _Ngrams:
     def index(self, max_tokens: int) -> int:
         """Index up to `max_tokens` further tokens; returns how many."""
         tokens, ends, lengths = self.tokens, self._ends, self._lengths
-        max_n = lengths[-1]
         first = self._num_indexed + 1
         stop = max(first, min(len(tokens), first + max_tokens))
         for end in range(first, stop):
-            newest = tuple(tokens[max(0, end - max_n) : end])
             for n in lengths:
                 if n <= end:
-                    ends[newest[-n:]] = end
+                    ends[tuple(tokens[end - n : end])] = end
         self._num_indexed = stop - 1
         return stop - first
 
     def draft(self, num_drafts: int) -> tuple[int, ...]:
         """What followed the longest n-gram that was found; () if there is none."""
-        tokens, lengths = self.tokens, self._lengths
-        newest = tuple(tokens[-lengths[-1] :])
-        for n in reversed(lengths):
-            end = self._ends.get(newest[-n:]) if n < len(tokens) else None
+        tokens = self.tokens
+        for n in reversed(self._lengths):
+            end = self._ends.get(tuple(tokens[-n:])) if n < len(tokens) else None
             if end is not None:
                 period = len(tokens) - end
                 draft = list(tokens[end : end + num_drafts])
