@@ -17,6 +17,8 @@ constexpr int direct_vectors(int rows) {
   return rows > kQuantizedRows ? kTileVectors / 2 : kTileVectors;
 }
 
+static_assert(direct_vectors(kPartRows) == kTileVectors);
+
 constexpr int max_direct_panels(int rows) {
   return kPanelParts > 1 ? 1 : rows == 1 ? 4 : rows <= 3 ? 2 : 1;
 }
@@ -31,9 +33,9 @@ struct DirectHalf {
 
 template <int Half, int R, int S>
 QS_INLINE void add_half(const QuantizedTileArgs& args, const DirectHalf& half,
-                        vi (&sum)[R][S * direct_vectors(R)]) {
+                        vi (&sum)[R][S * kTileVectors]) {
   using D = Dot<4>;
-  constexpr int V = direct_vectors(R);
+  constexpr int V = kTileVectors;
   constexpr int kSteps = kSubBlockInputs / kStepInputs;
   const uint8_t* quants =
       half.w + kQuantizedPanel + args.part_outputs * kStepInputs + Half * 2 * kStepBytes;
@@ -54,7 +56,7 @@ QS_INLINE void add_half(const QuantizedTileArgs& args, const DirectHalf& half,
       held[2 * pair + 1] = D::quants(step_quants<4, 1>(both));
     }
     const vi sub_scale = narrow(part_sub_scales<Half>(sub_scales + panel + v % V * W));
-#pragma GCC unroll 16
+#pragma GCC unroll 8
     for (int r = 0; r < R; ++r) {
       vi part = set1i(half.parts[r]);
 #pragma GCC unroll 4
