@@ -12,7 +12,7 @@
 extern "C" {
 #endif
 
-#define QS_ABI_VERSION 10
+#define QS_ABI_VERSION 11
 #define QS_API __attribute__((visibility("default")))
 
 enum qs_status {
@@ -35,6 +35,7 @@ typedef struct qs_linear qs_linear;    // packed weights of one linear layer
 typedef struct qs_quantized qs_quantized;  // packed weights of 4 or 8 bits
 typedef struct qs_lora qs_lora;        // a LoRA adapter
 typedef struct qs_probe qs_probe;      // a buffer to measure reads with
+typedef struct qs_text qs_text;        // tokens, and where each pair of them occurs
 
 QS_API int qs_abi_version(void);
 
@@ -449,6 +450,38 @@ typedef struct qs_scores {
 
 // Scratch: qs_sample_scratch_bytes of as many rows.
 QS_API int qs_score_tokens(qs_context* context, const qs_scores* scores, void* scratch);
+
+// Drafts of suffix decoding (quickstep/runtime/speculation/suffix.py). A text is used by one thread
+// at a time.
+QS_API int qs_text_create(qs_text** out);
+QS_API void qs_text_destroy(qs_text* text);
+QS_API int64_t qs_text_size(const qs_text* text);  // its tokens
+QS_API int qs_text_append(qs_text* text, const int32_t* token_ids, int64_t num_tokens);
+// Appends the tokens of another text from `first` on.
+QS_API int qs_text_append_end(qs_text* text, const qs_text* other, int64_t first);
+
+enum qs_text_token { QS_TEXT_SEPARATOR = -1 };  // no draft goes beyond it
+
+typedef struct qs_suffix_task {
+  qs_text* own;               // the sequence; its new tokens are appended
+  qs_text* recent;            // outputs of others, or null
+  int64_t num_new;
+  int64_t num_drafts;         // most that are wanted
+} qs_suffix_task;
+
+typedef struct qs_suffix_call {
+  int64_t num_tasks;
+  const qs_suffix_task* tasks;
+  const int32_t* new_token_ids;  // of all tasks, one after the other
+  int64_t max_match;          // tokens of a match that are compared, at least 2
+  int64_t max_indexed;        // tokens that the call indexes, over all texts
+  double max_spec_factor;     // drafts per token of the match
+  double min_prob;            // least estimated probability of a draft
+  int64_t* num_found;         // [num_tasks], the results
+  int32_t* draft_ids;         // the found drafts of all tasks, one after the other
+} qs_suffix_call;
+
+QS_API int qs_suffix_propose(const qs_suffix_call* call);
 
 // Measuring the machine. The library reads no clock here: the caller times the calls.
 

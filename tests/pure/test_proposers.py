@@ -2,13 +2,21 @@
 
 from __future__ import annotations
 
+import random
+from collections.abc import Callable
 from itertools import pairwise
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from quickstep.config import ProposerConfig, SpeculationConfig, SpeculationMethod
 from quickstep.errors import ConfigError
+from quickstep.ops.native import suffix
+from quickstep.ops.native.backend import NativeStatus
+from quickstep.ops.native.suffix import SuffixDrafts
+from quickstep.runtime.speculation import methods
+from quickstep.runtime.speculation.methods import open_lookup_proposers
 from quickstep.runtime.speculation.ngram import NgramProposer
 from quickstep.runtime.speculation.proposer import DraftTask, Proposer
 from quickstep.runtime.speculation.static import StaticProposer
@@ -197,24 +205,75 @@ def test_a_preempted_sequence_is_added_once() -> None:
     assert draft_of(proposer, (1, 2), 1) == ()
 
 
+def recent_outputs(max_tokens: int) -> tuple[RecentOutputs, Callable[[int, int], None]]:
+    """Recent outputs, and what adds an output of so many tokens for a tenant with this number."""
+    new_text = SuffixDrafts(24, 1.0, 0.1, 100).text
+    recent = RecentOutputs(max_tokens, new_text)
+
+    def add(tenant: int, num_tokens: int) -> None:
+        output = new_text()
+        output.append((-7, *range(num_tokens)))  # the first token is of the prompt
+        recent.add((str(tenant), "", ""), output, 1)
+
+    return recent, add
+
+
 @given(st.lists(st.tuples(st.integers(0, 20), st.integers(0, 60)), max_size=60))
 def test_recent_outputs_stay_within_their_tokens(outputs: list[tuple[int, int]]) -> None:
-    recent = RecentOutputs(max_tokens=200)
+    recent, add = recent_outputs(200)
     for tenant, num_tokens in outputs:
-        recent.add((str(tenant), "", ""), range(num_tokens))
+        add(tenant, num_tokens)
         held = [recent.of((str(one), "", "")) for one in range(21)]
-        assert sum(len(text.tokens) for text in held if text) == recent.num_tokens <= 200
-        assert all(len(text.tokens) <= 25 for text in held if text)
+        assert sum(len(text) for text in held if text) == recent.num_tokens <= 200
+        assert all(len(text) <= 25 for text in held if text)
 
 
 def test_the_tenant_that_was_used_last_stays() -> None:
-    recent = RecentOutputs(max_tokens=80)
+    recent, add = recent_outputs(80)
     for tenant in range(8):
-        recent.add((str(tenant), "", ""), range(9))
+        add(tenant, 9)
     assert recent.of(("0", "", "")) is not None
-    recent.add(("8", "", ""), range(9))
+    add(8, 9)
     assert recent.of(("0", "", "")) is not None
     assert recent.of(("1", "", "")) is None
+
+
+def test_long_texts_are_found_again_after_they_have_grown() -> None:
+    """A prompt of more pairs than one table holds, searched for phrases all over it."""
+    rng = random.Random(5)
+    text = [rng.randrange(1000) for _ in range(20_000)]
+    proposer = SuffixProposer()
+    proposer.admit(0, admission(tuple(text)))
+    for start in range(100, 20_000, 1237):
+        phrase = text[start : start + 8]
+        [draft] = proposer.propose([DraftTask(0, 4, tuple(phrase))])
+        assert draft == tuple(text[start + 8 : start + 12])
+        text += phrase
+
+
+def test_a_call_drafts_for_each_of_many_sequences() -> None:
+    proposer = SuffixProposer()
+    for slot in range(40):
+        proposer.admit(slot, admission(tuple(range(slot, slot + 20))))
+    slots = [*range(39, -1, -1)]
+    tasks = [DraftTask(slot, 1 + slot % 4, (slot + 3, slot + 4, slot + 5)) for slot in slots]
+    drafts = proposer.propose(tasks)
+    assert drafts == [tuple(range(s + 6, s + 6 + min(3, 1 + s % 4))) for s in slots]
+    assert proposer.propose([]) == []
+
+
+def test_without_the_native_library_auto_looks_up_ngrams(monkeypatch: pytest.MonkeyPatch) -> None:
+    def open_names(method: SpeculationMethod) -> list[str]:
+        config = SpeculationConfig((ProposerConfig(method),))
+        return [one.name for one in open_lookup_proposers(config)]
+
+    assert open_names(SpeculationMethod.AUTO) == ["suffix"]
+    missing = NativeStatus(False, "", (), "there is no compiler", "")
+    monkeypatch.setattr(methods, "native_status", lambda: missing)
+    monkeypatch.setattr(suffix, "native_status", lambda: missing)
+    assert open_names(SpeculationMethod.AUTO) == ["ngram"]
+    with pytest.raises(ConfigError, match="native library: there is no compiler"):
+        open_names(SpeculationMethod.SUFFIX)
 
 
 def test_static_drafts_follow_the_reference_as_often_as_requested() -> None:

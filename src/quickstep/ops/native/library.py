@@ -44,13 +44,14 @@ __all__ = [
     "ScoresCall",
     "StepCall",
     "StepRowCall",
+    "SuffixCall",
     "library_path",
     "open_library",
     "raise_for_status",
 ]
 
 
-ABI_VERSION = 10
+ABI_VERSION = 11
 
 # qs_activation
 ACTIVATIONS: Mapping[str, int] = MappingProxyType(
@@ -325,6 +326,22 @@ class ScoresCall(ctypes.Structure):
     )
 
 
+class SuffixCall(ctypes.Structure):
+    """`qs_suffix_call`."""
+
+    _fields_ = (
+        ("num_tasks", c_int64),
+        ("tasks", c_void_p),
+        ("new_token_ids", c_void_p),
+        ("max_match", c_int64),
+        ("max_indexed", c_int64),
+        ("max_spec_factor", c_double),
+        ("min_prob", c_double),
+        ("num_found", c_void_p),
+        ("draft_ids", c_void_p),
+    )
+
+
 _P, _I, _L, _F, _D = c_void_p, c_int, c_int64, c_float, c_double
 
 # name -> (result, arguments), in the order of csrc/quickstep.h
@@ -379,6 +396,12 @@ _SIGNATURES: tuple[tuple[str, object, tuple[object, ...]], ...] = (
     ("qs_sample_scratch_bytes", _L, (_P, _L, _L)),
     ("qs_sample_rows", _I, (_P, _P, _L, _L, _P)),
     ("qs_score_tokens", _I, (_P, _P, _P)),
+    ("qs_text_create", _I, (POINTER(_P),)),
+    ("qs_text_destroy", None, (_P,)),
+    ("qs_text_size", _L, (_P,)),
+    ("qs_text_append", _I, (_P, _P, _L)),
+    ("qs_text_append_end", _I, (_P, _P, _L)),
+    ("qs_suffix_propose", _I, (POINTER(SuffixCall),)),
 )
 
 

@@ -8,6 +8,7 @@ import re
 from collections.abc import Iterable
 
 from quickstep.config import SpeculationConfig, SpeculationMethod
+from quickstep.ops.native.backend import native_status
 from quickstep.runtime.speculation.ngram import NgramProposer
 from quickstep.runtime.speculation.proposer import Proposer
 from quickstep.runtime.speculation.suffix import SuffixProposer
@@ -29,12 +30,17 @@ def method_of_tensors(names: Iterable[str]) -> SpeculationMethod:
 
 
 def open_lookup_proposers(config: SpeculationConfig) -> list[Proposer]:
-    """Those that need no model: `auto` has `suffix`. Raises ConfigError for a bad setting."""
+    """Those that need no model. `auto` has `suffix`, and `ngram` where the native library is
+    missing. Raises ConfigError for a bad setting.
+    """
     methods = {one.method for one in config.proposers}
+    if SpeculationMethod.AUTO in methods:
+        has_library = native_status().available
+        methods.add(SpeculationMethod.SUFFIX if has_library else SpeculationMethod.NGRAM)
     opened: list[Proposer] = []
     if SpeculationMethod.NGRAM in methods:
         opened.append(NgramProposer(config.prompt_lookup_min, config.prompt_lookup_max))
-    if methods & {SpeculationMethod.AUTO, SpeculationMethod.SUFFIX}:
+    if SpeculationMethod.SUFFIX in methods:
         opened.append(_suffix(config))
     return opened
 
