@@ -824,7 +824,8 @@ class Scheduler:
                 outputs.append(new)
         self._growth_reserve *= _RESERVE_DECAY
         assert self._accounted_s is not None, "a step was planned"
-        self._totals.add_step(result.seconds, now - self._accounted_s, charges)
+        since_s = self._accounted_s
+        self._totals.add_step(result.seconds, now - since_s, charges)
         self._accounted_s = now
         record = step_record(
             step,
@@ -839,7 +840,10 @@ class Scheduler:
         self._totals.num_drafts += record.num_drafts
         self._totals.num_accepted += record.num_accepted
         if record.num_decode_rows and self._may_draft(step):
-            elapsed_s = (now - step.planned_at_s) * (record.decode_s / max(result.seconds, 1e-9))
+            # With what follows a result, which drafts make longer, but without a pause.
+            if step.planned_at_s - since_s > result.seconds:
+                since_s = step.planned_at_s
+            elapsed_s = (now - since_s) * (record.decode_s / max(result.seconds, 1e-9))
             self._drafts.measured(
                 step.decode_load, record.num_accepted, elapsed_s, self._cost_model
             )

@@ -197,7 +197,7 @@ class DraftControl:
         self, decode: StepLoad, num_accepted: int, seconds: float, cost_model: CostModel
     ) -> None:
         """Learn from a step: the load of its decode rows, how many of their drafts were accepted,
-        and their part of the seconds from its plan to its result.
+        and their part of the seconds from the result of the step before to its own.
         """
         num_rows = decode.num_rows
         if not self.max_drafts or not num_rows:
