@@ -2,7 +2,7 @@
 // continuations of the longest repeated suffixes.
 //
 // runtime/speculation/suffix.py says what a draft is. A text is an array with a chain of the earlier
-// occurrences of each pair, as in LZ77, and a hash table of the newest ones: 16 to 24 bytes a token.
+// occurrences of each pair, as in LZ77, and a hash table of the newest ones: about 20 bytes a token.
 
 #include <cstdlib>
 #include <cstring>
@@ -36,7 +36,7 @@ struct qs_text {
   int64_t size = 0, capacity = 0;
   int64_t next_end = kPairLen;  // the first one that is not indexed yet
   int64_t num_cells = 0, num_pairs = 0;
-  uint64_t multiplier = 0;  // of the hash, odd; not known to who writes the prompts
+  uint64_t multiplier = 0;  // of the hash, odd; clients do not know it
 
   bool reserve(int64_t num_tokens);
   int64_t index(int64_t max_tokens);

@@ -11,9 +11,10 @@ from scheduler_world import PROMPT, CountingPool, Setup, World, ask, finish, pol
 from shadow_executor import Trouble
 
 from quickstep.config import PolicyName
-from quickstep.core.cost_model import LinearCostModel
+from quickstep.core.cost_model import CostModel, LinearCostModel, StepLoad
 from quickstep.core.scheduler import Scheduler
 from quickstep.core.sequence import Sequence, sequence_seed
+from quickstep.core.speculation import DraftControl
 from quickstep.core.step import setup_us
 from quickstep.errors import EngineError
 from quickstep.types import FinishReason, Grammar, Phase, StepResult
@@ -379,3 +380,32 @@ def test_a_set_up_above_the_limit_is_alone_in_its_step(monkeypatch: pytest.Monke
     world.add(ask("b"))
     finish(world)
     assert [len(plan.admitted) for plan in world.plans if plan.admitted] == [1, 1, 1, 1]
+
+
+# -- what is measured of drafts -------------------------------------------------------------------
+
+
+def test_the_time_of_a_step_with_drafts_is_from_result_to_result(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """It has what follows the result before, but no pause that is longer than the step."""
+    measured: list[float] = []
+
+    def keep(
+        self: DraftControl, decode: StepLoad, accepted: int, seconds: float, model: CostModel
+    ) -> None:
+        measured.append(seconds)
+
+    monkeypatch.setattr(DraftControl, "measured", keep)
+    world = World(Setup(max_drafts=2))
+    world.add(ask(max_tokens=20))
+    world.plan()
+    world.commit()
+    for pause, counted in ((0.0, 0.0), (0.5, 0.5), (20.0, 0.0)):  # in steps
+        step_s = world.records[-1].seconds
+        world.now += pause * step_s
+        world.plan()
+        world.commit()
+        seconds = world.records[-1].seconds
+        assert measured.pop() == pytest.approx(seconds + counted * step_s)
+    finish(world)

@@ -65,20 +65,20 @@ class SuffixDrafts:
 
     def propose(self, tasks: Sequence[SuffixTask]) -> list[tuple[int, ...]]:
         """A draft for each task, () where nothing repeats. Raises MemoryError."""
-        words: list[int] = []  # of `qs_suffix_task`
+        fields: list[int] = []  # of each `qs_suffix_task`
         new_token_ids: list[int] = []
         num_drafts = 0
         for task in tasks:
             recent = 0 if task.recent is None else task.recent.handle
-            words += (task.own.handle, recent, len(task.new_token_ids), task.num_drafts)
+            fields += (task.own.handle, recent, len(task.new_token_ids), task.num_drafts)
             new_token_ids += task.new_token_ids
             num_drafts += task.num_drafts
-        task_words, token_ids = array("q", words), array("i", new_token_ids)
+        task_array, token_ids = array("q", fields), array("i", new_token_ids)
         num_found = array("q", bytes(8 * len(tasks)))
         draft_ids = array("i", bytes(4 * num_drafts))
         call = self._call
         call.num_tasks = len(tasks)
-        call.tasks, _ = task_words.buffer_info()
+        call.tasks, _ = task_array.buffer_info()
         call.new_token_ids, _ = token_ids.buffer_info()
         call.num_found, _ = num_found.buffer_info()
         call.draft_ids, _ = draft_ids.buffer_info()
