@@ -50,29 +50,30 @@ def checked(
     num_drafts: int,
     num_accepted: int,
     num_forced: int = 0,
+    num_outputs: int = 0,
 ) -> None:
-    """Count a chain of drafts."""
+    """Count a chain of drafts after so many outputs."""
     accepted = range(1, num_accepted + 1)
-    control.checked(acceptance, draft_row(num_drafts), accepted, num_forced)
+    control.checked(acceptance, num_outputs, draft_row(num_drafts), accepted, num_forced)
 
 
 def test_more_drafts_pay_the_more_are_accepted() -> None:
     control = control_at(1, CHEAP)
-    counts = [control.num_drafts(with_rate(rate)) for rate in (0.02, 0.1, 0.3, 0.5, 0.9)]
+    counts = [control.num_drafts(with_rate(rate), 0) for rate in (0.02, 0.1, 0.3, 0.5, 0.9)]
     assert counts == sorted(counts)
     assert counts[0] <= 1
     assert counts[-1] == 8
 
 
 def test_fewer_drafts_pay_in_larger_batches() -> None:
-    counts = [control_at(rows, CHEAP).num_drafts(with_rate(0.5)) for rows in (1, 8, 64, 512)]
+    counts = [control_at(rows, CHEAP).num_drafts(with_rate(0.5), 0) for rows in (1, 8, 64, 512)]
     assert counts == sorted(counts, reverse=True)
     assert counts[0] > counts[-1] == 0
 
 
 def test_none_pays_where_computation_is_the_limit() -> None:
-    assert control_at(1, EXPENSIVE).num_drafts(with_rate(0.95)) == 0
-    assert control_at(16, EXPENSIVE).num_drafts(with_rate(0.95)) == 0
+    assert control_at(1, EXPENSIVE).num_drafts(with_rate(0.95), 0) == 0
+    assert control_at(16, EXPENSIVE).num_drafts(with_rate(0.95), 0) == 0
 
 
 def test_the_rate_follows_what_is_accepted() -> None:
@@ -94,10 +95,10 @@ def test_a_tree_is_as_large_as_its_later_drafts_are_accepted() -> None:
         control = control_at(1, CHEAP)
         acceptance = Acceptance()
         for _ in range(200):
-            control.checked(acceptance, draft_row(4, parents=(0, 0, 1, 2)), accepted)
+            control.checked(acceptance, 0, draft_row(4, parents=(0, 0, 1, 2)), accepted)
         assert acceptance.in_trees
         assert acceptance.num_accepted == 200 * len(accepted)
-        counts.append(control.num_drafts(acceptance))
+        counts.append(control.num_drafts(acceptance, 0))
     useless_first, useless_second, useless = counts
     assert useless_first == 0 < useless_second, "the first drafts are those that count"
     assert useless == 0
@@ -108,10 +109,11 @@ def test_a_sequence_without_drafts_tries_one_again(in_trees: bool) -> None:
     control = control_at(64, CHEAP)
     acceptance = Acceptance(rate=0.05, in_trees=in_trees)
     tried = 0
-    for _ in range(200):
-        num_drafts = control.num_drafts(acceptance)
+    for num_outputs in range(200):
+        num_drafts = control.num_drafts(acceptance, num_outputs)
         tried += num_drafts
-        checked(control, acceptance, num_drafts, 0)
+        if num_drafts:
+            checked(control, acceptance, num_drafts, 0, num_outputs=num_outputs)
     assert 0 < tried <= 200 / 40
 
 
@@ -121,7 +123,7 @@ def test_the_faster_mode_is_used_for_most_steps(with_drafts: float, is_used: boo
     control = control_at(1, CHEAP)
     steps_with = 0
     for _ in range(3000):
-        uses = control.num_drafts(with_rate(0.9)) > 0
+        uses = control.num_drafts(with_rate(0.9), 0) > 0
         steps_with += uses
         measured(control, 0.01 / with_drafts if uses else 0.01)
     part = steps_with / 3000
@@ -132,7 +134,7 @@ def steps_with_drafts(control: DraftControl, num_steps: int, with_drafts: float)
     """How many of so many steps use drafts, which make them so many times as fast."""
     count = 0
     for _ in range(num_steps):
-        uses = control.num_drafts(with_rate(0.9)) > 0
+        uses = control.num_drafts(with_rate(0.9), 0) > 0
         count += uses
         measured(control, 0.01 / with_drafts if uses else 0.01)
     return count
@@ -168,7 +170,7 @@ def test_contexts_of_different_lengths_do_not_look_like_a_gain() -> None:
     for number in range(4000):
         num_kv_tokens = 4 * (number % 200)
         load = StepLoad(4, 4, num_kv_tokens, num_kv_tokens, num_logits_rows=4)
-        uses = control.num_drafts(with_rate(0.9)) > 0
+        uses = control.num_drafts(with_rate(0.9), 0) > 0
         steps_with += uses
         control.measured(load, 0, machine.seconds(load) * (1.1 if uses else 1.0), machine)
     assert steps_with < 200
@@ -177,7 +179,7 @@ def test_contexts_of_different_lengths_do_not_look_like_a_gain() -> None:
 def test_it_is_off_without_drafts() -> None:
     control = control_at(1, CHEAP, max_drafts=0)
     measured(control, 0.01)
-    assert control.num_drafts(with_rate(0.9)) == 0
+    assert control.num_drafts(with_rate(0.9), 0) == 0
 
 
 @pytest.mark.parametrize(
@@ -262,7 +264,7 @@ def test_a_flag_given_several_times_is_a_list() -> None:
 def test_forced_drafts_pay_where_guesses_do_not_and_teach_nothing_about_them() -> None:
     control = control_at(8, LinearCostModel(Coefficients(step_s=5e-3, token_s=1e-3)))
     acceptance = with_rate(0.1)
-    assert control.num_drafts(acceptance) <= 1
+    assert control.num_drafts(acceptance, 0) <= 1
     assert control.num_forced() == 8
     checked(control, acceptance, 6, 6, num_forced=6)
     assert (acceptance.num_drafts, acceptance.num_accepted, acceptance.rate) == (6, 6, 0.1)

@@ -445,7 +445,7 @@ class Scheduler:
         num_forced = min(sequence.num_forced_drafts, self._drafts.num_forced())
         num_left = sequence.output_limit - sequence.num_outputs - 1
         return min(
-            max(num_forced, self._drafts.num_drafts(sequence.acceptance)),
+            max(num_forced, self._drafts.num_drafts(sequence.acceptance, sequence.num_outputs)),
             num_left,
             most,
             self._batch.num_drafts_that_fit(sequence),
@@ -460,7 +460,8 @@ class Scheduler:
             return 0, 0
         num_known = sequence.num_outputs + 1  # after that row, at least
         num_left = max(0, sequence.output_limit - num_known - 1)
-        num_drafts = min(self._drafts.num_drafts(sequence.acceptance), num_left)
+        num_drafts = self._drafts.num_drafts(sequence.acceptance, sequence.num_outputs)
+        num_drafts = min(num_drafts, num_left)
         if request.sampling.grammar is None and request.sampling.thinking_budget is None:
             return num_drafts, 0
         return num_drafts, min(self._drafts.num_forced(), num_left)
@@ -469,7 +470,7 @@ class Scheduler:
         """Whether the step says anything about the gain of drafts."""
         if not self._drafts.max_drafts:
             return False
-        return any([entry.sequence.request.speculation for entry in step.rows])
+        return any(entry.sequence.request.speculation for entry in step.rows)
 
     def _place_over_share(
         self, draft: StepDraft, sequences: list[Sequence], budget: int, now: float
@@ -975,7 +976,7 @@ class Scheduler:
         residency.pending -= entry.row.emits
         if entry.row.emits and not sequence.num_outputs:
             self._count_first_token(sequence, now)
-        if entry.row.emits and self._drafts.max_drafts:
+        if entry.row.num_drafts or entry.row.requests_drafts:
             self._check_drafts(entry, output)
         max_outputs = self._limits.max_outputs(sequence.prompt_len)
         new, reason = sequence.receive(entry.row, output, now, max_outputs)
@@ -998,15 +999,16 @@ class Scheduler:
     def _check_drafts(self, entry: FlightRow, output: RowOutput) -> None:
         """Take the positions of rejected drafts back: the next row overwrites their KV."""
         num_drafts, num_accepted = entry.row.num_drafts, len(output.token_ids) - 1
-        if num_drafts or entry.row.requests_drafts:
-            entry.residency.awaits_drafts = False
+        sequence, residency = entry.sequence, entry.residency
+        residency.awaits_drafts = False
         if not num_drafts:
-            entry.sequence.acceptance.num_tokens_without += 1
             return
-        entry.residency.planned -= num_drafts - num_accepted
-        num_forced = min(num_drafts, entry.sequence.num_forced_drafts)
+        residency.planned -= num_drafts - num_accepted
+        num_forced = min(num_drafts, sequence.num_forced_drafts)
         accepted = output.accepted_drafts or range(1, num_accepted + 1)
-        self._drafts.checked(entry.sequence.acceptance, entry.row, accepted, num_forced)
+        self._drafts.checked(
+            sequence.acceptance, sequence.num_outputs, entry.row, accepted, num_forced
+        )
 
     def _finish(
         self,

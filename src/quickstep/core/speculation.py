@@ -67,14 +67,15 @@ _RETRY_AFTER = 48
 class Acceptance(msgspec.Struct):
     """The drafts of one sequence. `rate` is the probability p that a draft is accepted, in a tree
     that one of those after the same token is; None before its first drafts. `num_outcomes`: drafts
-    that it is known from. `in_trees`: its last drafts were a tree.
+    that it is known from. `num_outputs`: of the sequence, when it last had drafts. `in_trees`: they
+    were a tree.
     """
 
     rate: float | None = None
     num_outcomes: int = 0
     num_drafts: int = 0
     num_accepted: int = 0
-    num_tokens_without: int = 0  # generated since it last had a draft
+    num_outputs: int = 0
     in_trees: bool = False
 
 
@@ -211,8 +212,8 @@ class DraftControl:
         comparison.measured(1.0 + num_accepted / num_rows, relative_s)
         self._uses_drafts = comparison.uses_drafts
 
-    def num_drafts(self, acceptance: Acceptance) -> int:
-        """How many drafts pay for a sequence now."""
+    def num_drafts(self, acceptance: Acceptance, num_outputs: int) -> int:
+        """How many drafts pay for a sequence that has so many outputs."""
         if not self._uses_drafts:
             return 0
         rate = self._first_rate if acceptance.rate is None else acceptance.rate
@@ -225,7 +226,7 @@ class DraftControl:
             count = sum(1 for _ in takewhile(lambda of_draft: of_draft > least, self._tree_rates))
         elif threshold < rate:
             count = int(math.log(threshold) / math.log(rate))
-        if not count and threshold < 1.0 and acceptance.num_tokens_without >= _RETRY_AFTER:
+        if not count and threshold < 1.0 and num_outputs - acceptance.num_outputs >= _RETRY_AFTER:
             count = 1
         return min(self.max_drafts, count)
 
@@ -234,17 +235,21 @@ class DraftControl:
         return self.max_drafts if self._uses_drafts and _MARGIN * self._price < 1.0 else 0
 
     def checked(
-        self, acceptance: Acceptance, row: StepRow, accepted: Sequence[int], num_forced: int = 0
+        self,
+        acceptance: Acceptance,
+        num_outputs: int,
+        row: StepRow,
+        accepted: Sequence[int],
+        num_forced: int = 0,
     ) -> None:
-        """Learn from a row with drafts, of which those with the numbers `accepted` were accepted,
-        from 1 on. The first `num_forced` drafts say nothing about the others.
+        """Learn from a row with drafts after `num_outputs` outputs; those with the numbers `accepted`
+        were accepted, from 1 on. The first `num_forced` drafts say nothing about the others.
         """
         acceptance.num_drafts += row.num_drafts
         acceptance.num_accepted += len(accepted)
         if row.num_drafts <= num_forced:
-            acceptance.num_tokens_without += 1
             return
-        acceptance.num_tokens_without = 0
+        acceptance.num_outputs = num_outputs
         acceptance.in_trees = bool(row.parents)
         if row.parents:
             for index in range(num_forced, row.num_drafts):
