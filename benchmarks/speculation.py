@@ -1,7 +1,8 @@
 """What speculation gains and loses: the same requests with and without it, in turns.
 
     python -m benchmarks.speculation [--model demo] [--quantization int8] [--batches 1 4 16 64]
-                                     [--seconds 240] [--tokens 128] [--with off auto demo-eagle ...]
+                                     [--temperatures 0 0.8] [--seconds 240] [--tokens 128]
+                                     [--with off auto demo-eagle ...]
 
 Engines with the same weights: one with the method `off`, and one for each of `--with`, which are
 methods or draft models (several at once as `demo-draft+demo-eagle`); `off` is the control, which
@@ -11,7 +12,8 @@ in turns, a few times as many requests of various lengths, so that a sequence th
 room for another one. Rounds follow until `--seconds` are over. The outputs have to be equal.
 Printed are the tokens per second without speculation, and for each other engine the ratio to it
 (median and range), the tokens per step of a sequence, and how many of the drafts were accepted; at
-the end each engine's least median, and the geometric mean of each batch size.
+the end each engine's least median, and for each batch size and temperature the geometric mean of
+all ratios with its standard error, which says whether a difference to the control is one.
 """
 
 from __future__ import annotations
@@ -20,6 +22,7 @@ import argparse
 import contextlib
 import inspect
 import itertools
+import math
 import random
 import statistics
 import textwrap
@@ -37,7 +40,6 @@ from quickstep.model.checkpoint.weights import open_checkpoint_files
 from quickstep.runtime.speculation.methods import method_of_tensors
 
 _KINDS = ("copy", "code", "chat", "random")
-_TEMPERATURES = (0.0, 0.8)
 _BASELINE = "baseline"
 _REQUESTS_PER_SEQUENCE = 3  # that runs at once
 
@@ -153,6 +155,7 @@ def main() -> None:
     parser.add_argument("--model", default="demo")
     parser.add_argument("--quantization")
     parser.add_argument("--batches", type=int, nargs="+", default=[1, 4, 16, 64])
+    parser.add_argument("--temperatures", type=float, nargs="+", default=[0.0, 0.8])
     parser.add_argument("--seconds", type=float, default=240.0)
     parser.add_argument("--tokens", type=int, default=128)
     parser.add_argument("--with", nargs="+", default=["off", "auto"], dest="others", metavar="NAME")
@@ -161,7 +164,9 @@ def main() -> None:
     measured: dict[Workload, dict[str, Figures]] = {}
     for batch in args.batches:
         workloads = [
-            Workload(kind, batch, temperature) for temperature in _TEMPERATURES for kind in _KINDS
+            Workload(kind, batch, temperature)
+            for temperature in args.temperatures
+            for kind in _KINDS
         ]
         options = {"quantization": args.quantization, "max_num_seqs": batch}
         with contextlib.ExitStack() as stack:
@@ -199,7 +204,7 @@ def _print_table(measured: dict[Workload, dict[str, Figures]]) -> None:
     )
     print(f"{'ratio':>6}{'range':>14}{'tokens/step':>13}{'accepted':>9}")
     worst: dict[str, tuple[float, str]] = {}
-    ratios_of: dict[Workload, dict[str, float]] = {workload: {} for workload in measured}
+    ratios_of: dict[tuple[str, int, float], list[float]] = {}
     for workload, figures in measured.items():
         off = figures[_BASELINE]
         where = f"{workload.name:<10}{workload.batch:>6}{workload.temperature:>5.1f}"
@@ -207,7 +212,9 @@ def _print_table(measured: dict[Workload, dict[str, Figures]]) -> None:
             if name == _BASELINE:
                 continue
             ratios = [with_ / without for with_, without in zip(on.rates, off.rates, strict=True)]
-            ratio = ratios_of[workload][name] = statistics.median(ratios)
+            ratio = statistics.median(ratios)
+            of_batch = ratios_of.setdefault((name, workload.batch, workload.temperature), [])
+            of_batch.extend(ratios)
             worst[name] = min(worst.get(name, (ratio, where)), (ratio, where))
             accepted = on.num_accepted / on.num_drafts if on.num_drafts else 0.0
             tokens_per_step = on.num_tokens / (on.num_tokens - on.num_accepted)
@@ -218,10 +225,19 @@ def _print_table(measured: dict[Workload, dict[str, Figures]]) -> None:
             )
     for name, (ratio, where) in worst.items():
         print(f"least median of {name}: {ratio:.3f} ({' '.join(where.split())})")
-        for batch in sorted({workload.batch for workload in measured}):
-            of_batch = [of[name] for workload, of in ratios_of.items() if workload.batch == batch]
-            mean = statistics.geometric_mean(of_batch)
-            print(f"  geometric mean of the medians at batch {batch}: {mean:.2f}")
+        for (other, batch, temperature), ratios in ratios_of.items():
+            if other == name:
+                mean, error = _mean_and_error(ratios)
+                print(f"  batch {batch}, T {temperature}: mean {mean:.3f} +- {error:.3f}")
+
+
+def _mean_and_error(ratios: Sequence[float]) -> tuple[float, float]:
+    """The geometric mean and its standard error; infinite for a single ratio."""
+    mean = statistics.geometric_mean(ratios)
+    if len(ratios) < 2:
+        return mean, math.inf
+    deviation = statistics.stdev([math.log(ratio) for ratio in ratios])
+    return mean, mean * deviation / math.sqrt(len(ratios))
 
 
 if __name__ == "__main__":
