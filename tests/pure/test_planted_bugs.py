@@ -237,7 +237,7 @@ _BUGS = {
     ),
     "rejected-drafts-stay-computed": (
         "scheduler",
-        "        entry.residency.planned -= num_drafts - num_accepted\n",
+        "        residency.planned -= num_drafts - num_accepted\n",
         "",
     ),
     "drafts-are-cached": (
@@ -258,8 +258,8 @@ _BUGS = {
     ),
     "continued-by-an-older-commit": (
         "scheduler",
-        "        if num_drafts or entry.row.requests_drafts:\n            entry",
-        "        entry",
+        "        if entry.row.num_drafts or entry.row.requests_drafts:\n",
+        "        if entry.row.emits:\n",
     ),
     "trees-become-chains": (
         "sequence",
