@@ -242,8 +242,8 @@ class DraftControl:
         accepted: Sequence[int],
         num_forced: int = 0,
     ) -> None:
-        """Learn from a row with drafts after `num_outputs` outputs; those with the numbers `accepted`
-        were accepted, from 1 on. The first `num_forced` drafts say nothing about the others.
+        """Learn from a row with drafts after `num_outputs` outputs, of which those with the numbers
+        `accepted` were accepted, from 1 on. The first `num_forced` say nothing about the others.
         """
         acceptance.num_drafts += row.num_drafts
         acceptance.num_accepted += len(accepted)
