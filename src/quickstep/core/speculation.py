@@ -67,15 +67,15 @@ _RETRY_AFTER = 48
 class Acceptance(msgspec.Struct):
     """The drafts of one sequence. `rate` is the probability p that a draft is accepted, in a tree
     that one of those after the same token is; None before its first drafts. `num_outcomes`: drafts
-    that it is known from. `num_outputs`: of the sequence, when it last had drafts. `in_trees`: they
-    were a tree.
+    that it is known from. `drafted_at`: how many outputs the sequence had when its last drafts were
+    checked. `in_trees`: they were a tree.
     """
 
     rate: float | None = None
     num_outcomes: int = 0
     num_drafts: int = 0
     num_accepted: int = 0
-    num_outputs: int = 0
+    drafted_at: int = 0
     in_trees: bool = False
 
 
@@ -226,7 +226,7 @@ class DraftControl:
             count = sum(1 for _ in takewhile(lambda of_draft: of_draft > least, self._tree_rates))
         elif threshold < rate:
             count = int(math.log(threshold) / math.log(rate))
-        if not count and threshold < 1.0 and num_outputs - acceptance.num_outputs >= _RETRY_AFTER:
+        if not count and threshold < 1.0 and num_outputs - acceptance.drafted_at >= _RETRY_AFTER:
             count = 1
         return min(self.max_drafts, count)
 
@@ -249,7 +249,7 @@ class DraftControl:
         acceptance.num_accepted += len(accepted)
         if row.num_drafts <= num_forced:
             return
-        acceptance.num_outputs = num_outputs
+        acceptance.drafted_at = num_outputs
         acceptance.in_trees = bool(row.parents)
         if row.parents:
             for index in range(num_forced, row.num_drafts):
