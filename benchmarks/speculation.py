@@ -9,7 +9,8 @@ methods or draft models (several at once as `demo-draft+demo-eagle`); `off` is t
 shows the noise. Workloads are copies of the prompt, code, chat and random words, for each batch
 size and temperature. A batch size is how many sequences run at once: in a round each engine gets,
 in turns, a few times as many requests of various lengths, so that a sequence that ends early makes
-room for another one. Rounds follow until `--seconds` are over. The outputs have to be equal.
+room for another one. Rounds follow until `--seconds` are over, each in another order of the
+engines. The outputs have to be equal.
 Printed are the tokens per second without speculation, and for each other engine the ratio to it
 (median and range), the tokens per step of a sequence, and how many of the drafts were accepted; at
 the end each engine's least median, and for each batch size and temperature the geometric mean of
@@ -20,6 +21,7 @@ from __future__ import annotations
 
 import argparse
 import contextlib
+import gc
 import inspect
 import itertools
 import math
@@ -27,7 +29,7 @@ import random
 import statistics
 import textwrap
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 
 import msgspec
 
@@ -119,7 +121,7 @@ def run_round(
     ]
     results = {}
     expected: list[list[int]] | None = None
-    for name in list(engines) if number % 2 else list(reversed(engines)):
+    for name in _order(list(engines), number):
         began = time.perf_counter()
         outputs = engines[name].generate(list(texts), params, use_tqdm=False)
         seconds = time.perf_counter() - began
@@ -128,6 +130,28 @@ def run_round(
         assert tokens == expected, f"{workload.name}: {name} generated other tokens"
         results[name] = sum(map(len, tokens)) / seconds, outputs
     return results
+
+
+def _order(names: Sequence[str], number: int) -> list[str]:
+    """In which order the engines of round `number` run: each one is in each place equally often,
+    and after each other one.
+    """
+    start = number % len(names)
+    order = [*names[start:], *names[:start]]
+    return order[::-1] if number // len(names) % 2 else order
+
+
+@contextlib.contextmanager
+def _without_full_collections() -> Iterator[None]:
+    """The garbage collector does not look at the objects that exist now, as in `quickstep serve`.
+    Else some runs would pass through all imported modules and all engines for 50 to 100 ms.
+    """
+    gc.collect()
+    gc.freeze()
+    try:
+        yield
+    finally:
+        gc.unfreeze()
 
 
 def measure(
@@ -174,6 +198,7 @@ def main() -> None:
                 name: stack.enter_context(LLM(args.model, speculative_config=config, **options))
                 for name, config in _configs(args.others).items()
             }
+            stack.enter_context(_without_full_collections())
             seconds = args.seconds / len(args.batches)
             measured |= measure(engines, workloads, args.tokens, seconds)
     _print_table(measured)
