@@ -80,7 +80,7 @@ _MODULES = (
     "policies",
     "scheduler",
 )
-_MAX_LIVES = 400
+_MAX_LIVES = 800
 
 # name -> (module, text, replacement)
 _BUGS = {
@@ -292,7 +292,7 @@ _HARMLESS_TO_TOKENS = frozenset({"victims-without-need", "allocation-evicts-firs
 # it does not any more, all others are tried as well.
 _FIRST_SEEDS = {
     "adapter-evicted-in-flight": 65,
-    "continued-by-an-older-commit": 349,
+    "continued-by-an-older-commit": 646,
     "paused-prompt-continues": 182,
     "planned-row-preempted": 76,
     "readers-of-failed-kv-continue": 194,

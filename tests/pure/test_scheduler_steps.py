@@ -14,7 +14,7 @@ from quickstep.config import PolicyName
 from quickstep.core.cost_model import CostModel, LinearCostModel, StepLoad
 from quickstep.core.scheduler import Scheduler
 from quickstep.core.sequence import Sequence, sequence_seed
-from quickstep.core.speculation import DraftControl
+from quickstep.core.speculation import DraftControl, DraftMode
 from quickstep.core.step import setup_us
 from quickstep.errors import EngineError
 from quickstep.types import FinishReason, Grammar, Phase, StepResult
@@ -392,7 +392,12 @@ def test_the_time_of_a_step_with_drafts_is_from_result_to_result(
     measured: list[float] = []
 
     def keep(
-        self: DraftControl, decode: StepLoad, accepted: int, seconds: float, model: CostModel
+        self: DraftControl,
+        mode: DraftMode,
+        decode: StepLoad,
+        accepted: int,
+        seconds: float,
+        model: CostModel,
     ) -> None:
         measured.append(seconds)
 

@@ -11,7 +11,7 @@ from quickstep.core.block_pool import KVBlockPool
 from quickstep.core.cost_model import Coefficients, LinearCostModel, StepLoad
 from quickstep.core.policies import make_policy
 from quickstep.core.scheduler import Scheduler
-from quickstep.core.speculation import Acceptance, DraftControl
+from quickstep.core.speculation import Acceptance, DraftControl, DraftMode
 from quickstep.errors import ConfigError
 from quickstep.sim.simulate import Arrival, simulate
 from quickstep.types import Grammar, Phase, Request, SamplingParams, StepRow
@@ -27,9 +27,21 @@ def control_at(num_rows: int, cost_model: LinearCostModel, max_drafts: int = 8) 
     return control
 
 
-def measured(control: DraftControl, seconds: float) -> None:
-    """Count a step of one row that generated one token."""
-    control.measured(StepLoad(1, 1, 100, 100, num_logits_rows=1), 0, seconds, CHEAP)
+def planned(control: DraftControl, load: StepLoad) -> DraftMode | None:
+    control.begin_step(load.num_rows)
+    return control.planned(load, CHEAP)
+
+
+def run_step(control: DraftControl, with_drafts: float, num_rows: int = 1) -> bool:
+    """A step of so many rows, each of which generates a token, in 10 ms; with drafts it is so many
+    times as fast. Returns whether it uses drafts.
+    """
+    load = StepLoad(num_rows, num_rows, 100 * num_rows, 100 * num_rows, num_logits_rows=num_rows)
+    mode = planned(control, load)
+    uses = control.uses_drafts
+    if mode is not None:
+        control.measured(mode, load, 0, 0.01 / with_drafts if uses else 0.01, CHEAP)
+    return uses
 
 
 def with_rate(rate: float) -> Acceptance:
@@ -123,21 +135,14 @@ def test_the_faster_mode_is_used_for_most_steps(with_drafts: float, is_used: boo
     control = control_at(1, CHEAP)
     steps_with = 0
     for _ in range(3000):
-        uses = control.num_drafts(with_rate(0.9), 0) > 0
-        steps_with += uses
-        measured(control, 0.01 / with_drafts if uses else 0.01)
+        steps_with += run_step(control, with_drafts)
     part = steps_with / 3000
     assert part > 0.9 if is_used else part < 0.1
 
 
 def steps_with_drafts(control: DraftControl, num_steps: int, with_drafts: float) -> int:
     """How many of so many steps use drafts, which make them so many times as fast."""
-    count = 0
-    for _ in range(num_steps):
-        uses = control.num_drafts(with_rate(0.9), 0) > 0
-        count += uses
-        measured(control, 0.01 / with_drafts if uses else 0.01)
-    return count
+    return sum(run_step(control, with_drafts) for _ in range(num_steps))
 
 
 @pytest.mark.parametrize("with_drafts", [2.0, 0.8])
@@ -170,15 +175,45 @@ def test_contexts_of_different_lengths_do_not_look_like_a_gain() -> None:
     for number in range(4000):
         num_kv_tokens = 4 * (number % 200)
         load = StepLoad(4, 4, num_kv_tokens, num_kv_tokens, num_logits_rows=4)
-        uses = control.num_drafts(with_rate(0.9), 0) > 0
+        mode = planned(control, load)
+        uses = control.uses_drafts
         steps_with += uses
-        control.measured(load, 0, machine.seconds(load) * (1.1 if uses else 1.0), machine)
+        if mode is not None:
+            seconds = machine.seconds(load) * (1.1 if uses else 1.0)
+            control.measured(mode, load, 0, seconds, machine)
     assert steps_with < 200
+
+
+def test_a_step_counts_for_the_mode_in_which_it_was_planned() -> None:
+    """One batch gains by drafts and a smaller one loses by them; steps of both take turns."""
+    control = control_at(64, CHEAP)
+    used = {64: 0, 32: 0}
+    for _ in range(4000):
+        for num_rows, with_drafts in ((64, 1.5), (32, 0.7)):
+            for _ in range(3):
+                used[num_rows] += run_step(control, with_drafts, num_rows)
+    assert used[64] > 0.9 * 12_000
+    assert used[32] < 0.1 * 12_000
+
+
+def test_steps_of_a_batch_in_which_a_sequence_is_replaced_are_alike() -> None:
+    """64 sequences run, of which one computes its prompt in every second step; drafts do not pay.
+    Then a batch of half that size begins in the mode of the larger one.
+    """
+    control = control_at(64, CHEAP)
+    for number in range(4000):
+        run_step(control, 0.9, 64 - number % 2)
+    used = sum(run_step(control, 0.9, 64 - number % 2) for number in range(500))
+    assert used < 20
+    control.begin_step(63)
+    uses = control.uses_drafts
+    control.begin_step(32)
+    assert control.uses_drafts is uses
 
 
 def test_it_is_off_without_drafts() -> None:
     control = control_at(1, CHEAP, max_drafts=0)
-    measured(control, 0.01)
+    assert not run_step(control, 2.0)
     assert control.num_drafts(with_rate(0.9), 0) == 0
 
 

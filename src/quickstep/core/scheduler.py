@@ -378,6 +378,9 @@ class Scheduler:
             return None
         if self._adapters is not None and self._waiting.parked_adapters:
             self._order_loads(self._adapters, now)
+        if self._drafts.max_drafts:
+            most = min(self._waiting.num_active, self._config.max_num_seqs)
+            self._drafts.begin_step(self._batch.num_active or most)
         draft = StepDraft(self._config.max_num_batched_tokens)
         if not self._config.use_kv_cache:
             self._recompute_decodes(draft, now)
@@ -465,12 +468,6 @@ class Scheduler:
         if request.sampling.grammar is None and request.sampling.thinking_budget is None:
             return num_drafts, 0
         return num_drafts, min(self._drafts.num_forced(), num_left)
-
-    def _may_draft(self, step: InFlightStep) -> bool:
-        """Whether the step says anything about the gain of drafts."""
-        if not self._drafts.max_drafts:
-            return False
-        return any(entry.sequence.request.speculation for entry in step.rows)
 
     def _place_over_share(
         self, draft: StepDraft, sequences: list[Sequence], budget: int, now: float
@@ -622,10 +619,11 @@ class Scheduler:
 
     def _issue(self, draft: StepDraft, now: float) -> StepPlan:
         predicted_s = self._cost_model.seconds(draft.decode_load + draft.prefill_load)
-        step = draft.issue(self._next_step_id, self._batch.take_released_slots(), now, predicted_s)
+        draft_mode = self._drafts.planned(draft.decode_load, self._cost_model)
+        released = self._batch.take_released_slots()
+        step = draft.issue(self._next_step_id, released, now, predicted_s, draft_mode)
         self._next_step_id += 1
         self._in_flight.append(step)
-        self._drafts.planned(draft.decode_load, self._cost_model)
         if self._accounted_s is None:
             self._accounted_s = now
         return step.plan
@@ -840,15 +838,22 @@ class Scheduler:
         )
         self._totals.num_drafts += record.num_drafts
         self._totals.num_accepted += record.num_accepted
-        if record.num_decode_rows and self._may_draft(step):
-            # With what follows a result, which drafts make longer, but without a pause.
-            if step.planned_at_s - since_s > result.seconds:
-                since_s = step.planned_at_s
-            elapsed_s = (now - since_s) * (record.decode_s / max(result.seconds, 1e-9))
-            self._drafts.measured(
-                step.decode_load, record.num_accepted, elapsed_s, self._cost_model
-            )
+        self._learn_from_drafts(step, record, since_s, now)
         return StepOutcome(tuple(outputs), record)
+
+    def _learn_from_drafts(
+        self, step: InFlightStep, record: StepRecord, since_s: float, now: float
+    ) -> None:
+        """Measure what drafts gain, by a step whose result followed the one at `since_s`."""
+        mode = step.draft_mode
+        if mode is None or not any(one.sequence.request.speculation for one in step.rows):
+            return
+        # With what follows a result, which drafts make longer, but without a pause.
+        if step.planned_at_s - since_s > record.seconds:
+            since_s = step.planned_at_s
+        elapsed_s = (now - since_s) * (record.decode_s / max(record.seconds, 1e-9))
+        load, num_accepted = step.decode_load, record.num_accepted
+        self._drafts.measured(mode, load, num_accepted, elapsed_s, self._cost_model)
 
     def decode_stretch(self, now: float, until_s: float, machine: CostModel) -> DecodeSteps:
         """Plan and commit steps of grouped rows only, one after the other, in one go.

@@ -16,9 +16,9 @@ model's. With many rows, or where the machine is limited by computation, the pri
 nothing is drafted.
 
 What the price leaves out (proposing, sampling a row's tokens one after the other) is measured: for
-each number of rows, most steps run in the better of two modes, with and without drafts, and a few
-in the other one, to compare the tokens per second of both. The more often a comparison has had the
-same result, the rarer is the next one, so that it costs nearly nothing.
+each size of the batch, most steps run in the better of two modes, with and without drafts, and a
+few in the other one, to compare the tokens per second of both. The more often a comparison has had
+the same result, the rarer is the next one, so that it costs nearly nothing.
 
 Owned by `core.scheduler`. Time comes in as an argument; the tokens do not depend on any of it.
 """
@@ -34,7 +34,7 @@ import msgspec
 from quickstep.core.cost_model import CostModel, StepLoad
 from quickstep.types import StepRow
 
-__all__ = ["Acceptance", "DraftControl"]
+__all__ = ["Acceptance", "DraftControl", "DraftMode"]
 
 # A sequence's rate is an average over its drafts, of which the rate that it began with counts as so
 # many; later an exponential one.
@@ -45,14 +45,14 @@ _FIRST_RATE = 0.6
 _LEAST_RATE, _MOST_RATE = 0.02, 0.98
 # A draft has to gain this much more than it costs, because both are estimates.
 _MARGIN = 1.2
-# Steps before the first trial, then before others, and of a trial. The first steps after a change
-# are not counted: their drafts were requested in the mode before. Where drafts take 1.2 times as
-# long, a trial ends after 5 steps: 1.5 % of 69 steps, and of 517 0.2 %.
+# Steps before the first trial, then before others, and of a trial. The first step with drafts after
+# a change is not counted: proposers learn of all that was generated without them. Where drafts take
+# 1.2 times as long, a trial ends after 5 steps: 1.5 % of 69 steps, and of 517 0.2 %.
 _FIRST_STEPS = 24
 _USUAL_STEPS = 64
 _MOST_STEPS = 512
 _TRIAL_STEPS = 16
-_IGNORED_STEPS = 2
+_IGNORED_STEPS = 1
 _LEAST_COUNTED = 2
 _CLEAR_LOSS = 0.6
 _WATCHED_STEPS = 32  # after a change, before drafts can be found to have become worse
@@ -79,6 +79,22 @@ class Acceptance(msgspec.Struct):
     in_trees: bool = False
 
 
+class DraftMode(msgspec.Struct, frozen=True):
+    """How a step was planned: the class of its batch (see `_size_class`), and whether its rows
+    could have drafts.
+    """
+
+    size_class: int
+    uses_drafts: bool
+
+
+def _size_class(num_sequences: int) -> int:
+    """Batches of more than half of a power of two and up to it are alike, so that a batch of 64
+    remains one while a sequence that has ended is replaced.
+    """
+    return max(0, num_sequences - 1).bit_length()
+
+
 class _Steps(msgspec.Struct):
     """Steps in one mode: tokens per row, and relative seconds; older ones count less."""
 
@@ -97,10 +113,10 @@ class _Steps(msgspec.Struct):
 
 
 class _Comparison:
-    """The two modes of steps with about the same number of rows, and which one runs now."""
+    """The two modes of steps with batches of about the same size, and which one runs now."""
 
-    def __init__(self) -> None:
-        self.uses_drafts = True
+    def __init__(self, uses_drafts: bool) -> None:
+        self.uses_drafts = uses_drafts
         self._is_trial = False
         self._usual = _Steps()  # in the better mode
         self._trial = _Steps()
@@ -161,8 +177,10 @@ class DraftControl:
 
     def __init__(self, max_drafts: int) -> None:
         self.max_drafts = max_drafts
-        self._comparisons: dict[int, _Comparison] = {}  # by the bit length of the number of rows
+        self._comparisons: dict[int, _Comparison] = {}  # by the class of the batch
+        self._size_class = 0
         self._uses_drafts = max_drafts > 0
+        self._used_drafts = self._uses_drafts  # in the step before
         self._num_planned = 0
         self._priced_rows = 0
         self._first_rate = _FIRST_RATE
@@ -175,10 +193,32 @@ class DraftControl:
         """Whether the rows of the next step may get drafts at all."""
         return self._uses_drafts
 
-    def planned(self, decode: StepLoad, cost_model: CostModel) -> None:
-        """Set the price of a draft for the next step, which has about these decode rows."""
-        if not self._uses_drafts or not decode.num_rows:
+    def begin_step(self, num_sequences: int) -> None:
+        """Choose the mode of the step that is planned next, with about this many sequences. In a
+        batch of a new size it is the one before.
+        """
+        if not self.max_drafts:
             return
+        self._size_class = _size_class(num_sequences)
+        comparison = self._comparisons.get(self._size_class)
+        if comparison is None:
+            comparison = self._comparisons[self._size_class] = _Comparison(self._uses_drafts)
+        self._uses_drafts = comparison.uses_drafts
+
+    def planned(self, decode: StepLoad, cost_model: CostModel) -> DraftMode | None:
+        """A step with these decode rows has been planned: set the price of a draft for the next
+        one. Returns what `measured` needs; None where the step says nothing about its mode, because
+        its drafts were requested by a step in the other mode.
+        """
+        if not self.max_drafts:
+            return None
+        if self._uses_drafts and decode.num_rows:
+            self._set_price(decode, cost_model)
+        is_changed = self._used_drafts is not self._uses_drafts
+        self._used_drafts = self._uses_drafts
+        return None if is_changed else DraftMode(self._size_class, self._uses_drafts)
+
+    def _set_price(self, decode: StepLoad, cost_model: CostModel) -> None:
         self._num_planned += 1
         if decode.num_rows == self._priced_rows and self._num_planned % _PRICED_EVERY:
             return  # the price hardly changes, and it takes two predictions
@@ -195,22 +235,27 @@ class DraftControl:
         self._price = draft_s * num_rows / step_s if step_s > 0.0 else 1.0
 
     def measured(
-        self, decode: StepLoad, num_accepted: int, seconds: float, cost_model: CostModel
+        self,
+        mode: DraftMode,
+        decode: StepLoad,
+        num_accepted: int,
+        seconds: float,
+        cost_model: CostModel,
     ) -> None:
-        """Learn from a step: the load of its decode rows, how many of their drafts were accepted,
-        and their part of the seconds from the result of the step before to its own.
+        """Learn from a step: how it was planned, the load of its decode rows, how many of their
+        drafts were accepted, and their part of the seconds from the result of the step before to
+        its own.
         """
         num_rows = decode.num_rows
-        if not self.max_drafts or not num_rows:
+        comparison = self._comparisons[mode.size_class]
+        if not num_rows or comparison.uses_drafts is not mode.uses_drafts:  # has changed since
             return
         num_kv_tokens = decode.num_kv_tokens - (decode.num_tokens - num_rows)
         without_drafts = StepLoad(
             num_rows, num_rows, num_kv_tokens, num_kv_tokens, num_logits_rows=num_rows
         )
         relative_s = seconds / max(cost_model.usual_seconds(without_drafts), _LEAST_S)
-        comparison = self._comparisons.setdefault(num_rows.bit_length(), _Comparison())
         comparison.measured(1.0 + num_accepted / num_rows, relative_s)
-        self._uses_drafts = comparison.uses_drafts
 
     def num_drafts(self, acceptance: Acceptance, num_outputs: int) -> int:
         """How many drafts pay for a sequence that has so many outputs."""

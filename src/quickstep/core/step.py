@@ -12,6 +12,7 @@ import msgspec
 
 from quickstep.core.cost_model import StepLoad
 from quickstep.core.sequence import Residency, Sequence
+from quickstep.core.speculation import DraftMode
 from quickstep.types import Admission, Phase, RowFailure, StepPlan, StepResult, StepRow
 
 __all__ = [
@@ -55,7 +56,9 @@ class FlightRow(msgspec.Struct, frozen=True, gc=False):
 
 
 class InFlightStep(msgspec.Struct, frozen=True):
-    """A plan that was submitted and is not committed yet, with the load of each phase."""
+    """A plan that was submitted and is not committed yet, with the load of each phase.
+    `draft_mode`: what its time says about the gain of drafts; None for nothing.
+    """
 
     plan: StepPlan
     rows: tuple[FlightRow, ...]
@@ -64,6 +67,7 @@ class InFlightStep(msgspec.Struct, frozen=True):
     planned_at_s: float
     predicted_s: float
     num_preemptions: int
+    draft_mode: DraftMode | None = None
 
     @property
     def load(self) -> StepLoad:
@@ -146,7 +150,12 @@ class StepDraft(msgspec.Struct):
         return sequence.sequence_id in self._with_row
 
     def issue(
-        self, step_id: int, released: tuple[int, ...], now: float, predicted_s: float
+        self,
+        step_id: int,
+        released: tuple[int, ...],
+        now: float,
+        predicted_s: float,
+        draft_mode: DraftMode | None = None,
     ) -> InFlightStep:
         """The finished step: decode rows first."""
         entries = (*self.decode, *self.prefill)
@@ -160,7 +169,9 @@ class StepDraft(msgspec.Struct):
             self.grouped_load.num_kv_tokens,
         )
         loads = self.decode_load, self.prefill_load
-        return InFlightStep(plan, entries, *loads, now, predicted_s, self.num_preemptions)
+        return InFlightStep(
+            plan, entries, *loads, now, predicted_s, self.num_preemptions, draft_mode
+        )
 
 
 def all_failed(step: InFlightStep, reason: str) -> RowFailures:
