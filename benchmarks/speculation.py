@@ -9,12 +9,12 @@ methods or draft models (several at once as `demo-draft+demo-eagle`); `off` is t
 shows the noise. Workloads are copies of the prompt, code, chat and random words, for each batch
 size and temperature. A batch size is how many sequences run at once: in a round each engine gets,
 in turns, a few times as many requests of various lengths, so that a sequence that ends early makes
-room for another one. Rounds follow until `--seconds` are over, each in another order of the
-engines. The outputs have to be equal.
-Printed are the tokens per second without speculation, and for each other engine the ratio to it
-(median and range), the tokens per step of a sequence, and how many of the drafts were accepted; at
-the end each engine's least median, and for each batch size and temperature the geometric mean of
-all ratios with its standard error, which says whether a difference to the control is one.
+room for another one. Rounds follow until `--seconds` are over, with the engines in changing orders.
+The outputs have to be equal. Printed are the tokens per second without speculation, and for each
+other engine the ratio to it (median and range), the tokens per step of a sequence, and how many of
+the drafts were accepted; at the end each engine's least median, and for each batch size and
+temperature the geometric mean of all ratios with its standard error, which says whether a
+difference to the control is one.
 """
 
 from __future__ import annotations
@@ -133,8 +133,8 @@ def run_round(
 
 
 def _order(names: Sequence[str], number: int) -> list[str]:
-    """In which order the engines of round `number` run: each one is in each place equally often,
-    and after each other one.
+    """In which order the engines of round `number` run: all rotations of the names, then of the
+    names backwards, so that each one is in each place equally often.
     """
     start = number % len(names)
     order = [*names[start:], *names[:start]]
@@ -144,7 +144,7 @@ def _order(names: Sequence[str], number: int) -> list[str]:
 @contextlib.contextmanager
 def _without_full_collections() -> Iterator[None]:
     """The garbage collector does not look at the objects that exist now, as in `quickstep serve`.
-    Else some runs would pass through all imported modules and all engines for 50 to 100 ms.
+    Else some runs would pass through all imported modules and all engines for 50 to 130 ms.
     """
     gc.collect()
     gc.freeze()

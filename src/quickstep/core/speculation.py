@@ -197,8 +197,6 @@ class DraftControl:
         """Choose the mode of the step that is planned next, with about this many sequences. In a
         batch of a new size it is the one before.
         """
-        if not self.max_drafts:
-            return
         self._size_class = _size_class(num_sequences)
         comparison = self._comparisons.get(self._size_class)
         if comparison is None:
