@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import msgspec
 import pytest
 
 from quickstep.cli.flags.engine import add_engine_flags, engine_config
@@ -20,9 +21,12 @@ from quickstep.types import Grammar, Phase, Request, SamplingParams, StepRow
 CHEAP = LinearCostModel(Coefficients(step_s=9.9e-3, token_s=1e-4))
 EXPENSIVE = LinearCostModel(Coefficients(step_s=0.0, token_s=1e-2))
 
+FULL = StepLoad(64, 64, 6400, 6400, num_logits_rows=64)
+
 
 def control_at(num_rows: int, cost_model: LinearCostModel, max_drafts: int = 8) -> DraftControl:
     control = DraftControl(max_drafts)
+    control.begin_step(num_rows)
     control.planned(StepLoad(num_rows, num_rows, 100 * num_rows, 100 * num_rows), cost_model)
     return control
 
@@ -45,7 +49,8 @@ def run_step(control: DraftControl, with_drafts: float, num_rows: int = 1) -> bo
 
 
 def with_rate(rate: float) -> Acceptance:
-    return Acceptance(rate=rate)
+    """So many drafts that those of others hardly count."""
+    return Acceptance(num_compared=1e6, num_right=1e6 * rate)
 
 
 def draft_row(num_drafts: int, parents: tuple[int, ...] = ()) -> StepRow:
@@ -62,30 +67,29 @@ def checked(
     num_drafts: int,
     num_accepted: int,
     num_forced: int = 0,
-    num_outputs: int = 0,
 ) -> None:
-    """Count a chain of drafts after so many outputs."""
+    """Count a chain of drafts."""
     accepted = range(1, num_accepted + 1)
-    control.checked(acceptance, num_outputs, draft_row(num_drafts), accepted, num_forced)
+    control.checked(acceptance, draft_row(num_drafts), accepted, num_forced)
 
 
 def test_more_drafts_pay_the_more_are_accepted() -> None:
     control = control_at(1, CHEAP)
-    counts = [control.num_drafts(with_rate(rate), 0) for rate in (0.02, 0.1, 0.3, 0.5, 0.9)]
+    counts = [control.num_drafts(with_rate(rate)) for rate in (0.02, 0.1, 0.3, 0.5, 0.9)]
     assert counts == sorted(counts)
     assert counts[0] <= 1
     assert counts[-1] == 8
 
 
 def test_fewer_drafts_pay_in_larger_batches() -> None:
-    counts = [control_at(rows, CHEAP).num_drafts(with_rate(0.5), 0) for rows in (1, 8, 64, 512)]
+    counts = [control_at(rows, CHEAP).num_drafts(with_rate(0.5)) for rows in (1, 8, 64, 512)]
     assert counts == sorted(counts, reverse=True)
     assert counts[0] > counts[-1] == 0
 
 
 def test_none_pays_where_computation_is_the_limit() -> None:
-    assert control_at(1, EXPENSIVE).num_drafts(with_rate(0.95), 0) == 0
-    assert control_at(16, EXPENSIVE).num_drafts(with_rate(0.95), 0) == 0
+    assert control_at(1, EXPENSIVE).num_drafts(with_rate(0.95)) == 0
+    assert control_at(16, EXPENSIVE).num_drafts(with_rate(0.95)) == 0
 
 
 def test_the_rate_follows_what_is_accepted() -> None:
@@ -94,8 +98,8 @@ def test_the_rate_follows_what_is_accepted() -> None:
     for _ in range(30):
         checked(control, good, 4, 4)
         checked(control, bad, 4, 0)
-    assert good.rate is not None and bad.rate is not None
-    assert good.rate > 0.9 > 0.1 > bad.rate
+    assert control.num_drafts(good) == 8
+    assert control.num_drafts(bad) < 4
     assert (good.num_drafts, good.num_accepted) == (120, 120)
     assert (bad.num_drafts, bad.num_accepted) == (120, 0)
 
@@ -107,26 +111,69 @@ def test_a_tree_is_as_large_as_its_later_drafts_are_accepted() -> None:
         control = control_at(1, CHEAP)
         acceptance = Acceptance()
         for _ in range(200):
-            control.checked(acceptance, 0, draft_row(4, parents=(0, 0, 1, 2)), accepted)
+            control.checked(acceptance, draft_row(4, parents=(0, 0, 1, 2)), accepted)
         assert acceptance.in_trees
         assert acceptance.num_accepted == 200 * len(accepted)
-        counts.append(control.num_drafts(acceptance, 0))
+        counts.append(control.num_drafts(acceptance))
     useless_first, useless_second, useless = counts
     assert useless_first == 0 < useless_second, "the first drafts are those that count"
     assert useless == 0
 
 
+@pytest.mark.parametrize("with_drafts", [1.2, 0.9])
 @pytest.mark.parametrize("in_trees", [False, True])
-def test_a_sequence_without_drafts_tries_one_again(in_trees: bool) -> None:
+def test_a_sequence_for_which_no_drafts_pay_tries_one_now_and_then(
+    in_trees: bool, with_drafts: float
+) -> None:
+    """In either mode, the step after the one that requests it checks it."""
     control = control_at(64, CHEAP)
-    acceptance = Acceptance(rate=0.05, in_trees=in_trees)
-    tried = 0
-    for num_outputs in range(200):
-        num_drafts = control.num_drafts(acceptance, num_outputs)
-        tried += num_drafts
-        if num_drafts:
-            checked(control, acceptance, num_drafts, 0, num_outputs=num_outputs)
-    assert 0 < tried <= 200 / 40
+    acceptance = Acceptance(num_compared=1e6, num_right=5e4, in_trees=in_trees)
+    num_requested = num_checked = 0
+    for _ in range(6400):
+        control.begin_step(64)
+        if num_requested > num_checked:
+            assert control.num_checked(acceptance) == 1
+            num_checked += 1
+        num_requested += control.num_requested(acceptance)
+        mode = control.planned(FULL, CHEAP)
+        if mode is not None:
+            speedup = with_drafts if control.uses_drafts else 1.0
+            control.measured(mode, FULL, 0, 0.01 / speedup, CHEAP)
+    assert 80 < num_requested < 6400 / 40
+
+
+def test_drafts_that_are_accepted_more_often_are_used_soon() -> None:
+    """Few of them were accepted, and slower, for a long time; then nearly all are, and faster."""
+    control = control_at(64, CHEAP)
+    others = Acceptance()
+    for is_good in (False, True):
+        used = 0
+        for number in range(4000):
+            if number % 64 == 0:  # as when all sequences try one
+                for _ in range(64):
+                    checked(control, others, 1, int(is_good))
+            used += run_step(control, 1.5 if is_good else 0.8, 64)
+            if is_good and used > 32:
+                assert number < 200
+                break
+        else:
+            assert not is_good and used < 400
+
+
+def test_a_row_with_drafts_has_to_gain_what_it_costs_beside_the_step() -> None:
+    """A token takes 50 us in a full batch, a draft as good as nothing."""
+    cheap = LinearCostModel(Coefficients(step_s=3.2e-3, token_s=1e-6))
+    assert control_at(1, cheap).num_drafts(with_rate(0.4)) > 0
+    assert control_at(64, cheap).num_drafts(with_rate(0.4)) == 0
+    assert control_at(64, cheap).num_drafts(with_rate(0.8)) > 0
+
+
+def test_a_new_sequence_begins_with_the_rate_of_the_others() -> None:
+    for num_accepted in (0, 4):
+        control = control_at(8, CHEAP)
+        for _ in range(40):
+            checked(control, Acceptance(), 4, num_accepted)
+        assert (control.num_drafts(Acceptance()) > 2) is (num_accepted > 0)
 
 
 @pytest.mark.parametrize(("with_drafts", "is_used"), [(2.0, True), (1.2, True), (0.9, False)])
@@ -137,29 +184,37 @@ def test_the_faster_mode_is_used_for_most_steps(with_drafts: float, is_used: boo
     assert part > 0.9 if is_used else part < 0.1
 
 
-def steps_with_drafts(control: DraftControl, num_steps: int, with_drafts: float) -> int:
+def steps_with_drafts(
+    control: DraftControl, num_steps: int, with_drafts: float, num_rows: int = 1
+) -> int:
     """How many of so many steps use drafts, which make them so many times as fast."""
-    return sum(run_step(control, with_drafts) for _ in range(num_steps))
+    return sum(run_step(control, with_drafts, num_rows) for _ in range(num_steps))
 
 
+@pytest.mark.parametrize("num_rows", [1, 16])
 @pytest.mark.parametrize("with_drafts", [2.0, 0.8])
-def test_comparisons_become_rare_and_a_change_is_noticed(with_drafts: float) -> None:
-    control = control_at(1, CHEAP)
-    steps_with_drafts(control, 20_000, with_drafts)
-    in_faster = steps_with_drafts(control, 20_000, with_drafts) / 20_000
-    assert in_faster > 0.99 if with_drafts > 1.0 else in_faster < 0.01
+def test_comparisons_become_rare_and_a_change_is_noticed(with_drafts: float, num_rows: int) -> None:
+    """A trial of one row takes more steps, because they say less."""
+    control = control_at(num_rows, CHEAP)
+    steps_with_drafts(control, 20_000, with_drafts, num_rows)
+    in_faster = steps_with_drafts(control, 20_000, with_drafts, num_rows) / 20_000
+    slower = 0.01 if num_rows > 1 else 0.03
+    assert in_faster > 0.99 if with_drafts > 1.0 else in_faster < slower
     changed = 1.0 / with_drafts
-    steps_with_drafts(control, 10_000, changed)
-    in_faster = steps_with_drafts(control, 1_000, changed) / 1_000
+    steps_with_drafts(control, 10_000, changed, num_rows)
+    in_faster = steps_with_drafts(control, 1_000, changed, num_rows) / 1_000
     assert in_faster > 0.8 if changed > 1.0 else in_faster < 0.2
 
 
+@pytest.mark.parametrize(("num_rows", "most_steps"), [(1, 250), (16, 60)])
 @pytest.mark.parametrize("num_before", range(20_000, 20_500, 100))
-def test_drafts_that_become_slower_are_switched_off_soon(num_before: int) -> None:
-    """Also if the next trial would be due much later."""
-    control = control_at(1, CHEAP)
-    steps_with_drafts(control, num_before, 2.0)
-    assert steps_with_drafts(control, 300, 0.8) < 100
+def test_drafts_that_become_slower_are_switched_off_soon(
+    num_before: int, num_rows: int, most_steps: int
+) -> None:
+    """Also if the next trial would be due much later. One row is averaged over more steps."""
+    control = control_at(num_rows, CHEAP)
+    steps_with_drafts(control, num_before, 2.0, num_rows)
+    assert steps_with_drafts(control, 600, 0.8, num_rows) < most_steps
 
 
 def test_contexts_of_different_lengths_do_not_look_like_a_gain() -> None:
@@ -211,7 +266,7 @@ def test_steps_of_a_batch_in_which_a_sequence_is_replaced_are_alike() -> None:
 def test_it_is_off_without_drafts() -> None:
     control = control_at(1, CHEAP, max_drafts=0)
     assert not run_step(control, 2.0)
-    assert control.num_drafts(with_rate(0.9), 0) == 0
+    assert control.num_drafts(with_rate(0.9)) == 0
 
 
 @pytest.mark.parametrize(
@@ -296,12 +351,12 @@ def test_a_flag_given_several_times_is_a_list() -> None:
 def test_forced_drafts_pay_where_guesses_do_not_and_teach_nothing_about_them() -> None:
     control = control_at(8, LinearCostModel(Coefficients(step_s=5e-3, token_s=1e-3)))
     acceptance = with_rate(0.1)
-    assert control.num_drafts(acceptance, 0) <= 1
+    assert control.num_drafts(acceptance) <= 1
     assert control.num_forced() == 8
     checked(control, acceptance, 6, 6, num_forced=6)
-    assert (acceptance.num_drafts, acceptance.num_accepted, acceptance.rate) == (6, 6, 0.1)
+    assert acceptance == msgspec.structs.replace(with_rate(0.1), num_drafts=6, num_accepted=6)
     checked(control, acceptance, 6, 4, num_forced=4)
-    assert acceptance.rate is not None and acceptance.rate < 0.1
+    assert acceptance.num_right < 0.1 * acceptance.num_compared
     assert control_at(16, EXPENSIVE).num_forced() == 0
 
 

@@ -448,7 +448,7 @@ class Scheduler:
         num_forced = min(sequence.num_forced_drafts, self._drafts.num_forced())
         num_left = sequence.output_limit - sequence.num_outputs - 1
         return min(
-            max(num_forced, self._drafts.num_drafts(sequence.acceptance, sequence.num_outputs)),
+            max(num_forced, self._drafts.num_checked(sequence.acceptance)),
             num_left,
             most,
             self._batch.num_drafts_that_fit(sequence),
@@ -463,8 +463,7 @@ class Scheduler:
             return 0, 0
         num_known = sequence.num_outputs + 1  # after that row, at least
         num_left = max(0, sequence.output_limit - num_known - 1)
-        num_drafts = self._drafts.num_drafts(sequence.acceptance, sequence.num_outputs)
-        num_drafts = min(num_drafts, num_left)
+        num_drafts = min(self._drafts.num_requested(sequence.acceptance), num_left)
         if request.sampling.grammar is None and request.sampling.thinking_budget is None:
             return num_drafts, 0
         return num_drafts, min(self._drafts.num_forced(), num_left)
@@ -638,7 +637,7 @@ class Scheduler:
     ) -> None:
         """Add a row to the draft; from now on others may share the blocks that it fills."""
         residency = sequence.resident
-        next_drafts = self._num_next_drafts(sequence) if self._drafts.uses_drafts else (0, 0)
+        next_drafts = self._num_next_drafts(sequence) if self._drafts.may_request else (0, 0)
         row = sequence.row(num_tokens, new_block_ids, drafts, *next_drafts)
         sequence.drafts = ()
         residency.planned = row.end
@@ -1011,9 +1010,7 @@ class Scheduler:
         residency.planned -= num_drafts - num_accepted
         num_forced = min(num_drafts, sequence.num_forced_drafts)
         accepted = output.accepted_drafts or range(1, num_accepted + 1)
-        self._drafts.checked(
-            sequence.acceptance, sequence.num_outputs, entry.row, accepted, num_forced
-        )
+        self._drafts.checked(sequence.acceptance, entry.row, accepted, num_forced)
 
     def _finish(
         self,
