@@ -160,7 +160,7 @@ def test_drafts_that_are_accepted_more_often_are_used_soon() -> None:
             assert not is_good and used < 400
 
 
-def test_a_row_with_drafts_has_to_gain_what_it_costs_beside_the_step() -> None:
+def test_the_drafts_of_a_row_have_to_gain_what_the_row_costs() -> None:
     """A token takes 50 us in a full batch, a draft as good as nothing."""
     cheap = LinearCostModel(Coefficients(step_s=3.2e-3, token_s=1e-6))
     assert control_at(1, cheap).num_drafts(with_rate(0.4)) > 0

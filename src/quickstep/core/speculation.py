@@ -7,9 +7,9 @@ time, in which the batch could have generated other tokens without drafts; so it
 
     p^i > price,    price = seconds of one more token / seconds of the step * its rows
 
-where a step takes as long as it is measured to take without drafts, with all that follows it. A row
-with drafts also costs what the engine does for it beside the step: proposing, sampling one token
-after the other. If its drafts together gain less than that, it gets none.
+where a step takes as long as it is measured to take without drafts, with all that follows it. The
+engine also proposes a row's drafts, and samples its tokens one after the other. If all drafts of a
+row together gain less than that costs, it gets none.
 
 In a tree several drafts may follow a token, and those that are more likely come first: the i-th is
 accepted as often as the i-th draft of other trees, and as often as the drafts of this sequence are
@@ -51,7 +51,7 @@ _FIRST_RATE = 0.6
 _LEAST_RATE, _MOST_RATE = 0.02, 0.98
 # A draft has to gain this much more than it costs, because both are estimates.
 _MARGIN = 1.2
-# Of a row with drafts, beside the step: 25 to 35 us, measured with batches of 1 to 64.
+# Of a row with drafts, in addition to its tokens: 20 to 35 us with batches of 4 to 64 (on a CPU).
 _ROW_S = 3e-5
 # Steps of a trial and of an average, by their rows: how many drafts are accepted varies.
 _TRIAL_STEPS, _TRIAL_ROWS = 16, 64
@@ -227,29 +227,23 @@ class DraftControl:
         self.max_drafts = max_drafts
         self._comparisons: dict[int, _Comparison] = {}  # by the class of the batch
         self._size_class = 0
-        self._uses_drafts = max_drafts > 0
-        self._used_drafts = self._uses_drafts  # in the step before
+        self.uses_drafts = max_drafts > 0  # the mode of the next step
+        self._used_drafts = self.uses_drafts  # in the step before
         self._num_planned = 0
         self._priced_rows = 0
-        self._is_probe = self._uses_drafts  # every row requests a draft
+        self._is_probe = self.uses_drafts  # every row requests a draft
         self._was_probe = False  # the step before was one: this step has the drafts
         self._num_until_probe = _PROBED_EVERY
         self._shared_rate = _FIRST_RATE
         # of the i-th draft of a tree, how often it is accepted
         self._tree_rates = [_FIRST_RATE / (1 + index) for index in range(max_drafts)]
-        # Tokens that the batch could generate in the time of a draft, and in that of what a row
-        # with drafts costs beside the step.
+        # Tokens that the batch could generate in the time of a draft, and in `_ROW_S`.
         self._price = self._row_price = 0.0
-
-    @property
-    def uses_drafts(self) -> bool:
-        """Whether the next step uses drafts where they pay."""
-        return self._uses_drafts
 
     @property
     def may_request(self) -> bool:
         """Whether the rows of the next step may request drafts at all."""
-        return self._uses_drafts or self._is_probe
+        return self.uses_drafts or self._is_probe
 
     def begin_step(self, num_sequences: int) -> None:
         """Choose the mode of the step that is planned next, with about this many sequences. In a
@@ -258,10 +252,10 @@ class DraftControl:
         self._size_class = _size_class(num_sequences)
         comparison = self._comparisons.get(self._size_class)
         if comparison is None:
-            comparison = _Comparison(self._size_class, self._uses_drafts, self._shared_rate)
+            comparison = _Comparison(self._size_class, self.uses_drafts, self._shared_rate)
             self._comparisons[self._size_class] = comparison
-        self._uses_drafts = comparison.uses_drafts
-        has_begun = self._uses_drafts and not self._used_drafts
+        self.uses_drafts = comparison.uses_drafts
+        has_begun = self.uses_drafts and not self._used_drafts
         self._is_probe = has_begun or self._num_until_probe <= 0
 
     def planned(self, decode: StepLoad, cost_model: CostModel) -> DraftMode | None:
@@ -275,11 +269,11 @@ class DraftControl:
             self._set_price(decode, cost_model)
         self._num_until_probe = _PROBED_EVERY if self._is_probe else self._num_until_probe - 1
         has_probe = self._is_probe or self._was_probe
-        is_changed = self._used_drafts is not self._uses_drafts
-        self._was_probe, self._used_drafts = self._is_probe, self._uses_drafts
-        if is_changed or (has_probe and not self._uses_drafts):
+        is_changed = self._used_drafts is not self.uses_drafts
+        self._was_probe, self._used_drafts = self._is_probe, self.uses_drafts
+        if is_changed or (has_probe and not self.uses_drafts):
             return None
-        return DraftMode(self._size_class, self._uses_drafts)
+        return DraftMode(self._size_class, self.uses_drafts)
 
     def _set_price(self, decode: StepLoad, cost_model: CostModel) -> None:
         self._num_planned += 1
@@ -325,7 +319,7 @@ class DraftControl:
 
     def num_drafts(self, acceptance: Acceptance) -> int:
         """How many drafts pay for a sequence."""
-        if not self._uses_drafts:
+        if not self.uses_drafts:
             return 0
         threshold = _MARGIN * self._price
         if threshold <= 0.0:
@@ -349,7 +343,7 @@ class DraftControl:
 
     def num_checked(self, acceptance: Acceptance) -> int:
         """How many of the drafts that a sequence requested to check: one at least."""
-        can_pay = (self._uses_drafts or self._was_probe) and self._can_pay
+        can_pay = (self.uses_drafts or self._was_probe) and self._can_pay
         return self.num_drafts(acceptance) or int(can_pay)
 
     @property
@@ -364,7 +358,7 @@ class DraftControl:
 
     def num_forced(self) -> int:
         """How many drafts pay that are certain to be accepted."""
-        return self.max_drafts if self._uses_drafts and self._can_pay else 0
+        return self.max_drafts if self.uses_drafts and self._can_pay else 0
 
     def checked(
         self,
