@@ -2,6 +2,7 @@
 
 import asyncio
 import json
+import logging
 import threading
 from collections.abc import AsyncIterator, Iterator, Sequence
 from pathlib import Path
@@ -475,23 +476,28 @@ def test_an_expiring_batch_is_written_in_pieces_beside_the_loop(tmp_path: Path) 
     assert num_turns > 3  # the loop had its turns between the pieces
 
 
+def create_batch(jobs: BatchJobs, store: FileStore, owner: str) -> BatchRecord:
+    """A batch of one line."""
+    writer = store.new(owner, "in", "batch")
+    writer.write(json.dumps(line("a")).encode())
+    request = BatchRequest(
+        input_file_id=writer.commit().id, endpoint=COMPLETIONS, completion_window="1d"
+    )
+    return jobs.create(BatchRecord(owner, request, "fake", store.now(), window_s=60))
+
+
 def test_one_keys_batches_leave_places_to_others(tmp_path: Path) -> None:
     store = FileStore(FileOptions(tmp_path))
 
-    async def endpoint(body: bytes, caller: str = "", added_priority: int = 0) -> object:
-        return {}
+    async def endpoint(body: bytes, caller: str = "", added_priority: int = 0) -> LineResult:
+        return LineResult({})
 
     async def run() -> None:
         options = BatchOptions(num_active=4, active_per_key=2, num_kept=4)
         jobs = BatchJobs(store, {COMPLETIONS: endpoint}, options)
 
         def create(owner: str) -> BatchRecord:
-            writer = store.new(owner, "in", "batch")
-            writer.write(json.dumps(line("a")).encode())
-            request = BatchRequest(
-                input_file_id=writer.commit().id, endpoint=COMPLETIONS, completion_window="1d"
-            )
-            return jobs.create(BatchRecord(owner, request, "fake", store.now(), window_s=60))
+            return create_batch(jobs, store, owner)
 
         for _ in range(2):
             create("bob")
@@ -507,3 +513,36 @@ def test_one_keys_batches_leave_places_to_others(tmp_path: Path) -> None:
         await jobs.stop()
 
     asyncio.run(run())
+
+
+def test_a_batch_that_is_over_leaves_its_place_at_once(tmp_path: Path) -> None:
+    """The server logs the end of a batch before the batch's task has ended."""
+    store = FileStore(FileOptions(tmp_path))
+
+    async def endpoint(body: bytes, caller: str = "", added_priority: int = 0) -> LineResult:
+        return LineResult({})
+
+    async def run() -> list[BatchRecord]:
+        jobs = BatchJobs(store, {COMPLETIONS: endpoint}, BatchOptions(num_active=1))
+        batches = [create_batch(jobs, store, "ann")]
+
+        class NextBatch(logging.Handler):
+            def emit(self, record: logging.LogRecord) -> None:
+                if len(batches) == 1 and batches[0].is_over:
+                    batches.append(create_batch(jobs, store, "ann"))
+
+        logger, handler = logging.getLogger("quickstep.server"), NextBatch()
+        level = logger.level
+        logger.setLevel(logging.INFO)
+        logger.addHandler(handler)
+        try:
+            while len(batches) < 2 or not batches[1].is_over:
+                await asyncio.sleep(0.001)
+        finally:
+            logger.removeHandler(handler)
+            logger.setLevel(level)
+        await jobs.stop()
+        return batches
+
+    batches = asyncio.run(asyncio.wait_for(run(), 60))
+    assert [batch.status for batch in batches] == ["completed", "completed"]

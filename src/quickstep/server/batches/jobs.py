@@ -209,12 +209,14 @@ class BatchJobs:
     def create(self, batch: BatchRecord) -> BatchRecord:
         """Start a batch of a file of the same owner. Raises RequestError."""
         source = self._store.get(batch.owner, batch.request.input_file_id, "input_file_id")
-        if len(self._tasks) >= self._options.num_active:
+        # not by `_tasks`: a task ends after its batch, which a client may know to be over already
+        active = [one for one in self._batches.values() if not one.is_over]
+        if len(active) >= self._options.num_active:
             raise RequestError(
-                f"{len(self._tasks)} batches are active, which is the limit; wait for one",
+                f"{len(active)} batches are active, which is the limit; wait for one",
                 status=429,
             )
-        num_own = sum(self._batches[batch_id].owner == batch.owner for batch_id in self._tasks)
+        num_own = sum(one.owner == batch.owner for one in active)
         if batch.owner and num_own >= self._options.active_per_key:
             raise RequestError(
                 f"{num_own} batches of your API key are active, which is the limit; wait for one",
