@@ -1,6 +1,7 @@
 """What speculation gains and loses: the same requests with and without it, in turns.
 
-    python -m benchmarks.speculation [--model demo] [--quantization int8] [--batches 1 4 16 64]
+    python -m benchmarks.speculation [--model demo] [--quantization int8]
+                                     [--workloads copy code chat random] [--batches 1 4 16 64]
                                      [--temperatures 0 0.8] [--seconds 240] [--tokens 128]
                                      [--with off auto demo-eagle ...]
 
@@ -178,6 +179,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
     parser.add_argument("--model", default="demo")
     parser.add_argument("--quantization")
+    parser.add_argument("--workloads", nargs="+", choices=_KINDS, default=list(_KINDS))
     parser.add_argument("--batches", type=int, nargs="+", default=[1, 4, 16, 64])
     parser.add_argument("--temperatures", type=float, nargs="+", default=[0.0, 0.8])
     parser.add_argument("--seconds", type=float, default=240.0)
@@ -190,7 +192,7 @@ def main() -> None:
         workloads = [
             Workload(kind, batch, temperature)
             for temperature in args.temperatures
-            for kind in _KINDS
+            for kind in args.workloads
         ]
         options = {"quantization": args.quantization, "max_num_seqs": batch}
         with contextlib.ExitStack() as stack:
