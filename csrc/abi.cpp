@@ -12,8 +12,6 @@ namespace {
 
 constexpr int64_t kItemBytes = 1 << 16;  // of copying: below it waking a thread costs more
 
-int64_t element_bytes(int dtype) { return dtype == QS_F32 ? 4 : 2; }
-
 bool valid_dtype(int dtype) { return dtype >= QS_F32 && dtype <= QS_F16; }
 
 bool valid_kv_dtype(int dtype) { return valid_dtype(dtype) || dtype == QS_I8; }

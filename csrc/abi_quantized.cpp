@@ -57,6 +57,25 @@ int64_t row_stride(const qs::PackedQuantized& packed) {
 
 }  // namespace
 
+namespace qs {
+
+QuantizedLinearArgs quantized_args(const qs_quantized& linear, int dtype, const void* x,
+                                   int64_t x_stride, int64_t num_tokens, void* out,
+                                   void* scratch) {
+  const PackedQuantized& packed = linear.packed;
+  QuantizedRows rows;
+  rows.stride = row_stride(packed);
+  const uintptr_t start = round_up(reinterpret_cast<intptr_t>(scratch), kAlignment);
+  rows.quants = reinterpret_cast<int8_t*>(start);
+  rows.num_groups = packed.num_groups;
+  rows.factors = reinterpret_cast<int32_t*>(rows.quants + num_tokens * rows.stride);
+  const bool parts = packed.has_sub_scales && num_tokens < kUnpackedRows;
+  rows.parts = parts ? rows.factors + num_tokens * packed.num_groups * 2 : nullptr;
+  return {&packed, dtype, x, x_stride, num_tokens, out, rows};
+}
+
+}  // namespace qs
+
 extern "C" {
 
 int qs_quantize(qs_context* context, const qs_quantize_call* call) {
@@ -129,19 +148,10 @@ int64_t qs_quantized_scratch_bytes(const qs_quantized* linear, int64_t num_token
 
 int qs_quantized_run(qs_context* context, const qs_quantized* linear, int dtype, const void* x,
                      int64_t x_stride, int64_t num_tokens, void* out, void* scratch) {
-  const qs::PackedQuantized& packed = linear->packed;
   if (!valid_dtype(dtype) || num_tokens < 0) return QS_INVALID;
   if (num_tokens == 0) return QS_OK;
-  qs::QuantizedRows rows;
-  rows.stride = row_stride(packed);
-  const uintptr_t start = round_up(reinterpret_cast<intptr_t>(scratch), kAlignment);
-  rows.quants = reinterpret_cast<int8_t*>(start);
-  rows.num_groups = packed.num_groups;
-  rows.factors = reinterpret_cast<int32_t*>(rows.quants + num_tokens * rows.stride);
-  const bool parts = packed.has_sub_scales && num_tokens < qs::kUnpackedRows;
-  rows.parts = parts ? rows.factors + num_tokens * packed.num_groups * 2 : nullptr;
-  context->kernels->quantized_linear(context->pool,
-                                     {&packed, dtype, x, x_stride, num_tokens, out, rows});
+  context->kernels->quantized_linear(
+      context->pool, qs::quantized_args(*linear, dtype, x, x_stride, num_tokens, out, scratch));
   return QS_OK;
 }
 

@@ -9,8 +9,6 @@
 
 namespace {
 
-int64_t element_bytes(int dtype) { return dtype == QS_F32 ? 4 : dtype == QS_I8 ? 1 : 2; }
-
 int64_t div_up(int64_t a, int64_t b) { return (a + b - 1) / b; }
 
 // Weights begin at multiples of a cache line.
@@ -52,7 +50,7 @@ struct Places {
 };
 
 Places places_of(const qs_lora_part& part, int dtype) {
-  const int64_t size = element_bytes(dtype);
+  const int64_t size = qs::element_bytes(dtype);
   Places places;
   places.b = aligned(part.rank * part.k * size);
   places.rank_scales = places.b + (is_complete(part) ? 0 : aligned(part.rank * part.n * size));
@@ -69,7 +67,7 @@ void copy_b(const qs_lora_part& part, int64_t size, char* to) {
 
 // Copies the part's tensors to `at`.
 qs::LoRAPart copy_part(const qs_lora_part& part, int dtype, char* at) {
-  const int64_t size = element_bytes(dtype);
+  const int64_t size = qs::element_bytes(dtype);
   const Places places = places_of(part, dtype);
   qs::LoRAPart out = {};
   out.rank = part.rank;

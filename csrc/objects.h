@@ -38,8 +38,14 @@ struct qs_probe {
 
 namespace qs {
 
+inline int64_t element_bytes(int dtype) { return dtype == QS_F32 ? 4 : dtype == QS_I8 ? 1 : 2; }
+
 // The layout of a weight of `dtype` and its memory, and its bias widened. False when memory lacks.
 bool allocate_linear(qs_linear* linear, int dtype, int64_t n, int64_t k, const void* bias);
+
+// The arguments of a call; `scratch` has qs_quantized_scratch_bytes, at any address.
+QuantizedLinearArgs quantized_args(const qs_quantized& linear, int dtype, const void* x,
+                                   int64_t x_stride, int64_t num_tokens, void* out, void* scratch);
 
 // QS_OK if the numbers fit the contract and every slot its cache.
 int check_kv_write(const qs_kv_write& call);

@@ -96,6 +96,7 @@ struct qs_program {
   qs_op* ops;
   int64_t num_ops;
   Beginning* following;  // [num_ops] of products: of the next product, after the last the first
+  bool* becomes_activations;  // [num_ops] of a product that the op after it, and no other, reads
   // of the step that runs
   int64_t num_tokens;
   int64_t num_emitting;
@@ -383,6 +384,24 @@ int attend(qs_program* program, const qs_op& op) {
   return qs_paged_attention(program->context, &call);
 }
 
+// Runs an op of `becomes_activations` and the next one together. False where they run one by one.
+bool multiply_gated(qs_program* program, const qs_op* ops, int64_t rows) {
+  qs_context* context = program->context;
+  if (ops[0].kind == QS_OP_LINEAR) {
+    const qs_linear* weight = static_cast<const qs_linear*>(ops[0].in[1]);
+    return context->kernels->gated_linear(
+        context->pool, {&weight->packed, ops[0].in[0], ops[0].stride[0], rows, ops[1].out[0]},
+        ops[1].option);
+  }
+  const qs_quantized* weight = static_cast<const qs_quantized*>(ops[0].in[1]);
+  if (!program->scratch.reserve(qs_quantized_scratch_bytes(weight, rows))) return false;
+  return context->kernels->gated_quantized(
+      context->pool,
+      qs::quantized_args(*weight, ops[0].dtype, ops[0].in[0], ops[0].stride[0], rows,
+                         ops[1].out[0], program->scratch.data),
+      ops[1].option);
+}
+
 int multiply_quantized(qs_program* program, const qs_op& op, int64_t rows) {
   const qs_quantized* weight = static_cast<const qs_quantized*>(op.in[1]);
   if (!program->scratch.reserve(qs_quantized_scratch_bytes(weight, rows))) return QS_OUT_OF_MEMORY;
@@ -502,14 +521,63 @@ void link_products(qs_program* program) {
   }
 }
 
+// Whether the memory of the activations is also that of the product's inputs.
+bool overlap(const qs_program& program, const qs_op& product, const qs_op& activation) {
+  const bool emitting = product.rows == QS_EMITTING;
+  const int64_t rows =
+      emitting ? program.inputs.capacity_emitting : program.inputs.capacity_tokens;
+  const int64_t column_bytes = rows * qs::element_bytes(activation.dtype);
+  const char* in = static_cast<const char*>(product.in[0]);
+  const char* out = static_cast<const char*>(activation.out[0]);
+  const char* in_end = in + column_bytes * product.stride[0];
+  const char* out_end = out + column_bytes * activation.size[0];
+  return in < out_end && out < in_end;
+}
+
+bool reads(const qs_op& op, const void* data) {
+  for (const void* in : op.in) {
+    if (in == data) return true;
+  }
+  return false;
+}
+
+// Whether an op is a product of gates and ups, of which only the activations, the next op, are
+// needed: nothing reads its outputs after them, before another op writes there.
+bool becomes_activations(const qs_program& program, int64_t first) {
+  if (first + 2 > program.num_ops || !is_product(program.ops[first])) return false;
+  const qs_op& product = program.ops[first];
+  const qs_op& next = program.ops[first + 1];
+  const void* data = product.out[0];
+  if (next.kind != QS_OP_GATED || next.in[0] != data || next.rows != product.rows) return false;
+  int dtype = product.dtype;
+  int64_t n;
+  if (product.kind == QS_OP_LINEAR) {
+    const qs::PackedLinear& packed = static_cast<const qs_linear*>(product.in[1])->packed;
+    dtype = packed.dtype;
+    n = packed.n;
+  } else {
+    n = static_cast<const qs_quantized*>(product.in[1])->packed.n;
+  }
+  const bool known = next.option >= QS_SILU && next.option <= QS_CLAMPED_SWIGLU;
+  if (!known || next.dtype != dtype || n != 2 * next.size[0]) return false;
+  if (overlap(program, product, next)) return false;
+  for (int64_t i = first + 2; i < program.num_ops; ++i) {
+    if (reads(program.ops[i], data)) return false;
+    if (program.ops[i].out[0] == data) break;
+  }
+  return true;
+}
+
 bool allocate(qs_program* program, const qs_op* ops) {
   const int64_t capacity = program->inputs.capacity_tokens;
   program->ops = static_cast<qs_op*>(malloc(program->num_ops * sizeof(qs_op)));
   program->following = static_cast<Beginning*>(malloc(program->num_ops * sizeof(Beginning)));
+  program->becomes_activations = static_cast<bool*>(malloc(program->num_ops * sizeof(bool)));
   program->slots = static_cast<int64_t*>(malloc(capacity * sizeof(int64_t)));
   program->row_offsets = static_cast<int64_t*>(malloc((capacity + 1) * sizeof(int64_t)));
   program->attention_rows = static_cast<int64_t*>(malloc(capacity * sizeof(int64_t)));
-  if (program->ops == nullptr || program->following == nullptr || program->slots == nullptr ||
+  if (program->ops == nullptr || program->following == nullptr ||
+      program->becomes_activations == nullptr || program->slots == nullptr ||
       program->row_offsets == nullptr || program->attention_rows == nullptr ||
       !program->rows.allocate(capacity) ||
       !program->emitting.allocate(program->inputs.capacity_emitting)) {
@@ -517,6 +585,9 @@ bool allocate(qs_program* program, const qs_op* ops) {
   }
   memcpy(program->ops, ops, program->num_ops * sizeof(qs_op));
   link_products(program);
+  for (int64_t i = 0; i < program->num_ops; ++i) {
+    program->becomes_activations[i] = becomes_activations(*program, i);
+  }
   return true;
 }
 
@@ -547,6 +618,7 @@ void qs_program_destroy(qs_program* program) {
   if (program == nullptr) return;
   free(program->ops);
   free(program->following);
+  free(program->becomes_activations);
   free(program->slots);
   free(program->row_offsets);
   free(program->attention_rows);
@@ -563,7 +635,13 @@ int qs_program_run(qs_program* program, const qs_step* step) {
     if (starts_rotary_write(*program, i)) {
       status = rotary_write(program, program->ops + i);
       i += 2;
-    } else if (rows_of(*program, program->ops[i]) > 0) {
+      continue;
+    }
+    const int64_t rows = rows_of(*program, program->ops[i]);
+    if (rows == 0) continue;
+    if (program->becomes_activations[i] && multiply_gated(program, program->ops + i, rows)) {
+      ++i;
+    } else {
       status = run_op(program, program->ops[i]);
     }
   }

@@ -394,6 +394,8 @@ QS_API int qs_program_create(qs_context* context, const qs_op* ops, int64_t num_
 QS_API void qs_program_destroy(qs_program* program);
 // Computes positions, KV slots and block tables, and runs the ops in order. A ROTARY of queries,
 // one of keys and the WRITE_KV of these keys, one after another, run as one loop over the tokens.
+// A product and a GATED of its outputs run as one if no other op reads these, and the activations
+// are not in the memory of the product's inputs: then the outputs are not written.
 QS_API int qs_program_run(qs_program* program, const qs_step* step);
 
 // One row to sample a token from. Before temperature its logits are changed in this order: edits,

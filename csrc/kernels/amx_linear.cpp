@@ -11,11 +11,14 @@
 //       for 2 (or 4) panels
 //         for each 32 rows              fetch their part of the next panels into L2
 //           sums in tiles, between blocks in `c` (256 KiB)
+//
+// Gates and ups: an item has <= 8 panels of each, and their outputs (128 KiB) become activations.
 
 #include "kernels/amx_linear.h"
 
 #if defined(__AMX_BF16__)
 
+#include "kernels/activate_row.h"
 #include "kernels/amx_tiles.h"
 #include "kernels/linear_output.h"
 #include "kernels/ranges.h"
@@ -41,7 +44,6 @@ struct Problem {
   const bf16* x;
   int64_t x_stride;
   int64_t num_tokens;
-  bf16* out;
   int64_t num_tiles;  // of 32 rows
   int64_t num_chunks;
   int64_t num_ranges;
@@ -211,10 +213,10 @@ Fetch fetch_of(const Problem& problem, int64_t panel, int64_t k, int64_t inputs,
   return {reinterpret_cast<const char*>(from), div_up(lines, parts)};
 }
 
-void run_item(const Problem& problem, int64_t item) {
+// The outputs of some panels for some tiles of rows; `out` is the first of them, and `out_stride`
+// from a row to the next.
+void run_panels(const Problem& problem, Range all, Range tiles, bf16* out, int64_t out_stride) {
   const PackedLinear& packed = *problem.packed;
-  const Range all = part(packed.num_panels, item / problem.num_chunks, problem.num_ranges);
-  const Range tiles = part(problem.num_tiles, item % problem.num_chunks, problem.num_chunks);
   const bf16* weights = static_cast<const bf16*>(packed.weights);
   const int64_t at_once = problem.num_tokens > kTileRows ? kPanelsOfTwo : 4;
   // With one block sums are read at once, and all tiles can use the same memory.
@@ -260,30 +262,68 @@ void run_item(const Problem& problem, int64_t item) {
           call.weights += call.num_steps * kStepElements;
           multiply_rest(call, rows.size(), rest);
         }
-        if (last) emit_panels(packed, rows, panels, sums, c_stride, problem.out);
+        if (!last) continue;
+        const int64_t row = (tile - tiles.begin) * kMostRows;
+        emit_panels(packed, rows.size(), panels, sums, c_stride,
+                    out + row * out_stride + (begin - all.begin) * kPanel, out_stride);
       }
     }
   }
   release_tiles();
 }
 
-}  // namespace
+// Calls run(panels, tiles) for each item of `num_panels` panels, of which one has up to
+// `item_panels`.
+template <typename Run>
+void for_items(Pool* pool, Problem& problem, int64_t num_panels, int64_t item_panels,
+               const Run& run) {
+  const int64_t threads = pool_size(pool);
+  const int64_t ranges = div_up(num_panels, item_panels);
+  problem.num_tiles = div_up(problem.num_tokens, kMostRows);
+  problem.num_ranges = min_of(num_panels, div_up(ranges, threads) * threads);
+  problem.num_chunks = max_of(div_up(problem.num_tokens, kChunkRows),
+                              min_of(problem.num_tiles, div_up(threads, problem.num_ranges)));
+  parallel_for(pool, problem.num_ranges * problem.num_chunks, [&](int64_t item) {
+    run(part(num_panels, item / problem.num_chunks, problem.num_ranges),
+        part(problem.num_tiles, item % problem.num_chunks, problem.num_chunks));
+  });
+}
 
-void linear_tiles(Pool* pool, const LinearArgs& args) {
-  Problem problem;
+Problem problem_of(const LinearArgs& args) {
+  Problem problem = {};
   problem.packed = args.packed;
   problem.x = static_cast<const bf16*>(args.x);
   problem.x_stride = args.x_stride;
   problem.num_tokens = args.num_tokens;
-  problem.out = static_cast<bf16*>(args.out);
-  const int64_t threads = pool_size(pool);
-  const int64_t ranges = div_up(args.packed->num_panels, kItemPanels);
-  problem.num_tiles = div_up(args.num_tokens, kMostRows);
-  problem.num_ranges = min_of(args.packed->num_panels, div_up(ranges, threads) * threads);
-  problem.num_chunks = max_of(div_up(args.num_tokens, kChunkRows),
-                              min_of(problem.num_tiles, div_up(threads, problem.num_ranges)));
-  parallel_for(pool, problem.num_ranges * problem.num_chunks,
-               [&](int64_t item) { run_item(problem, item); });
+  return problem;
+}
+
+}  // namespace
+
+void linear_tiles(Pool* pool, const LinearArgs& args) {
+  Problem problem = problem_of(args);
+  for_items(pool, problem, args.packed->num_panels, kItemPanels, [&](Range panels, Range tiles) {
+    const int64_t n = args.packed->n;
+    bf16* out = static_cast<bf16*>(args.out) + tiles.begin * kMostRows * n + panels.begin * kPanel;
+    run_panels(problem, panels, tiles, out, n);
+  });
+}
+
+void gated_linear_tiles(Pool* pool, const LinearArgs& args, int activation) {
+  Problem problem = problem_of(args);
+  const int64_t half = args.packed->num_panels / 2, n = half * kPanel;
+  for_items(pool, problem, half, kItemPanels / 2, [&](Range panels, Range tiles) {
+    alignas(64) bf16 halves[kSums];
+    const int64_t size = panels.size() * kPanel;
+    run_panels(problem, panels, tiles, halves, 2 * size);
+    run_panels(problem, {half + panels.begin, half + panels.end}, tiles, halves + size, 2 * size);
+    const int64_t end = min_of(args.num_tokens, tiles.end * kMostRows);
+    const bf16* from = halves;
+    for (int64_t row = tiles.begin * kMostRows; row < end; ++row, from += 2 * size) {
+      bf16* out = static_cast<bf16*>(args.out) + row * n + panels.begin * kPanel;
+      activate_row(activation, from, from + size, size, out);
+    }
+  });
 }
 
 }  // namespace qs::QS_LEVEL

@@ -10,11 +10,14 @@ namespace qs::QS_LEVEL {
 
 constexpr bool kTilesOfBf16 = true;
 void linear_tiles(Pool* pool, const LinearArgs& args);
+// The outputs are gates and as many ups, each of whole panels; `out` gets their activations.
+void gated_linear_tiles(Pool* pool, const LinearArgs& args, int activation);
 
 #else
 
 constexpr bool kTilesOfBf16 = false;
 inline void linear_tiles(Pool*, const LinearArgs&) {}
+inline void gated_linear_tiles(Pool*, const LinearArgs&, int) {}
 
 #endif
 

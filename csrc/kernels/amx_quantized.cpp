@@ -15,11 +15,14 @@
 //         for each 32 rows         fetch their part of the next panel's quants into L2
 //           sums over the block in tiles; with groups, over a group, which are stored (4 KiB), and
 //           scaled while the next group is multiplied
+//
+// Gates and ups: an item has <= 2 panels of each, and their outputs become activations.
 
 #include "kernels/amx_quantized.h"
 
 #if defined(__AMX_INT8__)
 
+#include "kernels/activate_row.h"
 #include "kernels/amx_tiles.h"
 #include "kernels/entries.h"
 #include "kernels/quantized_activations.h"
@@ -385,15 +388,16 @@ void run_tile(const Problem& problem, const Block& block, Range rows, int32_t* c
   }
 }
 
+// Outputs of a panel; `out` is the first of them, and `out_stride` from a row to the next.
 template <typename T>
-void emit(const QuantizedLinearArgs& args, Range rows, int64_t panel, const int32_t* c) {
+void emit(const QuantizedLinearArgs& args, Range rows, int64_t panel, const int32_t* c, T* out,
+          int64_t out_stride) {
   const PackedQuantized& packed = *args.packed;
   const int64_t first = panel * kQuantizedPanel;
   const int64_t n = min_of(kQuantizedPanel, packed.n - first);
   const int32_t* factors = args.rows.factors + 2 * rows.begin * packed.num_groups;
   const int64_t num_first = min_of(kTileRows, rows.size()), num_second = rows.size() - num_first;
-  for (int64_t row = 0; row < rows.size(); ++row, c += kQuantizedPanel) {
-    T* out = static_cast<T*>(args.out) + (rows.begin + row) * packed.n + first;
+  for (int64_t row = 0; row < rows.size(); ++row, c += kQuantizedPanel, out += out_stride) {
     if (packed.num_groups == 1) {
       const bool second = row >= num_first;
       const int32_t* factor = factors + (second ? row + num_first : row);
@@ -412,12 +416,11 @@ const uint8_t* following(const Problem& problem, Range panels, int64_t panel, in
   return block_at(problem, min_of(panels.end, problem.args->packed->num_panels - 1), 0);
 }
 
-template <int Bits>
-void run_item(const Problem& problem, int64_t item) {
+// The outputs of some panels for some tiles of rows; `out` is the first of them, and `out_stride`
+// from a row to the next.
+template <int Bits, typename T>
+void run_panels(const Problem& problem, Range panels, Range tiles, T* out, int64_t out_stride) {
   const QuantizedLinearArgs& args = *problem.args;
-  const PackedQuantized& packed = *args.packed;
-  const Range panels = part(packed.num_panels, item / problem.num_chunks, problem.num_ranges);
-  const Range tiles = part(problem.num_tiles, item % problem.num_chunks, problem.num_chunks);
   alignas(64) int32_t c[kItemPanels * kPanelSums];  // or float
   alignas(64) uint8_t unpacked[kUnpackedBytes];
   Configured configured;
@@ -440,7 +443,9 @@ void run_item(const Problem& problem, int64_t item) {
         rows.size() > kTileRows ? run_tile<Bits, 2>(problem, block, rows, sums)
                                 : run_tile<Bits, 1>(problem, block, rows, sums);
         if (index + 1 < problem.num_blocks) continue;
-        with_dtype(args.dtype, [&](auto type) { emit<decltype(type)>(args, rows, panel, sums); });
+        const int64_t row = (tile - tiles.begin) * kMostRows;
+        emit(args, rows, panel, sums,
+             out + row * out_stride + (panel - panels.begin) * kQuantizedPanel, out_stride);
       }
     }
   }
@@ -523,13 +528,10 @@ void quantize_tiles(Pool* pool, const QuantizedLinearArgs& args) {
   });
 }
 
-}  // namespace
-
-void quantized_linear_tiles(Pool* pool, const QuantizedLinearArgs& args,
-                            const PackedQuantized& stored) {
+// The form of the tiles' work; what of it `for_items` sets is left out.
+Problem problem_of(const QuantizedLinearArgs& args, const PackedQuantized& stored) {
   const PackedQuantized& packed = *args.packed;
-  quantize_tiles(pool, args);
-  Problem problem;
+  Problem problem = {};
   problem.stored = &stored;
   problem.args = &args;
   const int64_t size = packed.group_size, shared = packed.shared_groups();
@@ -544,14 +546,68 @@ void quantized_linear_tiles(Pool* pool, const QuantizedLinearArgs& args,
     problem.num_blocks = div_up(packed.num_groups, problem.block_groups);
     problem.step_inputs = size % 64 == 0 ? 64 : size % 32 == 0 ? 32 : 16;
   }
+  return problem;
+}
+
+// Calls run(panels, tiles, element of the outputs) for each item of `num_panels` panels, of which
+// one has up to `item_panels`.
+template <typename Run>
+void for_items(Pool* pool, Problem& problem, int64_t num_panels, int64_t item_panels,
+               const Run& run) {
+  const QuantizedLinearArgs& args = *problem.args;
   const int64_t threads = pool_size(pool);
-  const int64_t ranges = div_up(packed.num_panels, kItemPanels);
+  const int64_t ranges = div_up(num_panels, item_panels);
   problem.num_tiles = div_up(args.num_tokens, kMostRows);
-  problem.num_ranges = min_of(packed.num_panels, div_up(ranges, threads) * threads);
+  problem.num_ranges = min_of(num_panels, div_up(ranges, threads) * threads);
   problem.num_chunks = max_of(div_up(args.num_tokens, kChunkRows),
                               min_of(problem.num_tiles, div_up(threads, problem.num_ranges)));
-  parallel_for(pool, problem.num_ranges * problem.num_chunks, [&](int64_t item) {
-    packed.bits == 4 ? run_item<4>(problem, item) : run_item<8>(problem, item);
+  with_dtype(args.dtype, [&](auto type) {
+    parallel_for(pool, problem.num_ranges * problem.num_chunks, [&](int64_t item) {
+      run(part(num_panels, item / problem.num_chunks, problem.num_ranges),
+          part(problem.num_tiles, item % problem.num_chunks, problem.num_chunks), type);
+    });
+  });
+}
+
+template <typename T>
+void run_panels(const Problem& problem, Range panels, Range tiles, T* out, int64_t out_stride) {
+  problem.args->packed->bits == 4 ? run_panels<4>(problem, panels, tiles, out, out_stride)
+                                  : run_panels<8>(problem, panels, tiles, out, out_stride);
+}
+
+}  // namespace
+
+void quantized_linear_tiles(Pool* pool, const QuantizedLinearArgs& args,
+                            const PackedQuantized& stored) {
+  quantize_tiles(pool, args);
+  Problem problem = problem_of(args, stored);
+  const int64_t n = args.packed->n;
+  for_items(pool, problem, args.packed->num_panels, kItemPanels,
+            [&](Range panels, Range tiles, auto element) {
+              using T = decltype(element);
+              T* out = static_cast<T*>(args.out) + tiles.begin * kMostRows * n;
+              run_panels(problem, panels, tiles, out + panels.begin * kQuantizedPanel, n);
+            });
+}
+
+void gated_quantized_tiles(Pool* pool, const QuantizedLinearArgs& args,
+                           const PackedQuantized& stored, int activation) {
+  quantize_tiles(pool, args);
+  Problem problem = problem_of(args, stored);
+  const int64_t half = args.packed->num_panels / 2, n = half * kQuantizedPanel;
+  for_items(pool, problem, half, kItemPanels / 2, [&](Range panels, Range tiles, auto element) {
+    using T = decltype(element);
+    alignas(64) T halves[kItemPanels * kPanelSums];
+    const int64_t size = panels.size() * kQuantizedPanel;
+    run_panels(problem, panels, tiles, halves, 2 * size);
+    const Range ups = {half + panels.begin, half + panels.end};
+    run_panels(problem, ups, tiles, halves + size, 2 * size);
+    const int64_t end = min_of(args.num_tokens, tiles.end * kMostRows);
+    const T* from = halves;
+    for (int64_t row = tiles.begin * kMostRows; row < end; ++row, from += 2 * size) {
+      T* out = static_cast<T*>(args.out) + row * n + panels.begin * kQuantizedPanel;
+      activate_row(activation, from, from + size, size, out);
+    }
   });
 }
 

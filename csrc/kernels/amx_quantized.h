@@ -28,11 +28,15 @@ inline bool runs_on_tiles(const QuantizedLinearArgs& args) {
 // `stored` is the weight as memory has it.
 void quantized_linear_tiles(Pool* pool, const QuantizedLinearArgs& args,
                             const PackedQuantized& stored);
+// The outputs are gates and as many ups, each of whole panels; `out` gets their activations.
+void gated_quantized_tiles(Pool* pool, const QuantizedLinearArgs& args,
+                           const PackedQuantized& stored, int activation);
 
 #else
 
 inline bool runs_on_tiles(const QuantizedLinearArgs&) { return false; }
 inline void quantized_linear_tiles(Pool*, const QuantizedLinearArgs&, const PackedQuantized&) {}
+inline void gated_quantized_tiles(Pool*, const QuantizedLinearArgs&, const PackedQuantized&, int) {}
 
 #endif
 

@@ -150,11 +150,15 @@ struct Kernels {
   const char* name;
   void (*pack_linear)(Pool* pool, const PackArgs& args);
   void (*linear)(Pool* pool, const LinearArgs& args);
+  // The activations of a linear's outputs, which are gates and as many ups, with the bits of both
+  // computed one after the other. False, and nothing is computed, where that is not faster.
+  bool (*gated_linear)(Pool* pool, const LinearArgs& args, int activation);
   void (*linear_rows)(Pool* pool, const PackedLinear& packed, const int64_t* ids,
                       int64_t num_tokens, void* out);
   void (*quantize_weights)(Pool* pool, const QuantizeArgs& args);
   void (*pack_quantized)(Pool* pool, const PackQuantizedArgs& args);
   void (*quantized_linear)(Pool* pool, const QuantizedLinearArgs& args);
+  bool (*gated_quantized)(Pool* pool, const QuantizedLinearArgs& args, int activation);
   void (*quantized_rows)(Pool* pool, const PackedQuantized& packed, int dtype, const int64_t* ids,
                          int64_t num_tokens, void* out);
   void (*add_lora)(Pool* pool, const LoRAArgs& args);

@@ -123,7 +123,8 @@ void run_item(const Problem<T>& problem, int64_t item) {
           fetches ? fetched_by(problem, sweep, tile, num_tiles) : Ahead{};
       run_tile(problem, rows, sweep, ahead, tile_sums);
       if (last) {
-        emit_panels(packed, rows, panels, tile_sums, panels.size() * kPanel, problem.out);
+        emit_panels(packed, rows.size(), panels, tile_sums, panels.size() * kPanel,
+                    problem.out + rows.begin * packed.n + panels.begin * kPanel, packed.n);
       }
     }
   }
@@ -211,6 +212,14 @@ void linear(Pool* pool, const LinearArgs& args) {
     return;
   }
   with_dtype(args.packed->dtype, [&](auto type) { linear_typed<decltype(type)>(pool, args); });
+}
+
+bool gated_linear(Pool* pool, const LinearArgs& args, int activation) {
+  const PackedLinear& packed = *args.packed;
+  const bool has_kernel = kTilesOfBf16 && packed.dtype == QS_BF16;
+  if (!has_kernel || packed.n % (2 * kPanel) != 0) return false;
+  gated_linear_tiles(pool, args, activation);
+  return true;
 }
 
 }  // namespace qs::QS_LEVEL

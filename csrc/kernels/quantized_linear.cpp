@@ -305,4 +305,14 @@ void quantized_linear(Pool* pool, const QuantizedLinearArgs& call) {
                [&](int64_t item) { run_item(problem, item); });
 }
 
+bool gated_quantized(Pool* pool, const QuantizedLinearArgs& call, int activation) {
+  const PackedQuantized& stored = *call.packed;
+  const PackedQuantized packed = stored.has_sub_scales ? unpacked_form(stored) : stored;
+  QuantizedLinearArgs args = call;
+  args.packed = &packed;
+  if (!runs_on_tiles(args) || packed.n % (2 * kQuantizedPanel) != 0) return false;
+  gated_quantized_tiles(pool, args, stored, activation);
+  return true;
+}
+
 }  // namespace qs::QS_LEVEL

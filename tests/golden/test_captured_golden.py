@@ -9,6 +9,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from itertools import accumulate, product
 from pathlib import Path
 
+import msgspec
 import pytest
 import torch
 from golden_cases import CASES, VOCAB, Case
@@ -37,20 +38,43 @@ from quickstep.types import Admission, Phase, SamplingParams, StepRow
 
 FUSED = ("qkv_proj", "gate_up_proj")
 BLOCK = 4
-LENGTHS = (38, 9, 70, 1)
-# (sequence, tokens) of each step: one row, prompts in chunks beside decode rows, more than a bucket
-STEPS = (
-    ((0, 1),),
-    ((0, 16), (1, 4)),
-    ((1, 1), (0, 1), (2, 66)),
-    ((3, 1), (1, 2), (0, 20), (2, 1)),
-    ((2, 1),),
+
+
+class Sequences(msgspec.Struct, frozen=True):
+    """Prompts of these lengths, (sequence, tokens) of each step, and its emitting rows."""
+
+    lengths: tuple[int, ...]
+    steps: tuple[tuple[tuple[int, int], ...], ...]
+    emitting: tuple[tuple[int, ...], ...]
+    num_blocks: int
+
+
+# one row, prompts in chunks beside decode rows, more than a bucket
+SHORT = Sequences(
+    lengths=(38, 9, 70, 1),
+    steps=(
+        ((0, 1),),
+        ((0, 16), (1, 4)),
+        ((1, 1), (0, 1), (2, 66)),
+        ((3, 1), (1, 2), (0, 20), (2, 1)),
+        ((2, 1),),
+    ),
+    emitting=((0,), (), (0, 2), (3, 0), (0,)),
+    num_blocks=80,
 )
-EMITTING = ((0,), (), (0, 2), (3, 0), (0,))
+# more rows than the kernels have in one piece of their work, and few
+LONG = Sequences(
+    lengths=(310, 60),
+    steps=(((0, 300), (1, 17)), ((1, 33), (0, 1)), ((0, 9), (1, 10))),
+    emitting=((0, 1), (0,), (1, 0)),
+    num_blocks=160,
+)
 
 
-def steps_of(blocks: torch.Tensor) -> Iterator[tuple[list[StepRow], list[Slot], tuple[int, ...]]]:
-    prompts = random_prompts(LENGTHS, VOCAB)
+def steps_of(
+    sequences: Sequences, blocks: torch.Tensor
+) -> Iterator[tuple[list[StepRow], list[Slot], tuple[int, ...]]]:
+    prompts = random_prompts(sequences.lengths, VOCAB)
     tables = blocks.split(blocks.numel() // len(prompts))
     slots = []
     for prompt, table in zip(prompts, tables, strict=True):
@@ -58,7 +82,7 @@ def steps_of(blocks: torch.Tensor) -> Iterator[tuple[list[StepRow], list[Slot], 
         slot.append_blocks(table.tolist())
         slots.append(slot)
     computed = [0] * len(prompts)
-    for step, emitting in zip(STEPS, EMITTING, strict=True):
+    for step, emitting in zip(sequences.steps, sequences.emitting, strict=True):
         rows = []
         for index, count in step:
             start = computed[index]
@@ -77,10 +101,11 @@ def assert_same_steps(
     case: Case,
     kv_dtype: str = "auto",
     adapters: Mapping[str, LoRAAdapter] | None = None,
+    sequences: Sequences = SHORT,
 ) -> None:
     assert isinstance(model, Decoder) and model.ops.steps is not None
     kv_shape = model.kv_shape.stored_as(kv_dtype)
-    caches = [allocate_kv(kv_shape, 80, BLOCK, model.device) for _ in range(4)]
+    caches = [allocate_kv(kv_shape, sequences.num_blocks, BLOCK, model.device) for _ in range(4)]
     # op by op with every token's hidden states, against the three other ways
     ways = [
         (open_steps(model, kv, BLOCK, enforce_eager, adapters), every_token)
@@ -93,8 +118,8 @@ def assert_same_steps(
         assert isinstance(steps, CapturedSteps) == (model.spec.moe is None)
     assert_memory_is_planned(model, caches[0])
     longest = case.max_model_len or 256
-    order = torch.randperm(80, generator=torch.Generator().manual_seed(3))
-    for rows, slots, emitting in steps_of(order):
+    order = torch.randperm(sequences.num_blocks, generator=torch.Generator().manual_seed(3))
+    for rows, slots, emitting in steps_of(sequences, order):
         if max(row.end for row in rows) > longest:
             continue
         if adapters is not None:  # every third slot has none
@@ -156,6 +181,22 @@ def test_captured_steps_of_low_bit_weights_have_the_bits_of_eager_ones(
     table, spec = resolve_ops(torch.device("cpu")), read_spec(tmp_path)
     model = load_model(Checkpoint(tmp_path, name), spec, table, options)
     assert_same_steps(model, case)
+
+
+@pytest.mark.parametrize("quantization", [None, "int8", "int4"])
+def test_steps_of_wide_layers_have_the_bits_of_eager_ones(
+    quantization: str | None, tmp_path: Path
+) -> None:
+    sizes = {
+        "hidden_size": 1152, "intermediate_size": 384, "num_hidden_layers": 2, "head_dim": 64,
+        "max_position_embeddings": 512,
+    }  # fmt: skip
+    case = Case("wide", "Llama", sizes, max_model_len=512)
+    case.save(tmp_path)
+    options = LoadConfig(model=str(tmp_path), dtype="bfloat16", quantization=quantization)
+    table, spec = resolve_ops(torch.device("cpu")), read_spec(tmp_path)
+    model = load_model(Checkpoint(tmp_path, case.name), spec, table, options)
+    assert_same_steps(model, case, sequences=LONG)
 
 
 def random_adapters(model: Decoder, path: Path) -> dict[str, LoRAAdapter]:

@@ -208,6 +208,12 @@ class Tape:
         """Whether it has a row per token or per emitting row: `RowsOf`."""
         return self.buffers[self.buffer_of(x)].rows
 
+    def keep_inputs(self) -> None:
+        """Keep the memory that the last op reads until the next one, which may run with it."""
+        for place in self.ops[-1].inputs:
+            if isinstance(place, Operand):
+                self.buffers[place.buffer].last = len(self.ops)
+
     def elementwise(
         self,
         kind: int,
@@ -464,6 +470,7 @@ class NativeRecorder:
             raise NotCapturable(f"there is no native {kind}")
         width = gate_up.shape[1] // 2
         inputs = (self._tape.contiguous(gate_up),)
+        self._tape.keep_inputs()
         out = self._tape.new((width,), gate_up.dtype, self._tape.rows_of(gate_up))
         option = ACTIVATIONS[kind]
         self._tape.record(
