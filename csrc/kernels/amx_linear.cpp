@@ -18,7 +18,7 @@
 
 #if defined(__AMX_BF16__)
 
-#include "kernels/activate_row.h"
+#include "kernels/amx_items.h"
 #include "kernels/amx_tiles.h"
 #include "kernels/linear_output.h"
 #include "kernels/ranges.h"
@@ -26,13 +26,10 @@
 namespace qs::QS_LEVEL {
 namespace {
 
-constexpr int64_t kTileRows = 16;
 constexpr int64_t kTileInputs = 32;
 constexpr int64_t kTileBytes = 64;  // of a row
 constexpr int64_t kStepElements = kTileInputs * kPanel;  // of a panel
-constexpr int64_t kMostRows = 2 * kTileRows;
 constexpr int64_t kPanelsOfTwo = 2;  // at once, with 17 rows and more
-constexpr int64_t kChunkRows = 256;
 constexpr int64_t kItemPanels = 16;
 constexpr int64_t kBlockInputs = 1024;
 constexpr int64_t kSums = kChunkRows * kItemPanels * kPanel;
@@ -44,9 +41,6 @@ struct Problem {
   const bf16* x;
   int64_t x_stride;
   int64_t num_tokens;
-  int64_t num_tiles;  // of 32 rows
-  int64_t num_chunks;
-  int64_t num_ranges;
 };
 
 // Tiles 0 to 3 are sums. Up to 16 rows: 4 has rows of x and 5 to 7 have weights; else 4 and 5 have
@@ -272,57 +266,30 @@ void run_panels(const Problem& problem, Range all, Range tiles, bf16* out, int64
   release_tiles();
 }
 
-// Calls run(panels, tiles) for each item of `num_panels` panels, of which one has up to
-// `item_panels`.
-template <typename Run>
-void for_items(Pool* pool, Problem& problem, int64_t num_panels, int64_t item_panels,
-               const Run& run) {
-  const int64_t threads = pool_size(pool);
-  const int64_t ranges = div_up(num_panels, item_panels);
-  problem.num_tiles = div_up(problem.num_tokens, kMostRows);
-  problem.num_ranges = min_of(num_panels, div_up(ranges, threads) * threads);
-  problem.num_chunks = max_of(div_up(problem.num_tokens, kChunkRows),
-                              min_of(problem.num_tiles, div_up(threads, problem.num_ranges)));
-  parallel_for(pool, problem.num_ranges * problem.num_chunks, [&](int64_t item) {
-    run(part(num_panels, item / problem.num_chunks, problem.num_ranges),
-        part(problem.num_tiles, item % problem.num_chunks, problem.num_chunks));
-  });
-}
-
 Problem problem_of(const LinearArgs& args) {
-  Problem problem = {};
-  problem.packed = args.packed;
-  problem.x = static_cast<const bf16*>(args.x);
-  problem.x_stride = args.x_stride;
-  problem.num_tokens = args.num_tokens;
-  return problem;
+  return {args.packed, static_cast<const bf16*>(args.x), args.x_stride, args.num_tokens};
 }
 
 }  // namespace
 
 void linear_tiles(Pool* pool, const LinearArgs& args) {
-  Problem problem = problem_of(args);
-  for_items(pool, problem, args.packed->num_panels, kItemPanels, [&](Range panels, Range tiles) {
-    const int64_t n = args.packed->n;
-    bf16* out = static_cast<bf16*>(args.out) + tiles.begin * kMostRows * n + panels.begin * kPanel;
-    run_panels(problem, panels, tiles, out, n);
+  const Problem problem = problem_of(args);
+  const int64_t n = args.packed->n, num_panels = args.packed->num_panels;
+  for_items(pool, args.num_tokens, num_panels, kItemPanels, [&](Range panels, Range tiles) {
+    bf16* out = static_cast<bf16*>(args.out) + tiles.begin * kMostRows * n;
+    run_panels(problem, panels, tiles, out + panels.begin * kPanel, n);
   });
 }
 
 void gated_linear_tiles(Pool* pool, const LinearArgs& args, int activation) {
-  Problem problem = problem_of(args);
-  const int64_t half = args.packed->num_panels / 2, n = half * kPanel;
-  for_items(pool, problem, half, kItemPanels / 2, [&](Range panels, Range tiles) {
+  const Problem problem = problem_of(args);
+  const int64_t num_panels = args.packed->num_panels / 2;
+  for_items(pool, args.num_tokens, num_panels, kItemPanels / 2, [&](Range gates, Range tiles) {
     alignas(64) bf16 halves[kSums];
-    const int64_t size = panels.size() * kPanel;
-    run_panels(problem, panels, tiles, halves, 2 * size);
-    run_panels(problem, {half + panels.begin, half + panels.end}, tiles, halves + size, 2 * size);
-    const int64_t end = min_of(args.num_tokens, tiles.end * kMostRows);
-    const bf16* from = halves;
-    for (int64_t row = tiles.begin * kMostRows; row < end; ++row, from += 2 * size) {
-      bf16* out = static_cast<bf16*>(args.out) + row * n + panels.begin * kPanel;
-      activate_row(activation, from, from + size, size, out);
-    }
+    activate_item<kPanel>(activation, args.num_tokens, num_panels, gates, tiles, halves, args.out,
+                          [&](Range panels, bf16* out, int64_t out_stride) {
+                            run_panels(problem, panels, tiles, out, out_stride);
+                          });
   });
 }
 

@@ -22,7 +22,7 @@
 
 #if defined(__AMX_INT8__)
 
-#include "kernels/activate_row.h"
+#include "kernels/amx_items.h"
 #include "kernels/amx_tiles.h"
 #include "kernels/entries.h"
 #include "kernels/quantized_activations.h"
@@ -33,12 +33,9 @@
 namespace qs::QS_LEVEL {
 namespace {
 
-constexpr int64_t kTileRows = 16;
 constexpr int64_t kTileInputs = 64;
 constexpr int64_t kTileOutputs = 16;
-constexpr int64_t kMostRows = 2 * kTileRows;  // at a time
 constexpr int64_t kRowsQuantized = 4;  // by an item
-constexpr int64_t kChunkRows = 256;
 constexpr int64_t kItemPanels = 4;
 // Quants of a block and the scales of its groups, the smallest of which have a piece.
 constexpr int64_t kUnpackedBytes =
@@ -165,9 +162,6 @@ QS_INLINE void add_step(const int8_t* first, const int8_t* second, const uint8_t
 struct Problem {
   const QuantizedLinearArgs* args;
   const PackedQuantized* stored;
-  int64_t num_tiles;  // of 32 rows
-  int64_t num_chunks;
-  int64_t num_ranges;
   int64_t block_groups;  // groups, or parts of the one group, per block
   int64_t block_inputs;
   int64_t num_blocks;
@@ -528,7 +522,6 @@ void quantize_tiles(Pool* pool, const QuantizedLinearArgs& args) {
   });
 }
 
-// The form of the tiles' work; what of it `for_items` sets is left out.
 Problem problem_of(const QuantizedLinearArgs& args, const PackedQuantized& stored) {
   const PackedQuantized& packed = *args.packed;
   Problem problem = {};
@@ -549,26 +542,6 @@ Problem problem_of(const QuantizedLinearArgs& args, const PackedQuantized& store
   return problem;
 }
 
-// Calls run(panels, tiles, element of the outputs) for each item of `num_panels` panels, of which
-// one has up to `item_panels`.
-template <typename Run>
-void for_items(Pool* pool, Problem& problem, int64_t num_panels, int64_t item_panels,
-               const Run& run) {
-  const QuantizedLinearArgs& args = *problem.args;
-  const int64_t threads = pool_size(pool);
-  const int64_t ranges = div_up(num_panels, item_panels);
-  problem.num_tiles = div_up(args.num_tokens, kMostRows);
-  problem.num_ranges = min_of(num_panels, div_up(ranges, threads) * threads);
-  problem.num_chunks = max_of(div_up(args.num_tokens, kChunkRows),
-                              min_of(problem.num_tiles, div_up(threads, problem.num_ranges)));
-  with_dtype(args.dtype, [&](auto type) {
-    parallel_for(pool, problem.num_ranges * problem.num_chunks, [&](int64_t item) {
-      run(part(num_panels, item / problem.num_chunks, problem.num_ranges),
-          part(problem.num_tiles, item % problem.num_chunks, problem.num_chunks), type);
-    });
-  });
-}
-
 template <typename T>
 void run_panels(const Problem& problem, Range panels, Range tiles, T* out, int64_t out_stride) {
   problem.args->packed->bits == 4 ? run_panels<4>(problem, panels, tiles, out, out_stride)
@@ -580,34 +553,31 @@ void run_panels(const Problem& problem, Range panels, Range tiles, T* out, int64
 void quantized_linear_tiles(Pool* pool, const QuantizedLinearArgs& args,
                             const PackedQuantized& stored) {
   quantize_tiles(pool, args);
-  Problem problem = problem_of(args, stored);
-  const int64_t n = args.packed->n;
-  for_items(pool, problem, args.packed->num_panels, kItemPanels,
-            [&](Range panels, Range tiles, auto element) {
-              using T = decltype(element);
-              T* out = static_cast<T*>(args.out) + tiles.begin * kMostRows * n;
-              run_panels(problem, panels, tiles, out + panels.begin * kQuantizedPanel, n);
-            });
+  const Problem problem = problem_of(args, stored);
+  const int64_t n = args.packed->n, num_panels = args.packed->num_panels;
+  with_dtype(args.dtype, [&](auto type) {
+    using T = decltype(type);
+    for_items(pool, args.num_tokens, num_panels, kItemPanels, [&](Range panels, Range tiles) {
+      T* out = static_cast<T*>(args.out) + tiles.begin * kMostRows * n;
+      run_panels(problem, panels, tiles, out + panels.begin * kQuantizedPanel, n);
+    });
+  });
 }
 
 void gated_quantized_tiles(Pool* pool, const QuantizedLinearArgs& args,
                            const PackedQuantized& stored, int activation) {
   quantize_tiles(pool, args);
-  Problem problem = problem_of(args, stored);
-  const int64_t half = args.packed->num_panels / 2, n = half * kQuantizedPanel;
-  for_items(pool, problem, half, kItemPanels / 2, [&](Range panels, Range tiles, auto element) {
-    using T = decltype(element);
-    alignas(64) T halves[kItemPanels * kPanelSums];
-    const int64_t size = panels.size() * kQuantizedPanel;
-    run_panels(problem, panels, tiles, halves, 2 * size);
-    const Range ups = {half + panels.begin, half + panels.end};
-    run_panels(problem, ups, tiles, halves + size, 2 * size);
-    const int64_t end = min_of(args.num_tokens, tiles.end * kMostRows);
-    const T* from = halves;
-    for (int64_t row = tiles.begin * kMostRows; row < end; ++row, from += 2 * size) {
-      T* out = static_cast<T*>(args.out) + row * n + panels.begin * kQuantizedPanel;
-      activate_row(activation, from, from + size, size, out);
-    }
+  const Problem problem = problem_of(args, stored);
+  const int64_t num_panels = args.packed->num_panels / 2;
+  with_dtype(args.dtype, [&](auto type) {
+    using T = decltype(type);
+    for_items(pool, args.num_tokens, num_panels, kItemPanels / 2, [&](Range gates, Range tiles) {
+      alignas(64) T halves[kItemPanels * kPanelSums];
+      activate_item<kQuantizedPanel>(activation, args.num_tokens, num_panels, gates, tiles, halves,
+                                     args.out, [&](Range panels, T* out, int64_t out_stride) {
+                                       run_panels(problem, panels, tiles, out, out_stride);
+                                     });
+    });
   });
 }
 

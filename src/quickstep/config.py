@@ -232,8 +232,8 @@ class SpeculationConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True)
         tree_width: With `medusa`, `eagle` and `eagle3`, most drafts that follow the same token; 1
             for chains.
         prompt_lookup_min: With `ngram`, the shortest match in tokens.
-        prompt_lookup_max: With `ngram`, the longest match in tokens that is told apart.
-        suffix_decoding_max_tree_depth: With `suffix`, the longest match that is told apart.
+        prompt_lookup_max: With `ngram`, the longest match that is looked for, in tokens.
+        suffix_decoding_max_tree_depth: With `suffix`, the longest match that is looked for.
         suffix_decoding_max_spec_factor: With `suffix`, the most drafts per token of the match.
         suffix_decoding_min_token_prob: With `suffix`, the least estimated probability of a draft.
         suffix_decoding_max_cached_tokens: With `suffix`, tokens of recent outputs that are kept to

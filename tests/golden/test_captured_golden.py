@@ -49,7 +49,7 @@ class Sequences(msgspec.Struct, frozen=True):
     num_blocks: int
 
 
-# one row, prompts in chunks beside decode rows, more than a bucket
+# one row, prompts in chunks next to decode rows, more than a bucket
 SHORT = Sequences(
     lengths=(38, 9, 70, 1),
     steps=(

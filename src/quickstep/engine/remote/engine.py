@@ -233,7 +233,7 @@ class RemoteEngine:
         self._step_log = StepLog(_LOG_CAPACITY)
         self._reports: dict[str, asyncio.Future[dict[int, SequenceTimings]]] = {}
         self._resets: deque[asyncio.Future[int]] = deque()  # answered in order
-        self._changes: dict[int, asyncio.Future[LoadedAdapter | None]] = {}  # of adapters, asked
+        self._changes: dict[int, asyncio.Future[LoadedAdapter | None]] = {}  # of adapters
         self._num_changes = 0
         self._loaded_adapters: dict[str, str] = {}  # paths by name, for a new process
         self._streams = RemoteStreams(clock)

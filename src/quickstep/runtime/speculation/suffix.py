@@ -30,7 +30,7 @@ class SuffixProposer:
     """Drafts from repeated suffixes.
 
     Args:
-        max_tree_depth: Longest match that is told apart from longer ones, in tokens.
+        max_tree_depth: Longest match that is distinguished from longer ones, in tokens.
         max_spec_factor: A draft is at most so many times as long as the match.
         min_token_prob: Least estimated probability of a draft token.
         max_cached_tokens: Tokens of recent outputs that are kept, over all tenants; 0 for none.
