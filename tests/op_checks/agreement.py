@@ -18,6 +18,7 @@ from torch import Tensor
 
 from op_checks.cases import AttentionCase, Case, bind
 from op_checks.experts_cases import Matrix
+from op_checks.placement import moved
 from quickstep.ops.reference import reference_ops
 from quickstep.ops.table import LoRAPart, OpTable, QuantizedWeight
 from quickstep.ops.tensors import read_heads, to_torch
@@ -41,15 +42,25 @@ class Agreement(msgspec.Struct, frozen=True):
         return self.ratio <= 1.0
 
 
-def agreement(ops: OpTable, case: Case | AttentionCase) -> Agreement:
-    """Compare `ops` with float64 on one case; the worst output and measure counts."""
-    return agreement_of_each([ops], case)[0]
+def agreement(
+    ops: OpTable, case: Case | AttentionCase, device: torch.device | None = None
+) -> Agreement:
+    """Compare `ops`, on `device` if given, with float64 on one case; the worst output and measure
+    counts.
+    """
+    return agreement_of_each([ops], case, device)[0]
 
 
-def agreement_of_each(tables: Sequence[OpTable], case: Case | AttentionCase) -> list[Agreement]:
-    """The `agreement` of each table; what they are compared with is computed once for all."""
+def agreement_of_each(
+    tables: Sequence[OpTable], case: Case | AttentionCase, device: torch.device | None = None
+) -> list[Agreement]:
+    """The `agreement` of each table; what they are compared with is computed once for all, where
+    the case is.
+    """
     reference, exact = _run(reference_ops(), case), oracle(case)
-    return [_agreement(case.name, _run(ops, case), reference, exact) for ops in tables]
+    there = moved(case, device)
+    results = [moved(_run(ops, there), torch.device("cpu")) for ops in tables]
+    return [_agreement(case.name, one, reference, exact) for one in results]
 
 
 def _agreement(

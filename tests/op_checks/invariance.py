@@ -17,10 +17,18 @@ from msgspec.structs import replace
 from torch import Tensor
 
 from op_checks.cases import AttentionCase, Case, bind
+from op_checks.placement import moved
 from quickstep.ops.table import OpTable
 from quickstep.ops.tensors import head_size_of, quantize_heads
 
-__all__ = ["mismatches", "mismatches_of_each", "same_bits", "torch_threads", "with_tails"]
+__all__ = [
+    "arrangements",
+    "mismatches",
+    "mismatches_of_each",
+    "same_bits",
+    "torch_threads",
+    "with_tails",
+]
 
 _PREFIXES = (1, 2, 3, 4, 8, 15, 16, 17, 32, 33, 65)
 _SUFFIXES = (1, 3, 16)
@@ -53,18 +61,28 @@ def same_bits(a: Tensor, b: Tensor) -> bool:
     return bool((same | (a.isnan() & b.isnan())).all())
 
 
-def mismatches(ops: OpTable, case: Case | AttentionCase) -> list[str]:
+def mismatches(
+    ops: OpTable, case: Case | AttentionCase, device: torch.device | None = None
+) -> list[str]:
     """The arrangements whose bits differ from the whole case at 1 thread: all with 1 thread, and
-    every fifth with 2.
+    every fifth with 2. Arranged where the case is, and computed on `device` if given.
     """
-    return mismatches_of_each([ops], case)[0]
+    return mismatches_of_each([ops], case, device)[0]
 
 
-def mismatches_of_each(tables: Sequence[OpTable], case: Case | AttentionCase) -> list[list[str]]:
+def mismatches_of_each(
+    tables: Sequence[OpTable], case: Case | AttentionCase, device: torch.device | None = None
+) -> list[list[str]]:
     """The `mismatches` of each table."""
+    arranged = [moved(one, device) for one in arrangements(case)]
+    there = moved(case, device)
+    return [_mismatches(ops, there, arranged) for ops in tables]
+
+
+def arrangements(case: Case | AttentionCase) -> Iterator[Arrangement]:
+    """All of a case, the whole case first."""
     is_attention = isinstance(case, AttentionCase)
-    arranged = list(_attention_arrangements(case) if is_attention else _token_arrangements(case))
-    return [_mismatches(ops, case, arranged) for ops in tables]
+    return _attention_arrangements(case) if is_attention else _token_arrangements(case)
 
 
 def _mismatches(
