@@ -210,6 +210,17 @@ def _gated_activation(gate_up: Tensor, kind: str) -> list[tuple[Tensor, Tensor]]
     return [(value, 8 * _FP32_ROUNDOFF * (gate * up).abs())]
 
 
+def _gated_linear(
+    x: Tensor, weight: Tensor, bias: Tensor | None, kind: str
+) -> list[tuple[Tensor, Tensor]]:
+    """The slack bounds what errors of the product change."""
+    [(gate_up, size)] = _linear(x, weight, None if bias is None else bias.double())
+    [(value, rounding)] = _gated_activation(gate_up, kind)
+    gate, up = gate_up.abs().chunk(2, dim=-1)
+    of_gate, of_up = size.chunk(2, dim=-1)
+    return [(value, rounding + 2 * ((up + 1) * of_gate + gate * of_up))]
+
+
 def _add(a: Tensor, b: Tensor) -> list[tuple[Tensor, Tensor]]:
     return _exactly(a + b)
 
@@ -393,6 +404,7 @@ _ORACLES: Mapping[str, Callable[..., list[tuple[Tensor, Tensor]]]] = MappingProx
         "write_kv": _write_kv,
         "rotary_write_kv": _rotary_write_kv,
         "gated_activation": _gated_activation,
+        "gated_linear": _gated_linear,
         "add": _add,
         "scale": _scale,
         "logits": _logits,

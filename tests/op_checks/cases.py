@@ -43,7 +43,8 @@ class Case(msgspec.Struct, frozen=True):
     """Inputs of an op that treats each token by itself.
 
     `tokens` then `fixed` are the op's arguments, but for the linear ops, whose `fixed` is
-    (weight, bias), the embedding of packed rows, whose weight is not packed yet, write_kv, whose
+    (weight, bias), and for gated_linear the kind of activation too, the embedding of packed rows,
+    whose weight is not packed yet, write_kv, whose
     `tokens` are (k, v, slot_mapping) and `fixed` (k_cache, v_cache), lora, whose `tokens` are
     (y, x or token ids, adapter of each token or -1) and `fixed` the parts of each adapter, and the
     experts, whose `tokens` are (x, experts, weights) and `fixed` (activation, the experts' matrices
@@ -64,6 +65,9 @@ def bind(ops: OpTable, case: Case) -> Callable[..., tuple[Tensor, ...]]:
     if case.op in ("linear", "quantized_linear"):
         packed = _pack(ops, *fixed)  # type: ignore[arg-type]
         return lambda x: (ops.linear(x, packed),)
+    if case.op == "gated_linear":
+        gates_and_ups, kind = _pack(ops, *fixed[:2]), fixed[2]  # type: ignore[arg-type]
+        return lambda x: (_gated_linear(ops, x, gates_and_ups, kind),)  # type: ignore[arg-type]
     if case.op in ("packed_rows", "quantized_rows"):
         weight, dtype = fixed
         rows = _pack(ops, weight, None)  # type: ignore[arg-type]
@@ -104,6 +108,12 @@ def _pack(ops: OpTable, weight: Tensor | QuantizedWeight, bias: Tensor | None) -
     if isinstance(weight, QuantizedWeight):
         return ops.pack_quantized(weight, bias)
     return ops.pack_linear(weight, bias)
+
+
+def _gated_linear(ops: OpTable, x: Tensor, weight: LinearWeight, kind: str) -> Tensor:
+    if ops.gated_linear is not None:
+        return ops.gated_linear(x, weight, kind)
+    return ops.gated_activation(ops.linear(x, weight), kind)
 
 
 def _add_lora(
@@ -421,6 +431,23 @@ def _gated_activation_cases(dtype: torch.dtype) -> Iterator[Case]:
         yield Case("gated_activation", name, (gate_up,), (kind,))
 
 
+def _gated_linear_cases(dtype: torch.dtype) -> Iterator[Case]:
+    # (T, C, width, kind, bias): widths with and without a rest of a tile
+    for num_tokens, num_inputs, width, kind, has_bias in (
+        (1, 32, 32, "silu", False),
+        (19, 77, 33, "gelu_tanh", True),
+        (70, 136, 24, "silu", False),
+        (5, 896, 130, "gelu", False),
+        (9, 64, 48, "clamped_swiglu", True),
+    ):
+        name = label("gated_linear", dtype, num_tokens, num_inputs, width, kind)
+        source = CaseInputs(name, dtype)
+        weight = source.normal(2 * width, num_inputs, scale=2.0 * num_inputs**-0.5)
+        bias = source.normal(2 * width) if has_bias else None
+        x = source.normal(num_tokens, num_inputs)
+        yield Case("gated_linear", name, (x,), (weight, bias, kind))
+
+
 def _add_cases(dtype: torch.dtype) -> Iterator[Case]:
     for shape in ((1, 7), (19, 77), (37, 896), (0, 64)):
         name = label("add", dtype, *shape)
@@ -463,6 +490,7 @@ OPS: Mapping[str, Callable[[torch.dtype], Iterator[Case | AttentionCase]]] = Map
         "write_kv": _write_kv_cases,
         "rotary_write_kv": _rotary_write_kv_cases,
         "gated_activation": _gated_activation_cases,
+        "gated_linear": _gated_linear_cases,
         "add": _add_cases,
         "scale": _scale_cases,
         "logits": _logits_cases,

@@ -37,6 +37,7 @@ ROW_OPS = (
     "write_kv",
     "rotary_write_kv",
     "gated_activation",
+    "gated_linear",
 )
 ATTENTION = ("one-key", "window-below-tile", "sinks-one-key")
 SMALL = 25_000  # elements of all inputs of a case
@@ -252,3 +253,14 @@ def test_triton_is_resolved_by_name_and_refused_where_it_cannot_run(
     monkeypatch.delenv("TRITON_INTERPRET")
     with pytest.raises(ConfigError, match="Triton is not installed or does not run on cpu"):
         resolve_ops(CPU, "triton")
+
+
+@pytest.mark.parametrize("num_tokens", [3, 40])
+def test_a_gated_product_has_the_bits_of_its_two_ops(ops: OpTable, num_tokens: int) -> None:
+    generator = torch.Generator().manual_seed(2)
+    packed = ops.pack_linear(torch.randn(2 * 40, 96, generator=generator).bfloat16(), None)
+    x = torch.randn(num_tokens, 96, generator=generator).bfloat16()
+    assert ops.gated_linear is not None
+    for kind in ("silu", "gelu", "gelu_tanh", "clamped_swiglu"):
+        apart = ops.gated_activation(ops.linear(x, packed), kind)
+        assert same_bits(ops.gated_linear(x, packed, kind), apart)

@@ -340,6 +340,9 @@ class Decoder:
             from quickstep.model.experts import mixture_of_experts
 
             return mixture_of_experts(self._ops, weights, x, self._spec, index, lora)
-        gate_up = self._linear(x, weights.gate_up, index, Projection.GATE_UP, lora)
-        x = self._ops.gated_activation(gate_up, activation)
+        if lora is None and self._ops.gated_linear is not None:
+            x = self._ops.gated_linear(x, weights.gate_up, activation)
+        else:
+            gate_up = self._linear(x, weights.gate_up, index, Projection.GATE_UP, lora)
+            x = self._ops.gated_activation(gate_up, activation)
         return self._linear(x, weights.down_proj, index, Projection.DOWN_PROJ, lora)

@@ -453,6 +453,9 @@ class OpTable(msgspec.Struct, frozen=True):
             of each pair to the second, pair after pair. A slot outside the cache is an error.
         gated_activation: (gate_up [T, 2 * N], kind) -> [T, N]: act(first half) * second half; kind
             is `silu`, `gelu`, `gelu_tanh` or `clamped_swiglu`, which changes that half as well.
+        gated_linear: (x [T, C], LinearWeight of gates and ups, kind) -> [T, N / 2]:
+            `gated_activation` of `linear`, with its bits. None where they are called one after
+            another.
         logits: (hidden [E, C], LinearWeight, divisor, softcap or None, None or the number of the
             matrix and the LoRAMapping of the E) -> [E, V] fp32: the product, with its adapters,
             widened, divided, then softcap * tanh(logits / softcap) in fp64.
@@ -503,6 +506,7 @@ class OpTable(msgspec.Struct, frozen=True):
         Callable[[tuple[LinearWeight, ...], tuple[LinearWeight, ...]], object | None] | None
     ) = None
     experts: ExpertsOp | None = None
+    gated_linear: Callable[[Tensor, LinearWeight, str], Tensor] | None = None
     rotary_write_kv: (
         Callable[
             [Tensor, Tensor, Tensor, Tensor, Tensor, bool, AnyTensor, AnyTensor, Tensor], Tensor

@@ -38,7 +38,7 @@ def load_triton(device: torch.device | Device) -> OpTable | None:
     from quickstep.ops.triton.attention import paged_attention
     from quickstep.ops.triton.elementary import add_rms_norm, gated_activation, rms_norm
     from quickstep.ops.triton.experts import TritonExperts, pack_experts
-    from quickstep.ops.triton.linear import embedding, linear, pack_linear
+    from quickstep.ops.triton.linear import embedding, gated_linear, linear, pack_linear
     from quickstep.ops.triton.logits import finished_logits
     from quickstep.ops.triton.lora import TritonAdapterTable, TritonLoRA
     from quickstep.ops.triton.move_kv import move_kv
@@ -62,6 +62,7 @@ def load_triton(device: torch.device | Device) -> OpTable | None:
         add_rms_norm=add_rms_norm,
         rotary=rotary,
         gated_activation=gated_activation,
+        gated_linear=gated_linear,
         write_kv=write_kv,
         rotary_write_kv=rotary_write_kv,
         paged_attention=paged_attention,

@@ -16,9 +16,11 @@ from quickstep.ops.reference.elementary import ACTIVATIONS, SWIGLU_ALPHA, SWIGLU
 from quickstep.ops.tensors import AnyTensor, to_torch
 from quickstep.ops.triton.rounding import rounded
 
-__all__ = ["add_rms_norm", "gated_activation", "rms_norm"]
+__all__ = ["add_rms_norm", "gated_activation", "gated_value", "rms_norm"]
 
 _ACTIVATION_BLOCK = 1024
+_ALPHA = tl.constexpr(SWIGLU_ALPHA)
+_LIMIT = tl.constexpr(SWIGLU_LIMIT)
 
 
 @triton.jit
@@ -96,13 +98,28 @@ def _sigmoid(x):
 
 
 @triton.jit
+def gated_value(gate, up, KIND: tl.constexpr):
+    """The activation of gates and ups in fp32; `_ALPHA` and `_LIMIT` are of clamped SwiGLU."""
+    if KIND == "silu":
+        return gate * _sigmoid(gate) * up
+    elif KIND == "gelu":
+        return gate * 0.5 * (1.0 + tl.erf(gate * 0.7071067811865476)) * up
+    elif KIND == "gelu_tanh":
+        # 0.5 (1 + tanh(z)) is sigmoid(2 z)
+        inner = (gate * gate * gate * 0.044715 + gate) * 1.5957691216057308
+        return gate * _sigmoid(inner) * up
+    else:
+        gate = tl.where(gate > _LIMIT, _LIMIT, gate)
+        up = tl.where(up > _LIMIT, _LIMIT, tl.where(up < -_LIMIT, -_LIMIT, up))
+        return gate * _sigmoid(gate * _ALPHA) * (up + 1.0)
+
+
+@triton.jit
 def _gated_activation_kernel(
     gate_up,
     out,
     width,
     KIND: tl.constexpr,
-    ALPHA: tl.constexpr,
-    LIMIT: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
     """A block of one token's outputs."""
@@ -112,18 +129,7 @@ def _gated_activation_kernel(
     source = gate_up + token * 2 * width
     gate = tl.load(source + columns, mask=mask, other=0.0).to(tl.float32)
     up = tl.load(source + width + columns, mask=mask, other=0.0).to(tl.float32)
-    if KIND == "silu":
-        result = gate * _sigmoid(gate) * up
-    elif KIND == "gelu":
-        result = gate * 0.5 * (1.0 + tl.erf(gate * 0.7071067811865476)) * up
-    elif KIND == "gelu_tanh":
-        # 0.5 (1 + tanh(z)) is sigmoid(2 z)
-        inner = (gate * gate * gate * 0.044715 + gate) * 1.5957691216057308
-        result = gate * _sigmoid(inner) * up
-    else:
-        gate = tl.where(gate > LIMIT, LIMIT, gate)
-        up = tl.where(up > LIMIT, LIMIT, tl.where(up < -LIMIT, -LIMIT, up))
-        result = gate * _sigmoid(gate * ALPHA) * (up + 1.0)
+    result = gated_value(gate, up, KIND)
     tl.store(out + token * width + columns, rounded(result, out.dtype.element_ty), mask=mask)
 
 
@@ -141,8 +147,7 @@ def gated_activation(gate_up: Tensor, kind: str) -> Tensor:
             out,
             width,
             KIND=kind,
-            ALPHA=SWIGLU_ALPHA,
-            LIMIT=SWIGLU_LIMIT,
             BLOCK=_ACTIVATION_BLOCK,
+            enable_fp_fusion=False,
         )
     return out

@@ -27,7 +27,7 @@ from quickstep.ops.triton.float8_linear import (
     float8_tile,
     quantize_to_float8,
 )
-from quickstep.ops.triton.linear import product_tile, widens
+from quickstep.ops.triton.linear import FloatWeight, product_tile, widens
 from quickstep.ops.triton.lora import TritonLoRA
 from quickstep.ops.triton.quantized_linear import (
     PackedWeight,
@@ -90,8 +90,8 @@ def _tensors(weight: LinearWeight) -> tuple[Tensor | None, ...]:
         return data.packed, data.scales, data.zeros, data.sub_scales, weight.bias
     if isinstance(data, Float8Weight):
         return data.packed, data.scales, None, None, weight.bias
-    assert isinstance(data, Tensor)
-    return data, None, None, None, weight.bias
+    assert isinstance(data, FloatWeight)
+    return data.values, None, None, None, weight.bias
 
 
 def _form(weight: LinearWeight) -> tuple[object, ...]:
@@ -421,7 +421,7 @@ def _product(x: Tensor, matrices: _Matrices, plan: _Plan, *, gather: bool) -> Te
             enable_fp_fusion=False,
         )
         return out
-    assert isinstance(data, Tensor)
+    assert isinstance(data, FloatWeight)
     if x.stride(-1) != 1:
         x = x.contiguous()
     _float_kernel[grid](
@@ -431,10 +431,10 @@ def _product(x: Tensor, matrices: _Matrices, plan: _Plan, *, gather: bool) -> Te
         weight.num_inputs,
         x.stride(0),
         GATHER=gather,
-        WEIGHT=_element(data.dtype),
+        WEIGHT=_element(data.values.dtype),
         BIAS=bias,
         HAS_BIAS=weight.bias is not None,
-        WIDEN=widens(x, data.dtype),
+        WIDEN=widens(x, data.values.dtype),
         BLOCK_E=block_e,
         BLOCK_T=block_t,
         BLOCK_N=_BLOCK_N,

@@ -3,12 +3,12 @@
 Data, and how it is looked up. Nothing is measured while serving: `python -m benchmarks.tune_gpu`
 measures on a GPU, checks that bits stay those of the default, and prints rows for `TUNED`.
 
-What must not change with the number of tokens:
+What must not change with the number of tokens is the order of a sum:
 
-- `float` and `float8`: sums in fp32 run over blocks of `block_k` inputs, so it belongs to the
-  shape. Another block of tokens or outputs leaves the order of a sum as it is only if the GPU keeps
-  the matrix instruction (below 64 tokens, an H100 takes another one), so a shape has one tile for
-  all numbers of tokens unless its row in `TUNED` was checked.
+- `float` and `float8`: a tile's inputs are added in ascending order, 16 at a time, by one matrix
+  instruction after another, however many inputs are loaded at once (`block_k`) and whatever the
+  tile. On an H200 all tiles that were tried have the same bits (docs/design/0047); a GPU on which
+  they differ fails `quickstep doctor --gpu-check`.
 - `int8` and `int4`: sums of a group are integers, and groups are added one by one: every tile has
   the same bits.
 """
@@ -26,12 +26,15 @@ __all__ = ["DEFAULTS", "TUNED", "ShapeTiles", "Tile", "tile_of", "tiles_of"]
 
 
 class Tile(msgspec.Struct, frozen=True):
-    """Tokens and outputs of a program, and how Triton compiles it."""
+    """Tokens and outputs of a program, how Triton compiles it, and the inputs of a block: None for
+    those of the shape.
+    """
 
     block_t: int
     block_n: int
     num_warps: int = 4
     num_stages: int = 3
+    block_k: int | None = None
 
 
 class ShapeTiles(msgspec.Struct, frozen=True):
@@ -51,20 +54,42 @@ class ShapeTiles(msgspec.Struct, frozen=True):
         return next(tile for most, tile in self.by_tokens if most is None or num_tokens <= most)
 
 
-_DEFAULT = Tile(64, 64)
-_INTEGERS = ShapeTiles(128, ((16, Tile(16, 64)), (None, _DEFAULT)))
+_INTEGERS = ShapeTiles(128, ((16, Tile(16, 64)), (None, Tile(64, 64))))
+# Few tokens wait for memory: many bytes of weights under way. Many multiply: large tiles.
+_FLOAT = ShapeTiles(
+    128,
+    (
+        (16, Tile(16, 64, 4, 6)),
+        (32, Tile(32, 64, 4, 5)),
+        (64, Tile(64, 64, 4, 4)),
+        (256, Tile(128, 64, 4, 5, 64)),
+        (None, Tile(128, 128, 8, 3, 64)),
+    ),
+)
+# Of many outputs, which fill a GPU with larger tiles too.
+_WIDE = ShapeTiles(
+    128,
+    (
+        (16, Tile(16, 64, 4, 4)),
+        (32, Tile(32, 64, 4, 4)),
+        (64, Tile(64, 128, 8, 4)),
+        (None, Tile(128, 128, 8, 3, 64)),
+    ),
+)
+_WIDE_OUTPUTS = 8192
 
 DEFAULTS: Mapping[str, ShapeTiles] = MappingProxyType(
     {
-        "float": ShapeTiles(64, ((None, _DEFAULT),)),
-        "float8": ShapeTiles(64, ((None, _DEFAULT),)),
+        "float": _FLOAT,
+        "float, wide": _WIDE,
+        "float8": ShapeTiles(64, ((None, Tile(64, 64)),)),
         "int8": _INTEGERS,
         "int4": _INTEGERS,
     }
 )
 
 # By GPU, a part of its name, the longer first where one is in another; then kind, outputs, inputs.
-# Empty until somebody has measured there: what is missing is in DEFAULTS.
+# What is missing is in DEFAULTS.
 TUNED: Mapping[str, Mapping[tuple[str, int, int], ShapeTiles]] = MappingProxyType(
     {"H200": {}, "H100": {}, "A100": {}, "L40": {}, "L4": {}, "RTX 4090": {}}
 )
@@ -79,11 +104,14 @@ def _gpu(index: int) -> str:
 
 def tiles_of(gpu: str, kind: str, num_outputs: int, num_inputs: int) -> ShapeTiles:
     """Those of a weight [N, C] on a GPU of TUNED, or the default."""
-    return TUNED.get(gpu, {}).get((kind, num_outputs, num_inputs), DEFAULTS[kind])
+    wide = f"{kind}, wide"
+    default = DEFAULTS[wide if num_outputs >= _WIDE_OUTPUTS and wide in DEFAULTS else kind]
+    return TUNED.get(gpu, {}).get((kind, num_outputs, num_inputs), default)
 
 
 def tile_of(x: torch.Tensor, kind: str, num_outputs: int) -> tuple[Tile, int]:
     """The tile of a product with x [T, C], and its `block_k`."""
     gpu = _gpu(x.device.index or 0) if x.device.type == "cuda" else ""
     tiles = tiles_of(gpu, kind, num_outputs, x.shape[1])
-    return tiles.tile(x.shape[0]), tiles.block_k
+    tile = tiles.tile(x.shape[0])
+    return tile, tile.block_k or tiles.block_k
