@@ -7,6 +7,8 @@ import torch
 
 pytest.importorskip("triton")
 
+from msgspec.structs import replace
+
 from benchmarks.tune_gpu import main
 from op_checks.invariance import same_bits
 from quickstep.model.quantization import SCHEMES
@@ -20,16 +22,14 @@ from quickstep.ops.triton.tiles import DEFAULTS, TUNED, ShapeTiles, Tile, tiles_
 def test_a_shape_without_a_row_has_the_default_of_its_kind() -> None:
     for kind, tiles in DEFAULTS.items():
         for gpu in ("", *TUNED):
-            assert tiles_of(gpu, kind, 1234567, 64) is tiles
+            assert tiles_of(gpu, kind, 1234, 64) is tiles
 
 
-def test_the_last_tile_is_for_all_other_tokens_and_floats_have_one_tile_by_default() -> None:
+def test_the_last_tile_is_for_all_other_tokens() -> None:
     every = [*DEFAULTS.values(), *(one for rows in TUNED.values() for one in rows.values())]
     for tiles in every:
         limits = [most for most, _ in tiles.by_tokens]
         assert limits[-1] is None and None not in limits[:-1]
-    for kind in ("float", "float8"):
-        assert len(DEFAULTS[kind].by_tokens) == 1
 
 
 def test_a_tile_is_found_by_the_number_of_tokens() -> None:
@@ -60,3 +60,17 @@ def test_the_tuner_prints_a_row_for_each_kind(capsys: pytest.CaptureFixture[str]
     assert [next(iter(one)) for one in read] == [
         (kind, 48, 64) for kind in ("float", "int8", "int4", "float8")
     ]
+
+
+@pytest.mark.usefixtures("products_in_order")
+@pytest.mark.parametrize("num_inputs", [960, 1900])
+def test_slices_have_the_same_bits_in_one_program_and_in_several(num_inputs: int) -> None:
+    generator = torch.Generator().manual_seed(1)
+    packed = pack_linear(torch.randn(40, num_inputs, generator=generator).bfloat16(), None)
+    x = torch.randn(3, num_inputs, generator=generator).bfloat16()
+    assert packed.data.slice_len < num_inputs
+    for _ in range(2):  # the second time as well
+        several = tiled_linear(x, packed, Tile(16, 64))
+        assert not packed.data.arrived.any()
+        one = replace(packed, data=replace(packed.data, arrived=None))
+        assert same_bits(tiled_linear(x, one, Tile(16, 64)), several)

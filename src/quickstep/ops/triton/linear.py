@@ -2,10 +2,10 @@
 
 The weight is the first factor, out^T = W x^T: of a matrix instruction the outputs are the 64 rows,
 and the tokens the 16 to 256 columns, so that the tile fits the number of tokens and the instruction
-stays of one family. Each output is summed in fp32, in ascending order of the inputs, in slices at
-absolute inputs (`slice_inputs`), which are then added in ascending order: by one program, or, where
-a weight has too few outputs to keep a GPU busy, slices by several programs, of which the last one
-to arrive adds them. Bits depend on neither, nor on the tile (`ops.triton.tiles`).
+stays of one family. Each output is summed in fp32, in ascending order of the inputs. A weight with
+few outputs and many inputs has slices of inputs (`slice_inputs`), each with a sum of its own, which
+are then added in ascending order: of a few tokens by several programs, of which the last one to
+arrive adds the slices, else by one. Bits depend on neither, nor on the tile (`ops.triton.tiles`).
 """
 
 from __future__ import annotations
@@ -25,6 +25,13 @@ from quickstep.ops.table import LinearWeight
 from quickstep.ops.tensors import AnyTensor, DType, to_torch, torch_dtype
 from quickstep.ops.triton.elementary import gated_activation, gated_value
 from quickstep.ops.triton.float8_linear import Float8Weight, float8_linear, float8_rows
+from quickstep.ops.triton.overlap import (
+    overlap_options,
+    overlaps,
+    prefetch,
+    start_next,
+    wait_for_inputs,
+)
 from quickstep.ops.triton.quantized_linear import PackedWeight, quantized_linear, quantized_rows
 from quickstep.ops.triton.rounding import rounded
 from quickstep.ops.triton.tiles import Tile, tile_of
@@ -44,19 +51,23 @@ __all__ = [
 _SLICE_UNIT = 128  # inputs: a multiple of every `block_k`
 _LEAST_SLICE = 448
 _PROGRAMS = 144  # about as many as a GPU runs at once: fewer share the slices of an output
-_MOST_SPLIT_TOKENS = 512  # with more, there are programs enough
-_LEAST_TMA_TOKENS = 33  # with fewer, a program's own loads are as fast
+_SPLIT_TILES = 64  # blocks of 64 outputs from which on one program has all inputs of an output
+_PREFETCH_BYTES = 1024  # of each row of a weight, before the kernel's inputs are there
+_MOST_SPLIT_TILES = _PROGRAMS // 2  # with more, one program has all slices
+_LEAST_TMA_TOKENS = 128  # of a tile: with fewer, a program's own loads are as fast
 _MOST_GATED_TOKENS = 64
 _GROUP = 8  # blocks of tokens that neighbouring programs share weights with
 
 
 class FloatWeight(msgspec.Struct, frozen=True):
-    """A weight [N, C], and how many programs of each of its tiles have arrived, all 0 between two
-    products: int32, enough for `_MOST_SPLIT_TOKENS`.
+    """A weight [N, C] in slices of `slice_len` inputs, and how many programs of each of its tiles
+    have arrived, all 0 between two products: [_MOST_SPLIT_TILES] int32; None of a weight of one
+    slice.
     """
 
     values: Tensor
-    arrived: Tensor
+    slice_len: int
+    arrived: Tensor | None
 
 
 @triton.jit
@@ -148,6 +159,8 @@ def _linear_kernel(
     SLICE_BLOCKS: tl.constexpr,
     PROGRAMS: tl.constexpr,
     GROUP: tl.constexpr,
+    OVERLAP: tl.constexpr,
+    PREFETCH: tl.constexpr,
     BLOCK_T: tl.constexpr,
     BLOCK_N: tl.constexpr,
     BLOCK_K: tl.constexpr,
@@ -193,6 +206,15 @@ def _linear_kernel(
         slots = partial + tile.to(tl.int64) * (NUM_SLICES * BLOCK_N * BLOCK_T) + mine
     first = part * per_program * SLICE_BLOCKS
     last = tl.minimum(first + per_program * SLICE_BLOCKS, num_blocks)
+    start_next(OVERLAP)
+    if not TMA:
+        weight_rows = weight + rows * num_inputs
+    if OVERLAP and EVEN_K and not TMA:
+        item_bytes: tl.constexpr = weight.dtype.element_ty.primitive_bitwidth // 8
+        num_bytes = tl.minimum((last - first) * BLOCK_K * item_bytes, PREFETCH)
+        # not of the activations, which an earlier kernel may still write
+        prefetch(weight_rows + first * BLOCK_K, num_bytes)
+    wait_for_inputs(OVERLAP)
     for block in range(first, last):
         k = block * BLOCK_K
         if TMA:
@@ -205,7 +227,7 @@ def _linear_kernel(
                 x_mask = x_mask & (inputs[:, None] < num_inputs)
                 w_mask = inputs[None, :] < num_inputs
             a = tl.load(
-                weight + rows[:, None] * num_inputs + inputs[None, :],
+                weight_rows[:, None] + inputs[None, :],
                 mask=w_mask,
                 other=None if EVEN_K else 0.0,
             )
@@ -249,13 +271,15 @@ def _linear_kernel(
         )
 
 
-@functools.cache
-def slice_inputs(num_inputs: int) -> int:
-    """Inputs of a slice, by the number of inputs alone: a part of a weight, of fewer outputs, has
-    the slices of the complete one.
+def slice_inputs(num_outputs: int, num_inputs: int) -> int:
+    """Inputs of a slice of a weight [N, C]. They decide the bits: a part of a weight has the slices
+    of the complete one.
     """
-    num_slices = min(4, max(1, num_inputs // _LEAST_SLICE))
-    num_slices = 1 << (num_slices.bit_length() - 1)
+    num_tiles = triton.cdiv(num_outputs, 64)
+    num_slices = 1
+    if num_tiles < _SPLIT_TILES:
+        num_slices = max(1, min(4, num_inputs // _LEAST_SLICE, _PROGRAMS // num_tiles))
+        num_slices = 1 << (num_slices.bit_length() - 1)
     return -(-num_inputs // (num_slices * _SLICE_UNIT)) * _SLICE_UNIT
 
 
@@ -271,9 +295,11 @@ def pack_linear(weight: AnyTensor, bias: AnyTensor | None) -> LinearWeight:
     data, bias = to_torch(weight).contiguous(), None if bias is None else to_torch(bias)
     num_outputs, num_inputs = data.shape
     nbytes = data.nbytes + (0 if bias is None else bias.nbytes)
-    most_tiles = triton.cdiv(num_outputs, 64) * triton.cdiv(_MOST_SPLIT_TOKENS, 16)
-    arrived = torch.zeros(most_tiles, dtype=torch.int32, device=data.device)
-    return LinearWeight(FloatWeight(data, arrived), bias, num_outputs, num_inputs, nbytes)
+    slice_len, arrived = slice_inputs(num_outputs, num_inputs), None
+    if slice_len < num_inputs:
+        arrived = torch.zeros(_MOST_SPLIT_TILES, dtype=torch.int32, device=data.device)
+    held = FloatWeight(data, slice_len, arrived)
+    return LinearWeight(held, bias, num_outputs, num_inputs, nbytes)
 
 
 def embedding(
@@ -322,16 +348,16 @@ def _float_linear(x: Tensor, weight: LinearWeight, tile: Tile | None, activation
     out = x.new_empty(num_tokens, num_outputs // 2 if activation else num_outputs)
     if out.numel() == 0:
         return out
-    own_tile, block_k = tile_of(x, "float", num_outputs)
-    if tile is None:
-        tile = own_tile
-    block_k = tile.block_k or block_k
+    kind = "float" if data.arrived is None else "sliced float"
+    own_tile, block_k = tile_of(x, kind, num_outputs)
+    if tile is not None:
+        block_k = tile.block_k or block_k
+    tile = tile or own_tile
     num_token_blocks = triton.cdiv(num_tokens, tile.block_t)
     num_tiles = num_token_blocks * triton.cdiv(num_outputs, tile.block_n)
-    slice_len = slice_inputs(num_inputs)
-    num_slices = triton.cdiv(num_inputs, slice_len)
+    num_slices = triton.cdiv(num_inputs, data.slice_len)
     programs = 1
-    if num_tokens <= _MOST_SPLIT_TOKENS and num_tiles <= data.arrived.shape[0]:
+    if data.arrived is not None:
         while programs < num_slices and 2 * programs * num_tiles <= _PROGRAMS:
             programs *= 2
     partial = None
@@ -362,15 +388,18 @@ def _float_linear(x: Tensor, weight: LinearWeight, tile: Tile | None, activation
         TMA=has_tma,
         EVEN_K=num_inputs % block_k == 0,
         NUM_SLICES=num_slices,
-        SLICE_BLOCKS=slice_len // block_k,
+        SLICE_BLOCKS=data.slice_len // block_k,
         PROGRAMS=programs,
         GROUP=_GROUP,
+        OVERLAP=overlaps(x.device),
+        PREFETCH=_PREFETCH_BYTES,
         BLOCK_T=tile.block_t,
         BLOCK_N=tile.block_n,
         BLOCK_K=block_k,
         num_warps=tile.num_warps,
         num_stages=tile.num_stages,
         enable_fp_fusion=False,
+        **overlap_options(x.device),
     )
     return out
 

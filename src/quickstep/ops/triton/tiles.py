@@ -63,17 +63,23 @@ _FLOAT = ShapeTiles(
         (32, Tile(32, 64, 4, 5)),
         (64, Tile(64, 64, 4, 4)),
         (256, Tile(128, 64, 4, 5, 64)),
-        (None, Tile(128, 128, 8, 3, 64)),
+        (1024, Tile(128, 128, 8, 3, 64)),
+        (None, Tile(256, 128, 8, 3, 64)),
     ),
 )
-# Of many outputs, which fill a GPU with larger tiles too.
-_WIDE = ShapeTiles(
+# A program that has all slices of an output has two sums, which take twice the registers.
+_SLICED_FLOAT = ShapeTiles(
+    128,
+    (*_FLOAT.by_tokens[:4], (None, Tile(128, 128, 8, 3, 64))),
+)
+# Many outputs fill a GPU with larger tiles too.
+_WIDE_FLOAT = ShapeTiles(
     128,
     (
         (16, Tile(16, 64, 4, 4)),
-        (32, Tile(32, 64, 4, 4)),
         (64, Tile(64, 128, 8, 4)),
-        (None, Tile(128, 128, 8, 3, 64)),
+        (1024, Tile(128, 128, 8, 3, 64)),
+        (None, Tile(256, 128, 8, 3, 64)),
     ),
 )
 _WIDE_OUTPUTS = 8192
@@ -81,7 +87,7 @@ _WIDE_OUTPUTS = 8192
 DEFAULTS: Mapping[str, ShapeTiles] = MappingProxyType(
     {
         "float": _FLOAT,
-        "float, wide": _WIDE,
+        "sliced float": _SLICED_FLOAT,
         "float8": ShapeTiles(64, ((None, Tile(64, 64)),)),
         "int8": _INTEGERS,
         "int4": _INTEGERS,
@@ -104,8 +110,8 @@ def _gpu(index: int) -> str:
 
 def tiles_of(gpu: str, kind: str, num_outputs: int, num_inputs: int) -> ShapeTiles:
     """Those of a weight [N, C] on a GPU of TUNED, or the default."""
-    wide = f"{kind}, wide"
-    default = DEFAULTS[wide if num_outputs >= _WIDE_OUTPUTS and wide in DEFAULTS else kind]
+    is_wide = kind == "float" and num_outputs >= _WIDE_OUTPUTS
+    default = _WIDE_FLOAT if is_wide else DEFAULTS[kind]
     return TUNED.get(gpu, {}).get((kind, num_outputs, num_inputs), default)
 
 
