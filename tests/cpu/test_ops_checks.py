@@ -2,13 +2,18 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+
+import msgspec
 import pytest
 import torch
 from msgspec.structs import replace
+from torch._subclasses.fake_tensor import FakeTensorMode
 
 from op_checks.agreement import agreement
-from op_checks.cases import cases
-from op_checks.invariance import mismatches, same_bits
+from op_checks.cases import OPS, cases
+from op_checks.invariance import arrangements, mismatches, same_bits
+from op_checks.placement import moved
 from quickstep.errors import ConfigError
 from quickstep.ops.reference import reference_ops
 from quickstep.ops.resolve import resolve_ops
@@ -123,3 +128,26 @@ def test_native_kernels_are_refused_where_they_cannot_run():
 def test_an_unknown_kernel_set_is_refused_by_name():
     with pytest.raises(ConfigError, match="fastest"):
         resolve_ops(CPU, "fastest")
+
+
+@pytest.mark.parametrize("op", OPS)
+def test_every_tensor_of_a_case_and_of_its_arrangements_goes_to_a_gpu(op: str) -> None:
+    """With tensors without memory, as no GPU is needed to see that none is left on the host."""
+    gpu = torch.device("cuda", 0)
+    of_op = list(cases([op], (torch.bfloat16,)))
+    for case in of_op if op == "lora" else of_op[:2]:
+        arranged = (case, *arrangements(case))
+        with FakeTensorMode(allow_non_fake_inputs=True):
+            there = list(tensors_of(moved(arranged, gpu)))
+        assert len(there) == len(list(tensors_of(arranged)))
+        assert all(one.device == gpu for one in there)
+
+
+def tensors_of(value: object) -> Iterator[torch.Tensor]:
+    if isinstance(value, torch.Tensor):
+        yield value
+    elif isinstance(value, tuple | list):
+        for one in value:
+            yield from tensors_of(one)
+    elif isinstance(value, msgspec.Struct):
+        yield from tensors_of([getattr(value, name) for name in value.__struct_fields__])

@@ -7,7 +7,7 @@ What must not change with the number of tokens is the order of a sum:
 
 - `float` and `float8`: a tile's inputs are added in ascending order, 16 at a time, by one matrix
   instruction after another, however many inputs are loaded at once (`block_k`) and whatever the
-  tile. On an H200 all tiles that were tried have the same bits (docs/design/0047); a GPU on which
+  tile. On an H200 all tiles that were tried have the same bits (docs/design/0046); a GPU on which
   they differ fails `quickstep doctor --gpu-check`.
 - `int8` and `int4`: sums of a group are integers, and groups are added one by one: every tile has
   the same bits.
