@@ -19,6 +19,7 @@ import importlib.util
 import json
 import os
 import resource
+import shutil
 import signal
 import subprocess
 import sys
@@ -73,8 +74,9 @@ class Processes:
         with tempfile.TemporaryDirectory() as folder:
             files = [Path(folder) / name for name in ("stdout", "stderr")]
             junit = Path(folder) / "junit.xml"
+            own_s = limit_s - max(_LEAST_S, 0.15 * limit_s)
             argv = [
-                one.format(out=self._folder, junit=junit, seconds=f"{limit_s - _LEAST_S:.0f}")
+                one.format(out=self._folder, junit=junit, seconds=f"{own_s:.0f}")
                 for one in stage.command(sys.executable)
             ]
             try:
@@ -144,10 +146,9 @@ class Processes:
 def main(argv: Sequence[str] | None = None) -> int:
     """Run the stages of a run and write the results. Returns 1 if one did not pass."""
     args = _parse(argv)
+    every = list(stages(args.run, args.device))
     chosen = [
-        one
-        for one in stages(args.run, args.device)
-        if args.only is None or any(text in one.title for text in args.only)
+        one for one in every if args.only is None or any(text in one.title for text in args.only)
     ]
     if args.list:
         for one in chosen:
@@ -163,26 +164,25 @@ def main(argv: Sequence[str] | None = None) -> int:
     folder = args.out or Path(os.environ.get("OUT") or _RESULTS)
     folder.mkdir(parents=True, exist_ok=True)
     lines = folder / f"{args.name or f'gpu-{args.run}-{args.device}'}.jsonl"
-    earlier = _passed(args.resume or lines) if args.resume is not None else {}
-    if args.resume is None:
+    if args.resume is None and args.only is None:  # everything anew
         lines.unlink(missing_ok=True)
         (folder / "junit.xml").unlink(missing_ok=True)
-    finished: dict[str, Done] = {}
+    if isinstance(args.resume, Path) and not lines.exists():
+        shutil.copyfile(args.resume, lines)
+    finished = _read(lines)
+    passed = set()
+    if args.resume is not None:
+        passed = {title for title, done in finished.items() if done.status == "passed"}
     processes = Processes(folder, time.monotonic() + args.seconds)
     signal.signal(signal.SIGTERM, _stop)
-
-    def keep(stage: Stage, done: Done) -> None:
-        finished[stage.title] = done
-        print(f"{stage.title}: {done.status}, {done.seconds:.0f} s", flush=True)
-        if done.title not in earlier and done.status != "no time left":
+    try:
+        for stage, done in _run_all([one for one in chosen if one.title not in passed], processes):
+            finished[stage.title] = done
+            print(f"{stage.title}: {done.status}, {done.seconds:.0f} s", flush=True)
             with lines.open("a", encoding="utf-8") as file:
                 file.write(json.dumps(asdict(done)) + "\n")
-        text = "\n".join(report(args.run, args.device, chosen, finished))
-        lines.with_suffix(".md").write_text(text + "\n", encoding="utf-8")
-
-    try:
-        for stage, done in _run_all(chosen, earlier, processes):
-            keep(stage, done)
+            text = "\n".join(report(args.run, args.device, every, finished))
+            lines.with_suffix(".md").write_text(text + "\n", encoding="utf-8")
             if stage.is_needed and done.status != "passed":
                 print(done.stderr[-2000:], file=sys.stderr)
                 break
@@ -210,32 +210,21 @@ def _parse(argv: Sequence[str] | None) -> argparse.Namespace:
         "--resume",
         nargs="?",
         type=Path,
-        const=Path(),
+        const=True,
         metavar="FILE",
-        help="skip stages that passed according to FILE (default: the JSON lines to be written)",
+        help="skip stages that passed before, according to the JSON lines there, or those of FILE",
     )
     parser.add_argument("--list", action="store_true", help="print the stages and run none")
-    args = parser.parse_args(argv)
-    if args.resume == Path():
-        args.resume = ""
-    return args
+    return parser.parse_args(argv)
 
 
-def _run_all(
-    chosen: Sequence[Stage], earlier: dict[str, Done], processes: Processes
-) -> Iterator[tuple[Stage, Done]]:
+def _run_all(chosen: Sequence[Stage], processes: Processes) -> Iterator[tuple[Stage, Done]]:
     """One after another, those of a group at once."""
-    for group, members in groupby(chosen, lambda stage: stage.group or stage.title):
-        waiting = []
-        for stage in members:
-            if stage.title in earlier:
-                yield stage, earlier[stage.title]
-            else:
-                waiting.append(stage)
-        most = min(_MOST_AT_ONCE, max(1, (os.cpu_count() or 1) - 2))
-        pool = ThreadPoolExecutor(most, thread_name_prefix=group)
+    most = min(_MOST_AT_ONCE, max(1, (os.cpu_count() or 1) - 2))
+    for _, group in groupby(chosen, lambda stage: stage.group or stage.title):
+        pool = ThreadPoolExecutor(most)
         try:
-            running = {pool.submit(processes.run, stage): stage for stage in waiting}
+            running = {pool.submit(processes.run, stage): stage for stage in group}
             for future in as_completed(running):
                 yield running[future], future.result()
         except BaseException:
@@ -245,12 +234,12 @@ def _run_all(
             pool.shutdown(cancel_futures=True)
 
 
-def _passed(lines: Path) -> dict[str, Done]:
-    """The stages that passed in an earlier run, by title."""
+def _read(lines: Path) -> dict[str, Done]:
+    """The last result of each stage, by title."""
     if not lines.exists():
         return {}
     found = [Done(**json.loads(one)) for one in lines.read_text(encoding="utf-8").splitlines()]
-    return {one.title: one for one in found if one.status == "passed"}
+    return {one.title: one for one in found}
 
 
 def _kill(group: int) -> None:

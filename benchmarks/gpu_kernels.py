@@ -2,18 +2,19 @@
 
     limits     copy bandwidth and matrix product of random values; what a launch costs
     bits       whether a token's product has the same bits with any number of other tokens
+    tile-bits  which tiles have the bits of the default one
     products   the matrices of the goals' models, next to torch's (cuBLAS)
     attention  paged attention, next to torch's (FlashAttention, cuDNN) on contiguous keys
     once       each kernel of a step a few times, to be run under a profiler
 
-Each prints a JSON object a line, as soon as it is known.
+Each prints a JSON object a line, as soon as it is known. With `--device cpu`, Triton's kernels need
+TRITON_INTERPRET=1.
 """
 
 from __future__ import annotations
 
 import argparse
 import json
-import os
 import sys
 import time
 from collections.abc import Callable, Iterator
@@ -40,6 +41,7 @@ _COUNTS = {
     "cpu": (1, 5),
 }
 _MOST_TOKENS = {"cuda": 2048, "cpu": 9}
+_TILED_TOKENS = {"cuda": (16, 64, 256, 2048), "cpu": (16,)}
 _KINDS = ("float", "fp8", "int8", "int4")
 # query heads, KV heads, head size; sequences, context, new tokens of each
 _ATTENTION = {
@@ -69,8 +71,6 @@ def main() -> int:
     parser.add_argument("--device", choices=("cuda", "cpu"), default="cuda")
     parser.add_argument("--kernels", default="triton")
     args = parser.parse_args()
-    if args.device == "cpu":
-        os.environ.setdefault("TRITON_INTERPRET", "1")  # read when Triton is imported
     with torch.inference_mode():
         for row in _KINDS_OF_ROWS[args.what](args.device, args.kernels):
             print(json.dumps(row), flush=True)
@@ -134,6 +134,35 @@ def _bits(device: str, _: str) -> Iterator[Row]:
                 "kind": kind,
                 "same_bits": not different,
                 "different_at": " ".join(map(str, different)),
+            }
+
+
+def _tile_bits(device: str, _: str) -> Iterator[Row]:
+    """For bf16; the numbers of tokens are multiples of 16, so that each tile is compiled once."""
+    from benchmarks.tune_gpu import every_tile, random_weight, tile_product, weight_shapes
+
+    named = dict(weight_shapes(_MODELS[device]))
+    for name in (f"{_MODELS[device][0]} o_proj", f"{_MODELS[device][-1]} down_proj"):
+        shape = named[name]
+        generator = torch.Generator(device).manual_seed(sum(shape))
+        weight = random_weight("float", shape, device, generator)
+        x = torch.randn(_TILED_TOKENS[device][-1], shape[1], generator=generator, device=device)
+        x = x.bfloat16()
+        default = tile_product(x, weight, None)
+        assert default is not None, "the default tile runs"
+        for tile in every_tile():
+            results = [
+                (count, tile_product(x[:count], weight, tile)) for count in _TILED_TOKENS[device]
+            ]
+            yield {
+                "weight": name,
+                "tile": f"{tile.block_t} x {tile.block_n}, {tile.num_warps}, {tile.num_stages}",
+                "bits_of_the_default": " ".join(
+                    str(count)
+                    for count, one in results
+                    if one is not None and torch.equal(one, default[:count])
+                ),
+                "refused": any(one is None for _, one in results),
             }
 
 
@@ -281,6 +310,7 @@ def _once(device: str, kernels: str) -> Iterator[Row]:
 _KINDS_OF_ROWS: dict[str, Callable[[str, str], Iterator[Row]]] = {
     "limits": _limits,
     "bits": _bits,
+    "tile-bits": _tile_bits,
     "products": _products,
     "attention": _attention,
     "once": _once,

@@ -35,22 +35,22 @@ class Done:
 
 
 def report(
-    run: str, device: str, chosen: Sequence[Stage], finished: Mapping[str, Done]
+    run: str, device: str, every: Sequence[Stage], finished: Mapping[str, Done]
 ) -> Iterator[str]:
     """The lines of the file."""
     yield f"# GPU run `{run}`\n"
     yield f"`python -m benchmarks.gpu {run} --device {device}`, {datetime.date.today()}\n"
     yield "| stage | result | s |\n|---|---|---|"
-    for stage in chosen:
+    for stage in every:
         done = finished.get(stage.title)
         cells = ("not run", "") if done is None else (done.status, f"{done.seconds:.0f}")
         yield f"| {stage.title} | {' | '.join(cells)} |"
-    if any(stage.goals for stage in chosen):
+    if any(stage.goals for stage in every):
         yield "\n| work | figure | measured | goal | |\n|---|---|---|---|---|"
-    for stage in chosen:
+    for stage in every:
         for goal in stage.goals:
             yield f"| {stage.title} | {' | '.join(_goal_cells(goal, finished))} |"
-    for stage in chosen:
+    for stage in every:
         if stage.title in finished:
             yield from _section(finished[stage.title])
 
@@ -71,7 +71,8 @@ def _section(done: Done) -> Iterator[str]:
     yield f"\n## {done.title}\n\n`{' '.join(done.command)}`: {done.status}\n"
     yield from _tables(done.rows)
     texts = [line for line in done.stdout.splitlines() if not _is_object(line)]
-    output = "\n".join(texts)[-_MOST_CHARACTERS:].strip()
+    most = 1000 if done.status == "passed" and "pytest" in done.command else _MOST_CHARACTERS
+    output = "\n".join(texts)[-most:].strip()
     if output:
         yield f"\n```\n{output}\n```"
     errors = done.stderr[-_MOST_CHARACTERS:].strip()
@@ -80,18 +81,20 @@ def _section(done: Done) -> Iterator[str]:
 
 
 def _tables(rows: Sequence[Mapping[str, Any]]) -> Iterator[str]:
-    """Rows of the same columns are a table; others are JSON."""
-    columns: tuple[str, ...] = ()
+    """Rows with the same columns are a table; others are JSON."""
+    tables: dict[tuple[str, ...], list[Mapping[str, Any]]] = {}
     for row in rows:
         is_flat = not any(isinstance(value, dict | list) for value in row.values())
-        if not is_flat or len(row) > _COLUMNS:
-            yield f"\n```\n{json.dumps(row)[:_MOST_CHARACTERS]}\n```"
-            columns = ()
+        columns = tuple(row) if is_flat and len(row) <= _COLUMNS else ()
+        tables.setdefault(columns, []).append(row)
+    for columns, members in tables.items():
+        if not columns:
+            for row in members:
+                yield f"\n```\n{json.dumps(row)[:_MOST_CHARACTERS]}\n```"
             continue
-        if tuple(row) != columns:
-            columns = tuple(row)
-            yield f"\n| {' | '.join(columns)} |\n|{'---|' * len(columns)}"
-        yield f"| {' | '.join(_text(value) for value in row.values())} |"
+        yield f"\n| {' | '.join(columns)} |\n|{'---|' * len(columns)}"
+        for row in members:
+            yield f"| {' | '.join(_text(value) for value in row.values())} |"
 
 
 def _objects(text: str) -> Iterator[dict[str, Any]]:

@@ -108,27 +108,31 @@ def stages(run: str, device: str) -> Iterator[Stage]:
 
 def _correct(device: str) -> Iterator[Stage]:
     is_gpu = device == "cuda"
-    yield Stage("limits", (_KERNELS, "limits", "--device", device), 45.0)
     different = Goal(
         "products whose bits depend on the tokens",
         lambda of: sum(not one["same_bits"] for one in of["bits of products"]),
         0,
         False,
     )
-    yield Stage("bits of products", (_KERNELS, "bits", *_chosen(device)), 75.0, (different,))
+    of_products = (_KERNELS, "bits", *_chosen(device))
+    interpreted = () if is_gpu else (("TRITON_INTERPRET", "1"),)
+    yield Stage("bits of products", of_products, 75.0, (different,), environment=interpreted)
+    of_tiles = (_KERNELS, "tile-bits", *_chosen(device))
+    yield Stage("bits of tiles", of_tiles, 60.0, environment=interpreted)
     compiled = ("--jobs", "14") if is_gpu else ("--only", "sampling")
     yield Stage("kernels compile", ("tools.compile_kernels", *compiled), 120.0)
     if is_gpu:
+        yield _tests("tests: engine", ("tests/cuda/test_cuda_engine.py",), 100.0)
         yield from _op_tests()
         yield _tests("tests: graphs", ("tests/cuda/test_graphs_on_cuda.py",), 100.0)
-        yield _tests("tests: engine", ("tests/cuda/test_cuda_engine.py",), 100.0)
     else:
+        yield _tests("tests: executor", ("tests/triton/test_device_executor.py",), 200.0)
         for op in ("rms_norm", "write_kv"):
             names = ("tests/triton/test_triton_ops.py", "-k", f"float64 and {op}")
             yield _tests(f"ops: {op}", names, 100.0, "ops")
-        yield _tests("tests: executor", ("tests/triton/test_device_executor.py",), 200.0)
     count = "300" if is_gpu else "10"
     yield _verify("exactness", device, ("--requests", count), 100.0, least=400 if is_gpu else 10)
+    yield Stage("limits", (_KERNELS, "limits", "--device", device), 45.0)
     if is_gpu:
         yield from _sanitized()
 
@@ -146,10 +150,10 @@ def _op_tests() -> Iterator[Stage]:
                 for check in _OP_CHECKS
                 for part in parts
             ]
-            yield _tests(title, names, 200.0, "ops")
+            yield _tests(title, names, 150.0, "ops")
     sampling = ("tests/cuda/test_cuda_sampling.py",)
-    yield _tests("tests: sampling", sampling, 200.0, "ops")
-    yield _tests("ops: reference", (_OP_TESTS, "-k", "reference"), 200.0, "ops")
+    yield _tests("tests: sampling", sampling, 150.0, "ops")
+    yield _tests("ops: reference", (_OP_TESTS, "-k", "reference"), 150.0, "ops")
 
 
 def _sanitized() -> Iterator[Stage]:
@@ -158,14 +162,15 @@ def _sanitized() -> Iterator[Stage]:
     ops = ("linear", "quantized_linear", "paged_attention", "lora", "experts", "rotary_write_kv")
     for op in ops:
         names = (f"{check}[{op}-0-triton]",)
-        yield _sanitize(_tests(f"memcheck: {op}", names, 100.0, "sanitizer"), "memcheck")
+        yield _sanitize(_tests(f"memcheck: {op}", names, 120.0, "sanitizer"), "memcheck")
     sampling = ("tests/cuda/test_cuda_sampling.py", "-k", "test_on_a_gpu")
     for tool in ("memcheck", "racecheck"):
-        yield _sanitize(_tests(f"{tool}: sampling", sampling, 100.0, "sanitizer"), tool)
+        yield _sanitize(_tests(f"{tool}: sampling", sampling, 120.0, "sanitizer"), tool)
 
 
 def _sanitize(stage: Stage, tool: str) -> Stage:
-    under = ("compute-sanitizer", "--tool", tool, "--error-exitcode", "9")
+    quiet = ("--report-api-errors", "no")  # some calls of torch fail on purpose
+    under = ("compute-sanitizer", "--tool", tool, "--error-exitcode", "9", *quiet)
     # a tensor has an allocation of its own, so that what is read behind its end is found
     alone = (("PYTORCH_NO_CUDA_MEMORY_CACHING", "1"),)
     return replace(stage, under=under, environment=alone)
@@ -219,6 +224,13 @@ def _fast(device: str) -> Iterator[Stage]:
     yield Stage("start to first token", cold_start, 60.0, (cold,))
     if device == "cuda":
         yield _counters()
+    for depth in ("1", "2"):
+        flags = ("demo", "--max-len", "512", "--repeats", "3", *_chosen(device))
+        argv = ("quickstep", "bench", "throughput", *flags, "--pipeline-depth", depth)
+        yield Stage(f"64 requests at once, steps in flight: {depth}", argv, 40.0)
+    if device == "cuda":
+        copied = (*sampling, "--rows", "1", "64", "--copied")
+        yield Stage("sampling of copied logits", copied, 40.0)
 
 
 def _steps(device: str, shape: str, limit_s: float, *goals: Goal) -> Stage:
@@ -258,11 +270,9 @@ def _counters() -> Stage:
         "gpu__time_duration.sum",
         "dram__throughput.avg.pct_of_peak_sustained_elapsed",
         "sm__throughput.avg.pct_of_peak_sustained_elapsed",
-        "sm__inst_executed_pipe_tensor.sum",
-        "launch__occupancy_limit_registers",
         "launch__registers_per_thread",
     )
-    kernels = ("--kernel-name", "regex:linear|attention|combine", "--launch-count", "24")
+    kernels = ("--kernel-name", "regex:linear|product|attention|combine", "--launch-count", "24")
     under = ("ncu", "--clock-control", "none", *kernels, "--metrics", ",".join(metrics), "--csv")
     argv = (_KERNELS, "once")
     return Stage("hardware counters", argv, 60.0, under=under)
@@ -270,7 +280,8 @@ def _counters() -> Stage:
 
 def _compared(device: str) -> Iterator[Stage]:
     large = _SHAPES[device][0]
-    of_shape = ("--device", device, "--shape", large)
+    requests = "64" if device == "cuda" else _SERVED_REQUESTS[device][-1]
+    of_shape = ("--device", device, "--shape", large, "--requests", requests)
     yield _served(device)
     for title, measure in ((_GENERATE, "generate"), (_GENERATE_BATCH, "generate-batch")):
         yield Stage(title, (_MEASURES, measure, *of_shape), 150.0, (_speedup(title),))

@@ -13,6 +13,7 @@ works; its times mean nothing.
 from __future__ import annotations
 
 import argparse
+import copy
 import itertools
 import multiprocessing
 import os
@@ -30,11 +31,12 @@ if TYPE_CHECKING:
     from quickstep.ops.table import LinearWeight
     from quickstep.ops.triton.tiles import Tile
 
-__all__ = ["random_weight", "weight_shapes"]
+__all__ = ["every_tile", "random_weight", "tile_product", "weight_shapes"]
 
 _MODELS = ("llama-3.1-8b", "qwen2.5-0.5b", "llama-3.2-1b")
 _CPU_SHAPES = (("tiny", (48, 64)),)
 _TOKENS = {"cuda": (1, 16, 64, 128, 512, 2048), "cpu": (1, 5)}
+_MOST_OUTPUTS = 65_536
 _KINDS = ("float", "fp8", "int8", "int4")
 # the most tokens, and (block_t, block_n, num_warps, num_stages)
 _CANDIDATES = (
@@ -83,7 +85,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     shapes = _CPU_SHAPES if args.device == "cpu" else tuple(weight_shapes(args.models))
     for kind in args.kinds:
         if args.device == "cuda" and time.monotonic() < end_s:
-            _compile_all(kind, [shape for _, shape in shapes], args.jobs)
+            # an output projection takes gigabytes to quantize, and has the variants of the others
+            small = [shape for _, shape in shapes if shape[0] < _MOST_OUTPUTS]
+            _compile_all(kind, small, args.jobs)
         for weight, shape in shapes:
             if time.monotonic() > end_s:
                 print(f"# no time left for {kind} {weight}")
@@ -95,7 +99,8 @@ def main(argv: Sequence[str] | None = None) -> int:
                     f"default {one.default_us:.1f} us, {one.num_same} of {one.num_candidates} "
                     "candidates have the default's bits"
                 )
-            print(_row(kind, shape, choices), flush=True)
+            if choices:
+                print(_row(kind, shape, choices), flush=True)
     return 0
 
 
@@ -158,7 +163,7 @@ def _compile(kind: str, shape: tuple[int, int], start: float) -> None:
     first = int(start * len(work))
     for num_tokens, tile in (*work[first:], *work[:first]):
         x = torch.zeros(num_tokens, shape[1], dtype=torch.bfloat16, device="cuda")
-        _result(x, weight, tile)
+        tile_product(x, weight, tile)
 
 
 def _tune(kind: str, shape: tuple[int, int], device: str) -> Iterator[_Choice]:
@@ -170,14 +175,14 @@ def _tune(kind: str, shape: tuple[int, int], device: str) -> Iterator[_Choice]:
     generator = torch.Generator(device).manual_seed(0)
     weights = [random_weight(kind, shape, device, generator)]
     for _ in range(num_copies(weights[0].nbytes, device) - 1):
-        weights.append(random_weight(kind, shape, device, generator))
+        weights.append(copy.deepcopy(weights[0]))
     most = max(_TOKENS[device])
     every = torch.randn(most, shape[1], generator=generator, device=device).bfloat16()
-    expected = _result(every, weights[0], None)
+    expected = tile_product(every, weights[0], None)
     assert expected is not None, "the default tile runs"
 
     def calls(x: torch.Tensor, tile: Tile | None) -> list[Call]:
-        return [lambda weight=weight: _result(x, weight, tile) for weight in weights]
+        return [lambda weight=weight: tile_product(x, weight, tile) for weight in weights]
 
     for num_tokens in _TOKENS[device]:
         x = every[:num_tokens]
@@ -185,16 +190,26 @@ def _tune(kind: str, shape: tuple[int, int], device: str) -> Iterator[_Choice]:
         same = [
             tile
             for tile in candidates
-            if (found := _result(x, weights[0], tile)) is not None
+            if (found := tile_product(x, weights[0], tile)) is not None
             and torch.equal(found, expected[:num_tokens])
         ]
+        if not same:
+            print(f"# {kind} {shape}, {num_tokens} tokens: no tile has the default's bits")
+            return
         times = median_us(device, calls(x, None), *(calls(x, tile) for tile in same))
         us = dict(zip(same, times[1:], strict=True))
         best = min(us, key=lambda tile: us[tile])
         yield _Choice(num_tokens, best, us[best], times[0], len(same), len(candidates))
 
 
-def _result(x: torch.Tensor, weight: LinearWeight, tile: Tile | None) -> torch.Tensor | None:
+def every_tile() -> Iterator[Tile]:
+    """The candidates for any number of tokens."""
+    from quickstep.ops.triton.tiles import Tile
+
+    yield from (Tile(*row) for _, rows in _CANDIDATES for row in rows)
+
+
+def tile_product(x: torch.Tensor, weight: LinearWeight, tile: Tile | None) -> torch.Tensor | None:
     """The product; None where the GPU refuses the tile."""
     from quickstep.ops.triton.linear import tiled_linear
 
