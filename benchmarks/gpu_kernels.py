@@ -20,6 +20,7 @@ import time
 from collections.abc import Callable, Iterator
 from typing import Any
 
+import msgspec
 import torch
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.nn.attention.bias import causal_lower_right
@@ -156,7 +157,7 @@ def _tile_bits(device: str, _: str) -> Iterator[Row]:
             ]
             yield {
                 "weight": name,
-                "tile": f"{tile.block_t} x {tile.block_n}, {tile.num_warps}, {tile.num_stages}",
+                "tile": ", ".join(map(str, msgspec.structs.astuple(tile))),
                 "bits_of_the_default": " ".join(
                     str(count)
                     for count, one in results

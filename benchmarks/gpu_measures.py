@@ -4,6 +4,7 @@
     served          requests at the same time: tokens/s, first token, gaps, part of the roofline
     generate        the same requests through `generate` of transformers: dynamic and static cache
     generate-batch  the same through its `generate_batch`, with CUDA graphs
+    exact           two layers of a model: requests alone, in a batch, and in one without graphs
     cold-start      processes from their start to their first token; torch's import and CUDA apart
 
 Each prints a JSON object a line, as soon as it is known.
@@ -51,6 +52,7 @@ from quickstep.config import (
 from quickstep.model.checkpoint.tensor_schema import layer_tensors, outer_tensors
 from quickstep.model.sizing import kv_head_bytes
 from quickstep.model.spec import parse_spec
+from quickstep.sampling_params import SamplingParams
 
 # prompt and output length
 _SERVED = {"cuda": (512, 128), "cpu": (32, 8)}
@@ -58,7 +60,12 @@ _MOST_KERNELS = 14  # of a profile
 _REPEATS = 3
 _COLD_STARTS = 2
 
+# weights and KV cache whose bits are compared
+_FORMATS = ((None, "auto"), ("int4", "auto"), ("fp8", "int8"))
+_NUM_EXACT = 12
+
 Row = dict[str, object]
+Output = tuple[list[int], list[object]]
 
 
 def main() -> int:
@@ -245,6 +252,74 @@ def _gaps_s(times: RequestTimes) -> Iterator[float]:
         yield (after.at_s - before.at_s) / after.num_tokens
 
 
+def _exact(args: argparse.Namespace) -> None:
+    shape = {**SHAPES[args.shape], "num_hidden_layers": 2}
+    for quantization, kv_dtype in _FORMATS:
+        found: dict[str, list[Output]] = {}
+        for is_eager in (False, True):
+            load = LoadConfig(
+                "demo", device=args.device, kernels=args.kernels, quantization=quantization
+            )
+            config = EngineConfig(
+                load=load,
+                cache=CacheConfig(kv_dtype=kv_dtype, num_blocks=2048, prefix_caching=False),
+                speculation=SpeculationConfig(proposers=()),
+                max_model_len=1024,
+                enforce_eager=is_eager,
+                seed=0,
+            )
+            measured = open_shape(config, args.shape, shape, 0)
+            how = "without graphs" if is_eager else "in a batch"
+            found |= asyncio.run(_outputs(measured, how, is_alone=not is_eager))
+        expected = found.pop("alone")
+        for how, outputs in found.items():
+            different = [one != other for one, other in zip(outputs, expected, strict=True)]
+            _print(
+                {
+                    "weights": quantization or "auto",
+                    "kv": kv_dtype,
+                    "compared": how,
+                    "requests": len(expected),
+                    "tokens": sum(len(one[0]) for one in expected),
+                    "mismatches": sum(different),
+                }
+            )
+
+
+async def _outputs(measured: MeasuredEngine, how: str, is_alone: bool) -> dict[str, list[Output]]:
+    """Of the same requests together, and if wanted one after another."""
+    rng = random.Random(0)
+    requests = [
+        random_prompt(rng, measured.model.vocab_size, rng.choice((3, 17, 64, 200, 513, 700)))
+        for _ in range(_NUM_EXACT)
+    ]
+    await measured.engine.start()
+    try:
+        calls = [_output(measured, prompt, seed) for seed, prompt in enumerate(requests)]
+        found = {how: list(await asyncio.gather(*calls))}
+        if is_alone:
+            found["alone"] = [
+                await _output(measured, prompt, seed) for seed, prompt in enumerate(requests)
+            ]
+        return found
+    finally:
+        await measured.engine.stop()
+
+
+async def _output(measured: MeasuredEngine, prompt: list[int], seed: int) -> Output:
+    """Tokens, and their logprobs."""
+    sampling = SamplingParams(temperature=0.8, seed=seed, max_tokens=24, logprobs=1)
+    token_ids: list[int] = []
+    logprobs: list[object] = []
+    async with measured.engine.generate(prompt, sampling) as stream:
+        async for delta in stream:
+            token_ids += delta.token_ids
+            logprobs += delta.logprobs
+            if delta.error:
+                raise SystemExit(f"a request failed: {delta.error}")
+    return token_ids, logprobs
+
+
 def _transformers_model(args: argparse.Namespace) -> Any:
     """Random weights, as ours."""
     from transformers import AutoConfig, AutoModelForCausalLM
@@ -376,6 +451,7 @@ _MEASURES: dict[str, Callable[[argparse.Namespace], None]] = {
     "served": _served,
     "generate": _generate,
     "generate-batch": _generate_batch,
+    "exact": _exact,
     "cold-start": _cold_start,
 }
 

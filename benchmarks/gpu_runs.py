@@ -132,9 +132,20 @@ def _correct(device: str) -> Iterator[Stage]:
             yield _tests(f"ops: {op}", names, 100.0, "ops")
     count = "300" if is_gpu else "10"
     yield _verify("exactness", device, ("--requests", count), 100.0, least=400 if is_gpu else 10)
+    yield _exact(device, _SHAPES[device][0])
     yield Stage("limits", (_KERNELS, "limits", "--device", device), 45.0)
     if is_gpu:
         yield from _sanitized()
+        yield _exact(device, _SHAPES[device][-1])
+
+
+def _exact(device: str, shape: str) -> Stage:
+    title = f"exactness, two layers of {shape}"
+    mismatches = Goal(
+        "mismatches", lambda of: sum(one["mismatches"] for one in of[title]), 0, False
+    )
+    argv = (_MEASURES, "exact", *_chosen(device), "--shape", shape)
+    return Stage(title, argv, 90.0, (mismatches,))
 
 
 def _op_tests() -> Iterator[Stage]:
@@ -248,7 +259,7 @@ def _few_steps(device: str, shape: str, title: str, flags: tuple[str, ...]) -> S
     argv = (_MEASURES, "steps", *_profiled(device), "--shape", shape, *flags)
     sizes = ("--batches", batches[0], batches[-2], "--prompts", prompts[-2])
     profile = ("--profile", profiled[0])
-    return Stage(f"steps, {shape}, {title}", (*argv, *sizes, *profile), 60.0)
+    return Stage(f"steps, {shape}, {title}", (*argv, *sizes, *profile), 90.0)
 
 
 def _served(device: str) -> Stage:

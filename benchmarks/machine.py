@@ -6,6 +6,7 @@
 from __future__ import annotations
 
 import argparse
+import contextlib
 import importlib.metadata
 import json
 import os
@@ -57,7 +58,9 @@ def main() -> int:
             found[name] = "missing"
     if (tool := shutil.which("nvidia-smi")) is not None:
         query = [tool, f"--query-gpu={_OF_GPU}", "--format=csv,noheader"]
-        found["gpu"] = subprocess.run(query, capture_output=True, text=True).stdout.strip()
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            ran = subprocess.run(query, capture_output=True, text=True, timeout=15.0)
+            found["gpu"] = ran.stdout.strip()
     is_there = torch.cuda.is_available()
     if is_there:
         properties = torch.cuda.get_device_properties(0)

@@ -246,8 +246,8 @@ def _row(kind: str, shape: tuple[int, int], choices: Sequence[_Choice]) -> str:
         if after is None or after.tile != one.tile
     ]
     tiles = [
-        f"({None if one is kept[-1] else one.num_tokens}, Tile({one.tile.block_t}, "
-        f"{one.tile.block_n}, {one.tile.num_warps}, {one.tile.num_stages}))"
+        f"({None if one is kept[-1] else one.num_tokens}, "
+        f"Tile({', '.join(map(str, msgspec.structs.astuple(one.tile)))}))"
         for one in kept
     ]
     by_tokens = f"({', '.join(tiles)},)"

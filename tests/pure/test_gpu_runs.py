@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import json
 import os
+import signal
 import subprocess
 import sys
 import time
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -17,11 +19,20 @@ from benchmarks.gpu_report import Done, report
 from benchmarks.gpu_runs import RUNS, Goal, Stage, stages
 
 ROOT = Path(__file__).parent.parent.parent
+ONE_STAGE = """
+from benchmarks import gpu
+from benchmarks.gpu_runs import Stage
+gpu.stages = lambda *_: iter([Stage("hangs", ("hangs", "there"), 60.0)])
+gpu._PACKAGES = ()
+gpu.main(["fast", "--device", "cpu"])
+"""
 HANGS = """
 import subprocess, sys, time
 child = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(100)"])
 print('{"child":', child.pid, "}", flush=True)
 print("what is wrong", file=sys.stderr, flush=True)
+if sys.argv[1:]:
+    open(sys.argv[1], "w").write(str(child.pid))
 time.sleep(100)
 """
 
@@ -40,6 +51,17 @@ def is_running(pid: int) -> bool:
     return file.exists() and file.read_text().rpartition(")")[2].split()[0] != "Z"
 
 
+def wait_for(condition: Callable[[], bool]) -> bool:
+    deadline_s = time.monotonic() + 30.0
+    while not condition() and time.monotonic() < deadline_s:
+        os.sched_yield()
+    return condition()
+
+
+def ends(pid: int) -> bool:
+    return wait_for(lambda: not is_running(pid))
+
+
 def test_a_stage_that_takes_too_long_is_killed_with_its_children(
     modules: Path, tmp_path: Path
 ) -> None:
@@ -50,10 +72,20 @@ def test_a_stage_that_takes_too_long_is_killed_with_its_children(
     (row,) = done.rows
     assert "what is wrong" in done.stderr
     assert "hangs.py" in done.stderr  # where each thread was
-    deadline_s = time.monotonic() + 5.0
-    while is_running(row["child"]) and time.monotonic() < deadline_s:
-        os.sched_yield()
-    assert not is_running(row["child"])
+    assert ends(row["child"])
+
+
+def test_a_run_that_is_ended_leaves_no_processes(modules: Path, tmp_path: Path) -> None:
+    (modules / "hangs.py").write_text(HANGS)
+    file = tmp_path / "child"
+    program = ONE_STAGE.replace('"there"', repr(str(file)))
+    paths = os.pathsep.join((str(ROOT), str(modules)))
+    environment = {**os.environ, "PYTHONPATH": paths, "OUT": str(tmp_path / "out")}
+    run = subprocess.Popen([sys.executable, "-c", program], env=environment)
+    assert wait_for(lambda: file.exists() and file.read_text() != "")
+    run.terminate()
+    assert run.wait(30.0) == 128 + signal.SIGTERM
+    assert ends(int(file.read_text()))
 
 
 def test_a_stage_without_time_or_a_program_costs_nothing(tmp_path: Path) -> None:
