@@ -37,7 +37,7 @@ _MODELS = ("llama-3.1-8b", "qwen2.5-0.5b", "llama-3.2-1b")
 _CPU_SHAPES = (("tiny", (48, 64)),)
 _TOKENS = {"cuda": (1, 16, 64, 128, 512, 2048), "cpu": (1, 5)}
 _MOST_OUTPUTS = 65_536
-_KINDS = ("float", "fp8", "int8", "int4")
+_KINDS = ("float", "int8", "int4", "fp8")
 # the most tokens, and (block_t, block_n, num_warps, num_stages)
 _CANDIDATES = (
     (16, ((16, 64, 4, 4), (16, 64, 4, 6), (16, 128, 4, 4), (16, 128, 8, 4), (16, 32, 4, 6))),

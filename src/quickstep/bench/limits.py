@@ -10,7 +10,7 @@ opens (`gpu_limits`): one that waits for requests captures graphs.
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
 import msgspec
 
@@ -41,10 +41,15 @@ _GPU_ROUNDS = 20  # between two waits for the GPU, which take tens of microsecon
 
 
 class Limits(Protocol):
-    """Measures both limits, best of a few passes; `read_how` and `multiply_how` describe how."""
+    """Measures both limits, best of a few passes."""
 
-    read_how: str
-    multiply_how: str
+    @property
+    def read_how(self) -> str:
+        """How `read_bytes_per_s` is measured."""
+
+    @property
+    def multiply_how(self) -> str:
+        """How `flops_per_s` is measured."""
 
     def read_bytes_per_s(self) -> float:
         """Bytes read from memory per second."""
@@ -141,13 +146,14 @@ class TorchLimits:
         return self._clock() - started
 
     def _gpu_pass_s(self, work: Callable[[], object]) -> float:
-        start, end = (self._torch.cuda.Event(enable_timing=True) for _ in range(2))
+        cuda: Any = self._torch.cuda
+        start, end = cuda.Event(enable_timing=True), cuda.Event(enable_timing=True)
         start.record()
         for _ in range(self._rounds):
             work()
         end.record()
         end.synchronize()
-        return start.elapsed_time(end) / 1e3
+        return float(start.elapsed_time(end)) / 1e3
 
 
 class KnownLimits(msgspec.Struct, frozen=True):
