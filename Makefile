@@ -34,7 +34,7 @@ help:
 	@echo "make bench        measure the speed of this machine"
 	@echo "make soak         a server under mixed load for MINUTES=10"
 	@echo "make peers        compare with vLLM, OpenVINO, llama.cpp and transformers"
-	@echo "make gpu          correctness, exactness and speed on an NVIDIA GPU, in 9 minutes"
+	@echo "make gpu          on an NVIDIA GPU, 9 minutes each: RUN=correct, RUN=fast, RUN=compared"
 	@echo "make kernels      compile Triton's kernels for an H100; needs no GPU"
 	@echo "make clean        remove everything that make has created"
 
@@ -118,9 +118,11 @@ PEERS ?= --workloads w1 w2 w3 w4 footprint
 peers: $(READY)
 	$(BIN)/python -m benchmarks.peers $(PEERS)
 
-# On a machine with an NVIDIA GPU, with the Python that has its torch: make gpu PYTHON=python3
+# On a machine with an NVIDIA GPU, with the Python that has its torch: make gpu RUN=fast PYTHON=python3
+# The results are in the folder OUT, if that is set: make gpu RUN=correct OUT=/tmp/gpu ARGS=--resume
+RUN ?= correct
 gpu:
-	PYTHONPATH=src $(PYTHON) -m benchmarks.gpu
+	PYTHONPATH=src$${PYTHONPATH:+:$$PYTHONPATH} $(if $(OUT),OUT=$(OUT)) $(PYTHON) -m benchmarks.gpu $(RUN) $(ARGS)
 
 # All kernels with the arguments that steps give them, in two minutes, without a GPU too.
 kernels: $(READY)

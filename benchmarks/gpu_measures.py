@@ -1,12 +1,13 @@
-"""`python -m benchmarks.gpu_measures WHAT`: what `benchmarks.gpu` measures that no command does.
+"""`python -m benchmarks.gpu_measures WHAT`: engines on random weights, for `benchmarks.gpu`.
 
-    attention    paged attention, next to torch's on contiguous keys and values
-    exactness    the batch-invariant products of a layer, next to torch's (cuBLAS)
-    served       requests at the same time: tokens/s, first token, gaps, part of the roofline
-    generate     the same requests through `generate` of transformers
-    cold-start   a process from its start to its first token; torch's import and CUDA apart
+    steps           decode steps and prefills in one engine; with --profile, kernels of a step
+    served          requests at the same time: tokens/s, first token, gaps, part of the roofline
+    generate        the same requests through `generate` of transformers: dynamic and static cache
+    generate-batch  the same through its `generate_batch`, with CUDA graphs
+    exact           two layers of a model: requests alone, in a batch, and in one without graphs
+    cold-start      processes from their start to their first token; torch's import and CUDA apart
 
-Each prints JSON.
+Each prints a JSON object a line, as soon as it is known.
 """
 
 from __future__ import annotations
@@ -21,15 +22,14 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable, Iterator, Sequence
-from itertools import pairwise
+from itertools import pairwise, zip_longest
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import Any
 
 import torch
-from torch.nn.attention.bias import causal_lower_right
 
 from quickstep.bench.lengths import RequestLengths
-from quickstep.bench.limits import DEFAULT_PROBE_BYTES, open_limits
+from quickstep.bench.limits import DEFAULT_PROBE_BYTES, Limits, gpu_limits, open_limits
 from quickstep.bench.measured_engine import (
     MeasuredEngine,
     RequestTimes,
@@ -39,8 +39,11 @@ from quickstep.bench.measured_engine import (
 )
 from quickstep.bench.serve import percentile
 from quickstep.bench.shapes import SHAPES
+from quickstep.bench.step import StepOptions, figures, measure_steps, sized_for_steps
+from quickstep.bench.step_profile import profile_steps
 from quickstep.bench.work import decode_kv_bytes, prefill_flops
 from quickstep.config import (
+    CacheConfig,
     EngineConfig,
     LoadConfig,
     SchedulerConfig,
@@ -49,23 +52,20 @@ from quickstep.config import (
 from quickstep.model.checkpoint.tensor_schema import layer_tensors, outer_tensors
 from quickstep.model.sizing import kv_head_bytes
 from quickstep.model.spec import parse_spec
-from quickstep.ops.resolve import resolve_ops
-from quickstep.ops.table import AttentionParams, OpTable, PagedLayout, RowLengths
+from quickstep.sampling_params import SamplingParams
 
-if TYPE_CHECKING:
-    from quickstep.model.decoder_spec import ModelSpec
+# prompt and output length
+_SERVED = {"cuda": (512, 128), "cpu": (32, 8)}
+_MOST_KERNELS = 14  # of a profile
+_REPEATS = 3
+_COLD_STARTS = 2
 
-# query heads, KV heads, head size, context, query rows of the one sequence
-_ATTENTION = {
-    "cuda": ((32, 8, 128, 8192, 1), (32, 8, 128, 8192, 512)),
-    "cpu": ((4, 2, 32, 128, 1), (4, 2, 32, 128, 16)),
-}
-_TOKENS = {"cuda": (1, 8, 64, 2048), "cpu": (1, 8)}
-# requests, prompt and output length
-_SERVED = {"cuda": (64, 512, 128), "cpu": (4, 32, 8)}
-_WARM_UPS = 2
+# weights and KV cache whose bits are compared
+_FORMATS = ((None, "auto"), ("int4", "auto"), ("fp8", "int8"))
+_NUM_EXACT = 12
 
-Figures = dict[str, object]
+Row = dict[str, object]
+Output = tuple[list[int], list[object]]
 
 
 def main() -> int:
@@ -75,174 +75,169 @@ def main() -> int:
     parser.add_argument("--device", choices=("cuda", "cpu"), default="cuda")
     parser.add_argument("--kernels", default="triton")
     parser.add_argument("--shape", choices=list(SHAPES), default="llama-3.1-8b")
+    parser.add_argument("--quantization")
+    parser.add_argument("--kv-cache-dtype", default="auto")
+    parser.add_argument("--requests", type=int, nargs="+", default=[64], metavar="N")
+    parser.add_argument("--batches", type=int, nargs="+", default=[1], metavar="N")
+    parser.add_argument("--prompts", type=int, nargs="+", default=[512], metavar="TOKENS")
+    parser.add_argument("--profile", type=int, nargs="+", default=[], metavar="N")
+    parser.add_argument("--trace", type=Path, help="Chrome trace of the first profile")
     args = parser.parse_args()
-    print(json.dumps(_MEASURES[args.what](args.device, args.kernels, args.shape)))
+    _MEASURES[args.what](args)
     return 0
 
 
-def _attention(device: str, kernels: str, _: str) -> list[Figures]:
-    ops = resolve_ops(torch.device(device), kernels)
-    found: list[Figures] = []
-    for sizes in _ATTENTION[device]:
-        heads, kv_heads, size, context, num_rows = sizes
-        ours_s, theirs_s = _alternating_s(device, *_attention_calls(ops, device, *sizes))
-        case = f"{num_rows} rows, context {context}, {heads}/{kv_heads} heads of {size}"
-        found.append({"case": case, "ours_us": 1e6 * ours_s, "torch_us": 1e6 * theirs_s})
-    return found
+def _print(row: Row) -> None:
+    print(json.dumps(row), flush=True)
 
 
-def _attention_calls(
-    ops: OpTable, device: str, heads: int, kv_heads: int, size: int, context: int, num_rows: int
-) -> tuple[Callable[[], object], Callable[[], object]]:
-    """Ours and torch's, on the same values."""
-    make = torch.Generator(device).manual_seed(0)
+def _limits(args: argparse.Namespace) -> Limits:
+    """Before an engine opens, which captures graphs."""
+    if args.device == "cuda":
+        return gpu_limits(torch.device("cuda"), "auto")
+    cpu, clock = torch.device("cpu"), time.perf_counter
+    return open_limits(cpu, torch.bfloat16, None, None, DEFAULT_PROBE_BYTES // 8, clock)
 
-    def random_values(*shape: int) -> torch.Tensor:
-        return torch.randn(shape, generator=make, device=device).to(torch.bfloat16)
 
-    q = random_values(num_rows, heads, size)
-    keys, values = (random_values(context // 16, 16, kv_heads, size) for _ in range(2))
-    first = context - num_rows
-    layout = PagedLayout(
-        positions=torch.arange(first, context, device=device),
-        slot_mapping=torch.arange(first, context, device=device),
-        row_offsets=(0, num_rows),
-        context_lens=(context,),
-        block_tables=torch.arange(context // 16, dtype=torch.int32, device=device)[None],
-        block_size=16,
-        # on the device before the measurement, as in a step
-        lengths=RowLengths(torch.tensor([0, num_rows], dtype=torch.int32, device=device)),
+def _steps(args: argparse.Namespace) -> None:
+    limits = _limits(args)
+    largest = StepOptions(
+        max(*args.batches, *args.profile), prefill=max(args.prompts), repeats=_REPEATS
     )
-    params = AttentionParams(size**-0.5)
-    k, v = (
-        one.view(context, kv_heads, size).transpose(0, 1)[None].contiguous()
-        for one in (keys, values)
+    load = LoadConfig(
+        "demo", device=args.device, kernels=args.kernels, quantization=args.quantization
     )
-    # as this, and not as booleans, torch's FlashAttention accepts it
-    mask = None if num_rows == 1 else causal_lower_right(num_rows, context)
+    config = EngineConfig(
+        load=load,
+        cache=CacheConfig(kv_dtype=args.kv_cache_dtype),
+        scheduler=SchedulerConfig(max_num_seqs=largest.batch),
+        speculation=SpeculationConfig(proposers=()),
+        seed=0,
+    )
+    measured = open_shape(sized_for_steps(config, largest), args.shape, SHAPES[args.shape], 0)
+    asyncio.run(_measure_steps(args, measured, limits))
 
-    def paged() -> object:
-        return ops.paged_attention(q, keys, values, layout, params, None)
 
-    def contiguous() -> object:
-        return torch.nn.functional.scaled_dot_product_attention(
-            q.transpose(0, 1)[None], k, v, attn_mask=mask, enable_gqa=True
+async def _measure_steps(
+    args: argparse.Namespace, measured: MeasuredEngine, limits: Limits
+) -> None:
+    await measured.engine.start()
+    try:
+        # a prompt next to each batch; those that are left over get a short one
+        for batch, prompt in zip_longest(args.batches, args.prompts):
+            options = StepOptions(batch or 1, prefill=prompt or min(args.prompts), repeats=_REPEATS)
+            samples = await measure_steps(measured, limits, options)
+            found = {
+                name: statistics.median(values)
+                for name, values in figures(measured, options, samples).items()
+            }
+            if batch is not None:
+                _print(_decode_row(batch, found))
+            if prompt is not None:
+                _print(_prefill_row(prompt, found))
+        for batch in args.profile:
+            trace = args.trace if batch == args.profile[0] else None
+            await _print_profile(measured, batch, trace)
+    finally:
+        await measured.engine.stop()
+
+
+def _decode_row(batch: int, found: dict[str, float]) -> Row:
+    return {
+        "batch": batch,
+        "decode_ms": found["decode_ms"],
+        "tokens_per_s": found["decode_tokens_per_s"],
+        "bandwidth_share": found["decode_bandwidth_share"],
+        "copy_gb_per_s": found["read_gb_per_s"],
+    }
+
+
+def _prefill_row(prompt: int, found: dict[str, float]) -> Row:
+    return {
+        "prompt": prompt,
+        "prefill_ms": found["prefill_ms"],
+        "tokens_per_s": found["prefill_tokens_per_s"],
+        "peak_share": found["prefill_peak_share"],
+        "peak_tflops": found["peak_tflops"],
+    }
+
+
+async def _print_profile(measured: MeasuredEngine, batch: int, trace: Path | None) -> None:
+    """Totals of a step, then its kernels, the longest first."""
+    options = StepOptions(batch, steps=16)
+    profile = await profile_steps(measured, options, trace)
+    num_steps = options.num_outputs
+    _print({"profile_of_batch": batch, **profile.figures(num_steps)})
+    for one in profile.kernels[:_MOST_KERNELS]:
+        _print(
+            {
+                "of_batch": batch,
+                "kernel": one.name[:100],
+                "runs_per_step": one.num_runs / num_steps,
+                "us_per_step": one.total_us / num_steps,
+                "us_per_run": one.total_us / one.num_runs,
+            }
         )
 
-    return paged, contiguous
 
-
-def _exactness(device: str, kernels: str, shape: str) -> list[Figures]:
-    """A layer's four products and the output projection, for several numbers of tokens."""
-    ops, spec = resolve_ops(torch.device(device), kernels), parse_spec(SHAPES[shape])
-    make = torch.Generator(device).manual_seed(0)
-    found: list[Figures] = []
-    matrices = [
-        torch.randn(n, c, generator=make, device=device).to(torch.bfloat16)
-        for n, c in _layer_sizes(spec)
-    ]
-    packed = [ops.pack_linear(matrix, None) for matrix in matrices]
-    for num_tokens in _TOKENS[device]:
-        inputs = [
-            torch.randn(num_tokens, one.shape[1], generator=make, device=device).to(torch.bfloat16)
-            for one in matrices
-        ]
-
-        def ours(inputs: Sequence[torch.Tensor] = inputs) -> object:
-            return [ops.linear(x, weight) for x, weight in zip(inputs, packed, strict=True)]
-
-        def theirs(inputs: Sequence[torch.Tensor] = inputs) -> object:
-            return [x @ matrix.T for x, matrix in zip(inputs, matrices, strict=True)]
-
-        ours_s, theirs_s = _alternating_s(device, ours, theirs)
-        case = f"products of a layer, {num_tokens} tokens"
-        found.append({"case": case, "ours_us": 1e6 * ours_s, "torch_us": 1e6 * theirs_s})
-    return found
-
-
-def _layer_sizes(spec: ModelSpec) -> list[tuple[int, int]]:
-    queries, keys = spec.num_heads * spec.head_size, spec.num_kv_heads * spec.head_size
-    hidden, width = spec.hidden_size, spec.intermediate_size
-    return [(queries + 2 * keys, hidden), (hidden, queries), (2 * width, hidden), (hidden, width)]
-
-
-def _alternating_s(device: str, *calls: Callable[[], object]) -> list[float]:
-    """Median seconds of each call, taking turns; on a GPU those of its kernels, in a CUDA graph."""
-    if device == "cuda":
-        calls = tuple(_recorded(call) for call in calls)
-    times: list[list[float]] = [[] for _ in calls]
-    for round_number in range(23):
-        for call, spent in zip(calls, times, strict=True):
-            seconds = _kernels_s(call) if device == "cuda" else _call_s(call)
-            if round_number >= 3:
-                spent.append(seconds)
-    return [statistics.median(spent) for spent in times]
-
-
-def _recorded(call: Callable[[], object]) -> Callable[[], object]:
-    """Runs what the call launches, without its Python."""
-    side = torch.cuda.Stream()
-    side.wait_stream(torch.cuda.current_stream())
-    with torch.cuda.stream(side):
-        for _ in range(_WARM_UPS):
-            call()
-    torch.cuda.current_stream().wait_stream(side)
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        call()
-    return graph.replay
-
-
-def _kernels_s(call: Callable[[], object]) -> float:
-    start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-    start.record()
-    call()
-    end.record()
-    end.synchronize()
-    return start.elapsed_time(end) / 1e3
-
-
-def _call_s(call: Callable[[], object]) -> float:
-    started_s = time.perf_counter()
-    call()
-    return time.perf_counter() - started_s
-
-
-def _served(device: str, kernels: str, shape: str) -> Figures:
-    num_requests, num_inputs, num_outputs = _SERVED[device]
+def _served(args: argparse.Namespace) -> None:
+    limits = _limits(args)
+    num_inputs, num_outputs = _SERVED[args.device]
     config = EngineConfig(
-        load=LoadConfig("demo", device=device, kernels=kernels),
-        scheduler=SchedulerConfig(max_num_seqs=num_requests),
+        load=LoadConfig("demo", device=args.device, kernels=args.kernels),
+        scheduler=SchedulerConfig(max_num_seqs=max(args.requests)),
         speculation=SpeculationConfig(proposers=()),
         max_model_len=num_inputs + num_outputs,
         seed=0,
     )
-    measured = open_shape(config, shape, SHAPES[shape], 0)
-    limits = open_limits(
-        measured.model.device,
-        measured.product_dtype,
-        measured.num_threads,
-        None,
-        DEFAULT_PROBE_BYTES,
-        time.perf_counter,
+    measured = open_shape(config, args.shape, SHAPES[args.shape], 0)
+    lengths = RequestLengths(num_inputs, num_outputs)
+    asyncio.run(_serve_all(measured, lengths, args.requests, limits))
+
+
+async def _serve_all(
+    measured: MeasuredEngine, lengths: RequestLengths, counts: Sequence[int], limits: Limits
+) -> None:
+    await measured.engine.start()
+    try:
+        for num_requests in counts:
+            rng = random.Random(num_requests)
+            for _ in range(2):  # the first round compiles kernels, and loads what it needs
+                times = await _all_at_once(measured, rng, lengths, num_requests)
+            _print(_served_row(measured, lengths, times, limits))
+    finally:
+        await measured.engine.stop()
+
+
+async def _all_at_once(
+    measured: MeasuredEngine, rng: random.Random, lengths: RequestLengths, num_requests: int
+) -> list[RequestTimes]:
+    prompts = [
+        random_prompt(rng, measured.model.vocab_size, lengths.num_inputs)
+        for _ in range(num_requests)
+    ]
+    return await asyncio.gather(
+        *(run_request(measured, prompt, lengths.num_outputs) for prompt in prompts)
     )
-    bandwidth, peak = limits.read_bytes_per_s(), limits.flops_per_s()
-    del limits
-    times = asyncio.run(
-        _all_at_once(measured, RequestLengths(num_inputs, num_outputs), num_requests)
-    )
+
+
+def _served_row(
+    measured: MeasuredEngine, lengths: RequestLengths, times: list[RequestTimes], limits: Limits
+) -> Row:
+    num_requests, num_inputs, num_outputs = len(times), lengths.num_inputs, lengths.num_outputs
     seconds = max(one.arrivals[-1].at_s for one in times) - min(one.submitted_s for one in times)
     head_bytes = kv_head_bytes(measured.spec.head_size, measured.dtype.itemsize, "auto")
     context = num_inputs + num_outputs // 2
     step_bytes = measured.weight_bytes_read(num_requests) + decode_kv_bytes(
         measured.spec, head_bytes, context, num_requests
     )
-    prefill_s = num_requests * prefill_flops(measured.spec, num_inputs) / peak
-    roofline_s = prefill_s + num_outputs * step_bytes / bandwidth
+    prefill_s = num_requests * prefill_flops(measured.spec, num_inputs) / limits.flops_per_s()
+    roofline_s = prefill_s + num_outputs * step_bytes / limits.read_bytes_per_s()
     first_ms = [1e3 * one.time_to_first_token_s for one in times]
     gaps_ms = [1e3 * gap for one in times for gap in _gaps_s(one)]
     return {
-        "case": f"{num_requests} requests of {num_inputs}/{num_outputs}",
+        "requests": num_requests,
+        "lengths": f"{num_inputs}/{num_outputs}",
         "tokens_per_s": num_requests * num_outputs / seconds,
         "ttft_p50_ms": percentile(first_ms, 0.5),
         "ttft_p99_ms": percentile(first_ms, 0.99),
@@ -252,60 +247,144 @@ def _served(device: str, kernels: str, shape: str) -> Figures:
     }
 
 
-def _generate(device: str, _: str, shape: str) -> Figures:
-    from transformers import AutoConfig, AutoModelForCausalLM
-
-    num_requests, num_inputs, num_outputs = _SERVED[device]
-    sizes = dict(SHAPES[shape])
-    model_type = str(sizes.pop("architectures")[0]).removesuffix("ForCausalLM").lower()  # type: ignore[index]
-    torch.manual_seed(0)
-    with torch.device(device):
-        config = AutoConfig.for_model(model_type, **sizes)
-        model = AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16).eval()
-        prompts = torch.randint(0, config.vocab_size, (num_requests, num_inputs))
-    seconds = []
-    for _ in range(_WARM_UPS):
-        started_s = time.perf_counter()
-        model.generate(
-            prompts,
-            attention_mask=torch.ones_like(prompts),
-            do_sample=False,
-            min_new_tokens=num_outputs,
-            max_new_tokens=num_outputs,
-            pad_token_id=0,
-        )
-        if device == "cuda":
-            torch.cuda.synchronize()
-        seconds.append(time.perf_counter() - started_s)
-    return {
-        "case": f"{num_requests} requests of {num_inputs}/{num_outputs}, one batch",
-        "tokens_per_s": num_requests * num_outputs / min(seconds),
-    }
+def _gaps_s(times: RequestTimes) -> Iterator[float]:
+    for before, after in pairwise(times.arrivals):
+        yield (after.at_s - before.at_s) / after.num_tokens
 
 
-async def _all_at_once(
-    measured: MeasuredEngine, lengths: RequestLengths, num_requests: int
-) -> list[RequestTimes]:
-    """The last of a few rounds: the first ones compile kernels and record steps."""
+def _exact(args: argparse.Namespace) -> None:
+    shape = {**SHAPES[args.shape], "num_hidden_layers": 2}
+    for quantization, kv_dtype in _FORMATS:
+        found: dict[str, list[Output]] = {}
+        for is_eager in (False, True):
+            load = LoadConfig(
+                "demo", device=args.device, kernels=args.kernels, quantization=quantization
+            )
+            config = EngineConfig(
+                load=load,
+                cache=CacheConfig(kv_dtype=kv_dtype, num_blocks=2048, prefix_caching=False),
+                speculation=SpeculationConfig(proposers=()),
+                max_model_len=1024,
+                enforce_eager=is_eager,
+                seed=0,
+            )
+            measured = open_shape(config, args.shape, shape, 0)
+            how = "without graphs" if is_eager else "in a batch"
+            found |= asyncio.run(_outputs(measured, how, is_alone=not is_eager))
+        expected = found.pop("alone")
+        for how, outputs in found.items():
+            different = [one != other for one, other in zip(outputs, expected, strict=True)]
+            _print(
+                {
+                    "weights": quantization or "auto",
+                    "kv": kv_dtype,
+                    "compared": how,
+                    "requests": len(expected),
+                    "tokens": sum(len(one[0]) for one in expected),
+                    "mismatches": sum(different),
+                }
+            )
+
+
+async def _outputs(measured: MeasuredEngine, how: str, is_alone: bool) -> dict[str, list[Output]]:
+    """Of the same requests together, and if wanted one after another."""
     rng = random.Random(0)
+    requests = [
+        random_prompt(rng, measured.model.vocab_size, rng.choice((3, 17, 64, 200, 513, 700)))
+        for _ in range(_NUM_EXACT)
+    ]
     await measured.engine.start()
     try:
-        for _ in range(_WARM_UPS + 1):
-            prompts = [
-                random_prompt(rng, measured.model.vocab_size, lengths.num_inputs)
-                for _ in range(num_requests)
+        calls = [_output(measured, prompt, seed) for seed, prompt in enumerate(requests)]
+        found = {how: list(await asyncio.gather(*calls))}
+        if is_alone:
+            found["alone"] = [
+                await _output(measured, prompt, seed) for seed, prompt in enumerate(requests)
             ]
-            times = await asyncio.gather(
-                *(run_request(measured, prompt, lengths.num_outputs) for prompt in prompts)
-            )
-        return list(times)
+        return found
     finally:
         await measured.engine.stop()
 
 
-def _gaps_s(times: RequestTimes) -> Iterator[float]:
-    for before, after in pairwise(times.arrivals):
-        yield (after.at_s - before.at_s) / after.num_tokens
+async def _output(measured: MeasuredEngine, prompt: list[int], seed: int) -> Output:
+    """Tokens, and their logprobs."""
+    sampling = SamplingParams(temperature=0.8, seed=seed, max_tokens=24, logprobs=1)
+    token_ids: list[int] = []
+    logprobs: list[object] = []
+    async with measured.engine.generate(prompt, sampling) as stream:
+        async for delta in stream:
+            token_ids += delta.token_ids
+            logprobs += delta.logprobs
+            if delta.error:
+                raise SystemExit(f"a request failed: {delta.error}")
+    return token_ids, logprobs
+
+
+def _transformers_model(args: argparse.Namespace) -> Any:
+    """Random weights, as ours."""
+    from transformers import AutoConfig, AutoModelForCausalLM
+
+    sizes = dict(SHAPES[args.shape])
+    (architecture,) = sizes.pop("architectures")  # type: ignore[misc]
+    model_type = architecture.removesuffix("ForCausalLM").lower()
+    torch.manual_seed(0)
+    with torch.device(args.device):
+        config = AutoConfig.for_model(model_type, **sizes)
+        return AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16).eval()
+
+
+def _generate(args: argparse.Namespace) -> None:
+    num_inputs, num_outputs = _SERVED[args.device]
+    model = _transformers_model(args)
+    (num_requests,) = args.requests
+    prompts = torch.randint(0, model.config.vocab_size, (num_requests, num_inputs))
+    prompts = prompts.to(args.device)
+    for cache, num_rounds in (("dynamic", 2), ("static", 4)):  # the first ones compile
+        for number in range(num_rounds):
+            started_s = time.perf_counter()
+            model.generate(
+                prompts,
+                attention_mask=torch.ones_like(prompts),
+                do_sample=False,
+                min_new_tokens=num_outputs,
+                max_new_tokens=num_outputs,
+                pad_token_id=0,
+                **({} if cache == "dynamic" else {"cache_implementation": "static"}),
+            )
+            if args.device == "cuda":
+                torch.cuda.synchronize()
+            _print_rate(args, f"{cache} cache", number, time.perf_counter() - started_s)
+
+
+def _generate_batch(args: argparse.Namespace) -> None:
+    from transformers import GenerationConfig
+    from transformers.generation.configuration_utils import ContinuousBatchingConfig
+
+    num_inputs, num_outputs = _SERVED[args.device]
+    model = _transformers_model(args)
+    (num_requests,) = args.requests
+    generation = GenerationConfig(
+        max_new_tokens=num_outputs, do_sample=False, eos_token_id=-1, pad_token_id=0
+    )
+    has_graphs = args.device == "cuda"
+    batching = ContinuousBatchingConfig(use_cuda_graph=has_graphs)
+    for number in range(3):
+        prompts = torch.randint(0, model.config.vocab_size, (num_requests, num_inputs))
+        started_s = time.perf_counter()
+        results = model.generate_batch(
+            prompts.tolist(), generation, batching, persistent_manager=True
+        )
+        seconds = time.perf_counter() - started_s
+        lengths = {len(one.generated_tokens) for one in results.values()}
+        if len(results) != num_requests or lengths != {num_outputs}:
+            raise SystemExit(f"{len(results)} outputs of {lengths} tokens")
+        _print_rate(args, f"CUDA graphs: {has_graphs}", number, seconds)
+
+
+def _print_rate(args: argparse.Namespace, how: str, number: int, seconds: float) -> None:
+    num_requests, num_tokens = args.requests[0], _SERVED[args.device][1]
+    rate = num_requests * num_tokens / seconds
+    _print({"requests": num_requests, "how": how, "round": number, "tokens_per_s": rate})
 
 
 # Printed by the started process, one name and number a line; `started` is of the same clock.
@@ -327,18 +406,17 @@ print("cuda_s", began - imported)
 """
 
 
-def _cold_start(device: str, kernels: str, shape: str) -> Figures:
+def _cold_start(args: argparse.Namespace) -> None:
     with tempfile.TemporaryDirectory() as folder:
-        _write_random_checkpoint(Path(folder), shape)
-        args = [str(time.time()), folder, device, kernels]
-        ran = subprocess.run(
-            [sys.executable, "-c", _FIRST_TOKEN, *args], capture_output=True, text=True
-        )
-    if ran.returncode:
-        raise SystemExit(ran.stderr)
-    pairs = [line.split() for line in ran.stdout.splitlines()]
-    figures = {pair[0]: float(pair[1]) for pair in pairs if len(pair) == 2}
-    return {"case": f"{shape}, random weights in a checkpoint", **figures}
+        _write_random_checkpoint(Path(folder), args.shape)
+        for _ in range(_COLD_STARTS):
+            values = [str(time.time()), folder, args.device, args.kernels]
+            command = [sys.executable, "-c", _FIRST_TOKEN, *values]
+            ran = subprocess.run(command, capture_output=True, text=True)
+            if ran.returncode:
+                raise SystemExit(ran.stderr)
+            pairs = [line.split() for line in ran.stdout.splitlines()]
+            _print({pair[0]: float(pair[1]) for pair in pairs if len(pair) == 2})
 
 
 def _write_random_checkpoint(folder: Path, shape: str) -> None:
@@ -368,11 +446,12 @@ def _write_random_checkpoint(folder: Path, shape: str) -> None:
     tokenizer.save(str(folder / "tokenizer.json"))
 
 
-_MEASURES: dict[str, Callable[[str, str, str], object]] = {
-    "attention": _attention,
-    "exactness": _exactness,
+_MEASURES: dict[str, Callable[[argparse.Namespace], None]] = {
+    "steps": _steps,
     "served": _served,
     "generate": _generate,
+    "generate-batch": _generate_batch,
+    "exact": _exact,
     "cold-start": _cold_start,
 }
 

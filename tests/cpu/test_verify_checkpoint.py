@@ -81,6 +81,16 @@ def test_the_command_reports_as_json_and_exits_0(checkpoint, capsys):
     assert (report["num_requests"], report["seed"], report["threads"]) == (8, 3, [1])
 
 
+def test_the_command_prints_a_line_after_every_batch_and_ends_when_its_time_is_over(
+    checkpoint, capsys
+):
+    flags = ["--requests", "40", "--threads", "1", "--json-lines", "--seconds", "0.001"]
+    assert main(["verify", str(checkpoint), *flags]) == 0
+    batch, report = map(json.loads, capsys.readouterr().out.splitlines())
+    assert batch["comparisons"] == report["comparisons"] < 40
+    assert report["mismatches"] == batch["mismatches"] == 0
+
+
 def test_stop_strings_are_compared_where_there_is_a_tokenizer(checkpoint, monkeypatch):
     model = load(checkpoint, resolve_ops(CPU))
     options = VerifyOptions(num_requests=120, seed=4, threads=(1,))

@@ -1,8 +1,9 @@
 """`quickstep bench step`: times of a decode step and a prefill, and the machine's limits.
 
 Each repeat measures the memory bandwidth, decodes, measures the arithmetic peak, and prefills: the
-speed of a machine may change over time, so a limit is measured next to what is compared with it.
-All requests run on the live engine, with scheduling, sampling, detokenizing and streaming.
+speed of a CPU may change over time, so a limit is measured next to what is compared with it. A
+GPU's limits are known before the engine opens, which captures graphs while it has no step. All
+requests run on the live engine, with scheduling, sampling, detokenizing and streaming.
 
     decode    requests decode together; the time of a step is that between two tokens of one stream
     overhead  that time without the time in kernels: Python, small operations of torch, sampling,

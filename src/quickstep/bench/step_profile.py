@@ -7,6 +7,7 @@ torch, in place of kernels). This reads its Chrome trace.
 from __future__ import annotations
 
 import asyncio
+import gzip
 import json
 import random
 import tempfile
@@ -155,5 +156,7 @@ async def profile_steps(
         await decode()
     with tempfile.TemporaryDirectory() as folder:
         file = trace or Path(folder) / "trace.json"
-        profiler.export_chrome_trace(str(file))
-        return read_trace(json.loads(file.read_text(encoding="utf-8"))["traceEvents"])
+        profiler.export_chrome_trace(str(file))  # compressed if its name ends with .gz
+        content = file.read_bytes()
+        content = gzip.decompress(content) if file.suffix == ".gz" else content
+        return read_trace(json.loads(content)["traceEvents"])

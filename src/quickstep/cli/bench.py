@@ -42,7 +42,8 @@ Measure decode steps and a prefill of the live engine, and compare them with the
 
 decode_ms               time between two tokens of one stream while the batch decodes
 decode_bandwidth_share  (bytes of packed weights and KV that a step reads / decode_ms) divided by
-                        the read bandwidth, which is measured just before
+                        the read bandwidth, which is measured just before (a GPU's copy
+                        bandwidth, before the engine opens)
 overhead_us             decode_ms without the time in native kernels (in models without them:
                         without model.forward and model.logits): Python, sampling, scheduling,
                         detokenizing and streaming
@@ -116,7 +117,7 @@ def _add_step(kinds: argparse._SubParsersAction[Parser]) -> None:
         "--probe-bytes",
         type=bytes_size,
         metavar="SIZE",
-        help="size of the buffer for measuring read bandwidth (default: 512MiB)",
+        help="size of the buffer for measuring read bandwidth (default: 512MiB, of a GPU 2GiB)",
     )
 
 
@@ -189,26 +190,33 @@ def _run_step(args: argparse.Namespace) -> int:
     import os
     import time
 
-    from quickstep.bench.limits import DEFAULT_PROBE_BYTES, open_limits
+    from quickstep.bench.limits import DEFAULT_PROBE_BYTES, Limits, gpu_limits, open_limits
     from quickstep.bench.step import StepOptions, figures, measure_steps, sized_for_steps
     from quickstep.cli.bench_report import print_figures
+    from quickstep.model.checkpoint.placement import choose_device
+    from quickstep.ops.tensors import torch_device
 
     options = StepOptions(
         args.batch, args.context, args.prefill, args.steps, args.repeats, args.seed
     )
     if args.trace is not None and not args.profile:
         raise ConfigError("--trace is the trace of --profile; give both")
-    measured = _open(args, sized_for_steps(_config(args), options))
+    config = sized_for_steps(_config(args), options)
+    limits: Limits | None = None
+    if not args.profile and (device := choose_device(config.load.device)).type == "cuda":
+        limits = gpu_limits(torch_device(device), config.load.dtype, args.probe_bytes)
+    measured = _open(args, config)
     if args.profile:
         return _print_profile(args, measured, options)
-    limits = open_limits(
-        measured.model.device,
-        measured.product_dtype,
-        measured.num_threads,
-        os.environ.get("QUICKSTEP_CPU_ISA"),
-        args.probe_bytes or DEFAULT_PROBE_BYTES,
-        time.perf_counter,
-    )
+    if limits is None:
+        limits = open_limits(
+            measured.model.device,
+            measured.product_dtype,
+            measured.num_threads,
+            os.environ.get("QUICKSTEP_CPU_ISA"),
+            args.probe_bytes or DEFAULT_PROBE_BYTES,
+            time.perf_counter,
+        )
     samples = _run_started(measured, lambda: measure_steps(measured, limits, options))
     methods = {
         "read": limits.read_how,

@@ -11,13 +11,20 @@ import argparse
 import json
 import os
 import sys
+import time
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, NamedTuple
 
 from msgspec.structs import replace
 
 from quickstep.cli.flags.engine import add_kv_cache_dtype
-from quickstep.cli.flags.parsing import Parser, command, non_negative_int, positive_int
+from quickstep.cli.flags.parsing import (
+    Parser,
+    command,
+    non_negative_int,
+    positive_int,
+    positive_number,
+)
 from quickstep.cli.flags.quantization import KV_FORMATS, WEIGHT_FORMATS, FormatPair, format_pairs
 from quickstep.cli.screen import console_on, counting_bar, print_table
 from quickstep.config import KERNELS, QUANTIZATIONS
@@ -33,7 +40,7 @@ if TYPE_CHECKING:
     from quickstep.runtime.sampling.grammar import ClosingStart
     from quickstep.runtime.speculation.proposer import Proposer
     from quickstep.types import Grammar
-    from quickstep.verify.checker import VerifyOptions
+    from quickstep.verify.checker import AfterGroup, VerifyOptions
     from quickstep.verify.report import Mismatch, VerifyReport
 
 __all__ = ["add_parser", "run"]
@@ -140,7 +147,19 @@ def add_parser(subparsers: argparse._SubParsersAction[Parser]) -> None:
     parser.add_argument(
         "--fail-fast", action="store_true", help="stop after the batch with the first mismatch"
     )
+    parser.add_argument(
+        "--seconds",
+        type=positive_number,
+        metavar="N",
+        help="end after the batch that is running then, with what has been compared (of --formats: "
+        "for each pair)",
+    )
     parser.add_argument("--json", action="store_true", help="print the report as JSON")
+    parser.add_argument(
+        "--json-lines",
+        action="store_true",
+        help="as --json, with a line for each batch before it: all comparisons so far",
+    )
 
 
 def _thread_counts(text: str) -> tuple[int, ...]:
@@ -175,8 +194,8 @@ def run(args: argparse.Namespace) -> int:
     if args.formats is not None:
         return _run_formats(args, load, options)
     checkpoint = _Checkpoint(load, options, args.speculative_model)
-    report = _verified(checkpoint, options, None)
-    if args.json:
+    report = _verified(checkpoint, options, None, _after_group(args))
+    if args.json or args.json_lines:
         facts = {"model": checkpoint.name, "fingerprint": checkpoint.fingerprint}
         json.dump({**facts, **report.to_json()}, sys.stdout)
         print()
@@ -194,8 +213,8 @@ def _run_formats(args: argparse.Namespace, load: LoadConfig, options: VerifyOpti
             "--formats replaces --dtype, --quantization and --kv-cache-dtype; leave them out"
         )
     name = find_checkpoint(load).name
-    results = [_verify_pair(pair, load, options, args.speculative_model) for pair in args.formats]
-    if args.json:
+    results = [_verify_pair(pair, load, options, args) for pair in args.formats]
+    if args.json or args.json_lines:
         json.dump({"model": name, "formats": [one.to_json() for one in results]}, sys.stdout)
         print()
     else:
@@ -220,19 +239,35 @@ class _FormatResult(NamedTuple):
         }
 
 
+def _after_group(args: argparse.Namespace) -> AfterGroup:
+    """Print the counts if they are wanted, and end when the time is over."""
+    end_s = None if args.seconds is None else time.monotonic() + args.seconds
+
+    def after_group(scenario: str, report: VerifyReport) -> bool:
+        if args.json_lines:
+            counts = {"comparisons": report.comparisons, "mismatches": report.mismatches}
+            print(json.dumps({"scenario": scenario, **counts}), flush=True)
+        return end_s is None or time.monotonic() < end_s
+
+    return after_group
+
+
 def _verify_pair(
-    pair: FormatPair, load: LoadConfig, options: VerifyOptions, draft_models: list[str] | None
+    pair: FormatPair, load: LoadConfig, options: VerifyOptions, args: argparse.Namespace
 ) -> _FormatResult:
     weights = WEIGHT_FORMATS[pair.weights]
     load = replace(load, dtype=weights.dtype, quantization=weights.quantization)
     options = replace(options, kv_dtype=KV_FORMATS[pair.kv])
-    checkpoint = _Checkpoint(load, options, draft_models)
-    report = _verified(checkpoint, options, pair)
+    checkpoint = _Checkpoint(load, options, args.speculative_model)
+    report = _verified(checkpoint, options, pair, _after_group(args))
     return _FormatResult(pair, checkpoint.fingerprint, report)
 
 
 def _verified(
-    checkpoint: _Checkpoint, options: VerifyOptions, pair: FormatPair | None
+    checkpoint: _Checkpoint,
+    options: VerifyOptions,
+    pair: FormatPair | None,
+    after_group: AfterGroup,
 ) -> VerifyReport:
     from quickstep.verify.checker import verify
 
@@ -246,6 +281,7 @@ def _verified(
             checkpoint.new_matcher if eos_token_ids else None,
             checkpoint.tokenizer,
             checkpoint.open_proposers,
+            after_group,
         )
 
 

@@ -61,6 +61,7 @@ from quickstep.verify.run import (
 
 __all__ = [
     "SCENARIOS",
+    "AfterGroup",
     "LoadForThreads",
     "Progress",
     "Scenario",
@@ -75,6 +76,9 @@ _MAX_TOKENS = 512  # of a step
 _MAX_MODEL_LEN = MAX_PROMPT_LEN + MAX_OUTPUTS - 24
 
 Progress = Callable[[str, int, int], None]
+
+# After each group, with the name of its scenario; False to end.
+AfterGroup = Callable[[str, VerifyReport], bool]
 
 # The model to verify, computing on that many CPU threads.
 LoadForThreads = Callable[[int], Model]
@@ -155,6 +159,7 @@ def verify(
     new_matcher: NewMatcher | None = None,
     tokenizer: Tokenizer | None = None,
     open_proposers: OpenProposers | None = None,
+    after_group: AfterGroup | None = None,
 ) -> VerifyReport:
     """Generate, run and compare. Sets torch's thread count, and restores it.
 
@@ -169,7 +174,8 @@ def verify(
     try:
         show = progress or _no_progress
         opens = open_proposers or _no_proposers
-        return _Verifier(load, options, eos_token_ids, show, new_matcher, tokenizer, opens).run()
+        verifier = _Verifier(load, options, eos_token_ids, show, new_matcher, tokenizer, opens)
+        return verifier.run(after_group or _go_on)
     finally:
         _set_torch_threads(threads_before)
 
@@ -187,6 +193,10 @@ def _set_torch_threads(num_threads: int) -> int:
 
 def _no_progress(what: str, done: int, total: int) -> None:
     """Show nothing."""
+
+
+def _go_on(scenario: str, report: VerifyReport) -> bool:
+    return True
 
 
 def _no_proposers(model: Model, plan: MemoryPlan) -> Mapping[str, Proposer]:
@@ -250,7 +260,8 @@ class _Verifier:
         self._ran_single: set[str] = set()
         self._report = VerifyReport(options)
 
-    def run(self) -> VerifyReport:
+    def run(self, after_group: AfterGroup) -> VerifyReport:
+        """All groups, or until `after_group` ends it."""
         total = len(self._requests) * (1 + len(self._options.threads) * self._options.rounds)
         done = 0
         for threads in self._options.threads:
@@ -268,6 +279,8 @@ class _Verifier:
                 self._compare_group(scenario, group, threads)
                 done += 0 if scenario.is_starved else len(group)
                 if self._options.fail_fast and self._report.first_mismatch is not None:
+                    return self._report
+                if not after_group(scenario.name, self._report):
                     return self._report
         self._progress("done", total, total)
         return self._report
