@@ -105,6 +105,11 @@ class BothSteps:
         while self.recorded.capture_next():
             pass
 
+    def capture_for(self, rows: Sequence[StepRow], slots: Sequence[Slot]) -> None:
+        """Capture what a step with these rows needs, which is next."""
+        self.recorded.prepare(rows, slots)
+        assert self.recorded.capture_next()
+
     def check(
         self, rows: Sequence[StepRow], slots: Sequence[Slot], every_token: bool = False
     ) -> None:

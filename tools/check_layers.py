@@ -17,6 +17,7 @@ SOURCE = Path(__file__).resolve().parent.parent / "src" / PACKAGE
 LAYERS = {
     "errors": 0.0,
     "deferred": 0.0,
+    "cache_dir": 0.0,
     "config": 0.1,
     "sampling_params": 0.1,
     "draft_choice": 0.1,
@@ -37,7 +38,15 @@ LAYERS = {
     "__init__": 8,
     "__main__": 8,
 }
-FOUNDATION = {"errors", "deferred", "config", "draft_choice", "sampling_params", "types"}
+FOUNDATION = {
+    "errors",
+    "deferred",
+    "cache_dir",
+    "config",
+    "draft_choice",
+    "sampling_params",
+    "types",
+}
 # Packages that may import only some of the layers below them.
 ONLY = {
     "runtime": FOUNDATION | {"ops", "model"},

@@ -511,5 +511,10 @@ class Executor(Protocol):
         plans still update the slots, which must agree with the scheduler's.
         """
 
+    def wait_until_captured(self, timeout_s: float | None = None) -> bool:
+        """Wait until no step is left to record ahead of its use; False after `timeout_s`. Steps
+        that are submitted meanwhile come first.
+        """
+
     def close(self) -> None:
         """Finish all submitted steps, then free everything. Idempotent."""

@@ -6,6 +6,7 @@ import pytest
 import torch
 
 from quickstep.cli import doctor
+from quickstep.engine import assembly
 from quickstep.ops.tensors import Device
 
 
@@ -48,3 +49,11 @@ def test_the_speed_of_a_gpu_is_measured_on_it(monkeypatch):
     assert measured == [Device("cuda", 0), Device("cuda", 1)]
     assert facts["cuda:1_copy_bytes_per_s"] == 3e12
     assert facts["cuda:1_bfloat16_flops_per_s"] == 7e14
+
+
+def test_memory_that_torch_keeps_of_an_engine_that_is_gone_is_free(monkeypatch):
+    kept = [30 << 30]
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "empty_cache", lambda: kept.__setitem__(0, 0))
+    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda _: ((70 << 30) - kept[0], 80 << 30))
+    assert assembly._free_bytes(Device("cuda", 0)) == 70 << 30

@@ -1,6 +1,8 @@
 """The worker thread: order, callbacks, failures, closing."""
 
+import gc
 import threading
+import weakref
 
 import pytest
 import torch
@@ -200,3 +202,13 @@ def test_closing_and_failing_take_a_short_step_along():
     executor.close()
     with pytest.raises(EngineError, match="closed"):
         executor.submit(decode_step(2))
+
+
+def test_a_closed_executor_keeps_neither_model_nor_cache():
+    executor = open_executor(PagedHashModel())
+    runner = weakref.ref(executor._runner)
+    executor.submit(first_step()).result()
+    executor.close()
+    executor.close()
+    gc.collect()
+    assert runner() is None

@@ -120,6 +120,9 @@ class LinearExecutor:
     def reset(self) -> None:
         pass
 
+    def wait_until_captured(self, timeout_s: float | None = None) -> bool:
+        return True
+
     def close(self) -> None:
         pass
 

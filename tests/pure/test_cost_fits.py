@@ -12,6 +12,7 @@ import msgspec
 import pytest
 from msgspec.structs import replace
 
+from quickstep.cache_dir import cache_dir
 from quickstep.core.cost_model import Coefficients, CostFit, LinearCostModel, StepLoad
 from quickstep.core.overhead import EngineOverhead
 from quickstep.engine.step_times import cost_fits
@@ -20,7 +21,6 @@ from quickstep.engine.step_times.cost_fits import (
     FitKey,
     FitSaver,
     FitSource,
-    cache_dir,
     find_calibration,
     fit_key,
 )

@@ -37,8 +37,12 @@ from quickstep.ops.table import LoRAAdapter, OpTable
 from quickstep.ops.tensors import to_torch
 from quickstep.runtime import cuda_graphs
 from quickstep.runtime.capture import GraphOptions, StepModel, open_steps
-from quickstep.runtime.cuda_graphs import can_record, prompt_buckets, row_buckets
+from quickstep.runtime.cuda_graphs import GraphSteps, can_record, prompt_buckets, row_buckets
 from quickstep.runtime.eager_steps import EagerSteps
+from quickstep.runtime.kv_cache import allocate_kv
+from quickstep.runtime.step_inputs import InputBuffer, StepSize
+
+CPU = torch.device("cpu")
 
 pytestmark = pytest.mark.usefixtures("products_in_order")
 
@@ -111,7 +115,7 @@ def test_experts_of_a_recorded_step_are_chosen_when_it_runs(
     model = random_model(MIXTURE, ops, values, 64, None)
     adapters = {"a": make_adapter(ops, 4, 1, spec=MIXTURE)}
     steps, backend = open_both(model, adapters if quantization is None else None)
-    assert steps.recorded.capture_next()
+    steps.capture_for(ROWS, FIRST)
     other_tokens = [
         replace(row, token_ids=((7 * row.token_ids[0] + 3) % VOCAB,), start=row.start - 1)
         for row in ROWS
@@ -121,8 +125,7 @@ def test_experts_of_a_recorded_step_are_chosen_when_it_runs(
     assert backend.replays == 2
     if quantization is None:
         rows = [replace(row, adapter=name) for row, name in zip(ROWS, ("a", "", "a"), strict=True)]
-        steps.check(rows, FIRST)  # wants a recorded step with adapters
-        steps.capture_all()
+        steps.capture_for(rows, FIRST)
         steps.check(rows, FIRST)
         assert backend.replays == 3
 
@@ -139,7 +142,7 @@ def test_experts_that_are_computed_one_by_one_are_not_recorded(ops: OpTable) -> 
 
 def test_one_recorded_step_fits_other_prompts_next_to_decode_rows(model: Decoder) -> None:
     steps, backend = open_both(model, max_prompt_tokens=8)
-    assert steps.recorded.capture_next()
+    steps.capture_for(PROMPT_ROWS, FIRST)
     for every_token in (False, True):
         steps.check(PROMPT_ROWS, FIRST, every_token)
     steps.check([prompt_row(1, 0, (9, 3))], FIRST[1:2])
@@ -152,8 +155,8 @@ def test_one_recorded_step_fits_other_prompts_next_to_decode_rows(model: Decoder
 
 def test_a_failed_row_of_a_recorded_step_with_prompts_emits_nothing(model: Decoder) -> None:
     steps, backend = open_both(model, max_prompt_tokens=8)
-    assert steps.recorded.capture_next()
     rows = [ROWS[0], prompt_row(1, 0, (4, 5, 6)), ROWS[2]]
+    steps.capture_for(rows, FIRST)
     found = []
     for one in (steps.eager, steps.recorded):
         one.prepare(rows, FIRST)
@@ -264,6 +267,100 @@ def test_enforce_eager_records_nothing(model: Decoder) -> None:
     kv = kv_with_history(model)
     steps: StepModel = open_steps(model, kv, BLOCK_SIZE, enforce_eager=True, graphs=options)
     assert isinstance(steps, EagerSteps)
+
+
+def test_a_step_uses_the_smallest_captured_graph_that_holds_it(model: Decoder) -> None:
+    steps, backend = open_both(model, max_width=2, max_prompt_tokens=8)
+    steps.capture_for(PROMPT_ROWS, FIRST)
+    drafted = [decode_row(1, 2, (5, 9)), decode_row(0, 9, (17,))]
+    slots = [FIRST[1], FIRST[0]]
+    steps.check(ROWS, FIRST)
+    steps.check([ROWS[1]], FIRST[1:2])
+    assert backend.replays == 2, "decode rows fit into a graph of prompts"
+    steps.check(drafted, slots)
+    assert backend.replays == 2, "a row with drafts has several tokens with logits"
+    steps.capture_for([*drafted, ROWS[2]], [*slots, FIRST[2]])
+    used = []
+    for captured in list(steps.recorded._graphs.values()):
+        replay = captured.replay
+
+        def noted(size: StepSize = captured.inputs.size, run: Callable[[], None] = replay) -> None:
+            used.append((size.num_rows, size.num_tokens))
+            run()
+
+        steps.recorded._graphs[captured.inputs.size] = replace(captured, replay=noted)
+    steps.check(drafted, slots)
+    steps.check([ROWS[1]], FIRST[1:2])
+    prompts = [decode_row(0, 9, (17, 2)), prompt_row(1, 0, (4, 5))]
+    steps.check(prompts, FIRST[:2])
+    steps.check([prompt_row(2, 5, (4, 5, 8)), prompt_row(1, 0, (9,), False)], [FIRST[2], FIRST[1]])
+    steps.check(PROMPT_ROWS, FIRST)
+    assert used == [(3, 6), (3, 6), (3, 6), (3, 8), (3, 8)]
+
+
+def test_few_rows_are_captured_first_and_what_a_step_needs_is_next(model: Decoder) -> None:
+    backend = Reexecution()
+    options = GraphOptions(backend, 20, 3, 100)
+    steps = open_steps(model, kv_with_history(model), BLOCK_SIZE, False, graphs=options)
+    assert isinstance(steps, GraphSteps)
+    sizes = [(one.num_rows, one.num_tokens, one.has_prompts) for one in steps._wanted]
+    decode = [(rows, rows * width, False) for rows in (1, 2, 4, 8, 20, 16) for width in (1, 3)]
+    assert sizes == [*decode, (20, 100, True), (20, 64, True)]
+    rows = [ROWS[0], ROWS[1], ROWS[2]]
+    steps.prepare(rows, FIRST)
+    assert next(iter(steps._wanted)).num_rows == 4
+    assert (steps.num_missed, steps.wants_capture) == (1, True)
+    assert steps.capture_next()
+    assert (steps.num_missed, steps.num_captured) == (0, 1)
+    steps.prepare(rows[:1], FIRST[:1])
+    assert steps.num_missed == 0, "it ran as a graph of more rows"
+    assert next(iter(steps._wanted)).num_rows == 1
+
+
+def test_a_step_does_not_use_a_graph_of_far_more_tokens(model: Decoder) -> None:
+    steps, _ = open_both(model, max_prompt_tokens=200)
+    steps.capture_for([prompt_row(1, 0, tuple(range(4)))], FIRST[1:2])
+    assert [one.num_tokens for one in steps.recorded._graphs] == [64]
+    graph = steps.recorded._graphs.pop(StepSize(3, 64, 16, has_prompts=True))
+    steps.recorded._graphs[StepSize(3, 128, 16, has_prompts=True)] = graph
+    steps.recorded.prepare(ROWS, FIRST)
+    assert steps.recorded._prepared is None
+
+
+def test_longer_contexts_have_two_sizes_that_hold_all_rows(model: Decoder) -> None:
+    long = random_model(SMALL, model.ops, RandomValues(torch.float32, CPU, 1, None), 20_000, None)
+    options = GraphOptions(Reexecution(), 20)
+    kv = allocate_kv(long.kv_shape, 5000, BLOCK_SIZE, CPU)
+    steps = open_steps(long, kv, BLOCK_SIZE, False, graphs=options)
+    assert isinstance(steps, GraphSteps)
+    wide = [(one.num_rows, one.table_width) for one in steps._wanted if one.table_width > 1024]
+    assert wide == [(8, 4096), (20, 4096), (8, 4999), (20, 4999)]
+
+
+def test_nothing_more_is_captured_without_free_memory(
+    model: Decoder, caplog: pytest.LogCaptureFixture
+) -> None:
+    steps, backend = open_both(model)
+    assert steps.recorded.capture_next()
+    backend.free = 100 << 20
+    assert not steps.recorded.capture_next()
+    assert "no further CUDA graphs than 1" in caplog.text
+    steps.check(ROWS, FIRST)
+    assert not steps.recorded.wants_capture
+    steps.check([ROWS[1]], FIRST[1:2])
+    assert backend.replays == 1
+
+
+def test_tensors_of_every_size_begin_at_16_bytes() -> None:
+    for num_slots, num_rows, num_tokens, width in ((3, 1, 1, 5), (4, 3, 7, 9), (64, 8, 8, 257)):
+        size = StepSize(num_rows, num_tokens, width)
+        buffer = InputBuffer(size.num_elements, num_slots, CPU)
+        inputs = buffer.inputs(size)
+        start = buffer.last_tokens.data_ptr()
+        for name in ("token_index", "positions", "slot_mapping", "row_slots", "adapter_slots"):
+            assert (getattr(inputs, name).data_ptr() - start) % 16 == 0
+        for tensor in (inputs.row_offsets, inputs.block_tables):
+            assert (tensor.data_ptr() - start) % 16 == 0
 
 
 @pytest.mark.parametrize(

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import gc
+import threading
+import weakref
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from types import MappingProxyType
@@ -26,7 +29,7 @@ from quickstep.core.scheduler import Scheduler
 from quickstep.errors import EngineError
 from quickstep.model.decoder import Decoder
 from quickstep.runtime.capture import GraphOptions
-from quickstep.runtime.cuda_graphs import GraphSteps
+from quickstep.runtime.cuda_graphs import GraphSteps, row_buckets
 from quickstep.runtime.device_executor import DeviceExecutor
 from quickstep.runtime.executor import LocalExecutor
 from quickstep.runtime.kv_cache import allocate_kv
@@ -248,6 +251,44 @@ def test_steps_run_while_graphs_are_not_captured_and_after_a_capture_failed(
     assert serve(DeviceExecutor(runner_of(model, Failing())).start(), 2)[0] == expected
 
 
+def test_all_that_is_wanted_can_be_captured_before_the_first_step(
+    model: Decoder, expected: Tokens
+) -> None:
+    permitted = threading.Event()
+
+    class Waiting(Reexecution):
+        def capture(self, run: Callable[[], object]) -> Callable[[], None]:
+            assert permitted.wait(60.0)
+            return super().capture(run)
+
+    backend = Waiting()
+    executor = DeviceExecutor(runner_of(model, backend)).start()
+    assert not executor.wait_until_captured(0.05)
+    permitted.set()
+    assert executor.wait_until_captured(60.0)
+    assert executor.num_captured == backend.captured == len(row_buckets(NUM_SLOTS))
+    assert serve(executor, 2)[0] == expected
+    assert executor.wait_until_captured(), "a closed executor captures nothing"
+    assert backend.captured == len(row_buckets(NUM_SLOTS)), "no step wanted another one"
+
+
+def test_a_capture_and_the_results_of_a_step_take_turns(model: Decoder) -> None:
+    runner = runner_of(model, Reexecution())
+    executor = DeviceExecutor(runner)
+    held: list[bool] = []
+    capture_next = runner.capture_next
+
+    def noted() -> bool:
+        held.append(executor._running.locked())
+        return capture_next()
+
+    runner.capture_next = noted
+    executor.start()
+    assert executor.wait_until_captured(60.0)
+    executor.close()
+    assert held and all(held)
+
+
 @pytest.mark.parametrize(
     "error", [RuntimeError("the device fell off"), torch.OutOfMemoryError("16 GiB")]
 )
@@ -277,6 +318,15 @@ def test_plans_after_close_are_refused(model: Decoder) -> None:
     executor.close()
     with pytest.raises(EngineError, match="closed"):
         executor.submit(StepPlan(0, ()))
+
+
+def test_a_closed_executor_keeps_neither_model_nor_cache(model: Decoder) -> None:
+    executor = DeviceExecutor(runner_of(model, Reexecution())).start()
+    runner = weakref.ref(executor._runner)
+    assert executor.wait_until_captured(60.0)
+    executor.close()
+    gc.collect()
+    assert runner() is None
 
 
 def test_no_second_counts_for_two_steps_in_flight(model: Decoder) -> None:

@@ -20,9 +20,12 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+import msgspec
+
 from quickstep import __version__
 from quickstep.cli.flags.parsing import Parser, command
 from quickstep.cli.screen import console_on, print_table, size_text
+from quickstep.errors import ConfigError
 from quickstep.ops.torch_import import has_torch
 
 __all__ = [
@@ -68,10 +71,18 @@ def add_parser(subparsers: argparse._SubParsersAction[Parser]) -> None:
         action="store_true",
         help="do not measure memory bandwidth, and the speed of GPUs (1 s each)",
     )
+    parser.add_argument(
+        "--gpu-check",
+        action="store_true",
+        help="check Triton's kernels on the GPU, about a minute; `--kernels auto` uses them from "
+        "then on (exit code 1: they are not right)",
+    )
 
 
 def run(args: argparse.Namespace) -> int:
-    """Print all facts."""
+    """Print all facts, or check a GPU."""
+    if args.gpu_check:
+        return _check_gpus(args.json)
     facts = collect_facts(with_bandwidth=not args.no_bandwidth)
     if args.json:
         print(json.dumps(facts, indent=2))
@@ -82,6 +93,44 @@ def run(args: argparse.Namespace) -> int:
         print_table(console, part, ("what", "value"), rows, num_text_columns=2)
         console.print()
     return 0
+
+
+def _check_gpus(as_json: bool) -> int:
+    """Check each model of GPU once, print the parts as they end, and store the results."""
+    if not (has_torch() and _has_gpu()):
+        raise ConfigError("--gpu-check needs a GPU, and PyTorch for it")
+    import torch
+
+    from quickstep.ops.gpu_checks import StoredGpuCheck, gpu_check_key, write_gpu_check
+    from quickstep.ops.resolve import resolve_ops
+    from quickstep.verify.gpu_check import check_kernels
+
+    keys = {gpu_check_key(index): index for index in reversed(range(torch.cuda.device_count()))}
+    outcomes = []
+    for key, index in keys.items():
+        device = torch.device("cuda", index)
+        print(f"{key.gpu}, torch {key.torch}, Triton {key.triton}", file=sys.stderr, flush=True)
+        parts = []
+        with torch.cuda.device(index):
+            for part in check_kernels(resolve_ops(device, "triton"), device):
+                parts.append(part)
+                outcome = "ok" if part.has_passed else "FAILED"
+                print(f"  {outcome}  {part.name}: {part.detail}", file=sys.stderr, flush=True)
+        failures = tuple([f"{one.name}: {one.detail}" for one in parts if not one.has_passed])
+        path = write_gpu_check(StoredGpuCheck(key, failures))
+        print("  stored nowhere" if path is None else f"  stored in {path}", file=sys.stderr)
+        outcomes.append({**msgspec.to_builtins(key), "parts": msgspec.to_builtins(parts)})
+        if failures:
+            break
+    if as_json:
+        print(json.dumps(outcomes, indent=2))
+    return int(any(not part["has_passed"] for one in outcomes for part in one["parts"]))
+
+
+def _has_gpu() -> bool:
+    import torch
+
+    return torch.cuda.is_available()
 
 
 def collect_facts(with_bandwidth: bool = True) -> dict[str, dict[str, Any]]:

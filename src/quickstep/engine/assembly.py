@@ -88,6 +88,9 @@ _SAMPLING_FIELDS: Mapping[str, str] = MappingProxyType(
 )
 
 
+# A start waits so long for CUDA graphs, of which the first ones compile the kernels.
+_MOST_CAPTURE_S = 60.0
+
 _LOADING = (
     "quickstep.model.checkpoint.weights",
     "quickstep.model.loader",
@@ -244,9 +247,22 @@ def open_executor(
     )
     if graphs is None:
         return LocalExecutor(runner)
+    from quickstep.ops.triton.compile_log import warn_of_compiles
     from quickstep.runtime.device_executor import DeviceExecutor
 
-    return DeviceExecutor(runner).start()
+    started_s = time.monotonic()
+    runner.compile_kernels()
+    executor = DeviceExecutor(runner).start()
+    has_all = executor.wait_until_captured(_MOST_CAPTURE_S)
+    _LOGGER.info(
+        "captured %d CUDA graphs in %.1f s%s",
+        executor.num_captured,
+        time.monotonic() - started_s,
+        "" if has_all else "; others follow while the engine is idle",
+    )
+    if has_all:
+        warn_of_compiles()
+    return executor
 
 
 def graph_options(
@@ -264,7 +280,8 @@ def graph_options(
 
 def fit_file(config: EngineConfig, model: Model, description: LoadedModel) -> FitFile | None:
     """The stored step times of a loaded model on this machine; None where nothing is stored."""
-    from quickstep.engine.step_times.cost_fits import FitFile, cache_dir, fit_key
+    from quickstep.cache_dir import cache_dir
+    from quickstep.engine.step_times.cost_fits import FitFile, fit_key
 
     folder = cache_dir()
     if folder is None:
@@ -333,6 +350,10 @@ def load_weights(
     ops = resolve_ops(device, config.load.kernels, num_threads(config.load), isa, places)
     if device.type == "cuda":
         _LOGGER.info("running on %s with the kernels %r", _gpu_text(device), ops.name)
+    if ops.name == "triton":
+        from quickstep.ops.triton.compile_log import expect_compiles
+
+        expect_compiles()
     if device.type == "cpu" and ops.name == "reference":
         _LOGGER.warning("running on PyTorch's ops, exact and slow: %s", native_status().reason)
     held_bytes = None
@@ -486,12 +507,15 @@ def _checked_threads(num_threads: int | None) -> int:
 
 
 def _free_bytes(device: torch.device | Device) -> int:
+    """Memory that is free, without what torch keeps of tensors that are gone."""
     if device.type == "cpu":
         return free_memory_bytes()
     import torch
 
     from quickstep.ops.tensors import torch_device
+    from quickstep.runtime.out_of_memory import free_device_memory
 
+    free_device_memory()
     return torch.cuda.mem_get_info(torch_device(device))[0]
 
 

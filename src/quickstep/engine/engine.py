@@ -382,6 +382,12 @@ class Engine:
         self._task = asyncio.create_task(self._run(), name="quickstep-engine")
         self._task.add_done_callback(self._ended)
 
+    async def wait_until_captured(self) -> None:
+        """Return once every step that was wanted is captured, for measurements. The engine serves
+        meanwhile.
+        """
+        await asyncio.to_thread(self._executor.wait_until_captured)
+
     async def stop(self, drain_s: float = 0.0) -> None:
         """Accept no more, let requests continue for `drain_s` seconds, end the rest with SHUTDOWN.
 

@@ -1,17 +1,20 @@
 """Which implementation runs the ops: decided once, when a model is loaded.
 
 The native library on a CPU where it is present, otherwise the PyTorch reference, which runs
-everywhere. Triton kernels only by name, as no GPU has run them yet. Nothing is decided again while
-the model lives.
+everywhere. On a GPU Triton's, where `quickstep doctor --gpu-check` has passed on that GPU with
+these versions (`ops.gpu_checks`). Nothing is decided again while the model lives.
 """
 
 from __future__ import annotations
 
+import importlib.util
+import logging
 from collections.abc import Callable
 from typing import TYPE_CHECKING
 
 from quickstep.config import KERNELS
 from quickstep.errors import ConfigError
+from quickstep.ops.gpu_checks import CHECK_COMMAND, gpu_check_key, read_gpu_check
 from quickstep.ops.native.backend import load_native
 from quickstep.ops.table import OpTable
 from quickstep.ops.thread_placement import ThreadPlaces
@@ -24,8 +27,7 @@ if TYPE_CHECKING:
 
 __all__ = ["resolve_ops"]
 
-# What `auto` is on a GPU: `triton` once `make gpu` has passed on one (docs/design/0039).
-_AUTO_ON_GPU = "reference"
+_LOGGER = logging.getLogger(__name__)
 
 
 def resolve_ops(
@@ -56,7 +58,7 @@ def resolve_ops(
     if native is not None:
         return native
     if kernels == "auto" and device.type == "cuda":
-        kernels = _AUTO_ON_GPU
+        kernels = _auto_on_gpu(device)
     require_torch(f"running the PyTorch ops on {device.type}")
     if kernels == "triton":
         from quickstep.ops.triton.backend import load_triton
@@ -71,3 +73,22 @@ def resolve_ops(
     from quickstep.ops.reference import reference_ops
 
     return reference_ops()
+
+
+def _auto_on_gpu(device: torch.device | Device) -> str:
+    """Triton's kernels where their check has passed on this GPU, else the reference, with a warning
+    that says what to do.
+    """
+    if importlib.util.find_spec("triton") is None:
+        why = "Triton is not installed"
+    else:
+        require_torch("running on a GPU")
+        stored = read_gpu_check(gpu_check_key(device.index or 0))
+        if stored is not None and not stored.failures:
+            return "triton"
+        if stored is None:
+            why = f"nothing has checked Triton's kernels on this GPU: run `{CHECK_COMMAND}` once"
+        else:
+            why = f"Triton's kernels failed `{CHECK_COMMAND}` on this GPU: {stored.failures[0]}"
+    _LOGGER.warning("running on PyTorch's ops, exact and very slow on a GPU: %s", why)
+    return "reference"

@@ -107,8 +107,8 @@ class GraphBackend(Protocol):
     def capture(self, run: Callable[[], None]) -> Callable[[], None]:
         """Record what `run` launches. Returns what launches it again, on the same memory."""
 
-    def used_bytes(self) -> int:
-        """Bytes in use on the device, to see what graphs take."""
+    def free_bytes(self) -> int:
+        """Bytes that are free on the device."""
 
 
 class GraphOptions(msgspec.Struct, frozen=True):

@@ -3,13 +3,14 @@
 The GPU's counterpart of `runtime.capture`. A graph has a fixed number of rows, of tokens, and of
 blocks per row; everything else of a step is data: token ids, positions, lengths, block tables,
 adapters, and which tokens of prompts get logits. They are filled into one host buffer and copied at
-once. A step uses the smallest graph that it fits into. Padding tokens belong to no row and write
-their keys and values to the scratch block, the last one of the KV cache; every bit of the other
-tokens is the same as op by op.
+once. A step uses the smallest captured graph that it fits into. Padding tokens belong to no row and
+write their keys and values to the scratch block, the last one of the KV cache; every bit of the
+other tokens is the same as op by op.
 
-A graph is captured while the executor is idle (`capture_next`): first those of the common sizes,
-the largest first, then others that steps have needed. Until then, and for longer prompts, a step
-runs op by op (`EagerSteps`). All graphs share their memory, and the tensors of their results.
+Graphs are captured while the executor is idle (`capture_next`), those of the common sizes before
+the engine serves. The size that a step needs and does not have comes next. A step that no graph
+holds, and a longer prompt, runs op by op (`EagerSteps`). All graphs share their memory, and the
+tensors of their results.
 
 Opened by `runtime.capture`. What a graph is, the `GraphBackend` decides, so that the tests check
 all of this on a CPU.
@@ -17,8 +18,10 @@ all of this on a CPU.
 
 from __future__ import annotations
 
+import gc
 import logging
 import time
+from collections import OrderedDict
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from itertools import accumulate
 
@@ -35,7 +38,13 @@ from quickstep.ops.tensors import SCALE_BYTES, AnyTensor, integers_on, torch_dev
 from quickstep.runtime.capture import EmittingToken, GraphOptions, adapters_of
 from quickstep.runtime.eager_steps import EagerSteps, pack_rows, with_torch_kv
 from quickstep.runtime.slots import Slot
-from quickstep.runtime.step_inputs import InputBuffer, StepInputs, StepSize, is_pending
+from quickstep.runtime.step_inputs import (
+    InputBuffer,
+    StepInputs,
+    StepNeeds,
+    StepSize,
+    is_pending,
+)
 from quickstep.types import StepRow
 
 __all__ = ["CudaGraphs", "GraphSteps", "can_record", "prompt_buckets", "row_buckets"]
@@ -46,6 +55,11 @@ _LEAST_CONTEXT = 4096  # tokens that the block tables of the smallest graphs hol
 _CONTEXT_FACTOR = 4  # from one size of the block tables to the next
 _LOGIT_BYTES = 256 << 20  # of all graphs together: steps with more drafts run op by op
 _PROMPT_BUCKET = 64  # tokens between the sizes of steps with prompts
+_FEW_ROWS = 8  # sizes of as many rows are captured first
+# A step of as many tokens takes as long as one of a single token: it reads the weights. A step does
+# not use a graph of more tokens if it has less than half of them.
+_FREE_TOKENS = 64
+_LEAST_FREE_BYTES = 512 << 20  # no graph is captured with less, so that steps op by op still run
 
 
 class CudaGraphs:
@@ -57,24 +71,32 @@ class CudaGraphs:
         self._stream = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
 
     def capture(self, run: Callable[[], None]) -> Callable[[], None]:
-        """`GraphBackend.capture`: run once, which compiles kernels, then record."""
-        current = torch.cuda.current_stream(self._device)
-        self._stream.wait_stream(current)
-        with torch.cuda.stream(self._stream):
-            run()
+        """`GraphBackend.capture`: run once, which compiles kernels, then record.
+
+        Not through `torch.cuda.graph`, which empties the allocator's caches: steps under load would
+        pay for each capture.
+        """
+        run()
         torch.cuda.synchronize(self._device)
         graph = torch.cuda.CUDAGraph()
-        # another thread may call CUDA meanwhile: the engine's own does not, a library's may
-        with torch.cuda.graph(
-            graph, pool=self._pool, stream=self._stream, capture_error_mode="thread_local"
-        ):
-            run()
+        collects = gc.isenabled()
+        gc.disable()  # tensors that it frees would call CUDA while the stream is captured
+        try:
+            with torch.cuda.stream(self._stream):
+                # another thread may call CUDA meanwhile
+                graph.capture_begin(pool=self._pool, capture_error_mode="thread_local")
+                try:
+                    run()
+                finally:
+                    graph.capture_end()
+        finally:
+            if collects:
+                gc.enable()
         return graph.replay
 
-    def used_bytes(self) -> int:
-        """`GraphBackend.used_bytes`."""
-        free_bytes, total_bytes = torch.cuda.mem_get_info(self._device)
-        return int(total_bytes - free_bytes)
+    def free_bytes(self) -> int:
+        """`GraphBackend.free_bytes`."""
+        return int(torch.cuda.mem_get_info(self._device)[0])
 
 
 class _Graph(msgspec.Struct, frozen=True):
@@ -150,19 +172,29 @@ class GraphSteps:
         self._results: _Results | None = None
         self._graphs: dict[StepSize, _Graph] = {}
         self._retired: list[_Graph] = []  # they may still run, until the next capture has waited
-        self._wanted = dict.fromkeys(self._common_sizes())
+        self._common = tuple(self._common_sizes())
+        self._wanted = OrderedDict.fromkeys(self._common)
+        self._is_capturing = True
+        self.num_missed = 0  # steps that ran op by op for want of a graph, since the last capture
         self._lora: _LoRASlots | None = None
         self._prepared: _Prepared | None = None
         self._step_rows: Sequence[StepRow] = ()
         self._newest_logits: Tensor | None = None
 
     def _common_sizes(self) -> Iterator[StepSize]:
-        """Captured without a step that needs them, the largest first."""
-        yield from map(self._prompt_size, reversed(self._prompt_tokens))
-        for num_rows in reversed(self._rows):
-            for width in sorted({1, self._max_width}, reverse=True):
+        """Captured without a step that needs them, in this order: few rows, then the largest first,
+        whose memory the others use too; for longer contexts, which need wider block tables, two
+        sizes that hold the others.
+        """
+        few = [one for one in self._rows if one <= _FEW_ROWS]
+        for num_rows in (*few, *reversed(self._rows[len(few) :])):
+            for width in sorted({1, self._max_width}):
                 if num_rows * width <= self._most_emitting:
                     yield StepSize(num_rows, num_rows * width, self._widths[0])
+        yield from map(self._prompt_size, reversed(self._prompt_tokens))
+        for table_width in self._widths[1:]:
+            for num_rows in {few[-1]: None, self._rows[-1]: None}:
+                yield StepSize(num_rows, num_rows, table_width)
 
     def prepare(self, rows: Sequence[StepRow], slots: Sequence[Slot]) -> None:
         """`StepModel.prepare`."""
@@ -170,11 +202,9 @@ class GraphSteps:
         self._prepared = None
         if self._lora is not None:
             self._lora.forget(self._adapters)
-        size = self._size_of(rows, slots)
-        graph = None if size is None else self._graphs.get(size)
+        needs = self._needs_of(rows, slots)
+        graph = None if needs is None else self._graph_for(needs)
         if graph is None:
-            if size is not None:
-                self._wanted.setdefault(size)
             self._eager.prepare(rows, slots)
             self._take_pending_tokens(rows, slots)
             return
@@ -191,8 +221,8 @@ class GraphSteps:
             emitting = [end - 1 for row, end in zip(rows, ends, strict=True) if row.emits]
         self._prepared = _Prepared(graph, ends[-1], emitting)
 
-    def _size_of(self, rows: Sequence[StepRow], slots: Sequence[Slot]) -> StepSize | None:
-        """The smallest graph for the rows; None where there is none."""
+    def _needs_of(self, rows: Sequence[StepRow], slots: Sequence[Slot]) -> StepNeeds | None:
+        """What a graph for the rows must hold; None where there is no such graph."""
         num_tokens, has_prompts = 0, False
         for row in rows:
             is_decode = row.emits and row.num_tokens == row.num_drafts + 1
@@ -200,16 +230,46 @@ class GraphSteps:
                 return None
             num_tokens += row.num_tokens
             has_prompts |= not is_decode
-        num_blocks = max(slot.num_blocks for slot in slots)
-        if has_prompts:
-            size = None if any([row.num_drafts for row in rows]) else self._prompts_of(num_tokens)
-        else:
-            size = self._decode_of(len(rows), num_tokens, num_blocks)
-        if size is None or size.table_width < num_blocks:
+        named = adapters_of(rows, self._adapters)
+        if named and not self._has_lora_table(named):
             return None
-        if any([row.adapter for row in rows]):
-            return replace(size, has_lora=True) if self._has_lora_table(rows) else None
-        return size
+        return StepNeeds(
+            len(rows),
+            num_tokens,
+            max([slot.num_blocks for slot in slots]),
+            bool(named),
+            has_prompts,
+            any([row.num_drafts for row in rows]),
+        )
+
+    def _graph_for(self, needs: StepNeeds) -> _Graph | None:
+        """The graph of the size for these rows; until that is captured, the smallest one that holds
+        them.
+        """
+        size = self._size_for(needs)
+        if size is not None and (graph := self._graphs.get(size)) is not None:
+            return graph
+        if size is not None and self._is_capturing:
+            self._wanted[size] = None
+            self._wanted.move_to_end(size, last=False)
+        most_tokens = max(_FREE_TOKENS, 2 * needs.num_tokens)
+        holding = [
+            one for one in self._graphs if one.num_tokens <= most_tokens and one.holds(needs)
+        ]
+        if holding:
+            return self._graphs[min(holding, key=_work)]
+        self.num_missed += size in self._wanted
+        return None
+
+    def _size_for(self, needs: StepNeeds) -> StepSize | None:
+        """The size to capture for these rows; None where there is none."""
+        if needs.has_prompts:
+            size = None if needs.has_drafts else self._prompts_of(needs.num_tokens)
+        else:
+            size = self._decode_of(needs.num_rows, needs.num_tokens, needs.num_blocks)
+        if size is None or size.table_width < needs.num_blocks:
+            return None
+        return replace(size, has_lora=needs.has_lora) if needs.has_lora else size
 
     def _decode_of(self, num_rows: int, num_tokens: int, num_blocks: int) -> StepSize | None:
         """The size for decode rows."""
@@ -234,9 +294,8 @@ class GraphSteps:
         num_rows = min(self._rows[-1], num_tokens)
         return StepSize(num_rows, num_tokens, self._widths[0], has_prompts=True)
 
-    def _has_lora_table(self, rows: Sequence[StepRow]) -> bool:
+    def _has_lora_table(self, named: Mapping[str, LoRAAdapter]) -> bool:
         """Make the table of adapters, or a larger one, whose graphs are captured again."""
-        named = adapters_of(rows, self._adapters)
         if self._lora is None or not self._lora.fits(named):
             make = self._model.ops.adapter_table
             if make is None:
@@ -245,6 +304,8 @@ class GraphSteps:
             self._lora = _LoRASlots(make(of_all, self._num_slots + 1), self._num_slots)
             self._retired += [one for size, one in self._graphs.items() if size.has_lora]
             self._graphs = {size: one for size, one in self._graphs.items() if not size.has_lora}
+            if self._is_capturing:
+                self._wanted |= {replace(one, has_lora=True): None for one in self._common}
         return True
 
     def _take_pending_tokens(self, rows: Sequence[StepRow], slots: Sequence[Slot]) -> None:
@@ -338,32 +399,54 @@ class GraphSteps:
         """`StepModel.logits`."""
         return self._eager.logits(hidden, adapter)
 
-    @torch.inference_mode()
     def capture_next(self) -> bool:
         """Capture one more graph; False if none is needed. A size that fails stays op by op."""
-        size = next((one for one in self._wanted if one not in self._graphs), None)
-        if size is None:
+        self.num_missed = 0
+        if self._lora is None and self._adapters and self._is_capturing:
+            self._has_lora_table(self._adapters)
+        if not self._wanted:
             return False
-        del self._wanted[size]
-        started_s, before_bytes = time.monotonic(), self._backend.used_bytes()
+        free_bytes = self._backend.free_bytes()
+        if free_bytes < _LEAST_FREE_BYTES:
+            _LOGGER.warning(
+                "no further CUDA graphs than %d: %.0f MB of memory are free",
+                self.num_captured,
+                free_bytes / 1e6,
+            )
+            self.stop_capturing()
+            return False
+        size, _ = self._wanted.popitem(last=False)
+        started_s = time.monotonic()
         self._graphs[size] = self._capture(size)
         self._retired.clear()
-        grown_bytes = self._backend.used_bytes() - before_bytes
-        _LOGGER.info(
-            "captured a CUDA graph of %d rows, %d tokens%s, %d blocks a row: %.0f ms, %.0f MB",
+        _LOGGER.debug(
+            "captured a CUDA graph of %d rows, %d tokens%s%s, %d blocks a row: %.0f ms, %.0f MB",
             size.num_rows,
             size.num_tokens,
             " with prompts" if size.has_prompts else "",
+            " with adapters" if size.has_lora else "",
             size.table_width,
             1e3 * (time.monotonic() - started_s),
-            max(0, grown_bytes) / 1e6,
+            max(0, free_bytes - self._backend.free_bytes()) / 1e6,
         )
         return True
 
+    @property
+    def num_captured(self) -> int:
+        """Graphs that steps can use."""
+        return len(self._graphs)
+
+    @property
+    def wants_capture(self) -> bool:
+        """Whether `capture_next` has something to capture."""
+        return bool(self._wanted)
+
     def stop_capturing(self) -> None:
         """Capture nothing more; what is captured stays."""
+        self._is_capturing = False
         self._wanted.clear()
 
+    @torch.inference_mode()
     def _capture(self, size: StepSize) -> _Graph:
         inputs = self._buffer.inputs(size)
         self._buffer.fill_padding(inputs, self._scratch_slot)
@@ -413,6 +496,12 @@ class GraphSteps:
         sampled = torch.zeros(self._most_emitting, dtype=torch.int64, device=self._device)
         of_emitting = logits.new_empty(self._most_emitting, logits.shape[1])
         return _Results(empty(hidden), of_emitting, sampled, tuple(map(empty, aux_hidden)))
+
+
+def _work(size: StepSize) -> tuple[int, ...]:
+    """Orders sizes by the time that their steps take."""
+    rows = size.num_emitting, size.num_rows
+    return size.has_lora, size.num_tokens, size.table_width, *rows, size.has_prompts
 
 
 def can_record(model: object, kv: KVCache) -> bool:

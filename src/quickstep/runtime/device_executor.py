@@ -4,8 +4,8 @@ As `runtime.executor`, with two threads. One launches steps in the order of `sub
 keeps the tokens that it sampled, so that the next step needs no result. The other one waits for the
 tokens and records them. A step with rows for which the host computes something from the tokens
 before it (a grammar, drafts) waits until all steps before it are finished. While nothing runs,
-steps are recorded (`ModelRunner.capture_next`), and one after a number of steps where there is no
-pause.
+steps are recorded (`ModelRunner.capture_next`); where there is no pause, one after a number of
+steps that ran op by op for want of a recorded one.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ import msgspec
 
 from quickstep.errors import EngineError
 from quickstep.runtime.executor import LocalTicket
-from quickstep.runtime.out_of_memory import step_failure
+from quickstep.runtime.out_of_memory import free_device_memory, step_failure
 from quickstep.runtime.runner import LaunchedStep, ModelRunner
 from quickstep.types import StepPlan, StepResult
 
@@ -27,7 +27,7 @@ __all__ = ["DeviceExecutor"]
 
 _LOGGER = logging.getLogger(__name__)
 
-_STEPS_PER_CAPTURE = 16  # under load without a pause
+_MISSED_PER_CAPTURE = 16  # steps op by op, under load without a pause
 
 _Answer = Future[StepResult]
 
@@ -44,8 +44,9 @@ class _Submitted(msgspec.Struct):
 class DeviceExecutor:
     """Owns the two threads, and the runner while it is open.
 
-    `_changed` guards the queues; `_running` guards the runner, and is held while a step is launched
-    or recorded, never while a thread waits for the device.
+    `_changed` guards the queues; `_running` guards the runner. It is held while a step is launched,
+    and while one is recorded, which waits for the device: results of steps that still run, and what
+    a draft model launches for them, come after it.
     """
 
     def __init__(self, runner: ModelRunner) -> None:
@@ -55,12 +56,12 @@ class DeviceExecutor:
         self._queued: deque[_Submitted] = deque()
         self._launched: deque[_Submitted] = deque()
         self._is_launching = False
+        self._is_capturing = False
         self._num_submitted = 0
         # the first step that failed, and why: those after it fail until `reset`
         self._failure: tuple[int, EngineError] | None = None
         self._is_closed = False
         self._finished_s = 0.0
-        self._num_since_capture = 0
         self._threads = [
             threading.Thread(target=target, name=name, daemon=True)
             for target, name in (
@@ -86,6 +87,16 @@ class DeviceExecutor:
             self._changed.notify_all()
         return LocalTicket(one.answer)
 
+    def wait_until_captured(self, timeout_s: float | None = None) -> bool:
+        """`types.Executor.wait_until_captured`."""
+        with self._changed:
+            return self._changed.wait_for(self._has_captured, timeout_s)
+
+    @property
+    def num_captured(self) -> int:
+        """Steps that are recorded."""
+        return self._runner.num_captured
+
     def reset(self) -> None:
         """Let the plans that are queued now fail, and run later ones again."""
         with self._changed:
@@ -93,15 +104,23 @@ class DeviceExecutor:
             self._failure = None
 
     def close(self) -> None:
-        """Finish what was submitted and end the threads. Idempotent."""
+        """Finish what was submitted, end the threads, and free the runner's memory. Idempotent."""
         with self._changed:
             self._is_closed = True
             self._changed.notify_all()
         for thread in self._threads:
             thread.join()
+        if self._threads:
+            self._threads.clear()
+            del self._runner
+            free_device_memory()
 
     def _is_idle(self) -> bool:
         return not (self._queued or self._launched or self._is_launching)
+
+    def _has_captured(self) -> bool:
+        is_busy = self._is_capturing or not self._is_idle()
+        return self._is_closed or not (is_busy or self._runner.wants_capture)
 
     def _failed_before(self, one: _Submitted) -> EngineError | None:
         """The failure of an earlier step: this one never got its inputs."""
@@ -145,19 +164,24 @@ class DeviceExecutor:
         """Record steps until there is something else to do, or one step if that is due."""
         while True:
             with self._changed:
-                is_due = self._num_since_capture >= _STEPS_PER_CAPTURE
+                is_due = self._runner.num_missed >= _MISSED_PER_CAPTURE
                 if self._is_closed or not (self._is_idle() or is_due):
                     return
-            self._num_since_capture = 0
+                self._is_capturing = True
+            has_captured = False
             try:
-                if not self._runner.capture_next():
-                    return
+                with self._running:
+                    has_captured = self._runner.capture_next()
             except BaseException:  # steps that are not recorded run op by op
                 _LOGGER.exception("no further CUDA graphs: a capture failed")
                 self._runner.stop_capturing()
+            with self._changed:
+                self._is_capturing = False
+                self._changed.notify_all()
+            if not has_captured:
+                return
 
     def _launch(self, one: _Submitted) -> LaunchedStep | StepResult | EngineError:
-        self._num_since_capture += 1
         try:
             if (failure := self._failed_before(one)) is not None:
                 with self._running:

@@ -199,7 +199,10 @@ def build_batch(
         positions = np.arange(row_offsets[-1]) + np.repeat(lens - ends, counts)
 
     def tensor(values: npt.NDArray[np.integer]) -> Tensor:
-        return torch.from_numpy(values).to(where, non_blocking=True)
+        host = torch.from_numpy(values)
+        if where.type == "cuda":
+            host = host.pin_memory()  # a copy from other memory waits for what runs
+        return host.to(where, non_blocking=True)
 
     layout = PagedLayout(
         positions=tensor(positions),

@@ -15,7 +15,7 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from functools import partial
 
 from quickstep.errors import EngineError
-from quickstep.runtime.out_of_memory import step_failure
+from quickstep.runtime.out_of_memory import free_device_memory, step_failure
 from quickstep.runtime.runner import ModelRunner
 from quickstep.types import StepPlan, StepResult
 
@@ -91,7 +91,7 @@ class LocalExecutor:
         self._failure: EngineError | None = None
         self._is_closed = False
         self._worker = ThreadPoolExecutor(
-            max_workers=1, thread_name_prefix="quickstep-step", initializer=runner.use_device
+            max_workers=1, thread_name_prefix="quickstep-step", initializer=self._use_device
         )
 
     def submit(self, plan: StepPlan) -> LocalTicket | ShortTicket:
@@ -112,11 +112,24 @@ class LocalExecutor:
             self._finish_short()
             self._worker.submit(self._forget_failure).result()
 
+    def wait_until_captured(self, timeout_s: float | None = None) -> bool:
+        """`types.Executor.wait_until_captured`: steps are recorded when they first run."""
+        return True
+
     def close(self) -> None:
-        """Finish what was submitted and end the thread. Idempotent."""
+        """Finish what was submitted, end the thread, and free the runner's memory. Idempotent."""
+        if self._is_closed:
+            return
         self._is_closed = True
         self._finish_short()
         self._worker.shutdown(wait=True)
+        is_on_host = self._runner.is_on_host
+        del self._runner
+        if not is_on_host:
+            free_device_memory()
+
+    def _use_device(self) -> None:
+        self._runner.use_device()
 
     def _finish_short(self) -> None:
         """Plans run in order: before the next one is queued, the last one has run or is queued."""

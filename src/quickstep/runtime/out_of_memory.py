@@ -1,19 +1,28 @@
-"""A device without enough memory for a step: the step fails, and the memory that it held is freed.
+"""A device's memory: it is freed after a step that had too little of it, and with an executor.
 
 Called by the executors. Nothing here imports torch: without it, there is no such error.
 """
 
 from __future__ import annotations
 
+import gc
 import logging
 import sys
 import traceback
 
 from quickstep.errors import EngineError, StepOutOfMemory
 
-__all__ = ["step_failure"]
+__all__ = ["free_device_memory", "step_failure"]
 
 _LOGGER = logging.getLogger(__name__)
+
+
+def free_device_memory() -> None:
+    """Give back what no tensor uses: the allocator keeps it, and others see it as used."""
+    torch = sys.modules.get("torch")
+    if torch is not None and torch.cuda.is_available():
+        gc.collect()  # tensors in cycles
+        torch.cuda.empty_cache()
 
 
 def step_failure(step_id: int, error: BaseException) -> EngineError:
@@ -27,8 +36,7 @@ def step_failure(step_id: int, error: BaseException) -> EngineError:
         return failure
     _LOGGER.error("step %d needs more memory than the device has", step_id, exc_info=error)
     traceback.clear_frames(error.__traceback__)  # they hold the tensors of the step
-    if torch.cuda.is_available():
-        torch.cuda.empty_cache()
+    free_device_memory()
     return StepOutOfMemory(
         f"step {step_id} needs more memory than the device has: {error}; lower "
         "--max-num-batched-tokens or --max-num-seqs"

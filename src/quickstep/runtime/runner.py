@@ -173,9 +173,29 @@ class ModelRunner:
         for slot in launched.slots:
             slot.failure = slot.failure or f"step {launched.plan.step_id} failed"
 
+    def compile_kernels(self) -> None:
+        """Compile what only the first request would that samples its tokens."""
+        if self._device_sampler is not None:
+            self._device_sampler.compile_kernels()
+
     def capture_next(self) -> bool:
         """Record one more step, if one is wanted; called while nothing runs."""
         return self._graph_steps is not None and self._graph_steps.capture_next()
+
+    @property
+    def wants_capture(self) -> bool:
+        """Whether `capture_next` has something to record."""
+        return self._graph_steps is not None and self._graph_steps.wants_capture
+
+    @property
+    def num_captured(self) -> int:
+        """Steps that are recorded."""
+        return 0 if self._graph_steps is None else self._graph_steps.num_captured
+
+    @property
+    def num_missed(self) -> int:
+        """Steps that ran op by op for want of a recorded one, since the last `capture_next`."""
+        return 0 if self._graph_steps is None else self._graph_steps.num_missed
 
     def stop_capturing(self) -> None:
         """Record nothing more, after a failure."""

@@ -2,7 +2,8 @@
 
 Used by `runtime.cuda_graphs`. The device's buffer begins with the last sampled token of every slot,
 which the device itself writes; the step's own token ids follow, so that one gather reads either.
-Two host buffers take turns: the next step may be filled in while the last copy still waits.
+Two host buffers take turns: the next step may be filled in while the last copy still waits. Every
+tensor begins at 16 bytes, whatever the size: Triton compiles another kernel for one that does not.
 """
 
 from __future__ import annotations
@@ -19,7 +20,7 @@ from quickstep.runtime.eager_steps import PackedRows
 from quickstep.runtime.slots import Slot
 from quickstep.types import StepRow
 
-__all__ = ["InputBuffer", "StepInputs", "StepSize", "is_pending"]
+__all__ = ["InputBuffer", "StepInputs", "StepNeeds", "StepSize", "is_pending"]
 
 _NUM_HOST_BUFFERS = 2
 _NUM_WIDE = 7  # int64 fields of a token
@@ -43,26 +44,57 @@ class StepSize(msgspec.Struct, frozen=True):
         return self.num_rows if self.has_prompts else self.num_tokens
 
     @property
+    def field_width(self) -> int:
+        """int64 elements from one field of the tokens to the next."""
+        return _aligned(self.num_tokens, 8)
+
+    @property
     def num_wide(self) -> int:
         """int64 elements of its inputs."""
-        return _NUM_WIDE * self.num_tokens
+        return _NUM_WIDE * self.field_width
+
+    @property
+    def first_table(self) -> int:
+        """int32 elements before the block tables."""
+        return _aligned(self.num_rows + 1, 4)
 
     @property
     def num_narrow(self) -> int:
         """int32 elements of its inputs, an even number."""
-        return -(-(self.num_rows + 1 + self.num_rows * self.table_width) // 2) * 2
+        return self.first_table + _aligned(self.num_rows * self.table_width, 4)
 
     @property
     def num_elements(self) -> int:
         """int64 elements of the buffer."""
         return self.num_wide + self.num_narrow // 2
 
+    def holds(self, step: StepNeeds) -> bool:
+        """Whether the step fits: padding changes none of its bits."""
+        return (
+            step.num_rows <= self.num_rows
+            and step.num_tokens <= self.num_tokens
+            and step.num_blocks <= self.table_width
+            and step.has_lora <= self.has_lora
+            and not (self.has_prompts and step.has_drafts)
+        )
+
+
+class StepNeeds(msgspec.Struct, frozen=True):
+    """The rows of a step: how many, their tokens, the blocks of the longest one."""
+
+    num_rows: int
+    num_tokens: int
+    num_blocks: int
+    has_lora: bool
+    has_prompts: bool
+    has_drafts: bool
+
 
 class StepInputs(msgspec.Struct, frozen=True):
     """The tensors of a size, views of the device's buffer.
 
     Attributes:
-        all_ids: [slots + 1 + T], the last token of every slot, of padding, and the step's ids.
+        all_ids: [slots + 1 or 2 + T], the last token of every slot, of padding, and the step's ids.
         token_index: [T], which of these a token is.
         positions: [T].
         slot_mapping: [T].
@@ -110,7 +142,8 @@ class InputBuffer:
 
     def __init__(self, num_elements: int, num_slots: int, device: torch.device) -> None:
         self._num_slots = num_slots
-        self._first = num_slots + 1  # of the step's inputs, after the last tokens
+        # of the step's inputs, after the last tokens
+        self._first = _aligned(num_slots + 1, 8)
         total = self._first + num_elements
         self._device_buffer = torch.zeros(total, dtype=torch.int64, device=device)
         self._hosts = [_HostBuffer(num_elements, device) for _ in range(_NUM_HOST_BUFFERS)]
@@ -119,15 +152,15 @@ class InputBuffer:
     @property
     def last_tokens(self) -> Tensor:
         """[slots + 1]; the last one is that of padding."""
-        return self._device_buffer[: self._first]
+        return self._device_buffer[: self._num_slots + 1]
 
     def inputs(self, size: StepSize) -> StepInputs:
         """The tensors of a size."""
         num_tokens = size.num_tokens
         wide = self._device_buffer[self._first : self._first + size.num_wide]
-        fields = wide.view(_NUM_WIDE, num_tokens)
+        fields = wide.view(_NUM_WIDE, size.field_width)[:, :num_tokens]
         narrow = self._device_buffer.view(torch.int32)[2 * (self._first + size.num_wide) :]
-        tables = narrow[size.num_rows + 1 :][: size.num_rows * size.table_width]
+        tables = narrow[size.first_table :][: size.num_rows * size.table_width]
         _, token_index, positions, slot_mapping, emitting, row_slots, adapter_slots = (
             fields.unbind()
         )
@@ -163,7 +196,8 @@ class InputBuffer:
         host, size = self._hosts[self._newest], inputs.size
         host.wait()
         num_tokens, num_rows = packed.token_ids.shape[0], len(rows)
-        fields = host.wide[: size.num_wide].reshape(_NUM_WIDE, size.num_tokens)
+        fields = host.wide[: size.num_wide].reshape(_NUM_WIDE, size.field_width)
+        fields = fields[:, : size.num_tokens]
         token_ids, token_index, positions, slot_mapping, emitting, row_slots, adapters = fields
         token_ids[:num_tokens], token_ids[num_tokens:] = packed.token_ids, 0
         token_index[:] = np.arange(self._first, self._first + size.num_tokens)
@@ -178,18 +212,20 @@ class InputBuffer:
             first = int(offsets[index])
             if is_pending(row, slot):
                 token_index[first] = row.slot
-            if size.has_prompts and row.emits:
-                emitting[num_emitting] = offsets[index + 1] - 1
-                row_slots[num_emitting] = row.slot
-                num_emitting += 1
-            if not size.has_prompts and row.num_tokens == 1:
-                row_slots[first] = row.slot
+            if row.emits and not row.num_drafts:
+                last = int(offsets[index + 1]) - 1
+                if size.has_prompts:
+                    emitting[num_emitting] = last
+                    row_slots[num_emitting] = row.slot
+                    num_emitting += 1
+                else:
+                    row_slots[last] = row.slot
             if adapter_slots is not None:
                 adapters[first : first + row.num_tokens] = adapter_slots[index]
         narrow = host.narrow[2 * size.num_wide :]
         narrow[: num_rows + 1] = offsets
         narrow[num_rows + 1 : size.num_rows + 1] = num_tokens
-        tables = narrow[size.num_rows + 1 :][: size.num_rows * size.table_width]
+        tables = narrow[size.first_table :][: size.num_rows * size.table_width]
         tables = tables.reshape(size.num_rows, size.table_width)
         tables[:num_rows, : packed.block_tables.shape[1]] = packed.block_tables
 
@@ -200,6 +236,12 @@ class InputBuffer:
         target.copy_(host.tensor[:count], non_blocking=True)
         if host.copied is not None:
             host.copied.record()
+
+
+def _aligned(num_elements: int, num_bytes: int) -> int:
+    """As many elements of so many bytes as end at a multiple of 16 bytes, or more."""
+    step = 16 // num_bytes
+    return -(-num_elements // step) * step
 
 
 def is_pending(row: StepRow, slot: Slot) -> bool:

@@ -222,9 +222,10 @@ def measured_steps(args: argparse.Namespace) -> CostModel | None:
     """The step times of the model that `quickstep calibrate` has stored, with the engine's own time
     between steps; None for other hardware than `this`, or without a calibration.
     """
+    from quickstep.cache_dir import cache_dir
     from quickstep.core.cost_model import LinearCostModel
     from quickstep.core.overhead import EngineOverhead, WithOverhead
-    from quickstep.engine.step_times.cost_fits import FitSource, cache_dir, find_calibration
+    from quickstep.engine.step_times.cost_fits import FitSource, find_calibration
     from quickstep.model.checkpoint.source import local_checkpoint
     from quickstep.plan.hardware import THIS, parse_hardware
 

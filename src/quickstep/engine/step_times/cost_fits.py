@@ -13,7 +13,6 @@ import logging
 import os
 import platform
 import tempfile
-from collections.abc import Mapping
 from pathlib import Path
 
 import msgspec
@@ -29,7 +28,6 @@ __all__ = [
     "FitSaver",
     "FitSource",
     "StoredFit",
-    "cache_dir",
     "find_calibration",
     "fit_key",
 ]
@@ -102,21 +100,6 @@ def _cpu_model(root: Path) -> str:
     except OSError:
         pass
     return platform.processor() or platform.machine()
-
-
-def cache_dir(environ: Mapping[str, str] = os.environ) -> Path | None:
-    """QUICKSTEP_CACHE_DIR, else `quickstep` in the user's cache directory (XDG).
-
-    None if the variable is empty: nothing is stored then.
-    """
-    given = environ.get("QUICKSTEP_CACHE_DIR")
-    if given is not None:
-        return Path(given) if given else None
-    user = environ.get("XDG_CACHE_HOME", "")  # the specification ignores relative paths
-    try:
-        return (Path(user) if user.startswith("/") else Path.home() / ".cache") / "quickstep"
-    except RuntimeError:  # there is no home directory
-        return None
 
 
 class FitFile:

@@ -332,7 +332,10 @@ def _attend(
     return unusable
 
 
-@triton.jit
+@triton.jit(
+    do_not_specialize=["table_stride", "first_kv_head", "num_heads", "num_rows", "max_splits"],
+    do_not_specialize_on_alignment=["positions", "tables", "row_offsets"],
+)
 def _attention_kernel(
     q,
     keys,
@@ -448,7 +451,10 @@ def _attention_kernel(
             )
 
 
-@triton.jit
+@triton.jit(
+    do_not_specialize=["first_kv_head", "num_heads", "num_rows", "max_splits"],
+    do_not_specialize_on_alignment=["positions", "row_offsets"],
+)
 def _combine_kernel(
     positions,
     row_offsets,

@@ -29,6 +29,8 @@ _BLOCK_OUTPUTS = 64
 # addresses of the ranks' scales and of the bias. An address is 0 for a tensor that is not there.
 _NUM_FIELDS = 8
 _FIELDS = tl.constexpr(_NUM_FIELDS)
+# arguments that differ between layers and between batches: one variant of a kernel serves them all
+_BY_BATCH = ("module", "num_modules", "num_parts", "most_rank")
 
 
 @triton.jit
@@ -53,7 +55,7 @@ def _scales(row, ranks, is_rank):
     return tl.where(address != 0, tl.load(of_ranks, mask=mask, other=0.0) * scale, scale)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=_BY_BATCH)
 def _shrink_kernel(
     x,
     low,
@@ -94,7 +96,7 @@ def _shrink_kernel(
     tl.store(out, total * _scales(row, ranks, is_rank), mask=is_rank)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=_BY_BATCH)
 def _look_up_kernel(
     token_ids,
     low,
@@ -122,7 +124,7 @@ def _look_up_kernel(
     tl.store(out, weights * _scales(row, ranks, is_rank), mask=is_rank)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=_BY_BATCH)
 def _expand_kernel(
     y,
     low,
@@ -280,7 +282,14 @@ def _add(y: Tensor, x: Tensor, module: int, items: _Items) -> None:
     grid = (num_items, num_parts, triton.cdiv(most_rank, _BLOCK_RANK))
     if x.dim() == 1:
         _look_up_kernel[grid](
-            x, low, *where, most_rank, PER_ITEM=per_item, DTYPE=dtype, BLOCK_RANK=_BLOCK_RANK
+            x,
+            low,
+            *where,
+            most_rank,
+            PER_ITEM=per_item,
+            DTYPE=dtype,
+            BLOCK_RANK=_BLOCK_RANK,
+            enable_fp_fusion=False,
         )
     else:
         _shrink_kernel[grid](
@@ -293,6 +302,7 @@ def _add(y: Tensor, x: Tensor, module: int, items: _Items) -> None:
             DTYPE=dtype,
             BLOCK_INPUTS=_BLOCK_INPUTS,
             BLOCK_RANK=_BLOCK_RANK,
+            enable_fp_fusion=False,
         )
     _expand_kernel[(num_items, num_parts, triton.cdiv(y.shape[1], _BLOCK_OUTPUTS))](
         y,
@@ -304,6 +314,7 @@ def _add(y: Tensor, x: Tensor, module: int, items: _Items) -> None:
         DTYPE=dtype,
         BLOCK_OUTPUTS=_BLOCK_OUTPUTS,
         BLOCK_RANK=_BLOCK_RANK,
+        enable_fp_fusion=False,
     )
 
 

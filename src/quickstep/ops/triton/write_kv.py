@@ -47,7 +47,7 @@ def store_head(value, cache, scales, offset, channels, mask, width, INT8: tl.con
         tl.store(cache + offset + channels, rounded(value, cache.dtype.element_ty), mask=mask)
 
 
-@triton.jit
+@triton.jit(do_not_specialize_on_alignment=["slots"])
 def _write_kv_kernel(
     k,
     v,

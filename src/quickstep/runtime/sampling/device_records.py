@@ -45,7 +45,7 @@ class DeviceRecords:
     """Makes records for logits [E, V] on one device; owns the counts of generated tokens there."""
 
     def __init__(self, vocab_size: int, device: str) -> None:
-        self._vocab_size = vocab_size
+        self.vocab_size = vocab_size
         self._device = device
         self._counts = _TokenCounts(vocab_size, device)
         self._numbers: weakref.WeakKeyDictionary[SamplingState, list[int]] = (
@@ -62,7 +62,7 @@ class DeviceRecords:
         `changes` are those after penalties.
         """
         counts_rows, updates = self._counts.rows_of(states)
-        lists = _Lists(self._vocab_size)
+        lists = _Lists(self.vocab_size)
         numbers = [self._numbers_of(state) for state in states]
         num_filtered = 0
         for index, (state, change) in enumerate(zip(states, changes, strict=True)):
@@ -98,17 +98,27 @@ class DeviceRecords:
         if records.counts is None:
             return
         rows = records.rows[:, _COUNTS]
-        places = rows.clamp(min=0) * self._vocab_size + token_ids.clamp(min=0)
+        places = rows.clamp(min=0) * self.vocab_size + token_ids.clamp(min=0)
         is_counted = (rows >= 0) & (token_ids >= 0)
         self._counts.add(places, 2 * is_counted)
         self._counts.advance(states)
+
+    def of_everything(self) -> SamplingRecords:
+        """The records of a row that needs every kernel, of logits [1, V]."""
+        sampling = SamplingParams(temperature=1.0, top_k=1, top_p=0.5, presence_penalty=1.0)
+        numbers = _numbers(sampling, self.vocab_size)
+        for field in (Field.LOGITS_ROW, Field.CHANGED, Field.COUNTS, Field.FILTERED):
+            numbers[field] = 0
+        rows = copy_to_device(np.array([numbers], dtype=np.int64), self._device)
+        counts = torch.zeros(1, self.vocab_size, dtype=torch.int32, device=self._device)
+        return SamplingRecords(rows=rows, num_changed=1, num_filtered=1, counts=counts)
 
     def _numbers_of(self, state: SamplingState) -> list[int]:
         """A row with the numbers of the request; the others are those of a row without changes."""
         state = state.recorded_state
         known = self._numbers.get(state)
         if known is None:
-            known = self._numbers[state] = _numbers(state.sampling, self._vocab_size)
+            known = self._numbers[state] = _numbers(state.sampling, self.vocab_size)
         return known.copy()
 
 

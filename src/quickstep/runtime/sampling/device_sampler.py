@@ -84,6 +84,13 @@ class DeviceSampler:
         pending = [_pending(matrix, state, row) for row, state in enumerate(states)]
         return self._launch(matrix, pending, is_ahead=True)
 
+    def compile_kernels(self) -> None:
+        """Launch every kernel, so that none is compiled for the first request that needs it."""
+        logits = torch.zeros(1, self._records.vocab_size, device=self._device)
+        for num_top in (0, 1):
+            records = self._records.of_everything()
+            token_scores(logits, sample_on_device(logits, records), num_top)
+
     def of_argmax(self, token_ids: Tensor) -> SamplesInFlight:
         """Tokens [E] that a step has sampled by itself; -1 where a row has no finite maximum."""
         return SamplesInFlight(token_ids)
