@@ -35,6 +35,7 @@ OPS = {
     "rms_norm": 1,
     "add_rms_norm": 1,
     "gated_activation": 1,
+    "gated_linear": 1,
     "add": 1,
     "scale": 1,
 }
