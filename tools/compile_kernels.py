@@ -22,6 +22,7 @@ import time
 import traceback
 from collections.abc import Iterator, Mapping
 from concurrent.futures import ProcessPoolExecutor, as_completed
+from types import SimpleNamespace
 from typing import Any
 from unittest import mock
 
@@ -240,6 +241,8 @@ def compile_case(case: Case) -> list[Compiled]:
     if not torch.cuda.is_available():
         patches.append(mock.patch.object(torch.cuda, "get_device_name", lambda _: "H100"))
         patches.append(mock.patch.object(torch.cuda, "get_device_capability", lambda _: (9, 0)))
+        properties = SimpleNamespace(multi_processor_count=132)
+        patches.append(mock.patch.object(torch.cuda, "get_device_properties", lambda _: properties))
     ops = load_triton(GPU)
     assert ops is not None
     for patch in patches:
@@ -348,7 +351,9 @@ def _prefill(num_tokens: int) -> ForwardBatch:
     width = num_tokens // _BLOCK_SIZE
     last = EmittingTokens(token_ids[:1], _layout(1, 1, width))
     # not a recorded step: a long prefill has a variant of its own
-    layout = replace(_layout(1, num_tokens, width), row_offsets=(0, num_tokens))
+    layout = replace(
+        _layout(1, num_tokens, width), row_offsets=(0, num_tokens), context_lens=(num_tokens,)
+    )
     return ForwardBatch(token_ids, layout, last)
 
 

@@ -174,7 +174,7 @@ def test_interpreted_attention_reads_lengths_from_memory(
     ops: OpTable, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Rows without tokens, padding tokens and wide block tables change no bit, nor do the numbers
-    of programs that share the splits of a row, and of heads in a launch.
+    of programs that share the work, and of heads in a launch.
     """
     generator = torch.Generator().manual_seed(4)
     rows = ((2100, 2), (0, 3), (70, 1))  # the first over three splits
@@ -199,12 +199,44 @@ def test_interpreted_attention_reads_lengths_from_memory(
             lengths=RowLengths(offsets),
         )
         with monkeypatch.context() as patched:
-            patched.setattr(attention, "_PROGRAMS", 1)
-            patched.setattr(attention, "_LEAST_SPLIT_PROGRAMS", 1)
+            patched.setattr(attention, "_PROGRAMS_PER_MULTIPROCESSOR", 1)
             patched.setattr(attention, "_PARTIAL_BYTES", 1)
             found = ops.paged_attention(q, keys, values, padded, params, None)
         assert same_bits(found[:6], expected)
         assert not found[6:].any(), "padding is zero"
+
+
+@pytest.mark.parametrize("is_complete", [False, True])
+def test_the_work_of_attention_is_planned_once_for_all_layers(
+    ops: OpTable, monkeypatch: pytest.MonkeyPatch, is_complete: bool
+) -> None:
+    """Every block of tokens with every split that it sees, the last split first."""
+    monkeypatch.setattr(attention, "_COMPLETE_PROGRAMS", 0 if is_complete else 1000)
+    rows = ((1000, 40), (0, 70), (511, 1), *[(512 * row, 1) for row in range(40)])
+    tables = torch.zeros(len(rows), 41 * 16, dtype=torch.int32)
+    keys = torch.zeros(1, 32, 2, 16, dtype=torch.bfloat16)
+    layout = make_layout(rows, tables, 32)
+    assert ops.plan_attention is not None
+    planned = ops.plan_attention(layout, torch.bfloat16, 8, keys)
+    assert planned.lengths is not None and planned.lengths.work is not None
+    work = planned.lengths.work
+    of_item = work.tokens_per_item
+    assert (of_item, work.has_complete_rows) == ((32, True) if is_complete else (16, False))
+    expected = set()
+    for row, ((start, count), begin) in enumerate(zip(rows, layout.row_offsets, strict=False)):
+        for first in range(0, count, of_item):
+            num_tokens = min(of_item, count - first)
+            splits = range((start + first + num_tokens - 1) // 512 + 1)
+            for split in (-1,) if is_complete and count > 1 else splits:
+                expected.add((row, begin + first, num_tokens, start + first, split))
+    num_items = int(work.ends[-1])
+    found = [tuple(item[:5]) for item in work.items[:num_items].tolist()]
+    kept = [one for one in found if one[4] >= 0 or is_complete]
+    assert len(kept) == len(expected) and set(kept) == expected
+    distances = [0 if last < 0 else (at + n - 1) // 512 - last for _, _, n, at, last in kept]
+    assert distances == sorted(distances)
+    if is_complete:
+        assert [distances.count(0), len(distances)] == [int(work.ends[0]), work.items.shape[0]]
 
 
 @pytest.mark.usefixtures("products_in_order")

@@ -210,6 +210,9 @@ class Decoder:
             self._ops.add_lora_(residual, batch.token_ids, embedding_number(self._spec), lora)
         if self._multiplier != 1.0:
             residual = residual * self._multiplier
+        if self._ops.plan_attention is not None:
+            num_heads, keys = self._spec.num_heads, kv.keys[0]
+            layout = self._ops.plan_attention(layout, residual.dtype, num_heads, keys)
         delta: Tensor | None = None
         for index, layer in enumerate(self._weights.layers):
             kind = self._spec.layers[index]

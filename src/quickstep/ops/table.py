@@ -29,6 +29,7 @@ __all__ = [
     "SUB_BLOCK_INPUTS",
     "AdapterTable",
     "AttentionParams",
+    "AttentionWork",
     "ExpertLoRA",
     "ExpertWeights",
     "ExpertsOp",
@@ -50,6 +51,28 @@ __all__ = [
 SUB_BLOCK_INPUTS = 16  # of a `QuantizedWeight`, those that share a sub-block scale
 
 
+class AttentionWork(msgspec.Struct, frozen=True):
+    """What the programs of Triton's attention compute in a step, for all its layers.
+
+    An item is a block of a row's tokens and a split of the keys (`ops.triton.attention`). Items are
+    in order of the distance of their split from the last one that the block sees, so that a layer
+    with a window has the first ones.
+
+    Attributes:
+        items: [I, 8] int32: row, first token, number of tokens, position of the first one, split
+            (-1 for all of them, negative for none if rows are not complete), and of a row's tail
+            the place in `RowLengths.tail_slots` and the first position.
+        ends: [distances] int32, how many items have a distance or a smaller one.
+        tokens_per_item: Tokens of a block, at most.
+        has_complete_rows: Whether a row of several tokens has one item for all splits of a block.
+    """
+
+    items: Tensor
+    ends: Tensor
+    tokens_per_item: int
+    has_complete_rows: bool
+
+
 class RowLengths(msgspec.Struct, frozen=True):
     """The lengths of a step's rows on its device, for kernels that read them from memory.
 
@@ -59,11 +82,13 @@ class RowLengths(msgspec.Struct, frozen=True):
         tail_offsets: [R + 1] int32, where the rows' tails are in `tail_slots`; None if there are
             none.
         tail_slots: int64, `PagedLayout.tails` one after another; None if there are none.
+        work: Of attention, once it is planned (`OpTable.plan_attention`).
     """
 
     row_offsets: Tensor
     tail_offsets: Tensor | None = None
     tail_slots: Tensor | None = None
+    work: AttentionWork | None = None
 
     @staticmethod
     def of(
@@ -448,6 +473,8 @@ class OpTable(msgspec.Struct, frozen=True):
             at absolute positions. A sink is one more logit in the denominator of each of its
             head's queries, without a value (arXiv:2309.17453, gpt-oss); it is neither
             scaled nor capped, and -inf is none.
+        plan_attention: (PagedLayout, dtype of the queries, H, a layer's k_cache) -> the layout with
+            what `paged_attention` of all layers reads, computed once. None where there is nothing.
         scratch_bytes: Temporary bytes per element at a layer's widest point: the planner's bound.
         move_kv: (KVCache, pairs of flat KV indices) -> None: in all layers, copies the first slot
             of each pair to the second, pair after pair. A slot outside the cache is an error.
@@ -513,6 +540,7 @@ class OpTable(msgspec.Struct, frozen=True):
         ]
         | None
     ) = None
+    plan_attention: Callable[[PagedLayout, torch.dtype, int, AnyTensor], PagedLayout] | None = None
     steps: NativeSteps | None = None
     reads_lengths: bool = False
     adapter_table: Callable[[Sequence[LoRAAdapter], int], AdapterTable] | None = None

@@ -35,7 +35,7 @@ def load_triton(device: torch.device | Device) -> OpTable | None:
     import msgspec
 
     from quickstep.ops.reference.logits import Logits
-    from quickstep.ops.triton.attention import paged_attention
+    from quickstep.ops.triton.attention import paged_attention, plan_attention
     from quickstep.ops.triton.elementary import add_rms_norm, gated_activation, rms_norm
     from quickstep.ops.triton.experts import TritonExperts, pack_experts
     from quickstep.ops.triton.linear import embedding, gated_linear, linear, pack_linear
@@ -66,6 +66,7 @@ def load_triton(device: torch.device | Device) -> OpTable | None:
         write_kv=write_kv,
         rotary_write_kv=rotary_write_kv,
         paged_attention=paged_attention,
+        plan_attention=plan_attention,
         move_kv=move_kv,
         pack_experts=pack_experts,
         experts=TritonExperts(lora),

@@ -52,7 +52,7 @@ _SLICE_UNIT = 128  # inputs: a multiple of every `block_k`
 _LEAST_SLICE = 448
 _PROGRAMS = 144  # about as many as a GPU runs at once: fewer share the slices of an output
 _SPLIT_TILES = 64  # blocks of 64 outputs from which on one program has all inputs of an output
-_PREFETCH_BYTES = 1024  # of each row of a weight, before the kernel's inputs are there
+_PREFETCH_BYTES = 24 << 20  # of a weight, before the kernel's inputs are there: half of an L2 cache
 _MOST_SPLIT_TILES = _PROGRAMS // 2  # with more, one program has all slices
 _LEAST_TMA_TOKENS = 128  # of a tile: with fewer, a program's own loads are as fast
 _MOST_GATED_TOKENS = 64
@@ -392,7 +392,7 @@ def _float_linear(x: Tensor, weight: LinearWeight, tile: Tile | None, activation
         PROGRAMS=programs,
         GROUP=_GROUP,
         OVERLAP=overlaps(x.device),
-        PREFETCH=_PREFETCH_BYTES,
+        PREFETCH=_PREFETCH_BYTES // num_outputs // 128 * 128,
         BLOCK_T=tile.block_t,
         BLOCK_N=tile.block_n,
         BLOCK_K=block_k,

@@ -13,6 +13,7 @@ from torch import Tensor
 
 from quickstep.ops.reference.paged_attention import write_kv as _reference_write
 from quickstep.ops.tensors import AnyTensor, bytes_of_float8, to_torch
+from quickstep.ops.triton.overlap import overlap_options, overlaps, start_next, wait_for_inputs
 from quickstep.ops.triton.rounding import rounded
 from quickstep.ops.triton.write_kv import has_aligned_scales, scales_of, store_head
 
@@ -92,9 +93,12 @@ def _rotary_write_kv_kernel(
     v_head_stride,
     INTERLEAVED: tl.constexpr,
     INT8: tl.constexpr,
+    OVERLAP: tl.constexpr,
     BLOCK_D: tl.constexpr,
 ):
     """One head of q of one token, or one KV head of k and v."""
+    start_next(OVERLAP)
+    wait_for_inputs(OVERLAP)
     token = tl.program_id(0).to(tl.int64)
     head = tl.program_id(1)
     channels = tl.arange(0, BLOCK_D)
@@ -190,7 +194,9 @@ def rotary_write_kv(
             v.stride(1),
             INTERLEAVED=interleaved,
             INT8=keys.dtype == torch.int8,
+            OVERLAP=overlaps(q.device),
             BLOCK_D=triton.next_power_of_2(head_size),
             enable_fp_fusion=False,
+            **overlap_options(q.device),
         )
     return out
