@@ -46,6 +46,7 @@ from quickstep.model.spec import parse_spec
 from quickstep.ops.table import LoRAAdapter, LoRAMapping, LoRAPart, OpTable, PagedLayout, RowLengths
 from quickstep.ops.triton.backend import load_triton
 from quickstep.ops.triton.sampling.records import NUM_FIELDS, Edits, SamplingRecords
+from quickstep.ops.triton.sampling.row_keys import row_keys_
 from quickstep.ops.triton.sampling.sample import sample
 from quickstep.ops.triton.sampling.token_scores import token_scores
 from quickstep.runtime.kv_cache import allocate_kv
@@ -395,6 +396,7 @@ def _run_sampling() -> None:
     for num_rows, vocab_size in ((1, 151_936), (64, 128_256), (8, 1000)):
         logits = torch.empty(num_rows, vocab_size, device=GPU)
         rows = torch.empty(num_rows, NUM_FIELDS, dtype=torch.int64, device=GPU)
+        row_keys_(rows)
         sample(logits, SamplingRecords(rows))
         places = torch.empty(100, dtype=torch.int64, device=GPU)
         edits = Edits(places, torch.empty(100, dtype=torch.float64, device=GPU))

@@ -6,6 +6,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from quickstep.errors import EngineError
+from quickstep.ops.table import RowLengths
 from quickstep.runtime.eager_steps import build_batch
 from quickstep.runtime.slots import Slot
 from quickstep.types import Admission, Phase, SamplingParams, StepRow
@@ -99,3 +100,24 @@ def test_blocks_beyond_the_first_allocation_are_kept_in_order():
 def test_a_row_that_contradicts_itself_is_an_engine_error(row, said):
     with pytest.raises(EngineError, match=said):
         build([row], [slot_with([0, 1])])
+
+
+def test_inputs_for_a_gpu_are_copied_from_pinned_memory_without_waiting(monkeypatch):
+    gpu = torch.device("cuda", 0)
+    pinned, copied = [], []
+
+    def pin_memory(tensor):
+        pinned.append(tensor)
+        return tensor
+
+    def to(tensor, device, non_blocking=False):
+        assert device == gpu and non_blocking
+        copied.append(tensor)
+        return tensor
+
+    monkeypatch.setattr(torch.Tensor, "pin_memory", pin_memory)
+    monkeypatch.setattr(torch.Tensor, "to", to)
+    monkeypatch.setattr(RowLengths, "of", lambda *_: None)
+    build_batch([row_of(0, (5, 9))], [slot_with((3,))], 4, VOCAB, gpu)
+    assert len(copied) == 4
+    assert list(map(id, pinned)) == list(map(id, copied))

@@ -22,10 +22,12 @@ pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs an 
 PROMPTS = ["def add(a, b):\n", "import os\n", "class Stack:\n"]
 
 
-@pytest.mark.parametrize("pipeline_depth", [1, 2])
-def test_a_batch_on_a_gpu_equals_each_request_alone(pipeline_depth: int) -> None:
+@pytest.mark.parametrize(
+    ("kernels", "pipeline_depth"), [("reference", 1), ("triton", 1), ("triton", 2)]
+)
+def test_a_batch_on_a_gpu_equals_each_request_alone(kernels: str, pipeline_depth: int) -> None:
     params = SamplingParams(temperature=0.8, seed=3, max_tokens=24, logprobs=2)
-    with LLM("demo", device="cuda", pipeline_depth=pipeline_depth) as llm:
+    with LLM("demo", device="cuda", kernels=kernels, pipeline_depth=pipeline_depth) as llm:
         together = llm.generate(PROMPTS, params)
         alone = [llm.generate(prompt, params)[0] for prompt in PROMPTS]
     for one, other in zip(together, alone, strict=True):

@@ -107,7 +107,20 @@ def test_the_engine_with_graphs_has_the_tokens_of_an_eager_one(params: SamplingP
     found = []
     for is_eager in (True, False):
         with LLM("demo", device="cuda", kernels="triton", enforce_eager=is_eager) as llm:
-            llm.generate(prompts, params)  # graphs are captured meanwhile
             outputs = [one.outputs[0] for one in llm.generate(prompts, params)]
             found.append([(one.token_ids, one.logprobs) for one in outputs])
     assert found[0] == found[1]
+
+
+def test_nothing_is_compiled_after_an_engine_has_opened(caplog: pytest.LogCaptureFixture) -> None:
+    params = [
+        SamplingParams(temperature=0.0, max_tokens=20),
+        SamplingParams(temperature=0.8, top_p=0.9, frequency_penalty=0.5, seed=3, max_tokens=20),
+        SamplingParams(temperature=0.8, logprobs=2, logit_bias={5: 1.0}, seed=3, max_tokens=20),
+    ]
+    with LLM("demo", device="cuda", kernels="triton") as llm:
+        for num_rows in (1, 3, 7):
+            prompts = ["def add(a, b):\n" * (1 + 9 * row) for row in range(num_rows)]
+            for one in params:
+                llm.generate(prompts, one)
+    assert "compiled a kernel while serving" not in caplog.text

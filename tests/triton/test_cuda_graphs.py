@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import gc
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 
 import pytest
 import torch
@@ -391,3 +393,50 @@ def test_steps_with_more_logits_than_graphs_may_keep_run_op_by_op(
     assert backend.replays == 0
     steps.check(ROWS, FIRST)
     assert backend.replays == 1
+
+
+def test_a_capture_runs_once_before_and_neither_empties_caches_nor_collects(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    calls: list[str] = []
+
+    class Graph:
+        def capture_begin(self, pool: object, capture_error_mode: str) -> None:
+            calls.append(f"begin {pool} {capture_error_mode}")
+
+        def capture_end(self) -> None:
+            calls.append("end")
+
+        def replay(self) -> None:
+            calls.append("replay")
+
+    @contextmanager
+    def stream(one: object) -> Iterator[None]:
+        calls.append(f"on {one}")
+        yield
+
+    monkeypatch.setattr(torch.cuda, "graph_pool_handle", lambda: "pool")
+    monkeypatch.setattr(torch.cuda, "Stream", lambda _: "a stream of its own")
+    monkeypatch.setattr(torch.cuda, "stream", stream)
+    monkeypatch.setattr(torch.cuda, "CUDAGraph", Graph)
+    monkeypatch.setattr(torch.cuda, "synchronize", lambda _: calls.append("synchronize"))
+    monkeypatch.setattr(torch.cuda, "empty_cache", lambda: calls.append("empty_cache"))
+    backend = cuda_graphs.CudaGraphs(torch.device("cuda", 0))
+    captured = ["synchronize", "on a stream of its own", "begin pool thread_local"]
+
+    backend.capture(lambda: calls.append(f"run, collects: {gc.isenabled()}"))()
+    first, second = (f"run, collects: {one}" for one in (True, False))
+    assert calls == [first, *captured, second, "end", "replay"]
+    assert gc.isenabled()
+
+    calls.clear()
+
+    def failing() -> None:
+        calls.append("run")
+        if calls.count("run") == 2:
+            raise RuntimeError("not permitted while a stream is captured")
+
+    with pytest.raises(RuntimeError, match="not permitted"):
+        backend.capture(failing)
+    assert calls == ["run", *captured, "run", "end"]
+    assert gc.isenabled()

@@ -68,7 +68,9 @@ def runner_of(
     graphs = None
     if backend is not None:
         graphs = GraphOptions(backend, NUM_SLOTS, max_prompt_tokens=max_prompt_tokens)
-    return ModelRunner(model, kv, BLOCK_SIZE, NUM_SLOTS, lambda: 0.0, graphs=graphs)
+    runner = ModelRunner(model, kv, BLOCK_SIZE, NUM_SLOTS, lambda: 0.0, graphs=graphs)
+    runner.record_sampling()  # as the executor does, which may not be idle first
+    return runner
 
 
 def serve(
@@ -266,10 +268,12 @@ def test_all_that_is_wanted_can_be_captured_before_the_first_step(
     assert not executor.wait_until_captured(0.05)
     permitted.set()
     assert executor.wait_until_captured(60.0)
-    assert executor.num_captured == backend.captured == len(row_buckets(NUM_SLOTS))
+    num_buckets = len(row_buckets(NUM_SLOTS))
+    assert executor.num_captured == num_buckets
+    assert backend.captured == 2 * num_buckets, "steps, and the sampling of their rows"
     assert serve(executor, 2)[0] == expected
     assert executor.wait_until_captured(), "a closed executor captures nothing"
-    assert backend.captured == len(row_buckets(NUM_SLOTS)), "no step wanted another one"
+    assert backend.captured == 2 * num_buckets, "no step wanted another one"
 
 
 def test_a_capture_and_the_results_of_a_step_take_turns(model: Decoder) -> None:

@@ -24,6 +24,7 @@ import time
 from collections import OrderedDict
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from itertools import accumulate
+from typing import TYPE_CHECKING
 
 import msgspec
 import torch
@@ -46,6 +47,10 @@ from quickstep.runtime.step_inputs import (
     is_pending,
 )
 from quickstep.types import StepRow
+
+if TYPE_CHECKING:
+    from quickstep.runtime.sampling.device_sampler import DeviceSampler
+    from quickstep.runtime.sampling.recorded_sampling import RecordedSampling
 
 __all__ = ["CudaGraphs", "GraphSteps", "can_record", "prompt_buckets", "row_buckets"]
 
@@ -177,9 +182,15 @@ class GraphSteps:
         self._is_capturing = True
         self.num_missed = 0  # steps that ran op by op for want of a graph, since the last capture
         self._lora: _LoRASlots | None = None
+        self._sampler: DeviceSampler | None = None
+        self._sampling: RecordedSampling | None = None
         self._prepared: _Prepared | None = None
         self._step_rows: Sequence[StepRow] = ()
         self._newest_logits: Tensor | None = None
+
+    def record_sampling(self, sampler: DeviceSampler) -> None:
+        """Capture the sampling of rows as well, as far as `RecordedSampling` has it. Idempotent."""
+        self._sampler = sampler
 
     def _common_sizes(self) -> Iterator[StepSize]:
         """Captured without a step that needs them, in this order: few rows, then the largest first,
@@ -353,12 +364,19 @@ class GraphSteps:
         a failed row emits nothing.
         """
         assert self._prepared is not None, "a graph runs"
-        ends = list(accumulate(row.num_tokens for row in self._step_rows))
+        rows = self._logits_rows(emitting)
+        is_all = rows == list(range(len(self._prepared.emitting)))
+        return None if is_all else self._index(rows)
+
+    def _logits_rows(self, emitting: Sequence[EmittingToken]) -> list[int]:
+        """The rows of the graph's logits that these tokens have."""
+        assert self._prepared is not None, "a graph runs"
+        ends = list(accumulate([row.num_tokens for row in self._step_rows]))
         tokens = [ends[row] - 1 - num_after for row, num_after in emitting]
-        if tokens == list(self._prepared.emitting):
-            return None
+        if not self._prepared.graph.inputs.size.has_prompts:
+            return tokens
         place_of = {token: place for place, token in enumerate(self._prepared.emitting)}
-        return self._index([place_of[token] for token in tokens])
+        return [place_of[token] for token in tokens]
 
     def _index(self, places: Sequence[int]) -> Tensor:
         """Places [n] on the device, which is not waited for."""
@@ -376,6 +394,21 @@ class GraphSteps:
             return sampled[: len(emitting)] if chosen is None else sampled[chosen]
         assert self._newest_logits is not None, "a step has run"
         return _sample_(self._newest_logits, self._slots_of(emitting), self._buffer.last_tokens)
+
+    @torch.inference_mode()
+    def sample(self, emitting: Sequence[EmittingToken], slots: Sequence[Slot]) -> Tensor | None:
+        """As `argmax`, sampled as their sequences say; `slots` are those of the rows. Negative
+        tokens are those of `ops.triton.sampling.sample`. None where that is not captured.
+        """
+        sampling = self._sampling
+        if self._prepared is None or sampling is None or not sampling.holds(slots):
+            return None
+        rows = [self._step_rows[row] for row, _ in emitting]
+        places = [row.slot for row in rows]
+        positions = [row.output_position for row in rows]
+        token_ids = sampling.sample(slots, places, positions, self._logits_rows(emitting))
+        self.num_missed += token_ids is None and sampling.wants_capture
+        return token_ids
 
     @torch.inference_mode()
     def keep_tokens(self, emitting: Sequence[EmittingToken], token_ids: Tensor) -> None:
@@ -404,7 +437,7 @@ class GraphSteps:
         self.num_missed = 0
         if self._lora is None and self._adapters and self._is_capturing:
             self._has_lora_table(self._adapters)
-        if not self._wanted:
+        if not self.wants_capture:
             return False
         free_bytes = self._backend.free_bytes()
         if free_bytes < _LEAST_FREE_BYTES:
@@ -415,6 +448,9 @@ class GraphSteps:
             )
             self.stop_capturing()
             return False
+        if self._results is not None and self._wants_sampling:
+            self._capture_sampling(self._results.logits)
+            return True
         size, _ = self._wanted.popitem(last=False)
         started_s = time.monotonic()
         self._graphs[size] = self._capture(size)
@@ -439,12 +475,28 @@ class GraphSteps:
     @property
     def wants_capture(self) -> bool:
         """Whether `capture_next` has something to capture."""
-        return bool(self._wanted)
+        return bool(self._wanted) or (self._results is not None and self._wants_sampling)
+
+    @property
+    def _wants_sampling(self) -> bool:
+        if self._sampling is None:
+            return self._sampler is not None and self._is_capturing
+        return self._sampling.wants_capture
 
     def stop_capturing(self) -> None:
         """Capture nothing more; what is captured stays."""
         self._is_capturing = False
         self._wanted.clear()
+        if self._sampling is not None:
+            self._sampling.stop_capturing()
+
+    @torch.inference_mode()
+    def _capture_sampling(self, logits: Tensor) -> None:
+        if self._sampling is None:
+            assert self._sampler is not None, "sampling is wanted"
+            last_tokens = self._buffer.last_tokens
+            self._sampling = self._sampler.recorded(logits, last_tokens, self._rows, self._backend)
+        self._sampling.capture_next()
 
     @torch.inference_mode()
     def _capture(self, size: StepSize) -> _Graph:

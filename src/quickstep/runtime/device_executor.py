@@ -72,6 +72,7 @@ class DeviceExecutor:
 
     def start(self) -> DeviceExecutor:
         """Start the threads."""
+        self._runner.record_sampling()
         for thread in self._threads:
             thread.start()
         return self

@@ -119,8 +119,11 @@ class ModelRunner:
             steps.prepare(plan.rows, slots)
             emitting, places = _emitting(plan.rows, slots)
             _, logits = steps.run(places, False)
-            if all([one.slot.is_plain_argmax for one in emitting]):
+            emitting_slots = [one.slot for one in emitting]
+            if all([slot.is_plain_argmax for slot in emitting_slots]):
                 samples = sampler.of_argmax(steps.argmax(places))
+            elif (token_ids := steps.sample(places, emitting_slots)) is not None:
+                samples = sampler.of_recorded(token_ids, logits, [one.state for one in emitting])
             else:
                 samples = sampler.launch(logits, [one.slot.state_ahead for one in emitting])
                 steps.keep_tokens(places, samples.token_ids)
@@ -181,6 +184,11 @@ class ModelRunner:
     def capture_next(self) -> bool:
         """Record one more step, if one is wanted; called while nothing runs."""
         return self._graph_steps is not None and self._graph_steps.capture_next()
+
+    def record_sampling(self) -> None:
+        """Record the sampling of steps that are launched, too."""
+        if self._graph_steps is not None and self._device_sampler is not None:
+            self._graph_steps.record_sampling(self._device_sampler)
 
     @property
     def wants_capture(self) -> bool:

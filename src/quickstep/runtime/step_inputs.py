@@ -20,9 +20,17 @@ from quickstep.runtime.eager_steps import PackedRows
 from quickstep.runtime.slots import Slot
 from quickstep.types import StepRow
 
-__all__ = ["InputBuffer", "StepInputs", "StepNeeds", "StepSize", "is_pending"]
+__all__ = [
+    "NUM_HOST_BUFFERS",
+    "HostBuffer",
+    "InputBuffer",
+    "StepInputs",
+    "StepNeeds",
+    "StepSize",
+    "is_pending",
+]
 
-_NUM_HOST_BUFFERS = 2
+NUM_HOST_BUFFERS = 2
 _NUM_WIDE = 7  # int64 fields of a token
 
 
@@ -117,22 +125,27 @@ class StepInputs(msgspec.Struct, frozen=True):
     block_tables: Tensor
 
 
-class _HostBuffer:
-    """Pinned memory on a GPU's host; `copied` is recorded after each copy from it."""
+class HostBuffer:
+    """Pinned memory on a GPU's host, from which a step's numbers are copied."""
 
     def __init__(self, num_elements: int, device: torch.device) -> None:
         is_cuda = device.type == "cuda"
         self.tensor = torch.zeros(num_elements, dtype=torch.int64, pin_memory=is_cuda)
         self.wide: npt.NDArray[np.int64] = self.tensor.numpy()
         self.narrow: npt.NDArray[np.int32] = self.wide.view(np.int32)
-        self.copied: torch.cuda.Event | None = None
+        self._copied: torch.cuda.Event | None = None
         if is_cuda:
-            self.copied = torch.cuda.Event()  # type: ignore[no-untyped-call]
+            self._copied = torch.cuda.Event()  # type: ignore[no-untyped-call]
 
     def wait(self) -> None:
         """Until the last copy from it is done."""
-        if self.copied is not None:
-            self.copied.synchronize()
+        if self._copied is not None:
+            self._copied.synchronize()
+
+    def record(self) -> None:
+        """A copy from it was launched."""
+        if self._copied is not None:
+            self._copied.record()
 
 
 class InputBuffer:
@@ -146,7 +159,7 @@ class InputBuffer:
         self._first = _aligned(num_slots + 1, 8)
         total = self._first + num_elements
         self._device_buffer = torch.zeros(total, dtype=torch.int64, device=device)
-        self._hosts = [_HostBuffer(num_elements, device) for _ in range(_NUM_HOST_BUFFERS)]
+        self._hosts = [HostBuffer(num_elements, device) for _ in range(NUM_HOST_BUFFERS)]
         self._newest = 0
 
     @property
@@ -192,7 +205,7 @@ class InputBuffer:
         adapter_slots: Sequence[int] | None,
     ) -> None:
         """Fill the next host buffer with a step's rows."""
-        self._newest = (self._newest + 1) % _NUM_HOST_BUFFERS
+        self._newest = (self._newest + 1) % NUM_HOST_BUFFERS
         host, size = self._hosts[self._newest], inputs.size
         host.wait()
         num_tokens, num_rows = packed.token_ids.shape[0], len(rows)
@@ -234,8 +247,7 @@ class InputBuffer:
         host, count = self._hosts[self._newest], inputs.size.num_elements
         target = self._device_buffer[self._first : self._first + count]
         target.copy_(host.tensor[:count], non_blocking=True)
-        if host.copied is not None:
-            host.copied.record()
+        host.record()
 
 
 def _aligned(num_elements: int, num_bytes: int) -> int:

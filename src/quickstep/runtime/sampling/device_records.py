@@ -63,7 +63,7 @@ class DeviceRecords:
         """
         counts_rows, updates = self._counts.rows_of(states)
         lists = _Lists(self.vocab_size)
-        numbers = [self._numbers_of(state) for state in states]
+        numbers = [self.numbers_of(state) for state in states]
         num_filtered = 0
         for index, (state, change) in enumerate(zip(states, changes, strict=True)):
             row = numbers[index]
@@ -89,19 +89,42 @@ class DeviceRecords:
             counts=self._counts.table if max(counts_rows, default=_NONE) != _NONE else None,
         )
 
-    def count_(
-        self, records: SamplingRecords, states: Sequence[SamplingState], token_ids: Tensor
-    ) -> None:
-        """Count tokens [E] that were sampled with the newest records of these states, before the
-        host knows them. Negative ones are not counted: their sequences end.
+    def count_(self, rows: Tensor, token_ids: Tensor) -> None:
+        """Count tokens [E] that were sampled with the newest `rows` [E, NUM_FIELDS], before the
+        host knows them: `advance_counts`. Negative ones are not counted: their sequences end.
         """
-        if records.counts is None:
-            return
-        rows = records.rows[:, _COUNTS]
+        rows = rows[:, _COUNTS]
         places = rows.clamp(min=0) * self.vocab_size + token_ids.clamp(min=0)
         is_counted = (rows >= 0) & (token_ids >= 0)
         self._counts.add(places, 2 * is_counted)
+
+    def advance_counts(self, states: Sequence[SamplingState]) -> None:
+        """The counts have one more token of each of these that has penalties."""
         self._counts.advance(states)
+
+    @property
+    def counts_table(self) -> Tensor:
+        """`SamplingRecords.counts`; another one when it had to grow."""
+        return self._counts.table
+
+    def reserve_counts(self, num_rows: int) -> Tensor:
+        """Make the table large enough for so many sequences."""
+        self._counts.reserve(num_rows)
+        return self._counts.table
+
+    def counted_rows(self, states: Sequence[SamplingState]) -> list[int]:
+        """The rows of these states in the table, which then has all their tokens."""
+        rows, (places, amounts) = self._counts.rows_of(states)
+        if places.size:
+            on_device = (copy_to_device(one, self._device) for one in (places, amounts))
+            self._counts.add(*on_device)
+        return rows
+
+    def numbers_of_padding(self) -> list[int]:
+        """A row that is sampled without effect."""
+        numbers = _numbers(SamplingParams(temperature=0.0), self.vocab_size)
+        numbers[_LOGITS_ROW] = 0
+        return numbers
 
     def of_everything(self) -> SamplingRecords:
         """The records of a row that needs every kernel, of logits [1, V]."""
@@ -113,7 +136,7 @@ class DeviceRecords:
         counts = torch.zeros(1, self.vocab_size, dtype=torch.int32, device=self._device)
         return SamplingRecords(rows=rows, num_changed=1, num_filtered=1, counts=counts)
 
-    def _numbers_of(self, state: SamplingState) -> list[int]:
+    def numbers_of(self, state: SamplingState) -> list[int]:
         """A row with the numbers of the request; the others are those of a row without changes."""
         state = state.recorded_state
         known = self._numbers.get(state)
@@ -355,6 +378,14 @@ class _TokenCounts:
             if (counted := self._counted.get(state.recorded_state)) is not None:
                 counted.num_outputs += 1
 
+    def reserve(self, num_rows: int) -> None:
+        """Grow to at least as many rows."""
+        if (before := self.table.shape[0]) < num_rows:
+            with torch.inference_mode(False):  # it also changes outside of that mode
+                grown = self.table.new_empty((num_rows, self._vocab_size))
+                grown[:before] = self.table
+            self.table = grown
+
     def add(self, places: Tensor, amounts: Tensor) -> None:
         """Add to the table."""
         if places.numel():
@@ -377,9 +408,7 @@ class _TokenCounts:
             del self._counted[state]
             return row
         num_rows = self.table.shape[0]
-        grown = self.table.new_empty((max(_FIRST_COUNTS_ROWS, 2 * num_rows), self._vocab_size))
-        grown[:num_rows] = self.table
-        self.table = grown
+        self.reserve(max(_FIRST_COUNTS_ROWS, 2 * num_rows))
         return num_rows
 
 

@@ -21,6 +21,7 @@ from quickstep.ops.tensors import AnyTensor, to_numpy, to_torch
 from quickstep.ops.triton.sampling.sample import NO_MAXIMUM as NO_MAXIMUM_TOKEN
 from quickstep.ops.triton.sampling.sample import sample as sample_on_device
 from quickstep.ops.triton.sampling.token_scores import NUM_SCORES, token_scores
+from quickstep.runtime.capture import GraphBackend
 from quickstep.runtime.sampling.device_records import DeviceRecords, copy_to_device
 from quickstep.runtime.sampling.logit_changes import LogitChanges
 from quickstep.runtime.sampling.logprobs import (
@@ -28,6 +29,7 @@ from quickstep.runtime.sampling.logprobs import (
     other_token_ids,
     token_logprobs,
 )
+from quickstep.runtime.sampling.recorded_sampling import RecordedSampling
 from quickstep.runtime.sampling.sampler import (
     NO_MAXIMUM,
     NOTHING_ALLOWED,
@@ -95,6 +97,30 @@ class DeviceSampler:
         """Tokens [E] that a step has sampled by itself; -1 where a row has no finite maximum."""
         return SamplesInFlight(token_ids)
 
+    def recorded(
+        self, logits: Tensor, last_tokens: Tensor, buckets: Sequence[int], backend: GraphBackend
+    ) -> RecordedSampling:
+        """Sampling of recorded steps; see there. It counts tokens in the same table."""
+        return RecordedSampling(
+            self._records, self._group_rows, logits, last_tokens, buckets, backend
+        )
+
+    def of_recorded(
+        self, token_ids: Tensor, logits: AnyTensor, states: Sequence[SamplingState]
+    ) -> SamplesInFlight:
+        """Tokens [E] that `RecordedSampling` has sampled for these states from logits [E, V]."""
+        scored = [
+            index for index, state in enumerate(states) if state.sampling.logprobs is not None
+        ]
+        if not scored:
+            return SamplesInFlight(token_ids)
+        matrix = to_torch(logits)
+        pending = [
+            _Pending(state, matrix, row, None, _num_top(state, matrix))
+            for row, state in enumerate(states)
+        ]
+        return SamplesInFlight(token_ids, pending, [_scores(matrix, token_ids, pending, scored)])
+
     def _launch(
         self, logits: Tensor, pending: Sequence[_Pending], is_ahead: bool
     ) -> SamplesInFlight:
@@ -108,8 +134,9 @@ class DeviceSampler:
                 states, [one.changes for one in group], [one.row for one in group]
             )
             sampled = sample_on_device(logits, records)
-            if is_ahead:
-                self._records.count_(records, states, sampled)
+            if is_ahead and records.counts is not None:
+                self._records.count_(records.rows, sampled)
+                self._records.advance_counts(states)
             token_ids.append(sampled)
             scored = [index for index, one in enumerate(group) if one.num_top is not None]
             if scored:
@@ -122,7 +149,7 @@ class SamplesInFlight:
     """Sampled rows on their way to the host, in one copy.
 
     `token_ids` [E] int64 are on the device; negative ones are those of
-    `ops.triton.sampling.sample`. Without `pending`, each is an argmax.
+    `ops.triton.sampling.sample`. Without `pending`, nothing else of the rows is requested.
     """
 
     def __init__(
@@ -154,7 +181,7 @@ class SamplesInFlight:
         first = self.token_ids.shape[0]
         token_ids = numbers[:first].tolist()
         if not self._pending:
-            return [Sample(one) if one >= 0 else NO_MAXIMUM for one in token_ids]
+            return [Sample(one) if one >= 0 else _failure(one) for one in token_ids]
         for group in self._scores:
             end = first + group.numbers.numel()
             found = numbers[first:end].reshape(len(group.pending), -1)
@@ -242,16 +269,24 @@ def _start(logits: Tensor, state: SamplingState, row: int) -> Sample | SampleFai
 
 def _pending(logits: Tensor, state: SamplingState, row: int) -> _Pending:
     changes = state.changes(None) if state.adjusts_logits else None
+    return _Pending(state, logits, row, changes, _num_top(state, logits))
+
+
+def _num_top(state: SamplingState, logits: Tensor) -> int | None:
+    """Most likely tokens whose log-probabilities are requested; None without any."""
     num_top = state.sampling.logprobs
-    if num_top is not None:
-        num_top = min(num_top, logits.shape[1])
-    return _Pending(state, logits, row, changes, num_top)
+    return None if num_top is None else min(num_top, logits.shape[1])
+
+
+def _failure(token_id: int) -> SampleFailure:
+    """What a negative token says."""
+    return NO_MAXIMUM if token_id == NO_MAXIMUM_TOKEN else NOTHING_ALLOWED
 
 
 def _finish(pending: _Pending, token_id: int) -> Sample | SampleFailure:
     state = pending.state
     if token_id < 0:
-        return NO_MAXIMUM if token_id == NO_MAXIMUM_TOKEN else NOTHING_ALLOWED
+        return _failure(token_id)
     try:
         emitted = token_id if pending.changes is None else state.forced_token(token_id)
     except BaseException as error:  # ends this row's sequence, not the step

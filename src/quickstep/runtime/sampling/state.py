@@ -74,6 +74,13 @@ class SamplingState:
             or self._allowed_ids.size
             or self._recorders
         )
+        # what `RecordedSampling` does not sample, whatever the position
+        self._has_lists = bool(
+            self._bias_ids.size
+            or self._allowed_ids.size
+            or self._recorders
+            or sampling.xtc_probability > 0.0
+        )
         # end tokens are banned below so many outputs
         self._end_ban = sampling.min_tokens if self._end_ids.size else 0
         self._is_argmax = sampling.temperature == 0.0 and sampling.logprobs is None
@@ -116,6 +123,12 @@ class SamplingState:
         """Whether that holds for the token after this many more outputs."""
         is_past_ban = self.num_outputs + num_outputs >= self._end_ban
         return self._is_argmax and not self._always_adjusts and is_past_ban
+
+    def has_fixed_record_after(self, num_outputs: int) -> bool:
+        """Whether numbers and the counts of penalties say all about how the token after this many
+        more outputs is sampled: no token is banned or has a logit of its own.
+        """
+        return not self._has_lists and self.num_outputs + num_outputs >= self._end_ban
 
     @property
     def _bans_ends(self) -> bool:
