@@ -3,7 +3,8 @@
 A kernel that takes part calls `start_next` and then, before it reads what an earlier kernel wrote
 and before it writes anything, `wait_for_inputs`: from there on all earlier kernels have ended. That
 holds because every program of each of them waits, so none may end before it has. What comes before,
-addresses and prefetches of weights, overlaps with the end of the kernel before. Launched with `overlap_options`, and OVERLAP with `overlaps`. NVIDIA GPUs from Hopper on.
+addresses and prefetches of weights, overlaps with the end of the kernel before. Launched with
+`overlap_options`, and OVERLAP with `overlaps`. NVIDIA GPUs from Hopper on.
 """
 
 from __future__ import annotations
