@@ -36,6 +36,7 @@ from quickstep.model.decoder import Decoder, MoEWeights
 from quickstep.model.interface import ForwardBatch
 from quickstep.ops.table import AdapterTable, KVCache, LoRAAdapter, PagedLayout, RowLengths
 from quickstep.ops.tensors import SCALE_BYTES, AnyTensor, integers_on, torch_device
+from quickstep.ops.triton.sampling.argmax import argmax_
 from quickstep.runtime.capture import EmittingToken, GraphOptions, adapters_of
 from quickstep.runtime.eager_steps import EagerSteps, pack_rows, with_torch_kv
 from quickstep.runtime.slots import Slot
@@ -393,7 +394,9 @@ class GraphSteps:
             sampled = self._results.sampled
             return sampled[: len(emitting)] if chosen is None else sampled[chosen]
         assert self._newest_logits is not None, "a step has run"
-        return _sample_(self._newest_logits, self._slots_of(emitting), self._buffer.last_tokens)
+        slots = self._slots_of(emitting)
+        token_ids = torch.empty_like(slots)
+        return argmax_(self._newest_logits, slots, self._buffer.last_tokens, token_ids)
 
     @torch.inference_mode()
     def sample(self, emitting: Sequence[EmittingToken], slots: Sequence[Slot]) -> Tensor | None:
@@ -510,8 +513,8 @@ class GraphSteps:
         def run() -> None:
             results.write_(*self._compute(inputs))
             logits = results.logits[: size.num_emitting]
-            sampled = _sample_(logits, inputs.row_slots, self._buffer.last_tokens)
-            results.sampled[: size.num_emitting].copy_(sampled)
+            sampled = results.sampled[: size.num_emitting]
+            argmax_(logits, inputs.row_slots, self._buffer.last_tokens, sampled)
 
         return _Graph(inputs, self._backend.capture(run))
 
@@ -590,15 +593,6 @@ def _table_widths(max_model_len: int, block_size: int, num_blocks: int) -> tuple
         widths.append(context // block_size)
         context *= _CONTEXT_FACTOR
     return (*widths, longest)
-
-
-def _sample_(logits: Tensor, slots: Tensor, last_tokens: Tensor) -> Tensor:
-    """The argmax [E] of logits [E, V], -1 where it is not finite; they become the last tokens of
-    these slots [E]. Ties go to the lowest id; NaN counts as the largest value.
-    """
-    highest, token_ids = logits.max(1)
-    last_tokens.index_copy_(0, slots, token_ids)
-    return token_ids.masked_fill((highest - highest) != 0.0, -1)
 
 
 class _LoRASlots:
