@@ -20,7 +20,14 @@ from op_checks.cases import AttentionCase, Case, bind
 from quickstep.ops.table import OpTable
 from quickstep.ops.tensors import head_size_of, quantize_heads
 
-__all__ = ["mismatches", "mismatches_of_each", "same_bits", "torch_threads", "with_tails"]
+__all__ = [
+    "mismatches",
+    "mismatches_of_each",
+    "same_bits",
+    "same_without_adapters",
+    "torch_threads",
+    "with_tails",
+]
 
 _PREFIXES = (1, 2, 3, 4, 8, 15, 16, 17, 32, 33, 65)
 _SUFFIXES = (1, 3, 16)
@@ -65,6 +72,16 @@ def mismatches_of_each(tables: Sequence[OpTable], case: Case | AttentionCase) ->
     is_attention = isinstance(case, AttentionCase)
     arranged = list(_attention_arrangements(case) if is_attention else _token_arrangements(case))
     return [_mismatches(ops, case, arranged) for ops in tables]
+
+
+def same_without_adapters(ops: OpTable, case: Case) -> bool:
+    """Whether the tokens of a case of `experts_lora` that have no adapter have the bits of a step
+    without adapters, which has other launches.
+    """
+    *tokens, ids = case.tokens
+    [mixed] = bind(ops, case)(*case.tokens)
+    [plain] = bind(ops, replace(case, op="experts", fixed=case.fixed[:2]))(*tokens)
+    return same_bits(mixed[ids < 0], plain[ids < 0])
 
 
 def _mismatches(

@@ -16,9 +16,10 @@ from quickstep.ops.reference.elementary import ACTIVATIONS, SWIGLU_ALPHA, SWIGLU
 from quickstep.ops.tensors import AnyTensor, to_torch
 from quickstep.ops.triton.rounding import rounded
 
-__all__ = ["add_rms_norm", "gated_activation", "rms_norm"]
+__all__ = ["activated", "add_rms_norm", "check_activation", "gated_activation", "rms_norm"]
 
 _ACTIVATION_BLOCK = 1024
+_ALPHA, _LIMIT = tl.constexpr(SWIGLU_ALPHA), tl.constexpr(SWIGLU_LIMIT)
 
 
 @triton.jit
@@ -96,22 +97,10 @@ def _sigmoid(x):
 
 
 @triton.jit
-def _gated_activation_kernel(
-    gate_up,
-    out,
-    width,
-    KIND: tl.constexpr,
-    ALPHA: tl.constexpr,
-    LIMIT: tl.constexpr,
-    BLOCK: tl.constexpr,
-):
-    """A block of one token's outputs."""
-    token = tl.program_id(0).to(tl.int64)
-    columns = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
-    mask = columns < width
-    source = gate_up + token * 2 * width
-    gate = tl.load(source + columns, mask=mask, other=0.0).to(tl.float32)
-    up = tl.load(source + width + columns, mask=mask, other=0.0).to(tl.float32)
+def activated(gate, up, KIND: tl.constexpr):
+    """The activation of fp32 gates, times ups; of a kernel with `enable_fp_fusion=False`, so that
+    its bits are the same in each.
+    """
     if KIND == "silu":
         result = gate * _sigmoid(gate) * up
     elif KIND == "gelu":
@@ -121,17 +110,35 @@ def _gated_activation_kernel(
         inner = (gate * gate * gate * 0.044715 + gate) * 1.5957691216057308
         result = gate * _sigmoid(inner) * up
     else:
-        gate = tl.where(gate > LIMIT, LIMIT, gate)
-        up = tl.where(up > LIMIT, LIMIT, tl.where(up < -LIMIT, -LIMIT, up))
-        result = gate * _sigmoid(gate * ALPHA) * (up + 1.0)
+        gate = tl.where(gate > _LIMIT, _LIMIT, gate)
+        up = tl.where(up > _LIMIT, _LIMIT, tl.where(up < -_LIMIT, -_LIMIT, up))
+        result = gate * _sigmoid(gate * _ALPHA) * (up + 1.0)
+    return result
+
+
+@triton.jit
+def _gated_activation_kernel(gate_up, out, width, KIND: tl.constexpr, BLOCK: tl.constexpr):
+    """A block of one token's outputs."""
+    token = tl.program_id(0).to(tl.int64)
+    columns = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    mask = columns < width
+    source = gate_up + token * 2 * width
+    gate = tl.load(source + columns, mask=mask, other=0.0).to(tl.float32)
+    up = tl.load(source + width + columns, mask=mask, other=0.0).to(tl.float32)
+    result = activated(gate, up, KIND)
     tl.store(out + token * width + columns, rounded(result, out.dtype.element_ty), mask=mask)
+
+
+def check_activation(kind: str) -> None:
+    """Raises ConfigError where `kind` is none of the reference's ACTIVATIONS."""
+    if kind not in ACTIVATIONS:
+        known = ", ".join(ACTIVATIONS)
+        raise ConfigError(f"activation {kind!r} is not known; gated activations are {known}")
 
 
 def gated_activation(gate_up: Tensor, kind: str) -> Tensor:
     """gate_up [T, 2 * N] -> [T, N]; `kind` is one of the reference's ACTIVATIONS."""
-    if kind not in ACTIVATIONS:
-        known = ", ".join(ACTIVATIONS)
-        raise ConfigError(f"activation {kind!r} is not known; gated activations are {known}")
+    check_activation(kind)
     gate_up = gate_up.contiguous()
     num_tokens, width = gate_up.shape[0], gate_up.shape[1] // 2
     out = gate_up.new_empty(num_tokens, width)
@@ -141,8 +148,7 @@ def gated_activation(gate_up: Tensor, kind: str) -> Tensor:
             out,
             width,
             KIND=kind,
-            ALPHA=SWIGLU_ALPHA,
-            LIMIT=SWIGLU_LIMIT,
             BLOCK=_ACTIVATION_BLOCK,
+            enable_fp_fusion=False,
         )
     return out
