@@ -36,6 +36,7 @@ OPS = {
     "add_rms_norm": 1,
     "gated_activation": 1,
     "gated_linear": 1,
+    "route": 1,
     "add": 1,
     "scale": 1,
 }

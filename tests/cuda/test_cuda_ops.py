@@ -9,8 +9,10 @@ import pytest
 import torch
 
 from op_checks.agreement import agreement
-from op_checks.cases import OPS, AttentionCase, Case, cases
-from op_checks.invariance import mismatches
+from op_checks.cases import OPS, AttentionCase, Case, bind, cases
+from op_checks.invariance import mismatches, same_bits, same_without_adapters
+from op_checks.placement import moved
+from quickstep.ops.reference import reference_ops
 from quickstep.ops.resolve import resolve_ops
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs an NVIDIA GPU")
@@ -42,3 +44,21 @@ def test_a_token_on_a_gpu_has_the_same_bits_in_every_batch(
     ops = resolve_ops(GPU, kernels)
     found = {case.name: mismatches(ops, case, GPU) for case in _part(op, part)}
     assert {name: one for name, one in found.items() if one} == {}
+
+
+def test_adapters_of_other_tokens_change_no_bit_of_experts_on_a_gpu() -> None:
+    ops = resolve_ops(torch.device("cuda"), "triton")
+    for case in cases(["experts_lora"]):
+        assert isinstance(case, Case)
+        assert same_without_adapters(ops, moved(case, GPU)), case.name
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
+def test_routing_on_a_gpu_has_the_bits_of_the_reference_on_a_cpu(dtype: torch.dtype) -> None:
+    ops = resolve_ops(torch.device("cuda"), "triton")
+    for case in cases(["route"], (dtype,)):
+        assert isinstance(case, Case)
+        expected = bind(reference_ops(), case)(*case.tokens)
+        found = bind(ops, case)(*(one.cuda() for one in case.tokens))
+        for one, other in zip(found, expected, strict=True):
+            assert same_bits(one.cpu(), other), case.name

@@ -325,6 +325,21 @@ def _experts(
     return _experts_lora(x, chosen, shares, chosen[:, 0] * 0 - 1, activation, matrices, ())
 
 
+def _route(scores: Tensor, per_token: int, normalise: bool) -> list[tuple[Tensor, Tensor]]:
+    """Token by token; of equal experts the lower ones."""
+    chosen = torch.zeros(scores.shape[0], per_token, dtype=torch.int64, device=scores.device)
+    value = torch.zeros_like(scores)
+    for token, shares in enumerate(scores.softmax(-1)):
+        # below exp(-708) all are equal
+        logits = (scores[token] - scores[token].max()).clamp(min=-708.0).tolist()
+        best = sorted(range(len(logits)), key=lambda expert: (-logits[expert], expert))[:per_token]
+        chosen[token] = torch.tensor(best)
+        total = shares[best].sum() if normalise else 1.0
+        value[token, best] = shares[best] / total
+    # both roundings, of which the second may be that of 16 bits
+    return [(value, torch.zeros(())), (chosen, torch.zeros(()))]
+
+
 def _experts_lora(
     x: Tensor,
     chosen: Tensor,
@@ -393,6 +408,7 @@ _ORACLES: Mapping[str, Callable[..., list[tuple[Tensor, Tensor]]]] = MappingProx
         "linear": _linear,
         "quantized_linear": _quantized_linear,
         "lora": _lora,
+        "route": _route,
         "experts": _experts,
         "experts_lora": _experts_lora,
         "embedding": _embedding,

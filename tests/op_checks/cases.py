@@ -23,6 +23,7 @@ from op_checks.case_inputs import CaseInputs, label
 from op_checks.experts_cases import experts_inputs, experts_lora_inputs
 from op_checks.quantized_cases import quantized_linear_inputs, quantized_rows_inputs
 from quickstep.ops.reference.experts import experts as reference_experts
+from quickstep.ops.reference.experts import route as reference_route
 from quickstep.ops.table import (
     ExpertLoRA,
     ExpertWeights,
@@ -32,6 +33,7 @@ from quickstep.ops.table import (
     LoRAPart,
     OpTable,
     QuantizedWeight,
+    Routing,
 )
 
 __all__ = ["DTYPES", "OPS", "AttentionCase", "Case", "bind", "cases"]
@@ -77,6 +79,8 @@ def bind(ops: OpTable, case: Case) -> Callable[..., tuple[Tensor, ...]]:
         return lambda y, x, ids: _add_lora(ops, y, x, ids, adapters)
     if case.op in ("experts", "experts_lora"):
         return _bind_experts(ops, case.fixed)
+    if case.op == "route":
+        return partial(_route, ops, fixed)
     if case.op == "rotary_write_kv":
         return partial(_rotate_and_write, ops, fixed)
     if case.op == "write_kv":
@@ -144,9 +148,16 @@ def _bind_experts(ops: OpTable, fixed: tuple[Any, ...]) -> Callable[..., tuple[T
             groups = [(one, (ids[0] == n).nonzero().flatten()) for n, one in enumerate(adapters)]
             mapping = LoRAMapping(tuple(group for group in groups if len(group[1])))
             lora = ExpertLoRA(mapping, first_module=1)
-        return (run(x, chosen, shares, weights, activation, lora),)
+        return (run(x, Routing(chosen, shares), weights, activation, lora),)
 
     return call
+
+
+def _route(ops: OpTable, fixed: tuple[Any, ...], scores: Tensor) -> tuple[Tensor, ...]:
+    """The weight of every expert, 0 of those that were not chosen, and who was chosen."""
+    routing = (ops.route or reference_route)(scores, *fixed)
+    weights = torch.zeros_like(scores, dtype=torch.float32)
+    return weights.scatter(1, routing.chosen, routing.weights), routing.chosen
 
 
 def _write_and_read(
@@ -355,6 +366,30 @@ def _experts_lora_cases(dtype: torch.dtype) -> Iterator[Case]:
         yield Case("experts_lora", *inputs)
 
 
+def _route_cases(dtype: torch.dtype) -> Iterator[Case]:
+    # (T, experts, experts per token, normalised): also more tokens than one program plans
+    for num_tokens, num_experts, per_token, normalise in (
+        (1, 8, 2, True),
+        (19, 128, 8, True),
+        (37, 60, 4, False),
+        (300, 8, 2, True),
+        (5, 1, 1, True),
+        (0, 8, 2, True),
+    ):
+        name = label("route", dtype, num_tokens, num_experts, per_token)
+        scores = CaseInputs(name, dtype).normal(num_tokens, num_experts, scale=3.0)
+        yield Case("route", name, (scores,), (per_token, normalise))
+    name = label("route", dtype, "ties")
+    ties = CaseInputs(name, dtype).integers(-1, 2, 12, 32).to(dtype)
+    ties[0] = 0.0
+    yield Case("route", name, (ties,), (4, True))
+    name = label("route", dtype, "extremes")
+    extremes = CaseInputs(name, dtype).normal(6, 16, scale=400.0)
+    extremes[1, 3] = -torch.inf
+    extremes[2, 5:] = -30_000.0
+    yield Case("route", name, (extremes,), (6, False))
+
+
 def _rms_norm_cases(dtype: torch.dtype) -> Iterator[Case]:
     for shape, offset in _NORM_SHAPES:
         name = label("rms_norm", dtype, *shape)
@@ -479,6 +514,7 @@ OPS: Mapping[str, Callable[[torch.dtype], Iterator[Case | AttentionCase]]] = Map
         "linear": _linear_cases,
         "quantized_linear": _quantized_linear_cases,
         "lora": _lora_cases,
+        "route": _route_cases,
         "experts": _experts_cases,
         "experts_lora": _experts_lora_cases,
         "embedding": _embedding_cases,

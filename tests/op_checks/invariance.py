@@ -26,6 +26,7 @@ __all__ = [
     "mismatches",
     "mismatches_of_each",
     "same_bits",
+    "same_without_adapters",
     "torch_threads",
     "with_tails",
 ]
@@ -83,6 +84,16 @@ def arrangements(case: Case | AttentionCase) -> Iterator[Arrangement]:
     """All of a case, the whole case first."""
     is_attention = isinstance(case, AttentionCase)
     return _attention_arrangements(case) if is_attention else _token_arrangements(case)
+
+
+def same_without_adapters(ops: OpTable, case: Case) -> bool:
+    """Whether the tokens of a case of `experts_lora` that have no adapter have the bits of a step
+    without adapters, which has other launches.
+    """
+    *tokens, ids = case.tokens
+    [mixed] = bind(ops, case)(*case.tokens)
+    [plain] = bind(ops, replace(case, op="experts", fixed=case.fixed[:2]))(*tokens)
+    return same_bits(mixed[ids < 0], plain[ids < 0])
 
 
 def _mismatches(

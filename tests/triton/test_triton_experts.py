@@ -7,12 +7,20 @@ import torch
 
 pytest.importorskip("triton")
 
+from op_checks.invariance import same_bits
 from quickstep.model.checkpoint.random_weights import RandomValues, random_model
 from quickstep.model.decoder import MoEWeights
 from quickstep.model.experts import mixture_of_experts
 from quickstep.model.spec import parse_spec
 from quickstep.ops.reference import reference_ops
+from quickstep.ops.reference.experts import route as reference_route
+from quickstep.ops.table import ExpertWeights, Routing
+from quickstep.ops.triton import experts
 from quickstep.ops.triton.backend import load_triton
+from quickstep.ops.triton.experts import TritonExperts, pack_experts
+from quickstep.ops.triton.linear import pack_linear
+from quickstep.ops.triton.lora import TritonLoRA
+from quickstep.ops.triton.routing import Plan, plan_of, route
 
 CPU = torch.device("cpu")
 MIXTRAL = {
@@ -48,3 +56,60 @@ def test_a_loaded_mixture_of_experts_is_grouped_and_near_the_reference(
         assert (layer.mlp.experts.data is not None) == (table is triton)
         outputs.append(mixture_of_experts(table, layer.mlp, x, spec, 0, None))
     torch.testing.assert_close(outputs[0], outputs[1], rtol=2e-2, atol=2e-2)
+
+
+def check_routing(scores: torch.Tensor, per_token: int, normalise: bool) -> None:
+    """The bits of the reference; its plan, and the one made afterwards, sort the rows."""
+    num_experts = scores.shape[1]
+    expected, found = (one(scores, per_token, normalise) for one in (reference_route, route))
+    assert same_bits(found.chosen, expected.chosen)
+    assert same_bits(found.weights, expected.weights)
+    experts = expected.chosen.flatten()
+    rows = torch.argsort(experts, stable=True)
+    starts = torch.searchsorted(experts[rows], torch.arange(num_experts + 1))
+    plans = [plan_of(expected.chosen, num_experts)]
+    if found.plan is not None:
+        assert isinstance(found.plan, Plan)
+        plans.append(found.plan)
+    for plan in plans:
+        assert torch.equal(plan.rows.long(), rows)
+        assert torch.equal(plan.starts.long(), starts)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+def test_routing_has_the_bits_of_the_reference(dtype: torch.dtype) -> None:
+    generator = torch.Generator().manual_seed(7)
+    for num_tokens, num_experts, per_token in ((3, 8, 2), (9, 128, 8), (17, 128, 8), (40, 60, 4)):
+        scores = torch.randn(num_tokens, num_experts, generator=generator) * 5
+        check_routing(scores.to(dtype), per_token, normalise=True)
+        check_routing(scores.round().to(dtype), per_token, normalise=False)  # many ties
+
+
+@pytest.mark.filterwarnings("ignore::RuntimeWarning:triton.runtime.interpreter")
+def test_a_token_whose_routing_is_not_finite_has_weights_of_nan_and_its_first_experts() -> None:
+    scores = torch.randn(6, 16, generator=torch.Generator().manual_seed(8)) * 400
+    scores[0, 3], scores[1, 4], scores[2], scores[3] = torch.inf, torch.nan, -torch.inf, torch.nan
+    scores[4, 3:] = -torch.inf
+    check_routing(scores, 6, normalise=True)
+    routing = route(scores, 6, True)
+    assert routing.weights[:4].isnan().all() and routing.weights[4:].isfinite().all()
+    assert torch.equal(routing.chosen[:4], torch.arange(6).expand(4, 6))
+
+
+@pytest.mark.usefixtures("products_in_order")
+def test_the_tile_of_a_product_of_experts_changes_no_bit(monkeypatch: pytest.MonkeyPatch) -> None:
+    generator = torch.Generator().manual_seed(9)
+    matrices = [
+        tuple(pack_linear(torch.randn(*shape, generator=generator), None) for _ in range(2))
+        for shape in ((48, 80), (80, 24))
+    ]
+    weights = ExpertWeights(*matrices, pack_experts(*matrices))
+    x = torch.randn(9, 80, generator=generator)
+    routing = Routing(torch.arange(9)[:, None] % 2, torch.rand(9, 1, generator=generator))
+    compute = TritonExperts(TritonLoRA())
+    expected = compute(x, routing, weights, "silu", None)
+    form = experts._float_form(x, x, 1)
+    for block_t, block_n in ((64, 64), (128, 128)):
+        other = {**form, "BLOCK_T": block_t, "BLOCK_N": block_n}
+        monkeypatch.setattr(experts, "_float_form", lambda *_, other=other: other)
+        assert same_bits(compute(x, routing, weights, "silu", None), expected)

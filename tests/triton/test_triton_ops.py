@@ -16,16 +16,17 @@ pytest.importorskip("triton")
 from op_checks.agreement import agreement
 from op_checks.attention_cases import make_layout, stored_heads
 from op_checks.cases import Case, bind, cases
-from op_checks.invariance import same_bits
+from op_checks.invariance import same_bits, same_without_adapters
 from quickstep.errors import ConfigError
 from quickstep.ops.resolve import resolve_ops
 from quickstep.ops.table import AttentionParams, LoRAPart, OpTable, QuantizedWeight, RowLengths
-from quickstep.ops.triton import attention
+from quickstep.ops.triton import attention, lora
 
 CPU = torch.device("cpu")
 ROW_OPS = (
     "linear",
     "lora",
+    "route",
     "experts",
     "experts_lora",
     "quantized_linear",
@@ -102,6 +103,21 @@ def test_grouped_experts_have_the_bits_of_experts_one_by_one(ops: OpTable, op: s
         [grouped] = bind(ops, case)(*case.tokens)
         [one_by_one] = bind(replace(ops, experts=None), case)(*case.tokens)
         assert same_bits(grouped, one_by_one), case.name
+
+
+@pytest.mark.usefixtures("products_in_order")
+def test_adapters_of_other_tokens_change_no_bit_of_experts(ops: OpTable) -> None:
+    for case in small_cases("experts_lora", (torch.bfloat16,)):
+        assert same_without_adapters(ops, case), case.name
+
+
+def test_tensors_of_an_adapter_are_aligned_for_wide_loads(ops: OpTable) -> None:
+    values = torch.randn(1 + 4 * 32, generator=torch.Generator().manual_seed(6)).bfloat16()
+    part = LoRAPart(values[1:].view(4, 32), values[: 9 * 4].view(9, 4), 0, 1.0)
+    packed = ops.pack_lora([(part,)]).data
+    assert isinstance(packed, lora._Packed)
+    assert not (packed.table[0, 0, :2] % 16).any()
+    assert [one.shape for one in packed.tensors] == [(4, 32), (9, 8)]
 
 
 def test_experts_of_different_forms_are_computed_one_by_one(ops: OpTable) -> None:

@@ -43,6 +43,7 @@ __all__ = [
     "Quantize",
     "QuantizedWeight",
     "Rounding",
+    "Routing",
     "RowLengths",
     "StoredMatrix",
     "StoredRows",
@@ -275,6 +276,21 @@ class ExpertWeights(msgspec.Struct, frozen=True):
         return sum(one.nbytes for one in (*self.gate_up, *self.down_proj))
 
 
+class Routing(msgspec.Struct, frozen=True):
+    """The A experts of each token, the best first.
+
+    Attributes:
+        chosen: [T, A] int64, the numbers of different experts.
+        weights: [T, A] float32.
+        plan: Of the implementation that made it, for its own `OpTable.experts`; None where it has
+            nothing to add.
+    """
+
+    chosen: Tensor
+    weights: Tensor
+    plan: object | None = None
+
+
 class QuantizedWeight(msgspec.Struct, frozen=True):
     """The quantized values of a weight [N, C], whichever file format or rounding they come from:
 
@@ -427,13 +443,12 @@ class ExpertsOp(Protocol):
     def __call__(
         self,
         x: Tensor,
-        chosen: Tensor,
-        expert_weights: Tensor,
+        routing: Routing,
         weights: ExpertWeights,
         activation: str,
         lora: ExpertLoRA | None,
     ) -> Tensor:
-        """x [T, C], experts [T, A] int64 and their weights [T, A] float32 -> [T, C]."""
+        """x [T, C] and its tokens' experts -> [T, C]."""
 
 
 class OpTable(msgspec.Struct, frozen=True):
@@ -494,10 +509,14 @@ class OpTable(msgspec.Struct, frozen=True):
             and packing it, without a copy of it in between. None if unsupported.
         pack_experts: (gate_up of each expert, down_proj of each) -> `ExpertWeights.data`, which may
             be None. Called once at load. None if unsupported.
-        experts: (x [T, C], experts of each token [T, A], their weights [T, A] fp32,
-            `ExpertWeights` with data, kind of activation, adapters or None) -> [T, C]: the products
-            of a token's experts, weighted, added in fp32 in ascending order of the experts, and
-            rounded once. None where `ops.reference.experts` computes them one by one.
+        route: (a router's outputs [T, E], A, whether the weights of a token add up to 1) ->
+            Routing: a softmax in fp64, its A largest elements, ties to the lower number, and their
+            weights rounded to the outputs' dtype. A token with NaN or inf has NaN weights. None
+            where `ops.reference.experts` computes it.
+        experts: (x [T, C], Routing, `ExpertWeights` with data, kind of activation, adapters or
+            None) -> [T, C]: the products of a token's experts, weighted, added in fp32 in ascending
+            order of the experts, and rounded once. None where `ops.reference.experts` computes them
+            one by one.
         steps: Makes captured steps and samples tokens; None where only single ops run.
         reads_lengths: Whether launches depend on shapes only, as lengths, blocks and adapters are
             read from memory: one recorded launch then fits all of them (`runtime.cuda_graphs`).
@@ -532,6 +551,7 @@ class OpTable(msgspec.Struct, frozen=True):
     pack_experts: (
         Callable[[tuple[LinearWeight, ...], tuple[LinearWeight, ...]], object | None] | None
     ) = None
+    route: Callable[[Tensor, int, bool], Routing] | None = None
     experts: ExpertsOp | None = None
     gated_linear: Callable[[Tensor, LinearWeight, str], Tensor] | None = None
     rotary_write_kv: (

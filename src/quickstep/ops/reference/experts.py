@@ -1,6 +1,7 @@
-"""A mixture of experts, expert by expert: the definition of `OpTable.experts`, from other ops.
+"""A mixture of experts: the definition of `OpTable.route`, and of `OpTable.experts` from other ops.
 
-Every token's experts are added in the order of their numbers, in float32, and rounded once.
+The router's choice breaks ties towards the lower number. Experts are computed one by one; those of
+a token are added in the order of their numbers, in float32, and rounded once.
 """
 
 from __future__ import annotations
@@ -8,24 +9,56 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from quickstep.ops.reference.exact_math import exp_nonpositive, round_rows
 from quickstep.ops.reference.lora import among
-from quickstep.ops.table import ExpertLoRA, ExpertWeights, LinearWeight, LoRAMapping, OpTable
+from quickstep.ops.table import (
+    ExpertLoRA,
+    ExpertWeights,
+    LinearWeight,
+    LoRAMapping,
+    OpTable,
+    Routing,
+)
 
-__all__ = ["experts"]
+__all__ = ["SUM_BITS", "experts", "route"]
+
+SUM_BITS = 40  # exact sums of up to 2**13 experts in fp64
+
+
+def route(scores: Tensor, per_token: int, normalise: bool) -> Routing:
+    """`OpTable.route`."""
+    shares = _softmax(scores)
+    # a stable sort, as top-k may break ties differently for another number of rows
+    ranked, order = torch.sort(shares, dim=-1, descending=True, stable=True)
+    chosen, weights = order[:, :per_token].contiguous(), ranked[:, :per_token].contiguous()
+    if normalise:
+        total = weights[:, 0]
+        for column in range(1, per_token):
+            total = total + weights[:, column]
+        weights = weights / total.unsqueeze(1)
+    return Routing(chosen, weights.float().to(scores.dtype).float())
+
+
+def _softmax(logits: Tensor) -> Tensor:
+    """Softmax of each row in fp64, of steps that round the same in every place."""
+    wide = logits.double()
+    exponentials = exp_nonpositive(wide - wide.amax(-1, keepdim=True))
+    # rounded so that the sum is exact, and with it the same in any order
+    total = round_rows(exponentials, SUM_BITS).sum(-1, keepdim=True)
+    return exponentials / total
 
 
 def experts(
     ops: OpTable,
     x: Tensor,
-    chosen: Tensor,
-    expert_weights: Tensor,
+    routing: Routing,
     weights: ExpertWeights,
     activation: str,
     lora: ExpertLoRA | None,
 ) -> Tensor:
     """`OpTable.experts` with the products, activation and adapters of `ops`."""
-    per_token, flat = chosen.shape[1], chosen.flatten()
-    of_rows = expert_weights.flatten()
+    per_token, flat = routing.chosen.shape[1], routing.chosen.flatten()
+    of_rows = routing.weights.flatten()
     by_expert = torch.argsort(flat, stable=True)
     tokens = torch.div(by_expert, per_token, rounding_mode="floor")
     # the one read-back of a layer: how many rows each expert gets decides the shapes

@@ -44,6 +44,7 @@ def load_triton(device: torch.device | Device) -> OpTable | None:
     from quickstep.ops.triton.move_kv import move_kv
     from quickstep.ops.triton.quantized_linear import pack_quantized
     from quickstep.ops.triton.rotary import rotary, rotary_write_kv
+    from quickstep.ops.triton.routing import route
     from quickstep.ops.triton.write_kv import write_kv
 
     lora = TritonLoRA()
@@ -69,6 +70,7 @@ def load_triton(device: torch.device | Device) -> OpTable | None:
         plan_attention=plan_attention,
         move_kv=move_kv,
         pack_experts=pack_experts,
+        route=route,
         experts=TritonExperts(lora),
         reads_lengths=True,
         adapter_table=TritonAdapterTable,

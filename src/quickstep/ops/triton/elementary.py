@@ -17,11 +17,10 @@ from quickstep.ops.tensors import AnyTensor, to_torch
 from quickstep.ops.triton.overlap import overlap_options, overlaps, start_next, wait_for_inputs
 from quickstep.ops.triton.rounding import rounded
 
-__all__ = ["add_rms_norm", "gated_activation", "gated_value", "rms_norm"]
+__all__ = ["activated", "add_rms_norm", "check_activation", "gated_activation", "rms_norm"]
 
 _ACTIVATION_BLOCK = 1024
-_ALPHA = tl.constexpr(SWIGLU_ALPHA)
-_LIMIT = tl.constexpr(SWIGLU_LIMIT)
+_ALPHA, _LIMIT = tl.constexpr(SWIGLU_ALPHA), tl.constexpr(SWIGLU_LIMIT)
 
 
 @triton.jit
@@ -104,20 +103,23 @@ def _sigmoid(x):
 
 
 @triton.jit
-def gated_value(gate, up, KIND: tl.constexpr):
-    """The activation of gates and ups in fp32; `_ALPHA` and `_LIMIT` are of clamped SwiGLU."""
+def activated(gate, up, KIND: tl.constexpr):
+    """The activation of fp32 gates, times ups; of a kernel with `enable_fp_fusion=False`, so that
+    its bits are the same in each.
+    """
     if KIND == "silu":
-        return gate * _sigmoid(gate) * up
+        result = gate * _sigmoid(gate) * up
     elif KIND == "gelu":
-        return gate * 0.5 * (1.0 + tl.erf(gate * 0.7071067811865476)) * up
+        result = gate * 0.5 * (1.0 + tl.erf(gate * 0.7071067811865476)) * up
     elif KIND == "gelu_tanh":
         # 0.5 (1 + tanh(z)) is sigmoid(2 z)
         inner = (gate * gate * gate * 0.044715 + gate) * 1.5957691216057308
-        return gate * _sigmoid(inner) * up
+        result = gate * _sigmoid(inner) * up
     else:
         gate = tl.where(gate > _LIMIT, _LIMIT, gate)
         up = tl.where(up > _LIMIT, _LIMIT, tl.where(up < -_LIMIT, -_LIMIT, up))
-        return gate * _sigmoid(gate * _ALPHA) * (up + 1.0)
+        result = gate * _sigmoid(gate * _ALPHA) * (up + 1.0)
+    return result
 
 
 @triton.jit
@@ -138,15 +140,20 @@ def _gated_activation_kernel(
     source = gate_up + token * 2 * width
     gate = tl.load(source + columns, mask=mask, other=0.0).to(tl.float32)
     up = tl.load(source + width + columns, mask=mask, other=0.0).to(tl.float32)
-    result = gated_value(gate, up, KIND)
+    result = activated(gate, up, KIND)
     tl.store(out + token * width + columns, rounded(result, out.dtype.element_ty), mask=mask)
+
+
+def check_activation(kind: str) -> None:
+    """Raises ConfigError where `kind` is none of the reference's ACTIVATIONS."""
+    if kind not in ACTIVATIONS:
+        known = ", ".join(ACTIVATIONS)
+        raise ConfigError(f"activation {kind!r} is not known; gated activations are {known}")
 
 
 def gated_activation(gate_up: Tensor, kind: str) -> Tensor:
     """gate_up [T, 2 * N] -> [T, N]; `kind` is one of the reference's ACTIVATIONS."""
-    if kind not in ACTIVATIONS:
-        known = ", ".join(ACTIVATIONS)
-        raise ConfigError(f"activation {kind!r} is not known; gated activations are {known}")
+    check_activation(kind)
     gate_up = gate_up.contiguous()
     num_tokens, width = gate_up.shape[0], gate_up.shape[1] // 2
     out = gate_up.new_empty(num_tokens, width)

@@ -1,11 +1,11 @@
 """A mixture of experts as grouped products: all experts of a layer in one launch per matrix.
 
-The rows of all tokens are sorted by expert, and each expert's rows are cut into blocks from its
-first one on. A program multiplies one block with one block of its expert's outputs: sums run as in
-`linear` and `quantized_linear`, so the bits of a row do not depend on its place or on how many rows
-its expert has. For weights in floating point the tile shape never changes. Which expert a program
-has is read from the device, and the grid is the most blocks there can be: nothing is read back. The
-matrices of experts stay where they were packed; a table has their addresses.
+A plan (`ops.triton.routing`) lists the rows of each expert, which are cut into blocks from the
+first one on. A program multiplies one block with one block of its expert's outputs: each sum runs
+over blocks of inputs in ascending order, so the bits of a row do not depend on its place or on how
+many rows its expert has. Which expert a program has is read from the device, and the grid is the
+most blocks there can be: nothing is read back. The matrices of experts stay where they were packed;
+a table has their addresses. Without adapters, the product of gates and ups applies the activation.
 
 `_combine_kernel` adds a token's experts in ascending order in fp32 and rounds once.
 """
@@ -20,14 +20,14 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from quickstep.ops.table import ExpertLoRA, ExpertWeights, LinearWeight
-from quickstep.ops.triton.elementary import gated_activation
+from quickstep.ops.table import ExpertLoRA, ExpertWeights, LinearWeight, Routing
+from quickstep.ops.triton.elementary import activated, check_activation, gated_activation
 from quickstep.ops.triton.float8_linear import (
     Float8Weight,
     float8_tile,
     quantize_to_float8,
 )
-from quickstep.ops.triton.linear import FloatWeight, product_tile, widens
+from quickstep.ops.triton.linear import FloatWeight, widens
 from quickstep.ops.triton.lora import TritonLoRA
 from quickstep.ops.triton.quantized_linear import (
     PackedWeight,
@@ -36,13 +36,14 @@ from quickstep.ops.triton.quantized_linear import (
     quantized_tile,
 )
 from quickstep.ops.triton.rounding import rounded
+from quickstep.ops.triton.routing import Plan, plan_of
 
 __all__ = ["TritonExperts", "pack_experts"]
 
 _BLOCK_N = 64
-_BLOCK_K = 64
+_BLOCK_K = 64  # of weights in floating point, in every tile
 _MOST_BLOCK_K = 128  # of quantized weights
-_BLOCK_T = 32  # of weights in floating point, for every number of rows
+_FLOAT8_BLOCK_T = 32  # for every number of rows
 _COMBINE_BLOCK = 1024
 _ALIGNMENT = 16  # bytes, of every tensor of a weight
 # Addresses in the table: the weight, its scales, zeros, sub-block scales, and bias.
@@ -78,7 +79,9 @@ def _matrices(weights: Sequence[LinearWeight]) -> _Matrices | None:
     forms = {_form(one) for one in weights}
     if len(forms) > 1 or any(address % _ALIGNMENT for row in rows for address in row):
         return None
-    device = next(one for one in _tensors(weights[0]) if one is not None).device
+    tensors = [one for weight in weights for one in _tensors(weight) if one is not None]
+    device = tensors[0].device
+    assert all([one.device == device for one in tensors]), "kernels read all of them"
     table = torch.tensor(rows, dtype=torch.int64).to(device)
     bias = weights[0].bias
     return _Matrices(table, weights[0], None if bias is None else bias.dtype)
@@ -105,40 +108,6 @@ def _form(weight: LinearWeight) -> tuple[object, ...]:
     return kinds
 
 
-class _Plan(msgspec.Struct, frozen=True):
-    """Rows of tokens sorted by expert, on the device.
-
-    Attributes:
-        tokens: [R] int64, the token of each row.
-        experts: [R] int64, ascending.
-        weights: [R] float32.
-        places: [T, A] int64, the rows of each token, ascending.
-        starts: [E + 1] int64, the first row of each expert, and the end.
-    """
-
-    tokens: Tensor
-    experts: Tensor
-    weights: Tensor
-    places: Tensor
-    starts: Tensor
-
-
-def _plan(chosen: Tensor, expert_weights: Tensor, num_experts: int) -> _Plan:
-    flat = chosen.flatten()
-    order = torch.argsort(flat, stable=True)
-    experts = flat[order]
-    bounds = torch.arange(num_experts + 1, device=flat.device)
-    places = torch.empty_like(order)
-    places[order] = torch.arange(order.shape[0], device=flat.device)
-    return _Plan(
-        torch.div(order, chosen.shape[1], rounding_mode="floor"),
-        experts,
-        expert_weights.flatten()[order],
-        places.view(chosen.shape).sort(-1).values,
-        torch.searchsorted(experts, bounds),
-    )
-
-
 @triton.jit
 def _address(table, expert, FIELD: tl.constexpr, DTYPE: tl.constexpr):
     pointer = tl.load(table + expert * _FIELDS + FIELD).to(tl.pointer_type(DTYPE))
@@ -148,31 +117,44 @@ def _address(table, expert, FIELD: tl.constexpr, DTYPE: tl.constexpr):
 @triton.jit
 def _block_of(
     starts,
-    block_ends,
-    tokens,
+    plan_rows,
     num_experts,
+    width,
+    PER_TOKEN: tl.constexpr,
     GATHER: tl.constexpr,
+    ACTIVATION: tl.constexpr,
     BLOCK_E: tl.constexpr,
     BLOCK_T: tl.constexpr,
     BLOCK_N: tl.constexpr,
 ):
     """The expert of this program, `num_experts` if it has none; its rows, which of them there are,
-    the rows of x that they read, and its outputs.
+    the rows of x that they read, the outputs of the weight, and which of them there are.
+
+    With an activation, a gate and its up are neighbours.
     """
     block = tl.program_id(0)
     numbers = tl.arange(0, BLOCK_E)
-    ends = tl.load(block_ends + numbers, mask=numbers < num_experts, other=1 << 62)
-    expert = tl.sum((ends <= block).to(tl.int32), 0)
+    is_expert = numbers < num_experts
+    first = tl.load(starts + numbers, mask=is_expert, other=0)
+    end = tl.load(starts + numbers + 1, mask=is_expert, other=0)
+    blocks = (end - first + (BLOCK_T - 1)) // BLOCK_T
+    is_before = is_expert & (tl.cumsum(blocks, 0) <= block)
+    expert = tl.sum(is_before.to(tl.int32), 0)
+    blocks_before = tl.sum(tl.where(is_before, blocks, 0), 0)
     found = tl.minimum(expert, num_experts - 1)
-    before = tl.load(block_ends + found - 1, mask=found > 0, other=0)
-    first = tl.load(starts + found) + (block - before) * BLOCK_T
-    rows = first + tl.arange(0, BLOCK_T)
-    is_row = (rows < tl.load(starts + found + 1)) & (expert < num_experts)
-    sources = rows
-    if GATHER:
-        sources = tl.load(tokens + rows, mask=is_row, other=0)
-    outputs = tl.program_id(1).to(tl.int64) * BLOCK_N + tl.arange(0, BLOCK_N)
-    return expert, rows, is_row, sources, outputs
+    places = tl.load(starts + found) + (block - blocks_before) * BLOCK_T + tl.arange(0, BLOCK_T)
+    is_row = (places < tl.load(starts + found + 1)) & (expert < num_experts)
+    rows = tl.load(plan_rows + places, mask=is_row, other=0).to(tl.int64)
+    sources = rows // PER_TOKEN if GATHER else rows
+    index = tl.arange(0, BLOCK_N)
+    if ACTIVATION == "":
+        outputs = tl.program_id(1).to(tl.int64) * BLOCK_N + index
+        is_output = outputs < width
+    else:
+        of_pair = tl.program_id(1).to(tl.int64) * (BLOCK_N // 2) + index // 2
+        outputs = of_pair + (index % 2) * width
+        is_output = of_pair < width
+    return expert, rows, is_row, sources, outputs, is_output
 
 
 @triton.jit
@@ -184,34 +166,89 @@ def _store_block(
     rows,
     is_row,
     outputs,
-    num_outputs,
+    is_output,
+    width,
     HAS_BIAS: tl.constexpr,
     BIAS: tl.constexpr,
+    ACTIVATION: tl.constexpr,
+    BLOCK_T: tl.constexpr,
+    BLOCK_N: tl.constexpr,
 ):
+    """With the bias, and the activation of what was rounded, as without one it would be stored."""
     if HAS_BIAS:
         bias = _address(table, expert, 4, BIAS)
-        added = tl.load(bias + outputs, mask=outputs < num_outputs, other=0.0)
+        added = tl.load(bias + outputs, mask=is_output, other=0.0)
         total += added.to(tl.float32)[None, :]
+    if ACTIVATION == "":
+        columns = outputs
+    else:
+        total = rounded(total, out.dtype.element_ty).to(tl.float32)
+        gate, up = tl.split(tl.reshape(total, (BLOCK_T, BLOCK_N // 2, 2)))
+        total = activated(gate, up, ACTIVATION)
+        columns = tl.program_id(1).to(tl.int64) * (BLOCK_N // 2) + tl.arange(0, BLOCK_N // 2)
     tl.store(
-        out + rows[:, None] * num_outputs + outputs[None, :],
+        out + rows[:, None] * width + columns[None, :],
         rounded(total, out.dtype.element_ty),
-        mask=is_row[:, None] & (outputs < num_outputs)[None, :],
+        mask=is_row[:, None] & (columns < width)[None, :],
     )
+
+
+@triton.jit
+def _float_tile(
+    x,
+    rows,
+    is_row,
+    x_stride,
+    weight,
+    outputs,
+    is_output,
+    num_inputs,
+    WIDEN: tl.constexpr,
+    BLOCK_T: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    BLOCK_K: tl.constexpr,
+):
+    """[BLOCK_T, BLOCK_N] fp32: `rows` of x times `outputs` of the weight [N, C].
+
+    The weight is on the side of the matrix instruction that is always 64 high: instructions for 16
+    rows and for 256 add inputs in the same order. WIDEN: multiply in fp32, else in the dtype of
+    both.
+    """
+    total = tl.zeros((BLOCK_N, BLOCK_T), dtype=tl.float32)
+    for first in range(0, num_inputs, BLOCK_K):
+        inputs = first + tl.arange(0, BLOCK_K)
+        is_input = inputs < num_inputs
+        a = tl.load(
+            weight + outputs[:, None] * num_inputs + inputs[None, :],
+            mask=is_output[:, None] & is_input[None, :],
+            other=0.0,
+        )
+        b = tl.load(
+            x + rows[None, :] * x_stride + inputs[:, None],
+            mask=is_row[None, :] & is_input[:, None],
+            other=0.0,
+        )
+        if WIDEN:
+            a = a.to(tl.float32)
+            b = b.to(tl.float32)
+        total = tl.dot(a, b, total, input_precision="ieee")
+    return tl.trans(total)
 
 
 @triton.jit
 def _float_kernel(
     x,
-    tokens,
+    plan_rows,
     table,
     out,
     starts,
-    block_ends,
     num_experts,
-    num_outputs,
+    width,
     num_inputs,
     x_stride,
+    PER_TOKEN: tl.constexpr,
     GATHER: tl.constexpr,
+    ACTIVATION: tl.constexpr,
     WEIGHT: tl.constexpr,
     BIAS: tl.constexpr,
     HAS_BIAS: tl.constexpr,
@@ -222,40 +259,65 @@ def _float_kernel(
     BLOCK_K: tl.constexpr,
 ):
     """A block of an expert's rows and outputs. GATHER: x has the tokens, else the rows."""
-    expert, rows, is_row, sources, outputs = _block_of(
-        starts, block_ends, tokens, num_experts, GATHER, BLOCK_E, BLOCK_T, BLOCK_N
+    expert, rows, is_row, sources, outputs, is_output = _block_of(
+        starts,
+        plan_rows,
+        num_experts,
+        width,
+        PER_TOKEN,
+        GATHER,
+        ACTIVATION,
+        BLOCK_E,
+        BLOCK_T,
+        BLOCK_N,
     )
     if expert < num_experts:
-        total = product_tile(
+        total = _float_tile(
             x,
             sources,
             is_row,
             x_stride,
             _address(table, expert, 0, WEIGHT),
             outputs,
-            num_outputs,
+            is_output,
             num_inputs,
             WIDEN,
             BLOCK_T,
             BLOCK_N,
             BLOCK_K,
         )
-        _store_block(total, table, expert, out, rows, is_row, outputs, num_outputs, HAS_BIAS, BIAS)
+        _store_block(
+            total,
+            table,
+            expert,
+            out,
+            rows,
+            is_row,
+            outputs,
+            is_output,
+            width,
+            HAS_BIAS,
+            BIAS,
+            ACTIVATION,
+            BLOCK_T,
+            BLOCK_N,
+        )
 
 
 @triton.jit
 def _quantized_kernel(
     x,
     x_scales,
-    tokens,
+    plan_rows,
     table,
     out,
     starts,
-    block_ends,
     num_experts,
-    num_outputs,
+    width,
     num_inputs,
+    PER_TOKEN: tl.constexpr,
     GATHER: tl.constexpr,
+    ACTIVATION: tl.constexpr,
     WEIGHT: tl.constexpr,
     BIAS: tl.constexpr,
     HAS_BIAS: tl.constexpr,
@@ -270,8 +332,17 @@ def _quantized_kernel(
     BLOCK_K: tl.constexpr,
 ):
     """As `_float_kernel`, from quantized activations."""
-    expert, rows, is_row, sources, outputs = _block_of(
-        starts, block_ends, tokens, num_experts, GATHER, BLOCK_E, BLOCK_T, BLOCK_N
+    expert, rows, is_row, sources, outputs, is_output = _block_of(
+        starts,
+        plan_rows,
+        num_experts,
+        width,
+        PER_TOKEN,
+        GATHER,
+        ACTIVATION,
+        BLOCK_E,
+        BLOCK_T,
+        BLOCK_N,
     )
     if expert < num_experts:
         total = quantized_tile(
@@ -284,7 +355,7 @@ def _quantized_kernel(
             _address(table, expert, 2, tl.float32),
             _address(table, expert, 3, tl.int8),
             outputs,
-            outputs < num_outputs,
+            is_output,
             num_inputs,
             GROUP,
             SHARED,
@@ -295,22 +366,38 @@ def _quantized_kernel(
             BLOCK_N,
             BLOCK_K,
         )
-        _store_block(total, table, expert, out, rows, is_row, outputs, num_outputs, HAS_BIAS, BIAS)
+        _store_block(
+            total,
+            table,
+            expert,
+            out,
+            rows,
+            is_row,
+            outputs,
+            is_output,
+            width,
+            HAS_BIAS,
+            BIAS,
+            ACTIVATION,
+            BLOCK_T,
+            BLOCK_N,
+        )
 
 
 @triton.jit
 def _float8_kernel(
     x,
     x_scales,
-    tokens,
+    plan_rows,
     table,
     out,
     starts,
-    block_ends,
     num_experts,
-    num_outputs,
+    width,
     num_inputs,
+    PER_TOKEN: tl.constexpr,
     GATHER: tl.constexpr,
+    ACTIVATION: tl.constexpr,
     BIAS: tl.constexpr,
     HAS_BIAS: tl.constexpr,
     GROUP: tl.constexpr,
@@ -321,8 +408,17 @@ def _float8_kernel(
     BLOCK_K: tl.constexpr,
 ):
     """As `_quantized_kernel`, in e4m3."""
-    expert, rows, is_row, sources, outputs = _block_of(
-        starts, block_ends, tokens, num_experts, GATHER, BLOCK_E, BLOCK_T, BLOCK_N
+    expert, rows, is_row, sources, outputs, is_output = _block_of(
+        starts,
+        plan_rows,
+        num_experts,
+        width,
+        PER_TOKEN,
+        GATHER,
+        ACTIVATION,
+        BLOCK_E,
+        BLOCK_T,
+        BLOCK_N,
     )
     if expert < num_experts:
         total = float8_tile(
@@ -333,7 +429,7 @@ def _float8_kernel(
             _address(table, expert, 0, tl.uint8),
             _address(table, expert, 1, tl.float32),
             outputs,
-            outputs < num_outputs,
+            is_output,
             num_inputs,
             GROUP,
             WIDEN,
@@ -341,104 +437,145 @@ def _float8_kernel(
             BLOCK_N,
             BLOCK_K,
         )
-        _store_block(total, table, expert, out, rows, is_row, outputs, num_outputs, HAS_BIAS, BIAS)
+        _store_block(
+            total,
+            table,
+            expert,
+            out,
+            rows,
+            is_row,
+            outputs,
+            is_output,
+            width,
+            HAS_BIAS,
+            BIAS,
+            ACTIVATION,
+            BLOCK_T,
+            BLOCK_N,
+        )
 
 
 @triton.jit
 def _combine_kernel(
-    x, weights, places, out, num_columns, PER_TOKEN: tl.constexpr, BLOCK: tl.constexpr
+    x,
+    chosen,
+    weights,
+    out,
+    num_columns,
+    PER_TOKEN: tl.constexpr,
+    BLOCK_A: tl.constexpr,
+    BLOCK: tl.constexpr,
 ):
-    """A block of one token's columns: its rows in ascending order."""
+    """A block of one token's columns: its rows in ascending order of their experts."""
     token = tl.program_id(0).to(tl.int64)
     columns = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     mask = columns < num_columns
+    choices = tl.arange(0, BLOCK_A)
+    is_left = choices < PER_TOKEN
+    experts = tl.load(chosen + token * PER_TOKEN + choices, mask=is_left, other=0).to(tl.int32)
     total = tl.zeros((BLOCK,), dtype=tl.float32)
-    for index in range(0, PER_TOKEN):
-        row = tl.load(places + token * PER_TOKEN + index)
+    for _ in tl.static_range(PER_TOKEN):
+        lowest = tl.min(tl.where(is_left, experts, 0x7FFFFFFF), 0)
+        choice = tl.min(tl.where(is_left & (experts == lowest), choices, BLOCK_A), 0)
+        is_left = is_left & (choices != choice)
+        row = token * PER_TOKEN + choice
         value = tl.load(x + row * num_columns + columns, mask=mask, other=0.0).to(tl.float32)
         total += value * tl.load(weights + row)
     target = out + token * num_columns + columns
     tl.store(target, rounded(total, out.dtype.element_ty), mask=mask)
 
 
-def _product(x: Tensor, matrices: _Matrices, plan: _Plan, *, gather: bool) -> Tensor:
-    """X [T, C] where it is gathered, else [R, C], -> [R, N] of the rows' own experts."""
-    weight, num_rows = matrices.form, plan.tokens.shape[0]
-    num_experts = matrices.table.shape[0]
-    out = torch.empty((num_rows, weight.num_outputs), dtype=x.dtype, device=x.device)
-    data = weight.data
-    block_t = _BLOCK_T
+def _float_form(x: Tensor, weight: Tensor, rows_per_expert: int) -> dict[str, object]:
+    """How a product of floats is compiled, by the rows that an expert has on average."""
+    if widens(x, weight.dtype):  # by fused multiply-adds: the tile never changes
+        block_t, block_n, num_warps, num_stages = 16, 64, 4, 3
+    elif rows_per_expert <= 16:
+        block_t, block_n, num_warps, num_stages = 16, 64, 4, 6
+    elif rows_per_expert <= 64:
+        block_t, block_n, num_warps, num_stages = 64, 64, 4, 4
+    else:
+        block_t, block_n, num_warps, num_stages = 128, 128, 8, 4
+    return {
+        "WEIGHT": _element(weight.dtype),
+        "WIDEN": widens(x, weight.dtype),
+        "BLOCK_T": block_t,
+        "BLOCK_N": block_n,
+        "BLOCK_K": _BLOCK_K,
+        "num_warps": num_warps,
+        "num_stages": num_stages,
+    }
+
+
+def _product(
+    x: Tensor,
+    matrices: _Matrices,
+    plan: Plan,
+    per_token: int,
+    *,
+    gather: bool = False,
+    activation: str = "",
+) -> Tensor:
+    """X [T, C] where it is gathered, else [R, C], -> [R, N] of the rows' own experts, or
+    [R, N / 2] with an activation, of gates and ups.
+    """
+    weight, num_rows = matrices.form, plan.rows.shape[0]
+    num_experts, data = matrices.table.shape[0], weight.data
+    width = weight.num_outputs // 2 if activation else weight.num_outputs
+    out = torch.empty((num_rows, width), dtype=x.dtype, device=x.device)
+    rows_per_expert = num_rows // num_experts
+    kernel: triton.JITFunction
     if isinstance(data, PackedWeight):
-        # bits do not depend on the tile (`quantized_linear`)
-        block_t = 16 if num_rows < 32 * num_experts else 64
-    block_ends = ((plan.starts.diff() + (block_t - 1)) // block_t).cumsum(0)
-    num_blocks = min(num_rows, num_rows // block_t + num_experts)
-    grid = (num_blocks, triton.cdiv(weight.num_outputs, _BLOCK_N))
-    where = (plan.tokens, matrices.table, out, plan.starts, block_ends, num_experts)
-    bias = tl.float32 if matrices.bias_dtype is None else _element(matrices.bias_dtype)
-    block_e = triton.next_power_of_2(num_experts)
-    if isinstance(data, PackedWeight):
-        quants, scales = quantize_tokens(x, data)
-        _quantized_kernel[grid](
-            quants,
-            scales,
-            *where,
-            weight.num_outputs,
-            weight.num_inputs,
-            GATHER=gather,
-            WEIGHT=_element(data.packed.dtype),
-            BIAS=bias,
-            HAS_BIAS=weight.bias is not None,
-            GROUP=data.group_size,
-            SHARED=data.shared_groups,
-            INT4=data.is_int4,
-            HAS_ZEROS=data.zeros is not None,
-            HAS_SUB=data.sub_scales is not None,
-            BLOCK_E=block_e,
-            BLOCK_T=block_t,
-            BLOCK_N=_BLOCK_N,
-            BLOCK_K=block_k(data.group_size, _MOST_BLOCK_K),
-            enable_fp_fusion=False,
-        )
-        return out
-    if isinstance(data, Float8Weight):
-        values, scales = quantize_to_float8(x, data)
-        _float8_kernel[grid](
-            values,
-            scales,
-            *where,
-            weight.num_outputs,
-            weight.num_inputs,
-            GATHER=gather,
-            BIAS=bias,
-            HAS_BIAS=weight.bias is not None,
-            GROUP=data.group_size,
-            WIDEN=x.device.type == "cpu",
-            BLOCK_E=block_e,
-            BLOCK_T=block_t,
-            BLOCK_N=_BLOCK_N,
-            BLOCK_K=_BLOCK_K,
-            enable_fp_fusion=False,
-        )
-        return out
-    assert isinstance(data, FloatWeight)
-    if x.stride(-1) != 1:
-        x = x.contiguous()
-    _float_kernel[grid](
-        x,
-        *where,
-        weight.num_outputs,
+        kernel, sources = _quantized_kernel, quantize_tokens(x, data)
+        form: dict[str, object] = {
+            "WEIGHT": _element(data.packed.dtype),
+            "GROUP": data.group_size,
+            "SHARED": data.shared_groups,
+            "INT4": data.is_int4,
+            "HAS_ZEROS": data.zeros is not None,
+            "HAS_SUB": data.sub_scales is not None,
+            # bits do not depend on the tile (`quantized_linear`)
+            "BLOCK_T": 16 if rows_per_expert < 32 else 64,
+            "BLOCK_N": _BLOCK_N,
+            "BLOCK_K": block_k(data.group_size, _MOST_BLOCK_K),
+        }
+    elif isinstance(data, Float8Weight):
+        kernel, sources = _float8_kernel, quantize_to_float8(x, data)
+        form = {
+            "GROUP": data.group_size,
+            "WIDEN": x.device.type == "cpu",
+            "BLOCK_T": _FLOAT8_BLOCK_T,
+            "BLOCK_N": _BLOCK_N,
+            "BLOCK_K": _BLOCK_K,
+        }
+    else:
+        assert isinstance(data, FloatWeight)
+        x = x if x.stride(-1) == 1 else x.contiguous()
+        kernel, sources = _float_kernel, (x,)
+        form = _float_form(x, data.values, rows_per_expert)
+    block_t, block_n = form["BLOCK_T"], form["BLOCK_N"]
+    assert isinstance(block_t, int) and isinstance(block_n, int)
+    grid = (
+        min(num_rows, num_rows // block_t + num_experts),
+        triton.cdiv(width, block_n // 2 if activation else block_n),
+    )
+    kernel[grid](
+        *sources,
+        plan.rows,
+        matrices.table,
+        out,
+        plan.starts,
+        num_experts,
+        width,
         weight.num_inputs,
-        x.stride(0),
+        *((x.stride(0),) if kernel is _float_kernel else ()),
+        PER_TOKEN=per_token,
         GATHER=gather,
-        WEIGHT=_element(data.values.dtype),
-        BIAS=bias,
+        ACTIVATION=activation,
+        BIAS=tl.float32 if matrices.bias_dtype is None else _element(matrices.bias_dtype),
         HAS_BIAS=weight.bias is not None,
-        WIDEN=widens(x, data.values.dtype),
-        BLOCK_E=block_e,
-        BLOCK_T=block_t,
-        BLOCK_N=_BLOCK_N,
-        BLOCK_K=_BLOCK_K,
+        BLOCK_E=triton.next_power_of_2(num_experts),
+        enable_fp_fusion=False,
+        **form,
     )
     return out
 
@@ -457,8 +594,7 @@ class TritonExperts:
     def __call__(
         self,
         x: Tensor,
-        chosen: Tensor,
-        expert_weights: Tensor,
+        routing: Routing,
         weights: ExpertWeights,
         activation: str,
         lora: ExpertLoRA | None,
@@ -466,28 +602,40 @@ class TritonExperts:
         """X [T, C] -> [T, C]."""
         packed = weights.data
         assert isinstance(packed, _Packed)
+        check_activation(activation)
         out = torch.empty(x.shape, dtype=x.dtype, device=x.device)
         num_tokens, num_columns = out.shape
         if num_tokens == 0:
             return out
-        plan = _plan(chosen, expert_weights, len(weights.gate_up))
-        gate_up = _product(x, packed.gate_up, plan, gather=True)
+        chosen, per_token = routing.chosen, routing.chosen.shape[1]
+        num_experts, plan = len(weights.gate_up), routing.plan
+        if not isinstance(plan, Plan):
+            plan = plan_of(chosen, num_experts)
+        if lora is not None and self._lora.changes_experts(
+            lora.first_module, num_experts, lora.mapping
+        ):
+            gate_up = _product(x, packed.gate_up, plan, per_token, gather=True)
+            self._lora.add_expert_lora_(
+                gate_up, x, chosen, lora.first_module, num_experts, lora.mapping
+            )
+            middle = gated_activation(gate_up, activation)
+        else:
+            middle = _product(
+                x, packed.gate_up, plan, per_token, gather=True, activation=activation
+            )
+        output = _product(middle, packed.down_proj, plan, per_token)
         if lora is not None:
-            modules = lora.first_module + 2 * plan.experts
-            rows = plan.tokens
-            self._lora.add_expert_lora_(gate_up, x[rows], rows, modules, lora.mapping)
-        activated = gated_activation(gate_up, activation)
-        output = _product(activated, packed.down_proj, plan, gather=False)
-        if lora is not None:
-            modules = modules + 1
-            self._lora.add_expert_lora_(output, activated, rows, modules, lora.mapping)
+            self._lora.add_expert_lora_(
+                output, middle, chosen, lora.first_module + 1, num_experts, lora.mapping
+            )
         _combine_kernel[(num_tokens, triton.cdiv(num_columns, _COMBINE_BLOCK))](
             output,
-            plan.weights,
-            plan.places,
+            chosen,
+            routing.weights,
             out,
             num_columns,
-            PER_TOKEN=chosen.shape[1],
+            PER_TOKEN=per_token,
+            BLOCK_A=triton.next_power_of_2(per_token),
             BLOCK=_COMBINE_BLOCK,
             enable_fp_fusion=False,
         )

@@ -23,7 +23,7 @@ from quickstep.ops.reference.elementary import ACTIVATIONS
 from quickstep.ops.reference.linear import embedding as reference_embedding
 from quickstep.ops.table import LinearWeight
 from quickstep.ops.tensors import AnyTensor, DType, to_torch, torch_dtype
-from quickstep.ops.triton.elementary import gated_activation, gated_value
+from quickstep.ops.triton.elementary import activated, gated_activation
 from quickstep.ops.triton.float8_linear import Float8Weight, float8_linear, float8_rows
 from quickstep.ops.triton.overlap import (
     overlap_options,
@@ -42,7 +42,6 @@ __all__ = [
     "gated_linear",
     "linear",
     "pack_linear",
-    "product_tile",
     "slice_inputs",
     "tiled_linear",
     "widens",
@@ -68,41 +67,6 @@ class FloatWeight(msgspec.Struct, frozen=True):
     values: Tensor
     slice_len: int
     arrived: Tensor | None
-
-
-@triton.jit
-def product_tile(
-    x,
-    rows,
-    is_row,
-    x_stride,
-    weight,
-    outputs,
-    num_outputs,
-    num_inputs,
-    WIDEN: tl.constexpr,
-    BLOCK_T: tl.constexpr,
-    BLOCK_N: tl.constexpr,
-    BLOCK_K: tl.constexpr,
-):
-    """[BLOCK_T, BLOCK_N] fp32: `rows` of x times `outputs` of the weight [N, C].
-
-    WIDEN: multiply in fp32, else in the dtype of both.
-    """
-    total = tl.zeros((BLOCK_T, BLOCK_N), dtype=tl.float32)
-    for first in range(0, num_inputs, BLOCK_K):
-        inputs = first + tl.arange(0, BLOCK_K)
-        x_mask = is_row[:, None] & (inputs[None, :] < num_inputs)
-        w_mask = (inputs[:, None] < num_inputs) & (outputs[None, :] < num_outputs)
-        a = tl.load(x + rows[:, None] * x_stride + inputs[None, :], mask=x_mask, other=0.0)
-        b = tl.load(
-            weight + outputs[None, :] * num_inputs + inputs[:, None], mask=w_mask, other=0.0
-        )
-        if WIDEN:
-            a = a.to(tl.float32)
-            b = b.to(tl.float32)
-        total += tl.dot(a, b, input_precision="ieee")
-    return total
 
 
 @triton.jit
@@ -132,7 +96,7 @@ def _finish(
         gate, up = tl.split(halves)
         num_outputs = num_outputs // 2
         outputs = first_output + tl.arange(0, BLOCK_N // 2)
-        total = gated_value(gate, up, ACTIVATION)
+        total = activated(gate, up, ACTIVATION)
     target = out + tokens[:, None] * num_outputs + outputs[None, :]
     mask = is_token[:, None] & (outputs[None, :] < num_outputs)
     tl.store(target, rounded(tl.trans(total), dtype), mask=mask)

@@ -31,18 +31,34 @@ _NUM_FIELDS = 8
 _FIELDS = tl.constexpr(_NUM_FIELDS)
 # arguments that differ between layers and between batches: one variant of a kernel serves them all
 _BY_BATCH = ("module", "num_modules", "num_parts", "most_rank")
+_NUM_B_COLUMNS = 8  # the columns of b are padded to a multiple of this
+_B_COLUMNS = tl.constexpr(_NUM_B_COLUMNS)
+_ALIGNMENT = 16  # bytes, of every tensor of a part
 
 
 @triton.jit
-def _part_row(tables, groups, modules, module, num_modules, num_parts, PER_ITEM: tl.constexpr):
+def _part_row(tables, groups, chosen, module, num_modules, num_parts, PER_TOKEN: tl.constexpr):
     """The part of this program's adapter in the table, and whether there is an adapter; program ids
-    are (item, part, block). PER_ITEM: `modules` has the matrix of each item, else it is `module`.
+    are (item, part, block). PER_TOKEN: so many items of a token, each with the matrix of the expert
+    that `chosen` has for it, two matrices to an expert; 0 for one item with the matrix `module`.
     """
-    group = tl.load(groups + tl.program_id(0))
-    if PER_ITEM:
-        module = tl.load(modules + tl.program_id(0))
+    item = tl.program_id(0)
+    if PER_TOKEN > 0:
+        group = tl.load(groups + item // PER_TOKEN)
+        module = module + 2 * tl.load(chosen + item)
+    else:
+        group = tl.load(groups + item)
     place = (tl.maximum(group, 0) * num_modules + module) * num_parts + tl.program_id(1)
     return tables + place * _FIELDS, group >= 0
+
+
+@triton.jit
+def _token(tokens, HAS_TOKENS: tl.constexpr):
+    """The row of this program's item."""
+    token = tl.program_id(0).to(tl.int64)
+    if HAS_TOKENS:
+        token = tl.load(tokens + token)
+    return token
 
 
 @triton.jit
@@ -62,22 +78,26 @@ def _shrink_kernel(
     tables,
     tokens,
     groups,
-    modules,
+    chosen,
     module,
     num_modules,
     num_parts,
     num_inputs,
     most_rank,
-    PER_ITEM: tl.constexpr,
+    PER_TOKEN: tl.constexpr,
+    HAS_TOKENS: tl.constexpr,
+    ROWS_OF_X: tl.constexpr,
     DTYPE: tl.constexpr,
     BLOCK_INPUTS: tl.constexpr,
     BLOCK_RANK: tl.constexpr,
 ):
-    """low[item, part, r] = scale * sum of a[r, c] * x[token, c], in fp32."""
-    row, has_adapter = _part_row(tables, groups, modules, module, num_modules, num_parts, PER_ITEM)
-    a = tl.load(row).to(tl.pointer_type(DTYPE))
+    """low[item, part, r] = scale * sum of a[r, c] * x[token, c], in fp32. ROWS_OF_X: so many items
+    one after another have the same row of x.
+    """
+    row, has_adapter = _part_row(tables, groups, chosen, module, num_modules, num_parts, PER_TOKEN)
+    a = tl.multiple_of(tl.load(row).to(tl.pointer_type(DTYPE)), 16)
     rank = tl.where(has_adapter, tl.load(row + 2), 0)
-    x += tl.load(tokens + tl.program_id(0)) * num_inputs
+    x += _token(tokens, HAS_TOKENS) // ROWS_OF_X * num_inputs
     ranks = tl.program_id(2) * BLOCK_RANK + tl.arange(0, BLOCK_RANK)
     is_rank = ranks < rank
     total = tl.zeros([BLOCK_RANK], dtype=tl.float32)
@@ -103,20 +123,21 @@ def _look_up_kernel(
     tables,
     tokens,
     groups,
-    modules,
+    chosen,
     module,
     num_modules,
     num_parts,
     most_rank,
-    PER_ITEM: tl.constexpr,
+    PER_TOKEN: tl.constexpr,
+    HAS_TOKENS: tl.constexpr,
     DTYPE: tl.constexpr,
     BLOCK_RANK: tl.constexpr,
 ):
     """low[item, part, r] = scale * a[token id, r], in fp32: the shrink of an embedding."""
-    row, has_adapter = _part_row(tables, groups, modules, module, num_modules, num_parts, PER_ITEM)
+    row, has_adapter = _part_row(tables, groups, chosen, module, num_modules, num_parts, PER_TOKEN)
     a = tl.load(row).to(tl.pointer_type(DTYPE))
     rank = tl.where(has_adapter, tl.load(row + 2), 0)
-    token_id = tl.load(token_ids + tl.load(tokens + tl.program_id(0)))
+    token_id = tl.load(token_ids + _token(tokens, HAS_TOKENS))
     ranks = tl.program_id(2) * BLOCK_RANK + tl.arange(0, BLOCK_RANK)
     is_rank = ranks < rank
     weights = tl.load(a + token_id * rank + ranks, mask=is_rank, other=0).to(tl.float32)
@@ -131,13 +152,14 @@ def _expand_kernel(
     tables,
     tokens,
     groups,
-    modules,
+    chosen,
     module,
     num_modules,
     num_parts,
     num_columns,
     most_rank,
-    PER_ITEM: tl.constexpr,
+    PER_TOKEN: tl.constexpr,
+    HAS_TOKENS: tl.constexpr,
     DTYPE: tl.constexpr,
     BLOCK_OUTPUTS: tl.constexpr,
     BLOCK_RANK: tl.constexpr,
@@ -145,9 +167,9 @@ def _expand_kernel(
     """y[token, first + n] += bias[n] + sum of b[n, r] * low[item, part, r], rounded once;
     y[token, first + n] = bias[n] + low[item, part, n] without b.
     """
-    row, has_adapter = _part_row(tables, groups, modules, module, num_modules, num_parts, PER_ITEM)
+    row, has_adapter = _part_row(tables, groups, chosen, module, num_modules, num_parts, PER_TOKEN)
     b_address, bias_address = tl.load(row + 1), tl.load(row + 7)
-    b = b_address.to(tl.pointer_type(DTYPE))
+    b = tl.multiple_of(b_address.to(tl.pointer_type(DTYPE)), 16)
     rank = tl.where(has_adapter, tl.load(row + 2), 0)
     is_complete = (b_address == 0) & (rank > 0)
     rank = tl.where(is_complete, 0, rank)
@@ -158,23 +180,24 @@ def _expand_kernel(
     total = tl.load(low + outputs, mask=is_output & is_complete, other=0.0)
     bias = bias_address.to(tl.pointer_type(tl.float32)) + outputs
     total += tl.load(bias, mask=is_output & (bias_address != 0), other=0.0)
+    # b has columns of zeros up to a multiple, so that a load is several elements wide
+    stride = (rank + (_B_COLUMNS - 1)) // _B_COLUMNS * _B_COLUMNS
     for start in range(0, rank, BLOCK_RANK):
         ranks = start + tl.arange(0, BLOCK_RANK)
-        is_rank = ranks < rank
-        values = tl.load(low + ranks, mask=is_rank, other=0.0)
-        mask = is_output[:, None] & is_rank[None, :]
+        values = tl.load(low + ranks, mask=ranks < rank, other=0.0)
+        mask = is_output[:, None] & (ranks < stride)[None, :]
         weights = tl.load(
-            b + outputs[:, None].to(tl.int64) * rank + ranks[None, :], mask=mask, other=0
+            b + outputs[:, None].to(tl.int64) * stride + ranks[None, :], mask=mask, other=0
         )
         total += tl.sum(weights.to(tl.float32) * values[None, :], 1)
-    y += tl.load(tokens + tl.program_id(0)) * num_columns + tl.load(row + 4) + outputs
+    y += _token(tokens, HAS_TOKENS) * num_columns + tl.load(row + 4) + outputs
     before = tl.load(y, mask=is_output & ~is_complete, other=0.0).to(tl.float32)
     tl.store(y, rounded(before + total, y.dtype.element_ty), mask=is_output)
 
 
 class _Packed(msgspec.Struct, frozen=True):
     """An adapter: `table` [modules, parts, 8] int64 on the device, and what it points to. The
-    largest rank of each module, and the dtype of its weights.
+    largest rank of each module, -1 without a part, and the dtype of its weights.
     """
 
     table: Tensor
@@ -184,17 +207,31 @@ class _Packed(msgspec.Struct, frozen=True):
 
 
 class _Items(msgspec.Struct, frozen=True):
-    """The tokens of a mapping that have an adapter, [I], and the number of its table, [I].
-
-    `modules` [I] is the matrix of each where they differ; a group of -1 has no adapter.
+    """The tokens of a mapping that have an adapter, [I], and the number of its table, [I]; -1 for
+    no adapter. Without `tokens`, every token is an item.
     """
 
     tables: Tensor  # [groups, modules, parts, 8]
-    tokens: Tensor
+    tokens: Tensor | None
     groups: Tensor
-    most_ranks: tuple[int, ...]  # by module
+    most_ranks: tuple[int, ...]  # by module, -1 where no adapter has a part
     dtype: torch.dtype
-    modules: Tensor | None = None
+
+    def of_every_token(self, num_tokens: int) -> _Items:
+        """The same with an item for each token of a step."""
+        if self.tokens is None:
+            return self
+        groups = torch.full((num_tokens,), -1, dtype=torch.int64, device=self.groups.device)
+        groups[self.tokens] = self.groups
+        return _Items(self.tables, None, groups, self.most_ranks, self.dtype)
+
+
+class _ExpertRows(msgspec.Struct, frozen=True):
+    """Rows [T * A] of experts `chosen` [T, A]; `rows_of_x` of them have the same row of x."""
+
+    chosen: Tensor
+    rows_of_x: int
+    most_rank: int
 
 
 class TritonLoRA:
@@ -205,6 +242,7 @@ class TritonLoRA:
     def __init__(self) -> None:
         self._mapping: LoRAMapping | None = None
         self._items: _Items | None = None
+        self._of_every_token: _Items | None = None
 
     def pack_lora(self, modules: Sequence[Sequence[LoRAPart]]) -> LoRAAdapter:
         """A table of the parts, on their device."""
@@ -214,7 +252,11 @@ class TritonLoRA:
         for parts in modules:
             for part in parts:
                 found = [part.a, part.b, part.rank_scales, part.bias]
-                of_part = [None if one is None else to_torch(one).contiguous() for one in found]
+                of_part = [None if one is None else to_torch(one) for one in found]
+                if of_part[1] is not None:
+                    padding = -of_part[1].shape[1] % _NUM_B_COLUMNS
+                    of_part[1] = torch.nn.functional.pad(of_part[1], (0, padding))
+                of_part = [None if one is None else _aligned(one) for one in of_part]
                 a, b, rank_scales, bias = map(_address, of_part)
                 tensors += [one for one in of_part if one is not None]
                 scale = int(torch.tensor([part.scale], dtype=torch.float32).view(torch.int32))
@@ -222,10 +264,11 @@ class TritonLoRA:
                 rows.append([a, b, *sizes, scale, rank_scales, bias])
             rows += [[0] * _NUM_FIELDS] * (num_parts - len(parts))
         table = torch.tensor(rows, dtype=torch.int64).view(len(modules), num_parts, _NUM_FIELDS)
-        most_ranks = tuple(max((part.rank for part in parts), default=0) for parts in modules)
+        most_ranks = tuple(max((part.rank for part in parts), default=-1) for parts in modules)
         device, dtype = torch.device("cpu"), torch.float32
         if tensors:
             device, dtype = tensors[0].device, tensors[0].dtype
+        assert all([one.device == device for one in tensors]), "kernels read all of them"
         nbytes = sum(tensor.nbytes for tensor in tensors)
         packed = _Packed(table.to(device), tuple(tensors), most_ranks, dtype)
         return LoRAAdapter(packed, nbytes)
@@ -236,61 +279,76 @@ class TritonLoRA:
         if items is not None:
             _add(y, x, module, items)
 
+    def changes_experts(self, first_module: int, num_experts: int, mapping: LoRAMapping) -> bool:
+        """Whether an adapter may have a part of one of the matrices `first_module + 2 e`."""
+        items = self._items_of(mapping)
+        return items is not None and _most_rank(items, first_module, num_experts) >= 0
+
     def add_expert_lora_(
-        self, y: Tensor, x: Tensor, tokens: Tensor, modules: Tensor, mapping: LoRAMapping
+        self,
+        y: Tensor,
+        x: Tensor,
+        chosen: Tensor,
+        first_module: int,
+        num_experts: int,
+        mapping: LoRAMapping,
     ) -> None:
-        """Y [R, N] += scale * B (A x) + bias, x [R, C], with the adapter of each row's token,
-        `tokens` [R], at the row's own matrix, `modules` [R]. Reads nothing back from the device.
+        """Y [T * A, N] += scale * B (A x) + bias with the adapter of each row's token, at the
+        matrix `first_module + 2 e` of each row's expert e, `chosen` [T, A]. x [T, C] or [T * A, C].
+        Reads nothing back from the device.
         """
         items = self._items_of(mapping)
         if items is None:
             return
-        # as many as there are rows: every token has one row at least
-        groups = torch.full((y.shape[0],), -1, dtype=torch.int64, device=y.device)
-        groups[items.tokens] = items.groups
-        rows = torch.arange(y.shape[0], device=y.device)
-        most_ranks = (max(items.most_ranks),)
-        of_rows = _Items(items.tables, rows, groups[tokens], most_ranks, items.dtype, modules)
-        _add(y, x, 0, of_rows)
+        num_tokens = chosen.shape[0]
+        if self._of_every_token is None or self._of_every_token.groups.shape[0] != num_tokens:
+            self._of_every_token = items.of_every_token(num_tokens)
+        most_rank = _most_rank(items, first_module, num_experts)
+        rows = _ExpertRows(chosen, y.shape[0] // x.shape[0], most_rank)
+        _add(y, x, first_module, self._of_every_token, rows)
 
     def _items_of(self, mapping: LoRAMapping) -> _Items | None:
         if mapping is not self._mapping:
             self._mapping, self._items = mapping, _items_of(mapping)
+            self._of_every_token = None
         return self._items
 
 
-def _add(y: Tensor, x: Tensor, module: int, items: _Items) -> None:
-    """Shrink and expand for all items, at the matrix `module` where they have none of their own."""
+def _add(
+    y: Tensor, x: Tensor, module: int, items: _Items, experts: _ExpertRows | None = None
+) -> None:
+    """Shrink and expand for all items, at the matrix `module`; of experts, from that one on."""
     assert y.is_contiguous(), "rows of y are addressed by its width"
     x = x.contiguous()
     num_modules, num_parts = items.tables.shape[1:3]
-    num_items, most_rank = items.tokens.shape[0], max(1, items.most_ranks[module])
-    dtype = getattr(tl, str(items.dtype).removeprefix("torch."))
-    low = torch.empty(
-        (num_items, num_parts, most_rank), dtype=torch.float32, device=items.tokens.device
-    )
+    if experts is None:
+        num_items, per_token, most_rank = items.groups.shape[0], 0, items.most_ranks[module]
+    else:
+        num_items, per_token = experts.chosen.numel(), experts.chosen.shape[1]
+        most_rank = experts.most_rank
+    if most_rank < 0:
+        return
+    most_rank = max(1, most_rank)
+    low = torch.empty((num_items, num_parts, most_rank), dtype=torch.float32, device=y.device)
     where = (
         items.tables,
         items.tokens,
         items.groups,
-        items.modules,
+        None if experts is None else experts.chosen,
         module,
         num_modules,
         num_parts,
     )
-    per_item = items.modules is not None
+    form = {
+        "PER_TOKEN": per_token,
+        "HAS_TOKENS": items.tokens is not None,
+        "DTYPE": getattr(tl, str(items.dtype).removeprefix("torch.")),
+        "BLOCK_RANK": _BLOCK_RANK,
+        "enable_fp_fusion": False,
+    }
     grid = (num_items, num_parts, triton.cdiv(most_rank, _BLOCK_RANK))
     if x.dim() == 1:
-        _look_up_kernel[grid](
-            x,
-            low,
-            *where,
-            most_rank,
-            PER_ITEM=per_item,
-            DTYPE=dtype,
-            BLOCK_RANK=_BLOCK_RANK,
-            enable_fp_fusion=False,
-        )
+        _look_up_kernel[grid](x, low, *where, most_rank, **form)
     else:
         _shrink_kernel[grid](
             x,
@@ -298,24 +356,19 @@ def _add(y: Tensor, x: Tensor, module: int, items: _Items) -> None:
             *where,
             x.shape[1],
             most_rank,
-            PER_ITEM=per_item,
-            DTYPE=dtype,
+            ROWS_OF_X=1 if experts is None else experts.rows_of_x,
             BLOCK_INPUTS=_BLOCK_INPUTS,
-            BLOCK_RANK=_BLOCK_RANK,
-            enable_fp_fusion=False,
+            **form,
         )
     _expand_kernel[(num_items, num_parts, triton.cdiv(y.shape[1], _BLOCK_OUTPUTS))](
-        y,
-        low,
-        *where,
-        y.shape[1],
-        most_rank,
-        PER_ITEM=per_item,
-        DTYPE=dtype,
-        BLOCK_OUTPUTS=_BLOCK_OUTPUTS,
-        BLOCK_RANK=_BLOCK_RANK,
-        enable_fp_fusion=False,
+        y, low, *where, y.shape[1], most_rank, BLOCK_OUTPUTS=_BLOCK_OUTPUTS, **form
     )
+
+
+def _most_rank(items: _Items, first_module: int, num_experts: int) -> int:
+    """Of the matrices `first_module + 2 e`; -1 where no adapter has a part."""
+    end = first_module + 2 * num_experts
+    return max(items.most_ranks[first_module:end:2], default=-1)
 
 
 class TritonAdapterTable:
@@ -347,8 +400,7 @@ class TritonAdapterTable:
 
     def mapping(self, places: Tensor) -> LoRAMapping:
         """`AdapterTable.mapping`."""
-        tokens = torch.arange(places.shape[0], device=places.device)
-        items = _Items(self._tables, tokens, places, self._most_ranks, self._dtype)
+        items = _Items(self._tables, None, places, self._most_ranks, self._dtype)
         return LoRAMapping((), items)
 
 
@@ -388,6 +440,12 @@ def _largest_ranks(adapters: Sequence[_Packed]) -> tuple[int, ...]:
 def _packed(adapter: LoRAAdapter) -> _Packed:
     assert isinstance(adapter.data, _Packed), "another implementation packed the adapter"
     return adapter.data
+
+
+def _aligned(tensor: Tensor) -> Tensor:
+    """Contiguous, from an address on that kernels may read several elements from at once."""
+    tensor = tensor.contiguous()
+    return tensor.clone() if tensor.data_ptr() % _ALIGNMENT else tensor
 
 
 def _address(tensor: Tensor | None) -> int:
