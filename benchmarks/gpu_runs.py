@@ -114,6 +114,8 @@ def _correct(device: str) -> Iterator[Stage]:
         0,
         False,
     )
+    if is_gpu:
+        yield Stage("doctor --gpu-check", ("quickstep", "doctor", "--gpu-check"), 90.0)
     of_products = (_KERNELS, "bits", *_chosen(device))
     interpreted = () if is_gpu else (("TRITON_INTERPRET", "1"),)
     yield Stage("bits of products", of_products, 75.0, (different,), environment=interpreted)
