@@ -21,6 +21,7 @@ RUNS = ("correct", "fast", "compared")
 OPS = {
     "paged_attention": 8,
     "linear": 2,
+    "gated_linear": 2,
     "quantized_linear": 2,
     "experts": 2,
     "experts_lora": 2,
@@ -172,7 +173,15 @@ def _op_tests() -> Iterator[Stage]:
 def _sanitized() -> Iterator[Stage]:
     """A few kernels of each kind under NVIDIA's compute-sanitizer, which may be missing."""
     check = f"{_OP_TESTS}::{_OP_CHECKS[0]}"
-    ops = ("linear", "quantized_linear", "paged_attention", "lora", "experts", "rotary_write_kv")
+    ops = (
+        "linear",
+        "gated_linear",
+        "quantized_linear",
+        "paged_attention",
+        "lora",
+        "experts",
+        "rotary_write_kv",
+    )
     for op in ops:
         names = (f"{check}[{op}-0-triton]",)
         yield _sanitize(_tests(f"memcheck: {op}", names, 120.0, "sanitizer"), "memcheck")
