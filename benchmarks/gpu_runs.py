@@ -21,6 +21,7 @@ RUNS = ("correct", "fast", "compared")
 OPS = {
     "paged_attention": 8,
     "linear": 2,
+    "gated_linear": 2,
     "quantized_linear": 2,
     "experts": 2,
     "experts_lora": 2,
@@ -116,6 +117,8 @@ def _correct(device: str) -> Iterator[Stage]:
         0,
         False,
     )
+    if is_gpu:
+        yield Stage("doctor --gpu-check", ("quickstep", "doctor", "--gpu-check"), 90.0)
     of_products = (_KERNELS, "bits", *_chosen(device))
     interpreted = () if is_gpu else (("TRITON_INTERPRET", "1"),)
     yield Stage("bits of products", of_products, 75.0, (different,), environment=interpreted)
@@ -172,7 +175,15 @@ def _op_tests() -> Iterator[Stage]:
 def _sanitized() -> Iterator[Stage]:
     """A few kernels of each kind under NVIDIA's compute-sanitizer, which may be missing."""
     check = f"{_OP_TESTS}::{_OP_CHECKS[0]}"
-    ops = ("linear", "quantized_linear", "paged_attention", "lora", "experts", "rotary_write_kv")
+    ops = (
+        "linear",
+        "gated_linear",
+        "quantized_linear",
+        "paged_attention",
+        "lora",
+        "experts",
+        "rotary_write_kv",
+    )
     for op in ops:
         names = (f"{check}[{op}-0-triton]",)
         yield _sanitize(_tests(f"memcheck: {op}", names, 120.0, "sanitizer"), "memcheck")

@@ -133,6 +133,7 @@ async def measure_steps(
         prompt = random_prompt(rng, vocab_size, options.prefill)
         prefill = await run_request(measured, prompt, 1)
         if repeat == 0:  # it computed the prompts one after another, so they may not overlap
+            await measured.engine.wait_until_captured()
             continue
         decode_s, overhead_s = decode_times(times)
         samples.append(

@@ -148,6 +148,7 @@ async def profile_steps(
 
     for _ in range(_WARM_UPS):
         await decode()
+        await measured.engine.wait_until_captured()
     activities = [ProfilerActivity.CPU]
     if measured.model.device.type == "cuda":
         activities.append(ProfilerActivity.CUDA)
