@@ -21,10 +21,42 @@ __all__ = ["rotary", "rotary_write_kv"]
 
 
 @triton.jit
-def _rotated_head(source, cos, sin, channels, mask, half, INTERLEAVED: tl.constexpr):
+def _channels(head_size, half, HALVES: tl.constexpr, BLOCK: tl.constexpr):
+    """The channels [P, BLOCK] of a head, and which of them it has. HALVES: one half in each of two
+    rows, so that a channel's partner is at the same place of the other row.
+    """
+    columns = tl.arange(0, BLOCK)[None, :]
+    if HALVES:
+        rows = tl.arange(0, 2)[:, None]
+        channels = rows * half + columns
+        mask = (columns < half) & (rows < 2)
+    else:
+        channels = columns
+        mask = columns < head_size
+    return channels, mask
+
+
+@triton.jit
+def _rotated_head(
+    source,
+    cos,
+    sin,
+    channels,
+    mask,
+    half,
+    INTERLEAVED: tl.constexpr,
+    HALVES: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
     """A head in fp32, its first 2 * half channels rotated by this token's cos and sin [half]."""
     is_turned = channels < 2 * half
-    if INTERLEAVED:
+    if HALVES:
+        rows = tl.arange(0, 2)[:, None]
+        is_first = rows == 0
+        pair = tl.arange(0, BLOCK)[None, :]
+        other = (1 - rows) * half + pair
+        is_turned = pair < half
+    elif INTERLEAVED:
         pair = channels // 2
         is_first = channels % 2 == 0
         other = tl.where(is_first, channels + 1, channels - 1)
@@ -53,16 +85,18 @@ def _rotary_kernel(
     x_token_stride,
     x_head_stride,
     INTERLEAVED: tl.constexpr,
-    BLOCK_D: tl.constexpr,
+    HALVES: tl.constexpr,
+    BLOCK: tl.constexpr,
 ):
     """One head of one token."""
     token = tl.program_id(0).to(tl.int64)
     head = tl.program_id(1)
-    channels = tl.arange(0, BLOCK_D)
-    mask = channels < head_size
+    channels, mask = _channels(head_size, half, HALVES, BLOCK)
     source = x + token * x_token_stride + head * x_head_stride
     place = token * half
-    value = _rotated_head(source, cos + place, sin + place, channels, mask, half, INTERLEAVED)
+    value = _rotated_head(
+        source, cos + place, sin + place, channels, mask, half, INTERLEAVED, HALVES, BLOCK
+    )
     target = out + (token * num_heads + head) * head_size + channels
     tl.store(target, rounded(value, out.dtype.element_ty), mask=mask)
 
@@ -92,34 +126,45 @@ def _rotary_write_kv_kernel(
     v_token_stride,
     v_head_stride,
     INTERLEAVED: tl.constexpr,
+    HALVES: tl.constexpr,
     INT8: tl.constexpr,
     OVERLAP: tl.constexpr,
-    BLOCK_D: tl.constexpr,
+    BLOCK: tl.constexpr,
 ):
     """One head of q of one token, or one KV head of k and v."""
     start_next(OVERLAP)
     wait_for_inputs(OVERLAP)
     token = tl.program_id(0).to(tl.int64)
     head = tl.program_id(1)
-    channels = tl.arange(0, BLOCK_D)
-    mask = channels < head_size
+    channels, mask = _channels(head_size, half, HALVES, BLOCK)
     place = token * half
     if head < num_heads:
         source = q + token * q_token_stride + head * q_head_stride
-        value = _rotated_head(source, cos + place, sin + place, channels, mask, half, INTERLEAVED)
+        value = _rotated_head(
+            source, cos + place, sin + place, channels, mask, half, INTERLEAVED, HALVES, BLOCK
+        )
         target = out + (token * num_heads + head) * head_size + channels
         tl.store(target, rounded(value, out.dtype.element_ty), mask=mask)
     else:
         kv_head = head - num_heads
         offset = (tl.load(slots + token) * num_kv_heads + kv_head) * width
         source = k + token * k_token_stride + kv_head * k_head_stride
-        key = _rotated_head(source, cos + place, sin + place, channels, mask, half, INTERLEAVED)
+        key = _rotated_head(
+            source, cos + place, sin + place, channels, mask, half, INTERLEAVED, HALVES, BLOCK
+        )
         # as a tensor between the two ops would hold it
         key = rounded(key, k.dtype.element_ty).to(tl.float32)
         store_head(key, keys, key_scales, offset, channels, mask, width, INT8)
         source = v + token * v_token_stride + kv_head * v_head_stride
         held = tl.load(source + channels, mask=mask, other=0.0).to(tl.float32)
         store_head(held, values, value_scales, offset, channels, mask, width, INT8)
+
+
+def _block(head_size: int, half: int, interleaved: bool) -> dict[str, int]:
+    """How a program has the channels of a head, whose first 2 * half are rotated."""
+    has_halves = not interleaved and 2 * half == head_size
+    block = triton.next_power_of_2(half if has_halves else head_size)
+    return {"INTERLEAVED": interleaved, "HALVES": has_halves, "BLOCK": block}
 
 
 def rotary(x: Tensor, cos: Tensor, sin: Tensor, interleaved: bool) -> Tensor:
@@ -139,8 +184,8 @@ def rotary(x: Tensor, cos: Tensor, sin: Tensor, interleaved: bool) -> Tensor:
             cos.shape[-1],
             x.stride(0),
             x.stride(1),
-            INTERLEAVED=interleaved,
-            BLOCK_D=triton.next_power_of_2(head_size),
+            **_block(head_size, cos.shape[-1], interleaved),
+            num_warps=1,  # a thread has several channels, which it reads and writes at once
             enable_fp_fusion=False,
         )
     return out
@@ -192,10 +237,10 @@ def rotary_write_kv(
             k.stride(1),
             v.stride(0),
             v.stride(1),
-            INTERLEAVED=interleaved,
             INT8=keys.dtype == torch.int8,
             OVERLAP=overlaps(q.device),
-            BLOCK_D=triton.next_power_of_2(head_size),
+            **_block(head_size, cos.shape[-1], interleaved),
+            num_warps=1,  # a thread has several channels, which it reads and writes at once
             enable_fp_fusion=False,
             **overlap_options(q.device),
         )

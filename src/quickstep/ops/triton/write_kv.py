@@ -27,12 +27,13 @@ _LEAST = tl.constexpr(1e-30)  # as in `ops.tensors`: a head below it is stored a
 
 @triton.jit
 def store_head(value, cache, scales, offset, channels, mask, width, INT8: tl.constexpr):
-    """One head of one token, in fp32 and 0 outside of `mask`, at element `offset` of the cache; an
-    int8 scale follows the values.
+    """One head of one token, [P, N] in fp32 and 0 outside of `mask`, at element `offset` of the
+    cache; an int8 scale follows the values.
     """
     if INT8:
-        is_finite = tl.max(tl.where((value - value) == 0.0, 0, 1), 0) == 0
-        most = tl.max(tl.abs(value), 0)
+        offset = offset // 4 * 4  # as it is: stores of 4 bytes need to know
+        is_finite = tl.max(tl.max(tl.where((value - value) == 0.0, 0, 1), 1), 0) == 0
+        most = tl.max(tl.max(tl.abs(value), 1), 0)
         is_used = is_finite & (most >= _LEAST)
         divisor = tl.where(is_used, most, 1.0)
         near = rounded_to_integer(value * rounded_quotient(127.0, divisor))
@@ -69,7 +70,7 @@ def _write_kv_kernel(
     """The key and the value of one head of one token."""
     token = tl.program_id(0).to(tl.int64)
     head = tl.program_id(1)
-    channels = tl.arange(0, BLOCK_D)
+    channels = tl.arange(0, BLOCK_D)[None, :]
     mask = channels < head_size
     offset = (tl.load(slots + token) * num_heads + head) * width
     source = k + token * k_token_stride + head * k_head_stride
@@ -122,6 +123,7 @@ def write_kv(
         v.stride(1),
         INT8=is_int8,
         BLOCK_D=triton.next_power_of_2(head_size),
+        num_warps=1,  # a thread has several channels, which it reads and writes at once
         enable_fp_fusion=False,
     )
     return None
