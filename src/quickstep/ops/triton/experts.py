@@ -99,7 +99,7 @@ def _form(weight: LinearWeight) -> tuple[object, ...]:
     kinds = tuple(None if one is None else (one.dtype, one.shape) for one in _tensors(weight))
     data = weight.data
     if isinstance(data, PackedWeight):
-        return *kinds, data.group_size, data.shared_groups, data.is_int4
+        return *kinds, data.group_size, data.shared_groups, data.half
     if isinstance(data, Float8Weight):
         return *kinds, data.group_size, "float8"
     return kinds
@@ -261,7 +261,7 @@ def _quantized_kernel(
     HAS_BIAS: tl.constexpr,
     GROUP: tl.constexpr,
     SHARED: tl.constexpr,
-    INT4: tl.constexpr,
+    HALF: tl.constexpr,
     HAS_ZEROS: tl.constexpr,
     HAS_SUB: tl.constexpr,
     BLOCK_E: tl.constexpr,
@@ -282,13 +282,14 @@ def _quantized_kernel(
             _address(table, expert, 0, WEIGHT),
             _address(table, expert, 1, tl.float32),
             _address(table, expert, 2, tl.float32),
-            _address(table, expert, 3, tl.int8),
+            _address(table, expert, 3, tl.int32),
             outputs,
             outputs < num_outputs,
+            num_outputs,
             num_inputs,
             GROUP,
             SHARED,
-            INT4,
+            HALF,
             HAS_ZEROS,
             HAS_SUB,
             BLOCK_T,
@@ -391,13 +392,13 @@ def _product(x: Tensor, matrices: _Matrices, plan: _Plan, *, gather: bool) -> Te
             HAS_BIAS=weight.bias is not None,
             GROUP=data.group_size,
             SHARED=data.shared_groups,
-            INT4=data.is_int4,
+            HALF=data.half,
             HAS_ZEROS=data.zeros is not None,
             HAS_SUB=data.sub_scales is not None,
             BLOCK_E=block_e,
             BLOCK_T=block_t,
             BLOCK_N=_BLOCK_N,
-            BLOCK_K=block_k(data.group_size, _MOST_BLOCK_K),
+            BLOCK_K=block_k(data, _MOST_BLOCK_K),
             enable_fp_fusion=False,
         )
         return out
