@@ -25,6 +25,7 @@ from quickstep.ops.triton.elementary import gated_activation
 from quickstep.ops.triton.float8_linear import (
     Float8Weight,
     float8_tile,
+    has_float8_cast,
     quantize_to_float8,
 )
 from quickstep.ops.triton.linear import product_tile, widens
@@ -316,6 +317,7 @@ def _float8_kernel(
     HAS_BIAS: tl.constexpr,
     GROUP: tl.constexpr,
     WIDEN: tl.constexpr,
+    HAS_CAST: tl.constexpr,
     BLOCK_E: tl.constexpr,
     BLOCK_T: tl.constexpr,
     BLOCK_N: tl.constexpr,
@@ -335,9 +337,11 @@ def _float8_kernel(
             _address(table, expert, 1, tl.float32),
             outputs,
             outputs < num_outputs,
+            num_outputs,
             num_inputs,
             GROUP,
             WIDEN,
+            HAS_CAST,
             BLOCK_T,
             BLOCK_N,
             BLOCK_K,
@@ -415,6 +419,7 @@ def _product(x: Tensor, matrices: _Matrices, plan: _Plan, *, gather: bool) -> Te
             HAS_BIAS=weight.bias is not None,
             GROUP=data.group_size,
             WIDEN=x.device.type == "cpu",
+            HAS_CAST=has_float8_cast(x.device),
             BLOCK_E=block_e,
             BLOCK_T=block_t,
             BLOCK_N=_BLOCK_N,
