@@ -458,8 +458,8 @@ def _rows_kernel(
 
 def block_k(weight: PackedWeight, most: int) -> int:
     """Inputs of a product, at most `most`: of half a span, or of a group; all of a small one."""
-    part = weight.half or weight.group_size
-    return min(most, max(_LEAST_BLOCK_K, triton.next_power_of_2(part)))
+    least: int = triton.next_power_of_2(weight.half or weight.group_size)
+    return min(most, max(_LEAST_BLOCK_K, least))
 
 
 def quantize_tokens(x: Tensor, weight: PackedWeight) -> tuple[Tensor, Tensor]:
