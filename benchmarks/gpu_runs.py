@@ -36,7 +36,6 @@ OPS = {
     "rms_norm": 1,
     "add_rms_norm": 1,
     "gated_activation": 1,
-    "gated_linear": 1,
     "route": 1,
     "add": 1,
     "scale": 1,

@@ -25,6 +25,7 @@ from quickstep.ops.triton.elementary import activated, check_activation, gated_a
 from quickstep.ops.triton.float8_linear import (
     Float8Weight,
     float8_tile,
+    has_float8_cast,
     quantize_to_float8,
 )
 from quickstep.ops.triton.linear import FloatWeight, widens
@@ -102,7 +103,7 @@ def _form(weight: LinearWeight) -> tuple[object, ...]:
     kinds = tuple(None if one is None else (one.dtype, one.shape) for one in _tensors(weight))
     data = weight.data
     if isinstance(data, PackedWeight):
-        return *kinds, data.group_size, data.shared_groups, data.is_int4
+        return *kinds, data.group_size, data.shared_groups, data.half
     if isinstance(data, Float8Weight):
         return *kinds, data.group_size, "float8"
     return kinds
@@ -323,7 +324,7 @@ def _quantized_kernel(
     HAS_BIAS: tl.constexpr,
     GROUP: tl.constexpr,
     SHARED: tl.constexpr,
-    INT4: tl.constexpr,
+    HALF: tl.constexpr,
     HAS_ZEROS: tl.constexpr,
     HAS_SUB: tl.constexpr,
     BLOCK_E: tl.constexpr,
@@ -353,13 +354,14 @@ def _quantized_kernel(
             _address(table, expert, 0, WEIGHT),
             _address(table, expert, 1, tl.float32),
             _address(table, expert, 2, tl.float32),
-            _address(table, expert, 3, tl.int8),
+            _address(table, expert, 3, tl.int32),
             outputs,
             is_output,
+            width * 2 if ACTIVATION != "" else width,
             num_inputs,
             GROUP,
             SHARED,
-            INT4,
+            HALF,
             HAS_ZEROS,
             HAS_SUB,
             BLOCK_T,
@@ -402,6 +404,7 @@ def _float8_kernel(
     HAS_BIAS: tl.constexpr,
     GROUP: tl.constexpr,
     WIDEN: tl.constexpr,
+    HAS_CAST: tl.constexpr,
     BLOCK_E: tl.constexpr,
     BLOCK_T: tl.constexpr,
     BLOCK_N: tl.constexpr,
@@ -430,9 +433,11 @@ def _float8_kernel(
             _address(table, expert, 1, tl.float32),
             outputs,
             is_output,
+            width * 2 if ACTIVATION != "" else width,
             num_inputs,
             GROUP,
             WIDEN,
+            HAS_CAST,
             BLOCK_T,
             BLOCK_N,
             BLOCK_K,
@@ -531,19 +536,20 @@ def _product(
             "WEIGHT": _element(data.packed.dtype),
             "GROUP": data.group_size,
             "SHARED": data.shared_groups,
-            "INT4": data.is_int4,
+            "HALF": data.half,
             "HAS_ZEROS": data.zeros is not None,
             "HAS_SUB": data.sub_scales is not None,
             # bits do not depend on the tile (`quantized_linear`)
             "BLOCK_T": 16 if rows_per_expert < 32 else 64,
             "BLOCK_N": _BLOCK_N,
-            "BLOCK_K": block_k(data.group_size, _MOST_BLOCK_K),
+            "BLOCK_K": block_k(data, _MOST_BLOCK_K),
         }
     elif isinstance(data, Float8Weight):
         kernel, sources = _float8_kernel, quantize_to_float8(x, data)
         form = {
             "GROUP": data.group_size,
             "WIDEN": x.device.type == "cpu",
+            "HAS_CAST": has_float8_cast(x.device),
             "BLOCK_T": _FLOAT8_BLOCK_T,
             "BLOCK_N": _BLOCK_N,
             "BLOCK_K": _BLOCK_K,

@@ -7,10 +7,14 @@ summed over blocks of inputs in ascending order, then multiplied by both scales 
 groups before it, by one program; the tile is that of the weight's shape (`ops.triton.tiles`).
 
     packed   [N, C] uint8, the bytes of e4m3
-    scales   [N, G] float32
+    scales   [G, N] float32
+
+Weights have the rows of the matrix instruction, tokens its columns.
 """
 
 from __future__ import annotations
+
+import functools
 
 import msgspec
 import torch
@@ -34,6 +38,7 @@ __all__ = [
     "float8_linear",
     "float8_rows",
     "float8_tile",
+    "has_float8_cast",
     "pack_float8",
     "quantize_to_float8",
 ]
@@ -54,7 +59,8 @@ class Float8Weight(msgspec.Struct, frozen=True):
 def pack_float8(weight: QuantizedWeight, bias: AnyTensor | None) -> LinearWeight:
     """A weight [N, C], bias [N] or None, on the device of the weight."""
     assert weight.is_float8
-    data = Float8Weight(weight.quants.contiguous(), weight.scales.contiguous(), weight.group_size)
+    scales = weight.scales.t().contiguous()
+    data = Float8Weight(weight.quants.contiguous(), scales, weight.group_size)
     bias = None if bias is None else to_torch(bias)
     nbytes = sum(one.nbytes for one in (data.packed, data.scales, bias) if one is not None)
     outputs, inputs = weight.quants.shape
@@ -95,46 +101,49 @@ def float8_tile(
     scales,
     outputs,
     is_output,
+    num_outputs,
     num_inputs,
     GROUP: tl.constexpr,
     WIDEN: tl.constexpr,
+    HAS_CAST: tl.constexpr,
     BLOCK_T: tl.constexpr,
     BLOCK_N: tl.constexpr,
     BLOCK_K: tl.constexpr,
 ):
     """[BLOCK_T, BLOCK_N] fp32: `tokens` of quantized activations [T, C] fp16 times `outputs`.
 
-    WIDEN: multiply in fp32, else in fp16.
+    WIDEN: multiply in fp32, else in fp16. HAS_CAST: the GPU converts e4m3.
     """
     num_groups = num_inputs // GROUP
-    total = tl.zeros((BLOCK_T, BLOCK_N), dtype=tl.float32)
+    total = tl.zeros((BLOCK_N, BLOCK_T), dtype=tl.float32)
     for group in range(0, num_groups):
-        dots = tl.zeros((BLOCK_T, BLOCK_N), dtype=tl.float32)
+        dots = tl.zeros((BLOCK_N, BLOCK_T), dtype=tl.float32)
         for first in range(0, GROUP, BLOCK_K):
             offsets = first + tl.arange(0, BLOCK_K)
-            is_input = offsets < GROUP
             columns = group * GROUP + offsets
-            a = tl.load(
-                x + tokens[:, None] * num_inputs + columns[None, :],
-                mask=is_token[:, None] & is_input[None, :],
-                other=0.0,
-            )
-            bits = tl.load(
-                packed + outputs[None, :] * num_inputs + columns[:, None],
-                mask=is_output[None, :] & is_input[:, None],
-                other=0,
-            )
-            b = float8_value(bits)
+            x_mask = is_token[None, :]
+            w_mask = is_output[:, None]
+            if GROUP % BLOCK_K:
+                x_mask = x_mask & (offsets < GROUP)[:, None]
+                w_mask = w_mask & (offsets < GROUP)[None, :]
+            a = tl.load(x + tokens[None, :] * num_inputs + columns[:, None], mask=x_mask, other=0.0)
+            source = packed + outputs[:, None] * num_inputs + columns[None, :]
+            bits = tl.load(source, mask=w_mask, other=0)
+            if HAS_CAST:
+                w = bits.to(tl.float8e4nv, bitcast=True).to(tl.float16)
+            else:
+                w = float8_value(bits)
             if WIDEN:
                 a = a.to(tl.float32)
+                w = w.to(tl.float32)
             else:
-                b = b.to(tl.float16)
-            dots += tl.dot(a, b, input_precision="ieee")
-        scale = tl.load(scales + outputs * num_groups + group, mask=is_output, other=0.0)
-        scaled = dots * scale[None, :]
+                w = w.to(tl.float16)
+            dots = tl.dot(w, a, dots, input_precision="ieee")
+        scale = tl.load(scales + outputs + group * num_outputs, mask=is_output, other=0.0)
+        scaled = dots * scale[:, None]
         x_scale = tl.load(x_scales + tokens * num_groups + group, mask=is_token, other=0.0)
-        total += scaled * x_scale[:, None]
-    return total
+        total += scaled * x_scale[None, :]
+    return tl.trans(total)
 
 
 @triton.jit
@@ -151,6 +160,7 @@ def _float8_kernel(
     GROUP: tl.constexpr,
     HAS_BIAS: tl.constexpr,
     WIDEN: tl.constexpr,
+    HAS_CAST: tl.constexpr,
     BLOCK_T: tl.constexpr,
     BLOCK_N: tl.constexpr,
     BLOCK_K: tl.constexpr,
@@ -169,9 +179,11 @@ def _float8_kernel(
         scales,
         outputs,
         is_output,
+        num_outputs,
         num_inputs,
         GROUP,
         WIDEN,
+        HAS_CAST,
         BLOCK_T,
         BLOCK_N,
         BLOCK_K,
@@ -188,7 +200,14 @@ def _float8_kernel(
 
 @triton.jit
 def _rows_kernel(
-    token_ids, packed, scales, out, num_inputs, GROUP: tl.constexpr, BLOCK: tl.constexpr
+    token_ids,
+    packed,
+    scales,
+    out,
+    num_outputs,
+    num_inputs,
+    GROUP: tl.constexpr,
+    BLOCK: tl.constexpr,
 ):
     """A block of one row, dequantized in fp32 and rounded once."""
     token = tl.program_id(0).to(tl.int64)
@@ -196,10 +215,16 @@ def _rows_kernel(
     mask = columns < num_inputs
     row = tl.load(token_ids + token).to(tl.int64)
     value = float8_value(tl.load(packed + row * num_inputs + columns, mask=mask, other=0))
-    place = row * (num_inputs // GROUP) + columns // GROUP
+    place = row + columns // GROUP * num_outputs
     value *= tl.load(scales + place, mask=mask, other=0.0)
     target = out + token * num_inputs + columns
     tl.store(target, rounded(value, out.dtype.element_ty), mask=mask)
+
+
+@functools.cache
+def has_float8_cast(device: torch.device) -> bool:
+    """Whether the GPU converts e4m3 to fp16 itself: bits are those of `float8_value`."""
+    return device.type == "cuda" and torch.cuda.get_device_capability(device) >= (8, 9)
 
 
 def quantize_to_float8(x: Tensor, weight: Float8Weight) -> tuple[Tensor, Tensor]:
@@ -232,6 +257,7 @@ def float8_linear(x: Tensor, weight: LinearWeight, tile: Tile | None = None) -> 
         GROUP=data.group_size,
         HAS_BIAS=weight.bias is not None,
         WIDEN=x.device.type == "cpu",
+        HAS_CAST=has_float8_cast(x.device),
         BLOCK_T=tile.block_t,
         BLOCK_N=tile.block_n,
         BLOCK_K=block_k,
@@ -254,6 +280,7 @@ def float8_rows(token_ids: Tensor, weight: LinearWeight, dtype: torch.dtype) -> 
             data.packed,
             data.scales,
             out,
+            weight.num_outputs,
             weight.num_inputs,
             GROUP=data.group_size,
             BLOCK=_ROW_BLOCK,

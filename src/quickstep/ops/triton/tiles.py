@@ -54,7 +54,9 @@ class ShapeTiles(msgspec.Struct, frozen=True):
         return next(tile for most, tile in self.by_tokens if most is None or num_tokens <= most)
 
 
-_INTEGERS = ShapeTiles(128, ((16, Tile(16, 64)), (None, Tile(64, 64))))
+_INT8 = ShapeTiles(128, ((16, Tile(16, 64, 4, 5)), (None, Tile(64, 64, 4, 4))))
+_INT4 = ShapeTiles(64, ((16, Tile(16, 64, 4, 6)), (None, Tile(64, 64, 4, 4))))
+_FLOAT8 = ShapeTiles(128, ((16, Tile(16, 64, 4, 5)), (None, Tile(64, 64, 4, 4, 64))))
 # Few tokens wait for memory: many bytes of weights under way. Many multiply: large tiles.
 _FLOAT = ShapeTiles(
     128,
@@ -88,9 +90,9 @@ DEFAULTS: Mapping[str, ShapeTiles] = MappingProxyType(
     {
         "float": _FLOAT,
         "sliced float": _SLICED_FLOAT,
-        "float8": ShapeTiles(64, ((None, Tile(64, 64)),)),
-        "int8": _INTEGERS,
-        "int4": _INTEGERS,
+        "float8": _FLOAT8,
+        "int8": _INT8,
+        "int4": _INT4,
     }
 )
 
