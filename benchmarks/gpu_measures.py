@@ -102,7 +102,7 @@ def _limits(args: argparse.Namespace) -> Limits:
 def _steps(args: argparse.Namespace) -> None:
     limits = _limits(args)
     largest = StepOptions(
-        max(*args.batches, *args.profile), prefill=max(args.prompts), repeats=_REPEATS
+        max([*args.batches, *args.profile]), prefill=max(args.prompts), repeats=_REPEATS
     )
     load = LoadConfig(
         "demo", device=args.device, kernels=args.kernels, quantization=args.quantization

@@ -237,9 +237,12 @@ def _candidates(num_tokens: int, device: str) -> Iterator[Tile]:
 
 def _row(kind: str, shape: tuple[int, int], choices: Sequence[_Choice]) -> str:
     """A row of TUNED: neighbouring numbers of tokens with one tile are one."""
+    from quickstep.ops.triton.linear import slice_inputs
     from quickstep.ops.triton.tiles import DEFAULTS
 
     held = "float8" if kind == "fp8" else kind
+    if kind == "float" and slice_inputs(*shape) < shape[1]:
+        held = "sliced float"
     kept = [
         one
         for one, after in itertools.zip_longest(choices, choices[1:])

@@ -48,7 +48,6 @@ from torch import Tensor
 from quickstep.ops.reference.paged_attention import paged_attention as _reference_attention
 from quickstep.ops.table import AttentionParams, AttentionWork, PagedLayout, RowLengths
 from quickstep.ops.tensors import AnyTensor, bytes_of_float8, head_size_of, to_torch
-from quickstep.ops.triton.overlap import overlap_options, overlaps, start_next, wait_for_inputs
 from quickstep.ops.triton.rounding import INTERPRETED, float8_value, rounded
 from quickstep.ops.triton.write_kv import has_aligned_scales, scales_of
 
@@ -559,7 +558,6 @@ def _attention_kernel(
     SPLIT: tl.constexpr,
     STAGES: tl.constexpr,
     FIELDS: tl.constexpr,
-    OVERLAP: tl.constexpr,
 ):
     """Writes the results of tokens that see one split, for the `num_heads` from `first_kv_head` on;
     of others, a split's maximum, sum of exponentials and weighted values, per token and head.
@@ -567,8 +565,6 @@ def _attention_kernel(
     COMPLETE: of rows of several tokens, all results; parts are per row and head.
     Maxima are of base-2 logarithms.
     """
-    start_next(OVERLAP)
-    wait_for_inputs(OVERLAP)
     num_kv_heads = num_heads // HEADS_PER_KV
     stop = tl.load(ends + last_distance) * num_kv_heads
     arguments = (
@@ -727,15 +723,12 @@ def _combine_kernel(
     BLOCK_D: tl.constexpr,
     SPLIT: tl.constexpr,
     COMBINED: tl.constexpr,
-    OVERLAP: tl.constexpr,
 ):
     """The heads of a KV head of one token that sees several splits: these in ascending order, then
     sinks. Padding is zero.
 
     COMPLETE: of rows of one token only.
     """
-    start_next(OVERLAP)
-    wait_for_inputs(OVERLAP)
     index = tl.program_id(0).to(tl.int64)
     token = index
     if COMPLETE:
@@ -1045,8 +1038,6 @@ def paged_attention(
             SPLIT=_SPLIT,
             STAGES=tile.num_stages,
             FIELDS=_FIELDS,
-            OVERLAP=overlaps(q.device),
-            **overlap_options(q.device),
             num_warps=launch.num_warps,
             num_stages=tile.num_stages,
             enable_fp_fusion=False,
@@ -1073,8 +1064,6 @@ def paged_attention(
                 BLOCK_D=block_d,
                 SPLIT=_SPLIT,
                 COMBINED=_COMBINED,
-                OVERLAP=overlaps(q.device),
-                **overlap_options(q.device),
                 num_warps=4,
                 num_stages=1,
                 enable_fp_fusion=False,

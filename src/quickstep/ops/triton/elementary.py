@@ -14,7 +14,6 @@ from torch import Tensor
 from quickstep.errors import ConfigError
 from quickstep.ops.reference.elementary import ACTIVATIONS, SWIGLU_ALPHA, SWIGLU_LIMIT
 from quickstep.ops.tensors import AnyTensor, to_torch
-from quickstep.ops.triton.overlap import overlap_options, overlaps, start_next, wait_for_inputs
 from quickstep.ops.triton.rounding import rounded
 
 __all__ = ["activated", "add_rms_norm", "check_activation", "gated_activation", "rms_norm"]
@@ -34,12 +33,9 @@ def _rms_norm_kernel(
     eps,
     offset,
     HAS_RESIDUAL: tl.constexpr,
-    OVERLAP: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
     """One row; the sum with the residual is rounded before it is normed."""
-    start_next(OVERLAP)
-    wait_for_inputs(OVERLAP)
     row = tl.program_id(0).to(tl.int64) * row_len
     columns = tl.arange(0, BLOCK)
     mask = columns < row_len
@@ -75,9 +71,7 @@ def _norm(
             eps,
             offset,
             HAS_RESIDUAL=residual is not None,
-            OVERLAP=overlaps(x.device),
             BLOCK=triton.next_power_of_2(row_len),
-            **overlap_options(x.device),
         )
     return out, summed
 
@@ -128,12 +122,9 @@ def _gated_activation_kernel(
     out,
     width,
     KIND: tl.constexpr,
-    OVERLAP: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
     """A block of one token's outputs."""
-    start_next(OVERLAP)
-    wait_for_inputs(OVERLAP)
     token = tl.program_id(0).to(tl.int64)
     columns = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     mask = columns < width
@@ -163,9 +154,7 @@ def gated_activation(gate_up: Tensor, kind: str) -> Tensor:
             out,
             width,
             KIND=kind,
-            OVERLAP=overlaps(gate_up.device),
             BLOCK=_ACTIVATION_BLOCK,
             enable_fp_fusion=False,
-            **overlap_options(gate_up.device),
         )
     return out

@@ -27,6 +27,7 @@ from quickstep.ops.triton.float8_linear import (
     float8_tile,
     has_float8_cast,
     quantize_to_float8,
+    widens_float8,
 )
 from quickstep.ops.triton.linear import FloatWeight, widens
 from quickstep.ops.triton.lora import TritonLoRA
@@ -548,7 +549,7 @@ def _product(
         kernel, sources = _float8_kernel, quantize_to_float8(x, data)
         form = {
             "GROUP": data.group_size,
-            "WIDEN": x.device.type == "cpu",
+            "WIDEN": widens_float8(x.dtype, x.device),
             "HAS_CAST": has_float8_cast(x.device),
             "BLOCK_T": _FLOAT8_BLOCK_T,
             "BLOCK_N": _BLOCK_N,

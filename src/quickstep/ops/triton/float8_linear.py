@@ -41,6 +41,7 @@ __all__ = [
     "has_float8_cast",
     "pack_float8",
     "quantize_to_float8",
+    "widens_float8",
 ]
 
 _ROW_BLOCK = 1024
@@ -227,6 +228,14 @@ def has_float8_cast(device: torch.device) -> bool:
     return device.type == "cuda" and torch.cuda.get_device_capability(device) >= (8, 9)
 
 
+def widens_float8(dtype: torch.dtype, device: torch.device) -> bool:
+    """Whether factors are multiplied in fp32, for activations in `dtype`: matrix units keep fewer
+    bits of a sum than an fp32 result needs (an H200: 17 times the allowed error), and interpreted
+    products are in fp32.
+    """
+    return dtype == torch.float32 or device.type == "cpu"
+
+
 def quantize_to_float8(x: Tensor, weight: Float8Weight) -> tuple[Tensor, Tensor]:
     """X [T, C], T above 0, -> numbers of e4m3 [T, C] in fp16 and scales [T, groups] fp32."""
     return quantize_groups(x, weight.group_size, torch.float16, _quantize_kernel)
@@ -241,7 +250,9 @@ def float8_linear(x: Tensor, weight: LinearWeight, tile: Tile | None = None) -> 
     if out.numel() == 0:
         return out
     values, scales = quantize_to_float8(x, data)
-    own_tile, block_k = tile_of(x, "float8", weight.num_outputs)
+    is_wide = widens_float8(x.dtype, x.device)
+    kind = "float8 in fp32" if is_wide and x.device.type == "cuda" else "float8"
+    own_tile, block_k = tile_of(x, kind, weight.num_outputs)
     tile = tile or own_tile
     grid = (triton.cdiv(num_tokens, tile.block_t), triton.cdiv(weight.num_outputs, tile.block_n))
     _float8_kernel[grid](
@@ -256,7 +267,7 @@ def float8_linear(x: Tensor, weight: LinearWeight, tile: Tile | None = None) -> 
         num_inputs,
         GROUP=data.group_size,
         HAS_BIAS=weight.bias is not None,
-        WIDEN=x.device.type == "cpu",
+        WIDEN=is_wide,
         HAS_CAST=has_float8_cast(x.device),
         BLOCK_T=tile.block_t,
         BLOCK_N=tile.block_n,

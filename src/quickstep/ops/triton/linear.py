@@ -25,13 +25,6 @@ from quickstep.ops.table import LinearWeight
 from quickstep.ops.tensors import AnyTensor, DType, to_torch, torch_dtype
 from quickstep.ops.triton.elementary import activated, gated_activation
 from quickstep.ops.triton.float8_linear import Float8Weight, float8_linear, float8_rows
-from quickstep.ops.triton.overlap import (
-    overlap_options,
-    overlaps,
-    prefetch,
-    start_next,
-    wait_for_inputs,
-)
 from quickstep.ops.triton.quantized_linear import PackedWeight, quantized_linear, quantized_rows
 from quickstep.ops.triton.rounding import rounded
 from quickstep.ops.triton.tiles import Tile, tile_of
@@ -51,7 +44,6 @@ _SLICE_UNIT = 128  # inputs: a multiple of every `block_k`
 _LEAST_SLICE = 448
 _PROGRAMS = 144  # about as many as a GPU runs at once: fewer share the slices of an output
 _SPLIT_TILES = 64  # blocks of 64 outputs from which on one program has all inputs of an output
-_PREFETCH_BYTES = 24 << 20  # of a weight, before the kernel's inputs are there: half of an L2 cache
 _MOST_SPLIT_TILES = _PROGRAMS // 2  # with more, one program has all slices
 _LEAST_TMA_TOKENS = 128  # of a tile: with fewer, a program's own loads are as fast
 _MOST_GATED_TOKENS = 64
@@ -123,8 +115,6 @@ def _linear_kernel(
     SLICE_BLOCKS: tl.constexpr,
     PROGRAMS: tl.constexpr,
     GROUP: tl.constexpr,
-    OVERLAP: tl.constexpr,
-    PREFETCH: tl.constexpr,
     BLOCK_T: tl.constexpr,
     BLOCK_N: tl.constexpr,
     BLOCK_K: tl.constexpr,
@@ -170,15 +160,8 @@ def _linear_kernel(
         slots = partial + tile.to(tl.int64) * (NUM_SLICES * BLOCK_N * BLOCK_T) + mine
     first = part * per_program * SLICE_BLOCKS
     last = tl.minimum(first + per_program * SLICE_BLOCKS, num_blocks)
-    start_next(OVERLAP)
     if not TMA:
         weight_rows = weight + rows * num_inputs
-    if OVERLAP and EVEN_K and not TMA:
-        item_bytes: tl.constexpr = weight.dtype.element_ty.primitive_bitwidth // 8
-        num_bytes = tl.minimum((last - first) * BLOCK_K * item_bytes, PREFETCH)
-        # not of the activations, which an earlier kernel may still write
-        prefetch(weight_rows + first * BLOCK_K, num_bytes)
-    wait_for_inputs(OVERLAP)
     for block in range(first, last):
         k = block * BLOCK_K
         if TMA:
@@ -312,7 +295,10 @@ def _float_linear(x: Tensor, weight: LinearWeight, tile: Tile | None, activation
     out = x.new_empty(num_tokens, num_outputs // 2 if activation else num_outputs)
     if out.numel() == 0:
         return out
+    is_wide = widens(x, data.values.dtype)
     kind = "float" if data.arrived is None else "sliced float"
+    if is_wide and x.device.type == "cuda":
+        kind = "float in fp32"
     own_tile, block_k = tile_of(x, kind, num_outputs)
     if tile is not None:
         block_k = tile.block_k or block_k
@@ -328,7 +314,7 @@ def _float_linear(x: Tensor, weight: LinearWeight, tile: Tile | None, activation
     if programs > 1:
         shape = (num_tiles, num_slices, tile.block_n, tile.block_t)
         partial = torch.empty(shape, dtype=torch.float32, device=x.device)
-    values, is_wide = data.values, widens(x, data.values.dtype)
+    values = data.values
     inputs: object = x
     factor: object = values
     has_tma = not activation and _has_tma(x, values, tile.block_t)
@@ -355,15 +341,12 @@ def _float_linear(x: Tensor, weight: LinearWeight, tile: Tile | None, activation
         SLICE_BLOCKS=data.slice_len // block_k,
         PROGRAMS=programs,
         GROUP=_GROUP,
-        OVERLAP=overlaps(x.device),
-        PREFETCH=_PREFETCH_BYTES // num_outputs // 128 * 128,
         BLOCK_T=tile.block_t,
         BLOCK_N=tile.block_n,
         BLOCK_K=block_k,
         num_warps=tile.num_warps,
         num_stages=tile.num_stages,
         enable_fp_fusion=False,
-        **overlap_options(x.device),
     )
     return out
 

@@ -13,7 +13,6 @@ from torch import Tensor
 
 from quickstep.ops.reference.paged_attention import write_kv as _reference_write
 from quickstep.ops.tensors import AnyTensor, bytes_of_float8, to_torch
-from quickstep.ops.triton.overlap import overlap_options, overlaps, start_next, wait_for_inputs
 from quickstep.ops.triton.rounding import rounded
 from quickstep.ops.triton.write_kv import has_aligned_scales, scales_of, store_head
 
@@ -128,12 +127,9 @@ def _rotary_write_kv_kernel(
     INTERLEAVED: tl.constexpr,
     HALVES: tl.constexpr,
     INT8: tl.constexpr,
-    OVERLAP: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
     """One head of q of one token, or one KV head of k and v."""
-    start_next(OVERLAP)
-    wait_for_inputs(OVERLAP)
     token = tl.program_id(0).to(tl.int64)
     head = tl.program_id(1)
     channels, mask = _channels(head_size, half, HALVES, BLOCK)
@@ -238,10 +234,8 @@ def rotary_write_kv(
             v.stride(0),
             v.stride(1),
             INT8=keys.dtype == torch.int8,
-            OVERLAP=overlaps(q.device),
             **_block(head_size, cos.shape[-1], interleaved),
             num_warps=1,  # a thread has several channels, which it reads and writes at once
             enable_fp_fusion=False,
-            **overlap_options(q.device),
         )
     return out

@@ -74,8 +74,10 @@ _SLICED_FLOAT = ShapeTiles(
     128,
     (*_FLOAT.by_tokens[:4], (None, Tile(128, 128, 8, 3, 64))),
 )
+# Without matrix units, in registers.
+_FP32 = ShapeTiles(64, ((None, Tile(64, 64)),))
 # Many outputs fill a GPU with larger tiles too.
-_WIDE_FLOAT = ShapeTiles(
+_MANY_OUTPUTS = ShapeTiles(
     128,
     (
         (16, Tile(16, 64, 4, 4)),
@@ -90,7 +92,9 @@ DEFAULTS: Mapping[str, ShapeTiles] = MappingProxyType(
     {
         "float": _FLOAT,
         "sliced float": _SLICED_FLOAT,
+        "float in fp32": _FP32,
         "float8": _FLOAT8,
+        "float8 in fp32": ShapeTiles(64, ((None, Tile(16, 64)),)),
         "int8": _INT8,
         "int4": _INT4,
     }
@@ -113,7 +117,7 @@ def _gpu(index: int) -> str:
 def tiles_of(gpu: str, kind: str, num_outputs: int, num_inputs: int) -> ShapeTiles:
     """Those of a weight [N, C] on a GPU of TUNED, or the default."""
     is_wide = kind == "float" and num_outputs >= _WIDE_OUTPUTS
-    default = _WIDE_FLOAT if is_wide else DEFAULTS[kind]
+    default = _MANY_OUTPUTS if is_wide else DEFAULTS[kind]
     return TUNED.get(gpu, {}).get((kind, num_outputs, num_inputs), default)
 
 

@@ -7,20 +7,14 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from quickstep.ops.triton.overlap import overlap_options, overlaps, start_next, wait_for_inputs
-
 __all__ = ["argmax_"]
 
 _TILE = 4096  # logits of a program: one row of 128,256 has 32 programs
 
 
 @triton.jit
-def _tiles_kernel(
-    logits, tile_values, tile_ids, vocab_size, row_stride, OVERLAP: tl.constexpr, TILE: tl.constexpr
-):
+def _tiles_kernel(logits, tile_values, tile_ids, vocab_size, row_stride, TILE: tl.constexpr):
     """The largest logit of a tile and its token, the lowest of several; NaN is infinite."""
-    start_next(OVERLAP)
-    wait_for_inputs(OVERLAP)
     ids = tl.program_id(1) * TILE + tl.arange(0, TILE)
     row = logits + tl.program_id(0).to(tl.int64) * row_stride
     value = tl.load(row + ids, mask=ids < vocab_size, other=float("-inf"))
@@ -39,12 +33,9 @@ def _rows_kernel(
     last_tokens,
     out,
     num_tiles,
-    OVERLAP: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
     """The largest of a row's tiles, the first of several."""
-    start_next(OVERLAP)
-    wait_for_inputs(OVERLAP)
     row = tl.program_id(0)
     tiles = tl.arange(0, BLOCK)
     value = tl.load(
@@ -65,16 +56,13 @@ def argmax_(logits: Tensor, slots: Tensor, last_tokens: Tensor, out: Tensor) -> 
     num_tiles = triton.cdiv(vocab_size, _TILE)
     tile_values = torch.empty(num_rows, num_tiles, dtype=torch.float32, device=logits.device)
     tile_ids = torch.empty(num_rows, num_tiles, dtype=torch.int32, device=logits.device)
-    overlap, options = overlaps(logits.device), overlap_options(logits.device)
     _tiles_kernel[(num_rows, num_tiles)](
         logits,
         tile_values,
         tile_ids,
         vocab_size,
         logits.stride(0),
-        OVERLAP=overlap,
         TILE=_TILE,
-        **options,
     )
     _rows_kernel[(num_rows,)](
         tile_values,
@@ -83,8 +71,6 @@ def argmax_(logits: Tensor, slots: Tensor, last_tokens: Tensor, out: Tensor) -> 
         last_tokens,
         out,
         num_tiles,
-        OVERLAP=overlap,
         BLOCK=triton.next_power_of_2(num_tiles),
-        **options,
     )
     return out
