@@ -74,7 +74,7 @@ def add_parser(subparsers: argparse._SubParsersAction[Parser]) -> None:
     parser.add_argument(
         "--gpu-check",
         action="store_true",
-        help="check Triton's kernels on the GPU, about a minute; `--kernels auto` uses them from "
+        help="check Triton's kernels on the GPU; `--kernels auto` uses them from "
         "then on (exit code 1: they are not right)",
     )
 

@@ -1,4 +1,4 @@
-"""`quickstep doctor --gpu-check`: whether Triton's kernels are right on a GPU, in about a minute.
+"""`quickstep doctor --gpu-check`: whether Triton's kernels are right on a GPU.
 
 Random models of a few formats, small ones with the head size of large ones. Each is checked for
 
