@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib.metadata
+import json
 import os
 import subprocess
 import sys
@@ -90,3 +91,13 @@ def test_the_tests_of_ops_that_stages_name_exist() -> None:
     )
     triton = {one for one in listed.stdout.splitlines() if "-triton]" in one}
     assert named == triton
+
+
+def test_steps_of_one_batch_are_measured_without_a_profile() -> None:
+    sizes = ("--batches", "1", "--prompts", "32")
+    flags = ("--device", "cpu", "--kernels", "native", "--shape", "tiny2", *sizes)
+    command = [sys.executable, "-m", "benchmarks.gpu_measures", "steps", *flags]
+    ran = subprocess.run(command, capture_output=True, text=True, cwd=ROOT)
+    assert ran.returncode == 0, ran.stderr
+    rows = [json.loads(line) for line in ran.stdout.splitlines()]
+    assert [one.get("batch") or one["prompt"] for one in rows] == [1, 32]

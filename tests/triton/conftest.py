@@ -30,7 +30,7 @@ def kernels_can_be_interpreted() -> None:
     is_interpreted = os.environ.get("TRITON_INTERPRET") == "1"
     is_old = _version(triton.__version__) < (3, 7)
     if is_interpreted and is_old and _version(np.__version__) >= (2, 4):
-        pytest.skip("with NumPy 2.4 and newer, kernels are interpreted by Triton 3.7 and newer")
+        pytest.fail("with NumPy 2.4 and newer, kernels are interpreted by Triton 3.7 and newer")
 
 
 @pytest.fixture(scope="session")

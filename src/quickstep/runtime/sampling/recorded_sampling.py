@@ -35,9 +35,8 @@ _LOGITS_ROW, _SEED, _POSITION = int(Field.LOGITS_ROW), int(Field.KEY_B), int(Fie
 _CHANGED, _COUNTS, _FILTERED = int(Field.CHANGED), int(Field.COUNTS), int(Field.FILTERED)
 _NO_PLACE = -1
 _WIDTH = NUM_FIELDS + 1  # int64 elements of a row: its numbers, and its slot
-_COUNTS_BYTES = (
-    256 << 20
-)  # of the counts of penalties; where they take more, those are not recorded
+# Of the counts of penalties: where they take more, rows with penalties are not recorded.
+_COUNTS_BYTES = 256 << 20
 
 
 class RecordedSampling:
