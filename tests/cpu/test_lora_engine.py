@@ -13,7 +13,7 @@ from tiny_checkpoint import write_checkpoint
 from adapter_files import ALL, adapter_config, adapter_tensors, write_adapter, write_files
 from quickstep import LLM, BeamSearchParams, LoRARequest, SamplingParams
 from quickstep.config import LoRAConfig
-from quickstep.engine import engine as engine_module
+from quickstep.engine import adapter_loader
 from quickstep.engine.assembly import open_engine
 from quickstep.engine.beam_search import BeamSearch
 from quickstep.engine.llm import engine_config
@@ -136,11 +136,11 @@ def test_adapters_need_enable_lora(folder):
     assert "--enable-lora" in str(error.value)
 
 
-def config(folder, *names, memory_bytes=None):
+def config(folder, *names, base=None, max_loras=2, **options):
     modules = tuple((name, str(folder / name)) for name in names)
-    lora = LoRAConfig(modules, max_loras=2, memory_bytes=memory_bytes)
-    options = {"num_threads": 1, "num_blocks": 64}
-    return replace(engine_config(str(folder / "base"), options), lora=lora)
+    lora = LoRAConfig(modules, max_loras=max_loras, **options)
+    engine_options = {"num_threads": 1, "num_blocks": 64}
+    return replace(engine_config(str(base or folder / "base"), engine_options), lora=lora)
 
 
 def test_adapters_of_the_start_are_in_the_memory_plan_and_checked_first(folder):
@@ -155,7 +155,7 @@ def test_adapters_of_the_start_are_in_the_memory_plan_and_checked_first(folder):
     [with_host] = [row for row in open_engine(more).memory_plan.rows if row.label == "adapters"]
     assert with_host.num_bytes == 3 * planned.num_bytes
     engine = open_engine(config(folder, "a0", "a1", "a2"))
-    assert len(engine.adapters) == 3 and len(engine._adapters.packed) == 2
+    assert len(engine.adapters) == 3 and len(engine._adapters._adapters.packed) == 2
 
 
 @pytest.fixture(scope="module")
@@ -186,7 +186,7 @@ def test_complete_matrices_and_int8_weights_are_exact_in_any_batch(
         assert [one.logprobs for one in mixed] == [one.logprobs for one in alone]
         assert len({tuple(one.token_ids) for one in mixed}) == 4
         for one in llm._engine.adapters:
-            packed = llm._engine._adapters.packed[one.adapter_id]
+            packed = llm._engine._adapters._adapters.packed[one.adapter_id]
             assert packed.nbytes == one.num_bytes, "the memory plan counts what is allocated"
             assert one.adapter_id.endswith("-int8") == (dtype == "int8")
         with pytest.raises(RequestError, match=r"'own' .* has no scale"):
@@ -196,7 +196,7 @@ def test_complete_matrices_and_int8_weights_are_exact_in_any_batch(
 def test_an_adapter_is_freed_when_its_last_request_has_ended(folder):
     async def run():
         engine = open_engine(config(folder, "a0", memory_bytes=1_000_000))
-        adapters = engine._adapters
+        adapters = engine._adapters._adapters
         await engine.start()
         ids = tuple(engine.tokenizer.encode(PROMPT))
         expected = await tokens_of(engine.stream(Request("", ids, SAMPLED, adapter="a0")))
@@ -223,11 +223,11 @@ def test_an_adapter_is_freed_when_its_last_request_has_ended(folder):
 
 @pytest.mark.parametrize("change", ["replaced", "unloaded", "freed"])
 def test_a_beam_search_stays_with_the_adapter_that_it_began_with(folder, monkeypatch, change):
-    monkeypatch.setattr(engine_module, "_SEARCH_PAUSE_S", 0.0 if change == "freed" else 0.5)
+    monkeypatch.setattr(adapter_loader, "_SEARCH_PAUSE_S", 0.0 if change == "freed" else 0.5)
 
     async def run():
         engine = open_engine(config(folder, "a0", memory_bytes=1_000_000))
-        adapters = engine._adapters
+        adapters = engine._adapters._adapters
         await engine.start()
         expected = await search_with(engine, "a0", asyncio.sleep(0))
 
@@ -316,7 +316,7 @@ def test_more_adapters_than_fit_are_loaded_and_evicted_and_change_nothing(folder
         expected = answers(roomy, [PROMPT] * 9, [LoRARequest(name) for name in names])
     assert len({tuple(one.token_ids) for one in expected}) == 9
     with lora_dir_llm(folder, max_loras=2, max_cpu_loras=max_cpu_loras) as llm:
-        adapters = llm._engine._adapters
+        adapters = llm._engine._adapters._adapters
         order = [4, 0, 8, 4, 2, 6, 1, 3, 7, 5, 4, 0, 2]
         for _ in range(2):
             found = answers(
@@ -336,9 +336,9 @@ def test_more_adapters_than_fit_are_loaded_and_evicted_and_change_nothing(folder
 def test_a_pinned_adapter_stays(folder):
     with lora_dir_llm(folder, max_loras=2, lora_pin=("m0",)) as llm:
         answers(llm, [PROMPT], LoRARequest("m0"))
-        pinned = set(llm._engine._adapters.packed)
+        pinned = set(llm._engine._adapters._adapters.packed)
         answers(llm, [PROMPT] * 4, [LoRARequest(f"m{seed}") for seed in range(1, 5)])
-        assert pinned < set(llm._engine._adapters.packed)
+        assert pinned < set(llm._engine._adapters._adapters.packed)
 
 
 def test_an_adapter_that_was_changed_on_disk_fails_its_request_only(folder, tmp_path):
@@ -381,3 +381,45 @@ def test_triton_kernels_give_the_tokens_of_the_native_ones(folder):
         tokens.append([one.outputs[0].token_ids for one in together])
     assert tokens[0] == tokens[1]
     assert len(set(map(tuple, tokens[0]))) == 3
+
+
+def test_an_adapter_whose_disk_was_away_is_read_again(folder, tmp_path):
+    """Also one that only the start names; and another name with the same content serves it."""
+    spec = read_spec(folder / "base")
+    for seed, name in ((5, "away"), (5, "same"), (6, "other")):
+        write_adapter(tmp_path / name, spec, seed=seed)
+    weights = tmp_path / "away" / "adapter_model.safetensors"
+
+    async def run():
+        engine = open_engine(config(tmp_path, "away", "other", max_loras=1, base=folder / "base"))
+        await engine.start()
+        expected = await tokens_of(engine.generate(PROMPT, SAMPLED, adapter="away"))
+        await tokens_of(engine.generate(PROMPT, SAMPLED, adapter="other"))
+        moved = weights.rename(tmp_path / "moved")
+        last = [one async for one in engine.generate(PROMPT, SAMPLED, adapter="away")][-1]
+        assert "holds no adapter_model.safetensors" in last.error
+        with pytest.raises(RequestError, match=r"holds no adapter_model\.safetensors"):
+            await engine.open_adapter("away")
+        await engine.load_adapter("same", str(tmp_path / "same"))
+        assert expected == await tokens_of(engine.generate(PROMPT, SAMPLED, adapter="away"))
+        await engine.unload_adapter("same")
+        moved.rename(weights)
+        await engine.open_adapter("away")
+        assert expected == await tokens_of(engine.generate(PROMPT, SAMPLED, adapter="away"))
+        await engine.stop()
+
+    asyncio.run(run())
+
+
+def test_adapters_that_pinned_ones_leave_no_room_for_are_refused(folder):
+    sizes = {one.name: one.num_bytes for one in open_engine(config(folder, "a0", "a1")).adapters}
+    memory_bytes = sum(sizes.values()) - 1
+    with pytest.raises(ConfigError, match=f"the pinned ones leave {sizes['a1'] - 1:,}"):
+        open_engine(config(folder, "a1", "a0", memory_bytes=memory_bytes, pinned=("a0",)))
+
+
+@pytest.mark.parametrize("name", ["a0*1e30", "a0*0.50", "a0*1", "a0*nan", "a0*0"])
+def test_a_mix_has_the_checks_of_a_request_by_any_way(llm, folder, name):
+    answers(llm, [PROMPT], adapter(folder, 0))
+    with pytest.raises(RequestError, match=r"is written|must be from"):
+        answers(llm, [PROMPT], LoRARequest(name))

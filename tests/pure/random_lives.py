@@ -55,6 +55,19 @@ def draw_crowded_setup(rng: Random) -> Setup:
     )
 
 
+def draw_adapters(rng: Random, setup: Setup) -> Setup:
+    """Few places and bytes for the adapters, some of them pinned: many wait, and priorities differ.
+
+    The lengths of their names are their sizes: poet 4, coder 5, lawyer 6, cook 4.
+    """
+    return replace(
+        setup,
+        max_loras=rng.choice((1, 1, 2, 3)),
+        lora_bytes=rng.choice((None, None, 6, 10, 12)),
+        pinned=frozenset(rng.choice(((), (), ("poet",), ("lawyer",)))),
+    )
+
+
 def random_request(rng: Random, setup: Setup, request_id: str, alike: bool = False) -> Request:
     """`alike` requests have one prompt, cut at different lengths, so that they share blocks."""
     length = max(1, setup.block_size * rng.randint(0, 4) + rng.choice((-1, 0, 0, 1)))
@@ -99,13 +112,19 @@ def random_life(
     open_one: Callable[[Setup], Scheduler] = open_scheduler,
     num_calls: int = 60,
     draw: Callable[[Random], Setup] = draw_setup,
+    has_adapters: bool = False,
 ) -> World:
-    """A complete life of a scheduler from one seed, verified at its end."""
+    """A complete life of a scheduler from one seed, verified at its end. With `has_adapters` most
+    requests have one, and adapters come and go.
+    """
     rng = Random(seed)
     max_loras = Random(seed).choice((None, None, None, 1, 2))
-    world = World(replace(draw(rng), max_loras=max_loras), open_one)
-    has_trouble, alike = rng.random() < 0.4, rng.random() < 0.4
+    setup = replace(draw(rng), max_loras=max_loras)
+    world = World(draw_adapters(rng, setup) if has_adapters else setup, open_one)
+    has_trouble, alike = rng.random() < 0.4, rng.random() < 0.4 and not has_adapters
     calls = ("abort", "abort-one", "expire", "advance")
+    if has_adapters:
+        calls += ("retire", "retire", "advance", "advance")
     if rng.random() < 0.4:
         calls += ("pause", "pause", "pause", "resume")
     for number in range(num_calls):
@@ -140,6 +159,8 @@ def _other_call(rng: Random, world: World, calls: tuple[str, ...]) -> None:
             world.pause(rng.choice(list(world.received.values())).request.request_id)
         case "resume" if world.paused:
             world.resume(rng.choice(sorted(world.paused)))
+        case "retire":
+            world.retire(rng.choice(_ADAPTERS[True][1:]))
         case "advance" if world.loading and rng.random() < 0.5:
             world.finish_load(fails=rng.random() < 0.1)
         case _:

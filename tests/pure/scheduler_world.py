@@ -74,6 +74,8 @@ class Setup:
     use_kv_cache: bool = True
     max_drafts: int = 0
     max_loras: int | None = None
+    lora_bytes: int | None = None
+    pinned: frozenset[str] = frozenset()  # adapter ids
     token_s: float = 1e-4  # what each token adds to a step
     halves: bool = False  # a policy of its own, in place of `policy`
 
@@ -91,6 +93,7 @@ class Setup:
             use_kv_cache=self.use_kv_cache,
             num_speculative_tokens=self.max_drafts,
             max_loras=self.max_loras,
+            lora_bytes=self.lora_bytes,
         )
 
     @property
@@ -173,13 +176,15 @@ class World:
         self._holders: dict[int, str] = {}  # by slot, as the plans say
         self.loading: list[str] = []  # adapters, in the order of the loads
         self.resident: set[str] = set()
+        self.retired: set[str] = set()  # adapters that are not forgotten yet
+        self.unwanted: set[str] = set()  # those that were retired while they were loaded
 
     # -- the scheduler's calls --------------------------------------------------------------------
 
     def add(self, request: Request) -> bool:
         """False if it was refused."""
         if request.adapter_id:
-            self.scheduler.register_adapter(request.adapter_id, 1)
+            self._register(request.adapter_id)
         try:
             self.scheduler.add(request, self.now)
         except RequestError:
@@ -190,6 +195,23 @@ class World:
             self.received[f"{request.request_id}#{index}"] = Received(request, index, deadline_s)
         self.scheduler.check()
         return True
+
+    def _register(self, adapter_id: str) -> None:
+        """Let requests name an adapter, of as many bytes as its name has letters."""
+        self.retired.discard(adapter_id)
+        self.scheduler.register_adapter(
+            adapter_id, len(adapter_id), adapter_id in self.setup.pinned
+        )
+
+    def retire(self, adapter_id: str) -> None:
+        """No new request names an adapter; it is freed when no sequence uses it."""
+        self.retired.add(adapter_id)
+        self._free_retired()
+
+    def _free_retired(self) -> None:
+        forgotten = {one for one in self.retired if self.scheduler.retire_adapter(one)}
+        assert not forgotten & {one.request.adapter_id for one in self.live}, "it is in use"
+        self.retired -= forgotten
 
     def abort(self, request_id: str, index: int | None = None) -> None:
         live = [one for one in self._of(request_id, index) if one.reason is None]
@@ -204,8 +226,12 @@ class World:
             if one.reason is None and one.deadline_s is not None and one.deadline_s <= self.now
         ]
         outputs = self.scheduler.expire(self.now)
-        assert len(outputs) == len(due), "expire ended other sequences than those due"
-        self._take(outputs, FinishReason.DEADLINE)
+        late = [one for one in outputs if one.finish_reason is not FinishReason.ERROR]
+        assert len(late) == len(due), "expire ended other sequences than those due"
+        lost = tuple(one for one in outputs if one.finish_reason is FinishReason.ERROR)
+        assert not lost or self.setup.pinned, "no adapter is pinned, and one has no room"
+        self._take(tuple(late), FinishReason.DEADLINE)
+        self._take(lost, FinishReason.ERROR)
 
     def pause(self, request_id: str) -> None:
         self.scheduler.pause(request_id, self.now)
@@ -218,10 +244,15 @@ class World:
         self.paused.discard(request_id)
 
     def plan(self) -> StepPlan | None:
+        self._free_retired()
         plan = self.scheduler.plan(self.now)
         self.scheduler.check()
         self._follow_adapter_orders()
         if plan is None:
+            if self.setup.pinned:  # then one may have no room: `wakeup` says that it is to be ended
+                wakeup_s = self.scheduler.wakeup(self.now)
+                if wakeup_s is not None and wakeup_s <= self.now:
+                    self.expire()
             waits = self.waits_for_more or self.loading
             stuck = self.active and not self.in_flight and not waits
             assert not stuck, "nothing is in flight, sequences live, and no step is planned"
@@ -272,8 +303,11 @@ class World:
             return
         used = {row.adapter for plan in self.in_flight for row in plan.rows}
         assert not used & set(orders.evictions), "an adapter of a step in flight is freed"
-        assert set(orders.evictions) <= self.resident, "freed what is not in memory"
+        unknown = set(orders.evictions) - self.resident - set(self.loading) - self.unwanted
+        assert not unknown, f"freed {unknown}, which are not in memory"
         self.resident -= set(orders.evictions)
+        self.unwanted.clear()
+        self.loading = [one for one in self.loading if one not in orders.evictions]
         self.loading += orders.loads
         assert self.setup.max_loras is not None
         assert len(self.resident) + len(self.loading) <= self.setup.max_loras, "no place for a load"
@@ -283,9 +317,15 @@ class World:
         if not self.loading:
             return
         adapter_id = self.loading.pop(0)
+        room = self.scheduler.adapter_room
+        # else it was retired meanwhile
+        is_wanted = room is not None and room.state(adapter_id).value == "loading"
+        if not is_wanted:
+            self.unwanted.add(adapter_id)
         if not fails:
-            assert self.scheduler.adapter_loaded(adapter_id, self.now)
-            self.resident.add(adapter_id)
+            assert self.scheduler.adapter_loaded(adapter_id, self.now) == is_wanted
+            if is_wanted:
+                self.resident.add(adapter_id)
             self.scheduler.check()
             return
         waiting = {

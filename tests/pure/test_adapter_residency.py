@@ -4,13 +4,15 @@ from __future__ import annotations
 
 from bisect import bisect_left
 from collections import OrderedDict
+from collections.abc import Mapping
 from itertools import accumulate
 from random import Random
+from types import MappingProxyType
 
 import pytest
 from scheduler_world import Setup, World
 
-from quickstep.core.adapter_residency import AdapterResidency, AdapterState
+from quickstep.core.adapter_residency import AdapterResidency, AdapterState, AdapterUse
 from quickstep.types import Activity, Request, SamplingParams
 
 
@@ -27,11 +29,11 @@ def order(
     *,
     now: float = 0.0,
     waited_s: float = 0.0,
-    wanted: tuple[str, ...] = (),
+    uses: Mapping[str, AdapterUse] = MappingProxyType({}),
     in_flight: tuple[str, ...] = (),
 ) -> bool:
     """Order a load, and let it end at once."""
-    ordered = one.order_load(adapter_id, waited_s, now, wanted.__contains__, in_flight)
+    ordered = one.order_load(adapter_id, waited_s, now, uses, in_flight)
     if ordered:
         assert one.finish_load(adapter_id)
     one.check()
@@ -73,8 +75,9 @@ def test_what_is_used_pinned_or_in_flight_is_not_evicted() -> None:
     one.register("a0", 10, is_pinned=True)
     assert all(order(one, f"a{number}") for number in range(3))
     one.acquire("a1")
-    assert not order(one, "a3", in_flight=("a2",))
-    assert order(one, "a3")
+    uses = {"a1": AdapterUse.RUNNING}
+    assert not order(one, "a3", uses=uses, in_flight=("a2",))
+    assert order(one, "a3", uses=uses)
     assert one.state("a2") is AdapterState.ABSENT
 
 
@@ -93,15 +96,16 @@ def test_nothing_is_evicted_in_vain() -> None:
         one.register(name, num_bytes)
     assert order(one, "busy") and order(one, "idle")
     one.acquire("busy")
-    assert not order(one, "large")
+    assert not order(one, "large", uses={"busy": AdapterUse.RUNNING})
     assert one.state("idle") is AdapterState.RESIDENT
 
 
 def test_waiting_sequences_keep_their_adapter_until_another_waited_too_long() -> None:
     one = residency(1, 2)
     assert order(one, "a0")
-    assert not order(one, "a1", waited_s=0.5, wanted=("a0",))
-    assert order(one, "a1", waited_s=1.5, wanted=("a0",))
+    uses = {"a0": AdapterUse.WANTED}
+    assert not order(one, "a1", waited_s=0.5, uses=uses)
+    assert order(one, "a1", waited_s=1.5, uses=uses)
     assert one.take_changed() == ["a0"]
 
 
@@ -109,12 +113,13 @@ def test_a_busy_adapter_is_drained_and_used_again_if_the_other_has_left() -> Non
     one = residency(1, 2)
     assert order(one, "a0")
     one.acquire("a0")
-    assert not order(one, "a1", waited_s=1.5)
+    uses = {"a0": AdapterUse.RUNNING}
+    assert not order(one, "a1", waited_s=1.5, uses=uses)
     assert one.state("a0") is AdapterState.DRAINING and not one.is_ready("a0")
     assert one.take_changed() == ["a0"]
     one.stop_draining()
     assert one.is_ready("a0") and one.take_changed() == ["a0"]
-    assert not order(one, "a1", waited_s=1.5)
+    assert not order(one, "a1", waited_s=1.5, uses=uses)
     one.release("a0")
     assert order(one, "a1", waited_s=1.6)
 
@@ -135,9 +140,9 @@ def test_a_retired_adapter_is_kept_for_its_sequences_and_then_freed() -> None:
     world.verify()
 
 
-def adapter_request(name: str, adapter_id: str, num_outputs: int = 4) -> Request:
+def adapter_request(name: str, adapter_id: str, num_outputs: int = 4, priority: int = 0) -> Request:
     sampling = SamplingParams(max_tokens=num_outputs, ignore_eos=True)
-    return Request(name, (0, 1, 0), sampling, adapter_id=adapter_id)
+    return Request(name, (0, 1, 0), sampling, adapter_id=adapter_id, priority=priority)
 
 
 def test_a_wait_for_an_adapter_is_a_time_of_its_own() -> None:
@@ -198,6 +203,122 @@ def test_no_one_is_stuck_when_a_drained_adapter_is_not_needed_any_more() -> None
     world.abort("b")
     world.drain()
     world.verify()
+
+
+@pytest.mark.parametrize("is_loaded_again", [False, True])
+def test_an_adapter_that_is_retired_while_it_drains_blocks_nothing(is_loaded_again: bool) -> None:
+    world = World(Setup(max_loras=1, num_blocks=64))
+    world.add(adapter_request("long", "busy", 30))
+    world.plan()
+    world.finish_load()
+    world.plan()
+    world.add(adapter_request("rare", "rare"))
+    world.advance(2.0)
+    world.commit()
+    world.plan()
+    room = world.scheduler.adapter_room
+    assert room is not None and room.state("busy") is AdapterState.DRAINING
+    world.add(adapter_request("late", "busy"))
+    world.retire("busy")
+    if is_loaded_again:
+        world.add(adapter_request("again", "busy"))
+    world.drain()
+    world.verify()
+
+
+def test_a_draining_ends_when_the_load_that_needs_it_has_gone() -> None:
+    """Whatever becomes of the waiting sequence, the adapter is used again at once."""
+    world = World(Setup(max_loras=1, num_blocks=64))
+    world.add(adapter_request("long", "busy", 30))
+    world.plan()
+    world.finish_load()
+    world.plan()
+    world.add(adapter_request("rare", "rare"))
+    world.advance(2.0)
+    world.commit()
+    world.plan()
+    room = world.scheduler.adapter_room
+    assert room is not None and not room.is_ready("busy")
+    world.pause("rare")
+    world.add(adapter_request("late", "busy"))
+    world.commit()
+    world.plan()
+    assert room.is_ready("busy")
+    world.resume("rare")
+    world.drain()
+    world.verify()
+
+
+def test_a_request_takes_the_adapters_place_of_one_of_lower_priority() -> None:
+    world = World(Setup(max_loras=1, num_blocks=64))
+    world.add(adapter_request("low", "low", 30, priority=9))
+    world.plan()
+    world.finish_load()
+    world.plan()
+    world.add(adapter_request("high", "high", priority=-9))
+    world.commit()
+    world.plan()
+    assert world.loading == ["high"] and world.scheduler.stats().num_preempted == 1
+    world.finish_load()
+    while world.received["high#0"].reason is None:
+        world.plan()
+        world.commit()
+    assert world.received["low#0"].reason is None
+    world.drain()
+    world.verify()
+
+
+def test_requests_of_equal_priority_do_not_take_the_place_from_each_other() -> None:
+    world = World(Setup(max_loras=1, num_blocks=64))
+    world.add(adapter_request("first", "one", 30))
+    world.plan()
+    world.finish_load()
+    world.plan()
+    world.add(adapter_request("second", "two"))
+    world.drain()
+    world.verify()
+    assert world.scheduler.stats().totals.num_preemptions == 0
+
+
+def test_a_drained_adapter_stays_for_a_request_of_higher_priority() -> None:
+    """The load that it drains for would be served after that request."""
+    world = World(Setup(max_loras=1, num_blocks=64))
+    world.add(adapter_request("long", "busy", 30))
+    world.plan()
+    world.finish_load()
+    world.plan()
+    world.add(adapter_request("rare", "rare"))
+    world.advance(2.0)
+    world.commit()
+    world.plan()
+    world.add(adapter_request("urgent", "busy", priority=-9))
+    world.commit()
+    world.plan()
+    assert "urgent#0" in {one.sequence_id for one in world.plans[-1].admitted}
+    world.drain()
+    world.verify()
+
+
+@pytest.mark.parametrize("adapter_id", ["ab", "abcdef"])
+def test_a_request_is_refused_if_its_adapter_has_no_room_next_to_pinned_ones(
+    adapter_id: str,
+) -> None:
+    setup = Setup(max_loras=2, lora_bytes=8, pinned=frozenset({"pin"}), num_blocks=64)
+    world = World(setup)
+    assert world.add(adapter_request("p", "pin"))
+    assert world.add(adapter_request("a", adapter_id)) == (len(adapter_id) <= 5)
+    world.drain()
+    world.verify()
+
+
+def test_sequences_end_if_an_adapter_is_pinned_in_their_place() -> None:
+    world = World(Setup(max_loras=2, lora_bytes=8, pinned=frozenset({"pin"}), num_blocks=64))
+    world.add(adapter_request("first", "abcdef"))
+    world.add(adapter_request("p", "pin"))
+    world.drain()
+    world.verify()
+    assert "pinned" in world.received["first#0"].error
+    assert world.received["p#0"].error == ""
 
 
 def _zipf(num_adapters: int, skew: float) -> list[float]:

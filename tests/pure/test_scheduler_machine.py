@@ -104,3 +104,10 @@ def test_crowded_steps_with_drafts_keep_their_limits() -> None:
 def test_random_lives_end_as_every_request_would_alone(block: int) -> None:
     for seed in range(10_000 + 40 * block, 10_000 + 40 * (block + 1)):
         random_life(seed)
+
+
+@pytest.mark.parametrize("block", range(2))
+def test_sequences_never_wait_for_adapters_in_vain(block: int) -> None:
+    """Adapters are pinned, retired and replaced, their loads fail, and all sequences end."""
+    for seed in range(20_000 + 40 * block, 20_000 + 40 * (block + 1)):
+        random_life(seed, has_adapters=True)

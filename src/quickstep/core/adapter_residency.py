@@ -8,8 +8,11 @@ it admits the sequence, and a driver carries out the orders (`take_orders`) and 
 The engine loads in threads; tests and `quickstep verify` use a virtual clock.
 
 The adapter that requests have named least often lately is evicted first. Its size does not matter:
-a load takes time in proportion to the bytes that the eviction frees. An adapter of a running
-sequence is never evicted, one of waiting sequences only if another adapter has waited for too long.
+a load takes time in proportion to the bytes that the eviction frees. For a place, the sequences
+that hold an adapter (`AdapterUse`) are preempted as for a slot; others end before it leaves.
+
+The draining adapters are those that the first waiting load needs, and are chosen anew each time: so
+none is drained for a load that has no use for it.
 """
 
 from __future__ import annotations
@@ -17,11 +20,11 @@ from __future__ import annotations
 import enum
 import math
 import sys
-from collections.abc import Callable, Collection
+from collections.abc import Collection, Mapping
 
 import msgspec
 
-__all__ = ["AdapterOrders", "AdapterResidency", "AdapterState"]
+__all__ = ["AdapterOrders", "AdapterResidency", "AdapterState", "AdapterUse"]
 
 # A use counts half after so many seconds.
 _HALF_LIFE_S = 60.0
@@ -36,6 +39,18 @@ class AdapterState(enum.Enum):
     DRAINING = "draining"
 
 
+class AdapterUse(enum.IntEnum):
+    """What sequences do with an adapter while another sequence waits for its place: the least used
+    leaves first.
+    """
+
+    UNUSED = 0
+    PREEMPTIBLE = 1  # its sequences run, and may all be preempted for the one that waits
+    WANTED = 2  # sequences could be admitted with it at once
+    RUNNING = 3  # sequences run that may not be preempted
+    AHEAD = 4  # sequences wait with it that are served before the one that waits: it stays
+
+
 class AdapterOrders(msgspec.Struct, frozen=True):
     """What the driver has to do: free the evicted ones, then load the others."""
 
@@ -48,8 +63,7 @@ class _Adapter(msgspec.Struct, eq=False):
 
     adapter_id: str
     num_bytes: int
-    is_pinned: bool
-    is_kept: bool = False
+    is_pinned: bool = False
     state: AdapterState = AdapterState.ABSENT
     num_running: int = 0
     num_uses: float = 0.0
@@ -83,6 +97,7 @@ class AdapterResidency:
         self._held: dict[str, _Adapter] = {}  # those in memory, loading ones included
         self._num_bytes = 0  # of those
         self._num_loading = 0
+        self._num_pinned = 0
         self._loads: list[str] = []
         self._evictions: list[str] = []
         self._changed: list[str] = []  # adapters that became ready, or ceased to be, by an order
@@ -100,15 +115,40 @@ class AdapterResidency:
         """
         adapter = self._adapters.get(adapter_id)
         if adapter is None:
-            adapter = self._adapters[adapter_id] = _Adapter(adapter_id, num_bytes, is_pinned)
-        adapter.is_pinned = adapter.is_pinned or is_pinned
-        adapter.is_kept = False
+            adapter = self._adapters[adapter_id] = _Adapter(adapter_id, num_bytes)
+        if is_pinned and not adapter.is_pinned:
+            adapter.is_pinned = True
+            self._num_pinned += 1
         if is_resident and adapter.state is AdapterState.ABSENT:
             self._set_state(adapter, AdapterState.RESIDENT)
 
-    def keep(self, adapter_id: str) -> None:
-        """Do not evict it any more: it may not be there to load again."""
-        self._adapters[adapter_id].is_kept = True
+    def unpin(self, adapter_id: str) -> None:
+        """Let it be evicted: no new request will name it."""
+        adapter = self._adapters[adapter_id]
+        self._num_pinned -= adapter.is_pinned
+        adapter.is_pinned = False
+
+    @property
+    def has_pinned(self) -> bool:
+        """Whether an adapter is pinned."""
+        return self._num_pinned > 0
+
+    def misfit(self, adapter_id: str) -> str:
+        """Why an adapter cannot be loaded even once everything that may leave has left: how little
+        the pinned adapters leave; "" if it can.
+        """
+        adapter = self._adapters[adapter_id]
+        pinned = [one for one in self._adapters.values() if one.is_pinned and one is not adapter]
+        if len(pinned) >= self.max_loras:
+            return f"{len(pinned)} adapters are pinned, which leaves no place; raise --max-loras"
+        num_pinned_bytes = sum(one.num_bytes for one in pinned)
+        if self._fit(1, num_pinned_bytes + adapter.num_bytes):
+            return ""
+        room = (self.max_bytes or 0) - num_pinned_bytes
+        return (
+            f"it takes {adapter.num_bytes:,} bytes, the pinned ones leave {room:,}; raise "
+            "--lora-memory-bytes or pin fewer"
+        )
 
     def forget(self, adapter_id: str) -> None:
         """No sequence will use it again and none does: free it, if it is in memory."""
@@ -116,6 +156,7 @@ class AdapterResidency:
         if adapter is None:
             return
         assert not adapter.num_running, f"{adapter_id} is in use"
+        self._num_pinned -= adapter.is_pinned
         if adapter.state is AdapterState.LOADING:
             self._num_loading -= 1
         if adapter.state is not AdapterState.ABSENT:
@@ -136,8 +177,7 @@ class AdapterResidency:
 
     def has_place(self, num_bytes: int) -> bool:
         """Whether another adapter fits, without an eviction."""
-        fits = self.max_bytes is None or self._num_bytes + num_bytes <= self.max_bytes
-        return fits and len(self._held) < self.max_loras
+        return self._fit(self.num_resident + 1, self.num_bytes + num_bytes)
 
     @property
     def num_resident(self) -> int:
@@ -183,43 +223,44 @@ class AdapterResidency:
             self._set_state(adapter, AdapterState.ABSENT)
 
     @property
-    def may_begin_load(self) -> bool:
-        """Whether one more load may begin, if there is a place."""
-        return self._num_loading < self.max_loading
+    def is_loading(self) -> bool:
+        """Whether a load is under way, which may make room or a sequence ready when it ends."""
+        return self._num_loading > 0
 
     def order_load(
         self,
         adapter_id: str,
         waited_s: float,
         now: float,
-        is_wanted: Callable[[str], bool],
+        uses: Mapping[str, AdapterUse],
         in_flight: Collection[str],
     ) -> bool:
         """Order a load of an absent adapter, and the evictions that make a place for it.
 
-        Returns False if there is no place yet. `is_wanted`: sequences wait that could use an
-        adapter at once. `in_flight`: adapters of steps that still run.
+        Returns False if it cannot begin yet; then the adapters that have to leave are draining.
+        `waited_s` is how long its first sequence has waited; `uses` is what sequences do with the
+        others, those that are not in it are unused; `in_flight` are the adapters of steps that
+        still run.
         """
         adapter = self._adapters[adapter_id]
         assert adapter.state is AdapterState.ABSENT, f"{adapter_id} is {adapter.state.value}"
         is_overdue = waited_s > self.max_overtaken_s
-        leaving: list[_Adapter] = []
-        for one in sorted(self._evictable(in_flight), key=lambda one: self._value(one, now)):
-            if self._fits(adapter, leaving):
-                break
-            if one.state is AdapterState.DRAINING or is_overdue or not is_wanted(one.adapter_id):
-                leaving.append(one)
-        if not self._fits(adapter, leaving):
-            if is_overdue:
-                self._drain(adapter, leaving, now)
+        most = AdapterUse.RUNNING if is_overdue else AdapterUse.PREEMPTIBLE
+        leaving = self._leaving(adapter, most, now, uses, in_flight)
+        if any(one.num_running or one.adapter_id in in_flight for one in leaving):
+            self._drain({one.adapter_id for one in leaving})
+            return False
+        self._drain(set())
+        num_left = self.num_resident - len(leaving)
+        bytes_left = self.num_bytes - sum(one.num_bytes for one in leaving)
+        fits = self._fit(num_left + 1, bytes_left + adapter.num_bytes)
+        if self._num_loading >= self.max_loading or not fits:
             return False
         for one in leaving:
-            if one.state is AdapterState.RESIDENT:
-                self._changed.append(one.adapter_id)
+            self._changed.append(one.adapter_id)
             self._set_state(one, AdapterState.ABSENT)
             self._evictions.append(one.adapter_id)
         self.num_evictions += len(leaving)
-        self.stop_draining()
         self._set_state(adapter, AdapterState.LOADING)
         self._num_loading += 1
         self._loads.append(adapter_id)
@@ -227,10 +268,7 @@ class AdapterResidency:
 
     def stop_draining(self) -> None:
         """Nothing waits for a place any more: what is still resident may be used."""
-        for one in self._held.values():
-            if one.state is AdapterState.DRAINING:
-                one.state = AdapterState.RESIDENT
-                self._changed.append(one.adapter_id)
+        self._drain(set())
 
     def take_changed(self) -> list[str]:
         """The adapters for which orders changed `is_ready` since the last call."""
@@ -255,6 +293,7 @@ class AdapterResidency:
         assert self.num_resident <= self.max_loras, "too many adapters are in memory"
         assert self.max_bytes is None or self.num_bytes <= self.max_bytes, "they take too much"
         assert self._num_loading == sum(one.state is AdapterState.LOADING for one in adapters)
+        assert self._num_pinned == sum(one.is_pinned for one in adapters)
         for one in adapters:
             runs = one.state in (AdapterState.RESIDENT, AdapterState.DRAINING)
             assert runs or not one.num_running, f"{one.adapter_id} is {one.state.value} and in use"
@@ -280,31 +319,49 @@ class AdapterResidency:
             self._num_bytes += adapter.num_bytes
         adapter.state = state
 
-    def _may_leave(self, adapter: _Adapter) -> bool:
-        in_memory = adapter.state in (AdapterState.RESIDENT, AdapterState.DRAINING)
-        return in_memory and not adapter.is_pinned and not adapter.is_kept
+    def _leaving(
+        self,
+        adapter: _Adapter,
+        most: AdapterUse,
+        now: float,
+        uses: Mapping[str, AdapterUse],
+        in_flight: Collection[str],
+    ) -> list[_Adapter]:
+        """The adapters that have to leave for another one, of those that are used no more than
+        `most`; none if it fits next to them, or not even without them.
+        """
 
-    def _evictable(self, in_flight: Collection[str]) -> list[_Adapter]:
-        return [
+        def use(one: _Adapter) -> AdapterUse:
+            return uses.get(one.adapter_id, AdapterUse.UNUSED)
+
+        in_memory = (AdapterState.RESIDENT, AdapterState.DRAINING)
+        others = [
             one
             for one in self._held.values()
-            if self._may_leave(one) and not one.num_running and one.adapter_id not in in_flight
+            if one.state in in_memory and not one.is_pinned and use(one) <= most
         ]
+        others.sort(key=lambda one: self._value(one, now))
+        others.sort(key=lambda one: (use(one), one.adapter_id in in_flight, one.num_running))
+        num_loras, num_bytes = self.num_resident + 1, self.num_bytes + adapter.num_bytes
+        for num_leaving, one in enumerate(others):
+            if self._fit(num_loras, num_bytes):
+                return others[:num_leaving]
+            num_loras, num_bytes = num_loras - 1, num_bytes - one.num_bytes
+        return others if self._fit(num_loras, num_bytes) else []
 
-    def _fits(self, adapter: _Adapter, leaving: list[_Adapter]) -> bool:
-        if self.num_resident - len(leaving) + 1 > self.max_loras:
-            return False
-        num_bytes = self.num_bytes - sum(one.num_bytes for one in leaving) + adapter.num_bytes
-        return self.max_bytes is None or num_bytes <= self.max_bytes
+    def _fit(self, num_loras: int, num_bytes: int) -> bool:
+        """Whether so many adapters of so many bytes together may be in memory."""
+        has_bytes = self.max_bytes is None or num_bytes <= self.max_bytes
+        return has_bytes and num_loras <= self.max_loras
 
-    def _drain(self, adapter: _Adapter, leaving: list[_Adapter], now: float) -> None:
-        """Drain as many adapters as the load needs: those with the fewest running sequences."""
-        going = leaving + [one for one in self._held.values() if one.state is AdapterState.DRAINING]
-        others = [one for one in self._held.values() if self._may_leave(one)]
-        for one in sorted(others, key=lambda one: (one.num_running, self._value(one, now))):
-            if self._fits(adapter, going):
-                return
-            if one not in going:
-                one.state = AdapterState.DRAINING
-                self._changed.append(one.adapter_id)
-                going.append(one)
+    def _drain(self, adapter_ids: set[str]) -> None:
+        """Drain these adapters and no others."""
+        for one in self._held.values():
+            drains = one.adapter_id in adapter_ids
+            if drains and one.state is AdapterState.RESIDENT:
+                self._set_state(one, AdapterState.DRAINING)
+            elif not drains and one.state is AdapterState.DRAINING:
+                self._set_state(one, AdapterState.RESIDENT)
+            else:
+                continue
+            self._changed.append(one.adapter_id)

@@ -27,31 +27,29 @@ class WaitingQueue:
     """Sequences that wait to be admitted, for the first time or again after a preemption.
 
     They wait in the queues that `order` names, each sorted by rank; those whose adapter is not
-    ready (`is_ready`) wait apart, by adapter, where nothing admits them.
+    ready (`is_ready`) are parked, by adapter and queue, where nothing admits them.
     """
 
     def __init__(self, order: ServiceOrder, is_ready: Callable[[str], bool] | None = None) -> None:
         self._order = order
         self._is_ready = is_ready
         self._queues: dict[str, list[Sequence]] = {}
-        self._parked: dict[str, list[Sequence]] = {}  # by adapter
+        self._parked: dict[str, dict[str, list[Sequence]]] = {}  # by adapter
+        self._ready: dict[str, list[Sequence]] = {}  # by adapter: those of the queues that have one
 
     def __bool__(self) -> bool:
         return bool(self._queues or self._parked)  # none of them is empty
 
     def __len__(self) -> int:
-        if not self:
-            return 0
-        return sum(map(len, self._queues.values())) + sum(map(len, self._parked.values()))
+        return sum(map(len, self._all_queues()))
 
     def __iter__(self) -> Iterator[Sequence]:
-        return chain.from_iterable((*self._queues.values(), *self._parked.values()))
+        return chain.from_iterable(self._all_queues())
 
     @property
     def num_active(self) -> int:
         """How many are not paused; they are first in their queues."""
-        queues = (*self._queues.values(), *self._parked.values())
-        return sum(map(_num_active, queues))
+        return sum(map(_num_active, self._all_queues()))
 
     @property
     def parked_adapters(self) -> Collection[str]:
@@ -59,25 +57,31 @@ class WaitingQueue:
         return self._parked.keys()
 
     def first_parked(self, besides: Collection[str]) -> Sequence | None:
-        """The first sequence, by rank, that waits for an adapter other than these."""
-        heads = [queue[0] for name, queue in self._parked.items() if name not in besides]
-        active = (one for one in heads if not one.is_paused)
-        return min(active, key=_rank, default=None)
+        """The first sequence, in the order of service, that waits for an adapter other than
+        these.
+        """
+        queues = [
+            queue
+            for name, of_adapter in self._parked.items()
+            if name not in besides
+            for queue in of_adapter.values()
+        ]
+        active = (queue[0] for queue in queues if not queue[0].is_paused)
+        return min(active, key=self._order.key, default=None)
 
     def parked(self, adapter_id: str) -> tuple[Sequence, ...]:
         """The sequences that wait for an adapter."""
-        return tuple(self._parked.get(adapter_id, ()))
+        return tuple(chain.from_iterable(self._parked.get(adapter_id, {}).values()))
 
-    def has_ready(self, adapter_id: str) -> bool:
-        """Whether a sequence with this adapter may be admitted."""
-        queued = chain.from_iterable(self._queues.values())
-        return any(one.request.adapter_id == adapter_id and not one.is_paused for one in queued)
+    def first_of_adapters(self) -> list[Sequence]:
+        """The first sequences that wait with each adapter, whether they may be admitted or not."""
+        parked = chain.from_iterable(one.values() for one in self._parked.values())
+        queues = chain(self._ready.values(), parked)
+        return [queue[0] for queue in queues if not queue[0].is_paused]
 
     def sort_again(self, adapter_id: str, now: float) -> None:
         """An adapter has become ready, or has ceased to be."""
-        queued = chain.from_iterable(self._queues.values())
-        ready = [one for one in queued if one.request.adapter_id == adapter_id]
-        for sequence in (*ready, *self.parked(adapter_id)):
+        for sequence in (*self._ready.get(adapter_id, ()), *self.parked(adapter_id)):
             self.remove(sequence)
             self.push(sequence, now)
 
@@ -106,7 +110,8 @@ class WaitingQueue:
         """
         name = self._order.queue_of(request)
         place = bisect_left(self._queues.get(name, []), rank, key=_rank)
-        place += sum(bisect_left(queue, rank, key=_rank) for queue in self._parked.values())
+        parked = chain.from_iterable(one.values() for one in self._parked.values())
+        place += sum(bisect_left(queue, rank, key=_rank) for queue in parked)
         others = [len(queue) for one, queue in self._queues.items() if one != name]
         most = place + 1 if self._order.takes_turns else max(others, default=0)
         return place + sum(min(most, length) for length in others)
@@ -115,24 +120,35 @@ class WaitingQueue:
         """Insert by rank, which does not change while the sequence waits."""
         is_ready = self._is_ready is None or self._is_ready(sequence.request.adapter_id)
         sequence.await_adapter(not is_ready, now)
-        queues, name = self._place(sequence)
-        queue = queues.setdefault(name, [])
-        insort(queue, sequence, key=_rank)
+        for queues, name in self._places(sequence):
+            insort(queues.setdefault(name, []), sequence, key=_rank)
 
     def remove(self, sequence: Sequence) -> None:
         """Remove a sequence, which must be queued."""
-        queues, name = self._place(sequence)
-        queue = queues[name]
-        index = bisect_left(queue, sequence.rank, key=_rank)
-        assert queue[index] is sequence, f"{sequence.sequence_id} is not queued"
-        del queue[index]
-        if not queue:
-            del queues[name]
+        for queues, name in self._places(sequence):
+            queue = queues[name]
+            index = bisect_left(queue, sequence.rank, key=_rank)
+            assert queue[index] is sequence, f"{sequence.sequence_id} is not queued"
+            del queue[index]
+            if not queue:
+                del queues[name]
+        adapter_id = sequence.request.adapter_id
+        if sequence.awaits_adapter and not self._parked[adapter_id]:
+            del self._parked[adapter_id]
 
-    def _place(self, sequence: Sequence) -> tuple[dict[str, list[Sequence]], str]:
+    def _places(self, sequence: Sequence) -> list[tuple[dict[str, list[Sequence]], str]]:
+        """The lists that a sequence is in."""
+        adapter_id, name = sequence.request.adapter_id, self._order.queue_of(sequence.request)
         if sequence.awaits_adapter:
-            return self._parked, sequence.request.adapter_id
-        return self._queues, self._order.queue_of(sequence.request)
+            return [(self._parked.setdefault(adapter_id, {}), name)]
+        places = [(self._queues, name)]
+        if adapter_id and self._is_ready is not None:
+            places.append((self._ready, adapter_id))
+        return places
+
+    def _all_queues(self) -> Iterator[list[Sequence]]:
+        parked = chain.from_iterable(one.values() for one in self._parked.values())
+        return chain(self._queues.values(), parked)
 
     def set_paused(self, sequence: Sequence, is_paused: bool, now: float) -> None:
         """Pause or resume a queued sequence."""
@@ -151,8 +167,12 @@ class WaitingQueue:
         for one in self:
             is_ready = self._is_ready is None or self._is_ready(one.request.adapter_id)
             assert one.awaits_adapter != is_ready, f"{one.sequence_id} is in the wrong queue"
-        for name, queue in (*self._queues.items(), *self._parked.items()):
-            assert queue, f"the queue {name} is empty"
+        assert all(self._parked.values()), "an adapter is waited for by no sequence"
+        with_adapter = [one for one in self if one.request.adapter_id and not one.awaits_adapter]
+        num_ready = sum(map(len, self._ready.values()))
+        assert self._is_ready is None or num_ready == len(with_adapter), "the ready ones differ"
+        for queue in (*self._all_queues(), *self._ready.values()):
+            assert queue, "a queue is empty"
             for sequence in queue:
                 assert sequence.state in (SequenceState.WAITING, SequenceState.PREEMPTED)
             ranks = [sequence.rank for sequence in queue]

@@ -474,11 +474,6 @@ class RecordingScheduler(Scheduler):
         self._recorder.adapter_call("retire_adapter", adapter_id)
         return super().retire_adapter(adapter_id)
 
-    def keep_adapter(self, adapter_id: str) -> bool:
-        """See `Scheduler.keep_adapter`."""
-        self._recorder.adapter_call("keep_adapter", adapter_id)
-        return super().keep_adapter(adapter_id)
-
     def adapter_loaded(self, adapter_id: str, now: float) -> bool:
         """See `Scheduler.adapter_loaded`."""
         self._recorder.adapter_call("adapter_loaded", adapter_id, now)

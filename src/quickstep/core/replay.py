@@ -242,8 +242,6 @@ class _Replay:
                 )
             case "retire_adapter":
                 scheduler.retire_adapter(call.adapter)
-            case "keep_adapter":
-                scheduler.keep_adapter(call.adapter)
             case "adapter_loaded":
                 scheduler.adapter_loaded(call.adapter, now)
             case "adapter_failed":

@@ -32,7 +32,12 @@ from quickstep.core.accounting import (
     step_record,
     with_unloaded,
 )
-from quickstep.core.adapter_residency import AdapterOrders, AdapterResidency, AdapterState
+from quickstep.core.adapter_residency import (
+    AdapterOrders,
+    AdapterResidency,
+    AdapterState,
+    AdapterUse,
+)
 from quickstep.core.admission import AdmissionState, LevelCounts, WaitEstimate
 from quickstep.core.block_pool import KVBlockPool
 from quickstep.core.cost_model import CostModel, StepLoad
@@ -207,6 +212,7 @@ class Scheduler:
         if (name := request.request_id) in self._requests:
             raise RequestError(f"request_id {name!r} is in use; choose another", param="request_id")
         if self._adapters is not None and request.adapter_id:
+            self._check_adapter(self._adapters, request)
             self._adapters.count_use(request.adapter_id, now)
         n, first = request.sampling.n, self._num_arrivals
         service_s, prompt_s = self._predicted_service_s(request)
@@ -331,7 +337,9 @@ class Scheduler:
         return is_full or request.ttft_deadline_s is not None
 
     def expire(self, now: float) -> tuple[SequenceOutput, ...]:
-        """End the sequences whose deadline has passed, and those that wait and cannot meet it."""
+        """End the sequences whose deadline has passed, those that wait and cannot meet it, and
+        those whose adapter has no room any more.
+        """
         outputs: list[SequenceOutput] = []
         for sequence, due in self._deadlines.pop_due(now):
             if due is Due.EXPIRE:
@@ -347,6 +355,8 @@ class Scheduler:
                 outputs.append(self._finish(sequence, FinishReason.SHED, now, str(error)))
             elif due is Due.RELEGATE and sequence.state is not SequenceState.RUNNING:
                 self._waiting.relegate(sequence, now)
+        for sequence, why in self._without_room():
+            outputs.append(self._finish(sequence, FinishReason.ERROR, now, why))
         return tuple(outputs)
 
     def pause(self, request_id: str, now: float) -> None:
@@ -376,12 +386,12 @@ class Scheduler:
         """The next step, or None if nothing can be computed until something is committed."""
         if len(self._in_flight) >= self._config.num_in_flight:
             return None
+        draft = StepDraft(self._config.max_num_batched_tokens)
         if self._adapters is not None and self._waiting.parked_adapters:
-            self._order_loads(self._adapters, now)
+            self._order_loads(self._adapters, draft, now)
         if self._drafts.max_drafts:
             most = min(self._waiting.num_active, self._config.max_num_seqs)
             self._drafts.begin_step(self._batch.num_active or most)
-        draft = StepDraft(self._config.max_num_batched_tokens)
         if not self._config.use_kv_cache:
             self._recompute_decodes(draft, now)
         self._preempt_for_waiting(draft, now)
@@ -708,25 +718,18 @@ class Scheduler:
 
     def retire_adapter(self, adapter_id: str) -> bool:
         """No new request will name the adapter. Returns whether it is forgotten: if sequences or
-        steps in flight use it, it is kept in memory for them, and this has to be called again.
+        steps in flight use it, it can still be loaded for them, and this has to be called again.
         """
         if self._adapters is None or adapter_id not in self._adapters:
             return True
-        if self._keep_adapter(self._adapters, adapter_id):
+        if self.is_adapter_used(adapter_id):
+            self._adapters.unpin(adapter_id)
             return False
         self._adapters.forget(adapter_id)
         return True
 
-    def keep_adapter(self, adapter_id: str) -> bool:
-        """Do not evict an adapter that may be gone from disk: a beam search will name it again.
-        Returns whether sequences or steps in flight use it.
-        """
-        if self._adapters is None or adapter_id not in self._adapters:
-            return False
-        return self._keep_adapter(self._adapters, adapter_id)
-
-    def _keep_adapter(self, adapters: AdapterResidency, adapter_id: str) -> bool:
-        adapters.keep(adapter_id)
+    def is_adapter_used(self, adapter_id: str) -> bool:
+        """Whether sequences or steps in flight use an adapter."""
         sequences = chain.from_iterable(self._requests.values())
         if any(one.request.adapter_id == adapter_id for one in sequences):
             return True
@@ -754,40 +757,87 @@ class Scheduler:
         parked = self._waiting.parked(adapter_id)
         return tuple(self._finish(one, FinishReason.ERROR, now, reason) for one in parked)
 
-    def _order_loads(self, adapters: AdapterResidency, now: float) -> None:
-        """Begin loads for the sequences that wait for an adapter, in the order of service."""
-        if not adapters.may_begin_load:
-            return
-        under_way = {
-            one
-            for one in self._waiting.parked_adapters
-            if adapters.state(one) is not AdapterState.ABSENT
-        }
-        while adapters.may_begin_load:
-            first = self._waiting.first_parked(besides=under_way)
-            if first is None:
-                adapters.stop_draining()
-                break
+    def _check_adapter(self, adapters: AdapterResidency, request: Request) -> None:
+        """Raise RequestError if the adapter of a request has no room next to the pinned ones."""
+        if why := adapters.misfit(request.adapter_id):
+            raise RequestError(
+                f"the adapter {request.adapter!r} cannot be loaded: {why}", param="model"
+            )
+
+    def _without_room(self) -> list[tuple[Sequence, str]]:
+        """The sequences that wait for an adapter which pinned ones leave no room for, since they
+        were pinned after the sequence was added; and why.
+        """
+        if self._adapters is None or not self._adapters.has_pinned:
+            return []
+        reasons = [(one, self._adapters.misfit(one)) for one in self._waiting.parked_adapters]
+        return [
+            (sequence, f"its adapter cannot be loaded: {why}")
+            for adapter_id, why in reasons
+            if why
+            for sequence in self._waiting.parked(adapter_id)
+        ]
+
+    def _order_loads(self, adapters: AdapterResidency, draft: StepDraft, now: float) -> None:
+        """Begin loads for the sequences that wait for an adapter, in the order of service; preempt
+        those that hold a place which the next load may take.
+        """
+        while (first := self._first_without_place(adapters)) is not None:
             is_ordered = adapters.order_load(
                 first.request.adapter_id,
                 now - first.awaits_adapter_since_s,
                 now,
-                self._waiting.has_ready,
+                self._adapter_uses(first),
                 self._adapters_in_flight(),
             )
-            if is_ordered:
-                under_way.add(first.request.adapter_id)
-            elif not self._preempt_paused_adapters(now):
+            if not is_ordered and not self._preempt_draining(adapters, first, draft, now):
                 break
+        if first is None:
+            adapters.stop_draining()
         for adapter_id in adapters.take_changed():
             self._waiting.sort_again(adapter_id, now)
 
-    def _preempt_paused_adapters(self, now: float) -> bool:
-        """Preempt paused sequences with an adapter, as is done for blocks."""
-        paused = [one for one in self._batch if one.is_paused and one.request.adapter_id]
-        for sequence in paused:
-            self._preempt(sequence, now)
-        return bool(paused)
+    def _first_without_place(self, adapters: AdapterResidency) -> Sequence | None:
+        """The first sequence that waits for an adapter which is neither in memory nor loading."""
+        parked = self._waiting.parked_adapters
+        held = {one for one in parked if adapters.state(one) is not AdapterState.ABSENT}
+        return self._waiting.first_parked(besides=held)
+
+    def _preempt_draining(
+        self, adapters: AdapterResidency, first: Sequence, draft: StepDraft, now: float
+    ) -> bool:
+        """Preempt what runs with draining adapters, if `first` may have their place."""
+        victims = [
+            one
+            for one in self._batch
+            if adapters.state(one.request.adapter_id) is AdapterState.DRAINING
+            and self._order.may_displace(first, one)
+        ]
+        for one in victims:
+            self._preempt(one, now)
+            draft.num_preemptions += 1
+        return bool(victims)
+
+    def _adapter_uses(self, first: Sequence) -> dict[str, AdapterUse]:
+        """What sequences do with their adapters, as far as that matters to one that waits for a
+        place.
+        """
+        uses: dict[str, AdapterUse] = {}
+        key, may_displace = self._order.key, self._order.may_displace
+
+        def count(one: Sequence, use: AdapterUse) -> None:
+            adapter_id = one.request.adapter_id
+            uses[adapter_id] = max(uses.get(adapter_id, AdapterUse.UNUSED), use)
+
+        for one in self._waiting.first_of_adapters():
+            if key(one) < key(first):
+                count(one, AdapterUse.AHEAD)
+            elif not may_displace(first, one):
+                count(one, AdapterUse.WANTED)
+        for one in self._batch:
+            may_go = may_displace(first, one)
+            count(one, AdapterUse.PREEMPTIBLE if may_go else AdapterUse.RUNNING)
+        return uses
 
     def _adapters_in_flight(self) -> set[str]:
         return {entry.row.adapter for step in self._in_flight for entry in step.rows}
@@ -1063,7 +1113,8 @@ class Scheduler:
         """When to call `expire` and `plan` again at the latest, if no event comes before."""
         is_full = len(self._in_flight) >= self._config.num_in_flight  # then `plan` returns None
         policy_s = None if is_full else self._policy.wakeup(self._view(StepDraft(0), now))
-        times = self._deadlines.next_s(), policy_s
+        lost_s = now if self._without_room() else None
+        times = self._deadlines.next_s(), policy_s, lost_s
         return min((time for time in times if time is not None), default=None)
 
     def stats(self) -> SchedulerStats:

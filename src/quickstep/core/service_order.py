@@ -71,6 +71,13 @@ class ServiceOrder:
         """Whether `running` may be preempted to admit `waiting`, which it otherwise ranks after."""
         return running.is_paused
 
+    def may_displace(self, waiting: Sequence, other: Sequence) -> bool:
+        """Whether `other`, which runs or could be admitted, may lose the place of its adapter to
+        `waiting`. Then all sequences with that adapter lose it: so only for what lasts, and not
+        because of turns, which would alternate.
+        """
+        return self.may_preempt(waiting, other)
+
     def queue_of(self, request: Request) -> str:
         """The name of the queue in which a request waits; within a queue the rank decides."""
         return ""
@@ -221,6 +228,12 @@ class FairOrder(PriorityOrder):
             return super().may_preempt(waiting, running)
         is_owed = not mine.num_running and mine.virtual_s < other.virtual_s
         return running.is_paused or (is_owed and other.num_running > 1)
+
+    def may_displace(self, waiting: Sequence, other: Sequence) -> bool:
+        """Within a tenant, by priority."""
+        if self._of(waiting) is self._of(other):
+            return super().may_preempt(waiting, other)
+        return other.is_paused
 
     def over_share(self, running: Iterable[Sequence]) -> list[Sequence]:
         """The sequences of tenants with more rows than their weight gives them, if there is a light

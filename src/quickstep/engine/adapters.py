@@ -217,6 +217,7 @@ class Adapters:
         self._named: dict[str, LoadedAdapter] = {}
         self._by_id: dict[str, LoadedAdapter] = {}  # also those that are retired
         self._retired: set[str] = set()
+        self._failed: set[str] = set()  # content ids whose load failed, to be read again
         self._opened: OrderedDict[str, LoRAWeights] = OrderedDict()  # by content id
         self._on_host: OrderedDict[str, LoRAAdapter] = OrderedDict()  # packed, the latest last
         self._packed: dict[str, LoRAAdapter] = {}
@@ -242,14 +243,18 @@ class Adapters:
 
     def is_opened(self, name: str) -> bool:
         """Whether `find` has nothing to read."""
-        return name in self._named
+        adapter = self._named.get(name)
+        return adapter is not None and adapter.adapter_id not in self._failed
 
     def has_content(self, adapter_id: str) -> bool:
         """Whether the adapter with this content has a name, or is retired and still kept."""
         return adapter_id in self._by_id
 
     def path_of(self, name: str) -> Path | None:
-        """Where an adapter that is not opened is found; None if it does not exist."""
+        """Where an adapter is read from; None if it does not exist. Any thread may call it."""
+        adapter = self._named.get(name)
+        if adapter is not None and not adapter.parts:
+            return Path(adapter.path)
         return path_in(self._lora.directory, name)
 
     def open(self, name: str, path: str | Path, *, is_from_client: bool = False) -> OpenedAdapter:
@@ -307,10 +312,13 @@ class Adapters:
         return f"{weights.content_id}-int8" if self._lora.dtype == "int8" else weights.content_id
 
     def _check_size(self, name: str, num_bytes: int) -> None:
-        if num_bytes > self.max_bytes:
+        pinned = [one for one in self.loaded if self.is_pinned(one.name) and one.name != name]
+        room = self.max_bytes - sum(one.num_bytes for one in pinned)
+        if num_bytes > room:
+            left = "all adapters in memory may take" if not pinned else "the pinned ones leave"
             raise ConfigError(
-                f"the adapter {name!r} takes {num_bytes:,} bytes, all adapters in memory may take "
-                f"{self.max_bytes:,}; raise --lora-memory-bytes"
+                f"the adapter {name!r} takes {num_bytes:,} bytes, {left} {room:,}; raise "
+                "--lora-memory-bytes" + (" or pin fewer" if pinned else "")
             )
 
     def add(self, opened: OpenedAdapter) -> LoadedAdapter:
@@ -323,6 +331,7 @@ class Adapters:
                 self._drop(name)
         self._named[adapter.name] = self._by_id[adapter.adapter_id] = adapter
         self._retired.discard(adapter.adapter_id)
+        self._failed.discard(adapter.adapter_id)
         if adapter.adapter_id not in self._packed:
             self._opened[adapter.adapter_id] = opened.weights
             self._shrink_opened()
@@ -371,13 +380,21 @@ class Adapters:
             return weights
         if adapter.parts:
             return self.open_mix(adapter.name, adapter.parts).weights
-        weights = self.open(adapter.name, adapter.path).weights
-        if self._adapter_id(weights) != adapter.adapter_id:
-            raise ConfigError(
-                f"the adapter {adapter.name!r} was changed on disk while requests waited for "
-                "it; send the request again"
-            )
-        return weights
+        # other names may have the same content, in folders that are still there
+        named = [one for one in self.loaded if one.adapter_id == adapter.adapter_id]
+        failure = None
+        for one in (adapter, *named):
+            try:
+                weights = self.open(one.name, one.path).weights
+            except ConfigError as error:
+                failure = failure or error
+                continue
+            if self._adapter_id(weights) == adapter.adapter_id:
+                return weights
+        raise failure or ConfigError(
+            f"the adapter {adapter.name!r} was changed on disk while requests waited for "
+            "it; send the request again"
+        )
 
     def put(self, adapter_id: str, packed: LoRAAdapter) -> None:
         """Let steps use packed weights."""
@@ -386,23 +403,27 @@ class Adapters:
         self._on_host.pop(adapter_id, None)
 
     def evict(self, adapter_ids: Collection[str]) -> None:
-        """Remove packed weights from compute memory; as many as allowed stay in host memory."""
+        """Remove packed weights from compute memory; as many as allowed stay in host memory, and
+        those of retired adapters, which may be gone from disk.
+        """
         for adapter_id in adapter_ids:
             packed = self._packed.pop(adapter_id, None)
             if packed is not None and adapter_id in self._by_id:
                 self._on_host[adapter_id] = packed
-        while len(self._on_host) > self._lora.num_host_loras:
-            self._on_host.popitem(last=False)
+        named = [one for one in self._on_host if one not in self._retired]
+        for adapter_id in named[: max(0, len(named) - self._lora.num_host_loras)]:
+            del self._on_host[adapter_id]
 
-    def reopen(self, adapter_id: str) -> None:
-        """A load has failed: the next request reads the adapter from disk again."""
-        for name, adapter in list(self._named.items()):
-            if adapter.adapter_id == adapter_id and name in self._named:
-                self._drop(name)
+    def read_again(self, adapter_id: str) -> None:
+        """A load has failed: the next request that names the adapter reads it from disk again."""
+        self._failed.add(adapter_id)
+        self._opened.pop(adapter_id, None)
+        self._on_host.pop(adapter_id, None)
 
     def forget(self, adapter_id: str) -> None:
         """Free everything of a retired adapter."""
         self._retired.discard(adapter_id)
+        self._failed.discard(adapter_id)
         del self._by_id[adapter_id]
         self._opened.pop(adapter_id, None)
         self._on_host.pop(adapter_id, None)

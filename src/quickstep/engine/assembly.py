@@ -395,7 +395,8 @@ def load_weights(
 
         biases = base_biases(model) if isinstance(model, Decoder) else {}
         adapters = Adapters(model, spec, ops, config.lora, adapter_bytes, biases)
-        for name, one in at_start:
+        # the pinned ones first, so that the others are checked against what these leave
+        for name, one in sorted(at_start, key=lambda entry: not adapters.is_pinned(entry[0])):
             adapters.add(adapters.read(name, one))
     return LoadedWeights(checkpoint, spec, model, plan, kv_shape, adapters)
 

@@ -23,16 +23,16 @@ from __future__ import annotations
 import asyncio
 import logging
 import random
-from collections import Counter, deque
+from collections import deque
 from collections.abc import Callable, Mapping, Sequence
-from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from msgspec import structs
 
 from quickstep.config import StreamConfig
 from quickstep.core.scheduler import Scheduler
-from quickstep.engine.adapters import Adapters, LoadedAdapter, OpenedAdapter, mix_parts
+from quickstep.engine.adapter_loader import AdapterLoader
+from quickstep.engine.adapters import Adapters, LoadedAdapter
 from quickstep.engine.grammar.grammars import CompiledGrammar, check_grammar, prepare_grammar
 from quickstep.engine.live_requests import LiveRequests
 from quickstep.engine.loaded_model import LoadedModel
@@ -44,7 +44,7 @@ from quickstep.engine.step_times.cost_fits import FitSaver
 from quickstep.engine.stream import Sink, Stream
 from quickstep.engine.text.token_forms import TokenFormFinder
 from quickstep.engine.text.tokenizer import Tokenizer
-from quickstep.errors import ConfigError, EngineError, RequestError, StepOutOfMemory
+from quickstep.errors import EngineError, RequestError, StepOutOfMemory
 from quickstep.types import (
     Executor,
     FinishReason,
@@ -65,9 +65,6 @@ if TYPE_CHECKING:
 __all__ = ["Engine"]
 
 _LOGGER = logging.getLogger(__name__)
-# How long a beam search may take between its requests before its adapter is freed, if that was
-# unloaded or replaced.
-_SEARCH_PAUSE_S = 5.0
 # One step may fail because of its rows. Several in a row mean that scheduler, runner or device are
 # in a state that no request can change: the engine fails, and its owner may start another.
 _MAX_FAILED_IN_A_ROW = 3
@@ -98,11 +95,6 @@ class Engine:
     ) -> None:
         self._model = model
         self._recording = recording
-        self._adapters = adapters
-        self._adapter_tasks: set[asyncio.Task[None]] = set()
-        self._search_adapters_s: dict[str, float] = {}  # when a beam search last used one
-        self._reading_adapters: Counter[str] = Counter()  # how many reads of a name are under way
-        self._adapter_was_read = asyncio.Event()
         self._scheduler = scheduler
         self._executor = executor
         self._step_log = step_log
@@ -121,8 +113,12 @@ class Engine:
         self._wakeup = asyncio.Event()
         self._has_failed = asyncio.Event()
         self._task: asyncio.Task[None] | None = None
+        self._adapters: AdapterLoader | None = None
         if adapters is not None:
-            self._load_at_start(adapters)
+            self._adapters = AdapterLoader(
+                adapters, scheduler, clock, self._live.deliver, self._wakeup.set
+            )
+            self._adapters.load_at_start()
 
     @property
     def model(self) -> LoadedModel:
@@ -226,39 +222,24 @@ class Engine:
     async def load_adapter(
         self, name: str, path: str, *, is_from_client: bool = False
     ) -> LoadedAdapter:
-        """Read and check an adapter in a thread, while steps continue; it is in compute memory when
-        a request has named it. The latest of a name serves new requests, those that run finish on
-        theirs. `is_from_client`: only from the directories that clients may load from.
+        """Read and check an adapter, while steps continue; it is in compute memory when a request
+        has named it. The latest of a name serves new requests, those that run finish on theirs.
+        `is_from_client`: only from the directories that clients may load from.
 
         Raises:
             RequestError: The adapter cannot be used.
+            EngineError: It cannot be read, or not in time.
         """
-        adapters = self._require_adapters()
-        return await self._add_adapter(
-            adapters, name, partial(adapters.open, name, path, is_from_client=is_from_client)
-        )
+        return await self._require_adapters().load(name, path, is_from_client=is_from_client)
 
-    async def _add_adapter(
-        self, adapters: Adapters, name: str, open_adapter: Callable[[], OpenedAdapter]
-    ) -> LoadedAdapter:
-        reading = self._reading_adapters
-        reading[name] += 1
-        try:
-            opened = await asyncio.to_thread(open_adapter)
-        except ConfigError as error:
-            raise RequestError(str(error), param="lora_path") from None
-        finally:
-            reading[name] -= 1
-            if not reading[name]:
-                del reading[name]
-            self._adapter_was_read.set()
-            self._adapter_was_read = asyncio.Event()
-        loaded = adapters.add(opened)
-        self._scheduler.register_adapter(
-            loaded.adapter_id, loaded.num_bytes, adapters.is_pinned(name)
-        )
-        self._wakeup.set()
-        return loaded
+    async def open_adapter(self, name: str) -> LoadedAdapter:
+        """The adapter of this name; one in `lora_dir` and a mix are opened when first named.
+
+        Raises:
+            RequestError: There is none, or it cannot be used.
+            EngineError: It cannot be read, or not in time.
+        """
+        return await self._require_adapters().open(name)
 
     async def unload_adapter(self, name: str) -> None:
         """Refuse new requests with an adapter; it is freed when the last one has ended.
@@ -267,105 +248,14 @@ class Engine:
             RequestError: There is no such adapter.
         """
         self._require_adapters().unload(name)
-        self._wakeup.set()
 
-    def _load_at_start(self, adapters: Adapters) -> None:
-        """Put the adapters of the start into compute memory, as many as there is room for."""
-        room = self._scheduler.adapter_room
-        for loaded in adapters.loaded:
-            fits = room is not None and room.has_place(loaded.num_bytes)
-            if fits:
-                adapters.put(loaded.adapter_id, adapters.pack(loaded.adapter_id))
-            pinned = adapters.is_pinned(loaded.name)
-            self._scheduler.register_adapter(
-                loaded.adapter_id, loaded.num_bytes, pinned, is_resident=fits
-            )
-
-    async def open_adapter(self, name: str) -> LoadedAdapter:
-        """The adapter of this name; one in `lora_dir` and a mix are opened when first named.
-
-        Raises:
-            RequestError: There is none, or it cannot be used.
-        """
-        adapters = self._require_adapters()
-        while self._reading_adapters[name]:
-            await self._adapter_was_read.wait()
-        if adapters.is_opened(name):
-            return adapters.find(name)
-        path = adapters.path_of(name)
-        if path is not None:
-            return await self.load_adapter(name, str(path))
-        parts = [(await self.open_adapter(part), scale) for part, scale in mix_parts(name)]
-        if not parts:
-            return adapters.find(name)
-        return await self._add_adapter(adapters, name, partial(adapters.open_mix, name, parts))
-
-    def _follow_adapter_orders(self) -> None:
-        """Free and load adapters as the scheduler wants."""
-        adapters, orders = self._adapters, self._scheduler.take_adapter_orders()
-        if adapters is None or orders is None:
-            return
-        adapters.evict(orders.evictions)
-        for adapter_id in orders.loads:
-            task = asyncio.create_task(self._load_into_memory(adapters, adapter_id))
-            self._adapter_tasks.add(task)
-            task.add_done_callback(self._adapter_tasks.discard)
-
-    async def _load_into_memory(self, adapters: Adapters, adapter_id: str) -> None:
-        """Load what the scheduler ordered; if that fails, the requests that wait for it fail."""
-        try:
-            packed = await asyncio.to_thread(adapters.pack, adapter_id)
-        except Exception as error:  # of these requests only
-            if not isinstance(error, ConfigError):
-                _LOGGER.exception("an adapter could not be loaded")
-            now = self._clock()
-            adapters.reopen(adapter_id)
-            outputs = self._scheduler.adapter_failed(adapter_id, str(error), now)
-            self._live.deliver(outputs, now)
-        else:
-            now = self._clock()
-            if self._scheduler.adapter_loaded(adapter_id, now):
-                adapters.put(adapter_id, packed)
-        self._wakeup.set()
-
-    def _free_retired_adapters(self, adapters: Adapters, now: float) -> None:
-        """Forget the adapters that no request can name and none uses."""
-        for adapter_id in adapters.retired:
-            search_s = self._search_adapters_s.get(adapter_id)
-            if search_s is not None:
-                if self._scheduler.keep_adapter(adapter_id):
-                    self._search_adapters_s[adapter_id] = search_s = now
-                if now < search_s + _SEARCH_PAUSE_S:
-                    continue
-                del self._search_adapters_s[adapter_id]
-            if self._scheduler.retire_adapter(adapter_id):
-                adapters.forget(adapter_id)
-
-    def _require_adapters(self) -> Adapters:
+    def _require_adapters(self) -> AdapterLoader:
         if self._adapters is None:
             raise RequestError(
                 "adapters are off; start with --enable-lora (in Python: enable_lora=True)",
                 param="model",
             )
         return self._adapters
-
-    def _with_adapter_id(self, request: Request) -> Request:
-        """The request with its adapter's content id. Raises RequestError."""
-        if not request.adapter:
-            return request
-        adapters, adapter_id = self._require_adapters(), request.adapter_id
-        if not adapter_id:
-            adapter_id = adapters.find(request.adapter).adapter_id
-        elif not adapters.has_content(adapter_id):
-            raise RequestError(
-                f"the adapter {request.adapter!r} was unloaded during the beam search",
-                param="model",
-                status=404,
-                code="model_not_found",
-            )
-        if request.is_in_search:
-            self._search_adapters_s[adapter_id] = self._clock()
-        return structs.replace(request, adapter_id=adapter_id)
 
     async def start(self) -> None:
         """Begin stepping in the running event loop.
@@ -402,8 +292,8 @@ class Engine:
         self._wakeup.set()
         if self._task is not None:
             await asyncio.wait({self._task})
-        for task in self._adapter_tasks:
-            task.cancel()
+        if self._adapters is not None:
+            self._adapters.close()
         # the task has received every step, so that there is nothing to wait for
         self._executor.close()
         if self._fits is not None:
@@ -440,8 +330,7 @@ class Engine:
         """Whether `submit` has no slow work to do."""
         sampling, adapters = request.sampling, self._adapters
         name = "" if request.adapter_id else request.adapter
-        is_opened = adapters is None or adapters.is_opened(name)
-        if name and (self._reading_adapters[name] or not is_opened):
+        if name and adapters is not None and not adapters.is_opened(name):
             return False
         return sampling.grammar is None and self._token_forms.knows(sampling)
 
@@ -500,7 +389,8 @@ class Engine:
             EngineError: The engine does not run (not started, stopping, failed).
         """
         self._require_running()
-        request = self._with_adapter_id(request)
+        if request.adapter:
+            request = self._require_adapters().with_id(request)
         now = self._clock()
         grammar = check_grammar(request.sampling.grammar, self._model.grammars)
         sampling = self._token_forms.find(request.sampling, request.prompt_token_ids)
@@ -564,11 +454,12 @@ class Engine:
         self._wakeup.clear()
         now = self._clock()
         self._live.deliver(self._scheduler.expire(now), now)
-        if self._adapters is not None and self._adapters.retired:
-            self._free_retired_adapters(self._adapters, now)
+        if self._adapters is not None:
+            self._adapters.free_retired(now)
         while (plan := self._scheduler.plan(now)) is not None:
             self._in_flight.append((plan, self._executor.submit(plan)))
-        self._follow_adapter_orders()
+        if self._adapters is not None:
+            self._adapters.follow_orders()
         if self._in_flight:
             await self._take_oldest_step()
         else:
@@ -576,12 +467,9 @@ class Engine:
 
     def _next_wakeup(self, now: float) -> float | None:
         """When there is something to do without a request's change; None for never."""
-        wakeup_s = self._scheduler.wakeup(now)
-        if self._adapters is None or not self._search_adapters_s:
-            return wakeup_s
-        ends = [self._search_adapters_s.get(one) for one in self._adapters.retired]
-        times = [end + _SEARCH_PAUSE_S for end in ends if end is not None]
-        return min([*times, *([] if wakeup_s is None else [wakeup_s])], default=None)
+        adapters_s = None if self._adapters is None else self._adapters.wakeup_s
+        times = self._scheduler.wakeup(now), adapters_s
+        return min((time for time in times if time is not None), default=None)
 
     async def _sleep(self, wakeup_s: float | None, now: float) -> None:
         """Wait for a request's change, or until the clock reaches `wakeup_s`."""

@@ -325,16 +325,15 @@ class LLM:
                 param="lora_request",
             )
         paths = {one.name: one.path for one in self._engine.adapters}
-        for one in wanted:
-            if one is None or (one.lora_name in paths and not one.lora_path):
+        for one in dict.fromkeys(wanted):
+            if one is None:
                 continue
-            if paths.get(one.lora_name) == str(Path(one.lora_path)):
-                continue
-            if one.lora_path:
-                opening = self._engine.load_adapter(one.lora_name, one.lora_path)
+            name, path = one.lora_name, one.lora_path
+            if path and paths.get(name) != str(Path(path)):
+                opening = self._engine.load_adapter(name, path)
             else:
-                opening = self._engine.open_adapter(one.lora_name)
-            paths[one.lora_name] = self._thread.call(opening).path
+                opening = self._engine.open_adapter(name)
+            paths[name] = self._thread.call(opening).path
         return ["" if one is None else one.lora_name for one in wanted]
 
     def _start_search(self, token_ids: Sequence[int], params: BeamSearchParams) -> BeamSearch:

@@ -297,7 +297,7 @@ class _Run:
     def _apply(self, event: Event | AdapterRetired) -> None:
         if isinstance(event, AdapterRetired):
             self._retired.add(event.adapter_id)
-            self.counts.adapters_retired += self._scheduler.keep_adapter(event.adapter_id)
+            self.counts.adapters_retired += self._scheduler.is_adapter_used(event.adapter_id)
             return
         match event.what:
             case RandomRequest() as added:
@@ -400,14 +400,8 @@ class _Run:
         """As the engine does: those that no request and no beam search uses any more."""
         searched = {search.adapter_id for search in self._searches.values()}
         for adapter_id in sorted(self._retired):
-            if adapter_id in searched:
-                self._scheduler.keep_adapter(adapter_id)
-            elif self._scheduler.retire_adapter(adapter_id):
+            if adapter_id not in searched and self._scheduler.retire_adapter(adapter_id):
                 self._retired.discard(adapter_id)
-
-    def _is_kept(self) -> bool:
-        """Whether a search that has yet to submit its next beams keeps the place of an adapter."""
-        return any(one.adapter_id in self._retired for one in self._searches.values())
 
     def _advance(self, is_idle_fine: bool) -> None:
         """Plan and compute a step; commit the oldest once no more may be in flight."""
@@ -428,7 +422,7 @@ class _Run:
             self.counts.drafts += outcome.record.num_drafts
             self.counts.accepted_drafts += outcome.record.num_accepted
             self._take(outcome.outputs)
-        elif self._scheduler.has_work() and not (is_idle_fine or self._loads or self._is_kept()):
+        elif self._scheduler.has_work() and not (is_idle_fine or self._loads):
             raise EngineError("the scheduler has work and plans nothing")
 
     def _count(self, plan: StepPlan) -> None:

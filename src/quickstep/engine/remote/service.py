@@ -122,6 +122,7 @@ class EngineService:
         self._opener = opener
         self._engine: Engine | None = None
         self._preparing: set[str] = set()
+        self._num_changes = 0  # of adapters, which later requests wait for
         self._tasks: set[asyncio.Task[None]] = set()
         self._stats_due = asyncio.Event()
         self._stopped = False
@@ -185,6 +186,7 @@ class EngineService:
             case ResetPrefixCache():
                 self._start(self._reset_prefix_cache())
             case LoadAdapter() | UnloadAdapter():
+                self._num_changes += 1
                 self._start(self._change_adapters(message))
             case Stop():
                 self._start(self._stop())
@@ -245,7 +247,10 @@ class EngineService:
         self._stats_due.set()
 
     def _is_prepared(self, request: Request) -> bool:
-        return self._engine is None or self._engine.is_prepared(request)
+        if self._engine is None:
+            return True
+        waits = bool(request.adapter and self._num_changes)
+        return not waits and self._engine.is_prepared(request)
 
     async def _prepare(self, request: Request) -> None:
         """Do slow work in a thread, such as compiling a grammar; then submit the request, unless
@@ -307,6 +312,8 @@ class EngineService:
             raise
         except BaseException as error:  # as in `_submit`
             refused = _refusal("", error)
+        finally:
+            self._num_changes -= 1
         self._sender.put(AdapterNote(message.number, loaded, refused))
 
     async def _stop(self) -> None:
