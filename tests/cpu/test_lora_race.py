@@ -17,22 +17,26 @@ from quickstep.engine.llm import engine_config
 from quickstep.model.spec import read_spec
 
 
-@pytest.mark.parametrize("max_cpu_loras", [None, 4])
-def test_a_race_of_operations_and_streams(tmp_path: Path, max_cpu_loras: int | None) -> None:
+@pytest.mark.parametrize(("max_cpu_loras", "pinned"), [(None, ()), (4, ("first",))])
+def test_a_race_of_operations_and_streams(
+    tmp_path: Path, max_cpu_loras: int | None, pinned: tuple[str, ...]
+) -> None:
+    """1,000 loads, replacements and unloads, a tenth of them invalid, against 32 streams."""
     base = write_checkpoint(tmp_path / "base")
     spec = read_spec(base)
     folder = tmp_path / "versions"
     versions = [write_adapter(folder / f"v{seed}", spec, seed=seed) for seed in range(4)]
     config = replace(
         engine_config(str(base), {"num_threads": 1, "num_blocks": 128}),
-        lora=LoRAConfig(max_loras=2, max_cpu_loras=max_cpu_loras),
+        lora=LoRAConfig(max_loras=2, max_cpu_loras=max_cpu_loras, pinned=pinned),
     )
 
     async def run() -> RaceCounts:
         engine = open_engine(config)
         await engine.start()
         try:
-            return await race(engine, versions, num_operations=80, num_streams=8, seed=1)
+            racing = race(engine, versions, num_operations=500, num_streams=32, seed=1)
+            return await asyncio.wait_for(racing, 120.0)  # none waits for ever
         finally:
             await engine.stop()
 

@@ -206,6 +206,9 @@ class World:
     def retire(self, adapter_id: str) -> None:
         """No new request names an adapter; it is freed when no sequence uses it."""
         self.retired.add(adapter_id)
+        room = self.scheduler.adapter_room
+        if room is not None and adapter_id in room:
+            self.scheduler.register_adapter(adapter_id, len(adapter_id))  # it is pinned no more
         self._free_retired()
 
     def _free_retired(self) -> None:

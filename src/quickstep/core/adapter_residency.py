@@ -111,22 +111,15 @@ class AdapterResidency:
         is_resident: bool = False,
     ) -> None:
         """Let sequences use an adapter of this size, which is in memory already if `is_resident`;
-        known ones keep their state.
+        known ones keep their state, and are pinned or not from now on.
         """
         adapter = self._adapters.get(adapter_id)
         if adapter is None:
             adapter = self._adapters[adapter_id] = _Adapter(adapter_id, num_bytes)
-        if is_pinned and not adapter.is_pinned:
-            adapter.is_pinned = True
-            self._num_pinned += 1
+        self._num_pinned += is_pinned - adapter.is_pinned
+        adapter.is_pinned = is_pinned
         if is_resident and adapter.state is AdapterState.ABSENT:
             self._set_state(adapter, AdapterState.RESIDENT)
-
-    def unpin(self, adapter_id: str) -> None:
-        """Let it be evicted: no new request will name it."""
-        adapter = self._adapters[adapter_id]
-        self._num_pinned -= adapter.is_pinned
-        adapter.is_pinned = False
 
     @property
     def has_pinned(self) -> bool:

@@ -709,7 +709,7 @@ class Scheduler:
         self, adapter_id: str, num_bytes: int, is_pinned: bool = False, is_resident: bool = False
     ) -> None:
         """Let requests name an adapter, which is loaded when one is queued, unless it is in memory
-        already (`is_resident`); a pinned one stays there.
+        already (`is_resident`); a pinned one stays there, until it is registered without.
         """
         if self._adapters is not None:
             self._adapters.register(
@@ -723,7 +723,6 @@ class Scheduler:
         if self._adapters is None or adapter_id not in self._adapters:
             return True
         if self.is_adapter_used(adapter_id):
-            self._adapters.unpin(adapter_id)
             return False
         self._adapters.forget(adapter_id)
         return True

@@ -80,9 +80,9 @@ class AdapterLoader:
             fits = room is not None and room.has_place(loaded.num_bytes)
             if fits:
                 adapters.put(loaded.adapter_id, adapters.pack(loaded.adapter_id))
-            pinned = adapters.is_pinned(loaded.name)
+            is_pinned = adapters.has_pinned_name(loaded.adapter_id)
             self._scheduler.register_adapter(
-                loaded.adapter_id, loaded.num_bytes, pinned, is_resident=fits
+                loaded.adapter_id, loaded.num_bytes, is_pinned, is_resident=fits
             )
 
     def is_opened(self, name: str) -> bool:
@@ -137,12 +137,18 @@ class AdapterLoader:
                 del self._reading[name]
             self._was_read.set()
             self._was_read = asyncio.Event()
+        before = self._adapters.named(name)
         loaded = self._adapters.add(opened)
-        self._scheduler.register_adapter(
-            loaded.adapter_id, loaded.num_bytes, self._adapters.is_pinned(name)
-        )
+        for one in (loaded, before):
+            self._register(one)
         self._wake()
         return loaded
+
+    def _register(self, adapter: LoadedAdapter | None) -> None:
+        """Tell the scheduler of an adapter whose names have changed."""
+        if adapter is not None:
+            is_pinned = self._adapters.has_pinned_name(adapter.adapter_id)
+            self._scheduler.register_adapter(adapter.adapter_id, adapter.num_bytes, is_pinned)
 
     async def _in_thread(self, name: str, work: Callable[[], _Result]) -> _Result:
         async with self._reads:
@@ -154,7 +160,9 @@ class AdapterLoader:
         Raises:
             RequestError: There is no such adapter.
         """
+        adapter = self._adapters.find(name)
         self._adapters.unload(name)
+        self._register(adapter)
         self._wake()
 
     def with_id(self, request: Request) -> Request:

@@ -241,6 +241,15 @@ class Adapters:
         """Whether an adapter stays in compute memory once it is there."""
         return name in self._lora.pinned
 
+    def has_pinned_name(self, adapter_id: str) -> bool:
+        """Whether one of the names of this content is pinned."""
+        names = [one.name for one in self.loaded if one.adapter_id == adapter_id]
+        return any(map(self.is_pinned, names))
+
+    def named(self, name: str) -> LoadedAdapter | None:
+        """The adapter that requests get by this name; None if there is none."""
+        return self._named.get(name)
+
     def is_opened(self, name: str) -> bool:
         """Whether `find` has nothing to read."""
         adapter = self._named.get(name)
