@@ -149,12 +149,19 @@ def test_no_flags_give_the_default_server(monkeypatch: pytest.MonkeyPatch) -> No
     assert stream_config(parsed("serve")) == StreamConfig()
 
 
+def test_an_empty_key_in_the_environment_is_no_open_server(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("QUICKSTEP_API_KEY", "")
+    with pytest.raises(ConfigError, match="set and empty"):
+        server_options(parsed("serve"))
+
+
 def test_every_server_flag_reaches_the_options(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("QUICKSTEP_API_KEY", "third")
     args = parsed(
         *("serve", "--api-key", "a=first", "second", "--allowed-origins", "https://a", "https://b"),
         *("--allowed-methods", "POST", "--allowed-headers", "x-a", "--allow-credentials"),
         *("--ssl-certfile", "c", "--ssl-keyfile", "k", "--ssl-ca-certs", "ca"),
+        *("--allowed-hosts", "box", "box.example"),
         *("--root-path", "/llm", "--unknown-fields", "refuse", "--access-log"),
         *("--default-timeout-s", "5", "--max-timeout-s", "9", "--drain-timeout-s", "1"),
         *("--keep-alive-timeout-s", "1", "--header-timeout-s", "2", "--upload-timeout-s", "3"),
@@ -168,10 +175,12 @@ def test_every_server_flag_reaches_the_options(monkeypatch: pytest.MonkeyPatch) 
         *("--max-regex-bytes", "2k", "--grammar-timeout-s", "0.5", "--template-timeout-s", "3"),
     )
     options = server_options(args)
-    assert options.api_keys.names == ("a", "key-2", "key-3")
+    # the SHA-256 of `second` begins so, and that of `third`
+    assert options.api_keys.names == ("a", "key-16367aacb67a", "key-b1e99324505b")
     assert "QUICKSTEP_API_KEY" not in os.environ
     assert options.cors == CorsOptions(("https://a", "https://b"), ("POST",), ("x-a",), True)
     assert options.tls == TlsOptions("c", "k", "ca")
+    assert options.allowed_hosts == ("box", "box.example")
     assert (options.root_path, options.field_rules) == ("/llm", FieldRules(refuse_unknown=True))
     assert (options.access_log, options.drain_s) == (True, 1)
     assert options.deadlines == Deadlines(5, 9)

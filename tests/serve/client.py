@@ -21,7 +21,7 @@ async def client_of(app: Starlette) -> AsyncGenerator[httpx.AsyncClient, None]:
     transport = httpx.ASGITransport(app, raise_app_exceptions=False)
     async with (
         app.router.lifespan_context(app),
-        httpx.AsyncClient(transport=transport, base_url="http://server", timeout=30) as client,
+        httpx.AsyncClient(transport=transport, base_url="http://localhost", timeout=30) as client,
     ):
         yield client
 

@@ -90,7 +90,7 @@ async def connect(
     reader, writer = await asyncio.open_connection("127.0.0.1", server.port)
     content = json.dumps(body).encode()
     head = (
-        f"POST {path} HTTP/1.1\r\nhost: x\r\ncontent-type: application/json\r\n"
+        f"POST {path} HTTP/1.1\r\nhost: localhost\r\ncontent-type: application/json\r\n"
         f"content-length: {len(content)}\r\n\r\n"
     )
     writer.write(head.encode() + content)

@@ -35,7 +35,7 @@ def ask(
 
     async def run() -> httpx.Response:
         transport = httpx.ASGITransport(app, client=(client, 1234))
-        async with httpx.AsyncClient(transport=transport, base_url="http://server") as one:
+        async with httpx.AsyncClient(transport=transport, base_url="http://localhost") as one:
             return await one.get("/debug/thing", headers=sent)
 
     return asyncio.run(run())

@@ -96,7 +96,9 @@ def test_no_other_spelling_of_a_path_passes_for_a_probe(path: str) -> None:
 
     async def run(port: int) -> bytes:
         reader, writer = await asyncio.open_connection("127.0.0.1", port)
-        writer.write(f"GET {path} HTTP/1.1\r\nhost: x\r\nconnection: close\r\n\r\n".encode())
+        writer.write(
+            f"GET {path} HTTP/1.1\r\nhost: localhost\r\nconnection: close\r\n\r\n".encode()
+        )
         answer = await reader.read()
         writer.close()
         return answer
@@ -173,7 +175,7 @@ def test_the_keys_name_is_the_tenant_and_the_clients_user_a_label_below_it() -> 
                 await client.post(COMPLETIONS, json=body, headers={"x-api-key": headers})
         return [item.tenant for item in engine.submitted]
 
-    assert asyncio.run(run()) == ["ann", "key-3", "bob/eve"]
+    assert asyncio.run(run()) == ["ann", "key-26d46203179f", "bob/eve"]
 
 
 def test_openais_client_comes_in_with_its_key_and_not_with_another() -> None:
@@ -255,8 +257,8 @@ def test_credentials_for_every_origin_are_refused() -> None:
     ("given_keys", "names"),
     [
         (["a=x", "b:y"], ("a", "b")),
-        (["x", "n=y", "z"], ("key-1", "n", "key-3")),
-        (["YWJj=="], ("key-1",)),
+        (["x", "n=y", "z"], ("key-2d711642b726", "n", "key-594e519ae499")),
+        (["YWJj=="], ("key-e88dd13c9615",)),
         (["n=YWJj=="], ("n",)),
     ],
 )
@@ -267,7 +269,8 @@ def test_keys_have_names(given_keys: list[str], names: tuple[str, ...]) -> None:
 @pytest.mark.parametrize(
     ("given_keys", "words"),
     [
-        ([""], "key-1 is empty"),
+        ([""], "key-e3b0c44298fc is empty"),
+        (["x", "x"], "is given twice"),
         (["a b"], "holds a blank"),
         (["a=x", "a=y"], "two API keys have the name a"),
         (["a=x", "b=x"], "the API key of b has another name already"),

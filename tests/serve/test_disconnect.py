@@ -58,7 +58,7 @@ def test_leaving_within_the_body_submits_nothing() -> None:
     async def leave(server: LiveServer) -> None:
         _, writer = await asyncio.open_connection("127.0.0.1", server.port)
         writer.write(
-            b"POST /v1/completions HTTP/1.1\r\nhost: x\r\n"
+            b"POST /v1/completions HTTP/1.1\r\nhost: localhost\r\n"
             b"content-type: application/json\r\ncontent-length: 99\r\n\r\n{"
         )
         await writer.drain()

@@ -49,7 +49,12 @@ def answer_to(*pieces: bytes, options: ServerOptions | None = None) -> tuple[int
 
 
 def head(path: str = "/health", *headers: str, method: str = "GET") -> bytes:
-    lines = [f"{method} {path} HTTP/1.1", "host: x", "content-type: application/json", *headers]
+    lines = [
+        f"{method} {path} HTTP/1.1",
+        "host: localhost",
+        "content-type: application/json",
+        *headers,
+    ]
     return "\r\n".join([*lines, "", ""]).encode()
 
 
@@ -101,7 +106,7 @@ def test_what_never_became_a_request_is_answered_with_an_id(
 
 def test_headers_that_never_end_are_408() -> None:
     options = ServerOptions(connections=ConnectionOptions(header_s=0.05))
-    status, error = answer_to(b"GET /health HTTP/1.1\r\nhost: x\r\n", options=options)
+    status, error = answer_to(b"GET /health HTTP/1.1\r\nhost: localhost\r\n", options=options)
     assert (status, error["code"]) == (408, "request_timeout")
 
 

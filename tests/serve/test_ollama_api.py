@@ -367,7 +367,7 @@ def test_models_are_the_operators(method: str, path: str) -> None:
 def test_a_body_needs_no_type_unless_a_page_sends_it(headers: dict[str, str]) -> None:
     body = json.dumps({"model": "fake", "messages": [USER]})
     assert call("POST", "/api/chat", content=body, headers=headers).status_code == 200
-    own = {**headers, "origin": "http://server"}
+    own = {**headers, "origin": "http://localhost"}
     of_page = call("POST", "/api/chat", content=body, headers=own)
     assert of_page.status_code == 415
     assert "application/json" in of_page.json()["error"]

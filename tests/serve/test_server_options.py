@@ -5,22 +5,30 @@ from __future__ import annotations
 import asyncio
 import json
 import logging
+import signal
+import socket
 import ssl
 import subprocess
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 import httpx
 import pytest
 from client import CHAT, COMPLETIONS, MESSAGES, client_of
 from fake_engine import FakeEngine, FakeStream
-from live_server import live_server
+from live_server import DEADLINE_S, LiveServer, live_server, until
+from starlette.responses import FileResponse, Response
+from starlette.types import Receive, Scope, Send
 
 from quickstep.engine.logs import JsonLines
 from quickstep.errors import ConfigError, RequestError
+from quickstep.server.api_keys import ApiKey, ApiKeys
 from quickstep.server.app import create_app
+from quickstep.server.http.tls import check_tls
 from quickstep.server.options import ConnectionOptions, Deadlines, ServerOptions, TlsOptions
-from quickstep.server.run import check_tls
+from quickstep.server.usage.limits import KeyLimits
 from quickstep.types import Request
 
 
@@ -183,3 +191,110 @@ def test_a_json_log_has_one_object_per_line() -> None:
     assert (known["level"], known["logger"], known["message"]) == ("ERROR", "a.b", "said ü\n")
     assert "ValueError: two\nlines" in known["error"]
     assert known["time"].endswith("+00:00")
+
+
+def tls_client(server: LiveServer, certfile: str | None) -> httpx.Client:
+    context = ssl.create_default_context(cafile=certfile)
+    return httpx.Client(verify=context, base_url=f"https://127.0.0.1:{server.port}")
+
+
+def test_a_connection_counts_and_has_a_limit_of_time_before_its_handshake(
+    certificate: TlsOptions, caplog: pytest.LogCaptureFixture
+) -> None:
+    connections = ConnectionOptions(max_connections=3, header_s=0.2)
+    with live_server(
+        FakeEngine(), ServerOptions(tls=certificate, connections=connections)
+    ) as server:
+        address = ("127.0.0.1", server.port)
+        silent = [socket.create_connection(address) for _ in range(8)]
+        for one in silent:  # the last five are cut at once, and the others in time
+            one.settimeout(DEADLINE_S)
+            with suppress(ConnectionResetError):
+                assert one.recv(1) == b""
+            one.close()
+        with tls_client(server, certificate.certfile) as client:
+            assert client.get("/health").status_code == 200
+    assert "refused" in caplog.text and "3 are open" in caplog.text
+
+
+def test_http_to_https_and_the_reverse_are_in_the_log(
+    certificate: TlsOptions, caplog: pytest.LogCaptureFixture
+) -> None:
+    with live_server(FakeEngine(), ServerOptions(tls=certificate)) as server:
+        with pytest.raises(httpx.TransportError):
+            httpx.get(f"http://127.0.0.1:{server.port}/health")
+        until(lambda: "a client speaks http to this https port" in caplog.text)
+    with live_server(FakeEngine()) as server:
+        with pytest.raises(httpx.TransportError):
+            httpx.get(f"https://127.0.0.1:{server.port}/health", verify=False)
+        until(lambda: "a client speaks https to this http port" in caplog.text)
+
+
+def test_sighup_reads_keys_and_certificate_again(
+    certificate: TlsOptions, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    assert certificate.certfile is not None and certificate.keyfile is not None
+    cert, key = tmp_path / "cert.pem", tmp_path / "key.pem"
+    cert.write_bytes(Path(certificate.certfile).read_bytes())
+    key.write_bytes(Path(certificate.keyfile).read_bytes())
+    entries: list[str | ApiKey] = [ApiKey("ann", "old", limits=KeyLimits(requests_per_minute=99))]
+    api_keys = ApiKeys(entries, read=lambda: (entries, ()))
+    options = ServerOptions(tls=TlsOptions(str(cert), str(key)), api_keys=api_keys)
+    with live_server(FakeEngine(), options) as server:
+
+        def statuses() -> list[int]:
+            with tls_client(server, certificate.certfile) as client:
+                headers = ({"x-api-key": "old"}, {"x-api-key": "new"})
+                return [client.get("/v1/models", headers=one).status_code for one in headers]
+
+        def hang_up() -> None:
+            before = caplog.text.count("read keys and certificates again")
+            server.server.want_reload(signal.SIGHUP, None)
+            until(lambda: caplog.text.count("read keys and certificates again") > before)
+
+        caplog.set_level("INFO")
+        assert statuses() == [200, 401]
+        entries[:] = [ApiKey("ann", "new", limits=KeyLimits(requests_per_minute=1))]
+        hang_up()
+        assert statuses() == [401, 200]
+        with tls_client(server, certificate.certfile) as client:
+            answers = [
+                client.post(CHAT, json={"messages": MESSAGES}, headers={"x-api-key": "new"})
+                for _ in range(2)
+            ]
+        assert [one.status_code for one in answers] == [200, 429]
+        entries.clear()
+        cert.write_text("none")
+        hang_up()
+        assert statuses() == [401, 200], "what cannot be used leaves all as it was"
+        assert "the API keys stay as they were" in caplog.text
+        assert "the certificate stays as it was" in caplog.text
+
+
+@pytest.mark.parametrize("path", ["/file", "/json"])
+def test_any_answer_that_is_not_read_is_cut(path: str, tmp_path: Path) -> None:
+    """A file, a long JSON answer: whoever writes it, the limit is the connection's."""
+    file = tmp_path / "file"
+    file.write_bytes(b"x" * 30_000_000)
+
+    async def app(scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] == "lifespan":
+            return
+        answer = FileResponse(file) if path == "/file" else Response(file.read_bytes())
+        await answer(scope, receive, send)
+
+    connections = ConnectionOptions(slow_reader_s=0.2, max_connections=2)
+    options = ServerOptions(connections=connections)
+    with (
+        patch("quickstep.server.run.create_app", lambda engine, options: app),
+        live_server(FakeEngine(), options) as server,
+    ):
+        address = ("127.0.0.1", server.port)
+        unread = [socket.create_connection(address) for _ in range(2)]
+        for one in unread:
+            one.sendall(f"GET {path} HTTP/1.1\r\nhost: localhost\r\n\r\n".encode())
+        connected = server.server.server_state.connections
+        until(lambda: len(connected) == 2)
+        until(lambda: not connected)
+        for one in unread:
+            one.close()

@@ -16,24 +16,24 @@ from quickstep.server.options import ConnectionOptions, ServerOptions
 
 BODY = b'{"prompt":"a"}'
 POST = (
-    b"POST /v1/completions HTTP/1.1\r\nhost: x\r\nx-api-key: k\r\n"
+    b"POST /v1/completions HTTP/1.1\r\nhost: localhost\r\nx-api-key: k\r\n"
     b"content-type: application/json\r\n"
 )
 REQUESTS = (
-    b"GET /health HTTP/1.1\r\nhost: x\r\n\r\n",
+    b"GET /health HTTP/1.1\r\nhost: localhost\r\n\r\n",
     b"HEAD /health HTTP/1.1\r\n\r\n",
     POST + b"content-length: 14\r\n\r\n" + BODY,
     POST + b"transfer-encoding: chunked\r\n\r\ne\r\n" + BODY + b"\r\n0\r\n\r\n",
     POST + b"transfer-encoding: chunked\r\n\r\ne\r\n" + BODY + b"\r\n0\r\nx-trailer: 1\r\n\r\n",
     POST + b"expect: 100-continue\r\ncontent-length: 14\r\n\r\n" + BODY,
-    b"GET http://x/health HTTP/1.1\r\nhost: x\r\n\r\n",
-    b"GET //x/health HTTP/1.1\r\nhost: a\r\n\r\n",
-    b"OPTIONS * HTTP/1.1\r\nhost: x\r\n\r\n",
-    b"CONNECT x:1 HTTP/1.1\r\nhost: x\r\n\r\n",
+    b"GET http://x/health HTTP/1.1\r\nhost: localhost\r\n\r\n",
+    b"GET //x/health HTTP/1.1\r\nhost: localhost\r\n\r\n",
+    b"OPTIONS * HTTP/1.1\r\nhost: localhost\r\n\r\n",
+    b"CONNECT x:1 HTTP/1.1\r\nhost: localhost\r\n\r\n",
     b"GET /health HTTP/1.1\r\nconnection: upgrade\r\nupgrade: websocket\r\n\r\n",
     b"GET /v1/models/%ff%fe HTTP/1.1\r\nx-api-key: k\r\n\r\n",
     b"GET /v1/models/\xc3\xa9 HTTP/1.1\r\nx-api-key: k\r\n\r\n",
-    b"GET /health?\xff HTTP/1.1\r\nhost: x\r\n\r\n",
+    b"GET /health?\xff HTTP/1.1\r\nhost: localhost\r\n\r\n",
     b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n",
 )
 PIECES = (b"\r\n", b"\0", b" ", b"%2e", b"content-length: 5\r\n", b"transfer-encoding: chunked\r\n")

@@ -107,7 +107,8 @@ def _serve(
 ) -> None:
     from quickstep.engine.logs import install
     from quickstep.server.generate.adapter import check_names
-    from quickstep.server.run import bind, check_tls, serve
+    from quickstep.server.http.tls import check_tls
+    from quickstep.server.run import bind, serve
 
     install(log)
     # the server has its own messages, and malformed requests are not worth a warning

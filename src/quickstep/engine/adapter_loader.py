@@ -254,7 +254,8 @@ async def _in_thread(work: Callable[[], _Result], limit_s: float, what: str) -> 
 
     threading.Thread(target=run, name="adapter", daemon=True).start()
     try:
-        return await asyncio.wait_for(asyncio.wrap_future(outcome), limit_s)
+        async with asyncio.timeout(limit_s):
+            return await asyncio.wrap_future(outcome)
     except TimeoutError:
         reason = f"{what} took longer than {limit_s:g} s; is its disk there?"
         _LOGGER.error(reason)

@@ -532,7 +532,8 @@ class Engine:
     async def _drain(self, drain_s: float) -> None:
         if self._live and drain_s > 0:
             try:
-                await asyncio.wait_for(self._live.wait_until_empty(), drain_s)
+                async with asyncio.timeout(drain_s):
+                    await self._live.wait_until_empty()
             except TimeoutError:
                 _LOGGER.warning("%d requests did not end in time", len(self._live))
 

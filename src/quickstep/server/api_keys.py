@@ -5,7 +5,7 @@ A key has a name, which logs and accounts use, a range of priorities, and perhap
 budgets (`server.usage.limits`), which only a YAML file of keys can have. Keys are stored and
 compared as digests, all of them every time, so that the response time reveals nothing about them.
 An admin key may also call the operator's routes (`http.route.with_admin_check`).
-`cli.serve` collects them from flags, a file and the environment.
+`cli.serve` collects them from flags, a file and the environment; SIGHUP reads them again.
 
 What a client writes into the body divides its own key's account and cache further, and never
 reaches another key's. Without keys there is one client, and only the body separates requests.
@@ -17,7 +17,7 @@ import hashlib
 import hmac
 import math
 import re
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 
 import msgspec
@@ -42,6 +42,7 @@ _NAMED = re.compile(
 _RANGE = re.compile(r"(-?[0-9]{1,10})\.\.(-?[0-9]{1,10})")
 _NAME = re.compile(r"[A-Za-z0-9_.@-]{1,64}")
 _MAX_PRIORITY = 2**31 - 1
+_NAME_DIGITS = 12  # of the digest that names a key without a name
 _KEY = re.compile(r"[\x21-\x7e]{1,512}")
 _SHARED_MODE = 0o077
 _YAML_SUFFIXES = (".yaml", ".yml")
@@ -78,84 +79,127 @@ class ApiKey(msgspec.Struct, frozen=True):
     weight: float = 1.0
 
 
+class _KeyTable:
+    """The keys of one reading, by name."""
+
+    def __init__(self, entries: Iterable[str | ApiKey], admin_entries: Iterable[str]) -> None:
+        self.digests: dict[str, bytes] = {}
+        self.ranges: dict[str, PriorityRange] = {}
+        self.limits: dict[str, KeyLimits] = {}
+        self.weights: dict[str, float] = {}
+        self.admin_names: set[str] = set()
+        for entry in entries:
+            self._add(entry)
+        for entry in admin_entries:
+            self.admin_names.add(self._add(entry))
+
+    def _add(self, entry: str | ApiKey) -> str:
+        """Returns the name. Raises ConfigError."""
+        api_key = _split(entry) if isinstance(entry, str) else entry
+        name = api_key.name
+        _check_key(name, api_key.key)
+        api_key.limits.check(name)
+        if not 0.0 < api_key.weight < math.inf:
+            raise ConfigError(
+                f"the weight of the API key {name} is {api_key.weight:g}, it must be above 0"
+            )
+        digest = _digest(api_key.key.encode())
+        if self.digests.get(name) == digest:
+            raise ConfigError(f"the API key {name} is given twice")
+        if name in self.digests:
+            raise ConfigError(f"two API keys have the name {name}; give each its own")
+        if digest in self.digests.values():
+            raise ConfigError(f"the API key of {name} has another name already")
+        self.digests[name] = digest
+        self.ranges[name] = api_key.priorities
+        self.weights[name] = api_key.weight
+        if api_key.limits != KeyLimits():
+            self.limits[name] = api_key.limits
+        return name
+
+
+Entries = tuple[Sequence[str | ApiKey], Sequence[str]]  # of keys, and of admin keys
+
+
 class ApiKeys:
     """Named keys; without keys, every client may call.
 
     Each of `entries` is an `ApiKey`, or the text `KEY`, `NAME=KEY` or `NAME[LOW..HIGH]=KEY`, where
-    LOW and HIGH are the range of priorities; a key without a name is named by its position,
-    `key-1`. The keys of `admin_entries` are keys like the others that may also call the operator's
-    routes.
+    LOW and HIGH are the range of priorities. A key without a name is named by its digest, so that
+    it keeps its name, and what is stored under it, when others come and go. The keys of
+    `admin_entries` are keys like the others that may also call the operator's routes.
+
+    `read` gives the entries for `reload`; without it there is nothing to read again.
     """
 
     def __init__(
-        self, entries: Iterable[str | ApiKey] = (), admin_entries: Iterable[str] = ()
+        self,
+        entries: Iterable[str | ApiKey] = (),
+        admin_entries: Iterable[str] = (),
+        read: Callable[[], Entries] | None = None,
     ) -> None:
-        named: dict[str, bytes] = {}
-        self._ranges: dict[str, PriorityRange] = {}
-        self._limits: dict[str, KeyLimits] = {}
-        self._weights: dict[str, float] = {}
-        self._admin_names: set[str] = set()
-        entries, admin_entries = tuple(entries), tuple(admin_entries)
-        for place, entry in enumerate((*entries, *admin_entries), 1):
-            api_key = _split(entry, place) if isinstance(entry, str) else entry
-            name = api_key.name
-            _check_key(name, api_key.key)
-            api_key.limits.check(name)
-            if not 0.0 < api_key.weight < math.inf:
-                raise ConfigError(
-                    f"the weight of the API key {name} is {api_key.weight:g}, it must be above 0"
-                )
-            self._weights[name] = api_key.weight
-            if place > len(entries):
-                self._admin_names.add(name)
-            digest = _digest(api_key.key.encode())
-            if name in named:
-                raise ConfigError(f"two API keys have the name {name}; give each its own")
-            if digest in named.values():
-                raise ConfigError(f"the API key of {name} has another name already")
-            named[name] = digest
-            self._ranges[name] = api_key.priorities
-            if api_key.limits != KeyLimits():
-                self._limits[name] = api_key.limits
-        self._digests = tuple(named.items())
+        self._known = _KeyTable(entries, admin_entries)
+        self._read = read
+        self._followers: list[Callable[[Mapping[str, KeyLimits]], None]] = []
 
     def __bool__(self) -> bool:
-        return bool(self._digests)
+        return bool(self._known.digests)
+
+    def reload(self, check: Callable[[Mapping[str, KeyLimits]], None]) -> None:
+        """Take the keys as they are now; requests that run continue.
+
+        Raises:
+            ConfigError: They cannot be read, `check` refuses their limits, or none would be left,
+                which would open the server. The keys are then as before.
+        """
+        if self._read is None:
+            return
+        known = _KeyTable(*self._read())
+        if self and not known.digests:
+            raise ConfigError("no key is left, and the server would be open")
+        check(known.limits)
+        self._known = known
+        for follower in self._followers:
+            follower(known.limits)
+
+    def follow(self, follower: Callable[[Mapping[str, KeyLimits]], None]) -> None:
+        """Call it with the limits whenever they have changed."""
+        self._followers.append(follower)
 
     @property
     def names(self) -> tuple[str, ...]:
         """The names of the keys."""
-        return tuple(name for name, _ in self._digests)
+        return tuple(self._known.digests)
 
     @property
     def limits(self) -> Mapping[str, KeyLimits]:
         """The limits of the keys that have some, by name."""
-        return self._limits
+        return self._known.limits
 
     def weight_of(self, name: str) -> float:
         """The weight of the key `name`; "" is a client of a server without keys."""
-        return self._weights.get(name, 1.0)
+        return self._known.weights.get(name, 1.0)
 
     def priorities_of(self, name: str) -> PriorityRange:
         """The priorities of the key `name`; "" is a client of a server without keys."""
-        return self._ranges.get(name, PriorityRange())
+        return self._known.ranges.get(name, PriorityRange())
 
     @property
     def priorities(self) -> PriorityRange:
         """The range from the lowest to the highest priority that any client may have."""
-        ranges = self._ranges.values() or (PriorityRange(),)
+        ranges = self._known.ranges.values() or (PriorityRange(),)
         return PriorityRange(min(one.low for one in ranges), max(one.high for one in ranges))
 
     def is_admin(self, name: str) -> bool:
         """Whether the key `name` may call the operator's routes."""
-        return name in self._admin_names
+        return name in self._known.admin_names
 
     def owner(self, presented: Sequence[bytes]) -> str | None:
         """The name of the first known key in `presented`, or None."""
         found = None
         for key in presented:
             digest = _digest(key)
-            for name, known in self._digests:
+            for name, known in self._known.digests.items():
                 if hmac.compare_digest(digest, known):
                     found = name
         return found
@@ -208,11 +252,11 @@ def read_key_file(path: Path) -> tuple[list[str | ApiKey], bool]:
     return [entry for entry in entries if entry and not entry.startswith("#")], is_shared
 
 
-def _split(entry: str, place: int) -> ApiKey:
+def _split(entry: str) -> ApiKey:
     """A line of text. `=` at a key's end is padding, so `abc==` has no name."""
     named = _NAMED.fullmatch(entry)
     if named is None:
-        return ApiKey(f"key-{place}", entry)
+        return ApiKey(f"key-{_digest(entry.encode()).hex()[:_NAME_DIGITS]}", entry)
     name, key, given = named.group("name", "key", "range")
     return ApiKey(name, key, PriorityRange() if given is None else _priority_range(given, name))
 

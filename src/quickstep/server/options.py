@@ -15,6 +15,7 @@ import msgspec
 
 from quickstep.errors import ConfigError, RequestError
 from quickstep.server.api_keys import ApiKeys
+from quickstep.server.usage.limits import KeyLimits
 from quickstep.server.usage.price_book import PriceBook
 
 __all__ = [
@@ -107,16 +108,18 @@ class ConnectionOptions(msgspec.Struct, frozen=True):
     seconds.
 
     Attributes:
-        keep_alive_s: An idle connection between two requests.
+        keep_alive_s: An idle connection between two requests; longer than the minute for which
+            clients keep one, so that none is closed just as they use it.
         header_s: From the first byte of a request (or a new connection) to the end of its headers.
         upload_s: A request's body, from the end of the headers to its last byte.
-        slow_reader_s: A stream whose client reads nothing more; then the request is ended.
+        slow_reader_s: An answer of which too much is unread; then the connection is cut, which
+            ends its request.
         comment_every_s: A stream without data sends a comment this often, so that
             proxies keep it open; 0 for never.
         max_connections: Open ones at a time; beyond them the answer is 503.
     """
 
-    keep_alive_s: float = 5.0
+    keep_alive_s: float = 75.0
     header_s: float = 20.0
     upload_s: float = 120.0
     slow_reader_s: float = 60.0
@@ -364,6 +367,8 @@ class ServerOptions(msgspec.Struct, frozen=True):
         limits: Bounds on one request.
         connections: How long clients may take.
         api_keys: The clients that may call; without keys, every client may.
+        allowed_hosts: Without keys, names that a request may give as its host besides addresses and
+            localhost, or `*`: a page of any name can have it point here (DNS rebinding).
         cors: Which web pages may call.
         tls: The certificate, if there is one.
         deadlines: How long requests may take.
@@ -394,6 +399,7 @@ class ServerOptions(msgspec.Struct, frozen=True):
     limits: RequestLimits = msgspec.field(default_factory=RequestLimits)
     connections: ConnectionOptions = msgspec.field(default_factory=ConnectionOptions)
     api_keys: ApiKeys = msgspec.field(default_factory=ApiKeys)
+    allowed_hosts: tuple[str, ...] = ()
     cors: CorsOptions = msgspec.field(default_factory=CorsOptions)
     tls: TlsOptions = msgspec.field(default_factory=TlsOptions)
     deadlines: Deadlines = msgspec.field(default_factory=Deadlines)
@@ -420,7 +426,15 @@ class ServerOptions(msgspec.Struct, frozen=True):
                 f"--stall-timeout-s is {self.stall_s:g}, it must be at least {_LEAST_STALL_S:g}: "
                 "an engine's process reports ten times a second"
             )
-        for name, limits in self.api_keys.limits.items():
+        self.check_limits(self.api_keys.limits)
+        if self.root_path and (not self.root_path.startswith("/") or self.root_path.endswith("/")):
+            raise ConfigError(
+                f"--root-path is {self.root_path!r}, it must begin with a slash and not end in one"
+            )
+
+    def check_limits(self, of_keys: Mapping[str, KeyLimits]) -> None:
+        """Raise ConfigError for limits of keys that this server cannot keep."""
+        for name, limits in of_keys.items():
             if limits.budgets and self.usage.ledger is None:
                 raise ConfigError(
                     f"the API key {name} has a budget, which needs --usage-db FILE to last over a "
@@ -430,7 +444,3 @@ class ServerOptions(msgspec.Struct, frozen=True):
                 raise ConfigError(
                     f"the API key {name} has a budget in dollars, which needs --price-book FILE"
                 )
-        if self.root_path and (not self.root_path.startswith("/") or self.root_path.endswith("/")):
-            raise ConfigError(
-                f"--root-path is {self.root_path!r}, it must begin with a slash and not end in one"
-            )

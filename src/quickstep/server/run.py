@@ -13,7 +13,6 @@ import logging
 import resource
 import signal
 import socket
-import ssl
 import sys
 import threading
 from collections.abc import Awaitable, Callable, Iterator
@@ -35,9 +34,10 @@ from quickstep.server.app import create_app
 from quickstep.server.generate.adapter import Served
 from quickstep.server.generate.engine_interface import ServedEngine
 from quickstep.server.http.protocol import bounded_protocol
-from quickstep.server.options import ServerOptions, TlsOptions
+from quickstep.server.http.tls import Certificates
+from quickstep.server.options import ServerOptions
 
-__all__ = ["DrainingServer", "bind", "check_tls", "serve", "server_for", "warn_without_keys"]
+__all__ = ["DrainingServer", "bind", "serve", "server_for", "warn_without_keys"]
 
 _LOG = logging.getLogger("quickstep.server")
 _BACKLOG = 2048
@@ -80,38 +80,24 @@ def _refusal(host: str, port: int, error: OSError) -> str:
     return f"cannot listen on {host}:{port}: {error.strerror}"
 
 
-def check_tls(options: TlsOptions) -> None:
-    """Raise ConfigError if the files are no certificate and key, before a model is loaded."""
-    if options.certfile is None:
-        return
-    context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
-    try:
-        context.load_cert_chain(options.certfile, options.keyfile, password=_no_password)
-    except (OSError, ValueError) as error:
-        names = " and ".join(name for name in (options.certfile, options.keyfile) if name)
-        raise ConfigError(
-            f"no certificate with its key can be read from {names}: {error}"
-        ) from None
-    try:
-        if options.ca_certs is not None:
-            context.load_verify_locations(options.ca_certs)
-    except (OSError, ValueError) as error:
-        raise ConfigError(f"--ssl-ca-certs {options.ca_certs} cannot be read: {error}") from None
-
-
-def _no_password() -> str:
-    raise ValueError("the key is encrypted; decrypt it first")
-
-
 class DrainingServer(Server):
     """uvicorn, except that it drains the engine, that a second signal of any kind ends the wait,
     that the process continues to its own end, and that it ends when the engine has failed for good.
     """
 
-    def __init__(self, config: Config, engine: ServedEngine, options: ServerOptions) -> None:
+    def __init__(
+        self,
+        config: Config,
+        engine: ServedEngine,
+        options: ServerOptions,
+        certificates: Certificates | None = None,
+    ) -> None:
         super().__init__(config)
         self._engine = engine
+        self._certificates = certificates
+        self._reload_wanted = False
         self._drain_s = options.drain_s
+        self._options = options
         self._keys = options.api_keys
         self._names = ", ".join(options.served_model_names or (engine.model_name,))
         self._scheme = "https" if options.tls.certfile else "http"
@@ -129,11 +115,30 @@ class DrainingServer(Server):
         await anyio.to_thread.run_sync(bool)
 
     async def on_tick(self, counter: int) -> bool:
-        """Ten times a second: end the server if its engine has failed for good."""
+        """Ten times a second: end the server if its engine has failed for good; read keys and
+        certificates again if that was wanted.
+        """
+        if self._reload_wanted:
+            self._reload_wanted = False
+            self._reload()
         if not self.should_exit and self._engine.stats().state is EngineState.FAILED:
             _LOG.critical("the engine has failed and is not started again: the server ends")
             self.should_exit = True
         return await super().on_tick(counter)
+
+    def _reload(self) -> None:
+        """Read keys and certificates again; what cannot be read stays as it is."""
+        try:
+            self._keys.reload(self._options.check_limits)
+        except ConfigError as error:
+            _LOG.error("SIGHUP: the API keys stay as they were: %s", error)
+        try:
+            if self._certificates is not None:
+                self._certificates.reload()
+        except ConfigError as error:
+            _LOG.error("SIGHUP: the certificate stays as it was: %s", error)
+        names = ", ".join(self._keys.names) or "none"
+        _LOG.info("SIGHUP: read keys and certificates again; keys: %s", names)
 
     async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
         """Refuse new requests, let running ones continue, then end them with an error event."""
@@ -164,11 +169,16 @@ class DrainingServer(Server):
             yield
             return
         before = {number: signal.signal(number, self.handle_exit) for number in _SIGNALS}
+        before[signal.SIGHUP] = signal.signal(signal.SIGHUP, self.want_reload)
         try:
             yield
         finally:
             for number, handler in before.items():
                 signal.signal(number, handler)
+
+    def want_reload(self, sig: int, frame: FrameType | None) -> None:
+        """SIGHUP: read keys and certificates again at the next tick."""
+        self._reload_wanted = True
 
     def handle_exit(self, sig: int, frame: FrameType | None) -> None:
         """Drain at the first signal, end at the second."""
@@ -216,11 +226,11 @@ def _with_open_files(options: ServerOptions) -> ServerOptions:
 
 def server_for(engine: ServedEngine, options: ServerOptions) -> DrainingServer:
     """The configured server of an engine, not running."""
-    tls = options.tls
+    certificates = Certificates(options.tls) if options.tls.certfile else None
     config = Config(
         create_app(engine, options),
         loop="none",  # the caller's
-        http=bounded_protocol(options.limits, options.connections),
+        http=bounded_protocol(options.limits, options.connections, certificates),
         ws="none",
         backlog=_BACKLOG,
         log_config=None,
@@ -229,14 +239,10 @@ def server_for(engine: ServedEngine, options: ServerOptions) -> DrainingServer:
         proxy_headers=False,  # any client may write them
         root_path=options.root_path,
         timeout_keep_alive=options.connections.keep_alive_s,  # type: ignore[arg-type]
-        ssl_certfile=tls.certfile,
-        ssl_keyfile=tls.keyfile,
-        ssl_ca_certs=tls.ca_certs,
-        ssl_cert_reqs=ssl.CERT_REQUIRED if tls.ca_certs else ssl.CERT_NONE,
         # the engine ends the streams in time; this is for clients that do not read their end
         timeout_graceful_shutdown=round(options.drain_s) + _FLUSH_S,
     )
-    return DrainingServer(config, engine, options)
+    return DrainingServer(config, engine, options, certificates)
 
 
 def serve(
@@ -252,6 +258,8 @@ def serve(
     """
     options = _with_open_files(options or ServerOptions())
     sys.setswitchinterval(_SWITCH_S)
+    if threading.current_thread() is threading.main_thread():
+        signal.signal(signal.SIGHUP, signal.SIG_IGN)  # until there is something to read again
     with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
         runner.run(_open_and_serve(open_engine, sock, options))
     _LOG.info("stopped")

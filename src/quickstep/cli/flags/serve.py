@@ -17,7 +17,7 @@ from quickstep.errors import ConfigError
 
 if TYPE_CHECKING:
     from quickstep.engine.logs import LogSetup
-    from quickstep.server.api_keys import ApiKey, ApiKeys
+    from quickstep.server.api_keys import ApiKey, ApiKeys, Entries
     from quickstep.server.options import RequestLimits, ServerOptions, UsageOptions, WarmPrompt
 
 __all__ = [
@@ -94,12 +94,12 @@ _STREAMS = (
     ("--max-unread-bytes", bytes_size, "1MiB", "bytes of output"),
 )
 _SECONDS = (
-    ("--keep-alive-timeout-s", "how long an idle connection stays open", 5.0),
+    ("--keep-alive-timeout-s", "how long an idle connection stays open", 75.0),
     ("--header-timeout-s", "how long a request's headers may take to arrive", 20.0),
     ("--upload-timeout-s", "how long a request's body may take to arrive", 120.0),
     (
         "--slow-reader-timeout-s",
-        "how long a client may not read a stream before it is aborted",
+        "how long a client may leave an answer unread before its connection is cut",
         60.0,
     ),
     ("--stream-comment-s", "interval of comments in a stream without output; 0 for none", 15.0),
@@ -222,6 +222,15 @@ def _add_access_flags(group: argparse._ArgumentGroup) -> None:
         metavar="FILE",
         help="prompts to compute and cache before the server listens: a .jsonl file of bodies of "
         "chat completions or completions, or else a text file with a prompt per line",
+    )
+    group.add_argument(
+        "--allowed-hosts",
+        nargs="+",
+        default=[],
+        metavar="NAME",
+        help="without API keys: names by which clients may call the server, besides addresses and "
+        "localhost; * allows all (default: none, since a web page can have a name of its own "
+        "point to this server)",
     )
     group.add_argument(
         "--allowed-origins",
@@ -437,6 +446,7 @@ def server_options(args: argparse.Namespace) -> ServerOptions:
             comment_every_s=args.stream_comment_s,
         ),
         api_keys=api_keys,
+        allowed_hosts=tuple(args.allowed_hosts),
         cors=CorsOptions(
             origins=tuple(args.allowed_origins),
             methods=tuple(args.allowed_methods),
@@ -502,20 +512,34 @@ def take_api_keys(args: argparse.Namespace, environ: os._Environ[str] | dict[str
 
     The variable is removed from the environment, because child processes do not need it.
     """
-    from quickstep.server.api_keys import ApiKeys, read_key_file
+    from quickstep.server.api_keys import ApiKeys
 
-    keys: list[str | ApiKey] = list(args.api_key)
-    if args.api_key_file is not None:
-        entries, is_shared = read_key_file(Path(args.api_key_file))
-        if is_shared:
-            _LOG.warning("other users can read or change %s: chmod 600 it", args.api_key_file)
-        if not entries:
-            raise ConfigError(f"--api-key-file {args.api_key_file} contains no key")
-        keys += entries
-    variable = environ.pop(KEY_VARIABLE, "")
-    if variable:
-        keys.append(variable)
-    return ApiKeys(keys, args.admin_api_key)
+    variable = environ.pop(KEY_VARIABLE, None)
+    if variable == "":
+        raise ConfigError(
+            f"{KEY_VARIABLE} is set and empty, so the server would be open: unset it, or set a key"
+        )
+
+    def read() -> Entries:
+        keys: list[str | ApiKey] = list(args.api_key)
+        if args.api_key_file is not None:
+            keys += _keys_in(Path(args.api_key_file))
+        if variable is not None:
+            keys.append(variable)
+        return keys, args.admin_api_key
+
+    return ApiKeys(*read(), read)
+
+
+def _keys_in(path: Path) -> list[str | ApiKey]:
+    from quickstep.server.api_keys import read_key_file
+
+    entries, is_shared = read_key_file(path)
+    if is_shared:
+        _LOG.warning("other users can read or change %s: chmod 600 it", path)
+    if not entries:
+        raise ConfigError(f"--api-key-file {path} contains no key")
+    return entries
 
 
 def _warm_prompts(args: argparse.Namespace, api_keys: ApiKeys) -> tuple[WarmPrompt, ...]:

@@ -44,7 +44,7 @@ _NICE = 10  # steps of running requests come first
 
 def main() -> int:
     """Serve until the input ends. Returns the exit code."""
-    for number in (signal.SIGINT, signal.SIGTERM):  # the parent handles them
+    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):  # the parent handles them
         signal.signal(number, signal.SIG_IGN)
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
     os.nice(_NICE)

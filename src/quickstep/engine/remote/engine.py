@@ -75,7 +75,7 @@ _DEADLINE_MARGIN_S = 1.0
 # Messages that may wait for a process that does not read.
 _LOG_CAPACITY = 16_384  # records: minutes of steps, a few megabytes
 _REPORT_S = 2.0  # how long the process may take to answer a question
-_ADAPTER_S = 60.0  # how long it may take to read an adapter
+_ADAPTER_S = 130.0  # for an adapter, which it gives up after 120
 _MAX_UNSENT_BYTES = 64 * 1024 * 1024
 
 
@@ -370,7 +370,8 @@ class RemoteEngine:
             report = self._reports[request_id] = asyncio.get_running_loop().create_future()
             process.sender.put(ReportTimings(request_id))
         try:
-            return await asyncio.wait_for(asyncio.shield(report), _REPORT_S)
+            async with asyncio.timeout(_REPORT_S):
+                return await asyncio.shield(report)
         except TimeoutError:
             self._reports.pop(request_id, None)
             return {}
@@ -386,7 +387,8 @@ class RemoteEngine:
         self._resets.append(reset)
         process.sender.put(ResetPrefixCache())
         try:
-            return await asyncio.wait_for(reset, _REPORT_S)
+            async with asyncio.timeout(_REPORT_S):
+                return await reset
         except TimeoutError:
             raise EngineError("the engine process did not reset its prefix cache in time") from None
 
@@ -432,7 +434,8 @@ class RemoteEngine:
         self._changes[number] = change
         try:
             process.sender.put(message)
-            return await asyncio.wait_for(change, _ADAPTER_S)
+            async with asyncio.timeout(_ADAPTER_S):
+                return await change
         except TimeoutError:
             raise EngineError("the engine process did not answer about the adapter") from None
         finally:

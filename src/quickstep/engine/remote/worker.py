@@ -120,7 +120,7 @@ def run(argv: Sequence[str], opener: EngineOpener) -> int:
 
 
 def _leave_signals() -> None:
-    for number in (signal.SIGINT, signal.SIGTERM):
+    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
         signal.signal(number, signal.SIG_IGN)
 
 

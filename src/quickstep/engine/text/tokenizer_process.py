@@ -90,7 +90,7 @@ def _ids(data: bytes) -> list[int]:
 
 def main() -> int:
     """Serve the checkpoint in `argv[1]` until the input ends. Returns the exit code."""
-    for number in (signal.SIGINT, signal.SIGTERM):  # the parent handles them
+    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):  # the parent handles them
         signal.signal(number, signal.SIG_IGN)
     os.nice(_NICE)
     os.environ["TOKENIZERS_PARALLELISM"] = "false"  # the other processors are the engine's

@@ -85,6 +85,8 @@ class Served(msgspec.Struct, frozen=True):
         if both is not None:
             raise ConfigError(f"{both!r} names both the model and an adapter; rename the adapter")
         formats = output_formats(engine, options)
+        limiter = KeyLimiter(options.api_keys.limits)
+        options.api_keys.follow(limiter.take_limits)
         return cls(
             engine,
             names,
@@ -96,7 +98,7 @@ class Served(msgspec.Struct, frozen=True):
             options.share_prefix_cache,
             options.api_keys,
             price_book=options.usage.price_book,
-            limiter=KeyLimiter(options.api_keys.limits),
+            limiter=limiter,
             adapters=ServedAdapters(
                 options.adapter_names, options.lora_dir, options.limits.adapters
             ),

@@ -1,7 +1,9 @@
 """What every request passes before its route: size of its head, origin, API key; and its log line.
 
 Any web page can have its browser send requests here, so a request that names its origin is refused
-unless the operator allows that origin, or the page is this server's own.
+unless the operator allows that origin, or the page is this server's own. A page is also this
+server's own if its name was made to point here (DNS rebinding): so without keys a request has to
+call the server by an address, localhost, or a name that the operator allows.
 
 It compares the path as the client wrote it, so that no other spelling (`//health`, `%2e`, a slash
 at the end, another case) counts as a probe: a path that is not a probe's path byte for byte needs a
@@ -28,6 +30,7 @@ import time
 import uuid
 from collections import OrderedDict
 from collections.abc import Collection, Iterable, Mapping
+from ipaddress import ip_address
 
 from starlette.datastructures import Headers
 from starlette.middleware.cors import CORSMiddleware
@@ -76,6 +79,7 @@ class AccessMiddleware:
         self._keys = options.api_keys
         self._limits = options.limits
         self._connections = options.connections
+        self._hosts = frozenset(name.lower().encode() for name in options.allowed_hosts)
         self._origins = frozenset(origin.lower().encode() for origin in options.cors.origins)
         self._root = options.root_path.encode()
         self._access_log = options.access_log
@@ -114,8 +118,12 @@ class AccessMiddleware:
         try:
             check_head(scope, self._limits)
             _check_origin(scope, self._origins)
-            if self._keys and (scope["method"], path) not in self._probes:
+            if (scope["method"], path) in self._probes:
+                pass
+            elif self._keys:
                 state["api_key_name"] = self._owner(scope)
+            else:
+                _check_host(scope, self._hosts)
         except RequestError as error:
             response = await error_response(Request(scope), error)
             if error.status == 401:
@@ -177,6 +185,41 @@ def _check_origin(scope: Scope, allowed: Collection[bytes]) -> None:
                 "--allowed-origins",
                 status=403,
             )
+
+
+def _check_host(scope: Scope, allowed: Collection[bytes]) -> None:
+    """Raise RequestError 403 for a host that anybody may have given a name to."""
+    if b"*" in allowed:
+        return
+    for name, value in scope["headers"]:
+        if name != b"host":
+            continue
+        host = _without_port(value.strip().lower())
+        if host not in allowed and not _is_own_name(host):
+            raise RequestError(
+                f"the host {host[:100].decode('latin-1')!a} is not a name of this server, "
+                "which has no API keys; call it by its address or localhost, or have the operator "
+                "allow the name with --allowed-hosts or set an API key",
+                status=403,
+            )
+
+
+def _without_port(authority: bytes) -> bytes:
+    host, colon, port = authority.rpartition(b":")
+    has_port = bool(colon) and port.isdigit() and (b":" not in host or host.endswith(b"]"))
+    return host if has_port else authority
+
+
+def _is_own_name(host: bytes) -> bool:
+    """Whether no name server is asked for it."""
+    text = host.decode("latin-1").removesuffix(".")
+    if text == "localhost" or text.endswith(".localhost"):
+        return True
+    try:
+        ip_address(text[1:-1] if text.startswith("[") and text.endswith("]") else text)
+    except ValueError:
+        return False
+    return True
 
 
 def _authority(origin: bytes) -> bytes | None:

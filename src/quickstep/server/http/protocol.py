@@ -3,8 +3,8 @@ size.
 
 The head of a request has to arrive in time and within its size. A refusal before there is a request
 is answered here, in OpenAI's shape, and so is a connection beyond the limit of open ones. A
-connection that the server has closed is cut if its client reads nothing. Routes find
-`abort_connection` and `received_s` in the request's state.
+connection is cut if its client does not read what was written in time, whatever the response is.
+Routes find `received_s` in the request's state.
 """
 
 from __future__ import annotations
@@ -20,42 +20,19 @@ from uvicorn.protocols.http.httptools_impl import STATUS_LINE, HttpToolsProtocol
 from uvicorn.server import ServerState
 
 from quickstep.errors import RequestError
+from quickstep.server.http.connection_limit import ConnectionLimit
 from quickstep.server.http.errors import error_of
 from quickstep.server.http.middleware import check_head, request_id
 from quickstep.server.http.time_limits import PatientTimer
+from quickstep.server.http.tls import Certificates, TlsHandshake
 from quickstep.server.options import ConnectionOptions, RequestLimits
 
 __all__ = ["BoundedProtocol", "bounded_protocol"]
 
 _LOG = logging.getLogger("quickstep.server")
+_TLS_HELLO = b"\x16\x03"
 _LINGER_S = 2.0
-_LOG_EVERY_S = 10.0
 _MAX_REFUSED = 256  # connections at a time that get an error response; the others are cut
-
-
-class _ConnectionLimit:
-    """The limit of open connections; one object for all connections of a server."""
-
-    def __init__(self, max_connections: int) -> None:
-        self.max_connections = max_connections
-        self._num_refused = 0
-        self._logged_s = -_LOG_EVERY_S
-
-    def refused(self, now: float) -> RequestError:
-        """The error for one connection too many; logged at most every ten seconds."""
-        self._num_refused += 1
-        if now - self._logged_s >= _LOG_EVERY_S:
-            _LOG.warning(
-                "refused %d connections: %d are open, which is --max-connections",
-                self._num_refused,
-                self.max_connections,
-            )
-            self._logged_s, self._num_refused = now, 0
-        return RequestError(
-            f"{self.max_connections} connections are open, which is the limit; try again later",
-            status=503,
-            code="too_many_connections",
-        )
 
 
 class BoundedProtocol(HttpToolsProtocol):
@@ -69,13 +46,14 @@ class BoundedProtocol(HttpToolsProtocol):
         *,
         limits: RequestLimits,
         connections: ConnectionOptions,
-        connection_limit: _ConnectionLimit,
+        connection_limit: ConnectionLimit,
     ) -> None:
         super().__init__(config, server_state, app_state)
         self._limits = limits
         self._connections = connections
         self._connection_limit = connection_limit
         self._head_timer: PatientTimer | None = None
+        self._reader_timer: PatientTimer | None = None  # while the client has to read
         self._head_bytes = 0
         self._in_head = True
         self._received_any = False
@@ -84,7 +62,7 @@ class BoundedProtocol(HttpToolsProtocol):
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
         """Start the timer of the first request, or refuse the connection."""
         super().connection_made(transport)
-        num_over = len(self.connections) - self._connection_limit.max_connections
+        num_over = self._connection_limit.num_over()
         if num_over <= 0:
             self._await_head()
             return
@@ -97,6 +75,7 @@ class BoundedProtocol(HttpToolsProtocol):
     def connection_lost(self, exc: Exception | None) -> None:
         """Cancel the timers."""
         self._stop_awaiting_head()
+        self._stop_awaiting_reader()
         self._unset_keepalive_if_required()
         super().connection_lost(exc)
 
@@ -104,6 +83,10 @@ class BoundedProtocol(HttpToolsProtocol):
         """Parse bytes; refuse a head that is too long even before its end."""
         if self._refusal is not None or self.transport.is_closing():
             return
+        if not self._received_any and data.startswith(_TLS_HELLO):
+            self._connection_limit.report(
+                self.loop.time(), "a client speaks https to this http port"
+            )
         self._received_any = True
         if self._in_head:
             self._head_bytes += len(data)
@@ -124,7 +107,6 @@ class BoundedProtocol(HttpToolsProtocol):
         super().on_message_begin()
         self._in_head = True
         self.scope["state"]["received_s"] = time.monotonic()
-        self.scope["state"]["abort_connection"] = self.transport.abort
 
     def on_header(self, name: bytes, value: bytes) -> None:
         """Skip headers after a body (trailers)."""
@@ -161,10 +143,32 @@ class BoundedProtocol(HttpToolsProtocol):
         if self._refusal is None:
             self._refusal = RequestError("the request is not valid HTTP/1.1")
 
+    def pause_writing(self) -> None:
+        """So much of a response is unread that the rest has to wait."""
+        super().pause_writing()
+        self._stop_awaiting_reader()
+        patience_s = self._connections.slow_reader_s
+        self._reader_timer = PatientTimer(self.loop, patience_s, self._reader_is_slow)
+
+    def resume_writing(self) -> None:
+        """Most of what was written has been read."""
+        super().resume_writing()
+        self._stop_awaiting_reader()
+
     def timeout_keep_alive_handler(self) -> None:
         """Close, and cut a client that does not read the response."""
         super().timeout_keep_alive_handler()
         self.loop.call_later(self._connections.slow_reader_s, self.transport.abort)
+
+    def _stop_awaiting_reader(self) -> None:
+        if self._reader_timer is not None:
+            self._reader_timer.cancel()
+            self._reader_timer = None
+
+    def _reader_is_slow(self) -> None:
+        self._reader_timer = None
+        _LOG.warning("a client did not read its response in time; its connection is cut")
+        self.transport.abort()
 
     def _await_head(self) -> None:
         if self._head_timer is None:
@@ -214,26 +218,35 @@ class BoundedProtocol(HttpToolsProtocol):
 
 
 def bounded_protocol(
-    limits: RequestLimits, connections: ConnectionOptions
+    limits: RequestLimits,
+    connections: ConnectionOptions,
+    certificates: Certificates | None = None,
 ) -> type[asyncio.Protocol]:
-    """The protocol class for uvicorn, with its bounds."""
-    connection_limit = _ConnectionLimit(connections.max_connections)
+    """What uvicorn makes for each accepted connection: the protocol with its bounds, or with
+    `certificates` the handshake before it.
+    """
+    limit = ConnectionLimit(connections.max_connections)
 
-    class Protocol(BoundedProtocol):
-        def __init__(
-            self,
-            config: Config,
-            server_state: ServerState,
-            app_state: dict[str, Any],
-            _loop: asyncio.AbstractEventLoop | None = None,
-        ) -> None:
-            super().__init__(
+    def opener(
+        config: Config,
+        server_state: ServerState,
+        app_state: dict[str, Any],
+        _loop: asyncio.AbstractEventLoop | None = None,
+    ) -> asyncio.Protocol:
+        limit.open = server_state.connections
+
+        def open_http() -> asyncio.Protocol:
+            return BoundedProtocol(
                 config,
                 server_state,
                 app_state,
                 limits=limits,
                 connections=connections,
-                connection_limit=connection_limit,
+                connection_limit=limit,
             )
 
-    return Protocol
+        if certificates is None:
+            return open_http()
+        return TlsHandshake(open_http, certificates, limit, connections.header_s)
+
+    return opener  # type: ignore[return-value]

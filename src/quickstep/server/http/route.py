@@ -31,7 +31,9 @@ __all__ = ["ApiRoute", "BodyRules", "Endpoint", "with_admin_check", "with_checke
 
 _CLIENT_CLOSED = 499
 _JSON = "application/json"
-_PROXY_HEADERS = ("forwarded", "x-forwarded-for")
+# Headers that proxies add; some add none, so that their absence proves nothing.
+_PROXY_HEADERS = ("forwarded", "via", "x-real-ip", "x-client-ip", "true-client-ip")
+_PROXY_PREFIXES = ("x-forwarded-", "x-envoy-", "cf-connecting-")
 
 Endpoint = Callable[[Request], Awaitable[Response]]
 
@@ -180,7 +182,10 @@ def with_admin_check(route: ApiRoute, keys: ApiKeys, endpoint: Endpoint) -> Endp
 
 def _is_local(request: Request) -> bool:
     """Whether the client is on this machine and is no proxy for another one."""
-    if request.client is None or any(name in request.headers for name in _PROXY_HEADERS):
+    names = request.headers.keys()
+    if request.client is None or any(
+        name in _PROXY_HEADERS or name.startswith(_PROXY_PREFIXES) for name in names
+    ):
         return False
     try:
         return ip_address(request.client.host).is_loopback

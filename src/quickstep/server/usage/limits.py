@@ -136,6 +136,7 @@ class KeyLimiter:
         self._clock = clock
         self._wall_clock = wall_clock
         self._take_others: Callable[[], Iterable[tuple[str, Used]]] = tuple
+        self._used_since: Callable[[str, int], Used] | None = None
         limited = {} if limits is None else limits
         self._keys = {
             name: _KeyState(one, clock()) for name, one in limited.items() if one != KeyLimits()
@@ -152,12 +153,27 @@ class KeyLimiter:
             used_since: (key name, nanoseconds since 1970) -> what the key has used since then.
             take_others: What other servers have charged since the last call, by the key's name.
         """
-        now = self._wall_clock()
         self._take_others = take_others
+        self._used_since = used_since
         for name, state in self._keys.items():
-            for spending in state.spendings:
-                spending.enter_period(now)
-                spending.restore(used_since(name, round(spending.start_s * _NANO)))
+            self._restore(name, state)
+
+    def _restore(self, name: str, state: _KeyState) -> None:
+        now = self._wall_clock()
+        for spending in state.spendings:
+            spending.enter_period(now)
+            if self._used_since is not None:
+                spending.restore(self._used_since(name, round(spending.start_s * _NANO)))
+
+    def take_limits(self, limits: Mapping[str, KeyLimits]) -> None:
+        """Keep these limits from now on; a key whose limits are as before keeps its state."""
+        before, self._keys = self._keys, {}
+        for name, one in limits.items():
+            state = before.get(name)
+            if state is None or state.limits != one:
+                state = _KeyState(one, self._clock())
+                self._restore(name, state)
+            self._keys[name] = state
 
     def admit(self, key_name: str, num_tokens: int, in_batch: bool = False) -> Reservation:
         """Count a request that may need `num_tokens`, or refuse it.
@@ -302,6 +318,7 @@ class _KeyState:
     """The buckets and the spendings of a key."""
 
     def __init__(self, limits: KeyLimits, now: float) -> None:
+        self.limits = limits
         requests, tokens = limits.requests_per_minute, limits.tokens_per_minute
         self.requests = None if requests is None else _Bucket(requests, now)
         self.tokens = None if tokens is None else _Bucket(tokens, now)
