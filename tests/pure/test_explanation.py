@@ -207,3 +207,21 @@ def test_a_comparison_outside_of_what_was_measured_is_marked() -> None:
     assert ("without other requests (extrapolated)", "1500.0") in {
         row[:2] for row in explanation_rows(marked)
     }
+
+
+class Counted(tuple[StepRecord, ...]):
+    """Counts what is read of a log."""
+
+    num_read = 0
+
+    def __getitem__(self, place):  # type: ignore[no-untyped-def]
+        Counted.num_read += 1
+        return super().__getitem__(place)
+
+
+def test_only_the_steps_of_a_sequences_time_are_read() -> None:
+    """So that a long log costs a sequence no more than a short one."""
+    steps = Counted(step(number, number * 0.1, number * 0.1 + 0.1) for number in range(20_000))
+    explanation = explain("a", QUEUED, steps)
+    assert explanation == explain("a", QUEUED, steps[:200])
+    assert Counted.num_read < 1000

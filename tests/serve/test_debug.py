@@ -13,6 +13,7 @@ import httpx
 import pytest
 from client import CHAT, MESSAGES, client_of
 from fake_engine import FakeEngine
+from msgspec.structs import replace
 from remote_run import until
 from starlette.applications import Starlette
 
@@ -204,6 +205,19 @@ def test_a_live_request_is_explained_so_far() -> None:
     assert [(one["index"], one["is_finished"]) for one in sequences] == [(0, False), (1, False)]
     live = lines(asyncio.run(run("/debug/steps")).text)
     assert [(one["kind"], one["index"]) for one in live] == [("live", 0), ("live", 1)]
+
+
+def test_of_many_sequences_those_that_took_longest_are_explained() -> None:
+    engine = FakeEngine()
+    for number in range(100):
+        timings = replace(QUEUED, finished_s=QUEUED.finished_s + (number * 7) % 100)
+        record = SequenceRecord("many-ab", number, "", 0, 0, FinishReason.EOS, timings)
+        engine.step_log.add_sequence(record)
+    body = get("/debug/requests/many", engine).json()
+    indices = [one["index"] for one in body["sequences"]]
+    assert len(indices) == debug._MAX_EXPLAINED and indices == sorted(indices)
+    assert all((index * 7) % 100 >= 100 - len(indices) for index in indices)
+    assert body["num_more"] == 100 - len(indices)
 
 
 def test_an_unknown_request_is_404() -> None:

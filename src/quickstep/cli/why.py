@@ -42,10 +42,13 @@ def run(args: argparse.Namespace) -> int:
     from quickstep.core.explanation import ExplainedRequest
 
     console = console_on(sys.stdout)
-    for one in msgspec.json.decode(body, type=ExplainedRequest).sequences:
+    explained = msgspec.json.decode(body, type=ExplainedRequest)
+    for one in explained.sequences:
         title = f"{one.request_id}#{one.index}"
         print_table(console, title, _HEADER, explanation_rows(one))
         console.print(f"\n{one.sentence}\n", markup=False)
+    if explained.num_more:
+        console.print(f"{explained.num_more} more sequences took less time", markup=False)
     return 0
 
 

@@ -7,8 +7,9 @@ as they were charged. So every second of the sequence is explained once.
 
 from __future__ import annotations
 
+from bisect import bisect_left, bisect_right
 from collections import defaultdict
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 
 import msgspec
 
@@ -21,6 +22,7 @@ _NAMED = 3  # in the sentence
 _LEAST_PART = 0.01  # of the total time, for an activity to be in the sentence
 _MUCH = 0.1  # of an activity's time, for others' prefills to be in the sentence
 _LEAST_S = 5e-4
+_MAX_IN_FLIGHT = 8  # steps
 
 
 class ActivityPart(msgspec.Struct, frozen=True):
@@ -91,27 +93,24 @@ class Explanation(msgspec.Struct, frozen=True):
 
 
 class ExplainedRequest(msgspec.Struct, frozen=True):
-    """Where the time of a request's sequences went."""
+    """Where the time of a request's sequences went; `num_more` others took less time."""
 
     request_id: str
     sequences: tuple[Explanation, ...]
+    num_more: int = 0
 
 
 def explain(
     request_id: str,
     timings: SequenceTimings,
-    steps: Iterable[StepRecord],
+    steps: Sequence[StepRecord],
     *,
     index: int = 0,
     is_finished: bool = True,
 ) -> Explanation:
-    """Explain a sequence; `steps` are in order, those outside its time are ignored."""
-    during = [
-        step
-        for step in steps
-        if step.committed_at_s > timings.arrival_s
-        and step.committed_at_s - step.seconds < timings.finished_s
-    ]
+    """Explain a sequence; `steps` are in order, those outside its time are not read."""
+    places = _places(steps, timings.arrival_s, timings.finished_s)
+    during = [steps[place] for place in places if _begin_s(steps[place]) < timings.finished_s]
     spans = list(_spans(timings))
     found = (_part(one, spans, during, request_id) for one in Activity)
     parts = tuple([part for part in found if part is not None])
@@ -138,6 +137,23 @@ def explain(
     return msgspec.structs.replace(explanation, sentence=_sentence(explanation))
 
 
+def _places(steps: Sequence[StepRecord], since_s: float, end_s: float) -> range:
+    """The places of the steps that may have run between two times. They are sorted by their ends;
+    of those that end later, only some that were in flight together may have begun before.
+    """
+    first = bisect_right(steps, since_s, key=_end_s)
+    last = bisect_left(steps, end_s, lo=first, key=_end_s) + _MAX_IN_FLIGHT
+    return range(first, min(last, len(steps)))
+
+
+def _begin_s(step: StepRecord) -> float:
+    return step.committed_at_s - step.seconds
+
+
+def _end_s(step: StepRecord) -> float:
+    return step.committed_at_s
+
+
 def _spans(timings: SequenceTimings) -> Iterator[tuple[Activity, float, float]]:
     """(activity, begin, end), in order."""
     ends = [since_s for _, since_s in timings.activities[1:]] + [timings.finished_s]
@@ -159,10 +175,14 @@ def _part(
     prefills: defaultdict[str, float] = defaultdict(float)
     num_steps, max_running = 0, 0
     ran_s = decode_s = unclaimed_s = 0.0
-    for step in steps:
-        during = sum(_overlap_s(step, since_s, end_s) for since_s, end_s in own)
+    overlaps_s: defaultdict[int, float] = defaultdict(float)  # by place in the steps
+    for since_s, end_s in own:
+        for place in _places(steps, since_s, end_s):
+            overlaps_s[place] += _overlap_s(steps[place], since_s, end_s)
+    for place, during in sorted(overlaps_s.items()):
         if not during > 0.0:
             continue
+        step = steps[place]
         fraction = during / step.seconds
         num_steps += 1
         max_running = max(max_running, step.num_running)
@@ -188,8 +208,7 @@ def _part(
 
 
 def _overlap_s(step: StepRecord, since_s: float, end_s: float) -> float:
-    begun_s = step.committed_at_s - step.seconds
-    return max(0.0, min(step.committed_at_s, end_s) - max(begun_s, since_s))
+    return max(0.0, min(step.committed_at_s, end_s) - max(_begin_s(step), since_s))
 
 
 def _missing_s(timings: SequenceTimings, steps: Sequence[StepRecord]) -> float:

@@ -4,7 +4,7 @@
 (`"sequence"`) and, last, those that have not ended (`"live"`). With `follow=true` it continues with
 new records instead of the live sequences; a reader that is too slow loses
 records, and a line with `"kind": "lost"` has their number. `GET /debug/requests/{id}` explains a
-request, live or ended, by `core.explanation`.
+request, live or ended, by `core.explanation`: of many sequences those that took longest.
 
 The id is the engine's, or that of the HTTP request (the header `x-request-id` of its response, or
 the id of a chat completion or completion), with which the engine's ids begin.
@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import asyncio
 from collections import deque
-from collections.abc import AsyncGenerator
+from collections.abc import AsyncGenerator, Sequence
 
 import msgspec
 from starlette.requests import Request
@@ -28,11 +28,12 @@ from quickstep.server.http.errors import RouteNotFound, json_response
 from quickstep.server.http.event_stream import NDJSON, EventStream
 from quickstep.server.http.route import ApiRoute
 from quickstep.server.openai.request_types import decode_values
-from quickstep.types import StepRecord
+from quickstep.types import SequenceTimings, StepRecord
 
 __all__ = ["Debug", "LostRecords", "StepsQuery"]
 
 _MAX_LIVE = 1024  # live requests that are reported
+_MAX_EXPLAINED = 32  # sequences of one request; clients choose ids, which may repeat
 _MAX_QUEUED = 4096  # records that wait for a reader
 _LINES_PER_FRAME = 256
 _PREFIXES = ("chatcmpl-", "cmpl-")  # of the ids of responses
@@ -164,27 +165,55 @@ class Debug:
         """Explain a request. Raises RequestError 404 if it is unknown."""
         wanted: str = request.path_params["request_id"]
         log = self._engine.step_log
-        steps = log.steps
+        steps, sequences = log.steps, log.sequences
+        live_ids = [one for one in self._engine.request_ids if _is_of(one, wanted)]
+        reports = await asyncio.gather(*map(self._engine.live_timings, live_ids[:_MAX_EXPLAINED]))
         found = [
-            explain(one.request_id, one.timings, steps, index=one.index)
-            for one in log.sequences
-            if _is_of(one.request_id, wanted)
+            _Timed(live_id, index, timings, is_finished=False)
+            for live_id, of_request in zip(live_ids, reports, strict=False)
+            for index, timings in of_request.items()
         ]
-        for live_id in self._engine.request_ids:
-            if _is_of(live_id, wanted):
-                timings = await self._engine.live_timings(live_id)
-                found += [
-                    explain(live_id, one, log.steps, index=index, is_finished=False)
-                    for index, one in sorted(timings.items())
-                ]
-        if not found:
+        # in a thread: the log is long, and one request may have many sequences
+        answer = await asyncio.to_thread(_explained, wanted, found, sequences, steps)
+        if not answer.sequences:
             raise RouteNotFound(
                 f"request {wanted[:64]!r} is not in the log, which has the last "
-                f"{len(log.sequences)} sequences; its id is in the header x-request-id",
+                f"{len(sequences)} sequences; its id is in the header x-request-id",
                 param="request_id",
                 code="request_not_found",
             )
-        return json_response(ExplainedRequest(wanted, tuple(found)))
+        return json_response(answer)
+
+
+class _Timed(msgspec.Struct, frozen=True):
+    """A sequence and where its time went so far."""
+
+    request_id: str
+    index: int
+    timings: SequenceTimings
+    is_finished: bool = True
+
+
+def _explained(
+    wanted: str,
+    live: Sequence[_Timed],
+    ended: Sequence[SequenceRecord],
+    steps: Sequence[StepRecord],
+) -> ExplainedRequest:
+    """The sequences that took longest, in the order of their ids."""
+    found = [
+        _Timed(one.request_id, one.index, one.timings)
+        for one in ended
+        if _is_of(one.request_id, wanted)
+    ]
+    found += live
+    found.sort(key=lambda one: one.timings.arrival_s - one.timings.finished_s)
+    most = sorted(found[:_MAX_EXPLAINED], key=lambda one: (one.request_id, one.index))
+    explained = tuple(
+        explain(one.request_id, one.timings, steps, index=one.index, is_finished=one.is_finished)
+        for one in most
+    )
+    return ExplainedRequest(wanted, explained, len(found) - len(explained))
 
 
 def _is_of(engine_id: str, wanted: str) -> bool:
