@@ -175,15 +175,17 @@ def test_files_that_cannot_be_used_are_named(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     source = written(tmp_path / "in.jsonl", [line("1")])
-    (tmp_path / "notes").write_text("hello\nworld\n")
+    foreign = {"notes": "hello\nworld\n", "word": "hello", "json": '{"a": 1}', "ids": '{"id": "x"}'}
+    for name, text in foreign.items():
+        (tmp_path / name).write_text(text)
     for given, output, flags, said in (
         (tmp_path / "none", tmp_path / "out", (), "none cannot be read"),
         (source, source, (), "are the same file"),
         (source, tmp_path / "no" / "out", (), "cannot be written"),
-        (source, tmp_path / "notes", (), "line 1 is not a batch response"),
+        *((source, tmp_path / name, (), "line 1 is not a batch response") for name in foreign),
         (source, tmp_path / "out", ("--max-body-bytes", "9"), "the limit is 9"),
         (source, tmp_path / "out", ("--tool-call-parser", "x"), "'x'"),
     ):
         assert batch(given, output, *flags) == 2
         assert said in capsys.readouterr().err
-    assert (tmp_path / "notes").read_text() == "hello\nworld\n"
+    assert foreign == {name: (tmp_path / name).read_text() for name in foreign}

@@ -1,8 +1,10 @@
 """`/v1/files` with the real `openai` client and by hand: stored, bounded, private."""
 
 import asyncio
+import errno
+import os
 import re
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +17,7 @@ from live_server import live_server
 
 from quickstep.errors import ConfigError, RequestError
 from quickstep.server.app import create_app
-from quickstep.server.batches.file_store import FileStore
+from quickstep.server.batches.file_store import BATCH_OUTPUT, FileStore
 from quickstep.server.options import FileOptions, ServerOptions
 
 LINES = b'{"custom_id": "a"}\n'
@@ -202,3 +204,108 @@ def test_temporary_files_go_with_the_server() -> None:
     assert path.parent.stat().st_mode & 0o777 == 0o700
     store.close()
     assert not path.parent.exists()
+
+
+def test_a_record_that_cannot_be_read_costs_its_own_file_only(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    store = FileStore(FileOptions(directory=tmp_path))
+    store.open()
+    ids = []
+    for text in (b"a", b"b", b"c"):
+        writer = store.new("ann", "a", "batch")
+        writer.write(text)
+        ids.append(writer.commit().id)
+    store.close()
+    (tmp_path / f"{ids[0]}.json").write_bytes(b"")
+    (tmp_path / f"{ids[1]}.json").write_bytes(b'{"id": "file-')
+    store = FileStore(FileOptions(directory=tmp_path))
+    store.open()
+    assert [file.id for file in store.files("ann")] == [ids[2]]
+    assert caplog.text.count("cannot be read") == 2
+    store.close()
+
+
+def test_what_a_batch_had_written_outlives_a_kill_and_half_an_upload_does_not(
+    tmp_path: Path,
+) -> None:
+    store = FileStore(FileOptions(directory=tmp_path))
+    store.open()
+    output = store.new("ann", "output", BATCH_OUTPUT)
+    output.write(b'{"line": 1}\n')
+    output.write(b'{"line": 2}\n{"li')  # as if the server was killed in the middle
+    store.new("ann", "upload", "batch").write(b"half")
+    store.new("ann", "empty", BATCH_OUTPUT)
+    (tmp_path / f"file-{'0' * 32}").write_bytes(b"of nobody")
+    store.close()
+    store = FileStore(FileOptions(directory=tmp_path))
+    store.open()
+    (file,) = store.files("ann")
+    assert (file.name, file.num_bytes) == ("output", 24)
+    assert store.path(file).read_bytes() == b'{"line": 1}\n{"line": 2}\n'
+    assert {one.name for one in tmp_path.iterdir()} == {file.id, f"{file.id}.json"}
+    store.close()
+
+
+def test_two_servers_do_not_share_a_directory(tmp_path: Path) -> None:
+    first, second = (FileStore(FileOptions(directory=tmp_path)) for _ in range(2))
+    first.open()
+    with pytest.raises(ConfigError, match="used by another server"):
+        second.open()
+    first.close()
+    second.open()
+    second.close()
+
+
+def full_after(num_bytes: int) -> Callable[[int, memoryview], int]:
+    """`os.write` of a disk that has room for so many bytes more."""
+    write, left = os.write, [num_bytes]
+
+    def limited(descriptor: int, data: memoryview) -> int:
+        if not left[0]:
+            raise OSError(errno.ENOSPC, "No space left on device")
+        num_written = write(descriptor, data[: left[0]])
+        left[0] -= num_written
+        return num_written
+
+    return limited
+
+
+@pytest.mark.parametrize("room", range(0, 700, 50))
+def test_a_full_disk_keeps_what_was_written(
+    room: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    store = FileStore(FileOptions(directory=tmp_path))
+    store.open()
+    writer = store.new("ann", "a", BATCH_OUTPUT)
+    monkeypatch.setattr(os, "write", full_after(room))
+    num_lines = 0
+    with pytest.raises(RequestError) as caught:
+        while True:
+            writer.write(b"%019d\n" % num_lines)
+            num_lines += 1
+    assert (caught.value.status, caught.value.code) == (507, "insufficient_storage")
+    if num_lines:
+        file = writer.commit()
+        assert store.path(file).read_bytes() == b"".join(b"%019d\n" % n for n in range(num_lines))
+        assert file.num_bytes == 20 * num_lines
+    else:
+        writer.discard()
+    store.close()
+    monkeypatch.undo()
+    store = FileStore(FileOptions(directory=tmp_path))
+    store.open()
+    assert [file.num_bytes for file in store.files("ann")] == [20 * num_lines] * bool(num_lines)
+    store.close()
+
+
+@pytest.mark.parametrize("order", [1, -1])
+def test_a_form_with_a_field_twice_is_400(order: int) -> None:
+    twice = [("expires_after", "1"), ("expires_after[seconds]", "3600")][::order]
+    fields = {"purpose": "batch", **dict(twice)}
+
+    async def run() -> httpx.Response:
+        async with client_of(create_app(FakeEngine())) as client:
+            return await client.post("/v1/files", data=fields, files={"file": b"{}"})
+
+    assert asyncio.run(run()).status_code == 400

@@ -39,6 +39,7 @@ if TYPE_CHECKING:
 __all__ = ["add_parser", "run"]
 
 _RETRY_S = 0.05
+_RESPONSE_START = b'{"id":"batch_req_'  # of a line of output
 
 
 def add_parser(subparsers: argparse._SubParsersAction[Parser]) -> None:
@@ -249,8 +250,9 @@ class _OutputFile:
         end = 0
         for number, line in enumerate(file, 1):
             entry = _entry(line)
-            if entry is None and not line.endswith(b"\n"):
-                break  # an incomplete last line
+            is_cut = not line.endswith(b"\n") and (number > 1 or _begins_as_response(line))
+            if entry is None and is_cut:
+                break  # the end of an earlier run
             if entry is None:
                 raise ConfigError(
                     f"{self._path} line {number} is not a batch response; give another file"
@@ -293,6 +295,10 @@ def _entry(line: bytes) -> tuple[str, bool] | None:
         return str(entry["custom_id"]), int(response["status_code"]) < 400
     except (ValueError, KeyError, TypeError, RecursionError):
         return None
+
+
+def _begins_as_response(line: bytes) -> bool:
+    return line.startswith(_RESPONSE_START) or _RESPONSE_START.startswith(line)
 
 
 def _ends_a_line(file: BinaryIO) -> bool:

@@ -7,10 +7,17 @@ Ids are random and cannot be guessed; a client's file name is a label and never 
 `--files-dir`, files outlive the server; otherwise they are in a private temporary directory that
 `close` removes. The caller runs reads and writes of unbounded size in a thread. Bytes are reserved
 before they are written, against the server's limit and the owner's; open writers count as files.
+
+A server locks its directory. A record is there before its content, and is replaced as a whole when
+that is complete. So whatever ends a server, the next one keeps the answers that a batch has written
+so far, removes half an upload, and reports records that it cannot read.
 """
 
 from __future__ import annotations
 
+import errno
+import fcntl
+import logging
 import os
 import re
 import secrets
@@ -19,7 +26,8 @@ import tempfile
 import threading
 import time
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import BinaryIO
 
@@ -29,16 +37,22 @@ from quickstep.errors import ConfigError, RequestError
 from quickstep.server.http.errors import RouteNotFound
 from quickstep.server.options import FileOptions
 
-__all__ = ["FileStore", "FileWriter", "StoredFile"]
+__all__ = ["BATCH_OUTPUT", "FileStore", "FileWriter", "StoredFile", "disk_may_be_full"]
 
+_LOG = logging.getLogger("quickstep.server")
+BATCH_OUTPUT = "batch_output"  # the purpose of files of lines, each of which is of use
+_FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 _ID = re.compile(r"file-[0-9a-f]{32}")
 _NAME_CHARS = 255
 _COPY_BYTES = 1024 * 1024
+_NEW = ".new"  # the suffix of a record that is being written
 _CONTROL = re.compile(r"[\x00-\x1f\x7f/\\]")
 
 
 class StoredFile(msgspec.Struct, frozen=True, kw_only=True):
-    """The record of a file. Times are seconds since 1970."""
+    """The record of a file. Times are seconds since 1970. One that is not `is_complete` has yet to
+    be written.
+    """
 
     id: str
     owner: str
@@ -47,6 +61,7 @@ class StoredFile(msgspec.Struct, frozen=True, kw_only=True):
     num_bytes: int
     created_at: int
     expires_at: int | None = None
+    is_complete: bool = True
 
 
 class FileStore:
@@ -58,6 +73,7 @@ class FileStore:
         self._directory = options.directory
         self._is_temporary = options.directory is None
         self._files: dict[str, StoredFile] = {}
+        self._owned: int | None = None  # the descriptor of --files-dir, which is locked
         self._lock = threading.Lock()  # writers in any thread reserve bytes
         self._reserved_bytes: Counter[str] = Counter()  # by owner
         self._num_writers: Counter[str] = Counter()
@@ -68,20 +84,63 @@ class FileStore:
             return
         try:
             self._directory.mkdir(mode=0o700, parents=True, exist_ok=True)
-            records = sorted(self._directory.glob("file-*.json"))
-            known = [msgspec.json.decode(file.read_bytes(), type=StoredFile) for file in records]
-        except (OSError, msgspec.MsgspecError) as error:
+            self._own(self._directory)
+            known = [self._restored(record) for record in self._directory.glob("file-*.json")]
+            self._remove_rest(self._directory)
+        except OSError as error:
             raise ConfigError(f"--files-dir {self._directory} cannot be used: {error}") from None
-        known = [file for file in known if _ID.fullmatch(file.id) and self.path(file).is_file()]
-        self._files = {file.id: file for file in sorted(known, key=lambda file: file.created_at)}
-        for file in known:
+        files = [file for file in known if file is not None]
+        self._files = {file.id: file for file in sorted(files, key=lambda file: file.created_at)}
+        for file in files:
             self._reserved_bytes[file.owner] += file.num_bytes
+
+    def _own(self, directory: Path) -> None:
+        """Lock the directory: another server would remove what this one is writing."""
+        self._owned = os.open(directory, os.O_RDONLY | os.O_DIRECTORY)
+        try:
+            fcntl.flock(self._owned, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            raise ConfigError(
+                f"--files-dir {directory} is used by another server; give each its own"
+            ) from None
+
+    def _restored(self, record: Path) -> StoredFile | None:
+        """The file of a record; None if it cannot be used."""
+        try:
+            file = msgspec.json.decode(record.read_bytes(), type=StoredFile)
+        except (OSError, msgspec.MsgspecError) as error:
+            _LOG.warning("%s is skipped, it cannot be read: %s", record, error)
+            return None
+        if not _ID.fullmatch(file.id) or record.stem != file.id or not self.path(file).is_file():
+            _LOG.warning("%s is skipped, it has no content", record)
+            return None
+        if file.is_complete:
+            return file
+        num_bytes = _cut_to_lines(self.path(file)) if file.purpose == BATCH_OUTPUT else 0
+        if not num_bytes:
+            record.unlink()
+            return None
+        _LOG.warning("%s is what a batch had written when its server ended", self.path(file))
+        file = msgspec.structs.replace(file, num_bytes=num_bytes, is_complete=True)
+        self._write_record(file)
+        return file
+
+    def _remove_rest(self, directory: Path) -> None:
+        """Remove contents and copies that no record leads to."""
+        for path in directory.glob("file-*"):
+            is_content = _ID.fullmatch(path.name) is not None
+            if path.suffix == _NEW or (is_content and not path.with_suffix(".json").exists()):
+                _LOG.warning("removing %s, which an earlier server left unfinished", path)
+                path.unlink()
 
     def close(self) -> None:
         """Remove a temporary directory."""
         if self._is_temporary and self._directory is not None:
             shutil.rmtree(self._directory, ignore_errors=True)
             self._directory = None
+        if self._owned is not None:
+            os.close(self._owned)
+            self._owned = None
         self._files.clear()
 
     @property
@@ -169,11 +228,37 @@ class FileStore:
         """Count an open writer of the owner less."""
         self._num_writers[owner] -= 1
 
+    def begin(self, file: StoredFile) -> int:
+        """Create an empty file and its record; returns the file descriptor of the content."""
+        with disk_may_be_full():
+            self._write_record(msgspec.structs.replace(file, is_complete=False))
+            try:
+                return _create(self.path(file))
+            except OSError:
+                self._record(file).unlink()
+                raise
+
     def add(self, file: StoredFile) -> None:
         """Add a complete file, so that `get` finds it."""
-        with _create(self._record(file)) as record:
-            record.write(msgspec.json.encode(file))
+        try:
+            self._write_record(file)
+        except OSError as error:  # the next server finds the first record, and the content
+            _LOG.error("the record of %s cannot be written: %s", self.path(file), error)
         self._files[file.id] = file
+
+    def _write_record(self, file: StoredFile) -> None:
+        """Replace the record of a file as a whole."""
+        path = self._record(file)
+        new = path.with_suffix(_NEW)
+        descriptor = _create(new)
+        try:
+            _write_all(descriptor, msgspec.json.encode(file))
+        except OSError:
+            new.unlink()
+            raise
+        finally:
+            os.close(descriptor)
+        new.replace(path)
 
     def _record(self, file: StoredFile) -> Path:
         return self._existing_directory() / f"{file.id}.json"
@@ -204,7 +289,8 @@ class FileWriter:
     def __init__(self, store: FileStore, file: StoredFile) -> None:
         self._store = store
         self._file = file
-        self._content: BinaryIO | None = None
+        self._descriptor: int | None = None  # of the content
+        self._written_bytes = 0
         self._reserved_bytes = 0
         self._is_open = True
 
@@ -214,11 +300,21 @@ class FileWriter:
         return self._reserved_bytes == 0
 
     def write(self, data: bytes) -> None:
-        """Append. Raises RequestError 413 if a limit is reached."""
+        """Append. Raises RequestError, and then leaves the file as it was: 413 if a limit is
+        reached, 507 if the disk is full.
+        """
         self.reserve(len(data))
-        content = self._open_file()
-        content.write(data)
-        content.flush()
+        try:
+            with disk_may_be_full():
+                _write_all(self._open_content(), data)
+        except BaseException:
+            if self._descriptor is not None:
+                os.ftruncate(self._descriptor, self._written_bytes)
+                os.lseek(self._descriptor, 0, os.SEEK_END)
+            self._store.release(self._file.owner, len(data))
+            self._reserved_bytes -= len(data)
+            raise
+        self._written_bytes += len(data)
 
     def reserve(self, num_bytes: int) -> None:
         """Reserve more bytes. Raises RequestError 413."""
@@ -237,12 +333,18 @@ class FileWriter:
         self._file = msgspec.structs.replace(self._file, name=_label(name), expires_at=expires_at)
 
     def fill(self, source: BinaryIO) -> None:
-        """Append all of `source`, whose size was reserved; any thread may call it."""
-        shutil.copyfileobj(source, self._open_file(), _COPY_BYTES)
+        """Append all of `source`, whose size was reserved; any thread may call it. Raises
+        RequestError 507 if the disk is full.
+        """
+        content = self._open_content()
+        with disk_may_be_full():
+            while data := source.read(_COPY_BYTES):
+                _write_all(content, data)
 
     def commit(self) -> StoredFile:
         """Make the file visible."""
-        self._open_file().close()
+        os.close(self._open_content())
+        self._descriptor = None
         file = msgspec.structs.replace(self._file, num_bytes=self._reserved_bytes)
         self._store.add(file)
         self._end()
@@ -253,25 +355,57 @@ class FileWriter:
         self._store.release(self._file.owner, self._reserved_bytes)
         self._reserved_bytes = 0
         self._end()
-        if self._content is not None:
-            self._content.close()
-            self._store.path(self._file).unlink(missing_ok=True)
+        if self._descriptor is not None:
+            os.close(self._descriptor)
+            self._descriptor = None
+            self._store.delete(self._file)
 
     def _end(self) -> None:
         if self._is_open:
             self._is_open = False
             self._store.close_writer(self._file.owner)
 
-    def _open_file(self) -> BinaryIO:
-        if self._content is None:
-            self._content = _create(self._store.path(self._file))
-        return self._content
+    def _open_content(self) -> int:
+        if self._descriptor is None:
+            self._descriptor = self._store.begin(self._file)
+        return self._descriptor
 
 
 def _label(name: str) -> str:
     return _CONTROL.sub("_", name)[:_NAME_CHARS] or "file"
 
 
-def _create(path: Path) -> BinaryIO:
-    """A new file that no other user of the machine may read."""
-    return os.fdopen(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "wb")
+def _create(path: Path) -> int:
+    """The descriptor of a new file that no other user of the machine may read."""
+    return os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
+
+
+def _write_all(descriptor: int, data: bytes) -> None:
+    rest = memoryview(data)
+    while rest:
+        rest = rest[os.write(descriptor, rest) :]
+
+
+@contextmanager
+def disk_may_be_full() -> Iterator[None]:
+    """Raise RequestError 507 in place of an error that says so."""
+    try:
+        yield
+    except OSError as error:
+        if error.errno not in _FULL:
+            raise
+        raise RequestError(
+            "the server's disk is full; send it again once its operator has made room",
+            status=507,
+            code="insufficient_storage",
+        ) from error
+
+
+def _cut_to_lines(path: Path) -> int:
+    """Remove an incomplete last line; returns the bytes that are left."""
+    with path.open("r+b") as content:
+        num_bytes = 0
+        for line in content:
+            num_bytes += len(line) if line.endswith(b"\n") else 0
+        content.truncate(num_bytes)
+    return num_bytes

@@ -16,7 +16,12 @@ from starlette.requests import ClientDisconnect, Request
 from starlette.responses import FileResponse, Response
 
 from quickstep.errors import RequestError
-from quickstep.server.batches.file_store import FileStore, FileWriter, StoredFile
+from quickstep.server.batches.file_store import (
+    FileStore,
+    FileWriter,
+    StoredFile,
+    disk_may_be_full,
+)
 from quickstep.server.batches.request_types import FileForm, FileQuery
 from quickstep.server.batches.response_types import DeletedFile, FileList, FileObject
 from quickstep.server.generate.endpoint import CLIENT_CLOSED, caller_of
@@ -141,7 +146,8 @@ class Files:
             max_part_size=_FIELD_BYTES,
         )
         try:
-            return await parser.parse()
+            with disk_may_be_full():  # large uploads go through a temporary file
+                return await parser.parse()
         except MultiPartException as error:
             raise RequestError(f"the form cannot be read: {error.message}") from None
 
@@ -221,10 +227,14 @@ def _nested(fields: Mapping[str, object]) -> dict[str, object]:
     nested: dict[str, Any] = {}
     for name, value in fields.items():
         inner = _NESTED.fullmatch(name)
+        outer = name if inner is None else inner.group("outer")
+        known = nested.get(outer)
+        if outer in nested and (inner is None or not isinstance(known, dict)):
+            raise RequestError(f"the form has {outer[:100]!r} twice", param=outer[:100])
         if inner is None:
             nested[name] = value if isinstance(value, str) else ""
         else:
-            nested.setdefault(inner.group("outer"), {})[inner.group("inner")] = value
+            nested.setdefault(outer, {})[inner.group("inner")] = value
     return nested
 
 

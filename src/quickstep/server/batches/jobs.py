@@ -21,7 +21,12 @@ from typing import Any
 import msgspec
 
 from quickstep.errors import QuickstepError, RequestError
-from quickstep.server.batches.file_store import FileStore, FileWriter, StoredFile
+from quickstep.server.batches.file_store import (
+    BATCH_OUTPUT,
+    FileStore,
+    FileWriter,
+    StoredFile,
+)
 from quickstep.server.batches.lines import (
     BatchEndpoint,
     BatchLine,
@@ -53,7 +58,6 @@ from quickstep.server.options import BatchOptions, RequestLimits
 __all__ = ["BatchJobs", "BatchRecord"]
 
 _LOG = logging.getLogger("quickstep.server")
-_OUTPUT = "batch_output"
 _MAX_ERRORS = 100
 _CHUNK_LINES = 64
 _CHUNK_BYTES = 256 * 1024
@@ -225,9 +229,9 @@ class BatchJobs:
         expiry = batch.request.output_expires_after
         life_s = None if expiry is None else expiry.seconds
         name = f"{batch.id}_{{}}.jsonl".format
-        output = self._store.new(batch.owner, name("output"), _OUTPUT, life_s)
+        output = self._store.new(batch.owner, name("output"), BATCH_OUTPUT, life_s)
         try:
-            errors = self._store.new(batch.owner, name("error"), _OUTPUT, life_s)
+            errors = self._store.new(batch.owner, name("error"), BATCH_OUTPUT, life_s)
         except RequestError:
             output.discard()
             raise
@@ -419,10 +423,7 @@ def _chunk_of(lines: Iterator[BatchLine]) -> list[BatchLine]:
 def _committed_id(writer: FileWriter) -> str | None:
     """Commit a file and return its id; discard an empty one and return None."""
     if not writer.is_empty:
-        try:
-            return writer.commit().id
-        except OSError:
-            _LOG.exception("an output file of a batch is lost")
+        return writer.commit().id
     writer.discard()
     return None
 
