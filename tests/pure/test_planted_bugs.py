@@ -303,7 +303,7 @@ _HARMLESS_TO_TOKENS = frozenset({"victims-without-need", "allocation-evicts-firs
 # The lives of these bugs are tried from the first seed that caught them, which saves time; where
 # it does not any more, all others are tried as well.
 _FIRST_SEEDS = {
-    "continued-by-an-older-commit": 579,
+    "continued-by-an-older-commit": 130,
     "paused-prompt-continues": 182,
     "planned-row-preempted": 76,
     "readers-of-failed-kv-continue": 194,
@@ -355,7 +355,7 @@ def _is_caught(name: str, open_one: Callable[[Setup], Scheduler]) -> bool:
     has_adapters = name.startswith("adapter")
     for seed in (*range(first_seed, _MAX_LIVES), *range(first_seed)):
         try:
-            random_life(seed, open_one, num_calls=50, has_adapters=has_adapters)
+            random_life(seed, open_one, num_calls=100, has_adapters=has_adapters)
         except Exception:  # whatever it breaks, it was noticed
             return True
     return False

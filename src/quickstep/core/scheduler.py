@@ -81,6 +81,7 @@ _NATURAL_ENDS = (FinishReason.EOS, FinishReason.STOP_TOKEN, FinishReason.STOP_ST
 _FIRST_RESERVE = 0.25
 _RESERVE_DECAY = 0.995
 _LEAST_RESERVE = 0.01
+_LEAST_PREFILL = 16  # tokens of a step that more decode rows than it has tokens leave
 _MAX_LEVELS = 32  # of priority, in the published state
 
 
@@ -415,13 +416,73 @@ class Scheduler:
             return
         over_share = self._order.over_share(self._batch)
         held = {sequence.sequence_id for sequence in over_share} if over_share else ()
-        for sequence in self._batch:
+        sequences = [one for one in self._batch if one.sequence_id not in held]
+        num_rows = len(sequences) + len(over_share)
+        allowed: dict[str, int] | None = None
+        if num_rows > budget - _LEAST_PREFILL or any([one.drafts for one in sequences]):
+            allowed = self._share_tokens(draft, sequences, over_share, budget, now)
+            budget = min(budget, draft.num_tokens_left - draft.least_prefill)
+            if num_rows > budget:  # more rows than tokens: in turn
+                sequences.sort(key=_last_step_id)
+        for sequence in sequences:
             if budget < 1:
                 return
-            if sequence.sequence_id not in held:
-                budget -= self._place_decode(draft, sequence, budget, now)
+            most = budget if allowed is None else 1 + allowed.get(sequence.sequence_id, 0)
+            budget -= self._place_decode(draft, sequence, min(most, budget), now)
         if over_share:
             self._place_over_share(draft, over_share, budget, now)
+
+    def _share_tokens(
+        self,
+        draft: StepDraft,
+        sequences: list[Sequence],
+        over_share: list[Sequence],
+        budget: int,
+        now: float,
+    ) -> dict[str, int] | None:
+        """Divide the tokens of a step that are not enough for all: a token for every row and the
+        prefill that there would be without drafts come first, drafts get the rest. So no sequence
+        waits for more steps than without drafts.
+
+        Returns how many drafts each sequence may have at most, by its id; None if all may have
+        theirs. If not, each step begins with another sequence.
+        """
+        rows = [one for one in (*sequences, *over_share) if self._can_decode(one)]
+        if self._policy.phases[0] is Phase.DECODE:
+            # also with more rows than tokens, some go to prefill: in every other step of one token
+            least = min(_LEAST_PREFILL, budget // 2 or self._next_step_id % 2)
+            most = max(budget - len(rows), least)
+            draft.least_prefill = self._prefill_next_to(draft, rows, most, now)
+        spare = budget - len(rows) - draft.least_prefill
+        wanting = [one for one in sequences if one.drafts and self._can_decode(one)]
+        if spare >= sum([len(one.drafts) for one in wanting]):
+            return None
+        first = self._next_step_id % max(1, len(wanting))
+        allowed = {}
+        for one in wanting[first:] + wanting[:first]:
+            num_drafts = allowed[one.sequence_id] = max(0, min(len(one.drafts), spare))
+            spare -= num_drafts
+        return allowed
+
+    def _prefill_next_to(
+        self, draft: StepDraft, rows: list[Sequence], most: int, now: float
+    ) -> int:
+        """How many of `most` tokens prefill would take next to decode rows without drafts."""
+        if self._batch.prefill_start is None and self._waiting.head is None:  # the usual case
+            return 0
+        load = draft.decode_load
+        for one in rows:
+            load += StepLoad.of_span(one.resident.planned, 1, num_logits_rows=1)
+        start = self._batch.prefill_start or 0
+        view = replace(self._view(draft, now, start), decode=load, num_tokens_left=most)
+        num_tokens = sum(one.num_prefill_left for one in self._batch.prefilling)
+        head = self._waiting.head
+        if head is not None and not head.num_pending and self._policy.may_admit(view):
+            hits = self._batch.hits_if_it_fits(head, self._num_reserved_blocks())
+            num_tokens = num_tokens if hits is None else most
+        if not num_tokens:
+            return 0
+        return min(num_tokens, most, self._policy.tokens(Phase.PREFILL, view, self._cost_model))
 
     def _place_group(self, group: DecodeGroup, draft: StepDraft, budget: int) -> bool:
         """Place the rows of the group, if they are all that decode, and are not to be chosen from.
@@ -519,7 +580,7 @@ class Scheduler:
 
     def _recompute_decodes(self, draft: StepDraft, now: float) -> None:
         """Without a KV cache: the next token of a sequence needs all its tokens again."""
-        for sequence in self._batch:
+        for sequence in sorted(self._batch, key=_last_step_id):
             is_due = self._can_decode(sequence) and not sequence.num_pending
             if not is_due or not draft.num_tokens_left:
                 continue
@@ -540,6 +601,7 @@ class Scheduler:
 
     def _place_prefills(self, draft: StepDraft, budget: int, now: float) -> None:
         """Continue prompts that are partly computed and admit others, in the order of service."""
+        budget = max(budget, min(draft.least_prefill, draft.num_tokens_left))
         for sequence in sorted(self._batch.prefilling, key=self._order.key):
             budget = self._admit_waiting(draft, budget, now, before=sequence)
             num_tokens = min(sequence.num_prefill_left, budget)

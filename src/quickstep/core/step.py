@@ -97,6 +97,7 @@ class StepDraft(msgspec.Struct):
         setup_us: What setting up the admitted sequences costs.
         limit_s: How long the step may take, if rows above their tenant's part are in it.
         prefill_may_wait: Whether prefill gets only what is left of the limit.
+        least_prefill: Tokens that drafts have left for prefill.
     """
 
     num_tokens_left: int
@@ -110,6 +111,7 @@ class StepDraft(msgspec.Struct):
     num_preemptions: int = 0
     limit_s: float | None = None
     prefill_may_wait: bool = False
+    least_prefill: int = 0
     _with_row: set[str] = msgspec.field(default_factory=set)
 
     @property

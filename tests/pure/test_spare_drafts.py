@@ -1,0 +1,122 @@
+"""Drafts take what nobody else needs: with speculation no sequence waits for more steps."""
+
+from __future__ import annotations
+
+from collections import Counter
+from random import Random
+
+import pytest
+
+from quickstep.config import PolicyName, SchedulerConfig
+from quickstep.core.block_pool import KVBlockPool
+from quickstep.core.cost_model import LinearCostModel
+from quickstep.core.policies import make_policy
+from quickstep.core.scheduler import Scheduler
+from quickstep.types import Request, RowOutput, SamplingParams, StepPlan, StepResult
+
+
+def all_accepted(plan: StepPlan) -> StepResult:
+    outputs = [
+        RowOutput((7,) * (1 + row.num_drafts), draft_token_ids=(7,) * row.num_next_drafts)
+        if row.emits
+        else RowOutput()
+        for row in plan.rows
+    ]
+    return StepResult(plan.step_id, tuple(outputs), 0.01 + 2e-6 * plan.num_tokens)
+
+
+def waits(
+    config: SchedulerConfig, arrivals: list[tuple[int, Request]], num_steps: int
+) -> tuple[dict[str, int], dict[str, int], int]:
+    """Of each request: steps until its first token, and the most steps between two of its rows;
+    and how many drafts were checked.
+    """
+    pool = KVBlockPool(4000, 16, prefix_caching=config.use_kv_cache)
+    scheduler = Scheduler(config, pool, make_policy(config), LinearCostModel())
+    now, arrived, last = 0.0, dict[str, int](), dict[str, int]()
+    first: dict[str, int] = {}
+    longest: Counter[str] = Counter()
+    for step in range(num_steps):
+        for at, request in arrivals:
+            if at == step:
+                scheduler.add(request, now)
+                arrived[request.request_id] = step
+        plan = scheduler.plan(now)
+        scheduler.check()
+        if plan is None:
+            continue
+        now += 0.01
+        for one in scheduler.commit(plan, all_accepted(plan), now).outputs:
+            if not one.token_ids:
+                continue
+            name = one.request_id
+            first.setdefault(name, step - arrived[name])
+            longest[name] = max(longest[name], step - last.get(name, step))
+            if one.finish_reason is None:
+                last[name] = step
+            else:
+                last.pop(name, None)
+    for name, step in last.items():
+        longest[name] = max(longest[name], num_steps - step)
+    return first, longest, scheduler.stats().totals.num_drafts
+
+
+def config_of(num_drafts: int, num_rows: int, num_tokens: int, policy: str) -> SchedulerConfig:
+    return SchedulerConfig(
+        policy=PolicyName(policy),
+        max_num_seqs=num_rows,
+        max_num_batched_tokens=num_tokens,
+        max_model_len=4096,
+        num_speculative_tokens=num_drafts,
+    )
+
+
+def ask(name: str, num_prompt: int, num_outputs: int, tenant: str = "") -> Request:
+    sampling = SamplingParams(max_tokens=num_outputs, ignore_eos=True)
+    return Request(name, tuple(range(num_prompt)), sampling, tenant=tenant)
+
+
+@pytest.mark.parametrize("policy", ["mixed", "fcfs", "fair", "decode-first"])
+@pytest.mark.parametrize(("num_rows", "num_tokens"), [(64, 256), (16, 16), (8, 24), (48, 64)])
+def test_no_sequence_waits_for_more_steps_than_without_drafts(
+    policy: str, num_rows: int, num_tokens: int
+) -> None:
+    num_old = num_rows - 2
+    arrivals = [(0, ask(f"old-{number}", 16, 900, f"t{number % 3}")) for number in range(num_old)]
+    late = Random(num_rows)
+    arrivals += [
+        (60 + 20 * number, ask(f"late-{number}", late.choice((5, 64, 300)), 4))
+        for number in range(5)
+    ]
+    plain_first, plain_longest, _ = waits(config_of(0, num_rows, num_tokens, policy), arrivals, 180)
+    first, longest, num_drafts = waits(config_of(8, num_rows, num_tokens, policy), arrivals, 180)
+    for name, steps in plain_first.items():
+        assert first[name] <= steps, name
+    for name, steps in plain_longest.items():
+        assert longest[name] <= max(1, steps), name
+    assert num_drafts or num_rows >= num_tokens - 2
+
+
+@pytest.mark.parametrize("num_tokens", [2, 5, 16])
+def test_with_more_rows_than_tokens_each_has_its_turn(num_tokens: int) -> None:
+    config = SchedulerConfig(max_num_seqs=24, max_num_batched_tokens=num_tokens, max_model_len=256)
+    arrivals = [(0, ask(f"r{number}", 3, 200)) for number in range(24)]
+    first, longest, _ = waits(config, arrivals, 1200 // num_tokens)
+    assert len(first) == 24
+    assert max(longest.values()) <= 3 * 24 / num_tokens
+
+
+def test_drafts_that_are_too_many_are_for_each_in_turn() -> None:
+    """Eight rows with eight drafts each, and twelve tokens to spare."""
+    arrivals = [(0, ask(f"r{number}", 4, 400)) for number in range(8)]
+    config = config_of(8, 8, 20, "mixed")
+    scheduler = Scheduler(config, KVBlockPool(4000, 16), make_policy(config), LinearCostModel())
+    for _, request in arrivals:
+        scheduler.add(request, 0.0)
+    drafted: Counter[int] = Counter()
+    for step in range(60):
+        plan = scheduler.plan(step * 0.01)
+        assert plan is not None
+        drafted.update({row.slot: row.num_drafts for row in plan.rows})
+        scheduler.commit(plan, all_accepted(plan), step * 0.01 + 0.01)
+    assert min(drafted.values()) > 0.5 * max(drafted.values()) > 0
