@@ -17,7 +17,7 @@ import scripted_worker
 from remote_run import DEADLINE_S, LONG, QUICK, ask, ends, is_alive, read, run, until
 
 from quickstep.engine.remote.engine import RemoteEngine
-from quickstep.engine.remote.messages import Opened
+from quickstep.engine.remote.messages import DeltaNote, FromEngine, Opened
 from quickstep.engine.stats import EngineState
 from quickstep.errors import ConfigError, EngineError
 from quickstep.server.options import ServerOptions
@@ -258,5 +258,27 @@ def test_the_engine_leaves_signals_of_the_group_to_its_parent(tmp_path: Path) ->
             os.kill(engine.process_id or 0, number)
         assert (await ends(ask(engine, "abc", LONG)))[0][0] is FinishReason.MAX_TOKENS
         assert engine.stats().num_restarts == 0
+
+    run(tmp_path, test)
+
+
+def test_a_message_that_cannot_be_received_costs_a_process_and_not_the_engine(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async def test(engine: RemoteEngine) -> None:
+        before, receive, failing = engine.process_id, engine.receive, [True]
+
+        def fails_once(message: FromEngine) -> None:
+            if isinstance(message, DeltaNote) and failing:
+                failing.clear()
+                raise ValueError("planted")
+            receive(message)
+
+        monkeypatch.setattr(engine, "receive", fails_once)
+        (end,) = await ends(ask(engine, "abc", SamplingParams(max_tokens=4)))
+        assert end[0] is FinishReason.ERROR and "send it again" in end[1]
+        await until(lambda: engine.stats().state is EngineState.RUNNING)
+        assert engine.process_id != before
+        assert await read(ask(engine, "abc", SamplingParams(max_tokens=4)))
 
     run(tmp_path, test)

@@ -8,8 +8,10 @@ path, every record is also appended there as a line of JSON.
 from __future__ import annotations
 
 import enum
+import logging
 from collections import Counter, deque
 from collections.abc import Callable, Mapping
+from contextlib import suppress
 from pathlib import Path
 from types import MappingProxyType
 from typing import IO, Protocol
@@ -39,6 +41,7 @@ class Quantity(enum.Enum):
     END_TO_END = "end_to_end"
 
 
+_LOGGER = logging.getLogger(__name__)
 Observer = Callable[[Quantity, float], None]
 
 
@@ -124,6 +127,7 @@ class StepLog:
         self._busy_s = 0.0
         self._observers: list[Observer] = []
         self._followers: list[Follower] = []
+        self._failed: set[int] = set()  # ids of readers whose first error was logged
         self._path = path
         self._file: IO[str] | None = None
 
@@ -184,15 +188,13 @@ class StepLog:
         self._counts["prefill_tokens"] += record.num_prefill_tokens
         self._counts["decode_tokens"] += record.num_decode_tokens
         self._counts["preemptions"] += record.num_preemptions
-        for follower in self._followers:
-            follower.add_step(record)
+        self._tell(lambda follower: follower.add_step(record))
         if self._file is not None:
             self._write(record)
 
     def add_gap(self, seconds: float) -> None:
         """A sequence's tokens came `seconds` after its previous ones."""
-        for follower in self._followers:
-            follower.add_gap(seconds)
+        self._tell(lambda follower: follower.add_gap(seconds))
         self._observe(Quantity.INTER_TOKEN, seconds)
 
     def add_sequence(self, record: SequenceRecord) -> None:
@@ -207,16 +209,38 @@ class StepLog:
         self._observe(Quantity.TIME_TO_FIRST_TOKEN, record.time_to_first_token_s)
         self._observe(Quantity.TIME_PER_OUTPUT_TOKEN, record.time_per_output_token_s)
         self._observe(Quantity.END_TO_END, record.end_to_end_s)
-        for follower in self._followers:
-            follower.add_sequence(record)
+        self._tell(lambda follower: follower.add_sequence(record))
         if self._file is not None:
             self._write(record)
 
+    def _tell(self, call: Callable[[Follower], None]) -> None:
+        """Call every follower; what it reads never ends because of its errors."""
+        for follower in self._followers:
+            try:
+                call(follower)
+            except Exception:
+                self._log_once(follower)
+
     def _observe(self, quantity: Quantity, value: float | None) -> None:
-        if value is not None:
-            for observer in self._observers:
+        if value is None:
+            return
+        for observer in self._observers:
+            try:
                 observer(quantity, value)
+            except Exception:
+                self._log_once(observer)
+
+    def _log_once(self, reader: object) -> None:
+        if id(reader) not in self._failed:
+            self._failed.add(id(reader))
+            _LOGGER.exception("%r failed; its further errors are not logged", reader)
 
     def _write(self, record: StepRecord | SequenceRecord) -> None:
         assert self._file is not None
-        self._file.write(msgspec.json.encode(record).decode() + "\n")
+        try:
+            self._file.write(msgspec.json.encode(record).decode() + "\n")
+        except OSError as error:
+            _LOGGER.error("the step log is not written any more: %s", error)
+            file, self._file = self._file, None
+            with suppress(OSError):  # what it holds cannot be written either
+                file.close()

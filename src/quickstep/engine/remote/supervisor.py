@@ -307,7 +307,13 @@ class Supervisor:
         try:
             async for message in process.messages:
                 self._watch.note(message)
-                self._client.receive(message)
+                try:
+                    self._client.receive(message)
+                except Exception:  # the state of this process's streams is unknown
+                    _LOGGER.exception("a message of the engine process could not be received")
+                    self._stall = "the engine process was ended: a message failed"
+                    process.kill()
+                    break
         except EngineError as error:
             _LOGGER.error("%s", error)
             process.kill()
