@@ -27,7 +27,15 @@ __all__ = [
     "QuickstepError",
     "RequestError",
     "StepOutOfMemory",
+    "how_to_install",
 ]
+
+
+def how_to_install(extra: str) -> str:
+    """The command that adds an optional part. It names no package: on PyPI, `quickstep` is another
+    project.
+    """
+    return f"pip install '.[{extra}]' in a clone of Quickstep"
 
 
 class QuickstepError(Exception):

@@ -7,9 +7,7 @@ read, so that tests can pass files of other machines. A fact that cannot be read
 from __future__ import annotations
 
 import argparse
-import importlib
 import importlib.metadata
-import importlib.util
 import json
 import os
 import platform
@@ -25,7 +23,7 @@ import msgspec
 from quickstep import __version__
 from quickstep.cli.flags.parsing import Parser, command
 from quickstep.cli.screen import console_on, print_table, size_text
-from quickstep.errors import ConfigError
+from quickstep.errors import ConfigError, how_to_install
 from quickstep.ops.torch_import import has_torch
 
 __all__ = [
@@ -157,7 +155,7 @@ def collect_facts(with_bandwidth: bool = True) -> dict[str, dict[str, Any]]:
 
 def _torch_facts() -> dict[str, Any]:
     if not has_torch():
-        return {"present": False, "install": "pip install 'quickstep[torch]'"}
+        return {"present": False, "install": how_to_install("torch")}
     import torch
 
     return {
@@ -216,9 +214,9 @@ def driver_version(text: str) -> str | None:
 
 
 def _native_facts() -> dict[str, Any]:
-    if importlib.util.find_spec("quickstep.ops.native.backend") is None:
-        return {"present": False, "reason": "this build has no native kernels"}
-    status = importlib.import_module("quickstep.ops.native.backend").native_status()
+    from quickstep.ops.native.backend import native_status
+
+    status = native_status()
     if not status.available:
         return {"present": False, "reason": status.reason}
     return {"present": True, "isa": status.isa, "isa_levels": list(status.levels)}

@@ -179,7 +179,7 @@ def add_serve_flags(parser: argparse.ArgumentParser) -> None:
         "--otlp-traces-endpoint",
         metavar="URL",
         help="send a span per request to this OpenTelemetry receiver, such as "
-        "http://localhost:4318/v1/traces (default: none; needs quickstep[otel])",
+        "http://localhost:4318/v1/traces (default: none; needs the extra otel)",
     )
     group.add_argument("--access-log", action="store_true", help="log one line per request")
 
