@@ -473,7 +473,8 @@ def _num_requests(args: argparse.Namespace, workload: Workload, rate: float) -> 
     from quickstep.sim.window import requests_for_load
 
     if args.arrivals == "closed-loop":
-        return max(_LEAST_REQUESTS, 2 * _LEAST_ROUNDS * args.max_concurrency)
+        num_clients: int = args.max_concurrency
+        return max(_LEAST_REQUESTS, 2 * _LEAST_ROUNDS * num_clients)
     return max(_LEAST_REQUESTS, requests_for_load(rate, workload.mean_turns, workload.session_s))
 
 
