@@ -128,7 +128,7 @@ def test_every_name_of_vllms_class_is_there_or_refused_with_a_sentence(llm, name
 
 
 def test_a_name_that_nobody_has_is_no_attribute(llm):
-    with pytest.raises(AttributeError, match="LLM has no attribute 'generat'$"):
+    with pytest.raises(AttributeError, match=r"LLM has no attribute 'generat'$"):
         llm.generat  # noqa: B018
     assert not hasattr(LLM, "generat")
 

@@ -242,7 +242,8 @@ class LLM(metaclass=_NamesWhatIsAbsent):
         """What is used where no parameters are given: the values of the checkpoint's
         `generation_config.json`, and for others the defaults of `SamplingParams`.
         """
-        return SamplingParams(**self._engine.default_sampling)
+        values: dict[str, Any] = dict(self._engine.default_sampling)
+        return SamplingParams(**values)
 
     def generate(
         self,
