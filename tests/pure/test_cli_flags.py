@@ -7,10 +7,21 @@ import socket
 import subprocess
 import sys
 from pathlib import Path
+from types import ModuleType
 
 import pytest
 
-from quickstep.cli import generate, serve
+from quickstep.cli import (
+    batch,
+    bench,
+    calibrate,
+    chat,
+    generate,
+    plan,
+    serve,
+    simulate,
+    verify,
+)
 from quickstep.cli.flags.engine import engine_config, model_of
 from quickstep.cli.flags.lora import lora_config
 from quickstep.cli.flags.parsing import Parser, bytes_size, token_count
@@ -191,9 +202,46 @@ def test_the_log_flags_reach_both_processes() -> None:
     assert (setup.as_json, setup.level) == (True, logging.WARNING)
 
 
-@pytest.mark.parametrize("argv", [["m"], ["--model", "m"], ["m", "--model", "m"]])
-def test_the_model_has_a_place_and_a_flag(argv: list[str]) -> None:
-    assert model_of(parsed("serve", *argv)) == "m"
+@pytest.mark.parametrize(("place", "flag"), [("m", ""), ("", "m"), ("m", "m")])
+@pytest.mark.parametrize(
+    ("command", "others"),
+    [
+        (serve, ()),
+        (chat, ()),
+        (batch, ("-i", "in", "-o", "out")),
+        (calibrate, ()),
+        (verify, ()),
+        (plan, ()),
+        (simulate, ()),
+        (generate, ("a prompt",)),
+    ],
+    ids=lambda value: getattr(value, "__name__", "").rpartition(".")[2],
+)
+def test_the_model_has_a_place_and_a_flag_in_every_command(
+    command: ModuleType, others: tuple[str, ...], place: str, flag: str
+) -> None:
+    argv = [*([place] if place else []), *others, *(["--model", flag] if flag else [])]
+    parser = Parser(prog="quickstep")
+    command.add_parser(parser.add_subparsers())
+    name = command.__name__.rpartition(".")[2]
+    args = parser.parse_args([name, *argv])
+    assert model_of(args) == "m"
+    if name == "generate":
+        assert args.prompt == "a prompt"
+
+
+@pytest.mark.parametrize("kind", ["step", "latency", "throughput", "serve", "accuracy"])
+def test_the_model_has_a_place_and_a_flag_in_every_benchmark(kind: str) -> None:
+    parser = Parser(prog="quickstep")
+    bench.add_parser(parser.add_subparsers())
+    assert model_of(parser.parse_args(["bench", kind, "m"])) == "m"
+    assert model_of(parser.parse_args(["bench", kind, "--model", "m"])) == "m"
+
+
+def test_a_plan_needs_a_model(capsys: pytest.CaptureFixture[str]) -> None:
+    for command in ("plan", "simulate"):
+        assert main([command]) == 2
+        assert f"no model is named; see quickstep {command} --help" in capsys.readouterr().err
 
 
 def test_the_model_is_the_demo_unless_named() -> None:

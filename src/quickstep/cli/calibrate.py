@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING
 from msgspec import to_builtins
 from msgspec.structs import astuple
 
-from quickstep.cli.flags.engine import add_engine_flags, engine_config
+from quickstep.cli.flags.engine import add_engine_flags, add_model, engine_config, model_of
 from quickstep.cli.flags.parsing import Parser, command
 from quickstep.cli.screen import console_on, print_table
 from quickstep.errors import ConfigError, RequestError
@@ -58,9 +58,7 @@ def add_parser(subparsers: argparse._SubParsersAction[Parser]) -> None:
         "Measure how long steps of a model take on this machine, and store it for the engine.",
         run,
     )
-    parser.add_argument(
-        "model", nargs="?", default="demo", help="a directory, a Hugging Face id, or demo (default)"
-    )
+    add_model(parser)
     parser.add_argument(
         "--seconds",
         type=_seconds,
@@ -84,7 +82,7 @@ def _seconds(text: str) -> float:
 
 def run(args: argparse.Namespace) -> int:
     """Measure, store and print."""
-    config = engine_config(args, args.model)
+    config = engine_config(args, model_of(args))
     name, calibration, path = _calibrated(config, args.seconds)
     if args.json:
         content = {"model": name, "file": str(path or ""), **to_builtins(calibration)}

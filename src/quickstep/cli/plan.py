@@ -10,6 +10,7 @@ import argparse
 import sys
 from typing import TYPE_CHECKING
 
+from quickstep.cli.flags.engine import model_of
 from quickstep.cli.flags.hardware import (
     adapters_of,
     add_adapters,
@@ -155,10 +156,10 @@ def _query(args: argparse.Namespace) -> PlanQuery:
     from quickstep.plan.planner import PlanQuery
     from quickstep.sim.summary import Targets
 
-    spec = find_model(args.model)
+    spec = find_model(model_of(args))
     if args.enable_expert_parallel and spec.moe is None:
         raise ConfigError(
-            f"expert parallelism divides experts, and {args.model} has none; leave "
+            f"expert parallelism divides experts, and {model_of(args)} has none; leave "
             "--enable-expert-parallel out"
         )
     load = Load(args.rate, args.input, args.output)
@@ -174,7 +175,7 @@ def _query(args: argparse.Namespace) -> PlanQuery:
                 f"{load.num_outputs} out"
             )
     return PlanQuery(
-        model=args.model,
+        model=model_of(args),
         spec=spec,
         hardware=hardware_of(args),
         load=load,

@@ -17,6 +17,7 @@ from pathlib import Path
 from types import MappingProxyType
 from typing import TYPE_CHECKING
 
+from quickstep.cli.flags.engine import model_of
 from quickstep.cli.flags.hardware import (
     add_drafts,
     add_engine_sizes,
@@ -319,7 +320,7 @@ def _engine(
     from quickstep.plan.formulas import Split
     from quickstep.plan.models import find_model
 
-    spec = find_model(args.model)
+    spec = find_model(model_of(args))
     elements = element_bytes(spec, args.quantization, args.kv_cache_dtype)
     loras = None
     if args.adapters:
@@ -538,7 +539,7 @@ def _title(args: argparse.Namespace, candidate: Candidate) -> str:
     hardware, file = candidate.hardware, _file(args)
     name = args.preset if file is None else file.name
     padded = ", padded rows" if args.padded else ""
-    return f"{name} with {args.model} on {hardware.count} x {hardware.device.label}{padded}"
+    return f"{name} with {model_of(args)} on {hardware.count} x {hardware.device.label}{padded}"
 
 
 def _print_runs(title: str, runs: list[Run], targets: Targets, has_adapters: bool) -> None:

@@ -10,6 +10,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from quickstep.cli.flags.engine import model_of
 from quickstep.cli.flags.parsing import fraction
 from quickstep.config import PolicyName
 from quickstep.errors import ConfigError
@@ -96,7 +97,9 @@ def run_sweep(
     )
     with counting_bar() as progress:
         answer = sweep_all(query, found, simulate_at, progress)
-    title = f"{args.preset} with {args.model} on {hardware.device.label}, up to {hardware.count}"
+    title = (
+        f"{args.preset} with {model_of(args)} on {hardware.device.label}, up to {hardware.count}"
+    )
     if args.json:
         print(msgspec.json.encode(answer).decode())
     else:

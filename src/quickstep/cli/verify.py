@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, NamedTuple
 
 from msgspec.structs import replace
 
-from quickstep.cli.flags.engine import add_kv_cache_dtype
+from quickstep.cli.flags.engine import add_kv_cache_dtype, add_model, model_of
 from quickstep.cli.flags.parsing import (
     Parser,
     command,
@@ -70,9 +70,7 @@ def add_parser(subparsers: argparse._SubParsersAction[Parser]) -> None:
         "Check that a request gives the same bits at batch size 1 and in any batch.",
         run,
     )
-    parser.add_argument(
-        "model", nargs="?", default="demo", help="a directory, a Hugging Face id, or demo (default)"
-    )
+    add_model(parser)
     parser.add_argument(
         "--requests",
         type=positive_int,
@@ -183,7 +181,7 @@ def run(args: argparse.Namespace) -> int:
         fail_fast=args.fail_fast,
     )
     load = LoadConfig(
-        model=args.model,
+        model=model_of(args),
         revision=args.revision,
         dtype=args.dtype,
         quantization=args.quantization,
