@@ -127,6 +127,7 @@ def run(args: argparse.Namespace) -> int:
     from quickstep.plan.explain import compare_parallelism, explain
     from quickstep.plan.planner import make_plan
 
+    model_of(args)  # reports a missing one before this machine is measured
     query = _query(args)
     console = console_on(sys.stdout)
     if args.compare_parallelism:

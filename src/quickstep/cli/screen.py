@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import logging
 import sys
+import termios
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import IO, TYPE_CHECKING
@@ -26,6 +27,7 @@ __all__ = [
     "print_memory",
     "print_table",
     "size_text",
+    "without_echo",
     "write_out",
 ]
 
@@ -120,6 +122,22 @@ def print_memory(plan: MemoryPlan) -> None:
 
 
 @contextmanager
+def without_echo(stream: IO[str]) -> Iterator[None]:
+    """What is typed meanwhile on the terminal `stream` is kept for its next reader, not shown."""
+    if not stream.isatty():
+        yield
+        return
+    before = termios.tcgetattr(stream)
+    silent = [*before]
+    silent[3] &= ~termios.ECHO
+    termios.tcsetattr(stream, termios.TCSADRAIN, silent)
+    try:
+        yield
+    finally:
+        termios.tcsetattr(stream, termios.TCSADRAIN, before)
+
+
+@contextmanager
 def loading_bar(text: str) -> Iterator[Callable[[int, int], None] | None]:
     """Yield `progress(done, total)`, which updates a bar of bytes; None if there is no terminal."""
     if not sys.stderr.isatty():
@@ -128,7 +146,7 @@ def loading_bar(text: str) -> Iterator[Callable[[int, int], None] | None]:
     from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeElapsedColumn
 
     columns = (TextColumn(text), BarColumn(), DownloadColumn(), TimeElapsedColumn())
-    with Progress(*columns, console=console_on(), transient=True) as bar:
+    with without_echo(sys.stdin), Progress(*columns, console=console_on(), transient=True) as bar:
         task = bar.add_task(text, total=None)
 
         def progress(done: int, total: int) -> None:

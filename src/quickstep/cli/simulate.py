@@ -265,6 +265,7 @@ def run(args: argparse.Namespace) -> int:
         raise ConfigError("--trace and --from-recording are given; choose one")
     if _file(args) is not None and (args.tenant or args.adapters):
         raise ConfigError("--tenant and --adapters are for --preset; a file has its own")
+    model_of(args)  # reports a missing one before this machine is measured
     hardware = hardware_of(args)
     if args.sweep is not None:
         return run_sweep(
