@@ -6,6 +6,7 @@ import os
 import socket
 import subprocess
 import sys
+from importlib import import_module
 from pathlib import Path
 from types import ModuleType
 
@@ -27,7 +28,7 @@ from quickstep.cli.flags.lora import lora_config
 from quickstep.cli.flags.parsing import Parser, bytes_size, token_count
 from quickstep.cli.flags.sampling import print_defaults, sampling_params
 from quickstep.cli.flags.serve import input_config, log_setup, server_options, stream_config
-from quickstep.cli.main import main
+from quickstep.cli.main import COMMANDS, main
 from quickstep.config import (
     EngineConfig,
     InputConfig,
@@ -339,7 +340,6 @@ def test_what_is_no_count(text: str) -> None:
         (["verify", "--adapters", "-1"], "argument --adapters: -1 is below 0"),
         (["serve", "--kv-cache-memory-bytes", "lots"], "'lots' is not a size"),
         (["generate"], "the following arguments are required: PROMPT"),
-        ([], "the following arguments are required: COMMAND"),
     ],
 )
 def test_a_wrong_command_line_is_one_sentence_and_exit_code_2(
@@ -403,3 +403,45 @@ def test_unusable_values_are_exit_code_2(
     captured = capsys.readouterr()
     assert sentence in captured.err
     assert captured.err.count("\n") == 1
+
+
+def test_every_flag_of_every_command_has_a_help_text() -> None:
+    def without_help(parser: argparse.ArgumentParser) -> list[str]:
+        found = []
+        for action in parser._actions:
+            if isinstance(action, argparse._SubParsersAction):
+                for command in action.choices.values():
+                    found += without_help(command)
+            elif not action.help:
+                found.append(f"{parser.prog} {action.option_strings or action.dest}")
+        return found
+
+    parser = Parser(prog="quickstep")
+    subparsers = parser.add_subparsers()
+    for name in COMMANDS:
+        import_module(f"quickstep.cli.{name}").add_parser(subparsers)
+    assert without_help(parser) == []
+
+
+@pytest.mark.parametrize("argv", [[], ["help"], ["--help"]])
+def test_without_a_command_the_list_is_printed(
+    argv: list[str], capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(argv) == 0
+    printed = capsys.readouterr().out
+    assert all(f"\n    {name}" in printed for name in COMMANDS)
+
+
+def test_help_takes_a_command(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["help", "replay"]) == 0
+    printed = capsys.readouterr().out
+    assert "usage: quickstep replay" in printed
+    assert "examples:\n  quickstep serve demo --record run.jsonl" in printed
+    assert main(["help", "sserve"]) == 2
+
+
+def test_a_recording_that_is_not_there_is_one_sentence(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    assert main(["replay", "nofile"]) == 2
+    assert "nofile cannot be read: No such file or directory" in capsys.readouterr().err

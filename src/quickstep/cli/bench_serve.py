@@ -6,6 +6,7 @@ import argparse
 import shlex
 from collections.abc import Iterator
 from contextlib import contextmanager
+from functools import partial
 from typing import TYPE_CHECKING
 
 from quickstep.cli.flags.engine import add_model, model_of
@@ -96,21 +97,31 @@ def _positive(text: str) -> float:
 
 def _run(args: argparse.Namespace) -> int:
     from quickstep.bench.serve import Objectives, send_all, serve_figures
+    from quickstep.cli.screen import counting_bar
 
     if args.url and args.server_flags:
         raise ConfigError("--server-flags are for a server that is started here; leave out --url")
     objectives = Objectives(args.ttft_slo_ms, args.itl_slo_ms)
-    rounds = []
+    rounds: list[dict[str, float]] = []
     with _target(args) as target:
         longest = target.max_model_len
         warm, *rest = [_requests(args, longest, place) for place in range(args.repeats + 1)]
-        send_all(target, warm[:1])
-        rounds = [serve_figures(send_all(target, requests), objectives) for requests in rest]
+        with counting_bar() as show:
+            try:
+                send_all(target, warm[:1])
+                for place, requests in enumerate(rest, 1):
+                    what = f"requests of repeat {place}"
+                    answered = None if show is None else partial(show, what)
+                    results = send_all(target, requests, answered)
+                    rounds.append(serve_figures(results, objectives))
+            except KeyboardInterrupt:
+                if not rounds:
+                    raise
     figures = {name: [one[name] for one in rounds] for name in rounds[0]}
     from quickstep.cli.bench_report import print_figures
 
-    print_figures(figures, _settings(args, target), args.json)
-    return 0
+    settings = _settings(args, target)
+    return print_figures(figures, settings, args.json, num_repeats=args.repeats)
 
 
 @contextmanager

@@ -22,8 +22,8 @@ import msgspec
 
 from quickstep import __version__
 from quickstep.cli.flags.parsing import Parser, command
-from quickstep.cli.screen import console_on, print_table, size_text
-from quickstep.errors import ConfigError, how_to_install
+from quickstep.cli.screen import console_on, print_table
+from quickstep.errors import ConfigError, how_to_install, size_text
 from quickstep.ops.torch_import import has_torch
 
 __all__ = [

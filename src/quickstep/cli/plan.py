@@ -30,7 +30,7 @@ from quickstep.cli.flags.parsing import (
     readable_file,
     token_count,
 )
-from quickstep.errors import ConfigError
+from quickstep.errors import ConfigError, size_text
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -127,7 +127,6 @@ def run(args: argparse.Namespace) -> int:
     from quickstep.plan.explain import compare_parallelism, explain
     from quickstep.plan.planner import make_plan
 
-    model_of(args)  # reports a missing one before this machine is measured
     query = _query(args)
     console = console_on(sys.stdout)
     if args.compare_parallelism:
@@ -195,7 +194,7 @@ def _query(args: argparse.Namespace) -> PlanQuery:
 
 
 def _print_plan(console: Console, query: PlanQuery, plan: Plan) -> None:
-    from quickstep.cli.screen import print_table, size_text
+    from quickstep.cli.screen import print_table
 
     best = plan.options[0]
     print_table(

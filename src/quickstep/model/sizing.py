@@ -18,7 +18,7 @@ import msgspec
 from msgspec.structs import replace
 
 from quickstep.config import CacheConfig, SchedulerConfig
-from quickstep.errors import ConfigError
+from quickstep.errors import ConfigError, size_text
 from quickstep.model.checkpoint.tensor_schema import layer_tensors, num_parameters, outer_tensors
 from quickstep.model.decoder_spec import LongContext, ModelSpec
 from quickstep.model.quantization import find_scheme
@@ -264,9 +264,9 @@ def plan_memory(
     if fitting < least:
         needed = memory_bytes - left + scratch + least * block_bytes
         raise ConfigError(
-            f"the model needs at least {needed / GIB:.2f} GiB (weights {weights / GIB:.2f}, the "
+            f"the model needs at least {size_text(needed)} (weights {size_text(weights)}, the "
             f"rest activations and KV of {least * cache.block_size} tokens) and "
-            f"{memory_bytes / GIB:.2f} GiB are free; use a smaller model or dtype, or lower "
+            f"{size_text(memory_bytes)} are available; use a smaller model or dtype, or lower "
             "--max-num-batched-tokens"
         )
     num_blocks = _num_blocks(cache, scheduler, context, (fitting, block_bytes), default_kv_bytes)

@@ -230,8 +230,20 @@ def _add_access_flags(group: argparse._ArgumentGroup) -> None:
         metavar="ORIGIN",
         help="origins of web pages that may call the server, or * (default: none)",
     )
-    group.add_argument("--allowed-methods", nargs="+", default=["*"], metavar="METHOD")
-    group.add_argument("--allowed-headers", nargs="+", default=["*"], metavar="HEADER")
+    group.add_argument(
+        "--allowed-methods",
+        nargs="+",
+        default=["*"],
+        metavar="METHOD",
+        help="methods that such pages may use (default: all)",
+    )
+    group.add_argument(
+        "--allowed-headers",
+        nargs="+",
+        default=["*"],
+        metavar="HEADER",
+        help="headers that such pages may send (default: all)",
+    )
     group.add_argument(
         "--allow-credentials", action="store_true", help="allow browsers to send cookies"
     )
