@@ -58,7 +58,7 @@ def blocks(page: Path) -> list[Block]:
 
 
 def statements(text: str) -> Iterator[str]:
-    """The shell statements of a block: a quotation, a continuation and a here-document end first."""
+    """The shell statements of a block; quotations, continuations and here-documents are not cut."""
     pending: list[str] = []
     for line in text.splitlines():
         pending.append(line)
