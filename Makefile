@@ -94,6 +94,7 @@ check: $(READY)
 	$(BIN)/python tools/check_names.py
 	$(BIN)/python tools/check_docs.py
 	$(BIN)/python tools/write_api_reference.py --check
+	$(BIN)/python tools/write_metrics_reference.py --check
 
 format: $(READY)
 	$(BIN)/ruff check --fix .
@@ -102,6 +103,7 @@ format: $(READY)
 # Write docs/reference from the schemas of the server, and the outputs of plans in docs/guide.
 reference: $(READY)
 	$(BIN)/python tools/write_api_reference.py
+	$(BIN)/python tools/write_metrics_reference.py
 	$(BIN)/python tools/write_guide_outputs.py
 
 # Rebuild the native kernels in place, for work on csrc/.
