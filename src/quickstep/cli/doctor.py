@@ -21,6 +21,7 @@ from typing import Any
 import msgspec
 
 from quickstep import __version__
+from quickstep.cache_dir import cache_dir
 from quickstep.cli.flags.parsing import Parser, command
 from quickstep.cli.screen import console_on, print_table
 from quickstep.errors import ConfigError, how_to_install, size_text
@@ -149,7 +150,11 @@ def collect_facts(with_bandwidth: bool = True) -> dict[str, dict[str, Any]]:
         "torch": _torch_facts(),
         "native library": _native_facts(),
         "gpu": _gpu_facts(with_bandwidth),
-        "optional": {"transformers": _version("transformers")},
+        "optional": {
+            "transformers": _version("transformers"),
+            "opentelemetry": _version("opentelemetry-sdk"),
+        },
+        "files": _file_facts(),
     }
 
 
@@ -220,6 +225,19 @@ def _native_facts() -> dict[str, Any]:
     if not status.available:
         return {"present": False, "reason": status.reason}
     return {"present": True, "isa": status.isa, "isa_levels": list(status.levels)}
+
+
+def _file_facts() -> dict[str, Any]:
+    """Where step times are stored and checkpoints are downloaded to, and whether a token is set."""
+    from huggingface_hub import constants, get_token
+
+    stored = cache_dir()
+    return {
+        "cache": None if stored is None else str(stored),
+        "checkpoints": str(constants.HF_HUB_CACHE),
+        "hub_token": get_token() is not None,
+        "offline": bool(constants.HF_HUB_OFFLINE),
+    }
 
 
 def _bandwidth(available_bytes: int | None) -> dict[str, Any]:
