@@ -259,7 +259,10 @@ def _cells(option: Option) -> tuple[str, ...]:
 
 
 def _times(values: Percentiles) -> str:
-    return f"{1e3 * values.p50:.4g}/{1e3 * values.p90:.4g} ms"
+    p50, p90 = (
+        f"{ms:.4g}" if ms < 1e4 else f"{ms:.0f}" for ms in (1e3 * values.p50, 1e3 * values.p90)
+    )
+    return f"{p50}/{p90} ms"
 
 
 def _advice(plan: Plan) -> str:
