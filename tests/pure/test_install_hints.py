@@ -4,6 +4,7 @@ import os
 import re
 import shutil
 import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -27,6 +28,7 @@ NAME_ON_PYPI = re.compile(r"pip install [^\n`]*\bquickstep\b(?!-)|\bquickstep\[[
 
 @pytest.fixture
 def library_is_missing(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setitem(sys.modules, "torch", None)
     monkeypatch.setattr(backend, "library_path", lambda: tmp_path / "libquickstep.so")
 
 
@@ -71,6 +73,7 @@ def test_a_library_that_does_not_load_is_named_with_the_reason(
 ) -> None:
     broken = tmp_path / "libquickstep.so"
     broken.write_bytes(b"no library")
+    monkeypatch.setitem(sys.modules, "torch", None)
     monkeypatch.setattr(backend, "library_path", lambda: broken)
     with pytest.raises(ConfigError, match=r"the native kernels cannot be loaded: .*libquickstep"):
         resolve_ops(CPU)
