@@ -74,7 +74,7 @@ def test_a_missing_or_wrong_key_is_named_as_the_command_takes_it(
     server: LiveServer, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.delenv("QUICKSTEP_API_KEY", raising=False)
-    for command in (("why", "web-1"), ("trace",), ("chat", "--message", "hi")):
+    for command in (("why", "web-1"), ("trace",), ("chat", "--message", "hi"), ("bench", "serve")):
         assert main([*command, "--url", server.url]) in (1, 2)
         error = capsys.readouterr().err
         assert "wants a key: give --api-key, or set QUICKSTEP_API_KEY" in error

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING
 
 from quickstep.cli.flags.engine import add_model, model_of
 from quickstep.cli.flags.parsing import Parser, command, positive_int, token_count
+from quickstep.cli.flags.server_url import add_server_url, get, key_of
 from quickstep.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -41,8 +42,12 @@ def add_serve(kinds: argparse._SubParsersAction[Parser]) -> None:
     )
     parser.description = _TEXT
     add_model(parser)
-    parser.add_argument("--url", help="a running server, such as http://127.0.0.1:8000")
-    parser.add_argument("--api-key", metavar="KEY", help="API key of the server at --url")
+    add_server_url(
+        parser,
+        url=None,
+        what="a running server, such as http://127.0.0.1:8000 (default: start one)",
+        key="a key of the server of --url",
+    )
     parser.add_argument(
         "--server-flags",
         default="",
@@ -131,7 +136,8 @@ def _target(args: argparse.Namespace) -> Iterator[Target]:
 
     named = args.model or args.model_flag
     if args.url:
-        yield find_target(args.url, named, args.api_key)
+        get(args, "/v1/models")  # reports a missing key
+        yield find_target(args.url.rstrip("/").removesuffix("/v1"), named, key_of(args) or None)
         return
     server = ServerProcess([model_of(args), *shlex.split(args.server_flags)])
     server.start()

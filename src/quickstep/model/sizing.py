@@ -303,7 +303,7 @@ def with_measured_activations(
     if num_blocks < plan.num_blocks:
         notes.append(
             f"KV blocks {plan.num_blocks} became {num_blocks}, as a step takes "
-            f"{activations / GIB:.2f} GiB"
+            f"{size_text(activations)}"
         )
     total = sum(row.num_bytes for row in plan.rows)
     rows = [row for row in plan.rows if row.label != "spare"]
@@ -315,7 +315,7 @@ def with_measured_activations(
             freed = (plan.num_blocks - num_blocks) * block_bytes
             rows[index] = MemoryRow(row.label, row.num_bytes - freed, row.detail)
     spare = total - sum(row.num_bytes for row in rows)
-    rows.append(MemoryRow("spare", spare, f"of {total / GIB:.2f} GiB"))
+    rows.append(MemoryRow("spare", spare, f"of {size_text(total)}"))
     longest = min(plan.max_model_len, num_blocks * block_size)
     if longest < plan.max_model_len:
         notes.append(
@@ -427,6 +427,6 @@ def _rows(
     activations = memory_bytes - weights - left
     rows += [
         MemoryRow("activations", activations, f"{tokens} tokens a step"),
-        MemoryRow("spare", left - kv_bytes, f"of {memory_bytes / GIB:.2f} GiB"),
+        MemoryRow("spare", left - kv_bytes, f"of {size_text(memory_bytes)}"),
     ]
     return tuple(rows)

@@ -16,7 +16,7 @@ from typing import Any
 from quickstep.cli.launch_ahead import KEY_VARIABLE
 from quickstep.errors import ConfigError, EngineError, RequestError
 
-__all__ = ["add_server_url", "get", "post_events"]
+__all__ = ["add_server_url", "get", "key_of", "post_events"]
 
 _TIMEOUT_S = 60.0
 _ANSWER_TIMEOUT_S = 3600.0
@@ -35,6 +35,11 @@ def add_server_url(
         metavar="KEY",
         help=f"{key} (default: the environment variable {KEY_VARIABLE})",
     )
+
+
+def key_of(args: argparse.Namespace) -> str:
+    """The key of `--api-key` or the environment, "" for none."""
+    return args.api_key or os.environ.get(KEY_VARIABLE, "").rpartition("=")[2]
 
 
 def get(args: argparse.Namespace, path: str) -> bytes:
@@ -76,7 +81,7 @@ def _opened(
     url: str = args.url
     if urllib.parse.urlsplit(url).scheme not in ("http", "https"):
         raise ConfigError(f"--url is {url!r}, it must be like http://127.0.0.1:8000")
-    key = args.api_key or os.environ.get(KEY_VARIABLE, "").rpartition("=")[2]
+    key = key_of(args)
     headers = {"authorization": f"Bearer {key}"} if key else {}
     if body is not None:
         headers["content-type"] = "application/json"
