@@ -19,11 +19,12 @@ PIP := $(BIN)/python -m pip install --quiet --disable-pip-version-check -c const
 
 CLIENTS := .venv-clients
 
-.PHONY: help demo test clients check format bench soak peers gpu kernels verify verify-long native reference clean
+.PHONY: help demo test docs-test clients check format bench soak peers gpu kernels verify verify-long native reference clean
 
 help:
 	@echo "make demo         stream text from the bundled model"
 	@echo "make test         run the tests"
+	@echo "make docs-test    run every block of README and docs/guide, for two minutes"
 	@echo "make check        linter, types, layers, names, docs, API reference"
 	@echo "make format       format the code and fix what the linter can"
 	@echo "make native       rebuild the native kernels"
@@ -62,6 +63,11 @@ test: $(READY)
 	$(PYTEST) --without-torch tests/pure
 	$(PYTEST) --ignore=tests/pure
 
+# What README and docs/guide tell a reader to type, with real servers, and what the pages say it prints.
+docs-test: $(READY)
+	$(BIN)/python tools/run_guides.py
+	$(BIN)/python tools/write_guide_outputs.py --check
+
 # Clients of other people against a live server, each group with its packages in an environment of
 # its own: some want version 2 of OpenAI's client and the others version 3.
 clients: $(READY) $(CLIENTS)/openai_2/.ready $(CLIENTS)/openai_3/.ready
@@ -88,14 +94,16 @@ check: $(READY)
 	$(BIN)/python tools/check_names.py
 	$(BIN)/python tools/check_docs.py
 	$(BIN)/python tools/write_api_reference.py --check
+	$(BIN)/python tools/write_metrics_reference.py --check
 
 format: $(READY)
 	$(BIN)/ruff check --fix .
 	$(BIN)/ruff format .
 
-# Write docs/reference from the schemas of the server, and the outputs in docs/guide/why.
+# Write docs/reference from the schemas of the server, and the outputs of plans in docs/guide.
 reference: $(READY)
 	$(BIN)/python tools/write_api_reference.py
+	$(BIN)/python tools/write_metrics_reference.py
 	$(BIN)/python tools/write_guide_outputs.py
 
 # Rebuild the native kernels in place, for work on csrc/.

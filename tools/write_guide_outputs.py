@@ -1,4 +1,4 @@
-"""Run the commands of `docs/guide/why` and write what they print below them, or check it.
+"""Run the commands of `docs/guide` and write what they print below them, or check it.
 
 A page shows a command in a block of `sh` and what it prints in the block of `text` that follows.
 `plan` and `simulate` with named hardware print the same everywhere, so those blocks are generated;
@@ -18,9 +18,11 @@ from collections.abc import Sequence
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent.parent
-PAGES = ROOT / "docs" / "guide" / "why"
+PAGES = ROOT / "docs" / "guide"
 BLOCKS = re.compile(r"```sh\n(?P<commands>[^`]*)```\n\n```text\n[^`]*```")
 REPEATABLE = ("quickstep plan ", "quickstep simulate ")
+# Blocks with one of these take seconds: `make docs-test` checks them, `make test` the others.
+SLOW = ("--sweep ", "--rate 2,8,32 ")
 
 
 def printed(command: str) -> str:
@@ -34,12 +36,14 @@ def printed(command: str) -> str:
     return "\n".join(lines)
 
 
-def with_outputs(page: str) -> str:
+def with_outputs(page: str, slow_too: bool = True) -> str:
     """The page with the outputs of its repeatable commands."""
 
     def shown(block: re.Match[str]) -> str:
         commands = block["commands"].replace("\\\n", " ").strip().splitlines()
         if not all(command.startswith(REPEATABLE) for command in commands):
+            return block[0]
+        if not slow_too and any(part in block["commands"] for part in SLOW):
             return block[0]
         outputs = "\n\n".join(map(printed, commands))
         return f"```sh\n{block['commands']}```\n\n```text\n{outputs}\n```"
@@ -54,7 +58,7 @@ def main(arguments: Sequence[str]) -> int:
     parser.add_argument("--check", action="store_true")
     args = parser.parse_args(arguments)
     stale = []
-    for path in sorted(PAGES.glob("*.md")):
+    for path in sorted(PAGES.rglob("*.md")):
         page = path.read_text(encoding="utf-8")
         current = with_outputs(page)
         if current != page:

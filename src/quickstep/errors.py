@@ -27,7 +27,24 @@ __all__ = [
     "QuickstepError",
     "RequestError",
     "StepOutOfMemory",
+    "how_to_install",
+    "size_text",
 ]
+
+
+def how_to_install(extra: str) -> str:
+    """The command that adds an optional part. It names no package: on PyPI, `quickstep` is another
+    project.
+    """
+    return f"pip install '.[{extra}]' in a clone of Quickstep"
+
+
+def size_text(num_bytes: float) -> str:
+    """A number of bytes in binary units, such as `1.50 GiB`."""
+    for unit, factor in (("GiB", 2**30), ("MiB", 2**20), ("KiB", 2**10)):
+        if num_bytes >= factor:
+            return f"{num_bytes / factor:.2f} {unit}"
+    return f"{num_bytes:.0f} bytes"
 
 
 class QuickstepError(Exception):

@@ -106,6 +106,39 @@ def _json(value: object) -> str:
         raise RequestError(f"grammar is not JSON: {error}", param="grammar") from None
 
 
+class StructuredOutputsParams(msgspec.Struct, frozen=True):
+    """vLLM's form of a `Grammar`; exactly one field is given."""
+
+    json: dict[str, Any] | str | None = None
+    regex: str | None = None
+    choice: Sequence[str] | None = None
+    grammar: str | None = None
+    json_object: bool | None = None
+
+    def chosen(self) -> tuple[str, Grammar]:
+        """The name of the field, and what it means. Raises RequestError."""
+        found: dict[str, Grammar] = {}
+        if self.json is not None:
+            found["json"] = Grammar.of_json_schema(self.json)
+        if self.json_object:
+            found["json_object"] = Grammar.of_json_object()
+        if self.regex is not None:
+            found["regex"] = Grammar.of_regex(self.regex)
+        if self.choice is not None:
+            found["choice"] = Grammar.of_choice(self.choice)
+        if self.grammar is not None:
+            found["grammar"] = Grammar.of_rules(self.grammar)
+        if len(found) != 1:
+            given = " and ".join(found) or "nothing"
+            raise RequestError(
+                f"structured_outputs has {given}, it takes one of json, json_object, regex, choice "
+                "and grammar",
+                param="structured_outputs",
+            )
+        [chosen] = found.items()
+        return chosen
+
+
 class ReasoningTokens(msgspec.Struct, frozen=True):
     """The tags around a model's reasoning, and the tokens that can write them.
 
@@ -228,6 +261,7 @@ class SamplingParams(msgspec.Struct, frozen=True):
         inside_reasoning: The reasoning starts in the prompt; if False, the end of the prompt
             decides.
         in_tokens: The texts in token ids; the engine sets it.
+        structured_outputs: vLLM's name for `grammar`, which it becomes.
 
     Raises:
         RequestError: A value is outside its range; `param` names the field.
@@ -361,8 +395,10 @@ class SamplingParams(msgspec.Struct, frozen=True):
     logprob_token_ids: Annotated[
         tuple[int, ...], "Returns the logprobs of these tokens too; needs logprobs."
     ] = ()
+    structured_outputs: StructuredOutputsParams | None = None
 
     def __post_init__(self) -> None:
+        self._take_structured_outputs()
         for name in _TEXTS:
             if isinstance(getattr(self, name), str):
                 force_setattr(self, name, (getattr(self, name),))
@@ -392,6 +428,25 @@ class SamplingParams(msgspec.Struct, frozen=True):
             )
         if self.grammar is not None:
             self._check_grammar(self.grammar)
+
+    def _take_structured_outputs(self) -> None:
+        """Make it the grammar."""
+        outputs = self.structured_outputs
+        if outputs is None:
+            return
+        if not isinstance(outputs, StructuredOutputsParams):
+            raise RequestError(
+                f"structured_outputs is a {type(outputs).__name__}, it must be "
+                "StructuredOutputsParams",
+                param="structured_outputs",
+            )
+        if self.grammar is not None:
+            raise RequestError(
+                "grammar and structured_outputs are both given; give one",
+                param="structured_outputs",
+            )
+        force_setattr(self, "grammar", outputs.chosen()[1])
+        force_setattr(self, "structured_outputs", None)
 
     def _check_grammar(self, grammar: object) -> None:
         if not isinstance(grammar, Grammar):

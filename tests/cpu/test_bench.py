@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import json
+import signal
 
 import pytest
 import torch
 from tiny_checkpoint import write_checkpoint
 
+from quickstep.bench import traffic
 from quickstep.bench.limits import TorchLimits
 from quickstep.bench.measured_engine import (
     RequestTimes,
@@ -91,6 +93,35 @@ def test_latency_has_first_token_and_gap(capsys):
     assert 0 < found["ttft_ms"] < found["end_to_end_ms"]
     assert found["tpot_ms"] > 0
     assert (found["input_len"], found["output_len"]) == (20, 5)
+
+
+@pytest.mark.parametrize(
+    ("kind", "flags"),
+    [
+        ("latency", ["--input-len", "20", "--output-len", "5"]),
+        ("throughput", ["--num-prompts", "1", "--max-len", "24"]),
+    ],
+)
+def test_an_interrupted_measurement_prints_its_complete_repeats(capsys, monkeypatch, kind, flags):
+    num_runs = 0
+    run_request = traffic.run_request
+
+    async def interrupted(*arguments):
+        nonlocal num_runs
+        num_runs += 1
+        if num_runs == 4:  # one to warm up, two repeats
+            signal.raise_signal(signal.SIGINT)
+        return await run_request(*arguments)
+
+    monkeypatch.setattr(traffic, "run_request", interrupted)
+    command = ["bench", kind, "--shape", "tiny2", "--repeats", "5", *flags]
+    assert main([*command, "--json"]) == 130
+    printed = capsys.readouterr()
+    assert len(json.loads(printed.out)["spread"]) > 2
+    assert "interrupted: these are 2 of 5 repeats" in printed.err
+    num_runs = 3
+    assert main(command) == 130  # nothing was complete
+    assert capsys.readouterr().out == ""
 
 
 def test_latency_of_one_token_has_no_gap(capsys):

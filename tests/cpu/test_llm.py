@@ -11,6 +11,7 @@ from concurrent.futures import Future
 from functools import partial
 
 import pytest
+from msgspec.structs import replace
 from tiny_checkpoint import write_checkpoint
 
 from quickstep import LLM, SamplingParams
@@ -76,8 +77,60 @@ def test_no_prompts_give_no_answers(llm):
 def test_without_parameters_sixteen_tokens_come_and_the_seed_reproduces_them(llm):
     first = llm.generate("once")[0]
     assert len(first.outputs[0].token_ids) <= 16
-    again = llm.generate("once", SamplingParams(seed=first.metrics.seed))
-    assert tokens([first]) == tokens(again)
+    sampling = replace(llm.get_default_sampling_params(), seed=first.metrics.seed)
+    assert tokens([first]) == tokens(llm.generate("once", sampling))
+
+
+def test_without_parameters_those_of_the_generation_config_apply(llm):
+    sampling = llm.get_default_sampling_params()
+    assert (sampling.temperature, sampling.top_p, sampling.top_k) == (0.6, 0.9, 0)
+    seed = llm.chat(USER)[0].metrics.seed
+    named, plain = replace(sampling, seed=seed), SamplingParams(seed=seed)
+    prompts = [f"prompt {n}" for n in range(8)]
+    assert tokens(llm.generate(prompts, named)) != tokens(llm.generate(prompts, plain))
+
+
+def test_the_tokenizer_is_the_checkpoints(llm):
+    tokenizer = llm.get_tokenizer()
+    ids = tokenizer.encode("some text")
+    assert tokenizer.decode(ids) == "some text"
+    assert tokens(llm.generate("some text", GREEDY)) == tokens(llm.generate([ids], GREEDY))
+
+
+def test_the_lowest_priority_is_answered_first(checkpoint):
+    with LLM(str(checkpoint), num_threads=1, max_num_seqs=1) as llm:
+        outputs = llm.generate(["a", "b", "c"], GREEDY, priority=[2, 0, 1])
+        begun = [one.metrics.sequences[0].first_scheduled_s for one in outputs]
+        assert sorted(range(3), key=lambda place: begun[place])[-1] == 0
+        assert tokens(outputs) == tokens(llm.generate(["a", "b", "c"], GREEDY, priority=1))
+        with pytest.raises(RequestError, match="2 priorities for 3 prompts"):
+            llm.generate(["a", "b", "c"], GREEDY, priority=[0, 1])
+
+
+# The public names of vLLM's class, of its releases since 0.9.
+VLLM_NAMES = """
+    apply_model beam_search chat classify collective_rpc embed encode enqueue finish_weight_update
+    from_engine_args generate get_default_sampling_params get_metrics get_tokenizer get_world_size
+    init_weight_transfer_engine llm_engine preprocess_chat reset_mm_cache reset_prefix_cache reward
+    score set_tokenizer sleep start_profile start_weight_update stop_profile update_weights
+    wait_for_completion wake_up
+"""
+
+
+@pytest.mark.parametrize("name", VLLM_NAMES.split())
+def test_every_name_of_vllms_class_is_there_or_refused_with_a_sentence(llm, name):
+    if name in dir(LLM):
+        assert callable(getattr(llm, name))
+        return
+    for owner in (llm, LLM):
+        with pytest.raises(AttributeError, match=f"LLM has no attribute '{name}', unlike vLLM's: "):
+            getattr(owner, name)
+
+
+def test_a_name_that_nobody_has_is_no_attribute(llm):
+    with pytest.raises(AttributeError, match=r"LLM has no attribute 'generat'$"):
+        llm.generat  # noqa: B018
+    assert not hasattr(LLM, "generat")
 
 
 def test_an_engine_seed_repeats_unseeded_answers(checkpoint, llm):

@@ -30,13 +30,39 @@ def test_demo_is_the_bundled_model(tmp_path: Path, monkeypatch: pytest.MonkeyPat
     assert (found.path, found.name) == (tmp_path / "demo", "demo")
 
 
-@pytest.mark.parametrize("name", ["./missing", "/no/such/place", "a b", "too/many/parts"])
-def test_what_is_neither_a_directory_nor_a_hub_id_is_refused(
+@pytest.mark.parametrize(
+    "name", ["./missing", "/no/such/place", "~nobody-of-this-name/x", "missing.gguf", "a/b.gguf"]
+)
+def test_a_missing_file_is_no_such_file(
     name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.chdir(tmp_path)
-    with pytest.raises(ConfigError, match="neither a directory nor a hub id"):
+    with pytest.raises(ConfigError, match=f"^{name}: no such file or directory$"):
         find_checkpoint(LoadConfig(model=name, offline=True))
+
+
+@pytest.mark.parametrize("name", ["a b", "too/many/parts", "llama3:8b", "llama3"])
+def test_what_is_no_hub_id_says_what_one_looks_like(
+    name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def absent(name: str, **_: object) -> str:
+        raise LocalEntryNotFoundError(name)
+
+    monkeypatch.setattr(huggingface_hub, "snapshot_download", absent)
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(ConfigError, match="ids look like organisation/model"):
+        find_checkpoint(LoadConfig(model=name))
+
+
+def test_a_user_without_a_home_is_told_where_to_put_downloads(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    def no_home(name: str, **_: object) -> str:
+        raise RuntimeError("Could not determine home directory.")
+
+    monkeypatch.setattr(huggingface_hub, "snapshot_download", no_home)
+    with pytest.raises(ConfigError, match="Set HF_HOME to a folder for downloads"):
+        find_checkpoint(LoadConfig(model="org/model"))
 
 
 def test_no_name_is_refused() -> None:

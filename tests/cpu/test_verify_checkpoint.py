@@ -19,7 +19,9 @@ from quickstep.ops import resolve
 from quickstep.ops.resolve import resolve_ops
 from quickstep.ops.table import LinearWeight
 from quickstep.types import FinishReason
+from quickstep.verify import checker
 from quickstep.verify.checker import VerifyOptions, verify
+from quickstep.verify.report import VerifyReport
 
 CPU = torch.device("cpu")
 
@@ -89,6 +91,23 @@ def test_the_command_prints_a_line_after_every_batch_and_ends_when_its_time_is_o
     batch, report = map(json.loads, capsys.readouterr().out.splitlines())
     assert batch["comparisons"] == report["comparisons"] < 40
     assert report["mismatches"] == batch["mismatches"] == 0
+
+
+@pytest.mark.parametrize("formats", [(), ("--formats", "bf16/auto,int8/auto")])
+def test_an_interrupted_verification_prints_what_it_has_compared(
+    checkpoint, capsys, monkeypatch, formats
+):
+    def interrupted(*arguments):
+        *_, after_group = arguments
+        report = VerifyReport(VerifyOptions(num_requests=8, threads=(1,)))
+        assert after_group("batched", report)
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(checker, "verify", interrupted)
+    assert main(["verify", str(checkpoint), "--threads", "1", *formats]) == 130
+    printed = capsys.readouterr()
+    assert "0 comparisons, 0 mismatches" in printed.out
+    assert "interrupted: this is what was compared until then" in printed.err
 
 
 def test_stop_strings_are_compared_where_there_is_a_tokenizer(checkpoint, monkeypatch):

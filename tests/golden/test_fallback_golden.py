@@ -121,7 +121,7 @@ def test_without_transformers_the_extra_is_named(
     config = {"architectures": ["GPTNeoXForCausalLM"], "model_type": "gpt_neox"}
     (tmp_path / "config.json").write_text(json.dumps(config), encoding="utf-8")
     monkeypatch.setitem(sys.modules, "transformers", None)
-    with pytest.raises(ConfigError, match=r"GPTNeoXForCausalLM.*quickstep\[transformers\]"):
+    with pytest.raises(ConfigError, match=r"GPTNeoXForCausalLM.*'\.\[transformers\]'"):
         read_spec(tmp_path)
 
 

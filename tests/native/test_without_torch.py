@@ -195,4 +195,4 @@ def test_what_needs_torch_is_named_in_one_sentence(command: tuple[str, ...], wha
     done = run_without_torch(*command)
     assert done.returncode == 2
     assert done.stderr.count("\n") == 1
-    assert what in done.stderr and "pip install 'quickstep[torch]'" in done.stderr
+    assert what in done.stderr and "pip install '.[torch]'" in done.stderr

@@ -6,17 +6,29 @@ import os
 import socket
 import subprocess
 import sys
+from importlib import import_module
 from pathlib import Path
+from types import ModuleType
 
 import pytest
 
-from quickstep.cli import generate, serve
+from quickstep.cli import (
+    batch,
+    bench,
+    calibrate,
+    chat,
+    generate,
+    plan,
+    serve,
+    simulate,
+    verify,
+)
 from quickstep.cli.flags.engine import engine_config, model_of
 from quickstep.cli.flags.lora import lora_config
 from quickstep.cli.flags.parsing import Parser, bytes_size, token_count
 from quickstep.cli.flags.sampling import print_defaults, sampling_params
 from quickstep.cli.flags.serve import input_config, log_setup, server_options, stream_config
-from quickstep.cli.main import main
+from quickstep.cli.main import COMMANDS, main
 from quickstep.config import (
     EngineConfig,
     InputConfig,
@@ -200,9 +212,46 @@ def test_the_log_flags_reach_both_processes() -> None:
     assert (setup.as_json, setup.level) == (True, logging.WARNING)
 
 
-@pytest.mark.parametrize("argv", [["m"], ["--model", "m"], ["m", "--model", "m"]])
-def test_the_model_has_a_place_and_a_flag(argv: list[str]) -> None:
-    assert model_of(parsed("serve", *argv)) == "m"
+@pytest.mark.parametrize(("place", "flag"), [("m", ""), ("", "m"), ("m", "m")])
+@pytest.mark.parametrize(
+    ("command", "others"),
+    [
+        (serve, ()),
+        (chat, ()),
+        (batch, ("-i", "in", "-o", "out")),
+        (calibrate, ()),
+        (verify, ()),
+        (plan, ()),
+        (simulate, ()),
+        (generate, ("a prompt",)),
+    ],
+    ids=lambda value: getattr(value, "__name__", "").rpartition(".")[2],
+)
+def test_the_model_has_a_place_and_a_flag_in_every_command(
+    command: ModuleType, others: tuple[str, ...], place: str, flag: str
+) -> None:
+    argv = [*([place] if place else []), *others, *(["--model", flag] if flag else [])]
+    parser = Parser(prog="quickstep")
+    command.add_parser(parser.add_subparsers())
+    name = command.__name__.rpartition(".")[2]
+    args = parser.parse_args([name, *argv])
+    assert model_of(args) == "m"
+    if name == "generate":
+        assert args.prompt == "a prompt"
+
+
+@pytest.mark.parametrize("kind", ["step", "latency", "throughput", "serve", "accuracy"])
+def test_the_model_has_a_place_and_a_flag_in_every_benchmark(kind: str) -> None:
+    parser = Parser(prog="quickstep")
+    bench.add_parser(parser.add_subparsers())
+    assert model_of(parser.parse_args(["bench", kind, "m"])) == "m"
+    assert model_of(parser.parse_args(["bench", kind, "--model", "m"])) == "m"
+
+
+def test_a_plan_needs_a_model(capsys: pytest.CaptureFixture[str]) -> None:
+    for command in ("plan", "simulate"):
+        assert main([command]) == 2
+        assert f"no model is named; see quickstep {command} --help" in capsys.readouterr().err
 
 
 def test_the_model_is_the_demo_unless_named() -> None:
@@ -300,7 +349,6 @@ def test_what_is_no_count(text: str) -> None:
         (["verify", "--adapters", "-1"], "argument --adapters: -1 is below 0"),
         (["serve", "--kv-cache-memory-bytes", "lots"], "'lots' is not a size"),
         (["generate"], "the following arguments are required: PROMPT"),
-        ([], "the following arguments are required: COMMAND"),
     ],
 )
 def test_a_wrong_command_line_is_one_sentence_and_exit_code_2(
@@ -364,3 +412,45 @@ def test_unusable_values_are_exit_code_2(
     captured = capsys.readouterr()
     assert sentence in captured.err
     assert captured.err.count("\n") == 1
+
+
+def test_every_flag_of_every_command_has_a_help_text() -> None:
+    def without_help(parser: argparse.ArgumentParser) -> list[str]:
+        found = []
+        for action in parser._actions:
+            if isinstance(action, argparse._SubParsersAction):
+                for command in action.choices.values():
+                    found += without_help(command)
+            elif not action.help:
+                found.append(f"{parser.prog} {action.option_strings or action.dest}")
+        return found
+
+    parser = Parser(prog="quickstep")
+    subparsers = parser.add_subparsers()
+    for name in COMMANDS:
+        import_module(f"quickstep.cli.{name}").add_parser(subparsers)
+    assert without_help(parser) == []
+
+
+@pytest.mark.parametrize("argv", [[], ["help"], ["--help"]])
+def test_without_a_command_the_list_is_printed(
+    argv: list[str], capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(argv) == 0
+    printed = capsys.readouterr().out
+    assert all(f"\n    {name}" in printed for name in COMMANDS)
+
+
+def test_help_takes_a_command(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["help", "replay"]) == 0
+    printed = capsys.readouterr().out
+    assert "usage: quickstep replay" in printed
+    assert "examples:\n  quickstep serve demo --record run.jsonl" in printed
+    assert main(["help", "sserve"]) == 2
+
+
+def test_a_recording_that_is_not_there_is_one_sentence(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    assert main(["replay", "nofile"]) == 2
+    assert "nofile cannot be read: No such file or directory" in capsys.readouterr().err

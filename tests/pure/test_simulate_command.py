@@ -92,6 +92,65 @@ def test_models_that_draft_shorten_the_time_per_token(capsys) -> None:
     assert figures(capsys, *two) == [both]
 
 
+def sized(capsys: pytest.CaptureFixture[str], *argv: str) -> dict:
+    """The figures of a run without `--num-prompts`."""
+    assert main(("simulate", "llama-3.2-1b", "--hardware", "h100", "--json", *argv)) == 0
+    (row,) = json.loads(capsys.readouterr().out)
+    return row
+
+
+def test_a_run_sends_as_many_requests_as_its_load_takes(capsys) -> None:
+    flags = ("--preset", "chat", "--output", "4", "--seed", "3")
+    for rate in (1, 4):
+        row = sized(capsys, *flags, "--rate", str(rate))
+        # sessions of 4 turns, some of which are cancelled or still to come
+        assert 2.0 * rate < row["figures"]["requests_per_s"] < 4 * rate
+        assert row["counted_from_s"] == 60  # twice the mean session
+        assert row["figures"]["duration_s"] > 10
+
+
+def test_an_overload_is_late_also_without_a_number_of_requests(capsys, tmp_path: Path) -> None:
+    lines = tmp_path / "out.csv"
+    flags = ("--preset", "code", "--rate", "20", "--max-num-seqs", "1", "--ttft-ms", "200")
+    row = sized(capsys, *flags, "--csv", str(lines), "--tenant", "a", "--tenant", "b")
+    assert row["figures"]["attainment"] < 0.2
+    counted = [int(line["counted"]) for line in csv.DictReader(lines.open())]
+    assert 0 < sum(counted) == row["figures"]["num_requests"] < len(counted)
+    by_tenant = row["tenants"].values()
+    assert sum(one["num_requests"] for one in by_tenant) == row["figures"]["num_requests"]
+
+
+def test_replicas_and_phases_size_themselves_too(capsys) -> None:
+    flags = ("--preset", "prefill-heavy", "--rate", "25", "--output", "2")
+    for engines in (("--replicas", "2"), ("--prefill-replicas", "1", "--decode-replicas", "1")):
+        row = sized(capsys, *flags, *engines)
+        assert 20 < row["figures"]["requests_per_s"] < 30
+
+
+@pytest.mark.parametrize(
+    ("flags", "sentence"),
+    [
+        (("--rate", "32"), "mixed, 32/s: the load of 128 requests/s is not reached with "),
+        (
+            ("--arrivals", "closed-loop", "--max-concurrency", "20"),
+            "the load of 20 clients is not reached with --num-prompts 24, it takes 40",
+        ),
+    ],
+)
+def test_a_run_that_ends_before_its_load_is_there_says_so(capsys, flags, sentence) -> None:
+    assert main((*QUICK, *flags)) == 0
+    assert sentence in capsys.readouterr().err
+    assert main((*QUICK, *flags[:-1], "1", "--preset", "code")) == 0
+    assert capsys.readouterr().err == ""
+
+
+def test_a_trace_is_simulated_to_its_end(capsys, tmp_path: Path) -> None:
+    trace = tmp_path / "trace.jsonl"
+    line = '{"timestamp": %d, "input_length": 20, "output_length": 2, "hash_ids": [1]}'
+    trace.write_text("\n".join(line % place for place in range(310)))
+    assert sized(capsys, "--trace", str(trace))["figures"]["num_requests"] == 310
+
+
 @pytest.mark.parametrize("arrivals", ARRIVALS)
 def test_every_kind_of_arrivals_runs(capsys, arrivals: str) -> None:
     flags = ("--arrivals", arrivals, "--preset", "code", "--max-concurrency", "3", "--rate", "20")

@@ -138,7 +138,7 @@ def test_weights_that_do_not_fit_are_refused_with_numbers() -> None:
     with pytest.raises(ConfigError) as caught:
         plan(LLAMA_70B, 64 * GIB)
     message = str(caught.value)
-    assert "131.4" in message and "64.00 GiB are free" in message
+    assert "131.4" in message and "64.00 GiB are available" in message
 
 
 def test_a_gpu_has_no_modest_limit() -> None:
@@ -214,6 +214,6 @@ def test_the_sizes_of_several_drafts_are_added_up() -> None:
 
 
 def test_a_draft_model_that_does_not_fit_is_refused() -> None:
-    with pytest.raises(ConfigError, match="GiB are free"):
+    with pytest.raises(ConfigError, match="iB are available"):
         sizes = DraftSizes(LLAMA_70B, ELEMENTS)
         plan_memory(TINY, ELEMENTS, CACHE, SCHEDULER, 64 * GIB, drafts=[sizes])

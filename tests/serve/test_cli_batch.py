@@ -142,6 +142,7 @@ def test_an_interrupted_run_leaves_complete_lines_and_continues(tmp_path: Path) 
         _, said = process.communicate(timeout=60)
     assert process.returncode == 130
     assert b"requests are answered" in said
+    assert b"run it again to resume" in said
     assert b"Traceback" not in said
     stopped = answers(output)
     assert 3 < len(stopped) < 60

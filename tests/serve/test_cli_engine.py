@@ -119,7 +119,9 @@ def test_plans_for_this_machine_use_the_calibration_of_the_model(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     monkeypatch.setenv("QUICKSTEP_CACHE_DIR", str(tmp_path))
-    args = Namespace(model="demo", hardware="this", quantization=None, kv_cache_dtype="auto")
+    args = Namespace(
+        model="demo", model_flag=None, hardware="this", quantization=None, kv_cache_dtype="auto"
+    )
     assert measured_steps(args) is None
     assert main(["calibrate", "demo", "--seconds", "0.3", "--json", *SMALL]) == 0
     result = msgspec.json.decode(capsys.readouterr().out, type=Calibration)

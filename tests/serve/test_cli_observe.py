@@ -68,3 +68,15 @@ def test_a_server_that_is_not_there_is_one_sentence(capsys: pytest.CaptureFixtur
     assert "does not respond" in capsys.readouterr().err
     assert main(["trace", "--url", "127.0.0.1:9"]) == 2
     assert "it must be like http://" in capsys.readouterr().err
+
+
+def test_a_missing_or_wrong_key_is_named_as_the_command_takes_it(
+    server: LiveServer, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.delenv("QUICKSTEP_API_KEY", raising=False)
+    for command in (("why", "web-1"), ("trace",), ("chat", "--message", "hi"), ("bench", "serve")):
+        assert main([*command, "--url", server.url]) in (1, 2)
+        error = capsys.readouterr().err
+        assert "wants a key: give --api-key, or set QUICKSTEP_API_KEY" in error
+        assert main([*command, "--url", server.url, "--api-key", "x"]) in (1, 2)
+        assert "does not know the key of --api-key" in capsys.readouterr().err

@@ -75,3 +75,13 @@ def test_a_file_without_prompts_is_an_error(tmp_path: Path) -> None:
         warmed(tmp_path, "\n")
     with pytest.raises(ConfigError, match="cannot be read"):
         read_warm_prompts(tmp_path / "missing.txt", KEYS)
+
+
+def test_a_prompt_below_a_block_is_reported(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    warmed(tmp_path, "ab\nabcd\n", "p.txt", ApiKeys())  # the first token is the tokenizer's own
+    (warning,) = [record.getMessage() for record in caplog.records if "block" in record.msg]
+    assert warning == (
+        "--warm-prompts line 1 has 3 tokens, less than a block of 4: none of it is cached"
+    )

@@ -12,7 +12,7 @@ import json
 import threading
 import time
 import urllib.parse
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from itertools import pairwise
 from typing import Any
 
@@ -96,8 +96,14 @@ def find_target(url: str, model: str | None = None, api_key: str | None = None) 
         connection.close()
 
 
-def send_all(target: Target, requests: Sequence[ServedRequest]) -> list[RequestResult]:
-    """Send each request at its time and wait for all. Raises EngineError if any failed."""
+def send_all(
+    target: Target,
+    requests: Sequence[ServedRequest],
+    answered: Callable[[int, int], None] | None = None,
+) -> list[RequestResult]:
+    """Send each request at its time and wait for all; `answered` is called with how many have
+    ended, in the order of their times, and how many there are. Raises EngineError if any failed.
+    """
     start_s = time.perf_counter()
     results = [RequestResult(start_s + request.at_s) for request in requests]
     threads = [
@@ -107,8 +113,10 @@ def send_all(target: Target, requests: Sequence[ServedRequest]) -> list[RequestR
     for result, thread in zip(results, threads, strict=True):
         time.sleep(max(0.0, result.due_s - time.perf_counter()))
         thread.start()
-    for thread in threads:
+    for num_ended, thread in enumerate(threads, 1):
         thread.join()
+        if answered is not None:
+            answered(num_ended, len(threads))
     failed = [result.error for result in results if result.error is not None]
     if failed:
         raise EngineError(f"{len(failed)} of {len(results)} requests failed, first: {failed[0]}")

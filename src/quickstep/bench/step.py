@@ -29,6 +29,7 @@ from quickstep.bench.measured_engine import (
     random_prompt,
     run_request,
 )
+from quickstep.bench.repeats import RoundDone, repeated
 from quickstep.bench.work import decode_kv_bytes, prefill_flops
 from quickstep.config import CacheConfig, EngineConfig
 from quickstep.errors import ConfigError, EngineError
@@ -114,7 +115,10 @@ def _with_blocks(cache: CacheConfig, num_blocks: int) -> CacheConfig:
 
 
 async def measure_steps(
-    measured: MeasuredEngine, limits: Limits, options: StepOptions
+    measured: MeasuredEngine,
+    limits: Limits,
+    options: StepOptions,
+    round_done: RoundDone | None = None,
 ) -> tuple[StepSample, ...]:
     """Measure a started engine; a sample per repeat."""
     rng = random.Random(options.seed)
@@ -123,8 +127,8 @@ async def measure_steps(
     prompts = [
         random_prompt(rng, vocab_size, options.decode_prompt_len) for _ in range(options.batch)
     ]
-    samples = []
-    for repeat in range(options.repeats + 1):
+
+    async def sample(place: int) -> StepSample | None:
         read_bytes_per_s = limits.read_bytes_per_s()
         times = await asyncio.gather(
             *(run_request(measured, prompt, options.num_outputs) for prompt in prompts)
@@ -132,20 +136,16 @@ async def measure_steps(
         flops_per_s = limits.flops_per_s()
         prompt = random_prompt(rng, vocab_size, options.prefill)
         prefill = await run_request(measured, prompt, 1)
-        if repeat == 0:  # it computed the prompts one after another, so they may not overlap
+        if place == 0:  # it computed the prompts one after another, so they may not overlap
             await measured.engine.wait_until_captured()
-            continue
+            return None
         decode_s, overhead_s = decode_times(times)
-        samples.append(
-            StepSample(
-                decode_s,
-                overhead_s,
-                prefill.time_to_first_token_s,
-                read_bytes_per_s,
-                flops_per_s,
-            )
+        return StepSample(
+            decode_s, overhead_s, prefill.time_to_first_token_s, read_bytes_per_s, flops_per_s
         )
-    return tuple(samples)
+
+    samples = await repeated(sample, options.repeats, round_done)
+    return tuple([one for one in samples if one is not None])
 
 
 def decode_times(times: Sequence[RequestTimes]) -> tuple[float, float]:

@@ -14,7 +14,13 @@ import msgspec
 from msgspec.structs import replace
 
 from quickstep.bench.lengths import RequestLengths, random_request
-from quickstep.bench.measured_engine import MeasuredEngine, random_prompt, run_request
+from quickstep.bench.measured_engine import (
+    MeasuredEngine,
+    RequestTimes,
+    random_prompt,
+    run_request,
+)
+from quickstep.bench.repeats import RoundDone, repeated
 from quickstep.config import EngineConfig
 
 __all__ = [
@@ -57,15 +63,16 @@ def sized_for(config: EngineConfig, max_model_len: int) -> EngineConfig:
 
 
 async def measure_latency(
-    measured: MeasuredEngine, options: LatencyOptions
+    measured: MeasuredEngine, options: LatencyOptions, round_done: RoundDone | None = None
 ) -> dict[str, list[float]]:
     """Measure a started engine; each figure has a value per repeat."""
     rng = random.Random(options.seed)
-    times = []
-    for _ in range(options.repeats + 1):
+
+    async def one(place: int) -> RequestTimes:
         prompt = random_prompt(rng, measured.model.vocab_size, options.input_len)
-        times.append(await run_request(measured, prompt, options.output_len))
-    times = times[1:]  # the first was for warm-up
+        return await run_request(measured, prompt, options.output_len)
+
+    times = await repeated(one, options.repeats, round_done)
     figures = {"ttft_ms": [1e3 * one.time_to_first_token_s for one in times]}
     if options.output_len > 1:
         figures["tpot_ms"] = [1e3 * one.time_per_output_token_s for one in times]
@@ -75,14 +82,16 @@ async def measure_latency(
 
 
 async def measure_throughput(
-    measured: MeasuredEngine, options: ThroughputOptions
+    measured: MeasuredEngine, options: ThroughputOptions, round_done: RoundDone | None = None
 ) -> dict[str, list[float]]:
     """Measure a started engine; each figure has a value per repeat."""
     lengths = random_lengths(options)
     rng = random.Random(options.seed)
-    await run_request(measured, random_prompt(rng, measured.model.vocab_size, 32), 8)
-    seconds = []
-    for _ in range(options.repeats):
+
+    async def one_round(place: int) -> float:
+        if place == 0:
+            await run_request(measured, random_prompt(rng, measured.model.vocab_size, 32), 8)
+            return 0.0
         prompts = [random_prompt(rng, measured.model.vocab_size, one.num_inputs) for one in lengths]
         started_s = time.perf_counter()
         await asyncio.gather(
@@ -91,7 +100,9 @@ async def measure_throughput(
                 for prompt, one in zip(prompts, lengths, strict=True)
             )
         )
-        seconds.append(time.perf_counter() - started_s)
+        return time.perf_counter() - started_s
+
+    seconds = await repeated(one_round, options.repeats, round_done)
     num_inputs = sum(one.num_inputs for one in lengths)
     num_outputs = sum(one.num_outputs for one in lengths)
     return {

@@ -114,6 +114,9 @@ def run(args: argparse.Namespace) -> int:
         try:
             if num_done < len(ids):
                 with_engine(engine_config(args, model_of(args), args.seed), work)
+        except KeyboardInterrupt:
+            print("interrupted: run it again to resume", file=sys.stderr)
+            raise
         finally:
             print(progress.summary(), file=sys.stderr)
         return 1 if progress.num_failed else 0

@@ -10,6 +10,7 @@ import argparse
 import asyncio
 import sys
 from collections.abc import Awaitable, Callable
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, TypeVar
 
@@ -28,6 +29,7 @@ from quickstep.ops.torch_import import require_torch
 
 if TYPE_CHECKING:
     from quickstep.bench.measured_engine import MeasuredEngine
+    from quickstep.bench.repeats import RoundDone
     from quickstep.bench.step import StepOptions
 
 __all__ = ["add_parser"]
@@ -217,7 +219,7 @@ def _run_step(args: argparse.Namespace) -> int:
             args.probe_bytes or DEFAULT_PROBE_BYTES,
             time.perf_counter,
         )
-    samples = _run_started(measured, lambda: measure_steps(measured, limits, options))
+    samples = _run_started(measured, lambda done: measure_steps(measured, limits, options, done))
     methods = {
         "read": limits.read_how,
         "peak": limits.multiply_how,
@@ -232,8 +234,8 @@ def _run_step(args: argparse.Namespace) -> int:
         "prefill": options.prefill,
         "steps": options.steps,
     }
-    print_figures(figures(measured, options, samples), settings, args.json, methods)
-    return 0
+    found = figures(measured, options, samples)
+    return print_figures(found, settings, args.json, methods, args.repeats)
 
 
 def _print_profile(args: argparse.Namespace, measured: MeasuredEngine, options: StepOptions) -> int:
@@ -241,7 +243,7 @@ def _print_profile(args: argparse.Namespace, measured: MeasuredEngine, options: 
     from quickstep.cli.bench_report import print_figures
     from quickstep.cli.screen import console_on, print_table
 
-    found = _run_started(measured, lambda: profile_steps(measured, options, args.trace))
+    found = _run_started(measured, lambda _: profile_steps(measured, options, args.trace))
     figures = {name: [value] for name, value in found.figures(options.num_outputs).items()}
     settings = {**_settings(measured, args), "batch": options.batch, "context": options.context}
     if args.json:
@@ -270,10 +272,10 @@ def _run_latency(args: argparse.Namespace) -> int:
     except ConfigError as error:  # it may name a length that is derived from the flags
         flags = f"--input-len {options.input_len}, --output-len {options.output_len}"
         raise ConfigError(f"{flags}: {error}") from None
-    figures = _run_started(measured, lambda: measure_latency(measured, options))
+    figures = _run_started(measured, lambda done: measure_latency(measured, options, done))
     lengths = {"input_len": options.input_len, "output_len": options.output_len}
-    print_figures(figures, {**_settings(measured, args), **lengths}, args.json, methods={})
-    return 0
+    settings = {**_settings(measured, args), **lengths}
+    return print_figures(figures, settings, args.json, {}, args.repeats)
 
 
 def _run_throughput(args: argparse.Namespace) -> int:
@@ -290,15 +292,14 @@ def _run_throughput(args: argparse.Namespace) -> int:
     lengths = random_lengths(options)
     longest = max(one.num_inputs + one.num_outputs for one in lengths)
     measured = _open(args, sized_for(_config(args), longest))
-    figures = _run_started(measured, lambda: measure_throughput(measured, options))
+    figures = _run_started(measured, lambda done: measure_throughput(measured, options, done))
     settings = {
         **_settings(measured, args),
         "num_requests": len(lengths),
         "input_tokens": sum(one.num_inputs for one in lengths),
         "output_tokens": sum(one.num_outputs for one in lengths),
     }
-    print_figures(figures, settings, args.json, methods={})
-    return 0
+    return print_figures(figures, settings, args.json, {}, args.repeats)
 
 
 def _settings(measured: MeasuredEngine, args: argparse.Namespace) -> dict[str, object]:
@@ -343,14 +344,22 @@ def _open(args: argparse.Namespace, config: EngineConfig) -> MeasuredEngine:
         return open_checkpoint(config, progress)
 
 
-def _run_started(measured: MeasuredEngine, work: Callable[[], Awaitable[_Result]]) -> _Result:
-    """Start the engine, measure, stop it; on the event loop that `serve` uses."""
+def _run_started(
+    measured: MeasuredEngine, work: Callable[[RoundDone], Awaitable[_Result]]
+) -> _Result:
+    """Start the engine, measure with a progress bar, stop it; on the event loop of `serve`."""
     import uvloop
+
+    from quickstep.cli.screen import counting_bar
 
     async def run() -> _Result:
         await measured.engine.start()
         try:
-            return await work()
+            with counting_bar() as show:
+                if show is None:
+                    return await work(lambda done, total: None)
+                show("warming up", 0, 1)
+                return await work(partial(show, "repeats"))
         finally:
             await measured.engine.stop()
 

@@ -19,7 +19,7 @@ from msgspec.structs import asdict
 from quickstep.cli.flags.engine import add_model, model_of
 from quickstep.cli.flags.parsing import Parser, command, positive_int, token_count
 from quickstep.cli.flags.quantization import KV_FORMATS, WEIGHT_FORMATS, FormatPair
-from quickstep.cli.screen import console_on, print_table
+from quickstep.cli.screen import console_on, counting_bar, print_table
 from quickstep.config import LoadConfig
 from quickstep.errors import ConfigError
 from quickstep.ops.torch_import import require_torch
@@ -209,13 +209,23 @@ def _on_text(bench: _Bench) -> dict[str, TextAccuracy]:
     text = held_out_text() if args.text is None else _read(args.text)
     token_ids = Tokenizer.open(bench.checkpoint.path).encode(text)
     windows = cut_windows(token_ids, args.tokens, args.window)
-    reference = Reference.of(bench.model("float32"), windows)
-    results = {
-        _row_name(pair): compare(reference, bench.of_pair(pair), KV_FORMATS[pair.kv])
-        for pair in bench.pairs()
-    }
-    for name, bits in _BLOCK_BITS:
-        results[name] = compare(reference, bench.model("float32", bits=bits))
+    pairs = list(bench.pairs())
+    results: dict[str, TextAccuracy] = {}
+    with counting_bar() as show:
+
+        def begin(what: str) -> None:
+            if show is not None:
+                show(what, len(results), len(pairs) + len(_BLOCK_BITS))
+
+        begin("float32")
+        reference = Reference.of(bench.model("float32"), windows)
+        for pair in pairs:
+            name = _row_name(pair)
+            begin(name)
+            results[name] = compare(reference, bench.of_pair(pair), KV_FORMATS[pair.kv])
+        for name, bits in _BLOCK_BITS:
+            begin(name)
+            results[name] = compare(reference, bench.model("float32", bits=bits))
     return results
 
 

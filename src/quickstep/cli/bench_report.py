@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from quickstep import __version__
+from quickstep.cli import INTERRUPTED
 from quickstep.cli.doctor import cpu_facts, usable_cpus
 from quickstep.cli.screen import console_on, print_table
 from quickstep.ops.torch_import import has_torch
@@ -24,14 +25,16 @@ def print_figures(
     settings: Mapping[str, object],
     as_json: bool,
     methods: Mapping[str, str] | None = None,
-) -> None:
-    """Print JSON or a table to stdout.
+    num_repeats: int | None = None,
+) -> int:
+    """Print JSON or a table to stdout; returns the exit code.
 
     Args:
         figures: A value per repeat.
         settings: What was measured, and with which options.
         as_json: Print JSON.
         methods: How limits and overhead were measured, by a short name.
+        num_repeats: How many values are wanted: with fewer, Ctrl-C has ended the measurement.
     """
     medians = {name: statistics.median(values) for name, values in figures.items()}
     machine = _machine_facts()
@@ -41,7 +44,7 @@ def print_figures(
         if methods is not None:
             report["measured_how"] = dict(methods)
         print(json.dumps({**report, "machine": machine}, indent=2))
-        return
+        return _exit_code(figures, num_repeats)
     console = console_on(sys.stdout)
     for name, value in {**machine, **settings, **(methods or {})}.items():
         console.print(f"{name.replace('_', ' ')}: {value}", markup=False)
@@ -51,6 +54,15 @@ def print_figures(
         for name, values in figures.items()
     ]
     print_table(console, "", ("figure", "median", "min", "max"), rows)
+    return _exit_code(figures, num_repeats)
+
+
+def _exit_code(figures: Mapping[str, Sequence[float]], num_repeats: int | None) -> int:
+    num_done = min(len(values) for values in figures.values())
+    if num_repeats in (None, num_done):
+        return 0
+    print(f"interrupted: these are {num_done} of {num_repeats} repeats", file=sys.stderr)
+    return INTERRUPTED
 
 
 def _machine_facts() -> dict[str, Any]:

@@ -6,10 +6,12 @@ import argparse
 import shlex
 from collections.abc import Iterator
 from contextlib import contextmanager
+from functools import partial
 from typing import TYPE_CHECKING
 
 from quickstep.cli.flags.engine import add_model, model_of
 from quickstep.cli.flags.parsing import Parser, command, positive_int, token_count
+from quickstep.cli.flags.server_url import add_server_url, get, key_of
 from quickstep.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -40,8 +42,12 @@ def add_serve(kinds: argparse._SubParsersAction[Parser]) -> None:
     )
     parser.description = _TEXT
     add_model(parser)
-    parser.add_argument("--url", help="a running server, such as http://127.0.0.1:8000")
-    parser.add_argument("--api-key", metavar="KEY", help="API key of the server at --url")
+    add_server_url(
+        parser,
+        url=None,
+        what="a running server, such as http://127.0.0.1:8000 (default: start one)",
+        key="a key of the server of --url",
+    )
     parser.add_argument(
         "--server-flags",
         default="",
@@ -96,21 +102,31 @@ def _positive(text: str) -> float:
 
 def _run(args: argparse.Namespace) -> int:
     from quickstep.bench.serve import Objectives, send_all, serve_figures
+    from quickstep.cli.screen import counting_bar
 
     if args.url and args.server_flags:
         raise ConfigError("--server-flags are for a server that is started here; leave out --url")
     objectives = Objectives(args.ttft_slo_ms, args.itl_slo_ms)
-    rounds = []
+    rounds: list[dict[str, float]] = []
     with _target(args) as target:
         longest = target.max_model_len
         warm, *rest = [_requests(args, longest, place) for place in range(args.repeats + 1)]
-        send_all(target, warm[:1])
-        rounds = [serve_figures(send_all(target, requests), objectives) for requests in rest]
+        with counting_bar() as show:
+            try:
+                send_all(target, warm[:1])
+                for place, requests in enumerate(rest, 1):
+                    what = f"requests of repeat {place}"
+                    answered = None if show is None else partial(show, what)
+                    results = send_all(target, requests, answered)
+                    rounds.append(serve_figures(results, objectives))
+            except KeyboardInterrupt:
+                if not rounds:
+                    raise
     figures = {name: [one[name] for one in rounds] for name in rounds[0]}
     from quickstep.cli.bench_report import print_figures
 
-    print_figures(figures, _settings(args, target), args.json)
-    return 0
+    settings = _settings(args, target)
+    return print_figures(figures, settings, args.json, num_repeats=args.repeats)
 
 
 @contextmanager
@@ -120,7 +136,8 @@ def _target(args: argparse.Namespace) -> Iterator[Target]:
 
     named = args.model or args.model_flag
     if args.url:
-        yield find_target(args.url, named, args.api_key)
+        get(args, "/v1/models")  # reports a missing key
+        yield find_target(args.url.rstrip("/").removesuffix("/v1"), named, key_of(args) or None)
         return
     server = ServerProcess([model_of(args), *shlex.split(args.server_flags)])
     server.start()

@@ -13,9 +13,9 @@ from typing import TYPE_CHECKING
 from msgspec import to_builtins
 from msgspec.structs import astuple
 
-from quickstep.cli.flags.engine import add_engine_flags, engine_config
+from quickstep.cli.flags.engine import add_engine_flags, add_model, engine_config, model_of
 from quickstep.cli.flags.parsing import Parser, command
-from quickstep.cli.screen import console_on, print_table
+from quickstep.cli.screen import console_on, counting_bar, loading_bar, print_table
 from quickstep.errors import ConfigError, RequestError
 
 if TYPE_CHECKING:
@@ -58,9 +58,7 @@ def add_parser(subparsers: argparse._SubParsersAction[Parser]) -> None:
         "Measure how long steps of a model take on this machine, and store it for the engine.",
         run,
     )
-    parser.add_argument(
-        "model", nargs="?", default="demo", help="a directory, a Hugging Face id, or demo (default)"
-    )
+    add_model(parser)
     parser.add_argument(
         "--seconds",
         type=_seconds,
@@ -84,7 +82,7 @@ def _seconds(text: str) -> float:
 
 def run(args: argparse.Namespace) -> int:
     """Measure, store and print."""
-    config = engine_config(args, args.model)
+    config = engine_config(args, model_of(args))
     name, calibration, path = _calibrated(config, args.seconds)
     if args.json:
         content = {"model": name, "file": str(path or ""), **to_builtins(calibration)}
@@ -115,7 +113,8 @@ def _calibrated(config: EngineConfig, seconds: float) -> tuple[str, Calibration,
     from quickstep.engine.step_times.overhead import measure_overhead
     from quickstep.runtime.kv_cache import allocate_kv
 
-    loaded = load_weights(config, None)
+    with loading_bar(f"loading {config.load.model}") as progress:
+        loaded = load_weights(config, progress)
     model, plan = loaded.model, loaded.plan
     block_size = config.cache.block_size
     kv = allocate_kv(loaded.kv_shape, plan.num_blocks, block_size, model.device)
@@ -132,12 +131,19 @@ def _calibrated(config: EngineConfig, seconds: float) -> tuple[str, Calibration,
         eos_token_ids=description.tokenizer.eos_token_ids,
     )
     executor = open_executor(config, model, kv, plan, description)
-    try:
-        start = Coefficients.of_vocabulary(model.vocab_size)
-        part_s = (1.0 - _OVERHEAD_PART) * seconds
-        calibration = calibrate(executor, limits, start, part_s, time.perf_counter)
-    finally:
-        executor.close()
+    part_s = (1.0 - _OVERHEAD_PART) * seconds
+    with counting_bar() as show:
+
+        def elapsed(done_s: float) -> None:
+            if show is not None:
+                show("seconds of steps", round(done_s), round(part_s))
+
+        try:
+            start = Coefficients.of_vocabulary(model.vocab_size)
+            clock = time.perf_counter
+            calibration = calibrate(executor, limits, start, part_s, clock, elapsed=elapsed)
+        finally:
+            executor.close()
     step_s = LinearCostModel.of_fit(calibration.fit).seconds(StepLoad.of_span(0, 1, 0, 1))
     engine = wire_engine(config, model, kv, plan, description)
     measuring = measure_overhead(

@@ -7,9 +7,7 @@ read, so that tests can pass files of other machines. A fact that cannot be read
 from __future__ import annotations
 
 import argparse
-import importlib
 import importlib.metadata
-import importlib.util
 import json
 import os
 import platform
@@ -23,9 +21,10 @@ from typing import Any
 import msgspec
 
 from quickstep import __version__
+from quickstep.cache_dir import cache_dir
 from quickstep.cli.flags.parsing import Parser, command
-from quickstep.cli.screen import console_on, print_table, size_text
-from quickstep.errors import ConfigError
+from quickstep.cli.screen import console_on, print_table
+from quickstep.errors import ConfigError, how_to_install, size_text
 from quickstep.ops.torch_import import has_torch
 
 __all__ = [
@@ -151,13 +150,17 @@ def collect_facts(with_bandwidth: bool = True) -> dict[str, dict[str, Any]]:
         "torch": _torch_facts(),
         "native library": _native_facts(),
         "gpu": _gpu_facts(with_bandwidth),
-        "optional": {"transformers": _version("transformers")},
+        "optional": {
+            "transformers": _version("transformers"),
+            "opentelemetry": _version("opentelemetry-sdk"),
+        },
+        "files": _file_facts(),
     }
 
 
 def _torch_facts() -> dict[str, Any]:
     if not has_torch():
-        return {"present": False, "install": "pip install 'quickstep[torch]'"}
+        return {"present": False, "install": how_to_install("torch")}
     import torch
 
     return {
@@ -216,12 +219,25 @@ def driver_version(text: str) -> str | None:
 
 
 def _native_facts() -> dict[str, Any]:
-    if importlib.util.find_spec("quickstep.ops.native.backend") is None:
-        return {"present": False, "reason": "this build has no native kernels"}
-    status = importlib.import_module("quickstep.ops.native.backend").native_status()
+    from quickstep.ops.native.backend import native_status
+
+    status = native_status()
     if not status.available:
         return {"present": False, "reason": status.reason}
     return {"present": True, "isa": status.isa, "isa_levels": list(status.levels)}
+
+
+def _file_facts() -> dict[str, Any]:
+    """Where step times are stored and checkpoints are downloaded to, and whether a token is set."""
+    from huggingface_hub import constants, get_token
+
+    stored = cache_dir()
+    return {
+        "cache": None if stored is None else str(stored),
+        "checkpoints": str(constants.HF_HUB_CACHE),
+        "hub_token": get_token() is not None,
+        "offline": bool(constants.HF_HUB_OFFLINE),
+    }
 
 
 def _bandwidth(available_bytes: int | None) -> dict[str, Any]:

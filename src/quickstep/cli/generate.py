@@ -1,4 +1,4 @@
-"""`quickstep generate PROMPT`: complete a text; `--json` adds tokens, seed and timings."""
+"""`quickstep generate [MODEL] PROMPT`: complete a text; `--json` adds tokens, seed and timings."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ import sys
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
-from quickstep.cli.flags.engine import add_engine_flags, engine_config
+from quickstep.cli.flags.engine import add_engine_flags, add_model, engine_config, model_of
 from quickstep.cli.flags.parsing import Parser, command, positive_int
 from quickstep.cli.flags.sampling import add_sampling_flags, print_defaults, sampling_params
 from quickstep.cli.screen import write_out
@@ -25,10 +25,8 @@ __all__ = ["add_parser", "run"]
 def add_parser(subparsers: argparse._SubParsersAction[Parser]) -> None:
     """Register the command."""
     parser = command(subparsers, "generate", "Complete a prompt and print the text.", run)
+    add_model(parser)
     parser.add_argument("prompt", metavar="PROMPT", help="the text to complete; - reads stdin")
-    parser.add_argument(
-        "--model", default="demo", help="a directory, a Hugging Face id, or demo (default)"
-    )
     parser.add_argument(
         "--n",
         type=positive_int,
@@ -73,7 +71,7 @@ def run(args: argparse.Namespace) -> int:
         else:
             _print_texts(answers)
 
-    with_engine(engine_config(args, args.model), work)
+    with_engine(engine_config(args, model_of(args)), work)
     return 0
 
 

@@ -16,6 +16,7 @@ from importlib import import_module
 from typing import TYPE_CHECKING
 
 from quickstep import __version__
+from quickstep.cli import INTERRUPTED
 from quickstep.cli.flags.parsing import Parser
 from quickstep.cli.launch_ahead import launch_ahead
 from quickstep.errors import ConfigError, QuickstepError, RequestError
@@ -23,10 +24,9 @@ from quickstep.errors import ConfigError, QuickstepError, RequestError
 if TYPE_CHECKING:
     from quickstep.engine.remote.launch import Launched
 
-__all__ = ["main"]
+__all__ = ["COMMANDS", "main"]
 
-_INTERRUPTED = 130
-_COMMANDS = (
+COMMANDS = (
     "serve",
     "generate",
     "chat",
@@ -65,7 +65,7 @@ def main(argv: Sequence[str] | None = None) -> int:
             return _end_quietly()
         return _report(error, 1)
     except KeyboardInterrupt:
-        return _INTERRUPTED
+        return INTERRUPTED
     finally:
         if launched is not None:
             launched.end()
@@ -79,11 +79,13 @@ def _parse(arguments: Sequence[str]) -> argparse.Namespace:
     )
     parser.add_argument("--version", action="version", version=f"quickstep {__version__}")
     subparsers = parser.add_subparsers(metavar="COMMAND", required=True)
+    if arguments[:1] == ["help"]:
+        arguments = [*arguments[1:2], "--help"]
     # to run one command, only its module is imported
-    known = [name for name in arguments[:1] if name in _COMMANDS]
-    for command in known or _COMMANDS:
+    known = [name for name in arguments[:1] if name in COMMANDS]
+    for command in known or COMMANDS:
         import_module(f"quickstep.cli.{command}").add_parser(subparsers)
-    args, unknown = parser.parse_known_args(arguments)
+    args, unknown = parser.parse_known_args(arguments or ["--help"])
     if unknown:
         args.parser.reject(unknown)
     return args

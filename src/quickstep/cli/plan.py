@@ -10,6 +10,7 @@ import argparse
 import sys
 from typing import TYPE_CHECKING
 
+from quickstep.cli.flags.engine import model_of
 from quickstep.cli.flags.hardware import (
     adapters_of,
     add_adapters,
@@ -29,7 +30,7 @@ from quickstep.cli.flags.parsing import (
     readable_file,
     token_count,
 )
-from quickstep.errors import ConfigError
+from quickstep.errors import ConfigError, size_text
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -155,10 +156,10 @@ def _query(args: argparse.Namespace) -> PlanQuery:
     from quickstep.plan.planner import PlanQuery
     from quickstep.sim.summary import Targets
 
-    spec = find_model(args.model)
+    spec = find_model(model_of(args))
     if args.enable_expert_parallel and spec.moe is None:
         raise ConfigError(
-            f"expert parallelism divides experts, and {args.model} has none; leave "
+            f"expert parallelism divides experts, and {model_of(args)} has none; leave "
             "--enable-expert-parallel out"
         )
     load = Load(args.rate, args.input, args.output)
@@ -174,7 +175,7 @@ def _query(args: argparse.Namespace) -> PlanQuery:
                 f"{load.num_outputs} out"
             )
     return PlanQuery(
-        model=args.model,
+        model=model_of(args),
         spec=spec,
         hardware=hardware_of(args),
         load=load,
@@ -193,7 +194,7 @@ def _query(args: argparse.Namespace) -> PlanQuery:
 
 
 def _print_plan(console: Console, query: PlanQuery, plan: Plan) -> None:
-    from quickstep.cli.screen import print_table, size_text
+    from quickstep.cli.screen import print_table
 
     best = plan.options[0]
     print_table(
@@ -258,7 +259,10 @@ def _cells(option: Option) -> tuple[str, ...]:
 
 
 def _times(values: Percentiles) -> str:
-    return f"{1e3 * values.p50:.4g}/{1e3 * values.p90:.4g} ms"
+    p50, p90 = (
+        f"{ms:.4g}" if ms < 1e4 else f"{ms:.0f}" for ms in (1e3 * values.p50, 1e3 * values.p90)
+    )
+    return f"{p50}/{p90} ms"
 
 
 def _advice(plan: Plan) -> str:

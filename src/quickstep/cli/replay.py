@@ -7,9 +7,8 @@ and gives the identical tokens.
 from __future__ import annotations
 
 import argparse
-from pathlib import Path
 
-from quickstep.cli.flags.parsing import Parser, command
+from quickstep.cli.flags.parsing import Parser, command, readable_file
 
 __all__ = ["add_parser", "run"]
 
@@ -17,10 +16,18 @@ __all__ = ["add_parser", "run"]
 def add_parser(subparsers: argparse._SubParsersAction[Parser]) -> None:
     """Register the command."""
     parser = command(
-        subparsers, "replay", "Repeat a recording of a server, and compare its plans.", run
+        subparsers,
+        "replay",
+        "Repeat a recording of a server, and compare its plans.",
+        run,
+        examples="quickstep serve demo --record run.jsonl        # ends with the server\n"
+        "quickstep replay run.jsonl                    # 1 if a plan differs",
     )
     parser.add_argument(
-        "file", type=Path, metavar="FILE", help="of `quickstep serve --record` or `--record-full`"
+        "file",
+        type=readable_file,
+        metavar="FILE",
+        help="of `quickstep serve --record` or `--record-full`",
     )
     parser.add_argument(
         "--plans-only",

@@ -9,9 +9,12 @@ from __future__ import annotations
 
 import logging
 import sys
+import termios
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import IO, TYPE_CHECKING
+
+from quickstep.errors import size_text
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -25,7 +28,7 @@ __all__ = [
     "plain_table",
     "print_memory",
     "print_table",
-    "size_text",
+    "without_echo",
     "write_out",
 ]
 
@@ -46,14 +49,6 @@ def console_on(stream: IO[str] | None = None) -> Console:
     )
 
 
-def size_text(num_bytes: float) -> str:
-    """A number of bytes in binary units, such as `1.50 GiB`."""
-    for unit, factor in (("GiB", 2**30), ("MiB", 2**20), ("KiB", 2**10)):
-        if num_bytes >= factor:
-            return f"{num_bytes / factor:.2f} {unit}"
-    return f"{num_bytes:.0f} bytes"
-
-
 def print_table(
     console: Console,
     title: str,
@@ -64,36 +59,73 @@ def print_table(
 ) -> None:
     """Print a table; its first `num_text_columns` columns are text, the others figures. Columns of
     a dense one are closer.
+
+    On a terminal that is too narrow, texts wrap between words, then the columns are closer, and
+    then the figures are divided among several tables. Elsewhere lines are as long as they need.
     """
     from rich import box
     from rich.table import Table
     from rich.text import Text
 
-    table = Table(
-        title=title,
-        title_justify="left",
-        box=box.SIMPLE_HEAD,
-        show_edge=False,
-        collapse_padding=is_dense,
-    )
-    for place, name in enumerate(header):
-        is_text = place < num_text_columns
-        table.add_column(
-            name, justify="left" if is_text else "right", overflow="fold", no_wrap=not is_text
-        )
-    for row in rows:
-        table.add_row(*(Text(cell) for cell in row))
-    console.print(table)
+    columns = list(zip(header, *rows, strict=True))
+    if not console.is_terminal:
+        console.width = max(console.width, _table_width([_widest(one) for one in columns]))
+    # without breaking a word
+    least = [
+        max(_widest(cell.split()) for cell in column)
+        if place < num_text_columns
+        else _widest(column)
+        for place, column in enumerate(columns)
+    ]
+    is_dense = is_dense or _table_width(least) > console.width
+    groups = _fitting(least, num_text_columns, console.width) if is_dense else [range(len(columns))]
+    if title:
+        console.print(Text(title, style="italic"))
+    for group in groups:
+        table = Table(box=box.SIMPLE_HEAD, show_edge=False, collapse_padding=is_dense)
+        for place in group:
+            is_text = place < num_text_columns
+            table.add_column(
+                header[place],
+                justify="left" if is_text else "right",
+                no_wrap=not is_text,
+                min_width=least[place],
+            )
+        for row in rows:
+            table.add_row(*(Text(row[place]) for place in group))
+        console.print(table)
 
 
-def plain_table(title: str, header: Sequence[str], rows: Sequence[Sequence[str]]) -> str | None:
+def _widest(texts: Sequence[str]) -> int:
+    return max(map(len, texts), default=0)
+
+
+def _table_width(widths: Sequence[int], is_dense: bool = False) -> int:
+    """Of columns: the space at both sides of each (one between two of a dense table) and a line
+    between them.
+    """
+    return sum(widths) + (2 * len(widths) + 1 if is_dense else 3 * len(widths) - 1)
+
+
+def _fitting(least: Sequence[int], num_text_columns: int, width: int) -> list[list[int]]:
+    """The columns of tables that are at most that wide, each with all columns of text."""
+    texts = list(range(num_text_columns))
+    groups = [texts]
+    for place in range(num_text_columns, len(least)):
+        group = [*groups[-1], place]
+        is_full = _table_width([least[one] for one in group], is_dense=True) > width
+        if is_full and len(groups[-1]) > num_text_columns:
+            groups.append([*texts, place])
+        else:
+            groups[-1] = group
+    return groups
+
+
+def plain_table(title: str, header: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
     """The text that `print_table` prints if the output is not a terminal, without importing `rich`,
-    which would slow down the start. None if the table is too wide; `rich` wraps it.
+    which would slow down the start.
     """
     widths = [max(map(len, column)) for column in zip(header, *rows, strict=True)]
-    width = sum(widths) + 3 * len(widths) - 1
-    if width > _PLAIN_WIDTH:
-        return None
     lines = []
     for row in (header, *rows):
         label, *figures = (
@@ -101,22 +133,37 @@ def plain_table(title: str, header: Sequence[str], rows: Sequence[Sequence[str]]
             for place, (cell, column) in enumerate(zip(row, widths, strict=True))
         )
         lines.append(f" {'   '.join((label, *figures))} ")
-    return "\n".join((title, lines[0], "─" * width, *lines[1:], ""))
+    return "\n".join((title, lines[0], "─" * _table_width(widths), *lines[1:], ""))
 
 
 def print_memory(plan: MemoryPlan) -> None:
     """Print the memory plan and its notes to stderr."""
     title, header = "memory", ("part", "size", "of")
     rows = [(row.label, size_text(row.num_bytes), row.detail) for row in plan.rows]
-    text = None if sys.stderr.isatty() else plain_table(title, header, rows)
-    if text is None:
+    if sys.stderr.isatty():
         print_table(console_on(), title, header, rows)
     else:
-        sys.stderr.write(text)
+        sys.stderr.write(plain_table(title, header, rows))
     if logging.getLogger("quickstep").isEnabledFor(logging.INFO):
         return  # the engine has logged the notes
     for note in plan.notes:
         print(note, file=sys.stderr)
+
+
+@contextmanager
+def without_echo(stream: IO[str]) -> Iterator[None]:
+    """What is typed meanwhile on the terminal `stream` is kept for its next reader, not shown."""
+    if not stream.isatty():
+        yield
+        return
+    before = termios.tcgetattr(stream)
+    silent = [*before]
+    silent[3] &= ~termios.ECHO
+    termios.tcsetattr(stream, termios.TCSADRAIN, silent)
+    try:
+        yield
+    finally:
+        termios.tcsetattr(stream, termios.TCSADRAIN, before)
 
 
 @contextmanager
@@ -128,7 +175,7 @@ def loading_bar(text: str) -> Iterator[Callable[[int, int], None] | None]:
     from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeElapsedColumn
 
     columns = (TextColumn(text), BarColumn(), DownloadColumn(), TimeElapsedColumn())
-    with Progress(*columns, console=console_on(), transient=True) as bar:
+    with without_echo(sys.stdin), Progress(*columns, console=console_on(), transient=True) as bar:
         task = bar.add_task(text, total=None)
 
         def progress(done: int, total: int) -> None:

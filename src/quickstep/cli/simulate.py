@@ -17,6 +17,7 @@ from pathlib import Path
 from types import MappingProxyType
 from typing import TYPE_CHECKING
 
+from quickstep.cli.flags.engine import model_of
 from quickstep.cli.flags.hardware import (
     add_drafts,
     add_engine_sizes,
@@ -55,6 +56,8 @@ __all__ = ["add_parser", "run"]
 _PRESETS = ("chat", "rag", "code", "agent", "batch", "prefill-heavy", "decode-heavy")
 _ARRIVALS = ("gamma", "ramp", "diurnal", "closed-loop")
 _USUAL_MODEL_LEN = 16384
+_LEAST_REQUESTS = 300  # of a run
+_LEAST_ROUNDS = 2  # requests of each client of a closed loop
 _TENANT_FIELDS = MappingProxyType(
     {
         "part": "part",
@@ -197,9 +200,9 @@ def _add_clients(group: argparse._ArgumentGroup) -> None:
     group.add_argument(
         "--num-prompts",
         type=positive_int,
-        default=300,
         metavar="N",
-        help="requests (default: %(default)s)",
+        help="requests, all of which are counted (default: as many as it takes until the load is "
+        "there, and for a while more, which is counted; of a file all)",
     )
     group.add_argument(
         "--input", type=token_count, metavar="TOKENS", help="new tokens of every prompt"
@@ -262,6 +265,7 @@ def run(args: argparse.Namespace) -> int:
         raise ConfigError("--trace and --from-recording are given; choose one")
     if _file(args) is not None and (args.tenant or args.adapters):
         raise ConfigError("--tenant and --adapters are for --preset; a file has its own")
+    model_of(args)  # reports a missing one before this machine is measured
     hardware = hardware_of(args)
     if args.sweep is not None:
         return run_sweep(
@@ -273,11 +277,13 @@ def run(args: argparse.Namespace) -> int:
         for rate in args.rate if _file(args) is None else args.rate[:1]:
             replicas = Replicas(count, args.router, args.faults, args.seed)
             runs.append(_simulated(args, candidate, rate, policy, replicas))
+    notes = [note for note in (_too_few(args, one) for one in runs) if note is not None]
     if args.json:
         rows = [
             {
                 "run": one.name,
                 "rate": one.rate,
+                "counted_from_s": one.counted_from_s,
                 "replicas": one.outcome.num_replicas,
                 "figures": one.summary,
                 "resent": one.outcome.num_resent,
@@ -290,6 +296,8 @@ def run(args: argparse.Namespace) -> int:
         print(msgspec.json.encode(rows).decode())
     else:
         _print_runs(_title(args, candidate), runs, _targets(args), bool(args.adapters))
+    for note in notes:
+        print(note, file=sys.stderr)
     if args.csv is not None:
         _write_csv(args.csv, runs)
     if args.report is not None:
@@ -313,7 +321,7 @@ def _engine(
     from quickstep.plan.formulas import Split
     from quickstep.plan.models import find_model
 
-    spec = find_model(args.model)
+    spec = find_model(model_of(args))
     elements = element_bytes(spec, args.quantization, args.kv_cache_dtype)
     loras = None
     if args.adapters:
@@ -371,6 +379,8 @@ def _simulated(
     """One simulation, with a progress bar. With a `window` it is one of a sweep, which has its own
     bar.
     """
+    from msgspec.structs import replace
+
     from quickstep.cli.screen import counting_bar
     from quickstep.plan.traffic import Traffic, simulate_arrivals, simulate_traffic
     from quickstep.sim.html_report import Run
@@ -379,9 +389,15 @@ def _simulated(
 
     max_model_len = _max_model_len(args, candidate.spec)
     bar = counting_bar() if window is None else nullcontext()
-    num_requests = args.num_prompts if window is None else window.max_sequences
+    workload, file, phases = _workload(args), _file(args), _phases(args, candidate)
+    if window is None and file is None and args.num_prompts is None:
+        window = _window(args, workload, rate)
+    if window is not None:
+        num_requests = window.max_sequences
+    else:
+        num_requests = args.num_prompts or _num_requests(args, workload, rate)
     traffic = Traffic(
-        workload=_workload(args),
+        workload=workload,
         arrivals=args.arrivals,
         rate=rate,
         num_requests=num_requests,
@@ -389,8 +405,6 @@ def _simulated(
         num_clients=args.max_concurrency,
         seed=args.seed,
     )
-    file = _file(args)
-    phases = _phases(args, candidate)
     with bar as show:
         progress = None if show is None else partial(_show, show, policy.value, num_requests)
         if file is None:
@@ -403,12 +417,12 @@ def _simulated(
                 progress,
                 replicas,
                 phases,
-                window,
+                window if phases is None else None,
             )
         else:
             lines = file.read_text(encoding="utf-8", errors="replace").splitlines()
             read = read_trace if args.from_recording is None else recorded_traffic
-            arrivals = read(lines, args.trace_speed)[:num_requests]
+            arrivals = read(lines, args.trace_speed)[: args.num_prompts]
             outcome = simulate_arrivals(
                 candidate,
                 arrivals,
@@ -419,7 +433,12 @@ def _simulated(
                 replicas=replicas,
                 phases=phases,
             )
-    summary = summarize(outcome, candidate.num_blocks, _targets(args))
+    counted_from_s = 0.0
+    if window is not None:
+        counted_from_s, end_s = window.start_s, window.end_s
+        begun = [one for one in outcome.endings if one.timings.arrival_s <= end_s]
+        outcome = replace(outcome, endings=begun)
+    summary = summarize(outcome, candidate.num_blocks, _targets(args), counted_from_s)
     load = f"{args.max_concurrency} clients"
     if file is not None:
         load = f"{args.trace_speed:g} x {file.name}"
@@ -435,6 +454,52 @@ def _simulated(
         candidate.num_blocks,
         summary,
         outcome,
+        counted_from_s,
+    )
+
+
+def _window(args: argparse.Namespace, workload: Workload, rate: float) -> CountedWindow | None:
+    """The requests that count, of a load that stays the same; None if all do."""
+    from quickstep.sim.window import CountedWindow, window_of_load
+
+    if args.arrivals != "gamma":
+        return None
+    num_requests = _num_requests(args, workload, rate)
+    turns, session_s = workload.mean_turns, workload.session_s
+    start_s, end_s = window_of_load(rate, num_requests, turns, session_s)
+    return CountedWindow(start_s, end_s, _targets(args), 0.0, num_requests, gives_up=False)
+
+
+def _num_requests(args: argparse.Namespace, workload: Workload, rate: float) -> int:
+    """How many requests a run sends without `--num-prompts`."""
+    from quickstep.sim.window import requests_for_load
+
+    if args.arrivals == "closed-loop":
+        num_clients: int = args.max_concurrency
+        return max(_LEAST_REQUESTS, 2 * _LEAST_ROUNDS * num_clients)
+    return max(_LEAST_REQUESTS, requests_for_load(rate, workload.mean_turns, workload.session_s))
+
+
+def _too_few(args: argparse.Namespace, run: Run) -> str | None:
+    """What to print if `--num-prompts` ends a run before its load is there."""
+    from quickstep.sim.window import requests_for_load
+
+    if args.num_prompts is None or _file(args) is not None:
+        return None
+    if args.arrivals == "closed-loop":
+        needed = _LEAST_ROUNDS * args.max_concurrency
+        load = f"of {args.max_concurrency} clients"
+    elif args.arrivals == "gamma":
+        workload = _workload(args)
+        needed = requests_for_load(run.rate, workload.mean_turns, workload.session_s)
+        load = f"of {run.rate * workload.mean_turns:g} requests/s"
+    else:
+        return None
+    if args.num_prompts >= needed:
+        return None
+    return (
+        f"{run.name}: the load {load} is not reached with --num-prompts {args.num_prompts}, it "
+        f"takes {needed}; leave the option out"
     )
 
 
@@ -475,7 +540,7 @@ def _title(args: argparse.Namespace, candidate: Candidate) -> str:
     hardware, file = candidate.hardware, _file(args)
     name = args.preset if file is None else file.name
     padded = ", padded rows" if args.padded else ""
-    return f"{name} with {args.model} on {hardware.count} x {hardware.device.label}{padded}"
+    return f"{name} with {model_of(args)} on {hardware.count} x {hardware.device.label}{padded}"
 
 
 def _print_runs(title: str, runs: list[Run], targets: Targets, has_adapters: bool) -> None:
@@ -490,7 +555,7 @@ def _print_runs(title: str, runs: list[Run], targets: Targets, has_adapters: boo
         rows.append((one.name, *_cells(one.summary, has_adapters), f"{one.summary.busy:.0%}"))
         for tenant, figures in _by_tenant(one, targets).items():
             rows.append((f"  {tenant}", *_cells(figures, has_adapters), ""))
-    print_table(console_on(sys.stdout), title, header, rows)
+    print_table(console_on(sys.stdout), title, header, rows, is_dense=has_adapters)
     for one in runs:
         handovers = one.outcome.handovers
         if handovers is not None:
@@ -512,7 +577,8 @@ def _by_tenant(run: Run, targets: Targets) -> dict[str, Summary]:
     from quickstep.sim.summary import by_tenant, summarize
 
     outcomes = by_tenant(run.outcome).items()
-    return {name: summarize(one, run.num_blocks, targets) for name, one in outcomes}
+    since_s = run.counted_from_s
+    return {name: summarize(one, run.num_blocks, targets, since_s) for name, one in outcomes}
 
 
 def _cells(figures: Summary, has_adapters: bool) -> tuple[str, ...]:
@@ -529,17 +595,20 @@ def _cells(figures: Summary, has_adapters: bool) -> tuple[str, ...]:
 
 
 def _write_csv(file: Path, runs: list[Run]) -> None:
-    """A line per sequence, in the order of their ends."""
+    """A line per sequence, in the order of their ends, and whether it is in the figures."""
     names = ("arrival_s", "queue_s", "first_token_s", "finished_s", "num_preemptions")
     counts = ("num_prompt_tokens", "num_cached_tokens", "num_output_tokens", "device_s")
     with file.open("w", newline="", encoding="utf-8") as stream:
         writer = csv.writer(stream, lineterminator="\n")
-        writer.writerow(("run", "request_id", "tenant", "finish_reason", *names, *counts))
+        writer.writerow(
+            ("run", "request_id", "tenant", "finish_reason", *names, *counts, "counted")
+        )
         for one in runs:
             for ending in one.outcome.endings:
                 values = [getattr(ending.timings, name) for name in (*names, *counts)]
                 names_of = (one.name, ending.request_id, ending.tenant)
-                writer.writerow((*names_of, ending.reason.value, *values))
+                is_counted = int(ending.timings.arrival_s >= one.counted_from_s)
+                writer.writerow((*names_of, ending.reason.value, *values, is_counted))
 
 
 def _counts(text: str) -> tuple[int, ...]:

@@ -10,6 +10,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from quickstep.cli.flags.engine import model_of
 from quickstep.cli.flags.parsing import fraction
 from quickstep.config import PolicyName
 from quickstep.errors import ConfigError
@@ -32,6 +33,7 @@ __all__ = ["add_sweep", "run_sweep"]
 _AXES = ("policy", "chunk", "tp", "replicas")
 _POLICIES = (PolicyName.MIXED, PolicyName.PREFILL_FIRST, PolicyName.DECODE_FIRST)
 _CHUNKS = (512, 2048, 8192)
+_LEAST_REQUESTS = 300
 
 
 def add_sweep(group: argparse._ArgumentGroup) -> None:
@@ -85,11 +87,19 @@ def run_sweep(
         return simulated(candidate, rate, combination.policy, replicas, window).outcome
 
     workload = WORKLOADS[args.preset]
-    turns, session_s = workload.mean_turns, (workload.mean_turns - 1.0) * workload.think_s
-    query = SweepQuery(args.rate, targets, args.attainment, turns, session_s, args.num_prompts)
+    query = SweepQuery(
+        args.rate,
+        targets,
+        args.attainment,
+        workload.mean_turns,
+        workload.session_s,
+        args.num_prompts or _LEAST_REQUESTS,
+    )
     with counting_bar() as progress:
         answer = sweep_all(query, found, simulate_at, progress)
-    title = f"{args.preset} with {args.model} on {hardware.device.label}, up to {hardware.count}"
+    title = (
+        f"{args.preset} with {model_of(args)} on {hardware.device.label}, up to {hardware.count}"
+    )
     if args.json:
         print(msgspec.json.encode(answer).decode())
     else:

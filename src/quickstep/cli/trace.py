@@ -19,7 +19,11 @@ _UNITS = {"": 1.0, "ms": 1e-3, "s": 1.0, "m": 60.0, "h": 3600.0}
 def add_parser(subparsers: argparse._SubParsersAction[Parser]) -> None:
     """Register the command."""
     parser = command(
-        subparsers, "trace", "Write what a server did as a trace for ui.perfetto.dev.", run
+        subparsers,
+        "trace",
+        "Write what a server did as a trace for ui.perfetto.dev.",
+        run,
+        examples="quickstep trace --last 1m -o trace.json",
     )
     add_server_url(parser)
     parser.add_argument(
@@ -30,7 +34,11 @@ def add_parser(subparsers: argparse._SubParsersAction[Parser]) -> None:
         help="how far back, such as 30s or 2m (default: 30s)",
     )
     parser.add_argument(
-        "-o", "--output", default="trace.json", metavar="FILE", help="(default: %(default)s)"
+        "-o",
+        "--output",
+        default="trace.json",
+        metavar="FILE",
+        help="the file to write (default: %(default)s)",
     )
 
 

@@ -40,6 +40,8 @@ def add_parser(subparsers: argparse._SubParsersAction[Parser]) -> None:
         "usage",
         "Add up what clients have used, from the file of serve --usage-db.",
         run,
+        examples="quickstep usage --db usage.db --by key,day --since 2026-11-01\n"
+        "quickstep usage --db usage.db --by '' --format json",
     )
     parser.add_argument(
         "--db", required=True, type=Path, metavar="FILE", help="the file of serve --usage-db"

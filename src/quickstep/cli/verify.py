@@ -17,7 +17,8 @@ from typing import TYPE_CHECKING, NamedTuple
 
 from msgspec.structs import replace
 
-from quickstep.cli.flags.engine import add_kv_cache_dtype
+from quickstep.cli import INTERRUPTED
+from quickstep.cli.flags.engine import add_kv_cache_dtype, add_model, model_of
 from quickstep.cli.flags.parsing import (
     Parser,
     command,
@@ -70,9 +71,7 @@ def add_parser(subparsers: argparse._SubParsersAction[Parser]) -> None:
         "Check that a request gives the same bits at batch size 1 and in any batch.",
         run,
     )
-    parser.add_argument(
-        "model", nargs="?", default="demo", help="a directory, a Hugging Face id, or demo (default)"
-    )
+    add_model(parser)
     parser.add_argument(
         "--requests",
         type=positive_int,
@@ -141,7 +140,13 @@ def add_parser(subparsers: argparse._SubParsersAction[Parser]) -> None:
     parser.add_argument(
         "--kernels", choices=KERNELS, default="auto", help="as of `serve` (default: auto)"
     )
-    parser.add_argument("--block-size", type=positive_int, default=16, metavar="TOKENS")
+    parser.add_argument(
+        "--block-size",
+        type=positive_int,
+        default=16,
+        metavar="TOKENS",
+        help="tokens per KV block (default: %(default)s)",
+    )
     parser.add_argument("--revision", help="hub revision (default: the default branch)")
     parser.add_argument("--offline", action="store_true", help="never use the network")
     parser.add_argument(
@@ -183,7 +188,7 @@ def run(args: argparse.Namespace) -> int:
         fail_fast=args.fail_fast,
     )
     load = LoadConfig(
-        model=args.model,
+        model=model_of(args),
         revision=args.revision,
         dtype=args.dtype,
         quantization=args.quantization,
@@ -194,14 +199,14 @@ def run(args: argparse.Namespace) -> int:
     if args.formats is not None:
         return _run_formats(args, load, options)
     checkpoint = _Checkpoint(load, options, args.speculative_model)
-    report = _verified(checkpoint, options, None, _after_group(args))
+    report, is_complete = _verified(checkpoint, options, None, _after_group(args))
     if args.json or args.json_lines:
         facts = {"model": checkpoint.name, "fingerprint": checkpoint.fingerprint}
         json.dump({**facts, **report.to_json()}, sys.stdout)
         print()
     else:
         _print_scenarios(checkpoint.name, report)
-    return 1 if report.mismatches else 0
+    return _exit_code([report], is_complete)
 
 
 def _run_formats(args: argparse.Namespace, load: LoadConfig, options: VerifyOptions) -> int:
@@ -213,13 +218,34 @@ def _run_formats(args: argparse.Namespace, load: LoadConfig, options: VerifyOpti
             "--formats replaces --dtype, --quantization and --kv-cache-dtype; leave them out"
         )
     name = find_checkpoint(load).name
-    results = [_verify_pair(pair, load, options, args) for pair in args.formats]
+    results: list[_FormatResult] = []
+    is_complete = True
+    for pair in args.formats:
+        try:
+            result, is_complete = _verify_pair(pair, load, options, args)
+        except KeyboardInterrupt:
+            if not results:
+                raise
+            is_complete = False
+        else:
+            results.append(result)
+        if not is_complete:
+            break
     if args.json or args.json_lines:
         json.dump({"model": name, "formats": [one.to_json() for one in results]}, sys.stdout)
         print()
     else:
         _print_formats(name, results)
-    return 1 if any(result.report.mismatches for result in results) else 0
+    return _exit_code([result.report for result in results], is_complete)
+
+
+def _exit_code(reports: Sequence[VerifyReport], is_complete: bool) -> int:
+    """1 for a mismatch, also in what Ctrl-C has left."""
+    if not is_complete:
+        print("interrupted: this is what was compared until then", file=sys.stderr)
+    if any(report.mismatches for report in reports):
+        return 1
+    return 0 if is_complete else INTERRUPTED
 
 
 class _FormatResult(NamedTuple):
@@ -254,13 +280,14 @@ def _after_group(args: argparse.Namespace) -> AfterGroup:
 
 def _verify_pair(
     pair: FormatPair, load: LoadConfig, options: VerifyOptions, args: argparse.Namespace
-) -> _FormatResult:
+) -> tuple[_FormatResult, bool]:
+    """The result, and whether it is complete."""
     weights = WEIGHT_FORMATS[pair.weights]
     load = replace(load, dtype=weights.dtype, quantization=weights.quantization)
     options = replace(options, kv_dtype=KV_FORMATS[pair.kv])
     checkpoint = _Checkpoint(load, options, args.speculative_model)
-    report = _verified(checkpoint, options, pair, _after_group(args))
-    return _FormatResult(pair, checkpoint.fingerprint, report)
+    report, is_complete = _verified(checkpoint, options, pair, _after_group(args))
+    return _FormatResult(pair, checkpoint.fingerprint, report), is_complete
 
 
 def _verified(
@@ -268,21 +295,35 @@ def _verified(
     options: VerifyOptions,
     pair: FormatPair | None,
     after_group: AfterGroup,
-) -> VerifyReport:
+) -> tuple[VerifyReport, bool]:
+    """The report, and whether it is complete: Ctrl-C leaves that of the groups before it."""
     from quickstep.verify.checker import verify
+
+    latest: VerifyReport | None = None
+
+    def noted(scenario: str, report: VerifyReport) -> bool:
+        nonlocal latest
+        latest = report
+        return after_group(scenario, report)
 
     with counting_bar("" if pair is None else f"{pair.weights}/{pair.kv} ") as progress:
         eos_token_ids = checkpoint.tokenizer.eos_token_ids
-        return verify(
-            checkpoint.load_model,
-            options,
-            eos_token_ids,
-            progress,
-            checkpoint.new_matcher if eos_token_ids else None,
-            checkpoint.tokenizer,
-            checkpoint.open_proposers,
-            after_group,
-        )
+        try:
+            report = verify(
+                checkpoint.load_model,
+                options,
+                eos_token_ids,
+                progress,
+                checkpoint.new_matcher if eos_token_ids else None,
+                checkpoint.tokenizer,
+                checkpoint.open_proposers,
+                noted,
+            )
+        except KeyboardInterrupt:
+            if latest is None:
+                raise
+            return latest, False
+    return report, True
 
 
 class _Checkpoint:

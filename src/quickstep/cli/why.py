@@ -20,7 +20,14 @@ _HEADER = ("ms", "total", "own prefill", "others' prefill", "decode", "no step",
 
 def add_parser(subparsers: argparse._SubParsersAction[Parser]) -> None:
     """Register the command."""
-    parser = command(subparsers, "why", "Explain where the time of a request went.", run)
+    parser = command(
+        subparsers,
+        "why",
+        "Explain where the time of a request went.",
+        run,
+        examples='curl -si localhost:8000/v1/completions --json \'{"prompt": "def f("}\' | '
+        "grep x-request-id\nquickstep why REQUEST_ID --url http://127.0.0.1:8000",
+    )
     parser.add_argument(
         "request_id",
         metavar="REQUEST_ID",

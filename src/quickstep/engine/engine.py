@@ -353,11 +353,17 @@ class Engine:
         request_id: str = "",
         timeout_s: float | None = None,
         adapter: str = "",
+        priority: int = 0,
     ) -> Stream:
         """Submit a prompt; see `stream`, which takes requests with more fields."""
         ids = self.tokenizer.encode(prompt) if isinstance(prompt, str) else prompt
         request = Request(
-            request_id, as_token_ids(ids), sampling, timeout_s=timeout_s, adapter=adapter
+            request_id,
+            as_token_ids(ids),
+            sampling,
+            timeout_s=timeout_s,
+            adapter=adapter,
+            priority=priority,
         )
         return self.stream(request)
 

@@ -25,6 +25,7 @@ from types import NoneType, UnionType
 from typing import (
     Any,
     NamedTuple,
+    NoReturn,
     Self,
     TypedDict,
     TypeVar,
@@ -60,6 +61,7 @@ from quickstep.engine.outputs import (
 from quickstep.engine.requests import as_token_ids, check_token_ids
 from quickstep.engine.stream import Stream
 from quickstep.engine.text.chat_template import Message
+from quickstep.engine.text.tokenizer import Tokenizer
 from quickstep.errors import ConfigError, RequestError
 from quickstep.types import Pooling, Request, SamplingParams
 
@@ -157,6 +159,49 @@ _PLACES: Mapping[str, tuple[str, str]] = {
 }
 
 
+# Public names of vLLM's class that this one does not have: what to do instead.
+_ABSENT: Mapping[str, str] = {
+    "apply_model": "the model runs as captured native steps; there is no torch module to call",
+    "classify": "there are no classification heads; `generate` with `Grammar.of_choice` chooses "
+    "among labels",
+    "collective_rpc": "there are no worker processes",
+    "encode": "`embed(pooling=...)` gives the pooled hidden states",
+    "enqueue": "`generate` takes all prompts at once; `engine.stream` submits single requests",
+    "finish_weight_update": "weights do not change while a model is loaded",
+    "from_engine_args": "pass the options to LLM(...) itself",
+    "get_metrics": "`engine.stats()` has the counts, and every output its `metrics`",
+    "get_world_size": "there is one device",
+    "init_weight_transfer_engine": "weights do not change while a model is loaded",
+    "llm_engine": "`engine` is the asynchronous engine",
+    "preprocess_chat": "`engine.chat_prompt(messages)` gives the token ids of a conversation",
+    "reset_mm_cache": "models are text only",
+    "reward": "there are no reward heads; `embed(pooling=...)` gives the pooled hidden states",
+    "score": "there are no scoring heads; compare the vectors of `embed`",
+    "set_tokenizer": "the tokenizer is the checkpoint's",
+    "sleep": "`close` frees the model and a new LLM loads it again",
+    "start_profile": "`quickstep bench step --profile` profiles steps",
+    "start_weight_update": "weights do not change while a model is loaded",
+    "stop_profile": "`quickstep bench step --profile` profiles steps",
+    "update_weights": "weights do not change while a model is loaded",
+    "wait_for_completion": "`generate` returns when all prompts are answered",
+    "wake_up": "`close` frees the model and a new LLM loads it again",
+}
+
+
+def _absent(name: str) -> AttributeError:
+    why = _ABSENT.get(name)
+    return AttributeError(
+        f"LLM has no attribute {name!r}" + ("" if why is None else f", unlike vLLM's: {why}")
+    )
+
+
+class _NamesWhatIsAbsent(type):
+    """`LLM.from_engine_args` and the like end with a sentence."""
+
+    def __getattr__(cls, name: str) -> NoReturn:
+        raise _absent(name)
+
+
 class _TokenizedPrompt(NamedTuple):
     """A prompt ready to submit, and its text unless it was token ids."""
 
@@ -164,7 +209,7 @@ class _TokenizedPrompt(NamedTuple):
     token_ids: Sequence[int]
 
 
-class LLM:
+class LLM(metaclass=_NamesWhatIsAbsent):
     """A loaded model. The constructor loads (as vLLM's does); close it, or use it in a `with`.
 
     Raises:
@@ -186,6 +231,20 @@ class LLM:
         """The asynchronous engine; it runs in this object's own event loop."""
         return self._engine
 
+    def __getattr__(self, name: str) -> NoReturn:
+        raise _absent(name)
+
+    def get_tokenizer(self) -> Tokenizer:
+        """The checkpoint's tokenizer: `encode(text)`, `decode(token_ids)`, `vocab_size`, ..."""
+        return self._engine.tokenizer
+
+    def get_default_sampling_params(self) -> SamplingParams:
+        """What is used where no parameters are given: the values of the checkpoint's
+        `generation_config.json`, and for others the defaults of `SamplingParams`.
+        """
+        values: dict[str, Any] = dict(self._engine.default_sampling)
+        return SamplingParams(**values)
+
     def generate(
         self,
         prompts: Prompt | Sequence[Prompt],
@@ -193,17 +252,21 @@ class LLM:
         use_tqdm: bool = True,
         *,
         lora_request: LoRARequests = None,
+        priority: int | Sequence[int] = 0,
     ) -> list[RequestOutput]:
         """Complete one prompt or many; the answers are in the order of the prompts.
 
         A prompt is text, token ids, or a mapping with `prompt` or `prompt_token_ids`. If a single
         sequence fails, its output's `error` says why. `lora_request` is the adapter of all prompts,
-        or a list with that of each, None for none; it needs `enable_lora`.
+        or a list with that of each, None for none; it needs `enable_lora`. `priority` is that of
+        all or of each, from -10 to 10, the lowest first; `fcfs` and `fair` do not read it. Without
+        `sampling_params` they are those of `get_default_sampling_params`.
 
         Raises:
             RequestError: One of the prompts or parameters is invalid; then none is served.
         """
-        return self._serve(self._tokenized(prompts), sampling_params, use_tqdm, lora_request)
+        tokenized = self._tokenized(prompts)
+        return self._serve(tokenized, sampling_params, use_tqdm, lora_request, priority)
 
     def chat(
         self,
@@ -297,12 +360,18 @@ class LLM:
         sampling_params: SamplingParams | Sequence[SamplingParams] | None,
         use_tqdm: bool,
         lora_request: LoRARequests,
+        priority: int | Sequence[int] = 0,
     ) -> list[RequestOutput]:
+        if sampling_params is None:
+            sampling_params = self.get_default_sampling_params()
         sampling = _as_many(sampling_params, len(prompts))
         adapters = self._loaded(lora_request, len(prompts))
+        priorities = _priorities(priority, len(prompts))
         submits = [
-            partial(self._engine.generate, prompt.token_ids, params, adapter=adapter)
-            for prompt, params, adapter in zip(prompts, sampling, adapters, strict=True)
+            partial(self._engine.generate, prompt.token_ids, params, adapter=adapter, priority=rank)
+            for prompt, params, adapter, rank in zip(
+                prompts, sampling, adapters, priorities, strict=True
+            )
         ]
         tokenizer = self._engine.tokenizer
 
@@ -418,11 +487,21 @@ def _as_conversations(
     return cast("Sequence[Sequence[Message]]", messages)
 
 
+def _priorities(priority: int | Sequence[int], num_prompts: int) -> Sequence[int]:
+    """That of each prompt. Raises RequestError."""
+    priorities = [priority] * num_prompts if isinstance(priority, int) else priority
+    if len(priorities) != num_prompts:
+        raise RequestError(
+            f"{len(priorities)} priorities for {num_prompts} prompts; pass one for all or one for "
+            "each",
+            param="priority",
+        )
+    return priorities
+
+
 def _as_many(
-    sampling_params: SamplingParams | Sequence[SamplingParams] | None, num_prompts: int
+    sampling_params: SamplingParams | Sequence[SamplingParams], num_prompts: int
 ) -> Sequence[SamplingParams]:
-    if sampling_params is None:
-        sampling_params = SamplingParams()
     if isinstance(sampling_params, SamplingParams):
         return [sampling_params] * num_prompts
     if not isinstance(sampling_params, Sequence):

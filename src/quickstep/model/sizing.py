@@ -18,7 +18,7 @@ import msgspec
 from msgspec.structs import replace
 
 from quickstep.config import CacheConfig, SchedulerConfig
-from quickstep.errors import ConfigError
+from quickstep.errors import ConfigError, size_text
 from quickstep.model.checkpoint.tensor_schema import layer_tensors, num_parameters, outer_tensors
 from quickstep.model.decoder_spec import LongContext, ModelSpec
 from quickstep.model.quantization import find_scheme
@@ -264,9 +264,9 @@ def plan_memory(
     if fitting < least:
         needed = memory_bytes - left + scratch + least * block_bytes
         raise ConfigError(
-            f"the model needs at least {needed / GIB:.2f} GiB (weights {weights / GIB:.2f}, the "
+            f"the model needs at least {size_text(needed)} (weights {size_text(weights)}, the "
             f"rest activations and KV of {least * cache.block_size} tokens) and "
-            f"{memory_bytes / GIB:.2f} GiB are free; use a smaller model or dtype, or lower "
+            f"{size_text(memory_bytes)} are available; use a smaller model or dtype, or lower "
             "--max-num-batched-tokens"
         )
     num_blocks = _num_blocks(cache, scheduler, context, (fitting, block_bytes), default_kv_bytes)
@@ -303,7 +303,7 @@ def with_measured_activations(
     if num_blocks < plan.num_blocks:
         notes.append(
             f"KV blocks {plan.num_blocks} became {num_blocks}, as a step takes "
-            f"{activations / GIB:.2f} GiB"
+            f"{size_text(activations)}"
         )
     total = sum(row.num_bytes for row in plan.rows)
     rows = [row for row in plan.rows if row.label != "spare"]
@@ -315,7 +315,7 @@ def with_measured_activations(
             freed = (plan.num_blocks - num_blocks) * block_bytes
             rows[index] = MemoryRow(row.label, row.num_bytes - freed, row.detail)
     spare = total - sum(row.num_bytes for row in rows)
-    rows.append(MemoryRow("spare", spare, f"of {total / GIB:.2f} GiB"))
+    rows.append(MemoryRow("spare", spare, f"of {size_text(total)}"))
     longest = min(plan.max_model_len, num_blocks * block_size)
     if longest < plan.max_model_len:
         notes.append(
@@ -427,6 +427,6 @@ def _rows(
     activations = memory_bytes - weights - left
     rows += [
         MemoryRow("activations", activations, f"{tokens} tokens a step"),
-        MemoryRow("spare", left - kv_bytes, f"of {memory_bytes / GIB:.2f} GiB"),
+        MemoryRow("spare", left - kv_bytes, f"of {size_text(memory_bytes)}"),
     ]
     return tuple(rows)

@@ -13,12 +13,12 @@ from collections.abc import Callable
 from typing import TYPE_CHECKING
 
 from quickstep.config import KERNELS
-from quickstep.errors import ConfigError
+from quickstep.errors import ConfigError, how_to_install
 from quickstep.ops.gpu_checks import CHECK_COMMAND, gpu_check_key, read_gpu_check
-from quickstep.ops.native.backend import load_native
+from quickstep.ops.native.backend import load_native, native_status
 from quickstep.ops.table import OpTable
 from quickstep.ops.thread_placement import ThreadPlaces
-from quickstep.ops.torch_import import require_torch
+from quickstep.ops.torch_import import has_torch, require_torch
 
 if TYPE_CHECKING:
     import torch
@@ -50,15 +50,19 @@ def resolve_ops(
         raise ConfigError(f"--kernels is {kernels!r}, it must be one of {', '.join(KERNELS)}")
     wants_native = kernels in ("auto", "native") and device.type == "cpu"
     native = load_native(num_threads, isa, places=places) if wants_native else None
-    if kernels == "native" and native is None:
-        raise ConfigError(
-            f"--kernels is 'native', but no native kernels are built for {device.type}; "
-            "install with a C++ compiler present, or choose 'auto'"
-        )
     if native is not None:
         return native
+    if kernels == "native":
+        why = f"they run on CPUs, not on {device.type}; choose 'auto'"
+        why = native_status().reason if wants_native else why
+        raise ConfigError(f"--kernels is 'native', but {why}")
     if kernels == "auto" and device.type == "cuda":
         kernels = _auto_on_gpu(device)
+    if wants_native and not has_torch():
+        raise ConfigError(
+            f"{native_status().reason}, or run on PyTorch's ops, which are slow: "
+            f"{how_to_install('torch')}"
+        )
     require_torch(f"running the PyTorch ops on {device.type}")
     if kernels == "triton":
         from quickstep.ops.triton.backend import load_triton

@@ -18,7 +18,7 @@ import importlib.util
 import sys
 
 from quickstep.deferred import complete, defer
-from quickstep.errors import ConfigError
+from quickstep.errors import ConfigError, how_to_install
 
 __all__ = ["complete_torch", "defer_parts_of_torch", "has_torch", "require_torch"]
 
@@ -45,4 +45,4 @@ def has_torch() -> bool:
 def require_torch(what: str) -> None:
     """Raise ConfigError if torch is not installed; `what` needs it, as in `--device cuda`."""
     if not has_torch():
-        raise ConfigError(f"{what} needs PyTorch: pip install 'quickstep[torch]'")
+        raise ConfigError(f"{what} needs PyTorch: {how_to_install('torch')}")

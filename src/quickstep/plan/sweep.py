@@ -5,9 +5,8 @@ within the targets: the highest of the rates that are given, or found by a searc
 is: upwards by doubling, downwards in growing steps to a floor, then by bisection of the logarithm.
 The recommendation is the combination that costs least among those that serve the rate.
 
-A load is there only after as many sessions have begun as end. So sessions begin for a multiple of
-their mean duration and some seconds more, and the requests of the last part are counted. A
-simulation ends when those have ended, or when too many of them are late.
+The requests that arrive when the load is there are counted (`sim.window`). A simulation ends when
+those have ended, or when too many of them are late.
 """
 
 from __future__ import annotations
@@ -23,7 +22,7 @@ from quickstep.core.cost_model import StepLoad
 from quickstep.plan.candidates import Candidate
 from quickstep.sim.simulate import Simulation
 from quickstep.sim.summary import Summary, Targets, ending_times, summarize
-from quickstep.sim.window import CountedWindow
+from quickstep.sim.window import CountedWindow, requests_for_load, window_of_load
 from quickstep.types import StepRecord
 
 __all__ = [
@@ -41,9 +40,6 @@ _CLOSE = 1.05  # the knee is known to that factor
 _MAX_DOUBLINGS = 10
 _LOWER = (2.0, 8.0, 128.0)  # the rate is divided by; the last one is the floor
 _MAX_REQUESTS = 50_000  # of a simulation: no higher rate is tried
-_WARMUP_SESSIONS = 2.0  # mean durations of a session that are not counted
-_WARMUP = 0.2  # part of the time that is not counted in any case
-_LEAST_COUNTED_S = 10.0
 _NUM_SAMPLED_STEPS = 400
 _FULL = 0.97  # part of the KV blocks
 _USUALLY = 0.5  # part of the steps
@@ -88,15 +84,13 @@ class SweepQuery(msgspec.Struct, frozen=True):
 
     def num_requests(self, rate: float) -> int:
         """How many requests a simulation needs."""
-        counted_s = max(_LEAST_COUNTED_S, 0.5 * self.session_s)
-        duration_s = (_WARMUP_SESSIONS * self.session_s + counted_s) / (1.0 - _WARMUP)
-        return max(self.least_requests, math.ceil(rate * self.mean_turns * duration_s))
+        needed = requests_for_load(rate, self.mean_turns, self.session_s)
+        return max(self.least_requests, needed)
 
     def window(self, rate: float) -> CountedWindow:
         """The requests that count."""
         num_requests = self.num_requests(rate)
-        end_s = num_requests / self.mean_turns / rate
-        start_s = max(_WARMUP * end_s, _WARMUP_SESSIONS * self.session_s)
+        start_s, end_s = window_of_load(rate, num_requests, self.mean_turns, self.session_s)
         return CountedWindow(start_s, end_s, self.targets, self.attainment, num_requests)
 
 

@@ -16,7 +16,7 @@ from itertools import pairwise
 from typing import TYPE_CHECKING, Any
 from urllib.parse import urlsplit
 
-from quickstep.errors import ConfigError
+from quickstep.errors import ConfigError, how_to_install
 from quickstep.server.generate.generation import Choice, Generation
 
 if TYPE_CHECKING:
@@ -44,7 +44,7 @@ def check_tracing(endpoint: str | None) -> None:
         import opentelemetry.sdk.trace  # noqa: F401
     except ImportError as error:
         raise ConfigError(
-            f"--otlp-traces-endpoint needs the extra otel: pip install 'quickstep[otel]' ({error})"
+            f"--otlp-traces-endpoint needs OpenTelemetry: {how_to_install('otel')} ({error})"
         ) from None
 
 

@@ -99,6 +99,14 @@ async def _compute(served: Served, prompt: WarmPrompt) -> int:
     all_ids, adapter, own_salt = await _token_ids(served, prompt)
     names = prompt.api_keys or served.api_keys.names or ("",)
     shared = served.shares_prefix_cache
+    longest = max(map(len, all_ids))
+    if longest < served.engine.block_size:
+        _LOG.warning(
+            "--warm-prompts line %d has %d tokens, less than a block of %d: none of it is cached",
+            prompt.line,
+            longest,
+            served.engine.block_size,
+        )
     salts = dict.fromkeys(cache_salt_of(name, own_salt, shared) for name in names)
     for salt in salts:
         for token_ids in all_ids:

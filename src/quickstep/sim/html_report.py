@@ -11,7 +11,7 @@ from collections.abc import Sequence
 
 import msgspec
 
-from quickstep.sim.simulate import Simulation
+from quickstep.sim.simulate import Ending, Simulation
 from quickstep.sim.summary import Summary, ending_times
 
 __all__ = ["Run", "html_report", "sweep_report"]
@@ -30,18 +30,28 @@ Points = Sequence[tuple[float, float]]
 
 
 class Run(msgspec.Struct, frozen=True):
-    """One simulation of the report: its name, its load in sessions per second, the KV blocks."""
+    """One simulation of the report: its name, its load in sessions per second, the KV blocks.
+
+    Requests that arrive before `counted_from_s` are not in its figures.
+    """
 
     name: str
     rate: float
     num_blocks: int
     summary: Summary
     outcome: Simulation
+    counted_from_s: float = 0.0
+
+    @property
+    def counted(self) -> list[Ending]:
+        """The endings of the figures."""
+        since_s = self.counted_from_s
+        return [one for one in self.outcome.endings if one.timings.arrival_s >= since_s]
 
 
 def html_report(title: str, runs: Sequence[Run]) -> str:
     """The page."""
-    times = [[found for found in map(ending_times, run.outcome.endings) if found] for run in runs]
+    times = [[found for found in map(ending_times, run.counted) if found] for run in runs]
     charts = [
         _chart(
             f"{name}: part of the requests that are faster",

@@ -1,11 +1,14 @@
 """The requests of a simulation that count, and when enough of them are known to end it.
 
-A sweep counts those that arrive in a part of the simulated time. Nothing that happens after they
-have ended has an effect on them, and once too many are late, no others can make up for them.
+A load is there only after as many sessions have begun as end. So sessions begin for a multiple of
+their mean duration and some seconds more (`requests_for_load`), and the requests of the last part
+are counted (`window_of_load`). Nothing that happens after they have ended has an effect on them,
+and once too many are late, no others can make up for them.
 """
 
 from __future__ import annotations
 
+import math
 from typing import TYPE_CHECKING
 
 import msgspec
@@ -15,7 +18,28 @@ from quickstep.sim.summary import Targets, in_time
 if TYPE_CHECKING:
     from quickstep.sim.simulate import Ending
 
-__all__ = ["CountedWindow"]
+__all__ = ["CountedWindow", "requests_for_load", "window_of_load"]
+
+_WARMUP_SESSIONS = 2.0  # mean durations of a session that are not counted
+_WARMUP = 0.2  # part of the time that is not counted in any case
+_LEAST_COUNTED_S = 10.0
+
+
+def requests_for_load(rate: float, mean_turns: float, session_s: float) -> int:
+    """How many requests it takes until the load of `rate` sessions per second is there and has been
+    counted for a while. A session has `mean_turns` requests and thinks for `session_s` in between.
+    """
+    counted_s = max(_LEAST_COUNTED_S, 0.5 * session_s)
+    duration_s = (_WARMUP_SESSIONS * session_s + counted_s) / (1.0 - _WARMUP)
+    return math.ceil(rate * mean_turns * duration_s)
+
+
+def window_of_load(
+    rate: float, num_requests: int, mean_turns: float, session_s: float
+) -> tuple[float, float]:
+    """From when to when the requests of a simulation count that arrive meanwhile."""
+    end_s = num_requests / mean_turns / rate
+    return max(_WARMUP * end_s, _WARMUP_SESSIONS * session_s), end_s
 
 
 class CountedWindow(msgspec.Struct):

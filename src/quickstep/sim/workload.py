@@ -122,6 +122,11 @@ class Workload(msgspec.Struct, frozen=True):
     tenants: tuple[Tenant, ...] = (Tenant(),)
     adapters: Adapters | None = None
 
+    @property
+    def session_s(self) -> float:
+        """Mean seconds that a session thinks, in all."""
+        return (self.mean_turns - 1.0) * self.think_s
+
 
 WORKLOADS: Mapping[str, Workload] = MappingProxyType(
     {

@@ -39,22 +39,28 @@ _DTYPES = {
 }
 
 
-def add_model(parser: argparse.ArgumentParser) -> None:
-    """Add `MODEL` and `--model`; as in vLLM, either names the model."""
-    parser.add_argument(
-        "model",
-        nargs="?",
-        metavar="MODEL",
-        help="a directory, a Hugging Face id, or demo (default)",
-    )
+def add_model(
+    parser: argparse.ArgumentParser,
+    what: str = "a directory, a .gguf file, a Hugging Face id, or demo (default)",
+    default: str | None = LoadConfig().model,
+) -> None:
+    """Add `MODEL` and `--model` to any command that has a model; as in vLLM, either names it.
+
+    `what` describes it. Without a `default` one of both is required.
+    """
+    parser.add_argument("model", nargs="?", metavar="MODEL", help=what)
     parser.add_argument("--model", dest="model_flag", metavar="MODEL", help="the same as MODEL")
+    parser.set_defaults(default_model=default)
 
 
 def model_of(args: argparse.Namespace) -> str:
-    """The model of `MODEL` or `--model`. Raises ConfigError for two different names."""
+    """The model of `MODEL` or `--model`. Raises ConfigError for two different names, or none."""
     if args.model and args.model_flag and args.model != args.model_flag:
         raise ConfigError(f"MODEL is {args.model} and --model is {args.model_flag}; give one")
-    return args.model or args.model_flag or LoadConfig().model
+    model: str | None = args.model or args.model_flag or args.default_model
+    if model is None:
+        raise ConfigError(f"no model is named; see {args.parser.prog} --help")
+    return model
 
 
 def add_engine_flags(parser: argparse.ArgumentParser) -> None:

@@ -6,7 +6,7 @@ import argparse
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from quickstep.cli.flags.engine import add_kv_cache_dtype
+from quickstep.cli.flags.engine import add_kv_cache_dtype, add_model, model_of
 from quickstep.cli.flags.parsing import (
     fraction,
     non_negative_int,
@@ -51,9 +51,7 @@ _SCRATCH_BYTES = 8  # of the native kernels' op table
 
 def add_hardware(parser: argparse.ArgumentParser) -> None:
     """Add `MODEL`, `--hardware`, `--hardware-file`, `--link` and `--price`."""
-    parser.add_argument(
-        "model", metavar="MODEL", help="a config.json, a checkpoint, or a name such as llama-3-70b"
-    )
+    add_model(parser, "a config.json, a checkpoint, or a name such as llama-3-70b", default=None)
     parser.add_argument(
         "--hardware",
         default="this",
@@ -229,7 +227,7 @@ def measured_steps(args: argparse.Namespace) -> CostModel | None:
     from quickstep.model.checkpoint.source import local_checkpoint
     from quickstep.plan.hardware import THIS, parse_hardware
 
-    checkpoint, folder = local_checkpoint(args.model), cache_dir()
+    checkpoint, folder = local_checkpoint(model_of(args)), cache_dir()
     if parse_hardware(args.hardware)[0] != THIS or checkpoint is None or folder is None:
         return None
     path = str(checkpoint.path.resolve())

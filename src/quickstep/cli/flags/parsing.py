@@ -7,6 +7,7 @@ import difflib
 import json
 import re
 import sys
+import textwrap
 from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 from typing import Any, NoReturn
@@ -76,9 +77,11 @@ def command(
     name: str,
     text: str,
     run: Callable[[argparse.Namespace], int],
+    examples: str = "",
 ) -> Parser:
-    """Add a subcommand that calls `run`."""
-    parser = subparsers.add_parser(name, help=text, description=text)
+    """Add a subcommand that calls `run`. `examples`: lines that its help shows."""
+    epilog = "examples:\n" + textwrap.indent(examples, "  ") if examples else None
+    parser = subparsers.add_parser(name, help=text, description=text, epilog=epilog)
     parser.set_defaults(run=run, parser=parser)
     return parser
 

@@ -15,7 +15,7 @@ from quickstep.cli.flags.parsing import positive_int
 from quickstep.sampling_params import PRESETS, SamplingField, preset_values, sampling_fields
 from quickstep.types import SamplingParams
 
-__all__ = ["add_sampling_flags", "print_defaults", "sampling_params"]
+__all__ = ["add_sampling_flags", "print_defaults", "sampling_fields_of", "sampling_params"]
 
 _TEXT_FLAGS = ("stop", "bad_words", "dry_sequence_breakers")
 # Numbers whose flag is different, or that have none.
@@ -58,23 +58,31 @@ def add_sampling_flags(parser: argparse.ArgumentParser, max_tokens: int) -> None
     )
 
 
-def sampling_params(
-    args: argparse.Namespace, defaults: Mapping[str, float], n: int = 1
-) -> SamplingParams:
-    """Sampling parameters from the flags and the checkpoint's `defaults`. Raises RequestError."""
+def _given(args: argparse.Namespace) -> dict[str, Any]:
+    """What the flags and the preset set, by the names of the fields."""
     values: dict[str, Any] = {
         name: value for name in _number_flags() if (value := getattr(args, name)) is not None
     }
     texts = {name: tuple(texts) for name in _TEXT_FLAGS if (texts := getattr(args, name))}
+    return {**preset_values(args.preset), **values, **texts, "max_tokens": args.max_tokens}
+
+
+def sampling_fields_of(args: argparse.Namespace) -> dict[str, Any]:
+    """The fields of a request to a server, whose defaults hold for the others."""
+    fields = _given(args)
+    if args.seed is not None:
+        fields["seed"] = args.seed
+    if args.ignore_eos:
+        fields["ignore_eos"] = True
+    return fields
+
+
+def sampling_params(
+    args: argparse.Namespace, defaults: Mapping[str, float], n: int = 1
+) -> SamplingParams:
+    """Sampling parameters from the flags and the checkpoint's `defaults`. Raises RequestError."""
     return SamplingParams(
-        **{
-            "temperature": 0.0,
-            **defaults,
-            **preset_values(args.preset),
-            **values,
-            **texts,
-            "max_tokens": args.max_tokens,
-        },
+        **{"temperature": 0.0, **defaults, **_given(args)},
         n=n,
         seed=args.seed,
         ignore_eos=args.ignore_eos,

@@ -179,7 +179,7 @@ def add_serve_flags(parser: argparse.ArgumentParser) -> None:
         "--otlp-traces-endpoint",
         metavar="URL",
         help="send a span per request to this OpenTelemetry receiver, such as "
-        "http://localhost:4318/v1/traces (default: none; needs quickstep[otel])",
+        "http://localhost:4318/v1/traces (default: none; needs the extra otel)",
     )
     group.add_argument("--access-log", action="store_true", help="log one line per request")
 
@@ -239,8 +239,20 @@ def _add_access_flags(group: argparse._ArgumentGroup) -> None:
         metavar="ORIGIN",
         help="origins of web pages that may call the server, or * (default: none)",
     )
-    group.add_argument("--allowed-methods", nargs="+", default=["*"], metavar="METHOD")
-    group.add_argument("--allowed-headers", nargs="+", default=["*"], metavar="HEADER")
+    group.add_argument(
+        "--allowed-methods",
+        nargs="+",
+        default=["*"],
+        metavar="METHOD",
+        help="methods that such pages may use (default: all)",
+    )
+    group.add_argument(
+        "--allowed-headers",
+        nargs="+",
+        default=["*"],
+        metavar="HEADER",
+        help="headers that such pages may send (default: all)",
+    )
     group.add_argument(
         "--allow-credentials", action="store_true", help="allow browsers to send cookies"
     )

@@ -339,8 +339,10 @@ def calibrate(
     seconds: float,
     clock: Callable[[], float],
     seed: int = 0,
+    elapsed: Callable[[float], None] | None = None,
 ) -> Calibration:
-    """Run steps for about `seconds` and fit the model to them.
+    """Run steps for about `seconds` and fit the model to them; `elapsed` is called with those that
+    are over.
 
     The executor must be new or have no sequences left. `clock` gives monotonic seconds.
 
@@ -348,8 +350,11 @@ def calibrate(
         EngineError: A step failed.
     """
     rounds = _Rounds(executor, limits, start, seconds, clock, seed)
+    begin_s = clock()
     while not rounds.is_over:
         rounds.run()
+        if elapsed is not None:
+            elapsed(min(clock() - begin_s, seconds))
     return evaluate(rounds.steps, start, seed)
 
 

@@ -27,6 +27,8 @@ _PATTERNS = ["*.json", "*.safetensors", "*.model", "*.tiktoken", "*.jinja", "*.t
 # a second copy of the weights, and everything in folders (other formats, training state)
 _NOT_NEEDED = ["consolidated*", "*/*"]
 _HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*(/[A-Za-z0-9][\w.-]*)?")
+_IDS_LOOK_LIKE = "ids look like organisation/model, and tags of Ollama are none"
+_FILE_ENDINGS = (".gguf", ".safetensors", ".bin", ".pt", ".pth", ".json")
 _BUNDLED = Path(__file__).resolve().parents[2] / "bundled"
 _DEMO = "demo"
 _DEMO_DRAFTS = ("demo-draft", "demo-eagle", "demo-medusa")
@@ -54,9 +56,18 @@ def find_checkpoint(load: LoadConfig) -> Checkpoint:
     found = local_checkpoint(name)
     if found is not None:
         return found
-    if not _HUB_ID.fullmatch(name) or name.startswith((".", "/", "~")):
-        raise ConfigError(f"{name} is neither a directory nor a hub id (`organisation/model`)")
-    return Checkpoint(_download(load), name)
+    if name.startswith((".", "/", "~")) or name.endswith(_FILE_ENDINGS):
+        raise ConfigError(f"{name}: no such file or directory")
+    if not _HUB_ID.fullmatch(name):
+        raise ConfigError(
+            f"{name} is neither a file nor a directory nor an id of the hub; {_IDS_LOOK_LIKE}"
+        )
+    try:
+        return Checkpoint(_download(load), name)
+    except ConfigError as error:
+        if "/" in name:
+            raise
+        raise ConfigError(f"{error}; {_IDS_LOOK_LIKE}") from None
 
 
 def bundled_drafts(name: str) -> tuple[str, ...]:
@@ -77,7 +88,10 @@ def local_checkpoint(name: str) -> Checkpoint | None:
     """
     if name == _DEMO or name in _DEMO_DRAFTS:
         return _bundled(name)
-    path = Path(name).expanduser()
+    try:
+        path = Path(name).expanduser()
+    except RuntimeError:  # there is no such home directory
+        return None
     if path.is_dir():
         return Checkpoint(_within(path.resolve()), path.resolve().name)
     if path.exists():
@@ -140,6 +154,11 @@ def _download(load: LoadConfig) -> Path:
         ) from None
     except LocalEntryNotFoundError:
         raise ConfigError(_not_cached(name, offline)) from None
+    except RuntimeError as error:  # there is no home directory
+        raise ConfigError(
+            f"{name} could not be downloaded: {error} Set HF_HOME to a folder for downloads, or "
+            "name a directory"
+        ) from None
     except (HfHubHTTPError, HFValidationError, OSError) as error:
         raise ConfigError(f"{name} could not be downloaded: {error}") from None
     return Path(found)

@@ -11,7 +11,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from quickstep.errors import ConfigError
+from quickstep.errors import ConfigError, how_to_install
 from quickstep.model.checkpoint.safetensors_files import open_tensor_files
 from quickstep.model.decoder_spec import LayerSpec, ModelSpec
 
@@ -33,7 +33,7 @@ def read_fallback_spec(path: Path, name: str, supported: str) -> ModelSpec:
     except ImportError:
         raise ConfigError(
             f"architecture {name!r} is not native to Quickstep (native are {supported}); "
-            "`pip install quickstep[transformers]` runs others through transformers"
+            f"others run through transformers: {how_to_install('transformers')}"
         ) from None
     try:
         complete = AutoConfig.from_pretrained(path, trust_remote_code=False, local_files_only=True)

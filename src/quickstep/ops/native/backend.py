@@ -1,7 +1,7 @@
 """The native CPU kernels as an op table, or the reason why there are none.
 
-`ops.resolve` calls `load_native` once at load; `quickstep doctor` prints `native_status`. A machine
-without the library, or a build without a C++ compiler, runs on the reference ops instead.
+`ops.resolve` calls `load_native` once at load; `quickstep doctor` prints `native_status`. An
+install without the library (`QUICKSTEP_NATIVE=OFF` in CMakeLists.txt) runs on the reference ops.
 `NativeProbe` measures the machine's limits for `quickstep bench` and `quickstep doctor`, with the
 thread count and the ISA level that a model would use.
 """
@@ -62,12 +62,16 @@ def native_status() -> NativeStatus:
     """Whether the library is there and loads, and which ISA levels it offers here."""
     path = library_path()
     if not path.exists():
-        reason = f"{path} is not there: quickstep was built without a C++ compiler"
+        reason = (
+            f"the native kernels are not built (there is no {path}): install g++ or clang++, then "
+            "install Quickstep again"
+        )
         return NativeStatus(False, "", (), reason, str(path))
     try:
         library = open_library(path)
     except OSError as error:
-        return NativeStatus(False, "", (), f"{error}", str(path))
+        reason = f"the native kernels cannot be loaded: {error}"
+        return NativeStatus(False, "", (), reason, str(path))
     levels = tuple(library.qs_isa_levels().decode().split())
     return NativeStatus(True, levels[0], levels, "", str(path))
 

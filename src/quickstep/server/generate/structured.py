@@ -9,6 +9,7 @@ from __future__ import annotations
 import msgspec
 
 from quickstep.errors import RequestError
+from quickstep.sampling_params import StructuredOutputsParams
 from quickstep.server.openai.request_types import (
     JsonObjectFormat,
     JsonSchemaFormat,
@@ -56,23 +57,7 @@ def _of_response_format(fields: SamplingFields) -> RequestedGrammar | None:
 
 
 def _of_structured_outputs(outputs: StructuredOutputs) -> RequestedGrammar:
-    found: dict[str, Grammar] = {}
-    if outputs.json is not None:
-        found["json"] = Grammar.of_json_schema(outputs.json)
-    if outputs.json_object:
-        found["json_object"] = Grammar.of_json_object()
-    if outputs.regex is not None:
-        found["regex"] = Grammar.of_regex(outputs.regex)
-    if outputs.choice is not None:
-        found["choice"] = Grammar.of_choice(outputs.choice)
-    if outputs.grammar is not None:
-        found["grammar"] = Grammar.of_rules(outputs.grammar)
-    if len(found) != 1:
-        given = " and ".join(found) or "nothing"
-        raise RequestError(
-            f"structured_outputs has {given}, it takes one of json, json_object, regex, choice and "
-            "grammar",
-            param="structured_outputs",
-        )
-    [(name, grammar)] = found.items()
+    name, grammar = StructuredOutputsParams(
+        outputs.json, outputs.regex, outputs.choice, outputs.grammar, outputs.json_object
+    ).chosen()
     return RequestedGrammar(grammar, f"structured_outputs.{name}")
