@@ -256,6 +256,7 @@ class World:
                 wakeup_s = self.scheduler.wakeup(self.now)
                 if wakeup_s is not None and wakeup_s <= self.now:
                     self.expire()
+                    return self.plan()
             waits = self.waits_for_more or self.loading
             stuck = self.active and not self.in_flight and not waits
             assert not stuck, "nothing is in flight, sequences live, and no step is planned"

@@ -173,6 +173,11 @@ class AdapterResidency:
         return self._fit(self.num_resident + 1, self.num_bytes + num_bytes)
 
     @property
+    def held(self) -> Collection[str]:
+        """The adapters in compute memory, those that are being loaded included."""
+        return self._held.keys()
+
+    @property
     def num_resident(self) -> int:
         """Adapters in compute memory, those that are being loaded included."""
         return len(self._held)

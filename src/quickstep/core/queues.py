@@ -18,7 +18,7 @@ from itertools import chain
 from quickstep.core.block_pool import KVBlockPool
 from quickstep.core.sequence import Rank, Residency, Sequence, SequenceState
 from quickstep.core.service_order import ServiceOrder
-from quickstep.types import CacheMiss, Request
+from quickstep.types import CacheMiss, Request, RequestClass
 
 __all__ = ["Deadlines", "Due", "RunningBatch", "WaitingQueue"]
 
@@ -36,12 +36,16 @@ class WaitingQueue:
         self._queues: dict[str, list[Sequence]] = {}
         self._parked: dict[str, dict[str, list[Sequence]]] = {}  # by adapter
         self._ready: dict[str, list[Sequence]] = {}  # by adapter: those of the queues that have one
+        self._num = 0
+        self._num_interactive = 0
+        self._known_first: tuple[Sequence | None, int] | None = None
+        self._known_version = 0  # of the order
 
     def __bool__(self) -> bool:
         return bool(self._queues or self._parked)  # none of them is empty
 
     def __len__(self) -> int:
-        return sum(map(len, self._all_queues()))
+        return self._num
 
     def __iter__(self) -> Iterator[Sequence]:
         return chain.from_iterable(self._all_queues())
@@ -52,6 +56,11 @@ class WaitingQueue:
         return sum(map(_num_active, self._all_queues()))
 
     @property
+    def num_interactive(self) -> int:
+        """How many are not of the class `batch`."""
+        return self._num_interactive
+
+    @property
     def parked_adapters(self) -> Collection[str]:
         """The adapters that sequences wait for."""
         return self._parked.keys()
@@ -60,24 +69,27 @@ class WaitingQueue:
         """The first sequence, in the order of service, that waits for an adapter other than
         these.
         """
-        queues = [
-            queue
+        heads = [
+            queue[0]
             for name, of_adapter in self._parked.items()
             if name not in besides
             for queue in of_adapter.values()
         ]
-        active = (queue[0] for queue in queues if not queue[0].is_paused)
-        return min(active, key=self._order.key, default=None)
+        key = self._order.key if self._order.takes_turns else _rank
+        first = min(heads, key=key, default=None)
+        if first is not None and first.is_paused:
+            return min([one for one in heads if not one.is_paused], key=key, default=None)
+        return first
 
     def parked(self, adapter_id: str) -> tuple[Sequence, ...]:
         """The sequences that wait for an adapter."""
         return tuple(chain.from_iterable(self._parked.get(adapter_id, {}).values()))
 
-    def first_of_adapters(self) -> list[Sequence]:
-        """The first sequences that wait with each adapter, whether they may be admitted or not."""
-        parked = chain.from_iterable(one.values() for one in self._parked.values())
-        queues = chain(self._ready.values(), parked)
-        return [queue[0] for queue in queues if not queue[0].is_paused]
+    def first_of_adapter(self, adapter_id: str) -> Sequence | None:
+        """The first sequence that waits with an adapter, whether it may be admitted or not."""
+        queues = [self._ready.get(adapter_id, []), *self._parked.get(adapter_id, {}).values()]
+        heads = [queue[0] for queue in queues if queue and not queue[0].is_paused]
+        return min(heads, key=self._order.key, default=None)
 
     def sort_again(self, adapter_id: str, now: float) -> None:
         """An adapter has become ready, or has ceased to be."""
@@ -88,21 +100,34 @@ class WaitingQueue:
     @property
     def num_served(self) -> int:
         """How many are not paused, in the queues that are served now."""
-        served = (queue for _, queue in self._served())
-        return sum(map(_num_active, served))
+        return self._first[1]
 
     @property
     def head(self) -> Sequence | None:
         """The sequence that is admitted next; None if there is none that is not paused."""
+        return self._first[0]
+
+    @property
+    def _first(self) -> tuple[Sequence | None, int]:
+        """`head` and `num_served`, kept until a queue or the order of the queues changes: there
+        may be a thousand tenants, and each step and each admission asks several times.
+        """
         if not self._queues:
-            return None
+            return None, 0
+        if self._known_first is None or self._known_version != self._order.version:
+            self._known_first = self._find_first()
+            self._known_version = self._order.version
+        return self._known_first
+
+    def _find_first(self) -> tuple[Sequence | None, int]:
         first: tuple[float, Rank] | None = None
-        head = None
+        head, num_served = None, 0
         for rank, queue in self._served():
+            num_served += _num_active(queue)
             one = queue[0]
             if not one.is_paused and (first is None or (rank, one.rank) < first):
                 first, head = (rank, one.rank), one
-        return head
+        return head, num_served
 
     def num_before(self, request: Request, rank: Rank) -> int:
         """How many are served before a request with that rank, as far as that is known now: those
@@ -120,11 +145,13 @@ class WaitingQueue:
         """Insert by rank, which does not change while the sequence waits."""
         is_ready = self._is_ready is None or self._is_ready(sequence.request.adapter_id)
         sequence.await_adapter(not is_ready, now)
+        self._count(sequence, 1)
         for queues, name in self._places(sequence):
             insort(queues.setdefault(name, []), sequence, key=_rank)
 
     def remove(self, sequence: Sequence) -> None:
         """Remove a sequence, which must be queued."""
+        self._count(sequence, -1)
         for queues, name in self._places(sequence):
             queue = queues[name]
             index = bisect_left(queue, sequence.rank, key=_rank)
@@ -135,6 +162,12 @@ class WaitingQueue:
         adapter_id = sequence.request.adapter_id
         if sequence.awaits_adapter and not self._parked[adapter_id]:
             del self._parked[adapter_id]
+
+    def _count(self, sequence: Sequence, change: int) -> None:
+        self._known_first = None
+        self._num += change
+        if sequence.request.request_class is not RequestClass.BATCH:
+            self._num_interactive += change
 
     def _places(self, sequence: Sequence) -> list[tuple[dict[str, list[Sequence]], str]]:
         """The lists that a sequence is in."""
@@ -167,6 +200,10 @@ class WaitingQueue:
         for one in self:
             is_ready = self._is_ready is None or self._is_ready(one.request.adapter_id)
             assert one.awaits_adapter != is_ready, f"{one.sequence_id} is in the wrong queue"
+        interactive = [one for one in self if one.request.request_class is not RequestClass.BATCH]
+        assert self._num == sum(map(len, self._all_queues())), "the count of all is wrong"
+        assert not self._queues or self._first == self._find_first(), "the head is another one"
+        assert self._num_interactive == len(interactive), "the count of interactive ones is wrong"
         assert all(self._parked.values()), "an adapter is waited for by no sequence"
         with_adapter = [one for one in self if one.request.adapter_id and not one.awaits_adapter]
         num_ready = sum(map(len, self._ready.values()))

@@ -61,7 +61,6 @@ from quickstep.types import (
     FinishReason,
     Phase,
     Request,
-    RequestClass,
     RowOutput,
     SequenceOutput,
     SequenceTimings,
@@ -278,7 +277,7 @@ class Scheduler:
         is_queued = len(self._waiting) > 0
         return AdmissionState(
             num_waiting=len(self._waiting),
-            num_interactive=sum(map(_is_interactive, self._waiting)),
+            num_interactive=self._waiting.num_interactive,
             max_waiting=self._limits.max_waiting,
             num_free_slots=self._batch.num_free_slots,
             prompt_s=self._wait_estimate.prompt_s,
@@ -843,12 +842,12 @@ class Scheduler:
         """Begin loads for the sequences that wait for an adapter, in the order of service; preempt
         those that hold a place which the next load may take.
         """
-        while (first := self._first_without_place(adapters)) is not None:
+        while (first := self._waiting.first_parked(besides=adapters.held)) is not None:
             is_ordered = adapters.order_load(
                 first.request.adapter_id,
                 now - first.awaits_adapter_since_s,
                 now,
-                self._adapter_uses(first),
+                self._adapter_uses(adapters, first),
                 self._adapters_in_flight(),
             )
             if not is_ordered and not self._preempt_draining(adapters, first, draft, now):
@@ -857,12 +856,6 @@ class Scheduler:
             adapters.stop_draining()
         for adapter_id in adapters.take_changed():
             self._waiting.sort_again(adapter_id, now)
-
-    def _first_without_place(self, adapters: AdapterResidency) -> Sequence | None:
-        """The first sequence that waits for an adapter which is neither in memory nor loading."""
-        parked = self._waiting.parked_adapters
-        held = {one for one in parked if adapters.state(one) is not AdapterState.ABSENT}
-        return self._waiting.first_parked(besides=held)
 
     def _preempt_draining(
         self, adapters: AdapterResidency, first: Sequence, draft: StepDraft, now: float
@@ -879,25 +872,24 @@ class Scheduler:
             draft.num_preemptions += 1
         return bool(victims)
 
-    def _adapter_uses(self, first: Sequence) -> dict[str, AdapterUse]:
-        """What sequences do with their adapters, as far as that matters to one that waits for a
-        place.
+    def _adapter_uses(self, adapters: AdapterResidency, first: Sequence) -> dict[str, AdapterUse]:
+        """What sequences do with the adapters in memory, as far as that matters to one that waits
+        for a place.
         """
         uses: dict[str, AdapterUse] = {}
         key, may_displace = self._order.key, self._order.may_displace
-
-        def count(one: Sequence, use: AdapterUse) -> None:
-            adapter_id = one.request.adapter_id
-            uses[adapter_id] = max(uses.get(adapter_id, AdapterUse.UNUSED), use)
-
-        for one in self._waiting.first_of_adapters():
-            if key(one) < key(first):
-                count(one, AdapterUse.AHEAD)
-            elif not may_displace(first, one):
-                count(one, AdapterUse.WANTED)
+        first_key = key(first)
+        for adapter_id in adapters.held:
+            one = self._waiting.first_of_adapter(adapter_id)
+            if one is not None and key(one) < first_key:
+                uses[adapter_id] = AdapterUse.AHEAD
+            elif one is not None and not may_displace(first, one):
+                uses[adapter_id] = AdapterUse.WANTED
         for one in self._batch:
-            may_go = may_displace(first, one)
-            count(one, AdapterUse.PREEMPTIBLE if may_go else AdapterUse.RUNNING)
+            adapter_id = one.request.adapter_id
+            use = AdapterUse.PREEMPTIBLE if may_displace(first, one) else AdapterUse.RUNNING
+            if use > uses.get(adapter_id, AdapterUse.UNUSED):
+                uses[adapter_id] = use
         return uses
 
     def _adapters_in_flight(self) -> set[str]:
@@ -1280,10 +1272,6 @@ class Scheduler:
 
 def _adapter_names(sequences: Iterable[Sequence]) -> tuple[str, ...]:
     return tuple(sorted({one.request.adapter for one in sequences if one.request.adapter}))
-
-
-def _is_interactive(sequence: Sequence) -> bool:
-    return sequence.request.request_class is not RequestClass.BATCH
 
 
 def _last_step_id(sequence: Sequence) -> int:

@@ -50,10 +50,12 @@ class ServiceOrder:
     One object belongs to one scheduler.
 
     `relegates`: a waiting sequence that cannot end in time any more is put after the others.
+    `version` changes whenever `queue_rank` may have changed.
     """
 
     relegates = False
     takes_turns = False  # its queues do, in place of one after the other
+    version = 0
 
     def level(self, request: Request) -> int | None:
         """What decides between requests before their arrival does: lower first. None if more than
@@ -249,6 +251,7 @@ class FairOrder(PriorityOrder):
 
     def added(self, sequence: Sequence) -> None:
         """Count it; a tenant that was idle begins with what the others have received at least."""
+        self.version += 1
         name, weight = self.queue_of(sequence.request), sequence.request.tenant_weight
         tenant = self._tenants.get(name)
         if tenant is None or not tenant.num_live:
@@ -264,6 +267,7 @@ class FairOrder(PriorityOrder):
 
     def admitted(self, sequence: Sequence) -> None:
         """Reserve what it is predicted to receive."""
+        self.version += 1
         tenant = self._of(sequence)
         left_s = max(0.0, sequence.service_s - sequence.device_ticks / TICKS_PER_S) / tenant.weight
         self._reserved_s[sequence.sequence_id] = left_s
@@ -272,6 +276,7 @@ class FairOrder(PriorityOrder):
 
     def charged(self, sequence: Sequence, seconds: float) -> None:
         """Count it, from what is reserved if something is."""
+        self.version += 1
         tenant = self._of(sequence)
         weighted_s = seconds / tenant.weight
         tenant.virtual_s += weighted_s
@@ -283,6 +288,7 @@ class FairOrder(PriorityOrder):
 
     def left(self, sequence: Sequence) -> None:
         """Release what is still reserved."""
+        self.version += 1
         tenant = self._of(sequence)
         tenant.num_running -= 1
         reserved_s = self._reserved_s.pop(sequence.sequence_id)
@@ -306,10 +312,20 @@ class FairOrder(PriorityOrder):
 class LengthOrder(ServiceOrder):
     """Groups of prompts whose lengths differ by less than a factor of two.
 
-    `group` is the one of the batch that is being filled; without one, the oldest request decides.
+    `group` is the one of the batch that is being filled.
     """
 
-    group: str | None = None
+    _group: str | None = None
+
+    @property
+    def group(self) -> str | None:
+        """The group that is admitted; None if the oldest request decides."""
+        return self._group
+
+    @group.setter
+    def group(self, name: str | None) -> None:
+        self.version += name != self._group
+        self._group = name
 
     def level(self, request: Request) -> int | None:
         """None: the group that is being admitted decides."""
