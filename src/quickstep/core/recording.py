@@ -213,6 +213,28 @@ class _Live(msgspec.Struct):
     outputs: list[list[int]]
     reasons: list[FinishReason | None]
     cancelled_s: float | None = None
+    prompt_chain: list[bytes] | None = None  # the hashes of the prompt's full blocks
+
+
+# The fields of `SamplingParams` that hold text or tokens; a grammar is replaced by another one.
+_NO_CONTENT: dict[str, Any] = {
+    "seed": None,
+    "stop": (),
+    "stop_token_ids": (),
+    "bad_words": (),
+    "logit_bias": {},
+    "allowed_token_ids": (),
+    "dry_sequence_breakers": (),
+    "logprob_token_ids": (),
+    "shown_special_token_ids": (),
+    "reasoning_tags": None,
+    "in_tokens": None,
+    "structured_outputs": None,
+}
+
+
+def _hash_id(digest: bytes) -> int:
+    return int.from_bytes(digest, "little") >> (128 - _HASH_BITS)
 
 
 class Recorder:
@@ -305,20 +327,26 @@ class Recorder:
     def _line(self, live: _Live, is_refused: bool = False) -> RecordedRequest:
         request, is_full = live.request, self._text_of is not None
         prompt = request.prompt_token_ids
-        num_full = len(prompt) // self._block_size
-        chains = [self._hash_ids((*prompt, *outputs)) for outputs in live.outputs]
+        if live.prompt_chain is None:  # once: there may be many sequences and lines of a request
+            live.prompt_chain = self._hashes(prompt, b"")
+        chain = live.prompt_chain
+        rest = prompt[len(chain) * self._block_size :]
+        parent = chain[-1] if chain else b""
         sequences = tuple(
             RecordedSequence(
-                len(outputs), tuple(chain[num_full:]), reason, tuple(outputs) if is_full else ()
+                len(outputs),
+                tuple(map(_hash_id, self._hashes((*rest, *outputs), parent))),
+                reason,
+                tuple(outputs) if is_full else (),
             )
-            for outputs, chain, reason in zip(live.outputs, chains, live.reasons, strict=True)
+            for outputs, reason in zip(live.outputs, live.reasons, strict=True)
         )
         assert self._start_s is not None, "a request was added"
         return RecordedRequest(
             timestamp=1e3 * (live.at_s - self._start_s),
             input_length=len(prompt),
             output_length=max(map(len, live.outputs)),
-            hash_ids=tuple(chains[0][:num_full]),
+            hash_ids=tuple(map(_hash_id, chain)),
             block_size=self._block_size,
             number=live.number,
             sequences=sequences,
@@ -328,33 +356,26 @@ class Recorder:
             text="" if self._text_of is None else self._text_of(prompt),
         )
 
-    def _hash_ids(self, token_ids: Sequence[int]) -> list[int]:
-        """A hash for each full block, of it and of all before it."""
-        size, parent, found = self._block_size, b"", []
+    def _hashes(self, token_ids: Sequence[int], parent: bytes) -> list[bytes]:
+        """A hash for each full block, of it and of all before it, whose hash is `parent`."""
+        size, found = self._block_size, []
         for start in range(0, len(token_ids) - size + 1, size):
             content = parent + array("q", token_ids[start : start + size]).tobytes()
             parent = blake2b(content, digest_size=16, key=self._key).digest()
-            found.append(int.from_bytes(parent, "little") >> (128 - _HASH_BITS))
+            found.append(parent)
         return found
 
     def _without_text(self, request: Request, number: int) -> Request:
-        """The request with what scheduling depends on, and nothing of its content."""
+        """The request without its content, and with all else: what a plan depends on may be any of
+        that.
+        """
         sampling = request.sampling
         grammar = None if sampling.grammar is None else Grammar.of_json_object()
         return replace(
             request,
             request_id=str(number),
             prompt_token_ids=(),
-            sampling=SamplingParams(
-                n=sampling.n,
-                max_tokens=sampling.max_tokens,
-                ignore_eos=sampling.ignore_eos,
-                logprobs=sampling.logprobs,
-                prompt_logprobs=sampling.prompt_logprobs,
-                repetition_penalty=sampling.repetition_penalty,
-                dry_multiplier=sampling.dry_multiplier,
-                grammar=grammar,
-            ),
+            sampling=replace(sampling, grammar=grammar, **_NO_CONTENT),
             seed=0,
             eos_token_ids=frozenset(),
             tenant="/".join(self._numbered("tenant", part) for part in request.tenant.split("/")),

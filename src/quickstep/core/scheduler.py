@@ -206,37 +206,35 @@ class Scheduler:
                 full.
         """
         self._limits.check(request)
-        state = self._state_for(request, now) if self._is_limited(request) else None
-        if state is not None:
-            state.check_queue(request, request.sampling.n)
         if (name := request.request_id) in self._requests:
             raise RequestError(f"request_id {name!r} is in use; choose another", param="request_id")
         if self._adapters is not None and request.adapter_id:
             self._check_adapter(self._adapters, request)
-            self._adapters.count_use(request.adapter_id, now)
-        n, first = request.sampling.n, self._num_arrivals
-        service_s, prompt_s = self._predicted_service_s(request)
-        self._wait_estimate.count_prompt(prompt_s)
+        n, service_s, prompt_s = request.sampling.n, *self._predicted_service_s(request)
         first_token_s = prompt_s + self._wait_estimate.delay_s(now)
-        arrival_s = now
-        if request.received_s is not None and not request.is_continuation:
-            arrival_s = min(now, request.received_s)
-        rank_s = self._order.rank(request, arrival_s, service_s)
+        arrival_s = now if request.received_s is None else min(now, request.received_s)
         sequences = [
             Sequence(
                 request,
                 index,
-                first + index,
-                arrival_s,
-                rank_s,
+                self._num_arrivals + index,
+                # the time before a continuation was counted for the request that it continues
+                now if request.is_continuation else arrival_s,
+                self._order.rank(request, arrival_s, service_s),
                 service_s,
                 first_token_s,
                 self._limits.output_limit(request),
             )
             for index in range(n)
         ]
-        if state is not None:
+        if self._is_limited(request):
+            state = self._state_for(request, now)
+            state.check_queue(request, n)
             self._check_first_token_in_time(sequences[0], state, now)
+        # what was refused until here has changed nothing
+        if self._adapters is not None and request.adapter_id:
+            self._adapters.count_use(request.adapter_id, now)
+        self._wait_estimate.count_prompt(prompt_s)
         self._num_arrivals += n
         for sequence in sequences:
             self._order.added(sequence)
@@ -331,6 +329,8 @@ class Scheduler:
 
     def _is_limited(self, request: Request) -> bool:
         """Whether the state of the queue may have the request refused."""
+        if request.is_continuation:  # of one that was accepted
+            return False
         limit = self._limits.max_waiting
         num_more = request.sampling.n
         is_full = limit is not None and len(self._waiting) + num_more > limit

@@ -3,7 +3,9 @@
     step: submit every beam at once (they share a batch; their common tokens are cached blocks)
        -> the most likely tokens of each -> the best candidates of all beams are the next ones
 
-The scheduler does not know of it: beams share blocks as any requests with a common prefix do.
+The scheduler does not know of it: beams share blocks as any requests with a common prefix do. But
+only the prompt is an arrival: the requests after it have the search's place in the order of service,
+and pass neither the limit of the queue nor the deadline of a first token again.
 The rules are those of transformers' `generate`: of a step's candidates, end tokens among the first
 `beam_width` finish a beam, the first `beam_width` others continue. The score is the sum of the raw
 logprobs / (number of generated tokens, an end token included) ** length_penalty. No token is
@@ -142,6 +144,7 @@ class BeamSearch:
         wanted = (1 + len(self._end_ids)) * max(2, 2 * params.beam_width)
         self._num_candidates = min(max(wanted, self._num_top), vocab_size)
         self._clock = clock
+        self._arrived_s = clock() if request.received_s is None else request.received_s
         self._deadline_s = None if request.timeout_s is None else clock() + request.timeout_s
         self._streams: list[Continuation] = []
         self._finished: list[Hypothesis] = []
@@ -207,6 +210,8 @@ class BeamSearch:
                 prompt_token_ids=token_ids,
                 sampling=sampling,
                 timeout_s=left_s,
+                ttft_deadline_s=self._request.ttft_deadline_s if is_prompt else None,
+                received_s=self._arrived_s,
                 is_continuation=not is_prompt,
                 is_in_search=True,
             )
