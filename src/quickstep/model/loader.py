@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from quickstep.config import LoadConfig
-from quickstep.errors import ConfigError
+from quickstep.errors import ConfigError, reading_checkpoint
 from quickstep.model.checkpoint.fingerprint import Fingerprinting
 from quickstep.model.checkpoint.placement import (
     choose_device,
@@ -83,6 +83,19 @@ def load_model(
     Raises:
         ConfigError: Tensors are missing, unexpected, misshapen or corrupt.
     """
+    with reading_checkpoint(checkpoint.path):
+        return _load_model(checkpoint, spec, ops, load, progress, max_model_len, on_host)
+
+
+def _load_model(
+    checkpoint: Checkpoint,
+    spec: ModelSpec,
+    ops: OpTable,
+    load: LoadConfig,
+    progress: Progress | None,
+    max_model_len: int | None,
+    on_host: bool,
+) -> Model:
     device = choose_device(load.device)
     max_model_len = min(max_model_len or spec.max_model_len, spec.max_model_len)
     files = open_checkpoint_files(checkpoint.path)
@@ -109,7 +122,6 @@ def load_model(
         placement = (torch_device(device), torch_dtype(dtype))
         return load_fallback(checkpoint, spec, ops, placement, max_model_len, fingerprint.result())
     weights = open_weights(checkpoint.path, spec)
-    weights.check()
     check_requantization(weights, load.quantization)
 
     def report(num_bytes: int, total_bytes: int) -> None:

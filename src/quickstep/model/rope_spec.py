@@ -7,6 +7,7 @@ No torch here; `rope.py` turns a `RopeSpec` into tables.
 from __future__ import annotations
 
 import enum
+import math
 from collections.abc import Mapping
 from types import MappingProxyType
 
@@ -97,6 +98,8 @@ def read_rope(
     if dim < 2 or dim % 2:
         raise ConfigError(f"config.json rotates {dim} dimensions of a head, it must be even")
     theta = fields.number("rope_theta")
+    if not 0 < theta < math.inf:
+        raise ConfigError(f"config.json sets 'rope_theta' to {theta}, it must be above 0")
     original = trained_len or fields.optional_integer("original_max_position_embeddings")
     fields.optional_integer("original_max_position_embeddings")
     if kind in (RopeKind.LINEAR, RopeKind.DYNAMIC):

@@ -18,7 +18,7 @@ from pathlib import Path
 
 from msgspec.structs import replace
 
-from quickstep.errors import ConfigError
+from quickstep.errors import ConfigError, reading_checkpoint
 from quickstep.model.architectures import ARCHITECTURES, MODEL_TYPES, Architecture
 from quickstep.model.checkpoint.config_fields import ConfigFields, read_json
 from quickstep.model.checkpoint.gguf_file import is_gguf
@@ -33,6 +33,7 @@ from quickstep.model.rope_spec import RopeKind, RopeSpec
 __all__ = ["parse_spec", "read_config", "read_spec", "with_context"]
 
 _QUANTIZATION_KEYS = ("quantization_config", "compression_config")
+_MOST_LAYERS = 10_000  # a damaged count would keep every later step busy for hours
 _CLAMPED_SWIGLU = {"swiglu_alpha": 1.702, "swiglu_limit": 7.0}
 _ACTIVATIONS = {
     "silu": "silu",
@@ -50,6 +51,11 @@ def read_spec(path: str | Path) -> ModelSpec:
         ConfigError: No readable config, an unknown architecture, or a feature that is not
             implemented.
     """
+    with reading_checkpoint(path):
+        return _read_spec(path)
+
+
+def _read_spec(path: str | Path) -> ModelSpec:
     config = read_config(path)
     if is_gguf(path):
         # llama.cpp adds Gemma's offset to the norms' weights
@@ -135,6 +141,10 @@ def _read_decoder(fields: ConfigFields, entry: Architecture, name: str) -> Model
             f"config.json has {num_heads} query heads, not a multiple of {num_kv_heads} kv heads"
         )
     num_layers = fields.integer("num_hidden_layers")
+    if num_layers > _MOST_LAYERS:
+        raise ConfigError(
+            f"{fields.source} has {num_layers} layers; at most {_MOST_LAYERS} are read"
+        )
     ropes = entry.ropes(fields, num_layers, head_size)
     windows = entry.windows(fields, num_layers)
     bias = fields.flag(entry.bias_key) if entry.bias_key else False

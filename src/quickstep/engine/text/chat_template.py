@@ -24,7 +24,7 @@ from msgspec.structs import replace
 
 from quickstep.engine.text.template_limits import BoundedEnvironment
 from quickstep.engine.tool_calls.formats import OutputFormats, formats_of
-from quickstep.errors import ConfigError, RequestError
+from quickstep.errors import ConfigError, RequestError, reading_checkpoint
 from quickstep.model.checkpoint.config_fields import read_json
 from quickstep.model.checkpoint.gguf_file import is_gguf
 
@@ -118,8 +118,9 @@ class ChatTemplate:
         limit_s: float = 1.0,
     ) -> ChatTemplate | None:
         """The templates of the checkpoint directory `path`; None if it has none."""
-        templates = find_templates(path)
-        return cls(templates, special_tokens, now, limit_s=limit_s) if templates else None
+        with reading_checkpoint(path):
+            templates = find_templates(path)
+            return cls(templates, special_tokens, now, limit_s=limit_s) if templates else None
 
     @property
     def source(self) -> str:

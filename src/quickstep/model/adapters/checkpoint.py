@@ -16,7 +16,7 @@ from types import MappingProxyType
 import msgspec
 import numpy as np
 
-from quickstep.errors import ConfigError
+from quickstep.errors import ConfigError, reading_checkpoint
 from quickstep.model.adapters.lora_modules import (
     LM_HEAD,
     LoRAModule,
@@ -144,6 +144,10 @@ class AdapterCheckpoint(msgspec.Struct, frozen=True):
 
         `base_biases` are those of `lora_modules.base_biases`: a part adds the difference.
         """
+        with reading_checkpoint(self.directory):
+            return self._read(dtype, base_biases)
+
+    def _read(self, dtype: DType, base_biases: Mapping[int, Array]) -> LoRAWeights:
         modules: list[list[LoRAPart]] = [[] for _ in range(self.num_modules)]
         digest = blake2b(digest_size=16)
         for target in self.targets:
@@ -217,6 +221,13 @@ def open_adapter(
     Raises:
         ConfigError: One sentence with the first thing that is wrong.
     """
+    with reading_checkpoint(directory):
+        return _open_adapter(directory, spec, max_rank, roots)
+
+
+def _open_adapter(
+    directory: str | Path, spec: ModelSpec, max_rank: int, roots: Sequence[Path] | None
+) -> AdapterCheckpoint:
     if not spec.native:
         raise ConfigError(
             f"{spec.architecture} runs through transformers, where adapters are not supported"

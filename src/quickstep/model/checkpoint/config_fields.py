@@ -51,7 +51,7 @@ def read_json(file: Path) -> dict[str, Any]:
         content = json.loads(file.read_text(encoding="utf-8"))
     except (FileNotFoundError, NotADirectoryError):  # the latter below a GGUF file
         return {}
-    except (OSError, ValueError) as error:
+    except (OSError, ValueError, RecursionError) as error:
         raise ConfigError(f"{file} cannot be read as JSON: {error}") from None
     if not isinstance(content, dict):
         raise ConfigError(f"{file} must hold a JSON object, it holds a {type(content).__name__}")
