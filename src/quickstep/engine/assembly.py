@@ -361,6 +361,9 @@ def load_weights(
     if spec.native:
         weights = open_weights(checkpoint.path, spec)
         check_requantization(weights, config.load.quantization)
+        unused = weights.unused()
+        if unused:
+            _LOGGER.info("%d tensors of the files (%s, ...) are not used", len(unused), unused[0])
         held_bytes = weights.held_bytes(dtype.itemsize) if weights.quantized else None
         why_torch = "--enforce-eager"
         if not config.enforce_eager:

@@ -1,8 +1,8 @@
 """A checkpoint's tensors against its spec: which there must be, in which form they are stored.
 
-`open_weights` reads only headers, and gives nothing to its callers before it has checked that every
-tensor is there in the right shape and type. The loader checks and reads tensors through it; the assembly
-learns how many bytes the weights will need before anything large is read.
+`open_weights` reads only headers, and returns only what it has checked: every tensor is there, in
+the right shape and type. The loader reads tensors through it; the assembly learns how many bytes
+the weights will need before anything large is read.
 """
 
 from __future__ import annotations
