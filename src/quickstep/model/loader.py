@@ -45,7 +45,6 @@ from quickstep.model.interface import Model
 from quickstep.model.quantization import find_scheme
 from quickstep.model.quantize import QuantizingSource
 from quickstep.model.rope import make_rope_table
-from quickstep.model.rope_spec import RopeKind
 from quickstep.model.spec import read_config
 from quickstep.ops.table import ExpertWeights, LinearWeight, OpTable, QuantizedWeight
 from quickstep.ops.tensors import CPU, AnyTensor, DType, HostTensor, torch_device, torch_dtype
@@ -100,9 +99,7 @@ def _load_model(
     max_model_len = min(max_model_len or spec.max_model_len, spec.max_model_len)
     files = open_checkpoint_files(checkpoint.path)
     dtype = choose_dtype(load.dtype, spec, files)
-    longer = any(
-        rope.kind is RopeKind.LONGROPE and max_model_len > rope.trained_len for rope in spec.ropes
-    )
+    longer = any(rope.needs_long_factors(max_model_len) for rope in spec.ropes)
     positions = "long factors" if longer else ""
     if spec.long_context is not None:
         positions = f"{positions}{spec.long_context.rope_type} x {spec.long_context.factor!r}"

@@ -282,7 +282,22 @@ def plan_memory(
         seqs = num_blocks
     sizes = num_blocks, cache.block_size, tokens, seqs
     rows = _rows(spec, elements, memory_bytes, sizes, left, drafts)
+    notes.extend(_note_on_factors(spec, context))
     return MemoryPlan(num_blocks, context, seqs, tokens, rows, tuple(notes), spec.long_context)
+
+
+def _note_on_factors(spec: ModelSpec, context: int) -> Iterator[str]:
+    """Longrope has one set of factors for all positions here (`rope.py`), which short prompts pay
+    for.
+    """
+    for rope in spec.ropes:
+        if rope.needs_long_factors(context) and rope.short_factor != rope.long_factor:
+            yield (
+                f"longrope: max_model_len {context} is above the trained length of "
+                f"{rope.trained_len}, so every prompt has the long factors and short prompts lose "
+                f"accuracy; --max-model-len {rope.trained_len} avoids that"
+            )
+            return
 
 
 def with_measured_activations(

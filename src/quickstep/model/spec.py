@@ -13,7 +13,7 @@ unchanged, but its keys and queries beyond the limit are rotated by different ba
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 
 from msgspec.structs import replace
@@ -104,8 +104,18 @@ def parse_spec(config: Mapping[str, object]) -> ModelSpec:
         values.pop(key, None)
     fields = ConfigFields(values, architecture.defaults, "config.json")
     spec = _read_decoder(fields, architecture, name)
-    fields.refuse_unread(architecture.neutral)
-    return replace(spec, notes=_notes(config, name))
+    foreign = fields.foreign(architecture.neutral)
+    return replace(spec, notes=(*_notes(config, name), *_notes_on(spec, foreign)))
+
+
+def _notes_on(spec: ModelSpec, foreign: Sequence[str]) -> Iterator[str]:
+    if foreign:
+        yield f"config.json's {', '.join(foreign)} are no part of the architecture and not used"
+    for factor in sorted({rope.attn_factor for rope in spec.ropes if rope.attn_factor != 1.0}):
+        yield (
+            f"rope scaling's attn_factor {factor:g} multiplies YaRN's own scale, as in vLLM and "
+            "llama.cpp (transformers ignores it)"
+        )
 
 
 def _notes(config: Mapping[str, object], name: str) -> tuple[str, ...]:
