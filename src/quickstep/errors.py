@@ -16,11 +16,6 @@ A message is one sentence with the problem, the value, the limit and a solution.
 
 from __future__ import annotations
 
-import logging
-from collections.abc import Iterator
-from contextlib import contextmanager
-from pathlib import Path
-
 __all__ = [
     "ConfigError",
     "EngineDied",
@@ -32,10 +27,7 @@ __all__ = [
     "QuickstepError",
     "RequestError",
     "StepOutOfMemory",
-    "reading_checkpoint",
 ]
-
-_LOGGER = logging.getLogger(__name__)
 
 
 class QuickstepError(Exception):
@@ -140,21 +132,3 @@ class ConfigError(QuickstepError):
 
 class OutOfBlocks(QuickstepError):
     """Fewer KV blocks are free than requested. Nothing was allocated."""
-
-
-@contextmanager
-def reading_checkpoint(path: str | Path) -> Iterator[None]:
-    """The boundary of reading a user's files: what a library raises inside becomes a ConfigError.
-
-    Every function that reads a part of a checkpoint for its callers (spec, weights, tokenizer,
-    template, adapter) has its body in this. Assertions, which state our own invariants, pass.
-    """
-    try:
-        yield
-    except (QuickstepError, AssertionError):
-        raise
-    except Exception as error:
-        _LOGGER.debug("%s cannot be loaded", path, exc_info=True)
-        lines = str(error).strip().splitlines()
-        reason = f"{type(error).__name__}: {lines[0]}" if lines else type(error).__name__
-        raise ConfigError(f"{path} cannot be loaded: {reason}") from error

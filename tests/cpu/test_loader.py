@@ -264,6 +264,12 @@ def test_the_index_decides_which_of_two_copies_counts(place: str, tmp_path: Path
     assert torch.equal(loaded.data[:16], copies[place])
 
 
+STORED_TYPES = """
+    BOOL U8 I8 I16 U16 I32 U32 I64 U64 F16 BF16 F32 F64 C64 F8_E4M3 F8_E5M2 F8_E8M0 F8_E4M3FNUZ
+    F8_E5M2FNUZ F4 F6_E2M3 F6_E3M2 F8_E3M4 I4
+"""
+
+
 def write_header(path: Path, entries: dict[str, object], num_bytes: int) -> Path:
     text = json.dumps(entries).encode()
     file = path / "model.safetensors"
@@ -271,11 +277,7 @@ def write_header(path: Path, entries: dict[str, object], num_bytes: int) -> Path
     return file
 
 
-@pytest.mark.parametrize(
-    "dtype",
-    "BOOL U8 I8 I16 U16 I32 U32 I64 U64 F16 BF16 F32 F64 C64 F8_E4M3 F8_E5M2 F8_E8M0 F8_E4M3FNUZ "
-    "F8_E5M2FNUZ F4 F6_E2M3 F6_E3M2 F8_E3M4 I4".split(),
-)
+@pytest.mark.parametrize("dtype", STORED_TYPES.split())
 @pytest.mark.parametrize("num_bytes", [3, 6, 8, 64])
 def test_a_header_is_corrupt_only_where_the_library_refuses_it(
     dtype: str, num_bytes: int, tmp_path: Path

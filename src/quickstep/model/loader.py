@@ -11,13 +11,13 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from quickstep.config import LoadConfig
-from quickstep.errors import ConfigError, reading_checkpoint
+from quickstep.errors import ConfigError
 from quickstep.model.checkpoint.fingerprint import Fingerprinting
 from quickstep.model.checkpoint.placement import (
     choose_device,
     choose_dtype,
 )
-from quickstep.model.checkpoint.source import Checkpoint
+from quickstep.model.checkpoint.source import Checkpoint, reading_checkpoint
 from quickstep.model.checkpoint.tensor_reader import (
     STORED_DTYPES,
     Progress,

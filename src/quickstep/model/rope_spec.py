@@ -71,8 +71,7 @@ class RopeSpec(msgspec.Struct, frozen=True):
 
 
 _KINDS: Mapping[str, RopeKind] = MappingProxyType(
-    {kind.value: kind for kind in RopeKind}
-    | {"su": RopeKind.LONGROPE, "mrope": RopeKind.DEFAULT}
+    {kind.value: kind for kind in RopeKind} | {"su": RopeKind.LONGROPE, "mrope": RopeKind.DEFAULT}
 )
 _NEUTRAL: Mapping[str, object] = MappingProxyType({"finetuned": True, "extrapolation_factor": 1})
 # How a position of an image is split over the dimensions; text has the same position in all parts.

@@ -24,9 +24,10 @@ from msgspec.structs import replace
 
 from quickstep.engine.text.template_limits import BoundedEnvironment
 from quickstep.engine.tool_calls.formats import OutputFormats, formats_of
-from quickstep.errors import ConfigError, RequestError, reading_checkpoint
+from quickstep.errors import ConfigError, RequestError
 from quickstep.model.checkpoint.config_fields import read_json
 from quickstep.model.checkpoint.gguf_file import is_gguf
+from quickstep.model.checkpoint.source import reading_checkpoint
 
 __all__ = ["ChatTemplate", "Message", "find_templates"]
 

@@ -26,9 +26,10 @@ from quickstep.engine.text.special_tokens import (
     read_declared_tokens,
 )
 from quickstep.engine.text.tokenizer_process import TokenizerProcess
-from quickstep.errors import ConfigError, RequestError, reading_checkpoint
+from quickstep.errors import ConfigError, RequestError
 from quickstep.model.checkpoint.config_fields import read_json
 from quickstep.model.checkpoint.gguf_file import is_gguf
+from quickstep.model.checkpoint.source import reading_checkpoint
 
 __all__ = ["LONG_CHARS", "DecoderKind", "Tokenizer"]
 
@@ -334,8 +335,9 @@ def _model_vocabulary(path: Path) -> int | None:
     config = read_json(path / "config.json")
     inner = config.get("text_config")
     for section in (config, inner if isinstance(inner, Mapping) else {}):
-        if type(section.get("vocab_size")) is int:
-            return section["vocab_size"]
+        value = section.get("vocab_size")
+        if isinstance(value, int):
+            return value
     return None
 
 

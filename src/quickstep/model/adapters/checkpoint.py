@@ -16,7 +16,7 @@ from types import MappingProxyType
 import msgspec
 import numpy as np
 
-from quickstep.errors import ConfigError, reading_checkpoint
+from quickstep.errors import ConfigError
 from quickstep.model.adapters.lora_modules import (
     LM_HEAD,
     LoRAModule,
@@ -27,7 +27,7 @@ from quickstep.model.adapters.lora_modules import (
 )
 from quickstep.model.adapters.peft_config import CONFIG_FILE, PEFTConfig, read_peft_config
 from quickstep.model.checkpoint.safetensors_files import TensorFiles, open_tensor_file
-from quickstep.model.checkpoint.source import bundled_adapter
+from quickstep.model.checkpoint.source import bundled_adapter, reading_checkpoint
 from quickstep.model.checkpoint.tensor_reader import STORED_DTYPES
 from quickstep.model.decoder_spec import ModelSpec
 from quickstep.ops.table import LoRAPart
@@ -249,6 +249,7 @@ def _open_adapter(
             )
         raise ConfigError(f"{path} holds no {WEIGHTS_FILE}, so there are no weights to load")
     files = open_tensor_file(weights)
+    _check_vocabulary(weights, files, spec)
     targets = _find_targets(weights, files, config, spec)
     for target in targets:
         _check_target(weights, files, target, max_rank)
@@ -263,6 +264,25 @@ def _check_place(file: Path, roots: Sequence[Path] | None) -> None:
         raise ConfigError(
             f"{file} leads outside of the directories that adapters may be loaded from"
         )
+
+
+def _check_vocabulary(weights: Path, files: TensorFiles, spec: ModelSpec) -> None:
+    """Raise ConfigError for an adapter that was trained with a vocabulary of another size."""
+    known = lora_modules(spec)
+    for name, tensor in files.tensors.items():
+        found = _BASE_COPY.fullmatch(name) or _TENSOR.fullmatch(name)
+        module = None if found is None else _known_module(found["module"], known, spec)
+        if module not in _TIED or len(tensor.shape) != 2:
+            continue
+        axis = 1 if name.endswith("lora_embedding_A") else 0
+        inner = ("lora_A.weight", "lora_embedding_B")  # of the rank and the hidden size
+        size = tensor.shape[axis]
+        if not name.endswith(inner) and size != spec.vocab_size:
+            raise ConfigError(
+                f"{weights} was trained with a vocabulary of {size} tokens (tensor {name!r} of "
+                f"shape {list(tensor.shape)}), the base model has {spec.vocab_size}; serve a base "
+                "model whose embeddings were resized as in training, or train without new tokens"
+            )
 
 
 def _find_targets(

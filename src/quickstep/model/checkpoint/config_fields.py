@@ -41,17 +41,16 @@ _HARMLESS_PREFIXES = ("_", "unsloth_", "mergekit")
 _NULL_IS_ABSENT = frozenset({"rope_parameters"})
 # Words of names with which a forward pass may be described. A key with none of them was written by
 # another program for itself, and no token depends on it (docs/design/0047).
-_COMPUTING_WORDS = frozenset(
-    """
-    act add ahead alpha altup apply beta bias block blocks bottleneck cap causal clamp clip context cross
-    d decay deep delta dense depth dim dims disable divisor dt emb enable eps expand ff ffn fourier
-    func gate gated gating group groups hc head heads hyper index indexer init inner interval is
-    kda key keys kv legacy loops mem memory mix mla mlp moe mtp mul mult n nope ntk order parallel
-    period pos q qk qkv query rank rel relu replace rms rnn rot segment share shared silu size
-    sizes skip sparse ssm state states stride theta tie tied time topk transform use value values
-    width with yarn
-    """.split()
-)
+_COMPUTING_NAMES = """
+    act add ahead alpha altup apply beta bias block blocks bottleneck cap causal clamp clip context
+    cross d decay deep delta dense depth dim dims disable divisor dt emb enable eps expand ff ffn
+    fourier func gate gated gating group groups hc head heads hyper index indexer init inner
+    interval is kda key keys kv legacy loops mem memory mix mla mlp moe mtp mul mult n nope ntk
+    offset offsets order parallel period pos q qk qkv query rank rel relu replace rms rnn rot
+    segment share shared silu size sizes skip sparse ssm state states stride theta tie tied time
+    topk transform use value values width with yarn
+"""
+_COMPUTING_WORDS = frozenset(_COMPUTING_NAMES.split())
 _COMPUTING_PARTS = (
     *("activation", "adapter", "alibi", "attention", "attn", "chunk", "conv", "cutoff", "decoder"),
     *("embed", "embd", "encoder", "epsilon", "expert", "factor", "feedforward", "gelu", "hidden"),

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING
 
 import msgspec
 
-from quickstep.errors import ConfigError, reading_checkpoint
+from quickstep.errors import ConfigError
 from quickstep.model.checkpoint.gguf_file import BLOCKS, is_gguf
 from quickstep.model.checkpoint.gguf_spec import gguf_tensor_files
 from quickstep.model.checkpoint.safetensors_files import (
@@ -23,6 +23,7 @@ from quickstep.model.checkpoint.safetensors_files import (
     TensorFiles,
     open_tensor_files,
 )
+from quickstep.model.checkpoint.source import reading_checkpoint
 from quickstep.model.checkpoint.tensor_reader import STORED_DTYPES
 from quickstep.model.checkpoint.tensor_schema import Shapes, layer_tensors, outer_tensors
 from quickstep.model.decoder_spec import ModelSpec
