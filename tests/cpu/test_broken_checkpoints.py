@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable
-from datetime import datetime
 from pathlib import Path
 
 import format_writers as writers
@@ -19,10 +18,15 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from quickstep.config import EngineConfig, LoadConfig
-from quickstep.engine.assembly import load_weights
-from quickstep.engine.text.chat_template import ChatTemplate
-from quickstep.engine.text.tokenizer import Tokenizer
+from quickstep.engine.assembly import describe, load_weights
 from quickstep.errors import ConfigError
+from quickstep.model.checkpoint.source import find_checkpoint
+from quickstep.model.decoder import Decoder
+from quickstep.model.eagle import load_eagle, read_eagle_spec
+from quickstep.model.loader import load_model
+from quickstep.model.spec import read_spec
+from quickstep.ops.resolve import resolve_ops
+from quickstep.runtime.speculation.medusa import load_medusa
 
 Tensors = dict[str, Tensor]
 NAMES = sorted(tiny_checkpoint._weights(0))
@@ -30,9 +34,8 @@ NAMES = sorted(tiny_checkpoint._weights(0))
 
 def load(path: Path) -> None:
     """What `open_engine` reads of a checkpoint."""
-    load_weights(EngineConfig(load=LoadConfig(model=str(path), device="cpu", num_threads=1)), None)
-    tokenizer = Tokenizer.open(path)
-    ChatTemplate.open(path, tokenizer.special_tokens, datetime.now)
+    options = LoadConfig(model=str(path), device="cpu", num_threads=1)
+    describe(load_weights(EngineConfig(load=options), None), 0.0)
 
 
 def refusal(path: Path) -> str:
@@ -85,6 +88,40 @@ def test_another_prefix_is_named(checkpoint: Path) -> None:
     assert "names of the decoder begin with 'model.'" in refusal(checkpoint)
 
 
+@pytest.fixture(scope="module")
+def target() -> Decoder:
+    options = LoadConfig(model="demo", device="cpu")
+    checkpoint = find_checkpoint(options)
+    ops = resolve_ops(torch.device("cpu"))
+    model = load_model(checkpoint, read_spec(checkpoint.path), ops, options)
+    assert isinstance(model, Decoder)
+    return model
+
+
+def read_eagle(path: Path, target: Decoder) -> None:
+    load_eagle(path, read_eagle_spec(path, target.spec, is_fused=True), target, 64)
+
+
+@pytest.mark.parametrize(("name", "read"), [("eagle", read_eagle), ("medusa", load_medusa)])
+def test_a_draft_that_lacks_a_tensor_it_needs_is_refused(
+    name: str, read: Callable[[Path, Decoder], object], target: Decoder, tmp_path: Path
+) -> None:
+    bundled = find_checkpoint(LoadConfig(model=f"demo-{name}")).path
+    (tmp_path / "config.json").write_bytes((bundled / "config.json").read_bytes())
+    whole = load_file(bundled / "model.safetensors")
+    messages = []
+    for lost in whole:
+        rest = {key: value for key, value in whole.items() if key != lost}
+        save_file(rest, tmp_path / "model.safetensors")
+        try:
+            read(tmp_path, target)
+        except ConfigError as error:
+            messages.append(str(error))
+    # Medusa's last head may be missing, and the biases
+    assert len(messages) == len(whole) or (name == "medusa" and messages)
+    assert not any("\n" in message for message in messages)
+
+
 def test_a_file_that_is_cut_or_missing_is_named(checkpoint: Path) -> None:
     for name in ("model.safetensors", "config.json", "tokenizer.json", "tokenizer_config.json"):
         file = checkpoint / name
@@ -101,7 +138,7 @@ def test_a_file_that_is_cut_or_missing_is_named(checkpoint: Path) -> None:
         file.write_bytes(content)
 
 
-@pytest.mark.parametrize("value", [None, -1, 0, 10**5, 1.5, "seven", [], {}, [1], {"a": 1}, True])
+@pytest.mark.parametrize("value", [None, -1, 10**5, "seven", [1], {"a": 1}])
 def test_a_config_value_of_any_kind_is_read_or_refused(value: object, checkpoint: Path) -> None:
     for name in ("config", "tokenizer_config", "generation_config"):
         file = checkpoint / f"{name}.json"

@@ -33,7 +33,7 @@ from quickstep.config import (
 from quickstep.engine.loaded_model import LoadedModel
 from quickstep.engine.machine import free_memory_bytes, places_for, usable_cores
 from quickstep.errors import ConfigError
-from quickstep.model.checkpoint.config_fields import read_json
+from quickstep.model.checkpoint.config_fields import ConfigFields, read_json
 from quickstep.types import Pooling
 
 if TYPE_CHECKING:
@@ -599,8 +599,16 @@ def _template(path: Path, tokenizer: Tokenizer, limit_s: float) -> ChatTemplate 
 
 
 def _default_sampling(path: Path) -> Mapping[str, float]:
-    """The checkpoint's sampling values, for callers that use them; the engine applies none."""
-    values = read_json(path / "generation_config.json")
+    """The checkpoint's sampling values, for callers that use them; the engine applies none.
+
+    Raises:
+        ConfigError: One is no number.
+    """
+    file = path / "generation_config.json"
+    values = read_json(file)
+    fields = ConfigFields(values, {}, str(file))
+    for theirs in _SAMPLING_FIELDS:
+        fields.optional_number(theirs)
     named = {ours: values[theirs] for theirs, ours in _SAMPLING_FIELDS.items() if theirs in values}
     return MappingProxyType({name: value for name, value in named.items() if value is not None})
 

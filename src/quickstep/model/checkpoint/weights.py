@@ -220,7 +220,8 @@ class CheckpointWeights(msgspec.Struct, frozen=True):
 
 def open_checkpoint_files(path: str | Path) -> TensorFiles:
     """The tensors of a checkpoint directory or a GGUF file. Raises ConfigError."""
-    return gguf_tensor_files(Path(path)) if is_gguf(path) else open_tensor_files(path)
+    with reading_checkpoint(path):
+        return gguf_tensor_files(Path(path)) if is_gguf(path) else open_tensor_files(path)
 
 
 def open_weights(path: str | Path, spec: ModelSpec) -> CheckpointWeights:
