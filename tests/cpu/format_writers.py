@@ -270,7 +270,7 @@ def compressed_config(
         "strategy": strategy,
         "group_size": group,
         "dynamic": False,
-        "actorder": None,
+        "actorder": more.pop("actorder", None),
         "observer": "minmax",
     }
     return {

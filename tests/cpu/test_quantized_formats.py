@@ -8,6 +8,7 @@ import format_writers as writers
 import pytest
 import torch
 from quantized_checkpoint import opened, write_quantized
+from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from quickstep.errors import ConfigError
@@ -125,7 +126,7 @@ ROUNDED_AGAIN = {
         writers.gptq(4, 32, act_order=True),
     ),
     "packed4-act-order": (
-        compressed("pack-quantized", 4, "group", 32),
+        compressed("pack-quantized", 4, "group", 32, actorder="group"),
         writers.packed_integers(4, 32, act_order=True),
     ),
     "nf4": (BNB4, writers.bnb_4bit("nf4", nested=False)),
@@ -292,6 +293,24 @@ def test_zero_points_that_no_label_explains_are_refused(tmp_path: Path) -> None:
     source = opened(tmp_path)[1]
     with pytest.raises(ConfigError, match="symmetric"):
         source.linear(("model.layers.0.mlp.down_proj.weight",))
+
+
+@pytest.mark.parametrize("case", EXACT | ROUNDED_AGAIN)
+def test_a_part_that_is_lost_is_refused(case: str, tmp_path: Path) -> None:
+    """Or the part says nothing: groups that are in order, zero points that are the middle."""
+    quantization, writer = (EXACT | ROUNDED_AGAIN)[case]
+    write_quantized(tmp_path, quantization, writer)
+    file, module = tmp_path / "a.safetensors", "model.layers.0.mlp.down_proj"
+    whole = load_file(file)
+    expected = opened(tmp_path)[1].linear((f"{module}.weight",)).dequantized()
+    for lost in [name for name in whole if name.startswith(f"{module}.")]:
+        save_file({name: x for name, x in whole.items() if name != lost}, file)
+        try:
+            found = opened(tmp_path)[1].linear((f"{module}.weight",))
+        except ConfigError as error:
+            assert module in str(error)
+        else:
+            assert torch.equal(found.dequantized(), expected), lost
 
 
 def test_a_missing_scale_is_named(tmp_path: Path) -> None:

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from tokenizers import AddedToken, decoders, models, pre_tokenizers
+from tokenizers import AddedToken, decoders, models, pre_tokenizers, processors
 from tokenizers import Tokenizer as Library
 from transformers import AutoTokenizer
 
@@ -60,18 +60,30 @@ CASES: dict[str, dict[str, Any]] = {
         "tokenizer_config": NAMES | {"extra_special_tokens": ["<|x|>"], "image_token": "<img>"}
     },
     "extra names": {"tokenizer_config": {"extra_special_tokens": {"image_token": "<img>"}}},
+    "a beginning token": {"tokenizer_config": NAMES | {"add_bos_token": True}},
+    "no beginning token": {"tokenizer_config": NAMES | {"add_bos_token": False}},
+    "both ends": {"tokenizer_config": NAMES | {"add_bos_token": True, "add_eos_token": True}},
+    "an end token": {"tokenizer_config": {"eos_token": "</s>", "add_eos_token": True}},
+    "a beginning token without a name": {"tokenizer_config": {"add_bos_token": True}},
     "a named token that is nowhere else": {"special_tokens_map": {"mask_token": "<new>"}},
 }
 
 
+@pytest.mark.parametrize("is_framed", [False, True])
 @pytest.mark.parametrize("case", CASES)
-def test_ids_and_names_are_those_of_transformers(case: str, tmp_path: Path) -> None:
+def test_ids_and_names_are_those_of_transformers(
+    case: str, is_framed: bool, tmp_path: Path
+) -> None:
     alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
     library = Library(models.BPE({char: i for i, char in enumerate(alphabet)}, []))
     library.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     library.decoder = decoders.ByteLevel()
     stored = [AddedToken(text, special=True, normalized=False) for text in NAMES.values()]
     library.add_special_tokens(stored)
+    if is_framed:
+        library.post_processor = processors.TemplateProcessing(
+            single=["<s>", "$A"], special_tokens=[("<s>", 256)]
+        )
     library.save(str(tmp_path / "tokenizer.json"))
     files = {"config": {"model_type": "llama", "vocab_size": 300}} | CASES[case]
     config = files.get("tokenizer_config", {})
@@ -81,6 +93,7 @@ def test_ids_and_names_are_those_of_transformers(case: str, tmp_path: Path) -> N
     theirs, ours = AutoTokenizer.from_pretrained(tmp_path), Tokenizer.open(tmp_path)
     ids = theirs(TEXT, add_special_tokens=False)["input_ids"]
     assert ours.encode(TEXT, add_special_tokens=False) == ids
+    assert ours.encode(TEXT) == theirs(TEXT)["input_ids"]
     for skip in (False, True):
         text = theirs.decode(ids, skip_special_tokens=skip)
         assert ours.decode(ids, skip_special_tokens=skip) == text

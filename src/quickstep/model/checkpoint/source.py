@@ -81,7 +81,8 @@ def find_checkpoint(load: LoadConfig) -> Checkpoint:
         return found
     if not _HUB_ID.fullmatch(name) or name.startswith((".", "/", "~")):
         raise ConfigError(f"{name} is neither a directory nor a hub id (`organisation/model`)")
-    return Checkpoint(_download(load), name)
+    with reading_checkpoint(name):
+        return Checkpoint(_download(load), name)
 
 
 def bundled_drafts(name: str) -> tuple[str, ...]:

@@ -63,6 +63,7 @@ class GptqStorage:
         self._bits = bits
         self._less = 1 if form == "gptq" else 0
         self._symmetric = fields.flag("sym")
+        self._act_order = fields.flag("desc_act")
         self._group_size = fields.optional_integer("group_size")
         self._files = files
 
@@ -83,7 +84,7 @@ class GptqStorage:
             f"{module}.qzeros": (groups, outputs // per_word),
             f"{module}.scales": (groups, outputs),
         }
-        if f"{module}.g_idx" in self._files.tensors:
+        if self._act_order or f"{module}.g_idx" in self._files.tensors:
             found[f"{module}.g_idx"] = (inputs,)
         return found
 
