@@ -270,6 +270,12 @@ STORED_TYPES = """
 """
 
 
+def test_an_index_of_files_that_are_gone_does_not_hide_the_whole_file(tmp_path: Path) -> None:
+    tensors = write_checkpoint(tmp_path)
+    write_index(tmp_path, dict.fromkeys(tensors, "model-00001-of-00002.safetensors"))
+    load(tmp_path)
+
+
 def write_header(path: Path, entries: dict[str, object], num_bytes: int) -> Path:
     text = json.dumps(entries).encode()
     file = path / "model.safetensors"

@@ -35,7 +35,8 @@ _HARMLESS_NAMES = """
     tie_encoder_decoder embd_pdrop resid_pdrop
 """
 _HARMLESS = frozenset(_HARMLESS_NAMES.split())
-_HARMLESS_PREFIXES = ("_", "unsloth_", "mergekit")
+# of other programs, and of other modalities than text
+_HARMLESS_PREFIXES = ("_", "unsloth_", "mergekit", "vision_", "image_", "video_", "audio_", "mm_")
 # Keys at which the config classes of transformers replace a null by the family's default. A null
 # `head_dim` or `num_key_value_heads` follows from other sizes (`spec.py`); other nulls are values.
 _NULL_IS_ABSENT = frozenset({"rope_parameters"})

@@ -168,6 +168,9 @@ def _indexed_shards(index: Path) -> _Shards:
     if outside is not None:
         raise ConfigError(f"{index} names {outside}, outside of the checkpoint's directory")
     missing = next((file for file in files if not file.is_file()), None)
+    single = index.parent / "model.safetensors"
+    if single.is_file() and not any(file.is_file() for file in files):
+        return _Shards([single])  # the index is of an earlier form of the checkpoint
     if missing is not None:
         raise ConfigError(
             f"{missing} is missing, although {index.name} lists it; download the checkpoint again"

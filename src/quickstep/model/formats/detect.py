@@ -80,7 +80,7 @@ def _method(found: Mapping[str, object]) -> str:
 
 def _packing(found: Mapping[str, object]) -> str:
     """The format that AutoRound has written. Raises ConfigError."""
-    packing = str(found.get("packing_format", ""))
+    packing = str(found.get("packing_format", "auto_round:gptq"))
     method = _PACKINGS.get(packing)
     if method is None:
         raise ConfigError(
