@@ -78,6 +78,17 @@ def test_an_architecture_is_served_as_transformers_does_or_refused_in_a_sentence
         assert_same_as_transformers(model, reference, random_prompts((5, 17), VOCAB))
 
 
+def test_tensors_that_transformers_leaves_out_are_reported(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    FALLBACK_CASES[0].save(tmp_path)
+    tensors = load_file(tmp_path / "model.safetensors")
+    tensors["gpt_neox.layers.0.attention.q_norm.weight"] = torch.ones(16)
+    save_file(tensors, tmp_path / "model.safetensors", metadata={"format": "pt"})
+    load(tmp_path)
+    assert "'gpt_neox.layers.0.attention.q_norm.weight' is not used" in caplog.text
+
+
 def test_a_part_that_raises_anything_is_refused_with_its_architecture(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

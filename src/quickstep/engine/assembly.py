@@ -331,7 +331,11 @@ def load_weights(
     from quickstep.engine.speculation import draft_sizes
     from quickstep.model.checkpoint.placement import choose_device, choose_dtype
     from quickstep.model.checkpoint.source import find_checkpoint
-    from quickstep.model.checkpoint.weights import open_checkpoint_files, open_weights
+    from quickstep.model.checkpoint.weights import (
+        open_checkpoint_files,
+        open_weights,
+        some_tensors,
+    )
     from quickstep.model.loader import check_requantization, load_model, reason_for_torch
     from quickstep.model.spec import read_spec, with_context
     from quickstep.ops.native.backend import native_status
@@ -363,7 +367,7 @@ def load_weights(
         check_requantization(weights, config.load.quantization)
         unused = weights.unused()
         if unused:
-            _LOGGER.info("%d tensors of the files (%s, ...) are not used", len(unused), unused[0])
+            _LOGGER.info("%s not used: no token depends on it", some_tensors(unused))
         held_bytes = weights.held_bytes(dtype.itemsize) if weights.quantized else None
         why_torch = "--enforce-eager"
         if not config.enforce_eager:

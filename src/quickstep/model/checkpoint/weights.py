@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -35,7 +35,13 @@ from quickstep.model.spec import read_config
 if TYPE_CHECKING:
     from quickstep.model.formats.storage import MatrixStorage
 
-__all__ = ["CheckpointWeights", "DecoderNames", "open_checkpoint_files", "open_weights"]
+__all__ = [
+    "CheckpointWeights",
+    "DecoderNames",
+    "open_checkpoint_files",
+    "open_weights",
+    "some_tensors",
+]
 
 # Parts of a quantized matrix, as the formats that are read and some others call them.
 _QUANTIZED_PARTS = re.compile(
@@ -130,7 +136,7 @@ class CheckpointWeights(msgspec.Struct, frozen=True):
         missing = [name for name in expected if name not in tensors]
         if missing:
             hint = self._why_missing(missing)
-            raise ConfigError(f"{what}: {_some(missing)} missing from the files{hint}")
+            raise ConfigError(f"{what}: {some_tensors(missing)} missing from the files{hint}")
         for name, shape in expected.items():
             stored = tensors[name].shape
             if stored != shape:
@@ -150,7 +156,7 @@ class CheckpointWeights(msgspec.Struct, frozen=True):
         if unexpected:
             kinds = sorted({tensors[name].dtype for name in unexpected})
             raise ConfigError(
-                f"{what}: {_some(unexpected)} not part of the architecture (stored as "
+                f"{what}: {some_tensors(unexpected)} not part of the architecture (stored as "
                 f"{', '.join(kinds)}){self._without_config()}"
             )
 
@@ -266,7 +272,8 @@ def _stack_of(name: str) -> str:
     return name if stack is None or name.endswith(".bias") else f"{start}.{stack[0]}"
 
 
-def _some(names: list[str]) -> str:
+def some_tensors(names: Sequence[str]) -> str:
+    """The subject of a sentence on tensors, with its verb."""
     if len(names) == 1:
         return f"tensor {names[0]!r} is"
     return f"{len(names)} tensors ({names[0]!r}, ...) are"

@@ -13,6 +13,7 @@ shape. This is a measurement; for native models exactness holds by construction.
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -24,6 +25,7 @@ from transformers.pytorch_utils import Conv1D
 
 from quickstep.errors import ConfigError
 from quickstep.model.checkpoint.source import Checkpoint
+from quickstep.model.checkpoint.weights import some_tensors
 from quickstep.model.decoder_spec import ModelSpec
 from quickstep.model.interface import ForwardBatch, KVShape
 from quickstep.ops.table import (
@@ -46,6 +48,8 @@ __all__ = [
     "load_fallback",
     "paged_attention_forward",
 ]
+
+_LOGGER = logging.getLogger(__name__)
 
 ATTENTION_NAME = "quickstep_paged"
 _TILE_ROWS = 16
@@ -409,6 +413,9 @@ def _open(checkpoint: Checkpoint, spec: ModelSpec, dtype: torch.dtype) -> Any:
     missing = sorted(report["missing_keys"]) + sorted(str(k) for k in report["mismatched_keys"])
     if missing:
         raise ConfigError(f"the checkpoint and {name} differ: tensor {missing[0]!r} is missing")
+    unused = sorted(report["unexpected_keys"])
+    if unused:
+        _LOGGER.warning("%s not used by transformers' %s", some_tensors(unused), name)
     if not type(causal)._supports_attention_backend:
         raise ConfigError(
             f"architecture {name!r} does not let its attention be replaced in transformers "
