@@ -188,6 +188,14 @@ def test_a_matrix_is_held_in_the_form_that_sizing_counts(case: str, tmp_path: Pa
         assert (found.zeros is not None) == form.has_zeros
 
 
+@pytest.mark.parametrize("case", EXACT | ROUNDED_AGAIN)
+def test_matrices_that_are_rounded_again_are_reported(case: str, tmp_path: Path) -> None:
+    quantization, writer = (EXACT | ROUNDED_AGAIN)[case]
+    write_quantized(tmp_path, quantization, writer)
+    rounded = opened(tmp_path)[0].rounded_again()
+    assert len(rounded) == (2 * 7 if case in ROUNDED_AGAIN else 0)
+
+
 def test_every_tensor_of_the_files_is_accounted_for(tmp_path: Path) -> None:
     for case, (quantization, writer) in EXACT.items():
         path = tmp_path / case

@@ -368,6 +368,13 @@ def load_weights(
         unused = weights.unused()
         if unused:
             _LOGGER.info("%s not used: no token depends on it", some_tensors(unused))
+        rounded = weights.rounded_again()
+        if rounded:
+            _LOGGER.info(
+                "%s rounded again, to 8 bits: the checkpoint's groups are scattered (act-order) or "
+                "its values unevenly spaced (nf4, fp4), which no product here reads",
+                some_tensors(rounded),
+            )
         held_bytes = weights.held_bytes(dtype.itemsize) if weights.quantized else None
         why_torch = "--enforce-eager"
         if not config.enforce_eager:

@@ -166,6 +166,11 @@ class CheckpointWeights(msgspec.Struct, frozen=True):
         others = (name for name in self.files.tensors if name not in expected)
         return tuple(name for name in others if self._is_beside(name))
 
+    def rounded_again(self) -> tuple[str, ...]:
+        """The matrices whose stored values no product here reads: they are rounded once more."""
+        forms = ((name, self._form(name, shape)) for name, shape in self.shapes.items())
+        return tuple(name for name, form in forms if form is not None and form.is_rounded_again)
+
     @property
     def _in_blocks(self) -> bool:
         """Whether the files are GGUF's, whose types the reader of the file has checked."""

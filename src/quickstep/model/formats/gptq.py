@@ -214,7 +214,9 @@ def group_indices(files: TensorFiles, name: str, group_size: int) -> Tensor | No
 def requantized_form(num_inputs: int) -> MatrixFormat:
     """The form that a matrix with scattered groups is held in."""
     return MatrixFormat(
-        8, next((size for size in _REQUANTIZED_GROUPS if num_inputs % size == 0), None)
+        8,
+        next((size for size in _REQUANTIZED_GROUPS if num_inputs % size == 0), None),
+        is_rounded_again=True,
     )
 
 
