@@ -106,12 +106,20 @@ def awq(group: int) -> Writer:
 
 
 def gptq(
-    bits: int, group: int, *, version: int = 1, act_order: bool = False, with_bias: bool = False
+    bits: int,
+    group: int,
+    *,
+    version: int = 1,
+    act_order: bool = False,
+    with_bias: bool = False,
+    symmetric: bool = False,
 ) -> Writer:
     def write(outputs: int, inputs: int, generator: torch.Generator) -> Written:
         size = inputs if group == -1 else group
         quants = integers(generator, 2**bits, inputs, outputs)
         zeros = integers(generator, 2**bits, inputs // size, outputs)
+        if symmetric:
+            zeros = torch.full_like(zeros, 2 ** (bits - 1))
         scales = scales_of(generator, inputs // size, outputs, bits=bits)
         group_of = groups_of(inputs, size)
         if act_order:
@@ -262,7 +270,7 @@ def compressed_config(
         "strategy": strategy,
         "group_size": group,
         "dynamic": False,
-        "actorder": None,
+        "actorder": more.pop("actorder", None),
         "observer": "minmax",
     }
     return {

@@ -21,7 +21,9 @@ from quickstep.errors import ConfigError
 from quickstep.model.checkpoint.source import find_checkpoint
 from quickstep.model.checkpoint.tensor_schema import layer_tensors, outer_tensors
 from quickstep.model.checkpoint.weights import open_weights
+from quickstep.model.rope import make_rope_table
 from quickstep.model.spec import parse_spec, read_spec
+from quickstep.ops.tensors import Device, to_numpy
 
 VOCAB = 264
 HF = {
@@ -146,7 +148,101 @@ DIALECTS: list[tuple[str, dict[str, object], dict[str, object]]] = [
         {"architectures": ["Gemma3ForCausalLM"], "sliding_window": 64, "head_dim": 64}
         | {"query_pre_attn_scalar": 64, "rope_theta": 1e6},
     ),
+    (  # as the converter of 2026 writes it
+        "gemma3",
+        {"attention__sliding_window": 64, "attention__key_length": 64, "rope__freq_base_swa": 2e4}
+        | {"attention__value_length": 64, "rope__freq_base": 1e6}
+        | {"attention__sliding_window_pattern": 2},
+        {"architectures": ["Gemma3ForCausalLM"], "sliding_window": 64, "head_dim": 64}
+        | {"query_pre_attn_scalar": 64, "rope_theta": 1e6, "rope_local_base_freq": 2e4}
+        | {"sliding_window_pattern": 2},
+    ),
+    (
+        "gemma2",
+        {
+            "attention__sliding_window": 64,
+            "attn_logit_softcapping": 50.0,
+            "final_logit_softcapping": 30.0,
+            "attention__key_length": 64,
+            "attention__value_length": 64,
+            "attention__sliding_window_pattern": [False, True],
+            "rope__freq_base_swa": 1e4,
+        },
+        {"architectures": ["Gemma2ForCausalLM"], "sliding_window": 64, "head_dim": 64}
+        | {"query_pre_attn_scalar": 64, "hidden_activation": "gelu_pytorch_tanh"}
+        | {"layer_types": ["full_attention", "sliding_attention"]},
+    ),
+    (
+        "qwen3",
+        {
+            "rope__scaling__type": "yarn",
+            "rope__scaling__factor": 4.0,
+            "rope__scaling__original_context_length": 64,
+            "rope__scaling__attn_factor": 0.5,
+            "rope__scaling__yarn_beta_fast": 32.0,
+            "rope__scaling__yarn_beta_slow": 1.0,
+            "rope__scaling__yarn_ext_factor": 1.0,
+            "rope__dimension_sections": [1, 1, 1, 0],
+            "pooling_type": 3,
+        },
+        {
+            "architectures": ["Qwen3ForCausalLM"],
+            "head_dim": 64,
+            "rope_scaling": {
+                "type": "yarn",
+                "factor": 4.0,
+                "original_max_position_embeddings": 64,
+                "attn_factor": 0.5,
+            },
+        },
+    ),
+    (
+        "llama",
+        {"rope__scale_linear": 4.0},
+        {"rope_scaling": {"type": "linear", "factor": 4.0}},
+    ),
+    ("llama", {"rope__scaling__type": "none", "rope__scaling__factor": 4.0}, {}),
 ]
+
+
+@pytest.mark.parametrize("with_divisors", [False, True])
+@pytest.mark.parametrize("scale", [None, 1.0, 1.25])
+@pytest.mark.parametrize("factor", [None, 1.0, 4.0])
+@pytest.mark.parametrize("kind", [None, "none", "linear", "yarn", "longrope"])
+def test_scaling_keys_mean_what_llama_cpp_does_with_them(
+    kind: str | None, factor: float | None, scale: float | None, with_divisors: bool, tmp_path: Path
+) -> None:
+    """Its `ggml_rope_yarn`, position by position, with the parameters of its context."""
+    pairs = files.HIDDEN // files.HEADS // 2
+    divisors = np.linspace(1, 8, pairs, dtype=np.float32)
+    keys = {".rope.scaling.type": kind, ".rope.scaling.factor": factor}
+    keys |= {".rope.scaling.attn_factor": scale, ".rope.scaling.original_context_length": 64}
+    metadata = files.sizes() | {key: value for key, value in keys.items() if value is not None}
+    tensors = [("token_embd.weight", np.zeros((VOCAB, files.HIDDEN), np.float16), Kind.F16)]
+    if with_divisors:
+        tensors.append(("rope_freqs.weight", divisors, Kind.F32))
+    path = files.write_gguf(tmp_path / "m.gguf", "llama", metadata, tensors)
+    if kind == "yarn" and with_divisors:
+        with pytest.raises(ConfigError, match="both YaRN and a tensor"):
+            read_spec(path)
+        return
+    [rope] = read_spec(path).ropes
+    found = make_rope_table(rope, 256, Device("cpu"))
+    freq_scale = 1 / (1.0 if kind == "none" else factor or 1.0)
+    plain = 10_000.0 ** (-np.arange(pairs) / pairs) / (divisors if with_divisors else 1.0)
+    angle, magnitude = freq_scale * plain, scale or 1.0
+    if kind == "yarn":
+        borders = [
+            2 * pairs * np.log(64 / (beta * 2 * np.pi)) / (2 * np.log(10_000.0))
+            for beta in (32.0, 1.0)
+        ]
+        low, high = max(0, np.floor(borders[0])), min(2 * pairs - 1, np.ceil(borders[1]))
+        ramp = 1 - np.clip((np.arange(pairs) - low) / max(0.001, high - low), 0, 1)
+        angle = angle * (1 - ramp) + plain * ramp
+        magnitude *= 1 + 0.1 * np.log(1 / freq_scale)
+    angles = np.arange(256)[:, None] * angle
+    np.testing.assert_allclose(to_numpy(found.cos), np.cos(angles) * magnitude, atol=1e-4)
+    np.testing.assert_allclose(to_numpy(found.sin), np.sin(angles) * magnitude, atol=1e-4)
 
 
 @pytest.mark.parametrize(("architecture", "section", "config"), DIALECTS)
@@ -154,9 +250,7 @@ def test_each_architecture_reads_as_its_config(
     architecture: str, section: dict[str, object], config: dict[str, object], tmp_path: Path
 ) -> None:
     embedding = np.zeros((VOCAB, files.HIDDEN), dtype=np.float16)
-    metadata = files.sizes(**{k: v for k, v in section.items() if k != "rope__freq_base"})
-    if "rope__freq_base" in section:
-        metadata[".rope.freq_base"] = section["rope__freq_base"]
+    metadata = files.sizes(**section)
     if "attention__key_length" in section:
         metadata[".rope.dimension_count"] = section["attention__key_length"]
     tensors = [("token_embd.weight", embedding, Kind.F16)]
@@ -262,6 +356,10 @@ def test_several_files_must_be_named(tmp_path: Path) -> None:
         ("llama", {".attention.value_length": 32}, "values of 32"),
         ("llama", {"split.count": 3}, "one of 3 parts"),
         ("llama", {".rope.scaling.type": "spiral"}, "'spiral'"),
+        ("llama", {".attention.clamp_kqv": 8.0}, "'attention.clamp_kqv'"),
+        ("llama", {".rope.scaling.yarn_log_multiplier": 0.5}, "yarn_log_multiplier"),
+        ("gemma2", {".rope.freq_base_swa": 2e4}, "freq_base_swa"),
+        ("qwen3", {".pooling_type": 1}, "pooling_type"),
     ],
 )
 def test_what_is_not_understood_is_refused_by_name(

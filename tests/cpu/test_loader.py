@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import json
+import re
 import tempfile
 import weakref
 from collections.abc import Callable
@@ -14,6 +15,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from msgspec.structs import replace
+from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 from torch import Tensor
 
@@ -248,6 +250,94 @@ def test_a_tensor_in_two_shards_is_refused(tmp_path: Path) -> None:
     save_file({QUERY: tensors[QUERY]}, tmp_path / "second.safetensors")
     write_index(tmp_path, {"a": "model.safetensors", "b": "second.safetensors"})
     with pytest.raises(ConfigError, match=QUERY):
+        load(tmp_path)
+
+
+@pytest.mark.parametrize("place", ["model.safetensors", "second.safetensors"])
+def test_the_index_decides_which_of_two_copies_counts(place: str, tmp_path: Path) -> None:
+    tensors = write_checkpoint(tmp_path)
+    copies = {"model.safetensors": tensors[QUERY], "second.safetensors": tensors[QUERY] + 1}
+    save_file({QUERY: copies["second.safetensors"]}, tmp_path / "second.safetensors")
+    others = dict.fromkeys(tensors, "model.safetensors")
+    write_index(tmp_path, others | {"a": "second.safetensors", QUERY: place})
+    loaded = decoder(tmp_path).weights.layers[0].attention.qkv
+    assert torch.equal(loaded.data[:16], copies[place])
+
+
+STORED_TYPES = """
+    BOOL U8 I8 I16 U16 I32 U32 I64 U64 F16 BF16 F32 F64 C64 F8_E4M3 F8_E5M2 F8_E8M0 F8_E4M3FNUZ
+    F8_E5M2FNUZ F4 F6_E2M3 F6_E3M2 F8_E3M4 I4
+"""
+
+
+def test_an_index_of_files_that_are_gone_does_not_hide_the_whole_file(tmp_path: Path) -> None:
+    tensors = write_checkpoint(tmp_path)
+    write_index(tmp_path, dict.fromkeys(tensors, "model-00001-of-00002.safetensors"))
+    load(tmp_path)
+
+
+def write_header(path: Path, entries: dict[str, object], num_bytes: int) -> Path:
+    text = json.dumps(entries).encode()
+    file = path / "model.safetensors"
+    file.write_bytes(len(text).to_bytes(8, "little") + text + bytes(num_bytes))
+    return file
+
+
+@pytest.mark.parametrize("dtype", STORED_TYPES.split())
+@pytest.mark.parametrize("num_bytes", [3, 6, 8, 64])
+def test_a_header_is_corrupt_only_where_the_library_refuses_it(
+    dtype: str, num_bytes: int, tmp_path: Path
+) -> None:
+    """The empty tensor is written after the one at whose beginning it is."""
+    entry = {"dtype": dtype, "shape": [8], "data_offsets": [0, num_bytes]}
+    empty = {"dtype": "F32", "shape": [0], "data_offsets": [0, 0]}
+    file = write_header(tmp_path, {"a": entry, "z": empty}, num_bytes)
+    try:
+        with safe_open(file, "np") as opened:
+            names = set(opened.keys())
+    except SafetensorError:
+        with pytest.raises(ConfigError) as caught:
+            open_tensor_files(tmp_path)
+        is_known = dtype not in ("F8_E3M4", "I4")
+        assert is_known or f"tensor 'a' as '{dtype}'" in str(caught.value)
+        return
+    assert set(open_tensor_files(tmp_path).tensors) == names
+
+
+LEFTOVERS = {
+    "model.layers.0.self_attn.rotary_emb.inv_freq": (8,),
+    "model.layers.1.self_attn.rotary_emb.cos_cached": (1, 1, 8, 16),
+    "model.rotary_emb.inv_freq": (8,),
+    "model.layers.0.self_attn.masked_bias": (),
+    "model.layers.0.self_attn.bias": (1, 1, 8, 8),
+    "model.layers.0.mlp.up_proj._extra_state": (0,),
+    "model.layers.2.mlp.up_proj.weight": (24, 16),
+    "v_head.summary.weight": (1, 16),
+    "score.weight": (3, 16),
+    "medusa_head.0.0.linear.weight": (16, 16),
+    "mtp.fc.weight": (16, 32),
+}
+PARTS = {
+    "lm_head.bias": (32,),
+    "model.layers.0.self_attn.q_proj.bias": (16,),
+    "model.layers.0.self_attn.q_norm.weight": (8,),
+    "model.layers.1.mlp.gate.weight": (4, 16),
+    "model.embed_positions.weight": (64, 16),
+    "logit_scale": (1,),
+    "model.layers.0.self_attn.q_proj.lora_A.weight": (4, 16),
+}
+
+
+@pytest.mark.parametrize("name", LEFTOVERS)
+def test_what_computes_nothing_is_not_read(name: str, tmp_path: Path) -> None:
+    edit(tmp_path, lambda tensors: tensors.update({name: torch.zeros(LEFTOVERS[name])}))
+    load(tmp_path)
+
+
+@pytest.mark.parametrize("name", PARTS)
+def test_what_could_compute_something_is_refused_by_name(name: str, tmp_path: Path) -> None:
+    edit(tmp_path, lambda tensors: tensors.update({name: torch.zeros(PARTS[name])}))
+    with pytest.raises(ConfigError, match=re.escape(f"tensor {name!r} is not part of")):
         load(tmp_path)
 
 

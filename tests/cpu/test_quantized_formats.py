@@ -8,6 +8,7 @@ import format_writers as writers
 import pytest
 import torch
 from quantized_checkpoint import opened, write_quantized
+from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from quickstep.errors import ConfigError
@@ -17,6 +18,14 @@ from quickstep.ops.table import QuantizedWeight
 
 AWQ = {"quant_method": "awq", "bits": 4, "version": "gemm", "zero_point": True}
 GPTQ = {"quant_method": "gptq", "checkpoint_format": "gptq"}
+AUTO_ROUND = {
+    "quant_method": "auto-round",
+    "bits": 4,
+    "group_size": 32,
+    "data_type": "int",
+    "act_bits": 16,
+    "extra_config": {"lm_head": {"bits": 16}},
+}
 compressed = writers.compressed_config
 W8A8 = {"input_activations": {"num_bits": 8, "type": "int", "dynamic": True, "strategy": "token"}}
 
@@ -30,7 +39,34 @@ EXACT = {
     "awq-g64": (AWQ | {"group_size": 64, "modules_to_not_convert": ["lm_head"]}, writers.awq(64)),
     "awq-all": (AWQ | {"group_size": -1}, writers.awq(-1)),
     "gptq4-g32": (GPTQ | {"bits": 4, "group_size": 32}, writers.gptq(4, 32)),
-    "gptq4-all": (GPTQ | {"bits": 4, "group_size": -1, "sym": True}, writers.gptq(4, -1)),
+    "gptq4-all": (
+        GPTQ | {"bits": 4, "group_size": -1, "sym": True},
+        writers.gptq(4, -1, symmetric=True),
+    ),
+    "gptq4-labelled-wrong": (
+        GPTQ | {"bits": 4, "group_size": 32, "sym": True},
+        writers.gptq(4, 32, version=2, symmetric=True),
+    ),
+    "gptq8-v2-labelled-wrong": (
+        GPTQ | {"bits": 8, "group_size": 32, "checkpoint_format": "gptq_v2"},
+        writers.gptq(8, 32, symmetric=True),
+    ),
+    "gptq-skip-rules": (
+        GPTQ | {"bits": 4, "group_size": 32, "dynamic": {"-:.*lm_head.*": {}}},
+        writers.gptq(4, 32),
+    ),
+    "auto-round-gptq": (
+        AUTO_ROUND | {"packing_format": "auto_round:auto_gptq", "sym": False},
+        writers.gptq(4, 32),
+    ),
+    "auto-round-awq": (
+        AUTO_ROUND | {"packing_format": "auto_round:auto_awq"},
+        writers.awq(32),
+    ),
+    "awq-unquantized-routers": (
+        AWQ | {"group_size": 32, "modules_to_not_convert": ["gate", "lm_head"]},
+        writers.awq(32),
+    ),
     "gptq8-g64": (GPTQ | {"bits": 8, "group_size": 64}, writers.gptq(8, 64)),
     "gptq-v2": (
         GPTQ | {"bits": 4, "group_size": 32, "checkpoint_format": "gptq_v2"},
@@ -90,7 +126,7 @@ ROUNDED_AGAIN = {
         writers.gptq(4, 32, act_order=True),
     ),
     "packed4-act-order": (
-        compressed("pack-quantized", 4, "group", 32),
+        compressed("pack-quantized", 4, "group", 32, actorder="group"),
         writers.packed_integers(4, 32, act_order=True),
     ),
     "nf4": (BNB4, writers.bnb_4bit("nf4", nested=False)),
@@ -152,6 +188,14 @@ def test_a_matrix_is_held_in_the_form_that_sizing_counts(case: str, tmp_path: Pa
         assert (found.zeros is not None) == form.has_zeros
 
 
+@pytest.mark.parametrize("case", EXACT | ROUNDED_AGAIN)
+def test_matrices_that_are_rounded_again_are_reported(case: str, tmp_path: Path) -> None:
+    quantization, writer = (EXACT | ROUNDED_AGAIN)[case]
+    write_quantized(tmp_path, quantization, writer)
+    rounded = opened(tmp_path)[0].rounded_again()
+    assert len(rounded) == (2 * 7 if case in ROUNDED_AGAIN else 0)
+
+
 def test_every_tensor_of_the_files_is_accounted_for(tmp_path: Path) -> None:
     for case, (quantization, writer) in EXACT.items():
         path = tmp_path / case
@@ -183,7 +227,15 @@ def refused(path: Path) -> str:
         (GPTQ | {"bits": 2}, "GPTQ of 2 bits"),
         (GPTQ | {"bits": 3}, "GPTQ of 3 bits"),
         (GPTQ | {"bits": 4, "checkpoint_format": "marlin"}, "'marlin'"),
-        (GPTQ | {"bits": 4, "dynamic": {"-:.*down.*": {}}}, "dynamic"),
+        (GPTQ | {"bits": 4, "dynamic": {"+:.*down.*": {"bits": 8}}}, "dynamic"),
+        (GPTQ | {"bits": 4, "dynamic": {".*down.*": {"group_size": 64}}}, "dynamic"),
+        (AUTO_ROUND | {"packing_format": "auto_round:marlin"}, "'auto_round:marlin'"),
+        (
+            AUTO_ROUND
+            | {"packing_format": "auto_round:auto_gptq"}
+            | {"extra_config": {"model.layers.0.mlp.down_proj": {"bits": 8}}},
+            "extra_config",
+        ),
         (compressed("float-quantized", 8, "channel"), "float-quantized"),
         (compressed("marlin-24", 4, "group", 32), "marlin-24"),
         (compressed("pack-quantized", 3, "group", 32), "3 bits"),
@@ -241,6 +293,32 @@ def test_a_bias_that_is_not_zero_is_refused_where_the_architecture_has_none(
 
     write_quantized(tmp_path, GPTQ | {"bits": 4, "group_size": 32}, write)
     assert "bias" in refused(tmp_path)
+
+
+def test_zero_points_that_no_label_explains_are_refused(tmp_path: Path) -> None:
+    quantization = GPTQ | {"bits": 4, "group_size": 32, "sym": True}
+    write_quantized(tmp_path, quantization, writers.gptq(4, 32))
+    source = opened(tmp_path)[1]
+    with pytest.raises(ConfigError, match="symmetric"):
+        source.linear(("model.layers.0.mlp.down_proj.weight",))
+
+
+@pytest.mark.parametrize("case", EXACT | ROUNDED_AGAIN)
+def test_a_part_that_is_lost_is_refused(case: str, tmp_path: Path) -> None:
+    """Or the part says nothing: groups that are in order, zero points that are the middle."""
+    quantization, writer = (EXACT | ROUNDED_AGAIN)[case]
+    write_quantized(tmp_path, quantization, writer)
+    file, module = tmp_path / "a.safetensors", "model.layers.0.mlp.down_proj"
+    whole = load_file(file)
+    expected = opened(tmp_path)[1].linear((f"{module}.weight",)).dequantized()
+    for lost in [name for name in whole if name.startswith(f"{module}.")]:
+        save_file({name: x for name, x in whole.items() if name != lost}, file)
+        try:
+            found = opened(tmp_path)[1].linear((f"{module}.weight",))
+        except ConfigError as error:
+            assert module in str(error)
+        else:
+            assert torch.equal(found.dequantized(), expected), lost
 
 
 def test_a_missing_scale_is_named(tmp_path: Path) -> None:

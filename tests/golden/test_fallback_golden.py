@@ -25,6 +25,15 @@ from quickstep.model.loader import load_model
 from quickstep.model.spec import read_spec
 from quickstep.ops.resolve import resolve_ops
 
+GEMMA4 = {
+    "num_hidden_layers": 4,
+    "layer_types": ["sliding_attention", "full_attention"] * 2,
+    "head_dim": 16,
+    "global_head_dim": 16,
+    "sliding_window": 8,
+    "hidden_size_per_layer_input": 0,
+    "vocab_size_per_layer_input": VOCAB,
+}
 FALLBACK_CASES = (
     Case("gpt-neox", "GPTNeoX", {"rotary_pct": 0.5, "num_key_value_heads": None}),
     Case("starcoder2", "Starcoder2", {"sliding_window": 9}),
@@ -32,6 +41,8 @@ FALLBACK_CASES = (
     Case("glm", "Glm", {"head_dim": 16}),
     Case("gpt2", "GPT2", {"num_key_value_heads": None}),
     Case("olmoe", "Olmoe", {"num_experts": 4, "num_experts_per_tok": 2}),
+    # its head hands on more of the body's output than the last states
+    Case("gemma4", "Gemma4Text", GEMMA4 | {"num_kv_shared_layers": 0}),
 )
 
 
@@ -41,6 +52,54 @@ def test_fallback_equals_transformers(case: Case, tmp_path: Path) -> None:
     model = load(tmp_path)
     assert model.exact is (case.name != "olmoe")
     assert_same_as_transformers(model, reference, random_prompts(PROMPT_LENS, VOCAB))
+
+
+UNPAGED = (
+    Case("gemma4-shared", "Gemma4Text", GEMMA4 | {"num_kv_shared_layers": 2}),
+    Case("gemma4-two-sizes", "Gemma4Text", GEMMA4 | {"global_head_dim": 32}),
+    Case("gemma4-inputs", "Gemma4Text", GEMMA4 | {"hidden_size_per_layer_input": 8}),
+    Case("opt", "OPT", {"word_embed_proj_dim": 64, "ffn_dim": 96, "num_key_value_heads": None}),
+    Case("bloom", "Bloom", {"n_layer": 2, "n_head": 4}),
+    Case("falcon", "Falcon"),
+    Case("mpt", "Mpt", {"d_model": 64, "n_heads": 4, "n_layers": 2}),
+)
+
+
+@pytest.mark.parametrize("case", UNPAGED, ids=lambda case: case.name)
+def test_an_architecture_is_served_as_transformers_does_or_refused_in_a_sentence(
+    case: Case, tmp_path: Path
+) -> None:
+    reference = case.save(tmp_path)
+    try:
+        model = load(tmp_path)
+    except ConfigError as error:
+        assert "\n" not in str(error) and "cannot be loaded" not in str(error)
+    else:
+        assert_same_as_transformers(model, reference, random_prompts((5, 17), VOCAB))
+
+
+def test_tensors_that_transformers_leaves_out_are_reported(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    FALLBACK_CASES[0].save(tmp_path)
+    tensors = load_file(tmp_path / "model.safetensors")
+    tensors["gpt_neox.layers.0.attention.q_norm.weight"] = torch.ones(16)
+    save_file(tensors, tmp_path / "model.safetensors", metadata={"format": "pt"})
+    load(tmp_path)
+    assert "'gpt_neox.layers.0.attention.q_norm.weight' is not used" in caplog.text
+
+
+def test_a_part_that_raises_anything_is_refused_with_its_architecture(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    FALLBACK_CASES[0].save(tmp_path)
+
+    def forward(*_: object, **__: object) -> None:
+        raise IndexError("no such layer\nsecond line")
+
+    monkeypatch.setattr("quickstep.model.fallback.model.HiddenStates.forward", forward)
+    with pytest.raises(ConfigError, match=r"'GPTNeoXForCausalLM' .* IndexError: no such layer$"):
+        load(tmp_path)
 
 
 def test_a_batch_that_changes_bits_is_not_called_exact(tmp_path: Path) -> None:

@@ -146,7 +146,32 @@ def test_sentence_pieces_split_as_transformers_does(tmp_path: Path) -> None:
     assert found.is_byte_piece("<0x0A>")
 
 
-@pytest.mark.parametrize("pre", [None, "default", "gpt-2", "smollm", "tekken", "qwen2"])
+O200K = (
+    r"[^\r\n\p{L}\p{N}]?[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]*[\p{Ll}\p{Lm}\p{Lo}\p{M}]+"
+    r"(?i:'s|'t|'re|'ve|'m|'ll|'d)?|[^\r\n\p{L}\p{N}]?[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]+"
+    r"[\p{Ll}\p{Lm}\p{Lo}\p{M}]*(?i:'s|'t|'re|'ve|'m|'ll|'d)?|\p{N}{1,3}|"
+    r" ?[^\s\p{L}\p{N}]+[\r\n/]*|\s*[\r\n]+|\s+(?!\S)|\s+"
+)
+
+
+def test_gpt_4o_splits_as_the_tokenizer_of_gpt_oss_does(tmp_path: Path) -> None:
+    path = byte_level(tmp_path / "m.gguf", "gpt-4o")
+    found = Tokenizer.open(path)
+    reference = Library(read_gguf_tokenizer(path).library.model)
+    reference.pre_tokenizer = pre_tokenizers.Sequence(
+        [
+            pre_tokenizers.Split(Regex(O200K), "isolated"),
+            pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False),
+        ]
+    )
+    for text in TEXTS:
+        if CONTROL[0] not in text:
+            assert found.encode(text) == reference.encode(text).ids
+
+
+@pytest.mark.parametrize(
+    "pre", [None, "default", "gpt-2", "smollm", "tekken", "qwen2", "gpt-4o", "falcon3", "dbrx"]
+)
 def test_every_split_gives_the_text_back(pre: str | None, tmp_path: Path) -> None:
     found = Tokenizer.open(byte_level(tmp_path / "m.gguf", pre))
     for text in TEXTS:

@@ -402,14 +402,34 @@ def test_copies_of_the_base_models_embedding_are_left_out(tmp_path: Path) -> Non
     assert found.content_id == expected.content_id
 
 
-@pytest.mark.parametrize("wider", ["base_layer.weight", "lora_embedding_A"])
-def test_a_larger_vocabulary_than_the_base_models_is_refused(tmp_path: Path, wider: str) -> None:
-    tensors = adapter_tensors(SPEC, ENDS)
-    name = f"base_model.model.model.embed_tokens.{wider}"
-    shape = (4, 70) if wider == "lora_embedding_A" else (70, 32)
-    tensors[name] = np.zeros(shape, np.float32)
-    write_files(tmp_path, adapter_config(target_modules=list(ENDS)), tensors)
-    assert name in refusal(tmp_path)
+@pytest.mark.parametrize("size", [60, 70])
+@pytest.mark.parametrize(
+    ("name", "is_saved"),
+    [
+        ("model.embed_tokens.base_layer.weight", False),
+        ("model.embed_tokens.lora_embedding_A", False),
+        ("lm_head.base_layer.weight", False),
+        ("lm_head.lora_B.weight", False),
+        ("model.embed_tokens.weight", True),
+        ("lm_head.weight", True),
+        ("model.embed_tokens.weight", False),  # as peft adds it after a resize
+    ],
+)
+def test_another_vocabulary_than_the_base_models_is_refused(
+    name: str, is_saved: bool, size: int, tmp_path: Path
+) -> None:
+    full_name, ends = f"base_model.model.{name}", () if name.endswith("s.weight") else ENDS
+    tensors = adapter_tensors(SPEC, ends or ("q_proj",))
+    shape = {"lora_embedding_A": (4, size), "lora_B.weight": (size, 4)}
+    tensors[full_name] = np.zeros(
+        next((s for end, s in shape.items() if name.endswith(end)), (size, 32)), np.float32
+    )
+    saved = [name.split(".")[-2]] if is_saved else None
+    config = adapter_config(target_modules=list(ends or ("q_proj",)), modules_to_save=saved)
+    write_files(tmp_path, config, tensors)
+    message = refusal(tmp_path)
+    assert full_name in message
+    assert f"a vocabulary of {size} tokens" in message and "base model has 64" in message
 
 
 def test_a_change_of_tied_matrices_is_refused(tmp_path: Path) -> None:

@@ -8,6 +8,7 @@ from msgspec.structs import replace
 from quickstep.config import CacheConfig, SchedulerConfig
 from quickstep.errors import ConfigError
 from quickstep.model.decoder_spec import ModelSpec
+from quickstep.model.rope_spec import RopeKind, RopeSpec
 from quickstep.model.sizing import (
     DEFAULT_KV_BYTES,
     GIB,
@@ -105,6 +106,29 @@ def test_context_shrinks_to_the_cache_with_a_note() -> None:
     made = plan(cache=CacheConfig(num_blocks=20))
     assert made.max_model_len == 320
     assert any("max_model_len 1024 became 320" in note for note in made.notes)
+
+
+LONGROPE = RopeSpec(
+    RopeKind.LONGROPE, 16, 1e4, 512, short_factor=(1.0,) * 8, long_factor=(2.0,) * 8
+)
+
+
+@pytest.mark.parametrize(
+    ("rope", "named"),
+    [
+        (LONGROPE, "short prompts lose accuracy; --max-model-len 512"),
+        (RopeSpec(RopeKind.DYNAMIC, 16, 1e4, 512, factor=4.0), "dynamic NTK"),
+        (replace(LONGROPE, short_factor=LONGROPE.long_factor), None),
+        (replace(LONGROPE, trained_len=1024), None),
+        (RopeSpec(RopeKind.DEFAULT, 16, 1e4, 512), None),
+    ],
+)
+def test_positions_that_differ_from_transformers_are_noted(
+    rope: RopeSpec, named: str | None
+) -> None:
+    notes = plan(replace(TINY, ropes=(rope, rope))).notes
+    assert len(notes) == (named is not None)
+    assert named is None or named in notes[0]
 
 
 def test_asked_blocks_shrink_to_what_fits_with_a_note() -> None:

@@ -232,3 +232,59 @@ def test_reading_a_spec_imports_no_torch() -> None:
         "sys.exit('torch' in sys.modules or 'transformers' in sys.modules)"
     )
     assert subprocess.run([sys.executable, "-c", program], check=False).returncode == 0
+
+
+FOREIGN_KEYS = """
+    transformers.js_config model_creator training_args openvino_config license base_model
+    mlx_lm_version tags max_sequence_length use_flash_attn notes
+"""
+COMPUTING_KEYS = """
+    attention_multiplier clip_qkv use_parallel_residual logit_scale num_experts qk_layernorm alibi
+    sliding_window embedding_scale kv_lora_rank quantization hc_mult index_topk rope_interleaved
+    hidden_act_param layer_scale use_mup
+"""
+
+
+@pytest.mark.parametrize("key", FOREIGN_KEYS.split())
+def test_a_key_of_another_program_is_noted_and_not_used(key: str) -> None:
+    spec = parse(**{key: {"some": "thing"}})
+    assert replace(spec, notes=()) == parse()
+    assert spec.notes == () or key in spec.notes[0]
+
+
+@pytest.mark.parametrize("key", COMPUTING_KEYS.split())
+def test_a_key_that_may_change_the_computation_is_refused(key: str) -> None:
+    with pytest.raises(ConfigError, match=key):
+        parse(**{key: 3})
+
+
+YARN = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 512}
+
+
+def test_yarns_attn_factor_multiplies_its_scale_and_is_noted() -> None:
+    spec = parse(rope_scaling=YARN | {"attn_factor": 0.5})
+    [rope] = spec.ropes
+    assert (rope.attention_factor, rope.attn_factor) == (None, 0.5)
+    assert "attn_factor 0.5 multiplies" in spec.notes[0]
+    assert parse(rope_scaling=YARN | {"attn_factor": 1.0}) == parse(rope_scaling=YARN)
+    both = YARN | {"attn_factor": 0.5, "attention_factor": 1.2}
+    with pytest.raises(ConfigError, match="both attention_factor"):
+        parse(rope_scaling=both)
+
+
+def test_keys_of_positions_that_change_nothing_for_text_are_accepted() -> None:
+    sections = {"mrope_section": [1, 1, 2]}
+    for kind in ("default", "mrope"):
+        assert parse(rope_scaling=sections | {"type": kind, "factor": 2.0}) == parse()
+    assert parse(rope_scaling=sections | YARN) == parse(rope_scaling=YARN)
+    with pytest.raises(ConfigError, match="factor"):
+        parse(rope_scaling={"factor": 2.0})
+    with pytest.raises(ConfigError, match="sections"):
+        parse(rope_scaling=YARN | {"sections": 2})
+
+
+def test_bases_and_layers_out_of_range_are_refused() -> None:
+    with pytest.raises(ConfigError, match="rope_theta"):
+        parse(rope_theta=-1.0)
+    with pytest.raises(ConfigError, match="layers"):
+        parse(num_hidden_layers=10**9)

@@ -35,7 +35,6 @@ from quickstep.types import (
     FinishReason,
     Grammar,
     Request,
-    SamplingParams,
     SequenceOutput,
     StepOutcome,
     StepPlan,

@@ -33,7 +33,7 @@ from quickstep.config import (
 from quickstep.engine.loaded_model import LoadedModel
 from quickstep.engine.machine import free_memory_bytes, places_for, usable_cores
 from quickstep.errors import ConfigError
-from quickstep.model.checkpoint.config_fields import read_json
+from quickstep.model.checkpoint.config_fields import ConfigFields, read_json
 from quickstep.types import Pooling
 
 if TYPE_CHECKING:
@@ -331,7 +331,11 @@ def load_weights(
     from quickstep.engine.speculation import draft_sizes
     from quickstep.model.checkpoint.placement import choose_device, choose_dtype
     from quickstep.model.checkpoint.source import find_checkpoint
-    from quickstep.model.checkpoint.weights import open_checkpoint_files, open_weights
+    from quickstep.model.checkpoint.weights import (
+        open_checkpoint_files,
+        open_weights,
+        some_tensors,
+    )
     from quickstep.model.loader import check_requantization, load_model, reason_for_torch
     from quickstep.model.spec import read_spec, with_context
     from quickstep.ops.native.backend import native_status
@@ -361,6 +365,16 @@ def load_weights(
     if spec.native:
         weights = open_weights(checkpoint.path, spec)
         check_requantization(weights, config.load.quantization)
+        unused = weights.unused()
+        if unused:
+            _LOGGER.info("%s not used: no token depends on it", some_tensors(unused))
+        rounded = weights.rounded_again()
+        if rounded:
+            _LOGGER.info(
+                "%s rounded again, to 8 bits: the checkpoint's groups are scattered (act-order) or "
+                "its values unevenly spaced (nf4, fp4), which no product here reads",
+                some_tensors(rounded),
+            )
         held_bytes = weights.held_bytes(dtype.itemsize) if weights.quantized else None
         why_torch = "--enforce-eager"
         if not config.enforce_eager:
@@ -597,8 +611,16 @@ def _template(path: Path, tokenizer: Tokenizer, limit_s: float) -> ChatTemplate 
 
 
 def _default_sampling(path: Path) -> Mapping[str, float]:
-    """The checkpoint's sampling values, for callers that use them; the engine applies none."""
-    values = read_json(path / "generation_config.json")
+    """The checkpoint's sampling values, for callers that use them; the engine applies none.
+
+    Raises:
+        ConfigError: One is no number.
+    """
+    file = path / "generation_config.json"
+    values = read_json(file)
+    fields = ConfigFields(values, {}, str(file))
+    for theirs in _SAMPLING_FIELDS:
+        fields.optional_number(theirs)
     named = {ours: values[theirs] for theirs, ours in _SAMPLING_FIELDS.items() if theirs in values}
     return MappingProxyType({name: value for name, value in named.items() if value is not None})
 

@@ -4,8 +4,9 @@
        -> the most likely tokens of each -> the best candidates of all beams are the next ones
 
 The scheduler does not know of it: beams share blocks as any requests with a common prefix do. But
-only the prompt is an arrival: the requests after it have the search's place in the order of service,
-and pass neither the limit of the queue nor the deadline of a first token again.
+only the prompt is an arrival: the requests after it have the search's place in the order of
+service, and pass neither the limit of the queue nor the deadline of a first token again.
+
 The rules are those of transformers' `generate`: of a step's candidates, end tokens among the first
 `beam_width` finish a beam, the first `beam_width` others continue. The score is the sum of the raw
 logprobs / (number of generated tokens, an end token included) ** length_penalty. No token is

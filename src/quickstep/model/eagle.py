@@ -25,6 +25,7 @@ from msgspec.structs import replace
 
 from quickstep.errors import ConfigError
 from quickstep.model.checkpoint.safetensors_files import TensorFiles
+from quickstep.model.checkpoint.source import reading_checkpoint
 from quickstep.model.checkpoint.tensor_reader import TensorReader
 from quickstep.model.checkpoint.weights import open_checkpoint_files
 from quickstep.model.decoder import Decoder
@@ -251,6 +252,11 @@ def read_eagle_spec(path: Path, target: ModelSpec, is_fused: bool) -> EagleSpec:
     Raises:
         ConfigError: It is no such checkpoint, or that of another model.
     """
+    with reading_checkpoint(path):
+        return _read_eagle_spec(path, target, is_fused)
+
+
+def _read_eagle_spec(path: Path, target: ModelSpec, is_fused: bool) -> EagleSpec:
     config = read_config(path)
     files = open_checkpoint_files(path)
     names = _names(files)
@@ -319,7 +325,8 @@ def load_eagle(path: Path, spec: EagleSpec, target: Decoder, max_model_len: int)
     Raises:
         ConfigError: A tensor is missing, broken, or has another shape than the target needs.
     """
-    weights = _Packing(path, spec, target).weights()
+    with reading_checkpoint(path):
+        weights = _Packing(path, spec, target).weights()
     rope = make_rope_table(spec.decoder.ropes[0], max_model_len, target.device)
     return EagleModel(spec, weights, target, rope, target.ops, max_model_len)
 

@@ -17,7 +17,7 @@ from quickstep.model.checkpoint.placement import (
     choose_device,
     choose_dtype,
 )
-from quickstep.model.checkpoint.source import Checkpoint
+from quickstep.model.checkpoint.source import Checkpoint, reading_checkpoint
 from quickstep.model.checkpoint.tensor_reader import (
     STORED_DTYPES,
     Progress,
@@ -45,7 +45,6 @@ from quickstep.model.interface import Model
 from quickstep.model.quantization import find_scheme
 from quickstep.model.quantize import QuantizingSource
 from quickstep.model.rope import make_rope_table
-from quickstep.model.rope_spec import RopeKind
 from quickstep.model.spec import read_config
 from quickstep.ops.table import ExpertWeights, LinearWeight, OpTable, QuantizedWeight
 from quickstep.ops.tensors import CPU, AnyTensor, DType, HostTensor, torch_device, torch_dtype
@@ -83,13 +82,24 @@ def load_model(
     Raises:
         ConfigError: Tensors are missing, unexpected, misshapen or corrupt.
     """
+    with reading_checkpoint(checkpoint.path):
+        return _load_model(checkpoint, spec, ops, load, progress, max_model_len, on_host)
+
+
+def _load_model(
+    checkpoint: Checkpoint,
+    spec: ModelSpec,
+    ops: OpTable,
+    load: LoadConfig,
+    progress: Progress | None,
+    max_model_len: int | None,
+    on_host: bool,
+) -> Model:
     device = choose_device(load.device)
     max_model_len = min(max_model_len or spec.max_model_len, spec.max_model_len)
     files = open_checkpoint_files(checkpoint.path)
     dtype = choose_dtype(load.dtype, spec, files)
-    longer = any(
-        rope.kind is RopeKind.LONGROPE and max_model_len > rope.trained_len for rope in spec.ropes
-    )
+    longer = any(rope.needs_long_factors(max_model_len) for rope in spec.ropes)
     positions = "long factors" if longer else ""
     if spec.long_context is not None:
         positions = f"{positions}{spec.long_context.rope_type} x {spec.long_context.factor!r}"
@@ -109,7 +119,6 @@ def load_model(
         placement = (torch_device(device), torch_dtype(dtype))
         return load_fallback(checkpoint, spec, ops, placement, max_model_len, fingerprint.result())
     weights = open_weights(checkpoint.path, spec)
-    weights.check()
     check_requantization(weights, load.quantization)
 
     def report(num_bytes: int, total_bytes: int) -> None:

@@ -35,6 +35,7 @@ class MatrixFormat(msgspec.Struct, frozen=True):
         wide_scales: Whether scales and zeros need more than 16 bits.
         has_sub_scales: Whether parts of 16 inputs have a sub-block scale of 4 bits each.
         is_float8: Whether quantized values are e4m3.
+        is_rounded_again: Whether the values of a checkpoint had to be rounded to this format.
     """
 
     bits: int
@@ -43,6 +44,7 @@ class MatrixFormat(msgspec.Struct, frozen=True):
     wide_scales: bool = False
     has_sub_scales: bool = False
     is_float8: bool = False
+    is_rounded_again: bool = False
 
     def num_bytes(self, shape: tuple[int, ...]) -> int:
         """Packed bytes of a matrix [N, C]."""

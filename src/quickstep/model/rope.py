@@ -100,7 +100,7 @@ def _frequencies(rope: RopeSpec, max_model_len: int) -> Floats:
     if rope.kind is RopeKind.YARN:
         return _yarn_frequencies(rope, powers)
     if rope.kind is RopeKind.LONGROPE:
-        beyond = max_model_len > rope.trained_len
+        beyond = rope.needs_long_factors(max_model_len)
         divisors = np.array(rope.long_factor if beyond else rope.short_factor, dtype=np.float32)
         return np.float32(1) / (divisors * powers)
     return plain
@@ -149,11 +149,11 @@ def _attention_factor(rope: RopeSpec) -> float:
     if rope.kind is RopeKind.LONGROPE and rope.factor > 1:
         return math.sqrt(1 + math.log(rope.factor) / math.log(rope.trained_len))
     if rope.kind is RopeKind.YARN:
+        scale = _yarn_scale(rope.factor, 1.0)
         if rope.mscale and rope.mscale_all_dim:
-            return _yarn_scale(rope.factor, rope.mscale) / _yarn_scale(
-                rope.factor, rope.mscale_all_dim
-            )
-        return _yarn_scale(rope.factor, 1.0)
+            scale = _yarn_scale(rope.factor, rope.mscale)
+            scale /= _yarn_scale(rope.factor, rope.mscale_all_dim)
+        return scale * rope.attn_factor
     return 1.0
 
 

@@ -7,6 +7,7 @@ No torch here; `rope.py` turns a `RopeSpec` into tables.
 from __future__ import annotations
 
 import enum
+import math
 from collections.abc import Mapping
 from types import MappingProxyType
 
@@ -38,6 +39,7 @@ class RopeSpec(msgspec.Struct, frozen=True):
         factor: How much the length is stretched.
         trained_len: Positions the frequencies were trained for, before any stretching.
         attention_factor: Multiplies cos and sin; None derives it (yarn, longrope).
+        attn_factor: Multiplies the derived one (yarn; llama.cpp's and vLLM's name).
         low_freq_factor, high_freq_factor: llama3's borders, in wavelengths per `trained_len`.
         beta_fast, beta_slow, mscale, mscale_all_dim, truncate: yarn's ramp and scale.
         short_factor, long_factor: longrope's divisors per dimension, within and beyond
@@ -59,12 +61,21 @@ class RopeSpec(msgspec.Struct, frozen=True):
     truncate: bool = True
     short_factor: tuple[float, ...] = ()
     long_factor: tuple[float, ...] = ()
+    attn_factor: float = 1.0
+
+    def needs_long_factors(self, max_model_len: int) -> bool:
+        """Whether every position has longrope's long factors, because sequences may be longer than
+        the trained length.
+        """
+        return self.kind is RopeKind.LONGROPE and max_model_len > self.trained_len
 
 
 _KINDS: Mapping[str, RopeKind] = MappingProxyType(
-    {kind.value: kind for kind in RopeKind} | {"su": RopeKind.LONGROPE}
+    {kind.value: kind for kind in RopeKind} | {"su": RopeKind.LONGROPE, "mrope": RopeKind.DEFAULT}
 )
-_NEUTRAL: Mapping[str, object] = MappingProxyType({"finetuned": True})
+_NEUTRAL: Mapping[str, object] = MappingProxyType({"finetuned": True, "extrapolation_factor": 1})
+# How a position of an image is split over the dimensions; text has the same position in all parts.
+_FOR_IMAGES = ("mrope_section", "mrope_interleaved")
 
 
 def rope_parameters(fields: ConfigFields) -> dict[str, object]:
@@ -97,14 +108,21 @@ def read_rope(
     if dim < 2 or dim % 2:
         raise ConfigError(f"config.json rotates {dim} dimensions of a head, it must be even")
     theta = fields.number("rope_theta")
+    if not 0 < theta < math.inf:
+        raise ConfigError(f"config.json sets 'rope_theta' to {theta}, it must be above 0")
     original = trained_len or fields.optional_integer("original_max_position_embeddings")
     fields.optional_integer("original_max_position_embeddings")
     if kind in (RopeKind.LINEAR, RopeKind.DYNAMIC):
         original = max_positions
     rope = RopeSpec(kind, dim, theta, original or max_positions)
+    for key in _FOR_IMAGES:
+        fields.value(key)
     if kind is not RopeKind.DEFAULT:
         rope = _read_scaling(fields, rope, max_positions)
-    fields.refuse_unread(_NEUTRAL)
+        fields.refuse_unread(_NEUTRAL)
+    elif not (parameters.get("rope_type") or parameters.get("type")):
+        # a named default switches scaling off, whatever else there is; this may lack its name
+        fields.refuse_unread(_NEUTRAL)
     return rope
 
 
@@ -129,11 +147,27 @@ def _read_scaling(fields: ConfigFields, rope: RopeSpec, max_positions: int) -> R
             mscale=fields.optional_number("mscale"),
             mscale_all_dim=fields.optional_number("mscale_all_dim"),
             truncate=fields.value("truncate") is not False,
+            attn_factor=_attn_factor(fields, attention_factor),
         )
     if kind is RopeKind.LONGROPE:
         short, long = (_factors(fields, f"{name}_factor", rope.dim) for name in ("short", "long"))
         return RopeSpec(*common, short_factor=short, long_factor=long)
     return RopeSpec(*common)
+
+
+def _attn_factor(fields: ConfigFields, attention_factor: float | None) -> float:
+    """YaRN's `attn_factor`: transformers ignores it, vLLM and llama.cpp multiply by it, and the
+    models that have it are meant so (DeepSeek-R1-0528-Qwen3-8B cancels YaRN's scale with it).
+    """
+    value = fields.optional_number("attn_factor")
+    if value is None or value == 1.0:
+        return 1.0
+    if attention_factor is not None and value != attention_factor:
+        raise ConfigError(
+            f"{fields.source} sets both attention_factor ({attention_factor}) and attn_factor "
+            f"({value}), of which one replaces YaRN's scale and the other multiplies it; keep one"
+        )
+    return 1.0 if attention_factor is not None else value
 
 
 def _factors(fields: ConfigFields, name: str, dim: int) -> tuple[float, ...]:

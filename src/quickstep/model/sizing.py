@@ -22,6 +22,7 @@ from quickstep.errors import ConfigError, size_text
 from quickstep.model.checkpoint.tensor_schema import layer_tensors, num_parameters, outer_tensors
 from quickstep.model.decoder_spec import LongContext, ModelSpec
 from quickstep.model.quantization import find_scheme
+from quickstep.model.rope_spec import RopeKind
 
 __all__ = [
     "DEFAULT_KV_BYTES",
@@ -282,7 +283,25 @@ def plan_memory(
         seqs = num_blocks
     sizes = num_blocks, cache.block_size, tokens, seqs
     rows = _rows(spec, elements, memory_bytes, sizes, left, drafts)
+    notes.extend(_notes_on_positions(spec, context))
     return MemoryPlan(num_blocks, context, seqs, tokens, rows, tuple(notes), spec.long_context)
+
+
+def _notes_on_positions(spec: ModelSpec, context: int) -> Iterator[str]:
+    """What differs from transformers because a position has one rotation here (`rope.py`)."""
+    for rope in dict.fromkeys(spec.ropes):
+        if rope.needs_long_factors(context) and rope.short_factor != rope.long_factor:
+            yield (
+                f"longrope: max_model_len {context} is above the trained length of "
+                f"{rope.trained_len}, so every prompt has the long factors and short prompts lose "
+                f"accuracy; --max-model-len {rope.trained_len} avoids that"
+            )
+        if rope.kind is RopeKind.DYNAMIC and context > rope.trained_len:
+            yield (
+                f"dynamic NTK: a position after the trained length of {rope.trained_len} is scaled "
+                "by its own length, as transformers decodes; it scales a longer prompt by the "
+                f"prompt's length; --max-model-len {rope.trained_len} avoids the difference"
+            )
 
 
 def with_measured_activations(

@@ -13,7 +13,7 @@ unchanged, but its keys and queries beyond the limit are rotated by different ba
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 
 from msgspec.structs import replace
@@ -23,6 +23,7 @@ from quickstep.model.architectures import ARCHITECTURES, MODEL_TYPES, Architectu
 from quickstep.model.checkpoint.config_fields import ConfigFields, read_json
 from quickstep.model.checkpoint.gguf_file import is_gguf
 from quickstep.model.checkpoint.gguf_spec import gguf_config
+from quickstep.model.checkpoint.source import reading_checkpoint
 from quickstep.model.decoder_spec import (
     LongContext,
     ModelSpec,
@@ -33,6 +34,7 @@ from quickstep.model.rope_spec import RopeKind, RopeSpec
 __all__ = ["parse_spec", "read_config", "read_spec", "with_context"]
 
 _QUANTIZATION_KEYS = ("quantization_config", "compression_config")
+_MOST_LAYERS = 10_000  # a damaged count would keep every later step busy for hours
 _CLAMPED_SWIGLU = {"swiglu_alpha": 1.702, "swiglu_limit": 7.0}
 _ACTIVATIONS = {
     "silu": "silu",
@@ -50,6 +52,11 @@ def read_spec(path: str | Path) -> ModelSpec:
         ConfigError: No readable config, an unknown architecture, or a feature that is not
             implemented.
     """
+    with reading_checkpoint(path):
+        return _read_spec(path)
+
+
+def _read_spec(path: str | Path) -> ModelSpec:
     config = read_config(path)
     if is_gguf(path):
         # llama.cpp adds Gemma's offset to the norms' weights
@@ -98,8 +105,18 @@ def parse_spec(config: Mapping[str, object]) -> ModelSpec:
         values.pop(key, None)
     fields = ConfigFields(values, architecture.defaults, "config.json")
     spec = _read_decoder(fields, architecture, name)
-    fields.refuse_unread(architecture.neutral)
-    return replace(spec, notes=_notes(config, name))
+    foreign = fields.foreign(architecture.neutral)
+    return replace(spec, notes=(*_notes(config, name), *_notes_on(spec, foreign)))
+
+
+def _notes_on(spec: ModelSpec, foreign: Sequence[str]) -> Iterator[str]:
+    if foreign:
+        yield f"config.json's {', '.join(foreign)} are no part of the architecture and not used"
+    for factor in sorted({rope.attn_factor for rope in spec.ropes if rope.attn_factor != 1.0}):
+        yield (
+            f"rope scaling's attn_factor {factor:g} multiplies YaRN's own scale, as in vLLM and "
+            "llama.cpp (transformers ignores it)"
+        )
 
 
 def _notes(config: Mapping[str, object], name: str) -> tuple[str, ...]:
@@ -135,6 +152,10 @@ def _read_decoder(fields: ConfigFields, entry: Architecture, name: str) -> Model
             f"config.json has {num_heads} query heads, not a multiple of {num_kv_heads} kv heads"
         )
     num_layers = fields.integer("num_hidden_layers")
+    if num_layers > _MOST_LAYERS:
+        raise ConfigError(
+            f"{fields.source} has {num_layers} layers; at most {_MOST_LAYERS} are read"
+        )
     ropes = entry.ropes(fields, num_layers, head_size)
     windows = entry.windows(fields, num_layers)
     bias = fields.flag(entry.bias_key) if entry.bias_key else False

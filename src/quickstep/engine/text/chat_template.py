@@ -27,6 +27,7 @@ from quickstep.engine.tool_calls.formats import OutputFormats, formats_of
 from quickstep.errors import ConfigError, RequestError
 from quickstep.model.checkpoint.config_fields import read_json
 from quickstep.model.checkpoint.gguf_file import is_gguf
+from quickstep.model.checkpoint.source import reading_checkpoint
 
 __all__ = ["ChatTemplate", "Message", "find_templates"]
 
@@ -118,8 +119,9 @@ class ChatTemplate:
         limit_s: float = 1.0,
     ) -> ChatTemplate | None:
         """The templates of the checkpoint directory `path`; None if it has none."""
-        templates = find_templates(path)
-        return cls(templates, special_tokens, now, limit_s=limit_s) if templates else None
+        with reading_checkpoint(path):
+            templates = find_templates(path)
+            return cls(templates, special_tokens, now, limit_s=limit_s) if templates else None
 
     @property
     def source(self) -> str:

@@ -73,16 +73,36 @@ _TEKKEN = _Split(
     True,
     True,
 )
+_GPT4O = _Split(
+    (
+        rf"[^\r\n\p{{L}}\p{{N}}]?{_UPPER}*{_LOWER}+{_CONTRACTIONS}?"
+        rf"|[^\r\n\p{{L}}\p{{N}}]?{_UPPER}+{_LOWER}*{_CONTRACTIONS}?"
+        rf"|\p{{N}}{{1,3}}| ?[^\s\p{{L}}\p{{N}}]+[\r\n/]*|\s*[\r\n]+|\s+(?!\S)|\s+",
+    ),
+)
+_DIGIT_GPT2 = _Split((r"\p{N}", _GPT2))
 _SPLITS: Mapping[str, _Split] = MappingProxyType(
     {
         "default": _Split((r"[\p{P}\$\+<=>\^~\|]+", _GPT2, r"\p{N}+", "[0-9][0-9][0-9]")),
         "gpt-2": _Split((_GPT2,)),
-        "smollm": _Split((r"\p{N}", _GPT2)),
+        "phi-2": _Split((_GPT2,)),
+        "smollm": _DIGIT_GPT2,
+        "starcoder": _DIGIT_GPT2,
+        "refact": _DIGIT_GPT2,
+        "command-r": _DIGIT_GPT2,
         "llama-bpe": _LLAMA3,
         "llama3": _LLAMA3,
         "llama-v3": _LLAMA3,
+        "falcon3": _LLAMA3,
+        "pixtral": _LLAMA3,
+        "smaug-bpe": _Split(_LLAMA3.expressions),
+        "dbrx": _Split(_LLAMA3.expressions),
         "qwen2": _QWEN2,
         "deepseek-r1-qwen": _QWEN2,
+        "megrez": _QWEN2,
+        "gpt-4o": _GPT4O,
+        "llama4": _GPT4O,
+        "kanana2": _GPT4O,
         "tekken": _TEKKEN,
     }
 )

@@ -1,7 +1,7 @@
 """Text to token ids and back, over the `tokenizers` library and the checkpoint's own files.
 
-Reads `tokenizer.json` (model, normaliser, post-processor, decoder), `tokenizer_config.json`
-(special tokens) and `generation_config.json` / `config.json` (end tokens). The post-processor
+Reads `tokenizer.json` (model, normaliser, post-processor, decoder), added and special tokens from
+the files next to it, and end tokens (`special_tokens`). The post-processor
 decides whether a beginning token is added. Used by the engine, the detokenizer and the server;
 read-only after `open`, so any thread may call it. Never loads `transformers`.
 """
@@ -20,10 +20,16 @@ from typing import Any
 import msgspec
 from tokenizers.tokenizers import Tokenizer as Library
 
+from quickstep.engine.text.special_tokens import (
+    add_tokens,
+    end_token_ids,
+    read_declared_tokens,
+)
 from quickstep.engine.text.tokenizer_process import TokenizerProcess
 from quickstep.errors import ConfigError, RequestError
 from quickstep.model.checkpoint.config_fields import read_json
 from quickstep.model.checkpoint.gguf_file import is_gguf
+from quickstep.model.checkpoint.source import reading_checkpoint
 
 __all__ = ["LONG_CHARS", "DecoderKind", "Tokenizer"]
 
@@ -94,6 +100,11 @@ class Tokenizer:
         Raises:
             ConfigError: A file is missing or cannot be read.
         """
+        with reading_checkpoint(path):
+            return cls._open(path, process)
+
+    @classmethod
+    def _open(cls, path: Path, process: TokenizerProcess | None) -> Tokenizer:
         if is_gguf(path):
             from quickstep.engine.text.gguf_tokenizer import read_gguf_tokenizer
 
@@ -109,9 +120,10 @@ class Tokenizer:
             library = Library.from_file(str(file))
         except Exception as error:  # the library raises bare Exception
             raise ConfigError(f"{file} cannot be read: {error}") from error
-        special_tokens = _special_tokens(read_json(path / "tokenizer_config.json"))
-        eos_token_ids = _eos_token_ids(path, library, special_tokens)
-        return cls(library, eos_token_ids, special_tokens, process)
+        declared = read_declared_tokens(path)
+        add_tokens(library, declared.added, _model_vocabulary(path))
+        ends = end_token_ids(path, library, declared.named)
+        return cls(library, ends, declared.named, process)
 
     @property
     def vocab_size(self) -> int:
@@ -318,32 +330,15 @@ def _spells_every_byte(
     return len(set(spellings) & vocabulary.keys()) == _NUM_BYTES
 
 
-def _special_tokens(config: Mapping[str, Any]) -> dict[str, str]:
-    """Named special tokens; a value is a string or an added token written out as an object."""
-    named = {}
-    for name, value in config.items():
-        text = value.get("content") if isinstance(value, dict) else value
-        if name.endswith("_token") and isinstance(text, str):
-            named[name] = text
-    return named
-
-
-def _eos_token_ids(path: Path, library: Any, special_tokens: Mapping[str, str]) -> set[int]:
-    """The generation config's end tokens (else the config's), and the tokenizer's own."""
-    ids: set[int] = set()
+def _model_vocabulary(path: Path) -> int | None:
+    """The width of the model's logits, if the config has it."""
     config = read_json(path / "config.json")
-    sections = [read_json(path / "generation_config.json"), config, config.get("text_config", {})]
-    for section in sections:
-        value = section.get("eos_token_id")
-        if value is not None:
-            ids.update(value if isinstance(value, list) else [value])
-            break
-    eos_token = special_tokens.get("eos_token")
-    if eos_token is not None:
-        token_id = library.token_to_id(eos_token)
-        if token_id is not None:
-            ids.add(token_id)
-    return ids
+    inner = config.get("text_config")
+    for section in (config, inner if isinstance(inner, Mapping) else {}):
+        value = section.get("vocab_size")
+        if isinstance(value, int):
+            return value
+    return None
 
 
 def _decoder_steps(decoder: Mapping[str, Any] | None) -> list[str]:

@@ -27,7 +27,7 @@ from quickstep.model.adapters.lora_modules import (
 )
 from quickstep.model.adapters.peft_config import CONFIG_FILE, PEFTConfig, read_peft_config
 from quickstep.model.checkpoint.safetensors_files import TensorFiles, open_tensor_file
-from quickstep.model.checkpoint.source import bundled_adapter
+from quickstep.model.checkpoint.source import bundled_adapter, reading_checkpoint
 from quickstep.model.checkpoint.tensor_reader import STORED_DTYPES
 from quickstep.model.decoder_spec import ModelSpec
 from quickstep.ops.table import LoRAPart
@@ -144,6 +144,10 @@ class AdapterCheckpoint(msgspec.Struct, frozen=True):
 
         `base_biases` are those of `lora_modules.base_biases`: a part adds the difference.
         """
+        with reading_checkpoint(self.directory):
+            return self._read(dtype, base_biases)
+
+    def _read(self, dtype: DType, base_biases: Mapping[int, Array]) -> LoRAWeights:
         modules: list[list[LoRAPart]] = [[] for _ in range(self.num_modules)]
         digest = blake2b(digest_size=16)
         for target in self.targets:
@@ -217,6 +221,13 @@ def open_adapter(
     Raises:
         ConfigError: One sentence with the first thing that is wrong.
     """
+    with reading_checkpoint(directory):
+        return _open_adapter(directory, spec, max_rank, roots)
+
+
+def _open_adapter(
+    directory: str | Path, spec: ModelSpec, max_rank: int, roots: Sequence[Path] | None
+) -> AdapterCheckpoint:
     if not spec.native:
         raise ConfigError(
             f"{spec.architecture} runs through transformers, where adapters are not supported"
@@ -238,6 +249,7 @@ def open_adapter(
             )
         raise ConfigError(f"{path} holds no {WEIGHTS_FILE}, so there are no weights to load")
     files = open_tensor_file(weights)
+    _check_vocabulary(weights, files, spec)
     targets = _find_targets(weights, files, config, spec)
     for target in targets:
         _check_target(weights, files, target, max_rank)
@@ -252,6 +264,25 @@ def _check_place(file: Path, roots: Sequence[Path] | None) -> None:
         raise ConfigError(
             f"{file} leads outside of the directories that adapters may be loaded from"
         )
+
+
+def _check_vocabulary(weights: Path, files: TensorFiles, spec: ModelSpec) -> None:
+    """Raise ConfigError for an adapter that was trained with a vocabulary of another size."""
+    known = lora_modules(spec)
+    for name, tensor in files.tensors.items():
+        found = _BASE_COPY.fullmatch(name) or _TENSOR.fullmatch(name)
+        module = None if found is None else _known_module(found["module"], known, spec)
+        if module not in _TIED or len(tensor.shape) != 2:
+            continue
+        axis = 1 if name.endswith("lora_embedding_A") else 0
+        inner = ("lora_A.weight", "lora_embedding_B")  # of the rank and the hidden size
+        size = tensor.shape[axis]
+        if not name.endswith(inner) and size != spec.vocab_size:
+            raise ConfigError(
+                f"{weights} was trained with a vocabulary of {size} tokens (tensor {name!r} of "
+                f"shape {list(tensor.shape)}), the base model has {spec.vocab_size}; serve a base "
+                "model whose embeddings were resized as in training, or train without new tokens"
+            )
 
 
 def _find_targets(

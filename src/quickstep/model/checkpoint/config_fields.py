@@ -7,7 +7,8 @@ Used by `architectures.py` and `rope_spec.py`. A key counts as honoured once it 
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping, Sequence
+import re
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -34,10 +35,32 @@ _HARMLESS_NAMES = """
     tie_encoder_decoder embd_pdrop resid_pdrop
 """
 _HARMLESS = frozenset(_HARMLESS_NAMES.split())
-_HARMLESS_PREFIXES = ("_", "unsloth_", "mergekit")
+# of other programs, and of other modalities than text
+_HARMLESS_PREFIXES = ("_", "unsloth_", "mergekit", "vision_", "image_", "video_", "audio_", "mm_")
 # Keys at which the config classes of transformers replace a null by the family's default. A null
 # `head_dim` or `num_key_value_heads` follows from other sizes (`spec.py`); other nulls are values.
 _NULL_IS_ABSENT = frozenset({"rope_parameters"})
+# Words of names with which a forward pass may be described. A key with none of them was written by
+# another program for itself, and no token depends on it (docs/design/0050).
+_COMPUTING_NAMES = """
+    act add ahead alpha altup apply beta bias block blocks bottleneck cap causal clamp clip context
+    cross d decay deep delta dense depth dim dims disable divisor dt emb enable eps expand ff ffn
+    fourier func gate gated gating group groups hc head heads hyper index indexer init inner
+    interval is kda key keys kv legacy loops mem memory mix mla mlp moe mtp mul mult n nope ntk
+    offset offsets order parallel period pos q qk qkv query rank rel relu replace rms rnn rot
+    segment share shared silu size sizes skip sparse ssm state states stride theta tie tied time
+    topk transform use value values width with yarn
+"""
+_COMPUTING_WORDS = frozenset(_COMPUTING_NAMES.split())
+_COMPUTING_PARTS = (
+    *("activation", "adapter", "alibi", "attention", "attn", "chunk", "conv", "cutoff", "decoder"),
+    *("embed", "embd", "encoder", "epsilon", "expert", "factor", "feedforward", "gelu", "hidden"),
+    *("interleav", "intermediate", "kernel", "layer", "linear", "logit", "lora", "mamba", "mask"),
+    *("mscale", "multipl", "mup", "norm", "pattern", "position", "proj", "quant", "recurrent"),
+    *("resid", "rope", "rotary", "rout", "scal", "scor", "slid", "softcap", "softmax", "spars"),
+    *("swiglu", "temperature", "window"),
+)
+_WORD = re.compile(r"[a-z]+|[A-Z][a-z]*")
 _HARMLESS_SUFFIXES = ("_dropout", "_loss_coef", "_version", "jitter_noise")
 
 
@@ -51,7 +74,7 @@ def read_json(file: Path) -> dict[str, Any]:
         content = json.loads(file.read_text(encoding="utf-8"))
     except (FileNotFoundError, NotADirectoryError):  # the latter below a GGUF file
         return {}
-    except (OSError, ValueError) as error:
+    except (OSError, ValueError, RecursionError) as error:
         raise ConfigError(f"{file} cannot be read as JSON: {error}") from None
     if not isinstance(content, dict):
         raise ConfigError(f"{file} must hold a JSON object, it holds a {type(content).__name__}")
@@ -150,6 +173,22 @@ class ConfigFields:
 
         Falsy values switch a feature off and pass; so do `neutral` ones, by key and value.
         """
+        for name in self._unread(neutral):
+            raise self._not_implemented(name)
+
+    def foreign(self, neutral: Mapping[str, object]) -> tuple[str, ...]:
+        """As `refuse_unread`, but keys whose names have no word of a computation are accepted.
+
+        Returns:
+            Those, which the reader has no use for.
+        """
+        names = tuple(self._unread(neutral))
+        for name in names:
+            if _may_compute(name):
+                raise self._not_implemented(name)
+        return names
+
+    def _unread(self, neutral: Mapping[str, object]) -> Iterator[str]:
         for name, value in self._values.items():
             if name in self._read or name in _HARMLESS or not value:
                 continue
@@ -157,10 +196,14 @@ class ConfigFields:
                 continue
             if name in neutral and neutral[name] == value:
                 continue
-            raise ConfigError(
-                f"{self.source} sets {name!r} to {value!r}, which Quickstep does not implement for "
-                "this architecture; remove the key only if it does not change the computation"
-            )
+            yield name
+
+    def _not_implemented(self, name: str) -> ConfigError:
+        return ConfigError(
+            f"{self.source} sets {name!r} to {self._values[name]!r}, which Quickstep does not "
+            "implement for this architecture; remove the key only if it does not change the "
+            "computation"
+        )
 
     def _missing(self, name: str) -> ConfigError:
         does = f"sets {name!r} to null" if name in self._values else f"lacks {name!r}"
@@ -168,3 +211,15 @@ class ConfigFields:
 
     def _wrong(self, name: str, value: object, expected: str) -> ConfigError:
         return ConfigError(f"{self.source} sets {name!r} to {value!r}, it must be {expected}")
+
+
+def _may_compute(name: str) -> bool:
+    """Whether a forward pass could read a key of this name. One with a dot is in another program's
+    namespace; `flash` chooses a kernel, not a result.
+    """
+    if "." in name or "flash" in name:
+        return False
+    words = [word.lower() for word in _WORD.findall(name)]
+    if not _COMPUTING_WORDS.isdisjoint(words):
+        return True
+    return any(part in name.lower() for part in _COMPUTING_PARTS)

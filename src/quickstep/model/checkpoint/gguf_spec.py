@@ -57,7 +57,31 @@ _OUTER = {
     "output": "lm_head",
     "output_norm": "model.norm",
 }
-_MOST_LAYERS = 10_000  # a damaged count would keep every later step busy for hours
+_SCALING_TYPES = ("none", "linear", "yarn", "longrope")
+# tensor -> the keys of a config's rope_scaling that it holds
+_DIVISORS: Mapping[str, tuple[str, ...]] = MappingProxyType(
+    {
+        "rope_freqs.weight": ("short_factor", "long_factor"),
+        "rope_factors_short.weight": ("short_factor",),
+        "rope_factors_long.weight": ("long_factor",),
+    }
+)
+# llama.cpp reads these for other architectures only.
+_WITHOUT_EFFECT = (
+    "rope.scaling.yarn_ext_factor",
+    "rope.scaling.yarn_attn_factor",
+    "rope.scaling.yarn_beta_fast",
+    "rope.scaling.yarn_beta_slow",
+    "rope.dimension_sections",
+    "attention.layer_norm_epsilon",
+)
+_NEUTRAL: Mapping[str, object] = MappingProxyType(
+    {
+        "attention.causal": True,
+        "pooling_type": 3,  # the last token, as here
+        "tensor_data_layout": "Meta AI original pth",
+    }
+)
 _BLOCK = re.compile(r"blk\.(\d+)\.([a-z_]+)\.(weight|bias)")
 
 
@@ -70,6 +94,7 @@ class _Dialect(msgspec.Struct, frozen=True):
     parts: Mapping[str, str] = msgspec.field(default_factory=lambda: _STANDARD_PARTS)
     activation: Mapping[str, object] = msgspec.field(default_factory=lambda: {"hidden_act": "silu"})
     window: bool = False
+    window_base: bool = False  # layers with a window have frequencies of their own
     softcaps: bool = False
     scores_layers: int | None = None
 
@@ -82,8 +107,17 @@ _DIALECTS: Mapping[str, _Dialect] = MappingProxyType(
         "qwen2": _Dialect("Qwen2ForCausalLM"),
         "qwen3": _Dialect("Qwen3ForCausalLM"),
         "phi3": _Dialect("Phi3ForCausalLM", _PHI_PARTS, window=True),
-        "gemma2": _Dialect("Gemma2ForCausalLM", _GEMMA_PARTS, _GELU, True, True, 46),
-        "gemma3": _Dialect("Gemma3ForCausalLM", _GEMMA_PARTS, _GELU, True, False, 62),
+        "gemma2": _Dialect(
+            "Gemma2ForCausalLM", _GEMMA_PARTS, _GELU, window=True, softcaps=True, scores_layers=46
+        ),
+        "gemma3": _Dialect(
+            "Gemma3ForCausalLM",
+            _GEMMA_PARTS,
+            _GELU,
+            window=True,
+            window_base=True,
+            scores_layers=62,
+        ),
     }
 )
 
@@ -102,13 +136,15 @@ def gguf_config(path: Path) -> dict[str, object]:
     config[GGUF_ARCHITECTURE] = name
     _read_rope(file, fields, config)
     if dialect.window:
-        config["sliding_window"] = fields.optional_integer("attention.sliding_window")
+        _read_windows(fields, config, dialect)
     if dialect.softcaps:
         for ours, theirs in (("attn", "attn_logit"), ("final", "final_logit")):
             config[f"{ours}_logit_softcapping"] = _number(fields, f"{theirs}_softcapping")
     if dialect.scores_layers is not None:
         _scale_scores(config, dialect.scores_layers)
-    fields.refuse_unread({"attention.causal": True})
+    size = config["head_dim"]
+    same = ("rope.dimension_count_swa", "attention.key_length_swa", "attention.value_length_swa")
+    fields.refuse_unread({**_NEUTRAL, **dict.fromkeys(same, size)})
     return config
 
 
@@ -148,8 +184,6 @@ def _sizes(file: GgufFile, fields: ConfigFields, dialect: _Dialect) -> dict[str,
     if head_size < 1:
         raise ConfigError(f"{file.path.name} has {heads} heads in {hidden} inputs")
     layers = fields.integer("block_count")
-    if layers > _MOST_LAYERS:
-        raise ConfigError(f"{file.path.name} has {layers} layers; at most {_MOST_LAYERS} are read")
     if value_size != head_size:
         raise ConfigError(
             f"{file.path.name} has keys of {head_size} and values of {value_size}, they must agree"
@@ -197,29 +231,72 @@ def _read_rope(file: GgufFile, fields: ConfigFields, config: dict[str, object]) 
     trained = fields.optional_integer("rope.scaling.original_context_length")
     if config["architectures"] == ["Phi3ForCausalLM"]:
         config["original_max_position_embeddings"] = trained or config["max_position_embeddings"]
-    scaling: dict[str, object] = {
-        "rope_type": fields.text("rope.scaling.type") or "none",
-        "factor": _number(fields, "rope.scaling.factor"),
-        "original_max_position_embeddings": trained,
-        "attention_factor": _number(fields, "rope.scaling.attn_factor"),
-    }
     fields.flag("rope.scaling.finetuned")
-    divisors: dict[str, tuple[str, ...]] = {
-        "rope_freqs.weight": ("short_factor", "long_factor"),
-        "rope_factors_short.weight": ("short_factor",),
-        "rope_factors_long.weight": ("long_factor",),
+    scaling = _read_scaling(file, fields, (dim or int(str(head_size))) // 2)
+    if scaling:
+        length = trained or config["max_position_embeddings"]
+        config["rope_scaling"] = {"original_max_position_embeddings": length} | scaling
+
+
+def _read_scaling(file: GgufFile, fields: ConfigFields, num_pairs: int) -> dict[str, object]:
+    """What llama.cpp computes from the scaling keys, as a config's `rope_scaling`.
+
+    Its angles are position / (factor * divisor); without a type the type is linear, `none` has no
+    factor. `attn_factor` multiplies cos and sin for every type, in addition to YaRN's own scale;
+    longrope has no scale of its own. Keys for details of YaRN (`yarn_ext_factor`, ...), which its
+    converter writes, have no effect on the architectures that are read here.
+    """
+    kind = fields.text("rope.scaling.type") or "linear"
+    if kind not in _SCALING_TYPES:
+        raise ConfigError(
+            f"{fields.source} asks for rope scaling {kind!r}; supported are "
+            f"{', '.join(_SCALING_TYPES)}"
+        )
+    old_factor = _number(fields, "rope.scale_linear")
+    factor = _number(fields, "rope.scaling.factor") or old_factor or 1.0
+    factor = 1.0 if kind == "none" else factor
+    scale = _number(fields, "rope.scaling.attn_factor") or 1.0
+    for key in _WITHOUT_EFFECT:
+        fields.value(key)
+    divisors = {
+        key: [factor * one for one in _floats(file.tensors[tensor])]
+        for tensor, keys in _DIVISORS.items()
+        if tensor in file.tensors
+        for key in keys
     }
-    for tensor, keys in divisors.items():
-        if tensor in file.tensors:
-            scaling |= dict.fromkeys(keys, _floats(file.tensors[tensor]))
-            scaling["rope_type"] = "longrope"
-    if "rope_freqs.weight" in file.tensors:
-        scaling["attention_factor"] = 1.0
-        scaling.pop("factor")
-        if scaling["original_max_position_embeddings"] is None:
-            scaling["original_max_position_embeddings"] = config["max_position_embeddings"]
-    if scaling["rope_type"] != "none":
-        config["rope_scaling"] = {k: v for k, v in scaling.items() if v is not None}
+    if kind == "yarn" and not divisors:
+        return {"rope_type": "yarn", "factor": factor, "attn_factor": scale}
+    if kind == "yarn":
+        raise ConfigError(f"{file.path.name} has both YaRN and a tensor of rotary divisors")
+    if not divisors and scale != 1.0:  # no type of a config has such a scale but this one
+        divisors = dict.fromkeys(("short_factor", "long_factor"), [factor] * num_pairs)
+    if divisors:
+        return {"rope_type": "longrope", "factor": 1.0, "attention_factor": scale, **divisors}
+    return {} if factor == 1.0 else {"rope_type": "linear", "factor": factor}
+
+
+def _read_windows(fields: ConfigFields, config: dict[str, object], dialect: _Dialect) -> None:
+    """Layers with a window: which ones they are, and the base of their frequencies."""
+    config["sliding_window"] = fields.optional_integer("attention.sliding_window")
+    pattern = fields.value("attention.sliding_window_pattern")
+    layers = range(int(str(config["num_hidden_layers"])))
+    if isinstance(pattern, int) and not isinstance(pattern, bool):
+        has_window = [pattern == 0 or (i + 1) % pattern != 0 for i in layers]
+        config["layer_types"] = list(map(_layer_type, has_window))
+    elif isinstance(pattern, tuple):
+        config["layer_types"] = list(map(_layer_type, pattern))
+    base = _number(fields, "rope.freq_base_swa")
+    if dialect.window_base:
+        config["rope_local_base_freq"] = base or 10_000.0
+    elif base is not None and base != config["rope_theta"]:
+        raise ConfigError(
+            f"{fields.source} sets 'rope.freq_base_swa' to {base:g} and 'rope.freq_base' to "
+            f"{config['rope_theta']}; this architecture has one base"
+        )
+
+
+def _layer_type(has_window: object) -> str:
+    return "sliding_attention" if has_window else "full_attention"
 
 
 def _scale_scores(config: dict[str, object], layers_of_exception: int) -> None:

@@ -12,19 +12,24 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from io import FileIO, RawIOBase
 from pathlib import Path
+from types import MappingProxyType
 
 import msgspec
 
 from quickstep.errors import ConfigError
+from quickstep.model.checkpoint.config_fields import read_json
 
 __all__ = ["StoredTensor", "TensorFiles", "open_tensor_file", "open_tensor_files"]
 
-_ITEM_SIZES = {"F64": 8, "F32": 4, "F16": 2, "BF16": 2, "I64": 8, "I32": 4, "U8": 1, "BOOL": 1}
-_ITEM_SIZES |= {"I16": 2, "I8": 1, "U16": 2, "U32": 4, "U64": 8, "F8_E4M3": 1, "F8_E5M2": 1}
+# Bits of an element, of every type that the safetensors library reads.
+_BITS = {"BOOL": 8, "U8": 8, "I8": 8, "I16": 16, "U16": 16, "I32": 32, "U32": 32, "I64": 64}
+_BITS |= {"U64": 64, "F16": 16, "BF16": 16, "F32": 32, "F64": 64, "C64": 64}
+_BITS |= {"F8_E4M3": 8, "F8_E5M2": 8, "F8_E8M0": 8, "F8_E4M3FNUZ": 8, "F8_E5M2FNUZ": 8}
+_BITS |= {"F4": 4, "F6_E2M3": 6, "F6_E3M2": 6}
 _MAX_HEADER_BYTES = 100 * 2**20  # the format's own limit
 _PICKLES = ("*.bin", "*.pt", "*.pth", "*.ckpt", "*.pkl")
 
@@ -73,16 +78,22 @@ def open_tensor_files(path: str | Path) -> TensorFiles:
     Raises:
         ConfigError: No safetensors, a missing shard, or a truncated or corrupt file.
     """
+    shards = _shards(Path(path))
     tensors: dict[str, StoredTensor] = {}
     headers: list[bytes] = []
-    for file in _shards(Path(path)):
+    for file in shards.files:
         header = _read_header(file)
         headers.append(header)
-        found = _parse_header(file, header)
-        twice = next((name for name in found if name in tensors), None)
-        if twice is not None:
-            raise ConfigError(f"tensor {twice!r} is both in {tensors[twice].file} and in {file}")
-        tensors.update(found)
+        for name, tensor in _parse_header(file, header).items():
+            other = tensors.get(name)
+            listed = shards.place_of.get(name)
+            if other is None or listed == file.name:
+                tensors[name] = tensor
+            elif listed != other.file.name:
+                raise ConfigError(
+                    f"tensor {name!r} is both in {other.file} and in {file}, and no index says "
+                    "which one counts"
+                )
     return TensorFiles(tensors, tuple(headers))
 
 
@@ -120,14 +131,21 @@ def _fill(stream: RawIOBase, destination: memoryview) -> int:
     return filled
 
 
-def _shards(path: Path) -> list[Path]:
+class _Shards(msgspec.Struct, frozen=True):
+    """The files of a checkpoint; `place_of` is the index: the name of each tensor's file."""
+
+    files: Sequence[Path]
+    place_of: Mapping[str, object] = MappingProxyType({})
+
+
+def _shards(path: Path) -> _Shards:
     index = path / "model.safetensors.index.json"
     if index.is_file():
         return _indexed_shards(index)
     single = path / "model.safetensors"
     files = [single] if single.is_file() else sorted(path.glob("*.safetensors"))
     if files:
-        return files
+        return _Shards(files)
     pickles = [file.name for pattern in _PICKLES for file in sorted(path.glob(pattern))]
     if pickles:
         raise ConfigError(
@@ -138,21 +156,26 @@ def _shards(path: Path) -> list[Path]:
     raise ConfigError(f"{path} holds no .safetensors file, so there are no weights to load")
 
 
-def _indexed_shards(index: Path) -> list[Path]:
+def _indexed_shards(index: Path) -> _Shards:
     try:
-        names = set(json.loads(index.read_text(encoding="utf-8"))["weight_map"].values())
-    except (OSError, ValueError, KeyError, AttributeError, TypeError) as error:
-        raise ConfigError(f"{index} is not a safetensors index: {error!r}") from None
-    files = [index.parent / str(name) for name in sorted(names)]
+        place_of = read_json(index).get("weight_map")
+    except ConfigError as error:
+        raise ConfigError(f"{index.name} is not a safetensors index: {error}") from None
+    if not isinstance(place_of, Mapping) or not place_of:
+        raise ConfigError(f"{index} is not a safetensors index: it has no weight_map")
+    files = [index.parent / name for name in sorted(set(map(str, place_of.values())))]
     outside = next((file for file in files if file.parent != index.parent), None)
     if outside is not None:
         raise ConfigError(f"{index} names {outside}, outside of the checkpoint's directory")
     missing = next((file for file in files if not file.is_file()), None)
+    single = index.parent / "model.safetensors"
+    if single.is_file() and not any(file.is_file() for file in files):
+        return _Shards([single])  # the index is of an earlier form of the checkpoint
     if missing is not None:
         raise ConfigError(
             f"{missing} is missing, although {index.name} lists it; download the checkpoint again"
         )
-    return files
+    return _Shards(files, place_of)
 
 
 def _read_header(file: Path) -> bytes:
@@ -173,9 +196,10 @@ def _parse_header(file: Path, header: bytes) -> dict[str, StoredTensor]:
         entries.pop("__metadata__", None)
         start = 8 + len(header)
         tensors = [_stored(file, start, name, entry) for name, entry in entries.items()]
-    except (ValueError, KeyError, TypeError, AttributeError) as error:
+    except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
         raise _corrupt(file, f"its header is not readable ({error!r})") from None
-    tensors.sort(key=lambda tensor: tensor.offset)
+    # as the library has them: an empty tensor comes before one that begins at the same place
+    tensors.sort(key=lambda tensor: (tensor.offset, tensor.nbytes))
     end = start
     for tensor in tensors:
         if tensor.offset != end:
@@ -196,7 +220,12 @@ def _stored(file: Path, start: int, name: str, entry: Mapping[str, object]) -> S
     if not all(type(n) is int and n >= 0 for n in (*shape, *offsets)):
         raise ValueError(f"tensor {name!r} has a negative size")
     nbytes = offsets[1] - offsets[0]
-    if nbytes != math.prod(shape) * _ITEM_SIZES[str(dtype)]:
+    if dtype not in _BITS:
+        raise ConfigError(
+            f"{file} stores tensor {name!r} as {dtype!r}, which is not supported; known are "
+            f"{', '.join(_BITS)}"
+        )
+    if 8 * nbytes != math.prod(shape) * _BITS[str(dtype)]:
         raise ValueError(f"tensor {name!r} has {nbytes} bytes for shape {shape} in {dtype}")
     return StoredTensor(name, str(dtype), tuple(shape), file, start + offsets[0], nbytes)
 

@@ -1,18 +1,22 @@
 """Where a checkpoint is: a directory, a GGUF file, the bundled `demo`, or a hub id.
 
 Called once at start-up. Downloads only configs, safetensors and tokenizer files; never a pickle
-and never code. With `offline` nothing touches the network.
+and never code. With `offline` nothing touches the network. Also the boundary around everything that
+reads a checkpoint, `reading_checkpoint`.
 """
 
 from __future__ import annotations
 
+import logging
 import re
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 import msgspec
 
 from quickstep.config import LoadConfig
-from quickstep.errors import ConfigError
+from quickstep.errors import ConfigError, QuickstepError
 from quickstep.model.checkpoint.gguf_file import is_gguf
 
 __all__ = [
@@ -21,7 +25,10 @@ __all__ = [
     "bundled_drafts",
     "find_checkpoint",
     "local_checkpoint",
+    "reading_checkpoint",
 ]
+
+_LOGGER = logging.getLogger(__name__)
 
 _PATTERNS = ["*.json", "*.safetensors", "*.model", "*.tiktoken", "*.jinja", "*.txt"]
 # a second copy of the weights, and everything in folders (other formats, training state)
@@ -40,6 +47,24 @@ class Checkpoint(msgspec.Struct, frozen=True):
 
     path: Path
     name: str
+
+
+@contextmanager
+def reading_checkpoint(path: str | Path) -> Iterator[None]:
+    """The boundary of reading a user's files: what a library raises inside becomes a ConfigError.
+
+    Every function that reads a part of a checkpoint for its callers (spec, weights, tokenizer,
+    template, adapter) has its body in this. Assertions, which state our own invariants, pass.
+    """
+    try:
+        yield
+    except (QuickstepError, AssertionError):
+        raise
+    except Exception as error:
+        _LOGGER.debug("%s cannot be loaded", path, exc_info=True)
+        lines = str(error).strip().splitlines()
+        reason = f"{type(error).__name__}: {lines[0]}" if lines else type(error).__name__
+        raise ConfigError(f"{path} cannot be loaded: {reason}") from error
 
 
 def find_checkpoint(load: LoadConfig) -> Checkpoint:
@@ -63,7 +88,8 @@ def find_checkpoint(load: LoadConfig) -> Checkpoint:
             f"{name} is neither a file nor a directory nor an id of the hub; {_IDS_LOOK_LIKE}"
         )
     try:
-        return Checkpoint(_download(load), name)
+        with reading_checkpoint(name):
+            return Checkpoint(_download(load), name)
     except ConfigError as error:
         if "/" in name:
             raise

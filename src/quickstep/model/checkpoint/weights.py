@@ -1,22 +1,30 @@
 """A checkpoint's tensors against its spec: which there must be, in which form they are stored.
 
-`open_weights` reads only headers. The loader checks and reads tensors through it; the assembly
-learns how many bytes the weights will need before anything large is read.
+`open_weights` reads only headers, and returns only what it has checked: every tensor is there, in
+the right shape and type. The loader reads tensors through it; the assembly learns how many bytes
+the weights will need before anything large is read.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+import re
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 import msgspec
 
 from quickstep.errors import ConfigError
-from quickstep.model.checkpoint.gguf_file import is_gguf
+from quickstep.model.checkpoint.gguf_file import BLOCKS, is_gguf
 from quickstep.model.checkpoint.gguf_spec import gguf_tensor_files
-from quickstep.model.checkpoint.safetensors_files import TensorFiles, open_tensor_files
+from quickstep.model.checkpoint.safetensors_files import (
+    StoredTensor,
+    TensorFiles,
+    open_tensor_files,
+)
+from quickstep.model.checkpoint.source import reading_checkpoint
+from quickstep.model.checkpoint.tensor_reader import STORED_DTYPES
 from quickstep.model.checkpoint.tensor_schema import Shapes, layer_tensors, outer_tensors
 from quickstep.model.decoder_spec import ModelSpec
 from quickstep.model.formats.detect import find_storage, quantization_config
@@ -27,7 +35,24 @@ from quickstep.model.spec import read_config
 if TYPE_CHECKING:
     from quickstep.model.formats.storage import MatrixStorage
 
-__all__ = ["CheckpointWeights", "DecoderNames", "open_checkpoint_files", "open_weights"]
+__all__ = [
+    "CheckpointWeights",
+    "DecoderNames",
+    "open_checkpoint_files",
+    "open_weights",
+    "some_tensors",
+]
+
+# Parts of a quantized matrix, as the formats that are read and some others call them.
+_QUANTIZED_PARTS = re.compile(
+    r".+\.(qweight|qzeros|weight_packed|weight_scale(_inv|_2)?|weight_zero_point|absmax|scales|SCB"
+    r"|biases|quant_map|weight_blocks|(gate_up_proj|down_proj)_(blocks|scales))"
+)
+# Buffers of older exports: rotary tables, causal masks, what Transformer Engine keeps.
+_BUFFERS = re.compile(r"(.+\.)?(rotary_emb\.\w+|inv_freq|masked_bias|position_ids|_extra_state)")
+# A module at the top that reads the last states next to the output projection: a trainer's head,
+# a classifier, layers that predict several tokens. No token depends on it.
+_OTHER_HEADS = re.compile(r"(model\.)?(\w*heads?\d*|score|classifier|qa_outputs|mtp\w*)\..+")
 
 # Matrices that are packed below one another: their forms become one.
 _STACKS = (("q_proj", "k_proj", "v_proj"), ("gate_proj", "up_proj"), ("w1", "w3"))
@@ -110,7 +135,8 @@ class CheckpointWeights(msgspec.Struct, frozen=True):
         expected, tensors = self.stored(), self.files.tensors
         missing = [name for name in expected if name not in tensors]
         if missing:
-            raise ConfigError(f"{what}: {_some(missing)} missing from the files")
+            hint = self._why_missing(missing)
+            raise ConfigError(f"{what}: {some_tensors(missing)} missing from the files{hint}")
         for name, shape in expected.items():
             stored = tensors[name].shape
             if stored != shape:
@@ -118,33 +144,111 @@ class CheckpointWeights(msgspec.Struct, frozen=True):
                     f"{what}: tensor {name!r} has shape {list(stored)}, config.json asks for "
                     f"{list(shape)}"
                 )
-        unexpected = [name for name in tensors if name not in expected and not self._ignored(name)]
+        plain = (name for name, shape in self.shapes.items() if self._parts(name, shape) is None)
+        for name in plain:
+            if tensors[name].dtype not in (*STORED_DTYPES, *(BLOCKS if self._in_blocks else ())):
+                raise ConfigError(
+                    f"{what}: tensor {name!r} is stored as {tensors[name].dtype}; supported are "
+                    f"{', '.join(STORED_DTYPES)}{self._without_config()}"
+                )
+        unused = [name for name in tensors if name not in expected]
+        unexpected = [name for name in unused if not self._ignored(tensors[name])]
         if unexpected:
-            raise ConfigError(f"{what}: {_some(unexpected)} not part of the architecture")
+            kinds = sorted({tensors[name].dtype for name in unexpected})
+            raise ConfigError(
+                f"{what}: {some_tensors(unexpected)} not part of the architecture (stored as "
+                f"{', '.join(kinds)}){self._without_config()}"
+            )
+
+    def unused(self) -> tuple[str, ...]:
+        """Heads and layers in the files that no token depends on, which are not read."""
+        expected = self.stored()
+        others = (name for name in self.files.tensors if name not in expected)
+        return tuple(name for name in others if self._is_beside(name))
+
+    def rounded_again(self) -> tuple[str, ...]:
+        """The matrices whose stored values no product here reads: they are rounded once more."""
+        forms = ((name, self._form(name, shape)) for name, shape in self.shapes.items())
+        return tuple(name for name, form in forms if form is not None and form.is_rounded_again)
+
+    @property
+    def _in_blocks(self) -> bool:
+        """Whether the files are GGUF's, whose types the reader of the file has checked."""
+        return self.storage is not None and self.storage.name == "gguf"
+
+    def _why_missing(self, missing: list[str]) -> str:
+        """What the files hold instead, if that shows what is wrong."""
+        without_config = self._without_config()
+        if without_config:
+            return without_config
+        ends = {name.removeprefix(self.names.prefix) for name in missing}
+        other = next(
+            (name for name in self.files.tensors for end in ends if name.endswith(f".{end}")), None
+        )
+        if other is not None and len(missing) > 1:
+            known = ", ".join(repr(prefix) for prefix in self.spec.naming.prefixes)
+            return f"; they hold {other!r}: names of the decoder begin with {known}"
+        if self.names.lm_head in missing:
+            return "; set tie_word_embeddings in config.json if the embedding is the projection"
+        return "; download the checkpoint again"
+
+    def _without_config(self) -> str:
+        """A sentence's end where tensors are quantized and the config does not say how."""
+        if self.storage is not None or self.experts is not None:
+            return ""
+        name = next((name for name in self.files.tensors if _QUANTIZED_PARTS.fullmatch(name)), None)
+        if name is None:
+            return ""
+        return (
+            f"; {name!r} belongs to a quantized matrix, and config.json has no quantization_config "
+            "that says how it is stored"
+        )
 
     def _form(self, name: str, shape: tuple[int, ...]) -> MatrixFormat | None:
         if self.storage is None or self.storage.parts(name, shape) is None:
             return None
         return self.storage.form(name, shape)
 
-    def _ignored(self, name: str) -> bool:
-        """Tensors that compute nothing here: old position buffers, a vision tower."""
-        if name.startswith(self.spec.naming.ignored) or name.endswith("rotary_emb.inv_freq"):
+    def _ignored(self, tensor: StoredTensor) -> bool:
+        """Tensors that compute nothing here: old buffers, a vision tower, another head."""
+        name = tensor.name
+        if name.startswith(self.spec.naming.ignored) or _BUFFERS.fullmatch(name):
+            return True
+        if name.endswith(".bias") and len(tensor.shape) == 4:
+            return True  # a causal mask [1, 1, n, n]; a bias of outputs has one dimension
+        if self._is_beside(name):
             return True
         return self.storage is not None and self.storage.has_no_effect(name)
+
+    def _is_beside(self, name: str) -> bool:
+        """Whether it belongs to another head, or to a layer after the last one."""
+        layer = re.match(rf"{re.escape(self.names.prefix)}layers\.(\d+)\.", name)
+        if layer is not None:
+            return int(layer[1]) >= self.spec.num_layers
+        heads = tuple(f"{head.removesuffix('.weight')}." for head in self.spec.naming.heads)
+        return _OTHER_HEADS.fullmatch(name) is not None and not name.startswith(heads)
 
 
 def open_checkpoint_files(path: str | Path) -> TensorFiles:
     """The tensors of a checkpoint directory or a GGUF file. Raises ConfigError."""
-    return gguf_tensor_files(Path(path)) if is_gguf(path) else open_tensor_files(path)
+    with reading_checkpoint(path):
+        return gguf_tensor_files(Path(path)) if is_gguf(path) else open_tensor_files(path)
 
 
 def open_weights(path: str | Path, spec: ModelSpec) -> CheckpointWeights:
     """Read what a native checkpoint holds.
 
     Raises:
-        ConfigError: The files cannot be read, or their format is not supported.
+        ConfigError: The files cannot be read, their format is not supported, or they differ from
+            the architecture.
     """
+    with reading_checkpoint(path):
+        weights = _open_weights(path, spec)
+        weights.check()
+        return weights
+
+
+def _open_weights(path: str | Path, spec: ModelSpec) -> CheckpointWeights:
     config, files = read_config(path), open_checkpoint_files(path)
     names = _names(spec, files)
     shapes = outer_tensors(spec, names.prefix, names.lm_head)
@@ -173,7 +277,8 @@ def _stack_of(name: str) -> str:
     return name if stack is None or name.endswith(".bias") else f"{start}.{stack[0]}"
 
 
-def _some(names: list[str]) -> str:
+def some_tensors(names: Sequence[str]) -> str:
+    """The subject of a sentence on tensors, with its verb."""
     if len(names) == 1:
         return f"tensor {names[0]!r} is"
     return f"{len(names)} tensors ({names[0]!r}, ...) are"

@@ -13,6 +13,7 @@ shape. This is a measurement; for native models exactness holds by construction.
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -24,6 +25,7 @@ from transformers.pytorch_utils import Conv1D
 
 from quickstep.errors import ConfigError
 from quickstep.model.checkpoint.source import Checkpoint
+from quickstep.model.checkpoint.weights import some_tensors
 from quickstep.model.decoder_spec import ModelSpec
 from quickstep.model.interface import ForwardBatch, KVShape
 from quickstep.ops.table import (
@@ -46,6 +48,8 @@ __all__ = [
     "load_fallback",
     "paged_attention_forward",
 ]
+
+_LOGGER = logging.getLogger(__name__)
 
 ATTENTION_NAME = "quickstep_paged"
 _TILE_ROWS = 16
@@ -175,19 +179,20 @@ class FixedRows(nn.Module):
         return torch.cat(tiles)[: rows.shape[0]].reshape(x.shape)
 
 
-class BodyOutput(msgspec.Struct, frozen=True):
-    """What the heads of transformers read from a body's output."""
+class BodyOutput:
+    """What the heads of transformers read from a body's output: the last states; None for the rest,
+    which heads hand on. `TransformersModel.verify` finds a head that computes with more.
+    """
 
-    last_hidden_state: Tensor
-    past_key_values: None = None
-    hidden_states: None = None
-    attentions: None = None
-    cross_attentions: None = None
-    router_logits: None = None
+    def __init__(self, last_hidden_state: Tensor) -> None:
+        self.last_hidden_state = last_hidden_state
 
-    def __getitem__(self, index: int) -> Tensor:
-        assert index == 0
-        return self.last_hidden_state
+    def __getattr__(self, name: str) -> None:
+        if name.startswith("__"):
+            raise AttributeError(name)
+
+    def __getitem__(self, index: int) -> Tensor | None:
+        return None if index else self.last_hidden_state
 
 
 class HiddenStates(nn.Module):
@@ -195,7 +200,7 @@ class HiddenStates(nn.Module):
 
     def forward(self, *_: Any, inputs_embeds: Tensor, **__: Any) -> BodyOutput:
         """Hidden states [1, E, hidden] as the body's output."""
-        return BodyOutput(last_hidden_state=inputs_embeds)
+        return BodyOutput(inputs_embeds)
 
 
 _PROBE_LEN = 24
@@ -347,8 +352,28 @@ def load_fallback(
     Raises:
         ConfigError: The architecture cannot use our attention, or computes something else with it.
     """
-    device, dtype = placement
-    causal = _open(checkpoint, spec, dtype).to(device).eval()
+    causal = _open(checkpoint, spec, placement[1]).to(placement[0]).eval()
+    try:
+        return _paged(causal, spec, ops, placement, max_model_len, fingerprint)
+    except ConfigError:
+        raise
+    except Exception as error:  # of transformers, whose parts may need anything
+        raise ConfigError(
+            f"architecture {spec.architecture!r} cannot be served through transformers "
+            f"{transformers.__version__}, its parts do not run one by one: "
+            f"{_first_line(error)}"
+        ) from error
+
+
+def _paged(
+    causal: Any,
+    spec: ModelSpec,
+    ops: OpTable,
+    placement: tuple[torch.device, torch.dtype],
+    max_model_len: int,
+    fingerprint: str,
+) -> TransformersModel:
+    device = placement[0]
     probe = torch.arange(_PROBE_LEN, device=device) * 7919 % spec.vocab_size
     with torch.no_grad():
         expected = causal(input_ids=probe.unsqueeze(0), use_cache=False).logits[0].float()
@@ -380,18 +405,28 @@ def _open(checkpoint: Checkpoint, spec: ModelSpec, dtype: torch.dtype) -> Any:
             local_files_only=True,
             output_loading_info=True,
         )
-    except (ValueError, KeyError, OSError, ImportError, RuntimeError) as error:
-        raise ConfigError(f"transformers cannot load architecture {name!r}: {error}") from None
+    except Exception as error:  # transformers raises whatever its parts do
+        raise ConfigError(
+            f"transformers cannot load architecture {name!r}: {_first_line(error)}"
+        ) from error
     causal, report = loaded
     missing = sorted(report["missing_keys"]) + sorted(str(k) for k in report["mismatched_keys"])
     if missing:
         raise ConfigError(f"the checkpoint and {name} differ: tensor {missing[0]!r} is missing")
+    unused = sorted(report["unexpected_keys"])
+    if unused:
+        _LOGGER.warning("%s not used by transformers' %s", some_tensors(unused), name)
     if not type(causal)._supports_attention_backend:
         raise ConfigError(
             f"architecture {name!r} does not let its attention be replaced in transformers "
             f"{transformers.__version__}, so it cannot be paged"
         )
     return causal
+
+
+def _first_line(error: Exception) -> str:
+    lines = str(error).strip().splitlines()
+    return f"{type(error).__name__}: {lines[0]}" if lines else type(error).__name__
 
 
 def _pack(root: nn.Module, ops: OpTable) -> None:

@@ -2,6 +2,9 @@
 
     qweight [C, N/8] int32, qzeros [C/g, N/8] int32, scales [C/g, N]; w = (q - z) * scale
 
+`modules_to_not_convert` lists modules (`gate` is `mlp.gate` and no part of `gate_proj`); the files
+show what is quantized.
+
 A word holds eight neighbouring outputs in the order 0 2 4 6 1 3 5 7, lowest bits first.
 """
 
@@ -51,7 +54,7 @@ class AwqStorage:
         module = module_of(name)
         if len(shape) != 2 or f"{module}.qweight" not in self._files.tensors:
             return None
-        kept = next((part for part in self._kept if part in module), None)
+        kept = next((part for part in self._kept if f".{part}." in f".{module}."), None)
         if kept is not None:
             raise ConfigError(
                 f"{_SOURCE} lists {kept!r} under modules_to_not_convert, but the files hold "

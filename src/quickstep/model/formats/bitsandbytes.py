@@ -88,7 +88,8 @@ class BitsAndBytesStorage:
         if blocks is None:
             return MatrixFormat(8)
         group_size = _group_size(name, blocks, shape)
-        return MatrixFormat(8, None if group_size == shape[1] else group_size, False, True)
+        group = None if group_size == shape[1] else group_size
+        return MatrixFormat(8, group, wide_scales=True, is_rounded_again=True)
 
     def read(self, name: str, shape: Shape, reader: TensorReader) -> QuantizedWeight:
         """The quantized values [N, C], about the middle."""

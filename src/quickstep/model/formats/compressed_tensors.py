@@ -52,13 +52,15 @@ _FORMATS = ("pack-quantized", "int-quantized", "naive-quantized")
 _FLOAT_FORMATS = ("float-quantized", "naive-quantized")
 _STRATEGIES = ("channel", "group", "tensor")
 _FLOAT_STRATEGIES = ("channel", "tensor", "block")
+_SCATTERING = ("group", "dynamic", True)  # of actorder; `weight` and `static` keep groups in order
 _EXPRESSION = "re:"
 
 
 class WeightScheme(msgspec.Struct, frozen=True):
     """How the weights of a group of modules are held; `group_size` None for all inputs.
 
-    `block` is that of e4m3, outputs and inputs, None for one scale per tensor or output.
+    `is_scattered`: the files must hold the order of the groups, `weight_g_idx`. `block` is that of
+    e4m3, outputs and inputs, None for one scale per tensor or output.
     """
 
     targets: tuple[str, ...]
@@ -67,6 +69,7 @@ class WeightScheme(msgspec.Struct, frozen=True):
     group_size: int | None
     is_float8: bool = False
     block: Block | None = None
+    is_scattered: bool = False
 
 
 class Schemes(msgspec.Struct, frozen=True):
@@ -152,7 +155,11 @@ def _scheme(name: str, group: object, outer_format: str) -> WeightScheme:
         return WeightScheme(targets, bits, True, None, is_float8=True, block=block)
     size = weight_fields.integer("group_size") if strategy == "group" else None
     return WeightScheme(
-        _texts(fields.sequence("targets")), bits, weight_fields.flag("symmetric"), size
+        _texts(fields.sequence("targets")),
+        bits,
+        weight_fields.flag("symmetric"),
+        size,
+        is_scattered=weight_fields.value("actorder") in _SCATTERING,
     )
 
 
@@ -220,7 +227,7 @@ class CompressedTensorsStorage:
             found[zeros] = (
                 (rows, groups) if in_words else self._scale_shape(module, outputs, groups)
             )
-        if f"{module}.weight_g_idx" in tensors:
+        if scheme.is_scattered or f"{module}.weight_g_idx" in tensors:
             found[f"{module}.weight_g_idx"] = (inputs,)
         return found
 

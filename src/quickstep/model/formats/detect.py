@@ -6,6 +6,7 @@ The formats decode with torch, so each is imported where a checkpoint has it.
 from __future__ import annotations
 
 from collections.abc import Mapping
+from types import MappingProxyType
 from typing import TYPE_CHECKING
 
 from quickstep.errors import ConfigError
@@ -13,6 +14,7 @@ from quickstep.model.checkpoint.gguf_spec import GGUF_ARCHITECTURE
 from quickstep.model.checkpoint.safetensors_files import TensorFiles
 from quickstep.model.checkpoint.tensor_reader import TensorReader
 from quickstep.model.decoder_spec import ModelSpec
+from quickstep.ops.torch_import import require_torch
 
 if TYPE_CHECKING:
     from quickstep.model.checkpoint.tensor_schema import Shapes
@@ -21,9 +23,22 @@ if TYPE_CHECKING:
 
 __all__ = ["find_storage", "open_quantized_reader", "quantization_config"]
 
-_METHODS = (
-    "compressed-tensors (int4, int8, fp8), fp8, awq, gptq, bitsandbytes, GGUF files, and mxfp4 "
-    "for gpt-oss"
+_METHODS = ("compressed-tensors", "fp8", "awq", "gptq", "bitsandbytes")
+_SUPPORTED = (
+    "compressed-tensors (int4, int8, fp8), fp8, awq, gptq (also auto-round's), bitsandbytes, GGUF "
+    "files, and mxfp4 for gpt-oss"
+)
+_AUTO_ROUND = ("auto-round", "auto_round", "intel/auto-round")
+# packing_format -> the format whose layout it is, byte for byte
+_PACKINGS = MappingProxyType(
+    {
+        "auto_round:auto_gptq": "gptq",
+        "auto_round:gptq": "gptq",
+        "auto_gptq": "gptq",
+        "auto_round:auto_awq": "awq",
+        "auto_round:awq": "awq",
+        "auto_awq": "awq",
+    }
 )
 
 
@@ -31,17 +46,52 @@ def find_storage(config: Mapping[str, object], files: TensorFiles) -> MatrixStor
     """The format of a checkpoint; None if no matrix is quantized.
 
     Raises:
-        ConfigError: A format, or a variant of one, that is not supported.
+        ConfigError: A format, or a variant of one, that is not supported; or torch is missing.
     """
     if GGUF_ARCHITECTURE in config:
+        require_torch("a checkpoint in the format gguf")
         from quickstep.model.formats.gguf import GgufStorage
 
         return GgufStorage(files)
     found = quantization_config(config)
     if not found:
         return None
+    method = _method(found)
+    if method not in _METHODS:
+        raise ConfigError(
+            f"the checkpoint is quantized by {method or 'an unnamed method'}, which is not "
+            f"supported; supported are {_SUPPORTED}"
+        )
+    require_torch(f"a checkpoint in the format {method}")
+    return _open(method, found, files)
+
+
+def _method(found: Mapping[str, object]) -> str:
+    """The format's name; files of some methods are in the layout of another one."""
     method = str(found.get("quant_method", "")).lower()
-    if method == "compressed-tensors" or (not method and "config_groups" in found):
+    if not method and "config_groups" in found:
+        return "compressed-tensors"
+    if "load_in_4bit" in found or "load_in_8bit" in found:
+        return method if method in _METHODS else "bitsandbytes"
+    if method in _AUTO_ROUND:
+        return _packing(found)
+    return method
+
+
+def _packing(found: Mapping[str, object]) -> str:
+    """The format that AutoRound has written. Raises ConfigError."""
+    packing = str(found.get("packing_format", "auto_round:gptq"))
+    method = _PACKINGS.get(packing)
+    if method is None:
+        raise ConfigError(
+            f"config.json's quantization_config has auto-round's packing_format {packing!r}; "
+            f"supported are {', '.join(_PACKINGS)}"
+        )
+    return method
+
+
+def _open(method: str, found: dict[str, object], files: TensorFiles) -> MatrixStorage:
+    if method == "compressed-tensors":
         from quickstep.model.formats.compressed_tensors import CompressedTensorsStorage
 
         return CompressedTensorsStorage(found, files)
@@ -57,14 +107,9 @@ def find_storage(config: Mapping[str, object], files: TensorFiles) -> MatrixStor
         from quickstep.model.formats.gptq import GptqStorage
 
         return GptqStorage(found, files)
-    if method == "bitsandbytes" or "load_in_4bit" in found or "load_in_8bit" in found:
-        from quickstep.model.formats.bitsandbytes import BitsAndBytesStorage
+    from quickstep.model.formats.bitsandbytes import BitsAndBytesStorage
 
-        return BitsAndBytesStorage(found, files)
-    raise ConfigError(
-        f"the checkpoint is quantized by {method or 'an unnamed method'}, which is not supported; "
-        f"supported are {_METHODS}"
-    )
+    return BitsAndBytesStorage(found, files)
 
 
 def open_quantized_reader(

@@ -4,7 +4,13 @@
     w[n, c] = (q[c, n] - z[g_idx[c], n]) * scale[g_idx[c], n]
 
 The files of `checkpoint_format: gptq` (and those without one) hold each zero point less 1,
-modulo 2**bits; those of `gptq_v2` hold it as it is.
+modulo 2**bits; those of `gptq_v2` hold it as it is. Labels are wrong at times. Where every zero
+point of a matrix is the middle, its stored values prove the form and the label is not used. `sym:
+true` says that they all are: then values of neither form are refused.
+
+AutoRound's files in this packing are the same (`quant_method: auto-round`). Rules for some modules
+(`dynamic`, AutoRound's `extra_config`) may leave modules unquantized, which the files show; a rule
+that changes the form of a module is refused.
 
 Act-order (`desc_act`) scatters the groups over the inputs, as in `g_idx`. No product here gathers
 its activations, so such a matrix is dequantized and rounded again, to 8 bits in groups of 32: an
@@ -33,6 +39,7 @@ from quickstep.ops.table import QuantizedWeight
 __all__ = ["GptqStorage", "group_indices", "requantized", "requantized_form", "unpack_words"]
 
 _SOURCE = "config.json's quantization_config"
+_UNQUANTIZED_BITS = 16
 _REQUANTIZED_GROUPS = (32, 16)
 
 
@@ -52,13 +59,11 @@ class GptqStorage:
                 f"{_SOURCE} asks for GPTQ checkpoint_format {form!r}; gptq and gptq_v2 are "
                 "supported"
             )
-        if fields.mapping("dynamic"):
-            raise ConfigError(
-                f"{_SOURCE} has rules of its own for some modules (dynamic), which are not "
-                "supported"
-            )
+        _refuse_rules(fields)
         self._bits = bits
         self._less = 1 if form == "gptq" else 0
+        self._symmetric = fields.flag("sym")
+        self._act_order = fields.flag("desc_act")
         self._group_size = fields.optional_integer("group_size")
         self._files = files
 
@@ -79,7 +84,7 @@ class GptqStorage:
             f"{module}.qzeros": (groups, outputs // per_word),
             f"{module}.scales": (groups, outputs),
         }
-        if f"{module}.g_idx" in self._files.tensors:
+        if self._act_order or f"{module}.g_idx" in self._files.tensors:
             found[f"{module}.g_idx"] = (inputs,)
         return found
 
@@ -98,7 +103,7 @@ class GptqStorage:
         group_size = checked_group(name, self._group_size, shape[1])
         quants = unpack_words(reader.raw(f"{module}.qweight").t(), bits)
         stored = unpack_words(reader.raw(f"{module}.qzeros"), bits)
-        zeros = (stored + self._less) & (2**bits - 1)
+        zeros = (stored + self._stored_less(module, stored)) & (2**bits - 1)
         weight = QuantizedWeight(
             quants,
             reader.raw(f"{module}.scales").float().t().contiguous(),
@@ -112,6 +117,22 @@ class GptqStorage:
         order = group_indices(self._files, name, group_size)
         return weight if order is None else requantized(weight, order)
 
+    def _stored_less(self, module: str, stored: Tensor) -> int:
+        """What is to be added to stored zero points: by their values where all are the middle in
+        one of the two forms, else by the label.
+        """
+        middle = 2 ** (self._bits - 1)
+        for less in (self._less, 1 - self._less):
+            if bool((stored == middle - less).all()):
+                return less
+        if not self._symmetric:
+            return self._less
+        raise ConfigError(
+            f"{_SOURCE} says that {module} is symmetric (sym), so its zero points are {middle}, "
+            f"stored as {middle - 1} (gptq) or {middle} (gptq_v2); the files hold "
+            f"{int(stored.min())} to {int(stored.max())}"
+        )
+
     def stored(self, names: tuple[str, ...], shapes: Sequence[Shape], reader: TensorReader) -> None:
         """None: quantized values are packed in words here, so they are read."""
 
@@ -123,6 +144,34 @@ class GptqStorage:
         content = bytearray(self._files.tensors[name].nbytes)
         self._files.read_into(name, memoryview(content))
         return not any(content)
+
+
+def _refuse_rules(fields: ConfigFields) -> None:
+    """Raise ConfigError for a rule that gives some modules another form than the others."""
+    for pattern, rule in (fields.mapping("dynamic") or {}).items():
+        if not pattern.startswith("-:") and rule:
+            raise ConfigError(
+                f"{_SOURCE} has a rule of its own for the modules {pattern!r} (dynamic), which is "
+                "not supported; rules that leave modules unquantized (-:) are"
+            )
+    for module, rule in (fields.mapping("extra_config") or {}).items():
+        changed = rule if isinstance(rule, Mapping) else {}
+        bits = changed.get("bits")
+        if isinstance(bits, int) and bits >= _UNQUANTIZED_BITS:
+            continue
+        for name in ("bits", "group_size", "sym", "data_type"):
+            if name in changed and changed[name] != fields.value(name):
+                raise ConfigError(
+                    f"{_SOURCE} gives {module!r} {name} {changed[name]} of its own (extra_config); "
+                    "modules that differ are not supported, unless they are not quantized"
+                )
+    if fields.text("data_type") not in ("", "int"):
+        raise ConfigError(
+            f"{_SOURCE} asks for data_type {fields.text('data_type')!r}; int is supported"
+        )
+    act_bits = fields.optional_integer("act_bits")
+    if act_bits is not None and act_bits < _UNQUANTIZED_BITS:
+        raise ConfigError(f"{_SOURCE} asks for activations of {act_bits} bits; 16 are supported")
 
 
 assert sys.byteorder == "little", "words are read byte by byte"
@@ -165,7 +214,9 @@ def group_indices(files: TensorFiles, name: str, group_size: int) -> Tensor | No
 def requantized_form(num_inputs: int) -> MatrixFormat:
     """The form that a matrix with scattered groups is held in."""
     return MatrixFormat(
-        8, next((size for size in _REQUANTIZED_GROUPS if num_inputs % size == 0), None)
+        8,
+        next((size for size in _REQUANTIZED_GROUPS if num_inputs % size == 0), None),
+        is_rounded_again=True,
     )
 
 

@@ -21,6 +21,7 @@ import numpy as np
 import numpy.typing as npt
 
 from quickstep.errors import ConfigError
+from quickstep.model.checkpoint.source import reading_checkpoint
 from quickstep.model.checkpoint.tensor_reader import TensorReader
 from quickstep.model.checkpoint.weights import open_checkpoint_files
 from quickstep.model.decoder import Decoder
@@ -163,6 +164,11 @@ def load_medusa(path: Path, target: Decoder) -> tuple[MedusaHead, ...]:
     Raises:
         ConfigError: A file is missing or broken, or the heads do not fit the target.
     """
+    with reading_checkpoint(path):
+        return _load_medusa(path, target)
+
+
+def _load_medusa(path: Path, target: Decoder) -> tuple[MedusaHead, ...]:
     files = open_checkpoint_files(path)
     named = {_PREFIX.sub("", name, count=1): name for name in files.tensors}
     num_bytes = sum(tensor.nbytes for tensor in files.tensors.values())
