@@ -483,7 +483,7 @@ class RecordingConfig(msgspec.Struct, frozen=True):
     """A recording of what the scheduler does (`core.recording`).
 
     Attributes:
-        path: The file; an earlier one is kept as FILE.old.
+        path: The file; earlier ones are kept as FILE.1, FILE.2 and so on.
         is_full: With prompts, sampling and outputs; otherwise without text and tokens.
     """
 

@@ -324,7 +324,7 @@ def _add_recording_flags(group: argparse._ArgumentGroup) -> None:
         "--record",
         metavar="FILE",
         help="record the traffic for `quickstep replay`, `simulate` and `plan`: lengths, times and "
-        "shared prefixes as JSON lines, without text; an earlier FILE is kept as FILE.old",
+        "shared prefixes as JSON lines, without text; earlier ones are kept as FILE.1, FILE.2, ...",
     )
     group.add_argument(
         "--record-full",
