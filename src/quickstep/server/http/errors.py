@@ -54,9 +54,11 @@ _TYPES: Mapping[int, tuple[str, str | None]] = {
     413: ("invalid_request_error", "request_too_large"),
     414: ("invalid_request_error", "url_too_long"),
     415: ("invalid_request_error", "unsupported_media_type"),
+    416: ("invalid_request_error", "range_not_satisfiable"),
     429: ("rate_limit_error", "rate_limit_exceeded"),
     431: ("invalid_request_error", "headers_too_large"),
     500: ("server_error", "internal_error"),
+    501: ("invalid_request_error", "unsupported_transfer_encoding"),
     503: ("server_error", "engine_unavailable"),
 }
 OVERLOADED = 529  # Anthropic's number for what others call 503
