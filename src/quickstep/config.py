@@ -35,6 +35,7 @@ __all__ = [
     "SpeculationMethod",
     "SpeculativeSampling",
     "StreamConfig",
+    "adapter_name_problem",
 ]
 
 KERNELS = ("auto", "reference", "native", "triton")
@@ -43,6 +44,7 @@ MAX_SPECULATIVE_TOKENS = 16
 QUANTIZATIONS = ("int8", "int8-g32", "int4", "int4-g64", "int4-g128", "fp8")
 
 _T = TypeVar("_T")
+_ADAPTER_NAME_BYTES = 255  # as many as a folder's name may have
 
 
 class PolicyName(enum.Enum):
@@ -359,6 +361,21 @@ class LoadConfig(msgspec.Struct, frozen=True):
             raise ConfigError(f"--quantization is {self.quantization!r}, it must be {known}")
 
 
+def adapter_name_problem(name: str) -> str | None:
+    """What is wrong with the name of a LoRA adapter, as the end of a sentence; None for nothing.
+
+    Names come from clients, flags and folders, and go into JSON, logs, metrics and paths.
+    """
+    if not name:
+        return "is empty; an adapter needs a name"
+    if not name.isprintable():  # so no line break and no lone surrogate of bytes that are no UTF-8
+        return "has characters that cannot be printed"
+    num_bytes = len(name.encode())
+    if num_bytes > _ADAPTER_NAME_BYTES:
+        return f"has {num_bytes} bytes, the limit is {_ADAPTER_NAME_BYTES}"
+    return None
+
+
 class LoRAConfig(msgspec.Struct, frozen=True):
     """LoRA adapters.
 
@@ -396,6 +413,9 @@ class LoRAConfig(msgspec.Struct, frozen=True):
                 flag = name.replace("_", "-").replace("memory", "lora-memory")
                 raise ConfigError(f"--{flag} is {value}, it must be at least 1")
         names = [name for name, _ in self.modules]
+        for name in names:
+            if (problem := adapter_name_problem(name)) is not None:
+                raise ConfigError(f"--lora-modules: the name {name[:100]!a} {problem}")
         twice = next((name for name in names if names.count(name) > 1), None)
         if twice is not None:
             raise ConfigError(f"--lora-modules names {twice!r} twice")

@@ -61,6 +61,7 @@ _TYPES: Mapping[int, tuple[str, str | None]] = {
     501: ("invalid_request_error", "unsupported_transfer_encoding"),
     503: ("server_error", "engine_unavailable"),
 }
+_MESSAGE_CHARS = 4096
 OVERLOADED = 529  # Anthropic's number for what others call 503
 _ANTHROPIC_TYPES: Mapping[int, str] = {
     401: "authentication_error",
@@ -164,6 +165,8 @@ def facts_of(
     status: int, message: str, param: str | None = None, code: str | None = None
 ) -> ErrorFacts:
     """An error with the type of its status, and the code of its status unless it has its own."""
+    if len(message) > _MESSAGE_CHARS:  # it quotes the request
+        message = f"{message[:_MESSAGE_CHARS]} ..."
     kind, code_of_status = _TYPES.get(status, _TYPES[400 if status < 500 else 500])
     return ErrorFacts(status, message, kind, param, code or code_of_status)
 
