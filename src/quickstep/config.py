@@ -44,6 +44,7 @@ MAX_SPECULATIVE_TOKENS = 16
 QUANTIZATIONS = ("int8", "int8-g32", "int4", "int4-g64", "int4-g128", "fp8")
 
 _T = TypeVar("_T")
+_MAX_THREADS = 1024
 _ADAPTER_NAME_BYTES = 255  # as many as a folder's name may have
 
 
@@ -356,6 +357,10 @@ class LoadConfig(msgspec.Struct, frozen=True):
     quantization: str | None = None
 
     def __post_init__(self) -> None:
+        if self.num_threads is not None and not 1 <= self.num_threads <= _MAX_THREADS:
+            raise ConfigError(
+                f"--threads is {self.num_threads}, it must be from 1 to {_MAX_THREADS}"
+            )
         if self.quantization not in (None, *QUANTIZATIONS):
             known = f"{', '.join(QUANTIZATIONS[:-1])} or {QUANTIZATIONS[-1]}"
             raise ConfigError(f"--quantization is {self.quantization!r}, it must be {known}")
@@ -543,3 +548,5 @@ class EngineConfig(msgspec.Struct, frozen=True):
     def __post_init__(self) -> None:
         if self.max_model_len is not None and self.max_model_len < 1:
             raise ConfigError(f"--max-model-len is {self.max_model_len}, it must be at least 1")
+        if self.seed is not None and not -(2**63) <= self.seed < 2**64:
+            raise ConfigError(f"--seed is {self.seed}, it must be from -2^63 to 2^64 - 1")

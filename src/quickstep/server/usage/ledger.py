@@ -288,6 +288,7 @@ class Ledger:
         try:
             with connection:
                 connection.executemany(_INSERT, rows)
+            return True
         except Exception as error:
             if isinstance(error, sqlite3.Error) and not isinstance(error, _ROW_ERRORS):
                 _LOG.error(
@@ -295,13 +296,11 @@ class Ledger:
                     *(len(rows), self._path, error, _MAX_UNWRITTEN),
                 )
                 return False
-            if len(rows) > 1:
-                half = len(rows) // 2
-                return self._commit(connection, rows[:half]) and self._commit(
-                    connection, rows[half:]
-                )
-            _LOG.exception("a row cannot be stored in %s and is lost", self._path)
-        return True
+            if len(rows) == 1:
+                _LOG.exception("a row cannot be stored in %s and is lost", self._path)
+                return True
+        half = len(rows) // 2
+        return self._commit(connection, rows[:half]) and self._commit(connection, rows[half:])
 
 
 def check_ledger(path: Path) -> None:
