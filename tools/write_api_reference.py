@@ -33,9 +33,8 @@ A field that is in no table is dropped and reported; with `--unknown-fields refu
 `null` means not given. Without a value for sampling, the checkpoint's `generation_config.json`
 applies, then the defaults below.
 """
-ERRORS = """Anthropic's routes answer 529 where others answer 503. `GET /v1/files/{file_id}/content` answers
-416 for a `Range` that begins after the file's end. The access log has 499 for a client that
-disconnected before it had an answer.
+ERRORS = """Anthropic's routes answer 529 where others answer 503. A `Range` that begins after the
+end of a file is 416. The access log has 499 for a client that disconnected before it had an answer.
 """
 NO_EFFECT = re.compile(r"^A (hint|note) without effect: ")
 WITHOUT_EFFECT = {"hint": "Hints without effect", "note": "Notes", "refused": "Refused"}

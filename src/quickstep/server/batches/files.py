@@ -10,6 +10,7 @@ import re
 from collections.abc import AsyncGenerator, Mapping
 from typing import Any
 
+from python_multipart.exceptions import FormParserError
 from starlette.datastructures import FormData, UploadFile
 from starlette.formparsers import MultiPartException, MultiPartParser
 from starlette.requests import ClientDisconnect, Request
@@ -123,7 +124,7 @@ class Files:
     async def content(self, request: Request) -> Response:
         """Return the bytes as they were written."""
         file = self._find(request)
-        refusal = _range_refusal(request.headers.get("range"), file.num_bytes)
+        refusal = _range_refusal(request, file.num_bytes)
         if refusal is not None:
             return refusal
         return FileResponse(self._store.path(file), media_type="application/jsonl")
@@ -146,8 +147,8 @@ class Files:
         )
         try:
             return await parser.parse()
-        except MultiPartException as error:
-            raise RequestError(f"the form cannot be read: {error.message}") from None
+        except (MultiPartException, FormParserError) as error:
+            raise RequestError(f"the form cannot be read: {error}") from None
 
     async def _store_upload(self, writer: FileWriter, form: FormData) -> StoredFile:
         upload = form.get("file")
@@ -176,12 +177,13 @@ class Files:
         return writer.commit()
 
 
-def _range_refusal(wanted: str | None, num_bytes: int) -> Response | None:
+def _range_refusal(request: Request, num_bytes: int) -> Response | None:
     """The answer to a `Range` header that cannot be followed; None if it can, or if there is none.
 
     Raises:
         RequestError: It is not one range of bytes.
     """
+    wanted = request.headers.get("range")
     if wanted is None:
         return None
     match = _RANGE.fullmatch(wanted)
@@ -192,12 +194,14 @@ def _range_refusal(wanted: str | None, num_bytes: int) -> Response | None:
             "`bytes=-100`",
             param="range",
         )
-    if int(first) < num_bytes if first else int(last) and num_bytes:
-        return None
-    message = f"range is {wanted[:100]!r}, the file has {num_bytes} bytes"
-    return json_response(
-        error_body(message, 416, "range"), 416, {"content-range": f"bytes */{num_bytes}"}
-    )
+    if not (int(first) < num_bytes if first else int(last) and num_bytes):
+        message = f"range is {wanted[:100]!r}, the file has {num_bytes} bytes"
+        end = {"content-range": f"bytes */{num_bytes}"}
+        return json_response(error_body(message, 416, "range"), 416, end)
+    if not first and int(last) > num_bytes:  # Starlette 1.0 reads it as before the file's begin
+        others = [(name, value) for name, value in request.scope["headers"] if name != b"range"]
+        request.scope["headers"] = [*others, (b"range", b"bytes=0-")]
+    return None
 
 
 def page_of(items: list[Any], after: str | None, limit: int) -> tuple[list[Any], bool]:
