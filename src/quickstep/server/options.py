@@ -426,11 +426,6 @@ class ServerOptions(msgspec.Struct, frozen=True):
     reasoning_parser: str | None = None
 
     def __post_init__(self) -> None:
-        if not _LEAST_STALL_S <= self.stall_s <= _LONGEST_S:
-            raise ConfigError(
-                f"--stall-timeout-s is {self.stall_s:g}, it must be from {_LEAST_STALL_S:g} (an "
-                f"engine's process reports ten times a second) to {_LONGEST_S} (a week)"
-            )
         if not 0.0 <= self.drain_s <= _LONGEST_S:
             raise ConfigError(
                 f"--drain-timeout-s is {self.drain_s:g}, it must be from 0 to {_LONGEST_S} (a week)"
@@ -443,6 +438,11 @@ class ServerOptions(msgspec.Struct, frozen=True):
                 )
             if self.served_model_names.count(name) > 1:
                 raise ConfigError(f"--served-model-name has {name!r} twice; give each name once")
+        if not _LEAST_STALL_S <= self.stall_s <= _LONGEST_S:
+            raise ConfigError(
+                f"--stall-timeout-s is {self.stall_s:g}, it must be from {_LEAST_STALL_S:g} (an "
+                f"engine's process reports ten times a second) to {_LONGEST_S} (a week)"
+            )
         for name, limits in self.api_keys.limits.items():
             if limits.budgets and self.usage.ledger is None:
                 raise ConfigError(

@@ -147,7 +147,9 @@ class Files:
         )
         try:
             return await parser.parse()
-        except (MultiPartException, FormParserError) as error:
+        except MultiPartException as error:
+            raise RequestError(f"the form cannot be read: {error.message}") from None
+        except FormParserError as error:  # older versions of Starlette pass it on
             raise RequestError(f"the form cannot be read: {error}") from None
 
     async def _store_upload(self, writer: FileWriter, form: FormData) -> StoredFile:
@@ -198,7 +200,7 @@ def _range_refusal(request: Request, num_bytes: int) -> Response | None:
         message = f"range is {wanted[:100]!r}, the file has {num_bytes} bytes"
         end = {"content-range": f"bytes */{num_bytes}"}
         return json_response(error_body(message, 416, "range"), 416, end)
-    if not first and int(last) > num_bytes:  # Starlette 1.0 reads it as before the file's begin
+    if not first and int(last) > num_bytes:  # older versions of Starlette refuse it
         others = [(name, value) for name, value in request.scope["headers"] if name != b"range"]
         request.scope["headers"] = [*others, (b"range", b"bytes=0-")]
     return None
