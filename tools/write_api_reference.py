@@ -33,6 +33,9 @@ A field that is in no table is dropped and reported; with `--unknown-fields refu
 `null` means not given. Without a value for sampling, the checkpoint's `generation_config.json`
 applies, then the defaults below.
 """
+ERRORS = """Anthropic's routes answer 529 where others answer 503. A `Range` that begins after the
+end of a file is 416. The access log has 499 for a client that disconnected before it had an answer.
+"""
 NO_EFFECT = re.compile(r"^A (hint|note) without effect: ")
 WITHOUT_EFFECT = {"hint": "Hints without effect", "note": "Notes", "refused": "Refused"}
 COMMON_TO = ("ChatRequest", "CompletionRequest")
@@ -108,6 +111,7 @@ class Page:
             if status != "200":
                 yield f"| {status} | {answer['description']} |"
         yield ""
+        yield ERRORS
 
     def common_fields(self) -> dict[str, Mapping[str, Any]]:
         """The fields that chat and completions have in exactly the same form."""

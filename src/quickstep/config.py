@@ -35,6 +35,7 @@ __all__ = [
     "SpeculationMethod",
     "SpeculativeSampling",
     "StreamConfig",
+    "adapter_name_problem",
 ]
 
 KERNELS = ("auto", "reference", "native", "triton")
@@ -43,6 +44,8 @@ MAX_SPECULATIVE_TOKENS = 16
 QUANTIZATIONS = ("int8", "int8-g32", "int4", "int4-g64", "int4-g128", "fp8")
 
 _T = TypeVar("_T")
+_MAX_THREADS = 1024
+_ADAPTER_NAME_BYTES = 255  # as many as a folder's name may have
 
 
 class PolicyName(enum.Enum):
@@ -354,9 +357,28 @@ class LoadConfig(msgspec.Struct, frozen=True):
     quantization: str | None = None
 
     def __post_init__(self) -> None:
+        if self.num_threads is not None and not 1 <= self.num_threads <= _MAX_THREADS:
+            raise ConfigError(
+                f"--threads is {self.num_threads}, it must be from 1 to {_MAX_THREADS}"
+            )
         if self.quantization not in (None, *QUANTIZATIONS):
             known = f"{', '.join(QUANTIZATIONS[:-1])} or {QUANTIZATIONS[-1]}"
             raise ConfigError(f"--quantization is {self.quantization!r}, it must be {known}")
+
+
+def adapter_name_problem(name: str) -> str | None:
+    """What is wrong with the name of a LoRA adapter, as the end of a sentence; None for nothing.
+
+    Names come from clients, flags and folders, and go into JSON, logs, metrics and paths.
+    """
+    if not name:
+        return "is empty; an adapter needs a name"
+    if not name.isprintable():  # so no line break and no lone surrogate of bytes that are no UTF-8
+        return "has characters that cannot be printed"
+    num_bytes = len(name.encode())
+    if num_bytes > _ADAPTER_NAME_BYTES:
+        return f"has {num_bytes} bytes, the limit is {_ADAPTER_NAME_BYTES}"
+    return None
 
 
 class LoRAConfig(msgspec.Struct, frozen=True):
@@ -396,6 +418,9 @@ class LoRAConfig(msgspec.Struct, frozen=True):
                 flag = name.replace("_", "-").replace("memory", "lora-memory")
                 raise ConfigError(f"--{flag} is {value}, it must be at least 1")
         names = [name for name, _ in self.modules]
+        for name in names:
+            if (problem := adapter_name_problem(name)) is not None:
+                raise ConfigError(f"--lora-modules: the name {name[:100]!a} {problem}")
         twice = next((name for name in names if names.count(name) > 1), None)
         if twice is not None:
             raise ConfigError(f"--lora-modules names {twice!r} twice")
@@ -483,7 +508,7 @@ class RecordingConfig(msgspec.Struct, frozen=True):
     """A recording of what the scheduler does (`core.recording`).
 
     Attributes:
-        path: The file; an earlier one is kept as FILE.old.
+        path: The file; earlier ones are kept as FILE.1, FILE.2 and so on.
         is_full: With prompts, sampling and outputs; otherwise without text and tokens.
     """
 
@@ -523,3 +548,5 @@ class EngineConfig(msgspec.Struct, frozen=True):
     def __post_init__(self) -> None:
         if self.max_model_len is not None and self.max_model_len < 1:
             raise ConfigError(f"--max-model-len is {self.max_model_len}, it must be at least 1")
+        if self.seed is not None and not -(2**63) <= self.seed < 2**64:
+            raise ConfigError(f"--seed is {self.seed}, it must be from -2^63 to 2^64 - 1")

@@ -313,8 +313,9 @@ class SamplingParams(msgspec.Struct, frozen=True):
     ] = None
     max_tokens: Annotated[
         int | None,
-        "Ends each choice after this many tokens, with finish_reason length. The default "
-        "is 16 for /v1/completions, and the rest of the context for the others.",
+        "Ends each choice after this many tokens, with finish_reason length; 0 only with "
+        "prompt_logprobs, or with echo and logprobs. The default is 16 for /v1/completions, and "
+        "the rest of the context for the others.",
         Bounds(0, _LARGEST),
     ] = 16
     min_tokens: Annotated[

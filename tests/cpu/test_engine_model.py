@@ -210,7 +210,7 @@ def test_load_progress_ends_with_all_bytes(checkpoint):
 
 def test_a_checkpoint_without_a_tokenizer_and_a_bad_thread_count_are_refused(tmp_path):
     path = write_checkpoint(tmp_path / "tiny")
-    with pytest.raises(ConfigError, match="num-threads"):
+    with pytest.raises(ConfigError, match="--threads is 0"):
         open_engine(EngineConfig(load=LoadConfig(model=str(path), num_threads=0)))
     (path / "tokenizer.json").unlink()
     with pytest.raises(ConfigError, match=r"tokenizer\.json"):

@@ -216,7 +216,7 @@ def test_a_row_that_cannot_be_stored_does_not_end_the_writer(
     ledger.open()
     ledger.add(replace(ROW, device_ns=2**63))
     deadline = time.monotonic() + 30
-    while "1 rows for" not in caplog.text:
+    while "a row cannot be stored" not in caplog.text:
         assert time.monotonic() < deadline
         time.sleep(0.001)
     ledger.add(ROW)
@@ -241,6 +241,112 @@ def test_rows_are_kept_while_the_file_is_locked(
         other.execute("ROLLBACK")
     ledger.close()
     assert usage_totals(path)[0].num_sequences == 1
+
+
+@pytest.mark.parametrize("bad", [{"device_ns": 2**63}, {"request_id": "\ud800"}])
+def test_a_row_that_cannot_be_stored_takes_no_other_with_it(
+    tmp_path: Path, bad: dict[str, int | str]
+) -> None:
+    path = tmp_path / "usage.db"
+    rows = [replace(ROW, num_output_tokens=number) for number in range(9)]
+    written(path, [*rows[:4], replace(ROW, **bad), *rows[4:]])  # type: ignore[arg-type]
+    (totals,) = usage_totals(path)
+    assert (totals.num_sequences, totals.num_output_tokens) == (9, 36)
+
+
+@pytest.mark.parametrize("name", ["usage.db", "usage[1]*.db"])
+def test_rows_that_a_lock_keeps_out_until_the_end_are_inserted_at_the_next_start(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str
+) -> None:
+    monkeypatch.setattr("quickstep.server.usage.ledger._BUSY_S", 0.01)
+    path = tmp_path / name
+    first, second = Ledger(path), Ledger(path)
+    first.open()
+    second.open()
+    with closing(sqlite3.connect(path, isolation_level=None)) as other:
+        other.execute("BEGIN IMMEDIATE")
+        first.add(ROW)
+        second.add(replace(ROW, key_name="bob"))
+        first.close()
+        second.close()
+        other.execute("ROLLBACK")
+    kept = [one for one in tmp_path.iterdir() if "unwritten" in one.name]
+    assert len(kept) == 2
+    assert {one.stat().st_mode & 0o777 for one in kept} == {0o600}
+    later = Ledger(path)
+    later.open()
+    assert [later.totals(key, 0).num_sequences for key in ("ann", "bob")] == [1, 1]
+    assert later.take_others() == []
+    later.close()
+    written(path, [])
+    assert usage_totals(path)[0].num_sequences == 2
+    assert [one for one in tmp_path.iterdir() if "unwritten" in one.name] == []
+
+
+def test_unwritten_rows_that_cannot_be_read_are_reported_and_left(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    torn = tmp_path / "usage.db.unwritten-1"
+    torn.write_bytes(b"torn")
+    written(tmp_path / "usage.db", [ROW])
+    assert usage_totals(tmp_path / "usage.db")[0].num_sequences == 1
+    assert "cannot be read" in caplog.text
+    assert torn.exists()
+
+
+@pytest.mark.parametrize("is_moved", [True, False])
+def test_usage_goes_into_a_new_file_when_the_ledger_was_moved_or_deleted(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, is_moved: bool
+) -> None:
+    path, moved = tmp_path / "usage.db", tmp_path / "moved.db"
+    ledger = Ledger(path, commit_every_s=0.01)
+    ledger.open()
+    ledger.add(ROW)
+    deadline = time.monotonic() + 30
+    while not _num_rows(path):
+        assert time.monotonic() < deadline
+    if is_moved:
+        path.rename(moved)
+    else:
+        path.unlink()
+    while "was moved or deleted" not in caplog.text:  # without a request
+        assert time.monotonic() < deadline
+        time.sleep(0.001)
+    ledger.add(replace(ROW, key_name="bob"))
+    ledger.close()
+    assert [one.group for one in usage_totals(path, ["key"])] == [("bob",)]
+    if is_moved:
+        assert [one.group for one in usage_totals(moved, ["key"])] == [("ann",)]
+
+
+def test_rows_wait_while_there_can_be_no_new_file(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    folder, moved = tmp_path / "usage", tmp_path / "moved"
+    folder.mkdir()
+    ledger = Ledger(folder / "usage.db", commit_every_s=0.01)
+    ledger.open()
+    folder.rename(moved)
+    ledger.add(ROW)
+    deadline = time.monotonic() + 30
+    while "there can be no new one" not in caplog.text:
+        assert time.monotonic() < deadline
+        time.sleep(0.001)
+    ledger.close()
+    assert usage_totals(moved / "usage.db")[0].num_sequences == 1
+
+
+def test_only_its_owner_may_read_a_ledger(tmp_path: Path) -> None:
+    path = tmp_path / "usage.db"
+    before = os.umask(0)
+    ledger = Ledger(path, commit_every_s=0.01)
+    try:
+        ledger.open()
+        modes = {one.name: one.stat().st_mode & 0o777 for one in tmp_path.iterdir()}
+    finally:
+        os.umask(before)
+        ledger.close()
+    assert set(modes.values()) == {0o600}, modes
 
 
 def test_files_that_are_no_ledger_are_refused_in_one_sentence(tmp_path: Path) -> None:

@@ -32,6 +32,12 @@ def client() -> Iterator[openai.OpenAI]:
         yield client
 
 
+@pytest.fixture(scope="module")
+def ranged(client: openai.OpenAI) -> str:
+    """The id of a file."""
+    return client.files.create(file=("ranged.jsonl", LINES), purpose="batch").id
+
+
 def post(
     data: dict[str, Any], files: Any, options: FileOptions | None = None, **extra: Any
 ) -> httpx.Response:
@@ -67,6 +73,42 @@ def test_a_directory_of_files_that_cannot_be_used_ends_the_start(tmp_path: Path)
 
     with pytest.raises(ConfigError, match="--files-dir"):
         asyncio.run(run())
+
+
+@pytest.mark.parametrize(
+    ("wanted", "status", "content"),
+    [
+        ("bytes=0-3", 206, LINES[:4]),
+        ("bytes=4-", 206, LINES[4:]),
+        ("bytes=-5", 206, LINES[-5:]),
+        ("bytes=-5000", 206, LINES),
+        ("bytes=2-5000", 206, LINES[2:]),
+        ("Bytes = 1-1", 206, LINES[1:2]),
+        ("bytes=a-b", 400, None),
+        ("bytes=", 400, None),
+        ("bytes=-", 400, None),
+        ("bytes=3-2", 400, None),
+        ("bytes=0-1,3-4", 400, None),
+        ("bytes=" + "1" * 5000, 400, None),
+        ("lines=0-3", 400, None),
+        ("bytes=5000-", 416, None),
+        (f"bytes={len(LINES)}-", 416, None),
+        ("bytes=-0", 416, None),
+    ],
+)
+def test_one_range_of_a_file_is_read_and_others_are_refused(
+    client: openai.OpenAI, ranged: str, wanted: str, status: int, content: bytes | None
+) -> None:
+    url = f"{client.base_url}files/{ranged}/content"
+    answer = httpx.get(url, headers={"range": wanted})
+    assert answer.status_code == status
+    if content is not None:
+        assert answer.content == content
+    else:
+        assert set(answer.json()["error"]) == {"message", "type", "param", "code"}
+        assert answer.json()["error"]["param"] == "range"
+    if status == 416:
+        assert answer.headers["content-range"] == f"bytes */{len(LINES)}"
 
 
 def test_a_file_may_expire(client: openai.OpenAI) -> None:

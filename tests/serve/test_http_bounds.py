@@ -104,6 +104,68 @@ def test_what_never_became_a_request_is_answered_with_an_id(
     assert b"\r\nx-request-id: " + expected in answer
 
 
+MALFORMED_CHUNK = b"ZZ\r\nx\r\n0\r\n\r\n"
+
+
+@pytest.mark.parametrize(
+    "body", [MALFORMED_CHUNK, b"1\r\nx\r\n" + MALFORMED_CHUNK, b"5\r\nhello" + MALFORMED_CHUNK]
+)
+@pytest.mark.parametrize(
+    ("path", "kind"),
+    [
+        (COMPLETIONS, "application/json"),
+        ("/tokenize", "application/json"),
+        ("/v1/files", "multipart/form-data; boundary=B"),
+    ],
+)
+def test_a_malformed_body_is_400_at_once(path: str, kind: str, body: bytes) -> None:
+    fields = (f"content-type: {kind}", "transfer-encoding: chunked")
+    line = f"POST {path} HTTP/1.1"
+    head_bytes = "\r\n".join([line, "host: localhost", *fields, "", ""]).encode()
+    with live_server(FakeEngine(), ServerOptions(drain_s=0.0)) as server:
+        for pieces in ((head_bytes + body,), (head_bytes, body)):
+            answer = asyncio.run(asyncio.wait_for(exchange(server, *pieces), DEADLINE_S))
+            assert answer.startswith(b"HTTP/1.1 400 "), answer
+            assert json.loads(answer.partition(b"\r\n\r\n")[2])["error"]["message"] == (
+                "the request is not valid HTTP/1.1"
+            )
+
+
+def test_a_malformed_body_is_answered_after_the_requests_before_it() -> None:
+    good = head(COMPLETIONS, f"content-length: {len(PROMPT)}", method="POST") + PROMPT
+    bad = head("/tokenize", "transfer-encoding: chunked", method="POST") + MALFORMED_CHUNK
+    with live_server(FakeEngine(), ServerOptions(drain_s=0.0)) as server:
+        answers = asyncio.run(asyncio.wait_for(exchange(server, good + good + bad), DEADLINE_S))
+    assert [answer[:3] for answer in answers.split(b"HTTP/1.1 ")[1:]] == [b"200", b"200", b"400"]
+
+
+@pytest.mark.parametrize("coding", ["xchunked", "gzip, chunked", "gzip", "identity", "deflate"])
+def test_an_unknown_transfer_coding_is_501_at_once(coding: str) -> None:
+    request = head(COMPLETIONS, f"transfer-encoding: {coding}", method="POST")
+    status, error = answer_to(request + b"E\r\n" + PROMPT + b"\r\n0\r\n\r\n")
+    assert (status, error["code"]) == (501, "unsupported_transfer_encoding")
+    assert coding in error["message"]
+
+
+def test_transfer_codings_in_two_headers_are_one_list() -> None:
+    fields = ("transfer-encoding: gzip", "transfer-encoding: chunked")
+    status, _ = answer_to(head(COMPLETIONS, *fields, method="POST") + b"0\r\n\r\n")
+    assert status == 501
+
+
+@pytest.mark.parametrize("path", [COMPLETIONS, "/v1/messages", "/api/chat", "/v1/files"])
+def test_a_compressed_body_is_415(path: str) -> None:
+    with live_server(FakeEngine(), ServerOptions(drain_s=0.0)) as server:
+        for coding in ("gzip", "br", "identity, zstd"):
+            fields = {**JSON, "content-encoding": coding}
+            answer = httpx.post(f"{server.url}{path}", content=PROMPT, headers=fields)
+            assert answer.status_code == 415
+            assert coding in answer.text
+        plain = {**JSON, "content-encoding": "identity"}
+        answer = httpx.post(f"{server.url}{COMPLETIONS}", content=PROMPT, headers=plain)
+        assert answer.status_code == 200
+
+
 def test_headers_that_never_end_are_408() -> None:
     options = ServerOptions(connections=ConnectionOptions(header_s=0.05))
     status, error = answer_to(b"GET /health HTTP/1.1\r\nhost: localhost\r\n", options=options)

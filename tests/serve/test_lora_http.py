@@ -24,6 +24,7 @@ from quickstep.errors import ConfigError
 from quickstep.model.checkpoint.source import find_checkpoint
 from quickstep.model.spec import read_spec
 from quickstep.server.generate.adapter import Served
+from quickstep.server.lora_adapters import ServedAdapters
 from quickstep.server.options import ServerOptions
 from quickstep.types import Request, SamplingParams
 
@@ -172,10 +173,72 @@ def test_a_broken_adapter_of_the_directory_fails_its_own_requests_only(server: L
     assert complete(server, "cook")["choices"]
 
 
-@pytest.mark.parametrize("name", ["../secret", "..", "dir/cook", "", "cook/../../secret", "a\0b"])
+BAD_NAMES = (
+    "m" * 256,
+    "m" * 100_000,
+    "\u00e9" * 128,  # 256 bytes
+    "line\nbreak",
+    "line\u2028break",
+    "a\0b",
+    "\x1b[31mred",
+)
+
+
+@pytest.mark.parametrize(
+    "name", ["../secret", "..", "dir/cook", "", "cook/../../secret", *BAD_NAMES]
+)
 def test_a_name_never_leads_out_of_the_directory(server: LiveServer, name: str) -> None:
-    answer = httpx.post(f"{server.url}/v1/completions", json={"model": name, "prompt": "a"})
-    assert answer.status_code == 404
+    for path, field in (("/v1/completions", "prompt"), ("/v1/embeddings", "input")):
+        answer = httpx.post(f"{server.url}{path}", json={"model": name, field: "a"})
+        assert answer.status_code == 404
+        assert len(answer.content) < 2000
+
+
+@pytest.mark.parametrize("name", BAD_NAMES)
+def test_a_name_that_logs_and_lists_cannot_have_is_refused(server: LiveServer, name: str) -> None:
+    answer = admin(server, "load", lora_name=name, lora_path="cook")
+    assert answer.status_code == 400
+    assert answer.json()["error"]["param"] == "lora_name"
+    assert len(answer.content) < 2000
+
+
+@pytest.mark.parametrize("path", ["p" * 256, "p/" * 4000, "a\0b", "p" * 100_000])
+def test_a_path_that_no_disk_can_have_is_refused(server: LiveServer, path: str) -> None:
+    answer = admin(server, "load", lora_name="guest", lora_path=path)
+    assert answer.status_code == 400, answer.text
+    assert len(answer.content) < 6000
+
+
+def test_a_folder_with_a_name_that_is_no_text_is_left_out_and_reported(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    names = [b"good", b"bad\xffname", b"line\nbreak", "caf\u00e9".encode()]
+    for name in names:
+        folder = tmp_path / os.fsdecode(name)
+        folder.mkdir()
+        (folder / "adapter_config.json").write_text("{}")
+    adapters = ServedAdapters((), str(tmp_path))
+    for _ in range(2):
+        assert adapters.names == ("caf\u00e9", "good")
+    assert os.fsdecode(b"bad\xffname") not in adapters
+    reported = [record.getMessage() for record in caplog.records]
+    assert len(reported) == 2 and all(text.isprintable() for text in reported)
+
+
+def test_of_concurrent_loads_of_a_new_name_one_succeeds(server: LiveServer) -> None:
+    with ThreadPoolExecutor(8) as threads:
+        loads = [
+            threads.submit(admin, server, "load", lora_name="contested", lora_path=path)
+            for path in ("cook", "judge") * 4
+        ]
+        statuses = sorted(one.result().status_code for one in loads)
+    assert statuses == [200, *[400] * 7]
+    assert admin(server, "load", lora_name="contested", lora_path="cook").status_code == 400
+    assert admin(server, "unload", lora_name="contested").status_code == 200
+    failed = admin(server, "load", lora_name="contested", lora_path="broken")
+    assert failed.status_code == 400  # and the name is free again
+    assert admin(server, "load", lora_name="contested", lora_path="cook").status_code == 200
+    assert admin(server, "unload", lora_name="contested").status_code == 200
 
 
 def test_an_adapter_is_loaded_replaced_and_unloaded_by_request(

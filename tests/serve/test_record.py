@@ -79,7 +79,7 @@ def test_a_recording_without_text_gives_the_identical_plans(
     path = tmp_path / "recording.jsonl"
     path.write_text("of an engine that failed")
     content = recorded(path, is_full=False)
-    assert (tmp_path / "recording.jsonl.old").read_text() == "of an engine that failed"
+    assert (tmp_path / "recording.jsonl.1").read_text() == "of an engine that failed"
     for text in (b"first", b"import", b"class", b"request-1"):
         assert text not in content
     replayed = replay(read_recording(content.splitlines()))

@@ -4,6 +4,7 @@ import asyncio
 from typing import Any
 
 import httpx
+import msgspec
 import pytest
 from client import MESSAGES, client_of
 from fake_engine import FakeEngine
@@ -12,6 +13,7 @@ from quickstep.server.app import create_app
 from quickstep.server.openai.tokenize import (
     ApplyTemplateRequest,
     DetokenizeRequest,
+    Tokenized,
     TokenizeRequest,
 )
 from quickstep.server.options import RequestLimits, ServerOptions
@@ -96,6 +98,27 @@ def test_a_refused_field_is_400_with_its_name(name: str) -> None:
 def test_token_strings_come_only_when_asked_for() -> None:
     assert tokenized(prompt="a", return_token_strs=True)["token_strs"] == ["piece-1", "piece-97"]
     assert tokenized(prompt="a")["token_strs"] is None
+
+
+@pytest.mark.parametrize("num_chars", [0, 1, 2, 3, 4, 6, 7, 8])
+def test_an_answer_that_is_encoded_in_slices_is_the_same(
+    monkeypatch: pytest.MonkeyPatch, num_chars: int
+) -> None:
+    monkeypatch.setattr("quickstep.server.openai.tokenize._SLICE_ENTRIES", 3)
+    text = "abcdefgh"[:num_chars]
+    ids = [1, *text.encode()]
+    for fields, tokens in (
+        ({"prompt": text, "return_token_strs": True}, ids),
+        (
+            {"content": text, "with_pieces": True},
+            [{"id": each, "piece": chr(each)} for each in ids[1:]],
+        ),
+    ):
+        answer = msgspec.convert(tokenized(**fields), Tokenized, strict=True)
+        assert msgspec.to_builtins(answer.tokens) == tokens
+        assert answer.count == len(tokens)
+        strings = [f"piece-{each}" for each in ids] if "prompt" in fields else None
+        assert answer.token_strs == strings
 
 
 def test_tools_stand_in_the_tokenised_conversation() -> None:

@@ -183,8 +183,13 @@ def _open(args: argparse.Namespace) -> _Bench:
     from quickstep.model.spec import read_spec
     from quickstep.ops.resolve import resolve_ops
 
-    set_threads(args.threads)
-    load = LoadConfig(model=model_of(args), revision=args.revision, offline=args.offline)
+    load = LoadConfig(
+        model=model_of(args),
+        revision=args.revision,
+        offline=args.offline,
+        num_threads=args.threads,
+    )
+    set_threads(load.num_threads)
     checkpoint = find_checkpoint(load)
     spec = read_spec(checkpoint.path)
     if not spec.native:

@@ -13,6 +13,7 @@ one at another scale than 1, are an adapter of their own (`mix_name`), made when
 from __future__ import annotations
 
 import math
+import os
 from collections import OrderedDict
 from collections.abc import Collection, Mapping, Sequence
 from pathlib import Path
@@ -21,6 +22,7 @@ from typing import TYPE_CHECKING
 
 import msgspec
 
+from quickstep.config import adapter_name_problem
 from quickstep.errors import ConfigError, RequestError
 
 if TYPE_CHECKING:
@@ -167,19 +169,28 @@ def mix_parts(name: str) -> tuple[tuple[str, float], ...]:
 
 def path_in(directory: str | None, name: str) -> Path | None:
     """The folder of an adapter in `lora_dir`; None if there is none of this name."""
-    if directory is None or not name or name in (".", "..") or "/" in name or "\\" in name:
-        return None
-    if "\0" in name:
+    if directory is None or not _may_be_folder(name):
         return None
     path = Path(directory) / name
-    return path if (path / _CONFIG_FILE).is_file() else None
+    return path if os.path.isfile(path / _CONFIG_FILE) else None  # noqa: PTH113
 
 
-def adapter_names_in(directory: str | None) -> tuple[str, ...]:
-    """The names of the adapters in `lora_dir`, sorted."""
-    if directory is None or not Path(directory).is_dir():
+def adapter_names_in(directory: str | None, misnamed: set[str] | None = None) -> tuple[str, ...]:
+    """The names of the adapters in `lora_dir`, sorted. Those that no request can name are left out,
+    and added to `misnamed`.
+    """
+    if directory is None or not os.path.isdir(directory):  # noqa: PTH112
         return ()
-    return tuple(sorted(path.parent.name for path in Path(directory).glob(f"*/{_CONFIG_FILE}")))
+    names = sorted(path.parent.name for path in Path(directory).glob(f"*/{_CONFIG_FILE}"))
+    if misnamed is not None:
+        misnamed.update(name for name in names if not _may_be_folder(name))
+    return tuple(name for name in names if _may_be_folder(name))
+
+
+def _may_be_folder(name: str) -> bool:
+    """Whether an adapter in `lora_dir` may have this name."""
+    is_path = name in (".", "..") or "/" in name or "\\" in name
+    return not is_path and adapter_name_problem(name) is None
 
 
 def _names_in(adapter: LoadedAdapter) -> tuple[str, ...]:
@@ -273,8 +284,8 @@ class Adapters:
         """
         from quickstep.model.adapters.checkpoint import open_adapter
 
-        if not name:
-            raise ConfigError("an adapter needs a name")
+        if (problem := adapter_name_problem(name)) is not None:
+            raise ConfigError(f"the adapter's name {name[:100]!a} {problem}")
         roots = None
         if is_from_client:
             roots = [Path(one) for one in self._lora.client_dirs]
@@ -354,7 +365,7 @@ class Adapters:
         """The opened adapter of this name. Raises RequestError 404."""
         if name not in self._named:
             raise RequestError(
-                f"the adapter {name!r} is not loaded",
+                f"the adapter {name[:100]!r} is not loaded",
                 param="model",
                 status=404,
                 code="model_not_found",

@@ -507,18 +507,12 @@ def set_threads(num_threads: int | None) -> None:
     """torch's threads, and so the kernels' default. None: the cores that the process may use."""
     import torch
 
-    torch.set_num_threads(_checked_threads(num_threads))
+    torch.set_num_threads(num_threads or usable_cores())
 
 
 def num_threads(load: LoadConfig) -> int:
-    """Threads to compute with. Raises ConfigError."""
-    return _checked_threads(load.num_threads)
-
-
-def _checked_threads(num_threads: int | None) -> int:
-    if num_threads is not None and num_threads < 1:
-        raise ConfigError(f"--num-threads is {num_threads}, it must be at least 1")
-    return num_threads or usable_cores()
+    """Threads to compute with."""
+    return load.num_threads or usable_cores()
 
 
 def _free_bytes(device: torch.device | Device) -> int:

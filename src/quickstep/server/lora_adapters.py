@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Mapping, Sequence
 
 from quickstep.engine.adapters import adapter_names_in, mix_name, path_in
@@ -10,6 +11,8 @@ from quickstep.server.options import bounded
 from quickstep.server.schema.shared_fields import LoRAScale
 
 __all__ = ["ServedAdapters"]
+
+_LOG = logging.getLogger("quickstep.server")
 
 
 class ServedAdapters:
@@ -25,6 +28,7 @@ class ServedAdapters:
         self._directory = directory
         self._most_in_mix = most_in_mix
         self._numbered: dict[str, None] = {}  # in the order of their numbers
+        self._misnamed: set[str] = set()  # folders that were reported
         self._default_scales: Mapping[str, float] = {}
 
     def __contains__(self, name: object) -> bool:
@@ -35,7 +39,15 @@ class ServedAdapters:
     @property
     def names(self) -> tuple[str, ...]:
         """All of them, in the order of loading, then those of the directory."""
-        return tuple(dict.fromkeys((*self._names, *adapter_names_in(self._directory))))
+        misnamed: set[str] = set()
+        in_directory = adapter_names_in(self._directory, misnamed)
+        for name in misnamed - self._misnamed:
+            _LOG.warning(
+                "the folder %s in --lora-dir is left out: no request can name it; rename it",
+                ascii(name),
+            )
+        self._misnamed |= misnamed
+        return tuple(dict.fromkeys((*self._names, *in_directory)))
 
     def add(self, name: str) -> None:
         """One was loaded."""

@@ -5,12 +5,14 @@ An adapter is loaded only from the directories that the operator allows, symboli
 
 from __future__ import annotations
 
+from collections import Counter
 from typing import Annotated
 
 import msgspec
 from starlette.requests import Request
 from starlette.responses import PlainTextResponse, Response
 
+from quickstep.config import adapter_name_problem
 from quickstep.errors import RequestError
 from quickstep.server.generate.adapter import Served
 from quickstep.server.http.body import body_of
@@ -46,20 +48,29 @@ class UnloadLoRAAdapter(msgspec.Struct, frozen=True, forbid_unknown_fields=True)
 def lora_routes(served: Served) -> list[ApiRoute]:
     """The routes, all of which need an admin key."""
     engine, adapters = served.engine, served.adapters
+    loading: Counter[str] = Counter()  # how many loads of a name are under way
 
     async def load(request: Request) -> Response:
         reader = FieldReader(served.field_rules)
         fields = reader.decode(body_of(request), LoadLoRAAdapter)
         report_ignored(request, reader.ignored)
         name = fields.lora_name
+        if (problem := adapter_name_problem(name)) is not None:
+            raise RequestError(f"lora_name {name[:100]!a} {problem}", param="lora_name")
         if name in served.names:
             raise RequestError(f"{name!r} is the model's own name", param="lora_name")
-        if name in adapters and not fields.load_inplace:
+        if (name in adapters or name in loading) and not fields.load_inplace:
             raise RequestError(
                 f"there is an adapter {name!r} already; send load_inplace: true to replace it",
                 param="lora_name",
             )
-        await engine.load_adapter(name, fields.lora_path, is_from_client=True)
+        loading[name] += 1
+        try:
+            await engine.load_adapter(name, fields.lora_path, is_from_client=True)
+        finally:
+            loading[name] -= 1
+            if not loading[name]:
+                del loading[name]
         adapters.add(name)
         return PlainTextResponse(f"Success: LoRA adapter '{name}' added successfully.")
 

@@ -95,6 +95,16 @@ class RequestLimits(msgspec.Struct, frozen=True):
     detokenized: int = 250_000
     adapters: int = 8
 
+    def __post_init__(self) -> None:
+        for name, least in (("body_bytes", 128), ("header_bytes", 1024), ("url_bytes", 128)):
+            value = getattr(self, name)
+            if value < least:
+                flag = name.replace("_", "-")
+                raise ConfigError(
+                    f"--max-{flag} is {value}, which is too little for any request; it must be at "
+                    f"least {least}"
+                )
+
 
 def bounded(name: str, value: int, limit: int, unit: str = "") -> None:
     """Raise RequestError if `value` is above `limit`."""
@@ -225,6 +235,7 @@ class Deadlines(msgspec.Struct, frozen=True):
 
 
 _LEAST_STALL_S = 1.0
+_LONGEST_S = 7 * 86_400
 
 
 class AnswerOptions(msgspec.Struct, frozen=True):
@@ -421,10 +432,22 @@ class ServerOptions(msgspec.Struct, frozen=True):
     reasoning_parser: str | None = None
 
     def __post_init__(self) -> None:
-        if not self.stall_s >= _LEAST_STALL_S:
+        if not 0.0 <= self.drain_s <= _LONGEST_S:
             raise ConfigError(
-                f"--stall-timeout-s is {self.stall_s:g}, it must be at least {_LEAST_STALL_S:g}: "
-                "an engine's process reports ten times a second"
+                f"--drain-timeout-s is {self.drain_s:g}, it must be from 0 to {_LONGEST_S} (a week)"
+            )
+        for name in self.served_model_names:
+            if not name or not name.isprintable():
+                raise ConfigError(
+                    f"--served-model-name is {name[:100]!a}, it must have characters that can be "
+                    "printed, and no others"
+                )
+            if self.served_model_names.count(name) > 1:
+                raise ConfigError(f"--served-model-name has {name!r} twice; give each name once")
+        if not _LEAST_STALL_S <= self.stall_s <= _LONGEST_S:
+            raise ConfigError(
+                f"--stall-timeout-s is {self.stall_s:g}, it must be from {_LEAST_STALL_S:g} (an "
+                f"engine's process reports ten times a second) to {_LONGEST_S} (a week)"
             )
         self.check_limits(self.api_keys.limits)
         if self.root_path and (not self.root_path.startswith("/") or self.root_path.endswith("/")):

@@ -89,6 +89,13 @@ def lora_config(args: argparse.Namespace) -> LoRAConfig | None:
     modules = _modules(args.lora_modules)
     if not modules and not args.lora_dir and not args.enable_lora:
         return None
+    named = {name for name, _ in modules}
+    unknown = next((name for name in args.lora_pin if name not in named), None)
+    if unknown is not None and not args.lora_dir and not args.lora_allowed_dirs:
+        raise ConfigError(
+            f"--lora-pin names {unknown!r}, which is none of --lora-modules, and requests can load "
+            "no others; see --lora-dir"
+        )
     return LoRAConfig(
         modules=modules,
         max_loras=args.max_loras,

@@ -10,7 +10,7 @@ import sys
 import textwrap
 from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import Any, NoReturn, TypeVar
 
 __all__ = [
     "Parser",
@@ -26,6 +26,7 @@ __all__ = [
     "token_count",
 ]
 
+_Number = TypeVar("_Number", int, float)
 _UNITS = {"": 1, "k": 10**3, "m": 10**6, "g": 10**9, "t": 10**12}
 _BINARY_UNITS = {"k": 2**10, "m": 2**20, "g": 2**30, "t": 2**40}
 _SIZE = re.compile(r"(?P<number>\d+(\.\d+)?)\s*(?P<unit>[kmgt]?)(?P<binary>i?)b?", re.IGNORECASE)
@@ -107,7 +108,7 @@ def bytes_size(text: str) -> int:
     if match.group("binary") and not unit:
         raise argparse.ArgumentTypeError(f"{text!r} is not a size, such as 4000000, 500M or 2GiB")
     factor = _BINARY_UNITS[unit] if match.group("binary") else _UNITS[unit]
-    return int(float(match.group("number")) * factor)
+    return int(_in_64_bits(float(match.group("number")) * factor, text))
 
 
 def token_count(text: str) -> int:
@@ -135,6 +136,13 @@ def _int_from(lowest: int, text: str) -> int:
         raise argparse.ArgumentTypeError(f"{text!r} is not an integer") from None
     if value < lowest:
         raise argparse.ArgumentTypeError(f"{value} is below {lowest}")
+    return _in_64_bits(value, text)
+
+
+def _in_64_bits(value: _Number, text: str) -> _Number:
+    """`value`; larger ones cannot be sent to the engine's process."""
+    if value >= 2**63:
+        raise argparse.ArgumentTypeError(f"{text[:50]} is above 2^63 - 1")
     return value
 
 

@@ -345,7 +345,7 @@ def _add_recording_flags(group: argparse._ArgumentGroup) -> None:
         "--record",
         metavar="FILE",
         help="record the traffic for `quickstep replay`, `simulate` and `plan`: lengths, times and "
-        "shared prefixes as JSON lines, without text; an earlier FILE is kept as FILE.old",
+        "shared prefixes as JSON lines, without text; earlier ones are kept as FILE.1, FILE.2, ...",
     )
     group.add_argument(
         "--record-full",
@@ -441,8 +441,6 @@ def server_options(args: argparse.Namespace) -> ServerOptions:
         TlsOptions,
     )
 
-    if not args.drain_timeout_s >= 0:
-        raise ConfigError(f"--drain-timeout-s is {args.drain_timeout_s:g}, it must be at least 0")
     api_keys = take_api_keys(args, os.environ)
     return ServerOptions(
         served_model_names=tuple(args.served_model_name),
@@ -483,7 +481,7 @@ def server_options(args: argparse.Namespace) -> ServerOptions:
         root_path=args.root_path,
         access_log=args.access_log,
         files=FileOptions(
-            directory=Path(args.files_dir) if args.files_dir else None,
+            directory=_files_directory(args.files_dir),
             file_bytes=args.max_file_bytes,
             total_bytes=args.max_files_bytes,
             bytes_per_key=args.max_files_bytes_per_key,
@@ -498,6 +496,21 @@ def server_options(args: argparse.Namespace) -> ServerOptions:
         tool_call_parser=args.tool_call_parser,
         reasoning_parser=args.reasoning_parser,
     )
+
+
+def _files_directory(name: str | None) -> Path | None:
+    """The directory, which is made if there is none. Raises ConfigError."""
+    if name is None:
+        return None
+    directory = Path(name)
+    try:
+        directory.mkdir(mode=0o700, parents=True, exist_ok=True)
+        is_usable = bool(name) and os.access(directory, os.R_OK | os.W_OK | os.X_OK)
+    except OSError as error:
+        raise ConfigError(f"--files-dir {name} cannot be made: {error.strerror}") from None
+    if not is_usable:
+        raise ConfigError(f"--files-dir {name!r} is no directory that this user can write to")
+    return directory
 
 
 def input_config(args: argparse.Namespace) -> InputConfig:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import logging
+import os
 import secrets
 import threading
 from pathlib import Path
@@ -25,6 +26,7 @@ __all__ = ["RecordingFile"]
 
 _LOGGER = logging.getLogger(__name__)
 _FLUSH_S = 1.0
+_MAX_EARLIER = 9  # recordings: more than the deaths after which the server gives an engine up
 
 
 class RecordingFile:
@@ -40,8 +42,9 @@ class RecordingFile:
 
     @staticmethod
     def open(config: RecordingConfig, tokenizer: Tokenizer) -> RecordingFile:
-        """Begin a file. One that exists becomes FILE.old: it may be of an engine that has failed
-        and was started again.
+        """Begin a file, which only its owner may read. One that exists becomes FILE.1, FILE.2 and
+        so on: it may be of an engine that has failed and was started again, and the first one of
+        these shows the cause. At most `_MAX_EARLIER` are kept; then the last of them is replaced.
 
         Raises:
             ConfigError: It cannot be written.
@@ -49,8 +52,10 @@ class RecordingFile:
         path = Path(config.path)
         try:
             if path.is_file() and path.stat().st_size:
-                path.replace(f"{path}.old")
-            file = path.open("wb")
+                kept = _name_of_earlier(path)
+                path.replace(kept)
+                _LOGGER.info("the earlier recording %s is kept as %s", path, kept)
+            file = os.fdopen(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600), "wb")
         except OSError as error:
             raise ConfigError(f"{config.path} cannot be written: {error.strerror}") from None
         return RecordingFile(config.is_full, file, tokenizer)
@@ -100,3 +105,9 @@ class RecordingFile:
         except OSError as error:
             _LOGGER.error("the recording ends here: %s", error)
             self._file = None
+
+
+def _name_of_earlier(path: Path) -> Path:
+    """The first free one of FILE.1, FILE.2, ...; the last one if none is free."""
+    names = [path.with_name(f"{path.name}.{number}") for number in range(1, _MAX_EARLIER + 1)]
+    return next((name for name in names if not name.exists()), names[-1])

@@ -7,6 +7,7 @@ adapters are loaded.
 
 from __future__ import annotations
 
+import os
 import re
 from collections.abc import Mapping, Sequence
 from hashlib import blake2b
@@ -37,6 +38,7 @@ __all__ = ["WEIGHTS_FILE", "AdapterCheckpoint", "LoRAWeights", "open_adapter"]
 
 WEIGHTS_FILE = "adapter_model.safetensors"
 _CACHE_LINE = 64  # bytes
+_SHOWN_CHARS = 500  # of a path that clients choose
 _TIED = frozenset({"embed_tokens", LM_HEAD})
 _NO_BIASES: Mapping[int, Array] = MappingProxyType({})
 _PICKLE = "adapter_model.bin"
@@ -234,8 +236,10 @@ def _open_adapter(
         )
     bundled = bundled_adapter(str(directory)) if roots is None else None
     path = bundled or Path(directory)
-    if not path.is_dir():
-        raise ConfigError(f"{directory} is no directory, so it is no adapter")
+    if not os.path.isdir(path):  # noqa: PTH112  Path.is_dir raises for names that no disk has
+        name = str(directory)
+        shown = name if len(name) <= _SHOWN_CHARS else f"{name[:_SHOWN_CHARS]}..."
+        raise ConfigError(f"{shown} is no directory, so it is no adapter")
     for file in (path, path / CONFIG_FILE, path / WEIGHTS_FILE):
         _check_place(file, roots)
     config = read_peft_config(path)

@@ -10,6 +10,7 @@ import re
 from collections.abc import AsyncGenerator, Mapping
 from typing import Any
 
+from python_multipart.exceptions import FormParserError
 from starlette.datastructures import FormData, UploadFile
 from starlette.formparsers import MultiPartException, MultiPartParser
 from starlette.requests import ClientDisconnect, Request
@@ -25,7 +26,7 @@ from quickstep.server.batches.file_store import (
 from quickstep.server.batches.request_types import FileForm, FileQuery
 from quickstep.server.batches.response_types import DeletedFile, FileList, FileObject
 from quickstep.server.generate.endpoint import CLIENT_CLOSED, caller_of
-from quickstep.server.http.errors import json_response
+from quickstep.server.http.errors import error_body, json_response
 from quickstep.server.http.route import ApiRoute
 from quickstep.server.http.time_limits import patient_timeout
 from quickstep.server.http.work_lanes import done_in_thread
@@ -40,6 +41,7 @@ _FIELD_BYTES = 4096
 _FORM_BYTES = 64 * 1024
 _NESTED = re.compile(r"(?P<outer>\w+)\[(?P<inner>\w+)\]")
 _DRAINED_LIMITS = 4
+_RANGE = re.compile(r" *bytes *= *([0-9]{0,18}) *- *([0-9]{0,18}) *", re.ASCII | re.IGNORECASE)
 
 
 class Files:
@@ -126,8 +128,11 @@ class Files:
 
     async def content(self, request: Request) -> Response:
         """Return the bytes as they were written."""
-        path = self._store.path(self._find(request))
-        return FileResponse(path, media_type="application/jsonl")
+        file = self._find(request)
+        refusal = _range_refusal(request, file.num_bytes)
+        if refusal is not None:
+            return refusal
+        return FileResponse(self._store.path(file), media_type="application/jsonl")
 
     def _find(self, request: Request) -> StoredFile:
         return self._store.get(caller_of(request), request.path_params["file_id"])
@@ -150,6 +155,8 @@ class Files:
                 return await parser.parse()
         except MultiPartException as error:
             raise RequestError(f"the form cannot be read: {error.message}") from None
+        except FormParserError as error:  # older versions of Starlette pass it on
+            raise RequestError(f"the form cannot be read: {error}") from None
 
     async def _store_upload(self, writer: FileWriter, form: FormData) -> StoredFile:
         upload = form.get("file")
@@ -176,6 +183,33 @@ class Files:
         writer.resize(size)
         await done_in_thread(lambda: writer.fill(upload.file))
         return writer.commit()
+
+
+def _range_refusal(request: Request, num_bytes: int) -> Response | None:
+    """The answer to a `Range` header that cannot be followed; None if it can, or if there is none.
+
+    Raises:
+        RequestError: It is not one range of bytes.
+    """
+    wanted = request.headers.get("range")
+    if wanted is None:
+        return None
+    match = _RANGE.fullmatch(wanted)
+    first, last = match.groups() if match is not None else ("", "")
+    if (not first and not last) or (first and last and int(first) > int(last)):
+        raise RequestError(
+            f"range is {wanted[:100]!r}; send one range, as `bytes=0-99`, `bytes=100-` or "
+            "`bytes=-100`",
+            param="range",
+        )
+    if not (int(first) < num_bytes if first else int(last) and num_bytes):
+        message = f"range is {wanted[:100]!r}, the file has {num_bytes} bytes"
+        end = {"content-range": f"bytes */{num_bytes}"}
+        return json_response(error_body(message, 416, "range"), 416, end)
+    if not first and int(last) > num_bytes:  # older versions of Starlette refuse it
+        others = [(name, value) for name, value in request.scope["headers"] if name != b"range"]
+        request.scope["headers"] = [*others, (b"range", b"bytes=0-")]
+    return None
 
 
 def page_of(items: list[Any], after: str | None, limit: int) -> tuple[list[Any], bool]:

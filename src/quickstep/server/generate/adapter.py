@@ -116,7 +116,7 @@ class Served(msgspec.Struct, frozen=True):
             known = (*self.names, *self.adapters.names)
             listed = ", ".join(known[:_LISTED_NAMES]) + ", ..." * (len(known) > _LISTED_NAMES)
             raise RouteNotFound(
-                f"the model {name!r} does not exist; this server has {listed}",
+                f"the model {name[:100]!r} does not exist; this server has {listed}",
                 param="model",
                 code="model_not_found",
             )

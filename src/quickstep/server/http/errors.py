@@ -54,11 +54,14 @@ _TYPES: Mapping[int, tuple[str, str | None]] = {
     413: ("invalid_request_error", "request_too_large"),
     414: ("invalid_request_error", "url_too_long"),
     415: ("invalid_request_error", "unsupported_media_type"),
+    416: ("invalid_request_error", "range_not_satisfiable"),
     429: ("rate_limit_error", "rate_limit_exceeded"),
     431: ("invalid_request_error", "headers_too_large"),
     500: ("server_error", "internal_error"),
+    501: ("invalid_request_error", "unsupported_transfer_encoding"),
     503: ("server_error", "engine_unavailable"),
 }
+_MESSAGE_CHARS = 4096
 OVERLOADED = 529  # Anthropic's number for what others call 503
 _ANTHROPIC_TYPES: Mapping[int, str] = {
     401: "authentication_error",
@@ -162,6 +165,8 @@ def facts_of(
     status: int, message: str, param: str | None = None, code: str | None = None
 ) -> ErrorFacts:
     """An error with the type of its status, and the code of its status unless it has its own."""
+    if len(message) > _MESSAGE_CHARS:  # it quotes the request
+        message = f"{message[:_MESSAGE_CHARS]} ..."
     kind, code_of_status = _TYPES.get(status, _TYPES[400 if status < 500 else 500])
     return ErrorFacts(status, message, kind, param, code or code_of_status)
 

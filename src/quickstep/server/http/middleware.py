@@ -15,6 +15,7 @@ key, unknown paths included. The request's state then holds for the routes:
     state["connections"]    how long clients may take (see `options`)
     state["request_id"]     the request's id, see below
     state["received_s"]     when its first bytes were read, by the monotonic clock
+    state["broken_body"]    the error of a body that is malformed; reading the body raises it
     state["ignored"]        fields of the request that have no effect; routes add to it
 
 Every response has the request's id (the client's own, else a new one) in `x-request-id`, the
@@ -61,6 +62,7 @@ _IGNORED_CHARS = 1024
 _MAX_REPORTED = 4096
 _CHALLENGE = {"www-authenticate": "Bearer"}
 _BEARER = b"bearer "
+_PLAIN = (b"", b"identity", b"utf-8")  # the last is a charset, which clients confuse with it
 _PORTS = {b"http": b":80", b"https": b":443"}
 
 
@@ -116,6 +118,7 @@ class AccessMiddleware:
         if shape is not None:
             state["error_shape"] = shape
         try:
+            _check_content_encoding(scope)
             check_head(scope, self._limits)
             _check_origin(scope, self._origins)
             if (scope["method"], path) in self._probes:
@@ -130,7 +133,7 @@ class AccessMiddleware:
                 response.headers.update(_CHALLENGE)
             await response(scope, receive, send)
             return
-        await self._app(scope, receive, send)
+        await self._app(scope, _Receive(scope, receive), send)
 
     def _owner(self, scope: Scope) -> str:
         presented = list(_presented(scope))
@@ -169,6 +172,32 @@ def check_head(scope: Scope, limits: RequestLimits) -> None:
         raise RequestError(
             f"the headers have {num_bytes} bytes, the limit is {limits.header_bytes}", status=431
         )
+
+
+def _check_content_encoding(scope: Scope) -> None:
+    """Raise RequestError 415 for a body that would have to be decoded before it is parsed."""
+    for name, value in scope["headers"]:
+        if name == b"content-encoding" and value.strip().lower() not in _PLAIN:
+            raise RequestError(
+                f"the content-encoding is {value[:100].decode('latin-1')!a}; send the body "
+                "without it",
+                status=415,
+            )
+
+
+class _Receive:
+    """A `receive` that raises the error of a body that is malformed."""
+
+    def __init__(self, scope: Scope, receive: Receive) -> None:
+        self._state = scope["state"]
+        self._receive = receive
+
+    async def __call__(self) -> Message:
+        message = await self._receive()
+        broken: RequestError | None = self._state.get("broken_body")
+        if broken is not None:
+            raise broken
+        return message
 
 
 def _check_origin(scope: Scope, allowed: Collection[bytes]) -> None:

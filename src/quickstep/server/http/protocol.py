@@ -12,6 +12,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
+from collections.abc import Iterable
 from typing import Any
 
 import msgspec
@@ -122,6 +123,7 @@ class BoundedProtocol(HttpToolsProtocol):
             return
         scope = {"raw_path": self.url, "query_string": b"", "headers": self.headers}
         try:
+            _check_transfer_encoding(self.headers)
             check_head(scope, self._limits)
         except RequestError as error:
             self._refusal = error
@@ -199,7 +201,11 @@ class BoundedProtocol(HttpToolsProtocol):
         if self.transport.is_closing():
             return
         if self.cycle is not None and not self.cycle.response_complete:
-            self.cycle.keep_alive = False  # the request before it is answered, then this ends
+            self.cycle.keep_alive = False  # the latest request is answered, then this ends
+            if self.cycle.more_body:  # it is the one at fault: who reads its body gets the error
+                self.cycle.scope["state"]["broken_body"] = error
+                self.cycle.more_body = False
+                self.cycle.message_event.set()
             return
         body = msgspec.json.encode(error_of(error)[1])
         retry = "retry-after: 1\r\n" if error.status == 503 else ""
@@ -215,6 +221,17 @@ class BoundedProtocol(HttpToolsProtocol):
         else:
             self.transport.close()
         self.loop.call_later(_LINGER_S, self.transport.abort)
+
+
+def _check_transfer_encoding(headers: Iterable[tuple[bytes, bytes]]) -> None:
+    """Raise RequestError 501 for a transfer coding that is not undone here."""
+    given = b",".join(value for name, value in headers if name == b"transfer-encoding")
+    if given and given.strip().lower() != b"chunked":
+        raise RequestError(
+            f"the transfer-encoding is {given[:100].decode('latin-1')!a}; send `chunked` or a "
+            "content-length",
+            status=501,
+        )
 
 
 def bounded_protocol(

@@ -8,7 +8,8 @@ processed in a thread.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from itertools import islice
 from typing import Annotated, Any, Literal, TypeVar
 
 import msgspec
@@ -51,6 +52,8 @@ _MODEL = effect("Which served name answers; the first one if not given, 404 for 
 
 
 _INLINE_BYTES = 2048
+_SLICE_ENTRIES = 4096
+_ENCODE = msgspec.json.Encoder().encode
 _Schema = TypeVar("_Schema", bound=msgspec.Struct)
 
 _SOURCES = ("prompt", "messages", "content")
@@ -122,7 +125,7 @@ class ApplyTemplateRequest(msgspec.Struct, forbid_unknown_fields=True, kw_only=T
     chat_template_kwargs: ChatTemplateKwargs = None
 
 
-class TokenPiece(msgspec.Struct, frozen=True):
+class TokenPiece(msgspec.Struct, frozen=True, gc=False):
     """A token (llama.cpp's `with_pieces`): its text, or its bytes if they are not valid UTF-8."""
 
     id: int
@@ -136,6 +139,15 @@ class Tokenized(msgspec.Struct, frozen=True, kw_only=True):
     count: int
     max_model_len: int
     token_strs: list[str] | None = None
+
+
+class _EncodedTokens(msgspec.Struct, frozen=True, kw_only=True):
+    """`Tokenized` with its lists as JSON."""
+
+    tokens: msgspec.Raw
+    count: int
+    max_model_len: int
+    token_strs: msgspec.Raw | None
 
 
 class Detokenized(msgspec.Struct, frozen=True, kw_only=True):
@@ -269,20 +281,20 @@ class Tokenizing:
         text = tokenizer.decode(ids, False)
         return Detokenized(prompt=text, content=text)
 
-    def _tokenized(self, request: Request, body: bytes) -> Tokenized:
+    def _tokenized(self, request: Request, body: bytes) -> _EncodedTokens:
         fields = self._read(request, body, TokenizeRequest)
         self._served.model(fields.model)
         _check_source(fields)
         ids = self._ids(request, fields)
         tokenizer = self._served.engine.tokenizer
-        tokens: list[int | TokenPiece] = [*ids]
+        tokens: Iterator[int | TokenPiece] = iter(ids)
         if fields.with_pieces:
-            tokens = [TokenPiece(each, _piece(tokenizer.token_bytes(each))) for each in ids]
+            tokens = (TokenPiece(each, _piece(tokenizer.token_bytes(each))) for each in ids)
         strings = None
         if fields.return_token_strs:
-            strings = [tokenizer.piece(token_id) or "" for token_id in ids]
-        return Tokenized(
-            tokens=tokens,
+            strings = _encoded_in_slices(tokenizer.piece(each) or "" for each in ids)
+        return _EncodedTokens(
+            tokens=_encoded_in_slices(tokens),
             count=len(ids),
             max_model_len=self._served.engine.max_model_len,
             token_strs=strings,
@@ -329,6 +341,14 @@ def _check_source(fields: TokenizeRequest) -> None:
         goes = name in _FIELDS[source] or name in ("model", source)
         if not goes and getattr(fields, name) is not None:
             raise RequestError(f"{name} does not go with {source}", param=name)
+
+
+def _encoded_in_slices(entries: Iterator[object]) -> msgspec.Raw:
+    """A JSON list of the entries, encoded in slices: other threads run between them. All at once
+    would be up to 50 MB, with an object for each token, in one call of the interpreter.
+    """
+    slices = iter(lambda: list(islice(entries, _SLICE_ENTRIES)), [])
+    return msgspec.Raw(b"[" + b",".join(_ENCODE(part)[1:-1] for part in slices) + b"]")
 
 
 def _piece(data: bytes) -> str | list[int]:

@@ -77,17 +77,20 @@ _PATH_PARAMETER = re.compile(r"\{(\w+)(?::\w+)?\}")
 _STATUSES: Mapping[int, str] = {
     400: "The request is wrong; the error names the field.",
     401: "The API key is missing or wrong.",
-    403: "The request comes from a web page of an origin that is not allowed.",
+    403: "The origin of a web page, or the host, is not allowed, or an admin key is missing.",
     404: "There is no such route, model or other resource.",
     405: "The route has other methods.",
     408: "The body came too slowly, or an embedding took longer than timeout_s.",
     413: "The body is too large.",
     414: "The URL is too long.",
-    415: "The content type is not JSON.",
+    415: "The content type is not JSON, or the body is compressed.",
+    429: "Too many requests wait, or the key has reached a rate limit or its budget; retry after "
+    "the header's seconds.",
     431: "The headers are too large.",
-    429: "Too many requests wait; retry after the header's seconds.",
     500: "The server failed on this request.",
-    503: "The engine takes no requests now, or too much waits to be read.",
+    501: "The body has a transfer coding other than chunked.",
+    503: "The engine takes no requests now, too many connections are open, too much waits to be "
+    "read, or the first token would come after ttft_deadline_ms.",
 }
 _ERRORS: Mapping[ErrorShape, type[msgspec.Struct]] = {
     anthropic_shape: MessagesError,

@@ -7,6 +7,10 @@ numbered by the order in which they were added; run (one start of a server) and 
 so that a transaction that is tried again adds nothing twice. Request ids are not unique: a client
 may choose them.
 
+What cannot be written until the end, since another process has the lock, goes into a file next to
+the ledger, FILE.unwritten-RUN, whose rows the next `open` inserts. If FILE is moved or deleted
+while it is open, a new one is made. Only the owner of the process may read what is created here.
+
 Money is in billionths of a dollar and time in nanoseconds: sums of integers are exact. The file has
 the names of API keys, never the keys, and no text of a request.
 """
@@ -14,12 +18,14 @@ the names of API keys, never the keys, and no text of a request.
 from __future__ import annotations
 
 import logging
+import os
 import sqlite3
 import threading
 import uuid
 from collections import deque
 from collections.abc import Sequence
-from contextlib import closing
+from contextlib import closing, suppress
+from glob import escape as glob_escape
 from pathlib import Path
 from urllib.parse import quote
 
@@ -36,6 +42,9 @@ _APPLICATION_ID = 0x51537553  # "QSuS", by which `file` and this module recognis
 _COMMIT_EVERY_S = 0.5
 _BUSY_S = 5.0
 _MAX_UNWRITTEN = 100_000  # rows, while the file cannot be written
+_UNWRITTEN = ".unwritten-"  # follows the ledger's name, before the run
+# of one row; other errors of SQLite are of the file and may pass
+_ROW_ERRORS = (sqlite3.DataError, sqlite3.IntegrityError, sqlite3.ProgrammingError)
 _SCHEMA = f"""
 BEGIN;
 CREATE TABLE sequences (
@@ -142,6 +151,8 @@ class Ledger:
         self._run = uuid.uuid4().hex
         self._added: deque[LedgerRow] = deque()
         self._num_taken = 0  # rows taken from `_added` so far (the writer only)
+        self._file_id: tuple[int, int] | None = None  # device and inode of the open file
+        self._is_missing = False  # and there could be no new one
         self._opened_at_row = 0  # the last row of the file then
         self._of_others: dict[str, UsageTotals] = {}  # by the key's name
         self._of_others_lock = threading.Lock()
@@ -149,8 +160,12 @@ class Ledger:
         self._writer: threading.Thread | None = None
 
     def open(self) -> None:
-        """Create the file if there is none, and start the writer. Raises ConfigError."""
+        """Create the file if there is none, insert what earlier runs could not write, and start
+        the writer. Raises ConfigError.
+        """
         connection = _open_for_writing(self._path)
+        self._file_id = _file_id(self._path)
+        self._insert_unwritten(connection)
         (self._opened_at_row,) = connection.execute(_LAST_ROW).fetchone()
         self._writer = threading.Thread(
             target=self._write_until_closed, args=(connection,), name="ledger", daemon=True
@@ -186,19 +201,68 @@ class Ledger:
     def _write_until_closed(self, connection: sqlite3.Connection) -> None:
         rows: list[_NumberedRow] = []  # not committed yet
         last_row = self._opened_at_row
-        with closing(connection):
-            is_open = True
-            while is_open:
-                is_open = not self._closing.wait(self._commit_every_s)
-                while self._added:
-                    row = self._added.popleft()
-                    rows.append((self._run, self._num_taken, *astuple(row)))
-                    self._num_taken += 1
-                if rows and self._commit(connection, rows):
-                    rows.clear()
-                del rows[:-_MAX_UNWRITTEN]
-                if is_open:
-                    last_row = self._read_others(connection, last_row)
+        is_open = True
+        while is_open:
+            is_open = not self._closing.wait(self._commit_every_s)
+            while self._added:
+                row = self._added.popleft()
+                rows.append((self._run, self._num_taken, *astuple(row)))
+                self._num_taken += 1
+            if _file_id(self._path) != self._file_id:
+                connection, last_row = self._reopened(connection), 0
+            if rows and self._commit(connection, rows):
+                rows.clear()
+            del rows[:-_MAX_UNWRITTEN]
+            if is_open:
+                last_row = self._read_others(connection, last_row)
+        connection.close()
+        if rows:
+            self._keep_unwritten(rows)
+
+    def _reopened(self, connection: sqlite3.Connection) -> sqlite3.Connection:
+        """A connection to a new file, if the old one was moved or deleted; the old connection if
+        there can be none now.
+        """
+        with suppress(sqlite3.Error):  # what was committed goes where the file is
+            connection.execute("PRAGMA wal_checkpoint(TRUNCATE)")
+        try:
+            fresh = _open_for_writing(self._path)
+        except ConfigError as error:  # it is tried again
+            if not self._is_missing:
+                _LOG.error(
+                    "%s was moved or deleted, and there can be no new one: %s", self._path, error
+                )
+            self._is_missing = True
+            return connection
+        connection.close()
+        self._is_missing = False
+        self._file_id = _file_id(self._path)
+        self._opened_at_row = 0
+        _LOG.warning("%s was moved or deleted; usage is recorded in a new one", self._path)
+        return fresh
+
+    def _keep_unwritten(self, rows: Sequence[_NumberedRow]) -> None:
+        """Write rows that the ledger does not take where the next `open` finds them."""
+        path = self._path.with_name(f"{self._path.name}{_UNWRITTEN}{self._run}")
+        try:
+            with os.fdopen(
+                os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "wb"
+            ) as file:
+                file.write(msgspec.msgpack.encode(rows))
+        except OSError as error:
+            _LOG.error("%d rows for %s are lost: %s", len(rows), self._path, error)
+        else:
+            _LOG.warning("%d rows are in %s until the next start", len(rows), path)
+
+    def _insert_unwritten(self, connection: sqlite3.Connection) -> None:
+        for path in self._path.parent.glob(f"{glob_escape(self._path.name)}{_UNWRITTEN}*"):
+            try:
+                rows = msgspec.msgpack.decode(path.read_bytes(), type=list[_NumberedRow])
+            except (OSError, msgspec.DecodeError) as error:
+                _LOG.error("the rows in %s cannot be read: %s", path, error)
+                continue
+            if self._commit(connection, rows):
+                path.unlink(missing_ok=True)
 
     def _read_others(self, connection: sqlite3.Connection, last_row: int) -> int:
         """Queue what other runs have committed after a row; returns the last one that is there."""
@@ -217,19 +281,26 @@ class Ledger:
         return int(newest)
 
     def _commit(self, connection: sqlite3.Connection, rows: Sequence[_NumberedRow]) -> bool:
-        """Insert the rows in one transaction. Returns False if the file cannot be written now."""
+        """Insert the rows in one transaction. Returns False if the file cannot be written now.
+
+        A row that cannot be stored is left out: the halves are tried until it is found.
+        """
         try:
             with connection:
                 connection.executemany(_INSERT, rows)
-        except sqlite3.Error as error:
-            _LOG.error(
-                "%d rows cannot be written to %s: %s; the last %d are kept and tried again",
-                *(len(rows), self._path, error, _MAX_UNWRITTEN),
-            )
-            return False
-        except Exception:  # the writer continues with the next rows
-            _LOG.exception("%d rows for %s are lost", len(rows), self._path)
-        return True
+            return True
+        except Exception as error:
+            if isinstance(error, sqlite3.Error) and not isinstance(error, _ROW_ERRORS):
+                _LOG.error(
+                    "%d rows cannot be written to %s: %s; the last %d are kept and tried again",
+                    *(len(rows), self._path, error, _MAX_UNWRITTEN),
+                )
+                return False
+            if len(rows) == 1:
+                _LOG.exception("a row cannot be stored in %s and is lost", self._path)
+                return True
+        half = len(rows) // 2
+        return self._commit(connection, rows[:half]) and self._commit(connection, rows[half:])
 
 
 def check_ledger(path: Path) -> None:
@@ -272,6 +343,8 @@ def usage_totals(
 
 def _open_for_writing(path: Path) -> sqlite3.Connection:
     """A connection to a ledger, which is created if there is no file. Raises ConfigError."""
+    with suppress(OSError):  # SQLite says what is wrong
+        os.close(os.open(path, os.O_WRONLY | os.O_CREAT, 0o600))
     connection = _connect(path, "rwc")
     try:
         if not _is_ledger(connection, path):
@@ -304,6 +377,15 @@ def _open_for_reading(path: Path) -> sqlite3.Connection:
         problem = str(error)
     connection.close()
     raise ConfigError(problem)
+
+
+def _file_id(path: Path) -> tuple[int, int] | None:
+    """Device and inode; None if there is no file."""
+    try:
+        status = path.stat()
+    except OSError:
+        return None
+    return status.st_dev, status.st_ino
 
 
 def _connect(path: Path, mode: str) -> sqlite3.Connection:
