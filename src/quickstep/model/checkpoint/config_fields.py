@@ -41,7 +41,7 @@ _HARMLESS_PREFIXES = ("_", "unsloth_", "mergekit", "vision_", "image_", "video_"
 # `head_dim` or `num_key_value_heads` follows from other sizes (`spec.py`); other nulls are values.
 _NULL_IS_ABSENT = frozenset({"rope_parameters"})
 # Words of names with which a forward pass may be described. A key with none of them was written by
-# another program for itself, and no token depends on it (docs/design/0050).
+# another program for itself, and no token depends on it (docs/design/0047).
 _COMPUTING_NAMES = """
     act add ahead alpha altup apply beta bias block blocks bottleneck cap causal clamp clip context
     cross d decay deep delta dense depth dim dims disable divisor dt emb enable eps expand ff ffn
