@@ -43,10 +43,13 @@ class Grammar(msgspec.Struct, frozen=True):
         text: Depends on the kind: the schema as JSON; empty for `json_object`; a regular
             expression in Rust's syntax that matches the complete output; the choices as a JSON
             list; a grammar in llguidance's Lark or in llama.cpp's GBNF.
+        strict: A schema that cannot be enforced exactly is refused; otherwise the keyword that is
+            enforced less strictly is reported.
     """
 
     kind: GrammarKind
     text: str = ""
+    strict: bool = False
 
     def __post_init__(self) -> None:
         if self.kind not in get_args(GrammarKind):
@@ -60,9 +63,10 @@ class Grammar(msgspec.Struct, frozen=True):
             )
 
     @classmethod
-    def of_json_schema(cls, schema: Mapping[str, Any] | str) -> Grammar:
+    def of_json_schema(cls, schema: Mapping[str, Any] | str, strict: bool = False) -> Grammar:
         """JSON that conforms to a schema, which is an object or its JSON text."""
-        return cls("json_schema", schema if isinstance(schema, str) else _json(schema))
+        text = schema if isinstance(schema, str) else _json(schema)
+        return cls("json_schema", text, strict)
 
     @classmethod
     def of_json_object(cls) -> Grammar:

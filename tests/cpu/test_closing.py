@@ -39,13 +39,14 @@ def row_of(seed, position):
     return np.random.default_rng((seed, position)).normal(scale=3.0, size=VOCAB).astype(np.float32)
 
 
-def sampled(sampling, seed=1, rebuild_at=None):
+def sampled(sampling, seed=1, rebuild_at=None, bias=0.0):
     """Output tokens up to the end token or `max_tokens`, and whether the end token came."""
     state, tokens = state_for(sampling, seed=seed), []
     while len(tokens) < sampling.max_tokens:
         if len(tokens) == rebuild_at:
             state = state_for(sampling, tokens, seed)
-        sample = sample_row(row_of(seed, len(tokens)), state)
+        row = (row_of(seed, len(tokens)) + bias).astype(np.float32)
+        sample = sample_row(row, state)
         assert isinstance(sample, Sample), sample
         if sample.token_id in TOKENIZER.eos_token_ids:
             return tokens, True
@@ -181,7 +182,65 @@ def test_a_state_rebuilt_at_any_place_steers_the_same(schema, spare, seed):
 
 
 NUMBERS = {"type": "array", "items": {"type": "number"}, "minItems": 2}
+
+
+def recursive(properties, required=None, **definitions):
+    node = {
+        "type": "object",
+        "properties": properties,
+        "required": [*properties] if required is None else required,
+        "additionalProperties": False,
+    }
+    return {"$ref": "#/$defs/node", "$defs": {"node": node, **definitions}}
+
+
+NODE = {"$ref": "#/$defs/node"}
+CHILDREN = {"type": "array", "items": NODE}
+FIELDS = {f"required_number_{i}": {"type": "number"} for i in range(8)}
+MAYBE_NODE = {"anyOf": [NODE, {"type": "null"}]}
+RECURSIVE = {
+    "a tree": recursive({"value": {"type": "integer"}, "left": MAYBE_NODE, "right": MAYBE_NODE}),
+    "children first": recursive({"children": CHILDREN, **FIELDS}),
+    "children last": recursive({**FIELDS, "children": CHILDREN}),
+    "lists": {
+        "$ref": "#/$defs/a",
+        "$defs": {"a": {"type": "array", "items": {"$ref": "#/$defs/a"}}},
+    },
+    "two of the same": {
+        "$ref": "#/$defs/e",
+        "$defs": {
+            "e": {
+                "anyOf": [
+                    {"type": "integer"},
+                    {"type": "array", "items": {"$ref": "#/$defs/e"}, "minItems": 2},
+                ]
+            }
+        },
+    },
+    "in turn": recursive(
+        {"next": {"$ref": "#/$defs/other"}, "padding": {"type": "boolean"}},
+        other={"anyOf": [{"type": "array", "items": NODE, "minItems": 1}, {"type": "null"}]},
+    ),
+}
+OPENERS = np.array(
+    [b"{" in token or b"[" in token for token in map(TOKENIZER.token_bytes, range(VOCAB))]
+)
+
+
+@pytest.mark.parametrize("likes_levels", [0.0, 4.0, 9.0])
+@pytest.mark.parametrize("kind", RECURSIVE)
+def test_a_schema_that_contains_itself_is_closed_at_any_limit(kind, likes_levels):
+    grammar = Grammar.of_json_schema(RECURSIVE[kind])
+    shortest = COMPILER.compile(grammar).closing.ending.num_tokens
+    for limit in (shortest + 1, shortest + 9, shortest + 40, shortest + 140):
+        sampling = SamplingParams(grammar=grammar, max_tokens=limit, temperature=1.0)
+        tokens, has_ended = sampled(sampling, limit, bias=likes_levels * OPENERS)
+        json.loads(text_of(tokens))
+        assert has_ended or len(tokens) == limit
+
+
 KINDS = {
+    "a tree": Grammar.of_json_schema(RECURSIVE["a tree"]),
     "numbers": Grammar.of_json_schema(NUMBERS),
     "nested arrays": Grammar.of_json_schema(
         {"type": "array", "items": NUMBERS, "minItems": 2, "maxItems": 4}

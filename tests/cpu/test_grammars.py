@@ -10,6 +10,7 @@ import pytest
 from grammar_sampling import sampled_text, sampled_tokens, state_for
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from jsonschema_rs import Draft202012Validator
 from tiny_checkpoint import write_checkpoint
 
 from quickstep.engine.grammar.grammars import GrammarCompiler, GrammarLimits
@@ -238,11 +239,14 @@ def nested(depth):
 REFUSED = [
     (Grammar.of_gbnf("root ::= ("), "is no GBNF"),
     (Grammar.of_gbnf('root ::= "a" # ' + "x" * 5000), "characters of GBNF"),
-    (Grammar.of_json_schema({"type": "array", "uniqueItems": True}), "uniqueItems"),
-    (Grammar.of_json_schema({"properties": {"a": {"not": {"type": "null"}}}}), "not"),
+    (Grammar.of_json_schema({"type": "array", "uniqueItems": True}, strict=True), "uniqueItems"),
+    (Grammar.of_json_schema({"properties": {"a": {"not": {"format": "date"}}}}), "not"),
     (Grammar.of_json_schema({"type": "string", "not": {}}), "false"),
-    (Grammar.of_json_schema({"if": {}, "then": {}}), "if"),
-    (Grammar.of_json_schema({"contains": {}}), "contains"),
+    (Grammar.of_json_schema({"if": {"multipleOf": 2}, "then": {"minimum": 3}}), "if"),
+    (Grammar.of_json_schema({"contains": {"multipleOf": 2}, "maxContains": 1}), "contains"),
+    (Grammar.of_json_schema({"oneOf": [{"multipleOf": 2}, {"minimum": 5}]}, strict=True), "oneOf"),
+    (Grammar.of_json_schema({"const": 2**53 + 1}), "9007199254740993 in const"),
+    (Grammar.of_lark('start: %json {"enum": [1.00000000000000000001]}'), "1.00000000000000000001"),
     (Grammar.of_json_schema({"dependentRequired": {c: ["f"] for c in "abcde"}}), "dependentReq"),
     (Grammar.of_json_schema({"dependentRequired": {"a": 1}}), "dependentRequired"),
     (Grammar.of_json_schema({"type": "thing"}), "thing"),
@@ -382,6 +386,102 @@ def test_keywords_that_are_written_out_hold(compiler, tokenizer, schema, is_vali
     sampled = [json.loads(sampled_text(compiler, tokenizer, both, seed)) for seed in range(20)]
     assert all(map(is_valid, sampled))
     assert len({tuple(value) for value in sampled}) > 3
+
+
+# Each schema, and values that it allows and that have to be sampled.
+WRITTEN_OUT = [
+    ({"not": {"type": ["object", "array", "number", "string"]}}, [None, True]),
+    ({"type": "integer", "minimum": 0, "maximum": 4, "not": {"enum": [1, 3]}}, [0, 2, 4]),
+    ({"type": "string", "pattern": "^[ab]{1,2}$", "not": {"enum": ["a", "bb", "ba"]}}, ["aa", "b"]),
+    ({"enum": ["x", "y", "z"], "not": {"const": "y"}}, ["x", "z"]),
+    ({"type": "boolean", "not": {"const": True}}, [False]),
+    (
+        {
+            "type": "object",
+            "properties": {"a": {"enum": [1, 2]}, "b": {"type": "null"}},
+            "required": ["a"],
+            "additionalProperties": False,
+            "if": {"properties": {"a": {"const": 1}}},
+            "then": {"required": ["b"]},
+            "else": {"properties": {"b": False}},
+        },
+        [{"a": 1, "b": None}, {"a": 2}],
+    ),
+    (
+        {"type": "array", "items": {"enum": [1, 2]}, "maxItems": 2, "contains": {"const": 2}},
+        [[2], [1, 2], [2, 1]],
+    ),
+    (
+        {"type": "array", "items": {"enum": [1, 2]}, "maxItems": 3, "contains": {"const": 2}}
+        | {"maxContains": 1, "minItems": 2},
+        [[1, 2], [2, 1], [1, 1, 2]],
+    ),
+    (
+        {"type": "array", "items": {"type": "boolean"}, "uniqueItems": True, "minItems": 1},
+        [[True], [False], [True, False], [False, True]],
+    ),
+    (
+        {"type": "object", "propertyNames": {"enum": ["a", "b"]}, "minProperties": 1}
+        | {"additionalProperties": {"type": "null"}},
+        [{"a": None}, {"b": None}, {"a": None, "b": None}],
+    ),
+    (
+        {"type": "object", "additionalProperties": {"const": 1}, "maxProperties": 1}
+        | {"propertyNames": {"pattern": "^[xy]$"}},
+        [{}, {"x": 1}, {"y": 1}],
+    ),
+    (
+        {"oneOf": [{"type": "integer", "maximum": 5}, {"type": "integer", "minimum": 3}]}
+        | {"minimum": 1, "maximum": 7},
+        [1, 2, 6, 7],
+    ),
+    (
+        {
+            "oneOf": [
+                {"type": "object", "required": ["a"], "properties": {"a": {"const": 1}}},
+                {"type": "object", "required": ["b"], "properties": {"b": {"const": 2}}},
+            ],
+            "properties": {"a": {}, "b": {}},
+            "additionalProperties": False,
+        },
+        [{"a": 1}, {"b": 2}],
+    ),
+    (
+        {"type": "object", "properties": {"a": {"const": 1}}, "unevaluatedProperties": False},
+        [{}, {"a": 1}],
+    ),
+    ({"type": "string", "format": "date", "pattern": "^(1999|2000|2004)-02-29"}, ["2000-02-29"]),
+]
+
+
+@pytest.mark.parametrize(("schema", "values"), WRITTEN_OUT)
+def test_what_is_written_out_allows_what_the_schema_allows(compiler, tokenizer, schema, values):
+    grammar = Grammar.of_json_schema(schema, strict=True)
+    assert compiler.compile(grammar).ignored == ()
+    validator = Draft202012Validator(schema, validate_formats=True)
+    found = [json.loads(sampled_text(compiler, tokenizer, grammar, seed)) for seed in range(30)]
+    assert all(map(validator.is_valid, found))
+    assert all(value in found for value in values)
+
+
+INT64 = {"type": "integer", "minimum": -(2**63), "maximum": 2**63 - 1}
+
+
+def test_bounds_of_64_bits_are_kept(compiler, tokenizer):
+    for schema in (INT64, {"type": "integer", "minimum": 2**62}, {"type": "number", **INT64}):
+        grammar = Grammar.of_json_schema(schema)
+        low, high = schema.get("minimum"), schema.get("maximum", 2**63)
+        for seed in range(10):
+            assert low <= json.loads(sampled_text(compiler, tokenizer, grammar, seed)) <= high
+
+
+def test_an_additional_property_never_has_a_declared_name(compiler):
+    grammar = Grammar.of_json_schema({"type": "object", "properties": {"a": {"const": 1}}})
+    matcher = compiler.compile(grammar).closing.matcher
+    first = compiler.compile(grammar).closing.vocabulary.first_byte_id
+    for text, fits in ((r'{"b": 2}', True), (r'{"a": 2}', False), (r'{"\u0061": 2}', False)):
+        ids = [first + byte for byte in text.encode()]
+        assert (matcher.validate_tokens(ids) == len(ids)) is fits
 
 
 GBNF = 'root ::= "(" item ("," item)* ")"\nitem ::= [a-c]{1,2}'

@@ -18,7 +18,8 @@ from quickstep.engine.text.token_forms import TokenFormFinder
 from quickstep.engine.text.tokenizer import Tokenizer
 from quickstep.engine.tool_calls.formats import REASONING_FORMATS, message_grammar
 from quickstep.engine.tool_calls.reader import MessageParser
-from quickstep.runtime.sampling.reasoning import Place, ReasoningTracker
+from quickstep.runtime.sampling.grammar import GrammarStart
+from quickstep.runtime.sampling.reasoning import Place, ReasonedGrammar, ReasoningTracker
 from quickstep.runtime.sampling.sampler import Sample, sample_row
 from quickstep.sampling_params import ReasoningTokens
 from quickstep.types import Grammar, SamplingParams
@@ -254,3 +255,18 @@ def test_the_tracker_agrees_with_the_parser_of_the_text(outputs, is_open):
     else:
         expected = {Place.INSIDE}
     assert tracker.place in expected
+
+
+def test_the_mask_inside_the_reasoning_is_built_once(compiler, tokenizer):
+    tags = replace(TOKENS, starts_open=True)
+    matcher, closing = compiler.compile(GRAMMAR).matcher, compiler.compile(GRAMMAR).closing
+    start = GrammarStart(matcher, closing, np.array([5, 6], dtype=np.int64), VOCAB_SIZE)
+    reasoned = ReasonedGrammar(start, tags, 4000)
+    masks = []
+    for token_id in (0, 3, 0, 9, 0):
+        masks.append(reasoned.allowed_bits())
+        reasoned.record(token_id)
+    free, begun = masks[0], masks[2]
+    assert masks[1] is free and masks[2] is not free and masks[3] is free
+    assert masks[4] is not begun
+    assert not free.flags.writeable

@@ -1,8 +1,20 @@
-"""A schema in llguidance's words: formats that are annotations go, everything else stays."""
+"""A schema in llguidance's keywords: what restricts nothing goes, what it lacks is written out."""
 
 from __future__ import annotations
 
+import json
+import re
+
+import pytest
+
 from quickstep.engine.grammar.json_schema import for_llguidance, reference_depth
+from quickstep.engine.grammar.schema_logic import SchemaLogic, other_texts
+from quickstep.engine.grammar.schema_numbers import exact_float
+from quickstep.errors import RequestError
+
+
+def rewritten(schema):
+    return for_llguidance(schema).schema
 
 
 def test_only_unknown_formats_of_schemas_are_left_out():
@@ -11,17 +23,17 @@ def test_only_unknown_formats_of_schemas_are_left_out():
         "format": "rhyme",
         "properties": {
             "format": {"type": "string", "format": "path"},
-            "when": {"anyOf": [{"format": "date-time"}, {"format": "moon"}]},
+            "when": {"anyOf": [{"format": "uuid"}, {"format": "moon"}]},
         },
         "$defs": {"not": {"enum": [{"format": "path"}]}},
         "default": {"format": "path"},
         "required": ["format"],
     }
-    assert for_llguidance(schema) == {
+    assert rewritten(schema) == {
         "type": "object",
         "properties": {
             "format": {"type": "string"},
-            "when": {"anyOf": [{"format": "date-time"}, {}]},
+            "when": {"anyOf": [{"format": "uuid"}, {}]},
         },
         "$defs": {"not": {"enum": [{"format": "path"}]}},
         "default": {"format": "path"},
@@ -31,23 +43,176 @@ def test_only_unknown_formats_of_schemas_are_left_out():
 
 def test_what_cannot_be_written_out_is_left_to_be_refused():
     for schema in (
-        {"not": {"type": "string"}},
-        {"not": {"required": []}},
+        {"not": {"type": "string", "format": "email"}},
+        {"not": {"multipleOf": 3}},
+        {"not": {"$ref": "#/$defs/t"}, "$defs": {"t": {"items": {"$ref": "#/$defs/t"}}}},
         {"dependencies": {"a": 1}},
         {"dependentRequired": [["a"]]},
         {"dependentSchemas": {name: {} for name in "abcde"}},
-        {"if": {}, "then": {}},
-        {"uniqueItems": True},
+        {"if": {"pattern": "a+"}, "then": {"minLength": 9}},
+        {"propertyNames": {"format": "email"}},
+        {"contains": {"multipleOf": 2}, "maxContains": 1},
+        {"allOf": [{"minLength": 1}], "unevaluatedProperties": False},
     ):
-        assert for_llguidance(schema) == schema
+        assert rewritten(schema) == schema
+
+
+NEUTRAL = [
+    {"uniqueItems": False},
+    {"unevaluatedProperties": True},
+    {"unevaluatedProperties": {}},
+    {"unevaluatedItems": True},
+    {"propertyNames": {}},
+    {"propertyNames": {"type": "string"}},
+    {"propertyNames": True},
+    {"contains": {"const": 2}, "minContains": 0},
+    {"minContains": 3},
+    {"maxContains": 3},
+    {"not": False},
+    {"not": {"not": {}}},
+    {"if": {"type": "string"}},
+    {"if": {"type": "string"}, "then": {}, "else": True},
+    {"then": {"type": "string"}},
+    {"else": False},
+    {"dependencies": {}},
+    {"dependentRequired": {}},
+    {"format": "rhyme"},
+    {"deprecated": True},
+    {"contentSchema": {"type": "string"}},
+    {"type": "string", "uniqueItems": True, "contains": {}, "propertyNames": {"pattern": "a"}},
+    {"type": "array", "unevaluatedProperties": False, "dependentRequired": {"a": ["b"]}},
+    {"type": ["array", "null"], "maxItems": 1, "uniqueItems": True},
+]
+
+
+@pytest.mark.parametrize("schema", NEUTRAL)
+def test_a_keyword_that_restricts_nothing_goes(schema):
+    left = {"type", "maxItems"}
+    found = for_llguidance({"properties": {"a": schema}})
+    assert set(found.schema["properties"]["a"]) <= left
+    assert not found.loosened
+
+
+def test_unevaluated_is_additional_where_no_other_schema_applies():
+    schema = {"properties": {"a": {}}, "unevaluatedProperties": False}
+    assert rewritten(schema) == {"properties": {"a": {}}, "additionalProperties": False}
+    schema = {"additionalProperties": {"type": "null"}, "unevaluatedProperties": False}
+    assert rewritten(schema) == {"additionalProperties": {"type": "null"}}
+
+
+BIG = 1357924680135792469
+
+
+@pytest.mark.parametrize(
+    ("text", "number"),
+    [
+        (f'{{"const": {BIG}}}', str(BIG)),
+        (f'{{"enum": ["a", {{"b": [{2**53 + 1}]}}]}}', str(2**53 + 1)),
+        (f'{{"items": {{"properties": {{"id": {{"const": -{BIG}}}}}}}}}', str(-BIG)),
+        ('{"const": 0.1234567890123456789}', "0.1234567890123456789"),
+        ('{"const": 1e400}', "1e400"),
+        ('{"enum": [123456789012345678e-3]}', "123456789012345678e-3"),
+        ('{"minimum": 0.1234567890123456789}', "0.1234567890123456789"),
+        ('{"multipleOf": 9007199254740993}', "9007199254740993"),
+        ('{"type": "integer", "minimum": 10000000000000000000}', "10000000000000000000"),
+    ],
+)
+def test_a_number_that_cannot_be_exact_is_refused_by_its_digits(text, number):
+    schema = json.JSONDecoder(parse_float=exact_float).decode(text)
+    with pytest.raises(RequestError, match=re.escape(f"grammar has the number {number} in ")):
+        for_llguidance(schema)
+
+
+def test_a_number_that_matters_nowhere_may_have_any_digits():
+    schema = {"type": "integer", "default": BIG, "examples": [BIG], "title": str(BIG)}
+    assert rewritten(schema) == schema
+    exact = {"enum": [2**53, 2**60, 1e22, 0.1, -1.5e-7]}
+    assert rewritten(exact) == exact
+
+
+@pytest.mark.parametrize("bound", [2**53 + 1, 2**62 + 1, 2**63 - 1, 2**64 - 1, 10**30, 1e300])
+def test_a_bound_is_moved_to_a_double_inside_the_range(bound):
+    for keyword, name in (("maximum", "number"), ("exclusiveMaximum", "integer")):
+        found = rewritten({"type": name, keyword: bound})
+        [moved] = [value for key, value in found.items() if key != "type"]
+        assert moved <= bound and (moved == 2**63 - 1 or float(moved) == moved)
+    found = rewritten({"type": "integer", "minimum": -bound})
+    assert found["minimum"] >= -bound and float(found["minimum"]) == found["minimum"]
+
+
+@pytest.mark.parametrize(
+    "texts",
+    [["a"], ["a", "ab", "b"], ["", "x"], ["a.b", "a\\", '"', "é", "\n"], ["abc", "abd", "b"]],
+)
+def test_a_pattern_of_other_texts_fits_all_but_these(texts):
+    pattern = re.sub(
+        r"\\x\{([0-9a-f]+)\}", lambda found: f"\\U{int(found[1], 16):08x}", other_texts(texts)
+    )
+    near = {text[:n] + more for text in texts for n in range(len(text) + 1) for more in ("", "q")}
+    for text in {*texts, *near, "zz", "\n"}:
+        assert (re.fullmatch(pattern[1:-1], text) is None) == (text in texts)
+
+
+DISJOINT = [
+    ({"type": "string"}, {"type": ["integer", "null"]}),
+    ({"enum": [1, "a"]}, {"enum": [2, "b", 1.5]}),
+    (
+        {"required": ["k"], "properties": {"k": {"const": "a"}}, "type": "object"},
+        {"$ref": "#/$defs/b"},
+    ),
+    ({"type": "object", "required": ["x"]}, {"type": "object", "additionalProperties": False}),
+    ({"type": "string", "maxLength": 2}, {"type": "string", "minLength": 3}),
+    ({"anyOf": [{"const": 1}, {"type": "null"}]}, {"type": "string"}),
+    ({"allOf": [{"$ref": "#/$defs/b"}]}, {"type": "object", "properties": {"k": {"const": "a"}}}),
+]
+ROOT = {"$defs": {"b": {"type": "object", "required": ["k"], "properties": {"k": {"const": "b"}}}}}
+
+
+@pytest.mark.parametrize(("first", "second"), DISJOINT)
+def test_branches_that_no_value_fits_both_of_are_known(first, second):
+    for one, other in ((first, second), (second, first)):
+        assert SchemaLogic(ROOT).are_disjoint(one, other)
+        found = for_llguidance({**ROOT, "oneOf": [one, other]})
+        assert found.schema["anyOf"] == [one, other] and not found.loosened
+    assert not SchemaLogic(ROOT).are_disjoint(first, first)
+    assert not SchemaLogic(ROOT).are_disjoint(first, {})
+
+
+def test_what_may_be_loosened_is_reported():
+    overlapping = {
+        "oneOf": [{"type": "string", "pattern": "a+"}, {"type": "string", "pattern": "b+"}]
+    }
+    assert for_llguidance({"items": overlapping}).loosened == {"oneOf"}
+    unique = {"type": "array", "items": {"type": "string"}, "uniqueItems": True}
+    assert for_llguidance({"properties": {"a": unique}}).loosened == {"uniqueItems"}
+
+
+def test_a_reference_to_a_place_that_is_rewritten_finds_its_target():
+    schema = {"oneOf": [{"const": 1}, {"type": "array", "items": {"$ref": "#/oneOf/0"}}]}
+    found = rewritten(schema)
+    assert found["anyOf"][1]["items"] == {"$ref": "#/$defs/quickstep-0"}
+    assert found["$defs"] == {"quickstep-0": {"const": 1}}
+
+
+def test_a_schema_that_grows_too_large_is_loosened_or_refused():
+    many = [
+        {"minLength": n, "properties": {f"a{m}": {"minimum": n} for m in range(40)}}
+        for n in range(16)
+    ]
+    assert for_llguidance({"items": {"oneOf": many}}).loosened == {"oneOf"}
+    deep = {"type": "string"}
+    for _ in range(14):
+        deep = {"if": deep, "then": deep, "else": {"not": deep}}
+    with pytest.raises(RequestError, match="too large once its not, if and oneOf"):
+        for_llguidance(deep)
 
 
 def test_all_of_is_extended_and_not_replaced():
     schema = {"allOf": [{"type": "object"}], "not": {"required": ["a"]}, "dependencies": {}}
-    assert for_llguidance(schema) == {
+    assert rewritten(schema) == {
         "allOf": [
             {"type": "object"},
-            {"anyOf": [{"type": "object", "properties": {"a": False}}]},
+            {"type": "object", "properties": {"a": False}},
         ]
     }
 

@@ -49,8 +49,6 @@ __all__ = [
 
 _LOGGER = logging.getLogger(__name__)
 _MAX_QUEUED = 64
-# llguidance's message about branches that may overlap
-_ONE_OF = "oneOf constraints are not supported"
 
 
 class CompiledGrammar:
@@ -160,21 +158,26 @@ class GrammarCompiler:
 
     def _compile(self, grammar: Grammar) -> CompiledGrammar:
         source = grammar_source(grammar, self._limits)
-        ignored: tuple[str, ...] = ()
         try:
             path = self._trial.check(source)
-        except Refusal as refusal:
-            if _ONE_OF not in str(refusal):
+        except Refusal:
+            # exclusive branches can allow nothing, or be too large to compile
+            if grammar.strict or "oneOf" not in grammar.text:
                 raise
             source = grammar_source(grammar, self._limits, one_of_as_any_of=True)
+            if "oneOf" not in source.loosened:
+                raise
             path = self._trial.check(source)
-            ignored = ("oneOf",)
-            _LOGGER.warning("a schema has a oneOf that is enforced as anyOf: branches may overlap")
+        if source.loosened:
+            keywords = " and ".join(source.loosened)
+            _LOGGER.warning("a schema is enforced less strictly than written: %s", keywords)
         vocabulary = self._closing_vocabulary
         matcher = build_matcher(source, self._vocabulary, self._limits)
         over_bytes = build_matcher(source, self._byte_vocabulary, self._limits)
         ending = None if path is None else vocabulary.spell(path)
-        return CompiledGrammar(matcher, ClosingStart(over_bytes, vocabulary, ending), ignored)
+        return CompiledGrammar(
+            matcher, ClosingStart(over_bytes, vocabulary, ending), source.loosened
+        )
 
     @cached_property
     def _tokens(self) -> GrammarVocabulary:

@@ -15,11 +15,13 @@ import msgspec
 
 from quickstep.config import InputConfig
 from quickstep.engine.grammar.json_schema import for_llguidance, reference_depth
+from quickstep.engine.grammar.schema_numbers import exact_float
 from quickstep.errors import RequestError
 from quickstep.types import Grammar
 
 __all__ = ["GrammarLimits", "GrammarSource", "grammar_source"]
 
+_DECODER = json.JSONDecoder(parse_float=exact_float)
 _SCHEMA_IN_LARK = re.compile(r"%json\s*")
 
 
@@ -68,10 +70,14 @@ class GrammarLimits(msgspec.Struct, frozen=True):
 
 
 class GrammarSource(msgspec.Struct, frozen=True):
-    """The text to compile, and its form."""
+    """The text to compile, and its form.
+
+    `loosened` names the keywords of schemas that the text enforces less strictly.
+    """
 
     form: Literal["json_schema", "json_object", "regex", "lark"]
     text: str
+    loosened: tuple[str, ...] = ()
 
 
 def grammar_source(
@@ -79,14 +85,15 @@ def grammar_source(
 ) -> GrammarSource:
     """The grammar within the limits. Raises RequestError.
 
-    With `one_of_as_any_of`, llguidance may treat `oneOf` as `anyOf`.
+    With `one_of_as_any_of`, every `oneOf` is enforced as `anyOf`; a strict grammar never is.
     """
     text = grammar.text
     is_regex = grammar.kind == "regex"
     _bound(_num_bytes(text), limits.regex_bytes if is_regex else limits.text_bytes, "bytes")
+    schemas = _Schemas(limits, one_of_as_any_of)
     match grammar.kind:
         case "json_schema":
-            return GrammarSource("json_schema", _schema(text, limits, one_of_as_any_of))
+            source = GrammarSource("json_schema", schemas.of_text(text), schemas.loosened)
         case "json_object":
             return GrammarSource("json_object", '{"type": "object"}')
         case "regex":
@@ -96,54 +103,78 @@ def grammar_source(
         case "choice":
             return GrammarSource("lark", _choice(text, limits))
         case "lark":
-            return GrammarSource("lark", _lark(text, limits, one_of_as_any_of))
+            source = GrammarSource("lark", schemas.in_lark(text), schemas.loosened)
         case "gbnf":
             lark = _translated(text, limits)
-            return GrammarSource("lark", _lark(lark, limits, one_of_as_any_of))
+            source = GrammarSource("lark", schemas.in_lark(lark), schemas.loosened)
+    if grammar.strict and source.loosened:
+        raise RequestError(f"grammar {_NOT_EXACT[source.loosened[0]]}", param="grammar")
+    return source
 
 
-def _schema(text: str, limits: GrammarLimits, one_of_as_any_of: bool) -> str:
-    """The schema's text as we parse it, so that the original spelling has no effect."""
-    schema = _parsed(text)
-    if not isinstance(schema, dict):
-        raise RequestError("grammar is no JSON schema: it must be an object", param="grammar")
-    if "x-guidance" in schema:
-        raise RequestError("grammar has the unknown key x-guidance", param="grammar")
-    return _schema_text(schema, limits, one_of_as_any_of)
+# Why a strict grammar is refused, by the keyword.
+_NOT_EXACT = {
+    "oneOf": "has a oneOf whose branches may overlap, which cannot be enforced exactly; give each"
+    " branch a required property with a const of its own, use anyOf, or send it without strict",
+    "uniqueItems": "has uniqueItems for items with many values, which cannot be enforced; leave it"
+    " out, list the values in an enum, or send it without strict",
+}
 
 
-def _schema_text(schema: Any, limits: GrammarLimits, one_of_as_any_of: bool) -> str:
-    """A bounded schema in llguidance's keywords. Raises RequestError."""
-    for _, depth in _values(schema):
-        _bound(depth, limits.depth, "levels")
-    if isinstance(schema, dict):
-        levels = reference_depth(schema, limits.reference_levels)
-        _bound(levels, limits.reference_levels, "levels of $ref")
-        schema = for_llguidance(schema)
-        if one_of_as_any_of:
-            options = {**schema.get("x-guidance", {}), "coerce_one_of": True}
-            schema["x-guidance"] = options
-    return json.dumps(schema, ensure_ascii=False)
+class _Schemas:
+    """Rewrites the schemas of one grammar; `loosened` names what is not enforced exactly."""
 
+    def __init__(self, limits: GrammarLimits, one_of_as_any_of: bool) -> None:
+        self._limits = limits
+        self._one_of_as_any_of = one_of_as_any_of
+        self._loosened: set[str] = set()
 
-def _lark(text: str, limits: GrammarLimits, one_of_as_any_of: bool) -> str:
-    """Lark with lines, brackets and schemas within the limits. Raises RequestError."""
-    _bound(text.count("\n") + 1, limits.lines, "lines")
-    pieces: list[str] = []
-    num_groups = end = 0
-    for found in _SCHEMA_IN_LARK.finditer(text):
-        if found.start() < end:
-            continue
-        num_groups += sum(map(text[end : found.start()].count, "([{"))
-        pieces.append(text[end : found.end()])
-        try:
-            schema, end = json.JSONDecoder().raw_decode(text, found.end())
-        except (ValueError, RecursionError):
-            raise RequestError("grammar has a %json without a schema", param="grammar") from None
-        pieces.append(_schema_text(schema, limits, one_of_as_any_of))
-    num_groups += sum(map(text[end:].count, "([{"))
-    _bound(num_groups, limits.groups, "brackets")
-    return "".join([*pieces, text[end:]])
+    @property
+    def loosened(self) -> tuple[str, ...]:
+        """Keywords, sorted."""
+        return tuple(sorted(self._loosened))
+
+    def of_text(self, text: str) -> str:
+        """The schema's text as we parse it, so that the original spelling has no effect."""
+        schema = _parsed(text)
+        if not isinstance(schema, dict):
+            raise RequestError("grammar is no JSON schema: it must be an object", param="grammar")
+        if "x-guidance" in schema:
+            raise RequestError("grammar has the unknown key x-guidance", param="grammar")
+        return self._of(schema)
+
+    def in_lark(self, text: str) -> str:
+        """Lark with lines, brackets and schemas within the limits. Raises RequestError."""
+        _bound(text.count("\n") + 1, self._limits.lines, "lines")
+        pieces: list[str] = []
+        num_groups = end = 0
+        for found in _SCHEMA_IN_LARK.finditer(text):
+            if found.start() < end:
+                continue
+            num_groups += sum(map(text[end : found.start()].count, "([{"))
+            pieces.append(text[end : found.end()])
+            try:
+                schema, end = _DECODER.raw_decode(text, found.end())
+            except (ValueError, RecursionError):
+                raise RequestError(
+                    "grammar has a %json without a schema", param="grammar"
+                ) from None
+            pieces.append(self._of(schema))
+        num_groups += sum(map(text[end:].count, "([{"))
+        _bound(num_groups, self._limits.groups, "brackets")
+        return "".join([*pieces, text[end:]])
+
+    def _of(self, schema: Any) -> str:
+        """A bounded schema in llguidance's keywords. Raises RequestError."""
+        for _, depth in _values(schema):
+            _bound(depth, self._limits.depth, "levels")
+        if isinstance(schema, dict):
+            levels = reference_depth(schema, self._limits.reference_levels)
+            _bound(levels, self._limits.reference_levels, "levels of $ref")
+            rewritten = for_llguidance(schema, self._one_of_as_any_of)
+            schema = rewritten.schema
+            self._loosened |= rewritten.loosened
+        return json.dumps(schema, ensure_ascii=False)
 
 
 def _translated(gbnf: str, limits: GrammarLimits) -> str:
@@ -170,7 +201,7 @@ def _choice(text: str, limits: GrammarLimits) -> str:
 
 def _parsed(text: str) -> Any:
     try:
-        return json.loads(text)
+        return _DECODER.decode(text)
     except (ValueError, RecursionError) as error:
         raise RequestError(f"grammar is not valid JSON: {error}", param="grammar") from None
 

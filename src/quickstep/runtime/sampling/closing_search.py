@@ -39,6 +39,7 @@ _COMMA = ord(",")
 _SAMPLES = b" a"  # samples of all characters where many are allowed
 _EMPTY_VALUES = ('""', "{}", "[]")  # often one token
 _OPENERS, _SEPARATORS = frozenset("{["), frozenset(",:")
+_AFTER_VALUE = frozenset("}],")
 _BRACKETS = frozenset("}]")  # where one of these may follow, nothing leads to the end sooner
 _STRUCTURE = frozenset('{}[],:"')
 _LATE = 4  # tokens by which a path is too late, once another has begun the next member or item
@@ -48,6 +49,8 @@ _SPECIAL = re.compile(r"\xff\[([0-9]+)\]")
 _FIRST_MARKER = 256  # in a path, a special token is this plus its id
 _TRIED_PLACES = 24  # of a known ending, from one state
 _TRIED_BYTES = 2048  # of known endings, from all states of a search
+_TRIED_IN_PIECES = 8192  # bytes of known endings, for an ending of pieces
+_MAX_PIECES = 96  # of an ending
 _NEAR = 64  # bytes at the beginning of a known ending among which any place is tried
 _FIRST_LOOK = 8  # bytes by which most wrong places show
 _KEPT_COUNTS = 4096  # of tokens for pieces of text
@@ -305,6 +308,13 @@ class _Walker:
         num_fitting = self.matcher.validate_tokens([*ids, self._vocabulary.end_id])
         return num_fitting > len(ids), min(num_fitting, len(ids))
 
+    def num_fitting(self, ids: list[int]) -> int:
+        """How many of these tokens the grammar takes from here; nothing moves."""
+        num_fitting: int = self.matcher.validate_tokens(ids[:_FIRST_LOOK])
+        if num_fitting == _FIRST_LOOK:
+            num_fitting = self.matcher.validate_tokens(ids)
+        return num_fitting
+
     def _advance(self, more: str) -> int:
         if not more:
             return 0
@@ -335,9 +345,54 @@ class ClosingSearch:
     def ending(self) -> Ending | None:
         """What completes the grammar, empty where it is complete; None if nothing was found."""
         found = self._search(_LATE)
-        if not found and not self._known:
+        if not found and self._known:
+            return self._pieced()
+        if not found:
             found = self._search(0) or self._search(0, is_greedy=True)
         return min(found, key=lambda ending: ending.num_tokens, default=None)
+
+    def _pieced(self) -> Ending | None:
+        """An ending of pieces of known ones: a schema that contains itself repeats them, level by
+        level, so that a state many levels deep has an end that no search would reach.
+        """
+        walker = _Walker(self._matcher, self._vocabulary)
+        path = ""
+        self._num_tried = 0
+        for _ in range(_MAX_PIECES):
+            if not walker.go(path) or len(path) > _MAX_BYTES:
+                return None
+            matcher = walker.matcher
+            if matcher.is_accepting() or matcher.is_stopped():
+                return None if matcher.is_error() else self._vocabulary.spell(path)
+            mask = matcher.compute_bitmask()
+            forced = matcher.compute_ff_bytes()
+            allowed = self._allowed(mask)
+            piece, is_end = self._piece(walker, allowed, forced)
+            if not is_end and (not piece or _ends_value(allowed)):
+                ways = self._ways(walker, path, mask, allowed, forced)
+                piece = ways[0] if ways else ""
+            if not piece or walker.is_lost or self._num_tried >= _TRIED_IN_PIECES:
+                return None
+            path += piece
+        return None
+
+    def _piece(self, walker: _Walker, allowed: int, forced: bytes) -> tuple[str, bool]:
+        """The longest end of a known ending that fits here, else the longest part, and whether it
+        is an end.
+        """
+        longest, has_end = "", False
+        for known, ids in self._known:
+            for place in _places(known.path, allowed, forced):
+                if self._num_tried >= _TRIED_IN_PIECES:
+                    return longest, has_end
+                if _ends_value(allowed) and known.path[place] not in _AFTER_VALUE:
+                    continue  # more of a value that is complete
+                num_fitting = walker.num_fitting(ids[place:])
+                self._num_tried += 1 + num_fitting
+                is_end = num_fitting == len(ids) - place
+                if (is_end, num_fitting) > (has_end, len(longest)):
+                    longest, has_end = known.path[place : place + num_fitting], is_end
+        return longest, has_end
 
     def _search(self, late: int, is_greedy: bool = False) -> list[Ending]:
         """Paths to an end. A path that is `late` tokens longer than another to the same place is
@@ -474,6 +529,12 @@ class ClosingSearch:
 def _path_of(forced: bytes) -> str:
     """Forced bytes as a path: a special token is a marker and its id in brackets."""
     return _SPECIAL.sub(lambda found: chr(_FIRST_MARKER + int(found[1])), forced.decode("latin-1"))
+
+
+def _ends_value(allowed: int) -> bool:
+    """Whether a value of JSON may end here, which is not a string."""
+    is_few = allowed.bit_count() <= _MANY
+    return is_few and bool(allowed & (_BRACKET_BITS | 1 << _COMMA))
 
 
 def _characters(allowed: int) -> list[str]:

@@ -51,8 +51,9 @@ _COMPLETE = ("NoExtension", "NoExtensionBias", "EndOfSentence")
 # reserve.
 _RESERVE = 32
 _SPARE_PER_TOKEN = 4
-_LEFT_PER_RETRY = 2  # after a check that found no end, half of the tokens left are not checked
+_LEFT_PER_RETRY = 8  # after a check that found no end, an eighth of those left is not checked
 _NEVER = -1  # tokens left
+_FIRST_LEVELS = 8  # of brackets: the first one of each is measured
 _START_STATES = 1024  # looked at when a grammar is compiled
 _MAX_STATES = 48  # looked at for one token
 
@@ -203,6 +204,60 @@ def start_ending(matcher: LLMatcher, vocabulary: ClosingVocabulary) -> Ending | 
     return ClosingSearch(matcher, vocabulary, _START_STATES).ending()
 
 
+class _Levels:
+    """The brackets that an output opens, and how many tokens each of them adds to its ending.
+
+    A schema that contains itself has levels without end: each costs tokens to close, which can be
+    more than those that open it. So the end is measured before the brackets that were opened since
+    the last measure could take what is left. A comma counts as well: the next item can be a level.
+    """
+
+    def __init__(self) -> None:
+        self._depth = self._deepest = 0
+        self._is_text = self._is_escaped = False
+        self._num_opened = self._num_commas = 0  # since the last measure
+        self._measured_end = 0  # tokens of the ending there
+        self._per_level = _SPARE_PER_TOKEN  # tokens, the most so far
+
+    def read(self, path: str) -> None:
+        """Follow an output token's text."""
+        for character in path:
+            if self._is_escaped:
+                self._is_escaped = False
+            elif character == '"':
+                self._is_text = not self._is_text
+            elif self._is_text:
+                self._is_escaped = character == "\\"
+            elif character in "{[":
+                self._depth += 1
+                self._num_opened += 1
+            elif character in "}]":
+                self._depth -= 1
+            elif character == ",":
+                self._num_commas += 1
+
+    def measure(self, num_tokens: int) -> None:
+        """Note how long the ending is now."""
+        if self._num_opened or self._num_commas:
+            per_level = -(-(num_tokens - self._measured_end) // max(self._num_opened, 1))
+            self._per_level = max(per_level, self._per_level)
+        self._deepest = max(self._depth, self._deepest)
+        self._num_opened = self._num_commas = 0
+        self._measured_end = num_tokens
+
+    def may_take(self, path: str, num_left: int) -> bool:
+        """Whether a token's text opens brackets that may need a good part of the tokens left."""
+        if path.isalnum() or (self._is_text and '"' not in path):
+            return False
+        num_openers = path.count("{") + path.count("[")
+        if num_openers and self._deepest < self._depth + num_openers <= _FIRST_LEVELS:
+            return True
+        num_new = num_openers + path.count(",")
+        num_spare = num_left - self._measured_end - _RESERVE
+        num_levels = self._num_opened + self._num_commas + num_new
+        return num_new > 0 and num_levels * self._per_level > num_spare // _SPARE_PER_TOKEN
+
+
 class ClosingGuard:
     """Keeps an end in reach of one sequence. `max_tokens` bounds its output, the end token counts.
 
@@ -219,14 +274,17 @@ class ClosingGuard:
         self._ending: Ending | None = None  # known while tokens are scarce
         self._tried: tuple[int, Ending | None] | None = None  # a token, and the ending after it
         self._num_ends = 1  # the end token
+        self._last: Ending | None = None  # that was found last
+        self._here: tuple[Ending | None] | None = None  # searched where a level may be opened
+        self._levels = _Levels()
         self._take(start.ending)
 
     def forced_token(self, token_id: int) -> int:
         """The sampled token, or the ending's next one if no end can be reached after it."""
-        ending = self._ending
+        ending = self._ending_before(token_id)
         if ending is None or token_id in self._end_ids:
             return token_id
-        after = self._after(token_id)
+        after = self._after(token_id, ending)
         if after is not None and self._fits(after, self._num_left - 1):
             return token_id
         if ending.num_tokens:
@@ -235,19 +293,37 @@ class ClosingGuard:
 
     def record(self, token_id: int) -> None:
         """Take an output token that the grammar takes."""
-        ending = self._ending
-        after = None if ending is None else self._after(token_id)
-        self._tried = None
-        self._unread += self._start.vocabulary.byte_ids(self._start.vocabulary.path_of(token_id))
+        ending = self._ending_before(token_id)
+        after = None if ending is None else self._after(token_id, ending)
+        self._tried = self._here = None
+        path = self._start.vocabulary.path_of(token_id)
+        self._unread += self._start.vocabulary.byte_ids(path)
+        self._levels.read(path)
         self._num_left -= 1
         if ending is not None:
             self._take(after)
         elif self._num_left <= self._next_check:
             self._take(self._searched(self._current()))
 
+    def _ending_before(self, token_id: int) -> Ending | None:
+        """The ending that a token is measured against: while tokens are scarce, and where a level
+        is opened that may take what is left.
+        """
+        if self._ending is not None or self._next_check == _NEVER:
+            return self._ending
+        path = self._start.vocabulary.path_of(token_id)
+        if not self._levels.may_take(path, self._num_left):
+            return None
+        if self._here is None:
+            self._here = (self._searched(self._current()),)
+        return self._here[0]
+
     def _take(self, ending: Ending | None) -> None:
         """Keep the ending while tokens are scarce; otherwise set when to check again."""
         num_left = self._num_left
+        if ending is not None:
+            self._last = ending
+            self._levels.measure(ending.num_tokens)
         if ending is None:
             self._ending = None
             self._next_check = num_left - max(1, num_left // _LEFT_PER_RETRY)
@@ -267,15 +343,13 @@ class ClosingGuard:
     def _fits(self, ending: Ending, num_left: int) -> bool:
         return ending.num_tokens + self._num_ends <= num_left or not ending.path
 
-    def _after(self, token_id: int) -> Ending | None:
-        """An ending after a token; only while tokens are scarce."""
+    def _after(self, token_id: int, ending: Ending) -> Ending | None:
+        """An ending after a token that is measured against the ending before it."""
         if self._tried is None or self._tried[0] != token_id:
-            self._tried = (token_id, self._ending_after(token_id))
+            self._tried = (token_id, self._ending_after(token_id, ending))
         return self._tried[1]
 
-    def _ending_after(self, token_id: int) -> Ending | None:
-        ending = self._ending
-        assert ending is not None, "an ending is known"
+    def _ending_after(self, token_id: int, ending: Ending) -> Ending | None:
         if ending.num_tokens and token_id == ending.first_token:
             return ending.after_first_token()
         vocabulary = self._start.vocabulary
@@ -286,7 +360,7 @@ class ClosingGuard:
 
     def _searched(self, matcher: LLMatcher) -> Ending | None:
         """An ending from a state; most often what is known leads there in a few bytes."""
-        known = [ending for ending in (self._ending, self._start.ending) if ending is not None]
+        known = [ending for ending in (self._last, self._start.ending) if ending is not None]
         return ClosingSearch(matcher, self._start.vocabulary, _MAX_STATES, known).ending()
 
     def _current(self) -> LLMatcher:

@@ -42,9 +42,8 @@ class ReasoningTracker:
         self.place = Place.INSIDE if tags.starts_open else Place.BEFORE
         self.has_begun = tags.starts_open  # whether there is any reasoning
         self.num_inside = 0  # tokens since the opening tag
-        self._num_matched = 0  # bytes of the tag that is looked for, at the end of the text
         self._num_lines = _EMPTY_LINES
-        self._overshooting: dict[int, npt.NDArray[np.int64]] = {}  # by the bytes matched
+        self.num_matched = 0  # bytes of the tag that is looked for, at the end of the text
         self._last: list[int] = []  # the last tokens inside, as many as the closing tag has
         for token_id in outputs:
             self.record(token_id)
@@ -86,23 +85,19 @@ class ReasoningTracker:
 
     def opening_ids(self) -> npt.NDArray[np.int64]:
         """Ids [n] of tokens that begin or continue the opening tag."""
-        rest = self._tags.opening[self._num_matched :]
+        rest = self._tags.opening[self.num_matched :]
         pieces = self._tags.pieces.items()
         return _ids(token_id for token_id, text in pieces if rest.startswith(text))
 
     def overshooting_ids(self) -> npt.NDArray[np.int64]:
         """Ids [n] of tokens with text after the closing tag, which no grammar could check."""
-        known = self._overshooting.get(self._num_matched)
-        if known is None:
-            closing = self._tags.closing
-            begun = closing[: self._num_matched]
-            known = _ids(
-                token_id
-                for token_id, text in self._tags.pieces.items()
-                if (begun + text).partition(closing)[2].strip(_SPACE)
-            )
-            self._overshooting[self._num_matched] = known
-        return known
+        closing = self._tags.closing
+        begun = closing[: self.num_matched]
+        return _ids(
+            token_id
+            for token_id, text in self._tags.pieces.items()
+            if (begun + text).partition(closing)[2].strip(_SPACE)
+        )
 
     def empty_line_ids(self) -> npt.NDArray[np.int64]:
         """Ids [n] of tokens allowed between the closing tag and the answer: line breaks only."""
@@ -115,31 +110,31 @@ class ReasoningTracker:
         if text is None:
             self.place = Place.AFTER
             return
-        seen = opening[: self._num_matched] + text
-        if not self._num_matched:
+        seen = opening[: self.num_matched] + text
+        if not self.num_matched:
             seen = seen.lstrip(_SPACE)
         if seen.startswith(opening):
             self.place = Place.INSIDE
             self.has_begun = True
-            self._num_matched = 0
+            self.num_matched = 0
             self._seek_closing(seen[len(opening) :])
         elif opening.startswith(seen):
-            self._num_matched = len(seen)
+            self.num_matched = len(seen)
         else:
             self.place = Place.AFTER
 
     def _seek_closing(self, text: bytes | None) -> None:
         if text is None:
-            self._num_matched = 0
+            self.num_matched = 0
             return
         closing = self._tags.closing
-        seen = closing[: self._num_matched] + text
+        seen = closing[: self.num_matched] + text
         if closing in seen:
             is_at_end = seen.endswith(closing)
             self.place = Place.GAP if is_at_end else Place.AFTER
             return
         longest = min(len(seen), len(closing) - 1)
-        self._num_matched = next(n for n in range(longest, -1, -1) if seen.endswith(closing[:n]))
+        self.num_matched = next(n for n in range(longest, -1, -1) if seen.endswith(closing[:n]))
 
 
 class ThinkingBudget:
@@ -186,6 +181,8 @@ class ReasonedGrammar:
         # None inside the reasoning, and where only the opening tag can follow
         self._grammar: GrammarConstraint | None = None
         self._num_to_end: int | None = None  # tokens from the closing tag to the grammar's end
+        # masks inside the reasoning, by the bytes of the closing tag that are written
+        self._inside: dict[int, npt.NDArray[np.uint64]] = {}
         if self._reasoning.place is Place.BEFORE:
             self._grammar = start.constraint(max_tokens)
         else:
@@ -202,11 +199,7 @@ class ReasonedGrammar:
             if self._must_close:
                 only = np.array([reasoning.closing_token], dtype=np.int64)
                 return bits_of_ids(only, vocab_size)
-            free = bits_of_ids(np.arange(vocab_size), vocab_size)
-            banned = reasoning.overshooting_ids()
-            if not self._start.may_be_empty:
-                banned = np.concatenate([self._start.end_ids, banned])
-            return free & ~bits_of_ids(banned, vocab_size)
+            return self._inside_bits()
         if reasoning.place is Place.AFTER:
             return self._of_grammar()
         also = reasoning.opening_ids()
@@ -270,6 +263,23 @@ class ReasonedGrammar:
         num_tokens = self._start.num_to_end
         if num_tokens is not None:
             self._num_to_end = num_tokens + 1 + _EMPTY_LINES
+
+    def _inside_bits(self) -> npt.NDArray[np.uint64]:
+        """The mask inside the reasoning. It is read-only: a mask of all tokens takes too long to
+        build for each of them.
+        """
+        num_matched = self._reasoning.num_matched
+        bits = self._inside.get(num_matched)
+        if bits is None:
+            vocab_size = self._start.vocab_size
+            banned = self._reasoning.overshooting_ids()
+            if not self._start.may_be_empty:
+                banned = np.concatenate([self._start.end_ids, banned])
+            free = bits_of_ids(np.arange(vocab_size), vocab_size)
+            bits = free & ~bits_of_ids(banned, vocab_size)
+            bits.flags.writeable = False
+            self._inside[num_matched] = bits
+        return bits
 
     def _of_grammar(self) -> npt.NDArray[np.uint64]:
         if self._grammar is None:

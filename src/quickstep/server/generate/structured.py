@@ -53,7 +53,7 @@ def _of_response_format(fields: SamplingFields) -> RequestedGrammar | None:
             path = "response_format.json_schema.schema"
             if spec.schema is None:
                 raise RequestError(f"{path} is missing", param=path)
-            return RequestedGrammar(Grammar.of_json_schema(spec.schema), path)
+            return RequestedGrammar(Grammar.of_json_schema(spec.schema, bool(spec.strict)), path)
 
 
 def _of_structured_outputs(outputs: StructuredOutputs) -> RequestedGrammar:

@@ -14,6 +14,7 @@ from types import MappingProxyType
 from typing import Any
 
 import msgspec
+from msgspec.structs import replace
 
 from quickstep.engine.tool_calls.answer_grammar import NotNestable, answer_grammar
 from quickstep.engine.tool_calls.call_grammar import call_grammar
@@ -156,10 +157,11 @@ def offer(
     )
     grammar: RequestedGrammar | None = None
     if forced:
-        grammar = _forced_calls(forced, one_call, known, served)
+        is_strict = any(described["name"] in strict for described in forced)
+        grammar = _forced_calls(forced, one_call, is_strict, known, served)
     elif strict:
         calls_or_text = answer_grammar(known.spelling, loose, one_call, _special_ids(served))
-        grammar = RequestedGrammar(calls_or_text, "tools")
+        grammar = RequestedGrammar(replace(calls_or_text, strict=True), "tools")
     return OfferedTools(tools, grammar, one_call, bool(forced), loose)
 
 
@@ -182,7 +184,9 @@ def with_answer(
         )
     except NotNestable as error:
         raise RequestError(f"{answer.field} {error}", param=answer.field) from None
-    return RequestedGrammar(grammar, answer.field)
+    has_strict = any(function["parameters"] is not None for function in offered.functions)
+    is_strict = answer.grammar.strict or has_strict
+    return RequestedGrammar(replace(grammar, strict=is_strict), answer.field)
 
 
 def _forced_functions(
@@ -242,11 +246,15 @@ def _choice(choice: str | dict[str, Any] | None) -> ToolChoice:
 
 
 def _forced_calls(
-    functions: Sequence[Mapping[str, Any]], one_call: bool, known: ToolCallFormat, served: Served
+    functions: Sequence[Mapping[str, Any]],
+    one_call: bool,
+    is_strict: bool,
+    known: ToolCallFormat,
+    served: Served,
 ) -> RequestedGrammar:
     """The grammar of calls only. Raises RequestError for a function that it cannot spell."""
     grammar = call_grammar(known.spelling, functions, one_call, _special_ids(served))
-    return RequestedGrammar(grammar, "tools")
+    return RequestedGrammar(replace(grammar, strict=is_strict), "tools")
 
 
 def _special_ids(served: Served) -> Callable[[str], int | None]:

@@ -99,7 +99,7 @@ class JsonObjectFormat(msgspec.Struct, forbid_unknown_fields=True, frozen=True, 
 
 
 class JsonSchema(msgspec.Struct, forbid_unknown_fields=True, frozen=True):
-    """A named schema. It is enforced whatever `strict` is; name and description are notes."""
+    """A named schema; name and description are notes."""
 
     name: Annotated[str, note("for readers of the request")]
     description: Annotated[str | None, note("for readers of the request")] = None
@@ -107,7 +107,13 @@ class JsonSchema(msgspec.Struct, forbid_unknown_fields=True, frozen=True):
         dict[str, Any] | None,
         effect("The JSON schema that the output fits; a keyword that cannot be enforced is 400."),
     ] = None
-    strict: Annotated[bool | None, note("the schema is enforced in any case")] = None
+    strict: Annotated[
+        bool | None,
+        effect(
+            "A schema that cannot be enforced exactly is 400; without it, x-quickstep-ignored names"
+            " the keyword that is enforced less strictly."
+        ),
+    ] = None
 
 
 class JsonSchemaFormat(msgspec.Struct, forbid_unknown_fields=True, frozen=True, tag="json_schema"):

@@ -251,4 +251,5 @@ def _requested_text_format(fields: ResponsesRequest) -> RequestedGrammar | None:
         )
     if isinstance(form, JsonObjectFormat):
         return RequestedGrammar(Grammar.of_json_object(), "text.format")
-    return RequestedGrammar(Grammar.of_json_schema(form.schema), "text.format.schema")
+    grammar = Grammar.of_json_schema(form.schema, bool(form.strict))
+    return RequestedGrammar(grammar, "text.format.schema")

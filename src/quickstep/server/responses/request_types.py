@@ -208,7 +208,7 @@ class FunctionToolSpec(msgspec.Struct, forbid_unknown_fields=True, frozen=True):
 
 
 class SchemaFormat(msgspec.Struct, forbid_unknown_fields=True, frozen=True, tag="json_schema"):
-    """Output that matches a JSON schema, which is enforced for any value of `strict`."""
+    """Output that matches a JSON schema."""
 
     name: Annotated[str, effect("The response repeats it; it changes nothing else.")]
     schema: Annotated[
@@ -219,7 +219,11 @@ class SchemaFormat(msgspec.Struct, forbid_unknown_fields=True, frozen=True, tag=
         str | None, effect("The response repeats it; it changes nothing else.")
     ] = None
     strict: Annotated[
-        bool | None, effect("Is copied into the response; the schema is enforced in either case.")
+        bool | None,
+        effect(
+            "A schema that cannot be enforced exactly is 400; without it, x-quickstep-ignored names"
+            " the keyword that is enforced less strictly."
+        ),
     ] = None
 
 
