@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import json
+import socket
+from collections.abc import Iterator
 from typing import Any
 
 import anthropic
@@ -425,3 +427,40 @@ def test_a_connection_too_many_is_told_so_and_the_others_are_served(
         )
     told = [record for record in caplog.records if "--max-connections" in record.getMessage()]
     assert len(told) == 1
+
+
+BODY = b'{"prompt":"a","max_tokens":2}'
+FRAMINGS = {
+    "content-length": b"content-length: %d\r\n\r\n%s" % (len(BODY), BODY),
+    "chunked": b"transfer-encoding: chunked\r\n\r\n%x\r\n%s\r\n0\r\n\r\n" % (len(BODY), BODY),
+}
+
+
+@pytest.mark.parametrize("offer", ["h2c", "websocket", "TLS/1.0", "h2c, websocket"])
+@pytest.mark.parametrize(
+    "connection", ["Upgrade, HTTP2-Settings", "Upgrade", "keep-alive, upgrade"]
+)
+@pytest.mark.parametrize("framing", list(FRAMINGS))
+@pytest.mark.parametrize("piece", [10_000, 7])
+def test_another_protocol_that_a_client_offers_is_ignored(
+    upgrades: LiveServer, offer: str, connection: str, framing: str, piece: int
+) -> None:
+    """Two requests of one connection, of which the first two offer it, in pieces of any size."""
+    start = f"POST {COMPLETIONS} HTTP/1.1\r\nhost: localhost\r\ncontent-type: application/json\r\n"
+    offered = f"upgrade: {offer}\r\nhttp2-settings: AAEAAEAA\r\nconnection: {connection}\r\n"
+    sent = (start + offered).encode() + FRAMINGS[framing]
+    sent = sent + sent + (start + "connection: close\r\n").encode() + FRAMINGS[framing]
+    with socket.create_connection(("127.0.0.1", upgrades.port), timeout=DEADLINE_S) as client:
+        for at in range(0, len(sent), piece):
+            client.sendall(sent[at : at + piece])
+        answer = b""
+        while data := client.recv(65536):
+            answer += data
+    assert answer.count(b"HTTP/1.1 200 OK") == 3
+    assert answer.count(b'"object":"text_completion"') == 3
+
+
+@pytest.fixture(scope="module")
+def upgrades() -> Iterator[LiveServer]:
+    with live_server(FakeEngine()) as server:
+        yield server

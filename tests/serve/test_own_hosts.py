@@ -14,9 +14,9 @@ from quickstep.server.app import create_app
 from quickstep.server.options import ServerOptions
 
 OWN = ("127.0.0.1", "127.0.0.1:8000", "192.168.1.7:8000", "[::1]:8000", "[fe80::1]", "localhost")
-OWN += ("LOCALHOST:8000", "localhost.", "app.localhost:8000")
+OWN += ("LOCALHOST:8000", "localhost.", "app.localhost:8000", "gpu-box", "quickstep:8000")
 FOREIGN = ("evil.example", "evil.example:8000", "127.0.0.1.evil.example", "localhost.evil.example")
-FOREIGN += ("box", "[evil]", "1.2.3", "", ":8000", "evil.example:127.0.0.1", "0x7f000001")
+FOREIGN += ("box.lan", "[evil]", "1.2.3", "", ":8000", "evil.example:127.0.0.1", "evil.example.")
 ROUTES = (
     ("POST", CHAT, {"messages": MESSAGES}),
     ("POST", COMPLETIONS, {"prompt": "a"}),
@@ -54,10 +54,10 @@ def test_every_route_but_the_probes_is_behind_it(method: str, path: str, body: o
     assert status("evil.example", "GET", "/health", None, ServerOptions()) == 200
 
 
-@pytest.mark.parametrize("allowed", [("box.example", "Box"), ("*",)])
+@pytest.mark.parametrize("allowed", [("box.example", "Box.Lan"), ("*",)])
 def test_the_operator_allows_names(allowed: tuple[str, ...]) -> None:
     options = ServerOptions(allowed_hosts=allowed)
-    for host in ("box.example", "box.example:8000", "BOX"):
+    for host in ("box.example", "box.example:8000", "BOX.LAN"):
         assert status(host, "GET", "/v1/models", None, options) == 200
     assert status("evil.example", "GET", "/v1/models", None, options) == (
         200 if "*" in allowed else 403

@@ -378,8 +378,8 @@ class ServerOptions(msgspec.Struct, frozen=True):
         limits: Bounds on one request.
         connections: How long clients may take.
         api_keys: The clients that may call; without keys, every client may.
-        allowed_hosts: Without keys, names that a request may give as its host besides addresses and
-            localhost, or `*`: a page of any name can have it point here (DNS rebinding).
+        allowed_hosts: Without keys, names with a dot that a request may give as its host, or `*`: a
+            page of any such name can have it point here (DNS rebinding).
         cors: Which web pages may call.
         tls: The certificate, if there is one.
         deadlines: How long requests may take.

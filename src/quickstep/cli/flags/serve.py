@@ -228,9 +228,8 @@ def _add_access_flags(group: argparse._ArgumentGroup) -> None:
         nargs="+",
         default=[],
         metavar="NAME",
-        help="without API keys: names by which clients may call the server, besides addresses and "
-        "localhost; * allows all (default: none, since a web page can have a name of its own "
-        "point to this server)",
+        help="without API keys: names with a dot by which clients may call the server; * allows "
+        "all (default: none, since a web page can have a name of its own point to this server)",
     )
     group.add_argument(
         "--allowed-origins",

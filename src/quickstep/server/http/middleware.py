@@ -3,7 +3,8 @@
 Any web page can have its browser send requests here, so a request that names its origin is refused
 unless the operator allows that origin, or the page is this server's own. A page is also this
 server's own if its name was made to point here (DNS rebinding): so without keys a request has to
-call the server by an address, localhost, or a name that the operator allows.
+call the server by an address, localhost, a name without a dot, which nobody can publish, or a name
+that the operator allows.
 
 It compares the path as the client wrote it, so that no other spelling (`//health`, `%2e`, a slash
 at the end, another case) counts as a probe: a path that is not a probe's path byte for byte needs a
@@ -27,6 +28,7 @@ browser asks for permission without a key.
 from __future__ import annotations
 
 import logging
+import re
 import time
 import uuid
 from collections import OrderedDict
@@ -63,6 +65,7 @@ _MAX_REPORTED = 4096
 _CHALLENGE = {"www-authenticate": "Bearer"}
 _BEARER = b"bearer "
 _PLAIN = (b"", b"identity", b"utf-8")  # the last is a charset, which clients confuse with it
+_LOCAL_NAME = re.compile(r"[a-z0-9_-]+")  # of a machine or a container
 _PORTS = {b"http": b":80", b"https": b":443"}
 
 
@@ -240,9 +243,9 @@ def _without_port(authority: bytes) -> bytes:
 
 
 def _is_own_name(host: bytes) -> bool:
-    """Whether no name server is asked for it."""
+    """Whether no page of another server can have this name."""
     text = host.decode("latin-1").removesuffix(".")
-    if text == "localhost" or text.endswith(".localhost"):
+    if _LOCAL_NAME.fullmatch(text) or text.endswith(".localhost"):
         return True
     try:
         ip_address(text[1:-1] if text.startswith("[") and text.endswith("]") else text)

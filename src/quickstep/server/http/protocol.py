@@ -15,6 +15,7 @@ import time
 from collections.abc import Iterable
 from typing import Any
 
+import httptools
 import msgspec
 from uvicorn.config import Config
 from uvicorn.protocols.http.httptools_impl import STATUS_LINE, HttpToolsProtocol
@@ -36,6 +37,36 @@ _LINGER_S = 2.0
 _MAX_REFUSED = 256  # connections at a time that get an error response; the others are cut
 
 
+class _Http1Parser:
+    """httptools' parser, which stops where a client offers another protocol (`Upgrade: h2c`). A
+    server may ignore that (RFC 9110, 7.8): the request is parsed again without the offer.
+    """
+
+    def __init__(self, protocol: BoundedProtocol) -> None:
+        self._protocol = protocol
+        self._parser = httptools.HttpRequestParser(protocol)
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._parser, name)
+
+    def feed_data(self, data: bytes) -> None:
+        """Parse bytes, which call the protocol back."""
+        try:
+            self._parser.feed_data(data)
+        except httptools.HttpParserUpgrade as offer:
+            if not self.offers_upgrade():
+                raise
+            head = self._protocol.head_without_upgrade()
+            self._parser = httptools.HttpRequestParser(self._protocol)
+            self._parser.feed_data(head)
+            self.feed_data(data[offer.args[0] :])
+
+    def offers_upgrade(self) -> bool:
+        """Whether the request whose head is complete is to be parsed again."""
+        is_offer = self._parser.should_upgrade() and self._parser.get_method() != b"CONNECT"
+        return bool(is_offer)
+
+
 class BoundedProtocol(HttpToolsProtocol):
     """One connection. Made through `bounded_protocol`."""
 
@@ -50,6 +81,7 @@ class BoundedProtocol(HttpToolsProtocol):
         connection_limit: ConnectionLimit,
     ) -> None:
         super().__init__(config, server_state, app_state)
+        self._http1 = self.parser = _Http1Parser(self)  # type: ignore[assignment]
         self._limits = limits
         self._connections = connections
         self._connection_limit = connection_limit
@@ -116,6 +148,8 @@ class BoundedProtocol(HttpToolsProtocol):
 
     def on_headers_complete(self) -> None:
         """Start the request unless its head is too long."""
+        if self._http1.offers_upgrade():
+            return
         self._in_head = False
         self._head_bytes = 0
         self._stop_awaiting_head()
@@ -137,8 +171,19 @@ class BoundedProtocol(HttpToolsProtocol):
 
     def on_message_complete(self) -> None:
         """The request is complete."""
-        if self._refusal is None:
+        if self._refusal is None and not self._http1.offers_upgrade():
             super().on_message_complete()
+
+    def head_without_upgrade(self) -> bytes:
+        """The head that was parsed, as of a client that offers no other protocol."""
+        version = self.parser.get_http_version().encode()
+        lines = [b" ".join((self.parser.get_method(), self.url, b"HTTP/" + version))]
+        lines += [
+            name + b": " + value
+            for name, value in self.headers
+            if name not in (b"upgrade", b"http2-settings")
+        ]
+        return b"\r\n".join([*lines, b"", b""])
 
     def send_400_response(self, msg: str) -> None:
         """The bytes are not HTTP; `data_received` answers."""
