@@ -237,6 +237,8 @@ class ShadowExecutor:
         written: set[tuple[int, int]] = set()
         for row in rows:
             slot = self.slots[row.slot]
+            if row.num_drafts:
+                slot.drafted_end = max(slot.drafted_end, row.end)
             if not lenient:
                 self._check_row(row, slot)
             slot.computed = row.end
@@ -287,8 +289,6 @@ class ShadowExecutor:
             slot.sampling.prompt_logprobs is not None and scored_end < slot.prompt_len
         ), f"{name} has scores that were not requested"
         assert row.end <= len(slot.table) * self.sizes.block_size, f"{name} has too few blocks"
-        if row.num_drafts:
-            slot.drafted_end = max(slot.drafted_end, row.end)
         most = max(row.end, slot.prefill_end, slot.drafted_end)
         needed = -(-most // self.sizes.block_size)
         assert len(slot.table) == needed, f"{name} has {len(slot.table)} blocks, not {needed}"

@@ -100,6 +100,10 @@ def test_crowded_steps_with_drafts_keep_their_limits() -> None:
         random_life(seed, draw=draw_crowded_setup)
 
 
+def test_drafts_of_sound_rows_count_in_a_step_with_a_failed_row() -> None:
+    random_life(623881708, num_calls=120, draw=draw_crowded_setup)
+
+
 @pytest.mark.parametrize("block", range(10))
 def test_random_lives_end_as_every_request_would_alone(block: int) -> None:
     for seed in range(10_000 + 40 * block, 10_000 + 40 * (block + 1)):
