@@ -18,7 +18,7 @@ from itertools import chain
 from quickstep.core.block_pool import KVBlockPool
 from quickstep.core.sequence import Rank, Residency, Sequence, SequenceState
 from quickstep.core.service_order import ServiceOrder
-from quickstep.types import CacheMiss, Request
+from quickstep.types import CacheMiss, Request, RequestClass
 
 __all__ = ["Deadlines", "Due", "RunningBatch", "WaitingQueue"]
 
@@ -35,6 +35,7 @@ class WaitingQueue:
         self._is_ready = is_ready
         self._queues: dict[str, list[Sequence]] = {}
         self._parked: dict[str, list[Sequence]] = {}  # by adapter
+        self._num_interactive = 0
 
     def __bool__(self) -> bool:
         return bool(self._queues or self._parked)  # none of them is empty
@@ -46,6 +47,11 @@ class WaitingQueue:
 
     def __iter__(self) -> Iterator[Sequence]:
         return chain.from_iterable((*self._queues.values(), *self._parked.values()))
+
+    @property
+    def num_interactive(self) -> int:
+        """How many are not of the class BATCH."""
+        return self._num_interactive
 
     @property
     def num_active(self) -> int:
@@ -118,6 +124,7 @@ class WaitingQueue:
         queues, name = self._place(sequence)
         queue = queues.setdefault(name, [])
         insort(queue, sequence, key=_rank)
+        self._num_interactive += _is_interactive(sequence)
 
     def remove(self, sequence: Sequence) -> None:
         """Remove a sequence, which must be queued."""
@@ -126,6 +133,7 @@ class WaitingQueue:
         index = bisect_left(queue, sequence.rank, key=_rank)
         assert queue[index] is sequence, f"{sequence.sequence_id} is not queued"
         del queue[index]
+        self._num_interactive -= _is_interactive(sequence)
         if not queue:
             del queues[name]
 
@@ -151,6 +159,7 @@ class WaitingQueue:
         for one in self:
             is_ready = self._is_ready is None or self._is_ready(one.request.adapter_id)
             assert one.awaits_adapter != is_ready, f"{one.sequence_id} is in the wrong queue"
+        assert self._num_interactive == sum(map(_is_interactive, self)), "a count of the queue"
         for name, queue in (*self._queues.items(), *self._parked.items()):
             assert queue, f"the queue {name} is empty"
             for sequence in queue:
@@ -485,6 +494,10 @@ class Deadlines:
             *_, due, sequence = heapq.heappop(self._heap)
             if _is_live(sequence):
                 yield sequence, due
+
+
+def _is_interactive(sequence: Sequence) -> bool:
+    return sequence.request.request_class is not RequestClass.BATCH
 
 
 def _num_active(sequences: SequenceOf[Sequence]) -> int:

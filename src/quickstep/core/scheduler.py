@@ -56,7 +56,6 @@ from quickstep.types import (
     FinishReason,
     Phase,
     Request,
-    RequestClass,
     RowOutput,
     SequenceOutput,
     SequenceTimings,
@@ -271,7 +270,7 @@ class Scheduler:
         is_queued = len(self._waiting) > 0
         return AdmissionState(
             num_waiting=len(self._waiting),
-            num_interactive=sum(map(_is_interactive, self._waiting)),
+            num_interactive=self._waiting.num_interactive,
             max_waiting=self._limits.max_waiting,
             num_free_slots=self._batch.num_free_slots,
             prompt_s=self._wait_estimate.prompt_s,
@@ -401,17 +400,60 @@ class Scheduler:
         return self._issue(draft, now) if draft.has_rows else None
 
     def _place_decodes(self, draft: StepDraft, budget: int, now: float) -> None:
+        """One token for every row, then drafts, from the tokens that neither rows nor prompts need.
+
+        Rows take turns if there are more of them than tokens.
+        """
+        num_prompt_tokens = self._num_prompt_tokens(draft, now)
+        budget -= min(self._least_prefill(draft, now), num_prompt_tokens, budget // 2)
         if self._group and self._place_group(self._group, draft, budget):
             return
         over_share = self._order.over_share(self._batch)
         held = {sequence.sequence_id for sequence in over_share} if over_share else ()
-        for sequence in self._batch:
+        due = [one for one in self._batch if self._can_decode(one) and not draft.has_row(one)]
+        num_due = len(due)
+        if held:
+            due = [one for one in due if one.sequence_id not in held]
+        if len(due) > budget:
+            due.sort(key=_last_step_id)
+        draft_limits = self._draft_limits(due, draft.num_tokens_left - num_due - num_prompt_tokens)
+        for sequence in due:
             if budget < 1:
                 return
-            if sequence.sequence_id not in held:
-                budget -= self._place_decode(draft, sequence, budget, now)
+            most = 1 + draft_limits.get(sequence.sequence_id, 0)
+            budget -= self._place_decode(draft, sequence, min(most, budget), now)
         if over_share:
             self._place_over_share(draft, over_share, budget, now)
+
+    def _num_prompt_tokens(self, draft: StepDraft, now: float) -> int:
+        """How many tokens of prompts the step could take."""
+        most = draft.num_tokens_left
+        num_tokens = sum([one.num_prefill_left for one in self._batch.prefilling])
+        head = self._waiting.head
+        if num_tokens < most and head is not None and self._batch.num_free_slots:
+            num_tokens += len(head.token_ids)
+        return min(num_tokens, most)
+
+    def _least_prefill(self, draft: StepDraft, now: float) -> int:
+        """How many tokens of a prompt every step takes, if a prompt is there."""
+        return self._policy.least_prefill(self._view(draft, now)).num_tokens
+
+    def _draft_limits(self, sequences: list[Sequence], num_tokens: int) -> dict[str, int]:
+        """How many drafts each sequence may have of `num_tokens`: all of its own if they suffice,
+        else as many as the others; what cannot be divided goes to each in turn.
+        """
+        with_drafts = [one for one in sequences if one.drafts]
+        wanted = {one.sequence_id: len(one.drafts) for one in with_drafts}
+        if not wanted or sum(wanted.values()) <= num_tokens:
+            return wanted
+        num_left, limits = max(0, num_tokens), dict[str, int]()
+        turn = self._next_step_id % len(wanted)
+        in_turn = [*with_drafts[turn:], *with_drafts[:turn]]
+        for place, one in enumerate(sorted(in_turn, key=_num_drafts_of)):
+            even = -(-num_left // (len(in_turn) - place))
+            limits[one.sequence_id] = min(len(one.drafts), even)
+            num_left -= limits[one.sequence_id]
+        return limits
 
     def _place_group(self, group: DecodeGroup, draft: StepDraft, budget: int) -> bool:
         """Place the rows of the group, if they are all that decode, and are not to be chosen from.
@@ -1170,8 +1212,8 @@ def _adapter_names(sequences: Iterable[Sequence]) -> tuple[str, ...]:
     return tuple(sorted({one.request.adapter for one in sequences if one.request.adapter}))
 
 
-def _is_interactive(sequence: Sequence) -> bool:
-    return sequence.request.request_class is not RequestClass.BATCH
+def _num_drafts_of(sequence: Sequence) -> int:
+    return len(sequence.drafts)
 
 
 def _last_step_id(sequence: Sequence) -> int:
