@@ -303,3 +303,19 @@ def test_predictions_stay_finite_and_non_negative(
         assert math.isfinite(value)
         assert value >= 0.0
     assert model.seconds(requested) >= 0.0
+
+
+@pytest.mark.parametrize("num_cold", [1, 2, 5])
+def test_cold_first_steps_do_not_scale_the_model(num_cold: int) -> None:
+    def seconds(load: StepLoad) -> float:
+        return 2e-3 + 5e-5 * load.num_tokens + 1e-4 * load.num_rows
+
+    model = LinearCostModel()
+    prompt = StepLoad.of_span(0, 512, num_logits_rows=1)
+    decode = StepLoad(8, 8, 8000, 8000, num_logits_rows=8)
+    for _ in range(num_cold):
+        model.observe(prompt, 1.0)
+    for _ in range(5):
+        model.observe(decode, seconds(decode))
+    assert model.seconds(prompt) < 3.0 * seconds(prompt)
+    assert model.seconds(decode) < 1.5 * seconds(decode)

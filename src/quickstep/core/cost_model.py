@@ -54,6 +54,8 @@ _MAX_PACE_RATIO = 1.5
 # would not get above otherwise.
 _MAX_RATIO = 4.0
 _LEAST_GROWTH = 1.01
+_COLD_RATIO = 8.0  # of a step that says nothing of others to one that does
+_NUM_COLD_STEPS = 8  # of a start, in which memory and kernels may not be ready
 _MAX_GAIN = 1e9
 
 # Learning from a step takes 15 to 30 us: of short steps, one in this time is learnt from. Those
@@ -279,7 +281,7 @@ class LinearCostModel:
     steps count as much as long prefills, and an outlier weighs little. The normal equations decay
     by `forgetting` per step and stay solvable through a weak prior at the start values. The first
     observation scales all start values: only their proportions are assumed, the machine's speed is
-    measured.
+    measured; so does one of the next ones that is many times faster.
 
     The fit follows hundreds of steps; a machine may be slower for the next ten (other processes,
     heat). So predictions are the fit times a pace, which follows the last steps.
@@ -425,8 +427,8 @@ class LinearCostModel:
         fitted = self.usual_seconds(load)
         predicted = max(fitted, self._least_s, _MIN_SECONDS)
         self._least_s = min(seconds, _LEAST_GROWTH * self._least_s or seconds)
-        if not self._is_scaled:
-            self._scale(seconds / predicted)
+        if not self._is_scaled or self._was_cold(seconds, predicted):
+            self._scale(seconds / max(fitted, _MIN_SECONDS))
             predicted = seconds
         values = astuple(load)
         self._num_steps += 1
@@ -492,7 +494,19 @@ class LinearCostModel:
             for other, factor in terms:
                 row[other] += weighted * factor
 
+    def _was_cold(self, seconds: float, predicted: float) -> bool:
+        """Whether the first steps were so slow, against this one, that they say nothing of others:
+        memory and kernels were not ready.
+        """
+        is_early = self._num_learnt < _NUM_COLD_STEPS and self._num_learnt == self._num_steps
+        return is_early and seconds * _COLD_RATIO < predicted
+
     def _scale(self, factor: float) -> None:
+        """Multiply all start values, as the only thing that is known."""
+        num_weights = len(self._weights)
+        self._gain = 1.0
+        self._gram = [[0.0] * num_weights for _ in range(num_weights)]
+        self._moment = [0.0] * num_weights
         self._is_scaled = True
         self._weights = [factor * weight for weight in self._weights]
         self._pulls = _pulls(self._weights)

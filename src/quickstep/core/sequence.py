@@ -308,9 +308,14 @@ class Sequence:
         """Leave the batch; tokens that are still in flight will be appended."""
         self._max_blocks = max(self._max_blocks, len(self.resident.blocks))
         self._num_preemptions += 1
-        self._num_computed = max(self._num_computed, self.resident.planned)
+        self._count_computed(self.resident)
         self.state = SequenceState.PREEMPTED
         self._clock.enter(Activity.PREEMPTED, now)
+
+    def _count_computed(self, residency: Residency) -> None:
+        """Positions that this residency computed; drafts only once they are accepted."""
+        known = len(self.token_ids) + max(0, residency.pending - 1)
+        self._num_computed = max(self._num_computed, min(residency.planned, known))
 
     def await_adapter(self, awaits: bool, now: float) -> None:
         """Wait until the adapter is ready, or for a place in the batch as others do."""
@@ -347,6 +352,8 @@ class Sequence:
             self.drafts = output.draft_token_ids
             self.num_forced_drafts = output.num_forced_drafts
             self.draft_parents = output.draft_parents
+            if self.state is SequenceState.PREEMPTED:
+                self._count_computed(self.resident)
         elif self.request.prompt_only and row.end == self.prompt_len:
             reason = FinishReason.POOLED if row.pools else FinishReason.MAX_TOKENS
         new = SequenceOutput(
