@@ -358,3 +358,40 @@ def test_a_connection_too_many_is_told_so_and_the_others_are_served(
         )
     told = [record for record in caplog.records if "--max-connections" in record.getMessage()]
     assert len(told) == 1
+
+
+_BODY = b'{"prompt":"a","max_tokens":1}'
+_FRAMINGS = {
+    "length": b"content-length: %d\r\n\r\n%s" % (len(_BODY), _BODY),
+    "chunked": b"transfer-encoding: chunked\r\n\r\n%x\r\n%s\r\n0\r\n\r\n" % (len(_BODY), _BODY),
+}
+
+
+@pytest.mark.parametrize("framing", _FRAMINGS)
+@pytest.mark.parametrize(
+    "offer",
+    [
+        b"connection: Upgrade, HTTP2-Settings\r\nupgrade: h2c\r\nhttp2-settings: AAEAAEAA\r\n",
+        b"Connection: keep-alive, upgrade\r\nUpgrade: websocket\r\n",
+        b"connection: upgrade\r\nconnection: keep-alive\r\nupgrade: TLS/1.0, other/2\r\n",
+        b"upgrade: h2c\r\n",
+        b"connection: upgrade\r\n",
+    ],
+)
+def test_an_upgrade_is_ignored_and_the_body_arrives(offer: bytes, framing: str) -> None:
+    """Two requests on a connection that stays open, split at any place, then one that closes."""
+    start = b"POST /v1/completions HTTP/1.1\r\nhost: x\r\ncontent-type: application/json\r\n"
+    request = start + offer + _FRAMINGS[framing]
+    last = start + b"connection: close\r\n" + _FRAMINGS[framing]
+    middle = len(request) - len(_FRAMINGS[framing]) // 2
+    splits = [
+        (request, request, last),
+        (request + request + last,),
+        (request[:40], request[40:middle], request[middle:] + request[:middle], request[middle:]),
+    ]
+    with live_server(FakeEngine(), ServerOptions(drain_s=0.0)) as server:
+        for pieces in splits:
+            sent = pieces if pieces[-1].endswith(last) else (*pieces, last)
+            answer = asyncio.run(asyncio.wait_for(exchange(server, *sent), DEADLINE_S))
+            assert answer.count(b"HTTP/1.1 200") == 3, answer
+            assert answer.count(b"text_completion") == 3

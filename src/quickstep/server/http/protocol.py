@@ -4,7 +4,8 @@ size.
 The head of a request has to arrive in time and within its size. A refusal before there is a request
 is answered here, in OpenAI's shape, and so is a connection beyond the limit of open ones. A
 connection that the server has closed is cut if its client reads nothing. Routes find
-`abort_connection` and `received_s` in the request's state.
+`abort_connection` and `received_s` in the request's state. An `Upgrade` to another protocol is
+ignored (RFC 9110, 7.8): the request is parsed and answered as HTTP/1.1.
 """
 
 from __future__ import annotations
@@ -14,6 +15,7 @@ import logging
 import time
 from typing import Any
 
+import httptools
 import msgspec
 from uvicorn.config import Config
 from uvicorn.protocols.http.httptools_impl import STATUS_LINE, HttpToolsProtocol
@@ -30,6 +32,7 @@ __all__ = ["BoundedProtocol", "bounded_protocol"]
 _LOG = logging.getLogger("quickstep.server")
 _LINGER_S = 2.0
 _LOG_EVERY_S = 10.0
+_OF_UPGRADES = frozenset({b"upgrade", b"http2-settings"})  # header names and options of Connection
 _MAX_REFUSED = 256  # connections at a time that get an error response; the others are cut
 
 
@@ -80,6 +83,7 @@ class BoundedProtocol(HttpToolsProtocol):
         self._in_head = True
         self._received_any = False
         self._refusal: RequestError | None = None
+        self._ignores_upgrade = False
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
         """Start the timer of the first request, or refuse the connection."""
@@ -107,7 +111,8 @@ class BoundedProtocol(HttpToolsProtocol):
         self._received_any = True
         if self._in_head:
             self._head_bytes += len(data)
-        super().data_received(data)
+        self._unset_keepalive_if_required()
+        self._parse(data)
         if self._refusal is None and self._in_head:
             limit = self._limits.header_bytes
             if self._head_bytes > limit:
@@ -144,6 +149,9 @@ class BoundedProtocol(HttpToolsProtocol):
         except RequestError as error:
             self._refusal = error
             return
+        if self.parser.should_upgrade() and self.parser.get_method() != b"CONNECT":
+            self._ignores_upgrade = True  # the parser stops here; `_parse` repeats the head
+            return
         super().on_headers_complete()
 
     def on_body(self, body: bytes) -> None:
@@ -153,7 +161,7 @@ class BoundedProtocol(HttpToolsProtocol):
 
     def on_message_complete(self) -> None:
         """The request is complete."""
-        if self._refusal is None:
+        if self._refusal is None and not self._ignores_upgrade:
             super().on_message_complete()
 
     def send_400_response(self, msg: str) -> None:
@@ -165,6 +173,41 @@ class BoundedProtocol(HttpToolsProtocol):
         """Close, and cut a client that does not read the response."""
         super().timeout_keep_alive_handler()
         self.loop.call_later(self._connections.slow_reader_s, self.transport.abort)
+
+    def _parse(self, data: bytes) -> None:
+        """Give bytes to the parser. It takes what follows a head that offers an upgrade for another
+        protocol; such a head is repeated without the offer, to a parser that reads on.
+        """
+        while data:
+            try:
+                self.parser.feed_data(data)
+            except httptools.HttpParserUpgrade as upgrade:
+                if not self._ignores_upgrade or self._refusal is not None:
+                    return
+                self._ignores_upgrade = False
+                data = self._head_without_upgrade() + data[upgrade.args[0] :]
+                self.parser = httptools.HttpRequestParser(self)
+                self.parser.set_dangerous_leniencies(lenient_data_after_close=True)
+            except httptools.HttpParserError:
+                self.send_400_response("")
+                return
+            else:
+                return
+
+    def _head_without_upgrade(self) -> bytes:
+        """The head of the current request, as if it offered no other protocol."""
+        version = self.parser.get_http_version().encode()
+        lines = [b"%s %s HTTP/%s" % (self.parser.get_method(), self.url, version)]
+        for name, value in self.headers:
+            if name in _OF_UPGRADES:
+                continue
+            if name == b"connection":
+                options = (option.strip() for option in value.split(b","))
+                value = b", ".join(each for each in options if each.lower() not in _OF_UPGRADES)
+                if not value:
+                    continue
+            lines.append(b"%s: %s" % (name, value))
+        return b"\r\n".join([*lines, b"", b""])
 
     def _await_head(self) -> None:
         if self._head_timer is None:
