@@ -131,6 +131,38 @@ def test_broken_arguments_reach_the_template_as_their_text(text, broken):
 
 
 @pytest.mark.parametrize(
+    "text",
+    [
+        "{% for k, v in a|items %}{{ k }}{{ v }}{% endfor %}",
+        "{% for k, v in a.items() %}{{ k }}{{ v }}{% endfor %}",
+        "{% for k, v in a | dictsort %}{{ k }}{{ v }}{% endfor %}",
+        "{% for k in a.keys() %}{{ k }}{% endfor %}{% for v in a.values() %}{{ v }}{% endfor %}",
+        "{% for k in a %}{{ k }}{{ a[k] }}{% endfor %}{{ a | list | join }}",
+        "{{ a.get('city', '') }}{{ a.get('city') or '' }}{{ a.city }}{{ a['city'] }}",
+        "{{ a.city if 'city' in a }}",
+        "{{ '' if a | length >= 0 }}{{ '' if a is mapping or a is string }}",
+    ],
+)
+def test_arguments_of_every_form_render_in_every_way_of_reading(text):
+    chat = template("{% set a = messages[0].tool_calls[0].function.arguments %}[" + text + "]")
+    complete = '{"city": "Bern", "n": [1, {"a": null}]}'
+    cut = [complete[:end] for end in range(len(complete))]
+    others = ["[1]", "null", "true", "12", '"city"', "city", "\u2028", None, [1], 3, False]
+    for arguments in [*cut, *others]:
+        call = {"function": {"name": "f", "arguments": arguments}}
+        assert chat.render([{"role": "assistant", "tool_calls": [call]}]) == "[]"
+    assert chat.render([{"role": "assistant", "tool_calls": [{"function": {"name": "f"}}]}]) == "[]"
+
+
+@pytest.mark.parametrize("turn", [{}, {"content": None}, {"content": None, "tool_calls": []}])
+@pytest.mark.parametrize("text", ["{{ m.content }}", "{{ m.content if m.content is not none }}"])
+def test_a_turn_without_content_renders_as_an_empty_one(text, turn):
+    chat = template("{% for m in messages %}[" + text + "]{% endfor %}")
+    message = {"role": "assistant", "reasoning_content": "cut", **turn}
+    assert chat.render([*HELLO, message]) == "[hello][]"
+
+
+@pytest.mark.parametrize(
     ("text", "shown"),
     [
         ("{{ a | tojson }}", '{"b": 1, "c": "é"}'),

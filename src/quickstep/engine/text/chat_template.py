@@ -11,7 +11,7 @@ from __future__ import annotations
 import json
 import re
 import time
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from datetime import datetime
 from pathlib import Path
 from typing import Any, NoReturn
@@ -19,6 +19,7 @@ from typing import Any, NoReturn
 import jinja2
 import jinja2.ext
 from jinja2 import nodes
+from jinja2.filters import do_items
 from jinja2.parser import Parser
 from msgspec.structs import replace
 
@@ -61,12 +62,30 @@ class _Arguments(dict[str, Any]):
 
 class _BrokenArguments(str):
     """Arguments that are not the JSON of an object, because the model was cut or wrote something
-    else: their text, without members for a template that iterates over them.
+    else: their text, and an object without members for a template that reads one.
     """
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(())
+
+    def __contains__(self, name: object) -> bool:
+        return False
 
     def items(self) -> tuple[tuple[str, Any], ...]:
         """Return no members."""
         return ()
+
+    def keys(self) -> tuple[str, ...]:
+        """Return no names."""
+        return ()
+
+    def values(self) -> tuple[Any, ...]:
+        """Return no values."""
+        return ()
+
+    def get(self, name: str, default: Any = None) -> Any:
+        """Return the default: there are no members."""
+        return default
 
 
 class _GenerationBlock(jinja2.ext.Extension):
@@ -251,6 +270,7 @@ def _environment(now: Callable[[], datetime], clock: Callable[[], float]) -> Bou
         return now().strftime(format)
 
     environment.filters["tojson"] = _tojson
+    environment.filters["items"] = _items
     environment.bound_filters()
     del environment.globals["lipsum"]
     environment.globals["raise_exception"] = _raise_exception
@@ -269,6 +289,11 @@ def _tojson(
     return json.dumps(
         value, ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys
     )
+
+
+def _items(value: Any) -> Iterable[tuple[Any, Any]]:
+    """Jinja's own filter refuses arguments that are not the JSON of an object."""
+    return () if isinstance(value, _BrokenArguments) else do_items(value)
 
 
 def _raise_exception(message: str) -> NoReturn:
@@ -290,6 +315,8 @@ def _plain_message(message: Message, empty_content: str | None) -> dict[str, Any
     if plain.get("tool_calls"):
         plain["content"] = plain.get("content") or empty_content
         plain["tool_calls"] = [_plain_tool_call(call) for call in plain["tool_calls"]]
+    elif plain.get("content") is None:
+        plain["content"] = ""  # a turn that was cut in its reasoning
     return plain
 
 
@@ -309,13 +336,15 @@ def _plain_tool_call(call: Any) -> Any:
     if not isinstance(call, Mapping) or not isinstance(call.get("function"), Mapping):
         return call
     function = dict(call["function"])
-    if isinstance(function.get("arguments"), str):
-        text = function["arguments"].strip() or "{}"
+    arguments = function.get("arguments")
+    if not isinstance(arguments, Mapping):
+        if not isinstance(arguments, str):
+            arguments = "{}" if arguments is None else _tojson(arguments)
+        text = arguments.strip() or "{}"
         members = _members(text)
-        if members is None:
-            function["arguments"] = _BrokenArguments(text)
-        else:
-            function["arguments"] = _Arguments(members, text)
+        function["arguments"] = (
+            _BrokenArguments(text) if members is None else _Arguments(members, text)
+        )
     return {**call, "function": function}
 
 
