@@ -256,3 +256,46 @@ def test_a_message_that_the_template_alters_cannot_be_continued(text):
     messages = [*HELLO, {"role": "assistant", "content": "<think>Hm</think>So"}]
     with pytest.raises(RequestError, match="last message cannot be continued"):
         template(text).render(messages, add_generation_prompt=False, continue_final_message=True)
+
+
+def said(role, content):
+    return {"role": role, "content": content}
+
+
+ONE_SYSTEM_MESSAGE = (
+    "{% for m in messages %}{% if m.role == 'system' and not loop.first %}"
+    "{{ raise_exception('system first') }}{% endif %}[{{ m.role }}:{{ m.content }}]{% endfor %}"
+)
+ALTERNATING = (
+    "{% set rest = messages[1:] if messages[0].role == 'system' else messages %}"
+    "{% for m in rest %}{% if m.role != ['user', 'assistant'][loop.index0 % 2] %}"
+    "{{ raise_exception('roles must alternate') }}{% endif %}{% endfor %}"
+    "{% for m in messages %}[{{ m.role }}:{{ m.content }}]{% endfor %}"
+)
+
+
+@pytest.mark.parametrize("text", [ONE_SYSTEM_MESSAGE, ALTERNATING])
+def test_system_messages_reach_templates_that_want_one_at_the_beginning(text):
+    render = template(text).render
+    user, answer, more = said("user", "a"), said("assistant", "b"), said("user", "c")
+    one, two, late = said("system", "one"), said("system", "two"), said("system", "late")
+    parts = said("system", [{"type": "text", "text": "two"}])
+    start = "[system:one\n\ntwo][user:a]"
+    assert render([one, two, user]) == start
+    assert render([one, parts, user]) == start
+    assert render([one, two, user, answer, late, more]) == (start + "[assistant:b][user:late\n\nc]")
+    assert render([user, answer, more, late]) == "[user:a][assistant:b][user:c\n\nlate]"
+    assert render([user, late, answer, more]) == "[user:a\n\nlate][assistant:b][user:c]"
+
+
+def test_a_later_system_message_stays_where_the_template_takes_it():
+    talk = [said("user", "a"), said("system", "s"), said("user", "c")]
+    text = "{% for m in messages %}[{{ m.role }}:{{ m.content }}]{% endfor %}"
+    assert template(text).render(talk) == "[user:a][system:s][user:c]"
+
+
+def test_a_refusal_names_the_conversation_that_was_sent():
+    with pytest.raises(RequestError, match="3 messages"):
+        template("{{ raise_exception(messages | length ~ ' messages') }}").render(
+            [said("user", "a"), said("system", "s"), said("user", "c")]
+        )

@@ -166,6 +166,9 @@ class ChatTemplate:
         `continue_final_message` ends the prompt with the last message's text, so that the answer
         continues from there.
 
+        System messages at the beginning are one message. A template that refuses a later one gets
+        it as part of a user turn: agents send reminders so.
+
         Raises:
             RequestError: The template refuses the conversation, or alters the text that is to be
                 continued, or `extra` hides an argument.
@@ -181,15 +184,31 @@ class ChatTemplate:
                 f"chat_template_kwargs holds {sorted(reserved)[0]}, which has a field of its own",
                 param="chat_template_kwargs",
             )
+        plain = _with_one_beginning(
+            [_plain_message(message, self._empty_content) for message in messages]
+        )
         variables: dict[str, Any] = {
             **self._special_tokens,
             "documents": None,
             **(extra or {}),
-            "messages": [_plain_message(message, self._empty_content) for message in messages],
+            "messages": plain,
             "tools": list(tools) if tools else None,
             "add_generation_prompt": add_generation_prompt,
         }
         template = self._choose(with_tools=bool(tools))
+        try:
+            return self._rendered(template, variables)
+        except RequestError:
+            if not any(message["role"] == "system" for message in plain[1:]):
+                raise
+            try:
+                retried = {**variables, "messages": _with_user_reminders(plain)}
+                return self._rendered(template, retried)
+            except RequestError:
+                pass
+            raise  # the refusal of what the client sent
+
+    def _rendered(self, template: jinja2.Template, variables: Mapping[str, Any]) -> str:
         try:
             with self._environment.within(self._limit_s):
                 return template.render(variables)
@@ -318,6 +337,38 @@ def _plain_message(message: Message, empty_content: str | None) -> dict[str, Any
     elif plain.get("content") is None:
         plain["content"] = ""  # a turn that was cut in its reasoning
     return plain
+
+
+def _with_one_beginning(messages: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
+    """The messages with the system messages at the beginning joined: some templates take one."""
+    joined: list[dict[str, Any]] = []
+    for message in messages:
+        if joined and joined[-1]["role"] == message["role"] == "system" and len(joined) == 1:
+            joined[0] = _joined(joined[0], message)
+        else:
+            joined.append(message)
+    return joined
+
+
+def _with_user_reminders(messages: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
+    """The messages with later system messages as user turns, and adjacent user turns joined, since
+    templates that refuse such messages may also want roles to alternate.
+    """
+    first, *later = messages
+    turns = [first]
+    for message in later:
+        turn = {**message, "role": "user"} if message["role"] == "system" else message
+        if turns[-1]["role"] == turn["role"] == "user":
+            turns[-1] = _joined(turns[-1], turn)
+        else:
+            turns.append(turn)
+    return turns
+
+
+def _joined(first: Mapping[str, Any], then: Mapping[str, Any]) -> dict[str, Any]:
+    """Two messages of one role as one."""
+    texts = [text for text in (first["content"], then["content"]) if text]
+    return {**first, "content": "\n\n".join(texts)}
 
 
 def _part_text(part: Any) -> str:
