@@ -42,7 +42,7 @@ def check_tls(options: TlsOptions) -> None:
 def _context(options: TlsOptions) -> ssl.SSLContext:
     """Raises ConfigError if the files are no certificate and key."""
     context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
-    assert options.certfile is not None
+    assert options.certfile is not None, "called with a certificate"
     try:
         context.load_cert_chain(options.certfile, options.keyfile, password=_no_password)
     except (OSError, ValueError) as error:
@@ -84,7 +84,7 @@ class TlsHandshake(asyncio.Protocol):
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
         """Begin the handshake, or cut one connection too many."""
-        assert isinstance(transport, asyncio.Transport)
+        assert isinstance(transport, asyncio.Transport), "an accepted connection is a stream"
         loop = asyncio.get_running_loop()
         if self._limit.num_over(1) > 0:
             self._limit.refused(loop.time())
