@@ -199,7 +199,10 @@ REFUSED: list[tuple[dict[str, Any], str, str]] = [
     (
         {
             "tools": [
-                {"type": "function", "function": {"name": "f", "parameters": {"contains": {}}}}
+                {
+                    "type": "function",
+                    "function": {"name": "f", "parameters": {"propertyNames": {"format": "email"}}},
+                }
             ],
             "tool_choice": "required",
         },
