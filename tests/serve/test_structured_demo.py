@@ -207,7 +207,7 @@ REFUSED: list[tuple[dict[str, Any], str, str]] = [
             "tool_choice": "required",
         },
         "tools",
-        "contains",
+        "propertyNames",
     ),
 ]
 
