@@ -484,6 +484,13 @@ def test_an_additional_property_never_has_a_declared_name(compiler):
         assert (matcher.validate_tokens(ids) == len(ids)) is fits
 
 
+def test_a_control_character_of_a_schema_is_written_by_its_number(compiler, tokenizer):
+    schema = {"const": "a\u0001"}
+    told = json.dumps({**schema, "x-guidance": {"lenient": False}})
+    for grammar in (Grammar.of_json_schema(schema), Grammar.of_lark(f"start: %json {told}")):
+        assert json.loads(sampled_text(compiler, tokenizer, grammar)) == "a\u0001"
+
+
 GBNF = 'root ::= "(" item ("," item)* ")"\nitem ::= [a-c]{1,2}'
 
 

@@ -118,7 +118,7 @@ def test_submit_refuses_what_cannot_be_enforced(checkpoint):
     async def whole():
         engine = open_engine(EngineConfig(load=LoadConfig(model=str(checkpoint), num_threads=1)))
         await engine.start()
-        wrong = SamplingParams(grammar=Grammar.of_json_schema({"uniqueItems": True}))
+        wrong = SamplingParams(grammar=Grammar.of_json_schema({"uniqueItems": True}, strict=True))
         try:
             with pytest.raises(RequestError, match="uniqueItems"):
                 engine.generate("a", wrong)

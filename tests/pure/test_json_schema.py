@@ -178,6 +178,19 @@ def test_branches_that_no_value_fits_both_of_are_known(first, second):
     assert not SchemaLogic(ROOT).are_disjoint(first, {})
 
 
+def test_many_branches_with_values_of_their_own_are_exclusive():
+    def tagged(n):
+        return {"type": "object", "required": ["x", "kind"], "properties": {"kind": {"const": n}}}
+
+    definitions = {f"d{n}": tagged(n) for n in range(500)}
+    references = [{"$ref": f"#/$defs/d{n}"} for n in range(500)]
+    for branches in ([{"const": n, "title": "t"} for n in range(500)], references):
+        found = for_llguidance({"$defs": definitions, "oneOf": branches})
+        assert found.schema["anyOf"] == branches and not found.loosened
+    twice = [*references, {"$ref": "#/$defs/d1"}]
+    assert for_llguidance({"$defs": definitions, "oneOf": twice}).loosened == {"oneOf"}
+
+
 def test_what_may_be_loosened_is_reported():
     overlapping = {
         "oneOf": [{"type": "string", "pattern": "a+"}, {"type": "string", "pattern": "b+"}]

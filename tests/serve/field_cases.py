@@ -212,7 +212,10 @@ OPENAI_CASES: dict[type[msgspec.Struct], Cases] = {
     schemas.JsonSchemaFormat: {
         "json_schema": Case({"name": "s", "schema": ANY_OBJECT}, constrained(ANY_OBJECT))
     },
-    schemas.JsonSchema: {"schema": Case(ANY_OBJECT, constrained(ANY_OBJECT))},
+    schemas.JsonSchema: {
+        "schema": Case(ANY_OBJECT, constrained(ANY_OBJECT)),
+        "strict": Case(True, lambda seen: seen.submitted.sampling.grammar.strict),
+    },
     schemas.StructuredOutputs: {
         "json": structured(Grammar.of_json_schema(ANY_OBJECT), json=ANY_OBJECT),
         "json_object": structured(Grammar.of_json_object(), json_object=True),

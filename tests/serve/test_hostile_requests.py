@@ -76,7 +76,7 @@ def test_a_refused_keyword_and_a_bound_are_named(server: LiveServer) -> None:
         assert answer.json()["error"]["param"] == "response_format.json_schema.schema"
         return str(answer.json()["error"]["message"])
 
-    assert "uniqueItems" in refusal({"type": "array", "uniqueItems": True})
+    assert "not" in refusal({"not": {"multipleOf": 2}})
     deep: dict[str, Any] = {}
     for _ in range(11):
         deep = {"properties": {"a": deep}}

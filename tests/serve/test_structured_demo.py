@@ -199,12 +199,15 @@ REFUSED: list[tuple[dict[str, Any], str, str]] = [
     (
         {
             "tools": [
-                {"type": "function", "function": {"name": "f", "parameters": {"contains": {}}}}
+                {
+                    "type": "function",
+                    "function": {"name": "f", "parameters": {"propertyNames": {"format": "email"}}},
+                }
             ],
             "tool_choice": "required",
         },
         "tools",
-        "contains",
+        "propertyNames",
     ),
 ]
 

@@ -40,7 +40,15 @@ from quickstep.engine.grammar.schema_logic import (
 )
 from quickstep.engine.grammar.schema_numbers import with_exact_numbers
 
-__all__ = ["KNOWN_FORMATS", "ONE_LINE", "RewrittenSchema", "for_llguidance", "reference_depth"]
+__all__ = [
+    "ESCAPES_BY_NUMBER",
+    "KNOWN_FORMATS",
+    "ONE_LINE",
+    "RewrittenSchema",
+    "for_llguidance",
+    "has_escapes_by_number",
+    "reference_depth",
+]
 
 # llguidance's options for JSON on one line, with a space after each comma and colon. `json.dumps`
 # and chat templates write it so, hence models have seen it; without the spaces a small model loses
@@ -54,6 +62,9 @@ ONE_LINE: Mapping[str, object] = MappingProxyType(
         "json_allowed_escapes": 'nrbtf\\"',
     }
 )
+
+# For schemas whose texts have characters that are written by number only.
+ESCAPES_BY_NUMBER: Mapping[str, object] = MappingProxyType({"json_allowed_escapes": 'nrbtf\\"u'})
 
 # The formats of llguidance 1.x; a test compares them with the installed one.
 KNOWN_FORMATS = frozenset(
@@ -86,6 +97,7 @@ _DEFINITION = re.compile(r"#/(?:\$defs|definitions)/[^/]+")
 # Each doubles the ways through an object.
 _MAX_DEPENDENCIES = 4
 _MAX_BRANCHES = 16  # of a oneOf whose branches may overlap
+_MAX_COMPARED = 64  # branches of which any two are compared
 _MAX_PLACES = 8  # of the item that `contains` demands
 _MAX_FACTORIAL = 4  # values whose arrangements are all written out
 _MAX_SUBSETS = 8  # values whose subsets are written out, in the order of the schema
@@ -237,6 +249,10 @@ class _Rewriting:
 
     def _exclusive(self, branches: list[Any]) -> list[Any] | None:
         """The branches without their overlaps; None if these cannot be expressed."""
+        if self._logic.have_own_values(branches):
+            return branches
+        if len(branches) > _MAX_COMPARED:
+            return None
         found = []
         for place, branch in enumerate(branches):
             others = [
@@ -579,6 +595,11 @@ def _is_everything(schema: object) -> bool:
 
 def _allows_all_texts(schema: object) -> bool:
     return isinstance(schema, dict) and set(schema) == {"type"} and "string" in types_of(schema)
+
+
+def has_escapes_by_number(text: str) -> bool:
+    """Whether the JSON text of a schema has control characters: only they are escaped so."""
+    return "\\u00" in text
 
 
 def reference_depth(schema: Mapping[str, Any], limit: int) -> int:

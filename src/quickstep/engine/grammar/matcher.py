@@ -14,7 +14,11 @@ from typing import TYPE_CHECKING, Any, Protocol
 import msgspec
 from msgspec.structs import replace
 
-from quickstep.engine.grammar.json_schema import ONE_LINE
+from quickstep.engine.grammar.json_schema import (
+    ESCAPES_BY_NUMBER,
+    ONE_LINE,
+    has_escapes_by_number,
+)
 from quickstep.engine.grammar.source import GrammarLimits, GrammarSource
 from quickstep.errors import RequestError
 from quickstep.runtime.sampling.closing_search import byte_tokens
@@ -147,6 +151,8 @@ def _native(source: GrammarSource) -> str:
 
     one_line: Any = {**ONE_LINE}
     strict: Any = {**ONE_LINE, "lenient": False}
+    if has_escapes_by_number(source.text):
+        strict |= ESCAPES_BY_NUMBER
     match source.form:
         case "json_schema":
             return LLMatcher.grammar_from_json_schema(source.text, overrides=strict)

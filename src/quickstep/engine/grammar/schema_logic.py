@@ -17,7 +17,7 @@ from __future__ import annotations
 import itertools
 import json
 import re
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any
 from urllib.parse import unquote
 
@@ -35,8 +35,8 @@ __all__ = [
 
 ALL_TYPES = ("null", "boolean", "number", "string", "array", "object")
 _MAX_REFERENCES = 16
-_MAX_STEPS = 50_000
-_MAX_PATTERN = 4096
+_MAX_STEPS = 15_000  # in addition to two for each value of the schema, some 30 microseconds each
+_MAX_PATTERN = 16 * 1024
 _ANNOTATIONS = frozenset(
     (
         *("$schema", "$id", "id", "$anchor", "$comment", "$defs", "definitions", "title"),
@@ -130,13 +130,16 @@ class SchemaLogic:
     def __init__(self, root: Mapping[str, Any]) -> None:
         self._root = root
         # a schema below with an address of its own is the root of the references in it
-        self._has_one_root = not any(map(_has_address, [*root.values()]))
+        self._has_one_root = not any(
+            isinstance(value, dict) and isinstance(value.get("$id"), str)
+            for value in _values_in([*root.values()])
+        )
         self._num_steps = 0
 
     def count(self) -> None:
         """Count a step of work on the schema."""
-        self._num_steps += 1
-        if self._num_steps > _MAX_STEPS:
+        self._steps_left -= 1
+        if self._steps_left < 0:
             raise SchemaTooLarge(
                 "grammar has a schema that is too large once its not, if and oneOf are written"
                 " out; send a smaller one",
@@ -204,6 +207,22 @@ class SchemaLogic:
             return None
         values = _unique(values)
         return values if len(values) <= limit else None
+
+    def have_own_values(self, schemas: Sequence[object]) -> bool:
+        """Whether each schema lists values of its own, or such values of the same property."""
+        found = [self.target(schema) for schema in schemas]
+        if not all(isinstance(schema, dict) for schema in found):
+            return False
+        if _are_distinct(found):
+            return True
+        first, *_ = found
+        assert isinstance(first, dict)
+        for key in _strings(first.get("required")):
+            if all(key in _strings(s.get("required")) for s in found if isinstance(s, dict)):
+                values = [_property(s, key) for s in found if isinstance(s, dict)]
+                if _are_distinct([self.target(value) for value in values]):
+                    return all(types_of(schema) == {"object"} for schema in found)
+        return False
 
     def are_disjoint(self, first: object, second: object, depth: int = 4) -> bool:
         """Whether two schemas are known to allow no common value."""
@@ -494,17 +513,27 @@ def _other_pattern(pattern: str) -> str | None:
     return found if len(found) <= _MAX_PATTERN else None
 
 
-def _has_address(value: object) -> bool:
+def _are_distinct(schemas: Iterable[object]) -> bool:
+    """Whether each schema lists its values, and none is listed twice."""
+    keys: list[str] = []
+    for schema in schemas:
+        listed = _listed(schema) if isinstance(schema, dict) else []
+        if not listed:
+            return False
+        keys += {_key(value) for value in listed[0]}
+    return len(keys) == len(set(keys))
+
+
+def _values_in(value: object) -> Iterator[object]:
+    """A JSON value and all that is in it, without recursion."""
     pending = [value]
     while pending:
         value = pending.pop()
+        yield value
         if isinstance(value, dict):
-            if isinstance(value.get("$id"), str):
-                return True
             pending += value.values()
         elif isinstance(value, list):
             pending += value
-    return False
 
 
 def _any_of(ways: list[Any]) -> Any:

@@ -14,7 +14,12 @@ from typing import Any, Literal
 import msgspec
 
 from quickstep.config import InputConfig
-from quickstep.engine.grammar.json_schema import for_llguidance, reference_depth
+from quickstep.engine.grammar.json_schema import (
+    ESCAPES_BY_NUMBER,
+    for_llguidance,
+    has_escapes_by_number,
+    reference_depth,
+)
 from quickstep.engine.grammar.schema_numbers import exact_float
 from quickstep.errors import RequestError
 from quickstep.types import Grammar
@@ -174,7 +179,11 @@ class _Schemas:
             rewritten = for_llguidance(schema, self._one_of_as_any_of)
             schema = rewritten.schema
             self._loosened |= rewritten.loosened
-        return json.dumps(schema, ensure_ascii=False)
+        text = json.dumps(schema, ensure_ascii=False)
+        if has_escapes_by_number(text) and isinstance(schema, dict) and "x-guidance" in schema:
+            form = {**schema["x-guidance"], **ESCAPES_BY_NUMBER}
+            text = json.dumps({**schema, "x-guidance": form}, ensure_ascii=False)
+        return text
 
 
 def _translated(gbnf: str, limits: GrammarLimits) -> str:
