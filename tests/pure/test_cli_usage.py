@@ -44,6 +44,14 @@ def test_json_has_a_row_per_group(ledger: str, capsys: pytest.CaptureFixture[str
     assert (bob["key"], bob["day"], bob["sequences"]) == ("bob", "2024-10-05", 1)
 
 
+def test_rows_that_wait_for_the_next_server_are_reported(
+    ledger: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    Path(f"{ledger}.unwritten-1").write_bytes(b"")
+    assert main(["usage", "--db", ledger]) == 0
+    assert "usage.db.unwritten-1 has more rows" in capsys.readouterr().err
+
+
 def test_csv_has_the_same_rows(ledger: str, capsys: pytest.CaptureFixture[str]) -> None:
     text = output(capsys, "--db", ledger, "--format", "csv")
     rows = list(csv.DictReader(io.StringIO(text)))

@@ -12,7 +12,7 @@ from pathlib import Path
 
 from quickstep.cli.flags.parsing import Parser, command
 from quickstep.cli.screen import console_on, print_table
-from quickstep.server.usage.ledger import GROUPS, UsageTotals, usage_totals
+from quickstep.server.usage.ledger import GROUPS, UsageTotals, unwritten_files, usage_totals
 
 __all__ = ["add_parser", "run"]
 
@@ -75,6 +75,11 @@ def run(args: argparse.Namespace) -> int:
     """Print the totals."""
     totals = usage_totals(args.db, args.by, since_ns=args.since, until_ns=args.until)
     rows = [_fields(one, args.by) for one in totals]
+    for path in unwritten_files(args.db):
+        print(
+            f"quickstep usage: {path} has more rows, which the next `serve` inserts",
+            file=sys.stderr,
+        )
     if args.format == "json":
         print(json.dumps(rows, indent=2))
     elif args.format == "csv":

@@ -34,7 +34,15 @@ from msgspec.structs import astuple
 
 from quickstep.errors import ConfigError
 
-__all__ = ["GROUPS", "Ledger", "LedgerRow", "UsageTotals", "check_ledger", "usage_totals"]
+__all__ = [
+    "GROUPS",
+    "Ledger",
+    "LedgerRow",
+    "UsageTotals",
+    "check_ledger",
+    "unwritten_files",
+    "usage_totals",
+]
 
 _LOG = logging.getLogger("quickstep.server")
 _SCHEMA_VERSION = 1
@@ -255,7 +263,7 @@ class Ledger:
             _LOG.warning("%d rows are in %s until the next start", len(rows), path)
 
     def _insert_unwritten(self, connection: sqlite3.Connection) -> None:
-        for path in self._path.parent.glob(f"{glob_escape(self._path.name)}{_UNWRITTEN}*"):
+        for path in unwritten_files(self._path):
             try:
                 rows = msgspec.msgpack.decode(path.read_bytes(), type=list[_NumberedRow])
             except (OSError, msgspec.DecodeError) as error:
@@ -301,6 +309,11 @@ class Ledger:
                 return True
         half = len(rows) // 2
         return self._commit(connection, rows[:half]) and self._commit(connection, rows[half:])
+
+
+def unwritten_files(path: Path) -> list[Path]:
+    """The files of rows that servers could not write to the ledger before they ended."""
+    return sorted(path.parent.glob(f"{glob_escape(path.name)}{_UNWRITTEN}*"))
 
 
 def check_ledger(path: Path) -> None:
