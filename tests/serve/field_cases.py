@@ -120,6 +120,8 @@ SAMPLING: Cases = {
         skip_special_tokens=(False, sampled("skip_special_tokens", False)),
         response_format=(SCHEMA_FORMAT, constrained(ARRAY)),
         structured_outputs=({"regex": "a+"}, sampled("grammar", Grammar.of_regex("a+"))),
+        grammar=('root ::= "a"', sampled("grammar", Grammar.of_gbnf('root ::= "a"'))),
+        json_schema=(ARRAY, constrained(ARRAY)),
         stream=(True, lambda seen: len(seen.chunks) > 2),
         user=("ann", lambda seen: seen.submitted.tenant == "ann"),
         priority=(-3, lambda seen: seen.submitted.priority == -3),
@@ -209,8 +211,10 @@ OPENAI_CASES: dict[type[msgspec.Struct], Cases] = {
             lambda seen: seen.chunks[1].get("usage", {}).get("completion_tokens", 0) > 0,
         ),
     },
+    schemas.JsonObjectFormat: {"schema": Case(ARRAY, constrained(ARRAY))},
     schemas.JsonSchemaFormat: {
-        "json_schema": Case({"name": "s", "schema": ANY_OBJECT}, constrained(ANY_OBJECT))
+        "json_schema": Case({"name": "s", "schema": ANY_OBJECT}, constrained(ANY_OBJECT)),
+        "schema": Case(ARRAY, constrained(ARRAY)),
     },
     schemas.JsonSchema: {
         "schema": Case(ANY_OBJECT, constrained(ANY_OBJECT)),

@@ -67,7 +67,7 @@ BEYOND_THE_SCHEMA = re.compile(
     | .*\ holds\ token\ id
     | (prompt|input|.*tokens)\ .*\ the\ limit\ is
     | prompt\ mixes
-    | samplers\ |repeat_last_n\ is|grammar\ is\ no\ GBNF|grammar\ and\ json_schema
+    | samplers\ |repeat_last_n\ is|grammar\ is\ no\ GBNF
     | n_predict\ is\ .*\ and\ max_tokens|logit_bias\ of
     | response_fields | there\ is\ no\ adapter | lora\ has
     | messages\[\d+\]\ (calls\ a\ tool|is\ no\ message\ of\ the\ assistant)
@@ -79,7 +79,7 @@ BEYOND_THE_SCHEMA = re.compile(
     | include\[
     | min_tokens\ is\ .*\ above\ max_tokens
     | max_tokens\ is\ .*\ and\ max_completion_tokens\ is
-    | structured_outputs\ (has|and\ response_format)
+    | structured_outputs\ has | [\w.]+\ and\ [\w.]+\ both\ constrain
     | .*\ cannot\ go\ with\ 
     | tool_choice\ (asks\ for\ a\ call|cannot\ be\ enforced)
     | tools\[\d+\]\.function\.(parameters\ describes|name\ .*twice)
@@ -92,7 +92,7 @@ BEYOND_THE_SCHEMA = re.compile(
     | models\ cannot\ be\ 
     | (ignore_eos|allowed_token_ids)\ cannot\ be\ combined\ with\ a\ grammar
     | temperature\ is\ .*,\ beam\ search\ takes
-    | the\ model\ .*\ does\ not\ exist
+    | the\ model\ .*\ does\ not\ exist | lora_name\ .*(bytes|is\ empty|holds)
     | there\ is\ an\ adapter\ .*\ already | .*\ is\ the\ model's\ own\ name
     """,
     re.VERBOSE,

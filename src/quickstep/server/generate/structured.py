@@ -12,7 +12,6 @@ from quickstep.errors import RequestError
 from quickstep.sampling_params import StructuredOutputsParams
 from quickstep.server.openai.request_types import (
     JsonObjectFormat,
-    JsonSchemaFormat,
     SamplingFields,
     StructuredOutputs,
     TextFormat,
@@ -31,29 +30,37 @@ class RequestedGrammar(msgspec.Struct, frozen=True):
 
 def requested_grammar(fields: SamplingFields) -> RequestedGrammar | None:
     """The requested grammar, or None. Raises RequestError if two fields request one."""
-    grammar = _of_response_format(fields)
-    outputs = fields.structured_outputs
-    if outputs is None:
-        return grammar
-    if grammar is not None:
+    found: list[RequestedGrammar] = []
+    if (of_format := _of_response_format(fields)) is not None:
+        found.append(of_format)
+    if fields.structured_outputs is not None:
+        found.append(_of_structured_outputs(fields.structured_outputs))
+    # llama.cpp's clients write "" and {} for none
+    if fields.grammar:
+        found.append(RequestedGrammar(Grammar.of_gbnf(fields.grammar), "grammar"))
+    if fields.json_schema:
+        found.append(RequestedGrammar(Grammar.of_json_schema(fields.json_schema), "json_schema"))
+    if len(found) > 1:
+        first, second = (one.field.partition(".")[0] for one in found[:2])
         raise RequestError(
-            "structured_outputs and response_format both constrain the output; send one of them",
-            param="structured_outputs",
+            f"{second} and {first} both constrain the output; send one of them", param=second
         )
-    return _of_structured_outputs(outputs)
+    return found[0] if found else None
 
 
 def _of_response_format(fields: SamplingFields) -> RequestedGrammar | None:
-    match fields.response_format:
-        case None | TextFormat():
-            return None
-        case JsonObjectFormat():
-            return RequestedGrammar(Grammar.of_json_object(), "response_format")
-        case JsonSchemaFormat(json_schema=spec):
-            path = "response_format.json_schema.schema"
-            if spec.schema is None:
-                raise RequestError(f"{path} is missing", param=path)
-            return RequestedGrammar(Grammar.of_json_schema(spec.schema, bool(spec.strict)), path)
+    form = fields.response_format
+    if form is None or isinstance(form, TextFormat):
+        return None
+    if form.schema is not None:  # as llama.cpp takes it
+        return RequestedGrammar(Grammar.of_json_schema(form.schema), "response_format.schema")
+    if isinstance(form, JsonObjectFormat):
+        return RequestedGrammar(Grammar.of_json_object(), "response_format")
+    path = "response_format.json_schema.schema"
+    spec = form.json_schema
+    if spec is None or spec.schema is None:
+        raise RequestError(f"{path} is missing", param=path)
+    return RequestedGrammar(Grammar.of_json_schema(spec.schema, bool(spec.strict)), path)
 
 
 def _of_structured_outputs(outputs: StructuredOutputs) -> RequestedGrammar:

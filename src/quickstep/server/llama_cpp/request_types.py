@@ -6,14 +6,18 @@ from typing import Annotated, Any
 
 import msgspec
 
-from quickstep.server.schema.field_classes import effect, hint, note, refused
+from quickstep.server.schema.field_classes import effect, hint, refused
 from quickstep.server.schema.shared_fields import (
+    AdaptiveTarget,
+    DynatempExponent,
+    DynatempRange,
     LoRAScales,
     Mirostat,
     MirostatSetting,
     NumKeep,
     RepeatPenalty,
     Stream,
+    TopNSigma,
 )
 
 __all__ = ["LlamaCompletionRequest", "PromptObject"]
@@ -98,19 +102,11 @@ class LlamaCompletionRequest(msgspec.Struct, forbid_unknown_fields=True, kw_only
     n_keep: NumKeep = None
     mirostat_tau: MirostatSetting = None
     mirostat_eta: MirostatSetting = None
-    dynatemp_exponent: Annotated[
-        float | None, note("it acts with dynatemp_range only, which is refused")
-    ] = None
+    dynatemp_exponent: DynatempExponent = None
     mirostat: Mirostat = None
-    dynatemp_range: Annotated[
-        float | None, refused("there is no dynamic temperature", passes=(0.0,))
-    ] = None
-    top_n_sigma: Annotated[
-        float | None, refused("there is no top-n-sigma sampler", passes=(-1.0, 0.0))
-    ] = None
-    adaptive_target: Annotated[
-        float | None, refused("there is no adaptive-p sampler", passes=(-1.0,))
-    ] = None
+    dynatemp_range: DynatempRange = None
+    top_n_sigma: TopNSigma = None
+    adaptive_target: AdaptiveTarget = None
     min_keep: Annotated[int | None, refused("samplers keep at least one token", passes=(0, 1))] = (
         None
     )

@@ -19,11 +19,16 @@ from quickstep.errors import RequestError
 from quickstep.server.schema.field_classes import effect, hint, note, refused
 from quickstep.server.schema.shared_fields import (
     Account,
+    AdaptiveTarget,
     AddGenerationPrompt,
     CacheSalt,
     ChatTemplateKwargs,
     Dimensions,
+    DynatempExponent,
+    DynatempRange,
     LoRAScales,
+    Mirostat,
+    MirostatSetting,
     ParallelToolCalls,
     Priority,
     PromptCacheKey,
@@ -38,6 +43,7 @@ from quickstep.server.schema.shared_fields import (
     ToolChoice,
     Tools,
     TopLogprobs,
+    TopNSigma,
     TtftDeadline,
     WithLogprobs,
 )
@@ -97,6 +103,10 @@ class TextFormat(msgspec.Struct, forbid_unknown_fields=True, frozen=True, tag="t
 class JsonObjectFormat(msgspec.Struct, forbid_unknown_fields=True, frozen=True, tag="json_object"):
     """Output that is a JSON object."""
 
+    schema: Annotated[
+        dict[str, Any] | None, effect("llama.cpp's name of a schema that the output fits.")
+    ] = None
+
 
 class JsonSchema(msgspec.Struct, forbid_unknown_fields=True, frozen=True):
     """A named schema; name and description are notes."""
@@ -117,9 +127,10 @@ class JsonSchema(msgspec.Struct, forbid_unknown_fields=True, frozen=True):
 
 
 class JsonSchemaFormat(msgspec.Struct, forbid_unknown_fields=True, frozen=True, tag="json_schema"):
-    """Output that fits a JSON schema."""
+    """Output that fits a JSON schema, given with a name, or by itself as llama.cpp takes it."""
 
-    json_schema: Annotated[JsonSchema, effect("The schema, with a name.")]
+    json_schema: Annotated[JsonSchema | None, effect("The schema, with a name.")] = None
+    schema: Annotated[dict[str, Any] | None, effect("The schema by itself.")] = None
 
 
 ResponseFormat = TextFormat | JsonObjectFormat | JsonSchemaFormat
@@ -211,6 +222,32 @@ class SamplingFields(msgspec.Struct, forbid_unknown_fields=True, kw_only=True, f
         bool | None,
         effect("Adds `quickstep` to the response: times of each choice, device seconds, costs."),
     ] = None
+    grammar: Annotated[
+        str | None, effect("llama.cpp's field: the output follows this grammar (GBNF).")
+    ] = None
+    json_schema: Annotated[
+        dict[str, Any] | None, effect("llama.cpp's field: the output fits this JSON schema.")
+    ] = None
+    n_predict: Annotated[int | None, refused("send max_tokens", passes=(-1,))] = None
+    samplers: Annotated[Any, refused("the order of the samplers is fixed")] = None
+    mirostat: Mirostat = None
+    mirostat_tau: MirostatSetting = None
+    mirostat_eta: MirostatSetting = None
+    dynatemp_range: DynatempRange = None
+    dynatemp_exponent: DynatempExponent = None
+    top_n_sigma: TopNSigma = None
+    adaptive_target: AdaptiveTarget = None
+    repeat_penalty: Annotated[float | None, refused("send repetition_penalty", passes=(1.0,))] = (
+        None
+    )
+    dry_penalty_last_n: Annotated[int | None, refused("send dry_range", passes=(-1,))] = None
+    t_max_predict_ms: Annotated[int | None, refused("send timeout_s", passes=(0, -1))] = None
+    regex: Annotated[Any, refused("send structured_outputs.regex")] = None
+    ebnf: Annotated[Any, refused("send grammar")] = None
+    structural_tag: Annotated[Any, refused("send structured_outputs.grammar")] = None
+    min_new_tokens: Annotated[int | None, refused("send min_tokens", passes=(0,))] = None
+    max_new_tokens: Annotated[int | None, refused("send max_tokens")] = None
+    stop_regex: Annotated[Any, refused("send stop")] = None
     guided_choice: Annotated[Any, refused("send structured_outputs.choice")] = None
     guided_grammar: Annotated[Any, refused("send structured_outputs.grammar")] = None
     guided_json: Annotated[Any, refused("send structured_outputs.json")] = None

@@ -246,10 +246,12 @@ def _requested_text_format(fields: ResponsesRequest) -> RequestedGrammar | None:
         return requested
     if requested is not None:
         raise RequestError(
-            "structured_outputs and text.format both constrain the output; send one of them",
-            param="structured_outputs",
+            f"{requested.field.partition('.')[0]} and text.format both constrain the output; send "
+            "one of them",
+            param=requested.field.partition(".")[0],
         )
-    if isinstance(form, JsonObjectFormat):
+    if form.schema is None:
         return RequestedGrammar(Grammar.of_json_object(), "text.format")
-    grammar = Grammar.of_json_schema(form.schema, bool(form.strict))
+    is_strict = isinstance(form, SchemaFormat) and bool(form.strict)
+    grammar = Grammar.of_json_schema(form.schema, is_strict)
     return RequestedGrammar(grammar, "text.format.schema")

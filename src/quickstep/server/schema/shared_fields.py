@@ -14,12 +14,15 @@ from quickstep.server.schema.field_classes import effect, hint, note, refused
 
 __all__ = [
     "Account",
+    "AdaptiveTarget",
     "AddGenerationPrompt",
     "AllowedCallers",
     "CacheSalt",
     "ChatTemplateKwargs",
     "DeferLoading",
     "Dimensions",
+    "DynatempExponent",
+    "DynatempRange",
     "LoRAScale",
     "LoRAScales",
     "Mirostat",
@@ -41,6 +44,7 @@ __all__ = [
     "ToolChoice",
     "Tools",
     "TopLogprobs",
+    "TopNSigma",
     "TtftDeadline",
     "WithLogprobs",
 ]
@@ -60,6 +64,7 @@ class LoRAScale(msgspec.Struct, forbid_unknown_fields=True, frozen=True):
 Account = Annotated[
     str | None, effect("The account of the request, below the name of the API key.")
 ]
+AdaptiveTarget = Annotated[float | None, refused("there is no adaptive-p sampler", passes=(-1.0,))]
 AddGenerationPrompt = Annotated[
     bool | None, effect("Whether the template opens an assistant message; true if not given.")
 ]
@@ -75,6 +80,10 @@ DeferLoading = Annotated[bool | None, hint("every tool is in the prompt", passes
 Dimensions = Annotated[
     int | None, effect("Keeps the first ones and scales them to length 1 again.")
 ]
+DynatempExponent = Annotated[
+    float | None, note("it acts with dynatemp_range only, which is refused")
+]
+DynatempRange = Annotated[float | None, refused("there is no dynamic temperature", passes=(0.0,))]
 LoRAScales = Annotated[
     list[LoRAScale] | None,
     effect(
@@ -130,6 +139,7 @@ Tools = Annotated[list[dict[str, Any]] | None, effect("Functions that the model 
 TopLogprobs = Annotated[
     int | None, effect("Adds this many alternatives per token; needs logprobs: true.")
 ]
+TopNSigma = Annotated[float | None, refused("there is no top-n-sigma sampler", passes=(-1.0, 0.0))]
 TtftDeadline = Annotated[
     float | None,
     effect(
