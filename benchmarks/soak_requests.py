@@ -186,7 +186,7 @@ def malformed_request(rng: random.Random) -> SoakRequest:
         _rejected(COMPLETIONS, {"prompt": "a", "n": 10_000}),
         _rejected(COMPLETIONS, {"prompt": [10**7]}),
         _rejected(COMPLETIONS, {"prompt": "word " * 20_000}),
-        _rejected(COMPLETIONS, {"prompt": "a", "surprise": 1}),
+        _rejected(COMPLETIONS, {"prompt": "a", "mirostat": 2}),
         _rejected(COMPLETIONS, {"prompt": "a", "structured_outputs": {"regex": "(a"}}),
         _rejected(COMPLETIONS, {"prompt": "a", "structured_outputs": {"json": unsupported}}),
         _rejected(COMPLETIONS, {"prompt": "a", "model": "gpt-9"}, 404),

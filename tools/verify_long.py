@@ -1,7 +1,8 @@
 """Search for mismatches with new seeds for some minutes: `make verify-long MINUTES=30`.
 
-Runs `quickstep verify` and the property tests of one file in turns, each with its own seed, and
-prints each command. Exit status 1 at the first failure. `--seed` repeats an earlier search: the
+Runs `quickstep verify` and the property tests of one file in turns, and now and then random lives
+of schedulers and of live engines, each with its own seed, and prints each command. Exit status 1 at
+the first failure. `--seed` repeats an earlier search: the
 seeds count up from it.
 """
 
@@ -29,6 +30,7 @@ FORMATS: tuple[tuple[str, ...], ...] = (
     ("--quantization", "int4"),
     ("--dtype", "float32", "--block-size", "32"),
 )
+LIVES = ("tests/pure/random_lives.py", "tests/serve/engine_lives.py")
 NOTHING_COLLECTED = 5  # pytest's exit status
 
 Run = Callable[[Sequence[str], float], int | None]
@@ -40,6 +42,7 @@ class Summary:
 
     num_verified: int = 0
     tested: list[str] = field(default_factory=list)
+    num_lived: int = 0  # minutes of random lives
     num_unfinished: int = 0
     failed: tuple[str, ...] = ()
 
@@ -72,6 +75,9 @@ def commands(seed: int, files: Sequence[str]) -> Iterator[tuple[str, ...]]:
                 "--timeout=1800",  # per test, which has a thousand examples in this profile
             )
             yield (sys.executable, "-m", "pytest", "-q", "-x", *torch, *search, name)
+            seed += 1
+        for lives in LIVES:
+            yield (sys.executable, lives, "--minutes", "1", "--seed", str(seed))
             seed += 1
 
 
@@ -106,6 +112,8 @@ def search(
             break
         elif "verify" in command:
             summary.num_verified += 1
+        elif "--minutes" in command:
+            summary.num_lived += 1
         else:
             summary.tested.append(command[-1])
     return summary
@@ -124,8 +132,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     distinct = len(set(summary.tested))
     print(
         f"{summary.num_verified} verifications of 300 requests, property tests of {distinct} of "
-        f"{len(files)} files ({len(summary.tested)} runs), {summary.num_unfinished} stopped by the "
-        f"time limit, first seed {seed}"
+        f"{len(files)} files ({len(summary.tested)} runs), {summary.num_lived} minutes of random "
+        f"lives, {summary.num_unfinished} stopped by the time limit, first seed {seed}"
     )
     if summary.failed:
         print("FAILED; repeat it with:\n ", *summary.failed)

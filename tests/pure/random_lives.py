@@ -5,6 +5,9 @@ Inputs are narrow on purpose: two letters, lengths at block edges, repeated prom
 
 from __future__ import annotations
 
+import argparse
+import sys
+import time
 from collections.abc import Callable
 from dataclasses import replace
 from random import Random
@@ -165,3 +168,30 @@ def _other_call(rng: Random, world: World, calls: tuple[str, ...]) -> None:
             world.finish_load(fails=rng.random() < 0.1)
         case _:
             world.advance(rng.choice((0.001, 0.05, 2.0)))
+
+
+def main() -> int:
+    """Lives with fresh seeds until a fault: for `make verify-long`."""
+    parser = argparse.ArgumentParser(description=main.__doc__)
+    parser.add_argument("--minutes", type=float, default=1.0)
+    parser.add_argument("--seed", type=int, required=True)
+    args = parser.parse_args()
+    end_s, seed = time.monotonic() + 60 * args.minutes, args.seed
+    while time.monotonic() < end_s:
+        for draw, has_adapters in (
+            (draw_setup, False),
+            (draw_setup, True),
+            (draw_crowded_setup, False),
+        ):
+            try:
+                random_life(seed, num_calls=100, draw=draw, has_adapters=has_adapters)
+            except BaseException:
+                print(f"seed {seed}, {draw.__name__}, has_adapters={has_adapters}")
+                raise
+        seed += 1
+    print(f"{seed - args.seed} seeds from {args.seed}, three lives each: no fault")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
