@@ -213,11 +213,13 @@ def test_a_schema_that_grows_too_large_is_loosened_or_refused():
         for n in range(16)
     ]
     assert for_llguidance({"items": {"oneOf": many}}).loosened == {"oneOf"}
-    deep = {"type": "string"}
-    for _ in range(14):
-        deep = {"if": deep, "then": deep, "else": {"not": deep}}
+    links = [{"$ref": f"#/$defs/d{n}"} for n in range(15)]
+    deep = {
+        f"d{n}": {"if": links[n + 1], "then": {"not": links[n + 1]}, "else": links[n + 1]}
+        for n in range(14)
+    }
     with pytest.raises(RequestError, match="too large once its not, if and oneOf"):
-        for_llguidance(deep)
+        for_llguidance({"not": links[0], "$defs": {**deep, "d14": {"type": "string"}}})
 
 
 def test_all_of_is_extended_and_not_replaced():

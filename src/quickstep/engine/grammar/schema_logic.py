@@ -134,7 +134,8 @@ class SchemaLogic:
             isinstance(value, dict) and isinstance(value.get("$id"), str)
             for value in _values_in([*root.values()])
         )
-        self._num_steps = 0
+        self._steps_left = _MAX_STEPS + 2 * sum(1 for _ in _values_in(root))
+        self._left_out = False  # a way to be refused, since it cannot be expressed
 
     def count(self) -> None:
         """Count a step of work on the schema."""
