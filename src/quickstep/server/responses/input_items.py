@@ -130,6 +130,9 @@ def template_messages(items: Sequence[InputItem], served: Served) -> list[dict[s
             case FunctionCallOutputItem():
                 content = _text(item.output, f"{path}.output")
                 turns.add({"role": "tool", "tool_call_id": item.call_id, "content": content})
+    for message in turns.messages:
+        if message["content"] is None and "tool_calls" not in message:
+            message["content"] = ""  # a turn that was cut in its reasoning
     return turns.messages
 
 
