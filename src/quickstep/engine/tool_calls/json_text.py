@@ -3,8 +3,9 @@
 The JSON around the arguments is checked as it is read, so that an error is found at its first
 character, and text that is no call is held back no longer than needed: strict JSON (RFC 8259),
 nested at most 64 deep. The arguments are the model's own text, whatever it is: they end where their
-brackets do. Only raw control characters in their strings are escaped, and no arguments are `{}`. `json_calls` reads the object or list of `{"name": ..., "arguments" | "parameters":
-...}` that most formats have in common.
+brackets do. Only raw control characters in their strings are escaped, and no arguments are `{}`.
+`json_calls` reads the object or list of `{"name": ..., "arguments" | "parameters": ...}` that most
+formats have in common.
 """
 
 from __future__ import annotations
