@@ -16,6 +16,7 @@ from typing import IO, Protocol
 
 import msgspec
 
+from quickstep.json_line import json_line
 from quickstep.types import FinishReason, SequenceTimings, StepRecord
 
 __all__ = [
@@ -219,4 +220,4 @@ class StepLog:
 
     def _write(self, record: StepRecord | SequenceRecord) -> None:
         assert self._file is not None
-        self._file.write(msgspec.json.encode(record).decode() + "\n")
+        self._file.write(json_line(record).decode() + "\n")

@@ -17,11 +17,11 @@ import logging
 from collections.abc import AsyncGenerator, Awaitable, Callable
 from contextlib import aclosing
 
-import msgspec
 from msgspec.structs import replace
 from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
+from quickstep.json_line import json_line
 from quickstep.server.http.body import ClientDisconnect, unless_disconnected
 from quickstep.server.http.time_limits import NUM_SLICES, patient_timeout
 from quickstep.server.options import ConnectionOptions
@@ -29,7 +29,6 @@ from quickstep.server.options import ConnectionOptions
 __all__ = ["DONE", "NDJSON", "SERVER_SENT_EVENTS", "EventStream", "data_frame", "event_frame"]
 
 _LOG = logging.getLogger("quickstep.server")
-_ENCODE = msgspec.json.Encoder().encode
 DONE = b"data: [DONE]\n\n"
 _COMMENT = b": keep-alive\n\n"
 SERVER_SENT_EVENTS = "text/event-stream"
@@ -38,12 +37,12 @@ NDJSON = "application/x-ndjson"  # lines of JSON, which allow no comments
 
 def data_frame(content: object) -> bytes:
     """An event without a name, as OpenAI's chat and completions send them."""
-    return b"data: " + _ENCODE(content) + b"\n\n"
+    return b"data: " + json_line(content) + b"\n\n"
 
 
 def event_frame(name: str, content: object) -> bytes:
     """An event with a name, as OpenAI's responses and Anthropic send them."""
-    return b"event: " + name.encode() + b"\ndata: " + _ENCODE(content) + b"\n\n"
+    return b"event: " + name.encode() + b"\ndata: " + json_line(content) + b"\n\n"
 
 
 class SlowReader(Exception):
