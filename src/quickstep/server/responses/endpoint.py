@@ -82,7 +82,7 @@ class Responses:
         fields = reader.decode(body, ResponsesRequest)
         served.model(fields.model)
         limits = served.limits
-        items = read_items(fields.input, reader)
+        items = read_items(fields.input, reader, partial(self._store.item, caller))
         past = self._previous_messages(fields, caller)
         messages = (*past, *template_messages(items, served))
         conversation = Conversation(
