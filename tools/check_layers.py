@@ -21,6 +21,7 @@ LAYERS = {
     "config": 0.1,
     "sampling_params": 0.1,
     "draft_choice": 0.1,
+    "json_line": 0.0,
     "yaml_file": 0.1,
     "types": 0.2,
     "core": 1,
@@ -44,6 +45,7 @@ FOUNDATION = {
     "cache_dir",
     "config",
     "draft_choice",
+    "json_line",
     "sampling_params",
     "types",
 }

@@ -176,6 +176,13 @@ def test_chat_is_generate_on_the_rendered_conversation(llm):
     assert tokens(llm.chat([USER, USER], GREEDY)) == expected * 2
     opened = llm.chat(USER, GREEDY, add_generation_prompt=False)
     assert tokens(opened) == tokens(llm.generate("user: hi\n", GREEDY))
+    begun = [*USER, {"role": "assistant", "content": "So "}]
+    continued = llm.chat(begun, GREEDY, add_generation_prompt=False, continue_final_message=True)
+    assert tokens(continued) == tokens(llm.generate("user: hi\nassistant: So ", GREEDY))
+    with pytest.raises(RequestError, match="add_generation_prompt=False"):
+        llm.chat(begun, GREEDY, continue_final_message=True)
+    with pytest.raises(RequestError, match="not a text of the assistant"):
+        llm.chat(USER, GREEDY, add_generation_prompt=False, continue_final_message=True)
     with_extra = llm.chat(USER, GREEDY, chat_template_kwargs={"suffix": "?"})
     assert tokens(with_extra) == tokens(llm.generate("user: hi\nassistant:?", GREEDY))
     with_tools = llm.chat(USER, GREEDY, tools=[{"name": "f"}])

@@ -54,7 +54,13 @@ def test_importing_core_and_sim_loads_nothing_heavy() -> None:
 
 @pytest.mark.parametrize("path", SOURCES, ids=lambda path: f"{path.parent.name}/{path.name}")
 def test_a_module_imports_the_standard_library_msgspec_and_lower_layers_only(path: Path) -> None:
-    layers = ["quickstep.types", "quickstep.config", "quickstep.errors", "quickstep.core"]
+    layers = [
+        "quickstep.types",
+        "quickstep.config",
+        "quickstep.errors",
+        "quickstep.json_line",
+        "quickstep.core",
+    ]
     if path.parent.name == "sim":
         layers += ["quickstep.draft_choice", "quickstep.sim"]
     for name in imported(path):

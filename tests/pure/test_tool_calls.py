@@ -154,7 +154,7 @@ BEGUN = [
     ("hermes", hermes('"[1]"'), "[1]"),
     ("hermes", hermes('{"a": 01}'), '{"a": 01}'),
     ("hermes", hermes('{"a": NaN}'), '{"a": NaN}'),
-    ("hermes", hermes('{"a": "\n"}'), '{"a": "\n"}'),
+    ("hermes", hermes('{"a": "\n"}'), '{"a": "\\n"}'),
     ("hermes", hermes('{"a": "\\x"}'), '{"a": "\\x"}'),
     ("hermes", hermes("{'a': 'b'}"), "{'a': 'b'}"),
     ("hermes", hermes(NESTED), NESTED),
@@ -342,3 +342,44 @@ def test_pythonic_arguments_are_the_json_of_pythons_values():
     text = f"[f({', '.join(f'{key}={value!r}' for key, value in values.items())})]"
     ((name, arguments),) = parse(text, "pythonic").calls
     assert (name, json.loads(arguments)) == ("f", values)
+
+
+@pytest.mark.parametrize(
+    ("format_name", "text", "expected"),
+    [
+        ("hermes", '<tool_call>{"name": "f", "arguments": ""}</tool_call>', {}),
+        ("hermes", '<tool_call>{"name": "f", "arguments": " "}</tool_call>', {}),
+        ("hermes", '<tool_call>{"name": "f", "arguments": "null"}</tool_call>', {}),
+        (
+            "hermes",
+            '<tool_call>{"name": "f", "arguments": {"c": "1\n2\t3\r\x01"}}</tool_call>',
+            {"c": "1\n2\t3\r\x01"},
+        ),
+        (
+            "hermes",
+            '<tool_call>{"name": "f", "arguments": "{\\"c\\": \\"1\n2\\"}"}</tool_call>',
+            {"c": "1\n2"},
+        ),
+        ("hermes", '<tool_call>{"name": "f", "arguments":\n{\n"a\n": 1}}</tool_call>', {"a\n": 1}),
+        ("mistral", '[TOOL_CALLS]f[ARGS]{"c": "one\ntwo"}', {"c": "one\ntwo"}),
+        ("pythonic", '[f(c="one\ntwo")]', {"c": "one\ntwo"}),
+        ("pythonic", '[f(c="one" \'two\'\n"")]', {"c": "onetwo"}),
+        ("pythonic", '[f(c="""say "hi" """)]', {"c": 'say "hi" '}),
+        ("pythonic", "[f(c='''''', d='')]", {"c": "", "d": ""}),
+        (
+            "pythonic",
+            "[f(size=(8, 6), one=(1,), none=(), value=(1), t=('a' 'b'))]",
+            {"size": [8, 6], "one": [1], "none": [], "value": 1, "t": "ab"},
+        ),
+        ("pythonic", "[f(a=[(1, (2,))], b={'k' 'l': (3,)})]", {"a": [[1, [2]]], "b": {"kl": [3]}}),
+    ],
+)
+def test_arguments_are_json_where_the_meaning_is_certain(format_name, text, expected):
+    read = parse(text, format_name)
+    ((name, arguments),) = read.calls
+    assert name == "f"
+    assert json.loads(arguments) == expected
+    assert not read.content
+    for size in range(1, 6):
+        pieces = [text[at : at + size] for at in range(0, len(text), size)]
+        assert parse(pieces, format_name) == read

@@ -63,10 +63,6 @@ WRONG: list[tuple[dict[str, Any], str]] = [
         turn("assistant", {**USE, "caller": {"type": "code_execution"}}),
         "messages[0].content[0].caller",
     ),
-    (
-        turn("assistant", {"type": "redacted_thinking", "data": "x"}),
-        "messages[0].content[0] is of type redacted_thinking",
-    ),
     ({"tools": [{"name": "f"}]}, "tools[0].input_schema is missing"),
     ({"tools": [{**TOOL, "name": "a b"}]}, "tools[0].name"),
     ({"tools": [{**TOOL, "input_schema": {"type": "array"}}]}, "tools[0].input_schema"),
@@ -225,3 +221,48 @@ def test_counting_refuses_what_answering_refuses() -> None:
     wrong = {**body, "messages": [{"role": "user", "content": [RESULT | {"toolset_name": "s"}]}]}
     assert "toolset_name" in refusal_of(post_to(COUNT_TOKENS, wrong))
     assert "input_schema" in refusal_of(post_to(COUNT_TOKENS, {**body, "tools": [{"name": "f"}]}))
+
+
+FOREIGN: list[dict[str, Any]] = [
+    {"type": "redacted_thinking", "data": "zz"},
+    {"type": "server_tool_use", "id": "s", "name": "web_search", "input": {"query": "x"}},
+    {"type": "web_search_tool_result", "tool_use_id": "s", "content": []},
+    {"type": "web_fetch_tool_result", "tool_use_id": "s", "content": {}},
+    {"type": "code_execution_tool_result", "tool_use_id": "s", "content": {}},
+    {"type": "bash_code_execution_tool_result", "tool_use_id": "s", "content": {}},
+    {"type": "text_editor_code_execution_tool_result", "tool_use_id": "s", "content": {}},
+    {"type": "tool_search_tool_result", "tool_use_id": "s", "content": {}},
+    {"type": "mcp_tool_use", "id": "m", "name": "f", "server_name": "s", "input": {}},
+    {"type": "mcp_tool_result", "tool_use_id": "m", "is_error": False, "content": []},
+]
+
+
+def prompt_of(fields: dict[str, Any]) -> tuple[str, str]:
+    """What the model reads, and what is reported as ignored."""
+    engine = FakeEngine()
+    response = post(fields, engine)
+    assert response.status_code == 200, response.text
+    (submitted,) = engine.submitted
+    return bytes(submitted.prompt).decode(), response.headers.get("x-quickstep-ignored", "")
+
+
+def test_what_only_another_server_can_read_is_left_out_and_reported() -> None:
+    expected, _ = prompt_of(turn("assistant", TEXT))
+    prompt, ignored = prompt_of(turn("assistant", *FOREIGN, TEXT))
+    assert prompt == expected
+    for block in FOREIGN:
+        assert f"messages[].content[{block['type']}]" in ignored
+
+
+@pytest.mark.parametrize("rest", ["You help.", "You help.\nx-anthropic-billing-header: kept"])
+def test_a_billing_line_of_the_client_is_no_part_of_the_prompt(rest: str) -> None:
+    line = "x-anthropic-billing-header: cc_version=2.1; cch={};"
+    stable = {"type": "text", "text": rest}
+    expected, _ = prompt_of({"system": rest})
+    for nonce in ("36ee5", "0aaa9"):
+        begun = line.format(nonce)
+        for system in (f"{begun}\n{rest}", [{"type": "text", "text": begun}, stable]):
+            prompt, ignored = prompt_of({"system": system})
+            assert prompt == expected
+            assert "system[x-anthropic-billing-header]" in ignored
+    assert prompt_of({"system": line})[0] == prompt_of({})[0]

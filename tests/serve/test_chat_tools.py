@@ -261,6 +261,10 @@ def test_the_operator_may_name_the_formats() -> None:
     assert message["message"]["content"] == "<think>"
 
 
+def allowed(mode: str, *tools: dict[str, Any]) -> dict[str, Any]:
+    return {"type": "allowed_tools", "allowed_tools": {"mode": mode, "tools": list(tools)}}
+
+
 def named(name: str) -> dict[str, Any]:
     return {"type": "function", "function": {"name": name}}
 
@@ -281,6 +285,15 @@ def function(**fields: Any) -> list[dict[str, Any]]:
         ),
         ({"tools": [TOOL], "tool_choice": {"type": "function", "function": {}}}, "tool_choice"),
         ({"tools": [TOOL], "tool_choice": "maybe"}, "tool_choice"),
+        (
+            {"tools": [TOOL], "tool_choice": allowed("auto", named("get_weather"))},
+            "tool_choice.allowed_tools.mode",
+        ),
+        (
+            {"tools": [TOOL], "tool_choice": allowed("required", {"type": "function"})},
+            "tool_choice.allowed_tools.tools[0]",
+        ),
+        ({"tools": [TOOL], "tool_choice": allowed("required", named("other"))}, "tool_choice"),
         ({"tools": [TOOL], "tool_choice": 1}, "tool_choice"),
         ({"tools": [TOOL], "parallel_tool_calls": "no"}, "parallel_tool_calls"),
         ({"tools": function(name="")}, "tools[0].function.name"),
@@ -431,3 +444,16 @@ def test_earlier_calls_that_a_template_does_not_show_are_refused() -> None:
 def test_a_choice_without_tools_asks_for_nothing(choice: str) -> None:
     body = {"tool_choice": choice, "parallel_tool_calls": False}
     assert post(body).status_code == 200
+
+
+def test_a_forced_call_is_kept_to_the_allowed_tools() -> None:
+    engine = FakeEngine()
+    tools = [*function(name="find_it"), *function(name="keep_it"), *function(name="drop_it")]
+    choice = allowed("required", named("find_it"), named("keep_it"))
+    assert post({"tools": tools, "tool_choice": choice}, engine).status_code == 200
+    grammar = engine.submitted[0].sampling.grammar
+    assert grammar is not None
+    assert [name for name in ("find_it", "keep_it", "drop_it") if name in grammar.text] == [
+        "find_it",
+        "keep_it",
+    ]

@@ -62,6 +62,28 @@ def test_a_body_that_is_not_the_schemas_json_is_400(body: bytes) -> None:
     assert error_of(response)["type"] == "invalid_request_error"
 
 
+@pytest.mark.parametrize("half", ["\\ud800", "\\udc00", "\\uDBFFx", "\\ude00\\ud83d"])
+@pytest.mark.parametrize(
+    ("body", "path"),
+    [
+        ('{"messages":[{"role":"user","content":"HALF"}]}', "messages[0].content"),
+        (
+            '{"messages":[{"role":"user","content":[{"type":"text","text":"HALF"}]}]}',
+            "messages[0].content[0].text",
+        ),
+        ('{"messages":[{"role":"user","content":"a"}],"stop":["b","HALF"]}', "stop[1]"),
+        ('{"messages":[],"metadata":{"a":{"HALF":1}}}', "metadata.a"),
+        ('{"messages":[],"user":"HALF"}', "user"),
+    ],
+)
+def test_half_a_surrogate_pair_is_400_with_its_path(body: str, path: str, half: str) -> None:
+    content = body.replace("HALF", half).encode()
+    response = ask("POST", CHAT, content=content, headers=JSON)
+    assert response.status_code == 400
+    assert error_of(response)["param"] == path
+    assert f"{path} holds half a surrogate pair" in error_of(response)["message"]
+
+
 def test_deeply_nested_json_in_a_free_field_is_400() -> None:
     nested = b"[" * 100_000 + b"]" * 100_000
     body = b'{"messages": [{"role": "user", "content": "a"}], "tools": %s}' % nested

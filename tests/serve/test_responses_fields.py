@@ -34,7 +34,7 @@ WRONG: list[tuple[dict[str, Any], str]] = [
     ({"input": []}, "input"),
     ({"input": 5}, "input"),
     (item("web_search_call", id="x"), "input[0].type"),
-    (item("item_reference", id="x"), "input[0].type"),
+    (item("item_reference", id="x"), "input[0].id"),
     ({"input": [{"role": "tool", "content": "x"}]}, "input[0].role"),
     ({"input": [{"role": "user"}]}, "input[0].content"),
     (message({"type": "input_image", "image_url": "http://x"}), "input[0].content[0]"),

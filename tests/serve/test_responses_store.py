@@ -67,6 +67,33 @@ def test_a_conversation_continues_without_its_instructions() -> None:
     assert prompts[2].startswith("system: Be long.\nuser: hi\nassistant: Yes.\nuser: And?\n")
 
 
+def test_a_reference_is_the_stored_item() -> None:
+    """Of the output and of the input, with reasoning and calls; of the caller's own items only."""
+    engine = FakeEngine(script=saying("Yes."))
+    call = {"type": "function_call", "call_id": "c", "name": "f", "arguments": "{}"}
+    output = {"type": "function_call_output", "call_id": "c", "output": "20"}
+    thought = {"type": "reasoning", "summary": [], "content": []}
+    items = [{"role": "user", "content": "hi"}, thought, call, output]
+
+    async def steps(client: httpx.AsyncClient) -> None:
+        first = await respond(client, input=items)
+        listed = (await client.get(f"{RESPONSES}/{first['id']}/input_items?order=asc")).json()
+        known = [*listed["data"], *first["output"]]
+        refs = [{"type": "item_reference", "id": each["id"]} for each in known]
+        new = {"role": "user", "content": "And?"}
+        await respond(client, input=[*refs, new])
+        await respond(client, input=[*items, *first["output"], new])
+        unknown = {"type": "item_reference", "id": "msg_other"}
+        refused = await client.post(RESPONSES, json={"input": [new, unknown]})
+        assert refused.status_code == 400
+        assert refused.json()["error"]["param"] == "input[1].id"
+
+    with_client(steps, engine)
+    prompts = [bytes(item.prompt).decode() for item in engine.submitted]
+    assert prompts[1] == prompts[2]
+    assert "Yes." in prompts[1]
+
+
 def test_a_call_is_answered_in_the_next_response() -> None:
     engine = FakeEngine(script=saying(CALL))
 

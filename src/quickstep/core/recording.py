@@ -31,6 +31,7 @@ from quickstep.core.cost_model import Coefficients, CostFit, LinearCostModel
 from quickstep.core.policies import Policy
 from quickstep.core.scheduler import Scheduler
 from quickstep.errors import RequestError
+from quickstep.json_line import one_line
 from quickstep.types import (
     FinishReason,
     Grammar,
@@ -390,7 +391,7 @@ class Recorder:
         return names.setdefault(name, f"{kind}-{len(names) + 1}")
 
     def _put(self, line: Any) -> None:
-        self._write(self._encoder.encode(line) + b"\n")
+        self._write(one_line(self._encoder.encode(line)) + b"\n")
 
 
 class RecordingScheduler(Scheduler):

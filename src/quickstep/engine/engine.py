@@ -312,6 +312,7 @@ class Engine:
         tools: Sequence[Mapping[str, Any]] | None = None,
         add_generation_prompt: bool = True,
         extra: Mapping[str, Any] | None = None,
+        continue_final_message: bool = False,
     ) -> list[int]:
         """The prompt tokens of a conversation.
 
@@ -323,7 +324,9 @@ class Engine:
                 f"the model {self.model_name} has no chat template; send a completion instead",
                 param="messages",
             )
-        text = self.chat_template.render(messages, tools, add_generation_prompt, extra)
+        text = self.chat_template.render(
+            messages, tools, add_generation_prompt, extra, continue_final_message
+        )
         return self.tokenizer.encode(text, add_special_tokens=False)
 
     def is_prepared(self, request: Request) -> bool:

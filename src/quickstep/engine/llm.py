@@ -275,18 +275,33 @@ class LLM(metaclass=_NamesWhatIsAbsent):
         use_tqdm: bool = True,
         *,
         add_generation_prompt: bool = True,
+        continue_final_message: bool = False,
         tools: Sequence[Mapping[str, Any]] | None = None,
         chat_template_kwargs: Mapping[str, Any] | None = None,
         lora_request: LoRARequests = None,
     ) -> list[RequestOutput]:
         """Answer one conversation or several, through the model's chat template.
 
+        With `continue_final_message` the answer continues the last message; as in vLLM,
+        `add_generation_prompt` must be False then.
+
         Raises:
-            RequestError: As `generate`, or the model has no chat template.
+            RequestError: As `generate`, the model has no chat template, or a last message cannot
+                be continued.
         """
-        render = self._engine.chat_prompt
+        if continue_final_message and add_generation_prompt:
+            raise RequestError(
+                "continue_final_message and add_generation_prompt exclude each other; set "
+                "add_generation_prompt=False",
+                param="continue_final_message",
+            )
         tokenized = [
-            _TokenizedPrompt(None, render(one, tools, add_generation_prompt, chat_template_kwargs))
+            _TokenizedPrompt(
+                None,
+                self._engine.chat_prompt(
+                    one, tools, add_generation_prompt, chat_template_kwargs, continue_final_message
+                ),
+            )
             for one in _as_conversations(messages)
         ]
         return self._serve(tokenized, sampling_params, use_tqdm, lora_request)

@@ -18,6 +18,7 @@ from typing import IO, Protocol
 
 import msgspec
 
+from quickstep.json_line import json_line
 from quickstep.types import FinishReason, SequenceTimings, StepRecord
 
 __all__ = [
@@ -238,7 +239,7 @@ class StepLog:
     def _write(self, record: StepRecord | SequenceRecord) -> None:
         assert self._file is not None
         try:
-            self._file.write(msgspec.json.encode(record).decode() + "\n")
+            self._file.write(json_line(record).decode() + "\n")
         except OSError as error:
             _LOGGER.error("the step log is not written any more: %s", error)
             file, self._file = self._file, None

@@ -175,6 +175,12 @@ class ChatTemplate:
         """
         if continue_final_message:
             *earlier, last = messages
+            if last.get("role") != "assistant" or not isinstance(last.get("content"), str):
+                raise RequestError(
+                    "the last message is not a text of the assistant; only such a message can be "
+                    "continued",
+                    param="messages",
+                )
             marked = {**last, "content": f"{last['content']}{_END_OF_TEXT}"}
             text = self.render([*earlier, marked], tools, add_generation_prompt, extra)
             return _up_to_the_mark(text, str(last["content"]))

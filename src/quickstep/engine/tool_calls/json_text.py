@@ -3,8 +3,9 @@
 The JSON around the arguments is checked as it is read, so that an error is found at its first
 character, and text that is no call is held back no longer than needed: strict JSON (RFC 8259),
 nested at most 64 deep. The arguments are the model's own text, whatever it is: they end where their
-brackets do. `json_calls` reads the object or list of `{"name": ..., "arguments" | "parameters":
-...}` that most formats have in common.
+brackets do. Only raw control characters in their strings are escaped, and no arguments are `{}`.
+`json_calls` reads the object or list of `{"name": ..., "arguments" | "parameters": ...}` that most
+formats have in common.
 """
 
 from __future__ import annotations
@@ -119,6 +120,9 @@ def known_name(name: str) -> str:
 def arguments_text(reader: Reader, stops: Markers) -> Parsing[None]:
     """Read the arguments of the open call: an object, or any text up to one of `stops`."""
     is_object = (yield from reader.peek()) == "{"
+    if not is_object and (yield from reader.at_marker(stops)):
+        reader.add_arguments("{}")
+        return
     text = _any_value(reader, stops) if is_object else reader.take_until(stops)
     yield from reader.arguments(text)
 
@@ -132,7 +136,7 @@ def _any_value(reader: Reader, stops: Markers) -> Parsing[None]:
         if not char or (char in "[<" and (yield from reader.at_marker(stops))):
             return
         if char == '"':
-            yield from _any_string(reader)
+            yield from reader.json_string(_any_string(reader))
         elif depth or char in "[{<":
             reader.take()
             depth += (char in "[{") - (char in "]}")
@@ -157,18 +161,32 @@ def _any_string(reader: Reader) -> Parsing[None]:
 
 
 def _unquoted(raw: str) -> str:
-    """The text of arguments: some models put it into a string."""
-    raw = raw.rstrip()
-    if raw == "null":
-        return "{}"
+    """The text of arguments: some models put it into a string, also if there are none."""
+    raw = raw.strip()
+    if not raw:
+        return raw  # the end of the text cut them
     if raw.startswith('"'):
         try:
-            inner = json.loads(raw)
+            inner = json.loads(raw, strict=False)
             inner.encode()
         except ValueError:
             return raw
-        return str(inner)
-    return raw
+        raw = str(inner)
+    return "{}" if raw.strip() in ("", "null") else _without_control_chars(raw)
+
+
+def _without_control_chars(text: str) -> str:
+    """The text, written anew if it is JSON but for raw control characters in its strings."""
+    try:
+        json.loads(text)
+    except RecursionError:
+        return text
+    except ValueError:
+        try:
+            return json.dumps(json.loads(text, strict=False), ensure_ascii=False)
+        except (ValueError, RecursionError):
+            return text
+    return text
 
 
 def _object_text(raw: str) -> str:

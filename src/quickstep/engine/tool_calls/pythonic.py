@@ -37,12 +37,12 @@ _MAX_DEPTH = 64
 _NAME_CHARS = re.compile(r"[A-Za-z0-9_.-]++")
 _NAME = re.compile(r"[A-Za-z_][A-Za-z0-9_.-]*")
 _KEYWORD_CHARS = re.compile(r"\w++")
-_VALUE_START = re.compile(r"[-+.0-9'\"\[{TFNtfn]")
+_VALUE_START = re.compile(r"[-+.0-9'\"\[({TFNtfn]")
 _NUMBER_CHARS = re.compile(r"[-+.0-9eE_]++")
 _NUMBER = re.compile(r"-?(?:0|[1-9][0-9]*)(?:\.[0-9]+)?(?:[eE][-+]?[0-9]+)?")
 _STRING_CHARS = {
-    '"': re.compile(r'(?:[^"\\\n]|\\.)++', re.DOTALL),
-    "'": re.compile(r"(?:[^'\\\n]|\\.)++", re.DOTALL),
+    '"': re.compile(r'(?:[^"\\]|\\.)++', re.DOTALL),
+    "'": re.compile(r"(?:[^'\\]|\\.)++", re.DOTALL),
 }
 _CONSTANTS = {
     "True": "true",
@@ -152,7 +152,9 @@ def _value(reader: Reader, depth: int, parts: list[str]) -> Parsing[None]:
     if not first or depth > _MAX_DEPTH:
         raise Malformed
     if first in _STRING_CHARS:
-        parts.append(_json_string((yield from _string(reader, first))))
+        parts.append(_json_string((yield from _strings(reader))))
+    elif first == "(":
+        yield from _parentheses(reader, depth, parts)
     elif first == "[":
         yield from _list(reader, depth, parts)
     elif first == "{":
@@ -189,8 +191,7 @@ def _dict(reader: Reader, depth: int, parts: list[str]) -> Parsing[None]:
         quote = yield from reader.peek()
         if quote not in _STRING_CHARS:
             raise Malformed
-        key = _json_string((yield from _string(reader, quote)))
-        yield from reader.space()
+        key = _json_string((yield from _strings(reader)))
         yield from reader.expect(":")
         yield from reader.space()
         parts.append(f"{comma}{key}: ")
@@ -201,16 +202,47 @@ def _dict(reader: Reader, depth: int, parts: list[str]) -> Parsing[None]:
     parts.append("{}" if comma == "{" else "}")
 
 
-def _string(reader: Reader, quote: str) -> Parsing[str]:
+def _parentheses(reader: Reader, depth: int, parts: list[str]) -> Parsing[None]:
+    """A tuple, which becomes a list, or one value between parentheses."""
     reader.take()
+    items: list[str] = []
+    has_comma = False
+    yield from reader.space()
+    while not (yield from reader.literal(")")):
+        items.append((yield from _json_of(reader, depth + 1)))
+        yield from reader.space()
+        if not (yield from reader.literal(",")):
+            yield from reader.expect(")")
+            break
+        has_comma = True
+        yield from reader.space()
+    is_value = len(items) == 1 and not has_comma
+    parts.append(items[0] if is_value else f"[{', '.join(items)}]")
+
+
+def _strings(reader: Reader) -> Parsing[str]:
+    """A string, or several of which Python makes one, and the white space after them."""
+    texts: list[str] = []
+    while (quote := (yield from reader.peek())) and quote in _STRING_CHARS:
+        texts.append((yield from _string(reader, quote)))
+        yield from reader.space()
+    return "".join(texts)
+
+
+def _string(reader: Reader, quote: str) -> Parsing[str]:
+    """A string between single or triple quotes; line feeds may be in either."""
+    reader.take()
+    closing = quote * 3 if (yield from reader.literal(quote * 2)) else quote
     mark = reader.mark()
     while True:
         yield from reader.span(_STRING_CHARS[quote])
         char = yield from reader.peek()
         if char == quote:
-            text = _ESCAPE.sub(_unescaped, reader.since(mark))
+            if (yield from reader.literal(closing)):
+                body = reader.since(mark)[: -len(closing)]
+                return _ESCAPE.sub(_unescaped, body)
             reader.take()
-            return text
+            continue
         yield from reader.expect("\\")
         if not (yield from reader.peek()):
             raise Malformed

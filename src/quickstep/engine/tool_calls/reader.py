@@ -20,6 +20,7 @@ dropped.
 from __future__ import annotations
 
 import enum
+import json
 import re
 from collections.abc import Callable, Generator
 from typing import TypeVar
@@ -49,6 +50,7 @@ _T = TypeVar("_T")
 Parsing = Generator[None, None, _T]
 
 _SPACE = re.compile(r"[ \t\n\r]++")
+_CONTROL_CHAR = re.compile(r"[\x00-\x1f]")
 
 
 class Malformed(Exception):
@@ -110,6 +112,7 @@ class Reader:
         self._num_calls = 0
         self._has_open_call = False
         self._in_arguments = False
+        self._in_json_string = False
 
     def push(self, text: str) -> None:
         """Add text. The part of the earlier text that is not read yet is shorter than a marker."""
@@ -255,6 +258,16 @@ class Reader:
         finally:
             self._in_arguments = False
 
+    def json_string(self, parsing: Parsing[None]) -> Parsing[None]:
+        """What `parsing` takes is a JSON string: in arguments, raw control characters of it are
+        escaped, since no client could read them.
+        """
+        self._in_json_string = True
+        try:
+            yield from parsing
+        finally:
+            self._in_json_string = False
+
     def add_arguments(self, text: str) -> None:
         """Append `text` to the arguments of the open call, in place of the taken text."""
         self._taken.clear()
@@ -307,7 +320,14 @@ class Reader:
         if not self._in_arguments:
             self._taken.append(text)
         elif text:
+            if self._in_json_string:
+                text = _CONTROL_CHAR.sub(_escaped, text)
             self._parts.append(CallDelta(self._num_calls - 1, text))
+
+
+def _escaped(match: re.Match[str]) -> str:
+    """A control character as an escape of JSON."""
+    return json.dumps(match.group())[1:-1]
 
 
 Grammar = Callable[[Reader], Parsing[None]]

@@ -205,7 +205,7 @@ def with_checked_betas(endpoint: Endpoint, rules: FieldRules) -> Endpoint:
 def _conversation(
     fields: CountTokensRequest, served: Served, reader: FieldReader, num_chars: int
 ) -> Conversation:
-    messages = template_messages(fields, served)
+    messages = template_messages(fields, served, reader)
     continued = begins_answer(fields)
     return Conversation(
         messages,

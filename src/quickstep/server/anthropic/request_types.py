@@ -29,6 +29,7 @@ __all__ = [
     "CustomToolSpec",
     "DisabledThinking",
     "EnabledThinking",
+    "ForeignBlock",
     "MessagesRequest",
     "NoChoice",
     "OpaqueBlock",
@@ -81,10 +82,46 @@ class SearchResultBlock(OpaqueBlock, frozen=True, tag="search_result"):
     refused_form: ClassVar[str] = "the model reads text only"
 
 
-class RedactedThinkingBlock(OpaqueBlock, frozen=True, tag="redacted_thinking"):
-    """Reasoning that only Anthropic can read: declared so that the error names it."""
+class ForeignBlock(msgspec.Struct, frozen=True, tag="redacted_thinking"):
+    """A block that another server wrote and only it can read. The model does not get it, which is
+    reported.
+    """
 
-    refused_form: ClassVar[str] = "only Anthropic can read it"
+
+class ServerToolUseBlock(ForeignBlock, frozen=True, tag="server_tool_use"):
+    """A call that another server ran itself."""
+
+
+class WebSearchResultBlock(ForeignBlock, frozen=True, tag="web_search_tool_result"):
+    """The result of another server's tool."""
+
+
+class WebFetchResultBlock(ForeignBlock, frozen=True, tag="web_fetch_tool_result"):
+    """The result of another server's tool."""
+
+
+class CodeResultBlock(ForeignBlock, frozen=True, tag="code_execution_tool_result"):
+    """The result of another server's tool."""
+
+
+class BashResultBlock(ForeignBlock, frozen=True, tag="bash_code_execution_tool_result"):
+    """The result of another server's tool."""
+
+
+class EditorResultBlock(ForeignBlock, frozen=True, tag="text_editor_code_execution_tool_result"):
+    """The result of another server's tool."""
+
+
+class ToolSearchResultBlock(ForeignBlock, frozen=True, tag="tool_search_tool_result"):
+    """The result of another server's tool."""
+
+
+class McpToolUseBlock(ForeignBlock, frozen=True, tag="mcp_tool_use"):
+    """A call that another server sent to an MCP server."""
+
+
+class McpToolResultBlock(ForeignBlock, frozen=True, tag="mcp_tool_result"):
+    """The result of such a call."""
 
 
 class ThinkingBlock(msgspec.Struct, forbid_unknown_fields=True, frozen=True, tag="thinking"):
@@ -121,7 +158,21 @@ class ToolResultBlock(msgspec.Struct, forbid_unknown_fields=True, frozen=True, t
 
 
 UserBlock = PlainBlock | ToolResultBlock | OpaqueBlock | DocumentBlock | SearchResultBlock
-AssistantBlock = PlainBlock | ThinkingBlock | RedactedThinkingBlock | ToolUseBlock
+AssistantBlock = (
+    PlainBlock
+    | ThinkingBlock
+    | ToolUseBlock
+    | ForeignBlock
+    | ServerToolUseBlock
+    | WebSearchResultBlock
+    | WebFetchResultBlock
+    | CodeResultBlock
+    | BashResultBlock
+    | EditorResultBlock
+    | ToolSearchResultBlock
+    | McpToolUseBlock
+    | McpToolResultBlock
+)
 
 
 class UserTurn(

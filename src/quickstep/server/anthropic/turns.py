@@ -1,12 +1,13 @@
 """Turns Anthropic's messages of blocks into the messages that chat templates read.
 
-A block that the template cannot render is refused with its path. One turn may become several
-messages: each tool result is a message.
+A block that the template cannot render is refused with its path; one that only another server can
+read is left out and reported. One turn may become several messages: each tool result is a message.
 """
 
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Sequence
 from typing import Any
 
@@ -14,6 +15,7 @@ from quickstep.errors import RequestError
 from quickstep.server.anthropic.request_types import (
     AssistantTurn,
     CountTokensRequest,
+    ForeignBlock,
     OpaqueBlock,
     PlainBlock,
     SystemTurn,
@@ -25,21 +27,28 @@ from quickstep.server.anthropic.request_types import (
 )
 from quickstep.server.generate.adapter import Served
 from quickstep.server.generate.conversation import check_continues, check_shows_calls, past_call
+from quickstep.server.schema.field_reader import FieldReader
 
 __all__ = ["begins_answer", "marks_cache", "template_messages"]
 
 _Message = dict[str, Any]
 
+# Claude Code's first line of the system prompt. Its hash differs in each request, so that no prefix
+# would be cached; it says nothing to the model.
+_BILLING_LINE = re.compile(r"x-anthropic-billing-header:[^\n]*\n*")
 
-def template_messages(fields: CountTokensRequest, served: Served) -> tuple[_Message, ...]:
+
+def template_messages(
+    fields: CountTokensRequest, served: Served, reader: FieldReader
+) -> tuple[_Message, ...]:
     """The system prompt and all turns. Raises RequestError with the path of a refused block."""
     if not fields.messages:
         raise RequestError("messages is an empty list", param="messages")
     messages: list[_Message] = []
     if fields.system is not None:
-        messages.append({"role": "system", "content": _text(fields.system, "system")})
+        messages += _system(_text(fields.system, "system"), reader)
     for index, turn in enumerate(fields.messages):
-        messages += _turn(turn, f"messages[{index}].content", served)
+        messages += _turn(turn, f"messages[{index}].content", served, reader)
     if begins_answer(fields):
         check_continues(messages[-1], f"messages[{len(fields.messages) - 1}]")
     return tuple(messages)
@@ -69,14 +78,25 @@ def _is_marked(content: object) -> bool:
     )
 
 
-def _turn(turn: Turn, path: str, served: Served) -> list[_Message]:
+def _system(text: str, reader: FieldReader) -> list[_Message]:
+    """The system prompt without a client's billing line; no message if nothing else is there."""
+    line = _BILLING_LINE.match(text)
+    if line is not None:
+        reader.ignore("system[x-anthropic-billing-header]", "the server sends no bills")
+        text = text[line.end() :]
+        if not text:
+            return []
+    return [{"role": "system", "content": text}]
+
+
+def _turn(turn: Turn, path: str, served: Served, reader: FieldReader) -> list[_Message]:
     match turn:
         case SystemTurn():
             return [{"role": "system", "content": _text(turn.content, path)}]
         case UserTurn():
             return _user(turn, path)
         case AssistantTurn():
-            return [_assistant(turn, path, served)]
+            return [_assistant(turn, path, served, reader)]
 
 
 def _user(turn: UserTurn, path: str) -> list[_Message]:
@@ -107,7 +127,7 @@ def _tool_result(block: ToolResultBlock, path: str) -> _Message:
     return {"role": "tool", "tool_call_id": block.tool_use_id, "content": content}
 
 
-def _assistant(turn: AssistantTurn, path: str, served: Served) -> _Message:
+def _assistant(turn: AssistantTurn, path: str, served: Served, reader: FieldReader) -> _Message:
     if isinstance(turn.content, str):
         return {"role": "assistant", "content": turn.content}
     texts: list[str] = []
@@ -120,6 +140,9 @@ def _assistant(turn: AssistantTurn, path: str, served: Served) -> _Message:
         elif isinstance(block, ToolUseBlock):
             check_shows_calls(served, block_path)
             calls.append(_tool_use(block, block_path))
+        elif isinstance(block, ForeignBlock):
+            kind = block.__struct_config__.tag
+            reader.ignore(f"{path}[{kind}]", "only the server that wrote it can read it")
         else:
             texts.append(_plain(block, block_path))
     message: _Message = {"role": "assistant", "content": "\n".join(texts)}

@@ -30,6 +30,7 @@ import msgspec
 from msgspec import UNSET, UnsetType
 
 from quickstep.errors import EngineDied, EngineError, RequestError
+from quickstep.json_line import json_line
 from quickstep.server.anthropic.endpoint import Messages
 from quickstep.server.generate.adapter import Adapter, LineResult, Served
 from quickstep.server.generate.endpoint import GeneratingRoute
@@ -69,7 +70,6 @@ BATCH_URLS = frozenset(
         "/v1/responses",
     }
 )
-_ENCODE = msgspec.json.Encoder().encode
 _LIMITS = RequestLimits()
 _CUSTOM_ID_CHARS = 512
 _ENVELOPE_BYTES = 8 * 1024  # of a line around its body: the id, each character escaped, and the url
@@ -200,7 +200,7 @@ def expired_line(custom_id: str) -> bytes:
 
 def _encoded_line(custom_id: str, response: LineResponse | None, error: LineError | None) -> bytes:
     line = OutputLine(f"batch_req_{secrets.token_hex(12)}", custom_id, response, error)
-    return _ENCODE(line) + b"\n"
+    return json_line(line) + b"\n"
 
 
 def numbered_lines(file: BinaryIO, limits: RequestLimits) -> Iterator[tuple[int, bytes]]:

@@ -32,6 +32,7 @@ __all__ = [
     "Function",
     "OfferedTools",
     "ToolChoice",
+    "allowed_tools",
     "functions_of",
     "is_left_out",
     "offer",
@@ -234,15 +235,53 @@ def _choice(choice: str | dict[str, Any] | None) -> ToolChoice:
             others or more
         ):
             return ToolChoice(must_call=True, names=(name,))
+        case {
+            "type": "allowed_tools",
+            "allowed_tools": {"mode": mode, "tools": list(tools), **others},
+            **more,
+        } if not (others or more):
+            return allowed_tools(mode, tools, _named, "tool_choice.allowed_tools")
         case str():
             received = repr(choice[:64])
         case _:
             received = "an object of another form"
     raise RequestError(
-        f"tool_choice is {received}, it must be auto, none, required or "
-        '{"type": "function", "function": {"name": ...}}',
+        f"tool_choice is {received}, it must be auto, none, required, "
+        '{"type": "function", "function": {"name": ...}} or {"type": "allowed_tools", ...}',
         param="tool_choice",
     )
+
+
+def _named(tool: object) -> str | None:
+    """The name of an allowed tool in chat's form."""
+    match tool:
+        case {"type": "function", "function": {"name": str(name), **others}, **more} if not (
+            others or more
+        ):
+            return name
+    return None
+
+
+def allowed_tools(
+    mode: object, tools: Sequence[object], name_of: Callable[[object], str | None], path: str
+) -> ToolChoice:
+    """A subset of the tools, at `path`; only a forced call can be restricted to them.
+
+    `name_of` gives a tool's name, None if it has another form. Raises RequestError.
+    """
+    if mode != "required":
+        raise RequestError(
+            f"{path}.mode is {mode!r:.64}, only required is supported; leave out the other tools",
+            param=f"{path}.mode",
+        )
+    names: list[str] = []
+    for index, tool in enumerate(tools):
+        name = name_of(tool)
+        if name is None:
+            param = f"{path}.tools[{index}]"
+            raise RequestError(f"{param} is not a function with its name", param=param)
+        names.append(name)
+    return ToolChoice(must_call=True, names=tuple(names))
 
 
 def _forced_calls(

@@ -16,16 +16,15 @@ import asyncio
 from collections.abc import AsyncGenerator, Awaitable, Callable
 from contextlib import aclosing
 
-import msgspec
 from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
+from quickstep.json_line import json_line
 from quickstep.server.http.body import ClientDisconnect, unless_disconnected
 from quickstep.server.options import ConnectionOptions
 
 __all__ = ["DONE", "NDJSON", "SERVER_SENT_EVENTS", "EventStream", "data_frame", "event_frame"]
 
-_ENCODE = msgspec.json.Encoder().encode
 DONE = b"data: [DONE]\n\n"
 _COMMENT = b": keep-alive\n\n"
 SERVER_SENT_EVENTS = "text/event-stream"
@@ -34,12 +33,12 @@ NDJSON = "application/x-ndjson"  # lines of JSON, which allow no comments
 
 def data_frame(content: object) -> bytes:
     """An event without a name, as OpenAI's chat and completions send them."""
-    return b"data: " + _ENCODE(content) + b"\n\n"
+    return b"data: " + json_line(content) + b"\n\n"
 
 
 def event_frame(name: str, content: object) -> bytes:
     """An event with a name, as OpenAI's responses and Anthropic send them."""
-    return b"event: " + name.encode() + b"\ndata: " + _ENCODE(content) + b"\n\n"
+    return b"event: " + name.encode() + b"\ndata: " + json_line(content) + b"\n\n"
 
 
 class EventStream(Response):

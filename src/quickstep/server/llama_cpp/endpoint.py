@@ -415,7 +415,7 @@ class _ServerState:
         try:
             value = msgspec.json.decode(body_of(request).decode())
         except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
-            raise invalid_json(error) from None
+            raise invalid_json(error, body_of(request)) from None
         scales = reader.convert({"lora": value}, _AdapterScales).lora
         report_ignored(request, reader.ignored)
         self._served.adapters.set_default(scales)

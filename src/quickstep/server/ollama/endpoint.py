@@ -11,13 +11,13 @@ from collections.abc import Callable, Iterator, Sequence
 from datetime import UTC, datetime
 from functools import partial
 
-import msgspec
 from msgspec import UNSET, UnsetType, structs
 from msgspec.structs import replace
 from starlette.requests import Request
 from starlette.responses import Response
 
 from quickstep.engine.tool_calls.message_delta import CallDelta, MessageDelta
+from quickstep.json_line import json_line
 from quickstep.server.generate.adapter import Adapter, Served
 from quickstep.server.generate.endpoint import (
     CLIENT_CLOSED,
@@ -285,7 +285,7 @@ class _OllamaWriter:
 
 
 def _line(content: object) -> bytes:
-    return msgspec.json.encode(content) + b"\n"
+    return json_line(content) + b"\n"
 
 
 def _nanoseconds(seconds: float) -> int:

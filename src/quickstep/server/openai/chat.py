@@ -229,19 +229,19 @@ def _plain(role: str, content: Content, name: str | None, path: str) -> dict[str
 
 
 def _assistant(message: AssistantMessage, path: str) -> dict[str, Any]:
-    if message.content is None and not message.tool_calls:
+    reasoning = (
+        message.reasoning if message.reasoning_content is None else message.reasoning_content
+    )
+    if message.content is None and not message.tool_calls and reasoning is None:
         raise RequestError(f"{path}.content is missing", param=f"{path}.content")
     plain = _plain("assistant", message.content or "", message.name, path)
-    if message.content is None:
+    if message.content is None and message.tool_calls:
         plain["content"] = None
     if message.tool_calls:
         plain["tool_calls"] = [
             _tool_call(call, f"{path}.tool_calls[{index}]")
             for index, call in enumerate(message.tool_calls)
         ]
-    reasoning = (
-        message.reasoning if message.reasoning_content is None else message.reasoning_content
-    )
     if reasoning is not None:
         plain["reasoning_content"] = reasoning
         if not plain["content"]:  # gpt-oss's name of it, used with calls only

@@ -9,6 +9,7 @@ The adapters (`completions`, `chat`) read these types and nothing else does.
 from __future__ import annotations
 
 import difflib
+import json
 import re
 from collections.abc import Mapping
 from typing import Annotated, Any, ClassVar, Literal, TypeVar
@@ -560,6 +561,7 @@ class EmbeddingRequest(msgspec.Struct, forbid_unknown_fields=True, kw_only=True,
 
 
 _Schema = TypeVar("_Schema", bound=msgspec.Struct)
+_SURROGATE = re.compile(rb"\\u[dD][89a-fA-F]")
 _PATH = re.compile(r" - at `(?:key in )?\$\.?(?P<path>.*)`$", re.DOTALL)
 _NAMED_FIELD = re.compile(r"field `(?P<field>.*)`$", re.DOTALL)
 
@@ -571,7 +573,7 @@ def decode(body: bytes, schema: type[_Schema]) -> _Schema:
     except msgspec.ValidationError as error:
         raise validation_error(error, schema) from None
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
-        raise invalid_json(error) from None
+        raise invalid_json(error, body) from None
 
 
 def decode_values(values: Mapping[str, object], schema: type[_Schema]) -> _Schema:
@@ -582,11 +584,47 @@ def decode_values(values: Mapping[str, object], schema: type[_Schema]) -> _Schem
         raise validation_error(error, schema) from None
 
 
-def invalid_json(error: Exception) -> RequestError:
+def invalid_json(error: Exception, body: bytes) -> RequestError:
     """What is wrong with a body that is no JSON text, or one that is nested too deeply."""
     if isinstance(error, RecursionError):
         return RequestError("the body's JSON is nested too deeply")
+    path = _path_of_half_pair(body)
+    if path is not None:
+        return RequestError(
+            f"{path or 'the body'} holds half a surrogate pair, which is not Unicode text; send "
+            "both halves, or U+FFFD instead",
+            param=path or None,
+        )
     return RequestError(f"the body is not valid JSON: {error}")
+
+
+def _path_of_half_pair(body: bytes) -> str | None:
+    """The path of the first string with half a surrogate pair; None if there is none.
+
+    JSON can spell such a string, and Python's decoder reads it where ours reports an odd error.
+    """
+    if _SURROGATE.search(body) is None:
+        return None
+    try:
+        found: list[tuple[str, object]] = [("", json.loads(body))]
+    except (ValueError, RecursionError):
+        return None
+    while found:
+        path, value = found.pop()
+        if isinstance(value, dict):
+            if any(map(_has_surrogate, value)):
+                return path
+            inner = [(f"{path}.{name}".removeprefix("."), each) for name, each in value.items()]
+            found += reversed(inner)
+        elif isinstance(value, list):
+            found += reversed([(f"{path}[{index}]", each) for index, each in enumerate(value)])
+        elif isinstance(value, str) and _has_surrogate(value):
+            return path
+    return None
+
+
+def _has_surrogate(text: str) -> bool:
+    return any("\ud800" <= char <= "\udfff" for char in text)
 
 
 def unknown_field(path: str, schema: type[msgspec.Struct], within: str = "") -> RequestError:

@@ -31,6 +31,7 @@ from quickstep.server.generate.tools import (
     Function,
     OfferedTools,
     ToolChoice,
+    allowed_tools,
     is_left_out,
     offer,
 )
@@ -81,7 +82,7 @@ class Responses:
         fields = reader.decode(body, ResponsesRequest)
         served.model(fields.model)
         limits = served.limits
-        items = read_items(fields.input, reader)
+        items = read_items(fields.input, reader, partial(self._store.item, caller))
         past = self._previous_messages(fields, caller)
         messages = (*past, *template_messages(items, served))
         conversation = Conversation(
@@ -198,6 +199,14 @@ def _offered_functions(
     return offer(functions, choice, fields.parallel_tool_calls is False, served)
 
 
+def _named(tool: object) -> str | None:
+    """The name of an allowed tool in the form of this API."""
+    match tool:
+        case {"type": "function", "name": str(name), **more} if not more:
+            return name
+    return None
+
+
 def _choice(choice: str | dict[str, Any] | None) -> ToolChoice:
     match choice:
         case None:
@@ -207,7 +216,7 @@ def _choice(choice: str | dict[str, Any] | None) -> ToolChoice:
         case {"type": "function", "name": str(name), **more} if not more:
             return ToolChoice(must_call=True, names=(name,))
         case {"type": "allowed_tools", "mode": mode, "tools": list(tools), **more} if not more:
-            return _allowed(mode, tools)
+            return allowed_tools(mode, tools, _named, "tool_choice")
         case str():
             description = repr(choice[:64])
         case _:
@@ -217,25 +226,6 @@ def _choice(choice: str | dict[str, Any] | None) -> ToolChoice:
         '{"type": "function", "name": ...} or {"type": "allowed_tools", ...}',
         param="tool_choice",
     )
-
-
-def _allowed(mode: object, tools: list[Any]) -> ToolChoice:
-    """A subset of the tools; only a forced call can be restricted to them."""
-    if mode != "required":
-        raise RequestError(
-            f"tool_choice.mode is {mode!r:.64}, only required is supported; leave out the other "
-            "tools",
-            param="tool_choice.mode",
-        )
-    names = []
-    for index, tool in enumerate(tools):
-        match tool:
-            case {"type": "function", "name": str(name), **more} if not more:
-                names.append(name)
-            case _:
-                path = f"tool_choice.tools[{index}]"
-                raise RequestError(f'{path} is not {{"type": "function", "name": ...}}', param=path)
-    return ToolChoice(must_call=True, names=tuple(names))
 
 
 def _requested_text_format(fields: ResponsesRequest) -> RequestedGrammar | None:

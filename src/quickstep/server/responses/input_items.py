@@ -9,7 +9,7 @@ from __future__ import annotations
 import base64
 import binascii
 import uuid
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from quickstep.errors import RequestError
@@ -60,16 +60,40 @@ _ID_PREFIXES = {
 
 
 def read_items(
-    items: str | Sequence[dict[str, Any]] | None, reader: FieldReader
+    items: str | Sequence[dict[str, Any]] | None,
+    reader: FieldReader,
+    stored: Callable[[str], dict[str, Any] | None],
 ) -> list[InputItem]:
-    """The typed items of `input`. Raises RequestError with the path of an invalid one."""
+    """The typed items of `input`. Raises RequestError with the path of an invalid one.
+
+    `stored` finds an item that an `item_reference` names by its id.
+    """
     if items is None:
         raise RequestError("input is missing", param="input")
     if isinstance(items, str):
         return [MessageItem("user", items)]
     if not items:
         raise RequestError("input is an empty list", param="input")
-    return [_item(item, f"input[{index}]", reader) for index, item in enumerate(items)]
+    return [
+        _item(_referred(item, f"input[{index}]", stored), f"input[{index}]", reader)
+        for index, item in enumerate(items)
+    ]
+
+
+def _referred(
+    item: dict[str, Any], path: str, stored: Callable[[str], dict[str, Any] | None]
+) -> dict[str, Any]:
+    """The item itself, or the stored one that it refers to."""
+    if item.get("type") != "item_reference":
+        return item
+    item_id = item.get("id")
+    found = stored(item_id) if isinstance(item_id, str) else None
+    if found is None:
+        raise RequestError(
+            f"{path}.id is {str(item_id)[:64]!r}, which is no stored item; send the item itself",
+            param=f"{path}.id",
+        )
+    return found
 
 
 def _item(item: dict[str, Any], path: str, reader: FieldReader) -> InputItem:
@@ -130,6 +154,9 @@ def template_messages(items: Sequence[InputItem], served: Served) -> list[dict[s
             case FunctionCallOutputItem():
                 content = _text(item.output, f"{path}.output")
                 turns.add({"role": "tool", "tool_call_id": item.call_id, "content": content})
+    for message in turns.messages:
+        if message["content"] is None and "tool_calls" not in message:
+            message["content"] = ""  # a turn that was cut in its reasoning
     return turns.messages
 
 

@@ -92,6 +92,17 @@ class ResponseStore:
             self._stored.move_to_end(key)
             return entry[0]
 
+    def item(self, caller: str, item_id: str) -> dict[str, Any] | None:
+        """An item of the caller's responses or of their input, as JSON has it."""
+        with self._lock:
+            known = [entry for (name, _), (entry, _) in self._stored.items() if name == caller]
+        for stored in reversed(known):
+            for item in (*stored.response.output, *stored.input_items):
+                if item.id == item_id:
+                    found: dict[str, Any] = msgspec.to_builtins(item)
+                    return found
+        return None
+
     def delete(self, caller: str, response_id: str) -> bool:
         """Delete a response; False if the caller has no such response."""
         with self._lock:

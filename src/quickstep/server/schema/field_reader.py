@@ -52,7 +52,7 @@ class FieldReader:
                 value = msgspec.json.decode(text)
                 return self.convert(value, schema)
         except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
-            raise invalid_json(error) from None
+            raise invalid_json(error, body) from None
         self._judge(fields, "")
         return fields
 
