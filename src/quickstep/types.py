@@ -151,7 +151,8 @@ class Request(msgspec.Struct, frozen=True, array_like=True, tag=True):
             proportion to the weights of the others.
         endpoint: The path of the API through which it came, for accounting.
         is_continuation: The prompt was charged in an earlier request, which this one continues
-            with a beam; for accounting.
+            with a beam: it keeps that one's place in the queue (`received_s`), and no limit of the
+            queue refuses it.
         is_in_search: It is a beam of a search: its adapter is kept for the next ones, even after
             the name was given to other content. They name it by `adapter_id`.
         speculation: Drafts may be proposed for it; its tokens are the same either way.

@@ -23,7 +23,7 @@ from hashlib import blake2b
 from typing import Any
 
 import msgspec
-from msgspec.structs import replace
+from msgspec.structs import asdict, replace
 
 from quickstep.config import EngineConfig, SchedulerConfig
 from quickstep.core.block_pool import KVBlockPool
@@ -204,6 +204,13 @@ def plan_digest(plan: StepPlan | None, number_of: Callable[[str], int]) -> str:
     return blake2b(content, digest_size=_DIGEST_BYTES).hexdigest()
 
 
+class _Chain(msgspec.Struct, frozen=True):
+    """A hash for each full block, of it and of all before it; and the last one at full length."""
+
+    hashes: tuple[int, ...] = ()
+    last: bytes = b""
+
+
 class _Live(msgspec.Struct):
     """A request that has not ended: its number, arrival, and what its sequences have generated."""
 
@@ -213,6 +220,7 @@ class _Live(msgspec.Struct):
     outputs: list[list[int]]
     reasons: list[FinishReason | None]
     cancelled_s: float | None = None
+    prompt_chain: _Chain | None = None  # hashed once, at its first line
 
 
 class Recorder:
@@ -306,11 +314,13 @@ class Recorder:
         request, is_full = live.request, self._text_of is not None
         prompt = request.prompt_token_ids
         num_full = len(prompt) // self._block_size
-        chains = [self._hash_ids((*prompt, *outputs)) for outputs in live.outputs]
+        if live.prompt_chain is None:
+            live.prompt_chain = self._chain(prompt, b"")
+        of_prompt = live.prompt_chain
+        rest = prompt[num_full * self._block_size :]
+        chains = [self._chain((*rest, *outputs), of_prompt.last) for outputs in live.outputs]
         sequences = tuple(
-            RecordedSequence(
-                len(outputs), tuple(chain[num_full:]), reason, tuple(outputs) if is_full else ()
-            )
+            RecordedSequence(len(outputs), chain.hashes, reason, tuple(outputs) if is_full else ())
             for outputs, chain, reason in zip(live.outputs, chains, live.reasons, strict=True)
         )
         assert self._start_s is not None, "a request was added"
@@ -318,7 +328,7 @@ class Recorder:
             timestamp=1e3 * (live.at_s - self._start_s),
             input_length=len(prompt),
             output_length=max(map(len, live.outputs)),
-            hash_ids=tuple(chains[0][:num_full]),
+            hash_ids=of_prompt.hashes,
             block_size=self._block_size,
             number=live.number,
             sequences=sequences,
@@ -328,33 +338,22 @@ class Recorder:
             text="" if self._text_of is None else self._text_of(prompt),
         )
 
-    def _hash_ids(self, token_ids: Sequence[int]) -> list[int]:
-        """A hash for each full block, of it and of all before it."""
-        size, parent, found = self._block_size, b"", []
+    def _chain(self, token_ids: Sequence[int], parent: bytes) -> _Chain:
+        """The hashes of the full blocks of `token_ids`, which follow the block `parent`."""
+        size, found = self._block_size, []
         for start in range(0, len(token_ids) - size + 1, size):
             content = parent + array("q", token_ids[start : start + size]).tobytes()
             parent = blake2b(content, digest_size=16, key=self._key).digest()
             found.append(int.from_bytes(parent, "little") >> (128 - _HASH_BITS))
-        return found
+        return _Chain(tuple(found), parent)
 
     def _without_text(self, request: Request, number: int) -> Request:
         """The request with what scheduling depends on, and nothing of its content."""
-        sampling = request.sampling
-        grammar = None if sampling.grammar is None else Grammar.of_json_object()
         return replace(
             request,
             request_id=str(number),
             prompt_token_ids=(),
-            sampling=SamplingParams(
-                n=sampling.n,
-                max_tokens=sampling.max_tokens,
-                ignore_eos=sampling.ignore_eos,
-                logprobs=sampling.logprobs,
-                prompt_logprobs=sampling.prompt_logprobs,
-                repetition_penalty=sampling.repetition_penalty,
-                dry_multiplier=sampling.dry_multiplier,
-                grammar=grammar,
-            ),
+            sampling=_without_content(request.sampling),
             seed=0,
             eos_token_ids=frozenset(),
             tenant="/".join(self._numbered("tenant", part) for part in request.tenant.split("/")),
@@ -517,6 +516,17 @@ class RecordingScheduler(Scheduler):
         outputs = super().fail(plan, reason, now)
         self._recorder.received(outputs)
         return outputs
+
+
+def _without_content(sampling: SamplingParams) -> SamplingParams:
+    """The sampling with all its numbers, and nothing that names tokens or text."""
+    numbers = {
+        name: value
+        for name, value in asdict(sampling).items()
+        if isinstance(value, bool | int | float)
+    }
+    grammar = None if sampling.grammar is None else Grammar.of_json_object()
+    return SamplingParams(**{**numbers, "seed": None, "grammar": grammar})
 
 
 def _recorded_rows(plan: StepPlan, result: StepResult) -> tuple[RecordedRow, ...]:

@@ -205,16 +205,12 @@ class Scheduler:
             state.check_queue(request, request.sampling.n)
         if (name := request.request_id) in self._requests:
             raise RequestError(f"request_id {name!r} is in use; choose another", param="request_id")
-        if self._adapters is not None and request.adapter_id:
-            self._adapters.count_use(request.adapter_id, now)
         n, first = request.sampling.n, self._num_arrivals
         service_s, prompt_s = self._predicted_service_s(request)
-        self._wait_estimate.count_prompt(prompt_s)
         first_token_s = prompt_s + self._wait_estimate.delay_s(now)
-        arrival_s = now
-        if request.received_s is not None and not request.is_continuation:
-            arrival_s = min(now, request.received_s)
-        rank_s = self._order.rank(request, arrival_s, service_s)
+        received_s = now if request.received_s is None else min(now, request.received_s)
+        arrival_s = now if request.is_continuation else received_s
+        rank_s = self._order.rank(request, received_s, service_s)
         sequences = [
             Sequence(
                 request,
@@ -230,6 +226,11 @@ class Scheduler:
         ]
         if state is not None:
             self._check_first_token_in_time(sequences[0], state, now)
+        # from here on nothing is refused: a refused request leaves no trace
+        if self._adapters is not None and request.adapter_id:
+            self._adapters.count_use(request.adapter_id, now)
+        if not request.is_continuation:
+            self._wait_estimate.count_prompt(prompt_s)
         self._num_arrivals += n
         for sequence in sequences:
             self._order.added(sequence)
@@ -323,7 +324,11 @@ class Scheduler:
             raise FirstTokenTooLate(deadline_s, wait_s, first_token_s, waited_s)
 
     def _is_limited(self, request: Request) -> bool:
-        """Whether the state of the queue may have the request refused."""
+        """Whether the state of the queue may have the request refused: not one that continues what
+        was accepted.
+        """
+        if request.is_continuation:
+            return False
         limit = self._limits.max_waiting
         num_more = request.sampling.n
         is_full = limit is not None and len(self._waiting) + num_more > limit

@@ -142,6 +142,8 @@ class BeamSearch:
         wanted = (1 + len(self._end_ids)) * max(2, 2 * params.beam_width)
         self._num_candidates = min(max(wanted, self._num_top), vocab_size)
         self._clock = clock
+        # the beams keep the place of the search in the queue
+        self._received_s = clock() if request.received_s is None else request.received_s
         self._deadline_s = None if request.timeout_s is None else clock() + request.timeout_s
         self._streams: list[Continuation] = []
         self._finished: list[Hypothesis] = []
@@ -207,6 +209,8 @@ class BeamSearch:
                 prompt_token_ids=token_ids,
                 sampling=sampling,
                 timeout_s=left_s,
+                ttft_deadline_s=self._request.ttft_deadline_s if is_prompt else None,
+                received_s=self._request.received_s if is_prompt else self._received_s,
                 is_continuation=not is_prompt,
                 is_in_search=True,
             )
