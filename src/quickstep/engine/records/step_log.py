@@ -8,8 +8,10 @@ path, every record is also appended there as a line of JSON.
 from __future__ import annotations
 
 import enum
+import logging
 from collections import Counter, deque
 from collections.abc import Callable, Mapping
+from contextlib import suppress
 from pathlib import Path
 from types import MappingProxyType
 from typing import IO, Protocol
@@ -27,6 +29,8 @@ __all__ = [
     "StepLog",
     "StepTotals",
 ]
+
+_LOGGER = logging.getLogger(__name__)
 
 
 class Quantity(enum.Enum):
@@ -162,8 +166,9 @@ class StepLog:
         self._followers.append(follower)
 
     def unfollow(self, follower: Follower) -> None:
-        """End what `follow` began."""
-        self._followers.remove(follower)
+        """End what `follow` began; nothing for one that failed and was dropped."""
+        if follower in self._followers:
+            self._followers.remove(follower)
 
     def open(self) -> None:
         """Open the file, if there is a path."""
@@ -184,15 +189,12 @@ class StepLog:
         self._counts["prefill_tokens"] += record.num_prefill_tokens
         self._counts["decode_tokens"] += record.num_decode_tokens
         self._counts["preemptions"] += record.num_preemptions
-        for follower in self._followers:
-            follower.add_step(record)
-        if self._file is not None:
-            self._write(record)
+        self._pass_on(lambda follower: follower.add_step(record))
+        self._write(record)
 
     def add_gap(self, seconds: float) -> None:
         """A sequence's tokens came `seconds` after its previous ones."""
-        for follower in self._followers:
-            follower.add_gap(seconds)
+        self._pass_on(lambda follower: follower.add_gap(seconds))
         self._observe(Quantity.INTER_TOKEN, seconds)
 
     def add_sequence(self, record: SequenceRecord) -> None:
@@ -207,16 +209,34 @@ class StepLog:
         self._observe(Quantity.TIME_TO_FIRST_TOKEN, record.time_to_first_token_s)
         self._observe(Quantity.TIME_PER_OUTPUT_TOKEN, record.time_per_output_token_s)
         self._observe(Quantity.END_TO_END, record.end_to_end_s)
-        for follower in self._followers:
-            follower.add_sequence(record)
-        if self._file is not None:
-            self._write(record)
+        self._pass_on(lambda follower: follower.add_sequence(record))
+        self._write(record)
 
     def _observe(self, quantity: Quantity, value: float | None) -> None:
-        if value is not None:
-            for observer in self._observers:
+        if value is None:
+            return
+        for observer in tuple(self._observers):
+            try:
                 observer(quantity, value)
+            except Exception:  # a hook must not end what it observes
+                self._observers.remove(observer)
+                _LOGGER.exception("%r failed and observes no more", observer)
+
+    def _pass_on(self, pass_to: Callable[[Follower], None]) -> None:
+        for follower in tuple(self._followers):
+            try:
+                pass_to(follower)
+            except Exception:  # a hook must not end what it observes
+                self.unfollow(follower)
+                _LOGGER.exception("%r failed and follows the step log no more", follower)
 
     def _write(self, record: StepRecord | SequenceRecord) -> None:
-        assert self._file is not None
-        self._file.write(msgspec.json.encode(record).decode() + "\n")
+        if self._file is None:
+            return
+        try:
+            self._file.write(msgspec.json.encode(record).decode() + "\n")
+        except OSError as error:
+            _LOGGER.error("the step log %s ends here: %s", self._path, error)
+            file, self._file = self._file, None
+            with suppress(OSError):  # it writes what is left
+                file.close()

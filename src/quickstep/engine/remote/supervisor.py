@@ -311,9 +311,13 @@ class Supervisor:
         except EngineError as error:
             _LOGGER.error("%s", error)
             process.kill()
-        except asyncio.CancelledError:
+        except (asyncio.CancelledError, KeyboardInterrupt, SystemExit):
             process.kill()
             raise
+        except BaseException as error:  # one message: a new process begins with a known state
+            _LOGGER.exception("a message of the engine process could not be received")
+            self._stall = f"a message could not be received: {type(error).__name__}: {error}"
+            process.kill()
         finally:
             watching.cancel()
             self._watch.begin(self._clock())
