@@ -2,11 +2,17 @@
 
 from __future__ import annotations
 
+import math
+from collections.abc import Iterator
+
 import msgspec
 import pytest
 from scheduler_world import Setup, World, ask
 
 from quickstep.core.admission import AdmissionState, WaitEstimate
+from quickstep.core.queues import WaitingQueue
+from quickstep.core.sequence import Sequence
+from quickstep.engine.requests import check_request
 from quickstep.errors import FirstTokenTooLate, QueueFull, RequestError
 from quickstep.types import Request, RequestClass, SamplingParams
 
@@ -107,3 +113,67 @@ def test_the_wait_of_a_request_counts_from_when_the_server_received_it() -> None
     world.add(msgspec.structs.replace(request, ttft_deadline_s=None))
     timings = world.scheduler.timings("a", world.now)[0]
     assert timings.queue_s == pytest.approx(0.9999)
+
+
+@pytest.mark.parametrize("max_waiting", [None, 1, 2])
+def test_what_continues_an_accepted_request_passes_no_limit_and_keeps_its_place(
+    max_waiting: int | None,
+) -> None:
+    world = World(Setup(max_num_seqs=1, max_waiting=max_waiting))
+    world.add(ask("running", max_tokens=3))
+    world.plan()
+    world.advance(1.0)
+    world.add(ask("later", max_tokens=1))
+    beams = [
+        msgspec.structs.replace(
+            ask(f"beam{index}", max_tokens=1), is_continuation=True, received_s=0.5
+        )
+        for index in range(4)
+    ]
+    for beam in beams:
+        assert world.add(beam)
+    assert [one.request.request_id for one in world.scheduler._waiting] == [
+        *(beam.request_id for beam in beams),
+        "later",
+    ]
+
+
+def test_requests_that_are_shed_at_once_do_not_read_each_other(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    world = World(Setup(max_num_seqs=1))
+    world.add(ask("running", max_tokens=3))
+    world.plan()
+    for index in range(20):
+        request = ask(f"r{index}", max_tokens=1)
+        world.scheduler.add(msgspec.structs.replace(request, ttft_deadline_s=1e6), 0.0)
+    num_walks = 0
+    walk = WaitingQueue.__iter__
+
+    def counted(queue: WaitingQueue) -> Iterator[Sequence]:
+        nonlocal num_walks
+        num_walks += 1
+        return walk(queue)
+
+    monkeypatch.setattr(WaitingQueue, "__iter__", counted)
+    assert len(world.scheduler.expire(2e6)) == 20
+    assert not num_walks
+
+
+@pytest.mark.parametrize(
+    ("name", "values"),
+    [
+        ("timeout_s", (0.0, -1.0, math.nan, math.inf)),
+        ("ttft_deadline_s", (0.0, -1.0, math.nan, math.inf)),
+        ("tenant_weight", (0.0, -1.0, math.nan, math.inf)),
+        ("received_s", (math.nan, math.inf)),
+        ("priority", (10**400, -(10**400), 0.5)),
+    ],
+)
+def test_numbers_that_a_scheduler_cannot_order_by_are_refused(
+    name: str, values: tuple[float, ...]
+) -> None:
+    for value in values:
+        request = msgspec.structs.replace(Request("r", (1,)), **{name: value})
+        with pytest.raises(RequestError, match=name):
+            check_request(request, 10, 10, frozenset({9}))

@@ -1,21 +1,14 @@
-"""What an arrival is: a refused one leaves no trace, a continuation is none, a recording has all
-that plans depend on.
-"""
+"""What an arrival is: a refused one leaves no trace, a continuation is none."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
-
 import pytest
 from msgspec import structs
-from scheduler_world import PROMPT, Setup, World, ask, open_scheduler
-from test_replay import Records
+from scheduler_world import PROMPT, Setup, World, ask
 
 from quickstep.config import PolicyName
-from quickstep.core.replay import replay
 from quickstep.errors import RequestError
-from quickstep.sampling_params import SamplingParams
-from quickstep.types import Grammar, Pooling, Request, RequestClass
+from quickstep.types import Request
 
 LATE = structs.replace(ask("late"), ttft_deadline_s=1e-9)
 REFUSED = (
@@ -74,85 +67,3 @@ def test_a_continuation_has_the_place_and_the_limits_of_what_it_continues() -> N
     world.drain()
     timings = world.received["other#0"].timings
     assert timings is not None and timings.arrival_s == 1.0, "its wait began when it was added"
-
-
-OTHER_VALUES: Mapping[type, Mapping[str, object]] = {
-    SamplingParams: {
-        "n": 2,
-        "max_tokens": 3,
-        "min_tokens": 1,
-        "logprobs": 2,
-        "prompt_logprobs": 1,
-        "thinking_budget": 2,
-        "repetition_penalty": 1.5,
-        "presence_penalty": 0.5,
-        "frequency_penalty": 0.5,
-        "dry_multiplier": 0.8,
-        "temperature": 0.0,
-        "ignore_eos": False,
-        "grammar": Grammar.of_json_object(),
-        "stop": ("x",),
-        "logit_bias": {1: 1.0},
-        "bad_words": ("x",),
-    },
-    Request: {
-        "priority": 5,
-        "tenant": "b/c",
-        "tenant_weight": 3.0,
-        "request_class": RequestClass.BATCH,
-        "timeout_s": 0.02,
-        "ttft_deadline_s": 5.0,
-        "cache_salt": "s",
-        "pooling": Pooling.MEAN,
-        "speculation": False,
-        "is_continuation": True,
-        "received_s": -0.5,
-        "endpoint": "/v1",
-        "seed": 1,
-    },
-}
-CASES = [(kind, name) for kind, values in OTHER_VALUES.items() for name in values]
-
-
-@pytest.mark.parametrize("is_full", [False, True])
-@pytest.mark.parametrize(("kind", "name"), CASES, ids=[name for _, name in CASES])
-def test_a_recording_has_what_plans_depend_on(kind: type, name: str, is_full: bool) -> None:
-    setup = Setup(max_num_seqs=2, num_blocks=24, max_drafts=3, policy=PolicyName.FAIR)
-    records = Records(is_full)
-    world = World(setup, records.open)
-    change: Callable[[Request], Request]
-    value = {name: OTHER_VALUES[kind][name]}
-    if kind is Request:
-        change = lambda one: structs.replace(one, **value)  # noqa: E731
-    else:
-        change = lambda one: structs.replace(one, sampling=structs.replace(one.sampling, **value))  # noqa: E731
-    for number in range(6):
-        request = ask(f"r{number}", max_tokens=6)
-        if name in ("pooling", "grammar"):
-            request = structs.replace(request, sampling=SamplingParams(max_tokens=6))
-        world.add(change(request) if number % 2 else request)
-        world.plan()
-        if world.in_flight:
-            world.commit()
-        world.expire()
-    world.drain()
-    replayed = replay(records.recording(), open_scheduler(setup))
-    assert replayed.different_line is None and replayed.num_plans
-
-
-def test_the_prompt_of_many_sequences_is_hashed_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    from quickstep.core import recording
-
-    num_hashed, real = [0], recording.blake2b
-
-    def counting(*args: object, **values: object) -> object:
-        num_hashed[0] += 1
-        return real(*args, **values)  # type: ignore[arg-type]
-
-    monkeypatch.setattr(recording, "blake2b", counting)
-    setup = Setup(max_num_seqs=8, num_blocks=400, max_model_len=400)
-    records = Records(False)
-    world = World(setup, records.open)
-    world.add(ask("many", prompt=(0, 1) * 150, n=8))
-    world.drain()
-    assert num_hashed[0] < 2 * 300 // setup.block_size

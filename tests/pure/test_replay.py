@@ -2,18 +2,31 @@
 
 from __future__ import annotations
 
+from hashlib import blake2b
+from random import Random
+from typing import Any
+
 import msgspec
 import pytest
 from random_lives import random_life
 from scheduler_world import Setup, ask, open_scheduler, policy_of
 
-from quickstep.config import EngineConfig
+from quickstep.config import EngineConfig, PolicyName
 from quickstep.core.block_pool import KVBlockPool, chain_digest
 from quickstep.core.cost_model import LinearCostModel
 from quickstep.core.recording import RecordedCall, RecordedRequest, Recorder, RecordingScheduler
 from quickstep.core.replay import Recording, read_recording, replay
-from quickstep.errors import ConfigError
-from quickstep.types import Request, SamplingParams, StepResult
+from quickstep.errors import ConfigError, RequestError
+from quickstep.sampling_params import Grammar
+from quickstep.types import (
+    Pooling,
+    Request,
+    RequestClass,
+    RowOutput,
+    SamplingParams,
+    StepResult,
+    TokenLogprobs,
+)
 
 LIVES = range(500, 540)
 
@@ -130,8 +143,6 @@ class Answers:
         self._now = 0.0
 
     def run(self, request: Request) -> None:
-        from quickstep.types import RowOutput
-
         self.scheduler.add(request, self._now)
         while plan := self.scheduler.plan(self._now):
             self._slots |= {one.slot: one.sequence_id for one in plan.admitted}
@@ -142,6 +153,143 @@ class Answers:
                 rows.append(RowOutput(of_sequence[place : place + 1] if row.emits else ()))
             self._now += 0.01
             self.scheduler.commit(plan, StepResult(plan.step_id, tuple(rows), 0.01), self._now)
+
+
+# of each field, values that are not the default
+_NUMBERS = {
+    "n": 2, "temperature": 0.5, "top_p": 0.5, "top_k": 3, "min_p": 0.1, "presence_penalty": 0.5,
+    "frequency_penalty": 0.5, "repetition_penalty": 1.5, "seed": 5, "max_tokens": 5,
+    "min_tokens": 2, "include_stop_str_in_output": True, "ignore_eos": True,
+    "skip_special_tokens": False, "logprobs": 2, "typical_p": 0.5, "dry_multiplier": 0.5,
+    "dry_base": 2.0, "dry_allowed_length": 3, "dry_range": 5, "xtc_probability": 0.5,
+    "xtc_threshold": 0.2, "thinking_budget": 4, "inside_reasoning": True, "prompt_logprobs": 1,
+}  # fmt: skip
+_SAMPLING: dict[str, object] = {
+    **_NUMBERS,
+    "logit_bias": {3: 1.0},
+    "allowed_token_ids": (1, 2, 7),
+    "stop": ("bye",),
+    "stop_token_ids": (9,),
+    "shown_special_token_ids": (3,),
+    "grammar": Grammar.of_json_object(),
+    "dry_sequence_breakers": ("x",),
+    "bad_words": ("y",),
+    "reasoning_tags": ("<a>", "</a>"),
+    "in_tokens": None,
+    "logprob_token_ids": (3,),
+    "structured_outputs": None,  # a grammar by the time a request exists
+}
+_REQUEST: dict[str, object] = {
+    "request_id": "other",
+    "prompt_token_ids": (3,) * 9,
+    "sampling": SamplingParams(max_tokens=3),
+    "seed": 4,
+    "eos_token_ids": frozenset({8}),
+    "priority": -3,
+    "tenant": "acme/app",
+    "adapter": "a",
+    "cache_salt": "pepper",
+    "timeout_s": 0.05,
+    "pooling": Pooling.LAST,
+    "request_class": RequestClass.BATCH,
+    "ttft_deadline_s": 0.02,
+    "tenant_weight": 2.0,
+    "endpoint": "/v1/completions",
+    "is_continuation": True,
+    "is_in_search": True,
+    "speculation": False,
+    "adapter_id": "",
+    "received_s": 0.001,
+}
+
+
+def test_every_field_of_a_request_is_tried() -> None:
+    fields = msgspec.structs.fields
+    assert {one.name for one in fields(SamplingParams)} == _SAMPLING.keys()
+    assert {one.name for one in fields(Request)} == _REQUEST.keys()
+
+
+@pytest.mark.parametrize("name", [*(f"sampling.{name}" for name in _SAMPLING), *_REQUEST])
+def test_a_recording_has_what_plans_read_of_a_request(name: str) -> None:
+    """The request runs between others, which it delays or not, with drafts, forced ones too."""
+    records = Records(is_full=False)
+    setup = Setup(
+        num_blocks=24, max_num_seqs=3, max_drafts=3, max_model_len=40, policy=PolicyName.DEADLINE
+    )
+    scheduler = records.open(setup)
+    one = turn("one", (1, 2, 3, 4, 5), max_tokens=8)
+    field = name.removeprefix("sampling.")
+    if field == name:
+        one = msgspec.structs.replace(one, **{name: _REQUEST[name]})
+    else:
+        changed = {"logprobs": 0, field: _SAMPLING[field]}
+        sampling = msgspec.structs.replace(one.sampling, **changed)
+        one = msgspec.structs.replace(one, sampling=sampling)
+    scheduler.add(turn("before", (6, 6), max_tokens=6), 0.0)
+    scheduler.add(one, 0.002)
+    for index in range(3):
+        scheduler.add(turn(f"after{index}", (9, 9, index), max_tokens=4), 0.002)
+    now = 0.002
+    for _ in range(60):
+        scheduler.expire(now)
+        plan = scheduler.plan(now)
+        if plan is None:
+            break
+        rows = tuple(
+            RowOutput(
+                (1,) * row.emits,
+                draft_token_ids=(2,) * row.num_next_drafts,
+                num_forced_drafts=min(1, row.num_next_forced),
+                prompt_logprobs=(TokenLogprobs(0, 0.0, 1),) * row.num_scored,
+                embedding=() if row.pools else None,
+            )
+            for row in plan.rows
+        )
+        now += 0.005
+        scheduler.commit(plan, StepResult(plan.step_id, rows, 0.005), now)
+    recording = records.recording()
+    assert replay(recording, open_scheduler(setup)).different_line is None
+
+
+def test_a_prompt_is_hashed_once_for_all_its_choices(monkeypatch: pytest.MonkeyPatch) -> None:
+    num_hashed = 0
+
+    def counted(*args: Any, **kwargs: Any) -> Any:
+        nonlocal num_hashed
+        num_hashed += 1
+        return blake2b(*args, **kwargs)
+
+    monkeypatch.setattr("quickstep.core.recording.blake2b", counted)
+    records = Records(is_full=False)
+    outputs = {f"a#{index}": (1, 2, 7) for index in range(4)}
+    Answers(records, outputs).run(turn("a", (5,) * 40, n=4))
+    num_blocks = 40 // Setup().block_size
+    assert num_hashed <= num_blocks + 4 * 4
+
+
+@pytest.mark.parametrize("seed", range(4))
+def test_a_refused_request_leaves_no_trace(seed: int) -> None:
+    """A scheduler that refuses requests plans as one that never saw them."""
+    records = Records(is_full=False)
+    setup = Setup(max_num_seqs=2, max_waiting=3)
+    scheduler = records.open(setup)
+    rng, num_refused, now = Random(seed), 0, 0.0
+    for number in range(60):
+        prompt = tuple(rng.randrange(5) for _ in range(rng.randint(1, 12)))
+        request = turn(f"r{number}", prompt, max_tokens=rng.randint(1, 6))
+        deadline_s = rng.choice((None, 1e-4, 0.05))
+        try:
+            scheduler.add(msgspec.structs.replace(request, ttft_deadline_s=deadline_s), now)
+        except RequestError:
+            num_refused += 1
+        plan = scheduler.plan(now)
+        now += 0.01
+        if plan is not None:
+            rows = tuple(RowOutput((1,)) if row.emits else RowOutput() for row in plan.rows)
+            scheduler.commit(plan, StepResult(plan.step_id, rows, 0.01), now)
+        scheduler.expire(now)
+    assert num_refused > 10
+    assert replay(records.recording(), open_scheduler(setup)).different_line is None
 
 
 def test_a_second_turn_hits_the_blocks_of_a_choice_that_was_generated() -> None:

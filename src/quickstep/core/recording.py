@@ -138,7 +138,7 @@ class RunningRequest(msgspec.Struct, frozen=True, tag_field="kind", tag="running
 
 class RecordedRow(msgspec.Struct, frozen=True, array_like=True, omit_defaults=True):
     """The output of a row: tokens, drafts for the next row, whether it failed and was refused by
-    its own constraints, and of trees what `RowOutput` says.
+    its own constraints, and of trees and forced drafts what `RowOutput` says.
     """
 
     num_tokens: int = 0
@@ -147,6 +147,7 @@ class RecordedRow(msgspec.Struct, frozen=True, array_like=True, omit_defaults=Tr
     is_refused: bool = False
     draft_parents: tuple[int, ...] = ()
     accepted_drafts: tuple[int, ...] = ()
+    num_forced_drafts: int = 0
 
 
 class RecordedCall(msgspec.Struct, frozen=True, omit_defaults=True, tag_field="kind", tag="call"):
@@ -549,6 +550,7 @@ def _recorded_rows(plan: StepPlan, result: StepResult) -> tuple[RecordedRow, ...
                 failure is not None and failure.is_refused,
                 output.draft_parents,
                 output.accepted_drafts,
+                output.num_forced_drafts,
             )
         )
     usual = [RecordedRow(int(row.emits)) for row in plan.rows]

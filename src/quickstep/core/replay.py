@@ -335,6 +335,7 @@ class _Replay:
                 draft_token_ids=(0,) * recorded.num_drafts,
                 draft_parents=recorded.draft_parents,
                 accepted_drafts=recorded.accepted_drafts,
+                num_forced_drafts=recorded.num_forced_drafts,
             )
             if outcome is not None:
                 output = self._compared(outcome.outputs[place], output, name, len(known))

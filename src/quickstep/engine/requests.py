@@ -10,6 +10,7 @@ field, the value and the limit.
 from __future__ import annotations
 
 import itertools
+import math
 import random
 from collections.abc import Container, Iterable, Sequence
 
@@ -22,6 +23,7 @@ __all__ = ["RequestIntake", "as_token_ids", "check_request", "check_token_ids", 
 
 # seeds stay below 2^53, so that every JSON reader gets them exactly
 _SEED_BITS = 53
+_LARGEST_PRIORITY = 2**53 - 1
 
 
 def open_seeds(seed: int | None) -> random.Random:
@@ -70,13 +72,32 @@ def check_request(
     request: Request, vocab_size: int, max_model_len: int, eos_token_ids: frozenset[int]
 ) -> None:
     """Raise RequestError if a model with these sizes and end tokens cannot serve the request."""
-    timeout_s, n = request.timeout_s, request.sampling.n
-    if timeout_s is not None and not timeout_s > 0:
-        raise RequestError(f"timeout_s is {timeout_s}, it must be above 0", param="timeout_s")
+    n = request.sampling.n
+    _check_numbers(request)
     if request.pooling is not None and n != 1:
         raise RequestError(f"n is {n}, a prompt has one embedding", param="n")
     check_token_ids(request.prompt_token_ids, vocab_size, max_model_len, request.prompt_only)
     _check_sampling(request.sampling, vocab_size, eos_token_ids)
+
+
+def _check_numbers(request: Request) -> None:
+    """Check what the scheduler computes with: a limit of time and a weight are above 0 and finite,
+    a priority is an integer.
+    """
+    above_0 = {
+        "timeout_s": request.timeout_s,
+        "ttft_deadline_s": request.ttft_deadline_s,
+        "tenant_weight": request.tenant_weight,
+    }
+    for name, value in above_0.items():
+        if value is not None and not 0 < value < math.inf:
+            raise RequestError(f"{name} is {value}, it must be above 0 and finite", param=name)
+    received_s, priority = request.received_s, request.priority
+    if received_s is not None and not math.isfinite(received_s):
+        raise RequestError(f"received_s is {received_s}, it must be finite", param="received_s")
+    if not isinstance(priority, int) or abs(priority) > _LARGEST_PRIORITY:
+        limits = f"from {-_LARGEST_PRIORITY} to {_LARGEST_PRIORITY}"
+        raise RequestError(f"priority must be an integer {limits}", param="priority")
 
 
 def as_token_ids(ids: Sequence[int]) -> tuple[int, ...]:
