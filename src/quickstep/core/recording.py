@@ -521,13 +521,13 @@ class RecordingScheduler(Scheduler):
 
 def _without_content(sampling: SamplingParams) -> SamplingParams:
     """The sampling with all its numbers, and nothing that names tokens or text."""
-    numbers = {
+    numbers: dict[str, Any] = {
         name: value
         for name, value in asdict(sampling).items()
         if isinstance(value, bool | int | float)
     }
     grammar = None if sampling.grammar is None else Grammar.of_json_object()
-    return SamplingParams(**{**numbers, "seed": None, "grammar": grammar})
+    return replace(SamplingParams(), **{**numbers, "seed": None, "grammar": grammar})
 
 
 def _recorded_rows(plan: StepPlan, result: StepResult) -> tuple[RecordedRow, ...]:
