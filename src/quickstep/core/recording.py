@@ -23,7 +23,7 @@ from hashlib import blake2b
 from typing import Any
 
 import msgspec
-from msgspec.structs import replace
+from msgspec.structs import asdict, replace
 
 from quickstep.config import EngineConfig, SchedulerConfig
 from quickstep.core.block_pool import KVBlockPool
@@ -36,6 +36,7 @@ from quickstep.types import (
     FinishReason,
     Grammar,
     Request,
+    SamplingParams,
     SequenceOutput,
     StepOutcome,
     StepPlan,
@@ -217,23 +218,6 @@ class _Live(msgspec.Struct):
     prompt_chain: list[bytes] | None = None  # the hashes of the prompt's full blocks
 
 
-# The fields of `SamplingParams` that hold text or tokens; a grammar is replaced by another one.
-_NO_CONTENT: dict[str, Any] = {
-    "seed": None,
-    "stop": (),
-    "stop_token_ids": (),
-    "bad_words": (),
-    "logit_bias": {},
-    "allowed_token_ids": (),
-    "dry_sequence_breakers": (),
-    "logprob_token_ids": (),
-    "shown_special_token_ids": (),
-    "reasoning_tags": None,
-    "in_tokens": None,
-    "structured_outputs": None,
-}
-
-
 def _hash_id(digest: bytes) -> int:
     return int.from_bytes(digest, "little") >> (128 - _HASH_BITS)
 
@@ -370,13 +354,11 @@ class Recorder:
         """The request without its content, and with all else: what a plan depends on may be any of
         that.
         """
-        sampling = request.sampling
-        grammar = None if sampling.grammar is None else Grammar.of_json_object()
         return replace(
             request,
             request_id=str(number),
             prompt_token_ids=(),
-            sampling=replace(sampling, grammar=grammar, **_NO_CONTENT),
+            sampling=_without_content(request.sampling),
             seed=0,
             eos_token_ids=frozenset(),
             tenant="/".join(self._numbered("tenant", part) for part in request.tenant.split("/")),
@@ -534,6 +516,17 @@ class RecordingScheduler(Scheduler):
         outputs = super().fail(plan, reason, now)
         self._recorder.received(outputs)
         return outputs
+
+
+def _without_content(sampling: SamplingParams) -> SamplingParams:
+    """The sampling with all its numbers, and nothing that names tokens or text."""
+    numbers: dict[str, Any] = {
+        name: value
+        for name, value in asdict(sampling).items()
+        if isinstance(value, bool | int | float)
+    }
+    grammar = None if sampling.grammar is None else Grammar.of_json_object()
+    return replace(SamplingParams(), **{**numbers, "seed": None, "grammar": grammar})
 
 
 def _recorded_rows(plan: StepPlan, result: StepResult) -> tuple[RecordedRow, ...]:

@@ -211,6 +211,7 @@ class Scheduler:
         if self._adapters is not None and request.adapter_id:
             self._check_adapter(self._adapters, request)
         n, service_s, prompt_s = request.sampling.n, *self._predicted_service_s(request)
+        charge_s = prompt_s + self._predicted_decode_charge_s(request)
         first_token_s = prompt_s + self._wait_estimate.delay_s(now)
         arrival_s = now if request.received_s is None else min(now, request.received_s)
         sequences = [
@@ -224,6 +225,7 @@ class Scheduler:
                 service_s,
                 first_token_s,
                 self._limits.output_limit(request),
+                charge_s,
             )
             for index in range(n)
         ]
@@ -267,6 +269,17 @@ class Scheduler:
         middle = num_prompt + num_outputs // 2
         decode_s = self._cost_model.seconds(StepLoad.of_span(middle, 1, num_logits_rows=1))
         return first_token_s + max(0, num_outputs - 1) * decode_s, first_token_s
+
+    def _predicted_decode_charge_s(self, request: Request) -> float:
+        """The device seconds that the outputs of a sequence are charged, in a batch with those that
+        are there: each row has its part of what a step costs once.
+        """
+        num_live = len(self._batch) + len(self._waiting) + request.sampling.n
+        num_outputs = self._expected_outputs(request)
+        num_rows = min(num_live, self._config.max_num_seqs)
+        num_kv = num_rows * (len(request.prompt_token_ids) + num_outputs // 2)
+        step = StepLoad(num_rows, num_rows, num_kv, num_kv, num_logits_rows=num_rows)
+        return max(0, num_outputs - 1) * self._cost_model.seconds(step) / num_rows
 
     def _admission_state(self, now: float, num_prompt: float, num_outputs: float) -> AdmissionState:
         """The state for sequences of a size, without the levels: the scheduler knows the place of a

@@ -142,6 +142,7 @@ class Sequence:
 
     `rank_s` is the policy's part of it (`core.service_order`). `service_s` is the predicted time in
     seconds that it takes by itself, `first_token_service_s` the part until its first token;
+    `charge_s` is the predicted charge, in a batch with others;
     `output_limit` how many output tokens it may have.
     """
 
@@ -155,6 +156,7 @@ class Sequence:
         service_s: float = 0.0,
         first_token_service_s: float = 0.0,
         output_limit: int = sys.maxsize,
+        charge_s: float = 0.0,
     ) -> None:
         self.request = request
         self.index = index
@@ -168,6 +170,7 @@ class Sequence:
         self.service_s = service_s
         self.first_token_service_s = first_token_service_s
         self.output_limit = output_limit
+        self.charge_s = charge_s
         self.last_step_id = -1  # the last step with a row of it
         self.root = ChainRoot(request.adapter_id, request.cache_salt)
         self.token_ids = list(request.prompt_token_ids)

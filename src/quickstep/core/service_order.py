@@ -266,10 +266,10 @@ class FairOrder(PriorityOrder):
         tenant.num_live += 1
 
     def admitted(self, sequence: Sequence) -> None:
-        """Reserve what it is predicted to receive."""
+        """Reserve what it is predicted to be charged."""
         self.version += 1
         tenant = self._of(sequence)
-        left_s = max(0.0, sequence.service_s - sequence.device_ticks / TICKS_PER_S) / tenant.weight
+        left_s = max(0.0, sequence.charge_s - sequence.device_ticks / TICKS_PER_S) / tenant.weight
         self._reserved_s[sequence.sequence_id] = left_s
         tenant.reserved_s += left_s
         tenant.num_running += 1
@@ -302,10 +302,14 @@ class FairOrder(PriorityOrder):
         return self._tenants[self.queue_of(sequence.request)]
 
     def _forget_idle(self) -> None:
-        """Forget tenants without requests that have received no more than the others."""
+        """Forget tenants without requests that have received no more than the others; of too many
+        others, those that have received the least.
+        """
         idle = [name for name, tenant in self._tenants.items() if not tenant.num_live]
-        for name in idle:
-            if len(idle) > _MAX_IDLE_TENANTS or self._tenants[name].virtual_s <= self._floor_s:
+        idle.sort(key=lambda name: self._tenants[name].virtual_s)
+        num_excess = len(idle) - _MAX_IDLE_TENANTS
+        for place, name in enumerate(idle):
+            if place < num_excess or self._tenants[name].virtual_s <= self._floor_s:
                 del self._tenants[name]
 
 
