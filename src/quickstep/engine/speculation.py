@@ -28,7 +28,7 @@ if TYPE_CHECKING:
     from quickstep.model.interface import Model
     from quickstep.model.sizing import MemoryPlan
     from quickstep.ops.table import OpTable
-    from quickstep.runtime.speculation.draft_model import MAX_NEW_TOKENS, DraftModelProposer
+    from quickstep.runtime.speculation.draft_model import DraftModelProposer
     from quickstep.runtime.speculation.eagle import EagleProposer
     from quickstep.runtime.speculation.proposer import Proposer
     from quickstep.runtime.speculation.vocabulary import DraftVocabulary
