@@ -241,3 +241,15 @@ def test_a_draft_model_with_another_tokenizer_is_refused(demo, tmp_path):
 def test_a_draft_model_that_is_missing_is_refused(demo, tmp_path):
     with pytest.raises(ConfigError, match="nowhere"):
         loaded_draft(demo, str(tmp_path / "nowhere"))
+
+
+def test_a_prompt_is_computed_in_chunks_after_the_sequences_that_are_less_behind():
+    outputs = continuation(GREEDY)
+    proposer = proposer_of(max_new_tokens=4)
+    proposer.admit(1, admission(PROMPT, GREEDY))
+    for _ in range(len(PROMPT)):
+        [draft] = proposer.propose([DraftTask(1, 2, ())])
+    assert draft == outputs[:2]
+    proposer.admit(0, admission(PROMPT, GREEDY))
+    late, draft = proposer.propose([DraftTask(0, 2, ()), DraftTask(1, 2, outputs[:1])])
+    assert (late, draft) == ((), outputs[1:3])

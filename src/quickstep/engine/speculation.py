@@ -222,7 +222,7 @@ def load_draft(
     from quickstep.model.loader import load_model, reason_for_torch
     from quickstep.ops.torch_import import require_torch
     from quickstep.runtime.kv_cache import allocate_kv
-    from quickstep.runtime.speculation.draft_model import DraftModelProposer
+    from quickstep.runtime.speculation.draft_model import MAX_NEW_TOKENS, DraftModelProposer
 
     checkpoint, spec = found.checkpoint, found.spec
     why_torch = "--enforce-eager"
@@ -246,7 +246,7 @@ def load_draft(
         block_size,
         target.vocab_size,
         vocabulary,
-        plan.max_num_batched_tokens,
+        min(plan.max_num_batched_tokens, MAX_NEW_TOKENS),
         enforce_eager,
     )
 
