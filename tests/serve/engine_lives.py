@@ -301,7 +301,7 @@ async def _change_adapters(engine: AnyEngine, rng: Random) -> None:
 
 async def _kill(engine: RemoteEngine, rng: Random, life: Life) -> None:
     for _ in range(2):
-        await asyncio.sleep(0.3 + rng.random())
+        await asyncio.sleep(0.1 + rng.random() * 0.4)
         if (process_id := engine.process_id) is not None:
             os.kill(process_id, signal.SIGKILL)
             life.num_kills += 1

@@ -85,14 +85,14 @@ BEYOND_THE_SCHEMA = re.compile(
     | tools\[\d+\]\.function\.(parameters\ describes|name\ .*twice)
     | messages\[\d+\]\.content\ is\ missing
     | messages\[\d+\]\.tool_calls\[\d+\]\.function\.arguments\ is\ not\ the\ JSON\ text
-    | response_format\.json_schema\.schema\ is\ missing
+    | response_format\.json_schema(\.schema)?\ is\ missing
     | the\ (prompt|input)\ is\ empty | prompt\ has\ \d+\ tokens
     | logit_bias\ holds\ token\ id
     | options\.repeat_last_n\ is | system\ cannot\ go | model\ is\ missing
     | models\ cannot\ be\ 
     | (ignore_eos|allowed_token_ids)\ cannot\ be\ combined\ with\ a\ grammar
     | temperature\ is\ .*,\ beam\ search\ takes
-    | the\ model\ .*\ does\ not\ exist | lora_name\ .*(bytes|is\ empty|holds)
+    | the\ model\ .*\ does\ not\ exist | lora_name\ .*(bytes|is\ empty|printed)
     | there\ is\ an\ adapter\ .*\ already | .*\ is\ the\ model's\ own\ name
     """,
     re.VERBOSE,

@@ -184,7 +184,7 @@ def test_files_that_cannot_be_used_are_named(
         (source, source, (), "are the same file"),
         (source, tmp_path / "no" / "out", (), "cannot be written"),
         *((source, tmp_path / name, (), "line 1 is not a batch response") for name in foreign),
-        (source, tmp_path / "out", ("--max-body-bytes", "9"), "the limit is 9"),
+        (source, tmp_path / "out", ("--max-body-bytes", "9"), "at least 128"),
         (source, tmp_path / "out", ("--tool-call-parser", "x"), "'x'"),
     ):
         assert batch(given, output, *flags) == 2

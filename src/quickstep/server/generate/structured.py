@@ -56,9 +56,12 @@ def _of_response_format(fields: SamplingFields) -> RequestedGrammar | None:
         return RequestedGrammar(Grammar.of_json_schema(form.schema), "response_format.schema")
     if isinstance(form, JsonObjectFormat):
         return RequestedGrammar(Grammar.of_json_object(), "response_format")
-    path = "response_format.json_schema.schema"
+    path = "response_format.json_schema"
     spec = form.json_schema
-    if spec is None or spec.schema is None:
+    if spec is None:
+        raise RequestError(f"{path} is missing", param=path)
+    path += ".schema"
+    if spec.schema is None:
         raise RequestError(f"{path} is missing", param=path)
     return RequestedGrammar(Grammar.of_json_schema(spec.schema, bool(spec.strict)), path)
 
