@@ -194,12 +194,83 @@ def test_running_requests_count_as_much_as_the_last_ones_used(in_batch: bool) ->
         running.release()
     started = [limiter.admit("ann", 1, in_batch) for _ in range(7)]  # 30 used, 70 expected
     error = refusal(limiter, in_batch=in_batch)
-    assert "(30 used, 70 expected of running requests)" in str(error)
+    assert "(30 used, 70 reserved for running requests, 10 for this one)" in str(error)
     assert error.retry_after_s == 1.0
     limiter.charge("ann", SequenceUsage(4, 0, 1), Cost(), in_batch)
     started[0].release()
     started[0].release()
+    refusal(limiter, in_batch=in_batch)  # 35 used, 60 reserved
+    started[1].release()
     limiter.admit("ann", 1, in_batch)
+
+
+def num_admitted(limiter: KeyLimiter, num_tokens: int, usd: float = 0.0) -> int:
+    count = 0
+    while True:
+        try:
+            limiter.admit("ann", num_tokens, usd=usd)
+        except RequestError:
+            return count
+        count += 1
+
+
+@pytest.mark.parametrize(
+    ("budget", "usd"),
+    [
+        (Budget(tokens=1000, per="day"), 0.0),
+        (Budget(usd=1.0, per="day"), 0.2),
+    ],
+)
+def test_a_budget_holds_for_what_requests_declare_before_one_has_ended(
+    budget: Budget, usd: float
+) -> None:
+    assert num_admitted(limiter_of(budgets=(budget,)), 200, usd) == 5
+
+
+def test_large_requests_after_small_ones_count_as_they_declare() -> None:
+    limiter = limiter_of(budgets=(Budget(tokens=1000, per="day"), Budget(device_s=1.0, per="day")))
+    for _ in range(50):
+        running = limiter.admit("ann", 1)
+        limiter.charge("ann", SequenceUsage(0, 0, 1, device_s=0.001), Cost())
+        running.release()
+    assert num_admitted(limiter, 300) == 3  # of 950 tokens, and of 0.95 seconds
+
+
+def test_the_rest_of_a_budget_is_for_one_request_of_any_size() -> None:
+    limiter = limiter_of(budgets=(Budget(tokens=100, per="day"),))
+    running = limiter.admit("ann", 5000)
+    refusal(limiter)
+    limiter.charge("ann", SequenceUsage(0, 0, 20), Cost())
+    running.release()
+    assert num_admitted(limiter, 50) == 1
+
+
+def test_a_clock_that_was_ahead_for_a_moment_leaves_the_day_as_it_was() -> None:
+    wall = Clock(NOON)
+    limiter = limiter_of(wall=wall, budgets=(Budget(tokens=100, per="day"),))
+    limiter.charge("ann", SequenceUsage(90), Cost())
+    wall.now += 86_400
+    limiter.charge("ann", SequenceUsage(5), Cost())
+    wall.now -= 86_400
+    assert num_admitted(limiter, 5) == 2
+    wall.now += 86_400
+    limiter.admit("ann", 5)
+
+
+def test_a_start_with_a_clock_ahead_reads_the_true_month_from_the_ledger() -> None:
+    wall = Clock(NOON + 40 * 86_400)
+    limiter = limiter_of(wall=wall, budgets=(Budget(tokens=100, per="month"),))
+    since: list[float] = []
+
+    def used_since(name: str, since_ns: int) -> Used:
+        since.append(since_ns / 1e9)
+        return Used(SequenceUsage(30), Cost(), 1)
+
+    limiter.restore(used_since)
+    limiter.charge("ann", SequenceUsage(70), Cost())
+    wall.now = NOON
+    limiter.admit("ann", 1)
+    assert since[-1] == datetime(2026, 2, 1, tzinfo=UTC).timestamp()
 
 
 def test_what_other_servers_charge_counts() -> None:

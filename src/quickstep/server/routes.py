@@ -221,6 +221,7 @@ def _anthropic(served: Served, metrics: Metrics) -> list[ApiRoute]:
             request=CountTokensRequest,
             response=TokenCount,
             error_shape=anthropic_shape,
+            is_limited=True,
         ),
     ]
 

@@ -48,11 +48,12 @@ from quickstep.types import RequestClass
 
 _Encoded = TypeVar("_Encoded")
 
-__all__ = ["CLIENT_CLOSED", "GeneratingRoute", "caller_of", "endpoint_of"]
+__all__ = ["BYTES_PER_TOKEN", "CLIENT_CLOSED", "GeneratingRoute", "caller_of", "endpoint_of"]
 
 # Larger answers, in tokens with their alternatives, are written in a thread.
 _INLINE_TOKENS = 4096
-_BYTES_PER_TOKEN = 4
+_USUAL_OUTPUTS = 256  # of a request that declares no limit
+BYTES_PER_TOKEN = 4
 CLIENT_CLOSED = 499  # nginx's number; it is for the access log, the client is gone
 
 
@@ -231,7 +232,9 @@ class GeneratingRoute:
         """Submit a request that the limits of the caller's key admit."""
         in_batch = parsed.request.endpoint == BATCHES
         num_tokens = _expected_tokens(parsed, body_bytes)
-        reservation = self._served.limiter.admit(caller, num_tokens, in_batch)
+        price = self._served.price(parsed.request.adapter)
+        usd = 0.0 if price is None else price.most_usd(num_tokens)
+        reservation = self._served.limiter.admit(caller, num_tokens, in_batch, usd)
         try:
             return await self._submit(parsed, reservation, headers)
         except BaseException:
@@ -272,10 +275,12 @@ def _wants_timings(request: Request) -> bool:
 
 def _expected_tokens(parsed: ParsedRequest, body_bytes: int) -> int:
     """How many tokens a request may need: like OpenAI, by the length of its text and its
-    `max_tokens`, which is 0 if it is not given.
+    `max_tokens`, or a usual length if that is not given: a limit holds then, too.
     """
-    num_outputs = parsed.sampling.n * len(parsed.prompts) * (parsed.sampling.max_tokens or 0)
-    return body_bytes // _BYTES_PER_TOKEN + num_outputs
+    max_tokens = parsed.sampling.max_tokens
+    num_each = _USUAL_OUTPUTS if max_tokens is None else max_tokens
+    num_outputs = parsed.sampling.n * len(parsed.prompts) * num_each
+    return body_bytes // BYTES_PER_TOKEN + num_outputs
 
 
 async def _encode(answer: _Answer, write: Callable[[], _Encoded]) -> _Encoded:

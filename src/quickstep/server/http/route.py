@@ -26,8 +26,16 @@ from quickstep.server.http.errors import ErrorShape, openai_shape
 from quickstep.server.http.event_stream import SERVER_SENT_EVENTS
 from quickstep.server.http.work_lanes import WorkLanes
 from quickstep.server.options import RequestLimits, ServerOptions
+from quickstep.server.usage.limits import KeyLimiter
 
-__all__ = ["ApiRoute", "BodyRules", "Endpoint", "with_admin_check", "with_checked_body"]
+__all__ = [
+    "ApiRoute",
+    "BodyRules",
+    "Endpoint",
+    "with_admin_check",
+    "with_checked_body",
+    "with_key_limits",
+]
 
 _CLIENT_CLOSED = 499
 _JSON = "application/json"
@@ -57,6 +65,8 @@ class ApiRoute(msgspec.Struct, frozen=True):
             keys.
         aliases: Further paths of the same endpoint.
         error_shape: The body of its errors.
+        is_limited: Counts as a request for the limits of its key; routes that generate are
+            counted by what they may need.
         takes_list: The body is a list of `request`.
         requests: Instead of `request`, the schemas of which the body matches one.
     """
@@ -76,6 +86,7 @@ class ApiRoute(msgspec.Struct, frozen=True):
     needs_admin: bool = False
     aliases: tuple[str, ...] = ()
     error_shape: ErrorShape = openai_shape
+    is_limited: bool = False
     takes_list: bool = False
     requests: tuple[type[msgspec.Struct], ...] = ()
     stream_type: str = SERVER_SENT_EVENTS
@@ -152,6 +163,21 @@ def with_checked_body(route: ApiRoute, rules: BodyRules, lanes: WorkLanes) -> En
         await lanes.parse(len(body), lambda: check_json(body, rules.limits))
         request.scope["state"]["body"] = body
         return await endpoint(request)
+
+    return answer
+
+
+def with_key_limits(route: ApiRoute, limiter: KeyLimiter, endpoint: Endpoint) -> Endpoint:
+    """`endpoint` after the limits of the client's key, if the route counts as a request."""
+    if not route.is_limited:
+        return endpoint
+
+    async def answer(request: Request) -> Response:
+        reservation = limiter.admit(request.scope["state"]["api_key_name"], 0)
+        try:
+            return await endpoint(request)
+        finally:
+            reservation.release()
 
     return answer
 

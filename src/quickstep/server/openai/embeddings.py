@@ -20,7 +20,12 @@ from starlette.responses import Response
 from quickstep.errors import EngineError, RequestError
 from quickstep.server.api_keys import cache_salt_of, priority_of_key, tenant_of_key
 from quickstep.server.generate.adapter import LineResult, Served
-from quickstep.server.generate.endpoint import CLIENT_CLOSED, caller_of, endpoint_of
+from quickstep.server.generate.endpoint import (
+    BYTES_PER_TOKEN,
+    CLIENT_CLOSED,
+    caller_of,
+    endpoint_of,
+)
 from quickstep.server.generate.engine_interface import TokenStream
 from quickstep.server.generate.generation import with_client_field
 from quickstep.server.generate.prompts import TextPrompt, TokenPrompt, check_num_tokens, prompts_ids
@@ -109,16 +114,18 @@ class Embeddings:
                 f"dimensions is {fields.dimensions}, it must be at least 1", param="dimensions"
             )
         engine = served.engine
+        expected = sum(map(_expected_tokens, prompts))
+        reservation = served.limiter.admit(caller, expected, in_batch=endpoint == BATCHES)
         try:
-            ids = await prompts_ids(engine, prompts, served.lanes, None if truncates else longest)
-        except RequestError as error:
-            raise with_client_field(error, "", input_field) from None
-        if truncates:
-            ids = [one[:longest] for one in ids]
-        check_num_tokens(ids, _SAMPLING, engine.max_model_len, served.limits)
-        num_tokens = sum(map(len, ids))
-        reservation = served.limiter.admit(caller, num_tokens, in_batch=endpoint == BATCHES)
-        try:
+            try:
+                most = None if truncates else longest
+                ids = await prompts_ids(engine, prompts, served.lanes, most)
+            except RequestError as error:
+                raise with_client_field(error, "", input_field) from None
+            if truncates:
+                ids = [one[:longest] for one in ids]
+            check_num_tokens(ids, _SAMPLING, engine.max_model_len, served.limits)
+            num_tokens = sum(map(len, ids))
             vectors = await self._vectors(ids, fields, caller, endpoint, input_field)
         finally:
             reservation.release()
@@ -250,6 +257,13 @@ def _shortened(vector: Sequence[float], dimensions: int | None) -> Sequence[floa
     head = vector[:dimensions]
     length = math.sqrt(math.fsum(value * value for value in head)) or 1.0
     return struct.unpack(f"<{dimensions}f", _floats([value / length for value in head]))
+
+
+def _expected_tokens(prompt: TextPrompt | TokenPrompt) -> int:
+    """How many tokens a prompt may have, before it is tokenised."""
+    if isinstance(prompt, TokenPrompt):
+        return len(prompt.token_ids)
+    return len(prompt.text) // BYTES_PER_TOKEN
 
 
 def _base64(vector: Sequence[float]) -> str:

@@ -193,6 +193,7 @@ class Tokenizing:
                 "Token ids of a text or of a conversation.",
                 request=TokenizeRequest,
                 response=Tokenized,
+                is_limited=True,
             ),
             ApiRoute(
                 "POST",
@@ -201,6 +202,7 @@ class Tokenizing:
                 "The text of token ids.",
                 request=DetokenizeRequest,
                 response=Detokenized,
+                is_limited=True,
             ),
             ApiRoute(
                 "GET",
@@ -216,6 +218,7 @@ class Tokenizing:
                 "The prompt text of a conversation.",
                 request=ApplyTemplateRequest,
                 response=RenderedPrompt,
+                is_limited=True,
             ),
         ]
 

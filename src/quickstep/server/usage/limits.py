@@ -5,9 +5,12 @@ takes one from the bucket of requests; the tokens of a sequence are taken when i
 until then the most that a request may need is reserved. A request that took more than was left
 leaves a debt, so over a long time no key gets more than its limit.
 
-A budget is spent per day or month (UTC). At its end, new requests are refused until the next one;
-requests that run finish, and until then each counts as much as the last requests of its key used on
-average. Lines of batches have the budget but no rate limit: they run when nothing else does.
+A budget is spent per day or month (UTC). A request has to fit into what is left of it: it counts as
+much as it declares that it may need, or as the last requests of its key used on average if that is
+more. If no other request of the key runs, the rest of the budget is enough, so that all of it can
+be used: a budget is exceeded by what one request needs above the rest. What is spent is known by
+the period, so that a clock that is set to another day and back changes nothing. Lines of batches
+have the budget but no rate limit: they run when nothing else does.
 
 `KeyLimiter` belongs to one app and is used in its event loop only. Clocks are arguments.
 """
@@ -30,6 +33,7 @@ __all__ = ["Budget", "KeyLimiter", "KeyLimits", "Reservation", "Used"]
 _MINUTE_S = 60.0
 _LEAST_RETRY_S = 1.0
 _NANO = 1e9
+_MAX_PERIODS = 4  # whose spendings are remembered
 _MEAN_DECAY = 0.98  # of what a key's requests used, per ended request
 _ROUNDING = 1e-6  # a bucket that is refilled for exactly the missing time may lack the last bit
 
@@ -105,16 +109,24 @@ class Used(msgspec.Struct, frozen=True):
 
 
 class Reservation:
-    """What a running request may still take. `release` it at the request's end."""
+    """What a running request may still take: tokens of the rate limit, and of each budget an amount
+    in its unit. `release` it at the request's end.
+    """
 
-    def __init__(self, state: _KeyState | None, num_tokens: float = 0.0) -> None:
+    def __init__(
+        self,
+        state: _KeyState | None,
+        num_tokens: float = 0.0,
+        amounts: tuple[float, ...] = (),
+    ) -> None:
         self._state = state
         self._num_tokens = num_tokens
+        self._amounts = amounts
 
     def release(self) -> None:
         """The request has ended, and what it used is charged. Idempotent."""
         if self._state is not None:
-            self._state.end_request(self._num_tokens)
+            self._state.end_request(self._num_tokens, self._amounts)
         self._state = None
 
 
@@ -162,8 +174,19 @@ class KeyLimiter:
         now = self._wall_clock()
         for spending in state.spendings:
             spending.enter_period(now)
-            if self._used_since is not None:
-                spending.restore(self._used_since(name, round(spending.start_s * _NANO)))
+            self._restore_period(name, spending)
+
+    def _restore_period(self, name: str, spending: _Spending) -> None:
+        if self._used_since is not None:
+            spending.restore(self._used_since(name, round(spending.start_s * _NANO)))
+
+    def _enter_periods(self, name: str, state: _KeyState) -> float:
+        """Let the budgets be those of the present day or month; returns the time."""
+        wall_s = self._wall_clock()
+        for spending in state.spendings:
+            if spending.enter_period(wall_s):  # the ledger knows more
+                self._restore_period(name, spending)
+        return wall_s
 
     def take_limits(self, limits: Mapping[str, KeyLimits]) -> None:
         """Keep these limits from now on; a key whose limits are as before keeps its state."""
@@ -175,8 +198,10 @@ class KeyLimiter:
                 self._restore(name, state)
             self._keys[name] = state
 
-    def admit(self, key_name: str, num_tokens: int, in_batch: bool = False) -> Reservation:
-        """Count a request that may need `num_tokens`, or refuse it.
+    def admit(
+        self, key_name: str, num_tokens: int, in_batch: bool = False, usd: float = 0.0
+    ) -> Reservation:
+        """Count a request that may need `num_tokens`, which may cost `usd`, or refuse it.
 
         A request that may need more than a minute allows waits until the limit is unused.
 
@@ -186,15 +211,14 @@ class KeyLimiter:
         state = self._keys.get(key_name)
         if state is None:
             return Reservation(None)
-        wall_s = self._wall_clock()
-        self._charge_others(wall_s)
-        for spending in state.spendings:
-            spending.enter_period(wall_s)
-            expected = state.num_running * spending.mean
-            if spending.spent + expected >= spending.budget.amount:
-                raise _spent(key_name, spending, expected, wall_s)
+        self._charge_others()
+        wall_s = self._enter_periods(key_name, state)
+        amounts = tuple([one.expected(num_tokens, usd) for one in state.spendings])
+        for spending, amount in zip(state.spendings, amounts, strict=True):
+            if not spending.has_room(amount):
+                raise _spent(key_name, spending, amount, wall_s)
         if in_batch:
-            return state.begin_request(0.0)
+            return state.begin_request(0.0, amounts)
         now, tokens, requests = self._clock(), state.tokens, state.requests
         wanted = 0.0 if tokens is None else min(max(num_tokens, 1), tokens.capacity)
         if requests is not None and not requests.has(now, 1):
@@ -203,7 +227,7 @@ class KeyLimiter:
             raise _too_fast(key_name, "tokens", tokens, tokens.wait_s(now, wanted))
         if requests is not None:
             requests.take(now, 1)
-        return state.begin_request(wanted)
+        return state.begin_request(wanted, amounts)
 
     def charge(
         self, key_name: str, usage: SequenceUsage, costs: Cost, in_batch: bool = False
@@ -212,19 +236,20 @@ class KeyLimiter:
         state = self._keys.get(key_name)
         if state is None:
             return
-        wall_s = self._wall_clock()
+        self._enter_periods(key_name, state)
+        num_tokens = usage.num_prompt_tokens + usage.num_output_tokens
         for spending in state.spendings:
-            spending.enter_period(wall_s)
-            spending.charge(spending.budget.amount_of(usage, costs))
+            spending.charge(spending.budget.amount_of(usage, costs), num_tokens)
         if state.tokens is not None and not in_batch:
-            num_tokens = usage.num_prompt_tokens + usage.num_output_tokens
             state.tokens.take(self._clock(), num_tokens)
 
-    def _charge_others(self, wall_s: float) -> None:
+    def _charge_others(self) -> None:
         for name, used in self._take_others():
             state = self._keys.get(name)
-            for spending in () if state is None else state.spendings:
-                spending.enter_period(wall_s)
+            if state is None:
+                continue
+            self._enter_periods(name, state)
+            for spending in state.spendings:
                 spending.spent += spending.budget.amount_of(used.usage, used.costs)
 
     def headers(self, key_name: str) -> Iterable[tuple[bytes, bytes]]:
@@ -277,41 +302,87 @@ class _Bucket:
 
 
 class _Spending:
-    """What is spent of a budget in the period that began at `start_s`, and `mean` per request."""
+    """What is spent of a budget in the period that began at `start_s`, and what its running
+    requests may still spend.
+    """
 
     def __init__(self, budget: Budget) -> None:
         self.budget = budget
         self.start_s = 0.0
-        self.spent = 0.0
+        self.reserved = 0.0
+        self._num_running = 0
+        self._spent: dict[float, float] = {}  # by the period's start
         self._recent = 0.0  # the decaying sum of what was charged
+        self._recent_tokens = 0.0  # and of the tokens
         self._num_recent = 0.0  # and of the requests that have ended
 
     @property
-    def mean(self) -> float:
-        """What a request takes on average; 0 before one has ended."""
-        return self._recent / self._num_recent if self._num_recent else 0.0
+    def spent(self) -> float:
+        """In the present period."""
+        return self._spent.get(self.start_s, 0.0)
+
+    @spent.setter
+    def spent(self, amount: float) -> None:
+        self._spent[self.start_s] = amount
+
+    def expected(self, num_tokens: int, usd: float) -> float:
+        """What a request that may need so many tokens, for so much, counts until it has ended: at
+        least as much as the last ones used on average.
+        """
+        mean = self._recent / self._num_recent if self._num_recent else 0.0
+        if self.budget.tokens is not None:
+            return max(mean, float(num_tokens))
+        if self.budget.usd is not None:
+            return max(mean, usd)
+        per_token = self._recent / self._recent_tokens if self._recent_tokens else 0.0
+        return max(mean, per_token * num_tokens)
+
+    def has_room(self, amount: float) -> bool:
+        """Whether a request that counts so much may start."""
+        if not self._num_running:
+            return self.spent < self.budget.amount
+        return self.spent + self.reserved + amount <= self.budget.amount
 
     def restore(self, used: Used) -> None:
         """Continue from what was used in this period before."""
         self.spent = self.budget.amount_of(used.usage, used.costs)
-        if used.num_sequences:
+        if used.num_sequences and not self._num_recent:
             self._recent, self._num_recent = self.spent / used.num_sequences, 1.0
+            num_tokens = used.usage.num_prompt_tokens + used.usage.num_output_tokens
+            self._recent_tokens = num_tokens / used.num_sequences
 
-    def charge(self, amount: float) -> None:
+    def charge(self, amount: float, num_tokens: int) -> None:
         """Take what a sequence has used."""
         self.spent += amount
         self._recent += amount
+        self._recent_tokens += num_tokens
 
-    def end_request(self) -> None:
+    def begin_request(self, amount: float) -> None:
+        """A request starts that counts so much."""
+        self._num_running += 1
+        self.reserved += amount
+
+    def end_request(self, amount: float) -> None:
         """A request has ended, and its sequences are charged now or before."""
+        self._num_running -= 1
+        self.reserved = self.reserved - amount if self._num_running else 0.0
         self._recent *= _MEAN_DECAY
+        self._recent_tokens *= _MEAN_DECAY
         self._num_recent = (self._num_recent + 1.0) * _MEAN_DECAY
 
-    def enter_period(self, wall_s: float) -> None:
-        """Begin with nothing spent if a later day or month has begun."""
+    def enter_period(self, wall_s: float) -> bool:
+        """Let the present day or month be that of a time. Returns whether that is before the last
+        one, and not known: the clock was set back, and what was spent by it was spent now.
+        """
         start_s = _start(self.budget, wall_s).timestamp()
-        if start_s > self.start_s:
-            self.start_s, self.spent = start_s, 0.0
+        if start_s == self.start_s:
+            return False
+        is_earlier = start_s < self.start_s and start_s not in self._spent
+        self._spent.setdefault(start_s, self.spent if is_earlier else 0.0)
+        self.start_s = start_s
+        while len(self._spent) > _MAX_PERIODS:
+            del self._spent[min(one for one in self._spent if one != start_s)]
+        return is_earlier
 
 
 class _KeyState:
@@ -323,22 +394,21 @@ class _KeyState:
         self.requests = None if requests is None else _Bucket(requests, now)
         self.tokens = None if tokens is None else _Bucket(tokens, now)
         self.spendings = tuple(map(_Spending, limits.budgets))
-        self.num_running = 0  # requests
 
-    def begin_request(self, num_tokens: float) -> Reservation:
-        """Reserve for a request that starts now."""
-        self.num_running += 1
+    def begin_request(self, num_tokens: float, amounts: tuple[float, ...]) -> Reservation:
+        """Reserve for a request that starts now: of the rate limit, and of each budget."""
         if self.tokens is not None:
             self.tokens.reserved += num_tokens
-        return Reservation(self, num_tokens)
+        for spending, amount in zip(self.spendings, amounts, strict=True):
+            spending.begin_request(amount)
+        return Reservation(self, num_tokens, amounts)
 
-    def end_request(self, num_tokens: float) -> None:
+    def end_request(self, num_tokens: float, amounts: tuple[float, ...]) -> None:
         """Give back what `begin_request` has reserved."""
-        self.num_running -= 1
         if self.tokens is not None:
             self.tokens.reserved -= num_tokens
-        for spending in self.spendings:
-            spending.end_request()
+        for spending, amount in zip(self.spendings, amounts, strict=True):
+            spending.end_request(amount)
 
 
 def _start(budget: Budget, wall_s: float) -> datetime:
@@ -355,7 +425,9 @@ def _spent(key_name: str, spending: _Spending, expected: float, wall_s: float) -
     used = f"{spending.spent:.6g} used"
     wait_s = max(_LEAST_RETRY_S, reset.timestamp() - wall_s)
     if spending.spent < budget.amount:
-        used += f", {expected:.6g} expected of running requests"
+        used += (
+            f", {spending.reserved:.6g} reserved for running requests, {expected:.6g} for this one"
+        )
         wait_s = _LEAST_RETRY_S  # they may need less
     return RequestError(
         f"the API key {key_name} has spent its budget of {budget} ({used}); it "

@@ -68,6 +68,11 @@ class Price(msgspec.Struct, frozen=True):
     output_per_million: float = 0.0
     device_per_hour: float = 0.0
 
+    def most_usd(self, num_tokens: int) -> float:
+        """What so many tokens cost at most, in dollars."""
+        per_million = max(self.input_per_million, self.output_per_million)
+        return num_tokens * per_million / 1e6
+
 
 class PriceEntry(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """An entry of the file; a price that it does not have is that of a more general entry. Cached
