@@ -129,7 +129,10 @@ SAMPLING: Cases = {
         quickstep_timings=(True, lambda seen: "device_s" in seen.answer.get("quickstep", {})),
     ),
     "lora": LORA_CASE,
-    "thinking_budget": Case(7, sampled("thinking_budget", 7), engine=thinking),
+    **{
+        name: Case(7, sampled("thinking_budget", 7), engine=thinking)
+        for name in ("thinking_budget", *schemas.BUDGET_NAMES)
+    },
     "stream_options": Case(
         {"include_usage": True}, lambda seen: seen.chunks[-1]["choices"] == [], {"stream": True}
     ),

@@ -47,7 +47,7 @@ BEYOND_THE_SCHEMA = re.compile(
     stream_options\ needs\ stream
     | top_logprobs\ needs\ (logprobs|include)
     | logprob_token_ids\ needs\ logprobs | truncate_prompt_tokens\ is
-    | thinking_budget\ (is\ not\ supported|cannot)
+    | \w+_budget(_tokens)?\ (is\ not\ supported|cannot|is\ -?\d+\ and)
     | timeout_s\ is\ .*\ (inf|nan|above)
     | best_of\ is\ .*,\ (below|above)\ n
     | (length_penalty|early_stopping)\ needs\ use_beam_search

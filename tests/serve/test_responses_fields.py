@@ -119,10 +119,11 @@ def test_a_model_that_reasons_can_be_told_not_to() -> None:
     assert "enable_thinking=False" in bytes(engine.submitted[0].prompt).decode()
 
 
-def test_the_reasoning_can_have_a_budget() -> None:
+@pytest.mark.parametrize("name", ["thinking_budget", "thinking_token_budget"])
+def test_the_reasoning_can_have_a_budget(name: str) -> None:
     engine = FakeEngine()
     engine.chat_template = FakeTemplate(formats_of("{{ tools }}</think>"))
-    assert post({"thinking_budget": 20}, engine).status_code == 200
+    assert post({name: 20}, engine).status_code == 200
     assert engine.submitted[0].sampling.thinking_budget == 20
 
 

@@ -11,6 +11,7 @@ from fake_engine import FakeEngine, FakeTemplate
 from quickstep.engine.tool_calls.formats import formats_of
 from quickstep.sampling_params import PRESETS
 from quickstep.server.app import create_app
+from quickstep.server.openai.request_types import BUDGET_NAMES
 from quickstep.types import SamplingParams
 
 DEFAULTS = {"temperature": 0.6, "top_p": 0.8, "top_k": 20}
@@ -60,6 +61,45 @@ def test_a_reasoning_budget_carries_the_tags_of_the_models_format(route: str) ->
     sampling = sampled({"thinking_budget": 7}, thinking("x</think>"), route)
     assert sampling.thinking_budget == 7
     assert sampling.reasoning_tags == ("<think>", "</think>")
+
+
+@pytest.mark.parametrize("name", BUDGET_NAMES)
+@pytest.mark.parametrize("route", [CHAT, COMPLETIONS])
+def test_a_reasoning_budget_has_the_names_of_other_servers(route: str, name: str) -> None:
+    sampling = sampled({name: 7}, thinking("x</think>"), route)
+    assert (sampling.thinking_budget, sampling.reasoning_tags) == (7, ("<think>", "</think>"))
+
+
+@pytest.mark.parametrize("name", BUDGET_NAMES)
+def test_a_budget_of_minus_one_is_no_limit_by_the_names_of_other_servers(name: str) -> None:
+    sampling = sampled({name: -1}, FakeEngine())
+    assert (sampling.thinking_budget, sampling.reasoning_tags) == (None, None)
+
+
+@pytest.mark.parametrize("name", ["thinking_budget", *BUDGET_NAMES])
+@pytest.mark.parametrize("value", [-2, 2**31])
+def test_a_budget_out_of_range_is_refused_by_the_clients_name(name: str, value: int) -> None:
+    error = post(CHAT, {name: value}, thinking("x</think>")).json()["error"]
+    assert error["param"] == name
+    assert error["message"].startswith(f"{name} is {value}, ")
+
+
+@pytest.mark.parametrize("name", BUDGET_NAMES)
+def test_a_budget_without_reasoning_tags_is_refused_by_the_clients_name(name: str) -> None:
+    error = post(CHAT, {name: 7}, thinking("no reasoning")).json()["error"]
+    assert error["param"] == name
+    assert error["message"].startswith(f"{name} is not supported: ")
+
+
+def test_two_names_of_the_budget_have_to_agree() -> None:
+    agreeing = {"thinking_budget": 7, "reasoning_budget": 7}
+    assert sampled(agreeing, thinking("x</think>")).thinking_budget == 7
+    fields = {"thinking_token_budget": 7, "thinking_budget_tokens": -1}
+    error = post(CHAT, fields, thinking("x</think>")).json()["error"]
+    assert error["param"] == "thinking_budget_tokens"
+    assert error["message"] == (
+        "thinking_token_budget is 7 and thinking_budget_tokens is -1; send one of them"
+    )
 
 
 @pytest.mark.parametrize("template", ["no reasoning", "<|channel|>analysis"])

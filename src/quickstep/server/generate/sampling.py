@@ -16,7 +16,7 @@ from quickstep.engine.tool_calls.formats import check_reasoning_tags
 from quickstep.errors import RequestError
 from quickstep.sampling_params import preset_values
 from quickstep.server.generate.adapter import Served
-from quickstep.server.openai.request_types import SamplingFields
+from quickstep.server.openai.request_types import BUDGET_NAMES, SamplingFields
 from quickstep.server.options import RequestLimits, bounded
 from quickstep.types import Request, RequestClass, SamplingParams
 
@@ -41,7 +41,6 @@ _SAME_NAME = (
     "dry_base",
     "dry_allowed_length",
     "dry_range",
-    "thinking_budget",
     "presence_penalty",
     "frequency_penalty",
     "repetition_penalty",
@@ -66,10 +65,15 @@ def sampling_params(
     `own` overrides all: the fields that the API resolved itself (`max_tokens`, `logprobs`);
     `renamed` maps their names to the client's.
     """
+    budget_field, budget = _thinking_budget(fields)
+    client_names = {"thinking_budget": budget_field, **renamed}
     try:
-        return SamplingParams(**{**_values(fields, served), **own})
+        values = _values(fields, served)
+        if budget is not None:
+            values |= {"thinking_budget": budget, "reasoning_tags": _reasoning_tags(served)}
+        return SamplingParams(**{**values, **own})
     except RequestError as error:
-        client_name = renamed.get(error.param or "")
+        client_name = client_names.get(error.param or "")
         if error.param is None or client_name is None:
             raise
         message = str(error).replace(error.param, client_name, 1)
@@ -85,8 +89,6 @@ def _values(fields: SamplingFields, served: Served) -> dict[str, Any]:
         **_texts(fields, limits),
     }
     values |= {name: value for name in _SAME_NAME if (value := getattr(fields, name)) is not None}
-    if fields.thinking_budget is not None:
-        values["reasoning_tags"] = _reasoning_tags(served)
     values["logit_bias"] = _logit_bias(fields.logit_bias or {}, limits, vocab_size)
     for name in ("stop_token_ids", "allowed_token_ids"):
         ids = getattr(fields, name) or ()
@@ -172,6 +174,27 @@ def _texts(fields: SamplingFields, limits: RequestLimits) -> dict[str, tuple[str
             bounded(name, max(map(len, values), default=0), longest, "characters in one entry")
             texts[name] = tuple(values)
     return texts
+
+
+def _thinking_budget(fields: SamplingFields) -> tuple[str, int | None]:
+    """The client's name of the reasoning budget, and its tokens; None for no limit.
+
+    Raises RequestError if two of its names have different values.
+    """
+    given = {
+        name: value
+        for name in ("thinking_budget", *BUDGET_NAMES)
+        if (value := getattr(fields, name)) is not None
+    }
+    if not given:
+        return "thinking_budget", None
+    (first, budget), *others = given.items()
+    for name, value in others:
+        if value != budget:
+            raise RequestError(
+                f"{first} is {budget} and {name} is {value}; send one of them", param=name
+            )
+    return first, None if budget == -1 and first in BUDGET_NAMES else budget
 
 
 def _reasoning_tags(served: Served) -> tuple[str, str]:

@@ -50,6 +50,7 @@ from quickstep.server.schema.shared_fields import (
 )
 
 __all__ = [
+    "BUDGET_NAMES",
     "AssistantMessage",
     "ChatRequest",
     "ChoiceFields",
@@ -81,6 +82,11 @@ __all__ = [
 
 _MODEL = effect("Which served name answers; the first one if not given, 404 for an unknown one.")
 _TEMPLATE = effect("Given to the chat template.")
+# other servers' names of `thinking_budget`, in which -1 is no limit
+BUDGET_NAMES = ("thinking_token_budget", "reasoning_budget", "thinking_budget_tokens")
+_BUDGET = effect(
+    "Another name of thinking_budget; -1 for no limit. Several may be sent if they agree."
+)
 
 
 class StreamOptions(msgspec.Struct, forbid_unknown_fields=True, frozen=True):
@@ -185,6 +191,9 @@ class SamplingFields(msgspec.Struct, forbid_unknown_fields=True, kw_only=True, f
     allowed_token_ids: list[int] | None = None
     bad_words: list[str] | None = None
     thinking_budget: int | None = None
+    thinking_token_budget: Annotated[int | None, _BUDGET] = None
+    reasoning_budget: Annotated[int | None, _BUDGET] = None
+    thinking_budget_tokens: Annotated[int | None, _BUDGET] = None
     seed: int | None = None
     max_tokens: int | None = None
     min_tokens: int | None = None
