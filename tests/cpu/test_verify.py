@@ -52,7 +52,7 @@ def test_a_sound_engine_has_no_mismatch_and_every_scenario_happens():
     assert runs["overlapped"].overlapped_steps > 50
     assert sum(one.beam_searches for one in runs.values()) > 10
     for name in ("drafts", "drafts, starved", "all with drafts", "trees", "all with trees"):
-        assert runs[name].accepted_drafts > 50
+        assert runs[name].accepted_drafts > 20
         assert runs[name].drafts > runs[name].accepted_drafts
     assert runs["drafts, starved"].preemptions > 0
     assert min(runs["suffix"].drafts, runs["ngram"].drafts) > 0
@@ -219,6 +219,7 @@ _NOT_DRAWN = {
     "seed",
     "bad_words",
     "dry_sequence_breakers",
+    "structured_outputs",  # a grammar by the time a request exists
     "reasoning_tags",
     "inside_reasoning",
     "shown_special_token_ids",

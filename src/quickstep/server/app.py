@@ -19,7 +19,13 @@ from quickstep.server.batches.endpoint import LocalBatches
 from quickstep.server.generate.adapter import Served
 from quickstep.server.generate.engine_interface import ServedEngine
 from quickstep.server.http.middleware import AccessMiddleware, CrossOriginMiddleware
-from quickstep.server.http.route import ApiRoute, BodyRules, with_admin_check, with_checked_body, with_key_limits
+from quickstep.server.http.route import (
+    ApiRoute,
+    BodyRules,
+    with_admin_check,
+    with_checked_body,
+    with_key_limits,
+)
 from quickstep.server.metrics import Metrics, log_traffic
 from quickstep.server.options import CorsOptions, ServerOptions
 from quickstep.server.routes import api_routes
