@@ -80,3 +80,51 @@ def test_short_json_is_parsed_at_once_and_long_json_in_a_thread() -> None:
         assert await lanes.parse(100_000, threading.get_ident) != here
 
     asyncio.run(run())
+
+
+def test_keys_take_turns_in_a_lane() -> None:
+    begun, released, order = threading.Event(), threading.Event(), list[str]()
+
+    def hold() -> None:
+        begun.set()
+        released.wait(DEADLINE_S)
+
+    async def run() -> None:
+        lanes = WorkLanes()
+        first = asyncio.ensure_future(lanes.run(LARGE, hold))
+        await asyncio.to_thread(begun.wait, DEADLINE_S)
+        keys = ["flood"] * 20 + ["ann", "bob", "ann"]
+        others = [
+            asyncio.ensure_future(lanes.of(key).run(LARGE, lambda key=key: order.append(key)))
+            for key in keys
+        ]
+        await asyncio.sleep(0)
+        released.set()
+        await asyncio.gather(first, *others)
+
+    asyncio.run(asyncio.wait_for(run(), DEADLINE_S))
+    assert order[:6] == ["flood", "ann", "bob", "flood", "ann", "flood"]
+    assert order[6:] == ["flood"] * 17
+
+
+def test_in_a_full_lane_the_key_with_most_makes_way() -> None:
+    begun, released = threading.Event(), threading.Event()
+
+    def hold() -> None:
+        begun.set()
+        released.wait(DEADLINE_S)
+
+    async def run() -> list[object]:
+        lanes = WorkLanes(max_waiting=(4, 4, 4))
+        first = asyncio.ensure_future(lanes.run(LARGE, hold))
+        await asyncio.to_thread(begun.wait, DEADLINE_S)
+        flood = [asyncio.ensure_future(lanes.of("flood").run(LARGE, int)) for _ in range(4)]
+        await asyncio.sleep(0)
+        ann = [asyncio.ensure_future(lanes.of("ann").run(LARGE, int)) for _ in range(3)]
+        await asyncio.sleep(0)
+        released.set()
+        return await asyncio.gather(first, *flood, *ann, return_exceptions=True)
+
+    _, *results = asyncio.run(asyncio.wait_for(run(), DEADLINE_S))
+    assert [type(one) for one in results[:4]] == [int, int, ServerBusy, ServerBusy]
+    assert [type(one) for one in results[4:]] == [int, int, ServerBusy]

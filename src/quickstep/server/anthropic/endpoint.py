@@ -60,6 +60,7 @@ from quickstep.server.generate.conversation import (
     conversation_request,
     effort_in_template,
 )
+from quickstep.server.generate.endpoint import caller_of
 from quickstep.server.generate.generation import ChoiceDelta, Generation, Head, ParsedRequest
 from quickstep.server.generate.message import (
     Block,
@@ -173,12 +174,12 @@ class CountTokens:
     async def answer(self, request: Request) -> Response:
         """Return the number of tokens. Raises RequestError."""
         body = body_of(request)
-        served = self._served
+        served, lanes = self._served, self._served.lanes.of(caller_of(request))
         reader = FieldReader(served.field_rules)
-        conversation = await served.lanes.parse(len(body), lambda: self._parse(body, reader))
+        conversation = await lanes.parse(len(body), lambda: self._parse(body, reader))
         report_ignored(request, reader.ignored)
         prompts = [conversation.prompt]
-        (ids,) = await prompts_ids(served.engine, prompts, served.lanes, max_len=None)
+        (ids,) = await prompts_ids(served.engine, prompts, lanes, max_len=None)
         return json_response(TokenCount(len(ids)))
 
     def _parse(self, body: bytes, reader: FieldReader) -> Conversation:

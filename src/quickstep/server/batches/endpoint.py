@@ -86,7 +86,7 @@ class LocalBatches:
         """Create a batch."""
         body = body_of(request)
         reader = FieldReader(self._served.field_rules)
-        fields = await self._served.lanes.parse(
+        fields = await self._served.lanes.of(caller_of(request)).parse(
             len(body), lambda: reader.decode(body, BatchRequest)
         )
         report_ignored(request, reader.ignored)

@@ -107,7 +107,7 @@ class GeneratingRoute:
         received_s: float = request.scope["state"]["received_s"]
         if self._has_sampling_fields and self._served.engine.has_queue:
             self._check_admission(body, caller, received_s)
-        parsed = await self._served.lanes.parse(
+        parsed = await self._served.lanes.of(caller).parse(
             len(body), lambda: self._parse(body, caller, endpoint)
         )
         report_ignored(request, parsed.ignored)
@@ -183,7 +183,7 @@ class GeneratingRoute:
         `added_priority` puts the line after requests of waiting clients.
         Raises RequestError, EngineError.
         """
-        parsed = await self._served.lanes.parse(
+        parsed = await self._served.lanes.of(caller).parse(
             len(body), lambda: self._parse(body, caller, BATCHES, added_priority)
         )
         answer = await self._open(parsed, caller, len(body))
@@ -236,18 +236,24 @@ class GeneratingRoute:
         usd = 0.0 if price is None else price.most_usd(num_tokens)
         reservation = self._served.limiter.admit(caller, num_tokens, in_batch, usd)
         try:
-            return await self._submit(parsed, reservation, headers)
+            return await self._submit(parsed, caller, reservation, headers)
         except BaseException:
             reservation.release()
             raise
 
     async def _submit(
-        self, parsed: ParsedRequest, reservation: Reservation, headers: Mapping[str, str]
+        self,
+        parsed: ParsedRequest,
+        caller: str,
+        reservation: Reservation,
+        headers: Mapping[str, str],
     ) -> _Answer:
         assert parsed.writer is not None, "every adapter names its writer"
         meter = self._metrics.meter(parsed, headers)
         served = self._served
-        generation = await open_generation(served.engine, parsed, served.limits, served.lanes)
+        generation = await open_generation(
+            served.engine, parsed, served.limits, served.lanes.of(caller)
+        )
         if generation.loosened and served.field_rules.refuse_hints:
             await generation.aclose()
             raise loosened_keyword(generation.loosened[0])

@@ -21,10 +21,15 @@ from starlette.types import Receive, Scope, Send
 
 from quickstep.errors import RequestError
 from quickstep.server.api_keys import ApiKeys
-from quickstep.server.http.body import ClientDisconnect, check_json, read_body
+from quickstep.server.http.body import (
+    ClientDisconnect,
+    check_json,
+    read_body,
+    unless_disconnected,
+)
 from quickstep.server.http.errors import ErrorShape, openai_shape
 from quickstep.server.http.event_stream import SERVER_SENT_EVENTS
-from quickstep.server.http.work_lanes import WorkLanes
+from quickstep.server.http.work_lanes import INLINE_BYTES, WorkLanes
 from quickstep.server.options import RequestLimits, ServerOptions
 from quickstep.server.usage.limits import KeyLimiter
 
@@ -160,8 +165,18 @@ def with_checked_body(route: ApiRoute, rules: BodyRules, lanes: WorkLanes) -> En
             body = await read_body(request, rules.limits.body_bytes)
         except ClientDisconnect:
             return Response(status_code=_CLIENT_CLOSED)
-        await lanes.parse(len(body), lambda: check_json(body, rules.limits))
         request.scope["state"]["body"] = body
+        if len(body) <= INLINE_BYTES:
+            check_json(body, rules.limits)
+            return await endpoint(request)
+        try:  # work of a client that has left ends, which for a large body is much
+            return await unless_disconnected(request.receive, checked(request, body))
+        except ClientDisconnect:
+            return Response(status_code=_CLIENT_CLOSED)
+
+    async def checked(request: Request, body: bytes) -> Response:
+        of_key = lanes.of(request.scope["state"]["api_key_name"])
+        await of_key.run(len(body), lambda: check_json(body, rules.limits))
         return await endpoint(request)
 
     return answer

@@ -312,7 +312,7 @@ class OllamaEmbedding:
         """Return a vector for each input. Raises RequestError, EngineError."""
         started_s = self._clock()
         body, reader = self._body(request)
-        fields = await self._served.lanes.parse(
+        fields = await self._served.lanes.of(caller_of(request)).parse(
             len(body), lambda: reader.decode(body, OllamaEmbedRequest)
         )
         inputs = [fields.input] if isinstance(fields.input, str) else fields.input
@@ -340,7 +340,7 @@ class OllamaEmbedding:
     async def embeddings(self, request: Request) -> Response:
         """Return the vector of one prompt. Raises RequestError, EngineError."""
         body, reader = self._body(request)
-        fields = await self._served.lanes.parse(
+        fields = await self._served.lanes.of(caller_of(request)).parse(
             len(body), lambda: reader.decode(body, OllamaEmbeddingsRequest)
         )
         model = known_model(fields.model, self._served)

@@ -86,7 +86,9 @@ class Embeddings:
         added_priority: int = 0,
     ) -> EmbeddingList:
         served = self._served
-        fields, prompts = await served.lanes.parse(len(body), lambda: _parsed(body, reader, served))
+        fields, prompts = await served.lanes.of(caller).parse(
+            len(body), lambda: _parsed(body, reader, served)
+        )
         return await self.embed(fields, prompts, caller, endpoint, added_priority)
 
     async def embed(
@@ -119,7 +121,7 @@ class Embeddings:
         try:
             try:
                 most = None if truncates else longest
-                ids = await prompts_ids(engine, prompts, served.lanes, most)
+                ids = await prompts_ids(engine, prompts, served.lanes.of(caller), most)
             except RequestError as error:
                 raise with_client_field(error, "", input_field) from None
             if truncates:

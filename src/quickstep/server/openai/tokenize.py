@@ -18,6 +18,7 @@ from starlette.responses import Response
 
 from quickstep.errors import RequestError
 from quickstep.server.generate.adapter import Served
+from quickstep.server.generate.endpoint import caller_of
 from quickstep.server.generate.prompts import ChatPrompt, rendered
 from quickstep.server.generate.sampling import token_ids_of
 from quickstep.server.http.body import body_of
@@ -226,14 +227,14 @@ class Tokenizing:
         """Token ids of a text or of a conversation."""
         body = body_of(request)
         return await self._off_the_loop(
-            len(body), lambda: json_response(self._tokenized(request, body))
+            request, len(body), lambda: json_response(self._tokenized(request, body))
         )
 
     async def detokenize(self, request: Request) -> Response:
         """The text of token ids, special tokens included."""
         body = body_of(request)
         return await self._off_the_loop(
-            len(body), lambda: json_response(self._detokenized(request, body))
+            request, len(body), lambda: json_response(self._detokenized(request, body))
         )
 
     async def info(self, _: Request) -> Response:
@@ -263,10 +264,14 @@ class Tokenizing:
             chat = ChatRequest(**msgspec.structs.asdict(fields))
             return json_response(RenderedPrompt(prompt=self._rendered(request, chat)))
 
-        return await self._off_the_loop(len(body), answer)
+        return await self._off_the_loop(request, len(body), answer)
 
-    async def _off_the_loop(self, size: int, work: Callable[[], Response]) -> Response:
-        return work() if size <= _INLINE_BYTES else await self._served.lanes.run(size, work)
+    async def _off_the_loop(
+        self, request: Request, size: int, work: Callable[[], Response]
+    ) -> Response:
+        if size <= _INLINE_BYTES:
+            return work()
+        return await self._served.lanes.of(caller_of(request)).run(size, work)
 
     def _read(self, request: Request, body: bytes, schema: type[_Schema]) -> _Schema:
         reader = FieldReader(self._served.field_rules)
