@@ -99,12 +99,18 @@ class PromptTooLong(RequestError):
 
 
 class QueueFull(RequestError):
-    """Too many sequences wait; `wait_s` is how long one more would."""
+    """Too many sequences wait, or too many of an `account`; `wait_s` is how long one more would."""
 
-    def __init__(self, num_waiting: int, n: int, max_waiting: int, wait_s: float) -> None:
+    def __init__(
+        self, num_waiting: int, n: int, max_waiting: int, wait_s: float, account: str = ""
+    ) -> None:
         more = "" if n == 1 else f" and the request adds {n}"
+        whose = f" of {account}" if account else ""
+        limit = (
+            f"its share of {max_waiting} is used up" if account else f"the limit is {max_waiting}"
+        )
         super().__init__(
-            f"{num_waiting} sequences wait{more}, the limit is {max_waiting}, and the predicted "
+            f"{num_waiting} sequences{whose} wait{more}, {limit}, and the predicted "
             f"wait is {wait_s:.2f} s; send the request again later or raise --max-waiting",
             status=429,
             retry_after_s=wait_s,

@@ -7,6 +7,7 @@ from collections.abc import Iterator
 
 import msgspec
 import pytest
+from msgspec import structs
 from scheduler_world import Setup, World, ask
 
 from quickstep.core.admission import AdmissionState, WaitEstimate
@@ -177,3 +178,35 @@ def test_numbers_that_a_scheduler_cannot_order_by_are_refused(
         request = msgspec.structs.replace(Request("r", (1,)), **{name: value})
         with pytest.raises(RequestError, match=name):
             check_request(request, 10, 10, frozenset({9}))
+
+
+@pytest.mark.parametrize("weight", [1.0, 0.25])
+def test_an_account_that_floods_the_queue_leaves_room_for_others(weight: float) -> None:
+    world = World(Setup(max_num_seqs=1, max_waiting=90, num_blocks=64))
+    world.add(ask("running", max_tokens=30))
+    world.plan()
+
+    def num_queued(account: str, weight: float = 1.0) -> int:
+        count = 0
+        while world.add(
+            structs.replace(
+                ask(f"{account}-{count}"), tenant=f"{account}/{count}", tenant_weight=weight
+            )
+        ):
+            count += 1
+        return count
+
+    flood = num_queued("flood", weight)
+    assert flood == (80 if weight == 1.0 else 60)
+    assert num_queued("ann") == (9 if weight == 1.0 else 27)
+    assert num_queued("bob") >= 1
+    world.drain()
+    world.verify()
+
+
+def test_without_accounts_all_of_the_queue_is_for_everybody() -> None:
+    world = World(Setup(max_num_seqs=1, max_waiting=9, num_blocks=64))
+    world.add(ask("running", max_tokens=30))
+    world.plan()
+    assert [world.add(ask(f"r{number}")) for number in range(10)] == [True] * 9 + [False]
+    world.drain()

@@ -17,7 +17,7 @@ from itertools import chain
 
 from quickstep.core.block_pool import KVBlockPool
 from quickstep.core.sequence import Rank, Residency, Sequence, SequenceState
-from quickstep.core.service_order import ServiceOrder
+from quickstep.core.service_order import ServiceOrder, account_of
 from quickstep.types import CacheMiss, Request, RequestClass
 
 __all__ = ["Deadlines", "Due", "RunningBatch", "WaitingQueue"]
@@ -38,6 +38,7 @@ class WaitingQueue:
         self._ready: dict[str, list[Sequence]] = {}  # by adapter: those of the queues that have one
         self._num = 0
         self._num_interactive = 0
+        self._num_of: Counter[str] = Counter()  # by account
         self._known_first: tuple[Sequence | None, int] | None = None
         self._known_version = 0  # of the order
 
@@ -59,6 +60,10 @@ class WaitingQueue:
     def num_interactive(self) -> int:
         """How many are not of the class `batch`."""
         return self._num_interactive
+
+    def num_of(self, account: str) -> int:
+        """How many are of an account."""
+        return self._num_of[account]
 
     @property
     def parked_adapters(self) -> Collection[str]:
@@ -166,6 +171,10 @@ class WaitingQueue:
     def _count(self, sequence: Sequence, change: int) -> None:
         self._known_first = None
         self._num += change
+        account = account_of(sequence.request)
+        self._num_of[account] += change
+        if not self._num_of[account]:
+            del self._num_of[account]
         if sequence.request.request_class is not RequestClass.BATCH:
             self._num_interactive += change
 
@@ -202,6 +211,7 @@ class WaitingQueue:
             assert one.awaits_adapter != is_ready, f"{one.sequence_id} is in the wrong queue"
         interactive = [one for one in self if one.request.request_class is not RequestClass.BATCH]
         assert self._num == sum(map(len, self._all_queues())), "the count of all is wrong"
+        assert self._num_of == Counter(account_of(one.request) for one in self), "of accounts"
         assert not self._queues or self._first == self._find_first(), "the head is another one"
         assert self._num_interactive == len(interactive), "the count of interactive ones is wrong"
         assert all(self._parked.values()), "an adapter is waited for by no sequence"

@@ -45,6 +45,7 @@ from quickstep.core.decode_group import DecodeGroup, DecodeSteps
 from quickstep.core.policies import Policy, StepView
 from quickstep.core.queues import Deadlines, Due, RunningBatch, WaitingQueue
 from quickstep.core.sequence import TICKS_PER_S, Sequence, SequenceState
+from quickstep.core.service_order import account_of
 from quickstep.core.speculation import DraftControl
 from quickstep.core.step import (
     FlightRow,
@@ -56,11 +57,18 @@ from quickstep.core.step import (
     pending_tokens,
     row_failures,
 )
-from quickstep.errors import EngineError, FirstTokenTooLate, PromptTooLong, RequestError
+from quickstep.errors import (
+    EngineError,
+    FirstTokenTooLate,
+    PromptTooLong,
+    QueueFull,
+    RequestError,
+)
 from quickstep.types import (
     FinishReason,
     Phase,
     Request,
+    RequestClass,
     RowOutput,
     SequenceOutput,
     SequenceTimings,
@@ -81,6 +89,7 @@ _FIRST_RESERVE = 0.25
 _RESERVE_DECAY = 0.995
 _LEAST_RESERVE = 0.01
 _LEAST_PREFILL = 16  # tokens of a step that more decode rows than it has tokens leave
+_SHARE_OF_FREE = 8.0  # of the free places of the queue, for an account of weight 1
 _MAX_LEVELS = 32  # of priority, in the published state
 
 
@@ -210,6 +219,7 @@ class Scheduler:
             raise RequestError(f"request_id {name!r} is in use; choose another", param="request_id")
         if self._adapters is not None and request.adapter_id:
             self._check_adapter(self._adapters, request)
+        self._check_share(request)
         n, service_s, prompt_s = request.sampling.n, *self._predicted_service_s(request)
         charge_s = prompt_s + self._predicted_decode_charge_s(request)
         first_token_s = prompt_s + self._wait_estimate.delay_s(now)
@@ -339,6 +349,23 @@ class Scheduler:
         waited_s = now - sequence.arrival_s
         if waited_s + wait_s + first_token_s > deadline_s:
             raise FirstTokenTooLate(deadline_s, wait_s, first_token_s, waited_s)
+
+    def _check_share(self, request: Request) -> None:
+        """Raise QueueFull if the account of a request has its share of the queue: so many times
+        what is free, by its weight. So one account leaves room for the next, however fast it sends
+        (dynamic thresholds, Choudhury and Hahne 1998).
+        """
+        most, account = self._limits.max_waiting, account_of(request)
+        if most is None or not account or request.is_continuation:
+            return
+        is_batch = request.request_class is RequestClass.BATCH
+        num_waiting = len(self._waiting) if is_batch else self._waiting.num_interactive
+        num_own = self._waiting.num_of(account)
+        share = _SHARE_OF_FREE * request.tenant_weight * max(0, most - num_waiting)
+        if num_own and num_own + request.sampling.n > share:
+            state = self._state_for(request, self._accounted_s or 0.0)
+            wait_s = state.wait_s(num_own)
+            raise QueueFull(num_own, request.sampling.n, most, wait_s, account)
 
     def _is_limited(self, request: Request) -> bool:
         """Whether the state of the queue may have the request refused."""

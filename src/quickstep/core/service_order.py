@@ -28,6 +28,7 @@ __all__ = [
     "LengthOrder",
     "PriorityOrder",
     "ServiceOrder",
+    "account_of",
     "level_of",
 ]
 
@@ -43,6 +44,11 @@ def level_of(request: Request) -> int:
     """The priority with the class of the request: lower first."""
     is_batch = request.request_class is RequestClass.BATCH
     return request.priority + (_BATCH_LEVELS if is_batch else 0)
+
+
+def account_of(request: Request) -> str:
+    """The part of the tenant that a client cannot choose: the name of its API key."""
+    return request.tenant.partition("/")[0]
 
 
 class ServiceOrder:
@@ -213,8 +219,8 @@ class FairOrder(PriorityOrder):
         return None
 
     def queue_of(self, request: Request) -> str:
-        """The account: the part of the tenant that a client cannot choose."""
-        return request.tenant.partition("/")[0]
+        """The account."""
+        return account_of(request)
 
     def queue_rank(self, name: str) -> float:
         """What the tenant has received and will have received from its running sequences."""
