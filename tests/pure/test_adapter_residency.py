@@ -205,8 +205,8 @@ def test_no_one_is_stuck_when_a_drained_adapter_is_not_needed_any_more() -> None
     world.verify()
 
 
-@pytest.mark.parametrize("is_loaded_again", [False, True])
-def test_an_adapter_that_is_retired_while_it_drains_blocks_nothing(is_loaded_again: bool) -> None:
+def draining_world() -> World:
+    """`long` runs with `busy`, which drains for `rare`."""
     world = World(Setup(max_loras=1, num_blocks=64))
     world.add(adapter_request("long", "busy", 30))
     world.plan()
@@ -216,6 +216,12 @@ def test_an_adapter_that_is_retired_while_it_drains_blocks_nothing(is_loaded_aga
     world.advance(2.0)
     world.commit()
     world.plan()
+    return world
+
+
+@pytest.mark.parametrize("is_loaded_again", [False, True])
+def test_an_adapter_that_is_retired_while_it_drains_blocks_nothing(is_loaded_again: bool) -> None:
+    world = draining_world()
     room = world.scheduler.adapter_room
     assert room is not None and room.state("busy") is AdapterState.DRAINING
     world.add(adapter_request("late", "busy"))
@@ -228,15 +234,7 @@ def test_an_adapter_that_is_retired_while_it_drains_blocks_nothing(is_loaded_aga
 
 def test_a_draining_ends_when_the_load_that_needs_it_has_gone() -> None:
     """Whatever becomes of the waiting sequence, the adapter is used again at once."""
-    world = World(Setup(max_loras=1, num_blocks=64))
-    world.add(adapter_request("long", "busy", 30))
-    world.plan()
-    world.finish_load()
-    world.plan()
-    world.add(adapter_request("rare", "rare"))
-    world.advance(2.0)
-    world.commit()
-    world.plan()
+    world = draining_world()
     room = world.scheduler.adapter_room
     assert room is not None and not room.is_ready("busy")
     world.pause("rare")
@@ -282,15 +280,7 @@ def test_requests_of_equal_priority_do_not_take_the_place_from_each_other() -> N
 
 def test_a_drained_adapter_stays_for_a_request_of_higher_priority() -> None:
     """The load that it drains for would be served after that request."""
-    world = World(Setup(max_loras=1, num_blocks=64))
-    world.add(adapter_request("long", "busy", 30))
-    world.plan()
-    world.finish_load()
-    world.plan()
-    world.add(adapter_request("rare", "rare"))
-    world.advance(2.0)
-    world.commit()
-    world.plan()
+    world = draining_world()
     world.add(adapter_request("urgent", "busy", priority=-9))
     world.commit()
     world.plan()

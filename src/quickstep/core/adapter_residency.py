@@ -220,11 +220,6 @@ class AdapterResidency:
             self._num_loading -= 1
             self._set_state(adapter, AdapterState.ABSENT)
 
-    @property
-    def is_loading(self) -> bool:
-        """Whether a load is under way, which may make room or a sequence ready when it ends."""
-        return self._num_loading > 0
-
     def order_load(
         self,
         adapter_id: str,
