@@ -180,28 +180,46 @@ def test_numbers_that_a_scheduler_cannot_order_by_are_refused(
             check_request(request, 10, 10, frozenset({9}))
 
 
-@pytest.mark.parametrize("weight", [1.0, 0.25])
-def test_an_account_that_floods_the_queue_leaves_room_for_others(weight: float) -> None:
-    world = World(Setup(max_num_seqs=1, max_waiting=90, num_blocks=64))
+def num_queued(world: World, account: str, **fields: object) -> int:
+    """How many requests of an account are accepted until one is refused."""
+    count = 0
+    while world.add(
+        structs.replace(ask(f"{account}-{count}"), tenant=f"{account}/{count}", **fields)
+    ):
+        count += 1
+    return count
+
+
+def busy_world(max_waiting: int) -> World:
+    world = World(Setup(max_num_seqs=1, max_waiting=max_waiting, num_blocks=64))
     world.add(ask("running", max_tokens=30))
     world.plan()
+    return world
 
-    def num_queued(account: str, weight: float = 1.0) -> int:
-        count = 0
-        while world.add(
-            structs.replace(
-                ask(f"{account}-{count}"), tenant=f"{account}/{count}", tenant_weight=weight
-            )
-        ):
-            count += 1
-        return count
 
-    flood = num_queued("flood", weight)
-    assert flood == (80 if weight == 1.0 else 60)
-    assert num_queued("ann") == (9 if weight == 1.0 else 27)
-    assert num_queued("bob") >= 1
+@pytest.mark.parametrize("weight", [0.25, 1.0, 10.0, 1000.0])
+@pytest.mark.parametrize("max_waiting", [2, 4, 9, 16, 40, 90])
+def test_an_account_that_floods_the_queue_leaves_room_for_others(
+    max_waiting: int, weight: float
+) -> None:
+    world = busy_world(max_waiting)
+    flood = num_queued(world, "flood", tenant_weight=weight)
+    assert flood >= min(2 * weight, 1) / 3 * max_waiting
+    others = [num_queued(world, f"account{number}") for number in range(max(1, max_waiting // 9))]
+    assert min(others) >= 1
     world.drain()
     world.verify()
+
+
+def test_batch_work_of_an_account_takes_nothing_of_its_interactive_share() -> None:
+    alone, both = busy_world(40), busy_world(40)
+    num_queued(both, "other", request_class=RequestClass.BATCH)
+    assert num_queued(both, "ann", request_class=RequestClass.BATCH)
+    for world in (alone, both):
+        num_queued(world, "eve")
+    interactive = {"request_class": RequestClass.INTERACTIVE}
+    assert num_queued(both, "bob", **interactive) == num_queued(alone, "bob", **interactive)
+    both.drain()
 
 
 def test_without_accounts_all_of_the_queue_is_for_everybody() -> None:

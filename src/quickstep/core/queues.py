@@ -38,7 +38,7 @@ class WaitingQueue:
         self._ready: dict[str, list[Sequence]] = {}  # by adapter: those of the queues that have one
         self._num = 0
         self._num_interactive = 0
-        self._num_of: Counter[str] = Counter()  # by account
+        self._num_of: Counter[tuple[str, bool]] = Counter()  # by account, and whether of `batch`
         self._known_first: tuple[Sequence | None, int] | None = None
         self._known_version = 0  # of the order
 
@@ -61,9 +61,10 @@ class WaitingQueue:
         """How many are not of the class `batch`."""
         return self._num_interactive
 
-    def num_of(self, account: str) -> int:
-        """How many are of an account."""
-        return self._num_of[account]
+    def num_of(self, account: str, *, with_batch: bool) -> int:
+        """How many are of an account; of the class `batch` only if they count."""
+        num_batch = self._num_of[account, True] if with_batch else 0
+        return self._num_of[account, False] + num_batch
 
     @property
     def parked_adapters(self) -> Collection[str]:
@@ -170,13 +171,13 @@ class WaitingQueue:
 
     def _count(self, sequence: Sequence, change: int) -> None:
         self._known_first = None
+        is_batch = sequence.request.request_class is RequestClass.BATCH
         self._num += change
-        account = account_of(sequence.request)
+        self._num_interactive += 0 if is_batch else change
+        account = account_of(sequence.request), is_batch
         self._num_of[account] += change
         if not self._num_of[account]:
             del self._num_of[account]
-        if sequence.request.request_class is not RequestClass.BATCH:
-            self._num_interactive += change
 
     def _places(self, sequence: Sequence) -> list[tuple[dict[str, list[Sequence]], str]]:
         """The lists that a sequence is in."""
@@ -211,7 +212,11 @@ class WaitingQueue:
             assert one.awaits_adapter != is_ready, f"{one.sequence_id} is in the wrong queue"
         interactive = [one for one in self if one.request.request_class is not RequestClass.BATCH]
         assert self._num == sum(map(len, self._all_queues())), "the count of all is wrong"
-        assert self._num_of == Counter(account_of(one.request) for one in self), "of accounts"
+        of_accounts = Counter(
+            (account_of(one.request), one.request.request_class is RequestClass.BATCH)
+            for one in self
+        )
+        assert self._num_of == of_accounts, "the counts of accounts are wrong"
         assert not self._queues or self._first == self._find_first(), "the head is another one"
         assert self._num_interactive == len(interactive), "the count of interactive ones is wrong"
         assert all(self._parked.values()), "an adapter is waited for by no sequence"

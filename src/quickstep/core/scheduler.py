@@ -219,7 +219,7 @@ class Scheduler:
             raise RequestError(f"request_id {name!r} is in use; choose another", param="request_id")
         if self._adapters is not None and request.adapter_id:
             self._check_adapter(self._adapters, request)
-        self._check_share(request)
+        self._check_share(request, now)
         n, service_s, prompt_s = request.sampling.n, *self._predicted_service_s(request)
         charge_s = prompt_s + self._predicted_decode_charge_s(request)
         first_token_s = prompt_s + self._wait_estimate.delay_s(now)
@@ -350,22 +350,24 @@ class Scheduler:
         if waited_s + wait_s + first_token_s > deadline_s:
             raise FirstTokenTooLate(deadline_s, wait_s, first_token_s, waited_s)
 
-    def _check_share(self, request: Request) -> None:
+    def _check_share(self, request: Request, now: float) -> None:
         """Raise QueueFull if the account of a request has its share of the queue: so many times
-        what is free, by its weight. So one account leaves room for the next, however fast it sends
-        (dynamic thresholds, Choudhury and Hahne 1998).
+        what is free, by its weight (dynamic thresholds, Choudhury and Hahne 1998), and nothing of
+        the last ninth, which is for accounts that have nothing in the queue. So however fast one
+        sends, it leaves room for the next.
         """
         most, account = self._limits.max_waiting, account_of(request)
         if most is None or not account or request.is_continuation:
             return
         is_batch = request.request_class is RequestClass.BATCH
         num_waiting = len(self._waiting) if is_batch else self._waiting.num_interactive
-        num_own = self._waiting.num_of(account)
-        share = _SHARE_OF_FREE * request.tenant_weight * max(0, most - num_waiting)
-        if num_own and num_own + request.sampling.n > share:
-            state = self._state_for(request, self._accounted_s or 0.0)
-            wait_s = state.wait_s(num_own)
-            raise QueueFull(num_own, request.sampling.n, most, wait_s, account)
+        num_own = self._waiting.num_of(account, with_batch=is_batch)
+        num_free, num_more = max(0, most - num_waiting), request.sampling.n
+        num_reserved = min(most // 2, max(1, round(most / (_SHARE_OF_FREE + 1))))
+        share = _SHARE_OF_FREE * request.tenant_weight * num_free
+        if num_own and (num_own + num_more > share or num_free - num_more < num_reserved):
+            state = self._state_for(request, now)
+            raise QueueFull(num_own, num_more, most, state.wait_s(num_own), account)
 
     def _is_limited(self, request: Request) -> bool:
         """Whether the state of the queue may have the request refused."""
