@@ -189,12 +189,18 @@ def test_requests_of_resident_adapters_overtake_for_a_limited_time() -> None:
     world.verify()
 
 
-def test_no_one_is_stuck_when_a_drained_adapter_is_not_needed_any_more() -> None:
+def world_with_resident(name: str, adapter_id: str, num_outputs: int) -> World:
+    """A request runs with the one adapter that there is a place for."""
     world = World(Setup(max_loras=1, num_blocks=64))
-    world.add(adapter_request("a", "busy", 12))
+    world.add(adapter_request(name, adapter_id, num_outputs))
     world.plan()
     world.finish_load()
     world.plan()
+    return world
+
+
+def test_no_one_is_stuck_when_a_drained_adapter_is_not_needed_any_more() -> None:
+    world = world_with_resident("a", "busy", 12)
     world.add(adapter_request("b", "rare"))
     world.add(adapter_request("c", "busy"))
     world.advance(2.0)
@@ -207,11 +213,7 @@ def test_no_one_is_stuck_when_a_drained_adapter_is_not_needed_any_more() -> None
 
 def draining_world() -> World:
     """`long` runs with `busy`, which drains for `rare`."""
-    world = World(Setup(max_loras=1, num_blocks=64))
-    world.add(adapter_request("long", "busy", 30))
-    world.plan()
-    world.finish_load()
-    world.plan()
+    world = world_with_resident("long", "busy", 30)
     world.add(adapter_request("rare", "rare"))
     world.advance(2.0)
     world.commit()
@@ -267,11 +269,7 @@ def test_a_request_takes_the_adapters_place_of_one_of_lower_priority() -> None:
 
 
 def test_requests_of_equal_priority_do_not_take_the_place_from_each_other() -> None:
-    world = World(Setup(max_loras=1, num_blocks=64))
-    world.add(adapter_request("first", "one", 30))
-    world.plan()
-    world.finish_load()
-    world.plan()
+    world = world_with_resident("first", "one", 30)
     world.add(adapter_request("second", "two"))
     world.drain()
     world.verify()

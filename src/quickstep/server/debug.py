@@ -156,8 +156,8 @@ class Debug:
     def _since(self, since_s: float) -> list[Line]:
         """The records that end after `since_s`, in the order of their ends."""
         log = self._engine.step_log
-        ended: list[tuple[float, Record]] = [(one.committed_at_s, one) for one in log.steps]
-        ended += [(one.timings.finished_s, one) for one in log.sequences]
+        ended: list[tuple[float, Record]] = [(step.committed_at_s, step) for step in log.steps]
+        ended += [(sequence.timings.finished_s, sequence) for sequence in log.sequences]
         recent = [item for item in ended if item[0] >= since_s]
         return [record for _, record in sorted(recent, key=lambda item: item[0])]
 
@@ -166,7 +166,9 @@ class Debug:
         wanted: str = request.path_params["request_id"]
         log = self._engine.step_log
         steps, sequences = log.steps, log.sequences
-        live_ids = [one for one in self._engine.request_ids if _is_of(one, wanted)]
+        live_ids = [
+            request_id for request_id in self._engine.request_ids if _is_of(request_id, wanted)
+        ]
         reports = await asyncio.gather(*map(self._engine.live_timings, live_ids[:_MAX_EXPLAINED]))
         found = [
             _Timed(live_id, index, timings, is_finished=False)

@@ -227,7 +227,9 @@ def _tracer(endpoint: str | None) -> RequestTracer | None:
 def _one_two_five(max_value: int) -> tuple[int, ...]:
     """1, 2, 5, 10, ... up to `max_value`: vLLM's buckets of token counts."""
     powers = (10**exponent for exponent in range(len(str(max_value))))
-    return tuple(digit * one for one in powers for digit in (1, 2, 5) if digit * one <= max_value)
+    return tuple(
+        digit * power for power in powers for digit in (1, 2, 5) if digit * power <= max_value
+    )
 
 
 class RequestMeter:

@@ -463,7 +463,7 @@ class ServerOptions(msgspec.Struct, frozen=True):
                     f"the API key {name} has a budget, which needs --usage-db FILE to last over a "
                     "restart"
                 )
-            if self.usage.price_book is None and any(one.usd for one in limits.budgets):
+            if self.usage.price_book is None and any(budget.usd for budget in limits.budgets):
                 raise ConfigError(
                     f"the API key {name} has a budget in dollars, which needs --price-book FILE"
                 )

@@ -149,8 +149,8 @@ def _attributes(generation: Generation, e2e_s: float, ttft_s: float | None) -> d
         attributes["gen_ai.latency.time_to_first_token"] = ttft_s
     timings = [choice.timings for choice in generation.choices if choice.timings is not None]
     if timings:
-        attributes["gen_ai.latency.time_in_queue"] = max(one.queue_s for one in timings)
-        attributes["quickstep.device_seconds"] = sum(one.device_s for one in timings)
+        attributes["gen_ai.latency.time_in_queue"] = max(timing.queue_s for timing in timings)
+        attributes["quickstep.device_seconds"] = sum(timing.device_s for timing in timings)
     reasons = {choice.finish_reason for choice in generation.choices}
     names = sorted(reason.openai for reason in reasons if reason is not None)
     attributes["gen_ai.response.finish_reasons"] = names

@@ -17,7 +17,8 @@ from __future__ import annotations
 import itertools
 import json
 import re
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from functools import partial
 from typing import Any
 from urllib.parse import unquote
 
@@ -390,33 +391,33 @@ class SchemaLogic:
     def _ways_of_properties(
         self, properties: dict[str, Any], is_partial: bool, followed: tuple[str, ...]
     ) -> list[Any] | None:
-        found = []
-        for name, inner in properties.items():
-            ways = self._ways(inner, is_partial, followed)
-            if ways is None:
-                if not is_partial:
-                    return None
-                self._left_out = True
-            if ways:
-                value = _any_of(ways)
-                found.append({"type": "object", "required": [name], "properties": {name: value}})
-        return found
+        inside = [(inner, partial(_object_with, name)) for name, inner in properties.items()]
+        return self._ways_inside(inside, is_partial, followed)
 
     def _ways_of_items(
         self, items: list[Any], is_partial: bool, followed: tuple[str, ...]
     ) -> list[Any] | None:
+        inside = [(inner, partial(_array_with, place)) for place, inner in enumerate(items)]
+        return self._ways_inside(inside, is_partial, followed)
+
+    def _ways_inside(
+        self,
+        inside: Iterable[tuple[Any, Callable[[Any], Any]]],
+        is_partial: bool,
+        followed: tuple[str, ...],
+    ) -> list[Any] | None:
+        """The ways of schemas of parts: each with what makes the schema of the value that has such
+        a part.
+        """
         found = []
-        for place, inner in enumerate(items):
+        for inner, of_value in inside:
             ways = self._ways(inner, is_partial, followed)
             if ways is None:
                 if not is_partial:
                     return None
                 self._left_out = True
             if ways:
-                first: list[Any] = [{}] * place
-                found.append(
-                    {"type": "array", "items": [*first, _any_of(ways)], "minItems": place + 1}
-                )
+                found.append(of_value(_any_of(ways)))
         return found
 
     def _ways_of_condition(
@@ -438,17 +439,27 @@ class SchemaLogic:
     ) -> list[Any] | None:
         if not isinstance(value, dict):
             return None
-        found = []
+        inside = []
         for name, demand in value.items():
             inner = {"required": demand} if isinstance(demand, list) else demand
-            ways = self._ways(inner, is_partial, followed)
-            if ways is None:
-                if not is_partial:
-                    return None
-                self._left_out = True
-            if ways:
-                found.append({"type": "object", "required": [name], "allOf": [_any_of(ways)]})
-        return found
+            inside.append((inner, partial(_object_of, name)))
+        return self._ways_inside(inside, is_partial, followed)
+
+
+def _object_with(name: str, schema: Any) -> dict[str, Any]:
+    """An object whose property `name` fits a schema."""
+    return {"type": "object", "required": [name], "properties": {name: schema}}
+
+
+def _object_of(name: str, schema: Any) -> dict[str, Any]:
+    """An object that has the property `name` and fits a schema."""
+    return {"type": "object", "required": [name], "allOf": [schema]}
+
+
+def _array_with(place: int, schema: Any) -> dict[str, Any]:
+    """An array whose item at `place` fits a schema."""
+    first: list[Any] = [{}] * place
+    return {"type": "array", "items": [*first, schema], "minItems": place + 1}
 
 
 def other_texts(texts: Iterable[str]) -> str | None:

@@ -275,7 +275,7 @@ class Generation:
         kept: list[Choice] = []
         for start in range(0, len(self.choices), self._n):
             sampled = self.choices[start : start + self._n]
-            logprobs = [[one.logprob for one in choice.logprobs] for choice in sampled]
+            logprobs = [[logprob.logprob for logprob in choice.logprobs] for choice in sampled]
             kept += [sampled[index] for index in best_indices(logprobs, num_kept)]
         return tuple(kept)
 

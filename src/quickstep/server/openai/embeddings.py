@@ -125,7 +125,7 @@ class Embeddings:
             except RequestError as error:
                 raise with_client_field(error, "", input_field) from None
             if truncates:
-                ids = [one[:longest] for one in ids]
+                ids = [prompt_ids[:longest] for prompt_ids in ids]
             check_num_tokens(ids, _SAMPLING, engine.max_model_len, served.limits)
             num_tokens = sum(map(len, ids))
             vectors = await self._vectors(ids, fields, caller, endpoint, input_field)

@@ -41,6 +41,7 @@ from quickstep.server.schema.shared_fields import (
     ServiceTier,
     Stream,
     StrictArguments,
+    StrictSchema,
     ToolChoice,
     Tools,
     TopLogprobs,
@@ -124,13 +125,7 @@ class JsonSchema(msgspec.Struct, forbid_unknown_fields=True, frozen=True):
         dict[str, Any] | None,
         effect("The JSON schema that the output fits; a keyword that cannot be enforced is 400."),
     ] = None
-    strict: Annotated[
-        bool | None,
-        effect(
-            "A schema that cannot be enforced exactly is 400; without it, x-quickstep-ignored names"
-            " the keyword that is enforced less strictly."
-        ),
-    ] = None
+    strict: StrictSchema = None
 
 
 class JsonSchemaFormat(msgspec.Struct, forbid_unknown_fields=True, frozen=True, tag="json_schema"):

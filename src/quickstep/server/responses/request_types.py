@@ -31,6 +31,7 @@ from quickstep.server.schema.shared_fields import (
     SafetyIdentifier,
     ServiceTier,
     StrictArguments,
+    StrictSchema,
     ToolChoice,
     Tools,
 )
@@ -218,13 +219,7 @@ class SchemaFormat(msgspec.Struct, forbid_unknown_fields=True, frozen=True, tag=
     description: Annotated[
         str | None, effect("The response repeats it; it changes nothing else.")
     ] = None
-    strict: Annotated[
-        bool | None,
-        effect(
-            "A schema that cannot be enforced exactly is 400; without it, x-quickstep-ignored names"
-            " the keyword that is enforced less strictly."
-        ),
-    ] = None
+    strict: StrictSchema = None
 
 
 class TextConfig(msgspec.Struct, forbid_unknown_fields=True, frozen=True):

@@ -40,6 +40,7 @@ __all__ = [
     "ServiceTier",
     "Stream",
     "StrictArguments",
+    "StrictSchema",
     "TemplateTools",
     "ToolChoice",
     "Tools",
@@ -126,6 +127,13 @@ SafetyIdentifier = Annotated[str | None, effect("OpenAI's later name of user.")]
 ServiceTier = Annotated[str | None, hint("there is one service tier", passes=("auto", "default"))]
 Stream = Annotated[
     bool | None, effect("Sends the answer as server-sent events while it is generated.")
+]
+StrictSchema = Annotated[
+    bool | None,
+    effect(
+        "A schema that cannot be enforced exactly is 400; without it, x-quickstep-ignored names"
+        " the keyword that is enforced less strictly."
+    ),
 ]
 StrictArguments = Annotated[
     bool | None, effect("Whether arguments have to fit where the model may choose to call.")

@@ -120,7 +120,8 @@ class Cost(msgspec.Struct, frozen=True):
         """The sum of costs."""
         listed = list(costs)
         return cls(
-            sum(one.by_tokens_nusd for one in listed), sum(one.by_device_nusd for one in listed)
+            sum(cost.by_tokens_nusd for cost in listed),
+            sum(cost.by_device_nusd for cost in listed),
         )
 
     @property
