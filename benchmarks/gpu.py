@@ -84,10 +84,10 @@ class Processes:
                     status = self._run(argv, stage, limit_s, stdout.fileno(), stderr.fileno())
             except OSError as error:
                 return Done(stage.title, command, f"not started: {error}", 0.0)
-            texts = [one.read_text(encoding="utf-8", errors="replace") for one in files]
+            texts = [file.read_text(encoding="utf-8", errors="replace") for file in files]
             if junit.exists():
                 _add_junit(junit, self._folder / "junit.xml", self._changed)
-        texts = [one[-_MOST_CHARACTERS:] for one in texts]
+        texts = [text[-_MOST_CHARACTERS:] for text in texts]
         return Done(stage.title, command, status, time.monotonic() - started_s, *texts)
 
     def _run(self, argv: list[str], stage: Stage, limit_s: float, out: int, err: int) -> str:
@@ -114,7 +114,7 @@ class Processes:
         paths = [str(_ROOT / "src"), str(_ROOT), os.environ.get("PYTHONPATH", "")]
         environment = {
             **os.environ,
-            "PYTHONPATH": os.pathsep.join(one for one in paths if one),
+            "PYTHONPATH": os.pathsep.join(path for path in paths if path),
             "PATH": os.pathsep.join((os.environ.get("PATH", os.defpath), _CUDA_TOOLS)),
             "PYTHONFAULTHANDLER": "1",
             "PYTHONUNBUFFERED": "1",

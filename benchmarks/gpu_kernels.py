@@ -179,7 +179,7 @@ def _products(device: str, kernels: str) -> Iterator[Row]:
             )
             for _ in range(num_copies(2 * outputs * inputs, device))
         ]
-        packed = [ops.pack_linear(one, None) for one in matrices]
+        packed = [ops.pack_linear(matrix, None) for matrix in matrices]
         for num_tokens in _TOKENS[device]:
             x = torch.randn(num_tokens, inputs, generator=generator, device=device).bfloat16()
             ours = [lambda one=one, x=x: ops.linear(x, one) for one in packed]

@@ -168,14 +168,14 @@ async def _print_profile(measured: MeasuredEngine, batch: int, trace: Path | Non
     profile = await profile_steps(measured, options, trace)
     num_steps = options.num_outputs
     _print({"profile_of_batch": batch, **profile.figures(num_steps)})
-    for one in profile.kernels[:_MOST_KERNELS]:
+    for kernel in profile.kernels[:_MOST_KERNELS]:
         _print(
             {
                 "of_batch": batch,
-                "kernel": one.name[:100],
-                "runs_per_step": one.num_runs / num_steps,
-                "us_per_step": one.total_us / num_steps,
-                "us_per_run": one.total_us / one.num_runs,
+                "kernel": kernel.name[:100],
+                "runs_per_step": kernel.num_runs / num_steps,
+                "us_per_step": kernel.total_us / num_steps,
+                "us_per_run": kernel.total_us / kernel.num_runs,
             }
         )
 
@@ -376,7 +376,7 @@ def _generate_batch(args: argparse.Namespace) -> None:
             prompts.tolist(), generation, batching, persistent_manager=True
         )
         seconds = time.perf_counter() - started_s
-        lengths = {len(one.generated_tokens) for one in results.values()}
+        lengths = {len(result.generated_tokens) for result in results.values()}
         if len(results) != num_requests or lengths != {num_outputs}:
             raise SystemExit(f"{len(results)} outputs of {lengths} tokens")
         _print_rate(args, f"CUDA graphs: {has_graphs}", number, seconds)

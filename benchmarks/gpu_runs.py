@@ -209,7 +209,7 @@ def _fast(device: str) -> Iterator[Stage]:
         yield _steps(device, middle, 80.0, _bandwidth(middle, 1, 0.6))
     products = Goal(
         "the worst product, ours / torch's",
-        lambda of: max(one["ours_us"] / one["torch_us"] for one in of["products"]),
+        lambda of: max(product["ours_us"] / product["torch_us"] for product in of["products"]),
         1.1,
         False,
     )

@@ -173,7 +173,7 @@ class Bench:
         started_s = time.perf_counter()
         outputs = self._llm.generate(prompts, params, use_tqdm=False, lora_request=requests)
         elapsed_s = time.perf_counter() - started_s
-        return sum(len(one.outputs[0].token_ids) for one in outputs) / elapsed_s
+        return sum(len(output.outputs[0].token_ids) for output in outputs) / elapsed_s
 
     def point(self, num_adapters: int, distribution: str) -> tuple[float, float]:
         """Medians of output tokens per second: without adapters, and with `num_adapters`."""

@@ -413,10 +413,10 @@ def _figures(
     """Rates are of what ended while the load lasted, without its first part."""
     from_s, until_s = start_s + _RAMP * seconds, start_s + seconds
     window_s = until_s - from_s
-    ended = [one for one in responses if from_s <= one.ended_s < until_s]
+    ended = [response for response in responses if from_s <= response.ended_s < until_s]
     done = [one for one in ended if one.num_tokens]
-    refused = [one for one in responses if one.status in _REFUSED]
-    admitted = [one for one in responses if one.was_admitted]
+    refused = [response for response in responses if response.status in _REFUSED]
+    admitted = [response for response in responses if response.was_admitted]
     return Figures(
         requests=len(done) / window_s,
         tokens=sum(one.num_tokens for one in done) / window_s,
@@ -426,8 +426,8 @@ def _figures(
         refusal_s=tuple(one.ended_s - one.sent_s for one in refused),
         in_time=sum(one.is_good(limits) for one in admitted) / max(1, len(admitted)),
         first_token_s=tuple(one.first_s - one.due_s for one in admitted if one.first_s),
-        lateness_s=tuple(one.sent_s - one.due_s for one in responses),
-        num_failed=sum(one.finish_reason == "error" for one in responses),
+        lateness_s=tuple(response.sent_s - response.due_s for response in responses),
+        num_failed=sum(response.finish_reason == "error" for response in responses),
         recovery_s=recovery_s,
         client_cpu=cpu_s / seconds / (os.cpu_count() or 1),
     )
@@ -456,7 +456,7 @@ def _print(rows: dict[str, list[Figures]]) -> None:
     print("| load | " + " | ".join(_COLUMNS) + " |")
     print("|---" * (len(_COLUMNS) + 1) + "|")
     for name, repeats in rows.items():
-        cells = [_cell([column(one) for one in repeats]) for column in _COLUMNS.values()]
+        cells = [_cell([column(repeat) for repeat in repeats]) for column in _COLUMNS.values()]
         print(f"| {name} | " + " | ".join(cells) + " |")
     print("\nMedian (lowest to highest) of the repeats; in time: of the admitted ones. Goals:")
     print("\n".join(_GOALS))

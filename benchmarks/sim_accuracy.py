@@ -79,7 +79,7 @@ def run(
         seconds = await serve(engine, of, times)
         log = engine.step_log
         await engine.stop()
-        return seconds, tuple(one.timings for one in log.sequences), log.steps
+        return seconds, tuple(sequence.timings for sequence in log.sequences), log.steps
 
     return asyncio.run(served())
 
@@ -115,7 +115,7 @@ def compare(
     with path.open("rb") as file:
         arrivals = recorded_traffic(file)
     outcome = simulate(arrivals, open_replay(recording.engine), costs)
-    simulated = [one.timings for one in outcome.endings]
+    simulated = [ending.timings for ending in outcome.endings]
     here, there = values(live), values(simulated)
     for name in here:
         cells = []

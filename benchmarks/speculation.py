@@ -215,7 +215,7 @@ def _configs(others: Sequence[str]) -> dict[str, list[dict[str, str]]]:
             configs[name] = [{"method": name}]
         else:
             models = name.split("+")
-            configs[name] = [{"method": method_of(one), "model": one} for one in models]
+            configs[name] = [{"method": method_of(model), "model": model} for model in models]
     return configs
 
 

@@ -51,7 +51,7 @@ def run(
         # no setting does this: an engine drafts what pays
         llm.engine._scheduler._drafts = AllDrafts(size)
         outputs = llm.generate(list(prompts), params, use_tqdm=False)
-    timings = [one for output in outputs for one in output.metrics.sequences if one]
+    timings = [sequence for output in outputs for sequence in output.metrics.sequences if sequence]
     total = sum(one.num_output_tokens for one in timings)
     steps = total - sum(one.num_accepted for one in timings)
     num_drafts = sum(one.num_drafts for one in timings)

@@ -84,8 +84,8 @@ def explanation_of(
     whose steps are not all in the log, cannot be attributed.
     """
     records = list(records)
-    steps = [one for one in records if isinstance(one, StepRecord)]
-    sequences = [one for one in records if isinstance(one, SequenceRecord)]
+    steps = [record for record in records if isinstance(record, StepRecord)]
+    sequences = [record for record in records if isinstance(record, SequenceRecord)]
     parts = [part for part in _parts(gaps, steps, sequences) if part.gap.seconds > limit_s]
     num_above = sum(gap.seconds > limit_s for gap in gaps)
     lines = [f"{num_above} gaps are longer than {limit_s * 1e3:.1f} ms, {len(parts)} attributed:"]
@@ -121,12 +121,12 @@ def _parts(
             streams[-1].append(gap)
     for stream in streams:
         ended = [
-            one
-            for one in sequences
-            if one.tenant.startswith("healthy")
-            and one.timings.first_token_s is not None
-            and one.timings.arrival_s < stream[0].start_s
-            and one.timings.finished_s < stream[-1].end_s
+            sequence
+            for sequence in sequences
+            if sequence.tenant.startswith("healthy")
+            and sequence.timings.first_token_s is not None
+            and sequence.timings.arrival_s < stream[0].start_s
+            and sequence.timings.finished_s < stream[-1].end_s
         ]
         if not ended:
             continue

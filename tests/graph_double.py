@@ -42,7 +42,7 @@ class HostRead(RuntimeError):
 class _NoHostReads(TorchDispatchMode):
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         masks = args[1] if func.overloadpacket is _ATEN.index else ()
-        is_masked = any(one is not None and one.dtype == torch.bool for one in masks)
+        is_masked = any(mask is not None and mask.dtype == torch.bool for mask in masks)
         if is_masked or func.overloadpacket in _READS:
             raise HostRead(f"{func} reads a tensor on the host")
         return func(*args, **(kwargs or {}))

@@ -176,9 +176,9 @@ class _AsOps(TorchFunctionMode):
 
 def _indexed(tensor: torch.Tensor, index: object) -> torch.Tensor:
     parts = list(index) if isinstance(index, tuple) else [index]
-    if Ellipsis in [one for one in parts if not isinstance(one, torch.Tensor)]:
+    if Ellipsis in [part for part in parts if not isinstance(part, torch.Tensor)]:
         place = next(place for place, one in enumerate(parts) if one is Ellipsis)
-        num_missing = tensor.dim() - sum(one is not None for one in parts) + 1
+        num_missing = tensor.dim() - sum(part is not None for part in parts) + 1
         parts[place : place + 1] = [slice(None)] * num_missing
     aten = torch.ops.aten
     indices: list[torch.Tensor | None] = []

@@ -147,8 +147,8 @@ def _measure_all(
 ) -> None:
     """Every workload of every group into `results`, with the command lines and the orders."""
     groups: dict[str, list[Contestant]] = {}
-    for one in contestants:
-        groups.setdefault(group_of(one.precision), []).append(one)
+    for contestant in contestants:
+        groups.setdefault(group_of(contestant.precision), []).append(contestant)
     # footprint ends the loaded servers, so it comes last
     workloads = sorted(args.workloads, key=lambda name: name == "footprint")
     parts = [(group, name) for group in groups for name in workloads]
@@ -184,7 +184,7 @@ def _head(args: argparse.Namespace, contestants: list[Contestant]) -> str:
     commit = subprocess.run(
         ["git", "describe", "--always", "--dirty"], capture_output=True, text=True, check=False
     )
-    names = {name for one in contestants for name in NEEDED[one.engine]}
+    names = {name for contestant in contestants for name in NEEDED[contestant.engine]}
     lines = [
         "# Quickstep and its peers",
         f"{describe_machine()}, commit {commit.stdout.strip() or 'unknown'}",

@@ -67,7 +67,7 @@ class LoadedServers:
 
     def load(self, plan: Plan, contestants: Sequence[Contestant]) -> dict[Contestant, PeerServer]:
         """Servers for a workload, all held. One that fails is printed and left out."""
-        wanted = {one: plan.launch(one) for one in contestants}
+        wanted = {contestant: plan.launch(contestant) for contestant in contestants}
         for one, server in list(self._servers.items()):
             if wanted.get(one) != server.launch:
                 self._servers.pop(one).close()
@@ -96,11 +96,14 @@ def measure(
     plan: Plan, contestants: Sequence[Contestant], loaded: LoadedServers
 ) -> tuple[dict[str, Measured], list[str]]:
     """All rounds of a workload, after an unmeasured one of few requests; and their orders."""
-    results = {one.name: Measured(one.engine, one.precision) for one in contestants}
+    results = {
+        contestant.name: Measured(contestant.engine, contestant.precision)
+        for contestant in contestants
+    }
     if plan.workload == "footprint":
         loaded.close()
         return results, _run_rounds(
-            plan, {one.name: one for one in contestants}, results, _start_anew
+            plan, {contestant.name: contestant for contestant in contestants}, results, _start_anew
         )
     servers = {one.name: server for one, server in loaded.load(plan, contestants).items()}
     for one in contestants:

@@ -51,15 +51,15 @@ def random_requests(
     if workload == "w2":
         lengths = random.Random("lengths of w2")
         requests = [random_request(lengths) for _ in range(num_requests)]
-        return [PeerRequest(ids(one.num_inputs), one.num_outputs) for one in requests]
+        return [PeerRequest(ids(request.num_inputs), request.num_outputs) for request in requests]
     if workload == "w3":
         shared = ids(1024)
         return [PeerRequest(shared + ids(32), 32) for _ in range(max(1, num_requests // 2))]
     if workload == "w4":
         arrivals = random_arrivals(random.Random("arrivals of w4"), num_requests, rate)
         return [
-            PeerRequest(ids(one.lengths.num_inputs), one.lengths.num_outputs, one.at_s)
-            for one in arrivals
+            PeerRequest(ids(arrival.lengths.num_inputs), arrival.lengths.num_outputs, arrival.at_s)
+            for arrival in arrivals
         ]
     num_inputs, num_outputs = {"w1": (512, 128), "footprint": (512, 16), "proof": (32, 8)}[workload]
     return [PeerRequest(ids(num_inputs), num_outputs)]

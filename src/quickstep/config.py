@@ -271,12 +271,12 @@ class SpeculationConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True)
                 "--speculative-sampling rejection samples with drafts, but --speculative-method is "
                 "off; leave one of them out"
             )
-        models = [one.model for one in self.proposers if one.model is not None]
+        models = [proposer.model for proposer in self.proposers if proposer.model is not None]
         twice = next((model for model in models if models.count(model) > 1), None)
         if twice is not None:
             raise ConfigError(f"--speculative-model {twice} is given twice; name it once")
         for method in _METHODS_WITH_MODEL:
-            same = [one.model for one in self.proposers if one.method is method]
+            same = [proposer.model for proposer in self.proposers if proposer.method is method]
             if len(same) > 1:
                 raise ConfigError(
                     f"--speculative-method {method.value} takes one --speculative-model, but "

@@ -74,7 +74,7 @@ def test_the_search_finds_what_trying_everything_finds(llm, monkeypatch, prompt,
     ids = llm.engine.tokenizer.encode(prompt)
     [found] = llm.beam_search([prompt], params)
     expected = slow_search(llm, ids, params, frozenset() if params.ignore_eos else ends)
-    got = [(one.score, one.output_token_ids) for one in found.sequences]
+    got = [(sequence.score, sequence.output_token_ids) for sequence in found.sequences]
     assert got == expected
     for one in found.sequences:
         assert one.tokens == (*ids, *one.output_token_ids)
@@ -105,8 +105,8 @@ def test_beams_share_the_blocks_of_their_prompt(llm):
 def test_the_context_ends_a_search(llm):
     params = BeamSearchParams(beam_width=2, max_tokens=50, ignore_eos=True)
     [found] = llm.beam_search([[65] * 250], params)
-    assert {len(one.tokens) for one in found.sequences} == {256}
-    assert {one.finish_reason for one in found.sequences} == {"length"}
+    assert {len(sequence.tokens) for sequence in found.sequences} == {256}
+    assert {sequence.finish_reason for sequence in found.sequences} == {"length"}
 
 
 def test_a_deadline_ends_a_search_with_what_there_is(llm):

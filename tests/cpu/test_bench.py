@@ -133,7 +133,7 @@ def test_throughput_counts_the_requested_tokens(capsys):
     flags = ["--shape", "tiny2", "--repeats", "1", "--num-prompts", "6", "--max-len", "24"]
     found = report(capsys, "bench", "throughput", *flags)
     lengths = random_lengths(ThroughputOptions(num_requests=6, max_len=24))
-    assert found["output_tokens"] == sum(one.num_outputs for one in lengths)
+    assert found["output_tokens"] == sum(length.num_outputs for length in lengths)
     rate = found["output_tokens"] / found["wall_s"]
     assert found["output_tokens_per_s"] == pytest.approx(rate)
 

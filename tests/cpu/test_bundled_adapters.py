@@ -31,7 +31,7 @@ def llm() -> Iterator[LLM]:
 def texts(llm: LLM, adapters: list[LoRARequest | None]) -> list[str]:
     prompts = [prompt for prompt, _ in EFFECTS.values()]
     answers = llm.generate(prompts, GREEDY, use_tqdm=False, lora_request=adapters)
-    return [one.outputs[0].text for one in answers]
+    return [answer.outputs[0].text for answer in answers]
 
 
 def test_each_has_its_effect_next_to_the_others(llm: LLM) -> None:

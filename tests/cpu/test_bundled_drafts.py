@@ -67,7 +67,7 @@ def opened(model: Model, plan: MemoryPlan, *names: str) -> Mapping[str, Proposer
 def together(models: Iterable[Proposer], calls: Counter[str]) -> CombinedProposer:
     """With all that need no model; each has its turns by random seconds, and is counted."""
     methods = (SpeculationMethod.NGRAM, SpeculationMethod.SUFFIX)
-    config = SpeculationConfig(tuple(ProposerConfig(one) for one in methods))
+    config = SpeculationConfig(tuple(ProposerConfig(method) for method in methods))
     free, models = open_lookup_proposers(config), list(models)
     for one in (*free, *models):
         propose = one.propose
@@ -141,7 +141,9 @@ def test_an_engine_with_all_of_them_generates_what_it_does_without(kwargs: dict[
         sizes = {"num_blocks": NUM_BLOCKS, "max_model_len": 256, "num_threads": 1}
         with LLM("demo", speculative_config=config, **sizes, **kwargs) as llm:
             outputs = llm.generate(prompts, sampling, use_tqdm=False)
-            found.append([(one.outputs[0].token_ids, one.outputs[0].logprobs) for one in outputs])
+            found.append(
+                [(output.outputs[0].token_ids, output.outputs[0].logprobs) for output in outputs]
+            )
             assert bool(llm.engine.stats().scheduler.totals.num_drafts) == isinstance(config, list)
     assert found[0] == found[1]
 
@@ -160,7 +162,7 @@ def test_the_memory_plan_has_what_is_allocated_for_all(monkeypatch: pytest.Monke
     names = [one.name for one in open_model_proposers(config, loaded.model, loaded.plan, DEMO)]
     assert names == ["draft", "eagle", "medusa"]
     tensors = [one for cache in caches for one in (*cache.keys, *cache.values)]
-    assert rows["draft KV cache"] == sum(one.nbytes for one in tensors)
+    assert rows["draft KV cache"] == sum(tensor.nbytes for tensor in tensors)
     each = [
         load_weights(engine_config("demo", {"speculative_config": one}), None).plan for one in ALL
     ]

@@ -118,8 +118,8 @@ def test_the_check_passes_for_right_kernels_and_names_what_wrong_ones_break() ->
         raise RuntimeError("illegal memory access")
 
     parts = list(check_kernels(replace(ops, linear=broken), device, (FORMAT,), 3))
-    assert [one.detail for one in parts] == ["RuntimeError: illegal memory access"] * 2
-    assert [one.name for one in parts] == ["tiny: agreement", "tiny: bits"]
+    assert [part.detail for part in parts] == ["RuntimeError: illegal memory access"] * 2
+    assert [part.name for part in parts] == ["tiny: agreement", "tiny: bits"]
 
 
 def test_interpreted_kernels_agree_with_the_reference() -> None:

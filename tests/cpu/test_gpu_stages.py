@@ -100,4 +100,4 @@ def test_steps_of_one_batch_are_measured_without_a_profile() -> None:
     ran = subprocess.run(command, capture_output=True, text=True, cwd=ROOT)
     assert ran.returncode == 0, ran.stderr
     rows = [json.loads(line) for line in ran.stdout.splitlines()]
-    assert [one.get("batch") or one["prompt"] for one in rows] == [1, 32]
+    assert [row.get("batch") or row["prompt"] for row in rows] == [1, 32]

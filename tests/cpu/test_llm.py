@@ -100,7 +100,7 @@ def test_the_tokenizer_is_the_checkpoints(llm):
 def test_the_lowest_priority_is_answered_first(checkpoint):
     with LLM(str(checkpoint), num_threads=1, max_num_seqs=1) as llm:
         outputs = llm.generate(["a", "b", "c"], GREEDY, priority=[2, 0, 1])
-        begun = [one.metrics.sequences[0].first_scheduled_s for one in outputs]
+        begun = [output.metrics.sequences[0].first_scheduled_s for output in outputs]
         assert sorted(range(3), key=lambda place: begun[place])[-1] == 0
         assert tokens(outputs) == tokens(llm.generate(["a", "b", "c"], GREEDY, priority=1))
         with pytest.raises(RequestError, match="2 priorities for 3 prompts"):

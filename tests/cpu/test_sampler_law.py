@@ -127,7 +127,7 @@ def verified_tokens(sampling, seed, in_tree=False):
 def test_rejection_sampling_has_the_law_of_sampling_without_drafts(sampling, in_tree):
     tokens = [verified_tokens(sampling, seed, in_tree) for seed in range(6000)]
     for position in range(3):
-        found = [one[position] for one in tokens if len(one) > position]
+        found = [token[position] for token in tokens if len(token) > position]
         assert len(found) > 100
         assert_follows(exact_law(sampling), found)
 

@@ -51,8 +51,8 @@ SAMPLING = [sampling_of(number) for number in range(NUM_REQUESTS)]
 def content(outputs):
     """What a client gets, which may not depend on the load."""
     return [
-        (one.outputs[0].token_ids, one.outputs[0].logprobs, one.outputs[0].ended_by)
-        for one in outputs
+        (output.outputs[0].token_ids, output.outputs[0].logprobs, output.outputs[0].ended_by)
+        for output in outputs
     ]
 
 
@@ -91,7 +91,7 @@ def test_preempted_requests_end_with_the_bits_of_an_idle_engine(
         outputs = llm.generate(PROMPTS, SAMPLING)
         stats = llm.engine.stats().scheduler
     assert content(outputs) == unloaded
-    preemptions = [one.metrics.sequences[0].num_preemptions for one in outputs]
+    preemptions = [output.metrics.sequences[0].num_preemptions for output in outputs]
     # Two sequences that evict each other in turn would be preempted every few steps.
     assert 0 < sum(preemptions) == stats.totals.num_preemptions < NUM_REQUESTS
     assert max(preemptions) <= 4

@@ -66,17 +66,19 @@ def test_the_outputs_are_equal(
 ) -> None:
     for expected, found in zip(without[name], with_drafts[name], strict=True):
         assert found.outputs == expected.outputs
-        counts = [one.num_output_tokens for one in found.metrics.sequences if one]
-        assert counts == [one.num_output_tokens for one in expected.metrics.sequences if one]
+        counts = [sequence.num_output_tokens for sequence in found.metrics.sequences if sequence]
+        assert counts == [
+            sequence.num_output_tokens for sequence in expected.metrics.sequences if sequence
+        ]
 
 
 def test_drafts_were_accepted_and_rejected(with_drafts: dict[str, list[RequestOutput]]) -> None:
     timings = [
-        one
+        sequence
         for outputs in with_drafts.values()
         for output in outputs
-        for one in output.metrics.sequences
-        if one
+        for sequence in output.metrics.sequences
+        if sequence
     ]
     assert sum(one.num_accepted for one in timings) > 50
     assert sum(one.num_drafts - one.num_accepted for one in timings) > 5
@@ -100,6 +102,6 @@ def test_the_outputs_are_equal_without_a_model_that_raises(
     assert "the proposer medusa failed and is off" in caplog.text
     assert "speculation is off" not in caplog.text
     for name, outputs in found.items():
-        assert [one.outputs for one in outputs] == [one.outputs for one in without[name]]
-    timings = [one for one in found["greedy"][0].metrics.sequences if one]
+        assert [output.outputs for output in outputs] == [one.outputs for one in without[name]]
+    timings = [sequence for sequence in found["greedy"][0].metrics.sequences if sequence]
     assert sum(one.num_accepted for one in timings) > 5

@@ -29,7 +29,7 @@ GPU = [
 
 def test_kernels_gaps_and_launches_of_a_gpu():
     found = read_trace(GPU)
-    assert [(one.name, one.num_runs, one.total_us) for one in found.kernels] == [
+    assert [(kernel.name, kernel.num_runs, kernel.total_us) for kernel in found.kernels] == [
         ("linear", 2, 100.0),
         ("attention", 1, 30.0),
         ("Memcpy HtoD (Pinned -> Device)", 1, 10.0),
@@ -50,7 +50,7 @@ def test_on_a_cpu_the_ops_of_torch_count_once():
         event("user_annotation", "step", 0, 100),
     ]
     found = read_trace(events)
-    assert {one.name: one.total_us for one in found.kernels} == {
+    assert {kernel.name: kernel.total_us for kernel in found.kernels} == {
         "aten::linear": 30.0,
         "aten::mm": 20.0,
     }
@@ -64,7 +64,7 @@ def test_a_trace_of_torch_is_read(tmp_path):
     file = tmp_path / "trace.json"
     profiler.export_chrome_trace(str(file))
     found = read_trace(json.loads(file.read_text())["traceEvents"])
-    assert "aten::matmul" in {one.name for one in found.kernels}
+    assert "aten::matmul" in {kernel.name for kernel in found.kernels}
 
 
 def test_an_empty_trace_is_an_error():

@@ -172,7 +172,7 @@ def test_more_grammars_are_in_flight_than_are_kept(checkpoint):
                 engine.resume(stream.request_id)
             for text, (stream, sampling) in streams.items():
                 answer = await collect(stream, "", sampling, engine.tokenizer)
-                assert [one.text for one in answer.outputs] == [text]
+                assert [output.text for output in answer.outputs] == [text]
         finally:
             await engine.stop()
 

@@ -174,7 +174,7 @@ def all_kinds():
         SamplingParams(dry_multiplier=5.0, dry_allowed_length=1, seed=3, max_tokens=40),
         SamplingParams(xtc_probability=0.5, xtc_threshold=0.02, typical_p=0.9, seed=4),
     ]
-    return [(text, one) for one in params for text in texts]
+    return [(text, param) for param in params for text in texts]
 
 
 def test_a_budget_ends_the_reasoning_and_bad_words_do_not_come(checkpoint):
@@ -190,7 +190,7 @@ def test_a_budget_ends_the_reasoning_and_bad_words_do_not_come(checkpoint):
 @pytest.mark.parametrize("depth", [1, 2])
 def test_preempted_and_beside_others_the_bits_are_those_of_a_run_alone(checkpoint, depth):
     kinds = all_kinds()
-    alone, _ = answers(checkpoint, [[one] for one in kinds])
+    alone, _ = answers(checkpoint, [[kind] for kind in kinds])
     starved, num_preemptions = answers(checkpoint, [kinds], num_blocks=66, depth=depth)
     assert num_preemptions > 0
     assert starved == alone

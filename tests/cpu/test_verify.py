@@ -50,7 +50,7 @@ def test_a_sound_engine_has_no_mismatch_and_every_scenario_happens():
     assert runs["aborts"].aborts > 0
     assert runs["paused"].pauses > 5
     assert runs["overlapped"].overlapped_steps > 50
-    assert sum(one.beam_searches for one in runs.values()) > 10
+    assert sum(run.beam_searches for run in runs.values()) > 10
     for name in ("drafts", "drafts, starved", "all with drafts", "trees", "all with trees"):
         assert runs[name].accepted_drafts > 20
         assert runs[name].drafts > runs[name].accepted_drafts
@@ -184,7 +184,7 @@ class GivesNaN(PagedHashModel):
 def test_to_fail_fast_is_to_compare_no_more_groups_than_needed():
     whole = VerifyOptions(num_requests=24, threads=(1,))
     options = (whole, VerifyOptions(num_requests=24, threads=(1,), fail_fast=True))
-    slow, fast = (verified(DependsOnBatchSize(), one) for one in options)
+    slow, fast = (verified(DependsOnBatchSize(), option) for option in options)
     assert 0 < fast.comparisons < slow.comparisons
     assert fast.first_mismatch == slow.first_mismatch
 

@@ -39,10 +39,10 @@ def verified(checkpoint: str, options: VerifyOptions = OPTIONS) -> VerifyReport:
 def test_adapters_that_come_and_go_change_no_bit(checkpoint: str) -> None:
     report = verified(checkpoint)
     assert report.first_mismatch is None
-    loads = sum(one.runs.adapter_loads for one in report.scenarios.values())
-    evictions = sum(one.runs.adapter_evictions for one in report.scenarios.values())
+    loads = sum(scenario.runs.adapter_loads for scenario in report.scenarios.values())
+    evictions = sum(scenario.runs.adapter_evictions for scenario in report.scenarios.values())
     assert report.comparisons > 80 and loads > evictions > 10
-    assert sum(one.runs.adapters_retired for one in report.scenarios.values()) > 10
+    assert sum(scenario.runs.adapters_retired for scenario in report.scenarios.values()) > 10
 
 
 def test_rows_with_the_adapter_of_another_row_are_found(

@@ -59,6 +59,6 @@ def test_routing_on_a_gpu_has_the_bits_of_the_reference_on_a_cpu(dtype: torch.dt
     for case in cases(["route"], (dtype,)):
         assert isinstance(case, Case)
         expected = bind(reference_ops(), case)(*case.tokens)
-        found = bind(ops, case)(*(one.cuda() for one in case.tokens))
+        found = bind(ops, case)(*(token.cuda() for token in case.tokens))
         for one, other in zip(found, expected, strict=True):
             assert same_bits(one.cpu(), other), case.name

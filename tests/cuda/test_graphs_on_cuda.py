@@ -108,7 +108,7 @@ def test_the_engine_with_graphs_has_the_tokens_of_an_eager_one(params: SamplingP
     for is_eager in (True, False):
         with LLM("demo", device="cuda", kernels="triton", enforce_eager=is_eager) as llm:
             outputs = [one.outputs[0] for one in llm.generate(prompts, params)]
-            found.append([(one.token_ids, one.logprobs) for one in outputs])
+            found.append([(output.token_ids, output.logprobs) for output in outputs])
     assert found[0] == found[1]
 
 
@@ -121,6 +121,6 @@ def test_nothing_is_compiled_after_an_engine_has_opened(caplog: pytest.LogCaptur
     with LLM("demo", device="cuda", kernels="triton") as llm:
         for num_rows in (1, 3, 7):
             prompts = ["def add(a, b):\n" * (1 + 9 * row) for row in range(num_rows)]
-            for one in params:
-                llm.generate(prompts, one)
+            for param in params:
+                llm.generate(prompts, param)
     assert "compiled a kernel while serving" not in caplog.text

@@ -28,8 +28,8 @@ def answers(quantization: str | None, kv_dtype: str, enforce_eager: bool = False
     try:
         outputs = engine.generate(_PROMPTS, _SAMPLING, use_tqdm=False)
         found = [
-            repr((one.outputs[0].token_ids, one.outputs[0].logprobs, one.prompt_logprobs))
-            for one in outputs
+            repr((output.outputs[0].token_ids, output.outputs[0].logprobs, output.prompt_logprobs))
+            for output in outputs
         ]
         for pooling in Pooling:
             embedded = engine.embed(_PROMPTS, use_tqdm=False, pooling=pooling)

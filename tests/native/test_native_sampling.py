@@ -141,7 +141,7 @@ def test_every_change_of_logits_is_numpys():
     logits = rows_of("normal", len(samplings), vocab, 5, 3.0)
     outputs = (3, 9, 5, 17, 3, 9, 5, 17, 11, 3)
     for num_outputs in (0, 1, 5, 10):
-        states = [state_of(one, vocab, 7, outputs[:num_outputs]) for one in samplings]
+        states = [state_of(sampling, vocab, 7, outputs[:num_outputs]) for sampling in samplings]
         assert_same_draws(logits, states)
 
 
@@ -184,7 +184,7 @@ def test_the_special_filters_are_numpys_too():
         SamplingParams(logit_bias={7: 400.0}),
     ]
     logits = rows_of("normal", len(samplings), vocab, 4, 2.0)
-    assert_same_draws(logits, [state_of(one, vocab, 9) for one in samplings])
+    assert_same_draws(logits, [state_of(sampling, vocab, 9) for sampling in samplings])
 
 
 def test_a_row_without_a_maximum_fails_alone():

@@ -69,8 +69,8 @@ def test_a_prompts_token_scores_as_it_did_when_it_was_sampled():
     for table in TABLES:
         samples = NativeSampler(table.steps.sampler(300)).sample(logits, states)
         scorer = NativeScorer(table.steps.scores(300))
-        token_ids = [one.token_id for one in samples]
-        assert scorer.score(logits, token_ids, 4) == [one.logprobs for one in samples]
+        token_ids = [sample.token_id for sample in samples]
+        assert scorer.score(logits, token_ids, 4) == [sample.logprobs for sample in samples]
 
 
 def test_a_scorer_takes_more_positions_after_fewer():

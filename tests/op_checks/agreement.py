@@ -60,7 +60,7 @@ def agreement_of_each(
     reference, exact = _run(reference_ops(), case), oracle(case)
     there = moved(case, device)
     results = [moved(_run(ops, there), torch.device("cpu")) for ops in tables]
-    return [_agreement(case.name, one, reference, exact) for one in results]
+    return [_agreement(case.name, result, reference, exact) for result in results]
 
 
 def _agreement(

@@ -229,9 +229,9 @@ class World:
             if one.reason is None and one.deadline_s is not None and one.deadline_s <= self.now
         ]
         outputs = self.scheduler.expire(self.now)
-        late = [one for one in outputs if one.finish_reason is not FinishReason.ERROR]
+        late = [output for output in outputs if output.finish_reason is not FinishReason.ERROR]
         assert len(late) == len(due), "expire ended other sequences than those due"
-        lost = tuple(one for one in outputs if one.finish_reason is FinishReason.ERROR)
+        lost = tuple(output for output in outputs if output.finish_reason is FinishReason.ERROR)
         assert not lost or self.setup.pinned, "no adapter is pinned, and one has no room"
         self._take(tuple(late), FinishReason.DEADLINE)
         self._take(lost, FinishReason.ERROR)
@@ -416,9 +416,11 @@ class World:
         assert totals.num_preemptions or not any(recomputed), "recomputed without a preemption"
         for record in self.records:
             assert record.decode_s > -1e-12
-            charged_s = math.fsum([record.decode_s, *(one.seconds for one in record.prefills)])
+            charged_s = math.fsum(
+                [record.decode_s, *(prefill.seconds for prefill in record.prefills)]
+            )
             assert charged_s == 0.0 or _close(charged_s, record.seconds)
-            tokens = sum(one.num_tokens for one in record.prefills)
+            tokens = sum(prefill.num_tokens for prefill in record.prefills)
             assert tokens == record.num_prefill_tokens
             assert len(record.prefills) == record.num_prefill_rows
 

@@ -62,7 +62,7 @@ def test_without_prices_tokens_divide_the_seconds() -> None:
     rows = [StepLoad.of_span(0, num_tokens) for num_tokens in (1, 3)]
     step = sum(rows, StepLoad())
     charges = UnitTicks.divide(1.0, UnitPrices(), step).of_rows(rows, step)
-    assert [one / TICKS_PER_S for one in charges] == [0.25, 0.75]
+    assert [charge / TICKS_PER_S for charge in charges] == [0.25, 0.75]
 
 
 def test_idle_time_is_what_no_step_filled() -> None:

@@ -369,8 +369,8 @@ def test_every_matrix_can_be_changed() -> None:
     assert {one.number for one in modules.values()} <= set(range(num_modules(SPEC)))
     of_experts = lora_modules(MIXTRAL)
     assert len(of_experts) == 2 * (4 + 1 + 3 * 4) + 2
-    assert {one.number for one in of_experts.values()} <= set(range(num_modules(MIXTRAL)))
-    places = [(one.number, one.first_output) for one in of_experts.values()]
+    assert {slot.number for slot in of_experts.values()} <= set(range(num_modules(MIXTRAL)))
+    places = [(slot.number, slot.first_output) for slot in of_experts.values()]
     assert len(set(places)) == len(places)
     assert of_experts["layers.1.block_sparse_moe.experts.3.w3"].first_output == 48
 

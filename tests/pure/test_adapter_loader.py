@@ -68,9 +68,9 @@ async def run(work: dict[str, Callable[[], object]]) -> tuple[FakeAdapters, dict
     woken = asyncio.Event()
 
     def deliver(outputs: Iterable[SequenceOutput], now: float) -> None:
-        for one in outputs:
-            assert one.finish_reason is FinishReason.ERROR
-            errors[one.request_id] = one.error
+        for output in outputs:
+            assert output.finish_reason is FinishReason.ERROR
+            errors[output.request_id] = output.error
 
     loader = AdapterLoader(
         adapters,  # type: ignore[arg-type]

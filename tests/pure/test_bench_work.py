@@ -39,7 +39,7 @@ def test_prefill_of_one_token_is_a_product_with_every_matrix():
 def windowed(spec, window):
     from msgspec.structs import replace
 
-    return replace(spec, layers=tuple(replace(one, window=window) for one in spec.layers))
+    return replace(spec, layers=tuple(replace(layer, window=window) for layer in spec.layers))
 
 
 def test_a_window_bounds_what_is_read_and_computed():

@@ -143,7 +143,7 @@ def paused_and_resumed(seed: int, step_by_step: bool) -> list[SequenceOutput]:
         else:
             clock.now = next_s
         outputs += engine.finish_steps()
-    return [one for one in outputs if one.finish_reason is not None]
+    return [output for output in outputs if output.finish_reason is not None]
 
 
 @pytest.mark.parametrize("seed", range(40))
@@ -167,7 +167,7 @@ def test_charges_add_up(seed: int) -> None:
     """In whole numbers, whatever is charged together."""
     outcome, scheduler = random_simulation(seed, step_by_step=False)
     totals = scheduler.stats().totals
-    charged_s = math.fsum(one.timings.device_s for one in outcome.endings)
+    charged_s = math.fsum(ending.timings.device_s for ending in outcome.endings)
     assert totals.attributed_s == pytest.approx(charged_s, rel=1e-9)
     for record in outcome.records:
         charged_s = record.decode_s + record.prefill_s

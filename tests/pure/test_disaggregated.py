@@ -88,7 +88,7 @@ def test_a_request_is_prefilled_then_decoded_elsewhere() -> None:
     assert timings.first_token_s == prefill.committed_at_s
     # two full blocks were handed over: the other two tokens and the first output are computed
     assert first.num_prefill_tokens == 3
-    assert [one.num_decode_rows for one in decodes] == [1, 1, 1]
+    assert [decode.num_decode_rows for decode in decodes] == [1, 1, 1]
     assert outcome.handovers is not None
     assert outcome.handovers.num_bytes == 8 * LINK.kv_bytes_per_token
     assert outcome.handovers.mean_s == pytest.approx(1e-4 + 8e5 / 1e9)
@@ -103,7 +103,7 @@ def test_a_single_output_needs_no_decode_engine_and_a_cached_prefix_is_not_sent_
         Arrival(2.0, request("again", 12, 3)),
     ]
     outcome = run(arrivals, check=check).run()
-    assert [one.request_id for one in outcome.endings] == ["one", "first", "again"]
+    assert [ending.request_id for ending in outcome.endings] == ["one", "first", "again"]
     assert outcome.handovers is not None
     assert outcome.handovers.count == 2
     assert outcome.handovers.num_bytes == 12 * LINK.kv_bytes_per_token
@@ -114,8 +114,8 @@ def test_a_slow_link_delays_the_second_token_only() -> None:
     arrivals = [Arrival(0.0, request(str(n), 16, 4, 100 * n)) for n in range(3)]
     fast = run(arrivals).run()
     slow = run(arrivals, link=KVLink(1e6, 0.0, 100_000)).run()
-    assert [one.timings.first_token_s for one in slow.endings] == pytest.approx(
-        [one.timings.first_token_s for one in fast.endings]
+    assert [ending.timings.first_token_s for ending in slow.endings] == pytest.approx(
+        [ending.timings.first_token_s for ending in fast.endings]
     )
     # 1.6 MB each through one link of 1 MB/s, one after the other
     assert slow.finished_s > 3 * 1.6 > fast.finished_s
@@ -125,7 +125,7 @@ def test_a_prompt_waits_at_its_prefill_engine_until_a_decode_engine_has_room() -
     arrivals = [Arrival(0.0, request(str(n), 20, 40, 100 * n)) for n in range(8)]
     outcome = run(arrivals, num_blocks=24, check=check).run()
     assert len(outcome.endings) == 8
-    assert all(one.timings.num_output_tokens == 40 for one in outcome.endings)
+    assert all(ending.timings.num_output_tokens == 40 for ending in outcome.endings)
     assert outcome.handovers is not None
     assert outcome.handovers.mean_s > 0.01
 
@@ -135,7 +135,7 @@ def test_prompts_that_no_decode_engine_holds_are_refused() -> None:
     arrivals = [Arrival(0.0, request("long", 30, 4)), Arrival(0.0, request("short", 8, 4))]
     outcome = DisaggregatedRun(arrivals, large, 1, small, 1, LINK, check=check).run()
     assert [name for name, _ in outcome.refused] == ["long"]
-    assert [one.request_id for one in outcome.endings] == ["short"]
+    assert [ending.request_id for ending in outcome.endings] == ["short"]
 
 
 def random_arrivals(rng: Random) -> list[Arrival]:
@@ -190,11 +190,11 @@ def test_one_engine_of_each_phase_computes_what_one_engine_does() -> None:
 
     def tokens(of: Simulation) -> tuple[int, int]:
         return (
-            sum(one.num_prefill_tokens for one in of.records),
-            sum(one.num_decode_tokens for one in of.records),
+            sum(record.num_prefill_tokens for record in of.records),
+            sum(record.num_decode_tokens for record in of.records),
         )
 
-    again = sum(len(one.request.prompt_token_ids) % BLOCK_SIZE for one in arrivals)
+    again = sum(len(arrival.request.prompt_token_ids) % BLOCK_SIZE for arrival in arrivals)
     prefill, decode = tokens(mixed)
     # the row of the first output is prefill at the decode engine
     assert tokens(apart) == (prefill + again + 20, decode - 20)

@@ -229,7 +229,7 @@ def test_the_context_limit_ends_a_request_without_max_tokens():
 def test_logprobs_come_with_their_tokens():
     async def test(parts, engine):
         async for delta in engine.generate("ab", params(3, logprobs=2)):
-            assert [one.token_id for one in delta.logprobs] == list(delta.token_ids)
+            assert [logprob.token_id for logprob in delta.logprobs] == list(delta.token_ids)
             assert len(delta.logprobs[0].top) == 2
 
     run(test)

@@ -57,7 +57,7 @@ def step(
 ) -> StepRecord:
     """A step that ran from `begin_s` to `end_s`; its decode rows take what prefills leave."""
     charges = tuple(PrefillCharge(name, 10, s) for name, s in (prefills or {}).items())
-    prefill_s = sum(one.seconds for one in charges)
+    prefill_s = sum(charge.seconds for charge in charges)
     seconds = end_s - begin_s
     return StepRecord(
         step_id=step_id,

@@ -33,11 +33,13 @@ def test_long_outputs_get_as_much_as_long_prompts() -> None:
         seconds = machine.seconds(StepLoad.of_plan(plan))
         now += seconds
         outputs = tuple(RowOutput((7,) * row.emits) for row in plan.rows)
-        for one in scheduler.commit(plan, StepResult(plan.step_id, outputs, seconds), now).outputs:
-            if one.timings is not None:
-                tenant = one.request_id.split("-")[0]
+        for output in scheduler.commit(
+            plan, StepResult(plan.step_id, outputs, seconds), now
+        ).outputs:
+            if output.timings is not None:
+                tenant = output.request_id.split("-")[0]
                 live[tenant] -= 1
-                spent_s[tenant] += one.timings.device_s
+                spent_s[tenant] += output.timings.device_s
     assert 0.4 < spent_s["outputs"] / sum(spent_s.values()) < 0.6
 
 

@@ -59,15 +59,15 @@ def file(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def test_the_traffic_has_times_prefixes_priorities_and_cancellations(file: Path) -> None:
     arrivals = recorded_traffic(file.read_bytes().splitlines())
-    assert [one.at_s for one in arrivals] == [float(place) for place in range(12)]
-    assert {len(one.request.prompt_token_ids) for one in arrivals} == {100}
-    assert len({one.request.prompt_token_ids[:64] for one in arrivals}) == 1
-    assert len({one.request.prompt_token_ids[:80] for one in arrivals}) == 12
-    assert [one.request.priority for one in arrivals] == [0, 1] * 6
-    assert [one.request.tenant for one in arrivals] == ["tenant-1", "tenant-2"] * 6
-    cancelled = [one.cancel_after_s is not None for one in arrivals]
+    assert [arrival.at_s for arrival in arrivals] == [float(place) for place in range(12)]
+    assert {len(arrival.request.prompt_token_ids) for arrival in arrivals} == {100}
+    assert len({arrival.request.prompt_token_ids[:64] for arrival in arrivals}) == 1
+    assert len({arrival.request.prompt_token_ids[:80] for arrival in arrivals}) == 12
+    assert [arrival.request.priority for arrival in arrivals] == [0, 1] * 6
+    assert [arrival.request.tenant for arrival in arrivals] == ["tenant-1", "tenant-2"] * 6
+    cancelled = [arrival.cancel_after_s is not None for arrival in arrivals]
     assert cancelled == [place % 3 == 0 for place in range(12)]
-    assert [one.request.sampling.max_tokens for one in arrivals[1:3]] == [20, 20]
+    assert [arrival.request.sampling.max_tokens for arrival in arrivals[1:3]] == [20, 20]
 
 
 def test_simulate_sends_the_recorded_requests(file: Path, capsys, tmp_path: Path) -> None:

@@ -124,16 +124,18 @@ def test_totals_by_key_and_day_add_up_to_the_total(tmp_path: Path) -> None:
     ]
     written(path, rows)
     groups = usage_totals(path, ["key", "day"])
-    assert [one.group for one in groups] == [
+    assert [group.group for group in groups] == [
         (key, f"2024-10-0{day}") for key in ("ann", "bob") for day in (4, 5, 6)
     ]
-    for one in groups:
-        day = 20_000 + int(one.group[1][-1]) - 4
+    for group in groups:
+        day = 20_000 + int(group.group[1][-1]) - 4
         own = [
-            row for row in rows if row.key_name == one.group[0] and row.finished_ns // DAY_NS == day
+            row
+            for row in rows
+            if row.key_name == group.group[0] and row.finished_ns // DAY_NS == day
         ]
-        assert one.num_sequences == len(own)
-        assert one.cost_by_tokens_nusd == sum(row.cost_by_tokens_nusd for row in own)
+        assert group.num_sequences == len(own)
+        assert group.cost_by_tokens_nusd == sum(row.cost_by_tokens_nusd for row in own)
     (total,) = usage_totals(path)
     assert total.cost_by_tokens_nusd == sum(row.cost_by_tokens_nusd for row in rows)
     since, until = 20_001 * DAY_NS, 20_002 * DAY_NS

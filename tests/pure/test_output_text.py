@@ -37,7 +37,7 @@ def deliver(groups, sampling, stopped):
         logprobs += delta.logprobs
         if delta.finish_reason is not None:
             break
-    assert [one.token_id for one in logprobs] == list(tokens)
+    assert [logprob.token_id for logprob in logprobs] == list(tokens)
     return shown, tokens, delta.finish_reason, delta.stop_reason
 
 
@@ -69,7 +69,7 @@ def test_groups_of_tokens_give_what_single_tokens_give(
 @settings(max_examples=200, deadline=None)
 @given(tokens=st.lists(st.sampled_from(LETTERS), min_size=1, max_size=10))
 def test_without_stops_the_text_is_the_whole_decode(tokens):
-    text, taken, reason, _ = deliver([[one] for one in tokens], SamplingParams(), stopped=False)
+    text, taken, reason, _ = deliver([[token] for token in tokens], SamplingParams(), stopped=False)
     assert text == TOKENIZER.decode(tokens)
     assert taken == tuple(tokens)
     assert reason is FinishReason.MAX_TOKENS

@@ -122,7 +122,7 @@ def test_plans_list_splits_of_experts_and_explain_them(capsys) -> None:
     code = main(("plan", "mixtral-8x7b", *flags, "--enable-expert-parallel", "--explain"))
     plan = json.loads(capsys.readouterr().out)
     assert code == 0
-    mixed = [one for one in plan["options"] if one["prefill"] is None]
+    mixed = [option for option in plan["options"] if option["prefill"] is None]
     assert all(one["expert_parallel_size"] == 2 for one in mixed)
     explained = {line["what"]: line["result"] for line in plan["explanation"]}
     assert explained["experts of a device"] == "4 experts a layer"

@@ -82,7 +82,7 @@ def test_a_model_that_fits_on_no_tensor_parallel_group_is_placed_in_pipelines(ca
     flags = ("--hardware", "h200x6", "--rate", "0.2", "--input", "500", "--output", "20", "--json")
     assert main(("plan", "mixtral-8x22b", *flags)) in {0, 1}
     options = json.loads(capsys.readouterr().out)["options"]
-    (apart,) = [one for one in options if one["prefill"]]
+    (apart,) = [option for option in options if option["prefill"]]
     assert apart["num_devices"] <= 6
     stages = apart["prefill"]["pipeline_parallel_size"]
     assert stages > 1 or apart["pipeline_parallel_size"] > 1
@@ -94,7 +94,7 @@ def test_a_plan_shows_the_best_placement_of_the_phases(capsys) -> None:
     flags = ("--hardware", "h100x2", "--rate", "10", "--input", "1000", "--output", "20")
     assert main(("plan", "llama-3.2-1b", *flags, "--json")) == 0
     options = json.loads(capsys.readouterr().out)["options"]
-    (apart,) = [one for one in options if one["prefill"]]
+    (apart,) = [option for option in options if option["prefill"]]
     assert apart["prefill"] == {
         "tensor_parallel_size": 1,
         "pipeline_parallel_size": 1,
@@ -109,7 +109,7 @@ def test_a_plan_shows_the_best_placement_of_the_phases(capsys) -> None:
         "1P TP 1, 1D TP 1: KV goes from engines that prefill (P) to engines that decode (D)" in text
     )
     assert main(("plan", "llama-3.2-1b", *flags[2:], "--hardware", "h100", "--json")) == 0
-    assert not any(one["prefill"] for one in json.loads(capsys.readouterr().out)["options"])
+    assert not any(option["prefill"] for option in json.loads(capsys.readouterr().out)["options"])
 
 
 @pytest.mark.parametrize("targets", [Targets(tpot_s=1e-5), Targets(ttft_s=1e-5)])
@@ -145,6 +145,6 @@ def test_placements_of_the_phases_are_planned_with_adapters_and_drafts(capsys) -
     drafts = ["--speculative-model", "llama-3.2-1b", "--num-speculative-tokens", "3"]
     main([*command, *lengths, *drafts, "--acceptance", "0.9"])
     options = json.loads(capsys.readouterr().out)["options"]
-    (apart,) = [one for one in options if one["prefill"]]
+    (apart,) = [option for option in options if option["prefill"]]
     assert apart["predicted"]["num_incomplete"] == 0
     assert apart["predicted"]["tpot_s"]["p50"] < engine().costs.seconds(StepLoad(1, 1, 400, 400))

@@ -139,8 +139,8 @@ _BUGS = {
     ),
     "adapter-drained-for-nothing": (
         "adapter_residency",
-        "elif not drains and one.state is AdapterState.DRAINING:",
-        "elif one.state is AdapterState.ABSENT:",
+        "elif not drains and adapter.state is AdapterState.DRAINING:",
+        "elif adapter.state is AdapterState.ABSENT:",
     ),
     "adapter-without-room-awaited": (
         "scheduler",
@@ -182,7 +182,7 @@ _BUGS = {
         "ChainRoot(request.adapter_id, request.cache_salt)",
         'ChainRoot(request.adapter_id, "")',
     ),
-    "planned-row-preempted": ("queues", "if not has_row(one)", "if True"),
+    "planned-row-preempted": ("queues", "if not has_row(victim)", "if True"),
     "limit-overrun-by-overlap": (
         "scheduler",
         "sequence.num_outputs + residency.pending",

@@ -37,7 +37,9 @@ def test_each_prompt_token_is_scored_once_with_the_first_sequence() -> None:
     finish(world)
     first, second = world.received["a#0"], world.received["a#1"]
     assert first.prompt_logprobs[0] is None
-    assert [one.token_id for one in first.prompt_logprobs[1:] if one] == list(PROMPT[1:])
+    assert [
+        prompt_logprob.token_id for prompt_logprob in first.prompt_logprobs[1:] if prompt_logprob
+    ] == list(PROMPT[1:])
     assert second.prompt_logprobs == []
 
 
@@ -145,7 +147,9 @@ def test_the_simulator_runs_them() -> None:
     config = SchedulerConfig(max_num_batched_tokens=3, max_model_len=32)
     scheduler = Scheduler(config, KVBlockPool(16, 4), make_policy(config), LinearCostModel())
     requests = [scored(ask("a", n=2)), embed("b", Pooling.MEAN), no_output("c")]
-    outcome = simulate([Arrival(0.0, one) for one in requests], scheduler, LinearCostModel())
+    outcome = simulate(
+        [Arrival(0.0, request) for request in requests], scheduler, LinearCostModel()
+    )
     assert {ending.reason for ending in outcome.endings} == {
         FinishReason.MAX_TOKENS,
         FinishReason.POOLED,

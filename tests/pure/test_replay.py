@@ -337,8 +337,8 @@ def test_a_line_of_a_request_has_the_fields_of_mooncake() -> None:
     answers.run(turn("b", (1,) * 9))
     lines = [line for line in records.lines if line.startswith(b'{"kind":"request"')]
     requests = [msgspec.json.decode(line) for line in lines]
-    assert [one["input_length"] for one in requests] == [9, 9]
-    assert [one["output_length"] for one in requests] == [2, 2]
+    assert [request["input_length"] for request in requests] == [9, 9]
+    assert [request["output_length"] for request in requests] == [2, 2]
     assert requests[0]["timestamp"] == 0.0 < requests[1]["timestamp"]
     assert len(requests[0]["hash_ids"]) == 2
     assert requests[0]["hash_ids"] == requests[1]["hash_ids"]

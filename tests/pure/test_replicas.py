@@ -76,7 +76,9 @@ def check(simulation: ReplicaRun) -> None:
     """Each live request is at the router, on its way, or at one replica; nothing else is held."""
     on_the_way = Counter(simulation.on_the_way())
     outcome = simulation.outcome
-    ended = {one.request_id for one in outcome.endings} | {name for name, _ in outcome.refused}
+    ended = {ending.request_id for ending in outcome.endings} | {
+        name for name, _ in outcome.refused
+    }
     assert not ended & set(simulation.live)
     for replica in simulation.replicas:
         replica.engine.scheduler.check()
@@ -112,7 +114,7 @@ def arrivals_of(rng: Random, count: int, until_s: float) -> list[Arrival]:
 
 
 def ends_of(simulation: Simulation) -> Counter[tuple[str, int]]:
-    return Counter((one.request_id, one.index) for one in simulation.endings)
+    return Counter((ending.request_id, ending.index) for ending in simulation.endings)
 
 
 @pytest.mark.parametrize("block", range(20))
@@ -127,9 +129,9 @@ def test_every_request_ends_once_whatever_fails(block: int) -> None:
         policy = rng.choice((PolicyName.MIXED, PolicyName.FAIR, PolicyName.DEADLINE))
         result = run(arrivals, faults, num_replicas, router, seed, policy=policy, num_blocks=32)
         expected = Counter(
-            (one.request.request_id, index)
-            for one in arrivals
-            for index in range(one.request.sampling.n)
+            (arrival.request.request_id, index)
+            for arrival in arrivals
+            for index in range(arrival.request.sampling.n)
         )
         assert ends_of(result) == expected, f"seed {seed}"
         assert not result.refused
@@ -188,7 +190,7 @@ def test_requests_of_a_crashed_replica_are_served_by_the_other_one() -> None:
     assert (result.num_resent, len(result.endings)) == (4, 8)
     assert result.lost_s > 0.05
     assert result.finished_s < 5.0
-    resent = [one for one in result.endings if (one.timings.first_token_s or 0.0) > 0.4]
+    resent = [ending for ending in result.endings if (ending.timings.first_token_s or 0.0) > 0.4]
     assert len(resent) == 4  # after they were detected to be lost
 
 
@@ -213,18 +215,18 @@ def test_a_slow_replica_takes_longer_and_recovers() -> None:
 def test_late_and_lost_messages_arrive_once_and_in_order() -> None:
     arrivals = [Arrival(0.01 * place, request(f"r{place}", 8, 1)) for place in range(50)]
     late = run(arrivals[1:], [LinkFault(0.0, 0, 10.0, delay_s=1.0)], 1)
-    assert min(one.timings.finished_s for one in late.endings) > 2.0
+    assert min(ending.timings.finished_s for ending in late.endings) > 2.0
     lossy = run(arrivals, [LinkFault(0.0, 0, 10.0, loss=0.5)], 1)
     assert len(lossy.endings) == 50
     assert lossy.finished_s > 1.2 * run(arrivals, (), 1).finished_s
-    names = [one.request_id for one in lossy.endings]
+    names = [ending.request_id for ending in lossy.endings]
     assert names == sorted(names, key=lambda name: int(name[1:]))
 
 
 def test_a_clock_that_jumps_ends_what_its_deadline_passes() -> None:
     arrivals = [Arrival(0.0, request("short", 8, 400, timeout_s=1.5)), Arrival(0.0, request("b"))]
     result = run(arrivals, [ClockJump(0.5, 0, seconds=2.0)], 1)
-    reasons = {one.request_id: one.reason for one in result.endings}
+    reasons = {ending.request_id: ending.reason for ending in result.endings}
     assert reasons == {"short": FinishReason.DEADLINE, "b": FinishReason.MAX_TOKENS}
 
 

@@ -107,7 +107,7 @@ def test_a_flow_of_short_requests_does_not_starve_a_long_one() -> None:
     """The bound of `PriorityOrder`: it is put back by a multiple of its own length."""
     flow = [Arrival(0.001 * number, request(f"s{number}", 16, 1)) for number in range(3000)]
     outcome = run(PolicyName.PRIORITY, [Arrival(0.0, request("long", 16, 100)), *flow])
-    (long,) = [one for one in outcome.endings if one.request_id == "long"]
+    (long,) = [ending for ending in outcome.endings if ending.request_id == "long"]
     service_s = 0.009 + 99 * 0.002
     assert (long.timings.first_scheduled_s or 0.0) <= 5.0 * service_s + 0.1
     assert outcome.finished_s > 3.0  # the flow was longer than that
@@ -152,9 +152,9 @@ def test_what_cannot_end_in_time_makes_way_for_what_can() -> None:
     lost = request("lost", 100, 1, timeout_s=0.05)
     others = [request(f"r{number}", 10, 1, timeout_s=0.1) for number in range(8)]
     outcome = run(PolicyName.DEADLINE, at_once([lost, *others]), EXACT, max_num_seqs=1)
-    assert {one.request_id for one in outcome.endings if one.reason is FinishReason.DEADLINE} == {
-        "lost"
-    }
+    assert {
+        ending.request_id for ending in outcome.endings if ending.reason is FinishReason.DEADLINE
+    } == {"lost"}
 
 
 def test_a_request_that_waits_past_its_latest_start_is_shed_with_the_reason() -> None:
@@ -213,11 +213,11 @@ def test_under_overload_the_admitted_get_their_first_token_in_time(load: float) 
     ]
     sizes = {"max_num_seqs": 32, "max_num_batched_tokens": 512}
     outcome = run(PolicyName.MIXED, arrivals, costs, **sizes)
-    reasons = Counter(one.reason for one in outcome.endings)
+    reasons = Counter(ending.reason for ending in outcome.endings)
     waits_s = [
-        one.timings.first_token_s - one.timings.arrival_s
-        for one in outcome.endings
-        if one.timings.first_token_s is not None
+        ending.timings.first_token_s - ending.timings.arrival_s
+        for ending in outcome.endings
+        if ending.timings.first_token_s is not None
     ]
     assert len(waits_s) >= 0.9 * 13 * seconds
     assert sum(wait_s <= deadline_s for wait_s in waits_s) >= 0.99 * len(waits_s)
@@ -347,7 +347,7 @@ def test_prompts_and_rows_of_a_heavy_tenant_take_turns_while_a_light_tenant_deco
     )
     (ending,) = [one for one in outcome.endings if one.request_id == "b-0"]
     last_s = ending.timings.finished_s
-    during = [one for one in outcome.records if 0.61 < one.committed_at_s <= last_s]
+    during = [record for record in outcome.records if 0.61 < record.committed_at_s <= last_s]
     with_a_chunk = [one for one in during if one.num_prefill_tokens >= 16]
     with_rows = [one for one in during if one.num_decode_rows > 2]
     assert len(with_a_chunk) > len(during) // 3
@@ -370,7 +370,7 @@ def test_a_tenant_that_was_idle_gets_no_credit() -> None:
 def test_static_admits_nothing_while_a_batch_runs() -> None:
     requests = [request(f"r{number}", 8, 4 + 40 * (number % 2)) for number in range(6)]
     outcome = run(PolicyName.STATIC, at_once(requests), max_num_seqs=2)
-    ends = {one.request_id: one.timings for one in outcome.endings}
+    ends = {ending.request_id: ending.timings for ending in outcome.endings}
     for first in (0, 2):
         batch_end_s = max(ends[f"r{first}"].finished_s, ends[f"r{first + 1}"].finished_s)
         assert ends[f"r{first + 2}"].first_scheduled_s == pytest.approx(batch_end_s)
@@ -383,7 +383,7 @@ def test_dynamic_waits_for_a_full_batch_or_for_its_timeout() -> None:
     assert alone.endings[0].timings.first_scheduled_s == pytest.approx(1.5)
     arrivals = [Arrival(1.0 + 0.1 * number, request(f"r{number}")) for number in range(4)]
     full = run(PolicyName.DYNAMIC, arrivals, **config)
-    starts_s = [one.timings.first_scheduled_s for one in full.endings]
+    starts_s = [ending.timings.first_scheduled_s for ending in full.endings]
     assert starts_s == pytest.approx([1.3] * 4)
 
 
@@ -410,8 +410,8 @@ def test_a_small_pool_finishes_all_requests_without_a_storm_of_preemptions(
     num_blocks = math.ceil(1.2 * 120 / 16)
     outcome = run(policy, at_once(requests), num_blocks=num_blocks, max_num_seqs=64)
     assert len(outcome.endings) == 256
-    assert {one.reason for one in outcome.endings} == {FinishReason.MAX_TOKENS}
-    num_preemptions = sum(one.timings.num_preemptions for one in outcome.endings)
+    assert {ending.reason for ending in outcome.endings} == {FinishReason.MAX_TOKENS}
+    num_preemptions = sum(ending.timings.num_preemptions for ending in outcome.endings)
     assert 0 < num_preemptions < 2 * 256
 
 
@@ -428,7 +428,7 @@ def test_throughput_stays_near_its_peak_under_overload(load: float) -> None:
             for n in range(int(30 * rate))
         ]
         outcome = run(PolicyName.MIXED, arrivals, num_blocks=128, max_num_seqs=64)
-        ended = [one for one in outcome.endings if one.timings.finished_s <= 30.0]
+        ended = [ending for ending in outcome.endings if ending.timings.finished_s <= 30.0]
         return sum(one.timings.num_output_tokens for one in ended) / 30.0
 
     peak = max(throughput(rate) for rate in (1.0, 2.0, 3.0))

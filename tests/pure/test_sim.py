@@ -118,7 +118,7 @@ def test_a_load_of_an_adapter_takes_its_time_and_delays_no_other_request() -> No
         Arrival(0.1, replace(ask("second", 20, 3), adapter_id="b")),
     ]
     done = simulate(arrivals, scheduler, costs, adapter_load_s=0.5, progress=ended.append)
-    timings = {one.request_id: one.timings for one in done.endings}
+    timings = {ending.request_id: ending.timings for ending in done.endings}
     alone = run([arrivals[0]]).endings[0].timings
     assert timings["plain"].first_token_s == alone.first_token_s
     assert timings["first"].adapter_s == pytest.approx(0.5)

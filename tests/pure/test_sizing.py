@@ -228,7 +228,7 @@ def test_the_sizes_of_several_drafts_are_added_up() -> None:
         made = plan_memory(TINY, ELEMENTS, CACHE, SCHEDULER, GIB, drafts=some)
         return {row.label: row.num_bytes for row in made.rows}
 
-    together, each, without = rows(*drafts), [rows(one) for one in drafts], rows()
+    together, each, without = rows(*drafts), [rows(draft) for draft in drafts], rows()
     assert sum(together.values()) == GIB
     assert together["KV cache"] == without["KV cache"]
     for label in ("draft weights", "draft KV cache", "activations"):

@@ -46,13 +46,13 @@ def waits(
         if plan is None:
             continue
         now += 0.01
-        for one in scheduler.commit(plan, all_accepted(plan), now).outputs:
-            if not one.token_ids:
+        for output in scheduler.commit(plan, all_accepted(plan), now).outputs:
+            if not output.token_ids:
                 continue
-            name = one.request_id
+            name = output.request_id
             first.setdefault(name, step - arrived[name])
             longest[name] = max(longest[name], step - last.get(name, step))
-            if one.finish_reason is None:
+            if output.finish_reason is None:
                 last[name] = step
             else:
                 last.pop(name, None)

@@ -36,7 +36,7 @@ def test_steps_are_in_order_and_have_their_parts_inside() -> None:
         (4e6, 1e6),
     ]
     parts = [event for event in spans if not event["name"].startswith("step")]
-    assert [(one["name"], one["ts"], one["dur"]) for one in parts] == [
+    assert [(part["name"], part["ts"], part["dur"]) for part in parts] == [
         ("decode", 0.0, 0.5e6),
         ("prefill b", 0.5e6, 1.5e6),
         ("decode", 2e6, pytest.approx(0.5e6)),
@@ -48,7 +48,7 @@ def test_steps_are_in_order_and_have_their_parts_inside() -> None:
 
 def test_a_sequence_has_a_track_with_its_activities() -> None:
     spans = [event for event in events("X") if event["pid"] == 2]
-    assert [(one["name"], one["ts"], one["dur"]) for one in spans] == [
+    assert [(span["name"], span["ts"], span["dur"]) for span in spans] == [
         ("queue", 1e6, 3e6),
         ("prefill", 4e6, 1e6),
         ("decode", 5e6, 2e6),
@@ -59,8 +59,10 @@ def test_a_sequence_has_a_track_with_its_activities() -> None:
 
 def test_counters_have_a_value_per_step() -> None:
     counters = events("C")
-    assert {one["name"] for one in counters} == {"running", "waiting", "free blocks"}
-    assert [one["args"] for one in counters if one["name"] == "running"] == [{"running": 2}] * 3
+    assert {counter["name"] for counter in counters} == {"running", "waiting", "free blocks"}
+    assert [counter["args"] for counter in counters if counter["name"] == "running"] == [
+        {"running": 2}
+    ] * 3
 
 
 def test_a_live_sequence_has_a_track_until_now() -> None:

@@ -126,5 +126,5 @@ def test_in_a_full_lane_the_key_with_most_makes_way() -> None:
         return await asyncio.gather(first, *flood, *ann, return_exceptions=True)
 
     _, *results = asyncio.run(asyncio.wait_for(run(), DEADLINE_S))
-    assert [type(one) for one in results[:4]] == [int, int, ServerBusy, ServerBusy]
-    assert [type(one) for one in results[4:]] == [int, int, ServerBusy]
+    assert [type(result) for result in results[:4]] == [int, int, ServerBusy, ServerBusy]
+    assert [type(result) for result in results[4:]] == [int, int, ServerBusy]

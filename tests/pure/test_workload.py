@@ -124,9 +124,11 @@ def test_tenants_have_their_part_of_the_requests() -> None:
     arrivals = Clients(replace(SMALL, tenants=tenants), random.Random(0), 4000, 8192).opening(
         range(4000)
     )
-    counts = [sum(one.request.tenant == name for one in arrivals) for name in "ab"]
+    counts = [sum(arrival.request.tenant == name for arrival in arrivals) for name in "ab"]
     assert counts[0] / counts[1] == pytest.approx(3, rel=0.1)
-    assert {one.request.priority for one in arrivals if one.request.tenant == "a"} == {-1}
+    assert {arrival.request.priority for arrival in arrivals if arrival.request.tenant == "a"} == {
+        -1
+    }
 
 
 @pytest.mark.parametrize("name", list(WORKLOADS))

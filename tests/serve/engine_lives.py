@@ -230,7 +230,7 @@ async def _live(
         await engine.load_adapter(name, rng.choice(ADAPTERS) if name == CHANGING else name)
     requests = [random_request(rng, plain.engine.tokenizer.encode, one) for one in range(num)]
     clients: list[Awaitable[None]] = [
-        _client(engine, plain, one, Random(rng.random()), life) for one in requests
+        _client(engine, plain, request, Random(rng.random()), life) for request in requests
     ]
     others = [asyncio.create_task(_change_adapters(engine, Random(rng.random())))]
     if isinstance(engine, RemoteEngine):
@@ -322,7 +322,7 @@ async def _settle(engine: AnyEngine) -> None:
         engine._scheduler.check()
         room = engine._scheduler.adapter_room
         assert room is not None
-        running = [one for one in room._adapters.values() if one.num_running]
+        running = [adapter for adapter in room._adapters.values() if adapter.num_running]
         assert not running, f"{running} are in use and nothing runs"
 
 

@@ -120,7 +120,7 @@ def shown(text: str) -> Holds:
 
 def said(name: str, value: Any = "yo!") -> Case:
     """A field of a message, which the chat template sees."""
-    return Case(value, lambda seen: any(one.get(name) == value for one in seen.messages))
+    return Case(value, lambda seen: any(message.get(name) == value for message in seen.messages))
 
 
 def read(value: Any = "yo!", text: str = "yo!") -> Case:

@@ -78,7 +78,7 @@ def append(whole: dict[str, Any], word: dict[str, Any]) -> None:
 
 def test_echo_puts_the_prompt_before_each_text() -> None:
     answer = answered({"prompt": ["ab", "c"], "n": 2, "echo": True, "max_tokens": 2})
-    assert [one["text"] for one in answer["choices"]] == ["abHello world"] * 2 + [
+    assert [choice["text"] for choice in answer["choices"]] == ["abHello world"] * 2 + [
         "cHello world"
     ] * 2
     assert answer["usage"]["completion_tokens"] == 8
@@ -154,7 +154,7 @@ def test_a_chat_stream_tells_token_ids_in_its_chunks() -> None:
     parts = chunks(response.text)
     assert parts[0]["prompt_token_ids"] == list(b"user: hi\nassistant:")
     assert all("prompt_token_ids" not in part for part in parts[1:])
-    ids = [i for part in parts for one in part["choices"] for i in one.get("token_ids", ())]
+    ids = [i for part in parts for choice in part["choices"] for i in choice.get("token_ids", ())]
     assert ids == [0, 1, 2]
 
 
@@ -189,8 +189,8 @@ def test_a_model_without_the_tokens_takes_no_suffix() -> None:
 def test_the_best_of_several_count_all_tokens() -> None:
     engine = FakeEngine()
     answer = answered({"n": 2, "best_of": 5, "max_tokens": 3, "prompt": ["a", "b"]}, engine)
-    assert [one["index"] for one in answer["choices"]] == [0, 1, 2, 3]
-    assert all(one["logprobs"] is None for one in answer["choices"])
+    assert [choice["index"] for choice in answer["choices"]] == [0, 1, 2, 3]
+    assert all(choice["logprobs"] is None for choice in answer["choices"])
     assert answer["usage"]["completion_tokens"] == 2 * 5 * 3
     assert engine.submitted[0].sampling.logprobs == 0
 

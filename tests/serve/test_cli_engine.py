@@ -103,7 +103,7 @@ def test_calibrate_stores_a_fit_that_the_engine_starts_with(
     assert result["file"] == str(file)
     assert result["fit"]["num_steps"] >= 20
     assert result["fit"]["highest"]["num_rows"] == 4
-    assert {one["kind"] for one in result["errors"]} <= {"decode", "prefill", "mixed"}
+    assert {error["kind"] for error in result["errors"]} <= {"decode", "prefill", "mixed"}
     assert result["overhead"]["step_s"] + result["overhead"]["row_s"] > 0.0
     # the engine continues from it: its steps are added
     argv = ["generate", "def add(", "--max-tokens", "60", "--speculative-method", "off", *SMALL]

@@ -53,7 +53,7 @@ def lines(text: str) -> list[dict[str, Any]]:
 
 
 def num_readers(engine: FakeEngine) -> int:
-    return sum(isinstance(one, debug._Follower) for one in engine.step_log._followers)
+    return sum(isinstance(follower, debug._Follower) for follower in engine.step_log._followers)
 
 
 def test_only_an_admin_key_resets_the_prefix_cache() -> None:
@@ -75,7 +75,7 @@ def test_the_newest_records_are_lines_of_json() -> None:
     response = get("/debug/steps?last_s=2.5")
     assert response.headers["content-type"] == "application/x-ndjson"
     records = lines(response.text)
-    assert [(one["kind"], one.get("step_id")) for one in records] == [
+    assert [(record["kind"], record.get("step_id")) for record in records] == [
         ("step", 4),
         ("step", 5),
         ("step", 6),
@@ -202,7 +202,10 @@ def test_a_live_request_is_explained_so_far() -> None:
                 await stream.aclose()
 
     sequences = asyncio.run(run("/debug/requests/r1")).json()["sequences"]
-    assert [(one["index"], one["is_finished"]) for one in sequences] == [(0, False), (1, False)]
+    assert [(sequence["index"], sequence["is_finished"]) for sequence in sequences] == [
+        (0, False),
+        (1, False),
+    ]
     live = lines(asyncio.run(run("/debug/steps")).text)
     assert [(one["kind"], one["index"]) for one in live] == [("live", 0), ("live", 1)]
 
@@ -214,7 +217,7 @@ def test_of_many_sequences_those_that_took_longest_are_explained() -> None:
         record = SequenceRecord("many-ab", number, "", 0, 0, FinishReason.EOS, timings)
         engine.step_log.add_sequence(record)
     body = get("/debug/requests/many", engine).json()
-    indices = [one["index"] for one in body["sequences"]]
+    indices = [sequence["index"] for sequence in body["sequences"]]
     assert len(indices) == debug._MAX_EXPLAINED and indices == sorted(indices)
     assert all((index * 7) % 100 >= 100 - len(indices) for index in indices)
     assert body["num_more"] == 100 - len(indices)

@@ -231,7 +231,7 @@ def test_of_concurrent_loads_of_a_new_name_one_succeeds(server: LiveServer) -> N
             threads.submit(admin, server, "load", lora_name="contested", lora_path=path)
             for path in ("cook", "judge") * 4
         ]
-        statuses = sorted(one.result().status_code for one in loads)
+        statuses = sorted(load.result().status_code for load in loads)
     assert statuses == [200, *[400] * 7]
     assert admin(server, "load", lora_name="contested", lora_path="cook").status_code == 400
     assert admin(server, "unload", lora_name="contested").status_code == 200

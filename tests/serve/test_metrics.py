@@ -154,7 +154,7 @@ def test_goodput_targets_are_parsed_as_vllms_bench_does() -> None:
 def test_the_dashboard_asks_only_for_names_that_are_exported() -> None:
     exported = {name for name, _ in values(scraped(GOODPUT, [{"prompt": "abc"}]))}
     dashboard = json.loads(DASHBOARD.read_text())
-    expressions = [one["expr"] for panel in dashboard["panels"] for one in panel["targets"]]
+    expressions = [target["expr"] for panel in dashboard["panels"] for target in panel["targets"]]
     assert len(expressions) > 20
     for expression in expressions:
         names = re.findall(r"quickstep:\w+", expression)

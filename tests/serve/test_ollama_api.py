@@ -163,7 +163,7 @@ def test_without_anything_to_answer_the_model_is_loaded(keep_alive: Any) -> None
 def test_calls_are_complete_and_their_arguments_are_objects() -> None:
     message = chat(FakeEngine(saying("Let me see." + CALLS)), tools=TOOLS)["message"]
     assert message["content"] == "Let me see."
-    made = [one["function"] for one in message["tool_calls"]]
+    made = [tool_call["function"] for tool_call in message["tool_calls"]]
     assert [one["index"] for one in made] == [0, 1]
     assert [one["arguments"] for one in made] == [{"a": 1}, {"a": [2]}]
     parts = lines(
@@ -317,13 +317,13 @@ def test_vectors_come_in_the_order_of_the_inputs() -> None:
 def test_every_served_name_is_listed_with_its_tag() -> None:
     options = ServerOptions(served_model_names=("fake", "org/other:8b"))
     tags = call("GET", "/api/tags", options=options).json()
-    assert [one["name"] for one in tags["models"]] == ["fake:latest", "org/other:8b"]
+    assert [model["name"] for model in tags["models"]] == ["fake:latest", "org/other:8b"]
     msgspec.convert(tags, OllamaModels)
     running = call("GET", "/api/ps", options=options).json()
-    assert [one["context_length"] for one in running["models"]] == [4096, 4096]
+    assert [model["context_length"] for model in running["models"]] == [4096, 4096]
     msgspec.convert(running, OllamaRunningModels)
-    for one in tags["models"]:
-        details = call("POST", "/api/show", options=options, json={"model": one["name"]})
+    for model in tags["models"]:
+        details = call("POST", "/api/show", options=options, json={"model": model["name"]})
         assert details.status_code == 200
 
 

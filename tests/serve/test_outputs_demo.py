@@ -259,7 +259,7 @@ def test_a_served_search_is_the_librarys(server: LiveServer, llm: LLM) -> None:
     fields = {**BEAMS, "n": 3, "best_of": 4, "max_tokens": 10, "length_penalty": 0.5}
     choices = complete(server, prompt=CODE, logprobs=1, return_token_ids=True, **fields)["choices"]
     assert [tuple(one["token_ids"]) for one in choices] == [
-        one.output_token_ids for one in found.sequences[:3]
+        sequence.output_token_ids for sequence in found.sequences[:3]
     ]
     for choice, one in zip(choices, found.sequences, strict=False):
         assert f"{CODE}{choice['text']}" == one.text

@@ -245,7 +245,7 @@ def test_sighup_reads_keys_and_certificate_again(
         def statuses() -> list[int]:
             with tls_client(server, certificate.certfile) as client:
                 headers = ({"x-api-key": "old"}, {"x-api-key": "new"})
-                return [client.get("/v1/models", headers=one).status_code for one in headers]
+                return [client.get("/v1/models", headers=header).status_code for header in headers]
 
         def hang_up() -> None:
             before = caplog.text.count("read keys and certificates again")
@@ -262,7 +262,7 @@ def test_sighup_reads_keys_and_certificate_again(
                 client.post(CHAT, json={"messages": MESSAGES}, headers={"x-api-key": "new"})
                 for _ in range(2)
             ]
-        assert [one.status_code for one in answers] == [200, 429]
+        assert [answer.status_code for answer in answers] == [200, 429]
         entries.clear()
         cert.write_text("none")
         hang_up()

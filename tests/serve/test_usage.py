@@ -74,9 +74,9 @@ def test_every_api_has_rows_in_the_ledger_with_key_and_endpoint(tmp_path: Path) 
     for answer in answers(calls, options(path)):
         assert answer.status_code == 200, answer.text
     rows = usage_totals(path, ["key", "model", "adapter", "endpoint"])
-    assert [one.group for one in rows] == sorted(("ann", "fake", "", url) for url, _ in EVERY_API)
-    assert all(one.num_sequences == 1 and one.num_prompt_tokens > 0 for one in rows)
-    by_endpoint = {one.group[3]: one for one in rows}
+    assert [row.group for row in rows] == sorted(("ann", "fake", "", url) for url, _ in EVERY_API)
+    assert all(row.num_sequences == 1 and row.num_prompt_tokens > 0 for row in rows)
+    by_endpoint = {row.group[3]: row for row in rows}
     chat = by_endpoint[CHAT]
     assert (chat.num_cached_tokens, chat.num_output_tokens) == (3, 4)
     # cached input at 1 dollar, other input at 2, output at 10, half a second at 3.6 per hour
@@ -404,11 +404,11 @@ def test_choices_of_one_prompt_have_times_each_and_one_sum() -> None:
     body = {"prompt": ["abcd", "efgh"], "max_tokens": 4, "n": 2, "quickstep_timings": True}
     (answer,) = answers([("POST", COMPLETIONS, body, {})], ServerOptions())
     timings = answer.json()["quickstep"]
-    assert [one["index"] for one in timings["sequences"]] == [0, 1, 2, 3]
+    assert [sequence["index"] for sequence in timings["sequences"]] == [0, 1, 2, 3]
     assert (timings["cached_tokens"], timings["device_s"]) == (6, 2.0)
     assert (timings["cost_by_tokens_usd"], timings["cost_by_device_usd"]) == (None, None)
-    assert [one["cached_tokens"] for one in timings["sequences"]] == [3] * 4
-    assert [one["cache_miss"] for one in timings["sequences"]] == ["last_block"] * 4
+    assert [sequence["cached_tokens"] for sequence in timings["sequences"]] == [3] * 4
+    assert [sequence["cache_miss"] for sequence in timings["sequences"]] == ["last_block"] * 4
 
 
 def test_the_usage_of_a_stream_is_in_the_same_chunk_as_its_timings() -> None:

@@ -26,7 +26,7 @@ def test_a_shape_without_a_row_has_the_default_of_its_kind() -> None:
 
 
 def test_the_last_tile_is_for_all_other_tokens() -> None:
-    every = [*DEFAULTS.values(), *(one for rows in TUNED.values() for one in rows.values())]
+    every = [*DEFAULTS.values(), *(row for rows in TUNED.values() for row in rows.values())]
     for tiles in every:
         limits = [most for most, _ in tiles.by_tokens]
         assert limits[-1] is None and None not in limits[:-1]

@@ -117,12 +117,12 @@ def test_tensors_of_an_adapter_are_aligned_for_wide_loads(ops: OpTable) -> None:
     packed = ops.pack_lora([(part,)]).data
     assert isinstance(packed, lora._Packed)
     assert not (packed.table[0, 0, :2] % 16).any()
-    assert [one.shape for one in packed.tensors] == [(4, 32), (9, 8)]
+    assert [tensor.shape for tensor in packed.tensors] == [(4, 32), (9, 8)]
 
 
 def test_experts_of_different_forms_are_computed_one_by_one(ops: OpTable) -> None:
     weights = torch.ones(4, 8), torch.ones(4, 8).bfloat16()
-    packed = tuple(ops.pack_linear(one, None) for one in weights)
+    packed = tuple(ops.pack_linear(weight, None) for weight in weights)
     assert ops.pack_experts is not None
     assert ops.pack_experts((packed[0], packed[0]), (packed[1], packed[1])) is not None
     assert ops.pack_experts(packed, packed) is None

@@ -69,7 +69,10 @@ def test_kv_is_moved_in_the_order_of_the_pairs(ops: OpTable, kv_dtype: torch.dty
         stored_heads(torch.randn(5, 4, 2, 520, generator=generator), kv_dtype) for _ in range(4)
     ]
     found, expected = (
-        KVCache(tuple(one.clone() for one in caches[:2]), tuple(one.clone() for one in caches[2:]))
+        KVCache(
+            tuple(cache.clone() for cache in caches[:2]),
+            tuple(cache.clone() for cache in caches[2:]),
+        )
         for _ in range(2)
     )
     moves = [(9, 3), (17, 4), (3, 2)]

@@ -180,7 +180,7 @@ def _write(tensors: dict[str, Tensor], config: dict[str, object], folder: Path) 
     path = folder / "model.safetensors"
     save_file(weights, path, metadata={"format": "pt"})
     path.chmod(0o644)  # the writer makes it readable by its owner only
-    print(f"{folder.name}: {sum(one.numel() for one in weights.values()):,} parameters")
+    print(f"{folder.name}: {sum(weight.numel() for weight in weights.values()):,} parameters")
 
 
 def main() -> None:

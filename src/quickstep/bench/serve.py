@@ -125,15 +125,17 @@ def send_all(
 
 def serve_figures(results: Sequence[RequestResult], objectives: Objectives) -> dict[str, float]:
     """Times, throughput and goodput of one round; every name ends in its unit."""
-    firsts = [1e3 * (one.chunks_s[0] - one.due_s) for one in results]
-    gaps = [[1e3 * (b - a) for a, b in pairwise(one.chunks_s)] for one in results]
-    ends = [1e3 * (one.chunks_s[-1] - one.due_s) for one in results]
+    firsts = [1e3 * (result.chunks_s[0] - result.due_s) for result in results]
+    gaps = [[1e3 * (b - a) for a, b in pairwise(result.chunks_s)] for result in results]
+    ends = [1e3 * (result.chunks_s[-1] - result.due_s) for result in results]
     per_token = [
-        1e3 * (one.chunks_s[-1] - one.chunks_s[0]) / (one.num_tokens - 1)
-        for one in results
-        if one.num_tokens > 1
+        1e3 * (result.chunks_s[-1] - result.chunks_s[0]) / (result.num_tokens - 1)
+        for result in results
+        if result.num_tokens > 1
     ]
-    wall_s = max(one.chunks_s[-1] for one in results) - min(one.due_s for one in results)
+    wall_s = max(result.chunks_s[-1] for result in results) - min(
+        result.due_s for result in results
+    )
     good = sum(_good(first, within, objectives) for first, within in zip(firsts, gaps, strict=True))
     return {
         **_spread("ttft", firsts),
@@ -142,7 +144,7 @@ def serve_figures(results: Sequence[RequestResult], objectives: Objectives) -> d
         **_spread("e2e", ends),
         "wall_s": wall_s,
         "requests_per_s": len(results) / wall_s,
-        "output_tokens_per_s": sum(one.num_tokens for one in results) / wall_s,
+        "output_tokens_per_s": sum(result.num_tokens for result in results) / wall_s,
         "goodput_requests_per_s": good / wall_s,
         "goodput_share": good / len(results),
     }

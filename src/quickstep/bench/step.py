@@ -152,7 +152,7 @@ def decode_times(times: Sequence[RequestTimes]) -> tuple[float, float]:
     """Medians of a step's time and of its time outside kernels, while all requests decode."""
     begin_s = max(one.arrivals[0].at_s for one in times)
     end_s = min(one.arrivals[-1].at_s for one in times)
-    arrivals = [one for one in times[0].arrivals if begin_s <= one.at_s <= end_s]
+    arrivals = [arrival for arrival in times[0].arrivals if begin_s <= arrival.at_s <= end_s]
     if len(arrivals) < 2:
         raise EngineError(
             "the requests of the batch never decoded together; give more --steps, or more KV blocks"
@@ -172,17 +172,19 @@ def figures(
     kv_bytes = decode_kv_bytes(measured.spec, head_bytes, options.context, options.batch)
     num_bytes = measured.weight_bytes_read(options.batch) + kv_bytes
     num_flops = prefill_flops(measured.spec, options.prefill)
-    overhead = {"overhead_us": [1e6 * one.overhead_s for one in samples]}
+    overhead = {"overhead_us": [1e6 * sample.overhead_s for sample in samples]}
     return {
-        "decode_ms": [1e3 * one.decode_s for one in samples],
-        "decode_tokens_per_s": [options.batch / one.decode_s for one in samples],
+        "decode_ms": [1e3 * sample.decode_s for sample in samples],
+        "decode_tokens_per_s": [options.batch / sample.decode_s for sample in samples],
         "decode_bandwidth_share": [
-            num_bytes / one.decode_s / one.read_bytes_per_s for one in samples
+            num_bytes / sample.decode_s / sample.read_bytes_per_s for sample in samples
         ],
         **(overhead if measured.counts_kernels else {}),
-        "prefill_ms": [1e3 * one.prefill_s for one in samples],
-        "prefill_tokens_per_s": [options.prefill / one.prefill_s for one in samples],
-        "prefill_peak_share": [num_flops / one.prefill_s / one.flops_per_s for one in samples],
-        "read_gb_per_s": [one.read_bytes_per_s / 1e9 for one in samples],
-        "peak_tflops": [one.flops_per_s / 1e12 for one in samples],
+        "prefill_ms": [1e3 * sample.prefill_s for sample in samples],
+        "prefill_tokens_per_s": [options.prefill / sample.prefill_s for sample in samples],
+        "prefill_peak_share": [
+            num_flops / sample.prefill_s / sample.flops_per_s for sample in samples
+        ],
+        "read_gb_per_s": [sample.read_bytes_per_s / 1e9 for sample in samples],
+        "peak_tflops": [sample.flops_per_s / 1e12 for sample in samples],
     }

@@ -65,7 +65,7 @@ class StepProfile(msgspec.Struct, frozen=True):
             "busy_share": self.busy_us / self.span_us if self.span_us else 0.0,
             "idle_us_per_step": idle_us / num_steps,
             "longest_gap_us": max(self.gaps_us, default=0.0),
-            "runs_per_step": sum(one.num_runs for one in self.kernels) / num_steps,
+            "runs_per_step": sum(kernel.num_runs for kernel in self.kernels) / num_steps,
             "launches_per_step": self.num_launches / num_steps,
             "launch_us_per_step": self.launch_us / num_steps,
         }
@@ -113,7 +113,7 @@ def _outermost(spans: Sequence[Mapping[str, Any]]) -> list[Mapping[str, Any]]:
 
 def _pauses(spans: Sequence[Mapping[str, Any]]) -> tuple[float, float, list[float], float]:
     """First begin, time in which something ran, the pauses, last end."""
-    ordered = sorted((float(one["ts"]), float(one["ts"]) + float(one["dur"])) for one in spans)
+    ordered = sorted((float(span["ts"]), float(span["ts"]) + float(span["dur"])) for span in spans)
     begin_us, end_us = ordered[0]
     busy_us, gaps_us = end_us - begin_us, []
     for begin, end in ordered[1:]:

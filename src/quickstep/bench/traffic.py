@@ -92,7 +92,9 @@ async def measure_throughput(
         if place == 0:
             await run_request(measured, random_prompt(rng, measured.model.vocab_size, 32), 8)
             return 0.0
-        prompts = [random_prompt(rng, measured.model.vocab_size, one.num_inputs) for one in lengths]
+        prompts = [
+            random_prompt(rng, measured.model.vocab_size, length.num_inputs) for length in lengths
+        ]
         started_s = time.perf_counter()
         await asyncio.gather(
             *(
@@ -103,8 +105,8 @@ async def measure_throughput(
         return time.perf_counter() - started_s
 
     seconds = await repeated(one_round, options.repeats, round_done)
-    num_inputs = sum(one.num_inputs for one in lengths)
-    num_outputs = sum(one.num_outputs for one in lengths)
+    num_inputs = sum(length.num_inputs for length in lengths)
+    num_outputs = sum(length.num_outputs for length in lengths)
     return {
         "wall_s": seconds,
         "output_tokens_per_s": [num_outputs / one for one in seconds],

@@ -247,11 +247,11 @@ def _print_profile(args: argparse.Namespace, measured: MeasuredEngine, options: 
     figures = {name: [value] for name, value in found.figures(options.num_outputs).items()}
     settings = {**_settings(measured, args), "batch": options.batch, "context": options.context}
     if args.json:
-        kernels = [msgspec.structs.asdict(one) for one in found.kernels]
+        kernels = [msgspec.structs.asdict(kernel) for kernel in found.kernels]
         print_figures(figures, {**settings, "kernels_run": kernels}, True)
         return 0
     print_figures(figures, settings, False)
-    total_us = sum(one.total_us for one in found.kernels)
+    total_us = sum(kernel.total_us for kernel in found.kernels)
     rows = [
         (one.name[:80], str(one.num_runs), f"{one.total_us:.0f}", f"{one.total_us / total_us:.1%}")
         for one in found.kernels[:_NUM_KERNELS]
@@ -290,14 +290,14 @@ def _run_throughput(args: argparse.Namespace) -> int:
 
     options = ThroughputOptions(args.num_prompts, args.repeats, args.seed, args.max_len)
     lengths = random_lengths(options)
-    longest = max(one.num_inputs + one.num_outputs for one in lengths)
+    longest = max(length.num_inputs + length.num_outputs for length in lengths)
     measured = _open(args, sized_for(_config(args), longest))
     figures = _run_started(measured, lambda done: measure_throughput(measured, options, done))
     settings = {
         **_settings(measured, args),
         "num_requests": len(lengths),
-        "input_tokens": sum(one.num_inputs for one in lengths),
-        "output_tokens": sum(one.num_outputs for one in lengths),
+        "input_tokens": sum(length.num_inputs for length in lengths),
+        "output_tokens": sum(length.num_outputs for length in lengths),
     }
     return print_figures(figures, settings, args.json, {}, args.repeats)
 

@@ -164,13 +164,13 @@ def _requests(
     )
     rng = random.Random(f"prompts {args.seed} {place}")
     requests = []
-    for one in arrivals:
-        num_inputs, num_outputs = one.lengths.num_inputs, one.lengths.num_outputs
+    for arrival in arrivals:
+        num_inputs, num_outputs = arrival.lengths.num_inputs, arrival.lengths.num_outputs
         if max_model_len is not None:
             num_outputs = min(num_outputs, max_model_len // 2)
             num_inputs = min(num_inputs, max_model_len - num_outputs)
         prompt = tuple(rng.randrange(args.vocab_size) for _ in range(num_inputs))
-        requests.append(ServedRequest(prompt, num_outputs, one.at_s))
+        requests.append(ServedRequest(prompt, num_outputs, arrival.at_s))
     return requests
 
 

@@ -215,7 +215,7 @@ def _print_plan(console: Console, query: PlanQuery, plan: Plan) -> None:
         markup=False,
     )
     header = ("split", "devices", "TTFT p50/p90", "TPOT p50/p90", "in time", "up to", "$/h", "$/M")
-    print_table(console, _load_text(plan), header, [_cells(one) for one in plan.options])
+    print_table(console, _load_text(plan), header, [_cells(option) for option in plan.options])
     console.print(_advice(plan), markup=False)
     price = query.hardware.device.price
     if price is not None and price.date:

@@ -436,7 +436,7 @@ def _simulated(
     counted_from_s = 0.0
     if window is not None:
         counted_from_s, end_s = window.start_s, window.end_s
-        begun = [one for one in outcome.endings if one.timings.arrival_s <= end_s]
+        begun = [ending for ending in outcome.endings if ending.timings.arrival_s <= end_s]
         outcome = replace(outcome, endings=begun)
     summary = summarize(outcome, candidate.num_blocks, _targets(args), counted_from_s)
     load = f"{args.max_concurrency} clients"

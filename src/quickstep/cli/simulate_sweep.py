@@ -110,7 +110,8 @@ def run_sweep(
         from quickstep.sim.html_report import sweep_report
 
         goodput = [
-            [(one.rate, one.figures.goodput_per_s) for one in row.points] for row in answer.rows
+            [(point.rate, point.figures.goodput_per_s) for point in row.points]
+            for row in answer.rows
         ]
         header = ("combination", *_header(args), "limited by")
         rows = [(str(row.combination), *_cells(args, row), row.limit or "-") for row in answer.rows]
@@ -193,7 +194,7 @@ def _cells(args: argparse.Namespace, row: SweepRow) -> tuple[str, ...]:
         "tp": str(of.tensor),
         "replicas": str(of.replicas),
     }
-    at_knee = next((one for one in row.points if one.rate == row.knee), row.points[0]).figures
+    at_knee = next((point for point in row.points if point.rate == row.knee), row.points[0]).figures
     return (
         *(options[name] for name in args.sweep),
         str(row.num_devices),
@@ -226,15 +227,15 @@ def _write_csv(file: Path, answer: Sweep) -> None:
             (*options, "devices", "rate", "met", "complete", *figures, *latencies, "binding")
         )
         for row in answer.rows:
-            for one in row.points:
-                summary, of = one.figures, row.combination
+            for point in row.points:
+                summary, of = point.figures, row.combination
                 ttft, tpot = summary.ttft_s, summary.tpot_s
                 writer.writerow(
                     (
                         *(of.policy.value, of.max_num_batched_tokens, of.tensor, of.replicas),
-                        *(row.num_devices, one.rate, int(one.met), int(one.is_complete)),
+                        *(row.num_devices, point.rate, int(point.met), int(point.is_complete)),
                         *(getattr(summary, name) for name in figures),
-                        *(ttft.p50, ttft.p90, tpot.p50, tpot.p90, one.binding),
+                        *(ttft.p50, ttft.p90, tpot.p50, tpot.p90, point.binding),
                     )
                 )
 

@@ -61,8 +61,8 @@ def run(args: argparse.Namespace) -> int:
     decoder = msgspec.json.Decoder(StepRecord | SequenceRecord | LiveSequence)
     lines = get(args, f"/debug/steps?last_s={args.last:g}").splitlines()
     records = [decoder.decode(line) for line in lines]
-    steps = [one for one in records if isinstance(one, StepRecord)]
-    sequences = [one for one in records if not isinstance(one, StepRecord)]
+    steps = [record for record in records if isinstance(record, StepRecord)]
+    sequences = [record for record in records if not isinstance(record, StepRecord)]
     Path(args.output).write_bytes(msgspec.json.encode(trace_events(steps, sequences)))
     print(
         f"{args.output}: {len(steps)} steps, {len(sequences)} sequences; open it at "

@@ -74,7 +74,7 @@ def add_parser(subparsers: argparse._SubParsersAction[Parser]) -> None:
 def run(args: argparse.Namespace) -> int:
     """Print the totals."""
     totals = usage_totals(args.db, args.by, since_ns=args.since, until_ns=args.until)
-    rows = [_fields(one, args.by) for one in totals]
+    rows = [_fields(total, args.by) for total in totals]
     for path in unwritten_files(args.db):
         print(
             f"quickstep usage: {path} has more rows, which the next `serve` inserts",

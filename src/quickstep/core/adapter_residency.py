@@ -131,7 +131,9 @@ class AdapterResidency:
         the pinned adapters leave; "" if it can.
         """
         adapter = self._adapters[adapter_id]
-        pinned = [one for one in self._adapters.values() if one.is_pinned and one is not adapter]
+        pinned = [
+            other for other in self._adapters.values() if other.is_pinned and other is not adapter
+        ]
         if len(pinned) >= self.max_loras:
             return f"{len(pinned)} adapters are pinned, which leaves no place; raise --max-loras"
         num_pinned_bytes = sum(one.num_bytes for one in pinned)
@@ -280,13 +282,15 @@ class AdapterResidency:
     def check(self) -> None:
         """Raise AssertionError unless the limits are kept."""
         adapters = self._adapters.values()
-        held = [one for one in adapters if one.state is not AdapterState.ABSENT]
+        held = [adapter for adapter in adapters if adapter.state is not AdapterState.ABSENT]
         assert sorted(self._held) == sorted(one.adapter_id for one in held), "the held ones differ"
         assert self._num_bytes == sum(one.num_bytes for one in held), "their bytes differ"
         assert self.num_resident <= self.max_loras, "too many adapters are in memory"
         assert self.max_bytes is None or self.num_bytes <= self.max_bytes, "they take too much"
-        assert self._num_loading == sum(one.state is AdapterState.LOADING for one in adapters)
-        assert self._num_pinned == sum(one.is_pinned for one in adapters)
+        assert self._num_loading == sum(
+            adapter.state is AdapterState.LOADING for adapter in adapters
+        )
+        assert self._num_pinned == sum(adapter.is_pinned for adapter in adapters)
         for one in adapters:
             runs = one.state in (AdapterState.RESIDENT, AdapterState.DRAINING)
             assert runs or not one.num_running, f"{one.adapter_id} is {one.state.value} and in use"
@@ -349,12 +353,12 @@ class AdapterResidency:
 
     def _drain(self, adapter_ids: set[str]) -> None:
         """Drain these adapters and no others."""
-        for one in self._held.values():
-            drains = one.adapter_id in adapter_ids
-            if drains and one.state is AdapterState.RESIDENT:
-                self._set_state(one, AdapterState.DRAINING)
-            elif not drains and one.state is AdapterState.DRAINING:
-                self._set_state(one, AdapterState.RESIDENT)
+        for adapter in self._held.values():
+            drains = adapter.adapter_id in adapter_ids
+            if drains and adapter.state is AdapterState.RESIDENT:
+                self._set_state(adapter, AdapterState.DRAINING)
+            elif not drains and adapter.state is AdapterState.DRAINING:
+                self._set_state(adapter, AdapterState.RESIDENT)
             else:
                 continue
-            self._changed.append(one.adapter_id)
+            self._changed.append(adapter.adapter_id)

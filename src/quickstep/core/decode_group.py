@@ -150,7 +150,7 @@ class DecodeGroup:
 
     def pending_tokens(self) -> dict[str, int]:
         """How many tokens the step in flight will emit, by sequence id."""
-        return {one.sequence_id: int(self._is_in_flight) for one in self._members}
+        return {member.sequence_id: int(self._is_in_flight) for member in self._members}
 
     def plan(self, step_id: int) -> None:
         """Plan a row for each: allocate and register blocks, in the order of rows."""

@@ -112,7 +112,7 @@ def explain(
     places = _places(steps, timings.arrival_s, timings.finished_s)
     during = [steps[place] for place in places if _begin_s(steps[place]) < timings.finished_s]
     spans = list(_spans(timings))
-    found = (_part(one, spans, during, request_id) for one in Activity)
+    found = (_part(activity, spans, during, request_id) for activity in Activity)
     parts = tuple([part for part in found if part is not None])
     explanation = Explanation(
         request_id=request_id,

@@ -84,7 +84,7 @@ class WaitingQueue:
         key = self._order.key if self._order.takes_turns else _rank
         first = min(heads, key=key, default=None)
         if first is not None and first.is_paused:
-            return min([one for one in heads if not one.is_paused], key=key, default=None)
+            return min([head for head in heads if not head.is_paused], key=key, default=None)
         return first
 
     def parked(self, adapter_id: str) -> tuple[Sequence, ...]:
@@ -141,7 +141,7 @@ class WaitingQueue:
         """
         name = self._order.queue_of(request)
         place = bisect_left(self._queues.get(name, []), rank, key=_rank)
-        parked = chain.from_iterable(one.values() for one in self._parked.values())
+        parked = chain.from_iterable(by_key.values() for by_key in self._parked.values())
         place += sum(bisect_left(queue, rank, key=_rank) for queue in parked)
         others = [len(queue) for one, queue in self._queues.items() if one != name]
         most = place + 1 if self._order.takes_turns else max(others, default=0)
@@ -190,7 +190,7 @@ class WaitingQueue:
         return places
 
     def _all_queues(self) -> Iterator[list[Sequence]]:
-        parked = chain.from_iterable(one.values() for one in self._parked.values())
+        parked = chain.from_iterable(by_key.values() for by_key in self._parked.values())
         return chain(self._queues.values(), parked)
 
     def set_paused(self, sequence: Sequence, is_paused: bool, now: float) -> None:
@@ -309,7 +309,9 @@ class RunningBatch:
         first = 0  # only queues that take turns have others preempted than those that rank after it
         if not self._order.takes_turns:
             first = bisect_left(self._running, sequence.rank, key=_rank)
-        lower = [one for one in reversed(self._running[first:]) if may_preempt(sequence, one)]
+        lower = [
+            victim for victim in reversed(self._running[first:]) if may_preempt(sequence, victim)
+        ]
         hits = self._lookup(sequence) if lower else ()
         if not lower or not self._fits(sequence, hits, lower):
             return ()
@@ -321,7 +323,7 @@ class RunningBatch:
     ) -> Sequence | None:
         """The last sequence that ranks after `sequence` and has no row in the step."""
         lower = self._running[bisect_left(self._running, sequence.rank, key=_rank) + 1 :]
-        return next((one for one in reversed(lower) if not has_row(one)), None)
+        return next((victim for victim in reversed(lower) if not has_row(victim)), None)
 
     def admit(self, sequence: Sequence, hits: tuple[int, ...], now: float) -> Residency:
         """Assign a slot, the cached blocks `hits`, and new blocks for all other known tokens."""

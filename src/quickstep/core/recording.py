@@ -197,9 +197,15 @@ def plan_digest(plan: StepPlan | None, number_of: Callable[[str], int]) -> str:
     if plan is None:
         return ""
     admitted = [
-        (one.slot, number_of(name), int(index), one.prompt_len, len(one.token_ids))
-        for one in plan.admitted
-        for name, _, index in (one.sequence_id.rpartition("#"),)
+        (
+            admission.slot,
+            number_of(name),
+            int(index),
+            admission.prompt_len,
+            len(admission.token_ids),
+        )
+        for admission in plan.admitted
+        for name, _, index in (admission.sequence_id.rpartition("#"),)
     ]
     rows = [replace(row, token_ids=(0,) * len(row.token_ids), adapter="") for row in plan.rows]
     content = msgspec.msgpack.encode((plan.step_id, rows, admitted, plan.released))

@@ -302,9 +302,9 @@ class _Replay:
             return False
         if plan is None:
             return True
-        for one in plan.admitted:
-            name, _, index = one.sequence_id.rpartition("#")
-            self._slots[one.slot] = int(name), int(index)
+        for admission in plan.admitted:
+            name, _, index = admission.sequence_id.rpartition("#")
+            self._slots[admission.slot] = int(name), int(index)
         names = [self._slots[row.slot] for row in plan.rows]
         self._num_plans += 1
         self._in_flight.append((plan, names, None if self._run is None else self._run(plan)))

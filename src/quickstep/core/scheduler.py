@@ -321,7 +321,7 @@ class Scheduler:
 
     def _levels(self, sequences: Iterable[Sequence]) -> LevelCounts | None:
         """How many there are of each of the first levels; None if levels do not decide."""
-        levels = [self._order.level(one.request) for one in sequences]
+        levels = [self._order.level(sequence.request) for sequence in sequences]
         known = Counter(level for level in levels if level is not None)
         return None if len(levels) > known.total() else tuple(sorted(known.items())[:_MAX_LEVELS])
 
@@ -495,7 +495,9 @@ class Scheduler:
             most = max(budget - len(rows), least)
             draft.least_prefill = self._prefill_next_to(draft, rows, most, now)
         spare = budget - len(rows) - draft.least_prefill
-        wanting = [one for one in sequences if one.drafts and self._can_decode(one)]
+        wanting = [
+            sequence for sequence in sequences if sequence.drafts and self._can_decode(sequence)
+        ]
         if spare >= sum([len(one.drafts) for one in wanting]):
             return None
         first = self._next_step_id % max(1, len(wanting))
@@ -512,11 +514,11 @@ class Scheduler:
         if self._batch.prefill_start is None and self._waiting.head is None:  # the usual case
             return 0
         load = draft.decode_load
-        for one in rows:
-            load += StepLoad.of_span(one.resident.planned, 1, num_logits_rows=1)
+        for row in rows:
+            load += StepLoad.of_span(row.resident.planned, 1, num_logits_rows=1)
         start = self._batch.prefill_start or 0
         view = replace(self._view(draft, now, start), decode=load, num_tokens_left=most)
-        num_tokens = sum(one.num_prefill_left for one in self._batch.prefilling)
+        num_tokens = sum(sequence.num_prefill_left for sequence in self._batch.prefilling)
         head = self._waiting.head
         if head is not None and not head.num_pending and self._policy.may_admit(view):
             hits = self._batch.hits_if_it_fits(head, self._num_reserved_blocks())
@@ -532,7 +534,10 @@ class Scheduler:
         num_decoding = self._batch.num_active - len(self._batch.prefilling)
         # the step has the end of their prompts already, with policies that place prefill first
         num_decoding -= sum(
-            [one.residency.planned >= one.residency.prefill_end for one in draft.prefill]
+            [
+                sequence.residency.planned >= sequence.residency.prefill_end
+                for sequence in draft.prefill
+            ]
         )
         is_free = group.num_new_blocks <= self._pool.num_free
         if len(group) == num_decoding and len(group) <= budget and is_free:
@@ -614,7 +619,7 @@ class Scheduler:
             return StepLoad()
         queue_of = self._order.queue_of
         first = queue_of(min(prompts, key=self._order.key).request)
-        if first in {queue_of(one.request) for one in over_share}:
+        if first in {queue_of(sequence.request) for sequence in over_share}:
             self._is_turn_of_prefill = not self._is_turn_of_prefill
             draft.prefill_may_wait = not self._is_turn_of_prefill
         return StepLoad() if draft.prefill_may_wait else self._policy.least_prefill(view)
@@ -711,7 +716,8 @@ class Scheduler:
         if self._group is not None:
             self._group.settle()
         growth = sum(
-            max(0, self._expected_outputs(one.request) - one.num_outputs) for one in self._batch
+            max(0, self._expected_outputs(sequence.request) - sequence.num_outputs)
+            for sequence in self._batch
         )
         return int(self._growth_reserve * growth) // self._pool.block_size
 
@@ -833,7 +839,7 @@ class Scheduler:
     def is_adapter_used(self, adapter_id: str) -> bool:
         """Whether sequences or steps in flight use an adapter."""
         sequences = chain.from_iterable(self._requests.values())
-        if any(one.request.adapter_id == adapter_id for one in sequences):
+        if any(sequence.request.adapter_id == adapter_id for sequence in sequences):
             return True
         return adapter_id in self._adapters_in_flight()
 
@@ -857,7 +863,7 @@ class Scheduler:
         if self._adapters is not None:
             self._adapters.fail_load(adapter_id)
         parked = self._waiting.parked(adapter_id)
-        return tuple(self._finish(one, FinishReason.ERROR, now, reason) for one in parked)
+        return tuple(self._finish(sequence, FinishReason.ERROR, now, reason) for sequence in parked)
 
     def _check_adapter(self, adapters: AdapterResidency, request: Request) -> None:
         """Raise RequestError if the adapter of a request has no room next to the pinned ones."""
@@ -872,7 +878,10 @@ class Scheduler:
         """
         if self._adapters is None or not self._adapters.has_pinned:
             return []
-        reasons = [(one, self._adapters.misfit(one)) for one in self._waiting.parked_adapters]
+        reasons = [
+            (parked_adapter, self._adapters.misfit(parked_adapter))
+            for parked_adapter in self._waiting.parked_adapters
+        ]
         return [
             (sequence, f"its adapter cannot be loaded: {why}")
             for adapter_id, why in reasons
@@ -904,13 +913,13 @@ class Scheduler:
     ) -> bool:
         """Preempt what runs with draining adapters, if `first` may have their place."""
         victims = [
-            one
-            for one in self._batch
-            if adapters.state(one.request.adapter_id) is AdapterState.DRAINING
-            and self._order.may_displace(first, one)
+            sequence
+            for sequence in self._batch
+            if adapters.state(sequence.request.adapter_id) is AdapterState.DRAINING
+            and self._order.may_displace(first, sequence)
         ]
-        for one in victims:
-            self._preempt(one, now)
+        for victim in victims:
+            self._preempt(victim, now)
             draft.num_preemptions += 1
         return bool(victims)
 
@@ -990,7 +999,7 @@ class Scheduler:
     ) -> None:
         """Measure what drafts gain, by a step whose result followed the one at `since_s`."""
         mode = step.draft_mode
-        if mode is None or not any(one.sequence.request.speculation for one in step.rows):
+        if mode is None or not any(row.sequence.request.speculation for row in step.rows):
             return
         # With what follows a result, which drafts make longer, but without a pause.
         if step.planned_at_s - since_s > record.seconds:
@@ -1214,7 +1223,9 @@ class Scheduler:
 
     def stats(self) -> SchedulerStats:
         """The current state, and totals since the start."""
-        states = Counter(one.state for one in (*self._batch, *self._waiting) if not one.is_paused)
+        states = Counter(
+            sequence.state for sequence in (*self._batch, *self._waiting) if not sequence.is_paused
+        )
         return SchedulerStats(
             num_waiting=states[SequenceState.WAITING],
             num_running=states[SequenceState.RUNNING],
@@ -1244,9 +1255,9 @@ class Scheduler:
         running = tuple(self._batch)
         num_outputs = num_prompt = 0.0
         if running:
-            expected = [self._expected_outputs(one.request) for one in running]
+            expected = [self._expected_outputs(sequence.request) for sequence in running]
             num_outputs = sum(expected) / len(running)
-            num_prompt = sum(one.prompt_len for one in running) / len(running)
+            num_prompt = sum(sequence.prompt_len for sequence in running) / len(running)
         return replace(
             self._admission_state(now, num_prompt, num_outputs),
             waiting=self._levels(self._waiting),
@@ -1259,8 +1270,8 @@ class Scheduler:
             self._group.settle()
         chunk = self._config.max_num_batched_tokens
         return {
-            one.index: with_unloaded(one.timings(now), self._cost_model, chunk)
-            for one in self._requests.get(request_id, ())
+            sequence.index: with_unloaded(sequence.timings(now), self._cost_model, chunk)
+            for sequence in self._requests.get(request_id, ())
         }
 
     def check(self) -> None:
@@ -1273,8 +1284,10 @@ class Scheduler:
             self._adapters.check()
         for sequence in self._waiting:
             self._batch.check_hits(sequence)
-        for one in self._requests.values():
-            assert len({sequence.is_paused for sequence in one}) == 1, "a request is partly paused"
+        for request in self._requests.values():
+            assert len({sequence.is_paused for sequence in request}) == 1, (
+                "a request is partly paused"
+            )
         live = {one.sequence_id for of_request in self._requests.values() for one in of_request}
         queued = [one.sequence_id for one in (*self._batch, *self._waiting)]
         assert sorted(queued) == sorted(live), "live sequences and those in a queue differ"
@@ -1313,7 +1326,9 @@ class Scheduler:
 
 
 def _adapter_names(sequences: Iterable[Sequence]) -> tuple[str, ...]:
-    return tuple(sorted({one.request.adapter for one in sequences if one.request.adapter}))
+    return tuple(
+        sorted({sequence.request.adapter for sequence in sequences if sequence.request.adapter})
+    )
 
 
 def _last_step_id(sequence: Sequence) -> int:

@@ -139,8 +139,8 @@ class AdapterLoader:
             self._was_read = asyncio.Event()
         before = self._adapters.named(name)
         loaded = self._adapters.add(opened)
-        for one in (loaded, before):
-            self._register(one)
+        for version in (loaded, before):
+            self._register(version)
         self._wake()
         return loaded
 
@@ -223,7 +223,7 @@ class AdapterLoader:
     @property
     def wakeup_s(self) -> float | None:
         """When `free_retired` has something to do without a change of a request; None for never."""
-        ends = [self._searches_s.get(one) for one in self._adapters.retired]
+        ends = [self._searches_s.get(adapter_id) for adapter_id in self._adapters.retired]
         return min([end + _SEARCH_PAUSE_S for end in ends if end is not None], default=None)
 
     def close(self) -> None:

@@ -254,7 +254,7 @@ class Adapters:
 
     def has_pinned_name(self, adapter_id: str) -> bool:
         """Whether one of the names of this content is pinned."""
-        names = [one.name for one in self.loaded if one.adapter_id == adapter_id]
+        names = [other.name for other in self.loaded if other.adapter_id == adapter_id]
         return any(map(self.is_pinned, names))
 
     def named(self, name: str) -> LoadedAdapter | None:
@@ -288,7 +288,7 @@ class Adapters:
             raise ConfigError(f"the adapter's name {name[:100]!a} {problem}")
         roots = None
         if is_from_client:
-            roots = [Path(one) for one in self._lora.client_dirs]
+            roots = [Path(client_dir) for client_dir in self._lora.client_dirs]
             if not roots:
                 raise ConfigError(
                     "this server loads no adapters by request; start it with --lora-dir or "
@@ -332,8 +332,10 @@ class Adapters:
         return f"{weights.content_id}-int8" if self._lora.dtype == "int8" else weights.content_id
 
     def _check_size(self, name: str, num_bytes: int) -> None:
-        pinned = [one for one in self.loaded if self.is_pinned(one.name) and one.name != name]
-        room = self.max_bytes - sum(one.num_bytes for one in pinned)
+        pinned = [
+            other for other in self.loaded if self.is_pinned(other.name) and other.name != name
+        ]
+        room = self.max_bytes - sum(other.num_bytes for other in pinned)
         if num_bytes > room:
             left = "all adapters in memory may take" if not pinned else "the pinned ones leave"
             raise ConfigError(
@@ -346,7 +348,7 @@ class Adapters:
         adapter = opened.adapter
         self._drop(adapter.name)
         if adapter.parts:
-            mixes = [one.name for one in self._named.values() if one.parts]
+            mixes = [other.name for other in self._named.values() if other.parts]
             for name in mixes[: max(0, len(mixes) - _MAX_MIXES + 1)]:
                 self._drop(name)
         self._named[adapter.name] = self._by_id[adapter.adapter_id] = adapter
@@ -401,11 +403,11 @@ class Adapters:
         if adapter.parts:
             return self.open_mix(adapter.name, adapter.parts).weights
         # other names may have the same content, in folders that are still there
-        named = [one for one in self.loaded if one.adapter_id == adapter.adapter_id]
+        named = [other for other in self.loaded if other.adapter_id == adapter.adapter_id]
         failure = None
-        for one in (adapter, *named):
+        for version in (adapter, *named):
             try:
-                weights = self.open(one.name, one.path).weights
+                weights = self.open(version.name, version.path).weights
             except ConfigError as error:
                 failure = failure or error
                 continue
@@ -451,11 +453,11 @@ class Adapters:
 
     def _drop(self, name: str) -> None:
         """Take a name and the mixes with it from new requests, and retire what has no name now."""
-        dropped = [one for one in self._named.values() if name in _names_in(one)]
-        for one in dropped:
-            del self._named[one.name]
-        named = {one.adapter_id for one in self._named.values()} if dropped else set()
-        self._retired.update({one.adapter_id for one in dropped} - named)
+        dropped = [other for other in self._named.values() if name in _names_in(other)]
+        for other in dropped:
+            del self._named[other.name]
+        named = {other.adapter_id for other in self._named.values()} if dropped else set()
+        self._retired.update({other.adapter_id for other in dropped} - named)
 
     def _shrink_opened(self) -> None:
         """Keep the latest, and retired ones, which may be gone from disk."""

@@ -148,7 +148,7 @@ class LiveRequests:
         request_id, reason = live.request.request_id, FinishReason.ERROR
         _LOGGER.error("%s could not be delivered", request_id, exc_info=error)
         ended = self._end_sequences(request_id, None, reason, now)
-        timings = {one.index: one.timings for one in (output, *ended)}
+        timings = {sequence.index: sequence.timings for sequence in (output, *ended)}
         why = f"the answer could not be delivered: {error}"
         for index in tuple(live.texts):
             delta = Delta(index, finish_reason=reason, timings=timings.get(index), error=why)

@@ -299,10 +299,14 @@ class LLM(metaclass=_NamesWhatIsAbsent):
             _TokenizedPrompt(
                 None,
                 self._engine.chat_prompt(
-                    one, tools, add_generation_prompt, chat_template_kwargs, continue_final_message
+                    conversation,
+                    tools,
+                    add_generation_prompt,
+                    chat_template_kwargs,
+                    continue_final_message,
                 ),
             )
-            for one in _as_conversations(messages)
+            for conversation in _as_conversations(messages)
         ]
         return self._serve(tokenized, sampling_params, use_tqdm, lora_request)
 
@@ -408,7 +412,7 @@ class LLM(metaclass=_NamesWhatIsAbsent):
                 "for each",
                 param="lora_request",
             )
-        paths = {one.name: one.path for one in self._engine.adapters}
+        paths = {adapter.name: adapter.path for adapter in self._engine.adapters}
         for one in dict.fromkeys(wanted):
             if one is None:
                 continue
@@ -440,10 +444,10 @@ class LLM(metaclass=_NamesWhatIsAbsent):
         """Tokenize in the caller's thread, so that other requests continue meanwhile."""
         encode = self._engine.tokenizer.encode
         return [
-            _TokenizedPrompt(one, encode(one))
-            if isinstance(one, str)
-            else _TokenizedPrompt(None, one)
-            for one in map(_plain_prompt, _as_prompts(prompts))
+            _TokenizedPrompt(prompt, encode(prompt))
+            if isinstance(prompt, str)
+            else _TokenizedPrompt(None, prompt)
+            for prompt in map(_plain_prompt, _as_prompts(prompts))
         ]
 
 
@@ -469,8 +473,8 @@ async def _all_answers(
             submitted.append(submit())
         return list(await asyncio.gather(*map(counted, range(len(submitted)))))
     finally:
-        for one in submitted:
-            await one.aclose()
+        for request in submitted:
+            await request.aclose()
 
 
 def _as_prompts(prompts: Prompt | Sequence[Prompt]) -> Sequence[Prompt]:

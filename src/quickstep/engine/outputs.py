@@ -189,8 +189,8 @@ async def collect(
     with_logprobs = sampling.logprobs is not None
     scores = sequences[0].prompt_logprobs
     scored = sampling.prompt_logprobs is not None
-    outputs = tuple(_completion(one, tokenizer, with_logprobs) for one in sequences)
-    timings = tuple(one.last.timings if one.last else None for one in sequences)
+    outputs = tuple(_completion(sequence, tokenizer, with_logprobs) for sequence in sequences)
+    timings = tuple(sequence.last.timings if sequence.last else None for sequence in sequences)
     return RequestOutput(
         request_id=stream.request_id,
         prompt=prompt,
@@ -227,18 +227,18 @@ def beam_search_output(
 ) -> BeamSearchOutput:
     """The hypotheses of a search, in vLLM's form."""
     sequences = []
-    for one in hypotheses:
-        assert one.reason is not None, "a search ends with ends"
-        tokens = (*prompt_token_ids, *one.token_ids)
+    for hypothesis in hypotheses:
+        assert hypothesis.reason is not None, "a search ends with ends"
+        tokens = (*prompt_token_ids, *hypothesis.token_ids)
         sequence = BeamSearchSequence(
             tokens=tokens,
             text=tokenizer.decode(tokens),
-            logprobs=tuple(ranked_logprobs(token, tokenizer) for token in one.logprobs),
-            cum_logprob=one.total,
-            finish_reason=one.reason.openai,
+            logprobs=tuple(ranked_logprobs(token, tokenizer) for token in hypothesis.logprobs),
+            cum_logprob=hypothesis.total,
+            finish_reason=hypothesis.reason.openai,
             stop_reason=None,
-            score=one.score,
-            output_token_ids=one.token_ids,
+            score=hypothesis.score,
+            output_token_ids=hypothesis.token_ids,
         )
         sequences.append(sequence)
     return BeamSearchOutput(tuple(sequences))
@@ -254,8 +254,10 @@ def _completion(
         index=last.index,
         text="".join(collected.text),
         token_ids=tuple(collected.token_ids),
-        cumulative_logprob=math.fsum(one.logprob for one in logprobs) if with_logprobs else None,
-        logprobs=tuple(ranked_logprobs(one, tokenizer) for one in logprobs)
+        cumulative_logprob=math.fsum(logprob.logprob for logprob in logprobs)
+        if with_logprobs
+        else None,
+        logprobs=tuple(ranked_logprobs(logprob, tokenizer) for logprob in logprobs)
         if with_logprobs
         else None,
         finish_reason=last.finish_reason.openai,
@@ -268,7 +270,9 @@ def _completion(
 def _by_token(
     logprobs: Sequence[TokenLogprobs | None], tokenizer: Tokenizer
 ) -> tuple[dict[int, Logprob] | None, ...]:
-    return tuple(None if one is None else ranked_logprobs(one, tokenizer) for one in logprobs)
+    return tuple(
+        None if logprob is None else ranked_logprobs(logprob, tokenizer) for logprob in logprobs
+    )
 
 
 def ranked_logprobs(one: TokenLogprobs, tokenizer: Tokenizer) -> dict[int, Logprob]:
@@ -309,10 +313,10 @@ def best_of(output: RequestOutput, num_kept: int) -> RequestOutput:
             f"best_of keeps {num_kept} of {len(output.outputs)} outputs", param="best_of"
         )
     chosen: list[list[float]] = []
-    for one in output.outputs:
-        if one.logprobs is None:
+    for sequence in output.outputs:
+        if sequence.logprobs is None:
             raise RequestError("best_of needs outputs with logprobs", param="logprobs")
-        pairs = zip(one.token_ids, one.logprobs, strict=True)
+        pairs = zip(sequence.token_ids, sequence.logprobs, strict=True)
         chosen.append([entry[token_id].logprob for token_id, entry in pairs])
     kept = best_indices(chosen, num_kept)
     return replace(output, outputs=tuple(output.outputs[index] for index in kept))

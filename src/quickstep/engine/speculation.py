@@ -64,8 +64,8 @@ def draft_sizes(
     block_size = config.cache.block_size
     return tuple(
         [
-            sizes_of(one, target, dtype_bytes, scratch_bytes, block_size)
-            for one in draft_checkpoints(config)
+            sizes_of(draft, target, dtype_bytes, scratch_bytes, block_size)
+            for draft in draft_checkpoints(config)
         ]
     )
 
@@ -103,7 +103,7 @@ def open_model_proposers(
     config: EngineConfig, model: Model, plan: MemoryPlan, path: Path | None
 ) -> list[Proposer]:
     """What drafts with a checkpoint, each of another name. Raises ConfigError."""
-    return [_open_model(one, config, model, plan, path) for one in draft_checkpoints(config)]
+    return [_open_model(draft, config, model, plan, path) for draft in draft_checkpoints(config)]
 
 
 def draft_checkpoints(config: EngineConfig) -> list[DraftCheckpoint]:
@@ -120,7 +120,7 @@ def draft_checkpoints(config: EngineConfig) -> list[DraftCheckpoint]:
         )
         method = _method_of(load) if proposer.method is SpeculationMethod.AUTO else proposer.method
         found.append(DraftCheckpoint(method, load))
-    check_methods([(one.method, one.load.model) for one in found])
+    check_methods([(draft.method, draft.load.model) for draft in found])
     return found
 
 

@@ -53,8 +53,10 @@ class Delta(msgspec.Struct, frozen=True):
         """Its approximate size, to bound the unread deltas."""
         if not (self.logprobs or self.prompt_logprobs or self.embedding):
             return len(self.text) + 8 * len(self.token_ids)
-        scored = [one for one in (*self.logprobs, *self.prompt_logprobs) if one is not None]
-        num_logprobs = len(scored) + sum(len(one.top) for one in scored)
+        scored = [
+            position for position in (*self.logprobs, *self.prompt_logprobs) if position is not None
+        ]
+        num_logprobs = len(scored) + sum(len(position.top) for position in scored)
         num_numbers = len(self.token_ids) + 2 * num_logprobs + len(self.embedding or ())
         return len(self.text) + 8 * num_numbers
 

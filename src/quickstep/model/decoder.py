@@ -218,7 +218,7 @@ class Decoder:
             kind = self._spec.layers[index]
             rotation = None if kind.rope is None else rotations[kind.rope]
             x, residual = self._add_and_norm(delta, residual, layer.input_layernorm)
-            aux += [residual for one in aux_layers if one == index]
+            aux += [residual for aux_layer in aux_layers if aux_layer == index]
             q = self._write_kv_and_query(index, x, rotation, layout, kv, lora)
             if emitting is not None and index == self._spec.num_layers - 1:
                 layout, tokens, lora = emitting.layout, emitting.tokens, emitting.lora

@@ -302,7 +302,7 @@ def fit(
     if split.experts > 1 and elements.weights is None:
         weights = weight_bytes(rank, elements.dtype, elements.quantization)
         held = replace(held, weights=weights + router_rest(spec, split) * elements.dtype)
-    sizes = [one.on_device(split) for one in drafts]
+    sizes = [draft.on_device(split) for draft in drafts]
     memory = plan_memory(
         rank, held, CacheConfig(), scheduler, hardware.memory_bytes, None, drafts=sizes
     )
@@ -335,7 +335,7 @@ def fit(
             measured if split.tensor * split.pipeline == split.experts == 1 else None,
         ),
         loras,
-        tuple([PlannedDraft(one, one.seconds(hardware, split)) for one in drafts]),
+        tuple([PlannedDraft(draft, draft.seconds(hardware, split)) for draft in drafts]),
     )
 
 
@@ -358,7 +358,7 @@ def steady_state(candidate: Candidate, load: Load, prefills: bool = True) -> Ste
     states = [
         _steady_state(candidate, load, draft, prefills) for draft in (None, *candidate.drafts)
     ]
-    found = [one for one in states if one is not None]
+    found = [state for state in states if state is not None]
     return min(found, key=lambda one: one.tpot_s, default=None)
 
 

@@ -65,7 +65,7 @@ def best_placement(
 
     `candidates` are splits; engines of one phase are those with one replica.
     """
-    engines = [one for one in candidates if one.split.replicas == 1]
+    engines = [candidate for candidate in candidates if candidate.split.replicas == 1]
     pools = [
         (engine, count)
         for engine in engines

@@ -480,14 +480,16 @@ def _verdict(query: PlanQuery, best: Option, candidates: Sequence[Candidate]) ->
     if best.met:
         return f"{best.num_devices} of {query.hardware.count} devices meet the target: {part}"
     context = query.load.num_tokens
-    least_s = min(one.costs.seconds(StepLoad(1, 1, context, context)) for one in candidates)
+    least_s = min(
+        candidate.costs.seconds(StepLoad(1, 1, context, context)) for candidate in candidates
+    )
     if query.targets.tpot_s is not None and least_s > query.targets.tpot_s:
         return (
             f"no split of these devices meets the target: a single request takes at least "
             f"{1e3 * least_s:.2f} ms a token, the target is {1e3 * query.targets.tpot_s:g} ms"
         )
     prompt = StepLoad.of_span(0, query.load.num_inputs)
-    least_s = min(one.costs.seconds(prompt) for one in candidates)
+    least_s = min(candidate.costs.seconds(prompt) for candidate in candidates)
     if query.targets.ttft_s is not None and least_s > query.targets.ttft_s:
         return (
             f"no split of these devices meets the target: the prompt of a single request takes at "

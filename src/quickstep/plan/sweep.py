@@ -227,7 +227,7 @@ def measure(
 ) -> SweepPoint:
     """The point of a simulation, which has ended with its window or later."""
     start_s, end_s, targets = window.start_s, window.end_s, window.targets
-    begun = [one for one in outcome.endings if one.timings.arrival_s <= end_s]
+    begun = [ending for ending in outcome.endings if ending.timings.arrival_s <= end_s]
     summary = summarize(replace(outcome, endings=begun), candidate.num_blocks, targets, start_s)
     counted = [one for one in begun if one.timings.arrival_s >= start_s]
     times = [found for found in map(ending_times, counted) if found is not None]
@@ -236,7 +236,7 @@ def measure(
         num_met = sum(limit is None or one[place] <= limit for one in times)
         parts.append(num_met / len(times) if times else 0.0)
     met = not window.is_missed and summary.attainment >= window.attainment
-    records = [one for one in outcome.records if start_s <= one.committed_at_s <= end_s]
+    records = [record for record in outcome.records if start_s <= record.committed_at_s <= end_s]
     binding = binding_of(records, candidate, summary)
     is_complete = not (window.is_missed and window.gives_up)
     return SweepPoint(rate, met, is_complete, summary, parts[0], parts[1], binding)
@@ -246,23 +246,23 @@ def binding_of(records: Sequence[StepRecord], candidate: Candidate, summary: Sum
     """What requests wait for if they usually wait, or what most of the steps' time is spent on."""
     if not records:
         return "nothing"
-    waiting = sum(one.num_waiting > 0 for one in records) / len(records)
+    waiting = sum(record.num_waiting > 0 for record in records) / len(records)
     if waiting > _USUALLY and summary.kv_used > _FULL:
         return "KV blocks are full"
-    most = max(one.num_running for one in records)
+    most = max(record.num_running for record in records)
     if waiting > _USUALLY and most >= candidate.limits.max_num_seqs:
         return "--max-num-seqs is reached"
     seconds: dict[str, float] = {}
-    for one in records[:: max(1, len(records) // _NUM_SAMPLED_STEPS)]:
+    for record in records[:: max(1, len(records) // _NUM_SAMPLED_STEPS)]:
         load = StepLoad(
-            one.num_prefill_tokens + one.num_decode_tokens,
-            one.num_prefill_rows + one.num_decode_rows,
-            one.num_kv_tokens,
-            one.num_pairs,
-            one.num_scored,
+            record.num_prefill_tokens + record.num_decode_tokens,
+            record.num_prefill_rows + record.num_decode_rows,
+            record.num_kv_tokens,
+            record.num_pairs,
+            record.num_scored,
         )
         cause = candidate.costs.parts(load).binding
-        seconds[cause] = seconds.get(cause, 0.0) + one.seconds
+        seconds[cause] = seconds.get(cause, 0.0) + record.seconds
     return max(seconds, key=lambda cause: seconds[cause])
 
 

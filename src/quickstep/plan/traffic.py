@@ -158,12 +158,14 @@ def mean_load(arrivals: Sequence[Arrival]) -> Load:
     Raises:
         ConfigError: There are too few to have a rate.
     """
-    duration_s = max(one.at_s for one in arrivals) - min(one.at_s for one in arrivals)
+    duration_s = max(arrival.at_s for arrival in arrivals) - min(
+        arrival.at_s for arrival in arrivals
+    )
     if duration_s <= 0.0:
         raise ConfigError("a rate needs requests at two times at least; record for longer")
-    num_requests = sum(one.request.sampling.n for one in arrivals)
-    num_inputs = sum(len(one.request.prompt_token_ids) for one in arrivals)
-    num_outputs = sum(one.request.sampling.max_tokens or 0 for one in arrivals)
+    num_requests = sum(arrival.request.sampling.n for arrival in arrivals)
+    num_inputs = sum(len(arrival.request.prompt_token_ids) for arrival in arrivals)
+    num_outputs = sum(arrival.request.sampling.max_tokens or 0 for arrival in arrivals)
     # the time between two arrivals, not the number of them, is what was measured
     rate = num_requests * (len(arrivals) - 1) / len(arrivals) / duration_s
     num_each = len(arrivals)

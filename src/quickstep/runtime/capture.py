@@ -327,7 +327,7 @@ class CapturedSteps:
 
     def aux_hidden_states(self) -> tuple[HostTensor, ...]:
         """`StepModel.aux_hidden_states`."""
-        return tuple([one[: self._num_tokens] for one in self._aux_hidden])
+        return tuple([hidden[: self._num_tokens] for hidden in self._aux_hidden])
 
     def logits(self, hidden: AnyTensor, adapter: str) -> AnyTensor:
         """`StepModel.logits`."""

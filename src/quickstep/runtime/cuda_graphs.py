@@ -171,7 +171,7 @@ class GraphSteps:
         self._prompt_tokens = prompt_buckets(options.max_prompt_tokens)
         self._most_tokens = max((self._most_emitting, *self._prompt_tokens))
         largest = StepSize(most_rows, self._most_emitting, self._widths[-1])
-        prompts = [self._prompt_size(one) for one in self._prompt_tokens]
+        prompts = [self._prompt_size(size) for size in self._prompt_tokens]
         most_elements = max(one.num_elements for one in (largest, *prompts))
         self._buffer = InputBuffer(most_elements, options.num_slots, self._device)
         self._max_width = options.max_width
@@ -198,7 +198,7 @@ class GraphSteps:
         whose memory the others use too; for longer contexts, which need wider block tables, two
         sizes that hold the others.
         """
-        few = [one for one in self._rows if one <= _FEW_ROWS]
+        few = [size for size in self._rows if size <= _FEW_ROWS]
         for num_rows in (*few, *reversed(self._rows[len(few) :])):
             for width in sorted({1, self._max_width}):
                 if num_rows * width <= self._most_emitting:
@@ -285,7 +285,7 @@ class GraphSteps:
 
     def _decode_of(self, num_rows: int, num_tokens: int, num_blocks: int) -> StepSize | None:
         """The size for decode rows."""
-        num_rows_of = next((one for one in self._rows if one >= num_rows), None)
+        num_rows_of = next((size for size in self._rows if size >= num_rows), None)
         table_width = next((one for one in self._widths if one >= num_blocks), None)
         if num_rows_of is None or table_width is None:
             return None
@@ -296,7 +296,7 @@ class GraphSteps:
 
     def _prompts_of(self, num_tokens: int) -> StepSize | None:
         """The size for rows of which some compute prompts."""
-        found = next((one for one in self._prompt_tokens if one >= num_tokens), None)
+        found = next((size for size in self._prompt_tokens if size >= num_tokens), None)
         return None if found is None else self._prompt_size(found)
 
     def _prompt_size(self, num_tokens: int) -> StepSize:
@@ -429,7 +429,7 @@ class GraphSteps:
         if self._prepared is None:
             return self._eager.aux_hidden_states()
         assert self._results is not None
-        return tuple([one[: self._prepared.num_tokens] for one in self._results.aux_hidden])
+        return tuple([hidden[: self._prepared.num_tokens] for hidden in self._results.aux_hidden])
 
     def logits(self, hidden: AnyTensor, adapter: str) -> AnyTensor:
         """`StepModel.logits`."""
@@ -565,7 +565,7 @@ def can_record(model: object, kv: KVCache) -> bool:
         return False
     # computed one by one, experts read back how many tokens each of them gets
     mixtures = [layer.mlp for layer in model.weights.layers if isinstance(layer.mlp, MoEWeights)]
-    if any([model.ops.experts is None or one.experts.data is None for one in mixtures]):
+    if any([model.ops.experts is None or mixture.experts.data is None for mixture in mixtures]):
         return False
     keys = with_torch_kv(kv).keys[0]
     return keys.dtype != torch.int8 or keys.shape[3] % SCALE_BYTES == 0

@@ -297,7 +297,7 @@ def _with_trees(
             found.add(index, num_before, row.start + num_before, ())
         for slot in range(row.start + num_before, row.end):
             path = [root + node for node in row.path(slot - root)]
-            blocks = [int(tables[index, one // block_size]) for one in path]
+            blocks = [int(tables[index, position // block_size]) for position in path]
             tail = [
                 block * block_size + one % block_size
                 for block, one in zip(blocks, path, strict=True)

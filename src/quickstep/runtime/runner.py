@@ -119,19 +119,19 @@ class ModelRunner:
             steps.prepare(plan.rows, slots)
             emitting, places = _emitting(plan.rows, slots)
             _, logits = steps.run(places, False)
-            emitting_slots = [one.slot for one in emitting]
+            emitting_slots = [row.slot for row in emitting]
             if all([slot.is_plain_argmax for slot in emitting_slots]):
                 samples = sampler.of_argmax(steps.argmax(places))
             elif (token_ids := steps.sample(places, emitting_slots)) is not None:
-                samples = sampler.of_recorded(token_ids, logits, [one.state for one in emitting])
+                samples = sampler.of_recorded(token_ids, logits, [row.state for row in emitting])
             else:
-                samples = sampler.launch(logits, [one.slot.state_ahead for one in emitting])
+                samples = sampler.launch(logits, [row.slot.state_ahead for row in emitting])
                 steps.keep_tokens(places, samples.token_ids)
         except BaseException:
             self._slots.fail(plan.rows, f"step {plan.step_id} failed")
             raise
-        for one in emitting:
-            one.slot.num_pending += 1
+        for row in emitting:
+            row.slot.num_pending += 1
         return LaunchedStep(plan, slots, emitting, samples, held.started_s)
 
     def resume(self, held: HeldStep) -> StepResult:
@@ -156,7 +156,7 @@ class ModelRunner:
                 one.accept(sampled)
         # a later plan may have given a slot to another sequence, as far as the proposer knows
         resident = [
-            one for one in launched.emitting if self._slots.holds(rows[one.index], one.slot)
+            row for row in launched.emitting if self._slots.holds(rows[row.index], row.slot)
         ]
         drafts = self._drafting.propose(rows, resident)
         for one in launched.emitting:
@@ -171,8 +171,8 @@ class ModelRunner:
 
     def abandon(self, launched: LaunchedStep) -> None:
         """A launched step failed: its sequences must be admitted again."""
-        for one in launched.emitting:
-            one.slot.num_pending -= 1
+        for row in launched.emitting:
+            row.slot.num_pending -= 1
         for slot in launched.slots:
             slot.failure = slot.failure or f"step {launched.plan.step_id} failed"
 
@@ -313,14 +313,14 @@ class ModelRunner:
     def _move_accepted(self, rows: Sequence[StepRow], emitting: Sequence[EmittingRow]) -> None:
         """Move the KV of drafts that a tree had elsewhere to the slots of their positions."""
         moves: list[tuple[int, int]] = []
-        for one in emitting:
-            if not one.parents:
+        for row in emitting:
+            if not row.parents:
                 continue
-            root = rows[one.index].root
-            for depth, node in enumerate(one.computed):
+            root = rows[row.index].root
+            for depth, node in enumerate(row.computed):
                 if node != depth:
-                    source = one.slot.flat_index(root + node, self._block_size)
-                    moves.append((source, one.slot.flat_index(root + depth, self._block_size)))
+                    source = row.slot.flat_index(root + node, self._block_size)
+                    moves.append((source, row.slot.flat_index(root + depth, self._block_size)))
         if moves:
             self._move_kv(self._kv, moves)
 
@@ -398,8 +398,8 @@ def _output_with_tokens(
     """The row's output with the tokens that it emitted, and the drafts to follow them."""
     if emitted.slot.failure:
         return _NO_OUTPUT
-    token_ids = tuple([one.token_id for one in emitted.samples])
-    logprobs = tuple([one.logprobs for one in emitted.samples if one.logprobs])
+    token_ids = tuple([sample.token_id for sample in emitted.samples])
+    logprobs = tuple([sample.logprobs for sample in emitted.samples if sample.logprobs])
     next_drafts = drafts.get(emitted.index, _NO_DRAFTS)
     return RowOutput(
         token_ids,

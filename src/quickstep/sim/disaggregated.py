@@ -152,8 +152,8 @@ class DisaggregatedRun:
             for one in self.decode:
                 self._decoded(one.engine.finish_steps())
             self._hand_over()
-            for one in engines:
-                one.engine.start_steps()
+            for engine in engines:
+                engine.engine.start_steps()
             for one in self.decode:
                 self._release_admitted(one)
             if self._check is not None:
@@ -162,15 +162,17 @@ class DisaggregatedRun:
         return self._finished(engines)
 
     def _next_s(self, engines: Iterable[PhaseEngine]) -> float | None:
-        times = [one.engine.next_s() for one in engines]
+        times = [engine.engine.next_s() for engine in engines]
         times.append(self._events[0][0] if self._events else None)
         return min((time for time in times if time is not None), default=None)
 
     def _finished(self, engines: Iterable[PhaseEngine]) -> Simulation:
         outcome = self.outcome
-        records = [record for one in engines for record in one.engine.records]
+        records = [record for engine in engines for record in engine.engine.records]
         outcome.records = sorted(records, key=lambda record: record.committed_at_s)
-        outcome.finished_s = max((one.timings.finished_s for one in outcome.endings), default=0.0)
+        outcome.finished_s = max(
+            (ending.timings.finished_s for ending in outcome.endings), default=0.0
+        )
         outcome.handovers = Handovers(
             self._num_sent,
             self._sent_tokens * self._link.kv_bytes_per_token,
@@ -448,5 +450,5 @@ def _joined(prefill: SequenceTimings, decode: SequenceTimings) -> SequenceTiming
 
 def _busy(engines: list[PhaseEngine], duration_s: float) -> float:
     """The part of the time in which a step ran, as a mean over engines."""
-    seconds = sum(record.seconds for one in engines for record in one.engine.records)
+    seconds = sum(record.seconds for engine in engines for record in engine.engine.records)
     return min(1.0, seconds / len(engines) / duration_s) if duration_s > 0.0 else 0.0

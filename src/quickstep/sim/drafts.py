@@ -62,7 +62,7 @@ class SimulatedDrafts:
     """The drafts of one engine. `models` have different names."""
 
     def __init__(self, models: Sequence[SimulatedModel], rng: Random) -> None:
-        self._models = {one.name: one for one in models}
+        self._models = {model.name: model for model in models}
         self._rng = rng
         self._choice = DraftChoice((), list(self._models)) if len(models) > 1 else None
         self._slots: dict[int, _Slot] = {}

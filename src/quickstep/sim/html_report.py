@@ -46,7 +46,7 @@ class Run(msgspec.Struct, frozen=True):
     def counted(self) -> list[Ending]:
         """The endings of the figures."""
         since_s = self.counted_from_s
-        return [one for one in self.outcome.endings if one.timings.arrival_s >= since_s]
+        return [ending for ending in self.outcome.endings if ending.timings.arrival_s >= since_s]
 
 
 def html_report(title: str, runs: Sequence[Run]) -> str:

@@ -125,11 +125,11 @@ class _Link:
     def arrival_s(self, now: float) -> float:
         """When a message that is sent now arrives."""
         at_s, sent_s = now + self._options.link_s, now
-        active = [one for one in self.faults if one.at_s <= now < one.at_s + one.for_s]
+        active = [fault for fault in self.faults if fault.at_s <= now < fault.at_s + fault.for_s]
         at_s += sum(one.delay_s for one in active)
         while any(
-            one.at_s <= sent_s < one.at_s + one.for_s and self._rng.random() < one.loss
-            for one in self.faults
+            fault.at_s <= sent_s < fault.at_s + fault.for_s and self._rng.random() < fault.loss
+            for fault in self.faults
         ):
             sent_s += self._options.resend_s
             at_s += self._options.resend_s
@@ -293,7 +293,9 @@ class ReplicaRun:
             record for one in self.replicas for record in (*one.past_records, *one.engine.records)
         ]
         outcome.records = sorted(records, key=lambda record: record.committed_at_s)
-        outcome.finished_s = max((one.timings.finished_s for one in outcome.endings), default=0.0)
+        outcome.finished_s = max(
+            (ending.timings.finished_s for ending in outcome.endings), default=0.0
+        )
         return outcome
 
     def _next_s(self) -> float | None:

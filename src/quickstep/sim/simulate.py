@@ -217,5 +217,5 @@ def simulate(
         run.advance()
         event_s = run.next_event_s()
     endings = run.outcome.endings
-    run.outcome.finished_s = max((one.timings.finished_s for one in endings), default=0.0)
+    run.outcome.finished_s = max((ending.timings.finished_s for ending in endings), default=0.0)
     return run.outcome

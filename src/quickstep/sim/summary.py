@@ -129,26 +129,26 @@ def summarize(
 ) -> Summary:
     """The figures of requests that arrive at `warmup_s` or later; of a pool of so many blocks."""
     targets = targets or Targets()
-    endings = [one for one in outcome.endings if one.timings.arrival_s >= warmup_s]
+    endings = [ending for ending in outcome.endings if ending.timings.arrival_s >= warmup_s]
     times = [found for found in map(ending_times, endings) if found is not None]
     num_requests = len(endings) + len(outcome.refused)
-    num_met = sum(in_time(one, targets) is True for one in endings)
-    num_cancelled = sum(one.reason is FinishReason.ABORTED for one in endings)
+    num_met = sum(in_time(ending, targets) is True for ending in endings)
+    num_cancelled = sum(ending.reason is FinishReason.ABORTED for ending in endings)
     num_wanted = num_requests - num_cancelled
-    end_s = max((one.timings.arrival_s for one in endings), default=0.0)
-    start_s = min((one.timings.arrival_s for one in endings), default=0.0)
+    end_s = max((ending.timings.arrival_s for ending in endings), default=0.0)
+    start_s = min((ending.timings.arrival_s for ending in endings), default=0.0)
     if end_s <= start_s:  # all at once: until the last has ended
         end_s = outcome.finished_s
     duration_s = max(end_s - start_s, 1e-9)
     inside = [
-        one.timings
-        for one in outcome.endings
-        if start_s <= one.timings.finished_s <= end_s and ending_times(one) is not None
+        ending.timings
+        for ending in outcome.endings
+        if start_s <= ending.timings.finished_s <= end_s and ending_times(ending) is not None
     ]
-    records = [one for one in outcome.records if start_s <= one.committed_at_s <= end_s]
-    busy_s = math.fsum(one.seconds for one in records)
-    row_s = math.fsum(one.num_decode_rows * one.seconds for one in records)
-    free = min((one.num_free_blocks for one in records), default=num_blocks)
+    records = [record for record in outcome.records if start_s <= record.committed_at_s <= end_s]
+    busy_s = math.fsum(record.seconds for record in records)
+    row_s = math.fsum(record.num_decode_rows * record.seconds for record in records)
+    free = min((record.num_free_blocks for record in records), default=num_blocks)
     attainment = num_met / num_wanted if num_wanted else 1.0
     requests_per_s = len(inside) / duration_s
     return Summary(
@@ -162,15 +162,15 @@ def summarize(
         ttft_s=Percentiles.of([one[0] for one in times]),
         tpot_s=Percentiles.of([one[1] for one in times]),
         e2e_s=Percentiles.of([one[2] for one in times]),
-        queue_s=Percentiles.of([one.timings.queue_s for one in endings]),
-        adapter_s=Percentiles.of([one.timings.adapter_s for one in endings]),
+        queue_s=Percentiles.of([ending.timings.queue_s for ending in endings]),
+        adapter_s=Percentiles.of([ending.timings.adapter_s for ending in endings]),
         attainment=attainment,
         goodput_per_s=requests_per_s * attainment,
         busy=min(1.0, busy_s / duration_s / outcome.num_replicas),
         mean_decode_rows=row_s / busy_s if busy_s else 0.0,
-        prefill=math.fsum(one.prefill_s for one in records) / busy_s if busy_s else 0.0,
+        prefill=math.fsum(record.prefill_s for record in records) / busy_s if busy_s else 0.0,
         kv_used=1.0 - free / num_blocks,
-        num_preemptions=sum(one.num_preemptions for one in records),
+        num_preemptions=sum(record.num_preemptions for record in records),
     )
 
 
@@ -179,8 +179,8 @@ def by_tenant(outcome: Simulation) -> dict[str, Simulation]:
     that were refused are in none of them.
     """
     endings: dict[str, list[Ending]] = {}
-    for one in outcome.endings:
-        endings.setdefault(one.tenant, []).append(one)
+    for ending in outcome.endings:
+        endings.setdefault(ending.tenant, []).append(ending)
     if len(endings) < 2:
         return {}
     return {

@@ -52,7 +52,7 @@ def read_trace(lines: Sequence[str], speed: float = 1.0) -> list[Arrival]:
     requests = list(_mooncake(lines) if lines and lines[0].startswith("{") else _table(lines))
     if not requests:
         raise ConfigError("the trace has no requests with outputs")
-    start_s = min(one.at_s for one in requests)
+    start_s = min(request.at_s for request in requests)
     arrivals, next_token = [], _FIRST_NEW_TOKEN
     for place, one in enumerate(requests, 1):
         prompt: tuple[int, ...] = ()

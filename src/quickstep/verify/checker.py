@@ -395,9 +395,9 @@ class _Verifier:
 
     def _growing_group(self, rng: random.Random) -> list[RandomRequest]:
         """Half of it sequences that grow by blocks: only those get preempted once admitted."""
-        long = [one for one in self._requests if one.num_outputs >= LONG_OUTPUTS]
+        long = [request for request in self._requests if request.num_outputs >= LONG_OUTPUTS]
         group = rng.sample(long, min(8, len(long)))
-        short = [one for one in self._requests if one.num_outputs < LONG_OUTPUTS]
+        short = [request for request in self._requests if request.num_outputs < LONG_OUTPUTS]
         return group + rng.sample(short, min(8, len(short)))
 
     def _compare_group(self, scenario: Scenario, group: list[RandomRequest], threads: int) -> None:

@@ -386,7 +386,7 @@ class _Run:
             return
         for adapter_id in orders.evictions:
             self._resident.pop(adapter_id, None)  # a retired one may still be loading
-        self._loads += [(self._step + _LOAD_STEPS, one) for one in orders.loads]
+        self._loads += [(self._step + _LOAD_STEPS, load) for load in orders.loads]
         self.counts.adapter_evictions += len(orders.evictions)
 
     def _end_loads(self) -> None:

@@ -54,7 +54,7 @@ def open_runner(recording: Recording) -> ReplayRunner:
         loaded.kv_shape, loaded.plan.num_blocks, config.cache.block_size, loaded.model.device
     )
     executor = open_executor(config, loaded.model, kv, loaded.plan, description, loaded.adapters)
-    wanted = (one.request.sampling.grammar for one in recording.requests.values())
+    wanted = (request.request.sampling.grammar for request in recording.requests.values())
     grammars: list[object] = [check_grammar(one, description.grammars) for one in wanted]
     return ReplayRunner(executor, grammars)
 

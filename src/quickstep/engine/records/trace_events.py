@@ -30,7 +30,7 @@ def trace_events(
 ) -> dict[str, object]:
     """The JSON object of a trace file. Records are in the order of their ends."""
     tracks = sorted(sequences, key=lambda one: one.timings.arrival_s)
-    begins = [one.committed_at_s - one.seconds for one in steps]
+    begins = [step.committed_at_s - step.seconds for step in steps]
     begins += [one.timings.arrival_s for one in tracks]
     start_s = min(begins, default=0.0)
     events = [

@@ -167,10 +167,10 @@ def write_kv(kv: KVCache) -> int:
     """
     tensors = (*kv.keys, *kv.values)
     num_blocks = tensors[0].shape[0]
-    block_bytes = sum(one.numel() * one.element_size() for one in tensors) // num_blocks
+    block_bytes = sum(tensor.numel() * tensor.element_size() for tensor in tensors) // num_blocks
     num_used = max(1, min(num_blocks, _MAX_KV_BYTES // block_bytes))
-    for one in tensors:
-        elements = one.numpy() if isinstance(one, HostTensor) else one
+    for tensor in tensors:
+        elements = tensor.numpy() if isinstance(tensor, HostTensor) else tensor
         elements[:num_used] = 0
     return int(num_used)
 
@@ -256,10 +256,10 @@ class _Rounds:
         """Give each sequence its blocks, in random order as in a pool in use."""
         block_ids = list(range(self._limits.num_blocks))
         self._rng.shuffle(block_ids)
-        for one in sequences:
-            count = -(-one.end // self._limits.block_size)
-            one.block_ids = tuple(block_ids[:count])
-            assert len(one.block_ids) == count, "the contexts fit into the blocks"
+        for sequence in sequences:
+            count = -(-sequence.end // self._limits.block_size)
+            sequence.block_ids = tuple(block_ids[:count])
+            assert len(sequence.block_ids) == count, "the contexts fit into the blocks"
             del block_ids[:count]
 
     def _admission(self, one: _Sequence) -> Admission:
@@ -284,8 +284,10 @@ class _Rounds:
     ) -> None:
         """Run step `number` of the round; the second of each four repeats the first."""
         rng = self._rng
-        chosen = [one for one in decodes if one.start < one.end]
-        is_repeat = number % 4 == 1 and all(one.start < one.end for one in self._newest_rows)
+        chosen = [decode for decode in decodes if decode.start < decode.end]
+        is_repeat = number % 4 == 1 and all(
+            sequence.start < sequence.end for sequence in self._newest_rows
+        )
         if kind is StepKind.PREFILL:
             chosen = []
         elif is_repeat:
@@ -293,8 +295,8 @@ class _Rounds:
         elif chosen and number:
             chosen = rng.sample(chosen, rng.randint(1, len(chosen)))
         self._newest_rows = chosen
-        rows = [one.row(1, Phase.DECODE, True, self._token_id()) for one in chosen]
-        samplings = [one.sampling for one in chosen]
+        rows = [sequence.row(1, Phase.DECODE, True, self._token_id()) for sequence in chosen]
+        samplings = [sequence.sampling for sequence in chosen]
         load = sum(map(StepLoad.of_row, rows, samplings), start=StepLoad())
         left = prompt.end - prompt.start if prompt else 0
         if kind is not StepKind.DECODE and prompt and left:
@@ -367,8 +369,8 @@ def evaluate(steps: Sequence[MeasuredStep], start: Coefficients, seed: int = 0) 
     model = LinearCostModel.of_fit(fit_steps(others, start))
     errors = []
     for kind in StepKind:
-        steps_of_kind = [one for one in held_out if one.kind is kind]
-        predictions = [model.predict(one.load) for one in steps_of_kind]
+        steps_of_kind = [step for step in held_out if step.kind is kind]
+        predictions = [model.predict(step.load) for step in steps_of_kind]
         of_kind = [
             abs(prediction.seconds / one.seconds - 1.0)
             for prediction, one in zip(predictions, steps_of_kind, strict=True)
@@ -398,7 +400,7 @@ def fit_steps(steps: Sequence[MeasuredStep], start: Coefficients) -> CostFit:
     for _ in range(_NUM_FITS):
         fit = _fit_all(kept, start)
         model = LinearCostModel.of_fit(fit)
-        ratios = [one.seconds / model.seconds(one.load) for one in steps]
+        ratios = [step.seconds / model.seconds(step.load) for step in steps]
         limit = _SLOW * statistics.median(ratios)
         usual = [one for one, ratio in zip(steps, ratios, strict=True) if ratio < limit]
         if len(usual) == len(kept):
@@ -415,12 +417,12 @@ def _fit_all(steps: Sequence[MeasuredStep], start: Coefficients) -> CostFit:
     """
     near = LinearCostModel(start)
     for _ in range(2):
-        for one in steps:
-            near.learn(one.load, one.seconds)
+        for step in steps:
+            near.learn(step.load, step.seconds)
     near.converge()
     model = LinearCostModel(near.coefficients, forgetting=1.0)
-    for one in steps:
-        model.learn(one.load, one.seconds)
+    for step in steps:
+        model.learn(step.load, step.seconds)
     model.converge()
     fit = model.fit()
     assert fit is not None, "there are measured steps"

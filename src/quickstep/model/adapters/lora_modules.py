@@ -178,9 +178,9 @@ def adapter_bytes(spec: ModelSpec, rank: int, itemsize: int, targets: Collection
         chosen = [one for name, one in modules.items() if name.rpartition(".")[2] in targets]
     else:
         chosen = [
-            one
-            for one in modules.values()
-            if one.number < embedding_number(spec) and not is_expert(spec, one)
+            module
+            for module in modules.values()
+            if module.number < embedding_number(spec) and not is_expert(spec, module)
         ]
     scale_bytes = 4 if itemsize == 1 else 0  # int8 has a scale per rank
     sizes = (itemsize * (one.num_inputs + one.num_outputs) + scale_bytes for one in chosen)

@@ -60,6 +60,6 @@ def _part(changes: Sequence[tuple[LoRAPart, float]]) -> LoRAPart:
         assert part.b is not None, "complete matrices have no scale"
         b.append(as_float64(part.b) * (scale / largest if largest else 0.0))
     tensors = (np.concatenate(a, axis=int(first.is_embedding)), np.concatenate(b, axis=1))
-    rows, columns = (HostTensor(one.astype(np.float32), FLOAT32) for one in tensors)
+    rows, columns = (HostTensor(tensor.astype(np.float32), FLOAT32) for tensor in tensors)
     dtype = first.a.dtype
     return replace(first, a=rows.to(dtype), b=columns.to(dtype), scale=largest, bias=bias)

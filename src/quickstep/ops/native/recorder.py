@@ -247,7 +247,9 @@ class Tape:
         numbers: Numbers | None = None,
     ) -> None:
         """Record a call over the rows and in the dtype of `x`; an int output is an address."""
-        places = tuple(one if isinstance(one, int) else self.operand(one) for one in outputs)
+        places = tuple(
+            output if isinstance(output, int) else self.operand(output) for output in outputs
+        )
         dtype = kernel_dtype(x.dtype)
         if dtype is None and kind != OpKind.GATHER:
             raise NotCapturable(f"there are no native kernels for {x.dtype}")

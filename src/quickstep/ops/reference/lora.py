@@ -25,7 +25,7 @@ _Parts = tuple[tuple[LoRAPart, ...], ...]
 def pack_lora(modules: Sequence[Sequence[LoRAPart]]) -> LoRAAdapter:
     """The parts of each matrix, rounded for exact sums."""
     packed = tuple(tuple(map(_rounded, parts)) for parts in modules)
-    nbytes = sum(one.nbytes for parts in packed for part in parts for one in part.tensors)
+    nbytes = sum(tensor.nbytes for parts in packed for part in parts for tensor in part.tensors)
     return LoRAAdapter(packed, nbytes)
 
 

@@ -83,7 +83,7 @@ def _matrices(weights: Sequence[LinearWeight]) -> _Matrices | None:
         return None
     tensors = [one for weight in weights for one in _tensors(weight) if one is not None]
     device = tensors[0].device
-    assert all([one.device == device for one in tensors]), "kernels read all of them"
+    assert all([tensor.device == device for tensor in tensors]), "kernels read all of them"
     table = torch.tensor(rows, dtype=torch.int64).to(device)
     bias = weights[0].bias
     return _Matrices(table, weights[0], None if bias is None else bias.dtype)

@@ -358,7 +358,7 @@ def _has_tma(x: Tensor, weight: Tensor, block_t: int) -> bool:
     if block_t < _LEAST_TMA_TOKENS or x.dtype.itemsize != 2 or x.dtype != weight.dtype:
         return False
     rows = (x.stride(0), weight.stride(0))
-    if any(2 * one % 16 for one in rows) or x.data_ptr() % 16 or weight.data_ptr() % 16:
+    if any(2 * row % 16 for row in rows) or x.data_ptr() % 16 or weight.data_ptr() % 16:
         return False
     return x.device.type == "cpu" or _has_tma_unit(x.device.index or 0)
 

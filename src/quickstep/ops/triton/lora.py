@@ -434,7 +434,7 @@ def _items_of(mapping: LoRAMapping) -> _Items | None:
 
 def _largest_ranks(adapters: Sequence[_Packed]) -> tuple[int, ...]:
     """Of several adapters, by module."""
-    return tuple(map(max, zip(*(one.most_ranks for one in adapters), strict=True)))
+    return tuple(map(max, zip(*(adapter.most_ranks for adapter in adapters), strict=True)))
 
 
 def _packed(adapter: LoRAAdapter) -> _Packed:

@@ -252,7 +252,7 @@ class _Lists:
             ban_places=ban_places if self._num_banned else None,
             ban_lists=ban_lists if self._num_banned else None,
             set_edits=sets,
-            added_edits=tuple(one for one in added if one is not None),
+            added_edits=tuple(edit for edit in added if edit is not None),
         )
 
 
@@ -395,7 +395,7 @@ class _TokenCounts:
         """A row that no state has, or the one that was not used for longest; the table grows if
         there is neither.
         """
-        free = set(range(self.table.shape[0])) - {one.row for one in self._counted.values()}
+        free = set(range(self.table.shape[0])) - {counted.row for counted in self._counted.values()}
         if free:
             return min(free)
         unused = [

@@ -129,9 +129,9 @@ class DeviceSampler:
         scores: list[_ScoresOfGroup] = []
         for first in range(0, len(pending), self._group_rows):
             group = pending[first : first + self._group_rows]
-            states = [one.state for one in group]
+            states = [row.state for row in group]
             records = self._records.build(
-                states, [one.changes for one in group], [one.row for one in group]
+                states, [row.changes for row in group], [row.row for row in group]
             )
             sampled = sample_on_device(logits, records)
             if is_ahead and records.counts is not None:
@@ -163,7 +163,7 @@ class SamplesInFlight:
         self._scores = scores
         numbers = token_ids
         if scores:
-            numbers = torch.cat((token_ids, *[one.numbers.flatten() for one in scores]))
+            numbers = torch.cat((token_ids, *[score.numbers.flatten() for score in scores]))
         self._event: torch.cuda.Event | None = None
         if numbers.device.type == "cuda":
             self._numbers = torch.empty(numbers.shape, dtype=numbers.dtype, pin_memory=True)
@@ -208,8 +208,8 @@ def _scores(
 ) -> _ScoresOfGroup:
     """The scores of those of a group, which was sampled, at the places `scored`."""
     pending = [group[index] for index in scored]
-    num_top = max(one.num_top or 0 for one in pending)
-    requested = _requested_ids([one.state for one in pending])
+    num_top = max(row.num_top or 0 for row in pending)
+    requested = _requested_ids([row.state for row in pending])
     places = np.array([(group[index].row, index) for index in scored], dtype=np.int64)
     # one copy to the device for both: [L, 2 + requested ids]
     fixed = copy_to_device(np.concatenate((places, requested), axis=1), logits.device.type)
@@ -320,5 +320,5 @@ def score_on_device(
         _Scores(row, num_top).logprobs(token_id, num_top)
         for row, token_id in zip(found, token_ids, strict=True)
     ]
-    known = [one for one in scores if one is not None]
+    known = [score for score in scores if score is not None]
     return known if len(known) == len(scores) else None

@@ -138,7 +138,7 @@ class NativeSampler:
                 _fill_changes(call, None)
         self._rows.run(num_rows)
         token_ids = [calls[index].token_id for index in range(num_rows)]
-        return [Sample(one) if one >= 0 else NO_MAXIMUM for one in token_ids]
+        return [Sample(token_id) if token_id >= 0 else NO_MAXIMUM for token_id in token_ids]
 
 
 class _Pending(msgspec.Struct):

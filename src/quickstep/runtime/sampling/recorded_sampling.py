@@ -124,7 +124,7 @@ class RecordedSampling:
         `places` are the numbers of the slots, `positions` the places of their tokens among the
         outputs, and `logits_rows` the rows of their logits.
         """
-        num_rows = next(one for one in self._buckets if one >= len(slots))
+        num_rows = next(bucket for bucket in self._buckets if bucket >= len(slots))
         if num_rows not in self._graphs:
             if num_rows in self._wanted:
                 self._wanted.move_to_end(num_rows, last=False)

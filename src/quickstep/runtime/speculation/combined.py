@@ -46,19 +46,23 @@ class CombinedProposer:
     def __init__(
         self, free: Sequence[Proposer], models: Sequence[Proposer], clock: Callable[[], float]
     ) -> None:
-        self.needs_hidden = any(one.needs_hidden for one in models)
-        self._readers = {one.name: one for one in models if isinstance(one, HiddenStateProposer)}
+        self.needs_hidden = any(model.needs_hidden for model in models)
+        self._readers = {
+            model.name: model for model in models if isinstance(model, HiddenStateProposer)
+        }
         if self._readers:
             readers = self._readers.values()
-            self.aux_layers = tuple(sorted({layer for one in readers for layer in one.aux_layers}))
-            self.reads_final = any(one.reads_final for one in readers)
+            self.aux_layers = tuple(
+                sorted({layer for reader in readers for layer in reader.aux_layers})
+            )
+            self.reads_final = any(reader.reads_final for reader in readers)
             self.compute = self._compute
-        self._proposers = {one.name: one for one in (*free, *models)}
-        self._free = [one.name for one in free]
+        self._proposers = {proposer.name: proposer for proposer in (*free, *models)}
+        self._free = [proposer.name for proposer in free]
         self._choice = DraftChoice(
             self._free,
-            [one.name for one in models],
-            [one.name for one in models if one.needs_hidden],
+            [model.name for model in models],
+            [model.name for model in models if model.needs_hidden],
         )
         self._clock = clock
         # Of each slot, the drafts that were not compared yet.
@@ -102,7 +106,7 @@ class CombinedProposer:
         self._choice.drop(name)
         del self._proposers[name]
         self._readers.pop(name, None)
-        self._free = [one for one in self._free if one != name]
+        self._free = [proposer for proposer in self._free if proposer != name]
         for pending in self._pending.values():
             pending.pop(name, None)
 

@@ -101,8 +101,8 @@ class DraftModelProposer:
                 current.append(one)
         while current:
             self._run(current)
-            current = [one for one in current if one.advance()]
-        return [tuple(one.drafts) for one in drafting]
+            current = [sequence for sequence in current if sequence.advance()]
+        return [tuple(sequence.drafts) for sequence in drafting]
 
     def release(self, slot: int) -> None:
         """`Proposer.release`."""
@@ -129,10 +129,10 @@ class DraftModelProposer:
     def _run(self, current: Sequence[_Drafting]) -> None:
         """Compute a row of each, and append a token to the drafts of those whose row emits."""
         vocabulary = self._vocabulary
-        rows = [one.row for one in current]
+        rows = [sequence.row for sequence in current]
         if vocabulary is not None:
             rows = [replace(row, token_ids=vocabulary.of_draft(row.token_ids)) for row in rows]
-        self._steps.prepare(rows, [one.slot.slot for one in current])
+        self._steps.prepare(rows, [sequence.slot.slot for sequence in current])
         emitting = [index for index, row in enumerate(rows) if row.emits]
         _, logits = self._steps.run([(index, 0) for index in emitting], every_token=False)
         if not emitting:

@@ -91,7 +91,7 @@ class EagleProposer:
         self.name = "eagle3" if model.spec.is_fused else "eagle"
         self.aux_layers = tuple(sorted(set(model.spec.aux_layers)))
         self.reads_final = not self.aux_layers
-        self._features = [self.aux_layers.index(one) for one in model.spec.aux_layers]
+        self._features = [self.aux_layers.index(aux_layer) for aux_layer in model.spec.aux_layers]
         self._first_steps = steps(of_target)
         self._next_steps = self._first_steps if of_itself == of_target else steps(of_itself)
         self._sample = open_sampler(target)
@@ -156,15 +156,15 @@ class EagleProposer:
                 max_depth = self._max_model_len - row[0].end + 1
                 growth = TreeGrowth(task.num_drafts, max_depth, _MAX_COMPUTED, self._tree_width)
                 drafting[place] = _Drafting(slot, row[0].end, growth)
-        active = [one for one in drafting if one is not None]
+        active = [sequence for sequence in drafting if sequence is not None]
         if active:
             hidden, logits = self._run_first(first)
-            self._add_candidates(logits, [(one, None) for one in active])
+            self._add_candidates(logits, [(sequence, None) for sequence in active])
             for one, of_root in zip(active, _host(hidden).numpy().copy(), strict=True):
                 one.hidden.append(of_root)
-            while active := [one for one in active if one.take_next()]:
+            while active := [sequence for sequence in active if sequence.take_next()]:
                 self._run_next(active, _host(hidden).dtype)
-        return [() if one is None else one.growth.drafts() for one in drafting]
+        return [() if sequence is None else sequence.growth.drafts() for sequence in drafting]
 
     def _add_candidates(
         self, logits: AnyTensor, parents: Sequence[tuple[_Drafting, int | None]]
@@ -177,9 +177,9 @@ class EagleProposer:
 
     def _run_next(self, active: Sequence[_Drafting], dtype: DType) -> None:
         """Compute the drafts that were taken, and what may follow them."""
-        rows = [one.next_row(with_parents=self._tree_width > 1) for one in active]
-        features = np.stack([row for one in active for row in one.next_features()])
-        self._next_steps.prepare(rows, [one.slot.slot for one in active])
+        rows = [sequence.next_row(with_parents=self._tree_width > 1) for sequence in active]
+        features = np.stack([row for sequence in active for row in sequence.next_features()])
+        self._next_steps.prepare(rows, [sequence.slot.slot for sequence in active])
         emitting = [
             (index, num_after)
             for index, row in enumerate(rows)
@@ -189,7 +189,9 @@ class EagleProposer:
         of_drafts = iter(_host(hidden).numpy().copy())
         for one, row in zip(active, rows, strict=True):
             one.hidden.extend(islice(of_drafts, row.num_tokens))
-        self._add_candidates(logits, [(one, node) for one in active for node in one.taken])
+        self._add_candidates(
+            logits, [(sequence, node) for sequence in active for node in sequence.taken]
+        )
 
     def _run_first(
         self, active: Sequence[tuple[_EagleSlot, StepRow, HostTensor]]
@@ -317,12 +319,12 @@ def _row(start: int, token_ids: tuple[int, ...], emits: bool) -> StepRow:
 
 def _side_by_side(parts: Sequence[AnyTensor]) -> AnyTensor:
     """Tensors [n, C] of one class as one [n, C of all]."""
-    hosts = [one for one in parts if isinstance(one, HostTensor)]
+    hosts = [part for part in parts if isinstance(part, HostTensor)]
     if len(hosts) == len(parts):
-        return HostTensor(np.concatenate([one.numpy() for one in hosts], axis=1), hosts[0].dtype)
+        return HostTensor(np.concatenate([host.numpy() for host in hosts], axis=1), hosts[0].dtype)
     import torch
 
-    return torch.cat([one for one in parts if isinstance(one, torch.Tensor)], dim=1)
+    return torch.cat([part for part in parts if isinstance(part, torch.Tensor)], dim=1)
 
 
 def _host(x: AnyTensor) -> HostTensor:

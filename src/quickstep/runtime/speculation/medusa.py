@@ -128,12 +128,12 @@ class _MedusaSlot:
 
 def _rows(states: Sequence[AnyTensor | None]) -> AnyTensor:
     """Hidden states [C] as one tensor [R, C] of the same class."""
-    hosts = [one for one in states if isinstance(one, HostTensor)]
+    hosts = [state for state in states if isinstance(state, HostTensor)]
     if len(hosts) == len(states):
-        return HostTensor(np.stack([one.numpy() for one in hosts]), hosts[0].dtype)
+        return HostTensor(np.stack([host.numpy() for host in hosts]), hosts[0].dtype)
     import torch
 
-    return torch.stack([one for one in states if isinstance(one, torch.Tensor)])
+    return torch.stack([state for state in states if isinstance(state, torch.Tensor)])
 
 
 def _logits(ops: OpTable, head: MedusaHead, hidden: AnyTensor) -> AnyTensor:

@@ -33,7 +33,7 @@ def open_lookup_proposers(config: SpeculationConfig) -> list[Proposer]:
     """Those that need no model. `auto` has `suffix`, and `ngram` where the native library is
     missing. Raises ConfigError for a bad setting.
     """
-    methods = {one.method for one in config.proposers}
+    methods = {proposer.method for proposer in config.proposers}
     if SpeculationMethod.AUTO in methods:
         has_library = native_status().available
         methods.add(SpeculationMethod.SUFFIX if has_library else SpeculationMethod.NGRAM)

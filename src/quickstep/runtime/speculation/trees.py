@@ -140,8 +140,8 @@ class TreeGrowth:
         """Add what may follow a draft; None for the first drafts."""
         depth = 1 if parent is None else self.nodes[parent].depth + 1
         probability = 1.0 if parent is None else self.nodes[parent].probability
-        for one in candidates:
-            node = DraftNode(one.token_id, parent, depth, probability * one.probability)
+        for candidate in candidates:
+            node = DraftNode(candidate.token_id, parent, depth, probability * candidate.probability)
             self.nodes.append(node)
 
     def take_next(self) -> list[int]:
