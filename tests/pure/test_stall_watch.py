@@ -7,7 +7,7 @@ from hypothesis import strategies as st
 from msgspec.structs import replace
 
 from quickstep.core.accounting import SchedulerStats, Totals
-from quickstep.core.block_pool import PoolStats
+from quickstep.core.resources.block_pool import PoolStats
 from quickstep.engine.remote.messages import GapNote, StatsNote
 from quickstep.engine.remote.supervisor import StallWatch
 from quickstep.engine.stats import EngineState, EngineStats

@@ -11,8 +11,8 @@ from collections.abc import Iterable
 import msgspec
 
 from quickstep.core.cost_model import StepLoad
+from quickstep.core.drafts.control import DraftMode
 from quickstep.core.sequence import Residency, Sequence
-from quickstep.core.speculation import DraftMode
 from quickstep.types import Admission, Phase, RowFailure, StepPlan, StepResult, StepRow
 
 __all__ = [
@@ -97,7 +97,7 @@ class StepDraft(msgspec.Struct):
         setup_us: What setting up the admitted sequences costs.
         limit_s: How long the step may take, if rows above their tenant's part are in it.
         prefill_may_wait: Whether prefill gets only what is left of the limit.
-        least_prefill: Tokens that drafts have left for prefill.
+        min_prefill: Tokens that drafts have left for prefill.
     """
 
     num_tokens_left: int
@@ -111,7 +111,7 @@ class StepDraft(msgspec.Struct):
     num_preemptions: int = 0
     limit_s: float | None = None
     prefill_may_wait: bool = False
-    least_prefill: int = 0
+    min_prefill: int = 0
     _with_row: set[str] = msgspec.field(default_factory=set)
 
     @property

@@ -24,7 +24,7 @@ from msgspec.structs import fields, replace
 from quickstep.config import EngineConfig
 from quickstep.core.accounting import SchedulerStats, Totals
 from quickstep.core.admission import AdmissionState
-from quickstep.core.block_pool import PoolStats
+from quickstep.core.resources.block_pool import PoolStats
 from quickstep.core.service_order import level_of
 from quickstep.engine.adapters import LoadedAdapter
 from quickstep.engine.records.step_log import StepLog

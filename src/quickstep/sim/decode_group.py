@@ -7,7 +7,7 @@ counts for all of them at once. Everything that a later decision or a report rea
 last bit to what rows that are listed in the plan give: charges are whole numbers
 (`accounting.UnitTicks`), and blocks are allocated and registered in the same order.
 
-Owned by `core.scheduler`. While a sequence is in the group, its tokens, its planned positions and
+Owned by `GroupedScheduler`. While a sequence is in the group, its tokens, its planned positions and
 its charge are those of the last `settle`; all else of it is up to date.
 """
 
@@ -18,8 +18,8 @@ from bisect import insort
 import msgspec
 
 from quickstep.core.accounting import UnitTicks
-from quickstep.core.block_pool import KVBlockPool
 from quickstep.core.cost_model import StepLoad
+from quickstep.core.resources.block_pool import KVBlockPool
 from quickstep.core.sequence import Rank, Sequence
 from quickstep.types import SequenceOutput, StepRecord
 
@@ -206,9 +206,9 @@ class DecodeGroup:
         residency.planned += self._is_in_flight
         residency.pending = int(self._is_in_flight)
         sequence.last_step_id = max(sequence.last_step_id, self._last_step_id)
-        sequence.device_ticks += self._row_ticks - member.row_ticks
+        sequence.charges.device_ticks += self._row_ticks - member.row_ticks
         context_ticks = self._context_ticks - member.context_ticks
-        sequence.device_ticks += (member.shift + 1) * context_ticks
+        sequence.charges.device_ticks += (member.shift + 1) * context_ticks
         member.row_ticks, member.context_ticks = self._row_ticks, self._context_ticks
 
     def _last_block(self, sequence: Sequence, num_tokens: int) -> tuple[int, ...]:
