@@ -63,7 +63,7 @@ def check(of: DisaggregatedRun) -> None:
     places: Counter[str] = Counter()
     for one in (*of.prefill, *of.decode):
         planner = one.engine.scheduler
-        resident = [sequence.resident.blocks for sequence in planner._batch]
+        resident = [sequence.residency.blocks for sequence in planner._batch]
         one.pool.check([*resident, *one.tables.values()])
         places.update(
             sequence.sequence_id if one in of.prefill else sequence.request.request_id

@@ -185,11 +185,11 @@ _BUGS = {
         "ChainRoot(request.adapter_id, request.cache_salt)",
         'ChainRoot(request.adapter_id, "")',
     ),
-    "planned-row-preempted": ("queues", "if not has_row(victim)", "if True"),
+    "planned-row-preempted": ("queues", "if victim.last_step_id != step_id", "if True"),
     "limit-overrun-by-overlap": (
         "sequence",
-        "self.num_outputs + residency.pending <",
-        "self.num_outputs <",
+        "num_outputs + residency.pending <",
+        "num_outputs <",
     ),
     "evicted-block-stays-indexed": (
         "resources.block_pool",
@@ -273,7 +273,7 @@ _BUGS = {
     ),
     "continued-by-an-older-commit": (
         "scheduler",
-        "        if entry.row.num_drafts or entry.row.requests_drafts:\n",
+        "        if entry.awaits_drafts:\n",
         "        if entry.row.emits:\n",
     ),
     "trees-become-chains": (

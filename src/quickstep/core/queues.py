@@ -295,11 +295,11 @@ class RunningBatch:
         """Where the first prompt that is to be continued continues; None if there is none."""
         if not self._prefilling or self._prefilling[0].is_paused:
             return None
-        return self._prefilling[0].resident.planned
+        return self._prefilling[0].residency.planned
 
     def prefill_planned(self, sequence: Sequence) -> None:
         """A part of a prompt was placed in a step."""
-        residency = sequence.resident
+        residency = sequence.residency
         if residency.planned >= residency.prefill_end:
             self._remove_prefilling(sequence)
 
@@ -322,12 +322,11 @@ class RunningBatch:
         counts = range(len(lower) + 1)
         return next(lower[:num] for num in counts if fits_without(lower[:num]))
 
-    def lowest_victim(
-        self, sequence: Sequence, has_row: Callable[[Sequence], bool]
-    ) -> Sequence | None:
+    def lowest_victim(self, sequence: Sequence, step_id: int) -> Sequence | None:
         """The last sequence that ranks after `sequence` and has no row in the step."""
         lower = self._running[bisect_left(self._running, sequence.rank, key=_rank) + 1 :]
-        return next((victim for victim in reversed(lower) if not has_row(victim)), None)
+        free = (victim for victim in reversed(lower) if victim.last_step_id != step_id)
+        return next(free, None)
 
     def admit(self, sequence: Sequence, residency: Residency, now: float) -> None:
         """Begin a residency, for which the sequence has all resources."""
@@ -352,14 +351,14 @@ class RunningBatch:
     def restart(self, sequence: Sequence) -> None:
         """Begin to compute all known tokens of a running sequence again."""
         self._remove_prefilling(sequence)
-        sequence.resident.restart(len(sequence.token_ids))
+        sequence.residency.restart(len(sequence.token_ids))
         insort(self._prefilling, sequence, key=_rank)
 
     def check(self) -> None:
         """Raise AssertionError unless all run, in order."""
         ranks = [sequence.rank for sequence in self._running]
         assert ranks == sorted(set(ranks)), "the batch is out of order"
-        residencies = [(sequence, sequence.resident) for sequence in self._running]
+        residencies = [(sequence, sequence.residency) for sequence in self._running]
         prefilling = [one for one, stay in residencies if stay.planned < stay.prefill_end]
         assert self._prefilling == prefilling, "the prompts that are to be continued differ"
         for sequence, residency in residencies:

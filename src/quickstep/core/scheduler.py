@@ -149,6 +149,7 @@ class Scheduler:
         waits_since_s = now if request.is_continuation else arrival_s
         rank = self._order.rank(request, arrival_s, prediction.service_s)
         output_limit = limits.output_limit(request)
+        context_limit = limits.max_outputs(len(request.prompt_token_ids))
         sequences = [
             Sequence(
                 request,
@@ -158,6 +159,7 @@ class Scheduler:
                 rank,
                 prediction,
                 output_limit,
+                context_limit,
             )
             for index in range(request.sampling.n)
         ]
@@ -241,6 +243,7 @@ class Scheduler:
             resource.prepare(self._waiting, self._batch, now, self._preempt)
         num_rows = self._batch.num_active or self._waiting.num_active
         self._drafts.begin_step(min(num_rows, self._config.max_num_seqs))
+        draft.may_request_drafts = self._drafts.may_request
         self._preempt_for_waiting(draft, now)
         for phase in self._policy.phases:
             self._place_rows[phase](draft, self._budget.of_phase(phase, draft, now), now)
@@ -282,16 +285,21 @@ class Scheduler:
         """Add a row for the next token of a sequence and its drafts, `most` tokens at most; returns
         how many, 0 if it gets none in this step.
         """
-        is_due = sequence.can_decode and not draft.has_row(sequence)
-        if not is_due or not self._free_blocks_for(sequence, draft, now):
+        residency = sequence.residency
+        if sequence.last_step_id == self._next_step_id or not sequence.can_decode:
+            return 0
+        has_room = residency.planned < residency.capacity  # the usual case
+        if not has_room and not self._free_blocks_for(sequence, now):
             return 0
         drafts: tuple[int, ...] = ()
         if sequence.drafts.token_ids:
             most = min(most - 1, self._blocks.num_drafts_that_fit(sequence))
             drafts = sequence.drafts.token_ids[: self._drafts.num_for_row(sequence, most)]
-        num_tokens = 1 + len(drafts)
-        self._place(draft, sequence, 1, self._blocks.grow(sequence, num_tokens), drafts)
-        return num_tokens
+        new_block_ids: tuple[int, ...] = ()
+        if residency.planned + 1 + len(drafts) > residency.capacity:
+            new_block_ids = self._blocks.grow(sequence, 1 + len(drafts))
+        self._place(draft, sequence, 1, new_block_ids, drafts)
+        return 1 + len(drafts)
 
     def _recompute_decodes(self, draft: StepDraft, budget: int, now: float) -> None:
         """Without a KV cache: the next token of a sequence needs all its tokens again."""
@@ -299,7 +307,7 @@ class Scheduler:
             is_due = sequence.can_decode and not sequence.num_pending
             if not is_due or not budget:
                 continue
-            if self._free_blocks_for(sequence, draft, now):
+            if self._free_blocks_for(sequence, now):
                 new_block_ids = self._blocks.grow(sequence)
                 self._batch.restart(sequence)
                 num_tokens = min(len(sequence.token_ids), budget)
@@ -312,7 +320,7 @@ class Scheduler:
             budget = self._admit_waiting(draft, budget, now, before=sequence)
             num_tokens = min(sequence.num_prefill_left, budget)
             if num_tokens > 0:
-                start = sequence.resident.planned
+                start = sequence.residency.planned
                 num_tokens = min(num_tokens, self._budget.of_prompt(draft, sequence, start, now))
             if num_tokens > 0:
                 self._place(draft, sequence, num_tokens, ())
@@ -366,10 +374,12 @@ class Scheduler:
         return num_tokens
 
     def _issue(self, draft: StepDraft, now: float) -> StepPlan:
-        predicted_s = self._cost_model.seconds(draft.decode_load + draft.prefill_load)
-        draft_mode = self._drafts.planned(draft.decode_load, self._cost_model)
+        decode, prefill = draft.decode_load, draft.prefill_load
+        loads = decode + prefill, decode, prefill
+        predicted_s = self._cost_model.seconds(loads[0])
+        draft_mode = self._drafts.planned(decode, self._cost_model)
         released = self._slots.take_released()
-        step = draft.issue(self._next_step_id, released, now, predicted_s, draft_mode)
+        step = draft.issue(self._next_step_id, released, now, loads, predicted_s, draft_mode)
         self._next_step_id += 1
         self._in_flight.append(step)
         if self._accounted_s is None:
@@ -385,21 +395,27 @@ class Scheduler:
         drafts: tuple[int, ...] = (),
     ) -> None:
         """Add a row to the draft; from now on others may share the blocks that it fills."""
-        residency = sequence.resident
-        next_drafts = self._drafts.num_next(sequence)
+        residency = sequence.residency
+        next_drafts = self._drafts.num_next(sequence) if draft.may_request_drafts else (0, 0)
         row = sequence.row(num_tokens, new_block_ids, drafts, *next_drafts)
         sequence.drafts.token_ids = ()
-        residency.planned = row.end
-        residency.awaits_drafts = row.num_drafts > 0 or row.requests_drafts
+        residency.planned = end = row.start + row.num_tokens
+        awaits_drafts = bool(drafts) or row.num_next_drafts > 0 or row.num_next_forced > 0
+        residency.awaits_drafts = awaits_drafts
         if drafts:
-            residency.drafted_end = max(residency.drafted_end, row.end)
+            residency.drafted_end = max(residency.drafted_end, end)
         residency.pending += row.emits
         sequence.last_step_id = self._next_step_id
         load = StepLoad.of_row(row, sequence.request.sampling)
-        draft.add(FlightRow(sequence, residency, row, load))
-        if row.phase is Phase.PREFILL:
+        entry = FlightRow(sequence, residency, row, load, awaits_drafts)
+        draft.num_tokens_left -= row.num_tokens
+        if row.phase is Phase.DECODE:
+            draft.decode.append(entry)
+        else:
+            draft.prefill.append(entry)
             self._batch.prefill_planned(sequence)
-        self._blocks.register(sequence)
+        if residency.planned >= residency.registers_at:
+            self._blocks.register(sequence)
 
     # -- preemption -------------------------------------------------------------------------------
 
@@ -415,10 +431,10 @@ class Scheduler:
     def _fits_without(self, sequence: Sequence, leaving: SequenceOf[Sequence]) -> bool:
         return all(resource.fits_without(sequence, leaving) for resource in self._resources)
 
-    def _free_blocks_for(self, sequence: Sequence, draft: StepDraft, now: float) -> bool:
+    def _free_blocks_for(self, sequence: Sequence, now: float) -> bool:
         """Preempt sequences of lower rank until `sequence` can grow; False if it must wait."""
         while not self._blocks.can_grow(sequence):
-            victim = self._batch.lowest_victim(sequence, draft.has_row)
+            victim = self._batch.lowest_victim(sequence, self._next_step_id)
             if victim is None:
                 return False
             self._preempt(victim, now)
@@ -521,7 +537,7 @@ class Scheduler:
         self._totals.num_drafts += record.num_drafts
         self._totals.num_accepted += record.num_accepted
         mode = step.draft_mode
-        if mode is not None and any(entry.sequence.request.speculation for entry in step.rows):
+        if mode is not None and any([entry.sequence.request.speculation for entry in step.rows]):
             load, costs = step.decode_load, self._cost_model
             self._drafts.learn(mode, load, record, since_s, now, costs)
         return StepOutcome(tuple(outputs), record)
@@ -569,7 +585,7 @@ class Scheduler:
             if sequence.state is not SequenceState.FINISHED:
                 outputs.append(self._finish(sequence, failure.finish_reason, now, failure.reason))
         for sequence in self._batch:
-            if sequence.resident.invalidated:
+            if sequence.residency.invalidated:
                 self._preempt(sequence, now)
         return outputs
 
@@ -589,14 +605,13 @@ class Scheduler:
         if sequence.state is SequenceState.FINISHED or residency.invalidated:
             return None
         residency.pending -= entry.row.emits
-        if entry.row.emits and not sequence.num_outputs:
+        if entry.row.emits and len(sequence.token_ids) == sequence.prompt_len:
             self._admission.first_token(sequence, now)
-        if entry.row.num_drafts or entry.row.requests_drafts:
+        if entry.awaits_drafts:
             self._check_drafts(entry, output)
-        max_outputs = self._admission.limits.max_outputs(sequence.prompt_len)
-        new, reason = sequence.receive(entry.row, output, now, max_outputs)
+        new, reason = sequence.receive(entry.row, output, now)
         self._totals.num_output_tokens += len(new.token_ids)
-        if sequence.state is SequenceState.RUNNING:
+        if residency.planned >= residency.registers_at and sequence.state is SequenceState.RUNNING:
             self._blocks.register(sequence)
         if reason is not None:
             return self._finish(sequence, reason, now, new=new)

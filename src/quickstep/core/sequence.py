@@ -93,6 +93,8 @@ class Residency(msgspec.Struct, eq=False):
             not known before that row is committed.
         drafted_end: The highest `end` of its rows with drafts. Blocks of drafts that were rejected
             are kept, because the next tokens need them.
+        capacity: Positions that its blocks hold.
+        registers_at: The number of planned positions at which its next block can be registered.
     """
 
     prefill_end: int
@@ -105,6 +107,8 @@ class Residency(msgspec.Struct, eq=False):
     recompute_end: int = 0
     awaits_drafts: bool = False
     drafted_end: int = 0
+    capacity: int = 0
+    registers_at: int = 0
 
     def restart(self, num_tokens: int) -> None:
         """Compute all tokens again, up to the `num_tokens` that are known by now."""
@@ -206,7 +210,7 @@ class Sequence:
     """Mutable state of one sequence. `rank` orders service, waiting and running: lower first.
 
     `rank_s` is the policy's part of it (`core.service_order`), `output_limit` how many output
-    tokens it may have.
+    tokens it may have, and `context_limit` how many fit into the context.
     """
 
     def __init__(
@@ -218,12 +222,15 @@ class Sequence:
         rank_s: float,
         prediction: ServicePrediction = _NO_PREDICTION,
         output_limit: int = sys.maxsize,
+        context_limit: int = sys.maxsize,
     ) -> None:
         self.request = request
         self.index = index
         self.sequence_id = f"{request.request_id}#{index}"
         self.seed = sequence_seed(request.seed, index)
         self.output_limit = output_limit
+        self.context_limit = context_limit
+        self.is_prompt_only = request.prompt_only
         self.token_ids = list(request.prompt_token_ids)
         self.prompt_len = len(self.token_ids)
         self.state = SequenceState.WAITING
@@ -236,7 +243,7 @@ class Sequence:
         self.parked_key = ""  # of what it waits for apart from others; "" for nothing
         self.parked_since_s = now
         # what it has in the batch, and in the prefix cache
-        self.residency: Residency | None = None  # the latest
+        self.residency = Residency(prefill_end=0)  # the latest; an empty one before the first
         self.last_step_id = -1  # the last step with a row of it
         self.root = ChainRoot(request.adapter_id, request.cache_salt)
         self.digests: list[bytes] = []  # of leading full blocks, computed when first needed
@@ -300,24 +307,25 @@ class Sequence:
     @property
     def num_pending(self) -> int:
         """How many tokens the rows in flight will add."""
-        return self.residency.pending if self.residency else 0
+        return self.residency.pending
 
     @property
     def can_decode(self) -> bool:
         """Whether its next row may be planned, which decodes; only a running one can."""
-        residency = self.resident
+        residency = self.residency
+        num_outputs = len(self.token_ids) - self.prompt_len
         return (
             self.state is SequenceState.RUNNING
             and not self.is_paused
             and residency.planned >= residency.prefill_end
             and not residency.awaits_drafts
-            and self.num_outputs + residency.pending < self.output_limit
+            and num_outputs + residency.pending < self.output_limit
         )
 
     @property
     def num_prefill_left(self) -> int:
         """How many tokens known at admission are still to be computed."""
-        residency = self.resident
+        residency = self.residency
         return max(0, residency.prefill_end - residency.planned)
 
     def admit(self, residency: Residency, now: float) -> None:
@@ -334,7 +342,7 @@ class Sequence:
     def admission(self) -> Admission:
         """The data from which the executor sets up its slot."""
         return Admission(
-            slot=self.resident.slot,
+            slot=self.residency.slot,
             sequence_id=self.sequence_id,
             token_ids=tuple(self.token_ids),
             prompt_len=self.prompt_len,
@@ -356,11 +364,11 @@ class Sequence:
         num_next_forced: int = 0,
     ) -> StepRow:
         """The row that computes the next `num_tokens` tokens, and `drafts` after the last one."""
-        residency, request = self.resident, self.request
+        residency, request = self.residency, self.request
         start = residency.planned
         end = start + num_tokens
         ends = end == len(self.token_ids) + residency.pending
-        emits = ends and not request.prompt_only
+        emits = ends and not self.is_prompt_only
         row = StepRow(
             residency.slot,
             start,
@@ -390,9 +398,9 @@ class Sequence:
 
     def preempt(self, now: float) -> None:
         """Leave the batch; tokens that are still in flight will be appended."""
-        self._max_blocks = max(self._max_blocks, len(self.resident.blocks))
+        self._max_blocks = max(self._max_blocks, len(self.residency.blocks))
         self._num_preemptions += 1
-        self._count_computed(self.resident)
+        self._count_computed(self.residency)
         self.state = SequenceState.PREEMPTED
         self._clock.enter(Activity.PREEMPTED, now)
 
@@ -423,22 +431,31 @@ class Sequence:
         self._clock.pause(is_paused, now)
 
     def receive(
-        self, row: StepRow, output: RowOutput, now: float, max_outputs: int
+        self, row: StepRow, output: RowOutput, now: float
     ) -> tuple[SequenceOutput, FinishReason | None]:
         """Append the output of a row, up to a token that ends the sequence.
 
-        Returns what is to be delivered, and why the sequence ends, if it does. `max_outputs` is how
-        many output tokens fit into the context.
+        Returns what is to be delivered, and why the sequence ends, if it does.
         """
         num_new, reason = 0, None
         if row.emits:
-            num_new, reason = self._append(output.token_ids, now, max_outputs)
+            if self._first_token_s is None:
+                self._first_token_s = now
+            clock = self._clock
+            if clock.activity is not Activity.DECODE and self.state is SequenceState.RUNNING:
+                clock.enter(Activity.DECODE, now)
+            for token_id in output.token_ids:
+                self.token_ids.append(token_id)
+                num_new += 1
+                reason = self._end_reason()
+                if reason is not None:
+                    break
             self.drafts.token_ids = output.draft_token_ids
             self.drafts.num_forced = output.num_forced_drafts
             self.drafts.parents = output.draft_parents
             if self.state is SequenceState.PREEMPTED:
-                self._count_computed(self.resident)
-        elif self.request.prompt_only and row.end == self.prompt_len:
+                self._count_computed(self.residency)
+        elif self.is_prompt_only and row.end == self.prompt_len:
             reason = FinishReason.POOLED if row.pools else FinishReason.MAX_TOKENS
         new = SequenceOutput(
             self.request.request_id,
@@ -452,20 +469,6 @@ class Sequence:
                 new, prompt_logprobs=self._new_prompt_logprobs(row, output), embedding=embedding
             )
         return new, reason
-
-    def _append(
-        self, token_ids: tuple[int, ...], now: float, max_outputs: int
-    ) -> tuple[int, FinishReason | None]:
-        if self._first_token_s is None:
-            self._first_token_s = now
-        if self.state is SequenceState.RUNNING:
-            self._clock.enter(Activity.DECODE, now)
-        for count, token_id in enumerate(token_ids, start=1):
-            self.token_ids.append(token_id)
-            reason = self._end_reason(max_outputs)
-            if reason is not None:
-                return count, reason
-        return len(token_ids), None
 
     def _new_prompt_logprobs(
         self, row: StepRow, output: RowOutput
@@ -483,19 +486,13 @@ class Sequence:
         return new
 
     @property
-    def resident(self) -> Residency:
-        """The residency of a sequence that has been admitted."""
-        assert self.residency is not None, f"{self.sequence_id} was never admitted"
-        return self.residency
-
-    @property
     def length_reason(self) -> FinishReason:
         """Why it ends with the last token that it may have."""
         max_tokens = self.request.sampling.max_tokens
         is_last = max_tokens is not None and self.num_outputs >= max_tokens
         return FinishReason.MAX_TOKENS if is_last else FinishReason.CONTEXT_LIMIT
 
-    def _end_reason(self, max_outputs: int) -> FinishReason | None:
+    def _end_reason(self) -> FinishReason | None:
         sampling = self.request.sampling
         token_id = self.token_ids[-1]
         num_outputs = len(self.token_ids) - self.prompt_len
@@ -508,12 +505,12 @@ class Sequence:
             return FinishReason.STOP_TOKEN
         if sampling.max_tokens is not None and num_outputs >= sampling.max_tokens:
             return FinishReason.MAX_TOKENS
-        return FinishReason.CONTEXT_LIMIT if num_outputs >= max_outputs else None
+        return FinishReason.CONTEXT_LIMIT if num_outputs >= self.context_limit else None
 
     def finish(self, now: float) -> SequenceTimings:
         """End the sequence; returns its timings."""
         if self.state is SequenceState.RUNNING:
-            self._max_blocks = max(self._max_blocks, len(self.resident.blocks))
+            self._max_blocks = max(self._max_blocks, len(self.residency.blocks))
         self.state = SequenceState.FINISHED
         return self.timings(now)
 

@@ -121,7 +121,7 @@ class StepBudget:
             return 0
         load = draft.decode_load
         for row in rows:
-            load += StepLoad.of_span(row.resident.planned, 1, num_logits_rows=1)
+            load += StepLoad.of_span(row.residency.planned, 1, num_logits_rows=1)
         view = replace(self._view(draft, now, start), decode=load, num_tokens_left=most)
         num_tokens = sum(sequence.num_prefill_left for sequence in self._batch.prefilling)
         if head is not None and not head.num_pending and self._policy.may_admit(view):
@@ -161,7 +161,7 @@ class StepBudget:
         """Whether the step keeps its limit with a decode row of the sequence, and this prefill."""
         if draft.limit_s is None or not sequence.can_decode:
             return True
-        row = StepLoad.of_span(sequence.resident.planned, 1, num_logits_rows=1)
+        row = StepLoad.of_span(sequence.residency.planned, 1, num_logits_rows=1)
         return self._cost_model.seconds(draft.decode_load + row + prefill) <= draft.limit_s
 
     def _view(

@@ -333,10 +333,10 @@ class DraftControl:
 
     def num_next(self, sequence: Sequence) -> tuple[int, int]:
         """How many drafts to request for the row after the one that is placed now, and how many if
-        they are forced.
+        they are forced; in steps that `may_request` some.
         """
         request = sequence.request
-        if not self.may_request or not request.speculation:
+        if not request.speculation:
             return 0, 0
         num_known = sequence.num_outputs + 1  # after that row, at least
         num_left = max(0, sequence.output_limit - num_known - 1)

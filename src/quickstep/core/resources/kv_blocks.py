@@ -8,6 +8,7 @@ prefix hits when its computation is planned.
 
 from __future__ import annotations
 
+import sys
 from collections import Counter
 from collections.abc import Callable, Iterable
 from collections.abc import Sequence as SequenceOf
@@ -59,12 +60,14 @@ class KVBlocks(Resource):
         self._pool.acquire(hits)
         fresh = self._pool.allocate(self._blocks_for(len(sequence.token_ids)) - len(hits))
         residency.blocks = [*hits, *fresh]
+        residency.capacity = len(residency.blocks) * self._block_size
         residency.planned = len(hits) * self._block_size
+        residency.registers_at = self._block_size if self._pool.prefix_caching else sys.maxsize
         self._num_holders += 1
 
     def release(self, sequence: Sequence) -> None:
         """Give the blocks back; those with registered content stay cached."""
-        residency = sequence.resident
+        residency = sequence.residency
         self._pool.release(residency.blocks)
         self._num_holders -= 1
 
@@ -88,10 +91,10 @@ class KVBlocks(Resource):
         pool, hits = self._pool, sequence.known_hits.block_ids
         num_growing = max(self._num_holders - len(leaving), num_reserved)
         needed = self._blocks_for(len(sequence.token_ids)) - len(hits) + num_growing
-        num_held = sum(len(holder.resident.blocks) for holder in leaving)
+        num_held = sum(len(holder.residency.blocks) for holder in leaving)
         if needed > pool.num_free + num_held:  # the usual case, and cheap to check
             return False
-        held = Counter(block_id for holder in leaving for block_id in holder.resident.blocks)
+        held = Counter(block_id for holder in leaving for block_id in holder.residency.blocks)
         return needed <= pool.num_free_without(held, hits)
 
     def _lookup(self, sequence: Sequence) -> None:
@@ -120,18 +123,18 @@ class KVBlocks(Resource):
 
     def can_grow(self, sequence: Sequence) -> bool:
         """Whether there are blocks for one more token."""
-        residency = sequence.resident
-        if residency.planned < len(residency.blocks) * self._block_size:  # the usual case
-            return True
-        return self._growth(residency) <= self._pool.num_free
+        residency = sequence.residency
+        has_room = residency.planned < residency.capacity  # the usual case
+        return has_room or self._growth(residency) <= self._pool.num_free
 
     def grow(self, sequence: Sequence, num_tokens: int = 1) -> tuple[int, ...]:
         """Extend the block table for the next tokens; returns the new blocks."""
-        residency = sequence.resident
-        if residency.planned + num_tokens <= len(residency.blocks) * self._block_size:
+        residency = sequence.residency
+        if residency.planned + num_tokens <= residency.capacity:
             return ()
         new_block_ids = self._pool.allocate(self._growth(residency, num_tokens))
         residency.blocks.extend(new_block_ids)
+        residency.capacity = len(residency.blocks) * self._block_size
         return tuple(new_block_ids)
 
     def preempted_to_grow(self) -> None:
@@ -144,24 +147,25 @@ class KVBlocks(Resource):
 
     def num_drafts_that_fit(self, sequence: Sequence) -> int:
         """How many tokens fit after the next one, if every other sequence may need a block too."""
-        residency, block_size = sequence.resident, self._block_size
+        residency, block_size = sequence.residency, self._block_size
         num_spare = max(0, self._pool.num_free - self._num_holders)
         num_held = len(residency.blocks) * block_size - residency.planned
         return max(0, num_held + num_spare * block_size - 1)
 
     def register(self, sequence: Sequence) -> None:
-        """Index the full blocks whose tokens are known and whose computation is planned."""
-        residency, block_size = sequence.resident, self._block_size
-        if residency.planned < (len(residency.keys) + 1) * block_size:  # the usual case
-            return
+        """Index the full blocks whose tokens are known and whose computation is planned; there are
+        none below `Residency.registers_at`.
+        """
+        residency, block_size = sequence.residency, self._block_size
         num_full = min(residency.planned, len(sequence.token_ids)) // block_size
-        if not self._pool.prefix_caching or len(residency.keys) >= num_full:
+        if not self._pool.prefix_caching:
             return
         register_next, keys, blocks = self._pool.register_next, residency.keys, residency.blocks
         root, token_ids, digests = sequence.root, sequence.token_ids, sequence.digests
         for start in range(len(keys) * block_size, num_full * block_size, block_size):
             block_tokens = tuple(token_ids[start : start + block_size])
             register_next(keys, root, blocks, block_tokens, digests)
+        residency.registers_at = (len(keys) + 1) * block_size
 
     def _growth(self, residency: Residency, num_tokens: int = 1) -> int:
         return self._blocks_for(residency.planned + num_tokens) - len(residency.blocks)
@@ -183,17 +187,18 @@ class KVBlocks(Resource):
     def check(self, running: Iterable[Sequence]) -> None:
         """The pool agrees with the block tables, and these with the tokens."""
         holders = tuple(running)
-        self._pool.check(sequence.resident.blocks for sequence in holders)
+        self._pool.check(sequence.residency.blocks for sequence in holders)
         assert self._num_holders == len(holders), "the count of holders is wrong"
         for sequence in holders:
             self._check_table(sequence)
 
     def _check_table(self, sequence: Sequence) -> None:
-        name, residency = sequence.sequence_id, sequence.resident
+        name, residency = sequence.sequence_id, sequence.residency
         needed = max(residency.planned, residency.prefill_end, residency.drafted_end)
         assert len(residency.blocks) == self._blocks_for(needed), (
             f"{name} holds {len(residency.blocks)} blocks for {needed} tokens"
         )
+        assert residency.capacity == len(residency.blocks) * self._block_size, f"{name}: capacity"
         num_full = min(residency.planned, len(sequence.token_ids)) // self._block_size
         expected = num_full if self._pool.prefix_caching else 0
         assert len(residency.keys) == expected, f"{name} has {len(residency.keys)} block keys"

@@ -110,7 +110,7 @@ class Slots(Resource):
 
     def release(self, sequence: Sequence) -> None:
         """Free it; the executor is told with the next step."""
-        slot = sequence.resident.slot
+        slot = sequence.residency.slot
         self._released.append(slot)
         self._free.append(slot)
 
@@ -122,7 +122,7 @@ class Slots(Resource):
 
     def check(self, running: Iterable[Sequence]) -> None:
         """Every slot is free or held once."""
-        held = [sequence.resident.slot for sequence in running]
+        held = [sequence.residency.slot for sequence in running]
         assert sorted([*held, *self._free]) == list(range(self._num_slots)), (
             f"slots {held} in use and {list(self._free)} free do not add up"
         )
