@@ -237,7 +237,7 @@ _BUGS = {
     ),
     "paused-is-never-preempted": (
         "scheduler",
-        "        self._preempt_for_waiting(draft, now)\n",
+        "        if self._waiting.num:\n            self._preempt_for_waiting(draft, now)\n",
         "",
     ),
     "resumed-in-part": (

@@ -37,6 +37,9 @@ class WaitingQueue:
 
     They wait in the queues that `order` names, each sorted by rank. One that needs what is not
     ready (`gates`) is parked, by the key of that and by queue, where nothing admits it.
+
+    Attributes:
+        num: How many wait.
     """
 
     def __init__(self, order: ServiceOrder, gates: SequenceOf[Gate] = ()) -> None:
@@ -45,7 +48,7 @@ class WaitingQueue:
         self._queues: dict[str, list[Sequence]] = {}
         self._parked: dict[str, dict[str, list[Sequence]]] = {}  # by key
         self._ready: dict[str, list[Sequence]] = {}  # by key: those of the queues that have one
-        self._num = 0
+        self.num = 0
         self._num_interactive = 0
         self._num_of: Counter[tuple[str, bool]] = Counter()  # by account, and whether of `batch`
         self._known_first: tuple[Sequence | None, int] | None = None
@@ -55,7 +58,7 @@ class WaitingQueue:
         return bool(self._queues or self._parked)  # none of them is empty
 
     def __len__(self) -> int:
-        return self._num
+        return self.num
 
     def __iter__(self) -> Iterator[Sequence]:
         return chain.from_iterable(self._all_queues())
@@ -187,7 +190,7 @@ class WaitingQueue:
     def _count(self, sequence: Sequence, change: int) -> None:
         self._known_first = None
         is_batch = sequence.request.request_class is RequestClass.BATCH
-        self._num += change
+        self.num += change
         self._num_interactive += 0 if is_batch else change
         account = account_of(sequence.request), is_batch
         self._num_of[account] += change
@@ -229,7 +232,7 @@ class WaitingQueue:
             is_right = key in missing if key else not missing
             assert is_right, f"{sequence.sequence_id} waits for {key!r}, it lacks {missing}"
         interactive = [one for one in self if one.request.request_class is not RequestClass.BATCH]
-        assert self._num == sum(map(len, self._all_queues())), "the count of all is wrong"
+        assert self.num == sum(map(len, self._all_queues())), "the count of all is wrong"
         of_accounts = Counter(
             (account_of(one.request), one.request.request_class is RequestClass.BATCH)
             for one in self

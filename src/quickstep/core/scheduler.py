@@ -91,6 +91,7 @@ class Scheduler:
         self._order = policy.order
         self._requests: dict[str, list[Sequence]] = {}  # live sequences of each request
         self._in_flight: deque[InFlightStep] = deque()
+        self._max_in_flight = config.num_in_flight
         self._slots = Slots(config.max_num_seqs)
         self._blocks = KVBlocks(pool, self._expected_growth)
         self._adapters: AdapterPlaces | None = None
@@ -210,6 +211,8 @@ class Scheduler:
 
     def _lost(self) -> list[tuple[Sequence, str]]:
         """The sequences that wait for a resource which they cannot get any more, and why."""
+        if not self._waiting.parked_keys:
+            return []
         return [lost for resource in self._resources for lost in resource.lost(self._waiting)]
 
     def pause(self, request_id: str, now: float) -> None:
@@ -235,19 +238,21 @@ class Scheduler:
 
     def plan(self, now: float) -> StepPlan | None:
         """The next step, or None if nothing can be computed until something is committed."""
-        if len(self._in_flight) >= self._config.num_in_flight:
+        if len(self._in_flight) >= self._max_in_flight:
             return None
         draft = StepDraft(self._config.max_num_batched_tokens)
         num_preemptions = self._totals.num_preemptions
-        for resource in self._resources:
-            resource.prepare(self._waiting, self._batch, now, self._preempt)
+        if self._waiting.parked_keys:
+            for resource in self._resources:
+                resource.prepare(self._waiting, self._batch, now, self._preempt)
         num_rows = self._batch.num_active or self._waiting.num_active
         self._drafts.begin_step(min(num_rows, self._config.max_num_seqs))
         draft.may_request_drafts = self._drafts.may_request
-        self._preempt_for_waiting(draft, now)
+        if self._waiting.num:
+            self._preempt_for_waiting(draft, now)
         for phase in self._policy.phases:
             self._place_rows[phase](draft, self._budget.of_phase(phase, draft, now), now)
-        if not draft.has_rows:
+        if not (draft.decode or draft.prefill or draft.grouped_load.num_rows):
             return None
         draft.num_preemptions = self._totals.num_preemptions - num_preemptions
         return self._issue(draft, now)
@@ -256,7 +261,7 @@ class Scheduler:
         """Add a row for each running sequence that has its prompt; those of tenants which hold more
         than their part come last.
         """
-        over_share = self._order.over_share(self._batch)
+        over_share = self._order.over_share(self._batch) if self._order.takes_turns else []
         held = {sequence.sequence_id for sequence in over_share} if over_share else ()
         sequences = [sequence for sequence in self._batch if sequence.sequence_id not in held]
         num_drafts = self._budget.of_drafts(
@@ -316,6 +321,8 @@ class Scheduler:
 
     def _place_prefills(self, draft: StepDraft, budget: int, now: float) -> None:
         """Continue prompts that are partly computed and admit others, in the order of service."""
+        if budget < 1:
+            return
         for sequence in sorted(self._batch.prefilling, key=self._order.key):
             budget = self._admit_waiting(draft, budget, now, before=sequence)
             num_tokens = min(sequence.num_prefill_left, budget)
@@ -375,9 +382,11 @@ class Scheduler:
 
     def _issue(self, draft: StepDraft, now: float) -> StepPlan:
         decode, prefill = draft.decode_load, draft.prefill_load
-        loads = decode + prefill, decode, prefill
+        loads = decode + prefill if prefill.num_rows else decode, decode, prefill
         predicted_s = self._cost_model.seconds(loads[0])
         draft_mode = self._drafts.planned(decode, self._cost_model)
+        if not draft.may_speculate:
+            draft_mode = None
         released = self._slots.take_released()
         step = draft.issue(self._next_step_id, released, now, loads, predicted_s, draft_mode)
         self._next_step_id += 1
@@ -407,6 +416,7 @@ class Scheduler:
         residency.pending += row.emits
         sequence.last_step_id = self._next_step_id
         load = StepLoad.of_row(row, sequence.request.sampling)
+        draft.may_speculate |= sequence.request.speculation
         entry = FlightRow(sequence, residency, row, load, awaits_drafts)
         draft.num_tokens_left -= row.num_tokens
         if row.phase is Phase.DECODE:
@@ -421,7 +431,7 @@ class Scheduler:
 
     def _preempt_for_waiting(self, draft: StepDraft, now: float) -> None:
         """Preempt paused sequences and those of lower priority for the head of the queue."""
-        if not self._waiting or not self._budget.may_admit(draft, now):
+        if not self._budget.may_admit(draft, now):
             return
         head = self._waiting.head
         if head is not None and not head.num_pending:
@@ -516,7 +526,7 @@ class Scheduler:
         failures = row_failures(plan, result)
         charges = self._charge(step, result)
         self._cost_model.observe(step.load, result.seconds)
-        outputs = self._end_failed(step, failures, now)
+        outputs = self._end_failed(step, failures, now) if failures else []
         self._in_flight.popleft()
         outputs += self._receive_rows(step, result, charges, now)
         self._blocks.step_ended()
@@ -536,10 +546,9 @@ class Scheduler:
         )
         self._totals.num_drafts += record.num_drafts
         self._totals.num_accepted += record.num_accepted
-        mode = step.draft_mode
-        if mode is not None and any([entry.sequence.request.speculation for entry in step.rows]):
+        if step.draft_mode is not None:
             load, costs = step.decode_load, self._cost_model
-            self._drafts.learn(mode, load, record, since_s, now, costs)
+            self._drafts.learn(step.draft_mode, load, record, since_s, now, costs)
         return StepOutcome(tuple(outputs), record)
 
     def _charge(
@@ -574,8 +583,6 @@ class Scheduler:
         self, step: InFlightStep, failures: RowFailures, now: float
     ) -> list[SequenceOutput]:
         """End the sequences of failed rows; preempt those that read their KV, to recompute it."""
-        if not failures:
-            return []
         failed = [step.rows[index] for index in sorted(failures)]
         rows = [entry for other in self._in_flight for entry in other.rows]
         self._pool.forget(invalidated_by(failed, rows, self._pool.block_size))
@@ -593,11 +600,11 @@ class Scheduler:
         self, step: InFlightStep, result: StepResult, charges: StepCharges, now: float
     ) -> list[SequenceOutput]:
         """Take the outputs of a step's rows; returns what is to be delivered."""
-        received = [
-            self._receive(entry, output, now)
-            for entry, output in zip(step.rows, result.outputs, strict=True)
-        ]
-        return [output for output in received if output is not None]
+        outputs: list[SequenceOutput] = []
+        for entry, output in zip(step.rows, result.outputs, strict=True):
+            if (new := self._receive(entry, output, now)) is not None:
+                outputs.append(new)
+        return outputs
 
     def _receive(self, entry: FlightRow, output: RowOutput, now: float) -> SequenceOutput | None:
         """Append a row's output to its sequence; returns what is to be delivered."""
@@ -679,7 +686,7 @@ class Scheduler:
 
     def wakeup(self, now: float) -> float | None:
         """When to call `expire` and `plan` again at the latest, if no event comes before."""
-        is_full = len(self._in_flight) >= self._config.num_in_flight  # then `plan` returns None
+        is_full = len(self._in_flight) >= self._max_in_flight  # then `plan` returns None
         policy_s = None if is_full else self._budget.wakeup(now)
         lost_s = now if self._lost() else None
         times = self._deadlines.next_s(), policy_s, lost_s
@@ -731,7 +738,7 @@ class Scheduler:
         live = {one.sequence_id for of_request in self._requests.values() for one in of_request}
         queued = [one.sequence_id for one in (*self._batch, *self._waiting)]
         assert sorted(queued) == sorted(live), "live sequences and those in a queue differ"
-        assert len(self._in_flight) <= self._config.num_in_flight, "too many steps in flight"
+        assert len(self._in_flight) <= self._max_in_flight, "too many steps in flight"
         pending = self._pending_tokens()
         for sequence in (*self._batch, *self._waiting):
             name, count = sequence.sequence_id, pending[sequence.sequence_id]

@@ -109,6 +109,7 @@ class StepDraft(msgspec.Struct):
         limit_s: How long the step may take, if rows above their tenant's part are in it.
         prefill_may_wait: Whether prefill gets only what is left of the limit.
         min_prefill: Tokens that drafts have left for prefill.
+        may_speculate: Whether a row is of a request that allows drafts.
         may_request_drafts: Whether its rows may request drafts for those after them.
     """
 
@@ -122,6 +123,7 @@ class StepDraft(msgspec.Struct):
     limit_s: float | None = None
     prefill_may_wait: bool = False
     min_prefill: int = 0
+    may_speculate: bool = False
     may_request_drafts: bool = False
     _decode_sum: _LoadSum = msgspec.field(default_factory=_LoadSum)
     _prefill_sum: _LoadSum = msgspec.field(default_factory=_LoadSum)
@@ -151,11 +153,6 @@ class StepDraft(msgspec.Struct):
     def prefill_load(self) -> StepLoad:
         """The load of the prefill rows so far."""
         return self._prefill_sum.of(self.prefill)
-
-    @property
-    def has_rows(self) -> bool:
-        """Whether anything is placed."""
-        return bool(self.decode or self.prefill or self.grouped_load.num_rows)
 
     def issue(
         self,

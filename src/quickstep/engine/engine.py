@@ -462,7 +462,8 @@ class Engine:
         """Fill the pipeline, then commit its oldest step; sleep if there is nothing to do."""
         self._wakeup.clear()
         now = self._clock()
-        self._live.deliver(self._scheduler.expire(now), now)
+        if expired := self._scheduler.expire(now):
+            self._live.deliver(expired, now)
         if self._adapters is not None:
             self._adapters.free_retired(now)
         while (plan := self._scheduler.plan(now)) is not None:

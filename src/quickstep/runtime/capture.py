@@ -327,6 +327,8 @@ class CapturedSteps:
 
     def aux_hidden_states(self) -> tuple[HostTensor, ...]:
         """`StepModel.aux_hidden_states`."""
+        if not self._aux_hidden:
+            return ()
         return tuple([hidden[: self._num_tokens] for hidden in self._aux_hidden])
 
     def logits(self, hidden: AnyTensor, adapter: str) -> AnyTensor:
@@ -400,6 +402,8 @@ def adapters_of(
 ) -> dict[str, LoRAAdapter]:
     """Those that the rows name. Raises EngineError."""
     named = dict.fromkeys([row.adapter for row in rows if row.adapter])
+    if not named:
+        return {}
     missing = next((name for name in named if name not in adapters), None)
     if missing is not None:
         raise EngineError(f"a row needs adapter {missing!r}, which is not loaded")

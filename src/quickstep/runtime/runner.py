@@ -229,6 +229,8 @@ class ModelRunner:
         self._slots.fail(plan.rows, f"step {plan.step_id} was skipped")
 
     def _move(self, plan: StepPlan) -> None:
+        if not plan.released and not plan.admitted:  # the usual case
+            return
         self._slots.move(plan.released, plan.admitted)
         self._drafting.move(plan.released, plan.admitted, self._slots)
 
@@ -302,7 +304,8 @@ class ModelRunner:
         if emitting:
             at_once = self._device_sampler is not None
             sample_rows(self._sample, logits, emitting, self._by_rejection, at_once)
-            self._move_accepted(rows, emitting)
+            if len(tokens) > len(emitting):
+                self._move_accepted(rows, emitting)
         aux_hidden = self._steps.aux_hidden_states()
         self._drafting.compute(rows, slots, emitting, hidden, every_token, aux_hidden)
         if emitting:

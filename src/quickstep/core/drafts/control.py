@@ -220,6 +220,7 @@ class DraftControl:
         self._num_planned = 0
         self._priced_rows = 0
         self._is_probe = self.uses_drafts  # every row requests a draft
+        self.may_request = self.uses_drafts  # the rows of the next step may request drafts at all
         self._was_probe = False  # the step before was one: this step has the drafts
         self._num_until_probe = _PROBED_EVERY
         self._shared_rate = _FIRST_RATE
@@ -227,11 +228,6 @@ class DraftControl:
         self._tree_rates = [_FIRST_RATE / (1 + index) for index in range(max_drafts)]
         # Tokens that the batch could generate in the time of a draft, and in `_ROW_S`.
         self._price = self._row_price = 0.0
-
-    @property
-    def may_request(self) -> bool:
-        """Whether the rows of the next step may request drafts at all."""
-        return self.uses_drafts or self._is_probe
 
     def begin_step(self, num_sequences: int) -> None:
         """Choose the mode of the step that is planned next, with about this many sequences. In a
@@ -247,6 +243,7 @@ class DraftControl:
         self.uses_drafts = comparison.uses_drafts
         has_begun = self.uses_drafts and not self._used_drafts
         self._is_probe = has_begun or self._num_until_probe <= 0
+        self.may_request = self.uses_drafts or self._is_probe
 
     def planned(self, decode: StepLoad, cost_model: CostModel) -> DraftMode | None:
         """A step with these decode rows has been planned: set the price of a draft for the next

@@ -54,8 +54,8 @@ class Resource:
     def prepare(
         self, waiting: WaitingQueue, batch: RunningBatch, now: float, preempt: Preempt
     ) -> None:
-        """A step is about to be planned: begin to get what waiting sequences need. No sequence has
-        a row in the step yet, so any may be preempted.
+        """A step is about to be planned, and sequences wait for what is not ready: begin to get it.
+        No sequence has a row in the step yet, so any may be preempted.
         """
 
     def fits(self, sequence: Sequence) -> bool:
