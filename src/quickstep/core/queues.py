@@ -18,6 +18,7 @@ from itertools import chain
 from quickstep.core.block_pool import KVBlockPool
 from quickstep.core.sequence import Rank, Residency, Sequence, SequenceState
 from quickstep.core.service_order import ServiceOrder, account_of
+from quickstep.core.shares import Shares
 from quickstep.types import CacheMiss, Request, RequestClass
 
 __all__ = ["Deadlines", "Due", "RunningBatch", "WaitingQueue"]
@@ -27,18 +28,23 @@ class WaitingQueue:
     """Sequences that wait to be admitted, for the first time or again after a preemption.
 
     They wait in the queues that `order` names, each sorted by rank; those whose adapter is not
-    ready (`is_ready`) are parked, by adapter and queue, where nothing admits them.
+    ready (`is_ready`) are parked, by adapter and queue, where nothing admits them. `max_waiting` is
+    what accounts share; sequences that were running may be beyond it.
     """
 
-    def __init__(self, order: ServiceOrder, is_ready: Callable[[str], bool] | None = None) -> None:
+    def __init__(
+        self,
+        order: ServiceOrder,
+        is_ready: Callable[[str], bool] | None = None,
+        max_waiting: int | None = None,
+    ) -> None:
         self._order = order
         self._is_ready = is_ready
         self._queues: dict[str, list[Sequence]] = {}
         self._parked: dict[str, dict[str, list[Sequence]]] = {}  # by adapter
         self._ready: dict[str, list[Sequence]] = {}  # by adapter: those of the queues that have one
-        self._num = 0
-        self._num_interactive = 0
-        self._num_of: Counter[tuple[str, bool]] = Counter()  # by account, and whether of `batch`
+        self._shares = Shares(max_waiting)  # of all places, by account
+        self._interactive_shares = Shares(max_waiting)  # without those of the class `batch`
         self._known_first: tuple[Sequence | None, int] | None = None
         self._known_version = 0  # of the order
 
@@ -46,7 +52,7 @@ class WaitingQueue:
         return bool(self._queues or self._parked)  # none of them is empty
 
     def __len__(self) -> int:
-        return self._num
+        return self._shares.num_held
 
     def __iter__(self) -> Iterator[Sequence]:
         return chain.from_iterable(self._all_queues())
@@ -59,12 +65,14 @@ class WaitingQueue:
     @property
     def num_interactive(self) -> int:
         """How many are not of the class `batch`."""
-        return self._num_interactive
+        return self._interactive_shares.num_held
 
-    def num_of(self, account: str, *, with_batch: bool) -> int:
-        """How many are of an account; of the class `batch` only if they count."""
-        num_batch = self._num_of[account, True] if with_batch else 0
-        return self._num_of[account, False] + num_batch
+    def shares(self, request: Request) -> Shares:
+        """The places of the accounts, as they count for a request: those of the class `batch` take
+        none from an interactive one.
+        """
+        is_batch = request.request_class is RequestClass.BATCH
+        return self._shares if is_batch else self._interactive_shares
 
     @property
     def parked_adapters(self) -> Collection[str]:
@@ -151,13 +159,17 @@ class WaitingQueue:
         """Insert by rank, which does not change while the sequence waits."""
         is_ready = self._is_ready is None or self._is_ready(sequence.request.adapter_id)
         sequence.await_adapter(not is_ready, now)
-        self._count(sequence, 1)
+        self._known_first = None
+        for shares in self._shares_of(sequence):
+            shares.hold(account_of(sequence.request))
         for queues, name in self._places(sequence):
             insort(queues.setdefault(name, []), sequence, key=_rank)
 
     def remove(self, sequence: Sequence) -> None:
         """Remove a sequence, which must be queued."""
-        self._count(sequence, -1)
+        self._known_first = None
+        for shares in self._shares_of(sequence):
+            shares.give_back(account_of(sequence.request))
         for queues, name in self._places(sequence):
             queue = queues[name]
             index = bisect_left(queue, sequence.rank, key=_rank)
@@ -169,15 +181,11 @@ class WaitingQueue:
         if sequence.awaits_adapter and not self._parked[adapter_id]:
             del self._parked[adapter_id]
 
-    def _count(self, sequence: Sequence, change: int) -> None:
-        self._known_first = None
-        is_batch = sequence.request.request_class is RequestClass.BATCH
-        self._num += change
-        self._num_interactive += 0 if is_batch else change
-        account = account_of(sequence.request), is_batch
-        self._num_of[account] += change
-        if not self._num_of[account]:
-            del self._num_of[account]
+    def _shares_of(self, sequence: Sequence) -> tuple[Shares, ...]:
+        """Those in which a sequence counts."""
+        if sequence.request.request_class is RequestClass.BATCH:
+            return (self._shares,)
+        return self._shares, self._interactive_shares
 
     def _places(self, sequence: Sequence) -> list[tuple[dict[str, list[Sequence]], str]]:
         """The lists that a sequence is in."""
@@ -210,15 +218,16 @@ class WaitingQueue:
         for one in self:
             is_ready = self._is_ready is None or self._is_ready(one.request.adapter_id)
             assert one.awaits_adapter != is_ready, f"{one.sequence_id} is in the wrong queue"
-        interactive = [one for one in self if one.request.request_class is not RequestClass.BATCH]
-        assert self._num == sum(map(len, self._all_queues())), "the count of all is wrong"
-        of_accounts = Counter(
-            (account_of(one.request), one.request.request_class is RequestClass.BATCH)
-            for one in self
-        )
-        assert self._num_of == of_accounts, "the counts of accounts are wrong"
+        assert len(self) == sum(map(len, self._all_queues())), "the count of all is wrong"
+        for shares in (self._shares, self._interactive_shares):
+            accounts = Counter(
+                account_of(one.request) for one in self if shares in self._shares_of(one)
+            )
+            assert shares.num_held == accounts.total(), "the count of sequences is wrong"
+            assert all(shares.held(name) == num for name, num in accounts.items()), (
+                "the counts of accounts are wrong"
+            )
         assert not self._queues or self._first == self._find_first(), "the head is another one"
-        assert self._num_interactive == len(interactive), "the count of interactive ones is wrong"
         assert all(self._parked.values()), "an adapter is waited for by no sequence"
         with_adapter = [one for one in self if one.request.adapter_id and not one.awaits_adapter]
         num_ready = sum(map(len, self._ready.values()))

@@ -68,7 +68,6 @@ from quickstep.types import (
     FinishReason,
     Phase,
     Request,
-    RequestClass,
     RowOutput,
     SequenceOutput,
     SequenceTimings,
@@ -89,7 +88,6 @@ _FIRST_RESERVE = 0.25
 _RESERVE_DECAY = 0.995
 _LEAST_RESERVE = 0.01
 _LEAST_PREFILL = 16  # tokens of a step that more decode rows than it has tokens leave
-_SHARE_OF_FREE = 8.0  # of the free places of the queue, for an account of weight 1
 _MAX_LEVELS = 32  # of priority, in the published state
 
 
@@ -170,7 +168,7 @@ class Scheduler:
         if config.max_loras is not None:
             self._adapters = AdapterResidency(config.max_loras, config.lora_bytes)
         is_ready = None if self._adapters is None else self._adapters.is_ready
-        self._waiting = WaitingQueue(self._order, is_ready)
+        self._waiting = WaitingQueue(self._order, is_ready, config.max_waiting)
         self._batch = RunningBatch(pool, config.max_num_seqs, self._order)
         self._group: DecodeGroup | None = None  # of sequences whose rows are not listed
         self._in_flight: deque[InFlightStep] = deque()
@@ -351,23 +349,14 @@ class Scheduler:
             raise FirstTokenTooLate(deadline_s, wait_s, first_token_s, waited_s)
 
     def _check_share(self, request: Request, now: float) -> None:
-        """Raise QueueFull if the account of a request has its share of the queue: so many times
-        what is free, by its weight (dynamic thresholds, Choudhury and Hahne 1998), and nothing of
-        the last ninth, which is for accounts that have nothing in the queue. So however fast one
-        sends, it leaves room for the next.
-        """
-        most, account = self._limits.max_waiting, account_of(request)
-        if most is None or not account or request.is_continuation:
+        """Raise QueueFull if the account of a request has its share of the queue."""
+        account, num_more = account_of(request), request.sampling.n
+        shares = self._waiting.shares(request)
+        if request.is_continuation or shares.allows(account, num_more, request.tenant_weight):
             return
-        is_batch = request.request_class is RequestClass.BATCH
-        num_waiting = len(self._waiting) if is_batch else self._waiting.num_interactive
-        num_own = self._waiting.num_of(account, with_batch=is_batch)
-        num_free, num_more = max(0, most - num_waiting), request.sampling.n
-        num_reserved = min(most // 2, max(1, round(most / (_SHARE_OF_FREE + 1))))
-        share = _SHARE_OF_FREE * request.tenant_weight * num_free
-        if num_own and (num_own + num_more > share or num_free - num_more < num_reserved):
-            state = self._state_for(request, now)
-            raise QueueFull(num_own, num_more, most, state.wait_s(num_own), account)
+        assert shares.capacity is not None, "without one, everything is allowed"
+        num_own, state = shares.held(account), self._state_for(request, now)
+        raise QueueFull(num_own, num_more, shares.capacity, state.wait_s(num_own), account)
 
     def _is_limited(self, request: Request) -> bool:
         """Whether the state of the queue may have the request refused."""
