@@ -128,3 +128,29 @@ def test_in_a_full_lane_the_key_with_most_makes_way() -> None:
     _, *results = asyncio.run(asyncio.wait_for(run(), DEADLINE_S))
     assert [type(result) for result in results[:4]] == [int, int, ServerBusy, ServerBusy]
     assert [type(result) for result in results[4:]] == [int, int, ServerBusy]
+
+
+def test_one_key_leaves_a_place_in_a_lane_to_the_next() -> None:
+    begun, released = threading.Event(), threading.Event()
+
+    def hold() -> None:
+        begun.set()
+        released.wait(DEADLINE_S)
+
+    async def run() -> list[object]:
+        lanes = WorkLanes(max_waiting=(4, 4, 4))
+        first = asyncio.ensure_future(lanes.run(LARGE, hold))
+        await asyncio.to_thread(begun.wait, DEADLINE_S)
+        keys = ["flood"] * 6 + ["ann"]
+        waiting = [asyncio.ensure_future(lanes.of(key).run(LARGE, int)) for key in keys]
+        await asyncio.sleep(0)
+        released.set()
+        return await asyncio.gather(first, *waiting, return_exceptions=True)
+
+    async def bounded() -> list[object]:
+        async with asyncio.timeout(DEADLINE_S):
+            return await run()
+
+    _, *results = asyncio.run(bounded())
+    assert [type(result) for result in results] == [int] * 3 + [ServerBusy] * 3 + [int]
+    assert "of your API key" in str(results[3])
