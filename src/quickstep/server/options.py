@@ -126,7 +126,8 @@ class ConnectionOptions(msgspec.Struct, frozen=True):
             ends its request.
         comment_every_s: A stream without data sends a comment this often, so that
             proxies keep it open; 0 for never.
-        max_connections: Open ones at a time; beyond them the answer is 503.
+        max_connections: Open ones at a time, which the clients' addresses share; beyond them, or
+            beyond the share of an address, the answer is 503.
     """
 
     keep_alive_s: float = 75.0

@@ -126,8 +126,8 @@ def add_serve_flags(parser: argparse.ArgumentParser) -> None:
         type=positive_int,
         default=4096,
         metavar="N",
-        help="open connections, beyond which the server responds 503 (default: %(default)s, or "
-        "less if the process may open fewer files)",
+        help="open connections, beyond which the server responds 503; one address gets at most "
+        "eight ninths (default: %(default)s, or less if the process may open fewer files)",
     )
     for flag, text, default in _SECONDS:
         group.add_argument(
