@@ -45,7 +45,7 @@ class LocalBatches:
         self._store = FileStore(options.files)
         endpoints = batch_endpoints(served, metrics)
         self._jobs = BatchJobs(self._store, endpoints, options.batches, served.limits)
-        self._files = Files(self._store, options.connections.upload_s)
+        self._files = Files(self._store, options.connections.upload_s, served.reception)
 
     def start(self) -> None:
         """Load the index of the files in `--files-dir`. Raises ConfigError."""

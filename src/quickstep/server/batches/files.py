@@ -1,7 +1,7 @@
 """`/v1/files`: upload, list, read, delete, as OpenAI's client calls them; for batches only.
 
-A body streams through a bounded form parser to disk; a file is never in memory. The API key
-determines the owner of a file.
+A body streams through a bounded form parser to disk; what it may keep in memory on the way counts
+as bytes of a body. The API key determines the owner of a file.
 """
 
 from __future__ import annotations
@@ -26,6 +26,7 @@ from quickstep.server.batches.file_store import (
 from quickstep.server.batches.request_types import FileForm, FileQuery
 from quickstep.server.batches.response_types import DeletedFile, FileList, FileObject
 from quickstep.server.generate.endpoint import CLIENT_CLOSED, caller_of
+from quickstep.server.http.body import Reception
 from quickstep.server.http.errors import error_body, json_response
 from quickstep.server.http.route import ApiRoute
 from quickstep.server.http.time_limits import patient_timeout
@@ -47,9 +48,10 @@ _RANGE = re.compile(r" *bytes *= *([0-9]{0,18}) *- *([0-9]{0,18}) *", re.ASCII |
 class Files:
     """The endpoints of files."""
 
-    def __init__(self, store: FileStore, upload_s: float) -> None:
+    def __init__(self, store: FileStore, upload_s: float, reception: Reception) -> None:
         self._store = store
         self._upload_s = upload_s
+        self._reception = reception
 
     def routes(self) -> list[ApiRoute]:
         """The routes of files."""
@@ -79,7 +81,9 @@ class Files:
     async def upload(self, request: Request) -> Response:
         """Store the file of a form. Its bytes are reserved before the first one is read."""
         writer = self._store.new(caller_of(request), "", _PURPOSE)
+        room = self._reception.room(request)
         try:
+            room.reserve(min(self._store.file_bytes, MultiPartParser.spool_max_size))
             stored = await self._receive(request, writer)
         except ClientDisconnect:
             writer.discard()
@@ -87,6 +91,8 @@ class Files:
         except BaseException:
             writer.discard()
             raise
+        finally:
+            room.release()
         return json_response(_file_object(stored))
 
     async def _receive(self, request: Request, writer: FileWriter) -> StoredFile:

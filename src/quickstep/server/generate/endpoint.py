@@ -32,7 +32,12 @@ from quickstep.server.generate.generation import (
     Writer,
     open_generation,
 )
-from quickstep.server.http.body import ClientDisconnect, body_of, unless_disconnected
+from quickstep.server.http.body import (
+    ClientDisconnect,
+    body_of,
+    body_parsed,
+    unless_disconnected,
+)
 from quickstep.server.http.errors import json_response
 from quickstep.server.http.event_stream import SERVER_SENT_EVENTS, EventStream
 from quickstep.server.http.middleware import key_name, report_ignored
@@ -110,6 +115,7 @@ class GeneratingRoute:
         parsed = await self._served.lanes.of(caller).parse(
             len(body), lambda: self._parse(body, caller, endpoint)
         )
+        body_parsed(request)
         report_ignored(request, parsed.ignored)
         http_id: str = request.scope["state"]["request_id"]
         named = structs.replace(parsed.request, request_id=http_id, received_s=received_s)

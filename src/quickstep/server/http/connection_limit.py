@@ -13,7 +13,7 @@ from ipaddress import IPv6Address, ip_network
 from quickstep.core.shares import NoRoom, Shares
 from quickstep.errors import RequestError
 
-__all__ = ["ConnectionLimit", "address_of"]
+__all__ = ["ConnectionLimit", "address_of", "client_of_host"]
 
 _LOG = logging.getLogger("quickstep.server")
 _LOG_EVERY_S = 10.0
@@ -22,13 +22,15 @@ _NETWORK_BITS = 64  # of an IPv6 address: what one customer of a provider has
 
 
 def address_of(transport: asyncio.BaseTransport) -> str:
-    """Which client a connection counts for: its IPv4 address, or the /64 of its IPv6 address; ""
-    if it has none, as that of a Unix socket.
-    """
+    """Which client a connection counts for; "" if it has no address, as that of a Unix socket."""
     peer = transport.get_extra_info("peername")
-    host = peer[0] if isinstance(peer, tuple) and peer else ""
+    return client_of_host(str(peer[0]) if isinstance(peer, tuple) and peer else "")
+
+
+def client_of_host(host: str) -> str:
+    """What one client has of the addresses: an IPv4 address, or the /64 of an IPv6 address."""
     if ":" not in host:
-        return str(host)
+        return host
     address = IPv6Address(host.partition("%")[0])
     if address.ipv4_mapped is not None:  # of a socket for both
         return str(address.ipv4_mapped)
