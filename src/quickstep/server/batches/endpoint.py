@@ -42,9 +42,10 @@ class LocalBatches:
 
     def __init__(self, served: Served, metrics: Metrics, options: ServerOptions) -> None:
         self._served = served
-        self._store = FileStore(options.files)
+        weight_of = options.api_keys.weight_of
+        self._store = FileStore(options.files, weight_of=weight_of)
         endpoints = batch_endpoints(served, metrics)
-        self._jobs = BatchJobs(self._store, endpoints, options.batches, served.limits)
+        self._jobs = BatchJobs(self._store, endpoints, options.batches, served.limits, weight_of)
         self._files = Files(self._store, options.connections.upload_s, served.reception)
 
     def start(self) -> None:
