@@ -110,6 +110,7 @@ class GeneratingRoute:
         """Answer one request. Raises RequestError, EngineError."""
         body, caller, endpoint = body_of(request), caller_of(request), endpoint_of(request)
         received_s: float = request.scope["state"]["received_s"]
+        self._served.limiter.check(caller)
         if self._has_sampling_fields and self._served.engine.has_queue:
             self._check_admission(body, caller, received_s)
         parsed = await self._served.lanes.of(caller).parse(

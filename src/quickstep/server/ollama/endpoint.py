@@ -357,6 +357,7 @@ class OllamaEmbedding:
         return json_response(OllamaEmbeddingsResponse(_numbers(result.data[0].embedding)))
 
     def _body(self, request: Request) -> tuple[bytes, FieldReader]:
+        self._served.limiter.check(caller_of(request))
         body = body_of(request)
         return body, FieldReader(self._served.field_rules)
 

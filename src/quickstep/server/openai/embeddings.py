@@ -63,6 +63,7 @@ class Embeddings:
     async def answer(self, request: HttpRequest) -> Response:
         """Answer one request. Raises RequestError, EngineError."""
         try:
+            self._served.limiter.check(caller_of(request))
             body = body_of(request)
             reader = FieldReader(self._served.field_rules)
             answer = await unless_disconnected(request.receive, self._embed(request, body, reader))
