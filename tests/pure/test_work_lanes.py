@@ -154,3 +154,23 @@ def test_one_key_leaves_a_place_in_a_lane_to_the_next() -> None:
     _, *results = asyncio.run(bounded())
     assert [type(result) for result in results] == [int] * 3 + [ServerBusy] * 3 + [int]
     assert "of your API key" in str(results[3])
+
+
+def test_work_to_be_finished_ends_before_its_cancellation_does() -> None:
+    begun, released, ended = threading.Event(), threading.Event(), threading.Event()
+
+    def work() -> None:
+        begun.set()
+        released.wait(DEADLINE_S)
+        ended.set()
+
+    async def run() -> bool:
+        async with asyncio.timeout(DEADLINE_S):
+            task = asyncio.ensure_future(WorkLanes().finish(LARGE, work))
+            await asyncio.to_thread(begun.wait, DEADLINE_S)
+            task.cancel()
+            asyncio.get_running_loop().call_later(0.01, released.set)
+            await asyncio.gather(task, return_exceptions=True)
+            return task.cancelled() and ended.is_set()
+
+    assert asyncio.run(run())

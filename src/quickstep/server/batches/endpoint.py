@@ -46,7 +46,7 @@ class LocalBatches:
         self._store = FileStore(options.files, weight_of=weight_of)
         endpoints = batch_endpoints(served, metrics)
         self._jobs = BatchJobs(self._store, endpoints, options.batches, served.limits, weight_of)
-        self._files = Files(self._store, options.connections.upload_s, served.reception)
+        self._files = Files(self._store, options.connections.upload_s, served)
 
     def start(self) -> None:
         """Load the index of the files in `--files-dir`. Raises ConfigError."""

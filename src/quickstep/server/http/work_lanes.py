@@ -16,7 +16,7 @@ from __future__ import annotations
 import asyncio
 import threading
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Coroutine
 from concurrent.futures import Future, ThreadPoolExecutor
 from copy import copy
 from typing import Any, TypeVar
@@ -34,7 +34,11 @@ INLINE_BYTES = 64 * 1024
 
 async def done_in_thread(work: Callable[[], _Result]) -> _Result:
     """Run `work` in a thread. A cancellation waits for its end, so that its files can be closed."""
-    running = asyncio.ensure_future(asyncio.to_thread(work))
+    return await _finished(asyncio.to_thread(work))
+
+
+async def _finished(work: Coroutine[Any, Any, _Result]) -> _Result:
+    running = asyncio.ensure_future(work)
     try:
         return await asyncio.shield(running)
     except asyncio.CancelledError:
@@ -146,6 +150,10 @@ class WorkLanes:
         """
         lane = next(lane for lane in self._lanes if lane.largest is None or size <= lane.largest)
         return await lane.run(self._key, work)
+
+    async def finish(self, size: int, work: Callable[[], _Result]) -> _Result:
+        """The same, but a cancellation waits for the end, so that files can be closed."""
+        return await _finished(self.run(size, work))
 
     async def parse(self, size: int, work: Callable[[], _Result]) -> _Result:
         """The same for JSON; a short one is parsed immediately. Raises ServerBusy."""
