@@ -17,11 +17,11 @@ from collections import Counter
 from random import Random
 
 from quickstep.config import PolicyName, SchedulerConfig
-from quickstep.core.block_pool import KVBlockPool
 from quickstep.core.cost_model import Coefficients, LinearCostModel
 from quickstep.core.policies import make_policy
-from quickstep.core.scheduler import Scheduler
+from quickstep.core.resources.block_pool import KVBlockPool
 from quickstep.sim.engine import ClockExecutor, VirtualClock
+from quickstep.sim.grouped_scheduler import GroupedScheduler
 from quickstep.sim.simulate import Arrival, Simulation, simulate
 from quickstep.types import Request, RequestClass, SamplingParams
 
@@ -56,7 +56,7 @@ def run(policy: PolicyName, arrivals: list[Arrival]) -> Simulation:
     """Simulate a policy."""
     config = SchedulerConfig(64, 2048, 4096, policy=policy)
     pool = KVBlockPool(2048, 16)
-    scheduler = Scheduler(config, pool, make_policy(config), LinearCostModel(_COSTS))
+    scheduler = GroupedScheduler(config, pool, make_policy(config), LinearCostModel(_COSTS))
     return simulate(arrivals, scheduler, LinearCostModel(_COSTS))
 
 
@@ -106,7 +106,7 @@ def scheduler_us(policy: PolicyName, num_running: int = 256, num_waiting: int = 
     """Microseconds of `plan` and `commit` per row, median over steps."""
     config = SchedulerConfig(num_running, num_running, 4096, policy=policy)
     pool = KVBlockPool(num_running * 40, 16, prefix_caching=False)
-    scheduler = Scheduler(config, pool, make_policy(config), LinearCostModel(_COSTS))
+    scheduler = GroupedScheduler(config, pool, make_policy(config), LinearCostModel(_COSTS))
     for number in range(num_running + num_waiting):
         sampling = SamplingParams(max_tokens=500, ignore_eos=True)
         request = Request(f"r{number}", (1, 2, 3), sampling, tenant=_TENANTS[number % 4])

@@ -6,7 +6,7 @@ prompt, computes the rest, and leaves its full blocks (prompt and answer) in the
 is the device time for prompt blocks that had been computed before and were evicted since, compared
 with the engine's order, LRU with the end of a chain first.
 
-    lru         least recently used first (`core.block_pool`)
+    lru         least recently used first (`core.resources.block_pool`)
     segmented   blocks without a hit first, then LRU; at most 80 % of the pool is protected
     frequency   aged number of uses: GreedyDual-Size-Frequency with equal costs
     gdsf        GreedyDual-Size-Frequency: uses x seconds to compute the block, aged

@@ -20,9 +20,9 @@ from random import Random
 
 from benchmarks.machine import describe_machine
 from quickstep.config import PolicyName, SchedulerConfig
-from quickstep.core.block_pool import KVBlockPool
 from quickstep.core.cost_model import Coefficients, LinearCostModel
 from quickstep.core.policies import make_policy
+from quickstep.core.resources.block_pool import KVBlockPool
 from quickstep.core.scheduler import Scheduler
 from quickstep.types import Request, RowOutput, SamplingParams, StepPlan, StepResult
 

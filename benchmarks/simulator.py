@@ -15,11 +15,11 @@ import time
 from random import Random
 
 from quickstep.config import SchedulerConfig
-from quickstep.core.block_pool import KVBlockPool
 from quickstep.core.cost_model import Coefficients, LinearCostModel
 from quickstep.core.policies import make_policy
-from quickstep.core.scheduler import Scheduler
+from quickstep.core.resources.block_pool import KVBlockPool
 from quickstep.sim.engine import quick_digest
+from quickstep.sim.grouped_scheduler import GroupedScheduler
 from quickstep.sim.simulate import Arrival, simulate
 from quickstep.sim.workload import Clients, Lengths, Workload
 
@@ -39,7 +39,7 @@ def replica(rng: Random, num_requests: int, rate: float) -> tuple[int, int]:
     arrivals: list[Arrival] = clients.opening(times)
     config = SchedulerConfig(256, 2048, 4096)
     pool = KVBlockPool(8192, 16, digest=quick_digest)
-    scheduler = Scheduler(config, pool, make_policy(config), LinearCostModel(_COSTS))
+    scheduler = GroupedScheduler(config, pool, make_policy(config), LinearCostModel(_COSTS))
     outcome = simulate(arrivals, scheduler, LinearCostModel(_COSTS))
     return len(outcome.endings), len(outcome.records)
 

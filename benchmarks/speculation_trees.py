@@ -16,7 +16,7 @@ from benchmarks.machine import describe_machine
 from benchmarks.speculation import method_of, workloads
 from quickstep import LLM, SamplingParams
 from quickstep.core.cost_model import CostModel, StepLoad
-from quickstep.core.speculation import DraftControl
+from quickstep.core.drafts.control import DraftControl
 
 _NUM_PROMPTS = 8
 _TEMPERATURES = (0.0, 0.8)

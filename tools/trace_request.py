@@ -1,67 +1,93 @@
-"""List the functions of Quickstep that a streamed chat request calls, in order of their first call.
+"""List the functions that a streamed chat request calls, and count the calls of a token.
 
-    python tools/trace_request.py
+    python tools/trace_request.py            functions, in order of their first call
+    python tools/trace_request.py --calls    Python calls per token, and per further row
 
 Both processes are traced, the server's and the engine's, in the third request, so that functions
-that only run at start are not listed. `docs/design/0011-the-path-of-a-request.md` has the figures.
+that only run at start are not listed. The calls are those of requests with 72 tokens without those
+of the same requests with 8, per step, at one stream and at five; speculation is off.
+`docs/design/0011-the-path-of-a-request.md` has the figures.
 """
 
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import json
 import os
 import signal
 import sys
 import tempfile
 import threading
-import time
 import urllib.request
+from collections import Counter
+from collections.abc import AsyncIterator
 from pathlib import Path
 from types import CodeType, FrameType
 from typing import Any
 
 PACKAGE = str(Path(__file__).resolve().parents[1] / "src" / "quickstep") + os.sep
-BODY = {"messages": [{"role": "user", "content": "def add("}], "max_tokens": 8, "stream": True}
+BODY = {
+    "messages": [{"role": "user", "content": "def add("}],
+    "max_tokens": 8,
+    "stream": True,
+    "ignore_eos": True,
+    "speculation": False,
+}
+FEW_TOKENS, MANY_TOKENS = 8, 72
+NUM_STREAMS = 5
+
+
+Calls = Counter[str]  # of each function, as `path name`
 
 
 class Trace:
-    """The functions called while `is_on`, in order."""
+    """The calls of functions while `is_on`, in the order of the first."""
 
     def __init__(self) -> None:
         self.is_on = False
-        self._codes: dict[CodeType, None] = {}
+        self._calls: Counter[CodeType] = Counter()
 
     def install(self) -> None:
         """Trace this thread and those that start later."""
         threading.setprofile(self._called)
         sys.setprofile(self._called)
 
+    def start(self) -> None:
+        """Count from now on."""
+        self._calls.clear()
+        self.is_on = True
+
+    def stop(self) -> Calls:
+        """What was counted."""
+        self.is_on = False
+        calls: Calls = Counter()
+        for code, count in self._calls.items():
+            calls[f"{code.co_filename.removeprefix(PACKAGE)} {code.co_qualname}"] += count
+        return calls
+
     def _called(self, frame: FrameType, event: str, _: Any) -> None:
         if event == "call" and self.is_on and frame.f_code.co_filename.startswith(PACKAGE):
-            self._codes.setdefault(frame.f_code)
+            self._calls[frame.f_code] += 1
 
-    @property
-    def lines(self) -> list[str]:
-        """`path name` of each function, without comprehensions."""
-        return [
-            f"{code.co_filename.removeprefix(PACKAGE)} {code.co_qualname}"
-            for code in self._codes
-            if "comp>" not in code.co_qualname and "genexpr>" not in code.co_qualname
-        ]
+
+def functions_of(calls: Calls) -> list[str]:
+    """The functions, without comprehensions."""
+    return [name for name in calls if "comp>" not in name and "genexpr>" not in name]
 
 
 def worker(out: str, arguments: list[str]) -> int:
-    """The engine's process: USR1 starts the trace, USR2 writes it to `out`."""
+    """The engine's process: USR1 starts a trace, USR2 writes it to `out`."""
     trace = Trace()
     trace.install()
 
     def start(*_: object) -> None:
-        trace.is_on = True
+        trace.start()
 
     def write(*_: object) -> None:
-        trace.is_on = False
-        Path(out).write_text("\n".join(trace.lines))
+        written = Path(f"{out}.part")
+        written.write_text(json.dumps(trace.stop()))
+        written.rename(out)
 
     signal.signal(signal.SIGUSR1, start)
     signal.signal(signal.SIGUSR2, write)
@@ -70,18 +96,53 @@ def worker(out: str, arguments: list[str]) -> int:
     return serve(arguments)
 
 
-def request(port: int) -> None:
+def request(port: int, num_tokens: int = FEW_TOKENS) -> None:
     """Send one streamed chat request and read the response."""
     url = f"http://127.0.0.1:{port}/v1/chat/completions"
     head = {"content-type": "application/json"}
-    with urllib.request.urlopen(
-        urllib.request.Request(url, json.dumps(BODY).encode(), head)
-    ) as response:
+    body = json.dumps({**BODY, "max_tokens": num_tokens}).encode()
+    with urllib.request.urlopen(urllib.request.Request(url, body, head)) as response:
         response.read()
 
 
-async def traced(out: Path, trace: Trace) -> None:
-    """Serve the bundled model and send three requests; trace the third."""
+class TracedServer:
+    """The bundled model, served, and the traces of the server's and the engine's process."""
+
+    def __init__(self, port: int, process_id: int, out: Path, trace: Trace) -> None:
+        self._port = port
+        self._process_id = process_id
+        self._out = out
+        self._trace = trace
+
+    async def send(self, num_streams: int = 1, num_tokens: int = FEW_TOKENS) -> None:
+        """Requests at the same time."""
+        sent = [asyncio.to_thread(request, self._port, num_tokens) for _ in range(num_streams)]
+        await asyncio.gather(*sent)
+
+    async def calls(
+        self, num_streams: int = 1, num_tokens: int = FEW_TOKENS
+    ) -> tuple[Calls, Calls]:
+        """The calls of requests at the same time, in the server's and in the engine's process."""
+        self._out.unlink(missing_ok=True)
+        os.kill(self._process_id, signal.SIGUSR1)
+        self._trace.start()
+        await self.send(num_streams, num_tokens)
+        calls = self._trace.stop()
+        os.kill(self._process_id, signal.SIGUSR2)
+        while not self._out.exists():
+            await asyncio.sleep(0.01)
+        return calls, Counter(json.loads(self._out.read_text()))
+
+    async def calls_per_step(self, num_streams: int) -> dict[str, float]:
+        """The calls of a step with so many rows, and of all that follows it, by function."""
+        few = sum(await self.calls(num_streams, FEW_TOKENS), start=Counter())
+        many = sum(await self.calls(num_streams, MANY_TOKENS), start=Counter())
+        return {name: (many[name] - few[name]) / (MANY_TOKENS - FEW_TOKENS) for name in many}
+
+
+@contextlib.asynccontextmanager
+async def traced_server(out: Path, trace: Trace) -> AsyncIterator[TracedServer]:
+    """A served model that has answered two requests."""
     from quickstep.config import EngineConfig
     from quickstep.engine.remote.engine import RemoteEngine
     from quickstep.server.options import ServerOptions
@@ -95,36 +156,51 @@ async def traced(out: Path, trace: Trace) -> None:
         serving = asyncio.create_task(server.serve([sock]))
         while not server.started:
             await asyncio.sleep(0.01)
-        port = sock.getsockname()[1]
-        await asyncio.to_thread(request, port)
+        served = TracedServer(sock.getsockname()[1], engine.process_id or 0, out, trace)
+        await served.send()
         await asyncio.sleep(2.0)  # the engine captures steps in the meantime
-        await asyncio.to_thread(request, port)
-        os.kill(engine.process_id or 0, signal.SIGUSR1)
-        trace.is_on = True
-        await asyncio.to_thread(request, port)
-        trace.is_on = False
-        os.kill(engine.process_id or 0, signal.SIGUSR2)
-        while not out.exists():
-            await asyncio.sleep(0.01)
+        await served.send()
+        yield served
         server.should_exit = True
         await serving
 
 
-def main() -> int:
+async def print_functions(out: Path, trace: Trace) -> None:
     """Print the functions of both processes."""
+    async with traced_server(out, trace) as served:
+        of_server, of_engine = await served.calls()
+    functions = {"server": functions_of(of_server), "engine": functions_of(of_engine)}
+    for process, names in functions.items():
+        print(f"{process}'s process: {len(names)} functions")
+        print("\n".join(f"    {name}" for name in names))
+    print(f"total: {sum(map(len, functions.values()))}")
+
+
+async def print_calls(out: Path, trace: Trace) -> None:
+    """Print the calls of a token, and those of each function."""
+    async with traced_server(out, trace) as served:
+        await served.send(NUM_STREAMS, MANY_TOKENS)
+        alone = await served.calls_per_step(1)
+        together = await served.calls_per_step(NUM_STREAMS)
+    further = {
+        name: (count - alone.get(name, 0.0)) / (NUM_STREAMS - 1) for name, count in together.items()
+    }
+    for name in sorted(alone, key=lambda name: (-alone[name], name)):
+        if max(alone[name], further.get(name, 0.0)) >= 0.05:
+            print(f"{alone[name]:6.2f} {further.get(name, 0.0):6.2f}  {name}")
+    print(f"Python calls per token at batch size 1: {sum(alone.values()):.0f}")
+    print(f"Python calls per further row: {sum(further.values()):.0f}")
+
+
+def main() -> int:
+    """Print the functions of both processes, or the calls."""
     if sys.argv[1:2] == ["--worker"]:
         return worker(sys.argv[2], sys.argv[3:])
     trace = Trace()
     trace.install()
+    report = print_calls if "--calls" in sys.argv[1:] else print_functions
     with tempfile.TemporaryDirectory() as folder:
-        out = Path(folder) / "engine.txt"
-        asyncio.run(traced(out, trace))
-        time.sleep(0.1)
-        functions = {"server": trace.lines, "engine": out.read_text().splitlines()}
-    for process, lines in functions.items():
-        print(f"{process}'s process: {len(lines)} functions")
-        print("\n".join(f"    {line}" for line in lines))
-    print(f"total: {sum(map(len, functions.values()))}")
+        asyncio.run(report(Path(folder) / "engine.txt", trace))
     return 0
 
 

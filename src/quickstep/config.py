@@ -138,8 +138,9 @@ class SchedulerConfig(msgspec.Struct, frozen=True):
             from its `SpeculationConfig`.
         use_kv_cache: False computes all tokens of a sequence again for each of its tokens, to see
             what the cache saves; the tokens are the same.
-        max_loras: LoRA adapters in compute memory (`core.adapter_residency`); None if adapters are
-            no resource: every adapter is always there. The engine takes it from its `LoRAConfig`.
+        max_loras: LoRA adapters in compute memory (`core.resources.adapter_residency`); None if
+            adapters are no resource: every adapter is always there. The engine takes it from its
+            `LoRAConfig`.
         lora_bytes: What they take together; None for no limit.
     """
 
@@ -230,7 +231,7 @@ class SpeculationConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True)
         proposers: What proposes drafts, each of another method; () for no speculation. Where there
             are several, each sequence has the drafts that are predicted to gain most.
         num_speculative_tokens: Most drafts of a row; how many it gets is decided step by step
-            (`core.speculation`).
+            (`core.drafts.control`).
         sampling: When a draft is accepted.
         tree_width: With `medusa`, `eagle` and `eagle3`, most drafts that follow the same token; 1
             for chains.

@@ -264,11 +264,6 @@ class StepRow(msgspec.Struct, frozen=True, gc=False):
         return nodes[::-1]
 
     @property
-    def requests_drafts(self) -> bool:
-        """Whether drafts are wanted for the row after it."""
-        return self.num_next_drafts > 0 or self.num_next_forced > 0
-
-    @property
     def end(self) -> int:
         """Number of the sequence's tokens that are computed after this row."""
         return self.start + self.num_tokens
@@ -281,7 +276,7 @@ class StepPlan(msgspec.Struct, frozen=True):
     row reads it, so a row can use a block that another row of the same step fills.
 
     For a driver that computes nothing, `num_grouped_rows` plain decode rows are not listed; they
-    attend to `num_grouped_kv_tokens` positions together (`core.decode_group`).
+    attend to `num_grouped_kv_tokens` positions together (`sim.decode_group`).
     """
 
     step_id: int
@@ -294,7 +289,7 @@ class StepPlan(msgspec.Struct, frozen=True):
     @property
     def num_tokens(self) -> int:
         """Total tokens of all rows."""
-        return sum(row.num_tokens for row in self.rows) + self.num_grouped_rows
+        return sum([row.num_tokens for row in self.rows]) + self.num_grouped_rows
 
 
 class TokenLogprobs(msgspec.Struct, frozen=True):

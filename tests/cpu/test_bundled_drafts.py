@@ -19,7 +19,7 @@ from quickstep.config import (
     SpeculationConfig,
     SpeculationMethod,
 )
-from quickstep.core.block_pool import KVBlockPool
+from quickstep.core.resources.block_pool import KVBlockPool
 from quickstep.engine.assembly import load_weights
 from quickstep.engine.llm import engine_config
 from quickstep.engine.speculation import open_model_proposers

@@ -51,9 +51,10 @@ class World:
         slot = self.slots[0]
         row = StepRow(0, 1, 1, (2,), (), Phase.DECODE, True, 0, num_next_drafts=num_drafts)
         for token_id in token_ids:
-            slot.record(token_id)
+            slot.last_token = token_id
+            slot.state.record(token_id)
         samples = [Sample(token_id) for token_id in token_ids]
-        return self.drafting.propose([row], [EmittingRow(0, slot, 0, samples=samples)])
+        return self.drafting.propose([row], [EmittingRow(0, slot, slot.state, 0, samples=samples)])
 
     def release(self) -> None:
         self.slots.move((0,), ())

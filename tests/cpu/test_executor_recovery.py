@@ -6,9 +6,9 @@ import pytest
 from paged_hash_model import HEAD_SIZE, PagedHashModel
 
 from quickstep.config import SchedulerConfig
-from quickstep.core.block_pool import KVBlockPool
 from quickstep.core.cost_model import LinearCostModel
 from quickstep.core.policies import make_policy
+from quickstep.core.resources.block_pool import KVBlockPool
 from quickstep.core.scheduler import Scheduler
 from quickstep.errors import EngineError
 from quickstep.runtime.executor import LocalExecutor

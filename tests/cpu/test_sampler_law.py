@@ -114,7 +114,7 @@ def verified_tokens(sampling, seed, in_tree=False):
     if in_tree:
         drafts += [(drafts[0] + 1) % 3, 0, 1]
         parents = (0, 1, 0, 3, 3)
-    row = EmittingRow(0, slot, 0, tuple(drafts), parents)
+    row = EmittingRow(0, slot, slot.state, 0, tuple(drafts), parents)
     logits = np.stack([LOGITS] * (1 + len(drafts)))
     sample_rows(sample, HostTensor(logits, FLOAT32), [row], by_rejection=True)
     accepted = [drafts[node - 1] for node in row.computed[1:]]

@@ -308,10 +308,7 @@ class _Slot:
 
     def __init__(self, state):
         self.state, self.failure, self.is_refused = state, "", False
-        self.end_token_ids = frozenset()
-
-    def record(self, token_id):
-        self.state.record(token_id)
+        self.end_token_ids, self.last_token = frozenset(), None
 
 
 def drafts_are_verified_as_on_the_host(device):
@@ -338,7 +335,7 @@ def drafts_are_verified_as_on_the_host(device):
                 for i, kind in enumerate(kinds):
                     drafts = (3, first[i], 4) if parents else (first[i], 3, 4)
                     slot = _Slot(state_of(kind, vocab, i))
-                    rows.append(EmittingRow(i, slot, 4 * i, drafts, parents))
+                    rows.append(EmittingRow(i, slot, slot.state, 4 * i, drafts, parents))
                 sample_rows(sampler, logits.to(where), rows, at_once=at_once)
                 emitted.append([(row.samples, row.nodes) for row in rows])
             assert emitted[0] == emitted[1] == emitted[2]

@@ -16,7 +16,7 @@ from scheduler_world import Setup, World, open_scheduler, weak_digest
 from shadow_executor import EOS, STOP, Trouble
 
 from quickstep.config import PolicyName
-from quickstep.core.block_pool import chain_digest
+from quickstep.core.resources.block_pool import chain_digest
 from quickstep.core.scheduler import Scheduler
 from quickstep.types import Pooling, Request, RequestClass, SamplingParams, StepPlan
 

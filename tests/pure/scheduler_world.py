@@ -16,9 +16,10 @@ from msgspec import structs
 from shadow_executor import ShadowExecutor, Sizes, Trouble
 
 from quickstep.config import PolicyName, SchedulerConfig
-from quickstep.core.block_pool import Digest, KVBlockPool, chain_digest
 from quickstep.core.cost_model import CostModel, LinearCostModel
 from quickstep.core.policies import Policy, PrefillFirstPolicy, StepView, make_policy
+from quickstep.core.resources.adapter_residency import AdapterResidency
+from quickstep.core.resources.block_pool import Digest, KVBlockPool, chain_digest
 from quickstep.core.scheduler import Scheduler
 from quickstep.core.service_order import PriorityOrder
 from quickstep.errors import RequestError
@@ -196,6 +197,12 @@ class World:
         self.scheduler.check()
         return True
 
+    @property
+    def room(self) -> AdapterResidency | None:
+        """The adapters in compute memory."""
+        places = self.scheduler.adapters
+        return None if places is None else places.residency
+
     def _register(self, adapter_id: str) -> None:
         """Let requests name an adapter, of as many bytes as its name has letters."""
         self.retired.discard(adapter_id)
@@ -206,7 +213,7 @@ class World:
     def retire(self, adapter_id: str) -> None:
         """No new request names an adapter; it is freed when no sequence uses it."""
         self.retired.add(adapter_id)
-        room = self.scheduler.adapter_room
+        room = self.room
         if room is not None and adapter_id in room:
             self.scheduler.register_adapter(adapter_id, len(adapter_id))  # it is pinned no more
         self._free_retired()
@@ -321,7 +328,7 @@ class World:
         if not self.loading:
             return
         adapter_id = self.loading.pop(0)
-        room = self.scheduler.adapter_room
+        room = self.room
         # else it was retired meanwhile
         is_wanted = room is not None and room.state(adapter_id).value == "loading"
         if not is_wanted:

@@ -12,7 +12,7 @@ from types import MappingProxyType
 import pytest
 from scheduler_world import Setup, World
 
-from quickstep.core.adapter_residency import AdapterResidency, AdapterState, AdapterUse
+from quickstep.core.resources.adapter_residency import AdapterResidency, AdapterState, AdapterUse
 from quickstep.types import Activity, Request, SamplingParams
 
 
@@ -224,7 +224,7 @@ def draining_world() -> World:
 @pytest.mark.parametrize("is_loaded_again", [False, True])
 def test_an_adapter_that_is_retired_while_it_drains_blocks_nothing(is_loaded_again: bool) -> None:
     world = draining_world()
-    room = world.scheduler.adapter_room
+    room = world.room
     assert room is not None and room.state("busy") is AdapterState.DRAINING
     world.add(adapter_request("late", "busy"))
     world.retire("busy")
@@ -237,7 +237,7 @@ def test_an_adapter_that_is_retired_while_it_drains_blocks_nothing(is_loaded_aga
 def test_a_draining_ends_when_the_load_that_needs_it_has_gone() -> None:
     """Whatever becomes of the waiting sequence, the adapter is used again at once."""
     world = draining_world()
-    room = world.scheduler.adapter_room
+    room = world.room
     assert room is not None and not room.is_ready("busy")
     world.pause("rare")
     world.add(adapter_request("late", "busy"))

@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
 from scheduler_world import CountingPool, weak_digest
 
-from quickstep.core.block_pool import (
+from quickstep.core.resources.block_pool import (
     NO_HITS,
     BlockKey,
     ChainRoot,

@@ -62,7 +62,7 @@ def test_a_module_imports_the_standard_library_msgspec_and_lower_layers_only(pat
         "quickstep.core",
     ]
     if path.parent.name == "sim":
-        layers += ["quickstep.draft_choice", "quickstep.sim"]
+        layers += ["quickstep.core.drafts.choice", "quickstep.sim"]
     for name in imported(path):
         head = name.split(".")[0]
         if head == "quickstep":

@@ -10,11 +10,11 @@ from random import Random
 import pytest
 
 from quickstep.config import PolicyName, SchedulerConfig
-from quickstep.core.block_pool import KVBlockPool, chain_digest
 from quickstep.core.cost_model import Coefficients, LinearCostModel
 from quickstep.core.policies import Policy, make_policy
-from quickstep.core.scheduler import Scheduler
+from quickstep.core.resources.block_pool import KVBlockPool, chain_digest
 from quickstep.sim.engine import SimulatedEngine, VirtualClock, quick_digest
+from quickstep.sim.grouped_scheduler import GroupedScheduler
 from quickstep.sim.simulate import Arrival, Ending, Simulation, simulate
 from quickstep.sim.workload import Clients, Lengths, PrefixLevel, Workload
 from quickstep.types import Request, SamplingParams, SequenceOutput, StepPlan
@@ -69,7 +69,7 @@ def random_simulation(seed: int, step_by_step: bool) -> tuple[Simulation, Observ
     return outcome, scheduler
 
 
-class Observed(Scheduler):
+class Observed(GroupedScheduler):
     """A scheduler that counts its plans and their rows, and checks its state before each of them
     if it `checks`.
     """
@@ -121,7 +121,7 @@ def paused_and_resumed(seed: int, step_by_step: bool) -> list[SequenceOutput]:
     rng, clock = Random(seed), VirtualClock()
     config = SchedulerConfig(max_num_seqs=4, max_num_batched_tokens=64, max_model_len=64)
     pool, costs = KVBlockPool(rng.choice((10, 40)), 4), LinearCostModel(COSTS)
-    scheduler = Scheduler(config, pool, make_policy(config), costs)
+    scheduler = GroupedScheduler(config, pool, make_policy(config), costs)
     engine = SimulatedEngine(clock, scheduler, LinearCostModel(COSTS), step_by_step=step_by_step)
     names = [str(number) for number in range(6)]
     for name in names:

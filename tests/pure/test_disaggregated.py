@@ -8,12 +8,12 @@ from random import Random
 import pytest
 
 from quickstep.config import PolicyName, SchedulerConfig
-from quickstep.core.block_pool import KVBlockPool
 from quickstep.core.cost_model import Coefficients, LinearCostModel
 from quickstep.core.policies import make_policy
-from quickstep.core.scheduler import Scheduler
+from quickstep.core.resources.block_pool import KVBlockPool
 from quickstep.sim.disaggregated import DisaggregatedRun, KVLink, PhaseEngine
 from quickstep.sim.engine import SimulatedEngine, VirtualClock
+from quickstep.sim.grouped_scheduler import GroupedScheduler
 from quickstep.sim.simulate import Arrival, Simulation, simulate
 from quickstep.types import FinishReason, Request, SamplingParams
 
@@ -26,7 +26,7 @@ def costs() -> LinearCostModel:
     return LinearCostModel(COSTS)
 
 
-def scheduler(num_blocks: int, max_num_seqs: int) -> tuple[Scheduler, KVBlockPool]:
+def scheduler(num_blocks: int, max_num_seqs: int) -> tuple[GroupedScheduler, KVBlockPool]:
     pool = KVBlockPool(num_blocks, BLOCK_SIZE)
     config = SchedulerConfig(
         max_num_seqs=max_num_seqs,
@@ -34,7 +34,7 @@ def scheduler(num_blocks: int, max_num_seqs: int) -> tuple[Scheduler, KVBlockPoo
         max_model_len=num_blocks * BLOCK_SIZE,
         policy=PolicyName.MIXED,
     )
-    return Scheduler(config, pool, make_policy(config), costs()), pool
+    return GroupedScheduler(config, pool, make_policy(config), costs()), pool
 
 
 def new_engine(num_blocks: int, max_num_seqs: int):
@@ -63,7 +63,7 @@ def check(of: DisaggregatedRun) -> None:
     places: Counter[str] = Counter()
     for one in (*of.prefill, *of.decode):
         planner = one.engine.scheduler
-        resident = [sequence.resident.blocks for sequence in planner._batch]
+        resident = [sequence.residency.blocks for sequence in planner._batch]
         one.pool.check([*resident, *one.tables.values()])
         places.update(
             sequence.sequence_id if one in of.prefill else sequence.request.request_id

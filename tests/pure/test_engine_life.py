@@ -10,7 +10,7 @@ import pytest
 from scripted_engine import ScriptedEngine, answer, read, run
 
 from quickstep.config import PolicyName
-from quickstep.engine.records.step_log import Quantity, StepLog
+from quickstep.engine.records.step_log import StepLog
 from quickstep.engine.stats import EngineState
 from quickstep.errors import EngineError, RequestError
 from quickstep.types import FinishReason, Request, SamplingParams
@@ -215,10 +215,7 @@ def test_an_idle_engine_takes_no_turns():
 
 
 def test_the_step_log_adds_up():
-    observed = []
-
     async def test(parts, engine):
-        engine.step_log.subscribe(lambda quantity, value: observed.append((quantity, value)))
         await asyncio.gather(*(answer(engine.generate("abcd", params(5))) for _ in range(4)))
         log = engine.step_log
         totals = log.totals
@@ -232,10 +229,6 @@ def test_the_step_log_adds_up():
         counted = engine.stats().scheduler.totals
         parts_s = counted.attributed_s + counted.recomputed_s + counted.rejected_s
         assert parts_s + counted.unclaimed_s + counted.idle_s == pytest.approx(wall_s, rel=1e-9)
-        counts = {quantity: [q for q, _ in observed].count(quantity) for quantity in Quantity}
-        assert counts.pop(Quantity.INTER_TOKEN) == 4 * 4
-        assert set(counts.values()) == {4}
-        assert all(value >= 0 for _, value in observed)
         assert engine.stats().last_step_s is not None
 
     run(test)

@@ -1,9 +1,9 @@
 """The policy `fair`: what is reserved for a sequence is what it will be charged."""
 
 from quickstep.config import PolicyName, SchedulerConfig
-from quickstep.core.block_pool import KVBlockPool
 from quickstep.core.cost_model import Coefficients, LinearCostModel, StepLoad
 from quickstep.core.policies import make_policy
+from quickstep.core.resources.block_pool import KVBlockPool
 from quickstep.core.scheduler import Scheduler
 from quickstep.core.sequence import Sequence
 from quickstep.core.service_order import FairOrder

@@ -9,10 +9,10 @@ import pytest
 
 from quickstep.cli.main import main
 from quickstep.config import SchedulerConfig
-from quickstep.core.block_pool import KVBlockPool
 from quickstep.core.cost_model import LinearCostModel
 from quickstep.core.policies import make_policy
 from quickstep.core.recording import Recorder, RecordingScheduler
+from quickstep.core.resources.block_pool import KVBlockPool
 from quickstep.sim.simulate import Arrival, simulate
 from quickstep.sim.traces import recorded_traffic
 from quickstep.types import FinishReason, Request, SamplingParams

@@ -68,18 +68,21 @@ from quickstep.core.scheduler import Scheduler
 
 # In the order of their imports.
 _MODULES = (
-    "block_pool",
+    "resources.block_pool",
     "cost_model",
-    "speculation",
     "sequence",
+    "drafts.control",
     "step",
     "service_order",
-    "admission",
-    "adapter_residency",
     "queues",
     "accounting",
-    "decode_group",
+    "resources.resource",
+    "resources.kv_blocks",
+    "resources.adapter_residency",
+    "resources.adapter_places",
+    "admission",
     "policies",
+    "step_budget",
     "scheduler",
 )
 _MAX_LIVES = 800
@@ -87,37 +90,37 @@ _MAX_LIVES = 800
 # name -> (module, text, replacement)
 _BUGS = {
     "hit-without-token-compare": (
-        "block_pool",
+        "resources.block_pool",
         "if key.token_ids != self._block_tokens(token_ids, index):",
         "if False:",
     ),
     "hit-without-parent-compare": (
-        "block_pool",
+        "resources.block_pool",
         "or key is None or key.parent != parent:",
         "or key is None:",
     ),
     "hits-missing-in-the-row": (
         "scheduler",
         "tuple(residency.blocks))",
-        "tuple(residency.blocks[len(hits) :]))",
+        "tuple(residency.blocks[residency.planned // self._pool.block_size :]))",
     ),
     "released-twice": (
-        "queues",
+        "resources.kv_blocks",
         "self._pool.release(residency.blocks)",
         "self._pool.release(residency.blocks * 2)",
     ),
     "shared-block-freed": (
-        "block_pool",
+        "resources.block_pool",
         "count = ref_counts[block_id] = ref_counts[block_id] - 1\n",
         "count = ref_counts[block_id] = 0\n",
     ),
     "one-block-too-few": (
-        "queues",
+        "resources.kv_blocks",
         "self._blocks_for(residency.planned + num_tokens)",
         "self._blocks_for(residency.planned)",
     ),
     "partial-block-registered": (
-        "queues",
+        "resources.kv_blocks",
         "num_full = min(residency.planned, len(sequence.token_ids)) // block_size\n        if not",
         "num_full = -(-min(residency.planned, len(sequence.token_ids)) // block_size)\n"
         "        if not",
@@ -128,34 +131,34 @@ _BUGS = {
         "return len(self.token_ids)\n",
     ),
     "adapter-evicted-in-use": (
-        "adapter_residency",
+        "resources.adapter_residency",
         "if any(one.num_running or one.adapter_id in in_flight for one in leaving):",
         "if any(one.adapter_id in in_flight for one in leaving):",
     ),
     "adapter-evicted-in-flight": (
-        "adapter_residency",
+        "resources.adapter_residency",
         "if any(one.num_running or one.adapter_id in in_flight for one in leaving):",
         "if any(one.num_running for one in leaving):",
     ),
     "adapter-drained-for-nothing": (
-        "adapter_residency",
+        "resources.adapter_residency",
         "elif not drains and adapter.state is AdapterState.DRAINING:",
         "elif adapter.state is AdapterState.ABSENT:",
     ),
     "adapter-without-room-awaited": (
         "scheduler",
-        "for sequence, why in self._without_room():",
+        "for sequence, why in self._lost():",
         "for sequence, why in ():",
     ),
     "adapter-not-released": (
-        "scheduler",
-        "            self._adapters.release(sequence.request.adapter_id)\n",
-        "            pass\n",
+        "resources.adapter_places",
+        "        self.residency.release(sequence.request.adapter_id)\n",
+        "        pass\n",
     ),
     "admitted-before-its-adapter": (
         "queues",
-        "self._is_ready is None or self._is_ready(sequence.request.adapter_id)\n        sequence",
-        "True\n        sequence",
+        "            if key and not gate.is_ready(key):\n",
+        "            if False:\n",
     ),
     "outputs-lost-by-preemption": (
         "sequence",
@@ -182,14 +185,14 @@ _BUGS = {
         "ChainRoot(request.adapter_id, request.cache_salt)",
         'ChainRoot(request.adapter_id, "")',
     ),
-    "planned-row-preempted": ("queues", "if not has_row(victim)", "if True"),
+    "planned-row-preempted": ("queues", "if victim.last_step_id != step_id", "if True"),
     "limit-overrun-by-overlap": (
-        "scheduler",
-        "sequence.num_outputs + residency.pending",
-        "sequence.num_outputs",
+        "sequence",
+        "num_outputs + residency.pending <",
+        "num_outputs <",
     ),
     "evicted-block-stays-indexed": (
-        "block_pool",
+        "resources.block_pool",
         "            self._unindex(block_id, key)\n            block_ids.append",
         "            block_ids.append",
     ),
@@ -198,7 +201,7 @@ _BUGS = {
         "if sequence is None or sequence.num_pending:",
         "if sequence is None:",
     ),
-    "hit-without-reference": ("queues", "        self._pool.acquire(hits)\n", ""),
+    "hit-without-reference": ("resources.kv_blocks", "        self._pool.acquire(hits)\n", ""),
     "tokens-after-the-end": (
         "scheduler",
         "if sequence.state is SequenceState.FINISHED or residency.invalidated:",
@@ -215,8 +218,8 @@ _BUGS = {
         "return max(0, self._num_scored_tokens + 1)",
     ),
     "mean-from-the-cache": ("sequence", "if self.request.pooling is Pooling.MEAN:", "if False:"),
-    "prompt-only-continues": ("scheduler", "if request.prompt_only:", "if False:"),
-    "paused-continues": ("scheduler", "            and not sequence.is_paused\n", ""),
+    "prompt-only-continues": ("admission", "if request.prompt_only:", "if False:"),
+    "paused-continues": ("sequence", "            and not self.is_paused\n", ""),
     "paused-prompt-continues": (
         "queues",
         "self._prefilling[: _num_active(self._prefilling)]",
@@ -243,7 +246,7 @@ _BUGS = {
         "in self._requests.get(request_id, ())[: None if is_paused else 1]:\n            runs",
     ),
     "hits-outlive-their-blocks": (
-        "block_pool",
+        "resources.block_pool",
         "if unindexed_at[block_id] > known.version:",
         "if False:",
     ),
@@ -253,48 +256,48 @@ _BUGS = {
         "",
     ),
     "drafts-are-cached": (
-        "queues",
+        "resources.kv_blocks",
         "num_full = min(residency.planned, len(sequence.token_ids)) // block_size\n        if",
         "num_full = residency.planned // block_size\n        if",
     ),
     "drafts-outrun-the-limit": (
-        "scheduler",
+        "drafts.control",
         "- sequence.num_outputs - 1\n        return min(",
         "- sequence.num_outputs\n        return min(",
     ),
-    "drafts-outlive-their-tokens": ("scheduler", "        sequence.drafts = ()\n", ""),
+    "drafts-outlive-their-tokens": ("scheduler", "        sequence.drafts.token_ids = ()\n", ""),
     "continued-with-drafts-pending": (
-        "scheduler",
+        "sequence",
         "            and not residency.awaits_drafts\n",
         "",
     ),
     "continued-by-an-older-commit": (
         "scheduler",
-        "        if entry.row.num_drafts or entry.row.requests_drafts:\n",
+        "        if entry.awaits_drafts:\n",
         "        if entry.row.emits:\n",
     ),
     "trees-become-chains": (
         "sequence",
-        "            parents=self.draft_parents[: len(drafts)],\n",
+        "            parents=self.drafts.parents[: len(drafts)],\n",
         "",
     ),
     "trees-outlive-their-drafts": (
         "sequence",
-        "            self.draft_parents = output.draft_parents\n",
-        "            self.draft_parents = output.draft_parents or self.draft_parents\n",
+        "            self.drafts.parents = output.draft_parents\n",
+        "            self.drafts.parents = output.draft_parents or self.drafts.parents\n",
     ),
     "trees-lose-their-first-draft": (
         "sequence",
-        "parents=self.draft_parents[: len(drafts)]",
-        "parents=self.draft_parents[1 : 1 + len(drafts)]",
+        "parents=self.drafts.parents[: len(drafts)]",
+        "parents=self.drafts.parents[1 : 1 + len(drafts)]",
     ),
     "victims-without-need": (
         "queues",
-        "lower[:num] for num in counts if self._fits(sequence, hits, lower[:num])",
+        "lower[:num] for num in counts if fits_without(lower[:num])",
         "lower for num in counts",
     ),
     "allocation-evicts-first": (
-        "block_pool",
+        "resources.block_pool",
         "free.pop() if free else self._evict()",
         "self._evict() if self._cached else free.pop()",
     ),
@@ -328,7 +331,7 @@ def open_planted(
     request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch
 ) -> Callable[[Setup], Scheduler]:
     """Opens schedulers of a copy of `core` that has the bug."""
-    for package in ("planted", "planted.core"):
+    for package in ("planted", "planted.core", "planted.core.drafts", "planted.core.resources"):
         monkeypatch.setitem(sys.modules, package, ModuleType(package))
     modules: dict[str, ModuleType] = {}
     for stem, source in _plant(request.param):
@@ -338,7 +341,7 @@ def open_planted(
         modules[stem] = module
 
     def open_one(setup: Setup) -> Scheduler:
-        pool = modules["block_pool"].KVBlockPool(
+        pool = modules["resources.block_pool"].KVBlockPool(
             setup.num_blocks, setup.block_size, setup.prefix_caching, setup.digest
         )
         cost_model = modules["cost_model"].LinearCostModel()

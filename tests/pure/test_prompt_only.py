@@ -8,9 +8,9 @@ from msgspec.structs import replace
 from scheduler_world import PROMPT, Setup, World, ask, finish
 
 from quickstep.config import SchedulerConfig
-from quickstep.core.block_pool import KVBlockPool
 from quickstep.core.cost_model import Coefficients, LinearCostModel, StepLoad
 from quickstep.core.policies import make_policy
+from quickstep.core.resources.block_pool import KVBlockPool
 from quickstep.core.scheduler import Scheduler
 from quickstep.errors import RequestError
 from quickstep.sim.engine import ClockExecutor, VirtualClock

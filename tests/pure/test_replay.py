@@ -12,10 +12,10 @@ from random_lives import random_life
 from scheduler_world import Setup, ask, open_scheduler, policy_of
 
 from quickstep.config import EngineConfig, PolicyName
-from quickstep.core.block_pool import KVBlockPool, chain_digest
 from quickstep.core.cost_model import LinearCostModel
 from quickstep.core.recording import RecordedCall, RecordedRequest, Recorder, RecordingScheduler
 from quickstep.core.replay import Recording, read_recording, replay
+from quickstep.core.resources.block_pool import KVBlockPool, chain_digest
 from quickstep.errors import ConfigError, RequestError
 from quickstep.sampling_params import Grammar
 from quickstep.types import (

@@ -9,10 +9,9 @@ from random import Random
 import pytest
 
 from quickstep.config import PolicyName, SchedulerConfig
-from quickstep.core.block_pool import KVBlockPool
 from quickstep.core.cost_model import Coefficients, LinearCostModel
 from quickstep.core.policies import make_policy
-from quickstep.core.scheduler import Scheduler
+from quickstep.core.resources.block_pool import KVBlockPool
 from quickstep.sim.engine import SimulatedEngine, VirtualClock
 from quickstep.sim.faults import (
     CancelStorm,
@@ -23,6 +22,7 @@ from quickstep.sim.faults import (
     SlowDown,
     random_faults,
 )
+from quickstep.sim.grouped_scheduler import GroupedScheduler
 from quickstep.sim.replicas import ReplicaOptions, ReplicaRun
 from quickstep.sim.routers import ROUTERS, FewestRequests, PrefixAffinity, RoundRobin, Router
 from quickstep.sim.simulate import Arrival, Ending, Simulation, simulate
@@ -32,12 +32,12 @@ COSTS = Coefficients(step_s=0.002, token_s=0.0001, row_s=0.0002, kv_token_s=0.0,
 OPTIONS = ReplicaOptions(link_s=0.001, resend_s=0.05, detect_s=0.3)
 
 
-def new_scheduler(policy: PolicyName = PolicyName.MIXED, num_blocks: int = 256) -> Scheduler:
+def new_scheduler(policy: PolicyName = PolicyName.MIXED, num_blocks: int = 256) -> GroupedScheduler:
     config = SchedulerConfig(
         max_num_seqs=8, max_num_batched_tokens=256, max_model_len=512, policy=policy
     )
     pool = KVBlockPool(num_blocks, 16)
-    return Scheduler(config, pool, make_policy(config), LinearCostModel(COSTS))
+    return GroupedScheduler(config, pool, make_policy(config), LinearCostModel(COSTS))
 
 
 def new_engine(clock: VirtualClock, **scheduler) -> SimulatedEngine:

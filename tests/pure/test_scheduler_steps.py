@@ -12,9 +12,9 @@ from shadow_executor import Trouble
 
 from quickstep.config import PolicyName
 from quickstep.core.cost_model import CostModel, LinearCostModel, StepLoad
+from quickstep.core.drafts.control import DraftControl, DraftMode
 from quickstep.core.scheduler import Scheduler
 from quickstep.core.sequence import Sequence, sequence_seed
-from quickstep.core.speculation import DraftControl, DraftMode
 from quickstep.core.step import setup_us
 from quickstep.errors import EngineError
 from quickstep.types import FinishReason, Grammar, Phase, StepResult

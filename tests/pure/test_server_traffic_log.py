@@ -1,7 +1,7 @@
 """The server's line every ten seconds."""
 
 from quickstep.core.accounting import SchedulerStats, Totals
-from quickstep.core.block_pool import PoolStats
+from quickstep.core.resources.block_pool import PoolStats
 from quickstep.engine.stats import EngineState, EngineStats
 from quickstep.server.metrics import TrafficLog
 

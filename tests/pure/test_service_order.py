@@ -11,13 +11,13 @@ import pytest
 from scheduler_world import Setup, World, ask, finish
 
 from quickstep.config import PolicyName, SchedulerConfig
-from quickstep.core.block_pool import KVBlockPool
 from quickstep.core.cost_model import Coefficients, LinearCostModel
 from quickstep.core.policies import MixedPolicy, make_policy
-from quickstep.core.scheduler import Scheduler
+from quickstep.core.resources.block_pool import KVBlockPool
 from quickstep.core.sequence import Sequence
 from quickstep.core.service_order import FairOrder
 from quickstep.errors import RequestError
+from quickstep.sim.grouped_scheduler import GroupedScheduler
 from quickstep.sim.simulate import Arrival, Ending, Simulation, simulate
 from quickstep.types import FinishReason, Request, RequestClass, SamplingParams
 
@@ -64,7 +64,7 @@ def run(
     sizes = {"max_num_seqs": 8, "max_num_batched_tokens": 256, "max_model_len": 2048} | config
     settings = SchedulerConfig(policy=policy, **sizes)  # type: ignore[arg-type]
     pool = KVBlockPool(num_blocks, 16, prefix_caching=False)
-    scheduler = Scheduler(settings, pool, make_policy(settings), LinearCostModel(costs))
+    scheduler = GroupedScheduler(settings, pool, make_policy(settings), LinearCostModel(costs))
     outcome = simulate(arrivals, scheduler, LinearCostModel(costs))
     scheduler.check()
     return outcome
@@ -189,7 +189,7 @@ def test_a_request_behind_a_long_queue_is_refused_with_the_predicted_wait() -> N
 def test_the_refusal_says_when_to_come_back() -> None:
     settings = SchedulerConfig(max_model_len=2048)
     pool = KVBlockPool(4096, 16)
-    scheduler = Scheduler(settings, pool, make_policy(settings), LinearCostModel(COSTS))
+    scheduler = GroupedScheduler(settings, pool, make_policy(settings), LinearCostModel(COSTS))
     with pytest.raises(RequestError) as caught:
         scheduler.add(request("a", 1000, 4, ttft_deadline_s=0.1), 0.0)
     assert (caught.value.status, caught.value.code) == (503, "deadline_unreachable")
@@ -284,7 +284,7 @@ def metered(arrivals: Iterable[Arrival], max_num_seqs: int) -> MeteredOrder:
     order = MeteredOrder()
     settings = SchedulerConfig(max_num_seqs, 256, 2048)
     pool = KVBlockPool(4096, 16, prefix_caching=False)
-    scheduler = Scheduler(settings, pool, MixedPolicy(order, 0.2), LinearCostModel(SLOW))
+    scheduler = GroupedScheduler(settings, pool, MixedPolicy(order, 0.2), LinearCostModel(SLOW))
     simulate(arrivals, scheduler, LinearCostModel(SLOW))
     return order
 

@@ -8,11 +8,11 @@ import pytest
 from msgspec.structs import replace
 
 from quickstep.config import PolicyName, SchedulerConfig
-from quickstep.core.block_pool import KVBlockPool
 from quickstep.core.cost_model import Coefficients, LinearCostModel, StepLoad
 from quickstep.core.policies import make_policy
-from quickstep.core.scheduler import Scheduler
+from quickstep.core.resources.block_pool import KVBlockPool
 from quickstep.sim.engine import ClockExecutor, VirtualClock
+from quickstep.sim.grouped_scheduler import GroupedScheduler
 from quickstep.sim.simulate import Arrival, Simulation, simulate
 from quickstep.types import (
     Admission,
@@ -47,7 +47,7 @@ def run(
         policy=policy,
     )
     pool = KVBlockPool(64, 16)
-    scheduler = Scheduler(config, pool, make_policy(config), LinearCostModel(believed))
+    scheduler = GroupedScheduler(config, pool, make_policy(config), LinearCostModel(believed))
     outcome = simulate(arrivals, scheduler, LinearCostModel(COSTS))
     scheduler.check()
     return outcome
@@ -109,7 +109,7 @@ def test_a_load_of_an_adapter_takes_its_time_and_delays_no_other_request() -> No
     config = SchedulerConfig(8, 512, 1024, max_loras=1)
     costs = LinearCostModel(COSTS)
     ended = []
-    scheduler = Scheduler(config, KVBlockPool(64, 16), make_policy(config), costs)
+    scheduler = GroupedScheduler(config, KVBlockPool(64, 16), make_policy(config), costs)
     for name in ("a", "b"):
         scheduler.register_adapter(name, 1)
     arrivals = [
@@ -156,7 +156,7 @@ def test_a_simulation_runs_on_a_stored_fit() -> None:
     assert fit is not None
     pool = KVBlockPool(64, 4)
     config = SchedulerConfig(max_num_seqs=4, max_num_batched_tokens=64, max_model_len=128)
-    scheduler = Scheduler(config, pool, make_policy(config), LinearCostModel.of_fit(fit))
+    scheduler = GroupedScheduler(config, pool, make_policy(config), LinearCostModel.of_fit(fit))
     machine = LinearCostModel.of_fit(fit)
     outcome = simulate([Arrival(0.0, ask("a", 30, 1))], scheduler, machine)
     expected = machine.seconds(StepLoad.of_span(0, 30, num_logits_rows=1))

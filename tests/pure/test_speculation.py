@@ -8,11 +8,12 @@ import pytest
 from quickstep.cli.flags.engine import add_engine_flags, engine_config
 from quickstep.cli.flags.parsing import Parser
 from quickstep.config import ProposerConfig, SchedulerConfig, SpeculationConfig, SpeculationMethod
-from quickstep.core.block_pool import KVBlockPool
 from quickstep.core.cost_model import Coefficients, LinearCostModel, StepLoad
+from quickstep.core.drafts.control import DraftControl, DraftMode
 from quickstep.core.policies import make_policy
+from quickstep.core.resources.block_pool import KVBlockPool
 from quickstep.core.scheduler import Scheduler
-from quickstep.core.speculation import Acceptance, DraftControl, DraftMode
+from quickstep.core.sequence import Acceptance
 from quickstep.errors import ConfigError
 from quickstep.sim.simulate import Arrival, simulate
 from quickstep.types import Grammar, Phase, Request, SamplingParams, StepRow

@@ -7,8 +7,8 @@ from hypothesis import strategies as st
 from msgspec.structs import replace
 
 from quickstep.core.accounting import SchedulerStats, Totals
-from quickstep.core.block_pool import PoolStats
-from quickstep.engine.remote.messages import GapNote, StatsNote
+from quickstep.core.resources.block_pool import PoolStats
+from quickstep.engine.remote.messages import StatsNote, StepNote
 from quickstep.engine.remote.supervisor import StallWatch
 from quickstep.engine.stats import EngineState, EngineStats
 
@@ -23,7 +23,7 @@ IDLE = EngineStats(
     num_requests=0,
     scheduler=SchedulerStats(0, 0, 0, 0, PoolStats(8, 0, 0, 0, 0), Totals()),
 )
-SAYS_ANYTHING = GapNote(0.1)
+SAYS_ANYTHING = StepNote()
 
 
 def in_flight(last_step_s: float | None, computed_s: float) -> StatsNote:

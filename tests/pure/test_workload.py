@@ -12,11 +12,11 @@ import pytest
 from msgspec.structs import replace
 
 from quickstep.config import PolicyName, SchedulerConfig
-from quickstep.core.block_pool import KVBlockPool
 from quickstep.core.cost_model import Coefficients, LinearCostModel
 from quickstep.core.policies import make_policy
-from quickstep.core.scheduler import Scheduler
+from quickstep.core.resources.block_pool import KVBlockPool
 from quickstep.sim.arrivals import diurnal, gamma, poisson, ramp
+from quickstep.sim.grouped_scheduler import GroupedScheduler
 from quickstep.sim.simulate import Arrival, Simulation, simulate
 from quickstep.sim.summary import Percentiles, Targets, summarize
 from quickstep.sim.workload import WORKLOADS, Clients, Lengths, PrefixLevel, Tenant, Workload
@@ -36,7 +36,7 @@ def run(
     policy: PolicyName = PolicyName.MIXED,
 ) -> Simulation:
     config = SchedulerConfig(max_num_seqs=64, max_model_len=8192, policy=policy)
-    scheduler = Scheduler(
+    scheduler = GroupedScheduler(
         config, KVBlockPool(NUM_BLOCKS, 16), make_policy(config), LinearCostModel(COSTS)
     )
     clients = Clients(workload, random.Random(seed), num_requests, 8192, closed_loop)
@@ -106,7 +106,9 @@ def test_a_closed_loop_keeps_as_many_requests_as_clients() -> None:
 def test_cancelled_requests_end_at_that_time_and_late_cancellations_do_nothing() -> None:
     request = Request("a", (1, 2, 3), SamplingParams(max_tokens=1000))
     config = SchedulerConfig(max_model_len=2048)
-    scheduler = Scheduler(config, KVBlockPool(200, 16), make_policy(config), LinearCostModel(COSTS))
+    scheduler = GroupedScheduler(
+        config, KVBlockPool(200, 16), make_policy(config), LinearCostModel(COSTS)
+    )
     arrivals = [
         Arrival(1.0, request, cancel_after_s=0.5),
         Arrival(1.0, replace(request, request_id="b", sampling=SamplingParams(max_tokens=2)), 99.0),

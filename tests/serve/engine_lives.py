@@ -320,9 +320,10 @@ async def _settle(engine: AnyEngine) -> None:
     assert not held, f"{held} are held: {engine.stats()}"
     if isinstance(engine, Engine):
         engine._scheduler.check()
-        room = engine._scheduler.adapter_room
-        assert room is not None
-        running = [adapter for adapter in room._adapters.values() if adapter.num_running]
+        places = engine._scheduler.adapters
+        assert places is not None
+        adapters = places.residency._adapters.values()
+        running = [adapter for adapter in adapters if adapter.num_running]
         assert not running, f"{running} are in use and nothing runs"
 
 

@@ -17,7 +17,7 @@ from typing import Any
 
 from quickstep.core.accounting import SchedulerStats, Totals
 from quickstep.core.admission import AdmissionState
-from quickstep.core.block_pool import PoolStats
+from quickstep.core.resources.block_pool import PoolStats
 from quickstep.engine.adapters import LoadedAdapter
 from quickstep.engine.records.step_log import SequenceRecord, StepLog
 from quickstep.engine.stats import EngineState, EngineStats

@@ -13,7 +13,7 @@ from client import CHAT, COMPLETIONS, client_of
 from fake_engine import FakeEngine
 from live_server import live_server
 
-from quickstep.core.scheduler import SequenceLimits
+from quickstep.core.admission import SequenceLimits
 from quickstep.engine.requests import check_token_ids
 from quickstep.errors import RequestError
 from quickstep.server.app import create_app

@@ -176,13 +176,10 @@ def test_abort_gives_the_partial_answer(tmp_path: Path) -> None:
 
 def test_the_step_log_is_told_here_too(tmp_path: Path) -> None:
     async def test(engine: RemoteEngine) -> None:
-        observed = []
-        engine.step_log.subscribe(lambda quantity, seconds: observed.append(quantity))
         await read(ask(engine, "abc", SamplingParams(max_tokens=5)))
         await until(lambda: engine.step_log.totals.num_output_tokens == 5)
         assert engine.step_log.sequences[-1].finish_reason is FinishReason.MAX_TOKENS
         assert engine.step_log.totals.num_steps == 5
-        assert len(set(observed)) == 5
         await until(lambda: engine.stats().scheduler.totals.num_steps == 5)
 
     run(tmp_path, test)

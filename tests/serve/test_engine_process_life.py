@@ -17,7 +17,7 @@ import scripted_worker
 from remote_run import DEADLINE_S, LONG, QUICK, ask, ends, is_alive, read, run, until
 
 from quickstep.engine.remote.engine import RemoteEngine
-from quickstep.engine.remote.messages import DeltaNote, FromEngine, Opened
+from quickstep.engine.remote.messages import FromEngine, Opened, StepNote
 from quickstep.engine.stats import EngineState
 from quickstep.errors import ConfigError, EngineError
 from quickstep.server.options import ServerOptions
@@ -269,7 +269,7 @@ def test_a_message_that_cannot_be_received_costs_a_process_and_not_the_engine(
         before, receive, failing = engine.process_id, engine.receive, [True]
 
         def fails_once(message: FromEngine) -> None:
-            if isinstance(message, DeltaNote) and failing:
+            if isinstance(message, StepNote) and failing:
                 failing.clear()
                 raise ValueError("planted")
             receive(message)

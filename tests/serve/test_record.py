@@ -16,10 +16,10 @@ from quickstep.config import (
     SchedulerConfig,
     SpeculationConfig,
 )
-from quickstep.core.block_pool import KVBlockPool
 from quickstep.core.cost_model import LinearCostModel
 from quickstep.core.policies import make_policy
 from quickstep.core.replay import read_recording, replay
+from quickstep.core.resources.block_pool import KVBlockPool
 from quickstep.engine.assembly import open_engine
 from quickstep.engine.records.recording_file import RecordingFile
 from quickstep.types import SamplingParams

@@ -22,9 +22,9 @@ from graph_double import Reexecution
 
 from op_checks.sampling_cases import samplings
 from quickstep.config import SchedulerConfig
-from quickstep.core.block_pool import KVBlockPool
 from quickstep.core.cost_model import LinearCostModel
 from quickstep.core.policies import make_policy
+from quickstep.core.resources.block_pool import KVBlockPool
 from quickstep.core.scheduler import Scheduler
 from quickstep.errors import EngineError
 from quickstep.model.decoder import Decoder

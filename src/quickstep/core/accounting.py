@@ -16,8 +16,8 @@ from collections.abc import Sequence
 import msgspec
 from msgspec.structs import astuple, replace
 
-from quickstep.core.block_pool import PoolStats
 from quickstep.core.cost_model import CostModel, StepLoad, UnitPrices
+from quickstep.core.resources.block_pool import PoolStats
 from quickstep.core.sequence import TICKS_PER_S, SequenceState
 from quickstep.core.step import InFlightStep
 from quickstep.types import Phase, PrefillCharge, RowOutput, SequenceTimings, StepRecord
@@ -259,16 +259,16 @@ def charge(
         if entry.residency.recompute_end > row.start:
             num_again = min(row.end, entry.residency.recompute_end) - row.start
             again = ticks * num_again // row.num_tokens
-            sequence.recomputed_ticks += again
+            sequence.charges.recomputed_ticks += again
             recomputed += again
             own -= again
         if row.num_drafts:
             num_rejected = row.num_drafts + 1 - max(1, len(output.token_ids))
             wasted = own * num_rejected // row.num_tokens
-            sequence.rejected_ticks += wasted
+            sequence.charges.rejected_ticks += wasted
             rejected += wasted
             own -= wasted
-        sequence.device_ticks += own
+        sequence.charges.device_ticks += own
     return StepCharges(
         tuple(charged),
         prices,

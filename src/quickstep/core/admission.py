@@ -1,23 +1,37 @@
 """Whether a request may queue, and how long it would wait: predicted from the state of the queue.
 
-`AdmissionState` is a frozen copy of what decides. The scheduler makes one for each request with a
-deadline; the engine publishes it with its stats, so that a server refuses what cannot be served in
-time before it tokenises the prompt. Only the scheduler decides to accept.
+`SequenceLimits` is what is known without a queue. `AdmissionState` is a frozen copy of what decides
+beyond that: made for each request with a deadline, and published by the engine with its stats, so
+that a server refuses what cannot be served in time before it tokenises the prompt. Only the
+scheduler, by its `Admission`, decides to accept.
 """
 
 from __future__ import annotations
 
 import math
-from collections import deque
-from collections.abc import Mapping
+from collections import Counter, deque
+from collections.abc import Iterable, Mapping
+from functools import partial
 
 import msgspec
+from msgspec.structs import replace
 
-from quickstep.core.service_order import level_of
-from quickstep.errors import FirstTokenTooLate, QueueFull
-from quickstep.types import Request, RequestClass
+from quickstep.config import SchedulerConfig
+from quickstep.core.cost_model import CostModel, StepLoad
+from quickstep.core.queues import RunningBatch, WaitingQueue
+from quickstep.core.resources.resource import Slots
+from quickstep.core.sequence import Sequence, ServicePrediction
+from quickstep.core.service_order import ServiceOrder, account_of, level_of
+from quickstep.errors import FirstTokenTooLate, PromptTooLong, QueueFull, RequestError
+from quickstep.types import FinishReason, Request, RequestClass
 
-__all__ = ["AdmissionState", "LevelCounts", "WaitEstimate"]
+__all__ = [
+    "Admission",
+    "AdmissionState",
+    "LevelCounts",
+    "SequenceLimits",
+    "WaitEstimate",
+]
 
 LevelCounts = tuple[tuple[int, int], ...]  # a level of priority, and how many sequences have it
 
@@ -25,6 +39,71 @@ _MIN_ADMISSIONS = 8  # before a rate is known
 _WAIT_MARGIN = 1.5  # waits vary about their mean
 _GAIN = 0.1  # of running means
 _DELAY_HALVES_S = 2.0
+# The expected outputs of a request that may end early: a running mean, and its gain per end.
+_FIRST_MEAN_OUTPUTS = 256.0
+_MEAN_GAIN = 0.05
+_NATURAL_ENDS = (FinishReason.EOS, FinishReason.STOP_TOKEN, FinishReason.STOP_STRING)
+_MAX_LEVELS = 32  # of priority, in the published state
+
+
+class SequenceLimits(msgspec.Struct, frozen=True):
+    """Sizes that a sequence must keep, in tokens; requests are checked when they are added.
+
+    Everything here is known beforehand, so that an admitted request can always finish: any single
+    sequence fits the pool at its longest.
+
+    Attributes:
+        max_model_len: Longest sequence the engine was started for.
+        pool_tokens: Tokens that the KV pool holds.
+        max_num_seqs: Most resident sequences.
+        max_waiting: Queued sequences beyond which requests are refused; None for no limit.
+    """
+
+    max_model_len: int
+    pool_tokens: int
+    max_num_seqs: int
+    max_waiting: int | None
+
+    @staticmethod
+    def of(config: SchedulerConfig, pool_tokens: int) -> SequenceLimits:
+        """The limits of a scheduler."""
+        return SequenceLimits(
+            config.max_model_len, pool_tokens, config.max_num_seqs, config.max_waiting
+        )
+
+    def max_outputs(self, prompt_len: int) -> int:
+        """Output tokens that fit after a prompt."""
+        return min(self.max_model_len, self.pool_tokens) - prompt_len
+
+    def output_limit(self, request: Request) -> int:
+        """Output tokens after which a sequence of `request` ends in any case."""
+        if request.prompt_only:
+            return 0
+        max_outputs = self.max_outputs(len(request.prompt_token_ids))
+        max_tokens = request.sampling.max_tokens
+        return max_outputs if max_tokens is None else min(max_outputs, max_tokens)
+
+    def check(self, request: Request) -> None:
+        """Raise RequestError for a request that can never be served."""
+        num_tokens = len(request.prompt_token_ids)
+        if not num_tokens:
+            raise RequestError("prompt has no tokens, it needs at least 1", param="prompt")
+        least_outputs = 0 if request.prompt_only else 1
+        if num_tokens + least_outputs > self.max_model_len:
+            raise PromptTooLong(num_tokens, self.max_model_len, num_outputs=least_outputs)
+        if num_tokens + least_outputs > self.pool_tokens:
+            raise RequestError(
+                f"prompt has {num_tokens} tokens, with {least_outputs} output tokens the KV cache "
+                f"holds {self.pool_tokens}; raise --num-blocks or shorten the prompt",
+                param="prompt",
+                code="context_length_exceeded",
+            )
+        if request.sampling.n > self.max_num_seqs:
+            raise RequestError(
+                f"n is {request.sampling.n}, at most {self.max_num_seqs} sequences run at once;"
+                " lower n or raise --max-num-seqs",
+                param="n",
+            )
 
 
 class AdmissionState(msgspec.Struct, frozen=True):
@@ -163,3 +242,191 @@ class WaitEstimate:
         """
         age = max(0.0, now - self._measured_s) / _DELAY_HALVES_S
         return max(0.0, self._delay_s + 2.0 * self._deviation_s) * math.exp2(-min(64.0, age))
+
+
+class Admission:
+    """Decides which requests may queue, by what it predicts from the waiting and the running ones.
+
+    One object belongs to one scheduler, which owns the queue, the batch and the slots.
+    """
+
+    def __init__(
+        self,
+        config: SchedulerConfig,
+        limits: SequenceLimits,
+        cost_model: CostModel,
+        order: ServiceOrder,
+        waiting: WaitingQueue,
+        batch: RunningBatch,
+        slots: Slots,
+    ) -> None:
+        self.limits = limits
+        self._max_num_seqs = config.max_num_seqs
+        self._cost_model = cost_model
+        self._order = order
+        self._waiting = waiting
+        self._batch = batch
+        self._slots = slots
+        self._wait_estimate = WaitEstimate()
+        self._mean_outputs = _FIRST_MEAN_OUTPUTS
+
+    # -- an arriving request ----------------------------------------------------------------------
+
+    def check_share(self, request: Request, now: float) -> None:
+        """Raise QueueFull if the account of a request has its share of the queue."""
+        account, num_more = account_of(request), request.sampling.n
+        shares = self._waiting.shares(request)
+        if request.is_continuation or shares.allows(account, num_more, request.tenant_weight):
+            return
+        assert shares.capacity is not None, "without one, everything is allowed"
+        num_own, state = shares.held(account), self.state_for(request, now)
+        raise QueueFull(num_own, num_more, shares.capacity, state.wait_s(num_own), account)
+
+    def check_queue(self, sequence: Sequence, num_sequences: int, now: float) -> None:
+        """Raise QueueFull or FirstTokenTooLate for the sequences of a request, of which the first
+        is given, if the state of the queue refuses them. What continues an accepted one may wait.
+        """
+        request, limit = sequence.request, self.limits.max_waiting
+        if request.is_continuation:
+            return
+        is_full = limit is not None and len(self._waiting) + num_sequences > limit
+        if not is_full and request.ttft_deadline_s is None:
+            return
+        state = self.state_for(request, now)
+        state.check_queue(request, num_sequences)
+        self._check_first_token_in_time(sequence, state, now)
+
+    def _check_first_token_in_time(
+        self, sequence: Sequence, state: AdmissionState, now: float
+    ) -> None:
+        request, first_token_s = sequence.request, sequence.prediction.first_token_s
+        deadline_s = request.ttft_deadline_s
+        if deadline_s is None:
+            return
+        num_before = self._waiting.num_before(request, sequence.rank)
+        num_preemptible = 0
+        if self._order.level(request) is not None:
+            may_preempt = partial(self._order.may_preempt, sequence)
+            num_preemptible = self._batch.num_preemptible(may_preempt)
+        wait_s = state.wait_s(num_before, num_preemptible)
+        waited_s = now - sequence.arrival_s
+        if waited_s + wait_s + first_token_s > deadline_s:
+            raise FirstTokenTooLate(deadline_s, wait_s, first_token_s, waited_s)
+
+    def too_late(self, sequence: Sequence, now: float) -> FirstTokenTooLate:
+        """The error of a waiting sequence whose first token cannot come in time any more."""
+        request = sequence.request
+        num_before = self._waiting.num_before(request, sequence.rank)
+        return FirstTokenTooLate(
+            deadline_s=request.ttft_deadline_s or 0.0,
+            wait_s=self.state_for(request, now).wait_s(num_before),
+            first_token_s=sequence.prediction.first_token_s,
+            waited_s=now - sequence.arrival_s,
+        )
+
+    # -- predictions ------------------------------------------------------------------------------
+
+    def predict(self, request: Request, now: float) -> ServicePrediction:
+        """What each sequence of a request takes."""
+        num_prompt, num_outputs = len(request.prompt_token_ids), self.expected_outputs(request)
+        num_more = max(0, num_outputs - 1)
+        middle = num_prompt + num_outputs // 2
+        prompt_s = self._prompt_s(num_prompt)
+        decode_s = self._cost_model.seconds(StepLoad.of_span(middle, 1, num_logits_rows=1))
+        # In a batch with those that are there, each row has its part of what a step costs once.
+        num_live = len(self._batch) + len(self._waiting) + request.sampling.n
+        num_rows = min(num_live, self._max_num_seqs)
+        step_s = self._decode_step_s(num_rows, num_rows * middle)
+        return ServicePrediction(
+            service_s=prompt_s + num_more * decode_s,
+            prompt_s=prompt_s,
+            first_token_s=prompt_s + self._wait_estimate.delay_s(now),
+            charge_s=prompt_s + num_more * step_s / num_rows,
+        )
+
+    def expected_outputs(self, request: Request) -> int:
+        """How many tokens a sequence is expected to generate: its limit, or the recent mean if an
+        end token may come before.
+        """
+        limit = self.limits.output_limit(request)
+        return limit if request.sampling.ignore_eos else min(limit, round(self._mean_outputs))
+
+    def expected_growth(self) -> int:
+        """How many tokens the running sequences are expected to generate from now on."""
+        return sum(
+            max(0, self.expected_outputs(sequence.request) - sequence.num_outputs)
+            for sequence in self._batch
+        )
+
+    def state_for(self, request: Request, now: float) -> AdmissionState:
+        """The state for sequences of the size of a request, without the levels: the scheduler knows
+        the place of a sequence in the queue.
+        """
+        num_prompt, num_outputs = len(request.prompt_token_ids), self.expected_outputs(request)
+        return self._state(now, num_prompt, num_outputs)
+
+    def state(self, now: float) -> AdmissionState:
+        """What decides whether one more request may queue, with the levels of all sequences."""
+        running = tuple(self._batch)
+        num_outputs = num_prompt = 0.0
+        if running:
+            expected = [self.expected_outputs(sequence.request) for sequence in running]
+            num_outputs = sum(expected) / len(running)
+            num_prompt = sum(sequence.prompt_len for sequence in running) / len(running)
+        return replace(
+            self._state(now, num_prompt, num_outputs),
+            waiting=self._levels(self._waiting),
+            running=self._levels(running),
+        )
+
+    def _state(self, now: float, num_prompt: float, num_outputs: float) -> AdmissionState:
+        is_queued = len(self._waiting) > 0
+        num_rows = self._max_num_seqs
+        step_s = self._decode_step_s(num_rows, round(num_rows * (num_prompt + num_outputs / 2)))
+        return AdmissionState(
+            num_waiting=len(self._waiting),
+            num_interactive=self._waiting.num_interactive,
+            max_waiting=self.limits.max_waiting,
+            num_free_slots=self._slots.num_free,
+            prompt_s=self._wait_estimate.prompt_s,
+            slot_s=num_outputs * step_s / num_rows,  # a full batch ends one so often
+            interval_s=self._wait_estimate.interval_s(now) if is_queued else None,
+            delay_s=self._wait_estimate.delay_s(now),
+        )
+
+    def _levels(self, sequences: Iterable[Sequence]) -> LevelCounts | None:
+        """How many there are of each of the first levels; None if levels do not decide."""
+        levels = [self._order.level(sequence.request) for sequence in sequences]
+        known = Counter(level for level in levels if level is not None)
+        return None if len(levels) > known.total() else tuple(sorted(known.items())[:_MAX_LEVELS])
+
+    def _prompt_s(self, num_prompt: int) -> float:
+        """The step of a prompt by itself."""
+        return self._cost_model.seconds(StepLoad.of_span(0, num_prompt, num_logits_rows=1))
+
+    def _decode_step_s(self, num_rows: int, num_kv: int) -> float:
+        """A step of so many decode rows with so long contexts together."""
+        load = StepLoad(num_rows, num_rows, num_kv, num_kv, num_logits_rows=num_rows)
+        return self._cost_model.seconds(load)
+
+    # -- what happens to sequences ----------------------------------------------------------------
+
+    def accepted(self, prediction: ServicePrediction) -> None:
+        """A request was queued."""
+        self._wait_estimate.count_prompt(prediction.prompt_s)
+
+    def admitted(self, now: float) -> None:
+        """A sequence left the queue for the batch."""
+        self._wait_estimate.count_admission(now, any_left=bool(self._waiting.head))
+
+    def first_token(self, sequence: Sequence, now: float) -> None:
+        """The first token of a sequence has come."""
+        since_s = sequence.first_scheduled_s
+        if since_s is not None:
+            delay_s = now - since_s - self._prompt_s(sequence.prompt_len)
+            self._wait_estimate.count_first_token(delay_s, now)
+
+    def ended(self, sequence: Sequence, reason: FinishReason) -> None:
+        """A sequence has ended."""
+        if reason in _NATURAL_ENDS:
+            self._mean_outputs += _MEAN_GAIN * (sequence.num_outputs - self._mean_outputs)

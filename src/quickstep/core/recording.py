@@ -26,9 +26,9 @@ import msgspec
 from msgspec.structs import asdict, replace
 
 from quickstep.config import EngineConfig, SchedulerConfig
-from quickstep.core.block_pool import KVBlockPool
 from quickstep.core.cost_model import Coefficients, CostFit, LinearCostModel
 from quickstep.core.policies import Policy
+from quickstep.core.resources.block_pool import KVBlockPool
 from quickstep.core.scheduler import Scheduler
 from quickstep.errors import RequestError
 from quickstep.json_line import one_line
@@ -504,9 +504,6 @@ class RecordingScheduler(Scheduler):
         digest = plan_digest(plan, self._recorder.number)
         self._recorder.call(RecordedCall("plan", now, digest=digest))
         return plan
-
-    def group_decodes(self, token_id: int) -> None:
-        """Nothing: all rows are recorded."""
 
     def commit(self, plan: StepPlan, result: StepResult, now: float) -> StepOutcome:
         """See `Scheduler.commit`."""

@@ -12,7 +12,6 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 import msgspec
 from msgspec.structs import replace
 
-from quickstep.core.block_pool import KVBlockPool
 from quickstep.core.cost_model import LinearCostModel
 from quickstep.core.policies import make_policy
 from quickstep.core.recording import (
@@ -26,6 +25,7 @@ from quickstep.core.recording import (
     RunningRequest,
     plan_digest,
 )
+from quickstep.core.resources.block_pool import KVBlockPool
 from quickstep.core.scheduler import Scheduler
 from quickstep.errors import ConfigError, EngineError, RequestError
 from quickstep.types import (

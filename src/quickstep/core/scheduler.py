@@ -15,38 +15,31 @@ from __future__ import annotations
 
 from collections import Counter, deque
 from collections.abc import Iterable
+from collections.abc import Sequence as SequenceOf
 from functools import partial
-from itertools import chain
 
-import msgspec
 from msgspec.structs import replace
 
 from quickstep.config import SchedulerConfig
 from quickstep.core.accounting import (
-    AdapterStats,
     SchedulerStats,
+    StepCharges,
     Totals,
-    UnitTicks,
     charge,
-    decode_record,
     step_record,
     with_unloaded,
 )
-from quickstep.core.adapter_residency import (
-    AdapterOrders,
-    AdapterResidency,
-    AdapterState,
-    AdapterUse,
-)
-from quickstep.core.admission import AdmissionState, LevelCounts, WaitEstimate
-from quickstep.core.block_pool import KVBlockPool
+from quickstep.core.admission import Admission, AdmissionState, SequenceLimits
 from quickstep.core.cost_model import CostModel, StepLoad
-from quickstep.core.decode_group import DecodeGroup, DecodeSteps
-from quickstep.core.policies import Policy, StepView
+from quickstep.core.drafts.control import DraftControl
+from quickstep.core.policies import Policy
 from quickstep.core.queues import Deadlines, Due, RunningBatch, WaitingQueue
-from quickstep.core.sequence import TICKS_PER_S, Sequence, SequenceState
-from quickstep.core.service_order import account_of
-from quickstep.core.speculation import DraftControl
+from quickstep.core.resources.adapter_places import AdapterPlaces
+from quickstep.core.resources.adapter_residency import AdapterOrders, AdapterResidency
+from quickstep.core.resources.block_pool import KVBlockPool
+from quickstep.core.resources.kv_blocks import KVBlocks
+from quickstep.core.resources.resource import Resource, Slots
+from quickstep.core.sequence import TICKS_PER_S, Residency, Sequence, SequenceState
 from quickstep.core.step import (
     FlightRow,
     InFlightStep,
@@ -57,13 +50,8 @@ from quickstep.core.step import (
     pending_tokens,
     row_failures,
 )
-from quickstep.errors import (
-    EngineError,
-    FirstTokenTooLate,
-    PromptTooLong,
-    QueueFull,
-    RequestError,
-)
+from quickstep.core.step_budget import StepBudget
+from quickstep.errors import EngineError, RequestError
 from quickstep.types import (
     FinishReason,
     Phase,
@@ -73,130 +61,66 @@ from quickstep.types import (
     SequenceTimings,
     StepOutcome,
     StepPlan,
-    StepRecord,
     StepResult,
 )
 
-__all__ = ["Scheduler", "SequenceLimits"]
+__all__ = ["Scheduler"]
 
-# The expected outputs of a request that may end early: a running mean, and its gain per end.
-_FIRST_MEAN_OUTPUTS = 256.0
-_MEAN_GAIN = 0.05
-_NATURAL_ENDS = (FinishReason.EOS, FinishReason.STOP_TOKEN, FinishReason.STOP_STRING)
-# Part of the expected growth that admission leaves free: after a preemption, per step, and ignored.
-_FIRST_RESERVE = 0.25
-_RESERVE_DECAY = 0.995
-_LEAST_RESERVE = 0.01
-_LEAST_PREFILL = 16  # tokens of a step that more decode rows than it has tokens leave
-_MAX_LEVELS = 32  # of priority, in the published state
-
-
-class SequenceLimits(msgspec.Struct, frozen=True):
-    """Sizes that a sequence must keep, in tokens; requests are checked when they are added.
-
-    Everything here is known beforehand, so that an admitted request can always finish: any single
-    sequence fits the pool at its longest.
-
-    Attributes:
-        max_model_len: Longest sequence the engine was started for.
-        pool_tokens: Tokens that the KV pool holds.
-        max_num_seqs: Most resident sequences.
-        max_waiting: Queued sequences beyond which requests are refused; None for no limit.
-    """
-
-    max_model_len: int
-    pool_tokens: int
-    max_num_seqs: int
-    max_waiting: int | None
-
-    @staticmethod
-    def of(config: SchedulerConfig, pool_tokens: int) -> SequenceLimits:
-        """The limits of a scheduler."""
-        return SequenceLimits(
-            config.max_model_len, pool_tokens, config.max_num_seqs, config.max_waiting
-        )
-
-    def max_outputs(self, prompt_len: int) -> int:
-        """Output tokens that fit after a prompt."""
-        return min(self.max_model_len, self.pool_tokens) - prompt_len
-
-    def output_limit(self, request: Request) -> int:
-        """Output tokens after which a sequence of `request` ends in any case."""
-        if request.prompt_only:
-            return 0
-        max_outputs = self.max_outputs(len(request.prompt_token_ids))
-        max_tokens = request.sampling.max_tokens
-        return max_outputs if max_tokens is None else min(max_outputs, max_tokens)
-
-    def check(self, request: Request) -> None:
-        """Raise RequestError for a request that can never be served."""
-        num_tokens = len(request.prompt_token_ids)
-        if not num_tokens:
-            raise RequestError("prompt has no tokens, it needs at least 1", param="prompt")
-        least_outputs = 0 if request.prompt_only else 1
-        if num_tokens + least_outputs > self.max_model_len:
-            raise PromptTooLong(num_tokens, self.max_model_len, num_outputs=least_outputs)
-        if num_tokens + least_outputs > self.pool_tokens:
-            raise RequestError(
-                f"prompt has {num_tokens} tokens, with {least_outputs} output tokens the KV cache "
-                f"holds {self.pool_tokens}; raise --num-blocks or shorten the prompt",
-                param="prompt",
-                code="context_length_exceeded",
-            )
-        if request.sampling.n > self.max_num_seqs:
-            raise RequestError(
-                f"n is {request.sampling.n}, at most {self.max_num_seqs} sequences run at once;"
-                " lower n or raise --max-num-seqs",
-                param="n",
-            )
+_NO_LOAD = StepLoad()
 
 
 class Scheduler:
-    """Owns every sequence, the block pool and the queue. Not thread-safe: one driver calls it."""
+    """Owns every sequence, the block pool and the queue. Not thread-safe: one driver calls it.
+
+    `more_resources`: What sequences have to hold to run, in addition to a slot, KV blocks and the
+    place of their adapter.
+    """
 
     def __init__(
-        self, config: SchedulerConfig, pool: KVBlockPool, policy: Policy, cost_model: CostModel
+        self,
+        config: SchedulerConfig,
+        pool: KVBlockPool,
+        policy: Policy,
+        cost_model: CostModel,
+        more_resources: Iterable[Resource] = (),
     ) -> None:
         self._config = config
         self._pool = pool
         self._policy = policy
         self._cost_model = cost_model
-        self._limits = SequenceLimits.of(config, pool.num_blocks * pool.block_size)
-        self._requests: dict[str, list[Sequence]] = {}  # live sequences of each request
         self._order = policy.order
-        self._adapters: AdapterResidency | None = None
-        if config.max_loras is not None:
-            self._adapters = AdapterResidency(config.max_loras, config.lora_bytes)
-        is_ready = None if self._adapters is None else self._adapters.is_ready
-        self._waiting = WaitingQueue(self._order, is_ready, config.max_waiting)
-        self._batch = RunningBatch(pool, config.max_num_seqs, self._order)
-        self._group: DecodeGroup | None = None  # of sequences whose rows are not listed
+        self._requests: dict[str, list[Sequence]] = {}  # live sequences of each request
         self._in_flight: deque[InFlightStep] = deque()
+        self._slots = Slots(config.max_num_seqs)
+        self._blocks = KVBlocks(pool, self._expected_growth)
+        self._adapters: AdapterPlaces | None = None
+        if config.max_loras is not None:
+            places = AdapterResidency(config.max_loras, config.lora_bytes)
+            self._adapters = AdapterPlaces(places, self._order, self._in_flight)
+        adapters = () if self._adapters is None else (self._adapters,)
+        self._resources: tuple[Resource, ...] = (
+            self._slots,
+            *more_resources,
+            *adapters,
+            self._blocks,
+        )
+        self._waiting = WaitingQueue(self._order, (*adapters, *more_resources), config.max_waiting)
+        self._batch = RunningBatch(self._order)
         self._deadlines = Deadlines(self._order.relegates)
-        self._wait_estimate = WaitEstimate()
-        self._mean_outputs = _FIRST_MEAN_OUTPUTS
-        max_drafts = config.num_speculative_tokens if config.use_kv_cache else 0
-        self._drafts = DraftControl(max_drafts)
-        self._growth_reserve = 0.0  # part of the predicted growth that admission keeps free
-        self._is_turn_of_prefill = False  # of the tenants above their part of the batch
+        limits = SequenceLimits.of(config, pool.num_blocks * pool.block_size)
+        self._admission = Admission(
+            config, limits, cost_model, self._order, self._waiting, self._batch, self._slots
+        )
+        self._budget = StepBudget(policy, cost_model, self._waiting, self._batch, self._fits)
+        self._drafts = DraftControl(config.num_speculative_tokens if config.use_kv_cache else 0)
+        self._place_rows = {
+            Phase.PREFILL: self._place_prefills,
+            Phase.DECODE: self._place_decodes if config.use_kv_cache else self._recompute_decodes,
+        }
         self._num_arrivals = 0
         self._next_step_id = 0
         self._totals = Totals()
         self._accounted_s: float | None = None  # until when: the first plan, then each commit
-
-    def group_decodes(self, token_id: int) -> None:
-        """Plan decode rows without listing them, where nothing depends on them: for a driver that
-        computes nothing and gets `token_id` for each row, so none of them fails. Call it before the
-        first request.
-        """
-        config = self._config
-        if (
-            config.num_in_flight == 1
-            and config.use_kv_cache
-            and not self._drafts.max_drafts
-            and not self._order.takes_turns
-        ):
-            self._group = DecodeGroup(self._pool, token_id)
 
     # -- requests come and go ---------------------------------------------------------------------
 
@@ -212,40 +136,39 @@ class Scheduler:
             RequestError: It can never be served, or not in time, its id is in use, or the queue is
                 full.
         """
-        self._limits.check(request)
+        limits = self._admission.limits
+        limits.check(request)
         if (name := request.request_id) in self._requests:
             raise RequestError(f"request_id {name!r} is in use; choose another", param="request_id")
-        if self._adapters is not None and request.adapter_id:
-            self._check_adapter(self._adapters, request)
-        self._check_share(request, now)
-        n, service_s, prompt_s = request.sampling.n, *self._predicted_service_s(request)
-        charge_s = prompt_s + self._predicted_decode_charge_s(request)
-        first_token_s = prompt_s + self._wait_estimate.delay_s(now)
+        for resource in self._resources:
+            resource.check_request(request)
+        self._admission.check_share(request, now)
+        prediction = self._admission.predict(request, now)
         arrival_s = now if request.received_s is None else min(now, request.received_s)
+        # the time before a continuation was counted for the request that it continues
+        waits_since_s = now if request.is_continuation else arrival_s
+        rank = self._order.rank(request, arrival_s, prediction.service_s)
+        output_limit = limits.output_limit(request)
+        context_limit = limits.max_outputs(len(request.prompt_token_ids))
         sequences = [
             Sequence(
                 request,
                 index,
                 self._num_arrivals + index,
-                # the time before a continuation was counted for the request that it continues
-                now if request.is_continuation else arrival_s,
-                self._order.rank(request, arrival_s, service_s),
-                service_s,
-                first_token_s,
-                self._limits.output_limit(request),
-                charge_s,
+                waits_since_s,
+                rank,
+                prediction,
+                output_limit,
+                context_limit,
             )
-            for index in range(n)
+            for index in range(request.sampling.n)
         ]
-        if self._is_limited(request):
-            state = self._state_for(request, now)
-            state.check_queue(request, n)
-            self._check_first_token_in_time(sequences[0], state, now)
+        self._admission.check_queue(sequences[0], len(sequences), now)
         # what was refused until here has changed nothing
-        if self._adapters is not None and request.adapter_id:
-            self._adapters.count_use(request.adapter_id, now)
-        self._wait_estimate.count_prompt(prompt_s)
-        self._num_arrivals += n
+        for resource in self._resources:
+            resource.requested(request, now)
+        self._admission.accepted(prediction)
+        self._num_arrivals += len(sequences)
         for sequence in sequences:
             self._order.added(sequence)
             self._waiting.push(sequence, now)
@@ -268,127 +191,26 @@ class Scheduler:
             if index is None or sequence.index == index
         )
 
-    def _predicted_service_s(self, request: Request) -> tuple[float, float]:
-        """How long a sequence of the request takes by itself, and until its first token."""
-        num_prompt = len(request.prompt_token_ids)
-        prompt = StepLoad.of_span(0, num_prompt, num_logits_rows=1)
-        first_token_s = self._cost_model.seconds(prompt)
-        num_outputs = self._expected_outputs(request)
-        middle = num_prompt + num_outputs // 2
-        decode_s = self._cost_model.seconds(StepLoad.of_span(middle, 1, num_logits_rows=1))
-        return first_token_s + max(0, num_outputs - 1) * decode_s, first_token_s
-
-    def _predicted_decode_charge_s(self, request: Request) -> float:
-        """The device seconds that the outputs of a sequence are charged, in a batch with those that
-        are there: each row has its part of what a step costs once.
-        """
-        num_live = len(self._batch) + len(self._waiting) + request.sampling.n
-        num_outputs = self._expected_outputs(request)
-        num_rows = min(num_live, self._config.max_num_seqs)
-        num_kv = num_rows * (len(request.prompt_token_ids) + num_outputs // 2)
-        step = StepLoad(num_rows, num_rows, num_kv, num_kv, num_logits_rows=num_rows)
-        return max(0, num_outputs - 1) * self._cost_model.seconds(step) / num_rows
-
-    def _admission_state(self, now: float, num_prompt: float, num_outputs: float) -> AdmissionState:
-        """The state for sequences of a size, without the levels: the scheduler knows the place of a
-        sequence in the queue.
-        """
-        is_queued = len(self._waiting) > 0
-        return AdmissionState(
-            num_waiting=len(self._waiting),
-            num_interactive=self._waiting.num_interactive,
-            max_waiting=self._limits.max_waiting,
-            num_free_slots=self._batch.num_free_slots,
-            prompt_s=self._wait_estimate.prompt_s,
-            slot_s=self._predicted_slot_s(num_prompt, num_outputs),
-            interval_s=self._wait_estimate.interval_s(now) if is_queued else None,
-            delay_s=self._wait_estimate.delay_s(now),
-        )
-
-    def _state_for(self, request: Request, now: float) -> AdmissionState:
-        """The state for sequences of the size of a request."""
-        num_prompt, num_outputs = len(request.prompt_token_ids), self._expected_outputs(request)
-        return self._admission_state(now, num_prompt, num_outputs)
-
-    def _predicted_slot_s(self, num_prompt: float, num_outputs: float) -> float:
-        """How long until a full batch of sequences of a size ends one."""
-        num_rows = self._config.max_num_seqs
-        num_kv = round(num_rows * (num_prompt + num_outputs / 2))
-        step = StepLoad(num_rows, num_rows, num_kv, num_kv, num_logits_rows=num_rows)
-        return num_outputs * self._cost_model.seconds(step) / num_rows
-
-    def _levels(self, sequences: Iterable[Sequence]) -> LevelCounts | None:
-        """How many there are of each of the first levels; None if levels do not decide."""
-        levels = [self._order.level(sequence.request) for sequence in sequences]
-        known = Counter(level for level in levels if level is not None)
-        return None if len(levels) > known.total() else tuple(sorted(known.items())[:_MAX_LEVELS])
-
-    def _expected_outputs(self, request: Request) -> int:
-        """How many tokens a sequence is expected to generate: its limit, or the recent mean if an
-        end token may come before.
-        """
-        limit = self._limits.output_limit(request)
-        return limit if request.sampling.ignore_eos else min(limit, round(self._mean_outputs))
-
-    def _check_first_token_in_time(
-        self, sequence: Sequence, state: AdmissionState, now: float
-    ) -> None:
-        """Raise RequestError if the first token of an arriving sequence is predicted to be late."""
-        request, first_token_s = sequence.request, sequence.first_token_service_s
-        deadline_s = request.ttft_deadline_s
-        if deadline_s is None:
-            return
-        num_before = self._waiting.num_before(request, sequence.rank)
-        num_preemptible = 0
-        if self._order.level(request) is not None:
-            may_preempt = partial(self._order.may_preempt, sequence)
-            num_preemptible = self._batch.num_preemptible(may_preempt)
-        wait_s = state.wait_s(num_before, num_preemptible)
-        waited_s = now - sequence.arrival_s
-        if waited_s + wait_s + first_token_s > deadline_s:
-            raise FirstTokenTooLate(deadline_s, wait_s, first_token_s, waited_s)
-
-    def _check_share(self, request: Request, now: float) -> None:
-        """Raise QueueFull if the account of a request has its share of the queue."""
-        account, num_more = account_of(request), request.sampling.n
-        shares = self._waiting.shares(request)
-        if request.is_continuation or shares.allows(account, num_more, request.tenant_weight):
-            return
-        assert shares.capacity is not None, "without one, everything is allowed"
-        num_own, state = shares.held(account), self._state_for(request, now)
-        raise QueueFull(num_own, num_more, shares.capacity, state.wait_s(num_own), account)
-
-    def _is_limited(self, request: Request) -> bool:
-        """Whether the state of the queue may have the request refused."""
-        if request.is_continuation:  # of one that was accepted
-            return False
-        limit = self._limits.max_waiting
-        num_more = request.sampling.n
-        is_full = limit is not None and len(self._waiting) + num_more > limit
-        return is_full or request.ttft_deadline_s is not None
-
     def expire(self, now: float) -> tuple[SequenceOutput, ...]:
         """End the sequences whose deadline has passed, those that wait and cannot meet it, and
-        those whose adapter has no room any more.
+        those that cannot get a resource any more.
         """
         outputs: list[SequenceOutput] = []
         for sequence, due in self._deadlines.pop_due(now):
             if due is Due.EXPIRE:
                 outputs.append(self._finish(sequence, FinishReason.DEADLINE, now))
             elif due is Due.SHED and sequence.num_cached_tokens is None:
-                num_before = self._waiting.num_before(sequence.request, sequence.rank)
-                error = FirstTokenTooLate(
-                    deadline_s=sequence.request.ttft_deadline_s or 0.0,
-                    wait_s=self._state_for(sequence.request, now).wait_s(num_before),
-                    first_token_s=sequence.first_token_service_s,
-                    waited_s=now - sequence.arrival_s,
-                )
+                error = self._admission.too_late(sequence, now)
                 outputs.append(self._finish(sequence, FinishReason.SHED, now, str(error)))
             elif due is Due.RELEGATE and sequence.state is not SequenceState.RUNNING:
                 self._waiting.relegate(sequence, now)
-        for sequence, why in self._without_room():
+        for sequence, why in self._lost():
             outputs.append(self._finish(sequence, FinishReason.ERROR, now, why))
         return tuple(outputs)
+
+    def _lost(self) -> list[tuple[Sequence, str]]:
+        """The sequences that wait for a resource which they cannot get any more, and why."""
+        return [lost for resource in self._resources for lost in resource.lost(self._waiting)]
 
     def pause(self, request_id: str, now: float) -> None:
         """Plan nothing of a request until `resume`. It keeps its blocks until others need them."""
@@ -403,8 +225,6 @@ class Scheduler:
         for sequence in self._requests.get(request_id, ()):
             runs = sequence.state is SequenceState.RUNNING
             queue: RunningBatch | WaitingQueue = self._batch if runs else self._waiting
-            if self._group is not None:
-                self._group.leave_after_step(sequence)
             queue.set_paused(sequence, is_paused, now)
 
     def reset_prefix_cache(self) -> int:
@@ -418,231 +238,90 @@ class Scheduler:
         if len(self._in_flight) >= self._config.num_in_flight:
             return None
         draft = StepDraft(self._config.max_num_batched_tokens)
-        if self._adapters is not None and self._waiting.parked_adapters:
-            self._order_loads(self._adapters, draft, now)
-        if self._drafts.max_drafts:
-            most = min(self._waiting.num_active, self._config.max_num_seqs)
-            self._drafts.begin_step(self._batch.num_active or most)
-        if not self._config.use_kv_cache:
-            self._recompute_decodes(draft, now)
+        num_preemptions = self._totals.num_preemptions
+        for resource in self._resources:
+            resource.prepare(self._waiting, self._batch, now, self._preempt)
+        num_rows = self._batch.num_active or self._waiting.num_active
+        self._drafts.begin_step(min(num_rows, self._config.max_num_seqs))
+        draft.may_request_drafts = self._drafts.may_request
         self._preempt_for_waiting(draft, now)
         for phase in self._policy.phases:
-            budget = draft.num_tokens_left
-            start = self._batch.prefill_start
-            if start is not None or self._waiting.head:  # else there is nothing to split
-                view = self._view(draft, now, start or 0)
-                num_tokens = self._policy.tokens(phase, view, self._cost_model)
-                budget = min(num_tokens, budget)
-            elif phase is Phase.PREFILL:
-                continue
-            if phase is Phase.DECODE:
-                self._place_decodes(draft, budget, now)
-            else:
-                self._place_prefills(draft, budget, now)
-        return self._issue(draft, now) if draft.has_rows else None
+            self._place_rows[phase](draft, self._budget.of_phase(phase, draft, now), now)
+        if not draft.has_rows:
+            return None
+        draft.num_preemptions = self._totals.num_preemptions - num_preemptions
+        return self._issue(draft, now)
 
     def _place_decodes(self, draft: StepDraft, budget: int, now: float) -> None:
-        if self._group and self._place_group(self._group, draft, budget):
-            return
+        """Add a row for each running sequence that has its prompt; those of tenants which hold more
+        than their part come last.
+        """
         over_share = self._order.over_share(self._batch)
         held = {sequence.sequence_id for sequence in over_share} if over_share else ()
-        sequences = [one for one in self._batch if one.sequence_id not in held]
-        num_rows = len(sequences) + len(over_share)
-        allowed: dict[str, int] | None = None
-        if num_rows > budget - _LEAST_PREFILL or any([one.drafts for one in sequences]):
-            allowed = self._share_tokens(draft, sequences, over_share, budget, now)
-            budget = min(budget, draft.num_tokens_left - draft.least_prefill)
-            if num_rows > budget:  # more rows than tokens: in turn
-                sequences.sort(key=_last_step_id)
+        sequences = [sequence for sequence in self._batch if sequence.sequence_id not in held]
+        num_drafts = self._budget.of_drafts(
+            draft, sequences, over_share, budget, self._next_step_id, now
+        )
+        budget = min(budget, draft.num_tokens_left - draft.min_prefill)
+        if len(sequences) + len(over_share) > budget:  # more rows than tokens: in turn
+            sequences.sort(key=_last_step_id)
         for sequence in sequences:
             if budget < 1:
                 return
-            most = budget if allowed is None else 1 + allowed.get(sequence.sequence_id, 0)
-            budget -= self._place_decode(draft, sequence, min(most, budget), now)
-        if over_share:
-            self._place_over_share(draft, over_share, budget, now)
-
-    def _share_tokens(
-        self,
-        draft: StepDraft,
-        sequences: list[Sequence],
-        over_share: list[Sequence],
-        budget: int,
-        now: float,
-    ) -> dict[str, int] | None:
-        """Divide the tokens of a step that are not enough for all: a token for every row and the
-        prefill that there would be without drafts come first, drafts get the rest. So no sequence
-        waits for more steps than without drafts.
-
-        Returns how many drafts each sequence may have at most, by its id; None if all may have
-        theirs. If not, each step begins with another sequence.
-        """
-        rows = [one for one in (*sequences, *over_share) if self._can_decode(one)]
-        if self._policy.phases[0] is Phase.DECODE:
-            # also with more rows than tokens, some go to prefill: in every other step of one token
-            least = min(_LEAST_PREFILL, budget // 2 or self._next_step_id % 2)
-            most = max(budget - len(rows), least)
-            draft.least_prefill = self._prefill_next_to(draft, rows, most, now)
-        spare = budget - len(rows) - draft.least_prefill
-        wanting = [
-            sequence for sequence in sequences if sequence.drafts and self._can_decode(sequence)
-        ]
-        if spare >= sum([len(one.drafts) for one in wanting]):
-            return None
-        first = self._next_step_id % max(1, len(wanting))
-        allowed = {}
-        for one in wanting[first:] + wanting[:first]:
-            num_drafts = allowed[one.sequence_id] = max(0, min(len(one.drafts), spare))
-            spare -= num_drafts
-        return allowed
-
-    def _prefill_next_to(
-        self, draft: StepDraft, rows: list[Sequence], most: int, now: float
-    ) -> int:
-        """How many of `most` tokens prefill would take next to decode rows without drafts."""
-        if self._batch.prefill_start is None and self._waiting.head is None:  # the usual case
-            return 0
-        load = draft.decode_load
-        for row in rows:
-            load += StepLoad.of_span(row.resident.planned, 1, num_logits_rows=1)
-        start = self._batch.prefill_start or 0
-        view = replace(self._view(draft, now, start), decode=load, num_tokens_left=most)
-        num_tokens = sum(sequence.num_prefill_left for sequence in self._batch.prefilling)
-        head = self._waiting.head
-        if head is not None and not head.num_pending and self._policy.may_admit(view):
-            hits = self._batch.hits_if_it_fits(head, self._num_reserved_blocks())
-            num_tokens = num_tokens if hits is None else most
-        if not num_tokens:
-            return 0
-        return min(num_tokens, most, self._policy.tokens(Phase.PREFILL, view, self._cost_model))
-
-    def _place_group(self, group: DecodeGroup, draft: StepDraft, budget: int) -> bool:
-        """Place the rows of the group, if they are all that decode, and are not to be chosen from.
-        Else it is dissolved, and its rows are listed.
-        """
-        num_decoding = self._batch.num_active - len(self._batch.prefilling)
-        # the step has the end of their prompts already, with policies that place prefill first
-        num_decoding -= sum(
-            [
-                sequence.residency.planned >= sequence.residency.prefill_end
-                for sequence in draft.prefill
-            ]
-        )
-        is_free = group.num_new_blocks <= self._pool.num_free
-        if len(group) == num_decoding and len(group) <= budget and is_free:
-            draft.add_group(group.load)
-            group.plan(self._next_step_id)
-            return True
-        if budget > 0:
-            group.dissolve()
-        return False
+            most = budget
+            if num_drafts is not None:
+                most = min(budget, 1 + num_drafts.get(sequence.sequence_id, 0))
+            budget -= self._place_decode(draft, sequence, most, now)
+        if not over_share:
+            return
+        # Those first that had no row for longest. They get no drafts.
+        prefill = self._budget.limit_over_share(draft, over_share, now)
+        for sequence in sorted(over_share, key=_last_step_id)[:budget]:
+            if not self._budget.has_time_for(draft, sequence, prefill):
+                return
+            self._place_decode(draft, sequence, 1, now)
 
     def _place_decode(self, draft: StepDraft, sequence: Sequence, most: int, now: float) -> int:
         """Add a row for the next token of a sequence and its drafts, `most` tokens at most; returns
         how many, 0 if it gets none in this step.
         """
-        is_due = self._can_decode(sequence) and not draft.has_row(sequence)
-        if not is_due or not self._free_blocks_for(sequence, draft, now):
+        residency = sequence.residency
+        if sequence.last_step_id == self._next_step_id or not sequence.can_decode:
             return 0
-        drafts = sequence.drafts[: self._num_drafts(sequence, most - 1)] if sequence.drafts else ()
-        num_tokens = 1 + len(drafts)
-        self._place(draft, sequence, 1, self._batch.grow(sequence, num_tokens), drafts)
-        return num_tokens
+        has_room = residency.planned < residency.capacity  # the usual case
+        if not has_room and not self._free_blocks_for(sequence, now):
+            return 0
+        drafts: tuple[int, ...] = ()
+        if sequence.drafts.token_ids:
+            most = min(most - 1, self._blocks.num_drafts_that_fit(sequence))
+            drafts = sequence.drafts.token_ids[: self._drafts.num_for_row(sequence, most)]
+        new_block_ids: tuple[int, ...] = ()
+        if residency.planned + 1 + len(drafts) > residency.capacity:
+            new_block_ids = self._blocks.grow(sequence, 1 + len(drafts))
+        self._place(draft, sequence, 1, new_block_ids, drafts)
+        return 1 + len(drafts)
 
-    def _num_drafts(self, sequence: Sequence, most: int) -> int:
-        """How many drafts pay and fit into the blocks and the length of the sequence."""
-        num_forced = min(sequence.num_forced_drafts, self._drafts.num_forced())
-        num_left = sequence.output_limit - sequence.num_outputs - 1
-        return min(
-            max(num_forced, self._drafts.num_checked(sequence.acceptance)),
-            num_left,
-            most,
-            self._batch.num_drafts_that_fit(sequence),
-        )
-
-    def _num_next_drafts(self, sequence: Sequence) -> tuple[int, int]:
-        """How many drafts to request for the row after the one that is placed now, and how many if
-        they are forced.
-        """
-        request = sequence.request
-        if not request.speculation:
-            return 0, 0
-        num_known = sequence.num_outputs + 1  # after that row, at least
-        num_left = max(0, sequence.output_limit - num_known - 1)
-        num_drafts = min(self._drafts.num_requested(sequence.acceptance), num_left)
-        if request.sampling.grammar is None and request.sampling.thinking_budget is None:
-            return num_drafts, 0
-        return num_drafts, min(self._drafts.num_forced(), num_left)
-
-    def _place_over_share(
-        self, draft: StepDraft, sequences: list[Sequence], budget: int, now: float
-    ) -> None:
-        """Add rows of tenants that hold more than their part, while the step stays short enough for
-        the rows of the others; those first that had no row for longest. They get no drafts.
-        """
-        before = StepLoad()
-        if draft.decode_load.num_rows:
-            view = self._view(draft, now)
-            draft.limit_s = self._policy.step_limit_s(view, self._cost_model)
-            before = self._prefill_before(draft, sequences, view)
-        for sequence in sorted(sequences, key=_last_step_id)[:budget]:
-            if draft.limit_s is not None and self._can_decode(sequence):
-                start = sequence.resident.planned
-                load = draft.decode_load + StepLoad.of_span(start, 1, num_logits_rows=1) + before
-                if self._cost_model.seconds(load) > draft.limit_s:
-                    return
-            self._place_decode(draft, sequence, 1, now)
-
-    def _prefill_before(
-        self, draft: StepDraft, over_share: list[Sequence], view: StepView
-    ) -> StepLoad:
-        """The prefill that the step must have time for before rows above their tenant's part.
-
-        That of other tenants; the prefill of the same tenants takes turns with their rows, because
-        the least chunk and those rows in one step would delay the rows of the others twice.
-        """
-        prompts = list(self._batch.prefilling)
-        if self._waiting.head is not None:
-            prompts.append(self._waiting.head)
-        if not prompts:
-            return StepLoad()
-        queue_of = self._order.queue_of
-        first = queue_of(min(prompts, key=self._order.key).request)
-        if first in {queue_of(sequence.request) for sequence in over_share}:
-            self._is_turn_of_prefill = not self._is_turn_of_prefill
-            draft.prefill_may_wait = not self._is_turn_of_prefill
-        return StepLoad() if draft.prefill_may_wait else self._policy.least_prefill(view)
-
-    def _recompute_decodes(self, draft: StepDraft, now: float) -> None:
+    def _recompute_decodes(self, draft: StepDraft, budget: int, now: float) -> None:
         """Without a KV cache: the next token of a sequence needs all its tokens again."""
         for sequence in sorted(self._batch, key=_last_step_id):
-            is_due = self._can_decode(sequence) and not sequence.num_pending
-            if not is_due or not draft.num_tokens_left:
+            is_due = sequence.can_decode and not sequence.num_pending
+            if not is_due or not budget:
                 continue
-            if self._free_blocks_for(sequence, draft, now):
-                new_block_ids = self._batch.restart(sequence)
-                num_tokens = min(len(sequence.token_ids), draft.num_tokens_left)
+            if self._free_blocks_for(sequence, now):
+                new_block_ids = self._blocks.grow(sequence)
+                self._batch.restart(sequence)
+                num_tokens = min(len(sequence.token_ids), budget)
                 self._place(draft, sequence, num_tokens, new_block_ids)
-
-    def _can_decode(self, sequence: Sequence) -> bool:
-        residency = sequence.resident
-        return (
-            sequence.state is SequenceState.RUNNING
-            and not sequence.is_paused
-            and residency.planned >= residency.prefill_end
-            and not residency.awaits_drafts
-            and sequence.num_outputs + residency.pending < sequence.output_limit
-        )
+                budget -= num_tokens
 
     def _place_prefills(self, draft: StepDraft, budget: int, now: float) -> None:
         """Continue prompts that are partly computed and admit others, in the order of service."""
-        budget = max(budget, min(draft.least_prefill, draft.num_tokens_left))
         for sequence in sorted(self._batch.prefilling, key=self._order.key):
             budget = self._admit_waiting(draft, budget, now, before=sequence)
             num_tokens = min(sequence.num_prefill_left, budget)
             if num_tokens > 0:
-                start = sequence.resident.planned
-                num_tokens = min(num_tokens, self._affordable(draft, sequence, start, now))
+                start = sequence.residency.planned
+                num_tokens = min(num_tokens, self._budget.of_prompt(draft, sequence, start, now))
             if num_tokens > 0:
                 self._place(draft, sequence, num_tokens, ())
                 budget -= num_tokens
@@ -661,28 +340,30 @@ class Scheduler:
                 return budget
             if before is not None and self._order.key(sequence) > self._order.key(before):
                 return budget
-            if not self._policy.may_admit(self._view(draft, now, start=0)):
+            if not self._budget.may_admit(draft, now):
                 return budget
-            hits = self._batch.hits_if_it_fits(sequence, self._num_reserved_blocks())
-            if hits is None:
+            if not self._fits(sequence):
                 return budget
-            start = len(hits) * self._pool.block_size
-            affordable = self._affordable(draft, sequence, start, now)
+            start = self._blocks.num_hit_tokens(sequence)
+            affordable = self._budget.of_prompt(draft, sequence, start, now)
             if affordable < 1:
                 return budget
-            budget -= self._admit(draft, sequence, hits, min(budget, affordable), now)
+            budget -= self._admit(draft, sequence, min(budget, affordable), now)
         return budget
 
-    def _admit(
-        self, draft: StepDraft, sequence: Sequence, hits: tuple[int, ...], most: int, now: float
-    ) -> int:
+    def _fits(self, sequence: Sequence) -> bool:
+        """Whether there is enough of all resources to admit a sequence now."""
+        return all(resource.fits(sequence) for resource in self._resources)
+
+    def _admit(self, draft: StepDraft, sequence: Sequence, most: int, now: float) -> int:
         """Move a sequence into the batch and place its first tokens; returns how many."""
         self._waiting.remove(sequence)
-        self._wait_estimate.count_admission(now, any_left=bool(self._waiting.head))
+        self._admission.admitted(now)
         is_new = sequence.num_cached_tokens is None
-        residency = self._batch.admit(sequence, hits, now)
-        if self._adapters is not None:
-            self._adapters.acquire(sequence.request.adapter_id)
+        residency = Residency(prefill_end=len(sequence.token_ids))
+        for resource in self._resources:
+            resource.admit(sequence, residency, now)
+        self._batch.admit(sequence, residency, now)
         self._policy.admitted()
         if is_new and not sequence.request.is_continuation:  # a beam's prompt was counted before
             self._totals.prefix_query_tokens += sequence.prompt_len
@@ -692,43 +373,13 @@ class Scheduler:
         self._place(draft, sequence, num_tokens, tuple(residency.blocks))
         return num_tokens
 
-    def _num_reserved_blocks(self) -> int:
-        """Blocks that an admission leaves free for the growth of running sequences.
-
-        None until a sequence was preempted because another one had to grow; then a part of the
-        growth that is expected, which decreases while nothing is preempted (as the new-token ratio
-        of SGLang). So the batch neither keeps room for outputs that end early, nor evicts the same
-        sequences again and again.
-        """
-        if self._growth_reserve < _LEAST_RESERVE:
-            return 0
-        if self._group is not None:
-            self._group.settle()
-        growth = sum(
-            max(0, self._expected_outputs(sequence.request) - sequence.num_outputs)
-            for sequence in self._batch
-        )
-        return int(self._growth_reserve * growth) // self._pool.block_size
-
-    def _affordable(self, draft: StepDraft, sequence: Sequence, start: int, now: float) -> int:
-        """How many tokens of a prompt the step may take from position `start` on.
-
-        All that are left in the step, unless prompts are scored: their tokens cost more than the
-        policy assumed for the phase.
-        """
-        scored = sequence.scored_positions
-        if not scored and not draft.prefill_load.num_scored:
-            return draft.num_tokens_left
-        view = self._view(draft, now, start, scored)
-        return min(
-            self._policy.tokens(Phase.PREFILL, view, self._cost_model), draft.num_tokens_left
-        )
-
     def _issue(self, draft: StepDraft, now: float) -> StepPlan:
-        predicted_s = self._cost_model.seconds(draft.decode_load + draft.prefill_load)
-        draft_mode = self._drafts.planned(draft.decode_load, self._cost_model)
-        released = self._batch.take_released_slots()
-        step = draft.issue(self._next_step_id, released, now, predicted_s, draft_mode)
+        decode, prefill = draft.decode_load, draft.prefill_load
+        loads = decode + prefill, decode, prefill
+        predicted_s = self._cost_model.seconds(loads[0])
+        draft_mode = self._drafts.planned(decode, self._cost_model)
+        released = self._slots.take_released()
+        step = draft.issue(self._next_step_id, released, now, loads, predicted_s, draft_mode)
         self._next_step_id += 1
         self._in_flight.append(step)
         if self._accounted_s is None:
@@ -744,43 +395,50 @@ class Scheduler:
         drafts: tuple[int, ...] = (),
     ) -> None:
         """Add a row to the draft; from now on others may share the blocks that it fills."""
-        residency = sequence.resident
-        next_drafts = self._num_next_drafts(sequence) if self._drafts.may_request else (0, 0)
+        residency = sequence.residency
+        next_drafts = self._drafts.num_next(sequence) if draft.may_request_drafts else (0, 0)
         row = sequence.row(num_tokens, new_block_ids, drafts, *next_drafts)
-        sequence.drafts = ()
-        residency.planned = row.end
-        residency.awaits_drafts = row.num_drafts > 0 or row.requests_drafts
+        sequence.drafts.token_ids = ()
+        residency.planned = end = row.start + row.num_tokens
+        awaits_drafts = bool(drafts) or row.num_next_drafts > 0 or row.num_next_forced > 0
+        residency.awaits_drafts = awaits_drafts
         if drafts:
-            residency.drafted_end = max(residency.drafted_end, row.end)
+            residency.drafted_end = max(residency.drafted_end, end)
         residency.pending += row.emits
         sequence.last_step_id = self._next_step_id
         load = StepLoad.of_row(row, sequence.request.sampling)
-        draft.add(FlightRow(sequence, residency, row, load))
-        if row.phase is Phase.PREFILL:
+        entry = FlightRow(sequence, residency, row, load, awaits_drafts)
+        draft.num_tokens_left -= row.num_tokens
+        if row.phase is Phase.DECODE:
+            draft.decode.append(entry)
+        else:
+            draft.prefill.append(entry)
             self._batch.prefill_planned(sequence)
-        self._batch.register(sequence)
+        if residency.planned >= residency.registers_at:
+            self._blocks.register(sequence)
 
     # -- preemption -------------------------------------------------------------------------------
 
     def _preempt_for_waiting(self, draft: StepDraft, now: float) -> None:
         """Preempt paused sequences and those of lower priority for the head of the queue."""
-        if not self._waiting or not self._policy.may_admit(self._view(draft, now, start=0)):
+        if not self._waiting or not self._budget.may_admit(draft, now):
             return
         head = self._waiting.head
         if head is not None and not head.num_pending:
-            for victim in self._batch.victims_for(head):
+            for victim in self._batch.victims_for(head, partial(self._fits_without, head)):
                 self._preempt(victim, now)
-                draft.num_preemptions += 1
 
-    def _free_blocks_for(self, sequence: Sequence, draft: StepDraft, now: float) -> bool:
+    def _fits_without(self, sequence: Sequence, leaving: SequenceOf[Sequence]) -> bool:
+        return all(resource.fits_without(sequence, leaving) for resource in self._resources)
+
+    def _free_blocks_for(self, sequence: Sequence, now: float) -> bool:
         """Preempt sequences of lower rank until `sequence` can grow; False if it must wait."""
-        while not self._batch.can_grow(sequence):
-            victim = self._batch.lowest_victim(sequence, draft.has_row)
+        while not self._blocks.can_grow(sequence):
+            victim = self._batch.lowest_victim(sequence, self._next_step_id)
             if victim is None:
                 return False
             self._preempt(victim, now)
-            draft.num_preemptions += 1
-            self._growth_reserve = min(1.0, max(_FIRST_RESERVE, 1.5 * self._growth_reserve))
+            self._blocks.preempted_to_grow()
         return True
 
     def _preempt(self, sequence: Sequence, now: float) -> None:
@@ -790,17 +448,19 @@ class Scheduler:
         self._totals.num_preemptions += 1
 
     def _leave_batch(self, sequence: Sequence) -> None:
-        if self._group is not None:
-            self._group.leave(sequence)
         self._batch.remove(sequence)
-        if self._adapters is not None:
-            self._adapters.release(sequence.request.adapter_id)
+        for resource in self._resources:
+            resource.release(sequence)
+
+    def _expected_growth(self) -> int:
+        """How many tokens the running sequences are expected to generate from now on."""
+        return self._admission.expected_growth()
 
     # -- adapters ---------------------------------------------------------------------------------
 
     @property
-    def adapter_room(self) -> AdapterResidency | None:
-        """The adapters in compute memory; None if adapters are no resource."""
+    def adapters(self) -> AdapterPlaces | None:
+        """The places of adapters; None if adapters are no resource."""
         return self._adapters
 
     def register_adapter(
@@ -810,7 +470,7 @@ class Scheduler:
         already (`is_resident`); a pinned one stays there, until it is registered without.
         """
         if self._adapters is not None:
-            self._adapters.register(
+            self._adapters.residency.register(
                 adapter_id, num_bytes, is_pinned=is_pinned, is_resident=is_resident
             )
 
@@ -818,29 +478,17 @@ class Scheduler:
         """No new request will name the adapter. Returns whether it is forgotten: if sequences or
         steps in flight use it, it can still be loaded for them, and this has to be called again.
         """
-        if self._adapters is None or adapter_id not in self._adapters:
-            return True
-        if self.is_adapter_used(adapter_id):
-            return False
-        self._adapters.forget(adapter_id)
-        return True
-
-    def is_adapter_used(self, adapter_id: str) -> bool:
-        """Whether sequences or steps in flight use an adapter."""
-        sequences = chain.from_iterable(self._requests.values())
-        if any(sequence.request.adapter_id == adapter_id for sequence in sequences):
-            return True
-        return adapter_id in self._adapters_in_flight()
+        return self._adapters is None or self._adapters.retire(adapter_id)
 
     def take_adapter_orders(self) -> AdapterOrders | None:
         """What `plan` wants to be loaded and freed; None for nothing. The driver frees first, and
         calls `adapter_loaded` or `adapter_failed` for each load.
         """
-        return None if self._adapters is None else self._adapters.take_orders()
+        return None if self._adapters is None else self._adapters.residency.take_orders()
 
     def adapter_loaded(self, adapter_id: str, now: float) -> bool:
         """A load has ended well; False if nothing wants the adapter now."""
-        if self._adapters is None or not self._adapters.finish_load(adapter_id):
+        if self._adapters is None or not self._adapters.residency.finish_load(adapter_id):
             return False
         self._waiting.sort_again(adapter_id, now)
         return True
@@ -850,90 +498,9 @@ class Scheduler:
     ) -> tuple[SequenceOutput, ...]:
         """A load has failed: end the sequences that wait for it with ERROR."""
         if self._adapters is not None:
-            self._adapters.fail_load(adapter_id)
+            self._adapters.residency.fail_load(adapter_id)
         parked = self._waiting.parked(adapter_id)
         return tuple(self._finish(sequence, FinishReason.ERROR, now, reason) for sequence in parked)
-
-    def _check_adapter(self, adapters: AdapterResidency, request: Request) -> None:
-        """Raise RequestError if the adapter of a request has no room next to the pinned ones."""
-        if why := adapters.misfit(request.adapter_id):
-            raise RequestError(
-                f"the adapter {request.adapter!r} cannot be loaded: {why}", param="model"
-            )
-
-    def _without_room(self) -> list[tuple[Sequence, str]]:
-        """The sequences that wait for an adapter which pinned ones leave no room for, since they
-        were pinned after the sequence was added; and why.
-        """
-        if self._adapters is None or not self._adapters.has_pinned:
-            return []
-        reasons = [
-            (parked_adapter, self._adapters.misfit(parked_adapter))
-            for parked_adapter in self._waiting.parked_adapters
-        ]
-        return [
-            (sequence, f"its adapter cannot be loaded: {why}")
-            for adapter_id, why in reasons
-            if why
-            for sequence in self._waiting.parked(adapter_id)
-        ]
-
-    def _order_loads(self, adapters: AdapterResidency, draft: StepDraft, now: float) -> None:
-        """Begin loads for the sequences that wait for an adapter, in the order of service; preempt
-        those that hold a place which the next load may take.
-        """
-        while (first := self._waiting.first_parked(besides=adapters.held)) is not None:
-            is_ordered = adapters.order_load(
-                first.request.adapter_id,
-                now - first.awaits_adapter_since_s,
-                now,
-                self._adapter_uses(adapters, first),
-                self._adapters_in_flight(),
-            )
-            if not is_ordered and not self._preempt_draining(adapters, first, draft, now):
-                break
-        if first is None:
-            adapters.stop_draining()
-        for adapter_id in adapters.take_changed():
-            self._waiting.sort_again(adapter_id, now)
-
-    def _preempt_draining(
-        self, adapters: AdapterResidency, first: Sequence, draft: StepDraft, now: float
-    ) -> bool:
-        """Preempt what runs with draining adapters, if `first` may have their place."""
-        victims = [
-            sequence
-            for sequence in self._batch
-            if adapters.state(sequence.request.adapter_id) is AdapterState.DRAINING
-            and self._order.may_displace(first, sequence)
-        ]
-        for victim in victims:
-            self._preempt(victim, now)
-            draft.num_preemptions += 1
-        return bool(victims)
-
-    def _adapter_uses(self, adapters: AdapterResidency, first: Sequence) -> dict[str, AdapterUse]:
-        """What sequences do with the adapters in memory, as far as that matters to one that waits
-        for a place.
-        """
-        uses: dict[str, AdapterUse] = {}
-        key, may_displace = self._order.key, self._order.may_displace
-        first_key = key(first)
-        for adapter_id in adapters.held:
-            one = self._waiting.first_of_adapter(adapter_id)
-            if one is not None and key(one) < first_key:
-                uses[adapter_id] = AdapterUse.AHEAD
-            elif one is not None and not may_displace(first, one):
-                uses[adapter_id] = AdapterUse.WANTED
-        for one in self._batch:
-            adapter_id = one.request.adapter_id
-            use = AdapterUse.PREEMPTIBLE if may_displace(first, one) else AdapterUse.RUNNING
-            if use > uses.get(adapter_id, AdapterUse.UNUSED):
-                uses[adapter_id] = use
-        return uses
-
-    def _adapters_in_flight(self) -> set[str]:
-        return {entry.row.adapter for step in self._in_flight for entry in step.rows}
 
     # -- the result of a step ---------------------------------------------------------------------
 
@@ -947,23 +514,12 @@ class Scheduler:
         if result.step_id != plan.step_id or len(result.outputs) != len(plan.rows):
             raise EngineError(f"step {plan.step_id} got a result of another shape or step")
         failures = row_failures(plan, result)
-        group = self._group if plan.num_grouped_rows else None
-        grouped = StepLoad() if group is None else group.load
-        charges = charge(step, result.outputs, result.seconds, self._cost_model, grouped)
-        if self._order.takes_turns:
-            for entry, ticks in zip(step.rows, charges.ticks, strict=True):
-                if ticks:  # a sequence that has ended is charged nothing
-                    self._order.charged(entry.sequence, ticks / TICKS_PER_S)
+        charges = self._charge(step, result)
         self._cost_model.observe(step.load, result.seconds)
         outputs = self._end_failed(step, failures, now)
         self._in_flight.popleft()
-        if group is not None:
-            outputs += self._commit_group(group, charges.prices, now)
-        for entry, output in zip(step.rows, result.outputs, strict=True):
-            new = self._receive(entry, output, now)
-            if new is not None:
-                outputs.append(new)
-        self._growth_reserve *= _RESERVE_DECAY
+        outputs += self._receive_rows(step, result, charges, now)
+        self._blocks.step_ended()
         assert self._accounted_s is not None, "a step was planned"
         since_s = self._accounted_s
         self._totals.add_step(result.seconds, now - since_s, charges)
@@ -980,112 +536,30 @@ class Scheduler:
         )
         self._totals.num_drafts += record.num_drafts
         self._totals.num_accepted += record.num_accepted
-        self._learn_from_drafts(step, record, since_s, now)
+        mode = step.draft_mode
+        if mode is not None and any([entry.sequence.request.speculation for entry in step.rows]):
+            load, costs = step.decode_load, self._cost_model
+            self._drafts.learn(mode, load, record, since_s, now, costs)
         return StepOutcome(tuple(outputs), record)
 
-    def _learn_from_drafts(
-        self, step: InFlightStep, record: StepRecord, since_s: float, now: float
-    ) -> None:
-        """Measure what drafts gain, by a step whose result followed the one at `since_s`."""
-        mode = step.draft_mode
-        if mode is None or not any(row.sequence.request.speculation for row in step.rows):
-            return
-        # With what follows a result, which drafts make longer, but without a pause.
-        if step.planned_at_s - since_s > record.seconds:
-            since_s = step.planned_at_s
-        elapsed_s = (now - since_s) * (record.decode_s / max(record.seconds, 1e-9))
-        load, num_accepted = step.decode_load, record.num_accepted
-        self._drafts.measured(mode, load, num_accepted, elapsed_s, self._cost_model)
-
-    def decode_stretch(self, now: float, until_s: float, machine: CostModel) -> DecodeSteps:
-        """Plan and commit steps of grouped rows only, one after the other, in one go.
-
-        Equal to `plan` and, when the step is over by `machine`, `commit`, again and again until a
-        step ends a sequence, would not end before `until_s`, or needs a decision. It does nothing
-        if the first step is not that simple.
+    def _charge(
+        self, step: InFlightStep, result: StepResult, unlisted: StepLoad = _NO_LOAD
+    ) -> StepCharges:
+        """Divide the seconds of a step among its sequences; `unlisted` is the load of those that
+        have no row in the plan.
         """
-        group, costs = self._group, self._cost_model
-        if group is None or not self._has_only(group):
-            return DecodeSteps()
-        records: list[StepRecord] = []
-        outputs: list[SequenceOutput] = []
-        deadline_s = self._deadlines.next_s()
-        until_s = until_s if deadline_s is None else min(until_s, deadline_s)
-        while not outputs:
-            load = group.load
-            seconds = machine.seconds(load)
-            end_s = now + seconds
-            if not end_s < until_s or group.num_new_blocks > self._pool.num_free:
-                break
-            predicted_s = seconds if costs is machine else costs.seconds(load)
-            self._batch.take_released_slots()
-            group.plan(self._next_step_id)
-            prices = UnitTicks.divide(seconds, costs.unit_prices(load), load)
-            costs.observe(load, seconds)
-            outputs = self._commit_group(group, prices, end_s)
-            self._growth_reserve *= _RESERVE_DECAY
-            assert self._accounted_s is not None, "the batch was computed"
-            self._totals.add_step(seconds, end_s - self._accounted_s)
-            self._accounted_s = end_s
-            records.append(
-                decode_record(
-                    self._next_step_id,
-                    now,
-                    end_s,
-                    seconds,
-                    predicted_s,
-                    load,
-                    prices,
-                    num_free_blocks=self._pool.num_free,
-                    num_running=len(self._batch),
-                )
-            )
-            self._next_step_id += 1
-            now = end_s
-        return DecodeSteps(tuple(records), tuple(outputs))
-
-    def least_decode_stretch_s(self, machine: CostModel) -> float:
-        """For how long at least `decode_stretch` would take steps that end no sequence, if nothing
-        else happens; 0.0 if the next step is not of that kind. Step times grow with the context.
-        """
-        group = self._group
-        if group is None or not self._has_only(group):
-            return 0.0
-        num_steps = group.num_steps_without_end(self._pool.num_free)
-        return num_steps * machine.seconds(group.load) if num_steps else 0.0
-
-    def _has_only(self, group: DecodeGroup) -> bool:
-        """Whether the next step has the rows of the group, and nothing else."""
-        return (
-            not self._in_flight
-            and not self._waiting
-            and 0 < len(group) <= self._config.max_num_batched_tokens
-            and len(group) == len(self._batch)
-        )
-
-    def _commit_group(
-        self, group: DecodeGroup, prices: UnitTicks, now: float
-    ) -> list[SequenceOutput]:
-        """Take the results of the rows that are not listed; returns the ends."""
-        self._totals.num_output_tokens += len(group)
-        return [
-            self._finish(
-                sequence,
-                sequence.length_reason,
-                now,
-                new=SequenceOutput(
-                    sequence.request.request_id, sequence.index, (sequence.token_ids[-1],)
-                ),
-            )
-            for sequence in group.commit(prices)
-        ]
+        charges = charge(step, result.outputs, result.seconds, self._cost_model, unlisted)
+        if self._order.takes_turns:
+            for entry, ticks in zip(step.rows, charges.ticks, strict=True):
+                if ticks:  # a sequence that has ended is charged nothing
+                    self._order.charged(entry.sequence, ticks / TICKS_PER_S)
+        return charges
 
     def fail(self, plan: StepPlan, reason: str, now: float) -> tuple[SequenceOutput, ...]:
         """Drop the oldest step in flight: the executor raised. Its sequences end with ERROR.
 
         Other sequences which share blocks that the step should have filled are recomputed.
         """
-        assert not plan.num_grouped_rows, "a step that is not computed has failed"
         step = self._oldest(plan)
         outputs = self._end_failed(step, all_failed(step, reason), now)
         self._in_flight.popleft()
@@ -1111,9 +585,19 @@ class Scheduler:
             if sequence.state is not SequenceState.FINISHED:
                 outputs.append(self._finish(sequence, failure.finish_reason, now, failure.reason))
         for sequence in self._batch:
-            if sequence.resident.invalidated:
+            if sequence.residency.invalidated:
                 self._preempt(sequence, now)
         return outputs
+
+    def _receive_rows(
+        self, step: InFlightStep, result: StepResult, charges: StepCharges, now: float
+    ) -> list[SequenceOutput]:
+        """Take the outputs of a step's rows; returns what is to be delivered."""
+        received = [
+            self._receive(entry, output, now)
+            for entry, output in zip(step.rows, result.outputs, strict=True)
+        ]
+        return [output for output in received if output is not None]
 
     def _receive(self, entry: FlightRow, output: RowOutput, now: float) -> SequenceOutput | None:
         """Append a row's output to its sequence; returns what is to be delivered."""
@@ -1121,27 +605,17 @@ class Scheduler:
         if sequence.state is SequenceState.FINISHED or residency.invalidated:
             return None
         residency.pending -= entry.row.emits
-        if entry.row.emits and not sequence.num_outputs:
-            self._count_first_token(sequence, now)
-        if entry.row.num_drafts or entry.row.requests_drafts:
+        if entry.row.emits and len(sequence.token_ids) == sequence.prompt_len:
+            self._admission.first_token(sequence, now)
+        if entry.awaits_drafts:
             self._check_drafts(entry, output)
-        max_outputs = self._limits.max_outputs(sequence.prompt_len)
-        new, reason = sequence.receive(entry.row, output, now, max_outputs)
+        new, reason = sequence.receive(entry.row, output, now)
         self._totals.num_output_tokens += len(new.token_ids)
-        if sequence.state is SequenceState.RUNNING:
-            self._batch.register(sequence)
+        if residency.planned >= residency.registers_at and sequence.state is SequenceState.RUNNING:
+            self._blocks.register(sequence)
         if reason is not None:
             return self._finish(sequence, reason, now, new=new)
-        if self._group is not None and sequence.state is SequenceState.RUNNING:
-            self._group.join(sequence)
         return new if new.token_ids or new.prompt_logprobs else None
-
-    def _count_first_token(self, sequence: Sequence, now: float) -> None:
-        prompt = StepLoad.of_span(0, sequence.prompt_len, num_logits_rows=1)
-        prompt_s = self._cost_model.seconds(prompt)
-        since_s = sequence.first_scheduled_s
-        if since_s is not None:
-            self._wait_estimate.count_first_token(now - since_s - prompt_s, now)
 
     def _check_drafts(self, entry: FlightRow, output: RowOutput) -> None:
         """Take the positions of rejected drafts back: the next row overwrites their KV."""
@@ -1151,9 +625,9 @@ class Scheduler:
         if not num_drafts:
             return
         residency.planned -= num_drafts - num_accepted
-        num_forced = min(num_drafts, sequence.num_forced_drafts)
+        num_forced = min(num_drafts, sequence.drafts.num_forced)
         accepted = output.accepted_drafts or range(1, num_accepted + 1)
-        self._drafts.checked(sequence.acceptance, entry.row, accepted, num_forced)
+        self._drafts.checked(sequence.drafts.acceptance, entry.row, accepted, num_forced)
 
     def _finish(
         self,
@@ -1169,8 +643,9 @@ class Scheduler:
         else:
             self._waiting.remove(sequence)
         self._order.ended(sequence)
-        if reason in _NATURAL_ENDS:
-            self._mean_outputs += _MEAN_GAIN * (sequence.num_outputs - self._mean_outputs)
+        for resource in self._resources:
+            resource.ended(sequence)
+        self._admission.ended(sequence, reason)
         chunk = self._config.max_num_batched_tokens
         timings = with_unloaded(sequence.finish(now), self._cost_model, chunk)
         name = sequence.request.request_id
@@ -1205,8 +680,8 @@ class Scheduler:
     def wakeup(self, now: float) -> float | None:
         """When to call `expire` and `plan` again at the latest, if no event comes before."""
         is_full = len(self._in_flight) >= self._config.num_in_flight  # then `plan` returns None
-        policy_s = None if is_full else self._policy.wakeup(self._view(StepDraft(0), now))
-        lost_s = now if self._without_room() else None
+        policy_s = None if is_full else self._budget.wakeup(now)
+        lost_s = now if self._lost() else None
         times = self._deadlines.next_s(), policy_s, lost_s
         return min((time for time in times if time is not None), default=None)
 
@@ -1215,6 +690,9 @@ class Scheduler:
         states = Counter(
             sequence.state for sequence in (*self._batch, *self._waiting) if not sequence.is_paused
         )
+        adapters = None
+        if self._adapters is not None:
+            adapters = self._adapters.stats(self._waiting, self._batch)
         return SchedulerStats(
             num_waiting=states[SequenceState.WAITING],
             num_running=states[SequenceState.RUNNING],
@@ -1223,40 +701,15 @@ class Scheduler:
             blocks=self._pool.stats(),
             totals=replace(self._totals),
             num_paused=len(self._batch) + len(self._waiting) - states.total(),
-            adapters=self._adapter_stats(),
-        )
-
-    def _adapter_stats(self) -> AdapterStats | None:
-        if self._adapters is None:
-            return None
-        return AdapterStats(
-            self._adapters.max_loras,
-            self._adapters.num_resident,
-            self._adapters.num_bytes,
-            self._adapters.num_loads,
-            self._adapters.num_evictions,
-            _adapter_names(self._batch),
-            _adapter_names(self._waiting),
+            adapters=adapters,
         )
 
     def admission_state(self, now: float) -> AdmissionState:
         """What decides whether one more request may queue, with the levels of all sequences."""
-        running = tuple(self._batch)
-        num_outputs = num_prompt = 0.0
-        if running:
-            expected = [self._expected_outputs(sequence.request) for sequence in running]
-            num_outputs = sum(expected) / len(running)
-            num_prompt = sum(sequence.prompt_len for sequence in running) / len(running)
-        return replace(
-            self._admission_state(now, num_prompt, num_outputs),
-            waiting=self._levels(self._waiting),
-            running=self._levels(running),
-        )
+        return self._admission.state(now)
 
     def timings(self, request_id: str, now: float) -> dict[int, SequenceTimings]:
         """What the live sequences of a request spent their time on so far, by index."""
-        if self._group is not None:
-            self._group.settle()
         chunk = self._config.max_num_batched_tokens
         return {
             sequence.index: with_unloaded(sequence.timings(now), self._cost_model, chunk)
@@ -1265,14 +718,12 @@ class Scheduler:
 
     def check(self) -> None:
         """Raise AssertionError unless all parts of the state agree: for tests, after any call."""
-        if self._group is not None:
-            self._group.settle()
         self._batch.check()
         self._waiting.check()
-        if self._adapters is not None:
-            self._adapters.check()
+        for resource in self._resources:
+            resource.check(self._batch)
         for sequence in self._waiting:
-            self._batch.check_hits(sequence)
+            self._blocks.check_hits(sequence)
         for request in self._requests.values():
             assert len({sequence.is_paused for sequence in request}) == 1, (
                 "a request is partly paused"
@@ -1281,43 +732,16 @@ class Scheduler:
         queued = [one.sequence_id for one in (*self._batch, *self._waiting)]
         assert sorted(queued) == sorted(live), "live sequences and those in a queue differ"
         assert len(self._in_flight) <= self._config.num_in_flight, "too many steps in flight"
-        pending = pending_tokens(self._in_flight)
-        if self._group is not None:
-            pending.update(self._group.pending_tokens())
+        pending = self._pending_tokens()
         for sequence in (*self._batch, *self._waiting):
             name, count = sequence.sequence_id, pending[sequence.sequence_id]
             assert sequence.num_pending == count, (
                 f"{name} awaits {sequence.num_pending} tokens, {count} are in flight"
             )
 
-    def _view(
-        self, draft: StepDraft, now: float, start: int | None = None, scored: range = range(0)
-    ) -> StepView:
-        """The policy's view, for the prompt that continues at `start`; if None, for the first
-        running prompt.
-        """
-        head = self._waiting.head
-        if start is None:
-            start = self._batch.prefill_start or 0
-        return StepView(
-            now=now,
-            decode=draft.decode_load,
-            prefill=draft.prefill_load,
-            num_tokens_left=draft.num_tokens_left,
-            prefill_start=start,
-            num_running=self._batch.num_active,
-            num_waiting=self._waiting.num_served,
-            oldest_arrival_s=head.arrival_s if head else None,
-            scored=scored,
-            limit_s=draft.limit_s,
-            prefill_may_wait=draft.prefill_may_wait,
-        )
-
-
-def _adapter_names(sequences: Iterable[Sequence]) -> tuple[str, ...]:
-    return tuple(
-        sorted({sequence.request.adapter for sequence in sequences if sequence.request.adapter})
-    )
+    def _pending_tokens(self) -> Counter[str]:
+        """How many tokens the steps in flight will emit, by sequence id."""
+        return pending_tokens(self._in_flight)
 
 
 def _last_step_id(sequence: Sequence) -> int:

@@ -1,4 +1,4 @@
-"""One sequence of a request, from arrival to its end: tokens, residency, and its timings.
+"""One sequence of a request, from arrival to its end: tokens, residency, drafts, charges, timings.
 
 Owned by `core.scheduler`; only it changes a sequence. A *residency* is one stay in the batch, from
 admission to end or preemption; a preempted sequence keeps its tokens and starts a new residency
@@ -14,8 +14,7 @@ from types import MappingProxyType
 import msgspec
 from msgspec.structs import replace
 
-from quickstep.core.block_pool import NO_HITS, BlockKey, ChainRoot
-from quickstep.core.speculation import Acceptance
+from quickstep.core.resources.block_pool import NO_HITS, BlockKey, ChainRoot
 from quickstep.types import (
     Activity,
     Admission,
@@ -31,7 +30,18 @@ from quickstep.types import (
     TokenLogprobs,
 )
 
-__all__ = ["TICKS_PER_S", "Rank", "Residency", "Sequence", "SequenceState", "sequence_seed"]
+__all__ = [
+    "TICKS_PER_S",
+    "Acceptance",
+    "Charges",
+    "Rank",
+    "Residency",
+    "Sequence",
+    "SequenceDrafts",
+    "SequenceState",
+    "ServicePrediction",
+    "sequence_seed",
+]
 
 # Whether it is paused, whether its deadline is lost, the rank of the policy's order, its number.
 Rank = tuple[bool, bool, float, int]
@@ -83,23 +93,82 @@ class Residency(msgspec.Struct, eq=False):
             not known before that row is committed.
         drafted_end: The highest `end` of its rows with drafts. Blocks of drafts that were rejected
             are kept, because the next tokens need them.
+        capacity: Positions that its blocks hold.
+        registers_at: The number of planned positions at which its next block can be registered.
     """
 
-    slot: int
-    blocks: list[int]
     prefill_end: int
-    planned: int
+    slot: int = 0
+    blocks: list[int] = msgspec.field(default_factory=list)
+    planned: int = 0
     keys: list[BlockKey] = msgspec.field(default_factory=list)
     pending: int = 0
     invalidated: bool = False
     recompute_end: int = 0
     awaits_drafts: bool = False
     drafted_end: int = 0
+    capacity: int = 0
+    registers_at: int = 0
 
     def restart(self, num_tokens: int) -> None:
         """Compute all tokens again, up to the `num_tokens` that are known by now."""
         self.planned = 0
         self.prefill_end = num_tokens
+
+
+class ServicePrediction(msgspec.Struct, frozen=True):
+    """What a sequence was predicted to take when it arrived, in seconds.
+
+    Attributes:
+        service_s: By itself, from the first token of its prompt to its end.
+        prompt_s: The part of that until its first token.
+        first_token_s: From its admission to its first token, next to others.
+        charge_s: What it is charged, in a batch with those that are there.
+    """
+
+    service_s: float = 0.0
+    prompt_s: float = 0.0
+    first_token_s: float = 0.0
+    charge_s: float = 0.0
+
+
+class Acceptance(msgspec.Struct):
+    """The drafts of one sequence. `num_compared` were compared with the next token, and
+    `num_right` of these were it, in a tree one of those after the same token; older ones count less
+    in both. `in_trees`: the last drafts were a tree.
+    """
+
+    num_drafts: int = 0
+    num_accepted: int = 0
+    num_compared: float = 0.0
+    num_right: float = 0.0
+    in_trees: bool = False
+
+
+class SequenceDrafts(msgspec.Struct):
+    """The newest drafts of a sequence, and how earlier ones fared.
+
+    Attributes:
+        token_ids: Proposed to follow the known tokens; () once a row has them.
+        parents: Of the newest drafts, as in `StepRow`.
+        num_forced: How many of the newest drafts must follow, also in flight.
+    """
+
+    token_ids: tuple[int, ...] = ()
+    parents: tuple[int, ...] = ()
+    num_forced: int = 0
+    acceptance: Acceptance = msgspec.field(default_factory=Acceptance)
+
+
+class Charges(msgspec.Struct):
+    """The three parts of what a sequence is charged, in `TICKS_PER_S`."""
+
+    device_ticks: int = 0
+    recomputed_ticks: int = 0
+    rejected_ticks: int = 0
+
+
+_NO_PREDICTION = ServicePrediction()
 
 
 class _Clock:
@@ -140,10 +209,8 @@ class _Clock:
 class Sequence:
     """Mutable state of one sequence. `rank` orders service, waiting and running: lower first.
 
-    `rank_s` is the policy's part of it (`core.service_order`). `service_s` is the predicted time in
-    seconds that it takes by itself, `first_token_service_s` the part until its first token;
-    `charge_s` is the predicted charge, in a batch with others;
-    `output_limit` how many output tokens it may have.
+    `rank_s` is the policy's part of it (`core.service_order`), `output_limit` how many output
+    tokens it may have, and `context_limit` how many fit into the context.
     """
 
     def __init__(
@@ -153,57 +220,66 @@ class Sequence:
         arrival: int,
         now: float,
         rank_s: float,
-        service_s: float = 0.0,
-        first_token_service_s: float = 0.0,
+        prediction: ServicePrediction = _NO_PREDICTION,
         output_limit: int = sys.maxsize,
-        charge_s: float = 0.0,
+        context_limit: int = sys.maxsize,
     ) -> None:
         self.request = request
         self.index = index
         self.sequence_id = f"{request.request_id}#{index}"
         self.seed = sequence_seed(request.seed, index)
-        self.arrival = arrival
-        self.is_paused = False
-        self.awaits_adapter = False
-        self.awaits_adapter_since_s = now
-        self.rank: Rank = (False, False, rank_s, arrival)
-        self.service_s = service_s
-        self.first_token_service_s = first_token_service_s
         self.output_limit = output_limit
-        self.charge_s = charge_s
-        self.last_step_id = -1  # the last step with a row of it
-        self.root = ChainRoot(request.adapter_id, request.cache_salt)
+        self.context_limit = context_limit
+        self.is_prompt_only = request.prompt_only
         self.token_ids = list(request.prompt_token_ids)
         self.prompt_len = len(self.token_ids)
+        self.state = SequenceState.WAITING
+        # where it waits
+        self.arrival = arrival
+        self.arrival_s = now
+        self.prediction = prediction
+        self.rank: Rank = (False, False, rank_s, arrival)
+        self.is_paused = False
+        self.parked_key = ""  # of what it waits for apart from others; "" for nothing
+        self.parked_since_s = now
+        # what it has in the batch, and in the prefix cache
+        self.residency = Residency(prefill_end=0)  # the latest; an empty one before the first
+        self.last_step_id = -1  # the last step with a row of it
+        self.root = ChainRoot(request.adapter_id, request.cache_salt)
         self.digests: list[bytes] = []  # of leading full blocks, computed when first needed
         self.known_hits = NO_HITS  # of the last lookup while it waited
-        self.state = SequenceState.WAITING
-        self.residency: Residency | None = None  # the latest
         self.num_cached_tokens: int | None = None  # None until first admitted
         self.cache_miss: CacheMiss | None = None
-        self.device_ticks = 0  # the three parts of its charge
-        self.recomputed_ticks = 0
-        self.rejected_ticks = 0
-        self.drafts: tuple[int, ...] = ()  # proposed to follow `token_ids`
-        self.draft_parents: tuple[int, ...] = ()  # of the newest drafts, as in `StepRow`
-        self.num_forced_drafts = 0  # those of the newest drafts that must follow, also in flight
-        self.acceptance = Acceptance()
         self._num_computed = 0  # positions that an earlier residency computed
-        self.arrival_s = now
-        timeout_s = request.timeout_s
-        self.deadline_s = None if timeout_s is None else now + timeout_s
-        # The latest times to begin: for a first token in time, and for the end in time.
-        ttft_s = request.ttft_deadline_s
-        self.shed_at_s = None if ttft_s is None else now + ttft_s - first_token_service_s
-        self.relegate_at_s = None if timeout_s is None else now + timeout_s - service_s
         # prompt tokens that are scored and delivered: by the first sequence of a request only
         scores = index == 0 and request.sampling.prompt_logprobs is not None
         self._num_scored_tokens = 0 if scores else self.prompt_len
+        self.drafts = SequenceDrafts()
+        self.charges = Charges()
+        # for its timings
         self.first_scheduled_s: float | None = None  # its first admission
         self._first_token_s: float | None = None
         self._num_preemptions = 0
         self._max_blocks = 0
         self._clock = _Clock(Activity.QUEUE, now)
+
+    @property
+    def deadline_s(self) -> float | None:
+        """When it has to end."""
+        timeout_s = self.request.timeout_s
+        return None if timeout_s is None else self.arrival_s + timeout_s
+
+    @property
+    def shed_at_s(self) -> float | None:
+        """The latest time to begin, for a first token in time."""
+        ttft_s = self.request.ttft_deadline_s
+        return None if ttft_s is None else self.arrival_s + ttft_s - self.prediction.first_token_s
+
+    @property
+    def relegate_at_s(self) -> float | None:
+        """The latest time to begin, for the end in time."""
+        deadline_s = self.deadline_s
+        return None if deadline_s is None else deadline_s - self.prediction.service_s
 
     @property
     def num_outputs(self) -> int:
@@ -231,12 +307,25 @@ class Sequence:
     @property
     def num_pending(self) -> int:
         """How many tokens the rows in flight will add."""
-        return self.residency.pending if self.residency else 0
+        return self.residency.pending
+
+    @property
+    def can_decode(self) -> bool:
+        """Whether its next row may be planned, which decodes; only a running one can."""
+        residency = self.residency
+        num_outputs = len(self.token_ids) - self.prompt_len
+        return (
+            self.state is SequenceState.RUNNING
+            and not self.is_paused
+            and residency.planned >= residency.prefill_end
+            and not residency.awaits_drafts
+            and num_outputs + residency.pending < self.output_limit
+        )
 
     @property
     def num_prefill_left(self) -> int:
         """How many tokens known at admission are still to be computed."""
-        residency = self.resident
+        residency = self.residency
         return max(0, residency.prefill_end - residency.planned)
 
     def admit(self, residency: Residency, now: float) -> None:
@@ -253,7 +342,7 @@ class Sequence:
     def admission(self) -> Admission:
         """The data from which the executor sets up its slot."""
         return Admission(
-            slot=self.resident.slot,
+            slot=self.residency.slot,
             sequence_id=self.sequence_id,
             token_ids=tuple(self.token_ids),
             prompt_len=self.prompt_len,
@@ -275,11 +364,11 @@ class Sequence:
         num_next_forced: int = 0,
     ) -> StepRow:
         """The row that computes the next `num_tokens` tokens, and `drafts` after the last one."""
-        residency, request = self.resident, self.request
+        residency, request = self.residency, self.request
         start = residency.planned
         end = start + num_tokens
         ends = end == len(self.token_ids) + residency.pending
-        emits = ends and not request.prompt_only
+        emits = ends and not self.is_prompt_only
         row = StepRow(
             residency.slot,
             start,
@@ -290,7 +379,7 @@ class Sequence:
             emits,
             output_position=end - self.prompt_len if emits else 0,
             num_drafts=len(drafts),
-            parents=self.draft_parents[: len(drafts)],
+            parents=self.drafts.parents[: len(drafts)],
             num_next_drafts=num_next_drafts if emits else 0,
             num_next_forced=num_next_forced if emits else 0,
             adapter=request.adapter_id,
@@ -309,9 +398,9 @@ class Sequence:
 
     def preempt(self, now: float) -> None:
         """Leave the batch; tokens that are still in flight will be appended."""
-        self._max_blocks = max(self._max_blocks, len(self.resident.blocks))
+        self._max_blocks = max(self._max_blocks, len(self.residency.blocks))
         self._num_preemptions += 1
-        self._count_computed(self.resident)
+        self._count_computed(self.residency)
         self.state = SequenceState.PREEMPTED
         self._clock.enter(Activity.PREEMPTED, now)
 
@@ -320,16 +409,16 @@ class Sequence:
         known = len(self.token_ids) + max(0, residency.pending - 1)
         self._num_computed = max(self._num_computed, min(residency.planned, known))
 
-    def await_adapter(self, awaits: bool, now: float) -> None:
-        """Wait until the adapter is ready, or for a place in the batch as others do."""
-        if awaits and not self.awaits_adapter:
-            self.awaits_adapter_since_s = now
-        if awaits:
+    def park(self, key: str, now: float) -> None:
+        """Wait until what has this key is ready; with "" for a place in the batch, as others do."""
+        if key and not self.parked_key:
+            self.parked_since_s = now
+        if key:
             self._clock.enter(Activity.ADAPTER, now)
-        elif self.awaits_adapter:
+        elif self.parked_key:
             was_admitted = self.state is SequenceState.PREEMPTED
             self._clock.enter(Activity.PREEMPTED if was_admitted else Activity.QUEUE, now)
-        self.awaits_adapter = awaits
+        self.parked_key = key
 
     def relegate(self) -> None:
         """Rank after all others that are not paused: it cannot end in time any more."""
@@ -342,22 +431,31 @@ class Sequence:
         self._clock.pause(is_paused, now)
 
     def receive(
-        self, row: StepRow, output: RowOutput, now: float, max_outputs: int
+        self, row: StepRow, output: RowOutput, now: float
     ) -> tuple[SequenceOutput, FinishReason | None]:
         """Append the output of a row, up to a token that ends the sequence.
 
-        Returns what is to be delivered, and why the sequence ends, if it does. `max_outputs` is how
-        many output tokens fit into the context.
+        Returns what is to be delivered, and why the sequence ends, if it does.
         """
         num_new, reason = 0, None
         if row.emits:
-            num_new, reason = self._append(output.token_ids, now, max_outputs)
-            self.drafts = output.draft_token_ids
-            self.num_forced_drafts = output.num_forced_drafts
-            self.draft_parents = output.draft_parents
+            if self._first_token_s is None:
+                self._first_token_s = now
+            clock = self._clock
+            if clock.activity is not Activity.DECODE and self.state is SequenceState.RUNNING:
+                clock.enter(Activity.DECODE, now)
+            for token_id in output.token_ids:
+                self.token_ids.append(token_id)
+                num_new += 1
+                reason = self._end_reason()
+                if reason is not None:
+                    break
+            self.drafts.token_ids = output.draft_token_ids
+            self.drafts.num_forced = output.num_forced_drafts
+            self.drafts.parents = output.draft_parents
             if self.state is SequenceState.PREEMPTED:
-                self._count_computed(self.resident)
-        elif self.request.prompt_only and row.end == self.prompt_len:
+                self._count_computed(self.residency)
+        elif self.is_prompt_only and row.end == self.prompt_len:
             reason = FinishReason.POOLED if row.pools else FinishReason.MAX_TOKENS
         new = SequenceOutput(
             self.request.request_id,
@@ -371,20 +469,6 @@ class Sequence:
                 new, prompt_logprobs=self._new_prompt_logprobs(row, output), embedding=embedding
             )
         return new, reason
-
-    def _append(
-        self, token_ids: tuple[int, ...], now: float, max_outputs: int
-    ) -> tuple[int, FinishReason | None]:
-        if self._first_token_s is None:
-            self._first_token_s = now
-        if self.state is SequenceState.RUNNING:
-            self._clock.enter(Activity.DECODE, now)
-        for count, token_id in enumerate(token_ids, start=1):
-            self.token_ids.append(token_id)
-            reason = self._end_reason(max_outputs)
-            if reason is not None:
-                return count, reason
-        return len(token_ids), None
 
     def _new_prompt_logprobs(
         self, row: StepRow, output: RowOutput
@@ -402,19 +486,13 @@ class Sequence:
         return new
 
     @property
-    def resident(self) -> Residency:
-        """The residency of a sequence that has been admitted."""
-        assert self.residency is not None, f"{self.sequence_id} was never admitted"
-        return self.residency
-
-    @property
     def length_reason(self) -> FinishReason:
         """Why it ends with the last token that it may have."""
         max_tokens = self.request.sampling.max_tokens
         is_last = max_tokens is not None and self.num_outputs >= max_tokens
         return FinishReason.MAX_TOKENS if is_last else FinishReason.CONTEXT_LIMIT
 
-    def _end_reason(self, max_outputs: int) -> FinishReason | None:
+    def _end_reason(self) -> FinishReason | None:
         sampling = self.request.sampling
         token_id = self.token_ids[-1]
         num_outputs = len(self.token_ids) - self.prompt_len
@@ -427,12 +505,12 @@ class Sequence:
             return FinishReason.STOP_TOKEN
         if sampling.max_tokens is not None and num_outputs >= sampling.max_tokens:
             return FinishReason.MAX_TOKENS
-        return FinishReason.CONTEXT_LIMIT if num_outputs >= max_outputs else None
+        return FinishReason.CONTEXT_LIMIT if num_outputs >= self.context_limit else None
 
     def finish(self, now: float) -> SequenceTimings:
         """End the sequence; returns its timings."""
         if self.state is SequenceState.RUNNING:
-            self._max_blocks = max(self._max_blocks, len(self.resident.blocks))
+            self._max_blocks = max(self._max_blocks, len(self.residency.blocks))
         self.state = SequenceState.FINISHED
         return self.timings(now)
 
@@ -452,8 +530,8 @@ class Sequence:
             paused_s=seconds[Activity.PAUSED],
             adapter_s=seconds[Activity.ADAPTER],
             adapter_id=self.request.adapter_id,
-            device_s=self.device_ticks / TICKS_PER_S,
-            recomputed_s=self.recomputed_ticks / TICKS_PER_S,
+            device_s=self.charges.device_ticks / TICKS_PER_S,
+            recomputed_s=self.charges.recomputed_ticks / TICKS_PER_S,
             activities=tuple(self._clock.changes),
             num_preemptions=self._num_preemptions,
             num_prompt_tokens=self.prompt_len,
@@ -461,7 +539,7 @@ class Sequence:
             cache_miss=self.cache_miss,
             num_output_tokens=self.num_outputs,
             num_blocks=self._max_blocks,
-            rejected_s=self.rejected_ticks / TICKS_PER_S,
-            num_drafts=self.acceptance.num_drafts,
-            num_accepted=self.acceptance.num_accepted,
+            rejected_s=self.charges.rejected_ticks / TICKS_PER_S,
+            num_drafts=self.drafts.acceptance.num_drafts,
+            num_accepted=self.drafts.acceptance.num_accepted,
         )

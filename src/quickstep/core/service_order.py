@@ -275,7 +275,8 @@ class FairOrder(PriorityOrder):
         """Reserve what it is predicted to be charged."""
         self.version += 1
         tenant = self._of(sequence)
-        left_s = max(0.0, sequence.charge_s - sequence.device_ticks / TICKS_PER_S) / tenant.weight
+        charged_s = sequence.charges.device_ticks / TICKS_PER_S
+        left_s = max(0.0, sequence.prediction.charge_s - charged_s) / tenant.weight
         self._reserved_s[sequence.sequence_id] = left_s
         tenant.reserved_s += left_s
         tenant.num_running += 1

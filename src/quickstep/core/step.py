@@ -11,9 +11,9 @@ from collections.abc import Iterable
 import msgspec
 
 from quickstep.core.cost_model import StepLoad
+from quickstep.core.drafts.control import DraftMode
 from quickstep.core.sequence import Residency, Sequence
-from quickstep.core.speculation import DraftMode
-from quickstep.types import Admission, Phase, RowFailure, StepPlan, StepResult, StepRow
+from quickstep.types import Admission, RowFailure, StepPlan, StepResult, StepRow
 
 __all__ = [
     "MAX_SETUP_US",
@@ -46,33 +46,30 @@ MAX_SETUP_US = 2000.0
 
 class FlightRow(msgspec.Struct, frozen=True, gc=False):
     """A planned row, its sequence and its load. The residency distinguishes rows of an earlier
-    stay.
+    stay. `awaits_drafts`: It has drafts or asks for some.
     """
 
     sequence: Sequence
     residency: Residency
     row: StepRow
     load: StepLoad
+    awaits_drafts: bool = False
 
 
 class InFlightStep(msgspec.Struct, frozen=True):
-    """A plan that was submitted and is not committed yet, with the load of each phase.
+    """A plan that was submitted and is not committed yet, with its load and that of each phase.
     `draft_mode`: what its time says about the gain of drafts; None for nothing.
     """
 
     plan: StepPlan
     rows: tuple[FlightRow, ...]
+    load: StepLoad
     decode_load: StepLoad
     prefill_load: StepLoad
     planned_at_s: float
     predicted_s: float
     num_preemptions: int
     draft_mode: DraftMode | None = None
-
-    @property
-    def load(self) -> StepLoad:
-        """That of all rows."""
-        return self.decode_load + self.prefill_load
 
 
 def setup_us(sequence: Sequence) -> float:
@@ -89,6 +86,20 @@ def setup_us(sequence: Sequence) -> float:
     return grammar_us + token_us * len(sequence.token_ids)
 
 
+class _LoadSum(msgspec.Struct):
+    """The load of the first `num_rows` rows of a list, to which rows are appended."""
+
+    num_rows: int = 0
+    load: StepLoad = _NO_LOAD
+
+    def of(self, rows: list[FlightRow]) -> StepLoad:
+        """The load of all rows."""
+        if self.num_rows < len(rows):
+            self.load += StepLoad.total([entry.load for entry in rows[self.num_rows :]])
+            self.num_rows = len(rows)
+        return self.load
+
+
 class StepDraft(msgspec.Struct):
     """A step under construction.
 
@@ -97,7 +108,8 @@ class StepDraft(msgspec.Struct):
         setup_us: What setting up the admitted sequences costs.
         limit_s: How long the step may take, if rows above their tenant's part are in it.
         prefill_may_wait: Whether prefill gets only what is left of the limit.
-        least_prefill: Tokens that drafts have left for prefill.
+        min_prefill: Tokens that drafts have left for prefill.
+        may_request_drafts: Whether its rows may request drafts for those after them.
     """
 
     num_tokens_left: int
@@ -105,14 +117,14 @@ class StepDraft(msgspec.Struct):
     decode: list[FlightRow] = msgspec.field(default_factory=list)
     prefill: list[FlightRow] = msgspec.field(default_factory=list)
     admitted: list[Admission] = msgspec.field(default_factory=list)
-    decode_load: StepLoad = _NO_LOAD
     grouped_load: StepLoad = _NO_LOAD
-    prefill_load: StepLoad = _NO_LOAD
     num_preemptions: int = 0
     limit_s: float | None = None
     prefill_may_wait: bool = False
-    least_prefill: int = 0
-    _with_row: set[str] = msgspec.field(default_factory=set)
+    min_prefill: int = 0
+    may_request_drafts: bool = False
+    _decode_sum: _LoadSum = msgspec.field(default_factory=_LoadSum)
+    _prefill_sum: _LoadSum = msgspec.field(default_factory=_LoadSum)
 
     @property
     def may_admit(self) -> bool:
@@ -124,42 +136,37 @@ class StepDraft(msgspec.Struct):
         self.admitted.append(sequence.admission())
         self.setup_us += setup_us(sequence)
 
-    def add(self, entry: FlightRow) -> None:
-        """Append a row to its phase."""
-        load = entry.load
-        if entry.row.phase is Phase.DECODE:
-            self.decode.append(entry)
-            self.decode_load += load
-        else:
-            self.prefill.append(entry)
-            self.prefill_load += load
-        self.num_tokens_left -= entry.row.num_tokens
-        self._with_row.add(entry.sequence.sequence_id)
-
     def add_group(self, load: StepLoad) -> None:
         """Add decode rows that are not listed."""
-        self.decode_load += load
         self.grouped_load = load
         self.num_tokens_left -= load.num_tokens
+
+    @property
+    def decode_load(self) -> StepLoad:
+        """The load of the decode rows so far."""
+        load = self._decode_sum.of(self.decode)
+        return load + self.grouped_load if self.grouped_load.num_rows else load
+
+    @property
+    def prefill_load(self) -> StepLoad:
+        """The load of the prefill rows so far."""
+        return self._prefill_sum.of(self.prefill)
 
     @property
     def has_rows(self) -> bool:
         """Whether anything is placed."""
         return bool(self.decode or self.prefill or self.grouped_load.num_rows)
 
-    def has_row(self, sequence: Sequence) -> bool:
-        """Whether the step has a row of `sequence`, which must not be preempted then."""
-        return sequence.sequence_id in self._with_row
-
     def issue(
         self,
         step_id: int,
         released: tuple[int, ...],
         now: float,
+        loads: tuple[StepLoad, StepLoad, StepLoad],
         predicted_s: float,
         draft_mode: DraftMode | None = None,
     ) -> InFlightStep:
-        """The finished step: decode rows first."""
+        """The finished step: decode rows first. `loads`: of all rows, of decode, of prefill."""
         entries = (*self.decode, *self.prefill)
         rows = tuple([entry.row for entry in entries])
         plan = StepPlan(
@@ -170,7 +177,6 @@ class StepDraft(msgspec.Struct):
             self.grouped_load.num_rows,
             self.grouped_load.num_kv_tokens,
         )
-        loads = self.decode_load, self.prefill_load
         return InFlightStep(
             plan, entries, *loads, now, predicted_s, self.num_preemptions, draft_mode
         )

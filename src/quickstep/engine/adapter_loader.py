@@ -75,9 +75,9 @@ class AdapterLoader:
 
     def load_at_start(self) -> None:
         """Put the adapters of the start into compute memory, as many as there is room for."""
-        adapters, room = self._adapters, self._scheduler.adapter_room
+        adapters, places = self._adapters, self._scheduler.adapters
         for loaded in sorted(adapters.loaded, key=lambda one: not adapters.is_pinned(one.name)):
-            fits = room is not None and room.has_place(loaded.num_bytes)
+            fits = places is not None and places.residency.has_place(loaded.num_bytes)
             if fits:
                 adapters.put(loaded.adapter_id, adapters.pack(loaded.adapter_id))
             is_pinned = adapters.has_pinned_name(loaded.adapter_id)
@@ -212,7 +212,8 @@ class AdapterLoader:
         for adapter_id in self._adapters.retired:
             search_s = self._searches_s.get(adapter_id)
             if search_s is not None:
-                if self._scheduler.is_adapter_used(adapter_id):
+                places = self._scheduler.adapters
+                if places is not None and places.is_used(adapter_id):
                     self._searches_s[adapter_id] = search_s = now
                 if now < search_s + _SEARCH_PAUSE_S:
                     continue

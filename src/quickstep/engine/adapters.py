@@ -2,7 +2,7 @@
 
     disk ──open, pack──> compute memory ──evict──> host memory ──> disk
           checked, digested     │    └────────────────┘
-                                └ what is there, the scheduler decides (`core.adapter_residency`)
+                                └ what is there, the scheduler decides (`core.resources`)
 
 A request names an adapter; its sequences and the prefix cache use the adapter's content id. So a
 new version under the same name serves new requests while running ones finish on the old one. An

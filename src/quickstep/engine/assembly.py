@@ -177,9 +177,9 @@ def wire_engine(
     adapters: Adapters | None = None,
 ) -> Engine:
     """The engine around a model that is in memory; `kv` has the plan's blocks."""
-    from quickstep.core.block_pool import KVBlockPool
     from quickstep.core.cost_model import Coefficients
     from quickstep.core.policies import make_policy
+    from quickstep.core.resources.block_pool import KVBlockPool
     from quickstep.core.scheduler import Scheduler
     from quickstep.engine.engine import Engine
     from quickstep.engine.records.step_log import StepLog

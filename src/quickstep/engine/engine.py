@@ -172,7 +172,7 @@ class Engine:
 
     @property
     def step_log(self) -> StepLog:
-        """The log of steps and sequences; read it, subscribe to it."""
+        """The log of steps and sequences; read it, or follow it."""
         return self._step_log
 
     def stats(self) -> EngineStats:
@@ -506,8 +506,8 @@ class Engine:
         now = self._last_step_s = self._clock()
         self._num_failed_in_a_row = 0
         outcome = self._scheduler.commit(plan, result, now)
-        self._step_log.add_step(outcome.record)
         self._live.deliver(outcome.outputs, now)
+        self._step_log.add_step(outcome.record)
         if self._fits is not None:
             self._fits.tick(now)
 

@@ -45,7 +45,6 @@ class _LiveRequest:
         self.sink = sink
         self.grammar = grammar
         self.texts = dict(enumerate(texts))
-        self.last_token_s: dict[int, float] = {}
         self.logged: set[int] = set()  # ended sequences in the step log
 
 
@@ -90,7 +89,8 @@ class LiveRequests:
         stream does not depend on the drafts that were accepted.
         """
         for output in outputs:
-            for num_after, part in _one_token_each(output):
+            parts = ((0, output),) if len(output.token_ids) <= 1 else _one_token_each(output)
+            for num_after, part in parts:
                 live = self._live.get(output.request_id)
                 if live is None or output.index not in live.texts:
                     break
@@ -124,8 +124,6 @@ class LiveRequests:
         `num_after` tokens were generated in the same step after it.
         """
         delta = live.texts[output.index].advance(output)
-        if output.token_ids:
-            self._note_gap(live, output.index, now)
         reason = delta.finish_reason
         if reason is None:
             live.sink.put(delta)
@@ -158,12 +156,6 @@ class LiveRequests:
                 _LOGGER.exception("%s could not be ended", request_id)
         self._remove(live)
 
-    def _note_gap(self, live: _LiveRequest, index: int, now: float) -> None:
-        last_token_s = live.last_token_s.get(index)
-        if last_token_s is not None:
-            self._step_log.add_gap(now - last_token_s)
-        live.last_token_s[index] = now
-
     def _finish(self, live: _LiveRequest, delta: Delta, reason: FinishReason) -> None:
         request = live.request
         if delta.timings is not None and delta.index not in live.logged:
@@ -193,13 +185,10 @@ class LiveRequests:
 
 
 def _one_token_each(output: SequenceOutput) -> Iterator[tuple[int, SequenceOutput]]:
-    """The output in parts of at most one token, with how many tokens come after each. What belongs
-    to the prompt is in the first part, the end is in the last one.
+    """The output of several tokens in parts of one, with how many tokens come after each. What
+    belongs to the prompt is in the first part, the end is in the last one.
     """
     num_tokens = len(output.token_ids)
-    if num_tokens <= 1:
-        yield 0, output
-        return
     for index in range(num_tokens - 1):
         yield (
             num_tokens - 1 - index,

@@ -9,6 +9,7 @@ has caught up.
 from __future__ import annotations
 
 import asyncio
+import sys
 from collections import deque
 from typing import Protocol, Self
 
@@ -100,8 +101,10 @@ class Stream:
         self._refusal: QuickstepError | None = None
         self._num_running = request.sampling.n
         self._owner = owner
-        self._bounds = bounds
-        self._deltas: deque[Delta] = deque()
+        # of unread deltas, before the request is paused
+        self._max_deltas = sys.maxsize if bounds is None else bounds.max_unread_deltas
+        self._max_bytes = sys.maxsize if bounds is None else bounds.max_unread_bytes
+        self._deltas: deque[tuple[Delta, int]] = deque()  # with their sizes
         self._num_bytes = 0  # of the deltas
         self._is_paused = False
         self._closed = False
@@ -111,15 +114,17 @@ class Stream:
         return self
 
     async def __anext__(self) -> Delta:
-        await self.accepted()
+        if self._refusal is not None or not self._decided.is_set():
+            await self.accepted()
         while not self._deltas:
             if self._closed or self._num_running == 0:
                 raise StopAsyncIteration
             self._waiter = asyncio.get_running_loop().create_future()
             await self._waiter
-        delta = self._deltas.popleft()
-        self._num_bytes -= delta.num_bytes
-        if self._is_paused and not self._exceeds(0.5):
+        delta, num_bytes = self._deltas.popleft()
+        self._num_bytes -= num_bytes
+        is_half = 2 * self._num_bytes <= self._max_bytes
+        if self._is_paused and is_half and 2 * len(self._deltas) <= self._max_deltas:
             self._is_paused = False
             if self._num_running:
                 self._owner.resume(self.request_id)
@@ -170,20 +175,15 @@ class Stream:
             self._num_running -= 1
         if self._closed:
             return
-        self._deltas.append(delta)
-        self._num_bytes += delta.num_bytes
-        if self._num_running and not self._is_paused and self._exceeds(1.0):
+        num_bytes = delta.num_bytes
+        self._deltas.append((delta, num_bytes))
+        self._num_bytes += num_bytes
+        is_full = self._num_bytes > self._max_bytes or len(self._deltas) > self._max_deltas
+        if is_full and self._num_running and not self._is_paused:
             self._is_paused = True
             self._owner.pause(self.request_id)
-        self._wake()
-
-    def _exceeds(self, fraction: float) -> bool:
-        """Whether more is unread than this fraction of the bounds."""
-        bounds = self._bounds
-        return bounds is not None and (
-            len(self._deltas) > fraction * bounds.max_unread_deltas
-            or self._num_bytes > fraction * bounds.max_unread_bytes
-        )
+        if self._waiter is not None:
+            self._wake()
 
     def _wake(self) -> None:
         if self._waiter is not None and not self._waiter.done():

@@ -13,10 +13,9 @@ import msgspec
 from msgspec.structs import replace
 
 from quickstep.config import PolicyName, SchedulerConfig
-from quickstep.core.block_pool import KVBlockPool
 from quickstep.core.cost_model import CostModel, StepLoad
 from quickstep.core.policies import make_policy
-from quickstep.core.scheduler import Scheduler
+from quickstep.core.resources.block_pool import KVBlockPool
 from quickstep.errors import ConfigError
 from quickstep.model.decoder_spec import ModelSpec
 from quickstep.model.sizing import ElementBytes, MemoryRow, kv_bytes_per_token
@@ -39,6 +38,7 @@ from quickstep.plan.hardware import Hardware
 from quickstep.plan.placements import Placement, best_placement, placement_capacity
 from quickstep.plan.traffic import num_drafts, simulate_arrivals, simulated_drafts
 from quickstep.sim.arrivals import poisson
+from quickstep.sim.grouped_scheduler import GroupedScheduler
 from quickstep.sim.simulate import Arrival, simulate
 from quickstep.sim.summary import Summary, Targets, summarize
 from quickstep.sim.workload import Adapters, adapter_ids
@@ -292,7 +292,7 @@ def simulate_candidate(candidate: Candidate, query: PlanQuery) -> Summary:
         max_loras=None if loras is None else loras.max_loras,
     )
     pool = KVBlockPool(candidate.num_blocks, BLOCK_SIZE, prefix_caching=False)
-    scheduler = Scheduler(config, pool, make_policy(config), candidate.costs)
+    scheduler = GroupedScheduler(config, pool, make_policy(config), candidate.costs)
     adapters = None if loras is None else _adapters(loras)
     for name in () if adapters is None else adapter_ids(adapters):
         scheduler.register_adapter(name, 1)

@@ -14,9 +14,8 @@ import msgspec
 from msgspec.structs import replace
 
 from quickstep.config import PolicyName, SchedulerConfig
-from quickstep.core.block_pool import KVBlockPool
 from quickstep.core.policies import make_policy
-from quickstep.core.scheduler import Scheduler
+from quickstep.core.resources.block_pool import KVBlockPool
 from quickstep.errors import ConfigError
 from quickstep.model.sizing import kv_bytes_per_token
 from quickstep.plan.candidates import BLOCK_SIZE, Candidate, Load
@@ -26,6 +25,7 @@ from quickstep.sim.disaggregated import DisaggregatedRun, KVLink, PhaseEngine
 from quickstep.sim.drafts import SimulatedDrafts, SimulatedModel
 from quickstep.sim.engine import SimulatedEngine, VirtualClock, quick_digest
 from quickstep.sim.faults import random_faults
+from quickstep.sim.grouped_scheduler import GroupedScheduler
 from quickstep.sim.replicas import ReplicaRun
 from quickstep.sim.routers import ROUTERS
 from quickstep.sim.simulate import Arrival, Follow, Progress, Simulation, simulate
@@ -243,8 +243,8 @@ def simulate_arrivals(
     if inter_token_target_s is not None:
         config = replace(config, inter_token_target_s=inter_token_target_s)
 
-    def new_scheduler(of: Candidate, pool: KVBlockPool) -> Scheduler:
-        scheduler = Scheduler(config, pool, make_policy(config), of.costs)
+    def new_scheduler(of: Candidate, pool: KVBlockPool) -> GroupedScheduler:
+        scheduler = GroupedScheduler(config, pool, make_policy(config), of.costs)
         for adapter_id in () if adapters is None else adapter_ids(adapters):
             scheduler.register_adapter(adapter_id, 1)
         return scheduler

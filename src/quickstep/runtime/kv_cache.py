@@ -1,7 +1,7 @@
 """The paged KV cache's tensors: how large they are, and their one allocation.
 
-Called when an engine opens. `core.block_pool` assigns blocks by their ids; here a block is a slice
-of tensors that live as long as the runner.
+Called when an engine opens. `core.resources.block_pool` assigns blocks by their ids; here a
+block is a slice of tensors that live as long as the runner.
 """
 
 from __future__ import annotations

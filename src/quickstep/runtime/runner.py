@@ -26,7 +26,7 @@ from quickstep.runtime.slots import Slot, SlotTable
 from quickstep.runtime.speculation.drafting import Drafting, NextDrafts
 from quickstep.runtime.speculation.proposer import Proposer
 from quickstep.runtime.speculation.verification import EmittingRow, sample_rows
-from quickstep.types import RowFailure, RowOutput, StepPlan, StepResult, StepRow
+from quickstep.types import RowFailure, RowOutput, StepPlan, StepResult, StepRow, TokenLogprobs
 
 if TYPE_CHECKING:
     from quickstep.runtime.cuda_graphs import GraphSteps
@@ -237,10 +237,11 @@ class ModelRunner:
         started_s = self._clock()
         self._move(plan)
         try:
-            slots = [self._slots[row.slot] for row in plan.rows]
+            slots = self._slots.of_rows(plan.rows)
             for row, slot in zip(plan.rows, slots, strict=True):
                 self._check(row, slot)
-                slot.append_blocks(row.new_block_ids)
+                if row.new_block_ids:
+                    slot.append_blocks(row.new_block_ids)
         except BaseException:
             self._slots.fail(plan.rows, f"step {plan.step_id} failed")
             raise
@@ -386,7 +387,11 @@ def _emitting(
     for index, (row, slot) in enumerate(zip(rows, slots, strict=True)):
         if row.emits and not slot.failure:
             drafts = row.token_ids[row.num_tokens - row.num_drafts :] if row.num_drafts else ()
-            emitting.append(EmittingRow(index, slot, len(tokens), drafts, row.parents))
+            assert slot.state is not None, "a slot without sampling state emits nothing"
+            first = len(tokens)
+            emitting.append(
+                EmittingRow(index, slot, slot.state, first, drafts, row.parents, [], [0])
+            )
             for num_after in range(row.num_drafts, -1, -1):
                 tokens.append((index, num_after))
     return emitting, tokens
@@ -398,8 +403,14 @@ def _output_with_tokens(
     """The row's output with the tokens that it emitted, and the drafts to follow them."""
     if emitted.slot.failure:
         return _NO_OUTPUT
-    token_ids = tuple([sample.token_id for sample in emitted.samples])
-    logprobs = tuple([sample.logprobs for sample in emitted.samples if sample.logprobs])
+    samples = emitted.samples
+    if len(samples) == 1:
+        token_ids: tuple[int, ...] = (samples[0].token_id,)
+    else:
+        token_ids = tuple([sample.token_id for sample in samples])
+    logprobs: tuple[TokenLogprobs, ...] = ()
+    if samples and samples[0].logprobs is not None:
+        logprobs = tuple([sample.logprobs for sample in samples if sample.logprobs])
     next_drafts = drafts.get(emitted.index, _NO_DRAFTS)
     return RowOutput(
         token_ids,

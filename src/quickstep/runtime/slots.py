@@ -145,12 +145,6 @@ class Slot:
         self.num_blocks = 0
         self.append_blocks(block_ids.tolist())
 
-    def record(self, token_id: int) -> None:
-        """Remember a sampled token: it is the input of the next decode row."""
-        self.last_token = token_id
-        assert self.state is not None, "a slot without sampling state emits nothing"
-        self.state.record(token_id)
-
 
 class KeptStates:
     """A cache of sampling states of sequences that have left their slots: the newest `max_kept`, by
@@ -200,6 +194,14 @@ class SlotTable:
         if slot is None:
             raise EngineError(f"slot {index} holds no sequence, the plan has a row for it")
         return slot
+
+    def of_rows(self, rows: Sequence[StepRow]) -> list[Slot]:
+        """The slot of each row."""
+        slots, found = self._slots, []
+        for row in rows:
+            slot = slots[row.slot] if 0 <= row.slot < len(slots) else None
+            found.append(self[row.slot] if slot is None else slot)  # which raises
+        return found
 
     def holds(self, row: StepRow, slot: Slot) -> bool:
         """Whether the row's slot is still this one."""

@@ -70,9 +70,6 @@ class _Follower:
         """A step was committed."""
         self._add(record)
 
-    def add_gap(self, seconds: float) -> None:
-        """Gaps are not sent: the records of steps have the times."""
-
     def add_sequence(self, record: SequenceRecord) -> None:
         """A sequence ended."""
         self._add(record)

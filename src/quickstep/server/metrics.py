@@ -173,9 +173,6 @@ class _StepTokens:
         num_tokens = record.num_prefill_tokens + record.num_decode_tokens
         self._metrics.observe("iteration_tokens_total", num_tokens)
 
-    def add_gap(self, seconds: float) -> None:
-        """The meter of the request observes it when the client gets the tokens."""
-
     def add_sequence(self, record: SequenceRecord) -> None:
         """The meter of the request observes it."""
 

@@ -23,7 +23,7 @@ from collections.abc import Callable, Iterable
 import msgspec
 from msgspec.structs import replace
 
-from quickstep.core.block_pool import BlockKey, ChainRoot, KVBlockPool
+from quickstep.core.resources.block_pool import BlockKey, ChainRoot, KVBlockPool
 from quickstep.errors import RequestError
 from quickstep.sim.engine import SimulatedEngine, VirtualClock
 from quickstep.sim.simulate import Arrival, Ending, Follow, Handovers, Progress, Simulation

@@ -2,7 +2,7 @@
 
 The scheduler decides how many drafts it asks for, as in the engine. `SimulatedDrafts` answers: a
 draft is accepted with a fixed probability after those before it were. Of several models,
-`draft_choice` decides which ones are called, as in the engine.
+`core.drafts.choice` decides which ones are called, as in the engine.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING
 import msgspec
 
 from quickstep.core.cost_model import StepLoad
-from quickstep.draft_choice import DraftChoice, WantedDrafts
+from quickstep.core.drafts.choice import DraftChoice, WantedDrafts
 from quickstep.types import Phase, RowOutput, StepPlan, StepRow
 
 if TYPE_CHECKING:

@@ -15,6 +15,7 @@ from msgspec.structs import replace
 from quickstep.core.cost_model import CostModel, StepLoad
 from quickstep.core.scheduler import Scheduler
 from quickstep.sim.drafts import SimulatedDrafts
+from quickstep.sim.grouped_scheduler import GroupedScheduler
 from quickstep.types import (
     RowOutput,
     SamplingParams,
@@ -124,7 +125,8 @@ class ClockExecutor:
 class SimulatedEngine:
     """One engine. It acts only when it is called; `next_s` says when that is due.
 
-    `adapter_load_s`: How long the load of a LoRA adapter takes. `drafts`: As of `ClockExecutor`.
+    `scheduler`: A `GroupedScheduler` is faster, with the same result. `adapter_load_s`: How long
+    the load of a LoRA adapter takes. `drafts`: As of `ClockExecutor`.
     """
 
     def __init__(
@@ -138,8 +140,9 @@ class SimulatedEngine:
         drafts: SimulatedDrafts | None = None,
     ) -> None:
         self.scheduler = scheduler
-        if not (pads or step_by_step):
-            scheduler.group_decodes(_TOKEN_ID)
+        self._grouped = scheduler if isinstance(scheduler, GroupedScheduler) else None
+        if self._grouped is not None and not (pads or step_by_step):
+            self._grouped.group_decodes(_TOKEN_ID)
         self.executor = ClockExecutor(clock, cost_model, pads, drafts)
         self.records: list[StepRecord] = []
         self._clock = clock
@@ -168,7 +171,9 @@ class SimulatedEngine:
         """
         until_s = min(until_s, self._loads[0][0]) if self._loads else until_s
         now = self._clock.now
-        steps = self.scheduler.decode_stretch(now, until_s, self._cost_model)
+        if self._grouped is None:
+            return None
+        steps = self._grouped.decode_stretch(now, until_s, self._cost_model)
         if not steps.records:
             return None
         self._clock.now = steps.records[-1].committed_at_s
@@ -181,10 +186,10 @@ class SimulatedEngine:
         happens to it; None if that is not known for its next step. Its steps until then can be
         computed later, by `skip_decodes` before anything else.
         """
-        if self._loads or self.executor.slowdown != 1.0:
+        if self._grouped is None or self._loads or self.executor.slowdown != 1.0:
             return None
         now = self._clock.now
-        quiet_s = self.scheduler.least_decode_stretch_s(self._cost_model)
+        quiet_s = self._grouped.min_decode_stretch_s(self._cost_model)
         if not quiet_s:
             return None
         until_s = now + _ROUNDED * quiet_s

@@ -26,7 +26,7 @@ from quickstep.config import (
     SpeculationConfig,
     SpeculationMethod,
 )
-from quickstep.core.block_pool import KVBlockPool
+from quickstep.core.resources.block_pool import KVBlockPool
 from quickstep.core.sequence import sequence_seed
 from quickstep.engine.text.tokenizer import Tokenizer
 from quickstep.errors import EngineError

@@ -19,9 +19,9 @@ from msgspec import structs
 from msgspec.structs import replace
 
 from quickstep.config import SchedulerConfig
-from quickstep.core.block_pool import KVBlockPool
 from quickstep.core.cost_model import LinearCostModel
 from quickstep.core.policies import make_policy
+from quickstep.core.resources.block_pool import KVBlockPool
 from quickstep.core.scheduler import Scheduler
 from quickstep.engine.beam_search import BeamSearch, BeamSearchParams, Hypothesis
 from quickstep.engine.stream import Delta
@@ -297,7 +297,9 @@ class _Run:
     def _apply(self, event: Event | AdapterRetired) -> None:
         if isinstance(event, AdapterRetired):
             self._retired.add(event.adapter_id)
-            self.counts.adapters_retired += self._scheduler.is_adapter_used(event.adapter_id)
+            places = self._scheduler.adapters
+            is_used = places is not None and places.is_used(event.adapter_id)
+            self.counts.adapters_retired += is_used
             return
         match event.what:
             case RandomRequest() as added:

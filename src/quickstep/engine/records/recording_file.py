@@ -15,10 +15,10 @@ from pathlib import Path
 from typing import IO
 
 from quickstep.config import EngineConfig, RecordingConfig, SchedulerConfig
-from quickstep.core.block_pool import KVBlockPool
 from quickstep.core.cost_model import LinearCostModel
 from quickstep.core.policies import Policy
 from quickstep.core.recording import Recorder, RecordingScheduler
+from quickstep.core.resources.block_pool import KVBlockPool
 from quickstep.engine.text.tokenizer import Tokenizer
 from quickstep.errors import ConfigError
 

@@ -1,4 +1,4 @@
-"""The engine's log: one record per step, one per finished sequence, totals, and observations.
+"""The engine's log: one record per step, one per finished sequence, and totals.
 
 Written by the engine's loop only; read by `/metrics`, `/debug/steps`, the cost accounts and the
 command line. Ring buffers hold the newest records, totals count everything since the start. With a
@@ -7,10 +7,9 @@ path, every record is also appended there as a line of JSON.
 
 from __future__ import annotations
 
-import enum
 import logging
 from collections import Counter, deque
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from contextlib import suppress
 from pathlib import Path
 from types import MappingProxyType
@@ -24,26 +23,13 @@ from quickstep.types import FinishReason, SequenceTimings, StepRecord
 __all__ = [
     "Follower",
     "LiveSequence",
-    "Observer",
-    "Quantity",
     "SequenceRecord",
     "StepLog",
     "StepTotals",
 ]
 
 
-class Quantity(enum.Enum):
-    """Observed times in seconds: one value per sequence, for INTER_TOKEN one per gap."""
-
-    QUEUE = "queue"
-    TIME_TO_FIRST_TOKEN = "time_to_first_token"
-    INTER_TOKEN = "inter_token"
-    TIME_PER_OUTPUT_TOKEN = "time_per_output_token"
-    END_TO_END = "end_to_end"
-
-
 _LOGGER = logging.getLogger(__name__)
-Observer = Callable[[Quantity, float], None]
 
 
 class SequenceRecord(msgspec.Struct, frozen=True, tag_field="kind", tag="sequence"):
@@ -110,9 +96,6 @@ class Follower(Protocol):
     def add_step(self, record: StepRecord) -> None:
         """A step was committed."""
 
-    def add_gap(self, seconds: float) -> None:
-        """A sequence's tokens came `seconds` after its previous ones."""
-
     def add_sequence(self, record: SequenceRecord) -> None:
         """A sequence ended."""
 
@@ -126,7 +109,6 @@ class StepLog:
         self._counts: Counter[str] = Counter()
         self._num_finished: Counter[FinishReason] = Counter()
         self._busy_s = 0.0
-        self._observers: list[Observer] = []
         self._followers: list[Follower] = []
         self._failed: set[int] = set()  # ids of readers whose first error was logged
         self._path = path
@@ -158,10 +140,6 @@ class StepLog:
             num_finished=MappingProxyType(dict(self._num_finished)),
         )
 
-    def subscribe(self, observer: Observer) -> None:
-        """Call `observer` for every observation from now on, in the engine's loop."""
-        self._observers.append(observer)
-
     def follow(self, follower: Follower) -> None:
         """Pass every record on to `follower` from now on, in the engine's loop."""
         self._followers.append(follower)
@@ -189,14 +167,13 @@ class StepLog:
         self._counts["prefill_tokens"] += record.num_prefill_tokens
         self._counts["decode_tokens"] += record.num_decode_tokens
         self._counts["preemptions"] += record.num_preemptions
-        self._tell(lambda follower: follower.add_step(record))
+        for follower in self._followers:
+            try:
+                follower.add_step(record)
+            except Exception:  # what a reader follows never ends because of its errors
+                self._log_once(follower)
         if self._file is not None:
             self._write(record)
-
-    def add_gap(self, seconds: float) -> None:
-        """A sequence's tokens came `seconds` after its previous ones."""
-        self._tell(lambda follower: follower.add_gap(seconds))
-        self._observe(Quantity.INTER_TOKEN, seconds)
 
     def add_sequence(self, record: SequenceRecord) -> None:
         """A sequence ended."""
@@ -206,30 +183,13 @@ class StepLog:
         self._counts["prompt_tokens"] += timings.num_prompt_tokens
         self._counts["cached_tokens"] += timings.num_cached_tokens
         self._counts["output_tokens"] += timings.num_output_tokens
-        self._observe(Quantity.QUEUE, timings.queue_s)
-        self._observe(Quantity.TIME_TO_FIRST_TOKEN, record.time_to_first_token_s)
-        self._observe(Quantity.TIME_PER_OUTPUT_TOKEN, record.time_per_output_token_s)
-        self._observe(Quantity.END_TO_END, record.end_to_end_s)
-        self._tell(lambda follower: follower.add_sequence(record))
-        if self._file is not None:
-            self._write(record)
-
-    def _tell(self, call: Callable[[Follower], None]) -> None:
-        """Call every follower; what it reads never ends because of its errors."""
         for follower in self._followers:
             try:
-                call(follower)
+                follower.add_sequence(record)
             except Exception:
                 self._log_once(follower)
-
-    def _observe(self, quantity: Quantity, value: float | None) -> None:
-        if value is None:
-            return
-        for observer in self._observers:
-            try:
-                observer(quantity, value)
-            except Exception:
-                self._log_once(observer)
+        if self._file is not None:
+            self._write(record)
 
     def _log_once(self, reader: object) -> None:
         if id(reader) not in self._failed:

@@ -24,7 +24,7 @@ from msgspec.structs import fields, replace
 from quickstep.config import EngineConfig
 from quickstep.core.accounting import SchedulerStats, Totals
 from quickstep.core.admission import AdmissionState
-from quickstep.core.block_pool import PoolStats
+from quickstep.core.resources.block_pool import PoolStats
 from quickstep.core.service_order import level_of
 from quickstep.engine.adapters import LoadedAdapter
 from quickstep.engine.records.step_log import StepLog
@@ -34,9 +34,7 @@ from quickstep.engine.remote.messages import (
     Abort,
     Accepted,
     AdapterNote,
-    DeltaNote,
     FromEngine,
-    GapNote,
     LoadAdapter,
     LogSetup,
     ModelFacts,
@@ -47,7 +45,6 @@ from quickstep.engine.remote.messages import (
     ReportTimings,
     ResetPrefixCache,
     Resume,
-    SequenceNote,
     StatsNote,
     StepNote,
     TimingsNote,
@@ -324,7 +321,7 @@ class RemoteEngine:
 
     @property
     def step_log(self) -> StepLog:
-        """A copy of the engine's step log, over all its processes; read it, subscribe to it."""
+        """A copy of the engine's step log, over all its processes; read it, or follow it."""
         return self._step_log
 
     def stats(self) -> EngineStats:
@@ -517,14 +514,13 @@ class RemoteEngine:
     def receive(self, message: FromEngine) -> None:
         """The process sent a message (the supervisor only)."""
         match message:
-            case DeltaNote(request_id=request_id, delta=delta):
-                self._streams.deliver(request_id, delta)
-            case GapNote(seconds=seconds):
-                self._step_log.add_gap(seconds)
-            case StepNote(record=record):
-                self._step_log.add_step(record)
-            case SequenceNote(record=record):
-                self._step_log.add_sequence(record)
+            case StepNote():
+                for sequence in message.sequences:
+                    self._step_log.add_sequence(sequence)
+                for request_id, delta in message.deltas:
+                    self._streams.deliver(request_id, delta)
+                if message.record is not None:
+                    self._step_log.add_step(message.record)
             case Accepted(request_id=request_id, ignored=ignored):
                 self._streams.accept(request_id, ignored)
             case Refused():

@@ -41,9 +41,7 @@ __all__ = [
     "Abort",
     "Accepted",
     "AdapterNote",
-    "DeltaNote",
     "FromEngine",
-    "GapNote",
     "LoadAdapter",
     "Loading",
     "LogSetup",
@@ -59,7 +57,6 @@ __all__ = [
     "ResetPrefixCache",
     "Resume",
     "Sender",
-    "SequenceNote",
     "StatsNote",
     "StepNote",
     "Stop",
@@ -194,29 +191,18 @@ class Refused(WireMessage, frozen=True):
         )
 
 
-class DeltaNote(WireMessage, frozen=True):
-    """A delta of one of a request's sequences."""
-
-    request_id: str
-    delta: Delta
-
-
 class StepNote(WireMessage, frozen=True):
-    """A step was committed."""
+    """All that came of a step; without a record, what came without one.
 
-    record: StepRecord
+    Attributes:
+        sequences: Those that ended.
+        deltas: Of sequences, with the ids of their requests.
+        record: The step's.
+    """
 
-
-class GapNote(WireMessage, frozen=True):
-    """The time between two tokens of a sequence."""
-
-    seconds: float
-
-
-class SequenceNote(WireMessage, frozen=True):
-    """A sequence ended."""
-
-    record: SequenceRecord
+    sequences: tuple[SequenceRecord, ...] = ()
+    deltas: tuple[tuple[str, Delta], ...] = ()
+    record: StepRecord | None = None
 
 
 class TimingsNote(WireMessage, frozen=True):
@@ -267,10 +253,7 @@ FromEngine = (
     | OpenRefused
     | Accepted
     | Refused
-    | DeltaNote
     | StepNote
-    | GapNote
-    | SequenceNote
     | TimingsNote
     | PrefixCacheReset
     | AdapterNote

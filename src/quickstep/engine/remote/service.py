@@ -27,8 +27,6 @@ from quickstep.engine.remote.messages import (
     Abort,
     Accepted,
     AdapterNote,
-    DeltaNote,
-    GapNote,
     LoadAdapter,
     Loading,
     ModelFacts,
@@ -42,7 +40,6 @@ from quickstep.engine.remote.messages import (
     ResetPrefixCache,
     Resume,
     Sender,
-    SequenceNote,
     StatsNote,
     StepNote,
     Stop,
@@ -73,37 +70,59 @@ _REQUESTS_PER_TURN = 8
 EngineOpener = Callable[[EngineConfig, Callable[[int, int], None]], "Engine"]
 
 
-class StepLogNotes:
-    """Follows the engine's step log and sends each of its records."""
+class StepNotes:
+    """Follows the engine's step log, and sends what comes of each step as one message: deltas,
+    ended sequences, the record. What comes without a step is sent in the same turn of the loop.
+    """
 
     def __init__(self, sender: Sender) -> None:
         self._sender = sender
+        self._sequences: list[SequenceRecord] = []
+        self._deltas: list[tuple[str, Delta]] = []
+        self._flush: asyncio.Handle | None = None
 
     def add_step(self, record: StepRecord) -> None:
         """A step was committed."""
-        self._sender.put(StepNote(record))
-
-    def add_gap(self, seconds: float) -> None:
-        """The time between two tokens of a sequence."""
-        self._sender.put(GapNote(seconds))
+        self._send(record)
 
     def add_sequence(self, record: SequenceRecord) -> None:
         """A sequence ended."""
-        self._sender.put(SequenceNote(record))
+        self._sequences.append(record)
+        self._will_send()
+
+    def add_delta(self, request_id: str, delta: Delta) -> None:
+        """A request has output. Raises UnicodeEncodeError for text that is not Unicode."""
+        delta.text.encode()
+        self._deltas.append((request_id, delta))
+        if self._flush is None:
+            self._will_send()
+
+    def _will_send(self) -> None:
+        if self._flush is None:
+            self._flush = asyncio.get_running_loop().call_soon(self._send)
+
+    def _send(self, record: StepRecord | None = None) -> None:
+        if self._flush is not None:
+            self._flush.cancel()
+            self._flush = None
+        note = StepNote(tuple(self._sequences), tuple(self._deltas), record)
+        self._sequences.clear()
+        self._deltas.clear()
+        self._sender.put(note)
 
 
 class _RequestSink:
     """Sends the deltas of one request; `ended` is called with the last."""
 
-    def __init__(self, request: Request, sender: Sender, ended: Callable[[], None]) -> None:
+    def __init__(self, request: Request, notes: StepNotes, ended: Callable[[], None]) -> None:
         self._request_id = request.request_id
         self._num_running = request.sampling.n
-        self._sender = sender
+        self._notes = notes
         self._ended = ended
 
     def put(self, delta: Delta) -> None:
         """Send a delta. Raises UnicodeEncodeError for text that is not Unicode."""
-        self._sender.put(DeltaNote(self._request_id, delta))
+        self._notes.add_delta(self._request_id, delta)
         if delta.finish_reason is not None:
             self._num_running -= 1
             if not self._num_running:
@@ -119,6 +138,7 @@ class EngineService:
         self._reader = reader
         self._writer = writer
         self._sender = Sender(writer)
+        self._notes = StepNotes(self._sender)
         self._opener = opener
         self._engine: Engine | None = None
         self._preparing: set[str] = set()
@@ -214,7 +234,7 @@ class EngineService:
 
         try:
             engine = await asyncio.to_thread(self._opener, opening.config, progress)
-            engine.step_log.follow(StepLogNotes(self._sender))
+            engine.step_log.follow(self._notes)
             await engine.start()
             opened = Opened(_facts(engine), engine.stats())
         except ConfigError as error:
@@ -235,7 +255,7 @@ class EngineService:
         self._start(self._report_failure(engine))
 
     def _submit(self, request: Request) -> None:
-        sink = _RequestSink(request, self._sender, self._stats_due.set)
+        sink = _RequestSink(request, self._notes, self._stats_due.set)
         try:
             ignored = self._require_engine().submit(request, sink)
         except (KeyboardInterrupt, SystemExit):
@@ -321,6 +341,7 @@ class EngineService:
         try:
             if self._engine is not None:
                 await self._engine.stop()
+            await asyncio.sleep(0)  # what ended with it is put
             await self._sender.flush()
             self._stopped = self._engine is not None
         except Exception:  # the task's top: the process ends, in order or not

@@ -118,8 +118,8 @@ class Detokenizer:
         kept_special: Iterable[int] = (),
     ) -> None:
         self._tokenizer = tokenizer
-        self._skip_special_tokens = skip_special_tokens
-        self._kept_special = frozenset(kept_special)
+        skipped = tokenizer.special_ids if skip_special_tokens else frozenset()
+        self._skipped = skipped - frozenset(kept_special)
         self._utf8 = codecs.getincrementaldecoder("utf-8")("replace")
         self._in_bytes = tokenizer.kind is DecoderKind.BYTES
         self._at_start = at_text_start
@@ -128,9 +128,8 @@ class Detokenizer:
     def feed(self, token_ids: Sequence[int]) -> str:
         """Add tokens. Returns the text that is complete now, which may be empty."""
         text_ids = token_ids
-        if self._skip_special_tokens:
-            is_special = self._tokenizer.is_special
-            text_ids = [i for i in token_ids if not is_special(i) or i in self._kept_special]
+        if not self._skipped.isdisjoint(token_ids):
+            text_ids = [token_id for token_id in token_ids if token_id not in self._skipped]
         if self._in_bytes:
             added = b"".join(map(self._tokenizer.token_bytes, text_ids))
             # The library's incremental decoder is written in Python: most tokens do not need it.

@@ -216,6 +216,11 @@ class Tokenizer:
         """Whether `skip_special_tokens` leaves the token out."""
         return token_id in self._special_ids
 
+    @property
+    def special_ids(self) -> frozenset[int]:
+        """The tokens that `skip_special_tokens` leaves out."""
+        return self._special_ids
+
     def is_byte_piece(self, piece: str) -> bool:
         """Whether a piece such as `<0xAB>` is a byte in this vocabulary."""
         return self._byte_fallback and _fallback_byte(piece) is not None

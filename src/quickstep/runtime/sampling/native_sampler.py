@@ -21,7 +21,7 @@ from quickstep.model.interface import Model
 from quickstep.ops.native.backend import load_native
 from quickstep.ops.native.library import SampleCall
 from quickstep.ops.native.steps import RowSampler
-from quickstep.ops.tensors import AnyTensor, to_torch
+from quickstep.ops.tensors import AnyTensor, to_numpy, to_torch
 from quickstep.runtime.sampling.logit_changes import LogitChanges
 from quickstep.runtime.sampling.logprobs import (
     logprobs_of_scores,
@@ -111,11 +111,11 @@ class NativeSampler:
         if rows is None and all([state.is_plain_argmax for state in states]):
             return self._argmax(logits)
         self._argmax_of = None
-        calls = self._rows.calls(len(states))
+        calls, matrix = self._rows.calls(len(states)), to_numpy(logits)
         started: list[Sample | SampleFailure | _Pending] = []
         num_calls = 0
         for index, state in zip(rows or range(len(states)), states, strict=True):
-            started.append(_start(calls[num_calls], logits[index].numpy(), state))
+            started.append(_start(calls[num_calls], matrix[index], state))
             num_calls += isinstance(started[-1], _Pending)
         if num_calls:
             self._rows.run(num_calls)
@@ -154,23 +154,29 @@ class _Pending(msgspec.Struct):
 def _start(
     call: SampleCall, row: npt.NDArray[np.float32], state: SamplingState
 ) -> Sample | SampleFailure | _Pending:
-    sampling = state.sampling
-    try:
-        changes = state.changes(row) if state.adjusts_logits else None
-    except BaseException as error:  # ends this row's sequence, not the step
-        return failure_of(error)
-    if state.failure:
-        is_finite = np.isfinite(row.max())
-        return SampleFailure(state.failure, is_refused=True) if is_finite else NO_MAXIMUM
+    sampling, vocab_size = state.sampling, row.shape[0]
+    changes: LogitChanges | None = None
+    if state.adjusts_logits:
+        try:
+            changes = state.changes(row)
+        except BaseException as error:  # ends this row's sequence, not the step
+            return failure_of(error)
+        if state.failure:
+            is_finite = np.isfinite(row.max())
+            return SampleFailure(state.failure, is_refused=True) if is_finite else NO_MAXIMUM
     pending = _Pending(call, row, changes)
     call.logits = row.ctypes.data
     _fill_changes(call, changes)
     call.temperature = sampling.temperature
     call.num_top = -1
-    _fill_filters(call, state, row.shape[0])
+    call.top_k = sampling.top_k if 0 < sampling.top_k < vocab_size else 0
+    call.top_p, call.typical_p = sampling.top_p, sampling.typical_p
+    call.log_min_p = math.log(sampling.min_p) if sampling.min_p > 0.0 else -math.inf
+    call.applies_xtc = sampling.xtc_probability > 0.0 and applies_xtc(state)
+    call.xtc_threshold = sampling.xtc_threshold
     call.key_b, call.key_c = row_keys(state.seed, state.num_outputs)
     if sampling.logprobs is not None:
-        call.num_top = min(sampling.logprobs, row.shape[0])
+        call.num_top = min(sampling.logprobs, vocab_size)
         top_ids = pending.top_ids = np.empty(call.num_top, dtype=np.int64)
         top_logits = pending.top_logits = np.empty(call.num_top, dtype=np.float32)
         call.top_ids, call.top_logits = top_ids.ctypes.data, top_logits.ctypes.data
@@ -189,15 +195,6 @@ def _fill_changes(call: SampleCall, changes: LogitChanges | None) -> None:
     call.num_first_bans, call.first_yields = first.token_ids.shape[0], first.yields
     call.num_second_bans, call.second_yields = second.token_ids.shape[0], second.yields
     call.first_bans, call.second_bans = first.token_ids.ctypes.data, second.token_ids.ctypes.data
-
-
-def _fill_filters(call: SampleCall, state: SamplingState, vocab_size: int) -> None:
-    sampling = state.sampling
-    call.top_k = sampling.top_k if 0 < sampling.top_k < vocab_size else 0
-    call.top_p, call.typical_p = sampling.top_p, sampling.typical_p
-    call.log_min_p = math.log(sampling.min_p) if sampling.min_p > 0.0 else -math.inf
-    call.applies_xtc = applies_xtc(state)
-    call.xtc_threshold = sampling.xtc_threshold
 
 
 def _finish(pending: _Pending, state: SamplingState) -> Sample | SampleFailure:

@@ -47,17 +47,16 @@ _MIX_A = 0xBF58476D1CE4E5B9
 _MIX_B = 0x94D049BB133111EB
 
 
-def _mix(x: int) -> int:
-    x = ((x ^ (x >> 30)) * _MIX_A) & _MASK
-    x = ((x ^ (x >> 27)) * _MIX_B) & _MASK
-    return x ^ (x >> 31)
-
-
 def row_keys(seed: int, position: int) -> tuple[int, int]:
     """(key_b, key_c) of the definition."""
-    key_a = _mix((seed + _WEYL) & _MASK)
-    key_b = _mix((key_a + (position + 1) * _POSITION_STEP) & _MASK)
-    return key_b, _mix((key_b + _WEYL) & _MASK)
+    x, keys = seed, []
+    for added in (_WEYL, (position + 1) * _POSITION_STEP, _WEYL):
+        x = (x + added) & _MASK
+        x = ((x ^ (x >> 30)) * _MIX_A) & _MASK
+        x = ((x ^ (x >> 27)) * _MIX_B) & _MASK
+        x ^= x >> 31
+        keys.append(x)
+    return keys[1], keys[2]
 
 
 def noise_bits(seed: int, position: int, token_ids: Ids) -> npt.NDArray[np.uint64]:

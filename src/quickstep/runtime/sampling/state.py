@@ -107,7 +107,7 @@ class SamplingState:
     @property
     def adjusts_logits(self) -> bool:
         """Whether `adjust_` would change anything for the next token."""
-        return self._always_adjusts or self._bans_ends
+        return self._always_adjusts or self.num_outputs < self._end_ban
 
     @property
     def failure(self) -> str:
@@ -117,7 +117,8 @@ class SamplingState:
     @property
     def is_plain_argmax(self) -> bool:
         """Whether the next token is the argmax of the raw logits, with no log-probabilities."""
-        return self.is_plain_argmax_after(0)
+        is_past_ban = self.num_outputs >= self._end_ban
+        return self._is_argmax and not self._always_adjusts and is_past_ban
 
     def is_plain_argmax_after(self, num_outputs: int) -> bool:
         """Whether that holds for the token after this many more outputs."""

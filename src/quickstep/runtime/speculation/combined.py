@@ -1,8 +1,8 @@
 """Several proposers for one sequence: each time, the drafts that are predicted to gain most.
 
-`draft_choice` chooses. A proposal is compared with the tokens that were sampled, also if another
-one was chosen, so that the acceptance of all that ran is known. A proposer that raises is dropped:
-the log has the cause once, and the others draft without it.
+`core.drafts.choice` chooses. A proposal is compared with the tokens that were sampled, also if
+another one was chosen, so that the acceptance of all that ran is known. A proposer that raises is
+dropped: the log has the cause once, and the others draft without it.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from functools import partial
 
 from msgspec.structs import replace
 
-from quickstep.draft_choice import DraftChoice, WantedDrafts
+from quickstep.core.drafts.choice import DraftChoice, WantedDrafts
 from quickstep.runtime.speculation.proposer import (
     ComputedStep,
     Drafts,

@@ -148,7 +148,9 @@ class Drafting:
         proposer = self._proposer
         if proposer is None:
             return {}
-        if self._reader is None and not any([row.requests_drafts for row in rows]):
+        if self._reader is None and not any(
+            [row.num_next_drafts or row.num_next_forced for row in rows]
+        ):
             return {}
         try:
             return self._propose(proposer, rows, emitting, hidden, every_token)

@@ -38,6 +38,7 @@ class EmittingRow(msgspec.Struct):
 
     Attributes:
         index: Its place in the step.
+        state: The sampling state of its slot.
         first: The place of its first logits in [E, V]; those after its drafts follow.
         drafts, parents: The row's; see `StepRow.parents`.
         samples: What was emitted so far.
@@ -47,17 +48,12 @@ class EmittingRow(msgspec.Struct):
 
     index: int
     slot: Slot
+    state: SamplingState
     first: int
     drafts: tuple[int, ...] = ()
     parents: tuple[int, ...] = ()
     samples: list[Sample] = msgspec.field(default_factory=list)
     nodes: list[int] = msgspec.field(default_factory=lambda: [0])
-
-    @property
-    def state(self) -> SamplingState:
-        """The sampling state of its slot."""
-        assert self.slot.state is not None, "a slot without sampling state emits nothing"
-        return self.slot.state
 
     @property
     def next_draft(self) -> int | None:
@@ -98,8 +94,9 @@ class EmittingRow(msgspec.Struct):
             if not self.samples:
                 slot.failure, slot.is_refused = sampled.reason, sampled.is_refused
             return False
+        slot.last_token = sampled.token_id  # the input of the next decode row
         try:
-            slot.record(sampled.token_id)
+            self.state.record(sampled.token_id)
         except BaseException as error:  # ends this row's sequence, not the step
             slot.failure = failure_of(error).reason
             return False

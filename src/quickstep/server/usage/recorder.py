@@ -78,9 +78,6 @@ class UsageRecorder:
     def add_step(self, record: StepRecord) -> None:
         """Steps are not charged; their seconds are in the sequences' `device_s`."""
 
-    def add_gap(self, seconds: float) -> None:
-        """Gaps are not charged."""
-
     def add_sequence(self, record: SequenceRecord) -> None:
         """Record a sequence that ended."""
         timings = record.timings

@@ -32,15 +32,16 @@ Owned by `core.scheduler`. Time comes in as an argument; the tokens do not depen
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Sequence as SequenceOf
 from itertools import takewhile
 
 import msgspec
 
 from quickstep.core.cost_model import CostModel, StepLoad
-from quickstep.types import StepRow
+from quickstep.core.sequence import Acceptance, Sequence
+from quickstep.types import StepRecord, StepRow
 
-__all__ = ["Acceptance", "DraftControl", "DraftMode"]
+__all__ = ["DraftControl", "DraftMode", "divide"]
 
 # A sequence's rate is an average of that of all, which counts as so many drafts, and of its own
 # drafts, of which older ones count less.
@@ -72,19 +73,6 @@ _CHANGED = 0.2  # in the part of the drafts that are accepted, since the last co
 _PROBED_EVERY = 64  # steps
 _PRICED_EVERY = 8  # steps
 _LEAST_S = 1e-9  # of a prediction
-
-
-class Acceptance(msgspec.Struct):
-    """The drafts of one sequence. `num_compared` were compared with the next token, and
-    `num_right` of these were it, in a tree one of those after the same token; older ones count less
-    in both. `in_trees`: the last drafts were a tree.
-    """
-
-    num_drafts: int = 0
-    num_accepted: int = 0
-    num_compared: float = 0.0
-    num_right: float = 0.0
-    in_trees: bool = False
 
 
 class DraftMode(msgspec.Struct, frozen=True):
@@ -249,6 +237,8 @@ class DraftControl:
         """Choose the mode of the step that is planned next, with about this many sequences. In a
         batch of a new size it is the one before.
         """
+        if not self.max_drafts:
+            return
         self._size_class = _size_class(num_sequences)
         comparison = self._comparisons.get(self._size_class)
         if comparison is None:
@@ -317,6 +307,44 @@ class DraftControl:
         relative_s = seconds / max(cost_model.usual_seconds(without_drafts), _LEAST_S)
         comparison.measured(1.0 + num_accepted / num_rows, relative_s, self._shared_rate)
 
+    def learn(
+        self,
+        mode: DraftMode,
+        decode: StepLoad,
+        record: StepRecord,
+        since_s: float,
+        now: float,
+        cost_model: CostModel,
+    ) -> None:
+        """Learn from the record of a step whose result came `now` and followed the one at
+        `since_s`; `decode` is the load of its decode rows.
+        """
+        # With what follows a result, which drafts make longer, but without a pause.
+        if record.planned_at_s - since_s > record.seconds:
+            since_s = record.planned_at_s
+        elapsed_s = (now - since_s) * (record.decode_s / max(record.seconds, 1e-9))
+        self.measured(mode, decode, record.num_accepted, elapsed_s, cost_model)
+
+    def num_for_row(self, sequence: Sequence, most: int) -> int:
+        """How many of a sequence's drafts its next row has: those that pay, of `most` that fit."""
+        num_forced = min(sequence.drafts.num_forced, self.num_forced())
+        num_left = sequence.output_limit - sequence.num_outputs - 1
+        return min(max(num_forced, self.num_checked(sequence.drafts.acceptance)), num_left, most)
+
+    def num_next(self, sequence: Sequence) -> tuple[int, int]:
+        """How many drafts to request for the row after the one that is placed now, and how many if
+        they are forced; in steps that `may_request` some.
+        """
+        request = sequence.request
+        if not request.speculation:
+            return 0, 0
+        num_known = sequence.num_outputs + 1  # after that row, at least
+        num_left = max(0, sequence.output_limit - num_known - 1)
+        num_drafts = min(self.num_requested(sequence.drafts.acceptance), num_left)
+        if request.sampling.grammar is None and request.sampling.thinking_budget is None:
+            return num_drafts, 0
+        return num_drafts, min(self.num_forced(), num_left)
+
     def num_drafts(self, acceptance: Acceptance) -> int:
         """How many drafts pay for a sequence."""
         if not self.uses_drafts:
@@ -364,7 +392,7 @@ class DraftControl:
         self,
         acceptance: Acceptance,
         row: StepRow,
-        accepted: Sequence[int],
+        accepted: SequenceOf[int],
         num_forced: int = 0,
     ) -> None:
         """Learn from a row with drafts, of which those with the numbers `accepted` were accepted,
@@ -387,6 +415,21 @@ class DraftControl:
             acceptance.num_right = _KEPT_DRAFTS * acceptance.num_right + outcome
             shared = self._shared_rate + _SHARED_GAIN * (outcome - self._shared_rate)
             self._shared_rate = _bounded(shared)
+
+
+def divide(wanting: SequenceOf[Sequence], spare: int, turn: int) -> dict[str, int] | None:
+    """Divide `spare` tokens of a step among the drafts of sequences: how many each may have at
+    most, by its id; None if all may have theirs. If not, each turn begins with another sequence.
+    """
+    if spare >= sum([len(sequence.drafts.token_ids) for sequence in wanting]):
+        return None
+    first = turn % max(1, len(wanting))
+    allowed = {}
+    for sequence in (*wanting[first:], *wanting[:first]):
+        num_drafts = max(0, min(len(sequence.drafts.token_ids), spare))
+        allowed[sequence.sequence_id] = num_drafts
+        spare -= num_drafts
+    return allowed
 
 
 def _bounded(rate: float) -> float:

@@ -7,7 +7,7 @@ counts for all of them at once. Everything that a later decision or a report rea
 last bit to what rows that are listed in the plan give: charges are whole numbers
 (`accounting.UnitTicks`), and blocks are allocated and registered in the same order.
 
-Owned by `core.scheduler`. While a sequence is in the group, its tokens, its planned positions and
+Owned by `GroupedScheduler`. While a sequence is in the group, its tokens, its planned positions and
 its charge are those of the last `settle`; all else of it is up to date.
 """
 
@@ -18,8 +18,8 @@ from bisect import insort
 import msgspec
 
 from quickstep.core.accounting import UnitTicks
-from quickstep.core.block_pool import KVBlockPool
 from quickstep.core.cost_model import StepLoad
+from quickstep.core.resources.block_pool import KVBlockPool
 from quickstep.core.sequence import Rank, Sequence
 from quickstep.types import SequenceOutput, StepRecord
 
@@ -103,7 +103,7 @@ class DecodeGroup:
         """Take a sequence that has no row in flight, if it only decodes from now on."""
         if self._is_in_flight or sequence in self._members or not self._only_decodes(sequence):
             return
-        num_steps, num_planned = self._num_steps, sequence.resident.planned
+        num_steps, num_planned = self._num_steps, sequence.residency.planned
         num_left = sequence.output_limit - sequence.num_outputs
         member = _Member(
             sequence,
@@ -157,14 +157,16 @@ class DecodeGroup:
         num_steps, block_size, pool = self._num_steps, self._block_size, self._pool
         for member in self._changing[num_steps % block_size]:
             sequence, start = member.sequence, member.shift + num_steps
-            residency = sequence.resident
+            residency = sequence.residency
             if not start % block_size:
                 residency.blocks.append(pool.allocate_one())
+                residency.capacity += block_size
             if not (start + 1) % block_size and pool.prefix_caching:
                 block_tokens = self._last_block(sequence, start + 1)
                 pool.register_next(
                     residency.keys, sequence.root, residency.blocks, block_tokens, sequence.digests
                 )
+                residency.registers_at += block_size
         self._last_step_id = step_id
         self._is_in_flight = True
 
@@ -201,14 +203,14 @@ class DecodeGroup:
         return begins, (begins - 1) % self._block_size
 
     def _settle(self, member: _Member) -> None:
-        sequence, residency = member.sequence, member.sequence.resident
+        sequence, residency = member.sequence, member.sequence.residency
         self._set_length(sequence, member.shift + self._num_steps)
         residency.planned += self._is_in_flight
         residency.pending = int(self._is_in_flight)
         sequence.last_step_id = max(sequence.last_step_id, self._last_step_id)
-        sequence.device_ticks += self._row_ticks - member.row_ticks
+        sequence.charges.device_ticks += self._row_ticks - member.row_ticks
         context_ticks = self._context_ticks - member.context_ticks
-        sequence.device_ticks += (member.shift + 1) * context_ticks
+        sequence.charges.device_ticks += (member.shift + 1) * context_ticks
         member.row_ticks, member.context_ticks = self._row_ticks, self._context_ticks
 
     def _last_block(self, sequence: Sequence, num_tokens: int) -> tuple[int, ...]:
@@ -223,11 +225,11 @@ class DecodeGroup:
         """The sequence after so many positions: one more token is known."""
         tokens = sequence.token_ids
         tokens += [self._token_id] * (num_computed + 1 - len(tokens))
-        sequence.resident.planned = num_computed
+        sequence.residency.planned = num_computed
 
     def _only_decodes(self, sequence: Sequence) -> bool:
         """Whether each next step of a sequence is a plain row, until its last output token."""
-        residency, request, token_id = sequence.resident, sequence.request, self._token_id
+        residency, request, token_id = sequence.residency, sequence.request, self._token_id
         sampling = request.sampling
         is_plain = not (
             sequence.is_paused

@@ -170,6 +170,10 @@ class AdapterResidency:
         """Whether sequences with this adapter ("" for none) may be admitted."""
         return not adapter_id or self.state(adapter_id) is AdapterState.RESIDENT
 
+    def is_absent(self, adapter_id: str) -> bool:
+        """Whether it is an adapter that is not in memory, not even in part."""
+        return adapter_id in self._adapters and adapter_id not in self._held
+
     def has_place(self, num_bytes: int) -> bool:
         """Whether another adapter fits, without an eviction."""
         return self._fit(self.num_resident + 1, self.num_bytes + num_bytes)

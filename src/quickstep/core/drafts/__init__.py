@@ -1,0 +1,1 @@
+"""What to draft: how many tokens for each row (`control`), and by which proposer (`choice`)."""

@@ -1,0 +1,192 @@
+"""`StepBudget`: how many tokens of a step each phase, prompt, draft and row may take.
+
+The policy decides, by what it is shown of the queue and of the step so far. Two rules hold for all
+policies: drafts get what rows and prompts leave, and rows of tenants that hold more than their part
+of the batch come last and only while the step stays short enough for the rows of the others.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from collections.abc import Sequence as SequenceOf
+
+from msgspec.structs import replace
+
+from quickstep.core.cost_model import CostModel, StepLoad
+from quickstep.core.drafts.control import divide
+from quickstep.core.policies import Policy, StepView
+from quickstep.core.queues import RunningBatch, WaitingQueue
+from quickstep.core.sequence import Sequence
+from quickstep.core.step import StepDraft
+from quickstep.types import Phase
+
+__all__ = ["StepBudget"]
+
+_NO_POSITIONS = range(0)
+_MIN_PREFILL = 16  # tokens of a step that more decode rows than it has tokens leave
+
+
+class StepBudget:
+    """The budgets of one scheduler's steps. `fits` says whether there are the resources to admit a
+    sequence now.
+    """
+
+    def __init__(
+        self,
+        policy: Policy,
+        cost_model: CostModel,
+        waiting: WaitingQueue,
+        batch: RunningBatch,
+        fits: Callable[[Sequence], bool],
+    ) -> None:
+        self._policy = policy
+        self._order = policy.order
+        self._cost_model = cost_model
+        self._waiting = waiting
+        self._batch = batch
+        self._fits = fits
+        self._is_turn_of_prefill = False  # of the tenants above their part of the batch
+
+    def of_phase(self, phase: Phase, draft: StepDraft, now: float) -> int:
+        """The tokens of a phase."""
+        start = self._batch.prefill_start
+        if start is None and self._waiting.head is None:  # then there is nothing to split
+            return 0 if phase is Phase.PREFILL else draft.num_tokens_left
+        num_tokens = self._policy.tokens(phase, self._view(draft, now, start), self._cost_model)
+        if phase is Phase.PREFILL:
+            num_tokens = max(num_tokens, draft.min_prefill)
+        return min(num_tokens, draft.num_tokens_left)
+
+    def of_prompt(self, draft: StepDraft, sequence: Sequence, start: int, now: float) -> int:
+        """The tokens of a prompt from position `start` on.
+
+        All that are left in the step, unless prompts are scored: their tokens cost more than the
+        policy assumed for the phase.
+        """
+        scored = sequence.scored_positions
+        if not scored and not draft.prefill_load.num_scored:
+            return draft.num_tokens_left
+        view = self._view(draft, now, start, scored)
+        num_tokens = self._policy.tokens(Phase.PREFILL, view, self._cost_model)
+        return min(num_tokens, draft.num_tokens_left)
+
+    def may_admit(self, draft: StepDraft, now: float) -> bool:
+        """Whether the policy lets the head of the queue enter the batch."""
+        return self._policy.may_admit(self._view(draft, now, start=0))
+
+    def wakeup(self, now: float) -> float | None:
+        """When the policy wants another plan without an event."""
+        return self._policy.wakeup(self._view(StepDraft(0), now))
+
+    # -- drafts -----------------------------------------------------------------------------------
+
+    def of_drafts(
+        self,
+        draft: StepDraft,
+        sequences: SequenceOf[Sequence],
+        over_share: SequenceOf[Sequence],
+        budget: int,
+        step_id: int,
+        now: float,
+    ) -> dict[str, int] | None:
+        """Divide the tokens of a step that may not be enough for all: a token for every row and the
+        prefill that there would be without drafts come first, drafts get the rest. So no sequence
+        waits for more steps than without drafts.
+
+        Returns how many drafts each of `sequences` may have at most, by its id; None if all may
+        have theirs.
+        """
+        num_rows = len(sequences) + len(over_share)
+        has_drafts = any([sequence.drafts.token_ids for sequence in sequences])
+        if not has_drafts and num_rows <= budget - _MIN_PREFILL:  # the usual case
+            return None
+        rows = [sequence for sequence in (*sequences, *over_share) if sequence.can_decode]
+        if self._policy.phases[0] is Phase.DECODE:
+            # also with more rows than tokens, some go to prefill: in every other step of one token
+            least = min(_MIN_PREFILL, budget // 2 or step_id % 2)
+            most = max(budget - len(rows), least)
+            draft.min_prefill = self._prefill_next_to(draft, rows, most, now)
+        spare = budget - len(rows) - draft.min_prefill
+        wanting = [
+            sequence for sequence in sequences if sequence.drafts.token_ids and sequence.can_decode
+        ]
+        return divide(wanting, spare, step_id)
+
+    def _prefill_next_to(
+        self, draft: StepDraft, rows: list[Sequence], most: int, now: float
+    ) -> int:
+        """How many of `most` tokens prefill would take next to decode rows without drafts."""
+        start, head = self._batch.prefill_start, self._waiting.head
+        if start is None and head is None:  # the usual case
+            return 0
+        load = draft.decode_load
+        for row in rows:
+            load += StepLoad.of_span(row.residency.planned, 1, num_logits_rows=1)
+        view = replace(self._view(draft, now, start), decode=load, num_tokens_left=most)
+        num_tokens = sum(sequence.num_prefill_left for sequence in self._batch.prefilling)
+        if head is not None and not head.num_pending and self._policy.may_admit(view):
+            num_tokens = most if self._fits(head) else num_tokens
+        if not num_tokens:
+            return 0
+        return min(num_tokens, most, self._policy.tokens(Phase.PREFILL, view, self._cost_model))
+
+    # -- tenants above their part of the batch ----------------------------------------------------
+
+    def limit_over_share(
+        self, draft: StepDraft, over_share: SequenceOf[Sequence], now: float
+    ) -> StepLoad:
+        """Limit the time of a step that has rows, before those above their tenant's part are added.
+
+        Returns the prefill that the step must have time for before these: that of other tenants.
+        The prefill of the same tenants takes turns with their rows, because the least chunk and
+        those rows in one step would delay the rows of the others twice.
+        """
+        if not draft.decode_load.num_rows:
+            return StepLoad()
+        view = self._view(draft, now)
+        draft.limit_s = self._policy.step_limit_s(view, self._cost_model)
+        prompts = list(self._batch.prefilling)
+        if self._waiting.head is not None:
+            prompts.append(self._waiting.head)
+        if not prompts:
+            return StepLoad()
+        queue_of = self._order.queue_of
+        first = queue_of(min(prompts, key=self._order.key).request)
+        if first in {queue_of(sequence.request) for sequence in over_share}:
+            self._is_turn_of_prefill = not self._is_turn_of_prefill
+            draft.prefill_may_wait = not self._is_turn_of_prefill
+        return StepLoad() if draft.prefill_may_wait else self._policy.least_prefill(view)
+
+    def has_time_for(self, draft: StepDraft, sequence: Sequence, prefill: StepLoad) -> bool:
+        """Whether the step keeps its limit with a decode row of the sequence, and this prefill."""
+        if draft.limit_s is None or not sequence.can_decode:
+            return True
+        row = StepLoad.of_span(sequence.residency.planned, 1, num_logits_rows=1)
+        return self._cost_model.seconds(draft.decode_load + row + prefill) <= draft.limit_s
+
+    def _view(
+        self,
+        draft: StepDraft,
+        now: float,
+        start: int | None = None,
+        scored: range = _NO_POSITIONS,
+    ) -> StepView:
+        """The policy's view, for the prompt that continues at `start`; if None, for the first
+        running prompt.
+        """
+        head = self._waiting.head
+        if start is None:
+            start = self._batch.prefill_start or 0
+        return StepView(
+            now=now,
+            decode=draft.decode_load,
+            prefill=draft.prefill_load,
+            num_tokens_left=draft.num_tokens_left,
+            prefill_start=start,
+            num_running=self._batch.num_active,
+            num_waiting=self._waiting.num_served,
+            oldest_arrival_s=head.arrival_s if head else None,
+            scored=scored,
+            limit_s=draft.limit_s,
+            prefill_may_wait=draft.prefill_may_wait,
+        )
