@@ -179,6 +179,7 @@ def test_every_server_flag_reaches_the_options(monkeypatch: pytest.MonkeyPatch) 
         *("--keep-alive-timeout-s", "1", "--header-timeout-s", "2", "--upload-timeout-s", "3"),
         *("--max-unread-deltas", "7", "--max-unread-bytes", "2k"),
         *("--slow-reader-timeout-s", "4", "--stream-comment-s", "0", "--max-connections", "77"),
+        *("--max-reception-bytes", "4Ki"),
         *("--max-body-bytes", "1Ki", "--max-header-bytes", "2Ki", "--max-url-bytes", "3Ki"),
         *("--max-json-depth", "4", "--max-json-values", "70", "--max-json-containers", "60"),
         *("--max-n", "5", "--max-prompts", "6", "--max-stop", "7"),
@@ -196,7 +197,7 @@ def test_every_server_flag_reaches_the_options(monkeypatch: pytest.MonkeyPatch) 
     assert (options.root_path, options.field_rules) == ("/llm", FieldRules(refuse_unknown=True))
     assert (options.access_log, options.drain_s) == (True, 1)
     assert options.deadlines == Deadlines(5, 9)
-    assert options.connections == ConnectionOptions(1, 2, 3, 4, 0, 77)
+    assert options.connections == ConnectionOptions(1, 2, 3, 4, 0, 77, 4096)
     limits = options.limits
     assert (limits.body_bytes, limits.header_bytes, limits.url_bytes) == (1024, 2048, 3072)
     assert (limits.json_depth, limits.n, limits.prompts) == (4, 5, 6)

@@ -128,3 +128,49 @@ def test_in_a_full_lane_the_key_with_most_makes_way() -> None:
     _, *results = asyncio.run(asyncio.wait_for(run(), DEADLINE_S))
     assert [type(result) for result in results[:4]] == [int, int, ServerBusy, ServerBusy]
     assert [type(result) for result in results[4:]] == [int, int, ServerBusy]
+
+
+def test_one_key_leaves_a_place_in_a_lane_to_the_next() -> None:
+    begun, released = threading.Event(), threading.Event()
+
+    def hold() -> None:
+        begun.set()
+        released.wait(DEADLINE_S)
+
+    async def run() -> list[object]:
+        lanes = WorkLanes(max_waiting=(4, 4, 4))
+        first = asyncio.ensure_future(lanes.run(LARGE, hold))
+        await asyncio.to_thread(begun.wait, DEADLINE_S)
+        keys = ["flood"] * 6 + ["ann"]
+        waiting = [asyncio.ensure_future(lanes.of(key).run(LARGE, int)) for key in keys]
+        await asyncio.sleep(0)
+        released.set()
+        return await asyncio.gather(first, *waiting, return_exceptions=True)
+
+    async def bounded() -> list[object]:
+        async with asyncio.timeout(DEADLINE_S):
+            return await run()
+
+    _, *results = asyncio.run(bounded())
+    assert [type(result) for result in results] == [int] * 3 + [ServerBusy] * 3 + [int]
+    assert "of your API key" in str(results[3])
+
+
+def test_work_to_be_finished_ends_before_its_cancellation_does() -> None:
+    begun, released, ended = threading.Event(), threading.Event(), threading.Event()
+
+    def work() -> None:
+        begun.set()
+        released.wait(DEADLINE_S)
+        ended.set()
+
+    async def run() -> bool:
+        async with asyncio.timeout(DEADLINE_S):
+            task = asyncio.ensure_future(WorkLanes().finish(LARGE, work))
+            await asyncio.to_thread(begun.wait, DEADLINE_S)
+            task.cancel()
+            asyncio.get_running_loop().call_later(0.01, released.set)
+            await asyncio.gather(task, return_exceptions=True)
+            return task.cancelled() and ended.is_set()
+
+    assert asyncio.run(run())

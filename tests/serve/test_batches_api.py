@@ -546,3 +546,29 @@ def test_a_batch_that_is_over_leaves_its_place_at_once(tmp_path: Path) -> None:
 
     batches = asyncio.run(asyncio.wait_for(run(), 60))
     assert [batch.status for batch in batches] == ["completed", "completed"]
+
+
+def test_active_batches_of_one_key_leave_a_place_for_the_next(tmp_path: Path) -> None:
+    store = FileStore(FileOptions(tmp_path))
+    gate = asyncio.Event()
+
+    async def endpoint(body: bytes, caller: str = "", added_priority: int = 0) -> LineResult:
+        await gate.wait()
+        return LineResult({})
+
+    async def run() -> list[BatchRecord]:
+        jobs = BatchJobs(store, {COMPLETIONS: endpoint}, BatchOptions(num_active=9))
+        batches = [create_batch(jobs, store, "ann") for _ in range(8)]
+        with pytest.raises(RequestError, match="8 batches of your API key are active, its share"):
+            create_batch(jobs, store, "ann")
+        batches.append(create_batch(jobs, store, "bob"))
+        gate.set()
+        async with asyncio.timeout(60):
+            while not all(batch.is_over for batch in batches):
+                await asyncio.sleep(0.001)
+        batches += [create_batch(jobs, store, "ann") for _ in range(8)]
+        await jobs.stop()
+        return batches
+
+    batches = asyncio.run(run())
+    assert [batch.status for batch in batches[:9]] == ["completed"] * 9

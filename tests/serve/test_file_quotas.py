@@ -128,3 +128,38 @@ def test_without_keys_only_the_totals_count() -> None:
         writer.write(b"x" * 30)
         writer.commit()
     store.close()
+
+
+@pytest.mark.parametrize(
+    "limits", [{"num_files": 18}, {"total_bytes": 18 * MIB, "bytes_per_key": 18 * MIB}]
+)
+def test_keys_that_take_all_they_can_leave_room_for_one_that_has_nothing(
+    limits: dict[str, int],
+) -> None:
+    store = FileStore(FileOptions(**limits))
+
+    def fill(owner: str) -> str:
+        """Store files until one is refused; returns why."""
+        for _ in range(19):
+            writer = None
+            try:
+                writer = store.new(owner, "a", "batch")
+                writer.reserve(MIB)
+            except RequestError as error:
+                if writer is not None:
+                    writer.discard()
+                return str(error)
+            writer.commit()
+        raise AssertionError("no limit was reached")
+
+    assert "its share of 18" in fill("ann") or "their share of" in fill("ann")
+    fill("bob")
+    writer = store.new("eve", "a", "batch")
+    writer.reserve(MIB)
+    writer.commit()
+    for file in store.files("ann"):
+        store.delete(file)
+    num_before = len(store.files("bob"))
+    fill("bob")
+    assert len(store.files("bob")) > num_before
+    store.close()

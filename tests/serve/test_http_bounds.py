@@ -6,6 +6,7 @@ import asyncio
 import json
 import socket
 from collections.abc import Iterator
+from contextlib import ExitStack
 from typing import Any
 
 import anthropic
@@ -20,6 +21,7 @@ from live_server import DEADLINE_S, LiveServer, live_server, until
 
 from quickstep.errors import RequestError
 from quickstep.server.http.body import check_json
+from quickstep.server.http.connection_limit import address_of
 from quickstep.server.options import ConnectionOptions, RequestLimits, ServerOptions
 
 PROMPT = b'{"prompt":"a"}'
@@ -397,7 +399,8 @@ def test_a_server_without_comments_sends_none() -> None:
 def test_a_connection_too_many_is_told_so_and_the_others_are_served(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
-    options = ServerOptions(connections=ConnectionOptions(max_connections=3), drain_s=0.0)
+    """One address has three of four; a client of another one is served."""
+    options = ServerOptions(connections=ConnectionOptions(max_connections=4), drain_s=0.0)
 
     async def run(port: int) -> list[bytes]:
         held = [await asyncio.open_connection("127.0.0.1", port) for _ in range(3)]
@@ -421,12 +424,57 @@ def test_a_connection_too_many_is_told_so_and_the_others_are_served(
         assert httpx.get(f"{server.url}/ping").status_code == 200
     for answer in refused:
         assert answer.startswith(b"HTTP/1.1 503 ")
+        assert b"3 connections of your address are open, its share" in answer
         assert b"retry-after: 1" in answer
         assert json.loads(answer.partition(b"\r\n\r\n")[2])["error"]["code"] == (
             "too_many_connections"
         )
     told = [record for record in caplog.records if "--max-connections" in record.getMessage()]
     assert len(told) == 1
+
+
+def test_half_heads_of_one_address_leave_room_for_another_address() -> None:
+    options = ServerOptions(connections=ConnectionOptions(max_connections=90), drain_s=0.0)
+
+    def connected(port: int, source: str) -> socket.socket:
+        return socket.create_connection(
+            ("127.0.0.1", port), timeout=DEADLINE_S, source_address=(source, 0)
+        )
+
+    with live_server(FakeEngine(), options) as server, ExitStack() as opened:
+        for _ in range(100):
+            flood = opened.enter_context(connected(server.port, "127.0.0.2"))
+            flood.sendall(b"GET /ping HTTP/1.1\r\nhost: local")
+        for _ in range(3):  # more than once: nothing of it is kept for the flood
+            with connected(server.port, "127.0.0.3") as client:
+                client.sendall(head("/ping", "connection: close"))
+                assert client.recv(65536).startswith(b"HTTP/1.1 200 OK")
+        with connected(server.port, "127.0.0.2") as client:
+            assert client.recv(65536).startswith(b"HTTP/1.1 503 ")
+        opened.close()
+        until(lambda: not server.server.server_state.connections)
+        with connected(server.port, "127.0.0.2") as client:
+            client.sendall(head("/ping", "connection: close"))
+            assert client.recv(65536).startswith(b"HTTP/1.1 200 OK")
+
+
+@pytest.mark.parametrize(
+    ("peer", "address"),
+    [
+        (("127.0.0.1", 5), "127.0.0.1"),
+        (("2001:db8:1:2:3:4:5:6", 5, 0, 0), "2001:db8:1:2::/64"),
+        (("2001:db8:1:2::9", 5, 0, 0), "2001:db8:1:2::/64"),
+        (("fe80::1%eth0", 5, 0, 2), "fe80::/64"),
+        (("::1", 5, 0, 0), "::/64"),
+        (("::ffff:192.0.2.7", 5, 0, 0), "192.0.2.7"),
+        ("/run/socket", ""),
+        (b"", ""),
+        (None, ""),
+    ],
+)
+def test_an_address_is_what_one_client_has(peer: object, address: str) -> None:
+    transport = asyncio.BaseTransport(extra={"peername": peer})
+    assert address_of(transport) == address
 
 
 BODY = b'{"prompt":"a","max_tokens":2}'

@@ -11,19 +11,43 @@ from fake_engine import FakeEngine
 
 from quickstep.server.api_keys import ApiKey, ApiKeys
 from quickstep.server.app import create_app
+from quickstep.server.generate.adapter import Served
+from quickstep.server.metrics import Metrics
 from quickstep.server.options import ServerOptions
+from quickstep.server.routes import api_routes
 from quickstep.server.usage.limits import KeyLimits
 
 ANN, BOB = {"x-api-key": "a"}, {"x-api-key": "b"}
 KEYS = [ApiKey("ann", "a", limits=KeyLimits(requests_per_minute=2)), ApiKey("bob", "b")]
-ROUTES = [
+ROUTES: list[tuple[str, dict[str, object]]] = [
     (CHAT, {"messages": MESSAGES}),
     ("/tokenize", {"prompt": "a b"}),
     ("/detokenize", {"tokens": [1]}),
     ("/apply-template", {"messages": MESSAGES}),
     ("/v1/messages/count_tokens", {"model": "fake", "messages": MESSAGES}),
     ("/v1/embeddings", {"input": "a"}),
+    ("/v1/completions", {"prompt": "a"}),
+    ("/invocations", {"prompt": "a"}),
+    ("/v1/responses", {"input": "a"}),
+    ("/v1/messages", {"model": "fake", "messages": MESSAGES, "max_tokens": 2}),
+    ("/completion", {"prompt": "a"}),
+    ("/api/chat", {"model": "fake", "messages": MESSAGES, "stream": False}),
+    ("/api/generate", {"model": "fake", "prompt": "a", "stream": False}),
+    ("/api/embed", {"model": "fake", "input": "a"}),
+    ("/api/embeddings", {"model": "fake", "prompt": "a"}),
 ]
+STORING = {"/v1/files", "/v1/batches"}  # limited by what a key may store, see test_file_quotas
+FREE = {"/ping", "/v1/batches/{batch_id}/cancel", "/api/show"}  # short and of a bounded time
+REFUSED = {"/api/pull", "/api/push", "/api/create", "/api/copy"}
+
+
+def test_every_route_that_takes_a_body_counts_or_is_free_for_a_reason() -> None:
+    options = ServerOptions()
+    engine = FakeEngine()
+    served = Served.of(engine, options)
+    routes = api_routes(served, Metrics(engine, "fake"), options)
+    posts = {route.path for route in routes if route.method == "POST" and not route.needs_admin}
+    assert posts == {path for path, _ in ROUTES} | STORING | FREE | REFUSED
 
 
 @pytest.mark.parametrize(("path", "body"), ROUTES, ids=[path for path, _ in ROUTES])
@@ -40,3 +64,17 @@ def test_each_route_counts_and_another_key_is_not_concerned(
     assert first.status_code == second.status_code == other.status_code == 200, first.text
     assert third.status_code == 429
     assert "requests per minute" in third.text
+
+
+@pytest.mark.parametrize("path", [CHAT, "/v1/embeddings", "/api/embed", "/v1/responses"])
+def test_a_key_at_its_limit_is_refused_before_its_body_is_parsed(path: str) -> None:
+    async def run() -> list[int]:
+        options = ServerOptions(api_keys=ApiKeys(KEYS))
+        async with client_of(create_app(FakeEngine(), options)) as client:
+            malformed = {"content": b"{", "headers": {**ANN, "content-type": "application/json"}}
+            before = await client.post(path, **malformed)
+            for _ in range(2):
+                await client.post("/tokenize", json={"prompt": "a"}, headers=ANN)
+            return [before.status_code, (await client.post(path, **malformed)).status_code]
+
+    assert asyncio.run(run()) == [400, 429]

@@ -43,7 +43,6 @@ _DELAY_HALVES_S = 2.0
 _FIRST_MEAN_OUTPUTS = 256.0
 _MEAN_GAIN = 0.05
 _NATURAL_ENDS = (FinishReason.EOS, FinishReason.STOP_TOKEN, FinishReason.STOP_STRING)
-_SHARE_OF_FREE = 8.0  # of the free places of the queue, for an account of weight 1
 _MAX_LEVELS = 32  # of priority, in the published state
 
 
@@ -274,23 +273,14 @@ class Admission:
     # -- an arriving request ----------------------------------------------------------------------
 
     def check_share(self, request: Request, now: float) -> None:
-        """Raise QueueFull if the account of a request has its share of the queue: so many times
-        what is free, by its weight (dynamic thresholds, Choudhury and Hahne 1998), and nothing of
-        the last ninth, which is for accounts that have nothing in the queue. So however fast one
-        sends, it leaves room for the next.
-        """
-        most, account = self.limits.max_waiting, account_of(request)
-        if most is None or not account or request.is_continuation:
+        """Raise QueueFull if the account of a request has its share of the queue."""
+        account, num_more = account_of(request), request.sampling.n
+        shares = self._waiting.shares(request)
+        if request.is_continuation or shares.allows(account, num_more, request.tenant_weight):
             return
-        is_batch = request.request_class is RequestClass.BATCH
-        num_waiting = len(self._waiting) if is_batch else self._waiting.num_interactive
-        num_own = self._waiting.num_of(account, with_batch=is_batch)
-        num_free, num_more = max(0, most - num_waiting), request.sampling.n
-        num_reserved = min(most // 2, max(1, round(most / (_SHARE_OF_FREE + 1))))
-        share = _SHARE_OF_FREE * request.tenant_weight * num_free
-        if num_own and (num_own + num_more > share or num_free - num_more < num_reserved):
-            state = self.state_for(request, now)
-            raise QueueFull(num_own, num_more, most, state.wait_s(num_own), account)
+        assert shares.capacity is not None, "without one, everything is allowed"
+        num_own, state = shares.held(account), self.state_for(request, now)
+        raise QueueFull(num_own, num_more, shares.capacity, state.wait_s(num_own), account)
 
     def check_queue(self, sequence: Sequence, num_sequences: int, now: float) -> None:
         """Raise QueueFull or FirstTokenTooLate for the sequences of a request, of which the first

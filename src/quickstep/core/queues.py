@@ -17,6 +17,7 @@ from typing import Protocol
 
 from quickstep.core.sequence import Rank, Residency, Sequence, SequenceState
 from quickstep.core.service_order import ServiceOrder, account_of
+from quickstep.core.shares import Shares
 from quickstep.types import Request, RequestClass
 
 __all__ = ["Deadlines", "Due", "Gate", "RunningBatch", "WaitingQueue"]
@@ -37,20 +38,26 @@ class WaitingQueue:
 
     They wait in the queues that `order` names, each sorted by rank. One that needs what is not
     ready (`gates`) is parked, by the key of that and by queue, where nothing admits it.
+    `max_waiting` is what accounts share; sequences that were running may be beyond it.
 
     Attributes:
         num: How many wait.
     """
 
-    def __init__(self, order: ServiceOrder, gates: SequenceOf[Gate] = ()) -> None:
+    def __init__(
+        self,
+        order: ServiceOrder,
+        gates: SequenceOf[Gate] = (),
+        max_waiting: int | None = None,
+    ) -> None:
         self._order = order
         self._gates = gates
         self._queues: dict[str, list[Sequence]] = {}
         self._parked: dict[str, dict[str, list[Sequence]]] = {}  # by key
         self._ready: dict[str, list[Sequence]] = {}  # by key: those of the queues that have one
         self.num = 0
-        self._num_interactive = 0
-        self._num_of: Counter[tuple[str, bool]] = Counter()  # by account, and whether of `batch`
+        self._shares = Shares(max_waiting)  # of all places, by account
+        self._interactive_shares = Shares(max_waiting)  # without those of the class `batch`
         self._known_first: tuple[Sequence | None, int] | None = None
         self._known_version = 0  # of the order
 
@@ -71,12 +78,14 @@ class WaitingQueue:
     @property
     def num_interactive(self) -> int:
         """How many are not of the class `batch`."""
-        return self._num_interactive
+        return self._interactive_shares.num_held
 
-    def num_of(self, account: str, *, with_batch: bool) -> int:
-        """How many are of an account; of the class `batch` only if they count."""
-        num_batch = self._num_of[account, True] if with_batch else 0
-        return self._num_of[account, False] + num_batch
+    def shares(self, request: Request) -> Shares:
+        """The places of the accounts, as they count for a request: those of the class `batch` take
+        none from an interactive one.
+        """
+        is_batch = request.request_class is RequestClass.BATCH
+        return self._shares if is_batch else self._interactive_shares
 
     @property
     def parked_keys(self) -> Collection[str]:
@@ -161,7 +170,10 @@ class WaitingQueue:
     def push(self, sequence: Sequence, now: float) -> None:
         """Insert by rank, which does not change while the sequence waits."""
         sequence.park(self._missing(sequence.request), now)
-        self._count(sequence, 1)
+        self._known_first = None
+        self.num += 1
+        for shares in self._shares_of(sequence):
+            shares.hold(account_of(sequence.request))
         for queues, name in self._places(sequence):
             insort(queues.setdefault(name, []), sequence, key=_rank)
 
@@ -175,7 +187,10 @@ class WaitingQueue:
 
     def remove(self, sequence: Sequence) -> None:
         """Remove a sequence, which must be queued."""
-        self._count(sequence, -1)
+        self._known_first = None
+        self.num -= 1
+        for shares in self._shares_of(sequence):
+            shares.give_back(account_of(sequence.request))
         for queues, name in self._places(sequence):
             queue = queues[name]
             index = bisect_left(queue, sequence.rank, key=_rank)
@@ -187,15 +202,11 @@ class WaitingQueue:
         if key and not self._parked[key]:
             del self._parked[key]
 
-    def _count(self, sequence: Sequence, change: int) -> None:
-        self._known_first = None
-        is_batch = sequence.request.request_class is RequestClass.BATCH
-        self.num += change
-        self._num_interactive += 0 if is_batch else change
-        account = account_of(sequence.request), is_batch
-        self._num_of[account] += change
-        if not self._num_of[account]:
-            del self._num_of[account]
+    def _shares_of(self, sequence: Sequence) -> tuple[Shares, ...]:
+        """Those in which a sequence counts."""
+        if sequence.request.request_class is RequestClass.BATCH:
+            return (self._shares,)
+        return self._shares, self._interactive_shares
 
     def _places(self, sequence: Sequence) -> list[tuple[dict[str, list[Sequence]], str]]:
         """The lists that a sequence is in."""
@@ -231,15 +242,18 @@ class WaitingQueue:
             key = sequence.parked_key
             is_right = key in missing if key else not missing
             assert is_right, f"{sequence.sequence_id} waits for {key!r}, it lacks {missing}"
-        interactive = [one for one in self if one.request.request_class is not RequestClass.BATCH]
         assert self.num == sum(map(len, self._all_queues())), "the count of all is wrong"
-        of_accounts = Counter(
-            (account_of(one.request), one.request.request_class is RequestClass.BATCH)
-            for one in self
-        )
-        assert self._num_of == of_accounts, "the counts of accounts are wrong"
+        for shares in (self._shares, self._interactive_shares):
+            accounts = Counter(
+                account_of(sequence.request)
+                for sequence in self
+                if shares in self._shares_of(sequence)
+            )
+            assert shares.num_held == accounts.total(), "the count of sequences is wrong"
+            assert all(shares.held(name) == num for name, num in accounts.items()), (
+                "the counts of accounts are wrong"
+            )
         assert not self._queues or self._first == self._find_first(), "the head is another one"
-        assert self._num_interactive == len(interactive), "the count of interactive ones is wrong"
         assert all(self._parked.values()), "no sequence waits for a key"
         keys = Counter(
             key

@@ -105,7 +105,7 @@ class Scheduler:
             *adapters,
             self._blocks,
         )
-        self._waiting = WaitingQueue(self._order, (*adapters, *more_resources))
+        self._waiting = WaitingQueue(self._order, (*adapters, *more_resources), config.max_waiting)
         self._batch = RunningBatch(self._order)
         self._deadlines = Deadlines(self._order.relegates)
         limits = SequenceLimits.of(config, pool.num_blocks * pool.block_size)

@@ -82,7 +82,7 @@ def starlette_app(
                     with_key_limits(
                         api_route,
                         served.limiter,
-                        with_checked_body(api_route, rules, served.lanes),
+                        with_checked_body(api_route, rules, served.lanes, served.reception),
                     ),
                 ),
             ).starlette()

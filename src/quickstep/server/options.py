@@ -126,7 +126,10 @@ class ConnectionOptions(msgspec.Struct, frozen=True):
             ends its request.
         comment_every_s: A stream without data sends a comment this often, so that
             proxies keep it open; 0 for never.
-        max_connections: Open ones at a time; beyond them the answer is 503.
+        max_connections: Open ones at a time, which the clients' addresses share; beyond them, or
+            beyond the share of an address, the answer is 503.
+        max_reception_bytes: Bytes of bodies that are being received or wait to be parsed, which the
+            keys share (without keys, the addresses); None for 64 times the largest body.
     """
 
     keep_alive_s: float = 75.0
@@ -135,6 +138,7 @@ class ConnectionOptions(msgspec.Struct, frozen=True):
     slow_reader_s: float = 60.0
     comment_every_s: float = 15.0
     max_connections: int = 4096
+    max_reception_bytes: int | None = None
 
     def __post_init__(self) -> None:
         for name in ("keep_alive_s", "header_s", "upload_s", "slow_reader_s"):
@@ -235,6 +239,7 @@ class Deadlines(msgspec.Struct, frozen=True):
 
 
 _LEAST_STALL_S = 1.0
+_BODIES_IN_RECEPTION = 64  # of the largest size
 _LONGEST_S = 7 * 86_400
 
 
@@ -449,11 +454,22 @@ class ServerOptions(msgspec.Struct, frozen=True):
                 f"--stall-timeout-s is {self.stall_s:g}, it must be from {_LEAST_STALL_S:g} (an "
                 f"engine's process reports ten times a second) to {_LONGEST_S} (a week)"
             )
+        if self.reception_bytes < self.limits.body_bytes:
+            raise ConfigError(
+                f"--max-reception-bytes is {self.reception_bytes}, it must be at least "
+                f"--max-body-bytes, which is {self.limits.body_bytes}"
+            )
         self.check_limits(self.api_keys.limits)
         if self.root_path and (not self.root_path.startswith("/") or self.root_path.endswith("/")):
             raise ConfigError(
                 f"--root-path is {self.root_path!r}, it must begin with a slash and not end in one"
             )
+
+    @property
+    def reception_bytes(self) -> int:
+        """Bytes of bodies that are being received."""
+        most = self.connections.max_reception_bytes
+        return _BODIES_IN_RECEPTION * self.limits.body_bytes if most is None else most
 
     def check_limits(self, of_keys: Mapping[str, KeyLimits]) -> None:
         """Raise ConfigError for limits of keys that this server cannot keep."""

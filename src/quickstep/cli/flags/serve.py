@@ -126,8 +126,15 @@ def add_serve_flags(parser: argparse.ArgumentParser) -> None:
         type=positive_int,
         default=4096,
         metavar="N",
-        help="open connections, beyond which the server responds 503 (default: %(default)s, or "
-        "less if the process may open fewer files)",
+        help="open connections, beyond which the server responds 503; one address gets at most "
+        "eight ninths (default: %(default)s, or less if the process may open fewer files)",
+    )
+    group.add_argument(
+        "--max-reception-bytes",
+        type=bytes_size,
+        metavar="SIZE",
+        help="bytes of request bodies that are being received, which the clients share; beyond "
+        "them the server responds 503 before it reads a body (default: 64 times --max-body-bytes)",
     )
     for flag, text, default in _SECONDS:
         group.add_argument(
@@ -448,6 +455,7 @@ def server_options(args: argparse.Namespace) -> ServerOptions:
         limits=_limits(args),
         connections=ConnectionOptions(
             max_connections=args.max_connections,
+            max_reception_bytes=args.max_reception_bytes,
             keep_alive_s=args.keep_alive_timeout_s,
             header_s=args.header_timeout_s,
             upload_s=args.upload_timeout_s,

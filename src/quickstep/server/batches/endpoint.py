@@ -42,10 +42,11 @@ class LocalBatches:
 
     def __init__(self, served: Served, metrics: Metrics, options: ServerOptions) -> None:
         self._served = served
-        self._store = FileStore(options.files)
+        weight_of = options.api_keys.weight_of
+        self._store = FileStore(options.files, weight_of=weight_of)
         endpoints = batch_endpoints(served, metrics)
-        self._jobs = BatchJobs(self._store, endpoints, options.batches, served.limits)
-        self._files = Files(self._store, options.connections.upload_s)
+        self._jobs = BatchJobs(self._store, endpoints, options.batches, served.limits, weight_of)
+        self._files = Files(self._store, options.connections.upload_s, served)
 
     def start(self) -> None:
         """Load the index of the files in `--files-dir`. Raises ConfigError."""

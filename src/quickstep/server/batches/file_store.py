@@ -6,7 +6,8 @@
 Ids are random and cannot be guessed; a client's file name is a label and never a path. With
 `--files-dir`, files outlive the server; otherwise they are in a private temporary directory that
 `close` removes. The caller runs reads and writes of unbounded size in a thread. Bytes are reserved
-before they are written, against the server's limit and the owner's; open writers count as files.
+before they are written; open writers count as files. Owners share the server's limits of both
+(`core.shares`), and each has limits of its own.
 
 A server locks its directory. A record is there before its content, and is replaced as a whole when
 that is complete. So whatever ends a server, the next one keeps the answers that a batch has written
@@ -25,7 +26,6 @@ import shutil
 import tempfile
 import threading
 import time
-from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -33,6 +33,7 @@ from typing import BinaryIO
 
 import msgspec
 
+from quickstep.core.shares import NoRoom, Shares
 from quickstep.errors import ConfigError, RequestError
 from quickstep.server.http.errors import RouteNotFound
 from quickstep.server.options import FileOptions
@@ -67,16 +68,22 @@ class StoredFile(msgspec.Struct, frozen=True, kw_only=True):
 class FileStore:
     """All files of one server. `open` it first; only writers use it outside the event loop."""
 
-    def __init__(self, options: FileOptions, now: Callable[[], float] = time.time) -> None:
+    def __init__(
+        self,
+        options: FileOptions,
+        now: Callable[[], float] = time.time,
+        weight_of: Callable[[str], float] = lambda owner: 1.0,
+    ) -> None:
         self._options = options
         self._now = now
+        self._weight_of = weight_of
         self._directory = options.directory
         self._is_temporary = options.directory is None
         self._files: dict[str, StoredFile] = {}
         self._owned: int | None = None  # the descriptor of --files-dir, which is locked
         self._lock = threading.Lock()  # writers in any thread reserve bytes
-        self._reserved_bytes: Counter[str] = Counter()  # by owner
-        self._num_writers: Counter[str] = Counter()
+        self._byte_shares = Shares(options.total_bytes)
+        self._file_shares = Shares(options.num_files)  # also of open writers
 
     def open(self) -> None:
         """Load the records of the files in `--files-dir`. Raises ConfigError."""
@@ -92,7 +99,8 @@ class FileStore:
         files = [file for file in known if file is not None]
         self._files = {file.id: file for file in sorted(files, key=lambda file: file.created_at)}
         for file in files:
-            self._reserved_bytes[file.owner] += file.num_bytes
+            self._byte_shares.hold(file.owner, file.num_bytes)
+            self._file_shares.hold(file.owner)
 
     def _own(self, directory: Path) -> None:
         """Lock the directory: another server would remove what this one is writing."""
@@ -157,18 +165,19 @@ class FileStore:
     ) -> FileWriter:
         """Create a writer of a new file. Raises RequestError if there are too many files."""
         self._drop_expired()
-        num_files = len(self._files) + self._num_writers.total()
-        if num_files >= self._options.num_files:
-            raise RequestError(
-                f"the server holds {num_files} files, which is its limit; delete some",
-                status=413,
-            )
-        num_own = sum(file.owner == owner for file in self._files.values())
-        num_own += self._num_writers[owner]
+        num_own = self._file_shares.held(owner)
         if owner and num_own >= self._options.files_per_key:
             raise RequestError(
                 f"your API key holds {num_own} files, which is its limit; delete some", status=413
             )
+        try:
+            self._file_shares.take(owner, weight=self._weight_of(owner))
+        except NoRoom as refusal:
+            whose = "your API key" if refusal.owner else "the server"
+            limit = f"its share of {refusal.capacity}" if refusal.owner else "which is its limit"
+            raise RequestError(
+                f"{whose} holds {refusal.num_held} files, {limit}; delete some", status=413
+            ) from None
         now = self.now()
         file = StoredFile(
             id=f"file-{secrets.token_hex(16)}",
@@ -179,7 +188,6 @@ class FileStore:
             created_at=now,
             expires_at=None if expires_after_s is None else now + expires_after_s,
         )
-        self._num_writers[owner] += 1
         return FileWriter(self, file)
 
     def get(self, owner: str, file_id: str, param: str = "file_id") -> StoredFile:
@@ -201,6 +209,7 @@ class FileStore:
         """Delete a file; a reader that has it open can still read it."""
         if self._files.pop(file.id, None) is not None:
             self.release(file.owner, file.num_bytes)
+            self.release_place(file.owner)
         self.path(file).unlink(missing_ok=True)
         self._record(file).unlink(missing_ok=True)
 
@@ -211,22 +220,31 @@ class FileStore:
     def reserve(self, owner: str, num_bytes: int) -> None:
         """Reserve bytes that are about to be written. Raises RequestError 413."""
         with self._lock:
-            _check_quota(
-                "the server's", self._reserved_bytes.total(), num_bytes, self._options.total_bytes
-            )
-            if owner:
-                per_key = self._options.bytes_per_key
-                _check_quota("your API key's", self._reserved_bytes[owner], num_bytes, per_key)
-            self._reserved_bytes[owner] += num_bytes
+            limit, shares = self._options.bytes_per_key, self._byte_shares
+            if owner and shares.held(owner) + num_bytes > limit:
+                raise RequestError(
+                    f"your API key's files would take more than {limit} bytes; delete some",
+                    status=413,
+                )
+            try:
+                shares.take(owner, num_bytes, self._weight_of(owner))
+            except NoRoom as refusal:
+                whose = "your API key's" if refusal.owner else "the server's"
+                what = "their share of the server's " if refusal.owner else ""
+                raise RequestError(
+                    f"{whose} files would take more than {what}{refusal.capacity} bytes; delete "
+                    "some",
+                    status=413,
+                ) from None
 
     def release(self, owner: str, num_bytes: int) -> None:
         """Give back reserved bytes."""
         with self._lock:
-            self._reserved_bytes[owner] -= num_bytes
+            self._byte_shares.give_back(owner, num_bytes)
 
-    def close_writer(self, owner: str) -> None:
-        """Count an open writer of the owner less."""
-        self._num_writers[owner] -= 1
+    def release_place(self, owner: str) -> None:
+        """Count a file of the owner less."""
+        self._file_shares.give_back(owner)
 
     def begin(self, file: StoredFile) -> int:
         """Create an empty file and its record; returns the file descriptor of the content."""
@@ -273,14 +291,6 @@ class FileStore:
         for file in list(self._files.values()):
             if file.expires_at is not None and file.expires_at <= now:
                 self.delete(file)
-
-
-def _check_quota(whose: str, reserved: int, num_bytes: int, limit: int) -> None:
-    if reserved + num_bytes > limit:
-        raise RequestError(
-            f"{whose} files would take more than {limit} bytes; delete some",
-            status=413,
-        )
 
 
 class FileWriter:
@@ -347,23 +357,20 @@ class FileWriter:
         self._descriptor = None
         file = msgspec.structs.replace(self._file, num_bytes=self._reserved_bytes)
         self._store.add(file)
-        self._end()
+        self._is_open = False  # its place is the file's
         return file
 
     def discard(self) -> None:
         """Remove the file and give back its bytes."""
         self._store.release(self._file.owner, self._reserved_bytes)
         self._reserved_bytes = 0
-        self._end()
+        if self._is_open:
+            self._is_open = False
+            self._store.release_place(self._file.owner)
         if self._descriptor is not None:
             os.close(self._descriptor)
             self._descriptor = None
             self._store.delete(self._file)
-
-    def _end(self) -> None:
-        if self._is_open:
-            self._is_open = False
-            self._store.close_writer(self._file.owner)
 
     def _open_content(self) -> int:
         if self._descriptor is None:

@@ -1,7 +1,7 @@
 """`/v1/files`: upload, list, read, delete, as OpenAI's client calls them; for batches only.
 
-A body streams through a bounded form parser to disk; a file is never in memory. The API key
-determines the owner of a file.
+A body streams through a bounded form parser to disk; what it may keep in memory on the way counts
+as bytes of a body. The API key determines the owner of a file.
 """
 
 from __future__ import annotations
@@ -25,11 +25,11 @@ from quickstep.server.batches.file_store import (
 )
 from quickstep.server.batches.request_types import FileForm, FileQuery
 from quickstep.server.batches.response_types import DeletedFile, FileList, FileObject
+from quickstep.server.generate.adapter import Served
 from quickstep.server.generate.endpoint import CLIENT_CLOSED, caller_of
 from quickstep.server.http.errors import error_body, json_response
 from quickstep.server.http.route import ApiRoute
 from quickstep.server.http.time_limits import patient_timeout
-from quickstep.server.http.work_lanes import done_in_thread
 from quickstep.server.openai.request_types import decode_values
 
 __all__ = ["Files", "page_of"]
@@ -47,9 +47,11 @@ _RANGE = re.compile(r" *bytes *= *([0-9]{0,18}) *- *([0-9]{0,18}) *", re.ASCII |
 class Files:
     """The endpoints of files."""
 
-    def __init__(self, store: FileStore, upload_s: float) -> None:
+    def __init__(self, store: FileStore, upload_s: float, served: Served) -> None:
         self._store = store
         self._upload_s = upload_s
+        self._reception = served.reception
+        self._lanes = served.lanes
 
     def routes(self) -> list[ApiRoute]:
         """The routes of files."""
@@ -79,7 +81,9 @@ class Files:
     async def upload(self, request: Request) -> Response:
         """Store the file of a form. Its bytes are reserved before the first one is read."""
         writer = self._store.new(caller_of(request), "", _PURPOSE)
+        room = self._reception.room(request)
         try:
+            room.reserve(min(self._store.file_bytes, MultiPartParser.spool_max_size))
             stored = await self._receive(request, writer)
         except ClientDisconnect:
             writer.discard()
@@ -87,6 +91,8 @@ class Files:
         except BaseException:
             writer.discard()
             raise
+        finally:
+            room.release()
         return json_response(_file_object(stored))
 
     async def _receive(self, request: Request, writer: FileWriter) -> StoredFile:
@@ -98,7 +104,7 @@ class Files:
                 f"the file did not arrive within {self._upload_s:g} s; send it faster", status=408
             ) from None
         try:
-            return await self._store_upload(writer, form)
+            return await self._store_upload(writer, form, caller_of(request))
         finally:
             await form.close()
 
@@ -158,7 +164,7 @@ class Files:
         except FormParserError as error:  # older versions of Starlette pass it on
             raise RequestError(f"the form cannot be read: {error}") from None
 
-    async def _store_upload(self, writer: FileWriter, form: FormData) -> StoredFile:
+    async def _store_upload(self, writer: FileWriter, form: FormData, caller: str) -> StoredFile:
         upload = form.get("file")
         fields = decode_values(
             _nested({name: value for name, value in form.multi_items() if name != "file"}),
@@ -181,7 +187,8 @@ class Files:
         life_s = None if fields.expires_after is None else fields.expires_after.seconds
         writer.describe(upload.filename or "", life_s)
         writer.resize(size)
-        await done_in_thread(lambda: writer.fill(upload.file))
+        # keys take turns in a lane, which they do not in the threads that all share
+        await self._lanes.of(caller).finish(size, lambda: writer.fill(upload.file))
         return writer.commit()
 
 

@@ -13,13 +13,14 @@ import asyncio
 import logging
 import secrets
 from collections import Counter
-from collections.abc import AsyncGenerator, Iterator, Mapping
+from collections.abc import AsyncGenerator, Callable, Iterator, Mapping
 from contextlib import aclosing
 from functools import partial
 from typing import Any
 
 import msgspec
 
+from quickstep.core.shares import NoRoom, Shares
 from quickstep.errors import QuickstepError, RequestError
 from quickstep.server.batches.file_store import (
     BATCH_OUTPUT,
@@ -196,12 +197,15 @@ class BatchJobs:
         endpoints: Mapping[str, BatchEndpoint],
         options: BatchOptions,
         limits: RequestLimits = _LIMITS,
+        weight_of: Callable[[str], float] = lambda owner: 1.0,
     ) -> None:
         self._store = store
         self._endpoints = endpoints
         self._options = options
         self._limits = limits
+        self._weight_of = weight_of
         self._slots = LineSlots(options.concurrency)
+        self._shares = Shares(options.num_active)  # of batches that have not ended
         self._batches: dict[str, BatchRecord] = {}
         self._tasks: dict[str, asyncio.Task[None]] = {}
 
@@ -213,19 +217,38 @@ class BatchJobs:
     def create(self, batch: BatchRecord) -> BatchRecord:
         """Start a batch of a file of the same owner. Raises RequestError."""
         source = self._store.get(batch.owner, batch.request.input_file_id, "input_file_id")
-        # not by `_tasks`: a task ends after its batch, which a client may know to be over already
-        active = [one for one in self._batches.values() if not one.is_over]
-        if len(active) >= self._options.num_active:
-            raise RequestError(
-                f"{len(active)} batches are active, which is the limit; wait for one",
-                status=429,
-            )
-        num_own = sum(one.owner == batch.owner for one in active)
-        if batch.owner and num_own >= self._options.active_per_key:
+        self._take_place(batch.owner)
+        try:
+            job = self._open(batch, source)
+        except BaseException:
+            self._shares.give_back(batch.owner)
+            raise
+        self._forget_old()
+        self._batches[batch.id] = batch
+        task = asyncio.create_task(self._run(job))
+        self._tasks[batch.id] = task
+        task.add_done_callback(lambda _: self._task_ended(job))
+        return batch
+
+    def _take_place(self, owner: str) -> None:
+        """Count one more active batch of an owner. Raises RequestError."""
+        num_own = self._shares.held(owner)
+        if owner and num_own >= self._options.active_per_key:
             raise RequestError(
                 f"{num_own} batches of your API key are active, which is the limit; wait for one",
                 status=429,
             )
+        try:
+            self._shares.take(owner, weight=self._weight_of(owner))
+        except NoRoom as refusal:
+            whose = " of your API key" if refusal.owner else ""
+            limit = f"its share of {refusal.capacity}" if refusal.owner else "which is the limit"
+            raise RequestError(
+                f"{refusal.num_held} batches{whose} are active, {limit}; wait for one", status=429
+            ) from None
+
+    def _open(self, batch: BatchRecord, source: StoredFile) -> _Job:
+        """The batch with its new files."""
         expiry = batch.request.output_expires_after
         life_s = None if expiry is None else expiry.seconds
         name = f"{batch.id}_{{}}.jsonl".format
@@ -235,13 +258,7 @@ class BatchJobs:
         except RequestError:
             output.discard()
             raise
-        self._forget_old()
-        self._batches[batch.id] = batch
-        job = _Job(batch, source, output, errors)
-        task = asyncio.create_task(self._run(job))
-        self._tasks[batch.id] = task
-        task.add_done_callback(lambda _: self._task_ended(job))
-        return batch
+        return _Job(batch, source, output, errors)
 
     def get(self, owner: str, batch_id: str) -> BatchRecord:
         """A batch of this owner. Raises RequestError 404."""
@@ -389,6 +406,7 @@ class BatchJobs:
         batch.output_file_id = _committed_id(job.output)
         batch.error_file_id = _committed_id(job.errors)
         batch.enter(status, self._store.now())
+        self._shares.give_back(batch.owner)  # now, as a client may know that it is over
         _LOG.info(
             "%s is %s: %d of %d lines answered, %d failed",
             batch.id,

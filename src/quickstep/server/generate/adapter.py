@@ -17,6 +17,7 @@ from quickstep.errors import ConfigError, RequestError
 from quickstep.server.api_keys import ApiKeys
 from quickstep.server.generate.engine_interface import ServedEngine
 from quickstep.server.generate.generation import ParsedRequest
+from quickstep.server.http.body import Reception
 from quickstep.server.http.errors import RouteNotFound
 from quickstep.server.http.work_lanes import WorkLanes
 from quickstep.server.lora_adapters import ServedAdapters
@@ -58,6 +59,7 @@ class Served(msgspec.Struct, frozen=True):
         shares_prefix_cache: The prompts of one API key may hit the cached prompts of another.
         api_keys: The keys, with the priorities that each may have.
         lanes: Threads for work that grows with a client's input.
+        reception: Bytes for bodies that are being received.
         price_book: What requests cost; None if that is unknown.
         limiter: What the API keys have used of their limits.
         adapters: LoRA adapters, each of which clients may name as the model.
@@ -73,6 +75,9 @@ class Served(msgspec.Struct, frozen=True):
     shares_prefix_cache: bool = False
     api_keys: ApiKeys = msgspec.field(default_factory=ApiKeys)
     lanes: WorkLanes = msgspec.field(default_factory=WorkLanes)
+    reception: Reception = msgspec.field(
+        default_factory=lambda: Reception(ServerOptions().reception_bytes)
+    )
     price_book: PriceBook | None = None
     limiter: KeyLimiter = msgspec.field(default_factory=KeyLimiter)
     adapters: ServedAdapters = msgspec.field(default_factory=ServedAdapters)
@@ -97,6 +102,7 @@ class Served(msgspec.Struct, frozen=True):
             options.answers,
             options.share_prefix_cache,
             options.api_keys,
+            reception=Reception(options.reception_bytes, options.api_keys.weight_of),
             price_book=options.usage.price_book,
             limiter=limiter,
             adapters=ServedAdapters(

@@ -32,7 +32,12 @@ from quickstep.server.generate.generation import (
     Writer,
     open_generation,
 )
-from quickstep.server.http.body import ClientDisconnect, body_of, unless_disconnected
+from quickstep.server.http.body import (
+    ClientDisconnect,
+    body_of,
+    body_parsed,
+    unless_disconnected,
+)
 from quickstep.server.http.errors import json_response
 from quickstep.server.http.event_stream import SERVER_SENT_EVENTS, EventStream
 from quickstep.server.http.middleware import key_name, report_ignored
@@ -105,11 +110,13 @@ class GeneratingRoute:
         """Answer one request. Raises RequestError, EngineError."""
         body, caller, endpoint = body_of(request), caller_of(request), endpoint_of(request)
         received_s: float = request.scope["state"]["received_s"]
+        self._served.limiter.check(caller)
         if self._has_sampling_fields and self._served.engine.has_queue:
             self._check_admission(body, caller, received_s)
         parsed = await self._served.lanes.of(caller).parse(
             len(body), lambda: self._parse(body, caller, endpoint)
         )
+        body_parsed(request)
         report_ignored(request, parsed.ignored)
         http_id: str = request.scope["state"]["request_id"]
         named = structs.replace(parsed.request, request_id=http_id, received_s=received_s)

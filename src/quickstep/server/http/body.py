@@ -1,5 +1,8 @@
 """A request's body, within its limits of time, size and nesting; and work that is cancelled when
 the client disconnects.
+
+Bodies that are being received share a number of bytes (`Reception`), by the clients' keys, or by
+their addresses if the server has no keys. A body without room is refused before it is read.
 """
 
 from __future__ import annotations
@@ -10,13 +13,19 @@ from typing import Any, TypeVar
 
 from starlette.requests import ClientDisconnect, Request
 
+from quickstep.core.shares import NoRoom, Shares
 from quickstep.errors import RequestError
+from quickstep.server.http.connection_limit import client_of_host
+from quickstep.server.http.errors import ServerBusy
 from quickstep.server.http.time_limits import patient_timeout
 from quickstep.server.options import ConnectionOptions, RequestLimits
 
 __all__ = [
+    "BodyRoom",
     "ClientDisconnect",
+    "Reception",
     "body_of",
+    "body_parsed",
     "check_json",
     "read_body",
     "unless_disconnected",
@@ -32,33 +41,91 @@ _ONE_KIND = bytes.maketrans(b"{}", b"[]")
 _SLICE_BYTES = 64 * 1024
 
 
-async def read_body(request: Request, limit: int) -> bytes:
-    """The complete body, within the time that the `connections` of the request's state allow.
+class Reception:
+    """The bytes of all bodies that are being received or wait to be parsed."""
+
+    def __init__(
+        self, max_bytes: int, weight_of: Callable[[str], float] = lambda api_key_name: 1.0
+    ) -> None:
+        self._shares = Shares(max_bytes)
+        self._weight_of = weight_of
+
+    def room(self, request: Request) -> BodyRoom:
+        """Room for the body of a request, none yet."""
+        key = request.scope["state"]["api_key_name"]
+        address = client_of_host(request.client.host) if request.client is not None else ""
+        return BodyRoom(self._shares, key or address, self._weight_of(key), bool(key))
+
+
+class BodyRoom:
+    """What one body has of the shared bytes. `release` it once the body is parsed."""
+
+    def __init__(self, shares: Shares, owner: str, weight: float, has_key: bool) -> None:
+        self._shares = shares
+        self._owner = owner
+        self._weight = weight
+        self._has_key = has_key
+        self._num_bytes = 0
+
+    def reserve(self, num_bytes: int) -> None:
+        """Have room for at least so many bytes. Raises ServerBusy."""
+        num_more = num_bytes - self._num_bytes
+        if num_more <= 0:
+            return
+        try:
+            self._shares.take(self._owner, num_more, self._weight)
+        except NoRoom as refusal:
+            whose, limit = "", f"the limit is {refusal.capacity}"
+            if refusal.owner:
+                whose = " of your API key" if self._has_key else " of your address"
+                limit = f"beyond its share of {refusal.capacity}"
+            raise ServerBusy(
+                f"{refusal.num_held} bytes of request bodies{whose} are being received and this "
+                f"one has {num_more} more, {limit}; send the request again later, or have the "
+                "operator raise --max-reception-bytes"
+            ) from None
+        self._num_bytes = num_bytes
+
+    def release(self) -> None:
+        """Give all of it back. Idempotent."""
+        self._shares.give_back(self._owner, self._num_bytes)
+        self._num_bytes = 0
+
+
+async def read_body(request: Request, limit: int, room: BodyRoom) -> bytes:
+    """The complete body, within the time that the `connections` of the request's state allow. Its
+    bytes are reserved in `room`, which the caller releases.
 
     Raises:
         RequestError: It has more than `limit` bytes (413), or is not there in time (408).
+        ServerBusy: There is no room for it; nothing of an announced length was read.
         ClientDisconnect: The client disconnected.
     """
     connections: ConnectionOptions | None = request.scope.get("state", {}).get("connections")
     upload_s = None if connections is None else connections.upload_s
     try:
         async with patient_timeout(upload_s):
-            return await _read(request, limit)
+            return await _read(request, limit, room)
     except TimeoutError:
         raise RequestError(
             f"the body did not arrive within {upload_s:g} s; send it faster", status=408
         ) from None
 
 
-async def _read(request: Request, limit: int) -> bytes:
+async def _read(request: Request, limit: int, room: BodyRoom) -> bytes:
     chunks: list[bytes] = []
     size = 0
+    announced = request.headers.get("content-length", "")
+    if announced.isdecimal() and int(announced) <= limit:
+        room.reserve(int(announced))
     async for chunk in request.stream():
         size += len(chunk)
         if size <= limit:
+            room.reserve(size)
             chunks.append(chunk)
             continue
         chunks.clear()
+        room.release()
         if size > limit * _DRAINED_LIMITS:
             break
     if size > limit:
@@ -124,6 +191,15 @@ def body_of(request: Request) -> bytes:
     """The body, which was read and checked before the endpoint was called (see `route`)."""
     body: bytes = request.scope["state"]["body"]
     return body
+
+
+def body_parsed(request: Request) -> None:
+    """The body is parsed: its room is for others now, however long the response takes. Without this
+    call it is released after the response.
+    """
+    room: BodyRoom | None = request.scope["state"].get("body_room")
+    if room is not None:
+        room.release()
 
 
 async def unless_disconnected(

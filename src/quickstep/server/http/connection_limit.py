@@ -1,49 +1,91 @@
-"""The limit of open connections; one object for all connections of a server."""
+"""The limit of open connections; one object for all connections of a server.
+
+Addresses share it (`core.shares`), since a connection has no key until its first request. A proxy
+is one address: it can have all connections but those that are kept for addresses without any.
+"""
 
 from __future__ import annotations
 
+import asyncio
 import logging
-from collections.abc import Sized
+from ipaddress import IPv6Address, ip_network
 
+from quickstep.core.shares import NoRoom, Shares
 from quickstep.errors import RequestError
 
-__all__ = ["ConnectionLimit"]
+__all__ = ["ConnectionLimit", "address_of", "client_of_host"]
 
 _LOG = logging.getLogger("quickstep.server")
 _LOG_EVERY_S = 10.0
+_MAX_ANSWERED = 256
+_NETWORK_BITS = 64  # of an IPv6 address: what one customer of a provider has
+
+
+def address_of(transport: asyncio.BaseTransport) -> str:
+    """Which client a connection counts for; "" if it has no address, as that of a Unix socket."""
+    peer = transport.get_extra_info("peername")
+    return client_of_host(str(peer[0]) if isinstance(peer, tuple) and peer else "")
+
+
+def client_of_host(host: str) -> str:
+    """What one client has of the addresses: an IPv4 address, or the /64 of an IPv6 address."""
+    if ":" not in host:
+        return host
+    address = IPv6Address(host.partition("%")[0])
+    if address.ipv4_mapped is not None:  # of a socket for both
+        return str(address.ipv4_mapped)
+    return str(ip_network((address, _NETWORK_BITS), strict=False))
 
 
 class ConnectionLimit:
-    """Counts connections from the moment they are accepted.
-
-    Attributes:
-        open: The connections that have an HTTP protocol.
-        num_handshakes: Those whose TLS handshake has yet to end.
-    """
+    """Counts connections from the moment they are accepted, those before a TLS handshake too."""
 
     def __init__(self, max_connections: int) -> None:
-        self.max_connections = max_connections
-        self.open: Sized = ()
-        self.num_handshakes = 0
+        self._shares = Shares(max_connections)
+        self._num_answered = 0  # open ones that get a refusal as their response
         self._num_refused = 0
         self._logged_s: dict[str, float] = {}
 
-    def num_over(self, num_more: int = 0) -> int:
-        """How many connections there would be too many with `num_more`."""
-        return len(self.open) + self.num_handshakes + num_more - self.max_connections
+    def enter(self, address: str, now: float) -> None:
+        """Count a connection; logs refusals, each kind at most every ten seconds.
 
-    def refused(self, now: float) -> RequestError:
-        """The error for one connection too many; logged at most every ten seconds."""
-        self._num_refused += 1
-        text = (
-            f"refused %d connections: {self.max_connections} are open, which is --max-connections"
-        )
-        if self.report(now, text, self._num_refused):
+        Raises:
+            RequestError: It is one too many, of all or of its address.
+        """
+        try:
+            self._shares.take(address)
+        except NoRoom as refusal:
+            self._num_refused += 1
+            raise self._refused(address, refusal, now) from None
+
+    def leave(self, address: str) -> None:
+        """A connection that was counted is closed."""
+        self._shares.give_back(address)
+
+    def begin_answer(self) -> bool:
+        """Whether a refused connection may stay for its response; then call `end_answer`."""
+        if self._num_answered == _MAX_ANSWERED:
+            return False
+        self._num_answered += 1
+        return True
+
+    def end_answer(self) -> None:
+        """A refused connection is closed."""
+        self._num_answered -= 1
+
+    def _refused(self, address: str, refusal: NoRoom, now: float) -> RequestError:
+        if refusal.owner:
+            what = f"{refusal.num_held} connections of your address are open, its share"
+            whose = "the address %s has its share of --max-connections"
+        else:
+            what = f"{refusal.num_held} connections are open, which is the limit"
+            whose = (
+                f"{refusal.num_held} are open, which is --max-connections; the last one is of %s"
+            )
+        if self.report(now, f"refused %d connections: {whose}", self._num_refused, address):
             self._num_refused = 0
         return RequestError(
-            f"{self.max_connections} connections are open, which is the limit; try again later",
-            status=503,
-            code="too_many_connections",
+            f"{what}; close some, or try again later", status=503, code="too_many_connections"
         )
 
     def report(self, now: float, text: str, *values: object) -> bool:

@@ -42,8 +42,10 @@ from starlette.responses import Response
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from quickstep.errors import RequestError
+from quickstep.server.http.connection_limit import client_of_host
 from quickstep.server.http.errors import ErrorShape, error_body, error_response, json_response
 from quickstep.server.http.route import ApiRoute
+from quickstep.server.http.turns import Turns
 from quickstep.server.options import RequestLimits, ServerOptions
 from quickstep.server.usage.limits import KeyLimiter
 
@@ -90,6 +92,7 @@ class AccessMiddleware:
         self._access_log = options.access_log
         self._limiter = limiter
         self._reported = _Reported()
+        self._turns = Turns()
         self._probes = frozenset(_probes(known))
         self._shapes: Mapping[bytes, ErrorShape] = {
             path.encode(): route.error_shape for route in known for path in route.paths
@@ -130,6 +133,7 @@ class AccessMiddleware:
                 state["api_key_name"] = self._owner(scope)
             else:
                 _check_host(scope, self._hosts)
+            await self._turns.take(state["api_key_name"] or _address(scope))
         except RequestError as error:
             response = await error_response(Request(scope), error)
             if error.status == 401:
@@ -149,6 +153,12 @@ class AccessMiddleware:
             "an API key is missing; send `Authorization: Bearer KEY` or `x-api-key: KEY`",
             status=401,
         )
+
+
+def _address(scope: Scope) -> str:
+    """Which client a request without a key is of."""
+    client = scope.get("client")
+    return client_of_host(client[0]) if client else ""
 
 
 def written_path(scope: Scope, root: bytes) -> bytes:

@@ -22,7 +22,7 @@ from uvicorn.protocols.http.httptools_impl import STATUS_LINE, HttpToolsProtocol
 from uvicorn.server import ServerState
 
 from quickstep.errors import RequestError
-from quickstep.server.http.connection_limit import ConnectionLimit
+from quickstep.server.http.connection_limit import ConnectionLimit, address_of
 from quickstep.server.http.errors import error_of
 from quickstep.server.http.middleware import check_head, request_id
 from quickstep.server.http.time_limits import PatientTimer
@@ -34,7 +34,6 @@ __all__ = ["BoundedProtocol", "bounded_protocol"]
 _LOG = logging.getLogger("quickstep.server")
 _TLS_HELLO = b"\x16\x03"
 _LINGER_S = 2.0
-_MAX_REFUSED = 256  # connections at a time that get an error response; the others are cut
 
 
 class _Http1Parser:
@@ -68,7 +67,9 @@ class _Http1Parser:
 
 
 class BoundedProtocol(HttpToolsProtocol):
-    """One connection. Made through `bounded_protocol`."""
+    """One connection. Made through `bounded_protocol`. `address` is for which the connection is
+    counted already, as one after a handshake.
+    """
 
     def __init__(
         self,
@@ -79,12 +80,15 @@ class BoundedProtocol(HttpToolsProtocol):
         limits: RequestLimits,
         connections: ConnectionOptions,
         connection_limit: ConnectionLimit,
+        address: str | None = None,
     ) -> None:
         super().__init__(config, server_state, app_state)
         self._http1 = self.parser = _Http1Parser(self)  # type: ignore[assignment]
         self._limits = limits
         self._connections = connections
         self._connection_limit = connection_limit
+        self._address = address  # None while it is not counted
+        self._is_refused = False
         self._head_timer: PatientTimer | None = None
         self._reader_timer: PatientTimer | None = None  # while the client has to read
         self._head_bytes = 0
@@ -95,18 +99,31 @@ class BoundedProtocol(HttpToolsProtocol):
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
         """Start the timer of the first request, or refuse the connection."""
         super().connection_made(transport)
-        num_over = self._connection_limit.num_over()
-        if num_over <= 0:
-            self._await_head()
-            return
-        refusal = self._connection_limit.refused(self.loop.time())
-        if num_over > _MAX_REFUSED:
-            self.transport.abort()
-        else:
+        if self._address is None:
+            address = address_of(transport)
+            try:
+                self._connection_limit.enter(address, self.loop.time())
+            except RequestError as refusal:
+                self._refuse(refusal)
+                return
+            self._address = address
+        self._await_head()
+
+    def _refuse(self, refusal: RequestError) -> None:
+        self._is_refused = self._connection_limit.begin_answer()
+        if self._is_refused:
             self._answer(refusal)
+        else:
+            self.transport.abort()
 
     def connection_lost(self, exc: Exception | None) -> None:
-        """Cancel the timers."""
+        """Cancel the timers; the connection counts no more."""
+        if self._address is not None:
+            self._connection_limit.leave(self._address)
+            self._address = None
+        if self._is_refused:
+            self._connection_limit.end_answer()
+            self._is_refused = False
         self._stop_awaiting_head()
         self._stop_awaiting_reader()
         self._unset_keepalive_if_required()
@@ -295,9 +312,7 @@ def bounded_protocol(
         app_state: dict[str, Any],
         _loop: asyncio.AbstractEventLoop | None = None,
     ) -> asyncio.Protocol:
-        limit.open = server_state.connections
-
-        def open_http() -> asyncio.Protocol:
+        def open_http(address: str | None = None) -> asyncio.Protocol:
             return BoundedProtocol(
                 config,
                 server_state,
@@ -305,6 +320,7 @@ def bounded_protocol(
                 limits=limits,
                 connections=connections,
                 connection_limit=limit,
+                address=address,
             )
 
         if certificates is None:

@@ -23,6 +23,7 @@ from quickstep.errors import RequestError
 from quickstep.server.api_keys import ApiKeys
 from quickstep.server.http.body import (
     ClientDisconnect,
+    Reception,
     check_json,
     read_body,
     unless_disconnected,
@@ -153,7 +154,9 @@ class BodyRules(msgspec.Struct, frozen=True):
             raise RequestError(f"{problem}; send the header `content-type: {_JSON}`", status=415)
 
 
-def with_checked_body(route: ApiRoute, rules: BodyRules, lanes: WorkLanes) -> Endpoint:
+def with_checked_body(
+    route: ApiRoute, rules: BodyRules, lanes: WorkLanes, reception: Reception
+) -> Endpoint:
     """The route's endpoint after the checks; unchanged if the route takes no JSON."""
     endpoint = route.endpoint
     if route.request is None and not route.requests:
@@ -161,18 +164,22 @@ def with_checked_body(route: ApiRoute, rules: BodyRules, lanes: WorkLanes) -> En
 
     async def answer(request: Request) -> Response:
         rules.check_type(request)
+        room = reception.room(request)
         try:
-            body = await read_body(request, rules.limits.body_bytes)
+            body = await read_body(request, rules.limits.body_bytes, room)
+            request.scope["state"].update(body=body, body_room=room)
+            return await answer_to(request, body)
         except ClientDisconnect:
             return Response(status_code=_CLIENT_CLOSED)
-        request.scope["state"]["body"] = body
+        finally:
+            room.release()
+
+    async def answer_to(request: Request, body: bytes) -> Response:
         if len(body) <= INLINE_BYTES:
             check_json(body, rules.limits)
             return await endpoint(request)
-        try:  # work of a client that has left ends, which for a large body is much
-            return await unless_disconnected(request.receive, checked(request, body))
-        except ClientDisconnect:
-            return Response(status_code=_CLIENT_CLOSED)
+        # work of a client that has left ends, which for a large body is much
+        return await unless_disconnected(request.receive, checked(request, body))
 
     async def checked(request: Request, body: bytes) -> Response:
         of_key = lanes.of(request.scope["state"]["api_key_name"])

@@ -12,8 +12,8 @@ import logging
 import ssl
 from collections.abc import Callable
 
-from quickstep.errors import ConfigError
-from quickstep.server.http.connection_limit import ConnectionLimit
+from quickstep.errors import ConfigError, RequestError
+from quickstep.server.http.connection_limit import ConnectionLimit, address_of
 from quickstep.server.options import TlsOptions
 
 __all__ = ["Certificates", "TlsHandshake", "check_tls"]
@@ -65,11 +65,13 @@ def _no_password() -> str:
 
 
 class TlsHandshake(asyncio.Protocol):
-    """An accepted connection until its handshake is over; then `open_http` makes its protocol."""
+    """An accepted connection until its handshake is over; then `open_http` makes its protocol, for
+    the address as which the connection counts.
+    """
 
     def __init__(
         self,
-        open_http: Callable[[], asyncio.Protocol],
+        open_http: Callable[[str], asyncio.Protocol],
         certificates: Certificates,
         limit: ConnectionLimit,
         limit_s: float,
@@ -86,13 +88,14 @@ class TlsHandshake(asyncio.Protocol):
         """Begin the handshake, or cut one connection too many."""
         assert isinstance(transport, asyncio.Transport), "an accepted connection is a stream"
         loop = asyncio.get_running_loop()
-        if self._limit.num_over(1) > 0:
-            self._limit.refused(loop.time())
+        address = address_of(transport)
+        try:
+            self._limit.enter(address, loop.time())
+        except RequestError:
             transport.abort()
             return
         transport.pause_reading()
-        self._limit.num_handshakes += 1
-        self._task = loop.create_task(self._shake_hands(loop, transport))
+        self._task = loop.create_task(self._open(loop, transport, address))
 
     def data_received(self, data: bytes) -> None:
         """A request before `connection_made` of its protocol."""
@@ -102,9 +105,28 @@ class TlsHandshake(asyncio.Protocol):
         """It ended before it had a protocol."""
         self._is_lost = True
 
+    async def _open(
+        self, loop: asyncio.AbstractEventLoop, transport: asyncio.Transport, address: str
+    ) -> None:
+        """Shake hands, then let the HTTP protocol own the connection and its place."""
+        secured = None
+        try:
+            secured = await self._shake_hands(loop, transport)
+        finally:
+            if secured is None:
+                self._limit.leave(address)
+        if secured is None:
+            return
+        protocol = self._open_http(address)
+        secured.set_protocol(protocol)
+        protocol.connection_made(secured)
+        for data in self._early:
+            protocol.data_received(data)
+
     async def _shake_hands(
         self, loop: asyncio.AbstractEventLoop, transport: asyncio.Transport
-    ) -> None:
+    ) -> asyncio.Transport | None:
+        """The connection with TLS; None if it ended before."""
         try:
             secured = await loop.start_tls(
                 transport,
@@ -117,13 +139,5 @@ class TlsHandshake(asyncio.Protocol):
             if isinstance(error, ssl.SSLError) and error.reason == "HTTP_REQUEST":
                 self._limit.report(loop.time(), "a client speaks http to this https port")
             transport.abort()
-            return
-        finally:
-            self._limit.num_handshakes -= 1
-        if secured is None or self._is_lost:
-            return
-        protocol = self._open_http()
-        secured.set_protocol(protocol)
-        protocol.connection_made(secured)
-        for data in self._early:
-            protocol.data_received(data)
+            return None
+        return None if self._is_lost else secured

@@ -2,8 +2,9 @@
 
 The event loop does only short work. The rest goes into lanes by its size, each with a few threads
 of its own and a bounded queue, so that many large inputs cannot occupy the threads that small ones
-need. In a lane the API keys take turns. When it is full, the newest input of the key that has most
-of them makes way for a key that has fewer, and gets 503.
+need. In a lane the API keys take turns. Each has its share of the queue (`core.shares`); when that
+is used up, the newest input of the key that has most makes way for a key that has fewer, since work
+that waits can be refused later, too. What finds no room gets 503.
 
     up to 64 KiB      2 threads
     up to 1 MiB       2 threads
@@ -15,11 +16,12 @@ from __future__ import annotations
 import asyncio
 import threading
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Coroutine
 from concurrent.futures import Future, ThreadPoolExecutor
 from copy import copy
 from typing import Any, TypeVar
 
+from quickstep.core.shares import NoRoom, Shares
 from quickstep.server.http.errors import ServerBusy
 
 __all__ = ["INLINE_BYTES", "WorkLanes", "done_in_thread"]
@@ -32,7 +34,11 @@ INLINE_BYTES = 64 * 1024
 
 async def done_in_thread(work: Callable[[], _Result]) -> _Result:
     """Run `work` in a thread. A cancellation waits for its end, so that its files can be closed."""
-    running = asyncio.ensure_future(asyncio.to_thread(work))
+    return await _finished(asyncio.to_thread(work))
+
+
+async def _finished(work: Coroutine[Any, Any, _Result]) -> _Result:
+    running = asyncio.ensure_future(work)
     try:
         return await asyncio.shield(running)
     except asyncio.CancelledError:
@@ -41,12 +47,12 @@ async def done_in_thread(work: Callable[[], _Result]) -> _Result:
 
 
 class _Lane:
-    """Some threads with a bounded queue for each key. Any event loop may use it."""
+    """Some threads with a queue for each key, which share its length. Any event loop may use it."""
 
     def __init__(self, largest: int | None, num_threads: int, max_waiting: int) -> None:
         self.largest = largest
         self._num_threads = num_threads
-        self._max_waiting = max_waiting
+        self._shares = Shares(max_waiting)  # of what waits
         self._num_running = 0
         self._waiting: dict[str, deque[_Work]] = {}  # by key, in the order of their turns
         self._lock = threading.Lock()
@@ -58,7 +64,7 @@ class _Lane:
             if self._num_running < self._num_threads:
                 self._start((future, work))
             else:
-                self._make_room(key)
+                self._take_place(key)
                 self._waiting.setdefault(key, deque()).append((future, work))
         try:
             return await asyncio.wrap_future(future)
@@ -82,32 +88,40 @@ class _Lane:
             if (key := next(iter(self._waiting), None)) is not None:
                 queue = self._waiting.pop(key)
                 self._start(queue.popleft())
+                self._shares.give_back(key)
                 if queue:
                     self._waiting[key] = queue  # after the others
 
-    def _make_room(self, key: str) -> None:
-        """Raise ServerBusy if the lane is full, unless another key has to make way."""
-        counts = {one: len(queue) for one, queue in self._waiting.items()}
-        num_waiting = sum(counts.values())
-        if num_waiting < self._max_waiting:
-            return
-        busy = ServerBusy(
-            f"{num_waiting} inputs of this size wait to be read, which is the limit; send the "
-            "request again later"
-        )
-        largest = max(counts, key=counts.__getitem__, default=key)
-        if counts.get(largest, 0) <= counts.get(key, 0) + 1:
-            raise busy
-        future, work = self._waiting[largest][-1]
-        self._drop(largest, (future, work))
-        future.set_exception(busy)
+    def _take_place(self, key: str) -> None:
+        """Raise ServerBusy if the share of a key is used up, unless another one makes way."""
+        try:
+            self._shares.take(key)
+        except NoRoom as refusal:
+            largest = self._shares.largest
+            if self._shares.held(largest) <= self._shares.held(key) + 1:
+                raise _busy(refusal) from None
+            num_held, capacity = self._shares.held(largest), refusal.capacity
+            newest = self._waiting[largest][-1]
+            self._drop(largest, newest)
+            self._shares.hold(key)
+            newest[0].set_exception(_busy(NoRoom(largest, num_held, capacity)))
 
     def _drop(self, key: str, work: _Work) -> None:
         queue = self._waiting.get(key, deque())
         if work in queue:
             queue.remove(work)
+            self._shares.give_back(key)
             if not queue:
                 del self._waiting[key]
+
+
+def _busy(refusal: NoRoom) -> ServerBusy:
+    whose = " of your API key" if refusal.owner else ""
+    limit = "its share is used up" if refusal.owner else "which is the limit"
+    return ServerBusy(
+        f"{refusal.num_held} inputs of this size{whose} wait to be read, {limit}; send the "
+        "request again later"
+    )
 
 
 class WorkLanes:
@@ -136,6 +150,10 @@ class WorkLanes:
         """
         lane = next(lane for lane in self._lanes if lane.largest is None or size <= lane.largest)
         return await lane.run(self._key, work)
+
+    async def finish(self, size: int, work: Callable[[], _Result]) -> _Result:
+        """The same, but a cancellation waits for the end, so that files can be closed."""
+        return await _finished(self.run(size, work))
 
     async def parse(self, size: int, work: Callable[[], _Result]) -> _Result:
         """The same for JSON; a short one is parsed immediately. Raises ServerBusy."""

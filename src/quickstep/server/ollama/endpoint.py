@@ -28,7 +28,12 @@ from quickstep.server.generate.endpoint import (
 from quickstep.server.generate.generation import ChoiceDelta, Generation, Head, ParsedRequest
 from quickstep.server.generate.message import message_reader, partial_object
 from quickstep.server.generate.prompts import TextPrompt
-from quickstep.server.http.body import ClientDisconnect, body_of, unless_disconnected
+from quickstep.server.http.body import (
+    ClientDisconnect,
+    body_of,
+    body_parsed,
+    unless_disconnected,
+)
 from quickstep.server.http.errors import error_facts, json_response, ollama_shape
 from quickstep.server.http.event_stream import NDJSON
 from quickstep.server.http.middleware import report_ignored
@@ -352,6 +357,7 @@ class OllamaEmbedding:
         return json_response(OllamaEmbeddingsResponse(_numbers(result.data[0].embedding)))
 
     def _body(self, request: Request) -> tuple[bytes, FieldReader]:
+        self._served.limiter.check(caller_of(request))
         body = body_of(request)
         return body, FieldReader(self._served.field_rules)
 
@@ -364,6 +370,7 @@ class OllamaEmbedding:
         input_field: str = "input",
     ) -> EmbeddingList | None:
         """The vectors, None if the client has disconnected."""
+        body_parsed(request)
         prompts = [TextPrompt(text) for text in inputs]
         work = self._embeddings.embed(
             embedding,

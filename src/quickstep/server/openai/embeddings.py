@@ -30,7 +30,12 @@ from quickstep.server.generate.engine_interface import TokenStream
 from quickstep.server.generate.generation import with_client_field
 from quickstep.server.generate.prompts import TextPrompt, TokenPrompt, check_num_tokens, prompts_ids
 from quickstep.server.generate.sampling import label, token_ids_of
-from quickstep.server.http.body import ClientDisconnect, body_of, unless_disconnected
+from quickstep.server.http.body import (
+    ClientDisconnect,
+    body_of,
+    body_parsed,
+    unless_disconnected,
+)
 from quickstep.server.http.errors import GenerationFailed, json_response
 from quickstep.server.http.middleware import report_ignored
 from quickstep.server.metrics import EmbeddingMeter, Metrics
@@ -58,10 +63,10 @@ class Embeddings:
     async def answer(self, request: HttpRequest) -> Response:
         """Answer one request. Raises RequestError, EngineError."""
         try:
+            self._served.limiter.check(caller_of(request))
             body = body_of(request)
             reader = FieldReader(self._served.field_rules)
-            work = self._embed(body, reader, caller_of(request), endpoint_of(request))
-            answer = await unless_disconnected(request.receive, work)
+            answer = await unless_disconnected(request.receive, self._embed(request, body, reader))
         except ClientDisconnect:
             return Response(status_code=CLIENT_CLOSED)
         report_ignored(request, reader.ignored)
@@ -74,22 +79,21 @@ class Embeddings:
     ) -> LineResult:
         """The JSON response to one line of a batch."""
         reader = FieldReader(self._served.field_rules)
-        answer = await self._embed(body, reader, caller, BATCHES, added_priority)
+        fields, prompts = await self._parse(body, reader, caller)
+        answer = await self.embed(fields, prompts, caller, BATCHES, added_priority)
         return LineResult(answer, reader.ignored)
 
-    async def _embed(
-        self,
-        body: bytes,
-        reader: FieldReader,
-        caller: str,
-        endpoint: str,
-        added_priority: int = 0,
-    ) -> EmbeddingList:
+    async def _embed(self, request: HttpRequest, body: bytes, reader: FieldReader) -> EmbeddingList:
+        caller = caller_of(request)
+        fields, prompts = await self._parse(body, reader, caller)
+        body_parsed(request)
+        return await self.embed(fields, prompts, caller, endpoint_of(request))
+
+    async def _parse(
+        self, body: bytes, reader: FieldReader, caller: str
+    ) -> tuple[EmbeddingRequest, list[TextPrompt | TokenPrompt]]:
         served = self._served
-        fields, prompts = await served.lanes.of(caller).parse(
-            len(body), lambda: _parsed(body, reader, served)
-        )
-        return await self.embed(fields, prompts, caller, endpoint, added_priority)
+        return await served.lanes.of(caller).parse(len(body), lambda: _parsed(body, reader, served))
 
     async def embed(
         self,

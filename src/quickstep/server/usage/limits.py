@@ -198,6 +198,14 @@ class KeyLimiter:
                 self._restore(name, state)
             self._keys[name] = state
 
+    def check(self, key_name: str) -> None:
+        """Raise what `admit` would raise for any request of a key, before it is parsed. Counts
+        nothing.
+        """
+        state = self._keys.get(key_name)
+        if state is not None:
+            self._checked(key_name, state, 0, False, 0.0)
+
     def admit(
         self, key_name: str, num_tokens: int, in_batch: bool = False, usd: float = 0.0
     ) -> Reservation:
@@ -211,6 +219,15 @@ class KeyLimiter:
         state = self._keys.get(key_name)
         if state is None:
             return Reservation(None)
+        wanted, amounts = self._checked(key_name, state, num_tokens, in_batch, usd)
+        if state.requests is not None and not in_batch:
+            state.requests.take(self._clock(), 1)
+        return state.begin_request(wanted, amounts)
+
+    def _checked(
+        self, key_name: str, state: _KeyState, num_tokens: int, in_batch: bool, usd: float
+    ) -> tuple[float, tuple[float, ...]]:
+        """The tokens and the amounts that a request reserves. Raises RequestError."""
         self._charge_others()
         wall_s = self._enter_periods(key_name, state)
         amounts = tuple([one.expected(num_tokens, usd) for one in state.spendings])
@@ -218,16 +235,14 @@ class KeyLimiter:
             if not spending.has_room(amount):
                 raise _spent(key_name, spending, amount, wall_s)
         if in_batch:
-            return state.begin_request(0.0, amounts)
+            return 0.0, amounts
         now, tokens, requests = self._clock(), state.tokens, state.requests
         wanted = 0.0 if tokens is None else min(max(num_tokens, 1), tokens.capacity)
         if requests is not None and not requests.has(now, 1):
             raise _too_fast(key_name, "requests", requests, requests.wait_s(now, 1))
         if tokens is not None and not tokens.has(now, wanted):
             raise _too_fast(key_name, "tokens", tokens, tokens.wait_s(now, wanted))
-        if requests is not None:
-            requests.take(now, 1)
-        return state.begin_request(wanted, amounts)
+        return wanted, amounts
 
     def charge(
         self, key_name: str, usage: SequenceUsage, costs: Cost, in_batch: bool = False

@@ -1,0 +1,376 @@
+"""`python -m benchmarks.flood`: what one API key that floods a route costs another key.
+
+For each route of the server, a quiet client sends one request after the other: before a flood,
+while another key keeps many connections busy with requests to the same route, and after it. Prints
+the quiet client's median and 99th percentile without and with the flood. The exit code is 1 if a
+99th percentile with the flood is above three times the one without, or if a request of the quiet
+client failed.
+
+The flooding client is a process of a lower priority of the machine's (`nice`), since it stands for
+machines of its own. Both keys may use the operator's routes.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import multiprocessing
+import os
+import sys
+import time
+from collections import Counter
+from collections.abc import Callable, Sequence
+from multiprocessing.connection import Connection as Pipe
+from pathlib import Path
+from urllib.parse import urlsplit
+
+import httpx
+import msgspec
+import uvloop
+
+from benchmarks.flood_cases import Case, cases_of, encoded, flooding, prepared, request_of
+from benchmarks.machine import describe_machine
+from quickstep.bench.serve import percentile
+from quickstep.bench.server_process import ServerProcess
+
+__all__ = ["Effort", "RouteResult", "measured"]
+
+_QUIET, _FLOOD = "quiet-key", "flood-key"
+_FLOOD_ADDRESS = "127.0.0.2"  # for what has no key
+_MOST_RATIO = 3.0
+_PATIENCE_S = 60.0  # for one response
+_SETTLE_S = 30.0
+_RAMP_S = 0.3
+_NUM_WARM = 3
+_ARGUMENTS = (
+    *("--max-num-seqs", "16", "--num-blocks", "2000", "--max-waiting", "256"),
+    *("--scheduling-policy", "fair"),
+    *("--lora-allowed-dirs", str(Path(__file__).parent.parent / "src" / "quickstep" / "bundled")),
+    *("--enable-lora", "--admin-api-key", f"quiet={_QUIET}", f"flood={_FLOOD}"),
+)
+
+Route = tuple[str, str]
+
+
+class RouteResult(msgspec.Struct):
+    """What was measured of one route; times in milliseconds."""
+
+    route: Route
+    quiet_ms: list[float] = msgspec.field(default_factory=list)
+    flooded_ms: list[float] = msgspec.field(default_factory=list)
+    failures: list[str] = msgspec.field(default_factory=list)
+    num_sent: int = 0  # by the flooding client
+    floods: Counter[int] = msgspec.field(default_factory=Counter)  # its responses by status
+
+    @property
+    def ratio(self) -> float:
+        """Of the 99th percentiles."""
+        return percentile(self.flooded_ms, 0.99) / max(1e-9, percentile(self.quiet_ms, 0.99))
+
+    def line(self) -> str:
+        """The row of the table."""
+        times = [
+            percentile(values, fraction)
+            for values in (self.quiet_ms, self.flooded_ms)
+            for fraction in (0.5, 0.99)
+        ]
+        statuses = ", ".join(f"{count} x {status}" for status, count in sorted(self.floods.items()))
+        return (
+            f"{' '.join(self.route):<42}"
+            + "".join(f"{value:>9.1f}" for value in times)
+            + f"{self.ratio:>7.1f}{len(self.flooded_ms):>6}  {statuses}"
+        )
+
+
+class Effort(msgspec.Struct, frozen=True):
+    """How long each phase of a route takes at least, with how many requests, and how many
+    connections flood.
+    """
+
+    seconds: float = 2.0
+    num_requests: int = 100
+    num_connections: int = 16
+
+
+def main() -> int:
+    """Measure all routes, or those whose path contains `--only`."""
+    parser = argparse.ArgumentParser(prog="python -m benchmarks.flood")
+    parser.add_argument("--model", default="demo")
+    parser.add_argument("--seconds", type=float, default=2.0, help="of each phase of a route")
+    parser.add_argument("--requests", type=int, default=100, help="least number in a phase")
+    parser.add_argument("--connections", type=int, default=16, help="that flood")
+    parser.add_argument("--only", default="", help="text in the path of the routes")
+    args = parser.parse_args()
+    print(describe_machine())
+    print(f"load average {os.getloadavg()[0]:.1f} before")
+    print(f"quickstep serve {args.model}", *_ARGUMENTS)
+    effort = Effort(args.seconds, args.requests, args.connections)
+    print(f"{args.connections} connections flood; a phase takes {args.seconds:g} s or longer")
+    print(f"{'milliseconds':<42}{'quiet':>9}{'':>9}{'flooded':>9}")
+    print(f"{'route':<42}{'p50':>9}{'p99':>9}{'p50':>9}{'p99':>9}{'ratio':>7}{'n':>6}  flood")
+    results = measured(
+        args.model, effort, args.only, lambda result: print(result.line(), flush=True)
+    )
+    failures = [failure for result in results for failure in result.failures]
+    failures += [
+        f"{' '.join(result.route)}: the 99th percentile is {result.ratio:.1f} times that without "
+        "the flood"
+        for result in results
+        if result.ratio > _MOST_RATIO
+    ]
+    print(f"{len(failures)} faults" if failures else "no fault", *failures, sep="\n  ")
+    return 1 if failures else 0
+
+
+def measured(
+    model: str,
+    effort: Effort,
+    only: str = "",
+    report: Callable[[RouteResult], object] = lambda result: None,
+) -> list[RouteResult]:
+    """The results of all routes whose path contains `only`, each of which is reported at once."""
+    server = ServerProcess([model, *_ARGUMENTS])
+    server.start()
+    flood = _FloodProcess(server.url, effort.num_connections)
+    try:
+        results = []
+        for route, case in cases_of(_routes(server.url)).items():
+            if only in route[1]:
+                results.append(_measure(server.url, route, case, effort, flood))
+                report(results[-1])
+        return results
+    finally:
+        flood.stop()
+        server.stop()
+
+
+def _routes(url: str) -> list[Route]:
+    """The routes of the server's own document, without those that are OpenAI's without `/v1`."""
+    document = httpx.get(f"{url}/openapi.json", headers={"x-api-key": _QUIET}, timeout=60).json()
+    paths = document["paths"]
+    return [
+        (method.upper(), path)
+        for path, methods in paths.items()
+        for method in methods
+        if f"/v1{path}" not in paths
+    ]
+
+
+def _client(url: str, key: str) -> httpx.Client:
+    return httpx.Client(base_url=url, headers={"x-api-key": key}, timeout=_PATIENCE_S)
+
+
+def _measure(
+    url: str, route: Route, case: Case, effort: Effort, flood: _FloodProcess
+) -> RouteResult:
+    result = RouteResult(route)
+    with _client(url, _QUIET) as client, _client(url, _FLOOD) as other:
+        names = prepared(client, case.once, {"client": "quiet"})
+        others = prepared(other, (*case.once, *case.before), {"client": "flood"})
+        quiet = _Quiet(url, client, route, case, names, result)
+        quiet.run(effort, result.quiet_ms, 0.5)
+        flood.begin([encoded(sent, "localhost", _FLOOD) for sent in flooding(route, case, others)])
+        time.sleep(min(_RAMP_S, effort.seconds))
+        quiet.run(effort, result.flooded_ms)
+        result.num_sent, result.floods = flood.end()
+        _settle(client, other, route)
+        quiet.run(effort, result.quiet_ms, 0.5)
+    return result
+
+
+def _settle(client: httpx.Client, other: httpx.Client, route: Route) -> None:
+    """Remove what the flood has stored, and wait until nothing runs."""
+    if route[1].startswith(("/v1/files", "/v1/batches")):
+        for batch in other.get("/v1/batches", params={"limit": 100}).json()["data"]:
+            other.post(f"/v1/batches/{batch['id']}/cancel")
+        for file in other.get("/v1/files").json()["data"]:
+            other.delete(f"/v1/files/{file['id']}")
+    until_s = time.monotonic() + _SETTLE_S
+    while client.get("/health").json()["num_requests"] and time.monotonic() < until_s:
+        time.sleep(0.05)
+
+
+class _Quiet:
+    """The quiet client of one route."""
+
+    def __init__(
+        self,
+        url: str,
+        client: httpx.Client,
+        route: Route,
+        case: Case,
+        names: dict[str, str],
+        result: RouteResult,
+    ) -> None:
+        self._address = urlsplit(url)
+        self._client = client
+        self._route = route
+        self._case = case
+        self._names = names
+        self._result = result
+
+    def run(self, effort: Effort, times_ms: list[float], part: float = 1.0) -> None:
+        """Send a part of the requests and keep their times."""
+        uvloop.run(self._run(effort, times_ms, part))
+
+    async def _run(self, effort: Effort, times_ms: list[float], part: float) -> None:
+        connection = _Connection(self._address.hostname or "", self._address.port or 0)
+        for _ in range(_NUM_WARM):
+            await self._send(connection, [])
+        since_s, num_before = time.monotonic(), len(times_ms)
+        while (
+            time.monotonic() - since_s < effort.seconds * part
+            or len(times_ms) - num_before < effort.num_requests * part
+        ):
+            await self._send(connection, times_ms)
+            if len(self._result.failures) > _NUM_WARM:
+                break
+        connection.close()
+
+    async def _send(self, connection: _Connection, times_ms: list[float]) -> None:
+        case, result = self._case, self._result
+        names = prepared(self._client, case.before, self._names)
+        payload = encoded(request_of(self._route, case, names), "localhost", _QUIET)
+        since_s = time.perf_counter()
+        try:
+            async with asyncio.timeout(_PATIENCE_S):
+                status, body = await connection.exchange(payload)
+        except (TimeoutError, OSError, EOFError) as error:
+            result.failures.append(f"{' '.join(self._route)}: {error!r}")
+            connection.close()
+            return
+        times_ms.append((time.perf_counter() - since_s) * 1e3)
+        if status not in case.statuses:
+            result.failures.append(f"{' '.join(self._route)}: {status} {body[:200]!r}")
+        elif case.after:
+            answer = msgspec.json.decode(body)["id"]
+            for sent in case.after:
+                step = sent.filled({**names, "answer": answer})
+                self._client.request(step.method, step.path, json=step.body)
+
+
+class _Connection:
+    """A client's connection, which is opened again when the server closes it."""
+
+    def __init__(self, host: str, port: int, source: str = "127.0.0.1") -> None:
+        self._host = host
+        self._port = port
+        self._source = source
+        self.num_sent = 0
+        self._streams: tuple[asyncio.StreamReader, asyncio.StreamWriter] | None = None
+
+    async def exchange(self, payload: bytes) -> tuple[int, bytes]:
+        """Send a request; returns the response's status and body."""
+        if self._streams is None:
+            self._streams = await asyncio.open_connection(
+                self._host, self._port, limit=2**24, local_addr=(self._source, 0)
+            )
+        reader, writer = self._streams
+        writer.write(payload)
+        self.num_sent += 1
+        head = (await reader.readuntil(b"\r\n\r\n")).lower()
+        headers = dict(line.split(b": ", 1) for line in head.split(b"\r\n")[1:-2])
+        if b"content-length" in headers:
+            body = await reader.readexactly(int(headers[b"content-length"]))
+        elif headers.get(b"transfer-encoding") == b"chunked":
+            body = await _chunks(reader)
+        else:
+            body = await reader.read()
+        if headers.get(b"connection") == b"close":
+            self.close()
+        return int(head.split(b" ", 2)[1]), body
+
+    def close(self) -> None:
+        """Close it."""
+        if self._streams is not None:
+            self._streams[1].close()
+            self._streams = None
+
+
+async def _chunks(reader: asyncio.StreamReader) -> bytes:
+    body = b""
+    while size := int(await reader.readline(), 16):
+        body += await reader.readexactly(size)
+        await reader.readexactly(2)
+    await reader.readexactly(2)
+    return body
+
+
+class _FloodProcess:
+    """The flooding client, in a process of its own."""
+
+    def __init__(self, url: str, num_connections: int) -> None:
+        context = multiprocessing.get_context("spawn")
+        self._pipe, theirs = context.Pipe()
+        address = urlsplit(url)
+        arguments = (theirs, address.hostname, address.port, num_connections)
+        self._process = context.Process(target=_flood, args=arguments, daemon=True)
+        self._process.start()
+
+    def begin(self, payloads: Sequence[bytes]) -> None:
+        """Send these in turns on every connection; returns when each has sent one."""
+        self._pipe.send(list(payloads))
+        self._pipe.recv()
+
+    def end(self) -> tuple[int, Counter[int]]:
+        """Stop; returns how many requests were sent, and how many responses there were by status, 0
+        for a connection that broke.
+        """
+        self._pipe.send(None)
+        counts: tuple[int, Counter[int]] = self._pipe.recv()
+        return counts
+
+    def stop(self) -> None:
+        """End the process."""
+        self._pipe.close()
+        self._process.join(10)
+        self._process.kill()
+
+
+def _flood(pipe: Pipe, host: str, port: int, num_connections: int) -> None:
+    os.nice(19)
+    uvloop.run(_flood_phases(pipe, host, port, num_connections))
+
+
+async def _flood_phases(pipe: Pipe, host: str, port: int, num_connections: int) -> None:
+    while True:
+        try:
+            payloads: list[bytes] = await asyncio.to_thread(pipe.recv)
+        except EOFError:
+            return
+        connections = [_Connection(host, port, _FLOOD_ADDRESS) for _ in range(num_connections)]
+        counts: Counter[int] = Counter()
+        clients = [
+            asyncio.create_task(_flood_client(connection, payloads, number, counts))
+            for number, connection in enumerate(connections)
+        ]
+        try:
+            while not all(connection.num_sent for connection in connections):
+                await asyncio.sleep(0.001)
+            pipe.send(None)
+            await asyncio.to_thread(pipe.recv)
+        finally:
+            for client in clients:
+                client.cancel()
+            await asyncio.gather(*clients, return_exceptions=True)
+        pipe.send((sum(connection.num_sent for connection in connections), counts))
+
+
+async def _flood_client(
+    connection: _Connection, payloads: Sequence[bytes], turn: int, counts: Counter[int]
+) -> None:
+    try:
+        while True:
+            try:
+                status, _ = await connection.exchange(payloads[turn % len(payloads)])
+            except (OSError, EOFError):
+                connection.close()
+                status = 0
+            counts[status] += 1
+            turn += 1
+    finally:
+        connection.close()
+
+
+if __name__ == "__main__":
+    sys.exit(main())

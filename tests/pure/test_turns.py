@@ -1,0 +1,67 @@
+"""Requests that came together begin in turns of their clients."""
+
+from __future__ import annotations
+
+import asyncio
+
+import pytest
+
+from quickstep.server.http.turns import Turns
+
+DEADLINE_S = 30.0
+
+
+def order_of(clients: list[str], cancelled: tuple[int, ...] = ()) -> list[str]:
+    """The order in which requests begin that come in the same run of the loop."""
+    begun: list[str] = []
+
+    async def request(turns: Turns, client: str) -> None:
+        await turns.take(client)
+        begun.append(client)
+
+    async def run() -> None:
+        turns = Turns()
+        await turns.take("before")  # so that there is a second client
+        await asyncio.sleep(0)
+        async with asyncio.timeout(DEADLINE_S):
+            tasks = [asyncio.create_task(request(turns, client)) for client in clients]
+            await asyncio.sleep(0)
+            for number in cancelled:
+                tasks[number].cancel()
+            await asyncio.gather(*tasks, return_exceptions=True)
+            await asyncio.sleep(0)
+            await request(turns, "after")
+
+    asyncio.run(run())
+    assert begun.pop() == "after"
+    return begun
+
+
+@pytest.mark.parametrize(
+    ("clients", "expected"),
+    [
+        (["a"] * 4 + ["b"], ["a", "a", "b", "a", "a"]),
+        (["a", "b", "a", "b", "c"], ["a", "b", "a", "c", "b"]),
+        (["a"] * 5, ["a"] * 5),
+        (["a", "b"], ["a", "b"]),
+    ],
+)
+def test_clients_take_turns(clients: list[str], expected: list[str]) -> None:
+    assert order_of(clients) == expected
+
+
+def test_a_request_that_is_cancelled_takes_no_turn() -> None:
+    assert order_of(["a", "a", "a", "b"], cancelled=(1, 2)) == ["a", "b"]
+
+
+def test_a_client_alone_waits_for_nothing() -> None:
+    """None of its requests is put off to another run of the loop."""
+
+    async def run() -> list[bool]:
+        turns = Turns()
+        takes = [asyncio.ensure_future(turns.take("a")) for _ in range(5)]
+        await asyncio.sleep(0)
+        return [take.done() for take in takes]
+
+    done = asyncio.run(run())
+    assert all(done), done
