@@ -59,7 +59,9 @@ class CacheControl(msgspec.Struct, forbid_unknown_fields=True, frozen=True, tag=
 class PlainBlock(msgspec.Struct, forbid_unknown_fields=True, frozen=True, tag="text"):
     """A block of text."""
 
-    text: Annotated[str, effect("The text; blocks are joined by line ends.")]
+    text: Annotated[
+        str, effect("The text; a template that reads no parts has blocks joined by line ends.")
+    ]
     cache_control: Annotated[CacheControl | None, _MARK] = None
     citations: Annotated[list[Any] | None, hint("the model cites nothing", passes=([],))] = None
 

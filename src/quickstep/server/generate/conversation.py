@@ -11,6 +11,7 @@ from typing import Any
 
 import msgspec
 
+from quickstep.engine.text.message_content import text_of
 from quickstep.engine.tool_calls.formats import REASONING_FORMATS
 from quickstep.errors import RequestError
 from quickstep.server.generate.adapter import Served
@@ -205,7 +206,7 @@ def _output(conversation: Conversation, served: Served) -> OutputReading | None:
     reasoning = served.formats.reasoning
     if tool_calls is None and reasoning is None:
         return None
-    begun = str(conversation.messages[-1]["content"]) if conversation.continued else ""
+    begun = text_of(conversation.messages[-1]["content"]) if conversation.continued else ""
     inside = False
     if reasoning is not None and reasoning.opening:
         inside = begun.rfind(reasoning.opening) > begun.rfind(reasoning.closing)

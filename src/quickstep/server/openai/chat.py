@@ -15,6 +15,8 @@ from msgspec import UNSET, UnsetType, structs
 from msgspec.structs import replace
 
 from quickstep.engine.stream import Delta
+from quickstep.engine.text.message_content import Content as TemplateContent
+from quickstep.engine.text.message_content import text_of, text_part
 from quickstep.engine.tool_calls.message_delta import (
     CallDelta,
     ContentDelta,
@@ -179,7 +181,7 @@ def _echo(fields: ChatRequest, last: Mapping[str, Any], reader: FieldReader) -> 
     if last["role"] != "assistant":
         reader.ignore("echo", "the last message is not the assistant's")
         return ""
-    return last["content"] or ""
+    return text_of(last["content"])
 
 
 def _num_logprobs(fields: ChatRequest, served: Served) -> int | None:
@@ -222,7 +224,7 @@ def _message(place: int, message: Message) -> Mapping[str, Any]:
 
 
 def _plain(role: str, content: Content, name: str | None, path: str) -> dict[str, Any]:
-    message: dict[str, Any] = {"role": role, "content": _text(content, f"{path}.content")}
+    message: dict[str, Any] = {"role": role, "content": _content(content, f"{path}.content")}
     if name is not None:
         message["name"] = name
     return message
@@ -244,7 +246,7 @@ def _assistant(message: AssistantMessage, path: str) -> dict[str, Any]:
         ]
     if reasoning is not None:
         plain["reasoning_content"] = reasoning
-        if not plain["content"]:  # gpt-oss's name of it, used with calls only
+        if not text_of(plain["content"]):  # gpt-oss's name of it, used with calls only
             plain["thinking"] = reasoning
     return plain
 
@@ -257,20 +259,20 @@ def _tool_call(call: ToolCall, path: str) -> dict[str, Any]:
     return past_call(call.id, function.name, function.arguments)
 
 
-def _text(content: Content, path: str) -> str:
+def _content(content: Content, path: str) -> TemplateContent:
     if isinstance(content, str):
         return content
-    texts: list[str] = []
+    parts: list[Mapping[str, Any]] = []
     for index, part in enumerate(content):
         if isinstance(part, TextPart):
-            texts.append(part.text)
+            parts.append(text_part(part.text))
         elif isinstance(part, RefusalPart):
-            texts.append(part.refusal)
+            parts.append(text_part(part.refusal))
         else:
             kind = part.__struct_config__.tag
             place = f"{path}[{index}]"
             raise RequestError(f"{place} is of type {kind}, the model reads text only", param=place)
-    return "\n".join(texts)
+    return parts
 
 
 class ChatRendering:

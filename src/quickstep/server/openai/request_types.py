@@ -319,7 +319,9 @@ class CompletionRequest(ChoiceFields, forbid_unknown_fields=True, kw_only=True, 
 class TextPart(msgspec.Struct, forbid_unknown_fields=True, frozen=True, tag="text"):
     """A piece of a message's content."""
 
-    text: Annotated[str, effect("The text; a message's parts are joined by line ends.")]
+    text: Annotated[
+        str, effect("The text; a template that reads no parts has them joined by line ends.")
+    ]
 
 
 class RefusalPart(msgspec.Struct, forbid_unknown_fields=True, frozen=True, tag="refusal"):
