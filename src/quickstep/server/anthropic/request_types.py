@@ -351,7 +351,8 @@ class MessagesRequest(CountTokensRequest, forbid_unknown_fields=True, kw_only=Tr
         int, effect("Ends the message after this many tokens, with stop_reason max_tokens.")
     ]
     stop_sequences: Annotated[
-        list[str] | None, effect("Ends the message where one of these texts appears.")
+        list[str] | None,
+        effect("Ends the message where one of these texts appears after its reasoning."),
     ] = None
     stream: Annotated[
         bool | None, effect("Sends the message as server-sent events while it is generated.")

@@ -92,6 +92,8 @@ def conversation_request(
     if grammar is not None and reasoning is not None and reasoning.opening:
         values["reasoning_tags"] = (reasoning.opening, reasoning.closing)
     values["inside_reasoning"] = output is not None and output.inside_reasoning
+    if fields.stop and output is not None and output.reasoning is not None:
+        values["stop_after_reasoning"] = output.reasoning.passage
     return ParsedRequest(
         model=served.model(fields.model),
         prompts=(conversation.prompt,),

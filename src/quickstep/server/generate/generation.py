@@ -26,6 +26,7 @@ from quickstep.core.sequence import sequence_seed
 from quickstep.engine.beam_search import BeamSearchParams
 from quickstep.engine.outputs import best_indices
 from quickstep.engine.stream import Delta
+from quickstep.engine.text.output_text import prompt_end
 from quickstep.engine.tool_calls.formats import ReasoningFormat, ToolCallFormat
 from quickstep.errors import EngineError, RequestError
 from quickstep.server.generate.beam_stream import BeamStream, open_beams
@@ -68,7 +69,6 @@ __all__ = [
 _LIMITS = RequestLimits()
 _QUEUED_DELTAS = 256
 _PROMPTS_PER_TURN = 8  # submitted at once, before the event loop continues with other requests
-_PROMPT_END = 32  # last tokens of a prompt, in which the opening tag of the reasoning may be
 _NAMES_OF_PROMPTS = ("prompt", "messages")  # the engine's and the chat template's
 _MAY_FORBID_ALL = ("allowed_token_ids", "bad_words", "logit_bias", "min_tokens", "grammar")
 
@@ -456,8 +456,7 @@ def opens_reasoning(output: OutputReading, tokenizer: Vocabulary, prompt: Sequen
         return False
     if output.inside_reasoning:
         return True
-    end = tokenizer.decode(prompt[-_PROMPT_END:], skip_special_tokens=False)
-    return end.rstrip().endswith(reasoning.opening)
+    return prompt_end(tokenizer.decode, prompt).endswith(reasoning.opening)
 
 
 def check_end(delta: Delta, sampling: SamplingParams, grammar_field: str) -> None:
