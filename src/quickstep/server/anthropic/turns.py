@@ -8,18 +8,24 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from quickstep.engine.text.message_content import Content, Part, text_of, text_part
 from quickstep.errors import RequestError
 from quickstep.server.anthropic.request_types import (
     AssistantTurn,
+    ContentSource,
     CountTokensRequest,
+    DocumentBlock,
     ForeignBlock,
     OpaqueBlock,
+    OpaqueSource,
     PlainBlock,
+    SearchResultBlock,
     SystemTurn,
+    TextBlock,
+    TextSource,
     ThinkingBlock,
     ToolResultBlock,
     ToolUseBlock,
@@ -71,10 +77,11 @@ def marks_cache(fields: CountTokensRequest) -> bool:
 
 
 def _is_marked(content: object) -> bool:
-    """Whether one of the blocks, or of the blocks of a tool result, has a mark."""
+    """Whether one of the blocks, or of the blocks inside one, has a mark."""
     return isinstance(content, list) and any(
         getattr(block, "cache_control", None) is not None
-        or (isinstance(block, ToolResultBlock) and _is_marked(block.content))
+        or _is_marked(getattr(block, "content", None))
+        or _is_marked(getattr(getattr(block, "source", None), "content", None))
         for block in content
     )
 
@@ -167,14 +174,40 @@ def _tool_use(block: ToolUseBlock, path: str) -> _Message:
     return past_call(block.id, block.name, arguments)
 
 
-def _content(content: str | Sequence[PlainBlock | OpaqueBlock], path: str) -> Content:
+def _content(content: str | Sequence[TextBlock], path: str) -> Content:
     if isinstance(content, str):
         return content
     return [_plain(block, f"{path}[{index}]") for index, block in enumerate(content)]
 
 
-def _plain(block: PlainBlock | OpaqueBlock, path: str) -> Part:
-    if isinstance(block, OpaqueBlock):
-        kind = block.__struct_config__.tag
-        raise RequestError(f"{path} is of type {kind}, the model reads text only", param=path)
-    return text_part(block.text)
+def _plain(block: TextBlock, path: str) -> Part:
+    match block:
+        case PlainBlock(text=text):
+            return text_part(text)
+        case DocumentBlock():
+            header = {"Title": block.title, "Context": block.context}
+            return _headed(header, _source_text(block, f"{path}.source"))
+        case SearchResultBlock():
+            header = {"Title": block.title, "Source": block.source}
+            return _headed(header, text_of(_content(block.content, f"{path}.content")))
+    raise _refused_form(block, path)
+
+
+def _headed(header: Mapping[str, str | None], text: str) -> Part:
+    """A text after lines that describe it."""
+    lines = [f"{name}: {value}" for name, value in header.items() if value]
+    return text_part("\n".join([*lines, "", text]) if lines else text)
+
+
+def _source_text(block: DocumentBlock, path: str) -> str:
+    match block.source:
+        case TextSource(data=data):
+            return data
+        case ContentSource(content=content):
+            return text_of(_content(content, f"{path}.content"))
+    raise _refused_form(block.source, path)
+
+
+def _refused_form(form: OpaqueBlock | OpaqueSource, path: str) -> RequestError:
+    kind = form.__struct_config__.tag
+    return RequestError(f"{path} is of type {kind}, {form.refused_form}", param=path)
