@@ -241,7 +241,10 @@ def _reasoning(
         return
     reader.drop()
     reader.reasoning.cut()
-    if (yield from reader.text_until(reader.reasoning, closing)) is not None:
+    reader.in_reasoning = True
+    found = yield from reader.text_until(reader.reasoning, closing)
+    reader.in_reasoning = False
+    if found is not None:
         reader.drop()
         reader.reasoning.cut()
 

@@ -84,7 +84,9 @@ def _part(reader: Reader, marker: str, with_tools: bool) -> Parsing[str | None]:
     if found is Found.CALLS and not header.recipient:
         section = reader.reasoning if header.channel == "analysis" else reader.content
         section.break_line()
+    reader.in_reasoning = section is reader.reasoning
     closing = yield from reader.text_until(section, _CLOSING)
+    reader.in_reasoning = False
     if closing in _ENDS:
         reader.drop()
         reader.reasoning.cut()

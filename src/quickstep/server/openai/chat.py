@@ -21,6 +21,7 @@ from quickstep.engine.tool_calls.message_delta import (
     CallDelta,
     ContentDelta,
     FunctionCall,
+    MessageDelta,
     MessagePart,
     ReasoningDelta,
 )
@@ -285,6 +286,12 @@ class ChatRendering:
         self._messages = [
             message_reader(generation, choice, tokenizer) for choice in generation.choices
         ]
+        self._collected: list[list[MessagePart]] = [[] for _ in generation.choices]
+
+    @property
+    def num_reasoning_tokens(self) -> int:
+        """Tokens of reasoning in all choices."""
+        return sum(message.num_reasoning_tokens for message in self._messages)
 
     def opening(self, choice: Choice) -> ChatChunkChoice:
         """The role, before any content."""
@@ -308,9 +315,7 @@ class ChatRendering:
 
         A call's first piece has its name and no arguments; those follow in a chunk of their own.
         """
-        ended = delta.finish_reason is not None
-        read = self._messages[choice.index].read(delta.text, ended)
-        deltas = _chat_deltas(read.parts)
+        deltas = _chat_deltas(self._messages[choice.index].read(delta).parts)
         shows_tokens = self._requested.logprobs is not None or self._requested.token_ids
         if not deltas and shows_tokens and delta.token_ids:
             deltas.append(ChatDelta(content=""))
@@ -336,9 +341,13 @@ class ChatRendering:
             seed=choice.seed,
         )
 
+    def collect(self, choice: Choice, delta: Delta) -> None:
+        """Keep the new parts of the message."""
+        self._collected[choice.index] += self._messages[choice.index].read(delta).parts
+
     def complete(self, choice: Choice, index: int) -> ChatChoice:
         """The complete message."""
-        read = self._messages[choice.index].read("".join(choice.text), ended=True)
+        read = MessageDelta(tuple(self._collected[choice.index]))
         content: str | None = self._requested.before + read.content
         calls: list[AnsweredToolCall] | UnsetType = UNSET
         if read.calls:

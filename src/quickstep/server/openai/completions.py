@@ -210,6 +210,14 @@ class CompletionRendering:
             seed=choice.seed,
         )
 
+    def collect(self, choice: Choice, delta: Delta) -> None:
+        """A choice has its text already."""
+
+    @property
+    def num_reasoning_tokens(self) -> None:
+        """None: nothing is read out of the text."""
+        return None
+
     def complete(self, choice: Choice, index: int) -> TextChoice:
         """The complete text."""
         text, logprobs = self._text(choice, "".join(choice.text), choice.logprobs, is_first=True)
