@@ -53,6 +53,10 @@ WRONG: list[tuple[dict[str, Any], str]] = [
     ({"tool_choice": {"type": "web_search_preview"}, "tools": [TOOL]}, "tool_choice"),
     (
         {"tool_choice": {"type": "allowed_tools", "mode": "auto", "tools": []}, "tools": [TOOL]},
+        "tool_choice.tools",
+    ),
+    (
+        {"tool_choice": {"type": "allowed_tools", "mode": "none", "tools": []}, "tools": [TOOL]},
         "tool_choice.mode",
     ),
     ({"text": {"format": {"type": "json_schema", "name": "s"}}}, "text.format.schema"),
