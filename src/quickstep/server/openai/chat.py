@@ -141,9 +141,7 @@ class Chat:
             echoed=_echoed(fields, served.limits),
             requested_output=requested,
             beams=beam_params(fields, served, request.sampling),
-            truncate_prompt_tokens=truncation_of(
-                fields.truncate_prompt_tokens, "truncate_prompt_tokens", max_tokens, served
-            ),
+            truncation=truncation_of(fields, max_tokens, served),
             adapter=None if fields.lora is None else served.adapters.mix(fields.lora),
             ignored=reader.ignored,
             writer=partial(ChoicesWriter, self, served),

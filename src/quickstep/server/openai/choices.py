@@ -30,6 +30,7 @@ from quickstep.server.generate.generation import (
     Generation,
     Head,
     RequestedOutput,
+    Truncation,
 )
 from quickstep.server.generate.prompts import check_num_sequences
 from quickstep.server.generate.sampling import (
@@ -163,21 +164,25 @@ def _logprob_token_ids(
 
 
 def truncation_of(
-    num_tokens: int | None, name: str, max_tokens: int | None, served: Served
-) -> int | None:
-    """How many of a prompt's last tokens are kept, None for all; -1 keeps as many as fit together
-    with the output. Raises RequestError.
+    fields: ChoiceFields, max_tokens: int | None, served: Served
+) -> Truncation | None:
+    """How much of a prompt is read, None for all; -1 keeps as many tokens as fit together with the
+    output. Raises RequestError.
     """
-    longest = served.engine.max_model_len
+    num_tokens, longest = fields.truncate_prompt_tokens, served.engine.max_model_len
     if num_tokens is None:
+        if fields.truncation_side is not None:
+            name = "truncation_side"
+            raise RequestError(f"{name} needs truncate_prompt_tokens", param=name)
         return None
     if num_tokens == -1:
-        return max(1, longest - max(1, max_tokens or 1))
-    if not 1 <= num_tokens <= longest:
+        num_tokens = max(1, longest - max(1, max_tokens or 1))
+    elif not 1 <= num_tokens <= longest:
+        name = "truncate_prompt_tokens"
         raise RequestError(
             f"{name} is {num_tokens}, it must be -1 or between 1 and {longest}", param=name
         )
-    return num_tokens
+    return Truncation(num_tokens, keeps_first=fields.truncation_side == "right")
 
 
 def beam_params(
