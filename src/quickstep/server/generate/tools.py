@@ -203,11 +203,13 @@ def _may_callfunctions(
     """
     names = tuple(functions) if choice.names is None else choice.names
     missing = next((name for name in names if name not in functions), None)
+    demand = "asks for a call" if choice.must_call else "allows calls"
     if missing is not None:
-        why = f"no tool is named {missing[:64]!r}"
-        raise RequestError(f"tool_choice names a tool, but {why}", param="tool_choice")
+        raise RequestError(
+            f"tool_choice {demand}, but no tool is named {missing[:64]!r}", param="tool_choice"
+        )
     if choice.must_call and not names:
-        raise RequestError("tool_choice asks for a call, but tools is empty", param="tool_choice")
+        raise RequestError(f"tool_choice {demand}, but tools is empty", param="tool_choice")
     return tuple(functions[name] for name in dict.fromkeys(names))
 
 
