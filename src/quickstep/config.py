@@ -23,6 +23,7 @@ __all__ = [
     "MAX_SPECULATIVE_TOKENS",
     "QUANTIZATIONS",
     "CacheConfig",
+    "ContentFormat",
     "EngineConfig",
     "InputConfig",
     "LoRAConfig",
@@ -46,6 +47,14 @@ QUANTIZATIONS = ("int8", "int8-g32", "int4", "int4-g64", "int4-g128", "fp8")
 _T = TypeVar("_T")
 _MAX_THREADS = 1024
 _ADAPTER_NAME_BYTES = 255  # as many as a folder's name may have
+
+
+class ContentFormat(enum.Enum):
+    """What chat templates read of a message's content, by the command line's names."""
+
+    AUTO = "auto"
+    STRING = "string"
+    OPENAI = "openai"
 
 
 class PolicyName(enum.Enum):
@@ -456,9 +465,11 @@ class LoRAConfig(msgspec.Struct, frozen=True):
 
 
 class InputConfig(msgspec.Struct, frozen=True):
-    """Limits of preparing one request, before the model computes anything.
+    """How requests are prepared before the model computes anything, and the limits of it.
 
     Attributes:
+        chat_template: The text of a chat template in place of the checkpoint's.
+        content_format: What templates read of a message's content; `auto` finds out.
         schema_bytes: Size in UTF-8 of a JSON schema, a grammar, or all choices.
         schema_depth: Nesting depth of a schema.
         regex_bytes: Size in UTF-8 of a regular expression.
@@ -471,6 +482,8 @@ class InputConfig(msgspec.Struct, frozen=True):
     regex_bytes: int = 2 * 1024
     grammar_s: float = 2.0
     template_s: float = 1.0
+    chat_template: str | None = None
+    content_format: ContentFormat = ContentFormat.AUTO
 
     def __post_init__(self) -> None:
         for flag, value in (

@@ -264,6 +264,9 @@ class SamplingParams(msgspec.Struct, frozen=True):
             the start of the output.
         inside_reasoning: The reasoning starts in the prompt; if False, the end of the prompt
             decides.
+        stop_after_reasoning: Texts that open and close the reasoning, in order: a stop string is
+            looked for after the last one, if the output begins with the first one. Empty: a stop
+            string ends the output anywhere.
         in_tokens: The texts in token ids; the engine sets it.
         structured_outputs: vLLM's name for `grammar`, which it becomes.
 
@@ -329,7 +332,8 @@ class SamplingParams(msgspec.Struct, frozen=True):
     ] = 0
     stop: Annotated[
         tuple[str, ...],
-        "Ends the choice at one of these texts, which is removed from the output.",
+        "Ends the choice at one of these texts, which is removed from the output; in a "
+        "conversation only after the reasoning.",
     ] = ()
     stop_token_ids: Annotated[tuple[int, ...], "Ends the choice at one of these tokens."] = ()
     include_stop_str_in_output: Annotated[bool, "Keeps the stop string in the output."] = False
@@ -391,6 +395,7 @@ class SamplingParams(msgspec.Struct, frozen=True):
     ] = None
     reasoning_tags: tuple[str, str] | None = None
     inside_reasoning: bool = False
+    stop_after_reasoning: tuple[str, ...] = ()
     in_tokens: TokenForms | None = None
     prompt_logprobs: Annotated[
         int | None,
@@ -470,7 +475,7 @@ class SamplingParams(msgspec.Struct, frozen=True):
             )
 
 
-_TEXTS = ("stop", "bad_words", "dry_sequence_breakers")
+_TEXTS = ("stop", "bad_words", "dry_sequence_breakers", "stop_after_reasoning")
 _TOKEN_IDS = (
     "stop_token_ids",
     "allowed_token_ids",

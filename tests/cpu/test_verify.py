@@ -222,6 +222,7 @@ _NOT_DRAWN = {
     "structured_outputs",  # a grammar by the time a request exists
     "reasoning_tags",
     "inside_reasoning",
+    "stop_after_reasoning",
     "shown_special_token_ids",
 }
 

@@ -101,3 +101,59 @@ def test_a_message_is_continued_as_in_transformers(name, text):
     ours = ChatTemplate({"default": CONTINUED[name]}, {}, now=datetime.now)
     rendered = ours.render(messages, add_generation_prompt=False, continue_final_message=True)
     assert rendered == expected[0]
+
+
+LOOP = "{% for p in m.content %}{% if p.type == 'text' %}[{{ p.text }}]{% endif %}{% endfor %}"
+READS_PARTS = {
+    "either": "{% for m in messages %}{{ m.role }}:{% if m.content is string %}"
+    "{{ m.content }}{% else %}" + LOOP + "{% endif %}|{% endfor %}",
+    "a macro": "{% macro show(content) %}{% if content is string %}{{ content }}{% else %}"
+    "{% for p in content %}{{ p if p is string else p.text }};{% endfor %}{% endif %}{% endmacro %}"
+    "{% for m in messages %}<{{ m.role }}>{{ show(m.content) | trim }}{% endfor %}",
+    "a filter": "{% for m in messages %}{{ m.role }}: {% if m.content is string %}{{ m.content }}"
+    "{% else %}{{ m.content | selectattr('type', 'equalto', 'text') | map(attribute='text') "
+    "| join(' ') }}{% endif %}{% endfor %}",
+    "a variable": "{% for m in messages %}{% set content = m['content'] %}"
+    "{% if content is string %}{% set content = [{'type': 'text', 'text': content}] %}{% endif %}"
+    "{% for p in content %}({{ p['text'] }}){% endfor %}{% endfor %}",
+    "by role": "{% for m in messages %}{% if m.role in ('system', 'tool') %}{{ m.content }}"
+    "{% else %}" + LOOP + "{% endif %}{% endfor %}",
+}
+PARTS_ONLY = "{% for m in messages %}{{ m.role }}:" + LOOP + "{% endfor %}"
+
+
+def as_parts(*texts):
+    return [{"type": "text", "text": text} for text in texts]
+
+
+def rendered_by_transformers(source, messages):
+    return render_jinja_template(conversations=[messages], chat_template=source)[0][0]
+
+
+@pytest.mark.parametrize("name", READS_PARTS)
+@pytest.mark.parametrize("texts", [("A",), ("A", "B\n"), ("", " C ")])
+def test_parts_reach_templates_that_read_them_as_in_transformers(name, texts):
+    source = READS_PARTS[name]
+    plain = "S" if name == "by role" else as_parts("S", "s")
+    messages = [
+        {"role": "system", "content": plain},
+        {"role": "user", "content": as_parts(*texts)},
+        {"role": "assistant", "content": as_parts(*texts)},
+        {"role": "tool", "content": plain, "tool_call_id": "c"},
+        {"role": "user", "content": as_parts("last")},
+    ]
+    ours = ChatTemplate({"default": source}, {}, now=datetime.now)
+    assert ours.render(messages) == rendered_by_transformers(source, messages)
+
+
+@pytest.mark.parametrize("name", [name for name in READS_PARTS if name != "by role"])
+def test_text_reaches_templates_that_read_either_as_in_transformers(name):
+    ours = ChatTemplate({"default": READS_PARTS[name]}, {}, now=datetime.now)
+    assert ours.render(MESSAGES) == rendered_by_transformers(READS_PARTS[name], MESSAGES)
+
+
+def test_text_is_a_part_for_templates_that_read_only_parts():
+    wrapped = [{**message, "content": as_parts(message["content"])} for message in MESSAGES]
+    ours = ChatTemplate({"default": PARTS_ONLY}, {}, now=datetime.now)
+    assert ours.render(MESSAGES) == rendered_by_transformers(PARTS_ONLY, wrapped)
+    assert ours.render(MESSAGES) == ours.render(wrapped)

@@ -30,6 +30,7 @@ from quickstep.cli.flags.sampling import print_defaults, sampling_params
 from quickstep.cli.flags.serve import input_config, log_setup, server_options, stream_config
 from quickstep.cli.main import COMMANDS, main
 from quickstep.config import (
+    ContentFormat,
     EngineConfig,
     InputConfig,
     LoRAConfig,
@@ -264,6 +265,17 @@ def test_bad_engine_values_are_configuration_errors() -> None:
         engine_config(parsed("serve", "--block-size", "12"), "demo")
 
 
+def test_a_chat_template_is_a_file_or_itself_and_reaches_the_configuration(tmp_path: Path) -> None:
+    file = tmp_path / "template.jinja"
+    file.write_text("{{ messages }}")
+    for flag in ("--chat-template", "--chat-template-file"):
+        for source in (str(file), "{{ messages }}"):
+            inputs = input_config(parsed("serve", flag, source))
+            assert inputs == InputConfig(chat_template="{{ messages }}")
+    inputs = input_config(parsed("serve", "--chat-template-content-format", "openai"))
+    assert inputs == InputConfig(content_format=ContentFormat.OPENAI)
+
+
 def test_sampling_flags_go_over_the_checkpoints_defaults() -> None:
     args = parsed("generate", "hi", "--top-k", "3", "--stop", "a", "--stop", "b", "--seed", "5")
     sampling = sampling_params(args, {"top_k": 9, "top_p": 0.5}, n=2)
@@ -420,6 +432,12 @@ def test_a_port_in_use_is_one_sentence_and_exit_code_2() -> None:
         (["serve", "--max-json-depth", "0"], "0 is below 1"),
         (["serve", "--tool-call-parser", "xml"], "--tool-call-parser is 'xml'; known are hermes"),
         (["serve", "--reasoning-parser", "x"], "--reasoning-parser is 'x'; known are think"),
+        (["serve", "--chat-template", "/nowhere"], "the chat template /nowhere cannot be read: No"),
+        (
+            ["chat", "--chat-template", "a\n{% for %}"],
+            "the chat template cannot be read at line 2:",
+        ),
+        (["batch", "-i", "i", "-o", "o", "--chat-template", "{{ a"], "cannot be read at line 1:"),
         (["generate", "hi", "--stream", "--json"], "--stream prints one text"),
         (["generate", "hi", "--temperature", "-1"], "temperature is -1.0"),
         (["chat", "--top-p", "2"], "top_p is 2.0"),

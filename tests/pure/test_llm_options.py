@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from quickstep.config import EngineConfig, LoadConfig, PolicyName
+from quickstep.config import ContentFormat, EngineConfig, InputConfig, LoadConfig, PolicyName
 from quickstep.engine.llm import _PLACES, LLMOptions, engine_config
 from quickstep.errors import ConfigError
 
@@ -29,7 +29,12 @@ def test_options_reach_their_sections():
             "policy": "prefill-first",
             "seed": 5,
             "inter_token_target_s": 1,
+            "chat_template": "{{ messages }}",
+            "chat_template_content_format": "string",
         },
+    )
+    assert config.inputs == InputConfig(
+        chat_template="{{ messages }}", content_format=ContentFormat.STRING
     )
     assert config.scheduler.inter_token_target_s == 1
     assert config.load == LoadConfig(model="some/model", dtype="float32")
@@ -48,6 +53,9 @@ def test_options_reach_their_sections():
         ({"trust_remote_code": True}, "never run"),
         ({"num_blocks": 5, "num_gpu_blocks_override": 6}, "both"),
         ({"policy": "fastest"}, "mixed"),
+        ({"chat_template": "/nowhere"}, "/nowhere cannot be read"),
+        ({"chat_template": "{% end %}"}, "at line 1"),
+        ({"chat_template_content_format": "list"}, "auto, string, openai"),
         ({"block_size": 12}, "power of two"),
         ({"max_num_seqs": 0}, "at least 1"),
         ({"max_num_seqs": "8"}, "type int"),

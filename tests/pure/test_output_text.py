@@ -6,18 +6,20 @@ from itertools import pairwise
 
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from msgspec.structs import replace
 from scripted_engine import END_ID, byte_tokenizer
 
-from quickstep.engine.text.output_text import OutputText
+from quickstep.engine.text.output_text import OutputText, ReasoningPassage
+from quickstep.engine.tool_calls.formats import REASONING_FORMATS
 from quickstep.types import FinishReason, SamplingParams, SequenceOutput, TokenLogprobs
 
 TOKENIZER = byte_tokenizer()
 LETTERS = [*b"ab", *"é".encode(), END_ID]
 
 
-def deliver(groups, sampling, stopped):
+def deliver(groups, sampling, stopped, in_reasoning=False):
     """(text, tokens, finish reason, stop reason) of tokens that come in `groups`."""
-    text = OutputText(TOKENIZER, sampling, at_text_start=False)
+    text = OutputText(TOKENIZER, sampling, at_text_start=False, in_reasoning=in_reasoning)
     shown, tokens, logprobs = "", (), ()
     for number, group in enumerate(groups, 1):
         ends = number == len(groups)
@@ -73,6 +75,64 @@ def test_without_stops_the_text_is_the_whole_decode(tokens):
     assert text == TOKENIZER.decode(tokens)
     assert taken == tuple(tokens)
     assert reason is FinishReason.MAX_TOKENS
+
+
+MARKERS = ("<a", "b>")
+PIECES = st.lists(st.sampled_from(["<a", "<", "a", "b", "b>", ">", " ", "é", "c"]), max_size=8)
+
+
+def in_two(text, in_reasoning):
+    """The reasoning of a complete text with its markers, and the rest."""
+    begun = text if in_reasoning else text.lstrip()
+    opening = "" if in_reasoning else MARKERS[0]
+    if not begun.startswith(opening):
+        return "", text
+    num_before = len(text) - len(begun) + len(opening)
+    start = text.find(MARKERS[1], num_before)
+    end = len(text) if start < 0 else start + len(MARKERS[1])
+    return text[:end], text[end:]
+
+
+@settings(max_examples=500, deadline=None)
+@given(
+    pieces=PIECES,
+    stops=st.lists(st.text("ab<>é ", min_size=1, max_size=3), min_size=1, max_size=2),
+    include=st.booleans(),
+    in_reasoning=st.booleans(),
+)
+def test_stops_are_looked_for_in_the_text_after_the_reasoning(pieces, stops, include, in_reasoning):
+    complete = "".join(pieces)
+    reasoning, rest = in_two(complete, in_reasoning)
+    after = SamplingParams(stop=stops, include_stop_str_in_output=include)
+    sampling = replace(after, stop_after_reasoning=MARKERS)
+    groups = [[byte] for byte in complete.encode()] or [[]]
+    shown, _, reason, stop = deliver(groups, sampling, False, in_reasoning)
+    expected, _, reason_of_rest, stop_of_rest = deliver(
+        [[byte] for byte in rest.encode()] or [[]], after, False
+    )
+    assert (shown, reason, stop) == (reasoning + expected, reason_of_rest, stop_of_rest)
+    in_groups = [list(complete.encode())]
+    assert deliver(in_groups, sampling, False, in_reasoning)[0] == shown
+
+
+def test_reasoning_is_shown_as_it_comes_whatever_the_stops_are():
+    passage = ReasoningPassage(("<think>", "</think>"), in_reasoning=False)
+    fed = [passage.feed(text) for text in ("\n<thi", "nk>", "a</th", "ink>b", "c")]
+    assert fed == [("", ""), ("\n<think>", ""), ("a</th", ""), ("ink>", "b"), ("", "c")]
+
+
+def test_a_text_that_only_begins_like_an_opening_is_looked_through():
+    passage = ReasoningPassage(("<think>", "</think>"), in_reasoning=False)
+    assert [passage.feed("<thin"), passage.feed(" ice")] == [("", ""), ("", "<thin ice")]
+    ended = ReasoningPassage(("<think>", "</think>"), in_reasoning=False)
+    assert (ended.feed(" <th"), ended.finish()) == (("", ""), " <th")
+
+
+def test_the_reasoning_of_harmony_ends_at_the_final_channel():
+    passage = ReasoningPassage(REASONING_FORMATS["harmony"].passage, in_reasoning=False)
+    thought = "<|channel|>analysis<|message|>We <|message|> final.<|end|><|start|>assistant"
+    header = "<|channel|>final <|constrain|>json<|message|>"
+    assert passage.feed(f"{thought}{header}" + "{}") == (f"{thought}{header}", "{}")
 
 
 def test_an_end_without_tokens_brings_the_held_text():

@@ -175,6 +175,7 @@ _SAMPLING: dict[str, object] = {
     "dry_sequence_breakers": ("x",),
     "bad_words": ("y",),
     "reasoning_tags": ("<a>", "</a>"),
+    "stop_after_reasoning": ("<a>", "</a>"),
     "in_tokens": None,
     "logprob_token_ids": (3,),
     "structured_outputs": None,  # a grammar by the time a request exists

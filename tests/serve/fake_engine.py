@@ -22,6 +22,7 @@ from quickstep.engine.adapters import LoadedAdapter
 from quickstep.engine.records.step_log import SequenceRecord, StepLog
 from quickstep.engine.stats import EngineState, EngineStats
 from quickstep.engine.stream import Delta
+from quickstep.engine.text.message_content import text_of
 from quickstep.engine.tool_calls.formats import OutputFormats, formats_of
 from quickstep.errors import EngineError, PromptTooLong, RequestError
 from quickstep.model.sizing import MemoryPlan
@@ -94,6 +95,12 @@ class FakeTemplate:
         extra: Mapping[str, Any] | None = None,
         continue_final_message: bool = False,
     ) -> str:
+        messages = [
+            message
+            if message["content"] is None
+            else {**message, "content": text_of(message["content"])}
+            for message in messages
+        ]  # as a template that reads no parts
         self.rendered.extend(messages)
         lines = [f"{message['role']}: {message['content']}" for message in messages]
         if continue_final_message:

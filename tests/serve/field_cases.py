@@ -66,11 +66,16 @@ def num_calls(seen: Seen) -> int:
     return len(seen.answer["choices"][0]["message"]["tool_calls"])
 
 
+FIRST = (1, ord("s"))  # token of a completion's prompt, and of a chat's
+
 CHOICES: Cases = {
     **cases(
         prompt_logprobs=(2, sampled("prompt_logprobs", 2)),
         return_token_ids=(True, shows_token_ids),
         truncate_prompt_tokens=(1, lambda seen: len(seen.submitted.prompt) == 1),
+    ),
+    "truncation_side": Case(
+        "right", lambda seen: seen.submitted.prompt[0] in FIRST, {"truncate_prompt_tokens": 1}
     ),
     # a search asks the engine for one token of each beam at a time
     "use_beam_search": Case(

@@ -76,6 +76,20 @@ MESSAGES_CASES: dict[type[msgspec.Struct], Cases] = {
     schemas.CountTokensRequest: COUNT,
     schemas.MessagesRequest: MESSAGES,
     schemas.PlainBlock: {"text": read(), "cache_control": MARKED},
+    schemas.DocumentBlock: {
+        "source": read({"type": "text", "data": "yo!"}),
+        "title": read(text="Title: yo!"),
+        "context": read(text="Context: yo!"),
+        "cache_control": MARKED,
+    },
+    schemas.TextSource: {"data": read()},
+    schemas.ContentSource: {"content": read()},
+    schemas.SearchResultBlock: {
+        "content": read([{"type": "text", "text": "yo!"}]),
+        "source": read(text="Source: yo!"),
+        "title": read(text="Title: yo!"),
+        "cache_control": MARKED,
+    },
     schemas.ThinkingBlock: {"thinking": said("reasoning_content")},
     schemas.ToolUseBlock: {
         "id": called("id", "call_9"),

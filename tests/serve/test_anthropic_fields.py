@@ -44,8 +44,8 @@ WRONG: list[tuple[dict[str, Any], str]] = [
     ({"messages": [{"role": "tool", "content": "x"}]}, "messages[0].role"),
     ({"messages": [{"role": "user"}]}, "messages[0].content is missing"),
     (turn("user", {"type": "image", "source": {}}), "messages[0].content[0] is of type image"),
-    (turn("user", {"type": "document"}), "messages[0].content[0] is of type document"),
-    (turn("user", {"type": "search_result"}), "messages[0].content[0] is of type search_result"),
+    (turn("user", {"type": "document"}), "messages[0].content[0].source is missing"),
+    (turn("user", {"type": "search_result"}), "messages[0].content[0].content is missing"),
     (turn("user", {"type": "video"}), "messages[0].content[0].type"),
     (turn("user", USE), "messages[0].content[0].type"),
     (
@@ -266,3 +266,55 @@ def test_a_billing_line_of_the_client_is_no_part_of_the_prompt(rest: str) -> Non
             assert prompt == expected
             assert "system[x-anthropic-billing-header]" in ignored
     assert prompt_of({"system": line})[0] == prompt_of({})[0]
+
+
+DOCUMENT = {"type": "document", "title": "T", "context": "C", "citations": {"enabled": False}}
+FOUND = {"type": "search_result", "title": "T", "source": "https://s", "content": [TEXT]}
+
+
+def source(kind: str, **fields: Any) -> dict[str, Any]:
+    return {**DOCUMENT, "source": {"type": kind, **fields}}
+
+
+@pytest.mark.parametrize(
+    ("block", "text"),
+    [
+        (source("text", media_type="text/plain", data="D\nE"), "Title: T\nContext: C\n\nD\nE"),
+        (source("content", content="D"), "Title: T\nContext: C\n\nD"),
+        (source("content", content=[TEXT, TEXT]), "Title: T\nContext: C\n\nx\nx"),
+        ({"type": "document", "source": {"type": "text", "data": "D"}}, "D"),
+        (FOUND, "Title: T\nSource: https://s\n\nx"),
+    ],
+)
+def test_documents_and_search_results_are_text_in_messages_and_results(
+    block: dict[str, Any], text: str
+) -> None:
+    prompt, ignored = prompt_of(turn("user", TEXT, block))
+    assert f"user: x\n{text}\n" in prompt
+    assert not ignored
+    result = {"type": "tool_result", "tool_use_id": "t", "content": [block]}
+    assert f"tool: {text}\n" in prompt_of(turn("user", result))[0]
+
+
+def test_citations_that_are_requested_are_reported() -> None:
+    _, ignored = prompt_of(turn("user", {**FOUND, "citations": {"enabled": True}}))
+    assert ignored == "messages[].content[].citations.enabled"
+
+
+@pytest.mark.parametrize(
+    ("block", "path", "says"),
+    [
+        (source("base64", media_type="application/pdf", data="JVBE"), ".source", "text only"),
+        (source("url", url="http://x"), ".source", "outbound"),
+        (source("file", file_id="file_1"), ".source", "no such files"),
+        (source("content", content=[{"type": "image"}]), ".source.content[0]", "text only"),
+        ({"type": "container_upload", "file_id": "file_1"}, "", "runs no tools"),
+        ({"type": "image", "source": {}}, "", "text only"),
+    ],
+)
+def test_what_is_no_text_is_400_with_its_path(block: dict[str, Any], path: str, says: str) -> None:
+    response = post(turn("user", TEXT, block), FakeEngine())
+    assert response.status_code == 400
+    message = refusal_of(response)
+    assert f"messages[0].content[1]{path} is of type " in message
+    assert says in message

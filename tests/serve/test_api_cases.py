@@ -47,6 +47,7 @@ BEYOND_THE_SCHEMA = re.compile(
     stream_options\ needs\ stream
     | top_logprobs\ needs\ (logprobs|include)
     | logprob_token_ids\ needs\ logprobs | truncate_prompt_tokens\ is
+    | truncation_side\ needs
     | \w+_budget(_tokens)?\ (is\ not\ supported|cannot|is\ -?\d+\ and)
     | timeout_s\ is\ .*\ (inf|nan|above)
     | best_of\ is\ .*,\ (below|above)\ n

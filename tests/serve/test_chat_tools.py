@@ -286,8 +286,16 @@ def function(**fields: Any) -> list[dict[str, Any]]:
         ({"tools": [TOOL], "tool_choice": {"type": "function", "function": {}}}, "tool_choice"),
         ({"tools": [TOOL], "tool_choice": "maybe"}, "tool_choice"),
         (
-            {"tools": [TOOL], "tool_choice": allowed("auto", named("get_weather"))},
+            {"tools": [TOOL], "tool_choice": allowed("some", named("get_weather"))},
             "tool_choice.allowed_tools.mode",
+        ),
+        (
+            {"tools": [TOOL], "tool_choice": allowed("auto")},
+            "tool_choice.allowed_tools.tools",
+        ),
+        (
+            {"tools": [TOOL], "tool_choice": allowed("auto", named("other"))},
+            "tool_choice",
         ),
         (
             {"tools": [TOOL], "tool_choice": allowed("required", {"type": "function"})},
@@ -457,3 +465,27 @@ def test_a_forced_call_is_kept_to_the_allowed_tools() -> None:
         "find_it",
         "keep_it",
     ]
+
+
+def test_calls_are_kept_to_the_allowed_tools_where_the_model_may_choose() -> None:
+    tools = [*function(name="find_it"), *function(name="keep_it"), *function(name="drop_it")]
+    choices = (None, allowed("auto", named("find_it"), named("keep_it")))
+    engines = [FakeEngine(), FakeEngine()]
+    for engine, choice in zip(engines, choices, strict=True):
+        assert post({"tools": tools, "tool_choice": choice}, engine).status_code == 200
+    free, kept = (engine.submitted[0] for engine in engines)
+    assert kept.prompt == free.prompt, "the prefix is cached for each choice"
+    assert free.sampling.grammar is None
+    assert kept.sampling.grammar is not None
+    text = kept.sampling.grammar.text
+    assert [name for name in ("find_it", "keep_it", "drop_it") if name in text] == [
+        "find_it",
+        "keep_it",
+    ]
+
+
+def test_one_allowed_tool_may_be_called_again_unless_the_call_is_forced() -> None:
+    for mode, num_calls in (("auto", 2), ("required", 1)):
+        choice = allowed(mode, named("get_weather"))
+        message = message_of(f"{CALL}\n{CALL}", tools=[TOOL], tool_choice=choice)
+        assert len(message["tool_calls"]) == num_calls

@@ -15,6 +15,7 @@ import httpx
 import msgspec
 import pytest
 
+from quickstep import LLM, SamplingParams
 from quickstep.cli.flags.hardware import measured_steps
 from quickstep.cli.main import main
 from quickstep.core.cost_model import LinearCostModel, StepLoad
@@ -146,6 +147,28 @@ def test_doctor_prints_json(capsys: pytest.CaptureFixture[str]) -> None:
     facts = json.loads(capsys.readouterr().out)
     assert facts["torch"]["threads"] >= 1
     assert facts["cpu"]["usable_cpus"] >= 1
+
+
+def test_a_chat_template_replaces_the_checkpoints_in_serve_and_chat(
+    capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    file = tmp_path / "template.jinja"
+    file.write_text("{% for m in messages %}def {{ m.content[0].text }}({% endfor %}")
+    messages = [{"role": "user", "content": "add"}]
+    flags = ("--chat-template", str(file), "--chat-template-content-format", "openai")
+    with serving(*flags) as (_, address):
+        body = {"messages": messages}
+        applied = httpx.post(f"{address}/apply-template", json=body, timeout=60).json()
+        shown = httpx.get(f"{address}/props", timeout=60).json()["chat_template"]
+    assert applied == {"prompt": "def add("}
+    assert shown == file.read_text()
+    assert main(["generate", "def add(", "--max-tokens", "8", *SMALL]) == 0
+    generated = capsys.readouterr().out
+    assert main(["chat", "--message", "add", "--max-tokens", "8", *SMALL, *flags]) == 0
+    assert capsys.readouterr().out == generated
+    with LLM("demo", chat_template=str(file), chat_template_content_format="openai") as llm:
+        answers = llm.chat(messages, SamplingParams(max_tokens=8, temperature=0.0), use_tqdm=False)
+    assert answers[0].outputs[0].text.strip() == generated.strip()
 
 
 def test_serve_lets_a_running_stream_end_at_sigterm_and_exits_with_0() -> None:

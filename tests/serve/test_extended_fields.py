@@ -95,6 +95,23 @@ def test_a_prompt_keeps_its_last_tokens(asked: int, kept: bytes) -> None:
     assert bytes(engine.submitted[0].prompt) == kept
 
 
+@pytest.mark.parametrize(("side", "kept"), [("left", b"bc"), ("right", b"ab"), (None, b"bc")])
+def test_a_prompt_is_truncated_on_one_side(side: str | None, kept: bytes) -> None:
+    engine = FakeEngine()
+    body = {"prompt": "abc", "truncate_prompt_tokens": 2, "add_special_tokens": False}
+    assert ask(COMPLETIONS, {**body, "truncation_side": side}, engine=engine).status_code == 200
+    assert bytes(engine.submitted[0].prompt) == kept
+
+
+@pytest.mark.parametrize("path", [CHAT, COMPLETIONS])
+@pytest.mark.parametrize("fields", [{"truncation_side": "left"}, {"truncation_side": "top"}])
+def test_a_side_without_a_truncation_or_of_another_name_is_400(
+    path: str, fields: dict[str, Any]
+) -> None:
+    response = ask(path, {**BODIES[path], **fields})
+    assert (response.status_code, response.json()["error"]["param"]) == (400, "truncation_side")
+
+
 def test_minus_one_leaves_room_for_the_answer() -> None:
     engine = FakeEngine()
     body = {"prompt": "a" * 5000, "truncate_prompt_tokens": -1, "max_tokens": 96}

@@ -35,11 +35,13 @@ from quickstep.server.anthropic.request_types import (
     AutoChoice,
     CountTokensRequest,
     CustomToolSpec,
+    DocumentBlock,
     EnabledThinking,
     JsonOutput,
     MessagesRequest,
     OutputConfig,
     PlainBlock,
+    SearchResultBlock,
     ToolResultBlock,
     ToolUseBlock,
 )
@@ -97,6 +99,7 @@ WITHOUT_EFFECT: dict[tuple[Struct, Struct, str], str] = {
         (CountTokensRequest, struct, "cache_control"): "nothing is added to the cache"
         for struct in (
             *(CountTokensRequest, CustomToolSpec, PlainBlock, ToolResultBlock, ToolUseBlock),
+            *(DocumentBlock, SearchResultBlock),
         )
     },
 }

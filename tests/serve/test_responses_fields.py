@@ -53,6 +53,10 @@ WRONG: list[tuple[dict[str, Any], str]] = [
     ({"tool_choice": {"type": "web_search_preview"}, "tools": [TOOL]}, "tool_choice"),
     (
         {"tool_choice": {"type": "allowed_tools", "mode": "auto", "tools": []}, "tools": [TOOL]},
+        "tool_choice.tools",
+    ),
+    (
+        {"tool_choice": {"type": "allowed_tools", "mode": "none", "tools": []}, "tools": [TOOL]},
         "tool_choice.mode",
     ),
     ({"text": {"format": {"type": "json_schema", "name": "s"}}}, "text.format.schema"),
@@ -106,7 +110,7 @@ def test_items_become_the_messages_that_templates_read() -> None:
     ]
     prompt = seen_by_model(history, instructions="You are kind.")
     assert prompt.startswith(
-        "system: You are kind.\n\nBe brief.\nuser: hi\nassistant: Let me see.\ntool: 20\n"
+        "system: You are kind.\nsystem: Be brief.\nuser: hi\nassistant: Let me see.\ntool: 20\n"
     )
     assert prompt.count("assistant:") == 2  # the call is in the message before it
     assert "'name': 'f', 'arguments': '{}'" in prompt

@@ -21,14 +21,19 @@ from pathlib import Path
 from types import TracebackType
 from typing import TYPE_CHECKING, BinaryIO
 
+from msgspec.structs import replace
+
 from quickstep.cli.flags.engine import (
     add_engine_flags,
     add_format_flags,
     add_model,
+    add_template_flags,
     engine_config,
     model_of,
+    template_fields,
 )
 from quickstep.cli.flags.parsing import Parser, bytes_size, command, positive_int
+from quickstep.config import InputConfig
 from quickstep.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -89,6 +94,7 @@ def add_parser(subparsers: argparse._SubParsersAction[Parser]) -> None:
         "--seed", type=int, help="makes the seeds of requests without one reproducible"
     )
     add_format_flags(parser)
+    add_template_flags(parser)
     add_engine_flags(parser)
 
 
@@ -100,6 +106,9 @@ def run(args: argparse.Namespace) -> int:
     if source.resolve() == Path(args.output_file).resolve():
         raise ConfigError("--input-file and --output-file are the same file")
     _server_options(args)  # reports a wrong name before the model is loaded
+    config = replace(
+        engine_config(args, model_of(args), args.seed), inputs=InputConfig(**template_fields(args))
+    )
     ids = _checked_ids(source, args.max_body_bytes)
     with _OutputFile(Path(args.output_file), args.retry_failed) as output:
         num_done = len(ids & output.done)
@@ -113,7 +122,7 @@ def run(args: argparse.Namespace) -> int:
 
         try:
             if num_done < len(ids):
-                with_engine(engine_config(args, model_of(args), args.seed), work)
+                with_engine(config, work)
         except KeyboardInterrupt:
             print("interrupted: run it again to resume", file=sys.stderr)
             raise

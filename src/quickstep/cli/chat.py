@@ -15,7 +15,16 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
-from quickstep.cli.flags.engine import add_engine_flags, add_model, engine_config, model_of
+from msgspec.structs import replace
+
+from quickstep.cli.flags.engine import (
+    add_engine_flags,
+    add_model,
+    add_template_flags,
+    engine_config,
+    model_of,
+    template_fields,
+)
 from quickstep.cli.flags.parsing import Parser, command
 from quickstep.cli.flags.sampling import (
     add_sampling_flags,
@@ -25,6 +34,7 @@ from quickstep.cli.flags.sampling import (
 )
 from quickstep.cli.flags.server_url import add_server_url, get, post_events
 from quickstep.cli.screen import write_out
+from quickstep.config import InputConfig
 from quickstep.errors import ConfigError, EngineError, RequestError
 
 if TYPE_CHECKING:
@@ -50,6 +60,7 @@ def add_parser(subparsers: argparse._SubParsersAction[Parser]) -> None:
     parser.add_argument("--message", metavar="TEXT", help="send one message and exit")
     add_sampling_flags(parser, max_tokens=512)
     parser.set_defaults(own_flags=frozenset(vars(parser.parse_args([]))))
+    add_template_flags(parser)
     add_engine_flags(parser)
 
 
@@ -75,7 +86,8 @@ def run(args: argparse.Namespace) -> int:
                 write_out("\n")
                 conversation.add_answer(messages, answer.text)
 
-    with_engine(engine_config(args, model_of(args)), work)
+    inputs = InputConfig(**template_fields(args))
+    with_engine(replace(engine_config(args, model_of(args)), inputs=inputs), work)
     return 0
 
 

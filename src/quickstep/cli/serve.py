@@ -17,6 +17,7 @@ from quickstep.cli.flags.engine import (
     add_engine_flags,
     add_format_flags,
     add_model,
+    add_template_flags,
     engine_config,
     model_of,
 )
@@ -73,6 +74,7 @@ def add_parser(subparsers: argparse._SubParsersAction[Parser]) -> None:
         help="makes the seeds of requests without one reproducible (default: random)",
     )
     add_format_flags(group)
+    add_template_flags(group)
     add_serve_flags(parser)
     add_engine_flags(parser)
     add_lora_flags(parser)

@@ -583,7 +583,7 @@ def describe(
         max_model_len=loaded.plan.max_model_len,
         vocab_size=loaded.model.vocab_size,
         tokenizer=tokenizer,
-        chat_template=_template(path, tokenizer, inputs.template_s) if with_template else None,
+        chat_template=_template(path, tokenizer, inputs) if with_template else None,
         default_sampling=_default_sampling(path),
         load_s=load_s,
         memory_plan=loaded.plan,
@@ -598,10 +598,10 @@ def describe(
     )
 
 
-def _template(path: Path, tokenizer: Tokenizer, limit_s: float) -> ChatTemplate | None:
+def _template(path: Path, tokenizer: Tokenizer, inputs: InputConfig) -> ChatTemplate | None:
     from quickstep.engine.text.chat_template import ChatTemplate
 
-    return ChatTemplate.open(path, tokenizer.special_tokens, datetime.now, limit_s)
+    return ChatTemplate.open(path, tokenizer.special_tokens, datetime.now, inputs)
 
 
 def _default_sampling(path: Path) -> Mapping[str, float]:

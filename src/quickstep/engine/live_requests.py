@@ -16,7 +16,7 @@ from msgspec.structs import replace
 from quickstep.engine.grammar.grammars import CompiledGrammar
 from quickstep.engine.records.step_log import SequenceRecord, StepLog
 from quickstep.engine.stream import Delta, Sink
-from quickstep.engine.text.output_text import OutputText
+from quickstep.engine.text.output_text import OutputText, prompt_end
 from quickstep.engine.text.tokenizer import Tokenizer
 from quickstep.types import FinishReason, Request, SequenceOutput, SequenceTimings
 
@@ -80,9 +80,20 @@ class LiveRequests:
         """Add a request that the scheduler accepted; hold its grammar until its end."""
         sampling, prompt = request.sampling, request.prompt_token_ids
         at_start = sampling.skip_special_tokens and all(map(self._tokenizer.is_special, prompt))
-        texts = [OutputText(self._tokenizer, sampling, at_start) for _ in range(sampling.n)]
+        opened = self._opens_reasoning(request)
+        texts = [OutputText(self._tokenizer, sampling, at_start, opened) for _ in range(sampling.n)]
         self._live[request.request_id] = _LiveRequest(request, sink, texts, grammar)
         self._empty.clear()
+
+    def _opens_reasoning(self, request: Request) -> bool:
+        """Whether the output begins in the reasoning, as far as that matters for stop strings."""
+        sampling, prompt = request.sampling, request.prompt_token_ids
+        markers = sampling.stop_after_reasoning
+        if not (sampling.stop and markers):
+            return False
+        return sampling.inside_reasoning or prompt_end(self._tokenizer.decode, prompt).endswith(
+            markers[0]
+        )
 
     def deliver(self, outputs: Iterable[SequenceOutput], now: float) -> None:
         """Put the scheduler's outputs, as deltas, into their sinks: a delta per token, so that a

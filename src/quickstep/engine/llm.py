@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import asyncio
 import difflib
+import enum
 import sys
 import weakref
 from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
@@ -38,7 +39,9 @@ from typing import (
 
 from quickstep.config import (
     CacheConfig,
+    ContentFormat,
     EngineConfig,
+    InputConfig,
     LoadConfig,
     LoRAConfig,
     PolicyName,
@@ -60,7 +63,7 @@ from quickstep.engine.outputs import (
 )
 from quickstep.engine.requests import as_token_ids, check_token_ids
 from quickstep.engine.stream import Stream
-from quickstep.engine.text.chat_template import Message
+from quickstep.engine.text.chat_template import Message, read_template
 from quickstep.engine.text.tokenizer import Tokenizer
 from quickstep.errors import ConfigError, RequestError
 from quickstep.types import Pooling, Request, SamplingParams
@@ -72,6 +75,7 @@ LoRARequests = LoRARequest | Sequence[LoRARequest | None] | None
 Prompt = str | Sequence[int] | Mapping[str, Any]
 
 _T = TypeVar("_T")
+_Kind = TypeVar("_Kind", bound=enum.Enum)
 _Submitted = TypeVar("_Submitted", Stream, BeamSearch)
 
 
@@ -115,6 +119,8 @@ class LLMOptions(TypedDict, total=False):
     lora_pin: tuple[str, ...]
     lora_memory_bytes: int
     lora_dtype: str
+    chat_template: str | None
+    chat_template_content_format: str | ContentFormat
 
 
 # option -> (section, field); the section "" is EngineConfig itself
@@ -156,6 +162,8 @@ _PLACES: Mapping[str, tuple[str, str]] = {
     "lora_pin": ("lora", "pinned"),
     "lora_memory_bytes": ("lora", "memory_bytes"),
     "lora_dtype": ("lora", "dtype"),
+    "chat_template": ("inputs", "chat_template"),
+    "chat_template_content_format": ("inputs", "content_format"),
 }
 
 
@@ -561,7 +569,7 @@ def engine_config(model: str, options: Mapping[str, Any]) -> EngineConfig:
         ConfigError: An option is unknown, given twice by two names, or has a bad value.
     """
     sections: dict[str, dict[str, Any]] = {"load": {"model": model}}
-    sections |= {"cache": {}, "scheduler": {}, "lora": {}}
+    sections |= {"cache": {}, "scheduler": {}, "lora": {}, "inputs": {}}
     own: dict[str, Any] = {}
     for name, value in options.items():
         if name not in _PLACES:
@@ -574,7 +582,11 @@ def engine_config(model: str, options: Mapping[str, Any]) -> EngineConfig:
         if field in fields:
             raise ConfigError(f"{name} and another name of {field} are both given; keep one")
         if name == "policy":
-            value = _policy(value)
+            value = _named(name, value, PolicyName)
+        elif name == "chat_template_content_format":
+            value = _named(name, value, ContentFormat)
+        elif name == "chat_template":
+            value = read_template(value)
         elif name == "speculative_config":
             value = SpeculationConfig.of_fields(value, name)
         fields[field] = value
@@ -583,6 +595,7 @@ def engine_config(model: str, options: Mapping[str, Any]) -> EngineConfig:
         cache=CacheConfig(**sections["cache"]),
         scheduler=SchedulerConfig(**sections["scheduler"]),
         lora=_lora(sections["lora"]),
+        inputs=InputConfig(**sections["inputs"]),
         **own,
     )
 
@@ -606,12 +619,13 @@ def _check_type(name: str, value: Any) -> None:
         raise ConfigError(f"{name} is {value!r}, it must be of type {names}")
 
 
-def _policy(value: str | PolicyName) -> PolicyName:
+def _named(name: str, value: object, kind: type[_Kind]) -> _Kind:
+    """The member of an enum by its value. Raises ConfigError."""
     try:
-        return PolicyName(value)
+        return kind(value)
     except ValueError as error:
-        names = ", ".join(policy.value for policy in PolicyName)
-        raise ConfigError(f"policy is {value!r}, it must be one of {names}") from error
+        names = ", ".join(str(member.value) for member in kind)
+        raise ConfigError(f"{name} is {value!r}, it must be one of {names}") from error
 
 
 def _unknown(name: str) -> str:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+from typing import Any
 
 from quickstep.cli.flags.parsing import bytes_size, json_objects, positive_int, token_count
 from quickstep.config import (
@@ -10,6 +11,7 @@ from quickstep.config import (
     KV_DTYPES,
     QUANTIZATIONS,
     CacheConfig,
+    ContentFormat,
     EngineConfig,
     LoadConfig,
     PolicyName,
@@ -25,8 +27,10 @@ __all__ = [
     "add_format_flags",
     "add_kv_cache_dtype",
     "add_model",
+    "add_template_flags",
     "engine_config",
     "model_of",
+    "template_fields",
 ]
 
 _DTYPES = {
@@ -378,3 +382,30 @@ def add_format_flags(group: argparse._ActionsContainer) -> None:
         help="format of reasoning: think, mistral, harmony, or none (default: detected in the chat "
         "template)",
     )
+
+
+def add_template_flags(group: argparse._ActionsContainer) -> None:
+    """Add the flags of chat templates; the names are vLLM's, and llama.cpp's second one."""
+    group.add_argument(
+        "--chat-template",
+        "--chat-template-file",
+        metavar="FILE",
+        help="a chat template in place of the model's: a file, or the template itself",
+    )
+    group.add_argument(
+        "--chat-template-content-format",
+        choices=[known.value for known in ContentFormat],
+        default=ContentFormat.AUTO.value,
+        help="what the chat template reads of a message's content: text (string) or a list of "
+        "parts (openai); auto finds out for each role (default: %(default)s)",
+    )
+
+
+def template_fields(args: argparse.Namespace) -> dict[str, Any]:
+    """The flags of chat templates as fields of `InputConfig`. Raises ConfigError."""
+    fields: dict[str, Any] = {"content_format": ContentFormat(args.chat_template_content_format)}
+    if args.chat_template is not None:
+        from quickstep.engine.text.chat_template import read_template
+
+        fields["chat_template"] = read_template(args.chat_template)
+    return fields

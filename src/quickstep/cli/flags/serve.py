@@ -9,6 +9,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from quickstep.cli.flags.engine import template_fields
 from quickstep.cli.flags.lora import lora_config
 from quickstep.cli.flags.parsing import bytes_size, positive_int, positive_or_all
 from quickstep.cli.launch_ahead import KEY_VARIABLE
@@ -521,9 +522,10 @@ def _files_directory(name: str | None) -> Path | None:
 
 
 def input_config(args: argparse.Namespace) -> InputConfig:
-    """The limits of preparing a request. Raises ConfigError."""
+    """The chat template, and the limits of preparing a request. Raises ConfigError."""
     values = vars(args)
-    return InputConfig(**{name: values[f"limit_{name}"] for _, name, *_ in _INPUTS})
+    limits = {name: values[f"limit_{name}"] for _, name, *_ in _INPUTS}
+    return InputConfig(**limits, **template_fields(args))
 
 
 def stream_config(args: argparse.Namespace) -> StreamConfig:

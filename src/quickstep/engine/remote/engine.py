@@ -21,7 +21,7 @@ from pathlib import Path
 import msgspec
 from msgspec.structs import fields, replace
 
-from quickstep.config import EngineConfig
+from quickstep.config import EngineConfig, InputConfig
 from quickstep.core.accounting import SchedulerStats, Totals
 from quickstep.core.admission import AdmissionState
 from quickstep.core.resources.block_pool import PoolStats
@@ -84,21 +84,21 @@ class _Texts(msgspec.Struct, frozen=True):
     chat_template: ChatTemplate | None
 
     @classmethod
-    def open(cls, path: Path, template_s: float) -> _Texts:
+    def open(cls, path: Path, inputs: InputConfig) -> _Texts:
         """Read the checkpoint at `path`. Raises ConfigError."""
         tokenizer = Tokenizer.open(path, TokenizerProcess(path))
-        template = ChatTemplate.open(path, tokenizer.special_tokens, datetime.now, template_s)
+        template = ChatTemplate.open(path, tokenizer.special_tokens, datetime.now, inputs)
         return cls(path, tokenizer, template)
 
     @classmethod
-    def ahead(cls, model: str, template_s: float) -> _Texts | None:
+    def ahead(cls, model: str, inputs: InputConfig) -> _Texts | None:
         """Read a checkpoint that need not be downloaded; None if that has to be done later.
 
         The worker reports errors in the checkpoint, or else `open` does later.
         """
         try:
             found = local_checkpoint(model)
-            return None if found is None else cls.open(found.path, template_s)
+            return None if found is None else cls.open(found.path, inputs)
         except (ConfigError, OSError):
             return None
 
@@ -223,7 +223,7 @@ class RemoteEngine:
         self._clock = clock
         self._max_undecided = max_undecided
         self._model_name_or_path = config.load.model
-        self._template_s = config.inputs.template_s
+        self._inputs = config.inputs
         self._stream_bounds = config.streams
         self._block_size = config.cache.block_size
         self._worker_stats = _WorkerStats()
@@ -246,7 +246,7 @@ class RemoteEngine:
             EngineError: The process failed.
         """
         self._ahead = asyncio.create_task(
-            asyncio.to_thread(_Texts.ahead, self._model_name_or_path, self._template_s)
+            asyncio.to_thread(_Texts.ahead, self._model_name_or_path, self._inputs)
         )
         await self._supervisor.open(progress)
 
@@ -505,7 +505,7 @@ class RemoteEngine:
         ahead, self._ahead = self._ahead, None
         texts = None if ahead is None else await ahead
         if texts is None or texts.path != path:
-            texts = await asyncio.to_thread(_Texts.open, path, self._template_s)
+            texts = await asyncio.to_thread(_Texts.open, path, self._inputs)
         self._model = _LoadedModel(opened.facts, texts)
         self._worker_stats.update(opened.stats)
         for name, adapter_path in self._loaded_adapters.items():  # by clients of an earlier process

@@ -23,6 +23,15 @@ from jinja2.filters import do_items
 from jinja2.parser import Parser
 from msgspec.structs import replace
 
+from quickstep.config import ContentFormat, InputConfig
+from quickstep.engine.text.message_content import (
+    Content,
+    ContentReading,
+    checked_parts,
+    content_readings,
+    joined_contents,
+    text_part,
+)
 from quickstep.engine.text.template_limits import BoundedEnvironment
 from quickstep.engine.tool_calls.formats import OutputFormats, formats_of
 from quickstep.errors import ConfigError, RequestError
@@ -30,7 +39,7 @@ from quickstep.model.checkpoint.config_fields import read_json
 from quickstep.model.checkpoint.gguf_file import is_gguf
 from quickstep.model.checkpoint.source import reading_checkpoint
 
-__all__ = ["ChatTemplate", "Message", "find_templates"]
+__all__ = ["ChatTemplate", "Message", "find_templates", "read_template"]
 
 Message = Mapping[str, Any]
 
@@ -105,6 +114,8 @@ class ChatTemplate:
     `special_tokens` are variables of templates (`bos_token`, ...); `now` gives the date that a
     template may print. A render that takes longer than `limit_s` by the `clock` is refused; the
     clock counts the thread's processor time, so that a pause of the machine has no effect.
+    `content_format` is what templates read of a message's content; by default each role of each
+    template has what the template shows.
     """
 
     def __init__(
@@ -115,6 +126,7 @@ class ChatTemplate:
         *,
         limit_s: float = 1.0,
         clock: Callable[[], float] = time.thread_time,
+        content_format: ContentFormat = ContentFormat.AUTO,
     ) -> None:
         self._environment = environment = _environment(now, clock)
         self._limit_s = limit_s
@@ -122,12 +134,11 @@ class ChatTemplate:
         self._source = templates.get("default", next(iter(templates.values()), ""))
         self._empty_content = None if any(map(_TESTS_NONE.search, templates.values())) else ""
         self._special_tokens = dict(special_tokens)
-        try:
-            self._templates = {
-                name: environment.from_string(text) for name, text in templates.items()
-            }
-        except jinja2.TemplateError as error:
-            raise ConfigError(f"the chat template cannot be read: {error}") from error
+        self._templates = {name: _compiled(environment, text) for name, text in templates.items()}
+        self._readings = {
+            name: content_readings(content_format, self._probe(template))
+            for name, template in self._templates.items()
+        }
 
     @classmethod
     def open(
@@ -135,12 +146,26 @@ class ChatTemplate:
         path: Path,
         special_tokens: Mapping[str, str],
         now: Callable[[], datetime],
-        limit_s: float = 1.0,
+        inputs: InputConfig | None = None,
     ) -> ChatTemplate | None:
-        """The templates of the checkpoint directory `path`; None if it has none."""
-        with reading_checkpoint(path):
-            templates = find_templates(path)
-            return cls(templates, special_tokens, now, limit_s=limit_s) if templates else None
+        """The template of `inputs`, else those of the checkpoint directory `path`; None if there is
+        none. Raises ConfigError.
+        """
+        inputs = inputs or InputConfig()
+        if inputs.chat_template is not None:
+            templates = {"default": inputs.chat_template}
+        else:
+            with reading_checkpoint(path):
+                templates = find_templates(path)
+        if not templates:
+            return None
+        return cls(
+            templates,
+            special_tokens,
+            now,
+            limit_s=inputs.template_s,
+            content_format=inputs.content_format,
+        )
 
     @property
     def source(self) -> str:
@@ -175,23 +200,31 @@ class ChatTemplate:
         """
         if continue_final_message:
             *earlier, last = messages
-            if last.get("role") != "assistant" or not isinstance(last.get("content"), str):
+            content = last.get("content")
+            if last.get("role") != "assistant" or not isinstance(content, (str, list, tuple)):
                 raise RequestError(
                     "the last message is not a text of the assistant; only such a message can be "
                     "continued",
                     param="messages",
                 )
-            marked = {**last, "content": f"{last['content']}{_END_OF_TEXT}"}
-            text = self.render([*earlier, marked], tools, add_generation_prompt, extra)
-            return _up_to_the_mark(text, str(last["content"]))
+            marked, end = _marked(content)
+            text = self.render(
+                [*earlier, {**last, "content": marked}], tools, add_generation_prompt, extra
+            )
+            return _up_to_the_mark(text, end)
         reserved = _RESERVED & set(extra or {})
         if reserved:
             raise RequestError(
                 f"chat_template_kwargs holds {sorted(reserved)[0]}, which has a field of its own",
                 param="chat_template_kwargs",
             )
+        name = self._choose(with_tools=bool(tools))
+        template, readings = self._templates[name], self._readings[name]
         plain = _with_one_beginning(
-            [_plain_message(message, self._empty_content) for message in messages]
+            [
+                _as_read(_plain_message(message, self._empty_content), readings)
+                for message in messages
+            ]
         )
         variables: dict[str, Any] = {
             **self._special_tokens,
@@ -201,14 +234,13 @@ class ChatTemplate:
             "tools": list(tools) if tools else None,
             "add_generation_prompt": add_generation_prompt,
         }
-        template = self._choose(with_tools=bool(tools))
         try:
             return self._rendered(template, variables)
         except RequestError:
             if not any(message["role"] == "system" for message in plain[1:]):
                 raise
             try:
-                retried = {**variables, "messages": _with_user_reminders(plain)}
+                retried = {**variables, "messages": _with_user_reminders(plain, readings)}
                 return self._rendered(template, retried)
             except RequestError:
                 pass
@@ -223,16 +255,51 @@ class ChatTemplate:
                 f"the chat template refused the conversation: {error}", param="messages"
             ) from error
 
-    def _choose(self, with_tools: bool) -> jinja2.Template:
+    def _probe(self, template: jinja2.Template) -> Callable[[Sequence[Message]], str]:
+        """Renders conversations of which `content_readings` learns."""
+
+        def render(messages: Sequence[Message]) -> str:
+            variables = {
+                **self._special_tokens,
+                "documents": None,
+                "messages": messages,
+                "tools": None,
+                "add_generation_prompt": False,
+            }
+            return self._rendered(template, variables)
+
+        return render
+
+    def _choose(self, with_tools: bool) -> str:
+        """The name of the template."""
         if with_tools and "tool_use" in self._templates:
-            return self._templates["tool_use"]
+            return "tool_use"
         if "default" in self._templates:
-            return self._templates["default"]
+            return "default"
         raise RequestError(
             f"the model has no default chat template, only {', '.join(sorted(self._templates))}; "
             "render the conversation yourself and send it as a completion",
             param="messages",
         )
+
+
+def _compiled(environment: BoundedEnvironment, text: str) -> jinja2.Template:
+    """A template. Raises ConfigError with the line at which it cannot be read."""
+    try:
+        return environment.from_string(text)
+    except jinja2.TemplateError as error:
+        line = getattr(error, "lineno", None)
+        where = "" if line is None else f" at line {line}"
+        raise ConfigError(f"the chat template cannot be read{where}: {error}") from error
+
+
+def _marked(content: Content) -> tuple[Content, str]:
+    """The content with a mark at its end, and the text that is before the mark: the last part."""
+    if isinstance(content, str):
+        return f"{content}{_END_OF_TEXT}", content
+    parts = checked_parts(content)
+    end = str(parts[-1]["text"]) if parts else ""
+    return [*parts[:-1], text_part(f"{end}{_END_OF_TEXT}")], end
 
 
 def _up_to_the_mark(text: str, continued: str) -> str:
@@ -278,6 +345,27 @@ def find_templates(path: Path) -> dict[str, str]:
         templates.update((named["name"], named["template"]) for named in entry)
     templates.update(_template_files(path))
     return templates
+
+
+def read_template(source: str) -> str:
+    """The text of a chat template, which `source` is itself or names the file of.
+
+    Raises:
+        ConfigError: There is no such file, or the template cannot be read.
+    """
+    if any(char in source for char in "{}\n"):
+        text = source
+    else:
+        try:
+            text = Path(source).read_text(encoding="utf-8")
+        except (OSError, ValueError) as error:
+            why = getattr(error, "strerror", None) or error
+            raise ConfigError(
+                f"the chat template {source} cannot be read: {why}; give a file, or the template "
+                "itself"
+            ) from None
+    _compiled(_environment(datetime.now, time.thread_time), text)
+    return text
 
 
 def _template_files(path: Path) -> Iterable[tuple[str, str]]:
@@ -326,7 +414,7 @@ def _raise_exception(message: str) -> NoReturn:
 
 
 def _plain_message(message: Message, empty_content: str | None) -> dict[str, Any]:
-    """A message as templates expect it: text content, tool arguments as an object.
+    """A message as templates expect it: content of text or parts, tool arguments as an object.
 
     `empty_content` is the content of a message that has only calls: None for templates that test
     for it, "" for others, which print it.
@@ -336,13 +424,21 @@ def _plain_message(message: Message, empty_content: str | None) -> dict[str, Any
     plain = dict(message)
     content = plain.get("content")
     if isinstance(content, (list, tuple)):
-        plain["content"] = "\n".join(_part_text(part) for part in content)
+        plain["content"] = checked_parts(content)
     if plain.get("tool_calls"):
         plain["content"] = plain.get("content") or empty_content
         plain["tool_calls"] = [_plain_tool_call(call) for call in plain["tool_calls"]]
     elif plain.get("content") is None:
         plain["content"] = ""  # a turn that was cut in its reasoning
     return plain
+
+
+def _as_read(message: dict[str, Any], readings: Mapping[str, ContentReading]) -> dict[str, Any]:
+    """The message with its content as the template reads that of its role."""
+    if message.get("content") is None:
+        return message
+    reading = readings.get(message["role"], readings["user"])
+    return {**message, "content": reading.of(message["content"])}
 
 
 def _with_one_beginning(messages: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
@@ -356,14 +452,17 @@ def _with_one_beginning(messages: Sequence[dict[str, Any]]) -> list[dict[str, An
     return joined
 
 
-def _with_user_reminders(messages: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
+def _with_user_reminders(
+    messages: Sequence[dict[str, Any]], readings: Mapping[str, ContentReading]
+) -> list[dict[str, Any]]:
     """The messages with later system messages as user turns, and adjacent user turns joined, since
     templates that refuse such messages may also want roles to alternate.
     """
     first, *later = messages
     turns = [first]
     for message in later:
-        turn = {**message, "role": "user"} if message["role"] == "system" else message
+        is_reminder = message["role"] == "system"
+        turn = _as_read({**message, "role": "user"}, readings) if is_reminder else message
         if turns[-1]["role"] == turn["role"] == "user":
             turns[-1] = _joined(turns[-1], turn)
         else:
@@ -373,19 +472,7 @@ def _with_user_reminders(messages: Sequence[dict[str, Any]]) -> list[dict[str, A
 
 def _joined(first: Mapping[str, Any], then: Mapping[str, Any]) -> dict[str, Any]:
     """Two messages of one role as one."""
-    texts = [text for text in (first["content"], then["content"]) if text]
-    return {**first, "content": "\n\n".join(texts)}
-
-
-def _part_text(part: Any) -> str:
-    if isinstance(part, str):
-        return part
-    if isinstance(part, Mapping) and isinstance(part.get("text"), str):
-        return str(part["text"])
-    kind = part.get("type") if isinstance(part, Mapping) else type(part).__name__
-    raise RequestError(
-        f"a message holds content of type {kind}, the model takes text only", param="messages"
-    )
+    return {**first, "content": joined_contents(first["content"], then["content"])}
 
 
 def _plain_tool_call(call: Any) -> Any:

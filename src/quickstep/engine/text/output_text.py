@@ -1,6 +1,8 @@
 """One sequence's tokens to the deltas of its request: detokenizing, then stop strings.
 
     token ids -> Detokenizer -> text -> StopStrings -> text that no stop string can cut -> Delta
+                                  |                                                        ^
+                            ReasoningPassage -> reasoning, which is not searched ----------|
 
 The scheduler ends sequences by tokens; a stop string is text, so it is found here, and the engine
 then ends the sequence. Tokens are processed one at a time, so that the cut does not depend on how
@@ -10,7 +12,8 @@ many of them a step returned. Each sequence has one `OutputText`, owned by the e
 from __future__ import annotations
 
 import codecs
-from collections.abc import Iterable, Sequence
+import enum
+from collections.abc import Callable, Iterable, Sequence
 
 import msgspec
 from msgspec.structs import replace
@@ -19,13 +22,29 @@ from quickstep.engine.stream import Delta
 from quickstep.engine.text.tokenizer import DecoderKind, Tokenizer
 from quickstep.types import FinishReason, SamplingParams, SequenceOutput
 
-__all__ = ["Detokenizer", "OutputText", "StopMatch", "StopStrings"]
+__all__ = [
+    "Detokenizer",
+    "OutputText",
+    "ReasoningPassage",
+    "StopMatch",
+    "StopStrings",
+    "prompt_end",
+]
+
+_PROMPT_END = 32  # last tokens of a prompt, in which the opening tag of the reasoning may be
+_SPACE = " \t\n\r"
 
 
 class OutputText:
-    """The growing text of one sequence."""
+    """The growing text of one sequence. `in_reasoning`: the prompt has opened the reasoning."""
 
-    def __init__(self, tokenizer: Tokenizer, sampling: SamplingParams, at_text_start: bool) -> None:
+    def __init__(
+        self,
+        tokenizer: Tokenizer,
+        sampling: SamplingParams,
+        at_text_start: bool,
+        in_reasoning: bool = False,
+    ) -> None:
         self._detokenizer = Detokenizer(
             tokenizer,
             sampling.skip_special_tokens,
@@ -34,6 +53,7 @@ class OutputText:
         )
         self._stops = StopStrings(sampling.stop, sampling.include_stop_str_in_output)
         self._has_stops = bool(sampling.stop)
+        self._reasoning = ReasoningPassage(sampling.stop_after_reasoning, in_reasoning)
         self._keeps_stop_token = sampling.include_stop_str_in_output
         self._min_tokens = sampling.min_tokens
         self._num_tokens = 0
@@ -78,8 +98,9 @@ class OutputText:
         text = ""
         for number, token_id in enumerate(token_ids, 1):
             may_stop = self._num_tokens + number >= self._min_tokens
-            match = self._stops.feed(self._detokenizer.feed((token_id,)), may_stop)
-            text += match.text
+            reasoning, rest = self._reasoning.feed(self._detokenizer.feed((token_id,)))
+            match = self._stops.feed(rest, may_stop)
+            text += reasoning + match.text
             if match.stop is not None:
                 return text, number, match.stop
         return text, len(token_ids), None
@@ -87,8 +108,9 @@ class OutputText:
     def _finish(self) -> tuple[str, str | None]:
         """The text that was held back, and the stop that it may complete."""
         may_stop = self._num_tokens >= self._min_tokens
-        match = self._stops.feed(self._detokenizer.finish(), may_stop)
-        return match.text + self._stops.finish(), match.stop
+        reasoning, rest = self._reasoning.feed(self._detokenizer.finish())
+        match = self._stops.feed(rest + self._reasoning.finish(), may_stop)
+        return reasoning + match.text + self._stops.finish(), match.stop
 
 
 def _stop_reason(output: SequenceOutput) -> int | str | None:
@@ -164,6 +186,77 @@ class Detokenizer:
         self._byte_run.clear()
         self._at_start = False
         return text
+
+
+class _Place(enum.Enum):
+    """Where the next character of a text is."""
+
+    UNDECIDED = "undecided"
+    INSIDE = "inside"
+    AFTER = "after"
+
+
+class ReasoningPassage:
+    """The reasoning at the beginning of a text that arrives in pieces.
+
+    `markers` are a text that opens it and those that close it, one after the other; none for texts
+    without reasoning. White space may precede the opening. The beginning is held back until it is
+    decided whether it opens the reasoning, and nothing after it.
+    """
+
+    def __init__(self, markers: Sequence[str], in_reasoning: bool) -> None:
+        self._opening = markers[0] if markers else ""
+        self._closings = list(markers[1:])
+        self._held = ""  # of the undecided beginning, or the last characters inside
+        self._place = _Place.INSIDE if in_reasoning else _Place.UNDECIDED
+        if not markers:
+            self._place = _Place.AFTER
+
+    def feed(self, text: str) -> tuple[str, str]:
+        """Add `text`. Returns the reasoning in it, markers included, and what follows that."""
+        if self._place is _Place.AFTER:
+            return "", text
+        if self._place is _Place.INSIDE:
+            return self._up_to_closing(text)
+        pending = self._held + text
+        begun = pending.lstrip(_SPACE)
+        if begun.startswith(self._opening):
+            self._place, self._held = _Place.INSIDE, ""
+            inside = begun.removeprefix(self._opening)
+            reasoning, rest = self._up_to_closing(inside)
+            return pending.removesuffix(inside) + reasoning, rest
+        if self._opening.startswith(begun):
+            self._held = pending
+            return "", ""
+        self._place, self._held = _Place.AFTER, ""
+        return "", pending
+
+    def finish(self) -> str:
+        """No text follows. Returns the text that was held back."""
+        held = self._held if self._place is _Place.UNDECIDED else ""
+        self._place, self._held = _Place.AFTER, ""
+        return held
+
+    def _up_to_closing(self, text: str) -> tuple[str, str]:
+        seen, num_passed = self._held + text, 0
+        while self._closings:
+            closing = self._closings[0]
+            start = seen.find(closing, num_passed)
+            if start < 0:
+                self._held = seen[max(num_passed, len(seen) - len(closing) + 1) :]
+                return text, ""
+            num_passed = start + len(closing)
+            del self._closings[0]
+        self._place = _Place.AFTER
+        rest = seen[num_passed:]
+        return text.removesuffix(rest), rest
+
+
+def prompt_end(decode: Callable[[Sequence[int], bool], str], prompt: Sequence[int]) -> str:
+    """The end of a prompt's text, special tokens included, without white space after it: the
+    opening of the reasoning may be there. `decode` is the tokenizer's.
+    """
+    return decode(prompt[-_PROMPT_END:], False).rstrip()
 
 
 class StopMatch(msgspec.Struct, frozen=True):

@@ -18,6 +18,7 @@ from typing import TYPE_CHECKING
 
 from msgspec.structs import replace
 
+from quickstep.engine.text.output_text import prompt_end
 from quickstep.engine.text.tokenizer import Tokenizer
 from quickstep.engine.tool_calls.formats import ReasoningFormat, check_reasoning_tags
 from quickstep.errors import RequestError
@@ -33,7 +34,6 @@ __all__ = ["TokenFormFinder"]
 Spelling = tuple[int, ...]
 
 _MAX_CACHED = 64  # texts of breakers, and pairs of tags
-_PROMPT_END = 32  # tokens at the end of a prompt that may have the opening of the reasoning
 
 
 class TokenFormFinder:
@@ -161,7 +161,7 @@ class TokenFormFinder:
             return None
         tags = check_reasoning_tags(self._tags_of(sampling), "the model")
         found = self._tag_tokens(tags)
-        end = self._tokenizer.decode(prompt[-_PROMPT_END:], skip_special_tokens=False).rstrip()
+        end = prompt_end(self._tokenizer.decode, prompt)
         is_open = sampling.inside_reasoning or end.endswith(found.opening.decode())
         is_over = not is_open and end.endswith(found.closing.decode())
         if is_over and sampling.thinking_budget is None:

@@ -17,7 +17,12 @@ import msgspec
 from msgspec.structs import replace
 
 from quickstep.engine.tool_calls.call_grammar import CallSpelling
-from quickstep.engine.tool_calls.harmony import HARMONY_MARKERS, HARMONY_SPELLING, harmony
+from quickstep.engine.tool_calls.harmony import (
+    HARMONY_MARKERS,
+    HARMONY_PASSAGE,
+    HARMONY_SPELLING,
+    harmony,
+)
 from quickstep.engine.tool_calls.json_formats import (
     DEEPSEEK_FENCED,
     DEEPSEEK_MARKERS,
@@ -72,12 +77,21 @@ class ToolCallFormat(msgspec.Struct, frozen=True):
 
 
 class ReasoningFormat(msgspec.Struct, frozen=True):
-    """How a model marks its reasoning; harmony has markers of its own instead of a pair of tags."""
+    """How a model marks its reasoning; harmony has markers of its own instead of a pair of tags.
+
+    Attributes:
+        passage: A text that opens the reasoning and those that end it, one after the other.
+    """
 
     name: str
     opening: str
     closing: str
     markers: tuple[str, ...]
+    passage: tuple[str, ...]
+
+
+def _tags(name: str, opening: str, closing: str) -> ReasoningFormat:
+    return ReasoningFormat(name, opening, closing, (opening, closing), (opening, closing))
 
 
 def _harmony_with_tools(reader: Reader) -> Parsing[None]:
@@ -102,9 +116,9 @@ TOOL_CALL_FORMATS: Mapping[str, ToolCallFormat] = MappingProxyType(
 )
 REASONING_FORMATS: Mapping[str, ReasoningFormat] = MappingProxyType(
     {
-        "think": ReasoningFormat("think", "<think>", "</think>", ("<think>", "</think>")),
-        "mistral": ReasoningFormat("mistral", "[THINK]", "[/THINK]", ("[THINK]", "[/THINK]")),
-        _HARMONY: ReasoningFormat(_HARMONY, "", "", HARMONY_MARKERS),
+        "think": _tags("think", "<think>", "</think>"),
+        "mistral": _tags("mistral", "[THINK]", "[/THINK]"),
+        _HARMONY: ReasoningFormat(_HARMONY, "", "", HARMONY_MARKERS, HARMONY_PASSAGE),
     }
 )
 # vLLM's names of the same formats
@@ -227,7 +241,10 @@ def _reasoning(
         return
     reader.drop()
     reader.reasoning.cut()
-    if (yield from reader.text_until(reader.reasoning, closing)) is not None:
+    reader.in_reasoning = True
+    found = yield from reader.text_until(reader.reasoning, closing)
+    reader.in_reasoning = False
+    if found is not None:
         reader.drop()
         reader.reasoning.cut()
 

@@ -18,12 +18,14 @@ from quickstep.engine.tool_calls.call_grammar import CallSpelling, Slot
 from quickstep.engine.tool_calls.json_text import arguments_text, known_name
 from quickstep.engine.tool_calls.reader import Found, Malformed, Markers, Parsing, Reader
 
-__all__ = ["HARMONY_MARKERS", "HARMONY_SPELLING", "harmony"]
+__all__ = ["HARMONY_MARKERS", "HARMONY_PASSAGE", "HARMONY_SPELLING", "harmony"]
 
 _START, _CHANNEL, _MESSAGE = "<|start|>", "<|channel|>", "<|message|>"
 _CONSTRAIN = "<|constrain|>"
 _ENDS = ("<|end|>", "<|call|>", "<|return|>")
 HARMONY_MARKERS = (_START, _CHANNEL, _MESSAGE, _CONSTRAIN, *_ENDS)
+# from the beginning of the reasoning to that of the answer
+HARMONY_PASSAGE = (f"{_CHANNEL}analysis", f"{_CHANNEL}final", _MESSAGE)
 # one call ends the message: `<|call|>` is an end token
 HARMONY_SPELLING = CallSpelling(
     call=(
@@ -82,7 +84,9 @@ def _part(reader: Reader, marker: str, with_tools: bool) -> Parsing[str | None]:
     if found is Found.CALLS and not header.recipient:
         section = reader.reasoning if header.channel == "analysis" else reader.content
         section.break_line()
+    reader.in_reasoning = section is reader.reasoning
     closing = yield from reader.text_until(section, _CLOSING)
+    reader.in_reasoning = False
     if closing in _ENDS:
         reader.drop()
         reader.reasoning.cut()

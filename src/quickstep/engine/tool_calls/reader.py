@@ -104,6 +104,7 @@ class Reader:
         self._parts: list[MessagePart] = []
         self.content = Section(lambda text: self._parts.append(ContentDelta(text)))
         self.reasoning = Section(lambda text: self._parts.append(ReasoningDelta(text)))
+        self.in_reasoning = False  # whether what is read next is reasoning
         self._new_call_id = new_call_id
         self._text = ""
         self._at = 0
@@ -343,6 +344,11 @@ class MessageParser:
     def __init__(self, grammar: Grammar, new_call_id: Callable[[], str]) -> None:
         self._reader = Reader(new_call_id)
         self._parsing = grammar(self._reader)
+
+    @property
+    def in_reasoning(self) -> bool:
+        """Whether the text so far ends inside the reasoning."""
+        return self._reader.in_reasoning
 
     def feed(self, text: str) -> MessageDelta:
         """Add text. Returns what has become certain."""

@@ -25,16 +25,22 @@ __all__ = [
     "AssistantTurn",
     "AutoChoice",
     "BetweenToolsThinking",
+    "ContentSource",
     "CountTokensRequest",
     "CustomToolSpec",
     "DisabledThinking",
+    "DocumentBlock",
     "EnabledThinking",
     "ForeignBlock",
     "MessagesRequest",
     "NoChoice",
     "OpaqueBlock",
+    "OpaqueSource",
     "PlainBlock",
+    "SearchResultBlock",
     "SystemTurn",
+    "TextBlock",
+    "TextSource",
     "ThinkingBlock",
     "ToolResultBlock",
     "ToolUseBlock",
@@ -59,7 +65,9 @@ class CacheControl(msgspec.Struct, forbid_unknown_fields=True, frozen=True, tag=
 class PlainBlock(msgspec.Struct, forbid_unknown_fields=True, frozen=True, tag="text"):
     """A block of text."""
 
-    text: Annotated[str, effect("The text; blocks are joined by line ends.")]
+    text: Annotated[
+        str, effect("The text; a template that reads no parts has blocks joined by line ends.")
+    ]
     cache_control: Annotated[CacheControl | None, _MARK] = None
     citations: Annotated[list[Any] | None, hint("the model cites nothing", passes=([],))] = None
 
@@ -70,16 +78,74 @@ class OpaqueBlock(msgspec.Struct, frozen=True, tag="image"):
     refused_form: ClassVar[str] = "the model reads text only"
 
 
-class DocumentBlock(OpaqueBlock, frozen=True, tag="document"):
-    """A document: declared so that the error names it."""
+class UploadBlock(OpaqueBlock, frozen=True, tag="container_upload"):
+    """A file for a tool of another server: declared so that the error names it."""
 
-    refused_form: ClassVar[str] = "the model reads text only"
+    refused_form: ClassVar[str] = "the server runs no tools"
 
 
-class SearchResultBlock(OpaqueBlock, frozen=True, tag="search_result"):
-    """A search result: declared so that the error names it."""
+class TextSource(msgspec.Struct, forbid_unknown_fields=True, frozen=True, tag="text"):
+    """A document's text."""
 
-    refused_form: ClassVar[str] = "the model reads text only"
+    data: Annotated[str, effect("The text.")]
+    media_type: Annotated[Literal["text/plain"] | None, note("it is plain text in any case")] = None
+
+
+class ContentSource(msgspec.Struct, forbid_unknown_fields=True, frozen=True, tag="content"):
+    """A document of blocks."""
+
+    content: Annotated[
+        str | list[PlainBlock | OpaqueBlock], effect("The text; blocks are joined by line ends.")
+    ]
+
+
+class OpaqueSource(msgspec.Struct, frozen=True, tag="base64"):
+    """A PDF: declared so that the error names it."""
+
+    refused_form: ClassVar[str] = "the model reads text only; send the document's text"
+
+
+class UrlSource(OpaqueSource, frozen=True, tag="url"):
+    """An address: declared so that the error names it."""
+
+    refused_form: ClassVar[str] = "the server makes no outbound requests; send the document's text"
+
+
+class FileSource(OpaqueSource, frozen=True, tag="file"):
+    """A file of Anthropic's: declared so that the error names it."""
+
+    refused_form: ClassVar[str] = "there are no such files; send the document's text"
+
+
+class Citations(msgspec.Struct, forbid_unknown_fields=True, frozen=True):
+    """Whether the answer cites the text."""
+
+    enabled: Annotated[bool | None, hint("the model cites nothing", passes=(False,))] = None
+
+
+class DocumentBlock(msgspec.Struct, forbid_unknown_fields=True, frozen=True, tag="document"):
+    """A document of text, after its title and its context."""
+
+    source: Annotated[
+        TextSource | ContentSource | OpaqueSource | UrlSource | FileSource,
+        effect("The document's text."),
+    ]
+    title: Annotated[str | None, effect("Written before the text.")] = None
+    context: Annotated[str | None, effect("Written before the text.")] = None
+    citations: Annotated[Citations | None, note("see its field")] = None
+    cache_control: Annotated[CacheControl | None, _MARK] = None
+
+
+class SearchResultBlock(
+    msgspec.Struct, forbid_unknown_fields=True, frozen=True, tag="search_result"
+):
+    """A result of the client's search: its text, after its title and its source."""
+
+    content: Annotated[list[PlainBlock], effect("The text; blocks are joined by line ends.")]
+    source: Annotated[str, effect("Written before the text.")]
+    title: Annotated[str, effect("Written before the text.")]
+    citations: Annotated[Citations | None, note("see its field")] = None
+    cache_control: Annotated[CacheControl | None, _MARK] = None
 
 
 class ForeignBlock(msgspec.Struct, frozen=True, tag="redacted_thinking"):
@@ -149,7 +215,7 @@ class ToolResultBlock(msgspec.Struct, forbid_unknown_fields=True, frozen=True, t
 
     tool_use_id: Annotated[str, _TEMPLATE]
     content: Annotated[
-        str | list[PlainBlock | OpaqueBlock | DocumentBlock | SearchResultBlock] | None,
+        str | list[PlainBlock | DocumentBlock | SearchResultBlock | OpaqueBlock] | None,
         effect("What the tool gave back."),
     ] = None
     is_error: Annotated[bool | None, effect("True puts `Error: ` before the result.")] = None
@@ -157,7 +223,8 @@ class ToolResultBlock(msgspec.Struct, forbid_unknown_fields=True, frozen=True, t
     toolset_name: Annotated[str | None, refused("there are no toolsets")] = None
 
 
-UserBlock = PlainBlock | ToolResultBlock | OpaqueBlock | DocumentBlock | SearchResultBlock
+TextBlock = PlainBlock | DocumentBlock | SearchResultBlock | OpaqueBlock | UploadBlock
+UserBlock = TextBlock | ToolResultBlock
 AssistantBlock = (
     PlainBlock
     | ThinkingBlock
@@ -349,7 +416,8 @@ class MessagesRequest(CountTokensRequest, forbid_unknown_fields=True, kw_only=Tr
         int, effect("Ends the message after this many tokens, with stop_reason max_tokens.")
     ]
     stop_sequences: Annotated[
-        list[str] | None, effect("Ends the message where one of these texts appears.")
+        list[str] | None,
+        effect("Ends the message where one of these texts appears after its reasoning."),
     ] = None
     stream: Annotated[
         bool | None, effect("Sends the message as server-sent events while it is generated.")

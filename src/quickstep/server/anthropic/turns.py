@@ -8,17 +8,24 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
+from quickstep.engine.text.message_content import Content, Part, text_of, text_part
 from quickstep.errors import RequestError
 from quickstep.server.anthropic.request_types import (
     AssistantTurn,
+    ContentSource,
     CountTokensRequest,
+    DocumentBlock,
     ForeignBlock,
     OpaqueBlock,
+    OpaqueSource,
     PlainBlock,
+    SearchResultBlock,
     SystemTurn,
+    TextBlock,
+    TextSource,
     ThinkingBlock,
     ToolResultBlock,
     ToolUseBlock,
@@ -46,7 +53,7 @@ def template_messages(
         raise RequestError("messages is an empty list", param="messages")
     messages: list[_Message] = []
     if fields.system is not None:
-        messages += _system(_text(fields.system, "system"), reader)
+        messages += _system(_content(fields.system, "system"), reader)
     for index, turn in enumerate(fields.messages):
         messages += _turn(turn, f"messages[{index}].content", served, reader)
     if begins_answer(fields):
@@ -70,29 +77,35 @@ def marks_cache(fields: CountTokensRequest) -> bool:
 
 
 def _is_marked(content: object) -> bool:
-    """Whether one of the blocks, or of the blocks of a tool result, has a mark."""
+    """Whether one of the blocks, or of the blocks inside one, has a mark."""
     return isinstance(content, list) and any(
         getattr(block, "cache_control", None) is not None
-        or (isinstance(block, ToolResultBlock) and _is_marked(block.content))
+        or _is_marked(getattr(block, "content", None))
+        or _is_marked(getattr(getattr(block, "source", None), "content", None))
         for block in content
     )
 
 
-def _system(text: str, reader: FieldReader) -> list[_Message]:
+def _system(content: Content, reader: FieldReader) -> list[_Message]:
     """The system prompt without a client's billing line; no message if nothing else is there."""
-    line = _BILLING_LINE.match(text)
+    first = content if isinstance(content, str) else content[0]["text"] if content else ""
+    line = _BILLING_LINE.match(first)
     if line is not None:
         reader.ignore("system[x-anthropic-billing-header]", "the server sends no bills")
-        text = text[line.end() :]
-        if not text:
+        first = first[line.end() :]
+        if isinstance(content, str):
+            content = first
+        else:
+            content = [*([text_part(first)] if first else []), *content[1:]]
+        if not content:
             return []
-    return [{"role": "system", "content": text}]
+    return [{"role": "system", "content": content}]
 
 
 def _turn(turn: Turn, path: str, served: Served, reader: FieldReader) -> list[_Message]:
     match turn:
         case SystemTurn():
-            return [{"role": "system", "content": _text(turn.content, path)}]
+            return [{"role": "system", "content": _content(turn.content, path)}]
         case UserTurn():
             return _user(turn, path)
         case AssistantTurn():
@@ -104,33 +117,33 @@ def _user(turn: UserTurn, path: str) -> list[_Message]:
     if isinstance(turn.content, str):
         return [{"role": "user", "content": turn.content}]
     messages: list[_Message] = []
-    texts: list[str] = []
+    parts: list[Part] = []
     for index, block in enumerate(turn.content):
         block_path = f"{path}[{index}]"
         if isinstance(block, ToolResultBlock):
-            messages += _text_message(texts)
-            texts = []
+            messages += _user_message(parts)
+            parts = []
             messages.append(_tool_result(block, block_path))
         else:
-            texts.append(_plain(block, block_path))
-    return messages + _text_message(texts)
+            parts.append(_plain(block, block_path))
+    return messages + _user_message(parts)
 
 
-def _text_message(texts: Sequence[str]) -> list[_Message]:
-    return [{"role": "user", "content": "\n".join(texts)}] if texts else []
+def _user_message(parts: list[Part]) -> list[_Message]:
+    return [{"role": "user", "content": parts}] if parts else []
 
 
 def _tool_result(block: ToolResultBlock, path: str) -> _Message:
-    content = _text(block.content or "", f"{path}.content")
+    content = _content(block.content or "", f"{path}.content")
     if block.is_error:
-        content = f"Error: {content}"
+        content = f"Error: {text_of(content)}"
     return {"role": "tool", "tool_call_id": block.tool_use_id, "content": content}
 
 
 def _assistant(turn: AssistantTurn, path: str, served: Served, reader: FieldReader) -> _Message:
     if isinstance(turn.content, str):
         return {"role": "assistant", "content": turn.content}
-    texts: list[str] = []
+    parts: list[Part] = []
     thoughts: list[str] = []
     calls: list[_Message] = []
     for index, block in enumerate(turn.content):
@@ -144,14 +157,14 @@ def _assistant(turn: AssistantTurn, path: str, served: Served, reader: FieldRead
             kind = block.__struct_config__.tag
             reader.ignore(f"{path}[{kind}]", "only the server that wrote it can read it")
         else:
-            texts.append(_plain(block, block_path))
-    message: _Message = {"role": "assistant", "content": "\n".join(texts)}
+            parts.append(_plain(block, block_path))
+    message: _Message = {"role": "assistant", "content": parts or ""}
     if calls:
         message["tool_calls"] = calls
-        message["content"] = message["content"] or None
+        message["content"] = parts if text_of(parts) else None
     if thoughts:
         message["reasoning_content"] = "\n".join(thoughts)
-        if not message["content"]:  # gpt-oss's name of it, with calls only
+        if not text_of(message["content"]):  # gpt-oss's name of it, with calls only
             message["thinking"] = message["reasoning_content"]
     return message
 
@@ -161,14 +174,40 @@ def _tool_use(block: ToolUseBlock, path: str) -> _Message:
     return past_call(block.id, block.name, arguments)
 
 
-def _text(content: str | Sequence[PlainBlock | OpaqueBlock], path: str) -> str:
+def _content(content: str | Sequence[TextBlock], path: str) -> Content:
     if isinstance(content, str):
         return content
-    return "\n".join(_plain(block, f"{path}[{index}]") for index, block in enumerate(content))
+    return [_plain(block, f"{path}[{index}]") for index, block in enumerate(content)]
 
 
-def _plain(block: PlainBlock | OpaqueBlock, path: str) -> str:
-    if isinstance(block, OpaqueBlock):
-        kind = block.__struct_config__.tag
-        raise RequestError(f"{path} is of type {kind}, the model reads text only", param=path)
-    return block.text
+def _plain(block: TextBlock, path: str) -> Part:
+    match block:
+        case PlainBlock(text=text):
+            return text_part(text)
+        case DocumentBlock():
+            header = {"Title": block.title, "Context": block.context}
+            return _headed(header, _source_text(block, f"{path}.source"))
+        case SearchResultBlock():
+            header = {"Title": block.title, "Source": block.source}
+            return _headed(header, text_of(_content(block.content, f"{path}.content")))
+    raise _refused_form(block, path)
+
+
+def _headed(header: Mapping[str, str | None], text: str) -> Part:
+    """A text after lines that describe it."""
+    lines = [f"{name}: {value}" for name, value in header.items() if value]
+    return text_part("\n".join([*lines, "", text]) if lines else text)
+
+
+def _source_text(block: DocumentBlock, path: str) -> str:
+    match block.source:
+        case TextSource(data=data):
+            return data
+        case ContentSource(content=content):
+            return text_of(_content(content, f"{path}.content"))
+    raise _refused_form(block.source, path)
+
+
+def _refused_form(form: OpaqueBlock | OpaqueSource, path: str) -> RequestError:
+    kind = form.__struct_config__.tag
+    return RequestError(f"{path} is of type {kind}, {form.refused_form}", param=path)

@@ -1,17 +1,18 @@
 """A beam search with the interface of a request's stream, so that writers treat both alike.
 
-The hypotheses come at the end, all at once: each as one delta, best first. Made by `generation`.
+The hypotheses come at the end, all at once, best first: a delta per token. Made by `generation`.
 """
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator, Sequence
+import codecs
+from collections.abc import AsyncIterator, Iterator, Sequence
 
 from quickstep.engine.beam_search import BeamSearch, BeamSearchParams, Hypothesis
 from quickstep.engine.requests import check_request
 from quickstep.engine.stream import Delta
 from quickstep.server.generate.engine_interface import ServedEngine, Vocabulary
-from quickstep.types import FinishReason, Request, TokenLogprobs
+from quickstep.types import FinishReason, Request
 
 __all__ = ["BeamStream", "open_beams"]
 
@@ -56,10 +57,11 @@ class BeamStream:
         return ()
 
     async def __aiter__(self) -> AsyncIterator[Delta]:
-        """One delta a hypothesis, best first."""
+        """A delta per token of each hypothesis, best first."""
         best = await self._search.run()
-        for index, one in enumerate(best[: self._sampling.n]):
-            yield self._delta(index, one)
+        for index, hypothesis in enumerate(best[: self._sampling.n]):
+            for delta in self._deltas(index, hypothesis):
+                yield delta
 
     async def accepted(self) -> None:
         """Return once the engine has taken the prompt. Raises RequestError, EngineError."""
@@ -69,23 +71,35 @@ class BeamStream:
         """Abort what still runs. Idempotent."""
         await self._search.aclose()
 
-    def _delta(self, index: int, one: Hypothesis) -> Delta:
-        ended = one.reason is FinishReason.EOS
-        scores: tuple[TokenLogprobs | None, ...] = () if index else self._search.prompt_logprobs
-        return Delta(
+    def _deltas(self, index: int, hypothesis: Hypothesis) -> Iterator[Delta]:
+        reason, token_ids = hypothesis.reason, hypothesis.token_ids
+        logprobs = hypothesis.logprobs if self._sampling.logprobs is not None else ()
+        texts = self._texts(token_ids[:-1] if reason is FinishReason.EOS else token_ids)
+        for place, token_id in enumerate(token_ids):
+            yield Delta(
+                index=index,
+                text=next(texts, ""),
+                token_ids=(token_id,),
+                logprobs=logprobs[place : place + 1],
+                prompt_logprobs=() if index or place else self._search.prompt_logprobs,
+            )
+        yield Delta(
             index=index,
-            text=self._text(one.token_ids[:-1] if ended else one.token_ids),
-            token_ids=one.token_ids,
-            logprobs=one.logprobs if self._sampling.logprobs is not None else (),
-            finish_reason=one.reason,
-            stop_reason=one.reason.value if one.reason is FinishReason.DEADLINE else None,
-            prompt_logprobs=scores,
+            text=next(texts, ""),
+            finish_reason=reason,
+            stop_reason=reason.value if reason is FinishReason.DEADLINE else None,
+            prompt_logprobs=() if index or token_ids else self._search.prompt_logprobs,
         )
 
-    def _text(self, token_ids: Sequence[int]) -> str:
-        """The text, detokenised as the engine does after a prompt."""
-        visible = [token_id for token_id in token_ids if self._is_visible(token_id)]
-        return b"".join(map(self._tokenizer.token_bytes, visible)).decode(errors="replace")
+    def _texts(self, token_ids: Sequence[int]) -> Iterator[str]:
+        """The text that each token completes, and the rest, detokenised as the engine does after a
+        prompt.
+        """
+        utf8 = codecs.getincrementaldecoder("utf-8")("replace")
+        for token_id in token_ids:
+            is_visible = self._is_visible(token_id)
+            yield utf8.decode(self._tokenizer.token_bytes(token_id) if is_visible else b"")
+        yield utf8.decode(b"", final=True)
 
     def _is_visible(self, token_id: int) -> bool:
         sampling = self._sampling

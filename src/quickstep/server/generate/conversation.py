@@ -11,6 +11,7 @@ from typing import Any
 
 import msgspec
 
+from quickstep.engine.text.message_content import text_of
 from quickstep.engine.tool_calls.formats import REASONING_FORMATS
 from quickstep.errors import RequestError
 from quickstep.server.generate.adapter import Served
@@ -91,6 +92,8 @@ def conversation_request(
     if grammar is not None and reasoning is not None and reasoning.opening:
         values["reasoning_tags"] = (reasoning.opening, reasoning.closing)
     values["inside_reasoning"] = output is not None and output.inside_reasoning
+    if fields.stop and output is not None and output.reasoning is not None:
+        values["stop_after_reasoning"] = output.reasoning.passage
     return ParsedRequest(
         model=served.model(fields.model),
         prompts=(conversation.prompt,),
@@ -205,7 +208,7 @@ def _output(conversation: Conversation, served: Served) -> OutputReading | None:
     reasoning = served.formats.reasoning
     if tool_calls is None and reasoning is None:
         return None
-    begun = str(conversation.messages[-1]["content"]) if conversation.continued else ""
+    begun = text_of(conversation.messages[-1]["content"]) if conversation.continued else ""
     inside = False
     if reasoning is not None and reasoning.opening:
         inside = begun.rfind(reasoning.opening) > begun.rfind(reasoning.closing)

@@ -26,6 +26,7 @@ from quickstep.core.sequence import sequence_seed
 from quickstep.engine.beam_search import BeamSearchParams
 from quickstep.engine.outputs import best_indices
 from quickstep.engine.stream import Delta
+from quickstep.engine.text.output_text import prompt_end
 from quickstep.engine.tool_calls.formats import ReasoningFormat, ToolCallFormat
 from quickstep.errors import EngineError, RequestError
 from quickstep.server.generate.beam_stream import BeamStream, open_beams
@@ -57,6 +58,7 @@ __all__ = [
     "RequestedOutput",
     "TextPrompt",
     "TokenPrompt",
+    "Truncation",
     "Usage",
     "Writer",
     "check_end",
@@ -68,7 +70,6 @@ __all__ = [
 _LIMITS = RequestLimits()
 _QUEUED_DELTAS = 256
 _PROMPTS_PER_TURN = 8  # submitted at once, before the event loop continues with other requests
-_PROMPT_END = 32  # last tokens of a prompt, in which the opening tag of the reasoning may be
 _NAMES_OF_PROMPTS = ("prompt", "messages")  # the engine's and the chat template's
 _MAY_FORBID_ALL = ("allowed_token_ids", "bad_words", "logit_bias", "min_tokens", "grammar")
 
@@ -105,6 +106,17 @@ class RequestedOutput(msgspec.Struct, frozen=True):
     before: str = ""
 
 
+class Truncation(msgspec.Struct, frozen=True):
+    """So many of a prompt's last tokens are read, or of its first."""
+
+    num_tokens: int
+    keeps_first: bool = False
+
+    def of(self, token_ids: Sequence[int]) -> Sequence[int]:
+        """The tokens that are read."""
+        return token_ids[: self.num_tokens] if self.keeps_first else token_ids[-self.num_tokens :]
+
+
 class ParsedRequest(msgspec.Struct, frozen=True):
     """What a client requested, whichever API it came through: the request to the engine, and how to
     answer it.
@@ -125,7 +137,7 @@ class ParsedRequest(msgspec.Struct, frozen=True):
         include_usage: One usage chunk ends the stream.
         continuous_usage: Every chunk carries the usage so far.
         timings: The response has the request's timings; None if the API has no place for them.
-        truncate_prompt_tokens: Only so many of a prompt's last tokens are read; None for all.
+        truncation: How much of a prompt is read; None for all.
         ignored: Paths of the client's fields that have no effect.
         writer: Makes the writer of the response; every adapter sets it.
         stream_type: The media type of a streaming response.
@@ -147,7 +159,7 @@ class ParsedRequest(msgspec.Struct, frozen=True):
     num_kept: int | None = None
     beams: BeamSearchParams | None = None
     timings: bool | None = None
-    truncate_prompt_tokens: int | None = None
+    truncation: Truncation | None = None
     ignored: tuple[str, ...] = ()
     adapter: str | None = None
     writer: Callable[[Generation, Head], Writer] | None = None
@@ -401,14 +413,14 @@ async def open_generation(
         RequestError: One of them is refused; then nothing stays submitted.
         EngineError: The engine takes no requests, or too many wait to be tokenised.
     """
-    truncated = request.truncate_prompt_tokens
-    longest = engine.max_model_len if truncated is None else None
+    truncation = request.truncation
+    longest = engine.max_model_len if truncation is None else None
     try:
         prompts = await prompts_ids(engine, request.prompts, lanes or WorkLanes(), longest)
     except RequestError as error:
         raise with_client_field(error, request.grammar_field, request.prompt_field) from None
-    if truncated is not None:
-        prompts = [ids[-truncated:] for ids in prompts]
+    if truncation is not None:
+        prompts = [truncation.of(token_ids) for token_ids in prompts]
     prepared = await _prepare(engine, request)
     check_num_tokens(prompts, request.sampling, engine.max_model_len, limits)
     streams: list[TokenStream] = []
@@ -456,8 +468,7 @@ def opens_reasoning(output: OutputReading, tokenizer: Vocabulary, prompt: Sequen
         return False
     if output.inside_reasoning:
         return True
-    end = tokenizer.decode(prompt[-_PROMPT_END:], skip_special_tokens=False)
-    return end.rstrip().endswith(reasoning.opening)
+    return prompt_end(tokenizer.decode, prompt).endswith(reasoning.opening)
 
 
 def check_end(delta: Delta, sampling: SamplingParams, grammar_field: str) -> None:

@@ -49,24 +49,37 @@ _MAX_CUTS = 8  # after a cut there is at most a key, a colon and an incomplete v
 
 
 class MessageReader:
-    """Parses one choice's message. `parser` is None if all of its text is content."""
+    """Parses one choice's message. `parser` is None if all of its text is content, `in_reasoning`
+    tells that the prompt has opened the reasoning.
 
-    def __init__(self, parser: MessageParser | None, one_call: bool) -> None:
+    `num_reasoning_tokens` counts from the first token of the reasoning to its closing tag.
+    """
+
+    def __init__(
+        self, parser: MessageParser | None, one_call: bool, in_reasoning: bool = False
+    ) -> None:
         self._parser = parser
         self._one_call = one_call
+        self._in_reasoning = in_reasoning
         self.has_calls = False
+        self.num_reasoning_tokens = 0
 
-    def read(self, text: str, ended: bool) -> MessageDelta:
-        """The parts of the message that `text` completes; it is the last text if `ended`."""
+    def read(self, delta: Delta) -> MessageDelta:
+        """The parts of the message that the delta completes."""
+        text = delta.text
         if self._parser is None:
             return MessageDelta((ContentDelta(text),) if text else ())
-        delta = self._parser.feed(text)
-        if ended:
-            delta = delta.followed_by(self._parser.finish())
+        message = self._parser.feed(text)
+        if self._in_reasoning or any(isinstance(part, ReasoningDelta) for part in message.parts):
+            self.num_reasoning_tokens += len(delta.token_ids)
+        if text:
+            self._in_reasoning = self._parser.in_reasoning
+        if delta.finish_reason is not None:
+            message = message.followed_by(self._parser.finish())
         if self._one_call:
-            delta = delta.with_first_call_only()
-        self.has_calls |= any(isinstance(part, CallDelta) for part in delta.parts)
-        return delta
+            message = message.with_first_call_only()
+        self.has_calls |= any(isinstance(part, CallDelta) for part in message.parts)
+        return message
 
 
 def message_reader(
@@ -81,7 +94,8 @@ def message_reader(
     inside = opens_reasoning(output, tokenizer, generation.prompt_token_ids(choice))
     grammar = message_grammar(output.tool_calls, output.reasoning, inside)
     short = output.tool_calls is not None and output.tool_calls.short_ids
-    return MessageReader(MessageParser(grammar, _call_ids(short, call_prefix)), output.one_call)
+    parser = MessageParser(grammar, _call_ids(short, call_prefix))
+    return MessageReader(parser, output.one_call, in_reasoning=inside)
 
 
 def _call_ids(short: bool, prefix: str) -> Callable[[], str]:
@@ -146,13 +160,17 @@ class Blocks:
         self._open: Block | None = None
         self._logprobs: list[TokenLogprobs] = []
         self.blocks: list[Block] = []
-        self.num_reasoning_tokens = 0
         self.last: Delta | None = None
 
     @property
     def has_calls(self) -> bool:
         """Whether the message calls a function."""
         return self._reader.has_calls
+
+    @property
+    def num_reasoning_tokens(self) -> int:
+        """Tokens of reasoning so far."""
+        return self._reader.num_reasoning_tokens
 
     @property
     def finish_reason(self) -> FinishReason | None:
@@ -167,11 +185,7 @@ class Blocks:
         """The changes that a delta makes. The last delta closes the open block."""
         self._logprobs.extend(delta.logprobs)
         reason = delta.finish_reason
-        message = self._reader.read(delta.text, reason is not None)
-        first = message.parts[0] if message.parts else None
-        is_thinking = self._open is not None and self._open.kind is BlockKind.REASONING
-        if is_thinking or isinstance(first, ReasoningDelta):
-            self.num_reasoning_tokens += len(delta.token_ids)
+        message = self._reader.read(delta)
         changes: list[BlockChange] = []
         for part in message.parts:
             match part:

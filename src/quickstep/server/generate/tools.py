@@ -1,8 +1,9 @@
 """The tools of a request: checked, converted for the chat template, and forced by `tool_choice`.
 
 A refusal names the field by its path. `tool_choice` required or a function's name is enforced by
-a grammar, in which all arguments fit. Where the model may choose, `strict` is: the grammar is then
-of text or calls, and the arguments of functions that are not strict are any object. With a grammar
+a grammar, in which all arguments fit. Where the model may choose, `strict` and `allowed_tools` are:
+the grammar is then of text or calls, and the arguments of functions that are not strict are any
+object. With a grammar
 of the answer in addition to tools, a message is such an answer or calls.
 """
 
@@ -48,7 +49,8 @@ class OfferedTools(msgspec.Struct, frozen=True):
     """The tools in the model's prompt, and the grammar of its message, if it has one.
 
     Attributes:
-        grammar: Of calls where one is forced, of text or calls where functions are strict.
+        grammar: Of calls where one is forced, of text or calls where functions are strict or only
+            some of them may be called.
         one_call: A second call of a message is dropped.
         must_call: The message is nothing but calls.
         functions: What may be called, for a grammar: `parameters` None where they are free.
@@ -76,7 +78,7 @@ class Function(msgspec.Struct, frozen=True):
 
 
 class ToolChoice(msgspec.Struct, frozen=True):
-    """`tool_choice`: `names` are the functions of which one has to be called, None for any."""
+    """`tool_choice`: `names` are the functions that may be called, None for all."""
 
     may_call: bool = True
     must_call: bool = False
@@ -145,25 +147,26 @@ def offer(
             name = f"{function.path}.name"
             raise RequestError(f"{name} {function.name} is listed twice", param=name)
         by_name[function.name] = described
-    forced = _forced_functions(by_name, choice) if choice.must_call else ()
+    may_call = _may_callfunctions(by_name, choice)
     if not choice.may_call or not by_name:
         return OfferedTools()
     known = _checked_format(served)
-    one_call = one_call or (choice.names is not None and len(choice.names) == 1)
+    is_one = choice.must_call and choice.names is not None and len(choice.names) == 1
+    one_call = one_call or is_one
     tools = tuple({"type": "function", "function": described} for described in by_name.values())
     strict = frozenset(function.name for function in functions if function.strict)
     loose = tuple(
-        described if name in strict else {**described, "parameters": None}
-        for name, described in by_name.items()
+        described if described["name"] in strict else {**described, "parameters": None}
+        for described in may_call
     )
+    is_strict = any(described["name"] in strict for described in may_call)
     grammar: RequestedGrammar | None = None
-    if forced:
-        is_strict = any(described["name"] in strict for described in forced)
-        grammar = _forced_calls(forced, one_call, is_strict, known, served)
-    elif strict:
+    if choice.must_call:
+        grammar = _forced_calls(may_call, one_call, is_strict, known, served)
+    elif is_strict or choice.names is not None:
         calls_or_text = answer_grammar(known.spelling, loose, one_call, _special_ids(served))
-        grammar = RequestedGrammar(replace(calls_or_text, strict=True), "tools")
-    return OfferedTools(tools, grammar, one_call, bool(forced), loose)
+        grammar = RequestedGrammar(replace(calls_or_text, strict=is_strict), "tools")
+    return OfferedTools(tools, grammar, one_call, choice.must_call, loose)
 
 
 def with_answer(
@@ -190,20 +193,24 @@ def with_answer(
     return RequestedGrammar(replace(grammar, strict=is_strict), answer.field)
 
 
-def _forced_functions(
+def _may_callfunctions(
     functions: Mapping[str, Mapping[str, Any]], choice: ToolChoice
 ) -> Sequence[Mapping[str, Any]]:
-    """The functions of which one has to be called. Raises RequestError if there is none."""
-    names = choice.names
-    if names is None and functions:
-        return tuple(functions.values())
-    if names and all(name in functions for name in names):
-        return tuple(functions[name] for name in names)
-    missing = "tools is empty"
-    if names is not None:
-        unknown = next((name for name in names if name not in functions), "")
-        missing = f"no tool is named {unknown[:64]!r}"
-    raise RequestError(f"tool_choice asks for a call, but {missing}", param="tool_choice")
+    """The functions that may be called.
+
+    Raises:
+        RequestError: One is not there, or there is none and a call is forced.
+    """
+    names = tuple(functions) if choice.names is None else choice.names
+    missing = next((name for name in names if name not in functions), None)
+    demand = "asks for a call" if choice.must_call else "allows calls"
+    if missing is not None:
+        raise RequestError(
+            f"tool_choice {demand}, but no tool is named {missing[:64]!r}", param="tool_choice"
+        )
+    if choice.must_call and not names:
+        raise RequestError(f"tool_choice {demand}, but tools is empty", param="tool_choice")
+    return tuple(functions[name] for name in dict.fromkeys(names))
 
 
 def _described(function: Function) -> dict[str, Any]:
@@ -265,14 +272,18 @@ def _named(tool: object) -> str | None:
 def allowed_tools(
     mode: object, tools: Sequence[object], name_of: Callable[[object], str | None], path: str
 ) -> ToolChoice:
-    """A subset of the tools, at `path`; only a forced call can be restricted to them.
+    """A subset of the tools, at `path`, to which calls are restricted; the prompt has them all.
 
     `name_of` gives a tool's name, None if it has another form. Raises RequestError.
     """
-    if mode != "required":
+    if mode not in ("auto", "required"):
         raise RequestError(
-            f"{path}.mode is {mode!r:.64}, only required is supported; leave out the other tools",
-            param=f"{path}.mode",
+            f"{path}.mode is {mode!r:.64}, it must be auto or required", param=f"{path}.mode"
+        )
+    if not tools:
+        raise RequestError(
+            f"{path}.tools is an empty list; send tool_choice none to forbid calls",
+            param=f"{path}.tools",
         )
     names: list[str] = []
     for index, tool in enumerate(tools):
@@ -281,7 +292,7 @@ def allowed_tools(
             param = f"{path}.tools[{index}]"
             raise RequestError(f"{param} is not a function with its name", param=param)
         names.append(name)
-    return ToolChoice(must_call=True, names=tuple(names))
+    return ToolChoice(must_call=mode == "required", names=tuple(names))
 
 
 def _forced_calls(

@@ -227,8 +227,7 @@ class _OllamaWriter:
         """The message's new text, and the calls that are complete with it."""
         if self._first_s is None:
             self._first_s = self._clock()
-        delta = item.delta
-        message = self._reader.read(delta.text, delta.finish_reason is not None)
+        message = self._reader.read(item.delta)
         num_known = len(self._calls)
         for part in message.parts:
             if isinstance(part, CallDelta):

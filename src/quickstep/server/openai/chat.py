@@ -15,10 +15,13 @@ from msgspec import UNSET, UnsetType, structs
 from msgspec.structs import replace
 
 from quickstep.engine.stream import Delta
+from quickstep.engine.text.message_content import Content as TemplateContent
+from quickstep.engine.text.message_content import text_of, text_part
 from quickstep.engine.tool_calls.message_delta import (
     CallDelta,
     ContentDelta,
     FunctionCall,
+    MessageDelta,
     MessagePart,
     ReasoningDelta,
 )
@@ -138,9 +141,7 @@ class Chat:
             echoed=_echoed(fields, served.limits),
             requested_output=requested,
             beams=beam_params(fields, served, request.sampling),
-            truncate_prompt_tokens=truncation_of(
-                fields.truncate_prompt_tokens, "truncate_prompt_tokens", max_tokens, served
-            ),
+            truncation=truncation_of(fields, max_tokens, served),
             adapter=None if fields.lora is None else served.adapters.mix(fields.lora),
             ignored=reader.ignored,
             writer=partial(ChoicesWriter, self, served),
@@ -179,7 +180,7 @@ def _echo(fields: ChatRequest, last: Mapping[str, Any], reader: FieldReader) -> 
     if last["role"] != "assistant":
         reader.ignore("echo", "the last message is not the assistant's")
         return ""
-    return last["content"] or ""
+    return text_of(last["content"])
 
 
 def _num_logprobs(fields: ChatRequest, served: Served) -> int | None:
@@ -222,7 +223,7 @@ def _message(place: int, message: Message) -> Mapping[str, Any]:
 
 
 def _plain(role: str, content: Content, name: str | None, path: str) -> dict[str, Any]:
-    message: dict[str, Any] = {"role": role, "content": _text(content, f"{path}.content")}
+    message: dict[str, Any] = {"role": role, "content": _content(content, f"{path}.content")}
     if name is not None:
         message["name"] = name
     return message
@@ -244,7 +245,7 @@ def _assistant(message: AssistantMessage, path: str) -> dict[str, Any]:
         ]
     if reasoning is not None:
         plain["reasoning_content"] = reasoning
-        if not plain["content"]:  # gpt-oss's name of it, used with calls only
+        if not text_of(plain["content"]):  # gpt-oss's name of it, used with calls only
             plain["thinking"] = reasoning
     return plain
 
@@ -257,20 +258,20 @@ def _tool_call(call: ToolCall, path: str) -> dict[str, Any]:
     return past_call(call.id, function.name, function.arguments)
 
 
-def _text(content: Content, path: str) -> str:
+def _content(content: Content, path: str) -> TemplateContent:
     if isinstance(content, str):
         return content
-    texts: list[str] = []
+    parts: list[Mapping[str, Any]] = []
     for index, part in enumerate(content):
         if isinstance(part, TextPart):
-            texts.append(part.text)
+            parts.append(text_part(part.text))
         elif isinstance(part, RefusalPart):
-            texts.append(part.refusal)
+            parts.append(text_part(part.refusal))
         else:
             kind = part.__struct_config__.tag
             place = f"{path}[{index}]"
             raise RequestError(f"{place} is of type {kind}, the model reads text only", param=place)
-    return "\n".join(texts)
+    return parts
 
 
 class ChatRendering:
@@ -283,6 +284,12 @@ class ChatRendering:
         self._messages = [
             message_reader(generation, choice, tokenizer) for choice in generation.choices
         ]
+        self._collected: list[list[MessagePart]] = [[] for _ in generation.choices]
+
+    @property
+    def num_reasoning_tokens(self) -> int:
+        """Tokens of reasoning in all choices."""
+        return sum(message.num_reasoning_tokens for message in self._messages)
 
     def opening(self, choice: Choice) -> ChatChunkChoice:
         """The role, before any content."""
@@ -306,9 +313,7 @@ class ChatRendering:
 
         A call's first piece has its name and no arguments; those follow in a chunk of their own.
         """
-        ended = delta.finish_reason is not None
-        read = self._messages[choice.index].read(delta.text, ended)
-        deltas = _chat_deltas(read.parts)
+        deltas = _chat_deltas(self._messages[choice.index].read(delta).parts)
         shows_tokens = self._requested.logprobs is not None or self._requested.token_ids
         if not deltas and shows_tokens and delta.token_ids:
             deltas.append(ChatDelta(content=""))
@@ -334,9 +339,13 @@ class ChatRendering:
             seed=choice.seed,
         )
 
+    def collect(self, choice: Choice, delta: Delta) -> None:
+        """Keep the new parts of the message."""
+        self._collected[choice.index] += self._messages[choice.index].read(delta).parts
+
     def complete(self, choice: Choice, index: int) -> ChatChoice:
         """The complete message."""
-        read = self._messages[choice.index].read("".join(choice.text), ended=True)
+        read = MessageDelta(tuple(self._collected[choice.index]))
         content: str | None = self._requested.before + read.content
         calls: list[AnsweredToolCall] | UnsetType = UNSET
         if read.calls:

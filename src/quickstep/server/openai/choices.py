@@ -30,6 +30,7 @@ from quickstep.server.generate.generation import (
     Generation,
     Head,
     RequestedOutput,
+    Truncation,
 )
 from quickstep.server.generate.prompts import check_num_sequences
 from quickstep.server.generate.sampling import (
@@ -163,21 +164,25 @@ def _logprob_token_ids(
 
 
 def truncation_of(
-    num_tokens: int | None, name: str, max_tokens: int | None, served: Served
-) -> int | None:
-    """How many of a prompt's last tokens are kept, None for all; -1 keeps as many as fit together
-    with the output. Raises RequestError.
+    fields: ChoiceFields, max_tokens: int | None, served: Served
+) -> Truncation | None:
+    """How much of a prompt is read, None for all; -1 keeps as many tokens as fit together with the
+    output. Raises RequestError.
     """
-    longest = served.engine.max_model_len
+    num_tokens, longest = fields.truncate_prompt_tokens, served.engine.max_model_len
     if num_tokens is None:
+        if fields.truncation_side is not None:
+            name = "truncation_side"
+            raise RequestError(f"{name} needs truncate_prompt_tokens", param=name)
         return None
     if num_tokens == -1:
-        return max(1, longest - max(1, max_tokens or 1))
-    if not 1 <= num_tokens <= longest:
+        num_tokens = max(1, longest - max(1, max_tokens or 1))
+    elif not 1 <= num_tokens <= longest:
+        name = "truncate_prompt_tokens"
         raise RequestError(
             f"{name} is {num_tokens}, it must be -1 or between 1 and {longest}", param=name
         )
-    return num_tokens
+    return Truncation(num_tokens, keeps_first=fields.truncation_side == "right")
 
 
 def beam_params(
@@ -226,8 +231,15 @@ class Rendering(Protocol):
     def ending(self, choice: Choice) -> msgspec.Struct:
         """The choice of a stream's chunk with the finish reason."""
 
+    def collect(self, choice: Choice, delta: Delta) -> None:
+        """Read a delta of a non-streaming response, which its choice has already."""
+
     def complete(self, choice: Choice, index: int) -> msgspec.Struct:
         """A finished choice, at `index` of the response."""
+
+    @property
+    def num_reasoning_tokens(self) -> int | None:
+        """Tokens of reasoning in all choices so far; None for texts without reasoning."""
 
 
 class ChoicesApi(Protocol):
@@ -291,7 +303,7 @@ class ChoicesWriter:
         request = self._generation.request
         timings = requested_timings(self._generation, self._served)
         if request.include_usage:
-            usage = Usage.of(self._generation.usage)
+            usage = self._usage()
             yield self._chunk([], usage=usage, metrics=self._metrics(), quickstep=timings)
         elif timings is not UNSET:
             yield self._chunk([], quickstep=timings)
@@ -304,7 +316,8 @@ class ChoicesWriter:
         yield DONE
 
     def collect(self, item: ChoiceDelta) -> None:
-        """The generation collects the choices already."""
+        """Read a delta; the generation has added it to its choice."""
+        self._rendering.collect(self._generation.choices[item.choice], item.delta)
 
     def complete(self) -> msgspec.Struct:
         """The response of a finished generation."""
@@ -313,11 +326,14 @@ class ChoicesWriter:
                 self._rendering.complete(choice, index)
                 for index, choice in enumerate(self._generation.kept)
             ],
-            usage=Usage.of(self._generation.usage),
+            usage=self._usage(),
             metrics=self._metrics(),
             quickstep=requested_timings(self._generation, self._served),
             **self._rendering.prompt_fields(),
         )
+
+    def _usage(self) -> Usage:
+        return Usage.of(self._generation.usage, self._rendering.num_reasoning_tokens)
 
     def _metrics(self) -> RequestMetrics | UnsetType:
         """How long the request took, if the operator enabled it and there is one choice."""
@@ -330,7 +346,7 @@ class ChoicesWriter:
         """A chunk of one choice, or of none."""
         request = self._generation.request
         if request.continuous_usage:
-            fields["usage"] = Usage.of(self._generation.usage)
+            fields["usage"] = self._usage()
         elif request.include_usage:
             fields.setdefault("usage", None)
         return data_frame(self._new_chunk(choices=choices, **fields))

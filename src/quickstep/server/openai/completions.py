@@ -98,9 +98,7 @@ class Completions:
             requested_output=requested,
             num_kept=None if beams or sampling.n == (fields.n or 1) else fields.n or 1,
             beams=beams,
-            truncate_prompt_tokens=truncation_of(
-                fields.truncate_prompt_tokens, "truncate_prompt_tokens", max_tokens, served
-            ),
+            truncation=truncation_of(fields, max_tokens, served),
             adapter=None if fields.lora is None else served.adapters.mix(fields.lora),
             ignored=reader.ignored,
             writer=partial(ChoicesWriter, self, served),
@@ -209,6 +207,14 @@ class CompletionRendering:
             stop_reason=choice.stop_reason,
             seed=choice.seed,
         )
+
+    def collect(self, choice: Choice, delta: Delta) -> None:
+        """A choice has its text already."""
+
+    @property
+    def num_reasoning_tokens(self) -> None:
+        """None: nothing is read out of the text."""
+        return None
 
     def complete(self, choice: Choice, index: int) -> TextChoice:
         """The complete text."""

@@ -275,6 +275,13 @@ class ChoiceFields(SamplingFields, forbid_unknown_fields=True, kw_only=True, fro
         int | None,
         effect("Reads only so many of the prompt's last tokens; -1 leaves space for the answer."),
     ] = None
+    truncation_side: Annotated[
+        Literal["left", "right"] | None,
+        effect(
+            "The side at which truncate_prompt_tokens removes tokens: left (the default) keeps the "
+            "last ones, right the first."
+        ),
+    ] = None
     use_beam_search: Annotated[
         bool | None, effect("Beam search of the n likeliest texts instead of sampling.")
     ] = None
@@ -319,7 +326,9 @@ class CompletionRequest(ChoiceFields, forbid_unknown_fields=True, kw_only=True, 
 class TextPart(msgspec.Struct, forbid_unknown_fields=True, frozen=True, tag="text"):
     """A piece of a message's content."""
 
-    text: Annotated[str, effect("The text; a message's parts are joined by line ends.")]
+    text: Annotated[
+        str, effect("The text; a template that reads no parts has them joined by line ends.")
+    ]
 
 
 class RefusalPart(msgspec.Struct, forbid_unknown_fields=True, frozen=True, tag="refusal"):

@@ -39,6 +39,12 @@ class PromptTokensDetails(msgspec.Struct, frozen=True):
     cached_tokens: int
 
 
+class CompletionTokensDetails(msgspec.Struct, frozen=True):
+    """Of the output's tokens, those of the reasoning, up to its closing tag."""
+
+    reasoning_tokens: int
+
+
 class Usage(msgspec.Struct, frozen=True):
     """Tokens of a request. A prompt counts once for its n choices."""
 
@@ -46,15 +52,19 @@ class Usage(msgspec.Struct, frozen=True):
     completion_tokens: int
     total_tokens: int
     prompt_tokens_details: PromptTokensDetails
+    completion_tokens_details: CompletionTokensDetails | UnsetType = UNSET
 
     @classmethod
-    def of(cls, counts: TokenCounts) -> Usage:
-        """The request's tokens so far."""
+    def of(cls, counts: TokenCounts, num_reasoning_tokens: int | None) -> Usage:
+        """The request's tokens so far; those of the reasoning are None for completions."""
         return cls(
             counts.num_prompt_tokens,
             counts.num_output_tokens,
             counts.num_prompt_tokens + counts.num_output_tokens,
             PromptTokensDetails(counts.num_cached_tokens),
+            UNSET
+            if num_reasoning_tokens is None
+            else CompletionTokensDetails(num_reasoning_tokens),
         )
 
 

@@ -13,6 +13,7 @@ from typing import Any
 from msgspec import structs
 from msgspec.structs import replace
 
+from quickstep.engine.text.message_content import text_of
 from quickstep.errors import RequestError
 from quickstep.server.generate.adapter import Served, response_flags
 from quickstep.server.generate.conversation import (
@@ -87,7 +88,7 @@ class Responses:
         messages = (*past, *template_messages(items, served))
         conversation = Conversation(
             with_instructions(fields.instructions, messages),
-            num_chars=len(body) + sum(len(message.get("content") or "") for message in past),
+            num_chars=len(body) + sum(len(text_of(message["content"])) for message in past),
             offered=_offered_functions(fields, served, reader),
             grammar=_requested_text_format(fields),
             extra={

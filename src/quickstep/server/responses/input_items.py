@@ -12,6 +12,7 @@ import uuid
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
+from quickstep.engine.text.message_content import Content, Part, text_part
 from quickstep.errors import RequestError
 from quickstep.server.generate.adapter import Served
 from quickstep.server.generate.conversation import check_shows_calls, past_call
@@ -142,17 +143,17 @@ def template_messages(items: Sequence[InputItem], served: Served) -> list[dict[s
         path = f"input[{index}]"
         match item:
             case MessageItem(role="assistant"):
-                turns.assistant("content", _text(item.content, f"{path}.content"))
+                turns.assistant("content", _content(item.content, f"{path}.content"))
             case MessageItem():
                 role = "user" if item.role == "user" else "system"
-                turns.add({"role": role, "content": _text(item.content, f"{path}.content")})
+                turns.add({"role": role, "content": _content(item.content, f"{path}.content")})
             case ReasoningItem():
                 turns.assistant("reasoning_content", _reasoning(item, path))
             case FunctionCallItem():
                 check_shows_calls(served, path)
                 turns.call(past_call(item.call_id, item.name, item.arguments))
             case FunctionCallOutputItem():
-                content = _text(item.output, f"{path}.output")
+                content = _content(item.output, f"{path}.output")
                 turns.add({"role": "tool", "tool_call_id": item.call_id, "content": content})
     for message in turns.messages:
         if message["content"] is None and "tool_calls" not in message:
@@ -163,12 +164,9 @@ def template_messages(items: Sequence[InputItem], served: Served) -> list[dict[s
 def with_instructions(
     instructions: str | None, messages: Sequence[Mapping[str, Any]]
 ) -> tuple[Mapping[str, Any], ...]:
-    """Put the instructions first, joined with a first system message: some templates take one."""
+    """Put the instructions first. `ChatTemplate` joins system messages at the beginning."""
     if not instructions:
         return tuple(messages)
-    if messages and messages[0]["role"] == "system":
-        instructions = f"{instructions}\n\n{messages[0]['content']}"
-        messages = messages[1:]
     return ({"role": "system", "content": instructions}, *messages)
 
 
@@ -189,13 +187,13 @@ class _Turns:
         self.messages.append(message)
         self._assistant = None
 
-    def assistant(self, name: str, text: str) -> None:
+    def assistant(self, name: str, content: Content) -> None:
         """Add content or reasoning; a turn has one of each, reasoning first, then calls."""
         turn = self._assistant
         ended_by = ("tool_calls", "reasoning_content")[: 1 + (name == "reasoning_content")]
         if turn is None or turn["content"] is not None or any(other in turn for other in ended_by):
             turn = self._begin()
-        turn[name] = text
+        turn[name] = content
 
     def call(self, call: dict[str, Any]) -> None:
         """Add a call."""
@@ -222,17 +220,17 @@ def _reasoning(item: ReasoningItem, path: str) -> str:
         raise RequestError(f"{param} was not written by this server", param=param) from None
 
 
-def _text(content: str | Sequence[InputPart], path: str) -> str:
+def _content(content: str | Sequence[InputPart], path: str) -> Content:
     if isinstance(content, str):
         return content
-    return "\n".join(_part(part, f"{path}[{index}]") for index, part in enumerate(content))
+    return [_part(part, f"{path}[{index}]") for index, part in enumerate(content)]
 
 
-def _part(part: InputPart, path: str) -> str:
+def _part(part: InputPart, path: str) -> Part:
     match part:
         case InputTextPart(text=text) | OutputTextPart(text=text):
-            return text
+            return text_part(text)
         case OutputRefusalPart(refusal=refusal):
-            return refusal
+            return text_part(refusal)
     kind = part.__struct_config__.tag
     raise RequestError(f"{path} is of type {kind}, the model reads text only", param=path)
