@@ -47,20 +47,33 @@ WHOLE_VOCABULARY: list[tuple[str, dict[str, Any], str]] = [
 ]
 
 
+@pytest.mark.parametrize("limit", [-1, VOCAB, VOCAB + 1])
 @pytest.mark.parametrize(("path", "fields", "name"), WHOLE_VOCABULARY)
-def test_minus_one_asks_for_the_whole_vocabulary_where_there_is_no_bound(
-    path: str, fields: dict[str, Any], name: str
+def test_minus_one_is_the_complete_vocabulary_where_the_limit_allows_so_many(
+    path: str, fields: dict[str, Any], name: str, limit: int
 ) -> None:
     engine = FakeEngine()
+    options = ServerOptions(limits=replace(RequestLimits(), logprobs=limit))
     body = {**BODIES[path], **fields, "max_tokens": 1}
-    response = ask(path, body, WHOLE, engine)
+    response = ask(path, body, options, engine)
     assert response.status_code == 200, response.text
     sampling = engine.submitted[0].sampling
     assert VOCAB in (sampling.logprobs, sampling.prompt_logprobs)
-    error = ask(path, body).json()["error"]
-    assert (error["param"], "--max-logprobs -1" in error["message"]) == (name, True)
-    beyond = ask(path, {**body, name: -2}, WHOLE)
+    beyond = ask(path, {**body, name: -2}, options)
     assert (beyond.status_code, beyond.json()["error"]["param"]) == (400, name)
+
+
+@pytest.mark.parametrize("limit", [20, VOCAB - 1])
+@pytest.mark.parametrize(("path", "fields", "name"), WHOLE_VOCABULARY)
+def test_minus_one_above_the_limit_is_an_error_with_both_numbers(
+    path: str, fields: dict[str, Any], name: str, limit: int
+) -> None:
+    options = ServerOptions(limits=replace(RequestLimits(), logprobs=limit))
+    response = ask(path, {**BODIES[path], **fields}, options)
+    error = response.json()["error"]
+    assert (response.status_code, error["param"]) == (400, name)
+    assert f"vocabulary of {VOCAB} tokens, and the limit is {limit};" in error["message"]
+    assert "--max-logprobs -1" in error["message"]
 
 
 def test_no_request_gets_more_alternatives_than_there_are_tokens() -> None:

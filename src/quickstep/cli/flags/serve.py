@@ -65,7 +65,7 @@ _LIMITS = (
         "logprobs",
         positive_or_all,
         "20",
-        "alternatives per token, -1 for no limit",
+        "alternatives per token, -1 for no limit; a request with -1 has the complete vocabulary",
     ),
     ("--max-tools", "tools", positive_int, "128", "functions per request"),
 )
