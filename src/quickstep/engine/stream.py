@@ -9,6 +9,7 @@ has caught up.
 from __future__ import annotations
 
 import asyncio
+import logging
 from collections import deque
 from typing import Protocol, Self
 
@@ -19,6 +20,8 @@ from quickstep.errors import QuickstepError
 from quickstep.types import FinishReason, Request, SequenceTimings, TokenLogprobs
 
 __all__ = ["Delta", "Sink", "Stream", "StreamOwner"]
+
+_LOGGER = logging.getLogger(__name__)
 
 
 class Delta(msgspec.Struct, frozen=True):
@@ -165,9 +168,13 @@ class Stream:
         self._wake()
 
     def put(self, delta: Delta) -> None:
-        """Append a delta (the owner only)."""
+        """Append a delta (the owner only). Every end of a sequence comes here, so those that are
+        failures are logged here, whoever reads them.
+        """
         if delta.finish_reason is not None:
             self._num_running -= 1
+            if delta.finish_reason.is_failure and self._refusal is None:
+                self._log_failure(delta)
         if self._closed:
             return
         self._deltas.append(delta)
@@ -176,6 +183,14 @@ class Stream:
             self._is_paused = True
             self._owner.pause(self.request_id)
         self._wake()
+
+    def _log_failure(self, delta: Delta) -> None:
+        """The one line about a sequence that failed; a REFUSED one is the client's fault."""
+        is_refused = delta.finish_reason is FinishReason.REFUSED
+        level = logging.INFO if is_refused else logging.WARNING
+        what = "was refused while it ran" if is_refused else "failed"
+        sequence = f"{self.request_id}[{delta.index}]"
+        _LOGGER.log(level, "request %s %s: %s", sequence, what, delta.error)
 
     def _exceeds(self, fraction: float) -> bool:
         """Whether more is unread than this fraction of the bounds."""
