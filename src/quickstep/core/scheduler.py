@@ -254,7 +254,6 @@ class Scheduler:
             self._deadlines.push(sequence)
         self._requests[name] = sequences
         self._totals.num_requests += 1
-        self._totals.num_prompt_tokens += len(request.prompt_token_ids)
 
     def abort(
         self,
@@ -989,6 +988,7 @@ class Scheduler:
             num_waiting=len(self._waiting),
             num_running=len(self._batch),
         )
+        self._totals.num_prefill_tokens += record.num_prefill_tokens
         self._totals.num_drafts += record.num_drafts
         self._totals.num_accepted += record.num_accepted
         self._learn_from_drafts(step, record, since_s, now)

@@ -412,6 +412,11 @@ class EngineGauges(Collector):
                 totals.num_accepted,
             ),
             ("engine_steps", "Steps run.", totals.num_steps),
+            (
+                "engine_prefill_tokens",
+                "Prompt tokens computed so far, without those that were cached.",
+                totals.num_prefill_tokens,
+            ),
             ("engine_output_tokens", "Tokens generated, read or not.", totals.num_output_tokens),
             ("engine_busy_seconds", "Measured seconds of all steps.", totals.busy_s),
             ("engine_restarts", "Times the engine was started again.", stats.num_restarts),
@@ -511,7 +516,7 @@ class TrafficLog:
         looked_up = totals.prefix_query_tokens - before.prefix_query_tokens
         found = totals.prefix_hit_tokens - before.prefix_hit_tokens
         line = (
-            f"prompt {_rate(totals.num_prompt_tokens - before.num_prompt_tokens, seconds)}, "
+            f"prompt {_rate(totals.num_prefill_tokens - before.num_prefill_tokens, seconds)}, "
             f"generation {_rate(totals.num_output_tokens - before.num_output_tokens, seconds)}, "
             f"running {load.num_running}, waiting {load.num_waiting + load.num_preempted}, "
             f"KV blocks in use {blocks.num_used / num_blocks:.1%}, "
