@@ -389,6 +389,11 @@ class EngineGauges(Collector):
                 "Sequences in the queue, preempted ones included.",
                 load.num_waiting + load.num_preempted,
             ),
+            (
+                "max_model_len",
+                "Tokens of the longest sequence, prompt and output: what fits into the KV cache.",
+                self._engine.max_model_len,
+            ),
             ("num_requests_paused", "Sequences paused for slow readers.", load.num_paused),
             (
                 "kv_cache_usage_perc",
