@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from quickstep.cli.flags.lora import lora_config
+from quickstep.cli.flags.lora import adapter_names
 from quickstep.cli.flags.parsing import bytes_size, positive_int, positive_or_all
 from quickstep.cli.launch_ahead import KEY_VARIABLE
 from quickstep.config import InputConfig, RecordingConfig, StreamConfig
@@ -420,11 +420,6 @@ def _add_file_flags(group: argparse._ArgumentGroup) -> None:
     )
 
 
-def _adapter_names(args: argparse.Namespace) -> tuple[str, ...]:
-    lora = lora_config(args)
-    return () if lora is None else tuple(name for name, _ in lora.modules)
-
-
 def server_options(args: argparse.Namespace) -> ServerOptions:
     """The options of the server. Raises ConfigError."""
     from quickstep.server.options import (
@@ -443,7 +438,7 @@ def server_options(args: argparse.Namespace) -> ServerOptions:
     api_keys = take_api_keys(args, os.environ)
     return ServerOptions(
         served_model_names=tuple(args.served_model_name),
-        adapter_names=_adapter_names(args),
+        adapter_names=adapter_names(args),
         lora_dir=args.lora_dir,
         limits=_limits(args),
         connections=ConnectionOptions(
