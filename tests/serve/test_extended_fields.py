@@ -142,12 +142,28 @@ def test_an_echo_of_the_users_message_has_no_effect_and_is_reported() -> None:
 
 
 @pytest.mark.parametrize("path", [CHAT, COMPLETIONS])
-def test_the_operator_can_have_every_stream_end_with_its_usage(path: str) -> None:
+def test_the_operator_can_have_usage_in_every_chunk_and_at_the_end(path: str) -> None:
     for fields in ({}, {"stream_options": {"include_usage": False}}):
         body = {**BODIES[path], **fields, "stream": True}
-        last = chunks(ask(path, body, USAGE).text)[-1]
-        assert (last["choices"], last["usage"]["completion_tokens"]) == ([], 9)
+        found = chunks(ask(path, body, USAGE).text)
+        assert (found[-1]["choices"], found[-1]["usage"]["completion_tokens"]) == ([], 9)
+        counts = [one["usage"]["completion_tokens"] for one in found]
+        assert counts == sorted(counts) and len(set(counts)) > 2
     assert chunks(ask(path, {**BODIES[path], "stream": True}).text)[-1]["choices"] != []
+
+
+@pytest.mark.parametrize("path", [CHAT, COMPLETIONS])
+def test_the_chunk_with_the_finish_reason_has_what_vllms_has(path: str) -> None:
+    body = {**BODIES[path], "stream": True, "return_token_ids": True}
+    found = [one["choices"][0] for one in chunks(ask(path, body).text)]
+    assert [one["finish_reason"] is None for one in found] == [True] * (len(found) - 1) + [False]
+    last = found[-1]
+    assert (last["finish_reason"], last["stop_reason"], last["token_ids"]) == ("stop", None, [])
+    ids = [token_id for one in found for token_id in one.get("token_ids", ())]
+    complete = ask(path, {**body, "stream": False}).json()["choices"][0]["token_ids"]
+    assert ids == complete
+    bare = [one["choices"][0] for one in chunks(ask(path, {**BODIES[path], "stream": True}).text)]
+    assert not [one for one in bare if "token_ids" in one]
 
 
 @pytest.mark.parametrize("path", [CHAT, COMPLETIONS])

@@ -242,7 +242,8 @@ class AnswerOptions(msgspec.Struct, frozen=True):
     """What responses contain that a request did not request.
 
     Attributes:
-        always_usage: Every stream of chat and completions ends with its usage.
+        always_usage: Every chunk of chat and completions has the usage so far, and the last one
+            nothing else.
         request_metrics: Responses of chat and completions include how long the request took.
     """
 

@@ -294,7 +294,8 @@ def _add_request_flags(group: argparse._ArgumentGroup) -> None:
     group.add_argument(
         "--enable-force-include-usage",
         action="store_true",
-        help="end every stream of chat and completions with its usage",
+        help="add the usage so far to every chunk of chat and completions, and end with a chunk of "
+        "it",
     )
     group.add_argument(
         "--enable-per-request-metrics",

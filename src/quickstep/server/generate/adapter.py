@@ -173,10 +173,11 @@ def response_flags(fields: SamplingFields, served: Served) -> dict[str, Any]:
     options = fields.stream_options
     if options is not None and not fields.stream:
         raise RequestError("stream_options needs stream: true", param="stream_options")
+    always = served.answers.always_usage
     return {
         "stream": bool(fields.stream),
-        "include_usage": served.answers.always_usage
-        or (options is not None and bool(options.include_usage)),
-        "continuous_usage": options is not None and bool(options.continuous_usage_stats),
+        "include_usage": always or (options is not None and bool(options.include_usage)),
+        "continuous_usage": always
+        or (options is not None and bool(options.continuous_usage_stats)),
         "timings": bool(fields.quickstep_timings),
     }

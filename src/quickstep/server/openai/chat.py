@@ -329,6 +329,7 @@ class ChatRendering:
             index=choice.index,
             delta=_EMPTY,
             logprobs=None,
+            token_ids=self._token_ids(()),
             finish_reason=self._finish_reason(choice),
             stop_reason=choice.stop_reason,
             seed=choice.seed,

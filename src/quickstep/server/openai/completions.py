@@ -205,6 +205,7 @@ class CompletionRendering:
             index=choice.index,
             text="",
             logprobs=None,
+            token_ids=self._token_ids(()),
             finish_reason=self._generation.finish_reason(choice),
             stop_reason=choice.stop_reason,
             seed=choice.seed,
