@@ -72,6 +72,11 @@ CHOICES: Cases = {
         return_token_ids=(True, shows_token_ids),
         truncate_prompt_tokens=(1, lambda seen: len(seen.submitted.prompt) == 1),
     ),
+    "return_progress": Case(
+        True,
+        lambda seen: any("prompt_progress" in chunk for chunk in seen.chunks),
+        {"stream": True},
+    ),
     # a search asks the engine for one token of each beam at a time
     "use_beam_search": Case(
         True, lambda seen: len(seen.engine.submitted) > 1, {"n": 2, "max_tokens": 3}

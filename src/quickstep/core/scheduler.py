@@ -1145,7 +1145,8 @@ class Scheduler:
             return self._finish(sequence, reason, now, new=new)
         if self._group is not None and sequence.state is SequenceState.RUNNING:
             self._group.join(sequence)
-        return new if new.token_ids or new.prompt_logprobs else None
+        has_news = new.token_ids or new.prompt_logprobs or new.progress is not None
+        return new if has_news else None
 
     def _count_first_token(self, sequence: Sequence, now: float) -> None:
         prompt = StepLoad.of_span(0, sequence.prompt_len, num_logits_rows=1)

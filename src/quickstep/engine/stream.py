@@ -17,7 +17,7 @@ import msgspec
 
 from quickstep.config import StreamConfig
 from quickstep.errors import QuickstepError
-from quickstep.types import FinishReason, Request, SequenceTimings, TokenLogprobs
+from quickstep.types import FinishReason, PromptProgress, Request, SequenceTimings, TokenLogprobs
 
 __all__ = ["Delta", "Sink", "Stream", "StreamOwner"]
 
@@ -38,6 +38,8 @@ class Delta(msgspec.Struct, frozen=True):
         error: The reason, when the finish reason is ERROR or REFUSED.
         prompt_logprobs: One per prompt token in order, None for the first; with index 0 only.
         embedding: The prompt's, on the one delta of a request with `pooling`.
+        progress: How much of the prompt is computed, before the first token and with it, if the
+            request `reports_progress`; with index 0 only.
     """
 
     index: int
@@ -50,6 +52,7 @@ class Delta(msgspec.Struct, frozen=True):
     error: str = ""
     prompt_logprobs: tuple[TokenLogprobs | None, ...] = ()
     embedding: tuple[float, ...] | None = None
+    progress: PromptProgress | None = None
 
     @property
     def num_bytes(self) -> int:

@@ -28,6 +28,7 @@ from quickstep.server.options import (
     RequestLimits,
     ServerOptions,
 )
+from quickstep.server.schema.field_reader import FieldReader
 from quickstep.server.usage.limits import KeyLimiter
 from quickstep.server.usage.price_book import Price, PriceBook
 
@@ -37,6 +38,7 @@ __all__ = [
     "Served",
     "check_names",
     "output_formats",
+    "reports_progress",
     "response_flags",
 ]
 
@@ -163,6 +165,25 @@ def _chosen(detected: OutputFormats, options: ServerOptions) -> OutputFormats:
         tool_calls=detected.tool_calls if calls is None else tool_call_format(calls),
         reasoning=detected.reasoning if reasoning is None else reasoning_format(reasoning),
     )
+
+
+class MayReportProgress(Protocol):
+    """A request that may ask for the progress of its prompt."""
+
+    @property
+    def stream(self) -> bool | None:
+        """Whether the response is streamed."""
+
+    @property
+    def return_progress(self) -> bool | None:
+        """Whether the progress is wanted."""
+
+
+def reports_progress(fields: MayReportProgress, reader: FieldReader) -> bool:
+    """Whether the engine reports how much of the prompt is computed: for a stream only."""
+    if fields.return_progress and not fields.stream:
+        reader.ignore("return_progress", "the response is not streamed")
+    return bool(fields.return_progress and fields.stream)
 
 
 def response_flags(fields: SamplingFields, served: Served) -> dict[str, Any]:

@@ -23,7 +23,7 @@ from quickstep.engine.tool_calls.message_delta import (
     ReasoningDelta,
 )
 from quickstep.errors import RequestError
-from quickstep.server.generate.adapter import Served, response_flags
+from quickstep.server.generate.adapter import Served, reports_progress, response_flags
 from quickstep.server.generate.conversation import (
     Conversation,
     check_continues,
@@ -134,6 +134,7 @@ class Chat:
             request=structs.replace(
                 request.request,
                 tenant=tenant_of(fields.user, fields.safety_identifier, served.limits),
+                reports_progress=reports_progress(fields, reader),
             ),
             echoed=_echoed(fields, served.limits),
             requested_output=requested,
@@ -288,6 +289,10 @@ class ChatRendering:
         """The role, before any content."""
         delta = ChatDelta(role="assistant", content=self._requested.before)
         return ChatChunkChoice(index=choice.index, delta=delta, logprobs=None, finish_reason=None)
+
+    def empty(self, choice: Choice) -> ChatChunkChoice:
+        """No content."""
+        return ChatChunkChoice(index=choice.index, delta=_EMPTY, logprobs=None, finish_reason=None)
 
     def prompt_fields(self) -> Mapping[str, Any]:
         """The prompt's token ids and logprobs, if the client requested them."""
