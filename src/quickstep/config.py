@@ -46,6 +46,7 @@ QUANTIZATIONS = ("int8", "int8-g32", "int4", "int4-g64", "int4-g128", "fp8")
 
 _T = TypeVar("_T")
 _MAX_THREADS = 1024
+_MAX_LORAS = 64  # in compute memory
 _ADAPTER_NAME_BYTES = 255  # as many as a folder's name may have
 
 
@@ -410,7 +411,7 @@ class LoRAConfig(msgspec.Struct, frozen=True):
     """
 
     modules: tuple[tuple[str, str], ...] = ()
-    max_loras: int = 64
+    max_loras: int = _MAX_LORAS
     max_lora_rank: int = 256
     max_cpu_loras: int | None = None
     directory: str | None = None
@@ -452,6 +453,11 @@ class LoRAConfig(msgspec.Struct, frozen=True):
     def itemsize(self, of_model: int) -> int:
         """Bytes of an element of an adapter, of a model whose elements have `of_model` bytes."""
         return 1 if self.dtype == "int8" else of_model
+
+    @staticmethod
+    def usual_max_loras(max_cpu_loras: int | None) -> int:
+        """`max_loras` where none is given: not above the `max_cpu_loras` that is."""
+        return _MAX_LORAS if max_cpu_loras is None else min(_MAX_LORAS, max_cpu_loras)
 
     @property
     def num_host_loras(self) -> int:

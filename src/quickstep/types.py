@@ -29,6 +29,7 @@ __all__ = [
     "Phase",
     "Pooling",
     "PrefillCharge",
+    "PromptProgress",
     "Request",
     "RequestClass",
     "RowFailure",
@@ -157,6 +158,7 @@ class Request(msgspec.Struct, frozen=True, array_like=True, tag=True):
         speculation: Drafts may be proposed for it; its tokens are the same either way.
         received_s: When the server received it, by the engine's clock: its wait and its deadlines
             count from then. None for when it arrives at the scheduler.
+        reports_progress: Outputs of sequence 0 say how much of the prompt is computed.
     """
 
     request_id: str = ""
@@ -179,6 +181,7 @@ class Request(msgspec.Struct, frozen=True, array_like=True, tag=True):
     speculation: bool = True
     adapter_id: str = ""
     received_s: float | None = None
+    reports_progress: bool = False
 
     @property
     def prompt_only(self) -> bool:
@@ -412,13 +415,24 @@ class SequenceTimings(msgspec.Struct, frozen=True, gc=False):
     num_accepted: int = 0
 
 
+class PromptProgress(msgspec.Struct, frozen=True, gc=False):
+    """How much of a prompt is computed: `num_processed` tokens after `seconds` of its prefill, of
+    which `num_cached` were in the prefix cache.
+    """
+
+    num_cached: int
+    num_processed: int
+    seconds: float
+
+
 class SequenceOutput(msgspec.Struct, frozen=True, gc=False):
     """New output of one sequence: tokens, prompt logprobs, its end. The last one has `timings`.
 
     Prompt logprobs are only in outputs with index 0, in order: one per prompt token, None for the
     first. `index` is that of the sequence in its request (0 to n-1). `stop_token_id` is the token
     that ended it, for EOS and STOP_TOKEN; `token_ids` includes it. `error` is the cause of ERROR
-    and REFUSED.
+    and REFUSED. `progress` is only in outputs before and with the first token, of a request that
+    `reports_progress`.
     """
 
     request_id: str
@@ -431,6 +445,7 @@ class SequenceOutput(msgspec.Struct, frozen=True, gc=False):
     error: str = ""
     prompt_logprobs: tuple[TokenLogprobs | None, ...] = ()
     embedding: tuple[float, ...] | None = None
+    progress: PromptProgress | None = None
 
 
 class PrefillCharge(msgspec.Struct, frozen=True, array_like=True, gc=False):

@@ -101,6 +101,11 @@ def test_the_flags_of_adapters() -> None:
     for values, part in (
         (("a",), "NAME=DIR"),
         (("=x",), "NAME=DIR"),
+        (('{"name": "a"}',), "no adapter in JSON.*`path`"),
+        (('{"name": "a", "path": "b", "rank": 3}',), "no adapter in JSON.*`rank`"),
+        (('["a"]',), "no adapter in JSON"),
+        (("{a=b}",), "no adapter in JSON"),
+        (('{"name": "a", "path": "x"}', "a=y"), "twice"),
         (("a=x", "a=y"), "twice"),
         (("a=x", "--max-loras", "3", "--max-cpu-loras", "2"), "--max-cpu-loras"),
         (("a=x", "--max-loras", "2", "--lora-pin", "a", "b"), "--lora-pin"),
@@ -109,6 +114,26 @@ def test_the_flags_of_adapters() -> None:
     ):
         with pytest.raises(ConfigError, match=part):
             lora_config(parsed("serve", "--lora-modules", *values))
+
+
+def test_adapters_may_be_in_vllms_json(caplog: pytest.LogCaptureFixture) -> None:
+    one = '{"name": "a", "path": "/x", "base_model_name": "m"}'
+    more = '[{"name": "b", "path": "y=z"}, {"name": "c", "path": "w", "base_model_name": "served"}]'
+    flags = ("serve", "m", "--served-model-name", "served", "--lora-modules", one, "d=/v", more)
+    found = lora_config(parsed(*flags))
+    assert found is not None
+    assert found.modules == (("a", "/x"), ("d", "/v"), ("b", "y=z"), ("c", "w"))
+    assert server_options(parsed(*flags)).adapter_names == ("a", "d", "b", "c")
+    assert caplog.text == ""
+    server_options(parsed("serve", "other", "--lora-modules", one))
+    assert "base_model_name m of a is no name of this server's model" in caplog.text
+
+
+def test_the_adapters_in_memory_limit_those_in_compute_memory_unless_both_are_given() -> None:
+    for num_cpu, num_computing in ((2, 2), (64, 64), (99, 64)):
+        found = lora_config(parsed("serve", "--enable-lora", "--max-cpu-loras", str(num_cpu)))
+        assert found is not None
+        assert (found.max_loras, found.num_host_loras) == (num_computing, num_cpu - num_computing)
 
 
 def test_no_flags_give_the_default_configuration() -> None:

@@ -45,6 +45,11 @@ def test_options_reach_their_sections():
     assert config.seed == 5
 
 
+def test_the_adapters_in_memory_limit_those_in_compute_memory():
+    lora = engine_config("demo", {"enable_lora": True, "max_cpu_loras": 2}).lora
+    assert (lora.max_loras, lora.max_cpu_loras) == (2, 2)
+
+
 @pytest.mark.parametrize(
     ("options", "says"),
     [

@@ -13,6 +13,7 @@ from quickstep.engine.llm import LLM, LLMOptions
 ROOT = Path(__file__).parents[2]
 sys.path.append(str(ROOT / "tools"))
 
+import write_flags_reference  # noqa: E402
 import write_metrics_reference  # noqa: E402
 
 PYTHON = (ROOT / "docs" / "guide" / "python.md").read_text(encoding="utf-8")
@@ -22,6 +23,11 @@ VARIABLES = (ROOT / "docs" / "reference" / "environment.md").read_text(encoding=
 def test_the_metrics_are_those_of_a_server() -> None:
     page = write_metrics_reference.PAGE.read_text(encoding="utf-8")
     assert write_metrics_reference.text() == page, "run make reference"
+
+
+def test_the_flags_of_other_engines_are_those_that_commands_answer() -> None:
+    for path, text in write_flags_reference.texts().items():
+        assert path.read_text(encoding="utf-8") == text, "run make reference"
 
 
 @pytest.mark.parametrize("option", LLMOptions.__annotations__)

@@ -201,6 +201,7 @@ _REQUEST: dict[str, object] = {
     "speculation": False,
     "adapter_id": "",
     "received_s": 0.001,
+    "reports_progress": True,
 }
 
 

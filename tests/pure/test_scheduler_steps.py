@@ -76,7 +76,7 @@ def test_a_hit_leaves_a_token_to_compute() -> None:
     assert timings is not None
     assert timings.num_cached_tokens == 4
     totals = world.scheduler.stats().totals
-    assert (totals.num_requests, totals.num_prompt_tokens, totals.num_output_tokens) == (2, 16, 8)
+    assert (totals.num_requests, totals.num_prefill_tokens, totals.num_output_tokens) == (2, 12, 8)
     assert totals.num_steps == len(world.plans)
 
 

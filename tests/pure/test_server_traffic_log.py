@@ -1,5 +1,7 @@
 """The server's line every ten seconds."""
 
+from scheduler_world import Setup, World, ask, finish
+
 from quickstep.core.accounting import SchedulerStats, Totals
 from quickstep.core.resources.block_pool import PoolStats
 from quickstep.engine.stats import EngineState, EngineStats
@@ -35,7 +37,7 @@ def test_rates_are_since_the_last_line() -> None:
     log = TrafficLog(stats(0.0, Totals(num_steps=5, num_output_tokens=100)))
     totals = Totals(
         num_steps=9,
-        num_prompt_tokens=400,
+        num_prefill_tokens=400,
         num_output_tokens=300,
         prefix_query_tokens=400,
         prefix_hit_tokens=100,
@@ -58,3 +60,23 @@ def test_work_without_a_step_is_told() -> None:
     line = log.line(stats(10.0, Totals(), num_requests=1))
     assert line is not None
     assert line.startswith("prompt 0.0 tokens/s, generation 0.0 tokens/s")
+
+
+def test_a_long_prompt_is_counted_as_steps_compute_it() -> None:
+    """Not when it arrives, and neither what the cache gave."""
+    world = World(Setup(max_num_batched_tokens=8, max_model_len=60))
+    log = TrafficLog(stats(0.0, world.scheduler.stats().totals))
+    world.add(ask("long", tuple(range(30, 54)), 4))
+    rates = []
+    for now_s in range(1, 5):
+        line = log.line(stats(float(now_s), world.scheduler.stats().totals, num_requests=1))
+        rates.append(str(line).partition(",")[0])
+        world.plan()
+        world.commit()
+    assert rates == [f"prompt {num}.0 tokens/s" for num in (0, 8, 8, 8)]
+    finish(world)
+    world.add(ask("again", tuple(range(30, 54)), 4))
+    finish(world)
+    totals = world.scheduler.stats().totals
+    assert totals.prefix_hit_tokens > 0
+    assert totals.num_prefill_tokens == 48 - totals.prefix_hit_tokens

@@ -31,6 +31,7 @@ from quickstep.types import (
     CacheMiss,
     FinishReason,
     Pooling,
+    PromptProgress,
     Request,
     RequestClass,
     SamplingParams,
@@ -148,6 +149,7 @@ class Submitted:
     ttft_deadline_s: float | None = None
     speculation: bool = True
     adapter: str = ""
+    reports_progress: bool = False
 
 
 class FakeStream:
@@ -188,6 +190,10 @@ class FakeStream:
         limit = 1000 if self._sampling.max_tokens is None else self._sampling.max_tokens
         emitted = 0
         words = script.words
+        if not index and self._item.reports_progress:
+            num_tokens = len(self.prompt_token_ids)
+            for num_processed in (num_tokens // 2, num_tokens):
+                yield Delta(index, progress=PromptProgress(1, num_processed, num_processed / 8))
         if not index and self._sampling.prompt_logprobs is not None:
             yield Delta(index, prompt_logprobs=self._prompt_logprobs())
         while script.endless or emitted < min(limit, len(words)):
@@ -393,6 +399,7 @@ class FakeEngine:
             request.ttft_deadline_s,
             request.speculation,
             request.adapter,
+            request.reports_progress,
         )
         self.submitted.append(item)
         stream = FakeStream(self, item, f"r{len(self.submitted)}")

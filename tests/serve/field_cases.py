@@ -77,6 +77,11 @@ CHOICES: Cases = {
     "truncation_side": Case(
         "right", lambda seen: seen.submitted.prompt[0] in FIRST, {"truncate_prompt_tokens": 1}
     ),
+    "return_progress": Case(
+        True,
+        lambda seen: any("prompt_progress" in chunk for chunk in seen.chunks),
+        {"stream": True},
+    ),
     # a search asks the engine for one token of each beam at a time
     "use_beam_search": Case(
         True, lambda seen: len(seen.engine.submitted) > 1, {"n": 2, "max_tokens": 3}

@@ -187,6 +187,11 @@ LLAMA: Cases = {
     ),
     "repeat_last_n": Case(0, sampled("repetition_penalty", 1.0), {"repeat_penalty": 1.5}),
     "samplers": Case(["temperature"], sampled("top_k", 0), {"top_k": 5}),
+    "return_progress": Case(
+        True,
+        lambda seen: any("prompt_progress" in chunk for chunk in seen.chunks),
+        {"stream": True},
+    ),
     "timings_per_token": Case(True, lambda seen: "timings" in seen.chunks[0], {"stream": True}),
     "lora": LORA_CASE,
 }

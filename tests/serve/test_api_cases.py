@@ -168,12 +168,15 @@ def test_bodies_that_schemathesis_draws_are_answered_as_the_document_says(
     each()
 
 
-def test_four_endpoints_have_a_second_path() -> None:
+def test_openais_endpoints_have_a_second_path() -> None:
     assert {path for _, path in SECOND_PATHS} == {
         "/chat/completions",
         "/completions",
         "/embeddings",
         "/models",
+        "/responses",
+        "/responses/{response_id}",
+        "/responses/{response_id}/input_items",
     }
 
 

@@ -18,8 +18,8 @@ TEXT = f"<think>hm</think>Let me see.{CALL_TEXT}"
 PARAMETERS = {"type": "object"}
 CHAT_TOOL = {"type": "function", "function": {"name": "find_it"}}
 BODIES: dict[str, dict[str, Any]] = {
-    CHAT: {"messages": MESSAGES, "tools": [CHAT_TOOL], "logprobs": True},
-    COMPLETIONS: {"prompt": "a", "logprobs": 2},
+    CHAT: {"messages": MESSAGES, "tools": [CHAT_TOOL], "logprobs": True, "return_progress": True},
+    COMPLETIONS: {"prompt": "a", "logprobs": 2, "return_progress": True},
     RESPONSES: {
         "input": "a",
         "tools": [{"type": "function", "name": "find_it"}],
@@ -31,7 +31,12 @@ BODIES: dict[str, dict[str, Any]] = {
         "messages": MESSAGES,
         "tools": [{"name": "find_it", "input_schema": PARAMETERS}],
     },
-    "/completion": {"prompt": "a", "n_probs": 2, "timings_per_token": True},
+    "/completion": {
+        "prompt": "a",
+        "n_probs": 2,
+        "timings_per_token": True,
+        "return_progress": True,
+    },
 }
 ENDS = (FinishReason.EOS, FinishReason.MAX_TOKENS, FinishReason.ERROR, FinishReason.DEADLINE)
 

@@ -47,20 +47,33 @@ WHOLE_VOCABULARY: list[tuple[str, dict[str, Any], str]] = [
 ]
 
 
+@pytest.mark.parametrize("limit", [-1, VOCAB, VOCAB + 1])
 @pytest.mark.parametrize(("path", "fields", "name"), WHOLE_VOCABULARY)
-def test_minus_one_asks_for_the_whole_vocabulary_where_there_is_no_bound(
-    path: str, fields: dict[str, Any], name: str
+def test_minus_one_is_the_complete_vocabulary_where_the_limit_allows_so_many(
+    path: str, fields: dict[str, Any], name: str, limit: int
 ) -> None:
     engine = FakeEngine()
+    options = ServerOptions(limits=replace(RequestLimits(), logprobs=limit))
     body = {**BODIES[path], **fields, "max_tokens": 1}
-    response = ask(path, body, WHOLE, engine)
+    response = ask(path, body, options, engine)
     assert response.status_code == 200, response.text
     sampling = engine.submitted[0].sampling
     assert VOCAB in (sampling.logprobs, sampling.prompt_logprobs)
-    error = ask(path, body).json()["error"]
-    assert (error["param"], "--max-logprobs -1" in error["message"]) == (name, True)
-    beyond = ask(path, {**body, name: -2}, WHOLE)
+    beyond = ask(path, {**body, name: -2}, options)
     assert (beyond.status_code, beyond.json()["error"]["param"]) == (400, name)
+
+
+@pytest.mark.parametrize("limit", [20, VOCAB - 1])
+@pytest.mark.parametrize(("path", "fields", "name"), WHOLE_VOCABULARY)
+def test_minus_one_above_the_limit_is_an_error_with_both_numbers(
+    path: str, fields: dict[str, Any], name: str, limit: int
+) -> None:
+    options = ServerOptions(limits=replace(RequestLimits(), logprobs=limit))
+    response = ask(path, {**BODIES[path], **fields}, options)
+    error = response.json()["error"]
+    assert (response.status_code, error["param"]) == (400, name)
+    assert f"vocabulary of {VOCAB} tokens, and the limit is {limit};" in error["message"]
+    assert "--max-logprobs -1" in error["message"]
 
 
 def test_no_request_gets_more_alternatives_than_there_are_tokens() -> None:
@@ -146,12 +159,28 @@ def test_an_echo_of_the_users_message_has_no_effect_and_is_reported() -> None:
 
 
 @pytest.mark.parametrize("path", [CHAT, COMPLETIONS])
-def test_the_operator_can_have_every_stream_end_with_its_usage(path: str) -> None:
+def test_the_operator_can_have_usage_in_every_chunk_and_at_the_end(path: str) -> None:
     for fields in ({}, {"stream_options": {"include_usage": False}}):
         body = {**BODIES[path], **fields, "stream": True}
-        last = chunks(ask(path, body, USAGE).text)[-1]
-        assert (last["choices"], last["usage"]["completion_tokens"]) == ([], 9)
+        found = chunks(ask(path, body, USAGE).text)
+        assert (found[-1]["choices"], found[-1]["usage"]["completion_tokens"]) == ([], 9)
+        counts = [one["usage"]["completion_tokens"] for one in found]
+        assert counts == sorted(counts) and len(set(counts)) > 2
     assert chunks(ask(path, {**BODIES[path], "stream": True}).text)[-1]["choices"] != []
+
+
+@pytest.mark.parametrize("path", [CHAT, COMPLETIONS])
+def test_the_chunk_with_the_finish_reason_has_what_vllms_has(path: str) -> None:
+    body = {**BODIES[path], "stream": True, "return_token_ids": True}
+    found = [one["choices"][0] for one in chunks(ask(path, body).text)]
+    assert [one["finish_reason"] is None for one in found] == [True] * (len(found) - 1) + [False]
+    last = found[-1]
+    assert (last["finish_reason"], last["stop_reason"], last["token_ids"]) == ("stop", None, [])
+    ids = [token_id for one in found for token_id in one.get("token_ids", ())]
+    complete = ask(path, {**body, "stream": False}).json()["choices"][0]["token_ids"]
+    assert ids == complete
+    bare = [one["choices"][0] for one in chunks(ask(path, {**BODIES[path], "stream": True}).text)]
+    assert not [one for one in bare if "token_ids" in one]
 
 
 @pytest.mark.parametrize("path", [CHAT, COMPLETIONS])

@@ -14,11 +14,12 @@ import httpx
 import openai
 import pytest
 from client import CHAT, COMPLETIONS, JSON, MESSAGES
-from fake_engine import FakeEngine, Script
+from fake_engine import FakeEngine, FakeTemplate, Script
 from hypothesis import given
 from hypothesis import strategies as st
 from live_server import DEADLINE_S, LiveServer, live_server, until
 
+from quickstep.engine.tool_calls.formats import formats_of
 from quickstep.errors import RequestError
 from quickstep.server.http.body import check_json
 from quickstep.server.http.connection_limit import address_of
@@ -384,6 +385,37 @@ def test_a_silent_stream_gets_comments_that_clients_skip() -> None:
         ):
             let_go(engine, gate)
             assert "".join(events.text_stream) == text
+
+
+WITHHELD = {
+    CHAT: {"messages": MESSAGES, "tools": [{"type": "function", "function": {"name": "find_it"}}]},
+    "/v1/responses": {"input": "a", "tools": [{"type": "function", "name": "find_it"}]},
+    "/v1/messages": {
+        "model": "fake",
+        "max_tokens": 10**6,
+        "messages": MESSAGES,
+        "tools": [{"name": "find_it", "input_schema": {"type": "object"}}],
+    },
+}
+
+
+@pytest.mark.parametrize("path", WITHHELD)
+def test_a_stream_gets_comments_while_tokens_come_and_their_call_is_withheld(path: str) -> None:
+    """The arguments come before the name, so nothing of the call can be sent."""
+    words = ("<tool_call>", '{"arguments": {"a": "', *("x" * 500))
+    template = FakeTemplate(formats_of("{{ tools }}<tool_call>{{ message.tool_calls }}"))
+    engine = FakeEngine(Script(words=words, endless=True), chat_template=template)
+    options = ServerOptions(drain_s=0.0, connections=ConnectionOptions(comment_every_s=0.02))
+    with live_server(engine, options) as server:
+        body = {**WITHHELD[path], "stream": True}
+        with httpx.stream("POST", f"{server.url}{path}", json=body) as response:
+            lines = response.iter_lines()
+            num_steps = []
+            while len(num_steps) < 4:
+                if next(lines).startswith(":"):
+                    num_steps.append(engine.num_steps)
+        assert num_steps[0] < num_steps[-1], "no token came between the comments"
+        until(lambda: not engine.open_streams)
 
 
 def test_a_server_without_comments_sends_none() -> None:

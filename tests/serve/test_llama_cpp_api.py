@@ -170,5 +170,7 @@ def test_slots_and_load_report_the_state() -> None:
 def test_openais_routes_answer_without_the_version() -> None:
     assert call("POST", "/chat/completions", json={"messages": MESSAGES}).status_code == 200
     assert call("POST", "/completions", json={"prompt": "a"}).json()["object"] == "text_completion"
+    assert call("POST", "/responses", json={"input": "a"}).json()["object"] == "response"
+    assert call("GET", "/responses/no").json() == call("GET", "/v1/responses/no").json()
     assert call("GET", "/models").json() == call("GET", "/v1/models").json()
     assert call("GET", "/health").json()["status"] == "ok"

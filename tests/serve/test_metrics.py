@@ -8,9 +8,11 @@ import re
 from pathlib import Path
 from typing import Any
 
+import httpx
 import pytest
 from client import CHAT, COMPLETIONS, MESSAGES, client_of
 from fake_engine import FakeEngine, Script
+from live_server import live_server, until
 from prometheus_client.parser import text_string_to_metric_families
 
 from quickstep.cli.flags.serve import _goodput
@@ -94,6 +96,36 @@ def test_labels_and_buckets_are_vllms() -> None:
     label_sets = {frozenset(dict(labels)) - {"le"} for name, labels in values(text)}
     expected = [{"model_name", "engine"}, {"model_name", "engine", "finished_reason"}]
     assert {frozenset(one) for one in expected} <= label_sets
+
+
+def test_a_prompt_is_counted_with_its_first_token_and_once() -> None:
+    """A long answer would otherwise hide the work on its prompt until it ends."""
+    engine = FakeEngine(Script(endless=True))
+    body = {"prompt": ["abc", "de"], "n": 2, "stream": True, "max_tokens": 10**6}
+    with live_server(engine, ServerOptions(drain_s=0.0)) as server:
+
+        def prompt_tokens() -> float:
+            text = httpx.get(f"{server.url}/metrics").text
+            return value(text, "quickstep:prompt_tokens_total")
+
+        assert prompt_tokens() == 0.0
+        with httpx.stream("POST", f"{server.url}{COMPLETIONS}", json=body) as response:
+            lines = response.iter_lines()
+            seen: set[int] = set()
+            while seen != {0, 2}:  # the first choices of both prompts
+                line = next(lines)
+                if line.startswith("data: {"):
+                    seen |= {json.loads(line[6:])["choices"][0]["index"]}
+            assert prompt_tokens() == 7.0
+        until(lambda: not engine.open_streams)
+        assert prompt_tokens() == 7.0
+
+
+def test_a_prompt_that_gives_no_token_is_counted_at_the_end() -> None:
+    body = {"prompt": "abc", "echo": True, "logprobs": 1, "max_tokens": 0}
+    text = scraped(MetricsOptions(), [body])
+    assert value(text, "quickstep:generation_tokens_total") == 0.0
+    assert value(text, "quickstep:prompt_tokens_total") == 4.0
 
 
 def test_good_requests_keep_every_target() -> None:

@@ -41,7 +41,8 @@ class Totals(msgspec.Struct):
     """Counts since the start. The scheduler owns them and returns copies.
 
     Attributes:
-        num_prompt_tokens: Of added requests, counted once per request.
+        num_prefill_tokens: Prompt tokens that committed steps have computed; not those that were
+            cached, and again those that are computed again after a preemption.
         prefix_query_tokens: Prompt tokens of sequences when first admitted.
         prefix_hit_tokens: Those of them found in the prefix cache.
         num_pauses: Pauses of live requests.
@@ -59,7 +60,7 @@ class Totals(msgspec.Struct):
 
     num_steps: int = 0
     num_requests: int = 0
-    num_prompt_tokens: int = 0
+    num_prefill_tokens: int = 0
     num_output_tokens: int = 0
     num_preemptions: int = 0
     num_pauses: int = 0

@@ -176,7 +176,6 @@ class Scheduler:
             self._deadlines.push(sequence)
         self._requests[name] = sequences
         self._totals.num_requests += 1
-        self._totals.num_prompt_tokens += len(request.prompt_token_ids)
 
     def abort(
         self,
@@ -544,6 +543,7 @@ class Scheduler:
             num_waiting=len(self._waiting),
             num_running=len(self._batch),
         )
+        self._totals.num_prefill_tokens += record.num_prefill_tokens
         self._totals.num_drafts += record.num_drafts
         self._totals.num_accepted += record.num_accepted
         if step.draft_mode is not None:
@@ -622,7 +622,8 @@ class Scheduler:
             self._blocks.register(sequence)
         if reason is not None:
             return self._finish(sequence, reason, now, new=new)
-        return new if new.token_ids or new.prompt_logprobs else None
+        has_news = new.token_ids or new.prompt_logprobs or new.progress is not None
+        return new if has_news else None
 
     def _check_drafts(self, entry: FlightRow, output: RowOutput) -> None:
         """Take the positions of rejected drafts back: the next row overwrites their KV."""

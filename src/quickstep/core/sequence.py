@@ -22,6 +22,7 @@ from quickstep.types import (
     FinishReason,
     Phase,
     Pooling,
+    PromptProgress,
     Request,
     RowOutput,
     SequenceOutput,
@@ -466,9 +467,24 @@ class Sequence:
         if row.start < self.prompt_len:
             embedding = output.embedding if row.pools else None
             new = replace(
-                new, prompt_logprobs=self._new_prompt_logprobs(row, output), embedding=embedding
+                new,
+                prompt_logprobs=self._new_prompt_logprobs(row, output),
+                embedding=embedding,
+                progress=self._progress(row, now),
             )
         return new, reason
+
+    def _progress(self, row: StepRow, now: float) -> PromptProgress | None:
+        """How far the prompt is after a row of it; None if nothing is to be reported, or if the
+        row computes it once more after a preemption.
+        """
+        is_first = self.num_outputs <= row.emits
+        if not self.request.reports_progress or self.index or not is_first:
+            return None
+        seconds = 0.0 if self.first_scheduled_s is None else now - self.first_scheduled_s
+        return PromptProgress(
+            self.num_cached_tokens or 0, min(row.end, self.prompt_len), max(0.0, seconds)
+        )
 
     def _new_prompt_logprobs(
         self, row: StepRow, output: RowOutput

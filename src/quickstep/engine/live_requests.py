@@ -209,9 +209,14 @@ def _one_token_each(output: SequenceOutput) -> Iterator[tuple[int, SequenceOutpu
                 output.token_ids[index : index + 1],
                 output.logprobs[index : index + 1],
                 prompt_logprobs=() if index else output.prompt_logprobs,
+                progress=None if index else output.progress,
             ),
         )
     last = replace(
-        output, token_ids=output.token_ids[-1:], logprobs=output.logprobs[-1:], prompt_logprobs=()
+        output,
+        token_ids=output.token_ids[-1:],
+        logprobs=output.logprobs[-1:],
+        prompt_logprobs=(),
+        progress=None,
     )
     yield 0, last

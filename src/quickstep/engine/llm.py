@@ -602,7 +602,8 @@ def engine_config(model: str, options: Mapping[str, Any]) -> EngineConfig:
 
 def _lora(options: dict[str, Any]) -> LoRAConfig | None:
     if options.pop("enabled", "directory" in options):
-        return LoRAConfig(**options)
+        usual = LoRAConfig.usual_max_loras(options.get("max_cpu_loras"))
+        return LoRAConfig(**{"max_loras": usual, **options})
     if options:
         raise ConfigError(f"{next(iter(options))} needs enable_lora=True")
     return None

@@ -9,6 +9,7 @@ has caught up.
 from __future__ import annotations
 
 import asyncio
+import logging
 import sys
 from collections import deque
 from typing import Protocol, Self
@@ -17,9 +18,11 @@ import msgspec
 
 from quickstep.config import StreamConfig
 from quickstep.errors import QuickstepError
-from quickstep.types import FinishReason, Request, SequenceTimings, TokenLogprobs
+from quickstep.types import FinishReason, PromptProgress, Request, SequenceTimings, TokenLogprobs
 
 __all__ = ["Delta", "Sink", "Stream", "StreamOwner"]
+
+_LOGGER = logging.getLogger(__name__)
 
 
 class Delta(msgspec.Struct, frozen=True):
@@ -36,6 +39,8 @@ class Delta(msgspec.Struct, frozen=True):
         error: The reason, when the finish reason is ERROR or REFUSED.
         prompt_logprobs: One per prompt token in order, None for the first; with index 0 only.
         embedding: The prompt's, on the one delta of a request with `pooling`.
+        progress: How much of the prompt is computed, before the first token and with it, if the
+            request `reports_progress`; with index 0 only.
     """
 
     index: int
@@ -48,6 +53,7 @@ class Delta(msgspec.Struct, frozen=True):
     error: str = ""
     prompt_logprobs: tuple[TokenLogprobs | None, ...] = ()
     embedding: tuple[float, ...] | None = None
+    progress: PromptProgress | None = None
 
     @property
     def num_bytes(self) -> int:
@@ -170,9 +176,13 @@ class Stream:
         self._wake()
 
     def put(self, delta: Delta) -> None:
-        """Append a delta (the owner only)."""
+        """Append a delta (the owner only). Every end of a sequence comes here, so those that are
+        failures are logged here, whoever reads them.
+        """
         if delta.finish_reason is not None:
             self._num_running -= 1
+            if delta.finish_reason.is_failure and self._refusal is None:
+                self._log_failure(delta)
         if self._closed:
             return
         num_bytes = delta.num_bytes
@@ -184,6 +194,14 @@ class Stream:
             self._owner.pause(self.request_id)
         if self._waiter is not None:
             self._wake()
+
+    def _log_failure(self, delta: Delta) -> None:
+        """The one line about a sequence that failed; a REFUSED one is the client's fault."""
+        is_refused = delta.finish_reason is FinishReason.REFUSED
+        level = logging.INFO if is_refused else logging.WARNING
+        what = "was refused while it ran" if is_refused else "failed"
+        sequence = f"{self.request_id}[{delta.index}]"
+        _LOGGER.log(level, "request %s %s: %s", sequence, what, delta.error)
 
     def _wake(self) -> None:
         if self._waiter is not None and not self._waiter.done():

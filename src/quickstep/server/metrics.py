@@ -95,7 +95,10 @@ class Metrics:
                 ("iteration_tokens_total", "Tokens of a step.", _STEP_TOKENS),
             )
         }
-        self._prompt_tokens = self._counter("prompt_tokens", "Prompt tokens of ended requests.")
+        self._prompt_tokens = self._counter(
+            "prompt_tokens",
+            "Prompt tokens, counted with the first token of their answer or at its end.",
+        )
         self._generation_tokens = self._counter("generation_tokens", "Output tokens so far.")
         self._ends = Counter(
             f"{self.options.prefix}:request_success",
@@ -140,7 +143,7 @@ class Metrics:
         self._generation_tokens.inc(num_tokens)
 
     def count_prompt(self, num_tokens: int) -> None:
-        """Count the prompt tokens of a request that ended."""
+        """Count the tokens of a prompt that is computed, or whose request ended before."""
         self._prompt_tokens.inc(num_tokens)
 
     def count_end(self, reason: FinishReason) -> None:
@@ -241,12 +244,21 @@ class RequestMeter:
         self._first: list[float | None] = [None] * num_choices
         self._last: list[float | None] = [None] * num_choices
         self._num_tokens = [0] * num_choices
+        self._uncounted: dict[int, int] = {}  # tokens of prompts that are not counted, by place
+        self._choices_per_prompt = 1
         self._closed = False
 
     @property
     def fingerprint(self) -> str:
         """The engine's."""
         return self._metrics.engine.fingerprint
+
+    def opened(self, generation: Generation) -> None:
+        """The engine has accepted all prompts of the request."""
+        self._choices_per_prompt = generation.request.sampling.n
+        firsts = generation.choices[:: self._choices_per_prompt]
+        lens = [len(generation.prompt_token_ids(choice)) for choice in firsts]
+        self._uncounted = dict(enumerate(lens))
 
     def observe(self, item: ChoiceDelta) -> None:
         """Observe a delta before it is sent."""
@@ -257,6 +269,8 @@ class RequestMeter:
         last = self._last[item.choice]
         if last is None:
             self._first[item.choice] = now
+            prompt = item.choice // self._choices_per_prompt
+            metrics.count_prompt(self._uncounted.pop(prompt, 0))
             metrics.observe("time_to_first_token_seconds", now - self._arrival)
         else:
             metrics.observe("inter_token_latency_seconds", now - last)
@@ -273,7 +287,7 @@ class RequestMeter:
             return
         self._closed = True
         metrics = self._metrics
-        metrics.count_prompt(generation.num_prompt_tokens)
+        metrics.count_prompt(sum(self._uncounted.values()))
         metrics.observe("request_prompt_tokens", generation.num_prompt_tokens)
         metrics.observe("request_generation_tokens", generation.usage.num_output_tokens)
         metrics.observe("e2e_request_latency_seconds", metrics.clock() - self._arrival)
@@ -386,6 +400,11 @@ class EngineGauges(Collector):
                 "Sequences in the queue, preempted ones included.",
                 load.num_waiting + load.num_preempted,
             ),
+            (
+                "max_model_len",
+                "Tokens of the longest sequence, prompt and output: what fits into the KV cache.",
+                self._engine.max_model_len,
+            ),
             ("num_requests_paused", "Sequences paused for slow readers.", load.num_paused),
             (
                 "kv_cache_usage_perc",
@@ -409,6 +428,11 @@ class EngineGauges(Collector):
                 totals.num_accepted,
             ),
             ("engine_steps", "Steps run.", totals.num_steps),
+            (
+                "engine_prefill_tokens",
+                "Prompt tokens computed so far, without those that were cached.",
+                totals.num_prefill_tokens,
+            ),
             ("engine_output_tokens", "Tokens generated, read or not.", totals.num_output_tokens),
             ("engine_busy_seconds", "Measured seconds of all steps.", totals.busy_s),
             ("engine_restarts", "Times the engine was started again.", stats.num_restarts),
@@ -508,7 +532,7 @@ class TrafficLog:
         looked_up = totals.prefix_query_tokens - before.prefix_query_tokens
         found = totals.prefix_hit_tokens - before.prefix_hit_tokens
         line = (
-            f"prompt {_rate(totals.num_prompt_tokens - before.num_prompt_tokens, seconds)}, "
+            f"prompt {_rate(totals.num_prefill_tokens - before.num_prefill_tokens, seconds)}, "
             f"generation {_rate(totals.num_output_tokens - before.num_output_tokens, seconds)}, "
             f"running {load.num_running}, waiting {load.num_waiting + load.num_preempted}, "
             f"KV blocks in use {blocks.num_used / num_blocks:.1%}, "

@@ -59,8 +59,8 @@ class RequestLimits(msgspec.Struct, frozen=True):
         bad_word_chars: Characters of one bad word.
         dry_breakers: DRY's sequence breakers per request.
         dry_breaker_chars: Characters of one breaker.
-        logprobs: Alternatives per token; -1 for no bound, then a request may send -1 for the
-            complete vocabulary.
+        logprobs: Alternatives per token; -1 for no bound. A request that sends -1 has the complete
+            vocabulary, if the bound allows so many.
         logprob_token_ids: Tokens whose logprobs a request may request by id.
         label_chars: Characters of `user`, `cache_salt` and the other labels, which logs keep.
         tools: Functions that a request may offer to the model.
@@ -247,7 +247,8 @@ class AnswerOptions(msgspec.Struct, frozen=True):
     """What responses contain that a request did not request.
 
     Attributes:
-        always_usage: Every stream of chat and completions ends with its usage.
+        always_usage: Every chunk of chat and completions has the usage so far, and the last one
+            nothing else.
         request_metrics: Responses of chat and completions include how long the request took.
     """
 

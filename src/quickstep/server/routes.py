@@ -184,9 +184,24 @@ def _responses(served: Served, metrics: Metrics, options: ServerOptions) -> list
             response=ResponseObject,
             streams=True,
             events=RESPONSES_EVENTS,
+            aliases=("/responses",),
         ),
-        ApiRoute("GET", one, stored.retrieve, "A stored response.", response=ResponseObject),
-        ApiRoute("DELETE", one, stored.delete, "Forget a response.", response=DeletedResponse),
+        ApiRoute(
+            "GET",
+            one,
+            stored.retrieve,
+            "A stored response.",
+            response=ResponseObject,
+            aliases=(one.removeprefix("/v1"),),
+        ),
+        ApiRoute(
+            "DELETE",
+            one,
+            stored.delete,
+            "Forget a response.",
+            response=DeletedResponse,
+            aliases=(one.removeprefix("/v1"),),
+        ),
         ApiRoute(
             "GET",
             f"{one}/input_items",
@@ -194,6 +209,7 @@ def _responses(served: Served, metrics: Metrics, options: ServerOptions) -> list
             "What a stored response answers.",
             response=InputItems,
             query=InputItemsQuery,
+            aliases=(f"{one.removeprefix('/v1')}/input_items",),
         ),
     ]
 

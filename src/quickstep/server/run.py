@@ -99,16 +99,17 @@ class DrainingServer(Server):
         self._drain_s = options.drain_s
         self._options = options
         self._keys = options.api_keys
-        self._names = ", ".join(options.served_model_names or (engine.model_name,))
+        names = ", ".join(options.served_model_names or (engine.model_name,))
+        self._what = f"{names} with a context of {engine.max_model_len} tokens"
         self._scheme = "https" if options.tls.certfile else "http"
 
     async def startup(self, sockets: list[socket.socket] | None = None) -> None:
-        """Listen, then log the address."""
+        """Listen, then log what is served at which address."""
         await super().startup(sockets)
         for sock in sockets or []:
             host, port = sock.getsockname()[:2]
             address = f"[{host}]" if ":" in host else host
-            _LOG.info("serving %s at %s://%s:%d/v1", self._names, self._scheme, address, port)
+            _LOG.info("serving %s at %s://%s:%d/v1", self._what, self._scheme, address, port)
             warn_without_keys(host, self._keys)
         # Starlette writes large uploads in anyio's threads; that imports for 30 ms, or ten times as
         # long under load, which would delay the streams next to the first upload.

@@ -5,7 +5,14 @@ from __future__ import annotations
 import argparse
 from typing import Any
 
-from quickstep.cli.flags.parsing import bytes_size, json_objects, positive_int, token_count
+from quickstep.cli.flags.foreign import FOREIGN_FLAGS
+from quickstep.cli.flags.parsing import (
+    Parser,
+    bytes_size,
+    json_objects,
+    positive_int,
+    token_count,
+)
 from quickstep.config import (
     KERNELS,
     KV_DTYPES,
@@ -67,8 +74,12 @@ def model_of(args: argparse.Namespace) -> str:
     return model
 
 
-def add_engine_flags(parser: argparse.ArgumentParser) -> None:
-    """Add the flags of `EngineConfig` except the model's name, which differs between commands."""
+def add_engine_flags(parser: Parser) -> None:
+    """Add the flags of `EngineConfig` except the model's name, which differs between commands.
+
+    The command then answers the flags of other engines too.
+    """
+    parser.foreign_flags = FOREIGN_FLAGS
     _add_load_flags(parser.add_argument_group("model"))
     _add_cache_flags(parser.add_argument_group("KV cache"))
     _add_scheduler_flags(parser.add_argument_group("scheduler"))

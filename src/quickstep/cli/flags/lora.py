@@ -3,13 +3,25 @@
 from __future__ import annotations
 
 import argparse
-from collections.abc import Sequence
+import logging
+
+import msgspec
 
 from quickstep.cli.flags.parsing import bytes_size, positive_int
 from quickstep.config import LoRAConfig
 from quickstep.errors import ConfigError
 
-__all__ = ["add_lora_flags", "lora_config"]
+__all__ = ["adapter_names", "add_lora_flags", "lora_config"]
+
+_LOG = logging.getLogger("quickstep.cli")
+
+
+class _Module(msgspec.Struct, forbid_unknown_fields=True, frozen=True):
+    """One adapter of `--lora-modules` in vLLM's JSON."""
+
+    name: str
+    path: str
+    base_model_name: str | None = None
 
 
 def add_lora_flags(parser: argparse.ArgumentParser) -> None:
@@ -25,7 +37,8 @@ def add_lora_flags(parser: argparse.ArgumentParser) -> None:
         nargs="+",
         default=[],
         metavar="NAME=DIR",
-        help="adapters of PEFT to load at the start; a request selects one by `model: NAME`",
+        help="adapters of PEFT to load at the start, also as JSON like vLLM's: "
+        """'{"name": "NAME", "path": "DIR"}'; a request selects one by `model: NAME`""",
     )
     group.add_argument(
         "--lora-dir",
@@ -35,10 +48,9 @@ def add_lora_flags(parser: argparse.ArgumentParser) -> None:
     group.add_argument(
         "--max-loras",
         type=positive_int,
-        default=defaults.max_loras,
         metavar="N",
         help="most adapters in compute memory at the same time; others are loaded when a request "
-        "names them (default: %(default)s)",
+        f"names them (default: {defaults.max_loras}, or --max-cpu-loras if that is less)",
     )
     group.add_argument(
         "--max-cpu-loras",
@@ -86,7 +98,7 @@ def add_lora_flags(parser: argparse.ArgumentParser) -> None:
 
 def lora_config(args: argparse.Namespace) -> LoRAConfig | None:
     """The flags as configuration; None if adapters are off. Raises ConfigError."""
-    modules = _modules(args.lora_modules)
+    modules = tuple((module.name, module.path) for module in _modules(args))
     if not modules and not args.lora_dir and not args.enable_lora:
         return None
     named = {name for name, _ in modules}
@@ -98,7 +110,7 @@ def lora_config(args: argparse.Namespace) -> LoRAConfig | None:
         )
     return LoRAConfig(
         modules=modules,
-        max_loras=args.max_loras,
+        max_loras=args.max_loras or LoRAConfig.usual_max_loras(args.max_cpu_loras),
         max_lora_rank=args.max_lora_rank,
         max_cpu_loras=args.max_cpu_loras,
         directory=args.lora_dir,
@@ -109,11 +121,41 @@ def lora_config(args: argparse.Namespace) -> LoRAConfig | None:
     )
 
 
-def _modules(values: Sequence[str]) -> tuple[tuple[str, str], ...]:
-    pairs = []
-    for value in values:
+def adapter_names(args: argparse.Namespace) -> tuple[str, ...]:
+    """The names of `--lora-modules`; reports a base model that is not this one. Raises ConfigError.
+
+    vLLM also takes a `base_model_name` as the parent in `/v1/models` only if it serves that name.
+    """
+    modules = _modules(args)
+    own = (args.model, args.model_flag, *args.served_model_name)
+    for module in modules:
+        if module.base_model_name is not None and module.base_model_name not in own:
+            _LOG.warning(
+                "--lora-modules: the base_model_name %s of %s is no name of this server's model, "
+                "and is ignored",
+                module.base_model_name,
+                module.name,
+            )
+    return tuple(module.name for module in modules)
+
+
+def _modules(args: argparse.Namespace) -> list[_Module]:
+    return [module for value in args.lora_modules for module in _modules_in(value)]
+
+
+def _modules_in(value: str) -> list[_Module]:
+    """The adapters of one value. Raises ConfigError."""
+    if value.lstrip()[:1] not in ("{", "["):
         name, separator, path = value.partition("=")
         if not name or not separator or not path:
-            raise ConfigError(f"--lora-modules has {value!r}, it must be NAME=DIR")
-        pairs.append((name, path))
-    return tuple(pairs)
+            raise ConfigError(f"--lora-modules has {value!r}, it must be NAME=DIR or JSON")
+        return [_Module(name, path)]
+    try:
+        if value.lstrip().startswith("["):
+            return msgspec.json.decode(value, type=list[_Module])
+        return [msgspec.json.decode(value, type=_Module)]
+    except msgspec.DecodeError as error:
+        raise ConfigError(
+            f"--lora-modules has {value!r}, which is no adapter in JSON, such as "
+            f'{{"name": "NAME", "path": "DIR"}}: {error}'
+        ) from None

@@ -1,9 +1,10 @@
-"""Argument parsing: errors in one sentence that suggest the nearest flag, sizes such as 2G."""
+"""Argument parsing: errors in one sentence that suggest a flag that is near, flags of other
+engines (`cli.flags.foreign`), sizes such as 2G.
+"""
 
 from __future__ import annotations
 
 import argparse
-import difflib
 import json
 import re
 import sys
@@ -11,6 +12,8 @@ import textwrap
 from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 from typing import Any, NoReturn, TypeVar
+
+from quickstep.cli.flags.foreign import ForeignFlag, foreign_flag
 
 __all__ = [
     "Parser",
@@ -33,7 +36,10 @@ _SIZE = re.compile(r"(?P<number>\d+(\.\d+)?)\s*(?P<unit>[kmgt]?)(?P<binary>i?)b?
 
 
 class Parser(argparse.ArgumentParser):
-    """An ArgumentParser without abbreviations that suggests the nearest flag or choice."""
+    """An ArgumentParser without abbreviations that suggests a flag or choice that is near.
+
+    `foreign_flags` are flags of other engines that the command answers.
+    """
 
     def __init__(self, prog: str | None = None, **texts: str | None) -> None:
         super().__init__(
@@ -43,6 +49,40 @@ class Parser(argparse.ArgumentParser):
             allow_abbrev=False,
             formatter_class=argparse.RawDescriptionHelpFormatter,
         )
+        self.foreign_flags: Sequence[ForeignFlag] = ()
+
+    def parse_known_args(  # type: ignore[override]
+        self, args: Sequence[str] | None = None, namespace: argparse.Namespace | None = None
+    ) -> tuple[argparse.Namespace, list[str]]:
+        """As argparse's, without the flags of other engines that ask for what holds anyway."""
+        arguments = list(sys.argv[1:] if args is None else args)
+        return super().parse_known_args(self._without_foreign(arguments), namespace)
+
+    def _without_foreign(self, arguments: list[str]) -> list[str]:
+        """The arguments in flags of this command. One of another engine may end the command."""
+        own: list[str] = []
+        known = self._option_string_actions
+        left = iter(range(len(arguments)))
+        for place in left:
+            argument = arguments[place]
+            if argument == "--":
+                return own + arguments[place:]
+            name, has_value, value = argument.partition("=")
+            is_flag = name.startswith("-") and name not in known
+            flag = foreign_flag(name, self.foreign_flags) if is_flag else None
+            if flag is None:
+                own.append(argument)
+                continue
+            following = arguments[place + 1] if place + 1 < len(arguments) else None
+            given = value if has_value else None
+            if given is None and flag.has_value(following):
+                given = following
+                next(left)
+            ours = flag.replacement(given)
+            if ours is None:
+                self.error(flag.refusal(name, given, known))
+            own += ours
+        return own
 
     def error(self, message: str) -> NoReturn:
         """Print one sentence and exit with code 2."""
@@ -50,7 +90,7 @@ class Parser(argparse.ArgumentParser):
         raise SystemExit(2)
 
     def reject(self, unknown: Sequence[str]) -> NoReturn:
-        """Report the first unknown argument, and suggest the nearest flag."""
+        """Report the first unknown argument, and suggest a flag that is near."""
         name = unknown[0].partition("=")[0]
         if not name.startswith("-"):
             self.error(f"{name!r} is one argument too many; see {self.prog} --help")
@@ -60,7 +100,7 @@ class Parser(argparse.ArgumentParser):
 
 
 def _with_suggestion(message: str) -> str:
-    """Argparse's sentence; if it lists choices, with the nearest one."""
+    """Argparse's sentence; if it lists choices, with one that is near."""
     wrong = re.search(r"invalid choice: '([^']*)' \(choose from (.*)\)$", message)
     if not wrong:
         return message
@@ -69,8 +109,32 @@ def _with_suggestion(message: str) -> str:
 
 
 def _nearest(name: str, known: Iterable[str]) -> str | None:
-    near = difflib.get_close_matches(name, list(known), n=1, cutoff=0.5)
-    return near[0] if near else None
+    """The only name that is meant: a quarter of the letters differ, or it has the same words and
+    more; None if there is none, or several.
+    """
+    wanted = name.strip("-").replace("_", "-")
+    names = {choice: choice.strip("-") for choice in known}
+    edits = {choice: _num_edits(wanted, text) for choice, text in names.items()}
+    least = min(edits.values(), default=len(wanted))
+    near = [choice for choice in names if edits[choice] == least]
+    if least > len(wanted) // 4:
+        words = set(wanted.split("-"))
+        near = [choice for choice, text in names.items() if words <= set(text.split("-"))]
+        near = near if len(words) > 1 else []
+    return near[0] if len(near) == 1 else None
+
+
+def _num_edits(first: str, second: str) -> int:
+    """Letters to insert, drop, replace or swap with the next one (optimal string alignment)."""
+    before: list[int] = []
+    row = list(range(len(second) + 1))
+    for place, letter in enumerate(first):
+        before_last, before, row = before, row, [place + 1]
+        for column, other in enumerate(second):
+            best = min(before[column] + (letter != other), before[column + 1] + 1, row[column] + 1)
+            swaps = place and column and letter == second[column - 1] and first[place - 1] == other
+            row.append(min(best, before_last[column - 1] + 1) if swaps else best)
+    return row[-1]
 
 
 def command(

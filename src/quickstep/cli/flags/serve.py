@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from quickstep.cli.flags.engine import template_fields
-from quickstep.cli.flags.lora import lora_config
+from quickstep.cli.flags.lora import adapter_names
 from quickstep.cli.flags.parsing import bytes_size, positive_int, positive_or_all
 from quickstep.cli.launch_ahead import KEY_VARIABLE
 from quickstep.config import InputConfig, RecordingConfig, StreamConfig
@@ -66,7 +66,7 @@ _LIMITS = (
         "logprobs",
         positive_or_all,
         "20",
-        "alternatives per token, -1 for no limit",
+        "alternatives per token, -1 for no limit; a request with -1 has the complete vocabulary",
     ),
     ("--max-tools", "tools", positive_int, "128", "functions per request"),
 )
@@ -302,7 +302,8 @@ def _add_request_flags(group: argparse._ArgumentGroup) -> None:
     group.add_argument(
         "--enable-force-include-usage",
         action="store_true",
-        help="end every stream of chat and completions with its usage",
+        help="add the usage so far to every chunk of chat and completions, and end with a chunk of "
+        "it",
     )
     group.add_argument(
         "--enable-per-request-metrics",
@@ -428,11 +429,6 @@ def _add_file_flags(group: argparse._ArgumentGroup) -> None:
     )
 
 
-def _adapter_names(args: argparse.Namespace) -> tuple[str, ...]:
-    lora = lora_config(args)
-    return () if lora is None else tuple(name for name, _ in lora.modules)
-
-
 def server_options(args: argparse.Namespace) -> ServerOptions:
     """The options of the server. Raises ConfigError."""
     from quickstep.server.options import (
@@ -451,7 +447,7 @@ def server_options(args: argparse.Namespace) -> ServerOptions:
     api_keys = take_api_keys(args, os.environ)
     return ServerOptions(
         served_model_names=tuple(args.served_model_name),
-        adapter_names=_adapter_names(args),
+        adapter_names=adapter_names(args),
         lora_dir=args.lora_dir,
         limits=_limits(args),
         connections=ConnectionOptions(

@@ -88,6 +88,7 @@ class OutputText:
             output.error,
             output.prompt_logprobs,
             output.embedding,
+            output.progress,
         )
         if stop is None:
             return delta

@@ -29,6 +29,7 @@ from quickstep.server.options import (
     RequestLimits,
     ServerOptions,
 )
+from quickstep.server.schema.field_reader import FieldReader
 from quickstep.server.usage.limits import KeyLimiter
 from quickstep.server.usage.price_book import Price, PriceBook
 
@@ -38,6 +39,7 @@ __all__ = [
     "Served",
     "check_names",
     "output_formats",
+    "reports_progress",
     "response_flags",
 ]
 
@@ -171,6 +173,25 @@ def _chosen(detected: OutputFormats, options: ServerOptions) -> OutputFormats:
     )
 
 
+class MayReportProgress(Protocol):
+    """A request that may ask for the progress of its prompt."""
+
+    @property
+    def stream(self) -> bool | None:
+        """Whether the response is streamed."""
+
+    @property
+    def return_progress(self) -> bool | None:
+        """Whether the progress is wanted."""
+
+
+def reports_progress(fields: MayReportProgress, reader: FieldReader) -> bool:
+    """Whether the engine reports how much of the prompt is computed: for a stream only."""
+    if fields.return_progress and not fields.stream:
+        reader.ignore("return_progress", "the response is not streamed")
+    return bool(fields.return_progress and fields.stream)
+
+
 def response_flags(fields: SamplingFields, served: Served) -> dict[str, Any]:
     """`stream`, `stream_options` and `quickstep_timings` as fields of `ParsedRequest`.
 
@@ -179,10 +200,11 @@ def response_flags(fields: SamplingFields, served: Served) -> dict[str, Any]:
     options = fields.stream_options
     if options is not None and not fields.stream:
         raise RequestError("stream_options needs stream: true", param="stream_options")
+    always = served.answers.always_usage
     return {
         "stream": bool(fields.stream),
-        "include_usage": served.answers.always_usage
-        or (options is not None and bool(options.include_usage)),
-        "continuous_usage": options is not None and bool(options.continuous_usage_stats),
+        "include_usage": always or (options is not None and bool(options.include_usage)),
+        "continuous_usage": always
+        or (options is not None and bool(options.continuous_usage_stats)),
         "timings": bool(fields.quickstep_timings),
     }

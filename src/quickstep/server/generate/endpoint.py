@@ -261,6 +261,7 @@ class GeneratingRoute:
         generation = await open_generation(
             served.engine, parsed, served.limits, served.lanes.of(caller)
         )
+        meter.opened(generation)
         if generation.loosened and served.field_rules.refuse_hints:
             await generation.aclose()
             raise loosened_keyword(generation.loosened[0])

@@ -99,15 +99,17 @@ def _values(fields: SamplingFields, served: Served) -> dict[str, Any]:
 
 
 def num_alternatives(name: str, value: int | None, served: Served) -> int | None:
-    """How many alternatives per token; -1 is the complete vocabulary. Raises RequestError."""
+    """How many alternatives per token; as in vLLM, -1 is the complete vocabulary, if the limit
+    allows so many. Raises RequestError.
+    """
     limit, vocab_size = served.limits.logprobs, served.engine.tokenizer.vocab_size
     if value is None:
         return None
     if value == -1:
-        if limit != -1:
+        if -1 < limit < vocab_size:
             raise RequestError(
-                f"{name} is -1, the whole vocabulary, and the limit is {limit}; start the server "
-                "with --max-logprobs -1",
+                f"{name} is -1, the complete vocabulary of {vocab_size} tokens, and the limit is "
+                f"{limit}; send a smaller number, or start the server with --max-logprobs -1",
                 param=name,
             )
         return vocab_size

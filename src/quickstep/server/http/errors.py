@@ -126,7 +126,7 @@ ErrorShape = Callable[[ErrorFacts], tuple[int, ErrorBody]]  # the status and the
 
 
 class GenerationFailed(EngineError):
-    """The model failed on one request; the server continues."""
+    """The model failed on one request; the server continues. `engine.stream` has logged it."""
 
 
 class ServerBusy(EngineError):
@@ -180,8 +180,7 @@ def error_facts(error: Exception) -> ErrorFacts:
     """The error response to any exception; logs those that the server caused."""
     if isinstance(error, RequestError):
         return facts_of(error.status, str(error), error.param, error.code)
-    if isinstance(error, GenerationFailed):
-        _LOG.warning("a request failed: %s", error)
+    if isinstance(error, GenerationFailed):  # the stream has logged it, with its id
         return facts_of(500, str(error))
     if isinstance(error, ServerBusy):
         _LOG.warning("a request was refused: %s", error)

@@ -20,7 +20,7 @@ from starlette.responses import Response
 
 from quickstep import __version__
 from quickstep.errors import EngineError
-from quickstep.server.generate.adapter import Served
+from quickstep.server.generate.adapter import Served, reports_progress
 from quickstep.server.generate.endpoint import GeneratingRoute
 from quickstep.server.generate.engine_interface import Vocabulary
 from quickstep.server.generate.generation import (
@@ -54,6 +54,7 @@ from quickstep.server.llama_cpp.response_types import (
 )
 from quickstep.server.metrics import Metrics
 from quickstep.server.openai.request_types import decode_values, invalid_json
+from quickstep.server.openai.response_types import PromptProgressReport
 from quickstep.server.options import bounded
 from quickstep.server.schema.field_reader import FieldReader
 from quickstep.server.schema.shared_fields import LoRAScale
@@ -75,8 +76,11 @@ class LlamaCpp:
         reader = FieldReader(served.field_rules)
         fields = reader.decode(body, LlamaCompletionRequest)
         bounded("response_fields", len(fields.response_fields or ()), 64, "entries")
+        parsed = llama_request(fields, served)
+        progress = reports_progress(fields, reader)
         return replace(
-            llama_request(fields, served),
+            parsed,
+            request=replace(parsed.request, reports_progress=progress),
             ignored=reader.ignored,
             writer=partial(_LlamaWriter, fields, served, self._clock),
         )
@@ -107,6 +111,20 @@ class _LlamaWriter:
         """The chunk of new text and tokens, and the last chunk of a completion that ends."""
         self.collect(item)
         choice, delta = self._generation.choices[item.choice], item.delta
+        if delta.progress is not None:
+            num_prompt_tokens = len(self._prompt(choice))
+            yield data_frame(
+                LlamaChunk(
+                    index=choice.index,
+                    content="",
+                    tokens=[],
+                    stop=False,
+                    id_slot=_NO_SLOT,
+                    tokens_predicted=0,
+                    tokens_evaluated=num_prompt_tokens,
+                    prompt_progress=PromptProgressReport.of(delta.progress, num_prompt_tokens),
+                )
+            )
         if delta.text or delta.token_ids:
             yield data_frame(
                 LlamaChunk(
@@ -135,7 +153,8 @@ class _LlamaWriter:
 
     def collect(self, item: ChoiceDelta) -> None:
         """Record the time of the first token."""
-        self._first_s.setdefault(item.choice, self._clock())
+        if item.delta.token_ids:
+            self._first_s.setdefault(item.choice, self._clock())
 
     def complete(self) -> object:
         """The completion, or the list of them."""

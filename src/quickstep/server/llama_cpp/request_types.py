@@ -16,6 +16,7 @@ from quickstep.server.schema.shared_fields import (
     MirostatSetting,
     NumKeep,
     RepeatPenalty,
+    ReturnProgress,
     Stream,
     TopNSigma,
 )
@@ -123,9 +124,7 @@ class LlamaCompletionRequest(msgspec.Struct, forbid_unknown_fields=True, kw_only
     post_sampling_probs: Annotated[
         bool | None, refused("log probabilities are of the raw logits", passes=(False,))
     ] = None
-    return_progress: Annotated[
-        bool | None, refused("the prompt's progress is not reported", passes=(False,))
-    ] = None
+    return_progress: ReturnProgress = None
     sse_ping_interval: Annotated[int | None, hint("the operator sets it")] = None
     image_data: Annotated[list[Any] | None, refused("the model reads text only", passes=([],))] = (
         None

@@ -10,6 +10,8 @@ from typing import Literal
 import msgspec
 from msgspec import UNSET, UnsetType
 
+from quickstep.server.openai.response_types import PromptProgressReport
+
 __all__ = [
     "DefaultSettings",
     "GenerationSettings",
@@ -128,6 +130,7 @@ class LlamaChunk(msgspec.Struct, frozen=True, kw_only=True):
     tokens_evaluated: int
     timings: LlamaTimings | UnsetType = UNSET
     completion_probabilities: list[LlamaToken] | UnsetType = UNSET
+    prompt_progress: PromptProgressReport | UnsetType = UNSET
 
 
 class LlamaCompletion(msgspec.Struct, frozen=True, kw_only=True):

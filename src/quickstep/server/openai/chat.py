@@ -26,7 +26,7 @@ from quickstep.engine.tool_calls.message_delta import (
     ReasoningDelta,
 )
 from quickstep.errors import RequestError
-from quickstep.server.generate.adapter import Served, response_flags
+from quickstep.server.generate.adapter import Served, reports_progress, response_flags
 from quickstep.server.generate.conversation import (
     Conversation,
     check_continues,
@@ -137,6 +137,7 @@ class Chat:
             request=structs.replace(
                 request.request,
                 tenant=tenant_of(fields.user, fields.safety_identifier, served.limits),
+                reports_progress=reports_progress(fields, reader),
             ),
             echoed=_echoed(fields, served.limits),
             requested_output=requested,
@@ -296,6 +297,10 @@ class ChatRendering:
         delta = ChatDelta(role="assistant", content=self._requested.before)
         return ChatChunkChoice(index=choice.index, delta=delta, logprobs=None, finish_reason=None)
 
+    def empty(self, choice: Choice) -> ChatChunkChoice:
+        """No content."""
+        return ChatChunkChoice(index=choice.index, delta=_EMPTY, logprobs=None, finish_reason=None)
+
     def prompt_fields(self) -> Mapping[str, Any]:
         """The prompt's token ids and logprobs, if the client requested them."""
         first = self._generation.choices[0]
@@ -334,6 +339,7 @@ class ChatRendering:
             index=choice.index,
             delta=_EMPTY,
             logprobs=None,
+            token_ids=self._token_ids(()),
             finish_reason=self._finish_reason(choice),
             stop_reason=choice.stop_reason,
             seed=choice.seed,

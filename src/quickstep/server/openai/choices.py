@@ -45,6 +45,7 @@ from quickstep.server.openai.request_types import (
     TextFormat,
 )
 from quickstep.server.openai.response_types import (
+    PromptProgressReport,
     RankedLogprob,
     RequestMetrics,
     TokenLogprob,
@@ -225,6 +226,9 @@ class Rendering(Protocol):
     def prompt_fields(self) -> Mapping[str, Any]:
         """Fields of the response (of a stream, its first chunk) that describe the prompt."""
 
+    def empty(self, choice: Choice) -> msgspec.Struct:
+        """The choice of a stream's chunk that adds nothing to it."""
+
     def deltas(self, choice: Choice, delta: Delta) -> Sequence[msgspec.Struct]:
         """The choices of a stream's next chunks."""
 
@@ -293,6 +297,11 @@ class ChoicesWriter:
     def delta(self, item: ChoiceDelta) -> Iterator[bytes]:
         """The chunks of a delta, and its choice's end."""
         choice = self._generation.choices[item.choice]
+        progress = item.delta.progress
+        if progress is not None:
+            num_prompt_tokens = len(self._generation.prompt_token_ids(choice))
+            report = PromptProgressReport.of(progress, num_prompt_tokens)
+            yield self._chunk([self._rendering.empty(choice)], prompt_progress=report)
         for delta in self._rendering.deltas(choice, item.delta):
             yield self._chunk([delta])
         if item.delta.finish_reason is not None:

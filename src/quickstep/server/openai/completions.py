@@ -11,11 +11,11 @@ from collections.abc import Iterable, Mapping, Sequence
 from functools import partial
 from typing import Any, TypeGuard
 
-from msgspec import UNSET, UnsetType
+from msgspec import UNSET, UnsetType, structs
 
 from quickstep.engine.stream import Delta
 from quickstep.errors import PromptTooLong, RequestError
-from quickstep.server.generate.adapter import Served, response_flags
+from quickstep.server.generate.adapter import Served, reports_progress, response_flags
 from quickstep.server.generate.engine_interface import Vocabulary
 from quickstep.server.generate.generation import (
     Choice,
@@ -91,8 +91,11 @@ class Completions:
         return ParsedRequest(
             model=model,
             prompts=prompts,
-            request=engine_request(
-                fields, sampling, served.limits, label("user", fields.user, served.limits)
+            request=structs.replace(
+                engine_request(
+                    fields, sampling, served.limits, label("user", fields.user, served.limits)
+                ),
+                reports_progress=reports_progress(fields, reader),
             ),
             grammar_field="" if grammar is None else grammar.field,
             requested_output=requested,
@@ -171,6 +174,10 @@ class CompletionRendering:
     def opening(self, choice: Choice) -> None:
         """A stream of completions begins with its first text."""
 
+    def empty(self, choice: Choice) -> TextChunkChoice:
+        """No text."""
+        return TextChunkChoice(index=choice.index, text="", logprobs=None, finish_reason=None)
+
     def prompt_fields(self) -> Mapping[str, Any]:
         """None: every choice has the fields of its own prompt."""
         return {}
@@ -203,6 +210,7 @@ class CompletionRendering:
             index=choice.index,
             text="",
             logprobs=None,
+            token_ids=self._token_ids(()),
             finish_reason=self._generation.finish_reason(choice),
             stop_reason=choice.stop_reason,
             seed=choice.seed,

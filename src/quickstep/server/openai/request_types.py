@@ -37,6 +37,7 @@ from quickstep.server.schema.shared_fields import (
     PromptCacheRetention,
     ReasoningEffort,
     RequestClassName,
+    ReturnProgress,
     SafetyIdentifier,
     ServiceTier,
     Stream,
@@ -271,6 +272,7 @@ class ChoiceFields(SamplingFields, forbid_unknown_fields=True, kw_only=True, fro
     return_tokens_as_token_ids: Annotated[
         bool | None, effect("Names the tokens of logprobs by their ids: token_id:7.")
     ] = None
+    return_progress: ReturnProgress = None
     truncate_prompt_tokens: Annotated[
         int | None,
         effect("Reads only so many of the prompt's last tokens; -1 leaves space for the answer."),

@@ -14,7 +14,7 @@ from msgspec import UNSET, UnsetType
 
 from quickstep.server.generate.generation import Usage as TokenCounts
 from quickstep.server.usage.timings import RequestTimings
-from quickstep.types import SequenceTimings
+from quickstep.types import PromptProgress, SequenceTimings
 
 __all__ = [
     "ChatCompletion",
@@ -26,6 +26,7 @@ __all__ = [
     "EmbeddingUsage",
     "Model",
     "ModelList",
+    "PromptProgressReport",
     "RequestMetrics",
     "Usage",
 ]
@@ -116,6 +117,23 @@ class AnsweredMessage(msgspec.Struct, frozen=True):
     reasoning_content: str | UnsetType = UNSET
     reasoning: str | UnsetType = UNSET
     tool_calls: list[AnsweredToolCall] | UnsetType = UNSET
+
+
+class PromptProgressReport(msgspec.Struct, frozen=True):
+    """How much of a prompt is computed, by llama.cpp's names: tokens, of which `cache` were cached
+    and `processed` are computed or cached, and the milliseconds since its prefill began.
+    """
+
+    total: int
+    cache: int
+    processed: int
+    time_ms: float
+
+    @classmethod
+    def of(cls, progress: PromptProgress, num_prompt_tokens: int) -> PromptProgressReport:
+        """Of the engine's."""
+        time_ms = progress.seconds * 1e3
+        return cls(num_prompt_tokens, progress.num_cached, progress.num_processed, time_ms)
 
 
 class RankedLogprob(msgspec.Struct, frozen=True):
@@ -241,6 +259,7 @@ class ChatCompletionChunk(msgspec.Struct, frozen=True, kw_only=True):
     quickstep: RequestTimings | UnsetType = UNSET
     prompt_token_ids: list[int] | UnsetType = UNSET
     prompt_logprobs: list[dict[str, RankedLogprob] | None] | UnsetType = UNSET
+    prompt_progress: PromptProgressReport | UnsetType = UNSET
 
 
 class TextLogprobs(msgspec.Struct, frozen=True):
@@ -307,6 +326,7 @@ class CompletionChunk(msgspec.Struct, frozen=True, kw_only=True):
     usage: Usage | UnsetType | None = UNSET
     metrics: RequestMetrics | UnsetType = UNSET
     quickstep: RequestTimings | UnsetType = UNSET
+    prompt_progress: PromptProgressReport | UnsetType = UNSET
 
 
 class Embedding(msgspec.Struct, frozen=True):

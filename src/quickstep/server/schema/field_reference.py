@@ -113,10 +113,10 @@ def bounds_of(schema: type[msgspec.Struct], facts: SchemaFacts) -> dict[str, Key
 def _bounds(facts: SchemaFacts) -> Mapping[type, Mapping[str, Keywords]]:
     return {
         **_of_openai(facts),
-        **_of_responses(facts.limits),
+        **_of_responses(facts),
         **_of_messages(facts.limits),
-        **_of_llama_cpp(facts.limits),
-        **_of_ollama(facts.limits),
+        **_of_llama_cpp(facts),
+        **_of_ollama(facts),
         **_of_others(facts),
     }
 
@@ -138,7 +138,7 @@ def _of_openai(facts: SchemaFacts) -> Mapping[type, Mapping[str, Keywords]]:
     return {
         schemas.SamplingFields: _of_sampling(facts),
         schemas.ChoiceFields: {
-            "prompt_logprobs": _num_logprobs(limits),
+            "prompt_logprobs": _num_logprobs(facts),
             "logprob_token_ids": {
                 "maxItems": limits.logprob_token_ids,
                 "items": _token_id(facts),
@@ -147,13 +147,13 @@ def _of_openai(facts: SchemaFacts) -> Mapping[type, Mapping[str, Keywords]]:
         },
         schemas.CompletionRequest: {
             "prompt": {"anyOf": _prompts(facts)},
-            "logprobs": _num_logprobs(limits),
+            "logprobs": _num_logprobs(facts),
             "best_of": {**_range("n"), "maximum": limits.n},
         },
         schemas.ChatRequest: {
             "messages": {"minItems": 1},
             "max_completion_tokens": _range("max_tokens"),
-            "top_logprobs": _num_logprobs(limits),
+            "top_logprobs": _num_logprobs(facts),
             "metadata": _metadata(limits),
             "safety_identifier": _label(limits),
             "prompt_cache_key": _label(limits),
@@ -164,12 +164,13 @@ def _of_openai(facts: SchemaFacts) -> Mapping[type, Mapping[str, Keywords]]:
     }
 
 
-def _of_responses(limits: RequestLimits) -> Mapping[type, Mapping[str, Keywords]]:
+def _of_responses(facts: SchemaFacts) -> Mapping[type, Mapping[str, Keywords]]:
+    limits = facts.limits
     return {
         responses_schema.ResponsesRequest: {
             "max_output_tokens": {**_range("max_tokens"), "minimum": 1},
             "max_tool_calls": {"minimum": 1},
-            "top_logprobs": _num_logprobs(limits),
+            "top_logprobs": _num_logprobs(facts),
             "metadata": _metadata(limits),
             "safety_identifier": _label(limits),
             "prompt_cache_key": _label(limits),
@@ -199,7 +200,8 @@ def _of_messages(limits: RequestLimits) -> Mapping[type, Mapping[str, Keywords]]
     }
 
 
-def _of_llama_cpp(limits: RequestLimits) -> Mapping[type, Mapping[str, Keywords]]:
+def _of_llama_cpp(facts: SchemaFacts) -> Mapping[type, Mapping[str, Keywords]]:
+    limits = facts.limits
     length = {**_range("max_tokens"), "minimum": -1}
     return {
         LlamaCompletionRequest: {
@@ -211,13 +213,14 @@ def _of_llama_cpp(limits: RequestLimits) -> Mapping[type, Mapping[str, Keywords]
             "dry_sequence_breakers": _list_of_texts(limits.dry_breakers, limits.dry_breaker_chars),
             "prompt": {"minItems": 1},
             "stop": _texts(limits.stop, limits.stop_chars),
-            "n_probs": _num_logprobs(limits),
+            "n_probs": _num_logprobs(facts),
             "n_cmpl": {**_range("n"), "maximum": limits.n},
         },
     }
 
 
-def _of_ollama(limits: RequestLimits) -> Mapping[type, Mapping[str, Keywords]]:
+def _of_ollama(facts: SchemaFacts) -> Mapping[type, Mapping[str, Keywords]]:
+    limits = facts.limits
     return {
         ollama.OllamaOptions: {
             **_same_names(ollama.OllamaOptions),
@@ -227,7 +230,7 @@ def _of_ollama(limits: RequestLimits) -> Mapping[type, Mapping[str, Keywords]]:
         },
         ollama.OllamaGenerateFields: {
             "think": {"enum": ["low", "medium", "high"]},
-            "top_logprobs": _num_logprobs(limits),
+            "top_logprobs": _num_logprobs(facts),
         },
         ollama.OllamaChatRequest: {"tools": {"maxItems": limits.tools}},
         ollama.OllamaEmbedRequest: {
@@ -261,10 +264,13 @@ def _priority(facts: SchemaFacts) -> Keywords:
     return {"minimum": facts.priorities.low, "maximum": facts.priorities.high}
 
 
-def _num_logprobs(limits: RequestLimits) -> Keywords:
-    if limits.logprobs == -1:
+def _num_logprobs(facts: SchemaFacts) -> Keywords:
+    """-1, the complete vocabulary, is for a limit that allows so many."""
+    limit, vocab_size = facts.limits.logprobs, facts.vocab_size
+    if limit == -1:
         return {**_range("logprobs"), "minimum": -1}
-    return {**_range("logprobs"), "maximum": limits.logprobs}
+    lowest = {"minimum": -1} if vocab_size is not None and vocab_size <= limit else {}
+    return {**_range("logprobs"), **lowest, "maximum": limit}
 
 
 def _token_id(facts: SchemaFacts) -> Keywords:

@@ -36,6 +36,7 @@ __all__ = [
     "ReasoningEffort",
     "RepeatPenalty",
     "RequestClassName",
+    "ReturnProgress",
     "SafetyIdentifier",
     "ServiceTier",
     "Stream",
@@ -122,6 +123,14 @@ RequestClassName = Annotated[
     effect(
         "Requests of the class batch are served after interactive ones; interactive if not given."
     ),
+]
+ReturnProgress = Annotated[
+    bool | None,
+    effect(
+        "A stream has chunks with prompt_progress while the prompt is computed: total, cache and "
+        "processed in tokens (the cached ones are processed), and time_ms."
+    ),
+    hint("the response is not streamed", passes=(False,), conditional=True),
 ]
 SafetyIdentifier = Annotated[str | None, effect("OpenAI's later name of user.")]
 ServiceTier = Annotated[str | None, hint("there is one service tier", passes=("auto", "default"))]
