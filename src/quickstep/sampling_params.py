@@ -26,6 +26,7 @@ __all__ = [
     "Grammar",
     "GrammarKind",
     "ReasoningTokens",
+    "RepetitionDetectionParams",
     "SamplingField",
     "SamplingParams",
     "TokenForms",
@@ -143,6 +144,42 @@ class StructuredOutputsParams(msgspec.Struct, frozen=True):
         return chosen
 
 
+class RepetitionDetectionParams(msgspec.Struct, frozen=True):
+    """Which repetition at the end of an output ends it. Names and meaning are vLLM's.
+
+    Attributes:
+        max_pattern_size: Largest number of tokens that repeat; 0 ends nothing.
+        min_pattern_size: Smallest number of them; 0 is 1.
+        min_count: How often they occur in a row, at least 2.
+    """
+
+    max_pattern_size: int = 0
+    min_pattern_size: int = 0
+    min_count: int = 0
+
+    def __post_init__(self) -> None:
+        for name, highest in (
+            ("max_pattern_size", _LARGEST_PATTERN),
+            ("min_pattern_size", _LARGEST_PATTERN),
+            ("min_count", _LARGEST),
+        ):
+            value, param = getattr(self, name), f"repetition_detection.{name}"
+            _check_range(param, value, Bounds(0, highest))
+            _check_integer(param, value)
+        if self.min_pattern_size > self.max_pattern_size:
+            raise RequestError(
+                f"repetition_detection.min_pattern_size is {self.min_pattern_size}, above "
+                f"max_pattern_size {self.max_pattern_size}",
+                param="repetition_detection.min_pattern_size",
+            )
+        if self.max_pattern_size and self.min_count < 2:
+            raise RequestError(
+                f"repetition_detection.min_count is {self.min_count}, it must be at least 2 to end "
+                "a repetition",
+                param="repetition_detection.min_count",
+            )
+
+
 class ReasoningTokens(msgspec.Struct, frozen=True):
     """The tags around a model's reasoning, and the tokens that can write them.
 
@@ -226,6 +263,7 @@ class SamplingField(msgspec.Struct, frozen=True):
 
 
 _LARGEST = 2**31 - 1  # of tokens or sequences; an int32 in kernels
+_LARGEST_PATTERN = 1024  # of tokens that repeat: bounds the time that each token takes
 
 
 class SamplingParams(msgspec.Struct, frozen=True):
@@ -266,6 +304,8 @@ class SamplingParams(msgspec.Struct, frozen=True):
             decides.
         in_tokens: The texts in token ids; the engine sets it.
         structured_outputs: vLLM's name for `grammar`, which it becomes.
+        repetition_detection: Ends a sequence, after `min_tokens`, with the token that completes the
+            last occurrence. Only the output is searched, not the prompt.
 
     Raises:
         RequestError: A value is outside its range; `param` names the field.
@@ -401,6 +441,10 @@ class SamplingParams(msgspec.Struct, frozen=True):
         tuple[int, ...], "Returns the logprobs of these tokens too; needs logprobs."
     ] = ()
     structured_outputs: StructuredOutputsParams | None = None
+    repetition_detection: Annotated[
+        RepetitionDetectionParams | None,
+        "Ends the choice where it repeats itself, with finish_reason repetition.",
+    ] = None
 
     def __post_init__(self) -> None:
         self._take_structured_outputs()
@@ -433,6 +477,13 @@ class SamplingParams(msgspec.Struct, frozen=True):
             )
         if self.grammar is not None:
             self._check_grammar(self.grammar)
+        detection: object = self.repetition_detection
+        if not isinstance(detection, RepetitionDetectionParams | None):
+            raise RequestError(
+                f"repetition_detection is a {type(detection).__name__}, it must be "
+                "RepetitionDetectionParams",
+                param="repetition_detection",
+            )
 
     def _take_structured_outputs(self) -> None:
         """Make it the grammar."""

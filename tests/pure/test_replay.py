@@ -17,7 +17,7 @@ from quickstep.core.cost_model import LinearCostModel
 from quickstep.core.recording import RecordedCall, RecordedRequest, Recorder, RecordingScheduler
 from quickstep.core.replay import Recording, read_recording, replay
 from quickstep.errors import ConfigError, RequestError
-from quickstep.sampling_params import Grammar
+from quickstep.sampling_params import Grammar, RepetitionDetectionParams
 from quickstep.types import (
     Pooling,
     Request,
@@ -177,6 +177,7 @@ _SAMPLING: dict[str, object] = {
     "reasoning_tags": ("<a>", "</a>"),
     "in_tokens": None,
     "logprob_token_ids": (3,),
+    "repetition_detection": RepetitionDetectionParams(2, 1, 2),
     "structured_outputs": None,  # a grammar by the time a request exists
 }
 _REQUEST: dict[str, object] = {

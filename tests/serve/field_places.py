@@ -54,6 +54,7 @@ EXAMPLES: dict[Struct, dict[str, Any]] = {
     FunctionCallItem: {"arguments": "{}"},
     schemas.JsonSchema: {"schema": {"type": "array"}},
     schemas.StructuredOutputs: {"regex": "a"},
+    schemas.RepetitionDetection: {"max_pattern_size": 8, "min_count": 2},
     schemas.AssistantMessage: {"content": "a"},
     schemas.CalledFunction: {"arguments": "{}"},
     ollama.OllamaModelFields: {"model": "fake"},

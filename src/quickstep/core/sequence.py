@@ -15,6 +15,7 @@ import msgspec
 from msgspec.structs import replace
 
 from quickstep.core.block_pool import NO_HITS, BlockKey, ChainRoot
+from quickstep.core.repetition import RepetitionDetector
 from quickstep.core.speculation import Acceptance
 from quickstep.types import (
     Activity,
@@ -188,6 +189,9 @@ class Sequence:
         self.draft_parents: tuple[int, ...] = ()  # of the newest drafts, as in `StepRow`
         self.num_forced_drafts = 0  # those of the newest drafts that must follow, also in flight
         self.acceptance = Acceptance()
+        detection = request.sampling.repetition_detection
+        is_detected = detection is not None and detection.max_pattern_size
+        self._repetition = RepetitionDetector(detection) if detection and is_detected else None
         self._num_computed = 0  # positions that an earlier residency computed
         self.arrival_s = now
         timeout_s = request.timeout_s
@@ -419,6 +423,7 @@ class Sequence:
         token_id = self.token_ids[-1]
         num_outputs = len(self.token_ids) - self.prompt_len
         is_long_enough = num_outputs >= sampling.min_tokens
+        repeats = self._repetition is not None and self._repetition.record(token_id)
         # A grammar allows an end token too early only where nothing else may follow.
         may_end = (is_long_enough or sampling.grammar is not None) and not sampling.ignore_eos
         if may_end and token_id in self.request.eos_token_ids:
@@ -427,7 +432,9 @@ class Sequence:
             return FinishReason.STOP_TOKEN
         if sampling.max_tokens is not None and num_outputs >= sampling.max_tokens:
             return FinishReason.MAX_TOKENS
-        return FinishReason.CONTEXT_LIMIT if num_outputs >= max_outputs else None
+        if num_outputs >= max_outputs:
+            return FinishReason.CONTEXT_LIMIT
+        return FinishReason.REPETITION if repeats and is_long_enough else None
 
     def finish(self, now: float) -> SequenceTimings:
         """End the sequence; returns its timings."""

@@ -95,6 +95,7 @@ _STOP_REASONS: Mapping[FinishReason, str] = {
     FinishReason.STOP_STRING: "stop_sequence",
     FinishReason.MAX_TOKENS: "max_tokens",
     FinishReason.DEADLINE: "max_tokens",
+    FinishReason.REPETITION: "max_tokens",
     FinishReason.CONTEXT_LIMIT: "model_context_window_exceeded",
 }
 _BETA_HEADER = "anthropic-beta"

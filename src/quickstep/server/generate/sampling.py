@@ -12,9 +12,11 @@ import math
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from msgspec.structs import asdict
+
 from quickstep.engine.tool_calls.formats import check_reasoning_tags
 from quickstep.errors import RequestError
-from quickstep.sampling_params import preset_values
+from quickstep.sampling_params import RepetitionDetectionParams, preset_values
 from quickstep.server.generate.adapter import Served
 from quickstep.server.openai.request_types import BUDGET_NAMES, SamplingFields
 from quickstep.server.options import RequestLimits, bounded
@@ -89,6 +91,10 @@ def _values(fields: SamplingFields, served: Served) -> dict[str, Any]:
         **_texts(fields, limits),
     }
     values |= {name: value for name in _SAME_NAME if (value := getattr(fields, name)) is not None}
+    if fields.repetition_detection is not None:
+        values["repetition_detection"] = RepetitionDetectionParams(
+            **asdict(fields.repetition_detection)
+        )
     values["logit_bias"] = _logit_bias(fields.logit_bias or {}, limits, vocab_size)
     for name in ("stop_token_ids", "allowed_token_ids"):
         ids = getattr(fields, name) or ()

@@ -65,6 +65,7 @@ __all__ = [
     "MediaPart",
     "Message",
     "RefusalPart",
+    "RepetitionDetection",
     "SamplingFields",
     "StreamOptions",
     "StructuredOutputs",
@@ -156,6 +157,20 @@ class StructuredOutputs(msgspec.Struct, forbid_unknown_fields=True, frozen=True)
     structural_tag: Annotated[Any, refused("send a grammar")] = None
 
 
+class RepetitionDetection(msgspec.Struct, forbid_unknown_fields=True, frozen=True):
+    """vLLM's `repetition_detection`: the same tokens several times in a row end the choice."""
+
+    max_pattern_size: Annotated[
+        int, msgspec.Meta(ge=0, le=1024), effect("Most tokens that repeat; 0 ends nothing.")
+    ] = 0
+    min_pattern_size: Annotated[
+        int, msgspec.Meta(ge=0, le=1024), effect("Fewest tokens that repeat; 0 is 1.")
+    ] = 0
+    min_count: Annotated[
+        int, msgspec.Meta(ge=0), effect("How often they occur in a row, at least 2.")
+    ] = 0
+
+
 class SamplingFields(msgspec.Struct, forbid_unknown_fields=True, kw_only=True, frozen=True):
     """The fields that completions, chat and responses share."""
 
@@ -189,6 +204,7 @@ class SamplingFields(msgspec.Struct, forbid_unknown_fields=True, kw_only=True, f
     thinking_token_budget: Annotated[int | None, _BUDGET] = None
     reasoning_budget: Annotated[int | None, _BUDGET] = None
     thinking_budget_tokens: Annotated[int | None, _BUDGET] = None
+    repetition_detection: RepetitionDetection | None = None
     seed: int | None = None
     max_tokens: int | None = None
     min_tokens: int | None = None
