@@ -189,6 +189,7 @@ class ReasoningTokens(msgspec.Struct, frozen=True):
         closing_ids: The tokens that write the closing tag.
         pieces: The bytes of each token that may contain part of a tag or is only white space.
         starts_open: The reasoning starts in the prompt.
+        message_ids: What is written before the closing tag when the budget is used up.
     """
 
     opening: bytes
@@ -196,6 +197,7 @@ class ReasoningTokens(msgspec.Struct, frozen=True):
     closing_ids: tuple[int, ...]
     pieces: Mapping[int, bytes]
     starts_open: bool = False
+    message_ids: tuple[int, ...] = ()
 
 
 class TokenForms(msgspec.Struct, frozen=True):
@@ -297,6 +299,8 @@ class SamplingParams(msgspec.Struct, frozen=True):
         bad_words: Texts that may not be generated, with or without a space before them: the last
             token of one is masked after its other tokens, unless no other token is allowed.
         thinking_budget: Reasoning tokens after which its closing tag is forced; None for no limit.
+        reasoning_budget_message: Its tokens are forced before that tag, and count as reasoning
+            beyond the budget. A model that has begun to write the tag by itself gets no message.
         reasoning_tags: Texts around the reasoning; None uses those of the chat template. A grammar
             starts after the reasoning if the request has tags or a budget for it, and otherwise at
             the start of the output.
@@ -429,6 +433,10 @@ class SamplingParams(msgspec.Struct, frozen=True):
         "error if the model's reasoning has no tags.",
         Bounds(0, _LARGEST),
     ] = None
+    reasoning_budget_message: Annotated[
+        str,
+        "Written at the end of a reasoning that has used up its budget, before the closing tag.",
+    ] = ""
     reasoning_tags: tuple[str, str] | None = None
     inside_reasoning: bool = False
     in_tokens: TokenForms | None = None
@@ -460,6 +468,13 @@ class SamplingParams(msgspec.Struct, frozen=True):
             _check_integer(name, getattr(self, name))
         for name in _TEXTS:
             _check_texts(name, getattr(self, name))
+        if self.reasoning_budget_message:
+            _check_texts("reasoning_budget_message", (self.reasoning_budget_message,))
+            if self.thinking_budget is None:
+                raise RequestError(
+                    "reasoning_budget_message needs thinking_budget, at whose end it is written",
+                    param="reasoning_budget_message",
+                )
         if self.max_tokens is not None and self.min_tokens > self.max_tokens:
             raise RequestError(
                 f"min_tokens is {self.min_tokens}, above max_tokens {self.max_tokens}",

@@ -29,7 +29,7 @@ from quickstep.verify.requests import (
 )
 
 EOS = frozenset({3})
-OPTIONS = VerifyOptions(num_requests=80, threads=(1,), rounds=2)
+OPTIONS = VerifyOptions(num_requests=100, threads=(1,), rounds=2)
 FAIL_FAST = VerifyOptions(num_requests=80, threads=(1,), rounds=2, fail_fast=True)
 
 
@@ -222,6 +222,7 @@ _NOT_DRAWN = {
     "dry_sequence_breakers",
     "structured_outputs",  # a grammar by the time a request exists
     "reasoning_tags",
+    "reasoning_budget_message",  # in token ids
     "inside_reasoning",
     "shown_special_token_ids",
 }

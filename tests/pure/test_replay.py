@@ -175,6 +175,7 @@ _SAMPLING: dict[str, object] = {
     "dry_sequence_breakers": ("x",),
     "bad_words": ("y",),
     "reasoning_tags": ("<a>", "</a>"),
+    "reasoning_budget_message": "Enough.",
     "in_tokens": None,
     "logprob_token_ids": (3,),
     "repetition_detection": RepetitionDetectionParams(2, 1, 2),
@@ -224,6 +225,8 @@ def test_a_recording_has_what_plans_read_of_a_request(name: str) -> None:
         one = msgspec.structs.replace(one, **{name: _REQUEST[name]})
     else:
         changed = {"logprobs": 0, field: _SAMPLING[field]}
+        if field == "reasoning_budget_message":
+            changed["thinking_budget"] = 4
         sampling = msgspec.structs.replace(one.sampling, **changed)
         one = msgspec.structs.replace(one, sampling=sampling)
     scheduler.add(turn("before", (6, 6), max_tokens=6), 0.0)

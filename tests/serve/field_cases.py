@@ -147,6 +147,12 @@ SAMPLING: Cases = {
         name: Case(7, sampled("thinking_budget", 7), engine=thinking)
         for name in ("thinking_budget", *schemas.BUDGET_NAMES)
     },
+    "reasoning_budget_message": Case(
+        "Enough.",
+        sampled("reasoning_budget_message", "Enough."),
+        {"thinking_budget": 7},
+        engine=thinking,
+    ),
     "stream_options": Case(
         {"include_usage": True}, lambda seen: seen.chunks[-1]["choices"] == [], {"stream": True}
     ),

@@ -48,6 +48,8 @@ BEYOND_THE_SCHEMA = re.compile(
     | top_logprobs\ needs\ (logprobs|include)
     | logprob_token_ids\ needs\ logprobs | truncate_prompt_tokens\ is
     | \w+_budget(_tokens)?\ (is\ not\ supported|cannot|is\ -?\d+\ and)
+    | reasoning_budget_message\ needs
+    | repetition_detection\.min_(pattern_size|count)\ is
     | timeout_s\ is\ .*\ (inf|nan|above)
     | best_of\ is\ .*,\ (below|above)\ n
     | (length_penalty|early_stopping)\ needs\ use_beam_search

@@ -325,5 +325,10 @@ def _reasoning(rng: random.Random, vocabulary: Vocabulary) -> ReasoningTokens:
         blank: b"\n",
     }
     return ReasoningTokens(
-        b"<think>", b"</think>", (first, second), pieces, starts_open=rng.random() < 0.7
+        b"<think>",
+        b"</think>",
+        (first, second),
+        pieces,
+        starts_open=rng.random() < 0.7,
+        message_ids=tuple(rng.sample(range(vocabulary.size), rng.choice((0, 0, 3)))),
     )

@@ -85,7 +85,12 @@ __all__ = [
 _MODEL = effect("Which served name answers; the first one if not given, 404 for an unknown one.")
 _TEMPLATE = effect("Given to the chat template.")
 # other servers' names of `thinking_budget`, in which -1 is no limit
-BUDGET_NAMES = ("thinking_token_budget", "reasoning_budget", "thinking_budget_tokens")
+BUDGET_NAMES = (
+    "thinking_token_budget",
+    "reasoning_budget",
+    "thinking_budget_tokens",
+    "reasoning_budget_tokens",
+)
 _BUDGET = effect(
     "Another name of thinking_budget; -1 for no limit. Several may be sent if they agree."
 )
@@ -204,6 +209,8 @@ class SamplingFields(msgspec.Struct, forbid_unknown_fields=True, kw_only=True, f
     thinking_token_budget: Annotated[int | None, _BUDGET] = None
     reasoning_budget: Annotated[int | None, _BUDGET] = None
     thinking_budget_tokens: Annotated[int | None, _BUDGET] = None
+    reasoning_budget_tokens: Annotated[int | None, _BUDGET] = None
+    reasoning_budget_message: str | None = None
     repetition_detection: RepetitionDetection | None = None
     seed: int | None = None
     max_tokens: int | None = None
