@@ -13,7 +13,7 @@ if TYPE_CHECKING:
     from quickstep.engine.adapters import LoRARequest
     from quickstep.engine.beam_search import BeamSearchParams
     from quickstep.engine.llm import LLM
-    from quickstep.sampling_params import StructuredOutputsParams
+    from quickstep.sampling_params import RepetitionDetectionParams, StructuredOutputsParams
     from quickstep.types import Grammar, Pooling, SamplingParams
 
 __all__ = [
@@ -22,6 +22,7 @@ __all__ = [
     "Grammar",
     "LoRARequest",
     "Pooling",
+    "RepetitionDetectionParams",
     "SamplingParams",
     "StructuredOutputsParams",
     "__version__",
@@ -38,8 +39,8 @@ def __getattr__(name: str) -> Any:
         return import_module("quickstep.engine.adapters").LoRARequest
     if name == "BeamSearchParams":
         return import_module("quickstep.engine.beam_search").BeamSearchParams
-    if name == "StructuredOutputsParams":
-        return import_module("quickstep.sampling_params").StructuredOutputsParams
+    if name in ("RepetitionDetectionParams", "StructuredOutputsParams"):
+        return getattr(import_module("quickstep.sampling_params"), name)
     if name in ("Grammar", "Pooling", "SamplingParams"):
         return getattr(import_module("quickstep.types"), name)
     raise AttributeError(f"module 'quickstep' has no attribute {name!r}")

@@ -26,6 +26,7 @@ __all__ = [
     "Grammar",
     "GrammarKind",
     "ReasoningTokens",
+    "RepetitionDetectionParams",
     "SamplingField",
     "SamplingParams",
     "TokenForms",
@@ -143,6 +144,42 @@ class StructuredOutputsParams(msgspec.Struct, frozen=True):
         return chosen
 
 
+class RepetitionDetectionParams(msgspec.Struct, frozen=True):
+    """Which repetition at the end of an output ends it. Names and meaning are vLLM's.
+
+    Attributes:
+        max_pattern_size: Largest number of tokens that repeat; 0 ends nothing.
+        min_pattern_size: Smallest number of them; 0 is 1.
+        min_count: How often they occur in a row, at least 2.
+    """
+
+    max_pattern_size: int = 0
+    min_pattern_size: int = 0
+    min_count: int = 0
+
+    def __post_init__(self) -> None:
+        for name, highest in (
+            ("max_pattern_size", _LARGEST_PATTERN),
+            ("min_pattern_size", _LARGEST_PATTERN),
+            ("min_count", _LARGEST),
+        ):
+            value, param = getattr(self, name), f"repetition_detection.{name}"
+            _check_range(param, value, Bounds(0, highest))
+            _check_integer(param, value)
+        if self.min_pattern_size > self.max_pattern_size:
+            raise RequestError(
+                f"repetition_detection.min_pattern_size is {self.min_pattern_size}, above "
+                f"max_pattern_size {self.max_pattern_size}",
+                param="repetition_detection.min_pattern_size",
+            )
+        if self.max_pattern_size and self.min_count < 2:
+            raise RequestError(
+                f"repetition_detection.min_count is {self.min_count}, it must be at least 2 to end "
+                "a repetition",
+                param="repetition_detection.min_count",
+            )
+
+
 class ReasoningTokens(msgspec.Struct, frozen=True):
     """The tags around a model's reasoning, and the tokens that can write them.
 
@@ -152,6 +189,7 @@ class ReasoningTokens(msgspec.Struct, frozen=True):
         closing_ids: The tokens that write the closing tag.
         pieces: The bytes of each token that may contain part of a tag or is only white space.
         starts_open: The reasoning starts in the prompt.
+        message_ids: What is written before the closing tag when the budget is used up.
     """
 
     opening: bytes
@@ -159,6 +197,7 @@ class ReasoningTokens(msgspec.Struct, frozen=True):
     closing_ids: tuple[int, ...]
     pieces: Mapping[int, bytes]
     starts_open: bool = False
+    message_ids: tuple[int, ...] = ()
 
 
 class TokenForms(msgspec.Struct, frozen=True):
@@ -226,6 +265,7 @@ class SamplingField(msgspec.Struct, frozen=True):
 
 
 _LARGEST = 2**31 - 1  # of tokens or sequences; an int32 in kernels
+_LARGEST_PATTERN = 1024  # of tokens that repeat: bounds the time that each token takes
 
 
 class SamplingParams(msgspec.Struct, frozen=True):
@@ -259,6 +299,8 @@ class SamplingParams(msgspec.Struct, frozen=True):
         bad_words: Texts that may not be generated, with or without a space before them: the last
             token of one is masked after its other tokens, unless no other token is allowed.
         thinking_budget: Reasoning tokens after which its closing tag is forced; None for no limit.
+        reasoning_budget_message: Its tokens are forced before that tag, and count as reasoning
+            beyond the budget. A model that has begun to write the tag by itself gets no message.
         reasoning_tags: Texts around the reasoning; None uses those of the chat template. A grammar
             starts after the reasoning if the request has tags or a budget for it, and otherwise at
             the start of the output.
@@ -269,6 +311,8 @@ class SamplingParams(msgspec.Struct, frozen=True):
             string ends the output anywhere.
         in_tokens: The texts in token ids; the engine sets it.
         structured_outputs: vLLM's name for `grammar`, which it becomes.
+        repetition_detection: Ends a sequence, after `min_tokens`, with the token that completes the
+            last occurrence. Only the output is searched, not the prompt.
 
     Raises:
         RequestError: A value is outside its range; `param` names the field.
@@ -393,6 +437,10 @@ class SamplingParams(msgspec.Struct, frozen=True):
         "error if the model's reasoning has no tags.",
         Bounds(0, _LARGEST),
     ] = None
+    reasoning_budget_message: Annotated[
+        str,
+        "Written at the end of a reasoning that has used up its budget, before the closing tag.",
+    ] = ""
     reasoning_tags: tuple[str, str] | None = None
     inside_reasoning: bool = False
     stop_after_reasoning: tuple[str, ...] = ()
@@ -406,6 +454,10 @@ class SamplingParams(msgspec.Struct, frozen=True):
         tuple[int, ...], "Returns the logprobs of these tokens too; needs logprobs."
     ] = ()
     structured_outputs: StructuredOutputsParams | None = None
+    repetition_detection: Annotated[
+        RepetitionDetectionParams | None,
+        "Ends the choice where it repeats itself, with finish_reason repetition.",
+    ] = None
 
     def __post_init__(self) -> None:
         self._take_structured_outputs()
@@ -421,6 +473,13 @@ class SamplingParams(msgspec.Struct, frozen=True):
             _check_integer(name, getattr(self, name))
         for name in _TEXTS:
             _check_texts(name, getattr(self, name))
+        if self.reasoning_budget_message:
+            _check_texts("reasoning_budget_message", (self.reasoning_budget_message,))
+            if self.thinking_budget is None:
+                raise RequestError(
+                    "reasoning_budget_message needs thinking_budget, at whose end it is written",
+                    param="reasoning_budget_message",
+                )
         if self.max_tokens is not None and self.min_tokens > self.max_tokens:
             raise RequestError(
                 f"min_tokens is {self.min_tokens}, above max_tokens {self.max_tokens}",
@@ -438,6 +497,13 @@ class SamplingParams(msgspec.Struct, frozen=True):
             )
         if self.grammar is not None:
             self._check_grammar(self.grammar)
+        detection: object = self.repetition_detection
+        if not isinstance(detection, RepetitionDetectionParams | None):
+            raise RequestError(
+                f"repetition_detection is a {type(detection).__name__}, it must be "
+                "RepetitionDetectionParams",
+                param="repetition_detection",
+            )
 
     def _take_structured_outputs(self) -> None:
         """Make it the grammar."""

@@ -87,7 +87,8 @@ class FinishReason(enum.Enum):
 
     ERROR is a failure of the engine. REFUSED is a fault of the request: its constraints allow no
     next token. DEADLINE ends a sequence at its time limit, with the text so far; SHED ends one that
-    waits and can no longer have its first token in time.
+    waits and can no longer have its first token in time. REPETITION ends one that repeats itself
+    (`SamplingParams.repetition_detection`).
     """
 
     EOS = "eos"
@@ -95,6 +96,7 @@ class FinishReason(enum.Enum):
     STOP_STRING = "stop_string"
     MAX_TOKENS = "max_tokens"
     CONTEXT_LIMIT = "context_limit"
+    REPETITION = "repetition"
     POOLED = "pooled"
     ABORTED = "aborted"
     DEADLINE = "deadline"
@@ -106,7 +108,7 @@ class FinishReason(enum.Enum):
     @property
     def openai(self) -> str:
         """The `finish_reason` of OpenAI's API: `stop`, `length`, or one of those that it has no
-        name for: `timeout`, `abort`, `error`.
+        name for: `timeout`, `repetition` (vLLM's), `abort`, `error`.
         """
         if self in _STOPS:
             return "stop"
@@ -114,6 +116,8 @@ class FinishReason(enum.Enum):
             return "length"
         if self is FinishReason.DEADLINE:
             return "timeout"
+        if self is FinishReason.REPETITION:
+            return "repetition"
         return "error" if self.is_failure else "abort"
 
     @property

@@ -167,12 +167,34 @@ def test_a_budget_closes_the_reasoning_and_the_grammar_follows(compiler, tokeniz
     assert set(json.loads(message.content)) == {"a", "n"}
 
 
+MESSAGE = " Enough, I answer now."
+
+
+def test_a_budgets_message_is_part_of_the_reasoning(compiler, tokenizer):
+    fields = {"thinking_budget": 9, "reasoning_budget_message": MESSAGE}
+    params = params_for(tokenizer, 200, True, **fields)
+    tokens = continued(compiler, tokenizer, params, wisher(tokenizer, "and then " * 40))
+    message = read(text_of(tokenizer, tokens), True)
+    assert message.reasoning == f"and then {MESSAGE}".strip()
+    assert set(json.loads(message.content)) == {"a", "n"}
+
+
+@pytest.mark.parametrize("max_tokens", range(SHORTEST, SHORTEST + 60, 5))
+def test_a_budgets_message_leaves_the_grammar_its_tokens(compiler, tokenizer, max_tokens):
+    fields = {"thinking_budget": 3, "reasoning_budget_message": MESSAGE * 2}
+    params = params_for(tokenizer, max_tokens, True, **fields)
+    tokens = continued(compiler, tokenizer, params, wisher(tokenizer, "and then " * 40))
+    assert len(tokens) <= max_tokens and tokens[-1] in tokenizer.eos_token_ids
+    assert set(json.loads(read(text_of(tokenizer, tokens), True).content)) == {"a", "n"}
+
+
 @settings(max_examples=40, deadline=None)
 @given(st.integers(0, 10**6), st.booleans(), st.integers(SHORTEST, 70), st.data())
 def test_an_interrupted_output_goes_on_as_if_it_had_not_been(
     compiler, tokenizer, seed, is_open, max_tokens, data
 ):
-    params = params_for(tokenizer, max_tokens, is_open, temperature=1.0)
+    fields = {"thinking_budget": 6, "reasoning_budget_message": "Enough."} if seed % 2 else {}
+    params = params_for(tokenizer, max_tokens, is_open, temperature=1.0, **fields)
     tag = tokenizer.encode("<think></think>", add_special_tokens=False)
 
     def row_at(position, tokens):

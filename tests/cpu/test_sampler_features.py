@@ -240,9 +240,9 @@ PIECES = {10: b"<o>", 11: b"<", 12: b"o>", 2: b"\n", 20: b"</", 21: b"c>", 22: b
 TAGS = ReasoningTokens(b"<o>", b"</c>", (20, 21), PIECES)
 
 
-def reasoned(budget, starts_open, preferred, num_tokens=12):
+def reasoned(budget, starts_open, preferred, num_tokens=12, message=()):
     """Greedy tokens where the model would write `preferred` in turn."""
-    tags = replace(TAGS, starts_open=starts_open)
+    tags = replace(TAGS, starts_open=starts_open, message_ids=message)
     sampling = SamplingParams(
         temperature=0.0, thinking_budget=budget, in_tokens=TokenForms(reasoning=tags)
     )
@@ -270,6 +270,34 @@ def reasoned(budget, starts_open, preferred, num_tokens=12):
 )
 def test_the_reasoning_ends_after_its_budget(budget, starts_open, preferred, expected):
     assert reasoned(budget, starts_open, preferred)[: len(expected)] == expected
+
+
+@pytest.mark.parametrize(
+    ("budget", "starts_open", "preferred", "expected"),
+    [
+        (3, True, [1], [1, 1, 1, 7, 8, 7, 20, 21, 1, 1]),
+        (0, True, [1], [7, 8, 7, 20, 21, 1]),
+        (2, False, [10] + [1] * 11, [10, 1, 1, 7, 8, 7, 20, 21, 1]),
+        (0, False, [10] + [1] * 11, [10, 7, 8, 7, 20, 21, 1]),
+        (2, True, [1, 20, 3, 1, 1, 1], [1, 20, 21, 1]),  # the model closes it by itself
+        (2, True, [1, 20, 21, 1, 1, 1], [1, 20, 21, 1]),
+        (9, True, [1, 22] + [1] * 10, [1, 22, 1, 1]),
+        (1, False, [1], [1] * 12),
+    ],
+)
+def test_a_message_comes_before_the_tag_that_the_budget_writes(
+    budget, starts_open, preferred, expected
+):
+    found = reasoned(budget, starts_open, preferred, message=(7, 8, 7))
+    assert found[: len(expected)] == expected
+
+
+@pytest.mark.parametrize("place", range(10))
+def test_a_message_continues_after_an_interruption(place):
+    tags = replace(TAGS, starts_open=True, message_ids=(7, 20, 8, 20))
+    outputs = [1, 1, 7, 20, 8, 20, 20, 21, 1]
+    budget = ThinkingBudget(2, tags, outputs[:place])
+    assert budget.next_tokens() == (tuple(outputs[place:8]) if place >= 2 else ())
 
 
 def test_an_answer_that_speaks_of_the_tag_is_no_reasoning():

@@ -122,6 +122,15 @@ def test_a_grammar_follows_reasoning_unless_the_prompt_has_closed_it():
     assert forms(ids_of("<think>\n"), grammar=Grammar.of_json_object()).reasoning is None
 
 
+def test_a_message_at_the_end_of_the_budget_has_tokens_and_no_tag():
+    tags = {"thinking_budget": 3, "reasoning_tags": ("<think>", "</think>")}
+    found = forms(**tags, reasoning_budget_message="\nEnough.\n").reasoning
+    assert found.message_ids == ids_of("\nEnough.\n")
+    assert forms(**tags).reasoning.message_ids == ()
+    with pytest.raises(RequestError, match="contains </think>, which is written after it"):
+        forms(**tags, reasoning_budget_message="Enough.\n</think>\n\n")
+
+
 def test_a_budget_needs_reasoning():
     finder = TokenFormFinder(TOKENIZER, 4096, 512, None)
     with pytest.raises(RequestError, match="thinking_budget is not supported"):

@@ -42,6 +42,7 @@ NATURAL_ENDS = frozenset(
         FinishReason.STOP_TOKEN,
         FinishReason.MAX_TOKENS,
         FinishReason.CONTEXT_LIMIT,
+        FinishReason.REPETITION,
         FinishReason.POOLED,
     }
 )

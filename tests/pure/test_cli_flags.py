@@ -181,6 +181,8 @@ def test_no_flags_give_the_default_server(monkeypatch: pytest.MonkeyPatch) -> No
     assert options.answers == AnswerOptions()
     args = parsed(*("serve", "--enable-force-include-usage", "--enable-per-request-metrics"))
     assert server_options(args).answers == AnswerOptions(True, True)
+    args = parsed("serve", "--reasoning-budget-message", "Enough.")
+    assert server_options(args).answers == AnswerOptions(budget_message="Enough.")
     assert server_options(parsed("serve", "--max-logprobs", "-1")).limits.logprobs == -1
     assert server_options(parsed("serve", "--strict")).field_rules == FieldRules(True, True)
     assert input_config(parsed("serve")) == InputConfig()

@@ -68,6 +68,8 @@ from quickstep.core.scheduler import Scheduler
 
 # In the order of their imports.
 _MODULES = (
+    "shares",
+    "repetition",
     "resources.block_pool",
     "cost_model",
     "sequence",

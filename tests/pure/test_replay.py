@@ -17,7 +17,7 @@ from quickstep.core.recording import RecordedCall, RecordedRequest, Recorder, Re
 from quickstep.core.replay import Recording, read_recording, replay
 from quickstep.core.resources.block_pool import KVBlockPool, chain_digest
 from quickstep.errors import ConfigError, RequestError
-from quickstep.sampling_params import Grammar
+from quickstep.sampling_params import Grammar, RepetitionDetectionParams
 from quickstep.types import (
     Pooling,
     Request,
@@ -176,8 +176,10 @@ _SAMPLING: dict[str, object] = {
     "bad_words": ("y",),
     "reasoning_tags": ("<a>", "</a>"),
     "stop_after_reasoning": ("<a>", "</a>"),
+    "reasoning_budget_message": "Enough.",
     "in_tokens": None,
     "logprob_token_ids": (3,),
+    "repetition_detection": RepetitionDetectionParams(2, 1, 2),
     "structured_outputs": None,  # a grammar by the time a request exists
 }
 _REQUEST: dict[str, object] = {
@@ -225,6 +227,8 @@ def test_a_recording_has_what_plans_read_of_a_request(name: str) -> None:
         one = msgspec.structs.replace(one, **{name: _REQUEST[name]})
     else:
         changed = {"logprobs": 0, field: _SAMPLING[field]}
+        if field == "reasoning_budget_message":
+            changed["thinking_budget"] = 4
         sampling = msgspec.structs.replace(one.sampling, **changed)
         one = msgspec.structs.replace(one, sampling=sampling)
     scheduler.add(turn("before", (6, 6), max_tokens=6), 0.0)

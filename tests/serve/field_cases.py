@@ -32,6 +32,7 @@ from field_seen import (
     thinking,
 )
 
+from quickstep.sampling_params import RepetitionDetectionParams
 from quickstep.server.openai import request_types as schemas
 from quickstep.types import Grammar, RequestClass
 
@@ -49,6 +50,15 @@ def streamed(name: str, holds: Holds) -> Case:
 def structured(expected: Grammar, **outputs: Any) -> Case:
     holds = sampled("grammar", expected)
     return Case(None, holds, whole={"structured_outputs": outputs})
+
+
+def repeating(name: str, value: int) -> Case:
+    def holds(seen: Seen) -> bool:
+        detection = seen.submitted.sampling.repetition_detection
+        return detection is not None and getattr(detection, name) == value
+
+    fields = {"max_pattern_size": 8, "min_pattern_size": 2, "min_count": 2, name: value}
+    return Case(value, holds, whole={"repetition_detection": fields})
 
 
 def shows_token_ids(seen: Seen) -> bool:
@@ -123,6 +133,10 @@ SAMPLING: Cases = {
         seed=(99, lambda seen: seen.submitted.sampling.seed == 99 == seen.answer["seed"]),
         max_tokens=(2, lambda seen: seen.answer["usage"]["completion_tokens"] == 2),
         min_tokens=(3, sampled("min_tokens", 3)),
+        repetition_detection=(
+            {"max_pattern_size": 8, "min_count": 3},
+            sampled("repetition_detection", RepetitionDetectionParams(8, 0, 3)),
+        ),
         stop=("x", sampled("stop", ("x",))),
         stop_token_ids=([9], sampled("stop_token_ids", (9,))),
         include_stop_str_in_output=(True, sampled("include_stop_str_in_output", True)),
@@ -143,6 +157,12 @@ SAMPLING: Cases = {
         name: Case(7, sampled("thinking_budget", 7), engine=thinking)
         for name in ("thinking_budget", *schemas.BUDGET_NAMES)
     },
+    "reasoning_budget_message": Case(
+        "Enough.",
+        sampled("reasoning_budget_message", "Enough."),
+        {"thinking_budget": 7},
+        engine=thinking,
+    ),
     "stream_options": Case(
         {"include_usage": True}, lambda seen: seen.chunks[-1]["choices"] == [], {"stream": True}
     ),
@@ -239,6 +259,11 @@ OPENAI_CASES: dict[type[msgspec.Struct], Cases] = {
         "regex": structured(Grammar.of_regex("a+"), regex="a+"),
         "choice": structured(Grammar.of_choice(["a", "b"]), choice=["a", "b"]),
         "grammar": structured(Grammar.of_lark('start: "a"'), grammar='start: "a"'),
+    },
+    schemas.RepetitionDetection: {
+        "max_pattern_size": repeating("max_pattern_size", 9),
+        "min_pattern_size": repeating("min_pattern_size", 4),
+        "min_count": repeating("min_count", 3),
     },
     schemas.TextPart: {"text": read()},
     schemas.RefusalPart: {"refusal": read()},

@@ -27,6 +27,7 @@ from field_seen import (
     unknown_model,
 )
 
+from quickstep.sampling_params import RepetitionDetectionParams
 from quickstep.server.batches.request_types import BatchRequest, ExpiresAfter
 from quickstep.server.llama_cpp.request_types import LlamaCompletionRequest, PromptObject
 from quickstep.server.lora_routes import LoadLoRAAdapter, UnloadLoRAAdapter
@@ -172,6 +173,10 @@ LLAMA: Cases = {
         dry_sequence_breakers=(["x"], sampled("dry_sequence_breakers", ("x",))),
         xtc_probability=(0.5, sampled("xtc_probability", 0.5)),
         xtc_threshold=(0.2, sampled("xtc_threshold", 0.2)),
+        repetition_detection=(
+            {"max_pattern_size": 8, "min_count": 3},
+            sampled("repetition_detection", RepetitionDetectionParams(8, 0, 3)),
+        ),
         seed=(99, lambda seen: seen.answer["generation_settings"]["seed"] == 99),
         stop=(["x"], sampled("stop", ("x",))),
         ignore_eos=(True, sampled("ignore_eos", True)),

@@ -54,6 +54,7 @@ EXAMPLES: dict[Struct, dict[str, Any]] = {
     FunctionCallItem: {"arguments": "{}"},
     schemas.JsonSchema: {"schema": {"type": "array"}},
     schemas.StructuredOutputs: {"regex": "a"},
+    schemas.RepetitionDetection: {"max_pattern_size": 8, "min_count": 2},
     schemas.AssistantMessage: {"content": "a"},
     schemas.CalledFunction: {"arguments": "{}"},
     ollama.OllamaModelFields: {"model": "fake"},
@@ -88,6 +89,10 @@ BESIDE: dict[tuple[Struct, str], dict[str, Any]] = {
     (ollama.OllamaChatRequest, "top_logprobs"): {"logprobs": True},
     (ollama.OllamaGenerateRequest, "top_logprobs"): {"logprobs": True},
     (schemas.CompletionRequest, "min_tokens"): {"max_tokens": 2**31 - 1},
+    **{
+        (struct, "reasoning_budget_message"): {"thinking_budget": 7}
+        for struct in (schemas.ChatRequest, schemas.CompletionRequest, ResponsesRequest)
+    },
 }
 
 

@@ -49,6 +49,8 @@ BEYOND_THE_SCHEMA = re.compile(
     | logprob_token_ids\ needs\ logprobs | truncate_prompt_tokens\ is
     | truncation_side\ needs
     | \w+_budget(_tokens)?\ (is\ not\ supported|cannot|is\ -?\d+\ and)
+    | reasoning_budget_message\ needs
+    | repetition_detection\.min_(pattern_size|count)\ is
     | timeout_s\ is\ .*\ (inf|nan|above)
     | best_of\ is\ .*,\ (below|above)\ n
     | (length_penalty|early_stopping)\ needs\ use_beam_search

@@ -149,6 +149,7 @@ def test_continuous_usage_counts_along() -> None:
         (FinishReason.STOP_STRING, "stop"),
         (FinishReason.CONTEXT_LIMIT, "length"),
         (FinishReason.DEADLINE, "timeout"),
+        (FinishReason.REPETITION, "repetition"),
         (FinishReason.ABORTED, "abort"),
     ],
 )

@@ -65,6 +65,16 @@ REQUESTS: tuple[tuple[str, dict[str, Any]], ...] = (
     ),
     (COMPLETIONS, {"prompt": "a", "bad_words": ["a"], "allowed_token_ids": [67, 271], "seed": 7}),
     (CHAT, {"messages": QUESTION, "thinking_budget": 9}),
+    (
+        COMPLETIONS,
+        {
+            "prompt": "1 1 1 1 1 1",
+            "seed": 8,
+            "temperature": 0,
+            "max_tokens": 60,
+            "repetition_detection": {"max_pattern_size": 4, "min_count": 4},
+        },
+    ),
     (COMPLETIONS, {"prompt": "a", "stop_token_ids": [10**6]}),
     (COMPLETIONS, {"prompt": "a " * 20_000}),
 )

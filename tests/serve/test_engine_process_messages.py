@@ -26,6 +26,7 @@ from quickstep.engine.remote.messages import (
     read_messages,
 )
 from quickstep.errors import EngineError
+from quickstep.sampling_params import RepetitionDetectionParams
 from quickstep.types import SamplingParams
 
 INTS = st.integers(-(2**63), 2**64 - 1)
@@ -69,6 +70,8 @@ st.register_type_strategy(
         bad_words=st.lists(TEXTS.filter(bool), max_size=3).map(tuple),
         thinking_budget=st.none() | st.integers(0, 2**31 - 1),
         reasoning_tags=st.none() | st.tuples(TEXTS, TEXTS),
+        repetition_detection=st.none()
+        | st.builds(RepetitionDetectionParams, st.integers(4, 1024), st.integers(0, 4), st.just(2)),
     ),
 )
 CONFIGS = st.builds(

@@ -82,6 +82,7 @@ def test_a_completion_has_llama_cpps_fields() -> None:
     [
         (FinishReason.MAX_TOKENS, "limit"),
         (FinishReason.CONTEXT_LIMIT, "limit"),
+        (FinishReason.REPETITION, "limit"),
         (FinishReason.STOP_STRING, "word"),
         (FinishReason.STOP_TOKEN, "eos"),
     ],

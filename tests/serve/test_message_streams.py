@@ -175,6 +175,7 @@ def test_openais_events_come_in_its_order() -> None:
         (FinishReason.EOS, "end_turn"),
         (FinishReason.STOP_TOKEN, "end_turn"),
         (FinishReason.CONTEXT_LIMIT, "model_context_window_exceeded"),
+        (FinishReason.REPETITION, "max_tokens"),
         (FinishReason.DEADLINE, "max_tokens"),
     ],
 )

@@ -137,6 +137,7 @@ def test_a_generated_answer_goes_through_the_template_and_a_raw_one_does_not() -
     [
         (FinishReason.MAX_TOKENS, "length"),
         (FinishReason.CONTEXT_LIMIT, "length"),
+        (FinishReason.REPETITION, "length"),
         (FinishReason.STOP_STRING, "stop"),
         (FinishReason.STOP_TOKEN, "stop"),
     ],

@@ -1,6 +1,7 @@
 """Sampling fields that need more than a value: presets over defaults, the reasoning budget."""
 
 import asyncio
+from collections.abc import Callable
 from typing import Any
 
 import httpx
@@ -9,19 +10,28 @@ from client import CHAT, COMPLETIONS, MESSAGES, client_of
 from fake_engine import FakeEngine, FakeTemplate
 
 from quickstep.engine.tool_calls.formats import formats_of
+from quickstep.errors import ConfigError
 from quickstep.sampling_params import PRESETS
 from quickstep.server.app import create_app
+from quickstep.server.generate.adapter import Served
+from quickstep.server.generate.conversation import EFFORT_BUDGETS
 from quickstep.server.openai.request_types import BUDGET_NAMES
+from quickstep.server.options import AnswerOptions, ServerOptions
 from quickstep.types import SamplingParams
 
 DEFAULTS = {"temperature": 0.6, "top_p": 0.8, "top_k": 20}
 
 
-def post(route: str, fields: dict[str, Any], engine: FakeEngine) -> httpx.Response:
-    body = {"messages": MESSAGES} if route == CHAT else {"prompt": "a"}
+def post(
+    route: str,
+    fields: dict[str, Any],
+    engine: FakeEngine,
+    options: ServerOptions | None = None,
+) -> httpx.Response:
+    body = {COMPLETIONS: {"prompt": "a"}, "/v1/responses": {}}.get(route, {"messages": MESSAGES})
 
     async def run() -> httpx.Response:
-        async with client_of(create_app(engine)) as client:
+        async with client_of(create_app(engine, options or ServerOptions())) as client:
             return await client.post(route, json={**body, **fields})
 
     return asyncio.run(run())
@@ -118,3 +128,84 @@ def test_a_budget_bounds_the_reasoning_before_a_grammar() -> None:
     sampling = engine.submitted[0].sampling
     assert (sampling.thinking_budget, sampling.reasoning_tags) == (7, ("<think>", "</think>"))
     assert sampling.grammar is not None
+
+
+def test_a_message_at_the_end_of_the_budget_is_the_requests_or_the_servers() -> None:
+    options = ServerOptions(answers=AnswerOptions(budget_message="The server's."))
+    for fields, message in (
+        ({"thinking_budget": 7}, "The server's."),
+        ({"thinking_budget": 7, "reasoning_budget_message": "Mine."}, "Mine."),
+        ({"thinking_budget": 7, "reasoning_budget_message": ""}, ""),
+        ({"reasoning_budget": -1, "reasoning_budget_message": "Mine."}, ""),
+        ({}, ""),
+    ):
+        engine = thinking("x</think>")
+        assert post(CHAT, fields, engine, options).status_code == 200
+        assert engine.submitted[-1].sampling.reasoning_budget_message == message
+
+
+def test_a_message_without_a_budget_or_with_the_tag_is_refused() -> None:
+    engine = thinking("x</think>")
+    alone = post(CHAT, {"reasoning_budget_message": "Enough."}, engine)
+    assert alone.status_code == 400
+    assert alone.json()["error"]["message"].startswith(
+        "reasoning_budget_message needs thinking_budget"
+    )
+    fields = {"thinking_budget": 7, "reasoning_budget_message": "x" * 1025}
+    assert "has 1025 characters, the limit is 1024" in post(CHAT, fields, engine).text
+    options = ServerOptions(answers=AnswerOptions(budget_message="Enough.</think>"))
+    with pytest.raises(ConfigError, match=r"--reasoning-budget-message: .* contains </think>"):
+        Served.of(engine, options)
+
+
+ANTHROPIC = {"model": "fake", "max_tokens": 9}
+EFFORT_FIELDS: tuple[tuple[str, Callable[[str], dict[str, Any]]], ...] = (
+    (CHAT, lambda level: {"reasoning_effort": level}),
+    ("/v1/responses", lambda level: {"input": "a", "reasoning": {"effort": level}}),
+    ("/v1/messages", lambda level: {"output_config": {"effort": level}, **ANTHROPIC}),
+)
+
+
+@pytest.mark.parametrize(("route", "fields"), EFFORT_FIELDS)
+@pytest.mark.parametrize("level", EFFORT_BUDGETS)
+def test_an_effort_is_a_budget_where_the_template_has_no_levels(
+    route: str, fields: Callable[[str], dict[str, Any]], level: str
+) -> None:
+    engine = thinking("x</think>")
+    response = post(route, fields(level), engine)
+    assert response.status_code == 200, response.text
+    assert "x-quickstep-ignored" not in response.headers
+    assert engine.submitted[-1].sampling.thinking_budget == EFFORT_BUDGETS[level]
+    assert "reasoning_effort" not in bytes(engine.submitted[-1].prompt).decode()
+
+
+@pytest.mark.parametrize("think", ["low", "medium", "high"])
+def test_ollamas_levels_are_budgets_too(think: str) -> None:
+    engine = thinking("x</think>")
+    body = {"model": "fake", "think": think, "stream": False}
+    assert post("/api/chat", body, engine).status_code == 200
+    assert engine.submitted[-1].sampling.thinking_budget == EFFORT_BUDGETS[think]
+
+
+@pytest.mark.parametrize(
+    ("fields", "budget"),
+    [({"thinking_budget": 7}, 7), ({"thinking_token_budget": -1}, None), ({}, 1024)],
+)
+def test_a_budget_of_the_request_goes_before_the_effort(
+    fields: dict[str, Any], budget: int | None
+) -> None:
+    sampling = sampled({"reasoning_effort": "low", **fields}, thinking("x</think>"))
+    assert sampling.thinking_budget == budget
+
+
+def test_a_template_with_levels_gets_the_effort_and_no_budget() -> None:
+    engine = thinking("x</think>")
+    engine.chat_template.source = "{{ reasoning_effort }}"
+    sampling = sampled({"reasoning_effort": "low"}, engine)
+    assert sampling.thinking_budget is None
+    assert "reasoning_effort=low" in bytes(engine.submitted[-1].prompt).decode()
+
+
+def test_a_level_that_no_table_has_is_reported() -> None:
+    response = post(CHAT, {"reasoning_effort": "heroic"}, thinking("x</think>"))
+    assert response.headers["x-quickstep-ignored"] == "reasoning_effort"

@@ -287,7 +287,8 @@ class _Replay:
         for of_sequence, one in zip(tokens, recorded.sequences, strict=True):
             if one.reason is not None and one.num_tokens:
                 ends.setdefault(one.reason, set()).add(of_sequence[-1])
-        stops = tuple(sorted(ends.get(FinishReason.STOP_TOKEN, ())))
+        by_token = (FinishReason.STOP_TOKEN, FinishReason.REPETITION)  # made-up ones do not repeat
+        stops = tuple(sorted({token for reason in by_token for token in ends.get(reason, ())}))
         return replace(
             request,
             prompt_token_ids=tuple(tokens[0][: recorded.input_length]),

@@ -14,6 +14,7 @@ from types import MappingProxyType
 import msgspec
 from msgspec.structs import replace
 
+from quickstep.core.repetition import RepetitionDetector
 from quickstep.core.resources.block_pool import NO_HITS, BlockKey, ChainRoot
 from quickstep.types import (
     Activity,
@@ -255,6 +256,9 @@ class Sequence:
         # prompt tokens that are scored and delivered: by the first sequence of a request only
         scores = index == 0 and request.sampling.prompt_logprobs is not None
         self._num_scored_tokens = 0 if scores else self.prompt_len
+        detection = request.sampling.repetition_detection
+        is_detected = detection is not None and detection.max_pattern_size
+        self._repetition = RepetitionDetector(detection) if detection and is_detected else None
         self.drafts = SequenceDrafts()
         self.charges = Charges()
         # for its timings
@@ -513,6 +517,7 @@ class Sequence:
         token_id = self.token_ids[-1]
         num_outputs = len(self.token_ids) - self.prompt_len
         is_long_enough = num_outputs >= sampling.min_tokens
+        repeats = self._repetition is not None and self._repetition.record(token_id)
         # A grammar allows an end token too early only where nothing else may follow.
         may_end = (is_long_enough or sampling.grammar is not None) and not sampling.ignore_eos
         if may_end and token_id in self.request.eos_token_ids:
@@ -521,7 +526,9 @@ class Sequence:
             return FinishReason.STOP_TOKEN
         if sampling.max_tokens is not None and num_outputs >= sampling.max_tokens:
             return FinishReason.MAX_TOKENS
-        return FinishReason.CONTEXT_LIMIT if num_outputs >= self.context_limit else None
+        if num_outputs >= self.context_limit:
+            return FinishReason.CONTEXT_LIMIT
+        return FinishReason.REPETITION if repeats and is_long_enough else None
 
     def finish(self, now: float) -> SequenceTimings:
         """End the sequence; returns its timings."""

@@ -62,6 +62,7 @@ class RequestLimits(msgspec.Struct, frozen=True):
         logprobs: Alternatives per token; -1 for no bound. A request that sends -1 has the complete
             vocabulary, if the bound allows so many.
         logprob_token_ids: Tokens whose logprobs a request may request by id.
+        budget_message_chars: Characters of `reasoning_budget_message`.
         label_chars: Characters of `user`, `cache_salt` and the other labels, which logs keep.
         tools: Functions that a request may offer to the model.
         metadata: Entries of `metadata`; keys have at most 64 and values at most 512 characters.
@@ -89,6 +90,7 @@ class RequestLimits(msgspec.Struct, frozen=True):
     dry_breaker_chars: int = 32
     logprobs: int = 20
     logprob_token_ids: int = 128
+    budget_message_chars: int = 1024
     label_chars: int = 512
     tools: int = 128
     metadata: int = 16
@@ -250,10 +252,13 @@ class AnswerOptions(msgspec.Struct, frozen=True):
         always_usage: Every chunk of chat and completions has the usage so far, and the last one
             nothing else.
         request_metrics: Responses of chat and completions include how long the request took.
+        budget_message: What a reasoning that has used up its budget ends with, for requests without
+            `reasoning_budget_message`; "" for the closing tag only.
     """
 
     always_usage: bool = False
     request_metrics: bool = False
+    budget_message: str = ""
 
 
 class FieldRules(msgspec.Struct, frozen=True):

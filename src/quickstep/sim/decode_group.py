@@ -238,6 +238,7 @@ class DecodeGroup:
             or request.pooling is not None
             or sampling.grammar is not None
             or sampling.logprobs is not None
+            or sampling.repetition_detection is not None
         )
         may_stop = not sampling.ignore_eos and token_id in request.eos_token_ids
         planned = residency.planned

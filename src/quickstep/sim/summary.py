@@ -32,6 +32,7 @@ _COMPLETE = (
     FinishReason.STOP_STRING,
     FinishReason.MAX_TOKENS,
     FinishReason.CONTEXT_LIMIT,
+    FinishReason.REPETITION,
 )
 
 

@@ -15,7 +15,7 @@ import msgspec
 from msgspec.structs import replace
 
 from quickstep.engine.beam_search import BeamSearchParams
-from quickstep.sampling_params import ReasoningTokens, TokenForms
+from quickstep.sampling_params import ReasoningTokens, RepetitionDetectionParams, TokenForms
 from quickstep.types import Grammar, Pooling, Request, SamplingParams
 
 __all__ = [
@@ -257,6 +257,10 @@ def _sampling(rng: random.Random, vocabulary: Vocabulary, is_long: bool) -> Samp
     )
 
 
+# sizes and count: some end an output of three tokens, some only a long one
+_REPETITIONS = ((1, 0, 2), (2, 1, 2), (3, 2, 2), (4, 1, 3))
+
+
 def _with_features(
     rng: random.Random,
     sampling: SamplingParams,
@@ -269,7 +273,7 @@ def _with_features(
     """
     if rng.random() < 0.5 or sampling.max_tokens == 0:
         return sampling
-    names = ["typical", "xtc", "dry", "bad words", "thinking"]
+    names = ["typical", "xtc", "dry", "bad words", "thinking", "repetition"]
     names += ["grammar"] * vocabulary.has_grammars
     chosen = rng.sample(names, rng.randint(1, 3))
     follows_grammar = "grammar" in chosen
@@ -277,6 +281,10 @@ def _with_features(
     thinks = "thinking" in chosen
     # a grammar may follow a reasoning that nothing bounds
     has_budget = thinks and not (follows_grammar and rng.random() < 0.3)
+    repeats = "repetition" in chosen and not follows_grammar
+    allowed = sampling.allowed_token_ids
+    if repeats:  # of two tokens, which soon repeat themselves
+        allowed = tuple(rng.sample(range(vocabulary.size), 2))
     needs_draws = {"typical", "xtc"} & set(chosen) and not sampling.temperature
     return replace(
         sampling,
@@ -290,7 +298,10 @@ def _with_features(
         dry_range=rng.choice((0, 20)),
         thinking_budget=rng.randint(0, 6) if has_budget else None,
         grammar=rng.choice(_GRAMMARS) if follows_grammar else None,
-        allowed_token_ids=() if follows_grammar else sampling.allowed_token_ids,
+        repetition_detection=RepetitionDetectionParams(*rng.choice(_REPETITIONS))
+        if "repetition" in chosen
+        else None,
+        allowed_token_ids=() if follows_grammar else allowed,
         ignore_eos=sampling.ignore_eos and not follows_grammar,
         in_tokens=TokenForms(
             bad_words=words if "bad words" in chosen else (),
@@ -314,5 +325,10 @@ def _reasoning(rng: random.Random, vocabulary: Vocabulary) -> ReasoningTokens:
         blank: b"\n",
     }
     return ReasoningTokens(
-        b"<think>", b"</think>", (first, second), pieces, starts_open=rng.random() < 0.7
+        b"<think>",
+        b"</think>",
+        (first, second),
+        pieces,
+        starts_open=rng.random() < 0.7,
+        message_ids=tuple(rng.sample(range(vocabulary.size), rng.choice((0, 0, 3)))),
     )

@@ -219,6 +219,7 @@ class RunCounts(msgspec.Struct):
     aborts: int = 0
     pauses: int = 0
     stop_strings: int = 0
+    repetitions: int = 0
     beam_searches: int = 0
     adapter_loads: int = 0
     adapter_evictions: int = 0
@@ -456,6 +457,7 @@ class _Run:
                 )
             if output.finish_reason is not None:
                 trace.finish_reason, trace.error = output.finish_reason, output.error
+                self.counts.repetitions += output.finish_reason is FinishReason.REPETITION
 
     def _read(self, output: SequenceOutput, trace: Trace) -> SequenceOutput:
         """The output up to a stop string, which ends its sequence as the engine does."""

@@ -51,6 +51,12 @@ def add_sampling_flags(parser: argparse.ArgumentParser, max_tokens: int) -> None
         text = f"{sampling_fields()[name].description} Repeatable."
         group.add_argument(flag, action="append", metavar="TEXT", help=text)
     group.add_argument(
+        "--reasoning-budget-message",
+        metavar="TEXT",
+        help=f"{sampling_fields()['reasoning_budget_message'].description} "
+        "It needs --thinking-budget.",
+    )
+    group.add_argument(
         "--seed", type=int, metavar="N", help="sampling seed (default: random; --json prints it)"
     )
     group.add_argument(
@@ -64,6 +70,8 @@ def _given(args: argparse.Namespace) -> dict[str, Any]:
         name: value for name in _number_flags() if (value := getattr(args, name)) is not None
     }
     texts = {name: tuple(texts) for name in _TEXT_FLAGS if (texts := getattr(args, name))}
+    if args.reasoning_budget_message:
+        values["reasoning_budget_message"] = args.reasoning_budget_message
     return {**preset_values(args.preset), **values, **texts, "max_tokens": args.max_tokens}
 
 

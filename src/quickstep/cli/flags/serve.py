@@ -311,6 +311,13 @@ def _add_request_flags(group: argparse._ArgumentGroup) -> None:
         help="add timings to responses of chat and completions",
     )
     group.add_argument(
+        "--reasoning-budget-message",
+        default="",
+        metavar="TEXT",
+        help="what a reasoning that has used up its budget ends with, for requests without "
+        "reasoning_budget_message (default: only the closing tag)",
+    )
+    group.add_argument(
         "--default-timeout-s",
         type=float,
         metavar="SECONDS",
@@ -476,6 +483,7 @@ def server_options(args: argparse.Namespace) -> ServerOptions:
         answers=AnswerOptions(
             always_usage=args.enable_force_include_usage,
             request_metrics=args.enable_per_request_metrics,
+            budget_message=args.reasoning_budget_message,
         ),
         metrics=MetricsOptions(
             args.metrics_prefix, _goodput(args.goodput), args.otlp_traces_endpoint

@@ -117,6 +117,8 @@ class OutputText:
 def _stop_reason(output: SequenceOutput) -> int | str | None:
     if output.finish_reason is FinishReason.DEADLINE:
         return FinishReason.DEADLINE.value
+    if output.finish_reason is FinishReason.REPETITION:
+        return "repetition_detected"  # vLLM's
     return output.stop_token_id if output.finish_reason is FinishReason.STOP_TOKEN else None
 
 

@@ -20,7 +20,11 @@ from msgspec.structs import replace
 
 from quickstep.engine.text.output_text import prompt_end
 from quickstep.engine.text.tokenizer import Tokenizer
-from quickstep.engine.tool_calls.formats import ReasoningFormat, check_reasoning_tags
+from quickstep.engine.tool_calls.formats import (
+    ReasoningFormat,
+    check_budget_message,
+    check_reasoning_tags,
+)
 from quickstep.errors import RequestError
 from quickstep.sampling_params import ReasoningTokens, TokenForms
 from quickstep.types import SamplingParams
@@ -166,7 +170,15 @@ class TokenFormFinder:
         is_over = not is_open and end.endswith(found.closing.decode())
         if is_over and sampling.thinking_budget is None:
             return None  # the template has disabled the reasoning: the grammar begins at once
-        return replace(found, starts_open=is_open)
+        return replace(found, starts_open=is_open, message_ids=self._message_ids(sampling, tags[1]))
+
+    def _message_ids(self, sampling: SamplingParams, closing: str) -> Spelling:
+        """What is written when the budget is used up. Raises RequestError."""
+        message = sampling.reasoning_budget_message
+        if not message:
+            return ()
+        check_budget_message(message, closing)
+        return self._encode("reasoning_budget_message", message)
 
     def _tags_of(self, sampling: SamplingParams) -> tuple[str, str] | None:
         """The tags around the request's reasoning; None if it needs none."""

@@ -52,6 +52,7 @@ __all__ = [
     "OutputFormats",
     "ReasoningFormat",
     "ToolCallFormat",
+    "check_budget_message",
     "check_reasoning_tags",
     "formats_of",
     "message_grammar",
@@ -269,3 +270,13 @@ def check_reasoning_tags(tags: tuple[str, str] | None, model_name: str) -> tuple
             param="thinking_budget",
         )
     return tags
+
+
+def check_budget_message(message: str, closing: str) -> None:
+    """Raise RequestError for a message that ends the reasoning by itself."""
+    if closing in message:
+        raise RequestError(
+            f"reasoning_budget_message contains {closing}, which is written after it; leave the tag"
+            " out",
+            param="reasoning_budget_message",
+        )

@@ -138,27 +138,41 @@ class ReasoningTracker:
 
 
 class ThinkingBudget:
-    """Ends the reasoning once it has had its tokens: the closing tag is written, token by token."""
+    """Ends the reasoning once it has had its tokens: a message, if there is one, and the closing
+    tag are written, token by token.
+    """
 
     def __init__(self, budget: int, tags: ReasoningTokens, outputs: Sequence[int]) -> None:
         self._budget = budget
-        self._reasoning = ReasoningTracker(tags, outputs)
+        self._tags = tags
+        self._message = tags.message_ids
+        self._reasoning = ReasoningTracker(tags)
+        for token_id in outputs:
+            self.record(token_id)
 
     @property
     def forced_token(self) -> int | None:
         """The only token that may follow; None while there is budget, or nothing to close."""
-        reasoning = self._reasoning
-        if reasoning.place is not Place.INSIDE or reasoning.num_inside < self._budget:
-            return None
-        return reasoning.closing_token
+        return next(iter(self.next_tokens()), None)
 
     def next_tokens(self) -> tuple[int, ...]:
-        """The tokens that must come next: the rest of the closing tag."""
-        return () if self.forced_token is None else self._reasoning.closing_rest
+        """The tokens that must come next: the rest of the message and of the closing tag."""
+        reasoning = self._reasoning
+        if reasoning.place is not Place.INSIDE or reasoning.num_inside < self._budget:
+            return ()
+        if not self._message:
+            return reasoning.closing_rest
+        # the tag follows in full, also a message that ends with what it begins with
+        forced = (*self._message, *self._tags.closing_ids)
+        return forced[reasoning.num_inside - self._budget :] or reasoning.closing_rest
 
     def record(self, token_id: int) -> None:
         """Take an output token."""
-        self._reasoning.record(token_id)
+        reasoning = self._reasoning
+        reasoning.record(token_id)
+        is_used_up = reasoning.place is Place.INSIDE and reasoning.num_inside == self._budget
+        if is_used_up and reasoning.closing_rest != self._tags.closing_ids:
+            self._message = ()  # the model closes the reasoning by itself
 
 
 class ReasonedGrammar:
@@ -196,7 +210,7 @@ class ReasonedGrammar:
         """
         reasoning, vocab_size = self._reasoning, self._start.vocab_size
         if reasoning.place is Place.INSIDE:
-            if self._must_close:
+            if self.must_close:
                 only = np.array([reasoning.closing_token], dtype=np.int64)
                 return bits_of_ids(only, vocab_size)
             return self._inside_bits()
@@ -242,14 +256,18 @@ class ReasonedGrammar:
     def next_tokens(self) -> tuple[int, ...]:
         """The tokens that must come next, as far as they are known."""
         if self._reasoning.place is Place.INSIDE:
-            return self._reasoning.closing_rest if self._must_close else ()
+            return self._reasoning.closing_rest if self.must_close else ()
         if self._reasoning.place is not Place.AFTER or self._grammar is None:
             return ()
         return self._grammar.next_tokens()
 
     @property
-    def _must_close(self) -> bool:
-        """Whether the closing tag and the grammar's shortest end take all tokens that are left."""
+    def must_close(self) -> bool:
+        """Whether the reasoning has to be closed: the closing tag and the grammar's shortest end
+        take all tokens that are left.
+        """
+        if self._reasoning.place is not Place.INSIDE:
+            return False
         if self._num_left is None or self._num_to_end is None:
             return False
         return self._num_left <= self._reasoning.num_to_close + self._num_to_end

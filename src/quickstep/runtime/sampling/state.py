@@ -148,7 +148,8 @@ class SamplingState:
         if self._grammar is not None:
             bits = self._grammar.allowed_bits()
             allowed = bits if allowed is None else bits & allowed
-        forced = None if self._thinking is None else self._thinking.forced_token
+        budget = self._ending_budget
+        forced = None if budget is None else budget.forced_token
         if forced is not None:
             only = np.array([forced], dtype=np.int64)
             bits = bits_of_ids(only, self._vocab_size)
@@ -185,9 +186,19 @@ class SamplingState:
         """The tokens that the grammar or the thinking budget forces to come next, as far as they
         are known. A hint: `changes` decides.
         """
-        if self._thinking is not None and (closing := self._thinking.next_tokens()):
-            return closing
+        budget = self._ending_budget
+        if budget is not None and (forced := budget.next_tokens()):
+            return forced
         return () if self._grammar is None else self._grammar.next_tokens()
+
+    @property
+    def _ending_budget(self) -> ThinkingBudget | None:
+        """The budget, if it decides how the reasoning ends; near the limit of tokens the grammar
+        does, which has no room for the budget's message.
+        """
+        if isinstance(self._grammar, ReasonedGrammar) and self._grammar.must_close:
+            return None
+        return self._thinking
 
     @property
     def reads_tokens(self) -> bool:
@@ -327,7 +338,8 @@ def _thinking(
 
 
 def _check_closing(tags: ReasoningTokens, vocab_size: int) -> None:
-    if max(tags.closing_ids) >= vocab_size:
+    if max((*tags.closing_ids, *tags.message_ids)) >= vocab_size:
         raise RequestError(
-            "reasoning_tags has a closing tag that is no token of the model", param="reasoning_tags"
+            "reasoning_tags or the budget's message has text that is no token of the model",
+            param="reasoning_tags",
         )

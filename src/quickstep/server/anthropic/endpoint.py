@@ -10,7 +10,6 @@ import hashlib
 import uuid
 from collections.abc import Iterator, Mapping
 from functools import partial
-from typing import Any
 
 import msgspec
 from msgspec import UNSET, UnsetType, structs
@@ -57,8 +56,9 @@ from quickstep.server.anthropic.turns import begins_answer, marks_cache, templat
 from quickstep.server.generate.adapter import Served
 from quickstep.server.generate.conversation import (
     Conversation,
+    Effort,
     conversation_request,
-    effort_in_template,
+    requested_effort,
 )
 from quickstep.server.generate.endpoint import caller_of
 from quickstep.server.generate.generation import ChoiceDelta, Generation, Head, ParsedRequest
@@ -95,6 +95,7 @@ _STOP_REASONS: Mapping[FinishReason, str] = {
     FinishReason.STOP_STRING: "stop_sequence",
     FinishReason.MAX_TOKENS: "max_tokens",
     FinishReason.DEADLINE: "max_tokens",
+    FinishReason.REPETITION: "max_tokens",
     FinishReason.CONTEXT_LIMIT: "model_context_window_exceeded",
 }
 _BETA_HEADER = "anthropic-beta"
@@ -208,14 +209,16 @@ def _conversation(
 ) -> Conversation:
     messages = template_messages(fields, served, reader)
     continued = begins_answer(fields)
+    effort = _effort(fields, served, reader)
     return Conversation(
         messages,
         num_chars=num_chars,
         offered=_offered_tools(fields, served, reader),
         grammar=_requested_grammar(fields),
-        extra=_template_variables(fields, served, reader),
+        extra=effort.variables,
         add_generation_prompt=not continued,
         continued=continued,
+        effort_budget=effort.budget,
     )
 
 
@@ -253,22 +256,20 @@ def _requested_grammar(fields: CountTokensRequest) -> RequestedGrammar | None:
     )
 
 
-def _template_variables(
-    fields: CountTokensRequest, served: Served, reader: FieldReader
-) -> Mapping[str, Any]:
-    """The template's variables for reasoning; a mode that it does not have is reported."""
+def _effort(fields: CountTokensRequest, served: Served, reader: FieldReader) -> Effort:
+    """How the model is to reason; a mode that it does not have is reported."""
     thinking, config = fields.thinking, fields.output_config
-    effort = None if config is None else config.effort
-    variables = effort_in_template(effort, "output_config.effort", served, reader)
+    level = None if config is None else config.effort
+    effort = requested_effort(level, "output_config.effort", served, reader)
     if thinking is None:
-        return variables
+        return effort
     if isinstance(thinking, DisabledThinking):
-        return {**variables, "enable_thinking": False}
+        return Effort({**effort.variables, "enable_thinking": False})
     if isinstance(thinking, BetweenToolsThinking) or served.formats.reasoning is None:
         kind = thinking.__struct_config__.tag
         reader.ignore("thinking", f"{served.engine.model_name} has no mode {kind}")
-        return variables
-    return {**variables, "enable_thinking": True}
+        return effort
+    return replace(effort, variables={**effort.variables, "enable_thinking": True})
 
 
 def _reasoning_budget(fields: MessagesRequest, served: Served, reader: FieldReader) -> int | None:

@@ -12,7 +12,12 @@ from typing import Any, Protocol
 import msgspec
 from msgspec.structs import replace
 
-from quickstep.engine.tool_calls.formats import OutputFormats, reasoning_format, tool_call_format
+from quickstep.engine.tool_calls.formats import (
+    OutputFormats,
+    check_budget_message,
+    reasoning_format,
+    tool_call_format,
+)
 from quickstep.errors import ConfigError, RequestError
 from quickstep.server.api_keys import ApiKeys
 from quickstep.server.generate.engine_interface import ServedEngine
@@ -92,6 +97,7 @@ class Served(msgspec.Struct, frozen=True):
         if both is not None:
             raise ConfigError(f"{both!r} names both the model and an adapter; rename the adapter")
         formats = output_formats(engine, options)
+        _check_budget_message(options.answers.budget_message, formats)
         limiter = KeyLimiter(options.api_keys.limits)
         options.api_keys.follow(limiter.take_limits)
         return cls(
@@ -190,6 +196,16 @@ def reports_progress(fields: MayReportProgress, reader: FieldReader) -> bool:
     if fields.return_progress and not fields.stream:
         reader.ignore("return_progress", "the response is not streamed")
     return bool(fields.return_progress and fields.stream)
+
+
+def _check_budget_message(message: str, formats: OutputFormats) -> None:
+    """Raise ConfigError for a message of the server that no request could have."""
+    reasoning = formats.reasoning
+    if message and reasoning is not None and reasoning.opening:
+        try:
+            check_budget_message(message, reasoning.closing)
+        except RequestError as error:
+            raise ConfigError(f"--reasoning-budget-message: {error}") from None
 
 
 def response_flags(fields: SamplingFields, served: Served) -> dict[str, Any]:

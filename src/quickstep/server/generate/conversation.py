@@ -7,6 +7,7 @@ template is given, which grammar the message has to follow, what to read out of 
 from __future__ import annotations
 
 from collections.abc import Mapping
+from types import MappingProxyType
 from typing import Any
 
 import msgspec
@@ -24,16 +25,37 @@ from quickstep.server.options import RequestLimits, bounded
 from quickstep.server.schema.field_reader import FieldReader
 
 __all__ = [
+    "EFFORT_BUDGETS",
     "Conversation",
+    "Effort",
     "check_continues",
     "check_shows_calls",
     "checked_metadata",
     "conversation_request",
-    "effort_in_template",
     "past_call",
+    "requested_effort",
     "tenant_of",
     "verbosity_in_template",
 ]
+
+
+# Reasoning tokens by the level of effort, for models whose template has no levels; None for no
+# limit. Those of Google's OpenAI endpoint, with half of `low` as `minimal`.
+EFFORT_BUDGETS: Mapping[str, int | None] = MappingProxyType(
+    {"minimal": 512, "low": 1024, "medium": 8192, "high": 24_576, "xhigh": None, "max": None}
+)
+
+
+class Effort(msgspec.Struct, frozen=True):
+    """What a level of reasoning effort means for a model.
+
+    Attributes:
+        variables: Of the template.
+        budget: Reasoning tokens, for requests that give no budget; None for no limit.
+    """
+
+    variables: Mapping[str, Any] = msgspec.field(default_factory=dict)
+    budget: int | None = None
 
 
 class Conversation(msgspec.Struct, frozen=True):
@@ -45,6 +67,7 @@ class Conversation(msgspec.Struct, frozen=True):
         grammar: The grammar of the answer's content.
         extra: Further names for the template.
         continued: The last message is the beginning of the answer.
+        effort_budget: The budget of the requested effort; see `Effort`.
     """
 
     messages: tuple[Mapping[str, Any], ...]
@@ -54,6 +77,7 @@ class Conversation(msgspec.Struct, frozen=True):
     add_generation_prompt: bool = True
     extra: Mapping[str, Any] = msgspec.field(default_factory=dict)
     continued: bool = False
+    effort_budget: int | None = None
 
     @property
     def prompt(self) -> ChatPrompt:
@@ -98,7 +122,9 @@ def conversation_request(
         model=served.model(fields.model),
         prompts=(conversation.prompt,),
         request=engine_request(
-            fields, sampling_params(fields, served, values, renamed), served.limits
+            fields,
+            sampling_params(fields, served, values, renamed, conversation.effort_budget),
+            served.limits,
         ),
         output=output,
         prompt_field=prompt_field,
@@ -123,27 +149,27 @@ def past_call(call_id: str, name: str, arguments: str) -> dict[str, Any]:
     return {"id": call_id, "type": "function", "function": function}
 
 
-def effort_in_template(
-    effort: str | None, path: str, served: Served, reader: FieldReader
-) -> Mapping[str, Any]:
-    """The template's variables for the reasoning effort; a level that it does not have is reported.
+def requested_effort(effort: str | None, path: str, served: Served, reader: FieldReader) -> Effort:
+    """What the reasoning effort at `path` means; a level that the model does not have is reported.
 
-    gpt-oss has three levels, and some templates read any; others can only turn reasoning off.
+    gpt-oss has three levels, and some templates read any. For others a level is a budget.
     """
     reasoning = served.formats.reasoning
     is_harmony = reasoning is REASONING_FORMATS["harmony"]
     if effort is None:
-        return {}
+        return Effort()
     if effort == "none" and not is_harmony:
-        return {} if reasoning is None else {"enable_thinking": False}
+        return Effort() if reasoning is None else Effort({"enable_thinking": False})
     if is_harmony:
         is_known = effort in ("low", "medium", "high")
     else:
         is_known = _template_reads("reasoning_effort", served)
     if is_known:
-        return {"reasoning_effort": effort}
+        return Effort({"reasoning_effort": effort})
+    if reasoning is not None and reasoning.opening and effort in EFFORT_BUDGETS:
+        return Effort(budget=EFFORT_BUDGETS[effort])
     reader.ignore(path, f"{served.engine.model_name} has no level {effort[:64]}")
-    return {}
+    return Effort()
 
 
 def verbosity_in_template(

@@ -12,9 +12,11 @@ import math
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from msgspec.structs import asdict
+
 from quickstep.engine.tool_calls.formats import check_reasoning_tags
 from quickstep.errors import RequestError
-from quickstep.sampling_params import preset_values
+from quickstep.sampling_params import RepetitionDetectionParams, preset_values
 from quickstep.server.generate.adapter import Served
 from quickstep.server.openai.request_types import BUDGET_NAMES, SamplingFields
 from quickstep.server.options import RequestLimits, bounded
@@ -58,19 +60,29 @@ def sampling_params(
     served: Served,
     own: Mapping[str, Any],
     renamed: Mapping[str, str],
+    effort_budget: int | None = None,
 ) -> SamplingParams:
     """The request's sampling parameters. Raises RequestError that names the client's field.
 
     A field that the client leaves out comes from its preset, the checkpoint, or `SamplingParams`.
     `own` overrides all: the fields that the API resolved itself (`max_tokens`, `logprobs`);
-    `renamed` maps their names to the client's.
+    `renamed` maps their names to the client's. `effort_budget` is the reasoning budget of requests
+    that give none.
     """
-    budget_field, budget = _thinking_budget(fields)
+    message = fields.reasoning_budget_message or ""
+    most_chars = served.limits.budget_message_chars
+    bounded("reasoning_budget_message", len(message), most_chars, "characters")
+    budget_field, budget = _thinking_budget(fields, effort_budget)
     client_names = {"thinking_budget": budget_field, **renamed}
     try:
         values = _values(fields, served)
         if budget is not None:
             values |= {"thinking_budget": budget, "reasoning_tags": _reasoning_tags(served)}
+            if fields.reasoning_budget_message is None:
+                message = served.answers.budget_message
+            values["reasoning_budget_message"] = message
+        elif not _has_budget(fields):
+            values["reasoning_budget_message"] = message  # which is then refused
         return SamplingParams(**{**values, **own})
     except RequestError as error:
         client_name = client_names.get(error.param or "")
@@ -89,6 +101,10 @@ def _values(fields: SamplingFields, served: Served) -> dict[str, Any]:
         **_texts(fields, limits),
     }
     values |= {name: value for name in _SAME_NAME if (value := getattr(fields, name)) is not None}
+    if fields.repetition_detection is not None:
+        values["repetition_detection"] = RepetitionDetectionParams(
+            **asdict(fields.repetition_detection)
+        )
     values["logit_bias"] = _logit_bias(fields.logit_bias or {}, limits, vocab_size)
     for name in ("stop_token_ids", "allowed_token_ids"):
         ids = getattr(fields, name) or ()
@@ -178,7 +194,12 @@ def _texts(fields: SamplingFields, limits: RequestLimits) -> dict[str, tuple[str
     return texts
 
 
-def _thinking_budget(fields: SamplingFields) -> tuple[str, int | None]:
+def _has_budget(fields: SamplingFields) -> bool:
+    names = ("thinking_budget", *BUDGET_NAMES)
+    return any(getattr(fields, name) is not None for name in names)
+
+
+def _thinking_budget(fields: SamplingFields, effort_budget: int | None) -> tuple[str, int | None]:
     """The client's name of the reasoning budget, and its tokens; None for no limit.
 
     Raises RequestError if two of its names have different values.
@@ -189,7 +210,7 @@ def _thinking_budget(fields: SamplingFields) -> tuple[str, int | None]:
         if (value := getattr(fields, name)) is not None
     }
     if not given:
-        return "thinking_budget", None
+        return "thinking_budget", effort_budget
     (first, budget), *others = given.items()
     for name, value in others:
         if value != budget:

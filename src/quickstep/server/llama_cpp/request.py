@@ -106,6 +106,7 @@ def _sampling(
     shared["repetition_penalty"] = fields.repeat_penalty
     shared["seed"] = None if fields.seed == -1 else fields.seed
     shared["n"] = fields.n_cmpl
+    shared["repetition_detection"] = fields.repetition_detection
     shared["dry_sequence_breakers"] = fields.dry_sequence_breakers
     own: dict[str, Any] = {
         name: value for name in _OWN if (value := getattr(fields, name)) is not None

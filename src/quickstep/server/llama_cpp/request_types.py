@@ -6,6 +6,7 @@ from typing import Annotated, Any
 
 import msgspec
 
+from quickstep.server.openai.request_types import RepetitionDetection
 from quickstep.server.schema.field_classes import effect, hint, refused
 from quickstep.server.schema.shared_fields import (
     AdaptiveTarget,
@@ -80,6 +81,7 @@ class LlamaCompletionRequest(msgspec.Struct, forbid_unknown_fields=True, kw_only
     samplers: Annotated[
         list[str] | None, effect("Which samplers run; the order is fixed, another one is 400.")
     ] = None
+    repetition_detection: RepetitionDetection | None = None
     seed: Annotated[int | None, effect("Determines the sampling; -1 chooses a seed.")] = None
     stop: Annotated[
         str | list[str] | None, effect("Ends the choice where one of these texts appears.")

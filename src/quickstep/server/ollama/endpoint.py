@@ -71,6 +71,7 @@ __all__ = ["OllamaChat", "OllamaEmbedding", "OllamaGenerate", "OllamaRoute", "rf
 OllamaResponse = OllamaChatResponse | OllamaGenerateResponse
 # the response with these content, reasoning, calls and other fields
 BuildResponse = Callable[[str, str, list[OllamaToolCall], OllamaProgress], OllamaResponse]
+_CUT = ("length", "repetition")  # finish reasons of OpenAI's API that are length here
 _UNLOADING = (0, "0", "0s")
 
 
@@ -265,7 +266,7 @@ class _OllamaWriter:
             model=self._generation.request.model,
             created_at=rfc3339(self._clock()),
             done=True,
-            done_reason="length" if reason and reason.openai == "length" else "stop",
+            done_reason="length" if reason and reason.openai in _CUT else "stop",
             logprobs=logprobs,
             total_duration=_nanoseconds(total_s),
             load_duration=0,

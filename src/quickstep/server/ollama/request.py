@@ -14,10 +14,11 @@ from quickstep.errors import RequestError
 from quickstep.server.generate.adapter import Served
 from quickstep.server.generate.conversation import (
     Conversation,
+    Effort,
     check_shows_calls,
     conversation_request,
-    effort_in_template,
     past_call,
+    requested_effort,
 )
 from quickstep.server.generate.generation import ParsedRequest
 from quickstep.server.generate.prompts import InfillPrompt, TextPrompt, infill_markers
@@ -70,12 +71,14 @@ def chat_request(
     messages = _messages(fields.messages or (), served)
     functions = functions_of(fields.tools or (), reader)
     continued = _begins_answer(messages)
+    effort = _effort(fields, served, reader)
     conversation = Conversation(
         messages,
         num_chars=num_chars,
         offered=offer(functions, ToolChoice(), one_call=False, served=served),
         grammar=_requested_grammar(fields),
-        extra=_thinking(fields, served, reader),
+        extra=effort.variables,
+        effort_budget=effort.budget,
         add_generation_prompt=not continued,
         continued=continued,
     )
@@ -98,11 +101,13 @@ def generate_request(
         text = f"{fields.system}\n\n{prompt}" if fields.system else prompt
         return _of_text(TextPrompt(text), fields, served)
     system = [{"role": "system", "content": fields.system}] if fields.system else []
+    effort = _effort(fields, served, reader)
     conversation = Conversation(
         (*system, {"role": "user", "content": prompt}),
         num_chars=len(prompt) + len(fields.system or ""),
         grammar=_requested_grammar(fields),
-        extra=_thinking(fields, served, reader),
+        extra=effort.variables,
+        effort_budget=effort.budget,
     )
     return _of_conversation(conversation, fields, served, "prompt")
 
@@ -180,10 +185,8 @@ def _requested_grammar(fields: OllamaGenerateFields) -> RequestedGrammar | None:
     return RequestedGrammar(Grammar.of_json_schema(fields.format), "format")
 
 
-def _thinking(
-    fields: OllamaGenerateFields, served: Served, reader: FieldReader
-) -> Mapping[str, Any]:
-    """The template's variables for reasoning; `think` is reported if the model has none."""
+def _effort(fields: OllamaGenerateFields, served: Served, reader: FieldReader) -> Effort:
+    """How the model is to reason; `think` is reported if it does not."""
     think = fields.think
     if isinstance(think, str):
         if think not in _EFFORTS:
@@ -191,13 +194,13 @@ def _thinking(
                 f"think is {think[:64]!r}, it must be true, false, low, medium or high",
                 param="think",
             )
-        return effort_in_template(think, "think", served, reader)
+        return requested_effort(think, "think", served, reader)
     if think is None:
-        return {}
+        return Effort()
     if think and served.formats.reasoning is None:
         reader.ignore("think", f"{served.engine.model_name} does not reason")
-        return {}
-    return {"enable_thinking": think}
+        return Effort()
+    return Effort({"enable_thinking": think})
 
 
 def _begins_answer(messages: Sequence[Mapping[str, Any]]) -> bool:

@@ -33,8 +33,8 @@ from quickstep.server.generate.conversation import (
     check_shows_calls,
     checked_metadata,
     conversation_request,
-    effort_in_template,
     past_call,
+    requested_effort,
     tenant_of,
     verbosity_in_template,
 )
@@ -112,8 +112,9 @@ class Chat:
         for place, message in enumerate(messages):
             if "tool_calls" in message:
                 check_shows_calls(served, f"messages[{place}].tool_calls")
+        effort = requested_effort(fields.reasoning_effort, "reasoning_effort", served, reader)
         levels = {
-            **effort_in_template(fields.reasoning_effort, "reasoning_effort", served, reader),
+            **effort.variables,
             **verbosity_in_template(fields.verbosity, "verbosity", served, reader),
         }
         conversation = Conversation(
@@ -124,6 +125,7 @@ class Chat:
             add_generation_prompt=_opens_message(fields, messages),
             continued=bool(fields.continue_final_message),
             extra={**levels, **(fields.chat_template_kwargs or {})},
+            effort_budget=effort.budget,
         )
         max_tokens, max_tokens_name = _max_tokens(fields)
         requested = requested_output(fields, served, _num_logprobs(fields, served))

@@ -66,6 +66,7 @@ __all__ = [
     "MediaPart",
     "Message",
     "RefusalPart",
+    "RepetitionDetection",
     "SamplingFields",
     "StreamOptions",
     "StructuredOutputs",
@@ -85,7 +86,12 @@ __all__ = [
 _MODEL = effect("Which served name answers; the first one if not given, 404 for an unknown one.")
 _TEMPLATE = effect("Given to the chat template.")
 # other servers' names of `thinking_budget`, in which -1 is no limit
-BUDGET_NAMES = ("thinking_token_budget", "reasoning_budget", "thinking_budget_tokens")
+BUDGET_NAMES = (
+    "thinking_token_budget",
+    "reasoning_budget",
+    "thinking_budget_tokens",
+    "reasoning_budget_tokens",
+)
 _BUDGET = effect(
     "Another name of thinking_budget; -1 for no limit. Several may be sent if they agree."
 )
@@ -157,6 +163,20 @@ class StructuredOutputs(msgspec.Struct, forbid_unknown_fields=True, frozen=True)
     structural_tag: Annotated[Any, refused("send a grammar")] = None
 
 
+class RepetitionDetection(msgspec.Struct, forbid_unknown_fields=True, frozen=True):
+    """vLLM's `repetition_detection`: the same tokens several times in a row end the choice."""
+
+    max_pattern_size: Annotated[
+        int, msgspec.Meta(ge=0, le=1024), effect("Most tokens that repeat; 0 ends nothing.")
+    ] = 0
+    min_pattern_size: Annotated[
+        int, msgspec.Meta(ge=0, le=1024), effect("Fewest tokens that repeat; 0 is 1.")
+    ] = 0
+    min_count: Annotated[
+        int, msgspec.Meta(ge=0), effect("How often they occur in a row, at least 2.")
+    ] = 0
+
+
 class SamplingFields(msgspec.Struct, forbid_unknown_fields=True, kw_only=True, frozen=True):
     """The fields that completions, chat and responses share."""
 
@@ -190,6 +210,9 @@ class SamplingFields(msgspec.Struct, forbid_unknown_fields=True, kw_only=True, f
     thinking_token_budget: Annotated[int | None, _BUDGET] = None
     reasoning_budget: Annotated[int | None, _BUDGET] = None
     thinking_budget_tokens: Annotated[int | None, _BUDGET] = None
+    reasoning_budget_tokens: Annotated[int | None, _BUDGET] = None
+    reasoning_budget_message: str | None = None
+    repetition_detection: RepetitionDetection | None = None
     seed: int | None = None
     max_tokens: int | None = None
     min_tokens: int | None = None

@@ -31,7 +31,7 @@ __all__ = [
     "Usage",
 ]
 
-FinishReason = Literal["stop", "length", "timeout", "tool_calls", "content_filter"]
+FinishReason = Literal["stop", "length", "timeout", "repetition", "tool_calls", "content_filter"]
 
 
 class PromptTokensDetails(msgspec.Struct, frozen=True):

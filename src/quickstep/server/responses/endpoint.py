@@ -20,7 +20,7 @@ from quickstep.server.generate.conversation import (
     Conversation,
     checked_metadata,
     conversation_request,
-    effort_in_template,
+    requested_effort,
     tenant_of,
     verbosity_in_template,
 )
@@ -86,15 +86,20 @@ class Responses:
         items = read_items(fields.input, reader, partial(self._store.item, caller))
         past = self._previous_messages(fields, caller)
         messages = (*past, *template_messages(items, served))
+        level = None if fields.reasoning is None else fields.reasoning.effort
+        effort = requested_effort(level, "reasoning.effort", served, reader)
+        verbosity = None if fields.text is None else fields.text.verbosity
         conversation = Conversation(
             with_instructions(fields.instructions, messages),
             num_chars=len(body) + sum(len(text_of(message["content"])) for message in past),
             offered=_offered_functions(fields, served, reader),
             grammar=_requested_text_format(fields),
             extra={
-                **_template_variables(fields, served, reader),
+                **effort.variables,
+                **verbosity_in_template(verbosity, "text.verbosity", served, reader),
                 **(fields.chat_template_kwargs or {}),
             },
+            effort_budget=effort.budget,
         )
         own = {
             "max_tokens": fields.max_output_tokens,
@@ -144,18 +149,6 @@ class _PreviousNotFound(RouteNotFound):
             code="previous_response_not_found",
         )
         self.status = 400
-
-
-def _template_variables(
-    fields: ResponsesRequest, served: Served, reader: FieldReader
-) -> dict[str, Any]:
-    """The template's variables for the reasoning effort and the length of the output."""
-    effort = None if fields.reasoning is None else fields.reasoning.effort
-    verbosity = None if fields.text is None else fields.text.verbosity
-    return {
-        **effort_in_template(effort, "reasoning.effort", served, reader),
-        **verbosity_in_template(verbosity, "text.verbosity", served, reader),
-    }
 
 
 def _num_logprobs(fields: ResponsesRequest, served: Served, reader: FieldReader) -> int | None:

@@ -307,6 +307,7 @@ def _of_sampling(facts: SchemaFacts) -> dict[str, Keywords]:
         **_same_names(schemas.SamplingFields),
         "n": {**_range("n"), "maximum": limits.n},
         **{name: {**_range("thinking_budget"), "minimum": -1} for name in schemas.BUDGET_NAMES},
+        "reasoning_budget_message": {"maxLength": limits.budget_message_chars},
         "preset": {"enum": list(PRESETS)},
         "timeout_s": {"exclusiveMinimum": 0},
         "ttft_deadline_ms": {"exclusiveMinimum": 0},

@@ -112,7 +112,11 @@ PromptCacheRetention = Annotated[
 ]
 ReasoningEffort = Annotated[
     str | None,
-    effect("Turns reasoning off (none), or sets the level where the chat template has one."),
+    effect(
+        "Turns reasoning off (none), or sets the level where the chat template has one; where it"
+        " has none, minimal, low, medium and high are a thinking_budget of 512, 1024, 8192 and"
+        " 24576 tokens, and xhigh and max no limit. A budget of the request goes first."
+    ),
     hint("the model has no such level", conditional=True),
 ]
 RepeatPenalty = Annotated[
