@@ -59,6 +59,7 @@ def test_a_module_imports_the_standard_library_msgspec_and_lower_layers_only(pat
         "quickstep.config",
         "quickstep.errors",
         "quickstep.json_line",
+        "quickstep.sampling_params",
         "quickstep.core",
     ]
     if path.parent.name == "sim":
