@@ -350,12 +350,17 @@ class RowFailure(msgspec.Struct, frozen=True):
 
 
 class StepResult(msgspec.Struct, frozen=True):
-    """The result of a step: one `RowOutput` per row of the plan, in order, and its duration."""
+    """The result of a step: one `RowOutput` per row of the plan, in order, and its duration.
+
+    Attributes:
+        num_proposer_failures: How often a proposer of drafts has failed, since the start.
+    """
 
     step_id: int
     outputs: tuple[RowOutput, ...]
     seconds: float
     failures: tuple[RowFailure, ...] = ()
+    num_proposer_failures: int = 0
 
 
 class CacheMiss(enum.Enum):

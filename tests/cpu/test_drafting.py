@@ -4,8 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+import pytest
+
 from quickstep.runtime.sampling.sampler import Sample
 from quickstep.runtime.slots import SlotTable
+from quickstep.runtime.speculation import drafting as drafting_module
 from quickstep.runtime.speculation.drafting import Drafting, NextDrafts
 from quickstep.runtime.speculation.proposer import DraftTask
 from quickstep.runtime.speculation.verification import EmittingRow
@@ -86,3 +89,26 @@ def test_the_last_tokens_of_a_released_sequence_are_observed() -> None:
     assert world.proposer.calls[1:] == [("observe", 0, (3, 4)), ("release", 0, ())]
     world.release()
     assert world.proposer.calls[-1] == ("release", 0, ())
+
+
+def test_a_proposer_that_raises_comes_back_for_new_sequences(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(drafting_module, "_FIRST_PAUSE", 3)
+    world = World()
+
+    def fails(tasks: Sequence[DraftTask]) -> list[tuple[int, ...]]:
+        raise ValueError("planted")
+
+    with monkeypatch.context() as planted:
+        planted.setattr(world.proposer, "propose", fails)
+        assert not world.step((3,), num_drafts=1)
+    assert world.drafting.num_failures == 1
+    assert world.proposer.calls[-1] == ("release", 0, ())
+    for token_id in (4, 5, 6, 7):  # off, then it does not know this sequence
+        assert not world.step((token_id,), num_drafts=1)
+    world.release()
+    admission = Admission(0, "s#0", (1, 2), 2, SamplingParams(), 0)
+    world.slots.move((), (admission,))
+    world.drafting.move((), (admission,), world.slots)
+    assert world.step((3,), num_drafts=1)[0].token_ids == (9,)

@@ -14,12 +14,20 @@ from quickstep.config import PolicyName, SchedulerConfig
 from quickstep.core.cost_model import Coefficients, LinearCostModel
 from quickstep.core.policies import MixedPolicy, make_policy
 from quickstep.core.resources.block_pool import KVBlockPool
-from quickstep.core.sequence import Sequence
+from quickstep.core.scheduler import Scheduler
+from quickstep.core.sequence import Sequence, SequenceState
 from quickstep.core.service_order import FairOrder
 from quickstep.errors import RequestError
 from quickstep.sim.grouped_scheduler import GroupedScheduler
 from quickstep.sim.simulate import Arrival, Ending, Simulation, simulate
-from quickstep.types import FinishReason, Request, RequestClass, SamplingParams
+from quickstep.types import (
+    FinishReason,
+    Request,
+    RequestClass,
+    RowOutput,
+    SamplingParams,
+    StepResult,
+)
 
 # 1 ms a step, 0.5 ms a token and a row; nothing for the context. SLOW takes about four times that.
 COSTS = Coefficients(step_s=0.001, token_s=0.0005, row_s=0.0005, kv_token_s=0.0, pair_s=0.0)
@@ -442,3 +450,32 @@ def test_without_kv_cache_every_token_computes_all_of_them_and_the_output_is_the
     finish(world)  # compares with the tokens of a scheduler that keeps the cache
     computed = sum(row.num_tokens for plan in world.plans for row in plan.rows)
     assert computed == sum(range(8, 14)) + sum(range(3, 7))
+
+
+def test_a_sequence_that_has_done_most_of_its_work_is_not_put_last() -> None:
+    """With `deadline`, one that is preempted late has only the rest to do in time."""
+    config = SchedulerConfig(
+        max_num_seqs=1, max_num_batched_tokens=64, max_model_len=256, policy=PolicyName.DEADLINE
+    )
+    costs = LinearCostModel(Coefficients(step_s=0.1, token_s=0.0))
+    scheduler = Scheduler(config, KVBlockPool(32, 16), make_policy(config), costs)
+    # 20 steps of 0.1 s, of which it has 2.4 s: it must begin by 0.4 s
+    scheduler.add(request("most", 8, 20, timeout_s=2.4), 0.0)
+    now = 0.0
+    for _ in range(15):
+        plan = scheduler.plan(now)
+        assert plan is not None
+        now += 0.1
+        outputs = tuple(RowOutput((1,)) for _ in plan.rows)
+        scheduler.commit(plan, StepResult(plan.step_id, outputs, 0.1), now)
+        scheduler.expire(now)
+    (sequence,) = scheduler._batch
+    scheduler.pause("most", now)
+    scheduler.add(request("other", 8, 20), now)
+    scheduler.plan(now)  # it takes the slot of the paused one
+    scheduler.resume("most", now)
+    scheduler.expire(now)
+    assert sequence.state is SequenceState.PREEMPTED
+    assert not sequence.rank[1], "it was put last"
+    scheduler.expire(now + 0.5)
+    assert sequence.rank[1], "now it cannot end in time"

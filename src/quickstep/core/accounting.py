@@ -54,6 +54,7 @@ class Totals(msgspec.Struct):
         rejected_s: The part for drafts that were rejected.
         num_drafts: Draft tokens that were checked.
         num_accepted: Those of them that were accepted.
+        num_proposer_failures: How often a proposer of drafts failed.
         wall_s: From the first plan to the last commit, by the scheduler's clock.
         idle_s: The part of `wall_s` in which no step ran: no work, planning, delivery.
     """
@@ -75,6 +76,7 @@ class Totals(msgspec.Struct):
     idle_s: float = 0.0
     num_drafts: int = 0
     num_accepted: int = 0
+    num_proposer_failures: int = 0
 
     def add_step(
         self, seconds: float, elapsed_s: float, charges: StepCharges | None = None

@@ -342,6 +342,7 @@ class Admission:
             prompt_s=prompt_s,
             first_token_s=prompt_s + self._wait_estimate.delay_s(now),
             charge_s=prompt_s + num_more * step_s / num_rows,
+            num_outputs=num_outputs,
         )
 
     def expected_outputs(self, request: Request) -> int:

@@ -418,19 +418,29 @@ class Deadlines:
 
     def push(self, sequence: Sequence) -> None:
         """Add a sequence, if it has a deadline."""
-        relegate_at_s = sequence.relegate_at_s if self._relegates else None
-        times = (
-            (sequence.deadline_s, Due.EXPIRE),
-            (sequence.shed_at_s, Due.SHED),
-            (relegate_at_s, Due.RELEGATE),
-        )
-        for time_s, due in times:
+        for time_s, due in ((sequence.deadline_s, Due.EXPIRE), (sequence.shed_at_s, Due.SHED)):
             if time_s is not None:
                 heapq.heappush(self._heap, (time_s, sequence.arrival, due.name, due, sequence))
+        self.push_relegation(sequence)
         if len(self._heap) >= self._prune_at:
             self._heap = [entry for entry in self._heap if _is_live(entry[-1])]
             heapq.heapify(self._heap)
             self._prune_at = max(64, 2 * len(self._heap))
+
+    def push_relegation(self, sequence: Sequence) -> None:
+        """A sequence waits, for the first time or again: note when it could not end in time."""
+        time_s = sequence.relegate_at_s if self._relegates else None
+        if time_s is not None:
+            due = Due.RELEGATE
+            heapq.heappush(self._heap, (time_s, sequence.arrival, due.name, due, sequence))
+
+    def is_later(self, sequence: Sequence, now: float) -> bool:
+        """Whether what was due for a waiting sequence is due later, because it has run since."""
+        time_s = sequence.relegate_at_s
+        is_later = time_s is not None and time_s > now
+        if is_later:
+            self.push_relegation(sequence)
+        return is_later
 
     def next_s(self) -> float | None:
         """The earliest time; None without any."""

@@ -202,7 +202,11 @@ class Scheduler:
             elif due is Due.SHED and sequence.num_cached_tokens is None:
                 error = self._admission.too_late(sequence, now)
                 outputs.append(self._finish(sequence, FinishReason.SHED, now, str(error)))
-            elif due is Due.RELEGATE and sequence.state is not SequenceState.RUNNING:
+            elif (
+                due is Due.RELEGATE
+                and sequence.state is not SequenceState.RUNNING
+                and not self._deadlines.is_later(sequence, now)  # it may have run meanwhile
+            ):
                 self._waiting.relegate(sequence, now)
         for sequence, why in self._lost():
             outputs.append(self._finish(sequence, FinishReason.ERROR, now, why))
@@ -454,6 +458,7 @@ class Scheduler:
         self._leave_batch(sequence)
         sequence.preempt(now)
         self._waiting.push(sequence, now)
+        self._deadlines.push_relegation(sequence)
         self._totals.num_preemptions += 1
 
     def _leave_batch(self, sequence: Sequence) -> None:
@@ -544,6 +549,7 @@ class Scheduler:
             num_running=len(self._batch),
         )
         self._totals.num_prefill_tokens += record.num_prefill_tokens
+        self._totals.num_proposer_failures = result.num_proposer_failures
         self._totals.num_drafts += record.num_drafts
         self._totals.num_accepted += record.num_accepted
         if step.draft_mode is not None:

@@ -126,12 +126,14 @@ class ServicePrediction(msgspec.Struct, frozen=True):
         prompt_s: The part of that until its first token.
         first_token_s: From its admission to its first token, next to others.
         charge_s: What it is charged, in a batch with those that are there.
+        num_outputs: How many tokens it is expected to generate.
     """
 
     service_s: float = 0.0
     prompt_s: float = 0.0
     first_token_s: float = 0.0
     charge_s: float = 0.0
+    num_outputs: int = 0
 
 
 class Acceptance(msgspec.Struct):
@@ -282,9 +284,16 @@ class Sequence:
 
     @property
     def relegate_at_s(self) -> float | None:
-        """The latest time to begin, for the end in time."""
-        deadline_s = self.deadline_s
-        return None if deadline_s is None else deadline_s - self.prediction.service_s
+        """The latest time to begin or to continue, for the end in time: one that waits has to
+        compute its prompt, and the outputs that it lacks.
+        """
+        deadline_s, prediction = self.deadline_s, self.prediction
+        if deadline_s is None:
+            return None
+        num_expected = max(1, prediction.num_outputs)
+        part_left = max(0.0, 1.0 - self.num_outputs / num_expected)
+        decode_s = prediction.service_s - prediction.prompt_s
+        return deadline_s - prediction.prompt_s - part_left * decode_s
 
     @property
     def num_outputs(self) -> int:

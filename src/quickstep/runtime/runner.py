@@ -142,7 +142,8 @@ class ModelRunner:
         except BaseException:
             self._slots.fail(plan.rows, f"step {plan.step_id} failed")
             raise
-        return StepResult(plan.step_id, outputs, self._clock() - held.started_s, failures)
+        seconds = self._clock() - held.started_s
+        return StepResult(plan.step_id, outputs, seconds, failures, self._drafting.num_failures)
 
     def finish(
         self, launched: LaunchedStep, samples: Sequence[Sample | SampleFailure]

@@ -427,6 +427,11 @@ class EngineGauges(Collector):
                 "Draft tokens that were accepted.",
                 totals.num_accepted,
             ),
+            (
+                "spec_decode_num_failures",
+                "Times a proposer of drafts failed, and was off for some steps.",
+                totals.num_proposer_failures,
+            ),
             ("engine_steps", "Steps run.", totals.num_steps),
             (
                 "engine_prefill_tokens",

@@ -1,8 +1,9 @@
 """Asks a proposer for the drafts of the next step's rows, and keeps it informed.
 
-Owned by `runtime.runner`, on its thread. A proposer that raises is switched off, because a draft is
-never needed: the log has the cause once (`combined` drops one of several). Where a grammar or a
-thinking budget forces the next tokens, they are the drafts, whatever the proposer is.
+Owned by `runtime.runner`, on its thread. A proposer that raises is switched off for some steps,
+because a draft is never needed: the log has the cause, metrics the count (`combined` drops one of
+several). When it comes back, it drafts for the sequences that are admitted from then on. Where a
+grammar or a thinking budget forces the next tokens, they are the drafts, whatever the proposer is.
 
 A step in which no row wants drafts does not call the proposer: it gets a sequence's new tokens when
 drafts are wanted for it, and when the sequence leaves. One that reads the hidden states of all
@@ -12,7 +13,8 @@ tokens gets them at once, because both belong together.
 from __future__ import annotations
 
 import logging
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
+from contextlib import suppress
 from itertools import accumulate
 
 import msgspec
@@ -36,6 +38,8 @@ from quickstep.types import Admission, StepRow
 __all__ = ["Drafting", "NextDrafts"]
 
 _LOGGER = logging.getLogger(__name__)
+# Steps for which a proposer is off after its first failure; twice as many after each further one.
+_FIRST_PAUSE, _MAX_DOUBLINGS = 256, 12
 
 
 class NextDrafts(msgspec.Struct, frozen=True):
@@ -64,6 +68,9 @@ class Drafting:
 
     def __init__(self, proposer: Proposer | None) -> None:
         self._proposer = proposer
+        self.num_failures = 0  # of the proposer
+        self._paused: Proposer | None = None  # it has failed, and comes back
+        self._num_steps_off = 0  # until then
         self._known: dict[int, _Known] = {}  # by slot
         # Decided once: isinstance of a protocol takes 30 us, and every step asks.
         self._reader = proposer if isinstance(proposer, HiddenStateProposer) else None
@@ -103,7 +110,9 @@ class Drafting:
             return
         try:
             final = hidden if reader.reads_final else None
-            computed = _computed(rows, slots, emitting, final, every_token, aux_hidden)
+            computed = _computed(
+                rows, slots, emitting, final, every_token, aux_hidden, self._known.keys()
+            )
             if computed is not None:
                 reader.compute(computed)
         except Exception:  # a draft is never needed
@@ -147,6 +156,8 @@ class Drafting:
         """
         proposer = self._proposer
         if proposer is None:
+            if self._paused is not None:
+                self._count_step_off(self._paused)
             return {}
         if self._reader is None and not any(
             [row.num_next_drafts or row.num_next_forced for row in rows]
@@ -173,15 +184,18 @@ class Drafting:
             row = rows[emitted.index]
             if emitted.slot.failure or not emitted.samples:
                 continue
+            known = self._known.get(row.slot)
             forced = _forced(row, emitted)
             if forced:
                 found[emitted.index] = NextDrafts(forced, len(forced))
+            if known is None:  # admitted while the proposer was off
+                continue
             if row.num_next_drafts > len(forced):
                 state = None
                 if proposer.needs_hidden and hidden is not None:
                     first = ends[emitted.index] - 1 - row.num_drafts if ends else emitted.first
                     state = hidden[first + emitted.computed[-1]]
-                token_ids = self._known[row.slot].new_tokens()
+                token_ids = known.new_tokens()
                 tasks[emitted.index] = DraftTask(row.slot, row.num_next_drafts, token_ids, state)
             elif self._reader is not None:
                 self._observe(proposer, row.slot)
@@ -200,10 +214,29 @@ class Drafting:
         return found
 
     def _switch_off(self) -> None:
-        assert self._proposer is not None
-        _LOGGER.exception("speculation is off: the proposer %s failed", self._proposer.name)
+        proposer = self._proposer
+        assert proposer is not None
+        self._num_steps_off = _FIRST_PAUSE << min(self.num_failures, _MAX_DOUBLINGS)
+        self.num_failures += 1
+        _LOGGER.exception(
+            "speculation is off for %d steps: the proposer %s failed",
+            self._num_steps_off,
+            proposer.name,
+        )
+        self._paused = proposer
         self._proposer = self._reader = None
+        for slot in self._known:
+            with suppress(Exception):  # its state is unknown
+                proposer.release(slot)
         self._known.clear()
+
+    def _count_step_off(self, proposer: Proposer) -> None:
+        self._num_steps_off -= 1
+        if self._num_steps_off > 0:
+            return
+        self._proposer, self._paused = proposer, None
+        self._reader = proposer if isinstance(proposer, HiddenStateProposer) else None
+        _LOGGER.info("the proposer %s drafts again, for new sequences", proposer.name)
 
 
 def _computed(
@@ -213,8 +246,11 @@ def _computed(
     hidden: AnyTensor | None,
     every_token: bool,
     aux_hidden: Sequence[AnyTensor],
+    known: Collection[int],
 ) -> ComputedStep | None:
-    """The tokens that the target has computed and accepted; None without any."""
+    """The tokens that the target has computed and accepted, of sequences in the slots that the
+    proposer knows; None without any.
+    """
     emitted = {one.index: one for one in emitting}
     computed = []
     of_all: list[int] = []  # places in a tensor of all tokens
@@ -224,6 +260,8 @@ def _computed(
         one = emitted.get(index)
         first, start = start, start + row.num_tokens
         if slot.failure or (row.emits and (one is None or not one.samples)):
+            continue
+        if row.slot not in known:
             continue
         num_before = len(of_all)
         if one is None:
