@@ -142,8 +142,9 @@ def test_the_end_of_the_engines_process_is_logged_for_what_it_had_accepted(
 
     async def whole() -> None:
         streams = RemoteStreams(lambda: 0.0)
-        stream = stream_of("r1", n=2)
-        streams.open(stream, 2)
+        request = Request("r1", (1, 2), SamplingParams(n=2, max_tokens=4))
+        stream = Stream(request, NoOwner())
+        streams.open(stream, request)
         if is_accepted:
             streams.accept("r1", ())
         if has_died:

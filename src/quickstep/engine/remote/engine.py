@@ -458,7 +458,7 @@ class RemoteEngine:
         eos_token_ids = self.tokenizer.eos_token_ids
         request = self._intake.take(request, facts.vocab_size, facts.max_model_len, eos_token_ids)
         stream = Stream(request, self, self._stream_bounds)
-        self._streams.open(stream, request.sampling.n, level_of(request))
+        self._streams.open(stream, request, level_of(request))
         try:
             process.sender.put(request)
         except (UnicodeEncodeError, OverflowError) as error:
@@ -551,10 +551,12 @@ class RemoteEngine:
         for change in self._changes.values():
             if not change.done():
                 change.set_exception(EngineError("the engine process ended"))
+        reason, why = FinishReason.ERROR, "the engine process ended; send it again"
         if self._supervisor.is_ending:
-            self._streams.end_all(FinishReason.SHUTDOWN, "the engine was stopped")
-        else:
-            self._streams.end_all(FinishReason.ERROR, "the engine process ended; send it again")
+            reason, why = FinishReason.SHUTDOWN, "the engine was stopped"
+        for record in self._streams.unfinished(reason):
+            self._step_log.add_sequence(record)
+        self._streams.end_all(reason, why)
         return self._worker_stats.add_past()
 
     @property

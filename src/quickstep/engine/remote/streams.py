@@ -9,20 +9,24 @@ from __future__ import annotations
 
 import asyncio
 from collections import Counter
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 
 import msgspec
 
+from quickstep.engine.records.step_log import SequenceRecord
 from quickstep.engine.stream import Delta, Stream
 from quickstep.errors import EngineDied, QuickstepError
-from quickstep.types import FinishReason
+from quickstep.types import FinishReason, Request, SequenceTimings
 
 __all__ = ["RemoteStreams"]
 
 
 class _Live(msgspec.Struct):
     stream: Stream
+    request: Request
+    since_s: float
     running: set[int]  # indices of the sequences that have not ended
+    num_tokens: Counter[int] = msgspec.field(default_factory=Counter)  # delivered, by index
     timer: asyncio.TimerHandle | None = None  # of its deadline
 
 
@@ -79,11 +83,12 @@ class RemoteStreams:
         """Return once no request is live."""
         await self._empty.wait()
 
-    def open(self, stream: Stream, num_sequences: int, level: int = 0) -> None:
+    def open(self, stream: Stream, request: Request, level: int = 0) -> None:
         """Follow a request, of a level of priority, that is about to be sent."""
+        now, num_sequences = self._clock(), request.sampling.n
         if self._is_held:
-            self._busy_since_s = self._clock()
-        self._live[stream.request_id] = _Live(stream, set(range(num_sequences)))
+            self._busy_since_s = now
+        self._live[stream.request_id] = _Live(stream, request, now, set(range(num_sequences)))
         self._undecided[stream.request_id] = (level, num_sequences)
         self._undecided_by_level[level] += num_sequences
         self._empty.clear()
@@ -147,6 +152,7 @@ class RemoteStreams:
         if running is None:
             return
         if live is not None:
+            live.num_tokens[delta.index] += len(delta.token_ids)
             live.stream.put(delta)
         if delta.finish_reason is None:
             return
@@ -157,6 +163,45 @@ class RemoteStreams:
             del self._ended_here[request_id]
         else:
             self._remove(request_id)
+
+    def unfinished(self, reason: FinishReason) -> Iterator[SequenceRecord]:
+        """Records of the accepted sequences that have not ended, as if they ended now: their times
+        on the device are known to the engine's process only.
+        """
+        now = self._clock()
+        for live in self._live.values():
+            request = live.request
+            if request.request_id in self._undecided:
+                continue
+            for index in sorted(live.running):
+                timings = SequenceTimings(
+                    arrival_s=live.since_s,
+                    first_scheduled_s=None,
+                    first_token_s=None,
+                    finished_s=now,
+                    queue_s=0.0,
+                    prefill_s=0.0,
+                    decode_s=0.0,
+                    preempted_s=0.0,
+                    device_s=0.0,
+                    num_preemptions=0,
+                    num_prompt_tokens=len(request.prompt_token_ids),
+                    num_cached_tokens=0,
+                    num_output_tokens=live.num_tokens[index],
+                    num_blocks=0,
+                )
+                yield SequenceRecord(
+                    request_id=request.request_id,
+                    index=index,
+                    tenant=request.tenant,
+                    priority=request.priority,
+                    seed=request.seed,
+                    finish_reason=reason,
+                    timings=timings,
+                    adapter=request.adapter,
+                    endpoint=request.endpoint,
+                    is_continuation=request.is_continuation,
+                )
 
     def end_all(self, reason: FinishReason, error: str) -> None:
         """The engine has ended: end every stream, and refuse requests that were not accepted."""
