@@ -423,6 +423,28 @@ class SequenceTimings(msgspec.Struct, frozen=True, gc=False):
     num_drafts: int = 0
     num_accepted: int = 0
 
+    @staticmethod
+    def of_unknown(
+        num_prompt_tokens: int, arrival_s: float, finished_s: float, num_output_tokens: int = 0
+    ) -> SequenceTimings:
+        """The timings of a sequence of which only these are known: all its time was waiting."""
+        return SequenceTimings(
+            arrival_s=arrival_s,
+            first_scheduled_s=None,
+            first_token_s=None,
+            finished_s=finished_s,
+            queue_s=finished_s - arrival_s,
+            prefill_s=0.0,
+            decode_s=0.0,
+            preempted_s=0.0,
+            device_s=0.0,
+            num_preemptions=0,
+            num_prompt_tokens=num_prompt_tokens,
+            num_cached_tokens=0,
+            num_output_tokens=num_output_tokens,
+            num_blocks=0,
+        )
+
 
 class PromptProgress(msgspec.Struct, frozen=True, gc=False):
     """How much of a prompt is computed: `num_processed` tokens after `seconds` of its prefill, of

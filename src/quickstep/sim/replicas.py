@@ -470,7 +470,9 @@ class ReplicaRun:
         if live.replica is not None:
             self._send_down(live.replica, live.generation, _Cancel(name))
         request = live.arrival.request
-        timings = _never_served(request, live.arrived_s, self.now)
+        # a request whose client cancelled it: what it received is not counted
+        num_prompt = len(request.prompt_token_ids)
+        timings = SequenceTimings.of_unknown(num_prompt, live.arrived_s, self.now)
         cancelled = (
             Ending(name, index, FinishReason.ABORTED, timings, request.tenant)
             for index in range(request.sampling.n)
@@ -549,24 +551,4 @@ def _shifted(timings: SequenceTimings, seconds: float) -> SequenceTimings:
         first_token_s=None if first_s is None else first_s + seconds,
         finished_s=timings.finished_s + seconds,
         activities=(),
-    )
-
-
-def _never_served(request: Request, arrived_s: float, now: float) -> SequenceTimings:
-    """Of a request whose client cancelled it: what it received is not counted."""
-    return SequenceTimings(
-        arrival_s=arrived_s,
-        first_scheduled_s=None,
-        first_token_s=None,
-        finished_s=now,
-        queue_s=now - arrived_s,
-        prefill_s=0.0,
-        decode_s=0.0,
-        preempted_s=0.0,
-        device_s=0.0,
-        num_preemptions=0,
-        num_prompt_tokens=len(request.prompt_token_ids),
-        num_cached_tokens=0,
-        num_output_tokens=0,
-        num_blocks=0,
     )

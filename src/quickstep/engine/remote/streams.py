@@ -174,22 +174,8 @@ class RemoteStreams:
             if request.request_id in self._undecided:
                 continue
             for index in sorted(live.running):
-                timings = SequenceTimings(
-                    arrival_s=live.since_s,
-                    first_scheduled_s=None,
-                    first_token_s=None,
-                    finished_s=now,
-                    queue_s=0.0,
-                    prefill_s=0.0,
-                    decode_s=0.0,
-                    preempted_s=0.0,
-                    device_s=0.0,
-                    num_preemptions=0,
-                    num_prompt_tokens=len(request.prompt_token_ids),
-                    num_cached_tokens=0,
-                    num_output_tokens=live.num_tokens[index],
-                    num_blocks=0,
-                )
+                num_prompt, num_outputs = len(request.prompt_token_ids), live.num_tokens[index]
+                timings = SequenceTimings.of_unknown(num_prompt, live.since_s, now, num_outputs)
                 yield SequenceRecord(
                     request_id=request.request_id,
                     index=index,

@@ -329,11 +329,12 @@ class Generation:
             EngineError: A choice failed.
             RequestError: What the request demands left a choice no token.
         """
+        sampling, grammar_field = self.request.sampling, self.request.grammar_field
         merged = self._merged() if len(self._streams) > 1 else self._of_stream(0)
         async with aclosing(merged) as deltas:
             async for item in deltas:
                 self.choices[item.choice].add(item.delta)
-                check_end(item.delta, self.request.sampling, self.request.grammar_field)
+                check_end(item.delta, sampling, grammar_field)
                 yield item
 
     async def finish(self) -> None:
