@@ -52,6 +52,7 @@ def test_an_idle_tenant_that_received_more_than_others_is_not_forgotten_first() 
         scheduler.add(Request("r", (1,), tenant=tenant), 0.0)
         return next(iter(scheduler._waiting))
 
+    order.added(sequence("present"))  # the others do not begin anew
     greedy = sequence("greedy")
     order.added(greedy)
     order.charged(greedy, 100.0)

@@ -76,6 +76,7 @@ _MODULES = (
     "drafts.control",
     "step",
     "service_order",
+    "shares",
     "queues",
     "accounting",
     "resources.resource",

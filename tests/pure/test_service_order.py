@@ -372,6 +372,15 @@ def test_a_tenant_that_was_idle_gets_no_credit() -> None:
     assert received["a"] == pytest.approx(received["b"], rel=0.1)
 
 
+def test_the_time_in_which_a_tenant_was_alone_is_no_debt() -> None:
+    alone = [Arrival(0.5 * n, request(f"a-{n}", 64, 50, tenant="a")) for n in range(40)]
+    flood = [Arrival(30.0, request(f"b-{n}", 64, 200, tenant="b")) for n in range(200)]
+    again = Arrival(31.0, request("a-again", 16, 16, tenant="a"))
+    outcome = run(PolicyName.FAIR, [*alone, *flood, again])
+    (ending,) = [one for one in outcome.endings if one.request_id == "a-again"]
+    assert ending.timings.queue_s < 0.3
+
+
 # -- batches that run to their end ----------------------------------------------------------------
 
 

@@ -202,8 +202,10 @@ class FairOrder(PriorityOrder):
 
     As in Virtual Token Counter (Sheng et al. 2023, arXiv:2401.00588), with attributed device
     seconds instead of tokens: a tenant that returns gets no credit for the time in which it had no
-    requests. Within a tenant, priorities decide. A tenant without a sequence in the batch may take
-    a slot from another one, and steps are kept short for a tenant that uses less than its part.
+    requests, and what it received while it was alone is no debt: when nothing is left, all begin
+    with what the last one has received. Within a tenant, priorities decide. A tenant without a
+    sequence in the batch may take a slot from another one, and steps are kept short for a tenant
+    that uses less than its part.
     """
 
     def __init__(self, aging_s: float) -> None:
@@ -211,6 +213,7 @@ class FairOrder(PriorityOrder):
         self._tenants: dict[str, _Tenant] = {}
         self._reserved_s: dict[str, float] = {}  # by sequence id
         self._floor_s = 0.0
+        self._num_live = 0
 
     takes_turns = True
 
@@ -270,6 +273,7 @@ class FairOrder(PriorityOrder):
             tenant.virtual_s = max(tenant.virtual_s, self._floor_s)
         tenant.weight = weight
         tenant.num_live += 1
+        self._num_live += 1
 
     def admitted(self, sequence: Sequence) -> None:
         """Reserve what it is predicted to be charged."""
@@ -302,8 +306,12 @@ class FairOrder(PriorityOrder):
         tenant.reserved_s = max(0.0, tenant.reserved_s - reserved_s) if tenant.num_running else 0.0
 
     def ended(self, sequence: Sequence) -> None:
-        """Count it."""
-        self._of(sequence).num_live -= 1
+        """Count it; the last one is where all begin that come next."""
+        tenant = self._of(sequence)
+        tenant.num_live -= 1
+        self._num_live -= 1
+        if not self._num_live:
+            self._floor_s = max(self._floor_s, tenant.virtual_s)
 
     def _of(self, sequence: Sequence) -> _Tenant:
         return self._tenants[self.queue_of(sequence.request)]
