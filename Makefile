@@ -31,7 +31,7 @@ help:
 	@echo "make reference    write docs/reference from the types of the server"
 	@echo "make verify       check that requests give the same bits in any batch"
 	@echo "make verify-long  the same with new seeds and property tests, for MINUTES=10"
-	@echo "make clients      test with third-party clients"
+	@echo "make clients      test with third-party clients; AGENTS=1 with Claude Code and Codex too"
 	@echo "make bench        measure the speed of this machine"
 	@echo "make soak         a server under mixed load for MINUTES=10"
 	@echo "make peers        compare with vLLM, OpenVINO, llama.cpp and transformers"
@@ -70,9 +70,18 @@ docs-test: $(READY)
 
 # Clients of other people against a live server, each group with its packages in an environment of
 # its own: some want version 2 of OpenAI's client and the others version 3.
-clients: $(READY) $(CLIENTS)/openai_2/.ready $(CLIENTS)/openai_3/.ready
+# `make clients AGENTS=1` also installs Claude Code and Codex from npm (660 MB) and has them edit a file.
+clients: $(READY) $(CLIENTS)/openai_2/.ready $(CLIENTS)/openai_3/.ready $(if $(AGENTS),$(CLIENTS)/agents/.ready)
 	$(CLIENTS)/openai_2/bin/python -m pytest tests/clients/sdk tests/clients/openai_2
 	$(CLIENTS)/openai_3/bin/python -m pytest tests/clients/sdk tests/clients/openai_3
+	$(if $(AGENTS),$(CLIENTS)/openai_3/bin/python -m pytest tests/clients/agents)
+
+$(CLIENTS)/agents/.ready: tests/clients/agents/package.json
+	mkdir -p $(CLIENTS)/agents
+	cp $< $(CLIENTS)/agents/
+	npm install --no-audit --no-fund --prefix $(CLIENTS)/agents
+	node $(CLIENTS)/agents/node_modules/@anthropic-ai/claude-code/install.cjs
+	@touch $@
 
 $(CLIENTS)/%/.ready: tests/clients/%/requirements.txt
 	$(PYTHON) -m venv $(CLIENTS)/$*

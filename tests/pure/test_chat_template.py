@@ -230,6 +230,13 @@ def test_templates_are_found_in_every_place_that_checkpoints_use(tmp_path):
     assert opened(tmp_path).render(HELLO, tools=[{}]) == "tools"
 
 
+@pytest.mark.parametrize("entry", [{"default": 5}, {"default": "{% for %}"}, 7])
+def test_a_checkpoint_whose_template_is_none_is_a_configuration_error(tmp_path, entry):
+    (tmp_path / "tokenizer_config.json").write_text(json.dumps({"chat_template": entry}))
+    with pytest.raises(ConfigError):
+        opened(tmp_path)
+
+
 def test_named_templates_without_a_default_say_the_way_out(tmp_path):
     config = {"chat_template": [{"name": "rag", "template": "x"}]}
     (tmp_path / "tokenizer_config.json").write_text(json.dumps(config))

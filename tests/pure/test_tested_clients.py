@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import re
 from pathlib import Path
 
@@ -17,6 +18,9 @@ def test_the_guide_lists_the_clients_at_their_installed_versions() -> None:
         for pin in PIN.finditer(file.read_text())
         if not pin["name"].startswith("pytest")
     }
+    agents = json.loads((ROOT / "tests/clients/agents/package.json").read_text())
+    for name, version in agents["dependencies"].items():
+        installed.add((name.rpartition("/")[2], version))
     guide = (ROOT / "docs/guide/clients.md").read_text()
     section = guide.split("## Tested clients")[1].split("\n## ")[0]
     listed = {

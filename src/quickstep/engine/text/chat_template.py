@@ -13,6 +13,7 @@ import re
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from datetime import datetime
+from functools import partial
 from pathlib import Path
 from typing import Any, NoReturn
 
@@ -152,20 +153,18 @@ class ChatTemplate:
         none. Raises ConfigError.
         """
         inputs = inputs or InputConfig()
-        if inputs.chat_template is not None:
-            templates = {"default": inputs.chat_template}
-        else:
-            with reading_checkpoint(path):
-                templates = find_templates(path)
-        if not templates:
-            return None
-        return cls(
-            templates,
-            special_tokens,
-            now,
+        made = partial(
+            cls,
+            special_tokens=special_tokens,
+            now=now,
             limit_s=inputs.template_s,
             content_format=inputs.content_format,
         )
+        if inputs.chat_template is not None:
+            return made({"default": inputs.chat_template})
+        with reading_checkpoint(path):
+            templates = find_templates(path)
+            return made(templates) if templates else None
 
     @property
     def source(self) -> str:

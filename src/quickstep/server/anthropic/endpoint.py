@@ -111,6 +111,9 @@ _HARMLESS_BETAS = frozenset(
         "extended-cache-ttl-2025-04-11",
         "token-counting-2024-11-01",
         "structured-outputs-2025-11-13",
+        "effort-2025-11-24",
+        "mid-conversation-system-2026-04-07",
+        "thinking-token-count-2026-05-13",
         # longer outputs and contexts: the model's own limit applies and is reported
         "max-tokens-3-5-sonnet-2024-07-15",
         "output-128k-2025-02-19",

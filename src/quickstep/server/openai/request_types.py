@@ -535,7 +535,7 @@ class ChatRequest(ChoiceFields, forbid_unknown_fields=True, kw_only=True, frozen
     tool_choice: ToolChoice = None
     parallel_tool_calls: ParallelToolCalls = None
     audio: Annotated[Any, refused("the model gives text only")] = None
-    chat_template: Annotated[Any, refused("the model's own template is used")] = None
+    chat_template: Annotated[Any, refused("start the server with --chat-template")] = None
     documents: Annotated[Any, refused("send them in chat_template_kwargs")] = None
     function_call: Annotated[
         Any, refused("it is deprecated; send tool_choice", passes=("none",))

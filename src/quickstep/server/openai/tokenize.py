@@ -94,7 +94,7 @@ class TokenizeRequest(msgspec.Struct, forbid_unknown_fields=True, kw_only=True, 
     continue_final_message: Annotated[
         bool | None, effect("Whether the prompt ends with the last message's text.")
     ] = None
-    chat_template: Annotated[str | None, refused("the model's own template is used")] = None
+    chat_template: Annotated[str | None, refused("start the server with --chat-template")] = None
     chat_template_kwargs: ChatTemplateKwargs = None
     mm_processor_kwargs: Annotated[dict[str, Any] | None, refused("the model reads text only")] = (
         None
