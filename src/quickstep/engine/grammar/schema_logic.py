@@ -16,29 +16,35 @@ from __future__ import annotations
 
 import itertools
 import json
-import re
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from functools import partial
 from typing import Any
 from urllib.parse import unquote
 
+from quickstep.engine.grammar.patterns import PatternWriter
 from quickstep.errors import RequestError
 
 __all__ = [
     "ALL_TYPES",
+    "ANNOTATIONS",
+    "HAS_SCHEMAS",
+    "HAS_SCHEMAS_BY_NAME",
     "SchemaLogic",
     "SchemaTooLarge",
+    "has_value",
     "of_type",
     "other_texts",
+    "references_in",
     "resolved",
     "types_of",
+    "unique_values",
 ]
 
 ALL_TYPES = ("null", "boolean", "number", "string", "array", "object")
 _MAX_REFERENCES = 16
 _MAX_STEPS = 15_000  # in addition to two for each value of the schema, some 30 microseconds each
 _MAX_PATTERN = 16 * 1024
-_ANNOTATIONS = frozenset(
+ANNOTATIONS = frozenset(
     (
         *("$schema", "$id", "id", "$anchor", "$comment", "$defs", "definitions", "title"),
         *("description", "default", "example", "examples", "readOnly", "writeOnly", "deprecated"),
@@ -77,6 +83,72 @@ _TYPE_OF_KEYWORD = {
         "object",
     ),
 }
+
+
+# Keywords whose value is a schema or a list of schemas, and those with schemas by name.
+HAS_SCHEMAS = frozenset(
+    (
+        *("allOf", "anyOf", "oneOf", "not", "if", "then", "else", "items", "prefixItems"),
+        *("contains", "additionalItems", "additionalProperties", "propertyNames"),
+        *("unevaluatedItems", "unevaluatedProperties"),
+    )
+)
+HAS_SCHEMAS_BY_NAME = frozenset(
+    ("properties", "patternProperties", "$defs", "definitions", "dependentSchemas", "dependencies")
+)
+_LISTS = frozenset(("allOf", "anyOf", "oneOf", "prefixItems", "enum"))
+_NUMBERS = frozenset(
+    (
+        *("minLength", "maxLength", "minItems", "maxItems", "minProperties", "maxProperties"),
+        *("minContains", "maxContains", "minimum", "maximum", "multipleOf"),
+    )
+)
+
+
+def check_keywords(schema: object) -> None:
+    """Raise RequestError where a keyword has a value of a type that no draft has there."""
+    pending = [schema]
+    while pending:
+        found = pending.pop()
+        if isinstance(found, list):
+            pending += found
+        if not isinstance(found, dict):
+            continue
+        for keyword, value in found.items():
+            wanted = _wanted(keyword, value)
+            if wanted:
+                raise RequestError(
+                    f"grammar has a schema whose {keyword} is no {wanted}",
+                    param="grammar",
+                )
+            if keyword in HAS_SCHEMAS:
+                pending.append(value)
+            elif keyword in HAS_SCHEMAS_BY_NAME:
+                pending += value.values()
+
+
+def _wanted(keyword: str, value: object) -> str:
+    """What a keyword's value should be; "" if it is that."""
+    is_number = isinstance(value, int | float) and not isinstance(value, bool)
+    if keyword in _LISTS:
+        return "" if isinstance(value, list) else "list"
+    if keyword in HAS_SCHEMAS_BY_NAME or keyword == "dependentRequired":
+        return "" if isinstance(value, dict) else "object"
+    if keyword in HAS_SCHEMAS:
+        is_list = isinstance(value, list) and keyword == "items"
+        return "" if is_list or isinstance(value, dict | bool) else "schema"
+    if keyword in _NUMBERS:
+        return "" if is_number else "number"
+    if keyword in ("exclusiveMinimum", "exclusiveMaximum"):
+        return "" if is_number or isinstance(value, bool) else "number"
+    if keyword in ("pattern", "$ref"):
+        return "" if isinstance(value, str) else "text"
+    is_list = isinstance(value, list) and all(isinstance(item, str) for item in value)
+    if keyword == "type":
+        return "" if is_list or isinstance(value, str) else "name or list of names"
+    if keyword == "required":  # draft 3 has a flag there
+        return "" if is_list or isinstance(value, bool) else "list of names"
+    return ""
 
 
 def of_type(keyword: str) -> str | None:
@@ -118,6 +190,12 @@ def resolved(root: Mapping[str, Any], reference: str) -> Any:
     return value
 
 
+def references_in(schema: object) -> set[str]:
+    """The references in a schema."""
+    found = (value.get("$ref") for value in _values_in(schema) if isinstance(value, dict))
+    return {reference for reference in found if isinstance(reference, str)}
+
+
 class SchemaTooLarge(RequestError):
     """The work on a schema reached its bound."""
 
@@ -129,18 +207,24 @@ class SchemaLogic:
     """
 
     def __init__(self, root: Mapping[str, Any]) -> None:
+        check_keywords(root)
         self._root = root
-        # a schema below with an address of its own is the root of the references in it
+        self._checked: set[str] = set()  # references
+        # A schema below with an address of its own is the root of the references in it; one that
+        # is a fragment only names the schema.
         self._has_one_root = not any(
-            isinstance(value, dict) and isinstance(value.get("$id"), str)
+            isinstance(value, dict)
+            and isinstance(value.get("$id"), str)
+            and not value["$id"].startswith("#")
             for value in _values_in([*root.values()])
         )
         self._steps_left = _MAX_STEPS + 2 * sum(1 for _ in _values_in(root))
+        self.patterns = PatternWriter(self.count)
         self._left_out = False  # a way to be refused, since it cannot be expressed
 
-    def count(self) -> None:
-        """Count a step of work on the schema."""
-        self._steps_left -= 1
+    def count(self, steps: int = 1) -> None:
+        """Count steps of work on the schema."""
+        self._steps_left -= steps
         if self._steps_left < 0:
             raise SchemaTooLarge(
                 "grammar has a schema that is too large once its not, if and oneOf are written"
@@ -150,14 +234,18 @@ class SchemaLogic:
 
     def resolved(self, reference: str) -> Any:
         """The target of a reference; None where that is not within the schema."""
-        return resolved(self._root, reference) if self._has_one_root else None
+        target = resolved(self._root, reference) if self._has_one_root else None
+        if reference not in self._checked:  # it may be where no schema is looked for
+            self._checked.add(reference)
+            check_keywords(target)
+        return target
 
     def target(self, schema: object) -> object:
         """The schema, or what it refers to if it is a reference and nothing else."""
         for _ in range(_MAX_REFERENCES):
             if not isinstance(schema, dict) or not isinstance(schema.get("$ref"), str):
                 return schema
-            if not set(schema) - _ANNOTATIONS <= {"$ref"}:
+            if not set(schema) - ANNOTATIONS <= {"$ref"}:
                 return schema
             target = self.resolved(schema["$ref"])
             if not isinstance(target, dict | bool):
@@ -188,12 +276,12 @@ class SchemaLogic:
         schema = self.target(schema)
         if not isinstance(schema, dict):
             return [] if schema is False else None
-        rest = set(schema) - _ANNOTATIONS - {"type", "const", "enum"}
+        rest = set(schema) - ANNOTATIONS - {"type", "const", "enum"}
         listed = _listed(schema)
         if rest == {"anyOf"} and not listed and "type" not in schema:
             found = [self.finite_values(branch, limit) for branch in _schemas(schema["anyOf"])]
             values = [value for branch in found if branch is not None for value in branch]
-            unique = _unique(values)
+            unique = unique_values(values)
             return None if None in found or len(unique) > limit else unique
         if rest:
             return None
@@ -202,12 +290,12 @@ class SchemaLogic:
             values = [v for v in listed[0] if _type_of_value(v) in types]
             if schema.get("type") == "integer":
                 values = [v for v in values if v == int(v)]
-            values = [v for v in values if all(_has(other, v) for other in listed[1:])]
+            values = [v for v in values if all(has_value(other, v) for other in listed[1:])]
         elif types <= {"null", "boolean"} and types:
             values = [None] * ("null" in types) + [False, True] * ("boolean" in types)
         else:
             return None
-        values = _unique(values)
+        values = unique_values(values)
         return values if len(values) <= limit else None
 
     def have_own_values(self, schemas: Sequence[object]) -> bool:
@@ -288,7 +376,7 @@ class SchemaLogic:
         types = types_of({"type": schema["type"]} if "type" in schema else {})
         for keyword, value in schema.items():
             own = of_type(keyword)
-            if keyword in _ANNOTATIONS or (own is not None and own not in types):
+            if keyword in ANNOTATIONS or (own is not None and own not in types):
                 continue
             ways = self._ways_of(keyword, value, schema, is_partial, followed)
             if ways is not None:
@@ -358,7 +446,9 @@ class SchemaLogic:
             case "dependentRequired" | "dependentSchemas" | "dependencies":
                 return self._ways_of_dependencies(value, is_partial, followed)
             case "pattern" if isinstance(value, str):
-                other = _other_pattern(value)
+                other = self.patterns.other(value)
+                if other == "":
+                    return []
                 return None if other is None else [{"type": "string", "pattern": other}]
             case "uniqueItems" | "unevaluatedProperties" | "unevaluatedItems" if value is False:
                 return None if keyword != "uniqueItems" else []
@@ -496,35 +586,6 @@ def _escaped(character: str) -> str:
     return f"\\x{{{ord(character):x}}}"
 
 
-_LITERAL = re.compile(r"(?:[A-Za-z0-9_ /:@#%&=~,;<>!'\"-]|\\[.\-/+*?()\[\]{}|^$\\])*")
-
-
-def _other_pattern(pattern: str) -> str | None:
-    """A pattern of the texts that a simple pattern refuses: fixed texts, or a fixed beginning."""
-    if not pattern.startswith("^"):
-        return None
-    body, is_closed = pattern[1:], pattern.endswith("$") and not pattern.endswith("\\$")
-    body = body[:-1] if is_closed else body
-    if body.startswith("(") and body.endswith(")"):
-        body = body[1:-1].removeprefix("?:")
-        texts = body.split("|")
-    else:
-        texts = [body]
-    if not all(_LITERAL.fullmatch(text) for text in texts):
-        return None
-    literals = [re.sub(r"\\(.)", r"\1", text) for text in texts]
-    if is_closed:
-        return other_texts(literals)
-    if len(literals) != 1 or not literals[0]:
-        return None
-    ways = []
-    for place, character in enumerate(literals[0]):
-        begun = "".join(map(_escaped, literals[0][:place]))
-        ways.append(f"{begun}(?:[^{_escaped(character)}][\\s\\S]*)?")
-    found = f"^(?:{'|'.join(ways)})$"
-    return found if len(found) <= _MAX_PATTERN else None
-
-
 def _are_distinct(schemas: Iterable[object]) -> bool:
     """Whether each schema lists its values, and none is listed twice."""
     keys: list[str] = []
@@ -658,7 +719,8 @@ def _key(value: object) -> str:
     return json.dumps(value, sort_keys=True)
 
 
-def _has(values: list[Any], value: object) -> bool:
+def has_value(values: list[Any], value: object) -> bool:
+    """Whether a JSON value is in a list."""
     return _key(value) in map(_key, values)
 
 
@@ -666,7 +728,8 @@ def _overlap(values: list[Any], others: list[Any]) -> bool:
     return not set(map(_key, values)).isdisjoint(map(_key, others))
 
 
-def _unique(values: list[Any]) -> list[Any]:
+def unique_values(values: list[Any]) -> list[Any]:
+    """The values without repetitions."""
     return list({_key(value): value for value in values}.values())
 
 
