@@ -19,7 +19,7 @@ from msgspec.structs import astuple, replace
 from quickstep.core.cost_model import CostModel, StepLoad, UnitPrices
 from quickstep.core.resources.block_pool import PoolStats
 from quickstep.core.sequence import TICKS_PER_S, SequenceState
-from quickstep.core.step import FlightRow, InFlightStep
+from quickstep.core.step import InFlightStep
 from quickstep.types import Phase, PrefillCharge, RowOutput, SequenceTimings, StepRecord
 
 __all__ = [
@@ -212,20 +212,20 @@ class UnitTicks(msgspec.Struct, frozen=True, gc=False):
         per_unit: tuple[int, ...] = astuple(self)
         return load.times(per_unit)
 
-    def of_rows(self, rows: Sequence[FlightRow], step: StepLoad) -> list[int]:
+    def of_rows(self, loads: Sequence[StepLoad], step: StepLoad) -> list[int]:
         """The charge of each row of a step with the load `step`."""
         rare = step.num_scored, step.num_grammar_rows, step.num_logprobs_rows, step.num_adapter_rows
         if any(rare):
-            return [self.of(entry.load) for entry in rows]
+            return [self.of(load) for load in loads]
         token, row, kv_token, pair = self.token, self.row, self.kv_token, self.pair
         logits_row = self.logits_row
         return [  # without the units that are 0: it runs for each row
-            token * (load := entry.load).num_tokens
+            token * load.num_tokens
             + row
             + kv_token * load.num_kv_tokens
             + pair * load.num_pairs
             + logits_row * load.num_logits_rows
-            for entry in rows
+            for load in loads
         ]
 
 
@@ -253,7 +253,7 @@ def charge(
         loads = [entry.load for entry, is_over in zip(rows, ended, strict=True) if not is_over]
         alive = sum(loads, start=grouped)
     prices = UnitTicks.divide(seconds, cost_model.unit_prices(step.load), alive)
-    charged = prices.of_rows(rows, step.load)
+    charged = prices.of_rows([entry.load for entry in rows], step.load)
     if any(ended):
         charged = [0 if is_over else one for one, is_over in zip(charged, ended, strict=True)]
     recomputed = rejected = 0
