@@ -84,7 +84,7 @@ def test_a_common_pattern_is_the_intersection(first: str, second: str, text: str
     both, first_only = writer.common([first, second], []), writer.common([first], [second])
     assume(both is not None and first_only is not None)  # it may be too long
     assert both is not None and first_only is not None
-    in_first, in_second = (re.search(one, text) is not None for one in (first, second))
+    in_first, in_second = (re.search(pattern, text) is not None for pattern in (first, second))
     assert (bool(both) and finds(both, text)) == (in_first and in_second)
     assert (bool(first_only) and finds(first_only, text)) == (in_first and not in_second)
 

@@ -129,7 +129,7 @@ def test_a_resource_makes_way_for_a_higher_priority() -> None:
     world.commit()
     world.add(ask("high", max_tokens=2, priority=-5))
     finish(world)
-    ends = [(one.request.request_id, one.timings) for one in world.received.values()]
+    ends = [(received.request.request_id, received.timings) for received in world.received.values()]
     finished_s = {name: timings.finished_s for name, timings in ends if timings is not None}
     assert finished_s["high"] < finished_s["low"]
 

@@ -61,11 +61,13 @@ def test_an_engine_that_dies_in_the_middle_gives_each_sequence_an_error(tmp_path
             found = await ends(stream)
             assert [reason for reason, _ in found] == [FinishReason.ERROR] * 3
             assert all("engine process ended" in error for _, error in found)
-        recorded = [(one.request_id, one.index) for one in engine.step_log.sequences]
+        recorded = [(record.request_id, record.index) for record in engine.step_log.sequences]
         assert sorted(recorded) == sorted(
             (stream.request_id, index) for stream in streams for index in range(3)
         )
-        assert {one.finish_reason for one in engine.step_log.sequences} == {FinishReason.ERROR}
+        assert {record.finish_reason for record in engine.step_log.sequences} == {
+            FinishReason.ERROR
+        }
 
     run(tmp_path, test, mode="hold")
 

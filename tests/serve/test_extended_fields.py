@@ -164,7 +164,7 @@ def test_the_operator_can_have_usage_in_every_chunk_and_at_the_end(path: str) ->
         body = {**BODIES[path], **fields, "stream": True}
         found = chunks(ask(path, body, USAGE).text)
         assert (found[-1]["choices"], found[-1]["usage"]["completion_tokens"]) == ([], 9)
-        counts = [one["usage"]["completion_tokens"] for one in found]
+        counts = [chunk["usage"]["completion_tokens"] for chunk in found]
         assert counts == sorted(counts) and len(set(counts)) > 2
     assert chunks(ask(path, {**BODIES[path], "stream": True}).text)[-1]["choices"] != []
 
@@ -172,22 +172,25 @@ def test_the_operator_can_have_usage_in_every_chunk_and_at_the_end(path: str) ->
 @pytest.mark.parametrize("path", [CHAT, COMPLETIONS])
 def test_the_chunk_with_the_finish_reason_has_what_vllms_has(path: str) -> None:
     body = {**BODIES[path], "stream": True, "return_token_ids": True}
-    found = [one["choices"][0] for one in chunks(ask(path, body).text)]
-    assert [one["finish_reason"] is None for one in found] == [True] * (len(found) - 1) + [False]
+    found = [chunk["choices"][0] for chunk in chunks(ask(path, body).text)]
+    assert [choice["finish_reason"] is None for choice in found] == [True] * (len(found) - 1) + [
+        False
+    ]
     last = found[-1]
     assert (last["finish_reason"], last["stop_reason"], last["token_ids"]) == ("stop", None, [])
-    ids = [token_id for one in found for token_id in one.get("token_ids", ())]
+    ids = [token_id for choice in found for token_id in choice.get("token_ids", ())]
     complete = ask(path, {**body, "stream": False}).json()["choices"][0]["token_ids"]
     assert ids == complete
-    bare = [one["choices"][0] for one in chunks(ask(path, {**BODIES[path], "stream": True}).text)]
-    assert not [one for one in bare if "token_ids" in one]
+    body = {**BODIES[path], "stream": True}
+    bare = [chunk["choices"][0] for chunk in chunks(ask(path, body).text)]
+    assert not [choice for choice in bare if "token_ids" in choice]
 
 
 @pytest.mark.parametrize("path", [CHAT, COMPLETIONS])
 def test_continuous_usage_needs_no_usage_at_the_end(path: str) -> None:
     body = {**BODIES[path], "stream": True, "stream_options": {"continuous_usage_stats": True}}
     found = chunks(ask(path, body).text)
-    assert [one["usage"]["completion_tokens"] for one in found][-1] == 9
+    assert [chunk["usage"]["completion_tokens"] for chunk in found][-1] == 9
     assert found[-1]["choices"] != []
 
 

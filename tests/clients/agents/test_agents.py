@@ -54,7 +54,7 @@ def check_answered(log: Path) -> None:
     """Fails if a request was refused."""
     answered = ANSWERED.findall(log.read_text())
     assert any(method == "POST" for method, _, _ in answered)
-    assert [one for one in answered if one[2] != "200"] == []
+    assert [line for line in answered if line[2] != "200"] == []
 
 
 def run(command: list[str], folder: Path, **settings: str) -> str:

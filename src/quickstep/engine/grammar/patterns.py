@@ -770,7 +770,7 @@ class _Automaton:
     ) -> None:
         self._languages = languages
         framed = [(_BEGIN, _BEGIN), (0, _LAST), (_END, _END)]
-        begin, character, end = (languages.chars((one,)) for one in framed)
+        begin, character, end = (languages.chars((bounds,)) for bounds in framed)
         parts = [languages.join(begin, languages.join(languages.star(character), end))]
         for pattern in matched:
             parts.append(self._found(pattern, mode))
