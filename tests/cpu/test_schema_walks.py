@@ -38,6 +38,9 @@ LEAVES = (
     {"type": "string", "minLength": 1, "maxLength": 2},
     {"type": "string", "pattern": "^ab"},
     {"type": "string", "pattern": "^(a|bc)$"},
+    {"type": "string", "pattern": "^(?!ab|b$)[a-c]{1,3}$"},
+    {"type": "string", "pattern": "^(?:^a|b)[ab]?$", "maxLength": 3},
+    {"type": "string", "pattern": "a$", "maxLength": 2},
     {"type": "integer", "minimum": -3, "maximum": 4},
     {"type": "integer", "multipleOf": 2, "maximum": 10},
     {"type": "integer", "minimum": -(2**63), "maximum": 2**63 - 1},
@@ -59,6 +62,8 @@ NAMES = (
     {"maxLength": 1},
     {"type": "string"},
     {"not": {"enum": ["a", "d"]}},
+    {"pattern": "^(?!a$)[a-d]+$"},
+    {"pattern": "^[a-c]", "minLength": 1, "maxLength": 2},
 )
 
 
@@ -76,8 +81,10 @@ class Schemas:
         )[0]
         schema = makes(depth)
         match self.random.choice(
-            ["not", "oneOf", "anyOf", "if", "only oneOf", "only not", *[""] * 8]
+            ["not", "oneOf", "anyOf", "if", "cases", "only oneOf", "only not", *[""] * 8]
         ):
+            case "cases":
+                schema["allOf"] = [self.a_case(depth) for _ in range(self.random.randint(2, 5))]
             case "not":
                 schema["not"] = self.schema(depth - 1)
             case "oneOf" | "anyOf" as keyword:
@@ -101,12 +108,32 @@ class Schemas:
             "minProperties": lambda: self.random.randint(0, 2),
             "maxProperties": lambda: self.random.randint(1, 4),
             "propertyNames": lambda: dict(self.random.choice(NAMES)),
-            "dependentRequired": lambda: {names[0]: [self.random.choice("abcd")]},
+            "dependentRequired": lambda: {
+                name: [self.random.choice("abcd")]
+                for name in "abcdef"[: self.random.choice((1, 6))]
+            },
+            "patternProperties": lambda: {
+                pattern: dict(self.random.choice(LEAVES))
+                for pattern in self.random.sample(["^[ab]", "b$", "^(?!a)[a-e]+$", "^d"], 2)
+            },
             "unevaluatedProperties": lambda: self.random.random() < 0.5,
         }
         for keyword in self.some(*choices, odds=0.2):
             schema[keyword] = choices[keyword]()
         return schema
+
+    def a_case(self, depth):
+        condition = {
+            "properties": {
+                "a": self.random.choice([{"const": 1}, {"enum": ["a", 1]}, {"const": 2}])
+            }
+        }
+        if self.random.random() < 0.6:
+            condition["required"] = ["a"]
+        if self.random.random() < 0.3:
+            condition["type"] = "object"
+        case = {"if": condition, "then": self.schema(depth - 1)}
+        return {**case, **({"else": self.schema(0)} if self.random.random() < 0.3 else {})}
 
     def an_array(self, depth):
         schema = {"type": "array", "maxItems": 4}

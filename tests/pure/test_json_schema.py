@@ -48,8 +48,8 @@ def test_what_cannot_be_written_out_is_left_to_be_refused():
         {"not": {"$ref": "#/$defs/t"}, "$defs": {"t": {"items": {"$ref": "#/$defs/t"}}}},
         {"dependencies": {"a": 1}},
         {"dependentRequired": [["a"]]},
-        {"dependentSchemas": {name: {} for name in "abcde"}},
-        {"if": {"pattern": "a+"}, "then": {"minLength": 9}},
+        {"propertyNames": {"pattern": r"\bab"}, "patternProperties": {"a": {}}},
+        {"if": {"pattern": r"\ba+"}, "then": {"minLength": 9}},
         {"propertyNames": {"format": "email"}},
         {"contains": {"multipleOf": 2}, "maxContains": 1},
         {"allOf": [{"minLength": 1}], "unevaluatedProperties": False},
@@ -193,7 +193,7 @@ def test_many_branches_with_values_of_their_own_are_exclusive():
 
 def test_what_may_be_loosened_is_reported():
     overlapping = {
-        "oneOf": [{"type": "string", "pattern": "a+"}, {"type": "string", "pattern": "b+"}]
+        "oneOf": [{"type": "string", "pattern": r"\ba"}, {"type": "string", "pattern": r"\bb"}]
     }
     assert for_llguidance({"items": overlapping}).loosened == {"oneOf"}
     unique = {"type": "array", "items": {"type": "string"}, "uniqueItems": True}
@@ -245,3 +245,125 @@ def test_references_in_circles_and_to_nowhere_end():
     for target in ("#", "#/$defs/a", "#/x/1/y", "#anchor", "http://example.com/x", "#/$defs/a~1b"):
         schema = {"properties": {"a": {"$ref": target}}, "$defs": {"a": {"$ref": "#"}}}
         assert reference_depth(schema, 1000) < 10
+
+
+@pytest.mark.parametrize(
+    ("named", "known"),
+    [
+        ("http://json-schema-org/draft-07/schema#", "http://json-schema.org/draft-07/schema#"),
+        ("https://json-schema.org/draft-04/schema", "http://json-schema.org/draft-04/schema#"),
+        ("http://json-schema.org/draft-05/schema#", "http://json-schema.org/draft-04/schema#"),
+        (
+            "http://json-schema.org/draft/2019-09/schema#",
+            "https://json-schema.org/draft/2019-09/schema",
+        ),
+        ("http://json-schema.org/schema#", None),
+        ("https://example.com/of-mine", "https://example.com/of-mine"),
+    ],
+)
+def test_a_draft_is_known_by_all_spellings_of_its_name(named, known):
+    inner = {"type": "object", "$schema": named}
+    found = rewritten({**inner, "properties": {"a": inner}})
+    assert found.get("$schema") == found["properties"]["a"].get("$schema") == known
+
+
+def test_a_definition_may_have_any_name():
+    name = "A<B, c|d>"
+    schema = {"$ref": f"#/definitions/{name}", "definitions": {name: {"type": "null"}}}
+    found = rewritten(schema)
+    moved = found["$ref"].removeprefix("#/$defs/")
+    assert re.fullmatch("[a-z0-9-]+", moved) and found["$defs"][moved] == {"type": "null"}
+
+
+def case(value, then, **more):
+    return {"if": {"properties": {"t": {"const": value}}, **more}, "then": {"required": [then]}}
+
+
+def test_conditions_on_one_property_are_cases_and_not_combinations():
+    schema = {
+        "type": "object",
+        "required": ["t"],
+        "properties": {"t": {"enum": [*range(40)]}},
+        "allOf": [{"maxProperties": 9}, *(case(number, f"p{number}") for number in range(40))],
+    }
+    kept, cases = rewritten(schema)["allOf"]
+    assert kept == {"maxProperties": 9}
+    assert len(cases["anyOf"]) == 40
+    assert cases["anyOf"][7]["allOf"] == [{"required": ["p7"]}]
+
+
+def test_a_case_without_the_property_or_without_an_object_is_one_too():
+    schema = {"allOf": [case(1, "p"), case(2, "q", required=["t"]), case(1, "r", type="object")]}
+    ((cases,),) = (rewritten(schema)["allOf"],)
+    first, second, other, absent, no_object = cases["anyOf"]
+    assert first["properties"] == {"t": {"enum": [1]}}
+    assert first["allOf"] == [{"required": ["p"]}, {"required": ["r"]}]
+    assert second["allOf"] == [{"required": ["q"]}]
+    assert "allOf" not in other
+    assert absent["properties"] == {"t": False}
+    assert absent["allOf"] == [{"required": ["p"]}, {"required": ["r"]}]
+    assert "object" not in no_object["type"]
+    # what is no object has no properties, and the condition without a type holds for it
+    assert no_object["allOf"] == [{"required": ["p"]}, {"required": ["q"]}]
+
+
+def test_patterns_of_properties_do_not_overlap():
+    schema = {"patternProperties": {"^a": {"minimum": 1}, "b$": {"maximum": 9}}}
+    found = rewritten(schema)["patternProperties"]
+    assert list(found.values()) == [
+        {"minimum": 1},
+        {"maximum": 9},
+        {"allOf": [{"minimum": 1}, {"maximum": 9}]},
+    ]
+    apart = {"^a": {"minimum": 1}, "^b": {"maximum": 9}}
+    assert rewritten({"patternProperties": apart})["patternProperties"] == apart
+
+
+def test_a_pattern_that_no_text_matches_allows_no_text():
+    found = rewritten({"pattern": "^(?:a\n^b)$"})
+    assert "pattern" not in found and "string" not in found["allOf"][0]["type"]
+
+
+def test_what_is_next_to_a_reference_in_a_circle_is_part_of_its_target():
+    tree = {"type": "object", "additionalProperties": {"$ref": "#/$defs/t"}}
+    place = {"minProperties": 1, "anyOf": [{"type": "string"}, {"$ref": "#/$defs/t"}]}
+    tree["additionalProperties"] = place
+    schema = {"$defs": {"t": tree}, "properties": {"a": place}}
+    found = for_llguidance(schema, merges_references=True).schema
+    *_, reference = found["properties"]["a"]["anyOf"]
+    merged = found["$defs"][reference["$ref"].removeprefix("#/$defs/")]
+    assert merged["minProperties"] == 1
+    assert merged["additionalProperties"]["anyOf"][-1] == reference
+
+
+def test_an_id_that_is_a_fragment_does_not_move_the_root():
+    two = {"$id": "#/properties/a", "const": 2}
+    schema = {"properties": {"a": two}, "not": {"$ref": "#/properties/a"}}
+    assert "not" not in rewritten(schema)
+    elsewhere = {**two, "$id": "https://example.com/a"}
+    assert "not" in rewritten({**schema, "properties": {"a": elsewhere}})
+
+
+def test_names_have_a_pattern_a_length_and_other_patterns():
+    names = {"pattern": "^[a-c]+$", "maxLength": 2, "examples": ["a"]}
+    assert rewritten({"propertyNames": names})["patternProperties"] == {"^[a-c]{1,2}$": True}
+    assert rewritten({"propertyNames": {"format": "regex", "title": "t"}}) == {}
+    both = rewritten(
+        {
+            "propertyNames": {"pattern": "^[ab]*$"},
+            "patternProperties": {"^a": {"minimum": 1}, "c": {"maximum": 9}},
+        }
+    )
+    first, rest = both["patternProperties"].items()
+    assert first[1] == {"minimum": 1} and re.search(first[0], "ab") and not re.search(first[0], "b")
+    assert rest[1] is True and re.search(rest[0], "b") and not re.search(rest[0], "ab")
+
+
+def test_a_closed_object_keeps_what_patterns_say_of_its_properties():
+    schema = {
+        "type": "object",
+        "properties": {"a": {"minimum": 1}},
+        "patternProperties": {"^a": {"maximum": 9}},
+        "maxProperties": 1,
+    }
+    assert rewritten(schema)["properties"] == {"a": {"allOf": [{"minimum": 1}, {"maximum": 9}]}}

@@ -148,7 +148,9 @@ def test_a_message_without_a_budget_or_with_the_tag_is_refused() -> None:
     engine = thinking("x</think>")
     alone = post(CHAT, {"reasoning_budget_message": "Enough."}, engine)
     assert alone.status_code == 400
-    assert alone.json()["error"]["message"].startswith("reasoning_budget_message needs thinking_budget")
+    assert alone.json()["error"]["message"].startswith(
+        "reasoning_budget_message needs thinking_budget"
+    )
     fields = {"thinking_budget": 7, "reasoning_budget_message": "x" * 1025}
     assert "has 1025 characters, the limit is 1024" in post(CHAT, fields, engine).text
     options = ServerOptions(answers=AnswerOptions(budget_message="Enough.</think>"))

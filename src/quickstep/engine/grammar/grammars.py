@@ -28,7 +28,7 @@ from quickstep.engine.grammar.matcher import (
     byte_vocabulary,
     grammar_vocabulary,
 )
-from quickstep.engine.grammar.source import GrammarLimits, grammar_source
+from quickstep.engine.grammar.source import GrammarLimits, GrammarSource, grammar_source
 from quickstep.engine.grammar.trial import GrammarTrial, TrialLimits
 from quickstep.engine.text.tokenizer import Tokenizer
 from quickstep.errors import RequestError
@@ -157,17 +157,7 @@ class GrammarCompiler:
             self._last_used.popitem(last=False)
 
     def _compile(self, grammar: Grammar) -> CompiledGrammar:
-        source = grammar_source(grammar, self._limits)
-        try:
-            path = self._trial.check(source)
-        except Refusal:
-            # exclusive branches can allow nothing, or be too large to compile
-            if grammar.strict or "oneOf" not in grammar.text:
-                raise
-            source = grammar_source(grammar, self._limits, one_of_as_any_of=True)
-            if "oneOf" not in source.loosened:
-                raise
-            path = self._trial.check(source)
+        source, path = self._tried(grammar)
         if source.loosened:
             keywords = " and ".join(source.loosened)
             _LOGGER.warning("a schema is enforced less strictly than written: %s", keywords)
@@ -178,6 +168,25 @@ class GrammarCompiler:
         return CompiledGrammar(
             matcher, ClosingStart(over_bytes, vocabulary, ending), source.loosened
         )
+
+    def _tried(self, grammar: Grammar) -> tuple[GrammarSource, str | None]:
+        """The source that can be compiled, and its shortest text. Raises Refusal."""
+        source = grammar_source(grammar, self._limits)
+        try:
+            return source, self._trial.check(source)
+        except Refusal as refusal:
+            refused, merges = refusal, "circular references" in str(refusal)
+        # exclusive branches can allow nothing, or be too large to compile
+        loosens = not grammar.strict and "oneOf" in grammar.text
+        for one_of_as_any_of in [False] * merges + [True] * loosens:
+            source = grammar_source(grammar, self._limits, one_of_as_any_of, merges)
+            if one_of_as_any_of and "oneOf" not in source.loosened:
+                break
+            try:
+                return source, self._trial.check(source)
+            except Refusal as refusal:
+                refused = refusal
+        raise refused
 
     @cached_property
     def _tokens(self) -> GrammarVocabulary:

@@ -86,16 +86,20 @@ class GrammarSource(msgspec.Struct, frozen=True):
 
 
 def grammar_source(
-    grammar: Grammar, limits: GrammarLimits, one_of_as_any_of: bool = False
+    grammar: Grammar,
+    limits: GrammarLimits,
+    one_of_as_any_of: bool = False,
+    merges_references: bool = False,
 ) -> GrammarSource:
     """The grammar within the limits. Raises RequestError.
 
-    With `one_of_as_any_of`, every `oneOf` is enforced as `anyOf`; a strict grammar never is.
+    With `one_of_as_any_of`, every `oneOf` is enforced as `anyOf`; a strict grammar never is. With
+    `merges_references`, references in a circle may have keywords next to them.
     """
     text = grammar.text
     is_regex = grammar.kind == "regex"
     _bound(_num_bytes(text), limits.regex_bytes if is_regex else limits.text_bytes, "bytes")
-    schemas = _Schemas(limits, one_of_as_any_of)
+    schemas = _Schemas(limits, one_of_as_any_of, merges_references)
     match grammar.kind:
         case "json_schema":
             source = GrammarSource("json_schema", schemas.of_text(text), schemas.loosened)
@@ -129,9 +133,12 @@ _NOT_EXACT = {
 class _Schemas:
     """Rewrites the schemas of one grammar; `loosened` names what is not enforced exactly."""
 
-    def __init__(self, limits: GrammarLimits, one_of_as_any_of: bool) -> None:
+    def __init__(
+        self, limits: GrammarLimits, one_of_as_any_of: bool, merges_references: bool
+    ) -> None:
         self._limits = limits
         self._one_of_as_any_of = one_of_as_any_of
+        self._merges_references = merges_references
         self._loosened: set[str] = set()
 
     @property
@@ -176,7 +183,7 @@ class _Schemas:
         if isinstance(schema, dict):
             levels = reference_depth(schema, self._limits.reference_levels)
             _bound(levels, self._limits.reference_levels, "levels of $ref")
-            rewritten = for_llguidance(schema, self._one_of_as_any_of)
+            rewritten = for_llguidance(schema, self._one_of_as_any_of, self._merges_references)
             schema = rewritten.schema
             self._loosened |= rewritten.loosened
         text = json.dumps(schema, ensure_ascii=False)
