@@ -47,7 +47,6 @@ def test_what_cannot_be_written_out_is_left_to_be_refused():
         {"not": {"multipleOf": 3}},
         {"not": {"$ref": "#/$defs/t"}, "$defs": {"t": {"items": {"$ref": "#/$defs/t"}}}},
         {"dependencies": {"a": 1}},
-        {"dependentRequired": [["a"]]},
         {"propertyNames": {"pattern": r"\bab"}, "patternProperties": {"a": {}}},
         {"if": {"pattern": r"\ba+"}, "then": {"minLength": 9}},
         {"propertyNames": {"format": "email"}},
@@ -367,3 +366,30 @@ def test_a_closed_object_keeps_what_patterns_say_of_its_properties():
         "maxProperties": 1,
     }
     assert rewritten(schema)["properties"] == {"a": {"allOf": [{"minimum": 1}, {"maximum": 9}]}}
+
+
+@pytest.mark.parametrize(
+    ("schema", "keyword", "wanted"),
+    [
+        ({"dependentRequired": [["a"]]}, "dependentRequired", "object"),
+        ({"properties": [{}], "required": []}, "properties", "object"),
+        ({"items": {"required": [{}]}}, "required", "list of names"),
+        ({"anyOf": [{"type": 3}]}, "type", "name or list of names"),
+        ({"allOf": {}}, "allOf", "list"),
+        ({"not": None}, "not", "schema"),
+        ({"minimum": "1"}, "minimum", "number"),
+        ({"$defs": {"a": {"maxLength": True}}}, "maxLength", "number"),
+        ({"patternProperties": {"a": {"pattern": 1}}}, "pattern", "text"),
+        ({"$ref": "#/x/y", "x": {"y": {"enum": 1}}}, "enum", "list"),
+        ({"propertyNames": {"$ref": 7}}, "$ref", "text"),
+    ],
+)
+def test_a_keyword_of_the_wrong_type_is_named(schema, keyword, wanted):
+    with pytest.raises(RequestError, match=re.escape(f"whose {keyword} is no {wanted}")):
+        rewritten(schema)
+
+
+def test_what_is_no_schema_is_left_as_it_is():
+    data = {"pattern": 7, "uniqueItems": False, "not": 3}
+    schema = {"x-of-mine": data, "examples": [data], "properties": {"pattern": {"x": [data]}}}
+    assert rewritten(schema) == schema

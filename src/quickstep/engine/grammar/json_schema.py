@@ -34,6 +34,8 @@ from quickstep.engine.grammar.patterns import PatternWriter
 from quickstep.engine.grammar.schema_logic import (
     ALL_TYPES,
     ANNOTATIONS,
+    HAS_SCHEMAS,
+    HAS_SCHEMAS_BY_NAME,
     SchemaLogic,
     SchemaTooLarge,
     has_value,
@@ -82,10 +84,6 @@ KNOWN_FORMATS = frozenset(
 )
 # The values of these keywords are data or names, not schemas.
 _DATA = frozenset(("const", "enum", "default", "example", "examples", "required"))
-# The values of these keywords map names to schemas.
-_BY_NAME = frozenset(
-    ("properties", "patternProperties", "$defs", "definitions", "dependentSchemas", "dependencies")
-)
 _DEPENDENCIES = ("dependencies", "dependentRequired", "dependentSchemas")
 _CONDITION = ("if", "then", "else")
 _APPLICATORS = frozenset(
@@ -225,10 +223,12 @@ class _Rewriting:
                 found[keyword] = value
             elif keyword == "$ref" and isinstance(value, str):
                 found[keyword] = self._reference(value)
-            elif keyword in _BY_NAME and isinstance(value, dict):
+            elif keyword in HAS_SCHEMAS_BY_NAME:
                 found[keyword] = {name: self.of(inner) for name, inner in value.items()}
-            else:
+            elif keyword in HAS_SCHEMAS:
                 found[keyword] = self.of(value)
+            else:
+                found[keyword] = value
         return found
 
     def _merged(self, schema: dict[str, Any]) -> dict[str, Any]:
@@ -241,7 +241,8 @@ class _Rewriting:
         if isinstance(reference, str):
             also = _without(rest, "$ref")
             return self._target_with(reference, also, notes) or schema if also else schema
-        for item in rest.get("allOf", ()):
+        listed = rest.get("allOf")
+        for item in listed if isinstance(listed, list) else ():
             if isinstance(item, dict) and isinstance(item.get("$ref"), str):
                 left = [other for other in rest["allOf"] if other is not item]
                 beside = {} if self._ref_is_alone else _without(item, "$ref", *ANNOTATIONS)
@@ -369,7 +370,7 @@ class _Rewriting:
             return None
         ((name, inner),) = properties.items()
         values = self._logic.finite_values(inner, _MAX_VALUES)
-        if values is None or not isinstance(required, list) or not set(required) <= {name}:
+        if values is None or required not in ([], [name]):
             return None
         is_object = "type" in condition
         then, otherwise = item.get("then", True), item.get("else", True)
@@ -400,7 +401,8 @@ class _Rewriting:
                 return None
             holding = (False,) * len(cases)
             branches.append(({**present, "properties": {name: others}}, holding))
-        if name not in (schema.get("required") or ()):
+        required = schema.get("required")
+        if not isinstance(required, list) or name not in required:
             holding = tuple(not case.is_required for case in cases)
             branches.append(({"type": "object", "properties": {name: False}}, holding))
         if schema.get("type") != "object":

@@ -27,6 +27,8 @@ from quickstep.errors import RequestError
 __all__ = [
     "ALL_TYPES",
     "ANNOTATIONS",
+    "HAS_SCHEMAS",
+    "HAS_SCHEMAS_BY_NAME",
     "SchemaLogic",
     "SchemaTooLarge",
     "has_value",
@@ -81,6 +83,72 @@ _TYPE_OF_KEYWORD = {
         "object",
     ),
 }
+
+
+# Keywords whose value is a schema or a list of schemas, and those with schemas by name.
+HAS_SCHEMAS = frozenset(
+    (
+        *("allOf", "anyOf", "oneOf", "not", "if", "then", "else", "items", "prefixItems"),
+        *("contains", "additionalItems", "additionalProperties", "propertyNames"),
+        *("unevaluatedItems", "unevaluatedProperties"),
+    )
+)
+HAS_SCHEMAS_BY_NAME = frozenset(
+    ("properties", "patternProperties", "$defs", "definitions", "dependentSchemas", "dependencies")
+)
+_LISTS = frozenset(("allOf", "anyOf", "oneOf", "prefixItems", "enum"))
+_NUMBERS = frozenset(
+    (
+        *("minLength", "maxLength", "minItems", "maxItems", "minProperties", "maxProperties"),
+        *("minContains", "maxContains", "minimum", "maximum", "multipleOf"),
+    )
+)
+
+
+def check_keywords(schema: object) -> None:
+    """Raise RequestError where a keyword has a value of a type that no draft has there."""
+    pending = [schema]
+    while pending:
+        found = pending.pop()
+        if isinstance(found, list):
+            pending += found
+        if not isinstance(found, dict):
+            continue
+        for keyword, value in found.items():
+            wanted = _wanted(keyword, value)
+            if wanted:
+                raise RequestError(
+                    f"grammar has a schema whose {keyword} is no {wanted}",
+                    param="grammar",
+                )
+            if keyword in HAS_SCHEMAS:
+                pending.append(value)
+            elif keyword in HAS_SCHEMAS_BY_NAME:
+                pending += value.values()
+
+
+def _wanted(keyword: str, value: object) -> str:
+    """What a keyword's value should be; "" if it is that."""
+    is_number = isinstance(value, int | float) and not isinstance(value, bool)
+    if keyword in _LISTS:
+        return "" if isinstance(value, list) else "list"
+    if keyword in HAS_SCHEMAS_BY_NAME or keyword == "dependentRequired":
+        return "" if isinstance(value, dict) else "object"
+    if keyword in HAS_SCHEMAS:
+        is_list = isinstance(value, list) and keyword == "items"
+        return "" if is_list or isinstance(value, dict | bool) else "schema"
+    if keyword in _NUMBERS:
+        return "" if is_number else "number"
+    if keyword in ("exclusiveMinimum", "exclusiveMaximum"):
+        return "" if is_number or isinstance(value, bool) else "number"
+    if keyword in ("pattern", "$ref"):
+        return "" if isinstance(value, str) else "text"
+    is_list = isinstance(value, list) and all(isinstance(item, str) for item in value)
+    if keyword == "type":
+        return "" if is_list or isinstance(value, str) else "name or list of names"
+    if keyword == "required":  # draft 3 has a flag there
+        return "" if is_list or isinstance(value, bool) else "list of names"
+    return ""
 
 
 def of_type(keyword: str) -> str | None:
@@ -139,7 +207,9 @@ class SchemaLogic:
     """
 
     def __init__(self, root: Mapping[str, Any]) -> None:
+        check_keywords(root)
         self._root = root
+        self._checked: set[str] = set()  # references
         # A schema below with an address of its own is the root of the references in it; one that
         # is a fragment only names the schema.
         self._has_one_root = not any(
@@ -164,7 +234,11 @@ class SchemaLogic:
 
     def resolved(self, reference: str) -> Any:
         """The target of a reference; None where that is not within the schema."""
-        return resolved(self._root, reference) if self._has_one_root else None
+        target = resolved(self._root, reference) if self._has_one_root else None
+        if reference not in self._checked:  # it may be where no schema is looked for
+            self._checked.add(reference)
+            check_keywords(target)
+        return target
 
     def target(self, schema: object) -> object:
         """The schema, or what it refers to if it is a reference and nothing else."""
