@@ -176,3 +176,4 @@ def test_an_anchor_that_may_be_read_twice_is_not_read() -> None:
     assert PatternWriter().common(["(^|a)^b"], []) is None
     assert PatternWriter().common(["(a|$)(b|$)"], []) is None
     assert PatternWriter().common(["^a\n^b"], []) == ""
+    assert PatternWriter().common(["^(?:^ab?)+$"], []) == PatternWriter().common(["^ab?$"], [])

@@ -493,6 +493,10 @@ def _without_repeated_anchors(syntax: _Syntax, is_end: bool, is_there: bool) -> 
             return _Choice(tuple(plain))
         case _Repeat(part, low, 1):
             return _Repeat(_without_repeated_anchors(part, is_end, is_there), low, 1)
+        case _Repeat(part, low, high) if low > 0 and is_there and _num_anchors(part, is_end):
+            first = _without_repeated_anchors(part, is_end, is_there)
+            rest = _Repeat(part, low - 1, None if high is None else high - 1)
+            return _Join((rest, first) if is_end else (first, rest))
         case _Look(part, is_negated):
             inside = is_there and not is_end
             return _Look(_without_repeated_anchors(part, is_end, inside), is_negated)
