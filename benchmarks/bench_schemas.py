@@ -36,11 +36,11 @@ import numpy as np
 
 import quickstep
 from benchmarks.machine import describe_machine
-from quickstep.engine.grammar.grammars import CompiledGrammar, GrammarCompiler
-from quickstep.engine.grammar.json_schema import with_known_draft
-from quickstep.engine.text.tokenizer import Tokenizer
 from quickstep.errors import RequestError
 from quickstep.runtime.sampling.grammar import grammar_start
+from quickstep.text.grammar.grammars import CompiledGrammar, GrammarCompiler
+from quickstep.text.grammar.json_schema import with_known_draft
+from quickstep.text.tokenizer import Tokenizer
 from quickstep.types import Admission, Grammar, SamplingParams
 
 _DEMO = Path(quickstep.__file__).parent / "bundled" / "demo"

@@ -22,10 +22,10 @@ from fake_engine import FakeEngine, FakeStream, FakeTemplate, Script
 from live_server import live_server
 from surface_calls import saying
 
-from quickstep.engine.tool_calls.formats import formats_of
 from quickstep.errors import EngineError
 from quickstep.server.api_keys import ApiKeys
 from quickstep.server.options import ServerOptions
+from quickstep.text.tool_calls.formats import formats_of
 from quickstep.types import FinishReason, Request
 
 MAX_MODEL_LEN = 2**20  # bytes: an agent's prompt has 80,000

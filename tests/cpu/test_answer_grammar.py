@@ -13,13 +13,13 @@ from hypothesis import strategies as st
 from test_call_grammar import FORMATS
 from tiny_checkpoint import write_checkpoint
 
-from quickstep.engine.grammar.grammars import GrammarCompiler
-from quickstep.engine.text.token_forms import TokenFormFinder
-from quickstep.engine.text.tokenizer import Tokenizer
-from quickstep.engine.tool_calls.answer_grammar import NotNestable, answer_grammar
-from quickstep.engine.tool_calls.formats import REASONING_FORMATS, message_grammar
-from quickstep.engine.tool_calls.reader import MessageParser
 from quickstep.runtime.sampling.sampler import Sample, sample_row
+from quickstep.text.grammar.grammars import GrammarCompiler
+from quickstep.text.token_forms import TokenFormFinder
+from quickstep.text.tokenizer import Tokenizer
+from quickstep.text.tool_calls.answer_grammar import NotNestable, answer_grammar
+from quickstep.text.tool_calls.formats import REASONING_FORMATS, message_grammar
+from quickstep.text.tool_calls.reader import MessageParser
 from quickstep.types import Grammar, SamplingParams
 
 VOCAB_SIZE = 264

@@ -23,7 +23,6 @@ from quickstep.core.resources.block_pool import KVBlockPool
 from quickstep.engine.assembly import load_weights
 from quickstep.engine.llm import engine_config
 from quickstep.engine.speculation import open_model_proposers
-from quickstep.engine.text.tokenizer import Tokenizer
 from quickstep.errors import ConfigError
 from quickstep.model.checkpoint.source import bundled_drafts, find_checkpoint
 from quickstep.model.interface import Model
@@ -33,6 +32,7 @@ from quickstep.runtime.kv_cache import allocate_kv
 from quickstep.runtime.speculation.combined import CombinedProposer
 from quickstep.runtime.speculation.methods import open_lookup_proposers
 from quickstep.runtime.speculation.proposer import Drafts, DraftTask, Proposer
+from quickstep.text.tokenizer import Tokenizer
 from quickstep.types import Request, SamplingParams
 from quickstep.verify import checker
 from quickstep.verify.checker import verify

@@ -9,12 +9,12 @@ import pytest
 from grammar_sampling import sampled_text
 from tiny_checkpoint import write_checkpoint
 
-from quickstep.engine.grammar.grammars import GrammarCompiler
-from quickstep.engine.text.tokenizer import Tokenizer
-from quickstep.engine.tool_calls.call_grammar import call_grammar
-from quickstep.engine.tool_calls.formats import TOOL_CALL_FORMATS, formats_of
-from quickstep.engine.tool_calls.reader import MessageParser
 from quickstep.errors import RequestError
+from quickstep.text.grammar.grammars import GrammarCompiler
+from quickstep.text.tokenizer import Tokenizer
+from quickstep.text.tool_calls.call_grammar import call_grammar
+from quickstep.text.tool_calls.formats import TOOL_CALL_FORMATS, formats_of
+from quickstep.text.tool_calls.reader import MessageParser
 
 FUNCTIONS = [
     {"name": "now", "parameters": {"properties": {}, "additionalProperties": False}},

@@ -10,16 +10,16 @@ import tiny_checkpoint
 from grammar_sampling import PROMPT
 from tokenizers import AddedToken
 
-from quickstep.engine.grammar.grammars import GrammarCompiler
-from quickstep.engine.text.tokenizer import Tokenizer
-from quickstep.engine.tool_calls.answer_grammar import answer_grammar
-from quickstep.engine.tool_calls.formats import TOOL_CALL_FORMATS, message_grammar
-from quickstep.engine.tool_calls.harmony import HARMONY_MARKERS, HARMONY_SPELLING
-from quickstep.engine.tool_calls.reader import MessageParser
 from quickstep.runtime.sampling.closing_search import ClosingSearch
 from quickstep.runtime.sampling.sampler import Sample, sample_row
 from quickstep.runtime.sampling.state import SamplingState
 from quickstep.sampling_params import TokenForms
+from quickstep.text.grammar.grammars import GrammarCompiler
+from quickstep.text.tokenizer import Tokenizer
+from quickstep.text.tool_calls.answer_grammar import answer_grammar
+from quickstep.text.tool_calls.formats import TOOL_CALL_FORMATS, message_grammar
+from quickstep.text.tool_calls.harmony import HARMONY_MARKERS, HARMONY_SPELLING
+from quickstep.text.tool_calls.reader import MessageParser
 from quickstep.types import Admission, Grammar, SamplingParams
 
 VOCAB = 280

@@ -12,12 +12,12 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import quickstep
-from quickstep.engine.grammar.grammars import GrammarCompiler
-from quickstep.engine.text.tokenizer import Tokenizer
 from quickstep.runtime.sampling.grammar import ClosingGuard, ClosingStart
 from quickstep.runtime.sampling.sampler import Sample, sample_row
 from quickstep.runtime.sampling.state import SamplingState
 from quickstep.sampling_params import TokenForms
+from quickstep.text.grammar.grammars import GrammarCompiler
+from quickstep.text.tokenizer import Tokenizer
 from quickstep.types import Admission, Grammar, SamplingParams
 
 DEMO = Path(quickstep.__file__).parent / "bundled" / "demo"

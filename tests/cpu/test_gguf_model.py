@@ -16,7 +16,6 @@ from torch import Tensor
 
 from quickstep import LLM, SamplingParams
 from quickstep.config import LoadConfig
-from quickstep.engine.text.tokenizer import Tokenizer
 from quickstep.errors import ConfigError
 from quickstep.model.checkpoint.source import find_checkpoint
 from quickstep.model.checkpoint.tensor_schema import layer_tensors, outer_tensors
@@ -24,6 +23,7 @@ from quickstep.model.checkpoint.weights import open_weights
 from quickstep.model.rope import make_rope_table
 from quickstep.model.spec import parse_spec, read_spec
 from quickstep.ops.tensors import Device, to_numpy
+from quickstep.text.tokenizer import Tokenizer
 
 VOCAB = 264
 HF = {

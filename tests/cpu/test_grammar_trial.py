@@ -13,12 +13,12 @@ import pytest
 from nasty_grammars import NASTY, chain
 from tiny_checkpoint import write_checkpoint
 
-from quickstep.engine.grammar.grammars import CompiledGrammar, GrammarCompiler, GrammarLimits
-from quickstep.engine.grammar.matcher import Refusal
-from quickstep.engine.grammar.source import GrammarSource, grammar_source
-from quickstep.engine.grammar.trial import TrialLimits
-from quickstep.engine.text.tokenizer import Tokenizer
 from quickstep.errors import EngineError, RequestError
+from quickstep.text.grammar.grammars import CompiledGrammar, GrammarCompiler, GrammarLimits
+from quickstep.text.grammar.matcher import Refusal
+from quickstep.text.grammar.source import GrammarSource, grammar_source
+from quickstep.text.grammar.trial import TrialLimits
+from quickstep.text.tokenizer import Tokenizer
 from quickstep.types import Grammar
 
 HUGE = 10**9

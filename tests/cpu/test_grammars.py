@@ -13,18 +13,18 @@ from hypothesis import strategies as st
 from jsonschema_rs import Draft202012Validator
 from tiny_checkpoint import write_checkpoint
 
-from quickstep.engine.grammar.grammars import GrammarCompiler, GrammarLimits
-from quickstep.engine.grammar.json_schema import KNOWN_FORMATS
-from quickstep.engine.grammar.matcher import (
+from quickstep.errors import RequestError
+from quickstep.runtime.sampling.sampler import SampleFailure, sample_row
+from quickstep.text.grammar.grammars import GrammarCompiler, GrammarLimits
+from quickstep.text.grammar.json_schema import KNOWN_FORMATS
+from quickstep.text.grammar.matcher import (
     GrammarVocabulary,
     Refusal,
     build_matcher,
     grammar_vocabulary,
 )
-from quickstep.engine.grammar.source import GrammarSource
-from quickstep.engine.text.tokenizer import Tokenizer
-from quickstep.errors import RequestError
-from quickstep.runtime.sampling.sampler import SampleFailure, sample_row
+from quickstep.text.grammar.source import GrammarSource
+from quickstep.text.tokenizer import Tokenizer
 from quickstep.types import Grammar, SamplingParams
 
 SCHEMA = {

@@ -9,13 +9,13 @@ import pytest
 from msgspec.structs import replace
 
 import quickstep
-from quickstep.engine.grammar.grammars import GrammarCompiler
-from quickstep.engine.text.tokenizer import Tokenizer
 from quickstep.runtime.sampling import penalties
 from quickstep.runtime.sampling.closing_search import ClosingSearch
 from quickstep.runtime.sampling.sampler import Sample, sample_row
 from quickstep.runtime.slots import SlotTable
 from quickstep.sampling_params import TokenForms
+from quickstep.text.grammar.grammars import GrammarCompiler
+from quickstep.text.tokenizer import Tokenizer
 from quickstep.types import Admission, Grammar, SamplingParams
 
 TOKENIZER = Tokenizer.open(Path(quickstep.__file__).parent / "bundled" / "demo")

@@ -13,15 +13,15 @@ from hypothesis import strategies as st
 from msgspec.structs import replace
 from tiny_checkpoint import write_checkpoint
 
-from quickstep.engine.grammar.grammars import GrammarCompiler
-from quickstep.engine.text.token_forms import TokenFormFinder
-from quickstep.engine.text.tokenizer import Tokenizer
-from quickstep.engine.tool_calls.formats import REASONING_FORMATS, message_grammar
-from quickstep.engine.tool_calls.reader import MessageParser
 from quickstep.runtime.sampling.grammar import GrammarStart
 from quickstep.runtime.sampling.reasoning import Place, ReasonedGrammar, ReasoningTracker
 from quickstep.runtime.sampling.sampler import Sample, sample_row
 from quickstep.sampling_params import ReasoningTokens
+from quickstep.text.grammar.grammars import GrammarCompiler
+from quickstep.text.token_forms import TokenFormFinder
+from quickstep.text.tokenizer import Tokenizer
+from quickstep.text.tool_calls.formats import REASONING_FORMATS, message_grammar
+from quickstep.text.tool_calls.reader import MessageParser
 from quickstep.types import Grammar, SamplingParams
 
 VOCAB_SIZE = 264

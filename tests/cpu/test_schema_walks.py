@@ -13,14 +13,14 @@ import numpy as np
 import pytest
 from jsonschema_rs import Draft202012Validator
 
-from quickstep.engine.grammar.matcher import (
+from quickstep.errors import RequestError
+from quickstep.text.grammar.matcher import (
     GrammarVocabulary,
     Refusal,
     build_matcher,
     grammar_vocabulary,
 )
-from quickstep.engine.grammar.source import GrammarLimits, grammar_source
-from quickstep.errors import RequestError
+from quickstep.text.grammar.source import GrammarLimits, grammar_source
 from quickstep.types import Grammar
 
 END = 256

@@ -14,12 +14,12 @@ import quickstep
 from quickstep.config import CacheConfig, EngineConfig, LoadConfig, SchedulerConfig
 from quickstep.engine.assembly import open_engine
 from quickstep.engine.outputs import collect
-from quickstep.engine.text.token_forms import TokenFormFinder
-from quickstep.engine.text.token_texts import TokenTexts
-from quickstep.engine.text.tokenizer import Tokenizer
-from quickstep.engine.tool_calls.formats import REASONING_FORMATS
 from quickstep.errors import RequestError
 from quickstep.runtime.sampling.reasoning import Place, ReasoningTracker
+from quickstep.text.token_forms import TokenFormFinder
+from quickstep.text.token_texts import TokenTexts
+from quickstep.text.tokenizer import Tokenizer
+from quickstep.text.tool_calls.formats import REASONING_FORMATS
 from quickstep.types import Grammar, SamplingParams
 
 DEMO = Path(quickstep.__file__).parent / "bundled" / "demo"

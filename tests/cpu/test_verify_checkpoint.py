@@ -10,14 +10,14 @@ from tiny_checkpoint import write_checkpoint
 
 from quickstep.cli.main import main
 from quickstep.config import LoadConfig
-from quickstep.engine.text.output_text import OutputText
-from quickstep.engine.text.tokenizer import Tokenizer
 from quickstep.model.checkpoint.source import find_checkpoint
 from quickstep.model.loader import load_model
 from quickstep.model.spec import read_spec
 from quickstep.ops import resolve
 from quickstep.ops.resolve import resolve_ops
 from quickstep.ops.table import LinearWeight
+from quickstep.text.output_text import OutputText
+from quickstep.text.tokenizer import Tokenizer
 from quickstep.types import FinishReason
 from quickstep.verify import checker
 from quickstep.verify.checker import VerifyOptions, verify

@@ -8,13 +8,13 @@ from msgspec.structs import replace
 
 from quickstep import LLM, SamplingParams
 from quickstep.config import LoadConfig
-from quickstep.engine.text.tokenizer import Tokenizer
 from quickstep.model.checkpoint.source import find_checkpoint
 from quickstep.model.interface import Model
 from quickstep.model.loader import load_model
 from quickstep.model.spec import read_spec
 from quickstep.ops import resolve
 from quickstep.ops.resolve import resolve_ops
+from quickstep.text.tokenizer import Tokenizer
 from quickstep.verify.checker import VerifyOptions, verify
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs an NVIDIA GPU")

@@ -7,7 +7,7 @@ from datetime import datetime
 import pytest
 from transformers.utils.chat_template_utils import render_jinja_template
 
-from quickstep.engine.text.chat_template import ChatTemplate
+from quickstep.text.chat_template import ChatTemplate
 
 MESSAGES = [
     {"role": "system", "content": "  Be <brief> & 'kind'. "},

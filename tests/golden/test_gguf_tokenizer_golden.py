@@ -13,10 +13,10 @@ import transformers
 from tokenizers import Regex, models, pre_tokenizers, trainers
 from tokenizers import Tokenizer as Library
 
-from quickstep.engine.text.chat_template import find_templates
-from quickstep.engine.text.gguf_tokenizer import read_gguf_tokenizer
-from quickstep.engine.text.tokenizer import DecoderKind, Tokenizer
 from quickstep.errors import ConfigError
+from quickstep.text.chat_template import find_templates
+from quickstep.text.gguf_tokenizer import read_gguf_tokenizer
+from quickstep.text.tokenizer import DecoderKind, Tokenizer
 
 CORPUS = (Path(__file__).parents[2] / "README.md").read_text(encoding="utf-8")
 TEXTS = (

@@ -11,7 +11,7 @@ from tokenizers import AddedToken, decoders, models, pre_tokenizers, processors
 from tokenizers import Tokenizer as Library
 from transformers import AutoTokenizer
 
-from quickstep.engine.text.tokenizer import Tokenizer
+from quickstep.text.tokenizer import Tokenizer
 
 TEXT = "<s>a<tool>b <|im|>c</s> d<pad><img> <new>  e<|x|>"
 PLAIN = {"lstrip": False, "rstrip": False, "normalized": False, "single_word": False}

@@ -5,13 +5,13 @@ from __future__ import annotations
 import itertools
 from dataclasses import dataclass
 
-from quickstep.engine.tool_calls.formats import (
+from quickstep.text.tool_calls.formats import (
     REASONING_FORMATS,
     TOOL_CALL_FORMATS,
     message_grammar,
 )
-from quickstep.engine.tool_calls.message_delta import CallDelta
-from quickstep.engine.tool_calls.reader import MessageParser
+from quickstep.text.tool_calls.message_delta import CallDelta
+from quickstep.text.tool_calls.reader import MessageParser
 
 
 @dataclass(frozen=True)

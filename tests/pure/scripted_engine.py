@@ -21,12 +21,12 @@ from quickstep.core.policies import make_policy
 from quickstep.core.resources.block_pool import KVBlockPool
 from quickstep.core.scheduler import Scheduler
 from quickstep.engine.engine import Engine
-from quickstep.engine.grammar.grammars import GrammarCompiler
 from quickstep.engine.loaded_model import LoadedModel
 from quickstep.engine.records.step_log import StepLog
-from quickstep.engine.text.chat_template import ChatTemplate
-from quickstep.engine.text.tokenizer import Tokenizer, _byte_level_alphabet
 from quickstep.errors import EngineError
+from quickstep.text.chat_template import ChatTemplate
+from quickstep.text.grammar.grammars import GrammarCompiler
+from quickstep.text.tokenizer import Tokenizer, _byte_level_alphabet
 from quickstep.types import RowOutput, StepResult, TokenLogprobs
 
 END = "<|end|>"

@@ -7,8 +7,8 @@ from datetime import datetime
 
 import pytest
 
-from quickstep.engine.text.chat_template import ChatTemplate
 from quickstep.errors import ConfigError, RequestError
+from quickstep.text.chat_template import ChatTemplate
 
 CHATML = (
     "{% for message in messages %}\n"

@@ -10,9 +10,9 @@ from hypothesis import strategies as st
 from tokenizers import AddedToken, decoders, models, normalizers, pre_tokenizers
 from tokenizers import Tokenizer as Library
 
-from quickstep.engine.text.output_text import Detokenizer
-from quickstep.engine.text.tokenizer import Tokenizer, _byte_level_alphabet
 from quickstep.errors import ConfigError
+from quickstep.text.output_text import Detokenizer
+from quickstep.text.tokenizer import Tokenizer, _byte_level_alphabet
 
 SPECIAL = "<|end|>"
 CORPUS = ["the cat sat on the mat", "naïve café — 日本語 😀😀", "def f(x):\n    return x\n"] * 3

@@ -11,9 +11,10 @@ from scripted_engine import ScriptedEngine, read
 
 from quickstep.engine.engine import Engine
 from quickstep.engine.remote.streams import RemoteStreams
-from quickstep.engine.stream import Delta, Stream
+from quickstep.engine.stream import Stream
 from quickstep.errors import EngineDied, RequestError
 from quickstep.types import (
+    Delta,
     FinishReason,
     Request,
     RowFailure,

@@ -74,7 +74,7 @@ def test_the_server_listens_without_torch_or_numpy() -> None:
     # uvicorn, prometheus_client and tokenizers import more than the server needs (click, ready-made
     # tokenizers); deferring that saved no time: docs/design/0008.
     names = ["torch", "numpy", "rich", "sqlite3", "importlib.resources"]
-    assert imported_by(SERVER, *names, "quickstep.engine.text.gguf_tokenizer") == []
+    assert imported_by(SERVER, *names, "quickstep.text.gguf_tokenizer") == []
 
 
 def test_the_worker_reads_weights_without_what_the_engine_around_them_imports() -> None:
@@ -84,4 +84,4 @@ def test_the_worker_reads_weights_without_what_the_engine_around_them_imports() 
 
 def test_the_engine_around_the_weights_needs_no_chat_template() -> None:
     code = "import quickstep.engine.remote.service, quickstep.engine.engine"
-    assert imported_by(code, "torch", "jinja2", "quickstep.engine.text.chat_template") == []
+    assert imported_by(code, "torch", "jinja2", "quickstep.text.chat_template") == []

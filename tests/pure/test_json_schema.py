@@ -7,10 +7,10 @@ import re
 
 import pytest
 
-from quickstep.engine.grammar.json_schema import for_llguidance, reference_depth
-from quickstep.engine.grammar.schema_logic import SchemaLogic, other_texts
-from quickstep.engine.grammar.schema_numbers import exact_float
 from quickstep.errors import RequestError
+from quickstep.text.grammar.json_schema import for_llguidance, reference_depth
+from quickstep.text.grammar.schema_logic import SchemaLogic, other_texts
+from quickstep.text.grammar.schema_numbers import exact_float
 
 
 def rewritten(schema):

@@ -7,8 +7,8 @@ from datetime import datetime
 import pytest
 
 from quickstep.config import ContentFormat
-from quickstep.engine.text.chat_template import ChatTemplate
-from quickstep.engine.text.message_content import joined_contents, text_of, text_part
+from quickstep.text.chat_template import ChatTemplate
+from quickstep.text.message_content import joined_contents, text_of, text_part
 
 PRINTED = "{% for m in messages %}{{ m.role }}:{{ m.content }}|{% endfor %}"
 DUMPED = "{% for m in messages %}{{ m.role }}:{{ m.content | tojson }}|{% endfor %}"

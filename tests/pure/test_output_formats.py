@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from quickstep.engine.tool_calls.formats import formats_of, reasoning_format, tool_call_format
 from quickstep.errors import ConfigError
+from quickstep.text.tool_calls.formats import formats_of, reasoning_format, tool_call_format
 
 BAR = "\uff5c"
 # what tells of the formats in the templates of these families

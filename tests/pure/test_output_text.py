@@ -9,8 +9,8 @@ from hypothesis import strategies as st
 from msgspec.structs import replace
 from scripted_engine import END_ID, byte_tokenizer
 
-from quickstep.engine.text.output_text import OutputText, ReasoningPassage
-from quickstep.engine.tool_calls.formats import REASONING_FORMATS
+from quickstep.text.output_text import OutputText, ReasoningPassage
+from quickstep.text.tool_calls.formats import REASONING_FORMATS
 from quickstep.types import FinishReason, SamplingParams, SequenceOutput, TokenLogprobs
 
 TOKENIZER = byte_tokenizer()

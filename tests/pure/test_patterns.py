@@ -8,7 +8,7 @@ import pytest
 from hypothesis import assume, given
 from hypothesis import strategies as st
 
-from quickstep.engine.grammar.patterns import PatternWriter, in_rust
+from quickstep.text.grammar.patterns import PatternWriter, in_rust
 
 CODE_POINT = re.compile(r"\\x\{([0-9a-f]+)\}")
 

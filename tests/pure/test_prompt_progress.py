@@ -8,8 +8,7 @@ import pytest
 from scripted_engine import ScriptedEngine, run
 
 from quickstep.engine.engine import Engine
-from quickstep.engine.stream import Delta
-from quickstep.types import FinishReason, PromptProgress, Request, SamplingParams
+from quickstep.types import Delta, FinishReason, PromptProgress, Request, SamplingParams
 
 PROMPT = tuple(range(65, 89))  # 24 tokens
 

@@ -9,8 +9,8 @@ import pytest
 
 from quickstep.config import RecordingConfig
 from quickstep.engine.records.recording_file import RecordingFile
-from quickstep.engine.text.tokenizer import Tokenizer
 from quickstep.errors import ConfigError
+from quickstep.text.tokenizer import Tokenizer
 
 
 def recorded(path: Path, line: bytes, is_full: bool = False) -> None:

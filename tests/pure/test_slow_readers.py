@@ -8,9 +8,9 @@ import pytest
 from scripted_engine import answer, read, run
 
 from quickstep.config import StreamConfig
-from quickstep.engine.stream import Delta, Stream
+from quickstep.engine.stream import Stream
 from quickstep.errors import ConfigError
-from quickstep.types import FinishReason, Request, SamplingParams, TokenLogprobs
+from quickstep.types import Delta, FinishReason, Request, SamplingParams, TokenLogprobs
 
 DEPTHS = pytest.mark.parametrize("depth", [1, 2])
 FEW = StreamConfig(max_unread_deltas=8)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from quickstep.engine.text.output_text import StopStrings
+from quickstep.text.output_text import StopStrings
 
 
 def one_shot(deltas, stops, include, first_active):

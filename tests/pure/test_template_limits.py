@@ -10,8 +10,8 @@ from typing import Any
 
 import pytest
 
-from quickstep.engine.text.chat_template import ChatTemplate
 from quickstep.errors import RequestError
+from quickstep.text.chat_template import ChatTemplate
 
 HELLO = [{"role": "user", "content": "hello"}]
 

@@ -7,7 +7,7 @@ import re
 from hypothesis import given
 from hypothesis import strategies as st
 
-from quickstep.engine.text.token_texts import TokenTexts
+from quickstep.text.token_texts import TokenTexts
 
 ALPHABET = st.sampled_from([b"<", b"/", b"t", b"h", b">", b" ", b"\n", "ü".encode(), b"\xc3"])
 TOKENS = st.lists(st.lists(ALPHABET, max_size=5).map(b"".join), min_size=1, max_size=40)

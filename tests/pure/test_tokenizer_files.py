@@ -7,8 +7,8 @@ import json
 import pytest
 from scripted_engine import END, END_ID, byte_tokenizer
 
-from quickstep.engine.text.tokenizer import Tokenizer
 from quickstep.errors import ConfigError, RequestError
+from quickstep.text.tokenizer import Tokenizer
 
 
 @pytest.fixture

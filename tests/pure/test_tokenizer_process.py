@@ -10,9 +10,9 @@ from pathlib import Path
 import pytest
 
 import quickstep
-from quickstep.engine.text.tokenizer import LONG_CHARS, Tokenizer
-from quickstep.engine.text.tokenizer_process import TokenizerProcess
 from quickstep.errors import EngineError, RequestError
+from quickstep.text.tokenizer import LONG_CHARS, Tokenizer
+from quickstep.text.tokenizer_process import TokenizerProcess
 
 DEMO = Path(quickstep.__file__).parent / "bundled" / "demo"
 LONG = "def f(x):\n    return 'ä' + x\n" * (LONG_CHARS // 25)

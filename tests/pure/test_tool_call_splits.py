@@ -12,8 +12,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from parsed_message import new_parser, parse
 
-from quickstep.engine.tool_calls.formats import TOOL_CALL_FORMATS
-from quickstep.engine.tool_calls.message_delta import joined
+from quickstep.text.tool_calls.formats import TOOL_CALL_FORMATS
+from quickstep.text.tool_calls.message_delta import joined
 
 BAR = "\uff5c"
 CALL = '{"name": "f", "arguments": {"a": "}é\\"\\n{[😀", "b": [1, {"c": null}]}}'

@@ -7,8 +7,8 @@ import json
 import pytest
 from parsed_message import Parsed, new_parser, parse
 
-from quickstep.engine.tool_calls.formats import TOOL_CALL_FORMATS
-from quickstep.engine.tool_calls.message_delta import CallDelta
+from quickstep.text.tool_calls.formats import TOOL_CALL_FORMATS
+from quickstep.text.tool_calls.message_delta import CallDelta
 
 F, G = ("f", '{"a": 1}'), ("g", "{}")
 WEATHER = ("get_weather", '{"city": "São Paulo", "days": [1, 2]}')

@@ -21,14 +21,14 @@ from quickstep.core.resources.block_pool import PoolStats
 from quickstep.engine.adapters import LoadedAdapter
 from quickstep.engine.records.step_log import SequenceRecord, StepLog
 from quickstep.engine.stats import EngineState, EngineStats
-from quickstep.engine.stream import Delta
-from quickstep.engine.text.message_content import text_of
-from quickstep.engine.tool_calls.formats import OutputFormats, formats_of
 from quickstep.errors import EngineError, PromptTooLong, RequestError
 from quickstep.model.sizing import MemoryPlan
+from quickstep.text.message_content import text_of
+from quickstep.text.tool_calls.formats import OutputFormats, formats_of
 from quickstep.types import (
     Activity,
     CacheMiss,
+    Delta,
     FinishReason,
     Pooling,
     PromptProgress,

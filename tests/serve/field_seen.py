@@ -14,7 +14,7 @@ from typing import Any
 import httpx
 from fake_engine import FakeEngine, FakeTemplate, FakeTokenizer, Script, Submitted
 
-from quickstep.engine.tool_calls.formats import formats_of
+from quickstep.text.tool_calls.formats import formats_of
 from quickstep.types import Grammar
 
 ANY_OBJECT = {"type": "object"}

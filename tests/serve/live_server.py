@@ -12,7 +12,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
-from quickstep.server.generate.engine_interface import ServedEngine
+from quickstep.engine.interface import ServedEngine
 from quickstep.server.options import ServerOptions
 from quickstep.server.run import DrainingServer, bind, server_for
 

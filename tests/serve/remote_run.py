@@ -15,8 +15,8 @@ from quickstep.engine.remote import supervisor
 from quickstep.engine.remote.engine import RemoteEngine
 from quickstep.engine.remote.supervisor import RestartLimits
 from quickstep.engine.stats import EngineState
-from quickstep.engine.stream import Delta, Stream
-from quickstep.types import FinishReason, Request, SamplingParams
+from quickstep.engine.stream import Stream
+from quickstep.types import Delta, FinishReason, Request, SamplingParams
 
 DEADLINE_S = 60.0
 QUICK = RestartLimits(max_quick_deaths=3, first_delay_s=0.01, max_delay_s=0.01)

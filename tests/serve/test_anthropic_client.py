@@ -9,8 +9,8 @@ from fake_engine import WORDS, FakeEngine, FakeTemplate, Script
 from live_server import live_server
 from surface_calls import saying
 
-from quickstep.engine.tool_calls.formats import formats_of
 from quickstep.errors import EngineError
+from quickstep.text.tool_calls.formats import formats_of
 from quickstep.types import FinishReason
 
 TEXT = "".join(WORDS)

@@ -11,7 +11,7 @@ from client import MESSAGES
 from fake_engine import FakeEngine, FakeTemplate
 from surface_calls import ANTHROPIC, COUNT_TOKENS, post_to
 
-from quickstep.engine.tool_calls.formats import formats_of
+from quickstep.text.tool_calls.formats import formats_of
 
 TOOL = {"name": "find_it", "input_schema": {"type": "object"}}
 JSON_OUTPUT = {"format": {"type": "json_schema", "schema": {"type": "array"}}}

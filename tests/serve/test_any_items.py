@@ -11,11 +11,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from surface_calls import ANTHROPIC, COUNT_TOKENS, RESPONSES, events
 
-from quickstep.engine.tool_calls.formats import TOOL_CALL_FORMATS
 from quickstep.server.anthropic.request_types import CountTokensRequest, MessagesRequest
 from quickstep.server.app import create_app
 from quickstep.server.options import ServerOptions
 from quickstep.server.responses.request_types import ResponsesRequest
+from quickstep.text.tool_calls.formats import TOOL_CALL_FORMATS
 
 TEXT = st.text(max_size=4)
 LEAVES = st.one_of(

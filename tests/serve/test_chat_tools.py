@@ -12,9 +12,9 @@ from client import CHAT, MESSAGES, chunks, client_of
 from fake_engine import SPECIAL_IDS, FakeEngine, FakeTemplate, Script
 from live_server import live_server
 
-from quickstep.engine.tool_calls.formats import TOOL_CALL_FORMATS, ToolCallFormat, formats_of
 from quickstep.server.app import create_app
 from quickstep.server.options import ServerOptions
+from quickstep.text.tool_calls.formats import TOOL_CALL_FORMATS, ToolCallFormat, formats_of
 from quickstep.types import FinishReason
 
 TOOL = {

@@ -10,8 +10,8 @@ import pytest
 from client import client_of
 from fake_engine import FakeEngine
 
-from quickstep.engine.text.chat_template import ChatTemplate
 from quickstep.server.app import create_app
+from quickstep.text.chat_template import ChatTemplate
 
 READS_PARTS = (
     "{% for m in messages %}{{ m.role }}:{% if m.content is string %}{{ m.content }}{% else %}"

@@ -11,9 +11,8 @@ from msgspec.structs import replace
 from remote_run import LONG, ask, ends, read, run, until
 
 from quickstep.engine.remote.engine import RemoteEngine
-from quickstep.engine.stream import Delta
 from quickstep.errors import EngineError, RequestError
-from quickstep.types import FinishReason, Grammar, SamplingParams
+from quickstep.types import Delta, FinishReason, Grammar, SamplingParams
 
 
 def test_every_delta_is_the_one_that_the_engine_gives_in_this_process(tmp_path: Path) -> None:

@@ -9,8 +9,8 @@ from fake_engine import FakeEngine, FakeTemplate, Script
 from field_seen import CALL_TEXT, WITH_CALLS
 from surface_calls import ANTHROPIC, RESPONSES, pieces, post_to
 
-from quickstep.engine.tool_calls.formats import formats_of
 from quickstep.server.app import create_app
+from quickstep.text.tool_calls.formats import formats_of
 from quickstep.types import FinishReason
 
 API = Api(document_of(create_app(FakeEngine())))

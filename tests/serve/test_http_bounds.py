@@ -19,11 +19,11 @@ from hypothesis import given
 from hypothesis import strategies as st
 from live_server import DEADLINE_S, LiveServer, live_server, until
 
-from quickstep.engine.tool_calls.formats import formats_of
 from quickstep.errors import RequestError
 from quickstep.server.http.body import check_json
 from quickstep.server.http.connection_limit import address_of
 from quickstep.server.options import ConnectionOptions, RequestLimits, ServerOptions
+from quickstep.text.tool_calls.formats import formats_of
 
 PROMPT = b'{"prompt":"a"}'
 

@@ -12,9 +12,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 from surface_calls import ANTHROPIC, RESPONSES, events
 
-from quickstep.engine.tool_calls.formats import formats_of
 from quickstep.server.app import create_app
 from quickstep.server.generate.message import partial_object
+from quickstep.text.tool_calls.formats import formats_of
 from quickstep.types import FinishReason
 
 TEMPLATE = "{% for tool in tools %}<tool_call>{% endfor %}{{ '<think></think>' }}"

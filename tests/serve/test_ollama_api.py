@@ -17,7 +17,6 @@ from fake_engine import WORDS, FakeEngine, FakeTemplate, Script
 from field_seen import filling
 from surface_calls import saying
 
-from quickstep.engine.tool_calls.formats import formats_of
 from quickstep.server.api_keys import ApiKeys
 from quickstep.server.app import create_app
 from quickstep.server.ollama.response_types import (
@@ -28,6 +27,7 @@ from quickstep.server.ollama.response_types import (
     OllamaShowResponse,
 )
 from quickstep.server.options import ServerOptions
+from quickstep.text.tool_calls.formats import formats_of
 from quickstep.types import FinishReason, Grammar
 
 TEXT = "".join(WORDS)

@@ -10,8 +10,8 @@ from client import CHAT, chunks, client_of
 from fake_engine import FakeEngine, FakeTemplate, Script
 from surface_calls import events
 
-from quickstep.engine.tool_calls.formats import formats_of
 from quickstep.server.app import create_app
+from quickstep.text.tool_calls.formats import formats_of
 
 MESSAGES = [{"role": "user", "content": "hi"}]
 THINKS = "{{ tools }}</think>"

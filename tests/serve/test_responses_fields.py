@@ -10,7 +10,7 @@ import pytest
 from fake_engine import FakeEngine, FakeTemplate
 from surface_calls import RESPONSES, post_to
 
-from quickstep.engine.tool_calls.formats import formats_of
+from quickstep.text.tool_calls.formats import formats_of
 
 TOOL = {"type": "function", "name": "find_it", "parameters": None, "strict": None}
 SCHEMA = {"type": "json_schema", "name": "s", "schema": {"type": "array"}}

@@ -9,7 +9,6 @@ import pytest
 from client import CHAT, COMPLETIONS, MESSAGES, client_of
 from fake_engine import FakeEngine, FakeTemplate
 
-from quickstep.engine.tool_calls.formats import formats_of
 from quickstep.errors import ConfigError
 from quickstep.sampling_params import PRESETS
 from quickstep.server.app import create_app
@@ -17,6 +16,7 @@ from quickstep.server.generate.adapter import Served
 from quickstep.server.generate.conversation import EFFORT_BUDGETS
 from quickstep.server.openai.request_types import BUDGET_NAMES
 from quickstep.server.options import AnswerOptions, ServerOptions
+from quickstep.text.tool_calls.formats import formats_of
 from quickstep.types import SamplingParams
 
 DEFAULTS = {"temperature": 0.6, "top_p": 0.8, "top_k": 20}

@@ -16,8 +16,8 @@ from live_server import LiveServer, live_server_of, until
 
 from quickstep.config import CacheConfig, EngineConfig, LoadConfig, SchedulerConfig, StreamConfig
 from quickstep.engine.assembly import open_engine
+from quickstep.engine.interface import ServedEngine
 from quickstep.engine.remote.engine import RemoteEngine
-from quickstep.server.generate.engine_interface import ServedEngine
 from quickstep.server.options import ConnectionOptions, ServerOptions
 
 CONFIG = EngineConfig(

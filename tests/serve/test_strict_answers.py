@@ -17,7 +17,7 @@ from fake_engine import FakeEngine, FakeTemplate, Script
 from openai.types.responses.response_stream_event import ResponseStreamEvent
 from surface_calls import ANTHROPIC, COUNT_TOKENS, RESPONSES, events, post_to, saying
 
-from quickstep.engine.tool_calls.formats import formats_of
+from quickstep.text.tool_calls.formats import formats_of
 from quickstep.types import FinishReason
 
 CALL = '<tool_call>{"name": "find_it", "arguments": {"a": 1}}</tool_call>'

@@ -34,7 +34,6 @@ from quickstep.engine.assembly import (
 from quickstep.engine.engine import Engine
 from quickstep.engine.loaded_model import LoadedModel
 from quickstep.engine.machine import places_for
-from quickstep.engine.text.tokenizer import Tokenizer
 from quickstep.errors import EngineError
 from quickstep.model.checkpoint.fingerprint import fingerprint_with_kv
 from quickstep.model.checkpoint.placement import choose_device, choose_dtype
@@ -49,6 +48,7 @@ from quickstep.ops.table import KVCache, LoRAMapping, OpTable
 from quickstep.ops.tensors import AnyTensor, Device, torch_device, torch_dtype, use_device
 from quickstep.runtime.kv_cache import allocate_kv
 from quickstep.sampling_params import SamplingParams
+from quickstep.text.tokenizer import Tokenizer
 from quickstep.types import FinishReason
 
 __all__ = [

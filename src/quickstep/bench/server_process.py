@@ -18,8 +18,8 @@ _FAULT = re.compile(r" (ERROR|CRITICAL) |Traceback")
 _START_S = 120.0
 _NAMES = {
     "quickstep.engine.remote.worker": "engine",
-    "quickstep.engine.grammar.trial_worker": "grammars",
-    "quickstep.engine.text.tokenizer_process": "tokenizer",
+    "quickstep.text.grammar.trial_worker": "grammars",
+    "quickstep.text.tokenizer_process": "tokenizer",
 }
 
 

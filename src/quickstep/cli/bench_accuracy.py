@@ -208,7 +208,7 @@ def _open(args: argparse.Namespace) -> _Bench:
 
 def _on_text(bench: _Bench) -> dict[str, TextAccuracy]:
     from quickstep.bench.text_accuracy import Reference, compare, cut_windows, held_out_text
-    from quickstep.engine.text.tokenizer import Tokenizer
+    from quickstep.text.tokenizer import Tokenizer
 
     args = bench.args
     text = held_out_text() if args.text is None else _read(args.text)

@@ -35,11 +35,11 @@ if TYPE_CHECKING:
     from llguidance import LLMatcher
 
     from quickstep.config import LoadConfig
-    from quickstep.engine.grammar.grammars import GrammarCompiler
     from quickstep.model.interface import Model
     from quickstep.model.sizing import MemoryPlan
     from quickstep.runtime.sampling.grammar import ClosingStart
     from quickstep.runtime.speculation.proposer import Proposer
+    from quickstep.text.grammar.grammars import GrammarCompiler
     from quickstep.types import Grammar
     from quickstep.verify.checker import AfterGroup, VerifyOptions
     from quickstep.verify.report import Mismatch, VerifyReport
@@ -338,8 +338,8 @@ class _Checkpoint:
     def __init__(
         self, config: LoadConfig, options: VerifyOptions, draft_models: list[str] | None
     ) -> None:
-        from quickstep.engine.text.tokenizer import Tokenizer
         from quickstep.model.checkpoint.source import bundled_drafts, find_checkpoint
+        from quickstep.text.tokenizer import Tokenizer
 
         self._config = config
         self._options = options
@@ -353,13 +353,13 @@ class _Checkpoint:
 
     def load_model(self, threads: int) -> Model:
         """Load it in the way that `serve` does."""
-        from quickstep.engine.grammar.grammars import GrammarCompiler
         from quickstep.model.checkpoint.fingerprint import fingerprint_with_kv
         from quickstep.model.checkpoint.placement import choose_device
         from quickstep.model.checkpoint.weights import open_weights
         from quickstep.model.loader import load_model, reason_for_torch
         from quickstep.model.spec import read_spec
         from quickstep.ops.resolve import resolve_ops
+        from quickstep.text.grammar.grammars import GrammarCompiler
 
         device = choose_device(self._config.device)
         ops = resolve_ops(device, self._config.kernels, threads, self._isa)

@@ -42,8 +42,6 @@ if TYPE_CHECKING:
     from quickstep.engine.adapters import Adapters
     from quickstep.engine.engine import Engine
     from quickstep.engine.step_times.cost_fits import FitFile
-    from quickstep.engine.text.chat_template import ChatTemplate
-    from quickstep.engine.text.tokenizer import Tokenizer
     from quickstep.model.checkpoint.source import Checkpoint
     from quickstep.model.decoder_spec import ModelSpec
     from quickstep.model.interface import KVShape, Model
@@ -53,6 +51,8 @@ if TYPE_CHECKING:
     from quickstep.runtime.capture import GraphOptions
     from quickstep.runtime.device_executor import DeviceExecutor
     from quickstep.runtime.executor import LocalExecutor
+    from quickstep.text.chat_template import ChatTemplate
+    from quickstep.text.tokenizer import Tokenizer
 
 __all__ = [
     "LoadProgress",
@@ -106,9 +106,9 @@ _LOADING = (
 
 # What is imported after the weights.
 _IMPORTED_LATER = (
-    "quickstep.engine.text.tokenizer",
+    "quickstep.text.tokenizer",
     "quickstep.engine.engine",
-    "quickstep.engine.grammar.grammars",
+    "quickstep.text.grammar.grammars",
     "quickstep.runtime.executor",
     "quickstep.runtime.runner",
 )
@@ -318,7 +318,7 @@ class _ReadAhead:
 def _read_tokenizer(path: Path) -> Tokenizer:
     for name in _IMPORTED_LATER:
         import_module(name)
-    from quickstep.engine.text.tokenizer import Tokenizer
+    from quickstep.text.tokenizer import Tokenizer
 
     return Tokenizer.open(path)
 
@@ -568,11 +568,11 @@ def describe(
     with_template: bool = True,
 ) -> LoadedModel:
     """Read the checkpoint's tokenizer, template and sampling values, for the engine to serve."""
-    from quickstep.engine.grammar.grammars import GrammarCompiler
-    from quickstep.engine.grammar.source import GrammarLimits
-    from quickstep.engine.grammar.trial import TrialLimits
-    from quickstep.engine.text.tokenizer import Tokenizer
     from quickstep.model.checkpoint.fingerprint import fingerprint_with_kv
+    from quickstep.text.grammar.grammars import GrammarCompiler
+    from quickstep.text.grammar.source import GrammarLimits
+    from quickstep.text.grammar.trial import TrialLimits
+    from quickstep.text.tokenizer import Tokenizer
 
     inputs = inputs or InputConfig()
     path = loaded.checkpoint.path
@@ -599,7 +599,7 @@ def describe(
 
 
 def _template(path: Path, tokenizer: Tokenizer, inputs: InputConfig) -> ChatTemplate | None:
-    from quickstep.engine.text.chat_template import ChatTemplate
+    from quickstep.text.chat_template import ChatTemplate
 
     return ChatTemplate.open(path, tokenizer.special_tokens, datetime.now, inputs)
 

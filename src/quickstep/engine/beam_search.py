@@ -23,9 +23,8 @@ from typing import Protocol
 import msgspec
 from msgspec import structs
 
-from quickstep.engine.stream import Delta
 from quickstep.errors import EngineError, RequestError
-from quickstep.types import FinishReason, Request, SamplingParams, TokenLogprobs
+from quickstep.types import Delta, FinishReason, Request, SamplingParams, TokenLogprobs
 
 __all__ = ["BeamSearch", "BeamSearchParams", "Continuation", "Hypothesis", "Submit"]
 

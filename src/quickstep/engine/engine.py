@@ -33,7 +33,6 @@ from quickstep.config import StreamConfig
 from quickstep.core.scheduler import Scheduler
 from quickstep.engine.adapter_loader import AdapterLoader
 from quickstep.engine.adapters import Adapters, LoadedAdapter
-from quickstep.engine.grammar.grammars import CompiledGrammar, check_grammar, prepare_grammar
 from quickstep.engine.live_requests import LiveRequests
 from quickstep.engine.loaded_model import LoadedModel
 from quickstep.engine.records.recording_file import RecordingFile
@@ -42,9 +41,10 @@ from quickstep.engine.requests import RequestIntake, as_token_ids
 from quickstep.engine.stats import EngineState, EngineStats
 from quickstep.engine.step_times.cost_fits import FitSaver
 from quickstep.engine.stream import Sink, Stream
-from quickstep.engine.text.token_forms import TokenFormFinder
-from quickstep.engine.text.tokenizer import Tokenizer
 from quickstep.errors import EngineError, RequestError, StepOutOfMemory
+from quickstep.text.grammar.grammars import CompiledGrammar, check_grammar, prepare_grammar
+from quickstep.text.token_forms import TokenFormFinder
+from quickstep.text.tokenizer import Tokenizer
 from quickstep.types import (
     Executor,
     FinishReason,
@@ -59,8 +59,8 @@ from quickstep.types import (
 )
 
 if TYPE_CHECKING:
-    from quickstep.engine.text.chat_template import ChatTemplate, Message
     from quickstep.model.sizing import MemoryPlan
+    from quickstep.text.chat_template import ChatTemplate, Message
 
 __all__ = ["Engine"]
 
@@ -103,7 +103,11 @@ class Engine:
         self._clock = clock
         self._state = EngineState.NEW
         self._failure = ""
-        self._token_forms = TokenFormFinder.of_model(model)
+        template = model.chat_template
+        reasoning = None if template is None else template.formats.reasoning
+        self._token_forms = TokenFormFinder(
+            model.tokenizer, model.vocab_size, model.max_model_len, reasoning
+        )
         self._live = LiveRequests(model.tokenizer, step_log, self._end_sequences)
         self._intake = RequestIntake(seeds, self._live)
         self._in_flight: deque[tuple[StepPlan, Ticket]] = deque()

@@ -13,12 +13,12 @@ from collections.abc import Callable, Iterable, Iterator
 
 from msgspec.structs import replace
 
-from quickstep.engine.grammar.grammars import CompiledGrammar
 from quickstep.engine.records.step_log import SequenceRecord, StepLog
-from quickstep.engine.stream import Delta, Sink
-from quickstep.engine.text.output_text import OutputText, prompt_end
-from quickstep.engine.text.tokenizer import Tokenizer
-from quickstep.types import FinishReason, Request, SequenceOutput, SequenceTimings
+from quickstep.engine.stream import Sink
+from quickstep.text.grammar.grammars import CompiledGrammar
+from quickstep.text.output_text import OutputText, prompt_end
+from quickstep.text.tokenizer import Tokenizer
+from quickstep.types import Delta, FinishReason, Request, SequenceOutput, SequenceTimings
 
 __all__ = ["EndSequences", "LiveRequests"]
 

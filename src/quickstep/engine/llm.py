@@ -63,9 +63,9 @@ from quickstep.engine.outputs import (
 )
 from quickstep.engine.requests import as_token_ids, check_token_ids
 from quickstep.engine.stream import Stream
-from quickstep.engine.text.chat_template import Message, read_template
-from quickstep.engine.text.tokenizer import Tokenizer
 from quickstep.errors import ConfigError, RequestError
+from quickstep.text.chat_template import Message, read_template
+from quickstep.text.tokenizer import Tokenizer
 from quickstep.types import Pooling, Request, SamplingParams
 
 __all__ = ["LLM", "LLMOptions", "Prompt", "engine_config"]

@@ -15,10 +15,10 @@ import msgspec
 from quickstep.types import Pooling
 
 if TYPE_CHECKING:
-    from quickstep.engine.grammar.grammars import GrammarCompiler
-    from quickstep.engine.text.chat_template import ChatTemplate
-    from quickstep.engine.text.tokenizer import Tokenizer
     from quickstep.model.sizing import MemoryPlan
+    from quickstep.text.chat_template import ChatTemplate
+    from quickstep.text.grammar.grammars import GrammarCompiler
+    from quickstep.text.tokenizer import Tokenizer
 
 __all__ = ["LoadedModel"]
 

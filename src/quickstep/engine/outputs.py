@@ -13,10 +13,10 @@ import msgspec
 from msgspec.structs import replace
 
 from quickstep.engine.beam_search import Hypothesis
-from quickstep.engine.stream import Delta, Stream
-from quickstep.engine.text.tokenizer import Tokenizer
+from quickstep.engine.stream import Stream
 from quickstep.errors import EngineError, RequestError
-from quickstep.types import FinishReason, SamplingParams, SequenceTimings, TokenLogprobs
+from quickstep.text.tokenizer import Tokenizer
+from quickstep.types import Delta, FinishReason, SamplingParams, SequenceTimings, TokenLogprobs
 
 __all__ = [
     "BeamSearchOutput",

@@ -21,7 +21,6 @@ from quickstep.errors import ConfigError
 from quickstep.model.sizing import DraftSizes, ElementBytes
 
 if TYPE_CHECKING:
-    from quickstep.engine.text.tokenizer import Tokenizer
     from quickstep.model.checkpoint.source import Checkpoint
     from quickstep.model.decoder_spec import ModelSpec
     from quickstep.model.eagle import EagleSpec
@@ -32,6 +31,7 @@ if TYPE_CHECKING:
     from quickstep.runtime.speculation.eagle import EagleProposer
     from quickstep.runtime.speculation.proposer import Proposer
     from quickstep.runtime.speculation.vocabulary import DraftVocabulary
+    from quickstep.text.tokenizer import Tokenizer
 
 __all__ = [
     "DraftCheckpoint",
@@ -217,12 +217,12 @@ def load_draft(
     Raises:
         ConfigError: The checkpoint is broken, or has another vocabulary.
     """
-    from quickstep.engine.text.tokenizer import Tokenizer
     from quickstep.model.checkpoint.weights import open_weights
     from quickstep.model.loader import load_model, reason_for_torch
     from quickstep.ops.torch_import import require_torch
     from quickstep.runtime.kv_cache import allocate_kv
     from quickstep.runtime.speculation.draft_model import MAX_NEW_TOKENS, DraftModelProposer
+    from quickstep.text.tokenizer import Tokenizer
 
     checkpoint, spec = found.checkpoint, found.spec
     why_torch = "--enforce-eager"

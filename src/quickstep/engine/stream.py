@@ -14,58 +14,13 @@ import sys
 from collections import deque
 from typing import Protocol, Self
 
-import msgspec
-
 from quickstep.config import StreamConfig
 from quickstep.errors import QuickstepError
-from quickstep.types import FinishReason, PromptProgress, Request, SequenceTimings, TokenLogprobs
+from quickstep.types import Delta, FinishReason, Request
 
-__all__ = ["Delta", "Sink", "Stream", "StreamOwner"]
+__all__ = ["Sink", "Stream", "StreamOwner"]
 
 _LOGGER = logging.getLogger(__name__)
-
-
-class Delta(msgspec.Struct, frozen=True):
-    """New output of one of a request's sequences.
-
-    Attributes:
-        index: Which of the n sequences.
-        text: New text in complete characters; empty while a character or a stop is undecided.
-        token_ids: New tokens, an end token included.
-        logprobs: One per new token, if requested.
-        finish_reason: Set on the last delta of a sequence, as are `stop_reason` and `timings`.
-        stop_reason: The stop string or the stop token that ended it, `deadline` for a deadline;
-            None for EOS.
-        error: The reason, when the finish reason is ERROR or REFUSED.
-        prompt_logprobs: One per prompt token in order, None for the first; with index 0 only.
-        embedding: The prompt's, on the one delta of a request with `pooling`.
-        progress: How much of the prompt is computed, before the first token and with it, if the
-            request `reports_progress`; with index 0 only.
-    """
-
-    index: int
-    text: str = ""
-    token_ids: tuple[int, ...] = ()
-    logprobs: tuple[TokenLogprobs, ...] = ()
-    finish_reason: FinishReason | None = None
-    stop_reason: int | str | None = None
-    timings: SequenceTimings | None = None
-    error: str = ""
-    prompt_logprobs: tuple[TokenLogprobs | None, ...] = ()
-    embedding: tuple[float, ...] | None = None
-    progress: PromptProgress | None = None
-
-    @property
-    def num_bytes(self) -> int:
-        """Its approximate size, to bound the unread deltas."""
-        if not (self.logprobs or self.prompt_logprobs or self.embedding):
-            return len(self.text) + 8 * len(self.token_ids)
-        scored = [
-            position for position in (*self.logprobs, *self.prompt_logprobs) if position is not None
-        ]
-        num_logprobs = len(scored) + sum(len(position.top) for position in scored)
-        num_numbers = len(self.token_ids) + 2 * num_logprobs + len(self.embedding or ())
-        return len(self.text) + 8 * num_numbers
 
 
 class Sink(Protocol):

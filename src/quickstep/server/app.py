@@ -15,9 +15,9 @@ from starlette.applications import Starlette
 from starlette.middleware import Middleware
 from starlette.types import ASGIApp
 
+from quickstep.engine.interface import ServedEngine
 from quickstep.server.batches.endpoint import LocalBatches
 from quickstep.server.generate.adapter import Served
-from quickstep.server.generate.engine_interface import ServedEngine
 from quickstep.server.http.middleware import AccessMiddleware, CrossOriginMiddleware
 from quickstep.server.http.route import (
     ApiRoute,

@@ -21,9 +21,9 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from quickstep.core.explanation import ExplainedRequest, explain
+from quickstep.engine.interface import ServedEngine
 from quickstep.engine.records.step_log import LiveSequence, SequenceRecord
 from quickstep.errors import RequestError
-from quickstep.server.generate.engine_interface import ServedEngine
 from quickstep.server.http.errors import RouteNotFound, json_response
 from quickstep.server.http.event_stream import NDJSON, EventStream
 from quickstep.server.http.route import ApiRoute

@@ -23,13 +23,12 @@ from prometheus_client.metrics_core import CounterMetricFamily, GaugeMetricFamil
 from prometheus_client.registry import Collector, CollectorRegistry
 
 from quickstep.core.accounting import AdapterStats, Totals
+from quickstep.engine.interface import ServedEngine
 from quickstep.engine.records.step_log import SequenceRecord
 from quickstep.engine.stats import EngineStats
-from quickstep.engine.stream import Delta
-from quickstep.server.generate.engine_interface import ServedEngine
 from quickstep.server.generate.generation import ChoiceDelta, Generation, ParsedRequest
 from quickstep.server.options import MetricsOptions
-from quickstep.types import FinishReason, StepRecord
+from quickstep.types import Delta, FinishReason, StepRecord
 
 if TYPE_CHECKING:
     from quickstep.server.tracing import RequestTracer

@@ -6,7 +6,7 @@ import msgspec
 from starlette.requests import Request
 from starlette.responses import Response
 
-from quickstep.server.generate.engine_interface import ServedEngine
+from quickstep.engine.interface import ServedEngine
 from quickstep.server.http.errors import json_response
 from quickstep.server.http.route import ApiRoute
 

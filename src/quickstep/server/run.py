@@ -27,12 +27,12 @@ from msgspec.structs import replace
 from uvicorn.config import Config
 from uvicorn.server import Server
 
+from quickstep.engine.interface import ServedEngine
 from quickstep.engine.stats import EngineState
 from quickstep.errors import ConfigError, EngineError
 from quickstep.server.api_keys import ApiKeys
 from quickstep.server.app import create_app
 from quickstep.server.generate.adapter import Served
-from quickstep.server.generate.engine_interface import ServedEngine
 from quickstep.server.http.protocol import bounded_protocol
 from quickstep.server.http.tls import Certificates
 from quickstep.server.options import ServerOptions

@@ -28,7 +28,6 @@ from quickstep.config import (
 )
 from quickstep.core.resources.block_pool import KVBlockPool
 from quickstep.core.sequence import sequence_seed
-from quickstep.engine.text.tokenizer import Tokenizer
 from quickstep.errors import EngineError
 from quickstep.model.interface import Model
 from quickstep.model.sizing import MemoryPlan
@@ -39,6 +38,7 @@ from quickstep.runtime.speculation.combined import CombinedProposer
 from quickstep.runtime.speculation.methods import open_lookup_proposers
 from quickstep.runtime.speculation.proposer import Proposer
 from quickstep.runtime.speculation.static import StaticProposer
+from quickstep.text.tokenizer import Tokenizer
 from quickstep.types import Admission
 from quickstep.verify.adapters import adapter_ids, random_adapters
 from quickstep.verify.report import VerifyOptions, VerifyReport

@@ -24,9 +24,6 @@ from quickstep.core.policies import make_policy
 from quickstep.core.resources.block_pool import KVBlockPool
 from quickstep.core.scheduler import Scheduler
 from quickstep.engine.beam_search import BeamSearch, BeamSearchParams, Hypothesis
-from quickstep.engine.stream import Delta
-from quickstep.engine.text.output_text import OutputText
-from quickstep.engine.text.tokenizer import Tokenizer
 from quickstep.errors import EngineError
 from quickstep.model.interface import Model
 from quickstep.ops.table import KVCache, LoRAAdapter
@@ -34,7 +31,10 @@ from quickstep.runtime.capture import GraphOptions, device_graphs
 from quickstep.runtime.runner import ModelRunner
 from quickstep.runtime.sampling.grammar import NewMatcher
 from quickstep.runtime.speculation.proposer import Proposer
+from quickstep.text.output_text import OutputText
+from quickstep.text.tokenizer import Tokenizer
 from quickstep.types import (
+    Delta,
     FinishReason,
     Phase,
     Request,

@@ -416,7 +416,7 @@ def template_fields(args: argparse.Namespace) -> dict[str, Any]:
     """The flags of chat templates as fields of `InputConfig`. Raises ConfigError."""
     fields: dict[str, Any] = {"content_format": ContentFormat(args.chat_template_content_format)}
     if args.chat_template is not None:
-        from quickstep.engine.text.chat_template import read_template
+        from quickstep.text.chat_template import read_template
 
         fields["chat_template"] = read_template(args.chat_template)
     return fields

@@ -19,8 +19,8 @@ from quickstep.core.cost_model import LinearCostModel
 from quickstep.core.policies import Policy
 from quickstep.core.recording import Recorder, RecordingScheduler
 from quickstep.core.resources.block_pool import KVBlockPool
-from quickstep.engine.text.tokenizer import Tokenizer
 from quickstep.errors import ConfigError
+from quickstep.text.tokenizer import Tokenizer
 
 __all__ = ["RecordingFile"]
 

@@ -56,12 +56,12 @@ from quickstep.engine.remote.supervisor import RestartLimits, Supervisor
 from quickstep.engine.requests import RequestIntake, open_seeds
 from quickstep.engine.stats import EngineState, EngineStats
 from quickstep.engine.stream import Stream
-from quickstep.engine.text.chat_template import ChatTemplate
-from quickstep.engine.text.tokenizer import Tokenizer
-from quickstep.engine.text.tokenizer_process import TokenizerProcess
 from quickstep.errors import ConfigError, EngineError, RequestError
 from quickstep.model.checkpoint.source import local_checkpoint
 from quickstep.model.sizing import MemoryPlan
+from quickstep.text.chat_template import ChatTemplate
+from quickstep.text.tokenizer import Tokenizer
+from quickstep.text.tokenizer_process import TokenizerProcess
 from quickstep.types import FinishReason, Pooling, Request, SequenceTimings
 
 __all__ = ["RemoteEngine"]

@@ -29,10 +29,9 @@ from quickstep.engine.logs import LogSetup
 from quickstep.engine.records.step_log import SequenceRecord
 from quickstep.engine.remote.opening import LENGTH, Open, WireMessage, framed
 from quickstep.engine.stats import EngineStats
-from quickstep.engine.stream import Delta
 from quickstep.errors import EngineError, QuickstepError, RequestError
 from quickstep.model.sizing import MemoryPlan
-from quickstep.types import Pooling, Request, SequenceTimings, StepRecord
+from quickstep.types import Delta, Pooling, Request, SequenceTimings, StepRecord
 
 __all__ = [
     "BUFFER_BYTES",

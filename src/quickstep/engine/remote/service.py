@@ -48,9 +48,8 @@ from quickstep.engine.remote.messages import (
     UnloadAdapter,
     read_messages,
 )
-from quickstep.engine.stream import Delta
 from quickstep.errors import ConfigError, EngineError, RequestError
-from quickstep.types import Request, StepRecord
+from quickstep.types import Delta, Request, StepRecord
 
 if TYPE_CHECKING:
     from quickstep.engine.engine import Engine

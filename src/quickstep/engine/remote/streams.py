@@ -14,9 +14,9 @@ from collections.abc import Callable, Iterator, Mapping
 import msgspec
 
 from quickstep.engine.records.step_log import SequenceRecord
-from quickstep.engine.stream import Delta, Stream
+from quickstep.engine.stream import Stream
 from quickstep.errors import EngineDied, QuickstepError
-from quickstep.types import FinishReason, Request, SequenceTimings
+from quickstep.types import Delta, FinishReason, Request, SequenceTimings
 
 __all__ = ["RemoteStreams"]
 

@@ -1,7 +1,7 @@
 """Reasoning at the beginning of an output: where it ends, its budget, and a grammar after it.
 
 The reasoning is between two tags, opened by the output or by the prompt, as the parser of
-`engine.tool_calls.formats` reads it from the text. The tags are searched for in the tokens' bytes,
+`text.tool_calls.formats` reads it from the text. The tags are searched for in the tokens' bytes,
 since a tag shares tokens with its neighbours in many ways. Everything here is a function of the
 output tokens (and of the grammar and the limit). Owned by the sequence's `SamplingState`.
 """

@@ -11,7 +11,6 @@ import re
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from quickstep.engine.text.message_content import Content, Part, text_of, text_part
 from quickstep.errors import RequestError
 from quickstep.server.anthropic.request_types import (
     AssistantTurn,
@@ -35,6 +34,7 @@ from quickstep.server.anthropic.request_types import (
 from quickstep.server.generate.adapter import Served
 from quickstep.server.generate.conversation import check_continues, check_shows_calls, past_call
 from quickstep.server.schema.field_reader import FieldReader
+from quickstep.text.message_content import Content, Part, text_of, text_part
 
 __all__ = ["begins_answer", "marks_cache", "template_messages"]
 

@@ -12,15 +12,9 @@ from typing import Any, Protocol
 import msgspec
 from msgspec.structs import replace
 
-from quickstep.engine.tool_calls.formats import (
-    OutputFormats,
-    check_budget_message,
-    reasoning_format,
-    tool_call_format,
-)
+from quickstep.engine.interface import ServedEngine
 from quickstep.errors import ConfigError, RequestError
 from quickstep.server.api_keys import ApiKeys
-from quickstep.server.generate.engine_interface import ServedEngine
 from quickstep.server.generate.generation import ParsedRequest
 from quickstep.server.http.body import Reception
 from quickstep.server.http.errors import RouteNotFound
@@ -37,6 +31,12 @@ from quickstep.server.options import (
 from quickstep.server.schema.field_reader import FieldReader
 from quickstep.server.usage.limits import KeyLimiter
 from quickstep.server.usage.price_book import Price, PriceBook
+from quickstep.text.tool_calls.formats import (
+    OutputFormats,
+    check_budget_message,
+    reasoning_format,
+    tool_call_format,
+)
 
 __all__ = [
     "Adapter",

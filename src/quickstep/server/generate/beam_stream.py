@@ -9,10 +9,9 @@ import codecs
 from collections.abc import AsyncIterator, Iterator, Sequence
 
 from quickstep.engine.beam_search import BeamSearch, BeamSearchParams, Hypothesis
+from quickstep.engine.interface import ServedEngine, Vocabulary
 from quickstep.engine.requests import check_request
-from quickstep.engine.stream import Delta
-from quickstep.server.generate.engine_interface import ServedEngine, Vocabulary
-from quickstep.types import FinishReason, Request
+from quickstep.types import Delta, FinishReason, Request
 
 __all__ = ["BeamStream", "open_beams"]
 

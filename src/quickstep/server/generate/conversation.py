@@ -12,8 +12,6 @@ from typing import Any
 
 import msgspec
 
-from quickstep.engine.text.message_content import text_of
-from quickstep.engine.tool_calls.formats import REASONING_FORMATS
 from quickstep.errors import RequestError
 from quickstep.server.generate.adapter import Served
 from quickstep.server.generate.generation import ChatPrompt, OutputReading, ParsedRequest
@@ -23,6 +21,8 @@ from quickstep.server.generate.tools import OfferedTools, with_answer
 from quickstep.server.openai.request_types import SamplingFields
 from quickstep.server.options import RequestLimits, bounded
 from quickstep.server.schema.field_reader import FieldReader
+from quickstep.text.message_content import text_of
+from quickstep.text.tool_calls.formats import REASONING_FORMATS
 
 __all__ = [
     "EFFORT_BUDGETS",

@@ -24,13 +24,10 @@ from msgspec import structs
 
 from quickstep.core.sequence import sequence_seed
 from quickstep.engine.beam_search import BeamSearchParams
+from quickstep.engine.interface import ServedEngine, TokenStream, Vocabulary
 from quickstep.engine.outputs import best_indices
-from quickstep.engine.stream import Delta
-from quickstep.engine.text.output_text import prompt_end
-from quickstep.engine.tool_calls.formats import ReasoningFormat, ToolCallFormat
 from quickstep.errors import EngineError, RequestError
 from quickstep.server.generate.beam_stream import BeamStream, open_beams
-from quickstep.server.generate.engine_interface import ServedEngine, TokenStream, Vocabulary
 from quickstep.server.generate.prompts import (
     ChatPrompt,
     InfillPrompt,
@@ -44,7 +41,16 @@ from quickstep.server.http.errors import GenerationFailed
 from quickstep.server.http.event_stream import SERVER_SENT_EVENTS
 from quickstep.server.http.work_lanes import WorkLanes
 from quickstep.server.options import RequestLimits
-from quickstep.types import FinishReason, Request, SamplingParams, SequenceTimings, TokenLogprobs
+from quickstep.text.output_text import prompt_end
+from quickstep.text.tool_calls.formats import ReasoningFormat, ToolCallFormat
+from quickstep.types import (
+    Delta,
+    FinishReason,
+    Request,
+    SamplingParams,
+    SequenceTimings,
+    TokenLogprobs,
+)
 
 __all__ = [
     "ChatPrompt",

@@ -19,18 +19,17 @@ from typing import Any
 
 import msgspec
 
-from quickstep.engine.stream import Delta
-from quickstep.engine.tool_calls.formats import message_grammar
-from quickstep.engine.tool_calls.message_delta import (
+from quickstep.engine.interface import Vocabulary
+from quickstep.server.generate.generation import Choice, Generation, opens_reasoning
+from quickstep.text.tool_calls.formats import message_grammar
+from quickstep.text.tool_calls.message_delta import (
     CallDelta,
     ContentDelta,
     MessageDelta,
     ReasoningDelta,
 )
-from quickstep.engine.tool_calls.reader import MessageParser
-from quickstep.server.generate.engine_interface import Vocabulary
-from quickstep.server.generate.generation import Choice, Generation, opens_reasoning
-from quickstep.types import FinishReason, TokenLogprobs
+from quickstep.text.tool_calls.reader import MessageParser
+from quickstep.types import Delta, FinishReason, TokenLogprobs
 
 __all__ = [
     "Block",

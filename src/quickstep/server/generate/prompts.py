@@ -13,8 +13,8 @@ from typing import Any
 
 import msgspec
 
+from quickstep.engine.interface import ServedEngine, Vocabulary
 from quickstep.errors import PromptTooLong, RequestError
-from quickstep.server.generate.engine_interface import ServedEngine, Vocabulary
 from quickstep.server.http.work_lanes import WorkLanes
 from quickstep.server.options import RequestLimits
 from quickstep.types import SamplingParams

@@ -14,12 +14,12 @@ from typing import Any
 
 from msgspec.structs import asdict
 
-from quickstep.engine.tool_calls.formats import check_reasoning_tags
 from quickstep.errors import RequestError
 from quickstep.sampling_params import RepetitionDetectionParams, preset_values
 from quickstep.server.generate.adapter import Served
 from quickstep.server.openai.request_types import BUDGET_NAMES, SamplingFields
 from quickstep.server.options import RequestLimits, bounded
+from quickstep.text.tool_calls.formats import check_reasoning_tags
 from quickstep.types import Request, RequestClass, SamplingParams
 
 __all__ = [

@@ -17,15 +17,15 @@ from typing import Any
 import msgspec
 from msgspec.structs import replace
 
-from quickstep.engine.tool_calls.answer_grammar import NotNestable, answer_grammar
-from quickstep.engine.tool_calls.call_grammar import call_grammar
-from quickstep.engine.tool_calls.formats import TOOL_CALL_FORMATS, ToolCallFormat
 from quickstep.errors import RequestError
 from quickstep.server.generate.adapter import Served
 from quickstep.server.generate.structured import RequestedGrammar
 from quickstep.server.openai.request_types import ChatRequest, FunctionTool
 from quickstep.server.options import bounded
 from quickstep.server.schema.field_reader import FieldReader
+from quickstep.text.tool_calls.answer_grammar import NotNestable, answer_grammar
+from quickstep.text.tool_calls.call_grammar import call_grammar
+from quickstep.text.tool_calls.formats import TOOL_CALL_FORMATS, ToolCallFormat
 
 __all__ = [
     "CHOICES",

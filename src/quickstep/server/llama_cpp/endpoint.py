@@ -19,10 +19,10 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from quickstep import __version__
+from quickstep.engine.interface import Vocabulary
 from quickstep.errors import EngineError
 from quickstep.server.generate.adapter import Served, reports_progress
 from quickstep.server.generate.endpoint import GeneratingRoute
-from quickstep.server.generate.engine_interface import Vocabulary
 from quickstep.server.generate.generation import (
     Choice,
     ChoiceDelta,

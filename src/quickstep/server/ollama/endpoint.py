@@ -16,7 +16,6 @@ from msgspec.structs import replace
 from starlette.requests import Request
 from starlette.responses import Response
 
-from quickstep.engine.tool_calls.message_delta import CallDelta, MessageDelta
 from quickstep.json_line import json_line
 from quickstep.server.generate.adapter import Adapter, Served
 from quickstep.server.generate.endpoint import (
@@ -64,6 +63,7 @@ from quickstep.server.openai.response_types import EmbeddingList
 from quickstep.server.options import bounded
 from quickstep.server.schema.field_reader import FieldReader
 from quickstep.server.usage.timings import requested_timings
+from quickstep.text.tool_calls.message_delta import CallDelta, MessageDelta
 from quickstep.types import TokenLogprobs
 
 __all__ = ["OllamaChat", "OllamaEmbedding", "OllamaGenerate", "OllamaRoute", "rfc3339"]

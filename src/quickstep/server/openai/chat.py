@@ -14,17 +14,7 @@ from typing import Any
 from msgspec import UNSET, UnsetType, structs
 from msgspec.structs import replace
 
-from quickstep.engine.stream import Delta
-from quickstep.engine.text.message_content import Content as TemplateContent
-from quickstep.engine.text.message_content import text_of, text_part
-from quickstep.engine.tool_calls.message_delta import (
-    CallDelta,
-    ContentDelta,
-    FunctionCall,
-    MessageDelta,
-    MessagePart,
-    ReasoningDelta,
-)
+from quickstep.engine.interface import Vocabulary
 from quickstep.errors import RequestError
 from quickstep.server.generate.adapter import Served, reports_progress, response_flags
 from quickstep.server.generate.conversation import (
@@ -38,7 +28,6 @@ from quickstep.server.generate.conversation import (
     tenant_of,
     verbosity_in_template,
 )
-from quickstep.server.generate.engine_interface import Vocabulary
 from quickstep.server.generate.generation import Choice, Generation, ParsedRequest
 from quickstep.server.generate.message import message_reader
 from quickstep.server.generate.sampling import label, num_alternatives
@@ -82,7 +71,17 @@ from quickstep.server.openai.response_types import (
 )
 from quickstep.server.options import RequestLimits
 from quickstep.server.schema.field_reader import FieldReader
-from quickstep.types import TokenLogprobs
+from quickstep.text.message_content import Content as TemplateContent
+from quickstep.text.message_content import text_of, text_part
+from quickstep.text.tool_calls.message_delta import (
+    CallDelta,
+    ContentDelta,
+    FunctionCall,
+    MessageDelta,
+    MessagePart,
+    ReasoningDelta,
+)
+from quickstep.types import Delta, TokenLogprobs
 
 __all__ = ["Chat"]
 

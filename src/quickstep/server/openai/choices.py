@@ -20,10 +20,9 @@ import msgspec
 from msgspec import UNSET, UnsetType
 
 from quickstep.engine.beam_search import BeamSearchParams
-from quickstep.engine.stream import Delta
+from quickstep.engine.interface import Vocabulary
 from quickstep.errors import RequestError
 from quickstep.server.generate.adapter import Served
-from quickstep.server.generate.engine_interface import Vocabulary
 from quickstep.server.generate.generation import (
     Choice,
     ChoiceDelta,
@@ -54,7 +53,7 @@ from quickstep.server.openai.response_types import (
 )
 from quickstep.server.options import bounded
 from quickstep.server.usage.timings import requested_timings
-from quickstep.types import SamplingParams, TokenLogprobs
+from quickstep.types import Delta, SamplingParams, TokenLogprobs
 
 __all__ = [
     "ChoicesApi",

@@ -13,10 +13,9 @@ from typing import Any, TypeGuard
 
 from msgspec import UNSET, UnsetType, structs
 
-from quickstep.engine.stream import Delta
+from quickstep.engine.interface import Vocabulary
 from quickstep.errors import PromptTooLong, RequestError
 from quickstep.server.generate.adapter import Served, reports_progress, response_flags
-from quickstep.server.generate.engine_interface import Vocabulary
 from quickstep.server.generate.generation import (
     Choice,
     Generation,
@@ -53,7 +52,7 @@ from quickstep.server.openai.response_types import (
 )
 from quickstep.server.options import bounded
 from quickstep.server.schema.field_reader import FieldReader
-from quickstep.types import TokenLogprobs
+from quickstep.types import Delta, TokenLogprobs
 
 __all__ = ["Completions"]
 

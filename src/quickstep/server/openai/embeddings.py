@@ -17,6 +17,7 @@ from msgspec.structs import replace
 from starlette.requests import Request as HttpRequest
 from starlette.responses import Response
 
+from quickstep.engine.interface import TokenStream
 from quickstep.errors import EngineError, RequestError
 from quickstep.server.api_keys import cache_salt_of, priority_of_key, tenant_of_key
 from quickstep.server.generate.adapter import LineResult, Served
@@ -26,7 +27,6 @@ from quickstep.server.generate.endpoint import (
     caller_of,
     endpoint_of,
 )
-from quickstep.server.generate.engine_interface import TokenStream
 from quickstep.server.generate.generation import with_client_field
 from quickstep.server.generate.prompts import TextPrompt, TokenPrompt, check_num_tokens, prompts_ids
 from quickstep.server.generate.sampling import label, token_ids_of

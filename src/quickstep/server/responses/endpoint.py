@@ -13,7 +13,6 @@ from typing import Any
 from msgspec import structs
 from msgspec.structs import replace
 
-from quickstep.engine.text.message_content import text_of
 from quickstep.errors import RequestError
 from quickstep.server.generate.adapter import Served, response_flags
 from quickstep.server.generate.conversation import (
@@ -53,6 +52,7 @@ from quickstep.server.responses.request_types import (
 from quickstep.server.responses.store import ResponseStore
 from quickstep.server.responses.writer import ResponseContext, ResponsesWriter
 from quickstep.server.schema.field_reader import FieldReader
+from quickstep.text.message_content import text_of
 from quickstep.types import Grammar
 
 __all__ = ["INCLUDES", "INCLUDES_NOTHING", "Responses"]

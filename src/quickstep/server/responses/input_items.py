@@ -12,7 +12,6 @@ import uuid
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
-from quickstep.engine.text.message_content import Content, Part, text_part
 from quickstep.errors import RequestError
 from quickstep.server.generate.adapter import Served
 from quickstep.server.generate.conversation import check_shows_calls, past_call
@@ -35,6 +34,7 @@ from quickstep.server.responses.response_types import (
     ListedReasoning,
 )
 from quickstep.server.schema.field_reader import FieldReader
+from quickstep.text.message_content import Content, Part, text_part
 
 __all__ = [
     "InputItem",

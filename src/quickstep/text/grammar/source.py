@@ -14,14 +14,14 @@ from typing import Any, Literal
 import msgspec
 
 from quickstep.config import InputConfig
-from quickstep.engine.grammar.json_schema import (
+from quickstep.errors import RequestError
+from quickstep.text.grammar.json_schema import (
     ESCAPES_BY_NUMBER,
     for_llguidance,
     has_escapes_by_number,
     reference_depth,
 )
-from quickstep.engine.grammar.schema_numbers import exact_float
-from quickstep.errors import RequestError
+from quickstep.text.grammar.schema_numbers import exact_float
 from quickstep.types import Grammar
 
 __all__ = ["GrammarLimits", "GrammarSource", "grammar_source"]

@@ -21,19 +21,19 @@ from functools import cached_property
 from typing import TYPE_CHECKING
 from weakref import WeakValueDictionary
 
-from quickstep.engine.grammar.matcher import (
+from quickstep.errors import RequestError
+from quickstep.runtime.sampling.closing_search import ClosingVocabulary
+from quickstep.runtime.sampling.grammar import ClosingStart
+from quickstep.text.grammar.matcher import (
     GrammarVocabulary,
     Refusal,
     build_matcher,
     byte_vocabulary,
     grammar_vocabulary,
 )
-from quickstep.engine.grammar.source import GrammarLimits, GrammarSource, grammar_source
-from quickstep.engine.grammar.trial import GrammarTrial, TrialLimits
-from quickstep.engine.text.tokenizer import Tokenizer
-from quickstep.errors import RequestError
-from quickstep.runtime.sampling.closing_search import ClosingVocabulary
-from quickstep.runtime.sampling.grammar import ClosingStart
+from quickstep.text.grammar.source import GrammarLimits, GrammarSource, grammar_source
+from quickstep.text.grammar.trial import GrammarTrial, TrialLimits
+from quickstep.text.tokenizer import Tokenizer
 from quickstep.types import Grammar
 
 if TYPE_CHECKING:

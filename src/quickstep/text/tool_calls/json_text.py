@@ -14,7 +14,7 @@ import json
 import re
 from typing import NoReturn
 
-from quickstep.engine.tool_calls.reader import Malformed, Markers, Parsing, Reader
+from quickstep.text.tool_calls.reader import Malformed, Markers, Parsing, Reader
 
 __all__ = ["arguments_text", "json_call", "json_calls", "known_name"]
 

@@ -9,9 +9,9 @@ from __future__ import annotations
 
 import re
 
-from quickstep.engine.tool_calls.call_grammar import CallSpelling, Slot
-from quickstep.engine.tool_calls.json_text import arguments_text, json_call, json_calls, known_name
-from quickstep.engine.tool_calls.reader import (
+from quickstep.text.tool_calls.call_grammar import CallSpelling, Slot
+from quickstep.text.tool_calls.json_text import arguments_text, json_call, json_calls, known_name
+from quickstep.text.tool_calls.reader import (
     Found,
     Malformed,
     Markers,

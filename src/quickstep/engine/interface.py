@@ -1,4 +1,4 @@
-"""The protocols by which the APIs use an engine.
+"""The protocols by which the server uses an engine.
 
 `engine.engine.Engine`, the client of an engine in its own process and the tests' scripted engine
 implement them. No torch here or above.
@@ -12,9 +12,8 @@ from typing import TYPE_CHECKING, Any, Protocol
 from quickstep.engine.adapters import LoadedAdapter
 from quickstep.engine.records.step_log import StepLog
 from quickstep.engine.stats import EngineStats
-from quickstep.engine.stream import Delta
-from quickstep.engine.tool_calls.formats import OutputFormats
-from quickstep.types import Pooling, Request, SequenceTimings
+from quickstep.text.tool_calls.formats import OutputFormats
+from quickstep.types import Delta, Pooling, Request, SequenceTimings
 
 if TYPE_CHECKING:
     from quickstep.model.sizing import MemoryPlan

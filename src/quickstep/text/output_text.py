@@ -18,9 +18,8 @@ from collections.abc import Callable, Iterable, Sequence
 import msgspec
 from msgspec.structs import replace
 
-from quickstep.engine.stream import Delta
-from quickstep.engine.text.tokenizer import DecoderKind, Tokenizer
-from quickstep.types import FinishReason, SamplingParams, SequenceOutput
+from quickstep.text.tokenizer import DecoderKind, Tokenizer
+from quickstep.types import Delta, FinishReason, SamplingParams, SequenceOutput
 
 __all__ = [
     "Detokenizer",

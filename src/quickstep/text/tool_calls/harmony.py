@@ -14,9 +14,9 @@ import re
 
 import msgspec
 
-from quickstep.engine.tool_calls.call_grammar import CallSpelling, Slot
-from quickstep.engine.tool_calls.json_text import arguments_text, known_name
-from quickstep.engine.tool_calls.reader import Found, Malformed, Markers, Parsing, Reader
+from quickstep.text.tool_calls.call_grammar import CallSpelling, Slot
+from quickstep.text.tool_calls.json_text import arguments_text, known_name
+from quickstep.text.tool_calls.reader import Found, Malformed, Markers, Parsing, Reader
 
 __all__ = ["HARMONY_MARKERS", "HARMONY_PASSAGE", "HARMONY_SPELLING", "harmony"]
 

@@ -1,4 +1,4 @@
-"""The process that tries out grammars: `python -m quickstep.engine.grammar.trial_worker`.
+"""The process that tries out grammars: `python -m quickstep.text.grammar.trial_worker`.
 
 Started by `trial`, with frames on standard input and output. It may be killed at any moment, by its
 parent, by its own limit of processor time (SIGPROF) or by the grammar, and has no state to lose. It
@@ -17,18 +17,18 @@ from typing import TYPE_CHECKING
 
 import msgspec
 
-from quickstep.engine.grammar.matcher import (
+from quickstep.runtime.sampling.closing_search import ClosingVocabulary
+from quickstep.runtime.sampling.grammar import start_ending
+from quickstep.text.grammar.matcher import (
     Refusal,
     build_matcher,
     byte_vocabulary,
     grammar_vocabulary,
     reason_of,
 )
-from quickstep.engine.grammar.source import GrammarSource
-from quickstep.engine.grammar.trial import TrialOpening, Verdict
-from quickstep.engine.worker_process import read_frame, write_frame
-from quickstep.runtime.sampling.closing_search import ClosingVocabulary
-from quickstep.runtime.sampling.grammar import start_ending
+from quickstep.text.grammar.source import GrammarSource
+from quickstep.text.grammar.trial import TrialOpening, Verdict
+from quickstep.text.worker_process import read_frame, write_frame
 
 if TYPE_CHECKING:
     from llguidance import LLMatcher

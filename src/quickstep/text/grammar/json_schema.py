@@ -30,8 +30,8 @@ from typing import Any
 
 import msgspec
 
-from quickstep.engine.grammar.patterns import PatternWriter
-from quickstep.engine.grammar.schema_logic import (
+from quickstep.text.grammar.patterns import PatternWriter
+from quickstep.text.grammar.schema_logic import (
     ALL_TYPES,
     ANNOTATIONS,
     HAS_SCHEMAS,
@@ -46,7 +46,7 @@ from quickstep.engine.grammar.schema_logic import (
     types_of,
     unique_values,
 )
-from quickstep.engine.grammar.schema_numbers import with_exact_numbers
+from quickstep.text.grammar.schema_numbers import with_exact_numbers
 
 __all__ = [
     "ESCAPES_BY_NUMBER",

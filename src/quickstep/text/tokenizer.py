@@ -20,16 +20,16 @@ from typing import Any
 import msgspec
 from tokenizers.tokenizers import Tokenizer as Library
 
-from quickstep.engine.text.special_tokens import (
-    add_tokens,
-    end_token_ids,
-    read_declared_tokens,
-)
-from quickstep.engine.text.tokenizer_process import TokenizerProcess
 from quickstep.errors import ConfigError, RequestError
 from quickstep.model.checkpoint.config_fields import read_json
 from quickstep.model.checkpoint.gguf_file import is_gguf
 from quickstep.model.checkpoint.source import reading_checkpoint
+from quickstep.text.special_tokens import (
+    add_tokens,
+    end_token_ids,
+    read_declared_tokens,
+)
+from quickstep.text.tokenizer_process import TokenizerProcess
 
 __all__ = ["LONG_CHARS", "DecoderKind", "Tokenizer"]
 
@@ -106,7 +106,7 @@ class Tokenizer:
     @classmethod
     def _open(cls, path: Path, process: TokenizerProcess | None) -> Tokenizer:
         if is_gguf(path):
-            from quickstep.engine.text.gguf_tokenizer import read_gguf_tokenizer
+            from quickstep.text.gguf_tokenizer import read_gguf_tokenizer
 
             found = read_gguf_tokenizer(path)
             return cls(found.library, found.eos_token_ids, found.special_tokens, process)

@@ -20,8 +20,8 @@ import re
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
-from quickstep.engine.grammar.json_schema import ONE_LINE
-from quickstep.engine.tool_calls.call_grammar import (
+from quickstep.text.grammar.json_schema import ONE_LINE
+from quickstep.text.tool_calls.call_grammar import (
     CallSpelling,
     CallWriting,
     Slot,

@@ -25,7 +25,7 @@ import re
 from collections.abc import Callable, Generator
 from typing import TypeVar
 
-from quickstep.engine.tool_calls.message_delta import (
+from quickstep.text.tool_calls.message_delta import (
     CallDelta,
     ContentDelta,
     MessageDelta,

@@ -21,8 +21,8 @@ from functools import partial
 from typing import Any
 from urllib.parse import unquote
 
-from quickstep.engine.grammar.patterns import PatternWriter
 from quickstep.errors import RequestError
+from quickstep.text.grammar.patterns import PatternWriter
 
 __all__ = [
     "ALL_TYPES",

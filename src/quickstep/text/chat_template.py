@@ -25,7 +25,11 @@ from jinja2.parser import Parser
 from msgspec.structs import replace
 
 from quickstep.config import ContentFormat, InputConfig
-from quickstep.engine.text.message_content import (
+from quickstep.errors import ConfigError, RequestError
+from quickstep.model.checkpoint.config_fields import read_json
+from quickstep.model.checkpoint.gguf_file import is_gguf
+from quickstep.model.checkpoint.source import reading_checkpoint
+from quickstep.text.message_content import (
     Content,
     ContentReading,
     checked_parts,
@@ -33,12 +37,8 @@ from quickstep.engine.text.message_content import (
     joined_contents,
     text_part,
 )
-from quickstep.engine.text.template_limits import BoundedEnvironment
-from quickstep.engine.tool_calls.formats import OutputFormats, formats_of
-from quickstep.errors import ConfigError, RequestError
-from quickstep.model.checkpoint.config_fields import read_json
-from quickstep.model.checkpoint.gguf_file import is_gguf
-from quickstep.model.checkpoint.source import reading_checkpoint
+from quickstep.text.template_limits import BoundedEnvironment
+from quickstep.text.tool_calls.formats import OutputFormats, formats_of
 
 __all__ = ["ChatTemplate", "Message", "find_templates", "read_template"]
 
@@ -329,7 +329,7 @@ def find_templates(path: Path) -> dict[str, str]:
     `tokenizer_config.json`, whose entry is one template or a list of named ones.
     """
     if is_gguf(path):
-        from quickstep.engine.text.gguf_tokenizer import gguf_templates
+        from quickstep.text.gguf_tokenizer import gguf_templates
 
         return gguf_templates(path)
     config = read_json(path / "tokenizer_config.json")

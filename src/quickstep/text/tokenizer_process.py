@@ -18,12 +18,12 @@ from pathlib import Path
 
 import msgspec
 
-from quickstep.engine.worker_process import WorkerDied, WorkerProcess, read_frame, write_frame
 from quickstep.errors import EngineError, RequestError
+from quickstep.text.worker_process import WorkerDied, WorkerProcess, read_frame, write_frame
 
 __all__ = ["TokenizerProcess", "main"]
 
-_MODULE = "quickstep.engine.text.tokenizer_process"
+_MODULE = "quickstep.text.tokenizer_process"
 _NICE = 10
 _TIMEOUT_S = 120.0
 _IDS_AT_ONCE = 32_768  # appended in one call: a fraction of a millisecond
@@ -95,7 +95,7 @@ def main() -> int:
     os.nice(_NICE)
     os.environ["TOKENIZERS_PARALLELISM"] = "false"  # the other processors are the engine's
 
-    from quickstep.engine.text.tokenizer import Tokenizer  # which imports this module
+    from quickstep.text.tokenizer import Tokenizer  # which imports this module
 
     tokenizer = Tokenizer.open(Path(sys.argv[1]))
     try:

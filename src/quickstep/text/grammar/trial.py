@@ -19,14 +19,14 @@ from collections.abc import Callable
 
 import msgspec
 
-from quickstep.engine.grammar.matcher import GrammarVocabulary, Refusal
-from quickstep.engine.grammar.source import GrammarLimits, GrammarSource
-from quickstep.engine.worker_process import WorkerDied, WorkerProcess
 from quickstep.errors import EngineError
+from quickstep.text.grammar.matcher import GrammarVocabulary, Refusal
+from quickstep.text.grammar.source import GrammarLimits, GrammarSource
+from quickstep.text.worker_process import WorkerDied, WorkerProcess
 
 __all__ = ["GrammarTrial", "TrialLimits", "TrialOpening", "Verdict"]
 
-_MODULE = "quickstep.engine.grammar.trial_worker"
+_MODULE = "quickstep.text.grammar.trial_worker"
 
 
 class TrialLimits(msgspec.Struct, frozen=True):

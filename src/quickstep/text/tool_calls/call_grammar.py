@@ -17,8 +17,8 @@ from typing import Any
 
 import msgspec
 
-from quickstep.engine.grammar.json_schema import ONE_LINE
 from quickstep.errors import RequestError
+from quickstep.text.grammar.json_schema import ONE_LINE
 from quickstep.types import Grammar
 
 __all__ = ["CallSpelling", "CallWriting", "Slot", "around_arguments", "call_grammar"]

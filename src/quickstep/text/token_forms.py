@@ -18,20 +18,19 @@ from typing import TYPE_CHECKING
 
 from msgspec.structs import replace
 
-from quickstep.engine.text.output_text import prompt_end
-from quickstep.engine.text.tokenizer import Tokenizer
-from quickstep.engine.tool_calls.formats import (
+from quickstep.errors import RequestError
+from quickstep.sampling_params import ReasoningTokens, TokenForms
+from quickstep.text.output_text import prompt_end
+from quickstep.text.tokenizer import Tokenizer
+from quickstep.text.tool_calls.formats import (
     ReasoningFormat,
     check_budget_message,
     check_reasoning_tags,
 )
-from quickstep.errors import RequestError
-from quickstep.sampling_params import ReasoningTokens, TokenForms
 from quickstep.types import SamplingParams
 
 if TYPE_CHECKING:
-    from quickstep.engine.loaded_model import LoadedModel
-    from quickstep.engine.text.token_texts import Ids, TokenTexts
+    from quickstep.text.token_texts import Ids, TokenTexts
 
 __all__ = ["TokenFormFinder"]
 
@@ -60,13 +59,6 @@ class TokenFormFinder:
         self._breakers: OrderedDict[str, Ids] = OrderedDict()
         self._tags: OrderedDict[tuple[str, str], ReasoningTokens] = OrderedDict()
         self._lock = threading.Lock()  # of both
-
-    @classmethod
-    def of_model(cls, model: LoadedModel) -> TokenFormFinder:
-        """The finder of a loaded model; its template has the format of the reasoning."""
-        template = model.chat_template
-        reasoning = None if template is None else template.formats.reasoning
-        return cls(model.tokenizer, model.vocab_size, model.max_model_len, reasoning)
 
     def knows(self, sampling: SamplingParams) -> bool:
         """Whether `find` can do without a search of the vocabulary."""
@@ -154,7 +146,7 @@ class TokenFormFinder:
 
     @cached_property
     def _texts(self) -> TokenTexts:
-        from quickstep.engine.text.token_texts import TokenTexts  # imports NumPy
+        from quickstep.text.token_texts import TokenTexts  # imports NumPy
 
         return TokenTexts([self._tokenizer.token_bytes(i) for i in range(self._vocab_size)])
 

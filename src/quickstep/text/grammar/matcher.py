@@ -14,19 +14,19 @@ from typing import TYPE_CHECKING, Any, Protocol
 import msgspec
 from msgspec.structs import replace
 
-from quickstep.engine.grammar.json_schema import (
+from quickstep.errors import RequestError
+from quickstep.runtime.sampling.closing_search import byte_tokens
+from quickstep.text.grammar.json_schema import (
     ESCAPES_BY_NUMBER,
     ONE_LINE,
     has_escapes_by_number,
 )
-from quickstep.engine.grammar.source import GrammarLimits, GrammarSource
-from quickstep.errors import RequestError
-from quickstep.runtime.sampling.closing_search import byte_tokens
+from quickstep.text.grammar.source import GrammarLimits, GrammarSource
 
 if TYPE_CHECKING:
     from llguidance import LLMatcher, LLTokenizer
 
-    from quickstep.engine.text.tokenizer import Tokenizer
+    from quickstep.text.tokenizer import Tokenizer
 
 __all__ = [
     "GrammarVocabulary",

@@ -12,8 +12,8 @@ import json
 import re
 from collections.abc import Callable
 
-from quickstep.engine.tool_calls.call_grammar import CallSpelling, Slot
-from quickstep.engine.tool_calls.reader import (
+from quickstep.text.tool_calls.call_grammar import CallSpelling, Slot
+from quickstep.text.tool_calls.reader import (
     Malformed,
     Markers,
     Parsing,

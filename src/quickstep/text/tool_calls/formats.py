@@ -16,14 +16,15 @@ from typing import TypeVar
 import msgspec
 from msgspec.structs import replace
 
-from quickstep.engine.tool_calls.call_grammar import CallSpelling
-from quickstep.engine.tool_calls.harmony import (
+from quickstep.errors import ConfigError, RequestError
+from quickstep.text.tool_calls.call_grammar import CallSpelling
+from quickstep.text.tool_calls.harmony import (
     HARMONY_MARKERS,
     HARMONY_PASSAGE,
     HARMONY_SPELLING,
     harmony,
 )
-from quickstep.engine.tool_calls.json_formats import (
+from quickstep.text.tool_calls.json_formats import (
     DEEPSEEK_FENCED,
     DEEPSEEK_MARKERS,
     DEEPSEEK_PLAIN,
@@ -42,9 +43,8 @@ from quickstep.engine.tool_calls.json_formats import (
     llama3_json,
     mistral,
 )
-from quickstep.engine.tool_calls.pythonic import PYTHONIC_MARKERS, PYTHONIC_SPELLING, pythonic
-from quickstep.engine.tool_calls.reader import Grammar, Markers, Parsing, Reader
-from quickstep.errors import ConfigError, RequestError
+from quickstep.text.tool_calls.pythonic import PYTHONIC_MARKERS, PYTHONIC_SPELLING, pythonic
+from quickstep.text.tool_calls.reader import Grammar, Markers, Parsing, Reader
 
 __all__ = [
     "REASONING_FORMATS",
