@@ -45,8 +45,6 @@ _NUM_WARM = 3
 _ARGUMENTS = (
     *("--max-num-seqs", "16", "--num-blocks", "2000", "--max-waiting", "256"),
     *("--scheduling-policy", "fair"),
-    # steps as short as several quiet ones of the demo model: a request waits for those in flight
-    *("--inter-token-target-s", "0.01", "--max-num-batched-tokens", "64"),
     *("--lora-allowed-dirs", str(Path(__file__).parent.parent / "src" / "quickstep" / "bundled")),
     *("--enable-lora", "--admin-api-key", f"quiet={_QUIET}", f"flood={_FLOOD}"),
 )
