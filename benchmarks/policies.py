@@ -22,7 +22,8 @@ from quickstep.core.policies import make_policy
 from quickstep.core.resources.block_pool import KVBlockPool
 from quickstep.sim.engine import ClockExecutor, VirtualClock
 from quickstep.sim.grouped_scheduler import GroupedScheduler
-from quickstep.sim.simulate import Arrival, Simulation, simulate
+from quickstep.sim.outcome import Arrival, Simulation
+from quickstep.sim.simulate import simulate
 from quickstep.types import Request, RequestClass, SamplingParams
 
 # Assumed seconds per step, token, row, KV token and pair; about those of a 0.5B model on two cores.

@@ -22,7 +22,7 @@ from quickstep.plan.formulas import Split
 from quickstep.plan.hardware import find_hardware, read_hardware
 from quickstep.plan.models import find_model
 from quickstep.plan.traffic import simulate_arrivals
-from quickstep.sim.simulate import Arrival
+from quickstep.sim.outcome import Arrival
 from quickstep.types import Request, SamplingParams
 
 _SCRATCH_BYTES = 4

@@ -20,7 +20,8 @@ from quickstep.core.policies import make_policy
 from quickstep.core.resources.block_pool import KVBlockPool
 from quickstep.sim.engine import quick_digest
 from quickstep.sim.grouped_scheduler import GroupedScheduler
-from quickstep.sim.simulate import Arrival, simulate
+from quickstep.sim.outcome import Arrival
+from quickstep.sim.simulate import simulate
 from quickstep.sim.workload import Clients, Lengths, Workload
 
 # Assumed seconds, in the order of an 8B model on an H100.

@@ -9,6 +9,8 @@ from __future__ import annotations
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
+from quickstep.version import __version__
+
 if TYPE_CHECKING:
     from quickstep.engine.adapters import LoRARequest
     from quickstep.engine.beam_search import BeamSearchParams
@@ -27,8 +29,6 @@ __all__ = [
     "StructuredOutputsParams",
     "__version__",
 ]
-
-__version__ = "0.1.0"
 
 
 def __getattr__(name: str) -> Any:

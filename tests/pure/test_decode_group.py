@@ -15,7 +15,8 @@ from quickstep.core.policies import Policy, make_policy
 from quickstep.core.resources.block_pool import KVBlockPool, chain_digest
 from quickstep.sim.engine import SimulatedEngine, VirtualClock, quick_digest
 from quickstep.sim.grouped_scheduler import GroupedScheduler
-from quickstep.sim.simulate import Arrival, Ending, Simulation, simulate
+from quickstep.sim.outcome import Arrival, Ending, Simulation
+from quickstep.sim.simulate import simulate
 from quickstep.sim.workload import Clients, Lengths, PrefixLevel, Workload
 from quickstep.types import Request, SamplingParams, SequenceOutput, StepPlan
 

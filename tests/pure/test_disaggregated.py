@@ -14,7 +14,8 @@ from quickstep.core.resources.block_pool import KVBlockPool
 from quickstep.sim.disaggregated import DisaggregatedRun, KVLink, PhaseEngine
 from quickstep.sim.engine import SimulatedEngine, VirtualClock
 from quickstep.sim.grouped_scheduler import GroupedScheduler
-from quickstep.sim.simulate import Arrival, Simulation, simulate
+from quickstep.sim.outcome import Arrival, Simulation
+from quickstep.sim.simulate import simulate
 from quickstep.types import FinishReason, Request, SamplingParams
 
 BLOCK_SIZE = 4

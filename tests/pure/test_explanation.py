@@ -10,7 +10,7 @@ from test_sim import ask, run
 
 from quickstep.cli.why import explanation_rows
 from quickstep.core.explanation import ActivityPart, Explanation, explain
-from quickstep.sim.simulate import Arrival
+from quickstep.sim.outcome import Arrival
 from quickstep.types import Activity, PrefillCharge, SequenceTimings, StepRecord
 
 

@@ -13,7 +13,8 @@ from quickstep.core.cost_model import LinearCostModel
 from quickstep.core.policies import make_policy
 from quickstep.core.recording import Recorder, RecordingScheduler
 from quickstep.core.resources.block_pool import KVBlockPool
-from quickstep.sim.simulate import Arrival, simulate
+from quickstep.sim.outcome import Arrival
+from quickstep.sim.simulate import simulate
 from quickstep.sim.traces import recorded_traffic
 from quickstep.types import FinishReason, Request, SamplingParams
 

@@ -14,7 +14,8 @@ from quickstep.core.resources.block_pool import KVBlockPool
 from quickstep.core.scheduler import Scheduler
 from quickstep.errors import RequestError
 from quickstep.sim.engine import ClockExecutor, VirtualClock
-from quickstep.sim.simulate import Arrival, simulate
+from quickstep.sim.outcome import Arrival
+from quickstep.sim.simulate import simulate
 from quickstep.types import FinishReason, Phase, Pooling, Request, SamplingParams, StepPlan
 
 

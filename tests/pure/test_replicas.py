@@ -23,9 +23,10 @@ from quickstep.sim.faults import (
     random_faults,
 )
 from quickstep.sim.grouped_scheduler import GroupedScheduler
+from quickstep.sim.outcome import Arrival, Ending, Simulation
 from quickstep.sim.replicas import ReplicaOptions, ReplicaRun
 from quickstep.sim.routers import ROUTERS, FewestRequests, PrefixAffinity, RoundRobin, Router
-from quickstep.sim.simulate import Arrival, Ending, Simulation, simulate
+from quickstep.sim.simulate import simulate
 from quickstep.types import FinishReason, Request, SamplingParams
 
 COSTS = Coefficients(step_s=0.002, token_s=0.0001, row_s=0.0002, kv_token_s=0.0, pair_s=0.0)

@@ -19,7 +19,8 @@ from quickstep.core.sequence import Sequence, SequenceState
 from quickstep.core.service_order import FairOrder
 from quickstep.errors import RequestError
 from quickstep.sim.grouped_scheduler import GroupedScheduler
-from quickstep.sim.simulate import Arrival, Ending, Simulation, simulate
+from quickstep.sim.outcome import Arrival, Ending, Simulation
+from quickstep.sim.simulate import simulate
 from quickstep.types import (
     FinishReason,
     Request,

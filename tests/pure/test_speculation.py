@@ -15,7 +15,8 @@ from quickstep.core.resources.block_pool import KVBlockPool
 from quickstep.core.scheduler import Scheduler
 from quickstep.core.sequence import Acceptance
 from quickstep.errors import ConfigError
-from quickstep.sim.simulate import Arrival, simulate
+from quickstep.sim.outcome import Arrival
+from quickstep.sim.simulate import simulate
 from quickstep.types import Grammar, Phase, Request, SamplingParams, StepRow
 
 # A decode step of one row takes 10 ms; a draft adds 0.1 ms, and 10 ms in the slow one.

@@ -17,7 +17,7 @@ from quickstep.plan.hardware import find_hardware, read_hardware
 from quickstep.plan.models import find_model
 from quickstep.plan.sweep import SweepQuery, measure
 from quickstep.plan.traffic import Replicas, Traffic, simulate_traffic
-from quickstep.sim.simulate import Ending
+from quickstep.sim.outcome import Ending
 from quickstep.sim.summary import Targets
 from quickstep.sim.window import CountedWindow
 from quickstep.sim.workload import WORKLOADS

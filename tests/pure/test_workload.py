@@ -17,7 +17,8 @@ from quickstep.core.policies import make_policy
 from quickstep.core.resources.block_pool import KVBlockPool
 from quickstep.sim.arrivals import diurnal, gamma, poisson, ramp
 from quickstep.sim.grouped_scheduler import GroupedScheduler
-from quickstep.sim.simulate import Arrival, Simulation, simulate
+from quickstep.sim.outcome import Arrival, Simulation
+from quickstep.sim.simulate import simulate
 from quickstep.sim.summary import Percentiles, Targets, summarize
 from quickstep.sim.workload import WORKLOADS, Clients, Lengths, PrefixLevel, Tenant, Workload
 from quickstep.types import FinishReason, Request, SamplingParams

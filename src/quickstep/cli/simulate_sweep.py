@@ -72,7 +72,7 @@ def run_sweep(
     from quickstep.plan.sweep import SweepQuery
     from quickstep.plan.sweep import run_sweep as sweep_all
     from quickstep.plan.traffic import Replicas
-    from quickstep.sim.simulate import Simulation
+    from quickstep.sim.outcome import Simulation
     from quickstep.sim.summary import Targets
     from quickstep.sim.workload import WORKLOADS
 

@@ -39,7 +39,8 @@ from quickstep.plan.placements import Placement, best_placement, placement_capac
 from quickstep.plan.traffic import num_drafts, simulate_arrivals, simulated_drafts
 from quickstep.sim.arrivals import poisson
 from quickstep.sim.grouped_scheduler import GroupedScheduler
-from quickstep.sim.simulate import Arrival, simulate
+from quickstep.sim.outcome import Arrival
+from quickstep.sim.simulate import simulate
 from quickstep.sim.summary import Summary, Targets, summarize
 from quickstep.sim.workload import Adapters, adapter_ids
 from quickstep.types import Request, SamplingParams

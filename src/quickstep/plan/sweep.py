@@ -20,7 +20,7 @@ from msgspec.structs import replace
 from quickstep.config import PolicyName
 from quickstep.core.cost_model import StepLoad
 from quickstep.plan.candidates import Candidate
-from quickstep.sim.simulate import Simulation
+from quickstep.sim.outcome import Simulation
 from quickstep.sim.summary import Summary, Targets, ending_times, summarize
 from quickstep.sim.window import CountedWindow, requests_for_load, window_of_load
 from quickstep.types import StepRecord

@@ -26,9 +26,10 @@ from quickstep.sim.drafts import SimulatedDrafts, SimulatedModel
 from quickstep.sim.engine import SimulatedEngine, VirtualClock, quick_digest
 from quickstep.sim.faults import random_faults
 from quickstep.sim.grouped_scheduler import GroupedScheduler
+from quickstep.sim.outcome import Arrival, Follow, Progress, Simulation
 from quickstep.sim.replicas import ReplicaRun
 from quickstep.sim.routers import ROUTERS
-from quickstep.sim.simulate import Arrival, Follow, Progress, Simulation, simulate
+from quickstep.sim.simulate import simulate
 from quickstep.sim.window import CountedWindow
 from quickstep.sim.workload import Adapters, Clients, Workload, adapter_ids
 

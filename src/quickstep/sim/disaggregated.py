@@ -26,7 +26,7 @@ from msgspec.structs import replace
 from quickstep.core.resources.block_pool import BlockKey, ChainRoot, KVBlockPool
 from quickstep.errors import RequestError
 from quickstep.sim.engine import SimulatedEngine, VirtualClock
-from quickstep.sim.simulate import Arrival, Ending, Follow, Handovers, Progress, Simulation
+from quickstep.sim.outcome import Arrival, Ending, Follow, Handovers, Progress, Simulation
 from quickstep.types import FinishReason, Request, SequenceOutput, SequenceTimings
 
 __all__ = ["DisaggregatedRun", "KVLink", "NewPhaseEngine", "PhaseEngine"]

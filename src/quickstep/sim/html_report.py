@@ -11,7 +11,7 @@ from collections.abc import Sequence
 
 import msgspec
 
-from quickstep.sim.simulate import Ending, Simulation
+from quickstep.sim.outcome import Ending, Simulation
 from quickstep.sim.summary import Summary, ending_times
 
 __all__ = ["Run", "html_report", "sweep_report"]

@@ -23,8 +23,8 @@ from msgspec.structs import replace
 from quickstep.errors import RequestError
 from quickstep.sim.engine import SimulatedEngine, VirtualClock
 from quickstep.sim.faults import CancelStorm, ClockJump, Crash, Fault, LinkFault, SlowDown
+from quickstep.sim.outcome import Arrival, Ending, Follow, Progress, Simulation
 from quickstep.sim.routers import Router
-from quickstep.sim.simulate import Arrival, Ending, Follow, Progress, Simulation
 from quickstep.types import (
     FinishReason,
     Request,

@@ -9,85 +9,21 @@ from __future__ import annotations
 
 import heapq
 import math
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from typing import TYPE_CHECKING
-
-import msgspec
 
 from quickstep.core.cost_model import CostModel
 from quickstep.core.scheduler import Scheduler
 from quickstep.errors import RequestError
 from quickstep.sim.drafts import SimulatedDrafts
 from quickstep.sim.engine import SimulatedEngine, VirtualClock
-from quickstep.types import FinishReason, Request, SequenceOutput, SequenceTimings, StepRecord
+from quickstep.sim.outcome import Arrival, Ending, Follow, Progress, Simulation
+from quickstep.types import SequenceOutput
 
 if TYPE_CHECKING:
     from quickstep.sim.window import CountedWindow
 
-__all__ = ["Arrival", "Ending", "Follow", "Handovers", "Progress", "Simulation", "simulate"]
-
-
-class Arrival(msgspec.Struct, frozen=True, gc=False):
-    """A request and its arrival time. Its output length is `sampling.max_tokens`.
-
-    `cancel_after_s`: The client cancels it so many seconds after its arrival; None never.
-    """
-
-    at_s: float
-    request: Request
-    cancel_after_s: float | None = None
-
-
-class Ending(msgspec.Struct, frozen=True, gc=False):
-    """How one simulated sequence ended."""
-
-    request_id: str
-    index: int
-    reason: FinishReason
-    timings: SequenceTimings
-    tenant: str = ""
-
-
-# Called with the number of sequences that have ended.
-Progress = Callable[[int], None]
-
-# What a client does after one of its sequences has ended: its next requests.
-Follow = Callable[[Ending], Iterable[Arrival]]
-
-
-class Handovers(msgspec.Struct, frozen=True):
-    """Between engines of different phases (`sim.disaggregated`).
-
-    Attributes:
-        count: Sequences whose KV was handed over.
-        num_bytes: Of all of them, without what was cached there.
-        mean_s: From the end of the prefill to the arrival at the decode engine.
-        prefill_busy, decode_busy: The part of the time in which a step ran, as a mean over engines.
-    """
-
-    count: int
-    num_bytes: int
-    mean_s: float
-    prefill_busy: float
-    decode_busy: float
-
-
-class Simulation(msgspec.Struct):
-    """The result: endings in their order, the step log, and refused requests with the reason.
-
-    Of several replicas also `num_resent`, how often a request was sent to another replica because
-    its own had crashed, and `lost_s`, the device seconds that those requests had received. Of
-    disaggregated phases, `handovers`.
-    """
-
-    endings: list[Ending] = msgspec.field(default_factory=list)
-    records: list[StepRecord] = msgspec.field(default_factory=list)
-    refused: list[tuple[str, str]] = msgspec.field(default_factory=list)
-    finished_s: float = 0.0
-    num_replicas: int = 1
-    num_resent: int = 0
-    lost_s: float = 0.0
-    handovers: Handovers | None = None
+__all__ = ["simulate"]
 
 
 class _Run:

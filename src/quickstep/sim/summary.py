@@ -12,7 +12,7 @@ from collections.abc import Sequence
 import msgspec
 from msgspec.structs import replace
 
-from quickstep.sim.simulate import Ending, Simulation
+from quickstep.sim.outcome import Ending, Simulation
 from quickstep.types import FinishReason
 
 __all__ = [

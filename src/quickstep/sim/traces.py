@@ -18,7 +18,7 @@ from msgspec.structs import replace
 
 from quickstep.core.replay import made_up_tokens, read_recording
 from quickstep.errors import ConfigError
-from quickstep.sim.simulate import Arrival
+from quickstep.sim.outcome import Arrival
 from quickstep.types import Request, SamplingParams
 
 __all__ = ["read_trace", "recorded_traffic"]

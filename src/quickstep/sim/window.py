@@ -16,7 +16,7 @@ import msgspec
 from quickstep.sim.summary import Targets, in_time
 
 if TYPE_CHECKING:
-    from quickstep.sim.simulate import Ending
+    from quickstep.sim.outcome import Ending
 
 __all__ = ["CountedWindow", "requests_for_load", "window_of_load"]
 

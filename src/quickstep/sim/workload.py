@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING
 import msgspec
 from msgspec.structs import replace
 
-from quickstep.sim.simulate import Arrival, Ending
+from quickstep.sim.outcome import Arrival, Ending
 from quickstep.types import Request, RequestClass, SamplingParams
 
 if TYPE_CHECKING:

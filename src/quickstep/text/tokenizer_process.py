@@ -1,4 +1,4 @@
-"""Tokenises long texts in a process of its own, at low priority.
+"""Tokenises long texts in a process of its own (`tokenizer_worker`), at low priority.
 
 In the server's process they would take processors from the steps of the engine, and the lock of the
 interpreter from the event loop: a list of a million token ids is built in one call, which delays
@@ -8,9 +8,6 @@ first long text and ends with its owner.
 
 from __future__ import annotations
 
-import os
-import signal
-import sys
 import threading
 from array import array
 from collections.abc import Sequence
@@ -19,18 +16,16 @@ from pathlib import Path
 import msgspec
 
 from quickstep.errors import EngineError, RequestError
-from quickstep.text.worker_process import WorkerDied, WorkerProcess, read_frame, write_frame
+from quickstep.text.worker_process import WorkerDied, WorkerProcess
 
-__all__ = ["TokenizerProcess", "main"]
+__all__ = ["TextsToEncode", "TokenizerProcess"]
 
-_MODULE = "quickstep.text.tokenizer_process"
-_NICE = 10
+_MODULE = "quickstep.text.tokenizer_worker"
 _TIMEOUT_S = 120.0
 _IDS_AT_ONCE = 32_768  # appended in one call: a fraction of a millisecond
-_STDIN, _STDOUT = 0, 1
 
 
-class _Texts(msgspec.Struct, frozen=True, array_like=True):
+class TextsToEncode(msgspec.Struct, frozen=True, array_like=True):
     """A request: what `Tokenizer.encode_all` gets. The answer is a list of int32 arrays."""
 
     texts: list[str]
@@ -59,7 +54,7 @@ class TokenizerProcess:
             EngineError: The process cannot be started, died, or took too long.
         """
         try:
-            frame = msgspec.msgpack.encode(_Texts(list(texts), add_special_tokens))
+            frame = msgspec.msgpack.encode(TextsToEncode(list(texts), add_special_tokens))
         except UnicodeEncodeError as error:
             raise RequestError(
                 "the text is not valid Unicode: it holds half a surrogate pair", param="prompt"
@@ -86,27 +81,3 @@ def _ids(data: bytes) -> list[int]:
     for start in range(0, len(packed), _IDS_AT_ONCE):
         ids.extend(packed[start : start + _IDS_AT_ONCE])
     return ids
-
-
-def main() -> int:
-    """Serve the checkpoint in `argv[1]` until the input ends. Returns the exit code."""
-    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):  # the parent handles them
-        signal.signal(number, signal.SIG_IGN)
-    os.nice(_NICE)
-    os.environ["TOKENIZERS_PARALLELISM"] = "false"  # the other processors are the engine's
-
-    from quickstep.text.tokenizer import Tokenizer  # which imports this module
-
-    tokenizer = Tokenizer.open(Path(sys.argv[1]))
-    try:
-        while True:
-            request = msgspec.msgpack.decode(read_frame(_STDIN), type=_Texts)
-            found = tokenizer.encode_all(request.texts, request.add_special_tokens)
-            packed = [array("i", ids).tobytes() for ids in found]
-            write_frame(_STDOUT, msgspec.msgpack.encode(packed))
-    except (EOFError, BrokenPipeError):
-        return 0
-
-
-if __name__ == "__main__":
-    sys.exit(main())

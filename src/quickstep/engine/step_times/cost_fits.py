@@ -17,10 +17,10 @@ from pathlib import Path
 
 import msgspec
 
-from quickstep import __version__
 from quickstep.core.cost_model import Coefficients, CostFit, LinearCostModel
 from quickstep.core.overhead import EngineOverhead
 from quickstep.engine.machine import usable_cores
+from quickstep.version import __version__
 
 __all__ = [
     "FitFile",
