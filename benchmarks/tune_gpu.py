@@ -28,8 +28,8 @@ import msgspec
 if TYPE_CHECKING:
     import torch
 
-    from quickstep.ops.table import LinearWeight
     from quickstep.ops.triton.tiles import Tile
+    from quickstep.ops.weights import LinearWeight
 
 __all__ = ["every_tile", "random_weight", "tile_product", "weight_shapes"]
 

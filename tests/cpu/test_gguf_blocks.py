@@ -9,7 +9,7 @@ from gguf import GGMLQuantizationType as Kind
 from gguf_files import SCALES_AT, meaning, random_blocks
 
 from quickstep.model.formats.gguf import BLOCK_KINDS
-from quickstep.ops.table import QuantizedWeight
+from quickstep.ops.weights import QuantizedWeight
 
 OUTPUTS, INPUTS = 24, 512
 

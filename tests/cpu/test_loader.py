@@ -29,8 +29,9 @@ from quickstep.model.decoder import Decoder
 from quickstep.model.interface import Model
 from quickstep.model.loader import load_model
 from quickstep.model.spec import read_spec
-from quickstep.ops.table import LinearWeight, OpTable
+from quickstep.ops.table import OpTable
 from quickstep.ops.tensors import Device, torch_device
+from quickstep.ops.weights import LinearWeight
 
 CONFIG = {
     "architectures": ["LlamaForCausalLM"],

@@ -27,7 +27,8 @@ from quickstep.model.spec import parse_spec, read_spec
 from quickstep.ops.native.backend import load_native, native_status
 from quickstep.ops.reference import reference_ops
 from quickstep.ops.resolve import resolve_ops
-from quickstep.ops.table import OpTable, QuantizedWeight
+from quickstep.ops.table import OpTable
+from quickstep.ops.weights import QuantizedWeight
 from quickstep.verify.checker import VerifyOptions, verify
 
 REPOSITORY = Path(__file__).parents[2]

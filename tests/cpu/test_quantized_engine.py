@@ -25,7 +25,7 @@ from quickstep.model.fallback.spec import read_fallback_spec
 from quickstep.model.loader import load_model
 from quickstep.model.spec import read_spec
 from quickstep.ops.resolve import resolve_ops
-from quickstep.ops.table import LinearWeight
+from quickstep.ops.weights import LinearWeight
 
 CASES = EXACT | ROUNDED_AGAIN
 SERVED = ("awq-g32", "gptq4-g32", "packed4-asymmetric", "w8a8", "nf4-nested", "bnb-int8")

@@ -14,7 +14,7 @@ from torch import Tensor
 from quickstep.errors import ConfigError
 from quickstep.model.checkpoint.weights import open_weights
 from quickstep.model.spec import read_spec
-from quickstep.ops.table import QuantizedWeight
+from quickstep.ops.weights import QuantizedWeight
 
 AWQ = {"quant_method": "awq", "bits": 4, "version": "gemm", "zero_point": True}
 GPTQ = {"quant_method": "gptq", "checkpoint_format": "gptq"}

@@ -15,7 +15,7 @@ from quickstep.model.loader import load_model
 from quickstep.model.spec import read_spec
 from quickstep.ops import resolve
 from quickstep.ops.resolve import resolve_ops
-from quickstep.ops.table import LinearWeight
+from quickstep.ops.weights import LinearWeight
 from quickstep.text.output_text import OutputText
 from quickstep.text.tokenizer import Tokenizer
 from quickstep.types import FinishReason

@@ -15,7 +15,8 @@ from quickstep.cli.flags.quantization import KV_FORMATS, WEIGHT_FORMATS, FormatP
 from quickstep.cli.main import main
 from quickstep.config import KV_DTYPES, QUANTIZATIONS
 from quickstep.ops import resolve
-from quickstep.ops.table import LinearWeight, OpTable
+from quickstep.ops.table import OpTable
+from quickstep.ops.weights import LinearWeight
 
 CPU = torch.device("cpu")
 

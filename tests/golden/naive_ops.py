@@ -15,14 +15,13 @@ from quickstep.ops.reference.paged_attention import move_kv
 from quickstep.ops.reference.quantize import quantize
 from quickstep.ops.table import (
     AttentionParams,
-    LinearWeight,
     LoRAAdapter,
     LoRAMapping,
     LoRAPart,
     OpTable,
     PagedLayout,
-    QuantizedWeight,
 )
+from quickstep.ops.weights import LinearWeight, QuantizedWeight
 
 
 def pack_linear(weight: Tensor, bias: Tensor | None) -> LinearWeight:

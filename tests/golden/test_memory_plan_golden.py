@@ -16,7 +16,7 @@ from quickstep.config import CacheConfig, SchedulerConfig
 from quickstep.model.checkpoint.tensor_schema import layer_tensors
 from quickstep.model.decoder_spec import ModelSpec
 from quickstep.model.sizing import ElementBytes, plan_memory
-from quickstep.ops.table import LinearWeight
+from quickstep.ops.weights import LinearWeight
 from quickstep.plan.formulas import Split, rank_spec
 from quickstep.runtime.kv_cache import allocate_kv
 

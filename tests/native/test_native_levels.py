@@ -9,7 +9,8 @@ import torch
 from msgspec.structs import replace
 
 from quickstep.ops.native.backend import load_native, native_status
-from quickstep.ops.table import OpTable, QuantizedWeight
+from quickstep.ops.table import OpTable
+from quickstep.ops.weights import QuantizedWeight
 
 # All but the last have fused multiply-adds, which the float part of a low-bit product is made of.
 FUSED = native_status().levels[:-1] if native_status().isa != "neon" else native_status().levels

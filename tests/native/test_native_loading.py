@@ -8,7 +8,7 @@ import torch
 from quickstep.errors import ConfigError
 from quickstep.model.quantize import rounding_error
 from quickstep.ops.native.backend import load_native
-from quickstep.ops.table import Rounding, StoredMatrix, StoredRows
+from quickstep.ops.weights import Rounding, StoredMatrix, StoredRows
 
 KINDS = {torch.float32: "F32", torch.bfloat16: "BF16", torch.float16: "F16"}
 NUM_INPUTS = 192

@@ -17,8 +17,9 @@ from torch import Tensor
 
 from quickstep.errors import EngineError
 from quickstep.ops.native.backend import default_num_threads, load_native
-from quickstep.ops.table import LinearWeight, OpTable
+from quickstep.ops.table import OpTable
 from quickstep.ops.thread_placement import ThreadPlaces
+from quickstep.ops.weights import LinearWeight
 
 CHILD_TIMEOUT_S = 60
 

@@ -12,7 +12,8 @@ from torch import Tensor
 from quickstep.errors import EngineError
 from quickstep.ops.native.backend import load_native, native_status
 from quickstep.ops.reference import reference_ops
-from quickstep.ops.table import OpTable, QuantizedWeight
+from quickstep.ops.table import OpTable
+from quickstep.ops.weights import QuantizedWeight
 
 LEVELS = native_status().levels
 

@@ -20,8 +20,9 @@ from op_checks.cases import AttentionCase, Case, bind
 from op_checks.experts_cases import Matrix
 from op_checks.placement import moved
 from quickstep.ops.reference import reference_ops
-from quickstep.ops.table import LoRAPart, OpTable, QuantizedWeight
+from quickstep.ops.table import LoRAPart, OpTable
 from quickstep.ops.tensors import read_heads, to_torch
+from quickstep.ops.weights import QuantizedWeight
 
 __all__ = ["Agreement", "agreement", "agreement_of_each", "oracle"]
 

@@ -27,14 +27,13 @@ from quickstep.ops.reference.experts import route as reference_route
 from quickstep.ops.table import (
     ExpertLoRA,
     ExpertWeights,
-    LinearWeight,
     LoRAAdapter,
     LoRAMapping,
     LoRAPart,
     OpTable,
-    QuantizedWeight,
     Routing,
 )
+from quickstep.ops.weights import LinearWeight, QuantizedWeight
 
 __all__ = ["DTYPES", "OPS", "AttentionCase", "Case", "bind", "cases"]
 

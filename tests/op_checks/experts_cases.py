@@ -9,7 +9,8 @@ from torch import Tensor
 
 from op_checks.case_inputs import CaseInputs, label
 from op_checks.quantized_cases import Inputs, float8_weight, quantized_weight, sub_block_weight
-from quickstep.ops.table import LoRAPart, QuantizedWeight
+from quickstep.ops.table import LoRAPart
+from quickstep.ops.weights import QuantizedWeight
 
 __all__ = ["Matrix", "experts_inputs", "experts_lora_inputs"]
 

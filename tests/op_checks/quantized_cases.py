@@ -10,8 +10,8 @@ from msgspec.structs import replace
 from torch import Tensor
 
 from op_checks.case_inputs import CaseInputs, label
-from quickstep.ops.table import SUB_BLOCK_INPUTS, QuantizedWeight
 from quickstep.ops.tensors import to_float8
+from quickstep.ops.weights import SUB_BLOCK_INPUTS, QuantizedWeight
 
 __all__ = [
     "Inputs",

@@ -16,8 +16,8 @@ from quantized_checkpoint import opened, write_quantized
 from test_quantized_formats import EXACT, ROUNDED_AGAIN
 
 from quickstep.ops.reference import reference_ops
-from quickstep.ops.table import QuantizedWeight
 from quickstep.ops.triton.backend import load_triton
+from quickstep.ops.weights import QuantizedWeight
 
 CASES = EXACT | ROUNDED_AGAIN
 CHOSEN = (

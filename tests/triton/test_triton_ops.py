@@ -19,8 +19,9 @@ from op_checks.cases import Case, bind, cases
 from op_checks.invariance import same_bits, same_without_adapters
 from quickstep.errors import ConfigError
 from quickstep.ops.resolve import resolve_ops
-from quickstep.ops.table import AttentionParams, LoRAPart, OpTable, QuantizedWeight, RowLengths
+from quickstep.ops.table import AttentionParams, LoRAPart, OpTable, RowLengths
 from quickstep.ops.triton import attention, lora
+from quickstep.ops.weights import QuantizedWeight
 
 CPU = torch.device("cpu")
 ROW_OPS = (

@@ -18,7 +18,8 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from quickstep.ops.reference.logits import Logits
-from quickstep.ops.table import LinearWeight, OpTable
+from quickstep.ops.table import OpTable
+from quickstep.ops.weights import LinearWeight
 
 __all__ = ["BLOCK", "block_ops", "block_product", "rounded_q4_0", "rounded_q8_0"]
 

@@ -25,12 +25,12 @@ from quickstep.ops.table import (
     AttentionParams,
     ExpertWeights,
     KVCache,
-    LinearWeight,
     LoRAMapping,
     OpTable,
     PagedLayout,
 )
 from quickstep.ops.tensors import AnyTensor, Device, rounded
+from quickstep.ops.weights import LinearWeight
 
 if TYPE_CHECKING:
     import torch

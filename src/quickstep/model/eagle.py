@@ -33,8 +33,9 @@ from quickstep.model.decoder_spec import ModelSpec
 from quickstep.model.interface import ForwardBatch, KVShape
 from quickstep.model.rope import RopeTable, make_rope_table
 from quickstep.model.spec import parse_spec, read_config
-from quickstep.ops.table import AttentionParams, KVCache, LinearWeight, LoRAMapping, OpTable
+from quickstep.ops.table import AttentionParams, KVCache, LoRAMapping, OpTable
 from quickstep.ops.tensors import AnyTensor, Device, HostTensor
+from quickstep.ops.weights import LinearWeight
 
 if TYPE_CHECKING:
     import torch

@@ -46,9 +46,10 @@ from quickstep.model.quantization import find_scheme
 from quickstep.model.quantize import QuantizingSource
 from quickstep.model.rope import make_rope_table
 from quickstep.model.spec import read_config
-from quickstep.ops.table import ExpertWeights, LinearWeight, OpTable, QuantizedWeight
+from quickstep.ops.table import ExpertWeights, OpTable
 from quickstep.ops.tensors import CPU, AnyTensor, DType, HostTensor, torch_device, torch_dtype
 from quickstep.ops.torch_import import complete_torch, require_torch
+from quickstep.ops.weights import LinearWeight, QuantizedWeight
 
 if TYPE_CHECKING:
     import torch

@@ -17,7 +17,7 @@ from types import MappingProxyType
 
 import msgspec
 
-from quickstep.ops.table import SUB_BLOCK_INPUTS
+from quickstep.ops.weights import SUB_BLOCK_INPUTS
 
 __all__ = ["SCHEMES", "MatrixFormat", "QuantizationScheme", "common_form", "find_scheme"]
 

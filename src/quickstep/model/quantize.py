@@ -16,8 +16,9 @@ from msgspec.structs import replace
 
 from quickstep.model.checkpoint.tensor_reader import STORED_DTYPES, TensorSource
 from quickstep.model.quantization import MatrixFormat, QuantizationScheme
-from quickstep.ops.table import OpTable, QuantizedWeight, Rounding, StoredMatrix
+from quickstep.ops.table import OpTable
 from quickstep.ops.tensors import AnyTensor, to_torch
+from quickstep.ops.weights import QuantizedWeight, Rounding, StoredMatrix
 
 if TYPE_CHECKING:
     from torch import Tensor

@@ -24,14 +24,7 @@ from quickstep.model.decoder import AttentionWeights, Decoder, DecoderWeights, L
 from quickstep.model.interface import EmittingTokens, ForwardBatch, Model
 from quickstep.model.rope import RopeTable
 from quickstep.ops.reference.lora import among
-from quickstep.ops.table import (
-    KVCache,
-    LinearWeight,
-    LoRAAdapter,
-    LoRAMapping,
-    PagedLayout,
-    RowLengths,
-)
+from quickstep.ops.table import KVCache, LoRAAdapter, LoRAMapping, PagedLayout, RowLengths
 from quickstep.ops.tensors import (
     AnyTensor,
     Device,
@@ -40,6 +33,7 @@ from quickstep.ops.tensors import (
     to_torch,
     torch_device,
 )
+from quickstep.ops.weights import LinearWeight
 from quickstep.runtime.capture import EmittingToken, adapters_of
 from quickstep.runtime.slots import Slot
 from quickstep.types import StepRow

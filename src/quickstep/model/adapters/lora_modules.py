@@ -17,7 +17,7 @@ from msgspec.structs import replace
 
 from quickstep.errors import ConfigError
 from quickstep.model.decoder_spec import ModelSpec
-from quickstep.ops.table import LinearWeight, LoRAPart
+from quickstep.ops.table import LoRAPart
 from quickstep.ops.tensors import (
     AnyTensor,
     Array,
@@ -28,6 +28,7 @@ from quickstep.ops.tensors import (
     to_torch,
     torch_device,
 )
+from quickstep.ops.weights import LinearWeight
 
 if TYPE_CHECKING:
     import torch

@@ -20,7 +20,8 @@ from quickstep.model.checkpoint.weights import DecoderNames
 from quickstep.model.decoder import Decoder
 from quickstep.model.decoder_spec import ModelSpec
 from quickstep.model.loader import build_decoder, quantizing
-from quickstep.ops.table import OpTable, QuantizedWeight
+from quickstep.ops.table import OpTable
+from quickstep.ops.weights import QuantizedWeight
 
 __all__ = ["RandomTensors", "RandomValues", "random_model"]
 

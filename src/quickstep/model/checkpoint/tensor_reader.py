@@ -17,7 +17,6 @@ import numpy as np
 from quickstep.errors import ConfigError
 from quickstep.model.checkpoint.gguf_file import BLOCKS
 from quickstep.model.checkpoint.safetensors_files import TensorFiles
-from quickstep.ops.table import QuantizedWeight, StoredMatrix, StoredRows
 from quickstep.ops.tensors import (
     BFLOAT16,
     FLOAT16,
@@ -36,6 +35,7 @@ from quickstep.ops.tensors import (
     torch_device,
     torch_dtype,
 )
+from quickstep.ops.weights import QuantizedWeight, StoredMatrix, StoredRows
 
 if TYPE_CHECKING:
     import torch

@@ -28,15 +28,9 @@ from quickstep.model.checkpoint.source import Checkpoint
 from quickstep.model.checkpoint.weights import some_tensors
 from quickstep.model.decoder_spec import ModelSpec
 from quickstep.model.interface import ForwardBatch, KVShape
-from quickstep.ops.table import (
-    AttentionParams,
-    KVCache,
-    LinearWeight,
-    LoRAMapping,
-    OpTable,
-    PagedLayout,
-)
+from quickstep.ops.table import AttentionParams, KVCache, LoRAMapping, OpTable, PagedLayout
 from quickstep.ops.tensors import AnyTensor, head_size_of, to_torch
+from quickstep.ops.weights import LinearWeight
 
 __all__ = [
     "ATTENTION_NAME",

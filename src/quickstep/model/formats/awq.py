@@ -22,7 +22,7 @@ from quickstep.model.checkpoint.tensor_schema import Shape, Shapes
 from quickstep.model.formats.gptq import unpack_words
 from quickstep.model.formats.storage import checked_group, module_of
 from quickstep.model.quantization import MatrixFormat
-from quickstep.ops.table import QuantizedWeight
+from quickstep.ops.weights import QuantizedWeight
 
 __all__ = ["AwqStorage"]
 

@@ -38,7 +38,7 @@ from quickstep.model.formats.gptq import (
 )
 from quickstep.model.formats.storage import checked_group, module_of
 from quickstep.model.quantization import MatrixFormat
-from quickstep.ops.table import QuantizedWeight, StoredMatrix
+from quickstep.ops.weights import QuantizedWeight, StoredMatrix
 
 __all__ = [
     "CompressedTensorsStorage",

@@ -23,7 +23,7 @@ from quickstep.model.checkpoint.tensor_reader import TensorReader
 from quickstep.model.checkpoint.tensor_schema import Shape, Shapes
 from quickstep.model.formats.storage import checked_group, module_of
 from quickstep.model.quantization import MatrixFormat
-from quickstep.ops.table import QuantizedWeight, StoredMatrix
+from quickstep.ops.weights import QuantizedWeight, StoredMatrix
 
 __all__ = ["Block", "Fp8Storage", "block_of", "check_float8", "float8_weight"]
 

@@ -16,8 +16,8 @@ from torch import Tensor
 from quickstep.errors import ConfigError
 from quickstep.model.checkpoint.tensor_reader import TensorReader
 from quickstep.model.formats.fused_experts import ExpertTensor, FusedExperts
-from quickstep.ops.table import QuantizedWeight, StoredMatrix
 from quickstep.ops.tensors import to_torch
+from quickstep.ops.weights import QuantizedWeight, StoredMatrix
 
 __all__ = ["FusedExpertsSource", "mxfp4_values"]
 

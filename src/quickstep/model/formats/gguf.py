@@ -28,7 +28,7 @@ from quickstep.model.decoder_spec import ModelSpec
 from quickstep.model.formats.quantized_reader import RowOrder
 from quickstep.model.formats.storage import checked_group
 from quickstep.model.quantization import MatrixFormat
-from quickstep.ops.table import QuantizedWeight, StoredMatrix
+from quickstep.ops.weights import QuantizedWeight, StoredMatrix
 
 __all__ = [
     "BLOCK_KINDS",

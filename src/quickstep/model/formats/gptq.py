@@ -34,7 +34,7 @@ from quickstep.model.checkpoint.tensor_schema import Shape, Shapes
 from quickstep.model.formats.storage import checked_group, module_of
 from quickstep.model.quantization import MatrixFormat
 from quickstep.ops.reference.quantize import quantize
-from quickstep.ops.table import QuantizedWeight
+from quickstep.ops.weights import QuantizedWeight
 
 __all__ = ["GptqStorage", "group_indices", "requantized", "requantized_form", "unpack_words"]
 

@@ -19,8 +19,8 @@ from torch import Tensor
 from quickstep.model.checkpoint.tensor_reader import TensorReader
 from quickstep.model.checkpoint.tensor_schema import Shapes
 from quickstep.model.formats.storage import MatrixStorage
-from quickstep.ops.table import QuantizedWeight, StoredMatrix
 from quickstep.ops.tensors import to_torch
+from quickstep.ops.weights import QuantizedWeight, StoredMatrix
 
 __all__ = [
     "QuantizedReader",

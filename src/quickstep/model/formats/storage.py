@@ -14,7 +14,7 @@ from quickstep.errors import ConfigError
 from quickstep.model.checkpoint.tensor_reader import TensorReader
 from quickstep.model.checkpoint.tensor_schema import Shape, Shapes
 from quickstep.model.quantization import MatrixFormat
-from quickstep.ops.table import QuantizedWeight, StoredMatrix
+from quickstep.ops.weights import QuantizedWeight, StoredMatrix
 
 __all__ = ["MatrixStorage", "checked_group", "module_of"]
 

@@ -23,12 +23,7 @@ from quickstep.ops.native.packed import (
     PackedWeight,
     kernel_dtype,
 )
-from quickstep.ops.table import (
-    LinearWeight,
-    LoRAMapping,
-    OpTable,
-    QuantizedWeight,
-)
+from quickstep.ops.table import LoRAMapping, OpTable
 from quickstep.ops.tensors import (
     FLOAT32,
     INT64,
@@ -42,6 +37,7 @@ from quickstep.ops.tensors import (
     to_torch,
     torch_dtype,
 )
+from quickstep.ops.weights import LinearWeight, QuantizedWeight
 
 if TYPE_CHECKING:
     import torch

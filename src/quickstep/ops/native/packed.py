@@ -21,7 +21,6 @@ import msgspec
 
 from quickstep.errors import ConfigError
 from quickstep.ops.native.library import QuantizeCall, QuantizedWeightCall, raise_for_status
-from quickstep.ops.table import SUB_BLOCK_INPUTS, LinearWeight, QuantizedWeight, StoredMatrix
 from quickstep.ops.tensors import (
     BFLOAT16,
     FLOAT16,
@@ -34,6 +33,7 @@ from quickstep.ops.tensors import (
     TensorT,
     to_dtype,
 )
+from quickstep.ops.weights import SUB_BLOCK_INPUTS, LinearWeight, QuantizedWeight, StoredMatrix
 
 if TYPE_CHECKING:
     import torch

@@ -25,8 +25,9 @@ from quickstep.ops.native.packed import (
     kv_kernel_dtype,
 )
 from quickstep.ops.native.program import Buffer, Numbers, Operand, OpRecord, Recording
-from quickstep.ops.table import AttentionParams, LinearWeight, LoRAMapping, OpTable, PagedLayout
+from quickstep.ops.table import AttentionParams, LoRAMapping, OpTable, PagedLayout
 from quickstep.ops.tensors import FLOAT32, INT32, INT64, AnyTensor, DType, host_dtype
+from quickstep.ops.weights import LinearWeight
 
 if TYPE_CHECKING:
     import torch

@@ -11,14 +11,8 @@ from torch import Tensor
 
 from quickstep.ops.reference.exact_math import exp_nonpositive, round_rows
 from quickstep.ops.reference.lora import among
-from quickstep.ops.table import (
-    ExpertLoRA,
-    ExpertWeights,
-    LinearWeight,
-    LoRAMapping,
-    OpTable,
-    Routing,
-)
+from quickstep.ops.table import ExpertLoRA, ExpertWeights, LoRAMapping, OpTable, Routing
+from quickstep.ops.weights import LinearWeight
 
 __all__ = ["SUM_BITS", "experts", "route"]
 

@@ -27,8 +27,8 @@ import torch
 from torch import Tensor
 
 from quickstep.ops.reference.exact_math import round_rows, sum_bits
-from quickstep.ops.table import LinearWeight, QuantizedWeight
 from quickstep.ops.tensors import FLOAT8_MAX, AnyTensor, DType, to_float8, to_torch, torch_dtype
+from quickstep.ops.weights import LinearWeight, QuantizedWeight
 
 __all__ = [
     "embedding",

@@ -7,8 +7,9 @@ from collections.abc import Callable
 from torch import Tensor
 
 from quickstep.ops.reference.exact_math import tanh
-from quickstep.ops.table import LinearWeight, LoRAMapping
+from quickstep.ops.table import LoRAMapping
 from quickstep.ops.tensors import AnyTensor, to_torch
+from quickstep.ops.weights import LinearWeight
 
 __all__ = ["Logits", "finished_logits"]
 

@@ -15,8 +15,8 @@ from collections.abc import Callable, Sequence
 import torch
 from torch import Tensor
 
-from quickstep.ops.table import SUB_BLOCK_INPUTS, QuantizedWeight
 from quickstep.ops.tensors import FLOAT8_MAX, to_float8
+from quickstep.ops.weights import SUB_BLOCK_INPUTS, QuantizedWeight
 
 __all__ = ["quantize", "quantize_float8"]
 

@@ -20,7 +20,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from quickstep.ops.table import ExpertLoRA, ExpertWeights, LinearWeight, Routing
+from quickstep.ops.table import ExpertLoRA, ExpertWeights, Routing
 from quickstep.ops.triton.elementary import activated, check_activation, gated_activation
 from quickstep.ops.triton.float8_linear import (
     Float8Weight,
@@ -39,6 +39,7 @@ from quickstep.ops.triton.quantized_linear import (
 )
 from quickstep.ops.triton.rounding import rounded
 from quickstep.ops.triton.routing import Plan, plan_of
+from quickstep.ops.weights import LinearWeight
 
 __all__ = ["TritonExperts", "pack_experts"]
 

@@ -22,7 +22,6 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from quickstep.ops.table import LinearWeight, QuantizedWeight
 from quickstep.ops.tensors import FLOAT8_MAX, AnyTensor, to_torch
 from quickstep.ops.triton.rounding import (
     float8_value,
@@ -32,6 +31,7 @@ from quickstep.ops.triton.rounding import (
     rounded_to_float8,
 )
 from quickstep.ops.triton.tiles import Tile, tile_of
+from quickstep.ops.weights import LinearWeight, QuantizedWeight
 
 __all__ = [
     "Float8Weight",

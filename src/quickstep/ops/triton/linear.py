@@ -21,13 +21,13 @@ from triton.tools.tensor_descriptor import TensorDescriptor
 
 from quickstep.ops.reference.elementary import ACTIVATIONS
 from quickstep.ops.reference.linear import embedding as reference_embedding
-from quickstep.ops.table import LinearWeight
 from quickstep.ops.tensors import AnyTensor, DType, to_torch, torch_dtype
 from quickstep.ops.triton.elementary import activated, gated_activation
 from quickstep.ops.triton.float8_linear import Float8Weight, float8_linear, float8_rows
 from quickstep.ops.triton.quantized_linear import PackedWeight, quantized_linear, quantized_rows
 from quickstep.ops.triton.rounding import rounded
 from quickstep.ops.triton.tiles import Tile, tile_of
+from quickstep.ops.weights import LinearWeight
 
 __all__ = [
     "FloatWeight",

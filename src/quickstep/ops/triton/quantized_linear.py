@@ -27,7 +27,6 @@ import triton.language as tl
 from torch import Tensor
 
 from quickstep.ops.reference.linear import shared_groups
-from quickstep.ops.table import SUB_BLOCK_INPUTS, LinearWeight, QuantizedWeight
 from quickstep.ops.tensors import AnyTensor, to_torch
 from quickstep.ops.triton.float8_linear import pack_float8
 from quickstep.ops.triton.rounding import (
@@ -38,6 +37,7 @@ from quickstep.ops.triton.rounding import (
     rounded_to_integer,
 )
 from quickstep.ops.triton.tiles import Tile, tile_of
+from quickstep.ops.weights import SUB_BLOCK_INPUTS, LinearWeight, QuantizedWeight
 
 __all__ = [
     "PackedWeight",

@@ -25,7 +25,7 @@ from quickstep.model.checkpoint.source import reading_checkpoint
 from quickstep.model.checkpoint.tensor_reader import TensorReader
 from quickstep.model.checkpoint.weights import open_checkpoint_files
 from quickstep.model.decoder import Decoder
-from quickstep.ops.table import LinearWeight, OpTable
+from quickstep.ops.table import OpTable
 from quickstep.ops.tensors import (
     FLOAT32,
     AnyTensor,
@@ -33,6 +33,7 @@ from quickstep.ops.tensors import (
     as_float64,
     to_numpy,
 )
+from quickstep.ops.weights import LinearWeight
 from quickstep.runtime.sampling.native_sampler import open_sampler
 from quickstep.runtime.sampling.state import SamplingState
 from quickstep.runtime.speculation.proposer import Drafts, DraftTask

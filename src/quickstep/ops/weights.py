@@ -1,0 +1,160 @@
+"""Weights as ops get and keep them: in an implementation's layout, quantized, or still in files.
+
+Plain values; `ops.table` has the ops that make and read them. Letters as there: N output features,
+C input features.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import msgspec
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+__all__ = [
+    "SUB_BLOCK_INPUTS",
+    "LinearWeight",
+    "QuantizedWeight",
+    "Rounding",
+    "StoredMatrix",
+    "StoredRows",
+]
+
+SUB_BLOCK_INPUTS = 16  # of a `QuantizedWeight`, those that share a sub-block scale
+
+
+class LinearWeight(msgspec.Struct, frozen=True):
+    """A weight in the layout of the implementation that made it (`OpTable.pack_linear`, or
+    `OpTable.pack_quantized`).
+
+    Only that implementation reads `data` and `bias`, which is None where `data` contains the bias.
+    `num_outputs` N, `num_inputs` C; `nbytes` counts `data` and `bias`.
+    """
+
+    data: object
+    bias: Tensor | None
+    num_outputs: int
+    num_inputs: int
+    nbytes: int
+
+
+class QuantizedWeight(msgspec.Struct, frozen=True):
+    """The quantized values of a weight [N, C], whichever file format or rounding they come from:
+
+        weight[n, c] = (quants[n, c] - zeros[n, c // group_size]) * scales[n, c // group_size]
+
+    and times `sub_scales[n, c // 16]` where it has those: a group's scale is then multiplied, for
+    each of its parts of 16 inputs, by an odd integer. The product of a quantized value and its
+    sub-block scale still fits 8 bits, so that a kernel may hold 4 bits and multiply 8, in groups of
+    `group_size`.
+
+    With `is_float8`, `quants` are the bytes of e4m3 numbers, which are multiplied by `scales` only,
+    and activations are quantized to e4m3.
+
+    Attributes:
+        quants: The quantized values, [N, C] uint8, below 2**bits (one per byte here;
+            implementations pack).
+        scales: [N, C / group_size] float32.
+        zeros: [N, C / group_size] float32, any value; None for 2**(bits - 1) (symmetric).
+        bits: 4 or 8.
+        group_size: Inputs that share a scale: a multiple of 16, or C for one scale per output.
+        sub_scales: [N, C / 16] int8, odd, from -15 to 15; None for 1. Of 4 bits without zeros, in
+            groups of a multiple of 32, more than one.
+        is_float8: Whether they are numbers in e4m3: of 8 bits, without zeros.
+    """
+
+    quants: Tensor
+    scales: Tensor
+    zeros: Tensor | None
+    bits: int
+    group_size: int
+    sub_scales: Tensor | None = None
+    is_float8: bool = False
+
+    def dequantized(self) -> Tensor:
+        """The weight [N, C] in float32."""
+        if self.is_float8:
+            grouped = self.float8_values().float().reshape(*self.scales.shape, self.group_size)
+            return (grouped * self.scales.unsqueeze(2)).reshape(self.quants.shape)
+        zeros = float(2 ** (self.bits - 1)) if self.zeros is None else self.zeros.unsqueeze(2)
+        grouped = self.quants.reshape(*self.scales.shape, self.group_size).float()
+        steps = grouped - zeros
+        if self.sub_scales is not None:
+            spread = self.sub_scales.repeat_interleave(SUB_BLOCK_INPUTS, 1)
+            steps = steps * spread.reshape(steps.shape)
+        return (steps * self.scales.unsqueeze(2)).reshape(self.quants.shape)
+
+    def float8_values(self) -> Tensor:
+        """The quantized values [N, C] of `is_float8`, as float8_e4m3fn."""
+        import torch
+
+        return self.quants.view(torch.float8_e4m3fn)
+
+    def unpacked(self) -> QuantizedWeight:
+        """The same weight [N, C] without sub-block scales: in 8 bits, if it has any."""
+        if self.sub_scales is None:
+            return self
+        spread = self.sub_scales.repeat_interleave(SUB_BLOCK_INPUTS, 1)
+        steps = (self.quants.short() - 8) * spread
+        return QuantizedWeight((steps + 128).byte(), self.scales, None, 8, self.group_size)
+
+    def rows(self, index: slice | Tensor) -> QuantizedWeight:
+        """The outputs [n, C] at `index`."""
+        parts = (self.zeros, self.sub_scales)
+        zeros, sub_scales = (None if part is None else part[index] for part in parts)
+        return QuantizedWeight(
+            self.quants[index],
+            self.scales[index],
+            zeros,
+            self.bits,
+            self.group_size,
+            sub_scales,
+            self.is_float8,
+        )
+
+
+class StoredRows(msgspec.Struct, frozen=True):
+    """`num_rows` rows of a matrix one after another in a file, the first at byte `offset`."""
+
+    file: Path
+    offset: int
+    num_rows: int
+
+
+class Rounding(msgspec.Struct, frozen=True):
+    """Quantized values to be made of a stored matrix, as `OpTable.quantize` makes them.
+
+    `report_error` is called with the norm of what rounding changed over that of the weights, both
+    over every `sample_step`-th row.
+    """
+
+    bits: int
+    group_size: int | None
+    has_zeros: bool
+    has_sub_scales: bool
+    sample_step: int
+    report_error: Callable[[float], None]
+
+
+class StoredMatrix(msgspec.Struct, frozen=True):
+    """A weight [N, C] that is still in files, for `OpTable.load_linear`.
+
+    Attributes:
+        kind: How: `F32`, `BF16`, `F16`, `I8` (quantized values about 0), or the name of a ggml
+            block type.
+        parts: N rows, one part below another.
+        num_inputs: C.
+        rounding: How to quantize it; None for a matrix that is not changed or is quantized
+            already.
+        scales: [N, C / group size] float32 of `I8`, else None.
+    """
+
+    kind: str
+    parts: tuple[StoredRows, ...]
+    num_inputs: int
+    rounding: Rounding | None = None
+    scales: Tensor | None = None
