@@ -13,10 +13,11 @@ from quickstep.model.decoder_spec import ModelSpec
 from quickstep.model.spec import parse_spec
 from quickstep.ops.table import KVCache, LoRAAdapter, LoRAPart, OpTable
 from quickstep.ops.tensors import to_torch
-from quickstep.runtime.capture import GraphBackend, GraphOptions, open_steps
-from quickstep.runtime.cuda_graphs import GraphSteps
 from quickstep.runtime.kv_cache import allocate_kv
 from quickstep.runtime.slots import Slot
+from quickstep.runtime.steps.graphs import GraphSteps
+from quickstep.runtime.steps.opening import open_steps
+from quickstep.runtime.steps.step_model import GraphBackend, GraphOptions
 from quickstep.types import Admission, Phase, SamplingParams, StepRow
 
 # Interpreted, a layer takes seconds.

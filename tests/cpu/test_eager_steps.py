@@ -7,8 +7,8 @@ from hypothesis import strategies as st
 
 from quickstep.errors import EngineError
 from quickstep.ops.table import RowLengths
-from quickstep.runtime.eager_steps import build_batch
 from quickstep.runtime.slots import Slot
+from quickstep.runtime.steps.eager import build_batch
 from quickstep.types import Admission, Phase, SamplingParams, StepRow
 
 VOCAB = 100

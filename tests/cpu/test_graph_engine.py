@@ -19,8 +19,8 @@ from quickstep.engine import assembly
 from quickstep.engine.outputs import collect
 from quickstep.ops import resolve
 from quickstep.runtime import kv_cache
-from quickstep.runtime.capture import GraphOptions
 from quickstep.runtime.device_executor import DeviceExecutor
+from quickstep.runtime.steps.step_model import GraphOptions
 from quickstep.types import SamplingParams
 
 REQUESTS = {

@@ -237,7 +237,7 @@ def test_whatever_is_raised_while_a_prompt_is_scored_fails_its_sequence_only(rai
 
     alone = outputs_alone(GREEDY)
     runner = runner_of()
-    monkeypatch.setattr("quickstep.runtime.sampling.logprobs.PromptScorer.score", broken)
+    monkeypatch.setattr("quickstep.runtime.sampling.prompt_scores.PromptScorer.score", broken)
     bad = admission(0, sampling=replace(GREEDY, prompt_logprobs=1))
     scored = replace(prefill(0, PROMPT, blocks=[0, 1, 2]), num_scored=len(PROMPT) - 1)
     rows = [scored, prefill(1, PROMPT, blocks=[5, 6, 7])]

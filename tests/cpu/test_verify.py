@@ -14,9 +14,9 @@ from quickstep.errors import ConfigError, EngineError
 from quickstep.runtime import slots
 from quickstep.runtime.pooling import Pool
 from quickstep.runtime.sampling import sampler
-from quickstep.runtime.sampling.logprobs import PromptScorer
 from quickstep.runtime.sampling.noise import noise_bits
 from quickstep.runtime.sampling.penalties import Penalties
+from quickstep.runtime.sampling.prompt_scores import PromptScorer
 from quickstep.runtime.sampling.state import SamplingState
 from quickstep.sampling_params import GrammarKind
 from quickstep.types import Pooling, SamplingParams

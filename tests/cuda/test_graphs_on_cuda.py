@@ -30,7 +30,7 @@ from recorded_steps import (
 from quickstep.model.checkpoint.random_weights import RandomValues, random_model
 from quickstep.model.decoder import Decoder
 from quickstep.ops.table import OpTable
-from quickstep.runtime.cuda_graphs import CudaGraphs
+from quickstep.runtime.steps.graphs import CudaGraphs
 
 GPU = torch.device("cuda")
 

@@ -31,9 +31,10 @@ from quickstep.ops.native.program import program_bytes
 from quickstep.ops.resolve import resolve_ops
 from quickstep.ops.table import KVCache, LoRAAdapter
 from quickstep.ops.tensors import AnyTensor, host_dtype, to_torch
-from quickstep.runtime.capture import CapturedSteps, open_steps, record
 from quickstep.runtime.kv_cache import allocate_kv
 from quickstep.runtime.slots import Slot
+from quickstep.runtime.steps.captured import CapturedSteps, record
+from quickstep.runtime.steps.opening import open_steps
 from quickstep.types import Admission, Phase, SamplingParams, StepRow
 
 FUSED = ("qkv_proj", "gate_up_proj")

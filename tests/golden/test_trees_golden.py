@@ -15,9 +15,10 @@ from quickstep.model.interface import Model
 from quickstep.ops.reference import reference_ops
 from quickstep.ops.table import OpTable
 from quickstep.ops.tensors import to_torch
-from quickstep.runtime.capture import StepModel, open_steps
 from quickstep.runtime.kv_cache import allocate_kv
 from quickstep.runtime.slots import Slot
+from quickstep.runtime.steps.opening import open_steps
+from quickstep.runtime.steps.step_model import StepModel
 from quickstep.types import Admission, Phase, SamplingParams, StepRow
 
 BLOCK, NUM_BLOCKS, NUM_DRAFTS = 4, 16, 12

@@ -11,8 +11,9 @@ from hypothesis import strategies as st
 from op_checks.logit_rows import logit_rows
 from quickstep.errors import EngineError
 from quickstep.ops.native.backend import load_native, native_status
-from quickstep.runtime.sampling.logprobs import NativeScorer, score_tokens
+from quickstep.runtime.sampling.logprobs import score_tokens
 from quickstep.runtime.sampling.native_sampler import NativeSampler
+from quickstep.runtime.sampling.prompt_scores import NativeScorer
 from quickstep.runtime.sampling.state import SamplingState
 from quickstep.types import Admission, SamplingParams
 

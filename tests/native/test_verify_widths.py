@@ -16,9 +16,10 @@ from quickstep.engine.assembly import load_weights
 from quickstep.model.interface import Model
 from quickstep.ops.native.backend import native_status
 from quickstep.ops.tensors import to_numpy
-from quickstep.runtime.capture import StepModel, open_steps
 from quickstep.runtime.kv_cache import allocate_kv
 from quickstep.runtime.slots import Slot
+from quickstep.runtime.steps.opening import open_steps
+from quickstep.runtime.steps.step_model import StepModel
 from quickstep.types import Admission, Phase, SamplingParams, StepRow
 
 BLOCK_SIZE = 16

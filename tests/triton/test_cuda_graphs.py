@@ -38,11 +38,12 @@ from quickstep.ops.reference import reference_ops
 from quickstep.ops.table import LoRAAdapter, OpTable
 from quickstep.ops.tensors import to_torch
 from quickstep.runtime import cuda_graphs
-from quickstep.runtime.capture import GraphOptions, StepModel, open_steps
-from quickstep.runtime.cuda_graphs import GraphSteps, can_record, prompt_buckets, row_buckets
-from quickstep.runtime.eager_steps import EagerSteps
 from quickstep.runtime.kv_cache import allocate_kv
-from quickstep.runtime.step_inputs import InputBuffer, StepSize
+from quickstep.runtime.steps.eager import EagerSteps
+from quickstep.runtime.steps.graphs import GraphSteps, can_record, prompt_buckets, row_buckets
+from quickstep.runtime.steps.inputs import InputBuffer, StepSize
+from quickstep.runtime.steps.opening import open_steps
+from quickstep.runtime.steps.step_model import GraphOptions, StepModel
 
 CPU = torch.device("cpu")
 

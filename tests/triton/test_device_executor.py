@@ -28,12 +28,12 @@ from quickstep.core.resources.block_pool import KVBlockPool
 from quickstep.core.scheduler import Scheduler
 from quickstep.errors import EngineError
 from quickstep.model.decoder import Decoder
-from quickstep.runtime.capture import GraphOptions
-from quickstep.runtime.cuda_graphs import GraphSteps, row_buckets
 from quickstep.runtime.device_executor import DeviceExecutor
 from quickstep.runtime.executor import LocalExecutor
 from quickstep.runtime.kv_cache import allocate_kv
 from quickstep.runtime.runner import HeldStep, LaunchedStep, ModelRunner
+from quickstep.runtime.steps.graphs import GraphSteps, row_buckets
+from quickstep.runtime.steps.step_model import GraphOptions
 from quickstep.types import (
     Admission,
     FinishReason,

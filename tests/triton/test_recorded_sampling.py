@@ -19,8 +19,6 @@ from test_device_executor import runner_of, serve
 from quickstep.model.decoder import Decoder
 from quickstep.ops.triton.sampling.records import NUM_FIELDS, Field
 from quickstep.ops.triton.sampling.row_keys import row_keys_
-from quickstep.runtime.capture import GraphOptions
-from quickstep.runtime.cuda_graphs import GraphSteps
 from quickstep.runtime.device_executor import DeviceExecutor
 from quickstep.runtime.executor import LocalExecutor
 from quickstep.runtime.kv_cache import allocate_kv
@@ -28,7 +26,9 @@ from quickstep.runtime.runner import LaunchedStep, ModelRunner
 from quickstep.runtime.sampling.device_sampler import DeviceSampler
 from quickstep.runtime.sampling.noise import row_keys
 from quickstep.runtime.sampling.recorded_sampling import RecordedSampling
-from quickstep.runtime.step_inputs import StepSize
+from quickstep.runtime.steps.graphs import GraphSteps
+from quickstep.runtime.steps.inputs import StepSize
+from quickstep.runtime.steps.step_model import GraphOptions
 from quickstep.types import Admission, Phase, SamplingParams, StepPlan, StepRow
 
 pytestmark = pytest.mark.usefixtures("products_in_order")

@@ -9,7 +9,7 @@ pytest.importorskip("triton")
 
 from op_checks.invariance import same_bits
 from quickstep.model.checkpoint.random_weights import RandomValues, random_model
-from quickstep.model.decoder import MoEWeights
+from quickstep.model.decoder_weights import MoEWeights
 from quickstep.model.experts import mixture_of_experts
 from quickstep.model.spec import parse_spec
 from quickstep.ops.reference import reference_ops

@@ -38,8 +38,9 @@ from quickstep.errors import EngineError
 from quickstep.model.checkpoint.fingerprint import fingerprint_with_kv
 from quickstep.model.checkpoint.placement import choose_device, choose_dtype
 from quickstep.model.checkpoint.random_weights import RandomValues, random_model
-from quickstep.model.decoder import Decoder, LayerWeights, MLPWeights
+from quickstep.model.decoder import Decoder
 from quickstep.model.decoder_spec import ModelSpec
+from quickstep.model.decoder_weights import LayerWeights, MLPWeights
 from quickstep.model.interface import ForwardBatch, KVShape, Model
 from quickstep.model.sizing import MemoryPlan, weight_bytes
 from quickstep.model.spec import parse_spec, with_context

@@ -48,9 +48,9 @@ if TYPE_CHECKING:
     from quickstep.model.sizing import DraftSizes, MemoryPlan
     from quickstep.ops.table import KVCache, OpTable
     from quickstep.ops.tensors import Device, DType
-    from quickstep.runtime.capture import GraphOptions
     from quickstep.runtime.device_executor import DeviceExecutor
     from quickstep.runtime.executor import LocalExecutor
+    from quickstep.runtime.steps.step_model import GraphOptions
     from quickstep.text.chat_template import ChatTemplate
     from quickstep.text.tokenizer import Tokenizer
 
@@ -271,7 +271,7 @@ def graph_options(
     """How steps become CUDA graphs; None where they do not."""
     if config.enforce_eager:
         return None
-    from quickstep.runtime.capture import device_graphs
+    from quickstep.runtime.steps.opening import device_graphs
 
     speculation = config.speculation
     num_drafts = speculation.num_speculative_tokens if speculation.is_on else 0
@@ -407,7 +407,9 @@ def load_weights(
         from quickstep.model.adapters.lora_modules import base_biases
         from quickstep.model.decoder import Decoder
 
-        biases = base_biases(model) if isinstance(model, Decoder) else {}
+        biases = {}
+        if isinstance(model, Decoder):
+            biases = base_biases(model.spec, model.weights, model.ops)
         adapters = Adapters(model, spec, ops, config.lora, adapter_bytes, biases)
         # the pinned ones first, so that the others are checked against what these leave
         for name, one in sorted(at_start, key=lambda entry: not adapters.is_pinned(entry[0])):

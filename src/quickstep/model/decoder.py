@@ -1,4 +1,4 @@
-"""The decoder: its packed weights, and one forward pass for every native architecture.
+"""The decoder: one forward pass over packed weights for every native architecture.
 
 The `ModelSpec` drives the forward pass. Built by the loader, called by the runtime through
 `model.interface.Model`. Computes over rows only through the op table or elementwise, so that a
@@ -10,8 +10,6 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
-import msgspec
-
 from quickstep.model.adapters.lora_modules import (
     Projection,
     embedding_number,
@@ -19,11 +17,11 @@ from quickstep.model.adapters.lora_modules import (
     module_number,
 )
 from quickstep.model.decoder_spec import ModelSpec, QKNorm
+from quickstep.model.decoder_weights import AttentionWeights, DecoderWeights, MoEWeights
 from quickstep.model.interface import ForwardBatch, KVShape
 from quickstep.model.rope import RopeTable
 from quickstep.ops.table import (
     AttentionParams,
-    ExpertWeights,
     KVCache,
     LoRAMapping,
     OpTable,
@@ -36,65 +34,7 @@ if TYPE_CHECKING:
     import torch
     from torch import Tensor
 
-__all__ = [
-    "AttentionWeights",
-    "Decoder",
-    "DecoderWeights",
-    "LayerWeights",
-    "MLPWeights",
-    "MoEWeights",
-]
-
-
-class AttentionWeights(msgspec.Struct, frozen=True):
-    """qkv: hidden -> (H + 2 K) * D in that order; norms are None without QK norm; sinks [H]
-    float32, None where the architecture has none.
-    """
-
-    qkv: LinearWeight
-    o_proj: LinearWeight
-    q_norm: AnyTensor | None
-    k_norm: AnyTensor | None
-    sinks: AnyTensor | None
-
-
-class MLPWeights(msgspec.Struct, frozen=True):
-    """gate_up: hidden -> 2 * width, gate first; down_proj: width -> hidden."""
-
-    gate_up: LinearWeight
-    down_proj: LinearWeight
-
-
-class MoEWeights(msgspec.Struct, frozen=True):
-    """A mixture of experts: router hidden -> experts."""
-
-    router: LinearWeight
-    experts: ExpertWeights
-
-
-class LayerWeights(msgspec.Struct, frozen=True):
-    """One layer; a norm that the architecture lacks is None. Names are of places, as in Gemma:
-    Llama's `post_attention_layernorm`, before the MLP, is `pre_feedforward_layernorm` here.
-    """
-
-    attention: AttentionWeights
-    mlp: MLPWeights | MoEWeights
-    input_layernorm: AnyTensor | None
-    post_attention_layernorm: AnyTensor | None
-    pre_feedforward_layernorm: AnyTensor | None
-    post_feedforward_layernorm: AnyTensor | None
-
-
-class DecoderWeights(msgspec.Struct, frozen=True):
-    """A complete decoder: embedding [V, hidden], layers, final norm, output projection.
-
-    The embedding of a tied model is the output projection itself, held once.
-    """
-
-    embed_tokens: AnyTensor | LinearWeight
-    layers: tuple[LayerWeights, ...]
-    final_norm: AnyTensor
-    lm_head: LinearWeight
+__all__ = ["Decoder"]
 
 
 class Decoder:

@@ -8,8 +8,8 @@ layers, made one by `fc`; its attention reads [embedding; hidden], each normed, 
 vocabulary of its own, which `d2t` maps to the target's.
 
 Reads the published safetensors layouts, with the names that vLLM reads: `fc.weight`, `layers.0.*`
-or `midlayer.*`, `norm.weight`, `lm_head.weight`, `d2t`, `embed_tokens.weight`. `runtime.capture`
-records and runs it like a decoder.
+or `midlayer.*`, `norm.weight`, `lm_head.weight`, `d2t`, `embed_tokens.weight`. It is recorded and
+run like a decoder (`runtime.steps`).
 """
 
 from __future__ import annotations

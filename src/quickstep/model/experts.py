@@ -7,8 +7,8 @@ from __future__ import annotations
 from torch import Tensor
 
 from quickstep.model.adapters.lora_modules import Projection, expert_number, module_number
-from quickstep.model.decoder import MoEWeights
 from quickstep.model.decoder_spec import ModelSpec
+from quickstep.model.decoder_weights import MoEWeights
 from quickstep.ops.reference.experts import experts, route
 from quickstep.ops.table import ExpertLoRA, LoRAMapping, OpTable
 

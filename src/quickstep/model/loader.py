@@ -31,15 +31,15 @@ from quickstep.model.checkpoint.weights import (
     open_checkpoint_files,
     open_weights,
 )
-from quickstep.model.decoder import (
+from quickstep.model.decoder import Decoder
+from quickstep.model.decoder_spec import ModelSpec, QKNorm
+from quickstep.model.decoder_weights import (
     AttentionWeights,
-    Decoder,
     DecoderWeights,
     LayerWeights,
     MLPWeights,
     MoEWeights,
 )
-from quickstep.model.decoder_spec import ModelSpec, QKNorm
 from quickstep.model.formats.detect import open_quantized_reader
 from quickstep.model.interface import Model
 from quickstep.model.quantization import find_scheme

@@ -378,7 +378,7 @@ class OpTable(msgspec.Struct, frozen=True):
             one by one.
         steps: Makes captured steps and samples tokens; None where only single ops run.
         reads_lengths: Whether launches depend on shapes only, as lengths, blocks and adapters are
-            read from memory: one recorded launch then fits all of them (`runtime.cuda_graphs`).
+            read from memory: one recorded launch then fits all of them (`runtime.steps.graphs`).
         adapter_table: (adapters that must fit, number of places) -> AdapterTable; None where
             adapters cannot be recorded.
     """

@@ -14,9 +14,9 @@ import numpy.typing as npt
 from quickstep.model.interface import Model
 from quickstep.ops.table import KVCache
 from quickstep.ops.tensors import to_numpy
-from quickstep.runtime.capture import open_steps
 from quickstep.runtime.kv_cache import allocate_kv
 from quickstep.runtime.slots import Slot
+from quickstep.runtime.steps.opening import open_steps
 from quickstep.sampling_params import SamplingParams
 from quickstep.types import Admission, Phase, StepRow
 

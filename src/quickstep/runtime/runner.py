@@ -17,20 +17,21 @@ from quickstep.errors import EngineError
 from quickstep.model.interface import Model
 from quickstep.ops.table import KVCache, LoRAAdapter
 from quickstep.ops.tensors import AnyTensor, use_device
-from quickstep.runtime.capture import EmittingToken, GraphOptions, StepModel, open_steps
 from quickstep.runtime.sampling.grammar import NewMatcher
-from quickstep.runtime.sampling.logprobs import PromptScorer
 from quickstep.runtime.sampling.native_sampler import open_device_sampler, open_sampler
+from quickstep.runtime.sampling.prompt_scores import PromptScorer
 from quickstep.runtime.sampling.sampler import Sample, SampleFailure, failure_of
 from quickstep.runtime.slots import Slot, SlotTable
 from quickstep.runtime.speculation.drafting import Drafting, NextDrafts
 from quickstep.runtime.speculation.proposer import Proposer
 from quickstep.runtime.speculation.verification import EmittingRow, sample_rows
+from quickstep.runtime.steps.opening import open_steps
+from quickstep.runtime.steps.step_model import EmittingToken, GraphOptions, StepModel
 from quickstep.types import RowFailure, RowOutput, StepPlan, StepResult, StepRow, TokenLogprobs
 
 if TYPE_CHECKING:
-    from quickstep.runtime.cuda_graphs import GraphSteps
     from quickstep.runtime.sampling.device_sampler import SamplesInFlight
+    from quickstep.runtime.steps.graphs import GraphSteps
 
 __all__ = ["HeldStep", "LaunchedStep", "ModelRunner"]
 
@@ -377,7 +378,7 @@ def _failures(slots: Sequence[Slot]) -> tuple[RowFailure, ...]:
 
 def _graph_steps(steps: StepModel) -> GraphSteps | None:
     # Imported here: it computes with torch.
-    from quickstep.runtime.cuda_graphs import GraphSteps
+    from quickstep.runtime.steps.graphs import GraphSteps
 
     return steps if isinstance(steps, GraphSteps) else None
 

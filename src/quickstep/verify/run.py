@@ -27,10 +27,11 @@ from quickstep.engine.beam_search import BeamSearch, BeamSearchParams, Hypothesi
 from quickstep.errors import EngineError
 from quickstep.model.interface import Model
 from quickstep.ops.table import KVCache, LoRAAdapter
-from quickstep.runtime.capture import GraphOptions, device_graphs
 from quickstep.runtime.runner import ModelRunner
 from quickstep.runtime.sampling.grammar import NewMatcher
 from quickstep.runtime.speculation.proposer import Proposer
+from quickstep.runtime.steps.opening import device_graphs
+from quickstep.runtime.steps.step_model import GraphOptions
 from quickstep.text.output_text import OutputText
 from quickstep.text.tokenizer import Tokenizer
 from quickstep.types import (

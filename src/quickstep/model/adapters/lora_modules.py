@@ -17,7 +17,8 @@ from msgspec.structs import replace
 
 from quickstep.errors import ConfigError
 from quickstep.model.decoder_spec import ModelSpec
-from quickstep.ops.table import LoRAPart
+from quickstep.model.decoder_weights import DecoderWeights, MLPWeights
+from quickstep.ops.table import LoRAPart, OpTable
 from quickstep.ops.tensors import (
     AnyTensor,
     Array,
@@ -33,7 +34,6 @@ from quickstep.ops.weights import LinearWeight
 if TYPE_CHECKING:
     import torch
 
-    from quickstep.model.decoder import Decoder
 
 __all__ = [
     "LM_HEAD",
@@ -126,35 +126,31 @@ def has_bias(spec: ModelSpec, module: LoRAModule) -> bool:
     return attention.get(projection, spec.mlp_bias)
 
 
-def base_biases(model: Decoder) -> dict[int, Array]:
+def base_biases(spec: ModelSpec, weights: DecoderWeights, ops: OpTable) -> dict[int, Array]:
     """The biases [N] of the attention and dense MLP of every layer, by number of the matrix.
 
     Packed weights contain their biases, so each is the product of the matrix with zeros. It runs on
     the model's threads: not while a step runs.
     """
-    # Imported here: the decoder imports this module.
-    from quickstep.model.decoder import MLPWeights
-
-    spec = model.spec
     matrices: dict[int, LinearWeight] = {}
-    for layer, weights in enumerate(model.weights.layers):
+    for number, layer in enumerate(weights.layers):
         if spec.qkv_bias:
-            matrices[module_number(layer, Projection.QKV)] = weights.attention.qkv
+            matrices[module_number(number, Projection.QKV)] = layer.attention.qkv
         if spec.output_bias:
-            matrices[module_number(layer, Projection.O_PROJ)] = weights.attention.o_proj
-        if spec.mlp_bias and isinstance(weights.mlp, MLPWeights):
-            matrices[module_number(layer, Projection.GATE_UP)] = weights.mlp.gate_up
-            matrices[module_number(layer, Projection.DOWN_PROJ)] = weights.mlp.down_proj
+            matrices[module_number(number, Projection.O_PROJ)] = layer.attention.o_proj
+        if spec.mlp_bias and isinstance(layer.mlp, MLPWeights):
+            matrices[module_number(number, Projection.GATE_UP)] = layer.mlp.gate_up
+            matrices[module_number(number, Projection.DOWN_PROJ)] = layer.mlp.down_proj
     found = {}
     for number, matrix in matrices.items():
-        bias = model.ops.linear(_zeros(model, matrix.num_inputs), matrix)
+        bias = ops.linear(_zeros(weights, matrix.num_inputs), matrix)
         found[number] = as_float64(bias)[0].astype(np.float32)
     return found
 
 
-def _zeros(model: Decoder, num_inputs: int) -> Any:
+def _zeros(weights: DecoderWeights, num_inputs: int) -> Any:
     """[1, num_inputs] of the kind and dtype of the model's activations."""
-    norm = model.weights.final_norm
+    norm = weights.final_norm
     dtype = host_dtype(norm.dtype)
     assert dtype is not None
     zeros = HostTensor(np.zeros((1, num_inputs), dtype.storage), dtype)

@@ -246,7 +246,7 @@ class ProgramInputs(ctypes.Structure):
 
 
 class StepRowCall(ctypes.Structure):
-    """`qs_step_row`: six 64-bit words, which `runtime.capture` writes as integers."""
+    """`qs_step_row`: six 64-bit words, which `runtime.steps.captured` writes as integers."""
 
     _fields_ = (
         ("start", c_int64),

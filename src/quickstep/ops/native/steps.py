@@ -1,9 +1,9 @@
 """Complete steps on the native library: programs of recorded calls, sampling and token scores.
 
 One `NativeSteps` per native op table (`OpTable.steps`), made by `ops.native.backend`, used by
-`runtime.capture`, `runtime.sampling.native_sampler` and `runtime.sampling.logprobs`. Where it is
-None, steps run op by op and tokens are sampled in NumPy. `runtime/sampling/sampler.py` and
-`runtime/sampling/logprobs.py` define the results; the library computes the same bits
+`runtime.steps.captured`, `runtime.sampling.native_sampler` and `runtime.sampling.prompt_scores`.
+Where it is None, steps run op by op and tokens are sampled in NumPy. `runtime/sampling/sampler.py`
+and `runtime/sampling/logprobs.py` define the results; the library computes the same bits
 (csrc/kernels/sampler.cpp, csrc/kernels/token_score.h).
 """
 

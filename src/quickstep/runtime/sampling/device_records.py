@@ -22,7 +22,6 @@ from torch import Tensor
 from quickstep.ops.triton.sampling.records import NUM_FIELDS, Edits, Field, SamplingRecords
 from quickstep.runtime.sampling.logit_changes import Bans, LogitChanges
 from quickstep.runtime.sampling.noise import row_keys
-from quickstep.runtime.sampling.sampler import applies_xtc
 from quickstep.runtime.sampling.state import SamplingState
 from quickstep.sampling_params import SamplingParams
 
@@ -70,7 +69,7 @@ class DeviceRecords:
             row[_LOGITS_ROW], row[_COUNTS] = rows[index], counts_rows[index]
             keys = row_keys(state.seed, state.num_outputs)
             row[_KEY_B], row[_KEY_C] = [key - 2**64 if key >= 2**63 else key for key in keys]
-            if state.sampling.temperature > 0.0 and applies_xtc(state):
+            if state.sampling.temperature > 0.0 and state.applies_xtc:
                 row[_APPLIES_XTC], row[_FILTERED] = 1, 0
             if row[_FILTERED] != _NONE:
                 row[_FILTERED] = num_filtered

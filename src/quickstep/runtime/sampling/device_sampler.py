@@ -21,14 +21,9 @@ from quickstep.ops.tensors import AnyTensor, to_numpy, to_torch
 from quickstep.ops.triton.sampling.sample import NO_MAXIMUM as NO_MAXIMUM_TOKEN
 from quickstep.ops.triton.sampling.sample import sample as sample_on_device
 from quickstep.ops.triton.sampling.token_scores import NUM_SCORES, token_scores
-from quickstep.runtime.capture import GraphBackend
 from quickstep.runtime.sampling.device_records import DeviceRecords, copy_to_device
 from quickstep.runtime.sampling.logit_changes import LogitChanges
-from quickstep.runtime.sampling.logprobs import (
-    logprobs_of_scores,
-    other_token_ids,
-    token_logprobs,
-)
+from quickstep.runtime.sampling.logprobs import logprobs_of_scores, other_token_ids, token_logprobs
 from quickstep.runtime.sampling.recorded_sampling import RecordedSampling
 from quickstep.runtime.sampling.sampler import (
     NO_MAXIMUM,
@@ -39,6 +34,7 @@ from quickstep.runtime.sampling.sampler import (
     sample,
 )
 from quickstep.runtime.sampling.state import SamplingState
+from quickstep.runtime.steps.step_model import GraphBackend
 from quickstep.types import TokenLogprobs
 
 __all__ = ["DeviceSampler", "SamplesInFlight", "score_on_device"]

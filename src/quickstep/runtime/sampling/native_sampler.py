@@ -23,18 +23,13 @@ from quickstep.ops.native.library import SampleCall
 from quickstep.ops.native.steps import RowSampler
 from quickstep.ops.tensors import AnyTensor, to_numpy, to_torch
 from quickstep.runtime.sampling.logit_changes import LogitChanges
-from quickstep.runtime.sampling.logprobs import (
-    logprobs_of_scores,
-    other_token_ids,
-    token_logprobs,
-)
+from quickstep.runtime.sampling.logprobs import logprobs_of_scores, other_token_ids, token_logprobs
 from quickstep.runtime.sampling.noise import row_keys
 from quickstep.runtime.sampling.sampler import (
     NO_MAXIMUM,
     NOTHING_ALLOWED,
     Sample,
     SampleFailure,
-    applies_xtc,
     failure_of,
     sample,
 )
@@ -172,7 +167,7 @@ def _start(
     call.top_k = sampling.top_k if 0 < sampling.top_k < vocab_size else 0
     call.top_p, call.typical_p = sampling.top_p, sampling.typical_p
     call.log_min_p = math.log(sampling.min_p) if sampling.min_p > 0.0 else -math.inf
-    call.applies_xtc = sampling.xtc_probability > 0.0 and applies_xtc(state)
+    call.applies_xtc = sampling.xtc_probability > 0.0 and state.applies_xtc
     call.xtc_threshold = sampling.xtc_threshold
     call.key_b, call.key_c = row_keys(state.seed, state.num_outputs)
     if sampling.logprobs is not None:

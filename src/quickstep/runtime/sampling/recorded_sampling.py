@@ -6,7 +6,7 @@ and adds the output positions; the device makes the keys of the noise from these
 (`logit_bias`, masks, bans, what a grammar says) have records of any size, and are sampled by
 `DeviceSampler.launch`, with the same kernels.
 
-Owned by `runtime.cuda_graphs`, which calls it after the replay of a step.
+Owned by `runtime.steps.graphs`, which calls it after the replay of a step.
 """
 
 from __future__ import annotations
@@ -23,11 +23,11 @@ from torch import Tensor
 from quickstep.ops.triton.sampling.records import NUM_FIELDS, Field, SamplingRecords
 from quickstep.ops.triton.sampling.row_keys import row_keys_
 from quickstep.ops.triton.sampling.sample import sample
-from quickstep.runtime.capture import GraphBackend
 from quickstep.runtime.sampling.device_records import DeviceRecords
 from quickstep.runtime.sampling.state import SamplingState
 from quickstep.runtime.slots import Slot
-from quickstep.runtime.step_inputs import NUM_HOST_BUFFERS, HostBuffer
+from quickstep.runtime.steps.inputs import NUM_HOST_BUFFERS, HostBuffer
+from quickstep.runtime.steps.step_model import GraphBackend
 
 __all__ = ["RecordedSampling"]
 

@@ -37,7 +37,6 @@ __all__ = [
     "Sample",
     "SampleFailure",
     "adjusted_logits",
-    "applies_xtc",
     "failure_of",
     "sample",
     "sample_row",
@@ -166,7 +165,7 @@ def _sample_token(logits: npt.NDArray[np.floating], state: SamplingState, draft:
     scaled -= scaled.max()
     with np.errstate(over="ignore"):  # a tiny temperature sends the tail to -inf: it is dropped
         scaled /= temperature
-    ids = kept_token_ids(scaled, sampling, applies_xtc(state))
+    ids = kept_token_ids(scaled, sampling, state.applies_xtc)
     if draft is not None:
         return _accepted_or_other(ids, scaled[ids], draft, seed ^ _REJECTION_SEED, position)
     return int(ids[gumbel_argmax(scaled[ids], noise_bits(seed, position, ids))])
@@ -195,9 +194,3 @@ def _accepted_or_other(
         return draft
     others = ids[is_other]
     return int(others[gumbel_argmax(values[is_other], noise_bits(seed, position, others))])
-
-
-def applies_xtc(state: SamplingState) -> bool:
-    """Whether XTC removes tokens at the next position."""
-    probability = state.sampling.xtc_probability
-    return probability > 0.0 and chance(state.seed, state.num_outputs) < probability

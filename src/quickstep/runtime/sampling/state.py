@@ -25,6 +25,7 @@ from quickstep.runtime.sampling.logit_changes import (
     bits_of_ids,
     edits_of,
 )
+from quickstep.runtime.sampling.noise import chance
 from quickstep.runtime.sampling.penalties import BadWords, DryPenalty, Penalties
 from quickstep.runtime.sampling.reasoning import ReasonedGrammar, ThinkingBudget
 from quickstep.sampling_params import ReasoningTokens, TokenForms
@@ -199,6 +200,12 @@ class SamplingState:
         if isinstance(self._grammar, ReasonedGrammar) and self._grammar.must_close:
             return None
         return self._thinking
+
+    @property
+    def applies_xtc(self) -> bool:
+        """Whether XTC removes tokens at the next position."""
+        probability = self.sampling.xtc_probability
+        return probability > 0.0 and chance(self.seed, self.num_outputs) < probability
 
     @property
     def reads_tokens(self) -> bool:

@@ -17,13 +17,13 @@ from msgspec.structs import replace
 
 from quickstep.model.interface import Model
 from quickstep.ops.table import KVCache
-from quickstep.runtime.capture import open_steps
 from quickstep.runtime.sampling.native_sampler import open_sampler
 from quickstep.runtime.sampling.sampler import Sample
 from quickstep.runtime.sampling.state import SamplingState
 from quickstep.runtime.slots import Slot
 from quickstep.runtime.speculation.proposer import DraftTask
 from quickstep.runtime.speculation.vocabulary import DraftVocabulary
+from quickstep.runtime.steps.opening import open_steps
 from quickstep.types import Admission, Phase, SamplingParams, StepRow
 
 __all__ = ["MAX_NEW_TOKENS", "DraftModelProposer", "draft_admission"]

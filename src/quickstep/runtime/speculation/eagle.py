@@ -36,12 +36,13 @@ from quickstep.ops.tensors import (
     host_dtype,
     to_numpy,
 )
-from quickstep.runtime.capture import StepModel, open_steps
 from quickstep.runtime.sampling.native_sampler import open_sampler
 from quickstep.runtime.sampling.state import SamplingState
 from quickstep.runtime.slots import Slot
 from quickstep.runtime.speculation.proposer import ComputedRow, ComputedStep, Drafts, DraftTask
 from quickstep.runtime.speculation.trees import TreeGrowth, candidates_of, tree_admission
+from quickstep.runtime.steps.opening import open_steps
+from quickstep.runtime.steps.step_model import StepModel
 from quickstep.types import Admission, Phase, StepRow
 
 __all__ = ["EagleProposer", "num_scratch_blocks"]

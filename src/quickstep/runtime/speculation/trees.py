@@ -24,7 +24,7 @@ from msgspec.structs import replace
 
 from quickstep.runtime.sampling.filters import kept_token_ids
 from quickstep.runtime.sampling.noise import noise_bits
-from quickstep.runtime.sampling.sampler import Sample, SampleFailure, applies_xtc
+from quickstep.runtime.sampling.sampler import Sample, SampleFailure
 from quickstep.runtime.sampling.state import SamplingState
 from quickstep.runtime.speculation.draft_model import draft_admission
 from quickstep.runtime.speculation.proposer import Drafts, DraftTree
@@ -69,7 +69,7 @@ def candidates_of(
     known[sampled.token_id] = sampled.logprobs.logprob
     ids = np.array(list(known), dtype=np.int64)
     scores = np.array(list(known.values()))
-    temperature, xtc = state.sampling.temperature, applies_xtc(state)
+    temperature, xtc = state.sampling.temperature, state.applies_xtc
     if temperature > 0.0:
         kept = kept_token_ids((scores - scores.max()) / temperature, state.sampling, xtc)
         is_kept = ids == sampled.token_id

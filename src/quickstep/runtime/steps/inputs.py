@@ -1,9 +1,10 @@
 """The inputs of a recorded step: one buffer on the host, one copy, and the tensors that it fills.
 
-Used by `runtime.cuda_graphs`. The device's buffer begins with the last sampled token of every slot,
-which the device itself writes; the step's own token ids follow, so that one gather reads either.
-Two host buffers take turns: the next step may be filled in while the last copy still waits. Every
-tensor begins at 16 bytes, whatever the size: Triton compiles another kernel for one that does not.
+Used by `runtime.steps.graphs`. The device's buffer begins with the last sampled token of every
+slot, which the device itself writes; the step's own token ids follow, so that one gather reads
+either. Two host buffers take turns: the next step may be filled in while the last copy still waits.
+Every tensor begins at 16 bytes, whatever the size: Triton compiles another kernel for one that does
+not.
 """
 
 from __future__ import annotations
@@ -16,8 +17,8 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
-from quickstep.runtime.eager_steps import PackedRows
 from quickstep.runtime.slots import Slot
+from quickstep.runtime.steps.eager import PackedRows
 from quickstep.types import StepRow
 
 __all__ = [

@@ -7,8 +7,8 @@ are two recordings: one ends with the hidden states of the emitting tokens, the 
 step first needs it, with those of every token. A program is bound when a step first needs its size
 (a few milliseconds); all programs use the same memory.
 
-Called by `runtime.runner`. On a GPU, `runtime.cuda_graphs` does the same. What cannot be recorded
-(a mixture of experts, a fallback model, reference ops) runs through `EagerSteps`.
+Opened by `runtime.steps.opening`. On a GPU, `runtime.steps.graphs` does the same. What cannot be
+recorded (a mixture of experts, a fallback model, reference ops) runs through `EagerSteps`.
 """
 
 from __future__ import annotations
@@ -16,17 +16,14 @@ from __future__ import annotations
 import ctypes
 from array import array
 from collections.abc import Callable, Mapping, Sequence
-from functools import partial
 from itertools import chain
-from typing import Protocol
 
-import msgspec
 import numpy as np
 
 from quickstep.errors import EngineError
 from quickstep.model.decoder import Decoder
 from quickstep.model.eagle import EagleModel
-from quickstep.model.interface import EmittingTokens, ForwardBatch, Model
+from quickstep.model.interface import EmittingTokens, ForwardBatch
 from quickstep.ops.native.library import StepCall
 from quickstep.ops.native.lora import PackedLoRA
 from quickstep.ops.native.program import Program, Recording, program_bytes
@@ -40,149 +37,17 @@ from quickstep.ops.tensors import (
     AnyTensor,
     HostTensor,
     host_dtype,
-    torch_device,
 )
 from quickstep.runtime.slots import Slot
+from quickstep.runtime.steps.step_model import EmittingToken, adapters_of
 from quickstep.types import StepRow
 
-__all__ = [
-    "CapturedSteps",
-    "EmittingToken",
-    "GraphBackend",
-    "GraphOptions",
-    "StepModel",
-    "adapters_of",
-    "device_graphs",
-    "open_steps",
-    "record",
-]
+__all__ = ["CapturedSteps", "Recordings", "record"]
 
 _LEAST_TOKENS = 64
 _LEAST_EMITTING = 8
 _FIELDS_PER_ROW = 6  # of `StepRowCall`, and the place of `parents` among them
 _PARENTS_FIELD = 4
-
-# A token that gets logits: the row of the step, and how many of the row's tokens come after it.
-EmittingToken = tuple[int, int]
-
-
-class StepModel(Protocol):
-    """Runs a model with its KV cache step by step: `CapturedSteps`, or `EagerSteps` op by op.
-
-    `runtime.runner` prepares the rows, which may set the failure of a slot, and then runs them.
-    """
-
-    def prepare(self, rows: Sequence[StepRow], slots: Sequence[Slot]) -> None:
-        """Set the step's rows. Raises EngineError when they contradict their blocks or tokens.
-
-        `parents` of a row may begin with nodes of its tree that earlier steps computed.
-        """
-
-    def run(
-        self,
-        emitting: Sequence[EmittingToken],
-        every_token: bool,
-        features: AnyTensor | None = None,
-    ) -> tuple[AnyTensor, AnyTensor]:
-        """Compute the prepared rows: final hidden states, and fp32 logits [E, V] of the `emitting`
-        tokens. The hidden states are of every token [T, C], or of these tokens only [E, C]. Both
-        are valid until the next `prepare`; they are tensors of torch where the step ran op by op.
-        `features` [T, N] are the second input of a model that has one.
-        """
-
-    def aux_hidden_states(self) -> tuple[AnyTensor, ...]:
-        """Of the step that ran, the inputs [T, C] of the `aux_layers` that it was opened for; valid
-        until the next `prepare`.
-        """
-
-    def logits(self, hidden: AnyTensor, adapter: str) -> AnyTensor:
-        """Logits [E, V] fp32 of some of the hidden states [E, C] that `run` returned, of rows with
-        this adapter, "" for none.
-        """
-
-
-class GraphBackend(Protocol):
-    """Records launches of a device: `runtime.cuda_graphs.CudaGraphs`, and a double in tests."""
-
-    def capture(self, run: Callable[[], None]) -> Callable[[], None]:
-        """Record what `run` launches. Returns what launches it again, on the same memory."""
-
-    def free_bytes(self) -> int:
-        """Bytes that are free on the device."""
-
-
-class GraphOptions(msgspec.Struct, frozen=True):
-    """How steps become graphs.
-
-    Attributes:
-        backend: Records them.
-        num_slots: Most rows of a step.
-        max_width: Most tokens of a decode row: one more than its drafts.
-        max_prompt_tokens: Most tokens of a step that computes prompts; longer ones run op by op.
-    """
-
-    backend: GraphBackend
-    num_slots: int
-    max_width: int = 1
-    max_prompt_tokens: int = 0
-
-
-# Products take longer than launches in a longer step, and padding adds to them. An estimate.
-_MAX_PROMPT_TOKENS = 512
-
-
-def device_graphs(
-    model: Model, kv: KVCache, num_slots: int, max_width: int, max_num_batched_tokens: int
-) -> GraphOptions | None:
-    """CUDA graphs of a model's decode steps and of short ones with prompts; None where they cannot
-    be recorded. `kv` has a block more than the pool.
-    """
-    if model.device.type != "cuda" or not model.ops.reads_lengths:
-        return None
-    # Imported here: it computes with torch.
-    from quickstep.runtime.cuda_graphs import CudaGraphs, can_record
-
-    if not can_record(model, kv):
-        return None
-    backend = CudaGraphs(torch_device(model.device))
-    max_prompt_tokens = min(_MAX_PROMPT_TOKENS, max_num_batched_tokens)
-    return GraphOptions(backend, num_slots, max_width, max_prompt_tokens)
-
-
-def open_steps(
-    model: Model,
-    kv: KVCache,
-    block_size: int,
-    enforce_eager: bool,
-    adapters: Mapping[str, LoRAAdapter] | None = None,
-    aux_layers: tuple[int, ...] = (),
-    num_features: int = 0,
-    graphs: GraphOptions | None = None,
-) -> StepModel:
-    """Captured steps where the model can be recorded, otherwise its Python, op by op. With
-    `graphs`, `kv` has a block more than the pool.
-
-    `adapters` are those that rows may name, as they are when a step is prepared; None if rows never
-    have one, so that nothing of a step is about adapters. `aux_layers` are those of a decoder whose
-    inputs are results as well; `num_features` is N of an `EagleModel`, else 0.
-    """
-    if isinstance(model, Decoder | EagleModel) and not enforce_eager and model.ops.steps:
-        with_lora = adapters is not None
-        of = partial(record, model, kv, block_size, with_lora=with_lora, num_features=num_features)
-        of_emitting = of(every_token=False, aux_layers=aux_layers)
-        if of_emitting is not None:
-            of_all = partial(of, every_token=True, aux_layers=aux_layers)
-            recordings = _Recordings(of_emitting, of_all)
-            return CapturedSteps(model, model.ops.steps, recordings, block_size, adapters)
-    # Imported here: they compute with torch.
-    from quickstep.runtime.eager_steps import EagerSteps
-
-    if isinstance(model, Decoder) and graphs is not None and not enforce_eager:
-        from quickstep.runtime.cuda_graphs import GraphSteps, can_record
-
-        if can_record(model, kv):
-            return GraphSteps(model, kv, block_size, adapters, aux_layers, graphs)
-    return EagerSteps(model, kv, block_size, adapters, aux_layers)
 
 
 def record(
@@ -219,7 +84,7 @@ def record(
         return None
 
 
-class _Recordings:
+class Recordings:
     """The recording of the emitting tokens; that of every token is made when first requested."""
 
     def __init__(self, of_emitting: Recording, of_all: Callable[[], Recording | None]) -> None:
@@ -244,7 +109,7 @@ class CapturedSteps:
         self,
         model: Decoder | EagleModel,
         steps: NativeSteps,
-        recordings: _Recordings,
+        recordings: Recordings,
         block_size: int,
         adapters: Mapping[str, LoRAAdapter] | None,
     ) -> None:
@@ -395,19 +260,6 @@ class _BoundProgram:
             self._newest = (self._hidden[:num_hidden], self._logits[:num_logits])
             self._newest_counts = counts
         return self._newest
-
-
-def adapters_of(
-    rows: Sequence[StepRow], adapters: Mapping[str, LoRAAdapter]
-) -> dict[str, LoRAAdapter]:
-    """Those that the rows name. Raises EngineError."""
-    named = dict.fromkeys([row.adapter for row in rows if row.adapter])
-    if not named:
-        return {}
-    missing = next((name for name in named if name not in adapters), None)
-    if missing is not None:
-        raise EngineError(f"a row needs adapter {missing!r}, which is not loaded")
-    return {name: adapters[name] for name in named}
 
 
 def _handle(adapter: LoRAAdapter | None) -> int:

@@ -1,19 +1,19 @@
 """Steps recorded as CUDA graphs: a step is one copy of its inputs and one replay.
 
-The GPU's counterpart of `runtime.capture`. A graph has a fixed number of rows, of tokens, and of
-blocks per row; everything else of a step is data: token ids, positions, lengths, block tables,
-adapters, and which tokens of prompts get logits. They are filled into one host buffer and copied at
-once. A step uses the smallest captured graph that it fits into. Padding tokens belong to no row and
-write their keys and values to the scratch block, the last one of the KV cache; every bit of the
-other tokens is the same as op by op.
+The GPU's counterpart of `runtime.steps.captured`. A graph has a fixed number of rows, of tokens,
+and of blocks per row; everything else of a step is data: token ids, positions, lengths, block
+tables, adapters, and which tokens of prompts get logits. They are filled into one host buffer and
+copied at once. A step uses the smallest captured graph that it fits into. Padding tokens belong to
+no row and write their keys and values to the scratch block, the last one of the KV cache; every bit
+of the other tokens is the same as op by op.
 
 Graphs are captured while the executor is idle (`capture_next`), those of the common sizes before
 the engine serves. The size that a step needs and does not have comes next. A step that no graph
 holds, and a longer prompt, runs op by op (`EagerSteps`). All graphs share their memory, and the
 tensors of their results.
 
-Opened by `runtime.capture`. What a graph is, the `GraphBackend` decides, so that the tests check
-all of this on a CPU.
+Opened by `runtime.steps.opening`. What a graph is, the `GraphBackend` decides, so that the tests
+check all of this on a CPU.
 """
 
 from __future__ import annotations
@@ -32,21 +32,22 @@ from msgspec.structs import replace
 from torch import Tensor
 
 from quickstep.errors import EngineError
-from quickstep.model.decoder import Decoder, MoEWeights
+from quickstep.model.decoder import Decoder
+from quickstep.model.decoder_weights import MoEWeights
 from quickstep.model.interface import ForwardBatch
 from quickstep.ops.table import AdapterTable, KVCache, LoRAAdapter, PagedLayout, RowLengths
 from quickstep.ops.tensors import SCALE_BYTES, AnyTensor, integers_on, torch_device
 from quickstep.ops.triton.sampling.argmax import argmax_
-from quickstep.runtime.capture import EmittingToken, GraphOptions, adapters_of
-from quickstep.runtime.eager_steps import EagerSteps, pack_rows, with_torch_kv
 from quickstep.runtime.slots import Slot
-from quickstep.runtime.step_inputs import (
+from quickstep.runtime.steps.eager import EagerSteps, pack_rows, with_torch_kv
+from quickstep.runtime.steps.inputs import (
     InputBuffer,
     StepInputs,
     StepNeeds,
     StepSize,
     is_pending,
 )
+from quickstep.runtime.steps.step_model import EmittingToken, GraphOptions, adapters_of
 from quickstep.types import StepRow
 
 if TYPE_CHECKING:

@@ -1,8 +1,8 @@
 """A step op by op, through the model's own Python and torch: any model, any device.
 
-Opened by `runtime.capture` for what cannot be captured. The rows of a step become the tensors that
-a model reads: one NumPy pass and one tensor per field; loops go over rows, never over tokens. A
-decoder whose small tensors are `HostTensor`s gets tensors of torch over the same memory, with the
+Opened by `runtime.steps.opening` for what cannot be captured. The rows of a step become the tensors
+that a model reads: one NumPy pass and one tensor per field; loops go over rows, never over tokens.
+A decoder whose small tensors are `HostTensor`s gets tensors of torch over the same memory, with the
 same packed matrices. Importing this imports torch; captured steps do not need it.
 """
 
@@ -20,7 +20,8 @@ from msgspec.structs import replace
 from torch import Tensor
 
 from quickstep.errors import EngineError
-from quickstep.model.decoder import AttentionWeights, Decoder, DecoderWeights, LayerWeights
+from quickstep.model.decoder import Decoder
+from quickstep.model.decoder_weights import AttentionWeights, DecoderWeights, LayerWeights
 from quickstep.model.interface import EmittingTokens, ForwardBatch, Model
 from quickstep.model.rope import RopeTable
 from quickstep.ops.reference.lora import among
@@ -34,8 +35,8 @@ from quickstep.ops.tensors import (
     torch_device,
 )
 from quickstep.ops.weights import LinearWeight
-from quickstep.runtime.capture import EmittingToken, adapters_of
 from quickstep.runtime.slots import Slot
+from quickstep.runtime.steps.step_model import EmittingToken, adapters_of
 from quickstep.types import StepRow
 
 __all__ = [

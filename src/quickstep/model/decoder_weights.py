@@ -1,0 +1,68 @@
+"""The packed weights of a decoder, by layer and place; the loader makes them."""
+
+from __future__ import annotations
+
+import msgspec
+
+from quickstep.ops.table import ExpertWeights
+from quickstep.ops.tensors import AnyTensor
+from quickstep.ops.weights import LinearWeight
+
+__all__ = [
+    "AttentionWeights",
+    "DecoderWeights",
+    "LayerWeights",
+    "MLPWeights",
+    "MoEWeights",
+]
+
+
+class AttentionWeights(msgspec.Struct, frozen=True):
+    """qkv: hidden -> (H + 2 K) * D in that order; norms are None without QK norm; sinks [H]
+    float32, None where the architecture has none.
+    """
+
+    qkv: LinearWeight
+    o_proj: LinearWeight
+    q_norm: AnyTensor | None
+    k_norm: AnyTensor | None
+    sinks: AnyTensor | None
+
+
+class MLPWeights(msgspec.Struct, frozen=True):
+    """gate_up: hidden -> 2 * width, gate first; down_proj: width -> hidden."""
+
+    gate_up: LinearWeight
+    down_proj: LinearWeight
+
+
+class MoEWeights(msgspec.Struct, frozen=True):
+    """A mixture of experts: router hidden -> experts."""
+
+    router: LinearWeight
+    experts: ExpertWeights
+
+
+class LayerWeights(msgspec.Struct, frozen=True):
+    """One layer; a norm that the architecture lacks is None. Names are of places, as in Gemma:
+    Llama's `post_attention_layernorm`, before the MLP, is `pre_feedforward_layernorm` here.
+    """
+
+    attention: AttentionWeights
+    mlp: MLPWeights | MoEWeights
+    input_layernorm: AnyTensor | None
+    post_attention_layernorm: AnyTensor | None
+    pre_feedforward_layernorm: AnyTensor | None
+    post_feedforward_layernorm: AnyTensor | None
+
+
+class DecoderWeights(msgspec.Struct, frozen=True):
+    """A complete decoder: embedding [V, hidden], layers, final norm, output projection.
+
+    The embedding of a tied model is the output projection itself, held once.
+    """
+
+    embed_tokens: AnyTensor | LinearWeight
+    layers: tuple[LayerWeights, ...]
+    final_norm: AnyTensor
+    lm_head: LinearWeight
