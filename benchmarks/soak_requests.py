@@ -176,7 +176,7 @@ def malformed_request(rng: random.Random) -> SoakRequest:
     for _ in range(40):
         deep = {"properties": {"a": deep}}
     schema = {"type": "json_schema", "json_schema": {"name": "s", "schema": deep}}
-    unsupported = {"type": "string", "pattern": "(?=a)", "title": str(rng.randrange(99))}
+    unsupported = {"type": "string", "pattern": "(?<=a)b", "title": str(rng.randrange(99))}
     known = [
         _rejected(COMPLETIONS, b""),
         _rejected(COMPLETIONS, b'{"prompt": "a"'),

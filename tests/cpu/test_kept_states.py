@@ -47,7 +47,8 @@ def sampled(slot, num_tokens):
         sample = sample_row(row, slot.state)
         assert isinstance(sample, Sample), sample
         tokens.append(sample.token_id)
-        slot.record(sample.token_id)
+        slot.last_token = sample.token_id
+        slot.state.record(sample.token_id)
     return tokens
 
 

@@ -402,7 +402,7 @@ WITHHELD = {
 @pytest.mark.parametrize("path", WITHHELD)
 def test_a_stream_gets_comments_while_tokens_come_and_their_call_is_withheld(path: str) -> None:
     """The arguments come before the name, so nothing of the call can be sent."""
-    words = ("<tool_call>", '{"arguments": {"a": "', *("x" * 500))
+    words = ("<tool_call>", '{"arguments": {"a": "', *("x" * 1_000_000))  # more than are read
     template = FakeTemplate(formats_of("{{ tools }}<tool_call>{{ message.tool_calls }}"))
     engine = FakeEngine(Script(words=words, endless=True), chat_template=template)
     options = ServerOptions(drain_s=0.0, connections=ConnectionOptions(comment_every_s=0.02))
