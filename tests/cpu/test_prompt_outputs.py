@@ -146,7 +146,7 @@ def test_slices_are_bounded_in_bytes_and_change_nothing(llm, monkeypatch, num_by
     prompt = "".join(chr(33 + n % 90) for n in range(101))
     asked = SamplingParams(max_tokens=0, prompt_logprobs=3)
     [whole] = llm.generate(prompt, asked)
-    monkeypatch.setattr("quickstep.runtime.sampling.logprobs._BYTES_PER_SLICE", num_bytes)
+    monkeypatch.setattr("quickstep.runtime.sampling.prompt_scores._BYTES_PER_SLICE", num_bytes)
     [sliced] = llm.generate(prompt, asked)
     assert sliced.prompt_logprobs == whole.prompt_logprobs
 

@@ -37,8 +37,8 @@ from quickstep.model.decoder import Decoder
 from quickstep.ops.reference import reference_ops
 from quickstep.ops.table import LoRAAdapter, OpTable
 from quickstep.ops.tensors import to_torch
-from quickstep.runtime import cuda_graphs
 from quickstep.runtime.kv_cache import allocate_kv
+from quickstep.runtime.steps import graphs
 from quickstep.runtime.steps.eager import EagerSteps
 from quickstep.runtime.steps.graphs import GraphSteps, can_record, prompt_buckets, row_buckets
 from quickstep.runtime.steps.inputs import InputBuffer, StepSize
@@ -386,7 +386,7 @@ def test_numbers_of_tokens_of_prompts_end_with_the_most(
 def test_steps_with_more_logits_than_graphs_may_keep_run_op_by_op(
     model: Decoder, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(cuda_graphs, "_LOGIT_BYTES", 4 * SMALL.vocab_size)  # of one token
+    monkeypatch.setattr(graphs, "_LOGIT_BYTES", 4 * SMALL.vocab_size)  # of one token
     steps, backend = open_both(model, max_width=3)
     steps.capture_all()
     rows = [decode_row(0, 9, (17, 2, 4)), decode_row(1, 2, (5,)), decode_row(2, 17, (30, 1))]
@@ -422,7 +422,7 @@ def test_a_capture_runs_once_before_and_neither_empties_caches_nor_collects(
     monkeypatch.setattr(torch.cuda, "CUDAGraph", Graph)
     monkeypatch.setattr(torch.cuda, "synchronize", lambda _: calls.append("synchronize"))
     monkeypatch.setattr(torch.cuda, "empty_cache", lambda: calls.append("empty_cache"))
-    backend = cuda_graphs.CudaGraphs(torch.device("cuda", 0))
+    backend = graphs.CudaGraphs(torch.device("cuda", 0))
     captured = ["synchronize", "on a stream of its own", "begin pool thread_local"]
 
     backend.capture(lambda: calls.append(f"run, collects: {gc.isenabled()}"))()
