@@ -13,7 +13,7 @@ from __future__ import annotations
 import argparse
 
 from benchmarks.machine import describe_machine
-from benchmarks.speculation import method_of, workloads
+from benchmarks.speculation import Prompts, method_of
 from quickstep import LLM, SamplingParams
 from quickstep.core.cost_model import CostModel, StepLoad
 from quickstep.core.drafts.control import DraftControl
@@ -42,7 +42,8 @@ def run(
         "tree_width": width,
         "num_speculative_tokens": size,
     }
-    [prompts] = [one.prompts for one in workloads(_NUM_PROMPTS) if one.name == "code"]
+    source = Prompts()
+    prompts = [source.of("code", index) for index in range(_NUM_PROMPTS)]
     params = [
         SamplingParams(temperature=temperature, seed=seed, max_tokens=num_tokens, ignore_eos=True)
         for seed in range(len(prompts))
@@ -50,7 +51,7 @@ def run(
     with LLM(model, speculative_config=config, max_num_seqs=_NUM_PROMPTS) as llm:
         # no setting does this: an engine drafts what pays
         llm.engine._scheduler._drafts = AllDrafts(size)
-        outputs = llm.generate(list(prompts), params, use_tqdm=False)
+        outputs = llm.generate(prompts, params, use_tqdm=False)
     timings = [sequence for output in outputs for sequence in output.metrics.sequences if sequence]
     total = sum(one.num_output_tokens for one in timings)
     steps = total - sum(one.num_accepted for one in timings)

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import threading
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
 
 import pytest
 
@@ -82,76 +84,61 @@ def test_short_json_is_parsed_at_once_and_long_json_in_a_thread() -> None:
     asyncio.run(run())
 
 
-def test_keys_take_turns_in_a_lane() -> None:
-    begun, released, order = threading.Event(), threading.Event(), list[str]()
+@asynccontextmanager
+async def held_lane(lanes: WorkLanes) -> AsyncIterator[None]:
+    """The thread of the lane of large inputs is busy, until the end."""
+    begun, released = threading.Event(), threading.Event()
 
     def hold() -> None:
         begun.set()
         released.wait(DEADLINE_S)
 
+    first = asyncio.ensure_future(lanes.run(LARGE, hold))
+    await asyncio.to_thread(begun.wait, DEADLINE_S)
+    yield
+    await asyncio.sleep(0)  # what was put meanwhile waits
+    released.set()
+    await first
+
+
+def test_keys_take_turns_in_a_lane() -> None:
+    order: list[str] = []
+
     async def run() -> None:
         lanes = WorkLanes()
-        first = asyncio.ensure_future(lanes.run(LARGE, hold))
-        await asyncio.to_thread(begun.wait, DEADLINE_S)
         keys = ["flood"] * 20 + ["ann", "bob", "ann"]
-        others = [
-            asyncio.ensure_future(lanes.of(key).run(LARGE, lambda key=key: order.append(key)))
-            for key in keys
-        ]
-        await asyncio.sleep(0)
-        released.set()
-        await asyncio.gather(first, *others)
+        async with held_lane(lanes):
+            others = [
+                asyncio.ensure_future(lanes.of(key).run(LARGE, lambda key=key: order.append(key)))
+                for key in keys
+            ]
+        await asyncio.gather(*others)
 
     asyncio.run(asyncio.wait_for(run(), DEADLINE_S))
     assert order[:6] == ["flood", "ann", "bob", "flood", "ann", "flood"]
     assert order[6:] == ["flood"] * 17
 
 
-def test_in_a_full_lane_the_key_with_most_makes_way() -> None:
-    begun, released = threading.Event(), threading.Event()
-
-    def hold() -> None:
-        begun.set()
-        released.wait(DEADLINE_S)
+def put_into_held_lane(*keys: str) -> list[object]:
+    """What becomes of an input of each key, in a lane of four places whose thread is busy."""
 
     async def run() -> list[object]:
         lanes = WorkLanes(max_waiting=(4, 4, 4))
-        first = asyncio.ensure_future(lanes.run(LARGE, hold))
-        await asyncio.to_thread(begun.wait, DEADLINE_S)
-        flood = [asyncio.ensure_future(lanes.of("flood").run(LARGE, int)) for _ in range(4)]
-        await asyncio.sleep(0)
-        ann = [asyncio.ensure_future(lanes.of("ann").run(LARGE, int)) for _ in range(3)]
-        await asyncio.sleep(0)
-        released.set()
-        return await asyncio.gather(first, *flood, *ann, return_exceptions=True)
+        async with asyncio.timeout(DEADLINE_S), held_lane(lanes):
+            waiting = [asyncio.ensure_future(lanes.of(key).run(LARGE, int)) for key in keys]
+        return await asyncio.gather(*waiting, return_exceptions=True)
 
-    _, *results = asyncio.run(asyncio.wait_for(run(), DEADLINE_S))
+    return asyncio.run(run())
+
+
+def test_in_a_full_lane_the_key_with_most_makes_way() -> None:
+    results = put_into_held_lane(*["flood"] * 4, *["ann"] * 3)
     assert [type(result) for result in results[:4]] == [int, int, ServerBusy, ServerBusy]
     assert [type(result) for result in results[4:]] == [int, int, ServerBusy]
 
 
 def test_one_key_leaves_a_place_in_a_lane_to_the_next() -> None:
-    begun, released = threading.Event(), threading.Event()
-
-    def hold() -> None:
-        begun.set()
-        released.wait(DEADLINE_S)
-
-    async def run() -> list[object]:
-        lanes = WorkLanes(max_waiting=(4, 4, 4))
-        first = asyncio.ensure_future(lanes.run(LARGE, hold))
-        await asyncio.to_thread(begun.wait, DEADLINE_S)
-        keys = ["flood"] * 6 + ["ann"]
-        waiting = [asyncio.ensure_future(lanes.of(key).run(LARGE, int)) for key in keys]
-        await asyncio.sleep(0)
-        released.set()
-        return await asyncio.gather(first, *waiting, return_exceptions=True)
-
-    async def bounded() -> list[object]:
-        async with asyncio.timeout(DEADLINE_S):
-            return await run()
-
-    _, *results = asyncio.run(bounded())
+    results = put_into_held_lane(*["flood"] * 6, "ann")
     assert [type(result) for result in results] == [int] * 3 + [ServerBusy] * 3 + [int]
     assert "of your API key" in str(results[3])
 

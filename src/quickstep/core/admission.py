@@ -282,6 +282,29 @@ class Admission:
         num_own, state = shares.held(account), self.state_for(request, now)
         raise QueueFull(num_own, num_more, shares.capacity, state.wait_s(num_own), account)
 
+    def sequences(self, request: Request, num_before: int, now: float) -> list[Sequence]:
+        """The sequences of a request, after `num_before` others that have arrived."""
+        prediction = self.predict(request, now)
+        arrival_s = now if request.received_s is None else min(now, request.received_s)
+        # the time before a continuation was counted for the request that it continues
+        waits_since_s = now if request.is_continuation else arrival_s
+        rank = self._order.rank(request, arrival_s, prediction.service_s)
+        output_limit = self.limits.output_limit(request)
+        context_limit = self.limits.max_outputs(len(request.prompt_token_ids))
+        return [
+            Sequence(
+                request,
+                index,
+                num_before + index,
+                waits_since_s,
+                rank,
+                prediction,
+                output_limit,
+                context_limit,
+            )
+            for index in range(request.sampling.n)
+        ]
+
     def check_queue(self, sequence: Sequence, num_sequences: int, now: float) -> None:
         """Raise QueueFull or FirstTokenTooLate for the sequences of a request, of which the first
         is given, if the state of the queue refuses them. What continues an accepted one may wait.

@@ -137,38 +137,18 @@ class Scheduler:
             RequestError: It can never be served, or not in time, its id is in use, or the queue is
                 full.
         """
-        limits = self._admission.limits
-        limits.check(request)
+        self._admission.limits.check(request)
         if (name := request.request_id) in self._requests:
             raise RequestError(f"request_id {name!r} is in use; choose another", param="request_id")
         for resource in self._resources:
             resource.check_request(request)
         self._admission.check_share(request, now)
-        prediction = self._admission.predict(request, now)
-        arrival_s = now if request.received_s is None else min(now, request.received_s)
-        # the time before a continuation was counted for the request that it continues
-        waits_since_s = now if request.is_continuation else arrival_s
-        rank = self._order.rank(request, arrival_s, prediction.service_s)
-        output_limit = limits.output_limit(request)
-        context_limit = limits.max_outputs(len(request.prompt_token_ids))
-        sequences = [
-            Sequence(
-                request,
-                index,
-                self._num_arrivals + index,
-                waits_since_s,
-                rank,
-                prediction,
-                output_limit,
-                context_limit,
-            )
-            for index in range(request.sampling.n)
-        ]
+        sequences = self._admission.sequences(request, self._num_arrivals, now)
         self._admission.check_queue(sequences[0], len(sequences), now)
         # what was refused until here has changed nothing
         for resource in self._resources:
             resource.requested(request, now)
-        self._admission.accepted(prediction)
+        self._admission.accepted(sequences[0].prediction)
         self._num_arrivals += len(sequences)
         for sequence in sequences:
             self._order.added(sequence)
@@ -628,8 +608,8 @@ class Scheduler:
             self._blocks.register(sequence)
         if reason is not None:
             return self._finish(sequence, reason, now, new=new)
-        has_news = new.token_ids or new.prompt_logprobs or new.progress is not None
-        return new if has_news else None
+        is_empty = not (new.token_ids or new.prompt_logprobs or new.progress)
+        return None if is_empty else new
 
     def _check_drafts(self, entry: FlightRow, output: RowOutput) -> None:
         """Take the positions of rejected drafts back: the next row overwrites their KV."""

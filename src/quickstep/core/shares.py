@@ -27,6 +27,7 @@ class NoRoom(Exception):
 
     Attributes:
         owner: Who wanted it; "" if not its share is used up, but all.
+        limit: Which limit that is, in half a sentence.
         num_held: What this owner holds, or all together.
         capacity: What there is.
     """
@@ -35,6 +36,7 @@ class NoRoom(Exception):
         whose = f"{owner} holds" if owner else "all hold"
         super().__init__(f"{whose} {num_held} of {capacity}")
         self.owner = owner
+        self.limit = f"its share of {capacity}" if owner else "which is the limit"
         self.num_held = num_held
         self.capacity = capacity
 

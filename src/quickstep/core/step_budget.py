@@ -1,6 +1,6 @@
 """`StepBudget`: how many tokens of a step each phase, prompt, draft and row may take.
 
-The policy decides, by what it is shown of the queue and of the step so far. Two rules hold for all
+The policy decides, by its view of the queue and of the step so far. Two rules hold for all
 policies: drafts get what rows and prompts leave, and rows of tenants that hold more than their part
 of the batch come last and only while the step stays short enough for the rows of the others.
 """

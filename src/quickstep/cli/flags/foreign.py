@@ -693,7 +693,7 @@ _REQUEST_DEFAULTS = (
     _row(
         "--escape -e --no-escape --spm-infill --special -sp",
         _LLAMA,
-        why="texts are taken as they are; requests have the field skip_special_tokens",
+        why="texts are read as they are; requests have the field skip_special_tokens",
     ),
     _row(
         "--embd-normalize",

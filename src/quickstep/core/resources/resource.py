@@ -109,7 +109,7 @@ class Slots(Resource):
         residency.slot = self._free.popleft()
 
     def release(self, sequence: Sequence) -> None:
-        """Free it; the executor is told with the next step."""
+        """Free it; the executor learns of it with the next step."""
         slot = sequence.residency.slot
         self._released.append(slot)
         self._free.append(slot)

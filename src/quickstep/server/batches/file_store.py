@@ -174,9 +174,8 @@ class FileStore:
             self._file_shares.take(owner, weight=self._weight_of(owner))
         except NoRoom as refusal:
             whose = "your API key" if refusal.owner else "the server"
-            limit = f"its share of {refusal.capacity}" if refusal.owner else "which is its limit"
             raise RequestError(
-                f"{whose} holds {refusal.num_held} files, {limit}; delete some", status=413
+                f"{whose} holds {refusal.num_held} files, {refusal.limit}; delete some", status=413
             ) from None
         now = self.now()
         file = StoredFile(

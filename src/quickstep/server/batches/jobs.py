@@ -242,9 +242,9 @@ class BatchJobs:
             self._shares.take(owner, weight=self._weight_of(owner))
         except NoRoom as refusal:
             whose = " of your API key" if refusal.owner else ""
-            limit = f"its share of {refusal.capacity}" if refusal.owner else "which is the limit"
             raise RequestError(
-                f"{refusal.num_held} batches{whose} are active, {limit}; wait for one", status=429
+                f"{refusal.num_held} batches{whose} are active, {refusal.limit}; wait for one",
+                status=429,
             ) from None
 
     def _open(self, batch: BatchRecord, source: StoredFile) -> _Job:
