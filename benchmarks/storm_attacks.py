@@ -1,8 +1,9 @@
 """Valid requests that are designed to delay other clients.
 
-`benchmarks.storm` measures how they delay a stream; `tests/serve/test_storm.py` checks that each is
-answered and the server stays healthy. Large bodies are built once (`build_bodies` before a
-measurement), so that the attackers take little processor time from a server on the same machine.
+`benchmarks.storm` measures how they delay a stream;
+`tests/serve/http/test_attacks_beside_a_stream.py` checks that each is answered and the server stays
+healthy. Large bodies are built once (`build_bodies` before a measurement), so that the attackers
+take little processor time from a server on the same machine.
 """
 
 from __future__ import annotations

@@ -2,9 +2,9 @@
 
 A page is a session in a folder of its own, with real processes. `quickstep serve` starts a server
 on a free port, which takes the place of 8000 in what follows; every other statement has to end with
-exit code 0, and every answer of `curl` has to be a success. `tests/serve/test_guide_blocks.py`
-checks the same blocks faster, within one process. What blocks print is the subject of
-`write_guide_outputs.py`, except for those of `docs/guide/why`.
+exit code 0, and every answer of `curl` has to be a success.
+`tests/serve/command/test_guide_blocks.py` checks the same blocks faster, within one process. What
+blocks print is the subject of `write_guide_outputs.py`, except for those of `docs/guide/why`.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """Search for mismatches with new seeds for some minutes: `make verify-long MINUTES=30`.
 
-Runs `quickstep verify` and the property tests of one file in turns, and now and then random lives
+Runs `quickstep verify` and the property tests of one file in turns, and now and then random runs
 of schedulers and of live engines, each with its own seed, and prints each command. Exit status 1 at
 the first failure. `--seed` repeats an earlier search: the
 seeds count up from it.
@@ -30,7 +30,7 @@ FORMATS: tuple[tuple[str, ...], ...] = (
     ("--quantization", "int4"),
     ("--dtype", "float32", "--block-size", "32"),
 )
-LIVES = ("tests/pure/random_lives.py", "tests/serve/engine_lives.py")
+RANDOM_RUNS = ("tests/support/random_runs.py", "tests/support/random_engine_runs.py")
 NOTHING_COLLECTED = 5  # pytest's exit status
 
 Run = Callable[[Sequence[str], float], int | None]
@@ -42,14 +42,14 @@ class Summary:
 
     num_verified: int = 0
     tested: list[str] = field(default_factory=list)
-    num_lived: int = 0  # minutes of random lives
+    num_random: int = 0  # minutes of random runs
     num_unfinished: int = 0
     failed: tuple[str, ...] = ()
 
 
 def property_tests(root: Path = ROOT) -> list[str]:
     """The test files with property tests, relative to the repository."""
-    files = (path for folder in FOLDERS for path in (root / "tests" / folder).glob("test_*.py"))
+    files = (path for folder in FOLDERS for path in (root / "tests" / folder).rglob("test_*.py"))
     found = (path for path in files if PROPERTY.search(path.read_text(encoding="utf-8")))
     return sorted(str(path.relative_to(root)) for path in found)
 
@@ -76,8 +76,8 @@ def commands(seed: int, files: Sequence[str]) -> Iterator[tuple[str, ...]]:
             )
             yield (sys.executable, "-m", "pytest", "-q", "-x", *torch, *search, name)
             seed += 1
-        for lives in LIVES:
-            yield (sys.executable, lives, "--minutes", "1", "--seed", str(seed))
+        for script in RANDOM_RUNS:
+            yield (sys.executable, script, "--minutes", "1", "--seed", str(seed))
             seed += 1
 
 
@@ -113,7 +113,7 @@ def search(
         elif "verify" in command:
             summary.num_verified += 1
         elif "--minutes" in command:
-            summary.num_lived += 1
+            summary.num_random += 1
         else:
             summary.tested.append(command[-1])
     return summary
@@ -132,8 +132,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     distinct = len(set(summary.tested))
     print(
         f"{summary.num_verified} verifications of 300 requests, property tests of {distinct} of "
-        f"{len(files)} files ({len(summary.tested)} runs), {summary.num_lived} minutes of random "
-        f"lives, {summary.num_unfinished} stopped by the time limit, first seed {seed}"
+        f"{len(files)} files ({len(summary.tested)} runs), {summary.num_random} minutes of random "
+        f"runs, {summary.num_unfinished} stopped by the time limit, first seed {seed}"
     )
     if summary.failed:
         print("FAILED; repeat it with:\n ", *summary.failed)

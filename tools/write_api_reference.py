@@ -44,7 +44,7 @@ WORD_SIZES = frozenset({2**31 - 1, 2**64 - 1, -(2**63)})  # limits that are only
 
 def document() -> dict[str, Any]:
     """The OpenAPI document with the default limits."""
-    sys.path[:0] = [str(ROOT / "src"), str(ROOT / "tests" / "serve")]
+    sys.path[:0] = [str(ROOT / "src"), str(ROOT / "tests" / "support")]
     from fake_engine import FakeEngine
 
     from quickstep.server.generate.adapter import Served, output_formats

@@ -30,7 +30,7 @@ USUAL_LABELS = {"model_name", "engine"}
 
 def families() -> list[Any]:
     """Everything that a server with all options reports."""
-    sys.path[:0] = [str(ROOT / "src"), str(ROOT / "tests" / "serve")]
+    sys.path[:0] = [str(ROOT / "src"), str(ROOT / "tests" / "support")]
     from fake_engine import FakeEngine
     from msgspec.structs import replace
 

@@ -16,11 +16,11 @@ import re
 import sys
 from pathlib import Path
 
-sys.path.insert(0, str(Path(__file__).parents[1] / "serve"))
+sys.path.insert(0, str(Path(__file__).parents[1] / "support"))
 
 from fake_engine import FakeEngine, FakeStream, FakeTemplate, Script
 from live_server import live_server
-from surface_calls import saying
+from route_calls import saying
 
 from quickstep.errors import EngineError
 from quickstep.server.api_keys import ApiKeys

@@ -164,7 +164,7 @@ def test_mxfp4_in_another_layout_is_refused(tmp_path: Path) -> None:
         load(tmp_path)
 
 
-def test_unpacked_experts_beside_a_config_that_says_mxfp4_are_refused(tmp_path: Path) -> None:
+def test_unpacked_experts_beside_a_config_with_mxfp4_are_refused(tmp_path: Path) -> None:
     GPT_OSS.save(tmp_path)
     edit_config(tmp_path, quantization_config=mxfp4_config())
     with pytest.raises(ConfigError, match=r"gate_up_proj_blocks', \.\.\.\) are missing"):

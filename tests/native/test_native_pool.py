@@ -71,7 +71,7 @@ def expected() -> bytes:
     return bits(ops.linear(x, ops.pack_linear(weight, None)))
 
 
-def test_a_forked_child_goes_on_with_the_parents_table() -> None:
+def test_a_forked_child_continues_with_the_parents_table() -> None:
     ops = native(3)
     packed = ops.pack_linear(inputs()[1], None)
     ops.linear(inputs()[0], packed)

@@ -70,7 +70,7 @@ def test_native_samples_are_numpys_on_every_level(kind, vocab, samplings, seed, 
     st.lists(st.integers(0, 99), min_size=1, max_size=8),
     st.integers(0, 2**64 - 1),
 )
-def test_logprobs_of_tokens_asked_for_by_id_are_numpys(
+def test_logprobs_of_tokens_requested_by_id_are_numpys(
     kind, sampling, num_top, requested_ids, seed
 ):
     sampling = replace(sampling, logprobs=num_top, logprob_token_ids=tuple(requested_ids))
@@ -79,7 +79,7 @@ def test_logprobs_of_tokens_asked_for_by_id_are_numpys(
 
 
 @pytest.mark.parametrize("scale", [0.5, 4.0])
-def test_a_large_vocabulary_draws_as_numpy_does(scale):
+def test_a_large_vocabulary_is_sampled_as_numpy_does(scale):
     samplings = EVERY_FILTER
     logits = rows_of("normal", len(samplings), 151_936, 1, scale)
     for as_stored in (logits, logits.bfloat16().float()):
@@ -123,7 +123,7 @@ def test_what_rough_sums_leave_open_is_numpys_too(sampling, change):
     assert_same_draws(logits, [state_of(sampling, vocab, seed, range(9)) for seed in range(count)])
 
 
-def test_many_draws_follow_the_distribution():
+def test_many_samples_follow_the_distribution():
     weights = np.array([0.5, 0.3, 0.15, 0.05])
     count = 4000
     logits = torch.from_numpy(np.log(weights).astype(np.float32)).expand(count, 4).contiguous()
@@ -145,7 +145,7 @@ def test_every_change_of_logits_is_numpys():
         assert_same_draws(logits, states)
 
 
-def test_recorded_tokens_change_the_next_draw_as_admitted_ones_do():
+def test_recorded_tokens_change_the_next_sample_as_admitted_ones_do():
     vocab, outputs = 200, [i * i % 90 for i in range(150)]
     sampling = SamplingParams(
         repetition_penalty=1.2, frequency_penalty=0.4, temperature=0.0, logprobs=1
@@ -210,7 +210,7 @@ class SomeModel:
     [("cpu", TABLES[0]), ("cpu", reference_ops()), ("cuda", reference_ops())],
     ids=["a fallback model with native kernels", "reference kernels", "an accelerator"],
 )
-def test_every_model_draws_the_same_tokens(device, ops):
+def test_every_model_samples_the_same_tokens(device, ops):
     """Logits that are on the host already are a placeholder for those of an accelerator."""
     draw = open_sampler(SomeModel(device, ops))
     logits = rows_of("wide", 6, SomeModel.vocab_size, 3, 4.0)

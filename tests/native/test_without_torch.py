@@ -11,7 +11,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from engine_answers import FORMATS, answers
+from engine_outputs import FORMATS, answers
 
 from quickstep.config import LoadConfig
 from quickstep.model.checkpoint.source import find_checkpoint
@@ -47,7 +47,7 @@ class Refusing:
 
 sys.meta_path.insert(0, Refusing())
 import json
-from engine_answers import FORMATS, answers
+from engine_outputs import FORMATS, answers
 
 print(json.dumps([answers(*one) for one in FORMATS]))
 """
@@ -61,7 +61,7 @@ def test_an_engine_that_cannot_import_torch_answers_to_the_bit_as_one_that_runs_
         [sys.executable, "-c", _SCRIPT],
         capture_output=True,
         text=True,
-        cwd=Path(__file__).parent,
+        cwd=Path(__file__).parents[1] / "support",
         env={**os.environ, "PYTHONPATH": ":".join(path for path in sys.path if path)},
     )
     assert done.returncode == 0, done.stderr

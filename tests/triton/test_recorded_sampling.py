@@ -13,8 +13,8 @@ from msgspec.structs import replace
 
 pytest.importorskip("triton")
 
+from device_runs import runner_of, serve
 from graph_double import Reexecution
-from test_device_executor import runner_of, serve
 
 from quickstep.model.decoder import Decoder
 from quickstep.ops.triton.sampling.records import NUM_FIELDS, Field

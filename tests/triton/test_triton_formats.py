@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import sys
 from pathlib import Path
 
 import pytest
@@ -10,10 +9,9 @@ import torch
 
 pytest.importorskip("triton")
 
-sys.path.insert(0, str(Path(__file__).parents[1] / "cpu"))
 
+from published_formats import EXACT, ROUNDED_AGAIN
 from quantized_checkpoint import opened, write_quantized
-from test_quantized_formats import EXACT, ROUNDED_AGAIN
 
 from quickstep.ops.reference import reference_ops
 from quickstep.ops.triton.backend import load_triton

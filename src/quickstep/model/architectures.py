@@ -2,7 +2,7 @@
 
 To add one: write an entry here (keys, defaults, which patterns of `layer_patterns.py` it uses);
 where it computes something new, add a field to `ModelSpec` and honour it in `decoder.py`; add a
-case to `tests/golden/golden_cases.py`. Defaults are those of the family's config class, for files
+case to `tests/support/golden_cases.py`. Defaults are those of the family's config class, for files
 that leave them out. `spec.py` reads configs with this table.
 """
 
