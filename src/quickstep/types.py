@@ -582,6 +582,7 @@ class Delta(msgspec.Struct, frozen=True):
         embedding: The prompt's, on the one delta of a request with `pooling`.
         progress: How much of the prompt is computed, before the first token and with it, if the
             request `reports_progress`; with index 0 only.
+        is_lost: The engine has ended, not this sequence by itself: another engine can resume it.
     """
 
     index: int
@@ -595,6 +596,7 @@ class Delta(msgspec.Struct, frozen=True):
     prompt_logprobs: tuple[TokenLogprobs | None, ...] = ()
     embedding: tuple[float, ...] | None = None
     progress: PromptProgress | None = None
+    is_lost: bool = False
 
     @property
     def num_bytes(self) -> int:
