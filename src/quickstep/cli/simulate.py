@@ -68,7 +68,7 @@ _TENANT_FIELDS = MappingProxyType(
         "ttft-deadline": "ttft_deadline_s",
     }
 )
-_ROUTERS = ("round-robin", "fewest-requests", "prefix")
+_ROUTERS = ("round-robin", "fewest-requests", "prefix", "predicted")
 
 
 def add_parser(subparsers: argparse._SubParsersAction[Parser]) -> None:

@@ -148,6 +148,17 @@ class AdmissionState(msgspec.Struct, frozen=True):
             return _WAIT_MARGIN * (num_before + 1) * self.interval_s
         return num_before * self.prompt_s + max(0, num_after) * self.slot_s
 
+    def wait_s_of(self, request: Request, num_undecided: int) -> float:
+        """How long a request waits after those of its level or before, and after `num_undecided`
+        sequences that the scheduler has not counted.
+        """
+        if self.waiting is None or self.running is None:
+            return self.wait_s(self.num_waiting + num_undecided)
+        level = level_of(request)
+        num_before = sum(count for known, count in self.waiting if known <= level)
+        num_preemptible = sum(count for known, count in self.running if known > level)
+        return self.wait_s(num_before + num_undecided, num_preemptible)
+
     def check(
         self, request: Request, num_sequences: int, undecided: Mapping[int, int], waited_s: float
     ) -> None:
@@ -181,10 +192,7 @@ class AdmissionState(msgspec.Struct, frozen=True):
         deadline_s = request.ttft_deadline_s
         if deadline_s is None or self.waiting is None or self.running is None:
             return
-        level = level_of(request)
-        num_before = sum(count for one, count in self.waiting if one <= level)
-        num_preemptible = sum(count for one, count in self.running if one > level)
-        wait_s = self.wait_s(num_before + num_undecided, num_preemptible)
+        wait_s = self.wait_s_of(request, num_undecided)
         if waited_s + wait_s + self.delay_s > deadline_s:
             raise FirstTokenTooLate(deadline_s, wait_s, self.delay_s, waited_s)
 

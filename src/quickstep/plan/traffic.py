@@ -16,19 +16,20 @@ from msgspec.structs import replace
 from quickstep.config import PolicyName, SchedulerConfig
 from quickstep.core.policies import make_policy
 from quickstep.core.resources.block_pool import KVBlockPool
+from quickstep.core.router import ROUTERS, FewestRequests
 from quickstep.errors import ConfigError
 from quickstep.model.sizing import kv_bytes_per_token
 from quickstep.plan.candidates import BLOCK_SIZE, Candidate, Load
 from quickstep.plan.hardware import Link
 from quickstep.sim.arrivals import diurnal, gamma, ramp
-from quickstep.sim.disaggregated import DisaggregatedRun, KVLink, PhaseEngine
 from quickstep.sim.drafts import SimulatedDrafts, SimulatedModel
 from quickstep.sim.engine import SimulatedEngine, VirtualClock, quick_digest
-from quickstep.sim.faults import random_faults
 from quickstep.sim.grouped_scheduler import GroupedScheduler
 from quickstep.sim.outcome import Arrival, Follow, Progress, Simulation
-from quickstep.sim.replicas import ReplicaRun
-from quickstep.sim.routers import ROUTERS
+from quickstep.sim.replicas.faults import random_faults
+from quickstep.sim.replicas.handovers import KVLink
+from quickstep.sim.replicas.replica import ReplicaOptions, ReplicaSpec, Role
+from quickstep.sim.replicas.run import ReplicaRun
 from quickstep.sim.simulate import simulate
 from quickstep.sim.window import CountedWindow
 from quickstep.sim.workload import Adapters, Clients, Workload, adapter_ids
@@ -91,7 +92,7 @@ class Replicas(msgspec.Struct, frozen=True):
     """Several engines that share requests through a router, and random faults meanwhile.
 
     Attributes:
-        router: One of `sim.routers.ROUTERS`.
+        router: One of `core.router.ROUTERS`.
         num_faults: Crashes, slow-downs, late or lost messages, jumps of clocks, cancellations.
         seed: Of the faults.
     """
@@ -103,8 +104,8 @@ class Replicas(msgspec.Struct, frozen=True):
 
 
 class PhasePools(msgspec.Struct, frozen=True):
-    """Engines that only prefill and engines that decode (`sim.disaggregated`); of a pipeline, as
-    many as it has stages.
+    """Engines that only prefill and engines that decode (`sim.replicas.handovers`); of a pipeline,
+    as many as it has stages.
 
     Attributes:
         decode: An engine of the other phase.
@@ -253,20 +254,21 @@ def simulate_arrivals(
     def new_pool(of: Candidate) -> KVBlockPool:
         return KVBlockPool(of.num_blocks, BLOCK_SIZE, digest=quick_digest)
 
-    def new_engine(of: Candidate, clock: VirtualClock) -> PhaseEngine:
-        pool = new_pool(of)
-        scheduler, drafts = new_scheduler(of, pool), simulated_drafts(of, rng)
-        engine = SimulatedEngine(clock, scheduler, of.costs, pads, load_s, drafts=drafts)
-        return PhaseEngine(engine, pool, config.max_num_seqs)
+    def new_engine(of: Candidate, clock: VirtualClock) -> SimulatedEngine:
+        scheduler = new_scheduler(of, new_pool(of))
+        drafts = simulated_drafts(of, rng)
+        return SimulatedEngine(clock, scheduler, of.costs, pads, load_s, drafts=drafts)
 
     if phases is not None:
-        return DisaggregatedRun(
+        prefill = ReplicaSpec(partial(new_engine, candidate), Role.PREFILL)
+        decode = ReplicaSpec(partial(new_engine, phases.decode), Role.DECODE)
+        return ReplicaRun(
             arrivals,
-            partial(new_engine, candidate),
-            phases.num_prefill,
-            partial(new_engine, phases.decode),
-            phases.num_decode,
-            phases.kv_link(candidate),
+            [prefill] * phases.num_prefill + [decode] * phases.num_decode,
+            FewestRequests(),
+            rng,
+            options=ReplicaOptions(link_s=0.0),
+            kv_link=phases.kv_link(candidate),
             follow=follow,
             progress=progress,
         ).run()
@@ -287,8 +289,7 @@ def simulate_arrivals(
     fault_rng = random.Random(replicas.seed)
     return ReplicaRun(
         arrivals,
-        replicas.count,
-        lambda clock: new_engine(candidate, clock).engine,
+        [ReplicaSpec(partial(new_engine, candidate))] * replicas.count,
         ROUTERS[replicas.router](),
         fault_rng,
         random_faults(fault_rng, replicas.count, until_s, replicas.num_faults),

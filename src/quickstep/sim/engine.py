@@ -146,8 +146,8 @@ class SimulatedEngine:
         self.executor = ClockExecutor(clock, cost_model, pads, drafts)
         self.records: list[StepRecord] = []
         self._clock = clock
-        self._cost_model = cost_model
-        self._adapter_load_s = adapter_load_s
+        self.cost_model = cost_model
+        self.adapter_load_s = adapter_load_s
         self._loads: list[tuple[float, str]] = []  # when an adapter is in memory; a heap
         self._in_flight: deque[tuple[StepPlan, ClockTicket]] = deque()
 
@@ -173,7 +173,7 @@ class SimulatedEngine:
         now = self._clock.now
         if self._grouped is None:
             return None
-        steps = self._grouped.decode_stretch(now, until_s, self._cost_model)
+        steps = self._grouped.decode_stretch(now, until_s, self.cost_model)
         if not steps.records:
             return None
         self._clock.now = steps.records[-1].committed_at_s
@@ -189,7 +189,7 @@ class SimulatedEngine:
         if self._grouped is None or self._loads or self.executor.slowdown != 1.0:
             return None
         now = self._clock.now
-        quiet_s = self._grouped.min_decode_stretch_s(self._cost_model)
+        quiet_s = self._grouped.min_decode_stretch_s(self.cost_model)
         if not quiet_s:
             return None
         until_s = now + _ROUNDED * quiet_s
@@ -209,7 +209,7 @@ class SimulatedEngine:
         plan = self.scheduler.plan(now)
         orders = self.scheduler.take_adapter_orders()
         for adapter_id in orders.loads if orders is not None else ():
-            heapq.heappush(self._loads, (now + self._adapter_load_s, adapter_id))
+            heapq.heappush(self._loads, (now + self.adapter_load_s, adapter_id))
         return plan
 
     def next_s(self) -> float | None:

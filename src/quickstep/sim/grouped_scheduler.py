@@ -11,6 +11,7 @@ from collections import Counter
 
 from quickstep.core.accounting import StepCharges, UnitTicks, decode_record
 from quickstep.core.cost_model import CostModel, StepLoad
+from quickstep.core.resources.block_pool import KVBlockPool
 from quickstep.core.scheduler import Scheduler
 from quickstep.core.sequence import Sequence, SequenceState
 from quickstep.core.step import FlightRow, InFlightStep, StepDraft
@@ -33,6 +34,16 @@ class GroupedScheduler(Scheduler):
     """A scheduler whose driver may have decode rows grouped, by `group_decodes`."""
 
     _group: DecodeGroup | None = None
+
+    @property
+    def pool(self) -> KVBlockPool:
+        """The block pool, for a driver that hands KV over."""
+        return self._pool
+
+    @property
+    def max_num_seqs(self) -> int:
+        """The most sequences that run at once."""
+        return self._config.max_num_seqs
 
     def group_decodes(self, token_id: int) -> None:
         """Plan decode rows without listing them, where nothing depends on them: for a driver that

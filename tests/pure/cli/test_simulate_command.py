@@ -10,8 +10,8 @@ import pytest
 
 from quickstep.cli.main import main
 from quickstep.cli.simulate import _ARRIVALS, _PRESETS, _ROUTERS
+from quickstep.core.router import ROUTERS
 from quickstep.plan.traffic import ARRIVALS, Traffic
-from quickstep.sim.routers import ROUTERS
 from quickstep.sim.workload import WORKLOADS
 
 QUICK = ("simulate", "llama-3.2-1b", "--hardware", "h100", "--num-prompts", "24", "--seed", "3")

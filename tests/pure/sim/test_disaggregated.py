@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
+from collections.abc import Callable, Iterable
 from random import Random
 
 import pytest
@@ -11,10 +12,13 @@ from quickstep.config import PolicyName, SchedulerConfig
 from quickstep.core.cost_model import Coefficients, LinearCostModel
 from quickstep.core.policies import make_policy
 from quickstep.core.resources.block_pool import KVBlockPool
-from quickstep.sim.disaggregated import DisaggregatedRun, KVLink, PhaseEngine
+from quickstep.core.router import FewestRequests
 from quickstep.sim.engine import SimulatedEngine, VirtualClock
 from quickstep.sim.grouped_scheduler import GroupedScheduler
 from quickstep.sim.outcome import Arrival, Simulation
+from quickstep.sim.replicas.handovers import KVLink
+from quickstep.sim.replicas.replica import NewEngine, ReplicaOptions, ReplicaSpec, Role
+from quickstep.sim.replicas.run import ReplicaRun
 from quickstep.sim.simulate import simulate
 from quickstep.types import FinishReason, Request, SamplingParams
 
@@ -27,7 +31,7 @@ def costs() -> LinearCostModel:
     return LinearCostModel(COSTS)
 
 
-def scheduler(num_blocks: int, max_num_seqs: int) -> tuple[GroupedScheduler, KVBlockPool]:
+def scheduler(num_blocks: int, max_num_seqs: int) -> GroupedScheduler:
     pool = KVBlockPool(num_blocks, BLOCK_SIZE)
     config = SchedulerConfig(
         max_num_seqs=max_num_seqs,
@@ -35,13 +39,12 @@ def scheduler(num_blocks: int, max_num_seqs: int) -> tuple[GroupedScheduler, KVB
         max_model_len=num_blocks * BLOCK_SIZE,
         policy=PolicyName.MIXED,
     )
-    return GroupedScheduler(config, pool, make_policy(config), costs()), pool
+    return GroupedScheduler(config, pool, make_policy(config), costs())
 
 
-def new_engine(num_blocks: int, max_num_seqs: int):
-    def new(clock: VirtualClock) -> PhaseEngine:
-        planner, pool = scheduler(num_blocks, max_num_seqs)
-        return PhaseEngine(SimulatedEngine(clock, planner, costs()), pool, max_num_seqs)
+def new_engine(num_blocks: int, max_num_seqs: int) -> NewEngine:
+    def new(clock: VirtualClock) -> SimulatedEngine:
+        return SimulatedEngine(clock, scheduler(num_blocks, max_num_seqs), costs())
 
     return new
 
@@ -51,31 +54,56 @@ def request(name: str, num_inputs: int, num_outputs: int, first: int = 1) -> Req
     return Request(name, tokens, SamplingParams(max_tokens=num_outputs, ignore_eos=True))
 
 
-def run(arrivals, num_blocks=40, max_num_seqs=4, counts=(1, 1), link=LINK, check=None):
-    prefill, decode = counts
+def run(
+    arrivals: Iterable[Arrival],
+    num_blocks: int = 40,
+    max_num_seqs: int = 4,
+    counts: tuple[int, int] = (1, 1),
+    link: KVLink = LINK,
+    check: Callable[[ReplicaRun], None] | None = None,
+    new_prefill: NewEngine | None = None,
+) -> ReplicaRun:
     new = new_engine(num_blocks, max_num_seqs)
-    return DisaggregatedRun(arrivals, new, prefill, new, decode, link, check=check)
+    prefill, decode = ReplicaSpec(new_prefill or new, Role.PREFILL), ReplicaSpec(new, Role.DECODE)
+    return ReplicaRun(
+        arrivals,
+        [prefill] * counts[0] + [decode] * counts[1],
+        FewestRequests(),
+        Random(0),
+        options=ReplicaOptions(link_s=0.0),
+        kv_link=link,
+        check=check,
+    )
 
 
-def check(of: DisaggregatedRun) -> None:
+def check(of: ReplicaRun) -> None:
     """Every block has the references of the sequences and transfers that hold it, and every live
     sequence is at one place.
     """
+    handovers = of.handovers
+    assert handovers is not None
     places: Counter[str] = Counter()
-    for one in (*of.prefill, *of.decode):
-        planner = one.engine.scheduler
+    for end in (*handovers.prefill, *handovers.decode):
+        planner = end.replica.engine.scheduler
         resident = [sequence.residency.blocks for sequence in planner._batch]
-        one.pool.check([*resident, *one.tables.values()])
+        end.pool.check([*resident, *end.tables.values()])
         places.update(
-            sequence.sequence_id if one in of.prefill else sequence.request.request_id
+            sequence.sequence_id if end in handovers.prefill else sequence.request.request_id
             for sequence in (*planner._batch, *planner._waiting)
         )
-        assert one.num_live >= len(planner._requests)
-    places.update(live.name for live in of.waiting)
-    sent = {live.name for live in of.live.values() if live.decode is not None}
-    on_the_way = {name for one in of.prefill for name in one.tables} & sent
-    places.update(on_the_way)
-    assert places == Counter(of.live.keys())
+    for end in handovers.decode:
+        assert end.num_live >= len(end.replica.engine.scheduler._requests)
+    places.update(handover.name for handover in handovers.waiting)
+    on_the_way = {one.name for one in handovers.live.values() if one.target and not one.has_arrived}
+    assert on_the_way <= {name for end in handovers.prefill for name in end.tables}
+    cancelled = {one.name for one in handovers.live.values() if one.is_cancelled}
+    places.update(on_the_way - cancelled)
+    assert places == Counter(
+        f"{name}#{index}"
+        for name, live in of.live.items()
+        for index in range(live.arrival.request.sampling.n)
+        if index not in live.ends
+    )
 
 
 def test_a_request_is_prefilled_then_decoded_elsewhere() -> None:
@@ -132,9 +160,9 @@ def test_a_prompt_waits_at_its_prefill_engine_until_a_decode_engine_has_room() -
 
 
 def test_prompts_that_no_decode_engine_holds_are_refused() -> None:
-    small, large = new_engine(4, 2), new_engine(40, 2)
+    large = new_engine(40, 2)
     arrivals = [Arrival(0.0, request("long", 30, 4)), Arrival(0.0, request("short", 8, 4))]
-    outcome = DisaggregatedRun(arrivals, large, 1, small, 1, LINK, check=check).run()
+    outcome = run(arrivals, 4, 2, check=check, new_prefill=large).run()
     assert [name for name, _ in outcome.refused] == ["long"]
     assert [ending.request_id for ending in outcome.endings] == ["short"]
 
@@ -172,11 +200,15 @@ def test_every_sequence_ends_once_and_no_block_is_lost(seeds: range) -> None:
             if arrival.request.request_id not in refused
         }
         assert ended == Counter(expected), seed
-        assert not (one.live or one.waiting), seed
-        for engine in (*one.prefill, *one.decode):
-            assert engine.num_live == 0, seed
-            engine.pool.check([])
-            assert engine.pool.num_free == num_blocks, seed
+        handovers = one.handovers
+        assert handovers is not None
+        assert not (one.live or handovers.live or handovers.waiting or handovers.prefilling), seed
+        assert not any(view.num_live for view in one.views), seed
+        for end in (*handovers.prefill, *handovers.decode):
+            assert end.num_live == 0, seed
+            assert not end.replica.held, seed
+            end.pool.check([])
+            assert end.pool.num_free == num_blocks, seed
 
 
 def test_one_engine_of_each_phase_computes_what_one_engine_does() -> None:
@@ -186,7 +218,7 @@ def test_one_engine_of_each_phase_computes_what_one_engine_does() -> None:
         Arrival(0.1 * n, request(str(n), rng.randint(5, 30), rng.randint(2, 20), 1000 * n))
         for n in range(20)
     ]
-    mixed: Simulation = simulate(arrivals, scheduler(60, 4)[0], costs())
+    mixed: Simulation = simulate(arrivals, scheduler(60, 4), costs())
     apart = run(arrivals, 60).run()
 
     def tokens(of: Simulation) -> tuple[int, int]:

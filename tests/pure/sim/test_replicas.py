@@ -12,8 +12,11 @@ from quickstep.config import PolicyName, SchedulerConfig
 from quickstep.core.cost_model import Coefficients, LinearCostModel
 from quickstep.core.policies import make_policy
 from quickstep.core.resources.block_pool import KVBlockPool
+from quickstep.core.router import ROUTERS, FewestRequests, RoundRobin, Router
 from quickstep.sim.engine import SimulatedEngine, VirtualClock
-from quickstep.sim.faults import (
+from quickstep.sim.grouped_scheduler import GroupedScheduler
+from quickstep.sim.outcome import Arrival, Ending, Simulation
+from quickstep.sim.replicas.faults import (
     CancelStorm,
     ClockJump,
     Crash,
@@ -22,10 +25,8 @@ from quickstep.sim.faults import (
     SlowDown,
     random_faults,
 )
-from quickstep.sim.grouped_scheduler import GroupedScheduler
-from quickstep.sim.outcome import Arrival, Ending, Simulation
-from quickstep.sim.replicas import ReplicaOptions, ReplicaRun
-from quickstep.sim.routers import ROUTERS, FewestRequests, PrefixAffinity, RoundRobin, Router
+from quickstep.sim.replicas.replica import NewEngine, ReplicaOptions, ReplicaSpec
+from quickstep.sim.replicas.run import ReplicaRun
 from quickstep.sim.simulate import simulate
 from quickstep.types import FinishReason, Request, SamplingParams
 
@@ -45,6 +46,10 @@ def new_engine(clock: VirtualClock, **scheduler) -> SimulatedEngine:
     return SimulatedEngine(clock, new_scheduler(**scheduler), LinearCostModel(COSTS))
 
 
+def specs(make_engine: NewEngine, count: int = 2) -> list[ReplicaSpec]:
+    return [ReplicaSpec(make_engine)] * count
+
+
 def request(name: str, prompt_len: int = 32, max_tokens: int = 16, **fields) -> Request:
     number = sum(map(ord, name))
     prompt = tuple((number + place) % 97 for place in range(prompt_len))
@@ -62,8 +67,7 @@ def run(
 ) -> Simulation:
     simulation = ReplicaRun(
         arrivals,
-        num_replicas,
-        lambda clock: new_engine(clock, **scheduler),
+        specs(lambda clock: new_engine(clock, **scheduler), num_replicas),
         router or RoundRobin(),
         Random(seed),
         faults,
@@ -85,8 +89,10 @@ def check(simulation: ReplicaRun) -> None:
         replica.engine.scheduler.check()
         assert replica.is_up or not replica.held
         assert bool(replica.held) <= replica.engine.scheduler.has_work()
-    sent_to = Counter(one.replica for one in simulation.live.values())
-    assert simulation.num_live == [sent_to[place] for place in range(len(simulation.replicas))]
+    sent_to = Counter(live.replica for live in simulation.live.values())
+    assert [view.num_live for view in simulation.views] == [
+        sent_to[place] for place in range(len(simulation.replicas))
+    ]
     for name, live in simulation.live.items():
         holders = [one for one in simulation.replicas if name in one.held]
         assert len(holders) <= 1
@@ -166,7 +172,7 @@ def test_grouped_rows_give_what_listed_rows_give(seed: int) -> None:
 
         router = FewestRequests()
         return ReplicaRun(
-            arrivals, 2, engine, router, rng, faults, OPTIONS, check=None if seed % 2 else check
+            arrivals, specs(engine), router, rng, faults, OPTIONS, check=None if seed % 2 else check
         ).run()
 
     grouped, listed = outcome(step_by_step=False), outcome(step_by_step=True)
@@ -178,7 +184,9 @@ def test_one_replica_without_faults_is_the_simulation_of_one_engine() -> None:
     arrivals = [Arrival(0.01 * place, request(f"r{place}")) for place in range(40)]
     one = simulate(arrivals, new_scheduler(), LinearCostModel(COSTS))
     options = ReplicaOptions(link_s=0.0)
-    replicas = ReplicaRun(arrivals, 1, new_engine, RoundRobin(), Random(0), options=options).run()
+    replicas = ReplicaRun(
+        arrivals, specs(new_engine, 1), RoundRobin(), Random(0), options=options
+    ).run()
     assert [(end.request_id, end.timings.finished_s) for end in replicas.endings] == [
         (end.request_id, pytest.approx(end.timings.finished_s)) for end in one.endings
     ]
@@ -248,20 +256,6 @@ def test_what_no_replica_can_serve_is_refused() -> None:
     assert "512" in problem
 
 
-def test_routers_choose_replicas_that_are_up() -> None:
-    loads = [3, None, 1, 2]
-    some, other = request("a", 100), request("b", 100)
-    robin = RoundRobin()
-    assert [robin.choose(some, loads) for _ in range(4)] == [0, 2, 3, 0]
-    assert FewestRequests().choose(some, loads) == 2
-    prefix = PrefixAffinity()
-    assert prefix.choose(some, loads) == 2
-    assert prefix.choose(some, [0, None, 4, 0]) == 2  # the same prefix, not too far above
-    assert prefix.choose(other, [0, None, 4, 0]) == 0
-    assert prefix.choose(some, [0, None, 20, 0]) == 0
-    assert prefix.choose(some, [None, None, 1, 9]) == 2
-
-
 def test_clients_follow_up_after_their_answers() -> None:
     def follow(ending: Ending) -> list[Arrival]:
         turn = int(ending.request_id) + 1
@@ -269,13 +263,12 @@ def test_clients_follow_up_after_their_answers() -> None:
 
     simulation = ReplicaRun(
         [Arrival(0.0, request("0"))],
-        2,
-        new_engine,
+        specs(new_engine),
         FewestRequests(),
         Random(0),
         [Crash(2.0, 0, 1.0)],
         OPTIONS,
-        follow,
+        follow=follow,
     )
     endings = simulation.run().endings
     assert [one.request_id for one in endings] == list("01234")
@@ -286,8 +279,7 @@ def test_steps_that_nothing_outside_depends_on_are_computed_in_one_go() -> None:
     events: list[float] = []
     simulation = ReplicaRun(
         arrivals,
-        2,
-        new_engine,
+        specs(new_engine),
         RoundRobin(),
         Random(0),
         check=lambda simulation: events.append(simulation.now),

@@ -1,4 +1,4 @@
-"""Replicas of an engine that share requests through a router, on a virtual clock, with faults.
+"""`ReplicaRun`: engines that share requests through a router, on a virtual clock, with faults.
 
     client -> router -> message -> replica (scheduler, executor) -> message -> router -> client
 
@@ -7,6 +7,9 @@ and those that follow wait, as over TCP. A replica that crashes loses what it ho
 on their way; the router notices after `detect_s`, or when the replica is back, and sends what the
 replica had to others, from the start. A request that no replica can take waits at the router.
 
+Replicas of different roles hand KV over (`sim.replicas.handovers`): the router chooses one that
+prefills. They have no faults yet.
+
 All randomness is an argument, so that a run replays exactly.
 """
 
@@ -14,42 +17,33 @@ from __future__ import annotations
 
 import heapq
 import math
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from typing import TYPE_CHECKING
 
 import msgspec
 from msgspec.structs import replace
 
+from quickstep.core.router import ReplicaState, ReplicaView, Router
 from quickstep.errors import RequestError
-from quickstep.sim.engine import SimulatedEngine, VirtualClock
-from quickstep.sim.faults import CancelStorm, ClockJump, Crash, Fault, LinkFault, SlowDown
 from quickstep.sim.outcome import Arrival, Ending, Follow, Progress, Simulation
-from quickstep.sim.routers import Router
-from quickstep.types import (
-    FinishReason,
-    Request,
-    SequenceOutput,
-    SequenceTimings,
-    StepRecord,
+from quickstep.sim.replicas.faults import (
+    CancelStorm,
+    ClockJump,
+    Crash,
+    Fault,
+    LinkFault,
+    SlowDown,
 )
+from quickstep.sim.replicas.handovers import Handover, KVHandovers, KVLink
+from quickstep.sim.replicas.replica import Replica, ReplicaOptions, ReplicaSpec, Role
+from quickstep.types import FinishReason, Request, SequenceOutput, SequenceTimings
 
 if TYPE_CHECKING:
     from random import Random
 
     from quickstep.sim.window import CountedWindow
 
-__all__ = ["NewEngine", "ReplicaOptions", "ReplicaRun"]
-
-# A new engine of a replica, on its clock.
-NewEngine = Callable[[VirtualClock], SimulatedEngine]
-
-
-class ReplicaOptions(msgspec.Struct, frozen=True):
-    """Times in seconds between router and replicas."""
-
-    link_s: float = 0.0005
-    resend_s: float = 0.2
-    detect_s: float = 1.0
+__all__ = ["ReplicaRun"]
 
 
 class _Live(msgspec.Struct):
@@ -58,6 +52,7 @@ class _Live(msgspec.Struct):
     arrival: Arrival
     arrived_s: float
     replica: int | None = None  # where it is; None at the router
+    num_there: int = 0  # of its sequences, without those that were handed over
     generation: int = 0  # of that replica
     ends: dict[int, Ending] = msgspec.field(default_factory=dict)  # of its sequences
 
@@ -102,6 +97,10 @@ class _Restart(msgspec.Struct, frozen=True):
     replica: int
 
 
+class _KVArrived(msgspec.Struct, frozen=True, eq=False):
+    handover: Handover
+
+
 class _EndOfSlowDown(msgspec.Struct, frozen=True):
     fault: SlowDown
 
@@ -110,112 +109,9 @@ class _CancelOne(msgspec.Struct, frozen=True):
     request_id: str
 
 
-_Event = Arrival | _Message | _Detected | _Restart | _EndOfSlowDown | _CancelOne | Fault
-
-
-class _Link:
-    """One direction between router and replica: in order, so nothing overtakes what is late."""
-
-    def __init__(self, options: ReplicaOptions, rng: Random) -> None:
-        self._options = options
-        self._rng = rng
-        self._last_s = 0.0
-        self.faults: list[LinkFault] = []
-
-    def arrival_s(self, now: float) -> float:
-        """When a message that is sent now arrives."""
-        at_s, sent_s = now + self._options.link_s, now
-        active = [fault for fault in self.faults if fault.at_s <= now < fault.at_s + fault.for_s]
-        at_s += sum(one.delay_s for one in active)
-        while any(
-            fault.at_s <= sent_s < fault.at_s + fault.for_s and self._rng.random() < fault.loss
-            for fault in self.faults
-        ):
-            sent_s += self._options.resend_s
-            at_s += self._options.resend_s
-        self._last_s = max(self._last_s, at_s)
-        return self._last_s
-
-
-class _Replica:
-    """An engine with its own clock, and what the driver knows about it."""
-
-    def __init__(self, make_engine: NewEngine, links: tuple[_Link, _Link]) -> None:
-        self._make_engine = make_engine
-        self.down_link, self.up_link = links
-        self.clock = VirtualClock()
-        self.offset_s = 0.0  # of its clock
-        self.generation = 0
-        self.is_up = True
-        self.slow_downs: list[float] = []
-        self.held: dict[str, int] = {}  # live sequences of each request here
-        self.engine = make_engine(self.clock)
-        self.past_records: list[StepRecord] = []  # of engines that have crashed
-        # Its steps until then were put off: its clock is at the end of the last step before them.
-        self.quiet_until_s: float | None = None
-
-    def crash(self) -> float:
-        """Lose everything; returns the device seconds of the requests that it held."""
-        scheduler = self.engine.scheduler
-        lost_s = sum(
-            output.timings.device_s
-            for name in self.held
-            for output in scheduler.abort(name, self.clock.now)
-            if output.timings is not None
-        )
-        self.past_records += self.engine.records
-        self.is_up = False
-        self.generation += 1
-        self.held.clear()
-        self.engine = self._make_engine(self.clock)
-        self._set_pace()
-        return lost_s
-
-    def begin_slow_down(self, factor: float) -> None:
-        """Slow its steps down; several slow-downs at the same time multiply."""
-        self.slow_downs.append(factor)
-        self._set_pace()
-
-    def end_slow_down(self, factor: float) -> None:
-        """End one that has begun."""
-        self.slow_downs.remove(factor)
-        self._set_pace()
-
-    def _set_pace(self) -> None:
-        self.engine.executor.slowdown = math.prod(self.slow_downs)
-
-    def start_steps(self) -> None:
-        """Start the next step, or put it off, with those after it that nothing outside depends on:
-        `catch_up` computes them in one go. With its clock off, their times would be rounded twice.
-        """
-        self.quiet_until_s = None if self.offset_s else self.engine.quiet_until_s()
-        if self.quiet_until_s is None:
-            self.engine.start_steps()
-
-    def catch_up(self, now: float) -> None:
-        """Compute the steps that were put off, and start the one that runs at `now`."""
-        if self.quiet_until_s is not None:
-            self.quiet_until_s = None
-            outputs = self.engine.skip_decodes(now)
-            assert not outputs, "a sequence ended in a step that was put off"
-            self.engine.start_steps()
-
-    def set_clock(self, now: float) -> float:
-        """Set and return its time, at the time `now` of the run."""
-        self.catch_up(now)
-        due_s = self.engine.next_s()
-        times = [self.clock.now, now + self.offset_s]
-        if due_s is not None and due_s - self.offset_s <= now:
-            times.append(due_s)  # which the sum above may miss by a rounding
-        self.clock.now = max(times)
-        return self.clock.now
-
-    def next_s(self) -> float | None:
-        """When it acts by itself, on the clock of the run."""
-        if self.quiet_until_s is not None:
-            return self.quiet_until_s
-        next_s = self.engine.next_s()
-        return None if next_s is None or not self.is_up else next_s - self.offset_s
+_Event = (
+    Arrival | _Message | _Detected | _Restart | _KVArrived | _EndOfSlowDown | _CancelOne | Fault
+)
 
 
 class ReplicaRun:
@@ -223,20 +119,21 @@ class ReplicaRun:
 
     Args:
         arrivals: As in `simulate`, and so are `follow`, `progress` and `window`.
-        make_engine: A new engine on a clock, for a replica, and for one that has crashed.
+        specs: A replica each; those that decode only come last.
         rng: Of what is lost and cancelled.
+        kv_link: Between replicas of different roles.
         check: Called after every event: for tests.
     """
 
     def __init__(
         self,
         arrivals: Iterable[Arrival],
-        num_replicas: int,
-        make_engine: NewEngine,
+        specs: Sequence[ReplicaSpec],
         router: Router,
         rng: Random,
         faults: Iterable[Fault] = (),
         options: ReplicaOptions | None = None,
+        kv_link: KVLink | None = None,
         follow: Follow | None = None,
         progress: Progress | None = None,
         window: CountedWindow | None = None,
@@ -244,7 +141,7 @@ class ReplicaRun:
     ) -> None:
         options = options or ReplicaOptions()
         self.now = 0.0
-        self.outcome = Simulation(num_replicas=num_replicas)
+        self.outcome = Simulation(num_replicas=len(specs))
         self.live: dict[str, _Live] = {}
         self._router = router
         self._options = options
@@ -253,16 +150,13 @@ class ReplicaRun:
         self._window = window
         self._check = check
         self._rng = rng
-        self.replicas = [
-            _Replica(make_engine, (_Link(options, self._rng), _Link(options, self._rng)))
-            for _ in range(num_replicas)
-        ]
-        # What the router believes: whether a replica is up, and how often it has crashed.
-        self._believed_up = [True] * num_replicas
-        self._believed_generation = [0] * num_replicas
+        self.replicas = [Replica(spec, options, rng) for spec in specs]
+        self.handovers = None if kv_link is None else KVHandovers(kv_link, self.replicas)
+        # What the router knows of the replicas that it chooses from, and how often each crashed.
+        self.views = [ReplicaView() for spec in specs if spec.role is not Role.DECODE]
+        self._known_generation = [0] * len(specs)
         # When each replica acts by itself, or now, if something has happened to it.
-        self._due_s = [math.inf] * num_replicas
-        self.num_live = [0] * num_replicas  # requests that the router has sent to each
+        self._due_s = [math.inf] * len(specs)
         self._waiting: dict[str, None] = {}  # requests at the router, in their order
         self._events: list[tuple[float, int, _Event]] = []
         self._num_events = 0
@@ -280,22 +174,20 @@ class ReplicaRun:
             self.now = max(self.now, next_s)
             while self._events and self._events[0][0] <= self.now:
                 self._handle(heapq.heappop(self._events)[2])
-            for index, due_s in enumerate(self._due_s):
-                if due_s <= self.now:
-                    self._advance(index, self.replicas[index])
+            self._advance()
             if self._check is not None:
                 self._check(self)
             next_s = self._next_s()
         for replica in self.replicas:  # of a run that ends early
             replica.catch_up(self.now)
         outcome = self.outcome
-        records = [
-            record for one in self.replicas for record in (*one.past_records, *one.engine.records)
-        ]
+        records = [record for replica in self.replicas for record in replica.records]
         outcome.records = sorted(records, key=lambda record: record.committed_at_s)
         outcome.finished_s = max(
             (ending.timings.finished_s for ending in outcome.endings), default=0.0
         )
+        if self.handovers is not None:
+            outcome.handovers = self.handovers.stats(outcome.finished_s)
         return outcome
 
     def _next_s(self) -> float | None:
@@ -319,26 +211,49 @@ class ReplicaRun:
 
     # -- replicas -----------------------------------------------------------------------------
 
-    def _advance(self, index: int, replica: _Replica) -> None:
-        if replica.is_up:
-            replica.set_clock(self.now)
-            self._report(index, replica.engine.finish_steps())
-            replica.start_steps()
-        next_s = replica.next_s()
-        self._due_s[index] = math.inf if next_s is None else next_s
+    def _advance(self) -> None:
+        """Finish and start the steps of the replicas that are due: of phases all, as their pools
+        may have changed.
+        """
+        due = [
+            place
+            for place, due_s in enumerate(self._due_s)
+            if due_s <= self.now or self.handovers is not None
+        ]
+        for place in due:
+            replica = self.replicas[place]
+            if replica.is_up:
+                replica.set_clock(self.now)
+                self._report(place, replica.engine.finish_steps())
+        if self.handovers is not None:
+            for at_s, handover in self.handovers.send(self.now):
+                self._schedule(at_s, _KVArrived(handover))
+        for place in due:
+            replica = self.replicas[place]
+            if replica.is_up:
+                replica.start_steps()
+            next_s = replica.next_s()
+            self._due_s[place] = math.inf if next_s is None else next_s
+        if self.handovers is not None:
+            self.handovers.release_admitted(self.now)
 
-    def _report(self, index: int, outputs: Iterable[SequenceOutput]) -> None:
+    def _report(self, place: int, outputs: Iterable[SequenceOutput]) -> None:
         """Send the ends of sequences to the router."""
-        replica = self.replicas[index]
+        replica = self.replicas[place]
         for output in outputs:
-            if output.finish_reason is None or output.timings is None:
+            if output.finish_reason is None:
                 continue
-            name = output.request_id
-            replica.held[name] -= 1
-            if not replica.held[name]:
-                del replica.held[name]
-            timings = _shifted(output.timings, -replica.offset_s)
-            self._send_up(index, _Ended(name, output.index, output.finish_reason, timings))
+            replica.ended(output.request_id)
+            end = output if self.handovers is None else self.handovers.ended(replica, output)
+            if end is None:
+                self._leave(place, self.live.get(output.request_id))
+                continue
+            self._send_end(place, end)
+
+    def _send_end(self, place: int, end: SequenceOutput) -> None:
+        assert end.finish_reason is not None and end.timings is not None, "it has ended"
+        timings = _shifted(end.timings, -self.replicas[place].offset_s)
+        self._send_up(place, _Ended(end.request_id, end.index, end.finish_reason, timings))
 
     def _take(self, index: int, content: _Submit | _Cancel) -> None:
         """A message has arrived at a replica."""
@@ -347,27 +262,48 @@ class ReplicaRun:
         now = replica.set_clock(self.now)
         scheduler = replica.engine.scheduler
         if isinstance(content, _Cancel):
-            scheduler.abort(content.request_id, now)
+            outputs = scheduler.abort(content.request_id, now)
+            if self.handovers is not None:
+                self._report(index, outputs)
+                for end in self.handovers.cancel(content.request_id, self.now):
+                    self._send_end(index, end)
             replica.held.pop(content.request_id, None)
             return
         request = replace(content.request, received_s=content.arrived_s + replica.offset_s)
         try:
-            scheduler.add(request, now)
+            own_part = request if self.handovers is None else self.handovers.first_part(request)
+            scheduler.add(own_part, now)
         except RequestError as error:
             self._send_up(index, _Refused(request.request_id, str(error)))
-        else:
-            replica.held[request.request_id] = request.sampling.n
+            return
+        replica.held[request.request_id] = request.sampling.n
+        if self.handovers is not None:
+            self.handovers.prefilling[request.request_id] = request
+
+    def _kv_arrived(self, handovers: KVHandovers, handover: Handover) -> None:
+        """A transfer is over."""
+        try:
+            handovers.arrive(handover, self.now)
+        except RequestError as error:
+            self._refuse(_Refused(handover.request.request_id, str(error)))
 
     # -- messages -----------------------------------------------------------------------------
 
     def _send_down(self, index: int, generation: int, content: _Submit | _Cancel) -> None:
         at_s = self.replicas[index].down_link.arrival_s(self.now)
-        self._schedule(at_s, _Message(index, generation, content))
+        self._send(at_s, _Message(index, generation, content))
 
     def _send_up(self, index: int, content: _Ended | _Refused) -> None:
         replica = self.replicas[index]
         at_s = replica.up_link.arrival_s(self.now)
-        self._schedule(at_s, _Message(index, replica.generation, content))
+        self._send(at_s, _Message(index, replica.generation, content))
+
+    def _send(self, at_s: float, message: _Message) -> None:
+        """A message without latency arrives at once."""
+        if at_s > self.now:
+            self._schedule(at_s, message)
+        else:
+            self._deliver(message)
 
     def _handle(self, event: _Event) -> None:
         match event:
@@ -381,6 +317,9 @@ class ReplicaRun:
                 self._lose(event.replica, event.generation)
             case _Restart():
                 self._restart(event.replica)
+            case _KVArrived():
+                assert self.handovers is not None, "it was sent"
+                self._kv_arrived(self.handovers, event.handover)
             case _EndOfSlowDown():
                 self._catch_up(event.fault.replica).end_slow_down(event.fault.factor)
             case _:
@@ -394,7 +333,7 @@ class ReplicaRun:
         if isinstance(content, _Submit | _Cancel):
             self._take(message.replica, content)
         elif isinstance(content, _Ended):
-            self._sequence_ended(content)
+            self._sequence_ended(message.replica, content)
         else:
             self._refuse(content)
 
@@ -410,32 +349,70 @@ class ReplicaRun:
         self._route(request.request_id)
 
     def _route(self, name: str) -> None:
-        if not any(self._believed_up):
+        if not any(view.is_up for view in self.views):
             self._waiting[name] = None
             return
+        if self._router.predicts:
+            self._take_reports()
         live = self.live[name]
-        loads = [
-            count if is_up else None
-            for count, is_up in zip(self.num_live, self._believed_up, strict=True)
-        ]
-        live.replica = self._router.choose(live.arrival.request, loads)
-        live.generation = self._believed_generation[live.replica]
-        self.num_live[live.replica] += 1
-        self._send_down(
-            live.replica, live.generation, _Submit(live.arrival.request, live.arrived_s)
+        request = live.arrival.request
+        place = live.replica = self._router.choose(request, self.views, self.now)
+        live.generation = self._known_generation[place]
+        live.num_there = request.sampling.n
+        view = self.views[place]
+        self.views[place] = replace(
+            view, num_live=view.num_live + 1, num_sent=view.num_sent + live.num_there
         )
+        self._send_down(place, live.generation, _Submit(request, live.arrived_s))
+
+    def _take_reports(self) -> None:
+        """Renew what the router knows of the replicas, as far as they report now."""
+        for place, view in enumerate(self.views):
+            replica, engine = self.replicas[place], self.replicas[place].engine
+            reported_at_s = view.reported_at_s
+            if reported_at_s is not None and self.now < reported_at_s + self._options.report_s:
+                continue
+            if not replica.is_up:
+                continue
+            adapters = engine.scheduler.adapters
+            self.views[place] = replace(
+                view,
+                admission=engine.scheduler.admission_state(replica.clock.now),
+                reported_at_s=self.now,
+                num_sent=0,
+                costs=engine.cost_model,
+                adapters=frozenset(() if adapters is None else adapters.residency.held),
+                adapter_load_s=engine.adapter_load_s,
+            )
 
     def _take_live(self, name: str) -> _Live | None:
         """Remove a request that ends now; None if it has ended already."""
         live = self.live.pop(name, None)
-        if live is not None and live.replica is not None:
-            self.num_live[live.replica] -= 1
+        if live is not None:
+            self._leave_all(live)
         return live
 
-    def _sequence_ended(self, end: _Ended) -> None:
+    def _leave(self, place: int, live: _Live | None) -> None:
+        """A sequence of a request is at a replica no more, if it was: it has ended, or is handed
+        over.
+        """
+        if live is not None and live.replica == place and live.num_there > 1:
+            live.num_there -= 1
+        elif live is not None and live.replica == place:
+            self._leave_all(live)
+
+    def _leave_all(self, live: _Live) -> None:
+        """No sequence of a request is at a replica."""
+        if live.replica is not None and live.num_there:
+            view = self.views[live.replica]
+            self.views[live.replica] = replace(view, num_live=view.num_live - 1)
+        live.num_there = 0
+
+    def _sequence_ended(self, place: int, end: _Ended) -> None:
         live = self.live.get(end.request_id)
         if live is None:
             return
+        self._leave(place, live)
         request = live.arrival.request
         timings = replace(end.timings, arrival_s=live.arrived_s, finished_s=self.now)
         name, tenant = end.request_id, request.tenant
@@ -463,12 +440,13 @@ class ReplicaRun:
             self._window.refused(live.arrived_s, live.arrival.request.sampling.n)
 
     def _cancel(self, name: str) -> None:
+        live = self.live.get(name)
+        if live is not None and live.replica is not None:
+            self._send_down(live.replica, live.generation, _Cancel(name))
         live = self._take_live(name)
-        if live is None:
+        if live is None:  # it had ended, or its replica has answered at once
             return
         self._waiting.pop(name, None)
-        if live.replica is not None:
-            self._send_down(live.replica, live.generation, _Cancel(name))
         request = live.arrival.request
         # a request whose client cancelled it: what it received is not counted
         num_prompt = len(request.prompt_token_ids)
@@ -482,7 +460,7 @@ class ReplicaRun:
     def _lose(self, index: int, generation: int) -> None:
         """Send the requests of a replica that is gone elsewhere."""
         if self.replicas[index].generation == generation + 1 and not self.replicas[index].is_up:
-            self._believed_up[index] = False
+            self._set_state(index, ReplicaState.DOWN)
         lost = [
             name
             for name, live in self.live.items()
@@ -490,9 +468,9 @@ class ReplicaRun:
         ]
         for name in lost:
             live = self.live[name]
+            self._leave_all(live)
             live.replica = None
             live.ends.clear()
-            self.num_live[index] -= 1
         for name in lost:
             self.outcome.num_resent += 1
             self._route(name)
@@ -500,16 +478,21 @@ class ReplicaRun:
     def _restart(self, index: int) -> None:
         replica = self.replicas[index]
         self._due_s[index] = self.now
-        replica.is_up = self._believed_up[index] = True
-        self._believed_generation[index] = replica.generation
+        replica.is_up = True
+        self._set_state(index, ReplicaState.UP)
+        self._router.lost_cache(index)
+        self._known_generation[index] = replica.generation
         self._lose(index, replica.generation - 1)
         waiting, self._waiting = self._waiting, {}
         for name in waiting:
             self._route(name)
 
+    def _set_state(self, index: int, state: ReplicaState) -> None:
+        self.views[index] = replace(self.views[index], state=state, reported_at_s=None)
+
     # -- faults -------------------------------------------------------------------------------
 
-    def _catch_up(self, index: int) -> _Replica:
+    def _catch_up(self, index: int) -> Replica:
         """A replica to which something happens now."""
         replica = self.replicas[index]
         replica.catch_up(self.now)

@@ -1,0 +1,338 @@
+"""Which replica of a model gets a request, by what the replicas have reported.
+
+A router owns no connection and no clock: a driver keeps a `ReplicaView` for each replica, and calls
+`choose` for each request in the order of arrivals. The simulator (`sim.replicas`) is such a driver.
+The choice moves a request in time only: its tokens are the same on every replica.
+"""
+
+from __future__ import annotations
+
+import enum
+from collections import OrderedDict
+from collections.abc import Callable, Iterable, Sequence
+from itertools import accumulate
+from typing import Protocol
+
+import msgspec
+
+from quickstep.core.admission import AdmissionState
+from quickstep.core.cost_model import CostModel, StepLoad
+from quickstep.core.resources.block_pool import ChainRoot, Digest, chain_digest, root_digest
+from quickstep.types import Request
+
+__all__ = [
+    "ROUTERS",
+    "FewestRequests",
+    "PredictedFirst",
+    "PrefixAffinity",
+    "PrefixIndex",
+    "ReplicaState",
+    "ReplicaView",
+    "RoundRobin",
+    "Router",
+    "prompt_digests",
+]
+
+_BLOCK_TOKENS = 16  # of the blocks whose digests are compared, unless the driver has others
+_MAX_PREFIXES = 1_000_000  # that a router remembers: about 100 MB
+_SPILL = 2.0  # a prefix goes elsewhere if its replica has so many times the mean, and as many more
+_NEAR = 1.1  # predicted first tokens within this ratio of the earliest one are taken to be equal
+_NEAR_S = 0.001  # and those that are so much later
+_REPORT_S = 0.25  # a replica that has reported nothing for longer than that may have stopped
+
+
+class ReplicaState(enum.Enum):
+    """Whether a replica gets requests."""
+
+    UP = "up"
+    DRAINING = "draining"  # it ends those that it has, and gets no others
+    DOWN = "down"
+
+
+class ReplicaView(msgspec.Struct, frozen=True, kw_only=True):
+    """What a router knows of a replica.
+
+    Attributes:
+        num_live: Requests that the driver has sent there and that have not ended.
+        admission: The state that the replica has reported last.
+        reported_at_s: When that came, by the driver's clock; None before the first report.
+        num_sent: Sequences that the driver has sent there since, which the state does not count.
+        costs: Predicts the replica's steps: a `LinearCostModel` of the coefficients that it has
+            reported, or what a simulated replica is made of. None if they are not known.
+        adapters: Ids of the LoRA adapters in its memory.
+        adapter_load_s: How long the load of another one takes.
+    """
+
+    state: ReplicaState = ReplicaState.UP
+    num_live: int = 0
+    admission: AdmissionState = AdmissionState()
+    reported_at_s: float | None = None
+    num_sent: int = 0
+    costs: CostModel | None = None
+    adapters: frozenset[str] = frozenset()
+    adapter_load_s: float = 0.0
+
+    @property
+    def is_up(self) -> bool:
+        """Whether it may be chosen."""
+        return self.state is ReplicaState.UP
+
+
+class Router(Protocol):
+    """Chooses a replica for each request."""
+
+    @property
+    def predicts(self) -> bool:
+        """Whether the choice depends on what replicas report; else `state` and `num_live` are all
+        that a driver has to fill in.
+        """
+
+    def choose(self, request: Request, replicas: Sequence[ReplicaView], now: float) -> int:
+        """The place of a replica that is up; one of them at least has to be. `now` is the time on
+        the driver's clock.
+        """
+
+    def lost_cache(self, replica: int) -> None:
+        """A replica has started again: nothing is cached there."""
+
+
+class RoundRobin:
+    """One replica after the other."""
+
+    predicts = False
+
+    def __init__(self) -> None:
+        self._next = 0
+
+    def choose(self, request: Request, replicas: Sequence[ReplicaView], now: float) -> int:
+        """`Router.choose`."""
+        while not replicas[self._next % len(replicas)].is_up:
+            self._next += 1
+        self._next += 1
+        return (self._next - 1) % len(replicas)
+
+    def lost_cache(self, replica: int) -> None:
+        """The choice does not depend on it."""
+
+
+class FewestRequests:
+    """The replica with the fewest live requests; of several, the first."""
+
+    predicts = False
+
+    def choose(self, request: Request, replicas: Sequence[ReplicaView], now: float) -> int:
+        """`Router.choose`."""
+        return min((view.num_live, place) for place, view in enumerate(replicas) if view.is_up)[1]
+
+    def lost_cache(self, replica: int) -> None:
+        """The choice does not depend on it."""
+
+
+class PrefixAffinity:
+    """The replica that last had the longest part of the prompt, if that is half of it at least and
+    the replica has not far more requests than the others; else the one with the fewest. As the
+    cache-aware router of SGLang.
+    """
+
+    predicts = False
+
+    def __init__(self, max_prefixes: int = _MAX_PREFIXES) -> None:
+        self._max_prefixes = max_prefixes
+        self._replica_of: dict[int, int] = {}  # by the hash of a prompt's first blocks
+        self._fewest = FewestRequests()
+
+    def choose(self, request: Request, replicas: Sequence[ReplicaView], now: float) -> int:
+        """`Router.choose`."""
+        keys = list(_prefix_hashes(request.prompt_token_ids))
+        chosen = self._with_prefix(keys, replicas)
+        if chosen is None:
+            chosen = self._fewest.choose(request, replicas, now)
+        self._replica_of.update(dict.fromkeys(keys, chosen))
+        while len(self._replica_of) > self._max_prefixes:
+            del self._replica_of[next(iter(self._replica_of))]
+        return chosen
+
+    def lost_cache(self, replica: int) -> None:
+        """Its prefixes stay with it: the next request brings them back."""
+
+    def _with_prefix(self, keys: Sequence[int], replicas: Sequence[ReplicaView]) -> int | None:
+        loads = [view.num_live for view in replicas if view.is_up]
+        most = _SPILL * (1 + sum(loads) / len(loads))
+        for key in reversed(keys[len(keys) // 2 :]):
+            known = self._replica_of.get(key)
+            if known is not None and replicas[known].is_up:
+                return known if replicas[known].num_live <= most else None
+        return None
+
+
+def _prefix_hashes(token_ids: Sequence[int]) -> Iterable[int]:
+    """Of the first block of a prompt, the first two, and so on."""
+    key = 0
+    for end in range(_BLOCK_TOKENS, len(token_ids) + 1, _BLOCK_TOKENS):
+        key = hash((key, tuple(token_ids[end - _BLOCK_TOKENS : end])))
+        yield key
+
+
+class PredictedFirst:
+    """The replica whose first token is predicted to come first: the wait in its queue, then the
+    prefill of what it has not cached. Of those that are about equal, the one with the fewest live
+    requests, then one by the hash of the prompt's first block.
+
+    A request's blocks are taken to be cached where it was sent. A driver that learns more about the
+    caches reports it to `prefixes`.
+    """
+
+    predicts = True
+
+    def __init__(
+        self,
+        block_size: int = _BLOCK_TOKENS,
+        digest: Digest = chain_digest,
+        max_prefixes: int = _MAX_PREFIXES,
+    ) -> None:
+        self.prefixes = PrefixIndex(max_prefixes)
+        self._block_size = block_size
+        self._digest = digest
+        self._prefilled_s: dict[int, float] = {}  # when a replica has computed what it was sent
+
+    def choose(self, request: Request, replicas: Sequence[ReplicaView], now: float) -> int:
+        """`Router.choose`."""
+        digests = prompt_digests(request, self._block_size, self._digest)
+        cached = self.prefixes.num_blocks(digests, len(replicas))
+        waits = {
+            place: max(_queue_s(request, view, now), self._prefilled_s.get(place, now) - now)
+            for place, view in enumerate(replicas)
+            if view.is_up
+        }
+        prefills = {
+            place: _prefill_s(request, replicas[place], cached[place] * self._block_size)
+            for place in waits
+        }
+        latest_s = _NEAR_S + _NEAR * min(waits[place] + prefills[place] for place in waits)
+        near = [place for place in waits if waits[place] + prefills[place] <= latest_s]
+        first = digests[0] if digests else b""
+        chosen = min(
+            near, key=lambda place: (replicas[place].num_live, self._digest(first, (place,)))
+        )
+        self.prefixes.add(chosen, digests)
+        since_s = max(now, self._prefilled_s.get(chosen, now))
+        self._prefilled_s[chosen] = since_s + prefills[chosen]
+        return chosen
+
+    def lost_cache(self, replica: int) -> None:
+        """`Router.lost_cache`."""
+        self.prefixes.forget(replica)
+        self._prefilled_s.pop(replica, None)
+
+
+def _queue_s(request: Request, view: ReplicaView, now: float) -> float:
+    """How long a request would wait by what a replica has reported."""
+    state, seconds = view.admission, 0.0
+    if state.num_waiting or view.num_sent >= state.num_free_slots:
+        seconds = state.wait_s_of(request, view.num_sent)
+    if view.reported_at_s is not None:
+        seconds += max(0.0, now - view.reported_at_s - _REPORT_S)
+    return seconds
+
+
+def _prefill_s(request: Request, view: ReplicaView, num_cached: int) -> float:
+    """How long the prompt takes on a replica, without the tokens that it has cached."""
+    seconds = 0.0
+    if view.costs is not None:
+        num_prompt = len(request.prompt_token_ids)
+        start = max(0, min(num_cached, num_prompt - 1))
+        load = StepLoad.of_span(start, num_prompt - start, num_logits_rows=1)
+        seconds = view.costs.seconds(load)
+    if request.adapter_id and request.adapter_id not in view.adapters:
+        seconds += view.adapter_load_s
+    return seconds
+
+
+class PrefixIndex:
+    """Which replicas have cached which blocks, by their digests; those that were used least
+    recently are forgotten.
+    """
+
+    def __init__(self, max_digests: int = _MAX_PREFIXES) -> None:
+        self._max_digests = max_digests
+        self._holders: OrderedDict[bytes, int] = OrderedDict()  # a bit for each replica
+        self._bits: dict[int, int] = {}
+        self._num_bits = 0
+
+    def __len__(self) -> int:
+        return len(self._holders)
+
+    def add(self, replica: int, digests: Sequence[bytes]) -> None:
+        """A replica has these blocks, given from the first of a prompt to the last: the last ones
+        are forgotten first.
+        """
+        bit, holders = self._bit(replica), self._holders
+        for digest in reversed(digests):
+            holders[digest] = holders.get(digest, 0) | bit
+            holders.move_to_end(digest)
+        while len(holders) > self._max_digests:
+            holders.popitem(last=False)
+
+    def remove(self, replica: int, digests: Iterable[bytes]) -> None:
+        """A replica has evicted these blocks."""
+        bit, holders = self._bit(replica), self._holders
+        for digest in digests:
+            left = holders.get(digest, 0) & ~bit
+            if left:
+                holders[digest] = left
+            else:
+                holders.pop(digest, None)
+
+    def forget(self, replica: int) -> None:
+        """A replica has lost all its blocks. Its old bit is in the index until the digests that
+        have it are forgotten, so that this takes no time.
+        """
+        self._bits.pop(replica, None)
+
+    def num_blocks(self, digests: Sequence[bytes], num_replicas: int) -> list[int]:
+        """How many of the blocks from the first one on each replica has."""
+        bits = [self._bit(replica) for replica in range(num_replicas)]
+        counts, having, known = [0] * num_replicas, sum(bits), 0
+        for digest in digests:
+            still = having & self._holders.get(digest, 0)
+            if still != having:
+                _count(counts, bits, having & ~still, known)
+                having = still
+            if not having:
+                break
+            known += 1
+        _count(counts, bits, having, known)
+        for digest in reversed(digests[:known]):
+            self._holders.move_to_end(digest)
+        return counts
+
+    def _bit(self, replica: int) -> int:
+        bit = self._bits.get(replica)
+        if bit is None:
+            bit = self._bits[replica] = 1 << self._num_bits
+            self._num_bits += 1
+        return bit
+
+
+def _count(counts: list[int], bits: Sequence[int], having: int, num_blocks: int) -> None:
+    """Set the count of the replicas whose bits are in `having`."""
+    for replica, bit in enumerate(bits):
+        if having & bit:
+            counts[replica] = num_blocks
+
+
+def prompt_digests(request: Request, block_size: int, digest: Digest = chain_digest) -> list[bytes]:
+    """The digests of the full blocks of a prompt, as a replica's block pool has them."""
+    token_ids = request.prompt_token_ids
+    ends = range(block_size, len(token_ids) + 1, block_size)
+    blocks = (tuple(token_ids[end - block_size : end]) for end in ends)
+    root = root_digest(ChainRoot(request.adapter_id, request.cache_salt))
+    return list(accumulate(blocks, digest, initial=root))[1:]
+
+
+ROUTERS: dict[str, Callable[[], Router]] = {
+    "round-robin": RoundRobin,
+    "fewest-requests": FewestRequests,
+    "prefix": PrefixAffinity,
+    "predicted": PredictedFirst,
+}
