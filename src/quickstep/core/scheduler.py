@@ -722,8 +722,12 @@ class Scheduler:
             assert len({sequence.is_paused for sequence in request}) == 1, (
                 "a request is partly paused"
             )
-        live = {one.sequence_id for of_request in self._requests.values() for one in of_request}
-        queued = [one.sequence_id for one in (*self._batch, *self._waiting)]
+        live = {
+            sequence.sequence_id
+            for of_request in self._requests.values()
+            for sequence in of_request
+        }
+        queued = [sequence.sequence_id for sequence in (*self._batch, *self._waiting)]
         assert sorted(queued) == sorted(live), "live sequences and those in a queue differ"
         assert len(self._in_flight) <= self._max_in_flight, "too many steps in flight"
         pending = self._pending_tokens()

@@ -243,12 +243,14 @@ def make_plan(query: PlanQuery) -> Plan:
     if not ranked:
         raise ConfigError(_reason_for_none(query))
     options: list[tuple[Option, Candidate]] = []
-    for one in ranked[:_MAX_SIMULATED]:
-        predicted = simulate_candidate(one.candidate, query)
-        options.append((_option(query, one.candidate, one.state, predicted), one.candidate))
+    for estimate in ranked[:_MAX_SIMULATED]:
+        predicted = simulate_candidate(estimate.candidate, query)
+        options.append(
+            (_option(query, estimate.candidate, estimate.state, predicted), estimate.candidate)
+        )
         if sum(option.met for option, _ in options) >= _NUM_SHOWN:
             break
-    apart = _disaggregated(query, [one.candidate for one in ranked])
+    apart = _disaggregated(query, [estimate.candidate for estimate in ranked])
     if apart is not None:
         options.append(apart)
     options.sort(key=lambda pair: _preference(pair[0]))
@@ -270,7 +272,7 @@ def make_plan(query: PlanQuery) -> Plan:
         options=tuple(listed),
         change=None if best.prefill else _best_change(query, candidate, best.capacity_per_s),
         met=best.met,
-        verdict=_verdict(query, best, [one.candidate for one in ranked]),
+        verdict=_verdict(query, best, [estimate.candidate for estimate in ranked]),
     )
 
 
@@ -416,7 +418,7 @@ def _preference(option: Option) -> tuple[object, ...]:
 def _fewest(query: PlanQuery, quantization: str) -> int | None:
     chosen = None if quantization == "none" else quantization
     elements = replace(query.elements, quantization=chosen)
-    return next((one.split.num_devices for one in feasible(query, elements)), None)
+    return next((candidate.split.num_devices for candidate in feasible(query, elements)), None)
 
 
 def _reason_for_none(query: PlanQuery) -> str:

@@ -236,7 +236,7 @@ class Clients:
         while rng.random() > 1.0 / workload.mean_turns:
             num_turns += 1
         tenants = workload.tenants
-        (tenant,) = rng.choices(tenants, [one.part for one in tenants])
+        (tenant,) = rng.choices(tenants, [tenant.part for tenant in tenants])
         path: tuple[int, ...] = ()
         history: tuple[int, ...] = ()
         for level in workload.prefixes:
