@@ -26,6 +26,7 @@ __all__ = [
     "QueueFull",
     "QuickstepError",
     "RequestError",
+    "ResumedAfterEnd",
     "StepOutOfMemory",
     "how_to_install",
     "size_text",
@@ -134,6 +135,19 @@ class FirstTokenTooLate(RequestError):
             status=503,
             code="deadline_unreachable",
             retry_after_s=max(1.0, wait_s + first_token_s - deadline_s),
+        )
+
+
+class ResumedAfterEnd(RequestError):
+    """A request is resumed with `num_tokens` tokens of a sequence that ended with the `number`-th
+    of them.
+    """
+
+    def __init__(self, index: int, num_tokens: int, number: int, how: str) -> None:
+        super().__init__(
+            f"resumed holds {num_tokens} tokens of sequence {index}, which ended with token "
+            f"{number} ({how}); set is_finished",
+            param="resumed",
         )
 
 

@@ -12,7 +12,7 @@ is the part of one sequence in one step; a *position* counts the tokens of a seq
 from __future__ import annotations
 
 import enum
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Protocol
 
 import msgspec
@@ -33,6 +33,7 @@ __all__ = [
     "PromptProgress",
     "Request",
     "RequestClass",
+    "Resumed",
     "RowFailure",
     "RowOutput",
     "SamplingParams",
@@ -135,6 +136,23 @@ _STOPS = (
 )
 
 
+class Resumed(msgspec.Struct, frozen=True, array_like=True):
+    """One sequence of a request that another engine began: what its client already has.
+
+    Attributes:
+        index: Of the sequence.
+        token_ids: Its output so far, which is neither generated nor delivered again.
+        is_finished: It has ended: nothing more is generated.
+        num_prompt_logprobs: How many prompt logprobs its client has, if it has no token yet; with
+            the first token it has all of them.
+    """
+
+    index: int
+    token_ids: tuple[int, ...] = ()
+    is_finished: bool = False
+    num_prompt_logprobs: int = 0
+
+
 class Request(msgspec.Struct, frozen=True, array_like=True, tag=True):
     """A client's request, tokenized, for `sampling.n` sequences. The same value is the message to
     the engine's process and the argument of the scheduler.
@@ -164,6 +182,9 @@ class Request(msgspec.Struct, frozen=True, array_like=True, tag=True):
         received_s: When the server received it, by the engine's clock: its wait and its deadlines
             count from then. None for when it arrives at the scheduler.
         reports_progress: Outputs of sequence 0 say how much of the prompt is computed.
+        resumed: What the client already has of a request that another engine accepted: each
+            sequence continues after these tokens, with the bits that it would have had there. The
+            limits of the queue and the deadline of the first token were passed there.
     """
 
     request_id: str = ""
@@ -187,6 +208,16 @@ class Request(msgspec.Struct, frozen=True, array_like=True, tag=True):
     adapter_id: str = ""
     received_s: float | None = None
     reports_progress: bool = False
+    resumed: tuple[Resumed, ...] = ()
+
+    @property
+    def indices(self) -> Sequence[int]:
+        """The indices of the sequences to generate: all but those that another engine finished."""
+        indices = range(self.sampling.n)
+        if not self.resumed:
+            return indices
+        finished = {resumed.index for resumed in self.resumed if resumed.is_finished}
+        return [index for index in indices if index not in finished]
 
     @property
     def prompt_only(self) -> bool:
@@ -197,9 +228,10 @@ class Request(msgspec.Struct, frozen=True, array_like=True, tag=True):
 class Admission(msgspec.Struct, frozen=True):
     """A sequence becomes resident: the runner sets up its slot before it runs the step's rows.
 
-    `token_ids` are all tokens known so far (after a preemption: prompt and outputs), so that
-    penalties can be restored; the first `prompt_len` of them are the prompt. `seed` is that of the
-    sequence: the request's for index 0, derived from it for the others of `n`. `tenant` and
+    `token_ids` are all tokens known so far (after a preemption, or if it is resumed: prompt and
+    outputs), so that penalties can be restored; the first `prompt_len` of them are the prompt.
+    `seed` is that of the sequence: the request's for index 0, derived from it for the others of
+    `n`. `tenant` and
     `cache_salt` are the request's: what one sequence leaves behind helps only those with the same.
     """
 
@@ -392,6 +424,7 @@ class SequenceTimings(msgspec.Struct, frozen=True, gc=False):
 
     `activities` are (activity, since when), in order: each lasts until the next one begins, the
     last until `finished_s`. Of a sequence that changes more often, the later changes are missing.
+    The first `num_resumed_tokens` of the output tokens came with the request (`Request.resumed`).
     `unloaded_prefill_s` and `unloaded_decode_s` are predictions for the same tokens without any
     other request, with the same cached prefix; `is_extrapolated` if they are for steps outside of
     what was measured. `adapter_id` is that of the request.
@@ -423,10 +456,20 @@ class SequenceTimings(msgspec.Struct, frozen=True, gc=False):
     rejected_s: float = 0.0
     num_drafts: int = 0
     num_accepted: int = 0
+    num_resumed_tokens: int = 0
+
+    @property
+    def num_new_tokens(self) -> int:
+        """How many output tokens this engine has generated."""
+        return self.num_output_tokens - self.num_resumed_tokens
 
     @staticmethod
     def of_unknown(
-        num_prompt_tokens: int, arrival_s: float, finished_s: float, num_output_tokens: int = 0
+        num_prompt_tokens: int,
+        arrival_s: float,
+        finished_s: float,
+        num_output_tokens: int = 0,
+        num_resumed_tokens: int = 0,
     ) -> SequenceTimings:
         """The timings of a sequence of which only these are known: all its time was waiting."""
         return SequenceTimings(
@@ -444,6 +487,7 @@ class SequenceTimings(msgspec.Struct, frozen=True, gc=False):
             num_cached_tokens=0,
             num_output_tokens=num_output_tokens,
             num_blocks=0,
+            num_resumed_tokens=num_resumed_tokens,
         )
 
 
@@ -538,6 +582,7 @@ class Delta(msgspec.Struct, frozen=True):
         embedding: The prompt's, on the one delta of a request with `pooling`.
         progress: How much of the prompt is computed, before the first token and with it, if the
             request `reports_progress`; with index 0 only.
+        is_lost: The engine has ended, not this sequence by itself: another engine can resume it.
     """
 
     index: int
@@ -551,6 +596,7 @@ class Delta(msgspec.Struct, frozen=True):
     prompt_logprobs: tuple[TokenLogprobs | None, ...] = ()
     embedding: tuple[float, ...] | None = None
     progress: PromptProgress | None = None
+    is_lost: bool = False
 
     @property
     def num_bytes(self) -> int:

@@ -12,13 +12,14 @@ from collections.abc import Callable
 from dataclasses import replace
 from random import Random
 
-from scheduler_world import Setup, World, open_scheduler, weak_digest
+from msgspec import structs
+from scheduler_world import Setup, World, open_scheduler, run_alone, weak_digest
 from shadow_executor import EOS, STOP, Trouble
 
 from quickstep.config import PolicyName
 from quickstep.core.resources.block_pool import chain_digest
 from quickstep.core.scheduler import Scheduler
-from quickstep.types import Pooling, Request, RequestClass, SamplingParams, StepPlan
+from quickstep.types import Pooling, Request, RequestClass, Resumed, SamplingParams, StepPlan
 
 _ADAPTERS = (("", "", "", "poet"), ("", "poet", "coder", "lawyer", "cook"))
 
@@ -104,6 +105,20 @@ def random_request(rng: Random, setup: Setup, request_id: str, alike: bool = Fal
     )
 
 
+def resumed_request(rng: Random, setup: Setup, request: Request) -> Request:
+    """The request after another engine has generated a part of each sequence, or all of it."""
+    if request.prompt_only or request.adapter_id or not World(setup).add(request):
+        return request
+    parts = []
+    for one in run_alone(request, setup):
+        num_tokens = rng.randint(0, len(one.token_ids))
+        is_finished = num_tokens == len(one.token_ids)
+        num_scores = rng.randint(0, len(one.prompt_logprobs))
+        parts.append(Resumed(one.index, tuple(one.token_ids[:num_tokens]), is_finished, num_scores))
+    resumed = structs.replace(request, resumed=tuple(parts))
+    return resumed if resumed.indices else request
+
+
 def draw_trouble(rng: Random, plan: StepPlan) -> tuple[Trouble, frozenset[int]]:
     trouble = rng.choice((Trouble.ROWS, Trouble.EARLY, Trouble.MIDWAY))
     count = rng.randint(1, len(plan.rows))
@@ -116,9 +131,10 @@ def random_run(
     num_calls: int = 60,
     draw: Callable[[Random], Setup] = draw_setup,
     has_adapters: bool = False,
+    resumes: bool = False,
 ) -> World:
     """a complete run of a scheduler from one seed, verified at its end. With `has_adapters` most
-    requests have one, and adapters come and go.
+    requests have one, and adapters come and go. With `resumes` another engine began most of them.
     """
     rng = Random(seed)
     max_loras = Random(seed).choice((None, None, None, 1, 2))
@@ -134,6 +150,8 @@ def random_run(
         match rng.choice(("add", "add", "plan", "plan", "plan", "commit", "commit", "other")):
             case "add":
                 request = random_request(rng, world.setup, f"r{number}", alike)
+                if resumes and rng.random() < 0.7:
+                    request = resumed_request(rng, world.setup, request)
                 world.add(request)
             case "plan":
                 world.plan()

@@ -28,6 +28,7 @@ from quickstep.types import (
     FinishReason,
     Phase,
     Request,
+    Resumed,
     SamplingParams,
     SequenceOutput,
     SequenceTimings,
@@ -193,10 +194,20 @@ class World:
             self.scheduler.check()
             return False
         deadline_s = None if request.timeout_s is None else self.now + request.timeout_s
-        for index in range(request.sampling.n):
+        for index in request.indices:
             self.received[f"{request.request_id}#{index}"] = Received(request, index, deadline_s)
+        for part in request.resumed:
+            if part.index in request.indices:
+                self._has_before(request, part)
         self.scheduler.check()
         return True
+
+    def _has_before(self, request: Request, part: Resumed) -> None:
+        """The client has this of a sequence, from another engine."""
+        one = self.received[f"{request.request_id}#{part.index}"]
+        one.token_ids.extend(part.token_ids)
+        scores = run_alone(request, self.setup)[part.index].prompt_logprobs
+        one.prompt_logprobs += scores if part.token_ids else scores[: part.num_prompt_logprobs]
 
     @property
     def room(self) -> AdapterResidency | None:
@@ -461,7 +472,8 @@ class World:
             assert math.isclose(seconds, part_s, abs_tol=1e-9), "activities and parts differ"
         assert timings.num_output_tokens == len(one.token_ids)
         assert timings.num_prompt_tokens == len(one.request.prompt_token_ids)
-        assert timings.num_cached_tokens < max(1, timings.num_prompt_tokens)
+        num_known = timings.num_prompt_tokens + timings.num_resumed_tokens
+        assert timings.num_cached_tokens <= min(timings.num_prompt_tokens, num_known - 1)
 
     def _take(self, outputs: tuple[SequenceOutput, ...], reason: FinishReason | None) -> None:
         self.scheduler.check()
@@ -504,7 +516,7 @@ _ALONE: dict[str, Received] = {}
 
 def run_alone(request: Request, setup: Setup) -> list[Received]:
     """What each sequence of a request gets in a scheduler that serves nothing else."""
-    plain = structs.replace(request, request_id="alone", priority=0, timeout_s=None)
+    plain = structs.replace(request, request_id="alone", priority=0, timeout_s=None, resumed=())
     quiet = Setup(
         num_blocks=setup.num_blocks,
         block_size=setup.block_size,

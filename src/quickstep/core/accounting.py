@@ -285,16 +285,17 @@ def charge(
 def with_unloaded(timings: SequenceTimings, cost_model: CostModel, chunk: int) -> SequenceTimings:
     """The timings with the predicted seconds of the same tokens without any other request.
 
-    The prompt from its cached prefix on, in steps of `chunk` tokens; then one step per further
-    token, each priced as the middle one.
+    The prompt, with the outputs that came with the request, from its cached prefix on, in steps of
+    `chunk` tokens; then one step per further token, each priced as the middle one.
     """
-    cached, num_outputs = timings.num_cached_tokens, timings.num_output_tokens
-    num_tokens = timings.num_prompt_tokens - cached
+    cached, num_outputs = timings.num_cached_tokens, timings.num_new_tokens
+    num_known = timings.num_prompt_tokens + timings.num_resumed_tokens
+    num_tokens = num_known - cached
     num_more_steps = max(0, (num_tokens - 1) // chunk)
     prefill_s = cost_model.seconds(StepLoad.of_span(cached, num_tokens, num_logits_rows=1))
     prefill_s += num_more_steps * cost_model.seconds(StepLoad())
     first = cost_model.predict(StepLoad.of_span(cached, min(num_tokens, chunk)))
-    middle = timings.num_prompt_tokens + num_outputs // 2
+    middle = num_known + num_outputs // 2
     decode = cost_model.predict(StepLoad.of_span(middle, 1, num_logits_rows=1))
     num_decodes = max(0, num_outputs - 1)
     return replace(

@@ -284,14 +284,18 @@ class Admission:
         """Raise QueueFull if the account of a request has its share of the queue."""
         account, num_more = account_of(request), request.sampling.n
         shares = self._waiting.shares(request)
-        if request.is_continuation or shares.allows(account, num_more, request.tenant_weight):
+        if _was_accepted(request) or shares.allows(account, num_more, request.tenant_weight):
             return
         assert shares.capacity is not None, "without one, everything is allowed"
         num_own, state = shares.held(account), self.state_for(request, now)
         raise QueueFull(num_own, num_more, shares.capacity, state.wait_s(num_own), account)
 
     def sequences(self, request: Request, num_before: int, now: float) -> list[Sequence]:
-        """The sequences of a request, after `num_before` others that have arrived."""
+        """The sequences of a request, after `num_before` others that have arrived.
+
+        Raises:
+            ResumedAfterEnd: One has ended with the tokens that its client has.
+        """
         prediction = self.predict(request, now)
         arrival_s = now if request.received_s is None else min(now, request.received_s)
         # the time before a continuation was counted for the request that it continues
@@ -299,18 +303,20 @@ class Admission:
         rank = self._order.rank(request, arrival_s, prediction.service_s)
         output_limit = self.limits.output_limit(request)
         context_limit = self.limits.max_outputs(len(request.prompt_token_ids))
+        resumed = {part.index: part for part in request.resumed}
         return [
             Sequence(
                 request,
                 index,
-                num_before + index,
+                num_before + place,
                 waits_since_s,
                 rank,
                 prediction,
                 output_limit,
                 context_limit,
+                resumed.get(index),
             )
-            for index in range(request.sampling.n)
+            for place, index in enumerate(request.indices)
         ]
 
     def check_queue(self, sequence: Sequence, num_sequences: int, now: float) -> None:
@@ -318,7 +324,7 @@ class Admission:
         is given, if the state of the queue refuses them. What continues an accepted one may wait.
         """
         request, limit = sequence.request, self.limits.max_waiting
-        if request.is_continuation:
+        if _was_accepted(request):
             return
         is_full = limit is not None and len(self._waiting) + num_sequences > limit
         if not is_full and request.ttft_deadline_s is None:
@@ -462,3 +468,8 @@ class Admission:
         """A sequence has ended."""
         if reason in _NATURAL_ENDS:
             self._mean_outputs += _MEAN_GAIN * (sequence.num_outputs - self._mean_outputs)
+
+
+def _was_accepted(request: Request) -> bool:
+    """Whether it continues a request that has passed the limits of the queue."""
+    return request.is_continuation or bool(request.resumed)

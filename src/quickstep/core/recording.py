@@ -44,6 +44,7 @@ from quickstep.types import (
 )
 
 __all__ = [
+    "READABLE_VERSIONS",
     "RECORDING_VERSION",
     "EndLine",
     "EngineLine",
@@ -58,7 +59,8 @@ __all__ = [
     "plan_digest",
 ]
 
-RECORDING_VERSION = 2
+RECORDING_VERSION = 3
+READABLE_VERSIONS = (2, 3)  # before 3 no request was resumed
 _HASH_BITS = 48
 _DIGEST_BYTES = 8
 
@@ -88,7 +90,7 @@ class RecordedSequence(msgspec.Struct, frozen=True):
     """One sequence of a request.
 
     Attributes:
-        num_tokens: Output tokens.
+        num_tokens: Output tokens, those included that it was resumed with.
         hash_ids: Of its full blocks from the one that holds the prompt's end on.
         reason: How it ended; None if it had not ended.
         token_ids: The output, only in a full recording.
@@ -270,6 +272,9 @@ class Recorder:
             self._start_s = now
         n = request.sampling.n
         live = _Live(number, now, request, [[] for _ in range(n)], [None] * n)
+        if not is_refused:  # else it may name sequences that it does not have
+            for resumed in request.resumed:
+                live.outputs[resumed.index] += resumed.token_ids
         self.call(RecordedCall("add", now, number))
         if is_refused:
             self._put(self._line(live, is_refused=True))
@@ -307,7 +312,7 @@ class Recorder:
             live.outputs[output.index] += output.token_ids
             if output.finish_reason is not None:
                 live.reasons[output.index] = output.finish_reason
-                if None not in live.reasons:
+                if all(live.reasons[index] is not None for index in live.request.indices):
                     self._finish(output.request_id)
                 else:
                     self._put(RunningRequest(self._line(live)))
@@ -371,6 +376,9 @@ class Recorder:
             adapter=self._numbered("adapter", request.adapter),
             adapter_id=self._numbered("adapter_id", request.adapter_id),
             cache_salt=self._numbered("salt", request.cache_salt),
+            resumed=tuple(
+                replace(part, token_ids=(0,) * len(part.token_ids)) for part in request.resumed
+            ),
         )
 
     def _numbered(self, kind: str, name: str) -> str:

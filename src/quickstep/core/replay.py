@@ -15,7 +15,7 @@ from msgspec.structs import replace
 from quickstep.core.cost_model import LinearCostModel
 from quickstep.core.policies import make_policy
 from quickstep.core.recording import (
-    RECORDING_VERSION,
+    READABLE_VERSIONS,
     EndLine,
     EngineLine,
     RecordedCall,
@@ -125,10 +125,10 @@ def read_recording(lines: Iterable[bytes | str]) -> Recording:
         if engine is None and not isinstance(one, EngineLine):
             raise ConfigError(f"line {number} of the recording is not valid: no engine before it")
         if isinstance(one, EngineLine):
-            if one.version != RECORDING_VERSION:
+            if one.version not in READABLE_VERSIONS:
                 raise ConfigError(
                     f"line {number} of the recording is not valid: its version is {one.version}, "
-                    f"this Quickstep reads {RECORDING_VERSION}"
+                    f"this Quickstep reads {' and '.join(map(str, READABLE_VERSIONS))}"
                 )
             if engine is not None:
                 raise ConfigError(f"line {number} of the recording is not valid: a second engine")
@@ -289,11 +289,17 @@ class _Replay:
                 ends.setdefault(one.reason, set()).add(of_sequence[-1])
         by_token = (FinishReason.STOP_TOKEN, FinishReason.REPETITION)  # made-up ones do not repeat
         stops = tuple(sorted({token for reason in by_token for token in ends.get(reason, ())}))
+        start = recorded.input_length
+        resumed = tuple(
+            replace(part, token_ids=tuple(tokens[part.index][start:][: len(part.token_ids)]))
+            for part in request.resumed
+        )
         return replace(
             request,
             prompt_token_ids=tuple(tokens[0][: recorded.input_length]),
             eos_token_ids=frozenset(ends.get(FinishReason.EOS, ())),
             sampling=replace(request.sampling, stop_token_ids=stops),
+            resumed=resumed,
         )
 
     def _plan(self, call: RecordedCall) -> bool:

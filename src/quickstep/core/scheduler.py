@@ -357,7 +357,7 @@ class Scheduler:
         self._policy.admitted()
         if is_new and not sequence.request.is_continuation:  # a beam's prompt was counted before
             self._totals.prefix_query_tokens += sequence.prompt_len
-            self._totals.prefix_hit_tokens += residency.planned
+            self._totals.prefix_hit_tokens += sequence.num_cached_tokens or 0
         draft.admit(sequence)
         num_tokens = min(residency.prefill_end - residency.planned, most)
         self._place(draft, sequence, num_tokens, tuple(residency.blocks))

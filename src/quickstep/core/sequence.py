@@ -16,6 +16,7 @@ from msgspec.structs import replace
 
 from quickstep.core.repetition import RepetitionDetector
 from quickstep.core.resources.block_pool import NO_HITS, BlockKey, ChainRoot
+from quickstep.errors import ResumedAfterEnd
 from quickstep.types import (
     Activity,
     Admission,
@@ -25,6 +26,7 @@ from quickstep.types import (
     Pooling,
     PromptProgress,
     Request,
+    Resumed,
     RowOutput,
     SequenceOutput,
     SequenceTimings,
@@ -214,7 +216,8 @@ class Sequence:
     """Mutable state of one sequence. `rank` orders service, waiting and running: lower first.
 
     `rank_s` is the policy's part of it (`core.service_order`), `output_limit` how many output
-    tokens it may have, and `context_limit` how many fit into the context.
+    tokens it may have, and `context_limit` how many fit into the context. `resumed` is what its
+    client has of it: it waits as any other one, with these outputs as if it had been preempted.
     """
 
     def __init__(
@@ -227,6 +230,7 @@ class Sequence:
         prediction: ServicePrediction = _NO_PREDICTION,
         output_limit: int = sys.maxsize,
         context_limit: int = sys.maxsize,
+        resumed: Resumed | None = None,
     ) -> None:
         self.request = request
         self.index = index
@@ -261,6 +265,9 @@ class Sequence:
         detection = request.sampling.repetition_detection
         is_detected = detection is not None and detection.max_pattern_size
         self._repetition = RepetitionDetector(detection) if detection and is_detected else None
+        self.num_resumed = 0  # outputs that came with the request
+        if resumed is not None:
+            self._resume(resumed)
         self.drafts = SequenceDrafts()
         self.charges = Charges()
         # for its timings
@@ -270,6 +277,22 @@ class Sequence:
         self._max_blocks = 0
         self._clock = _Clock(Activity.QUEUE, now)
 
+    def _resume(self, resumed: Resumed) -> None:
+        """Append the outputs that the client has.
+
+        Raises:
+            ResumedAfterEnd: It has ended with one of them.
+        """
+        for token_id in resumed.token_ids:
+            self.token_ids.append(token_id)
+            reason = self._end_reason()
+            if reason is not None:
+                num_tokens = len(resumed.token_ids)
+                raise ResumedAfterEnd(self.index, num_tokens, self.num_outputs, reason.value)
+        self.num_resumed = self.num_outputs
+        num_scored = self.prompt_len if self.num_resumed else resumed.num_prompt_logprobs
+        self._num_scored_tokens = max(self._num_scored_tokens, min(num_scored, self.prompt_len))
+
     @property
     def deadline_s(self) -> float | None:
         """When it has to end."""
@@ -278,9 +301,11 @@ class Sequence:
 
     @property
     def shed_at_s(self) -> float | None:
-        """The latest time to begin, for a first token in time."""
+        """The latest time to begin, for a first token in time; None if that does not matter."""
         ttft_s = self.request.ttft_deadline_s
-        return None if ttft_s is None else self.arrival_s + ttft_s - self.prediction.first_token_s
+        if ttft_s is None or self.request.resumed:
+            return None
+        return self.arrival_s + ttft_s - self.prediction.first_token_s
 
     @property
     def relegate_at_s(self) -> float | None:
@@ -345,7 +370,7 @@ class Sequence:
     def admit(self, residency: Residency, now: float) -> None:
         """Enter the batch."""
         if self.num_cached_tokens is None:
-            self.num_cached_tokens = residency.planned
+            self.num_cached_tokens = min(residency.planned, self.prompt_len)
             self.first_scheduled_s = now
         residency.recompute_end = self._num_computed
         self.residency = residency
@@ -574,4 +599,5 @@ class Sequence:
             rejected_s=self.charges.rejected_ticks / TICKS_PER_S,
             num_drafts=self.drafts.acceptance.num_drafts,
             num_accepted=self.drafts.acceptance.num_accepted,
+            num_resumed_tokens=self.num_resumed,
         )

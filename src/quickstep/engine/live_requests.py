@@ -15,10 +15,18 @@ from msgspec.structs import replace
 
 from quickstep.engine.records.step_log import SequenceRecord, StepLog
 from quickstep.engine.stream import Sink
+from quickstep.errors import ResumedAfterEnd
 from quickstep.text.grammar.grammars import CompiledGrammar
 from quickstep.text.output_text import OutputText, prompt_end
 from quickstep.text.tokenizer import Tokenizer
-from quickstep.types import Delta, FinishReason, Request, SequenceOutput, SequenceTimings
+from quickstep.types import (
+    Delta,
+    FinishReason,
+    Request,
+    Resumed,
+    SequenceOutput,
+    SequenceTimings,
+)
 
 __all__ = ["EndSequences", "LiveRequests"]
 
@@ -38,13 +46,13 @@ class _LiveRequest:
         self,
         request: Request,
         sink: Sink,
-        texts: Iterable[OutputText],
+        texts: dict[int, OutputText],
         grammar: CompiledGrammar | None,
     ) -> None:
         self.request = request
         self.sink = sink
         self.grammar = grammar
-        self.texts = dict(enumerate(texts))
+        self.texts = texts
         self.logged: set[int] = set()  # ended sequences in the step log
 
 
@@ -77,11 +85,21 @@ class LiveRequests:
         await self._empty.wait()
 
     def accept(self, request: Request, sink: Sink, grammar: CompiledGrammar | None) -> None:
-        """Add a request that the scheduler accepted; hold its grammar until its end."""
+        """Add a request that the scheduler accepted; hold its grammar until its end.
+
+        Raises:
+            ResumedAfterEnd: The text of a sequence has ended with a stop string.
+        """
         sampling, prompt = request.sampling, request.prompt_token_ids
         at_start = sampling.skip_special_tokens and all(map(self._tokenizer.is_special, prompt))
         opened = self._opens_reasoning(request)
-        texts = [OutputText(self._tokenizer, sampling, at_start, opened) for _ in range(sampling.n)]
+        texts = {
+            index: OutputText(self._tokenizer, sampling, at_start, opened)
+            for index in request.indices
+        }
+        for resumed in request.resumed:
+            if resumed.index in texts:
+                _read_again(texts[resumed.index], resumed)
         self._live[request.request_id] = _LiveRequest(request, sink, texts, grammar)
         self._empty.clear()
 
@@ -112,12 +130,13 @@ class LiveRequests:
                 except BaseException as error:  # one request's end; a panic in Rust is no Exception
                     self._fail(live, output, error, now)
 
-    def fail_all(self, reason: str) -> None:
-        """End every request with ERROR, without the scheduler."""
+    def fail_all(self, why: str) -> None:
+        """End every request with ERROR, without the scheduler: the engine has failed."""
         for live in self._live.values():
             for index in live.texts:
                 try:
-                    live.sink.put(Delta(index, finish_reason=FinishReason.ERROR, error=reason))
+                    reason = FinishReason.ERROR
+                    live.sink.put(Delta(index, finish_reason=reason, error=why, is_lost=True))
                 except Exception:  # the engine has failed: end the other requests in any case
                     _LOGGER.exception("%s could not be ended", live.request.request_id)
         self._live.clear()
@@ -193,6 +212,15 @@ class LiveRequests:
         self._live.pop(live.request.request_id, None)
         if not self._live:
             self._empty.set()
+
+
+def _read_again(text: OutputText, resumed: Resumed) -> None:
+    """Bring a text to where the client has it: what these tokens give was delivered."""
+    for number, token_id in enumerate(resumed.token_ids, 1):
+        delta = text.advance(SequenceOutput("", resumed.index, (token_id,)))
+        if delta.finish_reason is not None:
+            how = f"stop {delta.stop_reason!r}"
+            raise ResumedAfterEnd(resumed.index, len(resumed.token_ids), number, how)
 
 
 def _one_token_each(output: SequenceOutput) -> Iterator[tuple[int, SequenceOutput]]:

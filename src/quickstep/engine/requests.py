@@ -78,6 +78,8 @@ def check_request(
         raise RequestError(f"n is {n}, a prompt has one embedding", param="n")
     check_token_ids(request.prompt_token_ids, vocab_size, max_model_len, request.prompt_only)
     _check_sampling(request.sampling, vocab_size, eos_token_ids)
+    if request.resumed:
+        _check_resumed(request, vocab_size)
 
 
 def _check_numbers(request: Request) -> None:
@@ -148,6 +150,30 @@ def _check_sampling(
             "the output; allow another token",
             param="allowed_token_ids",
         )
+
+
+def _check_resumed(request: Request, vocab_size: int) -> None:
+    """Check what the client already has of a request that another engine accepted. The scheduler
+    and the stop strings refuse tokens after an end, the sampler those that a grammar does not take.
+    """
+    n, problem = request.sampling.n, ""
+    indices = [part.index for part in request.resumed]
+    if request.is_in_search:
+        problem = "belongs to a beam search, which sends its own beams again"
+    elif any(not 0 <= index < n for index in indices):
+        problem = f"names the sequences {indices}, n is {n}"
+    elif len(set(indices)) < len(indices):
+        problem = f"names a sequence twice: {indices}"
+    elif not request.indices:
+        problem = f"says that all {n} sequences have ended; there is nothing to generate"
+    elif request.prompt_only and any(part.token_ids for part in request.resumed):
+        problem = "holds output tokens, the request generates none"
+    elif any(part.num_prompt_logprobs < 0 for part in request.resumed):
+        problem = "holds a number of prompt logprobs below 0"
+    if problem:
+        raise RequestError(f"resumed {problem}", param="resumed")
+    for part in request.resumed:
+        _check_ids("resumed", part.token_ids, vocab_size)
 
 
 def _check_ids(param: str, ids: Iterable[int], vocab_size: int) -> None:

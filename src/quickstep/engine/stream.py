@@ -60,7 +60,7 @@ class Stream:
         self.ignored: tuple[str, ...] = ()
         self._decided = asyncio.Event()
         self._refusal: QuickstepError | None = None
-        self._num_running = request.sampling.n
+        self._num_running = len(request.indices)
         self._owner = owner
         # of unread deltas, before the request is paused
         self._max_deltas = sys.maxsize if bounds is None else bounds.max_unread_deltas

@@ -299,7 +299,7 @@ class RequestMeter:
             metrics.observe("request_prefill_time_seconds", timings.prefill_s)
             metrics.observe("request_decode_time_seconds", timings.decode_s)
             metrics.observe("request_inference_time_seconds", timings.prefill_s + timings.decode_s)
-            gaps = timings.num_output_tokens - 1
+            gaps = timings.num_new_tokens - 1
             if gaps > 0 and timings.first_token_s is not None:
                 span = timings.finished_s - timings.first_token_s
                 metrics.observe("request_time_per_output_token_seconds", span / gaps)

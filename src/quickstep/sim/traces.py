@@ -92,6 +92,7 @@ def recorded_traffic(lines: Iterable[bytes | str], speed: float = 1.0) -> list[A
             sampling=sampling,
             timeout_s=None,
             pooling=None,
+            resumed=(),
         )
         arrivals.append(Arrival(one.timestamp / 1e3 / speed, request, one.cancelled_s))
     if not arrivals:

@@ -47,8 +47,10 @@ at batch size 1. The bugs, all of kinds that engines have shipped:
 41 adapter-without-room-awaited   sequences wait for an adapter that pinned ones keep out
 42 victims-without-need           all lower priorities make way although fewer would do
 43 allocation-evicts-first        cached blocks are evicted while free ones are left
+44 moved-outputs-become-prompt    the outputs of a request from another engine count as its prompt
+45 moved-scores-are-sent-again    a request from another engine scores its prompt once more
 
-The last two waste and never corrupt: tokens cannot show them, `test_pauses` and `test_block_pool`
+42 and 43 waste and never corrupt: tokens cannot show them, `test_pauses` and `test_block_pool`
 do.
 """
 
@@ -304,6 +306,16 @@ _BUGS = {
         "free.pop() if free else self._evict()",
         "self._evict() if self._cached else free.pop()",
     ),
+    "moved-outputs-become-prompt": (
+        "sequence",
+        "self.token_ids.append(token_id)\n            reason",
+        "self.token_ids.append(token_id)\n            self.prompt_len += 1\n            reason",
+    ),
+    "moved-scores-are-sent-again": (
+        "sequence",
+        "max(self._num_scored_tokens, min(num_scored, self.prompt_len))",
+        "self._num_scored_tokens",
+    ),
 }
 _HARMLESS_TO_TOKENS = frozenset({"victims-without-need", "allocation-evicts-first"})
 # The runs of these bugs are tried from the first seed that caught them, which saves time; where
@@ -358,10 +370,10 @@ def open_planted(
 
 def _is_caught(name: str, open_one: Callable[[Setup], Scheduler]) -> bool:
     first_seed = _FIRST_SEEDS.get(name, 0)
-    has_adapters = name.startswith("adapter")
+    has_adapters, resumes = name.startswith("adapter"), name.startswith("moved")
     for seed in (*range(first_seed, _MAX_LIVES), *range(first_seed)):
         try:
-            random_run(seed, open_one, num_calls=100, has_adapters=has_adapters)
+            random_run(seed, open_one, num_calls=100, has_adapters=has_adapters, resumes=resumes)
         except Exception:  # whatever it breaks, it was noticed
             return True
     return False

@@ -74,6 +74,16 @@ def test_replay_gives_the_identical_plans(seed: int, is_full: bool) -> None:
         assert replayed.num_plans == len(plans) > 0
 
 
+@pytest.mark.parametrize("is_full", [False, True])
+@pytest.mark.parametrize("seed", range(540, 560))
+def test_replay_of_resumed_requests_gives_the_identical_plans(seed: int, is_full: bool) -> None:
+    records = Records(is_full)
+    random_run(seed, records.open, resumes=True)
+    recording, setup = records.recording(), records.setup
+    if is_full or setup.digest is chain_digest:
+        assert replay(recording, open_scheduler(setup)).different_line is None
+
+
 @pytest.mark.parametrize("seed", RANDOM_RUNS)
 def test_replay_of_a_full_recording_gives_the_identical_plans(seed: int) -> None:
     """With the real hash and with the tests' weak one: the tokens themselves are known."""

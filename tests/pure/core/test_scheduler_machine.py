@@ -115,3 +115,10 @@ def test_sequences_never_wait_for_adapters_in_vain(block: int) -> None:
     """Adapters are pinned, retired and replaced, their loads fail, and all sequences end."""
     for seed in range(20_000 + 40 * block, 20_000 + 40 * (block + 1)):
         random_run(seed, has_adapters=True)
+
+
+@pytest.mark.parametrize("block", range(2))
+def test_resumed_requests_get_the_tokens_of_uninterrupted_ones(block: int) -> None:
+    """Cut anywhere, with other requests around them, preempted, paused and failing."""
+    for seed in range(30_000 + 40 * block, 30_000 + 40 * (block + 1)):
+        random_run(seed, resumes=True)

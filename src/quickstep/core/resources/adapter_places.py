@@ -45,7 +45,7 @@ class AdapterPlaces(Resource):
         """Count the use: what is named least often is evicted first."""
         if request.adapter_id:
             self.residency.count_use(request.adapter_id, now)
-            self._num_live[request.adapter_id] += request.sampling.n
+            self._num_live[request.adapter_id] += len(request.indices)
 
     def ended(self, sequence: Sequence) -> None:
         """Count it."""

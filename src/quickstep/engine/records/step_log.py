@@ -48,14 +48,16 @@ class SequenceRecord(msgspec.Struct, frozen=True, tag_field="kind", tag="sequenc
 
     @property
     def time_to_first_token_s(self) -> float | None:
-        """From arrival to the first token; None if there was none."""
+        """From arrival to the first token; None if there was none, or another engine had it."""
         first = self.timings.first_token_s
-        return None if first is None else first - self.timings.arrival_s
+        if first is None or self.timings.num_resumed_tokens:
+            return None
+        return first - self.timings.arrival_s
 
     @property
     def time_per_output_token_s(self) -> float | None:
-        """(end - first token) / (output tokens - 1); None below two tokens."""
-        first, num_tokens = self.timings.first_token_s, self.timings.num_output_tokens
+        """(end - first token) / (new output tokens - 1); None below two tokens."""
+        first, num_tokens = self.timings.first_token_s, self.timings.num_new_tokens
         if first is None or num_tokens < 2:
             return None
         return (self.timings.finished_s - first) / (num_tokens - 1)
@@ -182,7 +184,7 @@ class StepLog:
         self._num_finished[record.finish_reason] += 1
         self._counts["prompt_tokens"] += timings.num_prompt_tokens
         self._counts["cached_tokens"] += timings.num_cached_tokens
-        self._counts["output_tokens"] += timings.num_output_tokens
+        self._counts["output_tokens"] += timings.num_new_tokens
         for follower in self._followers:
             try:
                 follower.add_sequence(record)

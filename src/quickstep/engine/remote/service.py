@@ -115,7 +115,7 @@ class _RequestSink:
 
     def __init__(self, request: Request, notes: StepNotes, ended: Callable[[], None]) -> None:
         self._request_id = request.request_id
-        self._num_running = request.sampling.n
+        self._num_running = len(request.indices)
         self._notes = notes
         self._ended = ended
 

@@ -85,12 +85,12 @@ class RemoteStreams:
 
     def open(self, stream: Stream, request: Request, level: int = 0) -> None:
         """Follow a request, of a level of priority, that is about to be sent."""
-        now, num_sequences = self._clock(), request.sampling.n
+        now, indices = self._clock(), set(request.indices)
         if self._is_held:
             self._busy_since_s = now
-        self._live[stream.request_id] = _Live(stream, request, now, set(range(num_sequences)))
-        self._undecided[stream.request_id] = (level, num_sequences)
-        self._undecided_by_level[level] += num_sequences
+        self._live[stream.request_id] = _Live(stream, request, now, indices)
+        self._undecided[stream.request_id] = (level, len(indices))
+        self._undecided_by_level[level] += len(indices)
         self._empty.clear()
 
     def accept(self, request_id: str, ignored: tuple[str, ...]) -> None:
@@ -105,7 +105,7 @@ class RemoteStreams:
         """
         self._ended_here.pop(request_id, None)
         if request_id in self._live:
-            self._end(request_id, FinishReason.ERROR, error)
+            self._end(request_id, FinishReason.ERROR, error, is_lost=False)
 
     def _decided(self, request_id: str) -> None:
         if request_id in self._undecided:
@@ -128,11 +128,14 @@ class RemoteStreams:
         self._ended_here[request_id] = live.running
         self._remove(request_id)
 
-    def _end(self, request_id: str, reason: FinishReason, error: QuickstepError) -> None:
+    def _end(
+        self, request_id: str, reason: FinishReason, error: QuickstepError, *, is_lost: bool
+    ) -> None:
         live = self._live[request_id]
         live.stream.refuse(error)
         for index in sorted(live.running):
-            live.stream.put(Delta(index, finish_reason=reason, error=str(error)))
+            delta = Delta(index, finish_reason=reason, error=str(error), is_lost=is_lost)
+            live.stream.put(delta)
         self._remove(request_id)
 
     def pause(self, request_id: str) -> None:
@@ -173,9 +176,13 @@ class RemoteStreams:
             request = live.request
             if request.request_id in self._undecided:
                 continue
+            resumed = {part.index: len(part.token_ids) for part in request.resumed}
             for index in sorted(live.running):
-                num_prompt, num_outputs = len(request.prompt_token_ids), live.num_tokens[index]
-                timings = SequenceTimings.of_unknown(num_prompt, live.since_s, now, num_outputs)
+                num_prompt, num_resumed = len(request.prompt_token_ids), resumed.get(index, 0)
+                num_outputs = num_resumed + live.num_tokens[index]
+                timings = SequenceTimings.of_unknown(
+                    num_prompt, live.since_s, now, num_outputs, num_resumed
+                )
                 yield SequenceRecord(
                     request_id=request.request_id,
                     index=index,
@@ -193,7 +200,7 @@ class RemoteStreams:
         """The engine has ended: end every stream, and refuse requests that were not accepted."""
         self._ended_here.clear()
         for request_id in tuple(self._live):
-            self._end(request_id, reason, EngineDied(error))
+            self._end(request_id, reason, EngineDied(error), is_lost=True)
 
     def _remove(self, request_id: str) -> None:
         live = self._live.pop(request_id)
