@@ -29,11 +29,11 @@ from quickstep.core.accounting import (
     step_record,
     with_unloaded,
 )
-from quickstep.core.admission import Admission, AdmissionState, SequenceLimits
+from quickstep.core.admission import AdmissionControl, AdmissionState, SequenceLimits
 from quickstep.core.cost_model import CostModel, StepLoad
 from quickstep.core.drafts.control import DraftControl
 from quickstep.core.policies import Policy
-from quickstep.core.queues import Deadlines, Due, RunningBatch, WaitingQueue
+from quickstep.core.queues import DeadlineQueue, Due, RunningBatch, WaitingQueue
 from quickstep.core.resources.adapter_places import AdapterPlaces
 from quickstep.core.resources.adapter_residency import AdapterOrders, AdapterResidency
 from quickstep.core.resources.block_pool import KVBlockPool
@@ -107,9 +107,9 @@ class Scheduler:
         )
         self._waiting = WaitingQueue(self._order, (*adapters, *more_resources), config.max_waiting)
         self._batch = RunningBatch(self._order)
-        self._deadlines = Deadlines(self._order.relegates)
+        self._deadlines = DeadlineQueue(self._order.relegates)
         limits = SequenceLimits.of(config, pool.num_blocks * pool.block_size)
-        self._admission = Admission(
+        self._admission = AdmissionControl(
             config, limits, cost_model, self._order, self._waiting, self._batch, self._slots
         )
         self._budget = StepBudget(policy, cost_model, self._waiting, self._batch, self._fits)

@@ -47,7 +47,7 @@ from quickstep.verify.requests import (
     MAX_OUTPUTS,
     MAX_PROMPT_LEN,
     RandomRequest,
-    Vocabulary,
+    RequestVocabulary,
     random_requests,
 )
 from quickstep.verify.run import (
@@ -242,7 +242,7 @@ class _Verifier:
         self._requests = random_requests(
             options.num_requests,
             options.seed,
-            Vocabulary(
+            RequestVocabulary(
                 model.vocab_size,
                 eos_token_ids,
                 new_matcher is not None,
