@@ -540,7 +540,8 @@ class StepRecord(msgspec.Struct, frozen=True, tag_field="kind", tag="step", gc=F
     returned prompt logprobs. `predicted_s` is the cost model's prediction of `seconds`.
     `decode_s` and `prefill_s` are what the rows of the two phases are charged of `seconds`, the
     rest of which no live row is charged; `prefills` are the prefill rows one by one. Of the decode
-    tokens, `num_drafts` are drafts, of which `num_accepted` were accepted.
+    tokens, `num_drafts` are drafts, of which `num_accepted` were accepted. `replica` is the number
+    of the engine, if several serve the model.
     """
 
     step_id: int
@@ -564,6 +565,7 @@ class StepRecord(msgspec.Struct, frozen=True, tag_field="kind", tag="step", gc=F
     prefills: tuple[PrefillCharge, ...] = ()
     num_drafts: int = 0
     num_accepted: int = 0
+    replica: int = 0
 
 
 class Delta(msgspec.Struct, frozen=True):

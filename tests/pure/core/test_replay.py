@@ -22,6 +22,7 @@ from quickstep.types import (
     Pooling,
     Request,
     RequestClass,
+    Resumed,
     RowOutput,
     SamplingParams,
     StepResult,
@@ -216,6 +217,7 @@ _REQUEST: dict[str, object] = {
     "adapter_id": "",
     "received_s": 0.001,
     "reports_progress": True,
+    "resumed": (Resumed(0, (3, 4)),),
 }
 
 

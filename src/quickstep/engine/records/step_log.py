@@ -33,7 +33,9 @@ _LOGGER = logging.getLogger(__name__)
 
 
 class SequenceRecord(msgspec.Struct, frozen=True, tag_field="kind", tag="sequence"):
-    """A finished sequence: its request, how it ended, and its timings."""
+    """A finished sequence: its request, how it ended, and its timings. `replica` is the number of
+    the engine, if several serve the model.
+    """
 
     request_id: str
     index: int
@@ -45,6 +47,7 @@ class SequenceRecord(msgspec.Struct, frozen=True, tag_field="kind", tag="sequenc
     adapter: str = ""
     endpoint: str = ""
     is_continuation: bool = False
+    replica: int = 0
 
     @property
     def time_to_first_token_s(self) -> float | None:

@@ -1,0 +1,1 @@
+"""Several engines that serve one model."""
