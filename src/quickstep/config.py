@@ -17,28 +17,6 @@ from msgspec.structs import replace
 
 from quickstep.errors import ConfigError
 
-__all__ = [
-    "KERNELS",
-    "KV_DTYPES",
-    "MAX_SPECULATIVE_TOKENS",
-    "QUANTIZATIONS",
-    "CacheConfig",
-    "ContentFormat",
-    "EngineConfig",
-    "InputConfig",
-    "LoRAConfig",
-    "LoadConfig",
-    "PolicyName",
-    "ProposerConfig",
-    "RecordingConfig",
-    "SchedulerConfig",
-    "SpeculationConfig",
-    "SpeculationMethod",
-    "SpeculativeSampling",
-    "StreamConfig",
-    "adapter_name_problem",
-]
-
 KERNELS = ("auto", "reference", "native", "triton")
 KV_DTYPES = ("auto", "bfloat16", "float16", "float32", "int8", "fp8")
 MAX_SPECULATIVE_TOKENS = 16

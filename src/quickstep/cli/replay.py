@@ -10,8 +10,6 @@ import argparse
 
 from quickstep.cli.flags.parsing import Parser, command, readable_file
 
-__all__ = ["add_parser", "run"]
-
 
 def add_parser(subparsers: argparse._SubParsersAction[Parser]) -> None:
     """Register the command."""

@@ -43,22 +43,6 @@ from quickstep.types import (
     StepResult,
 )
 
-__all__ = [
-    "READABLE_VERSIONS",
-    "RECORDING_VERSION",
-    "EndLine",
-    "EngineLine",
-    "RecordedCall",
-    "RecordedRequest",
-    "RecordedRow",
-    "RecordedSequence",
-    "Recorder",
-    "RecordingLine",
-    "RecordingScheduler",
-    "RunningRequest",
-    "plan_digest",
-]
-
 RECORDING_VERSION = 3
 READABLE_VERSIONS = (2, 3)  # before 3 no request was resumed
 _HASH_BITS = 48

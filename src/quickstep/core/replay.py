@@ -38,16 +38,6 @@ from quickstep.types import (
     TokenLogprobs,
 )
 
-__all__ = [
-    "Recording",
-    "Replayed",
-    "Runner",
-    "made_up_tokens",
-    "open_replay",
-    "read_recording",
-    "replay",
-]
-
 _FIRST_SINGLE_TOKEN = 1 << 62  # tokens of no full block
 _FIRST_UNKNOWN_TOKEN = 3 << 61  # outputs of requests that had not ended, none twice
 _NO_NUMBER = "no such request"

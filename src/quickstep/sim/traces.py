@@ -21,8 +21,6 @@ from quickstep.errors import ConfigError
 from quickstep.sim.outcome import Arrival
 from quickstep.types import Request, SamplingParams
 
-__all__ = ["read_trace", "recorded_traffic"]
-
 _HASH_TOKENS = 512  # tokens of a Mooncake hash
 _FIRST_NEW_TOKEN = 1 << 40
 _AZURE_TIME = re.compile(r"(\d+)-(\d+)-(\d+)[ T](\d+):(\d+):(\d+(?:\.\d+)?)")

@@ -22,8 +22,6 @@ from quickstep.core.resources.block_pool import KVBlockPool
 from quickstep.errors import ConfigError
 from quickstep.text.tokenizer import Tokenizer
 
-__all__ = ["RecordingFile"]
-
 _LOGGER = logging.getLogger(__name__)
 _FLUSH_S = 1.0
 _MAX_EARLIER = 9  # recordings: more than the deaths after which the server gives an engine up

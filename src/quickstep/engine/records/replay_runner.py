@@ -10,8 +10,6 @@ from quickstep.core.replay import Recording
 from quickstep.errors import ConfigError
 from quickstep.types import Executor, StepPlan, StepResult
 
-__all__ = ["ReplayRunner", "open_runner"]
-
 
 class ReplayRunner:
     """Runs plans one after the other. Owned by its caller, who closes it. `grammars` stay compiled
