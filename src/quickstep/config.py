@@ -552,8 +552,8 @@ class ReplicaConfig(msgspec.Struct, frozen=True):
     Attributes:
         num_replicas: How many there are, each in a process of its own.
         router: Which of them gets a request.
-        max_moves: How often a request continues on another engine, or on a restarted one, after the
-            end of its engine's process.
+        max_moves: How often in a row, without a new token, a request continues on another engine,
+            or on a restarted one, after the end of its engine's process.
     """
 
     num_replicas: int = 1

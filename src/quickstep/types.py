@@ -427,7 +427,8 @@ class SequenceTimings(msgspec.Struct, frozen=True, gc=False):
     The first `num_resumed_tokens` of the output tokens came with the request (`Request.resumed`).
     `unloaded_prefill_s` and `unloaded_decode_s` are predictions for the same tokens without any
     other request, with the same cached prefix; `is_extrapolated` if they are for steps outside of
-    what was measured. `adapter_id` is that of the request.
+    what was measured. `adapter_id` is that of the request, `replica` the number of the engine, if
+    several serve the model.
     """
 
     arrival_s: float
@@ -457,6 +458,7 @@ class SequenceTimings(msgspec.Struct, frozen=True, gc=False):
     num_drafts: int = 0
     num_accepted: int = 0
     num_resumed_tokens: int = 0
+    replica: int = 0
 
     @property
     def num_new_tokens(self) -> int:

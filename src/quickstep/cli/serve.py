@@ -108,8 +108,8 @@ def _add_replica_flags(parser: Parser) -> None:
         type=int,
         default=3,
         metavar="N",
-        help="how often a request continues on another engine when its engine's process has ended "
-        "(default: %(default)s)",
+        help="how often in a row, without a new token, a request continues on another engine when "
+        "its engine's process has ended (default: %(default)s)",
     )
 
 

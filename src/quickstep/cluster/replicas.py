@@ -9,9 +9,9 @@ engine's process ends, its requests continue on another one, or on its successor
 with the tokens that its client has already (`Request.resumed`), and its deltas go to the same
 stream. The same request gives the same bits on every replica, so that a client cannot notice it.
 
-A request moves at most `max_moves` times, since it may be what ends the engines. While no engine
-serves, requests that were accepted wait here, and new ones are refused. Everything runs in the
-event loop that called `open`.
+A request moves at most `max_moves` times in a row without a new token, since it may be what ends
+the engines. While no engine serves, requests that were accepted wait here, and new ones are
+refused. Everything runs in the event loop that called `open`.
 """
 
 from __future__ import annotations
@@ -311,8 +311,9 @@ class ReplicaSet:
         self._router.lost_cache(self._engines.index(engine))
         for lost in requests:
             if lost.num_moves >= self._max_moves:
-                ended = f"{lost.num_moves + 1} engine processes ended while they computed it"
-                self._end(lost, FinishReason.ERROR, f"{ended}; it is not tried again")
+                num = lost.num_moves + 1
+                why = f"{num} engine processes ended in a row while they computed it"
+                self._end(lost, FinishReason.ERROR, f"{why}; it is not tried again")
             else:
                 self._park(lost)
         self._place_parked()

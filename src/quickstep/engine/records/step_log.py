@@ -33,9 +33,7 @@ _LOGGER = logging.getLogger(__name__)
 
 
 class SequenceRecord(msgspec.Struct, frozen=True, tag_field="kind", tag="sequence"):
-    """A finished sequence: its request, how it ended, and its timings. `replica` is the number of
-    the engine, if several serve the model.
-    """
+    """A finished sequence: its request, how it ended, and its timings."""
 
     request_id: str
     index: int
@@ -47,7 +45,6 @@ class SequenceRecord(msgspec.Struct, frozen=True, tag_field="kind", tag="sequenc
     adapter: str = ""
     endpoint: str = ""
     is_continuation: bool = False
-    replica: int = 0
 
     @property
     def time_to_first_token_s(self) -> float | None:

@@ -605,8 +605,8 @@ class RemoteEngine:
             case StepNote():
                 replica = self._replica
                 for sequence in message.sequences:
-                    record = replace(sequence, replica=replica) if replica else sequence
-                    self._step_log.add_sequence(record)
+                    timings = self._of_replica(sequence.timings)
+                    self._step_log.add_sequence(replace(sequence, timings=timings))
                 for request_id, delta in message.deltas:
                     self._streams.deliver(request_id, delta)
                 if (step := message.record) is not None:
@@ -617,7 +617,9 @@ class RemoteEngine:
                 self._streams.refuse(message.request_id, message.error)
             case TimingsNote(request_id=request_id, timings=timings):
                 if (report := self._reports.pop(request_id, None)) is not None:
-                    report.set_result(timings)
+                    report.set_result(
+                        {index: self._of_replica(one) for index, one in timings.items()}
+                    )
             case PrefixCacheReset(num_blocks=num_blocks):
                 if not (reset := self._resets.popleft()).done():  # else its caller has left
                     reset.set_result(num_blocks)
@@ -627,6 +629,9 @@ class RemoteEngine:
                 self._note_stats(stats)
             case _:
                 _LOGGER.error("the engine process sent %s out of turn", message)
+
+    def _of_replica(self, timings: SequenceTimings) -> SequenceTimings:
+        return replace(timings, replica=self._replica) if self._replica else timings
 
     @property
     def has_work(self) -> bool:

@@ -29,7 +29,7 @@ class LostRequest(msgspec.Struct, frozen=True):
     Attributes:
         stream: Continues with the deltas of another engine.
         request: With what the stream has got as `resumed`.
-        num_moves: How many engines have ended with it before.
+        num_moves: How many engines had ended with it before, in a row without a new token.
         is_paused: Its reader is too slow.
         fingerprint: Of the engine: only an equal one gives the bits that follow.
     """
@@ -50,6 +50,12 @@ class _Live(msgspec.Struct):
     num_moves: int
     num_prompt_logprobs: int = 0  # delivered
     timer: asyncio.TimerHandle | None = None  # of its deadline
+
+    @property
+    def has_progressed(self) -> bool:
+        """Whether this engine has delivered a token."""
+        num_resumed = sum(len(part.token_ids) for part in self.request.resumed)
+        return sum(map(len, self.outputs.values())) > num_resumed
 
 
 class RemoteStreams:
@@ -236,7 +242,7 @@ class RemoteStreams:
             LostRequest(
                 live.stream,
                 _resumed(live),
-                live.num_moves,
+                0 if live.has_progressed else live.num_moves,
                 is_paused=request_id in self._paused,
                 fingerprint=fingerprint,
             )
