@@ -504,7 +504,7 @@ class StreamConfig(msgspec.Struct, frozen=True):
 
 
 class RecordingConfig(msgspec.Struct, frozen=True):
-    """A recording of what the scheduler does (`core.recording`).
+    """A recording of what the scheduler does (`core.recordings.recording`).
 
     Attributes:
         path: The file; earlier ones are kept as FILE.1, FILE.2 and so on.

@@ -17,7 +17,7 @@ from typing import IO
 from quickstep.config import EngineConfig, RecordingConfig, SchedulerConfig
 from quickstep.core.cost_model import LinearCostModel
 from quickstep.core.policies import Policy
-from quickstep.core.recording import Recorder, RecordingScheduler
+from quickstep.core.recordings.recording import Recorder, RecordingScheduler
 from quickstep.core.resources.block_pool import KVBlockPool
 from quickstep.errors import ConfigError
 from quickstep.text.tokenizer import Tokenizer

@@ -1,4 +1,4 @@
-"""A recording of a scheduler's calls: `RecordingScheduler` writes it, `core.replay` reads it.
+"""A recording of a scheduler's calls: `RecordingScheduler` writes it, `replay` reads it.
 
 JSON lines of five kinds, in the order in which things happened:
 
