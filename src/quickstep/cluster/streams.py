@@ -58,6 +58,7 @@ class ResumableStream:
         self._request = replace(request, request_id=stream.request_id, sampling=sampling)
         self._choose = choose
         self._engine = engine
+        self._fingerprint = engine.fingerprint
         self._stream = stream
         self._received = [_Received() for _ in range(sampling.n)]
         for part in request.resumed:
@@ -188,7 +189,7 @@ class ResumableStream:
         """Move the request; returns how its sequences end if no engine continues them, else []."""
         try:
             return [] if await self._move(is_death) else lost
-        except RequestError as error:
+        except QuickstepError as error:
             return self._ends(error)
 
     async def _move(self, is_death: bool) -> bool:
@@ -197,6 +198,7 @@ class ResumableStream:
 
         Raises:
             RequestError: The other engine cannot serve it.
+            EngineError: The other engine would not give the same bits.
         """
         is_fruitless = is_death and not self._has_new_tokens
         self._num_fruitless_deaths = self._num_fruitless_deaths + 1 if is_fruitless else 0
@@ -210,6 +212,7 @@ class ResumableStream:
                 self._engine = await self._choose(request, tuple(self._lost))
             except EngineError:
                 return False
+            self._check_fingerprint(self._engine)
             try:
                 await self._engine.prepare(request)
                 self._stream = self._engine.stream(request)
@@ -219,6 +222,13 @@ class ResumableStream:
                 await self._stream.aclose()
             return True
         return False
+
+    def _check_fingerprint(self, engine: ServedEngine) -> None:
+        if engine.fingerprint != self._fingerprint:
+            raise EngineError(
+                f"the request began with fingerprint {self._fingerprint}, the engine that is left "
+                f"has {engine.fingerprint} and would give other bits; send it again"
+            )
 
     def _resumed(self) -> tuple[Resumed, ...]:
         return tuple(

@@ -173,6 +173,20 @@ def test_what_the_other_engine_refuses_ends_with_its_reason() -> None:
     asyncio.run(check())
 
 
+def test_an_engine_with_other_weights_continues_nothing() -> None:
+    async def check() -> None:
+        async with Cluster(2) as cluster:
+            model = cluster.parts[1].engine.model
+            cluster.parts[1].engine._model = replace(model, fingerprint="11")
+            cluster.kill_at_step(0, 3)
+            deltas = await deltas_of(cluster, Request("", PROMPT, SamplingParams(max_tokens=9)))
+            assert deltas[-1].finish_reason is FinishReason.ERROR
+            assert "began with fingerprint 00" in deltas[-1].error
+            assert cluster.parts[1].engine.stats().scheduler.totals.num_requests == 0
+
+    asyncio.run(check())
+
+
 def test_the_progress_of_a_prompt_never_goes_back() -> None:
     async def check() -> None:
         sampling = SamplingParams(max_tokens=4)
