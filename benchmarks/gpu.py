@@ -76,8 +76,8 @@ class Processes:
             junit = Path(folder) / "junit.xml"
             own_s = limit_s - max(_LEAST_S, 0.15 * limit_s)
             argv = [
-                one.format(out=self._folder, junit=junit, seconds=f"{own_s:.0f}")
-                for one in stage.command(sys.executable)
+                argument.format(out=self._folder, junit=junit, seconds=f"{own_s:.0f}")
+                for argument in stage.command(sys.executable)
             ]
             try:
                 with files[0].open("wb") as stdout, files[1].open("wb") as stderr:
@@ -148,11 +148,13 @@ def main(argv: Sequence[str] | None = None) -> int:
     args = _parse(argv)
     every = list(stages(args.run, args.device))
     chosen = [
-        one for one in every if args.only is None or any(text in one.title for text in args.only)
+        stage
+        for stage in every
+        if args.only is None or any(text in stage.title for text in args.only)
     ]
     if args.list:
-        for one in chosen:
-            print(f"{one.title} ({one.limit_s:.0f} s): {' '.join(one.command('python'))}")
+        for stage in chosen:
+            print(f"{stage.title} ({stage.limit_s:.0f} s): {' '.join(stage.command('python'))}")
         return 0
     missing = [name for name in _PACKAGES if importlib.util.find_spec(name) is None]
     if missing:
@@ -176,7 +178,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     processes = Processes(folder, time.monotonic() + args.seconds)
     signal.signal(signal.SIGTERM, _stop)
     try:
-        for stage, done in _run_all([one for one in chosen if one.title not in passed], processes):
+        for stage, done in _run_all(
+            [stage for stage in chosen if stage.title not in passed], processes
+        ):
             finished[stage.title] = done
             print(f"{stage.title}: {done.status}, {done.seconds:.0f} s", flush=True)
             with lines.open("a", encoding="utf-8") as file:
@@ -189,7 +193,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     finally:
         processes.kill()
     print(f"{lines.with_suffix('.md')}: written")
-    is_passed = [one.title in finished and finished[one.title].status == "passed" for one in chosen]
+    is_passed = [
+        stage.title in finished and finished[stage.title].status == "passed" for stage in chosen
+    ]
     return 0 if all(is_passed) else 1
 
 
@@ -238,8 +244,8 @@ def _read(lines: Path) -> dict[str, Done]:
     """The last result of each stage, by title."""
     if not lines.exists():
         return {}
-    found = [Done(**json.loads(one)) for one in lines.read_text(encoding="utf-8").splitlines()]
-    return {one.title: one for one in found}
+    found = [Done(**json.loads(line)) for line in lines.read_text(encoding="utf-8").splitlines()]
+    return {done.title: done for done in found}
 
 
 def _kill(group: int) -> None:

@@ -263,7 +263,8 @@ def _attention_calls(
 
     def contiguous(keys: torch.Tensor, values: torch.Tensor) -> object:
         k, v = (
-            one.view(num_rows, context, kv_heads, size).transpose(1, 2) for one in (keys, values)
+            cache.view(num_rows, context, kv_heads, size).transpose(1, 2)
+            for cache in (keys, values)
         )
         return torch.nn.functional.scaled_dot_product_attention(
             rows, k, v, attn_mask=mask, is_causal=new == context, enable_gqa=True

@@ -226,7 +226,9 @@ def _served_row(
     measured: MeasuredEngine, lengths: RequestLengths, times: list[RequestTimes], limits: Limits
 ) -> Row:
     num_requests, num_inputs, num_outputs = len(times), lengths.num_inputs, lengths.num_outputs
-    seconds = max(one.arrivals[-1].at_s for one in times) - min(one.submitted_s for one in times)
+    seconds = max(timing.arrivals[-1].at_s for timing in times) - min(
+        timing.submitted_s for timing in times
+    )
     head_bytes = kv_head_bytes(measured.spec.head_size, measured.dtype.itemsize, "auto")
     context = num_inputs + num_outputs // 2
     step_bytes = measured.weight_bytes_read(num_requests) + decode_kv_bytes(
@@ -234,8 +236,8 @@ def _served_row(
     )
     prefill_s = num_requests * prefill_flops(measured.spec, num_inputs) / limits.flops_per_s()
     roofline_s = prefill_s + num_outputs * step_bytes / limits.read_bytes_per_s()
-    first_ms = [1e3 * one.time_to_first_token_s for one in times]
-    gaps_ms = [1e3 * gap for one in times for gap in _gaps_s(one)]
+    first_ms = [1e3 * timing.time_to_first_token_s for timing in times]
+    gaps_ms = [1e3 * gap for timing in times for gap in _gaps_s(timing)]
     return {
         "requests": num_requests,
         "lengths": f"{num_inputs}/{num_outputs}",
@@ -281,7 +283,7 @@ def _exact(args: argparse.Namespace) -> None:
                     "kv": kv_dtype,
                     "compared": how,
                     "requests": len(expected),
-                    "tokens": sum(len(one[0]) for one in expected),
+                    "tokens": sum(len(output[0]) for output in expected),
                     "mismatches": sum(different),
                 }
             )

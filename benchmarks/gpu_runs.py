@@ -112,7 +112,7 @@ def _correct(device: str) -> Iterator[Stage]:
     is_gpu = device == "cuda"
     different = Goal(
         "products whose bits depend on the tokens",
-        lambda of: sum(not one["same_bits"] for one in of["bits of products"]),
+        lambda of: sum(not result["same_bits"] for result in of["bits of products"]),
         0,
         False,
     )
@@ -146,7 +146,7 @@ def _correct(device: str) -> Iterator[Stage]:
 def _exact(device: str, shape: str) -> Stage:
     title = f"exactness, two layers of {shape}"
     mismatches = Goal(
-        "mismatches", lambda of: sum(one["mismatches"] for one in of[title]), 0, False
+        "mismatches", lambda of: sum(result["mismatches"] for result in of[title]), 0, False
     )
     argv = (_MEASURES, "exact", *_chosen(device), "--shape", shape)
     return Stage(title, argv, 90.0, (mismatches,))
@@ -216,7 +216,7 @@ def _fast(device: str) -> Iterator[Stage]:
     yield Stage("products", (_KERNELS, "products", *_chosen(device)), 80.0, (products,))
     attention = Goal(
         "the worst attention, torch's / ours",
-        lambda of: min(one["torch_us"] / one["ours_us"] for one in of["attention"]),
+        lambda of: min(result["torch_us"] / result["ours_us"] for result in of["attention"]),
         0.95,
     )
     yield Stage("attention", (_KERNELS, "attention", *_chosen(device)), 60.0, (attention,))
@@ -317,8 +317,12 @@ def _compared(device: str) -> Iterator[Stage]:
 
 def _speedup(title: str) -> Goal:
     def ratio(of: Rows) -> float:
-        ours = next(one for one in of[_SERVED] if one["requests"] == of[title][0]["requests"])
-        return float(ours["tokens_per_s"]) / max(float(one["tokens_per_s"]) for one in of[title])
+        ours = next(
+            result for result in of[_SERVED] if result["requests"] == of[title][0]["requests"]
+        )
+        return float(ours["tokens_per_s"]) / max(
+            float(result["tokens_per_s"]) for result in of[title]
+        )
 
     return Goal(f"tokens/s, ours / {title}", ratio, 2.0)
 
@@ -379,7 +383,7 @@ def _peak(shape: str, bound: float) -> Goal:
 
 
 def _step_of(of: Rows, shape: str, key: str, value: int) -> Mapping[str, Any]:
-    return next(one for one in of[f"steps, {shape}"] if one.get(key) == value)
+    return next(result for result in of[f"steps, {shape}"] if result.get(key) == value)
 
 
 _RUNS: Mapping[str, Callable[[str], Iterator[Stage]]] = {

@@ -111,11 +111,15 @@ def merge_s(base: Path, rank: int, targets: Sequence[str], repeats: int = 3) -> 
         if name.rpartition(".")[2] in targets
     ]
     weights = [
-        torch.zeros(one.num_outputs, one.num_inputs, dtype=torch.bfloat16) for one in modules
+        torch.zeros(module.num_outputs, module.num_inputs, dtype=torch.bfloat16)
+        for module in modules
     ]
     halves = [
-        (torch.ones(one.num_outputs, rank, dtype=torch.bfloat16), torch.ones(rank, one.num_inputs))
-        for one in modules
+        (
+            torch.ones(module.num_outputs, rank, dtype=torch.bfloat16),
+            torch.ones(rank, module.num_inputs),
+        )
+        for module in modules
     ]
     times = []
     for _ in range(repeats):
@@ -168,7 +172,7 @@ class Bench:
         prompts = [
             {"prompt_token_ids": rng.choices(self._tokens, k=work.input_len)} for _ in chosen
         ]
-        requests = [None if one is None else self._requests[one] for one in chosen]
+        requests = [None if adapter is None else self._requests[adapter] for adapter in chosen]
         params = SamplingParams(temperature=0.0, max_tokens=work.output_len, ignore_eos=True)
         started_s = time.perf_counter()
         outputs = self._llm.generate(prompts, params, use_tqdm=False, lora_request=requests)
@@ -190,8 +194,8 @@ class Bench:
         """Output tokens per second when adapters are merged one after another."""
         chosen = choose_adapters(num_adapters, self._workload.concurrency, distribution, 0)
         groups: dict[int, int] = defaultdict(int)
-        for one in chosen:
-            groups[one] += 1
+        for adapter in chosen:
+            groups[adapter] += 1
         total_s = swap_s * len(groups)
         for seed, size in enumerate(groups.values()):
             num_tokens = size * self._workload.output_len

@@ -414,18 +414,21 @@ def _figures(
     from_s, until_s = start_s + _RAMP * seconds, start_s + seconds
     window_s = until_s - from_s
     ended = [response for response in responses if from_s <= response.ended_s < until_s]
-    done = [one for one in ended if one.num_tokens]
+    done = [request for request in ended if request.num_tokens]
     refused = [response for response in responses if response.status in _REFUSED]
     admitted = [response for response in responses if response.was_admitted]
     return Figures(
         requests=len(done) / window_s,
-        tokens=sum(one.num_tokens for one in done) / window_s,
-        good_tokens=sum(one.num_tokens for one in done if one.is_good(limits)) / window_s,
+        tokens=sum(request.num_tokens for request in done) / window_s,
+        good_tokens=sum(request.num_tokens for request in done if request.is_good(limits))
+        / window_s,
         offered=len(responses) / seconds,
         refused=len(refused) / max(1, len(responses)),
-        refusal_s=tuple(one.ended_s - one.sent_s for one in refused),
-        in_time=sum(one.is_good(limits) for one in admitted) / max(1, len(admitted)),
-        first_token_s=tuple(one.first_s - one.due_s for one in admitted if one.first_s),
+        refusal_s=tuple(request.ended_s - request.sent_s for request in refused),
+        in_time=sum(request.is_good(limits) for request in admitted) / max(1, len(admitted)),
+        first_token_s=tuple(
+            request.first_s - request.due_s for request in admitted if request.first_s
+        ),
         lateness_s=tuple(response.sent_s - response.due_s for response in responses),
         num_failed=sum(response.finish_reason == "error" for response in responses),
         recovery_s=recovery_s,

@@ -96,7 +96,7 @@ class Lru:
 
     def evict(self, pinned: set[int]) -> int:
         """The oldest."""
-        block = next(one for one in self._blocks if one not in pinned)
+        block = next(block for block in self._blocks if block not in pinned)
         del self._blocks[block]
         return block
 

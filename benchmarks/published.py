@@ -17,7 +17,7 @@ import msgspec
 
 from quickstep.config import PolicyName
 from quickstep.model.sizing import ElementBytes
-from quickstep.plan.candidates import Load, StepLimits, fit
+from quickstep.plan.candidates import EngineLimits, Load, fit
 from quickstep.plan.formulas import Split
 from quickstep.plan.hardware import find_hardware, read_hardware
 from quickstep.plan.models import find_model
@@ -81,7 +81,7 @@ def predicted(figure: Published) -> float:
         Split(figure.tensor),
         elements,
         Load(1.0, figure.num_inputs, figure.num_outputs),
-        StepLimits(figure.batch, 8192),
+        EngineLimits(figure.batch, 8192),
     )
     sampling = SamplingParams(max_tokens=figure.num_outputs)
     arrivals = [

@@ -87,20 +87,20 @@ def run(
 def values(of: Sequence[SequenceTimings]) -> dict[str, list[float]]:
     """Sorted milliseconds of each quantity."""
     found: dict[str, list[float]] = {"TTFT": [], "TPOT": [], "E2E": []}
-    for one in of:
-        if one.first_token_s is None or one.num_output_tokens < 2:
+    for timings in of:
+        if timings.first_token_s is None or timings.num_output_tokens < 2:
             continue
-        decode_s = one.finished_s - one.first_token_s
-        found["TTFT"].append(1e3 * (one.first_token_s - one.arrival_s))
-        found["TPOT"].append(1e3 * decode_s / (one.num_output_tokens - 1))
-        found["E2E"].append(1e3 * (one.finished_s - one.arrival_s))
+        decode_s = timings.finished_s - timings.first_token_s
+        found["TTFT"].append(1e3 * (timings.first_token_s - timings.arrival_s))
+        found["TPOT"].append(1e3 * decode_s / (timings.num_output_tokens - 1))
+        found["E2E"].append(1e3 * (timings.finished_s - timings.arrival_s))
     return {name: sorted(numbers) for name, numbers in found.items()}
 
 
 def rate(of: Sequence[SequenceTimings]) -> float:
     """Output tokens per second, from the first arrival to the last end."""
-    seconds = max(one.finished_s for one in of) - min(one.arrival_s for one in of)
-    return sum(one.num_output_tokens for one in of) / seconds
+    seconds = max(timings.finished_s for timings in of) - min(timings.arrival_s for timings in of)
+    return sum(timings.num_output_tokens for timings in of) / seconds
 
 
 def compare(
@@ -157,8 +157,8 @@ def main() -> None:
                 times.append(at_s)
             path = Path(folder) / f"{number}.jsonl"
             of = [
-                replace(one, request_id=f"{number}-{one.request_id}")
-                for one in requests(2 + number, len(times))
+                replace(request, request_id=f"{number}-{request.request_id}")
+                for request in requests(2 + number, len(times))
             ]
             _, live, _ = run(args.model, of, times, path)
             compare(load, live, path, overhead)

@@ -67,7 +67,7 @@ class Figures(msgspec.Struct):
         """Count a run: its tokens per second, and the drafts of its sequences."""
         self.rates.append(rate)
         for output in outputs:
-            self.num_tokens += sum(len(one.token_ids) for one in output.outputs)
+            self.num_tokens += sum(len(sequence.token_ids) for sequence in output.outputs)
             for timings in filter(None, output.metrics.sequences):
                 self.num_drafts += timings.num_drafts
                 self.num_accepted += timings.num_accepted

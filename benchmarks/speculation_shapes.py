@@ -68,13 +68,13 @@ class SyntheticDrafts:
 
     def admit(self, slot: int, admission: Admission) -> None:
         """`Proposer.admit`."""
-        for one in self._all:
-            one.admit(slot, admission)
+        for model in self._all:
+            model.admit(slot, admission)
 
     def observe(self, slot: int, token_ids: tuple[int, ...]) -> None:
         """`Proposer.observe`."""
-        for one in self._all:
-            one.observe(slot, token_ids)
+        for model in self._all:
+            model.observe(slot, token_ids)
 
     def propose(self, tasks: Sequence[DraftTask]) -> list[tuple[int, ...]]:
         """`Proposer.propose`."""
@@ -84,8 +84,8 @@ class SyntheticDrafts:
 
     def release(self, slot: int) -> None:
         """`Proposer.release`."""
-        for one in self._all:
-            one.release(slot)
+        for model in self._all:
+            model.release(slot)
 
 
 def open_engine(args: argparse.Namespace, continuations: Continuations) -> Engine:

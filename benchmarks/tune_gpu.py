@@ -93,11 +93,11 @@ def main(argv: Sequence[str] | None = None) -> int:
                 print(f"# no time left for {kind} {weight}")
                 continue
             choices = list(_tune(kind, shape, args.device))
-            for one in choices:
+            for choice in choices:
                 print(
-                    f"# {kind} {weight} {shape}, {one.num_tokens} tokens: {one.us:.1f} us, "
-                    f"default {one.default_us:.1f} us, {one.num_same} of {one.num_candidates} "
-                    "candidates have the default's bits"
+                    f"# {kind} {weight} {shape}, {choice.num_tokens} tokens: {choice.us:.1f} us, "
+                    f"default {choice.default_us:.1f} us, {choice.num_same} of "
+                    f"{choice.num_candidates} candidates have the default's bits"
                 )
             if choices:
                 print(_row(kind, shape, choices), flush=True)
@@ -249,9 +249,9 @@ def _row(kind: str, shape: tuple[int, int], choices: Sequence[_Choice]) -> str:
         if after is None or after.tile != one.tile
     ]
     tiles = [
-        f"({None if one is kept[-1] else one.num_tokens}, "
-        f"Tile({', '.join(map(str, msgspec.structs.astuple(one.tile)))}))"
-        for one in kept
+        f"({None if choice is kept[-1] else choice.num_tokens}, "
+        f"Tile({', '.join(map(str, msgspec.structs.astuple(choice.tile)))}))"
+        for choice in kept
     ]
     by_tokens = f"({', '.join(tiles)},)"
     return f"({held!r}, {shape[0]}, {shape[1]}): ShapeTiles({DEFAULTS[held].block_k}, {by_tokens}),"

@@ -11,7 +11,7 @@ from statistics import mean, median
 
 from quickstep.config import PolicyName
 from quickstep.model.sizing import ElementBytes
-from quickstep.plan.candidates import Load, StepLimits, fit
+from quickstep.plan.candidates import EngineLimits, Load, fit
 from quickstep.plan.formulas import Split
 from quickstep.plan.hardware import find_hardware, read_hardware
 from quickstep.plan.models import find_model
@@ -27,7 +27,7 @@ one_l4 = fit(
     Split(1),
     ElementBytes(dtype=2, scratch=0),
     Load(1.0, MAX_MODEL_LEN - 1, 1),
-    StepLimits(8, 1024),
+    EngineLimits(8, 1024),
 )
 sampling = SamplingParams(max_tokens=60, ignore_eos=True)
 arrivals = [

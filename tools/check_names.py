@@ -1,10 +1,13 @@
-"""Check that names are specific: no `utils.py`, no `RequestManager`. `make check` runs it."""
+"""Check that names are specific: no `utils.py`, no `RequestManager`, no loop over `one`, and no
+class name that means two things. `make check` runs it.
+"""
 
 from __future__ import annotations
 
 import ast
 import re
 import sys
+from collections import defaultdict
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -12,6 +15,31 @@ ROOT = Path(__file__).resolve().parent.parent
 FOLDERS = ("src", "csrc", "tests", "tools", "benchmarks")
 SUFFIXES = {".py", ".cpp", ".h", ".hpp"}
 VAGUE_FILE = re.compile(r"^(.*_)?(utils?|helpers?|common|misc|base|manager|handler|processor)$")
+# A class name of `src` means one thing; a private one means one thing in its package.
+SOURCE = ROOT / "src"
+# Packages whose loops name their noun.
+NAMED_LOOPS = ("core", "sim", "plan", "bench", "verify")
+# To be renamed: in two modules still. Remove a name here when its classes have got apart.
+KNOWN_TWICE = {
+    "BlockKind",
+    "Candidate",
+    "Conversation",
+    "Ending",
+    "Model",
+    "OutputText",
+    "PackedWeight",
+    "Plan",
+    "PrefixCacheReset",
+    "Recording",
+    "Refusal",
+    "RequestMetrics",
+    "Slot",
+    "Usage",
+    "_Drafting",
+    "_Packed",
+    "_Packing",
+    "_Pending",
+}
 VAGUE_CLASS = re.compile(r"(Manager|Handler|Helper|Utils?|Processor|Base|Mixin)$")
 
 
@@ -25,6 +53,34 @@ def faults_of(path: Path) -> Iterator[tuple[int, str]]:
                 yield node.lineno, f"the class name {node.name} is too vague"
 
 
+def loops_over_one(path: Path) -> Iterator[tuple[int, str]]:
+    """Loops and comprehensions of one file whose variable is `one`, as (line, message)."""
+    for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+        is_loop = isinstance(node, ast.For | ast.AsyncFor | ast.comprehension)
+        if is_loop and isinstance(node.target, ast.Name) and node.target.id == "one":
+            yield node.target.lineno, "a loop over `one`: name the noun"
+
+
+def classes_named_twice() -> Iterator[str]:
+    """Names of classes that are defined in several modules, with these modules; private ones in
+    several modules of a package.
+    """
+    places: dict[tuple[str, str], list[str]] = defaultdict(list)
+    for path in sorted(SOURCE.rglob("*.py")):
+        package = path.parent.relative_to(SOURCE).as_posix()
+        for node in ast.parse(path.read_text(encoding="utf-8")).body:
+            if isinstance(node, ast.ClassDef):
+                is_private = node.name.startswith("_")
+                place = f"{path.relative_to(ROOT)}:{node.lineno}"
+                places[node.name, package if is_private else ""].append(place)
+    twice = {name: found for (name, _), found in places.items() if len(found) > 1}
+    for name, found in twice.items():
+        if name not in KNOWN_TWICE:
+            yield f"{found[-1]}: the class name {name} is also in {', '.join(found[:-1])}"
+    for name in KNOWN_TWICE - twice.keys():
+        yield f"tools/check_names.py: {name} is in one module now; remove it from KNOWN_TWICE"
+
+
 def main() -> int:
     """Print every fault as `file:line: message`; exit status 1 if there is one."""
     num_faults = 0
@@ -35,6 +91,14 @@ def main() -> int:
             for line, message in faults_of(path):
                 print(f"{path.relative_to(ROOT)}:{line}: {message}")
                 num_faults += 1
+    for package in NAMED_LOOPS:
+        for path in sorted((SOURCE / "quickstep" / package).rglob("*.py")):
+            for line, message in loops_over_one(path):
+                print(f"{path.relative_to(ROOT)}:{line}: {message}")
+                num_faults += 1
+    for message in classes_named_twice():
+        print(message)
+        num_faults += 1
     return 1 if num_faults else 0
 
 

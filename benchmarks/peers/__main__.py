@@ -61,10 +61,13 @@ def main() -> int:
     print(report)
     if args.out is not None:
         args.out.write_text(report)
-        raw = {name: {one: asdict(found[one]) for one in found} for name, found in results.items()}
+        raw = {
+            name: {contestant: asdict(found[contestant]) for contestant in found}
+            for name, found in results.items()
+        }
         args.out.with_suffix(".json").write_text(json.dumps(raw, indent=1))
-    measured = [one for found in results.values() for one in found.values()]
-    return 0 if all(one.rounds for one in measured) else 1
+    measured = [result for found in results.values() for result in found.values()]
+    return 0 if all(result.rounds for result in measured) else 1
 
 
 def _arguments() -> argparse.Namespace:
@@ -174,7 +177,7 @@ def _measure_all(
             results[workload] |= found
             orders += [f"- {workload}, {group}, {line}" for line in order_lines]
             lines = launches.setdefault(workload, [])
-            lines += [plan.launch(one).described(args.cache) for one in groups[group]]
+            lines += [plan.launch(contestant).described(args.cache) for contestant in groups[group]]
     finally:
         loaded.close()
 

@@ -73,7 +73,9 @@ def _write_plain_tokens(path: Path) -> list[int]:
     import tokenizers
 
     tokenizer = tokenizers.Tokenizer.from_file(str(path / "tokenizer.json"))
-    texts = {one: tokenizer.decode([one]) for one in range(tokenizer.get_vocab_size())}
+    texts = {
+        token_id: tokenizer.decode([token_id]) for token_id in range(tokenizer.get_vocab_size())
+    }
     found = [one for one, text in texts.items() if text and text.isascii()]
     (path / _PLAIN_TOKENS).write_text(json.dumps(found))
     return found

@@ -96,7 +96,9 @@ def _ratio_row(
     """The median ratio and its line; None without a round that is valid for both."""
     both = sorted(ours.rounds.keys() & peer.rounds.keys())
     ratios = [
-        ours.rounds[one][key] / peer.rounds[one][key] for one in both if peer.rounds[one][key]
+        ours.rounds[number][key] / peer.rounds[number][key]
+        for number in both
+        if peer.rounds[number][key]
     ]
     if not ratios:
         return None
@@ -105,7 +107,9 @@ def _ratio_row(
         verdict = "unclear"
     else:
         verdict = "behind" if least > 1 else "ahead"
-    values = [statistics.median(one.rounds[each][key] for each in both) for one in (ours, peer)]
+    values = [
+        statistics.median(result.rounds[each][key] for each in both) for result in (ours, peer)
+    ]
     cells = [verdict, workload, name, key, f"{ratio:.2f} ({least:.2f} - {greatest:.2f})"]
     cells += [f"{value:.4g}" for value in values] + [str(len(ratios))]
     return ratio, f"| {' | '.join(cells)} |"

@@ -79,7 +79,11 @@ class LoadedServers:
                     self._servers[one] = server
                 else:
                     self._failed.add((one, launch))
-        return {one: self._servers[one] for one in wanted if one in self._servers}
+        return {
+            contestant: self._servers[contestant]
+            for contestant in wanted
+            if contestant in self._servers
+        }
 
     def close(self) -> None:
         """End them all. Idempotent."""
@@ -106,9 +110,9 @@ def measure(
             plan, {contestant.name: contestant for contestant in contestants}, results, _start_anew
         )
     servers = {one.name: server for one, server in loaded.load(plan, contestants).items()}
-    for one in contestants:
-        if one.name not in servers:
-            results[one.name].faults[0] = "its server did not start"
+    for contestant in contestants:
+        if contestant.name not in servers:
+            results[contestant.name].faults[0] = "its server did not start"
     warm = plan.requests("warm")
     for server in servers.values():
         _turn(plan, server, warm[: max(1, len(warm) // 8)], "warm")

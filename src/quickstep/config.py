@@ -47,6 +47,7 @@ QUANTIZATIONS = ("int8", "int8-g32", "int4", "int4-g64", "int4-g128", "fp8")
 _T = TypeVar("_T")
 _MAX_THREADS = 1024
 _MAX_LORAS = 64  # in compute memory
+_MAX_REPLICAS = 64
 _ADAPTER_NAME_BYTES = 255  # as many as a folder's name may have
 
 
@@ -536,6 +537,38 @@ class RecordingConfig(msgspec.Struct, frozen=True):
     is_full: bool = False
 
 
+class RouterName(enum.Enum):
+    """Which of several engines with the same model gets a request (`core.router`)."""
+
+    PREDICTED = "predicted"
+    PREFIX = "prefix"
+    FEWEST_REQUESTS = "fewest-requests"
+    ROUND_ROBIN = "round-robin"
+
+
+class ReplicaConfig(msgspec.Struct, frozen=True):
+    """The engines that serve one model.
+
+    Attributes:
+        num_replicas: How many there are, each in a process of its own.
+        router: Which of them gets a request.
+        max_moves: How often in a row, without a new token, a request continues on another engine,
+            or on a restarted one, after the end of its engine's process.
+    """
+
+    num_replicas: int = 1
+    router: RouterName = RouterName.PREDICTED
+    max_moves: int = 3
+
+    def __post_init__(self) -> None:
+        if not 1 <= self.num_replicas <= _MAX_REPLICAS:
+            raise ConfigError(
+                f"--data-parallel-size is {self.num_replicas}, it must be from 1 to {_MAX_REPLICAS}"
+            )
+        if self.max_moves < 0:
+            raise ConfigError(f"--max-moves is {self.max_moves}, it must be at least 0")
+
+
 class EngineConfig(msgspec.Struct, frozen=True):
     """All sections; the command line and `LLM(...)` fill them in.
 
@@ -570,3 +603,21 @@ class EngineConfig(msgspec.Struct, frozen=True):
             raise ConfigError(f"--max-model-len is {self.max_model_len}, it must be at least 1")
         if self.seed is not None and not -(2**63) <= self.seed < 2**64:
             raise ConfigError(f"--seed is {self.seed}, it must be from -2^63 to 2^64 - 1")
+
+    def of_replica(self, num_replicas: int, num_cores: int, free_bytes: int) -> EngineConfig:
+        """The configuration of each of several engines on a machine with so many cores and so much
+        free memory: what is left to the machine is divided by their number.
+
+        Raises:
+            ConfigError: Something is for one engine only.
+        """
+        if num_replicas == 1:
+            return self
+        if self.recording is not None:
+            raise ConfigError("--record is for one engine; use --data-parallel-size 1")
+        num_threads = self.load.num_threads or max(1, num_cores // num_replicas)
+        return replace(
+            self,
+            load=replace(self.load, num_threads=num_threads),
+            memory_bytes=(self.memory_bytes or free_bytes) // num_replicas,
+        )

@@ -427,7 +427,8 @@ class SequenceTimings(msgspec.Struct, frozen=True, gc=False):
     The first `num_resumed_tokens` of the output tokens came with the request (`Request.resumed`).
     `unloaded_prefill_s` and `unloaded_decode_s` are predictions for the same tokens without any
     other request, with the same cached prefix; `is_extrapolated` if they are for steps outside of
-    what was measured. `adapter_id` is that of the request.
+    what was measured. `adapter_id` is that of the request, `replica` the number of the engine, if
+    several serve the model.
     """
 
     arrival_s: float
@@ -457,6 +458,7 @@ class SequenceTimings(msgspec.Struct, frozen=True, gc=False):
     num_drafts: int = 0
     num_accepted: int = 0
     num_resumed_tokens: int = 0
+    replica: int = 0
 
     @property
     def num_new_tokens(self) -> int:
@@ -540,7 +542,8 @@ class StepRecord(msgspec.Struct, frozen=True, tag_field="kind", tag="step", gc=F
     returned prompt logprobs. `predicted_s` is the cost model's prediction of `seconds`.
     `decode_s` and `prefill_s` are what the rows of the two phases are charged of `seconds`, the
     rest of which no live row is charged; `prefills` are the prefill rows one by one. Of the decode
-    tokens, `num_drafts` are drafts, of which `num_accepted` were accepted.
+    tokens, `num_drafts` are drafts, of which `num_accepted` were accepted. `replica` is the number
+    of the engine, if several serve the model.
     """
 
     step_id: int
@@ -564,6 +567,7 @@ class StepRecord(msgspec.Struct, frozen=True, tag_field="kind", tag="step", gc=F
     prefills: tuple[PrefillCharge, ...] = ()
     num_drafts: int = 0
     num_accepted: int = 0
+    replica: int = 0
 
 
 class Delta(msgspec.Struct, frozen=True):

@@ -11,7 +11,7 @@ import random
 
 import msgspec
 
-__all__ = ["LONG_PROMPT", "Arrival", "RequestLengths", "random_arrivals", "random_request"]
+__all__ = ["LONG_PROMPT", "RequestLengths", "TimedLengths", "random_arrivals", "random_request"]
 
 _INPUT_MEDIAN, _INPUT_SIGMA, _INPUT_RANGE = 150, 0.8, (8, 1024)
 _OUTPUT_MEDIAN, _OUTPUT_SIGMA, _OUTPUT_RANGE = 90, 0.6, (8, 512)
@@ -27,7 +27,7 @@ class RequestLengths(msgspec.Struct, frozen=True):
     num_outputs: int
 
 
-class Arrival(msgspec.Struct, frozen=True):
+class TimedLengths(msgspec.Struct, frozen=True):
     """The lengths of a request that arrives `at_s` seconds after the start."""
 
     lengths: RequestLengths
@@ -44,7 +44,7 @@ def random_request(rng: random.Random, max_len: int | None = None) -> RequestLen
 
 def random_arrivals(
     rng: random.Random, num_requests: int, rate: float, long_prompt: int = LONG_PROMPT
-) -> tuple[Arrival, ...]:
+) -> tuple[TimedLengths, ...]:
     """Poisson arrivals at `rate` per second; every tenth prompt has `long_prompt` tokens."""
     arrivals, at_s = [], 0.0
     for place in range(num_requests):
@@ -52,7 +52,7 @@ def random_arrivals(
         lengths = random_request(rng)
         if place % _LONG_EVERY == _LONG_EVERY - 1:
             lengths = RequestLengths(long_prompt, lengths.num_outputs)
-        arrivals.append(Arrival(lengths, at_s))
+        arrivals.append(TimedLengths(lengths, at_s))
     return tuple(arrivals)
 
 

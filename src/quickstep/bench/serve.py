@@ -87,7 +87,7 @@ def find_target(url: str, model: str | None = None, api_key: str | None = None) 
     try:
         connection.request("GET", f"{_path(url)}/v1/models", headers=_headers(api_key))
         body = json.loads(connection.getresponse().read())
-        named = [one for one in body["data"] if model in (None, one["id"])] or body["data"]
+        named = [entry for entry in body["data"] if model in (None, entry["id"])] or body["data"]
         name = str(named[0]["id"]) if model is None else model
         return Target(url, name, named[0].get("max_model_len"), api_key)
     except (OSError, http.client.HTTPException, ValueError, LookupError, TypeError) as error:

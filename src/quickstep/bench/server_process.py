@@ -62,7 +62,7 @@ class ServerProcess:
     def processes(self) -> dict[str, int]:
         """The process ids by name: `server`, and those of its descendants that run."""
         ids = self.process_ids()
-        names = {_NAMES.get(_module_of(one), "other"): one for one in ids[1:]}
+        names = {_NAMES.get(_module_of(process_id), "other"): process_id for process_id in ids[1:]}
         return {"server": ids[0], **names}
 
     def memory_bytes(self) -> dict[str, int]:

@@ -145,13 +145,13 @@ async def measure_steps(
         )
 
     samples = await repeated(sample, options.repeats, round_done)
-    return tuple([one for one in samples if one is not None])
+    return tuple([sample for sample in samples if sample is not None])
 
 
 def decode_times(times: Sequence[RequestTimes]) -> tuple[float, float]:
     """Medians of a step's time and of its time outside kernels, while all requests decode."""
-    begin_s = max(one.arrivals[0].at_s for one in times)
-    end_s = min(one.arrivals[-1].at_s for one in times)
+    begin_s = max(timing.arrivals[0].at_s for timing in times)
+    end_s = min(timing.arrivals[-1].at_s for timing in times)
     arrivals = [arrival for arrival in times[0].arrivals if begin_s <= arrival.at_s <= end_s]
     if len(arrivals) < 2:
         raise EngineError(

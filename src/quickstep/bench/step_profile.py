@@ -74,19 +74,19 @@ class StepProfile(msgspec.Struct, frozen=True):
 def read_trace(events: Iterable[Mapping[str, Any]]) -> StepProfile:
     """The events of a Chrome trace. Raises EngineError if nothing ran."""
     complete = [event for event in events if event.get("ph") == "X"]
-    spans = [one for one in complete if one.get("cat") in _ON_DEVICE]
+    spans = [event for event in complete if event.get("cat") in _ON_DEVICE]
     if not spans:
-        spans = _outermost([one for one in complete if one.get("cat") == "cpu_op"])
+        spans = _outermost([event for event in complete if event.get("cat") == "cpu_op"])
     if not spans:
         raise EngineError("the profiler recorded neither a kernel nor an op")
     times: dict[str, list[float]] = defaultdict(list)
-    for one in spans:
-        times[str(one["name"])].append(float(one["dur"]))
+    for span in spans:
+        times[str(span["name"])].append(float(span["dur"]))
     kernels = [KernelTime(name, len(us), sum(us)) for name, us in times.items()]
     launches = [
-        float(one["dur"])
-        for one in complete
-        if one.get("cat") in _LAUNCHES and any(name in one["name"] for name in _LAUNCH_NAMES)
+        float(event["dur"])
+        for event in complete
+        if event.get("cat") in _LAUNCHES and any(name in event["name"] for name in _LAUNCH_NAMES)
     ]
     begin_us, busy_us, gaps_us, end_us = _pauses(spans)
     return StepProfile(
@@ -103,11 +103,11 @@ def _outermost(spans: Sequence[Mapping[str, Any]]) -> list[Mapping[str, Any]]:
     """Those that no other span of their thread contains: an op of torch calls others."""
     found: list[Mapping[str, Any]] = []
     end_us: dict[object, float] = {}
-    for one in sorted(spans, key=lambda one: (float(one["ts"]), -float(one["dur"]))):
-        begin = float(one["ts"])
-        if begin >= end_us.get(one["tid"], float("-inf")):
-            found.append(one)
-            end_us[one["tid"]] = begin + float(one["dur"])
+    for span in sorted(spans, key=lambda one: (float(one["ts"]), -float(one["dur"]))):
+        begin = float(span["ts"])
+        if begin >= end_us.get(span["tid"], float("-inf")):
+            found.append(span)
+            end_us[span["tid"]] = begin + float(span["dur"])
     return found
 
 

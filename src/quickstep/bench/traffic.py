@@ -73,11 +73,13 @@ async def measure_latency(
         return await run_request(measured, prompt, options.output_len)
 
     times = await repeated(one, options.repeats, round_done)
-    figures = {"ttft_ms": [1e3 * one.time_to_first_token_s for one in times]}
+    figures = {"ttft_ms": [1e3 * timing.time_to_first_token_s for timing in times]}
     if options.output_len > 1:
-        figures["tpot_ms"] = [1e3 * one.time_per_output_token_s for one in times]
-        figures["decode_tokens_per_s"] = [1 / one.time_per_output_token_s for one in times]
-    figures["end_to_end_ms"] = [1e3 * (one.arrivals[-1].at_s - one.submitted_s) for one in times]
+        figures["tpot_ms"] = [1e3 * timing.time_per_output_token_s for timing in times]
+        figures["decode_tokens_per_s"] = [1 / timing.time_per_output_token_s for timing in times]
+    figures["end_to_end_ms"] = [
+        1e3 * (timing.arrivals[-1].at_s - timing.submitted_s) for timing in times
+    ]
     return figures
 
 
@@ -109,7 +111,7 @@ async def measure_throughput(
     num_outputs = sum(length.num_outputs for length in lengths)
     return {
         "wall_s": seconds,
-        "output_tokens_per_s": [num_outputs / one for one in seconds],
-        "total_tokens_per_s": [(num_inputs + num_outputs) / one for one in seconds],
-        "requests_per_s": [len(lengths) / one for one in seconds],
+        "output_tokens_per_s": [num_outputs / duration_s for duration_s in seconds],
+        "total_tokens_per_s": [(num_inputs + num_outputs) / duration_s for duration_s in seconds],
+        "requests_per_s": [len(lengths) / duration_s for duration_s in seconds],
     }

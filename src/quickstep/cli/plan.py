@@ -151,7 +151,7 @@ def run(args: argparse.Namespace) -> int:
 
 
 def _query(args: argparse.Namespace) -> PlanQuery:
-    from quickstep.plan.candidates import Load, StepLimits
+    from quickstep.plan.candidates import EngineLimits, Load
     from quickstep.plan.models import find_model
     from quickstep.plan.planner import PlanQuery
     from quickstep.sim.summary import Targets
@@ -182,7 +182,7 @@ def _query(args: argparse.Namespace) -> PlanQuery:
         targets=Targets(_seconds(args.ttft_ms), _seconds(args.tpot_ms)),
         elements=element_bytes(spec, args.quantization, args.kv_cache_dtype),
         attainment=args.attainment,
-        limits=StepLimits(
+        limits=EngineLimits(
             args.max_num_seqs, args.max_num_batched_tokens, args.num_speculative_tokens
         ),
         seed=args.seed,

@@ -32,11 +32,11 @@ from quickstep.cli.flags.serve import (
     stream_config,
 )
 from quickstep.cli.screen import loading_bar, print_memory
-from quickstep.config import EngineConfig
+from quickstep.config import EngineConfig, ReplicaConfig, RouterName
 
 if TYPE_CHECKING:
+    from quickstep.cluster.replicas import ReplicaSet
     from quickstep.engine.logs import LogSetup
-    from quickstep.engine.remote.engine import RemoteEngine
     from quickstep.engine.remote.launch import Launched
 
 __all__ = ["add_parser", "run"]
@@ -76,9 +76,55 @@ def add_parser(subparsers: argparse._SubParsersAction[Parser]) -> None:
     add_format_flags(group)
     add_template_flags(group)
     add_serve_flags(parser)
+    _add_replica_flags(parser)
     add_engine_flags(parser)
     add_lora_flags(parser)
     parser.set_defaults(max_waiting=_MAX_WAITING)
+
+
+def _add_replica_flags(parser: Parser) -> None:
+    group = parser.add_argument_group("replicas")
+    group.add_argument(
+        "--data-parallel-size",
+        "-dp",
+        "--dp-size",
+        "--dp",
+        type=int,
+        default=1,
+        metavar="N",
+        help="engines that serve the model, each in a process of its own with its part of the "
+        "cores and of the memory (default: %(default)s)",
+    )
+    group.add_argument(
+        "--router",
+        choices=[name.value for name in RouterName],
+        default=RouterName.PREDICTED.value,
+        help="which engine gets a request: the one that is predicted to answer first, in turn, the "
+        "one with the fewest requests, or the one that had the longest part of the prompt "
+        "(default: %(default)s)",
+    )
+    group.add_argument(
+        "--max-moves",
+        type=int,
+        default=3,
+        metavar="N",
+        help="how often in a row, without a new token, a request continues on another engine when "
+        "its engine's process has ended (default: %(default)s)",
+    )
+
+
+def _replicas(args: argparse.Namespace, config: EngineConfig) -> tuple[ReplicaConfig, EngineConfig]:
+    """The replicas, and the configuration of each: its part of this machine. Raises ConfigError."""
+    replicas = ReplicaConfig(args.data_parallel_size, RouterName(args.router), args.max_moves)
+    num = replicas.num_replicas
+    if num == 1:
+        return replicas, config
+    from quickstep.engine.machine import free_memory_bytes, usable_cores
+
+    num_cores = usable_cores()
+    if num > num_cores:
+        _LOG.warning("%d replicas share %d cores: each is slower than one alone", num, num_cores)
+    return replicas, config.of_replica(num, num_cores, free_memory_bytes())
 
 
 def run(args: argparse.Namespace) -> int:
@@ -90,6 +136,7 @@ def run(args: argparse.Namespace) -> int:
         streams=stream_config(args),
         recording=recording_config(args),
     )
+    replicas, config = _replicas(args, config)
     from quickstep.engine.remote.opening import opening_frame
 
     # Importing creates only objects that stay alive: see `engine.remote.worker.main`.
@@ -98,14 +145,18 @@ def run(args: argparse.Namespace) -> int:
         launched: Launched = args.launched  # `main` has launched it, and ends it
         log = log_setup(args)
         launched.send_opening(opening_frame(config, log))
-        _serve(args, config, log, launched)
+        _serve(args, config, replicas, log, launched)
     finally:
         gc.enable()  # also if no engine was opened
     return 0
 
 
 def _serve(
-    args: argparse.Namespace, config: EngineConfig, log: LogSetup, launched: Launched
+    args: argparse.Namespace,
+    config: EngineConfig,
+    replicas: ReplicaConfig,
+    log: LogSetup,
+    launched: Launched,
 ) -> None:
     from quickstep.engine.logs import install
     from quickstep.server.generate.adapter import check_names
@@ -123,17 +174,36 @@ def _serve(
 
         check_tracing(options.metrics.otlp_traces_endpoint)
     with bind(args.host, args.port) as sock:
-        serve(lambda: _open_engine(config, log, launched, options.stall_s), sock, options)
+        serve(
+            lambda: _open_engines(config, replicas, log, launched, options.stall_s), sock, options
+        )
 
 
-async def _open_engine(
-    config: EngineConfig, log: LogSetup, launched: Launched, stall_s: float
-) -> RemoteEngine:
-    """Load the model in the engine's process, and describe it on stderr."""
+async def _open_engines(
+    config: EngineConfig,
+    replicas: ReplicaConfig,
+    log: LogSetup,
+    launched: Launched,
+    stall_s: float,
+) -> ReplicaSet:
+    """Load the model in the engines' processes, and describe it on stderr."""
+    from quickstep.cluster.replicas import ReplicaSet
+    from quickstep.engine.records.step_log import StepLog
     from quickstep.engine.remote.engine import RemoteEngine
 
+    def make_engine(number: int, step_log: StepLog, watcher: ReplicaSet) -> RemoteEngine:
+        return RemoteEngine(
+            config,
+            log=log,
+            launched=None if number else launched,
+            stall_s=stall_s,
+            watcher=watcher,
+            replica=number,
+            step_log=step_log,
+        )
+
     _LOG.info("loading %s", config.load.model)
-    engine = RemoteEngine(config, log=log, launched=launched, stall_s=stall_s)
+    engine = ReplicaSet(replicas, make_engine, seed=config.seed, streams=config.streams)
     with loading_bar(f"loading {config.load.model}") as progress:
         await engine.open(progress)
     gc.freeze()  # objects that exist now stay alive

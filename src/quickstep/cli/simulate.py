@@ -317,7 +317,7 @@ def _engine(
     """The engine of the flags on so many devices, with so many tokens of a step (None: those of
     the flags). Raises ConfigError.
     """
-    from quickstep.plan.candidates import Load, LoRASizes, StepLimits, fit
+    from quickstep.plan.candidates import EngineLimits, Load, LoRASizes, fit
     from quickstep.plan.formulas import Split
     from quickstep.plan.models import find_model
 
@@ -332,7 +332,7 @@ def _engine(
         Split(tensor),
         elements,
         Load(1.0, _max_model_len(args, spec) - 1, 1),
-        StepLimits(
+        EngineLimits(
             args.max_num_seqs,
             num_batched_tokens or args.max_num_batched_tokens,
             args.num_speculative_tokens,
@@ -512,14 +512,14 @@ def _workload(args: argparse.Namespace) -> Workload:
     """The preset with the tenants and adapters of the flags."""
     from msgspec.structs import replace
 
-    from quickstep.sim.workload import WORKLOADS, Adapters, with_lengths
+    from quickstep.sim.workload import WORKLOADS, AdapterMix, with_lengths
 
     workload = with_lengths(WORKLOADS[args.preset], args.input, args.output)
     if args.tenant:
         workload = replace(workload, tenants=tuple(args.tenant))
     if args.adapters:
         load_s = args.adapter_load_ms / 1e3
-        adapters = Adapters(args.adapters, args.adapter_skew, args.max_loras, load_s)
+        adapters = AdapterMix(args.adapters, args.adapter_skew, args.max_loras, load_s)
         workload = replace(workload, adapters=adapters)
     return workload
 

@@ -1,1 +1,1 @@
-"""Several engines of one model that serve together: streams that outlive their engine."""
+"""Several engines that serve one model."""

@@ -12,9 +12,10 @@ Pure functions and plain data; `core.scheduler` owns the totals.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any, TypeVar
 
 import msgspec
-from msgspec.structs import astuple, replace
+from msgspec.structs import astuple, fields, replace
 
 from quickstep.core.cost_model import CostModel, StepLoad, UnitPrices
 from quickstep.core.resources.block_pool import PoolStats
@@ -28,6 +29,7 @@ __all__ = [
     "StepCharges",
     "Totals",
     "UnitTicks",
+    "added",
     "charge",
     "decode_record",
     "step_record",
@@ -141,6 +143,29 @@ class SchedulerStats(msgspec.Struct, frozen=True):
     totals: Totals
     num_paused: int = 0
     adapters: AdapterStats | None = None
+
+
+_S = TypeVar("_S", bound=msgspec.Struct)
+
+
+def added(structs: Sequence[_S]) -> _S:
+    """The sums of all fields of structs of one class; names are listed once. A field that is None
+    counts for nothing.
+    """
+    first = structs[0]
+    sums: dict[str, Any] = {}
+    for field in fields(first):
+        values = [getattr(struct, field.name) for struct in structs]
+        known = [value for value in values if value is not None]
+        if not known:
+            sums[field.name] = None
+        elif isinstance(known[0], msgspec.Struct):
+            sums[field.name] = added(known)
+        elif isinstance(known[0], tuple):
+            sums[field.name] = tuple(sorted({name for names in known for name in names}))
+        else:
+            sums[field.name] = sum(known)
+    return type(first)(**sums)
 
 
 class StepCharges(msgspec.Struct, frozen=True):

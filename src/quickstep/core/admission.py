@@ -3,7 +3,7 @@
 `SequenceLimits` is what is known without a queue. `AdmissionState` is a frozen copy of what decides
 beyond that: made for each request with a deadline, and published by the engine with its stats, so
 that a server refuses what cannot be served in time before it tokenises the prompt. Only the
-scheduler, by its `Admission`, decides to accept.
+scheduler, by its `AdmissionControl`, decides to accept.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from quickstep.errors import FirstTokenTooLate, PromptTooLong, QueueFull, Reques
 from quickstep.types import FinishReason, Request, RequestClass
 
 __all__ = [
-    "Admission",
+    "AdmissionControl",
     "AdmissionState",
     "LevelCounts",
     "SequenceLimits",
@@ -252,7 +252,7 @@ class WaitEstimate:
         return max(0.0, self._delay_s + 2.0 * self._deviation_s) * math.exp2(-min(64.0, age))
 
 
-class Admission:
+class AdmissionControl:
     """Decides which requests may queue, by what it predicts from the waiting and the running ones.
 
     One object belongs to one scheduler, which owns the queue, the batch and the slots.

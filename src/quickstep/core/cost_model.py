@@ -490,8 +490,8 @@ class LinearCostModel:
     def _add(self, values: tuple[int, ...], seconds: float, scale: float) -> None:
         """Add a step to the normal equations, divided by `scale`."""
         if self._gain > _MAX_GAIN:
-            self._moment = [one / self._gain for one in self._moment]
-            self._gram = [[one / self._gain for one in row] for row in self._gram]
+            self._moment = [value / self._gain for value in self._moment]
+            self._gram = [[value / self._gain for value in row] for row in self._gram]
             self._gain = 1.0
         self._gain /= self._forgetting
         terms = [(index, value / scale) for index, value in enumerate(values) if value]

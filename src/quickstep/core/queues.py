@@ -20,7 +20,7 @@ from quickstep.core.service_order import ServiceOrder, account_of
 from quickstep.core.shares import Shares
 from quickstep.types import Request, RequestClass
 
-__all__ = ["Deadlines", "Due", "Gate", "RunningBatch", "WaitingQueue"]
+__all__ = ["DeadlineQueue", "Due", "Gate", "RunningBatch", "WaitingQueue"]
 
 
 class Gate(Protocol):
@@ -406,7 +406,7 @@ class Due(enum.Enum):
     RELEGATE = "serve others first while it waits: it cannot end in time"
 
 
-class Deadlines:
+class DeadlineQueue:
     """A heap of times at which something is due for live sequences; `relegates` if some are to be
     put after the others. Entries of finished sequences are removed now and then.
     """

@@ -542,7 +542,7 @@ def _without_content(sampling: SamplingParams) -> SamplingParams:
 
 def _recorded_rows(plan: StepPlan, result: StepResult) -> tuple[RecordedRow, ...]:
     """The outputs of a step's rows; () if all are the usual ones."""
-    failures = {one.row: one for one in result.failures}
+    failures = {failure.row: failure for failure in result.failures}
     rows = []
     for place, output in enumerate(result.outputs):
         failure = failures.get(place)

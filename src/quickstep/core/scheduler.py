@@ -29,11 +29,11 @@ from quickstep.core.accounting import (
     step_record,
     with_unloaded,
 )
-from quickstep.core.admission import Admission, AdmissionState, SequenceLimits
+from quickstep.core.admission import AdmissionControl, AdmissionState, SequenceLimits
 from quickstep.core.cost_model import CostModel, StepLoad
 from quickstep.core.drafts.control import DraftControl
 from quickstep.core.policies import Policy
-from quickstep.core.queues import Deadlines, Due, RunningBatch, WaitingQueue
+from quickstep.core.queues import DeadlineQueue, Due, RunningBatch, WaitingQueue
 from quickstep.core.resources.adapter_places import AdapterPlaces
 from quickstep.core.resources.adapter_residency import AdapterOrders, AdapterResidency
 from quickstep.core.resources.block_pool import KVBlockPool
@@ -107,9 +107,9 @@ class Scheduler:
         )
         self._waiting = WaitingQueue(self._order, (*adapters, *more_resources), config.max_waiting)
         self._batch = RunningBatch(self._order)
-        self._deadlines = Deadlines(self._order.relegates)
+        self._deadlines = DeadlineQueue(self._order.relegates)
         limits = SequenceLimits.of(config, pool.num_blocks * pool.block_size)
-        self._admission = Admission(
+        self._admission = AdmissionControl(
             config, limits, cost_model, self._order, self._waiting, self._batch, self._slots
         )
         self._budget = StepBudget(policy, cost_model, self._waiting, self._batch, self._fits)
@@ -722,8 +722,12 @@ class Scheduler:
             assert len({sequence.is_paused for sequence in request}) == 1, (
                 "a request is partly paused"
             )
-        live = {one.sequence_id for of_request in self._requests.values() for one in of_request}
-        queued = [one.sequence_id for one in (*self._batch, *self._waiting)]
+        live = {
+            sequence.sequence_id
+            for of_request in self._requests.values()
+            for sequence in of_request
+        }
+        queued = [sequence.sequence_id for sequence in (*self._batch, *self._waiting)]
         assert sorted(queued) == sorted(live), "live sequences and those in a queue differ"
         assert len(self._in_flight) <= self._max_in_flight, "too many steps in flight"
         pending = self._pending_tokens()

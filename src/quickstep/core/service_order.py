@@ -253,10 +253,18 @@ class FairOrder(PriorityOrder):
         tenants = [tenant for tenant in self._tenants.values() if tenant.num_running]
         if len(tenants) < 2:
             return []
-        even = sum(one.num_running for one in tenants) / sum(one.weight for one in tenants)
-        if not any(one.is_light and one.num_running <= even * one.weight for one in tenants):
+        even = sum(tenant.num_running for tenant in tenants) / sum(
+            tenant.weight for tenant in tenants
+        )
+        if not any(
+            tenant.is_light and tenant.num_running <= even * tenant.weight for tenant in tenants
+        ):
             return []
-        return [one for one in running if (of := self._of(one)).num_running > even * of.weight]
+        return [
+            sequence
+            for sequence in running
+            if (of := self._of(sequence)).num_running > even * of.weight
+        ]
 
     def added(self, sequence: Sequence) -> None:
         """Count it; a tenant that was idle begins with what the others have received at least."""
@@ -264,7 +272,7 @@ class FairOrder(PriorityOrder):
         name, weight = self.queue_of(sequence.request), sequence.request.tenant_weight
         tenant = self._tenants.get(name)
         if tenant is None or not tenant.num_live:
-            live = [one.virtual_s for one in self._tenants.values() if one.num_live]
+            live = [tenant.virtual_s for tenant in self._tenants.values() if tenant.num_live]
             self._floor_s = max(self._floor_s, min(live, default=self._floor_s))
         if tenant is None:
             self._forget_idle()

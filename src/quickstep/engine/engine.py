@@ -192,6 +192,7 @@ class Engine:
             num_requests=len(self._live),
             scheduler=self._scheduler.stats(),
             admission=self._scheduler.admission_state(now),
+            coefficients=None if self._fits is None else self._fits.model.coefficients,
         )
 
     @property

@@ -8,8 +8,9 @@ import msgspec
 
 from quickstep.core.accounting import SchedulerStats
 from quickstep.core.admission import AdmissionState
+from quickstep.core.cost_model import Coefficients
 
-__all__ = ["EngineState", "EngineStats"]
+__all__ = ["EngineState", "EngineStats", "ReplicaStats"]
 
 
 class EngineState(enum.Enum):
@@ -24,6 +25,25 @@ class EngineState(enum.Enum):
     DRAINING = "stopping"
     STOPPED = "stopped"
     FAILED = "failed"
+
+
+class ReplicaStats(msgspec.Struct, frozen=True):
+    """The state of one of several engines with the same model (`cluster.replicas`).
+
+    Attributes:
+        process_id: The operating system's id of its process; None while there is none.
+        stalled_s: `EngineStats.stalled_s`.
+    """
+
+    replica: int
+    state: EngineState
+    failure: str
+    process_id: int | None
+    num_requests: int
+    num_waiting: int
+    num_running: int
+    num_restarts: int
+    stalled_s: float
 
 
 class EngineStats(msgspec.Struct, frozen=True):
@@ -41,6 +61,9 @@ class EngineStats(msgspec.Struct, frozen=True):
         num_restarts: How often the engine's process was restarted.
         admission: What decides whether one more request may queue.
         silent_s: Seconds that the engine's process has sent no message with requests pending.
+        coefficients: Of the cost model that predicts its steps; None if there is none.
+        replicas: The engines that these are the stats of, if they are several.
+        num_moves: How often a request has continued on another engine, or on a restarted one.
     """
 
     state: EngineState
@@ -54,6 +77,9 @@ class EngineStats(msgspec.Struct, frozen=True):
     num_restarts: int = 0
     silent_s: float = 0.0
     admission: AdmissionState = AdmissionState()
+    coefficients: Coefficients | None = None
+    replicas: tuple[ReplicaStats, ...] = ()
+    num_moves: int = 0
 
     @property
     def has_work(self) -> bool:

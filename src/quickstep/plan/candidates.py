@@ -50,11 +50,11 @@ __all__ = [
     "BLOCK_SIZE",
     "Candidate",
     "DraftModel",
+    "EngineLimits",
     "LoRASizes",
     "Load",
     "PlannedDraft",
     "SteadyState",
-    "StepLimits",
     "capacity",
     "decode_state",
     "end_to_end",
@@ -84,7 +84,7 @@ class Load(msgspec.Struct, frozen=True):
         return self.num_inputs + self.num_outputs
 
 
-class StepLimits(msgspec.Struct, frozen=True):
+class EngineLimits(msgspec.Struct, frozen=True):
     """The engine's options of the same names."""
 
     max_num_seqs: int = 256
@@ -154,7 +154,7 @@ class PlannedDraft(msgspec.Struct, frozen=True):
     model: DraftModel
     seconds: Callable[[StepLoad], float]
 
-    def num_tokens(self, limits: StepLimits) -> int:
+    def num_tokens(self, limits: EngineLimits) -> int:
         """The most that it proposes for a row."""
         most, num_heads = limits.num_speculative_tokens, self.model.sizes.num_heads
         return min(num_heads, most) if num_heads else most
@@ -186,7 +186,7 @@ class Candidate(msgspec.Struct, frozen=True):
         memory: Of one device.
         num_blocks: KV blocks of one engine (see above).
         concurrency: Complete sequences of the load that its KV cache holds, at most
-            `StepLimits.max_num_seqs`.
+            `EngineLimits.max_num_seqs`.
         costs: Step times of one engine.
         drafts: What proposes tokens.
     """
@@ -195,7 +195,7 @@ class Candidate(msgspec.Struct, frozen=True):
     hardware: Hardware
     split: Split
     elements: ElementBytes
-    limits: StepLimits
+    limits: EngineLimits
     memory: MemoryPlan
     num_blocks: int
     concurrency: int
@@ -274,7 +274,7 @@ def fit(
     split: Split,
     elements: ElementBytes,
     load: Load,
-    limits: StepLimits,
+    limits: EngineLimits,
     loras: LoRASizes | None = None,
     drafts: Sequence[DraftModel] = (),
     measured: CostModel | None = None,

@@ -185,7 +185,8 @@ def layer_parameters(spec: ModelSpec, num_experts: float | None = None) -> float
     """Parameters of all layers' matrices, with `num_experts` of each mixture (None: all)."""
     kinds = Counter(layer.sparse for layer in spec.layers)
     return sum(
-        count * _matrices_of(spec, [one.sparse for one in spec.layers].index(sparse), num_experts)
+        count
+        * _matrices_of(spec, [layer.sparse for layer in spec.layers].index(sparse), num_experts)
         for sparse, count in kinds.items()
     )
 

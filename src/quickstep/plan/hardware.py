@@ -18,11 +18,11 @@ from quickstep.yaml_file import read_yaml
 __all__ = [
     "THIS",
     "Achieved",
-    "Device",
+    "DevicePrice",
+    "DeviceSpec",
     "Hardware",
     "HardwareTable",
     "Link",
-    "Price",
     "find_hardware",
     "find_link",
     "measured_device",
@@ -74,7 +74,7 @@ class Link(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
             raise ValueError(f"gb_per_s is {self.gb_per_s}, it must be above 0")
 
 
-class Price(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+class DevicePrice(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """US dollars for an hour of one device, when (year and month) and where."""
 
     usd_per_hour: float
@@ -82,7 +82,7 @@ class Price(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     source: str
 
 
-class Device(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+class DeviceSpec(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """A GPU, or all cores of a CPU socket.
 
     Attributes:
@@ -105,7 +105,7 @@ class Device(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     achieved: str
     source: str
     int8_tops: float | None = None
-    price: Price | None = None
+    price: DevicePrice | None = None
 
     def __post_init__(self) -> None:
         for name in ("memory_gb", "memory_gb_per_s", "bfloat16_tflops"):
@@ -116,7 +116,7 @@ class Device(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 class HardwareTable(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """The content of a hardware file."""
 
-    devices: dict[str, Device] = msgspec.field(default_factory=dict)
+    devices: dict[str, DeviceSpec] = msgspec.field(default_factory=dict)
     links: dict[str, Link] = msgspec.field(default_factory=dict)
     achieved: dict[str, Achieved] = msgspec.field(default_factory=dict)
 
@@ -129,7 +129,7 @@ class Hardware(msgspec.Struct, frozen=True):
     """
 
     name: str
-    device: Device
+    device: DeviceSpec
     link: Link
     achieved: Achieved
     count: int
@@ -216,7 +216,7 @@ def find_hardware(
             "--hardware-file adds others"
         )
     if price is not None:
-        device = replace(device, price=Price(price, "", "--price"))
+        device = replace(device, price=DevicePrice(price, "", "--price"))
     between = table.links[device.link] if link is None else find_link("--link", link, table)
     return Hardware(name, device, between, table.achieved[device.achieved], count)
 
@@ -228,9 +228,9 @@ def find_link(flag: str, name: str, table: HardwareTable) -> Link:
     return table.links[name]
 
 
-def measured_device(memory_bytes: int, read_bytes_per_s: float, flops_per_s: float) -> Device:
+def measured_device(memory_bytes: int, read_bytes_per_s: float, flops_per_s: float) -> DeviceSpec:
     """The device of `this`: free memory, and figures of `bench.limits`."""
-    return Device(
+    return DeviceSpec(
         label="this machine",
         memory_gb=memory_bytes / 1e9,
         memory_gb_per_s=read_bytes_per_s / 1e9,

@@ -92,8 +92,8 @@ def best_placement(
     ]
     if meeting:
         return min(meeting, key=lambda one: (one[0].num_devices, one[1].tpot_s))
-    prefill_rates = {one.split: _prefill_rate(one, load, targets) for one in engines}
-    decode_rates = {one.split: _decode_rate(one, load, targets) for one in engines}
+    prefill_rates = {engine.split: _prefill_rate(engine, load, targets) for engine in engines}
+    decode_rates = {engine.split: _decode_rate(engine, load, targets) for engine in engines}
     return max(
         found,
         key=lambda one: _capacity(

@@ -23,10 +23,10 @@ from quickstep.plan.candidates import (
     BLOCK_SIZE,
     Candidate,
     DraftModel,
+    EngineLimits,
     Load,
     LoRASizes,
     SteadyState,
-    StepLimits,
     capacity,
     end_to_end,
     fit,
@@ -42,14 +42,14 @@ from quickstep.sim.grouped_scheduler import GroupedScheduler
 from quickstep.sim.outcome import Arrival
 from quickstep.sim.simulate import simulate
 from quickstep.sim.summary import Summary, Targets, summarize
-from quickstep.sim.workload import Adapters, adapter_ids
+from quickstep.sim.workload import AdapterMix, adapter_ids
 from quickstep.types import Request, SamplingParams
 
 __all__ = [
     "OVERLOAD",
-    "Change",
     "Option",
     "Plan",
+    "PlanChange",
     "PlanQuery",
     "PrefillEngines",
     "feasible",
@@ -72,7 +72,7 @@ class PlanQuery(msgspec.Struct, frozen=True):
     Attributes:
         model: Its name, for people.
         attainment: The part of the requests that must meet the targets.
-        loras: Adapters of the requests; None without.
+        loras: AdapterMix of the requests; None without.
         drafts: What proposes tokens.
         divides_experts: Only splits with expert parallelism.
         measured: Step times of the model on one of the devices; None predicts them.
@@ -85,7 +85,7 @@ class PlanQuery(msgspec.Struct, frozen=True):
     targets: Targets
     elements: ElementBytes
     attainment: float = 0.9
-    limits: StepLimits = StepLimits()
+    limits: EngineLimits = EngineLimits()
     seed: int = 0
     loras: LoRASizes | None = None
     drafts: tuple[DraftModel, ...] = ()
@@ -174,7 +174,7 @@ def _sizes_text(tensor: int, pipeline: int) -> str:
     return f"TP {tensor}" if pipeline == 1 else f"TP {tensor} x PP {pipeline}"
 
 
-class Change(msgspec.Struct, frozen=True):
+class PlanChange(msgspec.Struct, frozen=True):
     """One change to the best option, and its capacity in requests per second."""
 
     what: str
@@ -204,7 +204,7 @@ class Plan(msgspec.Struct, frozen=True):
     memory: tuple[MemoryRow, ...]
     fits: dict[str, int | None]
     options: tuple[Option, ...]
-    change: Change | None
+    change: PlanChange | None
     met: bool
     verdict: str
 
@@ -243,12 +243,14 @@ def make_plan(query: PlanQuery) -> Plan:
     if not ranked:
         raise ConfigError(_reason_for_none(query))
     options: list[tuple[Option, Candidate]] = []
-    for one in ranked[:_MAX_SIMULATED]:
-        predicted = simulate_candidate(one.candidate, query)
-        options.append((_option(query, one.candidate, one.state, predicted), one.candidate))
+    for estimate in ranked[:_MAX_SIMULATED]:
+        predicted = simulate_candidate(estimate.candidate, query)
+        options.append(
+            (_option(query, estimate.candidate, estimate.state, predicted), estimate.candidate)
+        )
         if sum(option.met for option, _ in options) >= _NUM_SHOWN:
             break
-    apart = _disaggregated(query, [one.candidate for one in ranked])
+    apart = _disaggregated(query, [estimate.candidate for estimate in ranked])
     if apart is not None:
         options.append(apart)
     options.sort(key=lambda pair: _preference(pair[0]))
@@ -270,7 +272,7 @@ def make_plan(query: PlanQuery) -> Plan:
         options=tuple(listed),
         change=None if best.prefill else _best_change(query, candidate, best.capacity_per_s),
         met=best.met,
-        verdict=_verdict(query, best, [one.candidate for one in ranked]),
+        verdict=_verdict(query, best, [estimate.candidate for estimate in ranked]),
     )
 
 
@@ -341,12 +343,12 @@ def _disaggregated(
     return _option(query, decode, state, predicted, placement, handover_s), decode
 
 
-def _adapters(loras: LoRASizes) -> Adapters:
+def _adapters(loras: LoRASizes) -> AdapterMix:
     """As many as fit, each in memory from the start."""
-    return Adapters(loras.max_loras, max_loras=loras.max_loras, load_s=0.0)
+    return AdapterMix(loras.max_loras, max_loras=loras.max_loras, load_s=0.0)
 
 
-def _arrivals(load: Load, times: Sequence[float], adapters: Adapters | None) -> Iterator[Arrival]:
+def _arrivals(load: Load, times: Sequence[float], adapters: AdapterMix | None) -> Iterator[Arrival]:
     """Requests of the load, whose prompts have nothing in common; each has the next adapter."""
     sampling = SamplingParams(max_tokens=load.num_outputs, ignore_eos=True)
     names = ("",) if adapters is None else adapter_ids(adapters)
@@ -416,7 +418,7 @@ def _preference(option: Option) -> tuple[object, ...]:
 def _fewest(query: PlanQuery, quantization: str) -> int | None:
     chosen = None if quantization == "none" else quantization
     elements = replace(query.elements, quantization=chosen)
-    return next((one.split.num_devices for one in feasible(query, elements)), None)
+    return next((candidate.split.num_devices for candidate in feasible(query, elements)), None)
 
 
 def _reason_for_none(query: PlanQuery) -> str:
@@ -439,13 +441,13 @@ def _reason_for_none(query: PlanQuery) -> str:
     )
 
 
-def _best_change(query: PlanQuery, candidate: Candidate, current: float) -> Change | None:
+def _best_change(query: PlanQuery, candidate: Candidate, current: float) -> PlanChange | None:
     changes = list(_changes(query, candidate))
     best = max(changes, key=lambda one: one.capacity_per_s, default=None)
     return best if best is not None and best.capacity_per_s > 1.02 * current else None
 
 
-def _changes(query: PlanQuery, candidate: Candidate) -> Iterator[Change]:
+def _changes(query: PlanQuery, candidate: Candidate) -> Iterator[PlanChange]:
     """One step in each direction: formats, a replica more, twice the tensor-parallel size. Measured
     step times are of this split and these formats only.
     """
@@ -465,7 +467,7 @@ def _changes(query: PlanQuery, candidate: Candidate) -> Iterator[Change]:
             other = query.fit(changed, formats)
         except ConfigError:
             continue
-        yield Change(what, capacity(other, query.load, query.targets))
+        yield PlanChange(what, capacity(other, query.load, query.targets))
 
 
 def _resized(split: Split, tensor: int, replicas: int) -> Split:

@@ -174,8 +174,8 @@ def _row(
 
     points = _points(query, point)
     points.sort(key=lambda one: one.rate)
-    knee = max((one.rate for one in points if one.met), default=0.0)
-    above = next((one for one in points if not one.met and one.rate > knee), None)
+    knee = max((point.rate for point in points if point.met), default=0.0)
+    above = next((point for point in points if not point.met and point.rate > knee), None)
     if above is not None and not above.is_complete:  # what limits it is known at the end only
         place = points.index(above)
         points[place] = above = point(above.rate, gives_up=False)
@@ -229,11 +229,11 @@ def measure(
     start_s, end_s, targets = window.start_s, window.end_s, window.targets
     begun = [ending for ending in outcome.endings if ending.timings.arrival_s <= end_s]
     summary = summarize(replace(outcome, endings=begun), candidate.num_blocks, targets, start_s)
-    counted = [one for one in begun if one.timings.arrival_s >= start_s]
+    counted = [ending for ending in begun if ending.timings.arrival_s >= start_s]
     times = [found for found in map(ending_times, counted) if found is not None]
     parts = []
     for place, limit in enumerate((targets.ttft_s, targets.tpot_s)):
-        num_met = sum(limit is None or one[place] <= limit for one in times)
+        num_met = sum(limit is None or of_ending[place] <= limit for of_ending in times)
         parts.append(num_met / len(times) if times else 0.0)
     met = not window.is_missed and summary.attainment >= window.attainment
     records = [record for record in outcome.records if start_s <= record.committed_at_s <= end_s]

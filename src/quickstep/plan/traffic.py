@@ -32,7 +32,7 @@ from quickstep.sim.replicas.replica import ReplicaOptions, ReplicaSpec, Role
 from quickstep.sim.replicas.run import ReplicaRun
 from quickstep.sim.simulate import simulate
 from quickstep.sim.window import CountedWindow
-from quickstep.sim.workload import Adapters, Clients, Workload, adapter_ids
+from quickstep.sim.workload import AdapterMix, Clients, Workload, adapter_ids
 
 __all__ = [
     "ARRIVALS",
@@ -219,7 +219,7 @@ def simulate_arrivals(
     policy: PolicyName,
     follow: Follow | None = None,
     pads: bool = False,
-    adapters: Adapters | None = None,
+    adapters: AdapterMix | None = None,
     progress: Progress | None = None,
     replicas: Replicas | None = None,
     phases: PhasePools | None = None,

@@ -208,8 +208,18 @@ def _explained(
     found += live
     found.sort(key=lambda one: one.timings.arrival_s - one.timings.finished_s)
     most = sorted(found[:_MAX_EXPLAINED], key=lambda one: (one.request_id, one.index))
+    replicas = {one.timings.replica for one in most}
+    steps_of = {
+        replica: [step for step in steps if step.replica == replica] for replica in replicas
+    }
     explained = tuple(
-        explain(one.request_id, one.timings, steps, index=one.index, is_finished=one.is_finished)
+        explain(
+            one.request_id,
+            one.timings,
+            steps_of[one.timings.replica],
+            index=one.index,
+            is_finished=one.is_finished,
+        )
         for one in most
     )
     return ExplainedRequest(wanted, explained, len(found) - len(explained))

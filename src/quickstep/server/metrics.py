@@ -25,7 +25,7 @@ from prometheus_client.registry import Collector, CollectorRegistry
 from quickstep.core.accounting import AdapterStats, Totals
 from quickstep.engine.interface import ServedEngine
 from quickstep.engine.records.step_log import SequenceRecord
-from quickstep.engine.stats import EngineStats
+from quickstep.engine.stats import EngineState, EngineStats, ReplicaStats
 from quickstep.server.generate.generation import ChoiceDelta, Generation, ParsedRequest
 from quickstep.server.options import MetricsOptions
 from quickstep.types import Delta, FinishReason, StepRecord
@@ -440,6 +440,11 @@ class EngineGauges(Collector):
             ("engine_output_tokens", "Tokens generated, read or not.", totals.num_output_tokens),
             ("engine_busy_seconds", "Measured seconds of all steps.", totals.busy_s),
             ("engine_restarts", "Times the engine was started again.", stats.num_restarts),
+            (
+                "moved_requests",
+                "Times a request continued on another engine, or on a restarted one.",
+                stats.num_moves,
+            ),
         )
         for name, text, value in gauges:
             yield self._filled(GaugeMetricFamily, name, text, value)
@@ -449,6 +454,23 @@ class EngineGauges(Collector):
         yield self._cache_config(num_blocks)
         if load.adapters is not None:
             yield from self._adapters(load.adapters)
+        if stats.replicas:
+            yield from self._replicas(stats.replicas)
+
+    def _replicas(self, replicas: Sequence[ReplicaStats]) -> Iterable[Metric]:
+        """Each of several engines."""
+        up = self._of_replicas("replica_up", "1 while the replica serves, else 0.")
+        running = self._of_replicas("replica_requests_running", "Sequences in its batch.")
+        waiting = self._of_replicas("replica_requests_waiting", "Sequences in its queue.")
+        for one in replicas:
+            labels = [self._model, str(one.replica)]
+            up.add_metric(labels, float(one.state is EngineState.RUNNING))
+            running.add_metric(labels, one.num_running)
+            waiting.add_metric(labels, one.num_waiting)
+        yield from (up, running, waiting)
+
+    def _of_replicas(self, name: str, text: str) -> GaugeMetricFamily:
+        return GaugeMetricFamily(f"{self._prefix}:{name}", text, labels=_LABELS)
 
     def _adapters(self, adapters: AdapterStats) -> Iterable[Metric]:
         """LoRA adapters; those of requests are label values, as in vLLM."""

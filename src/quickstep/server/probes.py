@@ -16,20 +16,36 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from quickstep import __version__
-from quickstep.engine.stats import EngineState, EngineStats
+from quickstep.engine.stats import EngineState, EngineStats, ReplicaStats
 from quickstep.server.generate.adapter import Served
 from quickstep.server.http.errors import json_response
 from quickstep.server.metrics import CONTENT_TYPE, Metrics
 from quickstep.server.openai.response_types import Model, ModelList, RopeScaling
 
-__all__ = ["Health", "Pong", "Probes", "Readiness", "Version"]
+__all__ = ["Health", "Pong", "Probes", "Readiness", "Replica", "Version"]
 
 # Of `stall_s`, after which the process is replaced; it reports ten times a second.
 _SILENT_FRACTION = 0.25
 
 
+class Replica(msgspec.Struct, frozen=True):
+    """One of several engines with the same model."""
+
+    replica: int
+    engine: str
+    failure: str | None
+    process_id: int | None
+    num_restarts: int
+    num_requests: int
+    num_running: int
+    num_waiting: int
+    seconds_without_progress: float
+
+
 class Health(msgspec.Struct, frozen=True):
-    """The engine's progress; anything but `ok` comes with status 503."""
+    """The engine's progress; anything but `ok` comes with status 503. Of several replicas it is
+    `ok` while one serves and none is stalled.
+    """
 
     status: Literal["ok", "stalled", "restarting", "failed"]
     engine: str
@@ -44,6 +60,8 @@ class Health(msgspec.Struct, frozen=True):
     num_free_blocks: int
     num_steps: int
     seconds_without_progress: float
+    replicas: tuple[Replica, ...] = ()
+    num_moved_requests: int = 0
 
 
 class Readiness(msgspec.Struct, frozen=True):
@@ -90,6 +108,8 @@ class Probes:
             num_free_blocks=load.blocks.num_free,
             num_steps=load.totals.num_steps,
             seconds_without_progress=round(stats.stalled_s, 3),
+            replicas=tuple(map(_replica, stats.replicas)),
+            num_moved_requests=stats.num_moves,
         )
         return json_response(state, 200 if status == "ok" else 503)
 
@@ -146,3 +166,17 @@ class Probes:
                 scaling.rope_type, scaling.factor, scaling.original_max_position_embeddings
             ),
         )
+
+
+def _replica(stats: ReplicaStats) -> Replica:
+    return Replica(
+        replica=stats.replica,
+        engine=stats.state.value,
+        failure=stats.failure or None,
+        process_id=stats.process_id,
+        num_restarts=stats.num_restarts,
+        num_requests=stats.num_requests,
+        num_running=stats.num_running,
+        num_waiting=stats.num_waiting,
+        seconds_without_progress=round(stats.stalled_s, 3),
+    )

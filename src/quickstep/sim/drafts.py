@@ -92,7 +92,7 @@ class SimulatedDrafts:
             self._slots.pop(released, None)
             if self._choice is not None:
                 self._choice.release(released)
-        new = {one.slot: len(one.token_ids) for one in plan.admitted}
+        new = {admission.slot: len(admission.token_ids) for admission in plan.admitted}
         new |= {row.slot: row.end for row in plan.rows if row.slot not in self._slots | new}
         for place, num_tokens in new.items():
             self._slots[place] = _Slot()

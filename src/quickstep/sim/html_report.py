@@ -57,7 +57,7 @@ def html_report(title: str, runs: Sequence[Run]) -> str:
             f"{name}: part of the requests that are faster",
             "ms",
             "part",
-            [_cdf([1e3 * one[place] for one in found]) for found in times],
+            [_cdf([1e3 * of_ending[place] for of_ending in found]) for found in times],
         )
         for place, name in enumerate(("TTFT", "TPOT", "E2E"))
     ]

@@ -119,12 +119,12 @@ def _table(lines: Sequence[str]) -> Iterator[_TraceRequest]:
     names = {name.strip().lower(): name for name in reader.fieldnames or ()}
     columns = next(
         (
-            tuple(names[one] for one in wanted)
+            tuple(names[name] for name in wanted)
             for wanted in (
                 ("timestamp", "contexttokens", "generatedtokens"),
                 ("timestamp", "request tokens", "response tokens"),
             )
-            if all(one in names for one in wanted)
+            if all(name in names for name in wanted)
         ),
         None,
     )

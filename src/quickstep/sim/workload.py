@@ -26,7 +26,7 @@ if TYPE_CHECKING:
 
 __all__ = [
     "WORKLOADS",
-    "Adapters",
+    "AdapterMix",
     "Clients",
     "Lengths",
     "PrefixLevel",
@@ -81,7 +81,7 @@ class Tenant(msgspec.Struct, frozen=True):
     ttft_deadline_s: float | None = None
 
 
-class Adapters(msgspec.Struct, frozen=True):
+class AdapterMix(msgspec.Struct, frozen=True):
     """LoRA adapters, one of which each session has.
 
     Attributes:
@@ -120,7 +120,7 @@ class Workload(msgspec.Struct, frozen=True):
     cancelled: float = 0.0
     cancel_after_s: float = 1.0
     tenants: tuple[Tenant, ...] = (Tenant(),)
-    adapters: Adapters | None = None
+    adapters: AdapterMix | None = None
 
     @property
     def session_s(self) -> float:
@@ -236,7 +236,7 @@ class Clients:
         while rng.random() > 1.0 / workload.mean_turns:
             num_turns += 1
         tenants = workload.tenants
-        (tenant,) = rng.choices(tenants, [one.part for one in tenants])
+        (tenant,) = rng.choices(tenants, [tenant.part for tenant in tenants])
         path: tuple[int, ...] = ()
         history: tuple[int, ...] = ()
         for level in workload.prefixes:
@@ -299,7 +299,7 @@ class Clients:
         return self._rng.expovariate(1.0 / mean) if mean > 0 else 0.0
 
 
-def adapter_ids(adapters: Adapters) -> tuple[str, ...]:
+def adapter_ids(adapters: AdapterMix) -> tuple[str, ...]:
     """The ids under which a scheduler has to know the adapters, the most frequent first."""
     return tuple(f"adapter-{number}" for number in range(adapters.count))
 

@@ -47,7 +47,7 @@ from quickstep.verify.requests import (
     MAX_OUTPUTS,
     MAX_PROMPT_LEN,
     RandomRequest,
-    Vocabulary,
+    RequestVocabulary,
     random_requests,
 )
 from quickstep.verify.run import (
@@ -242,7 +242,7 @@ class _Verifier:
         self._requests = random_requests(
             options.num_requests,
             options.seed,
-            Vocabulary(
+            RequestVocabulary(
                 model.vocab_size,
                 eos_token_ids,
                 new_matcher is not None,
@@ -374,10 +374,11 @@ class _Verifier:
         rng = random.Random(f"groups {self._options.seed} {threads}")
         # small enough that every scenario gets its turn
         num_drawn = self._options.rounds * len(self._requests)
-        scenarios = [one for one in SCENARIOS if self._adapters or not one.has_loads]
+        scenarios = [scenario for scenario in SCENARIOS if self._adapters or not scenario.has_loads]
         for name in (*self._proposers, _COMBINED) if self._proposers else ():
             with_name = (
-                replace(one, name=name + one.name, draft_model=name) for one in _MODEL_DRAFTS
+                replace(scenario, name=name + scenario.name, draft_model=name)
+                for scenario in _MODEL_DRAFTS
             )
             scenarios.extend(with_name)
         largest = min(40, max(6, num_drawn // len(scenarios)))
@@ -466,10 +467,10 @@ def _events(
     pauses a third are held for a while.
     """
     events = []
-    for one in group:
-        request = one.request
+    for random_request in group:
+        request = random_request.request
         at = rng.randrange(span)
-        events.append(Event(at, request.request_id, one))
+        events.append(Event(at, request.request_id, random_request))
         if scenario.has_pauses and rng.random() < 1 / 3:
             paused_at = at + rng.randint(1, 12)
             events.append(Event(paused_at, request.request_id, Signal.PAUSE))
@@ -478,7 +479,7 @@ def _events(
         if scenario.has_aborts and rng.random() < 1 / 3:
             twin = structs.replace(request, request_id=request.request_id + _NEIGHBOUR)
             twin_at = max(0, at + rng.randint(-3, 3))
-            events.append(Event(twin_at, twin.request_id, replace(one, request=twin)))
+            events.append(Event(twin_at, twin.request_id, replace(random_request, request=twin)))
             events.append(Event(twin_at + rng.randint(1, 30), twin.request_id, Signal.ABORT))
     return events
 

@@ -146,7 +146,7 @@ def _logits(model: Decoder, checked: CheckedFormat) -> torch.Tensor:
         [row(0, half, prompt[half:])],
         [row(0, length, (5,)), row(1, 5, (9,))],
     ):
-        steps.prepare(rows, [slots[one.slot] for one in rows])
+        steps.prepare(rows, [slots[row.slot] for row in rows])
         _, logits = steps.run([(index, 0) for index in range(len(rows))], every_token=False)
         found.append(to_torch(logits).double().clone())
     return torch.cat(found)

@@ -23,7 +23,7 @@ __all__ = [
     "MAX_OUTPUTS",
     "MAX_PROMPT_LEN",
     "RandomRequest",
-    "Vocabulary",
+    "RequestVocabulary",
     "random_requests",
 ]
 
@@ -94,7 +94,7 @@ _GRAMMARS = (
 )
 
 
-class Vocabulary(msgspec.Struct, frozen=True):
+class RequestVocabulary(msgspec.Struct, frozen=True):
     """Token ids that requests may name, those that end a sequence, and whether grammars can be
     compiled; `texts` of tokens are what stop strings are made of; `adapters` are content ids.
     """
@@ -122,7 +122,7 @@ class RandomRequest(msgspec.Struct, frozen=True):
 
 
 def random_requests(
-    count: int, seed: int, vocabulary: Vocabulary, block_size: int, max_model_len: int
+    count: int, seed: int, vocabulary: RequestVocabulary, block_size: int, max_model_len: int
 ) -> list[RandomRequest]:
     """`count` requests with ids `r0`, `r1`, ...; no prompt fills `max_model_len`."""
     rng = random.Random(f"requests {seed}")
@@ -140,7 +140,7 @@ def _request(
     rng: random.Random,
     index: int,
     documents: list[list[int]],
-    vocabulary: Vocabulary,
+    vocabulary: RequestVocabulary,
     block_size: int,
     max_model_len: int,
 ) -> RandomRequest:
@@ -213,7 +213,7 @@ def _beams(rng: random.Random) -> BeamSearchParams:
     )
 
 
-def _sampling(rng: random.Random, vocabulary: Vocabulary, is_long: bool) -> SamplingParams:
+def _sampling(rng: random.Random, vocabulary: RequestVocabulary, is_long: bool) -> SamplingParams:
     def sometimes(probability: float, value: float, otherwise: float) -> float:
         return value if rng.random() < probability else otherwise
 
@@ -265,7 +265,7 @@ def _with_features(
     rng: random.Random,
     sampling: SamplingParams,
     documents: list[list[int]],
-    vocabulary: Vocabulary,
+    vocabulary: RequestVocabulary,
     max_output: int,
 ) -> SamplingParams:
     """About half of the requests unchanged, the others with one to three features that have their
@@ -314,7 +314,7 @@ def _with_features(
     )
 
 
-def _reasoning(rng: random.Random, vocabulary: Vocabulary) -> ReasoningTokens:
+def _reasoning(rng: random.Random, vocabulary: RequestVocabulary) -> ReasoningTokens:
     """Tags of any tokens; the closing one has two, or comes in one."""
     opening, first, second, closing, blank = rng.sample(range(vocabulary.size), 5)
     pieces = {

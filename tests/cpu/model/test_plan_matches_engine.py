@@ -23,7 +23,7 @@ from quickstep.engine.assembly import load_weights
 from quickstep.model.checkpoint.source import find_checkpoint
 from quickstep.model.sizing import ElementBytes, MemoryPlan
 from quickstep.model.spec import read_spec
-from quickstep.plan.candidates import DraftModel, Load, LoRASizes, StepLimits, fit
+from quickstep.plan.candidates import DraftModel, EngineLimits, Load, LoRASizes, fit
 from quickstep.plan.formulas import Split
 from quickstep.plan.hardware import find_hardware, read_hardware
 
@@ -48,7 +48,7 @@ DRAFTS = ("demo-draft", "demo-eagle", "demo-medusa")
 def test_a_plan_with_adapters_and_draft_models_is_the_engines(
     quantization: str | None, names: tuple[str, ...], tmp_path: Path
 ) -> None:
-    limits = StepLimits(max_num_seqs=8, max_num_batched_tokens=64)
+    limits = EngineLimits(max_num_seqs=8, max_num_batched_tokens=64)
     config = EngineConfig(
         LoadConfig("demo", quantization=quantization),
         CacheConfig(num_blocks=32),

@@ -24,7 +24,7 @@ from quickstep.verify.checker import SCENARIOS, VerifyOptions, verify
 from quickstep.verify.requests import (
     MAX_OUTPUTS,
     MAX_PROMPT_LEN,
-    Vocabulary,
+    RequestVocabulary,
     random_requests,
 )
 
@@ -203,7 +203,7 @@ def test_the_thread_count_is_put_back():
 
 def test_requests_are_at_block_edges_share_prefixes_and_fit():
     block_size, max_model_len = 16, 60
-    found = random_requests(400, 0, Vocabulary(50, EOS), block_size, max_model_len)
+    found = random_requests(400, 0, RequestVocabulary(50, EOS), block_size, max_model_len)
     requests = [one.request for one in found]
     lengths = [len(request.prompt_token_ids) for request in requests]
     assert max(lengths) < max_model_len <= MAX_PROMPT_LEN
@@ -230,7 +230,7 @@ _NOT_DRAWN = {
 
 
 def test_every_parameter_takes_several_values_and_every_grammar_kind_occurs():
-    vocabulary = Vocabulary(500, EOS, has_grammars=True, texts=("a", "bc"))
+    vocabulary = RequestVocabulary(500, EOS, has_grammars=True, texts=("a", "bc"))
     found = random_requests(600, 0, vocabulary, 16, 120)
     samplings = [one.request.sampling for one in found]
     for name in (field.name for field in fields(SamplingParams)):

@@ -137,13 +137,13 @@ _BUGS = {
     ),
     "adapter-evicted-in-use": (
         "resources.adapter_residency",
-        "if any(one.num_running or one.adapter_id in in_flight for one in leaving):",
-        "if any(one.adapter_id in in_flight for one in leaving):",
+        "if any(other.num_running or other.adapter_id in in_flight for other in leaving):",
+        "if any(other.adapter_id in in_flight for other in leaving):",
     ),
     "adapter-evicted-in-flight": (
         "resources.adapter_residency",
-        "if any(one.num_running or one.adapter_id in in_flight for one in leaving):",
-        "if any(one.num_running for one in leaving):",
+        "if any(other.num_running or other.adapter_id in in_flight for other in leaving):",
+        "if any(other.num_running for other in leaving):",
     ),
     "adapter-drained-for-nothing": (
         "resources.adapter_residency",

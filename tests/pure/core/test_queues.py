@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from random import Random
 
-from quickstep.core.queues import Deadlines, Due, WaitingQueue
+from quickstep.core.queues import DeadlineQueue, Due, WaitingQueue
 from quickstep.core.sequence import Sequence
 from quickstep.core.service_order import PriorityOrder
 from quickstep.types import Request
@@ -44,7 +44,7 @@ def test_a_sequence_gains_a_level_of_priority_for_every_aging_time_that_it_waits
 
 
 def test_deadlines_come_in_their_order_whatever_was_dropped_between() -> None:
-    rng, deadlines, live = Random(0), Deadlines(), []
+    rng, deadlines, live = Random(0), DeadlineQueue(), []
     for arrival in range(1000):
         sequence = arrive(arrival, timeout_s=rng.random())
         deadlines.push(sequence)
@@ -61,7 +61,7 @@ def test_deadlines_come_in_their_order_whatever_was_dropped_between() -> None:
 
 
 def test_finished_sequences_are_forgotten_before_their_deadline() -> None:
-    deadlines = Deadlines()
+    deadlines = DeadlineQueue()
     for arrival in range(1000):
         sequence = arrive(arrival, timeout_s=1e9)
         deadlines.push(sequence)
@@ -70,6 +70,6 @@ def test_finished_sequences_are_forgotten_before_their_deadline() -> None:
 
 
 def test_a_request_without_a_deadline_is_not_watched() -> None:
-    deadlines = Deadlines()
+    deadlines = DeadlineQueue()
     deadlines.push(arrive(0))
     assert deadlines.next_s() is None

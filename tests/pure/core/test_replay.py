@@ -234,7 +234,7 @@ _REQUEST: dict[str, object] = {
     "adapter_id": "",
     "received_s": 0.001,
     "reports_progress": True,
-    "resumed": (Resumed(0, (1, 2, 1)),),
+    "resumed": (Resumed(0, (3, 4)),),
 }
 
 

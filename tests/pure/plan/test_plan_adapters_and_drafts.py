@@ -19,9 +19,9 @@ from quickstep.model.sizing import DraftSizes, ElementBytes, kv_bytes_per_token,
 from quickstep.plan.candidates import (
     Candidate,
     DraftModel,
+    EngineLimits,
     Load,
     LoRASizes,
-    StepLimits,
     fit,
     steady_state,
 )
@@ -42,7 +42,7 @@ PLAN = (
 
 def sized(split: Split | None = None, **extras) -> Candidate:
     hardware = find_hardware("h100x8", read_hardware())
-    return fit(SPEC, hardware, split or Split(), BF16, LOAD, StepLimits(), **extras)
+    return fit(SPEC, hardware, split or Split(), BF16, LOAD, EngineLimits(), **extras)
 
 
 def rows(candidate: Candidate) -> dict[str, int]:

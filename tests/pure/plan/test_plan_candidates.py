@@ -9,8 +9,8 @@ from quickstep.errors import ConfigError
 from quickstep.model.sizing import ElementBytes
 from quickstep.plan.candidates import (
     Candidate,
+    EngineLimits,
     Load,
-    StepLimits,
     capacity,
     fit,
     splits,
@@ -28,7 +28,7 @@ LOAD = Load(2.0, 1000, 300)
 def sized(split: Split, quantization: str | None = "int4", hardware: str = "h100x8") -> Candidate:
     elements = ElementBytes(2, 8, quantization)
     devices = find_hardware(hardware, TABLE)
-    return fit(find_model("llama-3-70b"), devices, split, elements, LOAD, StepLimits())
+    return fit(find_model("llama-3-70b"), devices, split, elements, LOAD, EngineLimits())
 
 
 def test_only_splits_that_the_heads_allow_are_listed() -> None:
@@ -66,7 +66,7 @@ def test_measured_step_times_are_those_of_one_device() -> None:
     elements, devices = ElementBytes(2, 8, "int4"), find_hardware("h100x8", TABLE)
     load = StepLoad.of_span(100, 1)
     for split, is_measured in ((Split(), True), (Split(1, 1, 4), True), (Split(2), False)):
-        sizes = devices, split, elements, LOAD, StepLimits()
+        sizes = devices, split, elements, LOAD, EngineLimits()
         costs = fit(find_model("llama-3-70b"), *sizes, measured=measured).costs
         assert (costs.seconds(load) == pytest.approx(0.11)) is is_measured
         assert costs.parts(load).seconds == pytest.approx(costs.seconds(load))

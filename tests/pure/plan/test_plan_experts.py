@@ -13,7 +13,7 @@ from quickstep.errors import ConfigError
 from quickstep.model.checkpoint.tensor_schema import layer_tensors, outer_tensors
 from quickstep.model.decoder_spec import ModelSpec
 from quickstep.model.sizing import ElementBytes, weight_bytes
-from quickstep.plan.candidates import Candidate, Load, StepLimits, fit, splits
+from quickstep.plan.candidates import Candidate, EngineLimits, Load, fit, splits
 from quickstep.plan.formulas import (
     Split,
     all_to_all_s,
@@ -33,7 +33,7 @@ MIXTURES = ["mixtral-8x7b", "qwen3-30b-a3b", "gpt-oss-20b"]
 
 def sized(split: Split, spec: ModelSpec = MIXTRAL, link: str | None = None) -> Candidate:
     hardware = find_hardware("h100x8", TABLE, link)
-    return fit(spec, hardware, split, ElementBytes(2, 8), Load(1.0, 1000, 300), StepLimits())
+    return fit(spec, hardware, split, ElementBytes(2, 8), Load(1.0, 1000, 300), EngineLimits())
 
 
 def held_by_hand(spec: ModelSpec, split: Split) -> int:

@@ -11,7 +11,7 @@ from quickstep.cli.main import main
 from quickstep.config import SpeculationMethod
 from quickstep.core.cost_model import StepLoad
 from quickstep.model.sizing import DraftSizes, ElementBytes, kv_bytes_per_token
-from quickstep.plan.candidates import Candidate, DraftModel, Load, StepLimits, fit, steady_state
+from quickstep.plan.candidates import Candidate, DraftModel, EngineLimits, Load, fit, steady_state
 from quickstep.plan.formulas import Split
 from quickstep.plan.hardware import find_hardware, read_hardware
 from quickstep.plan.models import find_model
@@ -30,7 +30,7 @@ TARGETS = Targets(ttft_s=1.0, tpot_s=0.03)
 def engine(tensor: int = 1) -> Candidate:
     hardware = find_hardware("l4x8", read_hardware())
     spec = find_model("llama-3.2-3b")
-    return fit(spec, hardware, Split(tensor), ElementBytes(2, 8), LOAD, StepLimits())
+    return fit(spec, hardware, Split(tensor), ElementBytes(2, 8), LOAD, EngineLimits())
 
 
 def test_a_prefill_engine_delays_no_tokens_and_queues_when_it_is_busy() -> None:
@@ -62,7 +62,7 @@ def test_the_best_placement_meets_the_targets_on_the_fewest_devices() -> None:
 
 def test_a_pipeline_serves_a_phase_as_engines_that_take_turns() -> None:
     hardware, spec = find_hardware("l4x8", read_hardware()), find_model("llama-3.2-3b")
-    sizes = ElementBytes(2, 8), LOAD, StepLimits()
+    sizes = ElementBytes(2, 8), LOAD, EngineLimits()
     pipeline = fit(spec, hardware, Split(1, 2), *sizes)
     placement = Placement(pipeline, 1, engine(), 2)
     assert placement.num_devices == 4
@@ -123,7 +123,7 @@ def test_a_draft_model_shortens_decoding_and_lengthens_prompts_and_transfers() -
     small = find_model("llama-3.2-1b")
     sizes = DraftSizes(small, ElementBytes(2, 8))
     draft = DraftModel(SpeculationMethod.DRAFT, sizes, 0.9)
-    limits = StepLimits(num_speculative_tokens=3)
+    limits = EngineLimits(num_speculative_tokens=3)
     hardware = find_hardware("h100x8", read_hardware())
     spec = find_model("llama-3.1-8b")
     plain, drafting = (

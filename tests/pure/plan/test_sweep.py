@@ -11,7 +11,7 @@ from msgspec.structs import replace
 from quickstep.cli.main import main
 from quickstep.config import PolicyName
 from quickstep.model.sizing import ElementBytes
-from quickstep.plan.candidates import Load, StepLimits, fit
+from quickstep.plan.candidates import EngineLimits, Load, fit
 from quickstep.plan.formulas import Split
 from quickstep.plan.hardware import find_hardware, read_hardware
 from quickstep.plan.models import find_model
@@ -80,7 +80,7 @@ def test_a_single_rate_begins_a_search_and_more_replicas_serve_more(capsys, tmp_
 def test_a_window_ends_a_simulation_with_the_same_answer(preset: str, count: int) -> None:
     spec, hardware = find_model("llama-3.2-1b"), find_hardware("l4", read_hardware())
     load, workload = Load(1.0, 8000, 1), replace(WORKLOADS[preset], think_s=1.0)
-    engine = fit(spec, hardware, Split(), ElementBytes(2, 8), load, StepLimits())
+    engine = fit(spec, hardware, Split(), ElementBytes(2, 8), load, EngineLimits())
     targets = Targets(ttft_s=0.2, tpot_s=0.015)
     seconds = 3.0 * (workload.mean_turns - 1.0)
     outcomes = set()

@@ -455,7 +455,7 @@ _DEVICES = (
         topic="several devices",
     ),
     _row(
-        "--pipeline-parallel-size -pp --pp-size --data-parallel-size -dp --dp --dp-size --ep-size "
+        "--pipeline-parallel-size -pp --pp-size --ep-size "
         "--prefill-context-parallel-size -pcp --decode-context-parallel-size -dcp --nnodes "
         "--api-server-count -asc --data-parallel-size-local",
         _BOTH,

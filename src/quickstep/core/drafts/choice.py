@@ -155,8 +155,8 @@ class DraftChoice:
         """
         source = self._models[name]
         most_unseen = 0
-        for one in wanted:
-            unused = self._sequences[one.slot].unused
+        for sequence in wanted:
+            unused = self._sequences[sequence.slot].unused
             most_unseen = max(most_unseen, unused[name].num_tokens)
             unused[name] = _Unused()
         if most_unseen > _MOST_UNSEEN:
@@ -195,7 +195,7 @@ class DraftChoice:
     def _chosen(self, wanted: Sequence[WantedDrafts]) -> list[str | None]:
         """The model that drafts for each; None where the drafts that there are are as good."""
         chosen: list[str | None] = [None] * len(wanted)
-        gains = [self.best(one.slot, one.depths)[1] for one in wanted]
+        gains = [self.best(sequence.slot, sequence.depths)[1] for sequence in wanted]
         left = list(self._models)
         best_value = (len(wanted) + sum(gains)) / self._cost(chosen)
         while left:

@@ -136,7 +136,7 @@ class AdapterResidency:
         ]
         if len(pinned) >= self.max_loras:
             return f"{len(pinned)} adapters are pinned, which leaves no place; raise --max-loras"
-        num_pinned_bytes = sum(one.num_bytes for one in pinned)
+        num_pinned_bytes = sum(adapter.num_bytes for adapter in pinned)
         if self._fit(1, num_pinned_bytes + adapter.num_bytes):
             return ""
         room = (self.max_bytes or 0) - num_pinned_bytes
@@ -246,19 +246,19 @@ class AdapterResidency:
         is_overdue = waited_s > self.max_overtaken_s
         most = AdapterUse.RUNNING if is_overdue else AdapterUse.PREEMPTIBLE
         leaving = self._leaving(adapter, most, now, uses, in_flight)
-        if any(one.num_running or one.adapter_id in in_flight for one in leaving):
-            self._drain({one.adapter_id for one in leaving})
+        if any(other.num_running or other.adapter_id in in_flight for other in leaving):
+            self._drain({other.adapter_id for other in leaving})
             return False
         self._drain(set())
         num_left = self.num_resident - len(leaving)
-        bytes_left = self.num_bytes - sum(one.num_bytes for one in leaving)
+        bytes_left = self.num_bytes - sum(other.num_bytes for other in leaving)
         fits = self._fit(num_left + 1, bytes_left + adapter.num_bytes)
         if self._num_loading >= self.max_loading or not fits:
             return False
-        for one in leaving:
-            self._changed.append(one.adapter_id)
-            self._set_state(one, AdapterState.ABSENT)
-            self._evictions.append(one.adapter_id)
+        for other in leaving:
+            self._changed.append(other.adapter_id)
+            self._set_state(other, AdapterState.ABSENT)
+            self._evictions.append(other.adapter_id)
         self.num_evictions += len(leaving)
         self._set_state(adapter, AdapterState.LOADING)
         self._num_loading += 1
@@ -287,17 +287,21 @@ class AdapterResidency:
         """Raise AssertionError unless the limits are kept."""
         adapters = self._adapters.values()
         held = [adapter for adapter in adapters if adapter.state is not AdapterState.ABSENT]
-        assert sorted(self._held) == sorted(one.adapter_id for one in held), "the held ones differ"
-        assert self._num_bytes == sum(one.num_bytes for one in held), "their bytes differ"
+        assert sorted(self._held) == sorted(adapter.adapter_id for adapter in held), (
+            "the held ones differ"
+        )
+        assert self._num_bytes == sum(adapter.num_bytes for adapter in held), "their bytes differ"
         assert self.num_resident <= self.max_loras, "too many adapters are in memory"
         assert self.max_bytes is None or self.num_bytes <= self.max_bytes, "they take too much"
         assert self._num_loading == sum(
             adapter.state is AdapterState.LOADING for adapter in adapters
         )
         assert self._num_pinned == sum(adapter.is_pinned for adapter in adapters)
-        for one in adapters:
-            runs = one.state in (AdapterState.RESIDENT, AdapterState.DRAINING)
-            assert runs or not one.num_running, f"{one.adapter_id} is {one.state.value} and in use"
+        for adapter in adapters:
+            runs = adapter.state in (AdapterState.RESIDENT, AdapterState.DRAINING)
+            assert runs or not adapter.num_running, (
+                f"{adapter.adapter_id} is {adapter.state.value} and in use"
+            )
 
     def _uses(self, adapter: _Adapter, now: float) -> float:
         age_s = max(0.0, now - adapter.used_at_s)
@@ -337,9 +341,9 @@ class AdapterResidency:
 
         in_memory = (AdapterState.RESIDENT, AdapterState.DRAINING)
         others = [
-            one
-            for one in self._held.values()
-            if one.state in in_memory and not one.is_pinned and use(one) <= most
+            adapter
+            for adapter in self._held.values()
+            if adapter.state in in_memory and not adapter.is_pinned and use(adapter) <= most
         ]
         others.sort(key=lambda one: self._value(one, now))
         others.sort(key=lambda one: (use(one), one.adapter_id in in_flight, one.num_running))

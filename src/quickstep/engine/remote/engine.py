@@ -17,13 +17,15 @@ from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from datetime import datetime
 from pathlib import Path
+from typing import Protocol
 
 import msgspec
-from msgspec.structs import fields, replace
+from msgspec.structs import replace
 
 from quickstep.config import EngineConfig, InputConfig
-from quickstep.core.accounting import SchedulerStats, Totals
+from quickstep.core.accounting import SchedulerStats, Totals, added
 from quickstep.core.admission import AdmissionState
+from quickstep.core.cost_model import CostModel, LinearCostModel
 from quickstep.core.resources.block_pool import PoolStats
 from quickstep.core.service_order import level_of
 from quickstep.engine.adapters import LoadedAdapter
@@ -51,7 +53,7 @@ from quickstep.engine.remote.messages import (
     UnloadAdapter,
 )
 from quickstep.engine.remote.opening import opening_of
-from quickstep.engine.remote.streams import RemoteStreams
+from quickstep.engine.remote.streams import LostRequest, RemoteStreams
 from quickstep.engine.remote.supervisor import RestartLimits, Supervisor
 from quickstep.engine.requests import RequestIntake, open_seeds
 from quickstep.engine.stats import EngineState, EngineStats
@@ -70,7 +72,7 @@ _LOGGER = logging.getLogger(__name__)
 # After a request's deadline, until it is ended here.
 _DEADLINE_MARGIN_S = 1.0
 # Messages that may wait for a process that does not read.
-_LOG_CAPACITY = 16_384  # records: minutes of steps, a few megabytes
+LOG_CAPACITY = 16_384  # records: minutes of steps, a few megabytes
 _REPORT_S = 2.0  # how long the process may take to answer a question
 _ADAPTER_S = 130.0  # for an adapter, which it gives up after 120
 _MAX_UNSENT_BYTES = 64 * 1024 * 1024
@@ -128,7 +130,7 @@ class _WorkerStats:
     def add_past(self) -> str:
         """The worker has ended, with all its blocks and queues. Returns why its engine failed."""
         last = self._required()
-        self._past = _sum(self._past, last.scheduler.totals)
+        self._past = added([self._past, last.scheduler.totals])
         blocks = last.scheduler.blocks
         num_blocks = blocks.num_free + blocks.num_cached + blocks.num_used
         self._last = replace(
@@ -160,7 +162,7 @@ class _WorkerStats:
     ) -> EngineStats:
         """The current stats: the arguments, and the rest as the worker last sent it."""
         last = self._required()
-        totals = _sum(self._past, last.scheduler.totals)
+        totals = added([self._past, last.scheduler.totals])
         return replace(
             last,
             state=state,
@@ -174,9 +176,9 @@ class _WorkerStats:
         )
 
     @property
-    def admission(self) -> AdmissionState:
-        """What decides whether one more request may queue."""
-        return self._required().admission
+    def last(self) -> EngineStats:
+        """As the worker last sent them."""
+        return self._required()
 
     def _required(self) -> EngineStats:
         if self._last is None:
@@ -184,9 +186,17 @@ class _WorkerStats:
         return self._last
 
 
-def _sum(one: Totals, other: Totals) -> Totals:
-    names = [field.name for field in fields(Totals)]
-    return Totals(**{name: getattr(one, name) + getattr(other, name) for name in names})
+class EngineWatcher(Protocol):
+    """Continues the requests of an engine whose process has ended."""
+
+    def lost(self, engine: RemoteEngine, requests: Sequence[LostRequest]) -> None:
+        """The process has ended with these requests."""
+
+    def restarted(self, engine: RemoteEngine) -> None:
+        """Another process serves."""
+
+    def given_up(self, engine: RemoteEngine) -> None:
+        """No other process will be started."""
 
 
 class RemoteEngine:
@@ -197,6 +207,10 @@ class RemoteEngine:
     process that makes no progress for `stall_s` seconds with requests pending is replaced. At most
     `max_undecided` requests wait to be accepted or refused: more only wait if the process does not
     read its messages.
+
+    With a `watcher`, the requests of a process that has ended are handed over to it; without one
+    they end with an error. Of several replicas of a model, each has its number as `replica`, and
+    they may have one `step_log`.
     """
 
     def __init__(
@@ -210,6 +224,9 @@ class RemoteEngine:
         launched: Launched | None = None,
         stall_s: float = 30.0,
         max_undecided: int = 4096,
+        watcher: EngineWatcher | None = None,
+        replica: int = 0,
+        step_log: StepLog | None = None,
     ) -> None:
         self._supervisor = Supervisor(
             client=self,
@@ -227,27 +244,35 @@ class RemoteEngine:
         self._stream_bounds = config.streams
         self._block_size = config.cache.block_size
         self._worker_stats = _WorkerStats()
-        self._step_log = StepLog(_LOG_CAPACITY)
+        self._step_log = StepLog(LOG_CAPACITY) if step_log is None else step_log
+        self._watcher = watcher
+        self._replica = replica
         self._reports: dict[str, asyncio.Future[dict[int, SequenceTimings]]] = {}
         self._resets: deque[asyncio.Future[int]] = deque()  # answered in order
         self._changes: dict[int, asyncio.Future[LoadedAdapter | None]] = {}  # of adapters
         self._num_changes = 0
         self._loaded_adapters: dict[str, str] = {}  # paths by name, for a new process
-        self._streams = RemoteStreams(clock)
+        self._streams = RemoteStreams(clock, moves=watcher is not None)
         self._intake = RequestIntake(open_seeds(config.seed), self._streams)
         self._ahead: asyncio.Task[_Texts | None] | None = None
         self._model: _LoadedModel | None = None
 
-    async def open(self, progress: LoadProgress | None = None) -> None:
-        """Start the process and have the model loaded.
+    async def open(
+        self, progress: LoadProgress | None = None, like: RemoteEngine | None = None
+    ) -> None:
+        """Start the process and have the model loaded. The tokenizer and the template are those of
+        `like`, if that opens the same checkpoint.
 
         Raises:
             ConfigError: The checkpoint is missing or broken, or does not fit.
             EngineError: The process failed.
         """
-        self._ahead = asyncio.create_task(
-            asyncio.to_thread(_Texts.ahead, self._model_name_or_path, self._inputs)
-        )
+        if like is not None:
+            self._ahead = like._ahead
+        else:
+            self._ahead = asyncio.create_task(
+                asyncio.to_thread(_Texts.ahead, self._model_name_or_path, self._inputs)
+            )
         await self._supervisor.open(progress)
 
     async def start(self) -> None:
@@ -273,6 +298,55 @@ class RemoteEngine:
         """The operating system's id of the engine's process; None while there is none."""
         process = self._supervisor.process
         return None if process is None else process.process_id
+
+    @property
+    def is_serving(self) -> bool:
+        """Whether it takes requests now."""
+        is_running = self._supervisor.state is EngineState.RUNNING
+        return is_running and self._supervisor.process is not None
+
+    def check_serving(self) -> None:
+        """Raise EngineError if it takes no requests now."""
+        self._running_process()
+
+    @property
+    def num_live(self) -> int:
+        """Requests that have not ended."""
+        return len(self._streams)
+
+    @property
+    def num_undecided(self) -> int:
+        """Sequences of requests that the process has neither accepted nor refused."""
+        return sum(self._streams.undecided_by_level.values())
+
+    @property
+    def admission(self) -> AdmissionState:
+        """What decides whether one more request may queue, as the process last sent it."""
+        return self._worker_stats.last.admission
+
+    @property
+    def reported_at_s(self) -> float | None:
+        """When the process last sent its state, if requests are live, which make it send more."""
+        return self._worker_stats.last.now_s if len(self._streams) else None
+
+    @property
+    def costs(self) -> CostModel | None:
+        """Predicts the steps of the process; None if it has not reported how long they take."""
+        coefficients = self._worker_stats.last.coefficients
+        return None if coefficients is None else LinearCostModel(coefficients)
+
+    def is_live(self, request_id: str) -> bool:
+        """Whether the request has not ended."""
+        return self._streams.is_live(request_id)
+
+    def has_id(self, request_id: object) -> bool:
+        """Whether the id is in use, by a live request or by one that the process has yet to end."""
+        return request_id in self._streams
+
+    @property
+    def vocab_size(self) -> int:
+        """Token ids are below this."""
+        return self._loaded.facts.vocab_size
 
     @property
     def model_name(self) -> str:
@@ -339,7 +413,7 @@ class RemoteEngine:
     @property
     def has_queue(self) -> bool:
         """Whether sequences waited when the process last sent its state."""
-        return self._worker_stats.admission.num_waiting > 0
+        return self.admission.num_waiting > 0
 
     def check_admission(self, request: Request, num_sequences: int) -> None:
         """Raise RequestError for a request that could not be accepted now, whatever its prompt: by
@@ -348,7 +422,7 @@ class RemoteEngine:
         now = self._clock()
         waited_s = 0.0 if request.received_s is None else max(0.0, now - request.received_s)
         undecided = self._streams.undecided_by_level
-        self._worker_stats.admission.check(request, num_sequences, undecided, waited_s)
+        self.admission.check(request, num_sequences, undecided, waited_s)
 
     @property
     def request_ids(self) -> tuple[str, ...]:
@@ -458,7 +532,20 @@ class RemoteEngine:
         eos_token_ids = self.tokenizer.eos_token_ids
         request = self._intake.take(request, facts.vocab_size, facts.max_model_len, eos_token_ids)
         stream = Stream(request, self, self._stream_bounds)
-        self._streams.open(stream, request, level_of(request))
+        self.submit(request, stream)
+        return stream
+
+    def submit(self, request: Request, stream: Stream, num_moves: int = 0) -> None:
+        """Send a request that is complete, with its id and its seed, to the engine; its deltas go
+        to `stream`. So often it has moved from another engine.
+
+        Raises:
+            RequestError: The request cannot be sent.
+            EngineError: As `stream`.
+        """
+        process = self._running_process()
+        self._check_backlog(process)
+        self._streams.open(stream, request, level_of(request), num_moves)
         try:
             process.sender.put(request)
         except (UnicodeEncodeError, OverflowError) as error:
@@ -469,10 +556,11 @@ class RemoteEngine:
             raise refusal from error
         if request.timeout_s is not None:
             loop = asyncio.get_running_loop()
-            wait_s = request.timeout_s + _DEADLINE_MARGIN_S
+            since_s = request.received_s if request.resumed else None
+            waited_s = 0.0 if since_s is None else self._clock() - since_s
+            wait_s = max(0.0, request.timeout_s - waited_s) + _DEADLINE_MARGIN_S
             timer = loop.call_later(wait_s, self._expire, request.request_id)
             self._streams.set_deadline(request.request_id, timer)
-        return stream
 
     def abort(self, request_id: str) -> None:
         """End a request; its output so far is its answer. Ignores unknown and finished ids."""
@@ -503,7 +591,7 @@ class RemoteEngine:
         """A process has the model loaded (the supervisor only)."""
         path = Path(opened.facts.path)
         ahead, self._ahead = self._ahead, None
-        texts = None if ahead is None else await ahead
+        texts = None if ahead is None else await asyncio.shield(ahead)
         if texts is None or texts.path != path:
             texts = await asyncio.to_thread(_Texts.open, path, self._inputs)
         self._model = _LoadedModel(opened.facts, texts)
@@ -515,19 +603,23 @@ class RemoteEngine:
         """The process sent a message (the supervisor only)."""
         match message:
             case StepNote():
+                replica = self._replica
                 for sequence in message.sequences:
-                    self._step_log.add_sequence(sequence)
+                    timings = self._of_replica(sequence.timings)
+                    self._step_log.add_sequence(replace(sequence, timings=timings))
                 for request_id, delta in message.deltas:
                     self._streams.deliver(request_id, delta)
-                if message.record is not None:
-                    self._step_log.add_step(message.record)
+                if (step := message.record) is not None:
+                    self._step_log.add_step(replace(step, replica=replica) if replica else step)
             case Accepted(request_id=request_id, ignored=ignored):
                 self._streams.accept(request_id, ignored)
             case Refused():
                 self._streams.refuse(message.request_id, message.error)
             case TimingsNote(request_id=request_id, timings=timings):
                 if (report := self._reports.pop(request_id, None)) is not None:
-                    report.set_result(timings)
+                    report.set_result(
+                        {index: self._of_replica(one) for index, one in timings.items()}
+                    )
             case PrefixCacheReset(num_blocks=num_blocks):
                 if not (reset := self._resets.popleft()).done():  # else its caller has left
                     reset.set_result(num_blocks)
@@ -537,6 +629,9 @@ class RemoteEngine:
                 self._note_stats(stats)
             case _:
                 _LOGGER.error("the engine process sent %s out of turn", message)
+
+    def _of_replica(self, timings: SequenceTimings) -> SequenceTimings:
+        return replace(timings, replica=self._replica) if self._replica else timings
 
     @property
     def has_work(self) -> bool:
@@ -554,10 +649,23 @@ class RemoteEngine:
         reason, why = FinishReason.ERROR, "the engine process ended; send it again"
         if self._supervisor.is_ending:
             reason, why = FinishReason.SHUTDOWN, "the engine was stopped"
+        if self._watcher is not None and not self._supervisor.is_ending:
+            self._watcher.lost(self, self._streams.take_all(self.fingerprint))
+            return self._worker_stats.add_past()
         for record in self._streams.unfinished(reason):
             self._step_log.add_sequence(record)
         self._streams.end_all(reason, why)
         return self._worker_stats.add_past()
+
+    def restarted(self) -> None:
+        """Another process serves (the supervisor only)."""
+        if self._watcher is not None:
+            self._watcher.restarted(self)
+
+    def given_up(self) -> None:
+        """No other process will be started (the supervisor only)."""
+        if self._watcher is not None:
+            self._watcher.given_up(self)
 
     @property
     def _loaded(self) -> _LoadedModel:

@@ -2,23 +2,43 @@
 
 Owned by `RemoteEngine`, called in its event loop only. Its messages are assigned to the `Stream`s
 by request id. A request that was ended here, at its deadline, keeps its id until the engine has
-ended it as well, so that no late delta reaches a newer request.
+ended it as well, so that no late delta reaches a newer request. The tokens that a stream has got
+are kept, so that another engine can continue it (`LostRequest`).
 """
 
 from __future__ import annotations
 
 import asyncio
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Callable, Iterator, Mapping
 
 import msgspec
+from msgspec.structs import replace
 
 from quickstep.engine.records.step_log import SequenceRecord
 from quickstep.engine.stream import Stream
 from quickstep.errors import EngineDied, QuickstepError
-from quickstep.types import Delta, FinishReason, Request, SequenceTimings
+from quickstep.types import Delta, FinishReason, Request, Resumed, SequenceTimings
 
-__all__ = ["RemoteStreams"]
+__all__ = ["LostRequest", "RemoteStreams"]
+
+
+class LostRequest(msgspec.Struct, frozen=True):
+    """A live request whose engine has ended, with what its stream has got.
+
+    Attributes:
+        stream: Continues with the deltas of another engine.
+        request: With what the stream has got as `resumed`.
+        num_moves: How many engines had ended with it before, in a row without a new token.
+        is_paused: Its reader is too slow.
+        fingerprint: Of the engine: only an equal one gives the bits that follow.
+    """
+
+    stream: Stream
+    request: Request
+    num_moves: int
+    is_paused: bool
+    fingerprint: str
 
 
 class _Live(msgspec.Struct):
@@ -26,15 +46,26 @@ class _Live(msgspec.Struct):
     request: Request
     since_s: float
     running: set[int]  # indices of the sequences that have not ended
-    num_tokens: Counter[int] = msgspec.field(default_factory=Counter)  # delivered, by index
+    outputs: defaultdict[int, list[int]]  # delivered, by index
+    num_moves: int
+    num_prompt_logprobs: int = 0  # delivered
     timer: asyncio.TimerHandle | None = None  # of its deadline
+
+    @property
+    def has_progressed(self) -> bool:
+        """Whether this engine has delivered a token."""
+        num_resumed = sum(len(part.token_ids) for part in self.request.resumed)
+        return sum(map(len, self.outputs.values())) > num_resumed
 
 
 class RemoteStreams:
-    """The streams of all live requests, by request id. `clock` is the engine's."""
+    """The streams of all live requests, by request id. `clock` is the engine's; with `moves`,
+    requests continue elsewhere when the engine ends.
+    """
 
-    def __init__(self, clock: Callable[[], float]) -> None:
+    def __init__(self, clock: Callable[[], float], moves: bool = False) -> None:
         self._clock = clock
+        self._moves = moves
         self._live: dict[str, _Live] = {}
         self._paused: set[str] = set()
         self._undecided: dict[str, tuple[int, int]] = {}  # level, number of sequences
@@ -83,14 +114,21 @@ class RemoteStreams:
         """Return once no request is live."""
         await self._empty.wait()
 
-    def open(self, stream: Stream, request: Request, level: int = 0) -> None:
-        """Follow a request, of a level of priority, that is about to be sent."""
-        now, indices = self._clock(), set(request.indices)
+    def open(self, stream: Stream, request: Request, level: int = 0, num_moves: int = 0) -> None:
+        """Follow a request, of a level of priority, that is about to be sent and has moved so often
+        from another engine.
+        """
+        now, running = self._clock(), set(request.indices)
+        num_sequences = len(running)
         if self._is_held:
             self._busy_since_s = now
-        self._live[stream.request_id] = _Live(stream, request, now, indices)
-        self._undecided[stream.request_id] = (level, len(indices))
-        self._undecided_by_level[level] += len(indices)
+        outputs = defaultdict[int, list[int]](list)
+        outputs.update({resumed.index: [*resumed.token_ids] for resumed in request.resumed})
+        live = _Live(stream, request, now, running, outputs, num_moves)
+        live.num_prompt_logprobs = sum(part.num_prompt_logprobs for part in request.resumed)
+        self._live[stream.request_id] = live
+        self._undecided[stream.request_id] = (level, num_sequences)
+        self._undecided_by_level[level] += num_sequences
         self._empty.clear()
 
     def accept(self, request_id: str, ignored: tuple[str, ...]) -> None:
@@ -105,7 +143,7 @@ class RemoteStreams:
         """
         self._ended_here.pop(request_id, None)
         if request_id in self._live:
-            self._end(request_id, FinishReason.ERROR, error, is_lost=False)
+            self._end(request_id, FinishReason.ERROR, error)
 
     def _decided(self, request_id: str) -> None:
         if request_id in self._undecided:
@@ -128,14 +166,11 @@ class RemoteStreams:
         self._ended_here[request_id] = live.running
         self._remove(request_id)
 
-    def _end(
-        self, request_id: str, reason: FinishReason, error: QuickstepError, *, is_lost: bool
-    ) -> None:
+    def _end(self, request_id: str, reason: FinishReason, error: QuickstepError) -> None:
         live = self._live[request_id]
         live.stream.refuse(error)
         for index in sorted(live.running):
-            delta = Delta(index, finish_reason=reason, error=str(error), is_lost=is_lost)
-            live.stream.put(delta)
+            live.stream.put(Delta(index, finish_reason=reason, error=str(error)))
         self._remove(request_id)
 
     def pause(self, request_id: str) -> None:
@@ -149,13 +184,16 @@ class RemoteStreams:
         self._paused.discard(request_id)
 
     def deliver(self, request_id: str, delta: Delta) -> None:
-        """Put a delta into its stream, if the request is live."""
+        """Put a delta into its stream, if the request is live and does not move."""
+        if delta.is_lost and self._moves:
+            return  # the process ends now, and `take_all` hands the request over
         live = self._live.get(request_id)
         running = self._ended_here.get(request_id) if live is None else live.running
         if running is None:
             return
         if live is not None:
-            live.num_tokens[delta.index] += len(delta.token_ids)
+            live.outputs[delta.index] += delta.token_ids
+            live.num_prompt_logprobs += len(delta.prompt_logprobs)
             live.stream.put(delta)
         if delta.finish_reason is None:
             return
@@ -176,12 +214,14 @@ class RemoteStreams:
             request = live.request
             if request.request_id in self._undecided:
                 continue
-            resumed = {part.index: len(part.token_ids) for part in request.resumed}
+            num_resumed = {part.index: len(part.token_ids) for part in request.resumed}
             for index in sorted(live.running):
-                num_prompt, num_resumed = len(request.prompt_token_ids), resumed.get(index, 0)
-                num_outputs = num_resumed + live.num_tokens[index]
                 timings = SequenceTimings.of_unknown(
-                    num_prompt, live.since_s, now, num_outputs, num_resumed
+                    len(request.prompt_token_ids),
+                    live.since_s,
+                    now,
+                    len(live.outputs[index]),
+                    num_resumed.get(index, 0),
                 )
                 yield SequenceRecord(
                     request_id=request.request_id,
@@ -196,11 +236,28 @@ class RemoteStreams:
                     is_continuation=request.is_continuation,
                 )
 
+    def take_all(self, fingerprint: str) -> list[LostRequest]:
+        """The engine has ended: hand over all live requests; none of them is live here any more."""
+        lost = [
+            LostRequest(
+                live.stream,
+                _resumed(live),
+                0 if live.has_progressed else live.num_moves,
+                is_paused=request_id in self._paused,
+                fingerprint=fingerprint,
+            )
+            for request_id, live in self._live.items()
+        ]
+        self._ended_here.clear()
+        for request_id in tuple(self._live):
+            self._remove(request_id)
+        return lost
+
     def end_all(self, reason: FinishReason, error: str) -> None:
         """The engine has ended: end every stream, and refuse requests that were not accepted."""
         self._ended_here.clear()
         for request_id in tuple(self._live):
-            self._end(request_id, reason, EngineDied(error), is_lost=True)
+            self._end(request_id, reason, EngineDied(error))
 
     def _remove(self, request_id: str) -> None:
         live = self._live.pop(request_id)
@@ -210,3 +267,18 @@ class RemoteStreams:
         self._paused.discard(request_id)
         if not self._live:
             self._empty.set()
+
+
+def _resumed(live: _Live) -> Request:
+    """The request with what its stream has got; as it was, if that is nothing."""
+    request = live.request
+    resumed = (
+        Resumed(
+            index,
+            tuple(live.outputs[index]),
+            is_finished=index not in live.running,
+            num_prompt_logprobs=0 if index else live.num_prompt_logprobs,
+        )
+        for index in range(request.sampling.n)
+    )
+    return replace(request, resumed=tuple(one for one in resumed if one != Resumed(one.index)))

@@ -164,6 +164,12 @@ class EngineClient(Protocol):
     def died(self) -> str:
         """The process has ended. Returns why its engine had failed before, "" if it had not."""
 
+    def restarted(self) -> None:
+        """Another process serves."""
+
+    def given_up(self) -> None:
+        """No other process will be started."""
+
 
 class Supervisor:
     """Owns the process and the engine's state. `open`, `start`, `drain`, `end`, in this order.
@@ -358,11 +364,14 @@ class Supervisor:
             except QuickstepError as error:
                 reason, lived_s = str(error), 0.0
                 continue
+            self._process = process
             self._state, self._failure = EngineState.RUNNING, ""
             self._num_restarts += 1
             _LOGGER.warning("the engine is back after %.1f s", self._clock() - since_s)
+            self._client.restarted()
             return process
 
     def _give_up(self, reason: str) -> None:
         self._state, self._failure = EngineState.FAILED, reason
         _LOGGER.critical("the engine is given up: %s", reason)
+        self._client.given_up()

@@ -99,8 +99,12 @@ class KVHandovers:
         self.prefilling: dict[str, Request] = {}  # what prefill engines have accepted
         self.live: dict[str, Handover] = {}  # by the name of the continuation
         self.waiting: deque[Handover] = deque()  # prefilled, and no decode engine has room
-        self.prefill = [_transfer_end(one) for one in replicas if one.role is Role.PREFILL]
-        self.decode = [_transfer_end(one) for one in replicas if one.role is Role.DECODE]
+        self.prefill = [
+            _transfer_end(replica) for replica in replicas if replica.role is Role.PREFILL
+        ]
+        self.decode = [
+            _transfer_end(replica) for replica in replicas if replica.role is Role.DECODE
+        ]
         self._end_of = {id(end.replica): end for end in (*self.prefill, *self.decode)}
         self._link = link
         self._num_sent = 0
@@ -151,7 +155,9 @@ class KVHandovers:
         engines have computed.
         """
         self.prefilling.pop(request_id, None)
-        cancelled = [one for one in self.live.values() if one.request.request_id == request_id]
+        cancelled = [
+            handover for handover in self.live.values() if handover.request.request_id == request_id
+        ]
         return [self._cancel(handover, now) for handover in cancelled]
 
     def _cancel(self, handover: Handover, now: float) -> SequenceOutput:

@@ -19,7 +19,7 @@ from quickstep.types import StepRecord
 if TYPE_CHECKING:
     from random import Random
 
-__all__ = ["Link", "NewEngine", "Replica", "ReplicaOptions", "ReplicaSpec", "Role"]
+__all__ = ["MessageLink", "NewEngine", "Replica", "ReplicaOptions", "ReplicaSpec", "Role"]
 
 # A new engine of a replica, on its clock.
 NewEngine = Callable[[VirtualClock], SimulatedEngine]
@@ -56,7 +56,7 @@ class ReplicaOptions(msgspec.Struct, frozen=True):
     report_s: float = 0.1
 
 
-class Link:
+class MessageLink:
     """One direction between router and replica: in order, so nothing overtakes what is late."""
 
     def __init__(self, options: ReplicaOptions, rng: Random) -> None:
@@ -86,7 +86,7 @@ class Replica:
     def __init__(self, spec: ReplicaSpec, options: ReplicaOptions, rng: Random) -> None:
         self.role = spec.role
         self._make_engine = spec.make_engine
-        self.down_link, self.up_link = Link(options, rng), Link(options, rng)
+        self.down_link, self.up_link = MessageLink(options, rng), MessageLink(options, rng)
         self.clock = VirtualClock()
         self.offset_s = 0.0  # of its clock
         self.generation = 0

@@ -1,0 +1,270 @@
+"""Replicas of the demo model, as the server uses them: their processes are killed under load, and
+no client notices it.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import signal
+from collections.abc import Awaitable, Callable
+from random import Random
+from typing import Any
+
+import pytest
+from msgspec.structs import replace
+
+from quickstep.cluster.replicas import ReplicaSet
+from quickstep.config import EngineConfig, ReplicaConfig, RouterName, StreamConfig
+from quickstep.engine.llm import engine_config
+from quickstep.engine.records.step_log import StepLog
+from quickstep.engine.remote.engine import RemoteEngine
+from quickstep.engine.remote.supervisor import RestartLimits
+from quickstep.engine.stats import EngineState
+from quickstep.errors import EngineError, RequestError
+from quickstep.types import Delta, FinishReason, Grammar, Request, SamplingParams
+
+TEXT = "def first(a):\n    return a\n\ndef second(a):\n    return a\n\n"
+OPTIONS = {"num_threads": 1, "max_model_len": 512, "num_blocks": 200, "device": "cpu"}
+MANY_RESTARTS = RestartLimits(max_quick_deaths=1000, first_delay_s=0.01, max_delay_s=0.05)
+
+KINDS: list[dict[str, Any]] = [
+    {"temperature": 0.0},
+    {"temperature": 0.9, "seed": 3, "logprobs": 2},
+    {"temperature": 0.8, "seed": 4, "n": 3, "repetition_penalty": 1.1},
+    {"temperature": 0.9, "seed": 5, "grammar": Grammar("regex", r"( [0-9],){12,40}")},
+    {"temperature": 0.7, "seed": 6, "stop": ("third", "\n\n\n"), "prompt_logprobs": 1},
+]
+
+
+def run(
+    test: Callable[[ReplicaSet], Awaitable[None]],
+    num_replicas: int = 2,
+    max_moves: int = 1000,
+    **options: Any,
+) -> None:
+    config: EngineConfig = engine_config("demo", {**OPTIONS, **options})
+
+    def make(number: int, step_log: StepLog, watcher: ReplicaSet) -> RemoteEngine:
+        return RemoteEngine(
+            config,
+            restart_limits=MANY_RESTARTS,
+            watcher=watcher,
+            replica=number,
+            step_log=step_log,
+        )
+
+    async def main() -> None:
+        replicas = ReplicaSet(
+            ReplicaConfig(num_replicas, RouterName.PREDICTED, max_moves), make, seed=1
+        )
+        await replicas.open()
+        await replicas.start()
+        try:
+            async with asyncio.timeout(240):
+                await test(replicas)
+        finally:
+            await replicas.stop()
+        assert replicas.stats().state is EngineState.STOPPED
+        assert not replicas.request_ids
+
+    asyncio.run(main())
+
+
+def request_of(engine: ReplicaSet, number: int, max_tokens: int = 60, **fields: Any) -> Request:
+    sampling = SamplingParams(**{"max_tokens": max_tokens, **KINDS[number % len(KINDS)], **fields})
+    ids = tuple(engine.tokenizer.encode(TEXT + "x = " * (number % 7)))
+    return Request(f"r{number}", ids, sampling)
+
+
+def content(deltas: list[Delta]) -> dict[int, list[Any]]:
+    """What the client has of each sequence; no times."""
+    found: dict[int, list[Any]] = {}
+    for delta in deltas:
+        one = found.setdefault(delta.index, ["", (), (), (), None])
+        one[0] += delta.text
+        one[1] += delta.token_ids
+        one[2] += delta.logprobs
+        one[3] += delta.prompt_logprobs
+        if delta.finish_reason is not None:
+            one[4] = (delta.finish_reason, delta.stop_reason, delta.error)
+    return found
+
+
+async def output(engine: ReplicaSet, request: Request, begun: asyncio.Event | None = None) -> Any:
+    async with engine.stream(request) as stream:
+        deltas = []
+        async for delta in stream:
+            deltas.append(delta)
+            if begun is not None:
+                begun.set()
+    return content(deltas)
+
+
+def kill(engine: ReplicaSet, replica: int) -> None:
+    process_id = engine.process_ids[replica]
+    if process_id is not None:
+        os.kill(process_id, signal.SIGKILL)
+
+
+async def until_running(engine: ReplicaSet, num: int) -> None:
+    while sum(one.is_serving for one in engine.engines) < num:
+        await asyncio.sleep(0.01)
+
+
+def test_streams_of_killed_replicas_continue_with_the_same_bits() -> None:
+    async def test(engine: ReplicaSet) -> None:
+        requests = [request_of(engine, number) for number in range(20)]
+        expected = [await output(engine, request) for request in requests]
+        rng = Random(3)
+
+        async def kill_some() -> None:
+            for _ in range(6):
+                await until_running(engine, 2)
+                busy = [n for n, one in enumerate(engine.engines) if one.num_live]
+                kill(engine, rng.choice(busy or [0]))
+                await asyncio.sleep(0.1)
+
+        killing = asyncio.create_task(kill_some())
+        while not killing.done():
+            await until_running(engine, 1)
+            found = await asyncio.gather(*(output(engine, request) for request in requests))
+            assert found == expected
+        await killing
+        stats = engine.stats()
+        assert stats.num_moves > 2
+        assert stats.num_restarts > 2
+        assert len(stats.replicas) == 3
+
+    run(test, num_replicas=3)
+
+
+def test_a_stream_of_the_only_engine_continues_on_its_successor() -> None:
+    async def test(engine: ReplicaSet) -> None:
+        request = request_of(engine, 1, max_tokens=200, ignore_eos=True)
+        expected = await output(engine, request)
+        begun = asyncio.Event()
+        task = asyncio.create_task(output(engine, request, begun))
+        await begun.wait()
+        kill(engine, 0)
+        while engine.engines[0].is_serving:
+            await asyncio.sleep(0.005)
+        assert engine.request_ids == ("r1",), "it waits for the successor"
+        with pytest.raises(EngineError, match="takes no requests"):
+            engine.stream(request_of(engine, 2))
+        assert await task == expected
+        assert engine.stats().num_moves == 1
+
+    run(test, num_replicas=1)
+
+
+def test_a_request_that_ends_every_engine_is_ended() -> None:
+    async def test(engine: ReplicaSet) -> None:
+        begun = asyncio.Event()
+        request = request_of(engine, 0, max_tokens=400, ignore_eos=True)
+        task = asyncio.create_task(output(engine, request, begun))
+        await begun.wait()
+        while not task.done():
+            running = next((one for one in engine.engines if one.is_live("r0")), None)
+            if running is not None and running.process_id is not None:
+                os.kill(running.process_id, signal.SIGKILL)
+            await asyncio.sleep(0.001)
+        ((_, token_ids, _, _, end),) = (await task).values()
+        assert end == (FinishReason.ERROR, None, end[2])
+        assert "2 engine processes ended in a row while they computed it" in end[2]
+        assert token_ids
+        await until_running(engine, 2)
+
+    run(test, max_moves=1)
+
+
+def test_a_deadline_passes_while_no_engine_serves() -> None:
+    async def test(engine: ReplicaSet) -> None:
+        request = replace(request_of(engine, 0, max_tokens=400, ignore_eos=True), timeout_s=0.4)
+        begun = asyncio.Event()
+        task = asyncio.create_task(output(engine, request, begun))
+        await begun.wait()
+        is_done = asyncio.Event()
+
+        async def keep_dead() -> None:
+            while not is_done.is_set():
+                kill(engine, 0)
+                await asyncio.sleep(0.005)
+
+        killing = asyncio.create_task(keep_dead())
+        ((_, token_ids, _, _, end),) = (await task).values()
+        assert end == (FinishReason.DEADLINE, "deadline", "")
+        assert token_ids
+        is_done.set()
+        await killing
+
+    run(test, num_replicas=1)
+
+
+def test_a_client_that_leaves_while_no_engine_serves_leaves_nothing() -> None:
+    async def test(engine: ReplicaSet) -> None:
+        request = request_of(engine, 0, max_tokens=400, ignore_eos=True)
+        async with engine.stream(request) as stream:
+            await anext(stream)
+            kill(engine, 0)
+            while engine.engines[0].is_serving:
+                await asyncio.sleep(0.005)
+        assert not engine.request_ids
+        await until_running(engine, 1)
+        assert not engine.request_ids
+
+    run(test, num_replicas=1)
+
+
+def test_the_replicas_share_requests_and_find_what_they_have_cached() -> None:
+    async def test(engine: ReplicaSet) -> None:
+        requests = [request_of(engine, number) for number in range(12)]
+        await asyncio.gather(*(output(engine, request) for request in requests))
+        replicas = [record.timings.replica for record in engine.step_log.sequences]
+        assert set(replicas) == {0, 1}
+        assert {record.replica for record in engine.step_log.steps} == {0, 1}
+        conversation = replace(
+            requests[0],
+            request_id="long",
+            prompt_token_ids=tuple(engine.tokenizer.encode("import os\n" * 60)),
+        )
+        await output(engine, conversation)
+        for _ in range(3):
+            await output(engine, conversation)
+        *_, last = engine.step_log.sequences
+        assert last.timings.num_cached_tokens > 100
+        assert len({record.timings.replica for record in engine.step_log.sequences[-4:]}) == 1
+        assert await engine.reset_prefix_cache() > 0
+
+    run(test)
+
+
+def test_what_no_replica_takes_is_refused_as_by_one_engine() -> None:
+    async def test(engine: ReplicaSet) -> None:
+        too_long = Request("long", tuple(range(5, 600)), SamplingParams(max_tokens=1))
+        with pytest.raises(RequestError, match="512"):
+            engine.stream(too_long)
+        stream = engine.stream(request_of(engine, 0))
+        with pytest.raises(RequestError, match="is in use"):
+            engine.stream(request_of(engine, 0))
+        await stream.aclose()
+
+    run(test)
+
+
+def test_paused_readers_and_aborts_follow_a_request_to_its_replica() -> None:
+    async def test(engine: ReplicaSet) -> None:
+        request = request_of(engine, 0, max_tokens=300, ignore_eos=True)
+        expected = await output(engine, request)
+        stream = ReplicaSet.stream(engine, request)
+        stream._max_deltas = 4  # a reader that falls behind at once
+        deltas = [await anext(stream)]
+        await asyncio.sleep(0.2)
+        first = next(number for number, one in enumerate(engine.engines) if one.is_live("r0"))
+        kill(engine, first)
+        async for delta in stream:
+            deltas.append(delta)
+        assert content(deltas) == expected
+        assert StreamConfig().max_unread_deltas > 4
+
+    run(test)
