@@ -182,8 +182,8 @@ def _products(device: str, kernels: str) -> Iterator[Row]:
         packed = [ops.pack_linear(matrix, None) for matrix in matrices]
         for num_tokens in _TOKENS[device]:
             x = torch.randn(num_tokens, inputs, generator=generator, device=device).bfloat16()
-            ours = [lambda one=one, x=x: ops.linear(x, one) for one in packed]
-            theirs = [lambda one=one, x=x: x @ one.T for one in matrices]
+            ours = [lambda weight=weight, x=x: ops.linear(x, weight) for weight in packed]
+            theirs = [lambda matrix=matrix, x=x: x @ matrix.T for matrix in matrices]
             ours_us, theirs_us = median_us(device, ours, theirs)
             yield {
                 "weight": name,
@@ -270,9 +270,9 @@ def _attention_calls(
             rows, k, v, attn_mask=mask, is_causal=new == context, enable_gqa=True
         )
 
-    ours = [lambda one=one: paged(*one) for one in layers]
+    ours = [lambda layer=layer: paged(*layer) for layer in layers]
     if device == "cpu":
-        return ours, {"torch": [lambda one=one: contiguous(*one) for one in layers]}
+        return ours, {"torch": [lambda layer=layer: contiguous(*layer) for layer in layers]}
     theirs: dict[str, list[Call]] = {}
     for name, backend in (
         ("flash", SDPBackend.FLASH_ATTENTION),
@@ -288,7 +288,7 @@ def _attention_calls(
         except RuntimeError as error:
             print(f"{name} refused {tuple(rows.shape)}: {error}", file=sys.stderr)
             continue
-        theirs[name] = [lambda one=one, call=call: call(one) for one in layers]
+        theirs[name] = [lambda layer=layer, call=call: call(layer) for layer in layers]
     return ours, theirs
 
 

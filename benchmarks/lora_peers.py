@@ -114,7 +114,7 @@ def main() -> int:
                 models = ["model"] * args.concurrency
                 if num_adapters:
                     chosen = choose_adapters(num_adapters, args.concurrency, "uniform", seed)
-                    models = [paths[one].name for one in chosen]
+                    models = [paths[adapter].name for adapter in chosen]
                 requests = _requests(1000 * seed + num_adapters, token_ids, lengths, models)
                 for engine in random.Random(f"{seed} {num_adapters}").sample(_ENGINES, 2):
                     found = tokens_per_s(servers[engine], requests)

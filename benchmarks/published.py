@@ -100,17 +100,17 @@ def main() -> None:
     print("| device | model | batch | TP | in | out | published | predicted | error |")
     print("|---|---|---|---|---|---|---|---|---|")
     errors: dict[str, list[float]] = {}
-    for one in FIGURES:
-        value = predicted(one)
-        error = value / one.result - 1.0
-        kind = "first token" if one.num_outputs == 1 else "throughput"
-        errors.setdefault(kind, []).append(abs(math.log(value / one.result)))
-        unit = "ms" if one.num_outputs == 1 else "tok/s"
-        dtype = "FP8" if one.is_fp8 else "FP16"
-        sizes = f"{one.batch} | {one.tensor} | {one.num_inputs} | {one.num_outputs}"
+    for figure in FIGURES:
+        value = predicted(figure)
+        error = value / figure.result - 1.0
+        kind = "first token" if figure.num_outputs == 1 else "throughput"
+        errors.setdefault(kind, []).append(abs(math.log(value / figure.result)))
+        unit = "ms" if figure.num_outputs == 1 else "tok/s"
+        dtype = "FP8" if figure.is_fp8 else "FP16"
+        sizes = f"{figure.batch} | {figure.tensor} | {figure.num_inputs} | {figure.num_outputs}"
         print(
-            f"| {one.device} {dtype} | {one.model} | {sizes} "
-            f"| {one.result:,g} {unit} | {value:,.0f} {unit} | {error:+.0%} |",
+            f"| {figure.device} {dtype} | {figure.model} | {sizes} "
+            f"| {figure.result:,g} {unit} | {value:,.0f} {unit} | {error:+.0%} |",
             flush=True,
         )
     print()

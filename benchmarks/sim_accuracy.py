@@ -26,7 +26,7 @@ from quickstep.cli.main import main as quickstep
 from quickstep.config import EngineConfig, LoadConfig, RecordingConfig
 from quickstep.core.cost_model import LinearCostModel
 from quickstep.core.overhead import EngineOverhead, WithOverhead
-from quickstep.core.replay import open_replay, read_recording
+from quickstep.core.recordings.replay import open_replay, read_recording
 from quickstep.engine.assembly import open_engine
 from quickstep.engine.engine import Engine
 from quickstep.engine.step_times.cost_fits import StoredFit

@@ -53,10 +53,14 @@ def run(
         llm.engine._scheduler._drafts = AllDrafts(size)
         outputs = llm.generate(prompts, params, use_tqdm=False)
     timings = [sequence for output in outputs for sequence in output.metrics.sequences if sequence]
-    total = sum(one.num_output_tokens for one in timings)
-    steps = total - sum(one.num_accepted for one in timings)
-    num_drafts = sum(one.num_drafts for one in timings)
-    return [tuple(one.outputs[0].token_ids) for one in outputs], total / steps, num_drafts / steps
+    total = sum(timing.num_output_tokens for timing in timings)
+    steps = total - sum(timing.num_accepted for timing in timings)
+    num_drafts = sum(timing.num_drafts for timing in timings)
+    return (
+        [tuple(output.outputs[0].token_ids) for output in outputs],
+        total / steps,
+        num_drafts / steps,
+    )
 
 
 def main() -> None:

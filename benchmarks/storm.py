@@ -112,7 +112,7 @@ async def _measure(server: ServerProcess, seconds: float, names: list[str], expl
         # after the server, but never starved: about a tenth of its share of a busy processor
         _set_session_nice(attacking.pid, min(19, _session_nice() + 10))
         process_ids = (*server.processes().values(), attacking.pid, os.getpid())
-        before = {one: process_times(one) for one in process_ids}
+        before = {process_id: process_times(process_id) for process_id in process_ids}
         attacking.stdin.write(b"start\n")
         started_s = time.monotonic()
         storm = await _gaps(client, started_s + seconds)

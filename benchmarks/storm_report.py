@@ -60,7 +60,7 @@ def process_times(process_id: int) -> ProcessTimes:
             counts.append([int(count) for count in path.read_text().split()])
         except OSError:  # the thread has ended
             continue
-    cpu_ns, waited_ns = sum(one[0] for one in counts), sum(one[1] for one in counts)
+    cpu_ns, waited_ns = sum(count[0] for count in counts), sum(count[1] for count in counts)
     return ProcessTimes(cpu_ns / 1e9, waited_ns / 1e9)
 
 
@@ -110,9 +110,9 @@ def _parts(
     gaps: Sequence[Gap], steps: Sequence[StepRecord], sequences: Sequence[SequenceRecord]
 ) -> Iterable[_Part]:
     by_commit = sorted(
-        (one for one in steps if one.num_decode_rows), key=lambda one: one.committed_at_s
+        (step for step in steps if step.num_decode_rows), key=lambda one: one.committed_at_s
     )
-    commits = [one.committed_at_s for one in by_commit]
+    commits = [step.committed_at_s for step in by_commit]
     streams: list[list[Gap]] = []
     for gap in gaps:
         if gap.index == 1:
@@ -137,7 +137,7 @@ def _parts(
         mine = by_commit[first:last]
         if len(mine) != timings.num_output_tokens - 1:
             continue
-        commits_s = [timings.first_token_s, *(one.committed_at_s for one in mine)]
+        commits_s = [timings.first_token_s, *(step.committed_at_s for step in mine)]
         for gap in stream:
             step = mine[gap.index - 1]
             engine_s = step.committed_at_s - commits_s[gap.index - 1]

@@ -6,8 +6,6 @@ import os
 from collections.abc import Mapping
 from pathlib import Path
 
-__all__ = ["cache_dir"]
-
 
 def cache_dir(environ: Mapping[str, str] = os.environ) -> Path | None:
     """QUICKSTEP_CACHE_DIR, else `quickstep` in the user's cache directory (XDG).

@@ -17,28 +17,6 @@ from msgspec.structs import replace
 
 from quickstep.errors import ConfigError
 
-__all__ = [
-    "KERNELS",
-    "KV_DTYPES",
-    "MAX_SPECULATIVE_TOKENS",
-    "QUANTIZATIONS",
-    "CacheConfig",
-    "ContentFormat",
-    "EngineConfig",
-    "InputConfig",
-    "LoRAConfig",
-    "LoadConfig",
-    "PolicyName",
-    "ProposerConfig",
-    "RecordingConfig",
-    "SchedulerConfig",
-    "SpeculationConfig",
-    "SpeculationMethod",
-    "SpeculativeSampling",
-    "StreamConfig",
-    "adapter_name_problem",
-]
-
 KERNELS = ("auto", "reference", "native", "triton")
 KV_DTYPES = ("auto", "bfloat16", "float16", "float32", "int8", "fp8")
 MAX_SPECULATIVE_TOKENS = 16
@@ -526,7 +504,7 @@ class StreamConfig(msgspec.Struct, frozen=True):
 
 
 class RecordingConfig(msgspec.Struct, frozen=True):
-    """A recording of what the scheduler does (`core.recording`).
+    """A recording of what the scheduler does (`core.recordings.recording`).
 
     Attributes:
         path: The file; earlier ones are kept as FILE.1, FILE.2 and so on.

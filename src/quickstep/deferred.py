@@ -24,8 +24,6 @@ if TYPE_CHECKING:
 else:  # at run time these classes are not needed, and their module imports many others
     Loader = MetaPathFinder = object
 
-__all__ = ["complete", "defer"]
-
 # Dunder names that code looks up; the import system looks up others, such as `__path__`.
 _NAMES_IN_CODE = frozenset({"__all__", "__version__"})
 

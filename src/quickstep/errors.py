@@ -16,22 +16,6 @@ A message is one sentence with the problem, the value, the limit and a solution.
 
 from __future__ import annotations
 
-__all__ = [
-    "ConfigError",
-    "EngineDied",
-    "EngineError",
-    "FirstTokenTooLate",
-    "OutOfBlocks",
-    "PromptTooLong",
-    "QueueFull",
-    "QuickstepError",
-    "RequestError",
-    "ResumedAfterEnd",
-    "StepOutOfMemory",
-    "how_to_install",
-    "size_text",
-]
-
 
 def how_to_install(extra: str) -> str:
     """The command that adds an optional part. It names no package: on PyPI, `quickstep` is another

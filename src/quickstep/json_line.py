@@ -8,8 +8,6 @@ from __future__ import annotations
 
 import msgspec
 
-__all__ = ["json_line", "one_line"]
-
 _ENCODE = msgspec.json.Encoder().encode
 # NEL, LINE SEPARATOR and PARAGRAPH SEPARATOR in UTF-8; in JSON they can only be in strings
 _LINE_ENDS = (

@@ -20,20 +20,6 @@ from msgspec.structs import force_setattr
 
 from quickstep.errors import RequestError
 
-__all__ = [
-    "PRESETS",
-    "Bounds",
-    "Grammar",
-    "GrammarKind",
-    "ReasoningTokens",
-    "RepetitionDetectionParams",
-    "SamplingField",
-    "SamplingParams",
-    "TokenForms",
-    "preset_values",
-    "sampling_fields",
-]
-
 GrammarKind = Literal["json_schema", "json_object", "regex", "choice", "lark", "gbnf"]
 
 

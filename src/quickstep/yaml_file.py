@@ -17,8 +17,6 @@ from quickstep.errors import ConfigError
 if TYPE_CHECKING:
     import yaml
 
-__all__ = ["read_yaml"]
-
 _Read = TypeVar("_Read")
 _MESSAGE = re.compile(r"(.*) - at (`key` in )?`\$(.*)`", re.DOTALL)
 _MAX_BYTES = 4 * 1024 * 1024

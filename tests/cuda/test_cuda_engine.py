@@ -15,7 +15,8 @@ from quickstep.model.spec import read_spec
 from quickstep.ops import resolve
 from quickstep.ops.resolve import resolve_ops
 from quickstep.text.tokenizer import Tokenizer
-from quickstep.verify.checker import VerifyOptions, verify
+from quickstep.verify.checker import verify
+from quickstep.verify.report import VerifyOptions
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs an NVIDIA GPU")
 

@@ -32,7 +32,8 @@ from quickstep.model.sizing import weight_bytes
 from quickstep.model.spec import read_spec
 from quickstep.ops.native.backend import load_native
 from quickstep.ops.resolve import resolve_ops
-from quickstep.verify.checker import VerifyOptions, verify
+from quickstep.verify.checker import verify
+from quickstep.verify.report import VerifyOptions
 
 CPU = torch.device("cpu")
 GPT_OSS = next(case for case in CASES if case.name == "gpt-oss")

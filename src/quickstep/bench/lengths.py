@@ -11,8 +11,6 @@ import random
 
 import msgspec
 
-__all__ = ["LONG_PROMPT", "RequestLengths", "TimedLengths", "random_arrivals", "random_request"]
-
 _INPUT_MEDIAN, _INPUT_SIGMA, _INPUT_RANGE = 150, 0.8, (8, 1024)
 _OUTPUT_MEDIAN, _OUTPUT_SIGMA, _OUTPUT_RANGE = 90, 0.6, (8, 512)
 

@@ -20,16 +20,6 @@ from quickstep.ops.tensors import FLOAT32, Device, DType, torch_device, torch_dt
 if TYPE_CHECKING:
     import torch
 
-__all__ = [
-    "DEFAULT_PROBE_BYTES",
-    "KnownLimits",
-    "Limits",
-    "NativeLimits",
-    "TorchLimits",
-    "gpu_limits",
-    "open_limits",
-]
-
 DEFAULT_PROBE_BYTES = 512 * 2**20  # far above any cache
 _GPU_PROBE_BYTES = 2 * 2**30
 _PASSES = 3

@@ -21,8 +21,6 @@ from quickstep.ops.reference.logits import Logits
 from quickstep.ops.table import OpTable
 from quickstep.ops.weights import LinearWeight
 
-__all__ = ["BLOCK", "block_ops", "block_product", "rounded_q4_0", "rounded_q8_0"]
-
 BLOCK = 32
 
 Floats = NDArray[np.float32]

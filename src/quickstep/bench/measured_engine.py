@@ -52,20 +52,6 @@ from quickstep.sampling_params import SamplingParams
 from quickstep.text.tokenizer import Tokenizer
 from quickstep.types import FinishReason
 
-__all__ = [
-    "MeasuredEngine",
-    "RequestTimes",
-    "TimedModel",
-    "TokenArrival",
-    "artificial_tokenizer",
-    "open_checkpoint",
-    "open_shape",
-    "random_prompt",
-    "run_request",
-    "with_kernel_clock",
-]
-
-
 _NOT_COUNTED = "kernels are not timed (see --profile)"
 
 

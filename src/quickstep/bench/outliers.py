@@ -36,18 +36,6 @@ from quickstep.model.quantize import quantize_matrix
 from quickstep.ops.table import AttentionParams, OpTable, PagedLayout
 from quickstep.ops.tensors import head_width
 
-__all__ = [
-    "FACTORS",
-    "KeyLayer",
-    "LayerError",
-    "OutlierLayer",
-    "block_error",
-    "format_error",
-    "kv_error",
-    "random_keys",
-    "random_layer",
-]
-
 # How many times larger the outlier channels are than the others; 1 means no outliers.
 FACTORS = (1, 30, 100)
 

@@ -9,8 +9,6 @@ import asyncio
 from collections.abc import Awaitable, Callable
 from typing import TypeVar
 
-__all__ = ["RoundDone", "repeated"]
-
 _Result = TypeVar("_Result")
 
 # Called with the number of complete repeats, and how many there are to be.

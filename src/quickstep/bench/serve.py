@@ -20,17 +20,6 @@ import msgspec
 
 from quickstep.errors import ConfigError, EngineError
 
-__all__ = [
-    "Objectives",
-    "RequestResult",
-    "ServedRequest",
-    "Target",
-    "find_target",
-    "percentile",
-    "send_all",
-    "serve_figures",
-]
-
 _TIMEOUT_S = 3600.0
 
 

@@ -11,8 +11,6 @@ import threading
 from collections.abc import Sequence
 from pathlib import Path
 
-__all__ = ["ServerProcess"]
-
 _ADDRESS = re.compile(r" at (http://\S+)/v1")
 _FAULT = re.compile(r" (ERROR|CRITICAL) |Traceback")
 _START_S = 120.0

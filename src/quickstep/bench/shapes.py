@@ -8,8 +8,6 @@ from __future__ import annotations
 from collections.abc import Mapping
 from types import MappingProxyType
 
-__all__ = ["SHAPES"]
-
 SHAPES: Mapping[str, Mapping[str, object]] = MappingProxyType(
     {
         "qwen2.5-0.5b": MappingProxyType(

@@ -35,15 +35,6 @@ from quickstep.config import CacheConfig, EngineConfig
 from quickstep.errors import ConfigError, EngineError
 from quickstep.model.sizing import kv_head_bytes
 
-__all__ = [
-    "StepOptions",
-    "StepSample",
-    "decode_times",
-    "figures",
-    "measure_steps",
-    "sized_for_steps",
-]
-
 _SLACK = 4  # steps in which some requests of the batch have not started or have ended
 
 

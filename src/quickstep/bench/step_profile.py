@@ -22,8 +22,6 @@ from quickstep.bench.measured_engine import MeasuredEngine, random_prompt, run_r
 from quickstep.bench.step import StepOptions
 from quickstep.errors import EngineError
 
-__all__ = ["KernelTime", "StepProfile", "profile_steps", "read_trace"]
-
 _ON_DEVICE = ("kernel", "gpu_memcpy", "gpu_memset")
 _LAUNCHES = ("cuda_runtime", "cuda_driver")
 _LAUNCH_NAMES = ("LaunchKernel", "GraphLaunch", "Memcpy", "Memset")

@@ -23,15 +23,6 @@ from quickstep.bench.measured_engine import (
 from quickstep.bench.repeats import RoundDone, repeated
 from quickstep.config import EngineConfig
 
-__all__ = [
-    "LatencyOptions",
-    "ThroughputOptions",
-    "measure_latency",
-    "measure_throughput",
-    "random_lengths",
-    "sized_for",
-]
-
 
 class LatencyOptions(msgspec.Struct, frozen=True):
     """One stream: `repeats` measured requests of these lengths, after one for warm-up."""

@@ -11,8 +11,6 @@ import math
 from quickstep.model.checkpoint.tensor_schema import layer_tensors
 from quickstep.model.decoder_spec import LayerSpec, ModelSpec
 
-__all__ = ["decode_kv_bytes", "expert_fraction", "prefill_flops"]
-
 
 def decode_kv_bytes(spec: ModelSpec, head_bytes: int, context: int, batch: int) -> int:
     """KV bytes that one decode step reads: K and V of every token in a layer's window.

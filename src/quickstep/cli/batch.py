@@ -41,8 +41,6 @@ if TYPE_CHECKING:
     from quickstep.server.batches.lines import BatchLine, LineAnswer
     from quickstep.server.options import ServerOptions
 
-__all__ = ["add_parser", "run"]
-
 _RETRY_S = 0.05
 _RESPONSE_START = b'{"id":"batch_req_'  # of a line of output
 

@@ -32,8 +32,6 @@ if TYPE_CHECKING:
     from quickstep.bench.repeats import RoundDone
     from quickstep.bench.step import StepOptions
 
-__all__ = ["add_parser"]
-
 _Result = TypeVar("_Result")
 
 _NUM_KERNELS = 30  # rows of a profile's table

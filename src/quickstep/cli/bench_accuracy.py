@@ -32,8 +32,6 @@ if TYPE_CHECKING:
     from quickstep.model.interface import Model
     from quickstep.ops.table import OpTable
 
-__all__ = ["add_accuracy"]
-
 _TEXT = """\
 Measure the error of each format of weights and of the KV cache. llama.cpp's Q8_0 and Q4_0,
 computed in NumPy, are included for comparison.

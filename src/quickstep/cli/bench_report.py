@@ -17,8 +17,6 @@ from quickstep.cli.doctor import cpu_facts, usable_cpus
 from quickstep.cli.screen import console_on, print_table
 from quickstep.ops.torch_import import has_torch
 
-__all__ = ["print_figures"]
-
 
 def print_figures(
     figures: Mapping[str, Sequence[float]],

@@ -17,8 +17,6 @@ from quickstep.errors import ConfigError
 if TYPE_CHECKING:
     from quickstep.bench.serve import ServedRequest, Target
 
-__all__ = ["add_serve"]
-
 _TEXT = """\
 Measure a server with streaming requests: Poisson arrivals, lognormal lengths, every tenth prompt
 long.

@@ -26,8 +26,6 @@ if TYPE_CHECKING:
     from quickstep.engine.step_times.calibration import Calibration
     from quickstep.types import Grammar
 
-__all__ = ["add_parser", "run"]
-
 # Each coefficient in words, the field of the load that it belongs to, and above which number.
 _UNITS = (
     ("a step", "", 0),

@@ -40,8 +40,6 @@ from quickstep.errors import ConfigError, EngineError, RequestError
 if TYPE_CHECKING:
     from quickstep.engine.engine import Engine
 
-__all__ = ["add_parser", "run"]
-
 _COMMANDS = ("/reset", "/quit")
 
 

@@ -23,8 +23,6 @@ if TYPE_CHECKING:
     from quickstep.cli.session import Answer
     from quickstep.engine.engine import Engine
 
-__all__ = ["add_parser", "run"]
-
 _CODE = "import json\n\ndef load_config(path):\n    with open(path"
 _QUESTION = "What does itertools.chain do?"
 _ADAPTER = "demo-docstrings"

@@ -27,18 +27,6 @@ from quickstep.cli.screen import console_on, print_table
 from quickstep.errors import ConfigError, how_to_install, size_text
 from quickstep.ops.torch_import import has_torch
 
-__all__ = [
-    "add_parser",
-    "cgroup_cpus",
-    "collect_facts",
-    "cpu_facts",
-    "driver_version",
-    "huge_pages",
-    "memory_facts",
-    "run",
-    "usable_cpus",
-]
-
 _READ_SAMPLES = 2
 # Flags of /proc/cpuinfo that matter to the kernels, and the names that `doctor` prints.
 _ISA_FLAGS: Mapping[str, str] = {

@@ -19,8 +19,6 @@ if TYPE_CHECKING:
     from quickstep.engine.engine import Engine
     from quickstep.engine.stream import Stream
 
-__all__ = ["add_parser", "run"]
-
 
 def add_parser(subparsers: argparse._SubParsersAction[Parser]) -> None:
     """Register the command."""

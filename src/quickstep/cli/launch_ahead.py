@@ -14,8 +14,6 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     from quickstep.engine.remote.launch import Launched
 
-__all__ = ["KEY_VARIABLE", "launch_ahead"]
-
 # A secret of the server, which the engine's process does not need.
 KEY_VARIABLE = "QUICKSTEP_API_KEY"
 _INFORMATION_FLAGS = frozenset(("-h", "--help", "--version"))

@@ -24,8 +24,6 @@ from quickstep.errors import ConfigError, QuickstepError, RequestError
 if TYPE_CHECKING:
     from quickstep.engine.remote.launch import Launched
 
-__all__ = ["COMMANDS", "main"]
-
 COMMANDS = (
     "serve",
     "generate",

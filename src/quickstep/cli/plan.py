@@ -39,8 +39,6 @@ if TYPE_CHECKING:
     from quickstep.plan.planner import Option, Plan, PlanQuery
     from quickstep.sim.summary import Percentiles
 
-__all__ = ["add_parser", "run"]
-
 _GB = 1e9
 
 

@@ -10,8 +10,6 @@ import argparse
 
 from quickstep.cli.flags.parsing import Parser, command, readable_file
 
-__all__ = ["add_parser", "run"]
-
 
 def add_parser(subparsers: argparse._SubParsersAction[Parser]) -> None:
     """Register the command."""
@@ -38,7 +36,7 @@ def add_parser(subparsers: argparse._SubParsersAction[Parser]) -> None:
 
 def run(args: argparse.Namespace) -> int:
     """Print what was compared. The exit code is 1 if anything differs."""
-    from quickstep.core.replay import read_recording, replay
+    from quickstep.core.recordings.replay import read_recording, replay
 
     with args.file.open("rb") as file:
         recording = read_recording(file)

@@ -21,17 +21,6 @@ if TYPE_CHECKING:
 
     from quickstep.model.sizing import MemoryPlan
 
-__all__ = [
-    "console_on",
-    "counting_bar",
-    "loading_bar",
-    "plain_table",
-    "print_memory",
-    "print_table",
-    "without_echo",
-    "write_out",
-]
-
 _PLAIN_WIDTH = 100
 
 

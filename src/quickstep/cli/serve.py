@@ -39,8 +39,6 @@ if TYPE_CHECKING:
     from quickstep.engine.logs import LogSetup
     from quickstep.engine.remote.launch import Launched
 
-__all__ = ["add_parser", "run"]
-
 _LOG = logging.getLogger("quickstep.cli")
 _MAX_WAITING = 16_384
 

@@ -24,8 +24,6 @@ if TYPE_CHECKING:
     from quickstep.engine.engine import Engine
     from quickstep.engine.stream import Stream
 
-__all__ = ["Answer", "collect", "with_engine"]
-
 _Result = TypeVar("_Result")
 
 

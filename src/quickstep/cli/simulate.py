@@ -51,8 +51,6 @@ if TYPE_CHECKING:
     from quickstep.sim.window import CountedWindow
     from quickstep.sim.workload import Tenant, Workload
 
-__all__ = ["add_parser", "run"]
-
 _PRESETS = ("chat", "rag", "code", "agent", "batch", "prefill-heavy", "decode-heavy")
 _ARRIVALS = ("gamma", "ramp", "diurnal", "closed-loop")
 _USUAL_MODEL_LEN = 16384

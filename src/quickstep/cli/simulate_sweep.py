@@ -28,8 +28,6 @@ if TYPE_CHECKING:
     # Its simulation with a rate, a policy, replicas, and the requests that count.
     Simulated = Callable[[Candidate, float, PolicyName, Replicas, CountedWindow], Run]
 
-__all__ = ["add_sweep", "run_sweep"]
-
 _AXES = ("policy", "chunk", "tp", "replicas")
 _POLICIES = (PolicyName.MIXED, PolicyName.PREFILL_FIRST, PolicyName.DECODE_FIRST)
 _CHUNKS = (512, 2048, 8192)

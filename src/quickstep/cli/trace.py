@@ -10,8 +10,6 @@ from pathlib import Path
 from quickstep.cli.flags.parsing import Parser, command
 from quickstep.cli.flags.server_url import add_server_url, get
 
-__all__ = ["add_parser", "run"]
-
 _DURATION = re.compile(r"(\d+(?:\.\d+)?)(ms|s|m|h|)")
 _UNITS = {"": 1.0, "ms": 1e-3, "s": 1.0, "m": 60.0, "h": 3600.0}
 

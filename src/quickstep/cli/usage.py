@@ -14,8 +14,6 @@ from quickstep.cli.flags.parsing import Parser, command
 from quickstep.cli.screen import console_on, print_table
 from quickstep.server.usage.ledger import GROUPS, UsageTotals, unwritten_files, usage_totals
 
-__all__ = ["add_parser", "run"]
-
 _NANO = 1e9
 _FIGURES = (
     *("sequences", "prompt_tokens", "cached_tokens", "output_tokens"),

@@ -41,10 +41,8 @@ if TYPE_CHECKING:
     from quickstep.runtime.speculation.proposer import Proposer
     from quickstep.text.grammar.grammars import GrammarCompiler
     from quickstep.types import Grammar
-    from quickstep.verify.checker import AfterGroup, VerifyOptions
-    from quickstep.verify.report import Mismatch, VerifyReport
-
-__all__ = ["add_parser", "run"]
+    from quickstep.verify.checker import AfterGroup
+    from quickstep.verify.report import Mismatch, VerifyOptions, VerifyReport
 
 _SCENARIO_COLUMNS = (
     "scenario",
@@ -175,7 +173,7 @@ def _thread_counts(text: str) -> tuple[int, ...]:
 def run(args: argparse.Namespace) -> int:
     """Run the command. Raises ConfigError for invalid input."""
     from quickstep.config import CacheConfig, LoadConfig
-    from quickstep.verify.checker import VerifyOptions
+    from quickstep.verify.report import VerifyOptions
 
     options = VerifyOptions(
         num_requests=args.requests,

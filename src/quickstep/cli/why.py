@@ -13,8 +13,6 @@ from quickstep.cli.flags.server_url import add_server_url, get
 if TYPE_CHECKING:
     from quickstep.core.explanation import Explanation
 
-__all__ = ["add_parser", "explanation_rows", "run"]
-
 _HEADER = ("ms", "total", "own prefill", "others' prefill", "decode", "no step", "steps")
 
 

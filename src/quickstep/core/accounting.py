@@ -23,19 +23,6 @@ from quickstep.core.sequence import TICKS_PER_S, SequenceState
 from quickstep.core.step import InFlightStep
 from quickstep.types import Phase, PrefillCharge, RowOutput, SequenceTimings, StepRecord
 
-__all__ = [
-    "AdapterStats",
-    "SchedulerStats",
-    "StepCharges",
-    "Totals",
-    "UnitTicks",
-    "added",
-    "charge",
-    "decode_record",
-    "step_record",
-    "with_unloaded",
-]
-
 _NO_LOAD = StepLoad()
 
 

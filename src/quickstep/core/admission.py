@@ -25,14 +25,6 @@ from quickstep.core.service_order import ServiceOrder, account_of, level_of
 from quickstep.errors import FirstTokenTooLate, PromptTooLong, QueueFull, RequestError
 from quickstep.types import FinishReason, Request, RequestClass
 
-__all__ = [
-    "AdmissionControl",
-    "AdmissionState",
-    "LevelCounts",
-    "SequenceLimits",
-    "WaitEstimate",
-]
-
 LevelCounts = tuple[tuple[int, int], ...]  # a level of priority, and how many sequences have it
 
 _MIN_ADMISSIONS = 8  # before a rate is known

@@ -22,16 +22,6 @@ from msgspec.structs import astuple
 
 from quickstep.types import SamplingParams, StepPlan, StepRow
 
-__all__ = [
-    "Coefficients",
-    "CostFit",
-    "CostModel",
-    "LinearCostModel",
-    "Prediction",
-    "StepLoad",
-    "UnitPrices",
-]
-
 # From these numbers of tokens on, a further one may cost more. CPUs begin to compute longer than
 # they read at 16 to 64 tokens, by format, and GPUs at some hundreds.
 _FEW_TOKENS, _MANY_TOKENS = 32, 256

@@ -15,8 +15,6 @@ import msgspec
 
 from quickstep.types import Activity, CacheMiss, SequenceTimings, StepRecord
 
-__all__ = ["ActivityPart", "ExplainedRequest", "Explanation", "explain"]
-
 _MAX_PREFILLS = 16  # other requests that are named, per activity
 _NAMED = 3  # in the sentence
 _LEAST_PART = 0.01  # of the total time, for an activity to be in the sentence

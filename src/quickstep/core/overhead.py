@@ -16,8 +16,6 @@ from msgspec.structs import replace
 from quickstep.core.cost_model import CostModel, Prediction, StepLoad, UnitPrices
 from quickstep.types import StepRecord
 
-__all__ = ["EngineOverhead", "WithOverhead"]
-
 
 class EngineOverhead(msgspec.Struct, frozen=True):
     """Seconds between two steps of a busy engine: of each, and for each row of it."""

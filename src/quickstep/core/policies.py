@@ -38,16 +38,6 @@ from quickstep.core.service_order import (
 )
 from quickstep.types import Phase
 
-__all__ = [
-    "BatchPolicy",
-    "DecodeFirstPolicy",
-    "MixedPolicy",
-    "Policy",
-    "PrefillFirstPolicy",
-    "StepView",
-    "make_policy",
-]
-
 # `priority` puts a request back by so many seconds for each second that it is predicted to take.
 _SHORTEST_FIRST = 5.0
 

@@ -20,8 +20,6 @@ from quickstep.core.service_order import ServiceOrder, account_of
 from quickstep.core.shares import Shares
 from quickstep.types import Request, RequestClass
 
-__all__ = ["DeadlineQueue", "Due", "Gate", "RunningBatch", "WaitingQueue"]
-
 
 class Gate(Protocol):
     """What a sequence may have to wait for before it can be admitted at all."""

@@ -10,8 +10,6 @@ from collections import deque
 
 from quickstep.sampling_params import RepetitionDetectionParams
 
-__all__ = ["RepetitionDetector"]
-
 
 class RepetitionDetector:
     """Looks at one sequence's output. A pattern of `size` tokens has occurred `count` times in a

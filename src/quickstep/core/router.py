@@ -20,19 +20,6 @@ from quickstep.core.cost_model import CostModel, StepLoad
 from quickstep.core.resources.block_pool import ChainRoot, Digest, chain_digest, root_digest
 from quickstep.types import Request
 
-__all__ = [
-    "ROUTERS",
-    "FewestRequests",
-    "PredictedFirst",
-    "PrefixAffinity",
-    "PrefixIndex",
-    "ReplicaState",
-    "ReplicaView",
-    "RoundRobin",
-    "Router",
-    "prompt_digests",
-]
-
 _BLOCK_TOKENS = 16  # of the blocks whose digests are compared, unless the driver has others
 _MAX_PREFIXES = 1_000_000  # that a router remembers: about 100 MB
 _SPILL = 2.0  # a prefix goes elsewhere if its replica has so many times the mean, and as many more

@@ -64,8 +64,6 @@ from quickstep.types import (
     StepResult,
 )
 
-__all__ = ["Scheduler"]
-
 _NO_LOAD = StepLoad()
 
 

@@ -34,19 +34,6 @@ from quickstep.types import (
     TokenLogprobs,
 )
 
-__all__ = [
-    "TICKS_PER_S",
-    "Acceptance",
-    "Charges",
-    "Rank",
-    "Residency",
-    "Sequence",
-    "SequenceDrafts",
-    "SequenceState",
-    "ServicePrediction",
-    "sequence_seed",
-]
-
 # Whether it is paused, whether its deadline is lost, the rank of the policy's order, its number.
 Rank = tuple[bool, bool, float, int]
 

@@ -22,16 +22,6 @@ import msgspec
 from quickstep.core.sequence import TICKS_PER_S, Rank, Sequence
 from quickstep.types import Request, RequestClass
 
-__all__ = [
-    "DeadlineOrder",
-    "FairOrder",
-    "LengthOrder",
-    "PriorityOrder",
-    "ServiceOrder",
-    "account_of",
-    "level_of",
-]
-
 # How many levels of priority the class `batch` is below `interactive`.
 _BATCH_LEVELS = 1000
 # A request without a deadline is ordered as if it had one this long after its arrival.

@@ -17,8 +17,6 @@ No clock, no thread: the owner of the object locks it if several threads use it.
 
 from __future__ import annotations
 
-__all__ = ["NoRoom", "Shares"]
-
 _SHARE_OF_FREE = 8.0  # for an owner of weight 1
 
 

@@ -15,19 +15,6 @@ from quickstep.core.drafts.control import DraftMode
 from quickstep.core.sequence import Residency, Sequence
 from quickstep.types import Admission, RowFailure, StepPlan, StepResult, StepRow
 
-__all__ = [
-    "MAX_SETUP_US",
-    "FlightRow",
-    "InFlightStep",
-    "RowFailures",
-    "StepDraft",
-    "all_failed",
-    "invalidated_by",
-    "pending_tokens",
-    "row_failures",
-    "setup_us",
-]
-
 RowFailures = dict[int, RowFailure]  # by the row's place in the plan
 
 _NO_LOAD = StepLoad()

@@ -20,8 +20,6 @@ from quickstep.core.sequence import Sequence
 from quickstep.core.step import StepDraft
 from quickstep.types import Phase
 
-__all__ = ["StepBudget"]
-
 _NO_POSITIONS = range(0)
 _MIN_PREFILL = 16  # tokens of a step that more decode rows than it has tokens leave
 

@@ -29,8 +29,6 @@ from quickstep.engine.adapters import (
 from quickstep.errors import ConfigError, EngineError, RequestError
 from quickstep.types import Request, SequenceOutput
 
-__all__ = ["AdapterLoader"]
-
 _LOGGER = logging.getLogger(__name__)
 _Result = TypeVar("_Result")
 # How long a beam search may take between its requests before its adapter is freed, if that was

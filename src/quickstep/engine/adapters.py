@@ -33,20 +33,6 @@ if TYPE_CHECKING:
     from quickstep.ops.table import LoRAAdapter, OpTable
     from quickstep.ops.tensors import Array
 
-__all__ = [
-    "MAX_SCALE",
-    "Adapters",
-    "LoRARequest",
-    "LoadedAdapter",
-    "OpenedAdapter",
-    "adapter_memory",
-    "adapter_names_in",
-    "mix_name",
-    "mix_parts",
-    "open_adapters",
-    "path_in",
-]
-
 _MAX_MIXES = 1024  # that stay named; requests of an older one make it again
 MAX_SCALE = 100.0  # of an adapter in a mix
 _NUM_OPENED = 4  # that are kept as they were read until they are loaded; others are read again

@@ -54,22 +54,6 @@ if TYPE_CHECKING:
     from quickstep.text.chat_template import ChatTemplate
     from quickstep.text.tokenizer import Tokenizer
 
-__all__ = [
-    "LoadProgress",
-    "LoadedWeights",
-    "describe",
-    "fit_file",
-    "graph_options",
-    "import_loading",
-    "load_weights",
-    "measured_plan",
-    "open_engine",
-    "open_executor",
-    "plan_for",
-    "set_threads",
-    "wire_engine",
-]
-
 _LOGGER = logging.getLogger(__name__)
 
 # (bytes read, bytes in all)

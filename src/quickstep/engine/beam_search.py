@@ -26,8 +26,6 @@ from msgspec import structs
 from quickstep.errors import EngineError, RequestError
 from quickstep.types import Delta, FinishReason, Request, SamplingParams, TokenLogprobs
 
-__all__ = ["BeamSearch", "BeamSearchParams", "Continuation", "Hypothesis", "Submit"]
-
 
 class BeamSearchParams(msgspec.Struct, frozen=True):
     """How to search; vLLM's names.

@@ -62,8 +62,6 @@ if TYPE_CHECKING:
     from quickstep.model.sizing import MemoryPlan
     from quickstep.text.chat_template import ChatTemplate, Message
 
-__all__ = ["Engine"]
-
 _LOGGER = logging.getLogger(__name__)
 # One step may fail because of its rows. Several in a row mean that scheduler, runner or device are
 # in a state that no request can change: the engine fails, and its owner may start another.

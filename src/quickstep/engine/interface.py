@@ -18,8 +18,6 @@ from quickstep.types import Delta, Pooling, Request, SequenceTimings
 if TYPE_CHECKING:
     from quickstep.model.sizing import MemoryPlan
 
-__all__ = ["ServedEngine", "Template", "TokenStream", "Vocabulary"]
-
 
 class TokenStream(Protocol):
     """The deltas of one request, in order per sequence. Closing it early aborts the request."""

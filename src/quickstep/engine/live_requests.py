@@ -28,8 +28,6 @@ from quickstep.types import (
     SequenceTimings,
 )
 
-__all__ = ["EndSequences", "LiveRequests"]
-
 _LOGGER = logging.getLogger(__name__)
 
 # (request id, sequence index or None for all, reason, now): ends them, returns their last outputs

@@ -68,8 +68,6 @@ from quickstep.text.chat_template import Message, read_template
 from quickstep.text.tokenizer import Tokenizer
 from quickstep.types import Pooling, Request, SamplingParams
 
-__all__ = ["LLM", "LLMOptions", "Prompt", "engine_config"]
-
 # The adapter of all prompts, or of each.
 LoRARequests = LoRARequest | Sequence[LoRARequest | None] | None
 Prompt = str | Sequence[int] | Mapping[str, Any]

@@ -20,8 +20,6 @@ if TYPE_CHECKING:
     from quickstep.text.grammar.grammars import GrammarCompiler
     from quickstep.text.tokenizer import Tokenizer
 
-__all__ = ["LoadedModel"]
-
 
 class LoadedModel(msgspec.Struct, frozen=True):
     """A model ready to serve.

@@ -12,8 +12,6 @@ from datetime import UTC, datetime
 
 import msgspec
 
-__all__ = ["JsonLines", "LogSetup", "install"]
-
 _TEXT = "%(asctime)s %(levelname)s %(name)s: %(message)s"
 
 

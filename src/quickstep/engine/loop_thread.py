@@ -15,8 +15,6 @@ from typing import Any, TypeVar
 
 from quickstep.errors import EngineError
 
-__all__ = ["LoopThread"]
-
 _T = TypeVar("_T")
 
 

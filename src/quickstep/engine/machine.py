@@ -14,8 +14,6 @@ from pathlib import Path, PurePosixPath
 
 from quickstep.ops.thread_placement import Cpu, ThreadPlaces, choose_places
 
-__all__ = ["free_memory_bytes", "places_for", "usable_cores", "usable_cpus"]
-
 _ROOT = Path("/")
 
 

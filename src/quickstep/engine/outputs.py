@@ -18,24 +18,6 @@ from quickstep.errors import EngineError, RequestError
 from quickstep.text.tokenizer import Tokenizer
 from quickstep.types import Delta, FinishReason, SamplingParams, SequenceTimings, TokenLogprobs
 
-__all__ = [
-    "BeamSearchOutput",
-    "BeamSearchSequence",
-    "CompletionOutput",
-    "EmbeddingOutput",
-    "EmbeddingRequestOutput",
-    "Logprob",
-    "Readable",
-    "RequestMetrics",
-    "RequestOutput",
-    "beam_search_output",
-    "best_indices",
-    "best_of",
-    "collect",
-    "collect_embedding",
-    "ranked_logprobs",
-]
-
 
 class Logprob(msgspec.Struct, frozen=True):
     """One token's natural-log probability; rank 1 is the most likely token."""

@@ -19,8 +19,6 @@ from msgspec import structs
 from quickstep.errors import PromptTooLong, RequestError
 from quickstep.types import Request, SamplingParams
 
-__all__ = ["RequestIntake", "as_token_ids", "check_request", "check_token_ids", "open_seeds"]
-
 # seeds stay below 2^53, so that every JSON reader gets them exactly
 _SEED_BITS = 53
 _LARGEST_PRIORITY = 2**53 - 1

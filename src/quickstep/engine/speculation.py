@@ -33,20 +33,6 @@ if TYPE_CHECKING:
     from quickstep.runtime.speculation.vocabulary import DraftVocabulary
     from quickstep.text.tokenizer import Tokenizer
 
-__all__ = [
-    "DraftCheckpoint",
-    "FoundDraft",
-    "check_methods",
-    "draft_checkpoints",
-    "draft_sizes",
-    "find_draft",
-    "load_draft",
-    "open_eagle",
-    "open_model_proposers",
-    "open_proposer",
-    "sizes_of",
-]
-
 _EAGLE = (SpeculationMethod.EAGLE, SpeculationMethod.EAGLE3)
 
 

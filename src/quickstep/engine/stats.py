@@ -10,8 +10,6 @@ from quickstep.core.accounting import SchedulerStats
 from quickstep.core.admission import AdmissionState
 from quickstep.core.cost_model import Coefficients
 
-__all__ = ["EngineState", "EngineStats", "ReplicaStats"]
-
 
 class EngineState(enum.Enum):
     """The states of an engine, in order; FAILED when its loop failed.

@@ -18,8 +18,6 @@ from quickstep.config import StreamConfig
 from quickstep.errors import QuickstepError
 from quickstep.types import Delta, FinishReason, Request
 
-__all__ = ["Sink", "Stream", "StreamOwner"]
-
 _LOGGER = logging.getLogger(__name__)
 
 

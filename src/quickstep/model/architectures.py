@@ -24,8 +24,6 @@ from quickstep.model.decoder_spec import (
     TensorNaming,
 )
 
-__all__ = ["ARCHITECTURES", "MODEL_TYPES", "Architecture"]
-
 
 def _head_scale(fields: ConfigFields, head_size: int) -> float:
     del fields

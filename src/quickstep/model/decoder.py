@@ -34,8 +34,6 @@ if TYPE_CHECKING:
     import torch
     from torch import Tensor
 
-__all__ = ["Decoder"]
-
 
 class Decoder:
     """A native model over packed weights; see `model.interface.Model`."""

@@ -14,17 +14,6 @@ import msgspec
 
 from quickstep.model.rope_spec import RopeSpec
 
-__all__ = [
-    "STANDARD_NAMING",
-    "LayerSpec",
-    "LongContext",
-    "MoESpec",
-    "ModelSpec",
-    "NormPlacement",
-    "QKNorm",
-    "TensorNaming",
-]
-
 
 class NormPlacement(enum.Enum):
     """The place of a sub-block's norms: before it, after it, or on both sides."""

@@ -8,14 +8,6 @@ from quickstep.ops.table import ExpertWeights
 from quickstep.ops.tensors import AnyTensor
 from quickstep.ops.weights import LinearWeight
 
-__all__ = [
-    "AttentionWeights",
-    "DecoderWeights",
-    "LayerWeights",
-    "MLPWeights",
-    "MoEWeights",
-]
-
 
 class AttentionWeights(msgspec.Struct, frozen=True):
     """qkv: hidden -> (H + 2 K) * D in that order; norms are None without QK norm; sinks [H]

@@ -41,8 +41,6 @@ if TYPE_CHECKING:
     import torch
     from torch import Tensor
 
-__all__ = ["EagleModel", "EagleSpec", "EagleWeights", "load_eagle", "read_eagle_spec"]
-
 _NUM_AUX_LAYERS = 3
 # Keys of EAGLE checkpoints that say nothing of the layer, or that are read here.
 _OWN_KEYS = frozenset(

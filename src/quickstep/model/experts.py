@@ -12,8 +12,6 @@ from quickstep.model.decoder_weights import MoEWeights
 from quickstep.ops.reference.experts import experts, route
 from quickstep.ops.table import ExpertLoRA, LoRAMapping, OpTable
 
-__all__ = ["mixture_of_experts"]
-
 
 def mixture_of_experts(
     ops: OpTable,

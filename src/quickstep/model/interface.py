@@ -17,8 +17,6 @@ if TYPE_CHECKING:
     import torch
     from torch import Tensor
 
-__all__ = ["EmittingTokens", "ForwardBatch", "KVShape", "Model"]
-
 
 class EmittingTokens(msgspec.Struct, frozen=True):
     """The tokens of a step that get logits, by themselves: E rows of one token each.

@@ -21,30 +21,6 @@ from quickstep.model.rope_spec import (
     rope_parameters,
 )
 
-__all__ = [
-    "Ropes",
-    "all_sparse",
-    "every_layer_window",
-    "full_attention",
-    "gemma2_windows",
-    "gemma3_ropes",
-    "gemma3_windows",
-    "gpt_oss_experts",
-    "gpt_oss_ropes",
-    "granite_ropes",
-    "granite_windows",
-    "make_layers",
-    "mixtral_experts",
-    "one_rope",
-    "optional_window",
-    "phi_ropes",
-    "qwen_experts",
-    "qwen_sparse",
-    "qwen_windows",
-    "smollm_ropes",
-    "smollm_windows",
-]
-
 Windows = tuple[int | None, ...]
 
 

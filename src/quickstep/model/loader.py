@@ -56,14 +56,6 @@ if TYPE_CHECKING:
 
     from quickstep.ops.tensors import Device
 
-__all__ = [
-    "build_decoder",
-    "check_requantization",
-    "load_model",
-    "quantizing",
-    "reason_for_torch",
-]
-
 
 def load_model(
     checkpoint: Checkpoint,

@@ -19,8 +19,6 @@ import msgspec
 
 from quickstep.ops.weights import SUB_BLOCK_INPUTS
 
-__all__ = ["SCHEMES", "MatrixFormat", "QuantizationScheme", "common_form", "find_scheme"]
-
 _PANEL = 64  # outputs that the kernels read together; a matrix is padded to whole panels
 _STEP = 8  # inputs that they read together
 

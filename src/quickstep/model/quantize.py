@@ -23,8 +23,6 @@ from quickstep.ops.weights import QuantizedWeight, Rounding, StoredMatrix
 if TYPE_CHECKING:
     from torch import Tensor
 
-__all__ = ["ERROR_BOUND", "QuantizingSource", "quantize_matrix", "rounding_error"]
-
 # Of a matrix, norm of the error over norm of the weights. Four bits leave 0.08 to 0.14 on normal
 # and heavy-tailed weights, whose models lose 2 to 4 % of perplexity; what is lost grows with the
 # square, so beyond this bound it would be several times as much. Eight bits leave 0.01.

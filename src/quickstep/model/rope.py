@@ -32,8 +32,6 @@ if TYPE_CHECKING:
     import torch
     from torch import Tensor
 
-__all__ = ["RopeTable", "make_rope_table"]
-
 _ROWS = 1024  # float64 scratch of one slice: 1024 x D_rot / 2
 
 Floats = npt.NDArray[np.float32]

@@ -16,8 +16,6 @@ import msgspec
 from quickstep.errors import ConfigError
 from quickstep.model.checkpoint.config_fields import ConfigFields
 
-__all__ = ["RopeKind", "RopeSpec", "extended_len", "read_rope", "rope_parameters"]
-
 
 class RopeKind(enum.Enum):
     """How frequencies are stretched beyond the trained length."""

@@ -24,20 +24,6 @@ from quickstep.model.decoder_spec import LongContext, ModelSpec
 from quickstep.model.quantization import find_scheme
 from quickstep.model.rope_spec import RopeKind
 
-__all__ = [
-    "DEFAULT_KV_BYTES",
-    "GIB",
-    "DraftSizes",
-    "ElementBytes",
-    "MemoryPlan",
-    "MemoryRow",
-    "activation_bytes",
-    "kv_bytes_per_token",
-    "kv_head_bytes",
-    "plan_memory",
-    "weight_bytes",
-]
-
 GIB = 2**30
 DEFAULT_KV_BYTES = 4 * GIB  # on a CPU, where memory belongs to other programs as well
 _OUTER = ("embed_tokens.weight", "head")

@@ -31,8 +31,6 @@ from quickstep.model.decoder_spec import (
 from quickstep.model.layer_patterns import make_layers
 from quickstep.model.rope_spec import RopeKind, RopeSpec
 
-__all__ = ["parse_spec", "read_config", "read_spec", "with_context"]
-
 _QUANTIZATION_KEYS = ("quantization_config", "compression_config")
 _MOST_LAYERS = 10_000  # a damaged count would keep every later step busy for hours
 _CLAMPED_SWIGLU = {"swiglu_alpha": 1.702, "swiglu_limit": 7.0}

@@ -15,15 +15,6 @@ import msgspec
 
 from quickstep.cache_dir import cache_dir
 
-__all__ = [
-    "CHECK_COMMAND",
-    "GpuCheckKey",
-    "StoredGpuCheck",
-    "gpu_check_key",
-    "read_gpu_check",
-    "write_gpu_check",
-]
-
 CHECK_COMMAND = "quickstep doctor --gpu-check"
 _LOGGER = logging.getLogger(__name__)
 _KERNELS = Path(__file__).resolve().parent / "triton"

@@ -25,8 +25,6 @@ if TYPE_CHECKING:
 
     from quickstep.ops.tensors import Device
 
-__all__ = ["resolve_ops"]
-
 _LOGGER = logging.getLogger(__name__)
 
 

@@ -25,24 +25,6 @@ if TYPE_CHECKING:
     from quickstep.ops.tensors import AnyTensor, DType
     from quickstep.ops.weights import LinearWeight, QuantizedWeight, StoredMatrix
 
-__all__ = [
-    "AdapterTable",
-    "AttentionParams",
-    "AttentionWork",
-    "ExpertLoRA",
-    "ExpertWeights",
-    "ExpertsOp",
-    "KVCache",
-    "LoRAAdapter",
-    "LoRAMapping",
-    "LoRAPart",
-    "OpTable",
-    "PagedLayout",
-    "Quantize",
-    "Routing",
-    "RowLengths",
-]
-
 
 class AttentionWork(msgspec.Struct, frozen=True):
     """What the programs of Triton's attention compute in a step, for all its layers.

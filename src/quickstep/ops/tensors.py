@@ -26,45 +26,6 @@ if TYPE_CHECKING:
     import torch
     from torch import Tensor
 
-__all__ = [
-    "BFLOAT16",
-    "CPU",
-    "FLOAT8",
-    "FLOAT8_MAX",
-    "FLOAT16",
-    "FLOAT32",
-    "INT8",
-    "INT32",
-    "INT64",
-    "SCALE_BYTES",
-    "UINT8",
-    "AnyTensor",
-    "Array",
-    "DType",
-    "Device",
-    "HostTensor",
-    "TensorT",
-    "as_float64",
-    "bytes_of_float8",
-    "find_dtype",
-    "head_size_of",
-    "head_width",
-    "host_dtype",
-    "integers_on",
-    "new_empty",
-    "quantize_heads",
-    "read_heads",
-    "rounded",
-    "store_heads",
-    "to_dtype",
-    "to_float8",
-    "to_numpy",
-    "to_torch",
-    "torch_device",
-    "torch_dtype",
-    "use_device",
-]
-
 
 class DType(msgspec.Struct, frozen=True):
     """An element type; `storage` is NumPy's type that holds it, bits of bfloat16 in uint16."""

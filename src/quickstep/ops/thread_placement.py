@@ -10,8 +10,6 @@ from collections.abc import Sequence
 
 import msgspec
 
-__all__ = ["Cpu", "ThreadPlaces", "choose_places"]
-
 _MAX_NODES = 64  # of the library's mask
 
 

@@ -20,8 +20,6 @@ import sys
 from quickstep.deferred import complete, defer
 from quickstep.errors import ConfigError, how_to_install
 
-__all__ = ["complete_torch", "defer_parts_of_torch", "has_torch", "require_torch"]
-
 # Subtrees that nothing but torch's own `__init__` imports at `import torch`.
 _DEFERRED = frozenset(("torch._meta_registrations", "torch.export", "torch.distributions"))
 

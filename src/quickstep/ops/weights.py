@@ -15,15 +15,6 @@ import msgspec
 if TYPE_CHECKING:
     from torch import Tensor
 
-__all__ = [
-    "SUB_BLOCK_INPUTS",
-    "LinearWeight",
-    "QuantizedWeight",
-    "Rounding",
-    "StoredMatrix",
-    "StoredRows",
-]
-
 SUB_BLOCK_INPUTS = 16  # of a `QuantizedWeight`, those that share a sub-block scale
 
 

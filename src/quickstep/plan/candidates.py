@@ -46,25 +46,6 @@ from quickstep.plan.hardware import Hardware
 from quickstep.plan.roofline import RooflineCostModel, StepParts
 from quickstep.sim.summary import Targets
 
-__all__ = [
-    "BLOCK_SIZE",
-    "Candidate",
-    "DraftModel",
-    "EngineLimits",
-    "LoRASizes",
-    "Load",
-    "PlannedDraft",
-    "SteadyState",
-    "capacity",
-    "decode_state",
-    "end_to_end",
-    "fit",
-    "highest_rate",
-    "prompt_s",
-    "splits",
-    "steady_state",
-]
-
 BLOCK_SIZE = CacheConfig().block_size
 _MAX_ROUNDS = 100
 _CLOSE = 1e-6

@@ -28,8 +28,6 @@ from quickstep.plan.formulas import (
 from quickstep.plan.planner import PlanQuery
 from quickstep.plan.roofline import RooflineCostModel
 
-__all__ = ["ExplainedLine", "ParallelRow", "compare_parallelism", "explain"]
-
 _GB = 1e9
 
 

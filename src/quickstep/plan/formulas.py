@@ -20,35 +20,6 @@ from quickstep.errors import ConfigError
 from quickstep.model.checkpoint.tensor_schema import layer_tensors
 from quickstep.model.decoder_spec import ModelSpec
 
-__all__ = [
-    "Split",
-    "Windows",
-    "accepted_tokens",
-    "active_parameters",
-    "all_reduce_s",
-    "all_to_all_s",
-    "attention_flops",
-    "attention_pairs",
-    "balance_tokens",
-    "check_split",
-    "concurrency",
-    "end_to_end_s",
-    "expert_splits",
-    "experts_read",
-    "flops_per_token",
-    "fullest_share",
-    "head_parameters",
-    "layer_parameters",
-    "layer_windows",
-    "rank_spec",
-    "read_fraction",
-    "router_rest",
-    "seen_tokens",
-    "time_per_output_token_s",
-    "whole_blocks",
-]
-
-
 Windows = tuple[tuple[int | None, int], ...]  # (window, number of layers)
 
 

@@ -15,21 +15,6 @@ from msgspec.structs import replace
 from quickstep.errors import ConfigError
 from quickstep.yaml_file import read_yaml
 
-__all__ = [
-    "THIS",
-    "Achieved",
-    "DevicePrice",
-    "DeviceSpec",
-    "Hardware",
-    "HardwareTable",
-    "Link",
-    "find_hardware",
-    "find_link",
-    "measured_device",
-    "parse_hardware",
-    "read_hardware",
-]
-
 THIS = "this"
 _BUNDLED = Path(__file__).parent / "hardware.yaml"
 _MAX_DEVICES = 1024

@@ -18,8 +18,6 @@ from quickstep.model.decoder_spec import ModelSpec
 from quickstep.model.spec import parse_spec, read_spec
 from quickstep.yaml_file import read_yaml
 
-__all__ = ["KnownModel", "find_model", "known_models"]
-
 _BUNDLED = Path(__file__).parent / "models.yaml"
 
 

@@ -27,8 +27,6 @@ from quickstep.plan.candidates import (
 from quickstep.plan.traffic import PhasePools
 from quickstep.sim.summary import Targets
 
-__all__ = ["Placement", "best_placement", "placement_capacity", "placement_state"]
-
 _FEW = 8  # from here on, only powers of two are tried
 
 

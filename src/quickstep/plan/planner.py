@@ -45,18 +45,6 @@ from quickstep.sim.summary import Summary, Targets, summarize
 from quickstep.sim.workload import AdapterMix, adapter_ids
 from quickstep.types import Request, SamplingParams
 
-__all__ = [
-    "OVERLOAD",
-    "Option",
-    "Plan",
-    "PlanChange",
-    "PlanQuery",
-    "PrefillEngines",
-    "feasible",
-    "make_plan",
-    "simulate_candidate",
-]
-
 OVERLOAD = "overload"
 _NUM_SHOWN = 3
 _MAX_SIMULATED = 6

@@ -28,8 +28,6 @@ from quickstep.plan.formulas import (
 )
 from quickstep.plan.hardware import Hardware
 
-__all__ = ["RooflineCostModel", "StepParts"]
-
 
 class StepParts(msgspec.Struct, frozen=True):
     """The seconds of a step by cause; the larger of reading and computing is what counts.

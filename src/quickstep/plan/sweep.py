@@ -25,17 +25,6 @@ from quickstep.sim.summary import Summary, Targets, ending_times, summarize
 from quickstep.sim.window import CountedWindow, requests_for_load, window_of_load
 from quickstep.types import StepRecord
 
-__all__ = [
-    "Combination",
-    "Sweep",
-    "SweepPoint",
-    "SweepQuery",
-    "SweepRow",
-    "binding_of",
-    "measure",
-    "run_sweep",
-]
-
 _CLOSE = 1.05  # the knee is known to that factor
 _MAX_DOUBLINGS = 10
 _LOWER = (2.0, 8.0, 128.0)  # the rate is divided by; the last one is the floor

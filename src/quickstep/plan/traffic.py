@@ -34,18 +34,6 @@ from quickstep.sim.simulate import simulate
 from quickstep.sim.window import CountedWindow
 from quickstep.sim.workload import AdapterMix, Clients, Workload, adapter_ids
 
-__all__ = [
-    "ARRIVALS",
-    "PhasePools",
-    "Replicas",
-    "Traffic",
-    "mean_load",
-    "num_drafts",
-    "simulate_arrivals",
-    "simulate_traffic",
-    "simulated_drafts",
-]
-
 ARRIVALS = ("gamma", "ramp", "diurnal", "closed-loop")
 _FAULTS_UNTIL_S = 60.0  # of a closed loop, in which all sessions arrive at once
 _DAY_PARTS = 4  # periods of a simulated diurnal curve

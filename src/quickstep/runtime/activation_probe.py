@@ -12,8 +12,6 @@ from quickstep.ops.table import PagedLayout, RowLengths
 from quickstep.ops.tensors import torch_device
 from quickstep.runtime.kv_cache import allocate_kv
 
-__all__ = ["measured_activation_bytes", "run_largest_step"]
-
 
 def measured_activation_bytes(
     model: Model,

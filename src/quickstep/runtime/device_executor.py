@@ -23,8 +23,6 @@ from quickstep.runtime.out_of_memory import free_device_memory, step_failure
 from quickstep.runtime.runner import LaunchedStep, ModelRunner
 from quickstep.types import StepPlan, StepResult
 
-__all__ = ["DeviceExecutor"]
-
 _LOGGER = logging.getLogger(__name__)
 
 _MISSED_PER_CAPTURE = 16  # steps op by op, under load without a pause

@@ -19,8 +19,6 @@ from quickstep.runtime.out_of_memory import free_device_memory, step_failure
 from quickstep.runtime.runner import ModelRunner
 from quickstep.types import StepPlan, StepResult
 
-__all__ = ["LocalExecutor", "LocalTicket", "ShortTicket"]
-
 # A shorter step is not worth a change of threads (0.1-0.2 ms with two asyncio wake-ups), and blocks
 # the caller's event loop no longer than a garbage collection.
 _SHORT_S = 5e-4

@@ -19,8 +19,6 @@ from quickstep.ops.tensors import AnyTensor, Device, DType, HostTensor, torch_de
 if TYPE_CHECKING:
     import torch
 
-__all__ = ["allocate_kv", "kv_bytes"]
-
 
 def kv_bytes(shape: KVShape, num_blocks: int, block_size: int) -> int:
     """Bytes that `allocate_kv` takes with these arguments."""

@@ -20,8 +20,6 @@ from quickstep.runtime.steps.opening import open_steps
 from quickstep.sampling_params import SamplingParams
 from quickstep.types import Admission, Phase, StepRow
 
-__all__ = ["BLOCK_SIZE", "KV_BOUND", "kv_change", "kv_of_one_sequence"]
-
 # Nats; perplexity grows by a factor of about exp of it. On the bundled model's text, int8 keys and
 # values change 0.0002 in the mean, four-bit weights 0.03 (`quickstep bench accuracy`).
 KV_BOUND = 0.1

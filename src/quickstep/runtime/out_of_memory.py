@@ -12,8 +12,6 @@ import traceback
 
 from quickstep.errors import EngineError, StepOutOfMemory
 
-__all__ = ["free_device_memory", "step_failure"]
-
 _LOGGER = logging.getLogger(__name__)
 
 

@@ -15,8 +15,6 @@ import numpy.typing as npt
 from quickstep.ops.tensors import AnyTensor, as_float64
 from quickstep.types import Pooling
 
-__all__ = ["Pool"]
-
 _TOKENS_PER_SLICE = 256
 
 

@@ -33,8 +33,6 @@ if TYPE_CHECKING:
     from quickstep.runtime.sampling.device_sampler import SamplesInFlight
     from quickstep.runtime.steps.graphs import GraphSteps
 
-__all__ = ["HeldStep", "LaunchedStep", "ModelRunner"]
-
 
 class LaunchedStep(msgspec.Struct):
     """A step that runs on the device: its sampled tokens are on their way to the host. A step

@@ -19,8 +19,6 @@ from quickstep.runtime.sampling.grammar import NewMatcher
 from quickstep.runtime.sampling.state import SamplingState
 from quickstep.types import Admission, StepRow
 
-__all__ = ["KeptStates", "Slot", "SlotTable"]
-
 _LOGGER = logging.getLogger(__name__)
 
 # Input of a row that has failed already: it keeps its place in the step, its output is discarded.

@@ -26,16 +26,6 @@ from quickstep.errors import ConfigError, RequestError
 from quickstep.server.usage.limits import Budget, KeyLimits
 from quickstep.yaml_file import read_yaml
 
-__all__ = [
-    "ApiKey",
-    "ApiKeys",
-    "PriorityRange",
-    "cache_salt_of",
-    "priority_of_key",
-    "read_key_file",
-    "tenant_of_key",
-]
-
 _NAMED = re.compile(
     r"(?P<name>[A-Za-z0-9_.@-]{1,64})(?:\[(?P<range>[^\]]*)\])?[=:](?P<key>.*[^=].*)", re.DOTALL
 )

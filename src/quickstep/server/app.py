@@ -32,8 +32,6 @@ from quickstep.server.routes import api_routes
 from quickstep.server.usage.price_book import Price, PriceBook
 from quickstep.server.usage.recorder import UsageRecorder
 
-__all__ = ["create_app", "starlette_app"]
-
 _LOG = logging.getLogger("quickstep.server")
 _EXPOSED_HEADERS = (
     *("x-request-id", "x-quickstep-ignored", "retry-after"),

@@ -30,8 +30,6 @@ from quickstep.server.http.route import ApiRoute
 from quickstep.server.openai.request_types import decode_values
 from quickstep.types import SequenceTimings, StepRecord
 
-__all__ = ["Debug", "LostRecords", "StepsQuery"]
-
 _MAX_LIVE = 1024  # live requests that are reported
 _MAX_EXPLAINED = 32  # sequences of one request; clients choose ids, which may repeat
 _MAX_QUEUED = 4096  # records that wait for a reader

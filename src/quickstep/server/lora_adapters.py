@@ -10,8 +10,6 @@ from quickstep.errors import RequestError
 from quickstep.server.options import bounded
 from quickstep.server.schema.shared_fields import LoRAScale
 
-__all__ = ["ServedAdapters"]
-
 _LOG = logging.getLogger("quickstep.server")
 
 

@@ -21,8 +21,6 @@ from quickstep.server.http.route import ApiRoute
 from quickstep.server.schema.field_classes import effect
 from quickstep.server.schema.field_reader import FieldReader
 
-__all__ = ["LoadLoRAAdapter", "UnloadLoRAAdapter", "lora_routes"]
-
 
 class LoadLoRAAdapter(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """The body of `POST /v1/load_lora_adapter`."""

@@ -33,8 +33,6 @@ from quickstep.types import Delta, FinishReason, StepRecord
 if TYPE_CHECKING:
     from quickstep.server.tracing import RequestTracer
 
-__all__ = ["CONTENT_TYPE", "EmbeddingMeter", "Metrics", "RequestMeter", "TrafficLog", "log_traffic"]
-
 CONTENT_TYPE = "text/plain; version=0.0.4; charset=utf-8"
 
 # vLLM's buckets (vllm/v1/metrics/loggers.py)

@@ -18,23 +18,6 @@ from quickstep.server.api_keys import ApiKeys
 from quickstep.server.usage.limits import KeyLimits
 from quickstep.server.usage.price_book import PriceBook
 
-__all__ = [
-    "GOODPUT_TARGETS",
-    "AnswerOptions",
-    "BatchOptions",
-    "ConnectionOptions",
-    "CorsOptions",
-    "Deadlines",
-    "FieldRules",
-    "FileOptions",
-    "MetricsOptions",
-    "RequestLimits",
-    "ServerOptions",
-    "TlsOptions",
-    "UsageOptions",
-    "bounded",
-]
-
 
 class RequestLimits(msgspec.Struct, frozen=True):
     """Bounds on one request; beyond one the answer is 400 (413 for the body, 414 for the URL, 431

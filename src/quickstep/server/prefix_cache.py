@@ -10,8 +10,6 @@ from quickstep.engine.interface import ServedEngine
 from quickstep.server.http.errors import json_response
 from quickstep.server.http.route import ApiRoute
 
-__all__ = ["PrefixCacheReset", "prefix_cache_routes"]
-
 
 class PrefixCacheReset(msgspec.Struct, frozen=True):
     """How many cached blocks were freed. Blocks of running sequences stay cached."""

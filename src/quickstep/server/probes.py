@@ -22,13 +22,11 @@ from quickstep.server.http.errors import json_response
 from quickstep.server.metrics import CONTENT_TYPE, Metrics
 from quickstep.server.openai.response_types import Model, ModelList, RopeScaling
 
-__all__ = ["Health", "Pong", "Probes", "Readiness", "Replica", "Version"]
-
 # Of `stall_s`, after which the process is replaced; it reports ten times a second.
 _SILENT_FRACTION = 0.25
 
 
-class Replica(msgspec.Struct, frozen=True):
+class ReplicaHealth(msgspec.Struct, frozen=True):
     """One of several engines with the same model."""
 
     replica: int
@@ -60,7 +58,7 @@ class Health(msgspec.Struct, frozen=True):
     num_free_blocks: int
     num_steps: int
     seconds_without_progress: float
-    replicas: tuple[Replica, ...] = ()
+    replicas: tuple[ReplicaHealth, ...] = ()
     num_moved_requests: int = 0
 
 
@@ -168,8 +166,8 @@ class Probes:
         )
 
 
-def _replica(stats: ReplicaStats) -> Replica:
-    return Replica(
+def _replica(stats: ReplicaStats) -> ReplicaHealth:
+    return ReplicaHealth(
         replica=stats.replica,
         engine=stats.state.value,
         failure=stats.failure or None,

@@ -57,8 +57,6 @@ from quickstep.server.responses.response_types import DeletedResponse, InputItem
 from quickstep.server.responses.store import ResponseStore, StoredResponses
 from quickstep.server.schema.openapi import ApiDocument, ApiPages
 
-__all__ = ["api_routes"]
-
 _NOT_GIVEN = msgspec.Raw()
 
 

@@ -37,8 +37,6 @@ from quickstep.server.http.protocol import bounded_protocol
 from quickstep.server.http.tls import Certificates
 from quickstep.server.options import ServerOptions
 
-__all__ = ["DrainingServer", "bind", "serve", "server_for", "warn_without_keys"]
-
 _LOG = logging.getLogger("quickstep.server")
 _BACKLOG = 2048
 # How long a thread that parses or renders may keep the interpreter from the event loop. With two

@@ -22,8 +22,6 @@ from quickstep.server.generate.generation import Choice, Generation
 if TYPE_CHECKING:
     from opentelemetry.sdk.trace.export import SpanExporter
 
-__all__ = ["RequestTracer", "check_tracing", "open_tracer"]
-
 _NS = 1_000_000_000
 # How long a batch is tried to be sent, and so how long a missing receiver delays the server's end.
 _EXPORT_S = 2.0

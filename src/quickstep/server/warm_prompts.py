@@ -31,8 +31,6 @@ from quickstep.server.openai.completions import Completions
 from quickstep.server.options import WarmPrompt
 from quickstep.types import Request, SamplingParams
 
-__all__ = ["read_warm_prompts", "warm_prefix_cache"]
-
 _LOG = logging.getLogger("quickstep.server")
 _ENDPOINT = "--warm-prompts"  # in the step log
 _SAMPLING = SamplingParams(max_tokens=1, temperature=0.0, ignore_eos=True)

@@ -13,8 +13,6 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     from random import Random
 
-__all__ = ["diurnal", "gamma", "poisson", "ramp", "varying"]
-
 
 def poisson(rng: Random, rate: float, num_requests: int) -> list[float]:
     """Independent arrivals."""

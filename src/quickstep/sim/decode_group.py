@@ -23,8 +23,6 @@ from quickstep.core.resources.block_pool import KVBlockPool
 from quickstep.core.sequence import Rank, Sequence
 from quickstep.types import SequenceOutput, StepRecord
 
-__all__ = ["DecodeGroup", "DecodeSteps"]
-
 
 class DecodeSteps(msgspec.Struct, frozen=True):
     """Steps that were planned and committed: their records, and the sequences that the last of them

@@ -19,8 +19,6 @@ from quickstep.types import Phase, RowOutput, StepPlan, StepRow
 if TYPE_CHECKING:
     from random import Random
 
-__all__ = ["SimulatedDrafts", "SimulatedModel"]
-
 
 class SimulatedModel(msgspec.Struct, frozen=True):
     """A model that drafts.

@@ -27,15 +27,6 @@ from quickstep.types import (
     TokenLogprobs,
 )
 
-__all__ = [
-    "ClockExecutor",
-    "ClockTicket",
-    "SimulatedEngine",
-    "VirtualClock",
-    "padded",
-    "quick_digest",
-]
-
 _TOKEN_ID = 0
 _ROUNDED = 1.0 - 1e-9  # a sum of step times is at least that part of their product
 

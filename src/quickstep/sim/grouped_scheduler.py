@@ -25,8 +25,6 @@ from quickstep.types import (
     StepResult,
 )
 
-__all__ = ["GroupedScheduler"]
-
 _NO_LOAD = StepLoad()
 
 

@@ -14,8 +14,6 @@ import msgspec
 from quickstep.sim.outcome import Ending, Simulation
 from quickstep.sim.summary import Summary, ending_times
 
-__all__ = ["Run", "html_report", "sweep_report"]
-
 _COLOURS = ("#1f77b4", "#d62728", "#2ca02c", "#9467bd", "#ff7f0e", "#8c564b", "#17becf", "#7f7f7f")
 _WIDTH, _HEIGHT, _LEFT, _BOTTOM = 460, 260, 56, 34
 _NUM_BINS = 60

@@ -11,8 +11,6 @@ import msgspec
 
 from quickstep.types import FinishReason, Request, SequenceTimings, StepRecord
 
-__all__ = ["Arrival", "Ending", "Follow", "Handovers", "Progress", "Simulation"]
-
 
 class Arrival(msgspec.Struct, frozen=True, gc=False):
     """A request and its arrival time. Its output length is `sampling.max_tokens`.

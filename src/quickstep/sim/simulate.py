@@ -23,8 +23,6 @@ from quickstep.types import SequenceOutput
 if TYPE_CHECKING:
     from quickstep.sim.window import CountedWindow
 
-__all__ = ["simulate"]
-
 
 class _Run:
     """One simulation in progress."""

@@ -15,17 +15,6 @@ from msgspec.structs import replace
 from quickstep.sim.outcome import Ending, Simulation
 from quickstep.types import FinishReason
 
-__all__ = [
-    "Percentiles",
-    "Summary",
-    "Targets",
-    "by_tenant",
-    "ending_times",
-    "in_time",
-    "percentile",
-    "summarize",
-]
-
 _COMPLETE = (
     FinishReason.EOS,
     FinishReason.STOP_TOKEN,

@@ -16,12 +16,10 @@ from collections.abc import Iterable, Iterator, Sequence
 import msgspec
 from msgspec.structs import replace
 
-from quickstep.core.replay import made_up_tokens, read_recording
+from quickstep.core.recordings.replay import made_up_tokens, read_recording
 from quickstep.errors import ConfigError
 from quickstep.sim.outcome import Arrival
 from quickstep.types import Request, SamplingParams
-
-__all__ = ["read_trace", "recorded_traffic"]
 
 _HASH_TOKENS = 512  # tokens of a Mooncake hash
 _FIRST_NEW_TOKEN = 1 << 40

@@ -18,8 +18,6 @@ from quickstep.sim.summary import Targets, in_time
 if TYPE_CHECKING:
     from quickstep.sim.outcome import Ending
 
-__all__ = ["CountedWindow", "requests_for_load", "window_of_load"]
-
 _WARMUP_SESSIONS = 2.0  # mean durations of a session that are not counted
 _WARMUP = 0.2  # part of the time that is not counted in any case
 _LEAST_COUNTED_S = 10.0

@@ -24,18 +24,6 @@ from quickstep.types import Request, RequestClass, SamplingParams
 if TYPE_CHECKING:
     from random import Random
 
-__all__ = [
-    "WORKLOADS",
-    "AdapterMix",
-    "Clients",
-    "Lengths",
-    "PrefixLevel",
-    "Tenant",
-    "Workload",
-    "adapter_ids",
-    "with_lengths",
-]
-
 _OUTPUT_TOKEN = 0  # what the simulator generates
 _FIRST_PREFIX_TOKEN = 1
 _FIRST_NEW_TOKEN = 1 << 40  # far above the tokens of prefixes

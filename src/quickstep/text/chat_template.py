@@ -40,8 +40,6 @@ from quickstep.text.message_content import (
 from quickstep.text.template_limits import BoundedEnvironment
 from quickstep.text.tool_calls.formats import OutputFormats, formats_of
 
-__all__ = ["ChatTemplate", "Message", "find_templates", "read_template"]
-
 Message = Mapping[str, Any]
 
 _RESERVED = frozenset({"messages", "tools", "add_generation_prompt"})

@@ -29,8 +29,6 @@ from tokenizers import Tokenizer as Library
 from quickstep.errors import ConfigError
 from quickstep.model.checkpoint.gguf_file import open_gguf
 
-__all__ = ["GgufTokenizer", "gguf_templates", "read_gguf_tokenizer"]
-
 _PREFIX = "tokenizer.ggml."
 _TEMPLATE = "tokenizer.chat_template"
 _UNKNOWN, _CONTROL, _USER_DEFINED = 2, 3, 4  # of tokenizer.ggml.token_type

@@ -16,17 +16,6 @@ import msgspec
 from quickstep.config import ContentFormat
 from quickstep.errors import RequestError
 
-__all__ = [
-    "Content",
-    "ContentReading",
-    "Part",
-    "checked_parts",
-    "content_readings",
-    "joined_contents",
-    "text_of",
-    "text_part",
-]
-
 Part = Mapping[str, Any]
 Content = str | Sequence[Part]
 

@@ -21,15 +21,6 @@ from msgspec.structs import replace
 from quickstep.text.tokenizer import DecoderKind, Tokenizer
 from quickstep.types import Delta, FinishReason, SamplingParams, SequenceOutput
 
-__all__ = [
-    "Detokenizer",
-    "OutputText",
-    "ReasoningPassage",
-    "StopMatch",
-    "StopStrings",
-    "prompt_end",
-]
-
 _PROMPT_END = 32  # last tokens of a prompt, in which the opening tag of the reasoning may be
 _SPACE = " \t\n\r"
 

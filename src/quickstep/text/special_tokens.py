@@ -19,8 +19,6 @@ from tokenizers.tokenizers import AddedToken
 from quickstep.errors import ConfigError
 from quickstep.model.checkpoint.config_fields import read_json
 
-__all__ = ["DeclaredTokens", "add_tokens", "end_token_ids", "read_declared_tokens"]
-
 _CONFIG = "tokenizer_config.json"
 # Lists of special tokens without a name.
 _LISTS = ("extra_special_tokens", "additional_special_tokens")

@@ -26,8 +26,6 @@ from jinja2.runtime import Context
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 from jinja2.visitor import NodeTransformer
 
-__all__ = ["BoundedEnvironment", "TemplateLimit"]
-
 _MAX_CHARS = 64 * 1024 * 1024
 _MAX_BITS = 100_000
 _MAX_WIDTH = 10_000

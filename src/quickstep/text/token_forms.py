@@ -32,8 +32,6 @@ from quickstep.types import SamplingParams
 if TYPE_CHECKING:
     from quickstep.text.token_texts import Ids, TokenTexts
 
-__all__ = ["TokenFormFinder"]
-
 Spelling = tuple[int, ...]
 
 _MAX_CACHED = 64  # texts of breakers, and pairs of tags

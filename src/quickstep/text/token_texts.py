@@ -13,8 +13,6 @@ from typing import TypeAlias
 import numpy as np
 import numpy.typing as npt
 
-__all__ = ["Ids", "TokenTexts"]
-
 Ids: TypeAlias = npt.NDArray[np.int64]
 
 _BETWEEN = b"\xff"  # around every token; no text that is searched has it, as UTF-8 does not

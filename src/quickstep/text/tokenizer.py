@@ -31,8 +31,6 @@ from quickstep.text.special_tokens import (
 )
 from quickstep.text.tokenizer_process import TokenizerProcess
 
-__all__ = ["LONG_CHARS", "DecoderKind", "Tokenizer"]
-
 _HEX_DIGITS = frozenset(string.hexdigits)
 # canonical composition: the longest spelling of a character is this many times its composed one
 _COMPOSING = 4

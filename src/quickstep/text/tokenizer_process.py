@@ -18,8 +18,6 @@ import msgspec
 from quickstep.errors import EngineError, RequestError
 from quickstep.text.worker_process import WorkerDied, WorkerProcess
 
-__all__ = ["TextsToEncode", "TokenizerProcess"]
-
 _MODULE = "quickstep.text.tokenizer_worker"
 _TIMEOUT_S = 120.0
 _IDS_AT_ONCE = 32_768  # appended in one call: a fraction of a millisecond

@@ -17,8 +17,6 @@ from quickstep.text.tokenizer import Tokenizer
 from quickstep.text.tokenizer_process import TextsToEncode
 from quickstep.text.worker_process import read_frame, write_frame
 
-__all__ = ["main"]
-
 _NICE = 10
 _STDIN, _STDOUT = 0, 1
 

@@ -16,8 +16,6 @@ from typing import IO
 
 from quickstep.errors import EngineError
 
-__all__ = ["WorkerDied", "WorkerProcess", "read_frame", "write_frame"]
-
 _LENGTH_BYTES = 4
 
 

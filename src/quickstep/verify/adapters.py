@@ -20,8 +20,6 @@ from quickstep.model.interface import Model
 from quickstep.ops.table import LoRAAdapter, LoRAPart
 from quickstep.ops.tensors import FLOAT32, Array, DType, HostTensor, host_dtype
 
-__all__ = ["adapter_ids", "random_adapters"]
-
 _RANKS = (0, 1, 2, 4, 7, 16)  # 0 of a part that only adds a bias
 _COMPLETE = 0.05  # of the matrices, in place of the base model's
 _WITH_BIAS = 0.3

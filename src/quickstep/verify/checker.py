@@ -59,17 +59,6 @@ from quickstep.verify.run import (
     run_requests,
 )
 
-__all__ = [
-    "SCENARIOS",
-    "AfterGroup",
-    "LoadForThreads",
-    "Progress",
-    "Scenario",
-    "VerifyOptions",
-    "VerifyReport",
-    "verify",
-]
-
 _MAX_NUM_SEQS = 24
 _MAX_TOKENS = 512  # of a step
 # Some prompts end so near to it that the context limit ends the sequence.

@@ -30,9 +30,8 @@ from quickstep.runtime.kv_cache import allocate_kv
 from quickstep.runtime.slots import Slot
 from quickstep.runtime.steps.eager import EagerSteps
 from quickstep.types import Admission, Phase, SamplingParams, StepRow
-from quickstep.verify.checker import VerifyOptions, verify
-
-__all__ = ["FORMATS", "CheckedFormat", "PartResult", "check_kernels"]
+from quickstep.verify.checker import verify
+from quickstep.verify.report import VerifyOptions
 
 _LOGGER = logging.getLogger(__name__)
 

@@ -15,8 +15,6 @@ from quickstep.errors import ConfigError
 from quickstep.types import FinishReason
 from quickstep.verify.run import RunCounts, Trace
 
-__all__ = ["Mismatch", "ScenarioCounts", "VerifyOptions", "VerifyReport"]
-
 Item = TypeVar("Item")
 
 

@@ -18,15 +18,6 @@ from quickstep.engine.beam_search import BeamSearchParams
 from quickstep.sampling_params import ReasoningTokens, RepetitionDetectionParams, TokenForms
 from quickstep.types import Grammar, Pooling, Request, SamplingParams
 
-__all__ = [
-    "LONG_OUTPUTS",
-    "MAX_OUTPUTS",
-    "MAX_PROMPT_LEN",
-    "RandomRequest",
-    "RequestVocabulary",
-    "random_requests",
-]
-
 MAX_PROMPT_LEN = 80
 MAX_OUTPUTS = 64
 # Some grow by several blocks: only those can starve a pool that has admitted them.

@@ -46,16 +46,6 @@ from quickstep.types import (
 )
 from quickstep.verify.requests import RandomRequest
 
-__all__ = [
-    "AdapterRetired",
-    "Event",
-    "RunCounts",
-    "RunningSearch",
-    "Signal",
-    "Trace",
-    "run_requests",
-]
-
 
 class _BeamStream:
     """The deltas of one beam's request: a `Continuation`."""

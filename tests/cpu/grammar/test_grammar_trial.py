@@ -14,9 +14,9 @@ from malicious_grammars import NASTY, chain
 from tiny_checkpoint import write_checkpoint
 
 from quickstep.errors import EngineError, RequestError
-from quickstep.text.grammar.grammars import CompiledGrammar, GrammarCompiler, GrammarLimits
+from quickstep.text.grammar.grammars import CompiledGrammar, GrammarCompiler
 from quickstep.text.grammar.matcher import Refusal
-from quickstep.text.grammar.source import GrammarSource, grammar_source
+from quickstep.text.grammar.source import GrammarLimits, GrammarSource, grammar_source
 from quickstep.text.grammar.trial import TrialLimits
 from quickstep.text.tokenizer import Tokenizer
 from quickstep.types import Grammar

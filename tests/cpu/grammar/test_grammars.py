@@ -15,7 +15,7 @@ from tiny_checkpoint import write_checkpoint
 
 from quickstep.errors import RequestError
 from quickstep.runtime.sampling.sampler import SampleFailure, sample_row
-from quickstep.text.grammar.grammars import GrammarCompiler, GrammarLimits
+from quickstep.text.grammar.grammars import GrammarCompiler
 from quickstep.text.grammar.json_schema import KNOWN_FORMATS
 from quickstep.text.grammar.matcher import (
     GrammarVocabulary,
@@ -23,7 +23,7 @@ from quickstep.text.grammar.matcher import (
     build_matcher,
     grammar_vocabulary,
 )
-from quickstep.text.grammar.source import GrammarSource
+from quickstep.text.grammar.source import GrammarLimits, GrammarSource
 from quickstep.text.tokenizer import Tokenizer
 from quickstep.types import Grammar, SamplingParams
 

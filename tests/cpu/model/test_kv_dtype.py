@@ -27,7 +27,8 @@ from quickstep.ops.reference import reference_ops
 from quickstep.ops.table import OpTable
 from quickstep.ops.tensors import head_size_of, quantize_heads, read_heads
 from quickstep.runtime.kv_cache import allocate_kv, kv_bytes
-from quickstep.verify.checker import VerifyOptions, verify
+from quickstep.verify.checker import verify
+from quickstep.verify.report import VerifyOptions
 
 REPOSITORY = Path(__file__).parents[3]
 

@@ -29,7 +29,8 @@ from quickstep.ops.reference import reference_ops
 from quickstep.ops.resolve import resolve_ops
 from quickstep.ops.table import OpTable
 from quickstep.ops.weights import QuantizedWeight
-from quickstep.verify.checker import VerifyOptions, verify
+from quickstep.verify.checker import verify
+from quickstep.verify.report import VerifyOptions
 
 REPOSITORY = Path(__file__).parents[3]
 

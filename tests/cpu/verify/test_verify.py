@@ -20,7 +20,8 @@ from quickstep.runtime.sampling.prompt_scores import PromptScorer
 from quickstep.runtime.sampling.state import SamplingState
 from quickstep.sampling_params import GrammarKind
 from quickstep.types import Pooling, SamplingParams
-from quickstep.verify.checker import SCENARIOS, VerifyOptions, verify
+from quickstep.verify.checker import SCENARIOS, verify
+from quickstep.verify.report import VerifyOptions
 from quickstep.verify.requests import (
     MAX_OUTPUTS,
     MAX_PROMPT_LEN,

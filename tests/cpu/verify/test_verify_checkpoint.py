@@ -20,8 +20,8 @@ from quickstep.text.output_text import OutputText
 from quickstep.text.tokenizer import Tokenizer
 from quickstep.types import FinishReason
 from quickstep.verify import checker
-from quickstep.verify.checker import VerifyOptions, verify
-from quickstep.verify.report import VerifyReport
+from quickstep.verify.checker import verify
+from quickstep.verify.report import VerifyOptions, VerifyReport
 
 CPU = torch.device("cpu")
 

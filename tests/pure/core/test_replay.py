@@ -13,8 +13,13 @@ from scheduler_world import Setup, ask, open_scheduler, policy_of
 
 from quickstep.config import EngineConfig, PolicyName
 from quickstep.core.cost_model import LinearCostModel
-from quickstep.core.recording import RecordedCall, RecordedRequest, Recorder, RecordingScheduler
-from quickstep.core.replay import Recording, read_recording, replay
+from quickstep.core.recordings.recording import (
+    RecordedCall,
+    RecordedRequest,
+    Recorder,
+    RecordingScheduler,
+)
+from quickstep.core.recordings.replay import Recording, read_recording, replay
 from quickstep.core.resources.block_pool import KVBlockPool, chain_digest
 from quickstep.errors import ConfigError, RequestError
 from quickstep.sampling_params import Grammar, RepetitionDetectionParams
@@ -296,7 +301,7 @@ def test_a_prompt_is_hashed_once_for_all_its_choices(monkeypatch: pytest.MonkeyP
         num_hashed += 1
         return blake2b(*args, **kwargs)
 
-    monkeypatch.setattr("quickstep.core.recording.blake2b", counted)
+    monkeypatch.setattr("quickstep.core.recordings.recording.blake2b", counted)
     records = Records(is_full=False)
     outputs = {f"a#{index}": (1, 2, 7) for index in range(4)}
     Answers(records, outputs).run(turn("a", (5,) * 40, n=4))

@@ -11,7 +11,7 @@ from quickstep.cli.main import main
 from quickstep.config import SchedulerConfig
 from quickstep.core.cost_model import LinearCostModel
 from quickstep.core.policies import make_policy
-from quickstep.core.recording import Recorder, RecordingScheduler
+from quickstep.core.recordings.recording import Recorder, RecordingScheduler
 from quickstep.core.resources.block_pool import KVBlockPool
 from quickstep.sim.outcome import Arrival
 from quickstep.sim.simulate import simulate

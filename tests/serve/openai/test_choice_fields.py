@@ -13,7 +13,8 @@ from fake_engine import END_ID, WORDS, FakeEngine, FakeTokenizer, Script
 
 from quickstep.errors import RequestError
 from quickstep.server.app import create_app
-from quickstep.server.generate.generation import ParsedRequest, TokenPrompt, open_generation
+from quickstep.server.generate.generation import ParsedRequest, open_generation
+from quickstep.server.generate.prompts import TokenPrompt
 from quickstep.server.options import RequestLimits
 from quickstep.types import FinishReason, Request, SamplingParams
 

@@ -18,7 +18,7 @@ from quickstep.config import (
 )
 from quickstep.core.cost_model import LinearCostModel
 from quickstep.core.policies import make_policy
-from quickstep.core.replay import read_recording, replay
+from quickstep.core.recordings.replay import read_recording, replay
 from quickstep.core.resources.block_pool import KVBlockPool
 from quickstep.engine.assembly import open_engine
 from quickstep.engine.records.recording_file import RecordingFile

@@ -29,17 +29,6 @@ from quickstep.config import (
 )
 from quickstep.errors import ConfigError
 
-__all__ = [
-    "add_engine_flags",
-    "add_format_flags",
-    "add_kv_cache_dtype",
-    "add_model",
-    "add_template_flags",
-    "engine_config",
-    "model_of",
-    "template_fields",
-]
-
 _DTYPES = {
     "auto": "auto",
     "bfloat16": "bfloat16",

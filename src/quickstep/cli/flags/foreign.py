@@ -12,8 +12,6 @@ from collections.abc import Collection, Mapping, Sequence
 
 import msgspec
 
-__all__ = ["FOREIGN_FLAGS", "ForeignFlag", "foreign_flag"]
-
 VLLM, LLAMA_CPP, SGLANG = "vLLM", "llama.cpp", "SGLang"
 _VLLM, _LLAMA, _SGLANG, _BOTH = (VLLM,), (LLAMA_CPP,), (SGLANG,), (VLLM, SGLANG)
 _NUMBER = re.compile(r"-?\d+(\.\d*)?")

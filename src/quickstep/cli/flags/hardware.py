@@ -32,18 +32,6 @@ if TYPE_CHECKING:
     from quickstep.plan.candidates import DraftModel, LoRASizes
     from quickstep.plan.hardware import Hardware
 
-__all__ = [
-    "adapters_of",
-    "add_adapters",
-    "add_drafts",
-    "add_engine_sizes",
-    "add_hardware",
-    "drafts_of",
-    "element_bytes",
-    "hardware_of",
-    "measured_steps",
-]
-
 _DTYPE_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
 _ACCEPTANCE = 0.7
 _SCRATCH_BYTES = 8  # of the native kernels' op table

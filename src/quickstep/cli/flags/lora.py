@@ -11,8 +11,6 @@ from quickstep.cli.flags.parsing import bytes_size, positive_int
 from quickstep.config import LoRAConfig
 from quickstep.errors import ConfigError
 
-__all__ = ["adapter_names", "add_lora_flags", "lora_config"]
-
 _LOG = logging.getLogger("quickstep.cli")
 
 

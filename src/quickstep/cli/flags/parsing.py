@@ -15,20 +15,6 @@ from typing import Any, NoReturn, TypeVar
 
 from quickstep.cli.flags.foreign import ForeignFlag, foreign_flag
 
-__all__ = [
-    "Parser",
-    "bytes_size",
-    "command",
-    "fraction",
-    "json_objects",
-    "non_negative_int",
-    "non_negative_number",
-    "positive_int",
-    "positive_number",
-    "readable_file",
-    "token_count",
-]
-
 _Number = TypeVar("_Number", int, float)
 _UNITS = {"": 1, "k": 10**3, "m": 10**6, "g": 10**9, "t": 10**12}
 _BINARY_UNITS = {"k": 2**10, "m": 2**20, "g": 2**30, "t": 2**40}

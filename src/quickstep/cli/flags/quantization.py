@@ -9,8 +9,6 @@ from typing import NamedTuple
 
 from quickstep.config import QUANTIZATIONS
 
-__all__ = ["KV_FORMATS", "WEIGHT_FORMATS", "FormatPair", "WeightFormat", "format_pairs"]
-
 
 class WeightFormat(NamedTuple):
     """The values of `--dtype` and `--quantization` that a name stands for."""

@@ -15,8 +15,6 @@ from quickstep.cli.flags.parsing import positive_int
 from quickstep.sampling_params import PRESETS, SamplingField, preset_values, sampling_fields
 from quickstep.types import SamplingParams
 
-__all__ = ["add_sampling_flags", "print_defaults", "sampling_fields_of", "sampling_params"]
-
 _TEXT_FLAGS = ("stop", "bad_words", "dry_sequence_breakers")
 # Numbers whose flag is different, or that have none.
 _OTHERS = ("n", "seed", "max_tokens", "min_tokens", "logprobs", "prompt_logprobs")

@@ -21,16 +21,6 @@ if TYPE_CHECKING:
     from quickstep.server.api_keys import ApiKey, ApiKeys, Entries
     from quickstep.server.options import RequestLimits, ServerOptions, UsageOptions, WarmPrompt
 
-__all__ = [
-    "add_serve_flags",
-    "input_config",
-    "log_setup",
-    "recording_config",
-    "server_options",
-    "stream_config",
-    "take_api_keys",
-]
-
 _LOG = logging.getLogger("quickstep.cli")
 _LEVELS = ("debug", "info", "warning", "error")
 

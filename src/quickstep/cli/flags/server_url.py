@@ -16,8 +16,6 @@ from typing import Any
 from quickstep.cli.launch_ahead import KEY_VARIABLE
 from quickstep.errors import ConfigError, EngineError, RequestError
 
-__all__ = ["add_server_url", "get", "key_of", "post_events"]
-
 _TIMEOUT_S = 60.0
 _ANSWER_TIMEOUT_S = 3600.0
 

@@ -20,8 +20,6 @@ from collections.abc import Collection, Mapping, Sequence
 
 import msgspec
 
-__all__ = ["DraftChoice", "WantedDrafts"]
-
 _GAIN = 0.15  # of a sequence's rate, per draft
 _SHARED_GAIN = 0.02  # of the rate with which new sequences begin
 _FIRST_RATE = 0.6

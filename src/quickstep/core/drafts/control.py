@@ -41,8 +41,6 @@ from quickstep.core.cost_model import CostModel, StepLoad
 from quickstep.core.sequence import Acceptance, Sequence
 from quickstep.types import StepRecord, StepRow
 
-__all__ = ["DraftControl", "DraftMode", "divide"]
-
 # A sequence's rate is an average of that of all, which counts as so many drafts, and of its own
 # drafts, of which older ones count less.
 _SHARED_DRAFTS = 6

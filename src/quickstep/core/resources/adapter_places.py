@@ -20,8 +20,6 @@ from quickstep.core.step import InFlightStep
 from quickstep.errors import RequestError
 from quickstep.types import Request
 
-__all__ = ["AdapterPlaces"]
-
 
 class AdapterPlaces(Resource):
     """The places of one scheduler's adapters; `in_flight` are the steps that it has in flight."""

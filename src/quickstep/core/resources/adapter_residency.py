@@ -24,8 +24,6 @@ from collections.abc import Collection, Mapping
 
 import msgspec
 
-__all__ = ["AdapterOrders", "AdapterResidency", "AdapterState", "AdapterUse"]
-
 # A use counts half after so many seconds.
 _HALF_LIFE_S = 60.0
 

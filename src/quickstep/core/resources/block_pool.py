@@ -24,18 +24,6 @@ import msgspec
 
 from quickstep.errors import ConfigError, OutOfBlocks
 
-__all__ = [
-    "NO_HITS",
-    "BlockKey",
-    "ChainRoot",
-    "Digest",
-    "KVBlockPool",
-    "PoolStats",
-    "PrefixHits",
-    "chain_digest",
-    "root_digest",
-]
-
 
 class PoolStats(msgspec.Struct, frozen=True):
     """Blocks by state (they add up to the pool), and counts since the start."""

@@ -18,8 +18,6 @@ from quickstep.core.resources.resource import Resource
 from quickstep.core.sequence import Residency, Sequence
 from quickstep.types import CacheMiss
 
-__all__ = ["KVBlocks"]
-
 # Part of the expected growth that admission leaves free: after a preemption, per step, and ignored.
 _FIRST_RESERVE = 0.25
 _RESERVE_DECAY = 0.995

@@ -21,8 +21,6 @@ from quickstep.core.queues import RunningBatch, WaitingQueue
 from quickstep.core.sequence import Residency, Sequence
 from quickstep.types import Request
 
-__all__ = ["Preempt", "Resource", "Slots"]
-
 # Takes a sequence out of the batch, at a time in seconds; it goes back to the queue.
 Preempt = Callable[[Sequence, float], None]
 

@@ -17,12 +17,10 @@ from typing import IO
 from quickstep.config import EngineConfig, RecordingConfig, SchedulerConfig
 from quickstep.core.cost_model import LinearCostModel
 from quickstep.core.policies import Policy
-from quickstep.core.recording import Recorder, RecordingScheduler
+from quickstep.core.recordings.recording import Recorder, RecordingScheduler
 from quickstep.core.resources.block_pool import KVBlockPool
 from quickstep.errors import ConfigError
 from quickstep.text.tokenizer import Tokenizer
-
-__all__ = ["RecordingFile"]
 
 _LOGGER = logging.getLogger(__name__)
 _FLUSH_S = 1.0

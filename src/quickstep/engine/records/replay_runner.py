@@ -5,12 +5,10 @@ from __future__ import annotations
 from msgspec.structs import replace
 
 from quickstep.config import EngineConfig
-from quickstep.core.recording import EngineLine
-from quickstep.core.replay import Recording
+from quickstep.core.recordings.recording import EngineLine
+from quickstep.core.recordings.replay import Recording
 from quickstep.errors import ConfigError
 from quickstep.types import Executor, StepPlan, StepResult
-
-__all__ = ["ReplayRunner", "open_runner"]
 
 
 class ReplayRunner:

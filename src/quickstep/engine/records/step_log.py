@@ -20,15 +20,6 @@ import msgspec
 from quickstep.json_line import json_line
 from quickstep.types import FinishReason, SequenceTimings, StepRecord
 
-__all__ = [
-    "Follower",
-    "LiveSequence",
-    "SequenceRecord",
-    "StepLog",
-    "StepTotals",
-]
-
-
 _LOGGER = logging.getLogger(__name__)
 
 

@@ -13,8 +13,6 @@ from typing import Any
 from quickstep.engine.records.step_log import LiveSequence, SequenceRecord
 from quickstep.types import StepRecord
 
-__all__ = ["trace_events"]
-
 _DEVICE, _REQUESTS = 1, 2  # process ids
 _COUNTERS = (
     ("running", "num_running"),

@@ -20,15 +20,13 @@ from quickstep.engine.remote.messages import (
     FROM_ENGINE,
     FromEngine,
     Loading,
-    Open,
     Opened,
     OpenRefused,
     Sender,
     read_messages,
 )
+from quickstep.engine.remote.opening import Open
 from quickstep.errors import ConfigError, EngineError
-
-__all__ = ["WORKER_COMMAND", "EngineProcess", "LoadProgress"]
 
 # (bytes read, bytes in all)
 LoadProgress = Callable[[int, int], None]

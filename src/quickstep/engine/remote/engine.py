@@ -29,6 +29,7 @@ from quickstep.core.cost_model import CostModel, LinearCostModel
 from quickstep.core.resources.block_pool import PoolStats
 from quickstep.core.service_order import level_of
 from quickstep.engine.adapters import LoadedAdapter
+from quickstep.engine.logs import LogSetup
 from quickstep.engine.records.step_log import StepLog
 from quickstep.engine.remote.child import EngineProcess, LoadProgress
 from quickstep.engine.remote.launch import WORKER_COMMAND, Launched
@@ -38,7 +39,6 @@ from quickstep.engine.remote.messages import (
     AdapterNote,
     FromEngine,
     LoadAdapter,
-    LogSetup,
     ModelFacts,
     Opened,
     Pause,
@@ -65,8 +65,6 @@ from quickstep.text.chat_template import ChatTemplate
 from quickstep.text.tokenizer import Tokenizer
 from quickstep.text.tokenizer_process import TokenizerProcess
 from quickstep.types import FinishReason, Pooling, Request, SequenceTimings
-
-__all__ = ["RemoteEngine"]
 
 _LOGGER = logging.getLogger(__name__)
 # After a request's deadline, until it is ended here.

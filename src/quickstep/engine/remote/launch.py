@@ -21,8 +21,6 @@ import msgspec
 
 from quickstep.errors import EngineError
 
-__all__ = ["WORKER_COMMAND", "Launched", "launch"]
-
 # -P: do not import modules from the working directory
 WORKER_COMMAND = (sys.executable, "-P", "-m", "quickstep.engine.remote.worker")
 

@@ -25,46 +25,12 @@ from typing import Any, TypeVar
 import msgspec
 
 from quickstep.engine.adapters import LoadedAdapter
-from quickstep.engine.logs import LogSetup
 from quickstep.engine.records.step_log import SequenceRecord
 from quickstep.engine.remote.opening import LENGTH, Open, WireMessage, framed
 from quickstep.engine.stats import EngineStats
 from quickstep.errors import EngineError, QuickstepError, RequestError
 from quickstep.model.sizing import MemoryPlan
 from quickstep.types import Delta, Pooling, Request, SequenceTimings, StepRecord
-
-__all__ = [
-    "BUFFER_BYTES",
-    "FROM_ENGINE",
-    "TO_ENGINE",
-    "Abort",
-    "Accepted",
-    "AdapterNote",
-    "FromEngine",
-    "LoadAdapter",
-    "Loading",
-    "LogSetup",
-    "Message",
-    "ModelFacts",
-    "Open",
-    "OpenRefused",
-    "Opened",
-    "Pause",
-    "PrefixCacheReset",
-    "Refused",
-    "ReportTimings",
-    "ResetPrefixCache",
-    "Resume",
-    "Sender",
-    "StatsNote",
-    "StepNote",
-    "Stop",
-    "TimingsNote",
-    "ToEngine",
-    "UnloadAdapter",
-    "encode",
-    "read_messages",
-]
 
 # What a connection's reader buffers before the socket has to wait.
 BUFFER_BYTES = 256 * 1024

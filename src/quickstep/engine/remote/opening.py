@@ -16,8 +16,6 @@ from quickstep.config import EngineConfig
 from quickstep.engine.logs import LogSetup
 from quickstep.errors import EngineError
 
-__all__ = ["LENGTH", "Open", "WireMessage", "framed", "opening_frame", "opening_in", "opening_of"]
-
 # 4 bytes, big endian, before each frame
 LENGTH = struct.Struct(">I")
 

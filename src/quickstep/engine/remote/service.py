@@ -30,7 +30,6 @@ from quickstep.engine.remote.messages import (
     LoadAdapter,
     Loading,
     ModelFacts,
-    Open,
     Opened,
     OpenRefused,
     Pause,
@@ -48,13 +47,12 @@ from quickstep.engine.remote.messages import (
     UnloadAdapter,
     read_messages,
 )
+from quickstep.engine.remote.opening import Open
 from quickstep.errors import ConfigError, EngineError, RequestError
 from quickstep.types import Delta, Request, StepRecord
 
 if TYPE_CHECKING:
     from quickstep.engine.engine import Engine
-
-__all__ = ["EngineOpener", "EngineService"]
 
 _LOGGER = logging.getLogger(__name__)
 _STATS_EVERY_S = 0.1

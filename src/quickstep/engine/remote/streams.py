@@ -20,8 +20,6 @@ from quickstep.engine.stream import Stream
 from quickstep.errors import EngineDied, QuickstepError
 from quickstep.types import Delta, FinishReason, Request, Resumed, SequenceTimings
 
-__all__ = ["LostRequest", "RemoteStreams"]
-
 
 class LostRequest(msgspec.Struct, frozen=True):
     """A live request whose engine has ended, with what its stream has got.

@@ -31,11 +31,10 @@ import msgspec
 
 from quickstep.engine.remote.child import EngineProcess, LoadProgress
 from quickstep.engine.remote.launch import Launched
-from quickstep.engine.remote.messages import FromEngine, Open, Opened, StatsNote, Stop
+from quickstep.engine.remote.messages import FromEngine, Opened, StatsNote, Stop
+from quickstep.engine.remote.opening import Open
 from quickstep.engine.stats import EngineState
 from quickstep.errors import EngineError, QuickstepError
-
-__all__ = ["EngineClient", "RestartLimits", "Restarts", "StallWatch", "Supervisor"]
 
 _LOGGER = logging.getLogger(__name__)
 # What a process may take between two messages while it loads a model that was loaded before.

@@ -30,8 +30,6 @@ if TYPE_CHECKING:
     from quickstep.engine.remote.opening import Open
     from quickstep.engine.remote.service import EngineOpener
 
-__all__ = ["main", "run"]
-
 _PR_SET_PDEATHSIG = 1  # linux/prctl.h
 _FIRST_BYTES = 64 * 1024  # more than the first message has
 # A thread that loads weights comes back for the interpreter's lock after each matrix; at Python's

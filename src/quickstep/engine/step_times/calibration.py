@@ -38,18 +38,6 @@ from quickstep.types import (
     StepRow,
 )
 
-__all__ = [
-    "Calibration",
-    "MeasuredStep",
-    "PhaseError",
-    "StepKind",
-    "StepLimits",
-    "calibrate",
-    "evaluate",
-    "fit_steps",
-    "write_kv",
-]
-
 _HELD_OUT = 5  # every fifth step
 _NUM_WARM_UP = 4  # steps that are not measured
 _MIN_STEPS = 20

@@ -22,16 +22,6 @@ from quickstep.core.overhead import EngineOverhead
 from quickstep.engine.machine import usable_cores
 from quickstep.version import __version__
 
-__all__ = [
-    "FitFile",
-    "FitKey",
-    "FitSaver",
-    "FitSource",
-    "StoredFit",
-    "find_calibration",
-    "fit_key",
-]
-
 _LOGGER = logging.getLogger(__name__)
 _VERSION = 2
 _SAVE_EVERY_S = 180.0

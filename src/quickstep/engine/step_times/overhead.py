@@ -18,8 +18,6 @@ from quickstep.types import Request, SamplingParams
 if TYPE_CHECKING:
     from quickstep.engine.engine import Engine
 
-__all__ = ["measure_overhead"]
-
 _NUM_INPUTS = 16
 _MOST_OUTPUTS, _LEAST_OUTPUTS = 48, 4
 _WAVES = (1, 4, 16, 64)  # requests at the same time

@@ -34,8 +34,6 @@ from quickstep.model.decoder_spec import ModelSpec
 from quickstep.ops.table import LoRAPart
 from quickstep.ops.tensors import BFLOAT16, FLOAT32, Array, DType, HostTensor
 
-__all__ = ["WEIGHTS_FILE", "AdapterCheckpoint", "LoRAWeights", "open_adapter"]
-
 WEIGHTS_FILE = "adapter_model.safetensors"
 _CACHE_LINE = 64  # bytes
 _SHOWN_CHARS = 500  # of a path that clients choose

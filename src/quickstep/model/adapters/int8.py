@@ -15,8 +15,6 @@ from msgspec.structs import replace
 from quickstep.ops.table import LoRAPart
 from quickstep.ops.tensors import FLOAT32, INT8, AnyTensor, Array, HostTensor, as_float64
 
-__all__ = ["as_int8"]
-
 _LARGEST = 127.0
 
 

@@ -35,24 +35,6 @@ if TYPE_CHECKING:
     import torch
 
 
-__all__ = [
-    "LM_HEAD",
-    "LoRAModule",
-    "Projection",
-    "adapter_bytes",
-    "base_biases",
-    "embedding_number",
-    "expert_number",
-    "has_bias",
-    "is_expert",
-    "lm_head_number",
-    "lora_modules",
-    "module_number",
-    "num_modules",
-    "on_device",
-]
-
-
 LM_HEAD = "lm_head"
 _EMBEDDING = "embed_tokens"
 

@@ -18,8 +18,6 @@ from quickstep.model.adapters.checkpoint import LoRAWeights
 from quickstep.ops.table import LoRAPart
 from quickstep.ops.tensors import FLOAT32, HostTensor, as_float64
 
-__all__ = ["mixed"]
-
 
 def mixed(adapters: Sequence[tuple[LoRAWeights, float]]) -> LoRAWeights:
     """The weights of at least one adapter of a model, each at its scale, none of them 0, and none

@@ -19,8 +19,6 @@ import msgspec
 from quickstep.errors import ConfigError
 from quickstep.model.checkpoint.config_fields import ConfigFields, read_json
 
-__all__ = ["CONFIG_FILE", "PEFTConfig", "read_peft_config"]
-
 CONFIG_FILE = "adapter_config.json"
 _MAX_CONFIG_BYTES = 1 << 20
 _MAX_PATTERN_LEN = 512

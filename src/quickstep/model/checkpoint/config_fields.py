@@ -14,8 +14,6 @@ from typing import Any
 
 from quickstep.errors import ConfigError
 
-__all__ = ["ConfigFields", "read_json"]
-
 # Keys that never change what a forward pass computes: metadata, training, generation defaults.
 _HARMLESS_NAMES = """
     architectures model_type transformers_version torch_dtype dtype use_cache auto_map

@@ -16,8 +16,6 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from quickstep.model.checkpoint.safetensors_files import TensorFiles
 from quickstep.model.interface import KVShape, Model
 
-__all__ = ["Fingerprinting", "fingerprint_with_kv", "weights_fingerprint"]
-
 _COMPLETE_BYTES = 64 * 2**20
 _CHUNK_BYTES = 2**20
 _WINDOW_BYTES = 4096

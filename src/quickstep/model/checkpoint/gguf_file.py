@@ -20,8 +20,6 @@ import msgspec
 from quickstep.errors import ConfigError
 from quickstep.model.checkpoint.safetensors_files import StoredTensor
 
-__all__ = ["BLOCKS", "GgufFile", "is_gguf", "open_gguf"]
-
 # type -> (elements, bytes) of a block
 BLOCKS: Mapping[str, tuple[int, int]] = MappingProxyType(
     {

@@ -22,8 +22,6 @@ from quickstep.model.checkpoint.config_fields import ConfigFields
 from quickstep.model.checkpoint.gguf_file import GgufFile, open_gguf
 from quickstep.model.checkpoint.safetensors_files import StoredTensor, TensorFiles
 
-__all__ = ["GGUF_ARCHITECTURE", "gguf_config", "gguf_tensor_files"]
-
 GGUF_ARCHITECTURE = "_gguf_architecture"
 
 _STANDARD_PARTS: Mapping[str, str] = MappingProxyType(

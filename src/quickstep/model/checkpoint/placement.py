@@ -17,8 +17,6 @@ from quickstep.model.decoder_spec import ModelSpec
 from quickstep.ops.tensors import CPU, FLOAT32, Device, DType
 from quickstep.ops.torch_import import has_torch, require_torch
 
-__all__ = ["choose_device", "choose_dtype"]
-
 _DTYPES = {dtype.name: dtype for dtype in STORED_DTYPES.values()}
 
 

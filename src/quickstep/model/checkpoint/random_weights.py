@@ -23,8 +23,6 @@ from quickstep.model.loader import build_decoder, quantizing
 from quickstep.ops.table import OpTable
 from quickstep.ops.weights import QuantizedWeight
 
-__all__ = ["RandomTensors", "RandomValues", "random_model"]
-
 
 class RandomValues(msgspec.Struct, frozen=True):
     """Which weights to generate: dtype, device, seed, and `--quantization`, if any."""

@@ -23,8 +23,6 @@ import msgspec
 from quickstep.errors import ConfigError
 from quickstep.model.checkpoint.config_fields import read_json
 
-__all__ = ["StoredTensor", "TensorFiles", "open_tensor_file", "open_tensor_files"]
-
 # Bits of an element, of every type that the safetensors library reads.
 _BITS = {"BOOL": 8, "U8": 8, "I8": 8, "I16": 16, "U16": 16, "I32": 32, "U32": 32, "I64": 64}
 _BITS |= {"U64": 64, "F16": 16, "BF16": 16, "F32": 32, "F64": 64, "C64": 64}

@@ -19,15 +19,6 @@ from quickstep.config import LoadConfig
 from quickstep.errors import ConfigError, QuickstepError
 from quickstep.model.checkpoint.gguf_file import is_gguf
 
-__all__ = [
-    "Checkpoint",
-    "bundled_adapter",
-    "bundled_drafts",
-    "find_checkpoint",
-    "local_checkpoint",
-    "reading_checkpoint",
-]
-
 _LOGGER = logging.getLogger(__name__)
 
 _PATTERNS = ["*.json", "*.safetensors", "*.model", "*.tiktoken", "*.jinja", "*.txt"]

@@ -10,8 +10,6 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
-__all__ = ["StagedCopy"]
-
 _CHUNK_BYTES = 32 << 20  # far above what a copy must have to reach the bus's bandwidth
 
 

@@ -43,8 +43,6 @@ if TYPE_CHECKING:
 
     from quickstep.model.checkpoint.staged_copy import StagedCopy
 
-__all__ = ["STORED_DTYPES", "Progress", "TensorReader", "TensorSource"]
-
 Progress = Callable[[int, int], None]
 
 STORED_DTYPES: Mapping[str, DType] = MappingProxyType(

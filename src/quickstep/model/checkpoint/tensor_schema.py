@@ -13,16 +13,6 @@ import msgspec
 
 from quickstep.model.decoder_spec import ModelSpec, NormPlacement, QKNorm
 
-__all__ = [
-    "LayerNorms",
-    "Shape",
-    "Shapes",
-    "layer_norms",
-    "layer_tensors",
-    "num_parameters",
-    "outer_tensors",
-]
-
 Shape = tuple[int, ...]
 Shapes = dict[str, Shape]  # by tensor name
 

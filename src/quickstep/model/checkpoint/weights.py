@@ -35,14 +35,6 @@ from quickstep.model.spec import read_config
 if TYPE_CHECKING:
     from quickstep.model.formats.storage import MatrixStorage
 
-__all__ = [
-    "CheckpointWeights",
-    "DecoderNames",
-    "open_checkpoint_files",
-    "open_weights",
-    "some_tensors",
-]
-
 # Parts of a quantized matrix, as the formats that are read and some others call them.
 _QUANTIZED_PARTS = re.compile(
     r".+\.(qweight|qzeros|weight_packed|weight_scale(_inv|_2)?|weight_zero_point|absmax|scales|SCB"

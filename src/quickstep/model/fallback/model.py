@@ -32,17 +32,6 @@ from quickstep.ops.table import AttentionParams, KVCache, LoRAMapping, OpTable, 
 from quickstep.ops.tensors import AnyTensor, head_size_of, to_torch
 from quickstep.ops.weights import LinearWeight
 
-__all__ = [
-    "ATTENTION_NAME",
-    "FixedRows",
-    "HiddenStates",
-    "PackedLinear",
-    "PagedStep",
-    "TransformersModel",
-    "load_fallback",
-    "paged_attention_forward",
-]
-
 _LOGGER = logging.getLogger(__name__)
 
 ATTENTION_NAME = "quickstep_paged"

@@ -15,8 +15,6 @@ from quickstep.errors import ConfigError, how_to_install
 from quickstep.model.checkpoint.safetensors_files import open_tensor_files
 from quickstep.model.decoder_spec import LayerSpec, ModelSpec
 
-__all__ = ["read_fallback_spec"]
-
 # Their frequencies follow the longest sequence of a batch, so that neighbours would change tokens.
 _BATCH_DEPENDENT_ROPES = frozenset({"dynamic", "longrope"})
 

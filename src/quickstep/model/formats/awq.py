@@ -24,8 +24,6 @@ from quickstep.model.formats.storage import checked_group, module_of
 from quickstep.model.quantization import MatrixFormat
 from quickstep.ops.weights import QuantizedWeight
 
-__all__ = ["AwqStorage"]
-
 _SOURCE = "config.json's quantization_config"
 
 # the position of output 0, 1, ... of eight within the word

@@ -31,8 +31,6 @@ from quickstep.model.formats.storage import checked_group, module_of
 from quickstep.model.quantization import MatrixFormat
 from quickstep.ops.weights import QuantizedWeight
 
-__all__ = ["BitsAndBytesStorage"]
-
 _TYPES = ("nf4", "fp4")
 
 

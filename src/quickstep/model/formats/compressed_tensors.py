@@ -40,13 +40,6 @@ from quickstep.model.formats.storage import checked_group, module_of
 from quickstep.model.quantization import MatrixFormat
 from quickstep.ops.weights import QuantizedWeight, StoredMatrix
 
-__all__ = [
-    "CompressedTensorsStorage",
-    "Schemes",
-    "WeightScheme",
-    "read_schemes",
-]
-
 _SOURCE = "config.json's quantization_config"
 _FORMATS = ("pack-quantized", "int-quantized", "naive-quantized")
 _FLOAT_FORMATS = ("float-quantized", "naive-quantized")

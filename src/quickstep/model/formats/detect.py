@@ -21,8 +21,6 @@ if TYPE_CHECKING:
     from quickstep.model.formats.quantized_reader import QuantizedReader
     from quickstep.model.formats.storage import MatrixStorage
 
-__all__ = ["find_storage", "open_quantized_reader", "quantization_config"]
-
 _METHODS = ("compressed-tensors", "fp8", "awq", "gptq", "bitsandbytes")
 _SUPPORTED = (
     "compressed-tensors (int4, int8, fp8), fp8, awq, gptq (also auto-round's), bitsandbytes, GGUF "

@@ -25,8 +25,6 @@ from quickstep.model.formats.storage import checked_group, module_of
 from quickstep.model.quantization import MatrixFormat
 from quickstep.ops.weights import QuantizedWeight, StoredMatrix
 
-__all__ = ["Block", "Fp8Storage", "block_of", "check_float8", "float8_weight"]
-
 _SOURCE = "config.json's quantization_config"
 
 # Outputs and inputs that share a scale.

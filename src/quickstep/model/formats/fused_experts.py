@@ -22,8 +22,6 @@ from quickstep.errors import ConfigError
 from quickstep.model.checkpoint.tensor_schema import Shapes
 from quickstep.model.decoder_spec import ModelSpec
 
-__all__ = ["MXFP4_BLOCK", "ExpertTensor", "FusedExperts", "find_fused_experts"]
-
 MXFP4_BLOCK = 32  # weights that share a scale
 _MXFP4_KEYS = frozenset(("quant_method", "modules_to_not_convert", "dequantize"))
 

@@ -19,8 +19,6 @@ from quickstep.model.formats.fused_experts import ExpertTensor, FusedExperts
 from quickstep.ops.tensors import to_torch
 from quickstep.ops.weights import QuantizedWeight, StoredMatrix
 
-__all__ = ["FusedExpertsSource", "mxfp4_values"]
-
 _E2M1 = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
 _NO_SCALE = 255
 

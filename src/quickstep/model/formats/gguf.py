@@ -30,13 +30,6 @@ from quickstep.model.formats.storage import checked_group
 from quickstep.model.quantization import MatrixFormat
 from quickstep.ops.weights import QuantizedWeight, StoredMatrix
 
-__all__ = [
-    "BLOCK_KINDS",
-    "BlockKind",
-    "GgufStorage",
-    "gguf_row_order",
-]
-
 Decoded = tuple[Tensor, Tensor, Tensor | None]
 
 

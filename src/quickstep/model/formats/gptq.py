@@ -36,8 +36,6 @@ from quickstep.model.quantization import MatrixFormat
 from quickstep.ops.reference.quantize import quantize
 from quickstep.ops.weights import QuantizedWeight
 
-__all__ = ["GptqStorage", "group_indices", "requantized", "requantized_form", "unpack_words"]
-
 _SOURCE = "config.json's quantization_config"
 _UNQUANTIZED_BITS = 16
 _REQUANTIZED_GROUPS = (32, 16)

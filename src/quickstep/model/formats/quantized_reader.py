@@ -22,12 +22,6 @@ from quickstep.model.formats.storage import MatrixStorage
 from quickstep.ops.tensors import to_torch
 from quickstep.ops.weights import QuantizedWeight, StoredMatrix
 
-__all__ = [
-    "QuantizedReader",
-    "RowOrder",
-    "stack_matrices",
-]
-
 # The order of a tensor's rows, by its name; None if it is that of the file.
 RowOrder = Callable[[str], Tensor | None]
 

@@ -16,8 +16,6 @@ from quickstep.model.checkpoint.tensor_schema import Shape, Shapes
 from quickstep.model.quantization import MatrixFormat
 from quickstep.ops.weights import QuantizedWeight, StoredMatrix
 
-__all__ = ["MatrixStorage", "checked_group", "module_of"]
-
 _LEAST_GROUP = 16
 
 

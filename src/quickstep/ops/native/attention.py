@@ -32,8 +32,6 @@ from quickstep.ops.tensors import (
 if TYPE_CHECKING:
     from torch import Tensor
 
-__all__ = ["MAX_HEAD_SIZE", "NativeAttention", "are_sinks", "heads_in_place"]
-
 MAX_HEAD_SIZE = 256
 
 

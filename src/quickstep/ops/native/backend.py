@@ -30,15 +30,6 @@ from quickstep.ops.thread_placement import ThreadPlaces
 if TYPE_CHECKING:
     import torch
 
-__all__ = [
-    "NativeProbe",
-    "NativeStatus",
-    "default_num_threads",
-    "load_native",
-    "load_probe",
-    "native_status",
-]
-
 
 class NativeStatus(msgspec.Struct, frozen=True):
     """What this machine has.

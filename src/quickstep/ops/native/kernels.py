@@ -43,8 +43,6 @@ if TYPE_CHECKING:
     import torch
     from torch import Tensor
 
-__all__ = ["NativeOps"]
-
 # Results of ops that are alive together at a layer's widest point, per element of it.
 _SCRATCH_BYTES = 8
 

@@ -26,31 +26,6 @@ from types import MappingProxyType
 
 from quickstep.errors import ConfigError, EngineError
 
-__all__ = [
-    "ABI_VERSION",
-    "ACTIVATIONS",
-    "AttentionCall",
-    "KVMoveCall",
-    "KVWriteCall",
-    "LoRAAddCall",
-    "LoRAGroupCall",
-    "LoRAPartCall",
-    "OpCall",
-    "OpKind",
-    "ProgramInputs",
-    "QuantizeCall",
-    "QuantizedWeightCall",
-    "RowsOf",
-    "ScoresCall",
-    "StepCall",
-    "StepRowCall",
-    "SuffixCall",
-    "library_path",
-    "open_library",
-    "raise_for_status",
-]
-
-
 ABI_VERSION = 11
 
 # qs_activation

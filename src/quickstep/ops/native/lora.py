@@ -28,8 +28,6 @@ from quickstep.ops.tensors import (
     to_torch,
 )
 
-__all__ = ["NativeLoRA", "PackedLoRA"]
-
 _INT8 = 3  # QS_I8
 
 

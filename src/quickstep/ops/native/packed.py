@@ -39,15 +39,6 @@ if TYPE_CHECKING:
     import torch
     from torch import Tensor
 
-__all__ = [
-    "NativeLoading",
-    "NativeQuantized",
-    "PackedQuantized",
-    "PackedWeight",
-    "kernel_dtype",
-    "kv_kernel_dtype",
-]
-
 # qs_dtype of csrc/quickstep.h, by the type's text
 _KERNEL_DTYPES = {str(FLOAT32): 0, str(BFLOAT16): 1, str(FLOAT16): 2}
 

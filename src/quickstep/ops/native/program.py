@@ -18,17 +18,6 @@ import msgspec
 from quickstep.ops.native.library import OpCall, ProgramInputs, raise_for_status
 from quickstep.ops.tensors import UINT8, DType, HostTensor
 
-__all__ = [
-    "Buffer",
-    "Numbers",
-    "OpRecord",
-    "Operand",
-    "Program",
-    "Recording",
-    "place_buffers",
-    "program_bytes",
-]
-
 _ALIGNMENT = 64
 
 

@@ -33,14 +33,6 @@ if TYPE_CHECKING:
     import torch
     from torch import Tensor
 
-__all__ = [
-    "NUM_ROWS",
-    "NativeRecorder",
-    "NotCapturable",
-    "StepTensor",
-    "Tape",
-]
-
 NUM_ROWS = 2  # in a shape; with one row, a wrong distance between rows would not be noticed
 
 

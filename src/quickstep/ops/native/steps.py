@@ -25,13 +25,6 @@ from quickstep.ops.tensors import UINT8, AnyTensor, HostTensor
 if TYPE_CHECKING:
     from torch import Tensor
 
-__all__ = [
-    "NativeSteps",
-    "RowSampler",
-    "ScoredTokens",
-    "TokenScores",
-]
-
 
 class NativeSteps:
     """Makes programs, samplers and scorers on one context; `owner` keeps that alive."""

@@ -23,8 +23,6 @@ from quickstep.ops.native.library import (
     raise_for_status,
 )
 
-__all__ = ["NativeText", "SuffixDrafts", "SuffixTask"]
-
 _SEPARATOR = -1  # QS_TEXT_SEPARATOR
 
 

@@ -15,9 +15,6 @@ from quickstep.ops.reference.paged_attention import move_kv, paged_attention, wr
 from quickstep.ops.reference.quantize import quantize
 from quickstep.ops.table import OpTable
 
-__all__ = ["reference_ops"]
-
-
 # fp64 copies of a layer's widest activation that are alive together, up to seven (measured, hidden
 # 512, width 1536, bf16: 2048 tokens 292 MiB, 1024 tokens 177 MiB at the peak of a step; the
 # planner's bound with this figure is 368 and 184).

@@ -26,14 +26,6 @@ from quickstep.ops.reference.exact_math import (
 )
 from quickstep.ops.tensors import AnyTensor, to_torch
 
-__all__ = [
-    "ACTIVATIONS",
-    "add_rms_norm",
-    "gated_activation",
-    "rms_norm",
-    "rotary",
-]
-
 SWIGLU_ALPHA, SWIGLU_LIMIT = 1.702, 7.0
 
 

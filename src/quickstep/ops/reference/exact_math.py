@@ -24,18 +24,6 @@ import math
 import torch
 from torch import Tensor
 
-__all__ = [
-    "exp_nonpositive",
-    "normal_cdf",
-    "power_of_two",
-    "reciprocal_sqrt",
-    "round_rows",
-    "round_to_multiple",
-    "sigmoid",
-    "sum_bits",
-    "tanh",
-]
-
 _LOG2_E = 1.4426950408889634
 # ln 2 in two parts: the first has 32 significant bits, so that n * _LN2_HIGH is exact.
 _LN2_HIGH = 0.6931471803691238

@@ -14,8 +14,6 @@ from quickstep.ops.reference.lora import among
 from quickstep.ops.table import ExpertLoRA, ExpertWeights, LoRAMapping, OpTable, Routing
 from quickstep.ops.weights import LinearWeight
 
-__all__ = ["SUM_BITS", "experts", "route"]
-
 SUM_BITS = 40  # exact sums of up to 2**13 experts in fp64
 
 

@@ -30,19 +30,6 @@ from quickstep.ops.reference.exact_math import round_rows, sum_bits
 from quickstep.ops.tensors import FLOAT8_MAX, AnyTensor, DType, to_float8, to_torch, torch_dtype
 from quickstep.ops.weights import LinearWeight, QuantizedWeight
 
-__all__ = [
-    "embedding",
-    "exact_product",
-    "linear",
-    "pack_linear",
-    "pack_quantized",
-    "quantize_activations",
-    "quantized_linear",
-    "quantized_rows",
-    "round_weight",
-    "shared_groups",
-]
-
 _BLOCK_ELEMENTS = 1 << 18  # of a weight in fp64 at a time: 2 MiB, stays in cache
 
 

@@ -11,8 +11,6 @@ from quickstep.ops.table import LoRAMapping
 from quickstep.ops.tensors import AnyTensor, to_torch
 from quickstep.ops.weights import LinearWeight
 
-__all__ = ["Logits", "finished_logits"]
-
 
 class Logits:
     """`OpTable.logits` of an implementation's `linear` and `add_lora_`, and of what it does with

@@ -17,8 +17,6 @@ from quickstep.ops.reference.linear import exact_product, round_weight
 from quickstep.ops.table import LoRAAdapter, LoRAMapping, LoRAPart
 from quickstep.ops.tensors import to_torch
 
-__all__ = ["add_lora_", "among", "pack_lora"]
-
 _Parts = tuple[tuple[LoRAPart, ...], ...]
 
 

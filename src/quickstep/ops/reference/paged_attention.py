@@ -32,8 +32,6 @@ from quickstep.ops.reference.exact_math import (
 from quickstep.ops.table import AttentionParams, KVCache, PagedLayout
 from quickstep.ops.tensors import AnyTensor, read_heads, store_heads, to_torch
 
-__all__ = ["move_kv", "paged_attention", "write_kv"]
-
 _TILE = 256
 _PROBABILITY_QUANTUM = 2.0**-40
 _SCORE_ELEMENTS = 1 << 20  # fp64 scores held at a time: 8 MiB

@@ -18,8 +18,6 @@ from torch import Tensor
 from quickstep.ops.tensors import FLOAT8_MAX, to_float8
 from quickstep.ops.weights import SUB_BLOCK_INPUTS, QuantizedWeight
 
-__all__ = ["quantize", "quantize_float8"]
-
 _BLOCK_ELEMENTS = 1 << 20  # in float32 at a time: 4 MiB
 _TINY = 1e-30  # weights below count as zero: 127 over them overflows, or nearly
 

@@ -51,8 +51,6 @@ from quickstep.ops.tensors import AnyTensor, bytes_of_float8, head_size_of, to_t
 from quickstep.ops.triton.rounding import INTERPRETED, float8_value, rounded
 from quickstep.ops.triton.write_kv import has_aligned_scales, scales_of
 
-__all__ = ["paged_attention", "plan_attention"]
-
 # keys, a multiple of every tile: one decode row of 8,192 keys has 16 items per head
 _SPLIT = 512
 # Two programs of decode fit a multiprocessor of an H100: 115 KB of shared memory and 255 registers

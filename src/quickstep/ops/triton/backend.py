@@ -18,8 +18,6 @@ if TYPE_CHECKING:
 
     from quickstep.ops.tensors import Device
 
-__all__ = ["load_triton"]
-
 
 def load_triton(device: torch.device | Device) -> OpTable | None:
     """The table, or None where Triton is not installed or has no kernels for `device`.

@@ -15,8 +15,6 @@ from typing import Any
 
 import triton
 
-__all__ = ["expect_compiles", "warn_of_compiles"]
-
 _LOGGER = logging.getLogger(__name__)
 
 

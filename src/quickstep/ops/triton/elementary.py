@@ -16,8 +16,6 @@ from quickstep.ops.reference.elementary import ACTIVATIONS, SWIGLU_ALPHA, SWIGLU
 from quickstep.ops.tensors import AnyTensor, to_torch
 from quickstep.ops.triton.rounding import rounded
 
-__all__ = ["activated", "add_rms_norm", "check_activation", "gated_activation", "rms_norm"]
-
 _ACTIVATION_BLOCK = 1024
 _ALPHA, _LIMIT = tl.constexpr(SWIGLU_ALPHA), tl.constexpr(SWIGLU_LIMIT)
 

@@ -41,8 +41,6 @@ from quickstep.ops.triton.rounding import rounded
 from quickstep.ops.triton.routing import Plan, plan_of
 from quickstep.ops.weights import LinearWeight
 
-__all__ = ["TritonExperts", "pack_experts"]
-
 _BLOCK_N = 64
 _BLOCK_K = 64  # of weights in floating point, in every tile
 _MOST_BLOCK_K = 128  # of quantized weights

@@ -33,17 +33,6 @@ from quickstep.ops.triton.rounding import (
 from quickstep.ops.triton.tiles import Tile, tile_of
 from quickstep.ops.weights import LinearWeight, QuantizedWeight
 
-__all__ = [
-    "Float8Weight",
-    "float8_linear",
-    "float8_rows",
-    "float8_tile",
-    "has_float8_cast",
-    "pack_float8",
-    "quantize_to_float8",
-    "widens_float8",
-]
-
 _ROW_BLOCK = 1024
 _TINY = tl.constexpr(1e-30)  # the reference's: such a group counts as zero
 _LARGEST = tl.constexpr(FLOAT8_MAX)

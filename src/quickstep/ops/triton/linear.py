@@ -29,17 +29,6 @@ from quickstep.ops.triton.rounding import rounded
 from quickstep.ops.triton.tiles import Tile, tile_of
 from quickstep.ops.weights import LinearWeight
 
-__all__ = [
-    "FloatWeight",
-    "embedding",
-    "gated_linear",
-    "linear",
-    "pack_linear",
-    "slice_inputs",
-    "tiled_linear",
-    "widens",
-]
-
 _SLICE_UNIT = 128  # inputs: a multiple of every `block_k`
 _LEAST_SLICE = 448
 _PROGRAMS = 144  # about as many as a GPU runs at once: fewer share the slices of an output

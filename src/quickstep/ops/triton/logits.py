@@ -7,8 +7,6 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-__all__ = ["finished_logits"]
-
 _BLOCK = 1024
 
 

@@ -20,8 +20,6 @@ from quickstep.ops.table import LoRAAdapter, LoRAMapping, LoRAPart
 from quickstep.ops.tensors import to_torch
 from quickstep.ops.triton.rounding import rounded
 
-__all__ = ["TritonAdapterTable", "TritonLoRA"]
-
 _BLOCK_INPUTS = 128
 _BLOCK_RANK = 16
 _BLOCK_OUTPUTS = 64

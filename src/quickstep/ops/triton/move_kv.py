@@ -17,8 +17,6 @@ from quickstep.errors import EngineError
 from quickstep.ops.table import KVCache
 from quickstep.ops.tensors import to_torch
 
-__all__ = ["move_kv"]
-
 _BLOCK = 2048  # bytes: 16 a thread
 
 

@@ -39,16 +39,6 @@ from quickstep.ops.triton.rounding import (
 from quickstep.ops.triton.tiles import Tile, tile_of
 from quickstep.ops.weights import SUB_BLOCK_INPUTS, LinearWeight, QuantizedWeight
 
-__all__ = [
-    "PackedWeight",
-    "block_k",
-    "pack_quantized",
-    "quantize_tokens",
-    "quantized_linear",
-    "quantized_rows",
-    "quantized_tile",
-]
-
 _LEAST_BLOCK_K = 32  # of int8 matrix instructions
 _ROW_BLOCK = 1024
 _TINY = tl.constexpr(1e-30)  # the reference's: such a group counts as zero

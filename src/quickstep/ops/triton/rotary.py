@@ -16,8 +16,6 @@ from quickstep.ops.tensors import AnyTensor, bytes_of_float8, to_torch
 from quickstep.ops.triton.rounding import rounded
 from quickstep.ops.triton.write_kv import has_aligned_scales, scales_of, store_head
 
-__all__ = ["rotary", "rotary_write_kv"]
-
 
 @triton.jit
 def _channels(head_size, half, HALVES: tl.constexpr, BLOCK: tl.constexpr):

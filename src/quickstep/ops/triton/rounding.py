@@ -9,17 +9,6 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-__all__ = [
-    "INTERPRETED",
-    "float8_bits",
-    "float8_value",
-    "quantize_groups",
-    "rounded",
-    "rounded_quotient",
-    "rounded_to_float8",
-    "rounded_to_integer",
-]
-
 INTERPRETED = tl.constexpr(os.environ.get("TRITON_INTERPRET") == "1")
 _HALF_EVEN = tl.constexpr(12582912.0)  # 1.5 * 2**23: a sum with it has no fraction
 

@@ -19,8 +19,6 @@ from quickstep.ops.table import Routing
 from quickstep.ops.triton.rounding import rounded
 from quickstep.ops.triton.sampling.exact_math import exp_nonpositive
 
-__all__ = ["Plan", "plan_of", "route"]
-
 # Elements of the router's outputs in a program: of one that has a complete step, and of others.
 _MOST_PLANNED = 2048
 _TILE = 1024

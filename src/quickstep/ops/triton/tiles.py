@@ -22,8 +22,6 @@ from types import MappingProxyType
 import msgspec
 import torch
 
-__all__ = ["DEFAULTS", "TUNED", "ShapeTiles", "Tile", "tile_of", "tiles_of"]
-
 
 class Tile(msgspec.Struct, frozen=True):
     """Tokens and outputs of a program, how Triton compiles it, and the inputs of a block: None for

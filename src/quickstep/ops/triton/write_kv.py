@@ -20,8 +20,6 @@ from quickstep.ops.triton.rounding import (
     rounded_to_integer,
 )
 
-__all__ = ["has_aligned_scales", "scales_of", "store_head", "write_kv"]
-
 _LEAST = tl.constexpr(1e-30)  # as in `ops.tensors`: a head below it is stored as zero
 
 

@@ -27,8 +27,6 @@ import numpy as np
 if TYPE_CHECKING:
     from llguidance import LLMatcher
 
-__all__ = ["ClosingSearch", "ClosingVocabulary", "Ending", "byte_tokens"]
-
 _LONGEST_PIECE = 32  # bytes of a token that an ending is spelled with
 _MAX_BYTES = 16 * 1024  # of an ending
 _MANY = 24  # bytes allowed: more of them only inside a string, or in free text

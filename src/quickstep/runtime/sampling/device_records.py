@@ -25,8 +25,6 @@ from quickstep.runtime.sampling.noise import row_keys
 from quickstep.runtime.sampling.state import SamplingState
 from quickstep.sampling_params import SamplingParams
 
-__all__ = ["DeviceRecords", "copy_to_device"]
-
 Ids = npt.NDArray[np.int64]
 Floats = npt.NDArray[np.float64]
 

@@ -37,8 +37,6 @@ from quickstep.runtime.sampling.state import SamplingState
 from quickstep.runtime.steps.step_model import GraphBackend
 from quickstep.types import TokenLogprobs
 
-__all__ = ["DeviceSampler", "SamplesInFlight", "score_on_device"]
-
 _GROUP_BYTES = 256 << 20  # of temporary tensors
 _BYTES_PER_LOGIT = 25  # of a row that has everything
 

@@ -12,8 +12,6 @@ from __future__ import annotations
 import numpy as np
 import numpy.typing as npt
 
-__all__ = ["PROBABILITY_UNIT", "exp_nonpositive", "integer_probabilities", "log"]
-
 Floats = npt.NDArray[np.float64]
 
 PROBABILITY_UNIT = 2.0**44  # of the largest token; 2**18 of them add up within 63 bits

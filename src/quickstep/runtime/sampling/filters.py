@@ -22,8 +22,6 @@ from quickstep.runtime.sampling.exact_math import (
 )
 from quickstep.types import SamplingParams
 
-__all__ = ["kept_token_ids", "largest"]
-
 Floats = npt.NDArray[np.floating]
 Ids = npt.NDArray[np.int64]
 

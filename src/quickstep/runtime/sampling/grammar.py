@@ -30,16 +30,6 @@ from quickstep.types import Admission, Grammar
 if TYPE_CHECKING:
     from llguidance import LLMatcher
 
-__all__ = [
-    "ClosingGuard",
-    "ClosingStart",
-    "GrammarConstraint",
-    "GrammarStart",
-    "NewMatcher",
-    "grammar_start",
-    "start_ending",
-]
-
 # A matcher of its own for one sequence, at the grammar's start, and how it is brought to its end.
 # Raises RequestError.
 NewMatcher = Callable[[Grammar], "tuple[LLMatcher, ClosingStart]"]

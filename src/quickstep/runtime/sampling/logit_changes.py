@@ -14,16 +14,6 @@ import msgspec
 import numpy as np
 import numpy.typing as npt
 
-__all__ = [
-    "NO_BANS",
-    "Bans",
-    "LogitChanges",
-    "apply_changes_",
-    "bits_of_bytes",
-    "bits_of_ids",
-    "edits_of",
-]
-
 Floats = npt.NDArray[np.float64]
 Ids = npt.NDArray[np.int64]
 Bits = npt.NDArray[np.uint64]

@@ -24,13 +24,6 @@ from quickstep.types import TokenLogprobs
 if TYPE_CHECKING:
     pass
 
-__all__ = [
-    "logprobs_of_scores",
-    "other_token_ids",
-    "score_tokens",
-    "token_logprobs",
-]
-
 
 def token_logprobs(
     logits: npt.NDArray[np.float32], token_id: int, num_top: int, requested_ids: Sequence[int] = ()

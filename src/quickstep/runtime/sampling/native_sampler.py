@@ -39,8 +39,6 @@ from quickstep.types import TokenLogprobs
 if TYPE_CHECKING:
     from quickstep.runtime.sampling.device_sampler import DeviceSampler
 
-__all__ = ["NativeSampler", "Sampler", "open_device_sampler", "open_sampler"]
-
 _NO_MAXIMUM = -1  # `qs_no_token`
 
 # (logits [E, V] fp32, states, the row of the logits for each state or None for all) -> tokens

@@ -34,8 +34,6 @@ import numpy.typing as npt
 
 from quickstep.runtime.sampling.exact_math import log
 
-__all__ = ["chance", "gumbel", "gumbel_argmax", "gumbel_of_bits", "noise_bits", "row_keys"]
-
 Ids = npt.NDArray[np.int64]
 
 _MASK = 2**64 - 1

@@ -15,8 +15,6 @@ from numpy.lib.stride_tricks import sliding_window_view
 
 from quickstep.types import SamplingParams
 
-__all__ = ["BadWords", "DryPenalty", "Penalties"]
-
 Floats = npt.NDArray[np.float64]
 Ids = npt.NDArray[np.int64]
 

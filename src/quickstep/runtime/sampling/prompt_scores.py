@@ -16,8 +16,6 @@ from quickstep.runtime.slots import Slot
 from quickstep.runtime.steps.step_model import StepModel
 from quickstep.types import StepRow, TokenLogprobs
 
-__all__ = ["NativeScorer", "PromptScorer"]
-
 # A slice reads the weights of the output projection once: more positions hardly save anything.
 _POSITIONS_PER_SLICE = 64
 _BYTES_PER_SLICE = 64 << 20  # of logits and of the most likely tokens

@@ -18,8 +18,6 @@ from quickstep.runtime.sampling.grammar import GrammarConstraint, GrammarStart
 from quickstep.runtime.sampling.logit_changes import bits_of_ids
 from quickstep.sampling_params import ReasoningTokens
 
-__all__ = ["Place", "ReasonedGrammar", "ReasoningTracker", "ThinkingBudget"]
-
 _SPACE = b" \t\n\r"
 _NEW_LINES = (b"\n", b"\n\n")
 _EMPTY_LINES = 2  # line breaks that are allowed between the closing tag and the answer

@@ -29,8 +29,6 @@ from quickstep.runtime.slots import Slot
 from quickstep.runtime.steps.inputs import NUM_HOST_BUFFERS, HostBuffer
 from quickstep.runtime.steps.step_model import GraphBackend
 
-__all__ = ["RecordedSampling"]
-
 _LOGITS_ROW, _SEED, _POSITION = int(Field.LOGITS_ROW), int(Field.KEY_B), int(Field.KEY_C)
 _CHANGED, _COUNTS, _FILTERED = int(Field.CHANGED), int(Field.COUNTS), int(Field.FILTERED)
 _NO_PLACE = -1

@@ -31,16 +31,6 @@ from quickstep.types import TokenLogprobs
 if TYPE_CHECKING:
     from torch import Tensor
 
-__all__ = [
-    "NOTHING_ALLOWED",
-    "NO_MAXIMUM",
-    "Sample",
-    "SampleFailure",
-    "adjusted_logits",
-    "failure_of",
-    "sample",
-    "sample_row",
-]
 _LOGGER = logging.getLogger(__name__)
 
 # Rejection sampling has noise of its own: a draft model samples with that of the sequence.

@@ -31,8 +31,6 @@ from quickstep.runtime.sampling.reasoning import ReasonedGrammar, ThinkingBudget
 from quickstep.sampling_params import ReasoningTokens, TokenForms
 from quickstep.types import Admission, SamplingParams
 
-__all__ = ["SamplingState"]
-
 
 class SamplingState:
     """Adjusts a row's logits before temperature, and counts what was emitted."""

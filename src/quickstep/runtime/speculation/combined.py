@@ -25,8 +25,6 @@ from quickstep.runtime.speculation.proposer import (
 )
 from quickstep.types import Admission
 
-__all__ = ["CombinedProposer"]
-
 _LOGGER = logging.getLogger(__name__)
 
 

@@ -26,9 +26,6 @@ from quickstep.runtime.speculation.vocabulary import DraftVocabulary
 from quickstep.runtime.steps.opening import open_steps
 from quickstep.types import Admission, Phase, SamplingParams, StepRow
 
-__all__ = ["MAX_NEW_TOKENS", "DraftModelProposer", "draft_admission"]
-
-
 MAX_NEW_TOKENS = 128  # of a draft a tenth of the target's size: the time of 13 in the target
 
 

@@ -35,8 +35,6 @@ from quickstep.runtime.speculation.proposer import (
 from quickstep.runtime.speculation.verification import EmittingRow
 from quickstep.types import Admission, StepRow
 
-__all__ = ["Drafting", "NextDrafts"]
-
 _LOGGER = logging.getLogger(__name__)
 # Steps for which a proposer is off after its first failure; twice as many after each further one.
 _FIRST_PAUSE, _MAX_DOUBLINGS = 256, 12

@@ -45,8 +45,6 @@ from quickstep.runtime.steps.opening import open_steps
 from quickstep.runtime.steps.step_model import StepModel
 from quickstep.types import Admission, Phase, StepRow
 
-__all__ = ["EagleProposer", "num_scratch_blocks"]
-
 _MAX_KEPT = 64
 _MOST_KEPT_TOGETHER = 4  # tokens a row, on average
 # Drafts that the layer computes for a sequence: of a tree more than are left in the end.

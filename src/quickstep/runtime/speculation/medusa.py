@@ -45,8 +45,6 @@ from quickstep.runtime.speculation.trees import (
 )
 from quickstep.types import Admission
 
-__all__ = ["MedusaHead", "MedusaProposer", "load_medusa", "num_medusa_heads"]
-
 # Names of tensors in the two layouts, with the numbers of the head and of the block.
 _BLOCK = re.compile(
     r"(\d+)\.(\d+)\.linear\.(weight|bias)|blocks\.(\d+)\.layers\.(\d+)\.(weight|bias)"

@@ -13,8 +13,6 @@ from quickstep.runtime.speculation.ngram import NgramProposer
 from quickstep.runtime.speculation.proposer import Proposer
 from quickstep.runtime.speculation.suffix import SuffixProposer
 
-__all__ = ["method_of_tensors", "open_lookup_proposers"]
-
 _MEDUSA = re.compile(r"(medusa_heads?\.)?\d+\.\d+\.(linear\.)?(weight|bias)")
 
 

@@ -15,8 +15,6 @@ from quickstep.errors import ConfigError
 from quickstep.runtime.speculation.proposer import DraftTask
 from quickstep.types import Admission
 
-__all__ = ["NgramProposer"]
-
 
 class NgramProposer:
     """Looks up n-grams of `min_n` to `max_n` tokens. Raises ConfigError unless 1 <= min_n <= max_n.

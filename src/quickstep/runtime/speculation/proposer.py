@@ -19,19 +19,6 @@ from quickstep.types import Admission
 if TYPE_CHECKING:
     from quickstep.ops.tensors import AnyTensor
 
-__all__ = [
-    "ComputedRow",
-    "ComputedStep",
-    "DraftTask",
-    "DraftTree",
-    "Drafts",
-    "HiddenStateProposer",
-    "Proposer",
-    "compare",
-    "depth_of",
-    "draft_tree",
-]
-
 
 class DraftTask(msgspec.Struct, frozen=True):
     """A sequence for which drafts are wanted after a step.

@@ -13,8 +13,6 @@ from quickstep.errors import ConfigError
 from quickstep.runtime.speculation.proposer import Drafts, DraftTask, DraftTree
 from quickstep.types import Admission
 
-__all__ = ["StaticProposer"]
-
 
 class StaticProposer:
     """Proposes the output tokens that `reference` returns for an admission (all of them, from the

@@ -21,8 +21,6 @@ from quickstep.ops.native.suffix import NativeText, SuffixDrafts, SuffixTask
 from quickstep.runtime.speculation.proposer import DraftTask
 from quickstep.types import Admission
 
-__all__ = ["RecentOutputs", "SuffixProposer"]
-
 SharingKey = tuple[str, str, str]
 
 

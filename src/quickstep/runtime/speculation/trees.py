@@ -30,15 +30,6 @@ from quickstep.runtime.speculation.draft_model import draft_admission
 from quickstep.runtime.speculation.proposer import Drafts, DraftTree
 from quickstep.types import Admission
 
-__all__ = [
-    "Candidate",
-    "DraftNode",
-    "TreeGrowth",
-    "candidates_of",
-    "likeliest_tree",
-    "tree_admission",
-]
-
 _NUM_COMPARED = 16  # tokens of the largest logits, to which the noise is added
 
 

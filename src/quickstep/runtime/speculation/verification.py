@@ -25,8 +25,6 @@ from quickstep.runtime.sampling.sampler import Sample, SampleFailure, failure_of
 from quickstep.runtime.sampling.state import SamplingState
 from quickstep.runtime.slots import Slot
 
-__all__ = ["EmittingRow", "sample_rows"]
-
 # (logits [E, V] fp32, a state for each sampled row, which rows of the logits: None for all of them)
 _Sampler = Callable[
     [AnyTensor, Sequence[SamplingState], Sequence[int] | None], list[Sample | SampleFailure]

@@ -14,8 +14,6 @@ import numpy.typing as npt
 from quickstep.errors import ConfigError
 from quickstep.ops.tensors import FLOAT32, AnyTensor, HostTensor, to_numpy
 
-__all__ = ["DraftVocabulary", "map_vocabulary"]
-
 _LEAST_COVERED = 0.5
 
 

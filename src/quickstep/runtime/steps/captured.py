@@ -42,8 +42,6 @@ from quickstep.runtime.slots import Slot
 from quickstep.runtime.steps.step_model import EmittingToken, adapters_of
 from quickstep.types import StepRow
 
-__all__ = ["CapturedSteps", "Recordings", "record"]
-
 _LEAST_TOKENS = 64
 _LEAST_EMITTING = 8
 _FIELDS_PER_ROW = 6  # of `StepRowCall`, and the place of `parents` among them

@@ -39,16 +39,6 @@ from quickstep.runtime.slots import Slot
 from quickstep.runtime.steps.step_model import EmittingToken, adapters_of
 from quickstep.types import StepRow
 
-__all__ = [
-    "EagerSteps",
-    "PackedRows",
-    "build_batch",
-    "lora_mapping",
-    "pack_rows",
-    "with_torch_kv",
-    "with_torch_tensors",
-]
-
 Ints64 = npt.NDArray[np.int64]
 
 

@@ -54,8 +54,6 @@ if TYPE_CHECKING:
     from quickstep.runtime.sampling.device_sampler import DeviceSampler
     from quickstep.runtime.sampling.recorded_sampling import RecordedSampling
 
-__all__ = ["CudaGraphs", "GraphSteps", "can_record", "prompt_buckets", "row_buckets"]
-
 _LOGGER = logging.getLogger(__name__)
 
 _LEAST_CONTEXT = 4096  # tokens that the block tables of the smallest graphs hold

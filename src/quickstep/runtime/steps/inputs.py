@@ -21,16 +21,6 @@ from quickstep.runtime.slots import Slot
 from quickstep.runtime.steps.eager import PackedRows
 from quickstep.types import StepRow
 
-__all__ = [
-    "NUM_HOST_BUFFERS",
-    "HostBuffer",
-    "InputBuffer",
-    "StepInputs",
-    "StepNeeds",
-    "StepSize",
-    "is_pending",
-]
-
 NUM_HOST_BUFFERS = 2
 _NUM_WIDE = 7  # int64 fields of a token
 

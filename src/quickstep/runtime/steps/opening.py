@@ -16,8 +16,6 @@ from quickstep.ops.tensors import torch_device
 from quickstep.runtime.steps.captured import CapturedSteps, Recordings, record
 from quickstep.runtime.steps.step_model import GraphOptions, StepModel
 
-__all__ = ["device_graphs", "open_steps"]
-
 # Products take longer than launches in a longer step, and padding adds to them. An estimate.
 _MAX_PROMPT_TOKENS = 512
 

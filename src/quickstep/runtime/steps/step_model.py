@@ -13,8 +13,6 @@ from quickstep.ops.tensors import AnyTensor
 from quickstep.runtime.slots import Slot
 from quickstep.types import StepRow
 
-__all__ = ["EmittingToken", "GraphBackend", "GraphOptions", "StepModel", "adapters_of"]
-
 # A token that gets logits: the row of the step, and how many of the row's tokens come after it.
 EmittingToken = tuple[int, int]
 

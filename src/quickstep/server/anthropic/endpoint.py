@@ -86,8 +86,6 @@ from quickstep.server.schema.field_reader import FieldReader
 from quickstep.server.usage.timings import RequestTimings, requested_timings
 from quickstep.types import FinishReason, Grammar
 
-__all__ = ["CountTokens", "Messages", "with_checked_betas"]
-
 _SAME_NAME = ("temperature", "top_k", "top_p")
 _STOP_REASONS: Mapping[FinishReason, str] = {
     FinishReason.EOS: "end_turn",

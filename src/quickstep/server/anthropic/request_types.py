@@ -18,37 +18,6 @@ from quickstep.server.schema.shared_fields import (
     StrictArguments,
 )
 
-__all__ = [
-    "AdaptiveThinking",
-    "AnyChoice",
-    "AnyTool",
-    "AssistantTurn",
-    "AutoChoice",
-    "BetweenToolsThinking",
-    "ContentSource",
-    "CountTokensRequest",
-    "CustomToolSpec",
-    "DisabledThinking",
-    "DocumentBlock",
-    "EnabledThinking",
-    "ForeignBlock",
-    "MessagesRequest",
-    "NoChoice",
-    "OpaqueBlock",
-    "OpaqueSource",
-    "PlainBlock",
-    "SearchResultBlock",
-    "SystemTurn",
-    "TextBlock",
-    "TextSource",
-    "ThinkingBlock",
-    "ToolResultBlock",
-    "ToolUseBlock",
-    "Turn",
-    "UserTurn",
-]
-
-
 _MARK = effect(
     "Has the usage tell what was added to the cache; every prefix is cached without a mark."
 )

@@ -12,31 +12,6 @@ from msgspec import UNSET, UnsetType
 
 from quickstep.server.usage.timings import RequestTimings
 
-__all__ = [
-    "EVENTS",
-    "BlockDelta",
-    "BlockStart",
-    "BlockStop",
-    "CacheCreation",
-    "InputDelta",
-    "MessageBlock",
-    "MessageDeltaEvent",
-    "MessageOutputDetails",
-    "MessageResponse",
-    "MessageStart",
-    "MessageStop",
-    "MessageUsage",
-    "Ping",
-    "SignatureDelta",
-    "StopDetails",
-    "TextContent",
-    "TextDelta",
-    "ThinkingContent",
-    "ThinkingDelta",
-    "TokenCount",
-    "ToolUseContent",
-]
-
 
 class CacheCreation(msgspec.Struct, frozen=True):
     """Tokens added to the prefix cache, by Anthropic's lifetimes."""

@@ -36,8 +36,6 @@ from quickstep.server.generate.conversation import check_continues, check_shows_
 from quickstep.server.schema.field_reader import FieldReader
 from quickstep.text.message_content import Content, Part, text_of, text_part
 
-__all__ = ["begins_answer", "marks_cache", "template_messages"]
-
 _Message = dict[str, Any]
 
 # Claude Code's first line of the system prompt. Its hash differs in each request, so that no prefix

@@ -30,8 +30,6 @@ from quickstep.server.openai.request_types import decode_values
 from quickstep.server.options import ServerOptions
 from quickstep.server.schema.field_reader import FieldReader
 
-__all__ = ["LocalBatches"]
-
 _WINDOW = re.compile(r"(?P<count>[1-9]\d{0,3})(?P<unit>[mhd])")
 _UNIT_S = {"m": 60, "h": 3600, "d": 86_400}
 _LONGEST_S = 30 * 86_400

@@ -38,8 +38,6 @@ from quickstep.errors import ConfigError, RequestError
 from quickstep.server.http.errors import RouteNotFound
 from quickstep.server.options import FileOptions
 
-__all__ = ["BATCH_OUTPUT", "FileStore", "FileWriter", "StoredFile", "disk_may_be_full"]
-
 _LOG = logging.getLogger("quickstep.server")
 BATCH_OUTPUT = "batch_output"  # the purpose of files of lines, each of which is of use
 _FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)

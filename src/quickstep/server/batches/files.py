@@ -32,8 +32,6 @@ from quickstep.server.http.route import ApiRoute
 from quickstep.server.http.time_limits import patient_timeout
 from quickstep.server.openai.request_types import decode_values
 
-__all__ = ["Files", "page_of"]
-
 _PURPOSE = "batch"
 _FORM_FIELDS = 8
 _FIELD_BYTES = 4096

@@ -56,8 +56,6 @@ from quickstep.server.http.errors import RouteNotFound
 from quickstep.server.http.work_lanes import done_in_thread
 from quickstep.server.options import BatchOptions, RequestLimits
 
-__all__ = ["BatchJobs", "BatchRecord"]
-
 _LOG = logging.getLogger("quickstep.server")
 _MAX_ERRORS = 100
 _CHUNK_LINES = 64

@@ -45,22 +45,6 @@ from quickstep.server.options import RequestLimits
 from quickstep.server.responses.endpoint import Responses
 from quickstep.server.responses.store import ResponseStore
 
-__all__ = [
-    "BATCH_URLS",
-    "BatchEndpoint",
-    "BatchLine",
-    "LineAnswer",
-    "LineFault",
-    "LineRunner",
-    "LineSlots",
-    "Submitter",
-    "batch_endpoints",
-    "expired_line",
-    "numbered_lines",
-    "read_line",
-    "run_lines",
-]
-
 BATCH_URLS = frozenset(
     {
         "/v1/chat/completions",

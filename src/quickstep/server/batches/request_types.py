@@ -8,8 +8,6 @@ import msgspec
 
 from quickstep.server.schema.field_classes import effect
 
-__all__ = ["BatchQuery", "BatchRequest", "ExpiresAfter", "FileForm", "FileQuery"]
-
 _LIFE_S = msgspec.Meta(ge=3600, le=2_592_000)  # an hour to 30 days, as OpenAI
 
 

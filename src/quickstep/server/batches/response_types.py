@@ -6,18 +6,6 @@ from typing import Literal
 
 import msgspec
 
-__all__ = [
-    "BatchError",
-    "BatchErrors",
-    "BatchList",
-    "BatchObject",
-    "BatchUsage",
-    "DeletedFile",
-    "FileList",
-    "FileObject",
-    "RequestCounts",
-]
-
 BatchStatus = Literal[
     "validating",
     "failed",

@@ -38,17 +38,6 @@ from quickstep.text.tool_calls.formats import (
     tool_call_format,
 )
 
-__all__ = [
-    "Adapter",
-    "LineResult",
-    "Served",
-    "check_names",
-    "output_formats",
-    "reports_progress",
-    "response_flags",
-]
-
-
 _LISTED_NAMES = 20
 
 

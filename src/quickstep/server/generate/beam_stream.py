@@ -13,8 +13,6 @@ from quickstep.engine.interface import ServedEngine, Vocabulary
 from quickstep.engine.requests import check_request
 from quickstep.types import Delta, FinishReason, Request
 
-__all__ = ["BeamStream", "open_beams"]
-
 
 class BeamStream:
     """A `TokenStream` of `sampling.n` sequences."""

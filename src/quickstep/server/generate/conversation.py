@@ -14,7 +14,8 @@ import msgspec
 
 from quickstep.errors import RequestError
 from quickstep.server.generate.adapter import Served
-from quickstep.server.generate.generation import ChatPrompt, OutputReading, ParsedRequest
+from quickstep.server.generate.generation import OutputReading, ParsedRequest
+from quickstep.server.generate.prompts import ChatPrompt
 from quickstep.server.generate.sampling import engine_request, label, sampling_params
 from quickstep.server.generate.structured import RequestedGrammar
 from quickstep.server.generate.tools import OfferedTools, with_answer
@@ -23,21 +24,6 @@ from quickstep.server.options import RequestLimits, bounded
 from quickstep.server.schema.field_reader import FieldReader
 from quickstep.text.message_content import text_of
 from quickstep.text.tool_calls.formats import REASONING_FORMATS
-
-__all__ = [
-    "EFFORT_BUDGETS",
-    "Conversation",
-    "Effort",
-    "check_continues",
-    "check_shows_calls",
-    "checked_metadata",
-    "conversation_request",
-    "past_call",
-    "requested_effort",
-    "tenant_of",
-    "verbosity_in_template",
-]
-
 
 # Reasoning tokens by the level of effort, for models whose template has no levels; None for no
 # limit. Those of Google's OpenAI endpoint, with half of `low` as `minimal`.

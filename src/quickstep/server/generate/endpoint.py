@@ -18,7 +18,7 @@ from typing import TypeVar
 import msgspec
 from msgspec import structs
 from msgspec.structs import replace
-from starlette.requests import Request
+from starlette.requests import ClientDisconnect, Request
 from starlette.responses import Response
 
 from quickstep.errors import RequestError
@@ -32,12 +32,7 @@ from quickstep.server.generate.generation import (
     Writer,
     open_generation,
 )
-from quickstep.server.http.body import (
-    ClientDisconnect,
-    body_of,
-    body_parsed,
-    unless_disconnected,
-)
+from quickstep.server.http.body import body_of, body_parsed, unless_disconnected
 from quickstep.server.http.errors import json_response
 from quickstep.server.http.event_stream import SERVER_SENT_EVENTS, EventStream
 from quickstep.server.http.middleware import key_name, report_ignored
@@ -52,8 +47,6 @@ from quickstep.types import Request as EngineRequest
 from quickstep.types import RequestClass
 
 _Encoded = TypeVar("_Encoded")
-
-__all__ = ["BYTES_PER_TOKEN", "CLIENT_CLOSED", "GeneratingRoute", "caller_of", "endpoint_of"]
 
 # Larger answers, in tokens with their alternatives, are written in a thread.
 _INLINE_TOKENS = 4096

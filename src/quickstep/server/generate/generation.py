@@ -29,11 +29,7 @@ from quickstep.engine.outputs import best_indices
 from quickstep.errors import EngineError, RequestError
 from quickstep.server.generate.beam_stream import BeamStream, open_beams
 from quickstep.server.generate.prompts import (
-    ChatPrompt,
-    InfillPrompt,
     Prompt,
-    TextPrompt,
-    TokenPrompt,
     check_num_tokens,
     prompts_ids,
 )
@@ -51,27 +47,6 @@ from quickstep.types import (
     SequenceTimings,
     TokenLogprobs,
 )
-
-__all__ = [
-    "ChatPrompt",
-    "Choice",
-    "ChoiceDelta",
-    "Generation",
-    "Head",
-    "InfillPrompt",
-    "OutputReading",
-    "ParsedRequest",
-    "RequestedOutput",
-    "TextPrompt",
-    "TokenPrompt",
-    "Truncation",
-    "Usage",
-    "Writer",
-    "check_end",
-    "open_generation",
-    "opens_reasoning",
-    "with_client_field",
-]
 
 _LIMITS = RequestLimits()
 _QUEUED_DELTAS = 256

@@ -31,17 +31,6 @@ from quickstep.text.tool_calls.message_delta import (
 from quickstep.text.tool_calls.reader import MessageParser
 from quickstep.types import Delta, FinishReason, TokenLogprobs
 
-__all__ = [
-    "Block",
-    "BlockChange",
-    "BlockKind",
-    "Blocks",
-    "Change",
-    "MessageReader",
-    "message_reader",
-    "partial_object",
-]
-
 # brackets, strings and other values of a JSON text
 _JSON_PIECES = re.compile(r'[][{},]|"(?:[^"\\]|\\.)*+"|[^][{},:"\s]++', re.DOTALL)
 _MAX_CUTS = 8  # after a cut there is at most a key, a colon and an incomplete value

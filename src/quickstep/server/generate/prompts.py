@@ -19,19 +19,6 @@ from quickstep.server.http.work_lanes import WorkLanes
 from quickstep.server.options import RequestLimits
 from quickstep.types import SamplingParams
 
-__all__ = [
-    "ChatPrompt",
-    "InfillPrompt",
-    "Prompt",
-    "TextPrompt",
-    "TokenPrompt",
-    "check_num_sequences",
-    "check_num_tokens",
-    "infill_markers",
-    "prompts_ids",
-    "rendered",
-]
-
 # Shorter prompts are rendered and tokenised on the event loop: a thread hop costs more.
 _INLINE_CHARS = 2048
 _CHARS_OF_A_CALL = 64  # cost of the shortest prompt in addition to its text

@@ -22,14 +22,6 @@ from quickstep.server.options import RequestLimits, bounded
 from quickstep.text.tool_calls.formats import check_reasoning_tags
 from quickstep.types import Request, RequestClass, SamplingParams
 
-__all__ = [
-    "engine_request",
-    "label",
-    "num_alternatives",
-    "sampling_params",
-    "token_ids_of",
-]
-
 _SAME_NAME = (
     "n",
     "temperature",

@@ -18,8 +18,6 @@ from quickstep.server.openai.request_types import (
 )
 from quickstep.types import Grammar
 
-__all__ = ["RequestedGrammar", "requested_grammar"]
-
 
 class RequestedGrammar(msgspec.Struct, frozen=True):
     """A grammar, and the path of the client's field."""

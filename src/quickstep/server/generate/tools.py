@@ -27,20 +27,6 @@ from quickstep.text.tool_calls.answer_grammar import NotNestable, answer_grammar
 from quickstep.text.tool_calls.call_grammar import call_grammar
 from quickstep.text.tool_calls.formats import TOOL_CALL_FORMATS, ToolCallFormat
 
-__all__ = [
-    "CHOICES",
-    "FUNCTION_NAME",
-    "Function",
-    "OfferedTools",
-    "ToolChoice",
-    "allowed_tools",
-    "functions_of",
-    "is_left_out",
-    "offer",
-    "offered_tools",
-    "with_answer",
-]
-
 FUNCTION_NAME = re.compile(r"[a-zA-Z0-9_-]{1,64}")
 _NO_ARGUMENTS: Mapping[str, Any] = {"type": "object", "properties": {}}
 

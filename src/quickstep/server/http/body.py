@@ -20,17 +20,6 @@ from quickstep.server.http.errors import ServerBusy
 from quickstep.server.http.time_limits import patient_timeout
 from quickstep.server.options import ConnectionOptions, RequestLimits
 
-__all__ = [
-    "BodyRoom",
-    "ClientDisconnect",
-    "Reception",
-    "body_of",
-    "body_parsed",
-    "check_json",
-    "read_body",
-    "unless_disconnected",
-]
-
 _Result = TypeVar("_Result")
 # A client that is mid-upload reads the answer only once it has sent everything, so the rest of a
 # body that is too large is dropped; beyond this many limits the connection is simply closed.

@@ -13,8 +13,6 @@ from ipaddress import IPv6Address, ip_network
 from quickstep.core.shares import NoRoom, Shares
 from quickstep.errors import RequestError
 
-__all__ = ["ConnectionLimit", "address_of", "client_of_host"]
-
 _LOG = logging.getLogger("quickstep.server")
 _LOG_EVERY_S = 10.0
 _MAX_ANSWERED = 256

@@ -21,27 +21,6 @@ from starlette.responses import Response
 
 from quickstep.errors import EngineError, RequestError
 
-__all__ = [
-    "OVERLOADED",
-    "ErrorAnswer",
-    "ErrorFacts",
-    "ErrorShape",
-    "GenerationFailed",
-    "MessagesError",
-    "OllamaError",
-    "RouteNotFound",
-    "ServerBusy",
-    "anthropic_shape",
-    "error_body",
-    "error_facts",
-    "error_of",
-    "error_response",
-    "facts_of",
-    "json_response",
-    "ollama_shape",
-    "openai_shape",
-]
-
 _LOG = logging.getLogger("quickstep.server")
 
 _TYPES: Mapping[int, tuple[str, str | None]] = {

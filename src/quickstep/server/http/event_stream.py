@@ -16,14 +16,13 @@ import asyncio
 from collections.abc import AsyncGenerator, Awaitable, Callable
 from contextlib import aclosing
 
+from starlette.requests import ClientDisconnect
 from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
 from quickstep.json_line import json_line
-from quickstep.server.http.body import ClientDisconnect, unless_disconnected
+from quickstep.server.http.body import unless_disconnected
 from quickstep.server.options import ConnectionOptions
-
-__all__ = ["DONE", "NDJSON", "SERVER_SENT_EVENTS", "EventStream", "data_frame", "event_frame"]
 
 DONE = b"data: [DONE]\n\n"
 _COMMENT = b": keep-alive\n\n"

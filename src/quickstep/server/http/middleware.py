@@ -49,16 +49,6 @@ from quickstep.server.http.turns import Turns
 from quickstep.server.options import RequestLimits, ServerOptions
 from quickstep.server.usage.limits import KeyLimiter
 
-__all__ = [
-    "AccessMiddleware",
-    "CrossOriginMiddleware",
-    "check_head",
-    "key_name",
-    "report_ignored",
-    "request_id",
-    "written_path",
-]
-
 _LOG = logging.getLogger("quickstep.server")
 _ACCESS_LOG = logging.getLogger("quickstep.access")
 _REQUEST_ID_CHARS = 128

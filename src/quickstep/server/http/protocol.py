@@ -29,8 +29,6 @@ from quickstep.server.http.time_limits import PatientTimer
 from quickstep.server.http.tls import Certificates, TlsHandshake
 from quickstep.server.options import ConnectionOptions, RequestLimits
 
-__all__ = ["BoundedProtocol", "bounded_protocol"]
-
 _LOG = logging.getLogger("quickstep.server")
 _TLS_HELLO = b"\x16\x03"
 _LINGER_S = 2.0

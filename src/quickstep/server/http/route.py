@@ -14,34 +14,19 @@ from ipaddress import ip_address
 from typing import Any
 
 import msgspec
-from starlette.requests import Request
+from starlette.requests import ClientDisconnect, Request
 from starlette.responses import Response
 from starlette.routing import Route
 from starlette.types import Receive, Scope, Send
 
 from quickstep.errors import RequestError
 from quickstep.server.api_keys import ApiKeys
-from quickstep.server.http.body import (
-    ClientDisconnect,
-    Reception,
-    check_json,
-    read_body,
-    unless_disconnected,
-)
+from quickstep.server.http.body import Reception, check_json, read_body, unless_disconnected
 from quickstep.server.http.errors import ErrorShape, openai_shape
 from quickstep.server.http.event_stream import SERVER_SENT_EVENTS
 from quickstep.server.http.work_lanes import INLINE_BYTES, WorkLanes
 from quickstep.server.options import RequestLimits, ServerOptions
 from quickstep.server.usage.limits import KeyLimiter
-
-__all__ = [
-    "ApiRoute",
-    "BodyRules",
-    "Endpoint",
-    "with_admin_check",
-    "with_checked_body",
-    "with_key_limits",
-]
 
 _CLIENT_CLOSED = 499
 _JSON = "application/json"

@@ -11,8 +11,6 @@ import asyncio
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
 
-__all__ = ["NUM_SLICES", "PatientTimer", "patient_timeout"]
-
 NUM_SLICES = 16
 
 

@@ -16,8 +16,6 @@ from quickstep.errors import ConfigError, RequestError
 from quickstep.server.http.connection_limit import ConnectionLimit, address_of
 from quickstep.server.options import TlsOptions
 
-__all__ = ["Certificates", "TlsHandshake", "check_tls"]
-
 _LOG = logging.getLogger("quickstep.server")
 
 

@@ -12,8 +12,6 @@ from __future__ import annotations
 import asyncio
 from collections import deque
 
-__all__ = ["Turns"]
-
 _REMEMBERED_S = 10.0  # how long there are turns after two clients came
 
 

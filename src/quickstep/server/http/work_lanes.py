@@ -24,8 +24,6 @@ from typing import Any, TypeVar
 from quickstep.core.shares import NoRoom, Shares
 from quickstep.server.http.errors import ServerBusy
 
-__all__ = ["INLINE_BYTES", "WorkLanes", "done_in_thread"]
-
 _Result = TypeVar("_Result")
 _Work = tuple[Future[Any], Callable[[], Any]]
 # Shorter JSON is parsed on the event loop: a thread hop costs more.

@@ -60,8 +60,6 @@ from quickstep.server.schema.field_reader import FieldReader
 from quickstep.server.schema.shared_fields import LoRAScale
 from quickstep.types import FinishReason, SamplingParams, TokenLogprobs
 
-__all__ = ["llama_cpp_routes"]
-
 _NO_SLOT = -1  # the slots of the scheduler are not public
 
 

@@ -31,8 +31,6 @@ from quickstep.server.openai.request_types import SamplingFields
 from quickstep.server.options import bounded
 from quickstep.types import Grammar, Request, SamplingParams
 
-__all__ = ["SAMPLERS", "llama_request", "switched_off_penalties"]
-
 # In the order of `SamplingParams`, under llama.cpp's names.
 SAMPLERS = ("penalties", "dry", "temperature", "top_k", "typ_p", "top_p", "min_p", "xtc")
 _OTHER_NAMES = MappingProxyType(

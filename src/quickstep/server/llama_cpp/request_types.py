@@ -22,8 +22,6 @@ from quickstep.server.schema.shared_fields import (
     TopNSigma,
 )
 
-__all__ = ["LlamaCompletionRequest", "PromptObject"]
-
 
 class PromptObject(msgspec.Struct, forbid_unknown_fields=True, frozen=True):
     """A prompt with media, of which only the text is supported."""

@@ -12,22 +12,6 @@ from msgspec import UNSET, UnsetType
 
 from quickstep.server.openai.response_types import PromptProgressReport
 
-__all__ = [
-    "DefaultSettings",
-    "GenerationSettings",
-    "LlamaAdapter",
-    "LlamaChunk",
-    "LlamaCompletion",
-    "LlamaProps",
-    "LlamaSlot",
-    "LlamaTimings",
-    "LlamaToken",
-    "LlamaTopToken",
-    "LogitBias",
-    "Modalities",
-    "ServerLoad",
-]
-
 
 class LlamaAdapter(msgspec.Struct, frozen=True):
     """A LoRA adapter; `path` is its name, `scale` applies to requests without `lora`."""

@@ -13,7 +13,7 @@ from functools import partial
 
 from msgspec import UNSET, UnsetType, structs
 from msgspec.structs import replace
-from starlette.requests import Request
+from starlette.requests import ClientDisconnect, Request
 from starlette.responses import Response
 
 from quickstep.json_line import json_line
@@ -27,12 +27,7 @@ from quickstep.server.generate.endpoint import (
 from quickstep.server.generate.generation import ChoiceDelta, Generation, Head, ParsedRequest
 from quickstep.server.generate.message import message_reader, partial_object
 from quickstep.server.generate.prompts import TextPrompt
-from quickstep.server.http.body import (
-    ClientDisconnect,
-    body_of,
-    body_parsed,
-    unless_disconnected,
-)
+from quickstep.server.http.body import body_of, body_parsed, unless_disconnected
 from quickstep.server.http.errors import error_facts, json_response, ollama_shape
 from quickstep.server.http.event_stream import NDJSON
 from quickstep.server.http.middleware import report_ignored
@@ -65,8 +60,6 @@ from quickstep.server.schema.field_reader import FieldReader
 from quickstep.server.usage.timings import requested_timings
 from quickstep.text.tool_calls.message_delta import CallDelta, MessageDelta
 from quickstep.types import TokenLogprobs
-
-__all__ = ["OllamaChat", "OllamaEmbedding", "OllamaGenerate", "OllamaRoute", "rfc3339"]
 
 OllamaResponse = OllamaChatResponse | OllamaGenerateResponse
 # the response with these content, reasoning, calls and other fields

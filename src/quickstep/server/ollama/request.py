@@ -37,8 +37,6 @@ from quickstep.server.openai.request_types import SamplingFields
 from quickstep.server.schema.field_reader import FieldReader
 from quickstep.types import Grammar, Request
 
-__all__ = ["LATEST", "chat_request", "generate_request", "known_model"]
-
 _SAME_NAME = (
     *("temperature", "top_k", "top_p", "min_p", "typical_p", "stop"),
     *("presence_penalty", "frequency_penalty"),

@@ -21,20 +21,6 @@ from quickstep.server.schema.shared_fields import (
     WithLogprobs,
 )
 
-__all__ = [
-    "OllamaCall",
-    "OllamaCalledFunction",
-    "OllamaChatRequest",
-    "OllamaEmbedRequest",
-    "OllamaEmbeddingsRequest",
-    "OllamaGenerateFields",
-    "OllamaGenerateRequest",
-    "OllamaMessage",
-    "OllamaModelFields",
-    "OllamaOptions",
-    "OllamaShowRequest",
-]
-
 _MODEL = effect("Which served name answers, with or without :latest; 404 for an unknown one.")
 _TEMPLATE = effect("Given to the chat template.")
 

@@ -13,26 +13,6 @@ from msgspec import UNSET, UnsetType
 from quickstep.server.openai.response_types import TopLogprob
 from quickstep.server.usage.timings import RequestTimings
 
-__all__ = [
-    "OllamaChatResponse",
-    "OllamaDetails",
-    "OllamaEmbedResponse",
-    "OllamaEmbeddingsResponse",
-    "OllamaFunction",
-    "OllamaGenerateResponse",
-    "OllamaLogprob",
-    "OllamaModel",
-    "OllamaModels",
-    "OllamaProgress",
-    "OllamaResponseMessage",
-    "OllamaRunningModel",
-    "OllamaRunningModels",
-    "OllamaShowResponse",
-    "OllamaStatus",
-    "OllamaToolCall",
-    "OllamaVersion",
-]
-
 
 class OllamaFunction(msgspec.Struct, frozen=True):
     """The function of a call; the arguments are an object."""

@@ -53,8 +53,6 @@ from quickstep.server.ollama.response_types import (
 )
 from quickstep.server.schema.field_reader import FieldReader
 
-__all__ = ["ollama_routes"]
-
 # The version of the API; clients require one with the features they use (tools, thinking, ...).
 _OLLAMA_VERSION = "0.12.11"
 _NEVER = "9999-12-31T23:59:59Z"

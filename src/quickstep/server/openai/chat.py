@@ -83,8 +83,6 @@ from quickstep.text.tool_calls.message_delta import (
 )
 from quickstep.types import Delta, TokenLogprobs
 
-__all__ = ["Chat"]
-
 _EMPTY = ChatDelta()
 
 

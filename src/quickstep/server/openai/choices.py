@@ -55,18 +55,6 @@ from quickstep.server.options import bounded
 from quickstep.server.usage.timings import requested_timings
 from quickstep.types import Delta, SamplingParams, TokenLogprobs
 
-__all__ = [
-    "ChoicesApi",
-    "ChoicesWriter",
-    "Rendering",
-    "beam_params",
-    "own_values",
-    "ranked_logprobs",
-    "requested_output",
-    "token_logprob",
-    "truncation_of",
-]
-
 # Fields that a beam search honours; any other sampling field would have no effect on it.
 _WITH_BEAMS = frozenset(
     {

@@ -16,15 +16,14 @@ from msgspec import UNSET, UnsetType, structs
 from quickstep.engine.interface import Vocabulary
 from quickstep.errors import PromptTooLong, RequestError
 from quickstep.server.generate.adapter import Served, reports_progress, response_flags
-from quickstep.server.generate.generation import (
-    Choice,
-    Generation,
+from quickstep.server.generate.generation import Choice, Generation, ParsedRequest
+from quickstep.server.generate.prompts import (
     InfillPrompt,
-    ParsedRequest,
+    Prompt,
     TextPrompt,
     TokenPrompt,
+    infill_markers,
 )
-from quickstep.server.generate.prompts import Prompt, infill_markers
 from quickstep.server.generate.sampling import (
     engine_request,
     label,
@@ -53,8 +52,6 @@ from quickstep.server.openai.response_types import (
 from quickstep.server.options import bounded
 from quickstep.server.schema.field_reader import FieldReader
 from quickstep.types import Delta, TokenLogprobs
-
-__all__ = ["Completions"]
 
 _DEFAULT_MAX_TOKENS = 16  # OpenAI's
 

@@ -14,6 +14,7 @@ from collections.abc import Sequence
 
 import msgspec
 from msgspec.structs import replace
+from starlette.requests import ClientDisconnect
 from starlette.requests import Request as HttpRequest
 from starlette.responses import Response
 
@@ -30,12 +31,7 @@ from quickstep.server.generate.endpoint import (
 from quickstep.server.generate.generation import with_client_field
 from quickstep.server.generate.prompts import TextPrompt, TokenPrompt, check_num_tokens, prompts_ids
 from quickstep.server.generate.sampling import label, token_ids_of
-from quickstep.server.http.body import (
-    ClientDisconnect,
-    body_of,
-    body_parsed,
-    unless_disconnected,
-)
+from quickstep.server.http.body import body_of, body_parsed, unless_disconnected
 from quickstep.server.http.errors import GenerationFailed, json_response
 from quickstep.server.http.middleware import report_ignored
 from quickstep.server.metrics import EmbeddingMeter, Metrics
@@ -45,8 +41,6 @@ from quickstep.server.options import bounded
 from quickstep.server.schema.field_reader import FieldReader
 from quickstep.server.usage.recorder import BATCHES
 from quickstep.types import FinishReason, Pooling, Request, SamplingParams
-
-__all__ = ["Embeddings"]
 
 # Larger answers, in numbers, are written in a thread.
 _INLINE_NUMBERS = 16_384

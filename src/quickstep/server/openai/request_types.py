@@ -51,38 +51,6 @@ from quickstep.server.schema.shared_fields import (
     WithLogprobs,
 )
 
-__all__ = [
-    "BUDGET_NAMES",
-    "AssistantMessage",
-    "ChatRequest",
-    "ChoiceFields",
-    "CompletionRequest",
-    "DeveloperMessage",
-    "EmbeddingRequest",
-    "FunctionMessage",
-    "FunctionTool",
-    "JsonObjectFormat",
-    "JsonSchemaFormat",
-    "MediaPart",
-    "Message",
-    "RefusalPart",
-    "RepetitionDetection",
-    "SamplingFields",
-    "StreamOptions",
-    "StructuredOutputs",
-    "SystemMessage",
-    "TextFormat",
-    "TextPart",
-    "ToolMessage",
-    "UserMessage",
-    "decode",
-    "decode_values",
-    "invalid_json",
-    "unknown_field",
-    "validation_error",
-]
-
-
 _MODEL = effect("Which served name answers; the first one if not given, 404 for an unknown one.")
 _TEMPLATE = effect("Given to the chat template.")
 # other servers' names of `thinking_budget`, in which -1 is no limit

@@ -16,21 +16,6 @@ from quickstep.server.generate.generation import Usage as TokenCounts
 from quickstep.server.usage.timings import RequestTimings
 from quickstep.types import PromptProgress, SequenceTimings
 
-__all__ = [
-    "ChatCompletion",
-    "ChatCompletionChunk",
-    "Completion",
-    "CompletionChunk",
-    "Embedding",
-    "EmbeddingList",
-    "EmbeddingUsage",
-    "Model",
-    "ModelList",
-    "PromptProgressReport",
-    "RequestMetrics",
-    "Usage",
-]
-
 FinishReason = Literal["stop", "length", "timeout", "repetition", "tool_calls", "content_filter"]
 
 

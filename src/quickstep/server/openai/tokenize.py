@@ -36,18 +36,6 @@ from quickstep.server.schema.shared_fields import (
     TemplateTools,
 )
 
-__all__ = [
-    "ApplyTemplateRequest",
-    "DetokenizeRequest",
-    "Detokenized",
-    "RenderedPrompt",
-    "TokenPiece",
-    "TokenizeRequest",
-    "Tokenized",
-    "TokenizerInfo",
-    "Tokenizing",
-]
-
 # Shorter bodies are worked on in the event loop: a thread hop costs more.
 _MODEL = effect("Which served name answers; the first one if not given, 404 for an unknown one.")
 

@@ -55,8 +55,6 @@ from quickstep.server.schema.field_reader import FieldReader
 from quickstep.text.message_content import text_of
 from quickstep.types import Grammar
 
-__all__ = ["INCLUDES", "INCLUDES_NOTHING", "Responses"]
-
 _LOGPROBS = "message.output_text.logprobs"
 _SEALED = "reasoning.encrypted_content"
 INCLUDES = (_LOGPROBS, _SEALED)

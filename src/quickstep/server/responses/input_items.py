@@ -36,15 +36,6 @@ from quickstep.server.responses.response_types import (
 from quickstep.server.schema.field_reader import FieldReader
 from quickstep.text.message_content import Content, Part, text_part
 
-__all__ = [
-    "InputItem",
-    "listed_items",
-    "read_items",
-    "sealed",
-    "template_messages",
-    "with_instructions",
-]
-
 InputItem = MessageItem | FunctionCallItem | FunctionCallOutputItem | ReasoningItem
 _KINDS: Mapping[object, type[InputItem]] = {
     "message": MessageItem,

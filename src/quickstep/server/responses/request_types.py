@@ -36,22 +36,6 @@ from quickstep.server.schema.shared_fields import (
     Tools,
 )
 
-__all__ = [
-    "FunctionCallItem",
-    "FunctionCallOutputItem",
-    "FunctionToolSpec",
-    "InputItemsQuery",
-    "InputPart",
-    "MessageItem",
-    "ReasoningItem",
-    "ReasoningPart",
-    "ResponsesRequest",
-    "ResponsesStreamOptions",
-    "SchemaFormat",
-    "SummaryPart",
-    "TextConfig",
-]
-
 _ITEM_ID = effect("Repeated in the list of the input; one is made if not given.")
 _ITEM_STATUS = effect("Repeated in the list of the input.")
 _TEMPLATE = effect("Given to the chat template.")

@@ -20,40 +20,6 @@ from quickstep.server.responses.request_types import (
 )
 from quickstep.server.usage.timings import RequestTimings
 
-__all__ = [
-    "EVENTS",
-    "ArgumentsEvent",
-    "CallOutput",
-    "DeletedResponse",
-    "IncompleteDetails",
-    "InputItems",
-    "ItemEvent",
-    "ItemStatus",
-    "ListedCall",
-    "ListedCallOutput",
-    "ListedItem",
-    "ListedMessage",
-    "ListedReasoning",
-    "MessageOutput",
-    "OutputItem",
-    "OutputText",
-    "PartEvent",
-    "ReasoningOutput",
-    "ReasoningSettings",
-    "ReasoningText",
-    "ResponseError",
-    "ResponseEvent",
-    "ResponseInputDetails",
-    "ResponseObject",
-    "ResponseOutputDetails",
-    "ResponseStatus",
-    "ResponseUsage",
-    "StreamEvent",
-    "TextEvent",
-    "TextSettings",
-]
-
-
 ResponseStatus = Literal["in_progress", "completed", "incomplete", "failed"]
 ItemStatus = Literal["in_progress", "completed", "incomplete"]
 

@@ -28,8 +28,6 @@ from quickstep.server.responses.response_types import (
     ResponseObject,
 )
 
-__all__ = ["ResponseStore", "StoredResponse", "StoredResponses"]
-
 _ENCODE = msgspec.json.Encoder().encode
 
 

@@ -68,8 +68,6 @@ from quickstep.server.responses.store import StoredResponse
 from quickstep.server.usage.timings import requested_timings
 from quickstep.types import TokenLogprobs
 
-__all__ = ["ResponseContext", "ResponsesWriter"]
-
 _ITEM_PREFIX = {BlockKind.REASONING: "rs_", BlockKind.TEXT: "msg_", BlockKind.CALL: "fc_"}
 _CONTENT_INDEX = 0  # an item has one part
 

@@ -20,23 +20,6 @@ from typing import Any
 import msgspec
 from msgspec import inspect
 
-__all__ = [
-    "FieldClass",
-    "Finding",
-    "Hint",
-    "Honoured",
-    "Note",
-    "Refusal",
-    "Row",
-    "declared_effects",
-    "effect",
-    "field_classes",
-    "findings",
-    "hint",
-    "note",
-    "refused",
-]
-
 _CLASS = "field_class"
 _EFFECT = "effect"
 

@@ -21,8 +21,6 @@ from quickstep.server.openai.request_types import invalid_json, unknown_field, v
 from quickstep.server.options import FieldRules
 from quickstep.server.schema.field_classes import Hint, findings
 
-__all__ = ["FieldReader", "loosened_keyword", "take_out_unknown"]
-
 _Schema = TypeVar("_Schema", bound=msgspec.Struct)
 _POSITION = re.compile(r"\[\d+\]")
 _MAX_IGNORED = 64

@@ -42,8 +42,6 @@ from quickstep.server.schema.field_classes import (
     field_classes,
 )
 
-__all__ = ["Keywords", "SchemaFacts", "bounds_of", "form_refusal", "reference_of"]
-
 Keywords = Mapping[str, Any]
 
 _LOGIT_BIAS = 100.0

@@ -60,18 +60,6 @@ from quickstep.server.schema.field_reference import (
 )
 from quickstep.types import SamplingParams
 
-__all__ = [
-    "TOOL_TYPES",
-    "ApiDocument",
-    "ApiPages",
-    "branches",
-    "component_names",
-    "field_types",
-    "openapi_document",
-    "parts_of",
-    "reachable_structs",
-]
-
 _REF = "#/components/schemas/{name}"
 _PATH_PARAMETER = re.compile(r"\{(\w+)(?::\w+)?\}")
 _STATUSES: Mapping[int, str] = {

@@ -12,45 +12,6 @@ import msgspec
 from quickstep.engine.adapters import MAX_SCALE
 from quickstep.server.schema.field_classes import effect, hint, note, refused
 
-__all__ = [
-    "Account",
-    "AdaptiveTarget",
-    "AddGenerationPrompt",
-    "AllowedCallers",
-    "CacheSalt",
-    "ChatTemplateKwargs",
-    "DeferLoading",
-    "Dimensions",
-    "DynatempExponent",
-    "DynatempRange",
-    "LoRAScale",
-    "LoRAScales",
-    "Mirostat",
-    "MirostatSetting",
-    "NumKeep",
-    "ParallelToolCalls",
-    "Priority",
-    "PromptCacheKey",
-    "PromptCacheOptions",
-    "PromptCacheRetention",
-    "ReasoningEffort",
-    "RepeatPenalty",
-    "RequestClassName",
-    "ReturnProgress",
-    "SafetyIdentifier",
-    "ServiceTier",
-    "Stream",
-    "StrictArguments",
-    "StrictSchema",
-    "TemplateTools",
-    "ToolChoice",
-    "Tools",
-    "TopLogprobs",
-    "TopNSigma",
-    "TtftDeadline",
-    "WithLogprobs",
-]
-
 
 class LoRAScale(msgspec.Struct, forbid_unknown_fields=True, frozen=True):
     """A LoRA adapter by its number, and how much of it applies; 1 is as it was trained."""

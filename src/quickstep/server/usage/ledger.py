@@ -34,16 +34,6 @@ from msgspec.structs import astuple
 
 from quickstep.errors import ConfigError
 
-__all__ = [
-    "GROUPS",
-    "Ledger",
-    "LedgerRow",
-    "UsageTotals",
-    "check_ledger",
-    "unwritten_files",
-    "usage_totals",
-]
-
 _LOG = logging.getLogger("quickstep.server")
 _SCHEMA_VERSION = 1
 _APPLICATION_ID = 0x51537553  # "QSuS", by which `file` and this module recognise it

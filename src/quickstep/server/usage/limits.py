@@ -28,8 +28,6 @@ import msgspec
 from quickstep.errors import ConfigError, RequestError
 from quickstep.server.usage.price_book import Cost, SequenceUsage
 
-__all__ = ["Budget", "KeyLimiter", "KeyLimits", "Reservation", "Used"]
-
 _MINUTE_S = 60.0
 _LEAST_RETRY_S = 1.0
 _NANO = 1e9

@@ -26,17 +26,6 @@ from quickstep.errors import ConfigError
 from quickstep.types import FinishReason, SequenceTimings
 from quickstep.yaml_file import read_yaml
 
-__all__ = [
-    "Cost",
-    "Price",
-    "PriceBook",
-    "PriceEntry",
-    "SequenceUsage",
-    "cost",
-    "read_price_book",
-    "sequence_usage",
-]
-
 _NANO = 1e9
 _MILLION = 1e6
 _HOUR_S = 3600.0

@@ -25,8 +25,6 @@ from quickstep.types import StepRecord
 if TYPE_CHECKING:
     from quickstep.server.usage.ledger import Ledger, UsageTotals
 
-__all__ = ["BATCHES", "UsageRecorder"]
-
 BATCHES = "/v1/batches"  # the endpoint of the lines of batches
 
 _NANO = 1e9

@@ -14,14 +14,6 @@ from quickstep.server.generate.generation import Generation
 from quickstep.server.usage.price_book import Cost, Price, cost, sequence_usage
 from quickstep.types import CacheMiss, SequenceTimings
 
-__all__ = [
-    "TIMINGS_HEADER",
-    "RequestTimings",
-    "SequenceTimes",
-    "request_timings",
-    "requested_timings",
-]
-
 TIMINGS_HEADER = "x-quickstep-timings"
 
 

@@ -12,8 +12,6 @@ import msgspec
 if TYPE_CHECKING:
     from random import Random
 
-__all__ = ["CancelStorm", "ClockJump", "Crash", "Fault", "LinkFault", "SlowDown", "random_faults"]
-
 
 class Crash(msgspec.Struct, frozen=True):
     """A replica loses everything that it holds, and serves again after `down_s`."""

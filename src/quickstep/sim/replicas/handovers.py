@@ -31,8 +31,6 @@ from quickstep.sim.outcome import Handovers
 from quickstep.sim.replicas.replica import Replica, Role
 from quickstep.types import FinishReason, Request, SequenceOutput, SequenceTimings
 
-__all__ = ["Handover", "KVHandovers", "KVLink", "TransferEnd"]
-
 
 class KVLink(msgspec.Struct, frozen=True):
     """What hands KV over: bytes per second of one engine's link in one direction, seconds of each

@@ -19,8 +19,6 @@ from quickstep.types import StepRecord
 if TYPE_CHECKING:
     from random import Random
 
-__all__ = ["MessageLink", "NewEngine", "Replica", "ReplicaOptions", "ReplicaSpec", "Role"]
-
 # A new engine of a replica, on its clock.
 NewEngine = Callable[[VirtualClock], SimulatedEngine]
 

@@ -43,8 +43,6 @@ if TYPE_CHECKING:
 
     from quickstep.sim.window import CountedWindow
 
-__all__ = ["ReplicaRun"]
-
 
 class _Live(msgspec.Struct):
     """A request that has not ended for its client."""

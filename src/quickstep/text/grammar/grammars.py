@@ -39,14 +39,6 @@ from quickstep.types import Grammar
 if TYPE_CHECKING:
     from llguidance import LLMatcher, LLTokenizer
 
-__all__ = [
-    "CompiledGrammar",
-    "GrammarCompiler",
-    "GrammarLimits",
-    "check_grammar",
-    "prepare_grammar",
-]
-
 _LOGGER = logging.getLogger(__name__)
 _MAX_QUEUED = 64
 

@@ -48,17 +48,6 @@ from quickstep.text.grammar.schema_logic import (
 )
 from quickstep.text.grammar.schema_numbers import with_exact_numbers
 
-__all__ = [
-    "ESCAPES_BY_NUMBER",
-    "KNOWN_FORMATS",
-    "ONE_LINE",
-    "RewrittenSchema",
-    "for_llguidance",
-    "has_escapes_by_number",
-    "reference_depth",
-    "with_known_draft",
-]
-
 # llguidance's options for JSON on one line, with a space after each comma and colon. `json.dumps`
 # and chat templates write it so, hence models have seen it; without the spaces a small model loses
 # track. Fixed spacing also keeps a model from writing white space up to the limit. Without escapes

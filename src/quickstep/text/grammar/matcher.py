@@ -28,16 +28,6 @@ if TYPE_CHECKING:
 
     from quickstep.text.tokenizer import Tokenizer
 
-__all__ = [
-    "GrammarVocabulary",
-    "Refusal",
-    "TextEncoder",
-    "build_matcher",
-    "byte_vocabulary",
-    "grammar_vocabulary",
-    "reason_of",
-]
-
 
 class TextEncoder(Protocol):
     """The model's own tokenizer."""

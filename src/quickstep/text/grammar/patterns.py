@@ -22,8 +22,6 @@ from typing import Literal
 
 import msgspec
 
-__all__ = ["PatternWriter", "in_rust"]
-
 _LAST = 0x10FFFF
 _BEGIN, _END = _LAST + 1, _LAST + 2  # the marks around a text
 _MAX_NODES = 20_000

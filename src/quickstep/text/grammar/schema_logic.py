@@ -24,22 +24,6 @@ from urllib.parse import unquote
 from quickstep.errors import RequestError
 from quickstep.text.grammar.patterns import PatternWriter
 
-__all__ = [
-    "ALL_TYPES",
-    "ANNOTATIONS",
-    "HAS_SCHEMAS",
-    "HAS_SCHEMAS_BY_NAME",
-    "SchemaLogic",
-    "SchemaTooLarge",
-    "has_value",
-    "of_type",
-    "other_texts",
-    "references_in",
-    "resolved",
-    "types_of",
-    "unique_values",
-]
-
 ALL_TYPES = ("null", "boolean", "number", "string", "array", "object")
 _MAX_REFERENCES = 16
 _MAX_STEPS = 15_000  # in addition to two for each value of the schema, some 30 microseconds each

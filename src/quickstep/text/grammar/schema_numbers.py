@@ -13,8 +13,6 @@ from typing import Any, TypeGuard
 
 from quickstep.errors import RequestError
 
-__all__ = ["exact_float", "with_exact_numbers"]
-
 _MAX_EXACT = 2**53  # every integer up to here is a double
 _LARGEST = 2**63 - 1024  # the largest double that llguidance's ranges take
 _INT64_MAX = 2**63 - 1  # an integer's maximum: its double is read as exactly this

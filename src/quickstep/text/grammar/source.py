@@ -24,8 +24,6 @@ from quickstep.text.grammar.json_schema import (
 from quickstep.text.grammar.schema_numbers import exact_float
 from quickstep.types import Grammar
 
-__all__ = ["GrammarLimits", "GrammarSource", "grammar_source"]
-
 _DECODER = json.JSONDecoder(parse_float=exact_float)
 _SCHEMA_IN_LARK = re.compile(r"%json\s*")
 

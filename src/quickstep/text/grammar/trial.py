@@ -24,8 +24,6 @@ from quickstep.text.grammar.matcher import GrammarVocabulary, Refusal
 from quickstep.text.grammar.source import GrammarLimits, GrammarSource
 from quickstep.text.worker_process import WorkerDied, WorkerProcess
 
-__all__ = ["GrammarTrial", "TrialLimits", "TrialOpening", "Verdict"]
-
 _MODULE = "quickstep.text.grammar.trial_worker"
 
 

@@ -33,8 +33,6 @@ from quickstep.text.worker_process import read_frame, write_frame
 if TYPE_CHECKING:
     from llguidance import LLMatcher
 
-__all__ = ["main"]
-
 _STDIN, _STDOUT = 0, 1
 _DEFAULT_STACK = 8 * 1024**2
 _LEAST_STACK = 512 * 1024

@@ -29,8 +29,6 @@ from quickstep.text.tool_calls.call_grammar import (
 )
 from quickstep.types import Grammar
 
-__all__ = ["NotNestable", "answer_grammar"]
-
 _ANY = "(.|\\n)*"
 _CHANNELS = ("analysis", "commentary", "final")  # of parts that are no calls
 _FORM = {**ONE_LINE, "lenient": False}

@@ -21,8 +21,6 @@ from quickstep.errors import RequestError
 from quickstep.text.grammar.json_schema import ONE_LINE
 from quickstep.types import Grammar
 
-__all__ = ["CallSpelling", "CallWriting", "Slot", "around_arguments", "call_grammar"]
-
 _FORM = {**ONE_LINE, "lenient": False}
 _FUNCTION_NAME = re.compile(r"[A-Za-z_][A-Za-z0-9_-]*")
 _ANNOTATIONS = frozenset({"$schema", "$id", "title", "description", "examples", "default"})

@@ -46,20 +46,6 @@ from quickstep.text.tool_calls.json_formats import (
 from quickstep.text.tool_calls.pythonic import PYTHONIC_MARKERS, PYTHONIC_SPELLING, pythonic
 from quickstep.text.tool_calls.reader import Grammar, Markers, Parsing, Reader
 
-__all__ = [
-    "REASONING_FORMATS",
-    "TOOL_CALL_FORMATS",
-    "OutputFormats",
-    "ReasoningFormat",
-    "ToolCallFormat",
-    "check_budget_message",
-    "check_reasoning_tags",
-    "formats_of",
-    "message_grammar",
-    "reasoning_format",
-    "tool_call_format",
-]
-
 
 class ToolCallFormat(msgspec.Struct, frozen=True):
     """How a model writes calls.

@@ -18,8 +18,6 @@ from quickstep.text.tool_calls.call_grammar import CallSpelling, Slot
 from quickstep.text.tool_calls.json_text import arguments_text, known_name
 from quickstep.text.tool_calls.reader import Found, Malformed, Markers, Parsing, Reader
 
-__all__ = ["HARMONY_MARKERS", "HARMONY_PASSAGE", "HARMONY_SPELLING", "harmony"]
-
 _START, _CHANNEL, _MESSAGE = "<|start|>", "<|channel|>", "<|message|>"
 _CONSTRAIN = "<|constrain|>"
 _ENDS = ("<|end|>", "<|call|>", "<|return|>")

@@ -20,26 +20,6 @@ from quickstep.text.tool_calls.reader import (
     calls_in_text,
 )
 
-__all__ = [
-    "DEEPSEEK_FENCED",
-    "DEEPSEEK_MARKERS",
-    "DEEPSEEK_PLAIN",
-    "GRANITE_MARKERS",
-    "GRANITE_SPELLING",
-    "HERMES_MARKERS",
-    "HERMES_SPELLING",
-    "LLAMA_MARKERS",
-    "LLAMA_SPELLING",
-    "MISTRAL_LISTED",
-    "MISTRAL_MARKERS",
-    "MISTRAL_NAMED",
-    "deepseek",
-    "granite",
-    "hermes",
-    "llama3_json",
-    "mistral",
-]
-
 # --- Hermes, Qwen and Granite 4: `<tool_call>{"name": ..., "arguments": {...}}</tool_call>`.
 # The closing tag may be missing at the end of the text, where a stop or a limit removed it.
 

@@ -16,8 +16,6 @@ from typing import NoReturn
 
 from quickstep.text.tool_calls.reader import Malformed, Markers, Parsing, Reader
 
-__all__ = ["arguments_text", "json_call", "json_calls", "known_name"]
-
 _MAX_DEPTH = 64
 # matches complete escapes; one that a delta cuts is read piece by piece
 _STRING_CHARS = re.compile(r'(?:[^"\\\x00-\x1f]|\\["\\/bfnrt]|\\u[0-9a-fA-F]{4})++', re.DOTALL)

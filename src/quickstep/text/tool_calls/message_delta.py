@@ -11,17 +11,6 @@ from itertools import groupby
 
 import msgspec
 
-__all__ = [
-    "CallDelta",
-    "ContentDelta",
-    "FunctionCall",
-    "MessageDelta",
-    "MessagePart",
-    "ReasoningDelta",
-    "Section",
-    "joined",
-]
-
 
 class FunctionCall(msgspec.Struct, frozen=True):
     """A complete call. Its arguments are the text that the model wrote, mostly a JSON object."""

@@ -21,8 +21,6 @@ from quickstep.text.tool_calls.reader import (
     calls_in_text,
 )
 
-__all__ = ["PYTHONIC_MARKERS", "PYTHONIC_SPELLING", "pythonic"]
-
 PYTHONIC_MARKERS = ("<|python_start|>", "<|python_end|>")
 PYTHONIC_SPELLING = CallSpelling(
     begin=("[",),

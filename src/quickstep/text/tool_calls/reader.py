@@ -35,17 +35,6 @@ from quickstep.text.tool_calls.message_delta import (
     joined,
 )
 
-__all__ = [
-    "Found",
-    "Grammar",
-    "Malformed",
-    "Markers",
-    "MessageParser",
-    "Parsing",
-    "Reader",
-    "calls_in_text",
-]
-
 _T = TypeVar("_T")
 Parsing = Generator[None, None, _T]
 

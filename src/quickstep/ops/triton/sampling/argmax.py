@@ -7,8 +7,6 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-__all__ = ["argmax_"]
-
 _TILE = 4096  # logits of a program: one row of 128,256 has 32 programs
 
 

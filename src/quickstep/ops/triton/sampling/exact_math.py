@@ -12,8 +12,6 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-__all__ = ["exp_nonpositive", "gumbel", "integer_probability", "log", "noise_bits", "rounded_int64"]
-
 _ROUND_MAGIC = tl.constexpr(1.5 * 2.0**52)  # a sum with it has no fraction, below 2**51
 _PROBABILITY_UNIT = tl.constexpr(2.0**44)
 _ROOT_HALF_BITS = tl.constexpr(0x3FE6A09E667F3BCD)

@@ -34,8 +34,6 @@ from quickstep.ops.triton.sampling.records import (
     fp64_field,
 )
 
-__all__ = ["filter_rows_"]
-
 _BLOCK = 1024  # with 16 warps: 114 registers on an H100, and none spilled
 
 _LARGEST = tl.constexpr(0x7FEFFFFFFFFFFFFF)  # the bits of the largest finite fp64

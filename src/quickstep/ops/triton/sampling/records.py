@@ -13,8 +13,6 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-__all__ = ["NUM_FIELDS", "Edits", "Field", "SamplingRecords"]
-
 
 class Field(IntEnum):
     """The numbers of a row in `SamplingRecords.rows`; fp64 as their bits. A place is an index into

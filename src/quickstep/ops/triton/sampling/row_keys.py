@@ -10,8 +10,6 @@ from torch import Tensor
 
 from quickstep.ops.triton.sampling.records import FIELDS, KEY_B, KEY_C
 
-__all__ = ["row_keys_"]
-
 _BLOCK = 64
 
 _WEYL = tl.constexpr(0x9E3779B97F4A7C15)

@@ -39,8 +39,6 @@ from quickstep.ops.triton.sampling.records import (
     raw_logits,
 )
 
-__all__ = ["NOTHING_ALLOWED", "NO_MAXIMUM", "sample"]
-
 NO_MAXIMUM = -1  # instead of a token: the raw logits hold NaN or infinity, or nothing else
 NOTHING_ALLOWED = -2  # no token is left after the changes
 _TILE = 1024

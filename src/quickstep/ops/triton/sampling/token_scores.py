@@ -12,8 +12,6 @@ from torch import Tensor
 
 from quickstep.ops.triton.sampling.exact_math import integer_probability
 
-__all__ = ["NUM_SCORES", "token_scores"]
-
 NUM_SCORES = 4  # before the most likely tokens
 _TILE = 1024
 

@@ -1,4 +1,4 @@
-"""Replay a recording (`core.recording`): the same calls on a new scheduler give the same plans.
+"""Replay a recording (see `recording`): the same calls on a new scheduler give the same plans.
 
 `read_recording` checks the lines, `replay` repeats their calls. The tokens of a recording without
 content are made up from its hashes: blocks are equal where the recorded ones were.
@@ -14,7 +14,7 @@ from msgspec.structs import replace
 
 from quickstep.core.cost_model import LinearCostModel
 from quickstep.core.policies import make_policy
-from quickstep.core.recording import (
+from quickstep.core.recordings.recording import (
     READABLE_VERSIONS,
     EndLine,
     EngineLine,
@@ -37,16 +37,6 @@ from quickstep.types import (
     StepResult,
     TokenLogprobs,
 )
-
-__all__ = [
-    "Recording",
-    "Replayed",
-    "Runner",
-    "made_up_tokens",
-    "open_replay",
-    "read_recording",
-    "replay",
-]
 
 _FIRST_SINGLE_TOKEN = 1 << 62  # tokens of no full block
 _FIRST_UNKNOWN_TOKEN = 3 << 61  # outputs of requests that had not ended, none twice

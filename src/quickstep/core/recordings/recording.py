@@ -1,4 +1,4 @@
-"""A recording of a scheduler's calls: `RecordingScheduler` writes it, `core.replay` reads it.
+"""A recording of a scheduler's calls: `RecordingScheduler` writes it, `replay` reads it.
 
 JSON lines of five kinds, in the order in which things happened:
 
@@ -42,22 +42,6 @@ from quickstep.types import (
     StepPlan,
     StepResult,
 )
-
-__all__ = [
-    "READABLE_VERSIONS",
-    "RECORDING_VERSION",
-    "EndLine",
-    "EngineLine",
-    "RecordedCall",
-    "RecordedRequest",
-    "RecordedRow",
-    "RecordedSequence",
-    "Recorder",
-    "RecordingLine",
-    "RecordingScheduler",
-    "RunningRequest",
-    "plan_digest",
-]
 
 RECORDING_VERSION = 3
 READABLE_VERSIONS = (2, 3)  # before 3 no request was resumed

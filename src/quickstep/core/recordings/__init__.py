@@ -1,0 +1,1 @@
+"""What a run was given and what it decided, as plain data, and the same run again."""
