@@ -184,7 +184,8 @@ class Request(msgspec.Struct, frozen=True, array_like=True, tag=True):
         reports_progress: Outputs of sequence 0 say how much of the prompt is computed.
         resumed: What the client already has of a request that another engine accepted: each
             sequence continues after these tokens, with the bits that it would have had there. The
-            limits of the queue and the deadline of the first token were passed there.
+            limits of the queue were passed there; the deadline of the first token still counts for
+            a sequence that has none.
     """
 
     request_id: str = ""

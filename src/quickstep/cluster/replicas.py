@@ -377,7 +377,7 @@ class ReplicaSet:
         number = self._choose(request)
         request_id = request.request_id
         self._unpark(request_id)
-        if request.resumed and self._engines[number].fingerprint != lost.fingerprint:
+        if lost.has_output and self._engines[number].fingerprint != lost.fingerprint:
             raise EngineError("the engine ended, and its successor has other weights")
         self._engines[number].submit(request, lost.stream, lost.num_moves + 1)
         if lost.is_paused:

@@ -290,7 +290,7 @@ class Sequence:
     def shed_at_s(self) -> float | None:
         """The latest time to begin, for a first token in time; None if that does not matter."""
         ttft_s = self.request.ttft_deadline_s
-        if ttft_s is None or self.request.resumed:
+        if ttft_s is None or self.num_resumed:
             return None
         return self.arrival_s + ttft_s - self.prediction.first_token_s
 

@@ -15,7 +15,7 @@ from quickstep.core.queues import WaitingQueue
 from quickstep.core.sequence import Sequence
 from quickstep.engine.requests import check_request
 from quickstep.errors import FirstTokenTooLate, QueueFull, RequestError
-from quickstep.types import Request, RequestClass, SamplingParams
+from quickstep.types import FinishReason, Request, RequestClass, Resumed, SamplingParams
 
 BUSY = AdmissionState(
     num_waiting=40,
@@ -228,3 +228,17 @@ def test_without_accounts_all_of_the_queue_is_for_everybody() -> None:
     world.plan()
     assert [world.add(ask(f"r{number}")) for number in range(10)] == [True] * 9 + [False]
     world.drain()
+
+
+def test_a_request_that_another_engine_accepted_passes_a_full_queue() -> None:
+    """With output or without; the order of service and the deadline of its first token stay."""
+    world = World(Setup(max_num_seqs=1, max_waiting=1))
+    assert world.add(ask("running"))
+    assert world.plan() is not None
+    assert world.add(ask("waiting"))
+    assert not world.add(ask("refused"))
+    for name, resumed in (("begun", Resumed(0, (0, 1))), ("queued", Resumed(0))):
+        assert world.add(structs.replace(ask(name), resumed=(resumed,), ttft_deadline_s=0.5))
+    world.advance(1.0)
+    ends = {output.request_id: output.finish_reason for output in world.scheduler.expire(world.now)}
+    assert ends == {"queued": FinishReason.SHED}

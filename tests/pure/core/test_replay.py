@@ -129,6 +129,23 @@ def test_a_recording_of_a_killed_server_is_replayed_to_its_last_line(is_full: bo
     assert num_identical >= 0.9 * num_lives
 
 
+@pytest.mark.parametrize("version", [1, 2, 3, 4])
+def test_recordings_of_the_version_before_replay_and_others_are_refused(version: int) -> None:
+    """Version 2 has no resumed requests and is otherwise the same."""
+    records = Records(is_full=True)
+    random_run(501, records.open)
+    setup = records.setup
+    assert records.recording().engine.version == 3
+    lines = [line.replace(b'"version":3', b'"version":%d' % version) for line in records.lines]
+    if version in (2, 3):
+        assert replay(read_recording(lines), open_scheduler(setup)).different_line is None
+        return
+    with pytest.raises(
+        ConfigError, match=f"its version is {version}, this Quickstep reads 2 and 3"
+    ):
+        read_recording(lines)
+
+
 def missing(recording: Recording) -> set[int]:
     added = {call.number for _, call in recording.calls if call.name == "add"}
     return added - recording.requests.keys()

@@ -38,6 +38,11 @@ class LostRequest(msgspec.Struct, frozen=True):
     is_paused: bool
     fingerprint: str
 
+    @property
+    def has_output(self) -> bool:
+        """Whether the stream has got anything that other weights might not have given."""
+        return any(part != Resumed(part.index) for part in self.request.resumed)
+
 
 class _Live(msgspec.Struct):
     stream: Stream
@@ -239,7 +244,7 @@ class RemoteStreams:
         lost = [
             LostRequest(
                 live.stream,
-                _resumed(live),
+                _resumed(live, was_accepted=request_id not in self._undecided),
                 0 if live.has_progressed else live.num_moves,
                 is_paused=request_id in self._paused,
                 fingerprint=fingerprint,
@@ -267,9 +272,13 @@ class RemoteStreams:
             self._empty.set()
 
 
-def _resumed(live: _Live) -> Request:
-    """The request with what its stream has got; as it was, if that is nothing."""
+def _resumed(live: _Live, was_accepted: bool) -> Request:
+    """The request with what its stream has got. One that was accepted names its sequences even if
+    that is nothing: it has passed the limits of the queue. Another one is as it was.
+    """
     request = live.request
+    if not (was_accepted or request.resumed):
+        return request
     resumed = (
         Resumed(
             index,
@@ -279,4 +288,4 @@ def _resumed(live: _Live) -> Request:
         )
         for index in range(request.sampling.n)
     )
-    return replace(request, resumed=tuple(one for one in resumed if one != Resumed(one.index)))
+    return replace(request, resumed=tuple(resumed))

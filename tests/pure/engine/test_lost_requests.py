@@ -1,0 +1,65 @@
+"""What an engine that has ended hands over of its requests."""
+
+from __future__ import annotations
+
+import asyncio
+
+from quickstep.engine.remote.streams import LostRequest, RemoteStreams
+from quickstep.engine.stream import Stream
+from quickstep.types import Delta, FinishReason, Request, Resumed, SamplingParams
+
+
+class Owner:
+    """A stream's owner, which is not asked for anything here."""
+
+    def abort(self, request_id: str) -> None: ...
+
+    def pause(self, request_id: str) -> None: ...
+
+    def resume(self, request_id: str) -> None: ...
+
+
+def handed_over(request: Request, is_accepted: bool, *deltas: Delta) -> LostRequest:
+    """The request, when its engine has ended after these deltas."""
+
+    async def lost() -> LostRequest:
+        streams = RemoteStreams(lambda: 0.0, moves=True)
+        streams.open(Stream(request, Owner()), request)
+        if is_accepted:
+            streams.accept(request.request_id, ())
+        for delta in deltas:
+            streams.deliver(request.request_id, delta)
+        (lost,) = streams.take_all("fingerprint")
+        assert not streams.request_ids
+        return lost
+
+    return asyncio.run(lost())
+
+
+REQUEST = Request("r", (1, 2, 3), SamplingParams(n=2))
+
+
+def test_a_request_without_output_says_whether_it_was_accepted() -> None:
+    """An accepted one need not pass the limits of a queue again."""
+    lost = handed_over(REQUEST, True)
+    assert lost.request.resumed == (Resumed(0), Resumed(1))
+    assert not lost.has_output
+    assert handed_over(REQUEST, False).request == REQUEST
+
+
+def test_a_request_has_the_tokens_ends_and_scores_that_its_client_has() -> None:
+    end = Delta(1, "b", (8,), finish_reason=FinishReason.EOS)
+    lost = handed_over(REQUEST, True, Delta(0, prompt_logprobs=(None,)), Delta(1, "a", (7,)), end)
+    assert lost.has_output
+    assert lost.request.resumed == (
+        Resumed(0, num_prompt_logprobs=1),
+        Resumed(1, (7, 8), is_finished=True),
+    )
+    assert list(lost.request.indices) == [0]
+
+
+def test_a_request_that_was_lost_twice_keeps_what_came_before() -> None:
+    first = handed_over(REQUEST, True, Delta(0, "a", (7,)))
+    again = handed_over(first.request, False, Delta(0, "b", (8,)))
+    assert again.request.resumed == (Resumed(0, (7, 8)), Resumed(1))
+    assert (first.num_moves, again.num_moves) == (0, 0)
