@@ -28,7 +28,7 @@ from quickstep.core.resources.block_pool import BlockKey, ChainRoot, KVBlockPool
 from quickstep.errors import RequestError
 from quickstep.sim.grouped_scheduler import GroupedScheduler
 from quickstep.sim.outcome import Handovers
-from quickstep.sim.replicas.replica import Replica, Role
+from quickstep.sim.replicas.replica import Role, SimulatedReplica
 from quickstep.types import FinishReason, Request, SequenceOutput, SequenceTimings
 
 
@@ -54,7 +54,7 @@ class TransferEnd(msgspec.Struct, eq=False):
         longest: Blocks of the longest sequence that was sent here.
     """
 
-    replica: Replica
+    replica: SimulatedReplica
     pool: KVBlockPool
     max_num_seqs: int
     num_live: int = 0
@@ -93,7 +93,7 @@ class Handover(msgspec.Struct, eq=False):
 class KVHandovers:
     """All sequences that replicas of different roles compute together."""
 
-    def __init__(self, link: KVLink, replicas: Sequence[Replica]) -> None:
+    def __init__(self, link: KVLink, replicas: Sequence[SimulatedReplica]) -> None:
         self.prefilling: dict[str, Request] = {}  # what prefill engines have accepted
         self.live: dict[str, Handover] = {}  # by the name of the continuation
         self.waiting: deque[Handover] = deque()  # prefilled, and no decode engine has room
@@ -126,7 +126,7 @@ class KVHandovers:
         most = 1 if most is None else min(1, most)
         return replace(request, sampling=replace(request.sampling, max_tokens=most))
 
-    def ended(self, replica: Replica, output: SequenceOutput) -> SequenceOutput | None:
+    def ended(self, replica: SimulatedReplica, output: SequenceOutput) -> SequenceOutput | None:
         """The end of a sequence for its client, with the timings of both phases; None if it
         continues at a decode engine, as those do whose first output is not their last. Their
         prefill engine keeps the blocks until they are sent.
@@ -292,7 +292,7 @@ class KVHandovers:
         )
 
 
-def _transfer_end(replica: Replica) -> TransferEnd:
+def _transfer_end(replica: SimulatedReplica) -> TransferEnd:
     scheduler = replica.engine.scheduler
     assert isinstance(scheduler, GroupedScheduler), "its pool is needed"
     return TransferEnd(replica, scheduler.pool, scheduler.max_num_seqs)

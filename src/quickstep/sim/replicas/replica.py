@@ -78,7 +78,7 @@ class MessageLink:
         return self._last_s
 
 
-class Replica:
+class SimulatedReplica:
     """An engine with its own clock, and what the driver knows about it."""
 
     def __init__(self, spec: ReplicaSpec, options: ReplicaOptions, rng: Random) -> None:

@@ -35,7 +35,7 @@ from quickstep.sim.replicas.faults import (
     SlowDown,
 )
 from quickstep.sim.replicas.handovers import Handover, KVHandovers, KVLink
-from quickstep.sim.replicas.replica import Replica, ReplicaOptions, ReplicaSpec, Role
+from quickstep.sim.replicas.replica import ReplicaOptions, ReplicaSpec, Role, SimulatedReplica
 from quickstep.types import FinishReason, Request, SequenceOutput, SequenceTimings
 
 if TYPE_CHECKING:
@@ -148,7 +148,7 @@ class ReplicaRun:
         self._window = window
         self._check = check
         self._rng = rng
-        self.replicas = [Replica(spec, options, rng) for spec in specs]
+        self.replicas = [SimulatedReplica(spec, options, rng) for spec in specs]
         self.handovers = None if kv_link is None else KVHandovers(kv_link, self.replicas)
         # What the router knows of the replicas that it chooses from, and how often each crashed.
         self.views = [ReplicaView() for spec in specs if spec.role is not Role.DECODE]
@@ -490,7 +490,7 @@ class ReplicaRun:
 
     # -- faults -------------------------------------------------------------------------------
 
-    def _catch_up(self, index: int) -> Replica:
+    def _catch_up(self, index: int) -> SimulatedReplica:
         """A replica to which something happens now."""
         replica = self.replicas[index]
         replica.catch_up(self.now)
