@@ -268,3 +268,34 @@ def test_paused_readers_and_aborts_follow_a_request_to_its_replica() -> None:
         assert StreamConfig().max_unread_deltas > 4
 
     run(test)
+
+
+def test_an_adapter_moves_with_its_request_or_the_stream_ends() -> None:
+    async def test(engine: ReplicaSet) -> None:
+        for name, content_of in (("one", "demo-docstrings"), ("two", "demo-annotations")):
+            await engine.load_adapter(name, content_of)
+        requests = [
+            replace(
+                request_of(engine, number, max_tokens=200, ignore_eos=True),
+                request_id=name,
+                adapter=name,
+            )
+            for number, name in enumerate(("one", "two"))
+        ]
+        expected = [await output(engine, request) for request in requests]
+        begun = [asyncio.Event(), asyncio.Event()]
+        tasks = [
+            asyncio.create_task(output(engine, request, event))
+            for request, event in zip(requests, begun, strict=True)
+        ]
+        for event in begun:
+            await event.wait()
+        await engine.load_adapter("two", "demo-sql")  # for later requests, and after the restart
+        kill(engine, 0)
+        first, second = await asyncio.gather(*tasks)
+        assert first == expected[0]
+        ((_, _, _, _, end),) = second.values()
+        assert end[0] is FinishReason.ERROR
+        assert "'two' was unloaded or replaced" in end[2]
+
+    run(test, num_replicas=1, enable_lora=True)

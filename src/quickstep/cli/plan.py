@@ -222,7 +222,7 @@ def _print_plan(console: Console, query: PlanQuery, plan: Plan) -> None:
     if query.measured is not None:
         times = "of one device are those that `quickstep calibrate` has stored"
     console.print(
-        f"Step times {times}; Quickstep runs on one device today, so "
+        f"Step times {times}; Quickstep divides no model over devices, so "
         "splits over several show what they would give.",
         markup=False,
     )

@@ -163,6 +163,10 @@ class AdapterLoader:
         self._register(adapter)
         self._wake()
 
+    def has_content(self, adapter_id: str) -> bool:
+        """Whether an adapter with this content is there."""
+        return self._adapters.has_content(adapter_id)
+
     def with_id(self, request: Request) -> Request:
         """The request with its adapter's content id. Raises RequestError."""
         adapters, adapter_id = self._adapters, request.adapter_id
@@ -170,7 +174,7 @@ class AdapterLoader:
             adapter_id = adapters.find(request.adapter).adapter_id
         elif not adapters.has_content(adapter_id):
             raise RequestError(
-                f"the adapter {request.adapter!r} was unloaded during the beam search",
+                f"the adapter {request.adapter!r} was unloaded or replaced while the request ran",
                 param="model",
                 status=404,
                 code="model_not_found",

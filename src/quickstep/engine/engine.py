@@ -334,11 +334,19 @@ class Engine:
 
     def is_prepared(self, request: Request) -> bool:
         """Whether `submit` has no slow work to do."""
-        sampling, adapters = request.sampling, self._adapters
-        name = "" if request.adapter_id else request.adapter
-        if name and adapters is not None and not adapters.is_opened(name):
+        sampling = request.sampling
+        if self._needs_opening(request):
             return False
         return sampling.grammar is None and self._token_forms.knows(sampling)
+
+    def _needs_opening(self, request: Request) -> bool:
+        """Whether the adapter of a request may have to be read first; a search has had its own."""
+        if not request.adapter or (request.is_in_search and request.adapter_id):
+            return False
+        adapters, adapter_id = self._adapters, request.adapter_id
+        if adapters is None or not adapter_id:
+            return adapters is None or not adapters.is_opened(request.adapter)
+        return not adapters.has_content(adapter_id)
 
     async def prepare(self, request: Request) -> CompiledGrammar | None:
         """Do the slow work of `submit` in a thread; hold the result until `submit`.
@@ -346,7 +354,7 @@ class Engine:
         Raises:
             RequestError: As `submit`.
         """
-        if request.adapter and not request.adapter_id:
+        if self._needs_opening(request):
             await self.open_adapter(request.adapter)
         await self._token_forms.prepare(request.sampling)
         return await prepare_grammar(request.sampling.grammar, self._model.grammars)
@@ -401,8 +409,7 @@ class Engine:
             EngineError: The engine does not run (not started, stopping, failed).
         """
         self._require_running()
-        if request.adapter:
-            request = self._require_adapters().with_id(request)
+        request = self.with_adapter_id(request)
         now = self._clock()
         grammar = check_grammar(request.sampling.grammar, self._model.grammars)
         sampling = self._token_forms.find(request.sampling, request.prompt_token_ids)
@@ -417,6 +424,14 @@ class Engine:
             raise
         self._note_work(was_held, now)
         return () if grammar is None else grammar.ignored
+
+    def with_adapter_id(self, request: Request) -> Request:
+        """The request with the content id of its adapter, by which it is the same on every engine.
+
+        Raises:
+            RequestError: There is no such adapter, or none with the id that the request has.
+        """
+        return self._require_adapters().with_id(request) if request.adapter else request
 
     def abort(self, request_id: str) -> None:
         """End a request; its output so far is its answer. Ignores unknown and finished ids."""

@@ -609,8 +609,8 @@ class RemoteEngine:
                     self._streams.deliver(request_id, delta)
                 if (step := message.record) is not None:
                     self._step_log.add_step(replace(step, replica=replica) if replica else step)
-            case Accepted(request_id=request_id, ignored=ignored):
-                self._streams.accept(request_id, ignored)
+            case Accepted(request_id=request_id, ignored=ignored, adapter_id=adapter_id):
+                self._streams.accept(request_id, ignored, adapter_id)
             case Refused():
                 self._streams.refuse(message.request_id, message.error)
             case TimingsNote(request_id=request_id, timings=timings):

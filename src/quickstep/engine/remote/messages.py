@@ -128,6 +128,7 @@ class Accepted(WireMessage, frozen=True):
 
     request_id: str
     ignored: tuple[str, ...] = ()
+    adapter_id: str = ""
 
 
 class Refused(WireMessage, frozen=True):

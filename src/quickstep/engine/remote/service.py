@@ -254,13 +254,15 @@ class EngineService:
     def _submit(self, request: Request) -> None:
         sink = _RequestSink(request, self._notes, self._stats_due.set)
         try:
-            ignored = self._require_engine().submit(request, sink)
+            engine = self._require_engine()
+            request = engine.with_adapter_id(request)
+            ignored = engine.submit(request, sink)
         except (KeyboardInterrupt, SystemExit):
             raise
         except BaseException as error:  # one request's end; a panic in Rust is no Exception
             self._refuse(request.request_id, error)
         else:
-            self._sender.put(Accepted(request.request_id, ignored))
+            self._sender.put(Accepted(request.request_id, ignored, request.adapter_id))
         self._stats_due.set()
 
     def _is_prepared(self, request: Request) -> bool:

@@ -134,11 +134,13 @@ class RemoteStreams:
         self._undecided_by_level[level] += num_sequences
         self._empty.clear()
 
-    def accept(self, request_id: str, ignored: tuple[str, ...]) -> None:
-        """The engine has accepted the request."""
+    def accept(self, request_id: str, ignored: tuple[str, ...], adapter_id: str = "") -> None:
+        """The engine has accepted the request, with this content of its adapter."""
         self._decided(request_id)
-        if request_id in self._live:
-            self._live[request_id].stream.accept(ignored)
+        if (live := self._live.get(request_id)) is not None:
+            live.stream.accept(ignored)
+            if adapter_id != live.request.adapter_id:
+                live.request = replace(live.request, adapter_id=adapter_id)
 
     def refuse(self, request_id: str, error: QuickstepError) -> None:
         """The engine has refused the request: its stream raises `error`, or ends with it if it had
