@@ -108,7 +108,7 @@ def kill(engine: ReplicaSet, replica: int) -> None:
 
 
 async def until_running(engine: ReplicaSet, num: int) -> None:
-    while sum(one.is_serving for one in engine.engines) < num:
+    while sum(replica.is_serving for replica in engine.engines) < num:
         await asyncio.sleep(0.01)
 
 
@@ -299,3 +299,19 @@ def test_an_adapter_moves_with_its_request_or_the_stream_ends() -> None:
         assert "'two' was unloaded or replaced" in end[2]
 
     run(test, num_replicas=1, enable_lora=True)
+
+
+def test_an_engine_that_ends_while_the_server_drains_ends_its_requests() -> None:
+    async def test(engine: ReplicaSet) -> None:
+        begun = asyncio.Event()
+        request = request_of(engine, 0, max_tokens=400, ignore_eos=True)
+        task = asyncio.create_task(output(engine, request, begun))
+        await begun.wait()
+        stopping = asyncio.create_task(engine.stop(drain_s=60))
+        await asyncio.sleep(0)
+        kill(engine, 0)
+        ((_, _, _, _, end),) = (await task).values()
+        assert end[0] is FinishReason.SHUTDOWN
+        await stopping
+
+    run(test, num_replicas=1)

@@ -61,7 +61,7 @@ def streamed(address: str, kill_after: int | None = None, server_id: int = 0) ->
 
 def kill_busy(address: str, server_id: int) -> None:
     health = httpx.get(f"{address}/health", timeout=30).json()
-    busy = [one["process_id"] for one in health["replicas"] if one["num_requests"]]
+    busy = [replica["process_id"] for replica in health["replicas"] if replica["num_requests"]]
     os.kill(busy[0] if busy else workers(server_id)[0], signal.SIGKILL)
 
 
@@ -69,7 +69,7 @@ def until_ready(address: str, num_replicas: int) -> dict[str, Any]:
     end = time.monotonic() + 120
     while time.monotonic() < end:
         health: dict[str, Any] = httpx.get(f"{address}/health", timeout=30).json()
-        states = [one["engine"] for one in health["replicas"]] or [health["engine"]]
+        states = [replica["engine"] for replica in health["replicas"]] or [health["engine"]]
         if states == ["running"] * num_replicas:
             return health
         time.sleep(0.05)

@@ -310,7 +310,9 @@ class ReplicaSet:
         """An engine's process has ended (the engine only): its requests continue on others."""
         self._router.lost_cache(self._engines.index(engine))
         for lost in requests:
-            if lost.num_moves >= self._max_moves:
+            if self._is_stopping:
+                self._end(lost, FinishReason.SHUTDOWN, "the engine was stopped")
+            elif lost.num_moves >= self._max_moves:
                 num = lost.num_moves + 1
                 why = f"{num} engine processes ended in a row while they computed it"
                 self._end(lost, FinishReason.ERROR, f"{why}; it is not tried again")
@@ -432,31 +434,31 @@ def merged_stats(
     for is the slowest of them. With the stats of each one as a replica, if there are several.
     """
     states = (EngineState.RUNNING, *EngineState)
-    best = min(stats, key=lambda one: states.index(one.state))
-    slowest = max(stats, key=lambda one: one.stalled_s)
+    best = min(stats, key=lambda engine: states.index(engine.state))
+    slowest = max(stats, key=lambda engine: engine.stalled_s)
     replicas = tuple(
         ReplicaStats(
             replica=number,
-            state=one.state,
-            failure=one.failure,
+            state=engine.state,
+            failure=engine.failure,
             process_id=process_id,
-            num_requests=one.num_requests,
-            num_waiting=one.scheduler.num_waiting,
-            num_running=one.scheduler.num_running,
-            num_restarts=one.num_restarts,
-            stalled_s=one.stalled_s,
+            num_requests=engine.num_requests,
+            num_waiting=engine.scheduler.num_waiting,
+            num_running=engine.scheduler.num_running,
+            num_restarts=engine.num_restarts,
+            stalled_s=engine.stalled_s,
         )
-        for number, (one, process_id) in enumerate(zip(stats, process_ids, strict=True))
+        for number, (engine, process_id) in enumerate(zip(stats, process_ids, strict=True))
     )
     return replace(
         best,
         last_step_s=slowest.last_step_s,
         busy_since_s=slowest.busy_since_s,
-        num_steps_in_flight=sum(one.num_steps_in_flight for one in stats),
-        num_requests=sum(one.num_requests for one in stats) + num_parked,
-        scheduler=added([one.scheduler for one in stats]),
-        num_restarts=sum(one.num_restarts for one in stats),
-        silent_s=max(one.silent_s for one in stats),
+        num_steps_in_flight=sum(engine.num_steps_in_flight for engine in stats),
+        num_requests=sum(engine.num_requests for engine in stats) + num_parked,
+        scheduler=added([engine.scheduler for engine in stats]),
+        num_restarts=sum(engine.num_restarts for engine in stats),
+        silent_s=max(engine.silent_s for engine in stats),
         replicas=replicas if len(stats) > 1 else (),
         num_moves=num_moves,
     )

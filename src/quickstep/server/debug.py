@@ -206,7 +206,7 @@ def _explained(
     found += live
     found.sort(key=lambda one: one.timings.arrival_s - one.timings.finished_s)
     most = sorted(found[:_MAX_EXPLAINED], key=lambda one: (one.request_id, one.index))
-    replicas = {one.timings.replica for one in most}
+    replicas = {timed.timings.replica for timed in most}
     steps_of = {
         replica: [step for step in steps if step.replica == replica] for replica in replicas
     }

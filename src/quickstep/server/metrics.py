@@ -460,11 +460,11 @@ class EngineGauges(Collector):
         up = self._of_replicas("replica_up", "1 while the replica serves, else 0.")
         running = self._of_replicas("replica_requests_running", "Sequences in its batch.")
         waiting = self._of_replicas("replica_requests_waiting", "Sequences in its queue.")
-        for one in replicas:
-            labels = [self._model, str(one.replica)]
-            up.add_metric(labels, float(one.state is EngineState.RUNNING))
-            running.add_metric(labels, one.num_running)
-            waiting.add_metric(labels, one.num_waiting)
+        for replica in replicas:
+            labels = [self._model, str(replica.replica)]
+            up.add_metric(labels, float(replica.state is EngineState.RUNNING))
+            running.add_metric(labels, replica.num_running)
+            waiting.add_metric(labels, replica.num_waiting)
         yield from (up, running, waiting)
 
     def _of_replicas(self, name: str, text: str) -> GaugeMetricFamily:
