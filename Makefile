@@ -102,6 +102,7 @@ check: $(READY)
 	$(BIN)/python tools/check_layers.py
 	$(BIN)/python tools/check_names.py
 	$(BIN)/python tools/check_docs.py
+	$(BIN)/python tools/check_commits.py
 	$(BIN)/python tools/write_api_reference.py --check
 	$(BIN)/python tools/write_metrics_reference.py --check
 	$(BIN)/python tools/write_flags_reference.py --check

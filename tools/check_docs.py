@@ -1,7 +1,7 @@
 """Check that links, anchors, paths and flags in the Markdown pages exist.
 
 `make check` runs it. Links to other sites are not followed. A flag after a `quickstep` command must
-be in the help of that command.
+be in the help of that command. A design note has a status, and is in the list of notes.
 """
 
 from __future__ import annotations
@@ -22,9 +22,12 @@ COMMAND = re.compile(r"quickstep ([a-z]+)\b([^`#\n]*)")
 FLAG = re.compile(r"(?<![\w-])--[a-z][a-z-]*")
 # Code spans that look like a path of this repository.
 PATH = re.compile(r"`((?:src|csrc|tests|tools|docs|benchmarks|\.ci)/[\w./-]+)`")
-# Code spans of ARCHITECTURE.md that look like a source file; they may be relative to the package.
+# Code spans that look like a source file; they may be relative to these packages.
 SOURCE_PATH = re.compile(r"`([a-z_]+(?:/\w+)+\.(?:py|h|cpp))`")
 PACKAGE = ROOT / "src" / "quickstep"
+PACKAGES = (ROOT, PACKAGE, PACKAGE / "server", PACKAGE / "engine")
+NOTES = ROOT / "docs" / "design"
+STATUS = re.compile(r"^Status: (current|replaced by \[?\d{4}\b.*)\.$", re.MULTILINE)
 
 
 def tracked_pages() -> list[Path]:
@@ -49,9 +52,18 @@ def dead_links(page: Path) -> Iterator[str]:
     for path in PATH.findall(text):
         if not (ROOT / path).exists():
             yield path
-    for path in SOURCE_PATH.findall(text) if page.name == "ARCHITECTURE.md" else ():
-        if not (ROOT / path).exists() and not (PACKAGE / path).exists():
+    for path in SOURCE_PATH.findall(text) if "results" not in page.parts else ():
+        if not any((package / path).exists() for package in PACKAGES):
             yield path
+
+
+def missing_of_note(page: Path) -> Iterator[str]:
+    """What a design note lacks: its status, and its line in the list of notes."""
+    if page.parent == NOTES and page.name != "README.md":
+        if not STATUS.search(page.read_text(encoding="utf-8")):
+            yield "the status"
+        if f"]({page.name})" not in (NOTES / "README.md").read_text(encoding="utf-8"):
+            yield "the line in docs/design/README.md"
 
 
 @functools.cache
@@ -87,7 +99,7 @@ def main() -> int:
     faults = [
         (page, fault)
         for page in tracked_pages()
-        for check in (dead_links, dead_flags)
+        for check in (dead_links, dead_flags, missing_of_note)
         for fault in check(page)
     ]
     for page, fault in faults:
