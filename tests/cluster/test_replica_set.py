@@ -195,6 +195,9 @@ def test_a_deadline_passes_while_no_engine_serves() -> None:
         ((_, token_ids, _, _, end),) = (await task).values()
         assert end == (FinishReason.DEADLINE, "deadline", "")
         assert token_ids
+        (record,) = engine.step_log.sequences
+        assert record.finish_reason is FinishReason.DEADLINE
+        assert record.timings.num_output_tokens == len(token_ids)
         is_done.set()
         await killing
 
@@ -210,6 +213,9 @@ def test_a_client_that_leaves_while_no_engine_serves_leaves_nothing() -> None:
             while engine.engines[0].is_serving:
                 await asyncio.sleep(0.005)
         assert not engine.request_ids
+        (record,) = engine.step_log.sequences
+        assert record.finish_reason is FinishReason.ABORTED
+        assert record.timings.num_output_tokens >= 1
         await until_running(engine, 1)
         assert not engine.request_ids
 

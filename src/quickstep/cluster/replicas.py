@@ -30,7 +30,7 @@ from quickstep.engine.adapters import LoadedAdapter
 from quickstep.engine.records.step_log import StepLog
 from quickstep.engine.remote.child import LoadProgress
 from quickstep.engine.remote.engine import LOG_CAPACITY, RemoteEngine
-from quickstep.engine.remote.streams import LostRequest
+from quickstep.engine.remote.streams import LostRequest, records_of_lost
 from quickstep.engine.requests import RequestIntake, open_seeds
 from quickstep.engine.stats import EngineState, EngineStats, ReplicaStats
 from quickstep.engine.stream import Stream
@@ -412,13 +412,17 @@ class ReplicaSet:
 
     def _end(self, lost: LostRequest, reason: FinishReason, error: str) -> None:
         """End a request that is live on no engine, with the output so far."""
-        self._unpark(lost.request.request_id)
+        request, now = lost.request, self._clock()
+        self._unpark(request.request_id)
+        if request.resumed:  # it was accepted
+            for record in records_of_lost(request, reason, request.received_s or now, now):
+                self._step_log.add_sequence(record)
         if reason is FinishReason.DEADLINE:
             lost.stream.accept()
         elif error:
             lost.stream.refuse(EngineDied(error))
         stop_reason = reason.value if reason is FinishReason.DEADLINE else None
-        for index in lost.request.indices:
+        for index in request.indices:
             lost.stream.put(
                 Delta(index, finish_reason=reason, stop_reason=stop_reason, error=error)
             )

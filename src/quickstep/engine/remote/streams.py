@@ -11,6 +11,7 @@ from __future__ import annotations
 import asyncio
 from collections import Counter, defaultdict
 from collections.abc import Callable, Iterator, Mapping
+from types import MappingProxyType
 
 import msgspec
 from msgspec.structs import replace
@@ -215,31 +216,11 @@ class RemoteStreams:
         on the device are known to the engine's process only.
         """
         now = self._clock()
-        for live in self._live.values():
-            request = live.request
-            if request.request_id in self._undecided:
-                continue
-            num_resumed = {part.index: len(part.token_ids) for part in request.resumed}
-            for index in sorted(live.running):
-                timings = SequenceTimings.of_unknown(
-                    len(request.prompt_token_ids),
-                    live.since_s,
-                    now,
-                    len(live.outputs[index]),
-                    num_resumed.get(index, 0),
-                )
-                yield SequenceRecord(
-                    request_id=request.request_id,
-                    index=index,
-                    tenant=request.tenant,
-                    priority=request.priority,
-                    seed=request.seed,
-                    finish_reason=reason,
-                    timings=timings,
-                    adapter=request.adapter,
-                    endpoint=request.endpoint,
-                    is_continuation=request.is_continuation,
-                )
+        for request_id, live in self._live.items():
+            if request_id not in self._undecided:
+                lost = _resumed(live, was_accepted=True)
+                num_before = {part.index: len(part.token_ids) for part in live.request.resumed}
+                yield from records_of_lost(lost, reason, live.since_s, now, num_before)
 
     def take_all(self, fingerprint: str) -> list[LostRequest]:
         """The engine has ended: hand over all live requests; none of them is live here any more."""
@@ -291,3 +272,37 @@ def _resumed(live: _Live, was_accepted: bool) -> Request:
         for index in range(request.sampling.n)
     )
     return replace(request, resumed=tuple(resumed))
+
+
+def records_of_lost(
+    request: Request,
+    reason: FinishReason,
+    since_s: float,
+    now: float,
+    num_before: Mapping[int, int] = MappingProxyType({}),
+) -> Iterator[SequenceRecord]:
+    """Records of the sequences of a request that end `now` without an engine, as `reason`. Their
+    outputs are what the request is resumed with, of which `num_before` tokens, by index, are of
+    engines before the last one.
+    """
+    outputs = {part.index: len(part.token_ids) for part in request.resumed}
+    for index in request.indices:
+        timings = SequenceTimings.of_unknown(
+            len(request.prompt_token_ids),
+            since_s,
+            now,
+            outputs.get(index, 0),
+            num_before.get(index, 0),
+        )
+        yield SequenceRecord(
+            request_id=request.request_id,
+            index=index,
+            tenant=request.tenant,
+            priority=request.priority,
+            seed=request.seed,
+            finish_reason=reason,
+            timings=timings,
+            adapter=request.adapter,
+            endpoint=request.endpoint,
+            is_continuation=request.is_continuation,
+        )
