@@ -7,7 +7,6 @@ from collections.abc import Mapping, Sequence
 from types import MappingProxyType
 from typing import Any
 
-import pytest
 import torch
 from graph_double import Reexecution
 
@@ -131,8 +130,3 @@ class InFlight:
         found = serve(DeviceExecutor(self.runner).start(), 2, *args)
         self.runner.run(StepPlan(0, (), released=tuple(range(NUM_SLOTS))))
         return found
-
-
-@pytest.fixture(scope="module")
-def in_flight(model: Decoder) -> InFlight:
-    return InFlight(model)

@@ -54,6 +54,11 @@ def expected(model: Decoder, products_in_order: None) -> Tokens:
     return serve(LocalExecutor(runner_of(model, None)), 1)[0]
 
 
+@pytest.fixture(scope="module")
+def in_flight(model: Decoder) -> InFlight:
+    return InFlight(model)
+
+
 def test_steps_in_flight_give_the_tokens_of_steps_one_by_one(
     model: Decoder, expected: Tokens
 ) -> None:
