@@ -47,6 +47,9 @@ bool allocate_linear(qs_linear* linear, int dtype, int64_t n, int64_t k, const v
 QuantizedLinearArgs quantized_args(const qs_quantized& linear, int dtype, const void* x,
                                    int64_t x_stride, int64_t num_tokens, void* out, void* scratch);
 
+// qs_group_gather.
+int gather(qs_context* context, const qs_gather& call);
+
 // QS_OK if the numbers fit the contract and every slot its cache.
 int check_kv_write(const qs_kv_write& call);
 

@@ -111,6 +111,7 @@ struct qs_program {
   LoRATokens lora_emitting;
   Grown token_adapters;  // [num_tokens] const qs_lora*, if a row of the step has one
   Grown scratch;
+  qs_group* group = nullptr;  // the ranks that the ops meet
 };
 
 namespace {
@@ -431,6 +432,11 @@ int add_lora(qs_program* program, const qs_op& op) {
   return qs_lora_add(program->context, op.dtype, &call);
 }
 
+// The ranks that an op of kind QS_OP_RANKS meets.
+qs_group* group_of(const qs_op& op) {
+  return static_cast<qs_group*>(const_cast<void*>(op.in[1]));
+}
+
 // Few rows, which this thread copies: `ids` are emitting tokens of the step, within `x`.
 int take(const qs_op& op, int64_t rows) {
   const int64_t* ids = static_cast<const int64_t*>(op.in[0]);
@@ -440,6 +446,22 @@ int take(const qs_op& op, int64_t rows) {
     memcpy(out + i * op.size[0], x + ids[i] * op.stride[0], op.size[0]);
   }
   return QS_OK;
+}
+
+int gather_parts(qs_program* program, const qs_op& op, int64_t rows) {
+  qs_gather call = {};
+  call.group = group_of(op);
+  call.x = op.in[0];
+  call.stride_bytes = op.stride[0];
+  call.rows = rows;
+  call.own_bytes = op.size[0];
+  call.first_byte = op.size[1];
+  call.row_bytes = op.size[2];
+  call.ids = static_cast<const int64_t*>(op.in[2]);
+  call.first_id = op.size[3];
+  call.num_ids = op.size[4];
+  call.out = op.out[0];
+  return qs::gather(program->context, call);
 }
 
 int run_op(qs_program* program, const qs_op& op) {
@@ -489,6 +511,11 @@ int run_op(qs_program* program, const qs_op& op) {
       return take(op, rows);
     case QS_OP_LORA:
       return add_lora(program, op);
+    case QS_OP_RANKS:
+      return gather_parts(program, op, rows);
+    case QS_OP_LOCAL_IDS:
+      return qs_local_ids(static_cast<const int64_t*>(op.in[0]), rows, op.size[0], op.size[1],
+                          op.size[2], static_cast<int64_t*>(op.out[0]));
   }
   return QS_INVALID;
 }
@@ -587,6 +614,7 @@ bool allocate(qs_program* program, const qs_op* ops) {
   link_products(program);
   for (int64_t i = 0; i < program->num_ops; ++i) {
     program->becomes_activations[i] = becomes_activations(*program, i);
+    if (ops[i].kind == QS_OP_RANKS) program->group = group_of(ops[i]);
   }
   return true;
 }
@@ -645,6 +673,7 @@ int qs_program_run(qs_program* program, const qs_step* step) {
       status = run_op(program, program->ops[i]);
     }
   }
+  if (status == QS_OUT_OF_MEMORY && program->group != nullptr) qs_group_break(program->group);
   return status;
 }
 

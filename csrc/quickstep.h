@@ -12,7 +12,7 @@
 extern "C" {
 #endif
 
-#define QS_ABI_VERSION 11
+#define QS_ABI_VERSION 12
 #define QS_API __attribute__((visibility("default")))
 
 enum qs_status {
@@ -22,6 +22,7 @@ enum qs_status {
   QS_UNSUPPORTED_ISA = 3,   // unknown level, or the machine lacks it
   QS_OUT_OF_RANGE = 4,      // a token id or slot outside its table
   QS_UNREADABLE = 5,        // a file could not be read, or ended too early
+  QS_PEER_LOST = 6,         // another rank of the model is lost
 };
 
 enum qs_dtype { QS_F32 = 0, QS_BF16 = 1, QS_F16 = 2 };
@@ -342,6 +343,8 @@ enum qs_op_kind {
   QS_OP_QUANTIZED_ROWS = 13,
   QS_OP_TAKE = 14,
   QS_OP_LORA = 15,
+  QS_OP_RANKS = 16,      // qs_group_gather
+  QS_OP_LOCAL_IDS = 17,  // qs_local_ids
 };
 enum qs_op_rows { QS_TOKENS = 0, QS_EMITTING = 1 };
 
@@ -396,7 +399,62 @@ QS_API void qs_program_destroy(qs_program* program);
 // one of keys and the WRITE_KV of these keys, one after another, run as one loop over the tokens.
 // A product and a GATED of its outputs run as one if no other op reads these, and the activations
 // are not in the memory of the product's inputs: then the outputs are not written.
+// With a QS_OP_RANKS, every rank runs the same step of the same ops. One that fails for a reason
+// that the others need not have, as memory, breaks the group.
 QS_API int qs_program_run(qs_program* program, const qs_step* step);
+
+// The ranks of a model: processes that meet in memory which they share, of qs_group_bytes, zeroed
+// before the first of them opens it. `stage_bytes` hold the widest row of a gather,
+// `message_bytes` the largest message; both multiples of 64. A rank is used by one thread at a time.
+typedef struct qs_group qs_group;
+QS_API int64_t qs_group_bytes(int64_t stage_bytes, int64_t message_bytes);
+QS_API int qs_group_open(void* memory, int64_t stage_bytes, int64_t message_bytes, int rank,
+                         int size, qs_group** out);
+QS_API void qs_group_close(qs_group* group);
+// A rank is lost: every call that waits, in any rank, returns QS_PEER_LOST. Any thread may call it.
+QS_API void qs_group_break(qs_group* group);
+// Nanoseconds that this rank has waited for others.
+QS_API int64_t qs_group_waited_ns(const qs_group* group);
+
+// Rows that ranks have computed parts of, put together. All ranks call it, with the same rows,
+// row_bytes and ids. Without ids, a rank has columns; with them, the rows of [first_id, first_id +
+// num_ids), and own_bytes is row_bytes.
+typedef struct qs_gather {
+  qs_group* group;
+  const void* x;        // [rows] of own_bytes
+  int64_t stride_bytes;  // between the rows of x
+  int64_t rows;
+  int64_t own_bytes;
+  int64_t first_byte;   // of the own columns within a complete row
+  int64_t row_bytes;
+  const int64_t* ids;   // [rows], or null
+  int64_t first_id;
+  int64_t num_ids;
+  void* out;            // [rows] of row_bytes
+} qs_gather;
+
+QS_API int qs_group_gather(qs_context* context, const qs_gather* call);
+// Rows of this rank's part of an embedding: id - first_id, and 0 for ids of other ranks.
+QS_API int qs_local_ids(const int64_t* ids, int64_t count, int64_t first_id, int64_t num_ids,
+                        int64_t vocab_size, int64_t* out);
+
+// What rank 0 posts. `kind`, `numbers` and the bytes are the caller's; the step is copied with what
+// it points to, but `adapters`, which are addresses of one process: here they are numbers.
+typedef struct qs_message {
+  int64_t kind;
+  int64_t numbers[4];
+  qs_step step;
+  int64_t num_tokens;        // of the step; set by qs_group_take
+  const int64_t* adapters;   // [step.num_rows], or null
+  const void* data;
+  int64_t num_bytes;
+} qs_message;
+
+// Waits until all ranks have finished the message before.
+QS_API int qs_group_post(qs_group* group, const qs_message* message);
+// Waits for the next message. What it points to is valid until qs_group_finish.
+QS_API int qs_group_take(qs_group* group, qs_message* message);
+QS_API void qs_group_finish(qs_group* group);
 
 // One row to sample a token from. Before temperature its logits are changed in this order: edits,
 // `allowed`, the first list of bans, the second.

@@ -26,6 +26,7 @@ _T = TypeVar("_T")
 _MAX_THREADS = 1024
 _MAX_LORAS = 64  # in compute memory
 _MAX_REPLICAS = 64
+_MAX_RANKS = 64
 _ADAPTER_NAME_BYTES = 255  # as many as a folder's name may have
 
 
@@ -334,6 +335,8 @@ class LoadConfig(msgspec.Struct, frozen=True):
         pin_threads: Pin each of them, except the calling one, to its own CPU.
         quantization: One of QUANTIZATIONS: weights are quantized while loading, and matrix
             products are computed in integers, for `fp8` in e4m3; None keeps the dtype.
+        tensor_parallel_size: Processes that compute every step together, each with a part of every
+            matrix and of the threads; the bits are those of one.
     """
 
     model: str = "demo"
@@ -345,8 +348,14 @@ class LoadConfig(msgspec.Struct, frozen=True):
     num_threads: int | None = None
     pin_threads: bool = False
     quantization: str | None = None
+    tensor_parallel_size: int = 1
 
     def __post_init__(self) -> None:
+        if not 1 <= self.tensor_parallel_size <= _MAX_RANKS:
+            raise ConfigError(
+                f"--tensor-parallel-size is {self.tensor_parallel_size}, it must be from 1 to "
+                f"{_MAX_RANKS}"
+            )
         if self.num_threads is not None and not 1 <= self.num_threads <= _MAX_THREADS:
             raise ConfigError(
                 f"--threads is {self.num_threads}, it must be from 1 to {_MAX_THREADS}"

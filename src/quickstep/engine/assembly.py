@@ -41,15 +41,18 @@ if TYPE_CHECKING:
 
     from quickstep.engine.adapters import Adapters
     from quickstep.engine.engine import Engine
+    from quickstep.engine.ranks.processes import RankProcesses
     from quickstep.engine.step_times.cost_fits import FitFile
     from quickstep.model.checkpoint.source import Checkpoint
     from quickstep.model.decoder_spec import ModelSpec
     from quickstep.model.interface import KVShape, Model
     from quickstep.model.sizing import DraftSizes, MemoryPlan
+    from quickstep.ops.native.ranks import RankMemory
     from quickstep.ops.table import KVCache, OpTable
     from quickstep.ops.tensors import Device, DType
     from quickstep.runtime.device_executor import DeviceExecutor
     from quickstep.runtime.executor import LocalExecutor
+    from quickstep.runtime.steps.ranked import RankFollower
     from quickstep.runtime.steps.step_model import GraphOptions
     from quickstep.text.chat_template import ChatTemplate
     from quickstep.text.tokenizer import Tokenizer
@@ -120,15 +123,44 @@ def open_engine(
     progress: LoadProgress | None = None,
     step_log_path: Path | None = None,
     with_template: bool = True,
+    on_rank_lost: Callable[[str], None] | None = None,
 ) -> Engine:
     """Load the model that `config` names and build its engine; `await engine.start()` runs it.
 
     The step log is also written to `step_log_path`, as JSON lines. An engine that gets its prompts
-    as tokens does not need the chat template.
+    as tokens does not need the chat template. `on_rank_lost` is called when another rank of the
+    model ends by itself; no step can run then.
 
     Raises:
         ConfigError: The checkpoint is missing or broken, or does not fit.
     """
+    ranks = _rank_processes(config, on_rank_lost)
+    try:
+        return _open_engine(config, progress, step_log_path, with_template, ranks)
+    except BaseException:
+        if ranks is not None:
+            ranks.close()
+        raise
+
+
+def _rank_processes(
+    config: EngineConfig, on_rank_lost: Callable[[str], None] | None
+) -> RankProcesses | None:
+    size = config.load.tensor_parallel_size
+    if size == 1:
+        return None
+    from quickstep.engine.ranks.processes import RankProcesses
+
+    return RankProcesses(size, on_rank_lost)
+
+
+def _open_engine(
+    config: EngineConfig,
+    progress: LoadProgress | None,
+    step_log_path: Path | None,
+    with_template: bool,
+    ranks: RankProcesses | None,
+) -> Engine:
     from quickstep.model.checkpoint.source import find_checkpoint
     from quickstep.runtime.kv_cache import allocate_kv
 
@@ -141,14 +173,17 @@ def open_engine(
         if progress is not None:
             progress(num_bytes, total_bytes)
 
-    loaded = load_weights(config, report, checkpoint)
+    loaded = load_weights(config, report, checkpoint, ranks)
     model = loaded.model
     plan = measured_plan(config, model, loaded.kv_shape, loaded.plan)
     loaded = replace(loaded, plan=plan)
     kv = allocate_kv(loaded.kv_shape, plan.num_blocks, config.cache.block_size, model.device)
     load_s = time.monotonic() - started_s
     description = describe(loaded, load_s, config.inputs, ahead.tokenizer(), with_template)
-    return wire_engine(config, model, kv, plan, description, step_log_path, loaded.adapters)
+    if ranks is not None:
+        ranks.wait_opened()
+    adapters = loaded.adapters
+    return wire_engine(config, model, kv, plan, description, step_log_path, adapters, ranks)
 
 
 def wire_engine(
@@ -159,6 +194,7 @@ def wire_engine(
     description: LoadedModel,
     step_log_path: Path | None = None,
     adapters: Adapters | None = None,
+    ranks: RankProcesses | None = None,
 ) -> Engine:
     """The engine around a model that is in memory; `kv` has the plan's blocks."""
     from quickstep.core.cost_model import Coefficients
@@ -190,7 +226,7 @@ def wire_engine(
     return Engine(
         description,
         scheduler,
-        open_executor(config, model, kv, plan, description, adapters, graphs),
+        open_executor(config, model, kv, plan, description, adapters, graphs, ranks),
         fits=fits,
         step_log=StepLog(path=step_log_path),
         streams=config.streams,
@@ -209,6 +245,7 @@ def open_executor(
     description: LoadedModel,
     adapters: Adapters | None = None,
     graphs: GraphOptions | None = None,
+    ranks: RankProcesses | None = None,
 ) -> LocalExecutor | DeviceExecutor:
     """The executor of an engine around a model that is in memory."""
     from quickstep.engine.speculation import open_proposer
@@ -230,7 +267,7 @@ def open_executor(
         graphs,
     )
     if graphs is None:
-        return LocalExecutor(runner)
+        return LocalExecutor(runner, on_close=None if ranks is None else ranks.close)
     from quickstep.ops.triton.compile_log import warn_of_compiles
     from quickstep.runtime.device_executor import DeviceExecutor
 
@@ -270,9 +307,9 @@ def fit_file(config: EngineConfig, model: Model, description: LoadedModel) -> Fi
     folder = cache_dir()
     if folder is None:
         return None
-    threads = num_threads(config.load)
-    device = model.device.type
-    key = fit_key(description.fingerprint, device, threads, config.enforce_eager)
+    load, device = config.load, model.device.type
+    threads, size = num_threads(load), load.tensor_parallel_size
+    key = fit_key(description.fingerprint, device, threads, config.enforce_eager, size)
     return FitFile(folder, key)
 
 
@@ -307,12 +344,25 @@ def _read_tokenizer(path: Path) -> Tokenizer:
     return Tokenizer.open(path)
 
 
-def load_weights(
-    config: EngineConfig, progress: LoadProgress | None, checkpoint: Checkpoint | None = None
-) -> LoadedWeights:
-    """Find, plan and load what `config` names. Raises ConfigError."""
-    from quickstep.engine.adapters import Adapters, adapter_memory, open_adapters
-    from quickstep.engine.speculation import draft_sizes
+class _Planned(msgspec.Struct, frozen=True):
+    """What is decided before weights are read.
+
+    Attributes:
+        held_bytes: Of weights in quantized values; None of others.
+        why_torch: What torch is needed for; "" for nothing.
+    """
+
+    checkpoint: Checkpoint
+    spec: ModelSpec
+    device: Device
+    dtype: DType
+    ops: OpTable
+    held_bytes: int | None
+    why_torch: str
+
+
+def _planned(config: EngineConfig, checkpoint: Checkpoint | None) -> _Planned:
+    """Find what `config` names, and the kernels. Raises ConfigError."""
     from quickstep.model.checkpoint.placement import choose_device, choose_dtype
     from quickstep.model.checkpoint.source import find_checkpoint
     from quickstep.model.checkpoint.weights import (
@@ -320,7 +370,7 @@ def load_weights(
         open_weights,
         some_tensors,
     )
-    from quickstep.model.loader import check_requantization, load_model, reason_for_torch
+    from quickstep.model.loader import check_requantization, reason_for_torch
     from quickstep.model.spec import read_spec, with_context
     from quickstep.ops.native.backend import native_status
     from quickstep.ops.resolve import resolve_ops
@@ -366,6 +416,29 @@ def load_weights(
     if why_torch:
         require_torch(why_torch)
         set_threads(config.load.num_threads)
+    return _Planned(checkpoint, spec, device, dtype, ops, held_bytes, why_torch)
+
+
+def load_weights(
+    config: EngineConfig,
+    progress: LoadProgress | None,
+    checkpoint: Checkpoint | None = None,
+    ranks: RankProcesses | None = None,
+) -> LoadedWeights:
+    """Find, plan and load what `config` names; of several ranks, the part of the first. The others
+    are started as soon as it is known what fits. Raises ConfigError.
+    """
+    from quickstep.engine.adapters import Adapters, adapter_memory, open_adapters
+    from quickstep.engine.speculation import draft_sizes
+    from quickstep.model.loader import load_model
+    from quickstep.model.sharding import Shard
+
+    planned = _planned(config, checkpoint)
+    checkpoint, spec, dtype, ops = planned.checkpoint, planned.spec, planned.dtype, planned.ops
+    if ranks is not None:
+        _check_ranks(config, planned)
+    elif config.load.tensor_parallel_size > 1:
+        raise ConfigError("this runs in one process: leave --tensor-parallel-size out")
     at_start = open_adapters(config.lora, spec)
     adapter_bytes = host_bytes = 0
     if config.lora is not None:
@@ -373,11 +446,18 @@ def load_weights(
         # of those that stay in host memory after an eviction, of the mean size
         host_bytes = config.lora.num_host_loras * adapter_bytes // config.lora.max_loras
     sizes = draft_sizes(config, spec, dtype.itemsize, ops.scratch_bytes)
-    plan = plan_for(config, spec, dtype, device, ops, held_bytes, adapter_bytes + host_bytes, sizes)
+    held = planned.held_bytes, adapter_bytes + host_bytes
+    plan = plan_for(config, spec, dtype, planned.device, ops, *held, sizes)
     for note in plan.notes:
         _LOGGER.info("%s", note)
-    on_host = not why_torch
-    model = load_model(checkpoint, spec, ops, config.load, progress, plan.max_model_len, on_host)
+    shard = Shard()
+    if ranks is not None:
+        assert ops.steps is not None, "`_check_ranks` has found the native kernels"
+        shard = Shard(0, ranks.size)
+        ops = replace(ops, ranks=ranks.start(config, plan, spec, ops.steps))
+    on_host = not planned.why_torch
+    max_model_len = plan.max_model_len
+    model = load_model(checkpoint, spec, ops, config.load, progress, max_model_len, on_host, shard)
     if not model.exact:
         _LOGGER.warning(
             "%s runs through transformers and is not exact: its bits may depend on the batch",
@@ -399,6 +479,60 @@ def load_weights(
         for name, one in sorted(at_start, key=lambda entry: not adapters.is_pinned(entry[0])):
             adapters.add(adapters.read(name, one))
     return LoadedWeights(checkpoint, spec, model, plan, kv_shape, adapters)
+
+
+def _check_ranks(config: EngineConfig, planned: _Planned) -> None:
+    """Refuse what several ranks cannot compute, warn of what they compute slowly. ConfigError."""
+    from quickstep.model.sharding import check_ranks
+
+    load = config.load
+    check_ranks(planned.spec, load.tensor_parallel_size)
+    needs = f"--tensor-parallel-size {load.tensor_parallel_size} needs"
+    if planned.ops.steps is None:
+        raise ConfigError(f"{needs} the native kernels of a CPU: leave --device and --kernels out")
+    if config.enforce_eager:
+        raise ConfigError(f"{needs} captured steps; leave --enforce-eager out")
+    if config.lora is not None:
+        raise ConfigError(f"{needs} a model without LoRA adapters")
+    cores = usable_cores()
+    if load.tensor_parallel_size > (load.num_threads or cores):
+        _LOGGER.warning(
+            "--tensor-parallel-size is %d and there are %d threads: the ranks will wait for one "
+            "another",
+            load.tensor_parallel_size,
+            load.num_threads or cores,
+        )
+
+
+def open_rank(
+    config: EngineConfig, plan: MemoryPlan, memory: RankMemory, rank: int
+) -> RankFollower:
+    """Load another rank's part while `load_weights` loads rank 0's. Raises ConfigError."""
+    from quickstep.model.decoder import Decoder
+    from quickstep.model.loader import load_model
+    from quickstep.model.sharding import Shard
+    from quickstep.runtime.kv_cache import allocate_kv
+    from quickstep.runtime.steps.captured import CapturedSteps
+    from quickstep.runtime.steps.opening import open_steps
+    from quickstep.runtime.steps.ranked import RankFollower
+
+    planned = _planned(config, None)
+    spec, ops, block_size = planned.spec, planned.ops, config.cache.block_size
+    assert ops.steps is not None, "rank 0 has found the native kernels"
+    ranks = ops.steps.ranks(memory, rank)
+    ops, shard, on_host = replace(ops, ranks=ranks), Shard(rank, memory.size), not planned.why_torch
+    model = load_model(
+        planned.checkpoint, spec, ops, config.load, None, plan.max_model_len, on_host, shard
+    )
+    kv_shape = model.kv_shape.stored_as(config.cache.kv_dtype)
+    if kv_shape.dtype.itemsize < model.kv_shape.dtype.itemsize:
+        from quickstep.runtime.kv_probe import kv_change
+
+        kv_change(model, config.cache.kv_dtype)  # rank 0 measures it, with all ranks
+    kv = allocate_kv(kv_shape, plan.num_blocks, block_size, model.device)
+    steps = open_steps(model, kv, block_size, enforce_eager=False)
+    assert isinstance(model, Decoder) and isinstance(steps, CapturedSteps)
+    return RankFollower(model, steps, kv, ranks)
 
 
 def _warn_of_kv(model: Model, kv_dtype: str) -> None:
@@ -497,8 +631,8 @@ def set_threads(num_threads: int | None) -> None:
 
 
 def num_threads(load: LoadConfig) -> int:
-    """Threads to compute with."""
-    return load.num_threads or usable_cores()
+    """Threads to compute with, of each rank."""
+    return max(1, (load.num_threads or usable_cores()) // load.tensor_parallel_size)
 
 
 def _free_bytes(device: torch.device | Device) -> int:

@@ -88,6 +88,7 @@ class LLMOptions(TypedDict, total=False):
     offline: bool
     num_threads: int | None
     pin_threads: bool
+    tensor_parallel_size: int
     block_size: int
     num_blocks: int | None
     num_gpu_blocks_override: int | None
@@ -131,6 +132,7 @@ _PLACES: Mapping[str, tuple[str, str]] = {
     "offline": ("load", "offline"),
     "num_threads": ("load", "num_threads"),
     "pin_threads": ("load", "pin_threads"),
+    "tensor_parallel_size": ("load", "tensor_parallel_size"),
     "block_size": ("cache", "block_size"),
     "num_blocks": ("cache", "num_blocks"),
     "num_gpu_blocks_override": ("cache", "num_blocks"),

@@ -20,6 +20,7 @@ from quickstep.model.decoder_spec import ModelSpec, QKNorm
 from quickstep.model.decoder_weights import AttentionWeights, DecoderWeights, MoEWeights
 from quickstep.model.interface import ForwardBatch, KVShape
 from quickstep.model.rope import RopeTable
+from quickstep.model.sharding import Shard, shard_spec
 from quickstep.ops.table import (
     AttentionParams,
     KVCache,
@@ -27,12 +28,14 @@ from quickstep.ops.table import (
     OpTable,
     PagedLayout,
 )
-from quickstep.ops.tensors import AnyTensor, Device, rounded
+from quickstep.ops.tensors import AnyTensor, Device, TensorT, rounded
 from quickstep.ops.weights import LinearWeight
 
 if TYPE_CHECKING:
     import torch
     from torch import Tensor
+
+_COMPLETE = Shard()
 
 
 class Decoder:
@@ -46,8 +49,11 @@ class Decoder:
         ops: OpTable,
         max_model_len: int,
         fingerprint: str,
+        shard: Shard = _COMPLETE,
     ) -> None:
         self._spec = spec
+        self._shard = shard
+        self._own = shard_spec(spec, shard)  # what these weights compute
         self._weights = weights
         self._ropes = ropes
         self._ops = ops
@@ -78,9 +84,7 @@ class Decoder:
 
     def with_ops(self, ops: OpTable) -> Decoder:
         """The same model and weights on another op table, which must read these weights."""
-        return Decoder(
-            self._spec, self._weights, self._ropes, ops, self._max_model_len, self._fingerprint
-        )
+        return self._like(self._weights, self._ropes, ops)
 
     @property
     def ropes(self) -> tuple[RopeTable, ...]:
@@ -89,9 +93,11 @@ class Decoder:
 
     def with_tensors(self, weights: DecoderWeights, ropes: tuple[RopeTable, ...]) -> Decoder:
         """The same model on tensors of another kind, of the same values."""
-        return Decoder(
-            self._spec, weights, ropes, self._ops, self._max_model_len, self._fingerprint
-        )
+        return self._like(weights, ropes, self._ops)
+
+    def _like(self, weights: DecoderWeights, ropes: tuple[RopeTable, ...], ops: OpTable) -> Decoder:
+        sizes = self._max_model_len, self._fingerprint, self._shard
+        return Decoder(self._spec, weights, ropes, ops, *sizes)
 
     @property
     def exact(self) -> bool:
@@ -101,7 +107,7 @@ class Decoder:
     @property
     def kv_shape(self) -> KVShape:
         """What to allocate."""
-        spec = self._spec
+        spec = self._own
         dtype = self._weights.final_norm.dtype
         return KVShape(spec.num_layers, spec.num_kv_heads, spec.head_size, dtype)
 
@@ -140,16 +146,13 @@ class Decoder:
         aux: list[Tensor] = []
         layout, emitting, lora = batch.layout, batch.emitting, batch.lora
         rotations = tuple(table.at(self._ops, layout.positions) for table in self._ropes)
-        weights = self._weights
-        residual = self._ops.embedding(
-            batch.token_ids, weights.embed_tokens, weights.final_norm.dtype
-        )
+        residual = self._embedding(batch.token_ids)
         if lora is not None:
             self._ops.add_lora_(residual, batch.token_ids, embedding_number(self._spec), lora)
         if self._multiplier != 1.0:
             residual = residual * self._multiplier
         if self._ops.plan_attention is not None:
-            num_heads, keys = self._spec.num_heads, kv.keys[0]
+            num_heads, keys = self._own.num_heads, kv.keys[0]
             layout = self._ops.plan_attention(layout, residual.dtype, num_heads, keys)
         delta: Tensor | None = None
         for index, layer in enumerate(self._weights.layers):
@@ -175,7 +178,29 @@ class Decoder:
         """`Model.logits`."""
         spec, head = self._spec, self._weights.lm_head
         adapters = None if lora is None else (lm_head_number(spec), lora)
-        return self._ops.logits(hidden, head, spec.logit_divisor, spec.logit_softcap, adapters)
+        divisor, softcap = spec.logit_divisor, spec.logit_softcap
+        logits = self._ops.logits(hidden, head, divisor, softcap, adapters)
+        return self._of_all_ranks(logits, self._shard.outputs(spec.vocab_size), spec.vocab_size)
+
+    def _embedding(self, token_ids: Tensor) -> Tensor:
+        """Embeddings [T, hidden] of token ids [T]."""
+        weight, dtype = self._weights.embed_tokens, self._weights.final_norm.dtype
+        ranks = self._ops.ranks
+        if ranks is None:
+            return self._ops.embedding(token_ids, weight, dtype)
+        own = self._shard.outputs(self._spec.vocab_size)
+        ids = ranks.local_ids(token_ids, own, self._spec.vocab_size)
+        return ranks.gather_rows(self._ops.embedding(ids, weight, dtype), token_ids, own)
+
+    def _of_all_ranks(self, x: TensorT, own: range, num_columns: int) -> TensorT:
+        """x [T, n], this rank's columns `own` -> [T, num_columns]."""
+        ranks = self._ops.ranks
+        return x if ranks is None else ranks.gather(x, own, num_columns)
+
+    def _heads_of_all_ranks(self, x: Tensor, num_heads: int) -> Tensor:
+        """x [T, n * D] of this rank's heads -> [T, num_heads * D]."""
+        size, own = self._spec.head_size, self._shard.heads(num_heads)
+        return self._of_all_ranks(x, range(own.start * size, own.stop * size), num_heads * size)
 
     def _add_and_norm(
         self, delta: Tensor | None, residual: Tensor, norm: AnyTensor | None
@@ -233,8 +258,10 @@ class Decoder:
         weights = self._weights.layers[index].attention
         params = self._attention_params[index]
         mixed = ops.paged_attention(q, keys, values, layout, params, weights.sinks)
-        mixed = mixed.reshape(-1, spec.num_heads * spec.head_size)
-        return self._linear(mixed, weights.o_proj, index, Projection.O_PROJ, lora)
+        mixed = mixed.reshape(-1, self._own.num_heads * spec.head_size)
+        mixed = self._heads_of_all_ranks(mixed, spec.num_heads)
+        x = self._linear(mixed, weights.o_proj, index, Projection.O_PROJ, lora)
+        return self._of_all_ranks(x, self._shard.outputs(spec.hidden_size), spec.hidden_size)
 
     def _linear(
         self,
@@ -254,18 +281,34 @@ class Decoder:
         self, index: int, x: Tensor, lora: LoRAMapping | None
     ) -> tuple[Tensor, Tensor, Tensor]:
         """Queries [T, H, D], k and v [T, K, D], normed where the architecture does."""
-        spec, weights = self._spec, self._weights.layers[index].attention
+        spec, weights = self._own, self._weights.layers[index].attention
         queries, keys = spec.num_heads * spec.head_size, spec.num_kv_heads * spec.head_size
         qkv = self._linear(x, weights.qkv, index, Projection.QKV, lora)
         q, k = qkv[:, :queries], qkv[:, queries : queries + keys]
         v = qkv[:, queries + keys :]
         if spec.qk_norm is QKNorm.FULL:
-            q, k = self._norm_qk(weights, q, k)
+            q, k = self._norm_complete_qk(weights, q, k)
         q = q.view(-1, spec.num_heads, spec.head_size)
         k, v = (part.view(-1, spec.num_kv_heads, spec.head_size) for part in (k, v))
         if spec.qk_norm is QKNorm.HEAD:
             q, k = self._norm_qk(weights, q, k)
         return q, k, v
+
+    def _norm_complete_qk(
+        self, weights: AttentionWeights, q: Tensor, k: Tensor
+    ) -> tuple[Tensor, Tensor]:
+        """Norms over the heads of all ranks, of which the rank's own are returned."""
+        spec, size = self._spec, self._spec.head_size
+        q = self._heads_of_all_ranks(q, spec.num_heads)
+        k = self._heads_of_all_ranks(k, spec.num_kv_heads)
+        q, k = self._norm_qk(weights, q, k)
+        if self._ops.ranks is None:
+            return q, k
+        heads, kv_heads = self._shard.heads(spec.num_heads), self._shard.heads(spec.num_kv_heads)
+        return (
+            q[:, heads.start * size : heads.stop * size],
+            k[:, kv_heads.start * size : kv_heads.stop * size],
+        )
 
     def _norm_qk(self, weights: AttentionWeights, q: Tensor, k: Tensor) -> tuple[Tensor, Tensor]:
         eps, offset = self._spec.norm_eps, self._spec.norm_offset
@@ -286,4 +329,7 @@ class Decoder:
         else:
             gate_up = self._linear(x, weights.gate_up, index, Projection.GATE_UP, lora)
             x = self._ops.gated_activation(gate_up, activation)
-        return self._linear(x, weights.down_proj, index, Projection.DOWN_PROJ, lora)
+        spec, shard = self._spec, self._shard
+        x = self._of_all_ranks(x, shard.outputs(spec.intermediate_size), spec.intermediate_size)
+        x = self._linear(x, weights.down_proj, index, Projection.DOWN_PROJ, lora)
+        return self._of_all_ranks(x, shard.outputs(spec.hidden_size), spec.hidden_size)

@@ -45,6 +45,7 @@ from quickstep.model.interface import Model
 from quickstep.model.quantization import find_scheme
 from quickstep.model.quantize import QuantizingSource
 from quickstep.model.rope import make_rope_table
+from quickstep.model.sharding import Shard, ShardedSource
 from quickstep.model.spec import read_config
 from quickstep.ops.table import ExpertWeights, OpTable
 from quickstep.ops.tensors import CPU, AnyTensor, DType, HostTensor, torch_device, torch_dtype
@@ -56,6 +57,8 @@ if TYPE_CHECKING:
 
     from quickstep.ops.tensors import Device
 
+_COMPLETE = Shard()
+
 
 def load_model(
     checkpoint: Checkpoint,
@@ -65,18 +68,20 @@ def load_model(
     progress: Progress | None = None,
     max_model_len: int | None = None,
     on_host: bool = False,
+    shard: Shard = _COMPLETE,
 ) -> Model:
     """Load the weights of a checkpoint for an op table.
 
     `progress(done_bytes, total_bytes)` is called as bytes are read. `max_model_len` sizes the
     position tables (and chooses longrope's factors); None is the limit of the spec.
-    `on_host`: tensors without torch, if `reason_for_torch` is None.
+    `on_host`: tensors without torch, if `reason_for_torch` is None. `shard`: which part of every
+    matrix; `ops` then has the ranks that have the others.
 
     Raises:
         ConfigError: Tensors are missing, unexpected, misshapen or corrupt.
     """
     with reading_checkpoint(checkpoint.path):
-        return _load_model(checkpoint, spec, ops, load, progress, max_model_len, on_host)
+        return _load_model(checkpoint, spec, ops, load, progress, max_model_len, on_host, shard)
 
 
 def _load_model(
@@ -87,6 +92,7 @@ def _load_model(
     progress: Progress | None,
     max_model_len: int | None,
     on_host: bool,
+    shard: Shard,
 ) -> Model:
     device = choose_device(load.device)
     max_model_len = min(max_model_len or spec.max_model_len, spec.max_model_len)
@@ -123,8 +129,11 @@ def _load_model(
         stored = _open_source(weights, dtype, device, report)
     else:
         stored = _open_source(weights, torch_dtype(dtype), torch_device(device), report)
+    if shard.size > 1:
+        stored = ShardedSource(stored, spec, weights.names, shard)
     source = quantizing(stored, load.quantization, weights.names, ops)
-    return build_decoder(spec, ops, source, weights.names, max_model_len, fingerprint.result)
+    names = weights.names
+    return build_decoder(spec, ops, source, names, max_model_len, fingerprint.result, shard)
 
 
 def reason_for_torch(
@@ -209,6 +218,7 @@ def build_decoder(
     names: DecoderNames,
     max_model_len: int,
     fingerprint: Callable[[], str],
+    shard: Shard = _COMPLETE,
 ) -> Decoder:
     """Pack the tensors of `source`, layer by layer, for a spec that they fit.
 
@@ -217,7 +227,7 @@ def build_decoder(
     weights = _Packing(spec, ops, source).decoder(names)
     device = weights.final_norm.device
     ropes = tuple(make_rope_table(rope, max_model_len, device) for rope in spec.ropes)
-    return Decoder(spec, weights, ropes, ops, max_model_len, fingerprint())
+    return Decoder(spec, weights, ropes, ops, max_model_len, fingerprint(), shard)
 
 
 class _Packing:

@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     from torch import Tensor
 
     from quickstep.ops.native.steps import NativeSteps
-    from quickstep.ops.tensors import AnyTensor, DType
+    from quickstep.ops.tensors import AnyTensor, DType, TensorT
     from quickstep.ops.weights import LinearWeight, QuantizedWeight, StoredMatrix
 
 
@@ -264,6 +264,23 @@ class AttentionParams(msgspec.Struct, frozen=True):
     softcap: float | None = None
 
 
+class Ranks(Protocol):
+    """The processes that compute a model together, each some outputs of every matrix.
+
+    Every rank makes the same calls in the same order. They only copy, so that the bits are those of
+    one process.
+    """
+
+    def gather(self, x: TensorT, own: range, num_columns: int) -> TensorT:
+        """x [T, n], the columns `own` of all -> [T, num_columns]."""
+
+    def local_ids(self, token_ids: Tensor, own: range, vocab_size: int) -> Tensor:
+        """Token ids [T] by their place in the rows `own` of an embedding; 0 for the others'."""
+
+    def gather_rows(self, x: Tensor, token_ids: Tensor, own: range) -> Tensor:
+        """x [T, C], right where the token's id is in `own` -> [T, C], right everywhere."""
+
+
 class Quantize(Protocol):
     """`OpTable.quantize`."""
 
@@ -405,3 +422,4 @@ class OpTable(msgspec.Struct, frozen=True):
     steps: NativeSteps | None = None
     reads_lengths: bool = False
     adapter_table: Callable[[Sequence[LoRAAdapter], int], AdapterTable] | None = None
+    ranks: Ranks | None = None

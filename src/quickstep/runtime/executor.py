@@ -78,10 +78,17 @@ class ShortTicket:
 class LocalExecutor:
     """Owns the worker thread, and the runner while it is open.
 
-    `short_s` is the longest step that runs on the caller's thread.
+    `short_s` is the longest step that runs on the caller's thread. `on_close` is called once no
+    step can run any more.
     """
 
-    def __init__(self, runner: ModelRunner, short_s: float = _SHORT_S) -> None:
+    def __init__(
+        self,
+        runner: ModelRunner,
+        short_s: float = _SHORT_S,
+        on_close: Callable[[], None] | None = None,
+    ) -> None:
+        self._on_close = on_close
         self._runner = runner
         self._short_s = short_s
         self._short_tokens = 0  # of the last step, if it was short
@@ -121,6 +128,8 @@ class LocalExecutor:
         self._is_closed = True
         self._finish_short()
         self._worker.shutdown(wait=True)
+        if self._on_close is not None:
+            self._on_close()
         is_on_host = self._runner.is_on_host
         del self._runner
         if not is_on_host:

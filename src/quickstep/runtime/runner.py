@@ -26,6 +26,7 @@ from quickstep.runtime.speculation.drafting import Drafting, NextDrafts
 from quickstep.runtime.speculation.proposer import Proposer
 from quickstep.runtime.speculation.verification import EmittingRow, sample_rows
 from quickstep.runtime.steps.opening import open_steps
+from quickstep.runtime.steps.ranked import with_ranks
 from quickstep.runtime.steps.step_model import EmittingToken, GraphOptions, StepModel
 from quickstep.types import RowFailure, RowOutput, StepPlan, StepResult, StepRow, TokenLogprobs
 
@@ -80,8 +81,9 @@ class ModelRunner:
     ) -> None:
         self._drafting = Drafting(proposer)
         aux_layers = self._drafting.aux_layers
-        self._steps: StepModel = open_steps(
-            model, kv, block_size, enforce_eager, adapters, aux_layers, graphs=graphs
+        self._steps: StepModel = with_ranks(
+            open_steps(model, kv, block_size, enforce_eager, adapters, aux_layers, graphs=graphs),
+            model,
         )
         self._graph_steps = _graph_steps(self._steps) if graphs is not None else None
         self._device_sampler = open_device_sampler(model)
@@ -89,8 +91,7 @@ class ModelRunner:
         self._sample = open_sampler(model) if sampler is None else sampler.sample
         self._scorer = PromptScorer(self._steps, model)
         self._num_blocks = kv.keys[0].shape[0] - (graphs is not None)
-        self._kv, self._block_size = kv, block_size
-        self._move_kv = model.ops.move_kv
+        self._block_size = block_size
         self._slots = SlotTable(num_slots, model.vocab_size, new_matcher)
         self._by_rejection = by_rejection
         self._device = model.device
@@ -326,7 +327,7 @@ class ModelRunner:
                     source = row.slot.flat_index(root + node, self._block_size)
                     moves.append((source, row.slot.flat_index(root + depth, self._block_size)))
         if moves:
-            self._move_kv(self._kv, moves)
+            self._steps.move_kv(moves)
 
     def _read_prompts(
         self,

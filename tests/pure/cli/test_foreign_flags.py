@@ -112,8 +112,8 @@ def test_any_other_value_is_refused_in_one_sentence(
         ("serve --ctx-size 100", "--ctx-size 100 is a flag of llama.cpp; give --max-model-len 100"),
         ("serve m -c 100", "-c 100 is a flag of llama.cpp; give --max-model-len 100"),
         ("serve --ctx-size", "give --max-model-len N"),
-        ("serve --tensor-parallel-size 2", "one device; start one per device"),
-        ("serve --tensor_parallel_size=2", "--tensor_parallel_size 2 is a flag of vLLM"),
+        ("serve --pipeline-parallel-size 2", "one device; start one per device"),
+        ("serve --pipeline_parallel_size=2", "--pipeline_parallel_size 2 is a flag of vLLM"),
         ("serve --gpu-memory-utilization 0.9", "give --memory-bytes SIZE"),
         ("serve --gpu-layers 3", "all layers are on one device"),
         ("serve --trust-remote-code", "is never run"),
@@ -145,7 +145,7 @@ def test_a_typo_in_a_flag_of_ours_suggests_it(
 @pytest.mark.parametrize(
     "name",
     [
-        *("--gpu-memory-usage", "--tensor-parallelism", "--auto-tools", "--context", "--layers"),
+        *("--gpu-memory-usage", "--tensor-cores", "--auto-tools", "--context", "--layers"),
         *("--remote-code", "--template", "--size", "-x", "--xy", "--max-tokens", "--key"),
     ],
 )

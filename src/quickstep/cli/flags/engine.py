@@ -122,6 +122,17 @@ def _add_load_flags(group: argparse._ArgumentGroup) -> None:
         "machines that run nothing else",
     )
     group.add_argument(
+        "--tensor-parallel-size",
+        "-tp",
+        "--tp-size",
+        "--tp",
+        type=positive_int,
+        default=defaults.tensor_parallel_size,
+        metavar="N",
+        help="processes that compute every step together, each with a part of the weights and of "
+        "--threads; same bits (default: %(default)s)",
+    )
+    group.add_argument(
         "--max-model-len",
         type=token_count,
         metavar="TOKENS",
@@ -340,6 +351,7 @@ def engine_config(args: argparse.Namespace, model: str, seed: int | None = None)
             num_threads=args.threads,
             pin_threads=args.pin_threads,
             quantization=args.quantization,
+            tensor_parallel_size=args.tensor_parallel_size,
         ),
         cache=CacheConfig(
             block_size=args.block_size,

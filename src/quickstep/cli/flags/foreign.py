@@ -445,14 +445,6 @@ _DEVICES = (
         why="the KV cache is where the weights are",
     ),
     _row(
-        "--tensor-parallel-size -tp --tp --tp-size",
-        _BOTH,
-        why=_ONE_DEVICE,
-        takes="N",
-        accepted="1",
-        topic="several devices",
-    ),
-    _row(
         "--pipeline-parallel-size -pp --pp-size --ep-size "
         "--prefill-context-parallel-size -pcp --decode-context-parallel-size -dcp --nnodes "
         "--api-server-count -asc --data-parallel-size-local",

@@ -45,6 +45,10 @@ class Launched(msgspec.Struct):
         with suppress(ConnectionError):  # reading from the worker will report its end
             self.connection.sendall(frame)
 
+    def wait(self) -> int:
+        """Wait for the process to end; returns its exit status, negative for a signal."""
+        return self.process.wait()
+
     def end(self) -> None:
         """End the process, if it has not ended. Idempotent."""
         self.connection.close()
@@ -52,10 +56,13 @@ class Launched(msgspec.Struct):
         self.process.wait()
 
 
-def launch(command: Sequence[str] = WORKER_COMMAND, hidden: Sequence[str] = ()) -> Launched:
+def launch(
+    command: Sequence[str] = WORKER_COMMAND, hidden: Sequence[str] = (), shared: Sequence[int] = ()
+) -> Launched:
     """Start `command` with its end of a connection and our process id as arguments.
 
-    The environment variables that `hidden` names are not passed on.
+    The environment variables that `hidden` names are not passed on. It inherits the descriptors
+    `shared`.
 
     Raises:
         EngineError: The process cannot be started.
@@ -68,7 +75,7 @@ def launch(command: Sequence[str] = WORKER_COMMAND, hidden: Sequence[str] = ()) 
             process = subprocess.Popen(
                 [*command, str(theirs.fileno()), str(os.getpid())],
                 stdin=subprocess.DEVNULL,
-                pass_fds=(theirs.fileno(),),
+                pass_fds=(theirs.fileno(), *shared),
                 env=environment,
             )
         except OSError as error:

@@ -43,8 +43,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     # `EngineService` enables it again.
     gc.disable()
     arguments = sys.argv[1:] if argv is None else argv
-    _leave_signals()
-    _die_with(int(arguments[1]))
+    leave_signals()
+    die_with(int(arguments[1]))
     sys.setswitchinterval(_SWITCH_S)
     defer_parts_of_torch()  # which most models never import
     return run(arguments, _opener(int(arguments[0])))
@@ -61,10 +61,13 @@ def _opener(socket_fd: int) -> EngineOpener:
     progress = _LoadProgress()
     thread = ThreadPoolExecutor(1, thread_name_prefix="open")
     first = _first_message(socket_fd)
+    open_without_template = partial(
+        open_engine, with_template=False, on_rank_lost=lambda _: os._exit(1)
+    )
     if first is None:
-        return partial(open_engine, with_template=False)
+        return open_without_template
     install(first.log)
-    opening = thread.submit(open_engine, first.config, progress, with_template=False)
+    opening = thread.submit(open_without_template, first.config, progress)
     opening.add_done_callback(lambda _: progress.has_begun.set())
     progress.has_begun.wait()  # the imports that follow would take the interpreter's lock from it
 
@@ -107,8 +110,8 @@ class _LoadProgress:
 def run(argv: Sequence[str], opener: EngineOpener) -> int:
     """Serve the engine that `opener` loads, until it is stopped or the parent ends."""
     socket_fd, parent_pid = (int(argument) for argument in argv)
-    _leave_signals()
-    _die_with(parent_pid)
+    leave_signals()
+    die_with(parent_pid)
     import asyncio
 
     import uvloop
@@ -117,12 +120,14 @@ def run(argv: Sequence[str], opener: EngineOpener) -> int:
         return runner.run(_serve(socket_fd, opener))
 
 
-def _leave_signals() -> None:
+def leave_signals() -> None:
+    """Ignore what a terminal and a service manager send to the process group."""
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
         signal.signal(number, signal.SIG_IGN)
 
 
-def _die_with(parent_pid: int) -> None:
+def die_with(parent_pid: int) -> None:
+    """End with the parent; on Linux the kernel does it, even in a native call."""
     if sys.platform == "linux":
         ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
     if os.getppid() != parent_pid:  # the parent ended before the line above

@@ -39,6 +39,7 @@ class FitKey(msgspec.Struct, frozen=True):
         num_threads: Threads that compute.
         device: `cpu` or `cuda`.
         is_eager: Steps are not captured.
+        num_ranks: Processes that compute a step together, with `num_threads` each.
     """
 
     fingerprint: str
@@ -48,6 +49,7 @@ class FitKey(msgspec.Struct, frozen=True):
     num_threads: int
     device: str
     is_eager: bool
+    num_ranks: int = 1
 
 
 class FitSource(msgspec.Struct, frozen=True):
@@ -73,11 +75,16 @@ class StoredFit(msgspec.Struct, frozen=True):
 
 
 def fit_key(
-    fingerprint: str, device: str, num_threads: int, is_eager: bool, root: Path = Path("/")
+    fingerprint: str,
+    device: str,
+    num_threads: int,
+    is_eager: bool,
+    num_ranks: int = 1,
+    root: Path = Path("/"),
 ) -> FitKey:
     """The key of a model on this machine; `root` has Linux's `proc`."""
-    cores = usable_cores()
-    return FitKey(fingerprint, __version__, _cpu_model(root), cores, num_threads, device, is_eager)
+    cores, cpu = usable_cores(), _cpu_model(root)
+    return FitKey(fingerprint, __version__, cpu, cores, num_threads, device, is_eager, num_ranks)
 
 
 def _cpu_model(root: Path) -> str:

@@ -26,14 +26,14 @@ from types import MappingProxyType
 
 from quickstep.errors import ConfigError, EngineError
 
-ABI_VERSION = 11
+ABI_VERSION = 12
 
 # qs_activation
 ACTIVATIONS: Mapping[str, int] = MappingProxyType(
     {"silu": 0, "gelu": 1, "gelu_tanh": 2, "clamped_swiglu": 3}
 )
 
-_OK, _INVALID, _OUT_OF_MEMORY, _UNSUPPORTED_ISA, _OUT_OF_RANGE = range(5)
+_OK, _INVALID, _OUT_OF_MEMORY, _UNSUPPORTED_ISA, _OUT_OF_RANGE, _UNREADABLE, _PEER_LOST = range(7)
 
 
 class AttentionCall(ctypes.Structure):
@@ -182,7 +182,7 @@ class OpKind:
 
     LINEAR, GATHER, RMS_NORM, ADD_NORM, ROTARY, GATED = range(6)
     WRITE_KV, ATTENTION, ADD, SCALE, LOGITS = range(6, 11)
-    QUANTIZED, LINEAR_ROWS, QUANTIZED_ROWS, TAKE, LORA = range(11, 16)
+    QUANTIZED, LINEAR_ROWS, QUANTIZED_ROWS, TAKE, LORA, RANKS, LOCAL_IDS = range(11, 18)
 
 
 class RowsOf:
@@ -243,6 +243,38 @@ class StepCall(ctypes.Structure):
         ("token_ids", c_void_p),
         ("emitting", c_void_p),
         ("adapters", c_void_p),
+    )
+
+
+class GatherCall(ctypes.Structure):
+    """`qs_gather`."""
+
+    _fields_ = (
+        ("group", c_void_p),
+        ("x", c_void_p),
+        ("stride_bytes", c_int64),
+        ("rows", c_int64),
+        ("own_bytes", c_int64),
+        ("first_byte", c_int64),
+        ("row_bytes", c_int64),
+        ("ids", c_void_p),
+        ("first_id", c_int64),
+        ("num_ids", c_int64),
+        ("out", c_void_p),
+    )
+
+
+class MessageCall(ctypes.Structure):
+    """`qs_message`."""
+
+    _fields_ = (
+        ("kind", c_int64),
+        ("numbers", c_int64 * 4),
+        ("step", StepCall),
+        ("num_tokens", c_int64),
+        ("adapters", c_void_p),
+        ("data", c_void_p),
+        ("num_bytes", c_int64),
     )
 
 
@@ -368,6 +400,16 @@ _SIGNATURES: tuple[tuple[str, object, tuple[object, ...]], ...] = (
     ("qs_program_create", _I, (_P, POINTER(OpCall), _L, POINTER(ProgramInputs), POINTER(_P))),
     ("qs_program_destroy", None, (_P,)),
     ("qs_program_run", _I, (_P, _P)),
+    ("qs_group_bytes", _L, (_L, _L)),
+    ("qs_group_open", _I, (_P, _L, _L, _I, _I, POINTER(_P))),
+    ("qs_group_close", None, (_P,)),
+    ("qs_group_break", None, (_P,)),
+    ("qs_group_waited_ns", _L, (_P,)),
+    ("qs_group_gather", _I, (_P, POINTER(GatherCall))),
+    ("qs_local_ids", _I, (_P, _L, _L, _L, _L, _P)),
+    ("qs_group_post", _I, (_P, POINTER(MessageCall))),
+    ("qs_group_take", _I, (_P, POINTER(MessageCall))),
+    ("qs_group_finish", None, (_P,)),
     ("qs_sample_scratch_bytes", _L, (_P, _L, _L)),
     ("qs_sample_rows", _I, (_P, _P, _L, _L, _P)),
     ("qs_score_tokens", _I, (_P, _P, _P)),
@@ -411,4 +453,6 @@ def raise_for_status(status: int, what: str) -> None:
         raise ConfigError(f"{what}: this machine has no such CPU kernels")
     if status == _OUT_OF_RANGE:
         raise EngineError(f"{what}: an index lies outside its table")
+    if status == _PEER_LOST:
+        raise EngineError(f"{what}: another rank of the model is lost")
     raise EngineError(f"{what}: invalid arguments for the native kernel (status {status})")

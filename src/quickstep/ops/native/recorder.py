@@ -25,6 +25,7 @@ from quickstep.ops.native.packed import (
     kv_kernel_dtype,
 )
 from quickstep.ops.native.program import Buffer, Numbers, Operand, OpRecord, Recording
+from quickstep.ops.native.ranks import NativeRanks
 from quickstep.ops.table import AttentionParams, LoRAMapping, OpTable, PagedLayout
 from quickstep.ops.tensors import FLOAT32, INT32, INT64, AnyTensor, DType, host_dtype
 from quickstep.ops.weights import LinearWeight
@@ -244,7 +245,7 @@ class Tape:
             output if isinstance(output, int) else self.operand(output) for output in outputs
         )
         dtype = kernel_dtype(x.dtype)
-        if dtype is None and kind != OpKind.GATHER:
+        if dtype is None and kind not in (OpKind.GATHER, OpKind.LOCAL_IDS):
             raise NotCapturable(f"there are no native kernels for {x.dtype}")
         number = -1 if dtype is None else dtype
         self.ops.append(
@@ -335,6 +336,7 @@ class NativeRecorder:
             gated_activation=calls._gated_activation,
             logits=calls._logits,
             scratch_bytes=ops.scratch_bytes,
+            ranks=None if ops.ranks is None else cast("Any", _RecordedRanks(self._tape, ops.ranks)),
         )
 
     def finish(
@@ -558,6 +560,48 @@ class NativeRecorder:
         size = (weight.num_outputs,)
         self._tape.record(OpKind.LOGITS, product, inputs, (out,), Numbers(size=size, scalar=scalar))
         return out
+
+
+class _RecordedRanks:
+    """Records what ranks exchange; `ops.table.Ranks`."""
+
+    def __init__(self, tape: Tape, ranks: object) -> None:
+        if not isinstance(ranks, NativeRanks):
+            raise NotCapturable("the ranks do not meet in shared memory")
+        self._tape = tape
+        self._ranks = ranks
+
+    def gather(self, x: StepTensor, own: range, num_columns: int) -> StepTensor:
+        item_bytes = x.dtype.itemsize
+        first_byte = own.start * item_bytes
+        out = self._tape.new((num_columns,), x.dtype, self._tape.rows_of(x))
+        size = (x.row_size * item_bytes, first_byte, num_columns * item_bytes)
+        self._record(x, 0, out, size)
+        return out
+
+    def local_ids(self, token_ids: StepTensor, own: range, vocab_size: int) -> StepTensor:
+        inputs = (self._tape.contiguous(token_ids),)
+        out = self._tape.like(token_ids)
+        size = (own.start, len(own), vocab_size)
+        self._tape.record(OpKind.LOCAL_IDS, token_ids, inputs, (out,), Numbers(size=size))
+        return out
+
+    def gather_rows(self, x: StepTensor, token_ids: StepTensor, own: range) -> StepTensor:
+        row_bytes = x.row_size * x.dtype.itemsize
+        ids = self._tape.contiguous(token_ids)
+        out = self._tape.like(x)
+        self._record(x, ids, out, (row_bytes, 0, row_bytes, own.start, len(own)))
+        return out
+
+    def _record(
+        self, x: StepTensor, ids: Operand | int, out: StepTensor, size: tuple[int, ...]
+    ) -> None:
+        if x.stride(1) != 1:
+            raise NotCapturable("a gather would have to copy its input")
+        self._tape.kept.append(self._ranks)
+        inputs = (self._tape.operand(x), self._ranks.handle, ids)
+        stride = (x.stride(0) * x.dtype.itemsize,)
+        self._tape.record(OpKind.RANKS, x, inputs, (out,), Numbers(size=size, stride=stride))
 
 
 def _as_tensor(x: StepTensor) -> Tensor:

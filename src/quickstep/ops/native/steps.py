@@ -20,6 +20,7 @@ import numpy.typing as npt
 from quickstep.ops.native.library import SampleCall, ScoresCall, raise_for_status
 from quickstep.ops.native.packed import kernel_dtype
 from quickstep.ops.native.program import Program, Recording
+from quickstep.ops.native.ranks import NativeRanks, RankMemory
 from quickstep.ops.tensors import UINT8, AnyTensor, HostTensor
 
 if TYPE_CHECKING:
@@ -41,6 +42,10 @@ class NativeSteps:
         return Program(
             self._library, self._context, self._owner, recording, capacities, memory, block_size
         )
+
+    def ranks(self, memory: RankMemory, rank: int) -> NativeRanks:
+        """Join the ranks that share `memory`."""
+        return NativeRanks(self._library, self._context, self._owner, memory, rank)
 
     def sampler(self, vocab_size: int) -> RowSampler:
         """Samples from rows of `vocab_size` logits."""

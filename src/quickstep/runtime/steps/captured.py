@@ -108,6 +108,7 @@ class CapturedSteps:
         model: Decoder | EagleModel,
         steps: NativeSteps,
         recordings: Recordings,
+        kv: KVCache,
         block_size: int,
         adapters: Mapping[str, LoRAAdapter] | None,
     ) -> None:
@@ -117,6 +118,7 @@ class CapturedSteps:
         self._steps = steps
         self._recordings = recordings
         self._dtype = dtype
+        self._kv = kv
         self._block_size = block_size
         self._adapters = {} if adapters is None else adapters
         self._step_adapters: dict[str, LoRAAdapter] = {}  # of the rows, kept while they run
@@ -170,21 +172,39 @@ class CapturedSteps:
         features: AnyTensor | None = None,
     ) -> tuple[HostTensor, HostTensor]:
         """`StepModel.run`. Raises EngineError for a token id that the model lacks."""
-        num_tokens, num_emitting = self._num_tokens, len(emitting)
-        bound = self._bound(num_tokens, num_emitting, every_token)
-        if features is not None:
-            assert bound.features is not None and isinstance(features, HostTensor)
-            bound.features.numpy()[:num_tokens] = features.numpy()
+        self.call_of(emitting)
+        sizes = self._num_tokens, len(emitting)
+        return self.compute(self._call_address, sizes, every_token, features)
+
+    def call_of(self, emitting: Sequence[EmittingToken]) -> StepCall:
+        """The prepared rows as the library gets them; valid until the next `prepare`."""
         call = self._call
         call.num_rows = len(self._rows) // _FIELDS_PER_ROW
-        call.num_emitting = num_emitting
+        call.num_emitting = len(emitting)
         self._emitting = array("q", chain.from_iterable(emitting))
         call.rows = self._rows.buffer_info()[0]
         call.token_ids = self._token_ids.buffer_info()[0]
         call.emitting = self._emitting.buffer_info()[0] if emitting else None
         handles = self._adapter_handles
         call.adapters = handles.buffer_info()[0] if handles else None
-        bound.program.run(self._call_address)
+        return call
+
+    def compute(
+        self,
+        call_address: int,
+        sizes: tuple[int, int],
+        every_token: bool,
+        features: AnyTensor | None = None,
+    ) -> tuple[HostTensor, HostTensor]:
+        """Run the step that a `StepCall` at this address describes, of `sizes` (tokens, emitting
+        ones); the rest is as for `run`.
+        """
+        num_tokens, num_emitting = sizes
+        bound = self._bound(num_tokens, num_emitting, every_token)
+        if features is not None:
+            assert bound.features is not None and isinstance(features, HostTensor)
+            bound.features.numpy()[:num_tokens] = features.numpy()
+        bound.program.run(call_address)
         self._aux_hidden = bound.aux_hidden
         return bound.results(num_tokens if every_token else num_emitting, num_emitting)
 
@@ -193,6 +213,15 @@ class CapturedSteps:
         if not self._aux_hidden:
             return ()
         return tuple([hidden[: self._num_tokens] for hidden in self._aux_hidden])
+
+    @property
+    def num_tokens(self) -> int:
+        """Of the prepared rows."""
+        return self._num_tokens
+
+    def move_kv(self, pairs: Sequence[tuple[int, int]]) -> None:
+        """`StepModel.move_kv`."""
+        self._model.ops.move_kv(self._kv, pairs)
 
     def logits(self, hidden: AnyTensor, adapter: str) -> AnyTensor:
         """`StepModel.logits`."""

@@ -108,6 +108,10 @@ class EagerSteps:
         """`StepModel.aux_hidden_states`."""
         return self._aux_hidden
 
+    def move_kv(self, pairs: Sequence[tuple[int, int]]) -> None:
+        """`StepModel.move_kv`."""
+        self._model.ops.move_kv(self._kv, pairs)
+
     @torch.inference_mode()
     def logits(self, hidden: AnyTensor, adapter: str) -> AnyTensor:
         """`StepModel.logits`."""

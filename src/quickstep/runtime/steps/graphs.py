@@ -430,6 +430,10 @@ class GraphSteps:
         assert self._results is not None
         return tuple([hidden[: self._prepared.num_tokens] for hidden in self._results.aux_hidden])
 
+    def move_kv(self, pairs: Sequence[tuple[int, int]]) -> None:
+        """`StepModel.move_kv`."""
+        self._eager.move_kv(pairs)
+
     def logits(self, hidden: AnyTensor, adapter: str) -> AnyTensor:
         """`StepModel.logits`."""
         return self._eager.logits(hidden, adapter)

@@ -62,7 +62,7 @@ def open_steps(
         if of_emitting is not None:
             of_all = partial(of, every_token=True, aux_layers=aux_layers)
             recordings = Recordings(of_emitting, of_all)
-            return CapturedSteps(model, model.ops.steps, recordings, block_size, adapters)
+            return CapturedSteps(model, model.ops.steps, recordings, kv, block_size, adapters)
     # Imported here: they compute with torch.
     from quickstep.runtime.steps.eager import EagerSteps
 

@@ -51,6 +51,9 @@ class StepModel(Protocol):
         this adapter, "" for none.
         """
 
+    def move_kv(self, pairs: Sequence[tuple[int, int]]) -> None:
+        """`OpTable.move_kv` in the cache that steps read, of every rank."""
+
 
 class GraphBackend(Protocol):
     """Records launches of a device: `runtime.steps.graphs.CudaGraphs`, and a double in tests."""

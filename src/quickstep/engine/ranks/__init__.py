@@ -1,0 +1,1 @@
+"""The processes of a model that several ranks compute: started, opened, watched."""

@@ -1,0 +1,160 @@
+"""The other ranks of a model, as rank 0 sees them: start, open, watch, end.
+
+Rank 0 is the engine's process: scheduler, slots and sampler are there, as without ranks. The others
+are children of it, which load their parts at the same time and then follow it. A thread starts them
+and watches their connections, because Linux ends a child with the thread that made it. When one
+ends, the group is broken: the step that runs fails, and so does every later one.
+"""
+
+from __future__ import annotations
+
+import logging
+import selectors
+import sys
+import threading
+from collections.abc import Callable
+
+import msgspec
+
+from quickstep.config import EngineConfig
+from quickstep.engine.logs import LogSetup
+from quickstep.engine.ranks.messages import FROM_RANK, OpenRank, RankRefused, receive, send
+from quickstep.engine.remote.launch import Launched, launch
+from quickstep.errors import ConfigError, EngineError
+from quickstep.model.decoder_spec import ModelSpec
+from quickstep.model.sizing import MemoryPlan
+from quickstep.ops.native.ranks import NativeRanks, RankMemory
+from quickstep.ops.native.steps import NativeSteps
+from quickstep.runtime.steps.ranked import RankWork
+
+_LOGGER = logging.getLogger(__name__)
+
+# -P: do not import modules from the working directory
+_COMMAND = (sys.executable, "-P", "-m", "quickstep.engine.ranks.worker")
+_LEAST_STAGE_BYTES = 1 << 20  # rows of a gather that meet at once
+_SCORED_POSITIONS = 64  # whose hidden states are posted at once (`runtime.sampling.prompt_scores`)
+
+
+class RankProcesses:
+    """The ranks 1 to `size` - 1. `close` them in any case.
+
+    `on_lost` is called with a sentence when one ends by itself, in the thread that watches them.
+    """
+
+    def __init__(self, size: int, on_lost: Callable[[str], None] | None = None) -> None:
+        self.size = size
+        self._on_lost = on_lost
+        self._changed = threading.Condition()
+        self._num_opened = 0
+        self._failure = ""
+        self._is_closing = False
+        self._ranks: NativeRanks | None = None
+        self._watching: threading.Thread | None = None
+
+    def start(
+        self, config: EngineConfig, plan: MemoryPlan, spec: ModelSpec, steps: NativeSteps
+    ) -> NativeRanks:
+        """Start the processes, which load their parts; returns rank 0's end of the group."""
+        memory = RankMemory.create(*_sizes(spec, plan, config.cache.block_size), self.size)
+        self._ranks = steps.ranks(memory, 0)
+        log = LogSetup(level=logging.getLogger().getEffectiveLevel())
+        openings = [OpenRank(config, plan, memory, rank, log) for rank in range(1, self.size)]
+        self._watching = threading.Thread(
+            target=self._watch, args=(openings,), name="ranks", daemon=True
+        )
+        self._watching.start()
+        return self._ranks
+
+    def wait_opened(self) -> None:
+        """Wait until every rank has its part. Raises ConfigError if one cannot load it."""
+        with self._changed:
+            self._changed.wait_for(lambda: self._failure or self._num_opened == self.size - 1)
+            if self._failure:
+                raise ConfigError(self._failure)
+
+    def close(self) -> None:
+        """End the processes; no step may run. Idempotent."""
+        with self._changed:
+            if self._is_closing or self._ranks is None:
+                return
+            self._is_closing = True
+        try:
+            if not self._failure:
+                self._ranks.post(RankWork.CLOSE)
+        except EngineError:
+            pass  # one is lost, which breaks the others' waiting
+        self._ranks.break_()
+        if self._watching is not None:
+            self._watching.join()
+
+    # -- the thread that watches -------------------------------------------------------------------
+
+    def _watch(self, openings: list[OpenRank]) -> None:
+        launched: dict[int, Launched] = {}
+        try:
+            for opening in openings:
+                launched[opening.rank] = launch(_COMMAND, shared=(opening.memory.descriptor,))
+                send(launched[opening.rank].connection, opening)
+            self._follow(launched)
+        except (EngineError, OSError) as error:
+            self._fail(f"a rank of the model cannot be started: {error}")
+        finally:
+            for process in launched.values():
+                process.end()
+
+    def _follow(self, launched: dict[int, Launched]) -> None:
+        """Read what the ranks say, until all have ended or one is lost."""
+        with selectors.DefaultSelector() as selector:
+            for rank, process in launched.items():
+                selector.register(process.connection, selectors.EVENT_READ, rank)
+            while selector.get_map():
+                for key, _ in selector.select():
+                    rank = key.data
+                    try:
+                        message = receive(launched[rank].connection, FROM_RANK)
+                    except (OSError, msgspec.DecodeError):
+                        message = None
+                    if message is None:
+                        selector.unregister(key.fileobj)
+                        if self._has_lost(rank, launched[rank]):
+                            return
+                    elif isinstance(message, RankRefused):
+                        self._fail(f"rank {rank} of {self.size}: {message.reason}")
+                        return
+                    else:
+                        with self._changed:
+                            self._num_opened += 1
+                            self._changed.notify_all()
+
+    def _has_lost(self, rank: int, process: Launched) -> bool:
+        """A rank has closed its connection: True if nobody asked it to."""
+        with self._changed:
+            if self._is_closing:
+                return False
+        status = process.wait()
+        self._fail(f"rank {rank} of {self.size} has ended by itself (exit status {status})")
+        return True
+
+    def _fail(self, sentence: str) -> None:
+        assert self._ranks is not None
+        self._ranks.break_()
+        with self._changed:
+            was_open = self._num_opened == self.size - 1
+            self._failure = sentence
+            self._changed.notify_all()
+        if was_open:
+            _LOGGER.error("%s", sentence)
+            if self._on_lost is not None:
+                self._on_lost(sentence)
+
+
+def _sizes(spec: ModelSpec, plan: MemoryPlan, block_size: int) -> tuple[int, int]:
+    """Bytes of a stage and of the largest message. Pages that are not written take no memory."""
+    widest = max(
+        spec.vocab_size, spec.hidden_size, spec.intermediate_size, spec.num_heads * spec.head_size
+    )
+    tokens = max(plan.max_num_batched_tokens, plan.max_num_seqs)
+    words = 16 * tokens  # rows, token ids, emitting tokens, parents, adapters, pairs of moves
+    blocks = plan.max_num_seqs * (plan.max_model_len // block_size + 2)
+    hidden_bytes = 4 * _SCORED_POSITIONS * spec.hidden_size
+    return max(_LEAST_STAGE_BYTES, 4 * widest), 8 * words + 4 * blocks + hidden_bytes + 4096

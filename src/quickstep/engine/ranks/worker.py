@@ -1,0 +1,64 @@
+"""The process of a rank: `python -m quickstep.engine.ranks.worker SOCKET_FD PARENT_PID`.
+
+It loads its part of the model and follows rank 0, its parent, until that closes the group or ends.
+As the engine's process, it ignores the signals of a terminal, and ends with its parent.
+"""
+
+from __future__ import annotations
+
+import gc
+import logging
+import os
+import socket
+import sys
+import threading
+from collections.abc import Sequence
+
+from quickstep.engine.assembly import import_loading, open_rank
+from quickstep.engine.logs import install
+from quickstep.engine.ranks.messages import TO_RANK, RankOpened, RankRefused, receive, send
+from quickstep.engine.remote.worker import die_with, leave_signals
+from quickstep.errors import EngineError, QuickstepError
+
+_LOGGER = logging.getLogger(__name__)
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Follow rank 0. Returns the exit code."""
+    gc.disable()  # imports and weights stay
+    socket_fd, parent_pid = map(int, sys.argv[1:] if argv is None else argv)
+    leave_signals()
+    die_with(parent_pid)
+    connection = socket.socket(fileno=socket_fd)
+    import_loading()
+    opening = receive(connection, TO_RANK)
+    if opening is None:
+        return 1
+    install(opening.log)
+    try:
+        follower = open_rank(opening.config, opening.plan, opening.memory, opening.rank)
+    except (QuickstepError, MemoryError) as error:
+        send(connection, RankRefused(str(error) or "the machine has no memory left"))
+        return 1
+    gc.freeze()
+    gc.enable()
+    threading.Thread(target=_end_with, args=(connection,), daemon=True).start()
+    send(connection, RankOpened())
+    try:
+        follower.run()
+    except EngineError as error:
+        _LOGGER.error("rank %d ends: %s", opening.rank, error)
+        return 1
+    return 0
+
+
+def _end_with(connection: socket.socket) -> None:
+    """End the process when rank 0 has closed its end, also in a native call."""
+    try:
+        receive(connection, TO_RANK)
+    finally:
+        os._exit(0)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,205 @@
+"""Which part of a model each rank of a tensor-parallel group holds, and reading only that part.
+
+Every matrix is divided by its outputs: queries, keys and values by heads, gates and ups by columns,
+the output and down projections by the hidden size, embedding and output projection by the
+vocabulary. A rank then computes some outputs of every product exactly as one process computes all
+of them, from inputs that all ranks have, and gathers copy the parts together: no sum is divided, so
+no bit depends on the number of ranks (docs/design/0057). Norms are on every rank.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from typing import TYPE_CHECKING
+
+import msgspec
+import numpy as np
+from msgspec.structs import replace
+
+from quickstep.errors import ConfigError
+from quickstep.model.checkpoint.gguf_file import BLOCKS
+from quickstep.model.decoder_spec import ModelSpec
+from quickstep.ops.tensors import AnyTensor, HostTensor
+from quickstep.ops.weights import QuantizedWeight, StoredMatrix, StoredRows
+
+if TYPE_CHECKING:
+    from quickstep.model.checkpoint.tensor_reader import TensorSource
+    from quickstep.model.checkpoint.weights import DecoderNames
+
+_TILE = 32  # outputs; products compute so many at a time, and those that are left more slowly
+
+
+class Shard(msgspec.Struct, frozen=True):
+    """One rank's part of a model: `rank` of `size`. The default is the complete model."""
+
+    rank: int = 0
+    size: int = 1
+
+    def outputs(self, size: int) -> range:
+        """Which of so many outputs are the rank's: whole tiles where every rank gets some."""
+        tiles = -(-size // (self.size * _TILE)) * _TILE
+        if tiles * (self.size - 1) < size:
+            return range(min(self.rank * tiles, size), min((self.rank + 1) * tiles, size))
+        return range(size * self.rank // self.size, size * (self.rank + 1) // self.size)
+
+    def heads(self, num_heads: int) -> range:
+        """Which of so many heads are the rank's: with more ranks than KV heads, ranks share one."""
+        first = self.rank * num_heads // self.size
+        return range(first, max(first + 1, (self.rank + 1) * num_heads // self.size))
+
+
+def check_ranks(spec: ModelSpec, size: int) -> None:
+    """Refuse a number of ranks that the model's heads do not allow. Raises ConfigError."""
+    if spec.moe is not None or not spec.native:
+        what = "a mixture of experts" if spec.native else "a model that runs through transformers"
+        raise ConfigError(
+            f"--tensor-parallel-size is {size}, but {spec.architecture} is {what}, which runs in "
+            "one process; leave the option out"
+        )
+    possible = [count for count in range(1, spec.num_heads + 1) if _divides(spec, count)]
+    if size not in possible:
+        raise ConfigError(
+            f"--tensor-parallel-size is {size}, which does not divide the model's "
+            f"{spec.num_heads} query heads and {spec.num_kv_heads} KV heads; possible are "
+            f"{', '.join(map(str, possible))}"
+        )
+
+
+def _divides(spec: ModelSpec, size: int) -> bool:
+    heads, kv_heads = spec.num_heads, spec.num_kv_heads
+    return heads % size == 0 and (kv_heads % size == 0 or size % kv_heads == 0)
+
+
+def shard_spec(spec: ModelSpec, shard: Shard) -> ModelSpec:
+    """The rank's part as a model: its heads, columns and vocabulary."""
+    return replace(
+        spec,
+        num_heads=len(shard.heads(spec.num_heads)),
+        num_kv_heads=len(shard.heads(spec.num_kv_heads)),
+        intermediate_size=len(shard.outputs(spec.intermediate_size)),
+        vocab_size=len(shard.outputs(spec.vocab_size)),
+    )
+
+
+class ShardedSource:
+    """A `TensorSource` of the rank's rows of every tensor that ranks divide."""
+
+    def __init__(
+        self, source: TensorSource, spec: ModelSpec, names: DecoderNames, shard: Shard
+    ) -> None:
+        self._source = source
+        self._outer = (names.embed_tokens, names.lm_head)
+        self._vocab = shard.outputs(spec.vocab_size), spec.vocab_size
+        self._modules = _module_rows(spec, shard)
+
+    def tensor(self, name: str) -> AnyTensor:
+        """The rank's rows of one tensor."""
+        return self.stacked((name,))
+
+    def stacked(self, names: tuple[str, ...]) -> AnyTensor:
+        """The rank's rows of each, one below the other."""
+        whole = self._source.stacked(names)
+        rows = self._rows(names)
+        return whole if rows is None else _taken(whole, rows)
+
+    def linear(self, names: tuple[str, ...]) -> AnyTensor | QuantizedWeight:
+        """The rank's outputs of a matrix."""
+        whole = self._source.linear(names)
+        rows = self._rows(names)
+        if rows is None:
+            return whole
+        if isinstance(whole, QuantizedWeight):
+            import torch
+
+            return whole.rows(torch.cat([torch.arange(part.start, part.stop) for part in rows]))
+        return _taken(whole, rows)
+
+    def stored(self, names: tuple[str, ...]) -> StoredMatrix | None:
+        """The rank's outputs of a matrix in its files."""
+        whole = self._source.stored(names)
+        rows = self._rows(names)
+        return whole if whole is None or rows is None else stored_rows(whole, rows)
+
+    def _rows(self, names: Sequence[str]) -> list[range] | None:
+        """The rank's rows of these tensors one below the other; None for all."""
+        found: list[range] = []
+        first = 0
+        for name in names:
+            divided = self._rows_of(name)
+            if divided is None:
+                return None
+            rows, count = divided
+            found += [range(first + part.start, first + part.stop) for part in rows]
+            first += count
+        return found
+
+    def _rows_of(self, name: str) -> tuple[tuple[range, ...], int] | None:
+        """The rank's rows of one tensor, and how many there are; None where all ranks have all."""
+        if name in self._outer:
+            return (self._vocab[0],), self._vocab[1]
+        module = name.removesuffix(".weight").removesuffix(".bias").rpartition(".")[2]
+        return self._modules.get(module)
+
+
+def _module_rows(spec: ModelSpec, shard: Shard) -> dict[str, tuple[tuple[range, ...], int]]:
+    """Of the tensors of a layer that ranks divide, the rank's rows, and the number of all rows."""
+    size = spec.head_size
+    heads, kv_heads = shard.heads(spec.num_heads), shard.heads(spec.num_kv_heads)
+    queries = range(heads.start * size, heads.stop * size)
+    keys = range(kv_heads.start * size, kv_heads.stop * size)
+    num_queries, num_keys = spec.num_heads * size, spec.num_kv_heads * size
+    columns, hidden = shard.outputs(spec.intermediate_size), shard.outputs(spec.hidden_size)
+    width = spec.intermediate_size
+    fused_keys = _moved(keys, num_queries)
+    return {
+        "q_proj": ((queries,), num_queries),
+        "k_proj": ((keys,), num_keys),
+        "v_proj": ((keys,), num_keys),
+        "qkv_proj": (
+            (queries, fused_keys, _moved(fused_keys, num_keys)),
+            num_queries + 2 * num_keys,
+        ),
+        "o_proj": ((hidden,), spec.hidden_size),
+        "gate_proj": ((columns,), width),
+        "up_proj": ((columns,), width),
+        "gate_up_proj": ((columns, _moved(columns, width)), 2 * width),
+        "down_proj": ((hidden,), spec.hidden_size),
+        "sinks": ((heads,), spec.num_heads),
+    }
+
+
+def _moved(rows: range, distance: int) -> range:
+    return range(rows.start + distance, rows.stop + distance)
+
+
+def _taken(tensor: AnyTensor, rows: Sequence[range]) -> AnyTensor:
+    if isinstance(tensor, HostTensor):
+        parts = [tensor.numpy()[part.start : part.stop] for part in rows]
+        return HostTensor(np.concatenate(parts), tensor.dtype)
+    import torch
+
+    return torch.cat([tensor[part.start : part.stop] for part in rows])
+
+
+def stored_rows(matrix: StoredMatrix, rows: Sequence[range]) -> StoredMatrix:
+    """Some rows of a matrix in its files, in this order."""
+    scales = matrix.scales
+    if scales is not None:
+        import torch
+
+        scales = torch.cat([scales[part.start : part.stop] for part in rows])
+    parts = tuple(piece for part in rows for piece in _pieces(matrix, part))
+    return replace(matrix, parts=parts, scales=scales)
+
+
+def _pieces(matrix: StoredMatrix, rows: range) -> Iterator[StoredRows]:
+    """Where the files hold these rows."""
+    elements, num_bytes = (1, 1) if matrix.kind == "I8" else BLOCKS[matrix.kind]
+    row_bytes = matrix.num_inputs // elements * num_bytes
+    first = 0
+    for part in matrix.parts:
+        start, stop = max(rows.start, first), min(rows.stop, first + part.num_rows)
+        if start < stop:
+            offset = part.offset + (start - first) * row_bytes
+            yield StoredRows(part.file, offset, stop - start)
+        first += part.num_rows

@@ -1,0 +1,106 @@
+"""Several ranks give the bits of one process: every architecture, format, and kind of step."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from golden_cases import CASES, Case
+from golden_harness import PROMPT_LENS, random_prompts
+from paged_driver import PagedDriver
+from rank_threads import run_ranks
+
+from quickstep.config import LoadConfig
+from quickstep.errors import ConfigError
+from quickstep.model.decoder import Decoder
+from quickstep.model.sharding import check_ranks
+from quickstep.model.spec import read_spec
+from quickstep.ops.native.backend import native_status
+from quickstep.ops.tensors import to_numpy
+from quickstep.runtime.kv_cache import allocate_kv
+from quickstep.runtime.slots import Slot
+from quickstep.runtime.steps.captured import CapturedSteps
+from quickstep.runtime.steps.opening import open_steps
+from quickstep.sampling_params import SamplingParams
+from quickstep.types import Admission, Phase, StepRow
+
+pytestmark = pytest.mark.skipif(not native_status().available, reason="needs the native kernels")
+
+FORMATS = ("int8", "int8-g32", "int4", "int4-g64", "int4-g128")
+BLOCK_SIZE = 16
+PROMPT_LEN = 40
+
+
+def sizes_of(path: Path) -> list[int]:
+    """2 and 4, where the model's heads allow it."""
+    spec = read_spec(path)
+    check_ranks(spec, 2)
+    return [2, 4] if spec.num_heads % 4 == 0 else [2]
+
+
+def captured(model: Decoder, _: int) -> list[Any]:
+    """Results of captured steps: a prompt in two chunks, beside a decode row, and every token's."""
+    prompt = tuple(np.random.default_rng(3).integers(3, model.vocab_size, PROMPT_LEN).tolist())
+    kv = allocate_kv(model.kv_shape, 8, BLOCK_SIZE, model.device)
+    steps = open_steps(model, kv, BLOCK_SIZE, enforce_eager=False)
+    assert isinstance(steps, CapturedSteps)
+    slots = []
+    for index in range(2):
+        admission = Admission(index, str(index), prompt, PROMPT_LEN, SamplingParams(), 0)
+        slots.append(Slot(admission, model.vocab_size))
+        slots[index].append_blocks(range(4 * index, 4 * index + 4))
+    found = []
+    for rows, every_token in (
+        ([(0, 0, 30)], False),
+        ([(0, 30, 1), (1, 0, 17)], True),
+        ([(0, 31, 1), (1, 17, 1)], False),
+    ):
+        steps.prepare(
+            [
+                StepRow(slot, start, count, prompt[start : start + count], (), phase, True, 0)
+                for slot, start, count in rows
+                for phase in (Phase.PREFILL if count > 1 else Phase.DECODE,)
+            ],
+            [slots[slot] for slot, _, _ in rows],
+        )
+        emitting = [(index, 0) for index in range(len(rows))]
+        results = steps.run(emitting, every_token)
+        found += [to_numpy(result).copy() for result in results]
+        found.append(to_numpy(steps.logits(results[0], "")).copy())
+    return found
+
+
+def op_by_op(model: Decoder, _: int) -> list[Any]:
+    prompts = random_prompts(PROMPT_LENS, model.vocab_size)
+    rows = PagedDriver(model).generate(prompts, 6, chunk=6)
+    return [torch.cat(row.logits).numpy() for row in rows]
+
+
+def assert_same(path: Path, load: LoadConfig) -> None:
+    for run in (captured, op_by_op):
+        (expected,) = run_ranks(path, load, 1, run)
+        for size in sizes_of(path):
+            for found in run_ranks(path, load, size, run):
+                assert all(map(np.array_equal, expected, found)), f"{run.__name__}, {size} ranks"
+
+
+@pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
+def test_every_architecture(case: Case, tmp_path: Path) -> None:
+    case.save(tmp_path)
+    spec = read_spec(tmp_path)
+    if spec.moe is not None or not spec.native:
+        with pytest.raises(ConfigError, match="which runs in one process"):
+            check_ranks(spec, 2)
+        return
+    assert_same(tmp_path, LoadConfig(str(tmp_path), dtype="float32"))
+
+
+@pytest.mark.parametrize("quantization", FORMATS)
+def test_every_format(quantization: str, tmp_path: Path) -> None:
+    sizes: dict[str, object] = {"hidden_size": 256, "intermediate_size": 384}
+    Case("wide", "Llama", sizes).save(tmp_path)
+    for dtype in ("float32", "bfloat16"):
+        assert_same(tmp_path, LoadConfig(str(tmp_path), dtype=dtype, quantization=quantization))
