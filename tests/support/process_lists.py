@@ -18,10 +18,12 @@ def processes() -> dict[int, int]:
     return found
 
 
-def workers(process_id: int) -> list[int]:
-    """The living engine processes of a process."""
+def workers(process_id: int, module: bytes = b"engine.remote.worker") -> list[int]:
+    """The living engine processes of a process; with `engine.ranks.worker`, the other ranks of an
+    engine.
+    """
     children = [child for child, parent in processes().items() if parent == process_id]
-    return [child for child in children if b"engine.remote.worker" in command_line(child)]
+    return [child for child in children if module in command_line(child)]
 
 
 def command_line(process_id: int) -> bytes:

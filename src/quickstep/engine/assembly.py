@@ -46,10 +46,11 @@ if TYPE_CHECKING:
     from quickstep.model.checkpoint.source import Checkpoint
     from quickstep.model.decoder_spec import ModelSpec
     from quickstep.model.interface import KVShape, Model
+    from quickstep.model.sharding import Shard
     from quickstep.model.sizing import DraftSizes, MemoryPlan
     from quickstep.ops.native.ranks import RankMemory
-    from quickstep.ops.table import KVCache, OpTable
-    from quickstep.ops.tensors import Device, DType
+    from quickstep.ops.table import KVCache, LoRAAdapter, OpTable
+    from quickstep.ops.tensors import Array, Device, DType
     from quickstep.runtime.device_executor import DeviceExecutor
     from quickstep.runtime.executor import LocalExecutor
     from quickstep.runtime.steps.ranked import RankFollower
@@ -452,9 +453,7 @@ def load_weights(
         _LOGGER.info("%s", note)
     shard = Shard()
     if ranks is not None:
-        assert ops.steps is not None, "`_check_ranks` has found the native kernels"
-        shard = Shard(0, ranks.size)
-        ops = replace(ops, ranks=ranks.start(config, plan, spec, ops.steps))
+        shard, ops = Shard(0, ranks.size), ranks.start(config, plan, spec, ops)
     on_host = not planned.why_torch
     max_model_len = plan.max_model_len
     model = load_model(checkpoint, spec, ops, config.load, progress, max_model_len, on_host, shard)
@@ -468,12 +467,7 @@ def load_weights(
         _warn_of_kv(model, config.cache.kv_dtype)
     adapters = None
     if config.lora is not None:
-        from quickstep.model.adapters.lora_modules import base_biases
-        from quickstep.model.decoder import Decoder
-
-        biases = {}
-        if isinstance(model, Decoder):
-            biases = base_biases(model.spec, model.weights, model.ops)
+        biases = _base_biases(model, shard)
         adapters = Adapters(model, spec, ops, config.lora, adapter_bytes, biases)
         # the pinned ones first, so that the others are checked against what these leave
         for name, one in sorted(at_start, key=lambda entry: not adapters.is_pinned(entry[0])):
@@ -481,19 +475,31 @@ def load_weights(
     return LoadedWeights(checkpoint, spec, model, plan, kv_shape, adapters)
 
 
+def _base_biases(model: Model, shard: Shard) -> Mapping[int, Array]:
+    """The biases of a model's matrices, complete on every rank; all ranks call it."""
+    from quickstep.model.adapters.lora_modules import base_biases
+    from quickstep.model.decoder import Decoder
+    from quickstep.model.sharding import complete_biases
+
+    if not isinstance(model, Decoder):
+        return {}
+    own = base_biases(model.spec, model.weights, model.ops)
+    return complete_biases(own, model.spec, shard, model.ops.ranks)
+
+
 def _check_ranks(config: EngineConfig, planned: _Planned) -> None:
     """Refuse what several ranks cannot compute, warn of what they compute slowly. ConfigError."""
+    from quickstep.engine.speculation import check_rank_drafts
     from quickstep.model.sharding import check_ranks
 
     load = config.load
     check_ranks(planned.spec, load.tensor_parallel_size)
+    check_rank_drafts(config)
     needs = f"--tensor-parallel-size {load.tensor_parallel_size} needs"
     if planned.ops.steps is None:
         raise ConfigError(f"{needs} the native kernels of a CPU: leave --device and --kernels out")
     if config.enforce_eager:
         raise ConfigError(f"{needs} captured steps; leave --enforce-eager out")
-    if config.lora is not None:
-        raise ConfigError(f"{needs} a model without LoRA adapters")
     cores = usable_cores()
     if load.tensor_parallel_size > (load.num_threads or cores):
         _LOGGER.warning(
@@ -530,7 +536,11 @@ def open_rank(
 
         kv_change(model, config.cache.kv_dtype)  # rank 0 measures it, with all ranks
     kv = allocate_kv(kv_shape, plan.num_blocks, block_size, model.device)
-    steps = open_steps(model, kv, block_size, enforce_eager=False)
+    adapters: dict[str, LoRAAdapter] | None = None
+    if config.lora is not None:
+        adapters = {}  # steps bring handles
+        _base_biases(model, shard)
+    steps = open_steps(model, kv, block_size, enforce_eager=False, adapters=adapters)
     assert isinstance(model, Decoder) and isinstance(steps, CapturedSteps)
     return RankFollower(model, steps, kv, ranks)
 

@@ -110,6 +110,19 @@ def draft_checkpoints(config: EngineConfig) -> list[DraftCheckpoint]:
     return found
 
 
+def check_rank_drafts(config: EngineConfig) -> None:
+    """Refuse drafts that read a target's embedding or output projection, of which each of several
+    ranks has a part. Raises ConfigError.
+    """
+    for draft in draft_checkpoints(config):
+        if draft.method is not SpeculationMethod.DRAFT:
+            raise ConfigError(
+                f"--speculative-model {draft.load.model} is of the method {draft.method.value}, "
+                "which runs in one process: leave --tensor-parallel-size out, or draft with a "
+                "complete model, n-grams or suffixes"
+            )
+
+
 def check_methods(models: Sequence[tuple[SpeculationMethod, str]]) -> None:
     """Of these models, each is of another method. Raises ConfigError."""
     names: dict[SpeculationMethod, str] = {}
@@ -153,7 +166,8 @@ def _open_model(
         is_fused = method is SpeculationMethod.EAGLE3
         return open_eagle(load, model, is_fused, plan, block_size, config.enforce_eager, width)
     found = find_draft(load, model.ops.scratch_bytes)
-    return load_draft(found, model, path, model.ops, plan, block_size, config.enforce_eager)
+    ops = replace(model.ops, ranks=None)  # rank 0 drafts alone
+    return load_draft(found, model, path, ops, plan, block_size, config.enforce_eager)
 
 
 class FoundDraft(msgspec.Struct, frozen=True):

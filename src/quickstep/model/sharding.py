@@ -9,7 +9,7 @@ no bit depends on the number of ranks (docs/design/0057). Norms are on every ran
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING
 
 import msgspec
@@ -17,15 +17,24 @@ import numpy as np
 from msgspec.structs import replace
 
 from quickstep.errors import ConfigError
+from quickstep.model.adapters.lora_modules import Projection, embedding_number, lm_head_number
 from quickstep.model.checkpoint.gguf_file import BLOCKS
 from quickstep.model.decoder_spec import ModelSpec
-from quickstep.ops.tensors import AnyTensor, HostTensor
+from quickstep.ops.table import LoRAPart, Ranks
+from quickstep.ops.tensors import FLOAT32, AnyTensor, Array, HostTensor
 from quickstep.ops.weights import QuantizedWeight, StoredMatrix, StoredRows
 
 if TYPE_CHECKING:
     from quickstep.model.checkpoint.tensor_reader import TensorSource
     from quickstep.model.checkpoint.weights import DecoderNames
 
+# of the matrices of a layer, as a checkpoint names the complete one
+_MODULES = {
+    Projection.QKV: "qkv_proj",
+    Projection.O_PROJ: "o_proj",
+    Projection.GATE_UP: "gate_up_proj",
+    Projection.DOWN_PROJ: "down_proj",
+}
 _TILE = 32  # outputs; products compute so many at a time, and those that are left more slowly
 
 
@@ -139,6 +148,69 @@ class ShardedSource:
             return (self._vocab[0],), self._vocab[1]
         module = name.removesuffix(".weight").removesuffix(".bias").rpartition(".")[2]
         return self._modules.get(module)
+
+
+def shard_adapter(
+    modules: Sequence[Sequence[LoRAPart]], spec: ModelSpec, shard: Shard
+) -> list[list[LoRAPart]]:
+    """The parts of each of a model's matrices (`adapters.lora_modules`) that change the rank's
+    outputs. A is complete on every rank, B has the rank's outputs; an embedding is changed after
+    its rows are gathered, and is complete.
+    """
+    found = []
+    for number, parts in enumerate(modules):
+        if number == embedding_number(spec):
+            found.append(list(parts))
+        else:
+            own = _outputs(number, spec, shard) if parts else ()
+            found.append([piece for part in parts for piece in _own_parts(part, own)])
+    return found
+
+
+def _own_parts(part: LoRAPart, own: Sequence[range]) -> Iterator[LoRAPart]:
+    """What a part changes of a matrix of these outputs, one range after another."""
+    first = 0
+    last_output = part.first_output + part.num_outputs
+    for outputs in own:
+        start, stop = max(outputs.start, part.first_output), min(outputs.stop, last_output)
+        if start < stop:
+            rows = [range(start - part.first_output, stop - part.first_output)]
+            place = first + start - outputs.start
+            bias = None if part.bias is None else _taken(part.bias, rows)
+            if part.b is not None:
+                yield replace(part, b=_taken(part.b, rows), bias=bias, first_output=place)
+            else:
+                scales = None if part.rank_scales is None else _taken(part.rank_scales, rows)
+                a = _taken(part.a, rows)
+                yield replace(part, a=a, rank_scales=scales, bias=bias, first_output=place)
+        first += len(outputs)
+
+
+def complete_biases(
+    own: Mapping[int, Array], spec: ModelSpec, shard: Shard, ranks: Ranks | None
+) -> Mapping[int, Array]:
+    """The biases [N] of matrices by number, from the rank's part of each; all ranks call it."""
+    if ranks is None:
+        return own
+    found = {}
+    for number, bias in own.items():
+        parts = [_outputs(number, spec, Shard(rank, shard.size)) for rank in range(shard.size)]
+        widths = [sum(map(len, rows)) for rows in parts]
+        first = sum(widths[: shard.rank])
+        row = HostTensor(np.ascontiguousarray(bias[None]), FLOAT32)
+        gathered = ranks.gather(row, range(first, first + widths[shard.rank]), sum(widths))
+        outputs = np.concatenate([np.arange(one.start, one.stop) for rows in parts for one in rows])
+        complete = np.empty(outputs.max() + 1, np.float32)
+        complete[outputs] = gathered.numpy()[0]
+        found[number] = complete
+    return found
+
+
+def _outputs(number: int, spec: ModelSpec, shard: Shard) -> tuple[range, ...]:
+    """The rank's outputs of a matrix of a layer, or of the output projection, by its number."""
+    if number == lm_head_number(spec):
+        return (shard.outputs(spec.vocab_size),)
+    return _module_rows(spec, shard)[_MODULES[Projection(number % len(Projection))]][0]
 
 
 def _module_rows(spec: ModelSpec, shard: Shard) -> dict[str, tuple[tuple[range, ...], int]]:

@@ -8,23 +8,40 @@ ends, the group is broken: the step that runs fails, and so does every later one
 
 from __future__ import annotations
 
+import itertools
 import logging
 import selectors
 import sys
 import threading
-from collections.abc import Callable
+import weakref
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 
 import msgspec
+from msgspec.structs import replace
 
 from quickstep.config import EngineConfig
 from quickstep.engine.logs import LogSetup
-from quickstep.engine.ranks.messages import FROM_RANK, OpenRank, RankRefused, receive, send
+from quickstep.engine.ranks.messages import (
+    FROM_RANK,
+    AdapterHeld,
+    DropAdapter,
+    HoldAdapter,
+    OpenRank,
+    RankRefused,
+    WirePart,
+    receive,
+    send,
+)
 from quickstep.engine.remote.launch import Launched, launch
+from quickstep.engine.remote.opening import WireMessage
 from quickstep.errors import ConfigError, EngineError
 from quickstep.model.decoder_spec import ModelSpec
+from quickstep.model.sharding import Shard, shard_adapter
 from quickstep.model.sizing import MemoryPlan
+from quickstep.ops.native.lora import PackedLoRA
 from quickstep.ops.native.ranks import NativeRanks, RankMemory
-from quickstep.ops.native.steps import NativeSteps
+from quickstep.ops.table import LoRAAdapter, LoRAPart, OpTable
 from quickstep.runtime.steps.ranked import RankWork
 
 _LOGGER = logging.getLogger(__name__)
@@ -50,20 +67,26 @@ class RankProcesses:
         self._is_closing = False
         self._ranks: NativeRanks | None = None
         self._watching: threading.Thread | None = None
+        self._launched: dict[int, Launched] = {}
+        self._sending = threading.Lock()
+        self._holding: dict[int, int] = {}  # ranks that have not yet packed an adapter, by number
 
     def start(
-        self, config: EngineConfig, plan: MemoryPlan, spec: ModelSpec, steps: NativeSteps
-    ) -> NativeRanks:
-        """Start the processes, which load their parts; returns rank 0's end of the group."""
+        self, config: EngineConfig, plan: MemoryPlan, spec: ModelSpec, ops: OpTable
+    ) -> OpTable:
+        """Start the processes, which load their parts; returns rank 0's ops, native ones, with its
+        end of the group.
+        """
+        assert ops.steps is not None, "they are native"
         memory = RankMemory.create(*_sizes(spec, plan, config.cache.block_size), self.size)
-        self._ranks = steps.ranks(memory, 0)
+        self._ranks = ops.steps.ranks(memory, 0)
         log = LogSetup(level=logging.getLogger().getEffectiveLevel())
         openings = [OpenRank(config, plan, memory, rank, log) for rank in range(1, self.size)]
         self._watching = threading.Thread(
             target=self._watch, args=(openings,), name="ranks", daemon=True
         )
         self._watching.start()
-        return self._ranks
+        return replace(ops, ranks=self._ranks, pack_lora=_RankAdapters(self, ops, spec).pack)
 
     def wait_opened(self) -> None:
         """Wait until every rank has its part. Raises ConfigError if one cannot load it."""
@@ -71,6 +94,30 @@ class RankProcesses:
             self._changed.wait_for(lambda: self._failure or self._num_opened == self.size - 1)
             if self._failure:
                 raise ConfigError(self._failure)
+
+    def hold_adapter(self, number: int, parts: Mapping[int, list[list[LoRAPart]]]) -> None:
+        """Let each rank pack its parts of an adapter, and wait until all have. Any thread may call
+        it. Raises EngineError when a rank is lost.
+        """
+        with self._changed:
+            self._holding[number] = len(parts)
+        for rank, modules in parts.items():
+            wire = [WirePart.of(module, part) for module, own in enumerate(modules) for part in own]
+            self._send(rank, HoldAdapter(number, len(modules), tuple(wire)))
+        with self._changed:
+            self._changed.wait_for(lambda: self._failure or not self._holding[number])
+            del self._holding[number]
+            if self._failure:
+                raise EngineError(self._failure)
+
+    def drop_adapter(self, number: int) -> None:
+        """Let the ranks free an adapter. Any thread may call it."""
+        for rank in tuple(self._launched):
+            self._send(rank, DropAdapter(number))
+
+    def _send(self, rank: int, message: WireMessage) -> None:
+        with suppress(OSError), self._sending:  # the thread that watches reports a lost rank
+            send(self._launched[rank].connection, message)
 
     def close(self) -> None:
         """End the processes; no step may run. Idempotent."""
@@ -90,7 +137,7 @@ class RankProcesses:
     # -- the thread that watches -------------------------------------------------------------------
 
     def _watch(self, openings: list[OpenRank]) -> None:
-        launched: dict[int, Launched] = {}
+        launched = self._launched
         try:
             for opening in openings:
                 launched[opening.rank] = launch(_COMMAND, shared=(opening.memory.descriptor,))
@@ -99,8 +146,9 @@ class RankProcesses:
         except (EngineError, OSError) as error:
             self._fail(f"a rank of the model cannot be started: {error}")
         finally:
-            for process in launched.values():
-                process.end()
+            with self._sending:
+                for process in launched.values():
+                    process.end()
 
     def _follow(self, launched: dict[int, Launched]) -> None:
         """Read what the ranks say, until all have ended or one is lost."""
@@ -123,7 +171,10 @@ class RankProcesses:
                         return
                     else:
                         with self._changed:
-                            self._num_opened += 1
+                            if isinstance(message, AdapterHeld):
+                                self._holding[message.number] -= 1
+                            else:
+                                self._num_opened += 1
                             self._changed.notify_all()
 
     def _has_lost(self, rank: int, process: Launched) -> bool:
@@ -146,6 +197,34 @@ class RankProcesses:
             _LOGGER.error("%s", sentence)
             if self._on_lost is not None:
                 self._on_lost(sentence)
+
+
+class _RankAdapters:
+    """`OpTable.pack_lora` of rank 0: every rank packs its part of an adapter.
+
+    An adapter has a number, by which steps name it, and stays on all ranks while rank 0's part of
+    it does.
+    """
+
+    def __init__(self, processes: RankProcesses, ops: OpTable, spec: ModelSpec) -> None:
+        self._processes = processes
+        self._pack = ops.pack_lora
+        self._spec = spec
+        self._numbers = itertools.count(1)
+
+    def pack(self, modules: Sequence[Sequence[LoRAPart]]) -> LoRAAdapter:
+        """Rank 0's part, once the others have theirs. Raises EngineError when a rank is lost."""
+        size, number = self._processes.size, next(self._numbers)
+        own = self._pack(shard_adapter(modules, self._spec, Shard(0, size)))
+        assert isinstance(own.data, PackedLoRA), "adapters are in dtypes of the kernels"
+        parts = {
+            rank: shard_adapter(modules, self._spec, Shard(rank, size)) for rank in range(1, size)
+        }
+        self._processes.hold_adapter(number, parts)
+        own.data.number = number
+        finalizer = weakref.finalize(own.data, self._processes.drop_adapter, number)
+        finalizer.atexit = False
+        return own
 
 
 def _sizes(spec: ModelSpec, plan: MemoryPlan, block_size: int) -> tuple[int, int]:

@@ -16,9 +16,21 @@ from collections.abc import Sequence
 
 from quickstep.engine.assembly import import_loading, open_rank
 from quickstep.engine.logs import install
-from quickstep.engine.ranks.messages import TO_RANK, RankOpened, RankRefused, receive, send
+from quickstep.engine.ranks.messages import (
+    TO_RANK,
+    AdapterHeld,
+    DropAdapter,
+    HoldAdapter,
+    OpenRank,
+    RankOpened,
+    RankRefused,
+    receive,
+    send,
+)
 from quickstep.engine.remote.worker import die_with, leave_signals
 from quickstep.errors import EngineError, QuickstepError
+from quickstep.ops.table import LoRAPart
+from quickstep.runtime.steps.ranked import RankFollower
 
 _LOGGER = logging.getLogger(__name__)
 
@@ -32,7 +44,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     connection = socket.socket(fileno=socket_fd)
     import_loading()
     opening = receive(connection, TO_RANK)
-    if opening is None:
+    if not isinstance(opening, OpenRank):
         return 1
     install(opening.log)
     try:
@@ -42,7 +54,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         return 1
     gc.freeze()
     gc.enable()
-    threading.Thread(target=_end_with, args=(connection,), daemon=True).start()
+    threading.Thread(target=_listen, args=(connection, follower), daemon=True).start()
     send(connection, RankOpened())
     try:
         follower.run()
@@ -52,12 +64,24 @@ def main(argv: Sequence[str] | None = None) -> int:
     return 0
 
 
-def _end_with(connection: socket.socket) -> None:
-    """End the process when rank 0 has closed its end, also in a native call."""
+def _listen(connection: socket.socket, follower: RankFollower) -> None:
+    """Hold and drop adapters, while steps run, until rank 0 has closed its end: then the process
+    ends, also in a native call.
+    """
     try:
-        receive(connection, TO_RANK)
-    finally:
-        os._exit(0)
+        while (message := receive(connection, TO_RANK)) is not None:
+            if isinstance(message, HoldAdapter):
+                modules: list[list[LoRAPart]] = [[] for _ in range(message.num_modules)]
+                for part in message.parts:
+                    modules[part.module].append(part.part())
+                follower.hold(message.number, modules)
+                send(connection, AdapterHeld(message.number))
+            elif isinstance(message, DropAdapter):
+                follower.drop(message.number)
+    except BaseException:  # the thread's top: without it, rank 0 would wait
+        _LOGGER.exception("a rank ends")
+        os._exit(1)
+    os._exit(0)
 
 
 if __name__ == "__main__":

@@ -151,7 +151,7 @@ class CapturedSteps:
             fields += (row.start, row.num_tokens, slot.block_table_address, num_blocks)
             fields += (0, num_parents)
         of_step = self._step_adapters = adapters_of(rows, self._adapters)
-        handles = [_handle(of_step.get(row.adapter)) for row in rows] if of_step else []
+        handles = [adapter_handle(of_step.get(row.adapter)) for row in rows] if of_step else []
         self._adapter_handles = array("q", handles)
         self._rows, self._token_ids, self._parents = array("q", fields), token_ids, parents
         if parents:
@@ -218,6 +218,11 @@ class CapturedSteps:
     def num_tokens(self) -> int:
         """Of the prepared rows."""
         return self._num_tokens
+
+    @property
+    def step_adapters(self) -> Mapping[str, LoRAAdapter]:
+        """Of the prepared rows, by name."""
+        return self._step_adapters
 
     def move_kv(self, pairs: Sequence[tuple[int, int]]) -> None:
         """`StepModel.move_kv`."""
@@ -289,7 +294,7 @@ class _BoundProgram:
         return self._newest
 
 
-def _handle(adapter: LoRAAdapter | None) -> int:
+def adapter_handle(adapter: LoRAAdapter | None) -> int:
     """The native adapter's address; 0 is the null of the native call."""
     if adapter is None:
         return 0

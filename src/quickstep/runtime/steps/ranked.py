@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import ctypes
 import enum
+from array import array
 from collections.abc import Sequence
 from contextlib import suppress
 
@@ -19,11 +20,12 @@ from quickstep.errors import EngineError
 from quickstep.model.decoder import Decoder
 from quickstep.model.interface import Model
 from quickstep.ops.native.library import MessageCall
+from quickstep.ops.native.lora import PackedLoRA
 from quickstep.ops.native.ranks import NativeRanks
-from quickstep.ops.table import KVCache
+from quickstep.ops.table import KVCache, LoRAAdapter, LoRAMapping, LoRAPart
 from quickstep.ops.tensors import INT64, AnyTensor, Array, DType, HostTensor, host_dtype
 from quickstep.runtime.slots import Slot
-from quickstep.runtime.steps.captured import CapturedSteps
+from quickstep.runtime.steps.captured import CapturedSteps, adapter_handle
 from quickstep.runtime.steps.step_model import EmittingToken, StepModel
 from quickstep.types import StepRow
 
@@ -53,10 +55,13 @@ class RankedSteps:
     def __init__(self, own: CapturedSteps, ranks: NativeRanks) -> None:
         self._own = own
         self._ranks = ranks
+        self._adapter_numbers = array("q")  # of the prepared rows, 0 for none; () if none has one
 
     def prepare(self, rows: Sequence[StepRow], slots: Sequence[Slot]) -> None:
         """`StepModel.prepare`."""
         self._own.prepare(rows, slots)
+        named = {name: _number(one) for name, one in self._own.step_adapters.items()}
+        self._adapter_numbers = array("q", [named.get(row.adapter, 0) for row in rows if named])
 
     def run(
         self,
@@ -67,7 +72,9 @@ class RankedSteps:
         """`StepModel.run`."""
         assert features is None, "drafts of EAGLE layers are refused"
         call = self._own.call_of(emitting)
-        self._ranks.post(RankWork.STEP, (every_token,), call)
+        numbers = self._adapter_numbers
+        adapters = numbers.buffer_info()[0] if numbers else None
+        self._ranks.post(RankWork.STEP, (every_token,), call, adapters)
         sizes = self._own.num_tokens, len(emitting)
         return self._own.compute(ctypes.addressof(call), sizes, every_token)
 
@@ -78,7 +85,8 @@ class RankedSteps:
     def logits(self, hidden: AnyTensor, adapter: str) -> AnyTensor:
         """`StepModel.logits`."""
         hidden = hidden.contiguous()
-        self._ranks.post(RankWork.LOGITS, (hidden.shape[0],), data=hidden)
+        number = _number(self._own.step_adapters[adapter]) if adapter else 0
+        self._ranks.post(RankWork.LOGITS, (hidden.shape[0], number), data=hidden)
         return self._own.logits(hidden, adapter)
 
     def move_kv(self, pairs: Sequence[tuple[int, int]]) -> None:
@@ -87,12 +95,21 @@ class RankedSteps:
         self._own.move_kv(pairs)
 
 
+def _number(adapter: LoRAAdapter) -> int:
+    assert isinstance(adapter.data, PackedLoRA)
+    return adapter.data.number
+
+
 class RankFollower:
-    """Another rank: computes what rank 0 posts, until it closes or is lost."""
+    """Another rank: computes what rank 0 posts, until it closes or is lost.
+
+    `hold` and `drop` may be called by another thread than `run`.
+    """
 
     def __init__(
         self, model: Decoder, steps: CapturedSteps, kv: KVCache, ranks: NativeRanks
     ) -> None:
+        self._adapters: dict[int, LoRAAdapter] = {}
         dtype = host_dtype(model.kv_shape.dtype)
         assert dtype is not None, "captured steps have a dtype of the kernels"
         self._model = model
@@ -100,6 +117,14 @@ class RankFollower:
         self._steps = steps
         self._kv = kv
         self._ranks = ranks
+
+    def hold(self, number: int, modules: Sequence[Sequence[LoRAPart]]) -> None:
+        """Pack this rank's part of an adapter, which rank 0 will name by this number."""
+        self._adapters[number] = self._model.ops.pack_lora(modules)
+
+    def drop(self, number: int) -> None:
+        """Free an adapter that no later step names."""
+        self._adapters.pop(number, None)
 
     def run(self) -> None:
         """Follow rank 0. Raises EngineError when a rank is lost."""
@@ -116,13 +141,27 @@ class RankFollower:
         if message.kind == RankWork.STEP:
             address = ctypes.addressof(message) + MessageCall.step.offset
             sizes = message.num_tokens, message.step.num_emitting
+            adapters = self._named(message)
+            handles = array("q", map(adapter_handle, adapters))
+            message.step.adapters = handles.buffer_info()[0] if handles else None
             self._steps.compute(address, sizes, bool(message.numbers[0]))
         elif message.kind == RankWork.LOGITS:
             hidden = _array(message, self._dtype).reshape(message.numbers[0], -1)
-            self._model.logits(HostTensor(hidden, self._dtype))
+            lora = None
+            if message.numbers[1]:
+                tokens = HostTensor(np.arange(len(hidden)), INT64)
+                lora = LoRAMapping(((self._adapters[message.numbers[1]], tokens),))
+            self._model.logits(HostTensor(hidden, self._dtype), lora)
         elif message.kind == RankWork.MOVE_KV:
             pairs = _array(message, INT64).reshape(-1, 2).tolist()
             self._model.ops.move_kv(self._kv, [(source, target) for source, target in pairs])
+
+    def _named(self, message: MessageCall) -> list[LoRAAdapter | None]:
+        """The adapter of each of a step's rows, kept while it runs; [] if none has one."""
+        if not message.adapters:
+            return []
+        numbers = (ctypes.c_int64 * message.step.num_rows).from_address(message.adapters)
+        return [self._adapters[number] if number else None for number in numbers]
 
 
 def _array(message: MessageCall, dtype: DType) -> Array:
