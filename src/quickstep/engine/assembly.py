@@ -532,9 +532,10 @@ def open_rank(
     )
     kv_shape = model.kv_shape.stored_as(config.cache.kv_dtype)
     if kv_shape.dtype.itemsize < model.kv_shape.dtype.itemsize:
-        from quickstep.runtime.kv_probe import kv_change
+        from quickstep.runtime.kv_probe import probed_logits
 
-        kv_change(model, config.cache.kv_dtype)  # rank 0 measures it, with all ranks
+        for kv_dtype in ("auto", config.cache.kv_dtype):
+            probed_logits(model, kv_dtype)  # which rank 0 compares (`_warn_of_kv`)
     kv = allocate_kv(kv_shape, plan.num_blocks, block_size, model.device)
     adapters: dict[str, LoRAAdapter] | None = None
     if config.lora is not None:
