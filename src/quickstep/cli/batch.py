@@ -32,8 +32,9 @@ from quickstep.cli.flags.engine import (
     model_of,
     template_fields,
 )
+from quickstep.cli.flags.options import add_options
 from quickstep.cli.flags.parsing import Parser, bytes_size, command, positive_int
-from quickstep.config import InputConfig
+from quickstep.config import EngineConfig, InputConfig
 from quickstep.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -88,9 +89,7 @@ def add_parser(subparsers: argparse._SubParsersAction[Parser]) -> None:
         metavar="SIZE",
         help="largest body of one request (default: 4MiB)",
     )
-    parser.add_argument(
-        "--seed", type=int, help="makes the seeds of requests without one reproducible"
-    )
+    add_options(parser, EngineConfig, "seed")
     add_format_flags(parser)
     add_template_flags(parser)
     add_engine_flags(parser)
