@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 from typing import Any
 
+from quickstep.cli.flags.config_file import add_config_file
 from quickstep.cli.flags.foreign import FOREIGN_FLAGS
 from quickstep.cli.flags.options import add_options, from_flags
 from quickstep.cli.flags.parsing import Parser
@@ -52,6 +53,7 @@ def add_engine_flags(parser: Parser) -> None:
     The command then answers the flags of other engines too.
     """
     parser.foreign_flags = FOREIGN_FLAGS
+    add_config_file(parser)
     group = parser.add_argument_group("model")
     add_options(group, LoadConfig)
     add_options(group, EngineConfig, "enforce_eager", "max_model_len", "allow_long_context")
