@@ -16,9 +16,9 @@ from fake_engine import FakeEngine
 
 from quickstep.server.anthropic.request_types import AssistantTurn, CountTokensRequest
 from quickstep.server.batches.request_types import BatchRequest, ExpiresAfter
-from quickstep.server.generate.adapter import Served, output_formats
 from quickstep.server.http.route import ApiRoute
-from quickstep.server.metrics import Metrics
+from quickstep.server.metrics import ServerMetrics
+from quickstep.server.models.registry import ModelRegistry
 from quickstep.server.ollama import request_types as ollama
 from quickstep.server.openai import request_types as schemas
 from quickstep.server.openai.tokenize import TokenizeRequest
@@ -147,8 +147,8 @@ class Place:
 def json_routes() -> list[ApiRoute]:
     """The routes that take a JSON body."""
     engine, options = FakeEngine(), ServerOptions()
-    served = Served(engine, ("fake",), options.limits, output_formats(engine, options))
-    routes = api_routes(served, Metrics(engine, "fake"), options)
+    models = ModelRegistry.of_one(engine, options)
+    routes = api_routes(models, ServerMetrics(models, options.metrics), options)
     return [
         route
         for route in routes

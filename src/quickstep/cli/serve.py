@@ -157,8 +157,8 @@ def _serve(
     launched: Launched,
 ) -> None:
     from quickstep.engine.logs import install
-    from quickstep.server.generate.adapter import check_names
     from quickstep.server.http.tls import check_tls
+    from quickstep.server.models.served_model import check_names
     from quickstep.server.run import bind, serve
 
     install(log)

@@ -1,9 +1,9 @@
 """`/metrics`: Prometheus text with vLLM's names, labels and buckets, under the prefix `quickstep:`
 or `MetricsOptions.prefix`. Labels have values of this server only, so a client adds no series.
 
-`Metrics` belongs to one app. What a request took is observed here by its `RequestMeter`, from the
-deltas as they leave and from the timings that the scheduler kept; gauges of the engine are read
-from `stats()` when Prometheus asks.
+`ServerMetrics` belongs to one app and has the `ModelMetrics` of each model. What a request took is
+observed by its `RequestMeter`, from the deltas as they leave and from the timings that the
+scheduler kept; gauges of the engine are read from `stats()` when Prometheus asks.
 
 `log_traffic` writes one log line every ten seconds while there is traffic: rates, queue, cache.
 """
@@ -27,6 +27,7 @@ from quickstep.engine.interface import ServedEngine
 from quickstep.engine.records.step_log import SequenceRecord
 from quickstep.engine.stats import EngineState, EngineStats, ReplicaStats
 from quickstep.server.generate.generation import ChoiceDelta, Generation, ParsedRequest
+from quickstep.server.models.served_model import ServedModel
 from quickstep.server.options import MetricsOptions
 from quickstep.types import Delta, FinishReason, StepRecord
 
@@ -57,21 +58,56 @@ _LOG = logging.getLogger("quickstep.server")
 _LOG_EVERY_S = 10.0
 
 
-class Metrics:
-    """Counters and histograms of one app."""
+class ServerMetrics(Collector):
+    """The metrics of all models; a family has the samples of each."""
+
+    def __init__(self, models: Iterable[ServedModel], options: MetricsOptions) -> None:
+        self.tracer = _tracer(options.otlp_traces_endpoint)
+        self._by_model = {
+            model.name: ModelMetrics(model.engine, model.name, options, self.tracer)
+            for model in models
+        }
+        self._registry = CollectorRegistry()
+        self._registry.register(self)
+
+    def of(self, model: ServedModel) -> ModelMetrics:
+        """The metrics of one model."""
+        return self._by_model[model.name]
+
+    def collect(self) -> Iterable[Metric]:
+        """One family per figure."""
+        families: dict[str, Metric] = {}
+        for metrics in self._by_model.values():
+            for family in metrics.registry.collect():
+                known = families.setdefault(family.name, family)
+                if known is not family:
+                    known.samples.extend(family.samples)
+        return families.values()
+
+    def text(self) -> bytes:
+        """All metrics in Prometheus' text format."""
+        # the module imports a web server, which is not needed before the first scrape
+        from prometheus_client.exposition import generate_latest
+
+        return generate_latest(self._registry)
+
+
+class ModelMetrics:
+    """Counters and histograms of one model."""
 
     def __init__(
         self,
         engine: ServedEngine,
         model: str,
-        options: MetricsOptions | None = None,
+        options: MetricsOptions,
+        tracer: RequestTracer | None = None,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self.registry = CollectorRegistry()
         self.engine = engine
         self.clock = clock
         self.model = model
-        self.options = options or MetricsOptions()
+        self.options = options
         self.num_embedded = 0  # embedded prompts
         tokens = _one_two_five(engine.max_model_len)
         self._histograms = {
@@ -105,7 +141,7 @@ class Metrics:
         )
         for reason in FinishReason:
             self._ends.labels(model, _ENGINE, reason.openai)
-        self.tracer = _tracer(self.options.otlp_traces_endpoint)
+        self.tracer = tracer
         self.goodput = _Goodput(self) if self.options.goodput_ms else None
         self.registry.register(EngineGauges(engine, model, self.options.prefix))
         engine.step_log.follow(_StepTokens(self))
@@ -123,13 +159,6 @@ class Metrics:
     def embedding_meter(self, prompt_lens: Sequence[int]) -> EmbeddingMeter:
         """The meter of prompts that are embedded, and arrive now."""
         return EmbeddingMeter(self, prompt_lens)
-
-    def text(self) -> bytes:
-        """All metrics in Prometheus' text format."""
-        # the module imports a web server, which is not needed before the first scrape
-        from prometheus_client.exposition import generate_latest
-
-        return generate_latest(self.registry)
 
     def observe(self, name: str, value: float) -> None:
         """One observation of a histogram."""
@@ -165,7 +194,7 @@ class Metrics:
 class _StepTokens:
     """Observes the tokens of each step: a follower of the step log."""
 
-    def __init__(self, metrics: Metrics) -> None:
+    def __init__(self, metrics: ModelMetrics) -> None:
         self._metrics = metrics
 
     def add_step(self, record: StepRecord) -> None:
@@ -180,7 +209,7 @@ class _StepTokens:
 class _Goodput:
     """Counts the requests that kept every target, and those that missed each."""
 
-    def __init__(self, metrics: Metrics) -> None:
+    def __init__(self, metrics: ModelMetrics) -> None:
         prefix, registry = metrics.options.prefix, metrics.registry
         self._labels = (metrics.model, _ENGINE)
         self._limits_s = {name: ms / 1e3 for name, ms in metrics.options.goodput_ms.items()}
@@ -233,7 +262,7 @@ class RequestMeter:
     """Observes one request, from its arrival to its end."""
 
     def __init__(
-        self, metrics: Metrics, num_choices: int, headers: Mapping[str, str] = NO_HEADERS
+        self, metrics: ModelMetrics, num_choices: int, headers: Mapping[str, str] = NO_HEADERS
     ) -> None:
         self._metrics = metrics
         self._headers = headers
@@ -339,7 +368,7 @@ def _is_aborted(generation: Generation) -> bool:
 class EmbeddingMeter:
     """Observes the prompts of one embeddings request, each of which is a request to the engine."""
 
-    def __init__(self, metrics: Metrics, prompt_lens: Sequence[int]) -> None:
+    def __init__(self, metrics: ModelMetrics, prompt_lens: Sequence[int]) -> None:
         self._metrics = metrics
         self._prompt_lens = prompt_lens
         self._arrival = metrics.clock()
@@ -565,7 +594,7 @@ class TrafficLog:
         return f"{line}, embedded {embedded}" if embedded else line
 
 
-async def log_traffic(engine: ServedEngine, metrics: Metrics) -> None:
+async def log_traffic(engine: ServedEngine, metrics: ModelMetrics) -> None:
     """Log the traffic until cancelled."""
     log = TrafficLog(engine.stats())
     while True:

@@ -1,8 +1,8 @@
-"""The request that every API's adapter parses a body into, and its run on the engine.
+"""The request that every API parses a body into, and its run on the engine.
 
-An adapter parses a body into a frozen, bounded `ParsedRequest`; `open_generation` renders,
+An API parses a body into a frozen, bounded `ParsedRequest`; `open_generation` renders,
 tokenises and submits its prompts; `Generation` merges the engine's streams into one sequence of
-`ChoiceDelta`. The engine never sees client dicts, an adapter never sees the engine.
+`ChoiceDelta`. The engine never sees client dicts, an API never calls the engine.
 
 Prompt p of P and sequence i of n become choice p * n + i, as OpenAI counts.
 
@@ -120,7 +120,7 @@ class ParsedRequest(msgspec.Struct, frozen=True):
         timings: The response has the request's timings; None if the API has no place for them.
         truncation: How much of a prompt is read; None for all.
         ignored: Paths of the client's fields that have no effect.
-        writer: Makes the writer of the response; every adapter sets it.
+        writer: Makes the writer of the response; every API sets it.
         stream_type: The media type of a streaming response.
         adapter: The adapter that the body selects ("" for none); None for that of `model`.
         timeout_reason: OpenAI's `finish_reason` of a choice that ended at `timeout_s`.

@@ -13,8 +13,8 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from quickstep.errors import RequestError
-from quickstep.server.generate.adapter import Served
 from quickstep.server.generate.conversation import check_shows_calls, past_call
+from quickstep.server.models.served_model import ServedModel
 from quickstep.server.responses.request_types import (
     FunctionCallItem,
     FunctionCallOutputItem,
@@ -127,7 +127,7 @@ def _listed(item: InputItem) -> ListedItem:
             )
 
 
-def template_messages(items: Sequence[InputItem], served: Served) -> list[dict[str, Any]]:
+def template_messages(items: Sequence[InputItem], model: ServedModel) -> list[dict[str, Any]]:
     """The items as messages. Raises RequestError with the path of an item that is refused."""
     turns = _Turns()
     for index, item in enumerate(items):
@@ -141,7 +141,7 @@ def template_messages(items: Sequence[InputItem], served: Served) -> list[dict[s
             case ReasoningItem():
                 turns.assistant("reasoning_content", _reasoning(item, path))
             case FunctionCallItem():
-                check_shows_calls(served, path)
+                check_shows_calls(model, path)
                 turns.call(past_call(item.call_id, item.name, item.arguments))
             case FunctionCallOutputItem():
                 content = _content(item.output, f"{path}.output")

@@ -16,7 +16,6 @@ from typing import Any
 import msgspec
 from msgspec import UNSET
 
-from quickstep.server.generate.adapter import Served
 from quickstep.server.generate.generation import ChoiceDelta, Generation, Head
 from quickstep.server.generate.message import (
     Block,
@@ -28,6 +27,7 @@ from quickstep.server.generate.message import (
 )
 from quickstep.server.http.errors import error_facts
 from quickstep.server.http.event_stream import event_frame
+from quickstep.server.models.served_model import ServedModel
 from quickstep.server.openai.choices import token_logprob
 from quickstep.server.openai.request_types import TextFormat
 from quickstep.server.openai.response_types import TokenLogprob
@@ -93,14 +93,14 @@ class ResponsesWriter:
     """Writes one response."""
 
     def __init__(
-        self, served: Served, context: ResponseContext, generation: Generation, head: Head
+        self, model: ServedModel, context: ResponseContext, generation: Generation, head: Head
     ) -> None:
-        self._served = served
+        self._model = model
         self._context = context
         self._generation = generation
         self._head = head
         (choice,) = generation.choices
-        reader = message_reader(generation, choice, served.engine.tokenizer)
+        reader = message_reader(generation, choice, model.engine.tokenizer)
         self._blocks = Blocks(reader, never_empty=True)
         self._with_logprobs = generation.request.sampling.logprobs is not None
         self._id = f"resp_{uuid.uuid4().hex}"
@@ -153,7 +153,7 @@ class ResponsesWriter:
         response = self._response("completed" if is_complete else "incomplete")
         if self._context.store is not None:
             output = [_as_input(block) for block in self._blocks.blocks]
-            messages = (*self._context.messages, *template_messages(output, self._served))
+            messages = (*self._context.messages, *template_messages(output, self._model))
             self._context.store(StoredResponse(response, messages, self._context.input_items))
         return response
 
@@ -289,7 +289,7 @@ class ResponsesWriter:
     def _logprobs(self, logprobs: Sequence[TokenLogprobs]) -> list[TokenLogprob]:
         if not self._with_logprobs:
             return []
-        tokenizer = self._served.engine.tokenizer
+        tokenizer = self._model.engine.tokenizer
         return [token_logprob(tokenizer, each) for each in logprobs]
 
     def _response(
@@ -330,7 +330,7 @@ class ResponsesWriter:
             user=fields.user,
             seed=self._generation.seed,
             system_fingerprint=self._head.fingerprint,
-            quickstep=UNSET if has_begun else requested_timings(self._generation, self._served),
+            quickstep=UNSET if has_begun else requested_timings(self._generation, self._model),
         )
 
     def _usage(self) -> ResponseUsage:

@@ -27,7 +27,6 @@ from starlette.responses import HTMLResponse, Response
 
 from quickstep import __version__
 from quickstep.server.anthropic.request_types import CountTokensRequest, CustomToolSpec
-from quickstep.server.generate.adapter import Served
 from quickstep.server.http.errors import (
     OVERLOADED,
     ErrorAnswer,
@@ -38,6 +37,7 @@ from quickstep.server.http.errors import (
     ollama_shape,
 )
 from quickstep.server.http.route import ApiRoute
+from quickstep.server.models.registry import ModelRegistry
 from quickstep.server.ollama.request_types import OllamaChatRequest
 from quickstep.server.openai.request_types import ChatRequest, FunctionTool, SamplingFields
 from quickstep.server.openai.tokenize import ApplyTemplateRequest, TokenizeRequest
@@ -370,20 +370,20 @@ class ApiDocument(msgspec.Struct, frozen=True):
 class ApiPages:
     """The endpoints `/openapi.json` and `/docs`. `routes` may grow until the first request."""
 
-    def __init__(self, routes: Sequence[ApiRoute], served: Served) -> None:
+    def __init__(self, routes: Sequence[ApiRoute], models: ModelRegistry) -> None:
         self._routes = routes
-        self._served = served
+        self._models = models
         self._document: bytes | None = None
 
     async def document(self, _: Request) -> Response:
         """OpenAPI 3.1 with this server's limits and names."""
         if self._document is None:
             facts = SchemaFacts(
-                self._served.limits,
-                self._served.engine.tokenizer.vocab_size,
-                self._served.names,
-                self._served.field_rules,
-                self._served.api_keys.priorities,
+                self._models.server.limits,
+                self._models.default.engine.tokenizer.vocab_size,
+                self._models.names,
+                self._models.server.field_rules,
+                self._models.server.api_keys.priorities,
             )
             self._document = msgspec.json.encode(openapi_document(self._routes, facts))
         return Response(self._document, media_type="application/json")
