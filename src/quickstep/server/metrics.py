@@ -128,11 +128,13 @@ class ModelMetrics:
                 ("iteration_tokens_total", "Tokens of a step.", _STEP_TOKENS),
             )
         }
+        # of every token: public, so that a meter calls them directly
+        self.token_gaps = self._histograms["inter_token_latency_seconds"]
+        self.generation_tokens = self._counter("generation_tokens", "Output tokens so far.")
         self._prompt_tokens = self._counter(
             "prompt_tokens",
             "Prompt tokens, counted with the first token of their answer or at its end.",
         )
-        self._generation_tokens = self._counter("generation_tokens", "Output tokens so far.")
         self._ends = Counter(
             f"{self.options.prefix}:request_success",
             "Choices that ended, by OpenAI's finish reason.",
@@ -163,10 +165,6 @@ class ModelMetrics:
     def observe(self, name: str, value: float) -> None:
         """One observation of a histogram."""
         self._histograms[name].observe(max(0.0, value))
-
-    def count_output(self, num_tokens: int) -> None:
-        """Count output tokens."""
-        self._generation_tokens.inc(num_tokens)
 
     def count_prompt(self, num_tokens: int) -> None:
         """Count the tokens of a prompt that is computed, or whose request ended before."""
@@ -299,13 +297,13 @@ class RequestMeter:
             metrics.count_prompt(self._uncounted.pop(prompt, 0))
             metrics.observe("time_to_first_token_seconds", now - self._arrival)
         else:
-            metrics.observe("inter_token_latency_seconds", now - last)
+            metrics.token_gaps.observe(max(0.0, now - last))
         # tokens that came together have no gap between them
         for _ in delta.token_ids[1:]:
-            metrics.observe("inter_token_latency_seconds", 0.0)
+            metrics.token_gaps.observe(0.0)
         self._last[item.choice] = now
         self._num_tokens[item.choice] += len(delta.token_ids)
-        metrics.count_output(len(delta.token_ids))
+        metrics.generation_tokens.inc(len(delta.token_ids))
 
     def close(self, generation: Generation) -> None:
         """The request is over, however it ended. Idempotent."""

@@ -311,12 +311,24 @@ class Generation:
             RequestError: What the request demands left a choice no token.
         """
         sampling, grammar_field = self.request.sampling, self.request.grammar_field
+        if len(self._streams) == 1 and not self._holds_deltas:
+            async for delta in self._streams[0]:
+                self.choices[delta.index].add(delta)
+                if delta.finish_reason is not None:
+                    check_end(delta, sampling, grammar_field)
+                yield ChoiceDelta(delta.index, delta)
+            return
         merged = self._merged() if len(self._streams) > 1 else self._of_stream(0)
-        async with aclosing(merged) as deltas:
-            async for item in deltas:
+        async with aclosing(merged) as items:
+            async for item in items:
                 self.choices[item.choice].add(item.delta)
                 check_end(item.delta, sampling, grammar_field)
                 yield item
+
+    @property
+    def _holds_deltas(self) -> bool:
+        """Whether sequences wait for the prompt's scores, which come with the first of them."""
+        return self.request.sampling.prompt_logprobs is not None and self._n > 1
 
     async def finish(self) -> None:
         """Wait for all choices."""
@@ -331,11 +343,10 @@ class Generation:
 
     async def _of_stream(self, prompt: int) -> AsyncGenerator[ChoiceDelta, None]:
         first = prompt * self._n
-        if self.request.sampling.prompt_logprobs is None or self._n == 1:
+        if not self._holds_deltas:
             async for delta in self._streams[prompt]:
                 yield ChoiceDelta(first + delta.index, delta)
             return
-        # the prompt's scores come with index 0; faster sequences wait for them
         held: list[Delta] = []
         num_missing = len(self._streams[prompt].prompt_token_ids)
         async for delta in self._streams[prompt]:

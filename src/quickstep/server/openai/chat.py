@@ -318,19 +318,20 @@ class ChatRendering:
         A call's first piece has its name and no arguments; those follow in a chunk of their own.
         """
         deltas = _chat_deltas(self._messages[choice.index].read(delta).parts)
-        shows_tokens = self._requested.logprobs is not None or self._requested.token_ids
-        if not deltas and shows_tokens and delta.token_ids:
+        has_logprobs, has_ids = self._requested.logprobs is not None, self._requested.token_ids
+        if not deltas and (has_logprobs or has_ids) and delta.token_ids:
             deltas.append(ChatDelta(content=""))
-        return [
-            ChatChunkChoice(
+        chunks: list[ChatChunkChoice] = []
+        for part in deltas:  # a loop without calls: it runs once a token
+            chunk = ChatChunkChoice(
                 index=choice.index,
                 delta=part,
-                logprobs=self._listed(() if place else delta.logprobs),
-                token_ids=UNSET if place else self._token_ids(delta.token_ids),
+                logprobs=self._listed(() if chunks else delta.logprobs) if has_logprobs else None,
+                token_ids=list(delta.token_ids) if has_ids and not chunks else UNSET,
                 finish_reason=None,
             )
-            for place, part in enumerate(deltas)
-        ]
+            chunks.append(chunk)
+        return chunks
 
     def ending(self, choice: Choice) -> ChatChunkChoice:
         """The finish reason, without content."""

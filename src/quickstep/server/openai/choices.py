@@ -283,18 +283,19 @@ class ChoicesWriter:
                 fields = {} if choice.index else self._rendering.prompt_fields()
                 yield self._chunk([opening], **fields)
 
-    def delta(self, item: ChoiceDelta) -> Iterator[bytes]:
+    def delta(self, item: ChoiceDelta) -> list[bytes]:
         """The chunks of a delta, and its choice's end."""
-        choice = self._generation.choices[item.choice]
+        choice, frames = self._generation.choices[item.choice], []
         progress = item.delta.progress
         if progress is not None:
             num_prompt_tokens = len(self._generation.prompt_token_ids(choice))
             report = PromptProgressReport.of(progress, num_prompt_tokens)
-            yield self._chunk([self._rendering.empty(choice)], prompt_progress=report)
+            frames.append(self._chunk([self._rendering.empty(choice)], prompt_progress=report))
         for delta in self._rendering.deltas(choice, item.delta):
-            yield self._chunk([delta])
+            frames.append(self._chunk([delta]))
         if item.delta.finish_reason is not None:
-            yield self._chunk([self._rendering.ending(choice)])
+            frames.append(self._chunk([self._rendering.ending(choice)]))
+        return frames
 
     def ending(self) -> Iterator[bytes]:
         """A chunk with usage and timings if the client requested them, then `[DONE]`."""
