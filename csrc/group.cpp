@@ -185,23 +185,36 @@ void copy_rows(qs_context* context, int64_t rows, int64_t row_bytes, const Fn& f
                    [&](int64_t i) { fn(rows * i / parts, rows * (i + 1) / parts); });
 }
 
-// Copies this rank's part of `rows` rows into a stage: its columns, or the rows of its ids.
-void put_own(qs_context* context, const qs_gather& call, int64_t first, int64_t rows, char* stage) {
-  const char* x = static_cast<const char*>(call.x);
-  if (call.ids == nullptr) {
-    copy_rows(context, rows, call.own_bytes, [&](int64_t begin, int64_t end) {
-      for (int64_t i = begin; i < end; ++i) {
-        memcpy(stage + i * call.row_bytes + call.first_byte, x + (first + i) * call.stride_bytes,
-               call.own_bytes);
-      }
-    });
-    return;
-  }
+// Copies this rank's columns of `rows` rows to `to`, where complete rows are.
+void put_columns(qs_context* context, const qs_gather& call, int64_t first, int64_t rows, char* to) {
+  const char* x = static_cast<const char*>(call.x) + first * call.stride_bytes;
+  copy_rows(context, rows, call.own_bytes, [&](int64_t begin, int64_t end) {
+    for (int64_t i = begin; i < end; ++i) {
+      memcpy(to + i * call.row_bytes + call.first_byte, x + i * call.stride_bytes, call.own_bytes);
+    }
+  });
+}
+
+// Copies the rows of this rank's ids into a stage.
+void put_rows(const qs_gather& call, int64_t first, int64_t rows, char* stage) {
+  const char* x = static_cast<const char*>(call.x) + first * call.stride_bytes;
   for (int64_t i = 0; i < rows; ++i) {
     const int64_t local = call.ids[first + i] - call.first_id;
     if (local < 0 || local >= call.num_ids) continue;
-    memcpy(stage + i * call.row_bytes, x + (first + i) * call.stride_bytes, call.row_bytes);
+    memcpy(stage + i * call.row_bytes, x + i * call.stride_bytes, call.row_bytes);
   }
+}
+
+// Copies rows out of a stage, without the bytes [begin_byte, end_byte) of each.
+void take_rows(qs_context* context, int64_t rows, int64_t row_bytes, int64_t begin_byte,
+               int64_t end_byte, const char* stage, char* out) {
+  copy_rows(context, rows, row_bytes, [&](int64_t begin, int64_t end) {
+    for (int64_t i = begin; i < end; ++i) {
+      const int64_t start = i * row_bytes;
+      memcpy(out + start, stage + start, begin_byte);
+      memcpy(out + start + end_byte, stage + start + end_byte, row_bytes - end_byte);
+    }
+  });
 }
 
 }  // namespace
@@ -218,13 +231,20 @@ int gather(qs_context* context, const qs_gather& call) {
     const int64_t rows = call.rows - first < most ? call.rows - first : most;
     char* stage = group->stages[group->next_stage];
     group->next_stage ^= 1;
-    put_own(context, call, first, rows, stage);
-    if (!meet(group)) return QS_PEER_LOST;
     char* out = static_cast<char*>(call.out) + first * call.row_bytes;
-    copy_rows(context, rows, call.row_bytes, [&](int64_t begin, int64_t end) {
-      memcpy(out + begin * call.row_bytes, stage + begin * call.row_bytes,
-             (end - begin) * call.row_bytes);
-    });
+    const bool is_first = group->rank == 0;
+    if (call.ids != nullptr) {
+      put_rows(call, first, rows, stage);
+    } else {
+      put_columns(context, call, first, rows, call.for_first && is_first ? out : stage);
+    }
+    if (!meet(group)) return QS_PEER_LOST;
+    if (!call.for_first) {
+      take_rows(context, rows, call.row_bytes, call.row_bytes, call.row_bytes, stage, out);
+    } else if (is_first) {
+      const int64_t end_byte = call.first_byte + call.own_bytes;
+      take_rows(context, rows, call.row_bytes, call.first_byte, end_byte, stage, out);
+    }
   }
   return QS_OK;
 }

@@ -460,6 +460,7 @@ int gather_parts(qs_program* program, const qs_op& op, int64_t rows) {
   call.ids = static_cast<const int64_t*>(op.in[2]);
   call.first_id = op.size[3];
   call.num_ids = op.size[4];
+  call.for_first = op.option;
   call.out = op.out[0];
   return qs::gather(program->context, call);
 }

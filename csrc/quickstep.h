@@ -418,7 +418,7 @@ QS_API int64_t qs_group_waited_ns(const qs_group* group);
 
 // Rows that ranks have computed parts of, put together. All ranks call it, with the same rows,
 // row_bytes and ids. Without ids, a rank has columns; with them, the rows of [first_id, first_id +
-// num_ids), and own_bytes is row_bytes.
+// num_ids), and own_bytes is row_bytes. With `for_first`, only rank 0 gets the rows, of columns.
 typedef struct qs_gather {
   qs_group* group;
   const void* x;        // [rows] of own_bytes
@@ -430,6 +430,7 @@ typedef struct qs_gather {
   const int64_t* ids;   // [rows], or null
   int64_t first_id;
   int64_t num_ids;
+  int64_t for_first;
   void* out;            // [rows] of row_bytes
 } qs_gather;
 

@@ -180,7 +180,12 @@ class Decoder:
         adapters = None if lora is None else (lm_head_number(spec), lora)
         divisor, softcap = spec.logit_divisor, spec.logit_softcap
         logits = self._ops.logits(hidden, head, divisor, softcap, adapters)
-        return self._of_all_ranks(logits, self._shard.outputs(spec.vocab_size), spec.vocab_size)
+        ranks, size = self._ops.ranks, spec.vocab_size
+        return (
+            logits
+            if ranks is None
+            else ranks.gather_logits(logits, self._shard.outputs(size), size)
+        )
 
     def _embedding(self, token_ids: Tensor) -> Tensor:
         """Embeddings [T, hidden] of token ids [T]."""

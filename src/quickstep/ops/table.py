@@ -274,6 +274,9 @@ class Ranks(Protocol):
     def gather(self, x: TensorT, own: range, num_columns: int) -> TensorT:
         """x [T, n], the columns `own` of all -> [T, num_columns]."""
 
+    def gather_logits(self, x: TensorT, own: range, vocab_size: int) -> TensorT:
+        """x [E, n], the columns `own` of all -> [E, vocab_size], which only rank 0 may read."""
+
     def local_ids(self, token_ids: Tensor, own: range, vocab_size: int) -> Tensor:
         """Token ids [T] by their place in the rows `own` of an embedding; 0 for the others'."""
 

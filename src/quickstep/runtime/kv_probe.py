@@ -34,8 +34,7 @@ def kv_change(model: Model, kv_dtype: str) -> float:
 
     The largest over the positions of a probe, in nats; 0 where both are the same.
     """
-    token_ids = tuple(place * _STRIDE % model.vocab_size for place in range(_PROBE_TOKENS))
-    own, other = (_logits(model, token_ids, dtype) for dtype in ("auto", kv_dtype))
+    own, other = probed_logits(model, "auto"), probed_logits(model, kv_dtype)
     return max(0.0, *map(_divergence, own, other))
 
 
@@ -45,12 +44,13 @@ def kv_of_one_sequence(model: Model, num_tokens: int, kv_dtype: str) -> KVCache:
     return allocate_kv(shape, -(-num_tokens // BLOCK_SIZE), BLOCK_SIZE, model.device)
 
 
-def _logits(model: Model, token_ids: tuple[int, ...], kv_dtype: str) -> npt.NDArray[np.float32]:
-    """[T, V] of every position: a step of one row per token, as tokens are decoded.
+def probed_logits(model: Model, kv_dtype: str) -> npt.NDArray[np.float32]:
+    """[T, V] of every position of the probe: a step of one row per token, as tokens are decoded.
 
     Attention reads every key and value, a token's own included, out of the cache.
     """
-    count = len(token_ids)
+    count = _PROBE_TOKENS
+    token_ids = tuple(place * _STRIDE % model.vocab_size for place in range(count))
     kv = kv_of_one_sequence(model, count, kv_dtype)
     slot = Slot(Admission(0, "probe", token_ids, count, SamplingParams(), 0), model.vocab_size)
     slot.append_blocks(range(kv.keys[0].shape[0]))

@@ -48,7 +48,7 @@ _LOGGER = logging.getLogger(__name__)
 
 # -P: do not import modules from the working directory
 _COMMAND = (sys.executable, "-P", "-m", "quickstep.engine.ranks.worker")
-_LEAST_STAGE_BYTES = 1 << 20  # rows of a gather that meet at once
+_LEAST_STAGE_BYTES = 2 << 20  # as much of a gather is put together at once
 _SCORED_POSITIONS = 64  # whose hidden states are posted at once (`runtime.sampling.prompt_scores`)
 
 
@@ -236,4 +236,4 @@ def _sizes(spec: ModelSpec, plan: MemoryPlan, block_size: int) -> tuple[int, int
     words = 16 * tokens  # rows, token ids, emitting tokens, parents, adapters, pairs of moves
     blocks = plan.max_num_seqs * (plan.max_model_len // block_size + 2)
     hidden_bytes = 4 * _SCORED_POSITIONS * spec.hidden_size
-    return max(_LEAST_STAGE_BYTES, 4 * widest), 8 * words + 4 * blocks + hidden_bytes + 4096
+    return max(_LEAST_STAGE_BYTES, 16 * widest), 8 * words + 4 * blocks + hidden_bytes + 4096

@@ -260,6 +260,7 @@ class GatherCall(ctypes.Structure):
         ("ids", c_void_p),
         ("first_id", c_int64),
         ("num_ids", c_int64),
+        ("for_first", c_int64),
         ("out", c_void_p),
     )
 

@@ -98,7 +98,11 @@ class NativeRanks:
 
     def gather(self, x: TensorT, own: range, num_columns: int) -> TensorT:
         """`Ranks.gather`. Raises EngineError."""
-        return self._gathered(x, own.start, num_columns, None, range(0))
+        return self._gathered(x, own.start, num_columns)
+
+    def gather_logits(self, x: TensorT, own: range, vocab_size: int) -> TensorT:
+        """`Ranks.gather_logits`. Raises EngineError."""
+        return self._gathered(x, own.start, vocab_size, for_first=True)
 
     def local_ids(self, token_ids: Tensor, own: range, vocab_size: int) -> Tensor:
         """`Ranks.local_ids`. Raises EngineError for an id outside of the vocabulary."""
@@ -117,11 +121,17 @@ class NativeRanks:
 
     def gather_rows(self, x: Tensor, token_ids: Tensor, own: range) -> Tensor:
         """`Ranks.gather_rows`. Raises EngineError."""
-        return self._gathered(x, 0, x.shape[1], token_ids, own)
+        return self._gathered(x, 0, x.shape[1], (token_ids, own))
 
     def _gathered(
-        self, x: TensorT, first: int, num_columns: int, ids: Tensor | None, own: range
+        self,
+        x: TensorT,
+        first: int,
+        num_columns: int,
+        rows: tuple[Tensor, range] | None = None,
+        for_first: bool = False,
     ) -> TensorT:
+        ids, own = (None, range(0)) if rows is None else rows
         assert x.stride(1) == 1
         item_bytes = x.element_size()
         out = x.new_empty((x.shape[0], num_columns))
@@ -136,6 +146,7 @@ class NativeRanks:
             ids=None if ids is None else ids.data_ptr(),
             first_id=own.start,
             num_ids=len(own),
+            for_first=for_first,
             out=out.data_ptr(),
         )
         status = self._library.qs_group_gather(self._context, ctypes.byref(call))

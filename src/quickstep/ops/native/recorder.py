@@ -572,11 +572,16 @@ class _RecordedRanks:
         self._ranks = ranks
 
     def gather(self, x: StepTensor, own: range, num_columns: int) -> StepTensor:
+        return self._columns(x, own, num_columns, for_first=False)
+
+    def gather_logits(self, x: StepTensor, own: range, vocab_size: int) -> StepTensor:
+        return self._columns(x, own, vocab_size, for_first=True)
+
+    def _columns(self, x: StepTensor, own: range, num_columns: int, for_first: bool) -> StepTensor:
         item_bytes = x.dtype.itemsize
-        first_byte = own.start * item_bytes
         out = self._tape.new((num_columns,), x.dtype, self._tape.rows_of(x))
-        size = (x.row_size * item_bytes, first_byte, num_columns * item_bytes)
-        self._record(x, 0, out, size)
+        size = (x.row_size * item_bytes, own.start * item_bytes, num_columns * item_bytes)
+        self._record(x, 0, out, size, int(for_first))
         return out
 
     def local_ids(self, token_ids: StepTensor, own: range, vocab_size: int) -> StepTensor:
@@ -594,14 +599,20 @@ class _RecordedRanks:
         return out
 
     def _record(
-        self, x: StepTensor, ids: Operand | int, out: StepTensor, size: tuple[int, ...]
+        self,
+        x: StepTensor,
+        ids: Operand | int,
+        out: StepTensor,
+        size: tuple[int, ...],
+        option: int = 0,
     ) -> None:
         if x.stride(1) != 1:
             raise NotCapturable("a gather would have to copy its input")
         self._tape.kept.append(self._ranks)
         inputs = (self._tape.operand(x), self._ranks.handle, ids)
         stride = (x.stride(0) * x.dtype.itemsize,)
-        self._tape.record(OpKind.RANKS, x, inputs, (out,), Numbers(size=size, stride=stride))
+        numbers = Numbers(size=size, stride=stride, option=option)
+        self._tape.record(OpKind.RANKS, x, inputs, (out,), numbers)
 
 
 def _as_tensor(x: StepTensor) -> Tensor:
