@@ -36,7 +36,7 @@ def families() -> list[Any]:
 
     from quickstep.core.accounting import AdapterStats
     from quickstep.engine.stats import EngineStats
-    from quickstep.server.metrics import ModelMetrics
+    from quickstep.server.operate.metrics import ModelMetrics
     from quickstep.server.options import MetricsOptions
 
     class EngineWithAdapters(FakeEngine):

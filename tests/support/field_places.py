@@ -16,23 +16,23 @@ from fake_engine import FakeEngine
 
 from quickstep.server.anthropic.request_types import AssistantTurn, CountTokensRequest
 from quickstep.server.batches.request_types import BatchRequest, ExpiresAfter
+from quickstep.server.fields.field_classes import Refusal
 from quickstep.server.http.route import ApiRoute
-from quickstep.server.metrics import ServerMetrics
 from quickstep.server.models.registry import ModelRegistry
 from quickstep.server.ollama import request_types as ollama
 from quickstep.server.openai import request_types as schemas
 from quickstep.server.openai.tokenize import TokenizeRequest
+from quickstep.server.operate.metrics import ServerMetrics
 from quickstep.server.options import ServerOptions
+from quickstep.server.reference.field_reference import form_refusal, reference_of
+from quickstep.server.reference.openapi import branches, parts_of
+from quickstep.server.reference.openapi import field_types as uncached_field_types
 from quickstep.server.responses.request_types import (
     FunctionCallItem,
     ResponsesRequest,
     ResponsesStreamOptions,
 )
 from quickstep.server.routes import api_routes
-from quickstep.server.schema.field_classes import Refusal
-from quickstep.server.schema.field_reference import form_refusal, reference_of
-from quickstep.server.schema.openapi import branches, parts_of
-from quickstep.server.schema.openapi import field_types as uncached_field_types
 
 Struct = type[msgspec.Struct]
 Keys = tuple[str | int, ...]

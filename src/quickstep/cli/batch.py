@@ -136,8 +136,8 @@ async def _answer_all(
     write: Callable[[LineAnswer], Awaitable[None]],
 ) -> None:
     from quickstep.server.batches.lines import LineRunner, batch_endpoints, run_lines
-    from quickstep.server.metrics import ServerMetrics
     from quickstep.server.models.registry import ModelRegistry
+    from quickstep.server.operate.metrics import ServerMetrics
 
     options = _server_options(args)
     models = ModelRegistry.of_one(engine, options)

@@ -26,10 +26,10 @@ from quickstep.server.http.route import (
     with_checked_body,
     with_key_limits,
 )
-from quickstep.server.metrics import ServerMetrics, log_traffic
 from quickstep.server.models.registry import ModelRegistry
 from quickstep.server.models.served_model import ServedModel
 from quickstep.server.models.server_state import ServerState
+from quickstep.server.operate.metrics import ServerMetrics, log_traffic
 from quickstep.server.options import CorsOptions, ServerOptions
 from quickstep.server.routes import api_routes
 from quickstep.server.usage.price_book import Price, PriceBook

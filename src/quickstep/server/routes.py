@@ -18,14 +18,11 @@ from quickstep.server.anthropic.request_types import CountTokensRequest, Message
 from quickstep.server.anthropic.response_types import EVENTS as MESSAGES_EVENTS
 from quickstep.server.anthropic.response_types import MessageResponse, TokenCount
 from quickstep.server.batches.endpoint import LocalBatches
-from quickstep.server.debug import Debug
 from quickstep.server.generate.endpoint import GeneratingRoute
 from quickstep.server.http.body import body_of
 from quickstep.server.http.errors import anthropic_shape
 from quickstep.server.http.route import ApiRoute
 from quickstep.server.llama_cpp.endpoint import llama_cpp_routes
-from quickstep.server.lora_routes import lora_routes
-from quickstep.server.metrics import ServerMetrics
 from quickstep.server.models.registry import ModelRegistry
 from quickstep.server.ollama.routes import ollama_routes
 from quickstep.server.openai.chat import Chat
@@ -47,15 +44,18 @@ from quickstep.server.openai.response_types import (
     ModelList,
 )
 from quickstep.server.openai.tokenize import Tokenizing
+from quickstep.server.operate.debug import Debug
+from quickstep.server.operate.lora_routes import lora_routes
+from quickstep.server.operate.metrics import ServerMetrics
+from quickstep.server.operate.prefix_cache import prefix_cache_routes
+from quickstep.server.operate.probes import Health, Pong, Probes, Readiness, Version
 from quickstep.server.options import ServerOptions
-from quickstep.server.prefix_cache import prefix_cache_routes
-from quickstep.server.probes import Health, Pong, Probes, Readiness, Version
+from quickstep.server.reference.openapi import ApiDocument, ApiPages
 from quickstep.server.responses.endpoint import Responses
 from quickstep.server.responses.request_types import InputItemsQuery, ResponsesRequest
 from quickstep.server.responses.response_types import EVENTS as RESPONSES_EVENTS
 from quickstep.server.responses.response_types import DeletedResponse, InputItems, ResponseObject
 from quickstep.server.responses.store import ResponseStore, StoredResponses
-from quickstep.server.schema.openapi import ApiDocument, ApiPages
 
 _NOT_GIVEN = msgspec.Raw()
 

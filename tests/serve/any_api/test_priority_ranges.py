@@ -12,12 +12,12 @@ from client import CHAT, COMPLETIONS, MESSAGES, client_of
 from fake_engine import FakeEngine
 
 from quickstep.errors import ConfigError
-from quickstep.server.api_keys import ApiKeys, PriorityRange
 from quickstep.server.app import create_app
 from quickstep.server.batches.lines import batch_endpoints
-from quickstep.server.metrics import ServerMetrics
 from quickstep.server.models.registry import ModelRegistry
+from quickstep.server.operate.metrics import ServerMetrics
 from quickstep.server.options import ServerOptions
+from quickstep.server.usage.api_keys import ApiKeys, PriorityRange
 
 KEYS = ApiKeys(["ann[-100..0]=secret-a", "bob=secret-b", "eve[5..5]:secret-e"])
 BODIES: dict[str, dict[str, Any]] = {

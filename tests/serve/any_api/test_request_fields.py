@@ -47,6 +47,14 @@ from quickstep.server.anthropic.request_types import (
 )
 from quickstep.server.app import create_app
 from quickstep.server.batches.request_types import BatchRequest
+from quickstep.server.fields.field_classes import (
+    Hint,
+    Honoured,
+    Note,
+    Refusal,
+    Row,
+    requests_nothing,
+)
 from quickstep.server.http.route import ApiRoute
 from quickstep.server.openai.request_types import (
     ChatRequest,
@@ -56,22 +64,14 @@ from quickstep.server.openai.request_types import (
 )
 from quickstep.server.openai.tokenize import ApplyTemplateRequest, TokenizeRequest
 from quickstep.server.options import FieldRules, RequestLimits, ServerOptions
-from quickstep.server.responses.request_types import ResponsesRequest
-from quickstep.server.schema.field_classes import (
-    Hint,
-    Honoured,
-    Note,
-    Refusal,
-    Row,
-    requests_nothing,
-)
-from quickstep.server.schema.field_reference import (
+from quickstep.server.reference.field_reference import (
     SchemaFacts,
     bounds_of,
     form_refusal,
     reference_of,
 )
-from quickstep.server.schema.openapi import branches, parts_of, reachable_structs
+from quickstep.server.reference.openapi import branches, parts_of, reachable_structs
+from quickstep.server.responses.request_types import ResponsesRequest
 
 CASES = OPENAI_CASES | RESPONSES_CASES | MESSAGES_CASES | OLLAMA_CASES | OTHER_CASES
 CLIENTS: dict[type[msgspec.Struct], Any] = {

@@ -9,10 +9,10 @@ import pytest
 from fake_engine import FakeEngine, Submitted
 
 from quickstep.errors import ConfigError
-from quickstep.server.api_keys import ApiKeys
 from quickstep.server.models.registry import ModelRegistry
+from quickstep.server.operate.warm_prompts import read_warm_prompts, warm_prefix_cache
 from quickstep.server.options import ServerOptions
-from quickstep.server.warm_prompts import read_warm_prompts, warm_prefix_cache
+from quickstep.server.usage.api_keys import ApiKeys
 
 KEYS = ApiKeys(["ann=AAAA", "bob=BBBB"])
 

@@ -29,10 +29,10 @@ from quickstep.server.generate.api import LineResult
 from quickstep.server.generate.endpoint import GeneratingRoute
 from quickstep.server.generate.generation import ParsedRequest
 from quickstep.server.http.errors import GenerationFailed
-from quickstep.server.metrics import ServerMetrics
 from quickstep.server.models.registry import ModelRegistry
 from quickstep.server.models.served_model import ServedModel
 from quickstep.server.openai.completions import Completions
+from quickstep.server.operate.metrics import ServerMetrics
 from quickstep.server.options import BatchOptions, FileOptions, ServerOptions
 
 CHAT = "/v1/chat/completions"

@@ -11,11 +11,11 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from quickstep.errors import ConfigError
-from quickstep.server.api_keys import ApiKeys
 from quickstep.server.app import starlette_app
 from quickstep.server.http.route import ApiRoute
 from quickstep.server.models.registry import ModelRegistry
 from quickstep.server.options import ServerOptions
+from quickstep.server.usage.api_keys import ApiKeys
 
 KEYS = ApiKeys(["ann=secret-a"], ["root=secret-r"])
 

@@ -7,8 +7,8 @@ from fake_engine import FakeEngine
 
 from benchmarks.flood import Effort, measured
 from benchmarks.flood_cases import cases_of
-from quickstep.server.metrics import ServerMetrics
 from quickstep.server.models.registry import ModelRegistry
+from quickstep.server.operate.metrics import ServerMetrics
 from quickstep.server.options import ServerOptions
 from quickstep.server.routes import api_routes
 

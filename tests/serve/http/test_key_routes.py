@@ -9,12 +9,12 @@ import pytest
 from client import CHAT, MESSAGES, client_of
 from fake_engine import FakeEngine
 
-from quickstep.server.api_keys import ApiKey, ApiKeys
 from quickstep.server.app import create_app
-from quickstep.server.metrics import ServerMetrics
 from quickstep.server.models.registry import ModelRegistry
+from quickstep.server.operate.metrics import ServerMetrics
 from quickstep.server.options import ServerOptions
 from quickstep.server.routes import api_routes
+from quickstep.server.usage.api_keys import ApiKey, ApiKeys
 from quickstep.server.usage.limits import KeyLimits
 
 ANN, BOB = {"x-api-key": "a"}, {"x-api-key": "b"}

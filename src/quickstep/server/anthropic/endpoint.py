@@ -53,6 +53,7 @@ from quickstep.server.anthropic.response_types import (
     ToolUseContent,
 )
 from quickstep.server.anthropic.turns import begins_answer, marks_cache, template_messages
+from quickstep.server.fields.field_reader import FieldReader
 from quickstep.server.generate.conversation import (
     Conversation,
     Effort,
@@ -73,6 +74,7 @@ from quickstep.server.generate.message import (
 from quickstep.server.generate.prompts import prompts_ids
 from quickstep.server.generate.sampling import label
 from quickstep.server.generate.structured import RequestedGrammar
+from quickstep.server.generate.timings import RequestTimings, requested_timings
 from quickstep.server.generate.tools import Function, OfferedTools, ToolChoice, is_left_out, offer
 from quickstep.server.http.body import body_of
 from quickstep.server.http.errors import anthropic_shape, error_facts, json_response
@@ -83,8 +85,6 @@ from quickstep.server.models.registry import ModelRegistry
 from quickstep.server.models.served_model import ServedModel
 from quickstep.server.openai.request_types import SamplingFields
 from quickstep.server.options import FieldRules
-from quickstep.server.schema.field_reader import FieldReader
-from quickstep.server.usage.timings import RequestTimings, requested_timings
 from quickstep.types import FinishReason, Grammar
 
 _SAME_NAME = ("temperature", "top_k", "top_p")

@@ -31,9 +31,9 @@ from quickstep.server.anthropic.request_types import (
     Turn,
     UserTurn,
 )
+from quickstep.server.fields.field_reader import FieldReader
 from quickstep.server.generate.conversation import check_continues, check_shows_calls, past_call
 from quickstep.server.models.served_model import ServedModel
-from quickstep.server.schema.field_reader import FieldReader
 from quickstep.text.message_content import Content, Part, text_of, text_part
 
 _Message = dict[str, Any]

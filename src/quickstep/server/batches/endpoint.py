@@ -18,17 +18,17 @@ from quickstep.server.batches.jobs import BatchJobs, BatchRecord
 from quickstep.server.batches.lines import batch_endpoints
 from quickstep.server.batches.request_types import BatchQuery, BatchRequest
 from quickstep.server.batches.response_types import BatchList, BatchObject
+from quickstep.server.fields.field_reader import FieldReader
 from quickstep.server.generate.conversation import checked_metadata
 from quickstep.server.generate.endpoint import caller_of
 from quickstep.server.http.body import body_of
 from quickstep.server.http.errors import json_response
 from quickstep.server.http.middleware import report_ignored
 from quickstep.server.http.route import ApiRoute
-from quickstep.server.metrics import ServerMetrics
 from quickstep.server.models.registry import ModelRegistry
 from quickstep.server.openai.request_types import decode_values
+from quickstep.server.operate.metrics import ServerMetrics
 from quickstep.server.options import ServerOptions
-from quickstep.server.schema.field_reader import FieldReader
 
 _WINDOW = re.compile(r"(?P<count>[1-9]\d{0,3})(?P<unit>[mhd])")
 _UNIT_S = {"m": 60, "h": 3600, "d": 86_400}

@@ -36,12 +36,12 @@ from quickstep.server.generate.api import GeneratingApi, LineResult
 from quickstep.server.generate.endpoint import GeneratingRoute
 from quickstep.server.http.body import check_json
 from quickstep.server.http.errors import GenerationFailed, error_of
-from quickstep.server.metrics import ServerMetrics
 from quickstep.server.models.registry import ModelRegistry
 from quickstep.server.openai.chat import Chat
 from quickstep.server.openai.completions import Completions
 from quickstep.server.openai.embeddings import Embeddings
 from quickstep.server.openai.request_types import decode
+from quickstep.server.operate.metrics import ServerMetrics
 from quickstep.server.options import RequestLimits
 from quickstep.server.responses.endpoint import Responses
 from quickstep.server.responses.store import ResponseStore

@@ -12,10 +12,10 @@ from typing import Any, Protocol
 import msgspec
 
 from quickstep.errors import RequestError
+from quickstep.server.fields.field_reader import FieldReader
 from quickstep.server.generate.generation import ParsedRequest
 from quickstep.server.models.served_model import ServedModel
 from quickstep.server.openai.request_types import SamplingFields
-from quickstep.server.schema.field_reader import FieldReader
 
 
 class LineResult(msgspec.Struct, frozen=True):

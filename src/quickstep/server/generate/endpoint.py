@@ -22,7 +22,7 @@ from starlette.requests import ClientDisconnect, Request
 from starlette.responses import Response
 
 from quickstep.errors import RequestError
-from quickstep.server.api_keys import cache_salt_of, priority_of_key, tenant_of_key
+from quickstep.server.fields.field_reader import loosened_keyword
 from quickstep.server.generate.api import GeneratingApi, LineResult
 from quickstep.server.generate.generation import (
     ChoiceDelta,
@@ -32,19 +32,19 @@ from quickstep.server.generate.generation import (
     Writer,
     open_generation,
 )
+from quickstep.server.generate.timings import TIMINGS_HEADER
 from quickstep.server.http.body import body_of, body_parsed, unless_disconnected
 from quickstep.server.http.errors import json_response
 from quickstep.server.http.event_stream import SERVER_SENT_EVENTS, EventStream
 from quickstep.server.http.middleware import key_name, report_ignored
 from quickstep.server.http.work_lanes import INLINE_BYTES
-from quickstep.server.metrics import NO_HEADERS, RequestMeter, ServerMetrics
 from quickstep.server.models.registry import ModelRegistry
 from quickstep.server.models.served_model import ServedModel
+from quickstep.server.operate.metrics import NO_HEADERS, RequestMeter, ServerMetrics
 from quickstep.server.options import ConnectionOptions
-from quickstep.server.schema.field_reader import loosened_keyword
+from quickstep.server.usage.api_keys import cache_salt_of, priority_of_key, tenant_of_key
 from quickstep.server.usage.limits import Reservation
 from quickstep.server.usage.recorder import BATCHES
-from quickstep.server.usage.timings import TIMINGS_HEADER
 from quickstep.types import Request as EngineRequest
 from quickstep.types import RequestClass
 

@@ -18,11 +18,11 @@ import msgspec
 from msgspec.structs import replace
 
 from quickstep.errors import RequestError
+from quickstep.server.fields.field_reader import FieldReader
 from quickstep.server.generate.structured import RequestedGrammar
 from quickstep.server.models.served_model import ServedModel
 from quickstep.server.openai.request_types import ChatRequest, FunctionTool
 from quickstep.server.options import bounded
-from quickstep.server.schema.field_reader import FieldReader
 from quickstep.text.tool_calls.answer_grammar import NotNestable, answer_grammar
 from quickstep.text.tool_calls.call_grammar import call_grammar
 from quickstep.text.tool_calls.formats import TOOL_CALL_FORMATS, ToolCallFormat

@@ -21,6 +21,8 @@ from starlette.responses import Response
 from quickstep import __version__
 from quickstep.engine.interface import Vocabulary
 from quickstep.errors import EngineError
+from quickstep.server.fields.field_reader import FieldReader
+from quickstep.server.fields.shared_fields import LoRAScale
 from quickstep.server.generate.api import reports_progress
 from quickstep.server.generate.endpoint import GeneratingRoute
 from quickstep.server.generate.generation import (
@@ -52,14 +54,12 @@ from quickstep.server.llama_cpp.response_types import (
     Modalities,
     ServerLoad,
 )
-from quickstep.server.metrics import ServerMetrics
 from quickstep.server.models.registry import ModelRegistry
 from quickstep.server.models.served_model import ServedModel
 from quickstep.server.openai.request_types import decode_values, invalid_json
 from quickstep.server.openai.response_types import PromptProgressReport
+from quickstep.server.operate.metrics import ServerMetrics
 from quickstep.server.options import bounded
-from quickstep.server.schema.field_reader import FieldReader
-from quickstep.server.schema.shared_fields import LoRAScale
 from quickstep.types import FinishReason, SamplingParams, TokenLogprobs
 
 _NO_SLOT = -1  # the slots of the scheduler are not public

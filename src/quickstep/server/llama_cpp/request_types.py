@@ -6,9 +6,8 @@ from typing import Annotated, Any
 
 import msgspec
 
-from quickstep.server.openai.request_types import RepetitionDetection
-from quickstep.server.schema.field_classes import effect, hint, refused
-from quickstep.server.schema.shared_fields import (
+from quickstep.server.fields.field_classes import effect, hint, refused
+from quickstep.server.fields.shared_fields import (
     AdaptiveTarget,
     DynatempExponent,
     DynatempRange,
@@ -21,6 +20,7 @@ from quickstep.server.schema.shared_fields import (
     Stream,
     TopNSigma,
 )
+from quickstep.server.openai.request_types import RepetitionDetection
 
 
 class PromptObject(msgspec.Struct, forbid_unknown_fields=True, frozen=True):

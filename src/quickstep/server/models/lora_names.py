@@ -7,8 +7,8 @@ from collections.abc import Mapping, Sequence
 
 from quickstep.engine.adapters import adapter_names_in, mix_name, path_in
 from quickstep.errors import RequestError
+from quickstep.server.fields.shared_fields import LoRAScale
 from quickstep.server.options import bounded
-from quickstep.server.schema.shared_fields import LoRAScale
 
 _LOG = logging.getLogger("quickstep.server")
 

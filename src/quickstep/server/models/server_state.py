@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import msgspec
 
-from quickstep.server.api_keys import ApiKeys
 from quickstep.server.http.body import Reception
 from quickstep.server.http.work_lanes import WorkLanes
 from quickstep.server.options import (
@@ -14,6 +13,7 @@ from quickstep.server.options import (
     RequestLimits,
     ServerOptions,
 )
+from quickstep.server.usage.api_keys import ApiKeys
 from quickstep.server.usage.limits import KeyLimiter
 from quickstep.server.usage.price_book import PriceBook
 

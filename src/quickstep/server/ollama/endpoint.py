@@ -17,6 +17,7 @@ from starlette.requests import ClientDisconnect, Request
 from starlette.responses import Response
 
 from quickstep.json_line import json_line
+from quickstep.server.fields.field_reader import FieldReader
 from quickstep.server.generate.api import GeneratingApi
 from quickstep.server.generate.endpoint import (
     CLIENT_CLOSED,
@@ -27,11 +28,11 @@ from quickstep.server.generate.endpoint import (
 from quickstep.server.generate.generation import ChoiceDelta, Generation, Head, ParsedRequest
 from quickstep.server.generate.message import message_reader, partial_object
 from quickstep.server.generate.prompts import TextPrompt
+from quickstep.server.generate.timings import requested_timings
 from quickstep.server.http.body import body_of, body_parsed, unless_disconnected
 from quickstep.server.http.errors import error_facts, json_response, ollama_shape
 from quickstep.server.http.event_stream import NDJSON
 from quickstep.server.http.middleware import report_ignored
-from quickstep.server.metrics import ServerMetrics
 from quickstep.server.models.registry import ModelRegistry
 from quickstep.server.models.served_model import ServedModel
 from quickstep.server.ollama.request import (
@@ -62,9 +63,8 @@ from quickstep.server.openai.choices import token_logprob
 from quickstep.server.openai.embeddings import Embeddings
 from quickstep.server.openai.request_types import EmbeddingRequest
 from quickstep.server.openai.response_types import EmbeddingList
+from quickstep.server.operate.metrics import ServerMetrics
 from quickstep.server.options import bounded
-from quickstep.server.schema.field_reader import FieldReader
-from quickstep.server.usage.timings import requested_timings
 from quickstep.text.tool_calls.message_delta import CallDelta, MessageDelta
 from quickstep.types import TokenLogprobs
 

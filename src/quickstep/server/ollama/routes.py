@@ -14,13 +14,13 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from quickstep.errors import RequestError
+from quickstep.server.fields.field_reader import FieldReader
 from quickstep.server.generate.prompts import infill_markers
 from quickstep.server.http.body import body_of
 from quickstep.server.http.errors import json_response, ollama_shape
 from quickstep.server.http.event_stream import NDJSON
 from quickstep.server.http.middleware import report_ignored
 from quickstep.server.http.route import ApiRoute
-from quickstep.server.metrics import ServerMetrics
 from quickstep.server.models.registry import ModelRegistry
 from quickstep.server.models.served_model import ServedModel
 from quickstep.server.ollama.endpoint import (
@@ -52,7 +52,7 @@ from quickstep.server.ollama.response_types import (
     OllamaStatus,
     OllamaVersion,
 )
-from quickstep.server.schema.field_reader import FieldReader
+from quickstep.server.operate.metrics import ServerMetrics
 
 # The version of the API; clients require one with the features they use (tools, thinking, ...).
 _OLLAMA_VERSION = "0.12.11"

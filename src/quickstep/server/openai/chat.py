@@ -16,6 +16,7 @@ from msgspec.structs import replace
 
 from quickstep.engine.interface import Vocabulary
 from quickstep.errors import RequestError
+from quickstep.server.fields.field_reader import FieldReader
 from quickstep.server.generate.api import reports_progress, response_flags
 from quickstep.server.generate.conversation import (
     Conversation,
@@ -71,7 +72,6 @@ from quickstep.server.openai.response_types import (
     StreamedToolCall,
 )
 from quickstep.server.options import RequestLimits
-from quickstep.server.schema.field_reader import FieldReader
 from quickstep.text.message_content import Content as TemplateContent
 from quickstep.text.message_content import text_of, text_part
 from quickstep.text.tool_calls.message_delta import (

@@ -35,6 +35,7 @@ from quickstep.server.generate.sampling import (
     num_alternatives,
     token_ids_of,
 )
+from quickstep.server.generate.timings import requested_timings
 from quickstep.server.http.errors import error_of
 from quickstep.server.http.event_stream import DONE, data_frame
 from quickstep.server.models.served_model import ServedModel
@@ -52,7 +53,6 @@ from quickstep.server.openai.response_types import (
     Usage,
 )
 from quickstep.server.options import bounded
-from quickstep.server.usage.timings import requested_timings
 from quickstep.types import Delta, SamplingParams, TokenLogprobs
 
 # Fields that a beam search honours; any other sampling field would have no effect on it.

@@ -15,6 +15,7 @@ from msgspec import UNSET, UnsetType, structs
 
 from quickstep.engine.interface import Vocabulary
 from quickstep.errors import PromptTooLong, RequestError
+from quickstep.server.fields.field_reader import FieldReader
 from quickstep.server.generate.api import reports_progress, response_flags
 from quickstep.server.generate.generation import Choice, Generation, ParsedRequest
 from quickstep.server.generate.prompts import (
@@ -51,7 +52,6 @@ from quickstep.server.openai.response_types import (
     TextLogprobs,
 )
 from quickstep.server.options import bounded
-from quickstep.server.schema.field_reader import FieldReader
 from quickstep.types import Delta, TokenLogprobs
 
 _DEFAULT_MAX_TOKENS = 16  # OpenAI's

@@ -20,7 +20,7 @@ from starlette.responses import Response
 
 from quickstep.engine.interface import TokenStream
 from quickstep.errors import EngineError, RequestError
-from quickstep.server.api_keys import cache_salt_of, priority_of_key, tenant_of_key
+from quickstep.server.fields.field_reader import FieldReader
 from quickstep.server.generate.api import LineResult
 from quickstep.server.generate.endpoint import (
     BYTES_PER_TOKEN,
@@ -34,13 +34,13 @@ from quickstep.server.generate.sampling import label, token_ids_of
 from quickstep.server.http.body import body_of, body_parsed, unless_disconnected
 from quickstep.server.http.errors import GenerationFailed, json_response
 from quickstep.server.http.middleware import report_ignored
-from quickstep.server.metrics import EmbeddingMeter, ServerMetrics
 from quickstep.server.models.registry import ModelRegistry
 from quickstep.server.models.served_model import ServedModel
 from quickstep.server.openai.request_types import EmbeddingRequest
 from quickstep.server.openai.response_types import Embedding, EmbeddingList, EmbeddingUsage
+from quickstep.server.operate.metrics import EmbeddingMeter, ServerMetrics
 from quickstep.server.options import bounded
-from quickstep.server.schema.field_reader import FieldReader
+from quickstep.server.usage.api_keys import cache_salt_of, priority_of_key, tenant_of_key
 from quickstep.server.usage.recorder import BATCHES
 from quickstep.types import FinishReason, Pooling, Request, SamplingParams
 

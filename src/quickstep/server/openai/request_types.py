@@ -17,8 +17,8 @@ from typing import Annotated, Any, ClassVar, Literal, TypeVar
 import msgspec
 
 from quickstep.errors import RequestError
-from quickstep.server.schema.field_classes import effect, hint, note, refused
-from quickstep.server.schema.shared_fields import (
+from quickstep.server.fields.field_classes import effect, hint, note, refused
+from quickstep.server.fields.shared_fields import (
     Account,
     AdaptiveTarget,
     AddGenerationPrompt,

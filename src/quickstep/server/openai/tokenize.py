@@ -17,6 +17,13 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from quickstep.errors import RequestError
+from quickstep.server.fields.field_classes import effect, refused
+from quickstep.server.fields.field_reader import FieldReader
+from quickstep.server.fields.shared_fields import (
+    AddGenerationPrompt,
+    ChatTemplateKwargs,
+    TemplateTools,
+)
 from quickstep.server.generate.endpoint import caller_of
 from quickstep.server.generate.prompts import ChatPrompt, rendered
 from quickstep.server.generate.sampling import token_ids_of
@@ -29,13 +36,6 @@ from quickstep.server.models.served_model import ServedModel
 from quickstep.server.openai.chat import Chat
 from quickstep.server.openai.request_types import ChatRequest, Message
 from quickstep.server.options import bounded
-from quickstep.server.schema.field_classes import effect, refused
-from quickstep.server.schema.field_reader import FieldReader
-from quickstep.server.schema.shared_fields import (
-    AddGenerationPrompt,
-    ChatTemplateKwargs,
-    TemplateTools,
-)
 
 # Shorter bodies are worked on in the event loop: a thread hop costs more.
 _MODEL = effect("Which served name answers; the first one if not given, 404 for an unknown one.")

@@ -14,6 +14,7 @@ from msgspec import structs
 from msgspec.structs import replace
 
 from quickstep.errors import RequestError
+from quickstep.server.fields.field_reader import FieldReader
 from quickstep.server.generate.api import response_flags
 from quickstep.server.generate.conversation import (
     Conversation,
@@ -52,7 +53,6 @@ from quickstep.server.responses.request_types import (
 )
 from quickstep.server.responses.store import ResponseStore
 from quickstep.server.responses.writer import ResponseContext, ResponsesWriter
-from quickstep.server.schema.field_reader import FieldReader
 from quickstep.text.message_content import text_of
 from quickstep.types import Grammar
 

@@ -13,6 +13,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from quickstep.errors import RequestError
+from quickstep.server.fields.field_reader import FieldReader
 from quickstep.server.generate.conversation import check_shows_calls, past_call
 from quickstep.server.models.served_model import ServedModel
 from quickstep.server.responses.request_types import (
@@ -33,7 +34,6 @@ from quickstep.server.responses.response_types import (
     ListedMessage,
     ListedReasoning,
 )
-from quickstep.server.schema.field_reader import FieldReader
 from quickstep.text.message_content import Content, Part, text_part
 
 InputItem = MessageItem | FunctionCallItem | FunctionCallOutputItem | ReasoningItem

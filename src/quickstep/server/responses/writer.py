@@ -25,6 +25,7 @@ from quickstep.server.generate.message import (
     Change,
     message_reader,
 )
+from quickstep.server.generate.timings import requested_timings
 from quickstep.server.http.errors import error_facts
 from quickstep.server.http.event_stream import event_frame
 from quickstep.server.models.served_model import ServedModel
@@ -65,7 +66,6 @@ from quickstep.server.responses.response_types import (
     TextSettings,
 )
 from quickstep.server.responses.store import StoredResponse
-from quickstep.server.usage.timings import requested_timings
 from quickstep.types import TokenLogprobs
 
 _ITEM_PREFIX = {BlockKind.REASONING: "rs_", BlockKind.TEXT: "msg_", BlockKind.CALL: "fc_"}

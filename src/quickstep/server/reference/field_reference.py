@@ -16,9 +16,16 @@ import msgspec
 
 from quickstep.sampling_params import PRESETS, sampling_fields
 from quickstep.server.anthropic import request_types as anthropic_schema
-from quickstep.server.api_keys import PriorityRange
 from quickstep.server.batches.request_types import BatchRequest
-from quickstep.server.debug import StepsQuery
+from quickstep.server.fields.field_classes import (
+    FieldClass,
+    Hint,
+    Honoured,
+    Note,
+    Row,
+    declared_effects,
+    field_classes,
+)
 from quickstep.server.generate.tools import FUNCTION_NAME
 from quickstep.server.llama_cpp.request_types import LlamaCompletionRequest
 from quickstep.server.ollama import request_types as ollama
@@ -29,18 +36,11 @@ from quickstep.server.openai.tokenize import (
     DetokenizeRequest,
     TokenizeRequest,
 )
+from quickstep.server.operate.debug import StepsQuery
 from quickstep.server.options import FieldRules, RequestLimits
 from quickstep.server.responses import request_types as responses_schema
 from quickstep.server.responses.endpoint import INCLUDES, INCLUDES_NOTHING
-from quickstep.server.schema.field_classes import (
-    FieldClass,
-    Hint,
-    Honoured,
-    Note,
-    Row,
-    declared_effects,
-    field_classes,
-)
+from quickstep.server.usage.api_keys import PriorityRange
 
 Keywords = Mapping[str, Any]
 

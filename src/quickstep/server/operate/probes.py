@@ -18,10 +18,10 @@ from starlette.responses import Response
 from quickstep import __version__
 from quickstep.engine.stats import EngineState, EngineStats, ReplicaStats
 from quickstep.server.http.errors import json_response
-from quickstep.server.metrics import CONTENT_TYPE, ServerMetrics
 from quickstep.server.models.registry import ModelRegistry
 from quickstep.server.models.served_model import ServedModel
 from quickstep.server.openai.response_types import Model, ModelList, RopeScaling
+from quickstep.server.operate.metrics import CONTENT_TYPE, ServerMetrics
 
 # Of `stall_s`, after which the process is replaced; it reports ten times a second.
 _SILENT_FRACTION = 0.25

@@ -22,7 +22,6 @@ from typing import Any
 import msgspec
 
 from quickstep.errors import ConfigError, RequestError
-from quickstep.server.api_keys import ApiKeys, cache_salt_of
 from quickstep.server.generate.api import GeneratingApi
 from quickstep.server.generate.generation import check_end
 from quickstep.server.generate.prompts import prompts_ids
@@ -30,6 +29,7 @@ from quickstep.server.models.served_model import ServedModel
 from quickstep.server.openai.chat import Chat
 from quickstep.server.openai.completions import Completions
 from quickstep.server.options import WarmPrompt
+from quickstep.server.usage.api_keys import ApiKeys, cache_salt_of
 from quickstep.types import Request, SamplingParams
 
 _LOG = logging.getLogger("quickstep.server")

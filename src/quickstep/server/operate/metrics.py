@@ -32,7 +32,7 @@ from quickstep.server.options import MetricsOptions
 from quickstep.types import Delta, FinishReason, StepRecord
 
 if TYPE_CHECKING:
-    from quickstep.server.tracing import RequestTracer
+    from quickstep.server.operate.tracing import RequestTracer
 
 CONTENT_TYPE = "text/plain; version=0.0.4; charset=utf-8"
 
@@ -243,7 +243,7 @@ class _Goodput:
 def _tracer(endpoint: str | None) -> RequestTracer | None:
     if endpoint is None:
         return None
-    from quickstep.server.tracing import open_tracer
+    from quickstep.server.operate.tracing import open_tracer
 
     return open_tracer(endpoint)
 

@@ -27,6 +27,7 @@ from starlette.responses import HTMLResponse, Response
 
 from quickstep import __version__
 from quickstep.server.anthropic.request_types import CountTokensRequest, CustomToolSpec
+from quickstep.server.fields.field_classes import Hint, Honoured, Note, Refusal, Row
 from quickstep.server.http.errors import (
     OVERLOADED,
     ErrorAnswer,
@@ -41,6 +42,13 @@ from quickstep.server.models.registry import ModelRegistry
 from quickstep.server.ollama.request_types import OllamaChatRequest
 from quickstep.server.openai.request_types import ChatRequest, FunctionTool, SamplingFields
 from quickstep.server.openai.tokenize import ApplyTemplateRequest, TokenizeRequest
+from quickstep.server.reference.field_reference import (
+    Keywords,
+    SchemaFacts,
+    bounds_of,
+    form_refusal,
+    reference_of,
+)
 from quickstep.server.responses.request_types import (
     FunctionCallItem,
     FunctionCallOutputItem,
@@ -49,14 +57,6 @@ from quickstep.server.responses.request_types import (
     ReasoningItem,
     ResponsesRequest,
     SummaryPart,
-)
-from quickstep.server.schema.field_classes import Hint, Honoured, Note, Refusal, Row
-from quickstep.server.schema.field_reference import (
-    Keywords,
-    SchemaFacts,
-    bounds_of,
-    form_refusal,
-    reference_of,
 )
 from quickstep.types import SamplingParams
 

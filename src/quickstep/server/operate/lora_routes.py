@@ -14,12 +14,12 @@ from starlette.responses import PlainTextResponse, Response
 
 from quickstep.config import adapter_name_problem
 from quickstep.errors import RequestError
+from quickstep.server.fields.field_classes import effect
+from quickstep.server.fields.field_reader import FieldReader
 from quickstep.server.http.body import body_of
 from quickstep.server.http.middleware import report_ignored
 from quickstep.server.http.route import ApiRoute
 from quickstep.server.models.registry import ModelRegistry
-from quickstep.server.schema.field_classes import effect
-from quickstep.server.schema.field_reader import FieldReader
 
 
 class LoadLoRAAdapter(msgspec.Struct, frozen=True, forbid_unknown_fields=True):

@@ -10,7 +10,7 @@ from typing import Annotated, Any, Literal
 import msgspec
 
 from quickstep.engine.adapters import MAX_SCALE
-from quickstep.server.schema.field_classes import effect, hint, note, refused
+from quickstep.server.fields.field_classes import effect, hint, note, refused
 
 
 class LoRAScale(msgspec.Struct, forbid_unknown_fields=True, frozen=True):
