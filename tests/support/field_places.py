@@ -16,6 +16,7 @@ from fake_engine import FakeEngine
 
 from quickstep.server.anthropic.request_types import AssistantTurn, CountTokensRequest
 from quickstep.server.batches.request_types import BatchRequest, ExpiresAfter
+from quickstep.server.fields import sampling_fields
 from quickstep.server.fields.field_classes import Refusal
 from quickstep.server.http.route import ApiRoute
 from quickstep.server.models.registry import ModelRegistry
@@ -52,9 +53,9 @@ EXAMPLES: dict[Struct, dict[str, Any]] = {
     ExpiresAfter: {"seconds": 3600},
     TokenizeRequest: {"messages": [{"role": "user", "content": "a"}]},
     FunctionCallItem: {"arguments": "{}"},
-    schemas.JsonSchema: {"schema": {"type": "array"}},
-    schemas.StructuredOutputs: {"regex": "a"},
-    schemas.RepetitionDetection: {"max_pattern_size": 8, "min_count": 2},
+    sampling_fields.JsonSchema: {"schema": {"type": "array"}},
+    sampling_fields.StructuredOutputs: {"regex": "a"},
+    sampling_fields.RepetitionDetection: {"max_pattern_size": 8, "min_count": 2},
     schemas.AssistantMessage: {"content": "a"},
     schemas.CalledFunction: {"arguments": "{}"},
     ollama.OllamaModelFields: {"model": "fake"},
@@ -68,7 +69,7 @@ EXAMPLES: dict[Struct, dict[str, Any]] = {
 BEHIND: dict[Struct, list[Any]] = {AssistantTurn: [{"role": "user", "content": "a"}]}
 # What the body has to have around an optional struct.
 AROUND: dict[Struct, dict[str, Any]] = {
-    schemas.StreamOptions: {"stream": True},
+    sampling_fields.StreamOptions: {"stream": True},
     ResponsesStreamOptions: {"stream": True},
 }
 # Or around a plain field.

@@ -18,6 +18,7 @@ from quickstep.server.anthropic.request_types import CountTokensRequest, Message
 from quickstep.server.anthropic.response_types import EVENTS as MESSAGES_EVENTS
 from quickstep.server.anthropic.response_types import MessageResponse, TokenCount
 from quickstep.server.batches.endpoint import LocalBatches
+from quickstep.server.fields.decode import decode
 from quickstep.server.generate.endpoint import GeneratingRoute
 from quickstep.server.http.body import body_of
 from quickstep.server.http.errors import anthropic_shape
@@ -28,12 +29,7 @@ from quickstep.server.ollama.routes import ollama_routes
 from quickstep.server.openai.chat import Chat
 from quickstep.server.openai.completions import Completions
 from quickstep.server.openai.embeddings import Embeddings
-from quickstep.server.openai.request_types import (
-    ChatRequest,
-    CompletionRequest,
-    EmbeddingRequest,
-    decode,
-)
+from quickstep.server.openai.request_types import ChatRequest, CompletionRequest, EmbeddingRequest
 from quickstep.server.openai.response_types import (
     ChatCompletion,
     ChatCompletionChunk,

@@ -55,13 +55,9 @@ from quickstep.server.fields.field_classes import (
     Row,
     requests_nothing,
 )
+from quickstep.server.fields.shared_fields import FunctionSpec
 from quickstep.server.http.route import ApiRoute
-from quickstep.server.openai.request_types import (
-    ChatRequest,
-    CompletionRequest,
-    EmbeddingRequest,
-    FunctionSpec,
-)
+from quickstep.server.openai.request_types import ChatRequest, CompletionRequest, EmbeddingRequest
 from quickstep.server.openai.tokenize import ApplyTemplateRequest, TokenizeRequest
 from quickstep.server.options import FieldRules, RequestLimits, ServerOptions
 from quickstep.server.reference.field_reference import (

@@ -12,9 +12,9 @@ from fake_engine import FakeEngine, FakeTemplate
 from quickstep.errors import ConfigError
 from quickstep.sampling_params import PRESETS
 from quickstep.server.app import create_app
+from quickstep.server.fields.sampling_fields import BUDGET_NAMES
 from quickstep.server.generate.conversation import EFFORT_BUDGETS
 from quickstep.server.models.registry import ModelRegistry
-from quickstep.server.openai.request_types import BUDGET_NAMES
 from quickstep.server.options import AnswerOptions, ServerOptions
 from quickstep.text.tool_calls.formats import formats_of
 from quickstep.types import SamplingParams

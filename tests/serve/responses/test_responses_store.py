@@ -12,7 +12,7 @@ from fake_engine import FakeEngine
 from route_calls import RESPONSES, events, saying
 
 from quickstep.server.app import create_app
-from quickstep.server.openai.request_types import TextFormat
+from quickstep.server.fields.sampling_fields import TextFormat
 from quickstep.server.options import ServerOptions
 from quickstep.server.responses.response_types import (
     ReasoningSettings,

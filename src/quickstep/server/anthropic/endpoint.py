@@ -54,6 +54,7 @@ from quickstep.server.anthropic.response_types import (
 )
 from quickstep.server.anthropic.turns import begins_answer, marks_cache, template_messages
 from quickstep.server.fields.field_reader import FieldReader
+from quickstep.server.fields.sampling_fields import SamplingFields
 from quickstep.server.generate.conversation import (
     Conversation,
     Effort,
@@ -83,7 +84,6 @@ from quickstep.server.http.middleware import report_ignored
 from quickstep.server.http.route import Endpoint
 from quickstep.server.models.registry import ModelRegistry
 from quickstep.server.models.served_model import ServedModel
-from quickstep.server.openai.request_types import SamplingFields
 from quickstep.server.options import FieldRules
 from quickstep.types import FinishReason, Grammar
 

@@ -18,7 +18,9 @@ from quickstep.server.batches.jobs import BatchJobs, BatchRecord
 from quickstep.server.batches.lines import batch_endpoints
 from quickstep.server.batches.request_types import BatchQuery, BatchRequest
 from quickstep.server.batches.response_types import BatchList, BatchObject
+from quickstep.server.fields.decode import decode_values
 from quickstep.server.fields.field_reader import FieldReader
+from quickstep.server.generate.api import Observers
 from quickstep.server.generate.conversation import checked_metadata
 from quickstep.server.generate.endpoint import caller_of
 from quickstep.server.http.body import body_of
@@ -26,8 +28,6 @@ from quickstep.server.http.errors import json_response
 from quickstep.server.http.middleware import report_ignored
 from quickstep.server.http.route import ApiRoute
 from quickstep.server.models.registry import ModelRegistry
-from quickstep.server.openai.request_types import decode_values
-from quickstep.server.operate.metrics import ServerMetrics
 from quickstep.server.options import ServerOptions
 
 _WINDOW = re.compile(r"(?P<count>[1-9]\d{0,3})(?P<unit>[mhd])")
@@ -38,13 +38,11 @@ _LONGEST_S = 30 * 86_400
 class LocalBatches:
     """The files and batches of one server."""
 
-    def __init__(
-        self, models: ModelRegistry, metrics: ServerMetrics, options: ServerOptions
-    ) -> None:
+    def __init__(self, models: ModelRegistry, observers: Observers, options: ServerOptions) -> None:
         self._models = models
         weight_of = options.api_keys.weight_of
         self._store = FileStore(options.files, weight_of=weight_of)
-        endpoints = batch_endpoints(models, metrics)
+        endpoints = batch_endpoints(models, observers)
         self._jobs = BatchJobs(
             self._store, endpoints, options.batches, models.server.limits, weight_of
         )

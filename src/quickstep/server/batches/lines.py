@@ -32,7 +32,8 @@ from msgspec import UNSET, UnsetType
 from quickstep.errors import EngineDied, EngineError, RequestError
 from quickstep.json_line import json_line
 from quickstep.server.anthropic.endpoint import Messages
-from quickstep.server.generate.api import GeneratingApi, LineResult
+from quickstep.server.fields.decode import decode
+from quickstep.server.generate.api import GeneratingApi, LineResult, Observers
 from quickstep.server.generate.endpoint import GeneratingRoute
 from quickstep.server.http.body import check_json
 from quickstep.server.http.errors import GenerationFailed, error_of
@@ -40,8 +41,6 @@ from quickstep.server.models.registry import ModelRegistry
 from quickstep.server.openai.chat import Chat
 from quickstep.server.openai.completions import Completions
 from quickstep.server.openai.embeddings import Embeddings
-from quickstep.server.openai.request_types import decode
-from quickstep.server.operate.metrics import ServerMetrics
 from quickstep.server.options import RequestLimits
 from quickstep.server.responses.endpoint import Responses
 from quickstep.server.responses.store import ResponseStore
@@ -68,7 +67,7 @@ class BatchEndpoint(Protocol):
         """Return the JSON response to a body. Raises RequestError, EngineError."""
 
 
-def batch_endpoints(models: ModelRegistry, metrics: ServerMetrics) -> Mapping[str, BatchEndpoint]:
+def batch_endpoints(models: ModelRegistry, observers: Observers) -> Mapping[str, BatchEndpoint]:
     """The endpoints of `BATCH_URLS`.
 
     Responses of batches are kept in a store of their own, so that they evict no response of a
@@ -81,10 +80,10 @@ def batch_endpoints(models: ModelRegistry, metrics: ServerMetrics) -> Mapping[st
         "/v1/messages": Messages(),
     }
     generating = {
-        url: GeneratingRoute(api, models, metrics).answer_line for url, api in apis.items()
+        url: GeneratingRoute(api, models, observers).answer_line for url, api in apis.items()
     }
     return MappingProxyType(
-        {**generating, "/v1/embeddings": Embeddings(models, metrics).answer_line}
+        {**generating, "/v1/embeddings": Embeddings(models, observers).answer_line}
     )
 
 

@@ -17,8 +17,8 @@ import msgspec
 from msgspec import inspect
 
 from quickstep.errors import RequestError
+from quickstep.server.fields.decode import invalid_json, unknown_field, validation_error
 from quickstep.server.fields.field_classes import Hint, findings
-from quickstep.server.openai.request_types import invalid_json, unknown_field, validation_error
 from quickstep.server.options import FieldRules
 
 _Schema = TypeVar("_Schema", bound=msgspec.Struct)

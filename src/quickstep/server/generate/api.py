@@ -7,15 +7,20 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping, Sequence
+from types import MappingProxyType
 from typing import Any, Protocol
 
 import msgspec
 
 from quickstep.errors import RequestError
 from quickstep.server.fields.field_reader import FieldReader
-from quickstep.server.generate.generation import ParsedRequest
+from quickstep.server.fields.sampling_fields import SamplingFields
+from quickstep.server.generate.generation import ChoiceDelta, Generation, ParsedRequest
 from quickstep.server.models.served_model import ServedModel
-from quickstep.server.openai.request_types import SamplingFields
+from quickstep.types import Delta
+
+NO_HEADERS: Mapping[str, str] = MappingProxyType({})
 
 
 class LineResult(msgspec.Struct, frozen=True):
@@ -30,6 +35,44 @@ class GeneratingApi(Protocol):
 
     def parse(self, body: bytes, model: ServedModel, caller: str) -> ParsedRequest:
         """Validate a body of the API key `caller` ("" without keys). Raises RequestError."""
+
+
+class RequestObserver(Protocol):
+    """Observes one request, from its arrival to its end."""
+
+    def opened(self, generation: Generation) -> None:
+        """The engine has accepted all prompts."""
+
+    def observe(self, item: ChoiceDelta) -> None:
+        """A delta is about to be sent."""
+
+    def close(self, generation: Generation) -> None:
+        """The request is over, however it ended. Idempotent."""
+
+
+class PromptsObserver(Protocol):
+    """Observes the prompts of one request that generates nothing: embeddings."""
+
+    def accepted(self) -> None:
+        """The engine has accepted a prompt."""
+
+    def observe(self, delta: Delta) -> None:
+        """A delta of a prompt; usually its end."""
+
+    def close(self) -> None:
+        """The request is over, however it ended."""
+
+
+class Observers(Protocol):
+    """Makes the observer of each request: the metrics, which are above every API."""
+
+    def of_request(
+        self, model: ServedModel, request: ParsedRequest, headers: Mapping[str, str] = NO_HEADERS
+    ) -> RequestObserver:
+        """For a request that arrives now; `headers` may have its W3C trace context."""
+
+    def of_prompts(self, model: ServedModel, prompt_lens: Sequence[int]) -> PromptsObserver:
+        """For prompts that are embedded, and arrive now."""
 
 
 class MayReportProgress(Protocol):

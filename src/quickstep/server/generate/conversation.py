@@ -14,13 +14,13 @@ import msgspec
 
 from quickstep.errors import RequestError
 from quickstep.server.fields.field_reader import FieldReader
+from quickstep.server.fields.sampling_fields import SamplingFields
 from quickstep.server.generate.generation import OutputReading, ParsedRequest
 from quickstep.server.generate.prompts import ChatPrompt
 from quickstep.server.generate.sampling import engine_request, label, sampling_params
 from quickstep.server.generate.structured import RequestedGrammar
 from quickstep.server.generate.tools import OfferedTools, with_answer
 from quickstep.server.models.served_model import ServedModel
-from quickstep.server.openai.request_types import SamplingFields
 from quickstep.server.options import RequestLimits, bounded
 from quickstep.text.message_content import text_of
 from quickstep.text.tool_calls.formats import REASONING_FORMATS

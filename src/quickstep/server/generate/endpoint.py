@@ -23,7 +23,13 @@ from starlette.responses import Response
 
 from quickstep.errors import RequestError
 from quickstep.server.fields.field_reader import loosened_keyword
-from quickstep.server.generate.api import GeneratingApi, LineResult
+from quickstep.server.generate.api import (
+    NO_HEADERS,
+    GeneratingApi,
+    LineResult,
+    Observers,
+    RequestObserver,
+)
 from quickstep.server.generate.generation import (
     ChoiceDelta,
     Generation,
@@ -40,7 +46,6 @@ from quickstep.server.http.middleware import key_name, report_ignored
 from quickstep.server.http.work_lanes import INLINE_BYTES
 from quickstep.server.models.registry import ModelRegistry
 from quickstep.server.models.served_model import ServedModel
-from quickstep.server.operate.metrics import NO_HEADERS, RequestMeter, ServerMetrics
 from quickstep.server.options import ConnectionOptions
 from quickstep.server.usage.api_keys import cache_salt_of, priority_of_key, tenant_of_key
 from quickstep.server.usage.limits import Reservation
@@ -62,13 +67,13 @@ class _Answer(msgspec.Struct, frozen=True):
 
     generation: Generation
     writer: Writer
-    meter: RequestMeter
+    observer: RequestObserver
     reservation: Reservation
 
     async def close(self) -> None:
         """Abort what still runs, and count the request. Idempotent."""
         await self.generation.aclose()
-        self.meter.close(self.generation)
+        self.observer.close(self.generation)
         self.reservation.release()
 
 
@@ -94,7 +99,7 @@ class GeneratingRoute:
         self,
         api: GeneratingApi,
         models: ModelRegistry,
-        metrics: ServerMetrics,
+        observers: Observers,
         has_sampling_fields: bool = False,
         optional_tag: str = "",
     ) -> None:
@@ -102,7 +107,7 @@ class GeneratingRoute:
         self._has_sampling_fields = has_sampling_fields
         self._optional_tag = optional_tag
         self._models = models
-        self._metrics = metrics
+        self._observers = observers
 
     async def answer(self, request: Request) -> Response:
         """Answer one request. Raises RequestError, EngineError."""
@@ -241,16 +246,16 @@ class GeneratingRoute:
         headers: Mapping[str, str],
     ) -> _Answer:
         assert parsed.writer is not None, "every API names its writer"
-        meter = self._metrics.of(model).meter(parsed, headers)
+        observer = self._observers.of_request(model, parsed, headers)
         generation = await open_generation(
             model.engine, parsed, model.server.limits, model.server.lanes.of(caller)
         )
-        meter.opened(generation)
+        observer.opened(generation)
         if generation.loosened and model.server.field_rules.refuse_hints:
             await generation.aclose()
             raise loosened_keyword(generation.loosened[0])
-        head = Head(created=int(time.time()), fingerprint=meter.fingerprint)
-        return _Answer(generation, parsed.writer(generation, head), meter, reservation)
+        head = Head(created=int(time.time()), fingerprint=model.engine.fingerprint)
+        return _Answer(generation, parsed.writer(generation, head), observer, reservation)
 
     async def _complete(self, request: Request, answer: _Answer) -> Response:
         try:
@@ -315,7 +320,7 @@ async def _encode(answer: _Answer, write: Callable[[], _Encoded]) -> _Encoded:
 async def _collect(answer: _Answer) -> None:
     async with aclosing(answer.generation.deltas()) as deltas:
         async for item in deltas:
-            answer.meter.observe(item)
+            answer.observer.observe(item)
             answer.writer.collect(item)
 
 
@@ -361,7 +366,7 @@ async def _frames(
             yield frame
         async with aclosing(deltas):
             async for item in deltas:
-                answer.meter.observe(item)
+                answer.observer.observe(item)
                 for frame in writer.delta(item):
                     yield frame
         for frame in writer.ending():

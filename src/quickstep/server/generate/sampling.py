@@ -16,8 +16,8 @@ from msgspec.structs import asdict
 
 from quickstep.errors import RequestError
 from quickstep.sampling_params import RepetitionDetectionParams, preset_values
+from quickstep.server.fields.sampling_fields import BUDGET_NAMES, SamplingFields
 from quickstep.server.models.served_model import ServedModel
-from quickstep.server.openai.request_types import BUDGET_NAMES, SamplingFields
 from quickstep.server.options import RequestLimits, bounded
 from quickstep.text.tool_calls.formats import check_reasoning_tags
 from quickstep.types import Request, RequestClass, SamplingParams

@@ -10,7 +10,7 @@ import msgspec
 
 from quickstep.errors import RequestError
 from quickstep.sampling_params import StructuredOutputsParams
-from quickstep.server.openai.request_types import (
+from quickstep.server.fields.sampling_fields import (
     JsonObjectFormat,
     SamplingFields,
     StructuredOutputs,

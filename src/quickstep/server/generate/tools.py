@@ -19,9 +19,9 @@ from msgspec.structs import replace
 
 from quickstep.errors import RequestError
 from quickstep.server.fields.field_reader import FieldReader
+from quickstep.server.fields.shared_fields import FunctionTool
 from quickstep.server.generate.structured import RequestedGrammar
 from quickstep.server.models.served_model import ServedModel
-from quickstep.server.openai.request_types import ChatRequest, FunctionTool
 from quickstep.server.options import bounded
 from quickstep.text.tool_calls.answer_grammar import NotNestable, answer_grammar
 from quickstep.text.tool_calls.call_grammar import call_grammar
@@ -79,16 +79,6 @@ CHOICES: Mapping[str, ToolChoice] = MappingProxyType(
         "required": ToolChoice(must_call=True),
     }
 )
-
-
-def offered_tools(fields: ChatRequest, model: ServedModel, reader: FieldReader) -> OfferedTools:
-    """The tools of a chat request. Raises RequestError."""
-    return offer(
-        functions_of(fields.tools or (), reader),
-        _choice(fields.tool_choice),
-        fields.parallel_tool_calls is False,
-        model,
-    )
 
 
 def functions_of(tools: Sequence[dict[str, Any]], reader: FieldReader) -> list[Function]:
@@ -218,7 +208,8 @@ def _described(function: Function) -> dict[str, Any]:
     return {"name": function.name, **described, "parameters": parameters}
 
 
-def _choice(choice: str | dict[str, Any] | None) -> ToolChoice:
+def tool_choice_of(choice: str | dict[str, Any] | None) -> ToolChoice:
+    """OpenAI's `tool_choice`. Raises RequestError."""
     match choice:
         case None:
             return ToolChoice()

@@ -21,9 +21,10 @@ from starlette.responses import Response
 from quickstep import __version__
 from quickstep.engine.interface import Vocabulary
 from quickstep.errors import EngineError
+from quickstep.server.fields.decode import decode_values, invalid_json
 from quickstep.server.fields.field_reader import FieldReader
 from quickstep.server.fields.shared_fields import LoRAScale
-from quickstep.server.generate.api import reports_progress
+from quickstep.server.generate.api import Observers, reports_progress
 from quickstep.server.generate.endpoint import GeneratingRoute
 from quickstep.server.generate.generation import (
     Choice,
@@ -56,9 +57,7 @@ from quickstep.server.llama_cpp.response_types import (
 )
 from quickstep.server.models.registry import ModelRegistry
 from quickstep.server.models.served_model import ServedModel
-from quickstep.server.openai.request_types import decode_values, invalid_json
 from quickstep.server.openai.response_types import PromptProgressReport
-from quickstep.server.operate.metrics import ServerMetrics
 from quickstep.server.options import bounded
 from quickstep.types import FinishReason, SamplingParams, TokenLogprobs
 
@@ -325,9 +324,9 @@ class SlotQuery(msgspec.Struct, forbid_unknown_fields=True, frozen=True):
     fail_on_no_slot: Annotated[int, msgspec.Meta(ge=0, le=1)] = 0
 
 
-def llama_cpp_routes(models: ModelRegistry, metrics: ServerMetrics) -> list[ApiRoute]:
+def llama_cpp_routes(models: ModelRegistry, observers: Observers) -> list[ApiRoute]:
     """The routes of this module."""
-    completion = GeneratingRoute(LlamaCpp(), models, metrics)
+    completion = GeneratingRoute(LlamaCpp(), models, observers)
     state = _StateRoutes(models)
     return [
         ApiRoute(

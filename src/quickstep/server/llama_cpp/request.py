@@ -15,6 +15,7 @@ from typing import Any, Protocol
 from msgspec.structs import replace
 
 from quickstep.errors import RequestError
+from quickstep.server.fields.sampling_fields import SamplingFields
 from quickstep.server.generate.generation import ParsedRequest
 from quickstep.server.generate.prompts import TextPrompt, TokenPrompt
 from quickstep.server.generate.sampling import (
@@ -27,7 +28,6 @@ from quickstep.server.llama_cpp.request_types import (
     PromptObject,
 )
 from quickstep.server.models.served_model import ServedModel
-from quickstep.server.openai.request_types import SamplingFields
 from quickstep.server.options import bounded
 from quickstep.types import Grammar, Request, SamplingParams
 

@@ -18,7 +18,7 @@ from starlette.responses import Response
 
 from quickstep.json_line import json_line
 from quickstep.server.fields.field_reader import FieldReader
-from quickstep.server.generate.api import GeneratingApi
+from quickstep.server.generate.api import GeneratingApi, Observers
 from quickstep.server.generate.endpoint import (
     CLIENT_CLOSED,
     GeneratingRoute,
@@ -63,7 +63,6 @@ from quickstep.server.openai.choices import token_logprob
 from quickstep.server.openai.embeddings import Embeddings
 from quickstep.server.openai.request_types import EmbeddingRequest
 from quickstep.server.openai.response_types import EmbeddingList
-from quickstep.server.operate.metrics import ServerMetrics
 from quickstep.server.options import bounded
 from quickstep.text.tool_calls.message_delta import CallDelta, MessageDelta
 from quickstep.types import TokenLogprobs
@@ -87,8 +86,8 @@ class NoPrompt(Exception):
 class OllamaRoute:
     """The endpoint of `/api/chat` or `/api/generate`."""
 
-    def __init__(self, api: GeneratingApi, models: ModelRegistry, metrics: ServerMetrics) -> None:
-        self._generating = GeneratingRoute(api, models, metrics, optional_tag=LATEST)
+    def __init__(self, api: GeneratingApi, models: ModelRegistry, observers: Observers) -> None:
+        self._generating = GeneratingRoute(api, models, observers, optional_tag=LATEST)
 
     async def answer(self, request: Request) -> Response:
         """Answer one request. Raises RequestError, EngineError."""
@@ -306,11 +305,11 @@ class OllamaEmbedding:
     def __init__(
         self,
         models: ModelRegistry,
-        metrics: ServerMetrics,
+        observers: Observers,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self._models = models
-        self._embeddings = Embeddings(models, metrics)
+        self._embeddings = Embeddings(models, observers)
         self._clock = clock
 
     async def embed(self, request: Request) -> Response:

@@ -12,6 +12,7 @@ from msgspec.structs import replace
 
 from quickstep.errors import RequestError
 from quickstep.server.fields.field_reader import FieldReader
+from quickstep.server.fields.sampling_fields import SamplingFields
 from quickstep.server.generate.conversation import (
     Conversation,
     Effort,
@@ -34,7 +35,6 @@ from quickstep.server.ollama.request_types import (
     OllamaMessage,
     OllamaOptions,
 )
-from quickstep.server.openai.request_types import SamplingFields
 from quickstep.types import Grammar, Request
 
 _SAME_NAME = (

@@ -15,6 +15,7 @@ from starlette.responses import Response
 
 from quickstep.errors import RequestError
 from quickstep.server.fields.field_reader import FieldReader
+from quickstep.server.generate.api import Observers
 from quickstep.server.generate.prompts import infill_markers
 from quickstep.server.http.body import body_of
 from quickstep.server.http.errors import json_response, ollama_shape
@@ -52,7 +53,6 @@ from quickstep.server.ollama.response_types import (
     OllamaStatus,
     OllamaVersion,
 )
-from quickstep.server.operate.metrics import ServerMetrics
 
 # The version of the API; clients require one with the features they use (tools, thinking, ...).
 _OLLAMA_VERSION = "0.12.11"
@@ -73,15 +73,15 @@ _MANAGING = (
 )
 
 
-def ollama_routes(registry: ModelRegistry, metrics: ServerMetrics) -> list[ApiRoute]:
+def ollama_routes(registry: ModelRegistry, observers: Observers) -> list[ApiRoute]:
     """The routes of Ollama's API."""
     models = OllamaModelList(registry)
-    embedding = OllamaEmbedding(registry, metrics)
+    embedding = OllamaEmbedding(registry, observers)
     return [
         ApiRoute(
             "POST",
             "/api/chat",
-            OllamaRoute(OllamaChat(), registry, metrics).answer,
+            OllamaRoute(OllamaChat(), registry, observers).answer,
             "The assistant's next message, in the format of Ollama.",
             request=OllamaChatRequest,
             response=OllamaChatResponse,
@@ -93,7 +93,7 @@ def ollama_routes(registry: ModelRegistry, metrics: ServerMetrics) -> list[ApiRo
         ApiRoute(
             "POST",
             "/api/generate",
-            OllamaRoute(OllamaGenerate(), registry, metrics).answer,
+            OllamaRoute(OllamaGenerate(), registry, observers).answer,
             "The response to a prompt, in the format of Ollama.",
             request=OllamaGenerateRequest,
             response=OllamaGenerateResponse,

@@ -33,7 +33,7 @@ from quickstep.server.generate.generation import Choice, Generation, ParsedReque
 from quickstep.server.generate.message import message_reader
 from quickstep.server.generate.sampling import label, num_alternatives
 from quickstep.server.generate.structured import requested_grammar
-from quickstep.server.generate.tools import offered_tools
+from quickstep.server.generate.tools import functions_of, offer, tool_choice_of
 from quickstep.server.models.served_model import ServedModel
 from quickstep.server.openai.choices import (
     ChoicesWriter,
@@ -117,7 +117,12 @@ class Chat:
         conversation = Conversation(
             messages,
             num_chars=len(body),
-            offered=offered_tools(fields, model, reader),
+            offered=offer(
+                functions_of(fields.tools or (), reader),
+                tool_choice_of(fields.tool_choice),
+                fields.parallel_tool_calls is False,
+                model,
+            ),
             grammar=requested_grammar(fields),
             add_generation_prompt=_opens_message(fields, messages),
             continued=bool(fields.continue_final_message),

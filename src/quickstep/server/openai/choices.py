@@ -22,6 +22,7 @@ from msgspec import UNSET, UnsetType
 from quickstep.engine.beam_search import BeamSearchParams
 from quickstep.engine.interface import Vocabulary
 from quickstep.errors import RequestError
+from quickstep.server.fields.sampling_fields import SamplingFields, TextFormat
 from quickstep.server.generate.generation import (
     Choice,
     ChoiceDelta,
@@ -39,11 +40,7 @@ from quickstep.server.generate.timings import requested_timings
 from quickstep.server.http.errors import error_of
 from quickstep.server.http.event_stream import DONE, data_frame
 from quickstep.server.models.served_model import ServedModel
-from quickstep.server.openai.request_types import (
-    ChoiceFields,
-    SamplingFields,
-    TextFormat,
-)
+from quickstep.server.openai.request_types import ChoiceFields
 from quickstep.server.openai.response_types import (
     PromptProgressReport,
     RankedLogprob,

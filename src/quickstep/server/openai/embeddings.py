@@ -21,7 +21,7 @@ from starlette.responses import Response
 from quickstep.engine.interface import TokenStream
 from quickstep.errors import EngineError, RequestError
 from quickstep.server.fields.field_reader import FieldReader
-from quickstep.server.generate.api import LineResult
+from quickstep.server.generate.api import LineResult, Observers, PromptsObserver
 from quickstep.server.generate.endpoint import (
     BYTES_PER_TOKEN,
     CLIENT_CLOSED,
@@ -38,7 +38,6 @@ from quickstep.server.models.registry import ModelRegistry
 from quickstep.server.models.served_model import ServedModel
 from quickstep.server.openai.request_types import EmbeddingRequest
 from quickstep.server.openai.response_types import Embedding, EmbeddingList, EmbeddingUsage
-from quickstep.server.operate.metrics import EmbeddingMeter, ServerMetrics
 from quickstep.server.options import bounded
 from quickstep.server.usage.api_keys import cache_salt_of, priority_of_key, tenant_of_key
 from quickstep.server.usage.recorder import BATCHES
@@ -52,9 +51,9 @@ _SAMPLING = SamplingParams(max_tokens=1)  # of which nothing is sampled
 class Embeddings:
     """Embeds texts and token ids."""
 
-    def __init__(self, models: ModelRegistry, metrics: ServerMetrics) -> None:
+    def __init__(self, models: ModelRegistry, observers: Observers) -> None:
         self._models = models
-        self._metrics = metrics
+        self._observers = observers
 
     async def answer(self, request: HttpRequest) -> Response:
         """Answer one request. Raises RequestError, EngineError."""
@@ -155,7 +154,7 @@ class Embeddings:
         timeout_s = model.server.deadlines.of(_timeout(fields))
         salt = label("cache_salt", fields.cache_salt, limits)
         cache_salt = cache_salt_of(caller, salt, model.server.shares_prefix_cache)
-        meter = self._metrics.of(model).embedding_meter([len(prompt) for prompt in prompts])
+        observer = self._observers.of_prompts(model, [len(prompt) for prompt in prompts])
         streams: list[TokenStream] = []
         try:
             for prompt in prompts:
@@ -172,14 +171,14 @@ class Embeddings:
                     adapter=model.adapter(model.name_or_default(fields.model)),
                 )
                 streams.append(engine.stream(request))
-            vectors = await asyncio.gather(*(_vector(stream, meter) for stream in streams))
+            vectors = await asyncio.gather(*(_vector(stream, observer) for stream in streams))
             return [_shortened(vector, fields.dimensions) for vector in vectors]
         except RequestError as error:
             raise with_client_field(error, "", input_field) from None
         finally:
             for stream in streams:
                 await stream.aclose()
-            meter.close()
+            observer.close()
 
 
 async def _parsed(
@@ -235,11 +234,11 @@ def _timeout(fields: EmbeddingRequest) -> float | None:
     return fields.timeout_s
 
 
-async def _vector(stream: TokenStream, meter: EmbeddingMeter) -> Sequence[float]:
+async def _vector(stream: TokenStream, observer: PromptsObserver) -> Sequence[float]:
     await stream.accepted()
-    meter.accepted()
+    observer.accepted()
     async for delta in stream:
-        meter.observe(delta)
+        observer.observe(delta)
         if delta.embedding is not None:
             return delta.embedding
         if delta.finish_reason is not None and delta.finish_reason.is_failure:

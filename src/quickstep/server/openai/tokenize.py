@@ -22,6 +22,7 @@ from quickstep.server.fields.field_reader import FieldReader
 from quickstep.server.fields.shared_fields import (
     AddGenerationPrompt,
     ChatTemplateKwargs,
+    ModelName,
     TemplateTools,
 )
 from quickstep.server.generate.endpoint import caller_of
@@ -38,7 +39,6 @@ from quickstep.server.openai.request_types import ChatRequest, Message
 from quickstep.server.options import bounded
 
 # Shorter bodies are worked on in the event loop: a thread hop costs more.
-_MODEL = effect("Which served name answers; the first one if not given, 404 for an unknown one.")
 
 
 _INLINE_BYTES = 2048
@@ -67,7 +67,7 @@ _FIELDS = {
 class TokenizeRequest(msgspec.Struct, forbid_unknown_fields=True, kw_only=True, frozen=True):
     """The body of `/tokenize`: `prompt` or `messages` (vLLM), or `content` (llama.cpp)."""
 
-    model: Annotated[str | None, _MODEL] = None
+    model: ModelName = None
     prompt: Annotated[str | None, effect("The text (vLLM's name).")] = None
     messages: Annotated[
         list[Message] | None, effect("A conversation, as the chat template writes it.")
@@ -102,14 +102,14 @@ class DetokenizeRequest(msgspec.Struct, forbid_unknown_fields=True, kw_only=True
     """The body of `/detokenize`, the same for vLLM and llama.cpp."""
 
     tokens: Annotated[list[int], effect("The token ids.")]
-    model: Annotated[str | None, _MODEL] = None
+    model: ModelName = None
 
 
 class ApplyTemplateRequest(msgspec.Struct, forbid_unknown_fields=True, kw_only=True, frozen=True):
     """The body of llama.cpp's `/apply-template`."""
 
     messages: Annotated[list[Message], effect("The conversation.")]
-    model: Annotated[str | None, _MODEL] = None
+    model: ModelName = None
     tools: TemplateTools = None
     add_generation_prompt: AddGenerationPrompt = None
     chat_template_kwargs: ChatTemplateKwargs = None

@@ -23,12 +23,12 @@ from starlette.responses import Response
 from quickstep.core.explanation import ExplainedRequest, explain
 from quickstep.engine.records.step_log import LiveSequence, SequenceRecord
 from quickstep.errors import RequestError
+from quickstep.server.fields.decode import decode_values
 from quickstep.server.http.errors import RouteNotFound, json_response
 from quickstep.server.http.event_stream import NDJSON, EventStream
 from quickstep.server.http.route import ApiRoute
 from quickstep.server.models.registry import ModelRegistry
 from quickstep.server.models.served_model import ServedModel
-from quickstep.server.openai.request_types import decode_values
 from quickstep.types import SequenceTimings, StepRecord
 
 _MAX_LIVE = 1024  # live requests that are reported

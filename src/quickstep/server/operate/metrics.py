@@ -15,7 +15,6 @@ import logging
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from math import inf
-from types import MappingProxyType
 from typing import TYPE_CHECKING
 
 from prometheus_client.metrics import Counter, Histogram
@@ -26,6 +25,7 @@ from quickstep.core.accounting import AdapterStats, Totals
 from quickstep.engine.interface import ServedEngine
 from quickstep.engine.records.step_log import SequenceRecord
 from quickstep.engine.stats import EngineState, EngineStats, ReplicaStats
+from quickstep.server.generate.api import NO_HEADERS
 from quickstep.server.generate.generation import ChoiceDelta, Generation, ParsedRequest
 from quickstep.server.models.served_model import ServedModel
 from quickstep.server.options import MetricsOptions
@@ -53,7 +53,6 @@ _STEP_TOKENS = (1, 8, 16, 32, 64, 128, 256, 512, 1024, 2048, 4096, 8192, 16384)
 _CHOICES = (1, 2, 5, 10, 20)
 _ENGINE = "0"  # vLLM's label for the engines of a server
 _LABELS = ("model_name", "engine")
-NO_HEADERS: Mapping[str, str] = MappingProxyType({})
 _LOG = logging.getLogger("quickstep.server")
 _LOG_EVERY_S = 10.0
 
@@ -73,6 +72,16 @@ class ServerMetrics(Collector):
     def of(self, model: ServedModel) -> ModelMetrics:
         """The metrics of one model."""
         return self._by_model[model.name]
+
+    def of_request(
+        self, model: ServedModel, request: ParsedRequest, headers: Mapping[str, str] = NO_HEADERS
+    ) -> RequestMeter:
+        """The meter of a request that arrives now; `headers` may have its W3C trace context."""
+        return self.of(model).meter(request, headers)
+
+    def of_prompts(self, model: ServedModel, prompt_lens: Sequence[int]) -> EmbeddingMeter:
+        """The meter of prompts that are embedded, and arrive now."""
+        return EmbeddingMeter(self.of(model), prompt_lens)
 
     def collect(self) -> Iterable[Metric]:
         """One family per figure."""
@@ -148,19 +157,13 @@ class ModelMetrics:
         self.registry.register(EngineGauges(engine, model, self.options.prefix))
         engine.step_log.follow(_StepTokens(self))
 
-    def meter(
-        self, request: ParsedRequest, headers: Mapping[str, str] = NO_HEADERS
-    ) -> RequestMeter:
-        """The meter of a request that arrives now; `headers` may have its W3C trace context."""
+    def meter(self, request: ParsedRequest, headers: Mapping[str, str]) -> RequestMeter:
+        """The meter of a request that arrives now."""
         sampling = request.sampling
         self.observe("request_params_n", sampling.n)
         if sampling.max_tokens is not None:
             self.observe("request_params_max_tokens", sampling.max_tokens)
         return RequestMeter(self, len(request.prompts) * sampling.n, headers)
-
-    def embedding_meter(self, prompt_lens: Sequence[int]) -> EmbeddingMeter:
-        """The meter of prompts that are embedded, and arrive now."""
-        return EmbeddingMeter(self, prompt_lens)
 
     def observe(self, name: str, value: float) -> None:
         """One observation of a histogram."""
@@ -271,11 +274,6 @@ class RequestMeter:
         self._uncounted: dict[int, int] = {}  # tokens of prompts that are not counted, by place
         self._choices_per_prompt = 1
         self._closed = False
-
-    @property
-    def fingerprint(self) -> str:
-        """The engine's."""
-        return self._metrics.engine.fingerprint
 
     def opened(self, generation: Generation) -> None:
         """The engine has accepted all prompts of the request."""

@@ -28,6 +28,8 @@ from starlette.responses import HTMLResponse, Response
 from quickstep import __version__
 from quickstep.server.anthropic.request_types import CountTokensRequest, CustomToolSpec
 from quickstep.server.fields.field_classes import Hint, Honoured, Note, Refusal, Row
+from quickstep.server.fields.sampling_fields import SamplingFields
+from quickstep.server.fields.shared_fields import FunctionTool
 from quickstep.server.http.errors import (
     OVERLOADED,
     ErrorAnswer,
@@ -40,7 +42,7 @@ from quickstep.server.http.errors import (
 from quickstep.server.http.route import ApiRoute
 from quickstep.server.models.registry import ModelRegistry
 from quickstep.server.ollama.request_types import OllamaChatRequest
-from quickstep.server.openai.request_types import ChatRequest, FunctionTool, SamplingFields
+from quickstep.server.openai.request_types import ChatRequest
 from quickstep.server.openai.tokenize import ApplyTemplateRequest, TokenizeRequest
 from quickstep.server.reference.field_reference import (
     Keywords,

@@ -15,6 +15,7 @@ from msgspec.structs import replace
 
 from quickstep.errors import RequestError
 from quickstep.server.fields.field_reader import FieldReader
+from quickstep.server.fields.sampling_fields import JsonObjectFormat
 from quickstep.server.generate.api import response_flags
 from quickstep.server.generate.conversation import (
     Conversation,
@@ -38,7 +39,6 @@ from quickstep.server.generate.tools import (
 )
 from quickstep.server.http.errors import RouteNotFound
 from quickstep.server.models.served_model import ServedModel
-from quickstep.server.openai.request_types import JsonObjectFormat
 from quickstep.server.options import RequestLimits
 from quickstep.server.responses.input_items import (
     listed_items,

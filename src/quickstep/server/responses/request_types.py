@@ -12,6 +12,13 @@ from typing import Annotated, Any, ClassVar, Literal
 import msgspec
 
 from quickstep.server.fields.field_classes import effect, hint, note, refused
+from quickstep.server.fields.sampling_fields import (
+    JsonObjectFormat,
+    ResponseFormat,
+    SamplingFields,
+    StreamOptions,
+    TextFormat,
+)
 from quickstep.server.fields.shared_fields import (
     AllowedCallers,
     ChatTemplateKwargs,
@@ -27,13 +34,6 @@ from quickstep.server.fields.shared_fields import (
     StrictSchema,
     ToolChoice,
     Tools,
-)
-from quickstep.server.openai.request_types import (
-    JsonObjectFormat,
-    ResponseFormat,
-    SamplingFields,
-    StreamOptions,
-    TextFormat,
 )
 
 _ITEM_ID = effect("Repeated in the list of the input; one is made if not given.")

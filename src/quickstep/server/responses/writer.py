@@ -16,6 +16,7 @@ from typing import Any
 import msgspec
 from msgspec import UNSET
 
+from quickstep.server.fields.sampling_fields import TextFormat
 from quickstep.server.generate.generation import ChoiceDelta, Generation, Head
 from quickstep.server.generate.message import (
     Block,
@@ -30,7 +31,6 @@ from quickstep.server.http.errors import error_facts
 from quickstep.server.http.event_stream import event_frame
 from quickstep.server.models.served_model import ServedModel
 from quickstep.server.openai.choices import token_logprob
-from quickstep.server.openai.request_types import TextFormat
 from quickstep.server.openai.response_types import TokenLogprob
 from quickstep.server.responses.input_items import InputItem, sealed, template_messages
 from quickstep.server.responses.request_types import (
