@@ -17,7 +17,7 @@ from fake_engine import FakeEngine
 from quickstep.server.anthropic.request_types import AssistantTurn, CountTokensRequest
 from quickstep.server.batches.request_types import BatchRequest, ExpiresAfter
 from quickstep.server.fields import sampling_fields
-from quickstep.server.fields.field_classes import Refusal
+from quickstep.server.fields.field_classes import RefusedField
 from quickstep.server.http.route import ApiRoute
 from quickstep.server.models.registry import ModelRegistry
 from quickstep.server.ollama import request_types as ollama
@@ -171,7 +171,7 @@ def _within(
     for name, declared in field_types(struct).items():
         keys = (*at, name)
         yield Place(route, struct, name, keys, {**body, **BESIDE.get((struct, name), {})})
-        if isinstance(reference_of(struct).get(name), Refusal):
+        if isinstance(reference_of(struct).get(name), RefusedField):
             continue
         parts = [(part, (0,)) for part in parts_of(struct).get(name, ())]
         for inner, more in (*structs_in(declared), *parts):

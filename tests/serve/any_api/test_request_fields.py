@@ -51,7 +51,7 @@ from quickstep.server.fields.field_classes import (
     Hint,
     Honoured,
     Note,
-    Refusal,
+    RefusedField,
     Row,
     requests_nothing,
 )
@@ -228,7 +228,7 @@ def has_one_value(place: Place) -> bool:
 
 
 HINTS = [place for place in PLACES if isinstance(_row(place), Hint)]
-REFUSED = [place for place in PLACES if isinstance(_row(place), Refusal)]
+REFUSED = [place for place in PLACES if isinstance(_row(place), RefusedField)]
 NOTES = [
     place for place in PLACES if isinstance(_row(place), Note) or _key(place) in WITHOUT_EFFECT
 ]
@@ -241,9 +241,9 @@ HONOURED = [
 ]
 
 
-def refusal_of(place: Place) -> Refusal:
+def refusal_of(place: Place) -> RefusedField:
     row = reference_of(place.struct)[place.name]
-    assert isinstance(row, Refusal)
+    assert isinstance(row, RefusedField)
     return row
 
 
@@ -298,7 +298,7 @@ def test_a_note_is_accepted_and_changes_nothing(place: Place) -> None:
     assert results[0] == results[1]
 
 
-def asking_value(place: Place, declared: Hint | Refusal) -> Any:
+def asking_value(place: Place, declared: Hint | RefusedField) -> Any:
     """A value that fits the type and asks for something."""
     fitting = minimal(place.declared) if place.declared is not Any else {"x": 1}
     values = (True, False, "x", "omitted", "low", [1], ["x"], [{"x": 1}], {"x": 1}, 2, fitting)
@@ -417,7 +417,7 @@ def item_of(place: Place) -> Callable[[int], Any]:
 BOUNDED = [
     pytest.param(place, outside, inside, id=f"{place}:{number}")
     for place in PLACES
-    if not isinstance(_row(place), Refusal)
+    if not isinstance(_row(place), RefusedField)
     for number, (outside, inside) in enumerate(
         beyond(bounds_of(place.struct, FACTS).get(place.name, {}), item_of(place))
     )

@@ -66,9 +66,9 @@ from quickstep.server.generate.generation import ChoiceDelta, Generation, Head, 
 from quickstep.server.generate.message import (
     Block,
     BlockChange,
-    BlockKind,
     Blocks,
     Change,
+    MessageBlockKind,
     message_reader,
     partial_object,
 )
@@ -396,7 +396,7 @@ def _event(event: msgspec.Struct) -> bytes:
 def _content(block: Block) -> MessageBlock:
     if block.call is not None:
         return ToolUseContent(block.call.call_id, block.call.name, partial_object(block.text))
-    if block.kind is BlockKind.REASONING:
+    if block.kind is MessageBlockKind.REASONING:
         return ThinkingContent(block.text, _signature(block))
     return TextContent(block.text)
 
@@ -408,7 +408,7 @@ def _signature(block: Block) -> str:
 
 def _block_events(change: BlockChange) -> Iterator[bytes]:
     block = change.block
-    if change.change is Change.CLOSED and block.kind is BlockKind.REASONING:
+    if change.change is Change.CLOSED and block.kind is MessageBlockKind.REASONING:
         yield _event(BlockDelta(block.index, SignatureDelta(_signature(block))))
     yield _block_event(change)
 
@@ -419,13 +419,13 @@ def _block_event(change: BlockChange) -> bytes:
         empty: MessageBlock = TextContent("")
         if block.call is not None:
             empty = ToolUseContent(block.call.call_id, block.call.name, {})
-        elif block.kind is BlockKind.REASONING:
+        elif block.kind is MessageBlockKind.REASONING:
             empty = ThinkingContent("")
         return _event(BlockStart(block.index, empty))
     if change.change is Change.CLOSED:
         return _event(BlockStop(block.index))
-    if block.kind is BlockKind.CALL:
+    if block.kind is MessageBlockKind.CALL:
         return _event(BlockDelta(block.index, InputDelta(change.text)))
-    if block.kind is BlockKind.REASONING:
+    if block.kind is MessageBlockKind.REASONING:
         return _event(BlockDelta(block.index, ThinkingDelta(change.text)))
     return _event(BlockDelta(block.index, TextDelta(change.text)))

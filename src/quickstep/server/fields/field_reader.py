@@ -167,7 +167,7 @@ def _list_item(declared: inspect.Type) -> inspect.Type | None:
 
 def _struct_of(content: dict[str, Any], declared: inspect.Type) -> inspect.StructType | None:
     """The struct that an object is; None for an open object, and for one of a form unknown."""
-    structs = [one for one in _members(declared) if isinstance(one, inspect.StructType)]
+    structs = [member for member in _members(declared) if isinstance(member, inspect.StructType)]
     if len(structs) == 1:
         return structs[0]
     for struct in structs:

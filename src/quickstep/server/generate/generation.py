@@ -212,7 +212,7 @@ class Choice(msgspec.Struct):
         self.finish_reason, self.stop_reason = delta.finish_reason, delta.stop_reason
 
 
-class Usage(msgspec.Struct, frozen=True):
+class TokenCounts(msgspec.Struct, frozen=True):
     """Tokens of a request so far. A prompt counts once for its n choices."""
 
     num_prompt_tokens: int
@@ -273,9 +273,9 @@ class Generation:
         return tuple(kept)
 
     @property
-    def usage(self) -> Usage:
+    def usage(self) -> TokenCounts:
         """Tokens so far; the cached ones of a prompt are known once its first choice has ended."""
-        return Usage(
+        return TokenCounts(
             num_prompt_tokens=self.num_prompt_tokens,
             num_output_tokens=sum(len(choice.token_ids) for choice in self.choices),
             num_cached_tokens=sum(map(self._num_cached_tokens, range(len(self._streams)))),

@@ -337,7 +337,7 @@ class OllamaEmbedding:
             json_response,
             OllamaEmbedResponse(
                 model=fields.model,
-                embeddings=[_numbers(one.embedding) for one in result.data],
+                embeddings=[_numbers(item.embedding) for item in result.data],
                 total_duration=round((self._clock() - started_s) * 1e9),
                 load_duration=0,
                 prompt_eval_count=result.usage.prompt_tokens,

@@ -12,7 +12,7 @@ from typing import Literal
 import msgspec
 from msgspec import UNSET, UnsetType
 
-from quickstep.server.generate.generation import Usage as TokenCounts
+from quickstep.server.generate.generation import TokenCounts
 from quickstep.server.generate.timings import RequestTimings
 from quickstep.types import PromptProgress, SequenceTimings
 

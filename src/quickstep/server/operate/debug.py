@@ -57,7 +57,7 @@ class LostRecords(msgspec.Struct, frozen=True, tag_field="kind", tag="lost"):
 Line = StepRecord | SequenceRecord | LiveSequence | LostRecords
 
 
-class _Follower:
+class _RecordQueue:
     """The records that one reader has not got yet, at most `_MAX_QUEUED`."""
 
     def __init__(self) -> None:
@@ -126,7 +126,7 @@ class Debug:
         query = decode_values(request.query_params, StepsQuery)
         if not query.last_s >= 0.0:
             raise RequestError(f"last_s is {query.last_s:g}, it must be at least 0", param="last_s")
-        logs, follower = [model.engine.step_log for model in self._models], _Follower()
+        logs, follower = [model.engine.step_log for model in self._models], _RecordQueue()
         lines = self._since(query.last_s)
         if query.follow:
             for log in logs:
@@ -242,7 +242,7 @@ def _is_of(engine_id: str, wanted: str) -> bool:
     return wanted in (engine_id, http_id, *(f"{prefix}{http_id}" for prefix in _PREFIXES))
 
 
-async def _frames(lines: list[Line], follower: _Follower | None) -> AsyncGenerator[bytes, None]:
+async def _frames(lines: list[Line], follower: _RecordQueue | None) -> AsyncGenerator[bytes, None]:
     while True:
         for start in range(0, len(lines), _LINES_PER_FRAME):
             some = lines[start : start + _LINES_PER_FRAME]

@@ -68,7 +68,8 @@ def _json_line(number: int, line: str, keys: ApiKeys) -> WarmPrompt:
     names = body.pop("api_keys", None)
     if names is None:
         return WarmPrompt(number, body)
-    if not isinstance(names, list) or not names or not all(isinstance(one, str) for one in names):
+    is_list = isinstance(names, list) and all(isinstance(name, str) for name in names)
+    if not is_list or not names:
         raise RequestError("api_keys must be a list of names of API keys")
     unknown = [name for name in names if name not in keys.names]
     if unknown:

@@ -27,7 +27,7 @@ from starlette.responses import HTMLResponse, Response
 
 from quickstep import __version__
 from quickstep.server.anthropic.request_types import CountTokensRequest, CustomToolSpec
-from quickstep.server.fields.field_classes import Hint, Honoured, Note, Refusal, Row
+from quickstep.server.fields.field_classes import Hint, Honoured, Note, RefusedField, Row
 from quickstep.server.fields.sampling_fields import SamplingFields
 from quickstep.server.fields.shared_fields import FunctionTool
 from quickstep.server.http.errors import (
@@ -305,7 +305,7 @@ def _refine(schema: dict[str, Any], struct: type[msgspec.Struct], facts: SchemaF
     for name, keywords in bounds_of(struct, facts).items():
         properties[name] = _bounded(properties[name], keywords)
     for name, row in reference_of(struct).items():
-        if isinstance(row, Refusal):
+        if isinstance(row, RefusedField):
             values = [None, *row.passes]
             properties[name] = {
                 "enum": values,
@@ -340,7 +340,7 @@ def _class(row: Row) -> str:
             return "note"
         case Hint():
             return "hint"
-        case Refusal():
+        case RefusedField():
             return "refused"
         case Honoured(otherwise=otherwise):
             return "honoured" if otherwise is None else "hint"

@@ -129,7 +129,7 @@ def _listed(item: InputItem) -> ListedItem:
 
 def template_messages(items: Sequence[InputItem], model: ServedModel) -> list[dict[str, Any]]:
     """The items as messages. Raises RequestError with the path of an item that is refused."""
-    turns = _Turns()
+    turns = _InputTurns()
     for index, item in enumerate(items):
         path = f"input[{index}]"
         match item:
@@ -166,7 +166,7 @@ def sealed(text: str) -> str:
     return base64.b64encode(text.encode()).decode()
 
 
-class _Turns:
+class _InputTurns:
     """Collects messages. The last one is the assistant's if `_assistant` is set."""
 
     def __init__(self) -> None:

@@ -21,9 +21,9 @@ from quickstep.server.generate.generation import ChoiceDelta, Generation, Head
 from quickstep.server.generate.message import (
     Block,
     BlockChange,
-    BlockKind,
     Blocks,
     Change,
+    MessageBlockKind,
     message_reader,
 )
 from quickstep.server.generate.timings import requested_timings
@@ -68,7 +68,11 @@ from quickstep.server.responses.response_types import (
 from quickstep.server.responses.store import StoredResponse
 from quickstep.types import TokenLogprobs
 
-_ITEM_PREFIX = {BlockKind.REASONING: "rs_", BlockKind.TEXT: "msg_", BlockKind.CALL: "fc_"}
+_ITEM_PREFIX = {
+    MessageBlockKind.REASONING: "rs_",
+    MessageBlockKind.TEXT: "msg_",
+    MessageBlockKind.CALL: "fc_",
+}
 _CONTENT_INDEX = 0  # an item has one part
 
 
@@ -160,7 +164,7 @@ class ResponsesWriter:
     def _begin_events(self, block: Block) -> Iterator[bytes]:
         item = self._item(block, "in_progress")
         yield _frame(ItemEvent("response.output_item.added", self._number(), block.index, item))
-        if block.kind is not BlockKind.CALL:
+        if block.kind is not MessageBlockKind.CALL:
             yield _frame(
                 PartEvent(
                     "response.content_part.added",
@@ -175,7 +179,7 @@ class ResponsesWriter:
     def _delta_event(self, change: BlockChange) -> bytes:
         block, delta = change.block, change.text
         item_id, number = self._item_id(block), self._number()
-        if block.kind is BlockKind.CALL:
+        if block.kind is MessageBlockKind.CALL:
             return _frame(
                 ArgumentsEvent(
                     "response.function_call_arguments.delta",
@@ -185,7 +189,7 @@ class ResponsesWriter:
                     delta=delta,
                 )
             )
-        if block.kind is BlockKind.REASONING:
+        if block.kind is MessageBlockKind.REASONING:
             return _frame(
                 TextEvent(
                     "response.reasoning_text.delta",
@@ -210,7 +214,7 @@ class ResponsesWriter:
 
     def _end_events(self, block: Block) -> Iterator[bytes]:
         item_id, text = self._item_id(block), block.text
-        if block.kind is BlockKind.CALL:
+        if block.kind is MessageBlockKind.CALL:
             yield _frame(
                 ArgumentsEvent(
                     "response.function_call_arguments.done",
@@ -224,7 +228,7 @@ class ResponsesWriter:
         else:
             part = self._part(block, text, block.logprobs)
             logprobs = part.logprobs if isinstance(part, OutputText) else UNSET
-            is_reasoning = block.kind is BlockKind.REASONING
+            is_reasoning = block.kind is MessageBlockKind.REASONING
             yield _frame(
                 TextEvent(
                     "response.reasoning_text.done" if is_reasoning else "response.output_text.done",
@@ -270,7 +274,7 @@ class ResponsesWriter:
             return CallOutput(
                 id=item_id, call_id=call.call_id, name=call.name, arguments=text, status=status
             )
-        if block.kind is BlockKind.REASONING:
+        if block.kind is MessageBlockKind.REASONING:
             content = [] if has_begun else [ReasoningText(text)]
             seal = sealed(text) if self._context.seals and not has_begun else None
             return ReasoningOutput(
@@ -282,7 +286,7 @@ class ResponsesWriter:
     def _part(
         self, block: Block, text: str, logprobs: Sequence[TokenLogprobs]
     ) -> OutputText | ReasoningText:
-        if block.kind is BlockKind.REASONING:
+        if block.kind is MessageBlockKind.REASONING:
             return ReasoningText(text)
         return OutputText(text, self._logprobs(logprobs))
 
@@ -353,7 +357,7 @@ def _as_input(block: Block) -> InputItem:
     if block.call is not None:
         call = block.call
         return FunctionCallItem("function_call", call.call_id, call.name, block.text)
-    if block.kind is BlockKind.REASONING:
+    if block.kind is MessageBlockKind.REASONING:
         return ReasoningItem("reasoning", content=[ReasoningPart(block.text)])
     return MessageItem("assistant", block.text)
 
