@@ -58,6 +58,7 @@ class AllowedRange(msgspec.Struct, frozen=True):
 
 
 POSITIVE = AllowedRange(above=0)
+AT_LEAST_0 = AllowedRange(least=0)
 AT_LEAST_1 = AllowedRange(least=1)
 
 

@@ -15,7 +15,6 @@ from msgspec.structs import replace
 
 from quickstep.cli.flags.engine import (
     add_engine_flags,
-    add_format_flags,
     add_model,
     add_template_flags,
     engine_config,
@@ -34,6 +33,7 @@ from quickstep.cli.flags.serve import (
 )
 from quickstep.cli.screen import loading_bar, print_memory
 from quickstep.config import MAX_WAITING_OF_SERVER, EngineConfig, ReplicaConfig
+from quickstep.server.options import ServerOptions
 
 if TYPE_CHECKING:
     from quickstep.cluster.replicas import ReplicaSet
@@ -59,15 +59,9 @@ def add_parser(subparsers: argparse._SubParsersAction[Parser]) -> None:
         default=8000,
         help="port to listen on; 0 chooses a free one (default: %(default)s)",
     )
-    group.add_argument(
-        "--served-model-name",
-        nargs="+",
-        default=[],
-        metavar="NAME",
-        help="model names that clients may use; responses have the first (default: the model's)",
-    )
+    add_options(group, ServerOptions, "served_model_names")
     add_options(group, EngineConfig, "seed")
-    add_format_flags(group)
+    add_options(group, ServerOptions, "tool_call_parser", "reasoning_parser")
     add_template_flags(group)
     add_serve_flags(parser)
     add_options(parser.add_argument_group("replicas"), ReplicaConfig)

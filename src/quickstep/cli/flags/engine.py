@@ -105,22 +105,6 @@ def engine_config(args: argparse.Namespace, model: str, seed: int | None = None)
     )
 
 
-def add_format_flags(group: argparse._ActionsContainer) -> None:
-    """Add `--tool-call-parser` and `--reasoning-parser`; the names are vLLM's."""
-    group.add_argument(
-        "--tool-call-parser",
-        metavar="NAME",
-        help="format of tool calls: hermes, llama3_json, pythonic, mistral, deepseek_v3, granite, "
-        "harmony, or none (default: detected in the chat template)",
-    )
-    group.add_argument(
-        "--reasoning-parser",
-        metavar="NAME",
-        help="format of reasoning: think, mistral, harmony, or none (default: detected in the chat "
-        "template)",
-    )
-
-
 def add_template_flags(group: argparse._ActionsContainer) -> None:
     """Add the flags of chat templates; the names are vLLM's, and llama.cpp's second one."""
     add_options(group, InputConfig, "chat_template", "content_format")

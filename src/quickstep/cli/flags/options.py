@@ -70,7 +70,7 @@ def _add_flag(group: argparse._ActionsContainer, declared: Declared, is_optional
             settings["choices"] = choices
         elif metavar := option.metavar or _METAVARS.get(option.kind, option.kind.value):
             settings["metavar"] = metavar
-        if get_origin(kind) is tuple:
+        if _takes_several(declared):
             settings |= {"nargs": "+", "default": list(declared.default)}
         if option.repeats != "once":
             settings["action"] = option.repeats
@@ -146,7 +146,13 @@ def _field_value(declared: Declared, value: Any) -> Any:
         return None
     if isinstance(kind, type) and issubclass(kind, enum.Enum):
         return kind(value)
-    return tuple(value) if get_origin(kind) is tuple else value
+    return tuple(value) if _takes_several(declared) else value
+
+
+def _takes_several(declared: Declared) -> bool:
+    """Whether the flag has several values; those of a file are in one file."""
+    is_text = declared.option.kind is Kind.TEXT
+    return is_text and get_origin(_plain_type(declared.type)) is tuple
 
 
 def _plain_type(kind: Any) -> Any:
