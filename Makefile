@@ -101,6 +101,7 @@ check: $(READY)
 	$(BIN)/mypy
 	$(BIN)/python tools/check_layers.py
 	$(BIN)/python tools/check_names.py
+	$(BIN)/python tools/check_defaults.py
 	$(BIN)/python tools/check_docs.py
 	$(BIN)/python tools/check_commits.py
 	$(BIN)/python tools/write_api_reference.py --check
