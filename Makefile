@@ -107,6 +107,7 @@ check: $(READY)
 	$(BIN)/python tools/write_api_reference.py --check
 	$(BIN)/python tools/write_metrics_reference.py --check
 	$(BIN)/python tools/write_flags_reference.py --check
+	$(BIN)/python tools/write_cli_reference.py --check
 
 format: $(READY)
 	$(BIN)/ruff check --fix .
@@ -117,6 +118,7 @@ reference: $(READY)
 	$(BIN)/python tools/write_api_reference.py
 	$(BIN)/python tools/write_metrics_reference.py
 	$(BIN)/python tools/write_flags_reference.py
+	$(BIN)/python tools/write_cli_reference.py
 	$(BIN)/python tools/write_guide_outputs.py
 
 # Rebuild the native kernels in place, for work on csrc/.
