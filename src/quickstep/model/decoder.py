@@ -18,7 +18,7 @@ from quickstep.model.adapters.lora_modules import (
 )
 from quickstep.model.decoder_spec import ModelSpec, QKNorm
 from quickstep.model.decoder_weights import AttentionWeights, DecoderWeights, MoEWeights
-from quickstep.model.interface import ForwardBatch, KVShape
+from quickstep.model.interface import ForwardBatch, KVLayout
 from quickstep.model.rope import RopeTable
 from quickstep.model.sharding import Shard, shard_spec
 from quickstep.ops.table import (
@@ -105,11 +105,9 @@ class Decoder:
         return True
 
     @property
-    def kv_shape(self) -> KVShape:
+    def kv_layout(self) -> KVLayout:
         """What to allocate."""
-        spec = self._own
-        dtype = self._weights.final_norm.dtype
-        return KVShape(spec.num_layers, spec.num_kv_heads, spec.head_size, dtype)
+        return KVLayout(self._own.kv_groups, self._weights.final_norm.dtype)
 
     @property
     def vocab_size(self) -> int:

@@ -222,7 +222,7 @@ class _Verifier:
         self._blocks_per_sequence = -(-self._max_model_len // options.block_size)
         self._num_blocks = (_MAX_NUM_SEQS + 1) * self._blocks_per_sequence
         self._kv = allocate_kv(
-            model.kv_shape.stored_as(options.kv_dtype),
+            model.kv_layout.stored_as(options.kv_dtype),
             self._num_blocks,
             options.block_size,
             model.device,
