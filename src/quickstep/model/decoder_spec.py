@@ -2,7 +2,7 @@
 
 `spec.read_spec` is called once at start-up; sizing, the tensor schema, the loader and the decoder
 all work from the `ModelSpec` it returns. An architecture is an entry of `architectures.py`; a
-feature is a field here, honoured in `decoder.py`. A config key that is neither honoured nor known
+feature is a field here, honoured in `layers/`. A config key that is neither honoured nor known
 to be harmless is an error: nothing in a config is silently ignored.
 """
 
