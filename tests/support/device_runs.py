@@ -50,7 +50,7 @@ def runner_of(
     model: Decoder, backend: Reexecution | None, max_prompt_tokens: int = 0
 ) -> ModelRunner:
     num_blocks = NUM_BLOCKS + (backend is not None)
-    kv = allocate_kv(model.kv_shape, num_blocks, BLOCK_SIZE, CPU)
+    kv = allocate_kv(model.kv_layout, num_blocks, BLOCK_SIZE, CPU)
     graphs = None
     if backend is not None:
         graphs = GraphOptions(backend, NUM_SLOTS, max_prompt_tokens=max_prompt_tokens)

@@ -333,7 +333,7 @@ def test_a_step_does_not_use_a_graph_of_far_more_tokens(model: Decoder) -> None:
 def test_longer_contexts_have_two_sizes_that_hold_all_rows(model: Decoder) -> None:
     long = random_model(SMALL, model.ops, RandomValues(torch.float32, CPU, 1, None), 20_000, None)
     options = GraphOptions(Reexecution(), 20)
-    kv = allocate_kv(long.kv_shape, 5000, BLOCK_SIZE, CPU)
+    kv = allocate_kv(long.kv_layout, 5000, BLOCK_SIZE, CPU)
     steps = open_steps(long, kv, BLOCK_SIZE, False, graphs=options)
     assert isinstance(steps, GraphSteps)
     wide = [(one.num_rows, one.table_width) for one in steps._wanted if one.table_width > 1024]

@@ -244,7 +244,7 @@ def test_no_second_counts_for_two_steps_in_flight(model: Decoder) -> None:
         now += 1.0
         return now
 
-    kv = allocate_kv(model.kv_shape, NUM_BLOCKS + 1, BLOCK_SIZE, CPU)
+    kv = allocate_kv(model.kv_layout, NUM_BLOCKS + 1, BLOCK_SIZE, CPU)
     graphs = GraphOptions(Reexecution(), NUM_SLOTS)
     runner = ModelRunner(model, kv, BLOCK_SIZE, NUM_SLOTS, clock, graphs=graphs)
     executor = DeviceExecutor(runner).start()

@@ -97,7 +97,7 @@ def launches(ops: OpTable, family: str, num_layers: int, num_rows: int, lora: bo
     found: Counter[str] = Counter()
     with fake_gpu(found):
         model = random_model(spec, ops, RandomValues(torch.bfloat16, GPU, 0, None), 4096, None)
-        kv = allocate_kv(model.kv_shape, 64, 16, GPU)
+        kv = allocate_kv(model.kv_layout, 64, 16, GPU)
         mapping = None
         if lora:
             assert ops.adapter_table is not None

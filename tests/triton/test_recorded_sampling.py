@@ -145,7 +145,7 @@ def test_a_step_makes_few_calls_of_python_for_a_row(
     model: Decoder, sampling: SamplingParams
 ) -> None:
     num_rows, prompt = 64, (5, 9)
-    kv = allocate_kv(model.kv_shape, num_rows + 1, 16, CPU)
+    kv = allocate_kv(model.kv_layout, num_rows + 1, 16, CPU)
     graphs = GraphOptions(Nothing(), num_rows)
     runner = ModelRunner(model, kv, 16, num_rows, lambda: 0.0, graphs=graphs)
     runner.record_sampling()

@@ -96,7 +96,7 @@ class Sequence:
     """One sequence on a runner of its own."""
 
     def __init__(self, model: Decoder, backend: Reexecution | None) -> None:
-        self.kv = allocate_kv(model.kv_shape, NUM_BLOCKS + 1, BLOCK_SIZE, CPU)
+        self.kv = allocate_kv(model.kv_layout, NUM_BLOCKS + 1, BLOCK_SIZE, CPU)
         graphs = None if backend is None else GraphOptions(backend, 1)
         self._runner = ModelRunner(model, self.kv, BLOCK_SIZE, 1, lambda: 0.0, graphs=graphs)
         while self._runner.capture_next():

@@ -115,7 +115,7 @@ def _calibrated(config: EngineConfig, seconds: float) -> tuple[str, Calibration,
         loaded = load_weights(config, progress)
     model, plan = loaded.model, loaded.plan
     block_size = config.cache.block_size
-    kv = allocate_kv(loaded.kv_shape, plan.num_blocks, block_size, model.device)
+    kv = allocate_kv(loaded.kv_layout, plan.num_blocks, block_size, model.device)
     description = describe(loaded, 0.0, config.inputs, with_template=False)
     grammar = _compiled_grammar(description)
     limits = StepLimits(

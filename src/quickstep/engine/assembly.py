@@ -45,7 +45,7 @@ if TYPE_CHECKING:
     from quickstep.engine.step_times.cost_fits import FitFile
     from quickstep.model.checkpoint.source import Checkpoint
     from quickstep.model.decoder_spec import ModelSpec
-    from quickstep.model.interface import KVShape, Model
+    from quickstep.model.interface import KVLayout, Model
     from quickstep.model.sharding import Shard
     from quickstep.model.sizing import DraftSizes, MemoryPlan
     from quickstep.ops.native.ranks import RankMemory
@@ -109,7 +109,7 @@ class LoadedWeights(msgspec.Struct, frozen=True):
     spec: ModelSpec
     model: Model
     plan: MemoryPlan
-    kv_shape: KVShape
+    kv_layout: KVLayout
     adapters: Adapters | None = None
 
 
@@ -176,9 +176,9 @@ def _open_engine(
 
     loaded = load_weights(config, report, checkpoint, ranks)
     model = loaded.model
-    plan = measured_plan(config, model, loaded.kv_shape, loaded.plan)
+    plan = measured_plan(config, model, loaded.kv_layout, loaded.plan)
     loaded = replace(loaded, plan=plan)
-    kv = allocate_kv(loaded.kv_shape, plan.num_blocks, config.cache.block_size, model.device)
+    kv = allocate_kv(loaded.kv_layout, plan.num_blocks, config.cache.block_size, model.device)
     load_s = time.monotonic() - started_s
     description = describe(loaded, load_s, config.inputs, ahead.tokenizer(), with_template)
     if ranks is not None:
@@ -450,7 +450,7 @@ def load_weights(
     for note in plan.notes:
         _LOGGER.info("%s", note)
     model = _load_planned(config, planned, plan, ranks, progress)
-    kv_shape = model.kv_shape.stored_as(config.cache.kv_dtype)
+    kv_layout = model.kv_layout.stored_as(config.cache.kv_dtype)
     adapters = None
     if config.lora is not None:
         biases = _base_biases(model, _first_shard(ranks))
@@ -458,7 +458,7 @@ def load_weights(
         # the pinned ones first, so that the others are checked against what these leave
         for name, one in sorted(at_start, key=lambda entry: not adapters.is_pinned(entry[0])):
             adapters.add(adapters.read(name, one))
-    return LoadedWeights(checkpoint, spec, model, plan, kv_shape, adapters)
+    return LoadedWeights(checkpoint, spec, model, plan, kv_layout, adapters)
 
 
 def load_with_ranks(config: EngineConfig, plan: MemoryPlan, ranks: RankProcesses) -> Model:
@@ -502,8 +502,8 @@ def _load_planned(
             "%s runs through transformers and is not exact: its bits may depend on the batch",
             checkpoint.name,
         )
-    kv_shape = model.kv_shape.stored_as(config.cache.kv_dtype)
-    if kv_shape.dtype.itemsize < model.kv_shape.dtype.itemsize:
+    kv_layout = model.kv_layout.stored_as(config.cache.kv_dtype)
+    if kv_layout.dtype.itemsize < model.kv_layout.dtype.itemsize:
         _warn_of_kv(model, config.cache.kv_dtype)
     return model
 
@@ -563,13 +563,13 @@ def open_rank(
     model = load_model(
         planned.checkpoint, spec, ops, config.load, None, plan.max_model_len, on_host, shard
     )
-    kv_shape = model.kv_shape.stored_as(config.cache.kv_dtype)
-    if kv_shape.dtype.itemsize < model.kv_shape.dtype.itemsize:
+    kv_layout = model.kv_layout.stored_as(config.cache.kv_dtype)
+    if kv_layout.dtype.itemsize < model.kv_layout.dtype.itemsize:
         from quickstep.runtime.kv_probe import probed_logits
 
         for kv_dtype in ("auto", config.cache.kv_dtype):
             probed_logits(model, kv_dtype)  # which rank 0 compares (`_warn_of_kv`)
-    kv = allocate_kv(kv_shape, plan.num_blocks, block_size, model.device)
+    kv = allocate_kv(kv_layout, plan.num_blocks, block_size, model.device)
     adapters: dict[str, LoRAAdapter] | None = None
     if config.lora is not None:
         adapters = {}  # steps bring handles
@@ -632,7 +632,7 @@ def plan_for(
 
 
 def measured_plan(
-    config: EngineConfig, model: Model, kv_shape: KVShape, plan: MemoryPlan
+    config: EngineConfig, model: Model, kv_layout: KVLayout, plan: MemoryPlan
 ) -> MemoryPlan:
     """On a GPU, the plan with the activations of the largest step, measured before the KV cache is
     allocated; no prompt then needs more.
@@ -650,7 +650,7 @@ def measured_plan(
     block_size = config.cache.block_size
     sizes = plan.max_num_batched_tokens, plan.max_num_seqs, plan.max_model_len
     try:
-        measured_bytes = measured_activation_bytes(model, kv_shape, block_size, *sizes)
+        measured_bytes = measured_activation_bytes(model, kv_layout, block_size, *sizes)
     except torch.OutOfMemoryError as error:
         raise ConfigError(
             f"a step of {plan.max_num_batched_tokens} tokens does not fit next to the weights: "
@@ -660,7 +660,7 @@ def measured_plan(
     if config.memory_bytes is not None:
         held_bytes = sum(row.num_bytes for row in plan.rows if row.label in ("weights", "adapters"))
         free_bytes = min(free_bytes, config.memory_bytes - held_bytes)
-    block = block_size, kv_shape.bytes_per_token * block_size
+    block = block_size, kv_layout.bytes_per_token * block_size
     measured = with_measured_activations(plan, measured_bytes, free_bytes, block)
     for note in measured.notes[len(plan.notes) :]:
         _LOGGER.info("%s", note)
@@ -743,7 +743,7 @@ def describe(
     tokenizer = tokenizer or Tokenizer.open(path)
     return LoadedModel(
         name=loaded.checkpoint.name,
-        fingerprint=fingerprint_with_kv(loaded.model, loaded.kv_shape),
+        fingerprint=fingerprint_with_kv(loaded.model, loaded.kv_layout),
         max_model_len=loaded.plan.max_model_len,
         vocab_size=loaded.model.vocab_size,
         tokenizer=tokenizer,

@@ -239,7 +239,7 @@ def load_draft(
     model = load_model(
         checkpoint, spec, ops, found.load, None, plan.max_model_len, on_host=not why_torch
     )
-    kv = allocate_kv(model.kv_shape, plan.num_blocks, block_size, model.device)
+    kv = allocate_kv(model.kv_layout, plan.num_blocks, block_size, model.device)
     return DraftModelProposer(
         model,
         kv,
@@ -312,7 +312,7 @@ def open_eagle(
     checkpoint, spec = _find_eagle(load, target.spec, is_fused)
     model = load_eagle(checkpoint.path, spec, target, plan.max_model_len)
     num_blocks = plan.num_blocks + num_scratch_blocks(plan.max_num_seqs, block_size)
-    kv = allocate_kv(model.kv_shape, num_blocks, block_size, model.device)
+    kv = allocate_kv(model.kv_layout, num_blocks, block_size, model.device)
     return EagleProposer(target, model, kv, plan.num_blocks, block_size, enforce_eager, tree_width)
 
 

@@ -40,7 +40,7 @@ def kv_change(model: Model, kv_dtype: str) -> float:
 
 def kv_of_one_sequence(model: Model, num_tokens: int, kv_dtype: str) -> KVCache:
     """A cache for one sequence, in `CacheConfig.kv_dtype`."""
-    shape = model.kv_shape.stored_as(kv_dtype)
+    shape = model.kv_layout.stored_as(kv_dtype)
     return allocate_kv(shape, -(-num_tokens // BLOCK_SIZE), BLOCK_SIZE, model.device)
 
 

@@ -18,7 +18,7 @@ from quickstep.errors import ConfigError
 from quickstep.model.checkpoint.fingerprint import fingerprint_with_kv
 from quickstep.model.checkpoint.source import find_checkpoint
 from quickstep.model.decoder import Decoder
-from quickstep.model.interface import KVShape
+from quickstep.model.interface import KVLayout
 from quickstep.model.loader import load_model
 from quickstep.model.sizing import kv_bytes_per_token
 from quickstep.model.spec import read_spec
@@ -91,7 +91,7 @@ def test_native_kernels_write_the_bytes_of_the_reference(dtype: torch.dtype) -> 
 @pytest.mark.parametrize("kv_dtype", KV_DTYPES)
 def test_memory_is_planned_as_it_is_allocated(kv_dtype: str) -> None:
     spec = read_spec(find_checkpoint(LoadConfig(model="demo")).path)
-    shape = KVShape(spec.num_layers, spec.num_kv_heads, spec.head_size, torch.bfloat16)
+    shape = KVLayout.uniform(spec.num_layers, spec.num_kv_heads, spec.head_size, torch.bfloat16)
     stored = shape.stored_as(kv_dtype)
     kv = allocate_kv(stored, 3, 16, CPU)
     held = sum(cache.nbytes for cache in (*kv.keys, *kv.values))
@@ -100,7 +100,9 @@ def test_memory_is_planned_as_it_is_allocated(kv_dtype: str) -> None:
 
 def test_the_fingerprint_tells_kv_dtypes_apart() -> None:
     model = demo()
-    found = {name: fingerprint_with_kv(model, model.kv_shape.stored_as(name)) for name in KV_DTYPES}
+    found = {
+        name: fingerprint_with_kv(model, model.kv_layout.stored_as(name)) for name in KV_DTYPES
+    }
     assert found["auto"] == found["bfloat16"] == model.fingerprint
     assert len(set(found.values())) == len(KV_DTYPES) - 1
 

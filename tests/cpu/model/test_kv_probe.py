@@ -11,7 +11,7 @@ from torch import Tensor
 from quickstep import LLM
 from quickstep.bench.outliers import kv_error, random_keys
 from quickstep.engine import assembly
-from quickstep.model.interface import ForwardBatch, KVShape
+from quickstep.model.interface import ForwardBatch, KVLayout
 from quickstep.ops.reference import reference_ops
 from quickstep.ops.table import AttentionParams, KVCache
 from quickstep.runtime.kv_probe import KV_BOUND, kv_change
@@ -24,7 +24,7 @@ class OutlierKeys:
 
     vocab_size = 97
     device = torch.device("cpu")
-    kv_shape = KVShape(1, 1, HEAD, torch.float32)
+    kv_layout = KVLayout.uniform(1, 1, HEAD, torch.float32)
 
     def __init__(self, offset: float) -> None:
         generator = torch.Generator().manual_seed(4)

@@ -54,7 +54,7 @@ def serve(model, depth):
     )
     pool = KVBlockPool(24, 4, True)
     scheduler = Scheduler(config, pool, make_policy(config), LinearCostModel())
-    kv = allocate_kv(model.kv_shape, 24, 4, model.device)
+    kv = allocate_kv(model.kv_layout, 24, 4, model.device)
     executor = LocalExecutor(ModelRunner(model, kv, 4, 6, clock=lambda: 0.0))
     tokens, logprobs, ends = {}, {}, {}
 

@@ -91,7 +91,7 @@ def generated(
     models = opened(model, plan, *names).values()
     proposer = next(iter(models), None) if calls is None else together(models, calls)
     config = SchedulerConfig(len(PROMPTS), 256, 256, num_speculative_tokens=3 if names else 0)
-    kv = allocate_kv(model.kv_shape, NUM_BLOCKS, BLOCK_SIZE, model.device)
+    kv = allocate_kv(model.kv_layout, NUM_BLOCKS, BLOCK_SIZE, model.device)
     sampling = SamplingParams(temperature=temperature, max_tokens=96, ignore_eos=True, logprobs=1)
     events = [
         Event(

@@ -29,7 +29,7 @@ HOT = SamplingParams(temperature=8.0)
 
 
 def kv_of(model, num_blocks):
-    return allocate_kv(model.kv_shape, num_blocks, BLOCK, model.device)
+    return allocate_kv(model.kv_layout, num_blocks, BLOCK, model.device)
 
 
 def proposer_of(model=None, num_blocks=64, **options):

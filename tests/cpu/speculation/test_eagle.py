@@ -80,7 +80,7 @@ def opened(path, target, fused, tree_width=1):
     spec = read_eagle_spec(path, target.spec, fused)
     model = load_eagle(path, spec, target, 128)
     kv = allocate_kv(
-        model.kv_shape, NUM_BLOCKS + num_scratch_blocks(1, BLOCK_SIZE), BLOCK_SIZE, model.device
+        model.kv_layout, NUM_BLOCKS + num_scratch_blocks(1, BLOCK_SIZE), BLOCK_SIZE, model.device
     )
     return EagleProposer(target, model, kv, NUM_BLOCKS, BLOCK_SIZE, tree_width=tree_width)
 

@@ -49,7 +49,7 @@ def open_runner(recording: Recording) -> ReplayRunner:
             "compares the plans"
         )
     kv = allocate_kv(
-        loaded.kv_shape, loaded.plan.num_blocks, config.cache.block_size, loaded.model.device
+        loaded.kv_layout, loaded.plan.num_blocks, config.cache.block_size, loaded.model.device
     )
     executor = open_executor(config, loaded.model, kv, loaded.plan, description, loaded.adapters)
     wanted = (request.request.sampling.grammar for request in recording.requests.values())
