@@ -101,3 +101,13 @@ def test_each_model_is_listed_and_has_its_own_metrics() -> None:
     assert f"{count % 'small'} 0.0" in metrics
     assert f"{count % 'large'} 2.0" in metrics
     assert metrics.count("# TYPE quickstep:num_requests_running gauge") == 1
+
+
+def test_the_own_name_of_a_model_comes_before_an_adapter_of_another_model() -> None:
+    server = ServerState.of(ServerOptions())
+    options = ServerOptions(adapter_names=("large",))
+    first = ServedModel.of(FakeEngine(), replace(options, served_model_names=("small",)), server)
+    second = ServedModel.of(FakeEngine(), ServerOptions(served_model_names=("large",)), server)
+    models = ModelRegistry(server, [first, second])
+    assert models.find("large") is second
+    assert models.find("small:latest", optional_tag=":latest") is first
