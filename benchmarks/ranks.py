@@ -5,6 +5,7 @@ one process with N threads, or N ranks with a part of them each. Ratios above 1:
 
     --sizes 2,4          numbers of ranks
     --quantization int8  as of `quickstep serve`
+    --batches 1,8        sequences that decode together; 0 is a prompt of 512 tokens
 """
 
 from __future__ import annotations
@@ -20,7 +21,6 @@ from quickstep.engine.machine import usable_cores
 
 _PROMPT_LEN = 512
 _NEW_TOKENS = 64
-_BATCHES = (1, 8, 32)
 
 
 def _decode(llm: LLM, batch: int, seed: int) -> float:
@@ -56,6 +56,7 @@ def main() -> int:
     parser.add_argument("model", nargs="?", default="demo")
     parser.add_argument("--sizes", default="2")
     parser.add_argument("--quantization")
+    parser.add_argument("--batches", default="1,8,32,0")
     parser.add_argument("--rounds", type=int, default=7)
     args = parser.parse_args()
     sizes = [1, *map(int, args.sizes.split(","))]
@@ -73,7 +74,7 @@ def main() -> int:
     }
     for size in sizes[1:]:
         print(f"{size} ranks: tokens/s {'one':>15} {'ranks':>9}   ratio (least to greatest)")
-        for batch in (*_BATCHES, 0):
+        for batch in map(int, args.batches.split(",")):
             found: dict[int, list[float]] = {1: [], size: []}
             for turn in range(args.rounds + 1):
                 for count, llm in ((1, engines[1]), (size, engines[size])):

@@ -388,6 +388,7 @@ class StepResult(msgspec.Struct, frozen=True):
 
     Attributes:
         num_proposer_failures: How often a proposer of drafts has failed, since the start.
+        exchange_s: The part of `seconds` in which rank 0 waited for other ranks.
     """
 
     step_id: int
@@ -395,6 +396,7 @@ class StepResult(msgspec.Struct, frozen=True):
     seconds: float
     failures: tuple[RowFailure, ...] = ()
     num_proposer_failures: int = 0
+    exchange_s: float = 0.0
 
 
 class CacheMiss(enum.Enum):
@@ -544,7 +546,8 @@ class StepRecord(msgspec.Struct, frozen=True, tag_field="kind", tag="step", gc=F
     `decode_s` and `prefill_s` are what the rows of the two phases are charged of `seconds`, the
     rest of which no live row is charged; `prefills` are the prefill rows one by one. Of the decode
     tokens, `num_drafts` are drafts, of which `num_accepted` were accepted. `replica` is the number
-    of the engine, if several serve the model.
+    of the engine, if several serve the model. `exchange_s` is the part of `seconds` in which rank 0
+    waited for other ranks.
     """
 
     step_id: int
@@ -569,6 +572,7 @@ class StepRecord(msgspec.Struct, frozen=True, tag_field="kind", tag="step", gc=F
     num_drafts: int = 0
     num_accepted: int = 0
     replica: int = 0
+    exchange_s: float = 0.0
 
 
 class Delta(msgspec.Struct, frozen=True):

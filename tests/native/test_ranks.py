@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import signal
 import time
@@ -15,6 +16,7 @@ from tiny_checkpoint import write_checkpoint
 
 from adapter_files import ALL, adapter_config, adapter_tensors, write_adapter, write_files
 from quickstep import LLM, Grammar, LoRARequest, SamplingParams
+from quickstep.cli.main import main
 from quickstep.errors import ConfigError, EngineError
 from quickstep.model.spec import read_spec
 from quickstep.ops.native.backend import native_status
@@ -130,6 +132,14 @@ def test_a_stopped_rank_delays_a_step_and_changes_nothing(llm: LLM) -> None:
     finally:
         os.kill(rank, signal.SIGCONT)
     assert after.outputs[0].token_ids == before.outputs[0].token_ids
+
+
+def test_verify_compares_ranks_with_one_process(capsys: pytest.CaptureFixture[str]) -> None:
+    argv = ["verify", "demo", "-tp", "2", "--threads", "1", "--requests", "24", "--json"]
+    assert main(argv) == 0
+    report = json.loads(capsys.readouterr().out)
+    assert report["mismatches"] == 0 and report["comparisons"] > 48
+    assert not ranks()
 
 
 @pytest.mark.parametrize(

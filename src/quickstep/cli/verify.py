@@ -35,6 +35,7 @@ if TYPE_CHECKING:
     from llguidance import LLMatcher
 
     from quickstep.config import LoadConfig
+    from quickstep.engine.ranks.processes import RankProcesses
     from quickstep.model.interface import Model
     from quickstep.model.sizing import MemoryPlan
     from quickstep.runtime.sampling.grammar import ClosingStart
@@ -42,7 +43,7 @@ if TYPE_CHECKING:
     from quickstep.text.grammar.grammars import GrammarCompiler
     from quickstep.types import Grammar
     from quickstep.verify.checker import AfterGroup
-    from quickstep.verify.report import Mismatch, VerifyOptions, VerifyReport
+    from quickstep.verify.report import Mismatch, Setup, VerifyOptions, VerifyReport
 
 _SCENARIO_COLUMNS = (
     "scenario",
@@ -112,6 +113,15 @@ def add_parser(subparsers: argparse._SubParsersAction[Parser]) -> None:
         default=(1, 2),
         metavar="N[,N...]",
         help="CPU thread counts to compare (default: 1,2)",
+    )
+    parser.add_argument(
+        "--tensor-parallel-size",
+        "-tp",
+        type=positive_int,
+        default=1,
+        metavar="N",
+        help="also compare N processes that compute every step together with the most threads "
+        "(default: do not)",
     )
     parser.add_argument(
         "--dtype",
@@ -184,6 +194,7 @@ def run(args: argparse.Namespace) -> int:
         kv_dtype=args.kv_cache_dtype,
         num_adapters=args.adapters,
         fail_fast=args.fail_fast,
+        num_ranks=args.tensor_parallel_size,
     )
     load = LoadConfig(
         model=model_of(args),
@@ -316,11 +327,14 @@ def _verified(
                 checkpoint.tokenizer,
                 checkpoint.open_proposers,
                 noted,
+                checkpoint.load_ranks,
             )
         except KeyboardInterrupt:
             if latest is None:
                 raise
             return latest, False
+        finally:
+            checkpoint.close()
     return report, True
 
 
@@ -345,6 +359,7 @@ class _Checkpoint:
         self._isa = os.environ.get("QUICKSTEP_CPU_ISA")
         self._checkpoint = find_checkpoint(self._config)
         self._grammars: GrammarCompiler | None = None
+        self._ranks: RankProcesses | None = None
         self.name = self._checkpoint.name
         self.tokenizer = Tokenizer.open(self._checkpoint.path)
         self.fingerprint = ""
@@ -371,10 +386,36 @@ class _Checkpoint:
         self._grammars = GrammarCompiler(self.tokenizer, model.vocab_size)
         return model
 
+    def load_ranks(self, setup: Setup, plan: MemoryPlan) -> Model:
+        """Load it in several processes, and return rank 0's part. Raises ConfigError."""
+        from quickstep.config import CacheConfig, EngineConfig, LoRAConfig
+        from quickstep.engine.assembly import load_with_ranks
+        from quickstep.engine.ranks.processes import RankProcesses
+
+        options = self._options
+        config = EngineConfig(
+            load=replace(self._config, num_threads=setup.threads, tensor_parallel_size=setup.ranks),
+            cache=CacheConfig(block_size=options.block_size, kv_dtype=options.kv_dtype),
+            lora=LoRAConfig() if options.num_adapters else None,
+        )
+        self._ranks = RankProcesses(setup.ranks)
+        return load_with_ranks(config, plan, self._ranks)
+
+    def close(self) -> None:
+        """End the processes of `load_ranks`. Idempotent."""
+        if self._ranks is not None:
+            self._ranks.close()
+
     def open_proposers(self, model: Model, plan: MemoryPlan) -> dict[str, Proposer]:
         """What drafts for the model that was loaded last. Raises ConfigError."""
-        from quickstep.config import CacheConfig, EngineConfig, ProposerConfig, SpeculationConfig
-        from quickstep.engine.speculation import open_model_proposers
+        from quickstep.config import (
+            CacheConfig,
+            EngineConfig,
+            ProposerConfig,
+            SpeculationConfig,
+            SpeculationMethod,
+        )
+        from quickstep.engine.speculation import draft_checkpoints, open_model_proposers
 
         proposers = tuple(ProposerConfig(model=name) for name in self._draft_models)
         config = EngineConfig(
@@ -382,6 +423,14 @@ class _Checkpoint:
             cache=CacheConfig(block_size=self._options.block_size),
             speculation=SpeculationConfig(proposers),
         )
+        if model.ops.ranks is not None:  # the others read matrices that are divided
+            complete = [
+                one.load.model
+                for one in draft_checkpoints(config)
+                if one.method is SpeculationMethod.DRAFT
+            ]
+            proposers = tuple(ProposerConfig(model=name) for name in complete)
+            config = replace(config, speculation=SpeculationConfig(proposers))
         opened = open_model_proposers(config, model, plan, self._checkpoint.path)
         return {one.name: one for one in opened}
 
@@ -419,7 +468,7 @@ def _print_scenarios(model_name: str, report: VerifyReport) -> None:
     print_table(console, title, _SCENARIO_COLUMNS, rows, is_dense=True)
     if report.first_mismatch is not None:
         console.print(_mismatch_text(report.first_mismatch), style="red")
-    threads = ",".join(str(count) for count in options.threads)
+    threads = ",".join(map(str, options.setups))
     console.print(
         f"{report.comparisons} comparisons, {report.mismatches} mismatches"
         f" (seed {options.seed}, threads {threads})",
@@ -452,7 +501,7 @@ def _print_formats(model_name: str, results: Sequence[_FormatResult]) -> None:
             break
     mismatches = sum(result.report.mismatches for result in results)
     comparisons = sum(result.report.comparisons for result in results)
-    threads = ",".join(str(count) for count in options.threads)
+    threads = ",".join(map(str, options.setups))
     console.print(
         f"{len(results)} formats, {comparisons} comparisons, {mismatches} mismatches"
         f" (seed {options.seed}, threads {threads})",
@@ -462,9 +511,11 @@ def _print_formats(model_name: str, results: Sequence[_FormatResult]) -> None:
 
 def _mismatch_text(mismatch: Mismatch) -> str:
     """Where the outputs of two runs differ, in several lines."""
+    from quickstep.verify.report import Setup
+
     return (
         f"first mismatch: {mismatch.sequence_id}, output {mismatch.position}, "
-        f"in {mismatch.scenario!r} at {mismatch.threads} threads\n"
+        f"in {mismatch.scenario!r} at {Setup(mismatch.threads, mismatch.ranks)} threads\n"
         f"  token     {mismatch.expected_token} at batch size 1, {mismatch.got_token} here\n"
         f"  logprobs  {mismatch.expected_logprobs} at batch size 1\n"
         f"            {mismatch.got_logprobs} here\n"

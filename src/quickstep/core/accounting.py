@@ -44,6 +44,7 @@ class Totals(msgspec.Struct):
         num_drafts: Draft tokens that were checked.
         num_accepted: Those of them that were accepted.
         num_proposer_failures: How often a proposer of drafts failed.
+        exchange_s: The part of `busy_s` in which rank 0 waited for other ranks.
         wall_s: From the first plan to the last commit, by the scheduler's clock.
         idle_s: The part of `wall_s` in which no step ran: no work, planning, delivery.
     """
@@ -66,6 +67,7 @@ class Totals(msgspec.Struct):
     num_drafts: int = 0
     num_accepted: int = 0
     num_proposer_failures: int = 0
+    exchange_s: float = 0.0
 
     def add_step(
         self, seconds: float, elapsed_s: float, charges: StepCharges | None = None
@@ -328,6 +330,7 @@ def step_record(
     num_free_blocks: int,
     num_waiting: int,
     num_running: int,
+    exchange_s: float = 0.0,
 ) -> StepRecord:
     """The line of the step log; the keyword arguments are the state after the commit."""
     decode, prefill = step.decode_load, step.prefill_load
@@ -365,6 +368,7 @@ def step_record(
         prefills=tuple(prefills),
         num_drafts=num_drafts,
         num_accepted=num_accepted,
+        exchange_s=exchange_s,
     )
 
 

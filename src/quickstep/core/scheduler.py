@@ -525,9 +525,11 @@ class Scheduler:
             num_free_blocks=self._pool.num_free,
             num_waiting=len(self._waiting),
             num_running=len(self._batch),
+            exchange_s=result.exchange_s,
         )
         self._totals.num_prefill_tokens += record.num_prefill_tokens
         self._totals.num_proposer_failures = result.num_proposer_failures
+        self._totals.exchange_s += result.exchange_s
         self._totals.num_drafts += record.num_drafts
         self._totals.num_accepted += record.num_accepted
         if step.draft_mode is not None:

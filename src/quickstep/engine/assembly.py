@@ -431,8 +431,6 @@ def load_weights(
     """
     from quickstep.engine.adapters import Adapters, adapter_memory, open_adapters
     from quickstep.engine.speculation import draft_sizes
-    from quickstep.model.loader import load_model
-    from quickstep.model.sharding import Shard
 
     planned = _planned(config, checkpoint)
     checkpoint, spec, dtype, ops = planned.checkpoint, planned.spec, planned.dtype, planned.ops
@@ -451,12 +449,54 @@ def load_weights(
     plan = plan_for(config, spec, dtype, planned.device, ops, *held, sizes)
     for note in plan.notes:
         _LOGGER.info("%s", note)
-    shard = Shard()
+    model = _load_planned(config, planned, plan, ranks, progress)
+    kv_layout = model.kv_layout.stored_as(config.cache.kv_dtype)
+    adapters = None
+    if config.lora is not None:
+        biases = _base_biases(model, _first_shard(ranks))
+        adapters = Adapters(model, spec, model.ops, config.lora, adapter_bytes, biases)
+        # the pinned ones first, so that the others are checked against what these leave
+        for name, one in sorted(at_start, key=lambda entry: not adapters.is_pinned(entry[0])):
+            adapters.add(adapters.read(name, one))
+    return LoadedWeights(checkpoint, spec, model, plan, kv_layout, adapters)
+
+
+def load_with_ranks(config: EngineConfig, plan: MemoryPlan, ranks: RankProcesses) -> Model:
+    """Rank 0's part of the model that `config` names, for a plan that was made elsewhere; returns
+    once all ranks have theirs. Raises ConfigError.
+    """
+    planned = _planned(config, None)
+    _check_ranks(config, planned)
+    model = _load_planned(config, planned, plan, ranks, None)
+    if config.lora is not None:
+        _base_biases(model, _first_shard(ranks))
+    ranks.wait_opened()
+    return model
+
+
+def _first_shard(ranks: RankProcesses | None) -> Shard:
+    """What this process has of a model."""
+    from quickstep.model.sharding import Shard
+
+    return Shard() if ranks is None else Shard(0, ranks.size)
+
+
+def _load_planned(
+    config: EngineConfig,
+    planned: _Planned,
+    plan: MemoryPlan,
+    ranks: RankProcesses | None,
+    progress: LoadProgress | None,
+) -> Model:
+    """Read the weights, while the other ranks read theirs. Raises ConfigError."""
+    from quickstep.model.loader import load_model
+
+    checkpoint, spec, ops = planned.checkpoint, planned.spec, planned.ops
     if ranks is not None:
-        shard, ops = Shard(0, ranks.size), ranks.start(config, plan, spec, ops)
-    on_host = not planned.why_torch
-    max_model_len = plan.max_model_len
-    model = load_model(checkpoint, spec, ops, config.load, progress, max_model_len, on_host, shard)
+        ops = ranks.start(config, plan, spec, ops)
+    on_host, shard = not planned.why_torch, _first_shard(ranks)
+    sizes = plan.max_model_len, on_host, shard
+    model = load_model(checkpoint, spec, ops, config.load, progress, *sizes)
     if not model.exact:
         _LOGGER.warning(
             "%s runs through transformers and is not exact: its bits may depend on the batch",
@@ -465,14 +505,7 @@ def load_weights(
     kv_layout = model.kv_layout.stored_as(config.cache.kv_dtype)
     if kv_layout.dtype.itemsize < model.kv_layout.dtype.itemsize:
         _warn_of_kv(model, config.cache.kv_dtype)
-    adapters = None
-    if config.lora is not None:
-        biases = _base_biases(model, shard)
-        adapters = Adapters(model, spec, ops, config.lora, adapter_bytes, biases)
-        # the pinned ones first, so that the others are checked against what these leave
-        for name, one in sorted(at_start, key=lambda entry: not adapters.is_pinned(entry[0])):
-            adapters.add(adapters.read(name, one))
-    return LoadedWeights(checkpoint, spec, model, plan, kv_layout, adapters)
+    return model
 
 
 def _base_biases(model: Model, shard: Shard) -> Mapping[int, Array]:

@@ -278,6 +278,10 @@ class Ranks(Protocol):
     one process.
     """
 
+    @property
+    def waited_s(self) -> float:
+        """Seconds that this rank has waited for the others."""
+
     def gather(self, x: TensorT, own: range, num_columns: int) -> TensorT:
         """x [T, n], the columns `own` of all -> [T, num_columns]."""
 

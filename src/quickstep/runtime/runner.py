@@ -92,6 +92,7 @@ class ModelRunner:
         self._scorer = PromptScorer(self._steps, model)
         self._num_blocks = kv.keys[0].shape[0] - (graphs is not None)
         self._block_size = block_size
+        self._ranks, self._waited_s = model.ops.ranks, 0.0
         self._slots = SlotTable(num_slots, model.vocab_size, new_matcher)
         self._by_rejection = by_rejection
         self._device = model.device
@@ -143,7 +144,15 @@ class ModelRunner:
             self._slots.fail(plan.rows, f"step {plan.step_id} failed")
             raise
         seconds = self._clock() - held.started_s
-        return StepResult(plan.step_id, outputs, seconds, failures, self._drafting.num_failures)
+        failed, waited_s = self._drafting.num_failures, self._newly_waited_s()
+        return StepResult(plan.step_id, outputs, seconds, failures, failed, waited_s)
+
+    def _newly_waited_s(self) -> float:
+        """Seconds that rank 0 has waited for others, since the last call."""
+        if self._ranks is None:
+            return 0.0
+        before_s, self._waited_s = self._waited_s, self._ranks.waited_s
+        return self._waited_s - before_s
 
     def finish(
         self, launched: LaunchedStep, samples: Sequence[Sample | SampleFailure]

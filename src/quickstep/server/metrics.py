@@ -437,6 +437,11 @@ class EngineGauges(Collector):
             ),
             ("engine_output_tokens", "Tokens generated, read or not.", totals.num_output_tokens),
             ("engine_busy_seconds", "Measured seconds of all steps.", totals.busy_s),
+            (
+                "engine_exchange_seconds",
+                "Of these, rank 0 waited for other ranks.",
+                totals.exchange_s,
+            ),
             ("engine_restarts", "Times the engine was started again.", stats.num_restarts),
             (
                 "moved_requests",

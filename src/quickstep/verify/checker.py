@@ -31,6 +31,7 @@ from quickstep.core.sequence import sequence_seed
 from quickstep.errors import EngineError
 from quickstep.model.interface import Model
 from quickstep.model.sizing import MemoryPlan
+from quickstep.ops.table import KVCache
 from quickstep.ops.torch_import import has_torch
 from quickstep.runtime.kv_cache import allocate_kv
 from quickstep.runtime.sampling.grammar import NewMatcher
@@ -41,7 +42,7 @@ from quickstep.runtime.speculation.static import StaticProposer
 from quickstep.text.tokenizer import Tokenizer
 from quickstep.types import Admission
 from quickstep.verify.adapters import adapter_ids, random_adapters
-from quickstep.verify.report import VerifyOptions, VerifyReport
+from quickstep.verify.report import Setup, VerifyOptions, VerifyReport
 from quickstep.verify.requests import (
     LONG_OUTPUTS,
     MAX_OUTPUTS,
@@ -71,6 +72,9 @@ AfterGroup = Callable[[str, VerifyReport], bool]
 
 # The model to verify, computing on that many CPU threads.
 LoadForThreads = Callable[[int], Model]
+
+# Rank 0's part of it, for a setup of several ranks and the sizes of a plan.
+LoadForRanks = Callable[[Setup, MemoryPlan], Model]
 
 # What drafts for it with a model, by name (`draft`, `eagle`, ...), within the sizes of a plan.
 OpenProposers = Callable[[Model, MemoryPlan], Mapping[str, Proposer]]
@@ -149,12 +153,14 @@ def verify(
     tokenizer: Tokenizer | None = None,
     open_proposers: OpenProposers | None = None,
     after_group: AfterGroup | None = None,
+    load_ranks: LoadForRanks | None = None,
 ) -> VerifyReport:
     """Generate, run and compare. Sets torch's thread count, and restores it.
 
     `load` is called once per thread count, since native kernels keep theirs for life; the model of
     one count is dropped before the next is loaded. Without `new_matcher` no request has a grammar,
-    without `tokenizer` none has stop strings, without `open_proposers` no model drafts.
+    without `tokenizer` none has stop strings, without `open_proposers` no model drafts. With
+    `options.num_ranks`, `load_ranks` is needed.
 
     Raises:
         EngineError: A request fails at batch size 1, a block leaked, or the scheduler is stuck.
@@ -163,7 +169,9 @@ def verify(
     try:
         show = progress or _no_progress
         opens = open_proposers or _no_proposers
-        verifier = _Verifier(load, options, eos_token_ids, show, new_matcher, tokenizer, opens)
+        verifier = _Verifier(
+            load, options, eos_token_ids, show, new_matcher, tokenizer, opens, load_ranks
+        )
         return verifier.run(after_group or _go_on)
     finally:
         _set_torch_threads(threads_before)
@@ -209,24 +217,21 @@ class _Verifier:
         new_matcher: NewMatcher | None,
         tokenizer: Tokenizer | None,
         open_proposers: OpenProposers,
+        load_ranks: LoadForRanks | None,
     ) -> None:
         self._load = load
+        self._load_ranks = load_ranks
         self._open_proposers = open_proposers
         self._new_matcher = new_matcher
         self._tokenizer = tokenizer
-        self._threads = options.threads[0]
-        self._model = model = load(self._threads)
+        self._setup = options.setups[0]
+        self._model = model = load(self._setup.threads)
         self._options = options
         self._progress = progress
         self._max_model_len = min(_MAX_MODEL_LEN, model.max_model_len)
         self._blocks_per_sequence = -(-self._max_model_len // options.block_size)
         self._num_blocks = (_MAX_NUM_SEQS + 1) * self._blocks_per_sequence
-        self._kv = allocate_kv(
-            model.kv_layout.stored_as(options.kv_dtype),
-            self._num_blocks,
-            options.block_size,
-            model.device,
-        )
+        self._kv = self._allocated_kv()
         texts = () if tokenizer is None else _texts(tokenizer, model.vocab_size)
         self._requests = random_requests(
             options.num_requests,
@@ -251,21 +256,21 @@ class _Verifier:
 
     def run(self, after_group: AfterGroup) -> VerifyReport:
         """All groups, or until `after_group` ends it."""
-        total = len(self._requests) * (1 + len(self._options.threads) * self._options.rounds)
+        total = len(self._requests) * (1 + len(self._options.setups) * self._options.rounds)
         done = 0
-        for threads in self._options.threads:
-            if threads != self._threads:
-                self._use(threads)
-                self._compare_single_runs(threads)
-            for scenario, group in self._groups(threads):
+        for setup in self._options.setups:
+            if setup != self._setup:
+                self._use(setup)
+                self._compare_single_runs(setup)
+            for scenario, group in self._groups(setup):
                 for added in group:
                     if added.request.request_id not in self._ran_single:
                         self._progress("batch size 1", done, total)
                         self._ran_single.add(added.request.request_id)
                         self._single.update(self._run_single(added))
                         done += 1
-                self._progress(f"{scenario.name}, threads {threads}", done, total)
-                self._compare_group(scenario, group, threads)
+                self._progress(f"{scenario.name}, threads {setup}", done, total)
+                self._compare_group(scenario, group, setup)
                 done += 0 if scenario.is_starved else len(group)
                 if self._options.fail_fast and self._report.first_mismatch is not None:
                     return self._report
@@ -274,15 +279,26 @@ class _Verifier:
         self._progress("done", total, total)
         return self._report
 
-    def _use(self, threads: int) -> None:
-        """Load the model again for another thread count."""
-        _set_torch_threads(threads)
+    def _use(self, setup: Setup) -> None:
+        """Load the model again for another thread count, or for ranks."""
+        _set_torch_threads(setup.threads)
         del self._model, self._proposers
-        self._model = self._load(threads)
+        if setup.ranks == 1:
+            self._model = self._load(setup.threads)
+        else:
+            assert self._load_ranks is not None, "ranks are requested"
+            self._model = self._load_ranks(setup, self._plan)
+            self._kv = self._allocated_kv()
         self._proposers = self._open_proposers(self._model, self._plan)
         options = self._options
         self._adapters = random_adapters(self._model, options.num_adapters, options.seed)
-        self._threads = threads
+        self._setup = setup
+
+    def _allocated_kv(self) -> KVCache:
+        """For the model that is loaded."""
+        options, model = self._options, self._model
+        shape = model.kv_layout.stored_as(options.kv_dtype)
+        return allocate_kv(shape, self._num_blocks, options.block_size, model.device)
 
     @property
     def _plan(self) -> MemoryPlan:
@@ -349,18 +365,18 @@ class _Verifier:
         trace = self._single.get((request_id.removesuffix(_NEIGHBOUR), int(index)))
         return trace.token_ids if trace else []
 
-    def _compare_single_runs(self, threads: int) -> None:
-        """A part of the single runs again, at another thread count."""
+    def _compare_single_runs(self, setup: Setup) -> None:
+        """A part of the single runs again, in another setup."""
         for request in self._requests[::16]:
-            self._compare(_SINGLE_AGAIN, threads, self._run_single(request))
+            self._compare(_SINGLE_AGAIN, setup, self._run_single(request))
 
-    def _groups(self, threads: int) -> Iterator[tuple[Scenario, list[RandomRequest]]]:
+    def _groups(self, setup: Setup) -> Iterator[tuple[Scenario, list[RandomRequest]]]:
         """Every request once per round, in groups of random size, scenarios in turn: the next
-        thread count continues where the last one ended.
+        setup continues where the last one ended.
 
         Starved groups are added to that.
         """
-        rng = random.Random(f"groups {self._options.seed} {threads}")
+        rng = random.Random(f"groups {self._options.seed} {setup}")
         # small enough that every scenario gets its turn
         num_drawn = self._options.rounds * len(self._requests)
         scenarios = [scenario for scenario in SCENARIOS if self._adapters or not scenario.has_loads]
@@ -390,8 +406,8 @@ class _Verifier:
         short = [request for request in self._requests if request.num_outputs < LONG_OUTPUTS]
         return group + rng.sample(short, min(8, len(short)))
 
-    def _compare_group(self, scenario: Scenario, group: list[RandomRequest], threads: int) -> None:
-        rng = random.Random(f"{scenario.name} {threads} {group[0].request.request_id}")
+    def _compare_group(self, scenario: Scenario, group: list[RandomRequest], setup: Setup) -> None:
+        rng = random.Random(f"{scenario.name} {setup} {group[0].request.request_id}")
         config = SchedulerConfig(
             max_num_seqs=rng.randint(6 if scenario.is_starved else 3, _MAX_NUM_SEQS),
             max_num_batched_tokens=rng.choice((5, 16, 17, 33))
@@ -412,18 +428,18 @@ class _Verifier:
         if scenario.has_loads:
             events += _retirements(events, rng)
         traces, counts = self._run(config, pool, events, self._proposer(scenario, rng))
-        self._compare(scenario, threads, traces)
+        self._compare(scenario, setup, traces)
         self._report.of(scenario.name).runs.add(counts)
 
     def _pool(self, num_blocks: int, prefix_caching: bool) -> KVBlockPool:
         return KVBlockPool(num_blocks, self._options.block_size, prefix_caching)
 
     def _compare(
-        self, scenario: Scenario, threads: int, traces: dict[tuple[str, int], Trace]
+        self, scenario: Scenario, setup: Setup, traces: dict[tuple[str, int], Trace]
     ) -> None:
         for (request_id, index), got in traces.items():
             expected = self._single[request_id.removesuffix(_NEIGHBOUR), index]
-            self._report.compare(scenario.name, threads, f"{request_id}#{index}", expected, got)
+            self._report.compare(scenario.name, setup, f"{request_id}#{index}", expected, got)
 
 
 _NEIGHBOUR = "/neighbour"

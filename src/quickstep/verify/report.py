@@ -18,6 +18,16 @@ from quickstep.verify.run import RunCounts, Trace
 Item = TypeVar("Item")
 
 
+class Setup(msgspec.Struct, frozen=True):
+    """What computes: threads in all, of so many processes that compute each step together."""
+
+    threads: int
+    ranks: int = 1
+
+    def __str__(self) -> str:
+        return str(self.threads) if self.ranks == 1 else f"{self.threads} in {self.ranks} ranks"
+
+
 class VerifyOptions(msgspec.Struct, frozen=True):
     """What to generate and run.
 
@@ -26,6 +36,8 @@ class VerifyOptions(msgspec.Struct, frozen=True):
         threads: CPU thread counts; the single runs use the first of them.
         kv_dtype: `CacheConfig.kv_dtype`.
         num_adapters: Random LoRA adapters, one of which half of the requests have.
+        num_ranks: Processes that compute each step together in further groups, with the most
+            threads; 1 for none.
         fail_fast: Stop after the group with the first mismatch.
     """
 
@@ -37,9 +49,17 @@ class VerifyOptions(msgspec.Struct, frozen=True):
     kv_dtype: str = "auto"
     num_adapters: int = 0
     fail_fast: bool = False
+    num_ranks: int = 1
+
+    @property
+    def setups(self) -> tuple[Setup, ...]:
+        """All that are compared; the single runs use the first."""
+        of_threads = tuple([Setup(count) for count in self.threads])
+        of_ranks = (Setup(max(self.threads), self.num_ranks),) if self.num_ranks > 1 else ()
+        return of_threads + of_ranks
 
     def __post_init__(self) -> None:
-        for name in ("num_requests", "rounds"):
+        for name in ("num_requests", "rounds", "num_ranks"):
             if getattr(self, name) < 1:
                 flag = name.replace("num_", "")
                 raise ConfigError(f"--{flag} is {getattr(self, name)}, it must be at least 1")
@@ -52,6 +72,7 @@ class Mismatch(msgspec.Struct, frozen=True):
 
     scenario: str
     threads: int
+    ranks: int
     sequence_id: str
     position: int
     expected_token: int | None
@@ -91,7 +112,7 @@ class VerifyReport(msgspec.Struct):
         return self.scenarios.setdefault(scenario, ScenarioCounts())
 
     def compare(
-        self, scenario: str, threads: int, sequence_id: str, expected: Trace, got: Trace
+        self, scenario: str, setup: Setup, sequence_id: str, expected: Trace, got: Trace
     ) -> None:
         """Compare one sequence with its single run, and count."""
         counts = self.of(scenario)
@@ -101,7 +122,8 @@ class VerifyReport(msgspec.Struct):
             counts.mismatches += 1
             self.first_mismatch = self.first_mismatch or Mismatch(
                 scenario=scenario,
-                threads=threads,
+                threads=setup.threads,
+                ranks=setup.ranks,
                 sequence_id=sequence_id,
                 position=prompt_position,
                 expected_token=None,
@@ -118,7 +140,8 @@ class VerifyReport(msgspec.Struct):
         if self.first_mismatch is None:
             self.first_mismatch = Mismatch(
                 scenario=scenario,
-                threads=threads,
+                threads=setup.threads,
+                ranks=setup.ranks,
                 sequence_id=sequence_id,
                 position=position,
                 expected_token=_at(expected.token_ids, position),
