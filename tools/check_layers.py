@@ -60,6 +60,24 @@ ONLY = {
     "sim": FOUNDATION | {"core"},
     "plan": FOUNDATION | {"yaml_file", "core", "model", "sim"},
 }
+# The packages and modules of `server/`, each of which imports those before it only; APIs of one row
+# do not import each other.
+SERVER_ORDER = (
+    ("usage",),
+    ("options",),
+    ("http", "fields"),
+    ("models",),
+    ("generate",),
+    ("openai",),
+    ("anthropic", "llama_cpp", "responses"),
+    ("ollama", "batches"),
+    ("operate",),
+    ("reference",),
+    ("routes",),
+    ("app",),
+    ("run",),
+)
+SERVER_LAYERS = {name: layer for layer, names in enumerate(SERVER_ORDER) for name in names}
 # Circles that are still there, each with a type that has to move down; no other may come.
 KNOWN_CIRCLES: set[frozenset[str]] = set()
 # Packages whose only other imports are the standard library and msgspec.
@@ -95,6 +113,19 @@ def fault(part: str, module: str) -> str | None:
     is_allowed = allowed is None or any(f"{rest}.".startswith(f"{name}.") for name in allowed)
     if LAYERS[target] >= LAYERS[part] or not is_allowed:
         return f"{part} (layer {LAYERS[part]}) may not import {target} (layer {LAYERS[target]})"
+    return None
+
+
+def server_fault(part: str, module: str) -> str | None:
+    """Why the part `part` of `server/` may not import `module`; None if it may."""
+    prefix = f"{PACKAGE}.server."
+    target = module.removeprefix(prefix).partition(".")[0]
+    if part == "__init__" or not module.startswith(prefix) or target == part:
+        return None
+    if part not in SERVER_LAYERS:
+        return f"server/{part} is in no row: add it to SERVER_ORDER"
+    if SERVER_LAYERS.get(target, -1) >= SERVER_LAYERS[part]:
+        return f"server/{part} may not import server/{target}, which is not below it"
     return None
 
 
@@ -162,13 +193,15 @@ def main() -> int:
     """Print every fault; exit status 1 if there is one."""
     faults = 0
     for path in sorted(SOURCE.rglob("*.py")):
-        part = path.relative_to(SOURCE).parts[0].removesuffix(".py")
+        part, *inner = (part.removesuffix(".py") for part in path.relative_to(SOURCE).parts)
         if part not in LAYERS:
             print(f"{path}:1: {part} is in no layer: add it to tools/check_layers.py")
             faults += 1
             continue
         for line, module in imports(ast.parse(path.read_text(encoding="utf-8"))):
             reason = fault(part, module)
+            if reason is None and part == "server":
+                reason = server_fault(inner[0], module)
             if reason:
                 print(f"{path}:{line}: {reason}")
                 faults += 1

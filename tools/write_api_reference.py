@@ -47,16 +47,16 @@ def document() -> dict[str, Any]:
     sys.path[:0] = [str(ROOT / "src"), str(ROOT / "tests" / "support")]
     from fake_engine import FakeEngine
 
-    from quickstep.server.generate.adapter import Served, output_formats
-    from quickstep.server.metrics import Metrics
+    from quickstep.server.models.registry import ModelRegistry
+    from quickstep.server.operate.metrics import ServerMetrics
     from quickstep.server.options import ServerOptions
+    from quickstep.server.reference.field_reference import SchemaFacts
+    from quickstep.server.reference.openapi import openapi_document
     from quickstep.server.routes import api_routes
-    from quickstep.server.schema.field_reference import SchemaFacts
-    from quickstep.server.schema.openapi import openapi_document
 
     engine, options = FakeEngine(), ServerOptions()
-    served = Served(engine, ("model",), options.limits, output_formats(engine, options))
-    routes = api_routes(served, Metrics(engine, "model"), options)
+    models = ModelRegistry.of_one(engine, options)
+    routes = api_routes(models, ServerMetrics(models, options.metrics), options)
     return openapi_document(routes, SchemaFacts(options.limits))
 
 

@@ -36,7 +36,7 @@ def families() -> list[Any]:
 
     from quickstep.core.accounting import AdapterStats
     from quickstep.engine.stats import EngineStats
-    from quickstep.server.metrics import Metrics
+    from quickstep.server.operate.metrics import ModelMetrics
     from quickstep.server.options import MetricsOptions
 
     class EngineWithAdapters(FakeEngine):
@@ -46,7 +46,7 @@ def families() -> list[Any]:
             return replace(stats, scheduler=replace(stats.scheduler, adapters=adapters))
 
     options = MetricsOptions(goodput_ms={"ttft": 1.0})
-    metrics = Metrics(EngineWithAdapters(), "model", options)
+    metrics = ModelMetrics(EngineWithAdapters(), "model", options)
     return sorted(metrics.registry.collect(), key=lambda family: family.name)
 
 

@@ -19,7 +19,10 @@ _LINE_ENDS = (
 
 def json_line(content: object) -> bytes:
     """The JSON of a value without any line end, also none after it."""
-    return one_line(_ENCODE(content))
+    encoded = _ENCODE(content)
+    for end, escape in _LINE_ENDS:
+        encoded = encoded.replace(end, escape)
+    return encoded
 
 
 def one_line(encoded: bytes) -> bytes:

@@ -23,8 +23,8 @@ from live_server import live_server
 from route_calls import saying
 
 from quickstep.errors import EngineError
-from quickstep.server.api_keys import ApiKeys
 from quickstep.server.options import ServerOptions
+from quickstep.server.usage.api_keys import ApiKeys
 from quickstep.text.tool_calls.formats import formats_of
 from quickstep.types import FinishReason, Request
 

@@ -7,12 +7,13 @@ import os
 import signal
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from functools import partial
 from typing import Any
 
 import httpx
 import pytest
-from process_lists import workers
+from process_lists import processes, workers
 from serve_process import serving
 
 BODY: dict[str, Any] = {
@@ -38,8 +39,10 @@ def server(request: pytest.FixtureRequest) -> Iterator[tuple[int, str]]:
         yield process.pid, address
 
 
-def streamed(address: str, kill_after: int | None = None, server_id: int = 0) -> dict[str, Any]:
-    """The texts, ends and usage of a stream; after so many chunks its engine is killed."""
+def streamed(
+    address: str, kill_after: int | None = None, kill: Callable[[], None] | None = None
+) -> dict[str, Any]:
+    """The texts, ends and usage of a stream; after so many chunks `kill` is called."""
     texts, ends, usage, number = {0: "", 1: ""}, {}, None, 0
     with httpx.stream("POST", f"{address}/v1/completions", json=BODY, timeout=120) as response:
         assert response.status_code == 200
@@ -54,9 +57,17 @@ def streamed(address: str, kill_after: int | None = None, server_id: int = 0) ->
                     ends[choice["index"]] = choice["finish_reason"]
             usage = chunk.get("usage") or usage
             number += 1
-            if number == kill_after:
-                kill_busy(address, server_id)
+            if kill is not None and number == kill_after:
+                kill()
     return {"texts": texts, "ends": ends, "usage": usage}
+
+
+def assert_same(found: dict[str, Any], expected: dict[str, Any]) -> None:
+    """The same texts, ends and numbers of tokens; more of a prompt may be cached."""
+    counts = ("prompt_tokens", "completion_tokens", "total_tokens")
+    for part in ("texts", "ends"):
+        assert found[part] == expected[part]
+    assert [found["usage"][name] for name in counts] == [expected["usage"][name] for name in counts]
 
 
 def kill_busy(address: str, server_id: int) -> None:
@@ -81,14 +92,31 @@ def test_a_client_does_not_notice_that_its_engine_was_killed(server: tuple[int, 
     num_replicas = len(until_ready(address, len(workers(server_id)))["replicas"]) or 1
     expected = streamed(address)
     assert expected["usage"]["completion_tokens"] == 800
-    found = streamed(address, kill_after=30, server_id=server_id)
-    usage, before = found.pop("usage"), expected.pop("usage")
-    assert found == expected
-    counts = ("prompt_tokens", "completion_tokens", "total_tokens")
-    assert [usage[name] for name in counts] == [before[name] for name in counts]
+    assert_same(streamed(address, 30, partial(kill_busy, address, server_id)), expected)
     health = until_ready(address, num_replicas)
     assert health["num_moved_requests"] == 1
     assert health["num_restarts"] == 1
     metrics = httpx.get(f"{address}/metrics", timeout=30).text
     assert "moved_requests_total" in metrics
     assert ('replica_up{engine="1"' in metrics) == (num_replicas == 2)
+
+
+def test_a_client_does_not_notice_that_a_rank_of_its_engine_was_killed() -> None:
+    with serving("demo", "--tensor-parallel-size", "2", "--threads", "2") as (process, address):
+        assert process.stderr is not None
+        threading.Thread(target=process.stderr.read, daemon=True).start()
+        quiet = streamed(address)
+
+        def kill_rank() -> None:
+            (engine,) = workers(process.pid)
+            (rank,) = workers(engine, b"engine.ranks.worker")
+            os.kill(rank, signal.SIGKILL)
+
+        assert_same(streamed(address, 20, kill_rank), quiet)
+        assert until_ready(address, 1)["num_moved_requests"] == 1
+        (engine,) = workers(process.pid)
+        (rank,) = workers(engine, b"engine.ranks.worker")
+    end = time.monotonic() + 30  # the kernel ends them after the server
+    while set(processes()) & {engine, rank} and time.monotonic() < end:
+        time.sleep(0.02)
+    assert not set(processes()) & {engine, rank}

@@ -33,6 +33,7 @@ from field_effects import (
 )
 
 from quickstep.sampling_params import RepetitionDetectionParams
+from quickstep.server.fields import sampling_fields, shared_fields
 from quickstep.server.openai import request_types as schemas
 from quickstep.types import Grammar, RequestClass
 
@@ -155,7 +156,7 @@ SAMPLING: Cases = {
     "lora": LORA_CASE,
     **{
         name: Case(7, sampled("thinking_budget", 7), engine=thinking)
-        for name in ("thinking_budget", *schemas.BUDGET_NAMES)
+        for name in ("thinking_budget", *sampling_fields.BUDGET_NAMES)
     },
     "reasoning_budget_message": Case(
         "Enough.",
@@ -231,11 +232,11 @@ CHAT: Cases = {
 }
 
 OPENAI_CASES: dict[type[msgspec.Struct], Cases] = {
-    schemas.SamplingFields: SAMPLING,
+    sampling_fields.SamplingFields: SAMPLING,
     schemas.ChoiceFields: CHOICES,
     schemas.CompletionRequest: COMPLETION,
     schemas.ChatRequest: CHAT,
-    schemas.StreamOptions: {
+    sampling_fields.StreamOptions: {
         "include_usage": streamed(
             "include_usage", lambda seen: (seen.chunks[-1].get("usage") or {}) != {}
         ),
@@ -244,23 +245,23 @@ OPENAI_CASES: dict[type[msgspec.Struct], Cases] = {
             lambda seen: seen.chunks[1].get("usage", {}).get("completion_tokens", 0) > 0,
         ),
     },
-    schemas.JsonObjectFormat: {"schema": Case(ARRAY, constrained(ARRAY))},
-    schemas.JsonSchemaFormat: {
+    sampling_fields.JsonObjectFormat: {"schema": Case(ARRAY, constrained(ARRAY))},
+    sampling_fields.JsonSchemaFormat: {
         "json_schema": Case({"name": "s", "schema": ANY_OBJECT}, constrained(ANY_OBJECT)),
         "schema": Case(ARRAY, constrained(ARRAY)),
     },
-    schemas.JsonSchema: {
+    sampling_fields.JsonSchema: {
         "schema": Case(ANY_OBJECT, constrained(ANY_OBJECT)),
         "strict": Case(True, lambda seen: seen.submitted.sampling.grammar.strict),
     },
-    schemas.StructuredOutputs: {
+    sampling_fields.StructuredOutputs: {
         "json": structured(Grammar.of_json_schema(ANY_OBJECT), json=ANY_OBJECT),
         "json_object": structured(Grammar.of_json_object(), json_object=True),
         "regex": structured(Grammar.of_regex("a+"), regex="a+"),
         "choice": structured(Grammar.of_choice(["a", "b"]), choice=["a", "b"]),
         "grammar": structured(Grammar.of_lark('start: "a"'), grammar='start: "a"'),
     },
-    schemas.RepetitionDetection: {
+    sampling_fields.RepetitionDetection: {
         "max_pattern_size": repeating("max_pattern_size", 9),
         "min_pattern_size": repeating("min_pattern_size", 4),
         "min_count": repeating("min_count", 3),
@@ -290,8 +291,8 @@ OPENAI_CASES: dict[type[msgspec.Struct], Cases] = {
         "name": called("name", "find_it"),
         "arguments": called("arguments", '{"a": 1}'),
     },
-    schemas.FunctionTool: {"function": Case(SEARCH, shown("Finds it."))},
-    schemas.FunctionSpec: {
+    shared_fields.FunctionTool: {"function": Case(SEARCH, shown("Finds it."))},
+    shared_fields.FunctionSpec: {
         "name": Case("find_it", shown('"name": "find_it"')),
         "description": Case("Finds it.", shown("Finds it.")),
         "parameters": Case(

@@ -29,15 +29,15 @@ from field_effects import (
 
 from quickstep.sampling_params import RepetitionDetectionParams
 from quickstep.server.batches.request_types import BatchRequest, ExpiresAfter
+from quickstep.server.fields.shared_fields import LoRAScale
 from quickstep.server.llama_cpp.request_types import LlamaCompletionRequest, PromptObject
-from quickstep.server.lora_routes import LoadLoRAAdapter, UnloadLoRAAdapter
 from quickstep.server.openai.request_types import EmbeddingRequest
 from quickstep.server.openai.tokenize import (
     ApplyTemplateRequest,
     DetokenizeRequest,
     TokenizeRequest,
 )
-from quickstep.server.schema.shared_fields import LoRAScale
+from quickstep.server.operate.lora_routes import LoadLoRAAdapter, UnloadLoRAAdapter
 from quickstep.types import Grammar, Pooling
 
 BATCH_S = 10

@@ -16,23 +16,24 @@ from fake_engine import FakeEngine
 
 from quickstep.server.anthropic.request_types import AssistantTurn, CountTokensRequest
 from quickstep.server.batches.request_types import BatchRequest, ExpiresAfter
-from quickstep.server.generate.adapter import Served, output_formats
+from quickstep.server.fields import sampling_fields
+from quickstep.server.fields.field_classes import RefusedField
 from quickstep.server.http.route import ApiRoute
-from quickstep.server.metrics import Metrics
+from quickstep.server.models.registry import ModelRegistry
 from quickstep.server.ollama import request_types as ollama
 from quickstep.server.openai import request_types as schemas
 from quickstep.server.openai.tokenize import TokenizeRequest
+from quickstep.server.operate.metrics import ServerMetrics
 from quickstep.server.options import ServerOptions
+from quickstep.server.reference.field_reference import form_refusal, reference_of
+from quickstep.server.reference.openapi import branches, parts_of
+from quickstep.server.reference.openapi import field_types as uncached_field_types
 from quickstep.server.responses.request_types import (
     FunctionCallItem,
     ResponsesRequest,
     ResponsesStreamOptions,
 )
 from quickstep.server.routes import api_routes
-from quickstep.server.schema.field_classes import Refusal
-from quickstep.server.schema.field_reference import form_refusal, reference_of
-from quickstep.server.schema.openapi import branches, parts_of
-from quickstep.server.schema.openapi import field_types as uncached_field_types
 
 Struct = type[msgspec.Struct]
 Keys = tuple[str | int, ...]
@@ -52,9 +53,9 @@ EXAMPLES: dict[Struct, dict[str, Any]] = {
     ExpiresAfter: {"seconds": 3600},
     TokenizeRequest: {"messages": [{"role": "user", "content": "a"}]},
     FunctionCallItem: {"arguments": "{}"},
-    schemas.JsonSchema: {"schema": {"type": "array"}},
-    schemas.StructuredOutputs: {"regex": "a"},
-    schemas.RepetitionDetection: {"max_pattern_size": 8, "min_count": 2},
+    sampling_fields.JsonSchema: {"schema": {"type": "array"}},
+    sampling_fields.StructuredOutputs: {"regex": "a"},
+    sampling_fields.RepetitionDetection: {"max_pattern_size": 8, "min_count": 2},
     schemas.AssistantMessage: {"content": "a"},
     schemas.CalledFunction: {"arguments": "{}"},
     ollama.OllamaModelFields: {"model": "fake"},
@@ -68,7 +69,7 @@ EXAMPLES: dict[Struct, dict[str, Any]] = {
 BEHIND: dict[Struct, list[Any]] = {AssistantTurn: [{"role": "user", "content": "a"}]}
 # What the body has to have around an optional struct.
 AROUND: dict[Struct, dict[str, Any]] = {
-    schemas.StreamOptions: {"stream": True},
+    sampling_fields.StreamOptions: {"stream": True},
     ResponsesStreamOptions: {"stream": True},
 }
 # Or around a plain field.
@@ -147,8 +148,8 @@ class Place:
 def json_routes() -> list[ApiRoute]:
     """The routes that take a JSON body."""
     engine, options = FakeEngine(), ServerOptions()
-    served = Served(engine, ("fake",), options.limits, output_formats(engine, options))
-    routes = api_routes(served, Metrics(engine, "fake"), options)
+    models = ModelRegistry.of_one(engine, options)
+    routes = api_routes(models, ServerMetrics(models, options.metrics), options)
     return [
         route
         for route in routes
@@ -170,7 +171,7 @@ def _within(
     for name, declared in field_types(struct).items():
         keys = (*at, name)
         yield Place(route, struct, name, keys, {**body, **BESIDE.get((struct, name), {})})
-        if isinstance(reference_of(struct).get(name), Refusal):
+        if isinstance(reference_of(struct).get(name), RefusedField):
             continue
         parts = [(part, (0,)) for part in parts_of(struct).get(name, ())]
         for inner, more in (*structs_in(declared), *parts):

@@ -136,12 +136,12 @@ async def _answer_all(
     write: Callable[[LineAnswer], Awaitable[None]],
 ) -> None:
     from quickstep.server.batches.lines import LineRunner, batch_endpoints, run_lines
-    from quickstep.server.generate.adapter import Served
-    from quickstep.server.metrics import Metrics
+    from quickstep.server.models.registry import ModelRegistry
+    from quickstep.server.operate.metrics import ServerMetrics
 
     options = _server_options(args)
-    served = Served.of(engine, options)
-    endpoints = batch_endpoints(served, Metrics(engine, served.names[0]))
+    models = ModelRegistry.of_one(engine, options)
+    endpoints = batch_endpoints(models, ServerMetrics(models, options.metrics))
     concurrency = args.concurrency or 2 * args.max_num_seqs
     answer = LineRunner(endpoints, retry_s=_RETRY_S).answer
     await run_lines(_each(lines), answer, write, concurrency)
@@ -154,7 +154,7 @@ async def _each(lines: Iterator[BatchLine]) -> AsyncIterator[BatchLine]:
 
 def _server_options(args: argparse.Namespace) -> ServerOptions:
     """The options of a server with these flags. Raises ConfigError."""
-    from quickstep.server.generate.adapter import check_names
+    from quickstep.server.models.served_model import check_names
     from quickstep.server.options import RequestLimits, ServerOptions
 
     options = ServerOptions(

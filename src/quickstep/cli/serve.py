@@ -157,8 +157,8 @@ def _serve(
     launched: Launched,
 ) -> None:
     from quickstep.engine.logs import install
-    from quickstep.server.generate.adapter import check_names
     from quickstep.server.http.tls import check_tls
+    from quickstep.server.models.served_model import check_names
     from quickstep.server.run import bind, serve
 
     install(log)
@@ -168,7 +168,7 @@ def _serve(
     check_names(options)
     check_tls(options.tls)
     if options.metrics.otlp_traces_endpoint is not None:
-        from quickstep.server.tracing import check_tracing
+        from quickstep.server.operate.tracing import check_tracing
 
         check_tracing(options.metrics.otlp_traces_endpoint)
     with bind(args.host, args.port) as sock:

@@ -126,7 +126,8 @@ class Stream:
         self._deltas.clear()
         if self._num_running:
             self._owner.abort(self.request_id)
-        self._wake()
+        if self._waiter is not None and not self._waiter.done():
+            self._waiter.set_result(None)
 
     def put(self, delta: Delta) -> None:
         """Append a delta (the owner only). Every end of a sequence comes here, so those that are
@@ -145,8 +146,8 @@ class Stream:
         if is_full and self._num_running and not self._is_paused:
             self._is_paused = True
             self._owner.pause(self.request_id)
-        if self._waiter is not None:
-            self._wake()
+        if self._waiter is not None and not self._waiter.done():
+            self._waiter.set_result(None)
 
     def _log_failure(self, delta: Delta) -> None:
         """The one line about a sequence that failed; a REFUSED one is the client's fault."""
@@ -155,7 +156,3 @@ class Stream:
         what = "was refused while it ran" if is_refused else "failed"
         sequence = f"{self.request_id}[{delta.index}]"
         _LOGGER.log(level, "request %s %s: %s", sequence, what, delta.error)
-
-    def _wake(self) -> None:
-        if self._waiter is not None and not self._waiter.done():
-            self._waiter.set_result(None)

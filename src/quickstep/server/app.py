@@ -1,6 +1,6 @@
-"""The ASGI app of one engine: routes, middleware, checks of bodies and error responses.
+"""The ASGI app: routes, middleware, checks of bodies and error responses.
 
-The engine starts and stops with it.
+The engines of its models start and stop with it.
 """
 
 from __future__ import annotations
@@ -8,7 +8,8 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections.abc import AsyncIterator, Callable, Sequence
-from contextlib import AbstractAsyncContextManager, asynccontextmanager, suppress
+from contextlib import AbstractAsyncContextManager, asynccontextmanager
+from typing import TYPE_CHECKING
 
 from msgspec.structs import replace
 from starlette.applications import Starlette
@@ -17,7 +18,6 @@ from starlette.types import ASGIApp
 
 from quickstep.engine.interface import ServedEngine
 from quickstep.server.batches.endpoint import LocalBatches
-from quickstep.server.generate.adapter import Served
 from quickstep.server.http.middleware import AccessMiddleware, CrossOriginMiddleware
 from quickstep.server.http.route import (
     ApiRoute,
@@ -26,11 +26,17 @@ from quickstep.server.http.route import (
     with_checked_body,
     with_key_limits,
 )
-from quickstep.server.metrics import Metrics, log_traffic
+from quickstep.server.models.registry import ModelRegistry
+from quickstep.server.models.served_model import ServedModel
+from quickstep.server.models.server_state import ServerState
+from quickstep.server.operate.metrics import ServerMetrics, log_traffic
 from quickstep.server.options import CorsOptions, ServerOptions
 from quickstep.server.routes import api_routes
 from quickstep.server.usage.price_book import Price, PriceBook
-from quickstep.server.usage.recorder import UsageRecorder
+from quickstep.server.usage.recorder import UsageRecorder, restore_limits
+
+if TYPE_CHECKING:
+    from quickstep.server.usage.ledger import Ledger
 
 _LOG = logging.getLogger("quickstep.server")
 _EXPOSED_HEADERS = (
@@ -44,26 +50,27 @@ _Lifespan = Callable[[Starlette], AbstractAsyncContextManager[None]]
 def create_app(engine: ServedEngine, options: ServerOptions | None = None) -> Starlette:
     """The app. Its lifespan starts the engine and, at the end, stops it."""
     options = options or ServerOptions()
-    served = Served.of(engine, options)
-    metrics = Metrics(engine, served.names[0], options.metrics)
-    batches = LocalBatches(served, metrics, options)
+    models = ModelRegistry.of_one(engine, options)
+    metrics = ServerMetrics(models, options.metrics)
+    batches = LocalBatches(models, metrics, options)
 
     @asynccontextmanager
     async def lifespan(_: Starlette) -> AsyncIterator[None]:
         batches.start()
-        async with _running_engine(served, metrics, options):
+        async with _running_engines(models, metrics, options):
             try:
                 yield
             finally:
                 await batches.stop()
 
-    return starlette_app(api_routes(served, metrics, options, batches), options, served, lifespan)
+    routes = api_routes(models, metrics, options, batches)
+    return starlette_app(routes, options, models.server, lifespan)
 
 
 def starlette_app(
     routes: Sequence[ApiRoute],
     options: ServerOptions,
-    served: Served,
+    server: ServerState,
     lifespan: _Lifespan | None = None,
 ) -> Starlette:
     """An app with these routes. Large bodies are checked in threads."""
@@ -79,15 +86,15 @@ def starlette_app(
                     options.api_keys,
                     with_key_limits(
                         api_route,
-                        served.limiter,
-                        with_checked_body(api_route, rules, served.lanes, served.reception),
+                        server.limiter,
+                        with_checked_body(api_route, rules, server.lanes, server.reception),
                     ),
                 ),
             ).starlette()
         ],
         middleware=[
             *_cors(options.cors),
-            Middleware(AccessMiddleware, routes=routes, options=options, limiter=served.limiter),
+            Middleware(AccessMiddleware, routes=routes, options=options, limiter=server.limiter),
         ],
         lifespan=lifespan,
     )
@@ -107,40 +114,52 @@ class _App(Starlette):
 
 
 @asynccontextmanager
-async def _running_engine(
-    served: Served, metrics: Metrics, options: ServerOptions
+async def _running_engines(
+    models: ModelRegistry, metrics: ServerMetrics, options: ServerOptions
 ) -> AsyncIterator[None]:
-    """Run the engine, record its usage and log its traffic inside this context."""
-    engine, recorder = served.engine, _recorder(served, options)
-    recorder.open()
-    engine.step_log.follow(recorder)
-    await engine.start()
-    logging_traffic = asyncio.create_task(log_traffic(engine, metrics))
+    """Run the engines, record their usage and log their traffic inside this context."""
+    ledger = _open_ledger(models.server, options)
+    for model in models:
+        model.engine.step_log.follow(_recorder(model, options, ledger))
+        await model.engine.start()
+    logging_traffic = [
+        asyncio.create_task(log_traffic(model.engine, metrics.of(model))) for model in models
+    ]
     try:
         yield
     finally:
-        logging_traffic.cancel()
-        with suppress(asyncio.CancelledError):
-            await logging_traffic
-        await engine.stop()
-        recorder.close()
+        for task in logging_traffic:
+            task.cancel()
+        await asyncio.gather(*logging_traffic, return_exceptions=True)
+        for model in models:
+            await model.engine.stop()
+        if ledger is not None:
+            ledger.close()
         if metrics.tracer is not None:
             await asyncio.to_thread(metrics.tracer.close)
 
 
-def _recorder(served: Served, options: ServerOptions) -> UsageRecorder:
-    model, prices, ledger = served.names[0], served.price_book, None
-    if prices is not None and prices.price(model) == Price():
-        _LOG.warning("the price book has no price for %s: its requests cost nothing", model)
-    if options.usage.ledger is not None:
-        # few servers have a ledger, and SQLite takes time to import
-        from quickstep.server.usage.ledger import Ledger
+def _open_ledger(server: ServerState, options: ServerOptions) -> Ledger | None:
+    """The ledger, open, after what is spent of the budgets was read from it. Raises ConfigError."""
+    if options.usage.ledger is None:
+        return None
+    # few servers have a ledger, and SQLite takes time to import
+    from quickstep.server.usage.ledger import Ledger
 
-        ledger = Ledger(options.usage.ledger)
+    ledger = Ledger(options.usage.ledger)
+    ledger.open()
+    restore_limits(server.limiter, ledger)
+    return ledger
+
+
+def _recorder(model: ServedModel, options: ServerOptions, ledger: Ledger | None) -> UsageRecorder:
+    prices, name = model.server.price_book, model.name
+    if prices is not None and prices.price(name) == Price():
+        _LOG.warning("the price book has no price for %s: its requests cost nothing", name)
     return UsageRecorder(
-        model,
+        name,
         prices or PriceBook(),
-        served.limiter,
+        model.server.limiter,
         has_keys=bool(options.api_keys),
         ledger=ledger,
     )

@@ -14,7 +14,7 @@ from typing import Any
 import msgspec
 
 from quickstep.errors import ConfigError, RequestError
-from quickstep.server.api_keys import ApiKeys
+from quickstep.server.usage.api_keys import ApiKeys
 from quickstep.server.usage.limits import KeyLimits
 from quickstep.server.usage.price_book import PriceBook
 

@@ -18,25 +18,18 @@ from quickstep.server.anthropic.request_types import CountTokensRequest, Message
 from quickstep.server.anthropic.response_types import EVENTS as MESSAGES_EVENTS
 from quickstep.server.anthropic.response_types import MessageResponse, TokenCount
 from quickstep.server.batches.endpoint import LocalBatches
-from quickstep.server.debug import Debug
-from quickstep.server.generate.adapter import Served
+from quickstep.server.fields.decode import decode
 from quickstep.server.generate.endpoint import GeneratingRoute
 from quickstep.server.http.body import body_of
 from quickstep.server.http.errors import anthropic_shape
 from quickstep.server.http.route import ApiRoute
 from quickstep.server.llama_cpp.endpoint import llama_cpp_routes
-from quickstep.server.lora_routes import lora_routes
-from quickstep.server.metrics import Metrics
+from quickstep.server.models.registry import ModelRegistry
 from quickstep.server.ollama.routes import ollama_routes
 from quickstep.server.openai.chat import Chat
 from quickstep.server.openai.completions import Completions
 from quickstep.server.openai.embeddings import Embeddings
-from quickstep.server.openai.request_types import (
-    ChatRequest,
-    CompletionRequest,
-    EmbeddingRequest,
-    decode,
-)
+from quickstep.server.openai.request_types import ChatRequest, CompletionRequest, EmbeddingRequest
 from quickstep.server.openai.response_types import (
     ChatCompletion,
     ChatCompletionChunk,
@@ -47,51 +40,57 @@ from quickstep.server.openai.response_types import (
     ModelList,
 )
 from quickstep.server.openai.tokenize import Tokenizing
+from quickstep.server.operate.debug import Debug
+from quickstep.server.operate.lora_routes import lora_routes
+from quickstep.server.operate.metrics import ServerMetrics
+from quickstep.server.operate.prefix_cache import prefix_cache_routes
+from quickstep.server.operate.probes import Health, Pong, Probes, Readiness, Version
 from quickstep.server.options import ServerOptions
-from quickstep.server.prefix_cache import prefix_cache_routes
-from quickstep.server.probes import Health, Pong, Probes, Readiness, Version
+from quickstep.server.reference.openapi import ApiDocument, ApiPages
 from quickstep.server.responses.endpoint import Responses
 from quickstep.server.responses.request_types import InputItemsQuery, ResponsesRequest
 from quickstep.server.responses.response_types import EVENTS as RESPONSES_EVENTS
 from quickstep.server.responses.response_types import DeletedResponse, InputItems, ResponseObject
 from quickstep.server.responses.store import ResponseStore, StoredResponses
-from quickstep.server.schema.openapi import ApiDocument, ApiPages
 
 _NOT_GIVEN = msgspec.Raw()
 
 
 def api_routes(
-    served: Served, metrics: Metrics, options: ServerOptions, batches: LocalBatches | None = None
+    models: ModelRegistry,
+    metrics: ServerMetrics,
+    options: ServerOptions,
+    batches: LocalBatches | None = None,
 ) -> list[ApiRoute]:
     """Every route, in the order of the reference. The app starts and stops `batches`."""
-    batches = batches or LocalBatches(served, metrics, options)
-    generating, probes = _generating(served, metrics), Probes(served, metrics, options.stall_s)
-    embeddings = _embeddings(served, metrics)
+    batches = batches or LocalBatches(models, metrics, options)
+    generating, probes = _generating(models, metrics), Probes(models, metrics, options.stall_s)
+    embeddings = _embeddings(models, metrics)
     routes = [
         *generating,
         embeddings,
         _invocations([*generating, embeddings]),
-        *_responses(served, metrics, options),
-        *_anthropic(served, metrics),
+        *_responses(models, metrics, options),
+        *_anthropic(models, metrics),
         *batches.routes(),
-        *Tokenizing(served).routes(),
-        *llama_cpp_routes(served, metrics),
-        *ollama_routes(served, metrics),
+        *Tokenizing(models).routes(),
+        *llama_cpp_routes(models, metrics),
+        *ollama_routes(models, metrics),
         *_models(probes),
         *_probes(probes),
-        *Debug(served.engine).routes(),
-        *prefix_cache_routes(served.engine),
-        *lora_routes(served),
+        *Debug(models).routes(),
+        *prefix_cache_routes(models),
+        *lora_routes(models),
     ]
-    pages = ApiPages(routes, served)  # the document describes these two as well
+    pages = ApiPages(routes, models)  # the document describes these two as well
     routes += _pages(pages)
     return routes
 
 
-def _generating(served: Served, metrics: Metrics) -> list[ApiRoute]:
+def _generating(models: ModelRegistry, metrics: ServerMetrics) -> list[ApiRoute]:
     """Chat and completions."""
-    chat = GeneratingRoute(Chat(), served, metrics, has_sampling_fields=True)
-    completions = GeneratingRoute(Completions(), served, metrics, has_sampling_fields=True)
+    chat = GeneratingRoute(Chat(), models, metrics, has_sampling_fields=True)
+    completions = GeneratingRoute(Completions(), models, metrics, has_sampling_fields=True)
     return [
         ApiRoute(
             "POST",
@@ -118,11 +117,11 @@ def _generating(served: Served, metrics: Metrics) -> list[ApiRoute]:
     ]
 
 
-def _embeddings(served: Served, metrics: Metrics) -> ApiRoute:
+def _embeddings(models: ModelRegistry, metrics: ServerMetrics) -> ApiRoute:
     return ApiRoute(
         "POST",
         "/v1/embeddings",
-        Embeddings(served, metrics).answer,
+        Embeddings(models, metrics).answer,
         "A vector for each input.",
         request=EmbeddingRequest,
         response=EmbeddingList,
@@ -168,7 +167,9 @@ def _invocations(routes: Sequence[ApiRoute]) -> ApiRoute:
     )
 
 
-def _responses(served: Served, metrics: Metrics, options: ServerOptions) -> list[ApiRoute]:
+def _responses(
+    models: ModelRegistry, metrics: ServerMetrics, options: ServerOptions
+) -> list[ApiRoute]:
     store = ResponseStore(options.stored_responses, options.stored_response_bytes)
     stored = StoredResponses(store)
     one = "/v1/responses/{response_id}"
@@ -176,7 +177,7 @@ def _responses(served: Served, metrics: Metrics, options: ServerOptions) -> list
         ApiRoute(
             "POST",
             "/v1/responses",
-            GeneratingRoute(Responses(store), served, metrics, has_sampling_fields=True).answer,
+            GeneratingRoute(Responses(store), models, metrics, has_sampling_fields=True).answer,
             "OpenAI's Responses API.",
             request=ResponsesRequest,
             response=ResponseObject,
@@ -212,13 +213,13 @@ def _responses(served: Served, metrics: Metrics, options: ServerOptions) -> list
     ]
 
 
-def _anthropic(served: Served, metrics: Metrics) -> list[ApiRoute]:
+def _anthropic(models: ModelRegistry, metrics: ServerMetrics) -> list[ApiRoute]:
     return [
         ApiRoute(
             "POST",
             "/v1/messages",
             with_checked_betas(
-                GeneratingRoute(Messages(), served, metrics).answer, served.field_rules
+                GeneratingRoute(Messages(), models, metrics).answer, models.server.field_rules
             ),
             "Anthropic's Messages API.",
             request=MessagesRequest,
@@ -230,7 +231,7 @@ def _anthropic(served: Served, metrics: Metrics) -> list[ApiRoute]:
         ApiRoute(
             "POST",
             "/v1/messages/count_tokens",
-            with_checked_betas(CountTokens(served).answer, served.field_rules),
+            with_checked_betas(CountTokens(models).answer, models.server.field_rules),
             "How many tokens a message's input has.",
             request=CountTokensRequest,
             response=TokenCount,

@@ -30,12 +30,12 @@ from uvicorn.server import Server
 from quickstep.engine.interface import ServedEngine
 from quickstep.engine.stats import EngineState
 from quickstep.errors import ConfigError, EngineError
-from quickstep.server.api_keys import ApiKeys
 from quickstep.server.app import create_app
-from quickstep.server.generate.adapter import Served
 from quickstep.server.http.protocol import bounded_protocol
 from quickstep.server.http.tls import Certificates
+from quickstep.server.models.registry import ModelRegistry
 from quickstep.server.options import ServerOptions
+from quickstep.server.usage.api_keys import ApiKeys
 
 _LOG = logging.getLogger("quickstep.server")
 _BACKLOG = 2048
@@ -270,9 +270,12 @@ async def _open_and_serve(
     engine = await open_engine()
     try:
         if options.warm_prompts:
-            from quickstep.server.warm_prompts import warm_prefix_cache  # few servers need it
+            models = ModelRegistry.of_one(engine, options)
+            from quickstep.server.operate.warm_prompts import (
+                warm_prefix_cache,  # few servers need it
+            )
 
-            await warm_prefix_cache(Served.of(engine, options), options.warm_prompts)
+            await warm_prefix_cache(models.default, options.warm_prompts)
         await server_for(engine, options).serve(sockets=[sock])
         stats = engine.stats()
         if stats.state is EngineState.FAILED:

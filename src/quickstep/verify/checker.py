@@ -297,8 +297,8 @@ class _Verifier:
     def _allocated_kv(self) -> KVCache:
         """For the model that is loaded."""
         options, model = self._options, self._model
-        shape = model.kv_layout.stored_as(options.kv_dtype)
-        return allocate_kv(shape, self._num_blocks, options.block_size, model.device)
+        layout = model.kv_layout.stored_as(options.kv_dtype)
+        return allocate_kv(layout, self._num_blocks, options.block_size, model.device)
 
     @property
     def _plan(self) -> MemoryPlan:

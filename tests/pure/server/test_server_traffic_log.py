@@ -5,7 +5,7 @@ from scheduler_world import Setup, World, ask, finish
 from quickstep.core.accounting import SchedulerStats, Totals
 from quickstep.core.resources.block_pool import PoolStats
 from quickstep.engine.stats import EngineState, EngineStats
-from quickstep.server.metrics import TrafficLog
+from quickstep.server.operate.metrics import TrafficLog
 
 
 def stats(now_s: float, totals: Totals, num_requests: int = 0) -> EngineStats:

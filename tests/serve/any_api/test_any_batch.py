@@ -10,12 +10,12 @@ from fake_engine import FakeEngine
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from quickstep.server.api_keys import ApiKeys
 from quickstep.server.app import create_app
 from quickstep.server.batches.lines import BatchLine, LineFault, read_line
 from quickstep.server.llama_cpp.request_types import LlamaCompletionRequest
 from quickstep.server.openai.tokenize import DetokenizeRequest, TokenizeRequest
 from quickstep.server.options import ServerOptions
+from quickstep.server.usage.api_keys import ApiKeys
 
 NUMBERS = st.one_of(
     st.integers(-3, 300),

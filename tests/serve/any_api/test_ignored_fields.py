@@ -14,11 +14,11 @@ from client import CHAT, COMPLETIONS, MESSAGES, client_of
 from fake_engine import FakeEngine, Script
 from route_calls import ANTHROPIC, COUNT_TOKENS, RESPONSES
 
-from quickstep.server.api_keys import ApiKeys
 from quickstep.server.app import create_app
+from quickstep.server.fields.field_reader import take_out_unknown
 from quickstep.server.openai.request_types import ChatRequest
 from quickstep.server.options import FieldRules, ServerOptions
-from quickstep.server.schema.field_reader import take_out_unknown
+from quickstep.server.usage.api_keys import ApiKeys
 
 REPORT = ServerOptions()
 REFUSE = ServerOptions(field_rules=FieldRules(refuse_unknown=True))

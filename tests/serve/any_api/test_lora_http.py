@@ -23,8 +23,8 @@ from quickstep.engine.stats import EngineState
 from quickstep.errors import ConfigError
 from quickstep.model.checkpoint.source import find_checkpoint
 from quickstep.model.spec import read_spec
-from quickstep.server.generate.adapter import Served
-from quickstep.server.lora_adapters import ServedAdapters
+from quickstep.server.models.lora_names import LoRANames
+from quickstep.server.models.registry import ModelRegistry
 from quickstep.server.options import ServerOptions
 from quickstep.types import Request, SamplingParams
 
@@ -142,7 +142,7 @@ def test_an_unknown_adapter_is_404_and_names_those_that_exist(server: LiveServer
 def test_an_adapter_must_not_have_the_models_name() -> None:
     options = ServerOptions(served_model_names=("demo",), adapter_names=("demo",))
     with pytest.raises(ConfigError, match="both"):
-        Served.of(FakeEngine(), options)
+        ModelRegistry.of_one(FakeEngine(), options)
 
 
 def test_prefixes_are_cached_for_each_adapter(server: LiveServer) -> None:
@@ -217,7 +217,7 @@ def test_a_folder_with_a_name_that_is_no_text_is_left_out_and_reported(
         folder = tmp_path / os.fsdecode(name)
         folder.mkdir()
         (folder / "adapter_config.json").write_text("{}")
-    adapters = ServedAdapters((), str(tmp_path))
+    adapters = LoRANames((), str(tmp_path))
     for _ in range(2):
         assert adapters.names == ("caf\u00e9", "good")
     assert os.fsdecode(b"bad\xffname") not in adapters

@@ -12,12 +12,12 @@ from client import CHAT, COMPLETIONS, MESSAGES, client_of
 from fake_engine import FakeEngine
 
 from quickstep.errors import ConfigError
-from quickstep.server.api_keys import ApiKeys, PriorityRange
 from quickstep.server.app import create_app
 from quickstep.server.batches.lines import batch_endpoints
-from quickstep.server.generate.adapter import Served
-from quickstep.server.metrics import Metrics
+from quickstep.server.models.registry import ModelRegistry
+from quickstep.server.operate.metrics import ServerMetrics
 from quickstep.server.options import ServerOptions
+from quickstep.server.usage.api_keys import ApiKeys, PriorityRange
 
 KEYS = ApiKeys(["ann[-100..0]=secret-a", "bob=secret-b", "eve[5..5]:secret-e"])
 BODIES: dict[str, dict[str, Any]] = {
@@ -70,8 +70,9 @@ def test_no_priority_of_a_key_takes_a_batchs_line_before_live_requests(url: str)
     engine = FakeEngine()
 
     async def run() -> None:
-        served = Served.of(engine, ServerOptions(api_keys=KEYS))
-        endpoint = batch_endpoints(served, Metrics(engine, "fake"))[url]
+        options = ServerOptions(api_keys=KEYS)
+        models = ModelRegistry.of_one(engine, options)
+        endpoint = batch_endpoints(models, ServerMetrics(models, options.metrics))[url]
         await engine.start()
         for priority in (-100, -3, 0):
             body = json.dumps({**BODIES[url], "priority": priority}).encode()

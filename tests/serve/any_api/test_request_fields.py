@@ -47,31 +47,27 @@ from quickstep.server.anthropic.request_types import (
 )
 from quickstep.server.app import create_app
 from quickstep.server.batches.request_types import BatchRequest
-from quickstep.server.http.route import ApiRoute
-from quickstep.server.openai.request_types import (
-    ChatRequest,
-    CompletionRequest,
-    EmbeddingRequest,
-    FunctionSpec,
-)
-from quickstep.server.openai.tokenize import ApplyTemplateRequest, TokenizeRequest
-from quickstep.server.options import FieldRules, RequestLimits, ServerOptions
-from quickstep.server.responses.request_types import ResponsesRequest
-from quickstep.server.schema.field_classes import (
+from quickstep.server.fields.field_classes import (
     Hint,
     Honoured,
     Note,
-    Refusal,
+    RefusedField,
     Row,
     requests_nothing,
 )
-from quickstep.server.schema.field_reference import (
+from quickstep.server.fields.shared_fields import FunctionSpec
+from quickstep.server.http.route import ApiRoute
+from quickstep.server.openai.request_types import ChatRequest, CompletionRequest, EmbeddingRequest
+from quickstep.server.openai.tokenize import ApplyTemplateRequest, TokenizeRequest
+from quickstep.server.options import FieldRules, RequestLimits, ServerOptions
+from quickstep.server.reference.field_reference import (
     SchemaFacts,
     bounds_of,
     form_refusal,
     reference_of,
 )
-from quickstep.server.schema.openapi import branches, parts_of, reachable_structs
+from quickstep.server.reference.openapi import branches, parts_of, reachable_structs
+from quickstep.server.responses.request_types import ResponsesRequest
 
 CASES = OPENAI_CASES | RESPONSES_CASES | MESSAGES_CASES | OLLAMA_CASES | OTHER_CASES
 CLIENTS: dict[type[msgspec.Struct], Any] = {
@@ -232,7 +228,7 @@ def has_one_value(place: Place) -> bool:
 
 
 HINTS = [place for place in PLACES if isinstance(_row(place), Hint)]
-REFUSED = [place for place in PLACES if isinstance(_row(place), Refusal)]
+REFUSED = [place for place in PLACES if isinstance(_row(place), RefusedField)]
 NOTES = [
     place for place in PLACES if isinstance(_row(place), Note) or _key(place) in WITHOUT_EFFECT
 ]
@@ -245,9 +241,9 @@ HONOURED = [
 ]
 
 
-def refusal_of(place: Place) -> Refusal:
+def refusal_of(place: Place) -> RefusedField:
     row = reference_of(place.struct)[place.name]
-    assert isinstance(row, Refusal)
+    assert isinstance(row, RefusedField)
     return row
 
 
@@ -302,7 +298,7 @@ def test_a_note_is_accepted_and_changes_nothing(place: Place) -> None:
     assert results[0] == results[1]
 
 
-def asking_value(place: Place, declared: Hint | Refusal) -> Any:
+def asking_value(place: Place, declared: Hint | RefusedField) -> Any:
     """A value that fits the type and asks for something."""
     fitting = minimal(place.declared) if place.declared is not Any else {"x": 1}
     values = (True, False, "x", "omitted", "low", [1], ["x"], [{"x": 1}], {"x": 1}, 2, fitting)
@@ -421,7 +417,7 @@ def item_of(place: Place) -> Callable[[int], Any]:
 BOUNDED = [
     pytest.param(place, outside, inside, id=f"{place}:{number}")
     for place in PLACES
-    if not isinstance(_row(place), Refusal)
+    if not isinstance(_row(place), RefusedField)
     for number, (outside, inside) in enumerate(
         beyond(bounds_of(place.struct, FACTS).get(place.name, {}), item_of(place))
     )

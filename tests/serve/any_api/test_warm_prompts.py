@@ -9,10 +9,10 @@ import pytest
 from fake_engine import FakeEngine, Submitted
 
 from quickstep.errors import ConfigError
-from quickstep.server.api_keys import ApiKeys
-from quickstep.server.generate.adapter import Served
+from quickstep.server.models.registry import ModelRegistry
+from quickstep.server.operate.warm_prompts import read_warm_prompts, warm_prefix_cache
 from quickstep.server.options import ServerOptions
-from quickstep.server.warm_prompts import read_warm_prompts, warm_prefix_cache
+from quickstep.server.usage.api_keys import ApiKeys
 
 KEYS = ApiKeys(["ann=AAAA", "bob=BBBB"])
 
@@ -26,7 +26,7 @@ def warmed(
     prompts = read_warm_prompts(path, keys)
     engine = FakeEngine()
     options = ServerOptions(api_keys=keys, share_prefix_cache=shared, warm_prompts=prompts)
-    asyncio.run(warm_prefix_cache(Served.of(engine, options), prompts))
+    asyncio.run(warm_prefix_cache(ModelRegistry.of_one(engine, options).default, prompts))
     assert not engine.open_streams
     return engine.submitted
 

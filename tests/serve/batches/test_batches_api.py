@@ -25,12 +25,14 @@ from quickstep.server.batches.lines import (
     run_lines,
 )
 from quickstep.server.batches.request_types import BatchRequest
-from quickstep.server.generate.adapter import LineResult, Served
+from quickstep.server.generate.api import LineResult
 from quickstep.server.generate.endpoint import GeneratingRoute
 from quickstep.server.generate.generation import ParsedRequest
 from quickstep.server.http.errors import GenerationFailed
-from quickstep.server.metrics import Metrics
+from quickstep.server.models.registry import ModelRegistry
+from quickstep.server.models.served_model import ServedModel
 from quickstep.server.openai.completions import Completions
+from quickstep.server.operate.metrics import ServerMetrics
 from quickstep.server.options import BatchOptions, FileOptions, ServerOptions
 
 CHAT = "/v1/chat/completions"
@@ -419,15 +421,16 @@ def test_a_large_line_is_parsed_beside_the_loop(engine: FakeEngine) -> None:
     )
 
     class Watched(Completions):
-        def parse(self, body: bytes, served: Served, caller: str = "") -> ParsedRequest:
+        def parse(self, body: bytes, model: ServedModel, caller: str = "") -> ParsedRequest:
             parsing.append(threading.get_ident())
-            return super().parse(body, served, caller)
+            return super().parse(body, model, caller)
 
     async def run() -> BatchRecord:
         engine = FakeEngine(max_model_len=300_000)
-        served = Served.of(engine, ServerOptions())
+        options = ServerOptions()
+        models = ModelRegistry.of_one(engine, options)
         await engine.start()
-        route = GeneratingRoute(Watched(), served, Metrics(engine, "fake"))
+        route = GeneratingRoute(Watched(), models, ServerMetrics(models, options.metrics))
         jobs = BatchJobs(store, {COMPLETIONS: route.answer_line}, BatchOptions())
         batch = jobs.create(BatchRecord("", request, "fake", store.now(), window_s=60))
         while not batch.is_over:

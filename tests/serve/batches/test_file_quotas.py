@@ -12,10 +12,10 @@ from fake_engine import FakeEngine
 from live_server import DEADLINE_S
 
 from quickstep.errors import RequestError
-from quickstep.server.api_keys import ApiKeys
 from quickstep.server.app import create_app
 from quickstep.server.batches.file_store import FileStore
 from quickstep.server.options import FileOptions, ServerOptions
+from quickstep.server.usage.api_keys import ApiKeys
 
 MIB = 1024 * 1024
 KEYS = ApiKeys(["ann=AAAA", "bob=BBBB"])

@@ -24,10 +24,10 @@ from starlette.types import Receive, Scope, Send
 
 from quickstep.engine.logs import JsonLines
 from quickstep.errors import ConfigError, RequestError
-from quickstep.server.api_keys import ApiKey, ApiKeys
 from quickstep.server.app import create_app
 from quickstep.server.http.tls import check_tls
 from quickstep.server.options import ConnectionOptions, Deadlines, ServerOptions, TlsOptions
+from quickstep.server.usage.api_keys import ApiKey, ApiKeys
 from quickstep.server.usage.limits import KeyLimits
 from quickstep.types import Request
 

@@ -11,11 +11,11 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from quickstep.errors import ConfigError
-from quickstep.server.api_keys import ApiKeys
 from quickstep.server.app import starlette_app
-from quickstep.server.generate.adapter import Served, output_formats
 from quickstep.server.http.route import ApiRoute
+from quickstep.server.models.registry import ModelRegistry
 from quickstep.server.options import ServerOptions
+from quickstep.server.usage.api_keys import ApiKeys
 
 KEYS = ApiKeys(["ann=secret-a"], ["root=secret-r"])
 
@@ -29,8 +29,8 @@ def ask(
 ) -> httpx.Response:
     route = ApiRoute("GET", "/debug/thing", _answer, "For operators.", needs_admin=True)
     options, engine = ServerOptions(api_keys=keys), FakeEngine()
-    served = Served(engine, ("fake",), options.limits, output_formats(engine, options))
-    app = starlette_app([route], options, served)
+    models = ModelRegistry.of_one(engine, options)
+    app = starlette_app([route], options, models.server)
     sent = {**(headers or {}), **({"x-api-key": key} if key else {})}
 
     async def run() -> httpx.Response:

@@ -17,10 +17,10 @@ from hypothesis import strategies as st
 from live_server import live_server
 
 from quickstep.errors import ConfigError
-from quickstep.server.api_keys import ApiKeys, read_key_file
 from quickstep.server.app import create_app
 from quickstep.server.options import CorsOptions, ServerOptions
 from quickstep.server.run import warn_without_keys
+from quickstep.server.usage.api_keys import ApiKeys, read_key_file
 
 KEYS = ApiKeys(["ann=secret-a", "bob=secret-b", "secret-c"])
 OPTIONS = ServerOptions(api_keys=KEYS)

@@ -16,9 +16,9 @@ from live_server import LiveServer, live_server_of, until
 from benchmarks.storm_attacks import ATTACKS
 from quickstep.config import CacheConfig, EngineConfig, LoadConfig, SchedulerConfig
 from quickstep.engine.remote.engine import RemoteEngine
-from quickstep.server.api_keys import ApiKeys
 from quickstep.server.batches.file_store import FileStore
 from quickstep.server.options import ServerOptions
+from quickstep.server.usage.api_keys import ApiKeys
 
 DEADLINE_S = 400.0
 NUM_TOKENS = 60

@@ -11,9 +11,9 @@ from client import CHAT, COMPLETIONS, JSON, MESSAGES, client_of
 from fake_engine import FakeEngine
 from live_server import live_server
 
-from quickstep.server.api_keys import ApiKeys
 from quickstep.server.app import create_app
 from quickstep.server.options import CorsOptions, ServerOptions
+from quickstep.server.usage.api_keys import ApiKeys
 
 EVIL = "https://evil.example"
 KEYED = ServerOptions(api_keys=ApiKeys(["ann=AAAA"]))

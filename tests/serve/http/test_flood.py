@@ -7,15 +7,16 @@ from fake_engine import FakeEngine
 
 from benchmarks.flood import Effort, measured
 from benchmarks.flood_cases import cases_of
-from quickstep.server.generate.adapter import Served
-from quickstep.server.metrics import Metrics
+from quickstep.server.models.registry import ModelRegistry
+from quickstep.server.operate.metrics import ServerMetrics
 from quickstep.server.options import ServerOptions
 from quickstep.server.routes import api_routes
 
 
 def routes() -> set[tuple[str, str]]:
     engine, options = FakeEngine(), ServerOptions()
-    found = api_routes(Served.of(engine, options), Metrics(engine, "fake"), options)
+    models = ModelRegistry.of_one(engine, options)
+    found = api_routes(models, ServerMetrics(models, options.metrics), options)
     return {(route.method, route.path.replace(":path", "")) for route in found}
 
 

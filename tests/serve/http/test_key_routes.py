@@ -9,12 +9,12 @@ import pytest
 from client import CHAT, MESSAGES, client_of
 from fake_engine import FakeEngine
 
-from quickstep.server.api_keys import ApiKey, ApiKeys
 from quickstep.server.app import create_app
-from quickstep.server.generate.adapter import Served
-from quickstep.server.metrics import Metrics
+from quickstep.server.models.registry import ModelRegistry
+from quickstep.server.operate.metrics import ServerMetrics
 from quickstep.server.options import ServerOptions
 from quickstep.server.routes import api_routes
+from quickstep.server.usage.api_keys import ApiKey, ApiKeys
 from quickstep.server.usage.limits import KeyLimits
 
 ANN, BOB = {"x-api-key": "a"}, {"x-api-key": "b"}
@@ -44,8 +44,8 @@ REFUSED = {"/api/pull", "/api/push", "/api/create", "/api/copy"}
 def test_every_route_that_takes_a_body_counts_or_is_free_for_a_reason() -> None:
     options = ServerOptions()
     engine = FakeEngine()
-    served = Served.of(engine, options)
-    routes = api_routes(served, Metrics(engine, "fake"), options)
+    models = ModelRegistry.of_one(engine, options)
+    routes = api_routes(models, ServerMetrics(models, options.metrics), options)
     posts = {route.path for route in routes if route.method == "POST" and not route.needs_admin}
     assert posts == {path for path, _ in ROUTES} | STORING | FREE | REFUSED
 

@@ -11,8 +11,8 @@ import pytest
 from fake_engine import FakeEngine
 from live_server import DEADLINE_S, live_server
 
-from quickstep.server.api_keys import ApiKeys
 from quickstep.server.options import ConnectionOptions, ServerOptions
+from quickstep.server.usage.api_keys import ApiKeys
 
 BODY = b'{"prompt":"a"}'
 POST = (

@@ -9,9 +9,9 @@ import pytest
 from client import CHAT, COMPLETIONS, MESSAGES, client_of
 from fake_engine import FakeEngine
 
-from quickstep.server.api_keys import ApiKeys
 from quickstep.server.app import create_app
 from quickstep.server.options import ServerOptions
+from quickstep.server.usage.api_keys import ApiKeys
 
 OWN = ("127.0.0.1", "127.0.0.1:8000", "192.168.1.7:8000", "[::1]:8000", "[fe80::1]", "localhost")
 OWN += ("LOCALHOST:8000", "localhost.", "app.localhost:8000", "gpu-box", "quickstep:8000")

@@ -15,9 +15,9 @@ from fake_engine import FakeEngine, Script
 from live_server import DEADLINE_S, LiveServer, live_server, until
 
 from quickstep.errors import ConfigError
-from quickstep.server.api_keys import ApiKeys
 from quickstep.server.app import create_app
 from quickstep.server.options import ConnectionOptions, RequestLimits, ServerOptions
+from quickstep.server.usage.api_keys import ApiKeys
 
 SIZE = 1000  # of a body, the largest
 KEYS = ApiKeys(["ann=AAAA", "bob=BBBB"])

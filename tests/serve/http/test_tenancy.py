@@ -16,9 +16,9 @@ from live_server import live_server
 from quickstep.config import CacheConfig, EngineConfig, LoadConfig, SchedulerConfig
 from quickstep.engine.assembly import open_engine
 from quickstep.engine.engine import Engine
-from quickstep.server.api_keys import ApiKeys, cache_salt_of, tenant_of_key
 from quickstep.server.app import create_app
 from quickstep.server.options import ServerOptions
+from quickstep.server.usage.api_keys import ApiKeys, cache_salt_of, tenant_of_key
 
 KEYS = ApiKeys(["ann=AAAA", "bob=BBBB"])
 SECRET = "def secret_of_ann(x):\n    return 'the password of ann is hunter2' + str(x)\n" * 4

@@ -17,7 +17,6 @@ from fake_engine import WORDS, FakeEngine, FakeTemplate, Script
 from field_effects import filling
 from route_calls import saying
 
-from quickstep.server.api_keys import ApiKeys
 from quickstep.server.app import create_app
 from quickstep.server.ollama.response_types import (
     OllamaChatResponse,
@@ -27,6 +26,7 @@ from quickstep.server.ollama.response_types import (
     OllamaShowResponse,
 )
 from quickstep.server.options import ServerOptions
+from quickstep.server.usage.api_keys import ApiKeys
 from quickstep.text.tool_calls.formats import formats_of
 from quickstep.types import FinishReason, Grammar
 

@@ -282,7 +282,7 @@ def test_every_answer_has_the_requests_id(
 
 
 def test_a_wrong_key_gets_the_requests_id_as_well() -> None:
-    from quickstep.server.api_keys import ApiKeys
+    from quickstep.server.usage.api_keys import ApiKeys
 
     options = ServerOptions(api_keys=ApiKeys(("secret",)))
     answer = ask(COMPLETIONS, {"prompt": "a"}, options, headers={"x-request-id": "mine"})

@@ -12,9 +12,9 @@ from fake_engine import FakeEngine, FakeTemplate
 from quickstep.errors import ConfigError
 from quickstep.sampling_params import PRESETS
 from quickstep.server.app import create_app
-from quickstep.server.generate.adapter import Served
+from quickstep.server.fields.sampling_fields import BUDGET_NAMES
 from quickstep.server.generate.conversation import EFFORT_BUDGETS
-from quickstep.server.openai.request_types import BUDGET_NAMES
+from quickstep.server.models.registry import ModelRegistry
 from quickstep.server.options import AnswerOptions, ServerOptions
 from quickstep.text.tool_calls.formats import formats_of
 from quickstep.types import SamplingParams
@@ -155,7 +155,7 @@ def test_a_message_without_a_budget_or_with_the_tag_is_refused() -> None:
     assert "has 1025 characters, the limit is 1024" in post(CHAT, fields, engine).text
     options = ServerOptions(answers=AnswerOptions(budget_message="Enough.</think>"))
     with pytest.raises(ConfigError, match=r"--reasoning-budget-message: .* contains </think>"):
-        Served.of(engine, options)
+        ModelRegistry.of_one(engine, options)
 
 
 ANTHROPIC = {"model": "fake", "max_tokens": 9}

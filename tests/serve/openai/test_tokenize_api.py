@@ -10,6 +10,7 @@ from client import MESSAGES, client_of
 from fake_engine import FakeEngine
 
 from quickstep.server.app import create_app
+from quickstep.server.fields.field_classes import field_classes
 from quickstep.server.openai.tokenize import (
     ApplyTemplateRequest,
     DetokenizeRequest,
@@ -17,7 +18,6 @@ from quickstep.server.openai.tokenize import (
     TokenizeRequest,
 )
 from quickstep.server.options import RequestLimits, ServerOptions
-from quickstep.server.schema.field_classes import field_classes
 
 TOOL = {"type": "function", "function": {"name": "find_it"}}
 CHAT_IDS = list(b"user: hi\nassistant:")

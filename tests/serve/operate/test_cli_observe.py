@@ -11,8 +11,8 @@ from live_server import LiveServer, live_server
 from logged_engine import logged_engine
 
 from quickstep.cli.main import main
-from quickstep.server.api_keys import ApiKeys
 from quickstep.server.options import ServerOptions
+from quickstep.server.usage.api_keys import ApiKeys
 
 OPTIONS = ServerOptions(api_keys=ApiKeys(["ann=secret-a"], ["root=secret-r"]), drain_s=0.0)
 

@@ -18,10 +18,10 @@ from starlette.applications import Starlette
 from step_records import QUEUED, step
 
 from quickstep.engine.records.step_log import SequenceRecord
-from quickstep.server import debug
-from quickstep.server.api_keys import ApiKeys
 from quickstep.server.app import create_app
+from quickstep.server.operate import debug
 from quickstep.server.options import ServerOptions
+from quickstep.server.usage.api_keys import ApiKeys
 from quickstep.types import FinishReason, Request, SamplingParams
 
 
@@ -40,7 +40,7 @@ def lines(text: str) -> list[dict[str, Any]]:
 
 
 def num_readers(engine: FakeEngine) -> int:
-    return sum(isinstance(follower, debug._Follower) for follower in engine.step_log._followers)
+    return sum(isinstance(follower, debug._RecordQueue) for follower in engine.step_log._followers)
 
 
 def test_only_an_admin_key_resets_the_prefix_cache() -> None:

@@ -13,10 +13,10 @@ from fake_engine import FakeEngine
 
 from quickstep.cli.main import main
 from quickstep.errors import ConfigError
-from quickstep.server import tracing
 from quickstep.server.app import create_app
+from quickstep.server.operate import tracing
+from quickstep.server.operate.tracing import RequestTracer, check_tracing
 from quickstep.server.options import MetricsOptions, ServerOptions
-from quickstep.server.tracing import RequestTracer, check_tracing
 
 URL = "http://127.0.0.1:4318/v1/traces"
 PARENT = "00-0af7651916cd43dd8448eb211c80319c-b7ad6b7169203331-01"

@@ -16,9 +16,9 @@ from fake_engine import FakeEngine
 from quickstep.config import CacheConfig, EngineConfig, LoadConfig, SchedulerConfig
 from quickstep.engine.assembly import open_engine
 from quickstep.errors import ConfigError
-from quickstep.server.api_keys import ApiKey, ApiKeys, PriorityRange, read_key_file
 from quickstep.server.app import create_app
 from quickstep.server.options import ServerOptions, UsageOptions
+from quickstep.server.usage.api_keys import ApiKey, ApiKeys, PriorityRange, read_key_file
 from quickstep.server.usage.ledger import usage_totals
 from quickstep.server.usage.limits import Budget, KeyLimits
 from quickstep.server.usage.price_book import PriceBook, PriceEntry

@@ -11,9 +11,8 @@ from client import client_of
 from fake_engine import FakeEngine
 from route_calls import RESPONSES, events, saying
 
-from quickstep.server.api_keys import ApiKeys
 from quickstep.server.app import create_app
-from quickstep.server.openai.request_types import TextFormat
+from quickstep.server.fields.sampling_fields import TextFormat
 from quickstep.server.options import ServerOptions
 from quickstep.server.responses.response_types import (
     ReasoningSettings,
@@ -24,6 +23,7 @@ from quickstep.server.responses.response_types import (
     TextSettings,
 )
 from quickstep.server.responses.store import ResponseStore, StoredResponse
+from quickstep.server.usage.api_keys import ApiKeys
 from quickstep.types import FinishReason
 
 TOOL = {"type": "function", "name": "get_weather", "parameters": {}, "strict": None}

@@ -18,8 +18,8 @@ from quickstep.errors import ConfigError
 
 if TYPE_CHECKING:
     from quickstep.engine.logs import LogSetup
-    from quickstep.server.api_keys import ApiKey, ApiKeys, Entries
     from quickstep.server.options import RequestLimits, ServerOptions, UsageOptions, WarmPrompt
+    from quickstep.server.usage.api_keys import ApiKey, ApiKeys, Entries
 
 _LOG = logging.getLogger("quickstep.cli")
 _LEVELS = ("debug", "info", "warning", "error")
@@ -540,7 +540,7 @@ def take_api_keys(args: argparse.Namespace, environ: os._Environ[str] | dict[str
 
     The variable is removed from the environment, because child processes do not need it.
     """
-    from quickstep.server.api_keys import ApiKeys
+    from quickstep.server.usage.api_keys import ApiKeys
 
     variable = environ.pop(KEY_VARIABLE, None)
     if variable == "":
@@ -560,7 +560,7 @@ def take_api_keys(args: argparse.Namespace, environ: os._Environ[str] | dict[str
 
 
 def _keys_in(path: Path) -> list[str | ApiKey]:
-    from quickstep.server.api_keys import read_key_file
+    from quickstep.server.usage.api_keys import read_key_file
 
     entries, is_shared = read_key_file(path)
     if is_shared:
@@ -575,7 +575,7 @@ def _warm_prompts(args: argparse.Namespace, api_keys: ApiKeys) -> tuple[WarmProm
         return ()
     if not args.enable_prefix_caching:
         raise ConfigError("--warm-prompts needs the prefix cache; drop --no-enable-prefix-caching")
-    from quickstep.server.warm_prompts import read_warm_prompts
+    from quickstep.server.operate.warm_prompts import read_warm_prompts
 
     return read_warm_prompts(args.warm_prompts, api_keys)
 

@@ -1,6 +1,6 @@
 """`/v1/messages`: Anthropic's Messages API over the same conversation as chat.
 
-`Messages` is the API's adapter, `CountTokens` the route that only counts, `with_checked_betas` adds
+`Messages` is the API, `CountTokens` the route that only counts, `with_checked_betas` adds
 the check of the header `anthropic-beta` to both. `http.errors` gives errors Anthropic's format.
 """
 
@@ -53,7 +53,8 @@ from quickstep.server.anthropic.response_types import (
     ToolUseContent,
 )
 from quickstep.server.anthropic.turns import begins_answer, marks_cache, template_messages
-from quickstep.server.generate.adapter import Served
+from quickstep.server.fields.field_reader import FieldReader
+from quickstep.server.fields.sampling_fields import SamplingFields
 from quickstep.server.generate.conversation import (
     Conversation,
     Effort,
@@ -65,25 +66,25 @@ from quickstep.server.generate.generation import ChoiceDelta, Generation, Head, 
 from quickstep.server.generate.message import (
     Block,
     BlockChange,
-    BlockKind,
     Blocks,
     Change,
+    MessageBlockKind,
     message_reader,
     partial_object,
 )
 from quickstep.server.generate.prompts import prompts_ids
 from quickstep.server.generate.sampling import label
 from quickstep.server.generate.structured import RequestedGrammar
+from quickstep.server.generate.timings import RequestTimings, requested_timings
 from quickstep.server.generate.tools import Function, OfferedTools, ToolChoice, is_left_out, offer
 from quickstep.server.http.body import body_of
 from quickstep.server.http.errors import anthropic_shape, error_facts, json_response
 from quickstep.server.http.event_stream import event_frame
 from quickstep.server.http.middleware import report_ignored
 from quickstep.server.http.route import Endpoint
-from quickstep.server.openai.request_types import SamplingFields
+from quickstep.server.models.registry import ModelRegistry
+from quickstep.server.models.served_model import ServedModel
 from quickstep.server.options import FieldRules
-from quickstep.server.schema.field_reader import FieldReader
-from quickstep.server.usage.timings import RequestTimings, requested_timings
 from quickstep.types import FinishReason, Grammar
 
 _SAME_NAME = ("temperature", "top_k", "top_p")
@@ -128,13 +129,12 @@ _HARMLESS_BETAS = frozenset(
 
 
 class Messages:
-    """The adapter of the API."""
+    """Parses the bodies of the API."""
 
-    def parse(self, body: bytes, served: Served, caller: str) -> ParsedRequest:
+    def parse(self, body: bytes, model: ServedModel, caller: str) -> ParsedRequest:
         """Parse and validate a body. Raises RequestError."""
-        reader = FieldReader(served.field_rules)
+        reader = FieldReader(model.server.field_rules)
         fields = reader.decode(body, MessagesRequest)
-        served.model(fields.model)
         if fields.temperature is not None and not 0 <= fields.temperature <= 1:
             raise RequestError(
                 f"temperature is {fields.temperature:g}, it must be between 0 and 1",
@@ -144,13 +144,13 @@ class Messages:
         shared = SamplingFields(
             model=fields.model,
             stop=fields.stop_sequences,
-            thinking_budget=_reasoning_budget(fields, served, reader),
+            thinking_budget=_reasoning_budget(fields, model, reader),
             **same,
         )
         request = conversation_request(
-            _conversation(fields, served, reader, len(body)),
+            _conversation(fields, model, reader, len(body)),
             shared,
-            served,
+            model,
             own={"max_tokens": fields.max_tokens},
             renamed={"stop": "stop_sequences", "thinking_budget": "thinking.budget_tokens"},
         )
@@ -159,35 +159,34 @@ class Messages:
             request,
             stream=bool(fields.stream),
             request=structs.replace(
-                request.request, tenant=label("metadata.user_id", user, served.limits)
+                request.request, tenant=label("metadata.user_id", user, model.server.limits)
             ),
             timings=False,
             ignored=reader.ignored,
-            writer=partial(_MessagesWriter, served, marks_cache(fields)),
+            writer=partial(_MessagesWriter, model, marks_cache(fields)),
         )
 
 
 class CountTokens:
     """The route that counts the input of a message."""
 
-    def __init__(self, served: Served) -> None:
-        self._served = served
+    def __init__(self, models: ModelRegistry) -> None:
+        self._models = models
 
     async def answer(self, request: Request) -> Response:
         """Return the number of tokens. Raises RequestError."""
-        body = body_of(request)
-        served, lanes = self._served, self._served.lanes.of(caller_of(request))
-        reader = FieldReader(served.field_rules)
-        conversation = await lanes.parse(len(body), lambda: self._parse(body, reader))
+        body, caller = body_of(request), caller_of(request)
+        model = await self._models.of_body(body, caller)
+        reader, lanes = FieldReader(model.server.field_rules), model.server.lanes.of(caller)
+
+        def parse() -> Conversation:
+            return _conversation(reader.decode(body, CountTokensRequest), model, reader, len(body))
+
+        conversation = await lanes.parse(len(body), parse)
         report_ignored(request, reader.ignored)
         prompts = [conversation.prompt]
-        (ids,) = await prompts_ids(served.engine, prompts, lanes, max_len=None)
+        (ids,) = await prompts_ids(model.engine, prompts, lanes, max_len=None)
         return json_response(TokenCount(len(ids)))
-
-    def _parse(self, body: bytes, reader: FieldReader) -> Conversation:
-        fields = reader.decode(body, CountTokensRequest)
-        self._served.model(fields.model)
-        return _conversation(fields, self._served, reader, len(body))
 
 
 def with_checked_betas(endpoint: Endpoint, rules: FieldRules) -> Endpoint:
@@ -206,15 +205,15 @@ def with_checked_betas(endpoint: Endpoint, rules: FieldRules) -> Endpoint:
 
 
 def _conversation(
-    fields: CountTokensRequest, served: Served, reader: FieldReader, num_chars: int
+    fields: CountTokensRequest, model: ServedModel, reader: FieldReader, num_chars: int
 ) -> Conversation:
-    messages = template_messages(fields, served, reader)
+    messages = template_messages(fields, model, reader)
     continued = begins_answer(fields)
-    effort = _effort(fields, served, reader)
+    effort = _effort(fields, model, reader)
     return Conversation(
         messages,
         num_chars=num_chars,
-        offered=_offered_tools(fields, served, reader),
+        offered=_offered_tools(fields, model, reader),
         grammar=_requested_grammar(fields),
         extra=effort.variables,
         add_generation_prompt=not continued,
@@ -223,7 +222,9 @@ def _conversation(
     )
 
 
-def _offered_tools(fields: CountTokensRequest, served: Served, reader: FieldReader) -> OfferedTools:
+def _offered_tools(
+    fields: CountTokensRequest, model: ServedModel, reader: FieldReader
+) -> OfferedTools:
     functions = [
         _function(reader.convert(tool, CustomToolSpec, f"tools[{index}]"), f"tools[{index}]")
         for index, tool in enumerate(fields.tools or ())
@@ -231,7 +232,7 @@ def _offered_tools(fields: CountTokensRequest, served: Served, reader: FieldRead
     ]
     match fields.tool_choice:
         case NoChoice():
-            return offer(functions, ToolChoice(may_call=False), one_call=False, served=served)
+            return offer(functions, ToolChoice(may_call=False), one_call=False, model=model)
         case AnyTool(name=name):
             choice = ToolChoice(must_call=True, names=(name,))
         case AnyChoice():
@@ -240,7 +241,7 @@ def _offered_tools(fields: CountTokensRequest, served: Served, reader: FieldRead
             choice = ToolChoice()
     requested = fields.tool_choice
     one_call = requested is not None and requested.disable_parallel_tool_use is True
-    return offer(functions, choice, one_call, served)
+    return offer(functions, choice, one_call, model)
 
 
 def _function(spec: CustomToolSpec, path: str) -> Function:
@@ -257,23 +258,25 @@ def _requested_grammar(fields: CountTokensRequest) -> RequestedGrammar | None:
     )
 
 
-def _effort(fields: CountTokensRequest, served: Served, reader: FieldReader) -> Effort:
+def _effort(fields: CountTokensRequest, model: ServedModel, reader: FieldReader) -> Effort:
     """How the model is to reason; a mode that it does not have is reported."""
     thinking, config = fields.thinking, fields.output_config
     level = None if config is None else config.effort
-    effort = requested_effort(level, "output_config.effort", served, reader)
+    effort = requested_effort(level, "output_config.effort", model, reader)
     if thinking is None:
         return effort
     if isinstance(thinking, DisabledThinking):
         return Effort({**effort.variables, "enable_thinking": False})
-    if isinstance(thinking, BetweenToolsThinking) or served.formats.reasoning is None:
+    if isinstance(thinking, BetweenToolsThinking) or model.formats.reasoning is None:
         kind = thinking.__struct_config__.tag
-        reader.ignore("thinking", f"{served.engine.model_name} has no mode {kind}")
+        reader.ignore("thinking", f"{model.engine.model_name} has no mode {kind}")
         return effort
     return replace(effort, variables={**effort.variables, "enable_thinking": True})
 
 
-def _reasoning_budget(fields: MessagesRequest, served: Served, reader: FieldReader) -> int | None:
+def _reasoning_budget(
+    fields: MessagesRequest, model: ServedModel, reader: FieldReader
+) -> int | None:
     """The reasoning's token limit; reported if the model has no tags. Raises RequestError."""
     thinking = fields.thinking
     if not isinstance(thinking, EnabledThinking):
@@ -285,11 +288,11 @@ def _reasoning_budget(fields: MessagesRequest, served: Served, reader: FieldRead
             f"({fields.max_tokens - 1})",
             param="thinking.budget_tokens",
         )
-    reasoning = served.formats.reasoning
+    reasoning = model.formats.reasoning
     if reasoning is None:
         return None  # `thinking` is reported already
     if not reasoning.opening:
-        name = served.engine.model_name
+        name = model.engine.model_name
         reader.ignore("thinking.budget_tokens", f"{name} sets no reasoning apart by tags")
         return None
     return budget
@@ -299,13 +302,13 @@ class _MessagesWriter:
     """Writes one message, complete or as Anthropic's events."""
 
     def __init__(
-        self, served: Served, marks_cache: bool, generation: Generation, head: Head
+        self, model: ServedModel, marks_cache: bool, generation: Generation, head: Head
     ) -> None:
-        self._served = served
+        self._model = model
         self._generation = generation
-        self._block_size = served.engine.block_size if marks_cache else None
+        self._block_size = model.engine.block_size if marks_cache else None
         (choice,) = generation.choices
-        tokenizer = served.engine.tokenizer
+        tokenizer = model.engine.tokenizer
         self._blocks = Blocks(message_reader(generation, choice, tokenizer, "toolu_"))
         self._id = f"msg_{uuid.uuid4().hex[:24]}"
 
@@ -323,7 +326,7 @@ class _MessagesWriter:
         """The events with the stop reason and the usage."""
         message = self._message()
         stop = StopDetails(message.stop_reason, message.stop_sequence)
-        timings = requested_timings(self._generation, self._served)
+        timings = requested_timings(self._generation, self._model)
         yield _event(MessageDeltaEvent(stop, message.usage, timings))
         yield _event(MessageStop())
 
@@ -339,7 +342,7 @@ class _MessagesWriter:
         """The finished message."""
         return self._message(
             [_content(block) for block in self._blocks.blocks],
-            requested_timings(self._generation, self._served),
+            requested_timings(self._generation, self._model),
         )
 
     def _message(
@@ -393,7 +396,7 @@ def _event(event: msgspec.Struct) -> bytes:
 def _content(block: Block) -> MessageBlock:
     if block.call is not None:
         return ToolUseContent(block.call.call_id, block.call.name, partial_object(block.text))
-    if block.kind is BlockKind.REASONING:
+    if block.kind is MessageBlockKind.REASONING:
         return ThinkingContent(block.text, _signature(block))
     return TextContent(block.text)
 
@@ -405,7 +408,7 @@ def _signature(block: Block) -> str:
 
 def _block_events(change: BlockChange) -> Iterator[bytes]:
     block = change.block
-    if change.change is Change.CLOSED and block.kind is BlockKind.REASONING:
+    if change.change is Change.CLOSED and block.kind is MessageBlockKind.REASONING:
         yield _event(BlockDelta(block.index, SignatureDelta(_signature(block))))
     yield _block_event(change)
 
@@ -416,13 +419,13 @@ def _block_event(change: BlockChange) -> bytes:
         empty: MessageBlock = TextContent("")
         if block.call is not None:
             empty = ToolUseContent(block.call.call_id, block.call.name, {})
-        elif block.kind is BlockKind.REASONING:
+        elif block.kind is MessageBlockKind.REASONING:
             empty = ThinkingContent("")
         return _event(BlockStart(block.index, empty))
     if change.change is Change.CLOSED:
         return _event(BlockStop(block.index))
-    if block.kind is BlockKind.CALL:
+    if block.kind is MessageBlockKind.CALL:
         return _event(BlockDelta(block.index, InputDelta(change.text)))
-    if block.kind is BlockKind.REASONING:
+    if block.kind is MessageBlockKind.REASONING:
         return _event(BlockDelta(block.index, ThinkingDelta(change.text)))
     return _event(BlockDelta(block.index, TextDelta(change.text)))

@@ -1,7 +1,7 @@
 """The JSON bodies of Anthropic's Messages API, as msgspec types: all fields.
 
 `endpoint` and `turns` read them. Fields that have no effect here are declared as well, with their
-class (`schema/field_classes.py`).
+class (`fields/field_classes.py`).
 """
 
 from __future__ import annotations
@@ -10,8 +10,8 @@ from typing import Annotated, Any, ClassVar, Literal
 
 import msgspec
 
-from quickstep.server.schema.field_classes import effect, hint, note, refused
-from quickstep.server.schema.shared_fields import (
+from quickstep.server.fields.field_classes import effect, hint, note, refused
+from quickstep.server.fields.shared_fields import (
     AllowedCallers,
     DeferLoading,
     ReasoningEffort,

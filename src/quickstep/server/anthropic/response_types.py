@@ -10,7 +10,7 @@ from typing import Any, Literal
 import msgspec
 from msgspec import UNSET, UnsetType
 
-from quickstep.server.usage.timings import RequestTimings
+from quickstep.server.generate.timings import RequestTimings
 
 
 class CacheCreation(msgspec.Struct, frozen=True):

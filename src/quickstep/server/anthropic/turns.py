@@ -31,9 +31,9 @@ from quickstep.server.anthropic.request_types import (
     Turn,
     UserTurn,
 )
-from quickstep.server.generate.adapter import Served
+from quickstep.server.fields.field_reader import FieldReader
 from quickstep.server.generate.conversation import check_continues, check_shows_calls, past_call
-from quickstep.server.schema.field_reader import FieldReader
+from quickstep.server.models.served_model import ServedModel
 from quickstep.text.message_content import Content, Part, text_of, text_part
 
 _Message = dict[str, Any]
@@ -44,7 +44,7 @@ _BILLING_LINE = re.compile(r"x-anthropic-billing-header:[^\n]*\n*")
 
 
 def template_messages(
-    fields: CountTokensRequest, served: Served, reader: FieldReader
+    fields: CountTokensRequest, model: ServedModel, reader: FieldReader
 ) -> tuple[_Message, ...]:
     """The system prompt and all turns. Raises RequestError with the path of a refused block."""
     if not fields.messages:
@@ -53,7 +53,7 @@ def template_messages(
     if fields.system is not None:
         messages += _system(_content(fields.system, "system"), reader)
     for index, turn in enumerate(fields.messages):
-        messages += _turn(turn, f"messages[{index}].content", served, reader)
+        messages += _turn(turn, f"messages[{index}].content", model, reader)
     if begins_answer(fields):
         check_continues(messages[-1], f"messages[{len(fields.messages) - 1}]")
     return tuple(messages)
@@ -100,14 +100,14 @@ def _system(content: Content, reader: FieldReader) -> list[_Message]:
     return [{"role": "system", "content": content}]
 
 
-def _turn(turn: Turn, path: str, served: Served, reader: FieldReader) -> list[_Message]:
+def _turn(turn: Turn, path: str, model: ServedModel, reader: FieldReader) -> list[_Message]:
     match turn:
         case SystemTurn():
             return [{"role": "system", "content": _content(turn.content, path)}]
         case UserTurn():
             return _user(turn, path)
         case AssistantTurn():
-            return [_assistant(turn, path, served, reader)]
+            return [_assistant(turn, path, model, reader)]
 
 
 def _user(turn: UserTurn, path: str) -> list[_Message]:
@@ -138,7 +138,7 @@ def _tool_result(block: ToolResultBlock, path: str) -> _Message:
     return {"role": "tool", "tool_call_id": block.tool_use_id, "content": content}
 
 
-def _assistant(turn: AssistantTurn, path: str, served: Served, reader: FieldReader) -> _Message:
+def _assistant(turn: AssistantTurn, path: str, model: ServedModel, reader: FieldReader) -> _Message:
     if isinstance(turn.content, str):
         return {"role": "assistant", "content": turn.content}
     parts: list[Part] = []
@@ -149,7 +149,7 @@ def _assistant(turn: AssistantTurn, path: str, served: Served, reader: FieldRead
         if isinstance(block, ThinkingBlock):
             thoughts.append(block.thinking)
         elif isinstance(block, ToolUseBlock):
-            check_shows_calls(served, block_path)
+            check_shows_calls(model, block_path)
             calls.append(_tool_use(block, block_path))
         elif isinstance(block, ForeignBlock):
             kind = block.__struct_config__.tag

@@ -18,17 +18,17 @@ from quickstep.server.batches.jobs import BatchJobs, BatchRecord
 from quickstep.server.batches.lines import batch_endpoints
 from quickstep.server.batches.request_types import BatchQuery, BatchRequest
 from quickstep.server.batches.response_types import BatchList, BatchObject
-from quickstep.server.generate.adapter import Served
+from quickstep.server.fields.decode import decode_values
+from quickstep.server.fields.field_reader import FieldReader
+from quickstep.server.generate.api import Observers
 from quickstep.server.generate.conversation import checked_metadata
 from quickstep.server.generate.endpoint import caller_of
 from quickstep.server.http.body import body_of
 from quickstep.server.http.errors import json_response
 from quickstep.server.http.middleware import report_ignored
 from quickstep.server.http.route import ApiRoute
-from quickstep.server.metrics import Metrics
-from quickstep.server.openai.request_types import decode_values
+from quickstep.server.models.registry import ModelRegistry
 from quickstep.server.options import ServerOptions
-from quickstep.server.schema.field_reader import FieldReader
 
 _WINDOW = re.compile(r"(?P<count>[1-9]\d{0,3})(?P<unit>[mhd])")
 _UNIT_S = {"m": 60, "h": 3600, "d": 86_400}
@@ -38,13 +38,15 @@ _LONGEST_S = 30 * 86_400
 class LocalBatches:
     """The files and batches of one server."""
 
-    def __init__(self, served: Served, metrics: Metrics, options: ServerOptions) -> None:
-        self._served = served
+    def __init__(self, models: ModelRegistry, observers: Observers, options: ServerOptions) -> None:
+        self._models = models
         weight_of = options.api_keys.weight_of
         self._store = FileStore(options.files, weight_of=weight_of)
-        endpoints = batch_endpoints(served, metrics)
-        self._jobs = BatchJobs(self._store, endpoints, options.batches, served.limits, weight_of)
-        self._files = Files(self._store, options.connections.upload_s, served)
+        endpoints = batch_endpoints(models, observers)
+        self._jobs = BatchJobs(
+            self._store, endpoints, options.batches, models.server.limits, weight_of
+        )
+        self._files = Files(self._store, options.connections.upload_s, models.server)
 
     def start(self) -> None:
         """Load the index of the files in `--files-dir`. Raises ConfigError."""
@@ -84,8 +86,8 @@ class LocalBatches:
     async def create(self, request: Request) -> Response:
         """Create a batch."""
         body = body_of(request)
-        reader = FieldReader(self._served.field_rules)
-        fields = await self._served.lanes.of(caller_of(request)).parse(
+        reader = FieldReader(self._models.server.field_rules)
+        fields = await self._models.server.lanes.of(caller_of(request)).parse(
             len(body), lambda: reader.decode(body, BatchRequest)
         )
         report_ignored(request, reader.ignored)
@@ -96,11 +98,11 @@ class LocalBatches:
                 param="endpoint",
             )
         if fields.metadata is not None:
-            checked_metadata(fields.metadata, self._served.limits)
+            checked_metadata(fields.metadata, self._models.server.limits)
         batch = BatchRecord(
             owner=caller_of(request),
             request=fields,
-            model=self._served.names[0],
+            model=self._models.default.name,
             created_at=self._store.now(),
             window_s=_window_s(fields.completion_window),
         )

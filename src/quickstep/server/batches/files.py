@@ -25,12 +25,12 @@ from quickstep.server.batches.file_store import (
 )
 from quickstep.server.batches.request_types import FileForm, FileQuery
 from quickstep.server.batches.response_types import DeletedFile, FileList, FileObject
-from quickstep.server.generate.adapter import Served
+from quickstep.server.fields.decode import decode_values
 from quickstep.server.generate.endpoint import CLIENT_CLOSED, caller_of
 from quickstep.server.http.errors import error_body, json_response
 from quickstep.server.http.route import ApiRoute
 from quickstep.server.http.time_limits import patient_timeout
-from quickstep.server.openai.request_types import decode_values
+from quickstep.server.models.server_state import ServerState
 
 _PURPOSE = "batch"
 _FORM_FIELDS = 8
@@ -45,11 +45,11 @@ _RANGE = re.compile(r" *bytes *= *([0-9]{0,18}) *- *([0-9]{0,18}) *", re.ASCII |
 class Files:
     """The endpoints of files."""
 
-    def __init__(self, store: FileStore, upload_s: float, served: Served) -> None:
+    def __init__(self, store: FileStore, upload_s: float, server: ServerState) -> None:
         self._store = store
         self._upload_s = upload_s
-        self._reception = served.reception
-        self._lanes = served.lanes
+        self._reception = server.reception
+        self._lanes = server.lanes
 
     def routes(self) -> list[ApiRoute]:
         """The routes of files."""

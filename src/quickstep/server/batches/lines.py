@@ -32,15 +32,15 @@ from msgspec import UNSET, UnsetType
 from quickstep.errors import EngineDied, EngineError, RequestError
 from quickstep.json_line import json_line
 from quickstep.server.anthropic.endpoint import Messages
-from quickstep.server.generate.adapter import Adapter, LineResult, Served
+from quickstep.server.fields.decode import decode
+from quickstep.server.generate.api import GeneratingApi, LineResult, Observers
 from quickstep.server.generate.endpoint import GeneratingRoute
 from quickstep.server.http.body import check_json
 from quickstep.server.http.errors import GenerationFailed, error_of
-from quickstep.server.metrics import Metrics
+from quickstep.server.models.registry import ModelRegistry
 from quickstep.server.openai.chat import Chat
 from quickstep.server.openai.completions import Completions
 from quickstep.server.openai.embeddings import Embeddings
-from quickstep.server.openai.request_types import decode
 from quickstep.server.options import RequestLimits
 from quickstep.server.responses.endpoint import Responses
 from quickstep.server.responses.store import ResponseStore
@@ -67,24 +67,23 @@ class BatchEndpoint(Protocol):
         """Return the JSON response to a body. Raises RequestError, EngineError."""
 
 
-def batch_endpoints(served: Served, metrics: Metrics) -> Mapping[str, BatchEndpoint]:
+def batch_endpoints(models: ModelRegistry, observers: Observers) -> Mapping[str, BatchEndpoint]:
     """The endpoints of `BATCH_URLS`.
 
     Responses of batches are kept in a store of their own, so that they evict no response of a
     live client.
     """
-    adapters: dict[str, Adapter] = {
+    apis: dict[str, GeneratingApi] = {
         "/v1/chat/completions": Chat(),
         "/v1/completions": Completions(),
         "/v1/responses": Responses(ResponseStore()),
         "/v1/messages": Messages(),
     }
     generating = {
-        url: GeneratingRoute(adapter, served, metrics).answer_line
-        for url, adapter in adapters.items()
+        url: GeneratingRoute(api, models, observers).answer_line for url, api in apis.items()
     }
     return MappingProxyType(
-        {**generating, "/v1/embeddings": Embeddings(served, metrics).answer_line}
+        {**generating, "/v1/embeddings": Embeddings(models, observers).answer_line}
     )
 
 

@@ -6,7 +6,7 @@ from typing import Annotated, Literal
 
 import msgspec
 
-from quickstep.server.schema.field_classes import effect
+from quickstep.server.fields.field_classes import effect
 
 _LIFE_S = msgspec.Meta(ge=3600, le=2_592_000)  # an hour to 30 days, as OpenAI
 

@@ -13,15 +13,15 @@ from typing import Any
 import msgspec
 
 from quickstep.errors import RequestError
-from quickstep.server.generate.adapter import Served
+from quickstep.server.fields.field_reader import FieldReader
+from quickstep.server.fields.sampling_fields import SamplingFields
 from quickstep.server.generate.generation import OutputReading, ParsedRequest
 from quickstep.server.generate.prompts import ChatPrompt
 from quickstep.server.generate.sampling import engine_request, label, sampling_params
 from quickstep.server.generate.structured import RequestedGrammar
 from quickstep.server.generate.tools import OfferedTools, with_answer
-from quickstep.server.openai.request_types import SamplingFields
+from quickstep.server.models.served_model import ServedModel
 from quickstep.server.options import RequestLimits, bounded
-from quickstep.server.schema.field_reader import FieldReader
 from quickstep.text.message_content import text_of
 from quickstep.text.tool_calls.formats import REASONING_FORMATS
 
@@ -81,7 +81,7 @@ class Conversation(msgspec.Struct, frozen=True):
 def conversation_request(
     conversation: Conversation,
     fields: SamplingFields,
-    served: Served,
+    model: ServedModel,
     own: Mapping[str, Any],
     renamed: Mapping[str, str],
     prompt_field: str = "messages",
@@ -91,26 +91,26 @@ def conversation_request(
     `own` is what the API resolved by itself: `max_tokens` (None for not given) and `logprobs`;
     `renamed` maps its names to the client's, `prompt_field` is the field of the conversation.
     """
-    grammar = _grammar(conversation, served)
-    output = _output(conversation, served)
+    grammar = _grammar(conversation, model)
+    output = _output(conversation, model)
     values = dict(own)
-    if values["max_tokens"] is None and "max_tokens" in served.engine.default_sampling:
+    if values["max_tokens"] is None and "max_tokens" in model.engine.default_sampling:
         del values["max_tokens"]
-    values["shown_special_token_ids"] = _markers(output, served)
+    values["shown_special_token_ids"] = _markers(output, model)
     values["grammar"] = None if grammar is None else grammar.grammar
-    reasoning = served.formats.reasoning
+    reasoning = model.formats.reasoning
     if grammar is not None and reasoning is not None and reasoning.opening:
         values["reasoning_tags"] = (reasoning.opening, reasoning.closing)
     values["inside_reasoning"] = output is not None and output.inside_reasoning
     if fields.stop and output is not None and output.reasoning is not None:
         values["stop_after_reasoning"] = output.reasoning.passage
     return ParsedRequest(
-        model=served.model(fields.model),
+        model=model.name_or_default(fields.model),
         prompts=(conversation.prompt,),
         request=engine_request(
             fields,
-            sampling_params(fields, served, values, renamed, conversation.effort_budget),
-            served.limits,
+            sampling_params(fields, model, values, renamed, conversation.effort_budget),
+            model.server.limits,
         ),
         output=output,
         prompt_field=prompt_field,
@@ -118,10 +118,10 @@ def conversation_request(
     )
 
 
-def check_shows_calls(served: Served, path: str) -> None:
+def check_shows_calls(model: ServedModel, path: str) -> None:
     """Earlier calls, at `path`, must not vanish: the template has to write them."""
-    if not served.formats.renders_calls:
-        name = served.engine.model_name
+    if not model.formats.renders_calls:
+        name = model.engine.model_name
         raise RequestError(
             f"{path} is not supported: the chat template of {name} does not show calls", param=path
         )
@@ -135,12 +135,14 @@ def past_call(call_id: str, name: str, arguments: str) -> dict[str, Any]:
     return {"id": call_id, "type": "function", "function": function}
 
 
-def requested_effort(effort: str | None, path: str, served: Served, reader: FieldReader) -> Effort:
+def requested_effort(
+    effort: str | None, path: str, model: ServedModel, reader: FieldReader
+) -> Effort:
     """What the reasoning effort at `path` means; a level that the model does not have is reported.
 
     gpt-oss has three levels, and some templates read any. For others a level is a budget.
     """
-    reasoning = served.formats.reasoning
+    reasoning = model.formats.reasoning
     is_harmony = reasoning is REASONING_FORMATS["harmony"]
     if effort is None:
         return Effort()
@@ -149,30 +151,30 @@ def requested_effort(effort: str | None, path: str, served: Served, reader: Fiel
     if is_harmony:
         is_known = effort in ("low", "medium", "high")
     else:
-        is_known = _template_reads("reasoning_effort", served)
+        is_known = _template_reads("reasoning_effort", model)
     if is_known:
         return Effort({"reasoning_effort": effort})
     if reasoning is not None and reasoning.opening and effort in EFFORT_BUDGETS:
         return Effort(budget=EFFORT_BUDGETS[effort])
-    reader.ignore(path, f"{served.engine.model_name} has no level {effort[:64]}")
+    reader.ignore(path, f"{model.engine.model_name} has no level {effort[:64]}")
     return Effort()
 
 
 def verbosity_in_template(
-    verbosity: str | None, path: str, served: Served, reader: FieldReader
+    verbosity: str | None, path: str, model: ServedModel, reader: FieldReader
 ) -> Mapping[str, Any]:
     """The template's variables for the verbosity; reported if the template reads none."""
     if verbosity is None:
         return {}
-    if _template_reads("verbosity", served):
+    if _template_reads("verbosity", model):
         return {"verbosity": verbosity}
     if verbosity != "medium":
         reader.ignore(path, "the model has no verbosity setting")
     return {}
 
 
-def _template_reads(name: str, served: Served) -> bool:
-    template = served.engine.chat_template
+def _template_reads(name: str, model: ServedModel) -> bool:
+    template = model.engine.chat_template
     return template is not None and name in template.source
 
 
@@ -194,13 +196,13 @@ def checked_metadata(metadata: dict[str, str], limits: RequestLimits) -> dict[st
     return metadata
 
 
-def _grammar(conversation: Conversation, served: Served) -> RequestedGrammar | None:
+def _grammar(conversation: Conversation, model: ServedModel) -> RequestedGrammar | None:
     """The grammar of the message after its reasoning: of its calls, of its content, or of both."""
     grammar, offered = conversation.grammar, conversation.offered
     if grammar is None or offered.must_call:
         return offered.grammar
-    in_channels = served.formats.reasoning is REASONING_FORMATS["harmony"]
-    return with_answer(grammar, offered, served) if offered.tools or in_channels else grammar
+    in_channels = model.formats.reasoning is REASONING_FORMATS["harmony"]
+    return with_answer(grammar, offered, model) if offered.tools or in_channels else grammar
 
 
 def check_continues(message: Mapping[str, Any], path: str) -> None:
@@ -213,11 +215,11 @@ def check_continues(message: Mapping[str, Any], path: str) -> None:
         raise RequestError(f"{path} calls a tool, it cannot be continued", param=path)
 
 
-def _output(conversation: Conversation, served: Served) -> OutputReading | None:
+def _output(conversation: Conversation, model: ServedModel) -> OutputReading | None:
     """What to read out of the text; a call is one only if tools were offered."""
     offered = conversation.offered
-    tool_calls = served.formats.tool_calls if offered.tools else None
-    reasoning = served.formats.reasoning
+    tool_calls = model.formats.tool_calls if offered.tools else None
+    reasoning = model.formats.reasoning
     if tool_calls is None and reasoning is None:
         return None
     begun = text_of(conversation.messages[-1]["content"]) if conversation.continued else ""
@@ -227,11 +229,11 @@ def _output(conversation: Conversation, served: Served) -> OutputReading | None:
     return OutputReading(tool_calls, reasoning, one_call=offered.one_call, inside_reasoning=inside)
 
 
-def _markers(output: OutputReading | None, served: Served) -> tuple[int, ...]:
+def _markers(output: OutputReading | None, model: ServedModel) -> tuple[int, ...]:
     """The formats' markers that are tokens, so that none of them is skipped as special."""
     if output is None:
         return ()
     formats = (output.tool_calls, output.reasoning)
     texts = [marker for known in formats if known is not None for marker in known.markers]
-    ids = map(served.engine.tokenizer.token_id, texts)
+    ids = map(model.engine.tokenizer.token_id, texts)
     return tuple(token_id for token_id in ids if token_id is not None)

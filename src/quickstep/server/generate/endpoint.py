@@ -3,7 +3,7 @@
 A disconnect of the client cancels both forms. In every case the generation is closed at the end,
 which aborts what still runs and frees its blocks.
 
-    Adapter.parse -> open_generation -> EventStream | JSON
+    GeneratingApi.parse -> open_generation -> EventStream | JSON
 """
 
 from __future__ import annotations
@@ -22,8 +22,14 @@ from starlette.requests import ClientDisconnect, Request
 from starlette.responses import Response
 
 from quickstep.errors import RequestError
-from quickstep.server.api_keys import cache_salt_of, priority_of_key, tenant_of_key
-from quickstep.server.generate.adapter import Adapter, LineResult, Served
+from quickstep.server.fields.field_reader import loosened_keyword
+from quickstep.server.generate.api import (
+    NO_HEADERS,
+    GeneratingApi,
+    LineResult,
+    Observers,
+    RequestObserver,
+)
 from quickstep.server.generate.generation import (
     ChoiceDelta,
     Generation,
@@ -32,17 +38,18 @@ from quickstep.server.generate.generation import (
     Writer,
     open_generation,
 )
+from quickstep.server.generate.timings import TIMINGS_HEADER
 from quickstep.server.http.body import body_of, body_parsed, unless_disconnected
 from quickstep.server.http.errors import json_response
 from quickstep.server.http.event_stream import SERVER_SENT_EVENTS, EventStream
 from quickstep.server.http.middleware import key_name, report_ignored
 from quickstep.server.http.work_lanes import INLINE_BYTES
-from quickstep.server.metrics import NO_HEADERS, Metrics, RequestMeter
+from quickstep.server.models.registry import ModelRegistry
+from quickstep.server.models.served_model import ServedModel
 from quickstep.server.options import ConnectionOptions
-from quickstep.server.schema.field_reader import loosened_keyword
+from quickstep.server.usage.api_keys import cache_salt_of, priority_of_key, tenant_of_key
 from quickstep.server.usage.limits import Reservation
 from quickstep.server.usage.recorder import BATCHES
-from quickstep.server.usage.timings import TIMINGS_HEADER
 from quickstep.types import Request as EngineRequest
 from quickstep.types import RequestClass
 
@@ -60,13 +67,13 @@ class _Answer(msgspec.Struct, frozen=True):
 
     generation: Generation
     writer: Writer
-    meter: RequestMeter
+    observer: RequestObserver
     reservation: Reservation
 
     async def close(self) -> None:
         """Abort what still runs, and count the request. Idempotent."""
         await self.generation.aclose()
-        self.meter.close(self.generation)
+        self.observer.close(self.generation)
         self.reservation.release()
 
 
@@ -85,29 +92,33 @@ class GeneratingRoute:
     """The endpoint of one API.
 
     `has_sampling_fields`: Bodies have the names of `SamplingFields`, not names of their own.
+    `optional_tag`: Names of models may end with it.
     """
 
     def __init__(
         self,
-        adapter: Adapter,
-        served: Served,
-        metrics: Metrics,
+        api: GeneratingApi,
+        models: ModelRegistry,
+        observers: Observers,
         has_sampling_fields: bool = False,
+        optional_tag: str = "",
     ) -> None:
-        self._adapter = adapter
+        self._api = api
         self._has_sampling_fields = has_sampling_fields
-        self._served = served
-        self._metrics = metrics
+        self._optional_tag = optional_tag
+        self._models = models
+        self._observers = observers
 
     async def answer(self, request: Request) -> Response:
         """Answer one request. Raises RequestError, EngineError."""
         body, caller, endpoint = body_of(request), caller_of(request), endpoint_of(request)
         received_s: float = request.scope["state"]["received_s"]
-        self._served.limiter.check(caller)
-        if self._has_sampling_fields and self._served.engine.has_queue:
-            self._check_admission(body, caller, received_s)
-        parsed = await self._served.lanes.of(caller).parse(
-            len(body), lambda: self._parse(body, caller, endpoint)
+        self._models.server.limiter.check(caller)
+        model = await self._models.of_body(body, caller, self._optional_tag)
+        if self._has_sampling_fields and model.engine.has_queue:
+            _check_admission(model, body, caller, received_s)
+        parsed = await model.server.lanes.of(caller).parse(
+            len(body), lambda: self._parse(body, model, caller, endpoint)
         )
         body_parsed(request)
         report_ignored(request, parsed.ignored)
@@ -121,10 +132,10 @@ class GeneratingRoute:
                 parsed = replace(parsed, timings=True)
         # before the prompt is tokenised, and before the event loop runs anything else
         num_sequences = parsed.sampling.n * len(parsed.prompts)
-        self._served.engine.check_admission(parsed.request, num_sequences)
+        model.engine.check_admission(parsed.request, num_sequences)
         try:
             answer = await unless_disconnected(
-                request.receive, self._open(parsed, caller, len(body), request.headers)
+                request.receive, self._open(parsed, model, caller, len(body), request.headers)
             )
             report_ignored(request, answer.generation.loosened)
             if parsed.stream:
@@ -133,29 +144,6 @@ class GeneratingRoute:
             return await self._complete(request, answer)
         except ClientDisconnect:
             return Response(status_code=CLIENT_CLOSED)
-
-    def _check_admission(self, body: bytes, caller: str, received_s: float) -> None:
-        """Raise RequestError for a body that could not be accepted now, whatever else is in it.
-
-        While requests wait, most others may end here, at half of the cost of parsing all of their
-        fields. A body that is not valid passes: `_parse` says what is wrong with it.
-        """
-        if len(body) > INLINE_BYTES:
-            return
-        try:
-            urgency = _URGENCY.decode(body)
-        except msgspec.DecodeError:
-            return
-        deadline_ms = urgency.ttft_deadline_ms
-        if deadline_ms is not None and not 0 < deadline_ms < math.inf:
-            return
-        urgent = EngineRequest(
-            priority=priority_of_key(caller, urgency.priority or 0, self._served.api_keys),
-            request_class=urgency.request_class or RequestClass.INTERACTIVE,
-            ttft_deadline_s=None if deadline_ms is None else deadline_ms / 1e3,
-            received_s=received_s,
-        )
-        self._served.engine.check_admission(urgent, num_sequences=1)
 
     async def _deltas(self, request: Request, answer: _Answer) -> AsyncGenerator[ChoiceDelta, None]:
         """The deltas of a stream. With a deadline for the first token they begin with it, so that
@@ -183,10 +171,11 @@ class GeneratingRoute:
         `added_priority` puts the line after requests of waiting clients.
         Raises RequestError, EngineError.
         """
-        parsed = await self._served.lanes.of(caller).parse(
-            len(body), lambda: self._parse(body, caller, BATCHES, added_priority)
+        model = await self._models.of_body(body, caller, self._optional_tag)
+        parsed = await model.server.lanes.of(caller).parse(
+            len(body), lambda: self._parse(body, model, caller, BATCHES, added_priority)
         )
-        answer = await self._open(parsed, caller, len(body))
+        answer = await self._open(parsed, model, caller, len(body))
         try:
             await _collect(answer)
         finally:
@@ -195,36 +184,43 @@ class GeneratingRoute:
         return LineResult(response, (*parsed.ignored, *answer.generation.loosened))
 
     def _parse(
-        self, body: bytes, caller: str, endpoint: str, added_priority: int = 0
+        self,
+        body: bytes,
+        model: ServedModel,
+        caller: str,
+        endpoint: str,
+        added_priority: int = 0,
     ) -> ParsedRequest:
         """The request with what follows from the caller's key: its account, its part of the cache,
         its priority, its deadline. Raises RequestError.
         """
         in_batch = endpoint == BATCHES
-        served = self._served
-        parsed = self._adapter.parse(body, served, caller)
+        parsed = self._api.parse(body, model, caller)
         request = parsed.request
         if in_batch and parsed.stream:
             raise RequestError("stream is not supported in a batch", param="stream")
         timeout_s = request.timeout_s
         # the operator's default is for clients that wait
         if timeout_s is not None or not in_batch:
-            timeout_s = served.deadlines.of(timeout_s)
+            timeout_s = model.server.deadlines.of(timeout_s)
         owned = structs.replace(
             request,
-            priority=priority_of_key(caller, request.priority, served.api_keys, added_priority),
+            priority=priority_of_key(
+                caller, request.priority, model.server.api_keys, added_priority
+            ),
             tenant=tenant_of_key(caller, request.tenant),
-            tenant_weight=served.api_keys.weight_of(caller),
-            cache_salt=cache_salt_of(caller, request.cache_salt, served.shares_prefix_cache),
+            tenant_weight=model.server.api_keys.weight_of(caller),
+            cache_salt=cache_salt_of(caller, request.cache_salt, model.server.shares_prefix_cache),
             timeout_s=timeout_s,
             endpoint=endpoint,
-            adapter=served.adapter(parsed.model) if parsed.adapter is None else parsed.adapter,
+            adapter=model.adapter(parsed.model) if parsed.adapter is None else parsed.adapter,
         )
-        return replace(parsed, request=owned, timeout_reason=served.deadlines.finish_reason)
+        return replace(parsed, request=owned, timeout_reason=model.server.deadlines.finish_reason)
 
     async def _open(
         self,
         parsed: ParsedRequest,
+        model: ServedModel,
         caller: str,
         body_bytes: int,
         headers: Mapping[str, str] = NO_HEADERS,
@@ -232,11 +228,11 @@ class GeneratingRoute:
         """Submit a request that the limits of the caller's key admit."""
         in_batch = parsed.request.endpoint == BATCHES
         num_tokens = _expected_tokens(parsed, body_bytes)
-        price = self._served.price(parsed.request.adapter)
+        price = model.price(parsed.request.adapter)
         usd = 0.0 if price is None else price.most_usd(num_tokens)
-        reservation = self._served.limiter.admit(caller, num_tokens, in_batch, usd)
+        reservation = model.server.limiter.admit(caller, num_tokens, in_batch, usd)
         try:
-            return await self._submit(parsed, caller, reservation, headers)
+            return await self._submit(parsed, model, caller, reservation, headers)
         except BaseException:
             reservation.release()
             raise
@@ -244,22 +240,22 @@ class GeneratingRoute:
     async def _submit(
         self,
         parsed: ParsedRequest,
+        model: ServedModel,
         caller: str,
         reservation: Reservation,
         headers: Mapping[str, str],
     ) -> _Answer:
-        assert parsed.writer is not None, "every adapter names its writer"
-        meter = self._metrics.meter(parsed, headers)
-        served = self._served
+        assert parsed.writer is not None, "every API names its writer"
+        observer = self._observers.of_request(model, parsed, headers)
         generation = await open_generation(
-            served.engine, parsed, served.limits, served.lanes.of(caller)
+            model.engine, parsed, model.server.limits, model.server.lanes.of(caller)
         )
-        meter.opened(generation)
-        if generation.loosened and served.field_rules.refuse_hints:
+        observer.opened(generation)
+        if generation.loosened and model.server.field_rules.refuse_hints:
             await generation.aclose()
             raise loosened_keyword(generation.loosened[0])
-        head = Head(created=int(time.time()), fingerprint=meter.fingerprint)
-        return _Answer(generation, parsed.writer(generation, head), meter, reservation)
+        head = Head(created=int(time.time()), fingerprint=model.engine.fingerprint)
+        return _Answer(generation, parsed.writer(generation, head), observer, reservation)
 
     async def _complete(self, request: Request, answer: _Answer) -> Response:
         try:
@@ -267,6 +263,30 @@ class GeneratingRoute:
         finally:
             await answer.close()
         return await _encode(answer, lambda: json_response(answer.writer.complete()))
+
+
+def _check_admission(model: ServedModel, body: bytes, caller: str, received_s: float) -> None:
+    """Raise RequestError for a body that could not be accepted now, whatever else is in it.
+
+    While requests wait, most others may end here, at half of the cost of parsing all of their
+    fields. A body that is not valid passes: the parser says what is wrong with it.
+    """
+    if len(body) > INLINE_BYTES:
+        return
+    try:
+        urgency = _URGENCY.decode(body)
+    except msgspec.DecodeError:
+        return
+    deadline_ms = urgency.ttft_deadline_ms
+    if deadline_ms is not None and not 0 < deadline_ms < math.inf:
+        return
+    urgent = EngineRequest(
+        priority=priority_of_key(caller, urgency.priority or 0, model.server.api_keys),
+        request_class=urgency.request_class or RequestClass.INTERACTIVE,
+        ttft_deadline_s=None if deadline_ms is None else deadline_ms / 1e3,
+        received_s=received_s,
+    )
+    model.engine.check_admission(urgent, num_sequences=1)
 
 
 def _wants_timings(request: Request) -> bool:
@@ -300,7 +320,7 @@ async def _encode(answer: _Answer, write: Callable[[], _Encoded]) -> _Encoded:
 async def _collect(answer: _Answer) -> None:
     async with aclosing(answer.generation.deltas()) as deltas:
         async for item in deltas:
-            answer.meter.observe(item)
+            answer.observer.observe(item)
             answer.writer.collect(item)
 
 
@@ -346,7 +366,7 @@ async def _frames(
             yield frame
         async with aclosing(deltas):
             async for item in deltas:
-                answer.meter.observe(item)
+                answer.observer.observe(item)
                 for frame in writer.delta(item):
                     yield frame
         for frame in writer.ending():

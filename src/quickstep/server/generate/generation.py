@@ -1,8 +1,8 @@
-"""The request that every API's adapter parses a body into, and its run on the engine.
+"""The request that every API parses a body into, and its run on the engine.
 
-An adapter parses a body into a frozen, bounded `ParsedRequest`; `open_generation` renders,
+An API parses a body into a frozen, bounded `ParsedRequest`; `open_generation` renders,
 tokenises and submits its prompts; `Generation` merges the engine's streams into one sequence of
-`ChoiceDelta`. The engine never sees client dicts, an adapter never sees the engine.
+`ChoiceDelta`. The engine never sees client dicts, an API never calls the engine.
 
 Prompt p of P and sequence i of n become choice p * n + i, as OpenAI counts.
 
@@ -120,7 +120,7 @@ class ParsedRequest(msgspec.Struct, frozen=True):
         timings: The response has the request's timings; None if the API has no place for them.
         truncation: How much of a prompt is read; None for all.
         ignored: Paths of the client's fields that have no effect.
-        writer: Makes the writer of the response; every adapter sets it.
+        writer: Makes the writer of the response; every API sets it.
         stream_type: The media type of a streaming response.
         adapter: The adapter that the body selects ("" for none); None for that of `model`.
         timeout_reason: OpenAI's `finish_reason` of a choice that ended at `timeout_s`.
@@ -212,7 +212,7 @@ class Choice(msgspec.Struct):
         self.finish_reason, self.stop_reason = delta.finish_reason, delta.stop_reason
 
 
-class Usage(msgspec.Struct, frozen=True):
+class TokenCounts(msgspec.Struct, frozen=True):
     """Tokens of a request so far. A prompt counts once for its n choices."""
 
     num_prompt_tokens: int
@@ -273,9 +273,9 @@ class Generation:
         return tuple(kept)
 
     @property
-    def usage(self) -> Usage:
+    def usage(self) -> TokenCounts:
         """Tokens so far; the cached ones of a prompt are known once its first choice has ended."""
-        return Usage(
+        return TokenCounts(
             num_prompt_tokens=self.num_prompt_tokens,
             num_output_tokens=sum(len(choice.token_ids) for choice in self.choices),
             num_cached_tokens=sum(map(self._num_cached_tokens, range(len(self._streams)))),
@@ -311,12 +311,24 @@ class Generation:
             RequestError: What the request demands left a choice no token.
         """
         sampling, grammar_field = self.request.sampling, self.request.grammar_field
+        if len(self._streams) == 1 and not self._holds_deltas:
+            async for delta in self._streams[0]:
+                self.choices[delta.index].add(delta)
+                if delta.finish_reason is not None:
+                    check_end(delta, sampling, grammar_field)
+                yield ChoiceDelta(delta.index, delta)
+            return
         merged = self._merged() if len(self._streams) > 1 else self._of_stream(0)
-        async with aclosing(merged) as deltas:
-            async for item in deltas:
+        async with aclosing(merged) as items:
+            async for item in items:
                 self.choices[item.choice].add(item.delta)
                 check_end(item.delta, sampling, grammar_field)
                 yield item
+
+    @property
+    def _holds_deltas(self) -> bool:
+        """Whether sequences wait for the prompt's scores, which come with the first of them."""
+        return self.request.sampling.prompt_logprobs is not None and self._n > 1
 
     async def finish(self) -> None:
         """Wait for all choices."""
@@ -331,11 +343,10 @@ class Generation:
 
     async def _of_stream(self, prompt: int) -> AsyncGenerator[ChoiceDelta, None]:
         first = prompt * self._n
-        if self.request.sampling.prompt_logprobs is None or self._n == 1:
+        if not self._holds_deltas:
             async for delta in self._streams[prompt]:
                 yield ChoiceDelta(first + delta.index, delta)
             return
-        # the prompt's scores come with index 0; faster sequences wait for them
         held: list[Delta] = []
         num_missing = len(self._streams[prompt].prompt_token_ids)
         async for delta in self._streams[prompt]:

@@ -92,7 +92,7 @@ def _call_ids(short: bool, prefix: str) -> Callable[[], str]:
     return lambda: f"{prefix}{uuid.uuid4().hex[:24]}"
 
 
-class BlockKind(enum.Enum):
+class MessageBlockKind(enum.Enum):
     """What a block holds."""
 
     REASONING = "reasoning"
@@ -115,7 +115,7 @@ class Block(msgspec.Struct):
     """
 
     index: int
-    kind: BlockKind
+    kind: MessageBlockKind
     call: CallDelta | None = None
     pieces: list[str] = msgspec.field(default_factory=list)
     logprobs: list[TokenLogprobs] = msgspec.field(default_factory=list)
@@ -178,26 +178,28 @@ class Blocks:
         for part in message.parts:
             match part:
                 case ReasoningDelta(text=text):
-                    changes += self._grow(BlockKind.REASONING, text)
+                    changes += self._grow(MessageBlockKind.REASONING, text)
                 case ContentDelta(text=text):
-                    changes += self._grow(BlockKind.TEXT, text)
+                    changes += self._grow(MessageBlockKind.TEXT, text)
                 case CallDelta():
                     changes += self._call(part)
         if reason is not None:
             self.last = delta
             if self._never_empty and not self.blocks:
-                changes.append(BlockChange(Change.OPENED, self._add(Block(0, BlockKind.TEXT))))
+                changes.append(
+                    BlockChange(Change.OPENED, self._add(Block(0, MessageBlockKind.TEXT)))
+                )
             changes += self._close(cut=reason.openai != "stop")
         return changes
 
-    def _grow(self, kind: BlockKind, text: str) -> Iterator[BlockChange]:
+    def _grow(self, kind: MessageBlockKind, text: str) -> Iterator[BlockChange]:
         block = self._open
         if block is None or block.kind is not kind:
             yield from self._close()
             block = self._add(Block(len(self.blocks), kind))
             yield BlockChange(Change.OPENED, block)
         # logprobs of markup and of what was held back in vain belong to no text
-        logprobs = tuple(self._logprobs) if kind is BlockKind.TEXT else ()
+        logprobs = tuple(self._logprobs) if kind is MessageBlockKind.TEXT else ()
         self._logprobs.clear()
         block.pieces.append(text)
         block.logprobs.extend(logprobs)
@@ -208,7 +210,7 @@ class Blocks:
         self._logprobs.clear()
         if piece.name:
             yield from self._close()
-            block = self._add(Block(len(self.blocks), BlockKind.CALL, piece))
+            block = self._add(Block(len(self.blocks), MessageBlockKind.CALL, piece))
             yield BlockChange(Change.OPENED, block)
         if piece.arguments:
             block = self.blocks[-1]

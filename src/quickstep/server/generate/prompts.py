@@ -113,9 +113,10 @@ def _all_ids(
     texts = [prompt for prompt in prompts if isinstance(prompt, TextPrompt)]
     if len(texts) < len(prompts) or len({text.add_special_tokens for text in texts}) != 1:
         return [_ids(engine, prompt, max_len) for prompt in prompts]
-    for one in texts:
-        _check_fits(engine, one.text, max_len)
-    return [*engine.tokenizer.encode_all([one.text for one in texts], texts[0].add_special_tokens)]
+    for prompt in texts:
+        _check_fits(engine, prompt.text, max_len)
+    special = texts[0].add_special_tokens
+    return [*engine.tokenizer.encode_all([prompt.text for prompt in texts], special)]
 
 
 def _ids(engine: ServedEngine, prompt: Prompt, max_len: int | None) -> Sequence[int]:

@@ -16,8 +16,8 @@ from msgspec.structs import asdict
 
 from quickstep.errors import RequestError
 from quickstep.sampling_params import RepetitionDetectionParams, preset_values
-from quickstep.server.generate.adapter import Served
-from quickstep.server.openai.request_types import BUDGET_NAMES, SamplingFields
+from quickstep.server.fields.sampling_fields import BUDGET_NAMES, SamplingFields
+from quickstep.server.models.served_model import ServedModel
 from quickstep.server.options import RequestLimits, bounded
 from quickstep.text.tool_calls.formats import check_reasoning_tags
 from quickstep.types import Request, RequestClass, SamplingParams
@@ -49,7 +49,7 @@ _LOGIT_BIAS_LIMIT = 100.0
 
 def sampling_params(
     fields: SamplingFields,
-    served: Served,
+    model: ServedModel,
     own: Mapping[str, Any],
     renamed: Mapping[str, str],
     effort_budget: int | None = None,
@@ -62,16 +62,16 @@ def sampling_params(
     that give none.
     """
     message = fields.reasoning_budget_message or ""
-    most_chars = served.limits.budget_message_chars
+    most_chars = model.server.limits.budget_message_chars
     bounded("reasoning_budget_message", len(message), most_chars, "characters")
     budget_field, budget = _thinking_budget(fields, effort_budget)
     client_names = {"thinking_budget": budget_field, **renamed}
     try:
-        values = _values(fields, served)
+        values = _values(fields, model)
         if budget is not None:
-            values |= {"thinking_budget": budget, "reasoning_tags": _reasoning_tags(served)}
+            values |= {"thinking_budget": budget, "reasoning_tags": _reasoning_tags(model)}
             if fields.reasoning_budget_message is None:
-                message = served.answers.budget_message
+                message = model.server.answers.budget_message
             values["reasoning_budget_message"] = message
         elif not _has_budget(fields):
             values["reasoning_budget_message"] = message  # which is then refused
@@ -84,11 +84,11 @@ def sampling_params(
         raise RequestError(message, param=client_name, status=error.status) from None
 
 
-def _values(fields: SamplingFields, served: Served) -> dict[str, Any]:
+def _values(fields: SamplingFields, model: ServedModel) -> dict[str, Any]:
     """The values of the checkpoint, the preset and the client, within the bounds of the API."""
-    limits, vocab_size = served.limits, served.engine.tokenizer.vocab_size
+    limits, vocab_size = model.server.limits, model.engine.tokenizer.vocab_size
     values: dict[str, Any] = {
-        **served.engine.default_sampling,
+        **model.engine.default_sampling,
         **preset_values(fields.preset),
         **_texts(fields, limits),
     }
@@ -106,11 +106,11 @@ def _values(fields: SamplingFields, served: Served) -> dict[str, Any]:
     return values
 
 
-def num_alternatives(name: str, value: int | None, served: Served) -> int | None:
+def num_alternatives(name: str, value: int | None, model: ServedModel) -> int | None:
     """How many alternatives per token; as in vLLM, -1 is the complete vocabulary, if the limit
     allows so many. Raises RequestError.
     """
-    limit, vocab_size = served.limits.logprobs, served.engine.tokenizer.vocab_size
+    limit, vocab_size = model.server.limits.logprobs, model.engine.tokenizer.vocab_size
     if value is None:
         return None
     if value == -1:
@@ -212,10 +212,10 @@ def _thinking_budget(fields: SamplingFields, effort_budget: int | None) -> tuple
     return first, None if budget == -1 and first in BUDGET_NAMES else budget
 
 
-def _reasoning_tags(served: Served) -> tuple[str, str]:
-    reasoning = served.formats.reasoning
+def _reasoning_tags(model: ServedModel) -> tuple[str, str]:
+    reasoning = model.formats.reasoning
     tags = None if reasoning is None else (reasoning.opening, reasoning.closing)
-    return check_reasoning_tags(tags, served.engine.model_name)
+    return check_reasoning_tags(tags, model.engine.model_name)
 
 
 def _logit_bias(

@@ -10,7 +10,7 @@ import msgspec
 
 from quickstep.errors import RequestError
 from quickstep.sampling_params import StructuredOutputsParams
-from quickstep.server.openai.request_types import (
+from quickstep.server.fields.sampling_fields import (
     JsonObjectFormat,
     SamplingFields,
     StructuredOutputs,
@@ -39,7 +39,7 @@ def requested_grammar(fields: SamplingFields) -> RequestedGrammar | None:
     if fields.json_schema:
         found.append(RequestedGrammar(Grammar.of_json_schema(fields.json_schema), "json_schema"))
     if len(found) > 1:
-        first, second = (one.field.partition(".")[0] for one in found[:2])
+        first, second = (grammar.field.partition(".")[0] for grammar in found[:2])
         raise RequestError(
             f"{second} and {first} both constrain the output; send one of them", param=second
         )

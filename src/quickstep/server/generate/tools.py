@@ -18,11 +18,11 @@ import msgspec
 from msgspec.structs import replace
 
 from quickstep.errors import RequestError
-from quickstep.server.generate.adapter import Served
+from quickstep.server.fields.field_reader import FieldReader
+from quickstep.server.fields.shared_fields import FunctionTool
 from quickstep.server.generate.structured import RequestedGrammar
-from quickstep.server.openai.request_types import ChatRequest, FunctionTool
+from quickstep.server.models.served_model import ServedModel
 from quickstep.server.options import bounded
-from quickstep.server.schema.field_reader import FieldReader
 from quickstep.text.tool_calls.answer_grammar import NotNestable, answer_grammar
 from quickstep.text.tool_calls.call_grammar import call_grammar
 from quickstep.text.tool_calls.formats import TOOL_CALL_FORMATS, ToolCallFormat
@@ -81,16 +81,6 @@ CHOICES: Mapping[str, ToolChoice] = MappingProxyType(
 )
 
 
-def offered_tools(fields: ChatRequest, served: Served, reader: FieldReader) -> OfferedTools:
-    """The tools of a chat request. Raises RequestError."""
-    return offer(
-        functions_of(fields.tools or (), reader),
-        _choice(fields.tool_choice),
-        fields.parallel_tool_calls is False,
-        served,
-    )
-
-
 def functions_of(tools: Sequence[dict[str, Any]], reader: FieldReader) -> list[Function]:
     """The functions of `tools` in OpenAI's form. Raises RequestError."""
     functions: list[Function] = []
@@ -118,14 +108,14 @@ def is_left_out(tool: Mapping[str, Any], known: str, reader: FieldReader) -> boo
 
 
 def offer(
-    functions: Sequence[Function], choice: ToolChoice, one_call: bool, served: Served
+    functions: Sequence[Function], choice: ToolChoice, one_call: bool, model: ServedModel
 ) -> OfferedTools:
     """The tools and what is forced; a choice that forbids calls leaves none of them.
 
     Raises:
         RequestError: A tool is wrong, the choice cannot be honoured, or the model knows no tools.
     """
-    bounded("tools", len(functions), served.limits.tools, "entries")
+    bounded("tools", len(functions), model.server.limits.tools, "entries")
     by_name: dict[str, Mapping[str, Any]] = {}
     for function in functions:
         described = _described(function)
@@ -136,7 +126,7 @@ def offer(
     may_call = _may_callfunctions(by_name, choice)
     if not choice.may_call or not by_name:
         return OfferedTools()
-    known = _checked_format(served)
+    known = _checked_format(model)
     is_one = choice.must_call and choice.names is not None and len(choice.names) == 1
     one_call = one_call or is_one
     tools = tuple({"type": "function", "function": described} for described in by_name.values())
@@ -148,28 +138,28 @@ def offer(
     is_strict = any(described["name"] in strict for described in may_call)
     grammar: RequestedGrammar | None = None
     if choice.must_call:
-        grammar = _forced_calls(may_call, one_call, is_strict, known, served)
+        grammar = _forced_calls(may_call, one_call, is_strict, known, model)
     elif is_strict or choice.names is not None:
-        calls_or_text = answer_grammar(known.spelling, loose, one_call, _special_ids(served))
+        calls_or_text = answer_grammar(known.spelling, loose, one_call, _special_ids(model))
         grammar = RequestedGrammar(replace(calls_or_text, strict=is_strict), "tools")
     return OfferedTools(tools, grammar, one_call, choice.must_call, loose)
 
 
 def with_answer(
-    answer: RequestedGrammar, offered: OfferedTools, served: Served
+    answer: RequestedGrammar, offered: OfferedTools, model: ServedModel
 ) -> RequestedGrammar:
     """The grammar of a message that is an answer under a grammar, or calls where some are offered.
 
     Raises:
         RequestError: A call cannot be spelled, or the answer's grammar cannot be part of another.
     """
-    known = _checked_format(served) if offered.functions else TOOL_CALL_FORMATS["harmony"]
+    known = _checked_format(model) if offered.functions else TOOL_CALL_FORMATS["harmony"]
     try:
         grammar = answer_grammar(
             known.spelling,
             offered.functions,
             offered.one_call,
-            _special_ids(served),
+            _special_ids(model),
             answer.grammar,
         )
     except NotNestable as error:
@@ -218,7 +208,8 @@ def _described(function: Function) -> dict[str, Any]:
     return {"name": function.name, **described, "parameters": parameters}
 
 
-def _choice(choice: str | dict[str, Any] | None) -> ToolChoice:
+def tool_choice_of(choice: str | dict[str, Any] | None) -> ToolChoice:
+    """OpenAI's `tool_choice`. Raises RequestError."""
     match choice:
         case None:
             return ToolChoice()
@@ -286,16 +277,16 @@ def _forced_calls(
     one_call: bool,
     is_strict: bool,
     known: ToolCallFormat,
-    served: Served,
+    model: ServedModel,
 ) -> RequestedGrammar:
     """The grammar of calls only. Raises RequestError for a function that it cannot spell."""
-    grammar = call_grammar(known.spelling, functions, one_call, _special_ids(served))
+    grammar = call_grammar(known.spelling, functions, one_call, _special_ids(model))
     return RequestedGrammar(replace(grammar, strict=is_strict), "tools")
 
 
-def _special_ids(served: Served) -> Callable[[str], int | None]:
+def _special_ids(model: ServedModel) -> Callable[[str], int | None]:
     """Which token a text is, if that is a special one."""
-    tokenizer = served.engine.tokenizer
+    tokenizer = model.engine.tokenizer
 
     def special_id(text: str) -> int | None:
         token_id = tokenizer.token_id(text)
@@ -304,18 +295,18 @@ def _special_ids(served: Served) -> Callable[[str], int | None]:
     return special_id
 
 
-def _checked_format(served: Served) -> ToolCallFormat:
+def _checked_format(model: ServedModel) -> ToolCallFormat:
     """How the model writes calls. Raises RequestError if it knows no tools."""
-    name = served.engine.model_name
-    if not served.formats.renders_tools:
+    name = model.engine.model_name
+    if not model.formats.renders_tools:
         raise RequestError(
             f"tools is not supported: the chat template of {name} does not show tools",
             param="tools",
         )
-    if served.formats.tool_calls is None:
+    if model.formats.tool_calls is None:
         raise RequestError(
             f"tools is not supported: how {name} writes calls is not known; start the server with "
             "--tool-call-parser",
             param="tools",
         )
-    return served.formats.tool_calls
+    return model.formats.tool_calls

@@ -71,17 +71,14 @@ class EventStream(Response):
         """Send the frames, and comments when there are none."""
         commenting = asyncio.ensure_future(paced.comment())
         try:
-            await self._send_all(paced)
+            await paced.start(self.raw_headers)
+            async with aclosing(self._frames) as frames:
+                async for frame in frames:
+                    await paced.body(frame)
+            await paced.body(b"", more=False)
         finally:
             commenting.cancel()
             await asyncio.gather(commenting, return_exceptions=True)
-
-    async def _send_all(self, paced: _PacedSend) -> None:
-        await paced.start(self.raw_headers)
-        async with aclosing(self._frames) as frames:
-            async for frame in frames:
-                await paced.body(frame)
-        await paced.body(b"", more=False)
 
 
 class _PacedSend:
@@ -97,15 +94,13 @@ class _PacedSend:
     async def start(self, headers: list[tuple[bytes, bytes]]) -> None:
         """The status and the headers."""
         await self._send({"type": "http.response.start", "status": 200, "headers": headers})
-        self._sent()
+        self._is_sending = False
+        self._since_s = self._loop.time()
 
     async def body(self, frame: bytes, more: bool = True) -> None:
         """A frame; returns when the connection takes more."""
         self._is_sending = True
         await self._send({"type": "http.response.body", "body": frame, "more_body": more})
-        self._sent()
-
-    def _sent(self) -> None:
         self._is_sending = False
         self._since_s = self._loop.time()
 

@@ -20,12 +20,12 @@ from starlette.routing import Route
 from starlette.types import Receive, Scope, Send
 
 from quickstep.errors import RequestError
-from quickstep.server.api_keys import ApiKeys
 from quickstep.server.http.body import Reception, check_json, read_body, unless_disconnected
 from quickstep.server.http.errors import ErrorShape, openai_shape
 from quickstep.server.http.event_stream import SERVER_SENT_EVENTS
 from quickstep.server.http.work_lanes import INLINE_BYTES, WorkLanes
 from quickstep.server.options import RequestLimits, ServerOptions
+from quickstep.server.usage.api_keys import ApiKeys
 from quickstep.server.usage.limits import KeyLimiter
 
 _CLIENT_CLOSED = 499

@@ -21,7 +21,10 @@ from starlette.responses import Response
 from quickstep import __version__
 from quickstep.engine.interface import Vocabulary
 from quickstep.errors import EngineError
-from quickstep.server.generate.adapter import Served, reports_progress
+from quickstep.server.fields.decode import decode_values, invalid_json
+from quickstep.server.fields.field_reader import FieldReader
+from quickstep.server.fields.shared_fields import LoRAScale
+from quickstep.server.generate.api import Observers, reports_progress
 from quickstep.server.generate.endpoint import GeneratingRoute
 from quickstep.server.generate.generation import (
     Choice,
@@ -52,35 +55,33 @@ from quickstep.server.llama_cpp.response_types import (
     Modalities,
     ServerLoad,
 )
-from quickstep.server.metrics import Metrics
-from quickstep.server.openai.request_types import decode_values, invalid_json
+from quickstep.server.models.registry import ModelRegistry
+from quickstep.server.models.served_model import ServedModel
 from quickstep.server.openai.response_types import PromptProgressReport
 from quickstep.server.options import bounded
-from quickstep.server.schema.field_reader import FieldReader
-from quickstep.server.schema.shared_fields import LoRAScale
 from quickstep.types import FinishReason, SamplingParams, TokenLogprobs
 
 _NO_SLOT = -1  # the slots of the scheduler are not public
 
 
 class LlamaCpp:
-    """The adapter of `/completion`."""
+    """The API of `/completion`."""
 
     def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
         self._clock = clock
 
-    def parse(self, body: bytes, served: Served, caller: str) -> ParsedRequest:
+    def parse(self, body: bytes, model: ServedModel, caller: str) -> ParsedRequest:
         """Parse and validate a body. Raises RequestError."""
-        reader = FieldReader(served.field_rules)
+        reader = FieldReader(model.server.field_rules)
         fields = reader.decode(body, LlamaCompletionRequest)
         bounded("response_fields", len(fields.response_fields or ()), 64, "entries")
-        parsed = llama_request(fields, served)
+        parsed = llama_request(fields, model)
         progress = reports_progress(fields, reader)
         return replace(
             parsed,
             request=replace(parsed.request, reports_progress=progress),
             ignored=reader.ignored,
-            writer=partial(_LlamaWriter, fields, served, self._clock),
+            writer=partial(_LlamaWriter, fields, model, self._clock),
         )
 
 
@@ -88,14 +89,14 @@ class _LlamaWriter:
     def __init__(
         self,
         fields: LlamaCompletionRequest,
-        served: Served,
+        model: ServedModel,
         clock: Callable[[], float],
         generation: Generation,
         head: Head,
     ) -> None:
         self._fields = fields
-        self._served = served
-        self._tokenizer: Vocabulary = served.engine.tokenizer
+        self._model = model
+        self._tokenizer: Vocabulary = model.engine.tokenizer
         self._generation = generation
         self._clock = clock
         self._started_s = clock()
@@ -183,7 +184,7 @@ class _LlamaWriter:
                 self._generation.request.sampling,
                 choice.seed,
                 in_stream,
-                self._served.engine.max_model_len,
+                self._model.engine.max_model_len,
             ),
             prompt=self._tokenizer.decode(prompt, skip_special_tokens=False),
             has_new_line="\n" in text,
@@ -323,10 +324,10 @@ class SlotQuery(msgspec.Struct, forbid_unknown_fields=True, frozen=True):
     fail_on_no_slot: Annotated[int, msgspec.Meta(ge=0, le=1)] = 0
 
 
-def llama_cpp_routes(served: Served, metrics: Metrics) -> list[ApiRoute]:
+def llama_cpp_routes(models: ModelRegistry, observers: Observers) -> list[ApiRoute]:
     """The routes of this module."""
-    completion = GeneratingRoute(LlamaCpp(), served, metrics)
-    state = _ServerState(served)
+    completion = GeneratingRoute(LlamaCpp(), models, observers)
+    state = _StateRoutes(models)
     return [
         ApiRoute(
             "POST",
@@ -378,15 +379,20 @@ def llama_cpp_routes(served: Served, metrics: Metrics) -> list[ApiRoute]:
     ]
 
 
-class _ServerState:
+class _StateRoutes:
     """The endpoints that report the state of the server."""
 
-    def __init__(self, served: Served) -> None:
-        self._served = served
+    def __init__(self, models: ModelRegistry) -> None:
+        self._models = models
+
+    @property
+    def _model(self) -> ServedModel:
+        """The default one: these requests cannot name a model."""
+        return self._models.default
 
     async def props(self, _: Request) -> Response:
         """Return the default parameters, the number of slots and the chat template."""
-        engine = self._served.engine
+        engine = self._model.engine
         own: dict[str, Any] = {"max_tokens": None, **engine.default_sampling}
         defaults = SamplingParams(**own)
         settings = DefaultSettings(
@@ -401,7 +407,7 @@ class _ServerState:
         props = LlamaProps(
             default_generation_settings=settings,
             total_slots=self._num_slots,
-            model_alias=self._served.names[0],
+            model_alias=self._model.name,
             model_path=engine.model_name,
             modalities=Modalities(),
             chat_template="" if template is None else template.source,
@@ -412,8 +418,8 @@ class _ServerState:
     async def slots(self, request: Request) -> Response:
         """Return which slots of the batch are in use."""
         query = decode_values(request.query_params, SlotQuery)
-        num_running = self._served.engine.stats().scheduler.num_running
-        num_ctx = self._served.engine.max_model_len
+        num_running = self._model.engine.stats().scheduler.num_running
+        num_ctx = self._model.engine.max_model_len
         slots = [
             LlamaSlot(slot_id, num_ctx, False, slot_id < num_running)
             for slot_id in range(self._num_slots)
@@ -428,18 +434,18 @@ class _ServerState:
 
     async def set_adapters(self, request: Request) -> Response:
         """Set the default scales of the LoRA adapters, and return them."""
-        reader = FieldReader(self._served.field_rules)
+        reader = FieldReader(self._models.server.field_rules)
         try:
             value = msgspec.json.decode(body_of(request).decode())
         except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
             raise invalid_json(error, body_of(request)) from None
         scales = reader.convert({"lora": value}, _AdapterScales).lora
         report_ignored(request, reader.ignored)
-        self._served.adapters.set_default(scales)
+        self._model.adapters.set_default(scales)
         return json_response(self._adapters())
 
     def _adapters(self) -> list[LlamaAdapter]:
-        adapters = self._served.adapters
+        adapters = self._model.adapters
         scales = adapters.default_scales
         return [
             LlamaAdapter(number, name, scales.get(name, 0.0))
@@ -448,7 +454,7 @@ class _ServerState:
 
     async def load(self, _: Request) -> Response:
         """Return the numbers of requests and of blocks."""
-        stats = self._served.engine.stats()
+        stats = self._model.engine.stats()
         scheduler = stats.scheduler
         load = ServerLoad(
             server_load=stats.num_requests,
@@ -464,5 +470,5 @@ class _ServerState:
     @property
     def _num_slots(self) -> int:
         """Sequences that the engine computes at a time, at least one."""
-        plan = self._served.engine.memory_plan
+        plan = self._model.engine.memory_plan
         return 1 if plan is None else plan.max_num_seqs

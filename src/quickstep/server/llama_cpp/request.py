@@ -15,7 +15,7 @@ from typing import Any, Protocol
 from msgspec.structs import replace
 
 from quickstep.errors import RequestError
-from quickstep.server.generate.adapter import Served
+from quickstep.server.fields.sampling_fields import SamplingFields
 from quickstep.server.generate.generation import ParsedRequest
 from quickstep.server.generate.prompts import TextPrompt, TokenPrompt
 from quickstep.server.generate.sampling import (
@@ -27,7 +27,7 @@ from quickstep.server.llama_cpp.request_types import (
     LlamaCompletionRequest,
     PromptObject,
 )
-from quickstep.server.openai.request_types import SamplingFields
+from quickstep.server.models.served_model import ServedModel
 from quickstep.server.options import bounded
 from quickstep.types import Grammar, Request, SamplingParams
 
@@ -76,29 +76,28 @@ _RENAMED = MappingProxyType(
 _BANNED = -100.0
 
 
-def llama_request(fields: LlamaCompletionRequest, served: Served) -> ParsedRequest:
+def llama_request(fields: LlamaCompletionRequest, model: ServedModel) -> ParsedRequest:
     """The internal request. Raises RequestError that names the client's field."""
-    model = served.model(fields.model)
     grammar, grammar_field = _grammar(fields)
     return ParsedRequest(
-        model=model,
-        prompts=_prompts(fields, served),
+        model=model.name_or_default(fields.model),
+        prompts=_prompts(fields, model),
         request=Request(
-            sampling=_sampling(fields, grammar, served),
+            sampling=_sampling(fields, grammar, model),
             # a unique salt, so that no cached prefix matches
             cache_salt=secrets.token_hex(8) if fields.cache_prompt is False else "",
         ),
         stream=bool(fields.stream),
-        adapter=None if fields.lora is None else served.adapters.mix(fields.lora),
+        adapter=None if fields.lora is None else model.adapters.mix(fields.lora),
         grammar_field=grammar_field,
     )
 
 
 def _sampling(
-    fields: LlamaCompletionRequest, grammar: Grammar | None, served: Served
+    fields: LlamaCompletionRequest, grammar: Grammar | None, model: ServedModel
 ) -> SamplingParams:
-    n_probs = num_alternatives("n_probs", fields.n_probs, served)
-    bounded("n_cmpl", fields.n_cmpl or 1, served.limits.n)
+    n_probs = num_alternatives("n_probs", fields.n_probs, model)
+    bounded("n_cmpl", fields.n_cmpl or 1, model.server.limits.n)
     shared = {name: getattr(fields, name) for name in _SAME_NAME}
     shared |= {name: getattr(fields, name) for name in _PENALTIES}
     shared["repetition_penalty"] = fields.repeat_penalty
@@ -109,21 +108,21 @@ def _sampling(
     own: dict[str, Any] = {
         name: value for name in _OWN if (value := getattr(fields, name)) is not None
     }
-    own["logit_bias"] = _logit_bias(fields, served)
+    own["logit_bias"] = _logit_bias(fields, model)
     own["logprobs"] = n_probs or None
     own["grammar"] = grammar
-    own |= _max_tokens(fields, served)
+    own |= _max_tokens(fields, model)
     length = "n_predict" if fields.max_tokens is None else "max_tokens"
     renamed = {**_RENAMED, "max_tokens": length}
     dry = _dry(fields)
     own |= {name: value for name, value in dry.items() if name != "dry_multiplier"}
-    sampling = sampling_params(SamplingFields(**shared), served, own, renamed)
+    sampling = sampling_params(SamplingFields(**shared), model, own, renamed)
     # switched off last: values without effect are validated, too
-    off = dry | switched_off_penalties(fields) | _omitted_samplers(fields, served)
+    off = dry | switched_off_penalties(fields) | _omitted_samplers(fields, model)
     return replace(sampling, **off)
 
 
-def _max_tokens(fields: LlamaCompletionRequest, served: Served) -> dict[str, int | None]:
+def _max_tokens(fields: LlamaCompletionRequest, model: ServedModel) -> dict[str, int | None]:
     """`n_predict` or `max_tokens`, which some clients send; -1 and None mean no limit."""
     limit = fields.n_predict if fields.max_tokens is None else fields.max_tokens
     if None not in (fields.n_predict, fields.max_tokens) and fields.n_predict != fields.max_tokens:
@@ -131,7 +130,7 @@ def _max_tokens(fields: LlamaCompletionRequest, served: Served) -> dict[str, int
             f"n_predict is {fields.n_predict} and max_tokens is {fields.max_tokens}; send one",
             param="max_tokens",
         )
-    if limit is None and "max_tokens" in served.engine.default_sampling:
+    if limit is None and "max_tokens" in model.engine.default_sampling:
         return {}
     return {"max_tokens": None if limit in (None, -1) else limit}
 
@@ -188,7 +187,7 @@ def switched_off_penalties(fields: LookBack, field: str = "repeat_last_n") -> di
     return {}
 
 
-def _omitted_samplers(fields: LlamaCompletionRequest, served: Served) -> dict[str, float]:
+def _omitted_samplers(fields: LlamaCompletionRequest, model: ServedModel) -> dict[str, float]:
     """The values that switch off the samplers that `samplers` omits. Raises RequestError."""
     if fields.samplers is None:
         return {}
@@ -202,7 +201,7 @@ def _omitted_samplers(fields: LlamaCompletionRequest, served: Served) -> dict[st
         )
     temperature = fields.temperature
     if temperature is None:
-        temperature = served.engine.default_sampling.get("temperature", 1.0)
+        temperature = model.engine.default_sampling.get("temperature", 1.0)
     # the position of the temperature matters only if it changes more than the argmax
     is_neutral = "temperature" not in names or temperature in (0.0, 1.0)
     order = [name for name in names if not (is_neutral and name == "temperature")]
@@ -218,24 +217,26 @@ def _omitted_samplers(fields: LlamaCompletionRequest, served: Served) -> dict[st
     return off
 
 
-def _logit_bias(fields: LlamaCompletionRequest, served: Served) -> dict[int, float]:
+def _logit_bias(fields: LlamaCompletionRequest, model: ServedModel) -> dict[int, float]:
     """The bias by token id, from pairs or an object of ids or texts; `false` bans a token."""
     entries = fields.logit_bias or []
     pairs = list(entries.items()) if isinstance(entries, dict) else entries
-    bounded("logit_bias", len(pairs), served.limits.logit_bias, "entries")
-    tokenizer = served.engine.tokenizer
+    bounded("logit_bias", len(pairs), model.server.limits.logit_bias, "entries")
+    tokenizer = model.engine.tokenizer
     by_id: dict[int, float] = {}
     for key, value in pairs:
         bias = _bias(key, value)
         if isinstance(entries, dict) and isinstance(key, str) and key.isascii() and key.isdigit():
             key = int(key[:20])
         if isinstance(key, str):
-            bounded("logit_bias", len(key), served.limits.stop_chars, "characters in one text")
+            bounded(
+                "logit_bias", len(key), model.server.limits.stop_chars, "characters in one text"
+            )
             ids = tokenizer.encode(key, False)
         else:
             ids = [key]
         by_id |= dict.fromkeys(token_ids_of("logit_bias", ids, tokenizer.vocab_size), bias)
-    bounded("logit_bias", len(by_id), served.limits.logit_bias, "tokens")
+    bounded("logit_bias", len(by_id), model.server.limits.logit_bias, "tokens")
     return by_id
 
 
@@ -267,7 +268,7 @@ def _grammar(fields: LlamaCompletionRequest) -> tuple[Grammar | None, str]:
 
 
 def _prompts(
-    fields: LlamaCompletionRequest, served: Served
+    fields: LlamaCompletionRequest, model: ServedModel
 ) -> tuple[TextPrompt | TokenPrompt, ...]:
     """One prompt, or several in a list that contains no number."""
     prompt = fields.prompt
@@ -276,10 +277,10 @@ def _prompts(
     if not prompt:
         raise RequestError("prompt is an empty list", param="prompt")
     if any(isinstance(part, int) for part in prompt):
-        return (_mixed(prompt, served),)
-    bounded("prompt", len(prompt), served.limits.prompts, "entries")
+        return (_mixed(prompt, model),)
+    bounded("prompt", len(prompt), model.server.limits.prompts, "entries")
     return tuple(
-        _mixed(item, served) if isinstance(item, list) else _text(item)
+        _mixed(item, model) if isinstance(item, list) else _text(item)
         for item in prompt
         if not isinstance(item, int)
     )
@@ -291,9 +292,9 @@ def _text(prompt: str | PromptObject) -> TextPrompt:
     return TextPrompt(prompt.prompt_string)
 
 
-def _mixed(parts: list[Any], served: Served) -> TokenPrompt:
+def _mixed(parts: list[Any], model: ServedModel) -> TokenPrompt:
     """A prompt of token ids and texts; a text at the start gets the tokens that begin a prompt."""
-    tokenizer = served.engine.tokenizer
+    tokenizer = model.engine.tokenizer
     ids: list[int] = []
     for index, part in enumerate(parts):
         if isinstance(part, str):

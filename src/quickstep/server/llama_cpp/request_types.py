@@ -6,15 +6,16 @@ from typing import Annotated, Any
 
 import msgspec
 
-from quickstep.server.openai.request_types import RepetitionDetection
-from quickstep.server.schema.field_classes import effect, hint, refused
-from quickstep.server.schema.shared_fields import (
+from quickstep.server.fields.field_classes import effect, hint, refused
+from quickstep.server.fields.sampling_fields import RepetitionDetection
+from quickstep.server.fields.shared_fields import (
     AdaptiveTarget,
     DynatempExponent,
     DynatempRange,
     LoRAScales,
     Mirostat,
     MirostatSetting,
+    ModelName,
     NumKeep,
     RepeatPenalty,
     ReturnProgress,
@@ -45,10 +46,7 @@ class LlamaCompletionRequest(msgspec.Struct, forbid_unknown_fields=True, kw_only
         str | PromptObject | list[int | str | PromptObject | list[PromptPart]],
         effect("What to continue: a text, token ids, both in one list, or several prompts."),
     ]
-    model: Annotated[
-        str | None,
-        effect("Which served name answers; the first one if not given, 404 for an unknown one."),
-    ] = None
+    model: ModelName = None
     n_predict: Annotated[
         int | None,
         effect("Ends each choice after this many tokens; -1 or not given is the context."),

@@ -17,7 +17,8 @@ from starlette.requests import ClientDisconnect, Request
 from starlette.responses import Response
 
 from quickstep.json_line import json_line
-from quickstep.server.generate.adapter import Adapter, Served
+from quickstep.server.fields.field_reader import FieldReader
+from quickstep.server.generate.api import GeneratingApi, Observers
 from quickstep.server.generate.endpoint import (
     CLIENT_CLOSED,
     GeneratingRoute,
@@ -27,12 +28,19 @@ from quickstep.server.generate.endpoint import (
 from quickstep.server.generate.generation import ChoiceDelta, Generation, Head, ParsedRequest
 from quickstep.server.generate.message import message_reader, partial_object
 from quickstep.server.generate.prompts import TextPrompt
+from quickstep.server.generate.timings import requested_timings
 from quickstep.server.http.body import body_of, body_parsed, unless_disconnected
 from quickstep.server.http.errors import error_facts, json_response, ollama_shape
 from quickstep.server.http.event_stream import NDJSON
 from quickstep.server.http.middleware import report_ignored
-from quickstep.server.metrics import Metrics
-from quickstep.server.ollama.request import chat_request, generate_request, known_model
+from quickstep.server.models.registry import ModelRegistry
+from quickstep.server.models.served_model import ServedModel
+from quickstep.server.ollama.request import (
+    LATEST,
+    chat_request,
+    generate_request,
+    known_model,
+)
 from quickstep.server.ollama.request_types import (
     OllamaChatRequest,
     OllamaEmbeddingsRequest,
@@ -56,8 +64,6 @@ from quickstep.server.openai.embeddings import Embeddings
 from quickstep.server.openai.request_types import EmbeddingRequest
 from quickstep.server.openai.response_types import EmbeddingList
 from quickstep.server.options import bounded
-from quickstep.server.schema.field_reader import FieldReader
-from quickstep.server.usage.timings import requested_timings
 from quickstep.text.tool_calls.message_delta import CallDelta, MessageDelta
 from quickstep.types import TokenLogprobs
 
@@ -80,8 +86,8 @@ class NoPrompt(Exception):
 class OllamaRoute:
     """The endpoint of `/api/chat` or `/api/generate`."""
 
-    def __init__(self, adapter: Adapter, served: Served, metrics: Metrics) -> None:
-        self._generating = GeneratingRoute(adapter, served, metrics)
+    def __init__(self, api: GeneratingApi, models: ModelRegistry, observers: Observers) -> None:
+        self._generating = GeneratingRoute(api, models, observers, optional_tag=LATEST)
 
     async def answer(self, request: Request) -> Response:
         """Answer one request. Raises RequestError, EngineError."""
@@ -93,41 +99,38 @@ class OllamaRoute:
 
 
 class OllamaChat:
-    """The adapter of `/api/chat`."""
+    """The API of `/api/chat`."""
 
-    def parse(self, body: bytes, served: Served, caller: str) -> ParsedRequest:
+    def parse(self, body: bytes, model: ServedModel, caller: str) -> ParsedRequest:
         """Parse and validate a body. Raises RequestError, NoPrompt."""
-        reader = FieldReader(served.field_rules)
+        reader = FieldReader(model.server.field_rules)
         fields = reader.decode(body, OllamaChatRequest)
         if not fields.messages:
-            raise _no_prompt(fields, served, reader, _chat_response)
-        request = chat_request(fields, served, reader, len(body))
-        writer = partial(_OllamaWriter, served, _chat_response)
+            raise _no_prompt(fields, reader, _chat_response)
+        request = chat_request(fields, model, reader, len(body))
+        writer = partial(_OllamaWriter, model, _chat_response)
         return replace(
             request, timings=False, ignored=reader.ignored, writer=writer, stream_type=NDJSON
         )
 
 
 class OllamaGenerate:
-    """The adapter of `/api/generate`."""
+    """The API of `/api/generate`."""
 
-    def parse(self, body: bytes, served: Served, caller: str) -> ParsedRequest:
+    def parse(self, body: bytes, model: ServedModel, caller: str) -> ParsedRequest:
         """Parse and validate a body. Raises RequestError, NoPrompt."""
-        reader = FieldReader(served.field_rules)
+        reader = FieldReader(model.server.field_rules)
         fields = reader.decode(body, OllamaGenerateRequest)
         if not fields.prompt and not fields.suffix:
-            raise _no_prompt(fields, served, reader, _generate_response)
-        request = generate_request(fields, served, reader)
-        writer = partial(_OllamaWriter, served, _generate_response)
+            raise _no_prompt(fields, reader, _generate_response)
+        request = generate_request(fields, model, reader)
+        writer = partial(_OllamaWriter, model, _generate_response)
         return replace(
             request, timings=False, ignored=reader.ignored, writer=writer, stream_type=NDJSON
         )
 
 
-def _no_prompt(
-    fields: OllamaGenerateFields, served: Served, reader: FieldReader, build: BuildResponse
-) -> NoPrompt:
-    known_model(fields.model, served)
+def _no_prompt(fields: OllamaGenerateFields, reader: FieldReader, build: BuildResponse) -> NoPrompt:
     progress = OllamaProgress(
         model=fields.model,
         created_at=rfc3339(time.time()),
@@ -159,19 +162,19 @@ class _OllamaWriter:
 
     def __init__(
         self,
-        served: Served,
+        model: ServedModel,
         build: BuildResponse,
         generation: Generation,
         head: Head,
         clock: Callable[[], float] = time.time,
     ) -> None:
-        self._served = served
+        self._model = model
         self._build = build
         self._generation = generation
         self._clock = clock
         self._started_s = clock()
         self._first_s: float | None = None
-        self._tokenizer = served.engine.tokenizer
+        self._tokenizer = model.engine.tokenizer
         (self._choice,) = generation.choices
         self._reader = message_reader(generation, self._choice, self._tokenizer)
         self._calls: list[OllamaToolCall] = []
@@ -267,7 +270,7 @@ class _OllamaWriter:
             prompt_eval_duration=_nanoseconds(prompt_s),
             eval_count=len(choice.token_ids),
             eval_duration=_nanoseconds(eval_s),
-            quickstep=requested_timings(self._generation, self._served),
+            quickstep=requested_timings(self._generation, self._model),
         )
 
     def _logprobs(self, logprobs: Sequence[TokenLogprobs]) -> list[OllamaLogprob]:
@@ -300,27 +303,33 @@ class OllamaEmbedding:
     """The endpoints `/api/embed` and `/api/embeddings`: the vectors of the OpenAI route."""
 
     def __init__(
-        self, served: Served, metrics: Metrics, clock: Callable[[], float] = time.monotonic
+        self,
+        models: ModelRegistry,
+        observers: Observers,
+        clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        self._served = served
-        self._embeddings = Embeddings(served, metrics)
+        self._models = models
+        self._embeddings = Embeddings(models, observers)
         self._clock = clock
 
     async def embed(self, request: Request) -> Response:
         """Return a vector for each input. Raises RequestError, EngineError."""
         started_s = self._clock()
         body, reader = self._body(request)
-        fields = await self._served.lanes.of(caller_of(request)).parse(
+        fields = await self._models.server.lanes.of(caller_of(request)).parse(
             len(body), lambda: reader.decode(body, OllamaEmbedRequest)
         )
         inputs = [fields.input] if isinstance(fields.input, str) else fields.input
-        bounded("input", len(inputs), self._served.limits.prompts, "entries")
+        bounded("input", len(inputs), self._models.server.limits.prompts, "entries")
+        model = await self._models.ready(fields.model, LATEST)
         embedding = EmbeddingRequest(
             input=list(inputs),
-            model=known_model(fields.model, self._served),
+            model=known_model(fields.model, model),
             dimensions=fields.dimensions,
         )
-        result = await self._vectors(request, embedding, inputs, fields.truncate is not False)
+        result = await self._vectors(
+            request, model, embedding, inputs, fields.truncate is not False
+        )
         if result is None:
             return Response(status_code=CLIENT_CLOSED)
         report_ignored(request, reader.ignored)
@@ -328,7 +337,7 @@ class OllamaEmbedding:
             json_response,
             OllamaEmbedResponse(
                 model=fields.model,
-                embeddings=[_numbers(one.embedding) for one in result.data],
+                embeddings=[_numbers(item.embedding) for item in result.data],
                 total_duration=round((self._clock() - started_s) * 1e9),
                 load_duration=0,
                 prompt_eval_count=result.usage.prompt_tokens,
@@ -338,25 +347,26 @@ class OllamaEmbedding:
     async def embeddings(self, request: Request) -> Response:
         """Return the vector of one prompt. Raises RequestError, EngineError."""
         body, reader = self._body(request)
-        fields = await self._served.lanes.of(caller_of(request)).parse(
+        fields = await self._models.server.lanes.of(caller_of(request)).parse(
             len(body), lambda: reader.decode(body, OllamaEmbeddingsRequest)
         )
-        model = known_model(fields.model, self._served)
-        embedding = EmbeddingRequest(input=fields.prompt, model=model)
-        result = await self._vectors(request, embedding, [fields.prompt], True, "prompt")
+        model = await self._models.ready(fields.model, LATEST)
+        embedding = EmbeddingRequest(input=fields.prompt, model=known_model(fields.model, model))
+        result = await self._vectors(request, model, embedding, [fields.prompt], True, "prompt")
         if result is None:
             return Response(status_code=CLIENT_CLOSED)
         report_ignored(request, reader.ignored)
         return json_response(OllamaEmbeddingsResponse(_numbers(result.data[0].embedding)))
 
     def _body(self, request: Request) -> tuple[bytes, FieldReader]:
-        self._served.limiter.check(caller_of(request))
+        self._models.server.limiter.check(caller_of(request))
         body = body_of(request)
-        return body, FieldReader(self._served.field_rules)
+        return body, FieldReader(self._models.server.field_rules)
 
     async def _vectors(
         self,
         request: Request,
+        model: ServedModel,
         embedding: EmbeddingRequest,
         inputs: list[str],
         truncates: bool,
@@ -366,6 +376,7 @@ class OllamaEmbedding:
         body_parsed(request)
         prompts = [TextPrompt(text) for text in inputs]
         work = self._embeddings.embed(
+            model,
             embedding,
             prompts,
             caller_of(request),

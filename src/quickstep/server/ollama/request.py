@@ -11,7 +11,8 @@ from msgspec import structs
 from msgspec.structs import replace
 
 from quickstep.errors import RequestError
-from quickstep.server.generate.adapter import Served
+from quickstep.server.fields.field_reader import FieldReader
+from quickstep.server.fields.sampling_fields import SamplingFields
 from quickstep.server.generate.conversation import (
     Conversation,
     Effort,
@@ -26,6 +27,7 @@ from quickstep.server.generate.sampling import num_alternatives, sampling_params
 from quickstep.server.generate.structured import RequestedGrammar
 from quickstep.server.generate.tools import ToolChoice, functions_of, offer
 from quickstep.server.llama_cpp.request import switched_off_penalties
+from quickstep.server.models.served_model import ServedModel
 from quickstep.server.ollama.request_types import (
     OllamaChatRequest,
     OllamaGenerateFields,
@@ -33,8 +35,6 @@ from quickstep.server.ollama.request_types import (
     OllamaMessage,
     OllamaOptions,
 )
-from quickstep.server.openai.request_types import SamplingFields
-from quickstep.server.schema.field_reader import FieldReader
 from quickstep.types import Grammar, Request
 
 _SAME_NAME = (
@@ -55,36 +55,35 @@ _EFFORTS = ("low", "medium", "high")
 LATEST = ":latest"  # the tag of a name without one
 
 
-def known_model(name: str, served: Served) -> str:
-    """The served name of a client's name, which may have the tag. Raises RequestError 404."""
+def known_model(name: str, model: ServedModel) -> str:
+    """The model's own name for a client's name, which may have the tag."""
     plain = name.removesuffix(LATEST)
-    is_known = plain in served.names or plain in served.adapters
-    return plain if is_known else served.model(name)
+    return plain if plain in model else name
 
 
 def chat_request(
-    fields: OllamaChatRequest, served: Served, reader: FieldReader, num_chars: int
+    fields: OllamaChatRequest, model: ServedModel, reader: FieldReader, num_chars: int
 ) -> ParsedRequest:
     """The next message of a conversation. Raises RequestError."""
-    messages = _messages(fields.messages or (), served)
+    messages = _messages(fields.messages or (), model)
     functions = functions_of(fields.tools or (), reader)
     continued = _begins_answer(messages)
-    effort = _effort(fields, served, reader)
+    effort = _effort(fields, model, reader)
     conversation = Conversation(
         messages,
         num_chars=num_chars,
-        offered=offer(functions, ToolChoice(), one_call=False, served=served),
+        offered=offer(functions, ToolChoice(), one_call=False, model=model),
         grammar=_requested_grammar(fields),
         extra=effort.variables,
         effort_budget=effort.budget,
         add_generation_prompt=not continued,
         continued=continued,
     )
-    return _of_conversation(conversation, fields, served, "messages")
+    return _of_conversation(conversation, fields, model, "messages")
 
 
 def generate_request(
-    fields: OllamaGenerateRequest, served: Served, reader: FieldReader
+    fields: OllamaGenerateRequest, model: ServedModel, reader: FieldReader
 ) -> ParsedRequest:
     """The response to one prompt, or with `raw` its continuation. Raises RequestError."""
     prompt = fields.prompt or ""
@@ -93,13 +92,13 @@ def generate_request(
     if fields.suffix:
         if fields.system:
             raise RequestError("system cannot go with suffix", param="system")
-        markers = infill_markers(served.engine.tokenizer)
-        return _of_text(InfillPrompt(prompt, fields.suffix, markers), fields, served)
-    if fields.raw or served.engine.chat_template is None:
+        markers = infill_markers(model.engine.tokenizer)
+        return _of_text(InfillPrompt(prompt, fields.suffix, markers), fields, model)
+    if fields.raw or model.engine.chat_template is None:
         text = f"{fields.system}\n\n{prompt}" if fields.system else prompt
-        return _of_text(TextPrompt(text), fields, served)
+        return _of_text(TextPrompt(text), fields, model)
     system = [{"role": "system", "content": fields.system}] if fields.system else []
-    effort = _effort(fields, served, reader)
+    effort = _effort(fields, model, reader)
     conversation = Conversation(
         (*system, {"role": "user", "content": prompt}),
         num_chars=len(prompt) + len(fields.system or ""),
@@ -107,32 +106,32 @@ def generate_request(
         extra=effort.variables,
         effort_budget=effort.budget,
     )
-    return _of_conversation(conversation, fields, served, "prompt")
+    return _of_conversation(conversation, fields, model, "prompt")
 
 
 def _of_conversation(
-    conversation: Conversation, fields: OllamaGenerateFields, served: Served, prompt_field: str
+    conversation: Conversation, fields: OllamaGenerateFields, model: ServedModel, prompt_field: str
 ) -> ParsedRequest:
-    own = _own(fields, served)
+    own = _own(fields, model)
     request = conversation_request(
-        conversation, _shared(fields, served), served, own, _RENAMED, prompt_field
+        conversation, _shared(fields, model), model, own, _RENAMED, prompt_field
     )
     return _finished(request, fields)
 
 
 def _of_text(
-    prompt: TextPrompt | InfillPrompt, fields: OllamaGenerateFields, served: Served
+    prompt: TextPrompt | InfillPrompt, fields: OllamaGenerateFields, model: ServedModel
 ) -> ParsedRequest:
     requested = _requested_grammar(fields)
-    own = _own(fields, served)
-    if own["max_tokens"] is None and "max_tokens" in served.engine.default_sampling:
+    own = _own(fields, model)
+    if own["max_tokens"] is None and "max_tokens" in model.engine.default_sampling:
         del own["max_tokens"]
     own["grammar"] = None if requested is None else requested.grammar
-    shared = _shared(fields, served)
+    shared = _shared(fields, model)
     request = ParsedRequest(
         model=fields.model,
         prompts=(prompt,),
-        request=Request(sampling=sampling_params(shared, served, own, _RENAMED)),
+        request=Request(sampling=sampling_params(shared, model, own, _RENAMED)),
         grammar_field="" if requested is None else requested.field,
     )
     return _finished(request, fields)
@@ -147,18 +146,18 @@ def _finished(request: ParsedRequest, fields: OllamaGenerateFields) -> ParsedReq
     return replace(request, model=fields.model, request=own, stream=stream)
 
 
-def _shared(fields: OllamaGenerateFields, served: Served) -> SamplingFields:
+def _shared(fields: OllamaGenerateFields, model: ServedModel) -> SamplingFields:
     options = fields.options or _NO_OPTIONS
     same = {name: getattr(options, name) for name in _SAME_NAME}
     return SamplingFields(
-        model=known_model(fields.model, served),
+        model=known_model(fields.model, model),
         repetition_penalty=options.repeat_penalty,
         seed=None if options.seed == _RANDOM_SEED else options.seed,
         **same,
     )
 
 
-def _own(fields: OllamaGenerateFields, served: Served) -> dict[str, Any]:
+def _own(fields: OllamaGenerateFields, model: ServedModel) -> dict[str, Any]:
     """The token limit and the logprobs; a limit of -2, -1 or 0 means the end of the context."""
     options = fields.options or _NO_OPTIONS
     num_predict = options.num_predict
@@ -171,7 +170,7 @@ def _own(fields: OllamaGenerateFields, served: Served) -> dict[str, Any]:
         "max_tokens": num_predict if num_predict is not None and num_predict > 0 else None
     }
     if fields.logprobs:
-        own["logprobs"] = num_alternatives("top_logprobs", fields.top_logprobs or 0, served)
+        own["logprobs"] = num_alternatives("top_logprobs", fields.top_logprobs or 0, model)
     elif fields.top_logprobs:
         raise RequestError("top_logprobs needs logprobs: true", param="top_logprobs")
     return own
@@ -183,7 +182,7 @@ def _requested_grammar(fields: OllamaGenerateFields) -> RequestedGrammar | None:
     return RequestedGrammar(Grammar.of_json_schema(fields.format), "format")
 
 
-def _effort(fields: OllamaGenerateFields, served: Served, reader: FieldReader) -> Effort:
+def _effort(fields: OllamaGenerateFields, model: ServedModel, reader: FieldReader) -> Effort:
     """How the model is to reason; `think` is reported if it does not."""
     think = fields.think
     if isinstance(think, str):
@@ -192,11 +191,11 @@ def _effort(fields: OllamaGenerateFields, served: Served, reader: FieldReader) -
                 f"think is {think[:64]!r}, it must be true, false, low, medium or high",
                 param="think",
             )
-        return requested_effort(think, "think", served, reader)
+        return requested_effort(think, "think", model, reader)
     if think is None:
         return Effort()
-    if think and served.formats.reasoning is None:
-        reader.ignore("think", f"{served.engine.model_name} does not reason")
+    if think and model.formats.reasoning is None:
+        reader.ignore("think", f"{model.engine.model_name} does not reason")
         return Effort()
     return Effort({"enable_thinking": think})
 
@@ -207,7 +206,7 @@ def _begins_answer(messages: Sequence[Mapping[str, Any]]) -> bool:
     return last["role"] == "assistant" and bool(last["content"]) and "tool_calls" not in last
 
 
-def _messages(items: Sequence[OllamaMessage], served: Served) -> tuple[Mapping[str, Any], ...]:
+def _messages(items: Sequence[OllamaMessage], model: ServedModel) -> tuple[Mapping[str, Any], ...]:
     """The messages for the chat template. Calls without an id get one, which their results name."""
     messages: list[Mapping[str, Any]] = []
     unanswered: list[tuple[str, str]] = []  # ids and names of calls
@@ -219,7 +218,7 @@ def _messages(items: Sequence[OllamaMessage], served: Served) -> tuple[Mapping[s
         elif message.content is None and not (message.tool_calls or message.thinking):
             raise RequestError(f"{path}.content is missing", param=f"{path}.content")
         if message.tool_calls:
-            check_shows_calls(served, f"{path}.tool_calls")
+            check_shows_calls(model, f"{path}.tool_calls")
             calls = [
                 # nine digits: templates of some families take no other length
                 (call.id or f"{index:05}{number:04}"[-9:], call.function)

@@ -9,8 +9,8 @@ from typing import Annotated, Any, Literal
 
 import msgspec
 
-from quickstep.server.schema.field_classes import effect, hint, note, refused
-from quickstep.server.schema.shared_fields import (
+from quickstep.server.fields.field_classes import effect, hint, note, refused
+from quickstep.server.fields.shared_fields import (
     Dimensions,
     Mirostat,
     MirostatSetting,

@@ -10,8 +10,8 @@ from typing import Any, Literal
 import msgspec
 from msgspec import UNSET, UnsetType
 
+from quickstep.server.generate.timings import RequestTimings
 from quickstep.server.openai.response_types import TopLogprob
-from quickstep.server.usage.timings import RequestTimings
 
 
 class OllamaFunction(msgspec.Struct, frozen=True):

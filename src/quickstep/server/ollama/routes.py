@@ -14,14 +14,16 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from quickstep.errors import RequestError
-from quickstep.server.generate.adapter import Served
+from quickstep.server.fields.field_reader import FieldReader
+from quickstep.server.generate.api import Observers
 from quickstep.server.generate.prompts import infill_markers
 from quickstep.server.http.body import body_of
 from quickstep.server.http.errors import json_response, ollama_shape
 from quickstep.server.http.event_stream import NDJSON
 from quickstep.server.http.middleware import report_ignored
 from quickstep.server.http.route import ApiRoute
-from quickstep.server.metrics import Metrics
+from quickstep.server.models.registry import ModelRegistry
+from quickstep.server.models.served_model import ServedModel
 from quickstep.server.ollama.endpoint import (
     OllamaChat,
     OllamaEmbedding,
@@ -51,7 +53,6 @@ from quickstep.server.ollama.response_types import (
     OllamaStatus,
     OllamaVersion,
 )
-from quickstep.server.schema.field_reader import FieldReader
 
 # The version of the API; clients require one with the features they use (tools, thinking, ...).
 _OLLAMA_VERSION = "0.12.11"
@@ -72,15 +73,15 @@ _MANAGING = (
 )
 
 
-def ollama_routes(served: Served, metrics: Metrics) -> list[ApiRoute]:
+def ollama_routes(registry: ModelRegistry, observers: Observers) -> list[ApiRoute]:
     """The routes of Ollama's API."""
-    models = OllamaModelList(served)
-    embedding = OllamaEmbedding(served, metrics)
+    models = OllamaModelList(registry)
+    embedding = OllamaEmbedding(registry, observers)
     return [
         ApiRoute(
             "POST",
             "/api/chat",
-            OllamaRoute(OllamaChat(), served, metrics).answer,
+            OllamaRoute(OllamaChat(), registry, observers).answer,
             "The assistant's next message, in the format of Ollama.",
             request=OllamaChatRequest,
             response=OllamaChatResponse,
@@ -92,7 +93,7 @@ def ollama_routes(served: Served, metrics: Metrics) -> list[ApiRoute]:
         ApiRoute(
             "POST",
             "/api/generate",
-            OllamaRoute(OllamaGenerate(), served, metrics).answer,
+            OllamaRoute(OllamaGenerate(), registry, observers).answer,
             "The response to a prompt, in the format of Ollama.",
             request=OllamaGenerateRequest,
             response=OllamaGenerateResponse,
@@ -129,7 +130,7 @@ def ollama_routes(served: Served, metrics: Metrics) -> list[ApiRoute]:
             error_shape=ollama_shape,
         ),
         *_lists(models),
-        *(_refused(method, path, done, served) for method, path, done in _MANAGING),
+        *(_refused(method, path, done, registry) for method, path, done in _MANAGING),
     ]
 
 
@@ -163,10 +164,10 @@ def _lists(models: OllamaModelList) -> list[ApiRoute]:
     ]
 
 
-def _refused(method: str, path: str, done: str, served: Served) -> ApiRoute:
+def _refused(method: str, path: str, done: str, models: ModelRegistry) -> ApiRoute:
     async def refuse(_: Request) -> Response:
         raise RequestError(
-            f"models cannot be {done} here; this server has {', '.join(served.names)}, start "
+            f"models cannot be {done} here; this server has {', '.join(models.names)}, start "
             "another one with `quickstep serve --model MODEL` for more"
         )
 
@@ -183,8 +184,8 @@ def _refused(method: str, path: str, done: str, served: Served) -> ApiRoute:
 class OllamaModelList:
     """The endpoints that report on the models and the version."""
 
-    def __init__(self, served: Served) -> None:
-        self._served = served
+    def __init__(self, models: ModelRegistry) -> None:
+        self._models = models
         self._since = rfc3339(time.time())
 
     async def root(self, _: Request) -> Response:
@@ -202,11 +203,12 @@ class OllamaModelList:
                 name=name,
                 model=name,
                 modified_at=self._since,
-                size=self._num_bytes,
-                digest=self._digest,
+                size=_num_bytes(model),
+                digest=_digest(model),
                 details=OllamaDetails(),
             )
-            for name in map(_tagged, self._served.names)
+            for model in self._models
+            for name in map(_tagged, model.names)
         ]
         return json_response(OllamaModels(models))
 
@@ -216,31 +218,32 @@ class OllamaModelList:
             OllamaRunningModel(
                 name=name,
                 model=name,
-                size=self._num_bytes,
-                digest=self._digest,
+                size=_num_bytes(model),
+                digest=_digest(model),
                 details=OllamaDetails(),
                 expires_at=_NEVER,
                 size_vram=0,
-                context_length=self._served.engine.max_model_len,
+                context_length=model.engine.max_model_len,
             )
-            for name in map(_tagged, self._served.names)
+            for model in self._models
+            for name in map(_tagged, model.names)
         ]
         return json_response(OllamaRunningModels(models))
 
     async def show(self, request: Request) -> Response:
         """Return the details of one model. Raises RequestError."""
-        reader = FieldReader(self._served.field_rules)
+        reader = FieldReader(self._models.server.field_rules)
         fields = reader.decode(body_of(request), OllamaShowRequest)
         report_ignored(request, reader.ignored)
         name = fields.model or fields.name
         if name is None:
             raise RequestError("model is missing", param="model")
-        served = known_model(name, self._served)
-        engine = self._served.engine
+        model = self._models.find(name, LATEST)
+        engine = model.engine
         template = engine.chat_template
         return json_response(
             OllamaShowResponse(
-                modelfile=f"FROM {served}\n",
+                modelfile=f"FROM {known_model(name, model)}\n",
                 parameters="\n".join(
                     f"{_PARAMETERS.get(field, field)} {value:g}"
                     for field, value in engine.default_sampling.items()
@@ -253,34 +256,34 @@ class OllamaModelList:
                     f"{_ARCHITECTURE}.context_length": engine.max_model_len,
                     f"{_ARCHITECTURE}.vocab_size": engine.tokenizer.vocab_size,
                 },
-                capabilities=self._capabilities(),
+                capabilities=_capabilities(model),
                 modified_at=self._since,
             )
         )
 
-    def _capabilities(self) -> list[Capability]:
-        capabilities: list[Capability] = ["completion", "embedding"]
-        formats = self._served.formats
-        if formats.renders_tools and formats.tool_calls is not None:
-            capabilities.append("tools")
-        if formats.reasoning is not None:
-            capabilities.append("thinking")
-        try:
-            infill_markers(self._served.engine.tokenizer)
-        except RequestError:
-            return capabilities
-        return [*capabilities, "insert"]
 
-    @property
-    def _num_bytes(self) -> int:
-        """The bytes of the weights, 0 without a memory plan."""
-        plan = self._served.engine.memory_plan
-        rows = () if plan is None else plan.rows
-        return sum(row.num_bytes for row in rows if row.label == "weights")
+def _capabilities(model: ServedModel) -> list[Capability]:
+    capabilities: list[Capability] = ["completion", "embedding"]
+    if model.formats.renders_tools and model.formats.tool_calls is not None:
+        capabilities.append("tools")
+    if model.formats.reasoning is not None:
+        capabilities.append("thinking")
+    try:
+        infill_markers(model.engine.tokenizer)
+    except RequestError:
+        return capabilities
+    return [*capabilities, "insert"]
 
-    @property
-    def _digest(self) -> str:
-        return hashlib.sha256(self._served.engine.fingerprint.encode()).hexdigest()
+
+def _num_bytes(model: ServedModel) -> int:
+    """The bytes of the weights, 0 without a memory plan."""
+    plan = model.engine.memory_plan
+    rows = () if plan is None else plan.rows
+    return sum(row.num_bytes for row in rows if row.label == "weights")
+
+
+def _digest(model: ServedModel) -> str:
+    return hashlib.sha256(model.engine.fingerprint.encode()).hexdigest()
 
 
 def _tagged(name: str) -> str:

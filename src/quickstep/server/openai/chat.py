@@ -16,7 +16,8 @@ from msgspec.structs import replace
 
 from quickstep.engine.interface import Vocabulary
 from quickstep.errors import RequestError
-from quickstep.server.generate.adapter import Served, reports_progress, response_flags
+from quickstep.server.fields.field_reader import FieldReader
+from quickstep.server.generate.api import reports_progress, response_flags
 from quickstep.server.generate.conversation import (
     Conversation,
     check_continues,
@@ -32,7 +33,8 @@ from quickstep.server.generate.generation import Choice, Generation, ParsedReque
 from quickstep.server.generate.message import message_reader
 from quickstep.server.generate.sampling import label, num_alternatives
 from quickstep.server.generate.structured import requested_grammar
-from quickstep.server.generate.tools import offered_tools
+from quickstep.server.generate.tools import functions_of, offer, tool_choice_of
+from quickstep.server.models.served_model import ServedModel
 from quickstep.server.openai.choices import (
     ChoicesWriter,
     beam_params,
@@ -70,7 +72,6 @@ from quickstep.server.openai.response_types import (
     StreamedToolCall,
 )
 from quickstep.server.options import RequestLimits
-from quickstep.server.schema.field_reader import FieldReader
 from quickstep.text.message_content import Content as TemplateContent
 from quickstep.text.message_content import text_of, text_part
 from quickstep.text.tool_calls.message_delta import (
@@ -87,7 +88,7 @@ _EMPTY = ChatDelta()
 
 
 class Chat:
-    """The adapter of chat."""
+    """The API of chat."""
 
     id_prefix = "chatcmpl-"
     response = partial(ChatCompletion, object="chat.completion")
@@ -98,26 +99,30 @@ class Chat:
         """Renders the choices of one request."""
         return ChatRendering
 
-    def parse(self, body: bytes, served: Served, caller: str = "") -> ParsedRequest:
+    def parse(self, body: bytes, model: ServedModel, caller: str = "") -> ParsedRequest:
         """Validate a body. Raises RequestError."""
-        reader = FieldReader(served.field_rules)
+        reader = FieldReader(model.server.field_rules)
         fields = reader.decode(body, ChatRequest)
-        model = served.model(fields.model)
         if not fields.messages:
             raise RequestError("messages is an empty list", param="messages")
         messages = tuple(_message(place, item) for place, item in enumerate(fields.messages))
         for place, message in enumerate(messages):
             if "tool_calls" in message:
-                check_shows_calls(served, f"messages[{place}].tool_calls")
-        effort = requested_effort(fields.reasoning_effort, "reasoning_effort", served, reader)
+                check_shows_calls(model, f"messages[{place}].tool_calls")
+        effort = requested_effort(fields.reasoning_effort, "reasoning_effort", model, reader)
         levels = {
             **effort.variables,
-            **verbosity_in_template(fields.verbosity, "verbosity", served, reader),
+            **verbosity_in_template(fields.verbosity, "verbosity", model, reader),
         }
         conversation = Conversation(
             messages,
             num_chars=len(body),
-            offered=offered_tools(fields, served, reader),
+            offered=offer(
+                functions_of(fields.tools or (), reader),
+                tool_choice_of(fields.tool_choice),
+                fields.parallel_tool_calls is False,
+                model,
+            ),
             grammar=requested_grammar(fields),
             add_generation_prompt=_opens_message(fields, messages),
             continued=bool(fields.continue_final_message),
@@ -125,27 +130,27 @@ class Chat:
             effort_budget=effort.budget,
         )
         max_tokens, max_tokens_name = _max_tokens(fields)
-        requested = requested_output(fields, served, _num_logprobs(fields, served))
+        requested = requested_output(fields, model, _num_logprobs(fields, model))
         requested = replace(requested, before=_echo(fields, messages[-1], reader))
-        own = {**own_values(fields, served, requested), "max_tokens": max_tokens}
+        own = {**own_values(fields, model, requested), "max_tokens": max_tokens}
         renamed = {"max_tokens": max_tokens_name, "logprobs": "top_logprobs"}
-        request = conversation_request(conversation, fields, served, own, renamed)
+        request = conversation_request(conversation, fields, model, own, renamed)
         return replace(
             request,
-            model=model,
+            model=model.name_or_default(fields.model),
             request=structs.replace(
                 request.request,
-                tenant=tenant_of(fields.user, fields.safety_identifier, served.limits),
+                tenant=tenant_of(fields.user, fields.safety_identifier, model.server.limits),
                 reports_progress=reports_progress(fields, reader),
             ),
-            echoed=_echoed(fields, served.limits),
+            echoed=_echoed(fields, model.server.limits),
             requested_output=requested,
-            beams=beam_params(fields, served, request.sampling),
-            truncation=truncation_of(fields, max_tokens, served),
-            adapter=None if fields.lora is None else served.adapters.mix(fields.lora),
+            beams=beam_params(fields, model, request.sampling),
+            truncation=truncation_of(fields, max_tokens, model),
+            adapter=None if fields.lora is None else model.adapters.mix(fields.lora),
             ignored=reader.ignored,
-            writer=partial(ChoicesWriter, self, served),
-            **response_flags(fields, served),
+            writer=partial(ChoicesWriter, self, model),
+            **response_flags(fields, model),
         )
 
 
@@ -183,12 +188,12 @@ def _echo(fields: ChatRequest, last: Mapping[str, Any], reader: FieldReader) -> 
     return text_of(last["content"])
 
 
-def _num_logprobs(fields: ChatRequest, served: Served) -> int | None:
+def _num_logprobs(fields: ChatRequest, model: ServedModel) -> int | None:
     if not fields.logprobs:
         if fields.top_logprobs is not None:
             raise RequestError("top_logprobs needs logprobs: true", param="top_logprobs")
         return None
-    return num_alternatives("top_logprobs", fields.top_logprobs or 0, served)
+    return num_alternatives("top_logprobs", fields.top_logprobs or 0, model)
 
 
 def _echoed(fields: ChatRequest, limits: RequestLimits) -> dict[str, Any]:
@@ -318,19 +323,20 @@ class ChatRendering:
         A call's first piece has its name and no arguments; those follow in a chunk of their own.
         """
         deltas = _chat_deltas(self._messages[choice.index].read(delta).parts)
-        shows_tokens = self._requested.logprobs is not None or self._requested.token_ids
-        if not deltas and shows_tokens and delta.token_ids:
+        has_logprobs, has_ids = self._requested.logprobs is not None, self._requested.token_ids
+        if not deltas and (has_logprobs or has_ids) and delta.token_ids:
             deltas.append(ChatDelta(content=""))
-        return [
-            ChatChunkChoice(
+        chunks: list[ChatChunkChoice] = []
+        for part in deltas:  # a loop without calls: it runs once a token
+            chunk = ChatChunkChoice(
                 index=choice.index,
                 delta=part,
-                logprobs=self._listed(() if place else delta.logprobs),
-                token_ids=UNSET if place else self._token_ids(delta.token_ids),
+                logprobs=self._listed(() if chunks else delta.logprobs) if has_logprobs else None,
+                token_ids=list(delta.token_ids) if has_ids and not chunks else UNSET,
                 finish_reason=None,
             )
-            for place, part in enumerate(deltas)
-        ]
+            chunks.append(chunk)
+        return chunks
 
     def ending(self, choice: Choice) -> ChatChunkChoice:
         """The finish reason, without content."""

@@ -22,7 +22,7 @@ from msgspec import UNSET, UnsetType
 from quickstep.engine.beam_search import BeamSearchParams
 from quickstep.engine.interface import Vocabulary
 from quickstep.errors import RequestError
-from quickstep.server.generate.adapter import Served
+from quickstep.server.fields.sampling_fields import SamplingFields, TextFormat
 from quickstep.server.generate.generation import (
     Choice,
     ChoiceDelta,
@@ -36,13 +36,11 @@ from quickstep.server.generate.sampling import (
     num_alternatives,
     token_ids_of,
 )
+from quickstep.server.generate.timings import requested_timings
 from quickstep.server.http.errors import error_of
 from quickstep.server.http.event_stream import DONE, data_frame
-from quickstep.server.openai.request_types import (
-    ChoiceFields,
-    SamplingFields,
-    TextFormat,
-)
+from quickstep.server.models.served_model import ServedModel
+from quickstep.server.openai.request_types import ChoiceFields
 from quickstep.server.openai.response_types import (
     PromptProgressReport,
     RankedLogprob,
@@ -52,7 +50,6 @@ from quickstep.server.openai.response_types import (
     Usage,
 )
 from quickstep.server.options import bounded
-from quickstep.server.usage.timings import requested_timings
 from quickstep.types import Delta, SamplingParams, TokenLogprobs
 
 # Fields that a beam search honours; any other sampling field would have no effect on it.
@@ -79,10 +76,10 @@ _DEFAULTS: Mapping[str, Any] = MappingProxyType(msgspec.structs.asdict(SamplingP
 
 
 def requested_output(
-    fields: ChoiceFields, served: Served, logprobs: int | None, echo: bool = False
+    fields: ChoiceFields, model: ServedModel, logprobs: int | None, echo: bool = False
 ) -> RequestedOutput:
     """What the response contains. Raises RequestError; `logprobs` is checked by the caller."""
-    num_top = num_alternatives("prompt_logprobs", fields.prompt_logprobs, served)
+    num_top = num_alternatives("prompt_logprobs", fields.prompt_logprobs, model)
     if num_top is not None and fields.stream:
         raise RequestError(
             "prompt_logprobs cannot be streamed; send stream: false, or echo with logprobs",
@@ -99,7 +96,7 @@ def requested_output(
 
 def own_values(
     fields: ChoiceFields,
-    served: Served,
+    model: ServedModel,
     requested: RequestedOutput,
     num_prompts: int = 1,
     best_of: int | None = None,
@@ -115,8 +112,8 @@ def own_values(
     if width < n:
         raise RequestError(f"best_of is {width}, below n {n}", param="best_of")
     field = "n" if width == n else "best_of"
-    bounded(field, width, served.limits.n)
-    check_num_sequences(num_prompts, width, served.limits, field)
+    bounded(field, width, model.server.limits.n)
+    check_num_sequences(num_prompts, width, model.server.limits, field)
     picks = width > n and not fields.use_beam_search
     if picks and fields.stream:
         raise RequestError(
@@ -135,29 +132,29 @@ def own_values(
     if picks:
         own["n"] = width
     if fields.logprob_token_ids:
-        own["logprob_token_ids"] = _logprob_token_ids(fields, served, requested)
+        own["logprob_token_ids"] = _logprob_token_ids(fields, model, requested)
     return own
 
 
 def _logprob_token_ids(
-    fields: ChoiceFields, served: Served, requested: RequestedOutput
+    fields: ChoiceFields, model: ServedModel, requested: RequestedOutput
 ) -> tuple[int, ...]:
     name, ids = "logprob_token_ids", fields.logprob_token_ids or ()
     if requested.logprobs is None:
         raise RequestError(f"{name} needs logprobs", param=name)
     if fields.use_beam_search:
         raise RequestError(f"{name} cannot go with use_beam_search", param=name)
-    bounded(name, len(ids), served.limits.logprob_token_ids, "entries")
-    return token_ids_of(name, ids, served.engine.tokenizer.vocab_size)
+    bounded(name, len(ids), model.server.limits.logprob_token_ids, "entries")
+    return token_ids_of(name, ids, model.engine.tokenizer.vocab_size)
 
 
 def truncation_of(
-    fields: ChoiceFields, max_tokens: int | None, served: Served
+    fields: ChoiceFields, max_tokens: int | None, model: ServedModel
 ) -> Truncation | None:
     """How much of a prompt is read, None for all; -1 keeps as many tokens as fit together with the
     output. Raises RequestError.
     """
-    num_tokens, longest = fields.truncate_prompt_tokens, served.engine.max_model_len
+    num_tokens, longest = fields.truncate_prompt_tokens, model.engine.max_model_len
     if num_tokens is None:
         if fields.truncation_side is not None:
             name = "truncation_side"
@@ -174,7 +171,7 @@ def truncation_of(
 
 
 def beam_params(
-    fields: ChoiceFields, served: Served, sampling: SamplingParams, best_of: int | None = None
+    fields: ChoiceFields, model: ServedModel, sampling: SamplingParams, best_of: int | None = None
 ) -> BeamSearchParams | None:
     """The requested beam search, or None. Raises RequestError."""
     if not fields.use_beam_search:
@@ -194,7 +191,7 @@ def beam_params(
         raise RequestError("use_beam_search cannot go with enforced calls", param="use_beam_search")
     return BeamSearchParams(
         beam_width=best_of or sampling.n,
-        max_tokens=served.engine.max_model_len
+        max_tokens=model.engine.max_model_len
         if sampling.max_tokens is None
         else sampling.max_tokens,
         ignore_eos=sampling.ignore_eos,
@@ -256,10 +253,12 @@ class ChoicesApi(Protocol):
 class ChoicesWriter:
     """A `Writer` of a `ChoicesApi`."""
 
-    def __init__(self, api: ChoicesApi, served: Served, generation: Generation, head: Head) -> None:
-        self._served = served
+    def __init__(
+        self, api: ChoicesApi, model: ServedModel, generation: Generation, head: Head
+    ) -> None:
+        self._model = model
         self._generation = generation
-        self._rendering = api.rendering(generation, served.engine.tokenizer)
+        self._rendering = api.rendering(generation, model.engine.tokenizer)
         http_id = generation.request.request.request_id  # as in vLLM; "" for lines of batches
         constant = {
             "id": api.id_prefix + (http_id or uuid.uuid4().hex),
@@ -271,7 +270,7 @@ class ChoicesWriter:
         }
         self._response = partial(api.response, **constant)
         self._new_chunk = partial(api.chunk, **constant)
-        self._has_metrics = served.answers.request_metrics and len(generation.choices) == 1
+        self._has_metrics = model.server.answers.request_metrics and len(generation.choices) == 1
 
     def opening(self) -> Iterator[bytes]:
         """The role of each choice, where there are roles."""
@@ -281,23 +280,24 @@ class ChoicesWriter:
                 fields = {} if choice.index else self._rendering.prompt_fields()
                 yield self._chunk([opening], **fields)
 
-    def delta(self, item: ChoiceDelta) -> Iterator[bytes]:
+    def delta(self, item: ChoiceDelta) -> list[bytes]:
         """The chunks of a delta, and its choice's end."""
-        choice = self._generation.choices[item.choice]
+        choice, frames = self._generation.choices[item.choice], []
         progress = item.delta.progress
         if progress is not None:
             num_prompt_tokens = len(self._generation.prompt_token_ids(choice))
             report = PromptProgressReport.of(progress, num_prompt_tokens)
-            yield self._chunk([self._rendering.empty(choice)], prompt_progress=report)
+            frames.append(self._chunk([self._rendering.empty(choice)], prompt_progress=report))
         for delta in self._rendering.deltas(choice, item.delta):
-            yield self._chunk([delta])
+            frames.append(self._chunk([delta]))
         if item.delta.finish_reason is not None:
-            yield self._chunk([self._rendering.ending(choice)])
+            frames.append(self._chunk([self._rendering.ending(choice)]))
+        return frames
 
     def ending(self) -> Iterator[bytes]:
         """A chunk with usage and timings if the client requested them, then `[DONE]`."""
         request = self._generation.request
-        timings = requested_timings(self._generation, self._served)
+        timings = requested_timings(self._generation, self._model)
         if request.include_usage:
             usage = self._usage()
             yield self._chunk([], usage=usage, metrics=self._metrics(), quickstep=timings)
@@ -324,7 +324,7 @@ class ChoicesWriter:
             ],
             usage=self._usage(),
             metrics=self._metrics(),
-            quickstep=requested_timings(self._generation, self._served),
+            quickstep=requested_timings(self._generation, self._model),
             **self._rendering.prompt_fields(),
         )
 

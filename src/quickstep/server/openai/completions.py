@@ -15,7 +15,8 @@ from msgspec import UNSET, UnsetType, structs
 
 from quickstep.engine.interface import Vocabulary
 from quickstep.errors import PromptTooLong, RequestError
-from quickstep.server.generate.adapter import Served, reports_progress, response_flags
+from quickstep.server.fields.field_reader import FieldReader
+from quickstep.server.generate.api import reports_progress, response_flags
 from quickstep.server.generate.generation import Choice, Generation, ParsedRequest
 from quickstep.server.generate.prompts import (
     InfillPrompt,
@@ -32,6 +33,7 @@ from quickstep.server.generate.sampling import (
     token_ids_of,
 )
 from quickstep.server.generate.structured import requested_grammar
+from quickstep.server.models.served_model import ServedModel
 from quickstep.server.openai.choices import (
     ChoicesWriter,
     beam_params,
@@ -50,14 +52,13 @@ from quickstep.server.openai.response_types import (
     TextLogprobs,
 )
 from quickstep.server.options import bounded
-from quickstep.server.schema.field_reader import FieldReader
 from quickstep.types import Delta, TokenLogprobs
 
 _DEFAULT_MAX_TOKENS = 16  # OpenAI's
 
 
 class Completions:
-    """The adapter of completions."""
+    """The API of completions."""
 
     id_prefix = "cmpl-"
     response = partial(Completion, object="text_completion")
@@ -68,28 +69,30 @@ class Completions:
         """Renders the choices of one request."""
         return CompletionRendering
 
-    def parse(self, body: bytes, served: Served, caller: str = "") -> ParsedRequest:
+    def parse(self, body: bytes, model: ServedModel, caller: str = "") -> ParsedRequest:
         """Validate a body. Raises RequestError."""
-        reader = FieldReader(served.field_rules)
+        reader = FieldReader(model.server.field_rules)
         fields = reader.decode(body, CompletionRequest)
-        model = served.model(fields.model)
-        prompts = _prompts(fields, served)
-        logprobs = num_alternatives("logprobs", fields.logprobs, served)
-        requested = requested_output(fields, served, logprobs, bool(fields.echo))
+        prompts = _prompts(fields, model)
+        logprobs = num_alternatives("logprobs", fields.logprobs, model)
+        requested = requested_output(fields, model, logprobs, bool(fields.echo))
         max_tokens = _DEFAULT_MAX_TOKENS if fields.max_tokens is None else fields.max_tokens
         grammar = requested_grammar(fields)
-        own = own_values(fields, served, requested, len(prompts), fields.best_of)
+        own = own_values(fields, model, requested, len(prompts), fields.best_of)
         own["max_tokens"] = max_tokens
         if grammar is not None:
             own["grammar"] = grammar.grammar
-        sampling = sampling_params(fields, served, own, {})
-        beams = beam_params(fields, served, sampling, fields.best_of)
+        sampling = sampling_params(fields, model, own, {})
+        beams = beam_params(fields, model, sampling, fields.best_of)
         return ParsedRequest(
-            model=model,
+            model=model.name_or_default(fields.model),
             prompts=prompts,
             request=structs.replace(
                 engine_request(
-                    fields, sampling, served.limits, label("user", fields.user, served.limits)
+                    fields,
+                    sampling,
+                    model.server.limits,
+                    label("user", fields.user, model.server.limits),
                 ),
                 reports_progress=reports_progress(fields, reader),
             ),
@@ -97,43 +100,43 @@ class Completions:
             requested_output=requested,
             num_kept=None if beams or sampling.n == (fields.n or 1) else fields.n or 1,
             beams=beams,
-            truncation=truncation_of(fields, max_tokens, served),
-            adapter=None if fields.lora is None else served.adapters.mix(fields.lora),
+            truncation=truncation_of(fields, max_tokens, model),
+            adapter=None if fields.lora is None else model.adapters.mix(fields.lora),
             ignored=reader.ignored,
-            writer=partial(ChoicesWriter, self, served),
-            **response_flags(fields, served),
+            writer=partial(ChoicesWriter, self, model),
+            **response_flags(fields, model),
         )
 
 
-def _prompts(fields: CompletionRequest, served: Served) -> tuple[Prompt, ...]:
+def _prompts(fields: CompletionRequest, model: ServedModel) -> tuple[Prompt, ...]:
     prompt = fields.prompt
-    vocab_size = served.engine.tokenizer.vocab_size
+    vocab_size = model.engine.tokenizer.vocab_size
     if isinstance(prompt, str):
-        return _texts([prompt], fields, served)
+        return _texts([prompt], fields, model)
     if not prompt:
         raise RequestError("prompt is an empty list", param="prompt")
     if isinstance(prompt[0], int) and fields.truncate_prompt_tokens is None:
-        _check_length(len(prompt), fields, served)
+        _check_length(len(prompt), fields, model)
     if _are_ids(prompt):
         return _ids([token_ids_of("prompt", prompt, vocab_size)], fields)
-    bounded("prompt", len(prompt), served.limits.prompts, "entries")
+    bounded("prompt", len(prompt), model.server.limits.prompts, "entries")
     texts = [item for item in prompt if isinstance(item, str)]
     ids = [token_ids_of("prompt", item, vocab_size) for item in prompt if isinstance(item, list)]
     if len(texts) == len(prompt):
-        return _texts(texts, fields, served)
+        return _texts(texts, fields, model)
     if len(ids) == len(prompt):
         return _ids(ids, fields)
     raise RequestError("prompt mixes texts, token ids and lists of token ids", param="prompt")
 
 
 def _texts(
-    texts: Sequence[str], fields: CompletionRequest, served: Served
+    texts: Sequence[str], fields: CompletionRequest, model: ServedModel
 ) -> tuple[TextPrompt | InfillPrompt, ...]:
     special = fields.add_special_tokens is not False
     suffix = fields.suffix
     if not suffix:
         return tuple(TextPrompt(text, special) for text in texts)
-    markers = infill_markers(served.engine.tokenizer)
+    markers = infill_markers(model.engine.tokenizer)
     if fields.echo:
         raise RequestError("echo cannot go with suffix", param="echo")
     return tuple(InfillPrompt(text, suffix, markers, special) for text in texts)
@@ -145,11 +148,11 @@ def _ids(prompts: Sequence[tuple[int, ...]], fields: CompletionRequest) -> tuple
     return tuple(map(TokenPrompt, prompts))
 
 
-def _check_length(num_tokens: int, fields: CompletionRequest, served: Served) -> None:
+def _check_length(num_tokens: int, fields: CompletionRequest, model: ServedModel) -> None:
     """Raise PromptTooLong before anything looks at a million ids."""
     num_outputs = 0 if fields.echo and fields.max_tokens == 0 else 1
-    if num_tokens + num_outputs > served.engine.max_model_len:
-        raise PromptTooLong(num_tokens, served.engine.max_model_len, num_outputs=num_outputs)
+    if num_tokens + num_outputs > model.engine.max_model_len:
+        raise PromptTooLong(num_tokens, model.engine.max_model_len, num_outputs=num_outputs)
 
 
 def _are_ids(prompt: Sequence[str | int | list[int]]) -> TypeGuard[Sequence[int]]:

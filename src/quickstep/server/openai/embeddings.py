@@ -20,8 +20,8 @@ from starlette.responses import Response
 
 from quickstep.engine.interface import TokenStream
 from quickstep.errors import EngineError, RequestError
-from quickstep.server.api_keys import cache_salt_of, priority_of_key, tenant_of_key
-from quickstep.server.generate.adapter import LineResult, Served
+from quickstep.server.fields.field_reader import FieldReader
+from quickstep.server.generate.api import LineResult, Observers, PromptsObserver
 from quickstep.server.generate.endpoint import (
     BYTES_PER_TOKEN,
     CLIENT_CLOSED,
@@ -34,11 +34,12 @@ from quickstep.server.generate.sampling import label, token_ids_of
 from quickstep.server.http.body import body_of, body_parsed, unless_disconnected
 from quickstep.server.http.errors import GenerationFailed, json_response
 from quickstep.server.http.middleware import report_ignored
-from quickstep.server.metrics import EmbeddingMeter, Metrics
+from quickstep.server.models.registry import ModelRegistry
+from quickstep.server.models.served_model import ServedModel
 from quickstep.server.openai.request_types import EmbeddingRequest
 from quickstep.server.openai.response_types import Embedding, EmbeddingList, EmbeddingUsage
 from quickstep.server.options import bounded
-from quickstep.server.schema.field_reader import FieldReader
+from quickstep.server.usage.api_keys import cache_salt_of, priority_of_key, tenant_of_key
 from quickstep.server.usage.recorder import BATCHES
 from quickstep.types import FinishReason, Pooling, Request, SamplingParams
 
@@ -50,16 +51,16 @@ _SAMPLING = SamplingParams(max_tokens=1)  # of which nothing is sampled
 class Embeddings:
     """Embeds texts and token ids."""
 
-    def __init__(self, served: Served, metrics: Metrics) -> None:
-        self._served = served
-        self._metrics = metrics
+    def __init__(self, models: ModelRegistry, observers: Observers) -> None:
+        self._models = models
+        self._observers = observers
 
     async def answer(self, request: HttpRequest) -> Response:
         """Answer one request. Raises RequestError, EngineError."""
         try:
-            self._served.limiter.check(caller_of(request))
+            self._models.server.limiter.check(caller_of(request))
             body = body_of(request)
-            reader = FieldReader(self._served.field_rules)
+            reader = FieldReader(self._models.server.field_rules)
             answer = await unless_disconnected(request.receive, self._embed(request, body, reader))
         except ClientDisconnect:
             return Response(status_code=CLIENT_CLOSED)
@@ -72,25 +73,22 @@ class Embeddings:
         self, body: bytes, caller: str = "", added_priority: int = 0
     ) -> LineResult:
         """The JSON response to one line of a batch."""
-        reader = FieldReader(self._served.field_rules)
-        fields, prompts = await self._parse(body, reader, caller)
-        answer = await self.embed(fields, prompts, caller, BATCHES, added_priority)
+        reader = FieldReader(self._models.server.field_rules)
+        model = await self._models.of_body(body, caller)
+        fields, prompts = await _parsed(body, reader, model, caller)
+        answer = await self.embed(model, fields, prompts, caller, BATCHES, added_priority)
         return LineResult(answer, reader.ignored)
 
     async def _embed(self, request: HttpRequest, body: bytes, reader: FieldReader) -> EmbeddingList:
         caller = caller_of(request)
-        fields, prompts = await self._parse(body, reader, caller)
+        model = await self._models.of_body(body, caller)
+        fields, prompts = await _parsed(body, reader, model, caller)
         body_parsed(request)
-        return await self.embed(fields, prompts, caller, endpoint_of(request))
-
-    async def _parse(
-        self, body: bytes, reader: FieldReader, caller: str
-    ) -> tuple[EmbeddingRequest, list[TextPrompt | TokenPrompt]]:
-        served = self._served
-        return await served.lanes.of(caller).parse(len(body), lambda: _parsed(body, reader, served))
+        return await self.embed(model, fields, prompts, caller, endpoint_of(request))
 
     async def embed(
         self,
+        model: ServedModel,
         fields: EmbeddingRequest,
         prompts: Sequence[TextPrompt | TokenPrompt],
         caller: str,
@@ -102,31 +100,31 @@ class Embeddings:
         """The vectors of `prompts`; with `truncates`, only the beginning of a prompt that is too
         long is read. Raises RequestError that names `input_field`, EngineError.
         """
-        served = self._served
-        longest = served.engine.max_model_len
+        longest = model.engine.max_model_len
         if truncates:
-            prompts = [_beginning(prompt, served) for prompt in prompts]
-        priority = priority_of_key(caller, fields.priority or 0, served.api_keys, added_priority)
+            prompts = [_beginning(prompt, model) for prompt in prompts]
+        priority = priority_of_key(
+            caller, fields.priority or 0, model.server.api_keys, added_priority
+        )
         fields = msgspec.structs.replace(fields, priority=priority)
-        model = served.model(fields.model)
         if fields.dimensions is not None and fields.dimensions < 1:
             raise RequestError(
                 f"dimensions is {fields.dimensions}, it must be at least 1", param="dimensions"
             )
-        engine = served.engine
+        engine = model.engine
         expected = sum(map(_expected_tokens, prompts))
-        reservation = served.limiter.admit(caller, expected, in_batch=endpoint == BATCHES)
+        reservation = model.server.limiter.admit(caller, expected, in_batch=endpoint == BATCHES)
         try:
             try:
                 most = None if truncates else longest
-                ids = await prompts_ids(engine, prompts, served.lanes.of(caller), most)
+                ids = await prompts_ids(engine, prompts, model.server.lanes.of(caller), most)
             except RequestError as error:
                 raise with_client_field(error, "", input_field) from None
             if truncates:
                 ids = [prompt_ids[:longest] for prompt_ids in ids]
-            check_num_tokens(ids, _SAMPLING, engine.max_model_len, served.limits)
+            check_num_tokens(ids, _SAMPLING, engine.max_model_len, model.server.limits)
             num_tokens = sum(map(len, ids))
-            vectors = await self._vectors(ids, fields, caller, endpoint, input_field)
+            vectors = await self._vectors(model, ids, fields, caller, endpoint, input_field)
         finally:
             reservation.release()
         as_text = fields.encoding_format == "base64"
@@ -134,23 +132,29 @@ class Embeddings:
             Embedding("embedding", index, _base64(vector) if as_text else list(vector))
             for index, vector in enumerate(vectors)
         ]
-        return EmbeddingList("list", data, model, EmbeddingUsage(num_tokens, num_tokens))
+        return EmbeddingList(
+            "list",
+            data,
+            model.name_or_default(fields.model),
+            EmbeddingUsage(num_tokens, num_tokens),
+        )
 
     async def _vectors(
         self,
+        model: ServedModel,
         prompts: Sequence[Sequence[int]],
         fields: EmbeddingRequest,
         caller: str,
         endpoint: str,
         input_field: str,
     ) -> list[Sequence[float]]:
-        engine, limits = self._served.engine, self._served.limits
+        engine, limits = model.engine, model.server.limits
         pooling = engine.default_pooling if fields.pooling is None else Pooling(fields.pooling)
         tenant = tenant_of_key(caller, label("user", fields.user, limits))
-        timeout_s = self._served.deadlines.of(_timeout(fields))
+        timeout_s = model.server.deadlines.of(_timeout(fields))
         salt = label("cache_salt", fields.cache_salt, limits)
-        cache_salt = cache_salt_of(caller, salt, self._served.shares_prefix_cache)
-        meter = self._metrics.embedding_meter([len(prompt) for prompt in prompts])
+        cache_salt = cache_salt_of(caller, salt, model.server.shares_prefix_cache)
+        observer = self._observers.of_prompts(model, [len(prompt) for prompt in prompts])
         streams: list[TokenStream] = []
         try:
             for prompt in prompts:
@@ -159,34 +163,37 @@ class Embeddings:
                     sampling=_SAMPLING,
                     priority=fields.priority or 0,
                     tenant=tenant,
-                    tenant_weight=self._served.api_keys.weight_of(caller),
+                    tenant_weight=model.server.api_keys.weight_of(caller),
                     cache_salt=cache_salt,
                     timeout_s=timeout_s,
                     pooling=pooling,
                     endpoint=endpoint,
-                    adapter=self._served.adapter(self._served.model(fields.model)),
+                    adapter=model.adapter(model.name_or_default(fields.model)),
                 )
                 streams.append(engine.stream(request))
-            vectors = await asyncio.gather(*(_vector(stream, meter) for stream in streams))
+            vectors = await asyncio.gather(*(_vector(stream, observer) for stream in streams))
             return [_shortened(vector, fields.dimensions) for vector in vectors]
         except RequestError as error:
             raise with_client_field(error, "", input_field) from None
         finally:
             for stream in streams:
                 await stream.aclose()
-            meter.close()
+            observer.close()
 
 
-def _parsed(
-    body: bytes, reader: FieldReader, served: Served
+async def _parsed(
+    body: bytes, reader: FieldReader, model: ServedModel, caller: str
 ) -> tuple[EmbeddingRequest, list[TextPrompt | TokenPrompt]]:
-    fields = reader.decode(body, EmbeddingRequest)
-    return fields, _prompts(fields, served)
+    def parse() -> tuple[EmbeddingRequest, list[TextPrompt | TokenPrompt]]:
+        fields = reader.decode(body, EmbeddingRequest)
+        return fields, _prompts(fields, model)
+
+    return await model.server.lanes.of(caller).parse(len(body), parse)
 
 
-def _prompts(fields: EmbeddingRequest, served: Served) -> list[TextPrompt | TokenPrompt]:
+def _prompts(fields: EmbeddingRequest, model: ServedModel) -> list[TextPrompt | TokenPrompt]:
     given, special = fields.input, fields.add_special_tokens is not False
-    vocab_size = served.engine.tokenizer.vocab_size
+    vocab_size = model.engine.tokenizer.vocab_size
     if isinstance(given, str):
         return [TextPrompt(given, special)]
     if not given:
@@ -194,7 +201,7 @@ def _prompts(fields: EmbeddingRequest, served: Served) -> list[TextPrompt | Toke
     ids = [item for item in given if isinstance(item, int)]
     if len(ids) == len(given):
         return [TokenPrompt(token_ids_of("input", ids, vocab_size))]
-    bounded("input", len(given), served.limits.prompts, "entries")
+    bounded("input", len(given), model.server.limits.prompts, "entries")
     texts = [TextPrompt(item, special) for item in given if isinstance(item, str)]
     lists = [
         TokenPrompt(token_ids_of("input", item, vocab_size))
@@ -206,12 +213,12 @@ def _prompts(fields: EmbeddingRequest, served: Served) -> list[TextPrompt | Toke
     return [*texts, *lists]
 
 
-def _beginning(prompt: TextPrompt | TokenPrompt, served: Served) -> TextPrompt | TokenPrompt:
+def _beginning(prompt: TextPrompt | TokenPrompt, model: ServedModel) -> TextPrompt | TokenPrompt:
     """As much of a text as fits the longest prompt, so that no more is tokenised."""
-    longest = served.engine.max_model_len
+    longest = model.engine.max_model_len
     if isinstance(prompt, TokenPrompt):
         return prompt
-    num_tokens = served.engine.tokenizer.least_tokens(prompt.text)
+    num_tokens = model.engine.tokenizer.least_tokens(prompt.text)
     if num_tokens <= longest + 1:
         return prompt
     # a token has at most as many bytes as the text has per token, one rounded off
@@ -227,11 +234,11 @@ def _timeout(fields: EmbeddingRequest) -> float | None:
     return fields.timeout_s
 
 
-async def _vector(stream: TokenStream, meter: EmbeddingMeter) -> Sequence[float]:
+async def _vector(stream: TokenStream, observer: PromptsObserver) -> Sequence[float]:
     await stream.accepted()
-    meter.accepted()
+    observer.accepted()
     async for delta in stream:
-        meter.observe(delta)
+        observer.observe(delta)
         if delta.embedding is not None:
             return delta.embedding
         if delta.finish_reason is not None and delta.finish_reason.is_failure:

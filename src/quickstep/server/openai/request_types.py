@@ -1,255 +1,41 @@
 """The JSON bodies of OpenAI's requests, as msgspec types: the complete schema.
 
-`decode` turns bytes into a typed request or a `RequestError` that names the field. Every field of
-OpenAI's schema is declared here with its class (`field_classes`), so that what we do not do is
-reported or refused by name. `null` means "not given" everywhere. Names beyond OpenAI's are vLLM's.
-The adapters (`completions`, `chat`) read these types and nothing else does.
+Every field of OpenAI's schema is declared here or in `fields/sampling_fields.py` with its class, so
+that what we do not do is reported or refused by name. `null` means "not given" everywhere. Names
+beyond OpenAI's are vLLM's. `completions` and `chat` read these types and nothing else does.
 """
 
 from __future__ import annotations
 
-import difflib
-import json
-import re
-from collections.abc import Mapping
-from typing import Annotated, Any, ClassVar, Literal, TypeVar
+from typing import Annotated, Any, ClassVar, Literal
 
 import msgspec
 
-from quickstep.errors import RequestError
-from quickstep.server.schema.field_classes import effect, hint, note, refused
-from quickstep.server.schema.shared_fields import (
+from quickstep.server.fields.field_classes import effect, hint, note, refused
+from quickstep.server.fields.sampling_fields import SamplingFields
+from quickstep.server.fields.shared_fields import (
     Account,
-    AdaptiveTarget,
     AddGenerationPrompt,
     CacheSalt,
     ChatTemplateKwargs,
     Dimensions,
-    DynatempExponent,
-    DynatempRange,
-    LoRAScales,
-    Mirostat,
-    MirostatSetting,
+    ModelName,
     ParallelToolCalls,
     Priority,
     PromptCacheKey,
     PromptCacheOptions,
     PromptCacheRetention,
     ReasoningEffort,
-    RequestClassName,
     ReturnProgress,
     SafetyIdentifier,
     ServiceTier,
-    Stream,
-    StrictArguments,
-    StrictSchema,
     ToolChoice,
     Tools,
     TopLogprobs,
-    TopNSigma,
-    TtftDeadline,
     WithLogprobs,
 )
 
-_MODEL = effect("Which served name answers; the first one if not given, 404 for an unknown one.")
 _TEMPLATE = effect("Given to the chat template.")
-# other servers' names of `thinking_budget`, in which -1 is no limit
-BUDGET_NAMES = (
-    "thinking_token_budget",
-    "reasoning_budget",
-    "thinking_budget_tokens",
-    "reasoning_budget_tokens",
-)
-_BUDGET = effect(
-    "Another name of thinking_budget; -1 for no limit. Several may be sent if they agree."
-)
-
-
-class StreamOptions(msgspec.Struct, forbid_unknown_fields=True, frozen=True):
-    """`stream_options`: a usage chunk at the end, or the running usage in every chunk (vLLM)."""
-
-    include_usage: Annotated[
-        bool | None, effect("The last chunk has the usage and no choices.")
-    ] = None
-    continuous_usage_stats: Annotated[bool | None, effect("Every chunk has the usage so far.")] = (
-        None
-    )
-    include_obfuscation: Annotated[bool | None, hint("chunks are not padded", passes=(False,))] = (
-        None
-    )
-
-
-class TextFormat(msgspec.Struct, forbid_unknown_fields=True, frozen=True, tag="text"):
-    """Output without a form."""
-
-
-class JsonObjectFormat(msgspec.Struct, forbid_unknown_fields=True, frozen=True, tag="json_object"):
-    """Output that is a JSON object."""
-
-    schema: Annotated[
-        dict[str, Any] | None, effect("llama.cpp's name of a schema that the output fits.")
-    ] = None
-
-
-class JsonSchema(msgspec.Struct, forbid_unknown_fields=True, frozen=True):
-    """A named schema; name and description are notes."""
-
-    name: Annotated[str, note("for readers of the request")]
-    description: Annotated[str | None, note("for readers of the request")] = None
-    schema: Annotated[
-        dict[str, Any] | None,
-        effect("The JSON schema that the output fits; a keyword that cannot be enforced is 400."),
-    ] = None
-    strict: StrictSchema = None
-
-
-class JsonSchemaFormat(msgspec.Struct, forbid_unknown_fields=True, frozen=True, tag="json_schema"):
-    """Output that fits a JSON schema, given with a name, or by itself as llama.cpp takes it."""
-
-    json_schema: Annotated[JsonSchema | None, effect("The schema, with a name.")] = None
-    schema: Annotated[dict[str, Any] | None, effect("The schema by itself.")] = None
-
-
-ResponseFormat = TextFormat | JsonObjectFormat | JsonSchemaFormat
-
-
-class StructuredOutputs(msgspec.Struct, forbid_unknown_fields=True, frozen=True):
-    """vLLM's `structured_outputs`: one of these; `grammar` is in Lark or GBNF."""
-
-    json: Annotated[
-        dict[str, Any] | str | None,
-        effect("The output fits this JSON schema, given as an object or as its text."),
-    ] = None
-    json_object: Annotated[bool | None, effect("The output is a JSON object.")] = None
-    regex: Annotated[
-        str | None, effect("The complete output matches this regular expression (Rust's syntax).")
-    ] = None
-    choice: Annotated[list[str] | None, effect("The output is one of these texts.")] = None
-    grammar: Annotated[
-        str | None, effect("The output derives from this grammar, in llguidance's Lark or in GBNF.")
-    ] = None
-    structural_tag: Annotated[Any, refused("send a grammar")] = None
-
-
-class RepetitionDetection(msgspec.Struct, forbid_unknown_fields=True, frozen=True):
-    """vLLM's `repetition_detection`: the same tokens several times in a row end the choice."""
-
-    max_pattern_size: Annotated[
-        int, msgspec.Meta(ge=0, le=1024), effect("Most tokens that repeat; 0 ends nothing.")
-    ] = 0
-    min_pattern_size: Annotated[
-        int, msgspec.Meta(ge=0, le=1024), effect("Fewest tokens that repeat; 0 is 1.")
-    ] = 0
-    min_count: Annotated[
-        int, msgspec.Meta(ge=0), effect("How often they occur in a row, at least 2.")
-    ] = 0
-
-
-class SamplingFields(msgspec.Struct, forbid_unknown_fields=True, kw_only=True, frozen=True):
-    """The fields that completions, chat and responses share."""
-
-    model: Annotated[str | None, _MODEL] = None
-    n: int | None = None
-    preset: Annotated[
-        str | None,
-        effect(
-            "Sets temperature and top_p for a kind of task; the request's own fields override it."
-        ),
-    ] = None
-    temperature: float | None = None
-    top_p: float | None = None
-    top_k: int | None = None
-    min_p: float | None = None
-    typical_p: float | None = None
-    xtc_probability: float | None = None
-    xtc_threshold: float | None = None
-    dry_multiplier: float | None = None
-    dry_base: float | None = None
-    dry_allowed_length: int | None = None
-    dry_range: int | None = None
-    dry_sequence_breakers: list[str] | None = None
-    presence_penalty: float | None = None
-    frequency_penalty: float | None = None
-    repetition_penalty: float | None = None
-    logit_bias: dict[str, float] | None = None
-    allowed_token_ids: list[int] | None = None
-    bad_words: list[str] | None = None
-    thinking_budget: int | None = None
-    thinking_token_budget: Annotated[int | None, _BUDGET] = None
-    reasoning_budget: Annotated[int | None, _BUDGET] = None
-    thinking_budget_tokens: Annotated[int | None, _BUDGET] = None
-    reasoning_budget_tokens: Annotated[int | None, _BUDGET] = None
-    reasoning_budget_message: str | None = None
-    repetition_detection: RepetitionDetection | None = None
-    seed: int | None = None
-    max_tokens: int | None = None
-    min_tokens: int | None = None
-    stop: str | list[str] | None = None
-    stop_token_ids: list[int] | None = None
-    include_stop_str_in_output: bool | None = None
-    ignore_eos: bool | None = None
-    skip_special_tokens: bool | None = None
-    response_format: Annotated[
-        ResponseFormat | None, effect("Enforces the form of the output by a grammar.")
-    ] = None
-    structured_outputs: Annotated[
-        StructuredOutputs | None,
-        effect("Enforces the form of the output by one of several grammars."),
-    ] = None
-    stream: Stream = None
-    stream_options: Annotated[
-        StreamOptions | None,
-        effect("What the stream contains in addition to the text; needs stream: true."),
-    ] = None
-    user: Account = None
-    priority: Priority = None
-    cache_salt: CacheSalt = None
-    lora: LoRAScales = None
-    timeout_s: Annotated[
-        float | None,
-        effect("Seconds after which what was generated is the answer, with finish_reason timeout."),
-    ] = None
-    request_class: RequestClassName = None
-    ttft_deadline_ms: TtftDeadline = None
-    speculation: Annotated[
-        bool | None,
-        effect("False generates without draft tokens; the output is the same."),
-    ] = None
-    quickstep_timings: Annotated[
-        bool | None,
-        effect("Adds `quickstep` to the response: times of each choice, device seconds, costs."),
-    ] = None
-    grammar: Annotated[
-        str | None, effect("llama.cpp's field: the output follows this grammar (GBNF).")
-    ] = None
-    json_schema: Annotated[
-        dict[str, Any] | None, effect("llama.cpp's field: the output fits this JSON schema.")
-    ] = None
-    n_predict: Annotated[int | None, refused("send max_tokens", passes=(-1,))] = None
-    samplers: Annotated[Any, refused("the order of the samplers is fixed")] = None
-    mirostat: Mirostat = None
-    mirostat_tau: MirostatSetting = None
-    mirostat_eta: MirostatSetting = None
-    dynatemp_range: DynatempRange = None
-    dynatemp_exponent: DynatempExponent = None
-    top_n_sigma: TopNSigma = None
-    adaptive_target: AdaptiveTarget = None
-    repeat_penalty: Annotated[float | None, refused("send repetition_penalty", passes=(1.0,))] = (
-        None
-    )
-    dry_penalty_last_n: Annotated[int | None, refused("send dry_range", passes=(-1,))] = None
-    t_max_predict_ms: Annotated[int | None, refused("send timeout_s", passes=(0, -1))] = None
-    regex: Annotated[Any, refused("send structured_outputs.regex")] = None
-    ebnf: Annotated[Any, refused("send grammar")] = None
-    structural_tag: Annotated[Any, refused("send structured_outputs.grammar")] = None
-    min_new_tokens: Annotated[int | None, refused("send min_tokens", passes=(0,))] = None
-    max_new_tokens: Annotated[int | None, refused("send max_tokens")] = None
-    stop_regex: Annotated[Any, refused("send stop")] = None
-    guided_choice: Annotated[Any, refused("send structured_outputs.choice")] = None
-    guided_grammar: Annotated[Any, refused("send structured_outputs.grammar")] = None
-    guided_json: Annotated[Any, refused("send structured_outputs.json")] = None
-    guided_regex: Annotated[Any, refused("send structured_outputs.regex")] = None
-    logits_processors: Annotated[Any, refused("there are no processors of clients")] = None
 
 
 class ChoiceFields(SamplingFields, forbid_unknown_fields=True, kw_only=True, frozen=True):
@@ -451,26 +237,6 @@ Message = (
 )
 
 
-class FunctionSpec(msgspec.Struct, forbid_unknown_fields=True, frozen=True):
-    """A function that the model may call; `parameters` is the JSON schema of an object."""
-
-    name: Annotated[str, effect("The name in a call; each one once.")]
-    description: Annotated[str | None, effect("Included in the prompt.")] = None
-    parameters: Annotated[
-        dict[str, Any] | None,
-        effect(
-            "The JSON schema of the arguments, part of the prompt, and enforced where a call is."
-        ),
-    ] = None
-    strict: StrictArguments = None
-
-
-class FunctionTool(msgspec.Struct, forbid_unknown_fields=True, frozen=True, tag="function"):
-    """A tool that the client runs."""
-
-    function: Annotated[FunctionSpec, effect("The function that may be called.")]
-
-
 class ChatRequest(ChoiceFields, forbid_unknown_fields=True, kw_only=True, frozen=True):
     """The body of `/v1/chat/completions`."""
 
@@ -542,7 +308,7 @@ class EmbeddingRequest(msgspec.Struct, forbid_unknown_fields=True, kw_only=True,
         str | list[str | int | list[int]],
         effect("What to embed: a text, token ids, or a list of either."),
     ]
-    model: Annotated[str | None, _MODEL] = None
+    model: ModelName = None
     encoding_format: Annotated[
         Literal["float", "base64"] | None,
         effect("Numbers, or the base64 of little-endian float32; float if not given."),
@@ -564,96 +330,3 @@ class EmbeddingRequest(msgspec.Struct, forbid_unknown_fields=True, kw_only=True,
     timeout_s: Annotated[
         float | None, effect("After this many seconds the answer is the error 408.")
     ] = None
-
-
-_Schema = TypeVar("_Schema", bound=msgspec.Struct)
-_SURROGATE = re.compile(rb"\\u[dD][89a-fA-F]")
-_PATH = re.compile(r" - at `(?:key in )?\$\.?(?P<path>.*)`$", re.DOTALL)
-_NAMED_FIELD = re.compile(r"field `(?P<field>.*)`$", re.DOTALL)
-
-
-def decode(body: bytes, schema: type[_Schema]) -> _Schema:
-    """A body that may have known fields only, typed. Raises RequestError that names the field."""
-    try:
-        return msgspec.json.decode(body.decode(), type=schema)
-    except msgspec.ValidationError as error:
-        raise validation_error(error, schema) from None
-    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
-        raise invalid_json(error, body) from None
-
-
-def decode_values(values: Mapping[str, object], schema: type[_Schema]) -> _Schema:
-    """The typed fields of a query or a form, in which numbers are strings. Raises RequestError."""
-    try:
-        return msgspec.convert(dict(values), schema, strict=False)
-    except msgspec.ValidationError as error:
-        raise validation_error(error, schema) from None
-
-
-def invalid_json(error: Exception, body: bytes) -> RequestError:
-    """What is wrong with a body that is no JSON text, or one that is nested too deeply."""
-    if isinstance(error, RecursionError):
-        return RequestError("the body's JSON is nested too deeply")
-    path = _path_of_half_pair(body)
-    if path is not None:
-        return RequestError(
-            f"{path or 'the body'} holds half a surrogate pair, which is not Unicode text; send "
-            "both halves, or U+FFFD instead",
-            param=path or None,
-        )
-    return RequestError(f"the body is not valid JSON: {error}")
-
-
-def _path_of_half_pair(body: bytes) -> str | None:
-    """The path of the first string with half a surrogate pair; None if there is none.
-
-    JSON can spell such a string, and Python's decoder reads it where ours reports an odd error.
-    """
-    if _SURROGATE.search(body) is None:
-        return None
-    try:
-        found: list[tuple[str, object]] = [("", json.loads(body))]
-    except (ValueError, RecursionError):
-        return None
-    while found:
-        path, value = found.pop()
-        if isinstance(value, dict):
-            if any(map(_has_surrogate, value)):
-                return path
-            inner = [(f"{path}.{name}".removeprefix("."), each) for name, each in value.items()]
-            found += reversed(inner)
-        elif isinstance(value, list):
-            found += reversed([(f"{path}[{index}]", each) for index, each in enumerate(value)])
-        elif isinstance(value, str) and _has_surrogate(value):
-            return path
-    return None
-
-
-def _has_surrogate(text: str) -> bool:
-    return any("\ud800" <= char <= "\udfff" for char in text)
-
-
-def unknown_field(path: str, schema: type[msgspec.Struct], within: str = "") -> RequestError:
-    """A field that `schema`, which is at `within` in the body, does not have."""
-    name = path.removeprefix(f"{within}.")
-    near = difflib.get_close_matches(name, schema.__struct_fields__, n=1)
-    hint = f"; did you mean {near[0]}?" if near else ""
-    return RequestError(f"{path} is unknown{hint}", param=path)
-
-
-def validation_error(
-    error: msgspec.ValidationError, schema: type[msgspec.Struct], within: str = ""
-) -> RequestError:
-    """Msgspec's sentence as ours: unknown, missing or of a wrong type, and where."""
-    text = str(error)
-    at = _PATH.search(text)
-    path = ".".join(part for part in (within, at.group("path") if at else "") if part)
-    reason = text[: at.start()] if at else text
-    field = _NAMED_FIELD.search(reason)
-    if field:
-        path = f"{path}.{field.group('field')}" if path else field.group("field")
-        if "unknown" in reason:
-            return unknown_field(path, schema, within)
-        return RequestError(f"{path} is missing", param=path)
-    where = f"{path}: " if path else "the body: "
-    return RequestError(f"{where}{reason[:1].lower()}{reason[1:]}", param=path or None)

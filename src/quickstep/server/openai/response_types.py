@@ -12,8 +12,8 @@ from typing import Literal
 import msgspec
 from msgspec import UNSET, UnsetType
 
-from quickstep.server.generate.generation import Usage as TokenCounts
-from quickstep.server.usage.timings import RequestTimings
+from quickstep.server.generate.generation import TokenCounts
+from quickstep.server.generate.timings import RequestTimings
 from quickstep.types import PromptProgress, SequenceTimings
 
 FinishReason = Literal["stop", "length", "timeout", "repetition", "tool_calls", "content_filter"]

@@ -17,7 +17,14 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from quickstep.errors import RequestError
-from quickstep.server.generate.adapter import Served
+from quickstep.server.fields.field_classes import effect, refused
+from quickstep.server.fields.field_reader import FieldReader
+from quickstep.server.fields.shared_fields import (
+    AddGenerationPrompt,
+    ChatTemplateKwargs,
+    ModelName,
+    TemplateTools,
+)
 from quickstep.server.generate.endpoint import caller_of
 from quickstep.server.generate.prompts import ChatPrompt, rendered
 from quickstep.server.generate.sampling import token_ids_of
@@ -25,19 +32,13 @@ from quickstep.server.http.body import body_of
 from quickstep.server.http.errors import json_response
 from quickstep.server.http.middleware import report_ignored
 from quickstep.server.http.route import ApiRoute
+from quickstep.server.models.registry import ModelRegistry
+from quickstep.server.models.served_model import ServedModel
 from quickstep.server.openai.chat import Chat
 from quickstep.server.openai.request_types import ChatRequest, Message
 from quickstep.server.options import bounded
-from quickstep.server.schema.field_classes import effect, refused
-from quickstep.server.schema.field_reader import FieldReader
-from quickstep.server.schema.shared_fields import (
-    AddGenerationPrompt,
-    ChatTemplateKwargs,
-    TemplateTools,
-)
 
 # Shorter bodies are worked on in the event loop: a thread hop costs more.
-_MODEL = effect("Which served name answers; the first one if not given, 404 for an unknown one.")
 
 
 _INLINE_BYTES = 2048
@@ -66,7 +67,7 @@ _FIELDS = {
 class TokenizeRequest(msgspec.Struct, forbid_unknown_fields=True, kw_only=True, frozen=True):
     """The body of `/tokenize`: `prompt` or `messages` (vLLM), or `content` (llama.cpp)."""
 
-    model: Annotated[str | None, _MODEL] = None
+    model: ModelName = None
     prompt: Annotated[str | None, effect("The text (vLLM's name).")] = None
     messages: Annotated[
         list[Message] | None, effect("A conversation, as the chat template writes it.")
@@ -101,14 +102,14 @@ class DetokenizeRequest(msgspec.Struct, forbid_unknown_fields=True, kw_only=True
     """The body of `/detokenize`, the same for vLLM and llama.cpp."""
 
     tokens: Annotated[list[int], effect("The token ids.")]
-    model: Annotated[str | None, _MODEL] = None
+    model: ModelName = None
 
 
 class ApplyTemplateRequest(msgspec.Struct, forbid_unknown_fields=True, kw_only=True, frozen=True):
     """The body of llama.cpp's `/apply-template`."""
 
     messages: Annotated[list[Message], effect("The conversation.")]
-    model: Annotated[str | None, _MODEL] = None
+    model: ModelName = None
     tools: TemplateTools = None
     add_generation_prompt: AddGenerationPrompt = None
     chat_template_kwargs: ChatTemplateKwargs = None
@@ -169,8 +170,8 @@ class RenderedPrompt(msgspec.Struct, frozen=True):
 class Tokenizing:
     """The endpoints that tokenize, detokenize and render."""
 
-    def __init__(self, served: Served) -> None:
-        self._served = served
+    def __init__(self, models: ModelRegistry) -> None:
+        self._models = models
 
     def routes(self) -> list[ApiRoute]:
         """The routes of the tokenizer and the chat template."""
@@ -214,20 +215,22 @@ class Tokenizing:
     async def tokenize(self, request: Request) -> Response:
         """Token ids of a text or of a conversation."""
         body = body_of(request)
+        model = await self._models.of_body(body, caller_of(request))
         return await self._off_the_loop(
-            request, len(body), lambda: json_response(self._tokenized(request, body))
+            request, len(body), lambda: json_response(self._tokenized(request, body, model))
         )
 
     async def detokenize(self, request: Request) -> Response:
         """The text of token ids, special tokens included."""
         body = body_of(request)
+        model = await self._models.of_body(body, caller_of(request))
         return await self._off_the_loop(
-            request, len(body), lambda: json_response(self._detokenized(request, body))
+            request, len(body), lambda: json_response(self._detokenized(request, body, model))
         )
 
     async def info(self, _: Request) -> Response:
         """The vocabulary's special tokens and the chat template."""
-        engine = self._served.engine
+        engine = self._models.default.engine
         tokenizer, template = engine.tokenizer, engine.chat_template
         named = tokenizer.special_tokens
         return json_response(
@@ -246,11 +249,12 @@ class Tokenizing:
     async def apply_template(self, request: Request) -> Response:
         """The prompt text of a conversation."""
         body = body_of(request)
+        model = await self._models.of_body(body, caller_of(request))
 
         def answer() -> Response:
             fields = self._read(request, body, ApplyTemplateRequest)
             chat = ChatRequest(**msgspec.structs.asdict(fields))
-            return json_response(RenderedPrompt(prompt=self._rendered(request, chat)))
+            return json_response(RenderedPrompt(prompt=self._rendered(request, chat, model)))
 
         return await self._off_the_loop(request, len(body), answer)
 
@@ -259,30 +263,27 @@ class Tokenizing:
     ) -> Response:
         if size <= _INLINE_BYTES:
             return work()
-        return await self._served.lanes.of(caller_of(request)).run(size, work)
+        return await self._models.server.lanes.of(caller_of(request)).run(size, work)
 
     def _read(self, request: Request, body: bytes, schema: type[_Schema]) -> _Schema:
-        reader = FieldReader(self._served.field_rules)
+        reader = FieldReader(self._models.server.field_rules)
         fields = reader.decode(body, schema)
         report_ignored(request, reader.ignored)
         return fields
 
-    def _detokenized(self, request: Request, body: bytes) -> Detokenized:
-        served = self._served
+    def _detokenized(self, request: Request, body: bytes, model: ServedModel) -> Detokenized:
         fields = self._read(request, body, DetokenizeRequest)
-        served.model(fields.model)
-        bounded("tokens", len(fields.tokens), served.limits.detokenized, "entries")
-        tokenizer = served.engine.tokenizer
+        bounded("tokens", len(fields.tokens), model.server.limits.detokenized, "entries")
+        tokenizer = model.engine.tokenizer
         ids = token_ids_of("tokens", fields.tokens, tokenizer.vocab_size)
         text = tokenizer.decode(ids, False)
         return Detokenized(prompt=text, content=text)
 
-    def _tokenized(self, request: Request, body: bytes) -> _EncodedTokens:
+    def _tokenized(self, request: Request, body: bytes, model: ServedModel) -> _EncodedTokens:
         fields = self._read(request, body, TokenizeRequest)
-        self._served.model(fields.model)
         _check_source(fields)
-        ids = self._ids(request, fields)
-        tokenizer = self._served.engine.tokenizer
+        ids = self._ids(request, fields, model)
+        tokenizer = model.engine.tokenizer
         tokens: Iterator[int | TokenPiece] = iter(ids)
         if fields.with_pieces:
             tokens = (TokenPiece(each, _piece(tokenizer.token_bytes(each))) for each in ids)
@@ -292,13 +293,13 @@ class Tokenizing:
         return _EncodedTokens(
             tokens=_encoded_in_slices(tokens),
             count=len(ids),
-            max_model_len=self._served.engine.max_model_len,
+            max_model_len=model.engine.max_model_len,
             token_strs=strings,
         )
 
-    def _ids(self, request: Request, fields: TokenizeRequest) -> list[int]:
+    def _ids(self, request: Request, fields: TokenizeRequest, model: ServedModel) -> list[int]:
         """The ids; each source has its own default for special tokens."""
-        encode = self._served.engine.tokenizer.encode
+        encode = model.engine.tokenizer.encode
         if fields.content is not None:
             return encode(fields.content, bool(fields.add_special))
         if fields.prompt is not None:
@@ -312,15 +313,15 @@ class Tokenizing:
             chat_template_kwargs=fields.chat_template_kwargs,
         )
         # the template has written the special tokens already
-        return encode(self._rendered(request, chat), bool(fields.add_special_tokens))
+        return encode(self._rendered(request, chat, model), bool(fields.add_special_tokens))
 
-    def _rendered(self, request: Request, chat: ChatRequest) -> str:
+    def _rendered(self, request: Request, chat: ChatRequest, model: ServedModel) -> str:
         """The prompt text, exactly as the chat route would render it."""
-        parsed = Chat().parse(msgspec.json.encode(chat), self._served)
+        parsed = Chat().parse(msgspec.json.encode(chat), model)
         report_ignored(request, parsed.ignored)
         (prompt,) = parsed.prompts
         assert isinstance(prompt, ChatPrompt), "a chat has one prompt, of this kind"
-        return rendered(self._served.engine, prompt)
+        return rendered(model.engine, prompt)
 
 
 def _check_source(fields: TokenizeRequest) -> None:

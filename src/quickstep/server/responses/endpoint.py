@@ -1,4 +1,4 @@
-"""`/v1/responses`: the adapter of OpenAI's Responses API, from a body to a request.
+"""`/v1/responses`: OpenAI's Responses API, from a body to a request.
 
 `ResponsesWriter` writes the response. It is stored when it is complete, unless the client sent
 `store: false`.
@@ -14,7 +14,9 @@ from msgspec import structs
 from msgspec.structs import replace
 
 from quickstep.errors import RequestError
-from quickstep.server.generate.adapter import Served, response_flags
+from quickstep.server.fields.field_reader import FieldReader
+from quickstep.server.fields.sampling_fields import JsonObjectFormat
+from quickstep.server.generate.api import response_flags
 from quickstep.server.generate.conversation import (
     Conversation,
     checked_metadata,
@@ -36,7 +38,7 @@ from quickstep.server.generate.tools import (
     offer,
 )
 from quickstep.server.http.errors import RouteNotFound
-from quickstep.server.openai.request_types import JsonObjectFormat
+from quickstep.server.models.served_model import ServedModel
 from quickstep.server.options import RequestLimits
 from quickstep.server.responses.input_items import (
     listed_items,
@@ -51,7 +53,6 @@ from quickstep.server.responses.request_types import (
 )
 from quickstep.server.responses.store import ResponseStore
 from quickstep.server.responses.writer import ResponseContext, ResponsesWriter
-from quickstep.server.schema.field_reader import FieldReader
 from quickstep.text.message_content import text_of
 from quickstep.types import Grammar
 
@@ -70,41 +71,40 @@ INCLUDES_NOTHING = (
 
 
 class Responses:
-    """The adapter of the API."""
+    """Parses the bodies of the API."""
 
     def __init__(self, store: ResponseStore) -> None:
         self._store = store
 
-    def parse(self, body: bytes, served: Served, caller: str) -> ParsedRequest:
+    def parse(self, body: bytes, model: ServedModel, caller: str) -> ParsedRequest:
         """Parse and validate a body. Raises RequestError."""
-        reader = FieldReader(served.field_rules)
+        reader = FieldReader(model.server.field_rules)
         fields = reader.decode(body, ResponsesRequest)
-        served.model(fields.model)
-        limits = served.limits
+        limits = model.server.limits
         items = read_items(fields.input, reader, partial(self._store.item, caller))
         past = self._previous_messages(fields, caller)
-        messages = (*past, *template_messages(items, served))
+        messages = (*past, *template_messages(items, model))
         level = None if fields.reasoning is None else fields.reasoning.effort
-        effort = requested_effort(level, "reasoning.effort", served, reader)
+        effort = requested_effort(level, "reasoning.effort", model, reader)
         verbosity = None if fields.text is None else fields.text.verbosity
         conversation = Conversation(
             with_instructions(fields.instructions, messages),
             num_chars=len(body) + sum(len(text_of(message["content"])) for message in past),
-            offered=_offered_functions(fields, served, reader),
+            offered=_offered_functions(fields, model, reader),
             grammar=_requested_text_format(fields),
             extra={
                 **effort.variables,
-                **verbosity_in_template(verbosity, "text.verbosity", served, reader),
+                **verbosity_in_template(verbosity, "text.verbosity", model, reader),
                 **(fields.chat_template_kwargs or {}),
             },
             effort_budget=effort.budget,
         )
         own = {
             "max_tokens": fields.max_output_tokens,
-            "logprobs": _num_logprobs(fields, served, reader),
+            "logprobs": _num_logprobs(fields, model, reader),
         }
         renamed = {"max_tokens": "max_output_tokens", "logprobs": "top_logprobs"}
-        request = conversation_request(conversation, fields, served, own, renamed, "input")
+        request = conversation_request(conversation, fields, model, own, renamed, "input")
         _check_labels(fields, limits)
         context = ResponseContext(
             fields,
@@ -118,10 +118,10 @@ class Responses:
             request=structs.replace(
                 request.request, tenant=tenant_of(fields.user, fields.safety_identifier, limits)
             ),
-            adapter=None if fields.lora is None else served.adapters.mix(fields.lora),
+            adapter=None if fields.lora is None else model.adapters.mix(fields.lora),
             ignored=reader.ignored,
-            writer=partial(ResponsesWriter, served, context),
-            **response_flags(fields, served),
+            writer=partial(ResponsesWriter, model, context),
+            **response_flags(fields, model),
         )
 
     def _previous_messages(
@@ -149,7 +149,7 @@ class _PreviousNotFound(RouteNotFound):
         self.status = 400
 
 
-def _num_logprobs(fields: ResponsesRequest, served: Served, reader: FieldReader) -> int | None:
+def _num_logprobs(fields: ResponsesRequest, model: ServedModel, reader: FieldReader) -> int | None:
     """The alternatives per token, None if `include` does not have logprobs."""
     for index, name in enumerate(fields.include or ()):
         path = f"include[{index}]"
@@ -158,7 +158,7 @@ def _num_logprobs(fields: ResponsesRequest, served: Served, reader: FieldReader)
         elif name not in INCLUDES:
             raise RequestError(f"{path} {name[:64]} is not supported", param=path)
     if _LOGPROBS in (fields.include or ()):
-        return num_alternatives("top_logprobs", fields.top_logprobs or 0, served)
+        return num_alternatives("top_logprobs", fields.top_logprobs or 0, model)
     if fields.top_logprobs:
         raise RequestError(f'top_logprobs needs include: ["{_LOGPROBS}"]', param="top_logprobs")
     return None
@@ -175,7 +175,7 @@ def _check_labels(fields: ResponsesRequest, limits: RequestLimits) -> None:
 
 
 def _offered_functions(
-    fields: ResponsesRequest, served: Served, reader: FieldReader
+    fields: ResponsesRequest, model: ServedModel, reader: FieldReader
 ) -> OfferedTools:
     """The functions of `tools`, and the tool choice. Raises RequestError."""
     functions = []
@@ -188,7 +188,7 @@ def _offered_functions(
             Function(spec.name, spec.description, spec.parameters, bool(spec.strict), path)
         )
     choice = _choice(fields.tool_choice)
-    return offer(functions, choice, fields.parallel_tool_calls is False, served)
+    return offer(functions, choice, fields.parallel_tool_calls is False, model)
 
 
 def _named(tool: object) -> str | None:

@@ -13,8 +13,9 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from quickstep.errors import RequestError
-from quickstep.server.generate.adapter import Served
+from quickstep.server.fields.field_reader import FieldReader
 from quickstep.server.generate.conversation import check_shows_calls, past_call
+from quickstep.server.models.served_model import ServedModel
 from quickstep.server.responses.request_types import (
     FunctionCallItem,
     FunctionCallOutputItem,
@@ -33,7 +34,6 @@ from quickstep.server.responses.response_types import (
     ListedMessage,
     ListedReasoning,
 )
-from quickstep.server.schema.field_reader import FieldReader
 from quickstep.text.message_content import Content, Part, text_part
 
 InputItem = MessageItem | FunctionCallItem | FunctionCallOutputItem | ReasoningItem
@@ -127,9 +127,9 @@ def _listed(item: InputItem) -> ListedItem:
             )
 
 
-def template_messages(items: Sequence[InputItem], served: Served) -> list[dict[str, Any]]:
+def template_messages(items: Sequence[InputItem], model: ServedModel) -> list[dict[str, Any]]:
     """The items as messages. Raises RequestError with the path of an item that is refused."""
-    turns = _Turns()
+    turns = _InputTurns()
     for index, item in enumerate(items):
         path = f"input[{index}]"
         match item:
@@ -141,7 +141,7 @@ def template_messages(items: Sequence[InputItem], served: Served) -> list[dict[s
             case ReasoningItem():
                 turns.assistant("reasoning_content", _reasoning(item, path))
             case FunctionCallItem():
-                check_shows_calls(served, path)
+                check_shows_calls(model, path)
                 turns.call(past_call(item.call_id, item.name, item.arguments))
             case FunctionCallOutputItem():
                 content = _content(item.output, f"{path}.output")
@@ -166,7 +166,7 @@ def sealed(text: str) -> str:
     return base64.b64encode(text.encode()).decode()
 
 
-class _Turns:
+class _InputTurns:
     """Collects messages. The last one is the assistant's if `_assistant` is set."""
 
     def __init__(self) -> None:

@@ -2,7 +2,7 @@
 
 `endpoint`, `input_items` and `writer` read them. The sampling fields beyond OpenAI's are those of
 chat. Fields that have no effect here are declared as well, with their class
-(`schema/field_classes.py`).
+(`fields/field_classes.py`).
 """
 
 from __future__ import annotations
@@ -11,15 +11,15 @@ from typing import Annotated, Any, ClassVar, Literal
 
 import msgspec
 
-from quickstep.server.openai.request_types import (
+from quickstep.server.fields.field_classes import effect, hint, note, refused
+from quickstep.server.fields.sampling_fields import (
     JsonObjectFormat,
     ResponseFormat,
     SamplingFields,
     StreamOptions,
     TextFormat,
 )
-from quickstep.server.schema.field_classes import effect, hint, note, refused
-from quickstep.server.schema.shared_fields import (
+from quickstep.server.fields.shared_fields import (
     AllowedCallers,
     ChatTemplateKwargs,
     DeferLoading,

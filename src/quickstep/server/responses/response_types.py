@@ -10,7 +10,8 @@ from typing import Any, Literal
 import msgspec
 from msgspec import UNSET, UnsetType
 
-from quickstep.server.openai.request_types import JsonObjectFormat, TextFormat
+from quickstep.server.fields.sampling_fields import JsonObjectFormat, TextFormat
+from quickstep.server.generate.timings import RequestTimings
 from quickstep.server.openai.response_types import TokenLogprob
 from quickstep.server.responses.request_types import (
     InputPart,
@@ -18,7 +19,6 @@ from quickstep.server.responses.request_types import (
     SchemaFormat,
     SummaryPart,
 )
-from quickstep.server.usage.timings import RequestTimings
 
 ResponseStatus = Literal["in_progress", "completed", "incomplete", "failed"]
 ItemStatus = Literal["in_progress", "completed", "incomplete"]

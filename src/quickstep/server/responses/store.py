@@ -17,9 +17,9 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from quickstep.errors import RequestError
+from quickstep.server.fields.decode import decode_values
 from quickstep.server.generate.endpoint import caller_of
 from quickstep.server.http.errors import RouteNotFound, json_response
-from quickstep.server.openai.request_types import decode_values
 from quickstep.server.responses.request_types import InputItemsQuery
 from quickstep.server.responses.response_types import (
     DeletedResponse,

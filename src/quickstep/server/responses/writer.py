@@ -16,20 +16,21 @@ from typing import Any
 import msgspec
 from msgspec import UNSET
 
-from quickstep.server.generate.adapter import Served
+from quickstep.server.fields.sampling_fields import TextFormat
 from quickstep.server.generate.generation import ChoiceDelta, Generation, Head
 from quickstep.server.generate.message import (
     Block,
     BlockChange,
-    BlockKind,
     Blocks,
     Change,
+    MessageBlockKind,
     message_reader,
 )
+from quickstep.server.generate.timings import requested_timings
 from quickstep.server.http.errors import error_facts
 from quickstep.server.http.event_stream import event_frame
+from quickstep.server.models.served_model import ServedModel
 from quickstep.server.openai.choices import token_logprob
-from quickstep.server.openai.request_types import TextFormat
 from quickstep.server.openai.response_types import TokenLogprob
 from quickstep.server.responses.input_items import InputItem, sealed, template_messages
 from quickstep.server.responses.request_types import (
@@ -65,10 +66,13 @@ from quickstep.server.responses.response_types import (
     TextSettings,
 )
 from quickstep.server.responses.store import StoredResponse
-from quickstep.server.usage.timings import requested_timings
 from quickstep.types import TokenLogprobs
 
-_ITEM_PREFIX = {BlockKind.REASONING: "rs_", BlockKind.TEXT: "msg_", BlockKind.CALL: "fc_"}
+_ITEM_PREFIX = {
+    MessageBlockKind.REASONING: "rs_",
+    MessageBlockKind.TEXT: "msg_",
+    MessageBlockKind.CALL: "fc_",
+}
 _CONTENT_INDEX = 0  # an item has one part
 
 
@@ -93,14 +97,14 @@ class ResponsesWriter:
     """Writes one response."""
 
     def __init__(
-        self, served: Served, context: ResponseContext, generation: Generation, head: Head
+        self, model: ServedModel, context: ResponseContext, generation: Generation, head: Head
     ) -> None:
-        self._served = served
+        self._model = model
         self._context = context
         self._generation = generation
         self._head = head
         (choice,) = generation.choices
-        reader = message_reader(generation, choice, served.engine.tokenizer)
+        reader = message_reader(generation, choice, model.engine.tokenizer)
         self._blocks = Blocks(reader, never_empty=True)
         self._with_logprobs = generation.request.sampling.logprobs is not None
         self._id = f"resp_{uuid.uuid4().hex}"
@@ -153,14 +157,14 @@ class ResponsesWriter:
         response = self._response("completed" if is_complete else "incomplete")
         if self._context.store is not None:
             output = [_as_input(block) for block in self._blocks.blocks]
-            messages = (*self._context.messages, *template_messages(output, self._served))
+            messages = (*self._context.messages, *template_messages(output, self._model))
             self._context.store(StoredResponse(response, messages, self._context.input_items))
         return response
 
     def _begin_events(self, block: Block) -> Iterator[bytes]:
         item = self._item(block, "in_progress")
         yield _frame(ItemEvent("response.output_item.added", self._number(), block.index, item))
-        if block.kind is not BlockKind.CALL:
+        if block.kind is not MessageBlockKind.CALL:
             yield _frame(
                 PartEvent(
                     "response.content_part.added",
@@ -175,7 +179,7 @@ class ResponsesWriter:
     def _delta_event(self, change: BlockChange) -> bytes:
         block, delta = change.block, change.text
         item_id, number = self._item_id(block), self._number()
-        if block.kind is BlockKind.CALL:
+        if block.kind is MessageBlockKind.CALL:
             return _frame(
                 ArgumentsEvent(
                     "response.function_call_arguments.delta",
@@ -185,7 +189,7 @@ class ResponsesWriter:
                     delta=delta,
                 )
             )
-        if block.kind is BlockKind.REASONING:
+        if block.kind is MessageBlockKind.REASONING:
             return _frame(
                 TextEvent(
                     "response.reasoning_text.delta",
@@ -210,7 +214,7 @@ class ResponsesWriter:
 
     def _end_events(self, block: Block) -> Iterator[bytes]:
         item_id, text = self._item_id(block), block.text
-        if block.kind is BlockKind.CALL:
+        if block.kind is MessageBlockKind.CALL:
             yield _frame(
                 ArgumentsEvent(
                     "response.function_call_arguments.done",
@@ -224,7 +228,7 @@ class ResponsesWriter:
         else:
             part = self._part(block, text, block.logprobs)
             logprobs = part.logprobs if isinstance(part, OutputText) else UNSET
-            is_reasoning = block.kind is BlockKind.REASONING
+            is_reasoning = block.kind is MessageBlockKind.REASONING
             yield _frame(
                 TextEvent(
                     "response.reasoning_text.done" if is_reasoning else "response.output_text.done",
@@ -270,7 +274,7 @@ class ResponsesWriter:
             return CallOutput(
                 id=item_id, call_id=call.call_id, name=call.name, arguments=text, status=status
             )
-        if block.kind is BlockKind.REASONING:
+        if block.kind is MessageBlockKind.REASONING:
             content = [] if has_begun else [ReasoningText(text)]
             seal = sealed(text) if self._context.seals and not has_begun else None
             return ReasoningOutput(
@@ -282,14 +286,14 @@ class ResponsesWriter:
     def _part(
         self, block: Block, text: str, logprobs: Sequence[TokenLogprobs]
     ) -> OutputText | ReasoningText:
-        if block.kind is BlockKind.REASONING:
+        if block.kind is MessageBlockKind.REASONING:
             return ReasoningText(text)
         return OutputText(text, self._logprobs(logprobs))
 
     def _logprobs(self, logprobs: Sequence[TokenLogprobs]) -> list[TokenLogprob]:
         if not self._with_logprobs:
             return []
-        tokenizer = self._served.engine.tokenizer
+        tokenizer = self._model.engine.tokenizer
         return [token_logprob(tokenizer, each) for each in logprobs]
 
     def _response(
@@ -330,7 +334,7 @@ class ResponsesWriter:
             user=fields.user,
             seed=self._generation.seed,
             system_fingerprint=self._head.fingerprint,
-            quickstep=UNSET if has_begun else requested_timings(self._generation, self._served),
+            quickstep=UNSET if has_begun else requested_timings(self._generation, self._model),
         )
 
     def _usage(self) -> ResponseUsage:
@@ -353,7 +357,7 @@ def _as_input(block: Block) -> InputItem:
     if block.call is not None:
         call = block.call
         return FunctionCallItem("function_call", call.call_id, call.name, block.text)
-    if block.kind is BlockKind.REASONING:
+    if block.kind is MessageBlockKind.REASONING:
         return ReasoningItem("reasoning", content=[ReasoningPart(block.text)])
     return MessageItem("assistant", block.text)
 

@@ -149,7 +149,9 @@ class KeyLimiter:
         self._used_since: Callable[[str, int], Used] | None = None
         limited = {} if limits is None else limits
         self._keys = {
-            name: _KeyState(one, clock()) for name, one in limited.items() if one != KeyLimits()
+            name: _KeyState(of_key, clock())
+            for name, of_key in limited.items()
+            if of_key != KeyLimits()
         }
 
     def restore(
@@ -189,10 +191,10 @@ class KeyLimiter:
     def take_limits(self, limits: Mapping[str, KeyLimits]) -> None:
         """Keep these limits from now on; a key whose limits are as before keeps its state."""
         before, self._keys = self._keys, {}
-        for name, one in limits.items():
+        for name, of_key in limits.items():
             state = before.get(name)
-            if state is None or state.limits != one:
-                state = _KeyState(one, self._clock())
+            if state is None or state.limits != of_key:
+                state = _KeyState(of_key, self._clock())
                 self._restore(name, state)
             self._keys[name] = state
 
@@ -228,7 +230,7 @@ class KeyLimiter:
         """The tokens and the amounts that a request reserves. Raises RequestError."""
         self._charge_others()
         wall_s = self._enter_periods(key_name, state)
-        amounts = tuple([one.expected(num_tokens, usd) for one in state.spendings])
+        amounts = tuple([spending.expected(num_tokens, usd) for spending in state.spendings])
         for spending, amount in zip(state.spendings, amounts, strict=True):
             if not spending.has_room(amount):
                 raise _spent(key_name, spending, amount, wall_s)
@@ -394,7 +396,7 @@ class _Spending:
         self._spent.setdefault(start_s, self.spent if is_earlier else 0.0)
         self.start_s = start_s
         while len(self._spent) > _MAX_PERIODS:
-            del self._spent[min(one for one in self._spent if one != start_s)]
+            del self._spent[min(period_s for period_s in self._spent if period_s != start_s)]
         return is_earlier
 
 

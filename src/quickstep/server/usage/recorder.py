@@ -1,8 +1,8 @@
 """Records the usage of every finished sequence: its cost, a row of the ledger, its key's limits.
 
-`UsageRecorder` follows the engine's step log, which has every sequence, however it ended: aborted
-by its client, in a batch, or as an embedding. It belongs to one app, whose lifespan opens and
-closes it.
+`UsageRecorder` follows the step log of one model's engine, which has every sequence, however it
+ended: aborted by its client, in a batch, or as an embedding. The app's lifespan opens and closes
+the ledger.
 """
 
 from __future__ import annotations
@@ -31,13 +31,13 @@ _NANO = 1e9
 
 
 class UsageRecorder:
-    """A follower of the step log (`engine.records.step_log.Follower`): `open` it, then follow.
+    """A follower of the step log (`engine.records.step_log.Follower`).
 
     Args:
         model: The name under which the model is recorded and priced.
         limiter: The limits of the keys, which are charged.
         has_keys: The part of a tenant's name before the slash is the name of an API key.
-        ledger: Where rows are written; None for nowhere.
+        ledger: Where rows are written, open; None for nowhere.
         wall_clock: Seconds since 1970.
     """
 
@@ -57,21 +57,6 @@ class UsageRecorder:
         self._has_keys = has_keys
         self._ledger = ledger
         self._wall_clock = wall_clock
-
-    def open(self) -> None:
-        """Open the ledger, and read from it what is spent of the budgets. Raises ConfigError."""
-        if self._ledger is not None:
-            self._ledger.open()
-            ledger = self._ledger
-            self._limiter.restore(
-                lambda key_name, since_ns: _used(ledger.totals(key_name, since_ns)),
-                lambda: [(one.group[0], _used(one)) for one in ledger.take_others()],
-            )
-
-    def close(self) -> None:
-        """Commit what is recorded. Idempotent."""
-        if self._ledger is not None:
-            self._ledger.close()
 
     def add_step(self, record: StepRecord) -> None:
         """Steps are not charged; their seconds are in the sequences' `device_s`."""
@@ -109,6 +94,14 @@ class UsageRecorder:
                 cost_by_device_nusd=costs.by_device_nusd,
             )
         )
+
+
+def restore_limits(limiter: KeyLimiter, ledger: Ledger) -> None:
+    """Charge the keys what an open ledger has recorded of them. Raises ConfigError."""
+    limiter.restore(
+        lambda key_name, since_ns: _used(ledger.totals(key_name, since_ns)),
+        lambda: [(totals.group[0], _used(totals)) for totals in ledger.take_others()],
+    )
 
 
 def _used(totals: UsageTotals) -> Used:

@@ -121,7 +121,7 @@ def _activities(choice: Choice) -> list[tuple[str, float, float]]:
     timings = choice.timings
     if timings is None:
         return []
-    changes = [(one.value, since_s) for one, since_s in timings.activities]
+    changes = [(activity.value, since_s) for activity, since_s in timings.activities]
     ends = [*changes, ("", timings.finished_s)]
     return [(name, begin_s, end_s) for (name, begin_s), (_, end_s) in pairwise(ends)]
 

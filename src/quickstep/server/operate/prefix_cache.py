@@ -6,9 +6,9 @@ import msgspec
 from starlette.requests import Request
 from starlette.responses import Response
 
-from quickstep.engine.interface import ServedEngine
 from quickstep.server.http.errors import json_response
 from quickstep.server.http.route import ApiRoute
+from quickstep.server.models.registry import ModelRegistry
 
 
 class PrefixCacheReset(msgspec.Struct, frozen=True):
@@ -17,11 +17,12 @@ class PrefixCacheReset(msgspec.Struct, frozen=True):
     num_blocks: int
 
 
-def prefix_cache_routes(engine: ServedEngine) -> list[ApiRoute]:
+def prefix_cache_routes(models: ModelRegistry) -> list[ApiRoute]:
     """The routes, all of which need an admin key."""
 
     async def reset(_: Request) -> Response:
-        return json_response(PrefixCacheReset(await engine.reset_prefix_cache()))
+        num_blocks = [await model.engine.reset_prefix_cache() for model in models]
+        return json_response(PrefixCacheReset(sum(num_blocks)))
 
     return [
         ApiRoute(

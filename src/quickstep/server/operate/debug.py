@@ -21,13 +21,14 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from quickstep.core.explanation import ExplainedRequest, explain
-from quickstep.engine.interface import ServedEngine
 from quickstep.engine.records.step_log import LiveSequence, SequenceRecord
 from quickstep.errors import RequestError
+from quickstep.server.fields.decode import decode_values
 from quickstep.server.http.errors import RouteNotFound, json_response
 from quickstep.server.http.event_stream import NDJSON, EventStream
 from quickstep.server.http.route import ApiRoute
-from quickstep.server.openai.request_types import decode_values
+from quickstep.server.models.registry import ModelRegistry
+from quickstep.server.models.served_model import ServedModel
 from quickstep.types import SequenceTimings, StepRecord
 
 _MAX_LIVE = 1024  # live requests that are reported
@@ -56,7 +57,7 @@ class LostRecords(msgspec.Struct, frozen=True, tag_field="kind", tag="lost"):
 Line = StepRecord | SequenceRecord | LiveSequence | LostRecords
 
 
-class _Follower:
+class _RecordQueue:
     """The records that one reader has not got yet, at most `_MAX_QUEUED`."""
 
     def __init__(self) -> None:
@@ -91,10 +92,10 @@ class _Follower:
 
 
 class Debug:
-    """The endpoints of one engine."""
+    """The endpoints; each searches the step logs of all models."""
 
-    def __init__(self, engine: ServedEngine) -> None:
-        self._engine = engine
+    def __init__(self, models: ModelRegistry) -> None:
+        self._models = models
 
     def routes(self) -> list[ApiRoute]:
         """The routes, all of which need an admin key."""
@@ -125,61 +126,73 @@ class Debug:
         query = decode_values(request.query_params, StepsQuery)
         if not query.last_s >= 0.0:
             raise RequestError(f"last_s is {query.last_s:g}, it must be at least 0", param="last_s")
-        log, follower = self._engine.step_log, _Follower()
-        lines = self._since(self._engine.stats().now_s - query.last_s)
+        logs, follower = [model.engine.step_log for model in self._models], _RecordQueue()
+        lines = self._since(query.last_s)
         if query.follow:
-            log.follow(follower)
+            for log in logs:
+                log.follow(follower)
         else:
-            lines += await self._live()
+            for model in self._models:
+                lines += await _live(model)
 
         async def close() -> None:
             if query.follow:
-                log.unfollow(follower)
+                for log in logs:
+                    log.unfollow(follower)
 
         return EventStream(_frames(lines, follower if query.follow else None), close, NDJSON)
 
-    async def _live(self) -> list[LiveSequence]:
-        """The sequences that have not ended, of the oldest requests."""
-        live_ids = self._engine.request_ids[:_MAX_LIVE]
-        reports = await asyncio.gather(*map(self._engine.live_timings, live_ids))
-        return [
-            LiveSequence(live_id, index, timings)
-            for live_id, of_request in zip(live_ids, reports, strict=True)
-            for index, timings in sorted(of_request.items())
-        ]
-
-    def _since(self, since_s: float) -> list[Line]:
-        """The records that end after `since_s`, in the order of their ends."""
-        log = self._engine.step_log
-        ended: list[tuple[float, Record]] = [(step.committed_at_s, step) for step in log.steps]
-        ended += [(sequence.timings.finished_s, sequence) for sequence in log.sequences]
-        recent = [item for item in ended if item[0] >= since_s]
+    def _since(self, last_s: float) -> list[Line]:
+        """The records that ended in the last seconds, in the order of their ends."""
+        recent: list[tuple[float, Record]] = []
+        for model in self._models:
+            log, since_s = model.engine.step_log, model.engine.stats().now_s - last_s
+            ended: list[tuple[float, Record]] = [(step.committed_at_s, step) for step in log.steps]
+            ended += [(sequence.timings.finished_s, sequence) for sequence in log.sequences]
+            recent += [item for item in ended if item[0] >= since_s]
         return [record for _, record in sorted(recent, key=lambda item: item[0])]
 
     async def request(self, request: Request) -> Response:
         """Explain a request. Raises RequestError 404 if it is unknown."""
         wanted: str = request.path_params["request_id"]
-        log = self._engine.step_log
-        steps, sequences = log.steps, log.sequences
-        live_ids = [
-            request_id for request_id in self._engine.request_ids if _is_of(request_id, wanted)
-        ]
-        reports = await asyncio.gather(*map(self._engine.live_timings, live_ids[:_MAX_EXPLAINED]))
-        found = [
-            _Timed(live_id, index, timings, is_finished=False)
-            for live_id, of_request in zip(live_ids, reports, strict=False)
-            for index, timings in of_request.items()
-        ]
-        # in a thread: the log is long, and one request may have many sequences
-        answer = await asyncio.to_thread(_explained, wanted, found, sequences, steps)
-        if not answer.sequences:
-            raise RouteNotFound(
-                f"request {wanted[:64]!r} is not in the log, which has the last "
-                f"{len(sequences)} sequences; its id is in the header x-request-id",
-                param="request_id",
-                code="request_not_found",
-            )
-        return json_response(answer)
+        num_logged = 0
+        for model in self._models:
+            answer = await _explanation(wanted, model)
+            if answer.sequences:
+                return json_response(answer)
+            num_logged += len(model.engine.step_log.sequences)
+        raise RouteNotFound(
+            f"request {wanted[:64]!r} is not in the log, which has the last {num_logged} "
+            "sequences; its id is in the header x-request-id",
+            param="request_id",
+            code="request_not_found",
+        )
+
+
+async def _live(model: ServedModel) -> list[LiveSequence]:
+    """The sequences that have not ended, of the oldest requests."""
+    live_ids = model.engine.request_ids[:_MAX_LIVE]
+    reports = await asyncio.gather(*map(model.engine.live_timings, live_ids))
+    return [
+        LiveSequence(live_id, index, timings)
+        for live_id, of_request in zip(live_ids, reports, strict=True)
+        for index, timings in sorted(of_request.items())
+    ]
+
+
+async def _explanation(wanted: str, model: ServedModel) -> ExplainedRequest:
+    """Where the time of a request to one model went; without sequences if that has no such one."""
+    engine, log = model.engine, model.engine.step_log
+    steps, sequences = log.steps, log.sequences
+    live_ids = [request_id for request_id in engine.request_ids if _is_of(request_id, wanted)]
+    reports = await asyncio.gather(*map(engine.live_timings, live_ids[:_MAX_EXPLAINED]))
+    found = [
+        _Timed(live_id, index, timings, is_finished=False)
+        for live_id, of_request in zip(live_ids, reports, strict=False)
+        for index, timings in of_request.items()
+    ]
+    # in a thread: the log is long, and one request may have many sequences
+    return await asyncio.to_thread(_explained, wanted, found, sequences, steps)
 
 
 class _Timed(msgspec.Struct, frozen=True):
@@ -199,26 +212,26 @@ def _explained(
 ) -> ExplainedRequest:
     """The sequences that took longest, in the order of their ids."""
     found = [
-        _Timed(one.request_id, one.index, one.timings)
-        for one in ended
-        if _is_of(one.request_id, wanted)
+        _Timed(record.request_id, record.index, record.timings)
+        for record in ended
+        if _is_of(record.request_id, wanted)
     ]
     found += live
-    found.sort(key=lambda one: one.timings.arrival_s - one.timings.finished_s)
-    most = sorted(found[:_MAX_EXPLAINED], key=lambda one: (one.request_id, one.index))
+    found.sort(key=lambda timed: timed.timings.arrival_s - timed.timings.finished_s)
+    most = sorted(found[:_MAX_EXPLAINED], key=lambda timed: (timed.request_id, timed.index))
     replicas = {timed.timings.replica for timed in most}
     steps_of = {
         replica: [step for step in steps if step.replica == replica] for replica in replicas
     }
     explained = tuple(
         explain(
-            one.request_id,
-            one.timings,
-            steps_of[one.timings.replica],
-            index=one.index,
-            is_finished=one.is_finished,
+            timed.request_id,
+            timed.timings,
+            steps_of[timed.timings.replica],
+            index=timed.index,
+            is_finished=timed.is_finished,
         )
-        for one in most
+        for timed in most
     )
     return ExplainedRequest(wanted, explained, len(found) - len(explained))
 
@@ -229,7 +242,7 @@ def _is_of(engine_id: str, wanted: str) -> bool:
     return wanted in (engine_id, http_id, *(f"{prefix}{http_id}" for prefix in _PREFIXES))
 
 
-async def _frames(lines: list[Line], follower: _Follower | None) -> AsyncGenerator[bytes, None]:
+async def _frames(lines: list[Line], follower: _RecordQueue | None) -> AsyncGenerator[bytes, None]:
     while True:
         for start in range(0, len(lines), _LINES_PER_FRAME):
             some = lines[start : start + _LINES_PER_FRAME]

@@ -17,10 +17,11 @@ from starlette.responses import Response
 
 from quickstep import __version__
 from quickstep.engine.stats import EngineState, EngineStats, ReplicaStats
-from quickstep.server.generate.adapter import Served
 from quickstep.server.http.errors import json_response
-from quickstep.server.metrics import CONTENT_TYPE, Metrics
+from quickstep.server.models.registry import ModelRegistry
+from quickstep.server.models.served_model import ServedModel
 from quickstep.server.openai.response_types import Model, ModelList, RopeScaling
+from quickstep.server.operate.metrics import CONTENT_TYPE, ServerMetrics
 
 # Of `stall_s`, after which the process is replaced; it reports ten times a second.
 _SILENT_FRACTION = 0.25
@@ -81,15 +82,15 @@ class Pong(msgspec.Struct, frozen=True):
 class Probes:
     """The endpoints of health, readiness, metrics, version and models."""
 
-    def __init__(self, served: Served, metrics: Metrics, stall_s: float) -> None:
-        self._served = served
+    def __init__(self, models: ModelRegistry, metrics: ServerMetrics, stall_s: float) -> None:
+        self._models = models
         self._metrics = metrics
         self._stall_s = stall_s
         self._created = int(time.time())
 
     async def health(self, _: Request) -> Response:
         """200 while steps finish or nothing is pending, else 503."""
-        stats = self._served.engine.stats()
+        stats = self._models.default.engine.stats()
         load = stats.scheduler
         status = self._status(stats)
         state = Health(
@@ -120,7 +121,7 @@ class Probes:
 
     async def ready(self, _: Request) -> Response:
         """200 while the server accepts new requests, else 503."""
-        stats = self._served.engine.stats()
+        stats = self._models.default.engine.stats()
         silent = stats.silent_s > _SILENT_FRACTION * self._stall_s
         ready = stats.state is EngineState.RUNNING and self._status(stats) == "ok" and not silent
         return json_response(Readiness(ready), 200 if ready else 503)
@@ -139,16 +140,20 @@ class Probes:
 
     async def models(self, _: Request) -> Response:
         """All names that are served; an adapter has a parent."""
-        data = [self._model(name) for name in (*self._served.names, *self._served.adapters.names)]
+        data = [
+            self._described(name, model)
+            for model in self._models
+            for name in (*model.names, *model.adapters.names)
+        ]
         return json_response(ModelList("list", data))
 
     async def model(self, request: Request) -> Response:
         """One model, or 404."""
         name: str = request.path_params["model"]
-        return json_response(self._model(self._served.model(name)))
+        return json_response(self._described(name, self._models.find(name)))
 
-    def _model(self, name: str) -> Model:
-        engine = self._served.engine
+    def _described(self, name: str, model: ServedModel) -> Model:
+        engine = model.engine
         scaling = None if engine.memory_plan is None else engine.memory_plan.long_context
         return Model(
             id=name,
@@ -156,7 +161,7 @@ class Probes:
             created=self._created,
             owned_by="quickstep",
             root=engine.model_name,
-            parent=None if name in self._served.names else self._served.names[0],
+            parent=None if name in model.names else model.name,
             max_model_len=engine.max_model_len,
             rope_scaling=None
             if scaling is None

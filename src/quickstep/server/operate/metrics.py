@@ -1,9 +1,9 @@
 """`/metrics`: Prometheus text with vLLM's names, labels and buckets, under the prefix `quickstep:`
 or `MetricsOptions.prefix`. Labels have values of this server only, so a client adds no series.
 
-`Metrics` belongs to one app. What a request took is observed here by its `RequestMeter`, from the
-deltas as they leave and from the timings that the scheduler kept; gauges of the engine are read
-from `stats()` when Prometheus asks.
+`ServerMetrics` belongs to one app and has the `ModelMetrics` of each model. What a request took is
+observed by its `RequestMeter`, from the deltas as they leave and from the timings that the
+scheduler kept; gauges of the engine are read from `stats()` when Prometheus asks.
 
 `log_traffic` writes one log line every ten seconds while there is traffic: rates, queue, cache.
 """
@@ -15,7 +15,6 @@ import logging
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from math import inf
-from types import MappingProxyType
 from typing import TYPE_CHECKING
 
 from prometheus_client.metrics import Counter, Histogram
@@ -26,12 +25,14 @@ from quickstep.core.accounting import AdapterStats, Totals
 from quickstep.engine.interface import ServedEngine
 from quickstep.engine.records.step_log import SequenceRecord
 from quickstep.engine.stats import EngineState, EngineStats, ReplicaStats
+from quickstep.server.generate.api import NO_HEADERS
 from quickstep.server.generate.generation import ChoiceDelta, Generation, ParsedRequest
+from quickstep.server.models.served_model import ServedModel
 from quickstep.server.options import MetricsOptions
 from quickstep.types import Delta, FinishReason, StepRecord
 
 if TYPE_CHECKING:
-    from quickstep.server.tracing import RequestTracer
+    from quickstep.server.operate.tracing import RequestTracer
 
 CONTENT_TYPE = "text/plain; version=0.0.4; charset=utf-8"
 
@@ -52,26 +53,70 @@ _STEP_TOKENS = (1, 8, 16, 32, 64, 128, 256, 512, 1024, 2048, 4096, 8192, 16384)
 _CHOICES = (1, 2, 5, 10, 20)
 _ENGINE = "0"  # vLLM's label for the engines of a server
 _LABELS = ("model_name", "engine")
-NO_HEADERS: Mapping[str, str] = MappingProxyType({})
 _LOG = logging.getLogger("quickstep.server")
 _LOG_EVERY_S = 10.0
 
 
-class Metrics:
-    """Counters and histograms of one app."""
+class ServerMetrics(Collector):
+    """The metrics of all models; a family has the samples of each."""
+
+    def __init__(self, models: Iterable[ServedModel], options: MetricsOptions) -> None:
+        self.tracer = _tracer(options.otlp_traces_endpoint)
+        self._by_model = {
+            model.name: ModelMetrics(model.engine, model.name, options, self.tracer)
+            for model in models
+        }
+        self._registry = CollectorRegistry()
+        self._registry.register(self)
+
+    def of(self, model: ServedModel) -> ModelMetrics:
+        """The metrics of one model."""
+        return self._by_model[model.name]
+
+    def of_request(
+        self, model: ServedModel, request: ParsedRequest, headers: Mapping[str, str] = NO_HEADERS
+    ) -> RequestMeter:
+        """The meter of a request that arrives now; `headers` may have its W3C trace context."""
+        return self.of(model).meter(request, headers)
+
+    def of_prompts(self, model: ServedModel, prompt_lens: Sequence[int]) -> EmbeddingMeter:
+        """The meter of prompts that are embedded, and arrive now."""
+        return EmbeddingMeter(self.of(model), prompt_lens)
+
+    def collect(self) -> Iterable[Metric]:
+        """One family per figure."""
+        families: dict[str, Metric] = {}
+        for metrics in self._by_model.values():
+            for family in metrics.registry.collect():
+                known = families.setdefault(family.name, family)
+                if known is not family:
+                    known.samples.extend(family.samples)
+        return families.values()
+
+    def text(self) -> bytes:
+        """All metrics in Prometheus' text format."""
+        # the module imports a web server, which is not needed before the first scrape
+        from prometheus_client.exposition import generate_latest
+
+        return generate_latest(self._registry)
+
+
+class ModelMetrics:
+    """Counters and histograms of one model."""
 
     def __init__(
         self,
         engine: ServedEngine,
         model: str,
-        options: MetricsOptions | None = None,
+        options: MetricsOptions,
+        tracer: RequestTracer | None = None,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self.registry = CollectorRegistry()
         self.engine = engine
         self.clock = clock
         self.model = model
-        self.options = options or MetricsOptions()
+        self.options = options
         self.num_embedded = 0  # embedded prompts
         tokens = _one_two_five(engine.max_model_len)
         self._histograms = {
@@ -92,11 +137,13 @@ class Metrics:
                 ("iteration_tokens_total", "Tokens of a step.", _STEP_TOKENS),
             )
         }
+        # of every token: public, so that a meter calls them directly
+        self.token_gaps = self._histograms["inter_token_latency_seconds"]
+        self.generation_tokens = self._counter("generation_tokens", "Output tokens so far.")
         self._prompt_tokens = self._counter(
             "prompt_tokens",
             "Prompt tokens, counted with the first token of their answer or at its end.",
         )
-        self._generation_tokens = self._counter("generation_tokens", "Output tokens so far.")
         self._ends = Counter(
             f"{self.options.prefix}:request_success",
             "Choices that ended, by OpenAI's finish reason.",
@@ -105,39 +152,22 @@ class Metrics:
         )
         for reason in FinishReason:
             self._ends.labels(model, _ENGINE, reason.openai)
-        self.tracer = _tracer(self.options.otlp_traces_endpoint)
+        self.tracer = tracer
         self.goodput = _Goodput(self) if self.options.goodput_ms else None
         self.registry.register(EngineGauges(engine, model, self.options.prefix))
         engine.step_log.follow(_StepTokens(self))
 
-    def meter(
-        self, request: ParsedRequest, headers: Mapping[str, str] = NO_HEADERS
-    ) -> RequestMeter:
-        """The meter of a request that arrives now; `headers` may have its W3C trace context."""
+    def meter(self, request: ParsedRequest, headers: Mapping[str, str]) -> RequestMeter:
+        """The meter of a request that arrives now."""
         sampling = request.sampling
         self.observe("request_params_n", sampling.n)
         if sampling.max_tokens is not None:
             self.observe("request_params_max_tokens", sampling.max_tokens)
         return RequestMeter(self, len(request.prompts) * sampling.n, headers)
 
-    def embedding_meter(self, prompt_lens: Sequence[int]) -> EmbeddingMeter:
-        """The meter of prompts that are embedded, and arrive now."""
-        return EmbeddingMeter(self, prompt_lens)
-
-    def text(self) -> bytes:
-        """All metrics in Prometheus' text format."""
-        # the module imports a web server, which is not needed before the first scrape
-        from prometheus_client.exposition import generate_latest
-
-        return generate_latest(self.registry)
-
     def observe(self, name: str, value: float) -> None:
         """One observation of a histogram."""
         self._histograms[name].observe(max(0.0, value))
-
-    def count_output(self, num_tokens: int) -> None:
-        """Count output tokens."""
-        self._generation_tokens.inc(num_tokens)
 
     def count_prompt(self, num_tokens: int) -> None:
         """Count the tokens of a prompt that is computed, or whose request ended before."""
@@ -165,7 +195,7 @@ class Metrics:
 class _StepTokens:
     """Observes the tokens of each step: a follower of the step log."""
 
-    def __init__(self, metrics: Metrics) -> None:
+    def __init__(self, metrics: ModelMetrics) -> None:
         self._metrics = metrics
 
     def add_step(self, record: StepRecord) -> None:
@@ -180,7 +210,7 @@ class _StepTokens:
 class _Goodput:
     """Counts the requests that kept every target, and those that missed each."""
 
-    def __init__(self, metrics: Metrics) -> None:
+    def __init__(self, metrics: ModelMetrics) -> None:
         prefix, registry = metrics.options.prefix, metrics.registry
         self._labels = (metrics.model, _ENGINE)
         self._limits_s = {name: ms / 1e3 for name, ms in metrics.options.goodput_ms.items()}
@@ -216,7 +246,7 @@ class _Goodput:
 def _tracer(endpoint: str | None) -> RequestTracer | None:
     if endpoint is None:
         return None
-    from quickstep.server.tracing import open_tracer
+    from quickstep.server.operate.tracing import open_tracer
 
     return open_tracer(endpoint)
 
@@ -233,7 +263,7 @@ class RequestMeter:
     """Observes one request, from its arrival to its end."""
 
     def __init__(
-        self, metrics: Metrics, num_choices: int, headers: Mapping[str, str] = NO_HEADERS
+        self, metrics: ModelMetrics, num_choices: int, headers: Mapping[str, str] = NO_HEADERS
     ) -> None:
         self._metrics = metrics
         self._headers = headers
@@ -244,11 +274,6 @@ class RequestMeter:
         self._uncounted: dict[int, int] = {}  # tokens of prompts that are not counted, by place
         self._choices_per_prompt = 1
         self._closed = False
-
-    @property
-    def fingerprint(self) -> str:
-        """The engine's."""
-        return self._metrics.engine.fingerprint
 
     def opened(self, generation: Generation) -> None:
         """The engine has accepted all prompts of the request."""
@@ -270,13 +295,13 @@ class RequestMeter:
             metrics.count_prompt(self._uncounted.pop(prompt, 0))
             metrics.observe("time_to_first_token_seconds", now - self._arrival)
         else:
-            metrics.observe("inter_token_latency_seconds", now - last)
+            metrics.token_gaps.observe(max(0.0, now - last))
         # tokens that came together have no gap between them
         for _ in delta.token_ids[1:]:
-            metrics.observe("inter_token_latency_seconds", 0.0)
+            metrics.token_gaps.observe(0.0)
         self._last[item.choice] = now
         self._num_tokens[item.choice] += len(delta.token_ids)
-        metrics.count_output(len(delta.token_ids))
+        metrics.generation_tokens.inc(len(delta.token_ids))
 
     def close(self, generation: Generation) -> None:
         """The request is over, however it ended. Idempotent."""
@@ -339,7 +364,7 @@ def _is_aborted(generation: Generation) -> bool:
 class EmbeddingMeter:
     """Observes the prompts of one embeddings request, each of which is a request to the engine."""
 
-    def __init__(self, metrics: Metrics, prompt_lens: Sequence[int]) -> None:
+    def __init__(self, metrics: ModelMetrics, prompt_lens: Sequence[int]) -> None:
         self._metrics = metrics
         self._prompt_lens = prompt_lens
         self._arrival = metrics.clock()
@@ -570,7 +595,7 @@ class TrafficLog:
         return f"{line}, embedded {embedded}" if embedded else line
 
 
-async def log_traffic(engine: ServedEngine, metrics: Metrics) -> None:
+async def log_traffic(engine: ServedEngine, metrics: ModelMetrics) -> None:
     """Log the traffic until cancelled."""
     log = TrafficLog(engine.stats())
     while True:

@@ -16,9 +16,18 @@ import msgspec
 
 from quickstep.sampling_params import PRESETS, sampling_fields
 from quickstep.server.anthropic import request_types as anthropic_schema
-from quickstep.server.api_keys import PriorityRange
 from quickstep.server.batches.request_types import BatchRequest
-from quickstep.server.debug import StepsQuery
+from quickstep.server.fields.field_classes import (
+    FieldClass,
+    Hint,
+    Honoured,
+    Note,
+    Row,
+    declared_effects,
+    field_classes,
+)
+from quickstep.server.fields.sampling_fields import BUDGET_NAMES, SamplingFields
+from quickstep.server.fields.shared_fields import FunctionSpec
 from quickstep.server.generate.tools import FUNCTION_NAME
 from quickstep.server.llama_cpp.request_types import LlamaCompletionRequest
 from quickstep.server.ollama import request_types as ollama
@@ -29,18 +38,11 @@ from quickstep.server.openai.tokenize import (
     DetokenizeRequest,
     TokenizeRequest,
 )
+from quickstep.server.operate.debug import StepsQuery
 from quickstep.server.options import FieldRules, RequestLimits
 from quickstep.server.responses import request_types as responses_schema
 from quickstep.server.responses.endpoint import INCLUDES, INCLUDES_NOTHING
-from quickstep.server.schema.field_classes import (
-    FieldClass,
-    Hint,
-    Honoured,
-    Note,
-    Row,
-    declared_effects,
-    field_classes,
-)
+from quickstep.server.usage.api_keys import PriorityRange
 
 Keywords = Mapping[str, Any]
 
@@ -52,7 +54,7 @@ _METADATA_VALUE_CHARS = 512
 
 # Fields with a name of `SamplingParams` have its description if they declare no effect.
 _SAMPLING_SCHEMAS = (
-    schemas.SamplingFields,
+    SamplingFields,
     LlamaCompletionRequest,
     anthropic_schema.MessagesRequest,
     ollama.OllamaOptions,
@@ -134,7 +136,7 @@ def _metadata(limits: RequestLimits) -> Keywords:
 def _of_openai(facts: SchemaFacts) -> Mapping[type, Mapping[str, Keywords]]:
     limits = facts.limits
     return {
-        schemas.SamplingFields: _of_sampling(facts),
+        SamplingFields: _of_sampling(facts),
         schemas.ChoiceFields: {
             "prompt_logprobs": _num_logprobs(facts),
             "logprob_token_ids": {
@@ -158,7 +160,7 @@ def _of_openai(facts: SchemaFacts) -> Mapping[type, Mapping[str, Keywords]]:
             "tools": {"maxItems": limits.tools},
             "tool_choice": {"anyOf": _TOOL_CHOICES},
         },
-        schemas.FunctionSpec: _NAMED_FUNCTION,
+        FunctionSpec: _NAMED_FUNCTION,
     }
 
 
@@ -302,9 +304,9 @@ def _of_sampling(facts: SchemaFacts) -> dict[str, Keywords]:
     limits = facts.limits
     token_ids = {"maxItems": limits.stop_token_ids, "items": _token_id(facts)}
     return {
-        **_same_names(schemas.SamplingFields),
+        **_same_names(SamplingFields),
         "n": {**_range("n"), "maximum": limits.n},
-        **{name: {**_range("thinking_budget"), "minimum": -1} for name in schemas.BUDGET_NAMES},
+        **{name: {**_range("thinking_budget"), "minimum": -1} for name in BUDGET_NAMES},
         "reasoning_budget_message": {"maxLength": limits.budget_message_chars},
         "preset": {"enum": list(PRESETS)},
         "timeout_s": {"exclusiveMinimum": 0},

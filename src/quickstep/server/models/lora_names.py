@@ -7,13 +7,13 @@ from collections.abc import Mapping, Sequence
 
 from quickstep.engine.adapters import adapter_names_in, mix_name, path_in
 from quickstep.errors import RequestError
+from quickstep.server.fields.shared_fields import LoRAScale
 from quickstep.server.options import bounded
-from quickstep.server.schema.shared_fields import LoRAScale
 
 _LOG = logging.getLogger("quickstep.server")
 
 
-class ServedAdapters:
+class LoRANames:
     """The names of adapters: those of the start, those in `directory`, and those loaded since.
 
     `most_in_mix` adapters may apply to one request together.
@@ -54,7 +54,9 @@ class ServedAdapters:
     def remove(self, name: str) -> None:
         """One was unloaded."""
         self._names.pop(name, None)
-        self._default_scales = {one: s for one, s in self._default_scales.items() if one != name}
+        self._default_scales = {
+            named: scale for named, scale in self._default_scales.items() if named != name
+        }
 
     def numbered(self) -> dict[int, str]:
         """The names by number. A name keeps its number, whatever is loaded and unloaded."""
@@ -88,8 +90,8 @@ class ServedAdapters:
         self._default_scales = named
 
     def _named(self, scales: Sequence[LoRAScale]) -> dict[str, float]:
-        bounded("lora", sum(one.scale != 0 for one in scales), self._most_in_mix, "adapters")
-        wanted = {one.id: one.scale for one in scales}
+        bounded("lora", sum(lora.scale != 0 for lora in scales), self._most_in_mix, "adapters")
+        wanted = {lora.id: lora.scale for lora in scales}
         if max(wanted, default=-1) >= len(self._numbered):
             self.numbered()  # lists the directory, so only for new numbers
         names, named = tuple(self._numbered), {}

@@ -27,7 +27,9 @@ from starlette.responses import HTMLResponse, Response
 
 from quickstep import __version__
 from quickstep.server.anthropic.request_types import CountTokensRequest, CustomToolSpec
-from quickstep.server.generate.adapter import Served
+from quickstep.server.fields.field_classes import Hint, Honoured, Note, RefusedField, Row
+from quickstep.server.fields.sampling_fields import SamplingFields
+from quickstep.server.fields.shared_fields import FunctionTool
 from quickstep.server.http.errors import (
     OVERLOADED,
     ErrorAnswer,
@@ -38,9 +40,17 @@ from quickstep.server.http.errors import (
     ollama_shape,
 )
 from quickstep.server.http.route import ApiRoute
+from quickstep.server.models.registry import ModelRegistry
 from quickstep.server.ollama.request_types import OllamaChatRequest
-from quickstep.server.openai.request_types import ChatRequest, FunctionTool, SamplingFields
+from quickstep.server.openai.request_types import ChatRequest
 from quickstep.server.openai.tokenize import ApplyTemplateRequest, TokenizeRequest
+from quickstep.server.reference.field_reference import (
+    Keywords,
+    SchemaFacts,
+    bounds_of,
+    form_refusal,
+    reference_of,
+)
 from quickstep.server.responses.request_types import (
     FunctionCallItem,
     FunctionCallOutputItem,
@@ -49,14 +59,6 @@ from quickstep.server.responses.request_types import (
     ReasoningItem,
     ResponsesRequest,
     SummaryPart,
-)
-from quickstep.server.schema.field_classes import Hint, Honoured, Note, Refusal, Row
-from quickstep.server.schema.field_reference import (
-    Keywords,
-    SchemaFacts,
-    bounds_of,
-    form_refusal,
-    reference_of,
 )
 from quickstep.types import SamplingParams
 
@@ -303,7 +305,7 @@ def _refine(schema: dict[str, Any], struct: type[msgspec.Struct], facts: SchemaF
     for name, keywords in bounds_of(struct, facts).items():
         properties[name] = _bounded(properties[name], keywords)
     for name, row in reference_of(struct).items():
-        if isinstance(row, Refusal):
+        if isinstance(row, RefusedField):
             values = [None, *row.passes]
             properties[name] = {
                 "enum": values,
@@ -338,7 +340,7 @@ def _class(row: Row) -> str:
             return "note"
         case Hint():
             return "hint"
-        case Refusal():
+        case RefusedField():
             return "refused"
         case Honoured(otherwise=otherwise):
             return "honoured" if otherwise is None else "hint"
@@ -370,20 +372,20 @@ class ApiDocument(msgspec.Struct, frozen=True):
 class ApiPages:
     """The endpoints `/openapi.json` and `/docs`. `routes` may grow until the first request."""
 
-    def __init__(self, routes: Sequence[ApiRoute], served: Served) -> None:
+    def __init__(self, routes: Sequence[ApiRoute], models: ModelRegistry) -> None:
         self._routes = routes
-        self._served = served
+        self._models = models
         self._document: bytes | None = None
 
     async def document(self, _: Request) -> Response:
         """OpenAPI 3.1 with this server's limits and names."""
         if self._document is None:
             facts = SchemaFacts(
-                self._served.limits,
-                self._served.engine.tokenizer.vocab_size,
-                self._served.names,
-                self._served.field_rules,
-                self._served.api_keys.priorities,
+                self._models.server.limits,
+                self._models.default.engine.tokenizer.vocab_size,
+                self._models.names,
+                self._models.server.field_rules,
+                self._models.server.api_keys.priorities,
             )
             self._document = msgspec.json.encode(openapi_document(self._routes, facts))
         return Response(self._document, media_type="application/json")

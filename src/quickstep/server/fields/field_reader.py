@@ -17,9 +17,9 @@ import msgspec
 from msgspec import inspect
 
 from quickstep.errors import RequestError
-from quickstep.server.openai.request_types import invalid_json, unknown_field, validation_error
+from quickstep.server.fields.decode import invalid_json, unknown_field, validation_error
+from quickstep.server.fields.field_classes import Hint, findings
 from quickstep.server.options import FieldRules
-from quickstep.server.schema.field_classes import Hint, findings
 
 _Schema = TypeVar("_Schema", bound=msgspec.Struct)
 _POSITION = re.compile(r"\[\d+\]")
@@ -167,7 +167,7 @@ def _list_item(declared: inspect.Type) -> inspect.Type | None:
 
 def _struct_of(content: dict[str, Any], declared: inspect.Type) -> inspect.StructType | None:
     """The struct that an object is; None for an open object, and for one of a form unknown."""
-    structs = [one for one in _members(declared) if isinstance(one, inspect.StructType)]
+    structs = [member for member in _members(declared) if isinstance(member, inspect.StructType)]
     if len(structs) == 1:
         return structs[0]
     for struct in structs:

@@ -9,8 +9,8 @@ from __future__ import annotations
 import msgspec
 from msgspec import UNSET, UnsetType
 
-from quickstep.server.generate.adapter import Served
 from quickstep.server.generate.generation import Generation
+from quickstep.server.models.served_model import ServedModel
 from quickstep.server.usage.price_book import Cost, Price, cost, sequence_usage
 from quickstep.types import CacheMiss, SequenceTimings
 
@@ -72,12 +72,12 @@ class RequestTimings(msgspec.Struct, frozen=True):
     sequences: list[SequenceTimes]
 
 
-def requested_timings(generation: Generation, served: Served) -> RequestTimings | UnsetType:
+def requested_timings(generation: Generation, model: ServedModel) -> RequestTimings | UnsetType:
     """The timings of a request whose choices have ended, if its client requested them."""
     parsed = generation.request
     if not parsed.timings:
         return UNSET
-    return request_timings(generation, served.price(parsed.request.adapter))
+    return request_timings(generation, model.price(parsed.request.adapter))
 
 
 def request_timings(generation: Generation, price: Price | None) -> RequestTimings:

@@ -14,12 +14,12 @@ from starlette.responses import PlainTextResponse, Response
 
 from quickstep.config import adapter_name_problem
 from quickstep.errors import RequestError
-from quickstep.server.generate.adapter import Served
+from quickstep.server.fields.field_classes import effect
+from quickstep.server.fields.field_reader import FieldReader
 from quickstep.server.http.body import body_of
 from quickstep.server.http.middleware import report_ignored
 from quickstep.server.http.route import ApiRoute
-from quickstep.server.schema.field_classes import effect
-from quickstep.server.schema.field_reader import FieldReader
+from quickstep.server.models.registry import ModelRegistry
 
 
 class LoadLoRAAdapter(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
@@ -43,41 +43,41 @@ class UnloadLoRAAdapter(msgspec.Struct, frozen=True, forbid_unknown_fields=True)
     lora_name: Annotated[str, effect("The adapter; running requests end on it.")]
 
 
-def lora_routes(served: Served) -> list[ApiRoute]:
+def lora_routes(models: ModelRegistry) -> list[ApiRoute]:
     """The routes, all of which need an admin key."""
-    engine, adapters = served.engine, served.adapters
+    rules = models.server.field_rules
     loading: Counter[str] = Counter()  # how many loads of a name are under way
 
     async def load(request: Request) -> Response:
-        reader = FieldReader(served.field_rules)
+        reader = FieldReader(rules)
         fields = reader.decode(body_of(request), LoadLoRAAdapter)
         report_ignored(request, reader.ignored)
-        name = fields.lora_name
+        name, model = fields.lora_name, models.default
         if (problem := adapter_name_problem(name)) is not None:
             raise RequestError(f"lora_name {name[:100]!a} {problem}", param="lora_name")
-        if name in served.names:
+        if name in model.names:
             raise RequestError(f"{name!r} is the model's own name", param="lora_name")
-        if (name in adapters or name in loading) and not fields.load_inplace:
+        if (name in model.adapters or name in loading) and not fields.load_inplace:
             raise RequestError(
                 f"there is an adapter {name!r} already; send load_inplace: true to replace it",
                 param="lora_name",
             )
         loading[name] += 1
         try:
-            await engine.load_adapter(name, fields.lora_path, is_from_client=True)
+            await model.engine.load_adapter(name, fields.lora_path, is_from_client=True)
         finally:
             loading[name] -= 1
             if not loading[name]:
                 del loading[name]
-        adapters.add(name)
+        model.adapters.add(name)
         return PlainTextResponse(f"Success: LoRA adapter '{name}' added successfully.")
 
     async def unload(request: Request) -> Response:
-        reader = FieldReader(served.field_rules)
+        reader = FieldReader(rules)
         name = reader.decode(body_of(request), UnloadLoRAAdapter).lora_name
         report_ignored(request, reader.ignored)
-        await engine.unload_adapter(name)
-        adapters.remove(name)
+        await models.default.engine.unload_adapter(name)
+        models.default.adapters.remove(name)
         return PlainTextResponse(f"Success: LoRA adapter '{name}' removed successfully.")
 
     return [

@@ -10,7 +10,7 @@ from typing import Annotated, Any, Literal
 import msgspec
 
 from quickstep.engine.adapters import MAX_SCALE
-from quickstep.server.schema.field_classes import effect, hint, note, refused
+from quickstep.server.fields.field_classes import effect, hint, note, refused
 
 
 class LoRAScale(msgspec.Struct, forbid_unknown_fields=True, frozen=True):
@@ -57,6 +57,10 @@ LoRAScales = Annotated[
 Mirostat = Annotated[int | None, refused("there is no Mirostat sampler", passes=(0,))]
 MirostatSetting = Annotated[float | None, note("it acts with mirostat only, which is refused")]
 NumKeep = Annotated[int | None, note("the context does not shift, so all is kept")]
+ModelName = Annotated[
+    str | None,
+    effect("Which served name answers; the first one if not given, 404 for an unknown one."),
+]
 ParallelToolCalls = Annotated[bool | None, effect("False keeps the first call only.")]
 Priority = Annotated[
     int | None,
@@ -132,3 +136,23 @@ TtftDeadline = Annotated[
 WithLogprobs = Annotated[
     bool | None, effect("Gives the chosen tokens' logprobs, of the raw logits.")
 ]
+
+
+class FunctionSpec(msgspec.Struct, forbid_unknown_fields=True, frozen=True):
+    """A function that the model may call; `parameters` is the JSON schema of an object."""
+
+    name: Annotated[str, effect("The name in a call; each one once.")]
+    description: Annotated[str | None, effect("Included in the prompt.")] = None
+    parameters: Annotated[
+        dict[str, Any] | None,
+        effect(
+            "The JSON schema of the arguments, part of the prompt, and enforced where a call is."
+        ),
+    ] = None
+    strict: StrictArguments = None
+
+
+class FunctionTool(msgspec.Struct, forbid_unknown_fields=True, frozen=True, tag="function"):
+    """A tool that the client runs."""
+
+    function: Annotated[FunctionSpec, effect("The function that may be called.")]

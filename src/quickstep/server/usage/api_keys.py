@@ -178,7 +178,9 @@ class ApiKeys:
     def priorities(self) -> PriorityRange:
         """The range from the lowest to the highest priority that any client may have."""
         ranges = self._known.ranges.values() or (PriorityRange(),)
-        return PriorityRange(min(one.low for one in ranges), max(one.high for one in ranges))
+        return PriorityRange(
+            min(of_key.low for of_key in ranges), max(of_key.high for of_key in ranges)
+        )
 
     def is_admin(self, name: str) -> bool:
         """Whether the key `name` may call the operator's routes."""

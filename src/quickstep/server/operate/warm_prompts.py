@@ -22,13 +22,14 @@ from typing import Any
 import msgspec
 
 from quickstep.errors import ConfigError, RequestError
-from quickstep.server.api_keys import ApiKeys, cache_salt_of
-from quickstep.server.generate.adapter import Adapter, Served
+from quickstep.server.generate.api import GeneratingApi
 from quickstep.server.generate.generation import check_end
 from quickstep.server.generate.prompts import prompts_ids
+from quickstep.server.models.served_model import ServedModel
 from quickstep.server.openai.chat import Chat
 from quickstep.server.openai.completions import Completions
 from quickstep.server.options import WarmPrompt
+from quickstep.server.usage.api_keys import ApiKeys, cache_salt_of
 from quickstep.types import Request, SamplingParams
 
 _LOG = logging.getLogger("quickstep.server")
@@ -67,7 +68,8 @@ def _json_line(number: int, line: str, keys: ApiKeys) -> WarmPrompt:
     names = body.pop("api_keys", None)
     if names is None:
         return WarmPrompt(number, body)
-    if not isinstance(names, list) or not names or not all(isinstance(one, str) for one in names):
+    is_list = isinstance(names, list) and all(isinstance(name, str) for name in names)
+    if not is_list or not names:
         raise RequestError("api_keys must be a list of names of API keys")
     unknown = [name for name in names if name not in keys.names]
     if unknown:
@@ -75,35 +77,35 @@ def _json_line(number: int, line: str, keys: ApiKeys) -> WarmPrompt:
     return WarmPrompt(number, body, tuple(names))
 
 
-async def warm_prefix_cache(served: Served, prompts: Sequence[WarmPrompt]) -> None:
+async def warm_prefix_cache(model: ServedModel, prompts: Sequence[WarmPrompt]) -> None:
     """Start the engine and compute the prompts, one after the other.
 
     Raises:
         ConfigError: A prompt cannot be served; the error names its line.
         EngineError: The engine failed.
     """
-    await served.engine.start()
+    await model.engine.start()
     num_tokens = 0
     for prompt in prompts:
         try:
-            num_tokens += await _compute(served, prompt)
+            num_tokens += await _compute(model, prompt)
         except RequestError as error:
             raise ConfigError(f"--warm-prompts line {prompt.line}: {error}") from None
     _LOG.info("computed %d warm prompts with %d tokens", len(prompts), num_tokens)
 
 
-async def _compute(served: Served, prompt: WarmPrompt) -> int:
+async def _compute(model: ServedModel, prompt: WarmPrompt) -> int:
     """Compute a prompt for each of its keys; returns how many tokens that are."""
-    all_ids, adapter, own_salt = await _token_ids(served, prompt)
-    names = prompt.api_keys or served.api_keys.names or ("",)
-    shared = served.shares_prefix_cache
+    all_ids, adapter, own_salt = await _token_ids(model, prompt)
+    names = prompt.api_keys or model.server.api_keys.names or ("",)
+    shared = model.server.shares_prefix_cache
     longest = max(map(len, all_ids))
-    if longest < served.engine.block_size:
+    if longest < model.engine.block_size:
         _LOG.warning(
             "--warm-prompts line %d has %d tokens, less than a block of %d: none of it is cached",
             prompt.line,
             longest,
-            served.engine.block_size,
+            model.engine.block_size,
         )
     salts = dict.fromkeys(cache_salt_of(name, own_salt, shared) for name in names)
     for salt in salts:
@@ -115,7 +117,7 @@ async def _compute(served: Served, prompt: WarmPrompt) -> int:
                 cache_salt=salt,
                 endpoint=_ENDPOINT,
             )
-            stream = served.engine.stream(request)
+            stream = model.engine.stream(request)
             async with aclosing(stream):
                 await stream.accepted()
                 async for delta in stream:
@@ -123,20 +125,22 @@ async def _compute(served: Served, prompt: WarmPrompt) -> int:
     return len(salts) * sum(map(len, all_ids))
 
 
-async def _token_ids(served: Served, prompt: WarmPrompt) -> tuple[list[Sequence[int]], str, str]:
+async def _token_ids(
+    model: ServedModel, prompt: WarmPrompt
+) -> tuple[list[Sequence[int]], str, str]:
     """The tokens of the prompts of a line, their adapter and their salt. Raises RequestError."""
     body = prompt.body
     if "prompt" in body:
-        return await _parsed_ids(served, Completions(), body)
+        return await _parsed_ids(model, Completions(), body)
     messages = body["messages"]
     last = messages[-1] if isinstance(messages, list) and messages else None
     role = last.get("role") if isinstance(last, dict) else None
     if role not in ("system", "developer", "assistant") or body.get("continue_final_message"):
-        return await _parsed_ids(served, Chat(), body)
+        return await _parsed_ids(model, Chat(), body)
     both = []
     for text in _FIRST_WORDS:
         longer = [*messages, {"role": "user", "content": text}]
-        [ids], adapter, salt = await _parsed_ids(served, Chat(), {**body, "messages": longer})
+        [ids], adapter, salt = await _parsed_ids(model, Chat(), {**body, "messages": longer})
         both.append(list(ids))
     pairs = takewhile(lambda pair: pair[0] == pair[1], zip(*both, strict=False))
     common = [token_id for token_id, _ in pairs]
@@ -146,9 +150,9 @@ async def _token_ids(served: Served, prompt: WarmPrompt) -> tuple[list[Sequence[
 
 
 async def _parsed_ids(
-    served: Served, adapter: Adapter, body: dict[str, Any]
+    model: ServedModel, api: GeneratingApi, body: dict[str, Any]
 ) -> tuple[list[Sequence[int]], str, str]:
-    parsed = adapter.parse(msgspec.json.encode(body), served, "")
-    max_len = served.engine.max_model_len
-    ids = await prompts_ids(served.engine, parsed.prompts, served.lanes, max_len)
+    parsed = api.parse(msgspec.json.encode(body), model, "")
+    max_len = model.engine.max_model_len
+    ids = await prompts_ids(model.engine, parsed.prompts, model.server.lanes, max_len)
     return ids, parsed.request.adapter, parsed.request.cache_salt

@@ -38,7 +38,7 @@ class Hint(msgspec.Struct, frozen=True):
     conditional: bool = False
 
 
-class Refusal(msgspec.Struct, frozen=True):
+class RefusedField(msgspec.Struct, frozen=True):
     """A field that changes the answer in a way that this server lacks.
 
     Attributes:
@@ -63,8 +63,8 @@ class Note(msgspec.Struct, frozen=True):
     why: str
 
 
-FieldClass = Hint | Refusal
-Row = Honoured | Note | Hint | Refusal
+FieldClass = Hint | RefusedField
+Row = Honoured | Note | Hint | RefusedField
 
 
 class Finding(msgspec.Struct, frozen=True):
@@ -91,7 +91,7 @@ def hint(why: str, *, passes: tuple[object, ...] = (), conditional: bool = False
 
 def refused(why: str, *, passes: tuple[object, ...] = ()) -> msgspec.Meta:
     """The annotation of a field that is refused by name."""
-    return msgspec.Meta(extra={_CLASS: Refusal(why, passes)})
+    return msgspec.Meta(extra={_CLASS: RefusedField(why, passes)})
 
 
 def requests_nothing(declared: FieldClass, value: object) -> bool:

@@ -1,0 +1,1 @@
+"""What operators use: metrics, probes, `/debug`, traces, LoRA adapters, the prefix cache."""

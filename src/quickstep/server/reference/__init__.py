@@ -1,0 +1,1 @@
+"""What is generated from the declared fields: `/openapi.json` and the tables of fields."""

@@ -1,1 +1,0 @@
-"""What is known of each request field, and the documents made of it."""
