@@ -42,7 +42,7 @@ from quickstep.model.interface import Model
 from quickstep.model.sizing import MemoryPlan
 from quickstep.model.spec import parse_spec
 from quickstep.ops.tensors import torch_device, torch_dtype
-from quickstep.runtime.kv_cache import allocate_kv
+from quickstep.runtime.cache.kv_cache import allocate_kv
 from quickstep.runtime.speculation.draft_model import DraftModelProposer
 from quickstep.runtime.speculation.proposer import DraftTask, Proposer
 from quickstep.runtime.speculation.static import StaticProposer

@@ -49,7 +49,7 @@ from quickstep.ops.triton.sampling.records import NUM_FIELDS, Edits, SamplingRec
 from quickstep.ops.triton.sampling.row_keys import row_keys_
 from quickstep.ops.triton.sampling.sample import sample
 from quickstep.ops.triton.sampling.token_scores import token_scores
-from quickstep.runtime.kv_cache import allocate_kv
+from quickstep.runtime.cache.kv_cache import allocate_kv
 
 GPU = torch.device("cuda", 0)
 _H100 = GPUTarget("cuda", 90, 32)

@@ -18,7 +18,7 @@ from quickstep.model.decoder_spec import ModelSpec
 from quickstep.model.sizing import ElementBytes, plan_memory
 from quickstep.ops.weights import LinearWeight
 from quickstep.plan.formulas import Split, rank_spec
-from quickstep.runtime.kv_cache import allocate_kv
+from quickstep.runtime.cache.kv_cache import allocate_kv
 
 PANEL = 16
 CACHE = CacheConfig(num_blocks=24)

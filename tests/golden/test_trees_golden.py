@@ -15,7 +15,7 @@ from quickstep.model.interface import Model
 from quickstep.ops.reference import reference_ops
 from quickstep.ops.table import OpTable
 from quickstep.ops.tensors import to_torch
-from quickstep.runtime.kv_cache import allocate_kv
+from quickstep.runtime.cache.kv_cache import allocate_kv
 from quickstep.runtime.slots import Slot
 from quickstep.runtime.steps.opening import open_steps
 from quickstep.runtime.steps.step_model import StepModel

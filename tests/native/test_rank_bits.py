@@ -19,7 +19,7 @@ from quickstep.model.sharding import check_ranks
 from quickstep.model.spec import read_spec
 from quickstep.ops.native.backend import native_status
 from quickstep.ops.tensors import to_numpy
-from quickstep.runtime.kv_cache import allocate_kv
+from quickstep.runtime.cache.kv_cache import allocate_kv
 from quickstep.runtime.slots import Slot
 from quickstep.runtime.steps.captured import CapturedSteps
 from quickstep.runtime.steps.opening import open_steps

@@ -16,7 +16,7 @@ from quickstep.engine.assembly import load_weights
 from quickstep.model.interface import Model
 from quickstep.ops.native.backend import native_status
 from quickstep.ops.tensors import to_numpy
-from quickstep.runtime.kv_cache import allocate_kv
+from quickstep.runtime.cache.kv_cache import allocate_kv
 from quickstep.runtime.slots import Slot
 from quickstep.runtime.steps.opening import open_steps
 from quickstep.runtime.steps.step_model import StepModel

@@ -32,7 +32,7 @@ from quickstep.ops.tensors import (
     to_torch,
     torch_dtype,
 )
-from quickstep.runtime.kv_cache import allocate_kv
+from quickstep.runtime.cache.kv_cache import allocate_kv
 from quickstep.runtime.steps.captured import CapturedSteps
 from quickstep.runtime.steps.eager import with_torch_kv, with_torch_tensors
 from quickstep.runtime.steps.opening import open_steps

@@ -17,9 +17,9 @@ from quickstep.core.resources.block_pool import KVBlockPool
 from quickstep.core.scheduler import Scheduler
 from quickstep.errors import EngineError
 from quickstep.model.decoder import Decoder
-from quickstep.runtime.device_executor import DeviceExecutor
-from quickstep.runtime.executor import LocalExecutor
-from quickstep.runtime.kv_cache import allocate_kv
+from quickstep.runtime.cache.kv_cache import allocate_kv
+from quickstep.runtime.executors.device import DeviceExecutor
+from quickstep.runtime.executors.local import LocalExecutor
 from quickstep.runtime.runner import HeldStep, LaunchedStep, ModelRunner
 from quickstep.runtime.steps.step_model import GraphOptions
 from quickstep.types import (

@@ -16,7 +16,7 @@ from torch import Tensor
 from quickstep.model.interface import ForwardBatch, Model
 from quickstep.ops.table import LoRAAdapter, LoRAMapping, PagedLayout
 from quickstep.ops.tensors import CPU
-from quickstep.runtime.kv_cache import allocate_kv
+from quickstep.runtime.cache.kv_cache import allocate_kv
 
 
 @dataclass

@@ -23,7 +23,7 @@ from quickstep.model.spec import parse_spec, read_spec
 from quickstep.ops.resolve import resolve_ops
 from quickstep.ops.table import PagedLayout
 from quickstep.ops.tensors import CPU
-from quickstep.runtime.kv_cache import allocate_kv
+from quickstep.runtime.cache.kv_cache import allocate_kv
 
 CONFIG: Mapping[str, object] = {
     "architectures": ["LlamaForCausalLM"],

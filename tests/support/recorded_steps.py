@@ -13,7 +13,7 @@ from quickstep.model.decoder_spec import ModelSpec
 from quickstep.model.spec import parse_spec
 from quickstep.ops.table import KVCache, LoRAAdapter, LoRAPart, OpTable
 from quickstep.ops.tensors import to_torch
-from quickstep.runtime.kv_cache import allocate_kv
+from quickstep.runtime.cache.kv_cache import allocate_kv
 from quickstep.runtime.slots import Slot
 from quickstep.runtime.steps.graphs import GraphSteps
 from quickstep.runtime.steps.opening import open_steps

@@ -37,7 +37,7 @@ from quickstep.model.decoder import Decoder
 from quickstep.ops.reference import reference_ops
 from quickstep.ops.table import LoRAAdapter, OpTable
 from quickstep.ops.tensors import to_torch
-from quickstep.runtime.kv_cache import allocate_kv
+from quickstep.runtime.cache.kv_cache import allocate_kv
 from quickstep.runtime.steps import graphs
 from quickstep.runtime.steps.eager import EagerSteps
 from quickstep.runtime.steps.graphs import GraphSteps, can_record, prompt_buckets, row_buckets

@@ -25,7 +25,7 @@ from quickstep.model.spec import parse_spec
 from quickstep.ops.table import OpTable
 from quickstep.ops.triton import routing
 from quickstep.ops.triton.backend import load_triton
-from quickstep.runtime.kv_cache import allocate_kv
+from quickstep.runtime.cache.kv_cache import allocate_kv
 from tools import compile_kernels
 
 GPU = compile_kernels.GPU

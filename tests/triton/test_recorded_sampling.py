@@ -19,9 +19,9 @@ from graph_double import Reexecution
 from quickstep.model.decoder import Decoder
 from quickstep.ops.triton.sampling.records import NUM_FIELDS, Field
 from quickstep.ops.triton.sampling.row_keys import row_keys_
-from quickstep.runtime.device_executor import DeviceExecutor
-from quickstep.runtime.executor import LocalExecutor
-from quickstep.runtime.kv_cache import allocate_kv
+from quickstep.runtime.cache.kv_cache import allocate_kv
+from quickstep.runtime.executors.device import DeviceExecutor
+from quickstep.runtime.executors.local import LocalExecutor
 from quickstep.runtime.runner import LaunchedStep, ModelRunner
 from quickstep.runtime.sampling.device_sampler import DeviceSampler
 from quickstep.runtime.sampling.noise import row_keys

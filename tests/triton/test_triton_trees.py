@@ -20,7 +20,7 @@ from quickstep.ops.reference import reference_ops
 from quickstep.ops.table import AttentionParams, KVCache, OpTable
 from quickstep.ops.tensors import to_torch
 from quickstep.ops.triton.backend import load_triton
-from quickstep.runtime.kv_cache import allocate_kv
+from quickstep.runtime.cache.kv_cache import allocate_kv
 from quickstep.runtime.runner import ModelRunner
 from quickstep.runtime.steps.step_model import GraphOptions
 from quickstep.types import Admission, Phase, SamplingParams, StepPlan, StepRow

@@ -47,7 +47,7 @@ from quickstep.model.spec import parse_spec, with_context
 from quickstep.ops.resolve import resolve_ops
 from quickstep.ops.table import KVCache, LoRAMapping, OpTable
 from quickstep.ops.tensors import AnyTensor, Device, torch_device, torch_dtype, use_device
-from quickstep.runtime.kv_cache import allocate_kv
+from quickstep.runtime.cache.kv_cache import allocate_kv
 from quickstep.sampling_params import SamplingParams
 from quickstep.text.tokenizer import Tokenizer
 from quickstep.types import FinishReason

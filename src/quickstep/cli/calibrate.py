@@ -109,7 +109,7 @@ def _calibrated(config: EngineConfig, seconds: float) -> tuple[str, Calibration,
     from quickstep.engine.step_times.calibration import StepLimits, calibrate, write_kv
     from quickstep.engine.step_times.cost_fits import FitSource
     from quickstep.engine.step_times.overhead import measure_overhead
-    from quickstep.runtime.kv_cache import allocate_kv
+    from quickstep.runtime.cache.kv_cache import allocate_kv
 
     with loading_bar(f"loading {config.load.model}") as progress:
         loaded = load_weights(config, progress)

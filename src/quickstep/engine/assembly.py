@@ -51,8 +51,8 @@ if TYPE_CHECKING:
     from quickstep.ops.native.ranks import RankMemory
     from quickstep.ops.table import KVCache, LoRAAdapter, OpTable
     from quickstep.ops.tensors import Array, Device, DType
-    from quickstep.runtime.device_executor import DeviceExecutor
-    from quickstep.runtime.executor import LocalExecutor
+    from quickstep.runtime.executors.device import DeviceExecutor
+    from quickstep.runtime.executors.local import LocalExecutor
     from quickstep.runtime.steps.ranked import RankFollower
     from quickstep.runtime.steps.step_model import GraphOptions
     from quickstep.text.chat_template import ChatTemplate
@@ -88,7 +88,7 @@ _LOADING = (
     "quickstep.model.spec",
     "quickstep.ops.native.backend",
     "quickstep.ops.resolve",
-    "quickstep.runtime.kv_cache",
+    "quickstep.runtime.cache.kv_cache",
 )
 
 
@@ -97,7 +97,7 @@ _IMPORTED_LATER = (
     "quickstep.text.tokenizer",
     "quickstep.engine.engine",
     "quickstep.text.grammar.grammars",
-    "quickstep.runtime.executor",
+    "quickstep.runtime.executors.local",
     "quickstep.runtime.runner",
 )
 
@@ -163,7 +163,7 @@ def _open_engine(
     ranks: RankProcesses | None,
 ) -> Engine:
     from quickstep.model.checkpoint.source import find_checkpoint
-    from quickstep.runtime.kv_cache import allocate_kv
+    from quickstep.runtime.cache.kv_cache import allocate_kv
 
     started_s = time.monotonic()
     checkpoint = find_checkpoint(config.load)
@@ -250,7 +250,7 @@ def open_executor(
 ) -> LocalExecutor | DeviceExecutor:
     """The executor of an engine around a model that is in memory."""
     from quickstep.engine.speculation import open_proposer
-    from quickstep.runtime.executor import LocalExecutor
+    from quickstep.runtime.executors.local import LocalExecutor
     from quickstep.runtime.runner import ModelRunner
 
     grammars = description.grammars
@@ -270,7 +270,7 @@ def open_executor(
     if graphs is None:
         return LocalExecutor(runner, on_close=None if ranks is None else ranks.close)
     from quickstep.ops.triton.compile_log import warn_of_compiles
-    from quickstep.runtime.device_executor import DeviceExecutor
+    from quickstep.runtime.executors.device import DeviceExecutor
 
     started_s = time.monotonic()
     runner.compile_kernels()
@@ -550,7 +550,7 @@ def open_rank(
     from quickstep.model.decoder import Decoder
     from quickstep.model.loader import load_model
     from quickstep.model.sharding import Shard
-    from quickstep.runtime.kv_cache import allocate_kv
+    from quickstep.runtime.cache.kv_cache import allocate_kv
     from quickstep.runtime.steps.captured import CapturedSteps
     from quickstep.runtime.steps.opening import open_steps
     from quickstep.runtime.steps.ranked import RankFollower
@@ -565,7 +565,7 @@ def open_rank(
     )
     kv_layout = model.kv_layout.stored_as(config.cache.kv_dtype)
     if kv_layout.dtype.itemsize < model.kv_layout.dtype.itemsize:
-        from quickstep.runtime.kv_probe import probed_logits
+        from quickstep.runtime.cache.kv_probe import probed_logits
 
         for kv_dtype in ("auto", config.cache.kv_dtype):
             probed_logits(model, kv_dtype)  # which rank 0 compares (`_warn_of_kv`)
@@ -581,7 +581,7 @@ def open_rank(
 
 def _warn_of_kv(model: Model, kv_dtype: str) -> None:
     """Warn if the narrower KV changes the model's outputs much."""
-    from quickstep.runtime.kv_probe import KV_BOUND, kv_change
+    from quickstep.runtime.cache.kv_probe import KV_BOUND, kv_change
 
     change = kv_change(model, kv_dtype)
     if not change <= KV_BOUND:
@@ -686,7 +686,7 @@ def _free_bytes(device: torch.device | Device) -> int:
     import torch
 
     from quickstep.ops.tensors import torch_device
-    from quickstep.runtime.out_of_memory import free_device_memory
+    from quickstep.runtime.executors.out_of_memory import free_device_memory
 
     free_device_memory()
     return torch.cuda.mem_get_info(torch_device(device))[0]

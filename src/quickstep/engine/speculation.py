@@ -220,7 +220,7 @@ def load_draft(
     from quickstep.model.checkpoint.weights import open_weights
     from quickstep.model.loader import load_model, reason_for_torch
     from quickstep.ops.torch_import import require_torch
-    from quickstep.runtime.kv_cache import allocate_kv
+    from quickstep.runtime.cache.kv_cache import allocate_kv
     from quickstep.runtime.speculation.draft_model import MAX_NEW_TOKENS, DraftModelProposer
     from quickstep.text.tokenizer import Tokenizer
 
@@ -305,7 +305,7 @@ def open_eagle(
     """Load the EAGLE layer of a target. Raises ConfigError."""
     from quickstep.model.decoder import Decoder
     from quickstep.model.eagle import load_eagle
-    from quickstep.runtime.kv_cache import allocate_kv
+    from quickstep.runtime.cache.kv_cache import allocate_kv
     from quickstep.runtime.speculation.eagle import EagleProposer, num_scratch_blocks
 
     assert isinstance(target, Decoder), "a native architecture, as `_find_eagle` checked"

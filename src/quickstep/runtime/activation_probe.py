@@ -10,7 +10,7 @@ import torch
 from quickstep.model.interface import EmittingTokens, ForwardBatch, KVLayout, Model
 from quickstep.ops.table import PagedLayout, RowLengths
 from quickstep.ops.tensors import torch_device
-from quickstep.runtime.kv_cache import allocate_kv
+from quickstep.runtime.cache.kv_cache import allocate_kv
 
 
 def measured_activation_bytes(

@@ -33,7 +33,7 @@ from quickstep.model.interface import Model
 from quickstep.model.sizing import MemoryPlan
 from quickstep.ops.table import KVCache
 from quickstep.ops.torch_import import has_torch
-from quickstep.runtime.kv_cache import allocate_kv
+from quickstep.runtime.cache.kv_cache import allocate_kv
 from quickstep.runtime.sampling.grammar import NewMatcher
 from quickstep.runtime.speculation.combined import CombinedProposer
 from quickstep.runtime.speculation.methods import open_lookup_proposers

@@ -26,7 +26,7 @@ from quickstep.model.spec import parse_spec
 from quickstep.ops.reference import reference_ops
 from quickstep.ops.table import OpTable
 from quickstep.ops.tensors import to_torch
-from quickstep.runtime.kv_cache import allocate_kv
+from quickstep.runtime.cache.kv_cache import allocate_kv
 from quickstep.runtime.slots import Slot
 from quickstep.runtime.steps.eager import EagerSteps
 from quickstep.types import Admission, Phase, SamplingParams, StepRow

@@ -26,7 +26,7 @@ from quickstep.ops.native.backend import load_native
 from quickstep.ops.reference import reference_ops
 from quickstep.ops.table import OpTable
 from quickstep.ops.tensors import head_size_of, quantize_heads, read_heads
-from quickstep.runtime.kv_cache import allocate_kv, kv_bytes
+from quickstep.runtime.cache.kv_cache import allocate_kv, kv_bytes
 from quickstep.verify.checker import verify
 from quickstep.verify.report import VerifyOptions
 

@@ -14,7 +14,7 @@ from quickstep.engine import assembly
 from quickstep.model.interface import ForwardBatch, KVLayout
 from quickstep.ops.reference import reference_ops
 from quickstep.ops.table import AttentionParams, KVCache
-from quickstep.runtime.kv_probe import KV_BOUND, kv_change
+from quickstep.runtime.cache.kv_probe import KV_BOUND, kv_change
 
 HEAD = 64
 
@@ -66,7 +66,7 @@ def test_int8_loses_more_on_keys_with_large_channels_than_halves_do() -> None:
 def test_an_engine_names_the_figure_above_the_bound_and_is_silent_below(
     bound: float, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("quickstep.runtime.kv_probe.KV_BOUND", bound)
+    monkeypatch.setattr("quickstep.runtime.cache.kv_probe.KV_BOUND", bound)
     with caplog.at_level(logging.WARNING, logger=assembly.__name__):
         LLM("demo", kv_cache_dtype="int8").close()
     said = [record.getMessage() for record in caplog.records if "nats" in record.getMessage()]

@@ -10,8 +10,8 @@ from msgspec.structs import replace
 from paged_hash_model import PagedHashModel
 
 from quickstep.errors import EngineError, StepOutOfMemory
-from quickstep.runtime.executor import LocalExecutor, ShortTicket
-from quickstep.runtime.kv_cache import allocate_kv
+from quickstep.runtime.cache.kv_cache import allocate_kv
+from quickstep.runtime.executors.local import LocalExecutor, ShortTicket
 from quickstep.runtime.runner import ModelRunner
 from quickstep.types import Admission, Phase, SamplingParams, StepPlan, StepRow
 

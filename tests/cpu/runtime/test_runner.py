@@ -8,7 +8,7 @@ from msgspec.structs import replace
 from paged_hash_model import PagedHashModel
 
 from quickstep.errors import EngineError
-from quickstep.runtime.kv_cache import allocate_kv, kv_bytes
+from quickstep.runtime.cache.kv_cache import allocate_kv, kv_bytes
 from quickstep.runtime.runner import ModelRunner
 from quickstep.types import (
     Admission,

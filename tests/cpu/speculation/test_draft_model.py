@@ -12,7 +12,7 @@ from quickstep.config import EngineConfig, LoadConfig
 from quickstep.engine.assembly import load_weights
 from quickstep.engine.speculation import find_draft, load_draft
 from quickstep.errors import ConfigError
-from quickstep.runtime.kv_cache import allocate_kv
+from quickstep.runtime.cache.kv_cache import allocate_kv
 from quickstep.runtime.runner import ModelRunner
 from quickstep.runtime.speculation.draft_model import DraftModelProposer
 from quickstep.runtime.speculation.proposer import DraftTask

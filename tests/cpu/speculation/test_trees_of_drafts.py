@@ -18,7 +18,7 @@ from quickstep.model.interface import KVLayout
 from quickstep.ops.native.backend import load_native
 from quickstep.ops.reference import reference_ops
 from quickstep.ops.tensors import BFLOAT16, CPU, FLOAT32, HostTensor
-from quickstep.runtime.kv_cache import allocate_kv
+from quickstep.runtime.cache.kv_cache import allocate_kv
 from quickstep.runtime.runner import ModelRunner
 from quickstep.runtime.sampling.noise import gumbel
 from quickstep.runtime.sampling.sampler import Sample, SampleFailure, sample

@@ -36,7 +36,7 @@ def open_runner(recording: Recording) -> ReplayRunner:
         ConfigError: The recording has no tokens, or the weights or the kernels are others.
     """
     from quickstep.engine.assembly import describe, load_weights, open_executor
-    from quickstep.runtime.kv_cache import allocate_kv
+    from quickstep.runtime.cache.kv_cache import allocate_kv
     from quickstep.text.grammar.grammars import check_grammar
 
     config = _config_of(recording.engine)
