@@ -42,7 +42,7 @@ from quickstep.model.interface import Model
 from quickstep.model.sizing import MemoryPlan
 from quickstep.model.spec import parse_spec
 from quickstep.ops.tensors import torch_device, torch_dtype
-from quickstep.runtime.kv_cache import allocate_kv
+from quickstep.runtime.cache.kv_cache import allocate_kv
 from quickstep.runtime.speculation.draft_model import DraftModelProposer
 from quickstep.runtime.speculation.proposer import DraftTask, Proposer
 from quickstep.runtime.speculation.static import StaticProposer
@@ -120,10 +120,10 @@ def _draft_model(args: argparse.Namespace, target: Model, plan: MemoryPlan) -> D
     """A draft model with random weights and the target's vocabulary."""
     assert isinstance(target, Decoder)
     spec = replace(parse_spec(SHAPES[args.draft]), vocab_size=target.vocab_size)
-    device, dtype = torch_device(target.device), torch_dtype(target.kv_shape.dtype)
+    device, dtype = torch_device(target.device), torch_dtype(target.kv_layout.dtype)
     values = RandomValues(dtype, device, 1, args.draft_quantization)
     model = random_model(spec, target.ops, values, plan.max_model_len)
-    kv = allocate_kv(model.kv_shape, plan.num_blocks, _BLOCK_SIZE, model.device)
+    kv = allocate_kv(model.kv_layout, plan.num_blocks, _BLOCK_SIZE, model.device)
     return DraftModelProposer(
         model, kv, _BLOCK_SIZE, target.vocab_size, None, plan.max_num_batched_tokens
     )

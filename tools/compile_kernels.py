@@ -49,7 +49,7 @@ from quickstep.ops.triton.sampling.records import NUM_FIELDS, Edits, SamplingRec
 from quickstep.ops.triton.sampling.row_keys import row_keys_
 from quickstep.ops.triton.sampling.sample import sample
 from quickstep.ops.triton.sampling.token_scores import token_scores
-from quickstep.runtime.kv_cache import allocate_kv
+from quickstep.runtime.cache.kv_cache import allocate_kv
 
 GPU = torch.device("cuda", 0)
 _H100 = GPUTarget("cuda", 90, 32)
@@ -315,8 +315,8 @@ def _run_steps(case: Case, spec: ModelSpec, ops: OpTable) -> None:
     dtype = getattr(torch, case.dtype)
     values = RandomValues(dtype, GPU, 0, case.quantization)
     model = random_model(spec, ops, values, _MAX_MODEL_LEN)
-    kv_shape = model.kv_shape.stored_as(case.kv_dtype)
-    kv = allocate_kv(kv_shape, 64, _BLOCK_SIZE, GPU)
+    kv_layout = model.kv_layout.stored_as(case.kv_dtype)
+    kv = allocate_kv(kv_layout, 64, _BLOCK_SIZE, GPU)
 
     def run(batch: ForwardBatch) -> None:
         model.logits(model.forward(batch, kv), None if batch.emitting else batch.lora)

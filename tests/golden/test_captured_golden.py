@@ -31,7 +31,7 @@ from quickstep.ops.native.program import program_bytes
 from quickstep.ops.resolve import resolve_ops
 from quickstep.ops.table import KVCache, LoRAAdapter
 from quickstep.ops.tensors import AnyTensor, host_dtype, to_torch
-from quickstep.runtime.kv_cache import allocate_kv
+from quickstep.runtime.cache.kv_cache import allocate_kv
 from quickstep.runtime.slots import Slot
 from quickstep.runtime.steps.captured import CapturedSteps, record
 from quickstep.runtime.steps.opening import open_steps
@@ -105,8 +105,8 @@ def assert_same_steps(
     sequences: Sequences = SHORT,
 ) -> None:
     assert isinstance(model, Decoder) and model.ops.steps is not None
-    kv_shape = model.kv_shape.stored_as(kv_dtype)
-    caches = [allocate_kv(kv_shape, sequences.num_blocks, BLOCK, model.device) for _ in range(4)]
+    kv_layout = model.kv_layout.stored_as(kv_dtype)
+    caches = [allocate_kv(kv_layout, sequences.num_blocks, BLOCK, model.device) for _ in range(4)]
     # op by op with every token's hidden states, against the three other ways
     ways = [
         (open_steps(model, kv, BLOCK, enforce_eager, adapters), every_token)
@@ -147,7 +147,7 @@ def assert_same_bits(found: Sequence[AnyTensor], expected: Sequence[AnyTensor]) 
 
 
 def assert_memory_is_planned(model: Decoder, kv: KVCache) -> None:
-    counts, element = (256, 16), model.kv_shape.dtype.itemsize
+    counts, element = (256, 16), model.kv_layout.dtype.itemsize
     planned = activation_bytes(model.spec, element, *counts, model.ops.scratch_bytes)
     for every_token in (False, True):
         recording = record(model, kv, BLOCK, every_token)
@@ -208,7 +208,7 @@ def random_adapters(model: Decoder, path: Path) -> dict[str, LoRAAdapter]:
         name, spec = f"a{seed}", model.spec
         every = (*targets, *FUSED)
         write_adapter(path / name, spec, every, rank, seed, target_modules=expression)
-        weights = open_adapter(path / name, spec, 64).read(host_dtype(model.kv_shape.dtype))
+        weights = open_adapter(path / name, spec, 64).read(host_dtype(model.kv_layout.dtype))
         adapters[name] = model.ops.pack_lora(weights.modules)
     return adapters
 
@@ -242,7 +242,7 @@ def test_adapters_on_low_bit_weights_have_the_bits_of_eager_steps(
 def test_a_row_without_its_adapter_is_an_error(tmp_path: Path) -> None:
     CASES[0].save(tmp_path)
     model = load(tmp_path)
-    kv = allocate_kv(model.kv_shape, 4, BLOCK, model.device)
+    kv = allocate_kv(model.kv_layout, 4, BLOCK, model.device)
     slot = Slot(Admission(0, "", (1, 2), 2, SamplingParams(), 0), VOCAB)
     slot.append_blocks((0,))
     row = StepRow(0, 0, 2, (1, 2), (), Phase.PREFILL, True, 0, adapter="gone")
@@ -255,7 +255,7 @@ def test_a_row_without_its_adapter_is_an_error(tmp_path: Path) -> None:
 def test_a_captured_step_refuses_what_an_eager_one_refuses(tmp_path: Path) -> None:
     CASES[0].save(tmp_path)
     model = load(tmp_path)
-    kv = allocate_kv(model.kv_shape, 4, BLOCK, model.device)
+    kv = allocate_kv(model.kv_layout, 4, BLOCK, model.device)
     slot = Slot(Admission(0, "", (1, 2), 2, SamplingParams(), 0), VOCAB)
     slot.append_blocks((0,))
     unknown = StepRow(0, 0, 2, (1, VOCAB), (), Phase.PREFILL, True, 0)

@@ -40,7 +40,7 @@ def test_half_precision_checkpoint_read_as_float32_equals_transformers(
 ) -> None:
     model = LLAMA.save(tmp_path / "whole").to(getattr(torch, dtype))
     model.save_pretrained(tmp_path / "half")
-    assert load(tmp_path / "half").kv_shape.dtype is getattr(torch, dtype)
+    assert load(tmp_path / "half").kv_layout.dtype is getattr(torch, dtype)
     # read again: `.to(dtype)` has rounded the rotary frequencies of the model in memory as well
     reference = transformers.AutoModelForCausalLM.from_pretrained(
         tmp_path / "half", dtype=torch.float32

@@ -88,7 +88,7 @@ def test_an_mxfp4_checkpoint_equals_what_transformers_unpacks(tmp_path: Path) ->
     model = load(tmp_path, dtype="float32")
     assert_same_as_transformers(model, reference, random_prompts(PROMPT_LENS, VOCAB))
     assert any("MXFP4" in note for note in read_spec(tmp_path).notes)
-    assert load(tmp_path).kv_shape.dtype is torch.bfloat16
+    assert load(tmp_path).kv_layout.dtype is torch.bfloat16
 
 
 def test_every_code_and_scale_of_mxfp4_has_the_value_that_transformers_gives_it() -> None:

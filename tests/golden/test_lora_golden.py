@@ -50,7 +50,7 @@ def with_adapters(base, path: Path, configs: list[dict[str, object]]):
 
 
 def read(model: Decoder, path: Path, max_rank: int = 256, in_int8: bool = False) -> LoRAAdapter:
-    dtype = host_dtype(model.kv_shape.dtype)
+    dtype = host_dtype(model.kv_layout.dtype)
     biases = base_biases(model.spec, model.weights, model.ops)
     weights = open_adapter(path, model.spec, max_rank).read(dtype, biases)
     return model.ops.pack_lora(as_int8(weights.modules) if in_int8 else weights.modules)

@@ -18,7 +18,7 @@ from quickstep.model.decoder_spec import ModelSpec
 from quickstep.model.sizing import ElementBytes, plan_memory
 from quickstep.ops.weights import LinearWeight
 from quickstep.plan.formulas import Split, rank_spec
-from quickstep.runtime.kv_cache import allocate_kv
+from quickstep.runtime.cache.kv_cache import allocate_kv
 
 PANEL = 16
 CACHE = CacheConfig(num_blocks=24)
@@ -59,5 +59,5 @@ def test_planned_bytes_are_allocated_bytes(case: Case, tmp_path: Path) -> None:
     rows = {row.label: row.num_bytes for row in plan.rows}
     held = held_bytes(model.weights, set())
     assert held == rows["weights"] + kernel_bytes(spec)
-    kv = allocate_kv(model.kv_shape, plan.num_blocks, CACHE.block_size, model.device)
+    kv = allocate_kv(model.kv_layout, plan.num_blocks, CACHE.block_size, model.device)
     assert held_bytes(kv, set()) == rows["KV cache"]

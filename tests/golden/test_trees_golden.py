@@ -15,7 +15,7 @@ from quickstep.model.interface import Model
 from quickstep.ops.reference import reference_ops
 from quickstep.ops.table import OpTable
 from quickstep.ops.tensors import to_torch
-from quickstep.runtime.kv_cache import allocate_kv
+from quickstep.runtime.cache.kv_cache import allocate_kv
 from quickstep.runtime.slots import Slot
 from quickstep.runtime.steps.opening import open_steps
 from quickstep.runtime.steps.step_model import StepModel
@@ -27,7 +27,7 @@ BLOCK, NUM_BLOCKS, NUM_DRAFTS = 4, 16, 12
 
 def sequence(model: Model, kv_dtype: str, enforce_eager: bool) -> tuple[StepModel, Slot]:
     """The steps of a model with the prompt computed, but for its last token."""
-    kv = allocate_kv(model.kv_shape.stored_as(kv_dtype), NUM_BLOCKS, BLOCK, model.device)
+    kv = allocate_kv(model.kv_layout.stored_as(kv_dtype), NUM_BLOCKS, BLOCK, model.device)
     steps = open_steps(model, kv, BLOCK, enforce_eager)
     slot = Slot(Admission(0, "r#0", tuple(PROMPT), len(PROMPT), SamplingParams(), 0), VOCAB)
     slot.append_blocks(random.Random(1).sample(range(NUM_BLOCKS), NUM_BLOCKS))

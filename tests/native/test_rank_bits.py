@@ -19,7 +19,7 @@ from quickstep.model.sharding import check_ranks
 from quickstep.model.spec import read_spec
 from quickstep.ops.native.backend import native_status
 from quickstep.ops.tensors import to_numpy
-from quickstep.runtime.kv_cache import allocate_kv
+from quickstep.runtime.cache.kv_cache import allocate_kv
 from quickstep.runtime.slots import Slot
 from quickstep.runtime.steps.captured import CapturedSteps
 from quickstep.runtime.steps.opening import open_steps
@@ -43,7 +43,7 @@ def sizes_of(path: Path) -> list[int]:
 def captured(model: Decoder, _: int) -> list[Any]:
     """Results of captured steps: a prompt in two chunks, beside a decode row, and every token's."""
     prompt = tuple(np.random.default_rng(3).integers(3, model.vocab_size, PROMPT_LEN).tolist())
-    kv = allocate_kv(model.kv_shape, 8, BLOCK_SIZE, model.device)
+    kv = allocate_kv(model.kv_layout, 8, BLOCK_SIZE, model.device)
     steps = open_steps(model, kv, BLOCK_SIZE, enforce_eager=False)
     assert isinstance(steps, CapturedSteps)
     slots = []

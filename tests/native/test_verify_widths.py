@@ -16,7 +16,7 @@ from quickstep.engine.assembly import load_weights
 from quickstep.model.interface import Model
 from quickstep.ops.native.backend import native_status
 from quickstep.ops.tensors import to_numpy
-from quickstep.runtime.kv_cache import allocate_kv
+from quickstep.runtime.cache.kv_cache import allocate_kv
 from quickstep.runtime.slots import Slot
 from quickstep.runtime.steps.opening import open_steps
 from quickstep.runtime.steps.step_model import StepModel
@@ -35,7 +35,7 @@ class Sequences:
         self, model: Model, kv_dtype: str, num_slots: int, enforce_eager: bool = False
     ) -> None:
         num_blocks = -(-len(TEXT) // BLOCK_SIZE)
-        shape = model.kv_shape.stored_as(kv_dtype)
+        shape = model.kv_layout.stored_as(kv_dtype)
         kv = allocate_kv(shape, num_blocks * num_slots, BLOCK_SIZE, model.device)
         self.steps: StepModel = open_steps(model, kv, BLOCK_SIZE, enforce_eager)
         self.slots = []

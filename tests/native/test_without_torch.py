@@ -32,7 +32,7 @@ from quickstep.ops.tensors import (
     to_torch,
     torch_dtype,
 )
-from quickstep.runtime.kv_cache import allocate_kv
+from quickstep.runtime.cache.kv_cache import allocate_kv
 from quickstep.runtime.steps.captured import CapturedSteps
 from quickstep.runtime.steps.eager import with_torch_kv, with_torch_tensors
 from quickstep.runtime.steps.opening import open_steps
@@ -145,7 +145,7 @@ def test_a_model_in_host_tensors_can_be_run_op_by_op_on_the_same_memory() -> Non
     spec = read_spec(checkpoint.path)
     assert not reason_for_torch(open_weights(checkpoint.path, spec), ops, load)
     model = load_model(checkpoint, spec, ops, load, on_host=True)
-    kv = allocate_kv(model.kv_shape, 4, 16, model.device)
+    kv = allocate_kv(model.kv_layout, 4, 16, model.device)
     assert model.device == CPU and isinstance(kv.keys[0], HostTensor)
     assert isinstance(open_steps(model, kv, 16, enforce_eager=False), CapturedSteps)
     seen = with_torch_tensors(model)

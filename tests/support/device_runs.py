@@ -17,9 +17,9 @@ from quickstep.core.resources.block_pool import KVBlockPool
 from quickstep.core.scheduler import Scheduler
 from quickstep.errors import EngineError
 from quickstep.model.decoder import Decoder
-from quickstep.runtime.device_executor import DeviceExecutor
-from quickstep.runtime.executor import LocalExecutor
-from quickstep.runtime.kv_cache import allocate_kv
+from quickstep.runtime.cache.kv_cache import allocate_kv
+from quickstep.runtime.executors.device import DeviceExecutor
+from quickstep.runtime.executors.local import LocalExecutor
 from quickstep.runtime.runner import HeldStep, LaunchedStep, ModelRunner
 from quickstep.runtime.steps.step_model import GraphOptions
 from quickstep.types import (
@@ -50,7 +50,7 @@ def runner_of(
     model: Decoder, backend: Reexecution | None, max_prompt_tokens: int = 0
 ) -> ModelRunner:
     num_blocks = NUM_BLOCKS + (backend is not None)
-    kv = allocate_kv(model.kv_shape, num_blocks, BLOCK_SIZE, CPU)
+    kv = allocate_kv(model.kv_layout, num_blocks, BLOCK_SIZE, CPU)
     graphs = None
     if backend is not None:
         graphs = GraphOptions(backend, NUM_SLOTS, max_prompt_tokens=max_prompt_tokens)

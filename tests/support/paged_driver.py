@@ -14,7 +14,9 @@ import torch
 from torch import Tensor
 
 from quickstep.model.interface import ForwardBatch, Model
-from quickstep.ops.table import KVCache, LoRAAdapter, LoRAMapping, PagedLayout
+from quickstep.ops.table import LoRAAdapter, LoRAMapping, PagedLayout
+from quickstep.ops.tensors import CPU
+from quickstep.runtime.cache.kv_cache import allocate_kv
 
 
 @dataclass
@@ -38,13 +40,8 @@ class PagedDriver:
         adapters: Mapping[int, LoRAAdapter | None] | None = None,
     ) -> None:
         self._adapters = adapters or {}  # by the id() of a prompt
-        shape = model.kv_shape.stored_as(kv_dtype)
-        size = (num_blocks, block_size, shape.num_kv_heads, shape.head_width)
-        layers = range(shape.num_layers)
-        self.kv = KVCache(
-            tuple(torch.zeros(size, dtype=shape.dtype) for _ in layers),
-            tuple(torch.zeros(size, dtype=shape.dtype) for _ in layers),
-        )
+        layout = model.kv_layout.stored_as(kv_dtype)
+        self.kv = allocate_kv(layout, num_blocks, block_size, CPU)
         self.model = model
         self.block_size = block_size
         order = torch.randperm(num_blocks, generator=torch.Generator().manual_seed(7))

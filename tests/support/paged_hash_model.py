@@ -11,7 +11,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from quickstep.model.interface import ForwardBatch, KVShape
+from quickstep.model.interface import ForwardBatch, KVLayout
 from quickstep.ops.reference import reference_ops
 from quickstep.ops.table import KVCache, OpTable
 
@@ -29,8 +29,10 @@ class PagedHashModel:
         self.error: Exception | None = None
 
     @property
-    def kv_shape(self) -> KVShape:
-        return KVShape(num_layers=1, num_kv_heads=1, head_size=HEAD_SIZE, dtype=torch.float32)
+    def kv_layout(self) -> KVLayout:
+        return KVLayout.uniform(
+            num_layers=1, num_kv_heads=1, head_size=HEAD_SIZE, dtype=torch.float32
+        )
 
     @property
     def ops(self) -> OpTable:

@@ -21,7 +21,9 @@ from quickstep.model.interface import ForwardBatch, Model
 from quickstep.model.loader import load_model
 from quickstep.model.spec import parse_spec, read_spec
 from quickstep.ops.resolve import resolve_ops
-from quickstep.ops.table import KVCache, PagedLayout
+from quickstep.ops.table import PagedLayout
+from quickstep.ops.tensors import CPU
+from quickstep.runtime.cache.kv_cache import allocate_kv
 
 CONFIG: Mapping[str, object] = {
     "architectures": ["LlamaForCausalLM"],
@@ -100,13 +102,8 @@ def load(path: Path, quantization: str | None = None, dtype: str = "float32") ->
 
 def logits_of(model: Model, token_ids: Sequence[int]) -> Tensor:
     """Of every position, in one forward: [T, V]."""
-    count, shape = len(token_ids), model.kv_shape
-    size = (1, count, shape.num_kv_heads, shape.head_size)
-    layers = range(shape.num_layers)
-    kv = KVCache(
-        tuple(torch.zeros(size, dtype=shape.dtype) for _ in layers),
-        tuple(torch.zeros(size, dtype=shape.dtype) for _ in layers),
-    )
+    count = len(token_ids)
+    kv = allocate_kv(model.kv_layout, 1, count, CPU)
     positions = torch.arange(count)
     table = torch.zeros((1, 1), dtype=torch.int32)
     layout = PagedLayout(positions, positions, (0, count), (count,), table, count)

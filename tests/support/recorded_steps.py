@@ -13,7 +13,7 @@ from quickstep.model.decoder_spec import ModelSpec
 from quickstep.model.spec import parse_spec
 from quickstep.ops.table import KVCache, LoRAAdapter, LoRAPart, OpTable
 from quickstep.ops.tensors import to_torch
-from quickstep.runtime.kv_cache import allocate_kv
+from quickstep.runtime.cache.kv_cache import allocate_kv
 from quickstep.runtime.slots import Slot
 from quickstep.runtime.steps.graphs import GraphSteps
 from quickstep.runtime.steps.opening import open_steps
@@ -70,7 +70,7 @@ def make_adapter(
 
 def kv_with_history(model: Decoder, kv_dtype: str = "auto") -> KVCache:
     """The blocks of the pool hold values of earlier steps; one more is the scratch block."""
-    shape = model.kv_shape.stored_as(kv_dtype)
+    shape = model.kv_layout.stored_as(kv_dtype)
     kv = allocate_kv(shape, NUM_BLOCKS + 1, BLOCK_SIZE, model.device)
     generator = torch.Generator(model.device.type).manual_seed(5)
     for cache in (*kv.keys, *kv.values):

@@ -37,7 +37,7 @@ from quickstep.model.decoder import Decoder
 from quickstep.ops.reference import reference_ops
 from quickstep.ops.table import LoRAAdapter, OpTable
 from quickstep.ops.tensors import to_torch
-from quickstep.runtime.kv_cache import allocate_kv
+from quickstep.runtime.cache.kv_cache import allocate_kv
 from quickstep.runtime.steps import graphs
 from quickstep.runtime.steps.eager import EagerSteps
 from quickstep.runtime.steps.graphs import GraphSteps, can_record, prompt_buckets, row_buckets
@@ -333,7 +333,7 @@ def test_a_step_does_not_use_a_graph_of_far_more_tokens(model: Decoder) -> None:
 def test_longer_contexts_have_two_sizes_that_hold_all_rows(model: Decoder) -> None:
     long = random_model(SMALL, model.ops, RandomValues(torch.float32, CPU, 1, None), 20_000, None)
     options = GraphOptions(Reexecution(), 20)
-    kv = allocate_kv(long.kv_shape, 5000, BLOCK_SIZE, CPU)
+    kv = allocate_kv(long.kv_layout, 5000, BLOCK_SIZE, CPU)
     steps = open_steps(long, kv, BLOCK_SIZE, False, graphs=options)
     assert isinstance(steps, GraphSteps)
     wide = [(one.num_rows, one.table_width) for one in steps._wanted if one.table_width > 1024]

@@ -31,9 +31,9 @@ from graph_double import Reexecution
 from op_checks.sampling_cases import samplings
 from quickstep.errors import EngineError
 from quickstep.model.decoder import Decoder
-from quickstep.runtime.device_executor import DeviceExecutor
-from quickstep.runtime.executor import LocalExecutor
-from quickstep.runtime.kv_cache import allocate_kv
+from quickstep.runtime.cache.kv_cache import allocate_kv
+from quickstep.runtime.executors.device import DeviceExecutor
+from quickstep.runtime.executors.local import LocalExecutor
 from quickstep.runtime.runner import ModelRunner
 from quickstep.runtime.steps.graphs import GraphSteps, row_buckets
 from quickstep.runtime.steps.step_model import GraphOptions
@@ -244,7 +244,7 @@ def test_no_second_counts_for_two_steps_in_flight(model: Decoder) -> None:
         now += 1.0
         return now
 
-    kv = allocate_kv(model.kv_shape, NUM_BLOCKS + 1, BLOCK_SIZE, CPU)
+    kv = allocate_kv(model.kv_layout, NUM_BLOCKS + 1, BLOCK_SIZE, CPU)
     graphs = GraphOptions(Reexecution(), NUM_SLOTS)
     runner = ModelRunner(model, kv, BLOCK_SIZE, NUM_SLOTS, clock, graphs=graphs)
     executor = DeviceExecutor(runner).start()

@@ -25,7 +25,7 @@ from quickstep.model.spec import parse_spec
 from quickstep.ops.table import OpTable
 from quickstep.ops.triton import routing
 from quickstep.ops.triton.backend import load_triton
-from quickstep.runtime.kv_cache import allocate_kv
+from quickstep.runtime.cache.kv_cache import allocate_kv
 from tools import compile_kernels
 
 GPU = compile_kernels.GPU
@@ -97,7 +97,7 @@ def launches(ops: OpTable, family: str, num_layers: int, num_rows: int, lora: bo
     found: Counter[str] = Counter()
     with fake_gpu(found):
         model = random_model(spec, ops, RandomValues(torch.bfloat16, GPU, 0, None), 4096, None)
-        kv = allocate_kv(model.kv_shape, 64, 16, GPU)
+        kv = allocate_kv(model.kv_layout, 64, 16, GPU)
         mapping = None
         if lora:
             assert ops.adapter_table is not None

@@ -19,9 +19,9 @@ from graph_double import Reexecution
 from quickstep.model.decoder import Decoder
 from quickstep.ops.triton.sampling.records import NUM_FIELDS, Field
 from quickstep.ops.triton.sampling.row_keys import row_keys_
-from quickstep.runtime.device_executor import DeviceExecutor
-from quickstep.runtime.executor import LocalExecutor
-from quickstep.runtime.kv_cache import allocate_kv
+from quickstep.runtime.cache.kv_cache import allocate_kv
+from quickstep.runtime.executors.device import DeviceExecutor
+from quickstep.runtime.executors.local import LocalExecutor
 from quickstep.runtime.runner import LaunchedStep, ModelRunner
 from quickstep.runtime.sampling.device_sampler import DeviceSampler
 from quickstep.runtime.sampling.noise import row_keys
@@ -145,7 +145,7 @@ def test_a_step_makes_few_calls_of_python_for_a_row(
     model: Decoder, sampling: SamplingParams
 ) -> None:
     num_rows, prompt = 64, (5, 9)
-    kv = allocate_kv(model.kv_shape, num_rows + 1, 16, CPU)
+    kv = allocate_kv(model.kv_layout, num_rows + 1, 16, CPU)
     graphs = GraphOptions(Nothing(), num_rows)
     runner = ModelRunner(model, kv, 16, num_rows, lambda: 0.0, graphs=graphs)
     runner.record_sampling()

@@ -10,7 +10,9 @@ pytest.importorskip("triton")
 from op_checks.invariance import same_bits
 from quickstep.model.checkpoint.random_weights import RandomValues, random_model
 from quickstep.model.decoder_weights import MoEWeights
-from quickstep.model.experts import mixture_of_experts
+from quickstep.model.layers.feed_forward import MixtureOfExperts
+from quickstep.model.layers.layer_ops import LayerOps
+from quickstep.model.sharding import Shard
 from quickstep.model.spec import parse_spec
 from quickstep.ops.reference import reference_ops
 from quickstep.ops.reference.experts import route as reference_route
@@ -54,7 +56,8 @@ def test_a_loaded_mixture_of_experts_is_grouped_and_near_the_reference(
         [layer] = random_model(spec, table, values, 64).weights.layers
         assert isinstance(layer.mlp, MoEWeights)
         assert (layer.mlp.experts.data is not None) == (table is triton)
-        outputs.append(mixture_of_experts(table, layer.mlp, x, spec, 0, None))
+        ops = LayerOps(table, spec, spec, Shard(), 0)
+        outputs.append(MixtureOfExperts(ops, layer.mlp).forward(x, None))
     torch.testing.assert_close(outputs[0], outputs[1], rtol=2e-2, atol=2e-2)
 
 

@@ -20,7 +20,7 @@ from quickstep.ops.reference import reference_ops
 from quickstep.ops.table import AttentionParams, KVCache, OpTable
 from quickstep.ops.tensors import to_torch
 from quickstep.ops.triton.backend import load_triton
-from quickstep.runtime.kv_cache import allocate_kv
+from quickstep.runtime.cache.kv_cache import allocate_kv
 from quickstep.runtime.runner import ModelRunner
 from quickstep.runtime.steps.step_model import GraphOptions
 from quickstep.types import Admission, Phase, SamplingParams, StepPlan, StepRow
@@ -96,7 +96,7 @@ class Sequence:
     """One sequence on a runner of its own."""
 
     def __init__(self, model: Decoder, backend: Reexecution | None) -> None:
-        self.kv = allocate_kv(model.kv_shape, NUM_BLOCKS + 1, BLOCK_SIZE, CPU)
+        self.kv = allocate_kv(model.kv_layout, NUM_BLOCKS + 1, BLOCK_SIZE, CPU)
         graphs = None if backend is None else GraphOptions(backend, 1)
         self._runner = ModelRunner(model, self.kv, BLOCK_SIZE, 1, lambda: 0.0, graphs=graphs)
         while self._runner.capture_next():

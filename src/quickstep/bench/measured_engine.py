@@ -41,13 +41,13 @@ from quickstep.model.checkpoint.random_weights import RandomValues, random_model
 from quickstep.model.decoder import Decoder
 from quickstep.model.decoder_spec import ModelSpec
 from quickstep.model.decoder_weights import LayerWeights, MLPWeights
-from quickstep.model.interface import ForwardBatch, KVShape, Model
+from quickstep.model.interface import ForwardBatch, KVLayout, Model
 from quickstep.model.sizing import MemoryPlan, weight_bytes
 from quickstep.model.spec import parse_spec, with_context
 from quickstep.ops.resolve import resolve_ops
 from quickstep.ops.table import KVCache, LoRAMapping, OpTable
 from quickstep.ops.tensors import AnyTensor, Device, torch_device, torch_dtype, use_device
-from quickstep.runtime.kv_cache import allocate_kv
+from quickstep.runtime.cache.kv_cache import allocate_kv
 from quickstep.sampling_params import SamplingParams
 from quickstep.text.tokenizer import Tokenizer
 from quickstep.types import FinishReason
@@ -84,7 +84,7 @@ class MeasuredEngine(msgspec.Struct, frozen=True):
     @property
     def dtype(self) -> torch.dtype:
         """The dtype of weights and activations."""
-        return torch_dtype(self.model.kv_shape.dtype)
+        return torch_dtype(self.model.kv_layout.dtype)
 
     @property
     def product_dtype(self) -> torch.dtype:
@@ -134,7 +134,7 @@ def open_shape(
     model = random_model(spec, ops, values, plan.max_model_len, progress)
     description = LoadedModel(
         name=name,
-        fingerprint=fingerprint_with_kv(model, model.kv_shape.stored_as(config.cache.kv_dtype)),
+        fingerprint=fingerprint_with_kv(model, model.kv_layout.stored_as(config.cache.kv_dtype)),
         max_model_len=plan.max_model_len,
         vocab_size=spec.vocab_size,
         tokenizer=artificial_tokenizer(spec.vocab_size),
@@ -240,9 +240,9 @@ class TimedModel:
         return self._busy_s
 
     @property
-    def kv_shape(self) -> KVShape:
-        """`Model.kv_shape`."""
-        return self._model.kv_shape
+    def kv_layout(self) -> KVLayout:
+        """`Model.kv_layout`."""
+        return self._model.kv_layout
 
     @property
     def ops(self) -> OpTable:
@@ -301,9 +301,9 @@ def _assemble(
     plan: MemoryPlan,
     description: LoadedModel,
 ) -> MeasuredEngine:
-    kv_shape = model.kv_shape.stored_as(config.cache.kv_dtype)
-    plan = measured_plan(config, model, kv_shape, plan)
-    kv = allocate_kv(kv_shape, plan.num_blocks, config.cache.block_size, model.device)
+    kv_layout = model.kv_layout.stored_as(config.cache.kv_dtype)
+    plan = measured_plan(config, model, kv_layout, plan)
+    kv = allocate_kv(kv_layout, plan.num_blocks, config.cache.block_size, model.device)
     timed, kernel_s, kernel_how = with_kernel_clock(model, time.perf_counter)
     return MeasuredEngine(
         engine=wire_engine(config, timed, kv, plan, description),

@@ -28,7 +28,7 @@ from quickstep.errors import ConfigError
 from quickstep.model.interface import ForwardBatch, Model
 from quickstep.ops.table import KVCache, PagedLayout
 from quickstep.ops.tensors import to_torch
-from quickstep.runtime.kv_probe import BLOCK_SIZE, kv_of_one_sequence
+from quickstep.runtime.cache.kv_probe import BLOCK_SIZE, kv_of_one_sequence
 
 # They cover parsing, numerics, networking, text and file formats, and no other module contains a
 # copy of one.

@@ -109,13 +109,13 @@ def _calibrated(config: EngineConfig, seconds: float) -> tuple[str, Calibration,
     from quickstep.engine.step_times.calibration import StepLimits, calibrate, write_kv
     from quickstep.engine.step_times.cost_fits import FitSource
     from quickstep.engine.step_times.overhead import measure_overhead
-    from quickstep.runtime.kv_cache import allocate_kv
+    from quickstep.runtime.cache.kv_cache import allocate_kv
 
     with loading_bar(f"loading {config.load.model}") as progress:
         loaded = load_weights(config, progress)
     model, plan = loaded.model, loaded.plan
     block_size = config.cache.block_size
-    kv = allocate_kv(loaded.kv_shape, plan.num_blocks, block_size, model.device)
+    kv = allocate_kv(loaded.kv_layout, plan.num_blocks, block_size, model.device)
     description = describe(loaded, 0.0, config.inputs, with_template=False)
     grammar = _compiled_grammar(description)
     limits = StepLimits(

@@ -382,8 +382,8 @@ class _Checkpoint:
             open_weights(self._checkpoint.path, spec), ops, self._config
         )
         model = load_model(self._checkpoint, spec, ops, self._config, on_host=on_host)
-        kv_shape = model.kv_shape.stored_as(self._options.kv_dtype)
-        self.fingerprint = fingerprint_with_kv(model, kv_shape)
+        kv_layout = model.kv_layout.stored_as(self._options.kv_dtype)
+        self.fingerprint = fingerprint_with_kv(model, kv_layout)
         self._grammars = GrammarCompiler(self.tokenizer, model.vocab_size)
         return model
 

@@ -199,10 +199,10 @@ class Adapters:
     ) -> None:
         from quickstep.ops.tensors import host_dtype
 
-        dtype = host_dtype(model.kv_shape.dtype)
+        dtype = host_dtype(model.kv_layout.dtype)
         if dtype is None:
             raise ConfigError(
-                f"there are no adapters for {model.kv_shape.dtype}; leave --enable-lora out"
+                f"there are no adapters for {model.kv_layout.dtype}; leave --enable-lora out"
             )
         self._device = model.device
         self._spec = spec

@@ -45,14 +45,14 @@ if TYPE_CHECKING:
     from quickstep.engine.step_times.cost_fits import FitFile
     from quickstep.model.checkpoint.source import Checkpoint
     from quickstep.model.decoder_spec import ModelSpec
-    from quickstep.model.interface import KVShape, Model
+    from quickstep.model.interface import KVLayout, Model
     from quickstep.model.sharding import Shard
     from quickstep.model.sizing import DraftSizes, MemoryPlan
     from quickstep.ops.native.ranks import RankMemory
     from quickstep.ops.table import KVCache, LoRAAdapter, OpTable
     from quickstep.ops.tensors import Array, Device, DType
-    from quickstep.runtime.device_executor import DeviceExecutor
-    from quickstep.runtime.executor import LocalExecutor
+    from quickstep.runtime.executors.device import DeviceExecutor
+    from quickstep.runtime.executors.local import LocalExecutor
     from quickstep.runtime.steps.ranked import RankFollower
     from quickstep.runtime.steps.step_model import GraphOptions
     from quickstep.text.chat_template import ChatTemplate
@@ -88,7 +88,7 @@ _LOADING = (
     "quickstep.model.spec",
     "quickstep.ops.native.backend",
     "quickstep.ops.resolve",
-    "quickstep.runtime.kv_cache",
+    "quickstep.runtime.cache.kv_cache",
 )
 
 
@@ -97,7 +97,7 @@ _IMPORTED_LATER = (
     "quickstep.text.tokenizer",
     "quickstep.engine.engine",
     "quickstep.text.grammar.grammars",
-    "quickstep.runtime.executor",
+    "quickstep.runtime.executors.local",
     "quickstep.runtime.runner",
 )
 
@@ -109,7 +109,7 @@ class LoadedWeights(msgspec.Struct, frozen=True):
     spec: ModelSpec
     model: Model
     plan: MemoryPlan
-    kv_shape: KVShape
+    kv_layout: KVLayout
     adapters: Adapters | None = None
 
 
@@ -163,7 +163,7 @@ def _open_engine(
     ranks: RankProcesses | None,
 ) -> Engine:
     from quickstep.model.checkpoint.source import find_checkpoint
-    from quickstep.runtime.kv_cache import allocate_kv
+    from quickstep.runtime.cache.kv_cache import allocate_kv
 
     started_s = time.monotonic()
     checkpoint = find_checkpoint(config.load)
@@ -176,9 +176,9 @@ def _open_engine(
 
     loaded = load_weights(config, report, checkpoint, ranks)
     model = loaded.model
-    plan = measured_plan(config, model, loaded.kv_shape, loaded.plan)
+    plan = measured_plan(config, model, loaded.kv_layout, loaded.plan)
     loaded = replace(loaded, plan=plan)
-    kv = allocate_kv(loaded.kv_shape, plan.num_blocks, config.cache.block_size, model.device)
+    kv = allocate_kv(loaded.kv_layout, plan.num_blocks, config.cache.block_size, model.device)
     load_s = time.monotonic() - started_s
     description = describe(loaded, load_s, config.inputs, ahead.tokenizer(), with_template)
     if ranks is not None:
@@ -250,7 +250,7 @@ def open_executor(
 ) -> LocalExecutor | DeviceExecutor:
     """The executor of an engine around a model that is in memory."""
     from quickstep.engine.speculation import open_proposer
-    from quickstep.runtime.executor import LocalExecutor
+    from quickstep.runtime.executors.local import LocalExecutor
     from quickstep.runtime.runner import ModelRunner
 
     grammars = description.grammars
@@ -270,7 +270,7 @@ def open_executor(
     if graphs is None:
         return LocalExecutor(runner, on_close=None if ranks is None else ranks.close)
     from quickstep.ops.triton.compile_log import warn_of_compiles
-    from quickstep.runtime.device_executor import DeviceExecutor
+    from quickstep.runtime.executors.device import DeviceExecutor
 
     started_s = time.monotonic()
     runner.compile_kernels()
@@ -450,7 +450,7 @@ def load_weights(
     for note in plan.notes:
         _LOGGER.info("%s", note)
     model = _load_planned(config, planned, plan, ranks, progress)
-    kv_shape = model.kv_shape.stored_as(config.cache.kv_dtype)
+    kv_layout = model.kv_layout.stored_as(config.cache.kv_dtype)
     adapters = None
     if config.lora is not None:
         biases = _base_biases(model, _first_shard(ranks))
@@ -458,7 +458,7 @@ def load_weights(
         # the pinned ones first, so that the others are checked against what these leave
         for name, one in sorted(at_start, key=lambda entry: not adapters.is_pinned(entry[0])):
             adapters.add(adapters.read(name, one))
-    return LoadedWeights(checkpoint, spec, model, plan, kv_shape, adapters)
+    return LoadedWeights(checkpoint, spec, model, plan, kv_layout, adapters)
 
 
 def load_with_ranks(config: EngineConfig, plan: MemoryPlan, ranks: RankProcesses) -> Model:
@@ -502,8 +502,8 @@ def _load_planned(
             "%s runs through transformers and is not exact: its bits may depend on the batch",
             checkpoint.name,
         )
-    kv_shape = model.kv_shape.stored_as(config.cache.kv_dtype)
-    if kv_shape.dtype.itemsize < model.kv_shape.dtype.itemsize:
+    kv_layout = model.kv_layout.stored_as(config.cache.kv_dtype)
+    if kv_layout.dtype.itemsize < model.kv_layout.dtype.itemsize:
         _warn_of_kv(model, config.cache.kv_dtype)
     return model
 
@@ -550,7 +550,7 @@ def open_rank(
     from quickstep.model.decoder import Decoder
     from quickstep.model.loader import load_model
     from quickstep.model.sharding import Shard
-    from quickstep.runtime.kv_cache import allocate_kv
+    from quickstep.runtime.cache.kv_cache import allocate_kv
     from quickstep.runtime.steps.captured import CapturedSteps
     from quickstep.runtime.steps.opening import open_steps
     from quickstep.runtime.steps.ranked import RankFollower
@@ -563,13 +563,13 @@ def open_rank(
     model = load_model(
         planned.checkpoint, spec, ops, config.load, None, plan.max_model_len, on_host, shard
     )
-    kv_shape = model.kv_shape.stored_as(config.cache.kv_dtype)
-    if kv_shape.dtype.itemsize < model.kv_shape.dtype.itemsize:
-        from quickstep.runtime.kv_probe import probed_logits
+    kv_layout = model.kv_layout.stored_as(config.cache.kv_dtype)
+    if kv_layout.dtype.itemsize < model.kv_layout.dtype.itemsize:
+        from quickstep.runtime.cache.kv_probe import probed_logits
 
         for kv_dtype in ("auto", config.cache.kv_dtype):
             probed_logits(model, kv_dtype)  # which rank 0 compares (`_warn_of_kv`)
-    kv = allocate_kv(kv_shape, plan.num_blocks, block_size, model.device)
+    kv = allocate_kv(kv_layout, plan.num_blocks, block_size, model.device)
     adapters: dict[str, LoRAAdapter] | None = None
     if config.lora is not None:
         adapters = {}  # steps bring handles
@@ -581,7 +581,7 @@ def open_rank(
 
 def _warn_of_kv(model: Model, kv_dtype: str) -> None:
     """Warn if the narrower KV changes the model's outputs much."""
-    from quickstep.runtime.kv_probe import KV_BOUND, kv_change
+    from quickstep.runtime.cache.kv_probe import KV_BOUND, kv_change
 
     change = kv_change(model, kv_dtype)
     if not change <= KV_BOUND:
@@ -632,7 +632,7 @@ def plan_for(
 
 
 def measured_plan(
-    config: EngineConfig, model: Model, kv_shape: KVShape, plan: MemoryPlan
+    config: EngineConfig, model: Model, kv_layout: KVLayout, plan: MemoryPlan
 ) -> MemoryPlan:
     """On a GPU, the plan with the activations of the largest step, measured before the KV cache is
     allocated; no prompt then needs more.
@@ -650,7 +650,7 @@ def measured_plan(
     block_size = config.cache.block_size
     sizes = plan.max_num_batched_tokens, plan.max_num_seqs, plan.max_model_len
     try:
-        measured_bytes = measured_activation_bytes(model, kv_shape, block_size, *sizes)
+        measured_bytes = measured_activation_bytes(model, kv_layout, block_size, *sizes)
     except torch.OutOfMemoryError as error:
         raise ConfigError(
             f"a step of {plan.max_num_batched_tokens} tokens does not fit next to the weights: "
@@ -660,7 +660,7 @@ def measured_plan(
     if config.memory_bytes is not None:
         held_bytes = sum(row.num_bytes for row in plan.rows if row.label in ("weights", "adapters"))
         free_bytes = min(free_bytes, config.memory_bytes - held_bytes)
-    block = block_size, kv_shape.bytes_per_token * block_size
+    block = block_size, kv_layout.bytes_per_token * block_size
     measured = with_measured_activations(plan, measured_bytes, free_bytes, block)
     for note in measured.notes[len(plan.notes) :]:
         _LOGGER.info("%s", note)
@@ -686,7 +686,7 @@ def _free_bytes(device: torch.device | Device) -> int:
     import torch
 
     from quickstep.ops.tensors import torch_device
-    from quickstep.runtime.out_of_memory import free_device_memory
+    from quickstep.runtime.executors.out_of_memory import free_device_memory
 
     free_device_memory()
     return torch.cuda.mem_get_info(torch_device(device))[0]
@@ -743,7 +743,7 @@ def describe(
     tokenizer = tokenizer or Tokenizer.open(path)
     return LoadedModel(
         name=loaded.checkpoint.name,
-        fingerprint=fingerprint_with_kv(loaded.model, loaded.kv_shape),
+        fingerprint=fingerprint_with_kv(loaded.model, loaded.kv_layout),
         max_model_len=loaded.plan.max_model_len,
         vocab_size=loaded.model.vocab_size,
         tokenizer=tokenizer,

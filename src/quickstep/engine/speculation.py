@@ -220,7 +220,7 @@ def load_draft(
     from quickstep.model.checkpoint.weights import open_weights
     from quickstep.model.loader import load_model, reason_for_torch
     from quickstep.ops.torch_import import require_torch
-    from quickstep.runtime.kv_cache import allocate_kv
+    from quickstep.runtime.cache.kv_cache import allocate_kv
     from quickstep.runtime.speculation.draft_model import MAX_NEW_TOKENS, DraftModelProposer
     from quickstep.text.tokenizer import Tokenizer
 
@@ -239,7 +239,7 @@ def load_draft(
     model = load_model(
         checkpoint, spec, ops, found.load, None, plan.max_model_len, on_host=not why_torch
     )
-    kv = allocate_kv(model.kv_shape, plan.num_blocks, block_size, model.device)
+    kv = allocate_kv(model.kv_layout, plan.num_blocks, block_size, model.device)
     return DraftModelProposer(
         model,
         kv,
@@ -305,14 +305,14 @@ def open_eagle(
     """Load the EAGLE layer of a target. Raises ConfigError."""
     from quickstep.model.decoder import Decoder
     from quickstep.model.eagle import load_eagle
-    from quickstep.runtime.kv_cache import allocate_kv
+    from quickstep.runtime.cache.kv_cache import allocate_kv
     from quickstep.runtime.speculation.eagle import EagleProposer, num_scratch_blocks
 
     assert isinstance(target, Decoder), "a native architecture, as `_find_eagle` checked"
     checkpoint, spec = _find_eagle(load, target.spec, is_fused)
     model = load_eagle(checkpoint.path, spec, target, plan.max_model_len)
     num_blocks = plan.num_blocks + num_scratch_blocks(plan.max_num_seqs, block_size)
-    kv = allocate_kv(model.kv_shape, num_blocks, block_size, model.device)
+    kv = allocate_kv(model.kv_layout, num_blocks, block_size, model.device)
     return EagleProposer(target, model, kv, plan.num_blocks, block_size, enforce_eager, tree_width)
 
 

@@ -2,13 +2,14 @@
 
 `spec.read_spec` is called once at start-up; sizing, the tensor schema, the loader and the decoder
 all work from the `ModelSpec` it returns. An architecture is an entry of `architectures.py`; a
-feature is a field here, honoured in `decoder.py`. A config key that is neither honoured nor known
+feature is a field here, honoured in `layers/`. A config key that is neither honoured nor known
 to be harmless is an error: nothing in a config is silently ignored.
 """
 
 from __future__ import annotations
 
 import enum
+from collections.abc import Sequence
 
 import msgspec
 
@@ -62,6 +63,29 @@ class LayerSpec(msgspec.Struct, frozen=True):
     window: int | None
     rope: int | None
     sparse: bool
+
+
+class KVSize(msgspec.Struct, frozen=True):
+    """What a token adds to the cache of a layer: K and V of `num_kv_heads` heads each."""
+
+    num_kv_heads: int
+    head_size: int
+
+
+class KVGroup(msgspec.Struct, frozen=True):
+    """The layers that keep as much of a token as each other, in ascending order."""
+
+    layers: tuple[int, ...]
+    size: KVSize
+
+
+def kv_groups(sizes: Sequence[KVSize | None]) -> tuple[KVGroup, ...]:
+    """The layers by what they keep of a token; None for a layer that keeps nothing."""
+    layers: dict[KVSize, list[int]] = {}
+    for layer, size in enumerate(sizes):
+        if size is not None:
+            layers.setdefault(size, []).append(layer)
+    return tuple(KVGroup(tuple(members), size) for size, members in layers.items())
 
 
 class TensorNaming(msgspec.Struct, frozen=True):
@@ -165,3 +189,13 @@ class ModelSpec(msgspec.Struct, frozen=True):
     parameter_count: int | None = None
     notes: tuple[str, ...] = ()
     long_context: LongContext | None = None
+
+    @property
+    def kv_size(self) -> KVSize:
+        """What attention keeps of a token in one layer."""
+        return KVSize(self.num_kv_heads, self.head_size)
+
+    @property
+    def kv_groups(self) -> tuple[KVGroup, ...]:
+        """The layers by what they keep of a token: one group, as all of them have attention."""
+        return kv_groups([self.kv_size] * self.num_layers)

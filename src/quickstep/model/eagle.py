@@ -30,7 +30,7 @@ from quickstep.model.checkpoint.tensor_reader import TensorReader
 from quickstep.model.checkpoint.weights import open_checkpoint_files
 from quickstep.model.decoder import Decoder
 from quickstep.model.decoder_spec import ModelSpec
-from quickstep.model.interface import ForwardBatch, KVShape
+from quickstep.model.interface import ForwardBatch, KVLayout
 from quickstep.model.rope import RopeTable, make_rope_table
 from quickstep.model.spec import parse_spec, read_config
 from quickstep.ops.table import AttentionParams, KVCache, LoRAMapping, OpTable
@@ -145,11 +145,10 @@ class EagleModel:
         return EagleModel(self._spec, self._weights, target, self._rope, ops, self._max_model_len)
 
     @property
-    def kv_shape(self) -> KVShape:
+    def kv_layout(self) -> KVLayout:
         """What to allocate."""
-        decoder = self._spec.decoder
         dtype = self._weights.post_attention_layernorm.dtype
-        return KVShape(1, decoder.num_kv_heads, decoder.head_size, dtype)
+        return KVLayout(self._spec.decoder.kv_groups, dtype)
 
     @property
     def vocab_size(self) -> int:

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Protocol
 import msgspec
 from msgspec.structs import replace
 
+from quickstep.model.decoder_spec import KVGroup, KVSize, kv_groups
 from quickstep.ops.table import KVCache, LoRAMapping, OpTable, PagedLayout
 from quickstep.ops.tensors import AnyTensor, Device, DType, find_dtype, head_width, torch_dtype
 
@@ -46,25 +47,40 @@ class ForwardBatch(msgspec.Struct, frozen=True):
     features: Tensor | None = None
 
 
-class KVShape(msgspec.Struct, frozen=True):
-    """Sizes of the KV cache that a model needs; `dtype` is the model's until `stored_as`."""
+class KVLayout(msgspec.Struct, frozen=True):
+    """What a model keeps of each token in the KV cache: what the mixers of its layers declare.
 
-    num_layers: int
-    num_kv_heads: int
-    head_size: int
+    `dtype` is the model's until `stored_as`. A `KVCache` has a K and a V tensor for each layer of
+    the groups, in ascending order of the layers.
+    """
+
+    groups: tuple[KVGroup, ...]
     dtype: DType | torch.dtype
+
+    @staticmethod
+    def uniform(
+        num_layers: int, num_kv_heads: int, head_size: int, dtype: DType | torch.dtype
+    ) -> KVLayout:
+        """The layout of a model whose layers all keep as much."""
+        size = KVSize(num_kv_heads, head_size)
+        return KVLayout(kv_groups([size] * num_layers), dtype)
 
     @property
     def bytes_per_token(self) -> int:
         """KV bytes of one token over all layers, K and V."""
-        return 2 * self.num_layers * self.num_kv_heads * self.head_width * self.dtype.itemsize
+        elements = sum(num_heads * width for num_heads, width in self.head_shapes)
+        return 2 * elements * self.dtype.itemsize
 
     @property
-    def head_width(self) -> int:
-        """Elements of one head, an int8 head's scale included."""
-        return head_width(self.head_size, self.dtype)
+    def head_shapes(self) -> tuple[tuple[int, int], ...]:
+        """[K, W] of a token's K, and of its V, in each layer that has any (`KVCache`)."""
+        sizes = {layer: group.size for group in self.groups for layer in group.layers}
+        return tuple(
+            (size.num_kv_heads, head_width(size.head_size, self.dtype))
+            for _, size in sorted(sizes.items())
+        )
 
-    def stored_as(self, kv_dtype: str) -> KVShape:
+    def stored_as(self, kv_dtype: str) -> KVLayout:
         """The same sizes in `CacheConfig.kv_dtype`."""
         if kv_dtype == "auto":
             return self
@@ -76,7 +92,7 @@ class Model(Protocol):
     """A decoder-only language model over a paged KV cache. Holds no per-request state."""
 
     @property
-    def kv_shape(self) -> KVShape:
+    def kv_layout(self) -> KVLayout:
         """What to allocate."""
 
     @property

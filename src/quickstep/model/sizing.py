@@ -179,9 +179,16 @@ def kv_head_bytes(head_size: int, dtype_bytes: int, kv_dtype: str = "auto") -> i
 
 
 def kv_bytes_per_token(spec: ModelSpec, dtype_bytes: int, kv_dtype: str = "auto") -> int:
-    """2 x layers x kv heads x bytes of a head. Layers with a window need as much as others."""
-    head_bytes = kv_head_bytes(spec.head_size, dtype_bytes, kv_dtype)
-    return 2 * spec.num_layers * spec.num_kv_heads * head_bytes
+    """Over groups of layers: 2 x layers x kv heads x bytes of a head. Layers with a window need as
+    much as others.
+    """
+    return sum(
+        2
+        * len(group.layers)
+        * group.size.num_kv_heads
+        * kv_head_bytes(group.size.head_size, dtype_bytes, kv_dtype)
+        for group in spec.kv_groups
+    )
 
 
 def activation_bytes(

@@ -117,12 +117,19 @@ class PagedLayout(msgspec.Struct, frozen=True):
 
 class KVCache(msgspec.Struct, frozen=True):
     """Per layer one K and one V tensor, [B, S, K, W]: W is D, or more for quantized values with
-    their scale (`ops.tensors`). Owned by the runner; zeroed at allocation, so that masked
-    positions never hold NaN.
+    their scale (`ops.tensors`). Layers may differ in K and W, never in B and S. Owned by the
+    runner; zeroed at allocation, so that masked positions never hold NaN.
     """
 
     keys: tuple[AnyTensor, ...]
     values: tuple[AnyTensor, ...]
+
+    def by_shape(self) -> tuple[tuple[AnyTensor, ...], ...]:
+        """The tensors, those of one shape together."""
+        found: dict[tuple[int, ...], list[AnyTensor]] = {}
+        for tensor in (*self.keys, *self.values):
+            found.setdefault(tuple(tensor.shape), []).append(tensor)
+        return tuple(map(tuple, found.values()))
 
 
 class LoRAPart(msgspec.Struct, frozen=True):

@@ -7,15 +7,15 @@ from __future__ import annotations
 
 import torch
 
-from quickstep.model.interface import EmittingTokens, ForwardBatch, KVShape, Model
+from quickstep.model.interface import EmittingTokens, ForwardBatch, KVLayout, Model
 from quickstep.ops.table import PagedLayout, RowLengths
 from quickstep.ops.tensors import torch_device
-from quickstep.runtime.kv_cache import allocate_kv
+from quickstep.runtime.cache.kv_cache import allocate_kv
 
 
 def measured_activation_bytes(
     model: Model,
-    kv_shape: KVShape,
+    kv_layout: KVLayout,
     block_size: int,
     num_tokens: int,
     num_seqs: int,
@@ -26,7 +26,7 @@ def measured_activation_bytes(
     torch.cuda.synchronize(device)
     torch.cuda.reset_peak_memory_stats(device)
     before = torch.cuda.memory_allocated(device)
-    run_largest_step(model, kv_shape, block_size, num_tokens, num_seqs, max_model_len)
+    run_largest_step(model, kv_layout, block_size, num_tokens, num_seqs, max_model_len)
     torch.cuda.synchronize(device)
     peak = torch.cuda.max_memory_allocated(device)
     torch.cuda.empty_cache()
@@ -36,7 +36,7 @@ def measured_activation_bytes(
 @torch.inference_mode()
 def run_largest_step(
     model: Model,
-    kv_shape: KVShape,
+    kv_layout: KVLayout,
     block_size: int,
     num_tokens: int,
     num_seqs: int,
@@ -48,7 +48,7 @@ def run_largest_step(
     those of the longest sequence, on which the scratch memory of attention depends.
     """
     device = torch_device(model.device)
-    kv = allocate_kv(kv_shape, 1, block_size, model.device)
+    kv = allocate_kv(kv_layout, 1, block_size, model.device)
     row_len = min(num_tokens, max_model_len)
     lengths = [row_len] * (num_tokens // row_len)
     lengths += [num_tokens % row_len] if num_tokens % row_len else []

@@ -33,7 +33,7 @@ def adapter_ids(model: Model, count: int) -> Sequence[str]:
 def random_adapters(model: Model, count: int, seed: int) -> dict[str, LoRAAdapter]:
     """`count` packed adapters by content id."""
     ids = adapter_ids(model, count)
-    dtype = host_dtype(model.kv_shape.dtype)
+    dtype = host_dtype(model.kv_layout.dtype)
     if not ids or not isinstance(model, Decoder) or dtype is None:
         return {}
     known = lora_modules(model.spec)

@@ -33,7 +33,7 @@ from quickstep.model.interface import Model
 from quickstep.model.sizing import MemoryPlan
 from quickstep.ops.table import KVCache
 from quickstep.ops.torch_import import has_torch
-from quickstep.runtime.kv_cache import allocate_kv
+from quickstep.runtime.cache.kv_cache import allocate_kv
 from quickstep.runtime.sampling.grammar import NewMatcher
 from quickstep.runtime.speculation.combined import CombinedProposer
 from quickstep.runtime.speculation.methods import open_lookup_proposers
@@ -297,8 +297,8 @@ class _Verifier:
     def _allocated_kv(self) -> KVCache:
         """For the model that is loaded."""
         options, model = self._options, self._model
-        shape = model.kv_shape.stored_as(options.kv_dtype)
-        return allocate_kv(shape, self._num_blocks, options.block_size, model.device)
+        layout = model.kv_layout.stored_as(options.kv_dtype)
+        return allocate_kv(layout, self._num_blocks, options.block_size, model.device)
 
     @property
     def _plan(self) -> MemoryPlan:

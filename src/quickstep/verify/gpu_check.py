@@ -26,7 +26,7 @@ from quickstep.model.spec import parse_spec
 from quickstep.ops.reference import reference_ops
 from quickstep.ops.table import OpTable
 from quickstep.ops.tensors import to_torch
-from quickstep.runtime.kv_cache import allocate_kv
+from quickstep.runtime.cache.kv_cache import allocate_kv
 from quickstep.runtime.slots import Slot
 from quickstep.runtime.steps.eager import EagerSteps
 from quickstep.types import Admission, Phase, SamplingParams, StepRow
@@ -126,8 +126,8 @@ def _logits(model: Decoder, checked: CheckedFormat) -> torch.Tensor:
     length = min(300, model.max_model_len // 2)
     prompt = tuple([(7 * index + 3) % model.vocab_size for index in range(length)])
     num_blocks = -(-(length + 1) // _BLOCK_SIZE)
-    kv_shape = model.kv_shape.stored_as(checked.kv_dtype)
-    kv = allocate_kv(kv_shape, num_blocks + 1, _BLOCK_SIZE, model.device)
+    kv_layout = model.kv_layout.stored_as(checked.kv_dtype)
+    kv = allocate_kv(kv_layout, num_blocks + 1, _BLOCK_SIZE, model.device)
     steps = EagerSteps(model, kv, _BLOCK_SIZE)
     slots = []
     for index, block_ids in enumerate((range(num_blocks), (num_blocks,))):

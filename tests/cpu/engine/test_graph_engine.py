@@ -18,8 +18,8 @@ from quickstep.config import CacheConfig, EngineConfig, LoadConfig, SchedulerCon
 from quickstep.engine import assembly
 from quickstep.engine.outputs import collect
 from quickstep.ops import resolve
-from quickstep.runtime import kv_cache
-from quickstep.runtime.device_executor import DeviceExecutor
+from quickstep.runtime.cache import kv_cache
+from quickstep.runtime.executors.device import DeviceExecutor
 from quickstep.runtime.steps.step_model import GraphOptions
 from quickstep.types import SamplingParams
 

@@ -45,7 +45,7 @@ def test_the_largest_step_has_all_tokens_and_the_width_of_the_longest_sequence(
         return forward(self, batch, kv)
 
     monkeypatch.setattr(type(model), "forward", noted)
-    run_largest_step(model, model.kv_shape, 4, num_tokens, 3, 64)
+    run_largest_step(model, model.kv_layout, 4, num_tokens, 3, 64)
     [batch] = batches
     assert batch.token_ids.shape[0] == num_tokens
     assert max(batch.layout.context_lens) <= 64

@@ -11,10 +11,10 @@ from torch import Tensor
 from quickstep import LLM
 from quickstep.bench.outliers import kv_error, random_keys
 from quickstep.engine import assembly
-from quickstep.model.interface import ForwardBatch, KVShape
+from quickstep.model.interface import ForwardBatch, KVLayout
 from quickstep.ops.reference import reference_ops
 from quickstep.ops.table import AttentionParams, KVCache
-from quickstep.runtime.kv_probe import KV_BOUND, kv_change
+from quickstep.runtime.cache.kv_probe import KV_BOUND, kv_change
 
 HEAD = 64
 
@@ -24,7 +24,7 @@ class OutlierKeys:
 
     vocab_size = 97
     device = torch.device("cpu")
-    kv_shape = KVShape(1, 1, HEAD, torch.float32)
+    kv_layout = KVLayout.uniform(1, 1, HEAD, torch.float32)
 
     def __init__(self, offset: float) -> None:
         generator = torch.Generator().manual_seed(4)
@@ -66,7 +66,7 @@ def test_int8_loses_more_on_keys_with_large_channels_than_halves_do() -> None:
 def test_an_engine_names_the_figure_above_the_bound_and_is_silent_below(
     bound: float, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("quickstep.runtime.kv_probe.KV_BOUND", bound)
+    monkeypatch.setattr("quickstep.runtime.cache.kv_probe.KV_BOUND", bound)
     with caplog.at_level(logging.WARNING, logger=assembly.__name__):
         LLM("demo", kv_cache_dtype="int8").close()
     said = [record.getMessage() for record in caplog.records if "nats" in record.getMessage()]

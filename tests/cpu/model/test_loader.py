@@ -105,17 +105,17 @@ def test_weights_take_the_dtype_that_was_requested(dtype: str, tmp_path: Path) -
     tensors = write_checkpoint(tmp_path)
     wanted = getattr(torch, dtype)
     model = decoder(tmp_path, dtype)
-    assert model.kv_shape.dtype is wanted
+    assert model.kv_layout.dtype is wanted
     assert torch.equal(model.weights.final_norm, tensors["model.norm.weight"].to(wanted))
 
 
 def test_auto_dtype_is_the_configs_then_the_files(tmp_path: Path) -> None:
     write_checkpoint(tmp_path / "a", torch_dtype="bfloat16")
-    assert load(tmp_path / "a").kv_shape.dtype is torch.bfloat16
+    assert load(tmp_path / "a").kv_layout.dtype is torch.bfloat16
     tensors = write_checkpoint(tmp_path / "b")
     halves = {name: tensor.half() for name, tensor in tensors.items()}
     save_file(halves, tmp_path / "b" / "model.safetensors")
-    assert load(tmp_path / "b").kv_shape.dtype is torch.float16
+    assert load(tmp_path / "b").kv_layout.dtype is torch.float16
     with pytest.raises(ConfigError, match="int3"):
         choose_dtype("int3", read_spec(tmp_path / "a"))
 

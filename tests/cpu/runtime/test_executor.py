@@ -10,8 +10,8 @@ from msgspec.structs import replace
 from paged_hash_model import PagedHashModel
 
 from quickstep.errors import EngineError, StepOutOfMemory
-from quickstep.runtime.executor import LocalExecutor, ShortTicket
-from quickstep.runtime.kv_cache import allocate_kv
+from quickstep.runtime.cache.kv_cache import allocate_kv
+from quickstep.runtime.executors.local import LocalExecutor, ShortTicket
 from quickstep.runtime.runner import ModelRunner
 from quickstep.types import Admission, Phase, SamplingParams, StepPlan, StepRow
 
@@ -32,7 +32,7 @@ class GatedModel(PagedHashModel):
 
 
 def open_executor(model, short_s=1.0):
-    kv = allocate_kv(model.kv_shape, 8, 4, model.device)
+    kv = allocate_kv(model.kv_layout, 8, 4, model.device)
     return LocalExecutor(ModelRunner(model, kv, 4, num_slots=2, clock=lambda: 0.0), short_s)
 
 
@@ -181,7 +181,7 @@ def test_a_step_like_a_short_one_runs_on_the_thread_that_asks_for_it():
 def test_after_a_long_step_the_worker_thread_takes_the_next():
     model, here = ThreadsModel(), threading.current_thread()
     ticks = iter((0.0, 0.0, 0.0, 1.0, 1.0, 1.0, 1.0, 1.0))  # the second step takes a second
-    kv = allocate_kv(model.kv_shape, 8, 4, model.device)
+    kv = allocate_kv(model.kv_layout, 8, 4, model.device)
     executor = LocalExecutor(ModelRunner(model, kv, 4, num_slots=2, clock=lambda: next(ticks)))
     for plan in (first_step(), decode_step(1), decode_step(2), decode_step(3)):
         executor.submit(plan).result()

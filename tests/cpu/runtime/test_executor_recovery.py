@@ -11,8 +11,8 @@ from quickstep.core.policies import make_policy
 from quickstep.core.resources.block_pool import KVBlockPool
 from quickstep.core.scheduler import Scheduler
 from quickstep.errors import EngineError
-from quickstep.runtime.executor import LocalExecutor
-from quickstep.runtime.kv_cache import allocate_kv
+from quickstep.runtime.cache.kv_cache import allocate_kv
+from quickstep.runtime.executors.local import LocalExecutor
 from quickstep.runtime.runner import ModelRunner
 from quickstep.types import FinishReason, Request, SamplingParams
 
@@ -54,7 +54,7 @@ def serve(model, depth):
     )
     pool = KVBlockPool(24, 4, True)
     scheduler = Scheduler(config, pool, make_policy(config), LinearCostModel())
-    kv = allocate_kv(model.kv_shape, 24, 4, model.device)
+    kv = allocate_kv(model.kv_layout, 24, 4, model.device)
     executor = LocalExecutor(ModelRunner(model, kv, 4, 6, clock=lambda: 0.0))
     tokens, logprobs, ends = {}, {}, {}
 

@@ -8,7 +8,7 @@ from msgspec.structs import replace
 from paged_hash_model import PagedHashModel
 
 from quickstep.errors import EngineError
-from quickstep.runtime.kv_cache import allocate_kv, kv_bytes
+from quickstep.runtime.cache.kv_cache import allocate_kv, kv_bytes
 from quickstep.runtime.runner import ModelRunner
 from quickstep.types import (
     Admission,
@@ -29,7 +29,7 @@ WARM = SamplingParams(temperature=0.8, logprobs=0, frequency_penalty=0.5, min_to
 
 def runner_of(model=None, num_blocks=32, num_slots=4, new_matcher=None):
     model = model or PagedHashModel()
-    kv = allocate_kv(model.kv_shape, num_blocks, BLOCK, model.device)
+    kv = allocate_kv(model.kv_layout, num_blocks, BLOCK, model.device)
     ticks = itertools.count()
     clock = lambda: next(ticks) * 0.5  # noqa: E731
     return ModelRunner(model, kv, BLOCK, num_slots, clock, new_matcher)
@@ -312,7 +312,7 @@ def test_slots_follow_a_failed_plan_and_rows_outside_of_it_continue():
 
 
 def test_kv_is_zeroed_and_as_large_as_announced():
-    shape = PagedHashModel().kv_shape
+    shape = PagedHashModel().kv_layout
     kv = allocate_kv(shape, 6, BLOCK, torch.device("cpu"))
     assert kv.keys[0].shape == (6, BLOCK, 1, 8)
     assert not any(tensor.any() for tensor in (*kv.keys, *kv.values))

@@ -28,7 +28,7 @@ from quickstep.model.checkpoint.source import bundled_drafts, find_checkpoint
 from quickstep.model.interface import Model
 from quickstep.model.sizing import MemoryPlan
 from quickstep.ops.table import KVCache
-from quickstep.runtime.kv_cache import allocate_kv
+from quickstep.runtime.cache.kv_cache import allocate_kv
 from quickstep.runtime.speculation.combined import CombinedProposer
 from quickstep.runtime.speculation.methods import open_lookup_proposers
 from quickstep.runtime.speculation.proposer import Drafts, DraftTask, Proposer
@@ -91,7 +91,7 @@ def generated(
     models = opened(model, plan, *names).values()
     proposer = next(iter(models), None) if calls is None else together(models, calls)
     config = SchedulerConfig(len(PROMPTS), 256, 256, num_speculative_tokens=3 if names else 0)
-    kv = allocate_kv(model.kv_shape, NUM_BLOCKS, BLOCK_SIZE, model.device)
+    kv = allocate_kv(model.kv_layout, NUM_BLOCKS, BLOCK_SIZE, model.device)
     sampling = SamplingParams(temperature=temperature, max_tokens=96, ignore_eos=True, logprobs=1)
     events = [
         Event(
@@ -158,7 +158,7 @@ def test_the_memory_plan_has_what_is_allocated_for_all(monkeypatch: pytest.Monke
         caches.append(allocate_kv(*arguments))
         return caches[-1]
 
-    monkeypatch.setattr("quickstep.runtime.kv_cache.allocate_kv", allocate)
+    monkeypatch.setattr("quickstep.runtime.cache.kv_cache.allocate_kv", allocate)
     names = [one.name for one in open_model_proposers(config, loaded.model, loaded.plan, DEMO)]
     assert names == ["draft", "eagle", "medusa"]
     tensors = [one for cache in caches for one in (*cache.keys, *cache.values)]

@@ -12,7 +12,7 @@ from quickstep.config import EngineConfig, LoadConfig
 from quickstep.engine.assembly import load_weights
 from quickstep.engine.speculation import find_draft, load_draft
 from quickstep.errors import ConfigError
-from quickstep.runtime.kv_cache import allocate_kv
+from quickstep.runtime.cache.kv_cache import allocate_kv
 from quickstep.runtime.runner import ModelRunner
 from quickstep.runtime.speculation.draft_model import DraftModelProposer
 from quickstep.runtime.speculation.proposer import DraftTask
@@ -29,7 +29,7 @@ HOT = SamplingParams(temperature=8.0)
 
 
 def kv_of(model, num_blocks):
-    return allocate_kv(model.kv_shape, num_blocks, BLOCK, model.device)
+    return allocate_kv(model.kv_layout, num_blocks, BLOCK, model.device)
 
 
 def proposer_of(model=None, num_blocks=64, **options):

@@ -23,7 +23,7 @@ from quickstep.errors import ConfigError
 from quickstep.model.checkpoint.source import find_checkpoint
 from quickstep.model.eagle import load_eagle, read_eagle_spec
 from quickstep.ops.tensors import BFLOAT16, HostTensor
-from quickstep.runtime.kv_cache import allocate_kv
+from quickstep.runtime.cache.kv_cache import allocate_kv
 from quickstep.runtime.speculation.eagle import EagleProposer, num_scratch_blocks
 from quickstep.runtime.speculation.proposer import ComputedRow, ComputedStep, DraftTask
 from quickstep.types import Admission, Phase, StepRow
@@ -80,7 +80,7 @@ def opened(path, target, fused, tree_width=1):
     spec = read_eagle_spec(path, target.spec, fused)
     model = load_eagle(path, spec, target, 128)
     kv = allocate_kv(
-        model.kv_shape, NUM_BLOCKS + num_scratch_blocks(1, BLOCK_SIZE), BLOCK_SIZE, model.device
+        model.kv_layout, NUM_BLOCKS + num_scratch_blocks(1, BLOCK_SIZE), BLOCK_SIZE, model.device
     )
     return EagleProposer(target, model, kv, NUM_BLOCKS, BLOCK_SIZE, tree_width=tree_width)
 
@@ -304,7 +304,7 @@ def test_the_memory_plan_has_what_is_allocated_for_the_layer(tmp_path, monkeypat
         allocated.append(allocate_kv(*arguments))
         return allocated[-1]
 
-    monkeypatch.setattr("quickstep.runtime.kv_cache.allocate_kv", allocate)
+    monkeypatch.setattr("quickstep.runtime.cache.kv_cache.allocate_kv", allocate)
     open_eagle(LoadConfig(str(path)), loaded.model, False, plan, block_size)
     (cache,) = allocated
     assert rows["draft KV cache"] == sum(one.nbytes for one in (*cache.keys, *cache.values))

@@ -14,11 +14,11 @@ from quickstep.engine.assembly import load_weights
 from quickstep.engine.speculation import open_model_proposers
 from quickstep.errors import EngineError
 from quickstep.model.decoder import Decoder
-from quickstep.model.interface import KVShape
+from quickstep.model.interface import KVLayout
 from quickstep.ops.native.backend import load_native
 from quickstep.ops.reference import reference_ops
 from quickstep.ops.tensors import BFLOAT16, CPU, FLOAT32, HostTensor
-from quickstep.runtime.kv_cache import allocate_kv
+from quickstep.runtime.cache.kv_cache import allocate_kv
 from quickstep.runtime.runner import ModelRunner
 from quickstep.runtime.sampling.noise import gumbel
 from quickstep.runtime.sampling.sampler import Sample, SampleFailure, sample
@@ -148,7 +148,7 @@ def test_kv_is_moved_in_all_layers_in_the_order_of_the_pairs() -> None:
     native = load_native(1)
     assert native is not None
     moves = [(9, 3), (17, 4), (3, 2)]
-    shape = KVShape(3, 2, 8, FLOAT32)
+    shape = KVLayout.uniform(3, 2, 8, FLOAT32)
     generator = np.random.default_rng(1)
     caches = [allocate_kv(shape, 5, 4, CPU) for _ in range(2)]
     for first, second in zip(
@@ -175,7 +175,7 @@ def test_kv_is_moved_in_all_layers_in_the_order_of_the_pairs() -> None:
 @pytest.mark.parametrize("parents", [(0,), (1, 0), (0, 3), (0, -1)])
 def test_drafts_that_are_no_tree_are_refused(parents: tuple[int, ...]) -> None:
     model = load_weights(EngineConfig(load=LoadConfig("demo"), max_model_len=64), None).model
-    kv = allocate_kv(model.kv_shape, 4, 16, model.device)
+    kv = allocate_kv(model.kv_layout, 4, 16, model.device)
     runner = ModelRunner(model, kv, 16, 1, lambda: 0.0)
     admission = Admission(0, "r#0", (300, 301), 2, SamplingParams(), 0)
     row = StepRow(

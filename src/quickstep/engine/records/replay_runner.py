@@ -36,7 +36,7 @@ def open_runner(recording: Recording) -> ReplayRunner:
         ConfigError: The recording has no tokens, or the weights or the kernels are others.
     """
     from quickstep.engine.assembly import describe, load_weights, open_executor
-    from quickstep.runtime.kv_cache import allocate_kv
+    from quickstep.runtime.cache.kv_cache import allocate_kv
     from quickstep.text.grammar.grammars import check_grammar
 
     config = _config_of(recording.engine)
@@ -49,7 +49,7 @@ def open_runner(recording: Recording) -> ReplayRunner:
             "compares the plans"
         )
     kv = allocate_kv(
-        loaded.kv_shape, loaded.plan.num_blocks, config.cache.block_size, loaded.model.device
+        loaded.kv_layout, loaded.plan.num_blocks, config.cache.block_size, loaded.model.device
     )
     executor = open_executor(config, loaded.model, kv, loaded.plan, description, loaded.adapters)
     wanted = (request.request.sampling.grammar for request in recording.requests.values())

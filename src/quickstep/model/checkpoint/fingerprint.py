@@ -14,7 +14,7 @@ from collections.abc import Iterator, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
 
 from quickstep.model.checkpoint.safetensors_files import TensorFiles
-from quickstep.model.interface import KVShape, Model
+from quickstep.model.interface import KVLayout, Model
 
 _COMPLETE_BYTES = 64 * 2**20
 _CHUNK_BYTES = 2**20
@@ -65,11 +65,11 @@ def weights_fingerprint(
     return digest.hexdigest()
 
 
-def fingerprint_with_kv(model: Model, kv_shape: KVShape) -> str:
+def fingerprint_with_kv(model: Model, kv_layout: KVLayout) -> str:
     """The model's fingerprint; where keys and values have another dtype, one over that as well."""
-    if kv_shape.dtype == model.kv_shape.dtype:
+    if kv_layout.dtype == model.kv_layout.dtype:
         return model.fingerprint
-    text = f"{model.fingerprint}\0{kv_shape.dtype}"
+    text = f"{model.fingerprint}\0{kv_layout.dtype}"
     return hashlib.blake2b(text.encode(), digest_size=16).hexdigest()
 
 

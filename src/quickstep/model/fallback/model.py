@@ -27,7 +27,7 @@ from quickstep.errors import ConfigError
 from quickstep.model.checkpoint.source import Checkpoint
 from quickstep.model.checkpoint.weights import some_tensors
 from quickstep.model.decoder_spec import ModelSpec
-from quickstep.model.interface import ForwardBatch, KVShape
+from quickstep.model.interface import ForwardBatch, KVLayout
 from quickstep.ops.table import AttentionParams, KVCache, LoRAMapping, OpTable, PagedLayout
 from quickstep.ops.tensors import AnyTensor, head_size_of, to_torch
 from quickstep.ops.weights import LinearWeight
@@ -210,7 +210,7 @@ class TransformersModel:
         self._ops = ops
         self._spec = spec
         self._device, self._dtype = placement
-        self._kv_shape = KVShape(spec.num_layers, spec.num_kv_heads, spec.head_size, self._dtype)
+        self._kv_layout = KVLayout(spec.kv_groups, self._dtype)
         self._max_model_len = max_model_len
         self._fingerprint = fingerprint
         self._exact = False
@@ -221,9 +221,9 @@ class TransformersModel:
         return self._spec
 
     @property
-    def kv_shape(self) -> KVShape:
+    def kv_layout(self) -> KVLayout:
         """What to allocate."""
-        return self._kv_shape
+        return self._kv_layout
 
     @property
     def ops(self) -> OpTable:
@@ -301,12 +301,12 @@ class TransformersModel:
 
     def _probe(self, probe: Tensor, chunks: tuple[int, ...]) -> Tensor:
         """Logits of the probe's tokens, computed in chunks."""
-        shape, device = self._kv_shape, self._device
+        device = self._device
         num_blocks = -(-_PROBE_LEN // _PROBE_BLOCK)
-        size = (num_blocks, _PROBE_BLOCK, shape.num_kv_heads, shape.head_size)
         keys, values = (
             tuple(
-                torch.zeros(size, dtype=self._dtype, device=device) for _ in range(shape.num_layers)
+                torch.zeros((num_blocks, _PROBE_BLOCK, *heads), dtype=self._dtype, device=device)
+                for heads in self._kv_layout.head_shapes
             )
             for _ in range(2)
         )

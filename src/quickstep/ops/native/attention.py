@@ -109,22 +109,22 @@ class NativeAttention:
 
     def move_kv(self, kv: KVCache, moves: Sequence[tuple[int, int]]) -> None:
         """`OpTable.move_kv`; a slot outside the cache raises EngineError."""
-        caches = (*kv.keys, *kv.values)
-        num_blocks, block_size, num_heads, width = caches[0].shape
-        assert all(cache.is_contiguous() for cache in caches)
-        addresses = (ctypes.c_void_p * len(caches))(*[cache.data_ptr() for cache in caches])
         flat = (ctypes.c_int64 * (2 * len(moves)))(*chain.from_iterable(moves))
-        call = KVMoveCall(
-            num_caches=len(caches),
-            slot_bytes=num_heads * width * caches[0].element_size(),
-            num_slots=num_blocks * block_size,
-            num_moves=len(moves),
-            caches=ctypes.addressof(addresses),
-            moves=ctypes.addressof(flat),
-        )
-        status = self._move_kv(ctypes.byref(call))
-        if status:
-            raise_for_status(status, "move_kv")
+        for caches in kv.by_shape():
+            num_blocks, block_size, num_heads, width = caches[0].shape
+            assert all(cache.is_contiguous() for cache in caches)
+            addresses = (ctypes.c_void_p * len(caches))(*[cache.data_ptr() for cache in caches])
+            call = KVMoveCall(
+                num_caches=len(caches),
+                slot_bytes=num_heads * width * caches[0].element_size(),
+                num_slots=num_blocks * block_size,
+                num_moves=len(moves),
+                caches=ctypes.addressof(addresses),
+                moves=ctypes.addressof(flat),
+            )
+            status = self._move_kv(ctypes.byref(call))
+            if status:
+                raise_for_status(status, "move_kv")
 
     def paged_attention(
         self,

@@ -42,23 +42,24 @@ def move_kv(kv: KVCache, moves: Sequence[tuple[int, int]]) -> None:
     Raises:
         EngineError: A slot is outside the cache.
     """
-    caches = [to_torch(cache) for cache in (*kv.keys, *kv.values)]
-    num_slots = caches[0].shape[0] * caches[0].shape[1]
     if not moves:
         return
+    num_slots = kv.keys[0].shape[0] * kv.keys[0].shape[1]
     if not 0 <= min(map(min, moves)) <= max(map(max, moves)) < num_slots:
         raise EngineError(f"KV is moved to or from a slot outside the cache's {num_slots}")
-    assert all(cache.is_contiguous() and cache.shape == caches[0].shape for cache in caches)
-    addresses = [cache.data_ptr() for cache in caches]
-    assert not any(address % 16 for address in addresses), "as allocators align tensors"
-    # one copy to the device for both
-    numbers = torch.tensor([*addresses, *chain.from_iterable(moves)], dtype=torch.int64)
-    numbers = numbers.to(caches[0].device)
-    slot_bytes = caches[0][0, 0].nbytes
-    _move_kv_kernel[(len(caches), triton.cdiv(slot_bytes, _BLOCK))](
-        numbers[: len(caches)],
-        numbers[len(caches) :],
-        len(moves),
-        slot_bytes,
-        BLOCK=_BLOCK,
-    )
+    for tensors in kv.by_shape():
+        caches = [to_torch(cache) for cache in tensors]
+        assert all(cache.is_contiguous() for cache in caches)
+        addresses = [cache.data_ptr() for cache in caches]
+        assert not any(address % 16 for address in addresses), "as allocators align tensors"
+        # one copy to the device for both
+        numbers = torch.tensor([*addresses, *chain.from_iterable(moves)], dtype=torch.int64)
+        numbers = numbers.to(caches[0].device)
+        slot_bytes = caches[0][0, 0].nbytes
+        _move_kv_kernel[(len(caches), triton.cdiv(slot_bytes, _BLOCK))](
+            numbers[: len(caches)],
+            numbers[len(caches) :],
+            len(moves),
+            slot_bytes,
+            BLOCK=_BLOCK,
+        )

@@ -65,7 +65,7 @@ def record(
     of_emitting = None if every_token else emitting
     features = None
     if num_features:
-        dtype = host_dtype(model.kv_shape.dtype)
+        dtype = host_dtype(model.kv_layout.dtype)
         if dtype is None:
             return None
         features = recorder.features(num_features, dtype)
@@ -112,7 +112,7 @@ class CapturedSteps:
         block_size: int,
         adapters: Mapping[str, LoRAAdapter] | None,
     ) -> None:
-        dtype = host_dtype(model.kv_shape.dtype)
+        dtype = host_dtype(model.kv_layout.dtype)
         assert dtype is not None, "a model that was captured has a dtype of the kernels"
         self._model = model
         self._steps = steps

@@ -110,7 +110,7 @@ class RankFollower:
         self, model: Decoder, steps: CapturedSteps, kv: KVCache, ranks: NativeRanks
     ) -> None:
         self._adapters: dict[int, LoRAAdapter] = {}
-        dtype = host_dtype(model.kv_shape.dtype)
+        dtype = host_dtype(model.kv_layout.dtype)
         assert dtype is not None, "captured steps have a dtype of the kernels"
         self._model = model
         self._dtype = dtype

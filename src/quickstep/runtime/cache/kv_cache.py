@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from quickstep.model.interface import KVShape
+from quickstep.model.interface import KVLayout
 from quickstep.ops.table import KVCache
 from quickstep.ops.tensors import AnyTensor, Device, DType, HostTensor, torch_device
 
@@ -20,22 +20,24 @@ if TYPE_CHECKING:
     import torch
 
 
-def kv_bytes(shape: KVShape, num_blocks: int, block_size: int) -> int:
+def kv_bytes(layout: KVLayout, num_blocks: int, block_size: int) -> int:
     """Bytes that `allocate_kv` takes with these arguments."""
-    return shape.bytes_per_token * num_blocks * block_size
+    return layout.bytes_per_token * num_blocks * block_size
 
 
 def allocate_kv(
-    shape: KVShape, num_blocks: int, block_size: int, device: torch.device | Device
+    layout: KVLayout, num_blocks: int, block_size: int, device: torch.device | Device
 ) -> KVCache:
-    """K and V per layer, [B, S, K, W], zeroed: attention may load positions that it masks. On a GPU
-    there is one block more, to which recorded steps write their padding.
+    """K and V of each layer, [B, S, K, W], zeroed: attention may load positions that it masks. On a
+    GPU there is one block more, to which recorded steps write their padding.
     """
     num_blocks += device.type != "cpu"
-    size = (num_blocks, block_size, shape.num_kv_heads, shape.head_width)
 
     def tensors() -> tuple[AnyTensor, ...]:
-        return tuple(_zeros(size, shape.dtype, device) for _ in range(shape.num_layers))
+        return tuple(
+            _zeros((num_blocks, block_size, *heads), layout.dtype, device)
+            for heads in layout.head_shapes
+        )
 
     return KVCache(keys=tensors(), values=tensors())
 

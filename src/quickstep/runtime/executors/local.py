@@ -15,7 +15,7 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from functools import partial
 
 from quickstep.errors import EngineError
-from quickstep.runtime.out_of_memory import free_device_memory, step_failure
+from quickstep.runtime.executors.out_of_memory import free_device_memory, step_failure
 from quickstep.runtime.runner import ModelRunner
 from quickstep.types import StepPlan, StepResult
 

@@ -2,8 +2,8 @@
 
 Called when an engine opens with a KV format narrower than the model's. The error of weights is
 known when they are rounded (`model.quantization`), that of keys and values only while the model
-runs. Separate from `runtime.kv_cache`, which is imported before weights are read: this imports
-what runs a step.
+runs. Separate from `kv_cache`, which is imported before weights are read: this imports what runs a
+step.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ import numpy.typing as npt
 from quickstep.model.interface import Model
 from quickstep.ops.table import KVCache
 from quickstep.ops.tensors import to_numpy
-from quickstep.runtime.kv_cache import allocate_kv
+from quickstep.runtime.cache.kv_cache import allocate_kv
 from quickstep.runtime.slots import Slot
 from quickstep.runtime.steps.opening import open_steps
 from quickstep.sampling_params import SamplingParams
@@ -40,7 +40,7 @@ def kv_change(model: Model, kv_dtype: str) -> float:
 
 def kv_of_one_sequence(model: Model, num_tokens: int, kv_dtype: str) -> KVCache:
     """A cache for one sequence, in `CacheConfig.kv_dtype`."""
-    shape = model.kv_shape.stored_as(kv_dtype)
+    shape = model.kv_layout.stored_as(kv_dtype)
     return allocate_kv(shape, -(-num_tokens // BLOCK_SIZE), BLOCK_SIZE, model.device)
 
 

@@ -1,11 +1,11 @@
 """Runs plans on a device that works by itself: the next step is launched while one still runs.
 
-As `runtime.executor`, with two threads. One launches steps in the order of `submit`; the device
-keeps the tokens that it sampled, so that the next step needs no result. The other one waits for the
-tokens and records them. A step with rows for which the host computes something from the tokens
-before it (a grammar, drafts) waits until all steps before it are finished. While nothing runs,
-steps are recorded (`ModelRunner.capture_next`); where there is no pause, one after a number of
-steps that ran op by op for want of a recorded one.
+As `runtime.executors.local`, with two threads. One launches steps in the order of `submit`; the
+device keeps the tokens that it sampled, so that the next step needs no result. The other one waits
+for the tokens and records them. A step with rows for which the host computes something from the
+tokens before it (a grammar, drafts) waits until all steps before it are finished. While nothing
+runs, steps are recorded (`ModelRunner.capture_next`); where there is no pause, one after a number
+of steps that ran op by op for want of a recorded one.
 """
 
 from __future__ import annotations
@@ -18,8 +18,8 @@ from concurrent.futures import Future
 import msgspec
 
 from quickstep.errors import EngineError
-from quickstep.runtime.executor import LocalTicket
-from quickstep.runtime.out_of_memory import free_device_memory, step_failure
+from quickstep.runtime.executors.local import LocalTicket
+from quickstep.runtime.executors.out_of_memory import free_device_memory, step_failure
 from quickstep.runtime.runner import LaunchedStep, ModelRunner
 from quickstep.types import StepPlan, StepResult
 

@@ -1,0 +1,93 @@
+"""Attention over a paged KV cache, the mixer of every layer today."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from quickstep.model.adapters.lora_modules import Projection
+from quickstep.model.decoder_spec import KVSize, QKNorm
+from quickstep.model.decoder_weights import AttentionWeights
+from quickstep.model.layers.interface import LayerStep
+from quickstep.model.layers.layer_ops import LayerOps
+from quickstep.ops.table import AttentionParams, LoRAMapping
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+
+class Attention:
+    """A `Mixer`: queries of a token over the keys and values of it and of those before it.
+
+    `place` is that of its keys and values in a `KVCache`.
+    """
+
+    def __init__(self, ops: LayerOps, weights: AttentionWeights, place: int) -> None:
+        spec, layer = ops.spec, ops.spec.layers[ops.index]
+        self._ops = ops
+        self._weights = weights
+        self._place = place
+        self._rope = layer.rope
+        self._params = AttentionParams(spec.attention_scale, layer.window, spec.attention_softcap)
+
+    @property
+    def kv_size(self) -> KVSize:
+        """K and V of the rank's heads."""
+        return self._ops.own.kv_size
+
+    def write(self, x: Tensor, step: LayerStep) -> Tensor:
+        """Write the KV of x [T, hidden], return its queries [T, H, D]."""
+        table = self._ops.table
+        q, k, v = self._qkv(x, step.lora)
+        keys, values = step.kv.keys[self._place], step.kv.values[self._place]
+        slots = step.layout.slot_mapping
+        if self._rope is not None:
+            cos, sin = step.rotations[self._rope]
+            if table.rotary_write_kv is not None:
+                return table.rotary_write_kv(q, k, v, cos, sin, False, keys, values, slots)
+            q = table.rotary(q, cos, sin, False)
+            k = table.rotary(k, cos, sin, False)
+        table.write_kv(k, v, keys, values, slots)
+        return q
+
+    def read(self, rows: Tensor, step: LayerStep) -> Tensor:
+        """Attention of queries [T, H, D] over the KV written, and its output projection."""
+        ops, weights, spec = self._ops, self._weights, self._ops.spec
+        keys, values = step.kv.keys[self._place], step.kv.values[self._place]
+        mixed = ops.table.paged_attention(
+            rows, keys, values, step.layout, self._params, weights.sinks
+        )
+        mixed = mixed.reshape(-1, ops.own.num_heads * spec.head_size)
+        mixed = ops.gather_heads(mixed, spec.num_heads)
+        x = ops.linear(mixed, weights.o_proj, Projection.O_PROJ, step.lora)
+        return ops.gather(x, spec.hidden_size)
+
+    def _qkv(self, x: Tensor, lora: LoRAMapping | None) -> tuple[Tensor, Tensor, Tensor]:
+        """Queries [T, H, D], k and v [T, K, D], normed where the architecture does."""
+        own, weights = self._ops.own, self._weights
+        queries, keys = own.num_heads * own.head_size, own.num_kv_heads * own.head_size
+        qkv = self._ops.linear(x, weights.qkv, Projection.QKV, lora)
+        q, k = qkv[:, :queries], qkv[:, queries : queries + keys]
+        v = qkv[:, queries + keys :]
+        if own.qk_norm is QKNorm.FULL:
+            q, k = self._norm_complete_qk(q, k)
+        q = q.view(-1, own.num_heads, own.head_size)
+        k, v = (part.view(-1, own.num_kv_heads, own.head_size) for part in (k, v))
+        if own.qk_norm is QKNorm.HEAD:
+            q, k = self._norm_qk(q, k)
+        return q, k, v
+
+    def _norm_complete_qk(self, q: Tensor, k: Tensor) -> tuple[Tensor, Tensor]:
+        """Norms over the heads of all ranks, of which the rank's own are returned."""
+        ops, spec = self._ops, self._ops.spec
+        q = ops.gather_heads(q, spec.num_heads)
+        k = ops.gather_heads(k, spec.num_kv_heads)
+        q, k = self._norm_qk(q, k)
+        if ops.table.ranks is None:
+            return q, k
+        queries, keys = ops.head_columns(spec.num_heads), ops.head_columns(spec.num_kv_heads)
+        return q[:, queries.start : queries.stop], k[:, keys.start : keys.stop]
+
+    def _norm_qk(self, q: Tensor, k: Tensor) -> tuple[Tensor, Tensor]:
+        weights = self._weights
+        assert weights.q_norm is not None and weights.k_norm is not None
+        return self._ops.rms_norm(q, weights.q_norm), self._ops.rms_norm(k, weights.k_norm)

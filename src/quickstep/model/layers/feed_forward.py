@@ -1,0 +1,82 @@
+"""The part of a layer that computes on each token by itself: an MLP, or a mixture of experts."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Protocol
+
+from quickstep.model.adapters.lora_modules import Projection, expert_number, module_number
+from quickstep.model.decoder_weights import MLPWeights, MoEWeights
+from quickstep.model.layers.layer_ops import LayerOps
+from quickstep.ops.table import ExpertLoRA, LoRAMapping
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+
+class FeedForward(Protocol):
+    """`[T, hidden] -> [T, hidden]`."""
+
+    def forward(self, x: Tensor, lora: LoRAMapping | None) -> Tensor:
+        """Of x [T, hidden], with the tokens' adapters."""
+
+
+def make_feed_forward(ops: LayerOps, weights: MLPWeights | MoEWeights) -> FeedForward:
+    """What the weights are of."""
+    if isinstance(weights, MoEWeights):
+        return MixtureOfExperts(ops, weights)
+    return MLP(ops, weights)
+
+
+class MLP:
+    """`down_proj` of the gated activation of `gate_up`."""
+
+    def __init__(self, ops: LayerOps, weights: MLPWeights) -> None:
+        self._ops = ops
+        self._weights = weights
+
+    def forward(self, x: Tensor, lora: LoRAMapping | None) -> Tensor:
+        """`FeedForward.forward`."""
+        ops, table, weights, spec = self._ops, self._ops.table, self._weights, self._ops.spec
+        if lora is None and table.gated_linear is not None:
+            x = table.gated_linear(x, weights.gate_up, spec.activation)
+        else:
+            gate_up = ops.linear(x, weights.gate_up, Projection.GATE_UP, lora)
+            x = table.gated_activation(gate_up, spec.activation)
+        x = ops.gather(x, spec.intermediate_size)
+        x = ops.linear(x, weights.down_proj, Projection.DOWN_PROJ, lora)
+        return ops.gather(x, spec.hidden_size)
+
+
+class MixtureOfExperts:
+    """Each token's experts of a layer, weighted; row by row the same bits whatever the batch. Not
+    captured on a CPU: the reference's routing and loop over experts are torch's.
+    """
+
+    def __init__(self, ops: LayerOps, weights: MoEWeights) -> None:
+        assert ops.spec.layers[ops.index].sparse
+        self._ops = ops
+        self._weights = weights
+
+    def forward(self, x: Tensor, lora: LoRAMapping | None) -> Tensor:
+        """`FeedForward.forward`."""
+        from quickstep.ops.reference.experts import experts, route  # they compute with torch
+
+        table, weights, spec, layer = (
+            self._ops.table,
+            self._weights,
+            self._ops.spec,
+            self._ops.index,
+        )
+        moe = spec.moe
+        assert moe is not None
+        scores = table.linear(x, weights.router)
+        adapters = None
+        if lora is not None:
+            table.add_lora_(scores, x, module_number(layer, Projection.ROUTER), lora)
+            first_module = expert_number(spec, layer, 0, Projection.GATE_UP)
+            adapters = ExpertLoRA(lora, first_module)
+        routing = (table.route or route)(scores, moe.experts_per_token, moe.normalise)
+        arguments = (x, routing, weights.experts, spec.activation, adapters)
+        if table.experts is None or weights.experts.data is None:
+            return experts(table, *arguments)
+        return table.experts(*arguments)

@@ -1,0 +1,90 @@
+"""What a decoder knows of its layers: they take a stream, and keep something of each token.
+
+`model.decoder` loops over a `LayerStack`; it never looks into the stream that goes from layer to
+layer, so that a model may have one residual or several. Implemented by `residual`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any, Protocol, TypeVar
+
+import msgspec
+from msgspec.structs import replace
+
+from quickstep.model.decoder_spec import KVSize
+from quickstep.model.interface import EmittingTokens
+from quickstep.ops.table import KVCache, LoRAMapping, PagedLayout
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+StreamT = TypeVar("StreamT")
+
+
+class LayerStep(msgspec.Struct, frozen=True):
+    """What all layers read of one step.
+
+    Attributes:
+        layout: The tokens' rows and places in the cache.
+        kv: The cache; a mixer knows which of its tensors are its own.
+        rotations: cos and sin [T, D_rot / 2] of each of the spec's `ropes`.
+        lora: The tokens' adapters.
+    """
+
+    layout: PagedLayout
+    kv: KVCache
+    rotations: tuple[tuple[Tensor, Tensor], ...]
+    lora: LoRAMapping | None
+
+    def of(self, emitting: EmittingTokens) -> LayerStep:
+        """The step of the emitting tokens only, which write no more."""
+        return replace(self, layout=emitting.layout, lora=emitting.lora, rotations=())
+
+
+class Mixer(Protocol):
+    """The part of a layer in which tokens read what others left: attention, today.
+
+    It is divided in two, as a last layer needs the second half of the emitting tokens only.
+    """
+
+    @property
+    def kv_size(self) -> KVSize | None:
+        """What it keeps of each token in the cache; None for nothing."""
+
+    def write(self, x: Tensor, step: LayerStep) -> Tensor:
+        """Write what x [T, hidden] leaves to later tokens; return what `read` needs, a row for each
+        of the T.
+        """
+
+    def read(self, rows: Tensor, step: LayerStep) -> Tensor:
+        """[T, hidden] of rows that `write` returned, or of some of them with their step."""
+
+
+class Layer(Protocol[StreamT]):
+    """One layer."""
+
+    @property
+    def kv_size(self) -> KVSize | None:
+        """What it keeps of each token in the cache; None for nothing."""
+
+    def forward(
+        self, stream: StreamT, step: LayerStep, emitting: EmittingTokens | None
+    ) -> tuple[StreamT, Tensor]:
+        """The stream after this layer, and its own input [T, hidden]; with `emitting`, the stream
+        of those tokens only.
+        """
+
+
+class LayerStack(msgspec.Struct, frozen=True):
+    """The layers in order, with both ends of their stream.
+
+    Attributes:
+        begin: Embeddings [T, hidden] -> stream.
+        layers: Each takes and returns the stream.
+        end: Stream -> [T, hidden], normed. Not called for a stream of no tokens.
+    """
+
+    begin: Callable[[Tensor], Any]
+    layers: tuple[Layer[Any], ...]
+    end: Callable[[Any], Tensor]

@@ -1,0 +1,65 @@
+"""The ops of one layer: products with the tokens' adapters, norms, and what ranks exchange."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import msgspec
+
+from quickstep.model.adapters.lora_modules import Projection, module_number
+from quickstep.model.decoder_spec import ModelSpec
+from quickstep.model.sharding import Shard
+from quickstep.ops.table import LoRAMapping, OpTable
+from quickstep.ops.tensors import AnyTensor, TensorT
+from quickstep.ops.weights import LinearWeight
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+
+class LayerOps(msgspec.Struct, frozen=True):
+    """What the parts of layer `index` compute with.
+
+    Attributes:
+        table: The op table.
+        spec: The complete model.
+        own: The part of it that this rank's weights compute (`sharding.shard_spec`).
+        shard: Which part that is.
+        index: The layer's number, from 0.
+    """
+
+    table: OpTable
+    spec: ModelSpec
+    own: ModelSpec
+    shard: Shard
+    index: int
+
+    def linear(
+        self, x: Tensor, weight: LinearWeight, projection: Projection, lora: LoRAMapping | None
+    ) -> Tensor:
+        """A product of the layer, with the tokens' adapters."""
+        y = self.table.linear(x, weight)
+        if lora is not None:
+            self.table.add_lora_(y, x, module_number(self.index, projection), lora)
+        return y
+
+    def rms_norm(self, x: Tensor, norm: AnyTensor) -> Tensor:
+        """As the architecture norms."""
+        return self.table.rms_norm(x, norm, self.spec.norm_eps, self.spec.norm_offset)
+
+    def gather(self, x: TensorT, num_columns: int) -> TensorT:
+        """x [T, n], this rank's outputs of `num_columns` -> [T, num_columns]."""
+        return self._gather(x, self.shard.outputs(num_columns), num_columns)
+
+    def gather_heads(self, x: Tensor, num_heads: int) -> Tensor:
+        """x [T, n * D] of this rank's heads -> [T, num_heads * D]."""
+        return self._gather(x, self.head_columns(num_heads), num_heads * self.spec.head_size)
+
+    def head_columns(self, num_heads: int) -> range:
+        """Which of [T, num_heads * D] are the rank's."""
+        own, size = self.shard.heads(num_heads), self.spec.head_size
+        return range(own.start * size, own.stop * size)
+
+    def _gather(self, x: TensorT, own: range, num_columns: int) -> TensorT:
+        ranks = self.table.ranks
+        return x if ranks is None else ranks.gather(x, own, num_columns)

@@ -1,0 +1,125 @@
+"""Layers around one residual: what they compute is added to what they were given.
+
+`build_layers` makes the stack of every native architecture. Another mixer is another `MixerOf`;
+several streams are another layer and another stack, next to these.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import TYPE_CHECKING
+
+import msgspec
+
+from quickstep.model.decoder_spec import KVSize, ModelSpec
+from quickstep.model.decoder_weights import DecoderWeights, LayerWeights
+from quickstep.model.interface import EmittingTokens
+from quickstep.model.layers.attention import Attention
+from quickstep.model.layers.feed_forward import make_feed_forward
+from quickstep.model.layers.interface import LayerStack, LayerStep, Mixer
+from quickstep.model.layers.layer_ops import LayerOps
+from quickstep.model.sharding import Shard, shard_spec
+from quickstep.ops.table import OpTable
+from quickstep.ops.tensors import AnyTensor
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+# Ops and weights of a layer, and the place of its tensors in a `KVCache` if it has any.
+MixerOf = Callable[[LayerOps, LayerWeights, int], Mixer]
+
+
+class ResidualStream(msgspec.Struct, frozen=True):
+    """residual + delta, both [T, hidden]: the last sub-block's output is added where the next one
+    norms the sum, in one op. None for nothing to add.
+    """
+
+    residual: Tensor
+    delta: Tensor | None = None
+
+
+class ResidualLayer:
+    """Norm, mixer, norm, feed-forward part, as the architecture places its norms."""
+
+    def __init__(self, ops: LayerOps, weights: LayerWeights, mixer: Mixer) -> None:
+        self._ops = ops
+        self._weights = weights
+        self._mixer = mixer
+        self._feed_forward = make_feed_forward(ops, weights.mlp)
+
+    @property
+    def kv_size(self) -> KVSize | None:
+        """What the mixer keeps."""
+        return self._mixer.kv_size
+
+    def forward(
+        self, stream: ResidualStream, step: LayerStep, emitting: EmittingTokens | None
+    ) -> tuple[ResidualStream, Tensor]:
+        """`Layer.forward`. With `emitting`, the others stop where later tokens need no more of
+        them: once the mixer has written.
+        """
+        ops, weights = self._ops, self._weights
+        x, residual = _add_and_norm(ops, stream, weights.input_layernorm)
+        layer_input = residual
+        rows = self._mixer.write(x, step)
+        if emitting is not None:
+            rows, residual = rows[emitting.tokens], residual[emitting.tokens]
+            if not emitting.tokens.shape[0]:
+                return ResidualStream(residual), layer_input
+            step = step.of(emitting)
+        delta = self._norm_output(self._mixer.read(rows, step), weights.post_attention_layernorm)
+        stream = ResidualStream(residual, delta)
+        x, residual = _add_and_norm(ops, stream, weights.pre_feedforward_layernorm)
+        x = self._feed_forward.forward(x, step.lora)
+        delta = self._norm_output(x, weights.post_feedforward_layernorm)
+        return ResidualStream(residual, delta), layer_input
+
+    def _norm_output(self, x: Tensor, norm: AnyTensor | None) -> Tensor:
+        """Norm and scale a sub-block's output where the architecture does."""
+        if norm is not None:
+            x = self._ops.rms_norm(x, norm)
+        multiplier = self._ops.spec.residual_multiplier
+        return x if multiplier == 1.0 else x * multiplier
+
+
+def attention_of(ops: LayerOps, weights: LayerWeights, place: int) -> Mixer:
+    """The mixer of every layer of a native architecture."""
+    return Attention(ops, weights.attention, place)
+
+
+def build_layers(
+    spec: ModelSpec,
+    weights: DecoderWeights,
+    table: OpTable,
+    shard: Shard,
+    mixer_of: MixerOf = attention_of,
+) -> LayerStack:
+    """The layers of a spec on an op table; `weights` are the shard's."""
+    own = shard_spec(spec, shard)
+    layers: list[ResidualLayer] = []
+    num_with_kv = 0
+    for index, layer in enumerate(weights.layers):
+        ops = LayerOps(table, spec, own, shard, index)
+        layers.append(ResidualLayer(ops, layer, mixer_of(ops, layer, num_with_kv)))
+        num_with_kv += layers[-1].kv_size is not None
+    outer = LayerOps(table, spec, own, shard, spec.num_layers)
+
+    def end(stream: ResidualStream) -> Tensor:
+        return _add_and_norm(outer, stream, weights.final_norm)[0]
+
+    return LayerStack(ResidualStream, tuple(layers), end)
+
+
+def _add_and_norm(
+    ops: LayerOps, stream: ResidualStream, norm: AnyTensor | None
+) -> tuple[Tensor, Tensor]:
+    """The stream's sum, normed and as it is."""
+    residual, delta = stream.residual, stream.delta
+    if delta is not None and norm is not None:
+        eps, offset = ops.spec.norm_eps, ops.spec.norm_offset
+        return ops.table.add_rms_norm(delta, residual, norm, eps, offset)
+    if delta is not None:
+        residual = residual + delta
+    if norm is None:
+        return residual, residual
+    return ops.rms_norm(residual, norm), residual

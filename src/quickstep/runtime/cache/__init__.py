@@ -1,0 +1,1 @@
+"""The KV cache of a runner: its memory, and what a narrower format changes."""

@@ -1,0 +1,1 @@
+"""What takes plans and returns results in order: on this thread, or next to a device."""
