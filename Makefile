@@ -101,11 +101,13 @@ check: $(READY)
 	$(BIN)/mypy
 	$(BIN)/python tools/check_layers.py
 	$(BIN)/python tools/check_names.py
+	$(BIN)/python tools/check_defaults.py
 	$(BIN)/python tools/check_docs.py
 	$(BIN)/python tools/check_commits.py
 	$(BIN)/python tools/write_api_reference.py --check
 	$(BIN)/python tools/write_metrics_reference.py --check
 	$(BIN)/python tools/write_flags_reference.py --check
+	$(BIN)/python tools/write_cli_reference.py --check
 
 format: $(READY)
 	$(BIN)/ruff check --fix .
@@ -116,6 +118,7 @@ reference: $(READY)
 	$(BIN)/python tools/write_api_reference.py
 	$(BIN)/python tools/write_metrics_reference.py
 	$(BIN)/python tools/write_flags_reference.py
+	$(BIN)/python tools/write_cli_reference.py
 	$(BIN)/python tools/write_guide_outputs.py
 
 # Rebuild the native kernels in place, for work on csrc/.

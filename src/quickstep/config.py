@@ -35,6 +35,8 @@ KV_DTYPES = ("auto", "bfloat16", "float16", "float32", "int8", "fp8")
 MAX_SPECULATIVE_TOKENS = 16
 MAX_WAITING_OF_SERVER = 16_384  # sequences, unless `--max-waiting` is given
 QUANTIZATIONS = ("int8", "int8-g32", "int4", "int4-g64", "int4-g128", "fp8")
+# How long an engine's process may make no progress while requests wait.
+STALL_S = 30.0
 
 _T = TypeVar("_T")
 _MAX_LORAS = 64  # in compute memory

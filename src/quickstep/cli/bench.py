@@ -79,7 +79,11 @@ def _add_step(kinds: argparse._SubParsersAction[Parser]) -> None:
     parser.description = _STEP_TEXT
     _add_shared_flags(parser, repeats=5)
     parser.add_argument(
-        "--batch", type=positive_int, default=1, metavar="N", help="decoding rows (default: 1)"
+        "--batch",
+        type=positive_int,
+        default=1,
+        metavar="N",
+        help="decoding rows (default: %(default)s)",
     )
     parser.add_argument(
         "--context",
@@ -173,7 +177,7 @@ def _add_shared_flags(parser: Parser, repeats: int) -> None:
         "--seed",
         type=int,
         default=0,
-        help="seed of prompts, lengths and random weights (default: 0)",
+        help="seed of prompts, lengths and random weights (default: %(default)s)",
     )
     parser.add_argument("--json", action="store_true", help="print JSON")
     parser.add_argument(

@@ -85,7 +85,7 @@ def add_serve(kinds: argparse._SubParsersAction[Parser]) -> None:
             f"--{name}-slo-ms", type=_positive, metavar="MS", help=f"limit on the {what}"
         )
     parser.add_argument(
-        "--repeats", type=positive_int, default=1, metavar="N", help="rounds (default: 1)"
+        "--repeats", type=positive_int, default=1, metavar="N", help="rounds (default: %(default)s)"
     )
     parser.add_argument("--seed", type=int, default=0, help="seed of lengths, arrivals and prompts")
     parser.add_argument("--json", action="store_true", help="print JSON")

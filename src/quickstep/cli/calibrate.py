@@ -60,8 +60,8 @@ def add_parser(subparsers: argparse._SubParsersAction[Parser]) -> None:
     parser.add_argument(
         "--seconds",
         type=_seconds,
-        default=20.0,
-        help="how long to measure, after the model is loaded (default: 20)",
+        default="20",
+        help="how long to measure, after the model is loaded (default: %(default)s)",
     )
     parser.add_argument("--json", action="store_true", help="print the result as JSON")
     add_engine_flags(parser)

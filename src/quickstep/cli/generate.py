@@ -30,7 +30,7 @@ def add_parser(subparsers: argparse._SubParsersAction[Parser]) -> None:
         type=positive_int,
         default=1,
         metavar="N",
-        help="number of completions (default: 1)",
+        help="number of completions (default: %(default)s)",
     )
     parser.add_argument(
         "--stream",

@@ -38,7 +38,7 @@ from quickstep.cli.flags.parsing import (
     token_count,
 )
 from quickstep.cli.simulate_sweep import add_sweep, run_sweep
-from quickstep.config import PolicyName
+from quickstep.config import LoRAConfig, PolicyName
 from quickstep.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -98,7 +98,7 @@ def add_parser(subparsers: argparse._SubParsersAction[Parser]) -> None:
     engine.add_argument(
         "--max-loras",
         type=positive_int,
-        default=64,
+        default=LoRAConfig().max_loras,
         metavar="N",
         help="most adapters in memory at the same time (default: %(default)s)",
     )
@@ -131,10 +131,10 @@ def _add_replicas(group: argparse._ArgumentGroup) -> None:
     group.add_argument(
         "--replicas",
         type=_counts,
-        default=(1,),
+        default="1",
         metavar="COUNTS",
         help="engines, each on all of --hardware, that share the requests; several counts, "
-        "separated by commas, are compared (default: 1)",
+        "separated by commas, are compared (default: %(default)s)",
     )
     group.add_argument(
         "--prefill-replicas",
@@ -174,9 +174,10 @@ def _add_clients(group: argparse._ArgumentGroup) -> None:
     group.add_argument(
         "--rate",
         type=_rates,
-        default=(1.0,),
+        default="1",
         metavar="RATES",
-        help="sessions per second; several, separated by commas, are compared (default: 1)",
+        help="sessions per second; several, separated by commas, are compared (default: "
+        "%(default)s)",
     )
     group.add_argument(
         "--arrivals", choices=_ARRIVALS, default="gamma", help="when (default: %(default)s)"

@@ -27,9 +27,9 @@ def add_parser(subparsers: argparse._SubParsersAction[Parser]) -> None:
     parser.add_argument(
         "--last",
         type=duration,
-        default=30.0,
+        default="30s",
         metavar="TIME",
-        help="how far back, such as 30s or 2m (default: 30s)",
+        help="how far back, such as 30s or 2m (default: %(default)s)",
     )
     parser.add_argument(
         "-o",

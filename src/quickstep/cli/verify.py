@@ -152,7 +152,7 @@ def add_parser(subparsers: argparse._SubParsersAction[Parser]) -> None:
     parser.add_argument(
         "--block-size",
         type=positive_int,
-        default=16,
+        default=CacheConfig().block_size,
         metavar="TOKENS",
         help="tokens per KV block (default: %(default)s)",
     )

@@ -69,7 +69,7 @@ class EngineLimits(msgspec.Struct, frozen=True):
     """The engine's options of the same names."""
 
     max_num_seqs: int = 256
-    max_num_batched_tokens: int = 2048
+    max_num_batched_tokens: int = SchedulerConfig().max_num_batched_tokens
     num_speculative_tokens: int = 4
 
 

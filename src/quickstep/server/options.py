@@ -13,6 +13,7 @@ from typing import Annotated, Any
 
 import msgspec
 
+from quickstep.config import STALL_S
 from quickstep.errors import ConfigError, RequestError
 from quickstep.option import AT_LEAST_0, POSITIVE, Kind, Option, check_bounds
 from quickstep.server.usage.api_keys import ApiKeys
@@ -641,7 +642,7 @@ class ServerOptions(msgspec.Struct, frozen=True):
             Kind.SECONDS,
             "--stall-timeout-s",
         ),
-    ] = 30.0
+    ] = STALL_S
     drain_s: Annotated[
         float,
         Option(

@@ -18,6 +18,7 @@ from typing import TYPE_CHECKING
 import msgspec
 from msgspec.structs import replace
 
+from quickstep.config import LoRAConfig
 from quickstep.sim.outcome import Arrival, Ending
 from quickstep.types import Request, RequestClass, SamplingParams
 
@@ -81,7 +82,7 @@ class AdapterMix(msgspec.Struct, frozen=True):
 
     count: int
     skew: float = 1.0
-    max_loras: int = 64
+    max_loras: int = LoRAConfig().max_loras
     load_s: float = 0.02
 
 

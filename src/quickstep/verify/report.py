@@ -11,6 +11,7 @@ from typing import TypeVar
 
 import msgspec
 
+from quickstep.config import CacheConfig
 from quickstep.errors import ConfigError
 from quickstep.types import FinishReason
 from quickstep.verify.run import RunCounts, Trace
@@ -45,7 +46,7 @@ class VerifyOptions(msgspec.Struct, frozen=True):
     seed: int = 0
     threads: tuple[int, ...] = (1, 2)
     rounds: int = 1
-    block_size: int = 16
+    block_size: int = CacheConfig().block_size
     kv_dtype: str = "auto"
     num_adapters: int = 0
     fail_fast: bool = False

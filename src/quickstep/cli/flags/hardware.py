@@ -21,6 +21,7 @@ from quickstep.config import (
     EngineConfig,
     LoadConfig,
     ProposerConfig,
+    SchedulerConfig,
     SpeculationConfig,
     SpeculationMethod,
 )
@@ -72,7 +73,7 @@ def add_engine_sizes(group: argparse._ArgumentGroup) -> None:
     group.add_argument(
         "--max-num-batched-tokens",
         type=token_count,
-        default=2048,
+        default=SchedulerConfig().max_num_batched_tokens,
         metavar="N",
         help="most tokens of a step (default: %(default)s)",
     )

@@ -22,7 +22,7 @@ from typing import Protocol
 import msgspec
 from msgspec.structs import replace
 
-from quickstep.config import EngineConfig, InputConfig
+from quickstep.config import STALL_S, EngineConfig, InputConfig
 from quickstep.core.accounting import SchedulerStats, Totals, added
 from quickstep.core.admission import AdmissionState
 from quickstep.core.cost_model import CostModel, LinearCostModel
@@ -220,7 +220,7 @@ class RemoteEngine:
         command: Sequence[str] = WORKER_COMMAND,
         clock: Callable[[], float] = time.monotonic,
         launched: Launched | None = None,
-        stall_s: float = 30.0,
+        stall_s: float = STALL_S,
         max_undecided: int = 4096,
         watcher: EngineWatcher | None = None,
         replica: int = 0,

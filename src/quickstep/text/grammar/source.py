@@ -48,9 +48,9 @@ class GrammarLimits(msgspec.Struct, frozen=True):
         kept: Compiled grammars, the last used ones.
     """
 
-    text_bytes: int = 512 * 1024
-    regex_bytes: int = 2 * 1024
-    depth: int = 32
+    text_bytes: int = InputConfig().schema_bytes
+    regex_bytes: int = InputConfig().regex_bytes
+    depth: int = InputConfig().schema_depth
     reference_levels: int = 1024
     lines: int = 512
     groups: int = 512
