@@ -20,6 +20,7 @@ LAYERS = {
     "version": 0.0,
     "deferred": 0.0,
     "cache_dir": 0.0,
+    "option": 0.05,
     "config": 0.1,
     "sampling_params": 0.1,
     "json_line": 0.0,
@@ -48,6 +49,7 @@ FOUNDATION = {
     "cache_dir",
     "config",
     "json_line",
+    "option",
     "sampling_params",
     "types",
 }

@@ -1,32 +1,43 @@
 """Configuration of the engine: small frozen sections, each field documented with its unit.
 
 Each part of the engine receives only its own section. `EngineConfig` groups them for the command
-line and `LLM(...)`.
+line and `LLM(...)`. What an operator can set is declared at its field (`quickstep.option`); flags
+and the arguments of `LLM` are derived from it.
 """
 
 from __future__ import annotations
 
 import enum
-import math
 import os
 from collections.abc import Mapping, Sequence
-from typing import Any, TypeVar
+from types import MappingProxyType
+from typing import Annotated, Any, TypeVar
 
 import msgspec
 from msgspec.structs import replace
 
 from quickstep.errors import ConfigError
+from quickstep.option import AT_LEAST_1, POSITIVE, AllowedRange, Kind, Option, check_bounds
 
+# by the names of flags, some of which are vLLM's
+DTYPES = MappingProxyType(
+    {
+        "auto": "auto",
+        "bfloat16": "bfloat16",
+        "float16": "float16",
+        "half": "float16",
+        "float32": "float32",
+        "float": "float32",
+    }
+)
 KERNELS = ("auto", "reference", "native", "triton")
 KV_DTYPES = ("auto", "bfloat16", "float16", "float32", "int8", "fp8")
 MAX_SPECULATIVE_TOKENS = 16
+MAX_WAITING_OF_SERVER = 16_384  # sequences, unless `--max-waiting` is given
 QUANTIZATIONS = ("int8", "int8-g32", "int4", "int4-g64", "int4-g128", "fp8")
 
 _T = TypeVar("_T")
-_MAX_THREADS = 1024
 _MAX_LORAS = 64  # in compute memory
-_MAX_REPLICAS = 64
-_MAX_RANKS = 64
 _ADAPTER_NAME_BYTES = 255  # as many as a folder's name may have
 
 
@@ -78,91 +89,152 @@ class SpeculativeSampling(enum.Enum):
 
 
 class CacheConfig(msgspec.Struct, frozen=True):
-    """The paged KV cache.
+    """The paged KV cache."""
 
-    Attributes:
-        block_size: Token positions per block (S).
-        num_blocks: Blocks in the pool (B); None derives it from `kv_cache_bytes` or free memory.
-        kv_cache_bytes: Memory for KV tensors in bytes; None derives it from free memory.
-        prefix_caching: Keep full blocks of finished sequences for later prompts.
-        kv_dtype: Dtype of keys and values: `auto` (the model's dtype), `bfloat16`, `float16`,
-            `float32`, `int8` with a scale per token and head, or `fp8` (e4m3) without scales.
-    """
-
-    block_size: int = 16
-    num_blocks: int | None = None
-    kv_cache_bytes: int | None = None
-    prefix_caching: bool = True
-    kv_dtype: str = "auto"
+    block_size: Annotated[int, Option("tokens per KV block", Kind.COUNT, metavar="TOKENS")] = 16
+    num_blocks: Annotated[
+        int | None,
+        Option(
+            "number of KV blocks",
+            Kind.COUNT,
+            default_text="as many as fit in memory",
+            bounds=AT_LEAST_1,
+            other_arguments=("num_gpu_blocks_override",),
+        ),
+    ] = None
+    kv_cache_bytes: Annotated[
+        int | None,
+        Option(
+            "memory for the KV cache, such as 500M or 2GiB",
+            Kind.BYTES,
+            "--kv-cache-memory-bytes",
+            default_text="the free memory",
+        ),
+    ] = None
+    kv_dtype: Annotated[
+        str,
+        Option(
+            "dtype of keys and values; int8 has a scale per token and head, fp8 (e4m3) none; auto "
+            "is the dtype of the weights",
+            flag="--kv-cache-dtype",
+            choices=KV_DTYPES,
+        ),
+    ] = "auto"
+    prefix_caching: Annotated[
+        bool,
+        Option(
+            "keep full blocks of finished sequences for later prompts",
+            flag="--enable-prefix-caching",
+            default_text="on",
+        ),
+    ] = True
 
     def __post_init__(self) -> None:
         if self.block_size < 1 or self.block_size & (self.block_size - 1):
             raise ConfigError(f"--block-size is {self.block_size}, it must be a power of two")
-        if self.num_blocks is not None and self.num_blocks < 1:
-            raise ConfigError(f"--num-blocks is {self.num_blocks}, it must be at least 1")
         if self.kv_dtype not in KV_DTYPES:
             known = ", ".join(KV_DTYPES)
             raise ConfigError(f"--kv-cache-dtype is {self.kv_dtype!r}, it must be one of {known}")
+        check_bounds(self)
 
 
 class SchedulerConfig(msgspec.Struct, frozen=True):
     """The size of a step, and how steps overlap.
 
     Attributes:
-        max_num_seqs: Resident sequences, which is also the number of slots.
-        max_num_batched_tokens: Tokens in a step (T), decode and prefill together.
         max_model_len: Longest sequence in tokens, prompt and output; `EngineConfig.max_model_len`
             resolved for the model and the memory.
-        max_waiting: Waiting sequences beyond which `add` rejects a request; None for no limit.
-        pipeline_depth: Steps in flight: 1 waits for each step, 2 plans the next while one runs.
-            None: 2 where decode steps are CUDA graphs, else 1.
-        policy: Who is served first, and how a step's tokens are split between phases
-            (`core.policies`).
-        inter_token_target_s: Limit of the step time in seconds, by which `mixed` chooses the size
-            of prefill chunks; or twice the time of the decode rows, if that is longer.
-        priority_aging_s: Waiting time in seconds after which a request gains one level of priority,
-            so that requests of higher priority cannot delay it for ever.
-        batch_timeout_s: With the policies `dynamic` and `length-grouped`, how long the oldest
-            request waits in seconds for others, before its batch begins.
+        max_waiting: Where `add` rejects a request; None for no limit.
+        pipeline_depth: None: 2 where decode steps are CUDA graphs, else 1.
+        policy: `core.policies` describes each.
+        inter_token_target_s: `mixed` allows twice the time of the decode rows, if that is longer.
         num_speculative_tokens: Most drafts of a row; 0 turns speculation off. The engine takes it
             from its `SpeculationConfig`.
-        use_kv_cache: False computes all tokens of a sequence again for each of its tokens, to see
-            what the cache saves; the tokens are the same.
         max_loras: LoRA adapters in compute memory (`core.resources.adapter_residency`); None if
             adapters are no resource: every adapter is always there. The engine takes it from its
             `LoRAConfig`.
         lora_bytes: What they take together; None for no limit.
     """
 
-    max_num_seqs: int = 64
-    max_num_batched_tokens: int = 2048
+    max_num_seqs: Annotated[
+        int, Option("largest number of sequences in a batch", Kind.COUNT, bounds=AT_LEAST_1)
+    ] = 64
+    max_num_batched_tokens: Annotated[
+        int,
+        Option(
+            "largest number of tokens in a step, prefill and decode",
+            Kind.TOKENS,
+            bounds=AT_LEAST_1,
+        ),
+    ] = 2048
     max_model_len: int = 4096
-    max_waiting: int | None = None
-    pipeline_depth: int | None = None
-    policy: PolicyName = PolicyName.MIXED
-    inter_token_target_s: float = 0.2
-    priority_aging_s: float = 10.0
-    batch_timeout_s: float = 0.1
+    max_waiting: Annotated[
+        int | None,
+        Option(
+            "largest number of waiting sequences, beyond which the server responds 429; a request "
+            "has n sequences",
+            Kind.COUNT,
+            default_text=f"{MAX_WAITING_OF_SERVER} for serve, otherwise no limit",
+        ),
+    ] = None
+    pipeline_depth: Annotated[
+        int | None,
+        Option(
+            "steps in flight; 2 plans the next while one runs",
+            Kind.COUNT,
+            default_text="2 with CUDA graphs, else 1",
+            bounds=AT_LEAST_1,
+        ),
+    ] = None
+    policy: Annotated[
+        PolicyName,
+        Option(
+            "who is served first, and how a step is split between prefill and decode "
+            "(default: {default}); docs/guide/scheduling.md describes each",
+            flag="--scheduling-policy",
+            argument="policy",
+        ),
+    ] = PolicyName.MIXED
+    inter_token_target_s: Annotated[
+        float,
+        Option(
+            "step time that the policy `mixed` limits prefill to", Kind.SECONDS, bounds=POSITIVE
+        ),
+    ] = 0.2
+    priority_aging_s: Annotated[
+        float,
+        Option(
+            "waiting time that raises a request by one level of priority",
+            Kind.SECONDS,
+            bounds=AllowedRange(above=0, is_finite=True),
+        ),
+    ] = 10.0
+    batch_timeout_s: Annotated[
+        float,
+        Option(
+            "how long the policies dynamic and length-grouped wait for a full batch",
+            Kind.SECONDS,
+            bounds=AllowedRange(least=0, is_finite=True),
+        ),
+    ] = 0.1
     num_speculative_tokens: int = 0
-    use_kv_cache: bool = True
+    use_kv_cache: Annotated[
+        bool,
+        Option(
+            "compute all tokens again for each new one, to see what the KV cache saves; prefixes "
+            "are not cached either, and the output is the same",
+            flag="--no-kv-cache",
+            turns_off=True,
+            argument="use_kv_cache",
+        ),
+    ] = True
     max_loras: int | None = None
     lora_bytes: int | None = None
 
     def __post_init__(self) -> None:
-        for name in ("max_num_seqs", "max_num_batched_tokens", "max_model_len", "pipeline_depth"):
-            value = getattr(self, name)
-            if value is not None and value < 1:
-                flag = name.replace("_", "-")
-                raise ConfigError(f"--{flag} is {value}, it must be at least 1")
-        if not self.inter_token_target_s > 0:
-            value = self.inter_token_target_s
-            raise ConfigError(f"--inter-token-target-s is {value}, it must be above 0")
-        if not 0 < self.priority_aging_s < math.inf:
-            value = self.priority_aging_s
-            raise ConfigError(f"--priority-aging-s is {value}, it must be above 0 and finite")
-        if not 0 <= self.batch_timeout_s < math.inf:
-            value = self.batch_timeout_s
-            raise ConfigError(f"--batch-timeout-s is {value}, it must be at least 0 and finite")
+        check_bounds(self)
+        if self.max_model_len < 1:
+            raise ConfigError(f"--max-model-len is {self.max_model_len}, it must be at least 1")
         if not self.use_kv_cache and self.num_in_flight > 1:
             raise ConfigError("--no-kv-cache needs --pipeline-depth 1: a step needs all tokens")
 
@@ -191,8 +263,28 @@ class ProposerConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         quantization: One of QUANTIZATIONS for a draft model; None keeps its dtype.
     """
 
-    method: SpeculationMethod = SpeculationMethod.AUTO
-    model: str | None = None
+    method: Annotated[
+        SpeculationMethod,
+        Option(
+            "what proposes draft tokens, which the model checks several at a time: earlier "
+            "occurrences of the last tokens in the prompt and outputs (suffix, ngram), a smaller "
+            "model (draft), heads of the model (medusa), a layer that reads its hidden states "
+            "(eagle, eagle3), or nothing (off); the output is the same",
+            flag="--speculative-method",
+            default_text="{value}: suffix, and what each --speculative-model is",
+        ),
+    ] = SpeculationMethod.AUTO
+    model: Annotated[
+        str | None,
+        Option(
+            "a smaller checkpoint with the same tokenizer, or one of Medusa heads or an EAGLE "
+            "layer: a directory or a hub id; repeat it for several of different methods, of which "
+            "each sequence has the drafts that are predicted to gain most",
+            flag="--speculative-model",
+            metavar="MODEL",
+            repeats="append",
+        ),
+    ] = None
     revision: str | None = None
     quantization: str | None = None
 
@@ -220,11 +312,7 @@ class SpeculationConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True)
     Attributes:
         proposers: What proposes drafts, each of another method; () for no speculation. Where there
             are several, each sequence has the drafts that are predicted to gain most.
-        num_speculative_tokens: Most drafts of a row; how many it gets is decided step by step
-            (`core.drafts.control`).
-        sampling: When a draft is accepted.
-        tree_width: With `medusa`, `eagle` and `eagle3`, most drafts that follow the same token; 1
-            for chains.
+        num_speculative_tokens: How many a row gets is decided step by step (`core.drafts.control`).
         prompt_lookup_min: With `ngram`, the shortest match in tokens.
         prompt_lookup_max: With `ngram`, the longest match that is looked for, in tokens.
         suffix_decoding_max_tree_depth: With `suffix`, the longest match that is looked for.
@@ -235,9 +323,28 @@ class SpeculationConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True)
     """
 
     proposers: tuple[ProposerConfig, ...] = (ProposerConfig(),)
-    num_speculative_tokens: int = 8
-    sampling: SpeculativeSampling = SpeculativeSampling.EXACT
-    tree_width: int = 4
+    num_speculative_tokens: Annotated[
+        int,
+        Option("most draft tokens of a sequence in a step; it gets as many as pay", Kind.COUNT),
+    ] = 8
+    sampling: Annotated[
+        SpeculativeSampling,
+        Option(
+            "accept a draft if it is the token that is sampled without drafts (exact), or with "
+            "the probability that it has (rejection: the output is as probable, but depends on "
+            "the drafts and so on other requests, also with a seed; for comparison)",
+            flag="--speculative-sampling",
+        ),
+    ] = SpeculativeSampling.EXACT
+    tree_width: Annotated[
+        int,
+        Option(
+            "most draft tokens of Medusa heads or an EAGLE layer that follow the same token, in a "
+            "tree; 1 for a chain",
+            Kind.COUNT,
+            "--speculative-tree-width",
+        ),
+    ] = 4
     prompt_lookup_min: int = 2
     prompt_lookup_max: int = 4
     suffix_decoding_max_tree_depth: int = 24
@@ -325,41 +432,74 @@ class LoadConfig(msgspec.Struct, frozen=True):
 
     Attributes:
         model: A directory, a hub id, or `demo`.
-        revision: Hub revision; None for the default branch.
-        dtype: `auto` (the checkpoint's), `bfloat16`, `float16` or `float32`.
-        device: `auto`, `cpu`, `cuda` or `cuda:N`.
-        kernels: One of KERNELS: PyTorch's ops (`reference`), those compiled for CPUs (`native`), or
-            Triton's; `auto` chooses by the device (`ops.resolve`).
-        offline: Never use the network; the environment variable HF_HUB_OFFLINE works too.
-        num_threads: CPU threads; None for one per core that the process may use.
-        pin_threads: Pin each of them, except the calling one, to its own CPU.
-        quantization: One of QUANTIZATIONS: weights are quantized while loading, and matrix
-            products are computed in integers, for `fp8` in e4m3; None keeps the dtype.
-        tensor_parallel_size: Processes that compute every step together, each with a part of every
-            matrix and of the threads; the bits are those of one.
+        kernels: `auto` is resolved in `ops.resolve`.
+        offline: The environment variable HF_HUB_OFFLINE works too.
+        pin_threads: The calling thread is not pinned.
     """
 
     model: str = "demo"
-    revision: str | None = None
-    dtype: str = "auto"
-    device: str = "auto"
-    kernels: str = "auto"
-    offline: bool = False
-    num_threads: int | None = None
-    pin_threads: bool = False
-    quantization: str | None = None
-    tensor_parallel_size: int = 1
+    revision: Annotated[str | None, Option("hub revision", default_text="the default branch")] = (
+        None
+    )
+    dtype: Annotated[
+        str,
+        Option(
+            "dtype of weights and activations; auto uses the checkpoint's",
+            choices=tuple(DTYPES),
+        ),
+    ] = "auto"
+    quantization: Annotated[
+        str | None,
+        Option(
+            "quantize the weights while loading, and compute in integers, or in e4m3 for fp8",
+            choices=QUANTIZATIONS,
+            default_text="do not",
+        ),
+    ] = None
+    device: Annotated[
+        str,
+        Option("auto, cpu, cuda, or cuda:N; auto is a GPU if there is one", metavar="DEVICE"),
+    ] = "auto"
+    kernels: Annotated[
+        str,
+        Option(
+            "PyTorch's ops (reference), those compiled for CPUs (native), or Triton's; auto is "
+            "native on a CPU and reference on a GPU",
+            choices=KERNELS,
+        ),
+    ] = "auto"
+    offline: Annotated[bool, Option("never use the network")] = False
+    num_threads: Annotated[
+        int | None,
+        Option(
+            "CPU threads",
+            Kind.COUNT,
+            "--threads",
+            default_text="one per core that the process may use",
+            bounds=AllowedRange(1, 1024),
+            argument="num_threads",
+        ),
+    ] = None
+    pin_threads: Annotated[
+        bool,
+        Option(
+            "pin each kernel thread to its own CPU, one per physical core first; only for "
+            "machines that run nothing else"
+        ),
+    ] = False
+    tensor_parallel_size: Annotated[
+        int,
+        Option(
+            "processes that compute every step together, each with a part of the weights and of "
+            "--threads; same bits",
+            Kind.COUNT,
+            aliases=("-tp", "--tp-size", "--tp"),
+            bounds=AllowedRange(1, 64),
+        ),
+    ] = 1
 
     def __post_init__(self) -> None:
-        if not 1 <= self.tensor_parallel_size <= _MAX_RANKS:
-            raise ConfigError(
-                f"--tensor-parallel-size is {self.tensor_parallel_size}, it must be from 1 to "
-                f"{_MAX_RANKS}"
-            )
-        if self.num_threads is not None and not 1 <= self.num_threads <= _MAX_THREADS:
-            raise ConfigError(
-                f"--threads is {self.num_threads}, it must be from 1 to {_MAX_THREADS}"
-            )
+        check_bounds(self)
         if self.quantization not in (None, *QUANTIZATIONS):
             known = f"{', '.join(QUANTIZATIONS[:-1])} or {QUANTIZATIONS[-1]}"
             raise ConfigError(f"--quantization is {self.quantization!r}, it must be {known}")
@@ -386,36 +526,92 @@ class LoRAConfig(msgspec.Struct, frozen=True):
     Attributes:
         modules: (name, directory) of the adapters that are opened at the start; as many as fit are
             loaded then.
-        max_loras: Adapters in compute memory at the same time.
-        max_lora_rank: The largest rank of an adapter.
-        max_cpu_loras: Adapters in memory at the same time, those in compute memory included: so
-            many more stay in host memory after an eviction. None for `max_loras`.
-        directory: Each of its folders is an adapter, which is opened when a request first names it.
-        pinned: Names of adapters that are never evicted.
-        memory_bytes: What adapters may take in compute memory together; None for the `max_loras`
-            largest of those that are known at the start.
-        allowed_dirs: Where clients may load adapters from, with `directory`.
-        dtype: `auto` holds adapters in the model's dtype, `int8` in half of that of bfloat16.
+        max_cpu_loras: So many more than `max_loras` stay in host memory after an eviction. None for
+            `max_loras`.
+        directory: An adapter is opened when a request first names it.
     """
 
-    modules: tuple[tuple[str, str], ...] = ()
-    max_loras: int = _MAX_LORAS
-    max_lora_rank: int = 256
-    max_cpu_loras: int | None = None
-    directory: str | None = None
-    pinned: tuple[str, ...] = ()
-    memory_bytes: int | None = None
-    allowed_dirs: tuple[str, ...] = ()
-    dtype: str = "auto"
+    modules: Annotated[
+        tuple[tuple[str, str], ...],
+        Option(
+            "adapters of PEFT to load at the start, also as JSON like vLLM's: "
+            """'{"name": "NAME", "path": "DIR"}'; a request selects one by `model: NAME`""",
+            flag="--lora-modules",
+            metavar="NAME=DIR",
+            argument=None,
+        ),
+    ] = ()
+    max_loras: Annotated[
+        int,
+        Option(
+            "most adapters in compute memory at the same time; others are loaded when a request "
+            "names them",
+            Kind.COUNT,
+            default_text="{value}, or --max-cpu-loras if that is less",
+            bounds=AT_LEAST_1,
+        ),
+    ] = _MAX_LORAS
+    max_lora_rank: Annotated[
+        int,
+        Option("largest rank of an adapter", Kind.COUNT, metavar="RANK", bounds=AT_LEAST_1),
+    ] = 256
+    max_cpu_loras: Annotated[
+        int | None,
+        Option(
+            "most adapters in memory at the same time, those in compute memory included",
+            Kind.COUNT,
+            default_text="--max-loras",
+        ),
+    ] = None
+    directory: Annotated[
+        str | None,
+        Option(
+            "each of its folders is an adapter, which is loaded when a request first names it",
+            flag="--lora-dir",
+            metavar="DIR",
+        ),
+    ] = None
+    pinned: Annotated[
+        tuple[str, ...],
+        Option(
+            "adapters that stay in compute memory once they are there",
+            flag="--lora-pin",
+            metavar="NAME",
+        ),
+    ] = ()
+    memory_bytes: Annotated[
+        int | None,
+        Option(
+            "what adapters may take in compute memory together",
+            Kind.BYTES,
+            "--lora-memory-bytes",
+            default_text="the --max-loras largest of those that are known at the start",
+            bounds=AT_LEAST_1,
+        ),
+    ] = None
+    allowed_dirs: Annotated[
+        tuple[str, ...],
+        Option(
+            "where POST /v1/load_lora_adapter may load from, besides --lora-dir",
+            flag="--lora-allowed-dirs",
+            metavar="DIR",
+            argument=None,
+        ),
+    ] = ()
+    dtype: Annotated[
+        str,
+        Option(
+            "how adapters are held: auto is the model's dtype; int8 takes half of the memory and "
+            "reads, and rounds the weights",
+            flag="--lora-dtype",
+            choices=("auto", "int8"),
+        ),
+    ] = "auto"
 
     def __post_init__(self) -> None:
         if self.dtype not in ("auto", "int8"):
             raise ConfigError(f"--lora-dtype is {self.dtype!r}, it must be auto or int8")
-        for name in ("max_loras", "max_lora_rank", "memory_bytes"):
-            value = getattr(self, name)
-            if value is not None and value < 1:
-                flag = name.replace("_", "-").replace("memory", "lora-memory")
-                raise ConfigError(f"--{flag} is {value}, it must be at least 1")
+        check_bounds(self)
         names = [name for name, _ in self.modules]
         for name in names:
             if (problem := adapter_name_problem(name)) is not None:
@@ -462,33 +658,89 @@ class InputConfig(msgspec.Struct, frozen=True):
     """How requests are prepared before the model computes anything, and the limits of it.
 
     Attributes:
+        schema_bytes: In UTF-8, also of all choices together.
+        regex_bytes: In UTF-8.
         chat_template: The text of a chat template in place of the checkpoint's.
-        content_format: What templates read of a message's content; `auto` finds out.
-        schema_bytes: Size in UTF-8 of a JSON schema, a grammar, or all choices.
-        schema_depth: Nesting depth of a schema.
-        regex_bytes: Size in UTF-8 of a regular expression.
-        grammar_s: CPU time in seconds to compile a grammar.
-        template_s: CPU time in seconds to render the chat template.
     """
 
-    schema_bytes: int = 512 * 1024
-    schema_depth: int = 32
-    regex_bytes: int = 2 * 1024
-    grammar_s: float = 2.0
-    template_s: float = 1.0
-    chat_template: str | None = None
-    content_format: ContentFormat = ContentFormat.AUTO
+    schema_bytes: Annotated[
+        int,
+        Option(
+            "size of a JSON schema or a grammar",
+            Kind.BYTES,
+            "--max-schema-bytes",
+            metavar="N",
+            bounds=POSITIVE,
+            argument=None,
+        ),
+    ] = 512 * 1024
+    schema_depth: Annotated[
+        int,
+        Option(
+            "nesting depth of a JSON schema",
+            Kind.COUNT,
+            "--max-schema-depth",
+            bounds=POSITIVE,
+            argument=None,
+        ),
+    ] = 32
+    regex_bytes: Annotated[
+        int,
+        Option(
+            "size of a regular expression",
+            Kind.BYTES,
+            "--max-regex-bytes",
+            metavar="N",
+            bounds=POSITIVE,
+            argument=None,
+        ),
+    ] = 2 * 1024
+    grammar_s: Annotated[
+        float,
+        Option(
+            "CPU time to compile a grammar, in seconds",
+            Kind.SECONDS,
+            "--grammar-timeout-s",
+            metavar="N",
+            bounds=POSITIVE,
+            argument=None,
+        ),
+    ] = 2.0
+    template_s: Annotated[
+        float,
+        Option(
+            "CPU time to render a chat template, in seconds",
+            Kind.SECONDS,
+            "--template-timeout-s",
+            metavar="N",
+            bounds=POSITIVE,
+            argument=None,
+        ),
+    ] = 1.0
+    chat_template: Annotated[
+        str | None,
+        Option(
+            "a chat template in place of the model's: a file, or the template itself",
+            aliases=("--chat-template-file",),
+            metavar="FILE",
+        ),
+    ] = None
+    content_format: Annotated[
+        ContentFormat,
+        Option(
+            "what the chat template reads of a message's content: text (string) or a list of "
+            "parts (openai); auto finds out for each role",
+            flag="--chat-template-content-format",
+        ),
+    ] = ContentFormat.AUTO
 
     def __post_init__(self) -> None:
-        for flag, value in (
-            ("--max-schema-bytes", self.schema_bytes),
-            ("--max-schema-depth", self.schema_depth),
-            ("--max-regex-bytes", self.regex_bytes),
-            ("--grammar-timeout-s", self.grammar_s),
-            ("--template-timeout-s", self.template_s),
-        ):
-            if not value > 0:
-                raise ConfigError(f"{flag} is {value:g}, it must be above 0")
+        check_bounds(self)
+
+
+_UNREAD = (
+    "that a client may leave unread; its request is paused at the limit until half of it is read"
+)
 
 
 class StreamConfig(msgspec.Struct, frozen=True):
@@ -501,15 +753,17 @@ class StreamConfig(msgspec.Struct, frozen=True):
         max_unread_bytes: Their approximate size: text, tokens, logprobs.
     """
 
-    max_unread_deltas: int = 256
-    max_unread_bytes: int = 1024 * 1024
+    max_unread_deltas: Annotated[
+        int,
+        Option(f"chunks of output {_UNREAD}", Kind.COUNT, bounds=AT_LEAST_1, argument=None),
+    ] = 256
+    max_unread_bytes: Annotated[
+        int,
+        Option(f"bytes of output {_UNREAD}", Kind.BYTES, bounds=AT_LEAST_1, argument=None),
+    ] = 1024 * 1024
 
     def __post_init__(self) -> None:
-        for name in ("max_unread_deltas", "max_unread_bytes"):
-            value = getattr(self, name)
-            if value is not None and value < 1:
-                flag = name.replace("_", "-")
-                raise ConfigError(f"--{flag} is {value}, it must be at least 1")
+        check_bounds(self)
 
 
 class RecordingConfig(msgspec.Struct, frozen=True):
@@ -534,26 +788,41 @@ class RouterName(enum.Enum):
 
 
 class ReplicaConfig(msgspec.Struct, frozen=True):
-    """The engines that serve one model.
+    """The engines that serve one model."""
 
-    Attributes:
-        num_replicas: How many there are, each in a process of its own.
-        router: Which of them gets a request.
-        max_moves: How often in a row, without a new token, a request continues on another engine,
-            or on a restarted one, after the end of its engine's process.
-    """
-
-    num_replicas: int = 1
-    router: RouterName = RouterName.PREDICTED
-    max_moves: int = 3
+    num_replicas: Annotated[
+        int,
+        Option(
+            "engines that serve the model, each in a process of its own with its part of the "
+            "cores and of the memory",
+            Kind.INTEGER,
+            "--data-parallel-size",
+            aliases=("-dp", "--dp-size", "--dp"),
+            bounds=AllowedRange(1, 64),
+            argument=None,
+        ),
+    ] = 1
+    router: Annotated[
+        RouterName,
+        Option(
+            "which engine gets a request: the one that is predicted to answer first, in turn, the "
+            "one with the fewest requests, or the one that had the longest part of the prompt",
+            argument=None,
+        ),
+    ] = RouterName.PREDICTED
+    max_moves: Annotated[
+        int,
+        Option(
+            "how often in a row, without a new token, a request continues on another engine when "
+            "its engine's process has ended",
+            Kind.INTEGER,
+            bounds=AllowedRange(least=0),
+            argument=None,
+        ),
+    ] = 3
 
     def __post_init__(self) -> None:
-        if not 1 <= self.num_replicas <= _MAX_REPLICAS:
-            raise ConfigError(
-                f"--data-parallel-size is {self.num_replicas}, it must be from 1 to {_MAX_REPLICAS}"
-            )
-        if self.max_moves < 0:
-            raise ConfigError(f"--max-moves is {self.max_moves}, it must be at least 0")
+        check_bounds(self)
 
 
 class EngineConfig(msgspec.Struct, frozen=True):
@@ -561,12 +830,6 @@ class EngineConfig(msgspec.Struct, frozen=True):
 
     Attributes:
         streams: None never pauses a request for a slow reader.
-        max_model_len: Longest sequence in tokens; None uses the model's limit, or less if the KV
-            cache is smaller.
-        allow_long_context: Allow `max_model_len` above the model's limit: positions are scaled.
-        seed: Makes the seeds of requests without one reproducible; None uses random seeds.
-        memory_bytes: Limit of the engine's memory in bytes; None uses the machine's free memory.
-        enforce_eager: Run the model op by op instead of replaying captured steps; same bits.
         lora: None if requests have no adapters.
         recording: None records nothing.
     """
@@ -574,20 +837,58 @@ class EngineConfig(msgspec.Struct, frozen=True):
     load: LoadConfig = msgspec.field(default_factory=LoadConfig)
     cache: CacheConfig = msgspec.field(default_factory=CacheConfig)
     scheduler: SchedulerConfig = msgspec.field(default_factory=SchedulerConfig)
-    speculation: SpeculationConfig = msgspec.field(default_factory=SpeculationConfig)
+    speculation: Annotated[
+        SpeculationConfig,
+        Option(
+            "these as a JSON object, with the settings of each method, or a list of objects for "
+            "several proposers; docs/guide/speculation.md lists them",
+            Kind.JSON,
+            "--speculative-config",
+        ),
+    ] = msgspec.field(default_factory=SpeculationConfig)
     inputs: InputConfig = msgspec.field(default_factory=InputConfig)
     streams: StreamConfig | None = msgspec.field(default_factory=StreamConfig)
-    max_model_len: int | None = None
-    allow_long_context: bool = False
-    seed: int | None = None
-    memory_bytes: int | None = None
-    enforce_eager: bool = False
+    max_model_len: Annotated[
+        int | None,
+        Option(
+            "longest sequence, prompt and output together, such as 8192 or 8k",
+            Kind.TOKENS,
+            default_text="the model's limit, or less if the KV cache is smaller",
+            bounds=AT_LEAST_1,
+        ),
+    ] = None
+    allow_long_context: Annotated[
+        bool,
+        Option(
+            "allow --max-model-len above the model's limit: positions are scaled (YaRN), which "
+            "may reduce quality"
+        ),
+    ] = False
+    seed: Annotated[
+        int | None,
+        Option(
+            "makes the seeds of requests without one reproducible",
+            Kind.INTEGER,
+            default_text="random",
+        ),
+    ] = None
+    memory_bytes: Annotated[
+        int | None,
+        Option(
+            "limit of the engine's memory, weights included",
+            Kind.BYTES,
+            default_text="the free memory",
+        ),
+    ] = None
+    enforce_eager: Annotated[
+        bool,
+        Option("run the model op by op instead of replaying captured steps; same bits, slower"),
+    ] = False
     lora: LoRAConfig | None = None
     recording: RecordingConfig | None = None
 
     def __post_init__(self) -> None:
-        if self.max_model_len is not None and self.max_model_len < 1:
-            raise ConfigError(f"--max-model-len is {self.max_model_len}, it must be at least 1")
+        check_bounds(self)
         if self.seed is not None and not -(2**63) <= self.seed < 2**64:
             raise ConfigError(f"--seed is {self.seed}, it must be from -2^63 to 2^64 - 1")
 

@@ -18,6 +18,7 @@ import httpx
 import jsonschema_rs
 import schemathesis
 from client import client_of
+from example_counts import examples
 from generated_bodies import BodyDrawer
 from hypothesis import HealthCheck, Phase, settings
 from schemathesis.checks import not_a_server_error
@@ -78,17 +79,7 @@ def endpoints(document: dict[str, Any]) -> Iterator[tuple[str, str]]:
 
 def num_cases(num: int) -> Callable[[Callable[..., None]], Callable[..., None]]:
     """As many examples as told, but more of them when new ones are searched for."""
-    asked = settings.get_profile("search").max_examples if searching() else 0
-    return settings(
-        max_examples=max(num, asked),
-        phases=[Phase.generate],
-        suppress_health_check=list(HealthCheck),
-    )
-
-
-def searching() -> bool:
-    """Whether pytest runs with `--hypothesis-profile=search`."""
-    return settings().max_examples == settings.get_profile("search").max_examples
+    return settings(examples(num), phases=[Phase.generate], suppress_health_check=list(HealthCheck))
 
 
 class Api:

@@ -25,21 +25,21 @@ from msgspec.structs import replace
 
 from quickstep.cli.flags.engine import (
     add_engine_flags,
-    add_format_flags,
     add_model,
     add_template_flags,
     engine_config,
     model_of,
     template_fields,
 )
+from quickstep.cli.flags.options import add_options, size_text
 from quickstep.cli.flags.parsing import Parser, bytes_size, command, positive_int
-from quickstep.config import InputConfig
+from quickstep.config import EngineConfig, InputConfig
 from quickstep.errors import ConfigError
+from quickstep.server.options import RequestLimits, ServerOptions
 
 if TYPE_CHECKING:
     from quickstep.engine.engine import Engine
     from quickstep.server.batches.lines import BatchLine, LineAnswer
-    from quickstep.server.options import ServerOptions
 
 _RETRY_S = 0.05
 _RESPONSE_START = b'{"id":"batch_req_'  # of a line of output
@@ -84,14 +84,12 @@ def add_parser(subparsers: argparse._SubParsersAction[Parser]) -> None:
     parser.add_argument(
         "--max-body-bytes",
         type=bytes_size,
-        default=4 * 1024 * 1024,
+        default=RequestLimits().body_bytes,
         metavar="SIZE",
-        help="largest body of one request (default: 4MiB)",
+        help=f"largest body of one request (default: {size_text(RequestLimits().body_bytes)})",
     )
-    parser.add_argument(
-        "--seed", type=int, help="makes the seeds of requests without one reproducible"
-    )
-    add_format_flags(parser)
+    add_options(parser, EngineConfig, "seed")
+    add_options(parser, ServerOptions, "tool_call_parser", "reasoning_parser")
     add_template_flags(parser)
     add_engine_flags(parser)
 
@@ -155,7 +153,6 @@ async def _each(lines: Iterator[BatchLine]) -> AsyncIterator[BatchLine]:
 def _server_options(args: argparse.Namespace) -> ServerOptions:
     """The options of a server with these flags. Raises ConfigError."""
     from quickstep.server.models.served_model import check_names
-    from quickstep.server.options import RequestLimits, ServerOptions
 
     options = ServerOptions(
         served_model_names=tuple(args.served_model_name),
@@ -184,7 +181,6 @@ def _checked_ids(source: Path, max_line_bytes: int) -> set[str]:
 def _lines(source: Path, max_line_bytes: int, done: Collection[str]) -> Iterator[BatchLine]:
     """Read the requests that are not in `done`. Raises ConfigError."""
     from quickstep.server.batches.lines import BATCH_URLS, LineFault, numbered_lines, read_line
-    from quickstep.server.options import RequestLimits
 
     limits = RequestLimits(body_bytes=max_line_bytes)
     try:

@@ -36,7 +36,7 @@ if TYPE_CHECKING:
     from rich.console import Console
 
     from quickstep.plan.explain import ParallelRow
-    from quickstep.plan.planner import Option, Plan, PlanQuery
+    from quickstep.plan.planner import Plan, PlanQuery, SimulatedOption
     from quickstep.sim.summary import Percentiles
 
 _GB = 1e9
@@ -240,7 +240,7 @@ def _load_text(plan: Plan) -> str:
     return f"{text}; target: {', '.join(limits) or 'keep up'}"
 
 
-def _cells(option: Option) -> tuple[str, ...]:
+def _cells(option: SimulatedOption) -> tuple[str, ...]:
     def dollars(value: float | None) -> str:
         return "-" if value is None else f"{value:.2f}"
 

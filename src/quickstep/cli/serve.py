@@ -15,13 +15,13 @@ from msgspec.structs import replace
 
 from quickstep.cli.flags.engine import (
     add_engine_flags,
-    add_format_flags,
     add_model,
     add_template_flags,
     engine_config,
     model_of,
 )
 from quickstep.cli.flags.lora import add_lora_flags, lora_config
+from quickstep.cli.flags.options import add_options, from_flags
 from quickstep.cli.flags.parsing import Parser, command
 from quickstep.cli.flags.serve import (
     add_serve_flags,
@@ -32,7 +32,8 @@ from quickstep.cli.flags.serve import (
     stream_config,
 )
 from quickstep.cli.screen import loading_bar, print_memory
-from quickstep.config import EngineConfig, ReplicaConfig, RouterName
+from quickstep.config import MAX_WAITING_OF_SERVER, EngineConfig, ReplicaConfig
+from quickstep.server.options import ServerOptions
 
 if TYPE_CHECKING:
     from quickstep.cluster.replicas import ReplicaSet
@@ -40,7 +41,6 @@ if TYPE_CHECKING:
     from quickstep.engine.remote.launch import Launched
 
 _LOG = logging.getLogger("quickstep.cli")
-_MAX_WAITING = 16_384
 
 
 def add_parser(subparsers: argparse._SubParsersAction[Parser]) -> None:
@@ -59,61 +59,20 @@ def add_parser(subparsers: argparse._SubParsersAction[Parser]) -> None:
         default=8000,
         help="port to listen on; 0 chooses a free one (default: %(default)s)",
     )
-    group.add_argument(
-        "--served-model-name",
-        nargs="+",
-        default=[],
-        metavar="NAME",
-        help="model names that clients may use; responses have the first (default: the model's)",
-    )
-    group.add_argument(
-        "--seed",
-        type=int,
-        help="makes the seeds of requests without one reproducible (default: random)",
-    )
-    add_format_flags(group)
+    add_options(group, ServerOptions, "served_model_names")
+    add_options(group, EngineConfig, "seed")
+    add_options(group, ServerOptions, "tool_call_parser", "reasoning_parser")
     add_template_flags(group)
     add_serve_flags(parser)
-    _add_replica_flags(parser)
+    add_options(parser.add_argument_group("replicas"), ReplicaConfig)
     add_engine_flags(parser)
     add_lora_flags(parser)
-    parser.set_defaults(max_waiting=_MAX_WAITING)
-
-
-def _add_replica_flags(parser: Parser) -> None:
-    group = parser.add_argument_group("replicas")
-    group.add_argument(
-        "--data-parallel-size",
-        "-dp",
-        "--dp-size",
-        "--dp",
-        type=int,
-        default=1,
-        metavar="N",
-        help="engines that serve the model, each in a process of its own with its part of the "
-        "cores and of the memory (default: %(default)s)",
-    )
-    group.add_argument(
-        "--router",
-        choices=[name.value for name in RouterName],
-        default=RouterName.PREDICTED.value,
-        help="which engine gets a request: the one that is predicted to answer first, in turn, the "
-        "one with the fewest requests, or the one that had the longest part of the prompt "
-        "(default: %(default)s)",
-    )
-    group.add_argument(
-        "--max-moves",
-        type=int,
-        default=3,
-        metavar="N",
-        help="how often in a row, without a new token, a request continues on another engine when "
-        "its engine's process has ended (default: %(default)s)",
-    )
+    parser.set_defaults(max_waiting=MAX_WAITING_OF_SERVER)
 
 
 def _replicas(args: argparse.Namespace, config: EngineConfig) -> tuple[ReplicaConfig, EngineConfig]:
     """The replicas, and the configuration of each: its part of this machine. Raises ConfigError."""
-    replicas = ReplicaConfig(args.data_parallel_size, RouterName(args.router), args.max_moves)
+    replicas = from_flags(ReplicaConfig, args)
     num = replicas.num_replicas
     if num == 1:
         return replicas, config

@@ -18,7 +18,8 @@ from typing import TYPE_CHECKING, NamedTuple
 from msgspec.structs import replace
 
 from quickstep.cli import INTERRUPTED
-from quickstep.cli.flags.engine import add_kv_cache_dtype, add_model, model_of
+from quickstep.cli.flags.engine import add_model, model_of
+from quickstep.cli.flags.options import add_options
 from quickstep.cli.flags.parsing import (
     Parser,
     command,
@@ -28,7 +29,7 @@ from quickstep.cli.flags.parsing import (
 )
 from quickstep.cli.flags.quantization import KV_FORMATS, WEIGHT_FORMATS, FormatPair, format_pairs
 from quickstep.cli.screen import console_on, counting_bar, print_table
-from quickstep.config import KERNELS, QUANTIZATIONS
+from quickstep.config import KERNELS, QUANTIZATIONS, CacheConfig
 from quickstep.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -134,7 +135,7 @@ def add_parser(subparsers: argparse._SubParsersAction[Parser]) -> None:
         choices=QUANTIZATIONS,
         help="quantize the weights while loading (default: do not)",
     )
-    add_kv_cache_dtype(parser)
+    add_options(parser, CacheConfig, "kv_dtype")
     parser.add_argument(
         "--formats",
         type=format_pairs,

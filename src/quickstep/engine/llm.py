@@ -20,7 +20,7 @@ import sys
 import weakref
 from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from functools import partial
+from functools import cache, partial
 from pathlib import Path
 from types import NoneType, UnionType
 from typing import (
@@ -36,6 +36,8 @@ from typing import (
     get_origin,
     get_type_hints,
 )
+
+import msgspec
 
 from quickstep.config import (
     CacheConfig,
@@ -64,6 +66,7 @@ from quickstep.engine.outputs import (
 from quickstep.engine.requests import as_token_ids, check_token_ids
 from quickstep.engine.stream import Stream
 from quickstep.errors import ConfigError, RequestError
+from quickstep.option import options_of
 from quickstep.text.chat_template import Message, read_template
 from quickstep.text.tokenizer import Tokenizer
 from quickstep.types import Pooling, Request, SamplingParams
@@ -78,7 +81,9 @@ _Submitted = TypeVar("_Submitted", Stream, BeamSearch)
 
 
 class LLMOptions(TypedDict, total=False):
-    """The options of `LLM`; None means the default. See `quickstep.config` for their units."""
+    """The options of `LLM`; None means the default. `quickstep.config` declares them: this is their
+    signature for type checkers.
+    """
 
     revision: str | None
     dtype: str
@@ -122,49 +127,27 @@ class LLMOptions(TypedDict, total=False):
     chat_template_content_format: str | ContentFormat
 
 
-# option -> (section, field); the section "" is EngineConfig itself
-_PLACES: Mapping[str, tuple[str, str]] = {
-    "revision": ("load", "revision"),
-    "dtype": ("load", "dtype"),
-    "quantization": ("load", "quantization"),
-    "device": ("load", "device"),
-    "kernels": ("load", "kernels"),
-    "offline": ("load", "offline"),
-    "num_threads": ("load", "num_threads"),
-    "pin_threads": ("load", "pin_threads"),
-    "tensor_parallel_size": ("load", "tensor_parallel_size"),
-    "block_size": ("cache", "block_size"),
-    "num_blocks": ("cache", "num_blocks"),
-    "num_gpu_blocks_override": ("cache", "num_blocks"),
-    "kv_cache_memory_bytes": ("cache", "kv_cache_bytes"),
-    "enable_prefix_caching": ("cache", "prefix_caching"),
-    "kv_cache_dtype": ("cache", "kv_dtype"),
-    "max_model_len": ("", "max_model_len"),
-    "allow_long_context": ("", "allow_long_context"),
-    "max_num_seqs": ("scheduler", "max_num_seqs"),
-    "max_num_batched_tokens": ("scheduler", "max_num_batched_tokens"),
-    "max_waiting": ("scheduler", "max_waiting"),
-    "pipeline_depth": ("scheduler", "pipeline_depth"),
-    "policy": ("scheduler", "policy"),
-    "inter_token_target_s": ("scheduler", "inter_token_target_s"),
-    "priority_aging_s": ("scheduler", "priority_aging_s"),
-    "batch_timeout_s": ("scheduler", "batch_timeout_s"),
-    "use_kv_cache": ("scheduler", "use_kv_cache"),
-    "speculative_config": ("", "speculation"),
-    "seed": ("", "seed"),
-    "memory_bytes": ("", "memory_bytes"),
-    "enforce_eager": ("", "enforce_eager"),
-    "enable_lora": ("lora", "enabled"),
-    "max_loras": ("lora", "max_loras"),
-    "max_lora_rank": ("lora", "max_lora_rank"),
-    "max_cpu_loras": ("lora", "max_cpu_loras"),
-    "lora_dir": ("lora", "directory"),
-    "lora_pin": ("lora", "pinned"),
-    "lora_memory_bytes": ("lora", "memory_bytes"),
-    "lora_dtype": ("lora", "dtype"),
-    "chat_template": ("inputs", "chat_template"),
-    "chat_template_content_format": ("inputs", "content_format"),
+# The section "" is EngineConfig itself.
+_SECTIONS: Mapping[str, type[msgspec.Struct]] = {
+    "": EngineConfig,
+    "load": LoadConfig,
+    "cache": CacheConfig,
+    "scheduler": SchedulerConfig,
+    "lora": LoRAConfig,
+    "inputs": InputConfig,
 }
+
+
+@cache
+def option_places() -> Mapping[str, tuple[str, str]]:
+    """Where each option of `LLM` is declared: (section, field)."""
+    places = {
+        argument: (section, declared.field)
+        for section, kind in _SECTIONS.items()
+        for declared in options_of(kind).values()
+        for argument in declared.arguments
+    }
+    return {**places, "enable_lora": ("lora", "enabled")}
 
 
 # Public names of vLLM's class that this one does not have: what to do instead.
@@ -571,13 +554,14 @@ def engine_config(model: str, options: Mapping[str, Any]) -> EngineConfig:
     sections: dict[str, dict[str, Any]] = {"load": {"model": model}}
     sections |= {"cache": {}, "scheduler": {}, "lora": {}, "inputs": {}}
     own: dict[str, Any] = {}
+    places = option_places()
     for name, value in options.items():
-        if name not in _PLACES:
+        if name not in places:
             raise ConfigError(_unknown(name))
         if value is None:
             continue
         _check_type(name, value)
-        section, field = _PLACES[name]
+        section, field = places[name]
         fields = sections[section] if section else own
         if field in fields:
             raise ConfigError(f"{name} and another name of {field} are both given; keep one")
@@ -632,5 +616,5 @@ def _named(name: str, value: object, kind: type[_Kind]) -> _Kind:
 def _unknown(name: str) -> str:
     if name == "trust_remote_code":
         return "trust_remote_code does not exist here: a checkpoint's own code is never run"
-    nearest = difflib.get_close_matches(name, _PLACES, n=1, cutoff=0.0)[0]
+    nearest = difflib.get_close_matches(name, option_places(), n=1, cutoff=0.0)[0]
     return f"LLM has no option {name!r}; the nearest is {nearest!r}"

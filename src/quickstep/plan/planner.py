@@ -95,7 +95,7 @@ class PrefillEngines(msgspec.Struct, frozen=True):
     num_engines: int
 
 
-class Option(msgspec.Struct, frozen=True):
+class SimulatedOption(msgspec.Struct, frozen=True):
     """A simulated split, or a simulated placement of the phases on different engines.
 
     Attributes:
@@ -191,7 +191,7 @@ class Plan(msgspec.Struct, frozen=True):
     kv_bytes_per_sequence: int
     memory: tuple[MemoryRow, ...]
     fits: dict[str, int | None]
-    options: tuple[Option, ...]
+    options: tuple[SimulatedOption, ...]
     change: PlanChange | None
     met: bool
     verdict: str
@@ -230,7 +230,7 @@ def make_plan(query: PlanQuery) -> Plan:
     ranked = sorted(map(lambda one: _rank(query, one), feasible(query)), key=lambda one: one.order)
     if not ranked:
         raise ConfigError(_reason_for_none(query))
-    options: list[tuple[Option, Candidate]] = []
+    options: list[tuple[SimulatedOption, Candidate]] = []
     for estimate in ranked[:_MAX_SIMULATED]:
         predicted = simulate_candidate(estimate.candidate, query)
         options.append(
@@ -297,7 +297,7 @@ def simulate_candidate(candidate: Candidate, query: PlanQuery) -> Summary:
 
 def _disaggregated(
     query: PlanQuery, candidates: Sequence[Candidate]
-) -> tuple[Option, Candidate] | None:
+) -> tuple[SimulatedOption, Candidate] | None:
     """The best placement with different engines for the phases, and its decode engine. None for one
     device or one output.
     """
@@ -359,7 +359,7 @@ def _option(
     predicted: Summary,
     placement: Placement | None = None,
     handover_s: float = 0.0,
-) -> Option:
+) -> SimulatedOption:
     """A simulated candidate, or a simulated placement whose decode engines it is."""
     split, load, price = candidate.split, query.load, query.hardware.device.price
     if placement is None:
@@ -373,7 +373,7 @@ def _option(
         prefill = PrefillEngines(of_prefill.tensor, of_prefill.pipeline, placement.num_prefill)
     dollars = None if price is None else price.usd_per_hour * num_devices
     tokens_per_hour = load.rate * load.num_outputs * 3600.0
-    return Option(
+    return SimulatedOption(
         tensor_parallel_size=split.tensor,
         pipeline_parallel_size=split.pipeline,
         data_parallel_size=split.replicas if placement is None else placement.num_decode,
@@ -393,7 +393,7 @@ def _option(
     )
 
 
-def _preference(option: Option) -> tuple[object, ...]:
+def _preference(option: SimulatedOption) -> tuple[object, ...]:
     """Options that meet the targets first, the cheapest of them; else those that come nearest. Of
     equally many devices, those that do both phases are the simpler ones.
     """
@@ -466,7 +466,7 @@ def _resized(split: Split, tensor: int, replicas: int) -> Split:
     return Split(tensor, split.pipeline, replicas, experts)
 
 
-def _verdict(query: PlanQuery, best: Option, candidates: Sequence[Candidate]) -> str:
+def _verdict(query: PlanQuery, best: SimulatedOption, candidates: Sequence[Candidate]) -> str:
     part = f"{best.predicted.attainment:.0%} of the requests are within the targets"
     if best.met:
         return f"{best.num_devices} of {query.hardware.count} devices meet the target: {part}"

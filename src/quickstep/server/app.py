@@ -48,9 +48,13 @@ _Lifespan = Callable[[Starlette], AbstractAsyncContextManager[None]]
 
 
 def create_app(engine: ServedEngine, options: ServerOptions | None = None) -> Starlette:
-    """The app. Its lifespan starts the engine and, at the end, stops it."""
+    """The app of one model. Its lifespan starts the engine and, at the end, stops it."""
     options = options or ServerOptions()
-    models = ModelRegistry.of_one(engine, options)
+    return app_of_models(ModelRegistry.of_one(engine, options), options)
+
+
+def app_of_models(models: ModelRegistry, options: ServerOptions) -> Starlette:
+    """The app. Its lifespan starts the engines of the models and, at the end, stops them."""
     metrics = ServerMetrics(models, options.metrics)
     batches = LocalBatches(models, metrics, options)
 

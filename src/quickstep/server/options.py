@@ -9,14 +9,18 @@ from __future__ import annotations
 import re
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
 
 import msgspec
 
 from quickstep.errors import ConfigError, RequestError
+from quickstep.option import AT_LEAST_0, POSITIVE, Kind, Option, check_bounds
 from quickstep.server.usage.api_keys import ApiKeys
 from quickstep.server.usage.limits import KeyLimits
 from quickstep.server.usage.price_book import PriceBook
+
+MAX_STORED_RESPONSES = 4096
+MAX_STORED_RESPONSE_BYTES = 64 * 1024 * 1024
 
 
 class RequestLimits(msgspec.Struct, frozen=True):
@@ -24,20 +28,9 @@ class RequestLimits(msgspec.Struct, frozen=True):
     for the headers).
 
     Attributes:
-        body_bytes: Size of a request body.
-        header_bytes: Size of the request line and all headers.
-        url_bytes: Size of the path with its query.
-        json_depth: Nested objects and lists of a body.
-        json_values: Values in the lists and objects of a body.
-        json_containers: Objects and lists of a body.
-        n: Choices per prompt.
-        prompts: Prompts per request.
         sequences: Prompts times sequences of each (n, best_of or beams).
         tokens: Tokens of one request: its prompts, and all that its sequences may generate.
-        stop: Stop strings per request.
-        stop_chars: Characters of one stop string.
         stop_token_ids: Stop token ids, and allowed token ids, per request.
-        logit_bias: Entries of `logit_bias`.
         bad_words: Bad words per request.
         bad_word_chars: Characters of one bad word.
         dry_breakers: DRY's sequence breakers per request.
@@ -47,35 +40,63 @@ class RequestLimits(msgspec.Struct, frozen=True):
         logprob_token_ids: Tokens whose logprobs a request may request by id.
         budget_message_chars: Characters of `reasoning_budget_message`.
         label_chars: Characters of `user`, `cache_salt` and the other labels, which logs keep.
-        tools: Functions that a request may offer to the model.
         metadata: Entries of `metadata`; keys have at most 64 and values at most 512 characters.
         detokenized: Tokens of one `/detokenize`.
         adapters: LoRA adapters that apply to one request together.
     """
 
-    body_bytes: int = 4 * 1024 * 1024
-    header_bytes: int = 32 * 1024
-    url_bytes: int = 8 * 1024
-    json_depth: int = 64
-    json_values: int = 300_000
-    json_containers: int = 50_000
-    n: int = 32
-    prompts: int = 256
-    sequences: int = 512
-    tokens: int = 8 * 1024 * 1024
-    stop: int = 16
-    stop_chars: int = 256
+    body_bytes: Annotated[
+        int, Option("largest request body", Kind.BYTES, "--max-body-bytes", metavar="N")
+    ] = 4 * 1024 * 1024
+    header_bytes: Annotated[
+        int, Option("request line and headers", Kind.BYTES, "--max-header-bytes", metavar="N")
+    ] = 32 * 1024
+    url_bytes: Annotated[
+        int, Option("path and query", Kind.BYTES, "--max-url-bytes", metavar="N")
+    ] = 8 * 1024
+    json_depth: Annotated[
+        int, Option("nesting depth of a body", Kind.COUNT, "--max-json-depth")
+    ] = 64
+    json_values: Annotated[int, Option("values in a body", Kind.COUNT, "--max-json-values")] = (
+        300_000
+    )
+    json_containers: Annotated[
+        int, Option("objects and lists in a body", Kind.COUNT, "--max-json-containers")
+    ] = 50_000
+    n: Annotated[int, Option("choices per prompt", Kind.COUNT, "--max-n")] = 32
+    prompts: Annotated[int, Option("prompts per request", Kind.COUNT, "--max-prompts")] = 256
+    sequences: Annotated[
+        int, Option("prompts times choices per request", Kind.COUNT, "--max-sequences")
+    ] = 512
+    tokens: Annotated[
+        int,
+        Option("total tokens per request, prompts and outputs", Kind.COUNT, "--max-request-tokens"),
+    ] = 8 * 1024 * 1024
+    stop: Annotated[int, Option("stop strings per request", Kind.COUNT, "--max-stop")] = 16
+    stop_chars: Annotated[
+        int, Option("characters per stop string", Kind.COUNT, "--max-stop-chars")
+    ] = 256
     stop_token_ids: int = 1024
-    logit_bias: int = 1024
+    logit_bias: Annotated[int, Option("entries of logit_bias", Kind.COUNT, "--max-logit-bias")] = (
+        1024
+    )
     bad_words: int = 64
     bad_word_chars: int = 64
     dry_breakers: int = 16
     dry_breaker_chars: int = 32
-    logprobs: int = 20
+    logprobs: Annotated[
+        int,
+        Option(
+            "alternatives per token, -1 for no limit; a request with -1 has the complete "
+            "vocabulary",
+            Kind.COUNT_OR_ALL,
+            "--max-logprobs",
+        ),
+    ] = 20
     logprob_token_ids: int = 128
     budget_message_chars: int = 1024
     label_chars: int = 512
-    tools: int = 128
+    tools: Annotated[int, Option("functions per request", Kind.COUNT, "--max-tools")] = 128
     metadata: int = 16
     detokenized: int = 250_000
     adapters: int = 8
@@ -117,48 +138,107 @@ class ConnectionOptions(msgspec.Struct, frozen=True):
             keys share (without keys, the addresses); None for 64 times the largest body.
     """
 
-    keep_alive_s: float = 75.0
-    header_s: float = 20.0
-    upload_s: float = 120.0
-    slow_reader_s: float = 60.0
-    comment_every_s: float = 15.0
-    max_connections: int = 4096
-    max_reception_bytes: int | None = None
+    keep_alive_s: Annotated[
+        float,
+        Option(
+            "how long an idle connection stays open",
+            Kind.SECONDS,
+            "--keep-alive-timeout-s",
+            bounds=POSITIVE,
+        ),
+    ] = 75.0
+    header_s: Annotated[
+        float,
+        Option(
+            "how long a request's headers may take to arrive",
+            Kind.SECONDS,
+            "--header-timeout-s",
+            bounds=POSITIVE,
+        ),
+    ] = 20.0
+    upload_s: Annotated[
+        float,
+        Option(
+            "how long a request's body may take to arrive",
+            Kind.SECONDS,
+            "--upload-timeout-s",
+            bounds=POSITIVE,
+        ),
+    ] = 120.0
+    slow_reader_s: Annotated[
+        float,
+        Option(
+            "how long a client may leave an answer unread before its connection is cut",
+            Kind.SECONDS,
+            "--slow-reader-timeout-s",
+            bounds=POSITIVE,
+        ),
+    ] = 60.0
+    comment_every_s: Annotated[
+        float,
+        Option(
+            "interval of comments in a stream without output; 0 for none",
+            Kind.SECONDS,
+            "--stream-comment-s",
+            bounds=AT_LEAST_0,
+        ),
+    ] = 15.0
+    max_connections: Annotated[
+        int,
+        Option(
+            "open connections, beyond which the server responds 503; one address gets at most "
+            "eight ninths",
+            Kind.COUNT,
+            default_text="{value}, or less if the process may open fewer files",
+        ),
+    ] = 4096
+    max_reception_bytes: Annotated[
+        int | None,
+        Option(
+            "bytes of request bodies that are being received, which the clients share; beyond "
+            "them the server responds 503 before it reads a body",
+            Kind.BYTES,
+            default_text="64 times --max-body-bytes",
+        ),
+    ] = None
 
     def __post_init__(self) -> None:
-        for name in ("keep_alive_s", "header_s", "upload_s", "slow_reader_s"):
-            value = getattr(self, name)
-            if not value > 0:
-                flag = _FLAGS[name]
-                raise ConfigError(f"{flag} is {value:g}, it must be above 0")
-        if not self.comment_every_s >= 0:
-            raise ConfigError(
-                f"--stream-comment-s is {self.comment_every_s:g}, it must be at least 0"
-            )
-
-
-_FLAGS = {
-    "keep_alive_s": "--keep-alive-timeout-s",
-    "header_s": "--header-timeout-s",
-    "upload_s": "--upload-timeout-s",
-    "slow_reader_s": "--slow-reader-timeout-s",
-}
+        check_bounds(self)
 
 
 class CorsOptions(msgspec.Struct, frozen=True):
-    """Which web pages of other origins may call; none by default.
+    """Which web pages of other origins may call; none by default."""
 
-    Attributes:
-        origins: Origins such as `https://example.com`, or `*`.
-        methods: Allowed methods.
-        headers: Allowed request headers, or `*`.
-        credentials: Whether browsers may send cookies and the like along.
-    """
-
-    origins: tuple[str, ...] = ()
-    methods: tuple[str, ...] = ("*",)
-    headers: tuple[str, ...] = ("*",)
-    credentials: bool = False
+    origins: Annotated[
+        tuple[str, ...],
+        Option(
+            "origins of web pages that may call the server, or *",
+            flag="--allowed-origins",
+            metavar="ORIGIN",
+            default_text="none",
+        ),
+    ] = ()
+    methods: Annotated[
+        tuple[str, ...],
+        Option(
+            "methods that such pages may use",
+            flag="--allowed-methods",
+            metavar="METHOD",
+            default_text="all",
+        ),
+    ] = ("*",)
+    headers: Annotated[
+        tuple[str, ...],
+        Option(
+            "headers that such pages may send",
+            flag="--allowed-headers",
+            metavar="HEADER",
+            default_text="all",
+        ),
+    ] = ("*",)
+    credentials: Annotated[
+        bool, Option("allow browsers to send cookies", flag="--allow-credentials")
+    ] = False
 
     def __post_init__(self) -> None:
         if self.credentials and "*" in self.origins:
@@ -171,14 +251,25 @@ class TlsOptions(msgspec.Struct, frozen=True):
     """Files in PEM form; no certificate, no TLS.
 
     Attributes:
-        certfile: The server's certificate with its chain.
-        keyfile: Its key; None if it is in `certfile`.
-        ca_certs: With it, clients have to show a certificate that one of these signed.
+        certfile: With its chain.
     """
 
-    certfile: str | None = None
-    keyfile: str | None = None
-    ca_certs: str | None = None
+    certfile: Annotated[
+        str | None,
+        Option("serve https with this certificate", flag="--ssl-certfile", metavar="FILE"),
+    ] = None
+    keyfile: Annotated[
+        str | None,
+        Option("private key, unless it is in --ssl-certfile", flag="--ssl-keyfile", metavar="FILE"),
+    ] = None
+    ca_certs: Annotated[
+        str | None,
+        Option(
+            "require client certificates that one of these signed",
+            flag="--ssl-ca-certs",
+            metavar="FILE",
+        ),
+    ] = None
 
     def __post_init__(self) -> None:
         if self.certfile is None and (self.keyfile or self.ca_certs):
@@ -187,26 +278,40 @@ class TlsOptions(msgspec.Struct, frozen=True):
 
 
 class Deadlines(msgspec.Struct, frozen=True):
-    """How long a request may take, in seconds; then what was generated is the answer.
+    """How long a request may take, in seconds; then what was generated is the answer."""
 
-    Attributes:
-        default_s: For requests without `timeout_s`; None for no end.
-        max_s: The largest `timeout_s` of a request; None for no limit.
-        finish_reason: The `finish_reason` of such an answer in OpenAI's API: `timeout`, or `length`
-            for clients that know only OpenAI's own values.
-    """
-
-    default_s: float | None = None
-    max_s: float | None = None
-    finish_reason: str = "timeout"
+    default_s: Annotated[
+        float | None,
+        Option(
+            "time limit of requests without timeout_s; at the limit they return what is generated",
+            Kind.SECONDS,
+            "--default-timeout-s",
+            default_text="none",
+            bounds=POSITIVE,
+        ),
+    ] = None
+    max_s: Annotated[
+        float | None,
+        Option(
+            "largest timeout_s of a request",
+            Kind.SECONDS,
+            "--max-timeout-s",
+            default_text="none",
+            bounds=POSITIVE,
+        ),
+    ] = None
+    finish_reason: Annotated[
+        str,
+        Option(
+            "finish_reason of an answer that ends at its time limit; length is for clients "
+            "that accept OpenAI's values only",
+            flag="--timeout-finish-reason",
+            choices=("timeout", "length"),
+        ),
+    ] = "timeout"
 
     def __post_init__(self) -> None:
-        for flag, value in (
-            ("--default-timeout-s", self.default_s),
-            ("--max-timeout-s", self.max_s),
-        ):
-            if value is not None and not value > 0:
-                raise ConfigError(f"{flag} is {value:g}, it must be above 0")
+        check_bounds(self)
         if self.default_s and self.max_s and self.default_s > self.max_s:
             raise ConfigError(
                 f"--default-timeout-s is {self.default_s:g}, --max-timeout-s allows {self.max_s:g}"
@@ -229,19 +334,32 @@ _LONGEST_S = 7 * 86_400
 
 
 class AnswerOptions(msgspec.Struct, frozen=True):
-    """What responses contain that a request did not request.
+    """What responses contain that a request did not request."""
 
-    Attributes:
-        always_usage: Every chunk of chat and completions has the usage so far, and the last one
-            nothing else.
-        request_metrics: Responses of chat and completions include how long the request took.
-        budget_message: What a reasoning that has used up its budget ends with, for requests without
-            `reasoning_budget_message`; "" for the closing tag only.
-    """
-
-    always_usage: bool = False
-    request_metrics: bool = False
-    budget_message: str = ""
+    always_usage: Annotated[
+        bool,
+        Option(
+            "add the usage so far to every chunk of chat and completions, and end with a "
+            "chunk of it",
+            flag="--enable-force-include-usage",
+        ),
+    ] = False
+    request_metrics: Annotated[
+        bool,
+        Option(
+            "add timings to responses of chat and completions", flag="--enable-per-request-metrics"
+        ),
+    ] = False
+    budget_message: Annotated[
+        str,
+        Option(
+            "what a reasoning that has used up its budget ends with, for requests without "
+            "reasoning_budget_message",
+            flag="--reasoning-budget-message",
+            metavar="TEXT",
+            default_text="only the closing tag",
+        ),
+    ] = ""
 
 
 class FieldRules(msgspec.Struct, frozen=True):
@@ -268,9 +386,24 @@ class MetricsOptions(msgspec.Struct, frozen=True):
         otlp_traces_endpoint: The URL that gets OpenTelemetry's spans, over HTTP; None for none.
     """
 
-    prefix: str = "quickstep"
+    prefix: Annotated[
+        str,
+        Option(
+            "what the names of metrics begin with; vllm gives vLLM's own names",
+            flag="--metrics-prefix",
+            metavar="NAME",
+        ),
+    ] = "quickstep"
     goodput_ms: Mapping[str, float] = msgspec.field(default_factory=dict)
-    otlp_traces_endpoint: str | None = None
+    otlp_traces_endpoint: Annotated[
+        str | None,
+        Option(
+            "send a span per request to this OpenTelemetry receiver, such as "
+            "http://localhost:4318/v1/traces",
+            metavar="URL",
+            default_text="none; needs the extra otel",
+        ),
+    ] = None
 
     def __post_init__(self) -> None:
         if not _PREFIX.fullmatch(self.prefix):
@@ -301,12 +434,29 @@ class FileOptions(msgspec.Struct, frozen=True):
         files_per_key: Limit of the number of files of one API key.
     """
 
-    directory: Path | None = None
-    file_bytes: int = 100 * 1024 * 1024
-    total_bytes: int = 1024 * 1024 * 1024
+    directory: Annotated[
+        Path | None,
+        Option(
+            "directory of uploaded files and batch outputs",
+            flag="--files-dir",
+            metavar="DIR",
+            default_text="a temporary directory",
+        ),
+    ] = None
+    file_bytes: Annotated[int, Option("largest uploaded file", Kind.BYTES, "--max-file-bytes")] = (
+        100 * 1024 * 1024
+    )
+    total_bytes: Annotated[
+        int, Option("total size of all files", Kind.BYTES, "--max-files-bytes")
+    ] = 1024 * 1024 * 1024
     num_files: int = 1000
-    bytes_per_key: int = 512 * 1024 * 1024
-    files_per_key: int = 500
+    bytes_per_key: Annotated[
+        int,
+        Option("total size of the files of one API key", Kind.BYTES, "--max-files-bytes-per-key"),
+    ] = 512 * 1024 * 1024
+    files_per_key: Annotated[
+        int, Option("number of files of one API key", Kind.COUNT, "--max-files-per-key")
+    ] = 500
 
 
 class BatchOptions(msgspec.Struct, frozen=True):
@@ -325,7 +475,14 @@ class BatchOptions(msgspec.Struct, frozen=True):
         retry_s: The pause between two tries.
     """
 
-    concurrency: int = 32
+    concurrency: Annotated[
+        int,
+        Option(
+            "batch requests that run at the same time; other requests go first",
+            Kind.COUNT,
+            "--batch-concurrency",
+        ),
+    ] = 32
     num_lines: int = 50_000
     num_active: int = 64
     active_per_key: int = 32
@@ -343,8 +500,24 @@ class UsageOptions(msgspec.Struct, frozen=True):
         ledger: The SQLite file of the ledger; None for none.
     """
 
-    price_book: PriceBook | None = None
-    ledger: Path | None = None
+    price_book: Annotated[
+        PriceBook | None,
+        Option(
+            "YAML file with the prices of tokens and of device time",
+            Kind.PATH,
+            default_text="no costs",
+        ),
+    ] = None
+    ledger: Annotated[
+        Path | None,
+        Option(
+            "SQLite file with the usage of every finished request, created if there is none; "
+            "`quickstep usage` adds it up",
+            Kind.PATH,
+            "--usage-db",
+            default_text="none",
+        ),
+    ] = None
 
 
 class WarmPrompt(msgspec.Struct, frozen=True):
@@ -398,32 +571,102 @@ class ServerOptions(msgspec.Struct, frozen=True):
         reasoning_parser: The same for reasoning.
     """
 
-    served_model_names: tuple[str, ...] = ()
+    served_model_names: Annotated[
+        tuple[str, ...],
+        Option(
+            "model names that clients may use; responses have the first",
+            flag="--served-model-name",
+            metavar="NAME",
+            default_text="the model's",
+        ),
+    ] = ()
     adapter_names: tuple[str, ...] = ()
     lora_dir: str | None = None
     limits: RequestLimits = msgspec.field(default_factory=RequestLimits)
     connections: ConnectionOptions = msgspec.field(default_factory=ConnectionOptions)
     api_keys: ApiKeys = msgspec.field(default_factory=ApiKeys)
-    allowed_hosts: tuple[str, ...] = ()
+    allowed_hosts: Annotated[
+        tuple[str, ...],
+        Option(
+            "without API keys: names with a dot by which clients may call the server; * allows all",
+            metavar="NAME",
+            default_text="none, since a web page can have a name of its own point to this server",
+        ),
+    ] = ()
     cors: CorsOptions = msgspec.field(default_factory=CorsOptions)
     tls: TlsOptions = msgspec.field(default_factory=TlsOptions)
     deadlines: Deadlines = msgspec.field(default_factory=Deadlines)
     field_rules: FieldRules = msgspec.field(default_factory=FieldRules)
     answers: AnswerOptions = msgspec.field(default_factory=AnswerOptions)
     metrics: MetricsOptions = msgspec.field(default_factory=MetricsOptions)
-    share_prefix_cache: bool = False
-    warm_prompts: tuple[WarmPrompt, ...] = ()
-    root_path: str = ""
-    access_log: bool = False
+    share_prefix_cache: Annotated[
+        bool,
+        Option(
+            "share cached prefixes between API keys; clients may then detect prompts of other "
+            "keys by timing",
+            default_text="each key has its own part of the cache",
+        ),
+    ] = False
+    warm_prompts: Annotated[
+        tuple[WarmPrompt, ...],
+        Option(
+            "prompts to compute and cache before the server listens: a .jsonl file of bodies "
+            "of chat completions or completions, or else a text file with a prompt per line",
+            Kind.PATH,
+        ),
+    ] = ()
+    root_path: Annotated[
+        str, Option("path prefix that a proxy removes, such as /llm", metavar="PATH")
+    ] = ""
+    access_log: Annotated[bool, Option("log one line per request")] = False
     files: FileOptions = msgspec.field(default_factory=FileOptions)
     batches: BatchOptions = msgspec.field(default_factory=BatchOptions)
     usage: UsageOptions = msgspec.field(default_factory=UsageOptions)
-    stored_responses: int = 4096
-    stored_response_bytes: int = 64 * 1024 * 1024
-    stall_s: float = 30.0
-    drain_s: float = 30.0
-    tool_call_parser: str | None = None
-    reasoning_parser: str | None = None
+    stored_responses: Annotated[
+        int,
+        Option(
+            "responses stored for previous_response_id; the least recently used are dropped",
+            Kind.COUNT,
+            "--max-stored-responses",
+        ),
+    ] = MAX_STORED_RESPONSES
+    stored_response_bytes: Annotated[
+        int, Option("total size of the stored responses", Kind.BYTES, "--max-stored-response-bytes")
+    ] = MAX_STORED_RESPONSE_BYTES
+    stall_s: Annotated[
+        float,
+        Option(
+            "how long the engine's process may make no progress while requests wait, before "
+            "it is restarted",
+            Kind.SECONDS,
+            "--stall-timeout-s",
+        ),
+    ] = 30.0
+    drain_s: Annotated[
+        float,
+        Option(
+            "how long running requests may continue after SIGTERM",
+            Kind.SECONDS,
+            "--drain-timeout-s",
+        ),
+    ] = 30.0
+    tool_call_parser: Annotated[
+        str | None,
+        Option(
+            "format of tool calls: hermes, llama3_json, pythonic, mistral, deepseek_v3, "
+            "granite, harmony, or none",
+            metavar="NAME",
+            default_text="detected in the chat template",
+        ),
+    ] = None
+    reasoning_parser: Annotated[
+        str | None,
+        Option(
+            "format of reasoning: think, mistral, harmony, or none",
+            metavar="NAME",
+            default_text="detected in the chat template",
+        ),
+    ] = None
 
     def __post_init__(self) -> None:
         if not 0.0 <= self.drain_s <= _LONGEST_S:

@@ -10,7 +10,7 @@ from __future__ import annotations
 from random import Random
 
 import pytest
-from hypothesis import settings
+from example_counts import examples
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, precondition, rule
 from random_runs import (
@@ -89,14 +89,12 @@ class SchedulerMachine(RuleBasedStateMachine):
             self.world.verify()
 
 
-SchedulerMachine.TestCase.settings = settings(
-    max_examples=200, stateful_step_count=50, deadline=None
-)
+SchedulerMachine.TestCase.settings = examples(100, stateful_step_count=50)
 TestSchedulerMachine = SchedulerMachine.TestCase
 
 
 def test_crowded_steps_with_drafts_keep_their_limits() -> None:
-    for seed in range(100):
+    for seed in range(50):
         random_run(seed, draw=draw_crowded_setup)
 
 

@@ -5,17 +5,17 @@ from __future__ import annotations
 import pytest
 
 from quickstep.config import ContentFormat, EngineConfig, InputConfig, LoadConfig, PolicyName
-from quickstep.engine.llm import _PLACES, LLMOptions, engine_config
+from quickstep.engine.llm import LLMOptions, engine_config, option_places
 from quickstep.errors import ConfigError
 
 
 def test_without_options_everything_is_the_default():
     assert engine_config("demo", {}) == EngineConfig()
-    assert engine_config("demo", dict.fromkeys(_PLACES)) == EngineConfig()
+    assert engine_config("demo", dict.fromkeys(option_places())) == EngineConfig()
 
 
-def test_every_option_has_a_place_and_every_place_an_option():
-    assert set(LLMOptions.__annotations__) == set(_PLACES)
+def test_the_signature_has_the_declared_options():
+    assert set(LLMOptions.__annotations__) == set(option_places())
 
 
 def test_options_reach_their_sections():

@@ -5,7 +5,8 @@ from __future__ import annotations
 import string
 
 import pytest
-from hypothesis import example, given, settings
+from example_counts import examples
+from hypothesis import example, given
 from hypothesis import strategies as st
 from tokenizers import AddedToken, decoders, models, normalizers, pre_tokenizers
 from tokenizers import Tokenizer as Library
@@ -98,7 +99,7 @@ sizes_of_steps = st.lists(st.integers(1, 4), min_size=1, max_size=4)
 
 
 @pytest.mark.parametrize("name", VOCABULARIES)
-@settings(max_examples=150, deadline=None)
+@examples(60)
 @given(data=st.data(), sizes=sizes_of_steps, skip=st.booleans())
 def test_deltas_joined_equal_the_whole_decode_of_random_tokens(name, data, sizes, skip):
     tokenizer = TOKENIZERS[name]
@@ -108,7 +109,7 @@ def test_deltas_joined_equal_the_whole_decode_of_random_tokens(name, data, sizes
 
 
 @pytest.mark.parametrize("name", ["byte level", "byte fallback"])
-@settings(max_examples=150, deadline=None)
+@examples(60)
 @given(raw=st.one_of(st.binary(max_size=16), st.text(max_size=8).map(str.encode)), cut=st.data())
 def test_every_split_of_random_bytes_gives_the_whole_decode(name, raw, cut):
     tokenizer = TOKENIZERS[name]
@@ -124,7 +125,7 @@ def byte_token(tokenizer: Tokenizer, byte: int) -> int:
 
 
 @pytest.mark.parametrize("name", ["byte level", "byte fallback"])
-@settings(max_examples=100, deadline=None)
+@examples(50)
 @given(text=st.text(alphabet="aé日😀 ", min_size=1, max_size=8))
 def test_no_delta_of_valid_text_holds_half_a_code_point(name, text):
     tokenizer = TOKENIZERS[name]
@@ -134,7 +135,7 @@ def test_no_delta_of_valid_text_holds_half_a_code_point(name, text):
     assert "".join(deltas) == text
 
 
-@settings(max_examples=100, deadline=None)
+@examples(50)
 @given(text=st.text(alphabet="the cat日😀é ", max_size=20))
 @example(text=" the the")
 def test_byte_level_text_survives_the_round_trip(text):
@@ -155,7 +156,7 @@ def test_half_a_code_point_at_the_end_becomes_the_replacement_character():
 
 
 @pytest.mark.parametrize("name", ["byte level", "byte fallback", "metaspace"])
-@settings(max_examples=100, deadline=None)
+@examples(50)
 @given(data=st.data())
 def test_a_continuation_is_what_the_prompt_lacks(name, data):
     """Prompt text + deltas = whole text: the first word keeps its space, no prompt text leaks."""

@@ -8,7 +8,8 @@ import sys
 from itertools import pairwise
 
 import pytest
-from hypothesis import given, settings
+from example_counts import examples
+from hypothesis import given
 from hypothesis import strategies as st
 from parsed_message import new_parser, parse
 
@@ -61,7 +62,7 @@ def split(text, cuts):
 
 
 @pytest.mark.parametrize("name", TOOL_CALL_FORMATS)
-@settings(max_examples=150, deadline=None)
+@examples(60)
 @given(data=st.data())
 def test_any_split_gives_what_the_whole_text_gives(name, data):
     text, cuts = data.draw(texts_and_cuts(name))
@@ -73,7 +74,7 @@ def test_any_split_gives_what_the_whole_text_gives(name, data):
 
 
 @pytest.mark.parametrize("name", sorted(set(TOOL_CALL_FORMATS) - {"harmony"}))
-@settings(max_examples=150, deadline=None)
+@examples(60)
 @given(data=st.data())
 def test_without_a_call_nothing_is_lost(name, data):
     text, cuts = data.draw(texts_and_cuts(name))
@@ -84,7 +85,7 @@ def test_without_a_call_nothing_is_lost(name, data):
 
 
 @pytest.mark.parametrize("name", TOOL_CALL_FORMATS)
-@settings(max_examples=150, deadline=None)
+@examples(60)
 @given(data=st.data())
 def test_each_piece_is_what_comes_next_of_the_message(name, data):
     text, cuts = data.draw(texts_and_cuts(name))
@@ -140,7 +141,7 @@ def written(name, calls, indent):
 
 
 @pytest.mark.parametrize("name", TOOL_CALL_FORMATS)
-@settings(max_examples=60, deadline=None)
+@examples(60)
 @given(calls, st.sampled_from([None, 1]), st.integers(1, 9))
 def test_written_calls_are_read_back(name, calls, indent, step):
     calls = [(f, {k: v for k, v in args.items() if k.isidentifier()}) for f, args in calls]
@@ -151,7 +152,7 @@ def test_written_calls_are_read_back(name, calls, indent, step):
 
 
 @pytest.mark.parametrize("name", TOOL_CALL_FORMATS)
-@settings(max_examples=30, deadline=None)
+@examples(30)
 @given(calls, st.sampled_from([None, 1]), st.sampled_from(["", "Well then.\n"]))
 def test_calls_cut_anywhere_are_a_beginning_of_the_calls_and_leave_no_markup(
     name, calls, indent, before

@@ -908,12 +908,6 @@ _SERVER = (
         takes="[VALUE]",
     ),
     _row(
-        "--config",
-        _BOTH,
-        why="give the flags themselves, as in `quickstep serve $(cat FILE)`",
-        takes="FILE",
-    ),
-    _row(
         "--models-dir --models-preset --models-max --models-autoload",
         _LLAMA,
         why="a server has one model, and adapters with --lora-modules; start one per model",

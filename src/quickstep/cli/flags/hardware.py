@@ -6,7 +6,8 @@ import argparse
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from quickstep.cli.flags.engine import add_kv_cache_dtype, add_model, model_of
+from quickstep.cli.flags.engine import add_model, model_of
+from quickstep.cli.flags.options import add_options
 from quickstep.cli.flags.parsing import (
     fraction,
     non_negative_int,
@@ -60,7 +61,7 @@ def add_hardware(parser: argparse.ArgumentParser) -> None:
 def add_engine_sizes(group: argparse._ArgumentGroup) -> None:
     """Add the formats of weights and KV, `--max-num-seqs` and `--max-num-batched-tokens`."""
     group.add_argument("--quantization", "-q", choices=QUANTIZATIONS, help="format of the weights")
-    add_kv_cache_dtype(group)
+    add_options(group, CacheConfig, "kv_dtype")
     group.add_argument(
         "--max-num-seqs",
         type=positive_int,

@@ -7,7 +7,7 @@ import logging
 
 import msgspec
 
-from quickstep.cli.flags.parsing import bytes_size, positive_int
+from quickstep.cli.flags.options import add_options, from_flags
 from quickstep.config import LoRAConfig
 from quickstep.errors import ConfigError
 
@@ -24,74 +24,16 @@ class _Module(msgspec.Struct, forbid_unknown_fields=True, frozen=True):
 
 def add_lora_flags(parser: argparse.ArgumentParser) -> None:
     """Add the flags of `LoRAConfig`."""
-    defaults, group = LoRAConfig(), parser.add_argument_group("LoRA adapters")
+    group = parser.add_argument_group("LoRA adapters")
     group.add_argument(
         "--enable-lora",
         action="store_true",
         help="let requests use LoRA adapters; --lora-modules and --lora-dir imply it",
     )
-    group.add_argument(
-        "--lora-modules",
-        nargs="+",
-        default=[],
-        metavar="NAME=DIR",
-        help="adapters of PEFT to load at the start, also as JSON like vLLM's: "
-        """'{"name": "NAME", "path": "DIR"}'; a request selects one by `model: NAME`""",
-    )
-    group.add_argument(
-        "--lora-dir",
-        metavar="DIR",
-        help="each of its folders is an adapter, which is loaded when a request first names it",
-    )
-    group.add_argument(
-        "--max-loras",
-        type=positive_int,
-        metavar="N",
-        help="most adapters in compute memory at the same time; others are loaded when a request "
-        f"names them (default: {defaults.max_loras}, or --max-cpu-loras if that is less)",
-    )
-    group.add_argument(
-        "--max-cpu-loras",
-        type=positive_int,
-        metavar="N",
-        help="most adapters in memory at the same time, those in compute memory included "
-        "(default: --max-loras)",
-    )
-    group.add_argument(
-        "--max-lora-rank",
-        type=positive_int,
-        default=defaults.max_lora_rank,
-        metavar="RANK",
-        help="largest rank of an adapter (default: %(default)s)",
-    )
-    group.add_argument(
-        "--lora-memory-bytes",
-        type=bytes_size,
-        metavar="SIZE",
-        help="what adapters may take in compute memory together (default: the --max-loras largest "
-        "of those that are known at the start)",
-    )
-    group.add_argument(
-        "--lora-dtype",
-        choices=("auto", "int8"),
-        default=defaults.dtype,
-        help="how adapters are held: auto is the model's dtype; int8 takes half of the memory and "
-        "reads, and rounds the weights (default: %(default)s)",
-    )
-    group.add_argument(
-        "--lora-pin",
-        nargs="+",
-        default=[],
-        metavar="NAME",
-        help="adapters that stay in compute memory once they are there",
-    )
-    group.add_argument(
-        "--lora-allowed-dirs",
-        nargs="+",
-        default=[],
-        metavar="DIR",
-        help="where POST /v1/load_lora_adapter may load from, besides --lora-dir",
-    )
+    add_options(group, LoRAConfig, "modules", "directory")
+    add_options(group, LoRAConfig, "max_loras", is_optional=True)
+    add_options(group, LoRAConfig, "max_cpu_loras", "max_lora_rank", "memory_bytes")
+    add_options(group, LoRAConfig, "dtype", "pinned", "allowed_dirs")
 
 
 def lora_config(args: argparse.Namespace) -> LoRAConfig | None:
@@ -106,16 +48,11 @@ def lora_config(args: argparse.Namespace) -> LoRAConfig | None:
             f"--lora-pin names {unknown!r}, which is none of --lora-modules, and requests can load "
             "no others; see --lora-dir"
         )
-    return LoRAConfig(
+    return from_flags(
+        LoRAConfig,
+        args,
         modules=modules,
         max_loras=args.max_loras or LoRAConfig.usual_max_loras(args.max_cpu_loras),
-        max_lora_rank=args.max_lora_rank,
-        max_cpu_loras=args.max_cpu_loras,
-        directory=args.lora_dir,
-        pinned=tuple(args.lora_pin),
-        memory_bytes=args.lora_memory_bytes,
-        allowed_dirs=tuple(args.lora_allowed_dirs),
-        dtype=args.lora_dtype,
     )
 
 

@@ -24,7 +24,8 @@ _SIZE = re.compile(r"(?P<number>\d+(\.\d+)?)\s*(?P<unit>[kmgt]?)(?P<binary>i?)b?
 class Parser(argparse.ArgumentParser):
     """An ArgumentParser without abbreviations that suggests a flag or choice that is near.
 
-    `foreign_flags` are flags of other engines that the command answers.
+    `foreign_flags` are flags of other engines that the command answers. `read_defaults` sets
+    defaults by the arguments, before they are parsed (`cli.flags.config_file`).
     """
 
     def __init__(self, prog: str | None = None, **texts: str | None) -> None:
@@ -36,15 +37,18 @@ class Parser(argparse.ArgumentParser):
             formatter_class=argparse.RawDescriptionHelpFormatter,
         )
         self.foreign_flags: Sequence[ForeignFlag] = ()
+        self.read_defaults: Callable[[Parser, Sequence[str]], None] | None = None
 
     def parse_known_args(  # type: ignore[override]
         self, args: Sequence[str] | None = None, namespace: argparse.Namespace | None = None
     ) -> tuple[argparse.Namespace, list[str]]:
         """As argparse's, without the flags of other engines that ask for what holds anyway."""
-        arguments = list(sys.argv[1:] if args is None else args)
-        return super().parse_known_args(self._without_foreign(arguments), namespace)
+        arguments = self._without_foreign(sys.argv[1:] if args is None else args)
+        if self.read_defaults is not None:
+            self.read_defaults(self, arguments)
+        return super().parse_known_args(arguments, namespace)
 
-    def _without_foreign(self, arguments: list[str]) -> list[str]:
+    def _without_foreign(self, arguments: Sequence[str]) -> list[str]:
         """The arguments in flags of this command. One of another engine may end the command."""
         own: list[str] = []
         known = self._option_string_actions
@@ -52,7 +56,7 @@ class Parser(argparse.ArgumentParser):
         for place in left:
             argument = arguments[place]
             if argument == "--":
-                return own + arguments[place:]
+                return [*own, *arguments[place:]]
             name, has_value, value = argument.partition("=")
             is_flag = name.startswith("-") and name not in known
             flag = foreign_flag(name, self.foreign_flags) if is_flag else None
@@ -80,7 +84,7 @@ class Parser(argparse.ArgumentParser):
         name = unknown[0].partition("=")[0]
         if not name.startswith("-"):
             self.error(f"{name!r} is one argument too many; see {self.prog} --help")
-        near = _nearest(name, self._option_string_actions)
+        near = nearest_name(name, self._option_string_actions)
         hint = f"did you mean {near}?" if near else f"see {self.prog} --help"
         self.error(f"there is no flag {name}; {hint}")
 
@@ -90,11 +94,11 @@ def _with_suggestion(message: str) -> str:
     wrong = re.search(r"invalid choice: '([^']*)' \(choose from (.*)\)$", message)
     if not wrong:
         return message
-    near = _nearest(wrong.group(1), re.findall(r"[\w-]+", wrong.group(2)))
+    near = nearest_name(wrong.group(1), re.findall(r"[\w-]+", wrong.group(2)))
     return f"{message}; did you mean {near}?" if near else message
 
 
-def _nearest(name: str, known: Iterable[str]) -> str | None:
+def nearest_name(name: str, known: Iterable[str]) -> str | None:
     """The only name that is meant: a quarter of the letters differ, or it has the same words and
     more; None if there is none, or several.
     """

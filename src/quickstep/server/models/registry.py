@@ -63,10 +63,12 @@ class ModelRegistry:
         """
         if name is None:
             return self.default
-        for known in (name.removesuffix(optional_tag), name):
-            for model in self._models:
-                if known in model:
-                    return model
+        for known in dict.fromkeys((name.removesuffix(optional_tag), name)):
+            # a model's own name comes before that of another one's adapter
+            owners = [model for model in self._models if known in model.names]
+            owners = owners or [model for model in self._models if known in model.adapters]
+            if owners:
+                return owners[0]
         adapters = [name for model in self._models for name in model.adapters.names]
         all_names = (*self.names, *adapters)
         listed = ", ".join(all_names[:_LISTED_NAMES]) + ", ..." * (len(all_names) > _LISTED_NAMES)

@@ -1,20 +1,20 @@
 """`/v1/chat/completions`: a conversation in, the assistant's next message out.
 
-`Chat` parses a body, `ChatRendering` writes one request's choices: the model's text is split into
+`Chat` parses a body, `ChatWriter` writes one request's response: the model's text is split into
 content, reasoning and tool calls, and a stream's deltas add up to the complete message. Reasoning
 has two names, since clients read either: `reasoning_content` and `reasoning`.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from functools import partial
 from typing import Any
 
+import msgspec
 from msgspec import UNSET, UnsetType, structs
 from msgspec.structs import replace
 
-from quickstep.engine.interface import Vocabulary
 from quickstep.errors import RequestError
 from quickstep.server.fields.field_reader import FieldReader
 from quickstep.server.generate.api import reports_progress, response_flags
@@ -29,15 +29,22 @@ from quickstep.server.generate.conversation import (
     tenant_of,
     verbosity_in_template,
 )
-from quickstep.server.generate.generation import Choice, Generation, ParsedRequest
+from quickstep.server.generate.generation import (
+    Choice,
+    ChoiceDelta,
+    Generation,
+    Head,
+    ParsedRequest,
+)
 from quickstep.server.generate.message import message_reader
 from quickstep.server.generate.sampling import label, num_alternatives
 from quickstep.server.generate.structured import requested_grammar
 from quickstep.server.generate.tools import functions_of, offer, tool_choice_of
 from quickstep.server.models.served_model import ServedModel
 from quickstep.server.openai.choices import (
-    ChoicesWriter,
+    Envelope,
     beam_params,
+    failure_frames,
     own_values,
     ranked_logprobs,
     requested_output,
@@ -82,22 +89,13 @@ from quickstep.text.tool_calls.message_delta import (
     MessagePart,
     ReasoningDelta,
 )
-from quickstep.types import Delta, TokenLogprobs
+from quickstep.types import TokenLogprobs
 
 _EMPTY = ChatDelta()
 
 
 class Chat:
     """The API of chat."""
-
-    id_prefix = "chatcmpl-"
-    response = partial(ChatCompletion, object="chat.completion")
-    chunk = partial(ChatCompletionChunk, object="chat.completion.chunk")
-
-    @property
-    def rendering(self) -> type[ChatRendering]:
-        """Renders the choices of one request."""
-        return ChatRendering
 
     def parse(self, body: bytes, model: ServedModel, caller: str = "") -> ParsedRequest:
         """Validate a body. Raises RequestError."""
@@ -149,7 +147,7 @@ class Chat:
             truncation=truncation_of(fields, max_tokens, model),
             adapter=None if fields.lora is None else model.adapters.mix(fields.lora),
             ignored=reader.ignored,
-            writer=partial(ChoicesWriter, self, model),
+            writer=partial(ChatWriter, model),
             **response_flags(fields, model),
         )
 
@@ -279,33 +277,42 @@ def _content(content: Content, path: str) -> TemplateContent:
     return parts
 
 
-class ChatRendering:
-    """Writes the choices of one chat request, complete or as a stream's deltas."""
+class ChatWriter:
+    """The `Writer` of one chat request."""
 
-    def __init__(self, generation: Generation, tokenizer: Vocabulary) -> None:
+    def __init__(self, model: ServedModel, generation: Generation, head: Head) -> None:
+        tokenizer = model.engine.tokenizer
         self._tokenizer = tokenizer
         self._generation = generation
+        self._envelope = Envelope(
+            model,
+            generation,
+            head,
+            id_prefix="chatcmpl-",
+            new_response=partial(ChatCompletion, object="chat.completion"),
+            new_chunk=partial(ChatCompletionChunk, object="chat.completion.chunk"),
+            num_reasoning_tokens=self._num_reasoning_tokens,
+        )
         self._requested = generation.request.requested_output
         self._messages = [
             message_reader(generation, choice, tokenizer) for choice in generation.choices
         ]
         self._collected: list[list[MessagePart]] = [[] for _ in generation.choices]
 
-    @property
-    def num_reasoning_tokens(self) -> int:
-        """Tokens of reasoning in all choices."""
+    def _num_reasoning_tokens(self) -> int:
         return sum(message.num_reasoning_tokens for message in self._messages)
 
-    def opening(self, choice: Choice) -> ChatChunkChoice:
-        """The role, before any content."""
+    def opening(self) -> Iterator[bytes]:
+        """The role of each choice, before any content."""
         delta = ChatDelta(role="assistant", content=self._requested.before)
-        return ChatChunkChoice(index=choice.index, delta=delta, logprobs=None, finish_reason=None)
+        for choice in self._generation.choices:
+            opening = ChatChunkChoice(
+                index=choice.index, delta=delta, logprobs=None, finish_reason=None
+            )
+            fields = {} if choice.index else self._prompt_fields()
+            yield self._envelope.chunk([opening], **fields)
 
-    def empty(self, choice: Choice) -> ChatChunkChoice:
-        """No content."""
-        return ChatChunkChoice(index=choice.index, delta=_EMPTY, logprobs=None, finish_reason=None)
-
-    def prompt_fields(self) -> Mapping[str, Any]:
+    def _prompt_fields(self) -> Mapping[str, Any]:
         """The prompt's token ids and logprobs, if the client requested them."""
         first = self._generation.choices[0]
         fields: dict[str, Any] = {}
@@ -317,28 +324,42 @@ class ChatRendering:
             fields["prompt_logprobs"] = ranked_logprobs(scores, num_top, self._tokenizer)
         return fields
 
-    def deltas(self, choice: Choice, delta: Delta) -> list[ChatChunkChoice]:
-        """The new parts of the message; the new tokens' logprobs are in the first chunk.
-
-        A call's first piece has its name and no arguments; those follow in a chunk of their own.
+    def delta(self, item: ChoiceDelta) -> list[bytes]:
+        """The new parts of the message, and its end; the new tokens' logprobs are in the first
+        chunk. A call's first piece has its name and no arguments; those follow in a chunk of their
+        own.
         """
+        choice, delta = self._generation.choices[item.choice], item.delta
+        frames: list[bytes] = []
+        if delta.progress is not None:
+            new_choice = partial(ChatChunkChoice, delta=_EMPTY)
+            frames.append(self._envelope.progress(choice, delta.progress, new_choice))
         deltas = _chat_deltas(self._messages[choice.index].read(delta).parts)
         has_logprobs, has_ids = self._requested.logprobs is not None, self._requested.token_ids
         if not deltas and (has_logprobs or has_ids) and delta.token_ids:
             deltas.append(ChatDelta(content=""))
-        chunks: list[ChatChunkChoice] = []
-        for part in deltas:  # a loop without calls: it runs once a token
+        for place, part in enumerate(deltas):  # once a token, so it calls little
             chunk = ChatChunkChoice(
                 index=choice.index,
                 delta=part,
-                logprobs=self._listed(() if chunks else delta.logprobs) if has_logprobs else None,
-                token_ids=list(delta.token_ids) if has_ids and not chunks else UNSET,
+                logprobs=self._listed(() if place else delta.logprobs) if has_logprobs else None,
+                token_ids=list(delta.token_ids) if has_ids and not place else UNSET,
                 finish_reason=None,
             )
-            chunks.append(chunk)
-        return chunks
+            frames.append(self._envelope.chunk([chunk]))
+        if delta.finish_reason is not None:
+            frames.append(self._envelope.chunk([self._end(choice)]))
+        return frames
 
-    def ending(self, choice: Choice) -> ChatChunkChoice:
+    def ending(self) -> Iterator[bytes]:
+        """Usage and timings if the client requested them, then `[DONE]`."""
+        return self._envelope.ending()
+
+    def failure(self, error: Exception) -> Iterator[bytes]:
+        """The error as an event of the stream."""
+        return failure_frames(error)
+
+    def _end(self, choice: Choice) -> ChatChunkChoice:
         """The finish reason, without content."""
         return ChatChunkChoice(
             index=choice.index,
@@ -350,12 +371,15 @@ class ChatRendering:
             seed=choice.seed,
         )
 
-    def collect(self, choice: Choice, delta: Delta) -> None:
+    def collect(self, item: ChoiceDelta) -> None:
         """Keep the new parts of the message."""
-        self._collected[choice.index] += self._messages[choice.index].read(delta).parts
+        self._collected[item.choice] += self._messages[item.choice].read(item.delta).parts
 
-    def complete(self, choice: Choice, index: int) -> ChatChoice:
-        """The complete message."""
+    def complete(self) -> msgspec.Struct:
+        """The complete messages."""
+        return self._envelope.response(self._complete, **self._prompt_fields())
+
+    def _complete(self, choice: Choice, index: int) -> ChatChoice:
         read = MessageDelta(tuple(self._collected[choice.index]))
         content: str | None = self._requested.before + read.content
         calls: list[AnsweredToolCall] | UnsetType = UNSET

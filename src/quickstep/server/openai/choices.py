@@ -4,8 +4,7 @@ Requests: what a client requests in addition to plain text (scores, token ids, t
 beam search) becomes parameters of the engine's sampling (`own_values`), `BeamSearchParams`, and a
 `RequestedOutput` for the response.
 
-Responses: `ChoicesWriter` is the `Writer` of both. A `Rendering` belongs to one request, since some
-fields (`text_offset`) depend on earlier deltas; it writes the choices, `ChoicesWriter` the rest.
+Responses: `ChatWriter` and `CompletionWriter` write the choices, an `Envelope` what surrounds them.
 """
 
 from __future__ import annotations
@@ -14,7 +13,7 @@ import uuid
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
 from types import MappingProxyType
-from typing import Any, Protocol
+from typing import Any
 
 import msgspec
 from msgspec import UNSET, UnsetType
@@ -25,7 +24,6 @@ from quickstep.errors import RequestError
 from quickstep.server.fields.sampling_fields import SamplingFields, TextFormat
 from quickstep.server.generate.generation import (
     Choice,
-    ChoiceDelta,
     Generation,
     Head,
     RequestedOutput,
@@ -50,7 +48,7 @@ from quickstep.server.openai.response_types import (
     Usage,
 )
 from quickstep.server.options import bounded
-from quickstep.types import Delta, SamplingParams, TokenLogprobs
+from quickstep.types import PromptProgress, SamplingParams, TokenLogprobs
 
 # Fields that a beam search honours; any other sampling field would have no effect on it.
 _WITH_BEAMS = frozenset(
@@ -201,135 +199,84 @@ def beam_params(
     )
 
 
-class Rendering(Protocol):
-    """Writes the choices of one request's response, in the types of its API."""
+class Envelope:
+    """What surrounds the choices of a response, complete or in chunks: id, model, seed, usage.
 
-    def opening(self, choice: Choice) -> msgspec.Struct | None:
-        """The choice that a stream sends before its first token, or None."""
-
-    def prompt_fields(self) -> Mapping[str, Any]:
-        """Fields of the response (of a stream, its first chunk) that describe the prompt."""
-
-    def empty(self, choice: Choice) -> msgspec.Struct:
-        """The choice of a stream's chunk that adds nothing to it."""
-
-    def deltas(self, choice: Choice, delta: Delta) -> Sequence[msgspec.Struct]:
-        """The choices of a stream's next chunks."""
-
-    def ending(self, choice: Choice) -> msgspec.Struct:
-        """The choice of a stream's chunk with the finish reason."""
-
-    def collect(self, choice: Choice, delta: Delta) -> None:
-        """Read a delta of a non-streaming response, which its choice has already."""
-
-    def complete(self, choice: Choice, index: int) -> msgspec.Struct:
-        """A finished choice, at `index` of the response."""
-
-    @property
-    def num_reasoning_tokens(self) -> int | None:
-        """Tokens of reasoning in all choices so far; None for texts without reasoning."""
-
-
-class ChoicesApi(Protocol):
-    """What differs between completions and chat."""
-
-    @property
-    def id_prefix(self) -> str:
-        """Response ids start with it."""
-
-    @property
-    def response(self) -> Callable[..., msgspec.Struct]:
-        """Makes a complete response of its fields."""
-
-    @property
-    def chunk(self) -> Callable[..., msgspec.Struct]:
-        """Makes a stream's chunk of its fields."""
-
-    @property
-    def rendering(self) -> Callable[[Generation, Vocabulary], Rendering]:
-        """Makes the rendering of one request."""
-
-
-class ChoicesWriter:
-    """A `Writer` of a `ChoicesApi`."""
+    `new_response` and `new_chunk` make them of their fields. `num_reasoning_tokens` counts those of
+    all choices so far; None for texts without reasoning.
+    """
 
     def __init__(
-        self, api: ChoicesApi, model: ServedModel, generation: Generation, head: Head
+        self,
+        model: ServedModel,
+        generation: Generation,
+        head: Head,
+        *,
+        id_prefix: str,
+        new_response: Callable[..., msgspec.Struct],
+        new_chunk: Callable[..., msgspec.Struct],
+        num_reasoning_tokens: Callable[[], int | None],
     ) -> None:
         self._model = model
         self._generation = generation
-        self._rendering = api.rendering(generation, model.engine.tokenizer)
+        self._num_reasoning_tokens = num_reasoning_tokens
         http_id = generation.request.request.request_id  # as in vLLM; "" for lines of batches
         constant = {
-            "id": api.id_prefix + (http_id or uuid.uuid4().hex),
+            "id": id_prefix + (http_id or uuid.uuid4().hex),
             "created": head.created,
             "model": generation.request.model,
             "system_fingerprint": head.fingerprint,
             "seed": generation.seed,
             **generation.request.echoed,
         }
-        self._response = partial(api.response, **constant)
-        self._new_chunk = partial(api.chunk, **constant)
+        self._new_response = partial(new_response, **constant)
+        self._new_chunk = partial(new_chunk, **constant)
         self._has_metrics = model.server.answers.request_metrics and len(generation.choices) == 1
 
-    def opening(self) -> Iterator[bytes]:
-        """The role of each choice, where there are roles."""
-        for choice in self._generation.choices:
-            opening = self._rendering.opening(choice)
-            if opening is not None:
-                fields = {} if choice.index else self._rendering.prompt_fields()
-                yield self._chunk([opening], **fields)
+    def chunk(self, choices: list[msgspec.Struct], **fields: Any) -> bytes:
+        """The frame of a chunk of one choice, or of none."""
+        request = self._generation.request
+        if request.continuous_usage:
+            fields["usage"] = self._usage()
+        elif request.include_usage:
+            fields.setdefault("usage", None)
+        return data_frame(self._new_chunk(choices=choices, **fields))
 
-    def delta(self, item: ChoiceDelta) -> list[bytes]:
-        """The chunks of a delta, and its choice's end."""
-        choice, frames = self._generation.choices[item.choice], []
-        progress = item.delta.progress
-        if progress is not None:
-            num_prompt_tokens = len(self._generation.prompt_token_ids(choice))
-            report = PromptProgressReport.of(progress, num_prompt_tokens)
-            frames.append(self._chunk([self._rendering.empty(choice)], prompt_progress=report))
-        for delta in self._rendering.deltas(choice, item.delta):
-            frames.append(self._chunk([delta]))
-        if item.delta.finish_reason is not None:
-            frames.append(self._chunk([self._rendering.ending(choice)]))
-        return frames
+    def progress(
+        self, choice: Choice, progress: PromptProgress, new_choice: Callable[..., msgspec.Struct]
+    ) -> bytes:
+        """The frame of a chunk that adds nothing to its choice, with the progress of the prompt."""
+        num_prompt_tokens = len(self._generation.prompt_token_ids(choice))
+        report = PromptProgressReport.of(progress, num_prompt_tokens)
+        empty = new_choice(index=choice.index, logprobs=None, finish_reason=None)
+        return self.chunk([empty], prompt_progress=report)
 
     def ending(self) -> Iterator[bytes]:
         """A chunk with usage and timings if the client requested them, then `[DONE]`."""
-        request = self._generation.request
         timings = requested_timings(self._generation, self._model)
-        if request.include_usage:
+        if self._generation.request.include_usage:
             usage = self._usage()
-            yield self._chunk([], usage=usage, metrics=self._metrics(), quickstep=timings)
+            yield self.chunk([], usage=usage, metrics=self._metrics(), quickstep=timings)
         elif timings is not UNSET:
-            yield self._chunk([], quickstep=timings)
+            yield self.chunk([], quickstep=timings)
         yield DONE
 
-    def failure(self, error: Exception) -> Iterator[bytes]:
-        """The error as an event of the stream."""
-        _, body = error_of(error)
-        yield data_frame(body)
-        yield DONE
-
-    def collect(self, item: ChoiceDelta) -> None:
-        """Read a delta; the generation has added it to its choice."""
-        self._rendering.collect(self._generation.choices[item.choice], item.delta)
-
-    def complete(self) -> msgspec.Struct:
-        """The response of a finished generation."""
-        return self._response(
+    def response(
+        self, new_choice: Callable[[Choice, int], msgspec.Struct], **fields: Any
+    ) -> msgspec.Struct:
+        """The response of a finished generation, of whose choices `new_choice` makes ours."""
+        return self._new_response(
             choices=[
-                self._rendering.complete(choice, index)
-                for index, choice in enumerate(self._generation.kept)
+                new_choice(choice, index) for index, choice in enumerate(self._generation.kept)
             ],
             usage=self._usage(),
             metrics=self._metrics(),
             quickstep=requested_timings(self._generation, self._model),
-            **self._rendering.prompt_fields(),
+            **fields,
         )
 
     def _usage(self) -> Usage:
-        return Usage.of(self._generation.usage, self._rendering.num_reasoning_tokens)
+        return Usage.of(self._generation.usage, self._num_reasoning_tokens())
 
     def _metrics(self) -> RequestMetrics | UnsetType:
         """How long the request took, if the operator enabled it and there is one choice."""
@@ -338,14 +285,12 @@ class ChoicesWriter:
             return UNSET
         return RequestMetrics.of(timings)
 
-    def _chunk(self, choices: list[msgspec.Struct], **fields: Any) -> bytes:
-        """A chunk of one choice, or of none."""
-        request = self._generation.request
-        if request.continuous_usage:
-            fields["usage"] = self._usage()
-        elif request.include_usage:
-            fields.setdefault("usage", None)
-        return data_frame(self._new_chunk(choices=choices, **fields))
+
+def failure_frames(error: Exception) -> Iterator[bytes]:
+    """The error as the last event of a stream."""
+    _, body = error_of(error)
+    yield data_frame(body)
+    yield DONE
 
 
 def token_logprob(

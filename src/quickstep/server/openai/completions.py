@@ -1,23 +1,29 @@
 """`/v1/completions`: text or token ids in, text out.
 
-`Completions` parses a body, `CompletionRendering` writes one request's choices: text, OpenAI's four
+`Completions` parses a body, `CompletionWriter` writes one request's response: text, OpenAI's four
 lists of logprobs, token ids, the prompt. It counts `text_offset`, and puts an echoed prompt into a
 stream's first delta of each choice.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from functools import partial
-from typing import Any, TypeGuard
+from typing import TypeGuard
 
+import msgspec
 from msgspec import UNSET, UnsetType, structs
 
-from quickstep.engine.interface import Vocabulary
 from quickstep.errors import PromptTooLong, RequestError
 from quickstep.server.fields.field_reader import FieldReader
 from quickstep.server.generate.api import reports_progress, response_flags
-from quickstep.server.generate.generation import Choice, Generation, ParsedRequest
+from quickstep.server.generate.generation import (
+    Choice,
+    ChoiceDelta,
+    Generation,
+    Head,
+    ParsedRequest,
+)
 from quickstep.server.generate.prompts import (
     InfillPrompt,
     Prompt,
@@ -35,8 +41,9 @@ from quickstep.server.generate.sampling import (
 from quickstep.server.generate.structured import requested_grammar
 from quickstep.server.models.served_model import ServedModel
 from quickstep.server.openai.choices import (
-    ChoicesWriter,
+    Envelope,
     beam_params,
+    failure_frames,
     own_values,
     ranked_logprobs,
     requested_output,
@@ -59,15 +66,6 @@ _DEFAULT_MAX_TOKENS = 16  # OpenAI's
 
 class Completions:
     """The API of completions."""
-
-    id_prefix = "cmpl-"
-    response = partial(Completion, object="text_completion")
-    chunk = partial(CompletionChunk, object="text_completion")
-
-    @property
-    def rendering(self) -> type[CompletionRendering]:
-        """Renders the choices of one request."""
-        return CompletionRendering
 
     def parse(self, body: bytes, model: ServedModel, caller: str = "") -> ParsedRequest:
         """Validate a body. Raises RequestError."""
@@ -103,7 +101,7 @@ class Completions:
             truncation=truncation_of(fields, max_tokens, model),
             adapter=None if fields.lora is None else model.adapters.mix(fields.lora),
             ignored=reader.ignored,
-            writer=partial(ChoicesWriter, self, model),
+            writer=partial(CompletionWriter, model),
             **response_flags(fields, model),
         )
 
@@ -159,51 +157,73 @@ def _are_ids(prompt: Sequence[str | int | list[int]]) -> TypeGuard[Sequence[int]
     return set(map(type, prompt)) == {int}
 
 
-class CompletionRendering:
-    """Writes the choices of one request, complete or as a stream's deltas."""
+class CompletionWriter:
+    """The `Writer` of one request. `text_offset` depends on earlier deltas."""
 
-    def __init__(self, generation: Generation, tokenizer: Vocabulary) -> None:
+    def __init__(self, model: ServedModel, generation: Generation, head: Head) -> None:
         self._generation = generation
-        self._tokenizer = tokenizer
+        self._tokenizer = model.engine.tokenizer
+        self._envelope = Envelope(
+            model,
+            generation,
+            head,
+            id_prefix="cmpl-",
+            new_response=partial(Completion, object="text_completion"),
+            new_chunk=partial(CompletionChunk, object="text_completion"),
+            num_reasoning_tokens=lambda: None,
+        )
         self._requested = generation.request.requested_output
         self._skips_special = generation.request.sampling.skip_special_tokens
         self._offsets: dict[int, int] = {}
         self._begun: set[int] = set()
 
-    def opening(self, choice: Choice) -> None:
+    def opening(self) -> Iterator[bytes]:
         """A stream of completions begins with its first text."""
+        return iter(())
 
-    def empty(self, choice: Choice) -> TextChunkChoice:
-        """No text."""
-        return TextChunkChoice(index=choice.index, text="", logprobs=None, finish_reason=None)
+    def delta(self, item: ChoiceDelta) -> list[bytes]:
+        """The new text, and its end."""
+        choice, delta = self._generation.choices[item.choice], item.delta
+        frames: list[bytes] = []
+        if delta.progress is not None:
+            new_choice = partial(TextChunkChoice, text="")
+            frames.append(self._envelope.progress(choice, delta.progress, new_choice))
+        chunk = self._new_text(choice, delta)
+        if chunk is not None:
+            frames.append(self._envelope.chunk([chunk]))
+        if delta.finish_reason is not None:
+            frames.append(self._envelope.chunk([self._end(choice)]))
+        return frames
 
-    def prompt_fields(self) -> Mapping[str, Any]:
-        """None: every choice has the fields of its own prompt."""
-        return {}
-
-    def deltas(self, choice: Choice, delta: Delta) -> list[TextChunkChoice]:
+    def _new_text(self, choice: Choice, delta: Delta) -> TextChunkChoice | None:
         """New text, with the new tokens' logprobs; the prompt first, once it is scored."""
         if delta.finish_reason is None and not delta.token_ids and not delta.text:
-            return []
+            return None
         shows_tokens = self._requested.logprobs is not None or self._requested.token_ids
         is_first = choice.index not in self._begun
         with_prompt = is_first and (self._requested.echo or self._requested.token_ids)
         if not delta.text and not with_prompt and not (shows_tokens and delta.token_ids):
-            return []
+            return None
         self._begun.add(choice.index)
         text, logprobs = self._text(choice, delta.text, delta.logprobs, is_first)
-        return [
-            TextChunkChoice(
-                index=choice.index,
-                text=text,
-                logprobs=logprobs,
-                token_ids=self._token_ids(delta.token_ids),
-                prompt_token_ids=self._prompt_token_ids(choice) if is_first else UNSET,
-                finish_reason=None,
-            )
-        ]
+        return TextChunkChoice(
+            index=choice.index,
+            text=text,
+            logprobs=logprobs,
+            token_ids=self._token_ids(delta.token_ids),
+            prompt_token_ids=self._prompt_token_ids(choice) if is_first else UNSET,
+            finish_reason=None,
+        )
 
-    def ending(self, choice: Choice) -> TextChunkChoice:
+    def ending(self) -> Iterator[bytes]:
+        """Usage and timings if the client requested them, then `[DONE]`."""
+        return self._envelope.ending()
+
+    def failure(self, error: Exception) -> Iterator[bytes]:
+        """The error as an event of the stream."""
+        return failure_frames(error)
+
+    def _end(self, choice: Choice) -> TextChunkChoice:
         """The finish reason, without text."""
         return TextChunkChoice(
             index=choice.index,
@@ -215,16 +235,14 @@ class CompletionRendering:
             seed=choice.seed,
         )
 
-    def collect(self, choice: Choice, delta: Delta) -> None:
+    def collect(self, item: ChoiceDelta) -> None:
         """A choice has its text already."""
 
-    @property
-    def num_reasoning_tokens(self) -> None:
-        """None: nothing is read out of the text."""
-        return None
+    def complete(self) -> msgspec.Struct:
+        """The complete texts."""
+        return self._envelope.response(self._complete)
 
-    def complete(self, choice: Choice, index: int) -> TextChoice:
-        """The complete text."""
+    def _complete(self, choice: Choice, index: int) -> TextChoice:
         text, logprobs = self._text(choice, "".join(choice.text), choice.logprobs, is_first=True)
         ranked: list[dict[str, RankedLogprob] | None] | UnsetType = UNSET
         num_top = self._requested.prompt_logprobs

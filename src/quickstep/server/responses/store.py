@@ -20,6 +20,7 @@ from quickstep.errors import RequestError
 from quickstep.server.fields.decode import decode_values
 from quickstep.server.generate.endpoint import caller_of
 from quickstep.server.http.errors import RouteNotFound, json_response
+from quickstep.server.options import MAX_STORED_RESPONSE_BYTES, MAX_STORED_RESPONSES
 from quickstep.server.responses.request_types import InputItemsQuery
 from quickstep.server.responses.response_types import (
     DeletedResponse,
@@ -51,7 +52,11 @@ class ResponseStore:
     memory.
     """
 
-    def __init__(self, max_responses: int = 4096, max_bytes: int = 64 * 1024 * 1024) -> None:
+    def __init__(
+        self,
+        max_responses: int = MAX_STORED_RESPONSES,
+        max_bytes: int = MAX_STORED_RESPONSE_BYTES,
+    ) -> None:
         self._max_responses = max_responses
         self._max_bytes = max_bytes
         self._stored: OrderedDict[tuple[str, str], tuple[StoredResponse, int]] = OrderedDict()
