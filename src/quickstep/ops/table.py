@@ -239,7 +239,7 @@ class ExpertWeights(msgspec.Struct, frozen=True):
     @property
     def nbytes(self) -> int:
         """Of all matrices."""
-        return sum(one.nbytes for one in (*self.gate_up, *self.down_proj))
+        return sum(matrix.nbytes for matrix in (*self.gate_up, *self.down_proj))
 
 
 class Routing(msgspec.Struct, frozen=True):
