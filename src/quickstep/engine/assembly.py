@@ -642,7 +642,7 @@ def measured_plan(
     import torch
 
     from quickstep.model.decoder import Decoder
-    from quickstep.model.sizing import with_measured_activations
+    from quickstep.model.sizing import KVBlockSize, with_measured_activations
     from quickstep.runtime.activation_probe import measured_activation_bytes
 
     if not isinstance(model, Decoder):
@@ -660,7 +660,7 @@ def measured_plan(
     if config.memory_bytes is not None:
         held_bytes = sum(row.num_bytes for row in plan.rows if row.label in ("weights", "adapters"))
         free_bytes = min(free_bytes, config.memory_bytes - held_bytes)
-    block = block_size, kv_layout.bytes_per_token * block_size
+    block = KVBlockSize(block_size, kv_layout.bytes_per_token * block_size)
     measured = with_measured_activations(plan, measured_bytes, free_bytes, block)
     for note in measured.notes[len(plan.notes) :]:
         _LOGGER.info("%s", note)

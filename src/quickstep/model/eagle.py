@@ -295,8 +295,12 @@ def _aux_layers(config: Mapping[str, object], target: ModelSpec) -> tuple[int, .
     if listed is None:
         count = target.num_layers
         listed = [2, count // 2, count - 3]
-    ids = tuple(one for one in listed if isinstance(one, int)) if isinstance(listed, list) else ()
-    if len(ids) != _NUM_AUX_LAYERS or not all(0 < one < target.num_layers for one in ids):
+    ids = (
+        tuple(layer for layer in listed if isinstance(layer, int))
+        if isinstance(listed, list)
+        else ()
+    )
+    if len(ids) != _NUM_AUX_LAYERS or not all(0 < layer < target.num_layers for layer in ids):
         raise ConfigError(
             f"EAGLE 3 reads the inputs of three layers of the model, {listed}; "
             f"the model has the layers 1 to {target.num_layers - 1}"
@@ -308,7 +312,7 @@ def _names(files: TensorFiles) -> dict[str, str]:
     """The tensors' names in files, by the name without a prefix."""
     names = {}
     for name in files.tensors:
-        prefix = next(one for one in _PREFIXES if name.startswith(one))
+        prefix = next(start for start in _PREFIXES if name.startswith(start))
         names[name.removeprefix(prefix)] = name
     return names
 

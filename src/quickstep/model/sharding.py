@@ -199,7 +199,9 @@ def complete_biases(
         first = sum(widths[: shard.rank])
         row = HostTensor(np.ascontiguousarray(bias[None]), FLOAT32)
         gathered = ranks.gather(row, range(first, first + widths[shard.rank]), sum(widths))
-        outputs = np.concatenate([np.arange(one.start, one.stop) for rows in parts for one in rows])
+        outputs = np.concatenate(
+            [np.arange(span.start, span.stop) for rows in parts for span in rows]
+        )
         complete = np.empty(outputs.max() + 1, np.float32)
         complete[outputs] = gathered.numpy()[0]
         found[number] = complete

@@ -116,6 +116,13 @@ class MemoryRow(msgspec.Struct, frozen=True):
     detail: str
 
 
+class KVBlockSize(msgspec.Struct, frozen=True):
+    """One KV block: its tokens, and their bytes in all layers."""
+
+    num_tokens: int
+    num_bytes: int
+
+
 class MemoryPlan(msgspec.Struct, frozen=True):
     """What fits. `notes` are the spec's, then one sentence for each thing that was shrunk.
 
@@ -236,20 +243,17 @@ def plan_memory(
     """
     notes = list(spec.notes)
     context = scheduler.max_model_len
-    dtype_bytes, scratch_bytes = elements.dtype, elements.scratch
     weights = _weights(spec, elements) + elements.adapters
     weights += sum(draft.weight_bytes for draft in drafts)
     seqs = scheduler.max_num_seqs
-    tokens, activations = _fit_step(
-        spec, (dtype_bytes, scratch_bytes), scheduler, memory_bytes - weights, drafts
-    )
+    tokens, activations = _fit_step(spec, elements, scheduler, memory_bytes - weights, drafts)
     left = memory_bytes - weights - activations
     if tokens < scheduler.max_num_batched_tokens:
         notes.append(
             f"max_num_batched_tokens {scheduler.max_num_batched_tokens} became {tokens}, as "
             "activations would not fit"
         )
-    per_token = kv_bytes_per_token(spec, dtype_bytes, elements.kv_dtype)
+    per_token = kv_bytes_per_token(spec, elements.dtype, elements.kv_dtype)
     per_token += sum(draft.kv_bytes_per_token for draft in drafts)
     block_bytes = per_token * cache.block_size
     scratch = sum(draft.kv_bytes(0, seqs) for draft in drafts)
@@ -263,7 +267,14 @@ def plan_memory(
             f"{size_text(memory_bytes)} are available; use a smaller model or dtype, or lower "
             "--max-num-batched-tokens"
         )
-    num_blocks = _num_blocks(cache, scheduler, context, (fitting, block_bytes), default_kv_bytes)
+    num_blocks = _num_blocks(
+        cache,
+        scheduler,
+        context,
+        fitting,
+        block_bytes=block_bytes,
+        default_kv_bytes=default_kv_bytes,
+    )
     requested = _requested_blocks(cache, block_bytes)
     if requested is not None and num_blocks < requested:
         notes.append(f"KV blocks {requested} became {num_blocks}, as more would not fit")
@@ -274,10 +285,10 @@ def plan_memory(
     if num_blocks < seqs:
         notes.append(f"max_num_seqs {seqs} became {num_blocks}, one per KV block")
         seqs = num_blocks
-    sizes = num_blocks, cache.block_size, tokens, seqs
-    rows = _rows(spec, elements, memory_bytes, sizes, left, drafts)
     notes.extend(_notes_on_positions(spec, context))
-    return MemoryPlan(num_blocks, context, seqs, tokens, rows, tuple(notes), spec.long_context)
+    plan = MemoryPlan(num_blocks, context, seqs, tokens, (), tuple(notes), spec.long_context)
+    rows = _rows(plan, spec, elements, cache.block_size, memory_bytes, left, drafts)
+    return replace(plan, rows=rows)
 
 
 def _notes_on_positions(spec: ModelSpec, context: int) -> Iterator[str]:
@@ -298,18 +309,16 @@ def _notes_on_positions(spec: ModelSpec, context: int) -> Iterator[str]:
 
 
 def with_measured_activations(
-    plan: MemoryPlan, measured_bytes: int, free_bytes: int, block: tuple[int, int]
+    plan: MemoryPlan, measured_bytes: int, free_bytes: int, block: KVBlockSize
 ) -> MemoryPlan:
     """The plan with the activations of a step that ran, and a tenth of them in reserve for graphs
-    and fragments; `free_bytes` are free now. Fewer blocks, if all of them would not fit. `block`
-    are the tokens and the bytes of one.
+    and fragments; `free_bytes` are free now. Fewer blocks, if all of them would not fit.
     """
-    block_size, block_bytes = block
     reserve = max(measured_bytes // 10, MEASURED_RESERVE_BYTES)
     activations = measured_bytes + reserve
     later = ("adapters", "draft weights", "draft KV cache")  # loaded after the KV cache
     free_bytes -= sum(row.num_bytes for row in plan.rows if row.label in later)
-    fitting = max(1, (free_bytes - activations) // block_bytes)
+    fitting = max(1, (free_bytes - activations) // block.num_bytes)
     num_blocks = min(plan.num_blocks, fitting)
     notes = list(plan.notes)
     if num_blocks < plan.num_blocks:
@@ -324,11 +333,11 @@ def with_measured_activations(
             detail = f"{plan.max_num_batched_tokens} tokens a step, measured"
             rows[index] = MemoryRow(row.label, activations, detail)
         elif row.label == "KV cache":
-            freed = (plan.num_blocks - num_blocks) * block_bytes
+            freed = (plan.num_blocks - num_blocks) * block.num_bytes
             rows[index] = MemoryRow(row.label, row.num_bytes - freed, row.detail)
     spare = total - sum(row.num_bytes for row in rows)
     rows.append(MemoryRow("spare", spare, f"of {size_text(total)}"))
-    longest = min(plan.max_model_len, num_blocks * block_size)
+    longest = min(plan.max_model_len, num_blocks * block.num_tokens)
     if longest < plan.max_model_len:
         notes.append(
             f"max_model_len {plan.max_model_len} became {longest}, as the KV cache holds no more"
@@ -345,20 +354,17 @@ def with_measured_activations(
 
 def _fit_step(
     spec: ModelSpec,
-    element_bytes: tuple[int, int],
+    elements: ElementBytes,
     scheduler: SchedulerConfig,
     available: int,
     drafts: Sequence[DraftSizes],
 ) -> tuple[int, int]:
     """A step's tokens, halved until half of the memory is left, and its activations (each draft
     model's memory is its own).
-
-    `element_bytes` are those of the dtype and of the ops' scratch.
     """
-    dtype_bytes, scratch_bytes = element_bytes
     tokens, seqs = scheduler.max_num_batched_tokens, scheduler.max_num_seqs
     while True:
-        used = activation_bytes(spec, dtype_bytes, tokens, seqs, scratch_bytes)
+        used = activation_bytes(spec, elements.dtype, tokens, seqs, elements.scratch)
         used += sum(draft.activation_bytes(tokens, seqs) for draft in drafts)
         if used <= available // 2 or tokens // 2 < _MIN_STEP_TOKENS:
             return tokens, used
@@ -375,11 +381,11 @@ def _num_blocks(
     cache: CacheConfig,
     scheduler: SchedulerConfig,
     context: int,
-    block: tuple[int, int],
+    fitting: int,
+    block_bytes: int,
     default_kv_bytes: int | None,
 ) -> int:
-    """Blocks to allocate; `block` is how many fit and the bytes of one."""
-    fitting, block_bytes = block
+    """Blocks to allocate, of which `fitting` would fit."""
     requested = _requested_blocks(cache, block_bytes)
     if requested is not None:
         if requested < 1:
@@ -396,17 +402,16 @@ def _num_blocks(
 
 
 def _rows(
+    plan: MemoryPlan,
     spec: ModelSpec,
     elements: ElementBytes,
+    block_size: int,
     memory_bytes: int,
-    sizes: tuple[int, int, int, int],
     left: int,
     drafts: Sequence[DraftSizes],
 ) -> tuple[MemoryRow, ...]:
-    """`sizes` are blocks, block size, tokens of a step, resident sequences; `left` is what remains
-    for KV and spare.
-    """
-    num_blocks, block_size, tokens, seqs = sizes
+    """The rows of a plan that has none yet; `left` is what remains for KV and spare."""
+    num_blocks, seqs = plan.num_blocks, plan.max_num_seqs
     weights = _weights(spec, elements)
     per_token = kv_bytes_per_token(spec, elements.dtype, elements.kv_dtype)
     kv_bytes = num_blocks * block_size * per_token
@@ -438,7 +443,7 @@ def _rows(
         kv_bytes += draft_kv_bytes
     activations = memory_bytes - weights - left
     rows += [
-        MemoryRow("activations", activations, f"{tokens} tokens a step"),
+        MemoryRow("activations", activations, f"{plan.max_num_batched_tokens} tokens a step"),
         MemoryRow("spare", left - kv_bytes, f"of {size_text(memory_bytes)}"),
     ]
     return tuple(rows)

@@ -239,7 +239,7 @@ class ExpertWeights(msgspec.Struct, frozen=True):
     @property
     def nbytes(self) -> int:
         """Of all matrices."""
-        return sum(one.nbytes for one in (*self.gate_up, *self.down_proj))
+        return sum(matrix.nbytes for matrix in (*self.gate_up, *self.down_proj))
 
 
 class Routing(msgspec.Struct, frozen=True):
@@ -295,8 +295,24 @@ class Ranks(Protocol):
         """x [T, C], right where the token's id is in `own` -> [T, C], right everywhere."""
 
 
-class Quantize(Protocol):
-    """`OpTable.quantize`."""
+class PackLinearOp(Protocol):
+    """Weight [N, C] and bias [N] in the layout of the implementation. Called once at load."""
+
+    def __call__(self, weight: AnyTensor, bias: AnyTensor | None, /) -> LinearWeight: ...
+
+
+class PackQuantizedOp(Protocol):
+    """`PackLinearOp` of a quantized weight, for activations of any dtype; `LinearOp` then quantizes
+    them as well, per token and group of the weight.
+    """
+
+    def __call__(self, weight: QuantizedWeight, bias: AnyTensor | None, /) -> LinearWeight: ...
+
+
+class QuantizeOp(Protocol):
+    """On-the-fly rounding of a weight [N, C], row by row; group size None for one group per row.
+    Called once at load.
+    """
 
     def __call__(
         self,
@@ -305,12 +321,194 @@ class Quantize(Protocol):
         group_size: int | None,
         has_zeros: bool,
         has_sub_scales: bool = False,
-    ) -> QuantizedWeight:
-        """Quantized values of a weight [N, C]; group size None for one group per row."""
+    ) -> QuantizedWeight: ...
+
+
+class LoadLinearOp(Protocol):
+    """The same as reading the matrix and packing it with its bias [N], without a copy of it."""
+
+    def __call__(self, matrix: StoredMatrix, bias: AnyTensor | None, /) -> LinearWeight: ...
+
+
+class LinearOp(Protocol):
+    """x [T, C] -> [T, N] in x's dtype; fp32 accumulation in one order."""
+
+    def __call__(self, x: Tensor, weight: LinearWeight, /) -> Tensor: ...
+
+
+class PackLoRAOp(Protocol):
+    """An adapter of the `LoRAPart`s of each of a model's matrices."""
+
+    def __call__(self, parts: Sequence[Sequence[LoRAPart]], /) -> LoRAAdapter: ...
+
+
+class AddLoRAOp(Protocol):
+    """To y [T, N], which `LinearOp` made of x [T, C] with matrix `number`, adds
+    scale * B (A x) + bias of each token's adapter, in place, or writes A x + bias of a complete
+    matrix. A x is fp32, each sum in one order; y is rounded once more. Other tokens are not
+    touched. x may be token ids [T], of which `EmbeddingOp` made y.
+    """
+
+    def __call__(self, y: Tensor, x: Tensor, number: int, mapping: LoRAMapping, /) -> None: ...
+
+
+class EmbeddingOp(Protocol):
+    """token_ids [T] -> [T, C]: rows of the weight [V, C]. `dtype` is the weight's own where it has
+    one, else what its rows are rounded to.
+    """
+
+    def __call__(
+        self, token_ids: Tensor, weight: AnyTensor | LinearWeight, dtype: DType | torch.dtype, /
+    ) -> Tensor: ...
+
+
+class RMSNormOp(Protocol):
+    """x [T, C] -> [T, C]: x / rms(x) * (weight + offset), computed in fp32, rounded once (Gemma's
+    offset is 1.0). Also for QK norm on [T, H, D].
+    """
+
+    def __call__(self, x: Tensor, weight: AnyTensor, eps: float, offset: float, /) -> Tensor: ...
+
+
+class AddRMSNormOp(Protocol):
+    """(normed, x + residual), as `RMSNormOp` of the sum."""
+
+    def __call__(
+        self, x: Tensor, residual: Tensor, weight: AnyTensor, eps: float, offset: float, /
+    ) -> tuple[Tensor, Tensor]: ...
+
+
+class RotaryOp(Protocol):
+    """x [T, H, D] with cos, sin [T, D_rot / 2] -> [T, H, D]; rotates the first D_rot of D, halves
+    convention unless interleaved; fp32 inside.
+    """
+
+    def __call__(self, x: Tensor, cos: Tensor, sin: Tensor, interleaved: bool, /) -> Tensor: ...
+
+
+class WriteKVOp(Protocol):
+    """k, v [T, K, D] to the slots [T] of the caches, in place; rounded to the caches' dtype, int8
+    per token and head, fp8 at most 448.
+    """
+
+    def __call__(
+        self, k: Tensor, v: Tensor, k_cache: AnyTensor, v_cache: AnyTensor, slots: Tensor, /
+    ) -> None: ...
+
+
+class RotaryWriteKVOp(Protocol):
+    """`RotaryOp` of q [T, H, D] and k [T, K, D], and `WriteKVOp`, in one launch with their bits;
+    returns q.
+    """
+
+    def __call__(
+        self,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        cos: Tensor,
+        sin: Tensor,
+        interleaved: bool,
+        k_cache: AnyTensor,
+        v_cache: AnyTensor,
+        slots: Tensor,
+        /,
+    ) -> Tensor: ...
+
+
+class PagedAttentionOp(Protocol):
+    """q [T, H, D] over caches [B, S, K, W] -> [T, H, D]; causal, GQA without copies, KV walked in
+    tiles at absolute positions. A sink is one more logit in the denominator of each of its head's
+    queries, without a value (arXiv:2309.17453, gpt-oss); sinks [H] are float32, neither scaled nor
+    capped, and -inf is none.
+    """
+
+    def __call__(
+        self,
+        q: Tensor,
+        k_cache: AnyTensor,
+        v_cache: AnyTensor,
+        layout: PagedLayout,
+        params: AttentionParams,
+        sinks: AnyTensor | None,
+        /,
+    ) -> Tensor: ...
+
+
+class PlanAttentionOp(Protocol):
+    """The layout with what `PagedAttentionOp` of all layers reads, computed once, for queries of a
+    dtype with H heads and a layer's k_cache.
+    """
+
+    def __call__(
+        self, layout: PagedLayout, dtype: torch.dtype, num_heads: int, k_cache: AnyTensor, /
+    ) -> PagedLayout: ...
+
+
+class MoveKVOp(Protocol):
+    """In all layers, copies the first slot of each pair of flat KV indices to the second, pair
+    after pair. A slot outside the cache is an error.
+    """
+
+    def __call__(self, kv: KVCache, moves: Sequence[tuple[int, int]], /) -> None: ...
+
+
+class GatedActivationOp(Protocol):
+    """gate_up [T, 2 * N] -> [T, N]: act(first half) * second half; kind is `silu`, `gelu`,
+    `gelu_tanh` or `clamped_swiglu`, which changes the second half as well.
+    """
+
+    def __call__(self, gate_up: Tensor, kind: str, /) -> Tensor: ...
+
+
+class GatedLinearOp(Protocol):
+    """`GatedActivationOp` of `LinearOp` with gates and ups [N]: x [T, C] -> [T, N / 2], the same
+    bits.
+    """
+
+    def __call__(self, x: Tensor, weight: LinearWeight, kind: str, /) -> Tensor: ...
+
+
+class LogitsOp(Protocol):
+    """hidden [E, C] -> [E, V] fp32: the product, with its adapters (the number of the matrix, and
+    the mapping of the E), widened, divided, then softcap * tanh(logits / softcap) in fp64. Also
+    takes the hidden states of a captured step, which are `HostTensor`s, and returns their class.
+    """
+
+    def __call__(
+        self,
+        hidden: AnyTensor,
+        weight: LinearWeight,
+        divisor: float,
+        softcap: float | None,
+        adapters: tuple[int, LoRAMapping] | None,
+        /,
+    ) -> AnyTensor: ...
+
+
+class PackExpertsOp(Protocol):
+    """`ExpertWeights.data` of each expert's gate_up and down_proj; it may be None. Called once at
+    load.
+    """
+
+    def __call__(
+        self, gate_up: tuple[LinearWeight, ...], down_proj: tuple[LinearWeight, ...], /
+    ) -> object | None: ...
+
+
+class RouteOp(Protocol):
+    """A router's outputs [T, E], A, whether the weights of a token add up to 1: a softmax in fp64,
+    its A largest elements, ties to the lower number, and their weights rounded to the outputs'
+    dtype. A token with NaN or inf has NaN weights.
+    """
+
+    def __call__(self, scores: Tensor, experts_per_token: int, normalise: bool, /) -> Routing: ...
 
 
 class ExpertsOp(Protocol):
-    """`OpTable.experts`."""
+    """x [T, C] and its tokens' experts, with data, -> [T, C]: the products of a token's experts,
+    weighted, added in fp32 in ascending order of the experts, and rounded once.
+    """
 
     def __call__(
         self,
@@ -319,121 +517,64 @@ class ExpertsOp(Protocol):
         weights: ExpertWeights,
         activation: str,
         lora: ExpertLoRA | None,
-    ) -> Tensor:
-        """x [T, C] and its tokens' experts -> [T, C]."""
+        /,
+    ) -> Tensor: ...
+
+
+class AdapterTableOp(Protocol):
+    """A table of so many places, in which each of these adapters fits."""
+
+    def __call__(self, adapters: Sequence[LoRAAdapter], num_places: int, /) -> AdapterTable: ...
 
 
 class OpTable(msgspec.Struct, frozen=True):
-    """One implementation per op, fixed for the life of a model.
+    """One implementation per op, fixed for the life of a model; each op says what it computes.
 
     Activations are tensors of torch. Weights and KV caches are `AnyTensor`s: `HostTensor`s in a
-    process without torch, where steps are captured. `logits` also takes the hidden states of a
-    captured step, which are `HostTensor`s, and returns the same class.
+    process without torch, where steps are captured. An op that is None is not in the kernel set:
+    its caller calls the ops of which it is made, or the reference.
 
     Attributes:
         name: Kernel set, part of `system_fingerprint`: `reference`, `native-avx512`.
-        pack_linear: (weight [N, C], bias [N] | None) -> LinearWeight. Called once at load.
-        pack_quantized: (QuantizedWeight, bias [N] | None) -> LinearWeight, for activations of any
-            dtype; `linear` then quantizes them as well, per token and group of the weight.
-        quantize: On-the-fly rounding, row by row. Called once at load.
-        linear: (x [T, C], LinearWeight) -> [T, N] in x's dtype; fp32 accumulation in one order.
-        pack_lora: (the `LoRAPart`s of each of a model's matrices) -> LoRAAdapter.
-        add_lora_: (y [T, N], x [T, C], number of the matrix, LoRAMapping) -> None: to y, which
-            `linear` made of x, adds scale * B (A x) + bias of each token's adapter, in place, or
-            writes A x + bias of a complete matrix. A x is fp32, each sum in one order; y is rounded
-            once more. Other tokens are not touched. x may be token ids [T], of which `embedding`
-            made y.
-        embedding: (token_ids [T], weight [V, C] or LinearWeight, dtype) -> [T, C]: rows of the
-            weight. `dtype` is the weight's own where it has one, else what its rows are rounded to.
-        rms_norm: (x [T, C], weight [C], eps, offset) -> [T, C]: x / rms(x) * (weight + offset),
-            computed in fp32, rounded once (Gemma's offset is 1.0). Also for QK norm on [T, H, D].
-        add_rms_norm: (x, residual, weight, eps, offset) -> (normed, x + residual).
-        rotary: (x [T, H, D], cos [T, D_rot / 2], sin [T, D_rot / 2], interleaved) -> [T, H, D];
-            rotates the first D_rot of D, halves convention unless interleaved; fp32 inside.
-        write_kv: (k [T, K, D], v [T, K, D], k_cache, v_cache, slot_mapping [T]) -> None, in place;
-            rounded to the caches' dtype, int8 per token and head, fp8 at most 448.
-        rotary_write_kv: (q [T, H, D], k, v [T, K, D], cos, sin, interleaved, k_cache, v_cache,
-            slot_mapping) -> q [T, H, D]: `rotary` of q and k and `write_kv` in one launch, with
-            their bits. None where they are called one after another.
-        paged_attention: (q [T, H, D], k_cache [B, S, K, W], v_cache, PagedLayout, AttentionParams,
-            sinks [H] float32 or None) -> [T, H, D]; causal, GQA without copies, KV walked in tiles
-            at absolute positions. A sink is one more logit in the denominator of each of its
-            head's queries, without a value (arXiv:2309.17453, gpt-oss); it is neither
-            scaled nor capped, and -inf is none.
-        plan_attention: (PagedLayout, dtype of the queries, H, a layer's k_cache) -> the layout with
-            what `paged_attention` of all layers reads, computed once. None where there is nothing.
         scratch_bytes: Temporary bytes per element at a layer's widest point: the planner's bound.
-        move_kv: (KVCache, pairs of flat KV indices) -> None: in all layers, copies the first slot
-            of each pair to the second, pair after pair. A slot outside the cache is an error.
-        gated_activation: (gate_up [T, 2 * N], kind) -> [T, N]: act(first half) * second half; kind
-            is `silu`, `gelu`, `gelu_tanh` or `clamped_swiglu`, which changes that half as well.
-        gated_linear: (x [T, C], LinearWeight of gates and ups, kind) -> [T, N / 2]:
-            `gated_activation` of `linear`, with its bits. None where they are called one after
-            another.
-        logits: (hidden [E, C], LinearWeight, divisor, softcap or None, None or the number of the
-            matrix and the LoRAMapping of the E) -> [E, V] fp32: the product, with its adapters,
-            widened, divided, then softcap * tanh(logits / softcap) in fp64.
         samples_on_device: Triton kernels sample and score tokens where the logits are
             (`ops.triton.sampling.sample`); a call of them then costs more than a row of it.
         kernel_s: Seconds that the kernels have run so far, without the time between them; None
             where they are not counted. Benchmarks take the difference of two readings.
-        load_linear: (StoredMatrix, bias [N] | None) -> LinearWeight: the same as reading the matrix
-            and packing it, without a copy of it in between. None if unsupported.
-        pack_experts: (gate_up of each expert, down_proj of each) -> `ExpertWeights.data`, which may
-            be None. Called once at load. None if unsupported.
-        route: (a router's outputs [T, E], A, whether the weights of a token add up to 1) ->
-            Routing: a softmax in fp64, its A largest elements, ties to the lower number, and their
-            weights rounded to the outputs' dtype. A token with NaN or inf has NaN weights. None
-            where `ops.reference.experts` computes it.
-        experts: (x [T, C], Routing, `ExpertWeights` with data, kind of activation, adapters or
-            None) -> [T, C]: the products of a token's experts, weighted, added in fp32 in ascending
-            order of the experts, and rounded once. None where `ops.reference.experts` computes them
-            one by one.
+        experts, route: None where `ops.reference.experts` computes them.
+        adapter_table: None where adapters cannot be recorded.
         steps: Makes captured steps and samples tokens; None where only single ops run.
         reads_lengths: Whether launches depend on shapes only, as lengths, blocks and adapters are
             read from memory: one recorded launch then fits all of them (`runtime.steps.graphs`).
-        adapter_table: (adapters that must fit, number of places) -> AdapterTable; None where
-            adapters cannot be recorded.
     """
 
     name: str
-    pack_linear: Callable[[AnyTensor, AnyTensor | None], LinearWeight]
-    pack_quantized: Callable[[QuantizedWeight, AnyTensor | None], LinearWeight]
-    quantize: Quantize
-    linear: Callable[[Tensor, LinearWeight], Tensor]
-    pack_lora: Callable[[Sequence[Sequence[LoRAPart]]], LoRAAdapter]
-    add_lora_: Callable[[Tensor, Tensor, int, LoRAMapping], None]
-    embedding: Callable[[Tensor, AnyTensor | LinearWeight, DType | torch.dtype], Tensor]
-    rms_norm: Callable[[Tensor, AnyTensor, float, float], Tensor]
-    add_rms_norm: Callable[[Tensor, Tensor, AnyTensor, float, float], tuple[Tensor, Tensor]]
-    rotary: Callable[[Tensor, Tensor, Tensor, bool], Tensor]
-    write_kv: Callable[[Tensor, Tensor, AnyTensor, AnyTensor, Tensor], None]
-    paged_attention: Callable[
-        [Tensor, AnyTensor, AnyTensor, PagedLayout, AttentionParams, AnyTensor | None], Tensor
-    ]
-    move_kv: Callable[[KVCache, Sequence[tuple[int, int]]], None]
-    gated_activation: Callable[[Tensor, str], Tensor]
-    logits: Callable[
-        [AnyTensor, LinearWeight, float, float | None, tuple[int, LoRAMapping] | None], AnyTensor
-    ]
+    pack_linear: PackLinearOp
+    pack_quantized: PackQuantizedOp
+    quantize: QuantizeOp
+    linear: LinearOp
+    pack_lora: PackLoRAOp
+    add_lora_: AddLoRAOp
+    embedding: EmbeddingOp
+    rms_norm: RMSNormOp
+    add_rms_norm: AddRMSNormOp
+    rotary: RotaryOp
+    write_kv: WriteKVOp
+    paged_attention: PagedAttentionOp
+    move_kv: MoveKVOp
+    gated_activation: GatedActivationOp
+    logits: LogitsOp
     scratch_bytes: int
     samples_on_device: bool = False
     kernel_s: Callable[[], float] | None = None
-    load_linear: Callable[[StoredMatrix, AnyTensor | None], LinearWeight] | None = None
-    pack_experts: (
-        Callable[[tuple[LinearWeight, ...], tuple[LinearWeight, ...]], object | None] | None
-    ) = None
-    route: Callable[[Tensor, int, bool], Routing] | None = None
+    load_linear: LoadLinearOp | None = None
+    pack_experts: PackExpertsOp | None = None
+    route: RouteOp | None = None
     experts: ExpertsOp | None = None
-    gated_linear: Callable[[Tensor, LinearWeight, str], Tensor] | None = None
-    rotary_write_kv: (
-        Callable[
-            [Tensor, Tensor, Tensor, Tensor, Tensor, bool, AnyTensor, AnyTensor, Tensor], Tensor
-        ]
-        | None
-    ) = None
-    plan_attention: Callable[[PagedLayout, torch.dtype, int, AnyTensor], PagedLayout] | None = None
+    gated_linear: GatedLinearOp | None = None
+    rotary_write_kv: RotaryWriteKVOp | None = None
+    plan_attention: PlanAttentionOp | None = None
     steps: NativeSteps | None = None
     reads_lengths: bool = False
-    adapter_table: Callable[[Sequence[LoRAAdapter], int], AdapterTable] | None = None
+    adapter_table: AdapterTableOp | None = None
     ranks: Ranks | None = None

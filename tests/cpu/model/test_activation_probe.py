@@ -9,7 +9,7 @@ from msgspec.structs import replace
 from adapter_files import SMALL_LLAMA
 from quickstep.model.checkpoint.random_weights import RandomValues, random_model
 from quickstep.model.interface import ForwardBatch
-from quickstep.model.sizing import MemoryPlan, MemoryRow, with_measured_activations
+from quickstep.model.sizing import KVBlockSize, MemoryPlan, MemoryRow, with_measured_activations
 from quickstep.ops.reference import reference_ops
 from quickstep.runtime.activation_probe import run_largest_step
 
@@ -27,7 +27,7 @@ PLAN = MemoryPlan(
     ),
     notes=(),
 )
-BLOCK = 16, 1 << 20
+BLOCK = KVBlockSize(16, 1 << 20)
 
 
 @pytest.mark.parametrize("num_tokens", [16, 70])

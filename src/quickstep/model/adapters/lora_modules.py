@@ -162,7 +162,7 @@ def adapter_bytes(spec: ModelSpec, rank: int, itemsize: int, targets: Collection
             if module.number < embedding_number(spec) and not is_expert(spec, module)
         ]
     scale_bytes = 4 if itemsize == 1 else 0  # int8 has a scale per rank
-    sizes = (itemsize * (one.num_inputs + one.num_outputs) + scale_bytes for one in chosen)
+    sizes = (itemsize * (module.num_inputs + module.num_outputs) + scale_bytes for module in chosen)
     return rank * sum(sizes)
 
 

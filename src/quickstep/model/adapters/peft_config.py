@@ -190,7 +190,7 @@ def _named(modules: str | Sequence[str], name: str) -> bool:
     """Whether a name matches an expression as a whole, or ends with one of several names."""
     if isinstance(modules, str):
         return bool(modules) and re.fullmatch(modules, name) is not None
-    return any(name == one or name.endswith(f".{one}") for one in modules)
+    return any(name == module or name.endswith(f".{module}") for module in modules)
 
 
 def _first_match(patterns: Mapping[str, float], name: str, default: float) -> float:

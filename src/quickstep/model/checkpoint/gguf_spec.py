@@ -257,7 +257,7 @@ def _read_scaling(file: GgufFile, fields: ConfigFields, num_pairs: int) -> dict[
     for key in _WITHOUT_EFFECT:
         fields.value(key)
     divisors = {
-        key: [factor * one for one in _floats(file.tensors[tensor])]
+        key: [factor * number for number in _floats(file.tensors[tensor])]
         for tensor, keys in _DIVISORS.items()
         if tensor in file.tensors
         for key in keys

@@ -169,7 +169,7 @@ class TensorReader:
         """Tensors [n, C] of one dtype in their files, one below the other; they count as read."""
         tensors = [self._files.tensors[name] for name in names]
         self._count(sum(tensor.nbytes for tensor in tensors))
-        parts = tuple(StoredRows(one.file, one.offset, one.shape[0]) for one in tensors)
+        parts = tuple(StoredRows(tensor.file, tensor.offset, tensor.shape[0]) for tensor in tensors)
         return StoredMatrix(tensors[0].dtype, parts, tensors[0].shape[1])
 
     @property

@@ -274,12 +274,12 @@ class CompressedTensorsStorage:
             extra = ("weight_packed", "weight_zero_point", "weight_g_idx")
             if scheme.bits != 8 or scheme.is_float8:
                 return None
-            if any(f"{module}.{one}" in self._files.tensors for one in extra):
+            if any(f"{module}.{suffix}" in self._files.tensors for suffix in extra):
                 return None
             groups = inputs // checked_group(module, scheme.group_size, inputs)
             scale = reader.raw(f"{module}.weight_scale").float()
             scales.append(scale.expand((outputs, groups)))
-        if len({one.shape[1] for one in scales}) > 1:
+        if len({scale.shape[1] for scale in scales}) > 1:
             return None
         return replace(reader.stored_matrix(names), scales=torch.cat(scales))
 

@@ -92,7 +92,9 @@ class NativeLoRA:
         dtype = kernel_dtype(y.dtype)
         if dtype is None or len(native) < len(mapping.groups):
             # all or none: adapters of one model have one dtype; one without tensors has no kernel
-            others = tuple(one for one in mapping.groups if not isinstance(one[0].data, PackedLoRA))
+            others = tuple(
+                group for group in mapping.groups if not isinstance(group[0].data, PackedLoRA)
+            )
             reference = self._reference().add_lora_
             reference(to_torch(y), to_torch(x), module, LoRAMapping(others))
         if dtype is None or not native:

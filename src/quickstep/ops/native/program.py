@@ -90,7 +90,7 @@ def place_buffers(buffers: Sequence[Buffer], capacities: tuple[int, int]) -> tup
     total = 0
     for buffer in buffers:
         size = -(-buffer.row_bytes * capacities[buffer.rows] // _ALIGNMENT) * _ALIGNMENT
-        alive = sorted(one for one in alive if one[2] >= buffer.first)
+        alive = sorted(held for held in alive if held[2] >= buffer.first)
         offset = 0
         for start, end, _ in alive:
             if offset + size <= start:

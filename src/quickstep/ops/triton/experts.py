@@ -77,10 +77,10 @@ def pack_experts(
 
 def _matrices(weights: Sequence[LinearWeight]) -> _Matrices | None:
     rows = [[0 if one is None else one.data_ptr() for one in _tensors(one)] for one in weights]
-    forms = {_form(one) for one in weights}
+    forms = {_form(weight) for weight in weights}
     if len(forms) > 1 or any(address % _ALIGNMENT for row in rows for address in row):
         return None
-    tensors = [one for weight in weights for one in _tensors(weight) if one is not None]
+    tensors = [tensor for weight in weights for tensor in _tensors(weight) if tensor is not None]
     device = tensors[0].device
     assert all([tensor.device == device for tensor in tensors]), "kernels read all of them"
     table = torch.tensor(rows, dtype=torch.int64).to(device)
@@ -100,7 +100,9 @@ def _tensors(weight: LinearWeight) -> tuple[Tensor | None, ...]:
 
 def _form(weight: LinearWeight) -> tuple[object, ...]:
     """What all experts must have in common."""
-    kinds = tuple(None if one is None else (one.dtype, one.shape) for one in _tensors(weight))
+    kinds = tuple(
+        None if tensor is None else (tensor.dtype, tensor.shape) for tensor in _tensors(weight)
+    )
     data = weight.data
     if isinstance(data, PackedWeight):
         return *kinds, data.group_size, data.shared_groups, data.half

@@ -52,7 +52,7 @@ def pack_float8(weight: QuantizedWeight, bias: AnyTensor | None) -> LinearWeight
     scales = weight.scales.t().contiguous()
     data = Float8Weight(weight.quants.contiguous(), scales, weight.group_size)
     bias = None if bias is None else to_torch(bias)
-    nbytes = sum(one.nbytes for one in (data.packed, data.scales, bias) if one is not None)
+    nbytes = sum(tensor.nbytes for tensor in (data.packed, data.scales, bias) if tensor is not None)
     outputs, inputs = weight.quants.shape
     return LinearWeight(data, bias, outputs, inputs, nbytes)
 

@@ -250,13 +250,13 @@ class TritonLoRA:
         for parts in modules:
             for part in parts:
                 found = [part.a, part.b, part.rank_scales, part.bias]
-                of_part = [None if one is None else to_torch(one) for one in found]
+                of_part = [None if tensor is None else to_torch(tensor) for tensor in found]
                 if of_part[1] is not None:
                     padding = -of_part[1].shape[1] % _NUM_B_COLUMNS
                     of_part[1] = torch.nn.functional.pad(of_part[1], (0, padding))
-                of_part = [None if one is None else _aligned(one) for one in of_part]
+                of_part = [None if tensor is None else _aligned(tensor) for tensor in of_part]
                 a, b, rank_scales, bias = map(_address, of_part)
-                tensors += [one for one in of_part if one is not None]
+                tensors += [tensor for tensor in of_part if tensor is not None]
                 scale = int(torch.tensor([part.scale], dtype=torch.float32).view(torch.int32))
                 sizes = part.rank, part.num_outputs, part.first_output
                 rows.append([a, b, *sizes, scale, rank_scales, bias])
@@ -266,7 +266,7 @@ class TritonLoRA:
         device, dtype = torch.device("cpu"), torch.float32
         if tensors:
             device, dtype = tensors[0].device, tensors[0].dtype
-        assert all([one.device == device for one in tensors]), "kernels read all of them"
+        assert all([tensor.device == device for tensor in tensors]), "kernels read all of them"
         nbytes = sum(tensor.nbytes for tensor in tensors)
         packed = _Packed(table.to(device), tuple(tensors), most_ranks, dtype)
         return LoRAAdapter(packed, nbytes)
@@ -375,9 +375,9 @@ class TritonAdapterTable:
     def __init__(self, adapters: Sequence[LoRAAdapter], num_places: int) -> None:
         """Raises ValueError without adapters: they tell how many modules a model has."""
         packed = [_packed(adapter) for adapter in adapters]
-        num_parts = max(one.table.shape[1] for one in packed)
+        num_parts = max(adapter.table.shape[1] for adapter in packed)
         self._most_ranks = _largest_ranks(packed)
-        self._dtype = next((one.dtype for one in packed if one.tensors), torch.float32)
+        self._dtype = next((adapter.dtype for adapter in packed if adapter.tensors), torch.float32)
         first = packed[0].table
         self._tables = first.new_zeros(num_places, first.shape[0], num_parts, _NUM_FIELDS)
 

@@ -113,7 +113,7 @@ class DeviceRecords:
         """The rows of these states in the table, which then has all their tokens."""
         rows, (places, amounts) = self._counts.rows_of(states)
         if places.size:
-            on_device = (copy_to_device(one, self._device) for one in (places, amounts))
+            on_device = (copy_to_device(array, self._device) for array in (places, amounts))
             self._counts.add(*on_device)
         return rows
 
@@ -343,7 +343,7 @@ class _TokenCounts:
         self._num_uses += 1
         rows: list[int] = []
         places, amounts = [_NO_IDS], [_NO_IDS]
-        recorded = [None if one.penalties is None else one.recorded_state for one in states]
+        recorded = [None if state.penalties is None else state.recorded_state for state in states]
         for state in recorded:
             if state is not None and (counted := self._counted.get(state)) is not None:
                 counted.last_use = self._num_uses

@@ -63,9 +63,9 @@ class DeviceSampler:
             return sample(matrix, states, rows)
         places = range(len(states)) if rows is None else rows
         started = [_start(matrix, state, row) for row, state in zip(places, states, strict=True)]
-        pending = [one for one in started if isinstance(one, _Pending)]
+        pending = [result for result in started if isinstance(result, _Pending)]
         samples = iter(self._launch(matrix, pending, is_ahead=False).wait() if pending else ())
-        return [next(samples) if isinstance(one, _Pending) else one for one in started]
+        return [next(samples) if isinstance(result, _Pending) else result for result in started]
 
     def launch(self, logits: AnyTensor, states: Sequence[SamplingState]) -> SamplesInFlight:
         """`sample` without waiting for the device: the tokens are the input of the next step before
@@ -175,7 +175,9 @@ class SamplesInFlight:
         first = self.token_ids.shape[0]
         token_ids = numbers[:first].tolist()
         if not self._pending:
-            return [Sample(one) if one >= 0 else _failure(one) for one in token_ids]
+            return [
+                Sample(token_id) if token_id >= 0 else _failure(token_id) for token_id in token_ids
+            ]
         for group in self._scores:
             end = first + group.numbers.numel()
             found = numbers[first:end].reshape(len(group.pending), -1)

@@ -87,7 +87,7 @@ class StaticProposer:
                 token_ids.append(wanted)
                 end_of_path = node
             else:  # no two of a parent are equal, and none is the right one
-                others = sum(one == parent for one in parents)
+                others = sum(other == parent for other in parents)
                 token_ids.append(wanted - 1 - others if wanted > others else wanted + 1 + others)
             parents.append(parent)
         return DraftTree(tuple(token_ids), tuple(parents))

@@ -70,7 +70,7 @@ def candidates_of(
     weights = np.exp(scores - scores.max())
     weights /= weights.sum()
     order = np.argsort(-weights, kind="stable")[:width]
-    return [Candidate(int(ids[one]), float(weights[one])) for one in order]
+    return [Candidate(int(ids[place]), float(weights[place])) for place in order]
 
 
 def _noise(state: SamplingState, ids: npt.NDArray[np.int64]) -> npt.NDArray[np.float64]:

@@ -255,7 +255,9 @@ class CapturedSteps:
         bound = _BoundProgram(program, hidden, program.rows(recording.logits, FLOAT32))
         if recording.features is not None:
             bound.features = program.rows(recording.features, self._dtype)
-        bound.aux_hidden = tuple(program.rows(one, self._dtype) for one in recording.aux_hidden)
+        bound.aux_hidden = tuple(
+            program.rows(buffer, self._dtype) for buffer in recording.aux_hidden
+        )
         return bound
 
 

@@ -171,7 +171,7 @@ class GraphSteps:
         self._most_tokens = max((self._most_emitting, *self._prompt_tokens))
         largest = StepSize(most_rows, self._most_emitting, self._widths[-1])
         prompts = [self._prompt_size(size) for size in self._prompt_tokens]
-        most_elements = max(one.num_elements for one in (largest, *prompts))
+        most_elements = max(step_size.num_elements for step_size in (largest, *prompts))
         self._buffer = InputBuffer(most_elements, options.num_slots, self._device)
         self._max_width = options.max_width
         self._results: _Results | None = None
@@ -285,7 +285,7 @@ class GraphSteps:
     def _decode_of(self, num_rows: int, num_tokens: int, num_blocks: int) -> StepSize | None:
         """The size for decode rows."""
         num_rows_of = next((size for size in self._rows if size >= num_rows), None)
-        table_width = next((one for one in self._widths if one >= num_blocks), None)
+        table_width = next((width for width in self._widths if width >= num_blocks), None)
         if num_rows_of is None or table_width is None:
             return None
         width = -(-num_tokens // num_rows_of)
@@ -316,7 +316,7 @@ class GraphSteps:
             self._retired += [one for size, one in self._graphs.items() if size.has_lora]
             self._graphs = {size: one for size, one in self._graphs.items() if not size.has_lora}
             if self._is_capturing:
-                self._wanted |= {replace(one, has_lora=True): None for one in self._common}
+                self._wanted |= {replace(size, has_lora=True): None for size in self._common}
         return True
 
     def _take_pending_tokens(self, rows: Sequence[StepRow], slots: Sequence[Slot]) -> None:
@@ -578,7 +578,7 @@ def row_buckets(most: int) -> tuple[int, ...]:
     """Numbers of rows with a graph: 1, 2, 4, 8, and multiples of 8 up to `most` and beyond it."""
     if most < 1:
         raise EngineError(f"a step has {most} rows, graphs need at least 1")
-    small = [one for one in (1, 2, 4) if one < most]
+    small = [size for size in (1, 2, 4) if size < most]
     return (*small, *range(8, most, 8), most)
 
 
@@ -617,7 +617,9 @@ class _LoRASlots:
             if name in placed:
                 continue
             used = {place for _, place in placed.values()}
-            place = next((one for one in range(1, self._num_places + 1) if one not in used), None)
+            place = next(
+                (number for number in range(1, self._num_places + 1) if number not in used), None
+            )
             if place is None:
                 place = placed.pop(next(one for one in placed if one not in named))[1]
             self.table.set_(place, adapter)
