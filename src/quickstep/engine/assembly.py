@@ -182,7 +182,7 @@ def _open_engine(
     load_s = time.monotonic() - started_s
     description = describe(loaded, load_s, config.inputs, ahead.tokenizer(), with_template)
     if ranks is not None:
-        ranks.wait_opened()
+        ranks.wait_opened(model.fingerprint)
     adapters = loaded.adapters
     return wire_engine(config, model, kv, plan, description, step_log_path, adapters, ranks)
 
@@ -470,7 +470,7 @@ def load_with_ranks(config: EngineConfig, plan: MemoryPlan, ranks: RankProcesses
     model = _load_planned(config, planned, plan, ranks, None)
     if config.lora is not None:
         _base_biases(model, _first_shard(ranks))
-    ranks.wait_opened()
+    ranks.wait_opened(model.fingerprint)
     return model
 
 

@@ -15,7 +15,7 @@ import msgspec
 
 from quickstep.errors import EngineError
 from quickstep.model.interface import Model
-from quickstep.ops.table import KVCache, LoRAAdapter
+from quickstep.ops.table import KVCache, LoRAAdapter, Ranks
 from quickstep.ops.tensors import AnyTensor, use_device
 from quickstep.runtime.sampling.grammar import NewMatcher
 from quickstep.runtime.sampling.native_sampler import open_device_sampler, open_sampler
@@ -144,14 +144,13 @@ class ModelRunner:
             self._slots.fail(plan.rows, f"step {plan.step_id} failed")
             raise
         seconds = self._clock() - held.started_s
-        failed, waited_s = self._drafting.num_failures, self._newly_waited_s()
+        waited_s = 0.0 if self._ranks is None else self._newly_waited_s(self._ranks)
+        failed = self._drafting.num_failures
         return StepResult(plan.step_id, outputs, seconds, failures, failed, waited_s)
 
-    def _newly_waited_s(self) -> float:
+    def _newly_waited_s(self, ranks: Ranks) -> float:
         """Seconds that rank 0 has waited for others, since the last call."""
-        if self._ranks is None:
-            return 0.0
-        before_s, self._waited_s = self._waited_s, self._ranks.waited_s
+        before_s, self._waited_s = self._waited_s, ranks.waited_s
         return self._waited_s - before_s
 
     def finish(

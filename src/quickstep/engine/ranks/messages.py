@@ -37,7 +37,9 @@ class OpenRank(WireMessage, frozen=True):
 
 
 class RankOpened(WireMessage, frozen=True):
-    """The rank waits for steps."""
+    """The rank waits for steps of the model with this fingerprint."""
+
+    fingerprint: str
 
 
 class RankRefused(WireMessage, frozen=True):

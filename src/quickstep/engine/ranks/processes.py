@@ -10,10 +10,12 @@ from __future__ import annotations
 
 import itertools
 import logging
+import os
 import selectors
 import sys
 import threading
 import weakref
+from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 
@@ -62,7 +64,7 @@ class RankProcesses:
         self.size = size
         self._on_lost = on_lost
         self._changed = threading.Condition()
-        self._num_opened = 0
+        self._opened: dict[int, str] = {}  # the ranks that have their part, and its fingerprint
         self._failure = ""
         self._is_closing = False
         self._ranks: NativeRanks | None = None
@@ -70,6 +72,7 @@ class RankProcesses:
         self._launched: dict[int, Launched] = {}
         self._sending = threading.Lock()
         self._holding: dict[int, int] = {}  # ranks that have not yet packed an adapter, by number
+        self._dropped: deque[int] = deque()  # adapters that the ranks may free
 
     def start(
         self, config: EngineConfig, plan: MemoryPlan, spec: ModelSpec, ops: OpTable
@@ -88,12 +91,23 @@ class RankProcesses:
         self._watching.start()
         return replace(ops, ranks=self._ranks, pack_lora=_RankAdapters(self, ops, spec).pack)
 
-    def wait_opened(self) -> None:
-        """Wait until every rank has its part. Raises ConfigError if one cannot load it."""
+    def wait_opened(self, fingerprint: str) -> None:
+        """Wait until every rank has its part of the model with this fingerprint. Raises ConfigError
+        if one cannot load it, or has another model.
+        """
         with self._changed:
-            self._changed.wait_for(lambda: self._failure or self._num_opened == self.size - 1)
+            self._changed.wait_for(lambda: self._failure or self._has_opened())
             if self._failure:
                 raise ConfigError(self._failure)
+        for rank, found in self._opened.items():
+            if found != fingerprint:
+                raise ConfigError(
+                    f"rank {rank} of {self.size} has loaded the weights {found}, and rank 0 "
+                    f"{fingerprint}: the checkpoint was changed meanwhile; start again"
+                )
+
+    def _has_opened(self) -> bool:
+        return len(self._opened) == self.size - 1
 
     def hold_adapter(self, number: int, parts: Mapping[int, list[list[LoRAPart]]]) -> None:
         """Let each rank pack its parts of an adapter, and wait until all have. Any thread may call
@@ -101,6 +115,10 @@ class RankProcesses:
         """
         with self._changed:
             self._holding[number] = len(parts)
+        while self._dropped:
+            dropped = DropAdapter(self._dropped.popleft())
+            for rank in parts:
+                self._send(rank, dropped)
         for rank, modules in parts.items():
             wire = [WirePart.of(module, part) for module, own in enumerate(modules) for part in own]
             self._send(rank, HoldAdapter(number, len(modules), tuple(wire)))
@@ -111,9 +129,10 @@ class RankProcesses:
                 raise EngineError(self._failure)
 
     def drop_adapter(self, number: int) -> None:
-        """Let the ranks free an adapter. Any thread may call it."""
-        for rank in tuple(self._launched):
-            self._send(rank, DropAdapter(number))
+        """Let the ranks free an adapter, before they get the next one. Any thread may call it, also
+        as a finalizer, which may interrupt a send.
+        """
+        self._dropped.append(number)
 
     def _send(self, rank: int, message: WireMessage) -> None:
         with suppress(OSError), self._sending:  # the thread that watches reports a lost rank
@@ -125,6 +144,9 @@ class RankProcesses:
             if self._is_closing or self._ranks is None:
                 return
             self._is_closing = True
+            if not self._has_opened():  # they still load
+                for process in self._launched.values():
+                    process.process.kill()
         try:
             if not self._failure:
                 self._ranks.post(RankWork.CLOSE)
@@ -146,6 +168,7 @@ class RankProcesses:
         except (EngineError, OSError) as error:
             self._fail(f"a rank of the model cannot be started: {error}")
         finally:
+            os.close(openings[0].memory.descriptor)
             with self._sending:
                 for process in launched.values():
                     process.end()
@@ -174,7 +197,7 @@ class RankProcesses:
                             if isinstance(message, AdapterHeld):
                                 self._holding[message.number] -= 1
                             else:
-                                self._num_opened += 1
+                                self._opened[rank] = message.fingerprint
                             self._changed.notify_all()
 
     def _has_lost(self, rank: int, process: Launched) -> bool:
@@ -190,7 +213,7 @@ class RankProcesses:
         assert self._ranks is not None
         self._ranks.break_()
         with self._changed:
-            was_open = self._num_opened == self.size - 1
+            was_open = self._has_opened()
             self._failure = sentence
             self._changed.notify_all()
         if was_open:

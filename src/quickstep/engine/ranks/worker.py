@@ -49,13 +49,14 @@ def main(argv: Sequence[str] | None = None) -> int:
     install(opening.log)
     try:
         follower = open_rank(opening.config, opening.plan, opening.memory, opening.rank)
+        os.close(opening.memory.descriptor)
     except (QuickstepError, MemoryError) as error:
         send(connection, RankRefused(str(error) or "the machine has no memory left"))
         return 1
     gc.freeze()
     gc.enable()
     threading.Thread(target=_listen, args=(connection, follower), daemon=True).start()
-    send(connection, RankOpened())
+    send(connection, RankOpened(follower.fingerprint))
     try:
         follower.run()
     except EngineError as error:

@@ -125,6 +125,8 @@ class CapturedSteps:
         self._adapter_handles = array("q")
         self._memory = HostTensor.empty((0,), UINT8)
         self._programs: dict[tuple[bool, int, int], _BoundProgram] = {}
+        # the program of the last step, with what was wanted of it: most steps are like the last
+        self._newest: tuple[tuple[int, int, bool], _BoundProgram] | None = None
         self._num_tokens = 0
         self._aux_hidden: tuple[HostTensor, ...] = ()
         self._call = StepCall()
@@ -200,7 +202,10 @@ class CapturedSteps:
         ones); the rest is as for `run`.
         """
         num_tokens, num_emitting = sizes
-        bound = self._bound(num_tokens, num_emitting, every_token)
+        wanted = num_tokens, num_emitting, every_token
+        if self._newest is None or wanted != self._newest[0]:
+            self._newest = wanted, self._bound(*wanted)
+        bound = self._newest[1]
         if features is not None:
             assert bound.features is not None and isinstance(features, HostTensor)
             bound.features.numpy()[:num_tokens] = features.numpy()

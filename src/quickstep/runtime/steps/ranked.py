@@ -118,6 +118,11 @@ class RankFollower:
         self._kv = kv
         self._ranks = ranks
 
+    @property
+    def fingerprint(self) -> str:
+        """Of the complete model."""
+        return self._model.fingerprint
+
     def hold(self, number: int, modules: Sequence[Sequence[LoRAPart]]) -> None:
         """Pack this rank's part of an adapter, which rank 0 will name by this number."""
         self._adapters[number] = self._model.ops.pack_lora(modules)
