@@ -328,7 +328,7 @@ def _verified(
                 checkpoint.tokenizer,
                 checkpoint.open_proposers,
                 noted,
-                checkpoint.load_ranks,
+                load_ranks=checkpoint.load_ranks,
             )
         except KeyboardInterrupt:
             if latest is None:
