@@ -6,15 +6,15 @@
 // the gather after the next one has met the others since, and they had read the stage by then.
 //
 // Rank 0 decides what to compute and posts it; the others take it. What is posted stays until all
-// have finished, which rank 0 waits for before it posts again. Whoever waits spins for a moment
-// and then sleeps on a futex of the shared memory, and looks now and then whether a rank is lost.
+// have finished, which rank 0 waits for before it posts again. A rank that waits spins for a
+// moment and then sleeps on a futex of the shared memory, and looks now and then whether a rank is
+// lost.
 
 #if defined(__linux__)
 #include <linux/futex.h>
 #include <sys/syscall.h>
 #include <unistd.h>
 #endif
-#include <time.h>
 
 #include <atomic>
 #include <cstdlib>
@@ -23,6 +23,7 @@
 #include <new>
 
 #include "objects.h"
+#include "waiting.h"
 
 namespace {
 
@@ -87,20 +88,6 @@ void add_and_wake(Watched* watched) {
   }
 }
 
-inline void pause_cpu() {
-#if defined(__x86_64__)
-  __builtin_ia32_pause();
-#elif defined(__aarch64__)
-  asm volatile("yield");
-#endif
-}
-
-int64_t now_ns() {
-  timespec now;
-  clock_gettime(CLOCK_MONOTONIC, &now);
-  return now.tv_sec * int64_t{1000000000} + now.tv_nsec;
-}
-
 int64_t padded(int64_t num_bytes) { return (num_bytes + 7) / 8 * 8; }
 
 // Copies `num_bytes` to where the next array of a message begins; returns where it ends.
@@ -136,11 +123,11 @@ bool is_broken(const qs_group* group) {
 template <typename Until>
 bool wait_for(qs_group* group, Watched* watched, const Until& until) {
   if (until(watched->count.load(std::memory_order_acquire))) return true;
-  const int64_t started_ns = now_ns();
+  const int64_t started_ns = qs::now_ns();
   bool arrived = false;
   for (int spins = 1; !arrived && spins <= kSpinsBeforeSleep; ++spins) {
     if (spins % kSpinsBeforeYield != 0) {
-      pause_cpu();
+      qs::pause_cpu();
     } else if (is_broken(group)) {
       return false;
     }
@@ -156,7 +143,7 @@ bool wait_for(qs_group* group, Watched* watched, const Until& until) {
     }
     watched->num_sleeping.fetch_sub(1, std::memory_order_seq_cst);
   }
-  group->waited_ns += now_ns() - started_ns;
+  group->waited_ns += qs::now_ns() - started_ns;
   return arrived;
 }
 

@@ -9,10 +9,11 @@
 
 #include <pthread.h>
 #include <sched.h>
-#include <time.h>
 
 #include <atomic>
 #include <new>
+
+#include "waiting.h"
 
 namespace qs {
 namespace {
@@ -31,20 +32,6 @@ constexpr int64_t kCacheLine = 64;
 std::atomic<uint32_t> fork_generation{0};
 
 void count_fork() { fork_generation.fetch_add(1, std::memory_order_relaxed); }
-
-inline void pause_cpu() {
-#if defined(__x86_64__)
-  __builtin_ia32_pause();
-#elif defined(__aarch64__)
-  asm volatile("yield");
-#endif
-}
-
-inline int64_t now_ns() {
-  timespec now;
-  clock_gettime(CLOCK_MONOTONIC, &now);
-  return now.tv_sec * int64_t{1000000000} + now.tv_nsec;
-}
 
 }  // namespace
 

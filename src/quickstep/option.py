@@ -63,7 +63,7 @@ AT_LEAST_1 = AllowedRange(least=1)
 
 
 class Option(msgspec.Struct, frozen=True):
-    """The declaration of an option, beside the type and the default of its field.
+    """The declaration of an option, next to the type and the default of its field.
 
     Attributes:
         help: The text of `--help`. The default is added to it, unless the text has `{default}`.

@@ -17,7 +17,6 @@ from quickstep.errors import ConfigError
 from quickstep.model.decoder import Decoder
 from quickstep.model.sharding import check_ranks
 from quickstep.model.spec import read_spec
-from quickstep.ops.native.backend import native_status
 from quickstep.ops.tensors import to_numpy
 from quickstep.runtime.cache.kv_cache import allocate_kv
 from quickstep.runtime.slots import Slot
@@ -25,8 +24,6 @@ from quickstep.runtime.steps.captured import CapturedSteps
 from quickstep.runtime.steps.opening import open_steps
 from quickstep.sampling_params import SamplingParams
 from quickstep.types import Admission, Phase, StepRow
-
-pytestmark = pytest.mark.skipif(not native_status().available, reason="needs the native kernels")
 
 FORMATS = ("int8", "int8-g32", "int4", "int4-g64", "int4-g128")
 BLOCK_SIZE = 16
@@ -41,7 +38,7 @@ def sizes_of(path: Path) -> list[int]:
 
 
 def captured(model: Decoder, _: int) -> list[Any]:
-    """Results of captured steps: a prompt in two chunks, beside a decode row, and every token's."""
+    """Results of captured steps: a prompt in two chunks, the second with a decode row."""
     prompt = tuple(np.random.default_rng(3).integers(3, model.vocab_size, PROMPT_LEN).tolist())
     kv = allocate_kv(model.kv_layout, 8, BLOCK_SIZE, model.device)
     steps = open_steps(model, kv, BLOCK_SIZE, enforce_eager=False)

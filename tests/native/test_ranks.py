@@ -19,9 +19,6 @@ from quickstep import LLM, Grammar, LoRARequest, SamplingParams
 from quickstep.cli.main import main
 from quickstep.errors import ConfigError, EngineError
 from quickstep.model.spec import read_spec
-from quickstep.ops.native.backend import native_status
-
-pytestmark = pytest.mark.skipif(not native_status().available, reason="needs the native kernels")
 
 PROMPTS = ("a prompt of more than two blocks of sixteen tokens, twice" * 2, "xyz", "12 12 12 12 1")
 KINDS = (

@@ -362,8 +362,8 @@ class _Planned(msgspec.Struct, frozen=True):
     why_torch: str
 
 
-def _planned(config: EngineConfig, checkpoint: Checkpoint | None) -> _Planned:
-    """Find what `config` names, and the kernels. Raises ConfigError."""
+def _planned(config: EngineConfig, checkpoint: Checkpoint | None, rank: int = 0) -> _Planned:
+    """Find what `config` names, and the kernels of a rank. Raises ConfigError."""
     from quickstep.model.checkpoint.placement import choose_device, choose_dtype
     from quickstep.model.checkpoint.source import find_checkpoint
     from quickstep.model.checkpoint.weights import (
@@ -385,7 +385,7 @@ def _planned(config: EngineConfig, checkpoint: Checkpoint | None) -> _Planned:
     use_device(device)
     dtype = choose_dtype(config.load.dtype, spec, open_checkpoint_files(checkpoint.path))
     isa = os.environ.get("QUICKSTEP_CPU_ISA")
-    places = places_for(config.load.pin_threads)
+    places = places_for(config.load.pin_threads, rank, config.load.tensor_parallel_size)
     ops = resolve_ops(device, config.load.kernels, num_threads(config.load), isa, places)
     if device.type == "cuda":
         _LOGGER.info("running on %s with the kernels %r", _gpu_text(device), ops.name)
@@ -555,7 +555,7 @@ def open_rank(
     from quickstep.runtime.steps.opening import open_steps
     from quickstep.runtime.steps.ranked import RankFollower
 
-    planned = _planned(config, None)
+    planned = _planned(config, None, rank)
     spec, ops, block_size = planned.spec, planned.ops, config.cache.block_size
     assert ops.steps is not None, "rank 0 has found the native kernels"
     ranks = ops.steps.ranks(memory, rank)

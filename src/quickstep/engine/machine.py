@@ -104,9 +104,13 @@ def _fields(file: Path) -> list[str]:
         return []
 
 
-def places_for(is_pinned: bool) -> Callable[[int], ThreadPlaces]:
-    """A function from a number of threads to their places (`ops.native.backend.load_native`)."""
-    return partial(choose_places, usable_cpus(), is_pinned=is_pinned)
+def places_for(is_pinned: bool, rank: int = 0, num_ranks: int = 1) -> Callable[[int], ThreadPlaces]:
+    """A function from a rank's number of threads to their places
+    (`ops.native.backend.load_native`).
+    """
+    return partial(
+        choose_places, usable_cpus(), is_pinned=is_pinned, rank=rank, num_ranks=num_ranks
+    )
 
 
 def usable_cpus(root: Path = _ROOT, allowed: Iterable[int] | None = None) -> tuple[Cpu, ...]:

@@ -166,7 +166,7 @@ def _open_model(
         is_fused = method is SpeculationMethod.EAGLE3
         return open_eagle(load, model, is_fused, plan, block_size, config.enforce_eager, width)
     found = find_draft(load, model.ops.scratch_bytes)
-    ops = replace(model.ops, ranks=None)  # rank 0 drafts alone
+    ops = replace(model.ops, ranks=None)  # only rank 0 drafts
     return load_draft(found, model, path, ops, plan, block_size, config.enforce_eager)
 
 

@@ -45,7 +45,7 @@ class Shard(msgspec.Struct, frozen=True):
     size: int = 1
 
     def outputs(self, size: int) -> range:
-        """Which of so many outputs are the rank's: whole tiles where every rank gets some."""
+        """Which of so many outputs are the rank's: complete tiles where every rank gets some."""
         tiles = -(-size // (self.size * _TILE)) * _TILE
         if tiles * (self.size - 1) < size:
             return range(min(self.rank * tiles, size), min((self.rank + 1) * tiles, size))
@@ -107,27 +107,27 @@ class ShardedSource:
 
     def stacked(self, names: tuple[str, ...]) -> AnyTensor:
         """The rank's rows of each, one below the other."""
-        whole = self._source.stacked(names)
+        tensor = self._source.stacked(names)
         rows = self._rows(names)
-        return whole if rows is None else _taken(whole, rows)
+        return tensor if rows is None else _taken(tensor, rows)
 
     def linear(self, names: tuple[str, ...]) -> AnyTensor | QuantizedWeight:
         """The rank's outputs of a matrix."""
-        whole = self._source.linear(names)
+        matrix = self._source.linear(names)
         rows = self._rows(names)
         if rows is None:
-            return whole
-        if isinstance(whole, QuantizedWeight):
+            return matrix
+        if isinstance(matrix, QuantizedWeight):
             import torch
 
-            return whole.rows(torch.cat([torch.arange(part.start, part.stop) for part in rows]))
-        return _taken(whole, rows)
+            return matrix.rows(torch.cat([torch.arange(part.start, part.stop) for part in rows]))
+        return _taken(matrix, rows)
 
     def stored(self, names: tuple[str, ...]) -> StoredMatrix | None:
         """The rank's outputs of a matrix in its files."""
-        whole = self._source.stored(names)
+        matrix = self._source.stored(names)
         rows = self._rows(names)
-        return whole if whole is None or rows is None else stored_rows(whole, rows)
+        return matrix if matrix is None or rows is None else stored_rows(matrix, rows)
 
     def _rows(self, names: Sequence[str]) -> list[range] | None:
         """The rank's rows of these tensors one below the other; None for all."""

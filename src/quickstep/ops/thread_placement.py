@@ -38,18 +38,26 @@ class ThreadPlaces(msgspec.Struct, frozen=True):
         return sum(1 << node for node in self.nodes if node < _MAX_NODES)
 
 
-def choose_places(cpus: Sequence[Cpu], num_threads: int, is_pinned: bool) -> ThreadPlaces:
+def choose_places(
+    cpus: Sequence[Cpu], num_threads: int, is_pinned: bool, rank: int = 0, num_ranks: int = 1
+) -> ThreadPlaces:
     """Places for `num_threads`; with more threads than CPUs, or not pinned, wherever they run.
+
+    Of several ranks with so many threads each, no two get one CPU, and each gets CPUs of one node
+    where the nodes are large enough.
 
     Threads that stay where they are put read the memory of their nodes only; others may run on any
     node of the process.
     """
     everywhere = tuple(sorted({cpu.node for cpu in cpus}))
-    if not is_pinned or num_threads > len(cpus):
+    total = num_threads * num_ranks
+    if not is_pinned or total > len(cpus):
         return ThreadPlaces((), everywhere)
-    ranked = [place for node in _fewest_nodes(cpus, num_threads) for place in _ranked(node)]
+    ranked = [place for node in _fewest_nodes(cpus, total) for place in _ranked(node)]
     placed = [cpu for *_, cpu in sorted(ranked, key=lambda place: (*place[:2], place[2].cpu))]
-    placed = placed[:num_threads]
+    placed = placed[:total]
+    if num_ranks > 1:
+        placed = sorted(placed, key=lambda cpu: cpu.node)[rank * num_threads :][:num_threads]
     nodes = tuple(sorted({cpu.node for cpu in placed}))
     return ThreadPlaces(tuple(cpu.cpu for cpu in placed), nodes)
 

@@ -93,3 +93,11 @@ def test_without_an_affinity_mask_nothing_is_placed() -> None:
 
 def test_the_mask_of_nodes_has_a_bit_for_each() -> None:
     assert ThreadPlaces(nodes=(0, 2, 63, 64)).node_mask == 1 + 4 + 2**63
+
+
+def test_ranks_share_no_cpu_and_stay_on_a_node() -> None:
+    cpus = [Cpu(number, number, number // 4) for number in range(8)]
+    found = [choose_places(cpus, 3, True, rank, 2) for rank in range(2)]
+    assert [places.nodes for places in found] == [(0,), (1,)]
+    assert len({cpu for places in found for cpu in places.cpus}) == 6
+    assert choose_places(cpus, 5, True, 1, 2).cpus == ()  # more threads than CPUs

@@ -1,4 +1,4 @@
-"""What passes between rank 0 and another rank beside their steps, on a socket pair.
+"""The messages between rank 0 and another rank that are no steps, on a socket pair.
 
     ToRank     OpenRank, then HoldAdapter and DropAdapter
     FromRank   RankOpened or RankRefused, then AdapterHeld per HoldAdapter

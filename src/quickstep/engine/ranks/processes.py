@@ -201,7 +201,7 @@ class RankProcesses:
                             self._changed.notify_all()
 
     def _has_lost(self, rank: int, process: Launched) -> bool:
-        """A rank has closed its connection: True if nobody asked it to."""
+        """A rank has closed its connection: True unless the group is closing."""
         with self._changed:
             if self._is_closing:
                 return False

@@ -43,8 +43,8 @@ class RankMemory(msgspec.Struct, frozen=True):
 
     @staticmethod
     def create(stage_bytes: int, message_bytes: int, size: int) -> RankMemory:
-        """New memory for at least these bytes; the caller closes the descriptor. Pages that nobody
-        writes to take no memory.
+        """New memory for at least these bytes; the caller closes the descriptor. Pages that are
+        not written take no memory.
         """
         stage_bytes, message_bytes = (
             -(-num_bytes // _LINE) * _LINE for num_bytes in (stage_bytes, message_bytes)
