@@ -370,14 +370,16 @@ def test_an_adapter_that_is_larger_than_all_may_be_is_refused(folder):
 def test_triton_kernels_give_the_tokens_of_the_native_ones(folder):
     """Interpreted where there is no GPU. With adapters and without, batched and at batch size 1."""
     adapters = [None, adapter(folder, 0), adapter(folder, 1)]
-    greedy = SamplingParams(max_tokens=3, temperature=0.0, ignore_eos=True, logprobs=0)
+    greedy = SamplingParams(max_tokens=4, temperature=0.0, ignore_eos=True, logprobs=0)
     device = "cuda" if torch.cuda.is_available() else "cpu"
     tokens = []
     for options in ({"device": "cpu"}, {"device": device, "kernels": "triton"}):
         with LLM(str(folder / "base"), enable_lora=True, num_threads=1, **options) as llm:
-            together = llm.generate(["one"] * 3, greedy, lora_request=adapters)
-            alone = llm.generate(["one"], greedy, lora_request=adapters[2])[0]
-        assert together[2].outputs[0].logprobs == alone.outputs[0].logprobs
+            together = llm.generate(["one two"] * 3, greedy, lora_request=adapters)
+            alone = [llm.generate(["one two"], greedy, lora_request=one)[0] for one in adapters]
+        assert [one.outputs[0].logprobs for one in together] == [
+            one.outputs[0].logprobs for one in alone
+        ]
         tokens.append([one.outputs[0].token_ids for one in together])
     assert tokens[0] == tokens[1]
     assert len(set(map(tuple, tokens[0]))) == 3
