@@ -59,6 +59,9 @@ $(READY): $(SOURCES) $(MODULES) | $(BIN)/python
 demo: $(SMALL)
 	@$(BIN)/quickstep demo
 
+# A machine may set that no bytecode is written; then each process that a test starts would compile all
+# of Quickstep again, which takes longer than its own work.
+test: export PYTHONDONTWRITEBYTECODE :=
 test: $(READY)
 	$(PYTEST) --without-torch tests/pure
 	$(PYTEST) --ignore=tests/pure
