@@ -41,6 +41,7 @@ def run(
     test: Callable[[ReplicaSet], Awaitable[None]],
     num_replicas: int = 2,
     max_moves: int = 1000,
+    restart_limits: RestartLimits = MANY_RESTARTS,
     **options: Any,
 ) -> None:
     config: EngineConfig = engine_config("demo", {**OPTIONS, **options})
@@ -48,7 +49,7 @@ def run(
     def make(number: int, step_log: StepLog, watcher: ReplicaSet) -> RemoteEngine:
         return RemoteEngine(
             config,
-            restart_limits=MANY_RESTARTS,
+            restart_limits=restart_limits,
             watcher=watcher,
             replica=number,
             step_log=step_log,
@@ -65,7 +66,7 @@ def run(
                 await test(replicas)
         finally:
             await replicas.stop()
-        assert replicas.stats().state is EngineState.STOPPED
+        assert replicas.stats().state in (EngineState.STOPPED, EngineState.FAILED)
         assert not replicas.request_ids
 
     asyncio.run(main())
@@ -150,12 +151,90 @@ def test_a_stream_of_the_only_engine_continues_on_its_successor() -> None:
         while engine.engines[0].is_serving:
             await asyncio.sleep(0.005)
         assert engine.request_ids == ("r1",), "it waits for the successor"
-        with pytest.raises(EngineError, match="takes no requests"):
-            engine.stream(request_of(engine, 2))
         assert await task == expected
         assert engine.stats().num_moves == 1
 
     run(test, num_replicas=1)
+
+
+async def kill_the_only(engine: ReplicaSet) -> None:
+    kill(engine, 0)
+    while engine.engines[0].is_serving:
+        await asyncio.sleep(0.005)
+
+
+def test_new_requests_wait_while_no_engine_serves() -> None:
+    async def test(engine: ReplicaSet) -> None:
+        # none with a grammar, whose preparation lets others pass
+        requests = [request_of(engine, number) for number in (0, 1, 2, 4, 5)]
+        expected = [await output(engine, request) for request in requests]
+        await kill_the_only(engine)
+        streams = [engine.stream(request) for request in requests[:2]]
+        tasks = [asyncio.create_task(output(engine, request)) for request in requests[2:]]
+        await asyncio.sleep(0)
+        stats = engine.stats()
+        assert stats.num_requests == 5
+        assert stats.scheduler.num_waiting == sum(one.sampling.n for one in requests)
+        assert engine.request_ids == ("r0", "r1", "r2", "r4", "r5")
+        with pytest.raises(RequestError, match="is in use"):
+            engine.stream(requests[0])
+        await streams[1].aclose()
+        found = [content([delta async for delta in streams[0]])]
+        found += await asyncio.gather(*tasks)
+        assert found == [expected[0], *expected[2:]]
+        assert engine.stats().num_moves == 0, "none was on an engine that has ended"
+        by_id = {record.request_id: record for record in engine.step_log.sequences[-9:]}
+        waits = [by_id[f"r{number}"].timings.first_scheduled_s for number in (0, 2, 4, 5)]
+        assert waits == sorted(waits)
+
+    run(test, num_replicas=1)
+
+
+def test_so_many_new_requests_wait_as_in_the_queue_of_an_engine() -> None:
+    async def test(engine: ReplicaSet) -> None:
+        await kill_the_only(engine)
+        waiting = [engine.stream(request_of(engine, 0)), engine.stream(request_of(engine, 2))]
+        full = "4 sequences wait for one, the limit is 4"
+        with pytest.raises(EngineError, match=full):
+            engine.stream(request_of(engine, 1))
+        with pytest.raises(EngineError, match=full):
+            engine.check_admission(request_of(engine, 1), 1)
+        await waiting[1].aclose()
+        other = engine.stream(request_of(engine, 1))
+        for stream in (waiting[0], other):
+            assert [delta async for delta in stream]
+
+    run(test, num_replicas=1, max_waiting=4)
+
+
+@pytest.mark.parametrize("field", ["timeout_s", "ttft_deadline_s"])
+def test_a_new_request_waits_until_its_deadline(field: str) -> None:
+    async def test(engine: ReplicaSet) -> None:
+        await kill_the_only(engine)
+        stream = engine.stream(replace(request_of(engine, 0), **{field: 0.05}))
+        if field == "timeout_s":
+            ((text, _, _, _, end),) = content([delta async for delta in stream]).values()
+            assert (text, end) == ("", (FinishReason.DEADLINE, "deadline", ""))
+        else:
+            with pytest.raises(RequestError, match="within 50 ms: it has waited"):
+                await stream.accepted()
+        assert not engine.engines[0].is_serving
+        assert not engine.request_ids
+
+    run(test, num_replicas=1, restart_limits=RestartLimits(first_delay_s=0.5))
+
+
+def test_no_request_waits_for_engines_that_are_given_up() -> None:
+    async def test(engine: ReplicaSet) -> None:
+        await kill_the_only(engine)
+        waiting = engine.stream(request_of(engine, 0))
+        with pytest.raises(EngineError, match="send it again"):
+            await waiting.accepted()
+        assert engine.stats().state is EngineState.FAILED
+        with pytest.raises(EngineError, match="failed"):
+            engine.stream(request_of(engine, 0))
+
+    run(test, num_replicas=1, restart_limits=RestartLimits(max_quick_deaths=0))
 
 
 def test_a_request_that_ends_every_engine_is_ended() -> None:

@@ -10,8 +10,8 @@ with the tokens that its client has already (`Request.resumed`), and its deltas 
 stream. The same request gives the same bits on every replica, so that a client cannot notice it.
 
 A request moves at most `max_moves` times in a row without a new token, since it may be what ends
-the engines. While no engine serves, requests that were accepted wait here, and new ones are
-refused. Everything runs in the event loop that called `open`.
+the engines. While no engine serves, requests wait here (`cluster.parked`), and when none will serve
+again they end. Everything runs in the event loop that called `open`.
 """
 
 from __future__ import annotations
@@ -23,6 +23,7 @@ from collections.abc import Callable, Mapping, Sequence
 
 from msgspec.structs import replace
 
+from quickstep.cluster.parked import ParkedRequests
 from quickstep.config import ReplicaConfig, StreamConfig
 from quickstep.core.accounting import added
 from quickstep.core.router import ROUTERS, ReplicaState, ReplicaView
@@ -30,7 +31,7 @@ from quickstep.engine.adapters import LoadedAdapter
 from quickstep.engine.records.step_log import StepLog
 from quickstep.engine.remote.child import LoadProgress
 from quickstep.engine.remote.engine import LOG_CAPACITY, RemoteEngine
-from quickstep.engine.remote.streams import LostRequest, records_of_lost
+from quickstep.engine.remote.streams import LostRequest
 from quickstep.engine.requests import RequestIntake, open_seeds
 from quickstep.engine.stats import EngineState, EngineStats, ReplicaStats
 from quickstep.engine.stream import Stream
@@ -38,7 +39,7 @@ from quickstep.errors import ConfigError, EngineDied, EngineError, QuickstepErro
 from quickstep.model.sizing import MemoryPlan
 from quickstep.text.chat_template import ChatTemplate
 from quickstep.text.tokenizer import Tokenizer
-from quickstep.types import Delta, FinishReason, Pooling, Request, SequenceTimings
+from quickstep.types import FinishReason, Pooling, Request, SequenceTimings
 
 _LOGGER = logging.getLogger(__name__)
 
@@ -71,8 +72,7 @@ class ReplicaSet:
         self._max_moves = config.max_moves
         self._clock = clock
         self._intake = RequestIntake(open_seeds(seed), self)
-        self._parked: dict[str, LostRequest] = {}  # accepted, and live on no engine
-        self._timers: dict[str, asyncio.TimerHandle] = {}  # their deadlines
+        self._parked = ParkedRequests(self._step_log, self._engines[0].max_waiting, clock)
         self._num_moves = 0
         self._is_stopping = False
 
@@ -123,8 +123,7 @@ class ReplicaSet:
         A second call, with the first still draining, ends them at once.
         """
         self._is_stopping = True
-        for lost in tuple(self._parked.values()):
-            self._end(lost, FinishReason.SHUTDOWN, "the engine was stopped")
+        self._parked.end_all(FinishReason.SHUTDOWN, EngineDied("the engine was stopped"))
         await asyncio.gather(*(engine.stop(drain_s) for engine in self._engines))
 
     @property
@@ -187,7 +186,7 @@ class ReplicaSet:
         return merged_stats(
             [engine.stats() for engine in self._engines],
             self.process_ids,
-            len(self._parked),
+            self._parked,
             self._num_moves,
         )
 
@@ -198,8 +197,11 @@ class ReplicaSet:
 
     def check_admission(self, request: Request, num_sequences: int) -> None:
         """Raise RequestError for a request that no engine could accept now, whatever its prompt.
-        The error is that of the engine with the shortest queue.
+        The error is that of the engine with the shortest queue. Raises EngineError if none serves
+        and it could not wait for one.
         """
+        if not self._serving:
+            self._check_parking(request, num_sequences)
         errors: dict[int, RequestError] = {}
         for engine in self._serving:
             try:
@@ -213,7 +215,7 @@ class ReplicaSet:
     def request_ids(self) -> tuple[str, ...]:
         """The ids of live requests."""
         placed = (name for engine in self._engines for name in engine.request_ids)
-        return (*placed, *self._parked)
+        return (*placed, *self._parked.request_ids)
 
     async def live_timings(self, request_id: str) -> dict[int, SequenceTimings]:
         """What the live sequences of a request spent their time on so far, by index; empty if it is
@@ -268,11 +270,12 @@ class ReplicaSet:
         """Do nothing: an engine's process prepares a request before it accepts it."""
 
     def stream(self, request: Request) -> Stream:
-        """Check a request and send it to an engine; `Stream.accepted` returns once it is accepted.
+        """Check a request and send it to an engine, or let it wait for one while none serves;
+        `Stream.accepted` returns once it is accepted.
 
         Raises:
             RequestError: The request cannot be served as it is.
-            EngineError: No engine accepts requests now.
+            EngineError: No engine will serve, or too many requests wait for one.
         """
         engine = self._engines[0]
         request = self._intake.take(
@@ -281,7 +284,11 @@ class ReplicaSet:
         if request.received_s is None:  # its deadlines count from here, wherever it runs
             request = replace(request, received_s=self._clock())
         stream = Stream(request, self, self._streams)
-        self._engines[self._choose(request)].submit(request, stream)
+        if self._serving:
+            self._engines[self._choose(request)].submit(request, stream)
+        else:
+            self._check_parking(request, request.sampling.n)
+            self._parked.add(LostRequest(stream, request, self.fingerprint))
         return stream
 
     def abort(self, request_id: str) -> None:
@@ -289,35 +296,38 @@ class ReplicaSet:
         engine = self._engine_of(request_id)
         if engine is not None:
             engine.abort(request_id)
-        elif (lost := self._parked.get(request_id)) is not None:
-            self._end(lost, FinishReason.ABORTED, "")
+        else:
+            self._parked.abort(request_id)
 
     def pause(self, request_id: str) -> None:
         """Generate no more for a request until `resume`; steps in flight still give deltas."""
         engine = self._engine_of(request_id)
         if engine is not None:
             engine.pause(request_id)
+        else:
+            self._parked.set_paused(request_id, True)
 
     def resume(self, request_id: str) -> None:
         """Continue a paused request."""
         engine = self._engine_of(request_id)
         if engine is not None:
             engine.resume(request_id)
-        elif (lost := self._parked.get(request_id)) is not None:
-            self._parked[request_id] = replace(lost, is_paused=False)
+        else:
+            self._parked.set_paused(request_id, False)
 
     def lost(self, engine: RemoteEngine, requests: Sequence[LostRequest]) -> None:
         """An engine's process has ended (the engine only): its requests continue on others."""
         self._router.lost_cache(self._engines.index(engine))
         for lost in requests:
             if self._is_stopping:
-                self._end(lost, FinishReason.SHUTDOWN, "the engine was stopped")
-            elif lost.num_moves >= self._max_moves:
-                num = lost.num_moves + 1
-                why = f"{num} engine processes ended in a row while they computed it"
-                self._end(lost, FinishReason.ERROR, f"{why}; it is not tried again")
+                stopped = EngineDied("the engine was stopped")
+                self._parked.end(lost, FinishReason.SHUTDOWN, stopped)
+            elif lost.num_moves > self._max_moves:
+                why = f"{lost.num_moves} engine processes ended in a row while they computed it"
+                error = EngineDied(f"{why}; it is not tried again")
+                self._parked.end(lost, FinishReason.ERROR, error)
             else:
-                self._park(lost)
+                self._parked.add(lost)
         self._place_parked()
 
     def restarted(self, engine: RemoteEngine) -> None:
@@ -326,9 +336,9 @@ class ReplicaSet:
 
     def given_up(self, engine: RemoteEngine) -> None:
         """An engine will not be started again (the engine only)."""
-        if all(other.stats().state is EngineState.FAILED for other in self._engines):
-            for lost in tuple(self._parked.values()):
-                self._end(lost, FinishReason.ERROR, "the engine process ended; send it again")
+        if not any(other.will_serve for other in self._engines):
+            error = EngineDied("the engine process ended; send it again")
+            self._parked.end_all(FinishReason.ERROR, error)
 
     @property
     def _serving(self) -> list[RemoteEngine]:
@@ -337,12 +347,16 @@ class ReplicaSet:
     def _engine_of(self, request_id: str) -> RemoteEngine | None:
         return next((engine for engine in self._engines if engine.is_live(request_id)), None)
 
-    def _choose(self, request: Request) -> int:
-        """The number of the engine that gets a request. Raises EngineError if none serves."""
-        serving = [number for number, engine in enumerate(self._engines) if engine.is_serving]
-        if not serving:
+    def _check_parking(self, request: Request, num_sequences: int) -> None:
+        """Raise EngineError unless a new request may wait for an engine to serve."""
+        if self._is_stopping or not any(engine.will_serve for engine in self._engines):
             self._engines[0].check_serving()
             raise EngineError("no replica takes requests now; send it again later")
+        self._parked.check_room(request, num_sequences)
+
+    def _choose(self, request: Request) -> int:
+        """The number of the engine that gets a request; one of them serves."""
+        serving = [number for number, engine in enumerate(self._engines) if engine.is_serving]
         if len(serving) == 1:
             return serving[0]
         if request.adapter:  # the engines know its id; for the router the name is as good
@@ -365,77 +379,42 @@ class ReplicaSet:
 
     def _place_parked(self) -> None:
         """Send requests that wait here to the engines that serve, in the order of their arrival."""
-        parked = sorted(self._parked.values(), key=lambda lost: lost.request.received_s or 0.0)
-        for lost in parked:
+        for lost in self._parked.in_order():
             if not self._serving or self._is_stopping:
                 return
+            self._parked.remove(lost.request.request_id)
             try:
                 self._place(lost)
             except QuickstepError as error:
-                self._end(lost, FinishReason.ERROR, str(error))
+                self._parked.end(lost, FinishReason.ERROR, error)
 
     def _place(self, lost: LostRequest) -> None:
         request = lost.request
         number = self._choose(request)
-        request_id = request.request_id
-        self._unpark(request_id)
-        if lost.has_output and self._engines[number].fingerprint != lost.fingerprint:
-            raise EngineError("the engine ended, and its successor has other weights")
-        self._engines[number].submit(request, lost.stream, lost.num_moves + 1)
+        engine, request_id = self._engines[number], request.request_id
+        if lost.has_output and engine.fingerprint != lost.fingerprint:
+            raise EngineDied("the engine ended, and its successor has other weights")
+        engine.submit(request, lost.stream, lost.num_moves)
         if lost.is_paused:
-            self._engines[number].pause(request_id)
+            engine.pause(request_id)
+        if not lost.num_moves:
+            return
         self._num_moves += 1
         num_tokens = sum(len(resumed.token_ids) for resumed in request.resumed)
         _LOGGER.info(
             "request %s continues on replica %d after %d tokens", request_id, number, num_tokens
         )
 
-    def _park(self, lost: LostRequest) -> None:
-        request = lost.request
-        self._parked[request.request_id] = lost
-        if request.timeout_s is not None:
-            left_s = (request.received_s or 0.0) + request.timeout_s - self._clock()
-            self._timers[request.request_id] = asyncio.get_running_loop().call_later(
-                max(0.0, left_s), self._expire, request.request_id
-            )
-
-    def _unpark(self, request_id: str) -> None:
-        self._parked.pop(request_id, None)
-        timer = self._timers.pop(request_id, None)
-        if timer is not None:
-            timer.cancel()
-
-    def _expire(self, request_id: str) -> None:
-        lost = self._parked.get(request_id)
-        if lost is not None:
-            self._end(lost, FinishReason.DEADLINE, "")
-
-    def _end(self, lost: LostRequest, reason: FinishReason, error: str) -> None:
-        """End a request that is live on no engine, with the output so far."""
-        request, now = lost.request, self._clock()
-        self._unpark(request.request_id)
-        if request.resumed:  # it was accepted
-            for record in records_of_lost(request, reason, request.received_s or now, now):
-                self._step_log.add_sequence(record)
-        if reason is FinishReason.DEADLINE:
-            lost.stream.accept()
-        elif error:
-            lost.stream.refuse(EngineDied(error))
-        stop_reason = reason.value if reason is FinishReason.DEADLINE else None
-        for index in request.indices:
-            lost.stream.put(
-                Delta(index, finish_reason=reason, stop_reason=stop_reason, error=error)
-            )
-
 
 def merged_stats(
     stats: Sequence[EngineStats],
     process_ids: Sequence[int | None],
-    num_parked: int,
+    parked: ParkedRequests,
     num_moves: int,
 ) -> EngineStats:
     """The stats of several engines as those of one, which runs if one of them does; what it waits
-    for is the slowest of them. With the stats of each one as a replica, if there are several.
+    for is the slowest of them, and `parked` requests wait as in its queue. With the stats of each
+    one as a replica, if there are several.
     """
     states = (EngineState.RUNNING, *EngineState)
     best = min(stats, key=lambda engine: states.index(engine.state))
@@ -454,13 +433,15 @@ def merged_stats(
         )
         for number, (engine, process_id) in enumerate(zip(stats, process_ids, strict=True))
     )
+    scheduler = added([engine.scheduler for engine in stats])
+    num_waiting = scheduler.num_waiting + parked.num_sequences
     return replace(
         best,
         last_step_s=slowest.last_step_s,
         busy_since_s=slowest.busy_since_s,
         num_steps_in_flight=sum(engine.num_steps_in_flight for engine in stats),
-        num_requests=sum(engine.num_requests for engine in stats) + num_parked,
-        scheduler=added([engine.scheduler for engine in stats]),
+        num_requests=sum(engine.num_requests for engine in stats) + len(parked),
+        scheduler=replace(scheduler, num_waiting=num_waiting),
         num_restarts=sum(engine.num_restarts for engine in stats),
         silent_s=max(engine.silent_s for engine in stats),
         replicas=replicas if len(stats) > 1 else (),

@@ -241,6 +241,7 @@ class RemoteEngine:
         self._inputs = config.inputs
         self._stream_bounds = config.streams
         self._block_size = config.cache.block_size
+        self._max_waiting = config.scheduler.max_waiting
         self._worker_stats = _WorkerStats()
         self._step_log = StepLog(LOG_CAPACITY) if step_log is None else step_log
         self._watcher = watcher
@@ -302,6 +303,16 @@ class RemoteEngine:
         """Whether it takes requests now."""
         is_running = self._supervisor.state is EngineState.RUNNING
         return is_running and self._supervisor.process is not None
+
+    @property
+    def will_serve(self) -> bool:
+        """Whether it takes requests now, or will when its process is back."""
+        return self._supervisor.state in (EngineState.RUNNING, EngineState.RESTARTING)
+
+    @property
+    def max_waiting(self) -> int | None:
+        """Queued sequences beyond which it refuses requests; None for no limit."""
+        return self._max_waiting
 
     def check_serving(self) -> None:
         """Raise EngineError if it takes no requests now."""

@@ -23,21 +23,22 @@ from quickstep.types import Delta, FinishReason, Request, Resumed, SequenceTimin
 
 
 class LostRequest(msgspec.Struct, frozen=True):
-    """A live request whose engine has ended, with what its stream has got.
+    """A live request that no engine has, because its own has ended or none served when it came,
+    with what its stream has got.
 
     Attributes:
         stream: Continues with the deltas of another engine.
         request: With what the stream has got as `resumed`.
-        num_moves: How many engines had ended with it before, in a row without a new token.
+        fingerprint: Of its engine: only an equal one gives the bits that follow.
+        num_moves: How many engines have ended with it, in a row without a new token.
         is_paused: Its reader is too slow.
-        fingerprint: Of the engine: only an equal one gives the bits that follow.
     """
 
     stream: Stream
     request: Request
-    num_moves: int
-    is_paused: bool
     fingerprint: str
+    num_moves: int = 0
+    is_paused: bool = False
 
     @property
     def has_output(self) -> bool:
@@ -228,9 +229,9 @@ class RemoteStreams:
             LostRequest(
                 live.stream,
                 _resumed(live, was_accepted=request_id not in self._undecided),
-                0 if live.has_progressed else live.num_moves,
+                fingerprint,
+                num_moves=1 if live.has_progressed else live.num_moves + 1,
                 is_paused=request_id in self._paused,
-                fingerprint=fingerprint,
             )
             for request_id, live in self._live.items()
         ]
