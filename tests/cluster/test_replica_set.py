@@ -6,8 +6,10 @@ from __future__ import annotations
 
 import asyncio
 import os
+import shutil
 import signal
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Sequence
+from pathlib import Path
 from random import Random
 from typing import Any
 
@@ -22,6 +24,7 @@ from quickstep.engine.remote.engine import RemoteEngine
 from quickstep.engine.remote.supervisor import RestartLimits
 from quickstep.engine.stats import EngineState
 from quickstep.errors import EngineError, RequestError
+from quickstep.model.checkpoint.source import local_checkpoint
 from quickstep.types import Delta, FinishReason, Grammar, Request, SamplingParams
 
 TEXT = "def first(a):\n    return a\n\ndef second(a):\n    return a\n\n"
@@ -42,9 +45,10 @@ def run(
     num_replicas: int = 2,
     max_moves: int = 1000,
     restart_limits: RestartLimits = MANY_RESTARTS,
+    model: str = "demo",
     **options: Any,
 ) -> None:
-    config: EngineConfig = engine_config("demo", {**OPTIONS, **options})
+    config: EngineConfig = engine_config(model, {**OPTIONS, **options})
 
     def make(number: int, step_log: StepLog, watcher: ReplicaSet) -> RemoteEngine:
         return RemoteEngine(
@@ -400,3 +404,146 @@ def test_an_engine_that_ends_while_the_server_drains_ends_its_requests() -> None
         await stopping
 
     run(test, num_replicas=1)
+
+
+LONG = {"max_tokens": 300, "ignore_eos": True}
+
+
+async def begun(engine: ReplicaSet, requests: Sequence[Request]) -> list[asyncio.Task[Any]]:
+    """The outputs of requests that all have their first tokens."""
+    events = [asyncio.Event() for _ in requests]
+    tasks = [
+        asyncio.create_task(output(engine, request, event))
+        for request, event in zip(requests, events, strict=True)
+    ]
+    for event in events:
+        await event.wait()
+    return tasks
+
+
+def assert_recorded_once(engine: ReplicaSet, requests: Sequence[Request]) -> None:
+    """Each sequence has one record, whatever engines it was on: it is counted once."""
+    num = sum(request.sampling.n for request in requests)
+    recorded = [(one.request_id, one.index) for one in engine.step_log.sequences][-num:]
+    assert sorted(recorded) == sorted(
+        (request.request_id, index) for request in requests for index in range(request.sampling.n)
+    )
+
+
+def test_a_rolling_restart_changes_no_stream_and_stops_one_engine_at_a_time() -> None:
+    async def test(engine: ReplicaSet) -> None:
+        requests = [request_of(engine, number, **LONG) for number in (0, 1, 2, 5, 6, 7)]
+        expected = [await output(engine, request) for request in requests]
+        processes = engine.process_ids
+        tasks = await begun(engine, requests)
+        restarting = asyncio.create_task(engine.restart_replicas())
+        states = []
+        while not restarting.done():
+            states.append([replica.is_up for replica in engine.stats().replicas])
+            await asyncio.sleep(0.005)
+        assert min(map(sum, states)) == 2
+        assert {False} < {is_up for state in states for is_up in state}
+        changes = await restarting
+        assert [change.replica for change in changes] == [0, 1, 2]
+        assert sum(change.num_moved for change in changes) == engine.stats().num_moves > 0
+        assert not set(processes) & set(engine.process_ids)
+        assert await asyncio.gather(*tasks) == expected
+        assert_recorded_once(engine, requests)
+        stats = engine.stats()
+        assert [replica.num_restarts for replica in stats.replicas] == [1, 1, 1]
+        assert stats.scheduler.blocks.num_used == 0
+
+    run(test, num_replicas=3)
+
+
+def test_requests_wait_while_the_only_engine_is_restarted() -> None:
+    async def test(engine: ReplicaSet) -> None:
+        requests = [request_of(engine, number, **LONG) for number in (0, 1, 5)]
+        expected = [await output(engine, request) for request in requests]
+        tasks = await begun(engine, requests[:2])
+        restarting = asyncio.create_task(engine.restart_replica(0))
+        await asyncio.sleep(0)
+        tasks.append(asyncio.create_task(output(engine, requests[2])))
+        with pytest.raises(RequestError, match="being drained or restarted"):
+            await engine.restart_replica(0)
+        change = await restarting
+        assert (change.num_moved, change.num_ended, change.note) == (2, 0, "")
+        assert await asyncio.gather(*tasks) == expected
+        with pytest.raises(RequestError, match="restart it instead"):
+            await engine.drain_replica(0)
+        with pytest.raises(RequestError, match="there is no replica 1"):
+            await engine.restart_replica(1)
+
+    run(test, num_replicas=1)
+
+
+def test_a_drained_engine_gets_no_requests_until_it_is_restarted() -> None:
+    async def test(engine: ReplicaSet) -> None:
+        requests = [request_of(engine, number, **LONG) for number in (0, 1, 2, 5, 6, 7)]
+        expected = [await output(engine, request) for request in requests]
+        tasks = await begun(engine, requests)
+        change = await engine.drain_replica(1)
+        assert change.num_moved
+        assert change.is_draining
+        first, second = engine.stats().replicas
+        assert (first.is_up, second.is_up, second.is_draining) == (True, False, True)
+        assert await asyncio.gather(*tasks) == expected
+        assert_recorded_once(engine, requests)
+        await asyncio.gather(*(output(engine, request) for request in requests))
+        assert {one.timings.replica for one in engine.step_log.sequences[-10:]} == {0}
+        kill(engine, 1)
+        await until_running(engine, 1)
+        while not engine.engines[1].is_serving:
+            await asyncio.sleep(0.005)
+        assert engine.stats().replicas[1].is_draining, "its own restart does not end that"
+        assert not (await engine.restart_replica(1)).is_draining
+        await asyncio.gather(*(output(engine, request) for request in requests))
+        assert {one.timings.replica for one in engine.step_log.sequences[-10:]} == {0, 1}
+
+    run(test)
+
+
+def test_requests_may_end_on_an_engine_before_it_is_restarted() -> None:
+    async def test(engine: ReplicaSet) -> None:
+        tasks = await begun(engine, [request_of(engine, 0, max_tokens=20, ignore_eos=True)])
+        change = await engine.restart_replica(0, drain_s=60)
+        assert (change.num_ended, change.num_moved) == (1, 0)
+        await asyncio.gather(*tasks)
+
+    run(test, num_replicas=1)
+
+
+@pytest.mark.parametrize("num_replicas", [1, 2])
+def test_streams_end_before_other_weights_are_loaded(num_replicas: int, tmp_path: Path) -> None:
+    model = tmp_path / "model"
+    shutil.copytree(local_checkpoint("demo").path, model)
+    (weights,) = model.glob("*.safetensors")
+
+    async def test(engine: ReplicaSet) -> None:
+        requests = [request_of(engine, number, **LONG) for number in (0, 1, 5, 6)]
+        old = [await output(engine, request) for request in requests]
+        before = engine.fingerprint
+        content = weights.read_bytes()
+        replaced = tmp_path / "new"
+        replaced.write_bytes(content[:-64] + bytes(64))
+        tasks = await begun(engine, requests)
+        replaced.rename(weights)
+        restarting = asyncio.create_task(engine.restart_replicas())
+        found = [await asyncio.gather(*tasks)]
+        while not restarting.done():
+            outputs = (output(engine, request) for request in requests)
+            found.append(await asyncio.gather(*outputs))
+        changes = await restarting
+        assert engine.fingerprint != before
+        assert {change.fingerprint for change in changes} == {engine.fingerprint}
+        assert changes[-1].num_moved == 0
+        new = [await output(engine, request) for request in requests]
+        assert new != old
+        assert found[0] == old
+        for outputs_found in found:
+            for either, *both in zip(outputs_found, old, new, strict=True):
+                assert either in both
+        if num_replicas == 1:
+            assert "those on disk have changed" in changes[0].note
+
+    run(test, num_replicas=num_replicas, model=str(model))

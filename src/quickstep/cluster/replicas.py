@@ -12,6 +12,10 @@ stream. The same request gives the same bits on every replica, so that a client 
 A request moves at most `max_moves` times in a row without a new token, since it may be what ends
 the engines. While no engine serves, requests wait here (`cluster.parked`), and when none will serve
 again they end. Everything runs in the event loop that called `open`.
+
+An operator may drain and restart the engines one by one. Their requests move as if they had ended,
+but only to engines with the same weights: if the checkpoint on disk was replaced, and no other
+engine has the old one, they end first.
 """
 
 from __future__ import annotations
@@ -19,7 +23,8 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence, Set
+from contextlib import contextmanager, suppress
 
 from msgspec.structs import replace
 
@@ -33,7 +38,7 @@ from quickstep.engine.remote.child import LoadProgress
 from quickstep.engine.remote.engine import LOG_CAPACITY, RemoteEngine
 from quickstep.engine.remote.streams import LostRequest
 from quickstep.engine.requests import RequestIntake, open_seeds
-from quickstep.engine.stats import EngineState, EngineStats, ReplicaStats
+from quickstep.engine.stats import EngineState, EngineStats, ReplicaChange, ReplicaStats
 from quickstep.engine.stream import Stream
 from quickstep.errors import ConfigError, EngineDied, EngineError, QuickstepError, RequestError
 from quickstep.model.sizing import MemoryPlan
@@ -42,6 +47,7 @@ from quickstep.text.tokenizer import Tokenizer
 from quickstep.types import FinishReason, Pooling, Request, SequenceTimings
 
 _LOGGER = logging.getLogger(__name__)
+_POLL_S = 0.05  # while others have to serve before the next one is restarted
 
 # Makes the engine of a replica: its number, the step log of all, and who continues its requests.
 EngineMaker = Callable[[int, StepLog, "ReplicaSet"], RemoteEngine]
@@ -74,6 +80,9 @@ class ReplicaSet:
         self._intake = RequestIntake(open_seeds(seed), self)
         self._parked = ParkedRequests(self._step_log, self._engines[0].max_waiting, clock)
         self._num_moves = 0
+        self._draining: set[int] = set()  # get no requests
+        self._restarting: set[int] = set()  # of those, which will get some again
+        self._is_changing = False  # an operator drains or restarts engines
         self._is_stopping = False
 
     @property
@@ -187,23 +196,25 @@ class ReplicaSet:
             [engine.stats() for engine in self._engines],
             self.process_ids,
             self._parked,
+            self._draining,
             self._num_moves,
         )
 
     @property
     def has_queue(self) -> bool:
         """Whether sequences wait on every engine that serves."""
-        return all(engine.has_queue for engine in self._serving)
+        return all(self._engines[number].has_queue for number in self._takers())
 
     def check_admission(self, request: Request, num_sequences: int) -> None:
         """Raise RequestError for a request that no engine could accept now, whatever its prompt.
         The error is that of the engine with the shortest queue. Raises EngineError if none serves
         and it could not wait for one.
         """
-        if not self._serving:
+        takers = self._takers()
+        if not takers:
             self._check_parking(request, num_sequences)
         errors: dict[int, RequestError] = {}
-        for engine in self._serving:
+        for engine in (self._engines[number] for number in takers):
             try:
                 return engine.check_admission(request, num_sequences)
             except RequestError as error:
@@ -284,8 +295,8 @@ class ReplicaSet:
         if request.received_s is None:  # its deadlines count from here, wherever it runs
             request = replace(request, received_s=self._clock())
         stream = Stream(request, self, self._streams)
-        if self._serving:
-            self._engines[self._choose(request)].submit(request, stream)
+        if takers := self._takers():
+            self._engines[self._choose(request, takers)].submit(request, stream)
         else:
             self._check_parking(request, request.sampling.n)
             self._parked.add(LostRequest(stream, request, self.fingerprint))
@@ -336,37 +347,166 @@ class ReplicaSet:
 
     def given_up(self, engine: RemoteEngine) -> None:
         """An engine will not be started again (the engine only)."""
-        if not any(other.will_serve for other in self._engines):
+        if not any(map(self._will_take, range(len(self._engines)))):
             error = EngineDied("the engine process ended; send it again")
             self._parked.end_all(FinishReason.ERROR, error)
 
+    # -- changes by an operator -------------------------------------------------------------------
+
     @property
-    def _serving(self) -> list[RemoteEngine]:
-        return [engine for engine in self._engines if engine.is_serving]
+    def num_replicas(self) -> int:
+        """The replicas have numbers below this."""
+        return len(self._engines)
+
+    def has_new_files(self) -> bool:
+        """Whether files of the checkpoint have changed since an engine loaded them."""
+        return any(engine.has_new_files() for engine in self._engines)
+
+    async def drain_replica(self, number: int, drain_s: float = 0.0) -> ReplicaChange:
+        """Give an engine no more requests until it is restarted. Its requests may continue there
+        for `drain_s` seconds, then they move. Returns when it has none.
+
+        Raises:
+            RequestError: There is no such engine, no other one serves, or a change is under way.
+        """
+        with self._changing(number):
+            if not set(self._takers()) - {number}:
+                raise RequestError(
+                    f"replica {number} is the only one that serves; restart it instead", status=409
+                )
+            return await self._drain(number, drain_s)
+
+    async def restart_replica(self, number: int, drain_s: float = 0.0) -> ReplicaChange:
+        """Drain an engine and start it again. While it is the only one, requests wait.
+
+        Raises:
+            RequestError: There is no such engine, or a change is under way.
+            EngineError: It does not serve, or its new process does not.
+        """
+        with self._changing(number):
+            return await self._restart(number, drain_s)
+
+    async def restart_replicas(self, drain_s: float = 0.0) -> list[ReplicaChange]:
+        """Restart all engines that are not given up, one after the other, each when all others
+        serve.
+
+        Raises:
+            RequestError: A change is under way.
+            EngineError: A new process does not serve; the engines after it are as they were.
+        """
+        with self._changing():
+            changes = []
+            for number, engine in enumerate(self._engines):
+                while any(other.is_coming for other in self._engines):
+                    await asyncio.sleep(_POLL_S)
+                if engine.is_serving:
+                    changes.append(await self._restart(number, drain_s))
+            return changes
+
+    @contextmanager
+    def _changing(self, number: int = 0) -> Iterator[None]:
+        if not 0 <= number < len(self._engines):
+            last = len(self._engines) - 1
+            raise RequestError(
+                f"there is no replica {number}, the last is {last}",
+                status=404,
+                code="replica_not_found",
+            )
+        if self._is_changing:
+            raise RequestError(
+                "a replica is being drained or restarted; send it again later", status=409
+            )
+        self._is_changing = True
+        try:
+            yield
+        finally:
+            self._is_changing = False
+
+    async def _drain(self, number: int, drain_s: float, restarts: bool = False) -> ReplicaChange:
+        """Give an engine no more requests, and move those that it has."""
+        engine, note = self._engines[number], ""
+        _LOGGER.info("replica %d gets no more requests", number)
+        self._draining.add(number)
+        num_before = engine.num_live
+        with suppress(TimeoutError):
+            async with asyncio.timeout(drain_s):
+                await engine.wait_until_idle()
+        if not self._may_move(number, restarts):
+            note = "its requests ended there: no other replica has its weights"
+            if restarts:
+                note += ", and those on disk have changed"
+            _LOGGER.warning("replica %d waits for the end of its requests: %s", number, note)
+            await engine.wait_until_idle()
+        lost = engine.take_requests()
+        for request in lost:
+            self._parked.add(request)
+        self._place_parked()
+        num_moved = len(lost)
+        return ReplicaChange(
+            number, True, num_before - num_moved, num_moved, engine.fingerprint, note
+        )
+
+    def _may_move(self, number: int, restarts: bool) -> bool:
+        """Whether the requests of an engine can continue elsewhere, or on its next process."""
+        engine = self._engines[number]
+        if not engine.num_live:
+            return True
+        others = (self._engines[other] for other in self._takers())
+        if any(other.fingerprint == engine.fingerprint for other in others):
+            return True
+        return restarts and not engine.has_new_files()
+
+    async def _restart(self, number: int, drain_s: float) -> ReplicaChange:
+        engine = self._engines[number]
+        self._restarting.add(number)
+        try:
+            change = await self._drain(number, drain_s, restarts=True)
+            await engine.restart()
+        finally:
+            self._restarting.discard(number)
+            self._draining.discard(number)
+            self._place_parked()
+        return replace(change, is_draining=False, fingerprint=engine.fingerprint)
+
+    # -- choosing an engine -----------------------------------------------------------------------
+
+    def _takers(self) -> list[int]:
+        """The numbers of the engines that get requests now."""
+        return [
+            number
+            for number, engine in enumerate(self._engines)
+            if engine.is_serving and number not in self._draining
+        ]
+
+    def _will_take(self, number: int) -> bool:
+        """Whether an engine gets requests, now or later."""
+        is_held = number in self._draining - self._restarting
+        return self._engines[number].will_serve and not is_held
 
     def _engine_of(self, request_id: str) -> RemoteEngine | None:
         return next((engine for engine in self._engines if engine.is_live(request_id)), None)
 
     def _check_parking(self, request: Request, num_sequences: int) -> None:
         """Raise EngineError unless a new request may wait for an engine to serve."""
-        if self._is_stopping or not any(engine.will_serve for engine in self._engines):
+        if self._is_stopping or not any(map(self._will_take, range(len(self._engines)))):
             self._engines[0].check_serving()
             raise EngineError("no replica takes requests now; send it again later")
         self._parked.check_room(request, num_sequences)
 
-    def _choose(self, request: Request) -> int:
-        """The number of the engine that gets a request; one of them serves."""
-        serving = [number for number, engine in enumerate(self._engines) if engine.is_serving]
-        if len(serving) == 1:
-            return serving[0]
+    def _choose(self, request: Request, takers: Sequence[int]) -> int:
+        """Which of these engines gets a request."""
+        if len(takers) == 1:
+            return takers[0]
         if request.adapter:  # the engines know its id; for the router the name is as good
             request = replace(request, adapter_id=request.adapter)
-        views = [self._view(engine) for engine in self._engines]
+        views = [self._view(number, number in takers) for number in range(len(self._engines))]
         return self._router.choose(request, views, self._clock())
 
-    def _view(self, engine: RemoteEngine) -> ReplicaView:
-        if not engine.is_serving:
-            return ReplicaView(state=ReplicaState.DOWN)
+    def _view(self, number: int, is_up: bool) -> ReplicaView:
+        engine = self._engines[number]
+        if not is_up:
+            state = ReplicaState.DRAINING if number in self._draining else ReplicaState.DOWN
+            return ReplicaView(state=state)
         if not self._router.predicts:
             return ReplicaView(num_live=engine.num_live)
         return ReplicaView(
@@ -380,25 +520,39 @@ class ReplicaSet:
     def _place_parked(self) -> None:
         """Send requests that wait here to the engines that serve, in the order of their arrival."""
         for lost in self._parked.in_order():
-            if not self._serving or self._is_stopping:
+            if self._is_stopping:
                 return
+            takers = self._takers()
+            if lost.has_output:  # other weights would not continue it
+                same = self._with_fingerprint(lost.fingerprint)
+                takers = [number for number in takers if number in same]
+                if not any(map(self._will_take, same)):
+                    error = EngineDied("the engine ended, and its successor has other weights")
+                    self._parked.end(lost, FinishReason.ERROR, error)
+            if not takers:
+                continue
             self._parked.remove(lost.request.request_id)
             try:
-                self._place(lost)
+                self._place(lost, takers)
             except QuickstepError as error:
                 self._parked.end(lost, FinishReason.ERROR, error)
 
-    def _place(self, lost: LostRequest) -> None:
+    def _with_fingerprint(self, fingerprint: str) -> set[int]:
+        return {
+            number
+            for number, engine in enumerate(self._engines)
+            if engine.fingerprint == fingerprint
+        }
+
+    def _place(self, lost: LostRequest, takers: Sequence[int]) -> None:
         request = lost.request
-        number = self._choose(request)
+        number = self._choose(request, takers)
         engine, request_id = self._engines[number], request.request_id
-        if lost.has_output and engine.fingerprint != lost.fingerprint:
-            raise EngineDied("the engine ended, and its successor has other weights")
         engine.submit(request, lost.stream, lost.num_moves)
         if lost.is_paused:
             engine.pause(request_id)
-        if not lost.num_moves:
-            return
+        if not request.resumed:
+            return  # no engine has accepted it before
         self._num_moves += 1
         num_tokens = sum(len(resumed.token_ids) for resumed in request.resumed)
         _LOGGER.info(
@@ -410,11 +564,12 @@ def merged_stats(
     stats: Sequence[EngineStats],
     process_ids: Sequence[int | None],
     parked: ParkedRequests,
+    draining: Set[int],
     num_moves: int,
 ) -> EngineStats:
     """The stats of several engines as those of one, which runs if one of them does; what it waits
     for is the slowest of them, and `parked` requests wait as in its queue. With the stats of each
-    one as a replica, if there are several.
+    one as a replica, if there are several or one is `draining`.
     """
     states = (EngineState.RUNNING, *EngineState)
     best = min(stats, key=lambda engine: states.index(engine.state))
@@ -430,6 +585,7 @@ def merged_stats(
             num_running=engine.scheduler.num_running,
             num_restarts=engine.num_restarts,
             stalled_s=engine.stalled_s,
+            is_draining=number in draining,
         )
         for number, (engine, process_id) in enumerate(zip(stats, process_ids, strict=True))
     )
@@ -444,6 +600,6 @@ def merged_stats(
         scheduler=replace(scheduler, num_waiting=num_waiting),
         num_restarts=sum(engine.num_restarts for engine in stats),
         silent_s=max(engine.silent_s for engine in stats),
-        replicas=replicas if len(stats) > 1 else (),
+        replicas=replicas if len(stats) > 1 or draining else (),
         num_moves=num_moves,
     )

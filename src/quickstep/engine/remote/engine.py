@@ -59,7 +59,7 @@ from quickstep.engine.requests import RequestIntake, open_seeds
 from quickstep.engine.stats import EngineState, EngineStats
 from quickstep.engine.stream import Stream
 from quickstep.errors import ConfigError, EngineError, RequestError
-from quickstep.model.checkpoint.source import local_checkpoint
+from quickstep.model.checkpoint.source import FileVersions, file_versions, local_checkpoint
 from quickstep.model.sizing import MemoryPlan
 from quickstep.text.chat_template import ChatTemplate
 from quickstep.text.tokenizer import Tokenizer
@@ -108,6 +108,7 @@ class _LoadedModel(msgspec.Struct, frozen=True):
 
     facts: ModelFacts
     texts: _Texts
+    files: FileVersions
 
 
 class _WorkerStats:
@@ -278,6 +279,32 @@ class RemoteEngine:
         """Take requests. Raises EngineError if the engine is not open, or was stopped."""
         self._supervisor.start()
 
+    async def restart(self) -> None:
+        """End the process in order and start another; its requests have ended, or were taken.
+        Raises EngineError if none serves then.
+        """
+        await self._supervisor.restart()
+
+    async def wait_until_idle(self) -> None:
+        """Return once no request is live."""
+        await self._streams.wait_until_empty()
+
+    def take_requests(self) -> list[LostRequest]:
+        """Hand over all live requests, which the process is then to end, to continue elsewhere. No
+        other may be sent before the process has been restarted.
+        """
+        lost = self._streams.take_all(self.fingerprint, has_ended=False)
+        if (process := self._supervisor.process) is not None:
+            for request in lost:
+                process.sender.put(Abort(request.request.request_id))
+        return lost
+
+    def has_new_files(self) -> bool:
+        """Whether the files of the checkpoint have changed since the process loaded them, so that
+        its successor may give other bits.
+        """
+        return file_versions(self._loaded.texts.path) != self._loaded.files
+
     async def stop(self, drain_s: float = 0.0) -> None:
         """Accept no more, let requests continue for `drain_s` seconds, end the rest with SHUTDOWN.
 
@@ -308,6 +335,11 @@ class RemoteEngine:
     def will_serve(self) -> bool:
         """Whether it takes requests now, or will when its process is back."""
         return self._supervisor.state in (EngineState.RUNNING, EngineState.RESTARTING)
+
+    @property
+    def is_coming(self) -> bool:
+        """Whether it takes no requests now, and will."""
+        return self.will_serve and not self.is_serving
 
     @property
     def max_waiting(self) -> int | None:
@@ -603,7 +635,8 @@ class RemoteEngine:
         texts = None if ahead is None else await asyncio.shield(ahead)
         if texts is None or texts.path != path:
             texts = await asyncio.to_thread(_Texts.open, path, self._inputs)
-        self._model = _LoadedModel(opened.facts, texts)
+        files = await asyncio.to_thread(file_versions, path)
+        self._model = _LoadedModel(opened.facts, texts, files)
         self._worker_stats.update(opened.stats)
         for name, adapter_path in self._loaded_adapters.items():  # by clients of an earlier process
             process.sender.put(LoadAdapter(self._next_change(), name, adapter_path, False))
@@ -614,6 +647,8 @@ class RemoteEngine:
             case StepNote():
                 replica = self._replica
                 for sequence in message.sequences:
+                    if self._streams.has_moved(sequence.request_id):
+                        continue  # it has not ended
                     timings = self._of_replica(sequence.timings)
                     self._step_log.add_sequence(replace(sequence, timings=timings))
                 for request_id, delta in message.deltas:

@@ -1,9 +1,9 @@
 """The live requests of an engine in another process: submitted and not ended.
 
 Owned by `RemoteEngine`, called in its event loop only. Its messages are assigned to the `Stream`s
-by request id. A request that was ended here, at its deadline, keeps its id until the engine has
-ended it as well, so that no late delta reaches a newer request. The tokens that a stream has got
-are kept, so that another engine can continue it (`LostRequest`).
+by request id. A request that was ended here, at its deadline, or that has moved to another engine,
+keeps its id until the engine has ended it as well, so that no late delta reaches a newer request.
+The tokens that a stream has got are kept, so that another engine can continue it (`LostRequest`).
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ class LostRequest(msgspec.Struct, frozen=True):
         stream: Continues with the deltas of another engine.
         request: With what the stream has got as `resumed`.
         fingerprint: Of its engine: only an equal one gives the bits that follow.
-        num_moves: How many engines have ended with it, in a row without a new token.
+        num_moves: How many engine processes have ended with it, in a row without a new token.
         is_paused: Its reader is too slow.
     """
 
@@ -76,6 +76,7 @@ class RemoteStreams:
         self._undecided: dict[str, tuple[int, int]] = {}  # level, number of sequences
         self._undecided_by_level: Counter[int] = Counter()
         self._ended_here: dict[str, set[int]] = {}  # sequences that the engine has not ended
+        self._moved: set[str] = set()  # of those, which continue on another engine
         self._busy_since_s = 0.0
         self._empty = asyncio.Event()
         self._empty.set()
@@ -148,9 +149,18 @@ class RemoteStreams:
         """The engine has refused the request: its stream raises `error`, or ends with it if it had
         been accepted.
         """
-        self._ended_here.pop(request_id, None)
+        self._forget(request_id)
         if request_id in self._live:
             self._end(request_id, FinishReason.ERROR, error)
+
+    def has_moved(self, request_id: str) -> bool:
+        """Whether the request continues on another engine, and this one has yet to end it."""
+        return request_id in self._moved
+
+    def _forget(self, request_id: str) -> None:
+        """The engine has ended a request that ended here, or was moved, before."""
+        self._ended_here.pop(request_id, None)
+        self._moved.discard(request_id)
 
     def _decided(self, request_id: str) -> None:
         if request_id in self._undecided:
@@ -208,7 +218,7 @@ class RemoteStreams:
         if running:
             return
         if live is None:
-            del self._ended_here[request_id]
+            self._forget(request_id)
         else:
             self._remove(request_id)
 
@@ -223,26 +233,31 @@ class RemoteStreams:
                 num_before = {part.index: len(part.token_ids) for part in live.request.resumed}
                 yield from records_of_lost(lost, reason, live.since_s, now, num_before)
 
-    def take_all(self, fingerprint: str) -> list[LostRequest]:
-        """The engine has ended: hand over all live requests; none of them is live here any more."""
-        lost = [
-            LostRequest(
-                live.stream,
-                _resumed(live, was_accepted=request_id not in self._undecided),
-                fingerprint,
-                num_moves=1 if live.has_progressed else live.num_moves + 1,
-                is_paused=request_id in self._paused,
+    def take_all(self, fingerprint: str, has_ended: bool = True) -> list[LostRequest]:
+        """Hand over all live requests; none of them is live here any more. The engine has ended, or
+        is to end them: what still comes of it is dropped.
+        """
+        lost = []
+        for request_id, live in tuple(self._live.items()):
+            resumed = _resumed(live, was_accepted=request_id not in self._undecided)
+            num_before = 0 if live.has_progressed else live.num_moves
+            is_paused = request_id in self._paused
+            lost.append(
+                LostRequest(live.stream, resumed, fingerprint, num_before + has_ended, is_paused)
             )
-            for request_id, live in self._live.items()
-        ]
-        self._ended_here.clear()
-        for request_id in tuple(self._live):
             self._remove(request_id)
+            if not has_ended:
+                self._ended_here[request_id] = live.running
+                self._moved.add(request_id)
+        if has_ended:
+            self._ended_here.clear()
+            self._moved.clear()
         return lost
 
     def end_all(self, reason: FinishReason, error: str) -> None:
         """The engine has ended: end every stream, and refuse requests that were not accepted."""
         self._ended_here.clear()
+        self._moved.clear()
         for request_id in tuple(self._live):
             self._end(request_id, reason, EngineDied(error))
 

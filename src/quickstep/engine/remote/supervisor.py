@@ -203,6 +203,7 @@ class Supervisor:
         self._failure = ""
         self._num_restarts = 0
         self._process: EngineProcess | None = None
+        self._restart: asyncio.Future[None] | None = None  # resolved when that is over
         self._following: asyncio.Task[None] | None = None
         self._ending: asyncio.Task[None] | None = None
 
@@ -247,6 +248,21 @@ class Supervisor:
             raise EngineError(f"the engine is {self._state.value}, it cannot start")
         if self._state is EngineState.NEW:
             self._state = EngineState.RUNNING
+
+    async def restart(self) -> None:
+        """End the process in order and start another. Raises EngineError if none serves then."""
+        if self._restart is None:
+            process = self._process
+            if process is None or self._state is not EngineState.RUNNING:
+                raise EngineError(f"the engine is {self._state.value}, it cannot be restarted")
+            restart = self._restart = asyncio.get_running_loop().create_future()
+            self._state = EngineState.RESTARTING
+            process.sender.put(Stop())
+            kill = asyncio.get_running_loop().call_later(_STOP_S, process.kill)
+            restart.add_done_callback(lambda _: kill.cancel())
+        await asyncio.shield(self._restart)
+        if self._state is not EngineState.RUNNING:
+            raise EngineError(f"the engine is {self._state.value}: {self._failure}")
 
     def drain(self) -> None:
         """Accept no more requests, and do not restart a process that dies from now on."""
@@ -306,6 +322,8 @@ class Supervisor:
         except BaseException as error:  # the task's top: this object's state is unknown
             _LOGGER.exception("the engine's supervisor failed")
             self._give_up(f"{type(error).__name__}: {error}")
+        finally:
+            self._end_restart()
 
     async def _live(self, process: EngineProcess) -> str:
         """Receive the process's messages until it ends. Returns why it ended."""
@@ -356,14 +374,17 @@ class Supervisor:
                 _LOGGER.error("%s while it drained", reason)
             return None
         has_answered = self._has_answered
+        is_wanted = self._restart is not None
         while True:
-            self._failure = reason
-            delay_s = self._restarts.delay_after(lived_s, has_answered)
-            if delay_s is None:
-                self._give_up(reason)
-                return None
-            _LOGGER.error("%s; starting it again in %.1f s", reason, delay_s)
-            await asyncio.sleep(delay_s)
+            if not is_wanted:
+                self._failure = reason
+                delay_s = self._restarts.delay_after(lived_s, has_answered)
+                if delay_s is None:
+                    self._give_up(reason)
+                    return None
+                _LOGGER.error("%s; starting it again in %.1f s", reason, delay_s)
+                await asyncio.sleep(delay_s)
+            is_wanted = False
             try:
                 process = await self._launch(None, _RELOAD_SILENCE_S)
             except QuickstepError as error:
@@ -373,8 +394,15 @@ class Supervisor:
             self._state, self._failure = EngineState.RUNNING, ""
             self._num_restarts += 1
             _LOGGER.warning("the engine is back after %.1f s", self._clock() - since_s)
+            self._end_restart()
             self._client.restarted()
             return process
+
+    def _end_restart(self) -> None:
+        """A restart that was called for is over, in one way or another."""
+        restart, self._restart = self._restart, None
+        if restart is not None and not restart.done():
+            restart.set_result(None)
 
     def _give_up(self, reason: str) -> None:
         self._state, self._failure = EngineState.FAILED, reason
