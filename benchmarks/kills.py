@@ -170,7 +170,7 @@ def main() -> int:
     expected = asyncio.run(_expected(quiet.url))
     quiet.stop()
     flags = ("-dp", str(args.replicas), "-tp", str(args.ranks))
-    server = ServerProcess([args.model, *flags, "--max-moves", "100"])
+    server = ServerProcess([args.model, *flags, "--max-moves", "100", "--max-engine-deaths", "100"])
     server.start()
     run = _Run(args, expected)
     health = asyncio.run(_run(run, server, args.streams))

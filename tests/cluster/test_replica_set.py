@@ -61,7 +61,9 @@ def run(
 
     async def main() -> None:
         replicas = ReplicaSet(
-            ReplicaConfig(num_replicas, RouterName.PREDICTED, max_moves), make, seed=1
+            ReplicaConfig(num_replicas, RouterName.PREDICTED, max_moves, max_deaths=1000),
+            make,
+            seed=1,
         )
         await replicas.open()
         await replicas.start()

@@ -9,9 +9,13 @@ engine's process ends, its requests continue on another one, or on its successor
 with the tokens that its client has already (`Request.resumed`), and its deltas go to the same
 stream. The same request gives the same bits on every replica, so that a client cannot notice it.
 
-A request moves at most `max_moves` times in a row without a new token, since it may be what ends
-the engines. While no engine serves, requests wait here (`cluster.parked`), and when none will serve
-again they end. Everything runs in the event loop that called `open`.
+A request may be what ends an engine that computes it. After `max_deaths` such ends in a row without
+a new token it is ended; if there are several such requests, each is tried once more, as the only
+one of them on its engine. A request that only waited is not suspected, but moves at most
+`max_moves` times in a row: a process may end before it reports what it begins.
+
+While no engine serves, requests wait here (`cluster.parked`), and when none will serve again they
+end. Everything runs in the event loop that called `open`.
 
 An operator may drain and restart the engines one by one. Their requests move as if they had ended,
 but only to engines with the same weights: if the checkpoint on disk was replaced, and no other
@@ -47,7 +51,7 @@ from quickstep.text.tokenizer import Tokenizer
 from quickstep.types import FinishReason, Pooling, Request, SequenceTimings
 
 _LOGGER = logging.getLogger(__name__)
-_POLL_S = 0.05  # while others have to serve before the next one is restarted
+_POLL_S = 0.05  # for what lasts longer and is rare
 
 # Makes the engine of a replica: its number, the step log of all, and who continues its requests.
 EngineMaker = Callable[[int, StepLog, "ReplicaSet"], RemoteEngine]
@@ -76,6 +80,9 @@ class ReplicaSet:
         self._router = ROUTERS[config.router.value]()
         self._streams = streams
         self._max_moves = config.max_moves
+        self._max_deaths = config.max_deaths
+        self._trials: dict[int, str] = {}  # by engine: the request that may have ended others
+        self._watching: set[asyncio.Task[None]] = set()  # those trials
         self._clock = clock
         self._intake = RequestIntake(open_seeds(seed), self)
         self._parked = ParkedRequests(self._step_log, self._engines[0].max_waiting, clock)
@@ -325,21 +332,40 @@ class ReplicaSet:
             engine.resume(request_id)
         else:
             self._parked.set_paused(request_id, False)
+            self._place_parked()
 
     def lost(self, engine: RemoteEngine, requests: Sequence[LostRequest]) -> None:
         """An engine's process has ended (the engine only): its requests continue on others."""
-        self._router.lost_cache(self._engines.index(engine))
+        number = self._engines.index(engine)
+        self._router.lost_cache(number)
+        tried = self._trials.pop(number, None)
+        suspects = {
+            lost.request.request_id
+            for lost in requests
+            if lost.was_computed and self._is_suspect(lost)
+        }
+        causes = suspects if len(suspects) == 1 else suspects & {tried}
         for lost in requests:
             if self._is_stopping:
                 stopped = EngineDied("the engine was stopped")
                 self._parked.end(lost, FinishReason.SHUTDOWN, stopped)
+            elif lost.request.request_id in causes:
+                self._end_as_cause(lost, lost.num_deaths)
+            elif causes:  # it was none of the others
+                self._parked.add(lost.uncharged())
             elif lost.num_moves > self._max_moves:
-                why = f"{lost.num_moves} engine processes ended in a row while they computed it"
-                error = EngineDied(f"{why}; it is not tried again")
-                self._parked.end(lost, FinishReason.ERROR, error)
+                self._end_as_cause(lost, lost.num_moves)
             else:
                 self._parked.add(lost)
         self._place_parked()
+
+    def _is_suspect(self, lost: LostRequest) -> bool:
+        """Whether a request may be what ends engines."""
+        return lost.num_deaths >= self._max_deaths
+
+    def _end_as_cause(self, lost: LostRequest, num: int) -> None:
+        why = f"{num} engine processes ended in a row while they computed it"
+        self._parked.end(lost, FinishReason.ERROR, EngineDied(f"{why}; it is not tried again"))
 
     def restarted(self, engine: RemoteEngine) -> None:
         """An engine serves again (the engine only)."""
@@ -529,6 +555,11 @@ class ReplicaSet:
                 if not any(map(self._will_take, same)):
                     error = EngineDied("the engine ended, and its successor has other weights")
                     self._parked.end(lost, FinishReason.ERROR, error)
+            if self._is_suspect(lost):
+                # its trial ends with a token, for which its reader has to be ready
+                takers = [number for number in takers if number not in self._trials]
+                if lost.is_paused:
+                    continue
             if not takers:
                 continue
             self._parked.remove(lost.request.request_id)
@@ -548,7 +579,9 @@ class ReplicaSet:
         request = lost.request
         number = self._choose(request, takers)
         engine, request_id = self._engines[number], request.request_id
-        engine.submit(request, lost.stream, lost.num_moves)
+        engine.submit(request, lost.stream, lost.num_moves, lost.num_deaths)
+        if self._is_suspect(lost):
+            self._try(number, request_id)
         if lost.is_paused:
             engine.pause(request_id)
         if not request.resumed:
@@ -558,6 +591,20 @@ class ReplicaSet:
         _LOGGER.info(
             "request %s continues on replica %d after %d tokens", request_id, number, num_tokens
         )
+
+    def _try(self, number: int, request_id: str) -> None:
+        """Let no other suspected request onto an engine before this one has got a token."""
+        self._trials[number] = request_id
+        watching = asyncio.create_task(self._watch_trial(number, request_id))
+        self._watching.add(watching)
+        watching.add_done_callback(self._watching.discard)
+
+    async def _watch_trial(self, number: int, request_id: str) -> None:
+        while self._engines[number].waits_for_token(request_id):
+            await asyncio.sleep(_POLL_S)
+        if self._trials.get(number) == request_id:  # its engine has not ended
+            del self._trials[number]
+        self._place_parked()
 
 
 def merged_stats(

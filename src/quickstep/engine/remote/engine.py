@@ -47,6 +47,7 @@ from quickstep.engine.remote.messages import (
     ReportTimings,
     ResetPrefixCache,
     Resume,
+    Started,
     StatsNote,
     StepNote,
     TimingsNote,
@@ -380,6 +381,10 @@ class RemoteEngine:
         """Whether the request has not ended."""
         return self._streams.is_live(request_id)
 
+    def waits_for_token(self, request_id: str) -> bool:
+        """Whether the request is live and has got no token from this engine."""
+        return self._streams.waits_for_token(request_id)
+
     def has_id(self, request_id: object) -> bool:
         """Whether the id is in use, by a live request or by one that the process has yet to end."""
         return request_id in self._streams
@@ -576,9 +581,11 @@ class RemoteEngine:
         self.submit(request, stream)
         return stream
 
-    def submit(self, request: Request, stream: Stream, num_moves: int = 0) -> None:
+    def submit(
+        self, request: Request, stream: Stream, num_moves: int = 0, num_deaths: int = 0
+    ) -> None:
         """Send a request that is complete, with its id and its seed, to the engine; its deltas go
-        to `stream`. So often it has moved from another engine.
+        to `stream`. `num_moves` and `num_deaths` as in `LostRequest`.
 
         Raises:
             RequestError: The request cannot be sent.
@@ -586,7 +593,7 @@ class RemoteEngine:
         """
         process = self._running_process()
         self._check_backlog(process)
-        self._streams.open(stream, request, level_of(request), num_moves)
+        self._streams.open(stream, request, level_of(request), num_moves, num_deaths)
         try:
             process.sender.put(request)
         except (UnicodeEncodeError, OverflowError) as error:
@@ -655,6 +662,8 @@ class RemoteEngine:
                     self._streams.deliver(request_id, delta)
                 if (step := message.record) is not None:
                     self._step_log.add_step(replace(step, replica=replica) if replica else step)
+            case Started(request_ids=request_ids):
+                self._streams.start(request_ids)
             case Accepted(request_id=request_id, ignored=ignored, adapter_id=adapter_id):
                 self._streams.accept(request_id, ignored, adapter_id)
             case Refused():

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import asyncio
 from collections import Counter, defaultdict
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from types import MappingProxyType
 
 import msgspec
@@ -31,6 +31,8 @@ class LostRequest(msgspec.Struct, frozen=True):
         request: With what the stream has got as `resumed`.
         fingerprint: Of its engine: only an equal one gives the bits that follow.
         num_moves: How many engine processes have ended with it, in a row without a new token.
+        num_deaths: How many of those had begun to compute it, so that it may have ended them.
+        was_computed: Whether the last one had.
         is_paused: Its reader is too slow.
     """
 
@@ -38,7 +40,14 @@ class LostRequest(msgspec.Struct, frozen=True):
     request: Request
     fingerprint: str
     num_moves: int = 0
+    num_deaths: int = 0
+    was_computed: bool = False
     is_paused: bool = False
+
+    def uncharged(self) -> LostRequest:
+        """The same, if another request has ended the last engine."""
+        num_deaths = self.num_deaths - self.was_computed
+        return replace(self, num_moves=self.num_moves - 1, num_deaths=num_deaths)
 
     @property
     def has_output(self) -> bool:
@@ -53,6 +62,8 @@ class _Live(msgspec.Struct):
     running: set[int]  # indices of the sequences that have not ended
     outputs: defaultdict[int, list[int]]  # delivered, by index
     num_moves: int
+    num_deaths: int
+    has_started: bool = False  # a step has computed it
     num_prompt_logprobs: int = 0  # delivered
     timer: asyncio.TimerHandle | None = None  # of its deadline
 
@@ -120,9 +131,16 @@ class RemoteStreams:
         """Return once no request is live."""
         await self._empty.wait()
 
-    def open(self, stream: Stream, request: Request, level: int = 0, num_moves: int = 0) -> None:
-        """Follow a request, of a level of priority, that is about to be sent and has moved so often
-        from another engine.
+    def open(
+        self,
+        stream: Stream,
+        request: Request,
+        level: int = 0,
+        num_moves: int = 0,
+        num_deaths: int = 0,
+    ) -> None:
+        """Follow a request, of a level of priority, that is about to be sent; `num_moves` and
+        `num_deaths` as in `LostRequest`.
         """
         now, running = self._clock(), set(request.indices)
         num_sequences = len(running)
@@ -130,7 +148,7 @@ class RemoteStreams:
             self._busy_since_s = now
         outputs = defaultdict[int, list[int]](list)
         outputs.update({resumed.index: [*resumed.token_ids] for resumed in request.resumed})
-        live = _Live(stream, request, now, running, outputs, num_moves)
+        live = _Live(stream, request, now, running, outputs, num_moves, num_deaths)
         live.num_prompt_logprobs = sum(part.num_prompt_logprobs for part in request.resumed)
         self._live[stream.request_id] = live
         self._undecided[stream.request_id] = (level, num_sequences)
@@ -144,6 +162,17 @@ class RemoteStreams:
             live.stream.accept(ignored)
             if adapter_id != live.request.adapter_id:
                 live.request = replace(live.request, adapter_id=adapter_id)
+
+    def start(self, request_ids: Iterable[str]) -> None:
+        """The engine begins to compute these requests."""
+        for request_id in request_ids:
+            if (live := self._live.get(request_id)) is not None:
+                live.has_started = True
+
+    def waits_for_token(self, request_id: str) -> bool:
+        """Whether a request is live and has got no token from this engine."""
+        live = self._live.get(request_id)
+        return live is not None and not live.has_progressed
 
     def refuse(self, request_id: str, error: QuickstepError) -> None:
         """The engine has refused the request: its stream raises `error`, or ends with it if it had
@@ -240,10 +269,18 @@ class RemoteStreams:
         lost = []
         for request_id, live in tuple(self._live.items()):
             resumed = _resumed(live, was_accepted=request_id not in self._undecided)
-            num_before = 0 if live.has_progressed else live.num_moves
-            is_paused = request_id in self._paused
+            is_new = live.has_progressed  # nothing has ended with it since its last token
+            was_computed = has_ended and live.has_started
             lost.append(
-                LostRequest(live.stream, resumed, fingerprint, num_before + has_ended, is_paused)
+                LostRequest(
+                    live.stream,
+                    resumed,
+                    fingerprint,
+                    num_moves=(0 if is_new else live.num_moves) + has_ended,
+                    num_deaths=(0 if is_new else live.num_deaths) + was_computed,
+                    was_computed=was_computed,
+                    is_paused=request_id in self._paused,
+                )
             )
             self._remove(request_id)
             if not has_ended:
