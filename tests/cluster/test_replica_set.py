@@ -18,6 +18,7 @@ from msgspec.structs import replace
 
 from quickstep.cluster.replicas import ReplicaSet
 from quickstep.config import EngineConfig, ReplicaConfig, RouterName, StreamConfig
+from quickstep.core.explanation import explain
 from quickstep.core.recordings.routing import replay_routing
 from quickstep.engine.llm import engine_config
 from quickstep.engine.records.step_log import StepLog
@@ -167,6 +168,13 @@ def test_a_stream_of_the_only_engine_continues_on_its_successor() -> None:
         assert engine.request_ids == ("r1",), "it waits for the successor"
         assert await task == expected
         assert engine.stats().num_moves == 1
+        *_, record = engine.step_log.sequences
+        timings = record.timings
+        assert timings.num_moves == 1
+        assert 0.0 < timings.elsewhere_s <= timings.queue_s
+        explained = explain(record.request_id, timings, engine.step_log.steps)
+        explained_s = explained.elsewhere_s + sum(part.seconds for part in explained.parts)
+        assert explained_s == pytest.approx(explained.total_s)
 
     run(test, num_replicas=1)
 

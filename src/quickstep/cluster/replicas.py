@@ -610,7 +610,7 @@ class ReplicaSet:
         request = lost.request
         number = self._choose(request, takers)
         engine, request_id = self._engines[number], request.request_id
-        engine.submit(request, lost.stream, lost.num_moves, lost.num_deaths)
+        engine.submit(request, lost.stream, lost)
         if self._is_suspect(lost):
             self._try(number, request_id)
         if lost.is_paused:
