@@ -841,6 +841,18 @@ class ReplicaConfig(msgspec.Struct, frozen=True):
             argument=None,
         ),
     ] = 3
+    max_deaths: Annotated[
+        int,
+        Option(
+            "how many engine processes may end while they compute a request, in a row without a "
+            "new token, before it is ended because it may be the cause; of several such requests "
+            "each is tried once more, without the others",
+            Kind.INTEGER,
+            flag="--max-engine-deaths",
+            bounds=AllowedRange(least=1),
+            argument=None,
+        ),
+    ] = 2
 
     def __post_init__(self) -> None:
         check_bounds(self)
