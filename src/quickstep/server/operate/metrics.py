@@ -467,6 +467,11 @@ class EngineGauges(Collector):
                 "Of these, rank 0 waited for other ranks.",
                 totals.exchange_s,
             ),
+            (
+                "engine_bubble_seconds",
+                "Stages of a pipeline had no step to compute while others did, their mean.",
+                totals.bubble_s,
+            ),
             ("engine_restarts", "Times the engine was started again.", stats.num_restarts),
             (
                 "moved_requests",
