@@ -244,6 +244,7 @@ class RemoteEngine:
         self._stream_bounds = config.streams
         self._block_size = config.cache.block_size
         self._max_waiting = config.scheduler.max_waiting
+        self._load = config.load
         self._worker_stats = _WorkerStats()
         self._step_log = StepLog(LOG_CAPACITY) if step_log is None else step_log
         self._watcher = watcher
@@ -446,7 +447,7 @@ class RemoteEngine:
 
     def stats(self) -> EngineStats:
         """The engine's state; values from the worker are up to a tenth of a second old."""
-        return self._worker_stats.stats(
+        stats = self._worker_stats.stats(
             state=self._supervisor.state,
             failure=self._supervisor.failure,
             now_s=self._clock(),
@@ -454,6 +455,11 @@ class RemoteEngine:
             num_requests=len(self._streams),
             num_restarts=self._supervisor.num_restarts,
             silent_s=self._supervisor.silent_s,
+        )
+        return replace(
+            stats,
+            tensor_parallel_size=self._load.tensor_parallel_size,
+            pipeline_parallel_size=self._load.pipeline_parallel_size,
         )
 
     @property
