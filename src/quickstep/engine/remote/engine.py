@@ -47,6 +47,7 @@ from quickstep.engine.remote.messages import (
     ReportTimings,
     ResetPrefixCache,
     Resume,
+    Started,
     StatsNote,
     StepNote,
     TimingsNote,
@@ -59,7 +60,7 @@ from quickstep.engine.requests import RequestIntake, open_seeds
 from quickstep.engine.stats import EngineState, EngineStats
 from quickstep.engine.stream import Stream
 from quickstep.errors import ConfigError, EngineError, RequestError
-from quickstep.model.checkpoint.source import local_checkpoint
+from quickstep.model.checkpoint.source import FileVersions, file_versions, local_checkpoint
 from quickstep.model.sizing import MemoryPlan
 from quickstep.text.chat_template import ChatTemplate
 from quickstep.text.tokenizer import Tokenizer
@@ -108,6 +109,7 @@ class _LoadedModel(msgspec.Struct, frozen=True):
 
     facts: ModelFacts
     texts: _Texts
+    files: FileVersions
 
 
 class _WorkerStats:
@@ -241,6 +243,8 @@ class RemoteEngine:
         self._inputs = config.inputs
         self._stream_bounds = config.streams
         self._block_size = config.cache.block_size
+        self._max_waiting = config.scheduler.max_waiting
+        self._load = config.load
         self._worker_stats = _WorkerStats()
         self._step_log = StepLog(LOG_CAPACITY) if step_log is None else step_log
         self._watcher = watcher
@@ -277,6 +281,32 @@ class RemoteEngine:
         """Take requests. Raises EngineError if the engine is not open, or was stopped."""
         self._supervisor.start()
 
+    async def restart(self) -> None:
+        """End the process in order and start another; its requests have ended, or were taken.
+        Raises EngineError if none serves then.
+        """
+        await self._supervisor.restart()
+
+    async def wait_until_idle(self) -> None:
+        """Return once no request is live."""
+        await self._streams.wait_until_empty()
+
+    def take_requests(self) -> list[LostRequest]:
+        """Hand over all live requests, which the process is then to end, to continue elsewhere. No
+        other may be sent before the process has been restarted.
+        """
+        lost = self._streams.take_all(self.fingerprint, has_ended=False)
+        if (process := self._supervisor.process) is not None:
+            for request in lost:
+                process.sender.put(Abort(request.request.request_id))
+        return lost
+
+    def has_new_files(self) -> bool:
+        """Whether the files of the checkpoint have changed since the process loaded them, so that
+        its successor may give other bits.
+        """
+        return file_versions(self._loaded.texts.path) != self._loaded.files
+
     async def stop(self, drain_s: float = 0.0) -> None:
         """Accept no more, let requests continue for `drain_s` seconds, end the rest with SHUTDOWN.
 
@@ -302,6 +332,21 @@ class RemoteEngine:
         """Whether it takes requests now."""
         is_running = self._supervisor.state is EngineState.RUNNING
         return is_running and self._supervisor.process is not None
+
+    @property
+    def will_serve(self) -> bool:
+        """Whether it takes requests now, or will when its process is back."""
+        return self._supervisor.state in (EngineState.RUNNING, EngineState.RESTARTING)
+
+    @property
+    def is_coming(self) -> bool:
+        """Whether it takes no requests now, and will."""
+        return self.will_serve and not self.is_serving
+
+    @property
+    def max_waiting(self) -> int | None:
+        """Queued sequences beyond which it refuses requests; None for no limit."""
+        return self._max_waiting
 
     def check_serving(self) -> None:
         """Raise EngineError if it takes no requests now."""
@@ -336,6 +381,10 @@ class RemoteEngine:
     def is_live(self, request_id: str) -> bool:
         """Whether the request has not ended."""
         return self._streams.is_live(request_id)
+
+    def waits_for_token(self, request_id: str) -> bool:
+        """Whether the request is live and has got no token from this engine."""
+        return self._streams.waits_for_token(request_id)
 
     def has_id(self, request_id: object) -> bool:
         """Whether the id is in use, by a live request or by one that the process has yet to end."""
@@ -398,7 +447,7 @@ class RemoteEngine:
 
     def stats(self) -> EngineStats:
         """The engine's state; values from the worker are up to a tenth of a second old."""
-        return self._worker_stats.stats(
+        stats = self._worker_stats.stats(
             state=self._supervisor.state,
             failure=self._supervisor.failure,
             now_s=self._clock(),
@@ -406,6 +455,11 @@ class RemoteEngine:
             num_requests=len(self._streams),
             num_restarts=self._supervisor.num_restarts,
             silent_s=self._supervisor.silent_s,
+        )
+        return replace(
+            stats,
+            tensor_parallel_size=self._load.tensor_parallel_size,
+            pipeline_parallel_size=self._load.pipeline_parallel_size,
         )
 
     @property
@@ -533,9 +587,9 @@ class RemoteEngine:
         self.submit(request, stream)
         return stream
 
-    def submit(self, request: Request, stream: Stream, num_moves: int = 0) -> None:
+    def submit(self, request: Request, stream: Stream, before: LostRequest | None = None) -> None:
         """Send a request that is complete, with its id and its seed, to the engine; its deltas go
-        to `stream`. So often it has moved from another engine.
+        to `stream`. `before` is what an engine that had it handed over.
 
         Raises:
             RequestError: The request cannot be sent.
@@ -543,7 +597,7 @@ class RemoteEngine:
         """
         process = self._running_process()
         self._check_backlog(process)
-        self._streams.open(stream, request, level_of(request), num_moves)
+        self._streams.open(stream, request, level_of(request), before)
         try:
             process.sender.put(request)
         except (UnicodeEncodeError, OverflowError) as error:
@@ -592,7 +646,8 @@ class RemoteEngine:
         texts = None if ahead is None else await asyncio.shield(ahead)
         if texts is None or texts.path != path:
             texts = await asyncio.to_thread(_Texts.open, path, self._inputs)
-        self._model = _LoadedModel(opened.facts, texts)
+        files = await asyncio.to_thread(file_versions, path)
+        self._model = _LoadedModel(opened.facts, texts, files)
         self._worker_stats.update(opened.stats)
         for name, adapter_path in self._loaded_adapters.items():  # by clients of an earlier process
             process.sender.put(LoadAdapter(self._next_change(), name, adapter_path, False))
@@ -603,12 +658,16 @@ class RemoteEngine:
             case StepNote():
                 replica = self._replica
                 for sequence in message.sequences:
-                    timings = self._of_replica(sequence.timings)
+                    if self._streams.has_moved(sequence.request_id):
+                        continue  # it has not ended
+                    timings = self._completed(sequence.request_id, sequence.timings)
                     self._step_log.add_sequence(replace(sequence, timings=timings))
                 for request_id, delta in message.deltas:
                     self._streams.deliver(request_id, delta)
                 if (step := message.record) is not None:
                     self._step_log.add_step(replace(step, replica=replica) if replica else step)
+            case Started(request_ids=request_ids):
+                self._streams.start(request_ids)
             case Accepted(request_id=request_id, ignored=ignored, adapter_id=adapter_id):
                 self._streams.accept(request_id, ignored, adapter_id)
             case Refused():
@@ -616,7 +675,10 @@ class RemoteEngine:
             case TimingsNote(request_id=request_id, timings=timings):
                 if (report := self._reports.pop(request_id, None)) is not None:
                     report.set_result(
-                        {index: self._of_replica(one) for index, one in timings.items()}
+                        {
+                            index: self._completed(request_id, timing)
+                            for index, timing in timings.items()
+                        }
                     )
             case PrefixCacheReset(num_blocks=num_blocks):
                 if not (reset := self._resets.popleft()).done():  # else its caller has left
@@ -628,7 +690,8 @@ class RemoteEngine:
             case _:
                 _LOGGER.error("the engine process sent %s out of turn", message)
 
-    def _of_replica(self, timings: SequenceTimings) -> SequenceTimings:
+    def _completed(self, request_id: str, timings: SequenceTimings) -> SequenceTimings:
+        timings = self._streams.complete(request_id, timings)
         return replace(timings, replica=self._replica) if self._replica else timings
 
     @property

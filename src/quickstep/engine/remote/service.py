@@ -14,7 +14,7 @@ import logging
 import socket
 import sys
 import time
-from collections.abc import Callable, Coroutine
+from collections.abc import Callable, Coroutine, Sequence
 from contextlib import suppress
 from typing import TYPE_CHECKING, Any
 
@@ -39,6 +39,7 @@ from quickstep.engine.remote.messages import (
     ResetPrefixCache,
     Resume,
     Sender,
+    Started,
     StatsNote,
     StepNote,
     Stop,
@@ -49,7 +50,7 @@ from quickstep.engine.remote.messages import (
 )
 from quickstep.engine.remote.opening import Open
 from quickstep.errors import ConfigError, EngineError, RequestError
-from quickstep.types import Delta, Request, StepRecord
+from quickstep.types import Admission, Delta, Request, StepRecord
 
 if TYPE_CHECKING:
     from quickstep.engine.engine import Engine
@@ -86,6 +87,11 @@ class StepNotes:
         """A sequence ended."""
         self._sequences.append(record)
         self._will_send()
+
+    def add_admissions(self, admitted: Sequence[Admission]) -> None:
+        """A step computes sequences for the first time."""
+        ids = (admission.sequence_id.rpartition("#")[0] for admission in admitted)
+        self._sender.put(Started(tuple(dict.fromkeys(ids))))
 
     def add_delta(self, request_id: str, delta: Delta) -> None:
         """A request has output. Raises UnicodeEncodeError for text that is not Unicode."""
@@ -232,6 +238,7 @@ class EngineService:
         try:
             engine = await asyncio.to_thread(self._opener, opening.config, progress)
             engine.step_log.follow(self._notes)
+            engine.follow_admissions(self._notes.add_admissions)
             await engine.start()
             opened = Opened(_facts(engine), engine.stats())
         except ConfigError as error:
