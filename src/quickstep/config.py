@@ -156,6 +156,7 @@ class SchedulerConfig(msgspec.Struct, frozen=True):
         num_stages: Of the pipeline that computes a step; a sequence gets no row while its last
             token is being computed, and each step has a part of those that decode. The engine takes
             it from its `LoadConfig`.
+        transfers_kv: KV blocks come from and go to other engines (`core.resources.kv_transfers`).
         max_loras: LoRA adapters in compute memory (`core.resources.adapter_residency`); None if
             adapters are no resource: every adapter is always there. The engine takes it from its
             `LoRAConfig`.
@@ -225,6 +226,7 @@ class SchedulerConfig(msgspec.Struct, frozen=True):
     ] = 0.1
     num_speculative_tokens: int = 0
     num_stages: int = 1
+    transfers_kv: bool = False
     use_kv_cache: Annotated[
         bool,
         Option(
