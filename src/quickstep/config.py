@@ -867,8 +867,41 @@ class ReplicaConfig(msgspec.Struct, frozen=True):
         ),
     ] = None
 
+    num_prefill: Annotated[
+        int,
+        Option(
+            "engines that compute the prompts of requests which --decode engines then continue, "
+            "where that is predicted to be better; they have their KV from there",
+            Kind.INTEGER,
+            "--prefill",
+            bounds=AllowedRange(0, 64),
+            argument=None,
+        ),
+    ] = 0
+    num_decode: Annotated[
+        int,
+        Option(
+            "engines that continue requests after their first token, and serve complete ones",
+            Kind.INTEGER,
+            "--decode",
+            bounds=AllowedRange(0, 64),
+            argument=None,
+        ),
+    ] = 0
+
+    @property
+    def num_engines(self) -> int:
+        """All of them; those that compute prompts are the first `num_prefill`."""
+        return self.num_prefill + self.num_decode or self.num_replicas
+
     def __post_init__(self) -> None:
         check_bounds(self)
+        if bool(self.num_prefill) != bool(self.num_decode):
+            raise ConfigError("--prefill and --decode need each other: name both numbers")
+        if self.num_prefill and self.num_replicas > 1:
+            raise ConfigError(
+                "--prefill and --decode are the engines: leave --data-parallel-size out"
+            )
 
 
 class EngineConfig(msgspec.Struct, frozen=True):

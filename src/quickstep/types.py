@@ -153,7 +153,7 @@ class Resumed(msgspec.Struct, frozen=True, array_like=True):
     num_prompt_logprobs: int = 0
 
 
-class Handover(msgspec.Struct, frozen=True, array_like=True):
+class KVTarget(msgspec.Struct, frozen=True, array_like=True):
     """Where the engine listens that continues a request after its first token, for the KV blocks of
     the prompt: an address and what it demands of those who connect.
     """
@@ -222,7 +222,7 @@ class Request(msgspec.Struct, frozen=True, array_like=True, tag=True):
     received_s: float | None = None
     reports_progress: bool = False
     resumed: tuple[Resumed, ...] = ()
-    handover: Handover | None = None
+    handover: KVTarget | None = None
 
     @property
     def indices(self) -> Sequence[int]:

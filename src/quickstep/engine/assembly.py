@@ -227,12 +227,14 @@ def wire_engine(
         scheduler = recording.scheduler(
             settings, pool, policy, fits.model, config, description.fingerprint
         )
-    kv_link = None
+    kv_transfers = None
     if settings.transfers_kv:
         from quickstep.engine.handover.frames import BlockBytes
-        from quickstep.engine.handover.link import KVLink
+        from quickstep.engine.handover.transfers import EngineTransfers
 
-        kv_link = KVLink(scheduler, BlockBytes(kv), description.fingerprint, time.monotonic)
+        kv_transfers = EngineTransfers(
+            scheduler, BlockBytes(kv), description.fingerprint, time.monotonic
+        )
     return Engine(
         description,
         scheduler,
@@ -244,7 +246,7 @@ def wire_engine(
         clock=time.monotonic,
         adapters=adapters,
         recording=recording,
-        kv_link=kv_link,
+        kv_transfers=kv_transfers,
     )
 
 

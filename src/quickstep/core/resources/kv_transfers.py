@@ -3,7 +3,7 @@
     one engine: a step has computed prompt blocks ──> held, sent, released
     another:    blocks are allocated ──> filled, registered ──> released: cached, as any prefix
 
-A request with a `Handover` is computed up to its first token by one engine, which sends its prompt
+A request with a `KVTarget` is computed up to its first token by one engine, which sends its prompt
 blocks to the engine that continues it. There, the request waits while its blocks arrive, and is
 then admitted as any other, with a prefix hit. What arrives is only ever a cached prefix: if a
 transfer is refused, or ends early, the rest is computed, with the same bits.
@@ -22,7 +22,7 @@ from quickstep.core.resources.block_pool import BlockKey, ChainRoot, KVBlockPool
 from quickstep.core.resources.resource import Resource
 from quickstep.core.sequence import Residency, Sequence, SequenceState
 from quickstep.core.step import FlightRow
-from quickstep.types import Handover, Request
+from quickstep.types import KVTarget, Request
 
 # Of the pool: what engines that receive too slowly keep of it.
 _MAX_SENDING = 0.5
@@ -35,7 +35,7 @@ class SendOrder(msgspec.Struct, frozen=True):
     """
 
     request_id: str
-    handover: Handover
+    handover: KVTarget
     first: int = 0
     block_ids: tuple[int, ...] = ()
     is_last: bool = False
@@ -100,7 +100,9 @@ class KVTransfers(Resource):
         pool.extend_digests(digests, root, token_ids, num_blocks)
         hits = pool.lookup(root, token_ids, digests).block_ids
         num_missing = num_blocks - len(hits)
-        num_held = sum(len(one.table) for one in self._receiving.values()) + self._num_sending
+        num_held = (
+            sum(len(transfer.table) for transfer in self._receiving.values()) + self._num_sending
+        )
         if num_missing > pool.num_free_besides(hits):
             return None
         if num_held + num_blocks > pool.num_blocks - self._num_kept:
@@ -179,7 +181,7 @@ class KVTransfers(Resource):
         sending.num_ordered, sending.is_over = num_full, is_last
         self._orders.append(SendOrder(name, handover, first, block_ids, is_last))
 
-    def _stop_sending(self, name: str, handover: Handover, sending: _Sending) -> None:
+    def _stop_sending(self, name: str, handover: KVTarget, sending: _Sending) -> None:
         if not sending.is_over:
             self._orders.append(SendOrder(name, handover))
         sending.is_over = True

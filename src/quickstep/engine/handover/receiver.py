@@ -11,6 +11,7 @@ import logging
 import secrets
 import socket
 import threading
+from typing import Protocol
 
 from quickstep.core.resources.kv_transfers import ReceiveOrder
 from quickstep.engine.handover.frames import (
@@ -24,26 +25,23 @@ from quickstep.engine.handover.frames import (
     send_message,
 )
 from quickstep.errors import EngineError
-from quickstep.types import Handover
+from quickstep.types import KVTarget
 
 _LOGGER = logging.getLogger(__name__)
 _OFFER_S = 5.0  # how long a sender may take for its offer
 
 
-class ReceivingEngine:
-    """What a receiver asks of its engine, in its threads. Implemented by `engine.handover.link`."""
+class ReceivingEngine(Protocol):
+    """What a receiver asks of its engine, in its threads: `engine.handover.transfers`."""
 
     def begin(self, offer: TransferOffer) -> ReceiveOrder | None:
         """Where the blocks go; None if there is no room. `end` has to follow an order."""
-        raise NotImplementedError
 
     def received(self, request_id: str, num_blocks: int) -> None:
         """The next so many blocks are there."""
-        raise NotImplementedError
 
     def end(self, request_id: str) -> None:
         """Nothing writes to the blocks any more."""
-        raise NotImplementedError
 
 
 class KVReceiver:
@@ -65,9 +63,9 @@ class KVReceiver:
         threading.Thread(target=self._accept, name="kv-receiver", daemon=True).start()
 
     @property
-    def address(self) -> Handover:
+    def address(self) -> KVTarget:
         """Where senders connect."""
-        return Handover(self._host, self._port, self._token)
+        return KVTarget(self._host, self._port, self._token)
 
     def close(self) -> None:
         """Accept no more, and end what is open."""

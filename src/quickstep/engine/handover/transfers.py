@@ -1,5 +1,5 @@
-"""`KVLink`: one engine's transfers of KV blocks, between its event loop and the threads that send
-and receive.
+"""`EngineTransfers`: the transfers of KV blocks of one engine, between its event loop and the
+threads that send and receive.
 """
 
 from __future__ import annotations
@@ -15,15 +15,15 @@ from quickstep.core.resources.block_pool import ChainRoot
 from quickstep.core.resources.kv_transfers import KVTransfers, ReceiveOrder, SendOrder
 from quickstep.core.scheduler import Scheduler
 from quickstep.engine.handover.frames import BlockBytes, TransferOffer
-from quickstep.engine.handover.receiver import KVReceiver, ReceivingEngine
+from quickstep.engine.handover.receiver import KVReceiver
 from quickstep.engine.handover.sender import KVSender
-from quickstep.types import Handover
+from quickstep.types import KVTarget
 
 _LOGGER = logging.getLogger(__name__)
 _T = TypeVar("_T")
 
 
-class KVLink(ReceivingEngine):
+class EngineTransfers:
     """Owns the threads of one engine. `changed` is called in the event loop when a transfer has
     ended, so that requests may go on.
     """
@@ -42,11 +42,12 @@ class KVLink(ReceivingEngine):
         self._loop: asyncio.AbstractEventLoop | None = None
         self._changed: Callable[[], None] = _nothing
         self._is_closed = threading.Event()
+        self.block_bytes = blocks.num_bytes
         self._sender = KVSender(blocks, fingerprint, self._sent)
         self._receiver = KVReceiver(blocks, fingerprint, self)
 
     @property
-    def address(self) -> Handover:
+    def address(self) -> KVTarget:
         """Where other engines send blocks."""
         return self._receiver.address
 
