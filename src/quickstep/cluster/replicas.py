@@ -644,6 +644,7 @@ class ReplicaSet:
             admission=engine.admission,
             reported_at_s=engine.reported_at_s,
             num_sent=engine.num_undecided,
+            num_blocks=engine.num_blocks,
             costs=engine.costs,
         )
 

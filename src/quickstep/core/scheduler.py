@@ -134,6 +134,11 @@ class Scheduler:
         """Tokens of a KV block; a cached prefix is a multiple of it."""
         return self._pool.block_size
 
+    @property
+    def num_blocks(self) -> int:
+        """KV blocks of the pool."""
+        return self._pool.num_blocks
+
     def add(self, request: Request, now: float) -> None:
         """Queue the `n` sequences of a request.
 

@@ -34,6 +34,11 @@ class PoolStats(msgspec.Struct, frozen=True):
     num_hits: int
     num_evictions: int
 
+    @property
+    def num_blocks(self) -> int:
+        """All of them."""
+        return self.num_free + self.num_cached + self.num_used
+
 
 class PrefixHits(msgspec.Struct, frozen=True):
     """The result of a lookup and the pool's version at that moment; the next lookup starts here."""

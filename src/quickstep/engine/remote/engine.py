@@ -132,7 +132,6 @@ class _WorkerStats:
         last = self._required()
         self._past = added([self._past, last.scheduler.totals])
         blocks = last.scheduler.blocks
-        num_blocks = blocks.num_free + blocks.num_cached + blocks.num_used
         self._last = replace(
             last,
             failure="",
@@ -144,7 +143,7 @@ class _WorkerStats:
                 num_running=0,
                 num_preempted=0,
                 num_in_flight=0,
-                blocks=PoolStats(num_blocks, 0, 0, 0, 0),
+                blocks=PoolStats(blocks.num_blocks, 0, 0, 0, 0),
                 totals=Totals(),
             ),
         )
@@ -387,6 +386,11 @@ class RemoteEngine:
     def reported_at_s(self) -> float | None:
         """When the process last sent its state, if requests are live, which make it send more."""
         return self._worker_stats.last.now_s if len(self._streams) else None
+
+    @property
+    def num_blocks(self) -> int:
+        """KV blocks that the process has."""
+        return self._worker_stats.last.scheduler.blocks.num_blocks
 
     @property
     def costs(self) -> CostModel | None:
