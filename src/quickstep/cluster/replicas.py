@@ -28,9 +28,9 @@ from quickstep.core.accounting import added
 from quickstep.core.router import ROUTERS, ReplicaState, ReplicaView
 from quickstep.engine.adapters import LoadedAdapter
 from quickstep.engine.records.step_log import StepLog
-from quickstep.engine.remote.child import LoadProgress
 from quickstep.engine.remote.engine import LOG_CAPACITY, RemoteEngine
 from quickstep.engine.remote.streams import LostRequest, records_of_lost
+from quickstep.engine.remote.supervisor import LoadProgress
 from quickstep.engine.requests import RequestIntake, open_seeds
 from quickstep.engine.stats import EngineState, EngineStats, ReplicaStats
 from quickstep.engine.stream import Stream
