@@ -14,7 +14,10 @@ from typing import Any
 
 import msgspec
 import pytest
+import scripted_worker
 from listening_engine import TOKEN, EngineCommand, hello, listening, token_file
+from msgspec.structs import replace
+from pulled_cable import Cable, cable
 
 from quickstep.cluster.replicas import ReplicaSet
 from quickstep.config import ReplicaConfig, RouterName
@@ -23,7 +26,9 @@ from quickstep.engine.records.step_log import StepLog
 from quickstep.engine.remote.engine import RemoteEngine
 from quickstep.engine.remote.hello import Hello, HelloRefused, Welcome
 from quickstep.engine.remote.host import RECONNECTIONS, EngineAddress, connector
+from quickstep.engine.remote.listener import EngineListener, bind
 from quickstep.engine.remote.opening import framed
+from quickstep.engine.remote.texts import text_digests
 from quickstep.engine.stats import EngineState
 from quickstep.errors import ConfigError, EngineError
 from quickstep.types import FinishReason, Grammar, Request, SamplingParams
@@ -290,11 +295,20 @@ def test_a_killed_engine_loses_no_stream_and_is_used_again_when_it_is_back(token
         run([engine], lambda server: test(server, engine))
 
 
-def test_an_engine_that_comes_back_with_other_weights_is_not_used(token: Path) -> None:
+def test_sigterm_drains_an_engine_and_with_other_weights_it_is_not_used_again(
+    token: Path,
+) -> None:
     async def test(server: ReplicaSet, engine: EngineCommand) -> None:
+        begun = asyncio.Event()
+        task = asyncio.create_task(output(server, long_request(server, 1), begun))
+        await begun.wait()
         engine.send(signal.SIGTERM)
         await until(lambda: not server.engines[0].is_serving)
-        engine.process.wait()
+        ((_, token_ids, _, reason),) = await task
+        assert reason is FinishReason.MAX_TOKENS
+        assert len(token_ids) == 400
+        assert server.stats().num_moves == 0
+        assert await asyncio.to_thread(engine.process.wait) == 0
         with listening(str(engine.address), token=token, options="--quantization int8"):
             found = "came back with the fingerprint"
             await until(lambda: found in server.engines[0].stats().failure)
@@ -305,19 +319,66 @@ def test_an_engine_that_comes_back_with_other_weights_is_not_used(token: Path) -
         run([engine], lambda server: test(server, engine))
 
 
-def test_sigterm_drains_an_engine(token: Path) -> None:
-    async def test(server: ReplicaSet, engine: EngineCommand) -> None:
+def test_streams_leave_a_host_whose_cable_was_pulled(
+    engines: list[EngineCommand], token: Path
+) -> None:
+    async def test(addresses: Sequence[EngineAddress], link: Cable) -> None:
+        server = await opened(addresses)
         request = long_request(server, 1)
         begun = asyncio.Event()
-        task = asyncio.create_task(output(server, request, begun))
+        tasks = [asyncio.create_task(output(server, request, begun))]
         await begun.wait()
-        engine.send(signal.SIGTERM)
-        await until(lambda: not server.engines[0].is_serving)
-        ((_, token_ids, _, reason),) = await task
-        assert reason is FinishReason.MAX_TOKENS
-        assert len(token_ids) == 400
-        assert server.stats().num_moves == 0
-        assert await asyncio.to_thread(engine.process.wait) == 0
+        other = replace(request, request_id="r2")
+        tasks.append(asyncio.create_task(output(server, other)))
+        await until(lambda: server.engines[1].num_live)
+        link.pull()
+        pulled_s = time.monotonic()
+        await until(lambda: not server.engines[1].is_serving)
+        assert time.monotonic() - pulled_s <= 5.0
+        first, second = await asyncio.gather(*tasks)
+        assert first == second
+        assert server.stats().num_moves == 1
+        link.mend()
+        await until(lambda: server.engines[1].is_serving)
+        await until(lambda: server.engines[1]._worker_stats.last.num_requests == 0)
+        await server.stop()
 
-    with listening("127.0.0.1:0", token=token) as (engine,):
-        run([engine], lambda server: test(server, engine))
+    with cable() as link, listening(link.listen, token=token, prefix=link.prefix) as (far,):
+        addresses = [engines[0].address, link.plug(far.address)]
+        asyncio.run(asyncio.wait_for(test(addresses, link), DEADLINE_S))
+
+
+def test_times_of_an_engine_are_by_the_clock_of_the_server(tmp_path: Path) -> None:
+    async def test() -> None:
+        config = scripted_worker.config(tmp_path)
+        far = scripted_worker.scripted(config)
+        far.skipped_s = 12_345.0  # its clock is that far ahead
+        await far.engine.start()
+        digests = text_digests(tmp_path, far.engine.tokenizer)
+        listener = EngineListener(far.engine, hello(), digests)
+        sock = bind(EngineAddress("127.0.0.1", 0), "--listen")
+        await listener.start(sock)
+        address = EngineAddress(*sock.getsockname()[:2])
+        near = RemoteEngine(config, connect=connector(address, hello()))
+        await near.open()
+        await near.start()
+        since_s = time.monotonic()
+        sampling = SamplingParams(max_tokens=20, ignore_eos=True)
+        request = Request("r", tuple(b"abc"), sampling, received_s=since_s, timeout_s=30.0)
+        async with near.stream(request) as stream:
+            deltas = [delta async for delta in stream]
+        until_s = time.monotonic()
+        assert since_s <= near.stats().last_step_s <= until_s + 0.05
+        await near.stop()
+        assert deltas[-1].finish_reason is FinishReason.MAX_TOKENS
+        (record,) = near.step_log.sequences
+        for timings in (record.timings, deltas[-1].timings):
+            assert timings.arrival_s == pytest.approx(since_s, abs=0.05)
+            assert timings.arrival_s <= timings.first_token_s <= timings.finished_s
+            assert timings.finished_s <= until_s + 0.05
+        for step in near.step_log.steps:
+            assert since_s - 0.05 <= step.planned_at_s <= step.committed_at_s <= until_s + 0.05
+        await listener.stop(0.0)
+        await far.engine.stop()
+
+    asyncio.run(asyncio.wait_for(test(), DEADLINE_S))

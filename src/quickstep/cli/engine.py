@@ -73,7 +73,7 @@ def run(args: argparse.Namespace) -> int:
     from quickstep.engine.remote.listener import bind
 
     install(log_setup(args))
-    hello = Hello(protocol(), read_token(link.token_file))
+    hello = Hello(protocol(), read_token(link.token_file, os.environ))
     with bind(EngineAddress.parse(link.listen, "--listen"), "--listen") as sock:
         engine = _load(config)
         import uvloop

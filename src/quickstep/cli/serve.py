@@ -10,6 +10,7 @@ from __future__ import annotations
 import argparse
 import gc
 import logging
+import os
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
@@ -134,7 +135,7 @@ def _connectors(args: argparse.Namespace) -> list[EngineConnector]:
     for address in addresses:
         if addresses.count(address) > 1:
             raise ConfigError(f"--engines names {address} twice")
-    hello = Hello(protocol(), read_token(args.engine_token_file))
+    hello = Hello(protocol(), read_token(args.engine_token_file, os.environ))
     return [connector(address, hello) for address in addresses]
 
 

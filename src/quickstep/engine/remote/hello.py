@@ -14,6 +14,7 @@ import asyncio
 import hashlib
 import hmac
 import os
+from collections.abc import MutableMapping
 from pathlib import Path
 
 import msgspec
@@ -25,7 +26,7 @@ from quickstep.errors import ConfigError, EngineError
 
 TOKEN_VARIABLE = "QUICKSTEP_ENGINE_TOKEN"
 _MAX_BYTES = 4096  # of a frame
-_TIMEOUT_S = 3.0
+_TIMEOUT_S = 2.0
 _MIN_TOKEN_CHARS = 16
 _MAX_TOKEN_CHARS = 1024
 
@@ -61,14 +62,16 @@ def protocol() -> str:
     return f"{quickstep.__version__} ({digest.hexdigest()[:12]})"
 
 
-def read_token(path: Path | None) -> str:
-    """The token of `--engine-token-file`, or of the environment variable.
+def read_token(path: Path | None, environ: MutableMapping[str, str]) -> str:
+    """The token of `--engine-token-file`, or of the environment variable, which is removed: child
+    processes do not need it.
 
     Raises:
         ConfigError: There is none, it is too short, or other users can read the file.
     """
+    variable = environ.pop(TOKEN_VARIABLE, "")
     if path is None:
-        source, token = TOKEN_VARIABLE, os.environ.get(TOKEN_VARIABLE, "")
+        source, token = TOKEN_VARIABLE, variable
         if not token:
             raise ConfigError(
                 "engines and servers that connect need a token in common: give "
