@@ -16,6 +16,9 @@ SOURCES := pyproject.toml constraints.txt CMakeLists.txt $(wildcard csrc/*.* csr
 PYTEST_WORKERS ?= auto
 PYTEST := $(BIN)/python -m pytest -n $(PYTEST_WORKERS) --maxprocesses 4 --dist worksteal
 PIP := $(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt
+# Prints what `.[dev]` needs.
+REQUIREMENTS := 'import tomllib; project = tomllib.load(open("pyproject.toml", "rb"))["project"]; \
+print(*project["dependencies"], *project["optional-dependencies"]["dev"], sep="\n")'
 
 CLIENTS := .venv-clients
 
@@ -52,13 +55,19 @@ $(SMALL): $(SOURCES) $(MODULES) | $(BIN)/python
 	$(PIP) -C cmake.define.QUICKSTEP_THIS_MACHINE=ON -C cmake.define.QUICKSTEP_FOR_TESTS=OFF -e .
 	@touch $@
 
+# The kernels are compiled while pip gets the packages, which takes one core and is to have it at once.
 $(READY): $(SOURCES) $(MODULES) | $(BIN)/python
-	$(PIP) -C cmake.define.QUICKSTEP_THIS_MACHINE=OFF -C cmake.define.QUICKSTEP_FOR_TESTS=ON -e '.[dev]'
+	$(BIN)/python -c $(REQUIREMENTS) > $(VENV)/requirements.txt
+	nice $(PIP) --no-deps -C cmake.define.QUICKSTEP_THIS_MACHINE=OFF -C cmake.define.QUICKSTEP_FOR_TESTS=ON -e . & \
+	$(PIP) -r $(VENV)/requirements.txt; installed=$$?; wait $$! && exit $$installed
 	@touch $@ $(SMALL)
 
 demo: $(SMALL)
 	@$(BIN)/quickstep demo
 
+# A machine may set that no bytecode is written; then each process that a test starts would compile all
+# of Quickstep again, which takes longer than its own work.
+test: export PYTHONDONTWRITEBYTECODE :=
 test: $(READY)
 	$(PYTEST) --without-torch tests/pure
 	$(PYTEST) --ignore=tests/pure

@@ -153,6 +153,9 @@ class SchedulerConfig(msgspec.Struct, frozen=True):
         inter_token_target_s: `mixed` allows twice the time of the decode rows, if that is longer.
         num_speculative_tokens: Most drafts of a row; 0 turns speculation off. The engine takes it
             from its `SpeculationConfig`.
+        num_stages: Of the pipeline that computes a step; a sequence gets no row while its last
+            token is being computed, and each step has a part of those that decode. The engine takes
+            it from its `LoadConfig`.
         max_loras: LoRA adapters in compute memory (`core.resources.adapter_residency`); None if
             adapters are no resource: every adapter is always there. The engine takes it from its
             `LoRAConfig`.
@@ -221,6 +224,7 @@ class SchedulerConfig(msgspec.Struct, frozen=True):
         ),
     ] = 0.1
     num_speculative_tokens: int = 0
+    num_stages: int = 1
     use_kv_cache: Annotated[
         bool,
         Option(
@@ -500,6 +504,21 @@ class LoadConfig(msgspec.Struct, frozen=True):
             bounds=AllowedRange(1, 64),
         ),
     ] = 1
+    pipeline_parallel_size: Annotated[
+        int,
+        Option(
+            "processes that each have some of the layers, and compute different steps at the same "
+            "time, each with a part of --threads; same bits",
+            Kind.COUNT,
+            aliases=("-pp", "--pp-size", "--pp"),
+            bounds=AllowedRange(1, 64),
+        ),
+    ] = 1
+
+    @property
+    def num_ranks(self) -> int:
+        """Processes that have parts of the model."""
+        return self.tensor_parallel_size * self.pipeline_parallel_size
 
     def __post_init__(self) -> None:
         check_bounds(self)
@@ -823,6 +842,18 @@ class ReplicaConfig(msgspec.Struct, frozen=True):
             argument=None,
         ),
     ] = 3
+    max_deaths: Annotated[
+        int,
+        Option(
+            "how many engine processes may end while they compute a request, in a row without a "
+            "new token, before it is ended because it may be the cause; of several such requests "
+            "each is tried once more, without the others",
+            Kind.INTEGER,
+            flag="--max-engine-deaths",
+            bounds=AllowedRange(least=1),
+            argument=None,
+        ),
+    ] = 2
 
     def __post_init__(self) -> None:
         check_bounds(self)

@@ -389,6 +389,8 @@ class StepResult(msgspec.Struct, frozen=True):
     Attributes:
         num_proposer_failures: How often a proposer of drafts has failed, since the start.
         exchange_s: The part of `seconds` in which rank 0 waited for other ranks.
+        stage_s: What each stage of a pipeline computed for the step; `seconds` is their mean, as
+            they compute several steps at the same time. () for one stage.
     """
 
     step_id: int
@@ -397,6 +399,7 @@ class StepResult(msgspec.Struct, frozen=True):
     failures: tuple[RowFailure, ...] = ()
     num_proposer_failures: int = 0
     exchange_s: float = 0.0
+    stage_s: tuple[float, ...] = ()
 
 
 class CacheMiss(enum.Enum):
@@ -547,7 +550,9 @@ class StepRecord(msgspec.Struct, frozen=True, tag_field="kind", tag="step", gc=F
     rest of which no live row is charged; `prefills` are the prefill rows one by one. Of the decode
     tokens, `num_drafts` are drafts, of which `num_accepted` were accepted. `replica` is the number
     of the engine, if several serve the model. `exchange_s` is the part of `seconds` in which rank 0
-    waited for other ranks.
+    waited for other ranks. `stage_s` is what each stage of a pipeline computed, `seconds` their
+    mean; `bubble_s` the time since the last commit, with steps in flight, that stages did not
+    compute (of a single step, it may be negative).
     """
 
     step_id: int
@@ -573,6 +578,8 @@ class StepRecord(msgspec.Struct, frozen=True, tag_field="kind", tag="step", gc=F
     num_accepted: int = 0
     replica: int = 0
     exchange_s: float = 0.0
+    stage_s: tuple[float, ...] = ()
+    bubble_s: float = 0.0
 
 
 class Delta(msgspec.Struct, frozen=True):

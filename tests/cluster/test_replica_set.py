@@ -6,8 +6,10 @@ from __future__ import annotations
 
 import asyncio
 import os
+import shutil
 import signal
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Sequence
+from pathlib import Path
 from random import Random
 from typing import Any
 
@@ -22,6 +24,7 @@ from quickstep.engine.remote.engine import RemoteEngine
 from quickstep.engine.remote.supervisor import RestartLimits
 from quickstep.engine.stats import EngineState
 from quickstep.errors import EngineError, RequestError
+from quickstep.model.checkpoint.source import local_checkpoint
 from quickstep.types import Delta, FinishReason, Grammar, Request, SamplingParams
 
 TEXT = "def first(a):\n    return a\n\ndef second(a):\n    return a\n\n"
@@ -41,14 +44,16 @@ def run(
     test: Callable[[ReplicaSet], Awaitable[None]],
     num_replicas: int = 2,
     max_moves: int = 1000,
+    restart_limits: RestartLimits = MANY_RESTARTS,
+    model: str = "demo",
     **options: Any,
 ) -> None:
-    config: EngineConfig = engine_config("demo", {**OPTIONS, **options})
+    config: EngineConfig = engine_config(model, {**OPTIONS, **options})
 
     def make(number: int, step_log: StepLog, watcher: ReplicaSet) -> RemoteEngine:
         return RemoteEngine(
             config,
-            restart_limits=MANY_RESTARTS,
+            restart_limits=restart_limits,
             watcher=watcher,
             replica=number,
             step_log=step_log,
@@ -56,7 +61,9 @@ def run(
 
     async def main() -> None:
         replicas = ReplicaSet(
-            ReplicaConfig(num_replicas, RouterName.PREDICTED, max_moves), make, seed=1
+            ReplicaConfig(num_replicas, RouterName.PREDICTED, max_moves, max_deaths=1000),
+            make,
+            seed=1,
         )
         await replicas.open()
         await replicas.start()
@@ -65,7 +72,7 @@ def run(
                 await test(replicas)
         finally:
             await replicas.stop()
-        assert replicas.stats().state is EngineState.STOPPED
+        assert replicas.stats().state in (EngineState.STOPPED, EngineState.FAILED)
         assert not replicas.request_ids
 
     asyncio.run(main())
@@ -150,12 +157,90 @@ def test_a_stream_of_the_only_engine_continues_on_its_successor() -> None:
         while engine.engines[0].is_serving:
             await asyncio.sleep(0.005)
         assert engine.request_ids == ("r1",), "it waits for the successor"
-        with pytest.raises(EngineError, match="takes no requests"):
-            engine.stream(request_of(engine, 2))
         assert await task == expected
         assert engine.stats().num_moves == 1
 
     run(test, num_replicas=1)
+
+
+async def kill_the_only(engine: ReplicaSet) -> None:
+    kill(engine, 0)
+    while engine.engines[0].is_serving:
+        await asyncio.sleep(0.005)
+
+
+def test_new_requests_wait_while_no_engine_serves() -> None:
+    async def test(engine: ReplicaSet) -> None:
+        # none with a grammar, whose preparation lets others pass
+        requests = [request_of(engine, number) for number in (0, 1, 2, 4, 5)]
+        expected = [await output(engine, request) for request in requests]
+        await kill_the_only(engine)
+        streams = [engine.stream(request) for request in requests[:2]]
+        tasks = [asyncio.create_task(output(engine, request)) for request in requests[2:]]
+        await asyncio.sleep(0)
+        stats = engine.stats()
+        assert stats.num_requests == 5
+        assert stats.scheduler.num_waiting == sum(one.sampling.n for one in requests)
+        assert engine.request_ids == ("r0", "r1", "r2", "r4", "r5")
+        with pytest.raises(RequestError, match="is in use"):
+            engine.stream(requests[0])
+        await streams[1].aclose()
+        found = [content([delta async for delta in streams[0]])]
+        found += await asyncio.gather(*tasks)
+        assert found == [expected[0], *expected[2:]]
+        assert engine.stats().num_moves == 0, "none was on an engine that has ended"
+        by_id = {record.request_id: record for record in engine.step_log.sequences[-9:]}
+        waits = [by_id[f"r{number}"].timings.first_scheduled_s for number in (0, 2, 4, 5)]
+        assert waits == sorted(waits)
+
+    run(test, num_replicas=1)
+
+
+def test_so_many_new_requests_wait_as_in_the_queue_of_an_engine() -> None:
+    async def test(engine: ReplicaSet) -> None:
+        await kill_the_only(engine)
+        waiting = [engine.stream(request_of(engine, 0)), engine.stream(request_of(engine, 2))]
+        full = "4 sequences wait for one, the limit is 4"
+        with pytest.raises(EngineError, match=full):
+            engine.stream(request_of(engine, 1))
+        with pytest.raises(EngineError, match=full):
+            engine.check_admission(request_of(engine, 1), 1)
+        await waiting[1].aclose()
+        other = engine.stream(request_of(engine, 1))
+        for stream in (waiting[0], other):
+            assert [delta async for delta in stream]
+
+    run(test, num_replicas=1, max_waiting=4)
+
+
+@pytest.mark.parametrize("field", ["timeout_s", "ttft_deadline_s"])
+def test_a_new_request_waits_until_its_deadline(field: str) -> None:
+    async def test(engine: ReplicaSet) -> None:
+        await kill_the_only(engine)
+        stream = engine.stream(replace(request_of(engine, 0), **{field: 0.05}))
+        if field == "timeout_s":
+            ((text, _, _, _, end),) = content([delta async for delta in stream]).values()
+            assert (text, end) == ("", (FinishReason.DEADLINE, "deadline", ""))
+        else:
+            with pytest.raises(RequestError, match="within 50 ms: it has waited"):
+                await stream.accepted()
+        assert not engine.engines[0].is_serving
+        assert not engine.request_ids
+
+    run(test, num_replicas=1, restart_limits=RestartLimits(first_delay_s=0.5))
+
+
+def test_no_request_waits_for_engines_that_are_given_up() -> None:
+    async def test(engine: ReplicaSet) -> None:
+        await kill_the_only(engine)
+        waiting = engine.stream(request_of(engine, 0))
+        with pytest.raises(EngineError, match="send it again"):
+            await waiting.accepted()
+        assert engine.stats().state is EngineState.FAILED
+        with pytest.raises(EngineError, match="failed"):
+            engine.stream(request_of(engine, 0))
+
+    run(test, num_replicas=1, restart_limits=RestartLimits(max_quick_deaths=0))
 
 
 def test_a_request_that_ends_every_engine_is_ended() -> None:
@@ -321,3 +406,146 @@ def test_an_engine_that_ends_while_the_server_drains_ends_its_requests() -> None
         await stopping
 
     run(test, num_replicas=1)
+
+
+LONG = {"max_tokens": 300, "ignore_eos": True}
+
+
+async def begun(engine: ReplicaSet, requests: Sequence[Request]) -> list[asyncio.Task[Any]]:
+    """The outputs of requests that all have their first tokens."""
+    events = [asyncio.Event() for _ in requests]
+    tasks = [
+        asyncio.create_task(output(engine, request, event))
+        for request, event in zip(requests, events, strict=True)
+    ]
+    for event in events:
+        await event.wait()
+    return tasks
+
+
+def assert_recorded_once(engine: ReplicaSet, requests: Sequence[Request]) -> None:
+    """Each sequence has one record, whatever engines it was on: it is counted once."""
+    num = sum(request.sampling.n for request in requests)
+    recorded = [(one.request_id, one.index) for one in engine.step_log.sequences][-num:]
+    assert sorted(recorded) == sorted(
+        (request.request_id, index) for request in requests for index in range(request.sampling.n)
+    )
+
+
+def test_a_rolling_restart_changes_no_stream_and_stops_one_engine_at_a_time() -> None:
+    async def test(engine: ReplicaSet) -> None:
+        requests = [request_of(engine, number, **LONG) for number in (0, 1, 2, 5, 6, 7)]
+        expected = [await output(engine, request) for request in requests]
+        processes = engine.process_ids
+        tasks = await begun(engine, requests)
+        restarting = asyncio.create_task(engine.restart_replicas())
+        states = []
+        while not restarting.done():
+            states.append([replica.is_up for replica in engine.stats().replicas])
+            await asyncio.sleep(0.005)
+        assert min(map(sum, states)) == 2
+        assert {False} < {is_up for state in states for is_up in state}
+        changes = await restarting
+        assert [change.replica for change in changes] == [0, 1, 2]
+        assert sum(change.num_moved for change in changes) == engine.stats().num_moves > 0
+        assert not set(processes) & set(engine.process_ids)
+        assert await asyncio.gather(*tasks) == expected
+        assert_recorded_once(engine, requests)
+        stats = engine.stats()
+        assert [replica.num_restarts for replica in stats.replicas] == [1, 1, 1]
+        assert stats.scheduler.blocks.num_used == 0
+
+    run(test, num_replicas=3)
+
+
+def test_requests_wait_while_the_only_engine_is_restarted() -> None:
+    async def test(engine: ReplicaSet) -> None:
+        requests = [request_of(engine, number, **LONG) for number in (0, 1, 5)]
+        expected = [await output(engine, request) for request in requests]
+        tasks = await begun(engine, requests[:2])
+        restarting = asyncio.create_task(engine.restart_replica(0))
+        await asyncio.sleep(0)
+        tasks.append(asyncio.create_task(output(engine, requests[2])))
+        with pytest.raises(RequestError, match="being drained or restarted"):
+            await engine.restart_replica(0)
+        change = await restarting
+        assert (change.num_moved, change.num_ended, change.note) == (2, 0, "")
+        assert await asyncio.gather(*tasks) == expected
+        with pytest.raises(RequestError, match="restart it instead"):
+            await engine.drain_replica(0)
+        with pytest.raises(RequestError, match="there is no replica 1"):
+            await engine.restart_replica(1)
+
+    run(test, num_replicas=1)
+
+
+def test_a_drained_engine_gets_no_requests_until_it_is_restarted() -> None:
+    async def test(engine: ReplicaSet) -> None:
+        requests = [request_of(engine, number, **LONG) for number in (0, 1, 2, 5, 6, 7)]
+        expected = [await output(engine, request) for request in requests]
+        tasks = await begun(engine, requests)
+        change = await engine.drain_replica(1)
+        assert change.num_moved
+        assert change.is_draining
+        first, second = engine.stats().replicas
+        assert (first.is_up, second.is_up, second.is_draining) == (True, False, True)
+        assert await asyncio.gather(*tasks) == expected
+        assert_recorded_once(engine, requests)
+        await asyncio.gather(*(output(engine, request) for request in requests))
+        assert {one.timings.replica for one in engine.step_log.sequences[-10:]} == {0}
+        kill(engine, 1)
+        await until_running(engine, 1)
+        while not engine.engines[1].is_serving:
+            await asyncio.sleep(0.005)
+        assert engine.stats().replicas[1].is_draining, "its own restart does not end that"
+        assert not (await engine.restart_replica(1)).is_draining
+        await asyncio.gather(*(output(engine, request) for request in requests))
+        assert {one.timings.replica for one in engine.step_log.sequences[-10:]} == {0, 1}
+
+    run(test)
+
+
+def test_requests_may_end_on_an_engine_before_it_is_restarted() -> None:
+    async def test(engine: ReplicaSet) -> None:
+        tasks = await begun(engine, [request_of(engine, 0, max_tokens=20, ignore_eos=True)])
+        change = await engine.restart_replica(0, drain_s=60)
+        assert (change.num_ended, change.num_moved) == (1, 0)
+        await asyncio.gather(*tasks)
+
+    run(test, num_replicas=1)
+
+
+@pytest.mark.parametrize("num_replicas", [1, 2])
+def test_streams_end_before_other_weights_are_loaded(num_replicas: int, tmp_path: Path) -> None:
+    model = tmp_path / "model"
+    shutil.copytree(local_checkpoint("demo").path, model)
+    (weights,) = model.glob("*.safetensors")
+
+    async def test(engine: ReplicaSet) -> None:
+        requests = [request_of(engine, number, **LONG) for number in (0, 1, 5, 6)]
+        old = [await output(engine, request) for request in requests]
+        before = engine.fingerprint
+        content = weights.read_bytes()
+        replaced = tmp_path / "new"
+        replaced.write_bytes(content[:-64] + bytes(64))
+        tasks = await begun(engine, requests)
+        replaced.rename(weights)
+        restarting = asyncio.create_task(engine.restart_replicas())
+        found = [await asyncio.gather(*tasks)]
+        while not restarting.done():
+            outputs = (output(engine, request) for request in requests)
+            found.append(await asyncio.gather(*outputs))
+        changes = await restarting
+        assert engine.fingerprint != before
+        assert {change.fingerprint for change in changes} == {engine.fingerprint}
+        assert changes[-1].num_moved == 0
+        new = [await output(engine, request) for request in requests]
+        assert new != old
+        assert found[0] == old
+        for outputs_found in found:
+            for either, *both in zip(outputs_found, old, new, strict=True):
+                assert either in both
+        if num_replicas == 1:
+            assert "those on disk have changed" in changes[0].note
+
+    run(test, num_replicas=num_replicas, model=str(model))

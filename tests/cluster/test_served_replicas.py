@@ -101,6 +101,63 @@ def test_a_client_does_not_notice_that_its_engine_was_killed(server: tuple[int, 
     assert ('replica_up{engine="1"' in metrics) == (num_replicas == 2)
 
 
+def test_a_client_does_not_notice_that_its_engine_was_restarted(server: tuple[int, str]) -> None:
+    server_id, address = server
+    num_replicas = len(workers(server_id))
+    expected = streamed(address)
+    before = until_ready(address, num_replicas)
+    changes: list[dict[str, Any]] = []
+
+    def restart_all() -> None:
+        replicas = httpx.get(f"{address}/health", timeout=30).json()["replicas"]
+        replicas.sort(key=lambda replica: -replica["num_requests"])  # first the stream's own
+        for number in [replica["replica"] for replica in replicas] or [0]:
+            path = f"{address}/admin/replicas/{number}/restart"
+            changes.append(httpx.post(path, timeout=60).raise_for_status().json())
+
+    assert_same(streamed(address, 30, restart_all), expected)
+    assert len(changes) == num_replicas
+    assert sum(change["num_moved"] for change in changes) >= 1
+    assert not any(change["is_draining"] or change["note"] for change in changes)
+    health = until_ready(address, num_replicas)
+    assert health["num_restarts"] == before["num_restarts"] + num_replicas
+    assert health["num_used_blocks"] == 0
+
+
+def test_an_operator_drains_a_replica(server: tuple[int, str]) -> None:
+    server_id, address = server
+    last = len(workers(server_id)) - 1
+    drained = httpx.post(f"{address}/admin/replicas/{last}/drain?drain_s=0.1", timeout=60)
+    if not last:
+        assert drained.status_code == 409
+        assert "restart it instead" in drained.json()["error"]["message"]
+    else:
+        assert drained.json()["is_draining"]
+        states = [one["state"] for one in httpx.get(f"{address}/health").json()["replicas"]]
+        assert states == ["up", "draining"]
+        metrics = httpx.get(f"{address}/metrics").text
+        assert 'replica_draining{engine="1",model_name="demo"} 1.0' in metrics
+        assert 'replica_up{engine="1",model_name="demo"} 0.0' in metrics
+        restarted = httpx.post(f"{address}/admin/replicas/{last}/restart", timeout=60)
+        assert not restarted.json()["is_draining"]
+    for path, status in (("7/restart", 404), ("x/drain", 404), ("0/restart?drain_s=-1", 400)):
+        assert httpx.post(f"{address}/admin/replicas/{path}").status_code == status
+
+
+def test_sighup_restarts_several_engines_one_by_one(server: tuple[int, str]) -> None:
+    server_id, address = server
+    num_replicas = len(workers(server_id))
+    before = until_ready(address, num_replicas)["num_restarts"]
+    expected = streamed(address)
+    hang_up = partial(os.kill, server_id, signal.SIGHUP)
+    assert_same(streamed(address, 10, hang_up), expected)
+    num_expected = before + (num_replicas if num_replicas > 1 else 0)
+    end = time.monotonic() + 60
+    while until_ready(address, num_replicas)["num_restarts"] != num_expected:
+        assert time.monotonic() < end
+        time.sleep(0.05)
+
+
 def test_a_client_does_not_notice_that_a_rank_of_its_engine_was_killed() -> None:
     with serving("demo", "--tensor-parallel-size", "2", "--threads", "2") as (process, address):
         assert process.stderr is not None

@@ -1,7 +1,10 @@
-"""Several ranks give the bits of one process: every architecture, format, and kind of step."""
+"""Several ranks, and stages, give the bits of one process: every architecture, format, and kind of
+step.
+"""
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -14,14 +17,19 @@ from rank_threads import run_ranks
 
 from quickstep.config import LoadConfig
 from quickstep.errors import ConfigError
+from quickstep.model.checkpoint.source import Checkpoint
 from quickstep.model.decoder import Decoder
+from quickstep.model.loader import load_model
 from quickstep.model.sharding import check_ranks
 from quickstep.model.spec import read_spec
-from quickstep.ops.tensors import to_numpy
+from quickstep.model.stages import Stage, check_stages
+from quickstep.ops.native.backend import load_native
+from quickstep.ops.tensors import AnyTensor, HostTensor, to_numpy
 from quickstep.runtime.cache.kv_cache import allocate_kv
 from quickstep.runtime.slots import Slot
 from quickstep.runtime.steps.captured import CapturedSteps
 from quickstep.runtime.steps.opening import open_steps
+from quickstep.runtime.steps.step_model import EmittingToken
 from quickstep.sampling_params import SamplingParams
 from quickstep.types import Admission, Phase, StepRow
 
@@ -39,14 +47,59 @@ def sizes_of(path: Path) -> list[int]:
 
 def captured(model: Decoder, _: int) -> list[Any]:
     """Results of captured steps: a prompt in two chunks, the second with a decode row."""
-    prompt = tuple(np.random.default_rng(3).integers(3, model.vocab_size, PROMPT_LEN).tolist())
+    return results_of(opened(model), model.vocab_size)
+
+
+def opened(model: Decoder) -> CapturedSteps:
     kv = allocate_kv(model.kv_layout, 8, BLOCK_SIZE, model.device)
     steps = open_steps(model, kv, BLOCK_SIZE, enforce_eager=False)
     assert isinstance(steps, CapturedSteps)
+    return steps
+
+
+class StageChain:
+    """The stages of a pipeline one after the other, as one `StepModel`."""
+
+    def __init__(self, stages: list[CapturedSteps]) -> None:
+        self._stages = stages
+
+    def prepare(self, rows: Sequence[StepRow], slots: Sequence[Slot]) -> None:
+        for stage in self._stages:
+            stage.prepare(rows, slots)
+
+    def run(
+        self, emitting: Sequence[EmittingToken], every_token: bool
+    ) -> tuple[HostTensor, HostTensor]:
+        carried: HostTensor | None = None
+        for stage in self._stages[:-1]:
+            stage.run(emitting, False, carried)
+            parts = stage.aux_hidden_states()
+            carried = HostTensor(np.concatenate([part.numpy() for part in parts]), parts[0].dtype)
+        return self._stages[-1].run(emitting, every_token, carried)
+
+    def logits(self, hidden: HostTensor, adapter: str) -> AnyTensor:
+        return self._stages[-1].logits(hidden, adapter)
+
+
+def staged(path: Path, load: LoadConfig, num_stages: int) -> list[Any]:
+    """`captured`, of a pipeline."""
+    checkpoint, spec, ops = Checkpoint(path, "m"), read_spec(path), load_native(1)
+    assert ops is not None
+    stages = []
+    for number in range(num_stages):
+        stage = Stage(number, num_stages)
+        model = load_model(checkpoint, spec, ops, load, stage=stage)
+        assert isinstance(model, Decoder)
+        stages.append(opened(model))
+    return results_of(StageChain(stages), spec.vocab_size)
+
+
+def results_of(steps: CapturedSteps | StageChain, vocab_size: int) -> list[Any]:
+    prompt = tuple(np.random.default_rng(3).integers(3, vocab_size, PROMPT_LEN).tolist())
     slots = []
     for index in range(2):
         admission = Admission(index, str(index), prompt, PROMPT_LEN, SamplingParams(), 0)
-        slots.append(Slot(admission, model.vocab_size))
+        slots.append(Slot(admission, vocab_size))
         slots[index].append_blocks(range(4 * index, 4 * index + 4))
     found = []
     for rows, every_token in (
@@ -89,6 +142,10 @@ def assert_same(path: Path, load: LoadConfig) -> None:
             if run is captured:  # the hidden states; only rank 0 has all logits
                 for hidden in others:
                     assert all(map(np.array_equal, expected[::3], hidden[::3]))
+    (expected,) = run_ranks(path, load, 1, captured)
+    for num_stages in range(2, min(3, read_spec(path).num_layers) + 1):
+        found = staged(path, load, num_stages)
+        assert all(map(np.array_equal, expected, found)), f"{num_stages} stages"
 
 
 @pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
@@ -98,6 +155,8 @@ def test_every_architecture(case: Case, tmp_path: Path) -> None:
     if spec.moe is not None or not spec.native:
         with pytest.raises(ConfigError, match="which runs in one process"):
             check_ranks(spec, 2)
+        with pytest.raises(ConfigError, match="which runs in one process"):
+            check_stages(spec, 2)
         return
     assert_same(tmp_path, LoadConfig(str(tmp_path), dtype="float32"))
 

@@ -1,4 +1,4 @@
-"""`LLM(tensor_parallel_size=2)`: an engine of two processes, against one of one."""
+"""A model divided among processes, as ranks and as stages of a pipeline, against one process."""
 
 from __future__ import annotations
 
@@ -42,11 +42,13 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return path
 
 
-def outputs(folder: Path, size: int, **options: Any) -> list[Any]:
+RANKS = {"tensor_parallel_size": 2}
+STAGES = {"pipeline_parallel_size": 2}
+
+
+def outputs(folder: Path, split: dict[str, int], **options: Any) -> list[Any]:
     """What requests of every kind get, in one batch, and the embeddings of the prompts."""
-    with LLM(
-        str(folder / "base"), tensor_parallel_size=size, num_threads=2, seed=0, **options
-    ) as llm:
+    with LLM(str(folder / "base"), num_threads=2, seed=0, **split, **options) as llm:
         adapters: list[LoRARequest | None] = [None] * 5
         if "enable_lora" in options:
             names = [f"a{index}" for index in range(3)]
@@ -76,26 +78,39 @@ def outputs(folder: Path, size: int, **options: Any) -> list[Any]:
             },
             id="drafts",
         ),
-        pytest.param({"dtype": "bfloat16", "use_kv_cache": False}, id="no cache"),
         pytest.param({"speculative_config": {"model": "base"}}, id="draft model"),
     ],
 )
-def test_two_processes_have_the_outputs_of_one(folder: Path, options: dict[str, Any]) -> None:
+def test_processes_have_the_outputs_of_one(folder: Path, options: dict[str, Any]) -> None:
+    options = dict(options)
     draft = options.get("speculative_config", {})
     if "model" in draft:
-        draft |= {"model": str(folder / draft["model"]), "num_speculative_tokens": 3}
-    one, two = (outputs(folder, size, **options) for size in (1, 2))
+        drafts = {"model": str(folder / draft["model"]), "num_speculative_tokens": 3}
+        options["speculative_config"] = drafts
+    one, two, stages = (outputs(folder, split, **options) for split in ({}, RANKS, STAGES))
     assert one == two
+    assert one == stages
 
 
-@pytest.fixture
-def llm(folder: Path) -> Iterator[LLM]:
-    with LLM(str(folder / "base"), tensor_parallel_size=2) as llm:
+def test_ranks_without_a_kv_cache_have_the_outputs_of_one_process(folder: Path) -> None:
+    options = {"dtype": "bfloat16", "use_kv_cache": False}
+    assert outputs(folder, {}, **options) == outputs(folder, RANKS, **options)
+
+
+def test_stages_of_ranks_have_the_outputs_of_one_process(folder: Path) -> None:
+    options = {"enable_lora": True, "max_lora_rank": 16, "max_num_batched_tokens": 48}
+    assert outputs(folder, {}, **options) == outputs(folder, {**RANKS, **STAGES}, **options)
+    assert not ranks()
+
+
+@pytest.fixture(params=[RANKS, STAGES], ids=["ranks", "stages"])
+def llm(folder: Path, request: pytest.FixtureRequest) -> Iterator[LLM]:
+    with LLM(str(folder / "base"), **request.param) as llm:
         yield llm
 
 
 def ranks() -> list[int]:
-    """The processes of other ranks than 0 that this process has started."""
+    """The processes of other ranks and stages that this process has started."""
     return workers(os.getpid(), b"engine.ranks.worker")
 
 
@@ -103,7 +118,7 @@ def test_an_engine_whose_rank_was_killed_fails_and_can_be_closed(llm: LLM) -> No
     (rank,) = ranks()
     assert llm.generate("abc", use_tqdm=False)
     os.kill(rank, signal.SIGKILL)
-    with pytest.raises(EngineError, match="rank"):
+    with pytest.raises(EngineError, match=r"rank|stage"):
         for _ in range(1000):
             llm.generate("abc", use_tqdm=False)
     llm.close()
@@ -131,9 +146,11 @@ def test_a_stopped_rank_delays_a_step_and_changes_nothing(llm: LLM) -> None:
     assert after.outputs[0].token_ids == before.outputs[0].token_ids
 
 
-def test_verify_compares_ranks_with_one_process(capsys: pytest.CaptureFixture[str]) -> None:
-    argv = ["verify", "demo", "-tp", "2", "--threads", "1", "--requests", "24", "--json"]
-    assert main(argv) == 0
+@pytest.mark.parametrize("split", [("-tp", "2"), ("-pp", "2")], ids=["ranks", "stages"])
+def test_verify_compares_processes_with_one(
+    split: tuple[str, ...], capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["verify", "demo", *split, "--threads", "1", "--requests", "24", "--json"]) == 0
     report = json.loads(capsys.readouterr().out)
     assert report["mismatches"] == 0 and report["comparisons"] > 48
     assert not ranks()
@@ -144,11 +161,14 @@ def test_verify_compares_ranks_with_one_process(capsys: pytest.CaptureFixture[st
     [
         ({"tensor_parallel_size": 3}, "query heads and 2 KV heads; possible are 1, 2, 4"),
         ({"tensor_parallel_size": 0}, "must be from 1 to 64"),
+        ({"pipeline_parallel_size": 9}, "the model has 2 layers; each stage needs one"),
+        ({"pipeline_parallel_size": 2, "use_kv_cache": False}, "leave --no-kv-cache out"),
+        ({"pipeline_parallel_size": 2, "kernels": "reference"}, "needs the native kernels"),
         ({"tensor_parallel_size": 2, "enforce_eager": True}, "leave --enforce-eager out"),
         ({"tensor_parallel_size": 2, "kernels": "reference"}, "needs the native kernels"),
     ],
 )
-def test_what_ranks_cannot_compute_is_refused(
+def test_what_cannot_be_divided_is_refused(
     folder: Path, options: dict[str, Any], says: str
 ) -> None:
     with pytest.raises(ConfigError, match=says):

@@ -26,7 +26,7 @@ _ADAPTERS = (("", "", "", "poet"), ("", "poet", "coder", "lawyer", "cook"))
 
 def draw_setup(rng: Random) -> Setup:
     block_size = rng.choice((1, 2, 4))
-    return Setup(
+    setup = Setup(
         num_blocks=rng.randint(3, 14),
         block_size=block_size,
         max_num_seqs=rng.randint(1, 5),
@@ -42,6 +42,9 @@ def draw_setup(rng: Random) -> Setup:
         max_drafts=rng.choice((0, 0, 1, 2, 5)),
         token_s=rng.choice((1e-4, 1e-4, 1e-3)),
     )
+    # without a draw, so that what follows stays as it is
+    has_stages = (setup.num_blocks + setup.max_num_seqs) % 4 == 0
+    return replace(setup, num_stages=setup.pipeline_depth if has_stages else 1)
 
 
 def draw_crowded_setup(rng: Random) -> Setup:
@@ -52,6 +55,7 @@ def draw_crowded_setup(rng: Random) -> Setup:
         max_num_seqs=rng.randint(4, 8),
         max_num_batched_tokens=rng.choice((3, 4, 6)),
         pipeline_depth=1,
+        num_stages=1,
         policy=PolicyName.FAIR,
         halves=False,
         max_drafts=5,

@@ -68,6 +68,7 @@ class Setup:
     max_num_batched_tokens: int = 16
     max_model_len: int = 40
     pipeline_depth: int = 1
+    num_stages: int = 1
     policy: PolicyName = PolicyName.MIXED
     prefix_caching: bool = True
     digest: Digest = chain_digest
@@ -90,6 +91,7 @@ class Setup:
             max_model_len=self.max_model_len,
             max_waiting=self.max_waiting,
             pipeline_depth=self.pipeline_depth,
+            num_stages=self.num_stages,
             policy=self.policy,
             inter_token_target_s=self.inter_token_target_s,
             priority_aging_s=self.priority_aging_s,
@@ -289,6 +291,7 @@ class World:
         assert len(self.in_flight) < self.setup.pipeline_depth, "planned deeper than allowed"
         has_unknown = any(not row.token_ids for row in plan.rows)
         assert not has_unknown or self.in_flight, "a token is unknown with no step in flight"
+        assert not has_unknown or self.setup.num_stages == 1, "a stage does not know a token"
         self.planned_s = self.planned_s if self.plans else self.now
         self.shadow.submit(plan)
         self.in_flight.append(plan)

@@ -4,7 +4,8 @@
 that `write_model` put there. Modes: `serve`; `hold` (no step ever ends); `break` (the engine's
 loop fails at the first step); `panic` (the same, with what pyo3 raises for a panic in Rust);
 `fail` (every step fails); `unsendable` (the answers to "x" are no text); `garbage` (the first step
-says what is no message); `die` and `refuse` (while opening).
+says what is no message); `poison` (a step with a prompt that is "x" ends the process); `die` and
+`refuse` (while opening).
 """
 
 from __future__ import annotations
@@ -12,17 +13,18 @@ from __future__ import annotations
 import json
 import os
 import sys
+import threading
 from collections.abc import Callable
 from pathlib import Path
 
 from msgspec.structs import replace
-from scripted_engine import END, ScriptedEngine, byte_tokenizer
+from scripted_engine import END, ScriptedEngine, ScriptedExecutor, byte_tokenizer
 
 from quickstep.config import EngineConfig, LoadConfig, SchedulerConfig
 from quickstep.engine.engine import Engine
 from quickstep.engine.stream import Sink
 from quickstep.errors import ConfigError
-from quickstep.types import Request
+from quickstep.types import Request, StepPlan, Ticket
 
 NUM_BLOCKS = 64
 
@@ -81,6 +83,19 @@ def spoil_answers(engine: Engine) -> None:
     engine.submit = submitted
 
 
+def poisoned(executor: ScriptedExecutor) -> Callable[[StepPlan], Ticket]:
+    """Steps that end the process while they run, if they begin a prompt that is "x"."""
+    submit = executor.submit
+
+    def submitted(plan: StepPlan) -> Ticket:
+        if any(bytes(one.token_ids[: one.prompt_len]) == b"x" for one in plan.admitted):
+            threading.Timer(0.02, os._exit, (9,)).start()
+            executor.gate.clear()
+        return submit(plan)
+
+    return submitted
+
+
 def opener(mode: str) -> Callable[[EngineConfig, Callable[[int, int], None]], Engine]:
     def open_engine(config: EngineConfig, progress: Callable[[int, int], None]) -> Engine:
         progress(1, 2)
@@ -99,6 +114,8 @@ def opener(mode: str) -> Callable[[EngineConfig, Callable[[int, int], None]], En
             parts.executor.broken = range(10**9)
         if mode == "unsendable":
             spoil_answers(parts.engine)
+        if mode == "poison":
+            parts.executor.submit = poisoned(parts.executor)
         if mode == "garbage":
             parts.executor.submit = lambda plan: os.write(int(sys.argv[2]), b"\0\0\0\1\xc1")
         progress(2, 2)

@@ -100,7 +100,7 @@ class MeasuredEngine(msgspec.Struct, frozen=True):
             _bytes_read(layer, expert_fraction(self.spec, kind, batch))
             for layer, kind in zip(weights.layers, self.spec.layers, strict=True)
         )
-        return layers + weights.lm_head.nbytes
+        return layers + (0 if weights.lm_head is None else weights.lm_head.nbytes)
 
 
 def open_checkpoint(config: EngineConfig, progress: LoadProgress | None = None) -> MeasuredEngine:

@@ -36,11 +36,12 @@ if TYPE_CHECKING:
     from llguidance import LLMatcher
 
     from quickstep.config import LoadConfig
-    from quickstep.engine.ranks.processes import RankProcesses
+    from quickstep.engine.ranks.processes import ModelProcesses
     from quickstep.model.interface import Model
     from quickstep.model.sizing import MemoryPlan
     from quickstep.runtime.sampling.grammar import ClosingStart
     from quickstep.runtime.speculation.proposer import Proposer
+    from quickstep.runtime.steps.pipeline import StageLinks
     from quickstep.text.grammar.grammars import GrammarCompiler
     from quickstep.types import Grammar
     from quickstep.verify.checker import AfterGroup
@@ -125,6 +126,15 @@ def add_parser(subparsers: argparse._SubParsersAction[Parser]) -> None:
         "(default: do not)",
     )
     parser.add_argument(
+        "--pipeline-parallel-size",
+        "-pp",
+        type=positive_int,
+        default=1,
+        metavar="N",
+        help="also compare a pipeline of N stages, which have some of the layers each, with the "
+        "most threads (default: do not)",
+    )
+    parser.add_argument(
         "--dtype",
         choices=["auto", "bfloat16", "float16", "float32"],
         default="auto",
@@ -196,6 +206,7 @@ def run(args: argparse.Namespace) -> int:
         num_adapters=args.adapters,
         fail_fast=args.fail_fast,
         num_ranks=args.tensor_parallel_size,
+        num_stages=args.pipeline_parallel_size,
     )
     load = LoadConfig(
         model=model_of(args),
@@ -328,7 +339,7 @@ def _verified(
                 checkpoint.tokenizer,
                 checkpoint.open_proposers,
                 noted,
-                load_ranks=checkpoint.load_ranks,
+                load_divided=checkpoint.load_divided,
             )
         except KeyboardInterrupt:
             if latest is None:
@@ -360,7 +371,7 @@ class _Checkpoint:
         self._isa = os.environ.get("QUICKSTEP_CPU_ISA")
         self._checkpoint = find_checkpoint(self._config)
         self._grammars: GrammarCompiler | None = None
-        self._ranks: RankProcesses | None = None
+        self._processes: ModelProcesses | None = None
         self.name = self._checkpoint.name
         self.tokenizer = Tokenizer.open(self._checkpoint.path)
         self.fingerprint = ""
@@ -387,25 +398,30 @@ class _Checkpoint:
         self._grammars = GrammarCompiler(self.tokenizer, model.vocab_size)
         return model
 
-    def load_ranks(self, setup: Setup, plan: MemoryPlan) -> Model:
-        """Load it in several processes, and return rank 0's part. Raises ConfigError."""
+    def load_divided(self, setup: Setup, plan: MemoryPlan) -> tuple[Model, StageLinks | None]:
+        """Load it in several processes, and return our part. Raises ConfigError."""
         from quickstep.config import CacheConfig, EngineConfig, LoRAConfig
-        from quickstep.engine.assembly import load_with_ranks
-        from quickstep.engine.ranks.processes import RankProcesses
+        from quickstep.engine.assembly import load_with_processes
+        from quickstep.engine.ranks.processes import ModelProcesses
 
         options = self._options
         config = EngineConfig(
-            load=replace(self._config, num_threads=setup.threads, tensor_parallel_size=setup.ranks),
+            load=replace(
+                self._config,
+                num_threads=setup.threads,
+                tensor_parallel_size=setup.ranks,
+                pipeline_parallel_size=setup.stages,
+            ),
             cache=CacheConfig(block_size=options.block_size, kv_dtype=options.kv_dtype),
             lora=LoRAConfig() if options.num_adapters else None,
         )
-        self._ranks = RankProcesses(setup.ranks)
-        return load_with_ranks(config, plan, self._ranks)
+        self._processes = ModelProcesses(config.load)
+        return load_with_processes(config, plan, self._processes), self._processes.links
 
     def close(self) -> None:
-        """End the processes of `load_ranks`. Idempotent."""
-        if self._ranks is not None:
-            self._ranks.close()
+        """End the processes of `load_divided`. Idempotent."""
+        if self._processes is not None:
+            self._processes.close()
 
     def open_proposers(self, model: Model, plan: MemoryPlan) -> dict[str, Proposer]:
         """What drafts for the model that was loaded last. Raises ConfigError."""
@@ -424,7 +440,7 @@ class _Checkpoint:
             cache=CacheConfig(block_size=self._options.block_size),
             speculation=SpeculationConfig(proposers),
         )
-        if model.ops.ranks is not None:  # the others read matrices that are divided
+        if self._processes is not None:  # the others read matrices that are divided
             complete = [
                 one.load.model
                 for one in draft_checkpoints(config)
@@ -514,9 +530,10 @@ def _mismatch_text(mismatch: Mismatch) -> str:
     """Where the outputs of two runs differ, in several lines."""
     from quickstep.verify.report import Setup
 
+    setup = Setup(mismatch.threads, mismatch.ranks, mismatch.stages)
     return (
         f"first mismatch: {mismatch.sequence_id}, output {mismatch.position}, "
-        f"in {mismatch.scenario!r} at {Setup(mismatch.threads, mismatch.ranks)} threads\n"
+        f"in {mismatch.scenario!r} at {setup} threads\n"
         f"  token     {mismatch.expected_token} at batch size 1, {mismatch.got_token} here\n"
         f"  logprobs  {mismatch.expected_logprobs} at batch size 1\n"
         f"            {mismatch.got_logprobs} here\n"

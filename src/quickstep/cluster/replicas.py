@@ -9,9 +9,17 @@ engine's process ends, its requests continue on another one, or on its successor
 with the tokens that its client has already (`Request.resumed`), and its deltas go to the same
 stream. The same request gives the same bits on every replica, so that a client cannot notice it.
 
-A request moves at most `max_moves` times in a row without a new token, since it may be what ends
-the engines. While no engine serves, requests that were accepted wait here, and new ones are
-refused. Everything runs in the event loop that called `open`.
+A request may be what ends an engine that computes it. After `max_deaths` such ends in a row without
+a new token it is ended; if there are several such requests, each is tried once more, as the only
+one of them on its engine. A request that only waited is not suspected, but moves at most
+`max_moves` times in a row: a process may end before it reports what it begins.
+
+While no engine serves, requests wait here (`cluster.parked`), and when none will serve again they
+end. Everything runs in the event loop that called `open`.
+
+An operator may drain and restart the engines one by one. Their requests move as if they had ended,
+but only to engines with the same weights: if the checkpoint on disk was replaced, and no other
+engine has the old one, they end first.
 """
 
 from __future__ import annotations
@@ -19,28 +27,31 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence, Set
+from contextlib import contextmanager, suppress
 
 from msgspec.structs import replace
 
+from quickstep.cluster.parked import ParkedRequests
 from quickstep.config import ReplicaConfig, StreamConfig
 from quickstep.core.accounting import added
 from quickstep.core.router import ROUTERS, ReplicaState, ReplicaView
 from quickstep.engine.adapters import LoadedAdapter
 from quickstep.engine.records.step_log import StepLog
 from quickstep.engine.remote.engine import LOG_CAPACITY, RemoteEngine
-from quickstep.engine.remote.streams import LostRequest, records_of_lost
+from quickstep.engine.remote.streams import LostRequest
 from quickstep.engine.remote.supervisor import LoadProgress
 from quickstep.engine.requests import RequestIntake, open_seeds
-from quickstep.engine.stats import EngineState, EngineStats, ReplicaStats
+from quickstep.engine.stats import EngineState, EngineStats, ReplicaChange, ReplicaStats
 from quickstep.engine.stream import Stream
 from quickstep.errors import ConfigError, EngineDied, EngineError, QuickstepError, RequestError
 from quickstep.model.sizing import MemoryPlan
 from quickstep.text.chat_template import ChatTemplate
 from quickstep.text.tokenizer import Tokenizer
-from quickstep.types import Delta, FinishReason, Pooling, Request, SequenceTimings
+from quickstep.types import FinishReason, Pooling, Request, SequenceTimings
 
 _LOGGER = logging.getLogger(__name__)
+_POLL_S = 0.05  # for what lasts longer and is rare
 
 # Makes the engine of a replica: its number, the step log of all, and who continues its requests.
 EngineMaker = Callable[[int, StepLog, "ReplicaSet"], RemoteEngine]
@@ -69,11 +80,16 @@ class ReplicaSet:
         self._router = ROUTERS[config.router.value]()
         self._streams = streams
         self._max_moves = config.max_moves
+        self._max_deaths = config.max_deaths
+        self._trials: dict[int, str] = {}  # by engine: the request that may have ended others
+        self._watching: set[asyncio.Task[None]] = set()  # those trials
         self._clock = clock
         self._intake = RequestIntake(open_seeds(seed), self)
-        self._parked: dict[str, LostRequest] = {}  # accepted, and live on no engine
-        self._timers: dict[str, asyncio.TimerHandle] = {}  # their deadlines
+        self._parked = ParkedRequests(self._step_log, self._engines[0].max_waiting, clock)
         self._num_moves = 0
+        self._draining: set[int] = set()  # get no requests
+        self._restarting: set[int] = set()  # of those, which will get some again
+        self._is_changing = False  # an operator drains or restarts engines
         self._is_stopping = False
 
     @property
@@ -123,8 +139,7 @@ class ReplicaSet:
         A second call, with the first still draining, ends them at once.
         """
         self._is_stopping = True
-        for lost in tuple(self._parked.values()):
-            self._end(lost, FinishReason.SHUTDOWN, "the engine was stopped")
+        self._parked.end_all(FinishReason.SHUTDOWN, EngineDied("the engine was stopped"))
         await asyncio.gather(*(engine.stop(drain_s) for engine in self._engines))
 
     @property
@@ -187,21 +202,26 @@ class ReplicaSet:
         return merged_stats(
             [engine.stats() for engine in self._engines],
             self.process_ids,
-            len(self._parked),
+            self._parked,
+            self._draining,
             self._num_moves,
         )
 
     @property
     def has_queue(self) -> bool:
         """Whether sequences wait on every engine that serves."""
-        return all(engine.has_queue for engine in self._serving)
+        return all(self._engines[number].has_queue for number in self._takers())
 
     def check_admission(self, request: Request, num_sequences: int) -> None:
         """Raise RequestError for a request that no engine could accept now, whatever its prompt.
-        The error is that of the engine with the shortest queue.
+        The error is that of the engine with the shortest queue. Raises EngineError if none serves
+        and it could not wait for one.
         """
+        takers = self._takers()
+        if not takers:
+            self._check_parking(request, num_sequences)
         errors: dict[int, RequestError] = {}
-        for engine in self._serving:
+        for engine in (self._engines[number] for number in takers):
             try:
                 return engine.check_admission(request, num_sequences)
             except RequestError as error:
@@ -213,7 +233,7 @@ class ReplicaSet:
     def request_ids(self) -> tuple[str, ...]:
         """The ids of live requests."""
         placed = (name for engine in self._engines for name in engine.request_ids)
-        return (*placed, *self._parked)
+        return (*placed, *self._parked.request_ids)
 
     async def live_timings(self, request_id: str) -> dict[int, SequenceTimings]:
         """What the live sequences of a request spent their time on so far, by index; empty if it is
@@ -268,11 +288,12 @@ class ReplicaSet:
         """Do nothing: an engine's process prepares a request before it accepts it."""
 
     def stream(self, request: Request) -> Stream:
-        """Check a request and send it to an engine; `Stream.accepted` returns once it is accepted.
+        """Check a request and send it to an engine, or let it wait for one while none serves;
+        `Stream.accepted` returns once it is accepted.
 
         Raises:
             RequestError: The request cannot be served as it is.
-            EngineError: No engine accepts requests now.
+            EngineError: No engine will serve, or too many requests wait for one.
         """
         engine = self._engines[0]
         request = self._intake.take(
@@ -281,7 +302,11 @@ class ReplicaSet:
         if request.received_s is None:  # its deadlines count from here, wherever it runs
             request = replace(request, received_s=self._clock())
         stream = Stream(request, self, self._streams)
-        self._engines[self._choose(request)].submit(request, stream)
+        if takers := self._takers():
+            self._engines[self._choose(request, takers)].submit(request, stream)
+        else:
+            self._check_parking(request, request.sampling.n)
+            self._parked.add(LostRequest(stream, request, self.fingerprint))
         return stream
 
     def abort(self, request_id: str) -> None:
@@ -289,36 +314,58 @@ class ReplicaSet:
         engine = self._engine_of(request_id)
         if engine is not None:
             engine.abort(request_id)
-        elif (lost := self._parked.get(request_id)) is not None:
-            self._end(lost, FinishReason.ABORTED, "")
+        else:
+            self._parked.abort(request_id)
 
     def pause(self, request_id: str) -> None:
         """Generate no more for a request until `resume`; steps in flight still give deltas."""
         engine = self._engine_of(request_id)
         if engine is not None:
             engine.pause(request_id)
+        else:
+            self._parked.set_paused(request_id, True)
 
     def resume(self, request_id: str) -> None:
         """Continue a paused request."""
         engine = self._engine_of(request_id)
         if engine is not None:
             engine.resume(request_id)
-        elif (lost := self._parked.get(request_id)) is not None:
-            self._parked[request_id] = replace(lost, is_paused=False)
+        else:
+            self._parked.set_paused(request_id, False)
+            self._place_parked()
 
     def lost(self, engine: RemoteEngine, requests: Sequence[LostRequest]) -> None:
         """An engine's process has ended (the engine only): its requests continue on others."""
-        self._router.lost_cache(self._engines.index(engine))
+        number = self._engines.index(engine)
+        self._router.lost_cache(number)
+        tried = self._trials.pop(number, None)
+        suspects = {
+            lost.request.request_id
+            for lost in requests
+            if lost.was_computed and self._is_suspect(lost)
+        }
+        causes = suspects if len(suspects) == 1 else suspects & {tried}
         for lost in requests:
             if self._is_stopping:
-                self._end(lost, FinishReason.SHUTDOWN, "the engine was stopped")
-            elif lost.num_moves >= self._max_moves:
-                num = lost.num_moves + 1
-                why = f"{num} engine processes ended in a row while they computed it"
-                self._end(lost, FinishReason.ERROR, f"{why}; it is not tried again")
+                stopped = EngineDied("the engine was stopped")
+                self._parked.end(lost, FinishReason.SHUTDOWN, stopped)
+            elif lost.request.request_id in causes:
+                self._end_as_cause(lost, lost.num_deaths)
+            elif causes:  # it was none of the others
+                self._parked.add(lost.uncharged())
+            elif lost.num_moves > self._max_moves:
+                self._end_as_cause(lost, lost.num_moves)
             else:
-                self._park(lost)
+                self._parked.add(lost)
         self._place_parked()
+
+    def _is_suspect(self, lost: LostRequest) -> bool:
+        """Whether a request may be what ends engines."""
+        return lost.num_deaths >= self._max_deaths
+
+    def _end_as_cause(self, lost: LostRequest, num: int) -> None:
+        why = f"{num} engine processes ended in a row while they computed it"
+        self._parked.end(lost, FinishReason.ERROR, EngineDied(f"{why}; it is not tried again"))
 
     def restarted(self, engine: RemoteEngine) -> None:
         """An engine serves again (the engine only)."""
@@ -326,33 +373,166 @@ class ReplicaSet:
 
     def given_up(self, engine: RemoteEngine) -> None:
         """An engine will not be started again (the engine only)."""
-        if all(other.stats().state is EngineState.FAILED for other in self._engines):
-            for lost in tuple(self._parked.values()):
-                self._end(lost, FinishReason.ERROR, "the engine process ended; send it again")
+        if not any(map(self._will_take, range(len(self._engines)))):
+            error = EngineDied("the engine process ended; send it again")
+            self._parked.end_all(FinishReason.ERROR, error)
+
+    # -- changes by an operator -------------------------------------------------------------------
 
     @property
-    def _serving(self) -> list[RemoteEngine]:
-        return [engine for engine in self._engines if engine.is_serving]
+    def num_replicas(self) -> int:
+        """The replicas have numbers below this."""
+        return len(self._engines)
+
+    def has_new_files(self) -> bool:
+        """Whether files of the checkpoint have changed since an engine loaded them."""
+        return any(engine.has_new_files() for engine in self._engines)
+
+    async def drain_replica(self, number: int, drain_s: float = 0.0) -> ReplicaChange:
+        """Give an engine no more requests until it is restarted. Its requests may continue there
+        for `drain_s` seconds, then they move. Returns when it has none.
+
+        Raises:
+            RequestError: There is no such engine, no other one serves, or a change is under way.
+        """
+        with self._changing(number):
+            if not set(self._takers()) - {number}:
+                raise RequestError(
+                    f"replica {number} is the only one that serves; restart it instead", status=409
+                )
+            return await self._drain(number, drain_s)
+
+    async def restart_replica(self, number: int, drain_s: float = 0.0) -> ReplicaChange:
+        """Drain an engine and start it again. While it is the only one, requests wait.
+
+        Raises:
+            RequestError: There is no such engine, or a change is under way.
+            EngineError: It does not serve, or its new process does not.
+        """
+        with self._changing(number):
+            return await self._restart(number, drain_s)
+
+    async def restart_replicas(self, drain_s: float = 0.0) -> list[ReplicaChange]:
+        """Restart all engines that are not given up, one after the other, each when all others
+        serve.
+
+        Raises:
+            RequestError: A change is under way.
+            EngineError: A new process does not serve; the engines after it are as they were.
+        """
+        with self._changing():
+            changes = []
+            for number, engine in enumerate(self._engines):
+                while any(other.is_coming for other in self._engines):
+                    await asyncio.sleep(_POLL_S)
+                if engine.is_serving:
+                    changes.append(await self._restart(number, drain_s))
+            return changes
+
+    @contextmanager
+    def _changing(self, number: int = 0) -> Iterator[None]:
+        if not 0 <= number < len(self._engines):
+            last = len(self._engines) - 1
+            raise RequestError(
+                f"there is no replica {number}, the last is {last}",
+                status=404,
+                code="replica_not_found",
+            )
+        if self._is_changing:
+            raise RequestError(
+                "a replica is being drained or restarted; send it again later", status=409
+            )
+        self._is_changing = True
+        try:
+            yield
+        finally:
+            self._is_changing = False
+
+    async def _drain(self, number: int, drain_s: float, restarts: bool = False) -> ReplicaChange:
+        """Give an engine no more requests, and move those that it has."""
+        engine, note = self._engines[number], ""
+        _LOGGER.info("replica %d gets no more requests", number)
+        self._draining.add(number)
+        num_before = engine.num_live
+        with suppress(TimeoutError):
+            async with asyncio.timeout(drain_s):
+                await engine.wait_until_idle()
+        if not self._may_move(number, restarts):
+            note = "its requests ended there: no other replica has its weights"
+            if restarts:
+                note += ", and those on disk have changed"
+            _LOGGER.warning("replica %d waits for the end of its requests: %s", number, note)
+            await engine.wait_until_idle()
+        lost = engine.take_requests()
+        for request in lost:
+            self._parked.add(request)
+        self._place_parked()
+        num_moved = len(lost)
+        return ReplicaChange(
+            number, True, num_before - num_moved, num_moved, engine.fingerprint, note
+        )
+
+    def _may_move(self, number: int, restarts: bool) -> bool:
+        """Whether the requests of an engine can continue elsewhere, or on its next process."""
+        engine = self._engines[number]
+        if not engine.num_live:
+            return True
+        others = (self._engines[other] for other in self._takers())
+        if any(other.fingerprint == engine.fingerprint for other in others):
+            return True
+        return restarts and not engine.has_new_files()
+
+    async def _restart(self, number: int, drain_s: float) -> ReplicaChange:
+        engine = self._engines[number]
+        self._restarting.add(number)
+        try:
+            change = await self._drain(number, drain_s, restarts=True)
+            await engine.restart()
+        finally:
+            self._restarting.discard(number)
+            self._draining.discard(number)
+            self._place_parked()
+        return replace(change, is_draining=False, fingerprint=engine.fingerprint)
+
+    # -- choosing an engine -----------------------------------------------------------------------
+
+    def _takers(self) -> list[int]:
+        """The numbers of the engines that get requests now."""
+        return [
+            number
+            for number, engine in enumerate(self._engines)
+            if engine.is_serving and number not in self._draining
+        ]
+
+    def _will_take(self, number: int) -> bool:
+        """Whether an engine gets requests, now or later."""
+        is_held = number in self._draining - self._restarting
+        return self._engines[number].will_serve and not is_held
 
     def _engine_of(self, request_id: str) -> RemoteEngine | None:
         return next((engine for engine in self._engines if engine.is_live(request_id)), None)
 
-    def _choose(self, request: Request) -> int:
-        """The number of the engine that gets a request. Raises EngineError if none serves."""
-        serving = [number for number, engine in enumerate(self._engines) if engine.is_serving]
-        if not serving:
+    def _check_parking(self, request: Request, num_sequences: int) -> None:
+        """Raise EngineError unless a new request may wait for an engine to serve."""
+        if self._is_stopping or not any(map(self._will_take, range(len(self._engines)))):
             self._engines[0].check_serving()
             raise EngineError("no replica takes requests now; send it again later")
-        if len(serving) == 1:
-            return serving[0]
+        self._parked.check_room(request, num_sequences)
+
+    def _choose(self, request: Request, takers: Sequence[int]) -> int:
+        """Which of these engines gets a request."""
+        if len(takers) == 1:
+            return takers[0]
         if request.adapter:  # the engines know its id; for the router the name is as good
             request = replace(request, adapter_id=request.adapter)
-        views = [self._view(engine) for engine in self._engines]
+        views = [self._view(number, number in takers) for number in range(len(self._engines))]
         return self._router.choose(request, views, self._clock())
 
-    def _view(self, engine: RemoteEngine) -> ReplicaView:
-        if not engine.is_serving:
-            return ReplicaView(state=ReplicaState.DOWN)
+    def _view(self, number: int, is_up: bool) -> ReplicaView:
+        engine = self._engines[number]
+        if not is_up:
+            state = ReplicaState.DRAINING if number in self._draining else ReplicaState.DOWN
+            return ReplicaView(state=state)
         if not self._router.predicts:
             return ReplicaView(num_live=engine.num_live)
         return ReplicaView(
@@ -365,77 +545,78 @@ class ReplicaSet:
 
     def _place_parked(self) -> None:
         """Send requests that wait here to the engines that serve, in the order of their arrival."""
-        parked = sorted(self._parked.values(), key=lambda lost: lost.request.received_s or 0.0)
-        for lost in parked:
-            if not self._serving or self._is_stopping:
+        for lost in self._parked.in_order():
+            if self._is_stopping:
                 return
+            takers = self._takers()
+            if lost.has_output:  # other weights would not continue it
+                same = self._with_fingerprint(lost.fingerprint)
+                takers = [number for number in takers if number in same]
+                if not any(map(self._will_take, same)):
+                    error = EngineDied("the engine ended, and its successor has other weights")
+                    self._parked.end(lost, FinishReason.ERROR, error)
+            if self._is_suspect(lost):
+                # its trial ends with a token, for which its reader has to be ready
+                takers = [number for number in takers if number not in self._trials]
+                if lost.is_paused:
+                    continue
+            if not takers:
+                continue
+            self._parked.remove(lost.request.request_id)
             try:
-                self._place(lost)
+                self._place(lost, takers)
             except QuickstepError as error:
-                self._end(lost, FinishReason.ERROR, str(error))
+                self._parked.end(lost, FinishReason.ERROR, error)
 
-    def _place(self, lost: LostRequest) -> None:
+    def _with_fingerprint(self, fingerprint: str) -> set[int]:
+        return {
+            number
+            for number, engine in enumerate(self._engines)
+            if engine.fingerprint == fingerprint
+        }
+
+    def _place(self, lost: LostRequest, takers: Sequence[int]) -> None:
         request = lost.request
-        number = self._choose(request)
-        request_id = request.request_id
-        self._unpark(request_id)
-        if lost.has_output and self._engines[number].fingerprint != lost.fingerprint:
-            raise EngineError("the engine ended, and its successor has other weights")
-        self._engines[number].submit(request, lost.stream, lost.num_moves + 1)
+        number = self._choose(request, takers)
+        engine, request_id = self._engines[number], request.request_id
+        engine.submit(request, lost.stream, lost.num_moves, lost.num_deaths)
+        if self._is_suspect(lost):
+            self._try(number, request_id)
         if lost.is_paused:
-            self._engines[number].pause(request_id)
+            engine.pause(request_id)
+        if not request.resumed:
+            return  # no engine has accepted it before
         self._num_moves += 1
         num_tokens = sum(len(resumed.token_ids) for resumed in request.resumed)
         _LOGGER.info(
             "request %s continues on replica %d after %d tokens", request_id, number, num_tokens
         )
 
-    def _park(self, lost: LostRequest) -> None:
-        request = lost.request
-        self._parked[request.request_id] = lost
-        if request.timeout_s is not None:
-            left_s = (request.received_s or 0.0) + request.timeout_s - self._clock()
-            self._timers[request.request_id] = asyncio.get_running_loop().call_later(
-                max(0.0, left_s), self._expire, request.request_id
-            )
+    def _try(self, number: int, request_id: str) -> None:
+        """Let no other suspected request onto an engine before this one has got a token."""
+        self._trials[number] = request_id
+        watching = asyncio.create_task(self._watch_trial(number, request_id))
+        self._watching.add(watching)
+        watching.add_done_callback(self._watching.discard)
 
-    def _unpark(self, request_id: str) -> None:
-        self._parked.pop(request_id, None)
-        timer = self._timers.pop(request_id, None)
-        if timer is not None:
-            timer.cancel()
-
-    def _expire(self, request_id: str) -> None:
-        lost = self._parked.get(request_id)
-        if lost is not None:
-            self._end(lost, FinishReason.DEADLINE, "")
-
-    def _end(self, lost: LostRequest, reason: FinishReason, error: str) -> None:
-        """End a request that is live on no engine, with the output so far."""
-        request, now = lost.request, self._clock()
-        self._unpark(request.request_id)
-        if request.resumed:  # it was accepted
-            for record in records_of_lost(request, reason, request.received_s or now, now):
-                self._step_log.add_sequence(record)
-        if reason is FinishReason.DEADLINE:
-            lost.stream.accept()
-        elif error:
-            lost.stream.refuse(EngineDied(error))
-        stop_reason = reason.value if reason is FinishReason.DEADLINE else None
-        for index in request.indices:
-            lost.stream.put(
-                Delta(index, finish_reason=reason, stop_reason=stop_reason, error=error)
-            )
+    async def _watch_trial(self, number: int, request_id: str) -> None:
+        while self._engines[number].waits_for_token(request_id):
+            await asyncio.sleep(_POLL_S)
+        if self._trials.get(number) == request_id:  # its engine has not ended
+            del self._trials[number]
+        self._place_parked()
 
 
 def merged_stats(
     stats: Sequence[EngineStats],
     process_ids: Sequence[int | None],
-    num_parked: int,
+    parked: ParkedRequests,
+    draining: Set[int],
     num_moves: int,
 ) -> EngineStats:
     """The stats of several engines as those of one, which runs if one of them does; what it waits
-    for is the slowest of them. With the stats of each one as a replica, if there are several.
+    for is the slowest of them, and `parked` requests wait as in its queue. With the stats of each
+    one as a replica, if there are several or one is `draining`.
     """
     states = (EngineState.RUNNING, *EngineState)
     best = min(stats, key=lambda engine: states.index(engine.state))
@@ -451,18 +632,21 @@ def merged_stats(
             num_running=engine.scheduler.num_running,
             num_restarts=engine.num_restarts,
             stalled_s=engine.stalled_s,
+            is_draining=number in draining,
         )
         for number, (engine, process_id) in enumerate(zip(stats, process_ids, strict=True))
     )
+    scheduler = added([engine.scheduler for engine in stats])
+    num_waiting = scheduler.num_waiting + parked.num_sequences
     return replace(
         best,
         last_step_s=slowest.last_step_s,
         busy_since_s=slowest.busy_since_s,
         num_steps_in_flight=sum(engine.num_steps_in_flight for engine in stats),
-        num_requests=sum(engine.num_requests for engine in stats) + num_parked,
-        scheduler=added([engine.scheduler for engine in stats]),
+        num_requests=sum(engine.num_requests for engine in stats) + len(parked),
+        scheduler=replace(scheduler, num_waiting=num_waiting),
         num_restarts=sum(engine.num_restarts for engine in stats),
         silent_s=max(engine.silent_s for engine in stats),
-        replicas=replicas if len(stats) > 1 else (),
+        replicas=replicas if len(stats) > 1 or draining else (),
         num_moves=num_moves,
     )

@@ -47,6 +47,8 @@ class Totals(msgspec.Struct):
         exchange_s: The part of `busy_s` in which rank 0 waited for other ranks.
         wall_s: From the first plan to the last commit, by the scheduler's clock.
         idle_s: The part of `wall_s` in which no step ran: no work, planning, delivery.
+        bubble_s: The part of `idle_s` in which the stages of a pipeline had steps in flight: the
+            mean over stages of the time in which one had none to compute.
     """
 
     num_steps: int = 0
@@ -68,6 +70,7 @@ class Totals(msgspec.Struct):
     num_accepted: int = 0
     num_proposer_failures: int = 0
     exchange_s: float = 0.0
+    bubble_s: float = 0.0
 
     def add_step(
         self, seconds: float, elapsed_s: float, charges: StepCharges | None = None
@@ -331,6 +334,8 @@ def step_record(
     num_waiting: int,
     num_running: int,
     exchange_s: float = 0.0,
+    stage_s: tuple[float, ...] = (),
+    bubble_s: float = 0.0,
 ) -> StepRecord:
     """The line of the step log; the keyword arguments are the state after the commit."""
     decode, prefill = step.decode_load, step.prefill_load
@@ -369,6 +374,8 @@ def step_record(
         num_drafts=num_drafts,
         num_accepted=num_accepted,
         exchange_s=exchange_s,
+        stage_s=stage_s,
+        bubble_s=bubble_s,
     )
 
 

@@ -50,7 +50,7 @@ from quickstep.core.step import (
     pending_tokens,
     row_failures,
 )
-from quickstep.core.step_budget import StepBudget
+from quickstep.core.step_budget import StepBudget, last_step_id, turn_of_stage
 from quickstep.errors import EngineError, RequestError
 from quickstep.types import (
     FinishReason,
@@ -242,30 +242,38 @@ class Scheduler:
         """Add a row for each running sequence that has its prompt; those of tenants which hold more
         than their part come last.
         """
+        batch: Iterable[Sequence] = self._batch
+        num_stages, most_rows = self._config.num_stages, self._config.max_num_seqs
+        if num_stages > 1:
+            batch, most_rows = turn_of_stage(self._batch, num_stages)
         over_share = self._order.over_share(self._batch) if self._order.takes_turns else []
         held = {sequence.sequence_id for sequence in over_share} if over_share else ()
-        sequences = [sequence for sequence in self._batch if sequence.sequence_id not in held]
+        sequences = [sequence for sequence in batch if sequence.sequence_id not in held]
+        if held and num_stages > 1:
+            over_share = [sequence for sequence in batch if sequence.sequence_id in held]
         num_drafts = self._budget.of_drafts(
             draft, sequences, over_share, budget, self._next_step_id, now
         )
         budget = min(budget, draft.num_tokens_left - draft.min_prefill)
         if len(sequences) + len(over_share) > budget:  # more rows than tokens: in turn
-            sequences.sort(key=_last_step_id)
+            sequences.sort(key=last_step_id)
         for sequence in sequences:
-            if budget < 1:
+            if budget < 1 or not most_rows:
                 return
             most = budget
             if num_drafts is not None:
                 most = min(budget, 1 + num_drafts.get(sequence.sequence_id, 0))
-            budget -= self._place_decode(draft, sequence, most, now)
+            if num_tokens := self._place_decode(draft, sequence, most, now):
+                budget -= num_tokens
+                most_rows -= 1
         if not over_share:
             return
         # Those first that had no row for longest. They get no drafts.
         prefill = self._budget.limit_over_share(draft, over_share, now)
-        for sequence in sorted(over_share, key=_last_step_id)[:budget]:
-            if not self._budget.has_time_for(draft, sequence, prefill):
+        for sequence in sorted(over_share, key=last_step_id)[:budget]:
+            if not most_rows or not self._budget.has_time_for(draft, sequence, prefill):
                 return
-            self._place_decode(draft, sequence, 1, now)
+            most_rows -= bool(self._place_decode(draft, sequence, 1, now))
 
     def _place_decode(self, draft: StepDraft, sequence: Sequence, most: int, now: float) -> int:
         """Add a row for the next token of a sequence and its drafts, `most` tokens at most; returns
@@ -289,7 +297,7 @@ class Scheduler:
 
     def _recompute_decodes(self, draft: StepDraft, budget: int, now: float) -> None:
         """Without a KV cache: the next token of a sequence needs all its tokens again."""
-        for sequence in sorted(self._batch, key=_last_step_id):
+        for sequence in sorted(self._batch, key=last_step_id):
             is_due = sequence.can_decode and not sequence.num_pending
             if not is_due or not budget:
                 continue
@@ -516,6 +524,10 @@ class Scheduler:
         since_s = self._accounted_s
         self._totals.add_step(result.seconds, now - since_s, charges)
         self._accounted_s = now
+        bubble_s = 0.0
+        if result.stage_s:
+            bubble_s = now - max(since_s, step.planned_at_s) - result.seconds
+            self._totals.bubble_s += bubble_s
         record = step_record(
             step,
             result.outputs,
@@ -526,6 +538,8 @@ class Scheduler:
             num_waiting=len(self._waiting),
             num_running=len(self._batch),
             exchange_s=result.exchange_s,
+            stage_s=result.stage_s,
+            bubble_s=bubble_s,
         )
         self._totals.num_prefill_tokens += record.num_prefill_tokens
         self._totals.num_proposer_failures = result.num_proposer_failures
@@ -740,7 +754,3 @@ class Scheduler:
     def _pending_tokens(self) -> Counter[str]:
         """How many tokens the steps in flight will emit, by sequence id."""
         return pending_tokens(self._in_flight)
-
-
-def _last_step_id(sequence: Sequence) -> int:
-    return sequence.last_step_id

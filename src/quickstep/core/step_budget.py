@@ -7,7 +7,7 @@ of the batch come last and only while the step stays short enough for the rows o
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from collections.abc import Sequence as SequenceOf
 
 from msgspec.structs import replace
@@ -189,3 +189,19 @@ class StepBudget:
             limit_s=draft.limit_s,
             prefill_may_wait=draft.prefill_may_wait,
         )
+
+
+def turn_of_stage(batch: Iterable[Sequence], num_stages: int) -> tuple[list[Sequence], int]:
+    """The sequences that may decode in the next step of a pipeline, and how many of them: the part
+    of all that decode, as its stages compute as many steps at the same time. Those come first that
+    had no row for longest. One whose last token is still being computed has to wait for it.
+    """
+    decoding = [sequence for sequence in batch if sequence.num_pending or sequence.can_decode]
+    due = [sequence for sequence in decoding if not sequence.num_pending]
+    due.sort(key=last_step_id)
+    return due, -(-len(decoding) // num_stages)
+
+
+def last_step_id(sequence: Sequence) -> int:
+    """The number of the last step with a row of it."""
+    return sequence.last_step_id

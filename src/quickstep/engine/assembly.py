@@ -41,18 +41,22 @@ if TYPE_CHECKING:
 
     from quickstep.engine.adapters import Adapters
     from quickstep.engine.engine import Engine
-    from quickstep.engine.ranks.processes import RankProcesses
+    from quickstep.engine.ranks.processes import ModelProcesses
     from quickstep.engine.step_times.cost_fits import FitFile
     from quickstep.model.checkpoint.source import Checkpoint
+    from quickstep.model.decoder import Decoder
     from quickstep.model.decoder_spec import ModelSpec
     from quickstep.model.interface import KVLayout, Model
     from quickstep.model.sharding import Shard
     from quickstep.model.sizing import DraftSizes, MemoryPlan
+    from quickstep.model.stages import Stage
     from quickstep.ops.native.ranks import RankMemory
     from quickstep.ops.table import KVCache, LoRAAdapter, OpTable
     from quickstep.ops.tensors import Array, Device, DType
     from quickstep.runtime.executors.device import DeviceExecutor
     from quickstep.runtime.executors.local import LocalExecutor
+    from quickstep.runtime.steps.captured import CapturedSteps
+    from quickstep.runtime.steps.pipeline import StageFollower, StageLinks
     from quickstep.runtime.steps.ranked import RankFollower
     from quickstep.runtime.steps.step_model import GraphOptions
     from quickstep.text.chat_template import ChatTemplate
@@ -129,30 +133,29 @@ def open_engine(
     """Load the model that `config` names and build its engine; `await engine.start()` runs it.
 
     The step log is also written to `step_log_path`, as JSON lines. An engine that gets its prompts
-    as tokens does not need the chat template. `on_rank_lost` is called when another rank of the
+    as tokens does not need the chat template. `on_rank_lost` is called when another process of the
     model ends by itself; no step can run then.
 
     Raises:
         ConfigError: The checkpoint is missing or broken, or does not fit.
     """
-    ranks = _rank_processes(config, on_rank_lost)
+    processes = _model_processes(config, on_rank_lost)
     try:
-        return _open_engine(config, progress, step_log_path, with_template, ranks)
+        return _open_engine(config, progress, step_log_path, with_template, processes)
     except BaseException:
-        if ranks is not None:
-            ranks.close()
+        if processes is not None:
+            processes.close()
         raise
 
 
-def _rank_processes(
+def _model_processes(
     config: EngineConfig, on_rank_lost: Callable[[str], None] | None
-) -> RankProcesses | None:
-    size = config.load.tensor_parallel_size
-    if size == 1:
+) -> ModelProcesses | None:
+    if config.load.num_ranks == 1:
         return None
-    from quickstep.engine.ranks.processes import RankProcesses
+    from quickstep.engine.ranks.processes import ModelProcesses
 
-    return RankProcesses(size, on_rank_lost)
+    return ModelProcesses(config.load, on_rank_lost)
 
 
 def _open_engine(
@@ -160,7 +163,7 @@ def _open_engine(
     progress: LoadProgress | None,
     step_log_path: Path | None,
     with_template: bool,
-    ranks: RankProcesses | None,
+    processes: ModelProcesses | None,
 ) -> Engine:
     from quickstep.model.checkpoint.source import find_checkpoint
     from quickstep.runtime.cache.kv_cache import allocate_kv
@@ -174,17 +177,17 @@ def _open_engine(
         if progress is not None:
             progress(num_bytes, total_bytes)
 
-    loaded = load_weights(config, report, checkpoint, ranks)
+    loaded = load_weights(config, report, checkpoint, processes)
     model = loaded.model
     plan = measured_plan(config, model, loaded.kv_layout, loaded.plan)
     loaded = replace(loaded, plan=plan)
     kv = allocate_kv(loaded.kv_layout, plan.num_blocks, config.cache.block_size, model.device)
     load_s = time.monotonic() - started_s
     description = describe(loaded, load_s, config.inputs, ahead.tokenizer(), with_template)
-    if ranks is not None:
-        ranks.wait_opened(model.fingerprint)
+    if processes is not None:
+        processes.wait_opened(model.fingerprint)
     adapters = loaded.adapters
-    return wire_engine(config, model, kv, plan, description, step_log_path, adapters, ranks)
+    return wire_engine(config, model, kv, plan, description, step_log_path, adapters, processes)
 
 
 def wire_engine(
@@ -195,7 +198,7 @@ def wire_engine(
     description: LoadedModel,
     step_log_path: Path | None = None,
     adapters: Adapters | None = None,
-    ranks: RankProcesses | None = None,
+    processes: ModelProcesses | None = None,
 ) -> Engine:
     """The engine around a model that is in memory; `kv` has the plan's blocks."""
     from quickstep.core.cost_model import Coefficients
@@ -227,7 +230,7 @@ def wire_engine(
     return Engine(
         description,
         scheduler,
-        open_executor(config, model, kv, plan, description, adapters, graphs, ranks),
+        open_executor(config, model, kv, plan, description, adapters, graphs, processes),
         fits=fits,
         step_log=StepLog(path=step_log_path),
         streams=config.streams,
@@ -246,7 +249,7 @@ def open_executor(
     description: LoadedModel,
     adapters: Adapters | None = None,
     graphs: GraphOptions | None = None,
-    ranks: RankProcesses | None = None,
+    processes: ModelProcesses | None = None,
 ) -> LocalExecutor | DeviceExecutor:
     """The executor of an engine around a model that is in memory."""
     from quickstep.engine.speculation import open_proposer
@@ -254,6 +257,7 @@ def open_executor(
     from quickstep.runtime.runner import ModelRunner
 
     grammars = description.grammars
+    links = None if processes is None else processes.links
     runner = ModelRunner(
         model,
         kv,
@@ -266,11 +270,16 @@ def open_executor(
         None if adapters is None else adapters.packed,
         config.speculation.sampling is SpeculativeSampling.REJECTION,
         graphs,
+        links,
     )
-    if graphs is None:
-        return LocalExecutor(runner, on_close=None if ranks is None else ranks.close)
-    from quickstep.ops.triton.compile_log import warn_of_compiles
+    on_close = None if processes is None else processes.close
+    if links is None and graphs is None:
+        return LocalExecutor(runner, on_close=on_close)
     from quickstep.runtime.executors.device import DeviceExecutor
+
+    if links is not None:
+        return DeviceExecutor(runner, on_close).start()
+    from quickstep.ops.triton.compile_log import warn_of_compiles
 
     started_s = time.monotonic()
     runner.compile_kernels()
@@ -309,8 +318,9 @@ def fit_file(config: EngineConfig, model: Model, description: LoadedModel) -> Fi
     if folder is None:
         return None
     load, device = config.load, model.device.type
-    threads, size = num_threads(load), load.tensor_parallel_size
-    key = fit_key(description.fingerprint, device, threads, config.enforce_eager, size)
+    threads = num_threads(load)
+    split = load.tensor_parallel_size, load.pipeline_parallel_size
+    key = fit_key(description.fingerprint, device, threads, config.enforce_eager, split)
     return FitFile(folder, key)
 
 
@@ -362,8 +372,10 @@ class _Planned(msgspec.Struct, frozen=True):
     why_torch: str
 
 
-def _planned(config: EngineConfig, checkpoint: Checkpoint | None, rank: int = 0) -> _Planned:
-    """Find what `config` names, and the kernels of a rank. Raises ConfigError."""
+def _planned(config: EngineConfig, checkpoint: Checkpoint | None, place: int = 0) -> _Planned:
+    """Find what `config` names, and the kernels of a process, whose threads have their `place`
+    among those of all. Raises ConfigError.
+    """
     from quickstep.model.checkpoint.placement import choose_device, choose_dtype
     from quickstep.model.checkpoint.source import find_checkpoint
     from quickstep.model.checkpoint.weights import (
@@ -385,7 +397,7 @@ def _planned(config: EngineConfig, checkpoint: Checkpoint | None, rank: int = 0)
     use_device(device)
     dtype = choose_dtype(config.load.dtype, spec, open_checkpoint_files(checkpoint.path))
     isa = os.environ.get("QUICKSTEP_CPU_ISA")
-    places = places_for(config.load.pin_threads, rank, config.load.tensor_parallel_size)
+    places = places_for(config.load.pin_threads, place, config.load.num_ranks)
     ops = resolve_ops(device, config.load.kernels, num_threads(config.load), isa, places)
     if device.type == "cuda":
         _LOGGER.info("running on %s with the kernels %r", _gpu_text(device), ops.name)
@@ -424,9 +436,9 @@ def load_weights(
     config: EngineConfig,
     progress: LoadProgress | None,
     checkpoint: Checkpoint | None = None,
-    ranks: RankProcesses | None = None,
+    processes: ModelProcesses | None = None,
 ) -> LoadedWeights:
-    """Find, plan and load what `config` names; of several ranks, the part of the first. The others
+    """Find, plan and load what `config` names; of several processes, this one's part. The others
     are started as soon as it is known what fits. Raises ConfigError.
     """
     from quickstep.engine.adapters import Adapters, adapter_memory, open_adapters
@@ -434,10 +446,13 @@ def load_weights(
 
     planned = _planned(config, checkpoint)
     checkpoint, spec, dtype, ops = planned.checkpoint, planned.spec, planned.dtype, planned.ops
-    if ranks is not None:
+    if processes is not None:
         _check_ranks(config, planned)
-    elif config.load.tensor_parallel_size > 1:
-        raise ConfigError("this runs in one process: leave --tensor-parallel-size out")
+    elif config.load.num_ranks > 1:
+        raise ConfigError(
+            "this runs in one process: leave --tensor-parallel-size and --pipeline-parallel-size "
+            "out"
+        )
     at_start = open_adapters(config.lora, spec)
     adapter_bytes = host_bytes = 0
     if config.lora is not None:
@@ -449,11 +464,11 @@ def load_weights(
     plan = plan_for(config, spec, dtype, planned.device, ops, *held, sizes)
     for note in plan.notes:
         _LOGGER.info("%s", note)
-    model = _load_planned(config, planned, plan, ranks, progress)
+    model = _load_planned(config, planned, plan, processes, progress)
     kv_layout = model.kv_layout.stored_as(config.cache.kv_dtype)
     adapters = None
     if config.lora is not None:
-        biases = _base_biases(model, _first_shard(ranks))
+        biases = _base_biases(model, processes)
         adapters = Adapters(model, spec, model.ops, config.lora, adapter_bytes, biases)
         # the pinned ones first, so that the others are checked against what these leave
         for name, one in sorted(at_start, key=lambda entry: not adapters.is_pinned(entry[0])):
@@ -461,41 +476,41 @@ def load_weights(
     return LoadedWeights(checkpoint, spec, model, plan, kv_layout, adapters)
 
 
-def load_with_ranks(config: EngineConfig, plan: MemoryPlan, ranks: RankProcesses) -> Model:
-    """Rank 0's part of the model that `config` names, for a plan that was made elsewhere; returns
-    once all ranks have theirs. Raises ConfigError.
+def load_with_processes(config: EngineConfig, plan: MemoryPlan, processes: ModelProcesses) -> Model:
+    """This process's part of the model that `config` names, for a plan that was made elsewhere;
+    returns once all have theirs. Raises ConfigError.
     """
     planned = _planned(config, None)
     _check_ranks(config, planned)
-    model = _load_planned(config, planned, plan, ranks, None)
+    model = _load_planned(config, planned, plan, processes, None)
     if config.lora is not None:
-        _base_biases(model, _first_shard(ranks))
-    ranks.wait_opened(model.fingerprint)
+        _base_biases(model, processes)
+    processes.wait_opened(model.fingerprint)
     return model
 
 
-def _first_shard(ranks: RankProcesses | None) -> Shard:
+def _own_part(processes: ModelProcesses | None) -> tuple[Shard, Stage]:
     """What this process has of a model."""
     from quickstep.model.sharding import Shard
+    from quickstep.model.stages import Stage
 
-    return Shard() if ranks is None else Shard(0, ranks.size)
+    return (Shard(), Stage()) if processes is None else (processes.shard, processes.stage)
 
 
 def _load_planned(
     config: EngineConfig,
     planned: _Planned,
     plan: MemoryPlan,
-    ranks: RankProcesses | None,
+    processes: ModelProcesses | None,
     progress: LoadProgress | None,
 ) -> Model:
-    """Read the weights, while the other ranks read theirs. Raises ConfigError."""
+    """Read the weights, while the other processes read theirs. Raises ConfigError."""
     from quickstep.model.loader import load_model
 
     checkpoint, spec, ops = planned.checkpoint, planned.spec, planned.ops
-    if ranks is not None:
-        ops = ranks.start(config, plan, spec, ops)
-    on_host, shard = not planned.why_torch, _first_shard(ranks)
-    sizes = plan.max_model_len, on_host, shard
+    if processes is not None:
+        ops = processes.start(config, plan, spec, ops)
+    sizes = plan.max_model_len, not planned.why_torch, *_own_part(processes)
     model = load_model(checkpoint, spec, ops, config.load, progress, *sizes)
     if not model.exact:
         _LOGGER.warning(
@@ -503,80 +518,132 @@ def _load_planned(
             checkpoint.name,
         )
     kv_layout = model.kv_layout.stored_as(config.cache.kv_dtype)
-    if kv_layout.dtype.itemsize < model.kv_layout.dtype.itemsize:
+    is_narrower = kv_layout.dtype.itemsize < model.kv_layout.dtype.itemsize
+    if is_narrower and config.load.pipeline_parallel_size == 1:
         _warn_of_kv(model, config.cache.kv_dtype)
     return model
 
 
-def _base_biases(model: Model, shard: Shard) -> Mapping[int, Array]:
-    """The biases of a model's matrices, complete on every rank; all ranks call it."""
+def _base_biases(model: Model, processes: ModelProcesses | None) -> Mapping[int, Array]:
+    """The biases of all matrices of a model, with those of other processes; all ranks and stages
+    call it, or `_own_biases`.
+    """
+    shard, _ = _own_part(processes)
+    own = _own_biases(model, shard)
+    return own if processes is None else {**own, **processes.stage_biases()}
+
+
+def _own_biases(model: Model, shard: Shard) -> Mapping[int, Array]:
+    """The biases of the matrices of a stage, complete on every rank of it; all of them call it."""
     from quickstep.model.adapters.lora_modules import base_biases
     from quickstep.model.decoder import Decoder
     from quickstep.model.sharding import complete_biases
 
     if not isinstance(model, Decoder):
         return {}
-    own = base_biases(model.spec, model.weights, model.ops)
+    first_layer = model.stage.layers(model.spec).start
+    own = base_biases(model.spec, model.weights, model.ops, first_layer)
     return complete_biases(own, model.spec, shard, model.ops.ranks)
 
 
 def _check_ranks(config: EngineConfig, planned: _Planned) -> None:
-    """Refuse what several ranks cannot compute, warn of what they compute slowly. ConfigError."""
+    """Refuse what several processes cannot compute, warn of what they compute slowly. Raises
+    ConfigError.
+    """
     from quickstep.engine.speculation import check_rank_drafts
     from quickstep.model.sharding import check_ranks
+    from quickstep.model.stages import check_stages
 
     load = config.load
+    check_stages(planned.spec, load.pipeline_parallel_size)
     check_ranks(planned.spec, load.tensor_parallel_size)
     check_rank_drafts(config)
-    needs = f"--tensor-parallel-size {load.tensor_parallel_size} needs"
+    option = f"--tensor-parallel-size {load.tensor_parallel_size}"
+    if load.pipeline_parallel_size > 1:
+        option = f"--pipeline-parallel-size {load.pipeline_parallel_size}"
+        if not config.scheduler.use_kv_cache:
+            raise ConfigError(f"{option} needs the KV cache: leave --no-kv-cache out")
+    needs = f"{option} needs"
     if planned.ops.steps is None:
         raise ConfigError(f"{needs} the native kernels of a CPU: leave --device and --kernels out")
     if config.enforce_eager:
         raise ConfigError(f"{needs} captured steps; leave --enforce-eager out")
     cores = usable_cores()
-    if load.tensor_parallel_size > (load.num_threads or cores):
+    if load.num_ranks > (load.num_threads or cores):
         _LOGGER.warning(
-            "--tensor-parallel-size is %d and there are %d threads: the ranks will wait for one "
-            "another",
-            load.tensor_parallel_size,
+            "the model is divided among %d processes and there are %d threads: they will wait for "
+            "one another",
+            load.num_ranks,
             load.num_threads or cores,
         )
 
 
 def open_rank(
-    config: EngineConfig, plan: MemoryPlan, memory: RankMemory, rank: int
+    config: EngineConfig, plan: MemoryPlan, memory: RankMemory, rank: int, stage: int
 ) -> RankFollower:
-    """Load another rank's part while `load_weights` loads rank 0's. Raises ConfigError."""
-    from quickstep.model.decoder import Decoder
+    """Load another rank's part of a stage while rank 0 of it loads its own. Raises ConfigError."""
     from quickstep.model.loader import load_model
     from quickstep.model.sharding import Shard
-    from quickstep.runtime.cache.kv_cache import allocate_kv
-    from quickstep.runtime.steps.captured import CapturedSteps
-    from quickstep.runtime.steps.opening import open_steps
+    from quickstep.model.stages import Stage
     from quickstep.runtime.steps.ranked import RankFollower
 
-    planned = _planned(config, None, rank)
-    spec, ops, block_size = planned.spec, planned.ops, config.cache.block_size
+    planned = _planned(config, None, stage * memory.size + rank)
+    spec, ops = planned.spec, planned.ops
     assert ops.steps is not None, "rank 0 has found the native kernels"
     ranks = ops.steps.ranks(memory, rank)
-    ops, shard, on_host = replace(ops, ranks=ranks), Shard(rank, memory.size), not planned.why_torch
+    ops, on_host = replace(ops, ranks=ranks), not planned.why_torch
+    part = Shard(rank, memory.size), Stage(stage, config.load.pipeline_parallel_size)
     model = load_model(
-        planned.checkpoint, spec, ops, config.load, None, plan.max_model_len, on_host, shard
+        planned.checkpoint, spec, ops, config.load, None, plan.max_model_len, on_host, *part
     )
     kv_layout = model.kv_layout.stored_as(config.cache.kv_dtype)
-    if kv_layout.dtype.itemsize < model.kv_layout.dtype.itemsize:
+    if kv_layout.dtype.itemsize < model.kv_layout.dtype.itemsize and part[1].size == 1:
         from quickstep.runtime.cache.kv_probe import probed_logits
 
         for kv_dtype in ("auto", config.cache.kv_dtype):
             probed_logits(model, kv_dtype)  # which rank 0 compares (`_warn_of_kv`)
-    kv = allocate_kv(kv_layout, plan.num_blocks, block_size, model.device)
-    adapters: dict[str, LoRAAdapter] | None = None
     if config.lora is not None:
-        adapters = {}  # steps bring handles
-        _base_biases(model, shard)
+        _own_biases(model, part[0])
+    decoder, steps, kv = _open_part(config, model, kv_layout, plan)
+    return RankFollower(decoder, steps, kv, ranks)
+
+
+def open_stage(
+    config: EngineConfig, plan: MemoryPlan, links: StageLinks, processes: ModelProcesses
+) -> tuple[StageFollower, Mapping[int, Array]]:
+    """Load a stage that is not the last, with its ranks; returns the biases of its matrices too, if
+    adapters may change them. Raises ConfigError.
+    """
+    from quickstep.runtime.steps.captured import CapturedSteps
+    from quickstep.runtime.steps.pipeline import StageFollower
+    from quickstep.runtime.steps.ranked import RankedSteps, with_ranks
+
+    planned = _planned(config, None, processes.stage.number * processes.shard.size)
+    model = _load_planned(config, planned, plan, processes, None)
+    kv_layout = model.kv_layout.stored_as(config.cache.kv_dtype)
+    biases = {} if config.lora is None else _own_biases(model, processes.shard)
+    decoder, steps, _ = _open_part(config, model, kv_layout, plan)
+    processes.wait_opened(model.fingerprint)
+    own = with_ranks(steps, decoder)
+    assert isinstance(own, CapturedSteps | RankedSteps)
+    return StageFollower(decoder, own, links, time.perf_counter), biases
+
+
+def _open_part(
+    config: EngineConfig, model: Model, kv_layout: KVLayout, plan: MemoryPlan
+) -> tuple[Decoder, CapturedSteps, KVCache]:
+    """The captured steps of another process's part, with its KV cache."""
+    from quickstep.model.decoder import Decoder
+    from quickstep.runtime.cache.kv_cache import allocate_kv
+    from quickstep.runtime.steps.captured import CapturedSteps
+    from quickstep.runtime.steps.opening import open_steps
+
+    block_size = config.cache.block_size
+    kv = allocate_kv(kv_layout, plan.num_blocks, block_size, model.device)
+    adapters: dict[str, LoRAAdapter] | None = None if config.lora is None else {}
     steps = open_steps(model, kv, block_size, enforce_eager=False, adapters=adapters)
     assert isinstance(model, Decoder) and isinstance(steps, CapturedSteps)
-    return RankFollower(model, steps, kv, ranks)
+    return model, steps, kv
 
 
 def _warn_of_kv(model: Model, kv_dtype: str) -> None:
@@ -675,8 +742,8 @@ def set_threads(num_threads: int | None) -> None:
 
 
 def num_threads(load: LoadConfig) -> int:
-    """Threads to compute with, of each rank."""
-    return max(1, (load.num_threads or usable_cores()) // load.tensor_parallel_size)
+    """Threads to compute with, of each process of a model."""
+    return max(1, (load.num_threads or usable_cores()) // load.num_ranks)
 
 
 def _free_bytes(device: torch.device | Device) -> int:
@@ -709,19 +776,23 @@ def _fitted(
     speculation = config.speculation
     return replace(
         config.scheduler,
+        num_stages=config.load.pipeline_parallel_size,
         num_speculative_tokens=speculation.num_speculative_tokens if speculation.is_on else 0,
         max_model_len=plan.max_model_len,
         max_num_seqs=plan.max_num_seqs,
         max_num_batched_tokens=plan.max_num_batched_tokens,
-        pipeline_depth=config.scheduler.pipeline_depth or _default_depth(config, has_graphs),
+        pipeline_depth=_pipeline_depth(config, has_graphs),
         max_loras=None if config.lora is None else config.lora.max_loras,
         lora_bytes=None if adapters is None else adapters.max_bytes,
     )
 
 
-def _default_depth(config: EngineConfig, has_graphs: bool) -> int:
-    """Steps in flight: with graphs, the device keeps the tokens that the next step needs."""
-    return 2 if has_graphs and config.scheduler.use_kv_cache else 1
+def _pipeline_depth(config: EngineConfig, has_graphs: bool) -> int:
+    """Steps in flight: with graphs, the device keeps the tokens that the next step needs; every
+    stage of a pipeline computes one.
+    """
+    default = 2 if has_graphs and config.scheduler.use_kv_cache else 1
+    return max(config.scheduler.pipeline_depth or default, config.load.pipeline_parallel_size)
 
 
 def describe(

@@ -7,11 +7,11 @@ implement them. No torch here or above.
 from __future__ import annotations
 
 from collections.abc import AsyncIterator, Mapping, Sequence
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any, Protocol, runtime_checkable
 
 from quickstep.engine.adapters import LoadedAdapter
 from quickstep.engine.records.step_log import StepLog
-from quickstep.engine.stats import EngineStats
+from quickstep.engine.stats import EngineStats, ReplicaChange
 from quickstep.text.tool_calls.formats import OutputFormats
 from quickstep.types import Delta, Pooling, Request, SequenceTimings
 
@@ -205,3 +205,28 @@ class ServedEngine(Protocol):
         """Submit a request. Raises RequestError for what is known at once; the rest of the engine's
         refusals come with the stream's `accepted`.
         """
+
+
+@runtime_checkable
+class ReplicatedEngine(Protocol):
+    """A served engine whose processes an operator may drain and restart one by one. Streams move to
+    another one, or to the new process, after `drain_s` seconds; if only other weights are there,
+    they end first. All raise RequestError for a number that does not exist and while another change
+    is under way, and EngineError if the new process does not serve.
+    """
+
+    @property
+    def num_replicas(self) -> int:
+        """The replicas have numbers below this."""
+
+    def has_new_files(self) -> bool:
+        """Whether files of the checkpoint have changed since they were loaded."""
+
+    async def drain_replica(self, number: int, drain_s: float = 0.0) -> ReplicaChange:
+        """Give a replica no more requests until it is restarted; return when it has none."""
+
+    async def restart_replica(self, number: int, drain_s: float = 0.0) -> ReplicaChange:
+        """Drain a replica and start it again; return when it serves."""
+
+    async def restart_replicas(self, drain_s: float = 0.0) -> list[ReplicaChange]:
+        """Restart all, one after the other, each while all others serve."""

@@ -94,6 +94,7 @@ class LLMOptions(TypedDict, total=False):
     num_threads: int | None
     pin_threads: bool
     tensor_parallel_size: int
+    pipeline_parallel_size: int
     block_size: int
     num_blocks: int | None
     num_gpu_blocks_override: int | None

@@ -31,6 +31,7 @@ class ReplicaStats(msgspec.Struct, frozen=True):
     Attributes:
         process_id: The operating system's id of its process; None while there is none.
         stalled_s: `EngineStats.stalled_s`.
+        is_draining: It gets no requests, because an operator drains or restarts it.
     """
 
     replica: int
@@ -42,6 +43,31 @@ class ReplicaStats(msgspec.Struct, frozen=True):
     num_running: int
     num_restarts: int
     stalled_s: float
+    is_draining: bool = False
+
+    @property
+    def is_up(self) -> bool:
+        """Whether it gets requests."""
+        return self.state is EngineState.RUNNING and not self.is_draining
+
+
+class ReplicaChange(msgspec.Struct, frozen=True):
+    """What the drain or the restart of a replica has done.
+
+    Attributes:
+        is_draining: It gets no requests until it is restarted.
+        num_ended: Requests that ended on it meanwhile.
+        num_moved: Requests that continue on another one, or on its new process.
+        fingerprint: Of the weights that it has now.
+        note: Why requests had to end before, "" if they had not.
+    """
+
+    replica: int
+    is_draining: bool
+    num_ended: int
+    num_moved: int
+    fingerprint: str
+    note: str = ""
 
 
 class EngineStats(msgspec.Struct, frozen=True):

@@ -18,6 +18,7 @@ from quickstep.model.layers.interface import LayerStack, LayerStep
 from quickstep.model.layers.residual import build_layers
 from quickstep.model.rope import RopeTable
 from quickstep.model.sharding import Shard
+from quickstep.model.stages import Stage
 from quickstep.ops.table import KVCache, LoRAMapping, OpTable, PagedLayout
 from quickstep.ops.tensors import AnyTensor, Device, rounded
 
@@ -25,13 +26,14 @@ if TYPE_CHECKING:
     import torch
     from torch import Tensor
 
-_COMPLETE = Shard()
+_COMPLETE, _ONE_STAGE = Shard(), Stage()
 
-LayersOf = Callable[[ModelSpec, DecoderWeights, OpTable, Shard], LayerStack]
+# The last number is that of the first layer.
+LayersOf = Callable[[ModelSpec, DecoderWeights, OpTable, Shard, int], LayerStack]
 
 
 class Decoder:
-    """A native model over packed weights; see `model.interface.Model`."""
+    """A native model over packed weights, or one stage of it; see `model.interface.Model`."""
 
     def __init__(
         self,
@@ -43,11 +45,13 @@ class Decoder:
         fingerprint: str,
         shard: Shard = _COMPLETE,
         layers_of: LayersOf = build_layers,
+        stage: Stage = _ONE_STAGE,
     ) -> None:
         self._spec = spec
         self._shard = shard
+        self._stage = stage
         self._layers_of = layers_of
-        self._stack = layers_of(spec, weights, ops, shard)
+        self._stack = layers_of(spec, weights, ops, shard, stage.layers(spec).start)
         self._weights = weights
         self._ropes = ropes
         self._ops = ops
@@ -61,6 +65,11 @@ class Decoder:
     def spec(self) -> ModelSpec:
         """What the model computes."""
         return self._spec
+
+    @property
+    def stage(self) -> Stage:
+        """Which of its layers are here."""
+        return self._stage
 
     @property
     def weights(self) -> DecoderWeights:
@@ -86,7 +95,8 @@ class Decoder:
         return self._like(weights, ropes, self._ops)
 
     def _like(self, weights: DecoderWeights, ropes: tuple[RopeTable, ...], ops: OpTable) -> Decoder:
-        others = self._max_model_len, self._fingerprint, self._shard, self._layers_of
+        own = self._shard, self._layers_of, self._stage
+        others = self._max_model_len, self._fingerprint, *own
         return Decoder(self._spec, weights, ropes, ops, *others)
 
     @property
@@ -130,19 +140,26 @@ class Decoder:
         """`Model.forward`, and the inputs [T, hidden] of these layers, numbered from 0.
 
         With emitting tokens only, the last layer stops at its KV for others: the layer's keys and
-        values are all that later tokens read of them.
+        values are all that later tokens read of them. A stage that is not the last returns what the
+        next one needs in place of the inputs of layers, and what of it comes first.
         """
-        emitting, stack = batch.emitting, self._stack
+        emitting, stack, stage = batch.emitting, self._stack, self._stage
         rotations = tuple(table.at(self._ops, batch.layout.positions) for table in self._ropes)
-        x = self._embedding(batch)
+        if stage.is_first:
+            x = self._embedding(batch)
+            stream = stack.begin(x)
+        else:
+            stream, x = stack.unpack(batch.features), batch.features[0]
         layout = self._planned(batch.layout, x, kv)
         step = LayerStep(layout, kv, rotations, batch.lora)
-        stream = stack.begin(x)
         aux: list[Tensor] = []
         for index, layer in enumerate(stack.layers):
-            is_last = index == len(stack.layers) - 1
+            is_last = stage.is_last and index == len(stack.layers) - 1
             stream, x = layer.forward(stream, step, emitting if is_last else None)
             aux += [x for aux_layer in aux_layers if aux_layer == index]
+        if not stage.is_last:
+            carried = stack.pack(stream)
+            return carried[0], carried
         if emitting is not None and not emitting.tokens.shape[0]:
             return x[emitting.tokens], tuple(aux)
         return stack.end(stream), tuple(aux)
@@ -150,6 +167,7 @@ class Decoder:
     def logits(self, hidden: AnyTensor, lora: LoRAMapping | None = None) -> AnyTensor:
         """`Model.logits`."""
         spec, head = self._spec, self._weights.lm_head
+        assert head is not None, "the last stage of a pipeline has the logits"
         adapters = None if lora is None else (lm_head_number(spec), lora)
         divisor, softcap = spec.logit_divisor, spec.logit_softcap
         logits = self._ops.logits(hidden, head, divisor, softcap, adapters)
@@ -167,6 +185,7 @@ class Decoder:
 
     def _embedded(self, token_ids: Tensor) -> Tensor:
         weight, dtype = self._weights.embed_tokens, self._weights.final_norm.dtype
+        assert weight is not None, "the first stage of a pipeline embeds"
         ranks = self._ops.ranks
         if ranks is None:
             return self._ops.embedding(token_ids, weight, dtype)

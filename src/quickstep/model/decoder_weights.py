@@ -49,12 +49,13 @@ class LayerWeights(msgspec.Struct, frozen=True):
 
 
 class DecoderWeights(msgspec.Struct, frozen=True):
-    """A complete decoder: embedding [V, hidden], layers, final norm, output projection.
+    """A decoder: embedding [V, hidden], layers, final norm, output projection.
 
-    The embedding of a tied model is the output projection itself, held once.
+    The embedding of a tied model is the output projection itself, held once. A stage of a pipeline
+    has its layers only; None where another stage has the embedding or the output projection.
     """
 
-    embed_tokens: AnyTensor | LinearWeight
+    embed_tokens: AnyTensor | LinearWeight | None
     layers: tuple[LayerWeights, ...]
     final_norm: AnyTensor
-    lm_head: LinearWeight
+    lm_head: LinearWeight | None

@@ -186,8 +186,8 @@ class EagleModel:
         tokens that `batch.features` [T, C] are of ([T, 3 C] from three layers of the target).
         """
         ops, weights, decoder = self._ops, self._weights, self._spec.decoder
-        emitting, layout, features = batch.emitting, batch.layout, batch.features
-        assert emitting is not None and features is not None
+        emitting, layout, (features,) = batch.emitting, batch.layout, batch.features
+        assert emitting is not None
         cos, sin = self._rope.at(ops, layout.positions)
         embedded = ops.embedding(
             batch.token_ids, weights.embed_tokens, weights.post_attention_layernorm.dtype
@@ -422,7 +422,9 @@ class _Packing:
             return self._tensor("embed_tokens.weight", (target.vocab_size, size))
         if target.spec.hidden_size != size:
             raise ConfigError(f"{self._path} has no EAGLE tensor embed_tokens.weight")
-        return target.weights.embed_tokens
+        embedding = target.weights.embed_tokens
+        assert embedding is not None, "`check_rank_drafts` refuses stages of a target"
+        return embedding
 
     def _lm_head(self) -> LinearWeight | None:
         size = self._spec.decoder.hidden_size

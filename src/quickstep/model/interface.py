@@ -36,15 +36,16 @@ class EmittingTokens(msgspec.Struct, frozen=True):
 class ForwardBatch(msgspec.Struct, frozen=True):
     """One step's inputs: token_ids [T] int64, their layout, and their adapters, None for none.
 
-    With `emitting`, only the hidden states of its tokens are needed. `features` [T, C] are a second
-    input of each token, for an EAGLE layer; None for other models.
+    With `emitting`, only the hidden states of its tokens are needed. `features` are further
+    inputs of each token: [T, C] for an EAGLE layer, what the stage before leaves ([T, hidden] each)
+    for a later stage of a pipeline; () for other models.
     """
 
     token_ids: Tensor
     layout: PagedLayout
     emitting: EmittingTokens | None = None
     lora: LoRAMapping | None = None
-    features: Tensor | None = None
+    features: tuple[Tensor, ...] = ()
 
 
 class KVLayout(msgspec.Struct, frozen=True):

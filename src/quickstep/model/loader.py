@@ -47,6 +47,7 @@ from quickstep.model.quantize import QuantizingSource
 from quickstep.model.rope import make_rope_table
 from quickstep.model.sharding import Shard, ShardedSource
 from quickstep.model.spec import read_config
+from quickstep.model.stages import Stage
 from quickstep.ops.table import ExpertWeights, OpTable
 from quickstep.ops.tensors import CPU, AnyTensor, DType, HostTensor, torch_device, torch_dtype
 from quickstep.ops.torch_import import complete_torch, require_torch
@@ -57,7 +58,7 @@ if TYPE_CHECKING:
 
     from quickstep.ops.tensors import Device
 
-_COMPLETE = Shard()
+_COMPLETE, _ONE_STAGE = Shard(), Stage()
 
 
 def load_model(
@@ -69,19 +70,21 @@ def load_model(
     max_model_len: int | None = None,
     on_host: bool = False,
     shard: Shard = _COMPLETE,
+    stage: Stage = _ONE_STAGE,
 ) -> Model:
     """Load the weights of a checkpoint for an op table.
 
     `progress(done_bytes, total_bytes)` is called as bytes are read. `max_model_len` sizes the
     position tables (and chooses longrope's factors); None is the limit of the spec.
     `on_host`: tensors without torch, if `reason_for_torch` is None. `shard`: which part of every
-    matrix; `ops` then has the ranks that have the others.
+    matrix; `ops` then has the ranks that have the others. `stage`: which layers.
 
     Raises:
         ConfigError: Tensors are missing, unexpected, misshapen or corrupt.
     """
     with reading_checkpoint(checkpoint.path):
-        return _load_model(checkpoint, spec, ops, load, progress, max_model_len, on_host, shard)
+        part = shard, stage
+        return _load_model(checkpoint, spec, ops, load, progress, max_model_len, on_host, *part)
 
 
 def _load_model(
@@ -93,6 +96,7 @@ def _load_model(
     max_model_len: int | None,
     on_host: bool,
     shard: Shard,
+    stage: Stage,
 ) -> Model:
     device = choose_device(load.device)
     max_model_len = min(max_model_len or spec.max_model_len, spec.max_model_len)
@@ -132,8 +136,8 @@ def _load_model(
     if shard.size > 1:
         stored = ShardedSource(stored, spec, weights.names, shard)
     source = quantizing(stored, load.quantization, weights.names, ops)
-    names = weights.names
-    return build_decoder(spec, ops, source, names, max_model_len, fingerprint.result, shard)
+    names, part = weights.names, (shard, stage)
+    return build_decoder(spec, ops, source, names, max_model_len, fingerprint.result, *part)
 
 
 def reason_for_torch(
@@ -219,22 +223,24 @@ def build_decoder(
     max_model_len: int,
     fingerprint: Callable[[], str],
     shard: Shard = _COMPLETE,
+    stage: Stage = _ONE_STAGE,
 ) -> Decoder:
     """Pack the tensors of `source`, layer by layer, for a spec that they fit.
 
     `fingerprint` is called when they are packed.
     """
-    weights = _Packing(spec, ops, source).decoder(names)
+    weights = _Packing(spec, ops, source, stage).decoder(names)
     device = weights.final_norm.device
     ropes = tuple(make_rope_table(rope, max_model_len, device) for rope in spec.ropes)
-    return Decoder(spec, weights, ropes, ops, max_model_len, fingerprint(), shard)
+    return Decoder(spec, weights, ropes, ops, max_model_len, fingerprint(), shard, stage=stage)
 
 
 class _Packing:
     """Reads tensors in the order of the schema and packs them for the op table."""
 
-    def __init__(self, spec: ModelSpec, ops: OpTable, reader: TensorSource) -> None:
+    def __init__(self, spec: ModelSpec, ops: OpTable, reader: TensorSource, stage: Stage) -> None:
         self._spec = spec
+        self._stage = stage
         self._ops = ops
         self._reader = reader
         self._norms = layer_norms(spec)
@@ -245,19 +251,32 @@ class _Packing:
         final_norm = self._reader.tensor(f"{names.prefix}norm.weight")
         return DecoderWeights(embedding, layers, final_norm, projection)
 
-    def _outer(self, names: DecoderNames) -> tuple[AnyTensor | LinearWeight, LinearWeight]:
-        """Embedding and output projection: one weight where they are tied."""
-        if not names.head_stored:
-            packed = self._matrix((names.embed_tokens,))
-            return packed, packed
-        if self._spec.tied:
+    def _outer(
+        self, names: DecoderNames
+    ) -> tuple[AnyTensor | LinearWeight | None, LinearWeight | None]:
+        """Embedding and output projection, where the stage has them."""
+        stage = self._stage
+        if not (stage.is_first or stage.is_last):
+            return None, None
+        if not names.head_stored or self._spec.tied:
+            embedding, projection = self._tied(names)
+            return embedding if stage.is_first else None, projection if stage.is_last else None
+        return (
+            self._embedding(names.embed_tokens) if stage.is_first else None,
+            self._matrix((names.lm_head,)) if stage.is_last else None,
+        )
+
+    def _tied(self, names: DecoderNames) -> tuple[AnyTensor | LinearWeight, LinearWeight]:
+        """Embedding and output projection of a tied model: one weight, unless files differ."""
+        if names.head_stored:
             embedding = self._reader.linear((names.embed_tokens,))
             projection = self._reader.linear((names.lm_head,))
             if _equal(projection, embedding):
                 packed = self._pack(embedding)
                 return packed, packed
             return self._table(embedding), self._pack(projection)
-        return self._embedding(names.embed_tokens), self._matrix((names.lm_head,))
+        packed = self._matrix((names.embed_tokens,))
+        return packed, packed
 
     def _embedding(self, name: str) -> AnyTensor | LinearWeight:
         """An embedding that is no projection, packed where that needs no second copy of it."""
@@ -270,7 +289,7 @@ class _Packing:
         return self._pack(embedding) if isinstance(embedding, QuantizedWeight) else embedding
 
     def _layers(self, prefix: str) -> Iterator[LayerWeights]:
-        for index in range(self._spec.num_layers):
+        for index in self._stage.layers(self._spec):
             yield self._layer(f"{prefix}layers.{index}.", self._spec.layers[index].sparse)
 
     def _layer(self, start: str, sparse: bool) -> LayerWeights:

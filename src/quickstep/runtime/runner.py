@@ -26,7 +26,9 @@ from quickstep.runtime.speculation.drafting import Drafting, NextDrafts
 from quickstep.runtime.speculation.proposer import Proposer
 from quickstep.runtime.speculation.verification import EmittingRow, sample_rows
 from quickstep.runtime.steps.opening import open_steps
+from quickstep.runtime.steps.pipeline import PipelinedSteps, StageLinks, with_stages
 from quickstep.runtime.steps.ranked import with_ranks
+from quickstep.runtime.steps.stage_frames import StageFrame
 from quickstep.runtime.steps.step_model import EmittingToken, GraphOptions, StepModel
 from quickstep.types import RowFailure, RowOutput, StepPlan, StepResult, StepRow, TokenLogprobs
 
@@ -55,6 +57,41 @@ class HeldStep(msgspec.Struct):
     started_s: float
 
 
+class PreparedRows(msgspec.Struct):
+    """What a step's rows need of the model: logits of `tokens`, for the rows that emit.
+
+    Attributes:
+        is_read: Prompts are scored or embedded.
+        every_token: The hidden states of all tokens are needed.
+    """
+
+    emitting: list[EmittingRow]
+    tokens: list[EmittingToken]
+    is_read: bool
+    every_token: bool
+
+
+class PostedStep(msgspec.Struct):
+    """A step that earlier stages of a pipeline compute."""
+
+    plan: StepPlan
+    slots: list[Slot]
+    prepared: PreparedRows
+    frame: StageFrame
+    started_s: float
+
+
+class ComputedRows(msgspec.Struct):
+    """What the last stage of a pipeline has computed, and the seconds of every stage."""
+
+    hidden: AnyTensor
+    logits: AnyTensor
+    stage_s: tuple[float, ...]
+
+
+Awaited = Sequence[Sample | SampleFailure] | ComputedRows
+
+
 class ModelRunner:
     """One model on one device. `clock` gives seconds and is read at a step's start and end.
 
@@ -62,7 +99,7 @@ class ModelRunner:
     drafts tokens for rows that ask for them. `adapters` are those that rows may name, and may
     change between steps; None where no row has one. `by_rejection`: accept drafts by rejection
     sampling, so that tokens depend on them. `graphs`: steps are recorded; `kv` then has a block
-    more than the pool.
+    more than the pool. `links`: to the other stages of a pipeline, whose last one this is.
     """
 
     def __init__(
@@ -78,13 +115,17 @@ class ModelRunner:
         adapters: Mapping[str, LoRAAdapter] | None = None,
         by_rejection: bool = False,
         graphs: GraphOptions | None = None,
+        links: StageLinks | None = None,
     ) -> None:
         self._drafting = Drafting(proposer)
         aux_layers = self._drafting.aux_layers
-        self._steps: StepModel = with_ranks(
-            open_steps(model, kv, block_size, enforce_eager, adapters, aux_layers, graphs=graphs),
-            model,
+        steps = open_steps(
+            model, kv, block_size, enforce_eager, adapters, aux_layers, graphs=graphs
         )
+        self._steps: StepModel = with_ranks(steps, model)
+        self._pipeline: PipelinedSteps | None = None
+        if links is not None:
+            self._steps = self._pipeline = with_stages(self._steps, model, links, clock)
         self._graph_steps = _graph_steps(self._steps) if graphs is not None else None
         self._device_sampler = open_device_sampler(model)
         sampler = self._device_sampler
@@ -106,13 +147,16 @@ class ModelRunner:
         """
         return self.resume(self._start(plan))
 
-    def launch(self, plan: StepPlan) -> LaunchedStep | HeldStep:
-        """Begin a step without waiting for the device; steps before it may still run there.
+    def launch(self, plan: StepPlan) -> LaunchedStep | PostedStep | HeldStep:
+        """Begin a step without waiting for the device or for other stages; steps before it may
+        still run there.
 
         Where the device cannot sample its tokens before the host knows those of the steps before
         it, it is held: `resume` runs it once these are finished. Raises as `run`.
         """
         held = self._start(plan)
+        if self._pipeline is not None:
+            return self._post(held, self._pipeline) if plan.rows else held
         steps, sampler, slots = self._graph_steps, self._device_sampler, held.slots
         if steps is None or sampler is None or not self._can_defer(plan.rows, slots):
             return held
@@ -135,6 +179,33 @@ class ModelRunner:
             row.slot.num_pending += 1
         return LaunchedStep(plan, slots, emitting, samples, held.started_s)
 
+    def _post(self, held: HeldStep, pipeline: PipelinedSteps) -> PostedStep:
+        rows, slots = held.plan.rows, held.slots
+        try:
+            prepared = self._prepare(rows, slots)
+            frame = pipeline.post(prepared.tokens, prepared.every_token)
+        except BaseException:
+            self._slots.fail(rows, f"step {held.plan.step_id} failed")
+            raise
+        return PostedStep(held.plan, slots, prepared, frame, held.started_s)
+
+    def send(self, step: PostedStep) -> None:
+        """Send a posted step to the first stage, in the order of `launch`. Another thread may
+        finish steps meanwhile, without which this may wait. Raises EngineError.
+        """
+        assert self._pipeline is not None
+        self._pipeline.send(step.frame)
+
+    def wait(self, step: LaunchedStep | PostedStep) -> Awaited:
+        """Wait for a step, the oldest that was launched: its samples, or what it computed. Other
+        steps may be launched meanwhile. Raises what computing it has raised.
+        """
+        if isinstance(step, LaunchedStep):
+            return step.samples.wait()
+        assert self._pipeline is not None
+        hidden, logits = self._pipeline.run(step.prepared.tokens, step.prepared.every_token)
+        return ComputedRows(hidden, logits, self._pipeline.stage_s)
+
     def resume(self, held: HeldStep) -> StepResult:
         """Run a held step; every step before it is finished."""
         plan = held.plan
@@ -153,10 +224,28 @@ class ModelRunner:
         before_s, self._waited_s = self._waited_s, ranks.waited_s
         return self._waited_s - before_s
 
-    def finish(
+    def finish(self, step: LaunchedStep | PostedStep, awaited: Awaited) -> StepResult:
+        """Record the results of a step that ran, which `wait` has returned."""
+        if isinstance(step, PostedStep):
+            assert isinstance(awaited, ComputedRows)
+            return self._finish_posted(step, awaited)
+        assert not isinstance(awaited, ComputedRows)
+        return self._finish_launched(step, awaited)
+
+    def _finish_posted(self, step: PostedStep, computed: ComputedRows) -> StepResult:
+        plan, started_s = step.plan, self._clock()
+        *first, last = computed.stage_s
+        outputs, failures = self._read(
+            plan.rows, step.slots, step.prepared, computed.hidden, computed.logits
+        )
+        stage_s = *first, last + self._clock() - started_s
+        waited_s = 0.0 if self._ranks is None else self._newly_waited_s(self._ranks)
+        seconds, failed = sum(stage_s) / len(stage_s), self._drafting.num_failures
+        return StepResult(plan.step_id, outputs, seconds, failures, failed, waited_s, stage_s)
+
+    def _finish_launched(
         self, launched: LaunchedStep, samples: Sequence[Sample | SampleFailure]
     ) -> StepResult:
-        """Record the samples of a step that ran."""
         outputs = [_NO_OUTPUT] * len(launched.slots)
         rows = launched.plan.rows
         for one, sampled in zip(launched.emitting, samples, strict=True):
@@ -178,12 +267,13 @@ class ModelRunner:
         """A held step does not run: one before it failed."""
         self._slots.fail(held.plan.rows, f"step {held.plan.step_id} was skipped")
 
-    def abandon(self, launched: LaunchedStep) -> None:
+    def abandon(self, step: LaunchedStep | PostedStep) -> None:
         """A launched step failed: its sequences must be admitted again."""
-        for row in launched.emitting:
-            row.slot.num_pending -= 1
-        for slot in launched.slots:
-            slot.failure = slot.failure or f"step {launched.plan.step_id} failed"
+        if isinstance(step, LaunchedStep):
+            for row in step.emitting:
+                row.slot.num_pending -= 1
+        for slot in step.slots:
+            slot.failure = slot.failure or f"step {step.plan.step_id} failed"
 
     def compile_kernels(self) -> None:
         """Compile what only the first request would that samples its tokens."""
@@ -218,6 +308,11 @@ class ModelRunner:
         """Record nothing more, after a failure."""
         if self._graph_steps is not None:
             self._graph_steps.stop_capturing()
+
+    @property
+    def has_stages(self) -> bool:
+        """Whether other stages begin a step: it is launched, sent, awaited and finished."""
+        return self._pipeline is not None
 
     @property
     def is_on_host(self) -> bool:
@@ -302,13 +397,29 @@ class ModelRunner:
     def _compute(
         self, rows: Sequence[StepRow], slots: Sequence[Slot]
     ) -> tuple[tuple[RowOutput, ...], tuple[RowFailure, ...]]:
+        prepared = self._prepare(rows, slots)
+        hidden, logits = self._steps.run(prepared.tokens, prepared.every_token)
+        return self._read(rows, slots, prepared, hidden, logits)
+
+    def _prepare(self, rows: Sequence[StepRow], slots: Sequence[Slot]) -> PreparedRows:
         self._steps.prepare(rows, slots)
         emitting, tokens = _emitting(rows, slots)
         is_read = any([row.num_scored or slot.pool for row, slot in zip(rows, slots, strict=True)])
         every_token = is_read or self._drafting.needs_every_token(rows)
-        hidden, logits = self._steps.run(tokens, every_token)
+        return PreparedRows(emitting, tokens, is_read, every_token)
+
+    def _read(
+        self,
+        rows: Sequence[StepRow],
+        slots: Sequence[Slot],
+        prepared: PreparedRows,
+        hidden: AnyTensor,
+        logits: AnyTensor,
+    ) -> tuple[tuple[RowOutput, ...], tuple[RowFailure, ...]]:
+        """Sample, score and draft from what the model computed."""
+        emitting, tokens, every_token = prepared.emitting, prepared.tokens, prepared.every_token
         outputs = [_NO_OUTPUT] * len(rows)
-        if is_read:
+        if prepared.is_read:
             self._read_prompts(rows, slots, hidden, outputs)
         if emitting:
             at_once = self._device_sampler is not None

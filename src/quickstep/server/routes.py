@@ -45,6 +45,7 @@ from quickstep.server.operate.lora_routes import lora_routes
 from quickstep.server.operate.metrics import ServerMetrics
 from quickstep.server.operate.prefix_cache import prefix_cache_routes
 from quickstep.server.operate.probes import Health, Pong, Probes, Readiness, Version
+from quickstep.server.operate.replicas import ReplicaRoutes
 from quickstep.server.options import ServerOptions
 from quickstep.server.reference.openapi import ApiDocument, ApiPages
 from quickstep.server.responses.endpoint import Responses
@@ -81,6 +82,7 @@ def api_routes(
         *Debug(models).routes(),
         *prefix_cache_routes(models),
         *lora_routes(models),
+        *ReplicaRoutes(models).routes(),
     ]
     pages = ApiPages(routes, models)  # the document describes these two as well
     routes += _pages(pages)

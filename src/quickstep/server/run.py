@@ -27,9 +27,9 @@ from msgspec.structs import replace
 from uvicorn.config import Config
 from uvicorn.server import Server
 
-from quickstep.engine.interface import ServedEngine
+from quickstep.engine.interface import ReplicatedEngine, ServedEngine
 from quickstep.engine.stats import EngineState
-from quickstep.errors import ConfigError, EngineError
+from quickstep.errors import ConfigError, EngineError, QuickstepError
 from quickstep.server.app import create_app
 from quickstep.server.http.protocol import bounded_protocol
 from quickstep.server.http.tls import Certificates
@@ -94,6 +94,7 @@ class DrainingServer(Server):
         self._engine = engine
         self._certificates = certificates
         self._reload_wanted = False
+        self._restarting: asyncio.Task[None] | None = None
         self._drain_s = options.drain_s
         self._options = options
         self._keys = options.api_keys
@@ -115,11 +116,12 @@ class DrainingServer(Server):
 
     async def on_tick(self, counter: int) -> bool:
         """Ten times a second: end the server if its engine has failed for good; read keys and
-        certificates again if that was wanted.
+        certificates again, and restart the engines, if that was wanted.
         """
         if self._reload_wanted:
             self._reload_wanted = False
             self._reload()
+            self._restarting = asyncio.create_task(self._restart_replicas(), name="restart")
         if not self.should_exit and self._engine.stats().state is EngineState.FAILED:
             _LOG.critical("the engine has failed and is not started again: the server ends")
             self.should_exit = True
@@ -138,6 +140,22 @@ class DrainingServer(Server):
             _LOG.error("SIGHUP: the certificate stays as it was: %s", error)
         names = ", ".join(self._keys.names) or "none"
         _LOG.info("SIGHUP: read keys and certificates again; keys: %s", names)
+
+    async def _restart_replicas(self) -> None:
+        """Restart the engines one by one, if there are several, or if other weights are on disk:
+        requests would wait for the only one.
+        """
+        engine = self._engine
+        if not isinstance(engine, ReplicatedEngine):
+            return
+        try:
+            if engine.num_replicas == 1 and not engine.has_new_files():
+                return
+            changes = await engine.restart_replicas()
+        except QuickstepError as error:
+            _LOG.error("SIGHUP: the restart of the engines ended: %s", error)
+        else:
+            _LOG.info("SIGHUP: restarted %d engines", len(changes))
 
     async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
         """Refuse new requests, let running ones continue, then end them with an error event."""
@@ -176,7 +194,7 @@ class DrainingServer(Server):
                 signal.signal(number, handler)
 
     def want_reload(self, sig: int, frame: FrameType | None) -> None:
-        """SIGHUP: read keys and certificates again at the next tick."""
+        """SIGHUP: read keys and certificates again, and restart the engines, at the next tick."""
         self._reload_wanted = True
 
     def handle_exit(self, sig: int, frame: FrameType | None) -> None:

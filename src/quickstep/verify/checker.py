@@ -39,6 +39,7 @@ from quickstep.runtime.speculation.combined import CombinedProposer
 from quickstep.runtime.speculation.methods import open_lookup_proposers
 from quickstep.runtime.speculation.proposer import Proposer
 from quickstep.runtime.speculation.static import StaticProposer
+from quickstep.runtime.steps.pipeline import StageLinks
 from quickstep.text.tokenizer import Tokenizer
 from quickstep.types import Admission
 from quickstep.verify.adapters import adapter_ids, random_adapters
@@ -73,8 +74,9 @@ AfterGroup = Callable[[str, VerifyReport], bool]
 # The model to verify, computing on that many CPU threads.
 LoadForThreads = Callable[[int], Model]
 
-# Rank 0's part of it, for a setup of several ranks and the sizes of a plan.
-LoadForRanks = Callable[[Setup, MemoryPlan], Model]
+# Our part of it, for a setup of several processes and the sizes of a plan, and the links to the
+# stages of a pipeline.
+LoadDivided = Callable[[Setup, MemoryPlan], tuple[Model, StageLinks | None]]
 
 # What drafts for it with a model, by name (`draft`, `eagle`, ...), within the sizes of a plan.
 OpenProposers = Callable[[Model, MemoryPlan], Mapping[str, Proposer]]
@@ -153,14 +155,14 @@ def verify(
     tokenizer: Tokenizer | None = None,
     open_proposers: OpenProposers | None = None,
     after_group: AfterGroup | None = None,
-    load_ranks: LoadForRanks | None = None,
+    load_divided: LoadDivided | None = None,
 ) -> VerifyReport:
     """Generate, run and compare. Sets torch's thread count, and restores it.
 
     `load` is called once per thread count, since native kernels keep theirs for life; the model of
     one count is dropped before the next is loaded. Without `new_matcher` no request has a grammar,
     without `tokenizer` none has stop strings, without `open_proposers` no model drafts. With
-    `options.num_ranks`, `load_ranks` is needed.
+    `options.num_ranks` or `num_stages`, `load_divided` is needed.
 
     Raises:
         EngineError: A request fails at batch size 1, a block leaked, or the scheduler is stuck.
@@ -170,7 +172,7 @@ def verify(
         show = progress or _no_progress
         opens = open_proposers or _no_proposers
         verifier = _Verifier(
-            load, options, eos_token_ids, show, new_matcher, tokenizer, opens, load_ranks
+            load, options, eos_token_ids, show, new_matcher, tokenizer, opens, load_divided
         )
         return verifier.run(after_group or _go_on)
     finally:
@@ -217,10 +219,11 @@ class _Verifier:
         new_matcher: NewMatcher | None,
         tokenizer: Tokenizer | None,
         open_proposers: OpenProposers,
-        load_ranks: LoadForRanks | None,
+        load_divided: LoadDivided | None,
     ) -> None:
         self._load = load
-        self._load_ranks = load_ranks
+        self._load_divided = load_divided
+        self._links: StageLinks | None = None
         self._open_proposers = open_proposers
         self._new_matcher = new_matcher
         self._tokenizer = tokenizer
@@ -280,14 +283,15 @@ class _Verifier:
         return self._report
 
     def _use(self, setup: Setup) -> None:
-        """Load the model again for another thread count, or for ranks."""
+        """Load the model again for another thread count, or in several processes."""
         _set_torch_threads(setup.threads)
         del self._model, self._proposers
-        if setup.ranks == 1:
+        self._links = None
+        if setup.num_processes == 1:
             self._model = self._load(setup.threads)
         else:
-            assert self._load_ranks is not None, "ranks are requested"
-            self._model = self._load_ranks(setup, self._plan)
+            assert self._load_divided is not None, "several processes are requested"
+            self._model, self._links = self._load_divided(setup, self._plan)
             self._kv = self._allocated_kv()
         self._proposers = self._open_proposers(self._model, self._plan)
         options = self._options
@@ -340,6 +344,7 @@ class _Verifier:
             self._tokenizer,
             proposer,
             self._adapters,
+            self._links,
         )
 
     def _proposer(self, scenario: Scenario, rng: random.Random) -> Proposer | None:
@@ -414,7 +419,8 @@ class _Verifier:
             if scenario.is_chunked
             else _MAX_TOKENS,
             max_model_len=self._max_model_len,
-            pipeline_depth=scenario.pipeline_depth,
+            pipeline_depth=max(scenario.pipeline_depth, setup.stages),
+            num_stages=setup.stages,
             policy=scenario.policy,
             num_speculative_tokens=rng.choice((1, 4, 15)) if scenario.has_drafts else 0,
             max_loras=rng.randint(1, 4) if scenario.has_loads else None,

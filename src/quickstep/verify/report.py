@@ -20,13 +20,23 @@ Item = TypeVar("Item")
 
 
 class Setup(msgspec.Struct, frozen=True):
-    """What computes: threads in all, of so many processes that compute each step together."""
+    """What computes: threads in all, of so many processes that compute each step together, in so
+    many stages that compute several steps at the same time.
+    """
 
     threads: int
     ranks: int = 1
+    stages: int = 1
+
+    @property
+    def num_processes(self) -> int:
+        """Of the ranks of all stages."""
+        return self.ranks * self.stages
 
     def __str__(self) -> str:
-        return str(self.threads) if self.ranks == 1 else f"{self.threads} in {self.ranks} ranks"
+        counts = (self.stages, "stages"), (self.ranks, "ranks")
+        parts = [f"{count} {name}" for count, name in counts if count > 1]
+        return " in ".join([str(self.threads), *([" of ".join(parts)] if parts else [])])
 
 
 class VerifyOptions(msgspec.Struct, frozen=True):
@@ -39,6 +49,7 @@ class VerifyOptions(msgspec.Struct, frozen=True):
         num_adapters: Random LoRA adapters, one of which half of the requests have.
         num_ranks: Processes that compute each step together in further groups, with the most
             threads; 1 for none.
+        num_stages: Stages of a pipeline in these groups.
         fail_fast: Stop after the group with the first mismatch.
     """
 
@@ -51,16 +62,17 @@ class VerifyOptions(msgspec.Struct, frozen=True):
     num_adapters: int = 0
     fail_fast: bool = False
     num_ranks: int = 1
+    num_stages: int = 1
 
     @property
     def setups(self) -> tuple[Setup, ...]:
         """All that are compared; the single runs use the first."""
         of_threads = tuple([Setup(count) for count in self.threads])
-        of_ranks = (Setup(max(self.threads), self.num_ranks),) if self.num_ranks > 1 else ()
-        return of_threads + of_ranks
+        divided = Setup(max(self.threads), self.num_ranks, self.num_stages)
+        return of_threads + ((divided,) if divided.num_processes > 1 else ())
 
     def __post_init__(self) -> None:
-        for name in ("num_requests", "rounds", "num_ranks"):
+        for name in ("num_requests", "rounds", "num_ranks", "num_stages"):
             if getattr(self, name) < 1:
                 flag = name.replace("num_", "")
                 raise ConfigError(f"--{flag} is {getattr(self, name)}, it must be at least 1")
@@ -74,6 +86,7 @@ class Mismatch(msgspec.Struct, frozen=True):
     scenario: str
     threads: int
     ranks: int
+    stages: int
     sequence_id: str
     position: int
     expected_token: int | None
@@ -125,6 +138,7 @@ class VerifyReport(msgspec.Struct):
                 scenario=scenario,
                 threads=setup.threads,
                 ranks=setup.ranks,
+                stages=setup.stages,
                 sequence_id=sequence_id,
                 position=prompt_position,
                 expected_token=None,
@@ -143,6 +157,7 @@ class VerifyReport(msgspec.Struct):
                 scenario=scenario,
                 threads=setup.threads,
                 ranks=setup.ranks,
+                stages=setup.stages,
                 sequence_id=sequence_id,
                 position=position,
                 expected_token=_at(expected.token_ids, position),

@@ -27,10 +27,11 @@ from quickstep.engine.beam_search import BeamSearch, BeamSearchParams, Hypothesi
 from quickstep.errors import EngineError
 from quickstep.model.interface import Model
 from quickstep.ops.table import KVCache, LoRAAdapter
-from quickstep.runtime.runner import ModelRunner
+from quickstep.runtime.runner import ModelRunner, PostedStep
 from quickstep.runtime.sampling.grammar import NewMatcher
 from quickstep.runtime.speculation.proposer import Proposer
 from quickstep.runtime.steps.opening import device_graphs
+from quickstep.runtime.steps.pipeline import StageLinks
 from quickstep.runtime.steps.step_model import GraphOptions
 from quickstep.text.output_text import OutputText
 from quickstep.text.tokenizer import Tokenizer
@@ -241,6 +242,7 @@ class _Run:
         tokenizer: Tokenizer | None,
         proposer: Proposer | None,
         adapters: Mapping[str, LoRAAdapter],
+        links: StageLinks | None,
     ) -> None:
         self._pool = pool
         # those that are in memory, if they are a resource of the scheduler
@@ -262,10 +264,11 @@ class _Run:
             proposer=proposer,
             adapters=self._resident if adapters else None,
             graphs=_graphs(model, kv, config),
+            links=links,
         )
         for adapter_id in adapters:
             self._scheduler.register_adapter(adapter_id, 1)
-        self._in_flight: deque[tuple[StepPlan, StepResult]] = deque()
+        self._in_flight: deque[tuple[StepPlan, Callable[[], StepResult]]] = deque()
         self.counts = RunCounts()
         self.traces: dict[tuple[str, int], Trace] = {}
         self._texts: dict[tuple[str, int], OutputText] = {}
@@ -406,18 +409,29 @@ class _Run:
         if plan is not None:
             self.counts.overlapped_steps += bool(self._in_flight)
             self._count(plan)
-            self._in_flight.append((plan, self._runner.run(plan)))
+            self._in_flight.append((plan, self._begun(plan)))
             self._runner.capture_next()
             return
         if self._in_flight:
-            oldest, result = self._in_flight.popleft()
-            outcome = self._scheduler.commit(oldest, result, self._now)
+            oldest, finish = self._in_flight.popleft()
+            outcome = self._scheduler.commit(oldest, finish(), self._now)
             self.counts.preemptions += outcome.record.num_preemptions
             self.counts.drafts += outcome.record.num_drafts
             self.counts.accepted_drafts += outcome.record.num_accepted
             self._take(outcome.outputs)
         elif self._scheduler.has_work() and not (is_idle_fine or self._loads):
             raise EngineError("the scheduler has work and plans nothing")
+
+    def _begun(self, plan: StepPlan) -> Callable[[], StepResult]:
+        """Run a step, or let the stages of a pipeline begin it; returns what finishes it."""
+        runner = self._runner
+        if not runner.has_stages:
+            result = runner.run(plan)
+            return lambda: result
+        step = runner.launch(plan)
+        assert isinstance(step, PostedStep), "a plan has rows"
+        runner.send(step)
+        return lambda: runner.finish(step, runner.wait(step))
 
     def _count(self, plan: StepPlan) -> None:
         self.counts.steps += 1
@@ -484,16 +498,18 @@ def run_requests(
     tokenizer: Tokenizer | None = None,
     proposer: Proposer | None = None,
     adapters: Mapping[str, LoRAAdapter] | None = None,
+    links: StageLinks | None = None,
 ) -> tuple[dict[tuple[str, int], Trace], RunCounts]:
     """The trace of each (request id, index), and what happened on the way.
 
     `kv` may hold anything an earlier run left; `pool` has to be fresh. `adapters` are those that
-    requests name; with `config.max_loras`, they are loaded and evicted on the way.
+    requests name; with `config.max_loras`, they are loaded and evicted on the way. `links`
+    lead to the other stages of the model.
 
     Raises:
         EngineError: A block leaked, or the scheduler is stuck.
     """
-    run = _Run(model, kv, config, pool, new_matcher, tokenizer, proposer, adapters or {})
+    run = _Run(model, kv, config, pool, new_matcher, tokenizer, proposer, adapters or {}, links)
     asyncio.run(run.drive(events))
     return run.traces, run.counts
 

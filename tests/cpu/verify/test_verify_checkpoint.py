@@ -97,7 +97,7 @@ def test_the_command_prints_a_line_after_every_batch_and_ends_when_its_time_is_o
 def test_an_interrupted_verification_prints_what_it_has_compared(
     checkpoint, capsys, monkeypatch, formats
 ):
-    def interrupted(*arguments, load_ranks):
+    def interrupted(*arguments, load_divided):
         *_, after_group = arguments
         report = VerifyReport(VerifyOptions(num_requests=8, threads=(1,)))
         assert after_group("batched", report)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 from collections import Counter
+from functools import cache
 from importlib import import_module
 
 import pytest
@@ -23,6 +24,7 @@ REFUSED = [
 ]
 
 
+@cache
 def parser_of(command: str) -> Parser:
     parser = Parser(prog="quickstep")
     subparsers = parser.add_subparsers()

@@ -17,16 +17,23 @@ def test_a_long_life_starts_the_count_again() -> None:
     assert [restarts.delay_after(lived_s) for lived_s in (0, 10, 9, 8)] == [1, 1, 1, None]
 
 
-@given(st.lists(st.floats(0, 100)))
+def test_a_life_that_answered_a_request_is_never_short() -> None:
+    restarts = Restarts(RestartLimits(max_quick_deaths=1, quick_s=10, first_delay_s=1))
+    assert [restarts.delay_after(0.5, has_answered=True) for _ in range(20)] == [1] * 20
+    assert [restarts.delay_after(0.5) for _ in range(2)] == [1, None]
+
+
+@given(st.lists(st.tuples(st.floats(0, 100), st.booleans())))
 def test_it_is_given_up_exactly_when_too_many_short_lives_follow_each_other(
-    lives: list[float],
+    lives: list[tuple[float, bool]],
 ) -> None:
     limits = RestartLimits()
     restarts = Restarts(limits)
     num_short = 0
-    for lived_s in lives:
-        num_short = 0 if lived_s >= limits.quick_s else num_short + 1
-        delay_s = restarts.delay_after(lived_s)
+    for lived_s, has_answered in lives:
+        is_short = lived_s < limits.quick_s and not has_answered
+        num_short = num_short + 1 if is_short else 0
+        delay_s = restarts.delay_after(lived_s, has_answered)
         if num_short > limits.max_quick_deaths:
             assert delay_s is None
             return

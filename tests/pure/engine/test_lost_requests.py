@@ -58,8 +58,30 @@ def test_a_request_has_the_tokens_ends_and_scores_that_its_client_has() -> None:
     assert list(lost.request.indices) == [0]
 
 
+def test_a_request_that_waited_did_not_end_its_engine() -> None:
+    async def lost(has_started: bool, has_ended: bool, *deltas: Delta) -> LostRequest:
+        streams = RemoteStreams(lambda: 0.0, moves=True)
+        streams.open(Stream(REQUEST, Owner()), REQUEST, num_moves=2, num_deaths=1)
+        if has_started:
+            streams.start([REQUEST.request_id, "unknown"])
+        for delta in deltas:
+            streams.deliver(REQUEST.request_id, delta)
+        (lost,) = streams.take_all("fingerprint", has_ended)
+        return lost
+
+    def counts(has_started: bool, has_ended: bool, *deltas: Delta) -> tuple[int, int, bool]:
+        found = asyncio.run(lost(has_started, has_ended, *deltas))
+        return found.num_moves, found.num_deaths, found.was_computed
+
+    token = Delta(0, "a", (7,))
+    assert counts(False, True) == (3, 1, False)
+    assert counts(True, True) == (3, 2, True)
+    assert counts(True, True, token) == (1, 1, True), "the count begins again with a token"
+    assert counts(True, False) == (2, 1, False), "it was taken from an engine that runs"
+
+
 def test_a_request_that_was_lost_twice_keeps_what_came_before() -> None:
     first = handed_over(REQUEST, True, Delta(0, "a", (7,)))
     again = handed_over(first.request, False, Delta(0, "b", (8,)))
     assert again.request.resumed == (Resumed(0, (7, 8)), Resumed(1))
-    assert (first.num_moves, again.num_moves) == (0, 0)
+    assert (first.num_moves, again.num_moves) == (1, 1)

@@ -98,6 +98,19 @@ def test_an_engine_that_cannot_be_trusted_is_replaced_until_it_is_given_up(
     run(tmp_path, test, mode=mode)
 
 
+def test_an_engine_that_answers_is_never_given_up(tmp_path: Path) -> None:
+    async def test(engine: RemoteEngine) -> None:
+        for _ in range(QUICK.max_quick_deaths + 2):
+            await read(ask(engine, "abc", SamplingParams(max_tokens=2)))
+            process_id = engine.process_id
+            assert process_id is not None
+            os.kill(process_id, signal.SIGKILL)
+            await until(lambda killed=process_id: engine.process_id not in (None, killed))
+        assert engine.stats().state is EngineState.RUNNING
+
+    run(tmp_path, test)
+
+
 def test_an_answer_that_cannot_be_sent_ends_its_own_request(tmp_path: Path) -> None:
     async def test(engine: RemoteEngine) -> None:
         neighbour = ask(engine, "abc", LONG)

@@ -445,7 +445,7 @@ _DEVICES = (
         why="the KV cache is where the weights are",
     ),
     _row(
-        "--pipeline-parallel-size -pp --pp-size --ep-size "
+        "--ep-size "
         "--prefill-context-parallel-size -pcp --decode-context-parallel-size -dcp --nnodes "
         "--api-server-count -asc --data-parallel-size-local",
         _BOTH,

@@ -1,15 +1,17 @@
-"""The messages between rank 0 and another rank that are no steps, on a socket pair.
+"""The messages to and from a process with another part of a model that are no steps.
 
-    ToRank     OpenRank, then HoldAdapter and DropAdapter
-    FromRank   RankOpened or RankRefused, then AdapterHeld per HoldAdapter
+    ToRank     OpenRank or OpenStage, then HoldAdapter and DropAdapter
+    FromRank   PartOpened or PartRefused, then AdapterHeld per HoldAdapter
 
-Steps go through shared memory (`ops.native.ranks`). A connection that closes means that the process
+On a socket pair. Steps go through shared memory to ranks (`ops.native.ranks`), and from stage to
+stage (`runtime.steps.stage_frames`). A connection that closes means that the process
 at its other end has ended.
 """
 
 from __future__ import annotations
 
 import socket
+from collections.abc import Iterator
 from typing import TypeVar
 
 import msgspec
@@ -21,31 +23,9 @@ from quickstep.engine.remote.opening import LENGTH, WireMessage, framed
 from quickstep.model.sizing import MemoryPlan
 from quickstep.ops.native.ranks import RankMemory
 from quickstep.ops.table import LoRAPart
-from quickstep.ops.tensors import AnyTensor, HostTensor, find_dtype, host_dtype, to_numpy
+from quickstep.ops.tensors import AnyTensor, Array, HostTensor, find_dtype, host_dtype, to_numpy
 
 _Message = TypeVar("_Message")
-
-
-class OpenRank(WireMessage, frozen=True):
-    """Load this rank's part of the model; `plan` is that of all ranks."""
-
-    config: EngineConfig
-    plan: MemoryPlan
-    memory: RankMemory
-    rank: int
-    log: LogSetup
-
-
-class RankOpened(WireMessage, frozen=True):
-    """The rank waits for steps of the model with this fingerprint."""
-
-    fingerprint: str
-
-
-class RankRefused(WireMessage, frozen=True):
-    """The rank cannot load its part, and ends."""
-
-    reason: str
 
 
 class WireTensor(msgspec.Struct, frozen=True, array_like=True):
@@ -67,6 +47,50 @@ class WireTensor(msgspec.Struct, frozen=True, array_like=True):
         dtype = find_dtype(self.dtype)
         elements = np.frombuffer(self.content, dtype=dtype.storage).reshape(self.shape)
         return HostTensor(elements, dtype)
+
+
+class OpenRank(WireMessage, frozen=True):
+    """Load this rank's part of a stage of the model; `plan` is that of all processes."""
+
+    config: EngineConfig
+    plan: MemoryPlan
+    memory: RankMemory
+    rank: int
+    stage: int
+    log: LogSetup
+
+
+class OpenStage(WireMessage, frozen=True):
+    """Load this stage of the model; steps come from `before` and go to `after`, descriptors of
+    sockets. `plan` is that of all processes.
+    """
+
+    config: EngineConfig
+    plan: MemoryPlan
+    stage: int
+    before: int
+    after: int
+    log: LogSetup
+
+
+class PartOpened(WireMessage, frozen=True):
+    """The process waits for steps of the model with this fingerprint. `biases` are those of a
+    stage's matrices, with their numbers, where adapters may change them.
+    """
+
+    fingerprint: str
+    biases: tuple[tuple[int, WireTensor], ...] = ()
+
+    def numbered_biases(self) -> Iterator[tuple[int, Array]]:
+        """Each bias [N] with the number of its matrix."""
+        for number, bias in self.biases:
+            yield number, bias.tensor().numpy()
+
+
+class PartRefused(WireMessage, frozen=True):
+    """The process cannot load its part, and ends."""
+
+    reason: str
 
 
 class WirePart(msgspec.Struct, frozen=True, array_like=True):
@@ -121,8 +145,8 @@ class DropAdapter(WireMessage, frozen=True):
     number: int
 
 
-TO_RANK = msgspec.msgpack.Decoder(list[OpenRank | HoldAdapter | DropAdapter])
-FROM_RANK = msgspec.msgpack.Decoder(list[RankOpened | RankRefused | AdapterHeld])
+TO_RANK = msgspec.msgpack.Decoder(list[OpenRank | OpenStage | HoldAdapter | DropAdapter])
+FROM_RANK = msgspec.msgpack.Decoder(list[PartOpened | PartRefused | AdapterHeld])
 
 
 def send(connection: socket.socket, message: WireMessage) -> None:

@@ -1,262 +1,223 @@
-"""The other ranks of a model, as rank 0 sees them: start, open, watch, end.
+"""The processes of a model that is divided: tensor-parallel ranks, and stages of a pipeline.
 
-Rank 0 is the engine's process: scheduler, slots and sampler are there, as without ranks. The others
-are children of it, which load their parts at the same time and then follow it. A thread starts them
-and watches their connections, because Linux ends a child with the thread that made it. When one
-ends, the group is broken: the step that runs fails, and so does every later one.
+    engine's process: the last stage, rank 0 ── ranks 1, 2, ... of it
+            └── stages before it, rank 0 of each ── ranks 1, 2, ... of it
+
+Scheduler, slots and sampler are in the engine's process, as without others. The others are its
+children, which load their parts at the same time and then follow it: ranks through shared memory
+(`ops.native.ranks`), stages through sockets from one to the next (`runtime.steps.pipeline`).
 """
 
 from __future__ import annotations
 
-import itertools
 import logging
 import os
-import selectors
-import sys
-import threading
-import weakref
-from collections import deque
+import socket
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 
-import msgspec
 from msgspec.structs import replace
 
-from quickstep.config import EngineConfig
+from quickstep.config import EngineConfig, LoadConfig
 from quickstep.engine.logs import LogSetup
-from quickstep.engine.ranks.messages import (
-    FROM_RANK,
-    AdapterHeld,
-    DropAdapter,
-    HoldAdapter,
-    OpenRank,
-    RankRefused,
-    WirePart,
-    receive,
-    send,
-)
-from quickstep.engine.remote.launch import Launched, launch
-from quickstep.engine.remote.opening import WireMessage
-from quickstep.errors import ConfigError, EngineError
+from quickstep.engine.ranks.followers import DividedAdapter, DividedAdapters, Followers
+from quickstep.engine.ranks.messages import OpenRank, OpenStage
+from quickstep.errors import EngineError
 from quickstep.model.decoder_spec import ModelSpec
 from quickstep.model.sharding import Shard, shard_adapter
 from quickstep.model.sizing import MemoryPlan
-from quickstep.ops.native.lora import PackedLoRA
+from quickstep.model.stages import NUM_CARRIED, Stage, stage_adapter
 from quickstep.ops.native.ranks import NativeRanks, RankMemory
-from quickstep.ops.table import LoRAAdapter, LoRAPart, OpTable
+from quickstep.ops.table import LoRAPart, OpTable
+from quickstep.ops.tensors import Array
+from quickstep.runtime.steps.pipeline import StageLinks
 from quickstep.runtime.steps.ranked import RankWork
 
-_LOGGER = logging.getLogger(__name__)
-
-# -P: do not import modules from the working directory
-_COMMAND = (sys.executable, "-P", "-m", "quickstep.engine.ranks.worker")
 _LEAST_STAGE_BYTES = 2 << 20  # as much of a gather is put together at once
 _SCORED_POSITIONS = 64  # whose hidden states are posted at once (`runtime.sampling.prompt_scores`)
+_LINK_BYTES = 4 << 20  # of a socket between stages, as far as the system allows
+
+OnLost = Callable[[str], None]
 
 
-class RankProcesses:
-    """The ranks 1 to `size` - 1. `close` them in any case.
+class ModelProcesses:
+    """The processes that hold the other parts of a model than this one's. `close` them in any case.
 
-    `on_lost` is called with a sentence when one ends by itself, in the thread that watches them.
+    `stage` is this process's own; None for the last one, which has those before it as children.
+    `on_lost` is called with a sentence when one ends by itself, in a thread that watches them.
     """
 
-    def __init__(self, size: int, on_lost: Callable[[str], None] | None = None) -> None:
-        self.size = size
-        self._on_lost = on_lost
-        self._changed = threading.Condition()
-        self._opened: dict[int, str] = {}  # the ranks that have their part, and its fingerprint
-        self._failure = ""
-        self._is_closing = False
-        self._ranks: NativeRanks | None = None
-        self._watching: threading.Thread | None = None
-        self._launched: dict[int, Launched] = {}
-        self._sending = threading.Lock()
-        self._holding: dict[int, int] = {}  # ranks that have not yet packed an adapter, by number
-        self._dropped: deque[int] = deque()  # adapters that the ranks may free
+    def __init__(
+        self, load: LoadConfig, on_lost: OnLost | None = None, stage: Stage | None = None
+    ) -> None:
+        size, num_stages = load.tensor_parallel_size, load.pipeline_parallel_size
+        self.shard = Shard(0, size)
+        self.stage = Stage(num_stages - 1, num_stages) if stage is None else stage
+        self._ranks = _Ranks(self.shard.size, self.stage, on_lost) if size > 1 else None
+        has_stages = num_stages > 1 and stage is None
+        self._stages = _Stages(num_stages, on_lost) if has_stages else None
+
+    @property
+    def links(self) -> StageLinks | None:
+        """To the stages; None without any."""
+        return None if self._stages is None else self._stages.links
 
     def start(
         self, config: EngineConfig, plan: MemoryPlan, spec: ModelSpec, ops: OpTable
     ) -> OpTable:
-        """Start the processes, which load their parts; returns rank 0's ops, native ones, with its
-        end of the group.
-        """
-        assert ops.steps is not None, "they are native"
-        memory = RankMemory.create(*_sizes(spec, plan, config.cache.block_size), self.size)
-        self._ranks = ops.steps.ranks(memory, 0)
-        log = LogSetup(level=logging.getLogger().getEffectiveLevel())
-        openings = [OpenRank(config, plan, memory, rank, log) for rank in range(1, self.size)]
-        self._watching = threading.Thread(
-            target=self._watch, args=(openings,), name="ranks", daemon=True
-        )
-        self._watching.start()
-        return replace(ops, ranks=self._ranks, pack_lora=_RankAdapters(self, ops, spec).pack)
+        """Start the processes, which load their parts; returns this process's ops, native ones."""
+        if self._ranks is not None:
+            ops = self._ranks.start(config, plan, spec, ops)
+        return ops if self._stages is None else self._stages.start(config, plan, spec, ops)
 
     def wait_opened(self, fingerprint: str) -> None:
-        """Wait until every rank has its part of the model with this fingerprint. Raises ConfigError
-        if one cannot load it, or has another model.
+        """Wait until all have their parts of the model with this fingerprint. Raises ConfigError if
+        one cannot load it, or has another model.
         """
-        with self._changed:
-            self._changed.wait_for(lambda: self._failure or self._has_opened())
-            if self._failure:
-                raise ConfigError(self._failure)
-        for rank, found in self._opened.items():
-            if found != fingerprint:
-                raise ConfigError(
-                    f"rank {rank} of {self.size} has loaded the weights {found}, and rank 0 "
-                    f"{fingerprint}: the checkpoint was changed meanwhile; start again"
-                )
+        for part in self._parts():
+            part.followers.wait_opened(fingerprint)
 
-    def _has_opened(self) -> bool:
-        return len(self._opened) == self.size - 1
-
-    def hold_adapter(self, number: int, parts: Mapping[int, list[list[LoRAPart]]]) -> None:
-        """Let each rank pack its parts of an adapter, and wait until all have. Any thread may call
-        it. Raises EngineError when a rank is lost.
+    def stage_biases(self) -> Mapping[int, Array]:
+        """The biases [N] of the matrices of the other stages, by number. Raises ConfigError if one
+        cannot load its part.
         """
-        with self._changed:
-            self._holding[number] = len(parts)
-        while self._dropped:
-            dropped = DropAdapter(self._dropped.popleft())
-            for rank in parts:
-                self._send(rank, dropped)
-        for rank, modules in parts.items():
-            wire = [WirePart.of(module, part) for module, own in enumerate(modules) for part in own]
-            self._send(rank, HoldAdapter(number, len(modules), tuple(wire)))
-        with self._changed:
-            self._changed.wait_for(lambda: self._failure or not self._holding[number])
-            del self._holding[number]
-            if self._failure:
-                raise EngineError(self._failure)
-
-    def drop_adapter(self, number: int) -> None:
-        """Let the ranks free an adapter, before they get the next one. Any thread may call it, also
-        as a finalizer, which may interrupt a send.
-        """
-        self._dropped.append(number)
-
-    def _send(self, rank: int, message: WireMessage) -> None:
-        with suppress(OSError), self._sending:  # the thread that watches reports a lost rank
-            send(self._launched[rank].connection, message)
+        if self._stages is None:
+            return {}
+        parts = self._stages.followers.parts().values()
+        return {number: bias for part in parts for number, bias in part.numbered_biases()}
 
     def close(self) -> None:
         """End the processes; no step may run. Idempotent."""
-        with self._changed:
-            if self._is_closing or self._ranks is None:
-                return
-            self._is_closing = True
-            if not self._has_opened():  # they still load
-                for process in self._launched.values():
-                    process.process.kill()
-        try:
-            if not self._failure:
-                self._ranks.post(RankWork.CLOSE)
-        except EngineError:
-            pass  # one is lost, which breaks the others' waiting
-        self._ranks.break_()
-        if self._watching is not None:
-            self._watching.join()
+        for part in reversed(self._parts()):
+            part.close()
 
-    # -- the thread that watches -------------------------------------------------------------------
-
-    def _watch(self, openings: list[OpenRank]) -> None:
-        launched = self._launched
-        try:
-            for opening in openings:
-                launched[opening.rank] = launch(_COMMAND, shared=(opening.memory.descriptor,))
-                send(launched[opening.rank].connection, opening)
-            self._follow(launched)
-        except (EngineError, OSError) as error:
-            self._fail(f"a rank of the model cannot be started: {error}")
-        finally:
-            os.close(openings[0].memory.descriptor)
-            with self._sending:
-                for process in launched.values():
-                    process.end()
-
-    def _follow(self, launched: dict[int, Launched]) -> None:
-        """Read what the ranks say, until all have ended or one is lost."""
-        with selectors.DefaultSelector() as selector:
-            for rank, process in launched.items():
-                selector.register(process.connection, selectors.EVENT_READ, rank)
-            while selector.get_map():
-                for key, _ in selector.select():
-                    rank = key.data
-                    try:
-                        message = receive(launched[rank].connection, FROM_RANK)
-                    except (OSError, msgspec.DecodeError):
-                        message = None
-                    if message is None:
-                        selector.unregister(key.fileobj)
-                        if self._has_lost(rank, launched[rank]):
-                            return
-                    elif isinstance(message, RankRefused):
-                        self._fail(f"rank {rank} of {self.size}: {message.reason}")
-                        return
-                    else:
-                        with self._changed:
-                            if isinstance(message, AdapterHeld):
-                                self._holding[message.number] -= 1
-                            else:
-                                self._opened[rank] = message.fingerprint
-                            self._changed.notify_all()
-
-    def _has_lost(self, rank: int, process: Launched) -> bool:
-        """A rank has closed its connection: True unless the group is closing."""
-        with self._changed:
-            if self._is_closing:
-                return False
-        status = process.wait()
-        self._fail(f"rank {rank} of {self.size} has ended by itself (exit status {status})")
-        return True
-
-    def _fail(self, sentence: str) -> None:
-        assert self._ranks is not None
-        self._ranks.break_()
-        with self._changed:
-            was_open = self._has_opened()
-            self._failure = sentence
-            self._changed.notify_all()
-        if was_open:
-            _LOGGER.error("%s", sentence)
-            if self._on_lost is not None:
-                self._on_lost(sentence)
+    def _parts(self) -> list[_Ranks | _Stages]:
+        return [part for part in (self._ranks, self._stages) if part is not None]
 
 
-class _RankAdapters:
-    """`OpTable.pack_lora` of rank 0: every rank packs its part of an adapter.
+class _Ranks:
+    """The ranks 1 to `size` - 1 of a stage."""
 
-    An adapter has a number, by which steps name it, and stays on all ranks while rank 0's part of
-    it does.
-    """
+    def __init__(self, size: int, stage: Stage, on_lost: OnLost | None) -> None:
+        self._size = size
+        self._stage = stage
+        self._ranks: NativeRanks | None = None
+        self.followers = Followers(self._label, self._break, on_lost)
 
-    def __init__(self, processes: RankProcesses, ops: OpTable, spec: ModelSpec) -> None:
-        self._processes = processes
-        self._pack = ops.pack_lora
-        self._spec = spec
-        self._numbers = itertools.count(1)
+    def _label(self, rank: int) -> str:
+        of_stage = "" if self._stage.size == 1 else f" of stage {self._stage.number}"
+        return f"rank {rank} of {self._size}{of_stage}"
 
-    def pack(self, modules: Sequence[Sequence[LoRAPart]]) -> LoRAAdapter:
-        """Rank 0's part, once the others have theirs. Raises EngineError when a rank is lost."""
-        size, number = self._processes.size, next(self._numbers)
-        own = self._pack(shard_adapter(modules, self._spec, Shard(0, size)))
-        assert isinstance(own.data, PackedLoRA), "adapters are in dtypes of the kernels"
-        parts = {
-            rank: shard_adapter(modules, self._spec, Shard(rank, size)) for rank in range(1, size)
+    def start(
+        self, config: EngineConfig, plan: MemoryPlan, spec: ModelSpec, ops: OpTable
+    ) -> OpTable:
+        """Start them; returns rank 0's ops with its end of the group."""
+        assert ops.steps is not None, "they are native"
+        sizes = _sizes(spec, plan, config.cache.block_size, self._stage)
+        memory = RankMemory.create(*sizes, self._size)
+        self._ranks = ops.steps.ranks(memory, 0)
+        ranks, log = range(1, self._size), _log()
+        openings = {
+            rank: OpenRank(config, plan, memory, rank, self._stage.number, log) for rank in ranks
         }
-        self._processes.hold_adapter(number, parts)
-        own.data.number = number
-        finalizer = weakref.finalize(own.data, self._processes.drop_adapter, number)
-        finalizer.atexit = False
-        return own
+        shared = dict.fromkeys(ranks, (memory.descriptor,))
+        self.followers.start(openings, shared, lambda: os.close(memory.descriptor))
+
+        def divide(modules: Sequence[Sequence[LoRAPart]]) -> DividedAdapter:
+            parts = [
+                shard_adapter(modules, spec, Shard(rank, self._size)) for rank in range(self._size)
+            ]
+            return parts[0], dict(enumerate(parts[1:], 1))
+
+        packs = DividedAdapters(self.followers, ops, divide).pack
+        return replace(ops, ranks=self._ranks, pack_lora=packs)
+
+    def close(self) -> None:
+        """End them."""
+        self.followers.close(self._finish)
+
+    def _finish(self) -> None:
+        assert self._ranks is not None
+        with suppress(EngineError):  # one is lost, which breaks the others' waiting
+            self._ranks.post(RankWork.CLOSE)
+
+    def _break(self) -> None:
+        if self._ranks is not None:
+            self._ranks.break_()
 
 
-def _sizes(spec: ModelSpec, plan: MemoryPlan, block_size: int) -> tuple[int, int]:
-    """Bytes of a stage and of the largest message. Pages that are not written take no memory."""
+class _Stages:
+    """The stages before the last one, by number."""
+
+    def __init__(self, num_stages: int, on_lost: OnLost | None) -> None:
+        self._size = num_stages
+        self.followers = Followers(self._label, self._break, on_lost)
+        # the link at a place leads to the stage with this number
+        pairs = [socket.socketpair() for _ in range(num_stages)]
+        for _, target in pairs:
+            target.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, _LINK_BYTES)
+        for source, _ in pairs:
+            source.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, _LINK_BYTES)
+        self._pairs = pairs
+        self.links = StageLinks(before=pairs[-1][1], after=pairs[0][0])
+
+    def _label(self, number: int) -> str:
+        return f"stage {number} of {self._size}"
+
+    def start(
+        self, config: EngineConfig, plan: MemoryPlan, spec: ModelSpec, ops: OpTable
+    ) -> OpTable:
+        """Start them; returns the last stage's ops."""
+        openings, shared = {}, {}
+        for number in range(self._size - 1):
+            before, after = self._pairs[number][1], self._pairs[number + 1][0]
+            shared[number] = before.fileno(), after.fileno()
+            openings[number] = OpenStage(config, plan, number, *shared[number], _log())
+
+        def divide(modules: Sequence[Sequence[LoRAPart]]) -> DividedAdapter:
+            parts = [
+                stage_adapter(modules, spec, Stage(number, self._size))
+                for number in range(self._size)
+            ]
+            return parts[-1], dict(enumerate(parts[:-1]))
+
+        self.followers.start(openings, shared, self._close_theirs)
+        return replace(ops, pack_lora=DividedAdapters(self.followers, ops, divide).pack)
+
+    def _close_theirs(self) -> None:
+        """The stages have their ends, so that a stage which ends closes them."""
+        for _, target in self._pairs[:-1]:
+            target.close()
+        for source, _ in self._pairs[1:]:
+            source.close()
+
+    def close(self) -> None:
+        """End them."""
+        self.followers.close(lambda: None)
+        self._close_theirs()
+        for end in (self.links.before, self.links.after):
+            end.close()
+
+    def _break(self) -> None:
+        """No step goes on: the first stage ends, then those after it."""
+        for end in (self.links.after, self.links.before):
+            with suppress(OSError):
+                end.shutdown(socket.SHUT_RDWR)
+
+
+def _log() -> LogSetup:
+    return LogSetup(level=logging.getLogger().getEffectiveLevel())
+
+
+def _sizes(spec: ModelSpec, plan: MemoryPlan, block_size: int, stage: Stage) -> tuple[int, int]:
+    """Bytes of a gather and of the largest message. Pages that are not written take no memory."""
     widest = max(
         spec.vocab_size, spec.hidden_size, spec.intermediate_size, spec.num_heads * spec.head_size
     )
     tokens = max(plan.max_num_batched_tokens, plan.max_num_seqs)
     words = 16 * tokens  # rows, token ids, emitting tokens, parents, adapters, pairs of moves
     blocks = plan.max_num_seqs * (plan.max_model_len // block_size + 2)
-    hidden_bytes = 4 * _SCORED_POSITIONS * spec.hidden_size
+    # of prompts that are scored, or what the stage before has left
+    num_hidden = _SCORED_POSITIONS if stage.is_first else NUM_CARRIED * tokens + _SCORED_POSITIONS
+    hidden_bytes = 4 * num_hidden * spec.hidden_size
     return max(_LEAST_STAGE_BYTES, 16 * widest), 8 * words + 4 * blocks + hidden_bytes + 4096

@@ -1,6 +1,6 @@
-"""The process of a rank: `python -m quickstep.engine.ranks.worker SOCKET_FD PARENT_PID`.
+"""The process of a rank or stage: `python -m quickstep.engine.ranks.worker SOCKET_FD PARENT_PID`.
 
-It loads its part of the model and follows rank 0, its parent, until that closes the group or ends.
+It loads its part of the model and follows its parent, until that closes the others or ends.
 As the engine's process, it ignores the signals of a terminal, and ends with its parent.
 """
 
@@ -12,9 +12,9 @@ import os
 import socket
 import sys
 import threading
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
-from quickstep.engine.assembly import import_loading, open_rank
+from quickstep.engine.assembly import import_loading, open_rank, open_stage
 from quickstep.engine.logs import install
 from quickstep.engine.ranks.messages import (
     TO_RANK,
@@ -22,14 +22,20 @@ from quickstep.engine.ranks.messages import (
     DropAdapter,
     HoldAdapter,
     OpenRank,
-    RankOpened,
-    RankRefused,
+    OpenStage,
+    PartOpened,
+    PartRefused,
+    WireTensor,
     receive,
     send,
 )
+from quickstep.engine.ranks.processes import ModelProcesses
 from quickstep.engine.remote.worker import die_with, leave_signals
 from quickstep.errors import EngineError, QuickstepError
+from quickstep.model.stages import Stage
 from quickstep.ops.table import LoRAPart
+from quickstep.ops.tensors import FLOAT32, Array, HostTensor
+from quickstep.runtime.steps.pipeline import StageFollower, StageLinks
 from quickstep.runtime.steps.ranked import RankFollower
 
 _LOGGER = logging.getLogger(__name__)
@@ -44,28 +50,51 @@ def main(argv: Sequence[str] | None = None) -> int:
     connection = socket.socket(fileno=socket_fd)
     import_loading()
     opening = receive(connection, TO_RANK)
-    if not isinstance(opening, OpenRank):
+    if not isinstance(opening, OpenRank | OpenStage):
         return 1
     install(opening.log)
+    processes: ModelProcesses | None = None
+    biases: Mapping[int, Array] = {}
     try:
-        follower = open_rank(opening.config, opening.plan, opening.memory, opening.rank)
-        os.close(opening.memory.descriptor)
+        follower: RankFollower | StageFollower
+        if isinstance(opening, OpenRank):
+            config, stage = opening.config, opening.stage
+            follower = open_rank(config, opening.plan, opening.memory, opening.rank, stage)
+            os.close(opening.memory.descriptor)
+        else:
+            links = StageLinks(
+                *(socket.socket(fileno=fd) for fd in (opening.before, opening.after))
+            )
+            number, size = opening.stage, opening.config.load.pipeline_parallel_size
+            processes = ModelProcesses(opening.config.load, _end, Stage(number, size))
+            follower, biases = open_stage(opening.config, opening.plan, links, processes)
     except (QuickstepError, MemoryError) as error:
-        send(connection, RankRefused(str(error) or "the machine has no memory left"))
+        send(connection, PartRefused(str(error) or "the machine has no memory left"))
+        if processes is not None:
+            processes.close()
         return 1
     gc.freeze()
     gc.enable()
     threading.Thread(target=_listen, args=(connection, follower), daemon=True).start()
-    send(connection, RankOpened(follower.fingerprint))
+    wire = [(number, WireTensor.of(HostTensor(bias, FLOAT32))) for number, bias in biases.items()]
+    send(connection, PartOpened(follower.fingerprint, tuple(wire)))
     try:
         follower.run()
-    except EngineError as error:
-        _LOGGER.error("rank %d ends: %s", opening.rank, error)
+    except (EngineError, OSError) as error:
+        _LOGGER.error("a process of the model ends: %s", error)
         return 1
+    finally:
+        if processes is not None:
+            processes.close()
     return 0
 
 
-def _listen(connection: socket.socket, follower: RankFollower) -> None:
+def _end(_: str) -> None:
+    """A rank of this stage is lost, and so is the stage."""
+    os._exit(1)
+
+
+def _listen(connection: socket.socket, follower: RankFollower | StageFollower) -> None:
     """Hold and drop adapters, while steps run, until rank 0 has closed its end: then the process
     ends, also in a native call.
     """

@@ -47,6 +47,7 @@ from quickstep.engine.remote.messages import (
     ReportTimings,
     ResetPrefixCache,
     Resume,
+    Started,
     StatsNote,
     StepNote,
     TimingsNote,
@@ -66,6 +67,7 @@ from quickstep.engine.requests import RequestIntake, open_seeds
 from quickstep.engine.stats import EngineState, EngineStats
 from quickstep.engine.stream import Stream
 from quickstep.errors import ConfigError, EngineError, RequestError
+from quickstep.model.checkpoint.source import FileVersions, file_versions
 from quickstep.model.sizing import MemoryPlan
 from quickstep.text.chat_template import ChatTemplate
 from quickstep.text.tokenizer import Tokenizer
@@ -86,6 +88,7 @@ class _LoadedModel(msgspec.Struct, frozen=True):
 
     facts: ModelFacts
     texts: Texts
+    files: FileVersions
 
 
 class _WorkerStats:
@@ -221,6 +224,7 @@ class RemoteEngine:
         self._load = config.load
         self._inputs = config.inputs
         self._stream_bounds = config.streams
+        self._max_waiting = config.scheduler.max_waiting
         self._worker_stats = _WorkerStats()
         self._step_log = StepLog(LOG_CAPACITY) if step_log is None else step_log
         self._watcher = watcher
@@ -258,6 +262,34 @@ class RemoteEngine:
         """Take requests. Raises EngineError if the engine is not open, or was stopped."""
         self._supervisor.start()
 
+    async def restart(self) -> None:
+        """End the process in order and start another; its requests have ended, or were taken.
+        Raises EngineError if none serves then.
+        """
+        await self._supervisor.restart()
+
+    async def wait_until_idle(self) -> None:
+        """Return once no request is live."""
+        await self._streams.wait_until_empty()
+
+    def take_requests(self) -> list[LostRequest]:
+        """Hand over all live requests, which the process is then to end, to continue elsewhere. No
+        other may be sent before the process has been restarted.
+        """
+        lost = self._streams.take_all(self.fingerprint, has_ended=False)
+        if (process := self._supervisor.process) is not None:
+            for request in lost:
+                process.sender.put(Abort(request.request.request_id))
+        return lost
+
+    def has_new_files(self) -> bool:
+        """Whether the files of the checkpoint have changed since the process loaded them, so that
+        its successor may give other bits. A listening engine keeps what it has loaded.
+        """
+        if self._loaded.facts.text_digests is not None:
+            return False
+        return file_versions(self._loaded.texts.path) != self._loaded.files
+
     async def stop(self, drain_s: float = 0.0) -> None:
         """Accept no more, let requests continue for `drain_s` seconds, end the rest with SHUTDOWN.
 
@@ -283,6 +315,21 @@ class RemoteEngine:
         """Whether it takes requests now."""
         is_running = self._supervisor.state is EngineState.RUNNING and not self._is_draining
         return is_running and self._supervisor.process is not None
+
+    @property
+    def will_serve(self) -> bool:
+        """Whether it takes requests now, or will when its process is back."""
+        return self._supervisor.state in (EngineState.RUNNING, EngineState.RESTARTING)
+
+    @property
+    def is_coming(self) -> bool:
+        """Whether it takes no requests now, and will."""
+        return self.will_serve and not self.is_serving
+
+    @property
+    def max_waiting(self) -> int | None:
+        """Queued sequences beyond which it refuses requests; None for no limit."""
+        return self._max_waiting
 
     def check_serving(self) -> None:
         """Raise EngineError if it takes no requests now."""
@@ -317,6 +364,10 @@ class RemoteEngine:
     def is_live(self, request_id: str) -> bool:
         """Whether the request has not ended."""
         return self._streams.is_live(request_id)
+
+    def waits_for_token(self, request_id: str) -> bool:
+        """Whether the request is live and has got no token from this engine."""
+        return self._streams.waits_for_token(request_id)
 
     def has_id(self, request_id: object) -> bool:
         """Whether the id is in use, by a live request or by one that the process has yet to end."""
@@ -514,9 +565,11 @@ class RemoteEngine:
         self.submit(request, stream)
         return stream
 
-    def submit(self, request: Request, stream: Stream, num_moves: int = 0) -> None:
+    def submit(
+        self, request: Request, stream: Stream, num_moves: int = 0, num_deaths: int = 0
+    ) -> None:
         """Send a request that is complete, with its id and its seed, to the engine; its deltas go
-        to `stream`. So often it has moved from another engine.
+        to `stream`. `num_moves` and `num_deaths` as in `LostRequest`.
 
         Raises:
             RequestError: The request cannot be sent.
@@ -524,7 +577,7 @@ class RemoteEngine:
         """
         process = self._running_process()
         self._check_backlog(process)
-        self._streams.open(stream, request, level_of(request), num_moves)
+        self._streams.open(stream, request, level_of(request), num_moves, num_deaths)
         try:
             process.sender.put(request)
         except (UnicodeEncodeError, OverflowError) as error:
@@ -579,7 +632,8 @@ class RemoteEngine:
                     f"{process.name} came back with the fingerprint {facts.fingerprint}, it had "
                     f"{self.fingerprint}: start it with the same weights, or start the server again"
                 )
-        self._model = _LoadedModel(facts, texts)
+        files = await asyncio.to_thread(file_versions, texts.path)
+        self._model = _LoadedModel(facts, texts, files)
         self._is_draining = False
         self._worker_stats.update(opened.stats)
         for name, adapter_path in self._loaded_adapters.items():  # by clients of an earlier process
@@ -606,12 +660,16 @@ class RemoteEngine:
             case StepNote():
                 replica = self._replica
                 for sequence in message.sequences:
+                    if self._streams.has_moved(sequence.request_id):
+                        continue  # it has not ended
                     timings = self._of_replica(sequence.timings)
                     self._step_log.add_sequence(replace(sequence, timings=timings))
                 for request_id, delta in message.deltas:
                     self._streams.deliver(request_id, delta)
                 if (step := message.record) is not None:
                     self._step_log.add_step(replace(step, replica=replica) if replica else step)
+            case Started(request_ids=request_ids):
+                self._streams.start(request_ids)
             case Accepted(request_id=request_id, ignored=ignored, adapter_id=adapter_id):
                 self._streams.accept(request_id, ignored, adapter_id)
             case Refused():

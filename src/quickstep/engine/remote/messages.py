@@ -2,7 +2,8 @@
 
     ToEngine     Open, then Request, Abort, Pause, Resume, ReportTimings, ResetPrefixCache,
                  LoadAdapter and UnloadAdapter, in the end Stop
-    FromEngine   Loading*, Opened or OpenRefused, then Accepted or Refused per Request, and notes
+    FromEngine   Loading*, Opened or OpenRefused, then Accepted or Refused per Request, Started,
+                 and notes
 
 A listening engine is open already: it sends Opened first, answers each ReadClock, and may send
 Draining.
@@ -166,6 +167,14 @@ class Refused(WireMessage, frozen=True):
         )
 
 
+class Started(WireMessage, frozen=True):
+    """The next step is the first that computes these requests, or does so again after they were
+    preempted. Sent before it: if it ends the process, they may be the cause.
+    """
+
+    request_ids: tuple[str, ...]
+
+
 class StepNote(WireMessage, frozen=True):
     """All that came of a step; without a record, what came without one.
 
@@ -240,6 +249,7 @@ FromEngine = (
     | OpenRefused
     | Accepted
     | Refused
+    | Started
     | StepNote
     | TimingsNote
     | PrefixCacheReset

@@ -15,7 +15,7 @@ import gc
 import logging
 import sys
 import time
-from collections.abc import Callable, Coroutine
+from collections.abc import Callable, Coroutine, Sequence
 from contextlib import suppress
 from typing import TYPE_CHECKING, Any
 
@@ -44,6 +44,7 @@ from quickstep.engine.remote.messages import (
     ReportTimings,
     ResetPrefixCache,
     Resume,
+    Started,
     StatsNote,
     StepNote,
     Stop,
@@ -54,7 +55,7 @@ from quickstep.engine.remote.messages import (
 )
 from quickstep.engine.remote.opening import Open
 from quickstep.errors import ConfigError, EngineError, RequestError
-from quickstep.types import Delta, Request, SequenceTimings, StepRecord
+from quickstep.types import Admission, Delta, Request, SequenceTimings, StepRecord
 
 if TYPE_CHECKING:
     from quickstep.engine.engine import Engine
@@ -103,6 +104,18 @@ class StepNotes:
             record = replace(record, request_id=record.request_id.removeprefix(self._prefix))
         self._sequences.append(record)
         self._will_send()
+
+    def add_admissions(self, admitted: Sequence[Admission]) -> None:
+        """A step computes sequences for the first time."""
+        ids = (admission.sequence_id.rpartition("#")[0] for admission in admitted)
+        started = dict.fromkeys(ids)
+        if self._prefix:
+            started = {
+                request_id.removeprefix(self._prefix): None
+                for request_id in started
+                if request_id.startswith(self._prefix)
+            }
+        self._sender.put(Started(tuple(started)))
 
     def add_delta(self, request_id: str, delta: Delta) -> None:
         """A request has output. Raises UnicodeEncodeError for text that is not Unicode."""
@@ -180,6 +193,7 @@ class EngineService:
         self._start(self._sender.run())
         if self._engine is not None:
             self._engine.step_log.follow(self._notes)
+            self._engine.follow_admissions(self._notes.add_admissions)
             self._begin(self._engine)
         try:
             await self._receive_all()
@@ -218,6 +232,7 @@ class EngineService:
             task.cancel()
         if self._prefix and self._engine is not None:
             self._engine.step_log.unfollow(self._notes)
+            self._engine.unfollow_admissions(self._notes.add_admissions)
             for request_id in tuple(self._live):
                 self._engine.abort(self._prefix + request_id)
 
@@ -293,6 +308,7 @@ class EngineService:
                 raise EngineError("the engine is open")
             engine = await asyncio.to_thread(self._opener, opening.config, progress)
             engine.step_log.follow(self._notes)
+            engine.follow_admissions(self._notes.add_admissions)
             await engine.start()
             self._begin(engine)
         except ConfigError as error:

@@ -1,16 +1,16 @@
 """The live requests of an engine in another process: submitted and not ended.
 
 Owned by `RemoteEngine`, called in its event loop only. Its messages are assigned to the `Stream`s
-by request id. A request that was ended here, at its deadline, keeps its id until the engine has
-ended it as well, so that no late delta reaches a newer request. The tokens that a stream has got
-are kept, so that another engine can continue it (`LostRequest`).
+by request id. A request that was ended here, at its deadline, or that has moved to another engine,
+keeps its id until the engine has ended it as well, so that no late delta reaches a newer request.
+The tokens that a stream has got are kept, so that another engine can continue it (`LostRequest`).
 """
 
 from __future__ import annotations
 
 import asyncio
 from collections import Counter, defaultdict
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from types import MappingProxyType
 
 import msgspec
@@ -23,21 +23,31 @@ from quickstep.types import Delta, FinishReason, Request, Resumed, SequenceTimin
 
 
 class LostRequest(msgspec.Struct, frozen=True):
-    """A live request whose engine has ended, with what its stream has got.
+    """A live request that no engine has, because its own has ended or none served when it came,
+    with what its stream has got.
 
     Attributes:
         stream: Continues with the deltas of another engine.
         request: With what the stream has got as `resumed`.
-        num_moves: How many engines had ended with it before, in a row without a new token.
+        fingerprint: Of its engine: only an equal one gives the bits that follow.
+        num_moves: How many engine processes have ended with it, in a row without a new token.
+        num_deaths: How many of those had begun to compute it, so that it may have ended them.
+        was_computed: Whether the last one had.
         is_paused: Its reader is too slow.
-        fingerprint: Of the engine: only an equal one gives the bits that follow.
     """
 
     stream: Stream
     request: Request
-    num_moves: int
-    is_paused: bool
     fingerprint: str
+    num_moves: int = 0
+    num_deaths: int = 0
+    was_computed: bool = False
+    is_paused: bool = False
+
+    def uncharged(self) -> LostRequest:
+        """The same, if another request has ended the last engine."""
+        num_deaths = self.num_deaths - self.was_computed
+        return replace(self, num_moves=self.num_moves - 1, num_deaths=num_deaths)
 
     @property
     def has_output(self) -> bool:
@@ -52,6 +62,8 @@ class _Live(msgspec.Struct):
     running: set[int]  # indices of the sequences that have not ended
     outputs: defaultdict[int, list[int]]  # delivered, by index
     num_moves: int
+    num_deaths: int
+    has_started: bool = False  # a step has computed it
     num_prompt_logprobs: int = 0  # delivered
     timer: asyncio.TimerHandle | None = None  # of its deadline
 
@@ -75,6 +87,7 @@ class RemoteStreams:
         self._undecided: dict[str, tuple[int, int]] = {}  # level, number of sequences
         self._undecided_by_level: Counter[int] = Counter()
         self._ended_here: dict[str, set[int]] = {}  # sequences that the engine has not ended
+        self._moved: set[str] = set()  # of those, which continue on another engine
         self._busy_since_s = 0.0
         self._empty = asyncio.Event()
         self._empty.set()
@@ -118,9 +131,16 @@ class RemoteStreams:
         """Return once no request is live."""
         await self._empty.wait()
 
-    def open(self, stream: Stream, request: Request, level: int = 0, num_moves: int = 0) -> None:
-        """Follow a request, of a level of priority, that is about to be sent and has moved so often
-        from another engine.
+    def open(
+        self,
+        stream: Stream,
+        request: Request,
+        level: int = 0,
+        num_moves: int = 0,
+        num_deaths: int = 0,
+    ) -> None:
+        """Follow a request, of a level of priority, that is about to be sent; `num_moves` and
+        `num_deaths` as in `LostRequest`.
         """
         now, running = self._clock(), set(request.indices)
         num_sequences = len(running)
@@ -128,7 +148,7 @@ class RemoteStreams:
             self._busy_since_s = now
         outputs = defaultdict[int, list[int]](list)
         outputs.update({resumed.index: [*resumed.token_ids] for resumed in request.resumed})
-        live = _Live(stream, request, now, running, outputs, num_moves)
+        live = _Live(stream, request, now, running, outputs, num_moves, num_deaths)
         live.num_prompt_logprobs = sum(part.num_prompt_logprobs for part in request.resumed)
         self._live[stream.request_id] = live
         self._undecided[stream.request_id] = (level, num_sequences)
@@ -143,13 +163,33 @@ class RemoteStreams:
             if adapter_id != live.request.adapter_id:
                 live.request = replace(live.request, adapter_id=adapter_id)
 
+    def start(self, request_ids: Iterable[str]) -> None:
+        """The engine begins to compute these requests."""
+        for request_id in request_ids:
+            if (live := self._live.get(request_id)) is not None:
+                live.has_started = True
+
+    def waits_for_token(self, request_id: str) -> bool:
+        """Whether a request is live and has got no token from this engine."""
+        live = self._live.get(request_id)
+        return live is not None and not live.has_progressed
+
     def refuse(self, request_id: str, error: QuickstepError) -> None:
         """The engine has refused the request: its stream raises `error`, or ends with it if it had
         been accepted.
         """
-        self._ended_here.pop(request_id, None)
+        self._forget(request_id)
         if request_id in self._live:
             self._end(request_id, FinishReason.ERROR, error)
+
+    def has_moved(self, request_id: str) -> bool:
+        """Whether the request continues on another engine, and this one has yet to end it."""
+        return request_id in self._moved
+
+    def _forget(self, request_id: str) -> None:
+        """The engine has ended a request that ended here, or was moved, before."""
+        self._ended_here.pop(request_id, None)
+        self._moved.discard(request_id)
 
     def _decided(self, request_id: str) -> None:
         if request_id in self._undecided:
@@ -207,7 +247,7 @@ class RemoteStreams:
         if running:
             return
         if live is None:
-            del self._ended_here[request_id]
+            self._forget(request_id)
         else:
             self._remove(request_id)
 
@@ -222,26 +262,39 @@ class RemoteStreams:
                 num_before = {part.index: len(part.token_ids) for part in live.request.resumed}
                 yield from records_of_lost(lost, reason, live.since_s, now, num_before)
 
-    def take_all(self, fingerprint: str) -> list[LostRequest]:
-        """The engine has ended: hand over all live requests; none of them is live here any more."""
-        lost = [
-            LostRequest(
-                live.stream,
-                _resumed(live, was_accepted=request_id not in self._undecided),
-                0 if live.has_progressed else live.num_moves,
-                is_paused=request_id in self._paused,
-                fingerprint=fingerprint,
+    def take_all(self, fingerprint: str, has_ended: bool = True) -> list[LostRequest]:
+        """Hand over all live requests; none of them is live here any more. The engine has ended, or
+        is to end them: what still comes of it is dropped.
+        """
+        lost = []
+        for request_id, live in tuple(self._live.items()):
+            resumed = _resumed(live, was_accepted=request_id not in self._undecided)
+            is_new = live.has_progressed  # nothing has ended with it since its last token
+            was_computed = has_ended and live.has_started
+            lost.append(
+                LostRequest(
+                    live.stream,
+                    resumed,
+                    fingerprint,
+                    num_moves=(0 if is_new else live.num_moves) + has_ended,
+                    num_deaths=(0 if is_new else live.num_deaths) + was_computed,
+                    was_computed=was_computed,
+                    is_paused=request_id in self._paused,
+                )
             )
-            for request_id, live in self._live.items()
-        ]
-        self._ended_here.clear()
-        for request_id in tuple(self._live):
             self._remove(request_id)
+            if not has_ended:
+                self._ended_here[request_id] = live.running
+                self._moved.add(request_id)
+        if has_ended:
+            self._ended_here.clear()
+            self._moved.clear()
         return lost
 
     def end_all(self, reason: FinishReason, error: str) -> None:
         """The engine has ended: end every stream, and refuse requests that were not accepted."""
         self._ended_here.clear()
+        self._moved.clear()
         for request_id in tuple(self._live):
             self._end(request_id, reason, EngineDied(error))
 

@@ -3,8 +3,8 @@ another process, and ends the last one. A process is a child, or listens on anot
 start it is to connect, and to end it is to close the connection (`EngineLink`).
 
 A task follows each process from its opening to its end. The `EngineClient` is notified of a death
-first. Each process that dies early delays the next restart longer, until there are too many
-(`Restarts`). Everything runs in the event loop that called `open`.
+first. Each process that dies early, before it has given any output, delays the next restart longer,
+until there are too many (`Restarts`). Everything runs in the event loop that called `open`.
 
 Whether a process makes progress is judged by its messages and a clock (`StallWatch`). While it has
 work the worker sends its stats ten times a second, from its event loop; the loop runs during a
@@ -30,7 +30,14 @@ from typing import Protocol
 
 import msgspec
 
-from quickstep.engine.remote.messages import FromEngine, Message, Opened, StatsNote, Stop
+from quickstep.engine.remote.messages import (
+    FromEngine,
+    Message,
+    Opened,
+    StatsNote,
+    StepNote,
+    Stop,
+)
 from quickstep.engine.stats import EngineState
 from quickstep.errors import EngineError, QuickstepError
 
@@ -54,7 +61,8 @@ class RestartLimits(msgspec.Struct, frozen=True):
     Attributes:
         max_quick_deaths: Give up when more processes than this in a row died early; None never
             gives up.
-        quick_s: A process that lived for less than this died early; a failed start lived for 0 s.
+        quick_s: A process that lived for less than this, and gave no output, died early; a failed
+            start lived for 0 s.
         first_delay_s: Wait before the first restart; doubled with each early death in a row.
         max_delay_s: Longest wait.
     """
@@ -72,10 +80,12 @@ class Restarts:
         self._limits = limits
         self._num_quick = 0
 
-    def delay_after(self, lived_s: float) -> float | None:
-        """A process died after `lived_s`: seconds until the next may start; None to give up."""
+    def delay_after(self, lived_s: float, has_answered: bool = False) -> float | None:
+        """A process died after `lived_s`: seconds until the next may start; None to give up. One
+        that `has_answered` a request works: what ended it came from outside or from a request.
+        """
         limits = self._limits
-        if lived_s >= limits.quick_s:
+        if has_answered or lived_s >= limits.quick_s:
             self._num_quick = 0
             return limits.first_delay_s
         self._num_quick += 1
@@ -240,10 +250,12 @@ class Supervisor:
         self._clock = clock
         self._watch = StallWatch(stall_s)
         self._stall = ""  # why the process was killed, if it was for a stall
+        self._has_answered = False  # whether the process has given output
         self._state = EngineState.NEW
         self._failure = ""
         self._num_restarts = 0
         self._process: EngineLink | None = None
+        self._restart: asyncio.Future[None] | None = None  # resolved when that is over
         self._following: asyncio.Task[None] | None = None
         self._ending: asyncio.Task[None] | None = None
 
@@ -288,6 +300,21 @@ class Supervisor:
             raise EngineError(f"the engine is {self._state.value}, it cannot start")
         if self._state is EngineState.NEW:
             self._state = EngineState.RUNNING
+
+    async def restart(self) -> None:
+        """End the process in order and start another. Raises EngineError if none serves then."""
+        if self._restart is None:
+            process = self._process
+            if process is None or self._state is not EngineState.RUNNING:
+                raise EngineError(f"the engine is {self._state.value}, it cannot be restarted")
+            restart = self._restart = asyncio.get_running_loop().create_future()
+            self._state = EngineState.RESTARTING
+            process.sender.put(Stop())
+            kill = asyncio.get_running_loop().call_later(_STOP_S, process.kill)
+            restart.add_done_callback(lambda _: kill.cancel())
+        await asyncio.shield(self._restart)
+        if self._state is not EngineState.RUNNING:
+            raise EngineError(f"the engine is {self._state.value}: {self._failure}")
 
     def drain(self) -> None:
         """Accept no more requests, and do not restart a process that dies from now on."""
@@ -341,16 +368,19 @@ class Supervisor:
         except BaseException as error:  # the task's top: this object's state is unknown
             _LOGGER.exception("the engine's supervisor failed")
             self._give_up(f"{type(error).__name__}: {error}")
+        finally:
+            self._end_restart()
 
     async def _live(self, process: EngineLink) -> str:
         """Receive the process's messages until it ends. Returns why it ended."""
         self._process = process
         self._watch.begin(self._clock())
-        self._stall = ""
+        self._stall, self._has_answered = "", False
         watching = asyncio.create_task(self._watch_stalls(process), name="engine-stalls")
         try:
             async for message in process.messages:
                 self._watch.note(message)
+                self._has_answered = self._has_answered or _has_output(message)
                 try:
                     self._client.receive(message)
                 except Exception:  # the state of this process's streams is unknown
@@ -389,27 +419,45 @@ class Supervisor:
             if self._ending is None:
                 _LOGGER.error("%s while it drained", reason)
             return None
+        has_answered = self._has_answered
+        is_wanted = self._restart is not None
         while True:
-            self._failure = reason
-            delay_s = self._restarts.delay_after(lived_s)
-            if delay_s is None:
-                self._give_up(reason)
-                return None
-            _LOGGER.error("%s; trying again in %.1f s", reason, delay_s)
-            await asyncio.sleep(delay_s)
+            if not is_wanted:
+                self._failure = reason
+                delay_s = self._restarts.delay_after(lived_s, has_answered)
+                if delay_s is None:
+                    self._give_up(reason)
+                    return None
+                _LOGGER.error("%s; trying again in %.1f s", reason, delay_s)
+                await asyncio.sleep(delay_s)
+            is_wanted = False
             try:
                 process = await self._launch(None, _RELOAD_SILENCE_S)
             except QuickstepError as error:
-                reason, lived_s = str(error), 0.0
+                reason, lived_s, has_answered = str(error), 0.0, False
                 continue
             self._process = process
             self._state, self._failure = EngineState.RUNNING, ""
             self._num_restarts += 1
             _LOGGER.warning("the engine is back after %.1f s", self._clock() - since_s)
+            self._end_restart()
             self._client.restarted()
             return process
+
+    def _end_restart(self) -> None:
+        """A restart that was called for is over, in one way or another."""
+        restart, self._restart = self._restart, None
+        if restart is not None and not restart.done():
+            restart.set_result(None)
 
     def _give_up(self, reason: str) -> None:
         self._state, self._failure = EngineState.FAILED, reason
         _LOGGER.critical("the engine is given up: %s", reason)
         self._client.given_up()
+
+
+def _has_output(message: FromEngine) -> bool:
+    """Whether a process has answered a request with it, if only in part."""
+    if not isinstance(message, StepNote):
+        return False
+    return any(delta.token_ids or delta.embedding for _, delta in message.deltas)

@@ -39,7 +39,7 @@ class FitKey(msgspec.Struct, frozen=True):
         num_threads: Threads that compute.
         device: `cpu` or `cuda`.
         is_eager: Steps are not captured.
-        num_ranks: Processes that compute a step together, with `num_threads` each.
+        split: Tensor-parallel ranks and stages, each a process with `num_threads`.
     """
 
     fingerprint: str
@@ -49,7 +49,7 @@ class FitKey(msgspec.Struct, frozen=True):
     num_threads: int
     device: str
     is_eager: bool
-    num_ranks: int = 1
+    split: tuple[int, int] = (1, 1)
 
 
 class FitSource(msgspec.Struct, frozen=True):
@@ -79,12 +79,12 @@ def fit_key(
     device: str,
     num_threads: int,
     is_eager: bool,
-    num_ranks: int = 1,
+    split: tuple[int, int] = (1, 1),
     root: Path = Path("/"),
 ) -> FitKey:
     """The key of a model on this machine; `root` has Linux's `proc`."""
     cores, cpu = usable_cores(), _cpu_model(root)
-    return FitKey(fingerprint, __version__, cpu, cores, num_threads, device, is_eager, num_ranks)
+    return FitKey(fingerprint, __version__, cpu, cores, num_threads, device, is_eager, split)
 
 
 def _cpu_model(root: Path) -> str:

@@ -108,14 +108,17 @@ def has_bias(spec: ModelSpec, module: LoRAModule) -> bool:
     return attention.get(projection, spec.mlp_bias)
 
 
-def base_biases(spec: ModelSpec, weights: DecoderWeights, ops: OpTable) -> dict[int, Array]:
-    """The biases [N] of the attention and dense MLP of every layer, by number of the matrix.
+def base_biases(
+    spec: ModelSpec, weights: DecoderWeights, ops: OpTable, first_layer: int = 0
+) -> dict[int, Array]:
+    """The biases [N] of the attention and dense MLP of every layer, by number of the matrix; the
+    weights are those of `first_layer` on.
 
     Packed weights contain their biases, so each is the product of the matrix with zeros. It runs on
     the model's threads: not while a step runs.
     """
     matrices: dict[int, LinearWeight] = {}
-    for number, layer in enumerate(weights.layers):
+    for number, layer in enumerate(weights.layers, first_layer):
         if spec.qkv_bias:
             matrices[module_number(number, Projection.QKV)] = layer.attention.qkv
         if spec.output_bias:

@@ -33,11 +33,21 @@ _DEMO_DRAFTS = ("demo-draft", "demo-eagle", "demo-medusa")
 _DEMO_ADAPTERS = ("demo-annotations", "demo-docstrings", "demo-sql")
 
 
+FileVersions = tuple[tuple[str, int, int, int], ...]  # names, inodes, sizes, times of changes
+
+
 class Checkpoint(msgspec.Struct, frozen=True):
     """A checkpoint's directory or GGUF file, and the name that clients know the model by."""
 
     path: Path
     name: str
+
+
+def file_versions(path: Path) -> FileVersions:
+    """The files of a checkpoint as they are now; equal ones were not replaced or changed."""
+    paths = sorted(path.iterdir()) if path.is_dir() else [path]
+    found = [(file.name, file.stat()) for file in paths if file.is_file()]
+    return tuple((name, stat.st_ino, stat.st_size, stat.st_mtime_ns) for name, stat in found)
 
 
 @contextmanager

@@ -82,9 +82,13 @@ class LayerStack(msgspec.Struct, frozen=True):
     Attributes:
         begin: Embeddings [T, hidden] -> stream.
         layers: Each takes and returns the stream.
+        pack: Stream -> what another process needs to go on with it, [T, hidden] each.
+        unpack: The stream again.
         end: Stream -> [T, hidden], normed. Not called for a stream of no tokens.
     """
 
     begin: Callable[[Tensor], Any]
     layers: tuple[Layer[Any], ...]
     end: Callable[[Any], Tensor]
+    pack: Callable[[Any], tuple[Tensor, ...]]
+    unpack: Callable[[tuple[Tensor, ...]], Any]

@@ -92,13 +92,14 @@ def build_layers(
     weights: DecoderWeights,
     table: OpTable,
     shard: Shard,
+    first_layer: int = 0,
     mixer_of: MixerOf = attention_of,
 ) -> LayerStack:
-    """The layers of a spec on an op table; `weights` are the shard's."""
+    """The layers of a spec on an op table, from `first_layer` on; `weights` are the shard's."""
     own = shard_spec(spec, shard)
     layers: list[ResidualLayer] = []
     num_with_kv = 0
-    for index, layer in enumerate(weights.layers):
+    for index, layer in enumerate(weights.layers, first_layer):
         ops = LayerOps(table, spec, own, shard, index)
         layers.append(ResidualLayer(ops, layer, mixer_of(ops, layer, num_with_kv)))
         num_with_kv += layers[-1].kv_size is not None
@@ -107,7 +108,17 @@ def build_layers(
     def end(stream: ResidualStream) -> Tensor:
         return _add_and_norm(outer, stream, weights.final_norm)[0]
 
-    return LayerStack(ResidualStream, tuple(layers), end)
+    return LayerStack(ResidualStream, tuple(layers), end, _pack, _unpack)
+
+
+def _pack(stream: ResidualStream) -> tuple[Tensor, ...]:
+    # apart from each other: the norm that follows rounds their sum
+    assert stream.delta is not None, "a layer has computed it"
+    return stream.residual, stream.delta
+
+
+def _unpack(carried: tuple[Tensor, ...]) -> ResidualStream:
+    return ResidualStream(*carried)
 
 
 def _add_and_norm(

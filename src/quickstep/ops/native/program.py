@@ -63,9 +63,9 @@ class Recording(msgspec.Struct, frozen=True):
     Attributes:
         token_ids, positions, emitting: Buffers of int64 that each run fills.
         hidden: Final hidden states, a row per token or per emitting row; valid until the next run.
-        logits: float32, a row per emitting row; valid until the next run.
-        features: A second input of each token, which the caller fills in before a run.
-        aux_hidden: Inputs of layers, a row per token; valid until the next run.
+        logits: float32, a row per emitting row; valid until the next run. None without any.
+        features: Further inputs of each token, which the caller fills in before a run.
+        aux_hidden: Further results, a row per token; valid until the next run.
     """
 
     ops: tuple[OpRecord, ...]
@@ -74,9 +74,9 @@ class Recording(msgspec.Struct, frozen=True):
     positions: int
     emitting: int
     hidden: int
-    logits: int
+    logits: int | None
     weights: tuple[object, ...]
-    features: int | None = None
+    features: tuple[int, ...] = ()
     aux_hidden: tuple[int, ...] = ()
 
 

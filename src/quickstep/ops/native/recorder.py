@@ -275,7 +275,7 @@ class NativeRecorder:
             block_size=block_size,
         )
         self._lora, self._emitting_lora = LoRAMapping(()), LoRAMapping(())
-        self._features: StepTensor | None = None
+        self._features: list[StepTensor] = []
         self._emitting_layout = replace(
             self._layout, row_offsets=tuple(range(NUM_ROWS + 1)), context_lens=(1,) * NUM_ROWS
         )
@@ -307,9 +307,11 @@ class NativeRecorder:
         return self._lora, self._emitting_lora
 
     def features(self, num_elements: int, dtype: DType) -> Tensor:
-        """What `forward` gets as features [T, num_elements]; requested before it runs."""
-        self._features = self._tape.new((num_elements,), dtype, RowsOf.TOKENS)
-        return _as_tensor(self._features)
+        """The next of what `forward` gets as features, [T, num_elements]; requested before it
+        runs.
+        """
+        self._features.append(self._tape.new((num_elements,), dtype, RowsOf.TOKENS))
+        return _as_tensor(self._features[-1])
 
     def table(self, ops: OpTable) -> OpTable:
         """An op table that records; weights must be packed by `ops`."""
@@ -340,17 +342,19 @@ class NativeRecorder:
         )
 
     def finish(
-        self, hidden: Tensor, logits: AnyTensor, aux_hidden: Sequence[Tensor] = ()
+        self, hidden: Tensor, logits: AnyTensor | None, aux_hidden: Sequence[Tensor] = ()
     ) -> Recording:
         """The recording of a model's calls, whose results are `hidden`, `logits` and `aux_hidden`,
-        inputs of layers.
+        inputs of layers or of the next stage.
         """
-        token_ids, positions, emitting, final, scores = (
+        token_ids, positions, emitting, final = (
             self._tape.buffer_of(x)
-            for x in (self._token_ids, self._positions, self._emitting, hidden, logits)
+            for x in (self._token_ids, self._positions, self._emitting, hidden)
         )
+        scores = None if logits is None else self._tape.buffer_of(logits)
         aux = tuple(map(self._tape.buffer_of, aux_hidden))
-        for index in (token_ids, positions, emitting, final, scores, *aux):
+        results = (final, *aux) if scores is None else (final, scores, *aux)
+        for index in (token_ids, positions, emitting, *results):
             self._tape.buffers[index].last = len(self._tape.ops)
         return Recording(
             ops=tuple(self._tape.ops),
@@ -361,7 +365,7 @@ class NativeRecorder:
             hidden=final,
             logits=scores,
             weights=tuple(self._tape.kept),
-            features=None if self._features is None else self._tape.buffer_of(self._features),
+            features=tuple(map(self._tape.buffer_of, self._features)),
             aux_hidden=aux,
         )
 

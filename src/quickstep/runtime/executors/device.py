@@ -1,11 +1,12 @@
 """Runs plans on a device that works by itself: the next step is launched while one still runs.
 
-As `runtime.executors.local`, with two threads. One launches steps in the order of `submit`; the
-device keeps the tokens that it sampled, so that the next step needs no result. The other one waits
-for the tokens and records them. A step with rows for which the host computes something from the
-tokens before it (a grammar, drafts) waits until all steps before it are finished. While nothing
-runs, steps are recorded (`ModelRunner.capture_next`); where there is no pause, one after a number
-of steps that ran op by op for want of a recorded one.
+A GPU is one, and so are the earlier stages of a pipeline. As `runtime.executors.local`, with two
+threads. One launches steps in the order of `submit`; a GPU keeps the tokens that it sampled, so
+that the next step needs no result, and a pipeline gets no sequence again before its token is known.
+The other one waits for the tokens and records them. On a GPU, a step with rows for which the host
+computes something from the tokens before it (a grammar, drafts) waits until all steps before it are
+finished. While nothing runs, steps are recorded (`ModelRunner.capture_next`); where there is no
+pause, one after a number of steps that ran op by op for want of a recorded one.
 """
 
 from __future__ import annotations
@@ -13,6 +14,7 @@ from __future__ import annotations
 import logging
 import threading
 from collections import deque
+from collections.abc import Callable
 from concurrent.futures import Future
 
 import msgspec
@@ -20,7 +22,7 @@ import msgspec
 from quickstep.errors import EngineError
 from quickstep.runtime.executors.local import LocalTicket
 from quickstep.runtime.executors.out_of_memory import free_device_memory, step_failure
-from quickstep.runtime.runner import LaunchedStep, ModelRunner
+from quickstep.runtime.runner import HeldStep, LaunchedStep, ModelRunner, PostedStep
 from quickstep.types import StepPlan, StepResult
 
 _LOGGER = logging.getLogger(__name__)
@@ -28,6 +30,7 @@ _LOGGER = logging.getLogger(__name__)
 _MISSED_PER_CAPTURE = 16  # steps op by op, under load without a pause
 
 _Answer = Future[StepResult]
+_Outcome = LaunchedStep | PostedStep | StepResult | EngineError
 
 
 class _Submitted(msgspec.Struct):
@@ -36,7 +39,7 @@ class _Submitted(msgspec.Struct):
     plan: StepPlan
     number: int
     answer: _Answer
-    step: LaunchedStep | None = None
+    step: LaunchedStep | PostedStep | None = None
 
 
 class DeviceExecutor:
@@ -44,10 +47,11 @@ class DeviceExecutor:
 
     `_changed` guards the queues; `_running` guards the runner. It is held while a step is launched,
     and while one is recorded, which waits for the device: results of steps that still run, and what
-    a draft model launches for them, come after it.
+    a draft model launches for them, come after it. `on_close` is called once no step can run.
     """
 
-    def __init__(self, runner: ModelRunner) -> None:
+    def __init__(self, runner: ModelRunner, on_close: Callable[[], None] | None = None) -> None:
+        self._on_close = on_close
         self._runner = runner
         self._changed = threading.Condition()
         self._running = threading.Lock()
@@ -111,8 +115,12 @@ class DeviceExecutor:
             thread.join()
         if self._threads:
             self._threads.clear()
+            if self._on_close is not None:
+                self._on_close()
+            is_on_host = self._runner.is_on_host
             del self._runner
-            free_device_memory()
+            if not is_on_host:
+                free_device_memory()
 
     def _is_idle(self) -> bool:
         return not (self._queued or self._launched or self._is_launching)
@@ -152,7 +160,7 @@ class DeviceExecutor:
                 self._is_launching = True
             outcome = self._launch(one)
             with self._changed:
-                if isinstance(outcome, LaunchedStep):
+                if isinstance(outcome, LaunchedStep | PostedStep):
                     one.step = outcome
                     self._launched.append(one)
                 self._is_launching = False
@@ -180,7 +188,7 @@ class DeviceExecutor:
             if not has_captured:
                 return
 
-    def _launch(self, one: _Submitted) -> LaunchedStep | StepResult | EngineError:
+    def _launch(self, one: _Submitted) -> _Outcome:
         try:
             if (failure := self._failed_before(one)) is not None:
                 with self._running:
@@ -188,7 +196,9 @@ class DeviceExecutor:
                 return failure
             with self._running:
                 step = self._runner.launch(one.plan)
-            if isinstance(step, LaunchedStep):
+            if isinstance(step, PostedStep):
+                self._runner.send(step)
+            if not isinstance(step, HeldStep):
                 return step
             with self._changed:
                 self._changed.wait_for(lambda: not self._launched)
@@ -223,14 +233,14 @@ class DeviceExecutor:
                 self._changed.notify_all()
             _answer(one, outcome)
 
-    def _finish(self, one: _Submitted, step: LaunchedStep) -> StepResult | EngineError:
+    def _finish(self, one: _Submitted, step: LaunchedStep | PostedStep) -> StepResult | EngineError:
         try:
-            samples = step.samples.wait()
+            awaited = self._runner.wait(step)
             failure = self._failed_before(one)
             with self._running:
                 if failure is None:
                     step.started_s = max(step.started_s, self._finished_s)
-                    result = self._runner.finish(step, samples)
+                    result = self._runner.finish(step, awaited)
                     self._finished_s = self._runner.now()
                     return result
                 self._runner.abandon(step)
@@ -241,7 +251,7 @@ class DeviceExecutor:
             return self._failed(one, error)
 
 
-def _answer(one: _Submitted, outcome: LaunchedStep | StepResult | EngineError) -> None:
+def _answer(one: _Submitted, outcome: _Outcome) -> None:
     if isinstance(outcome, StepResult):
         one.answer.set_result(outcome)
     elif isinstance(outcome, EngineError):

@@ -210,7 +210,9 @@ def _load_medusa(path: Path, target: Decoder) -> tuple[MedusaHead, ...]:
             )
         projection = projections.get(head) or shared
         if projection is None:
-            heads.append(MedusaHead(tuple(packed), target.weights.lm_head))
+            lm_head = target.weights.lm_head
+            assert lm_head is not None, "`check_rank_drafts` refuses stages of a target"
+            heads.append(MedusaHead(tuple(packed), lm_head))
             continue
         if projection not in packed_projections:
             weight = read(projection, (vocab_size, hidden_size))

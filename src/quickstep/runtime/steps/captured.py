@@ -19,11 +19,13 @@ from collections.abc import Callable, Mapping, Sequence
 from itertools import chain
 
 import numpy as np
+import numpy.typing as npt
 
 from quickstep.errors import EngineError
 from quickstep.model.decoder import Decoder
 from quickstep.model.eagle import EagleModel
 from quickstep.model.interface import EmittingTokens, ForwardBatch
+from quickstep.model.stages import NUM_CARRIED, Stage
 from quickstep.ops.native.library import StepCall
 from quickstep.ops.native.lora import PackedLoRA
 from quickstep.ops.native.program import Program, Recording, program_bytes
@@ -42,9 +44,11 @@ from quickstep.runtime.slots import Slot
 from quickstep.runtime.steps.step_model import EmittingToken, adapters_of
 from quickstep.types import StepRow
 
+Ints = npt.NDArray[np.int64]
+
 _LEAST_TOKENS = 64
 _LEAST_EMITTING = 8
-_FIELDS_PER_ROW = 6  # of `StepRowCall`, and the place of `parents` among them
+FIELDS_PER_ROW = 6  # of `StepRowCall`, and the place of `parents` among them
 _PARENTS_FIELD = 4
 
 
@@ -57,24 +61,31 @@ def record(
     aux_layers: tuple[int, ...] = (),
     num_features: int = 0,
 ) -> Recording | None:
-    """The model's forward pass and its logits; None where they are more than native calls."""
+    """The model's forward pass and its logits, or those of a stage that is not the last: what the
+    next one needs, as `aux_hidden`. None where they are more than native calls.
+    """
     recorder = NativeRecorder(block_size)
     recorded = model.with_ops(recorder.table(model.ops))
     lora, emitting_lora = recorder.lora if with_lora else (None, None)
     emitting = EmittingTokens(*recorder.emitting, emitting_lora)
     of_emitting = None if every_token else emitting
-    features = None
-    if num_features:
-        dtype = host_dtype(model.kv_layout.dtype)
-        if dtype is None:
-            return None
-        features = recorder.features(num_features, dtype)
+    stage, sizes = Stage(), [num_features] if num_features else []
+    if isinstance(model, Decoder):
+        stage = model.stage
+        if not stage.is_first:
+            sizes = [model.spec.hidden_size] * NUM_CARRIED
+    dtype = host_dtype(model.kv_layout.dtype)
+    if dtype is None:
+        return None
+    features = tuple([recorder.features(size, dtype) for size in sizes])
     batch = ForwardBatch(recorder.token_ids, recorder.layout, of_emitting, lora, features)
     try:
         if isinstance(recorded, Decoder):
             hidden, aux_hidden = recorded.forward_with_aux(batch, kv, aux_layers)
         else:
             hidden, aux_hidden = recorded.forward(batch, kv), ()
+        if not stage.is_last:
+            return recorder.finish(hidden, None, aux_hidden)
         emitted = hidden[emitting.tokens] if every_token else hidden
         logits = recorded.logits(emitted, emitting_lora)
         return recorder.finish(hidden, logits, aux_hidden)
@@ -129,6 +140,7 @@ class CapturedSteps:
         self._newest: tuple[tuple[int, int, bool], _BoundProgram] | None = None
         self._num_tokens = 0
         self._aux_hidden: tuple[HostTensor, ...] = ()
+        self._num_aux_tokens = 0
         self._call = StepCall()
         self._call_address = ctypes.addressof(self._call)
         self._rows = array("q")
@@ -164,7 +176,7 @@ class CapturedSteps:
         """Fill in the addresses of the rows' parents, which are all in one array by now."""
         address, item_bytes = self._parents.buffer_info()[0], self._parents.itemsize
         for index, row in enumerate(rows):
-            self._rows[index * _FIELDS_PER_ROW + _PARENTS_FIELD] = address
+            self._rows[index * FIELDS_PER_ROW + _PARENTS_FIELD] = address
             address += len(row.parents) * item_bytes
 
     def run(
@@ -181,7 +193,7 @@ class CapturedSteps:
     def call_of(self, emitting: Sequence[EmittingToken]) -> StepCall:
         """The prepared rows as the library gets them; valid until the next `prepare`."""
         call = self._call
-        call.num_rows = len(self._rows) // _FIELDS_PER_ROW
+        call.num_rows = len(self._rows) // FIELDS_PER_ROW
         call.num_emitting = len(emitting)
         self._emitting = array("q", chain.from_iterable(emitting))
         call.rows = self._rows.buffer_info()[0]
@@ -207,17 +219,41 @@ class CapturedSteps:
             self._newest = wanted, self._bound(*wanted)
         bound = self._newest[1]
         if features is not None:
-            assert bound.features is not None and isinstance(features, HostTensor)
-            bound.features.numpy()[:num_tokens] = features.numpy()
+            assert isinstance(features, HostTensor)
+            parts = features.numpy().reshape(len(bound.features), num_tokens, -1)
+            for target, part in zip(bound.features, parts, strict=True):
+                target.numpy()[:num_tokens] = part
         bound.program.run(call_address)
         self._aux_hidden = bound.aux_hidden
+        self._num_aux_tokens = num_tokens
         return bound.results(num_tokens if every_token else num_emitting, num_emitting)
+
+    def call(
+        self,
+        call: StepCall,
+        adapters: Sequence[LoRAAdapter | None],
+        sizes: tuple[int, int],
+        every_token: bool,
+        features: AnyTensor | None = None,
+    ) -> tuple[HostTensor, HostTensor]:
+        """`compute` a step that another process has prepared, with the adapter of each row; () if
+        none has one.
+        """
+        handles = array("q", map(adapter_handle, adapters))
+        call.adapters = handles.buffer_info()[0] if handles else None
+        return self.compute(ctypes.addressof(call), sizes, every_token, features)
+
+    def arrays_of(self, emitting: Sequence[EmittingToken]) -> tuple[Ints, Ints, Ints, Ints]:
+        """The prepared rows as arrays: rows, token ids, emitting tokens, parents."""
+        rows, token_ids, parents = self._rows, self._token_ids, self._parents
+        places = array("q", chain.from_iterable(emitting))
+        return _ints(rows), _ints(token_ids), _ints(places), _ints(parents)
 
     def aux_hidden_states(self) -> tuple[HostTensor, ...]:
         """`StepModel.aux_hidden_states`."""
         if not self._aux_hidden:
             return ()
-        return tuple([hidden[: self._num_tokens] for hidden in self._aux_hidden])
+        return tuple([hidden[: self._num_aux_tokens] for hidden in self._aux_hidden])
 
     @property
     def num_tokens(self) -> int:
@@ -235,10 +271,14 @@ class CapturedSteps:
 
     def logits(self, hidden: AnyTensor, adapter: str) -> AnyTensor:
         """`StepModel.logits`."""
+        return self.logits_with(hidden, self._step_adapters[adapter] if adapter else None)
+
+    def logits_with(self, hidden: AnyTensor, adapter: LoRAAdapter | None) -> AnyTensor:
+        """`logits` of rows with this adapter."""
         lora = None
-        if adapter:
+        if adapter is not None:
             tokens = HostTensor(np.arange(hidden.shape[0]), INT64)
-            lora = LoRAMapping(((self._step_adapters[adapter], tokens),))
+            lora = LoRAMapping(((adapter, tokens),))
         return self._model.logits(hidden, lora)
 
     def _bound(self, num_tokens: int, num_emitting: int, every_token: bool) -> _BoundProgram:
@@ -257,9 +297,12 @@ class CapturedSteps:
     def _bind(self, recording: Recording, capacities: tuple[int, int]) -> _BoundProgram:
         program = self._steps.program(recording, capacities, self._memory, self._block_size)
         hidden = program.rows(recording.hidden, self._dtype)
-        bound = _BoundProgram(program, hidden, program.rows(recording.logits, FLOAT32))
-        if recording.features is not None:
-            bound.features = program.rows(recording.features, self._dtype)
+        if recording.logits is None:
+            logits = HostTensor.empty((capacities[1], 0), FLOAT32)
+        else:
+            logits = program.rows(recording.logits, FLOAT32)
+        bound = _BoundProgram(program, hidden, logits)
+        bound.features = tuple(program.rows(buffer, self._dtype) for buffer in recording.features)
         bound.aux_hidden = tuple(
             program.rows(buffer, self._dtype) for buffer in recording.aux_hidden
         )
@@ -285,7 +328,7 @@ class _BoundProgram:
         self.program = program
         self._hidden = hidden
         self._logits = logits
-        self.features: HostTensor | None = None
+        self.features: tuple[HostTensor, ...] = ()
         self.aux_hidden: tuple[HostTensor, ...] = ()
         self._newest = (hidden, logits)
         self._newest_counts = (hidden.shape[0], logits.shape[0])
@@ -307,6 +350,10 @@ def adapter_handle(adapter: LoRAAdapter | None) -> int:
         return 0
     assert isinstance(adapter.data, PackedLoRA)
     return adapter.data.handle
+
+
+def _ints(values: array[int]) -> Ints:
+    return np.array(values, dtype=np.int64)
 
 
 def _bucket(count: int, least: int) -> int:

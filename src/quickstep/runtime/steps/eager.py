@@ -94,7 +94,7 @@ class EagerSteps:
         if not every_token:
             batch = replace(batch, emitting=chosen)
         if features is not None:
-            batch = replace(batch, features=to_torch(features).to(torch_device(model.device)))
+            batch = replace(batch, features=(to_torch(features).to(torch_device(model.device)),))
         if self._aux_layers:
             assert isinstance(model, Decoder)
             hidden, self._aux_hidden = model.forward_with_aux(batch, self._kv, self._aux_layers)
@@ -328,6 +328,7 @@ def with_torch_kv(kv: KVCache) -> KVCache:
 
 def _weights(weights: DecoderWeights) -> DecoderWeights:
     embedding = weights.embed_tokens
+    assert embedding is not None, "stages of a pipeline are captured"
     return replace(
         weights,
         embed_tokens=embedding if isinstance(embedding, LinearWeight) else to_torch(embedding),

@@ -19,13 +19,13 @@ import numpy as np
 from quickstep.errors import EngineError
 from quickstep.model.decoder import Decoder
 from quickstep.model.interface import Model
-from quickstep.ops.native.library import MessageCall
+from quickstep.ops.native.library import MessageCall, StepCall
 from quickstep.ops.native.lora import PackedLoRA
 from quickstep.ops.native.ranks import NativeRanks
 from quickstep.ops.table import KVCache, LoRAAdapter, LoRAMapping, LoRAPart
 from quickstep.ops.tensors import INT64, AnyTensor, Array, DType, HostTensor, host_dtype
 from quickstep.runtime.slots import Slot
-from quickstep.runtime.steps.captured import CapturedSteps, adapter_handle
+from quickstep.runtime.steps.captured import CapturedSteps
 from quickstep.runtime.steps.step_model import EmittingToken, StepModel
 from quickstep.types import StepRow
 
@@ -57,6 +57,11 @@ class RankedSteps:
         self._ranks = ranks
         self._adapter_numbers = array("q")  # of the prepared rows, 0 for none; () if none has one
 
+    @property
+    def own(self) -> CapturedSteps:
+        """Rank 0's part."""
+        return self._own
+
     def prepare(self, rows: Sequence[StepRow], slots: Sequence[Slot]) -> None:
         """`StepModel.prepare`."""
         self._own.prepare(rows, slots)
@@ -72,11 +77,28 @@ class RankedSteps:
         """`StepModel.run`."""
         assert features is None, "drafts of EAGLE layers are refused"
         call = self._own.call_of(emitting)
-        numbers = self._adapter_numbers
-        adapters = numbers.buffer_info()[0] if numbers else None
-        self._ranks.post(RankWork.STEP, (every_token,), call, adapters)
+        self._post(call, self._adapter_numbers, every_token, None)
         sizes = self._own.num_tokens, len(emitting)
         return self._own.compute(ctypes.addressof(call), sizes, every_token)
+
+    def call(
+        self,
+        call: StepCall,
+        adapters: Sequence[LoRAAdapter | None],
+        sizes: tuple[int, int],
+        every_token: bool,
+        features: AnyTensor | None = None,
+    ) -> tuple[AnyTensor, AnyTensor]:
+        """`CapturedSteps.call` of every rank."""
+        numbers = array("q", [0 if one is None else _number(one) for one in adapters])
+        self._post(call, numbers, every_token, features)
+        return self._own.call(call, adapters, sizes, every_token, features)
+
+    def _post(
+        self, call: StepCall, numbers: array[int], every_token: bool, features: AnyTensor | None
+    ) -> None:
+        adapters = numbers.buffer_info()[0] if numbers else None
+        self._ranks.post(RankWork.STEP, (every_token,), call, adapters, features)
 
     def aux_hidden_states(self) -> tuple[AnyTensor, ...]:
         """`StepModel.aux_hidden_states`."""
@@ -84,10 +106,14 @@ class RankedSteps:
 
     def logits(self, hidden: AnyTensor, adapter: str) -> AnyTensor:
         """`StepModel.logits`."""
+        return self.logits_with(hidden, self._own.step_adapters[adapter] if adapter else None)
+
+    def logits_with(self, hidden: AnyTensor, adapter: LoRAAdapter | None) -> AnyTensor:
+        """`logits` of rows with this adapter."""
         hidden = hidden.contiguous()
-        number = _number(self._own.step_adapters[adapter]) if adapter else 0
+        number = 0 if adapter is None else _number(adapter)
         self._ranks.post(RankWork.LOGITS, (hidden.shape[0], number), data=hidden)
-        return self._own.logits(hidden, adapter)
+        return self._own.logits_with(hidden, adapter)
 
     def move_kv(self, pairs: Sequence[tuple[int, int]]) -> None:
         """`StepModel.move_kv`."""
@@ -144,12 +170,13 @@ class RankFollower:
 
     def _do(self, message: MessageCall) -> None:
         if message.kind == RankWork.STEP:
-            address = ctypes.addressof(message) + MessageCall.step.offset
             sizes = message.num_tokens, message.step.num_emitting
+            features = None
+            if message.num_bytes:
+                features = HostTensor(_array(message, self._dtype), self._dtype)
+            every_token = bool(message.numbers[0])
             adapters = self._named(message)
-            handles = array("q", map(adapter_handle, adapters))
-            message.step.adapters = handles.buffer_info()[0] if handles else None
-            self._steps.compute(address, sizes, bool(message.numbers[0]))
+            self._steps.call(message.step, adapters, sizes, every_token, features)
         elif message.kind == RankWork.LOGITS:
             hidden = _array(message, self._dtype).reshape(message.numbers[0], -1)
             lora = None

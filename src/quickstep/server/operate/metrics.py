@@ -24,7 +24,7 @@ from prometheus_client.registry import Collector, CollectorRegistry
 from quickstep.core.accounting import AdapterStats, Totals
 from quickstep.engine.interface import ServedEngine
 from quickstep.engine.records.step_log import SequenceRecord
-from quickstep.engine.stats import EngineState, EngineStats, ReplicaStats
+from quickstep.engine.stats import EngineStats, ReplicaStats
 from quickstep.server.generate.api import NO_HEADERS
 from quickstep.server.generate.generation import ChoiceDelta, Generation, ParsedRequest
 from quickstep.server.models.served_model import ServedModel
@@ -467,6 +467,11 @@ class EngineGauges(Collector):
                 "Of these, rank 0 waited for other ranks.",
                 totals.exchange_s,
             ),
+            (
+                "engine_bubble_seconds",
+                "Stages of a pipeline had no step to compute while others did, their mean.",
+                totals.bubble_s,
+            ),
             ("engine_restarts", "Times the engine was started again.", stats.num_restarts),
             (
                 "moved_requests",
@@ -487,15 +492,19 @@ class EngineGauges(Collector):
 
     def _replicas(self, replicas: Sequence[ReplicaStats]) -> Iterable[Metric]:
         """Each of several engines."""
-        up = self._of_replicas("replica_up", "1 while the replica serves, else 0.")
+        up = self._of_replicas("replica_up", "1 while the replica gets requests, else 0.")
+        draining = self._of_replicas(
+            "replica_draining", "1 while the replica is drained or restarted, else 0."
+        )
         running = self._of_replicas("replica_requests_running", "Sequences in its batch.")
         waiting = self._of_replicas("replica_requests_waiting", "Sequences in its queue.")
         for replica in replicas:
             labels = [self._model, str(replica.replica)]
-            up.add_metric(labels, float(replica.state is EngineState.RUNNING))
+            up.add_metric(labels, float(replica.is_up))
+            draining.add_metric(labels, float(replica.is_draining))
             running.add_metric(labels, replica.num_running)
             waiting.add_metric(labels, replica.num_waiting)
-        yield from (up, running, waiting)
+        yield from (up, draining, running, waiting)
 
     def _of_replicas(self, name: str, text: str) -> GaugeMetricFamily:
         return GaugeMetricFamily(f"{self._prefix}:{name}", text, labels=_LABELS)

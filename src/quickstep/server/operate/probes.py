@@ -28,9 +28,10 @@ _SILENT_FRACTION = 0.25
 
 
 class ReplicaHealth(msgspec.Struct, frozen=True):
-    """One of several engines with the same model."""
+    """One of several engines with the same model; it gets requests while it is `up`."""
 
     replica: int
+    state: Literal["up", "draining", "down"]
     engine: str
     failure: str | None
     process_id: int | None
@@ -174,6 +175,7 @@ class Probes:
 def _replica(stats: ReplicaStats) -> ReplicaHealth:
     return ReplicaHealth(
         replica=stats.replica,
+        state="draining" if stats.is_draining else "up" if stats.is_up else "down",
         engine=stats.state.value,
         failure=stats.failure or None,
         process_id=stats.process_id,
