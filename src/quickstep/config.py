@@ -854,6 +854,16 @@ class ReplicaConfig(msgspec.Struct, frozen=True):
             argument=None,
         ),
     ] = 2
+    record_routing: Annotated[
+        Path | None,
+        Option(
+            "write which engine got each request, and what was known of the engines, to a file "
+            "that `quickstep replay` repeats; no text and no token",
+            Kind.PATH,
+            default_text="none",
+            argument=None,
+        ),
+    ] = None
 
     def __post_init__(self) -> None:
         check_bounds(self)

@@ -434,7 +434,8 @@ class SequenceTimings(msgspec.Struct, frozen=True, gc=False):
     `unloaded_prefill_s` and `unloaded_decode_s` are predictions for the same tokens without any
     other request, with the same cached prefix; `is_extrapolated` if they are for steps outside of
     what was measured. `adapter_id` is that of the request, `replica` the number of the engine, if
-    several serve the model.
+    several serve the model. It has moved to another engine, or to a new process, `num_moves` times;
+    `elsewhere_s` is the part of `queue_s` before it came to the last one.
     """
 
     arrival_s: float
@@ -465,6 +466,8 @@ class SequenceTimings(msgspec.Struct, frozen=True, gc=False):
     num_accepted: int = 0
     num_resumed_tokens: int = 0
     replica: int = 0
+    num_moves: int = 0
+    elsewhere_s: float = 0.0
 
     @property
     def num_new_tokens(self) -> int:

@@ -18,6 +18,8 @@ from msgspec.structs import replace
 
 from quickstep.cluster.replicas import ReplicaSet
 from quickstep.config import EngineConfig, ReplicaConfig, RouterName, StreamConfig
+from quickstep.core.explanation import explain
+from quickstep.core.recordings.routing import replay_routing
 from quickstep.engine.llm import engine_config
 from quickstep.engine.records.step_log import StepLog
 from quickstep.engine.remote.engine import RemoteEngine
@@ -46,6 +48,7 @@ def run(
     max_moves: int = 1000,
     restart_limits: RestartLimits = MANY_RESTARTS,
     model: str = "demo",
+    record_routing: Path | None = None,
     **options: Any,
 ) -> None:
     config: EngineConfig = engine_config(model, {**OPTIONS, **options})
@@ -61,7 +64,13 @@ def run(
 
     async def main() -> None:
         replicas = ReplicaSet(
-            ReplicaConfig(num_replicas, RouterName.PREDICTED, max_moves, max_deaths=1000),
+            ReplicaConfig(
+                num_replicas,
+                RouterName.PREDICTED,
+                max_moves,
+                max_deaths=1000,
+                record_routing=record_routing,
+            ),
             make,
             seed=1,
         )
@@ -159,6 +168,13 @@ def test_a_stream_of_the_only_engine_continues_on_its_successor() -> None:
         assert engine.request_ids == ("r1",), "it waits for the successor"
         assert await task == expected
         assert engine.stats().num_moves == 1
+        *_, record = engine.step_log.sequences
+        timings = record.timings
+        assert timings.num_moves == 1
+        assert 0.0 < timings.elsewhere_s <= timings.queue_s
+        explained = explain(record.request_id, timings, engine.step_log.steps)
+        explained_s = explained.elsewhere_s + sum(part.seconds for part in explained.parts)
+        assert explained_s == pytest.approx(explained.total_s)
 
     run(test, num_replicas=1)
 
@@ -549,3 +565,25 @@ def test_streams_end_before_other_weights_are_loaded(num_replicas: int, tmp_path
             assert "those on disk have changed" in changes[0].note
 
     run(test, num_replicas=num_replicas, model=str(model))
+
+
+def test_the_decisions_of_a_live_router_are_those_of_the_simulators(tmp_path: Path) -> None:
+    async def test(engine: ReplicaSet) -> None:
+        requests = [request_of(engine, number) for number in range(24)]
+        for part in (requests[:12], requests[12:], requests):
+            await asyncio.gather(*(output(engine, request) for request in part))
+            kill(engine, 0)
+            await until_running(engine, 2)
+        tasks = await begun(engine, [request_of(engine, 0, **LONG)])
+        await engine.restart_replicas()
+        await asyncio.gather(*tasks)
+
+    path = tmp_path / "routing.jsonl"
+    run(test, num_replicas=3, record_routing=path)
+    lines = path.read_bytes().splitlines(keepends=True)
+    replayed = replay_routing(lines)
+    assert replayed.different_line is None
+    assert replayed.num_choices >= 48
+    assert (replayed.router, replayed.num_replicas) == ("predicted", 3)
+    assert b"def first" not in path.read_bytes()
+    assert path.stat().st_mode & 0o077 == 0

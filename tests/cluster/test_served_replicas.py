@@ -170,7 +170,10 @@ def test_a_client_does_not_notice_that_a_rank_of_its_engine_was_killed() -> None
             os.kill(rank, signal.SIGKILL)
 
         assert_same(streamed(address, 20, kill_rank), quiet)
-        assert until_ready(address, 1)["num_moved_requests"] == 1
+        health = until_ready(address, 1)
+        assert health["num_moved_requests"] == 1
+        assert (health["tensor_parallel_size"], health["pipeline_parallel_size"]) == (2, 1)
+        assert health["exchange_seconds"] > 0.0
         (engine,) = workers(process.pid)
         (rank,) = workers(engine, b"engine.ranks.worker")
     end = time.monotonic() + 30  # the kernel ends them after the server

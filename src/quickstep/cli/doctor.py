@@ -133,7 +133,12 @@ def collect_facts(with_bandwidth: bool = True) -> dict[str, dict[str, Any]]:
             "python": platform.python_version(),
             "system": platform.platform(),
         },
-        "cpu": {**cpu, "usable_cpus": usable_cpus(), "cgroup_cpu_limit": cgroup_cpus()},
+        "cpu": {
+            **cpu,
+            "usable_cpus": usable_cpus(),
+            "cgroup_cpu_limit": cgroup_cpus(),
+            "num_memory_nodes": memory_nodes(),
+        },
         "memory": memory,
         "torch": _torch_facts(),
         "native library": _native_facts(),
@@ -343,6 +348,12 @@ def cgroup_cpus(folder: Path = Path("/sys/fs/cgroup")) -> float | None:
     if old_quota is None or old_period is None or int(old_quota) < 0:
         return None
     return int(old_quota) / int(old_period)
+
+
+def memory_nodes(folder: Path = Path("/sys/devices/system/node")) -> int | None:
+    """Memory nodes that have CPUs: what replicas and ranks are for. None if that is not known."""
+    nodes = [_read(node / "cpulist") for node in folder.glob("node[0-9]*")]
+    return sum(bool(cpus) for cpus in nodes) or None
 
 
 def usable_cpus() -> int:

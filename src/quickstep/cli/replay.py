@@ -1,12 +1,13 @@
 """`quickstep replay FILE`: repeat a recording of `quickstep serve`, and compare.
 
 The same calls at the same times give the identical plans. A full recording also runs on its model,
-and gives the identical tokens.
+and gives the identical tokens. A recording of a router gives the identical choices of replicas.
 """
 
 from __future__ import annotations
 
 import argparse
+from typing import IO
 
 from quickstep.cli.flags.parsing import Parser, command, readable_file
 
@@ -25,7 +26,7 @@ def add_parser(subparsers: argparse._SubParsersAction[Parser]) -> None:
         "file",
         type=readable_file,
         metavar="FILE",
-        help="of `quickstep serve --record` or `--record-full`",
+        help="of `quickstep serve --record`, `--record-full` or `--record-routing`",
     )
     parser.add_argument(
         "--plans-only",
@@ -37,8 +38,13 @@ def add_parser(subparsers: argparse._SubParsersAction[Parser]) -> None:
 def run(args: argparse.Namespace) -> int:
     """Print what was compared. The exit code is 1 if anything differs."""
     from quickstep.core.recordings.replay import read_recording, replay
+    from quickstep.core.recordings.routing import is_routing
 
     with args.file.open("rb") as file:
+        if is_routing(file.readline()):
+            file.seek(0)
+            return _replay_routing(args.file.name, file)
+        file.seek(0)
         recording = read_recording(file)
     if not recording.is_complete:
         print(f"{args.file} was cut off: the server was killed; replaying what there is")
@@ -77,4 +83,21 @@ def run(args: argparse.Namespace) -> int:
         print(f"ended at the last line; {len(recording.running)} requests were running then")
     tokens = f" and {replayed.num_tokens} tokens" if replayed.num_tokens else ""
     print(f"identical: {replayed.num_plans} plans{tokens} of {len(recording.requests)} requests")
+    return 0
+
+
+def _replay_routing(name: str, file: IO[bytes]) -> int:
+    from quickstep.core.recordings.routing import replay_routing
+
+    replayed = replay_routing(file)
+    if replayed.different_line is not None:
+        print(
+            f"different: choice {replayed.num_choices} is not that of line "
+            f"{replayed.different_line} of {name}"
+        )
+        return 1
+    print(
+        f"identical: {replayed.num_choices} choices of the router {replayed.router} among "
+        f"{replayed.num_replicas} replicas"
+    )
     return 0

@@ -50,6 +50,7 @@ def run(args: argparse.Namespace) -> int:
     explained = msgspec.json.decode(body, type=ExplainedRequest)
     for one in explained.sequences:
         title = f"{one.request_id}#{one.index}"
+        title += f" on replica {one.replica}" * bool(one.replica or one.num_moves)
         print_table(console, title, _HEADER, explanation_rows(one))
         console.print(f"\n{one.sentence}\n", markup=False)
     if explained.num_more:
@@ -60,6 +61,8 @@ def run(args: argparse.Namespace) -> int:
 def explanation_rows(one: Explanation) -> list[tuple[str, ...]]:
     """A row per activity in milliseconds, then what was predicted without other requests."""
     rows: list[tuple[str, ...]] = []
+    if one.num_moves:
+        rows.append(("on other engines", _ms(one.elsewhere_s), *[""] * 5))
     for part in one.parts:
         seconds = (
             part.seconds,

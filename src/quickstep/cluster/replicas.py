@@ -26,16 +26,20 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import os
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence, Set
 from contextlib import contextmanager, suppress
+from pathlib import Path
+from typing import IO
 
 from msgspec.structs import replace
 
 from quickstep.cluster.parked import ParkedRequests
 from quickstep.config import ReplicaConfig, StreamConfig
 from quickstep.core.accounting import added
-from quickstep.core.router import ROUTERS, ReplicaState, ReplicaView
+from quickstep.core.recordings.routing import RecordingRouter
+from quickstep.core.router import ROUTERS, ReplicaState, ReplicaView, Router, route_request
 from quickstep.engine.adapters import LoadedAdapter
 from quickstep.engine.records.step_log import StepLog
 from quickstep.engine.remote.engine import LOG_CAPACITY, RemoteEngine
@@ -77,7 +81,9 @@ class ReplicaSet:
         self._engines = [
             make_engine(number, self._step_log, self) for number in range(config.num_replicas)
         ]
-        self._router = ROUTERS[config.router.value]()
+        self._router: Router = ROUTERS[config.router.value]()
+        self._config = config
+        self._recording: IO[bytes] | None = None  # of the router
         self._streams = streams
         self._max_moves = config.max_moves
         self._max_deaths = config.max_deaths
@@ -109,9 +115,11 @@ class ReplicaSet:
 
         Raises:
             ConfigError: The checkpoint is missing or broken, does not fit, or is not the same one
-                for all.
+                for all; or the router's recording cannot be written.
             EngineError: A process failed.
         """
+        if self._config.record_routing is not None:
+            self._record_router(self._config.record_routing)
         first, *others = self._engines
         openings = [first.open(progress), *(engine.open(like=first) for engine in others)]
         results = await asyncio.gather(*openings, return_exceptions=True)
@@ -120,6 +128,25 @@ class ReplicaSet:
             await asyncio.gather(*(engine.stop() for engine in self._engines))
             raise errors[0]
         self._check_equal()
+
+    def _record_router(self, path: Path) -> None:
+        """Write the router's decisions to a file that only its owner may read."""
+        try:
+            file = os.fdopen(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600), "wb")
+        except OSError as error:
+            raise ConfigError(f"{path} cannot be written: {error.strerror}") from None
+        self._recording = file
+        name, num_replicas = self._config.router.value, len(self._engines)
+        self._router = RecordingRouter(name, self._router, num_replicas, self._write_decision)
+
+    def _write_decision(self, line: bytes) -> None:
+        if self._recording is None:
+            return
+        try:
+            self._recording.write(line)
+        except OSError as error:
+            _LOGGER.error("the recording of the router ends here: %s", error)
+            self._recording = None
 
     def _check_equal(self) -> None:
         for number, engine in enumerate(self._engines):
@@ -141,6 +168,9 @@ class ReplicaSet:
         self._is_stopping = True
         self._parked.end_all(FinishReason.SHUTDOWN, EngineDied("the engine was stopped"))
         await asyncio.gather(*(engine.stop(drain_s) for engine in self._engines))
+        if self._recording is not None:
+            self._recording.close()
+            self._recording = None
 
     @property
     def process_ids(self) -> tuple[int | None, ...]:
@@ -526,7 +556,8 @@ class ReplicaSet:
         if request.adapter:  # the engines know its id; for the router the name is as good
             request = replace(request, adapter_id=request.adapter)
         views = [self._view(number, number in takers) for number in range(len(self._engines))]
-        return self._router.choose(request, views, self._clock())
+        routed = route_request(request, self._router, self.block_size)
+        return self._router.choose(routed, views, self._clock())
 
     def _view(self, number: int, is_up: bool) -> ReplicaView:
         engine = self._engines[number]
@@ -579,7 +610,7 @@ class ReplicaSet:
         request = lost.request
         number = self._choose(request, takers)
         engine, request_id = self._engines[number], request.request_id
-        engine.submit(request, lost.stream, lost.num_moves, lost.num_deaths)
+        engine.submit(request, lost.stream, lost)
         if self._is_suspect(lost):
             self._try(number, request_id)
         if lost.is_paused:

@@ -140,13 +140,12 @@ class AdmissionState(msgspec.Struct, frozen=True):
             return _WAIT_MARGIN * (num_before + 1) * self.interval_s
         return num_before * self.prompt_s + max(0, num_after) * self.slot_s
 
-    def wait_s_of(self, request: Request, num_undecided: int) -> float:
-        """How long a request waits after those of its level or before, and after `num_undecided`
-        sequences that the scheduler has not counted.
+    def wait_s_of(self, level: int, num_undecided: int) -> float:
+        """How long a request of a level waits after those of its level or before, and after
+        `num_undecided` sequences that the scheduler has not counted.
         """
         if self.waiting is None or self.running is None:
             return self.wait_s(self.num_waiting + num_undecided)
-        level = level_of(request)
         num_before = sum(count for known, count in self.waiting if known <= level)
         num_preemptible = sum(count for known, count in self.running if known > level)
         return self.wait_s(num_before + num_undecided, num_preemptible)
@@ -184,7 +183,7 @@ class AdmissionState(msgspec.Struct, frozen=True):
         deadline_s = request.ttft_deadline_s
         if deadline_s is None or self.waiting is None or self.running is None:
             return
-        wait_s = self.wait_s_of(request, num_undecided)
+        wait_s = self.wait_s_of(level_of(request), num_undecided)
         if waited_s + wait_s + self.delay_s > deadline_s:
             raise FirstTokenTooLate(deadline_s, wait_s, self.delay_s, waited_s)
 

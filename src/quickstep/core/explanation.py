@@ -65,6 +65,9 @@ class Explanation(msgspec.Struct, frozen=True):
         device_s: The sequence's part of the measured step times.
         recomputed_s: The part for what was computed again after a preemption.
         cache_miss: Why no more of its prompt was cached.
+        replica: The number of the engine that ended it, or has it.
+        num_moves: How often it has moved to another engine, or to a new process.
+        elsewhere_s: From its arrival until it came to this one.
         missing_s: Seconds at its beginning for which the log has no steps any more.
         parts: The activities, in the order of `Activity`, those without time left out.
         sentence: All of it in one sentence.
@@ -88,6 +91,9 @@ class Explanation(msgspec.Struct, frozen=True):
     missing_s: float
     parts: tuple[ActivityPart, ...]
     sentence: str
+    replica: int = 0
+    num_moves: int = 0
+    elsewhere_s: float = 0.0
 
 
 class ExplainedRequest(msgspec.Struct, frozen=True):
@@ -131,6 +137,9 @@ def explain(
         missing_s=_missing_s(timings, during),
         parts=parts,
         sentence="",
+        replica=timings.replica,
+        num_moves=timings.num_moves,
+        elsewhere_s=timings.elsewhere_s,
     )
     return msgspec.structs.replace(explanation, sentence=_sentence(explanation))
 
@@ -153,10 +162,11 @@ def _end_s(step: StepRecord) -> float:
 
 
 def _spans(timings: SequenceTimings) -> Iterator[tuple[Activity, float, float]]:
-    """(activity, begin, end), in order."""
+    """(activity, begin, end), in order, from when the sequence came to this engine."""
+    came_s = timings.arrival_s + timings.elsewhere_s
     ends = [since_s for _, since_s in timings.activities[1:]] + [timings.finished_s]
     for (activity, since_s), end_s in zip(timings.activities, ends, strict=True):
-        yield activity, since_s, end_s
+        yield activity, max(since_s, came_s), max(end_s, came_s)
 
 
 def _part(
@@ -231,11 +241,20 @@ def _sentence(one: Explanation) -> str:
         head += f", {times}{predicted} it would have taken without other requests"
         head += " (extrapolated)" if one.is_extrapolated else ""
     least_s = max(_LEAST_S, _LEAST_PART * one.total_s)
-    texts = [_TEXTS[part.activity](one, part) for part in one.parts if part.seconds >= least_s]
+    texts = [_moved_text(one)] if one.num_moves else []
+    texts += [_TEXTS[part.activity](one, part) for part in one.parts if part.seconds >= least_s]
     sentence = f"{head}: {'; '.join(texts)}" if texts else head
     if one.missing_s > least_s:
         sentence += f" (the log has no steps of its first {_seconds(one.missing_s)} any more)"
     return sentence + "."
+
+
+def _moved_text(one: Explanation) -> str:
+    moves = "once" if one.num_moves == 1 else f"{one.num_moves} times"
+    return (
+        f"{_seconds(one.elsewhere_s)} on other engines or until one took it: it has moved {moves}, "
+        f"to replica {one.replica} in the end"
+    )
 
 
 def _queue_text(_: Explanation, part: ActivityPart) -> str:

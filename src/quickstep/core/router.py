@@ -17,7 +17,8 @@ import msgspec
 
 from quickstep.core.admission import AdmissionState
 from quickstep.core.cost_model import CostModel, StepLoad
-from quickstep.core.resources.block_pool import ChainRoot, Digest, chain_digest, root_digest
+from quickstep.core.resources.block_pool import ChainRoot, chain_digest, root_digest
+from quickstep.core.service_order import level_of
 from quickstep.types import Request
 
 _BLOCK_TOKENS = 16  # of the blocks whose digests are compared, unless the driver has others
@@ -65,6 +66,24 @@ class ReplicaView(msgspec.Struct, frozen=True, kw_only=True):
         return self.state is ReplicaState.UP
 
 
+class RouteRequest(msgspec.Struct, frozen=True, kw_only=True):
+    """What a router knows of a request: no tokens, so that decisions can be recorded.
+
+    Attributes:
+        digests: Of the full blocks of the prompt, as a replica's block pool has them; () if the
+            router does not read them.
+        block_size: Tokens of such a block.
+        level: Of its priority (`service_order.level_of`).
+        adapter_id: Of its LoRA adapter, "" for none.
+    """
+
+    num_prompt_tokens: int
+    digests: tuple[bytes, ...] = ()
+    block_size: int = _BLOCK_TOKENS
+    level: int = 0
+    adapter_id: str = ""
+
+
 class Router(Protocol):
     """Chooses a replica for each request."""
 
@@ -74,7 +93,11 @@ class Router(Protocol):
         that a driver has to fill in.
         """
 
-    def choose(self, request: Request, replicas: Sequence[ReplicaView], now: float) -> int:
+    @property
+    def reads_prompts(self) -> bool:
+        """Whether the choice depends on the digests of a prompt."""
+
+    def choose(self, request: RouteRequest, replicas: Sequence[ReplicaView], now: float) -> int:
         """The place of a replica that is up; one of them at least has to be. `now` is the time on
         the driver's clock.
         """
@@ -87,11 +110,12 @@ class RoundRobin:
     """One replica after the other."""
 
     predicts = False
+    reads_prompts = False
 
     def __init__(self) -> None:
         self._next = 0
 
-    def choose(self, request: Request, replicas: Sequence[ReplicaView], now: float) -> int:
+    def choose(self, request: RouteRequest, replicas: Sequence[ReplicaView], now: float) -> int:
         """`Router.choose`."""
         while not replicas[self._next % len(replicas)].is_up:
             self._next += 1
@@ -106,8 +130,9 @@ class FewestRequests:
     """The replica with the fewest live requests; of several, the first."""
 
     predicts = False
+    reads_prompts = False
 
-    def choose(self, request: Request, replicas: Sequence[ReplicaView], now: float) -> int:
+    def choose(self, request: RouteRequest, replicas: Sequence[ReplicaView], now: float) -> int:
         """`Router.choose`."""
         return min((view.num_live, place) for place, view in enumerate(replicas) if view.is_up)[1]
 
@@ -122,15 +147,16 @@ class PrefixAffinity:
     """
 
     predicts = False
+    reads_prompts = True
 
     def __init__(self, max_prefixes: int = _MAX_PREFIXES) -> None:
         self._max_prefixes = max_prefixes
-        self._replica_of: dict[int, int] = {}  # by the hash of a prompt's first blocks
+        self._replica_of: dict[bytes, int] = {}  # by the digest of a prompt's first blocks
         self._fewest = FewestRequests()
 
-    def choose(self, request: Request, replicas: Sequence[ReplicaView], now: float) -> int:
+    def choose(self, request: RouteRequest, replicas: Sequence[ReplicaView], now: float) -> int:
         """`Router.choose`."""
-        keys = list(_prefix_hashes(request.prompt_token_ids))
+        keys = request.digests
         chosen = self._with_prefix(keys, replicas)
         if chosen is None:
             chosen = self._fewest.choose(request, replicas, now)
@@ -142,7 +168,7 @@ class PrefixAffinity:
     def lost_cache(self, replica: int) -> None:
         """Its prefixes stay with it: the next request brings them back."""
 
-    def _with_prefix(self, keys: Sequence[int], replicas: Sequence[ReplicaView]) -> int | None:
+    def _with_prefix(self, keys: Sequence[bytes], replicas: Sequence[ReplicaView]) -> int | None:
         loads = [view.num_live for view in replicas if view.is_up]
         most = _SPILL * (1 + sum(loads) / len(loads))
         for key in reversed(keys[len(keys) // 2 :]):
@@ -150,14 +176,6 @@ class PrefixAffinity:
             if known is not None and replicas[known].is_up:
                 return known if replicas[known].num_live <= most else None
         return None
-
-
-def _prefix_hashes(token_ids: Sequence[int]) -> Iterable[int]:
-    """Of the first block of a prompt, the first two, and so on."""
-    key = 0
-    for end in range(_BLOCK_TOKENS, len(token_ids) + 1, _BLOCK_TOKENS):
-        key = hash((key, tuple(token_ids[end - _BLOCK_TOKENS : end])))
-        yield key
 
 
 class PredictedFirst:
@@ -170,21 +188,15 @@ class PredictedFirst:
     """
 
     predicts = True
+    reads_prompts = True
 
-    def __init__(
-        self,
-        block_size: int = _BLOCK_TOKENS,
-        digest: Digest = chain_digest,
-        max_prefixes: int = _MAX_PREFIXES,
-    ) -> None:
+    def __init__(self, max_prefixes: int = _MAX_PREFIXES) -> None:
         self.prefixes = PrefixIndex(max_prefixes)
-        self._block_size = block_size
-        self._digest = digest
         self._prefilled_s: dict[int, float] = {}  # when a replica has computed what it was sent
 
-    def choose(self, request: Request, replicas: Sequence[ReplicaView], now: float) -> int:
+    def choose(self, request: RouteRequest, replicas: Sequence[ReplicaView], now: float) -> int:
         """`Router.choose`."""
-        digests = prompt_digests(request, self._block_size, self._digest)
+        digests = request.digests
         cached = self.prefixes.num_blocks(digests, len(replicas))
         waits = {
             place: max(_queue_s(request, view, now), self._prefilled_s.get(place, now) - now)
@@ -192,14 +204,14 @@ class PredictedFirst:
             if view.is_up
         }
         prefills = {
-            place: _prefill_s(request, replicas[place], cached[place] * self._block_size)
+            place: _prefill_s(request, replicas[place], cached[place] * request.block_size)
             for place in waits
         }
         latest_s = _NEAR_S + _NEAR * min(waits[place] + prefills[place] for place in waits)
         near = [place for place in waits if waits[place] + prefills[place] <= latest_s]
         first = digests[0] if digests else b""
         chosen = min(
-            near, key=lambda place: (replicas[place].num_live, self._digest(first, (place,)))
+            near, key=lambda place: (replicas[place].num_live, chain_digest(first, (place,)))
         )
         self.prefixes.add(chosen, digests)
         since_s = max(now, self._prefilled_s.get(chosen, now))
@@ -212,21 +224,21 @@ class PredictedFirst:
         self._prefilled_s.pop(replica, None)
 
 
-def _queue_s(request: Request, view: ReplicaView, now: float) -> float:
+def _queue_s(request: RouteRequest, view: ReplicaView, now: float) -> float:
     """How long a request would wait by what a replica has reported."""
     state, seconds = view.admission, 0.0
     if state.num_waiting or view.num_sent >= state.num_free_slots:
-        seconds = state.wait_s_of(request, view.num_sent)
+        seconds = state.wait_s_of(request.level, view.num_sent)
     if view.reported_at_s is not None:
         seconds += max(0.0, now - view.reported_at_s - _REPORT_S)
     return seconds
 
 
-def _prefill_s(request: Request, view: ReplicaView, num_cached: int) -> float:
+def _prefill_s(request: RouteRequest, view: ReplicaView, num_cached: int) -> float:
     """How long the prompt takes on a replica, without the tokens that it has cached."""
     seconds = 0.0
     if view.costs is not None:
-        num_prompt = len(request.prompt_token_ids)
+        num_prompt = request.num_prompt_tokens
         start = max(0, min(num_cached, num_prompt - 1))
         load = StepLoad.of_span(start, num_prompt - start, num_logits_rows=1)
         seconds = view.costs.seconds(load)
@@ -308,13 +320,26 @@ def _count(counts: list[int], bits: Sequence[int], having: int, num_blocks: int)
             counts[replica] = num_blocks
 
 
-def prompt_digests(request: Request, block_size: int, digest: Digest = chain_digest) -> list[bytes]:
+def route_request(
+    request: Request, router: Router, block_size: int = _BLOCK_TOKENS
+) -> RouteRequest:
+    """What `router` has to know of a request on replicas with blocks of this size."""
+    return RouteRequest(
+        num_prompt_tokens=len(request.prompt_token_ids),
+        digests=prompt_digests(request, block_size) if router.reads_prompts else (),
+        block_size=block_size,
+        level=level_of(request),
+        adapter_id=request.adapter_id,
+    )
+
+
+def prompt_digests(request: Request, block_size: int) -> tuple[bytes, ...]:
     """The digests of the full blocks of a prompt, as a replica's block pool has them."""
     token_ids = request.prompt_token_ids
     ends = range(block_size, len(token_ids) + 1, block_size)
     blocks = (tuple(token_ids[end - block_size : end]) for end in ends)
     root = root_digest(ChainRoot(request.adapter_id, request.cache_salt))
-    return list(accumulate(blocks, digest, initial=root))[1:]
+    return tuple(accumulate(blocks, chain_digest, initial=root))[1:]
 
 
 ROUTERS: dict[str, Callable[[], Router]] = {

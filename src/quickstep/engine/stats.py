@@ -88,6 +88,7 @@ class EngineStats(msgspec.Struct, frozen=True):
         coefficients: Of the cost model that predicts its steps; None if there is none.
         replicas: The engines that these are the stats of, if they are several.
         num_moves: How often a request has continued on another engine, or on a restarted one.
+        tensor_parallel_size, pipeline_parallel_size: Processes of each engine, by what they divide.
     """
 
     state: EngineState
@@ -104,6 +105,8 @@ class EngineStats(msgspec.Struct, frozen=True):
     coefficients: Coefficients | None = None
     replicas: tuple[ReplicaStats, ...] = ()
     num_moves: int = 0
+    tensor_parallel_size: int = 1
+    pipeline_parallel_size: int = 1
 
     @property
     def has_work(self) -> bool:

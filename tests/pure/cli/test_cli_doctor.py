@@ -4,7 +4,14 @@ from pathlib import Path
 
 import pytest
 
-from quickstep.cli.doctor import cgroup_cpus, cpu_facts, driver_version, huge_pages, memory_facts
+from quickstep.cli.doctor import (
+    cgroup_cpus,
+    cpu_facts,
+    driver_version,
+    huge_pages,
+    memory_facts,
+    memory_nodes,
+)
 
 CPUINFO = "\n\n".join(
     f"""processor\t: {number}
@@ -80,3 +87,12 @@ def test_the_version_of_the_gpu_driver() -> None:
     opened = "NVRM version: NVIDIA UNIX Open Kernel Module for x86_64  570.86.15  Release Build\n"
     assert driver_version(opened) == "570.86.15"
     assert driver_version("") is None
+
+
+def test_memory_nodes_are_those_with_cpus(tmp_path: Path) -> None:
+    for number, cpus in enumerate(("0-3\n", "4-7\n", "\n")):
+        (tmp_path / f"node{number}").mkdir()
+        (tmp_path / f"node{number}" / "cpulist").write_text(cpus)
+    (tmp_path / "power").mkdir()
+    assert memory_nodes(tmp_path) == 2
+    assert memory_nodes(tmp_path / "missing") is None

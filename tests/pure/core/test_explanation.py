@@ -42,6 +42,27 @@ def test_waiting_names_the_prefills_that_ran_meanwhile_largest_first() -> None:
     )
 
 
+def test_the_time_on_other_engines_is_not_explained_by_the_steps_of_the_last() -> None:
+    steps = [
+        step(0, 0.0, 2.0, {"b": 2.0}),
+        step(1, 2.0, 4.0, {"c": 0.5, "d": 1.2}),
+        step(2, 4.0, 5.0, {"a": 1.0}),
+        step(3, 5.0, 7.0),
+    ]
+    moved = replace(QUEUED, replica=2, num_moves=1, elsewhere_s=2.0)
+    explanation = explain("a", moved, steps)
+    queue = part(explanation, Activity.QUEUE)
+    assert queue.seconds == pytest.approx(1.0)
+    assert "b" not in dict(queue.prefills)
+    parts_s = sum(one.seconds for one in explanation.parts)
+    assert parts_s + explanation.elsewhere_s == pytest.approx(explanation.total_s)
+    assert (
+        ": 2.00 s on other engines or until one took it: it has moved once, to replica 2 in the "
+        "end; 1.00 s in the queue behind"
+    ) in explanation.sentence
+    assert explanation_rows(explanation)[0][:2] == ("on other engines", "2000.0")
+
+
 def test_decode_steps_that_others_prefills_stretch() -> None:
     steps = [
         step(0, 4.0, 5.0, {"a": 1.0}),

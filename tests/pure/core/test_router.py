@@ -18,16 +18,22 @@ from quickstep.core.router import (
     ReplicaState,
     ReplicaView,
     RoundRobin,
+    RouteRequest,
     prompt_digests,
+    route_request,
 )
 from quickstep.types import Request, SamplingParams
 
 COSTS = LinearCostModel(Coefficients(step_s=0.01, token_s=0.001))
 
 
-def request(first: int, num_tokens: int = 100, **fields) -> Request:
+def full_request(first: int, num_tokens: int = 100, **fields) -> Request:
     sampling = SamplingParams(max_tokens=16)
     return Request("r", tuple(range(first, first + num_tokens)), sampling, **fields)
+
+
+def request(first: int, num_tokens: int = 100, **fields) -> RouteRequest:
+    return route_request(full_request(first, num_tokens, **fields), PredictedFirst())
 
 
 def views(*loads: int | None) -> list[ReplicaView]:
@@ -129,12 +135,13 @@ def test_a_replica_that_has_started_again_has_nothing_cached() -> None:
 
 
 def test_digests_are_those_of_the_block_pool() -> None:
-    some = request(5, 100, adapter_id="adapter", cache_salt="salt")
+    some = full_request(5, 100, adapter_id="adapter", cache_salt="salt")
     digests: list[bytes] = []
     root = ChainRoot("adapter", "salt")
     KVBlockPool(8, 16).extend_digests(digests, root, some.prompt_token_ids, 6)
-    assert prompt_digests(some, 16) == digests
-    assert prompt_digests(request(5, 15), 16) == []
+    assert prompt_digests(some, 16) == tuple(digests)
+    assert prompt_digests(full_request(5, 15), 16) == ()
+    assert route_request(some, RoundRobin()).digests == ()
 
 
 @pytest.mark.parametrize("seed", range(20))

@@ -61,7 +61,9 @@ def test_a_request_has_the_tokens_ends_and_scores_that_its_client_has() -> None:
 def test_a_request_that_waited_did_not_end_its_engine() -> None:
     async def lost(has_started: bool, has_ended: bool, *deltas: Delta) -> LostRequest:
         streams = RemoteStreams(lambda: 0.0, moves=True)
-        streams.open(Stream(REQUEST, Owner()), REQUEST, num_moves=2, num_deaths=1)
+        stream = Stream(REQUEST, Owner())
+        before = LostRequest(stream, REQUEST, "fingerprint", num_moves=2, num_deaths=1)
+        streams.open(stream, REQUEST, before=before)
         if has_started:
             streams.start([REQUEST.request_id, "unknown"])
         for delta in deltas:

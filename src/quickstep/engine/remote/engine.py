@@ -225,6 +225,7 @@ class RemoteEngine:
         self._inputs = config.inputs
         self._stream_bounds = config.streams
         self._max_waiting = config.scheduler.max_waiting
+        self._load = config.load
         self._worker_stats = _WorkerStats()
         self._step_log = StepLog(LOG_CAPACITY) if step_log is None else step_log
         self._watcher = watcher
@@ -430,7 +431,7 @@ class RemoteEngine:
 
     def stats(self) -> EngineStats:
         """The engine's state; values from the worker are up to a tenth of a second old."""
-        return self._worker_stats.stats(
+        stats = self._worker_stats.stats(
             state=self._supervisor.state,
             failure=self._supervisor.failure,
             now_s=self._clock(),
@@ -438,6 +439,11 @@ class RemoteEngine:
             num_requests=len(self._streams),
             num_restarts=self._supervisor.num_restarts,
             silent_s=self._supervisor.silent_s,
+        )
+        return replace(
+            stats,
+            tensor_parallel_size=self._load.tensor_parallel_size,
+            pipeline_parallel_size=self._load.pipeline_parallel_size,
         )
 
     @property
@@ -565,11 +571,9 @@ class RemoteEngine:
         self.submit(request, stream)
         return stream
 
-    def submit(
-        self, request: Request, stream: Stream, num_moves: int = 0, num_deaths: int = 0
-    ) -> None:
+    def submit(self, request: Request, stream: Stream, before: LostRequest | None = None) -> None:
         """Send a request that is complete, with its id and its seed, to the engine; its deltas go
-        to `stream`. `num_moves` and `num_deaths` as in `LostRequest`.
+        to `stream`. `before` is what an engine that had it handed over.
 
         Raises:
             RequestError: The request cannot be sent.
@@ -577,7 +581,7 @@ class RemoteEngine:
         """
         process = self._running_process()
         self._check_backlog(process)
-        self._streams.open(stream, request, level_of(request), num_moves, num_deaths)
+        self._streams.open(stream, request, level_of(request), before)
         try:
             process.sender.put(request)
         except (UnicodeEncodeError, OverflowError) as error:
@@ -662,7 +666,7 @@ class RemoteEngine:
                 for sequence in message.sequences:
                     if self._streams.has_moved(sequence.request_id):
                         continue  # it has not ended
-                    timings = self._of_replica(sequence.timings)
+                    timings = self._completed(sequence.request_id, sequence.timings)
                     self._step_log.add_sequence(replace(sequence, timings=timings))
                 for request_id, delta in message.deltas:
                     self._streams.deliver(request_id, delta)
@@ -677,7 +681,10 @@ class RemoteEngine:
             case TimingsNote(request_id=request_id, timings=timings):
                 if (report := self._reports.pop(request_id, None)) is not None:
                     report.set_result(
-                        {index: self._of_replica(one) for index, one in timings.items()}
+                        {
+                            index: self._completed(request_id, timing)
+                            for index, timing in timings.items()
+                        }
                     )
             case PrefixCacheReset(num_blocks=num_blocks):
                 if not (reset := self._resets.popleft()).done():  # else its caller has left
@@ -691,7 +698,8 @@ class RemoteEngine:
             case _:
                 _LOGGER.error("the engine process sent %s out of turn", message)
 
-    def _of_replica(self, timings: SequenceTimings) -> SequenceTimings:
+    def _completed(self, request_id: str, timings: SequenceTimings) -> SequenceTimings:
+        timings = self._streams.complete(request_id, timings)
         return replace(timings, replica=self._replica) if self._replica else timings
 
     @property

@@ -33,6 +33,7 @@ class LostRequest(msgspec.Struct, frozen=True):
         num_moves: How many engine processes have ended with it, in a row without a new token.
         num_deaths: How many of those had begun to compute it, so that it may have ended them.
         was_computed: Whether the last one had.
+        num_engines: How many engines, or processes of one, had accepted it.
         is_paused: Its reader is too slow.
     """
 
@@ -42,6 +43,7 @@ class LostRequest(msgspec.Struct, frozen=True):
     num_moves: int = 0
     num_deaths: int = 0
     was_computed: bool = False
+    num_engines: int = 0
     is_paused: bool = False
 
     def uncharged(self) -> LostRequest:
@@ -61,8 +63,7 @@ class _Live(msgspec.Struct):
     since_s: float
     running: set[int]  # indices of the sequences that have not ended
     outputs: defaultdict[int, list[int]]  # delivered, by index
-    num_moves: int
-    num_deaths: int
+    before: LostRequest  # as it was sent to this engine
     has_started: bool = False  # a step has computed it
     num_prompt_logprobs: int = 0  # delivered
     timer: asyncio.TimerHandle | None = None  # of its deadline
@@ -136,11 +137,10 @@ class RemoteStreams:
         stream: Stream,
         request: Request,
         level: int = 0,
-        num_moves: int = 0,
-        num_deaths: int = 0,
+        before: LostRequest | None = None,
     ) -> None:
-        """Follow a request, of a level of priority, that is about to be sent; `num_moves` and
-        `num_deaths` as in `LostRequest`.
+        """Follow a request, of a level of priority, that is about to be sent; `before` is what an
+        engine that had it handed over.
         """
         now, running = self._clock(), set(request.indices)
         num_sequences = len(running)
@@ -148,7 +148,9 @@ class RemoteStreams:
             self._busy_since_s = now
         outputs = defaultdict[int, list[int]](list)
         outputs.update({resumed.index: [*resumed.token_ids] for resumed in request.resumed})
-        live = _Live(stream, request, now, running, outputs, num_moves, num_deaths)
+        live = _Live(
+            stream, request, now, running, outputs, before or LostRequest(stream, request, "")
+        )
         live.num_prompt_logprobs = sum(part.num_prompt_logprobs for part in request.resumed)
         self._live[stream.request_id] = live
         self._undecided[stream.request_id] = (level, num_sequences)
@@ -173,6 +175,16 @@ class RemoteStreams:
         """Whether a request is live and has got no token from this engine."""
         live = self._live.get(request_id)
         return live is not None and not live.has_progressed
+
+    def complete(self, request_id: str, timings: SequenceTimings) -> SequenceTimings:
+        """The engine's timings of a sequence with what it does not know: the time of its request
+        on other engines.
+        """
+        live = self._live.get(request_id)
+        if live is None or not live.before.num_engines:
+            return timings
+        elsewhere_s = min(timings.queue_s, max(0.0, live.since_s - timings.arrival_s))
+        return replace(timings, num_moves=live.before.num_engines, elsewhere_s=elsewhere_s)
 
     def refuse(self, request_id: str, error: QuickstepError) -> None:
         """The engine has refused the request: its stream raises `error`, or ends with it if it had
@@ -276,9 +288,10 @@ class RemoteStreams:
                     live.stream,
                     resumed,
                     fingerprint,
-                    num_moves=(0 if is_new else live.num_moves) + has_ended,
-                    num_deaths=(0 if is_new else live.num_deaths) + was_computed,
+                    num_moves=(0 if is_new else live.before.num_moves) + has_ended,
+                    num_deaths=(0 if is_new else live.before.num_deaths) + was_computed,
                     was_computed=was_computed,
+                    num_engines=live.before.num_engines + bool(resumed.resumed),
                     is_paused=request_id in self._paused,
                 )
             )

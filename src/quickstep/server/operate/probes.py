@@ -44,7 +44,8 @@ class ReplicaHealth(msgspec.Struct, frozen=True):
 
 class Health(msgspec.Struct, frozen=True):
     """The engine's progress; anything but `ok` comes with status 503. Of several replicas it is
-    `ok` while one serves and none is stalled.
+    `ok` while one serves and none is stalled. `exchange_seconds` of all steps so far were spent
+    waiting for the other ranks of an engine.
     """
 
     status: Literal["ok", "stalled", "restarting", "failed"]
@@ -62,6 +63,9 @@ class Health(msgspec.Struct, frozen=True):
     seconds_without_progress: float
     replicas: tuple[ReplicaHealth, ...] = ()
     num_moved_requests: int = 0
+    tensor_parallel_size: int = 1
+    pipeline_parallel_size: int = 1
+    exchange_seconds: float = 0.0
 
 
 class Readiness(msgspec.Struct, frozen=True):
@@ -110,6 +114,9 @@ class Probes:
             seconds_without_progress=round(stats.stalled_s, 3),
             replicas=tuple(map(_replica, stats.replicas)),
             num_moved_requests=stats.num_moves,
+            tensor_parallel_size=stats.tensor_parallel_size,
+            pipeline_parallel_size=stats.pipeline_parallel_size,
+            exchange_seconds=round(load.totals.exchange_s, 3),
         )
         return json_response(state, 200 if status == "ok" else 503)
 

@@ -23,7 +23,7 @@ from typing import TYPE_CHECKING
 import msgspec
 from msgspec.structs import replace
 
-from quickstep.core.router import ReplicaState, ReplicaView, Router
+from quickstep.core.router import ReplicaState, ReplicaView, Router, route_request
 from quickstep.errors import RequestError
 from quickstep.sim.outcome import Arrival, Ending, Follow, Progress, Simulation
 from quickstep.sim.replicas.faults import (
@@ -354,7 +354,9 @@ class ReplicaRun:
             self._take_reports()
         live = self.live[name]
         request = live.arrival.request
-        place = live.replica = self._router.choose(request, self.views, self.now)
+        place = live.replica = self._router.choose(
+            route_request(request, self._router), self.views, self.now
+        )
         live.generation = self._known_generation[place]
         live.num_there = request.sampling.n
         view = self.views[place]
