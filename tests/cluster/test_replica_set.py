@@ -424,7 +424,7 @@ def test_an_engine_that_ends_while_the_server_drains_ends_its_requests() -> None
     run(test, num_replicas=1)
 
 
-LONG = {"max_tokens": 300, "ignore_eos": True}
+LONG = {"max_tokens": 400, "ignore_eos": True}
 
 
 async def begun(engine: ReplicaSet, requests: Sequence[Request]) -> list[asyncio.Task[Any]]:
