@@ -73,9 +73,11 @@ def add_parser(subparsers: argparse._SubParsersAction[Parser]) -> None:
 def _replicas(args: argparse.Namespace, config: EngineConfig) -> tuple[ReplicaConfig, EngineConfig]:
     """The replicas, and the configuration of each: its part of this machine. Raises ConfigError."""
     replicas = from_flags(ReplicaConfig, args)
-    num = replicas.num_replicas
+    num = replicas.num_engines
     if num == 1:
         return replicas, config
+    if replicas.num_prefill:
+        config = replace(config, scheduler=replace(config.scheduler, transfers_kv=True))
     from quickstep.engine.machine import free_memory_bytes, usable_cores
 
     num_cores = usable_cores()

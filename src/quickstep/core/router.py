@@ -107,11 +107,22 @@ class Router(Protocol):
         the driver's clock.
         """
 
+    def num_cached_tokens(self, request: RouteRequest, num_replicas: int) -> list[int]:
+        """How much of a prompt each replica is taken to have cached."""
+
     def lost_cache(self, replica: int) -> None:
         """A replica has started again: nothing is cached there."""
 
 
-class RoundRobin:
+class _NothingCached:
+    """Knows nothing of caches."""
+
+    def num_cached_tokens(self, request: RouteRequest, num_replicas: int) -> list[int]:
+        """`Router.num_cached_tokens`."""
+        return [0] * num_replicas
+
+
+class RoundRobin(_NothingCached):
     """One replica after the other."""
 
     predicts = False
@@ -131,7 +142,7 @@ class RoundRobin:
         """The choice does not depend on it."""
 
 
-class FewestRequests:
+class FewestRequests(_NothingCached):
     """The replica with the fewest live requests; of several, the first."""
 
     predicts = False
@@ -145,7 +156,7 @@ class FewestRequests:
         """The choice does not depend on it."""
 
 
-class PrefixAffinity:
+class PrefixAffinity(_NothingCached):
     """The replica that last had the longest part of the prompt, if that is half of it at least and
     the replica has not far more requests than the others; else the one with the fewest. As the
     cache-aware router of SGLang.
@@ -207,12 +218,12 @@ class PredictedFirst:
         digests = request.digests
         cached = self.prefixes.num_blocks(digests, len(replicas))
         waits = {
-            place: max(_queue_s(request, view, now), self._prefilled_s.get(place, now) - now)
+            place: max(queue_s(request, view, now), self._prefilled_s.get(place, now) - now)
             for place, view in enumerate(replicas)
             if view.is_up
         }
         prefills = {
-            place: _prefill_s(request, replicas[place], cached[place] * request.block_size)
+            place: prefill_s(request, replicas[place], cached[place] * request.block_size)
             for place in waits
         }
         scores_s = {
@@ -231,13 +242,18 @@ class PredictedFirst:
         self._prefilled_s[chosen] = since_s + prefills[chosen]
         return chosen
 
+    def num_cached_tokens(self, request: RouteRequest, num_replicas: int) -> list[int]:
+        """`Router.num_cached_tokens`."""
+        counts = self.prefixes.num_blocks(request.digests, num_replicas, is_used=False)
+        return [count * request.block_size for count in counts]
+
     def lost_cache(self, replica: int) -> None:
         """`Router.lost_cache`."""
         self.prefixes.forget(replica)
         self._prefilled_s.pop(replica, None)
 
 
-def _queue_s(request: RouteRequest, view: ReplicaView, now: float) -> float:
+def queue_s(request: RouteRequest, view: ReplicaView, now: float) -> float:
     """How long a request would wait by what a replica has reported."""
     state, seconds = view.admission, 0.0
     if state.num_waiting or view.num_sent >= state.num_free_slots:
@@ -247,7 +263,7 @@ def _queue_s(request: RouteRequest, view: ReplicaView, now: float) -> float:
     return seconds
 
 
-def _prefill_s(request: RouteRequest, view: ReplicaView, num_cached: int) -> float:
+def prefill_s(request: RouteRequest, view: ReplicaView, num_cached: int) -> float:
     """How long the prompt takes on a replica, without the tokens that it has cached."""
     seconds = 0.0
     if view.costs is not None:
@@ -323,8 +339,12 @@ class PrefixIndex:
         self._bits.pop(replica, None)
         self._held.pop(replica, None)
 
-    def num_blocks(self, digests: Sequence[bytes], num_replicas: int) -> list[int]:
-        """How many of the blocks from the first one on each replica has."""
+    def num_blocks(
+        self, digests: Sequence[bytes], num_replicas: int, is_used: bool = True
+    ) -> list[int]:
+        """How many of the blocks from the first one on each replica has; `is_used`: they are
+        forgotten later.
+        """
         bits = [self._bit(replica) for replica in range(num_replicas)]
         counts, having, known = [0] * num_replicas, sum(bits), 0
         for digest in digests:
@@ -336,7 +356,7 @@ class PrefixIndex:
                 break
             known += 1
         _count(counts, bits, having, known)
-        for digest in reversed(digests[:known]):
+        for digest in reversed(digests[:known] if is_used else ()):
             self._holders.move_to_end(digest)
         return counts
 

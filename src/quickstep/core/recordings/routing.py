@@ -128,6 +128,10 @@ class RecordingRouter:
         self._put(ChoiceLine(now, request, changed, chosen))
         return chosen
 
+    def num_cached_tokens(self, request: RouteRequest, num_replicas: int) -> list[int]:
+        """`Router.num_cached_tokens`, which changes nothing."""
+        return self._router.num_cached_tokens(request, num_replicas)
+
     def lost_cache(self, replica: int) -> None:
         """`Router.lost_cache`."""
         self._router.lost_cache(replica)
@@ -206,4 +210,4 @@ def _decoded(text: bytes, number: int) -> RoutingLine:
     return line
 
 
-_DECODER = msgspec.json.Decoder(RoutingLine)
+_DECODER: msgspec.json.Decoder[RoutingLine] = msgspec.json.Decoder(RoutingLine)

@@ -65,7 +65,7 @@ from quickstep.model.sizing import MemoryPlan
 from quickstep.text.chat_template import ChatTemplate
 from quickstep.text.tokenizer import Tokenizer
 from quickstep.text.tokenizer_process import TokenizerProcess
-from quickstep.types import FinishReason, Pooling, Request, SequenceTimings
+from quickstep.types import FinishReason, KVTarget, Pooling, Request, SequenceTimings
 
 _LOGGER = logging.getLogger(__name__)
 # After a request's deadline, until it is ended here.
@@ -191,6 +191,9 @@ class EngineWatcher(Protocol):
     def lost(self, engine: RemoteEngine, requests: Sequence[LostRequest]) -> None:
         """The process has ended with these requests."""
 
+    def begun(self, engine: RemoteEngine, requests: Sequence[LostRequest]) -> None:
+        """The prompts of these requests are computed, which other engines are to continue."""
+
     def restarted(self, engine: RemoteEngine) -> None:
         """Another process serves."""
 
@@ -294,11 +297,24 @@ class RemoteEngine:
         """Hand over all live requests, which the process is then to end, to continue elsewhere. No
         other may be sent before the process has been restarted.
         """
-        lost = self._streams.take_all(self.fingerprint, has_ended=False)
+        return self._taken(self._streams.take_all(self.fingerprint, has_ended=False))
+
+    def _taken(self, lost: list[LostRequest]) -> list[LostRequest]:
+        """Let the process end requests that continue elsewhere."""
         if (process := self._supervisor.process) is not None:
             for request in lost:
                 process.sender.put(Abort(request.request.request_id))
         return lost
+
+    @property
+    def kv_address(self) -> KVTarget | None:
+        """Where other engines send KV blocks; None if they are not transferred."""
+        return self._loaded.facts.kv_address
+
+    @property
+    def kv_block_bytes(self) -> int:
+        """Of a KV block that is transferred."""
+        return self._loaded.facts.kv_block_bytes
 
     def has_new_files(self) -> bool:
         """Whether the files of the checkpoint have changed since the process loaded them, so that
@@ -668,6 +684,9 @@ class RemoteEngine:
                     self._step_log.add_sequence(replace(sequence, timings=timings))
                 for request_id, delta in message.deltas:
                     self._streams.deliver(request_id, delta)
+                if self._streams.has_handovers and self._watcher is not None:
+                    begun = self._streams.take_begun(self.fingerprint)
+                    self._watcher.begun(self, self._taken(begun))
                 if (step := message.record) is not None:
                     self._step_log.add_step(replace(step, replica=replica) if replica else step)
             case Started(request_ids=request_ids):

@@ -31,7 +31,7 @@ from quickstep.engine.remote.opening import LENGTH, Open, WireMessage, framed
 from quickstep.engine.stats import EngineStats
 from quickstep.errors import EngineError, QuickstepError, RequestError
 from quickstep.model.sizing import MemoryPlan
-from quickstep.types import Delta, Pooling, Request, SequenceTimings, StepRecord
+from quickstep.types import Delta, KVTarget, Pooling, Request, SequenceTimings, StepRecord
 
 # What a connection's reader buffers before the socket has to wait.
 BUFFER_BYTES = 256 * 1024
@@ -42,7 +42,12 @@ _Received = TypeVar("_Received")
 
 
 class ModelFacts(msgspec.Struct, frozen=True):
-    """`LoadedModel` as it is sent: the receiver opens tokenizer and template at `path` itself."""
+    """`LoadedModel` as it is sent: the receiver opens tokenizer and template at `path` itself.
+
+    Attributes:
+        kv_address: Where other engines send KV blocks; None if they are not transferred.
+        kv_block_bytes: Of each of them.
+    """
 
     name: str
     fingerprint: str
@@ -53,6 +58,8 @@ class ModelFacts(msgspec.Struct, frozen=True):
     default_pooling: Pooling
     load_s: float
     memory_plan: MemoryPlan | None
+    kv_address: KVTarget | None = None
+    kv_block_bytes: int = 0
 
 
 class Abort(WireMessage, frozen=True):

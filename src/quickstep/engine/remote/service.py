@@ -380,4 +380,6 @@ def _facts(engine: Engine) -> ModelFacts:
         default_pooling=model.default_pooling,
         load_s=model.load_s,
         memory_plan=model.memory_plan,
+        kv_address=engine.kv_address,
+        kv_block_bytes=engine.kv_block_bytes,
     )
