@@ -904,6 +904,46 @@ class ReplicaConfig(msgspec.Struct, frozen=True):
             )
 
 
+class LinkConfig(msgspec.Struct, frozen=True):
+    """Connections between servers and engines on other hosts.
+
+    Attributes:
+        engines: Of a server: the addresses of its engines, separated by commas; None has engines of
+            its own.
+        listen: Of an engine: where servers connect.
+        token_file: What both know; None for the environment variable.
+    """
+
+    engines: Annotated[
+        str | None,
+        Option(
+            "addresses of engines that listen (`quickstep engine`), on which this server runs "
+            "MODEL; it then loads no weights itself",
+            metavar="HOST:PORT,HOST:PORT",
+            argument=None,
+        ),
+    ] = None
+    listen: Annotated[
+        str,
+        Option(
+            "address on which servers connect; port 0 chooses a free one",
+            metavar="HOST:PORT",
+            argument=None,
+        ),
+    ] = "127.0.0.1:8100"
+    token_file: Annotated[
+        Path | None,
+        Option(
+            "file with the token that servers and engines have in common, which only its user may "
+            "read",
+            Kind.PATH,
+            "--engine-token-file",
+            default_text="the environment variable QUICKSTEP_ENGINE_TOKEN",
+            argument=None,
+        ),
+    ] = None
+
+
 class EngineConfig(msgspec.Struct, frozen=True):
     """All sections; the command line and `LLM(...)` fill them in.
 

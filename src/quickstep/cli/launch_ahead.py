@@ -17,6 +17,7 @@ if TYPE_CHECKING:
 # A secret of the server, which the engine's process does not need.
 KEY_VARIABLE = "QUICKSTEP_API_KEY"
 _INFORMATION_FLAGS = frozenset(("-h", "--help", "--version"))
+_ENGINES_FLAG = "--engines"  # of a server without an engine of its own
 
 
 def launch_ahead(arguments: Sequence[str]) -> Launched | None:
@@ -26,6 +27,8 @@ def launch_ahead(arguments: Sequence[str]) -> Launched | None:
         EngineError: The process cannot be started.
     """
     if arguments[:1] != ["serve"] or not _INFORMATION_FLAGS.isdisjoint(arguments):
+        return None
+    if any(argument.partition("=")[0] == _ENGINES_FLAG for argument in arguments):
         return None
     from quickstep.engine.remote.launch import launch
 

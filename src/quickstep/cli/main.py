@@ -26,6 +26,7 @@ if TYPE_CHECKING:
 
 COMMANDS = (
     "serve",
+    "engine",
     "generate",
     "chat",
     "batch",

@@ -1,4 +1,5 @@
-"""`quickstep serve [MODEL]`: the HTTP server, with its engine in a process of its own.
+"""`quickstep serve [MODEL]`: the HTTP server, with its engines in processes of their own: children,
+or engines that listen (`quickstep engine`).
 
 This process never imports torch. It parses and tokenizes requests and writes responses, and it
 keeps running if the engine's process ends.
@@ -9,6 +10,8 @@ from __future__ import annotations
 import argparse
 import gc
 import logging
+import os
+from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 from msgspec.structs import replace
@@ -32,14 +35,24 @@ from quickstep.cli.flags.serve import (
     stream_config,
 )
 from quickstep.cli.screen import loading_bar, print_memory
-from quickstep.config import MAX_WAITING_OF_SERVER, EngineConfig, ReplicaConfig
+from quickstep.config import (
+    MAX_WAITING_OF_SERVER,
+    EngineConfig,
+    LinkConfig,
+    ReplicaConfig,
+    SchedulerConfig,
+)
+from quickstep.errors import ConfigError
+from quickstep.option import options_of
 from quickstep.server.options import ServerOptions
 
 if TYPE_CHECKING:
     from quickstep.cluster.replicas import ReplicaSet
     from quickstep.engine.logs import LogSetup
     from quickstep.engine.remote.launch import Launched
+    from quickstep.engine.remote.supervisor import EngineConnector
 
+_OPTIONS_OF_SERVER = frozenset(("revision", "offline", "seed"))
 _LOG = logging.getLogger("quickstep.cli")
 
 
@@ -64,7 +77,9 @@ def add_parser(subparsers: argparse._SubParsersAction[Parser]) -> None:
     add_options(group, ServerOptions, "tool_call_parser", "reasoning_parser")
     add_template_flags(group)
     add_serve_flags(parser)
-    add_options(parser.add_argument_group("replicas"), ReplicaConfig)
+    group = parser.add_argument_group("replicas")
+    add_options(group, ReplicaConfig)
+    add_options(group, LinkConfig, "engines", "token_file")
     add_engine_flags(parser)
     add_lora_flags(parser)
     parser.set_defaults(max_waiting=MAX_WAITING_OF_SERVER)
@@ -73,6 +88,8 @@ def add_parser(subparsers: argparse._SubParsersAction[Parser]) -> None:
 def _replicas(args: argparse.Namespace, config: EngineConfig) -> tuple[ReplicaConfig, EngineConfig]:
     """The replicas, and the configuration of each: its part of this machine. Raises ConfigError."""
     replicas = from_flags(ReplicaConfig, args)
+    if args.engines is not None:
+        return _of_hosts(args, replicas, config), config
     num = replicas.num_engines
     if num == 1:
         return replicas, config
@@ -86,6 +103,46 @@ def _replicas(args: argparse.Namespace, config: EngineConfig) -> tuple[ReplicaCo
     return replicas, config.of_replica(num, num_cores, free_memory_bytes())
 
 
+def _of_hosts(
+    args: argparse.Namespace, replicas: ReplicaConfig, config: EngineConfig
+) -> ReplicaConfig:
+    """The replicas of `--engines`. Raises ConfigError for flags that those have to be given."""
+    if replicas.num_replicas > 1:
+        raise ConfigError("--data-parallel-size is for engines of this server, --engines names all")
+    if replicas.num_prefill:
+        raise ConfigError("--prefill and --decode are for engines of this server, not --engines")
+    usual = EngineConfig(scheduler=SchedulerConfig(max_waiting=MAX_WAITING_OF_SERVER))
+    for given, default in (
+        (config.load, usual.load),
+        (config.cache, usual.cache),
+        (config.scheduler, usual.scheduler),
+        (config, usual),
+    ):
+        for declared in options_of(type(given)).values():
+            is_ours = declared.field in _OPTIONS_OF_SERVER
+            if not is_ours and getattr(given, declared.field) != getattr(default, declared.field):
+                raise ConfigError(
+                    f"{declared.flag} is for the engines: give it to `quickstep engine`, and not "
+                    "to a server with --engines"
+                )
+    if config.recording is not None:
+        raise ConfigError("--record is for an engine of this server, and not for --engines")
+    return replace(replicas, num_replicas=len(args.engines.split(",")))
+
+
+def _connectors(args: argparse.Namespace) -> list[EngineConnector]:
+    """What connects to each of `--engines`. Raises ConfigError."""
+    from quickstep.engine.remote.hello import Hello, protocol, read_token
+    from quickstep.engine.remote.host import EngineAddress, connector
+
+    addresses = [EngineAddress.parse(text, "--engines") for text in args.engines.split(",")]
+    for address in addresses:
+        if addresses.count(address) > 1:
+            raise ConfigError(f"--engines names {address} twice")
+    hello = Hello(protocol(), read_token(args.engine_token_file, os.environ))
+    return [connector(address, hello) for address in addresses]
+
+
 def run(args: argparse.Namespace) -> int:
     """Bind the socket, load the model, serve until a signal."""
     config = replace(
@@ -96,18 +153,27 @@ def run(args: argparse.Namespace) -> int:
         recording=recording_config(args),
     )
     replicas, config = _replicas(args, config)
-    from quickstep.engine.remote.opening import opening_frame
-
+    connectors = [] if args.engines is None else _connectors(args)
     # Importing creates only objects that stay alive: see `engine.remote.worker.main`.
     gc.disable()
     try:
-        launched: Launched = args.launched  # `main` has launched it, and ends it
         log = log_setup(args)
-        launched.send_opening(opening_frame(config, log))
-        _serve(args, config, replicas, log, launched)
+        launched: Launched | None = args.launched  # `main` has launched it, and ends it
+        if launched is not None:
+            if connectors:  # of a --config file
+                launched.end()
+            else:
+                _send_opening(launched, config, log)
+        _serve(args, config, replicas, log, launched, connectors)
     finally:
         gc.enable()  # also if no engine was opened
     return 0
+
+
+def _send_opening(launched: Launched, config: EngineConfig, log: LogSetup) -> None:
+    from quickstep.engine.remote.opening import opening_frame
+
+    launched.send_opening(opening_frame(config, log))
 
 
 def _serve(
@@ -115,7 +181,8 @@ def _serve(
     config: EngineConfig,
     replicas: ReplicaConfig,
     log: LogSetup,
-    launched: Launched,
+    launched: Launched | None,
+    connectors: Sequence[EngineConnector],
 ) -> None:
     from quickstep.engine.logs import install
     from quickstep.server.http.tls import check_tls
@@ -134,7 +201,9 @@ def _serve(
         check_tracing(options.metrics.otlp_traces_endpoint)
     with bind(args.host, args.port) as sock:
         serve(
-            lambda: _open_engines(config, replicas, log, launched, options.stall_s), sock, options
+            lambda: _open_engines(config, replicas, log, launched, connectors, options.stall_s),
+            sock,
+            options,
         )
 
 
@@ -142,13 +211,17 @@ async def _open_engines(
     config: EngineConfig,
     replicas: ReplicaConfig,
     log: LogSetup,
-    launched: Launched,
+    launched: Launched | None,
+    connectors: Sequence[EngineConnector],
     stall_s: float,
 ) -> ReplicaSet:
-    """Load the model in the engines' processes, and describe it on stderr."""
+    """Load the model in the engines' processes, or connect to those that listen, and describe it on
+    stderr.
+    """
     from quickstep.cluster.replicas import ReplicaSet
     from quickstep.engine.records.step_log import StepLog
     from quickstep.engine.remote.engine import RemoteEngine
+    from quickstep.engine.remote.host import RECONNECTIONS
 
     def make_engine(number: int, step_log: StepLog, watcher: ReplicaSet) -> RemoteEngine:
         return RemoteEngine(
@@ -159,11 +232,16 @@ async def _open_engines(
             watcher=watcher,
             replica=number,
             step_log=step_log,
+            connect=connectors[number] if connectors else None,
+            restart_limits=RECONNECTIONS if connectors else None,
         )
 
-    _LOG.info("loading %s", config.load.model)
+    doing = f"connecting to engines of {config.load.model}"
+    if not connectors:
+        doing = f"loading {config.load.model}"
+    _LOG.info(doing)
     engine = ReplicaSet(replicas, make_engine, seed=config.seed, streams=config.streams)
-    with loading_bar(f"loading {config.load.model}") as progress:
+    with loading_bar(doing) as progress:
         await engine.open(progress)
     gc.freeze()  # objects that exist now stay alive
     gc.enable()

@@ -55,9 +55,9 @@ from quickstep.core.router import (
 )
 from quickstep.engine.adapters import LoadedAdapter
 from quickstep.engine.records.step_log import StepLog
-from quickstep.engine.remote.child import LoadProgress
 from quickstep.engine.remote.engine import LOG_CAPACITY, RemoteEngine
 from quickstep.engine.remote.streams import LostRequest
+from quickstep.engine.remote.supervisor import LoadProgress
 from quickstep.engine.requests import RequestIntake, open_seeds
 from quickstep.engine.stats import EngineState, EngineStats, ReplicaChange, ReplicaStats
 from quickstep.engine.stream import Stream
@@ -418,6 +418,10 @@ class ReplicaSet:
         """An engine serves again (the engine only)."""
         self._place_parked()
 
+    def freed(self, engine: RemoteEngine) -> None:
+        """An engine has ended requests that were moved from it (the engine only)."""
+        self._place_parked()
+
     def given_up(self, engine: RemoteEngine) -> None:
         """An engine will not be started again (the engine only)."""
         if not any(map(self._will_take, range(len(self._engines)))):
@@ -656,7 +660,9 @@ class ReplicaSet:
         for lost in self._parked.in_order():
             if self._is_stopping:
                 return
-            takers = self._takers()
+            name = lost.request.request_id
+            # one that has yet to end the request would end it again
+            takers = [one for one in self._takers() if not self._engines[one].has_id(name)]
             if lost.has_output:  # other weights would not continue it
                 same = self._with_fingerprint(lost.fingerprint)
                 takers = [number for number in takers if number in same]

@@ -119,7 +119,7 @@ class Engine:
         self._busy_since_s = 0.0  # since when there was a request to generate for
         self._wakeup = asyncio.Event()
         self._has_failed = asyncio.Event()
-        self._report_admitted: Callable[[Sequence[Admission]], None] | None = None
+        self._admission_reports: list[Callable[[Sequence[Admission]], None]] = []
         self._task: asyncio.Task[None] | None = None
         self._adapters: AdapterLoader | None = None
         if adapters is not None:
@@ -295,7 +295,11 @@ class Engine:
 
     def follow_admissions(self, report: Callable[[Sequence[Admission]], None]) -> None:
         """Call `report` with the sequences that a step is the first to compute, before it is."""
-        self._report_admitted = report
+        self._admission_reports.append(report)
+
+    def unfollow_admissions(self, report: Callable[[Sequence[Admission]], None]) -> None:
+        """Call `report` no more."""
+        self._admission_reports.remove(report)
 
     async def wait_until_captured(self) -> None:
         """Return once every step that was wanted is captured, for measurements. The engine serves
@@ -509,8 +513,9 @@ class Engine:
         if self._adapters is not None:
             self._adapters.free_retired(now)
         while (plan := self._scheduler.plan(now)) is not None:
-            if plan.admitted and self._report_admitted is not None:
-                self._report_admitted(plan.admitted)
+            if plan.admitted:
+                for report in self._admission_reports:
+                    report(plan.admitted)
             self._in_flight.append((plan, self._executor.submit(plan)))
         if self._adapters is not None:
             self._adapters.follow_orders()

@@ -14,16 +14,15 @@ from hypothesis import strategies as st
 
 from quickstep.config import EngineConfig
 from quickstep.engine.remote import messages
+from quickstep.engine.remote.connection import MAX_FRAME_BYTES, Sender, read_messages
 from quickstep.engine.remote.messages import (
     FROM_ENGINE,
     TO_ENGINE,
     Abort,
     FromEngine,
     Message,
-    Sender,
     ToEngine,
     encode,
-    read_messages,
 )
 from quickstep.errors import EngineError
 from quickstep.sampling_params import RepetitionDetectionParams
@@ -131,7 +130,7 @@ def test_messages_arrive_in_order_over_a_socket(sent: list[Message], num_flushes
                 await sender.flush()
         await sender.flush()
         writer.close()
-        received = [message async for message in read_messages(reader, FROM_ENGINE)]
+        received = [message async for message in read_messages(reader, FROM_ENGINE, "them")]
         back.close()
         return received
 
@@ -147,7 +146,7 @@ def test_a_reader_that_is_slow_holds_nobody_and_misses_nothing() -> None:
         sending = asyncio.create_task(sender.run())
         for number in range(200_000):  # many times what the socket takes
             sender.put(Abort(str(number)))
-        received = read_messages(reader, TO_ENGINE)
+        received = read_messages(reader, TO_ENGINE, "them")
         for number in range(200_000):
             assert await anext(received) == Abort(str(number))
         sending.cancel()
@@ -164,7 +163,7 @@ def test_an_end_in_the_middle_of_a_message_is_an_end(tail: bytes) -> None:
         frame = msgspec.msgpack.encode([encode(Abort("3"))])
         reader.feed_data(len(frame).to_bytes(4, "big") + frame + tail)
         reader.feed_eof()
-        return [message async for message in read_messages(reader, TO_ENGINE)]
+        return [message async for message in read_messages(reader, TO_ENGINE, "them")]
 
     assert asyncio.run(whole()) == [Abort("3")]
 
@@ -174,9 +173,19 @@ def test_what_is_no_message_is_an_engine_error(frame: bytes) -> None:
     async def whole() -> None:
         reader = asyncio.StreamReader()
         reader.feed_data(len(frame).to_bytes(4, "big") + frame)
-        await anext(read_messages(reader, TO_ENGINE))
+        await anext(read_messages(reader, TO_ENGINE, "them"))
 
     with pytest.raises(EngineError, match="no message"):
+        asyncio.run(whole())
+
+
+def test_a_frame_above_the_limit_is_not_waited_for() -> None:
+    async def whole() -> None:
+        reader = asyncio.StreamReader()
+        reader.feed_data((MAX_FRAME_BYTES + 1).to_bytes(4, "big"))
+        await anext(read_messages(reader, TO_ENGINE, "them"))
+
+    with pytest.raises(EngineError, match="them announced a frame of 268435457 bytes"):
         asyncio.run(whole())
 
 

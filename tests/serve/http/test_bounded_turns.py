@@ -11,7 +11,7 @@ from client import COMPLETIONS, client_of
 from fake_engine import FakeEngine
 from scripted_worker import opened
 
-from quickstep.engine.remote.messages import Sender
+from quickstep.engine.remote.connection import Connection, Sender
 from quickstep.engine.remote.service import EngineService
 from quickstep.server.app import create_app
 from quickstep.server.options import ServerOptions
@@ -72,7 +72,8 @@ def test_the_engine_takes_a_frame_of_requests_over_many_turns(
 
     async def run() -> None:
         ours, theirs = socket.socketpair()
-        service = await EngineService.connect(ours, lambda config, _: opened(config))
+        connection = await Connection.of_pair(ours, "the server")
+        service = EngineService(connection, lambda config, _: opened(config))
         monkeypatch.setattr(EngineService, "_receive", receive)
         _, writer = await asyncio.open_unix_connection(sock=theirs)
         sender = Sender(writer)

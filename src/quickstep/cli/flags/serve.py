@@ -51,6 +51,22 @@ def add_serve_flags(parser: argparse.ArgumentParser) -> None:
     add_options(group, ServerOptions, "stall_s", "drain_s")
     add_options(group, StreamConfig)
     group = parser.add_argument_group("log")
+    add_log_flags(group)
+    add_options(group, MetricsOptions, "prefix", "otlp_traces_endpoint")
+    group.add_argument(
+        "--goodput",
+        nargs="+",
+        action="extend",
+        default=[],
+        metavar="TARGET:MS",
+        help="count the requests that keep all of these limits in milliseconds, such as ttft:500 "
+        "tpot:50 e2el:10000 (default: none)",
+    )
+    add_options(group, ServerOptions, "access_log")
+
+
+def add_log_flags(group: argparse._ArgumentGroup) -> None:
+    """Register the flags of the log."""
     group.add_argument(
         "--log-format",
         choices=["text", "json"],
@@ -63,17 +79,6 @@ def add_serve_flags(parser: argparse.ArgumentParser) -> None:
         default="info",
         help="lowest level to log (default: %(default)s)",
     )
-    add_options(group, MetricsOptions, "prefix", "otlp_traces_endpoint")
-    group.add_argument(
-        "--goodput",
-        nargs="+",
-        action="extend",
-        default=[],
-        metavar="TARGET:MS",
-        help="count the requests that keep all of these limits in milliseconds, such as ttft:500 "
-        "tpot:50 e2el:10000 (default: none)",
-    )
-    add_options(group, ServerOptions, "access_log")
 
 
 def _add_access_flags(group: argparse._ArgumentGroup) -> None:

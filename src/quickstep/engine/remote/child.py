@@ -4,7 +4,7 @@ The connection is a socket pair: it has no name in the file system, so that no o
 connect and no file remains. The worker exits when the connection closes, and the kernel ends it
 with its parent (see `worker`).
 
-Spawn in a thread that lives as long as the engine (see `launch`).
+Launch in a thread that lives as long as the engine (see `launch`).
 """
 
 from __future__ import annotations
@@ -12,30 +12,26 @@ from __future__ import annotations
 import asyncio
 import signal
 import subprocess
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 
-from quickstep.engine.remote.launch import WORKER_COMMAND, Launched, launch
+from quickstep.engine.remote.connection import Connection
+from quickstep.engine.remote.launch import Launched, launch
 from quickstep.engine.remote.messages import (
-    BUFFER_BYTES,
     FROM_ENGINE,
     FromEngine,
     Loading,
     Opened,
     OpenRefused,
-    Sender,
-    read_messages,
 )
 from quickstep.engine.remote.opening import Open
+from quickstep.engine.remote.supervisor import LoadProgress
 from quickstep.errors import ConfigError, EngineError
-
-# (bytes read, bytes in all)
-LoadProgress = Callable[[int, int], None]
 
 _REAP_S = 5.0
 
 
 class EngineProcess:
-    """A running worker and the connection to it. Made by `spawn`; `end` it in any case.
+    """A running worker and the connection to it. Made by `take`; `end` it in any case.
 
     `sender` queues messages for the worker. `messages` are the worker's, until it ends.
     """
@@ -43,44 +39,41 @@ class EngineProcess:
     def __init__(
         self,
         process: subprocess.Popen[bytes],
-        reader: asyncio.StreamReader,
-        writer: asyncio.StreamWriter,
+        connection: Connection,
+        opening: Open,
         has_opening: bool = False,
     ) -> None:
         self._process = process
+        self._opening = opening
         self._has_opening = has_opening
-        self._writer = writer
-        self.sender = Sender(writer)
+        self._connection = connection
+        self.sender = connection.sender
         self._sending = asyncio.create_task(self.sender.run(), name="to-engine")
-        self.messages = read_messages(reader, FROM_ENGINE)
+        self.messages = connection.messages(FROM_ENGINE)
 
     @classmethod
-    async def spawn(cls, command: Sequence[str] = WORKER_COMMAND) -> EngineProcess:
-        """Launch `command`. Raises EngineError if it cannot be started."""
-        return await cls.take(launch(command))
-
-    @classmethod
-    async def take(cls, launched: Launched) -> EngineProcess:
+    async def take(cls, launched: Launched, opening: Open) -> EngineProcess:
         """Become the owner of a process that was launched."""
         try:
-            reader, writer = await asyncio.open_unix_connection(
-                sock=launched.connection, limit=BUFFER_BYTES
-            )
+            connection = await Connection.of_pair(launched.connection, "the engine process")
         except BaseException:
             launched.connection.close()
             launched.process.kill()
             launched.process.wait()
             raise
-        return cls(launched.process, reader, writer, launched.has_opening)
+        return cls(launched.process, connection, opening, launched.has_opening)
+
+    @property
+    def name(self) -> str:
+        """For the log."""
+        return f"the engine process {self._process.pid}"
 
     @property
     def process_id(self) -> int:
         """The operating system's id of the worker."""
         return self._process.pid
 
-    async def open(
-        self, opening: Open, progress: LoadProgress | None, silence_s: float | None = None
-    ) -> Opened:
+    async def open(self, progress: LoadProgress | None, silence_s: float | None = None) -> Opened:
         """Have the model loaded; the opening is sent unless it was sent when launching.
 
         `silence_s` is the longest time between two messages; None for any time.
@@ -90,7 +83,7 @@ class EngineProcess:
             EngineError: The process failed.
         """
         if not self._has_opening:
-            self.sender.put(opening)
+            self.sender.put(self._opening)
         while (message := await self._next(silence_s)) is not None:
             match message:
                 case Loading(num_bytes=num_bytes, total_bytes=total_bytes):
@@ -103,7 +96,7 @@ class EngineProcess:
                 case _:
                     raise EngineError(f"the engine process sent {message} before it had opened")
         how = await self.end()
-        raise EngineError(f"the engine process {how} while it loaded the model")
+        raise EngineError(f"{how} while it loaded the model")
 
     async def _next(self, silence_s: float | None) -> FromEngine | None:
         """The next message; None after the last one. Raises EngineError if it takes too long."""
@@ -125,7 +118,7 @@ class EngineProcess:
         The process has ended when this returns, even if it was cancelled (repeatedly).
         """
         self._sending.cancel()
-        self._writer.close()
+        self._connection.close()
         reaping = asyncio.ensure_future(asyncio.to_thread(self._reap))
         cancelled = False
         while not reaping.done():
@@ -146,10 +139,30 @@ class EngineProcess:
             return self._process.wait()
 
 
+class ProcessLauncher:
+    """Starts the processes of one engine, one after the other; the first, `launched`, may have been
+    started.
+    """
+
+    def __init__(
+        self, opening: Open, command: Sequence[str], launched: Launched | None = None
+    ) -> None:
+        self._opening = opening
+        self._command = tuple(command)
+        self._launched = launched
+
+    async def start(self) -> EngineProcess:
+        """The next process. Raises EngineError if it cannot be started."""
+        launched, self._launched = self._launched, None
+        if launched is None:
+            launched = launch(self._command)
+        return await EngineProcess.take(launched, self._opening)
+
+
 def _how(code: int) -> str:
     if code >= 0:
-        return f"exited with code {code}"
+        return f"the engine process exited with code {code}"
     try:
-        return f"was ended by {signal.Signals(-code).name}"
+        return f"the engine process was ended by {signal.Signals(-code).name}"
     except ValueError:
-        return f"was ended by signal {-code}"
+        return f"the engine process was ended by signal {-code}"

@@ -1,11 +1,11 @@
 """An engine in its own process, with the interface that the server uses: `RemoteEngine`.
 
-    RemoteEngine (here: no torch) ── socket pair, msgpack ── worker: EngineService ── Engine
+    RemoteEngine (here: no torch) ── socket pair or TCP, msgpack ── EngineService ── Engine
 
-The `Supervisor` keeps a worker running. When the worker ends, every stream ends with an error at
-once. A request is checked here, before it is sent; the engine checks the rest, and its refusals are
-raised by the stream's `accepted`. Both processes read the machine's monotonic clock, so their times
-are comparable. Everything runs in the event loop that called `open`.
+The `Supervisor` keeps a worker running, or a connection to an engine that listens on another host.
+When it ends, every stream ends with an error at once. A request is checked here, before it is sent;
+the engine checks the rest, and its refusals are raised by the stream's `accepted`. All times are
+of this process's monotonic clock (`host`). Everything runs in the event loop that called `open`.
 """
 
 from __future__ import annotations
@@ -15,14 +15,13 @@ import logging
 import time
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
-from datetime import datetime
 from pathlib import Path
 from typing import Protocol
 
 import msgspec
 from msgspec.structs import replace
 
-from quickstep.config import STALL_S, EngineConfig, InputConfig
+from quickstep.config import STALL_S, EngineConfig
 from quickstep.core.accounting import SchedulerStats, Totals, added
 from quickstep.core.admission import AdmissionState
 from quickstep.core.cost_model import CostModel, LinearCostModel
@@ -31,12 +30,13 @@ from quickstep.core.service_order import level_of
 from quickstep.engine.adapters import LoadedAdapter
 from quickstep.engine.logs import LogSetup
 from quickstep.engine.records.step_log import StepLog
-from quickstep.engine.remote.child import EngineProcess, LoadProgress
+from quickstep.engine.remote.child import ProcessLauncher
 from quickstep.engine.remote.launch import WORKER_COMMAND, Launched
 from quickstep.engine.remote.messages import (
     Abort,
     Accepted,
     AdapterNote,
+    Draining,
     FromEngine,
     LoadAdapter,
     ModelFacts,
@@ -55,16 +55,22 @@ from quickstep.engine.remote.messages import (
 )
 from quickstep.engine.remote.opening import opening_of
 from quickstep.engine.remote.streams import LostRequest, RemoteStreams
-from quickstep.engine.remote.supervisor import RestartLimits, Supervisor
+from quickstep.engine.remote.supervisor import (
+    EngineConnector,
+    EngineLink,
+    LoadProgress,
+    RestartLimits,
+    Supervisor,
+)
+from quickstep.engine.remote.texts import Texts
 from quickstep.engine.requests import RequestIntake, open_seeds
 from quickstep.engine.stats import EngineState, EngineStats
 from quickstep.engine.stream import Stream
 from quickstep.errors import ConfigError, EngineError, RequestError
-from quickstep.model.checkpoint.source import FileVersions, file_versions, local_checkpoint
+from quickstep.model.checkpoint.source import FileVersions, file_versions
 from quickstep.model.sizing import MemoryPlan
 from quickstep.text.chat_template import ChatTemplate
 from quickstep.text.tokenizer import Tokenizer
-from quickstep.text.tokenizer_process import TokenizerProcess
 from quickstep.types import FinishReason, KVTarget, Pooling, Request, SequenceTimings
 
 _LOGGER = logging.getLogger(__name__)
@@ -77,38 +83,11 @@ _ADAPTER_S = 130.0  # for an adapter, which it gives up after 120
 _MAX_UNSENT_BYTES = 64 * 1024 * 1024
 
 
-class _Texts(msgspec.Struct, frozen=True):
-    """The parts of a checkpoint that this process reads itself."""
-
-    path: Path
-    tokenizer: Tokenizer
-    chat_template: ChatTemplate | None
-
-    @classmethod
-    def open(cls, path: Path, inputs: InputConfig) -> _Texts:
-        """Read the checkpoint at `path`. Raises ConfigError."""
-        tokenizer = Tokenizer.open(path, TokenizerProcess(path))
-        template = ChatTemplate.open(path, tokenizer.special_tokens, datetime.now, inputs)
-        return cls(path, tokenizer, template)
-
-    @classmethod
-    def ahead(cls, model: str, inputs: InputConfig) -> _Texts | None:
-        """Read a checkpoint that need not be downloaded; None if that has to be done later.
-
-        The worker reports errors in the checkpoint, or else `open` does later.
-        """
-        try:
-            found = local_checkpoint(model)
-            return None if found is None else cls.open(found.path, inputs)
-        except (ConfigError, OSError):
-            return None
-
-
 class _LoadedModel(msgspec.Struct, frozen=True):
     """What this process knows of the loaded model."""
 
     facts: ModelFacts
-    texts: _Texts
+    texts: Texts
     files: FileVersions
 
 
@@ -194,6 +173,9 @@ class EngineWatcher(Protocol):
     def begun(self, engine: RemoteEngine, requests: Sequence[LostRequest]) -> None:
         """The prompts of these requests are computed, which other engines are to continue."""
 
+    def freed(self, engine: RemoteEngine) -> None:
+        """The engine has ended requests that were handed over, and may get them again."""
+
     def restarted(self, engine: RemoteEngine) -> None:
         """Another process serves."""
 
@@ -206,7 +188,9 @@ class RemoteEngine:
 
     `command` starts the worker; tests have their own. `launched` is the first worker, if it has
     been started, perhaps with the message to open the same `config`; this object takes it over. A
-    process that makes no progress for `stall_s` seconds with requests pending is replaced. At most
+    process that makes no progress for `stall_s` seconds with requests pending is replaced. With
+    `connect` it is an engine that listens (`host.connector`), and of `config` only the parts that
+    concern this process matter. At most
     `max_undecided` requests wait to be accepted or refused: more only wait if the process does not
     read its messages.
 
@@ -229,22 +213,22 @@ class RemoteEngine:
         watcher: EngineWatcher | None = None,
         replica: int = 0,
         step_log: StepLog | None = None,
+        connect: EngineConnector | None = None,
     ) -> None:
+        if connect is None:
+            connect = ProcessLauncher(opening_of(config, log), command, launched).start
         self._supervisor = Supervisor(
             client=self,
-            opening=opening_of(config, log),
-            command=command,
+            connect=connect,
             limits=restart_limits or RestartLimits(),
             clock=clock,
             stall_s=stall_s,
-            launched=launched,
         )
         self._clock = clock
         self._max_undecided = max_undecided
-        self._model_name_or_path = config.load.model
+        self._load = config.load
         self._inputs = config.inputs
         self._stream_bounds = config.streams
-        self._block_size = config.cache.block_size
         self._max_waiting = config.scheduler.max_waiting
         self._load = config.load
         self._worker_stats = _WorkerStats()
@@ -258,8 +242,9 @@ class RemoteEngine:
         self._loaded_adapters: dict[str, str] = {}  # paths by name, for a new process
         self._streams = RemoteStreams(clock, moves=watcher is not None)
         self._intake = RequestIntake(open_seeds(config.seed), self._streams)
-        self._ahead: asyncio.Task[_Texts | None] | None = None
+        self._ahead: asyncio.Task[Texts | None] | None = None
         self._model: _LoadedModel | None = None
+        self._is_draining = False  # the engine's process
 
     async def open(
         self, progress: LoadProgress | None = None, like: RemoteEngine | None = None
@@ -275,7 +260,7 @@ class RemoteEngine:
             self._ahead = like._ahead
         else:
             self._ahead = asyncio.create_task(
-                asyncio.to_thread(_Texts.ahead, self._model_name_or_path, self._inputs)
+                asyncio.to_thread(Texts.ahead, self._load.model, self._inputs)
             )
         await self._supervisor.open(progress)
 
@@ -318,8 +303,10 @@ class RemoteEngine:
 
     def has_new_files(self) -> bool:
         """Whether the files of the checkpoint have changed since the process loaded them, so that
-        its successor may give other bits.
+        its successor may give other bits. A listening engine keeps what it has loaded.
         """
+        if self._loaded.facts.text_digests is not None:
+            return False
         return file_versions(self._loaded.texts.path) != self._loaded.files
 
     async def stop(self, drain_s: float = 0.0) -> None:
@@ -345,7 +332,7 @@ class RemoteEngine:
     @property
     def is_serving(self) -> bool:
         """Whether it takes requests now."""
-        is_running = self._supervisor.state is EngineState.RUNNING
+        is_running = self._supervisor.state is EngineState.RUNNING and not self._is_draining
         return is_running and self._supervisor.process is not None
 
     @property
@@ -448,7 +435,7 @@ class RemoteEngine:
     @property
     def block_size(self) -> int:
         """Tokens of a KV block; the prefix cache holds complete blocks."""
-        return self._block_size
+        return self._loaded.facts.block_size
 
     @property
     def tokenizer(self) -> Tokenizer:
@@ -571,7 +558,7 @@ class RemoteEngine:
         return self._num_changes
 
     async def _changed(
-        self, process: EngineProcess, number: int, message: LoadAdapter | UnloadAdapter
+        self, process: EngineLink, number: int, message: LoadAdapter | UnloadAdapter
     ) -> LoadedAdapter | None:
         change: asyncio.Future[LoadedAdapter | None] = asyncio.get_running_loop().create_future()
         self._changes[number] = change
@@ -659,18 +646,40 @@ class RemoteEngine:
         if process is not None and self._streams.is_live(request_id):
             process.sender.put(kind(request_id))
 
-    async def opened(self, opened: Opened, process: EngineProcess) -> None:
-        """A process has the model loaded (the supervisor only)."""
-        path = Path(opened.facts.path)
-        ahead, self._ahead = self._ahead, None
-        texts = None if ahead is None else await asyncio.shield(ahead)
-        if texts is None or texts.path != path:
-            texts = await asyncio.to_thread(_Texts.open, path, self._inputs)
-        files = await asyncio.to_thread(file_versions, path)
-        self._model = _LoadedModel(opened.facts, texts, files)
+    async def opened(self, opened: Opened, process: EngineLink) -> None:
+        """A process has the model loaded (the supervisor only). Raises ConfigError if that is
+        another one.
+        """
+        facts = opened.facts
+        texts = await self._texts_of(facts)
+        if facts.text_digests is not None:
+            await asyncio.to_thread(texts.check, facts.text_digests, process.name)
+            if self._model is not None and facts.fingerprint != self.fingerprint:
+                raise ConfigError(
+                    f"{process.name} came back with the fingerprint {facts.fingerprint}, it had "
+                    f"{self.fingerprint}: start it with the same weights, or start the server again"
+                )
+        files = await asyncio.to_thread(file_versions, texts.path)
+        self._model = _LoadedModel(facts, texts, files)
+        self._is_draining = False
         self._worker_stats.update(opened.stats)
         for name, adapter_path in self._loaded_adapters.items():  # by clients of an earlier process
             process.sender.put(LoadAdapter(self._next_change(), name, adapter_path, False))
+
+    async def _texts_of(self, facts: ModelFacts) -> Texts:
+        """Tokenizer and template of a loaded model: the engine's, or this host's own copy."""
+        ahead, self._ahead = self._ahead, None
+        texts = None if ahead is None else await asyncio.shield(ahead)
+        if facts.text_digests is not None:
+            if self._model is not None:
+                return self._model.texts
+            if texts is None:
+                texts = await asyncio.to_thread(Texts.own, self._load, self._inputs)
+            return texts
+        path = Path(facts.path)
+        if texts is None or texts.path != path:
+            texts = await asyncio.to_thread(Texts.open, path, self._inputs)
+        return texts
 
     def receive(self, message: FromEngine) -> None:
         """The process sent a message (the supervisor only)."""
@@ -687,6 +696,9 @@ class RemoteEngine:
                 if self._streams.has_handovers and self._watcher is not None:
                     begun = self._streams.take_begun(self.fingerprint)
                     self._watcher.begun(self, self._taken(begun))
+                if self._streams.has_freed_ids and self._watcher is not None:
+                    self._streams.has_freed_ids = False
+                    self._watcher.freed(self)
                 if (step := message.record) is not None:
                     self._step_log.add_step(replace(step, replica=replica) if replica else step)
             case Started(request_ids=request_ids):
@@ -710,6 +722,8 @@ class RemoteEngine:
                 self._note_change(message)
             case StatsNote(stats=stats):
                 self._note_stats(stats)
+            case Draining():
+                self._is_draining = True
             case _:
                 _LOGGER.error("the engine process sent %s out of turn", message)
 
@@ -757,15 +771,17 @@ class RemoteEngine:
             raise EngineError("the engine is not open")
         return self._model
 
-    def _running_process(self) -> EngineProcess:
+    def _running_process(self) -> EngineLink:
         state, failure = self._supervisor.state, self._supervisor.failure
         process = self._supervisor.process
         if state is not EngineState.RUNNING or process is None:
             why = f": {failure}" if failure else ""
             raise EngineError(f"the engine is {state.value} and takes no requests{why}")
+        if self._is_draining:
+            raise EngineError(f"{process.name} is stopping and takes no requests")
         return process
 
-    def _check_backlog(self, process: EngineProcess) -> None:
+    def _check_backlog(self, process: EngineLink) -> None:
         num_undecided, limit = self._streams.num_undecided, self._max_undecided
         if num_undecided >= limit or process.sender.num_bytes >= _MAX_UNSENT_BYTES:
             raise EngineError(

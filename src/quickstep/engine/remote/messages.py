@@ -1,48 +1,46 @@
-"""The messages between the server's process and the engine's, and how they are sent.
+"""The messages between the server's process and the engine's; `connection` sends them.
 
     ToEngine     Open, then Request, Abort, Pause, Resume, ReportTimings, ResetPrefixCache,
                  LoadAdapter and UnloadAdapter, in the end Stop
     FromEngine   Loading*, Opened or OpenRefused, then Accepted or Refused per Request, Started,
                  and notes
 
+A listening engine is open already: it sends Opened first, answers each ReadClock, and may send
+Draining.
+
 Plain frozen data: `Request` as the server's process has made it, and the domain's own types
-(`Delta`, `EngineStats`, ...) inside small tagged messages. Both ends are the same installation, so
-there are no versions. A request is identified by its id, which the engine's client does not reuse
-until the engine has sent the request's last message. Never pickle, and no torch to read any of it.
-
-On the socket, messages are frames of a length and a msgpack list:
-
-    4 bytes, big endian: length | msgpack [message, message, ...]
+(`Delta`, `EngineStats`, ...) inside small tagged messages. Both ends are the same build, so there
+are no versions. A request is identified by its id on its connection, which the engine's client does
+not reuse until the engine has sent the request's last message. No torch is needed to read any of
+it.
 """
 
 from __future__ import annotations
 
-import asyncio
-from collections import deque
-from collections.abc import AsyncGenerator
 from types import MappingProxyType
-from typing import Any, TypeVar
+from typing import Any
 
 import msgspec
 
 from quickstep.engine.adapters import LoadedAdapter
 from quickstep.engine.records.step_log import SequenceRecord
-from quickstep.engine.remote.opening import LENGTH, Open, WireMessage, framed
+from quickstep.engine.remote.opening import Open, WireMessage
 from quickstep.engine.stats import EngineStats
 from quickstep.errors import EngineError, QuickstepError, RequestError
 from quickstep.model.sizing import MemoryPlan
 from quickstep.types import Delta, KVTarget, Pooling, Request, SequenceTimings, StepRecord
 
-# What a connection's reader buffers before the socket has to wait.
-BUFFER_BYTES = 256 * 1024
-# Decoding a frame must not block the reader's loop for long.
-_MESSAGES_PER_FRAME = 256
 
-_Received = TypeVar("_Received")
+class TextDigests(msgspec.Struct, frozen=True):
+    """Digests of a checkpoint's tokenizer and chat templates: equal texts give equal prompts."""
+
+    tokenizer: str
+    chat_template: str
 
 
 class ModelFacts(msgspec.Struct, frozen=True):
-    """`LoadedModel` as it is sent: the receiver opens tokenizer and template at `path` itself.
+    """`LoadedModel` as it is sent: the receiver opens tokenizer and template at `path` itself, or
+    its own copy on another host, which must have these `text_digests`.
 
     Attributes:
         kv_address: Where other engines send KV blocks; None if they are not transferred.
@@ -58,6 +56,8 @@ class ModelFacts(msgspec.Struct, frozen=True):
     default_pooling: Pooling
     load_s: float
     memory_plan: MemoryPlan | None
+    block_size: int
+    text_digests: TextDigests | None = None
     kv_address: KVTarget | None = None
     kv_block_bytes: int = 0
 
@@ -106,8 +106,16 @@ class UnloadAdapter(WireMessage, frozen=True):
     name: str
 
 
+class ReadClock(WireMessage, frozen=True):
+    """Send a ClockNote."""
+
+    sent_s: float
+
+
 class Stop(WireMessage, frozen=True):
-    """End all requests with SHUTDOWN, free everything, close the connection, exit."""
+    """End all requests with SHUTDOWN, free everything, close the connection, exit. A listening
+    engine ends the requests of this connection only, and closes it.
+    """
 
 
 class Loading(WireMessage, frozen=True):
@@ -217,6 +225,17 @@ class StatsNote(WireMessage, frozen=True):
     computed_s: float
 
 
+class ClockNote(WireMessage, frozen=True):
+    """The answer to the ReadClock of `sent_s`: the engine's clock."""
+
+    sent_s: float
+    engine_s: float
+
+
+class Draining(WireMessage, frozen=True):
+    """The engine's process will end: send no more requests; those that run may finish."""
+
+
 ToEngine = (
     Open
     | Request
@@ -227,6 +246,7 @@ ToEngine = (
     | ResetPrefixCache
     | LoadAdapter
     | UnloadAdapter
+    | ReadClock
     | Stop
 )
 FromEngine = (
@@ -241,6 +261,8 @@ FromEngine = (
     | PrefixCacheReset
     | AdapterNote
     | StatsNote
+    | ClockNote
+    | Draining
 )
 Message = ToEngine | FromEngine
 
@@ -264,70 +286,3 @@ def encode(message: Message) -> msgspec.Raw:
         UnicodeEncodeError: A string contains half a surrogate pair.
     """
     return msgspec.Raw(_ENCODER.encode(message))
-
-
-class Sender:
-    """The sending half of a connection, used in one event loop. `run` is its task.
-
-    Everything that was put since the last frame is sent in the next one, so a step's deltas for all
-    requests are one frame. `put` never waits: while the reader is slow, encoded messages queue up
-    here, bounded by what the live requests may still generate, and the engine's loop continues.
-    """
-
-    def __init__(self, writer: asyncio.StreamWriter) -> None:
-        self._writer = writer
-        self._pending: deque[msgspec.Raw] = deque()
-        self._num_bytes = 0  # of what is pending
-        self._has_pending = asyncio.Event()
-
-    @property
-    def num_bytes(self) -> int:
-        """The size of the messages that are not sent yet."""
-        return self._num_bytes
-
-    def put(self, message: Message) -> None:
-        """Queue a message; it is lost if the other end has closed.
-
-        Raises:
-            UnicodeEncodeError: A string contains half a surrogate pair.
-            OverflowError: An integer has more than 64 bits.
-        """
-        encoded = encode(message)
-        self._pending.append(encoded)
-        self._num_bytes += len(encoded)
-        self._has_pending.set()
-
-    async def run(self) -> None:
-        """Send messages until cancelled, or until the other end has closed."""
-        try:
-            while True:
-                await self._has_pending.wait()
-                self._has_pending.clear()
-                await self.flush()
-        except ConnectionError:
-            return  # the task that reads this connection notices its end
-
-    async def flush(self) -> None:
-        """Send all queued messages. Raises ConnectionError."""
-        while self._pending:
-            count = min(len(self._pending), _MESSAGES_PER_FRAME)
-            messages = [self._pending.popleft() for _ in range(count)]
-            self._num_bytes -= sum(map(len, messages))
-            self._writer.write(framed(messages))
-            await self._writer.drain()
-
-
-async def read_messages(
-    reader: asyncio.StreamReader, decoder: msgspec.msgpack.Decoder[list[_Received]]
-) -> AsyncGenerator[_Received, None]:
-    """All messages until the other end closes. Raises EngineError for an invalid one."""
-    while True:
-        try:
-            (length,) = LENGTH.unpack(await reader.readexactly(LENGTH.size))
-            messages = decoder.decode(await reader.readexactly(length))
-        except msgspec.DecodeError as error:
-            raise EngineError(f"what came from the other process is no message: {error}") from error
-        except (asyncio.IncompleteReadError, ConnectionError):
-            return
-        for message in messages:
-            yield message

@@ -37,7 +37,7 @@ def opening_of(config: EngineConfig, log: LogSetup | None = None) -> Open:
 
 
 def framed(messages: Sequence[object]) -> bytes:
-    """Messages, encoded or not, as one frame of the connection (see `messages`)."""
+    """Messages, encoded or not, as one frame (see `connection`)."""
     content = msgspec.msgpack.encode(messages)
     return LENGTH.pack(len(content)) + content
 

@@ -1,9 +1,11 @@
-"""The engine's side of the connection: messages become calls of `Engine`, deltas become messages.
+"""The engine's side of a connection: messages become calls of `Engine`, deltas become messages.
 
-One `EngineService` per process. Reading never stops, so that a closed connection is noticed while
-a model loads (in a thread) or a long step runs. The engine puts each delta into the connection
-(`_RequestSink`); stats are sent when a request comes or ends, and ten times a second while there
-is work, so that the other end knows that this loop runs (see `supervisor.StallWatch`).
+One `EngineService` per connection: the only one of a child, whose engine it opens, or one of
+several of a listening engine (`listener`), which is open already and knows the requests by their
+ids with a prefix of the connection. Reading never stops, so that a closed connection is noticed
+while a model loads (in a thread) or a long step runs. The engine puts each delta into the
+connection (`_RequestSink`); stats are sent when a request comes or ends, and ten times a second
+while there is work, so that the other end knows that this loop runs (see `supervisor.StallWatch`).
 """
 
 from __future__ import annotations
@@ -11,22 +13,25 @@ from __future__ import annotations
 import asyncio
 import gc
 import logging
-import socket
 import sys
 import time
 from collections.abc import Callable, Coroutine, Sequence
 from contextlib import suppress
 from typing import TYPE_CHECKING, Any
 
+from msgspec.structs import replace
+
 from quickstep.config import EngineConfig
 from quickstep.engine.logs import install
 from quickstep.engine.records.step_log import SequenceRecord
+from quickstep.engine.remote.connection import Connection, Sender
 from quickstep.engine.remote.messages import (
-    BUFFER_BYTES,
     TO_ENGINE,
     Abort,
     Accepted,
     AdapterNote,
+    ClockNote,
+    Draining,
     LoadAdapter,
     Loading,
     ModelFacts,
@@ -34,23 +39,23 @@ from quickstep.engine.remote.messages import (
     OpenRefused,
     Pause,
     PrefixCacheReset,
+    ReadClock,
     Refused,
     ReportTimings,
     ResetPrefixCache,
     Resume,
-    Sender,
     Started,
     StatsNote,
     StepNote,
     Stop,
+    TextDigests,
     TimingsNote,
     ToEngine,
     UnloadAdapter,
-    read_messages,
 )
 from quickstep.engine.remote.opening import Open
 from quickstep.errors import ConfigError, EngineError, RequestError
-from quickstep.types import Admission, Delta, Request, StepRecord
+from quickstep.types import Admission, Delta, Request, SequenceTimings, StepRecord
 
 if TYPE_CHECKING:
     from quickstep.engine.engine import Engine
@@ -71,27 +76,46 @@ EngineOpener = Callable[[EngineConfig, Callable[[int, int], None]], "Engine"]
 class StepNotes:
     """Follows the engine's step log, and sends what comes of each step as one message: deltas,
     ended sequences, the record. What comes without a step is sent in the same turn of the loop.
+    With a `prefix`, only sequences whose request ids begin with it are sent, without it.
     """
 
-    def __init__(self, sender: Sender) -> None:
+    def __init__(self, sender: Sender, prefix: str = "") -> None:
         self._sender = sender
+        self._prefix = prefix
         self._sequences: list[SequenceRecord] = []
         self._deltas: list[tuple[str, Delta]] = []
         self._flush: asyncio.Handle | None = None
 
     def add_step(self, record: StepRecord) -> None:
         """A step was committed."""
+        if self._prefix and record.prefills:
+            prefills = tuple(
+                replace(charge, request_id=charge.request_id.removeprefix(self._prefix))
+                for charge in record.prefills
+            )
+            record = replace(record, prefills=prefills)
         self._send(record)
 
     def add_sequence(self, record: SequenceRecord) -> None:
         """A sequence ended."""
+        if self._prefix:
+            if not record.request_id.startswith(self._prefix):
+                return
+            record = replace(record, request_id=record.request_id.removeprefix(self._prefix))
         self._sequences.append(record)
         self._will_send()
 
     def add_admissions(self, admitted: Sequence[Admission]) -> None:
         """A step computes sequences for the first time."""
         ids = (admission.sequence_id.rpartition("#")[0] for admission in admitted)
-        self._sender.put(Started(tuple(dict.fromkeys(ids))))
+        started = dict.fromkeys(ids)
+        if self._prefix:
+            started = {
+                request_id.removeprefix(self._prefix): None
+                for request_id in started
+                if request_id.startswith(self._prefix)
+            }
+        self._sender.put(Started(tuple(started)))
 
     def add_delta(self, request_id: str, delta: Delta) -> None:
         """A request has output. Raises UnicodeEncodeError for text that is not Unicode."""
@@ -117,7 +141,7 @@ class StepNotes:
 class _RequestSink:
     """Sends the deltas of one request; `ended` is called with the last."""
 
-    def __init__(self, request: Request, notes: StepNotes, ended: Callable[[], None]) -> None:
+    def __init__(self, request: Request, notes: StepNotes, ended: Callable[[str], None]) -> None:
         self._request_id = request.request_id
         self._num_running = len(request.indices)
         self._notes = notes
@@ -129,46 +153,88 @@ class _RequestSink:
         if delta.finish_reason is not None:
             self._num_running -= 1
             if not self._num_running:
-                self._ended()
+                self._ended(self._request_id)
 
 
 class EngineService:
-    """Serves one engine to the other end of a connection."""
+    """Serves an engine to the other end of a connection: one that `opener` opens, or an open
+    `engine` that serves several, with the `prefix` of this one's requests.
+    """
 
     def __init__(
-        self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter, opener: EngineOpener
+        self,
+        connection: Connection,
+        opener: EngineOpener | None = None,
+        engine: Engine | None = None,
+        prefix: str = "",
+        text_digests: TextDigests | None = None,
     ) -> None:
-        self._reader = reader
-        self._writer = writer
-        self._sender = Sender(writer)
-        self._notes = StepNotes(self._sender)
+        self._connection = connection
+        self._sender = connection.sender
+        self._notes = StepNotes(self._sender, prefix)
         self._opener = opener
-        self._engine: Engine | None = None
+        self._engine = engine
+        self._prefix = prefix
+        self._text_digests = text_digests
+        self._live: set[str] = set()  # ids of submitted requests
+        self._has_ended = asyncio.Event()  # one of them, or a preparation
         self._preparing: set[str] = set()
         self._num_changes = 0  # of adapters, which later requests wait for
         self._tasks: set[asyncio.Task[None]] = set()
         self._stats_due = asyncio.Event()
         self._stopped = False
 
-    @classmethod
-    async def connect(cls, sock: socket.socket, opener: EngineOpener) -> EngineService:
-        """A service on a connected socket, which it owns from now on."""
-        reader, writer = await asyncio.open_unix_connection(sock=sock, limit=BUFFER_BYTES)
-        return cls(reader, writer, opener)
-
     async def run(self) -> bool:
-        """Serve until the connection ends. Returns whether that was after a Stop."""
+        """Serve until the connection ends. Returns whether that was after a Stop.
+
+        Raises:
+            EngineError: The other end sent what is no message.
+        """
         self._start(self._sender.run())
+        if self._engine is not None:
+            self._engine.step_log.follow(self._notes)
+            self._engine.follow_admissions(self._notes.add_admissions)
+            self._begin(self._engine)
+        try:
+            await self._receive_all()
+        finally:
+            self._leave()
+        return self._stopped
+
+    def drain(self) -> None:
+        """Have the other end send no more requests."""
+        self._sender.put(Draining())
+
+    async def wait_until_idle(self) -> None:
+        """Return once no request of this connection is live."""
+        while self._live or self._preparing:
+            self._has_ended.clear()
+            await self._has_ended.wait()
+
+    async def close(self) -> None:
+        """Send what is queued and close the connection, which ends `run`."""
+        with suppress(OSError):
+            await self._sender.flush()
+        self._connection.close()
+
+    async def _receive_all(self) -> None:
         num_requests = 0
-        async for message in read_messages(self._reader, TO_ENGINE):
+        async for message in self._connection.messages(TO_ENGINE):
             self._receive(message)
             num_requests += isinstance(message, Request)
             if num_requests == _REQUESTS_PER_TURN:
                 num_requests = 0
                 await asyncio.sleep(0)
+
+    def _leave(self) -> None:
+        """End all work for this connection; an engine that serves others continues."""
         for task in self._tasks:
             task.cancel()
-        return self._stopped
+        if self._prefix and self._engine is not None:
+            self._engine.step_log.unfollow(self._notes)
+            self._engine.unfollow_admissions(self._notes.add_admissions)
+            for request_id in tuple(self._live):
+                self._engine.abort(self._prefix + request_id)
 
     def _start(self, work: Coroutine[Any, Any, None]) -> None:
         task = asyncio.create_task(work)
@@ -179,7 +245,7 @@ class EngineService:
             if not task.cancelled() and (error := task.exception()) is not None:
                 # no other task does its work: end the process, which the supervisor replaces
                 _LOGGER.critical("a task of the engine process failed", exc_info=error)
-                self._writer.close()
+                self._connection.close()
 
         task.add_done_callback(ended)
 
@@ -197,12 +263,12 @@ class EngineService:
                 self._start(self._prepare(message))
             case Abort(request_id=request_id):
                 self._preparing.discard(request_id)
-                self._require_engine().abort(request_id)
+                self._require_engine().abort(self._prefix + request_id)
             case Pause(request_id=request_id):
-                self._require_engine().pause(request_id)
+                self._require_engine().pause(self._prefix + request_id)
                 self._stats_due.set()
             case Resume(request_id=request_id):
-                self._require_engine().resume(request_id)
+                self._require_engine().resume(self._prefix + request_id)
                 self._stats_due.set()
             case ReportTimings(request_id=request_id):
                 self._start(self._report_timings(request_id))
@@ -211,8 +277,10 @@ class EngineService:
             case LoadAdapter() | UnloadAdapter():
                 self._num_changes += 1
                 self._start(self._change_adapters(message))
+            case ReadClock(sent_s=sent_s):
+                self._sender.put(ClockNote(sent_s, self._require_engine().stats().now_s))
             case Stop():
-                self._start(self._stop())
+                self._start(self._end_requests() if self._prefix else self._stop())
 
     def _require_engine(self) -> Engine:
         if self._engine is None:
@@ -236,11 +304,13 @@ class EngineService:
             loop.call_soon_threadsafe(self._sender.put, Loading(num_bytes, total_bytes))
 
         try:
+            if self._opener is None:
+                raise EngineError("the engine is open")
             engine = await asyncio.to_thread(self._opener, opening.config, progress)
             engine.step_log.follow(self._notes)
             engine.follow_admissions(self._notes.add_admissions)
             await engine.start()
-            opened = Opened(_facts(engine), engine.stats())
+            self._begin(engine)
         except ConfigError as error:
             self._sender.put(OpenRefused(str(error), is_config=True))
             return
@@ -249,27 +319,38 @@ class EngineService:
             reason = f"the engine could not be opened: {type(error).__name__}: {error}"
             self._sender.put(OpenRefused(reason, is_config=False))
             return
-        # undo the settings of `worker.main`; the objects that exist now stay
-        gc.freeze()
-        gc.enable()
-        sys.setswitchinterval(_SWITCH_S)
+        begin_serving()
+
+    def _begin(self, engine: Engine) -> None:
+        """Report that the engine is open, and its state from now on."""
+        opened = Opened(_facts(engine, self._text_digests), engine.stats())
         self._engine = engine
         self._sender.put(opened)
         self._start(self._send_stats(engine))
         self._start(self._report_failure(engine))
 
     def _submit(self, request: Request) -> None:
-        sink = _RequestSink(request, self._notes, self._stats_due.set)
+        sink = _RequestSink(request, self._notes, self._ended)
+        request_id = request.request_id
+        self._live.add(request_id)
         try:
             engine = self._require_engine()
             request = engine.with_adapter_id(request)
+            if self._prefix:
+                request = replace(request, request_id=self._prefix + request_id)
             ignored = engine.submit(request, sink)
         except (KeyboardInterrupt, SystemExit):
             raise
         except BaseException as error:  # one request's end; a panic in Rust is no Exception
-            self._refuse(request.request_id, error)
+            self._ended(request_id)
+            self._refuse(request_id, error)
         else:
-            self._sender.put(Accepted(request.request_id, ignored, request.adapter_id))
+            self._sender.put(Accepted(request_id, ignored, request.adapter_id))
+        self._stats_due.set()
+
+    def _ended(self, request_id: str) -> None:
+        self._live.discard(request_id)
+        self._has_ended.set()
         self._stats_due.set()
 
     def _is_prepared(self, request: Request) -> bool:
@@ -296,6 +377,7 @@ class EngineService:
             else:
                 self._refuse(request_id, EngineError("the request was aborted"))
         self._preparing.discard(request_id)
+        self._has_ended.set()
 
     def _refuse(self, request_id: str, error: BaseException) -> None:
         self._sender.put(_refusal(request_id, error))
@@ -317,7 +399,9 @@ class EngineService:
         self._stats_due.set()
 
     async def _report_timings(self, request_id: str) -> None:
-        timings = {} if self._engine is None else await self._engine.live_timings(request_id)
+        timings: dict[int, SequenceTimings] = {}
+        if self._engine is not None:
+            timings = await self._engine.live_timings(self._prefix + request_id)
         self._sender.put(TimingsNote(request_id, timings))
 
     async def _reset_prefix_cache(self) -> None:
@@ -342,6 +426,16 @@ class EngineService:
             self._num_changes -= 1
         self._sender.put(AdapterNote(message.number, loaded, refused))
 
+    async def _end_requests(self) -> None:
+        """End the requests of this connection, then close it."""
+        self._preparing.clear()
+        for request_id in tuple(self._live):
+            self._require_engine().abort(self._prefix + request_id)
+        await self.wait_until_idle()
+        await asyncio.sleep(0)  # what ended is put
+        self._stopped = True
+        await self.close()
+
     async def _stop(self) -> None:
         """Stop the engine in order, then close the connection, which ends `run`."""
         try:
@@ -352,7 +446,14 @@ class EngineService:
             self._stopped = self._engine is not None
         except Exception:  # the task's top: the process ends, in order or not
             _LOGGER.exception("the engine could not be stopped in order")
-        self._writer.close()
+        self._connection.close()
+
+
+def begin_serving() -> None:
+    """Undo the settings of the interpreter for loading; the objects that exist now stay."""
+    gc.freeze()
+    gc.enable()
+    sys.setswitchinterval(_SWITCH_S)
 
 
 def _refusal(request_id: str, error: BaseException) -> Refused:
@@ -366,7 +467,7 @@ def _refusal(request_id: str, error: BaseException) -> Refused:
             return Refused(request_id, f"{type(error).__name__}: {error}", None, 500)
 
 
-def _facts(engine: Engine) -> ModelFacts:
+def _facts(engine: Engine, text_digests: TextDigests | None) -> ModelFacts:
     model = engine.model
     if model.path is None:
         raise EngineError(f"the model {model.name} has no directory to read its tokenizer from")
@@ -382,4 +483,6 @@ def _facts(engine: Engine) -> ModelFacts:
         memory_plan=model.memory_plan,
         kv_address=engine.kv_address,
         kv_block_bytes=engine.kv_block_bytes,
+        block_size=engine.block_size,
+        text_digests=text_digests,
     )

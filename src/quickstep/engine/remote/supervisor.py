@@ -1,5 +1,6 @@
 """Keeps an engine's process running: reads its messages, notices its death or its stall, starts
-another process, and ends the last one.
+another process, and ends the last one. A process is a child, or listens on another host: then to
+start it is to connect, and to end it is to close the connection (`EngineLink`).
 
 A task follows each process from its opening to its end. The `EngineClient` is notified of a death
 first. Each process that dies early, before it has given any output, delays the next restart longer,
@@ -24,23 +25,30 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Callable, Sequence
+from collections.abc import AsyncGenerator, Awaitable, Callable
 from typing import Protocol
 
 import msgspec
 
-from quickstep.engine.remote.child import EngineProcess, LoadProgress
-from quickstep.engine.remote.launch import Launched
-from quickstep.engine.remote.messages import FromEngine, Opened, StatsNote, StepNote, Stop
-from quickstep.engine.remote.opening import Open
+from quickstep.engine.remote.messages import (
+    FromEngine,
+    Message,
+    Opened,
+    StatsNote,
+    StepNote,
+    Stop,
+)
 from quickstep.engine.stats import EngineState
 from quickstep.errors import EngineError, QuickstepError
 
 _LOGGER = logging.getLogger(__name__)
+# (bytes read, bytes in all)
+LoadProgress = Callable[[int, int], None]
 # What a process may take between two messages while it loads a model that was loaded before.
 _RELOAD_SILENCE_S = 600.0
 # What an engine may take to finish its step and close after Stop.
 _STOP_S = 5.0
+_MAX_DOUBLED = 30  # times that a delay is doubled; beyond them it is the longest one anyway
 _NUM_CHECKS = 60  # of a stall, within `stall_s`
 # Processor time per second above which a step computes. An idle worker's threads use almost none;
 # one that reads its weights back from a swap file or a slow disk uses little, but more.
@@ -51,14 +59,15 @@ class RestartLimits(msgspec.Struct, frozen=True):
     """How often and how fast an engine's process is restarted.
 
     Attributes:
-        max_quick_deaths: Give up when more processes than this in a row died early.
+        max_quick_deaths: Give up when more processes than this in a row died early; None never
+            gives up.
         quick_s: A process that lived for less than this, and gave no output, died early; a failed
             start lived for 0 s.
         first_delay_s: Wait before the first restart; doubled with each early death in a row.
         max_delay_s: Longest wait.
     """
 
-    max_quick_deaths: int = 5
+    max_quick_deaths: int | None = 5
     quick_s: float = 60.0
     first_delay_s: float = 0.1
     max_delay_s: float = 10.0
@@ -80,9 +89,10 @@ class Restarts:
             self._num_quick = 0
             return limits.first_delay_s
         self._num_quick += 1
-        if self._num_quick > limits.max_quick_deaths:
+        if limits.max_quick_deaths is not None and self._num_quick > limits.max_quick_deaths:
             return None
-        return min(limits.max_delay_s, limits.first_delay_s * 2.0 ** (self._num_quick - 1))
+        num_doubled = min(self._num_quick - 1, _MAX_DOUBLED)
+        return min(limits.max_delay_s, limits.first_delay_s * 2.0**num_doubled)
 
 
 class StallWatch:
@@ -150,10 +160,56 @@ class StallWatch:
         self._window_computed_s = self._computed_s
 
 
+class MessageSender(Protocol):
+    """Queues messages for an engine."""
+
+    @property
+    def num_bytes(self) -> int:
+        """The size of the messages that are not sent yet."""
+
+    def put(self, message: Message) -> None:
+        """Queue a message. Raises UnicodeEncodeError, OverflowError."""
+
+
+class EngineLink(Protocol):
+    """An engine's process and the connection to it: a child (`child.EngineProcess`), or one that
+    listens (`host.EngineHost`). `messages` ends when the process or the connection does.
+    """
+
+    messages: AsyncGenerator[FromEngine, None]
+
+    @property
+    def sender(self) -> MessageSender:
+        """Queues messages for the engine."""
+
+    @property
+    def name(self) -> str:
+        """For the log."""
+
+    @property
+    def process_id(self) -> int | None:
+        """The operating system's id of a child; None for one on another host."""
+
+    async def open(self, progress: LoadProgress | None, silence_s: float | None) -> Opened:
+        """Wait until the model is loaded; `silence_s` is the longest time between two messages,
+        None for any time. Raises ConfigError, EngineError.
+        """
+
+    def kill(self) -> None:
+        """End it now; `messages` ends with it."""
+
+    async def end(self) -> str:
+        """Close the connection, and end a child. Returns how it ended, as a sentence."""
+
+
+# Starts an engine's process, or connects to it. Raises ConfigError, EngineError.
+EngineConnector = Callable[[], Awaitable[EngineLink]]
+
+
 class EngineClient(Protocol):
     """The object that the process works for; the supervisor notifies it."""
 
-    async def opened(self, opened: Opened, process: EngineProcess) -> None:
+    async def opened(self, opened: Opened, process: EngineLink) -> None:
         """A process has the model loaded. Raises ConfigError if that cannot be served."""
 
     def receive(self, message: FromEngine) -> None:
@@ -176,33 +232,29 @@ class EngineClient(Protocol):
 class Supervisor:
     """Owns the process and the engine's state. `open`, `start`, `drain`, `end`, in this order.
 
-    `launched` is the first process, if it has been started. A process that makes no progress for
-    `stall_s` seconds with work pending is killed, and so replaced (see `StallWatch`).
+    `connect` starts a process, or connects to one. A process that makes no progress for `stall_s`
+    seconds with work pending is killed, and so replaced (see `StallWatch`).
     """
 
     def __init__(
         self,
         client: EngineClient,
-        opening: Open,
-        command: Sequence[str],
+        connect: EngineConnector,
         limits: RestartLimits,
         clock: Callable[[], float],
         stall_s: float,
-        launched: Launched | None = None,
     ) -> None:
         self._client = client
-        self._opening = opening
-        self._command = tuple(command)
+        self._connect = connect
         self._restarts = Restarts(limits)
         self._clock = clock
         self._watch = StallWatch(stall_s)
         self._stall = ""  # why the process was killed, if it was for a stall
         self._has_answered = False  # whether the process has given output
-        self._launched = launched
         self._state = EngineState.NEW
         self._failure = ""
         self._num_restarts = 0
-        self._process: EngineProcess | None = None
+        self._process: EngineLink | None = None
         self._restart: asyncio.Future[None] | None = None  # resolved when that is over
         self._following: asyncio.Task[None] | None = None
         self._ending: asyncio.Task[None] | None = None
@@ -228,7 +280,7 @@ class Supervisor:
         return self._watch.silent_s
 
     @property
-    def process(self) -> EngineProcess | None:
+    def process(self) -> EngineLink | None:
         """The one that serves now."""
         return self._process
 
@@ -292,26 +344,20 @@ class Supervisor:
         if self._state is not EngineState.FAILED:
             self._state = EngineState.STOPPED
 
-    async def _launch(
-        self, progress: LoadProgress | None, silence_s: float | None
-    ) -> EngineProcess:
-        launched, self._launched = self._launched, None
-        if launched is None:
-            process = await EngineProcess.spawn(self._command)
-        else:
-            process = await EngineProcess.take(launched)
+    async def _launch(self, progress: LoadProgress | None, silence_s: float | None) -> EngineLink:
+        process = await self._connect()
         try:
-            opened = await process.open(self._opening, progress, silence_s)
+            opened = await process.open(progress, silence_s)
             await self._client.opened(opened, process)
         except BaseException:
             process.kill()
             await process.end()
             raise
-        _LOGGER.info("the engine is process %d", process.process_id)
+        _LOGGER.info("%s is open", process.name)
         return process
 
-    async def _follow(self, process: EngineProcess) -> None:
-        living: EngineProcess | None = process
+    async def _follow(self, process: EngineLink) -> None:
+        living: EngineLink | None = process
         try:
             while living is not None:
                 since_s = self._clock()
@@ -325,7 +371,7 @@ class Supervisor:
         finally:
             self._end_restart()
 
-    async def _live(self, process: EngineProcess) -> str:
+    async def _live(self, process: EngineLink) -> str:
         """Receive the process's messages until it ends. Returns why it ended."""
         self._process = process
         self._watch.begin(self._clock())
@@ -356,17 +402,17 @@ class Supervisor:
                 self._state = EngineState.RESTARTING
             failure = self._client.died()
             how = await process.end()
-        return failure or self._stall or f"the engine process {how}"
+        return failure or self._stall or how
 
-    async def _watch_stalls(self, process: EngineProcess) -> None:
+    async def _watch_stalls(self, process: EngineLink) -> None:
         """Kill a process that makes no progress; its end is then noticed as any other."""
         while not self._stall:
             await asyncio.sleep(self._watch.every_s)
             self._stall = self._watch.stall(self._clock(), self._client.has_work)
-        _LOGGER.error("%s: killing process %d", self._stall, process.process_id)
+        _LOGGER.error("%s: ending %s", self._stall, process.name)
         process.kill()
 
-    async def _restarted(self, reason: str, lived_s: float) -> EngineProcess | None:
+    async def _restarted(self, reason: str, lived_s: float) -> EngineLink | None:
         """The next process, open; None if the engine drains, or there were too many deaths."""
         since_s = self._clock()
         if self._state is EngineState.DRAINING:
@@ -382,7 +428,7 @@ class Supervisor:
                 if delay_s is None:
                     self._give_up(reason)
                     return None
-                _LOGGER.error("%s; starting it again in %.1f s", reason, delay_s)
+                _LOGGER.error("%s; trying again in %.1f s", reason, delay_s)
                 await asyncio.sleep(delay_s)
             is_wanted = False
             try:

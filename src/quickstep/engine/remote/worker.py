@@ -18,7 +18,6 @@ import signal
 import socket
 import sys
 from collections.abc import Callable, Sequence
-from functools import partial
 from typing import TYPE_CHECKING
 
 from quickstep.errors import EngineError
@@ -54,20 +53,17 @@ def _opener(socket_fd: int) -> EngineOpener:
     """Opens the real engine, and begins before the event loop receives the first message."""
     from concurrent.futures import ThreadPoolExecutor
 
-    from quickstep.engine.assembly import import_loading, open_engine
+    from quickstep.engine.assembly import import_loading
     from quickstep.engine.logs import install
 
     import_loading()
     progress = _LoadProgress()
     thread = ThreadPoolExecutor(1, thread_name_prefix="open")
     first = _first_message(socket_fd)
-    open_without_template = partial(
-        open_engine, with_template=False, on_rank_lost=lambda _: os._exit(1)
-    )
     if first is None:
-        return open_without_template
+        return open_for_prompts
     install(first.log)
-    opening = thread.submit(open_without_template, first.config, progress)
+    opening = thread.submit(open_for_prompts, first.config, progress)
     opening.add_done_callback(lambda _: progress.has_begun.set())
     progress.has_begun.wait()  # the imports that follow would take the interpreter's lock from it
 
@@ -77,6 +73,17 @@ def _opener(socket_fd: int) -> EngineOpener:
         return opening.result()
 
     return opened
+
+
+def open_for_prompts(
+    config: EngineConfig, progress: Callable[[int, int], None] | None = None
+) -> Engine:
+    """An engine whose prompts come as tokens; the process ends when one of its ranks does. Raises
+    ConfigError.
+    """
+    from quickstep.engine.assembly import open_engine
+
+    return open_engine(config, progress, with_template=False, on_rank_lost=lambda _: os._exit(1))
 
 
 def _first_message(socket_fd: int) -> Open | None:
@@ -137,11 +144,12 @@ def die_with(parent_pid: int) -> None:
 async def _serve(socket_fd: int, opener: EngineOpener) -> int:
     import logging
 
+    from quickstep.engine.remote.connection import Connection
     from quickstep.engine.remote.service import EngineService
 
     try:
-        service = await EngineService.connect(socket.socket(fileno=socket_fd), opener)
-        stopped = await service.run()
+        connection = await Connection.of_pair(socket.socket(fileno=socket_fd), "the server")
+        stopped = await EngineService(connection, opener).run()
     except BaseException:  # the process's top: it ends in any case
         logging.getLogger(__name__).exception("the engine process failed")
         stopped = False
