@@ -611,7 +611,10 @@ class ReplicaSet:
             handover = lost.request.handover
             lost = replace(lost, request=replace(lost.request, handover=None))
             targets = [
-                number for number in self._takers() if self._engines[number].kv_address == handover
+                number
+                for number in self._takers()
+                if self._engines[number].kv_address == handover
+                and not self._engines[number].has_id(lost.request.request_id)
             ]
             if targets:
                 self._num_handovers += 1
@@ -673,7 +676,7 @@ class ReplicaSet:
                     continue
             if not takers:
                 continue
-            self._parked.remove(lost.request.request_id)
+            self._parked.remove(name)
             try:
                 self._place(lost, takers)
             except QuickstepError as error:
