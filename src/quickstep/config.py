@@ -156,6 +156,7 @@ class SchedulerConfig(msgspec.Struct, frozen=True):
         num_stages: Of the pipeline that computes a step; a sequence gets no row while its last
             token is being computed, and each step has a part of those that decode. The engine takes
             it from its `LoadConfig`.
+        transfers_kv: KV blocks come from and go to other engines (`core.resources.kv_transfers`).
         max_loras: LoRA adapters in compute memory (`core.resources.adapter_residency`); None if
             adapters are no resource: every adapter is always there. The engine takes it from its
             `LoRAConfig`.
@@ -225,6 +226,7 @@ class SchedulerConfig(msgspec.Struct, frozen=True):
     ] = 0.1
     num_speculative_tokens: int = 0
     num_stages: int = 1
+    transfers_kv: bool = False
     use_kv_cache: Annotated[
         bool,
         Option(
@@ -865,8 +867,41 @@ class ReplicaConfig(msgspec.Struct, frozen=True):
         ),
     ] = None
 
+    num_prefill: Annotated[
+        int,
+        Option(
+            "engines that compute the prompts of requests which --decode engines then continue, "
+            "where that is predicted to be better; they have their KV from there",
+            Kind.INTEGER,
+            "--prefill",
+            bounds=AllowedRange(0, 64),
+            argument=None,
+        ),
+    ] = 0
+    num_decode: Annotated[
+        int,
+        Option(
+            "engines that continue requests after their first token, and serve complete ones",
+            Kind.INTEGER,
+            "--decode",
+            bounds=AllowedRange(0, 64),
+            argument=None,
+        ),
+    ] = 0
+
+    @property
+    def num_engines(self) -> int:
+        """All of them; those that compute prompts are the first `num_prefill`."""
+        return self.num_prefill + self.num_decode or self.num_replicas
+
     def __post_init__(self) -> None:
         check_bounds(self)
+        if bool(self.num_prefill) != bool(self.num_decode):
+            raise ConfigError("--prefill and --decode need each other: name both numbers")
+        if self.num_prefill and self.num_replicas > 1:
+            raise ConfigError(
+                "--prefill and --decode are the engines: leave --data-parallel-size out"
+            )
 
 
 class LinkConfig(msgspec.Struct, frozen=True):

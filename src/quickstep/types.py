@@ -153,6 +153,16 @@ class Resumed(msgspec.Struct, frozen=True, array_like=True):
     num_prompt_logprobs: int = 0
 
 
+class KVTarget(msgspec.Struct, frozen=True, array_like=True):
+    """Where the engine listens that continues a request after its first token, for the KV blocks of
+    the prompt: an address and what it demands of those who connect.
+    """
+
+    host: str
+    port: int
+    token: str
+
+
 class Request(msgspec.Struct, frozen=True, array_like=True, tag=True):
     """A client's request, tokenized, for `sampling.n` sequences. The same value is the message to
     the engine's process and the argument of the scheduler.
@@ -186,6 +196,8 @@ class Request(msgspec.Struct, frozen=True, array_like=True, tag=True):
             sequence continues after these tokens, with the bits that it would have had there. The
             limits of the queue were passed there; the deadline of the first token still counts for
             a sequence that has none.
+        handover: Another engine continues it: no sequence gets more than one token here, and the
+            prompt's KV blocks are sent there.
     """
 
     request_id: str = ""
@@ -210,6 +222,7 @@ class Request(msgspec.Struct, frozen=True, array_like=True, tag=True):
     received_s: float | None = None
     reports_progress: bool = False
     resumed: tuple[Resumed, ...] = ()
+    handover: KVTarget | None = None
 
     @property
     def indices(self) -> Sequence[int]:

@@ -90,9 +90,11 @@ def _replicas(args: argparse.Namespace, config: EngineConfig) -> tuple[ReplicaCo
     replicas = from_flags(ReplicaConfig, args)
     if args.engines is not None:
         return _of_hosts(args, replicas, config), config
-    num = replicas.num_replicas
+    num = replicas.num_engines
     if num == 1:
         return replicas, config
+    if replicas.num_prefill:
+        config = replace(config, scheduler=replace(config.scheduler, transfers_kv=True))
     from quickstep.engine.machine import free_memory_bytes, usable_cores
 
     num_cores = usable_cores()
@@ -105,8 +107,10 @@ def _of_hosts(
     args: argparse.Namespace, replicas: ReplicaConfig, config: EngineConfig
 ) -> ReplicaConfig:
     """The replicas of `--engines`. Raises ConfigError for flags that those have to be given."""
-    if replicas.num_replicas > 1:
-        raise ConfigError("--data-parallel-size is for engines of this server, --engines names all")
+    if replicas.num_engines > 1:
+        raise ConfigError(
+            "--engines names all engines: leave --data-parallel-size, --prefill and --decode out"
+        )
     usual = EngineConfig(scheduler=SchedulerConfig(max_waiting=MAX_WAITING_OF_SERVER))
     for given, default in (
         (config.load, usual.load),

@@ -31,15 +31,28 @@ import time
 from collections.abc import Callable, Iterator, Mapping, Sequence, Set
 from contextlib import contextmanager, suppress
 from pathlib import Path
-from typing import IO
+from typing import IO, Literal
 
 from msgspec.structs import replace
 
 from quickstep.cluster.parked import ParkedRequests
 from quickstep.config import ReplicaConfig, StreamConfig
 from quickstep.core.accounting import added
+from quickstep.core.handover import (
+    TRANSFER_BYTES_PER_S,
+    PhaseEngine,
+    can_hand_over,
+    choose_prefill,
+)
 from quickstep.core.recordings.routing import RecordingRouter
-from quickstep.core.router import ROUTERS, ReplicaState, ReplicaView, Router, route_request
+from quickstep.core.router import (
+    ROUTERS,
+    ReplicaState,
+    ReplicaView,
+    Router,
+    RouteRequest,
+    route_request,
+)
 from quickstep.engine.adapters import LoadedAdapter
 from quickstep.engine.records.step_log import StepLog
 from quickstep.engine.remote.engine import LOG_CAPACITY, RemoteEngine
@@ -79,11 +92,12 @@ class ReplicaSet:
     ) -> None:
         self._step_log = StepLog(LOG_CAPACITY)
         self._engines = [
-            make_engine(number, self._step_log, self) for number in range(config.num_replicas)
+            make_engine(number, self._step_log, self) for number in range(config.num_engines)
         ]
         self._router: Router = ROUTERS[config.router.value]()
         self._config = config
         self._recording: IO[bytes] | None = None  # of the router
+        self._num_prefill = config.num_prefill
         self._streams = streams
         self._max_moves = config.max_moves
         self._max_deaths = config.max_deaths
@@ -93,6 +107,7 @@ class ReplicaSet:
         self._intake = RequestIntake(open_seeds(seed), self)
         self._parked = ParkedRequests(self._step_log, self._engines[0].max_waiting, clock)
         self._num_moves = 0
+        self._num_handovers = 0
         self._draining: set[int] = set()  # get no requests
         self._restarting: set[int] = set()  # of those, which will get some again
         self._is_changing = False  # an operator drains or restarts engines
@@ -234,7 +249,8 @@ class ReplicaSet:
             self.process_ids,
             self._parked,
             self._draining,
-            self._num_moves,
+            (self._num_moves, self._num_handovers),
+            self._num_prefill,
         )
 
     @property
@@ -333,7 +349,8 @@ class ReplicaSet:
             request = replace(request, received_s=self._clock())
         stream = Stream(request, self, self._streams)
         if takers := self._takers():
-            self._engines[self._choose(request, takers)].submit(request, stream)
+            number, request = self._assign(request, takers)
+            self._engines[number].submit(request, stream)
         else:
             self._check_parking(request, request.sampling.n)
             self._parked.add(LostRequest(stream, request, self.fingerprint))
@@ -549,15 +566,67 @@ class ReplicaSet:
             raise EngineError("no replica takes requests now; send it again later")
         self._parked.check_room(request, num_sequences)
 
-    def _choose(self, request: Request, takers: Sequence[int]) -> int:
-        """Which of these engines gets a request."""
-        if len(takers) == 1:
-            return takers[0]
+    def _assign(self, request: Request, takers: Sequence[int]) -> tuple[int, Request]:
+        """Which of these engines gets a request, with the one that continues it after its first
+        token if these are different engines.
+        """
+        first = self._num_prefill
+        if len(takers) == 1 and not first:
+            return takers[0], request
+        decoders = [number for number in takers if number >= first] or takers
+        is_divided = bool(first) and can_hand_over(request)
+        routed, cached = self._routed(request), [0] * len(self._engines)
+        if is_divided:
+            cached = self._router.num_cached_tokens(routed, len(self._engines))
+        number = self._choose(routed, decoders)
+        engine = self._engines[number]
+        prefillers = [
+            other
+            for other in takers
+            if other < first <= number and self._engines[other].fingerprint == engine.fingerprint
+        ]
+        if not (is_divided and prefillers):
+            return number, request
+        *of_prefill, of_decode = [
+            PhaseEngine(other, self._complete_view(other), cached[other])
+            for other in (*prefillers, number)
+        ]
+        num_blocks = (len(request.prompt_token_ids) - cached[number]) // self.block_size
+        transfer_s = num_blocks * engine.kv_block_bytes / TRANSFER_BYTES_PER_S
+        chosen = choose_prefill(routed, of_prefill, of_decode, transfer_s, self._clock())
+        if chosen is None:
+            return number, request
+        self._choose(routed, [chosen])  # the router knows what it will have cached
+        return chosen, replace(request, handover=engine.kv_address)
+
+    def begun(self, engine: RemoteEngine, requests: Sequence[LostRequest]) -> None:
+        """An engine has computed the prompts of requests (the engine only): those that they were
+        sent to continue them.
+        """
+        for lost in requests:
+            handover = lost.request.handover
+            lost = replace(lost, request=replace(lost.request, handover=None))
+            targets = [
+                number for number in self._takers() if self._engines[number].kv_address == handover
+            ]
+            if targets:
+                self._num_handovers += 1
+                self._engines[targets[0]].submit(lost.request, lost.stream, lost)
+                if lost.is_paused:
+                    self._engines[targets[0]].pause(lost.request.request_id)
+            else:
+                self._parked.add(lost)
+        self._place_parked()
+
+    def _routed(self, request: Request) -> RouteRequest:
         if request.adapter:  # the engines know its id; for the router the name is as good
             request = replace(request, adapter_id=request.adapter)
+        return route_request(request, self._router, self.block_size)
+
+    def _choose(self, request: RouteRequest, takers: Sequence[int]) -> int:
+        """Which of these engines gets a request."""
         views = [self._view(number, number in takers) for number in range(len(self._engines))]
-        routed = route_request(request, self._router, self.block_size)
-        return self._router.choose(routed, views, self._clock())
+        return self._router.choose(request, views, self._clock())
 
     def _view(self, number: int, is_up: bool) -> ReplicaView:
         engine = self._engines[number]
@@ -566,11 +635,16 @@ class ReplicaSet:
             return ReplicaView(state=state)
         if not self._router.predicts:
             return ReplicaView(num_live=engine.num_live)
+        return self._complete_view(number)
+
+    def _complete_view(self, number: int) -> ReplicaView:
+        engine = self._engines[number]
         return ReplicaView(
             num_live=engine.num_live,
             admission=engine.admission,
             reported_at_s=engine.reported_at_s,
             num_sent=engine.num_undecided,
+            num_blocks=engine.num_blocks,
             costs=engine.costs,
         )
 
@@ -607,8 +681,7 @@ class ReplicaSet:
         }
 
     def _place(self, lost: LostRequest, takers: Sequence[int]) -> None:
-        request = lost.request
-        number = self._choose(request, takers)
+        number, request = self._assign(replace(lost.request, handover=None), takers)
         engine, request_id = self._engines[number], request.request_id
         engine.submit(request, lost.stream, lost)
         if self._is_suspect(lost):
@@ -638,16 +711,26 @@ class ReplicaSet:
         self._place_parked()
 
 
+def _role(number: int, num_prefill: int) -> Literal["", "prefill", "decode"]:
+    """`ReplicaStats.role`."""
+    if not num_prefill:
+        return ""
+    return "prefill" if number < num_prefill else "decode"
+
+
 def merged_stats(
     stats: Sequence[EngineStats],
     process_ids: Sequence[int | None],
     parked: ParkedRequests,
     draining: Set[int],
-    num_moves: int,
+    num_moves: tuple[int, int],
+    num_prefill: int = 0,
 ) -> EngineStats:
     """The stats of several engines as those of one, which runs if one of them does; what it waits
     for is the slowest of them, and `parked` requests wait as in its queue. With the stats of each
-    one as a replica, if there are several or one is `draining`.
+    one as a replica, if there are several or one is `draining`. `num_moves` counts requests that
+    continued elsewhere: after an engine's end, and after their prompt. The first `num_prefill`
+    engines compute prompts.
     """
     states = (EngineState.RUNNING, *EngineState)
     best = min(stats, key=lambda engine: states.index(engine.state))
@@ -664,6 +747,7 @@ def merged_stats(
             num_restarts=engine.num_restarts,
             stalled_s=engine.stalled_s,
             is_draining=number in draining,
+            role=_role(number, num_prefill),
         )
         for number, (engine, process_id) in enumerate(zip(stats, process_ids, strict=True))
     )
@@ -679,5 +763,6 @@ def merged_stats(
         num_restarts=sum(engine.num_restarts for engine in stats),
         silent_s=max(engine.silent_s for engine in stats),
         replicas=replicas if len(stats) > 1 or draining else (),
-        num_moves=num_moves,
+        num_moves=num_moves[0],
+        num_handovers=num_moves[1],
     )

@@ -63,6 +63,10 @@ class SequenceLimits(msgspec.Struct, frozen=True):
             config.max_model_len, pool_tokens, config.max_num_seqs, config.max_waiting
         )
 
+    def blocks_of_longest(self, block_size: int) -> int:
+        """KV blocks of the longest sequence."""
+        return -(-min(self.max_model_len, self.pool_tokens) // block_size)
+
     def max_outputs(self, prompt_len: int) -> int:
         """Output tokens that fit after a prompt."""
         return min(self.max_model_len, self.pool_tokens) - prompt_len

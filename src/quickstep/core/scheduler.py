@@ -38,6 +38,7 @@ from quickstep.core.resources.adapter_places import AdapterPlaces
 from quickstep.core.resources.adapter_residency import AdapterOrders, AdapterResidency
 from quickstep.core.resources.block_pool import KVBlockPool
 from quickstep.core.resources.kv_blocks import KVBlocks
+from quickstep.core.resources.kv_transfers import KVTransfers
 from quickstep.core.resources.resource import Resource, Slots
 from quickstep.core.sequence import TICKS_PER_S, Residency, Sequence, SequenceState
 from quickstep.core.step import (
@@ -90,6 +91,7 @@ class Scheduler:
         self._requests: dict[str, list[Sequence]] = {}  # live sequences of each request
         self._in_flight: deque[InFlightStep] = deque()
         self._max_in_flight = config.num_in_flight
+        limits = SequenceLimits.of(config, pool.num_blocks * pool.block_size)
         self._slots = Slots(config.max_num_seqs)
         self._blocks = KVBlocks(pool, self._expected_growth)
         self._adapters: AdapterPlaces | None = None
@@ -97,6 +99,11 @@ class Scheduler:
             places = AdapterResidency(config.max_loras, config.lora_bytes)
             self._adapters = AdapterPlaces(places, self._order, self._in_flight)
         adapters = () if self._adapters is None else (self._adapters,)
+        self.transfers: KVTransfers | None = None
+        if config.transfers_kv:
+            num_kept = limits.blocks_of_longest(pool.block_size)
+            self.transfers = KVTransfers(pool, num_kept)
+            more_resources = (*more_resources, self.transfers)
         self._resources: tuple[Resource, ...] = (
             self._slots,
             *more_resources,
@@ -106,7 +113,6 @@ class Scheduler:
         self._waiting = WaitingQueue(self._order, (*adapters, *more_resources), config.max_waiting)
         self._batch = RunningBatch(self._order)
         self._deadlines = DeadlineQueue(self._order.relegates)
-        limits = SequenceLimits.of(config, pool.num_blocks * pool.block_size)
         self._admission = AdmissionControl(
             config, limits, cost_model, self._order, self._waiting, self._batch, self._slots
         )
@@ -127,6 +133,11 @@ class Scheduler:
     def block_size(self) -> int:
         """Tokens of a KV block; a cached prefix is a multiple of it."""
         return self._pool.block_size
+
+    @property
+    def num_blocks(self) -> int:
+        """KV blocks of the pool."""
+        return self._pool.num_blocks
 
     def add(self, request: Request, now: float) -> None:
         """Queue the `n` sequences of a request.
@@ -502,6 +513,12 @@ class Scheduler:
         parked = self._waiting.parked(adapter_id)
         return tuple(self._finish(sequence, FinishReason.ERROR, now, reason) for sequence in parked)
 
+    def end_receiving(self, request_id: str, now: float) -> None:
+        """The transfer of a request's KV blocks is over; the request may be admitted."""
+        assert self.transfers is not None, "KV is transferred"
+        self.transfers.end_receiving(request_id)
+        self._waiting.sort_again(self.transfers.key_of(request_id), now)
+
     # -- the result of a step ---------------------------------------------------------------------
 
     def commit(self, plan: StepPlan, result: StepResult, now: float) -> StepOutcome:
@@ -620,6 +637,8 @@ class Scheduler:
         self._totals.num_output_tokens += len(new.token_ids)
         if residency.planned >= residency.registers_at and sequence.state is SequenceState.RUNNING:
             self._blocks.register(sequence)
+        if sequence.request.handover is not None and self.transfers is not None:
+            self.transfers.computed(entry)
         if reason is not None:
             return self._finish(sequence, reason, now, new=new)
         is_empty = not (new.token_ids or new.prompt_logprobs or new.progress)

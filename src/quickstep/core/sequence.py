@@ -225,6 +225,7 @@ class Sequence:
         self.seed = sequence_seed(request.seed, index)
         self.output_limit = output_limit
         self.context_limit = context_limit
+        self._decode_limit = output_limit  # how many are computed here
         self.is_prompt_only = request.prompt_only
         self.token_ids = list(request.prompt_token_ids)
         self.prompt_len = len(self.token_ids)
@@ -255,6 +256,8 @@ class Sequence:
         self.num_resumed = 0  # outputs that came with the request
         if resumed is not None:
             self._resume(resumed)
+        if request.handover is not None:
+            self._decode_limit = min(output_limit, self.num_resumed + 1)
         self.drafts = SequenceDrafts()
         self.charges = Charges()
         # for its timings
@@ -345,7 +348,7 @@ class Sequence:
             and not self.is_paused
             and residency.planned >= residency.prefill_end
             and not residency.awaits_drafts
-            and num_outputs + residency.pending < self.output_limit
+            and num_outputs + residency.pending < self._decode_limit
         )
 
     @property

@@ -227,6 +227,14 @@ def wire_engine(
         scheduler = recording.scheduler(
             settings, pool, policy, fits.model, config, description.fingerprint
         )
+    kv_transfers = None
+    if settings.transfers_kv:
+        from quickstep.engine.handover.frames import BlockBytes
+        from quickstep.engine.handover.transfers import EngineTransfers
+
+        kv_transfers = EngineTransfers(
+            scheduler, BlockBytes(kv), description.fingerprint, time.monotonic
+        )
     return Engine(
         description,
         scheduler,
@@ -238,6 +246,7 @@ def wire_engine(
         clock=time.monotonic,
         adapters=adapters,
         recording=recording,
+        kv_transfers=kv_transfers,
     )
 
 
@@ -446,6 +455,8 @@ def load_weights(
 
     planned = _planned(config, checkpoint)
     checkpoint, spec, dtype, ops = planned.checkpoint, planned.spec, planned.dtype, planned.ops
+    if config.scheduler.transfers_kv:
+        _check_transfers(config, planned)
     if processes is not None:
         _check_ranks(config, planned)
     elif config.load.num_ranks > 1:
@@ -576,6 +587,24 @@ def _check_ranks(config: EngineConfig, planned: _Planned) -> None:
             load.num_ranks,
             load.num_threads or cores,
         )
+
+
+def _check_transfers(config: EngineConfig, planned: _Planned) -> None:
+    """Refuse what cannot hand requests over between engines. Raises ConfigError."""
+    needs = "prefill and decode on different engines need"
+    if planned.device.type != "cpu":
+        raise ConfigError(f"{needs} CPUs today: leave --prefill and --decode out")
+    if config.load.num_ranks > 1:
+        raise ConfigError(
+            f"{needs} engines of one process: leave --tensor-parallel-size and "
+            "--pipeline-parallel-size out"
+        )
+    if not (config.cache.prefix_caching and config.scheduler.use_kv_cache):
+        raise ConfigError(
+            f"{needs} the prefix cache: leave --no-enable-prefix-caching and --no-kv-cache out"
+        )
+    if config.recording is not None:
+        raise ConfigError("transfers of KV blocks are not recorded: leave --record out")
 
 
 def open_rank(

@@ -49,6 +49,7 @@ from quickstep.types import (
     Admission,
     Executor,
     FinishReason,
+    KVTarget,
     Pooling,
     Request,
     SamplingParams,
@@ -60,6 +61,7 @@ from quickstep.types import (
 )
 
 if TYPE_CHECKING:
+    from quickstep.engine.handover.transfers import EngineTransfers
     from quickstep.model.sizing import MemoryPlan
     from quickstep.text.chat_template import ChatTemplate, Message
 
@@ -75,7 +77,7 @@ class Engine:
     `clock` gives monotonic seconds; `seeds` gives the seeds of unseeded requests; `streams` bounds
     the unread deltas of a stream, None does not; `fits` stores what the scheduler's cost model has
     learnt. `adapters` None refuses requests with an adapter. `recording` is what the scheduler
-    writes to; it is closed with the engine.
+    writes to; it is closed with the engine, as is `kv_transfers`, which transfers KV blocks.
     """
 
     def __init__(
@@ -91,8 +93,10 @@ class Engine:
         fits: FitSaver | None = None,
         adapters: Adapters | None = None,
         recording: RecordingFile | None = None,
+        kv_transfers: EngineTransfers | None = None,
     ) -> None:
         self._model = model
+        self._kv_transfers = kv_transfers
         self._recording = recording
         self._scheduler = scheduler
         self._executor = executor
@@ -178,6 +182,16 @@ class Engine:
     def step_log(self) -> StepLog:
         """The log of steps and sequences; read it, or follow it."""
         return self._step_log
+
+    @property
+    def kv_address(self) -> KVTarget | None:
+        """Where other engines send KV blocks; None if they are not transferred."""
+        return None if self._kv_transfers is None else self._kv_transfers.address
+
+    @property
+    def kv_block_bytes(self) -> int:
+        """Of a KV block that is transferred."""
+        return 0 if self._kv_transfers is None else self._kv_transfers.block_bytes
 
     def stats(self) -> EngineStats:
         """The engine's current state."""
@@ -273,6 +287,8 @@ class Engine:
         if self._state is not EngineState.NEW:
             raise EngineError(f"the engine is {self._state.value}, it cannot start again")
         self._step_log.open()
+        if self._kv_transfers is not None:
+            self._kv_transfers.start(self._wakeup.set)
         self._state = EngineState.RUNNING
         self._task = asyncio.create_task(self._run(), name="quickstep-engine")
         self._task.add_done_callback(self._ended)
@@ -307,6 +323,8 @@ class Engine:
             await asyncio.wait({self._task})
         if self._adapters is not None:
             self._adapters.close()
+        if self._kv_transfers is not None:
+            self._kv_transfers.close()
         # the task has received every step, so that there is nothing to wait for
         self._executor.close()
         if self._fits is not None:
@@ -501,6 +519,8 @@ class Engine:
             self._in_flight.append((plan, self._executor.submit(plan)))
         if self._adapters is not None:
             self._adapters.follow_orders()
+        if self._kv_transfers is not None:
+            self._kv_transfers.follow_orders()
         if self._in_flight:
             await self._take_oldest_step()
         else:
@@ -538,6 +558,8 @@ class Engine:
         now = self._last_step_s = self._clock()
         self._num_failed_in_a_row = 0
         outcome = self._scheduler.commit(plan, result, now)
+        if self._kv_transfers is not None:
+            self._kv_transfers.follow_orders()
         self._live.deliver(outcome.outputs, now)
         self._step_log.add_step(outcome.record)
         if self._fits is not None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import enum
+from typing import Literal
 
 import msgspec
 
@@ -32,6 +33,7 @@ class ReplicaStats(msgspec.Struct, frozen=True):
         process_id: The operating system's id of its process; None while there is none.
         stalled_s: `EngineStats.stalled_s`.
         is_draining: It gets no requests, because an operator drains or restarts it.
+        role: `prefill` or `decode`, if these are different engines.
     """
 
     replica: int
@@ -44,6 +46,7 @@ class ReplicaStats(msgspec.Struct, frozen=True):
     num_restarts: int
     stalled_s: float
     is_draining: bool = False
+    role: Literal["", "prefill", "decode"] = ""
 
     @property
     def is_up(self) -> bool:
@@ -89,6 +92,7 @@ class EngineStats(msgspec.Struct, frozen=True):
         replicas: The engines that these are the stats of, if they are several.
         num_moves: How often a request has continued on another engine, or on a restarted one.
         tensor_parallel_size, pipeline_parallel_size: Processes of each engine, by what they divide.
+        num_handovers: How often one engine has computed the prompt of a request for another one.
     """
 
     state: EngineState
@@ -107,6 +111,7 @@ class EngineStats(msgspec.Struct, frozen=True):
     num_moves: int = 0
     tensor_parallel_size: int = 1
     pipeline_parallel_size: int = 1
+    num_handovers: int = 0
 
     @property
     def has_work(self) -> bool:

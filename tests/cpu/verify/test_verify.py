@@ -146,7 +146,7 @@ def test_an_overlapped_step_that_reads_a_stale_token_is_caught(monkeypatch):
         return row.token_ids or (0,) * row.num_tokens
 
     monkeypatch.setattr(slots.Slot, "input_tokens", stale)
-    report = verified(PagedHashModel())
+    report = verified(PagedHashModel(), VerifyOptions(num_requests=40, threads=(1,), rounds=2))
     overlapping = {"overlapped", "paused", "all together", "all with drafts", "all with trees"}
     assert {name for name, counts in report.scenarios.items() if counts.mismatches} == overlapping
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 from random import Random
 
 import pytest
+from msgspec.structs import replace
 
 from quickstep.core.admission import AdmissionState
 from quickstep.core.cost_model import Coefficients, LinearCostModel
@@ -125,6 +126,36 @@ def test_equal_replicas_share_requests_by_their_load_then_by_their_first_block()
     assert chosen == {0, 1, 2, 3}
 
 
+def test_a_cached_prompt_is_computed_again_if_decoding_there_is_slow() -> None:
+    def chosen(num_live: int, max_tokens: int) -> bool:
+        """Whether a request goes where its prompt is, next to so many live ones."""
+        router = PredictedFirst()
+        some = full_request(0)
+        some = replace(some, sampling=replace(some.sampling, max_tokens=max_tokens))
+        routed = route_request(some, router)
+        first = router.choose(routed, idle(), 0.0)
+        busy = idle()
+        busy[first] = ReplicaView(costs=COSTS, num_live=num_live)
+        return router.choose(routed, busy, 9.0) == first
+
+    # the prompt takes 0.1 s, and each live request a millisecond of each step
+    assert chosen(num_live=4, max_tokens=16)
+    assert not chosen(num_live=8, max_tokens=16)
+    assert chosen(num_live=60, max_tokens=1)
+    assert not chosen(num_live=4, max_tokens=64)
+
+
+@pytest.mark.parametrize("costs", [None, COSTS])
+@pytest.mark.parametrize("name", ["predicted", "prefix"])
+def test_requests_with_nothing_cached_are_shared(name: str, costs: LinearCostModel | None) -> None:
+    """Also while nothing is reported of what was sent."""
+    router, loads = ROUTERS[name](), [0] * 4
+    for number in range(80):
+        views = [ReplicaView(costs=costs, num_live=load) for load in loads]
+        loads[router.choose(request(1000 * number), views, number / 1000)] += 1
+    assert max(loads) <= 2 * min(loads)
+
+
 def test_a_replica_that_has_started_again_has_nothing_cached() -> None:
     router = PredictedFirst()
     first = router.choose(request(0), idle(), 0.0)
@@ -178,3 +209,19 @@ def test_a_prefix_index_keeps_the_beginnings_of_the_chains_used_last() -> None:
     index.add(0, [b"c0"])
     assert len(index) == 6
     assert (index.num_blocks(first, 1), index.num_blocks(second, 1)) == ([3], [2])
+
+
+def test_a_prefix_index_forgets_what_a_replica_cannot_hold() -> None:
+    index = PrefixIndex()
+    first, second = [b"a0", b"a1", b"a2"], [b"b0", b"b1", b"b2"]
+    for replica, num_blocks in ((0, 4), (1, None)):
+        index.add(replica, first, num_blocks)
+        index.add(replica, second, num_blocks)
+    assert index.num_blocks(first, 2) == [1, 3]
+    assert index.num_blocks(second, 2) == [3, 3]
+    index.add(0, first, 4)
+    assert index.num_blocks(second, 2) == [1, 3]
+    index.forget(0)
+    index.add(0, second, 4)
+    assert index.num_blocks(first, 2) == [0, 3]
+    assert index.num_blocks(second, 2) == [3, 3]

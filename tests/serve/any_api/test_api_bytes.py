@@ -5,6 +5,8 @@ The routes and the shapes come from our own document, as in `test_api_cases`.
 
 import asyncio
 import json
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import pytest
@@ -98,23 +100,35 @@ RAW = [
 ]
 
 
-def answer(method: str, path: str, content: bytes, headers: dict[str, bytes]) -> int:
-    """The status of an answer in shape, with nothing left behind."""
+Answer = Callable[[bytes, dict[str, bytes]], int]
+
+
+@contextmanager
+def answering(method: str, path: str) -> Iterator[Answer]:
+    """Gives the status of each answer, which is in shape and leaves nothing behind. One app gives
+    them all.
+    """
     engine = FakeEngine()
-    request: dict[str, Any] = {"content": content, "headers": headers}
+    app = create_app(engine)
     url = path.replace("{", "").replace("}", "")
-    sent = exchange(create_app(engine), method=method, url=url, **request)
-    response = asyncio.run(sent)
-    API.judge_shape(method, path, response)
-    assert not engine.open_streams
-    assert response.status_code < 500
-    return response.status_code
+    with asyncio.Runner() as runner:
+
+        def answer(content: bytes, headers: dict[str, bytes]) -> int:
+            request: dict[str, Any] = {"content": content, "headers": headers}
+            response = runner.run(exchange(app, method=method, url=url, **request))
+            API.judge_shape(method, path, response)
+            assert not engine.open_streams
+            assert response.status_code < 500
+            return response.status_code
+
+        yield answer
 
 
 @pytest.mark.parametrize(("method", "path"), WITH_JSON)
 @pytest.mark.parametrize("body", RAW, ids=range(len(RAW)))
 def test_bytes_that_are_no_request_are_refused(method: str, path: str, body: bytes) -> None:
-    status = answer(method, path, body, {"content-type": b"application/json"})
+    with answering(method, path) as answer:
+        status = answer(body, {"content-type": b"application/json"})
     if body == b"[]" and path in TAKE_LISTS:
         assert status == 200
     else:
@@ -123,39 +137,47 @@ def test_bytes_that_are_no_request_are_refused(method: str, path: str, body: byt
 
 @pytest.mark.parametrize(("method", "path"), WITH_JSON)
 def test_any_bytes_are_refused_in_shape(method: str, path: str) -> None:
-    @num_cases(25)
-    @given(st.binary(max_size=60))
-    def each(body: bytes) -> None:
-        assert 400 <= answer(method, path, body, {}) < 500
+    with answering(method, path) as answer:
 
-    each()
+        @num_cases(25)
+        @given(st.binary(max_size=60))
+        def each(body: bytes) -> None:
+            assert 400 <= answer(body, {}) < 500
+
+        each()
 
 
 @pytest.mark.parametrize(("method", "path"), WITH_JSON)
 def test_a_cut_off_object_is_refused_in_shape(method: str, path: str) -> None:
-    @num_cases(25)
-    @given(OBJECTS.map(json.dumps), st.floats(0, 1, exclude_max=True))
-    def each(text: str, share: float) -> None:
-        assert 400 <= answer(method, path, text[: int(len(text) * share)].encode(), {}) < 500
+    with answering(method, path) as answer:
 
-    each()
+        @num_cases(25)
+        @given(OBJECTS.map(json.dumps), st.floats(0, 1, exclude_max=True))
+        def each(text: str, share: float) -> None:
+            assert 400 <= answer(text[: int(len(text) * share)].encode(), {}) < 500
+
+        each()
 
 
 @pytest.mark.parametrize(("method", "path"), WITH_JSON)
 def test_any_object_of_known_names_is_answered_in_shape(method: str, path: str) -> None:
-    @num_cases(60)
-    @given(OBJECTS)
-    def each(fields: dict[str, Any]) -> None:
-        answer(method, path, json.dumps(fields).encode(), {})
+    with answering(method, path) as answer:
 
-    each()
+        @num_cases(60)
+        @given(OBJECTS)
+        def each(fields: dict[str, Any]) -> None:
+            answer(json.dumps(fields).encode(), {})
+
+        each()
 
 
 @pytest.mark.parametrize(("method", "path"), list(endpoints(API.document)))
 def test_any_headers_are_answered_in_shape(method: str, path: str) -> None:
-    @num_cases(15)
-    @given(HEADERS)
-    def each(headers: dict[str, bytes]) -> None:
-        answer(method, path, b"", headers)
+    with answering(method, path) as answer:
 
-    each()
+        @num_cases(15)
+        @given(HEADERS)
+        def each(headers: dict[str, bytes]) -> None:
+            answer(b"", headers)
+
+        each()

@@ -42,6 +42,7 @@ class RecordedView(msgspec.Struct, frozen=True):
     admission: AdmissionState
     reported_at_s: float | None
     num_sent: int
+    num_blocks: int | None
     coefficients: Coefficients | None
     adapters: tuple[str, ...]
     adapter_load_s: float
@@ -57,6 +58,7 @@ class RecordedView(msgspec.Struct, frozen=True):
             view.admission,
             view.reported_at_s,
             view.num_sent,
+            view.num_blocks,
             None if costs is None else costs.coefficients,
             tuple(sorted(view.adapters)),
             view.adapter_load_s,
@@ -71,6 +73,7 @@ class RecordedView(msgspec.Struct, frozen=True):
             admission=self.admission,
             reported_at_s=self.reported_at_s,
             num_sent=self.num_sent,
+            num_blocks=self.num_blocks,
             costs=None if self.coefficients is None else LinearCostModel(self.coefficients),
             adapters=frozenset(self.adapters),
             adapter_load_s=self.adapter_load_s,
@@ -124,6 +127,10 @@ class RecordingRouter:
         self._views = list(views.values())
         self._put(ChoiceLine(now, request, changed, chosen))
         return chosen
+
+    def num_cached_tokens(self, request: RouteRequest, num_replicas: int) -> list[int]:
+        """`Router.num_cached_tokens`, which changes nothing."""
+        return self._router.num_cached_tokens(request, num_replicas)
 
     def lost_cache(self, replica: int) -> None:
         """`Router.lost_cache`."""
@@ -192,7 +199,7 @@ def replay_routing(lines: Iterable[bytes]) -> ReplayedRouting:
 
 def _decoded(text: bytes, number: int) -> RoutingLine:
     try:
-        line = _DECODER.decode(text)
+        line: RoutingLine = _DECODER.decode(text)
     except (msgspec.DecodeError, ValueError) as error:
         raise ConfigError(f"line {number} of the recording is not valid: {error}") from None
     if isinstance(line, RouterLine) and (line.version != _VERSION or line.router not in ROUTERS):
@@ -203,4 +210,4 @@ def _decoded(text: bytes, number: int) -> RoutingLine:
     return line
 
 
-_DECODER = msgspec.json.Decoder(RoutingLine)
+_DECODER: msgspec.json.Decoder[RoutingLine] = msgspec.json.Decoder(RoutingLine)

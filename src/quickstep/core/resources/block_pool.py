@@ -34,6 +34,11 @@ class PoolStats(msgspec.Struct, frozen=True):
     num_hits: int
     num_evictions: int
 
+    @property
+    def num_blocks(self) -> int:
+        """All of them."""
+        return self.num_free + self.num_cached + self.num_used
+
 
 class PrefixHits(msgspec.Struct, frozen=True):
     """The result of a lookup and the pool's version at that moment; the next lookup starts here."""
@@ -100,6 +105,7 @@ class KVBlockPool:
         self.prefix_caching = prefix_caching
         self._digest = digest
         self._ref_counts = [0] * num_blocks
+        self._held: Counter[int] = Counter()  # references of other holders than sequences
         self._keys: list[BlockKey | None] = [None] * num_blocks
         self._index: dict[bytes, int] = {}
         self._free = list(range(num_blocks - 1, -1, -1))
@@ -182,11 +188,34 @@ class KVBlockPool:
 
     def acquire(self, block_ids: Sequence[int]) -> None:
         """Add a reference to blocks that a lookup found: cached ones become used again."""
+        self._refer(block_ids)
+        self._num_hits += len(block_ids)
+
+    def hold(self, block_ids: Sequence[int]) -> None:
+        """Add a reference to blocks with content for something that is no sequence."""
+        self._refer(block_ids)
+        self._held.update(block_ids)
+
+    def note_held(self, block_ids: Sequence[int]) -> None:
+        """Blocks that were allocated are for something that is no sequence."""
+        self._held.update(block_ids)
+
+    def release_held(self, block_ids: Sequence[int]) -> None:
+        """Remove the reference of something that is no sequence."""
+        self._held.subtract(block_ids)
+        self.release(block_ids)
+
+    def key_of(self, block_id: int) -> BlockKey:
+        """The content of a registered block."""
+        key = self._keys[block_id]
+        assert key is not None, f"block {block_id} is not registered"
+        return key
+
+    def _refer(self, block_ids: Sequence[int]) -> None:
         for block_id in block_ids:
             if not self._ref_counts[block_id]:
                 del self._cached[block_id]
             self._ref_counts[block_id] += 1
-        self._num_hits += len(block_ids)
 
     def allocate_one(self) -> int:
         """Allocate a block as `allocate` does."""
@@ -301,13 +330,13 @@ class KVBlockPool:
 
     def check(self, tables: Iterable[Sequence[int]]) -> None:
         """Raise AssertionError unless the state agrees with the block tables of all holders."""
-        held: Counter[int] = Counter()
+        held = +self._held
         for table in tables:
             held.update(table)
             assert len(set(table)) == len(table), f"a block is twice in the table {table}"
         for block_id, count in enumerate(self._ref_counts):
             assert count == held[block_id], (
-                f"block {block_id} has {count} references, {held[block_id]} tables hold it"
+                f"block {block_id} has {count} references, {held[block_id]} holders have it"
             )
         idle = Counter((*self._free, *self._cached))
         assert all(count == 1 for count in idle.values()), "a block is listed free twice"

@@ -71,7 +71,7 @@ from quickstep.model.checkpoint.source import FileVersions, file_versions
 from quickstep.model.sizing import MemoryPlan
 from quickstep.text.chat_template import ChatTemplate
 from quickstep.text.tokenizer import Tokenizer
-from quickstep.types import FinishReason, Pooling, Request, SequenceTimings
+from quickstep.types import FinishReason, KVTarget, Pooling, Request, SequenceTimings
 
 _LOGGER = logging.getLogger(__name__)
 # After a request's deadline, until it is ended here.
@@ -111,7 +111,6 @@ class _WorkerStats:
         last = self._required()
         self._past = added([self._past, last.scheduler.totals])
         blocks = last.scheduler.blocks
-        num_blocks = blocks.num_free + blocks.num_cached + blocks.num_used
         self._last = replace(
             last,
             failure="",
@@ -123,7 +122,7 @@ class _WorkerStats:
                 num_running=0,
                 num_preempted=0,
                 num_in_flight=0,
-                blocks=PoolStats(num_blocks, 0, 0, 0, 0),
+                blocks=PoolStats(blocks.num_blocks, 0, 0, 0, 0),
                 totals=Totals(),
             ),
         )
@@ -170,6 +169,9 @@ class EngineWatcher(Protocol):
 
     def lost(self, engine: RemoteEngine, requests: Sequence[LostRequest]) -> None:
         """The process has ended with these requests."""
+
+    def begun(self, engine: RemoteEngine, requests: Sequence[LostRequest]) -> None:
+        """The prompts of these requests are computed, which other engines are to continue."""
 
     def restarted(self, engine: RemoteEngine) -> None:
         """Another process serves."""
@@ -277,11 +279,24 @@ class RemoteEngine:
         """Hand over all live requests, which the process is then to end, to continue elsewhere. No
         other may be sent before the process has been restarted.
         """
-        lost = self._streams.take_all(self.fingerprint, has_ended=False)
+        return self._taken(self._streams.take_all(self.fingerprint, has_ended=False))
+
+    def _taken(self, lost: list[LostRequest]) -> list[LostRequest]:
+        """Let the process end requests that continue elsewhere."""
         if (process := self._supervisor.process) is not None:
             for request in lost:
                 process.sender.put(Abort(request.request.request_id))
         return lost
+
+    @property
+    def kv_address(self) -> KVTarget | None:
+        """Where other engines send KV blocks; None if they are not transferred."""
+        return self._loaded.facts.kv_address
+
+    @property
+    def kv_block_bytes(self) -> int:
+        """Of a KV block that is transferred."""
+        return self._loaded.facts.kv_block_bytes
 
     def has_new_files(self) -> bool:
         """Whether the files of the checkpoint have changed since the process loaded them, so that
@@ -355,6 +370,11 @@ class RemoteEngine:
     def reported_at_s(self) -> float | None:
         """When the process last sent its state, if requests are live, which make it send more."""
         return self._worker_stats.last.now_s if len(self._streams) else None
+
+    @property
+    def num_blocks(self) -> int:
+        """KV blocks that the process has."""
+        return self._worker_stats.last.scheduler.blocks.num_blocks
 
     @property
     def costs(self) -> CostModel | None:
@@ -670,6 +690,9 @@ class RemoteEngine:
                     self._step_log.add_sequence(replace(sequence, timings=timings))
                 for request_id, delta in message.deltas:
                     self._streams.deliver(request_id, delta)
+                if self._streams.has_handovers and self._watcher is not None:
+                    begun = self._streams.take_begun(self.fingerprint)
+                    self._watcher.begun(self, self._taken(begun))
                 if (step := message.record) is not None:
                     self._step_log.add_step(replace(step, replica=replica) if replica else step)
             case Started(request_ids=request_ids):

@@ -28,7 +28,7 @@ from quickstep.engine.remote.opening import Open, WireMessage
 from quickstep.engine.stats import EngineStats
 from quickstep.errors import EngineError, QuickstepError, RequestError
 from quickstep.model.sizing import MemoryPlan
-from quickstep.types import Delta, Pooling, Request, SequenceTimings, StepRecord
+from quickstep.types import Delta, KVTarget, Pooling, Request, SequenceTimings, StepRecord
 
 
 class TextDigests(msgspec.Struct, frozen=True):
@@ -39,8 +39,13 @@ class TextDigests(msgspec.Struct, frozen=True):
 
 
 class ModelFacts(msgspec.Struct, frozen=True):
-    """`LoadedModel` as it is sent: the receiver opens tokenizer and template at `path` itself, or
-    its own copy on another host, which must have these `text_digests`.
+    """`LoadedModel` as it is sent: the receiver opens tokenizer and template at `path` itself.
+
+    Attributes:
+        kv_address: Where other engines send KV blocks; None if they are not transferred.
+        kv_block_bytes: Of each of them.
+        text_digests: Of a listening engine: the receiver opens its own copy of the checkpoint,
+            which must have these.
     """
 
     name: str
@@ -53,6 +58,8 @@ class ModelFacts(msgspec.Struct, frozen=True):
     load_s: float
     memory_plan: MemoryPlan | None
     block_size: int
+    kv_address: KVTarget | None = None
+    kv_block_bytes: int = 0
     text_digests: TextDigests | None = None
 
 

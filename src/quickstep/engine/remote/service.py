@@ -482,5 +482,7 @@ def _facts(engine: Engine, text_digests: TextDigests | None) -> ModelFacts:
         load_s=model.load_s,
         memory_plan=model.memory_plan,
         block_size=engine.block_size,
+        kv_address=engine.kv_address,
+        kv_block_bytes=engine.kv_block_bytes,
         text_digests=text_digests,
     )

@@ -88,6 +88,7 @@ class RemoteStreams:
         self._undecided: dict[str, tuple[int, int]] = {}  # level, number of sequences
         self._undecided_by_level: Counter[int] = Counter()
         self._ended_here: dict[str, set[int]] = {}  # sequences that the engine has not ended
+        self.has_handovers = False  # a request to be handed over has got something
         self._moved: set[str] = set()  # of those, which continue on another engine
         self._busy_since_s = 0.0
         self._empty = asyncio.Event()
@@ -253,6 +254,8 @@ class RemoteStreams:
             live.outputs[delta.index] += delta.token_ids
             live.num_prompt_logprobs += len(delta.prompt_logprobs)
             live.stream.put(delta)
+            if live.request.handover is not None:
+                self.has_handovers = True
         if delta.finish_reason is None:
             return
         running.discard(delta.index)
@@ -274,34 +277,48 @@ class RemoteStreams:
                 num_before = {part.index: len(part.token_ids) for part in live.request.resumed}
                 yield from records_of_lost(lost, reason, live.since_s, now, num_before)
 
+    def take_begun(self, fingerprint: str) -> list[LostRequest]:
+        """Hand over the requests that another engine is to continue, whose sequences all have their
+        first token, as `take_all` does.
+        """
+        self.has_handovers = False
+        begun = [
+            request_id
+            for request_id, live in self._live.items()
+            if live.request.handover is not None
+            and all(live.outputs[index] for index in live.running)
+        ]
+        return [self._take(request_id, fingerprint, has_ended=False) for request_id in begun]
+
     def take_all(self, fingerprint: str, has_ended: bool = True) -> list[LostRequest]:
         """Hand over all live requests; none of them is live here any more. The engine has ended, or
         is to end them: what still comes of it is dropped.
         """
-        lost = []
-        for request_id, live in tuple(self._live.items()):
-            resumed = _resumed(live, was_accepted=request_id not in self._undecided)
-            is_new = live.has_progressed  # nothing has ended with it since its last token
-            was_computed = has_ended and live.has_started
-            lost.append(
-                LostRequest(
-                    live.stream,
-                    resumed,
-                    fingerprint,
-                    num_moves=(0 if is_new else live.before.num_moves) + has_ended,
-                    num_deaths=(0 if is_new else live.before.num_deaths) + was_computed,
-                    was_computed=was_computed,
-                    num_engines=live.before.num_engines + bool(resumed.resumed),
-                    is_paused=request_id in self._paused,
-                )
-            )
-            self._remove(request_id)
-            if not has_ended:
-                self._ended_here[request_id] = live.running
-                self._moved.add(request_id)
+        lost = [self._take(request_id, fingerprint, has_ended) for request_id in tuple(self._live)]
         if has_ended:
             self._ended_here.clear()
             self._moved.clear()
+        return lost
+
+    def _take(self, request_id: str, fingerprint: str, has_ended: bool) -> LostRequest:
+        live = self._live[request_id]
+        resumed = _resumed(live, was_accepted=request_id not in self._undecided)
+        is_new = live.has_progressed  # nothing has ended with it since its last token
+        was_computed = has_ended and live.has_started
+        lost = LostRequest(
+            live.stream,
+            resumed,
+            fingerprint,
+            num_moves=(0 if is_new else live.before.num_moves) + has_ended,
+            num_deaths=(0 if is_new else live.before.num_deaths) + was_computed,
+            was_computed=was_computed,
+            num_engines=live.before.num_engines + bool(resumed.resumed),
+            is_paused=request_id in self._paused,
+        )
+        self._remove(request_id)
+        if not has_ended:
+            self._ended_here[request_id] = live.running
+            self._moved.add(request_id)
         return lost
 
     def end_all(self, reason: FinishReason, error: str) -> None:

@@ -478,6 +478,11 @@ class EngineGauges(Collector):
                 "Times a request continued on another engine, or on a restarted one.",
                 stats.num_moves,
             ),
+            (
+                "handovers",
+                "Times one engine has computed the prompt of a request for another one.",
+                stats.num_handovers,
+            ),
         )
         for name, text, value in gauges:
             yield self._filled(GaugeMetricFamily, name, text, value)

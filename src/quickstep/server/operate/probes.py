@@ -40,6 +40,7 @@ class ReplicaHealth(msgspec.Struct, frozen=True):
     num_running: int
     num_waiting: int
     seconds_without_progress: float
+    role: Literal["", "prefill", "decode"] = ""
 
 
 class Health(msgspec.Struct, frozen=True):
@@ -66,6 +67,7 @@ class Health(msgspec.Struct, frozen=True):
     tensor_parallel_size: int = 1
     pipeline_parallel_size: int = 1
     exchange_seconds: float = 0.0
+    num_handovers: int = 0
 
 
 class Readiness(msgspec.Struct, frozen=True):
@@ -117,6 +119,7 @@ class Probes:
             tensor_parallel_size=stats.tensor_parallel_size,
             pipeline_parallel_size=stats.pipeline_parallel_size,
             exchange_seconds=round(load.totals.exchange_s, 3),
+            num_handovers=stats.num_handovers,
         )
         return json_response(state, 200 if status == "ok" else 503)
 
@@ -191,4 +194,5 @@ def _replica(stats: ReplicaStats) -> ReplicaHealth:
         num_running=stats.num_running,
         num_waiting=stats.num_waiting,
         seconds_without_progress=round(stats.stalled_s, 3),
+        role=stats.role,
     )

@@ -380,6 +380,7 @@ class ReplicaRun:
                 admission=engine.scheduler.admission_state(replica.clock.now),
                 reported_at_s=self.now,
                 num_sent=0,
+                num_blocks=engine.scheduler.num_blocks,
                 costs=engine.cost_model,
                 adapters=frozenset(() if adapters is None else adapters.residency.held),
                 adapter_load_s=engine.adapter_load_s,

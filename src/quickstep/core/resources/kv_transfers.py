@@ -1,0 +1,206 @@
+"""`KVTransfers`: blocks on their way from one engine's pool to another's.
+
+    one engine: a step has computed prompt blocks ──> held, sent, released
+    another:    blocks are allocated ──> filled, registered ──> released: cached, as any prefix
+
+A request with a `KVTarget` is computed up to its first token by one engine, which sends its prompt
+blocks to the engine that continues it. There, the request waits while its blocks arrive, and is
+then admitted as any other, with a prefix hit. What arrives is only ever a cached prefix: if a
+transfer is refused, or ends early, the rest is computed, with the same bits.
+
+A transfer belongs to its connection: it begins and ends with it, and no time-out frees blocks that
+somebody still reads or writes. A driver carries out what is ordered here.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence as SequenceOf
+
+import msgspec
+
+from quickstep.core.resources.block_pool import BlockKey, ChainRoot, KVBlockPool
+from quickstep.core.resources.resource import Resource
+from quickstep.core.sequence import Residency, Sequence, SequenceState
+from quickstep.core.step import FlightRow
+from quickstep.types import KVTarget, Request
+
+# Of the pool: what engines that receive too slowly keep of it.
+_MAX_SENDING = 0.5
+
+
+class SendOrder(msgspec.Struct, frozen=True):
+    """What to do for a transfer; then call `sent`. With a `request`, offer its prompt: it is about
+    to be computed. With blocks, send them, from the prompt's block `first` on; with `is_last` they
+    are the last ones, and the transfer ends. With neither, it ends early.
+    """
+
+    request_id: str
+    handover: KVTarget
+    first: int = 0
+    block_ids: tuple[int, ...] = ()
+    is_last: bool = False
+    request: Request | None = None
+
+    @property
+    def ends(self) -> bool:
+        """Whether nothing follows."""
+        return self.is_last or (self.request is None and not self.block_ids)
+
+
+class ReceiveOrder(msgspec.Struct, frozen=True):
+    """Where the prompt blocks of a request go, from block `first` on; the ones before are here."""
+
+    first: int
+    block_ids: tuple[int, ...]
+
+
+class _Sending(msgspec.Struct):
+    """How far the blocks of a request are ordered; `is_over` if no more will be."""
+
+    num_ordered: int
+    is_over: bool = False
+
+
+class _Receiving(msgspec.Struct):
+    """A transfer whose connection is open; `table` has all blocks of the prompt so far."""
+
+    root: ChainRoot
+    token_ids: tuple[int, ...]
+    digests: list[bytes]
+    keys: list[BlockKey]
+    table: list[int]
+
+
+class KVTransfers(Resource):
+    """The transfers of one scheduler's pool. `num_kept` is how many blocks must be left to
+    sequences: enough for the longest.
+    """
+
+    def __init__(self, pool: KVBlockPool, num_kept: int) -> None:
+        self._pool = pool
+        self._num_kept = num_kept
+        self._receiving: dict[str, _Receiving] = {}  # by request
+        self._sending: dict[str, _Sending] = {}  # by request
+        self._num_sending = 0  # blocks that are held
+        self._orders: list[SendOrder] = []
+
+    # -- receiving --------------------------------------------------------------------------------
+
+    def begin_receiving(
+        self, request_id: str, root: ChainRoot, token_ids: tuple[int, ...]
+    ) -> ReceiveOrder | None:
+        """Allocate what is not cached of a prompt's blocks; None if there is no room, or a transfer
+        for the request already. `end_receiving` has to follow an order.
+        """
+        pool = self._pool
+        if request_id in self._receiving or not pool.prefix_caching:
+            return None
+        num_blocks = len(token_ids) // pool.block_size
+        digests: list[bytes] = []
+        pool.extend_digests(digests, root, token_ids, num_blocks)
+        hits = pool.lookup(root, token_ids, digests).block_ids
+        num_missing = num_blocks - len(hits)
+        num_held = (
+            sum(len(transfer.table) for transfer in self._receiving.values()) + self._num_sending
+        )
+        if num_missing > pool.num_free_besides(hits):
+            return None
+        if num_held + num_blocks > pool.num_blocks - self._num_kept:
+            return None
+        pool.hold(hits)
+        fresh = pool.allocate(num_missing)
+        pool.note_held(fresh)
+        keys = [pool.key_of(block_id) for block_id in hits]
+        receiving = _Receiving(root, token_ids, digests, keys, [*hits, *fresh])
+        self._receiving[request_id] = receiving
+        return ReceiveOrder(len(hits), tuple(fresh))
+
+    def received(self, request_id: str, num_blocks: int) -> None:
+        """The next so many blocks have their content: sequences may use them."""
+        one, size = self._receiving[request_id], self._pool.block_size
+        for _ in range(num_blocks):
+            start = len(one.keys) * size
+            tokens = one.token_ids[start : start + size]
+            self._pool.register_next(one.keys, one.root, one.table, tokens, one.digests)
+
+    def end_receiving(self, request_id: str) -> None:
+        """Nothing writes to the blocks of a request any more: those with content are cached."""
+        self._pool.release_held(self._receiving.pop(request_id).table)
+
+    @staticmethod
+    def key_of(request_id: str) -> str:
+        """The key of sequences that wait for a transfer."""
+        return f"kv of {request_id}"
+
+    def key(self, request: Request) -> str:
+        """The transfer of its blocks, if there is one."""
+        return self.key_of(request.request_id) if request.request_id in self._receiving else ""
+
+    def is_ready(self, key: str) -> bool:
+        """Whether it is over."""
+        return key.removeprefix("kv of ") not in self._receiving
+
+    # -- sending ----------------------------------------------------------------------------------
+
+    def admit(self, sequence: Sequence, residency: Residency, now: float) -> None:
+        """Offer its prompt to the engine that continues it, which then knows of the transfer before
+        the request comes.
+        """
+        request, name = sequence.request, sequence.request.request_id
+        if request.handover is None or sequence.index != request.indices[0]:
+            return
+        if name not in self._sending:
+            self._sending[name] = _Sending(0)
+            self._orders.append(SendOrder(name, request.handover, request=request))
+
+    def computed(self, entry: FlightRow) -> None:
+        """A row of a sequence is computed: order the prompt blocks that are complete with it."""
+        sequence, end = entry.sequence, entry.row.end
+        request, handover = sequence.request, sequence.request.handover
+        if handover is None or sequence.index != request.indices[0]:
+            return
+        if sequence.residency is not entry.residency:
+            return  # it was preempted meanwhile
+        if sequence.state is not SequenceState.RUNNING:
+            return
+        name, size = request.request_id, self._pool.block_size
+        num_all = sequence.prompt_len // size
+        sending = self._sending[name]
+        if sending.is_over:
+            return
+        num_full, first = min(end // size, num_all), sending.num_ordered
+        is_last = num_full == num_all
+        if num_full == first and not is_last:
+            return
+        block_ids = tuple(sequence.residency.blocks[first:num_full])
+        if self._num_sending + len(block_ids) > _MAX_SENDING * self._pool.num_blocks:
+            self._stop_sending(name, handover, sending)
+            return
+        self._pool.hold(block_ids)
+        self._num_sending += len(block_ids)
+        sending.num_ordered, sending.is_over = num_full, is_last
+        self._orders.append(SendOrder(name, handover, first, block_ids, is_last))
+
+    def _stop_sending(self, name: str, handover: KVTarget, sending: _Sending) -> None:
+        if not sending.is_over:
+            self._orders.append(SendOrder(name, handover))
+        sending.is_over = True
+
+    def sent(self, order: SendOrder) -> None:
+        """The blocks of an order are sent, or never will be."""
+        self._num_sending -= len(order.block_ids)
+        self._pool.release_held(order.block_ids)
+
+    def take_orders(self) -> SequenceOf[SendOrder]:
+        """What was ordered since the last call."""
+        orders, self._orders = self._orders, []
+        return orders
+
+    def ended(self, sequence: Sequence) -> None:
+        """Its request may have been aborted while its blocks were sent."""
+        request = sequence.request
+        if request.handover is None or sequence.index != request.indices[0]:
+            return
+        sending = self._sending.pop(request.request_id, None)
+        if sending is not None:
+            self._stop_sending(request.request_id, request.handover, sending)

@@ -1,0 +1,123 @@
+"""`EngineTransfers`: the transfers of KV blocks of one engine, between its event loop and the
+threads that send and receive.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import threading
+from collections.abc import Callable
+from concurrent.futures import Future
+from typing import TypeVar
+
+from quickstep.core.resources.block_pool import ChainRoot
+from quickstep.core.resources.kv_transfers import KVTransfers, ReceiveOrder, SendOrder
+from quickstep.core.scheduler import Scheduler
+from quickstep.engine.handover.frames import BlockBytes, TransferOffer
+from quickstep.engine.handover.receiver import KVReceiver
+from quickstep.engine.handover.sender import KVSender
+from quickstep.types import KVTarget
+
+_LOGGER = logging.getLogger(__name__)
+_T = TypeVar("_T")
+
+
+class EngineTransfers:
+    """Owns the threads of one engine. `changed` is called in the event loop when a transfer has
+    ended, so that requests may go on.
+    """
+
+    def __init__(
+        self,
+        scheduler: Scheduler,
+        blocks: BlockBytes,
+        fingerprint: str,
+        clock: Callable[[], float],
+    ) -> None:
+        assert scheduler.transfers is not None, "`SchedulerConfig.transfers_kv` is set"
+        self._scheduler = scheduler
+        self._transfers: KVTransfers = scheduler.transfers
+        self._clock = clock
+        self._loop: asyncio.AbstractEventLoop | None = None
+        self._changed: Callable[[], None] = _nothing
+        self._is_closed = threading.Event()
+        self.block_bytes = blocks.num_bytes
+        self._sender = KVSender(blocks, fingerprint, self._sent)
+        self._receiver = KVReceiver(blocks, fingerprint, self)
+
+    @property
+    def address(self) -> KVTarget:
+        """Where other engines send blocks."""
+        return self._receiver.address
+
+    def start(self, changed: Callable[[], None]) -> None:
+        """Serve in the running event loop."""
+        self._loop = asyncio.get_running_loop()
+        self._changed = changed
+
+    def close(self) -> None:
+        """End all transfers."""
+        self._is_closed.set()
+        self._receiver.close()
+        self._sender.close()
+
+    def follow_orders(self) -> None:
+        """Carry out what the last commit ordered."""
+        for order in self._transfers.take_orders():
+            self._sender.put(order)
+
+    # -- in the threads of the sender and of the receiver ------------------------------------------
+
+    def _sent(self, order: SendOrder) -> None:
+        self._soon(lambda: self._transfers.sent(order))
+
+    def begin(self, offer: TransferOffer) -> ReceiveOrder | None:
+        """`ReceivingEngine.begin`."""
+        root = ChainRoot(offer.adapter, offer.cache_salt)
+        name, token_ids = offer.request_id, offer.token_ids
+        return self._ask(lambda: self._transfers.begin_receiving(name, root, token_ids))
+
+    def received(self, request_id: str, num_blocks: int) -> None:
+        """`ReceivingEngine.received`."""
+        self._soon(lambda: self._transfers.received(request_id, num_blocks))
+
+    def end(self, request_id: str) -> None:
+        """`ReceivingEngine.end`."""
+        self._soon(lambda: self._end(request_id))
+
+    def _end(self, request_id: str) -> None:
+        self._scheduler.end_receiving(request_id, self._clock())
+        self._changed()
+
+    def _soon(self, call: Callable[[], object]) -> None:
+        """Let the event loop make a call, after those before it."""
+        loop = self._loop
+        if loop is None or self._is_closed.is_set():
+            return
+        try:
+            loop.call_soon_threadsafe(call)
+        except RuntimeError:  # the loop is closed: the engine has ended
+            self._is_closed.set()
+
+    def _ask(self, call: Callable[[], _T]) -> _T | None:
+        """What a call in the event loop returns; None if the engine ends."""
+        answer: Future[_T] = Future()
+
+        def run() -> None:
+            try:
+                answer.set_result(call())
+            except BaseException as error:  # a thread waits for it
+                answer.set_exception(error)
+
+        self._soon(run)
+        while not self._is_closed.is_set():
+            try:
+                return answer.result(timeout=0.2)
+            except TimeoutError:
+                continue
+        return None
+
+
+def _nothing() -> None:
+    return

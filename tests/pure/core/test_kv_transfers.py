@@ -1,0 +1,236 @@
+"""KV blocks on their way between the pools of two schedulers."""
+
+from __future__ import annotations
+
+from random import Random
+
+import pytest
+
+from quickstep.config import SchedulerConfig
+from quickstep.core.cost_model import LinearCostModel
+from quickstep.core.policies import make_policy
+from quickstep.core.resources.block_pool import ChainRoot, KVBlockPool
+from quickstep.core.resources.kv_transfers import KVTransfers, SendOrder
+from quickstep.core.scheduler import Scheduler
+from quickstep.types import (
+    KVTarget,
+    Request,
+    Resumed,
+    RowOutput,
+    SamplingParams,
+    StepPlan,
+    StepResult,
+)
+
+BLOCK = 4
+WHERE = KVTarget("127.0.0.1", 1, "t")
+PROMPT = tuple(range(10, 29))  # four complete blocks
+
+
+class Driver:
+    """A scheduler whose steps all sample the token 7."""
+
+    def __init__(self, num_blocks: int = 24, max_num_batched_tokens: int = 64) -> None:
+        config = SchedulerConfig(
+            max_num_seqs=4,
+            max_num_batched_tokens=max_num_batched_tokens,
+            max_model_len=32,
+            transfers_kv=True,
+        )
+        self.pool = KVBlockPool(num_blocks, BLOCK)
+        self.scheduler = Scheduler(config, self.pool, make_policy(config), LinearCostModel())
+        assert self.scheduler.transfers is not None
+        self.transfers: KVTransfers = self.scheduler.transfers
+        self.plans: list[StepPlan] = []
+        self.ended: list[str] = []
+        self.now = 0.0
+
+    def step(self) -> bool:
+        plan = self.scheduler.plan(self.now)
+        if plan is None:
+            return False
+        self.plans.append(plan)
+        outputs = tuple(RowOutput((7,) if row.emits else ()) for row in plan.rows)
+        self.now += 0.01
+        outcome = self.scheduler.commit(plan, StepResult(plan.step_id, outputs, 0.01), self.now)
+        self.ended += [one.request_id for one in outcome.outputs if one.finish_reason is not None]
+        self.scheduler.check()
+        return True
+
+    def run(self) -> None:
+        while self.step():
+            pass
+
+
+def request(name: str, num_outputs: int = 6, **fields: object) -> Request:
+    sampling = SamplingParams(max_tokens=num_outputs, ignore_eos=True)
+    return Request(name, PROMPT, sampling, **fields)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("chunk", [5, 8, 64])
+def test_prompt_blocks_are_ordered_once_and_in_order(chunk: int) -> None:
+    driver = Driver(max_num_batched_tokens=chunk)
+    driver.scheduler.add(request("r", handover=WHERE), 0.0)
+    driver.run()
+    orders = driver.transfers.take_orders()
+    assert orders[0].request is not None and not orders[0].block_ids
+    sent = [(order.first, len(order.block_ids), order.is_last) for order in orders[1:]]
+    assert sum(count for _, count, _ in sent) == 4
+    assert [first for first, _, _ in sent] == [
+        sum(one[1] for one in sent[:i]) for i in range(len(sent))
+    ]
+    assert [is_last for _, _, is_last in sent] == [False] * (len(sent) - 1) + [True]
+    tokens = [row.output_position for plan in driver.plans for row in plan.rows if row.emits]
+    assert tokens == [0], "one token is computed here"
+    driver.scheduler.abort("r", driver.now)
+    assert driver.pool.stats().num_used == 4, "until they are sent"
+    for order in orders:
+        driver.transfers.sent(order)
+    driver.scheduler.check()
+    assert driver.pool.stats().num_used == 0
+    assert not driver.transfers.take_orders()
+
+
+def test_a_request_that_ends_before_its_prompt_ends_its_transfer() -> None:
+    driver = Driver(max_num_batched_tokens=8)
+    driver.scheduler.add(request("r", handover=WHERE), 0.0)
+    driver.step()
+    driver.scheduler.abort("r", driver.now)
+    offer, blocks, end = driver.transfers.take_orders()
+    assert offer.request is not None and len(blocks.block_ids) == 2
+    assert end.ends and not end.is_last and not end.block_ids
+    for order in (offer, blocks, end):
+        driver.transfers.sent(order)
+    assert driver.pool.stats().num_used == 0
+
+
+def continued(name: str = "r") -> Request:
+    return request(name, resumed=(Resumed(0, (7,)),))
+
+
+def test_a_request_waits_for_its_transfer_and_hits_what_came() -> None:
+    driver = Driver()
+    order = driver.transfers.begin_receiving("r", ChainRoot(), PROMPT)
+    assert order is not None and (order.first, len(order.block_ids)) == (0, 4)
+    driver.scheduler.add(continued(), 0.0)
+    driver.scheduler.add(request("other", num_outputs=2), 0.0)
+    driver.run()
+    assert driver.ended == ["other"], "only the one with a transfer waits"
+    driver.transfers.received("r", 3)
+    driver.scheduler.end_receiving("r", driver.now)
+    driver.plans.clear()
+    driver.run()
+    assert driver.ended == ["other", "r"]
+    first = driver.plans[0].rows[0]
+    # `other` has computed the same prompt meanwhile, so that all four blocks are hits
+    assert first.start == 16
+    assert driver.pool.stats().num_used == 0
+
+
+@pytest.mark.parametrize("num_received", [0, 1, 3, 4])
+def test_what_did_not_come_is_computed(num_received: int) -> None:
+    driver = Driver()
+    assert driver.transfers.begin_receiving("r", ChainRoot(), PROMPT) is not None
+    driver.transfers.received("r", num_received)
+    driver.scheduler.add(continued(), 0.0)
+    assert not driver.step()
+    driver.scheduler.end_receiving("r", 0.0)
+    driver.run()
+    assert driver.plans[0].rows[0].start == BLOCK * num_received
+    assert driver.ended == ["r"]
+    assert driver.pool.stats().num_used == 0
+
+
+def test_a_request_may_end_while_its_blocks_arrive() -> None:
+    driver = Driver()
+    assert driver.transfers.begin_receiving("r", ChainRoot(), PROMPT) is not None
+    driver.scheduler.add(continued(), 0.0)
+    driver.scheduler.abort("r", 0.0)
+    driver.scheduler.check()
+    assert driver.pool.stats().num_used == 4, "a thread may still write to them"
+    driver.scheduler.end_receiving("r", 0.0)
+    assert driver.pool.stats().num_used == 0
+
+
+def test_transfers_leave_room_for_the_longest_sequence() -> None:
+    driver = Driver(num_blocks=13)
+    begin = driver.transfers.begin_receiving
+    assert begin("a", ChainRoot(), PROMPT) is not None
+    assert begin("a", ChainRoot(), PROMPT) is None, "there is one already"
+    assert begin("b", ChainRoot(), tuple(range(40, 59))) is None, "8 blocks are kept"
+    driver.scheduler.end_receiving("a", 0.0)
+    assert begin("b", ChainRoot(), tuple(range(40, 59))) is not None
+
+
+def test_a_slow_receiver_does_not_take_the_pool() -> None:
+    driver = Driver(num_blocks=10)
+    for name in "abc":
+        fields = {"handover": WHERE, "cache_salt": name}
+        driver.scheduler.add(request(name, **fields), 0.0)
+        driver.run()
+        driver.scheduler.abort(name, driver.now)
+    orders = driver.transfers.take_orders()
+    held = sum(len(order.block_ids) for order in orders)
+    assert held <= 5
+    driver.scheduler.add(request("d", num_outputs=2), driver.now)
+    driver.run()
+    assert "d" in driver.ended
+    for order in orders:
+        driver.transfers.sent(order)
+    driver.scheduler.check()
+    assert driver.pool.stats().num_used == 0
+
+
+@pytest.mark.parametrize("seed", range(40))
+def test_random_lives_leave_nothing(seed: int) -> None:
+    rng = Random(seed)
+    driver = Driver(num_blocks=rng.randint(12, 30), max_num_batched_tokens=rng.choice((4, 9, 64)))
+    unsent: list[SendOrder] = []
+    receiving: dict[str, int] = {}  # blocks that have not come
+    live: list[str] = []
+    for number in range(120):
+        match rng.randrange(7):
+            case 0:
+                name, salt = f"r{number}", rng.choice("xy")
+                handover = rng.choice((None, WHERE))
+                driver.scheduler.add(
+                    request(name, rng.randint(1, 8), handover=handover, cache_salt=salt), driver.now
+                )
+                live.append(name)
+            case 1:
+                name, salt = f"r{number}", rng.choice("xy")
+                order = driver.transfers.begin_receiving(name, ChainRoot("", salt), PROMPT)
+                if order is not None:
+                    receiving[name] = len(order.block_ids)
+                if rng.random() < 0.8:
+                    one = request(name, cache_salt=salt, resumed=(Resumed(0, (7,)),))
+                    driver.scheduler.add(one, driver.now)
+                    live.append(name)
+            case 2 if receiving:
+                name = rng.choice(sorted(receiving))
+                count = rng.randint(0, receiving[name])
+                driver.transfers.received(name, count)
+                receiving[name] -= count
+            case 3 if receiving:
+                name = rng.choice(sorted(receiving))
+                del receiving[name]
+                driver.scheduler.end_receiving(name, driver.now)
+            case 4 if live:
+                driver.scheduler.abort(rng.choice(live), driver.now)
+            case 5:
+                unsent += driver.transfers.take_orders()
+                if unsent:
+                    driver.transfers.sent(unsent.pop(rng.randrange(len(unsent))))
+            case _:
+                driver.step()
+        driver.scheduler.check()
+    for name in receiving:
+        driver.scheduler.end_receiving(name, driver.now)
+    driver.run()
+    for name in live:
+        driver.scheduler.abort(name, driver.now)
+    for order in (*unsent, *driver.transfers.take_orders()):
+        driver.transfers.sent(order)
+    driver.scheduler.check()
+    assert driver.pool.stats().num_used == 0
+    assert not driver.scheduler.has_work()
