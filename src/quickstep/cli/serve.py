@@ -52,6 +52,7 @@ if TYPE_CHECKING:
     from quickstep.engine.remote.launch import Launched
     from quickstep.engine.remote.supervisor import EngineConnector
 
+_ENGINES_WAIT_S = 120.0  # for engines that still load when the server starts
 _OPTIONS_OF_SERVER = frozenset(("revision", "offline", "seed"))
 _LOG = logging.getLogger("quickstep.cli")
 
@@ -140,7 +141,7 @@ def _connectors(args: argparse.Namespace) -> list[EngineConnector]:
         if addresses.count(address) > 1:
             raise ConfigError(f"--engines names {address} twice")
     hello = Hello(protocol(), read_token(args.engine_token_file, os.environ))
-    return [connector(address, hello) for address in addresses]
+    return [connector(address, hello, wait_s=_ENGINES_WAIT_S) for address in addresses]
 
 
 def run(args: argparse.Namespace) -> int:
