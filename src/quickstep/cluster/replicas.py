@@ -418,6 +418,10 @@ class ReplicaSet:
         """An engine serves again (the engine only)."""
         self._place_parked()
 
+    def freed(self, engine: RemoteEngine) -> None:
+        """An engine has ended requests that were moved from it (the engine only)."""
+        self._place_parked()
+
     def given_up(self, engine: RemoteEngine) -> None:
         """An engine will not be started again (the engine only)."""
         if not any(map(self._will_take, range(len(self._engines)))):
@@ -653,7 +657,9 @@ class ReplicaSet:
         for lost in self._parked.in_order():
             if self._is_stopping:
                 return
-            takers = self._takers()
+            name = lost.request.request_id
+            # one that has yet to end the request would end it again
+            takers = [one for one in self._takers() if not self._engines[one].has_id(name)]
             if lost.has_output:  # other weights would not continue it
                 same = self._with_fingerprint(lost.fingerprint)
                 takers = [number for number in takers if number in same]

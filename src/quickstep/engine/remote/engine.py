@@ -173,6 +173,9 @@ class EngineWatcher(Protocol):
     def begun(self, engine: RemoteEngine, requests: Sequence[LostRequest]) -> None:
         """The prompts of these requests are computed, which other engines are to continue."""
 
+    def freed(self, engine: RemoteEngine) -> None:
+        """The engine has ended requests that were handed over, and may get them again."""
+
     def restarted(self, engine: RemoteEngine) -> None:
         """Another process serves."""
 
@@ -693,6 +696,9 @@ class RemoteEngine:
                 if self._streams.has_handovers and self._watcher is not None:
                     begun = self._streams.take_begun(self.fingerprint)
                     self._watcher.begun(self, self._taken(begun))
+                if self._streams.has_freed_ids and self._watcher is not None:
+                    self._streams.has_freed_ids = False
+                    self._watcher.freed(self)
                 if (step := message.record) is not None:
                     self._step_log.add_step(replace(step, replica=replica) if replica else step)
             case Started(request_ids=request_ids):

@@ -89,6 +89,7 @@ class RemoteStreams:
         self._undecided_by_level: Counter[int] = Counter()
         self._ended_here: dict[str, set[int]] = {}  # sequences that the engine has not ended
         self.has_handovers = False  # a request to be handed over has got something
+        self.has_freed_ids = False  # the engine has ended requests that were moved
         self._moved: set[str] = set()  # of those, which continue on another engine
         self._busy_since_s = 0.0
         self._empty = asyncio.Event()
@@ -202,7 +203,9 @@ class RemoteStreams:
     def _forget(self, request_id: str) -> None:
         """The engine has ended a request that ended here, or was moved, before."""
         self._ended_here.pop(request_id, None)
-        self._moved.discard(request_id)
+        if request_id in self._moved:
+            self._moved.discard(request_id)
+            self.has_freed_ids = True
 
     def _decided(self, request_id: str) -> None:
         if request_id in self._undecided:
