@@ -85,16 +85,24 @@ async def _answer(client: httpx.AsyncClient, body: dict[str, Any]) -> str:
 
 
 def _victims(server: ServerProcess) -> list[int]:
-    """The processes of engines and of other ranks."""
-    found = []
+    """The processes of engines and of other ranks, without their children that are about to run
+    another command: a grammar's process would be killed instead of an engine's.
+    """
+    commands: dict[int, bytes] = {}
+    parents: dict[int, int] = {}
     for process_id in server.process_ids():
+        folder = Path(f"/proc/{process_id}")
         try:
-            command = Path(f"/proc/{process_id}/cmdline").read_bytes()
+            commands[process_id] = (folder / "cmdline").read_bytes()
+            parents[process_id] = int((folder / "stat").read_text().rpartition(")")[2].split()[1])
         except OSError:
             continue
-        if b"engine.remote.worker" in command or b"engine.ranks.worker" in command:
-            found.append(process_id)
-    return found
+    return [
+        process_id
+        for process_id, command in commands.items()
+        if b"engine.remote.worker" in command or b"engine.ranks.worker" in command
+        if commands.get(parents.get(process_id, 0)) != command
+    ]
 
 
 class _Run:

@@ -424,7 +424,7 @@ def test_an_engine_that_ends_while_the_server_drains_ends_its_requests() -> None
     run(test, num_replicas=1)
 
 
-LONG = {"max_tokens": 300, "ignore_eos": True}
+LONG = {"max_tokens": 400, "ignore_eos": True}
 
 
 async def begun(engine: ReplicaSet, requests: Sequence[Request]) -> list[asyncio.Task[Any]]:
@@ -519,6 +519,23 @@ def test_a_drained_engine_gets_no_requests_until_it_is_restarted() -> None:
         assert {one.timings.replica for one in engine.step_log.sequences[-10:]} == {0, 1}
 
     run(test)
+
+
+def test_a_request_comes_back_to_an_engine_that_has_ended_it() -> None:
+    """As when the engine fails that its prompt was handed over to."""
+
+    async def test(engine: ReplicaSet) -> None:
+        requests = [request_of(engine, number, **LONG) for number in (0, 2, 5)]
+        expected = [await output(engine, request) for request in requests]
+        tasks = await begun(engine, requests)
+        for lost in engine.engines[0].take_requests():
+            engine._parked.add(lost)
+        engine._place_parked()
+        assert len(engine._parked) == len(requests)
+        assert await asyncio.gather(*tasks) == expected
+        assert_recorded_once(engine, requests)
+
+    run(test, num_replicas=1)
 
 
 def test_requests_may_end_on_an_engine_before_it_is_restarted() -> None:

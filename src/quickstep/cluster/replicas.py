@@ -611,7 +611,10 @@ class ReplicaSet:
             handover = lost.request.handover
             lost = replace(lost, request=replace(lost.request, handover=None))
             targets = [
-                number for number in self._takers() if self._engines[number].kv_address == handover
+                number
+                for number in self._takers()
+                if self._engines[number].kv_address == handover
+                and not self._engines[number].has_id(lost.request.request_id)
             ]
             if targets:
                 self._num_handovers += 1
@@ -671,9 +674,14 @@ class ReplicaSet:
                 takers = [number for number in takers if number not in self._trials]
                 if lost.is_paused:
                     continue
+            request_id = lost.request.request_id
+            if any(self._engines[number].has_id(request_id) for number in takers):
+                # what that one has yet to send of the request would get into its stream
+                takers = [n for n in takers if not self._engines[n].has_id(request_id)]
+                asyncio.get_running_loop().call_later(_POLL_S, self._place_parked)
             if not takers:
                 continue
-            self._parked.remove(lost.request.request_id)
+            self._parked.remove(request_id)
             try:
                 self._place(lost, takers)
             except QuickstepError as error:

@@ -89,17 +89,19 @@ def test_the_chi_square_bound_catches_a_temperature_that_is_off_by_a_tenth():
 DRAFT_LOGITS = LOGITS + np.array([0, 1, -1, 0.5, 0, 1, 0, 2, -2, 0, 1, -1], np.float32)
 
 
-def verified_tokens(sampling, seed, in_tree=False):
-    """The tokens of a row with two drafts, by rejection sampling. The drafts are sampled from other
-    logits with the sequence's own noise, as a draft model does. In a tree, another token may be the
-    first, and any of two may follow it.
+def drafts_of(sampling, seed):
+    """Two, sampled from other logits with the sequence's own noise, as a draft model does."""
+    samples = [sample_row(DRAFT_LOGITS, state_of(sampling, seed, position)) for position in (0, 1)]
+    assert all(isinstance(draft, Sample) for draft in samples)
+    return [draft.token_id for draft in samples]
+
+
+def verified_tokens(sampling, seed, drafts, in_tree=False):
+    """The tokens of a row with two drafts, by rejection sampling. In a tree, another token may be
+    the first, and any of two may follow it.
     """
     slot = Slot(Admission(0, "r#0", (1,), 1, sampling, seed), len(LOGITS))
-    drafts = []
-    for position in range(2):
-        draft = sample_row(DRAFT_LOGITS, state_of(sampling, seed, position))
-        assert isinstance(draft, Sample)
-        drafts.append(draft.token_id)
+    drafts = list(drafts)
     parents = ()
     if in_tree:
         drafts += [(drafts[0] + 1) % 3, 0, 1]
@@ -112,10 +114,16 @@ def verified_tokens(sampling, seed, in_tree=False):
     return [one.token_id for one in row.samples]
 
 
+@pytest.fixture(scope="module", params=[CASES[0], CASES[7]], ids=["plain", "filtered"])
+def drafted(request):
+    """Parameters, and the drafts of each seed."""
+    return request.param, [drafts_of(request.param, seed) for seed in range(6000)]
+
+
 @pytest.mark.parametrize("in_tree", [False, True])
-@pytest.mark.parametrize("sampling", [CASES[0], CASES[7]], ids=str)
-def test_rejection_sampling_has_the_law_of_sampling_without_drafts(sampling, in_tree):
-    tokens = [verified_tokens(sampling, seed, in_tree) for seed in range(6000)]
+def test_rejection_sampling_has_the_law_of_sampling_without_drafts(drafted, in_tree):
+    sampling, every = drafted
+    tokens = [verified_tokens(sampling, seed, two, in_tree) for seed, two in enumerate(every)]
     for position in range(3):
         found = [token[position] for token in tokens if len(token) > position]
         assert len(found) > 100
@@ -124,5 +132,6 @@ def test_rejection_sampling_has_the_law_of_sampling_without_drafts(sampling, in_
 
 def test_rejection_sampling_is_the_argmax_at_temperature_0():
     for seed in range(50):
-        tokens = verified_tokens(SamplingParams(temperature=0.0, logprobs=0), seed)
+        sampling = SamplingParams(temperature=0.0, logprobs=0)
+        tokens = verified_tokens(sampling, seed, drafts_of(sampling, seed))
         assert tokens == [int(LOGITS.argmax())] * len(tokens)

@@ -129,10 +129,14 @@ def answering(method: str, path: str) -> Iterator[Answer]:
 def test_bytes_that_are_no_request_are_refused(method: str, path: str, body: bytes) -> None:
     with answering(method, path) as answer:
         status = answer(body, {"content-type": b"application/json"})
-    if body == b"[]" and path in TAKE_LISTS:
-        assert status == 200
-    else:
-        assert 400 <= status < 500
+    assert is_as_expected(status, path, body)
+
+
+def is_as_expected(status: int, path: str, body: bytes) -> bool:
+    """What is no request is refused; to a route that takes lists, an empty one is a request."""
+    if body.strip() == b"[]" and path in TAKE_LISTS:
+        return status == 200
+    return 400 <= status < 500
 
 
 @pytest.mark.parametrize(("method", "path"), WITH_JSON)
@@ -142,7 +146,7 @@ def test_any_bytes_are_refused_in_shape(method: str, path: str) -> None:
         @num_cases(25)
         @given(st.binary(max_size=60))
         def each(body: bytes) -> None:
-            assert 400 <= answer(body, {}) < 500
+            assert is_as_expected(answer(body, {}), path, body)
 
         each()
 

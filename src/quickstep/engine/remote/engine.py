@@ -279,8 +279,8 @@ class RemoteEngine:
         await self._streams.wait_until_empty()
 
     def take_requests(self) -> list[LostRequest]:
-        """Hand over all live requests, which the process is then to end, to continue elsewhere. No
-        other may be sent before the process has been restarted.
+        """Hand over all live requests, which the process is then to end, to continue elsewhere, or
+        here when it has (`has_id`).
         """
         return self._taken(self._streams.take_all(self.fingerprint, has_ended=False))
 
