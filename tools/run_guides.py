@@ -27,6 +27,7 @@ PAGES = (ROOT / "README.md", *sorted((ROOT / "docs" / "guide").glob("*.md")))
 SHELLS = ("sh", "bash")
 FENCE = re.compile(r"^```(?P<language>\w+)\n(?P<text>.*?)^```", re.MULTILINE | re.DOTALL)
 SERVE = re.compile(r"^(\w+=\S+ )*quickstep serve\b")
+ENGINE = "quickstep engine "  # runs until the page ends
 HEREDOC = re.compile(r"<<'?(?P<end>\w+)'?")
 # Why a statement is not run.
 NOT_RUN: Mapping[str, str] = {
@@ -95,6 +96,7 @@ class Session:
         self._folder = folder
         self._port = 8000
         self._server: subprocess.Popen[bytes] | None = None
+        self._engines: list[subprocess.Popen[bytes]] = []
         binaries = folder / ".bin"
         binaries.mkdir()
         for name, command in (
@@ -129,6 +131,9 @@ class Session:
         if SERVE.match(statement):
             self.serve(re.sub(r"\s+#.*$", "", statement))
             return
+        if statement.startswith(ENGINE):
+            self.listen(statement)
+            return
         if statement.startswith("quickstep trace "):  # 8000 is its default
             statement = re.sub(r"\s+#.*$", "", statement) + " --url http://localhost:8000"
         if statement.startswith(AFTER_THE_SERVER):
@@ -141,8 +146,11 @@ class Session:
         script = re.sub(r"(localhost|127\.0\.0\.1):8000", rf"\1:{self._port}", script)
         script = script.replace("https://localhost/", f"https://localhost:{self._port}/")
         command = ["bash", "-e", "-o", "pipefail", "-c", script]
+        environment = self._environment
+        if self._server is not None:
+            environment = {**environment, "SERVER": str(self._server.pid)}
         done = subprocess.run(
-            command, cwd=self._folder, env=self._environment, capture_output=True, text=True
+            command, cwd=self._folder, env=environment, capture_output=True, text=True
         )
         if done.returncode:
             print(done.stdout, done.stderr, sep="\n", file=sys.stderr)
@@ -173,6 +181,25 @@ class Session:
             check=True,
         )
 
+    def listen(self, statement: str) -> None:
+        """Start an engine, and wait until it listens."""
+        command = ["bash", "-c", f"exec {statement}"]
+        engine = subprocess.Popen(
+            command, cwd=self._folder, env=self._environment, stderr=subprocess.PIPE
+        )
+        self._engines.append(engine)
+        assert engine.stderr is not None
+        if not any(b" listens on " in line for line in engine.stderr):
+            raise RuntimeError(f"{statement}: it did not listen")
+
+    def close(self) -> None:
+        """End the server and the engines."""
+        self.end()
+        for engine in self._engines:
+            engine.send_signal(signal.SIGTERM)
+            engine.communicate(timeout=START_S)
+        self._engines.clear()
+
     def end(self) -> None:
         """End the server, if one runs."""
         if self._server is not None:
@@ -201,7 +228,7 @@ def main(arguments: Sequence[str]) -> int:
                 print(f"FAILED: {error}", file=sys.stderr)
                 failed.append(page.name)
             finally:
-                session.end()
+                session.close()
     print(f"failed: {', '.join(failed)}" if failed else "all blocks ran")
     return int(bool(failed))
 

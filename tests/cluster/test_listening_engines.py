@@ -18,6 +18,7 @@ import scripted_worker
 from listening_engine import TOKEN, EngineCommand, hello, listening, token_file
 from msgspec.structs import replace
 from pulled_cable import Cable, cable
+from scripted_engine import ScriptedEngine
 
 from quickstep.cluster.replicas import ReplicaSet
 from quickstep.config import ReplicaConfig, RouterName
@@ -348,18 +349,42 @@ def test_streams_leave_a_host_whose_cable_was_pulled(
         asyncio.run(asyncio.wait_for(test(addresses, link), DEADLINE_S))
 
 
+async def scripted_listener(path: Path) -> tuple[ScriptedEngine, EngineListener]:
+    """A scripted engine that runs in this process, and what will listen for it."""
+    far = scripted_worker.scripted(scripted_worker.config(path))
+    await far.engine.start()
+    return far, EngineListener(far.engine, hello(), text_digests(path, far.engine.tokenizer))
+
+
+def test_a_server_waits_for_an_engine_that_starts_after_it(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    async def test() -> None:
+        far, listener = await scripted_listener(tmp_path)
+        sock = bind(EngineAddress("127.0.0.1", 0), "--listen")  # refuses, since it does not listen
+        address = EngineAddress(*sock.getsockname()[:2])
+        near = RemoteEngine(
+            scripted_worker.config(tmp_path), connect=connector(address, hello(), wait_s=60.0)
+        )
+        opening = asyncio.create_task(near.open())
+        await until(lambda: "Connection refused; trying again" in caplog.text)
+        await listener.start(sock)
+        await opening
+        await near.stop()
+        await listener.stop(0.0)
+        await far.engine.stop()
+
+    asyncio.run(asyncio.wait_for(test(), DEADLINE_S))
+
+
 def test_times_of_an_engine_are_by_the_clock_of_the_server(tmp_path: Path) -> None:
     async def test() -> None:
-        config = scripted_worker.config(tmp_path)
-        far = scripted_worker.scripted(config)
+        far, listener = await scripted_listener(tmp_path)
         far.skipped_s = 12_345.0  # its clock is that far ahead
-        await far.engine.start()
-        digests = text_digests(tmp_path, far.engine.tokenizer)
-        listener = EngineListener(far.engine, hello(), digests)
         sock = bind(EngineAddress("127.0.0.1", 0), "--listen")
         await listener.start(sock)
         address = EngineAddress(*sock.getsockname()[:2])
-        near = RemoteEngine(config, connect=connector(address, hello()))
+        near = RemoteEngine(scripted_worker.config(tmp_path), connect=connector(address, hello()))
         await near.open()
         await near.start()
         since_s = time.monotonic()

@@ -52,6 +52,7 @@ if TYPE_CHECKING:
     from quickstep.engine.remote.launch import Launched
     from quickstep.engine.remote.supervisor import EngineConnector
 
+_ENGINES_WAIT_S = 120.0  # for engines that still load when the server starts
 _OPTIONS_OF_SERVER = frozenset(("revision", "offline", "seed"))
 _LOG = logging.getLogger("quickstep.cli")
 
@@ -107,10 +108,10 @@ def _of_hosts(
     args: argparse.Namespace, replicas: ReplicaConfig, config: EngineConfig
 ) -> ReplicaConfig:
     """The replicas of `--engines`. Raises ConfigError for flags that those have to be given."""
-    if replicas.num_replicas > 1:
-        raise ConfigError("--data-parallel-size is for engines of this server, --engines names all")
-    if replicas.num_prefill:
-        raise ConfigError("--prefill and --decode are for engines of this server, not --engines")
+    if replicas.num_engines > 1:
+        raise ConfigError(
+            "--engines names all engines: leave --data-parallel-size, --prefill and --decode out"
+        )
     usual = EngineConfig(scheduler=SchedulerConfig(max_waiting=MAX_WAITING_OF_SERVER))
     for given, default in (
         (config.load, usual.load),
@@ -140,7 +141,7 @@ def _connectors(args: argparse.Namespace) -> list[EngineConnector]:
         if addresses.count(address) > 1:
             raise ConfigError(f"--engines names {address} twice")
     hello = Hello(protocol(), read_token(args.engine_token_file, os.environ))
-    return [connector(address, hello) for address in addresses]
+    return [connector(address, hello, wait_s=_ENGINES_WAIT_S) for address in addresses]
 
 
 def run(args: argparse.Namespace) -> int:

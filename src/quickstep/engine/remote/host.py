@@ -46,6 +46,7 @@ _SILENCE_S = 4.0
 _CHECK_S = 0.5  # between two looks at the silence
 _NUM_FIRST_READINGS = 8
 _CONNECT_S = 3.0
+_WAIT_STEP_S = 1.0
 _OPEN_S = 10.0  # from the welcome to the first estimate of the clock
 # A host that is away for a day is connected to again.
 RECONNECTIONS = RestartLimits(max_quick_deaths=None, first_delay_s=0.1, max_delay_s=3.0)
@@ -90,12 +91,25 @@ def notice_silence(writer: asyncio.StreamWriter) -> None:
 
 
 def connector(
-    address: EngineAddress, hello: Hello, clock: Callable[[], float] = time.monotonic
+    address: EngineAddress,
+    hello: Hello,
+    clock: Callable[[], float] = time.monotonic,
+    wait_s: float = 0.0,
 ) -> EngineConnector:
-    """What connects to the engine at `address`, again whenever it is called."""
+    """What connects to the engine at `address`, again whenever it is called. Within `wait_s` from
+    now it waits for an engine that cannot be reached: it may have been started with this server.
+    """
+    until_s = clock() + wait_s
 
     async def connect() -> EngineHost:
-        return await EngineHost.connect(address, hello, clock)
+        while True:
+            try:
+                return await EngineHost.connect(address, hello, clock)
+            except EngineError as error:
+                if clock() >= until_s:
+                    raise
+                _LOGGER.warning("%s; trying again for %.0f s", error, until_s - clock())
+                await asyncio.sleep(_WAIT_STEP_S)
 
     return connect
 

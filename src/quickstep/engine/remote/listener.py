@@ -29,6 +29,7 @@ if TYPE_CHECKING:
 _LOGGER = logging.getLogger(__name__)
 # Peers that have not sent their hello; more are closed at once.
 _MAX_STRANGERS = 32
+_CLOSE_S = 2.0
 
 
 def bind(address: EngineAddress, flag: str) -> socket.socket:
@@ -80,16 +81,22 @@ class EngineListener:
         with suppress(TimeoutError):
             async with asyncio.timeout(drain_s):
                 await asyncio.gather(*(service.wait_until_idle() for service in services))
-        await asyncio.gather(*(service.close() for service in services))
+        with suppress(TimeoutError):
+            async with asyncio.timeout(_CLOSE_S):  # a server may not read
+                await asyncio.gather(*(service.close() for service in services))
 
     async def _connected(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        host, port, *_ = writer.get_extra_info("peername")
-        connection = Connection(reader, writer, f"the server at {EngineAddress(host, port)}")
+        peer = "a peer that has gone"
+        if (name := writer.get_extra_info("peername")) is not None:
+            peer = f"the server at {EngineAddress(*name[:2])}"
+        connection = Connection(reader, writer, peer)
         try:
             if await self._is_welcome(connection, reader, writer):
                 await self._serve(connection)
         except EngineError as error:
             _LOGGER.warning("%s", error)
+        except OSError as error:
+            _LOGGER.warning("%s has gone: %s", peer, error)
         except Exception:  # the task's top: this connection ends, the others continue
             _LOGGER.exception("the connection of %s failed", connection.peer)
         finally:

@@ -39,12 +39,13 @@ class TextDigests(msgspec.Struct, frozen=True):
 
 
 class ModelFacts(msgspec.Struct, frozen=True):
-    """`LoadedModel` as it is sent: the receiver opens tokenizer and template at `path` itself, or
-    its own copy on another host, which must have these `text_digests`.
+    """`LoadedModel` as it is sent: the receiver opens tokenizer and template at `path` itself.
 
     Attributes:
         kv_address: Where other engines send KV blocks; None if they are not transferred.
         kv_block_bytes: Of each of them.
+        text_digests: Of a listening engine: the receiver opens its own copy of the checkpoint,
+            which must have these.
     """
 
     name: str
@@ -57,9 +58,9 @@ class ModelFacts(msgspec.Struct, frozen=True):
     load_s: float
     memory_plan: MemoryPlan | None
     block_size: int
-    text_digests: TextDigests | None = None
     kv_address: KVTarget | None = None
     kv_block_bytes: int = 0
+    text_digests: TextDigests | None = None
 
 
 class Abort(WireMessage, frozen=True):

@@ -481,8 +481,8 @@ def _facts(engine: Engine, text_digests: TextDigests | None) -> ModelFacts:
         default_pooling=model.default_pooling,
         load_s=model.load_s,
         memory_plan=model.memory_plan,
+        block_size=engine.block_size,
         kv_address=engine.kv_address,
         kv_block_bytes=engine.kv_block_bytes,
-        block_size=engine.block_size,
         text_digests=text_digests,
     )
