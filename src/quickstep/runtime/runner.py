@@ -208,9 +208,14 @@ class ModelRunner:
 
     def resume(self, held: HeldStep) -> StepResult:
         """Run a held step; every step before it is finished."""
-        plan = held.plan
+        plan, slots = held.plan, held.slots
+        outputs: tuple[RowOutput, ...] = ()
+        failures: tuple[RowFailure, ...] = ()
         try:
-            outputs, failures = self._compute(plan.rows, held.slots) if plan.rows else ((), ())
+            if rows := plan.rows:
+                prepared = self._prepare(rows, slots)
+                hidden, logits = self._steps.run(prepared.tokens, prepared.every_token)
+                outputs, failures = self._read(rows, slots, prepared, hidden, logits)
         except BaseException:
             self._slots.fail(plan.rows, f"step {plan.step_id} failed")
             raise
@@ -393,13 +398,6 @@ class ModelRunner:
         is_tree = all([0 <= parent <= node for node, parent in enumerate(row.parents)])
         if len(row.parents) != row.num_drafts or not is_tree:
             raise EngineError(f"a row of {slot.sequence_id} has drafts that are no tree")
-
-    def _compute(
-        self, rows: Sequence[StepRow], slots: Sequence[Slot]
-    ) -> tuple[tuple[RowOutput, ...], tuple[RowFailure, ...]]:
-        prepared = self._prepare(rows, slots)
-        hidden, logits = self._steps.run(prepared.tokens, prepared.every_token)
-        return self._read(rows, slots, prepared, hidden, logits)
 
     def _prepare(self, rows: Sequence[StepRow], slots: Sequence[Slot]) -> PreparedRows:
         self._steps.prepare(rows, slots)
