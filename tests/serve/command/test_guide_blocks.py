@@ -64,8 +64,11 @@ def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[LiveServer]:
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.stem)
 def test_the_requests_of_a_page_succeed(server: LiveServer, page: Path) -> None:
+    # one engine in this process has no TLS and no replicas: tools/run_guides.py sends the others
+    others = ("https:", "/admin/replicas/")
     for of_page, statement in STATEMENTS:
-        if of_page == page and statement.startswith("curl") and "https:" not in statement:
+        is_for_it = not any(part in statement for part in others)
+        if of_page == page and statement.startswith("curl") and is_for_it:
             status, answer = sent(server, statement)
             assert status == 200, f"{statement}\n{answer}"
 

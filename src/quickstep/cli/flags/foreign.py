@@ -17,7 +17,10 @@ _VLLM, _LLAMA, _SGLANG, _BOTH = (VLLM,), (LLAMA_CPP,), (SGLANG,), (VLLM, SGLANG)
 _NUMBER = re.compile(r"-?\d+(\.\d*)?")
 _REQUESTS = "requests set it, and the checkpoint's generation_config.json the defaults"
 _TEXT_ONLY = "models are text only"
-_ONE_DEVICE = "a server computes on one device; start one per device, with --device cuda:N"
+_ONE_DEVICE = (
+    "on CPUs, --tensor-parallel-size and --pipeline-parallel-size divide a model; on GPUs, start a "
+    "server for each, with --device cuda:N"
+)
 _FORMATS = "formats are recognized; --quantization quantizes while loading"
 _POSITIONS = "--max-model-len and --allow-long-context scale the positions"
 
