@@ -1,9 +1,11 @@
-"""`python -m benchmarks.ranks MODEL`: one process against several that compute every step together.
+"""`python -m benchmarks.ranks MODEL`: one process against a model that is divided among several.
 
 All engines are open at the same time and measured in turns, each with all threads of the machine:
-one process with N threads, or N ranks with a part of them each. Ratios above 1: ranks are faster.
+one process with N threads, or N ranks or stages with a part of them each. Ratios above 1: the
+divided model is faster. Of stages, the part of the time with steps in flight that they waited.
 
     --sizes 2,4          numbers of ranks
+    --stages 2           numbers of stages of a pipeline
     --quantization int8  as of `quickstep serve`
     --batches 1,8        sequences that decode together; 0 is a prompt of 512 tokens
 """
@@ -14,6 +16,7 @@ import argparse
 import statistics
 import sys
 import time
+from typing import Any
 
 from benchmarks.machine import describe_machine
 from quickstep import LLM, SamplingParams
@@ -41,13 +44,20 @@ def _prefill(llm: LLM, seed: int) -> float:
     return _PROMPT_LEN / (time.perf_counter() - started_s)
 
 
-def _print(label: str, one: list[float], ranks: list[float]) -> None:
-    ratios = [b / a for a, b in zip(one, ranks, strict=True)]
+def _print(label: str, one: list[float], divided: list[float], bubble: float) -> None:
+    ratios = [b / a for a, b in zip(one, divided, strict=True)]
+    waited = f"  waited {bubble:.0%}" if bubble else ""
     print(
-        f"{label:<22} {statistics.median(one):9.1f} {statistics.median(ranks):9.1f}   "
-        f"{statistics.median(ratios):.3f} ({min(ratios):.3f} to {max(ratios):.3f})",
+        f"{label:<22} {statistics.median(one):9.1f} {statistics.median(divided):9.1f}   "
+        f"{statistics.median(ratios):.3f} ({min(ratios):.3f} to {max(ratios):.3f}){waited}",
         flush=True,
     )
+
+
+def _times(llm: LLM) -> tuple[float, float]:
+    """Seconds that steps have taken, and in which stages waited, so far."""
+    totals = llm.engine.stats().scheduler.totals
+    return totals.busy_s, totals.bubble_s
 
 
 def main() -> int:
@@ -55,35 +65,49 @@ def main() -> int:
     parser = argparse.ArgumentParser(prog="python -m benchmarks.ranks")
     parser.add_argument("model", nargs="?", default="demo")
     parser.add_argument("--sizes", default="2")
+    parser.add_argument("--stages", default="")
     parser.add_argument("--quantization")
     parser.add_argument("--batches", default="1,8,32,0")
     parser.add_argument("--rounds", type=int, default=7)
     args = parser.parse_args()
-    sizes = [1, *map(int, args.sizes.split(","))]
+    splits: list[dict[str, Any]] = [
+        {name: int(size)}
+        for name, sizes in (
+            ("tensor_parallel_size", args.sizes),
+            ("pipeline_parallel_size", args.stages),
+        )
+        for size in filter(None, sizes.split(","))
+    ]
     print(describe_machine())
     print(f"{args.model}, {args.quantization or 'as stored'}, {usable_cores()} threads in all")
-    engines = {
-        size: LLM(
+    first, *others = [
+        LLM(
             args.model,
             quantization=args.quantization,
-            tensor_parallel_size=size,
             max_model_len=1024,
             enable_prefix_caching=False,
+            **split,
         )
-        for size in sizes
-    }
-    for size in sizes[1:]:
-        print(f"{size} ranks: tokens/s {'one':>15} {'ranks':>9}   ratio (least to greatest)")
+        for split in ({}, *splits)
+    ]
+    for split, divided in zip(splits, others, strict=True):
+        ((name, size),) = split.items()
+        what = f"{size} {'ranks' if name == 'tensor_parallel_size' else 'stages'}"
+        print(f"{what}: tokens/s {'one':>14} {what:>9}   ratio (least to greatest)")
         for batch in map(int, args.batches.split(",")):
-            found: dict[int, list[float]] = {1: [], size: []}
+            found: tuple[list[float], list[float]] = [], []
+            busy_s, bubble_s = _times(divided)
             for turn in range(args.rounds + 1):
-                for count, llm in ((1, engines[1]), (size, engines[size])):
+                for values, llm in zip(found, (first, divided), strict=True):
                     value = _decode(llm, batch, turn) if batch else _prefill(llm, turn)
                     if turn:  # the first binds programs
-                        found[count].append(value)
+                        values.append(value)
+            busy_s, bubble_s = (
+                b - a for a, b in zip((busy_s, bubble_s), _times(divided), strict=True)
+            )
             label = f"  decode, batch {batch}" if batch else f"  prefill of {_PROMPT_LEN}"
-            _print(label, found[1], found[size])
-    for llm in engines.values():
+            _print(label, *found, bubble_s / (busy_s + bubble_s))
+    for llm in (first, *others):
         llm.close()
     return 0
 

@@ -155,7 +155,7 @@ class Resumed(msgspec.Struct, frozen=True, array_like=True):
 
 class KVTarget(msgspec.Struct, frozen=True, array_like=True):
     """Where the engine listens that continues a request after its first token, for the KV blocks of
-    the prompt: an address and what it demands of those who connect.
+    the prompt: an address, and the token of a sender.
     """
 
     host: str

@@ -88,17 +88,17 @@ async def until_idle(*engines: Engine) -> None:
     ids=["sampled", "three", "greedy"],
 )
 def test_the_bits_are_those_of_one_engine(sampling: SamplingParams, chunk: int) -> None:
-    async def test(first: Engine, second: Engine, alone: Engine) -> None:
+    async def test(first: Engine, second: Engine, single: Engine) -> None:
         request = Request("", PROMPT, sampling)
-        expected = await all_of(alone.stream(request))
+        expected = await all_of(single.stream(request))
         assert second.kv_address is not None
         begun = replace(request, request_id="r", seed=0, handover=second.kv_address)
         resumed = await first_tokens(first, begun)
         again = replace(begun, handover=None, resumed=resumed)
         deltas = await all_of(second.stream(again))
         for index in range(sampling.n):
-            whole = [*resumed[index].token_ids, *tokens_of(deltas, index)]
-            assert whole == tokens_of(expected, index)
+            complete = [*resumed[index].token_ids, *tokens_of(deltas, index)]
+            assert complete == tokens_of(expected, index)
         ended = [delta.timings for delta in deltas if delta.timings is not None]
         assert {one.num_cached_tokens for one in ended} == {len(PROMPT) // 16 * 16}
         await until_idle(first, second)

@@ -37,7 +37,7 @@ class Cable(msgspec.Struct):
         return self.proxy.address
 
     def pull(self) -> None:
-        """From now on nothing arrives, and neither end is told."""
+        """From now on nothing arrives, and neither end notices."""
         self._set("down")
 
     def mend(self) -> None:
@@ -88,7 +88,7 @@ def _proxied() -> Iterator[Cable]:
 
 
 class Proxy:
-    """Forwards TCP connections to `target`, until it is told to keep everything."""
+    """Forwards TCP connections to `target`, until it keeps everything."""
 
     def __init__(self) -> None:
         self._listener = socket.create_server(("127.0.0.1", 0))

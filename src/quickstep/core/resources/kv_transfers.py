@@ -9,7 +9,7 @@ then admitted as any other, with a prefix hit. What arrives is only ever a cache
 transfer is refused, or ends early, the rest is computed, with the same bits.
 
 A transfer belongs to its connection: it begins and ends with it, and no time-out frees blocks that
-somebody still reads or writes. A driver carries out what is ordered here.
+are still read or written. A driver carries out what is ordered here.
 """
 
 from __future__ import annotations

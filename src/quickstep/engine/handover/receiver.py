@@ -1,8 +1,8 @@
 """Receives the prompt blocks of requests from the engines that compute prompts.
 
-A thread accepts connections, each of which is a transfer with a thread of its own: it asks the
-engine where the blocks go, and writes them there. The engine frees no block of a transfer before
-its thread has said that it is over, so that nothing is written to a block that has another owner.
+A thread accepts connections, each of which is a transfer with a thread of its own: it gets from
+the engine where the blocks go, and writes them there. The engine frees no block of a transfer
+before its thread has reported the end, so that nothing is written to a block of another owner.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ _OFFER_S = 5.0  # how long a sender may take for its offer
 
 
 class ReceivingEngine(Protocol):
-    """What a receiver asks of its engine, in its threads: `engine.handover.transfers`."""
+    """What a receiver needs of its engine, in its threads: `engine.handover.transfers`."""
 
     def begin(self, offer: TransferOffer) -> ReceiveOrder | None:
         """Where the blocks go; None if there is no room. `end` has to follow an order."""

@@ -104,10 +104,10 @@ def _listen(connection: socket.socket, follower: RankFollower | StageFollower) -
                 modules: list[list[LoRAPart]] = [[] for _ in range(message.num_modules)]
                 for part in message.parts:
                     modules[part.module].append(part.part())
-                follower.hold(message.number, modules)
+                follower.adapters.hold(message.number, modules)
                 send(connection, AdapterHeld(message.number))
             elif isinstance(message, DropAdapter):
-                follower.drop(message.number)
+                follower.adapters.drop(message.number)
     except BaseException:  # the thread's top: without it, rank 0 would wait
         _LOGGER.exception("a rank ends")
         os._exit(1)

@@ -23,11 +23,11 @@ from quickstep.model.decoder import Decoder
 from quickstep.model.interface import Model
 from quickstep.model.stages import NUM_CARRIED
 from quickstep.ops.native.lora import PackedLoRA
-from quickstep.ops.table import LoRAAdapter, LoRAPart
+from quickstep.ops.table import LoRAAdapter
 from quickstep.ops.tensors import AnyTensor, Array, HostTensor, host_dtype
 from quickstep.runtime.slots import Slot
 from quickstep.runtime.steps.captured import CapturedSteps
-from quickstep.runtime.steps.ranked import RankedSteps
+from quickstep.runtime.steps.ranked import HeldAdapters, RankedSteps
 from quickstep.runtime.steps.stage_frames import StageFrame, StepArrays
 from quickstep.runtime.steps.step_model import EmittingToken, StepModel
 from quickstep.types import StepRow
@@ -177,10 +177,7 @@ class _OwnStage:
 
 
 class StageFollower:
-    """A stage that is not the last: computes its part of every step that reaches it.
-
-    `hold` and `drop` may be called by another thread than `run`.
-    """
+    """A stage that is not the last: computes its part of every step that reaches it."""
 
     def __init__(
         self,
@@ -193,20 +190,12 @@ class StageFollower:
         self._steps = steps
         self._stage = _OwnStage(model, steps, clock)
         self._links = links
-        self._adapters: dict[int, LoRAAdapter] = {}
+        self.adapters = HeldAdapters(model.ops)
 
     @property
     def fingerprint(self) -> str:
         """Of the complete model."""
         return self._model.fingerprint
-
-    def hold(self, number: int, modules: Sequence[Sequence[LoRAPart]]) -> None:
-        """Pack this stage's part of an adapter, which steps will name by this number."""
-        self._adapters[number] = self._model.ops.pack_lora(modules)
-
-    def drop(self, number: int) -> None:
-        """Free an adapter that no later step names."""
-        self._adapters.pop(number, None)
 
     def run(self) -> None:
         """Compute steps until the stage before closes. Raises OSError when a neighbour is lost."""
@@ -227,7 +216,7 @@ class StageFollower:
             self._steps.move_kv(
                 [(source, target) for source, target in moves.reshape(-1, 2).tolist()]
             )
-        adapters = [self._adapters[number] if number else None for number in numbers]
+        adapters = self.adapters.named(numbers)
         self._stage.compute(frame, adapters)
         results = self._steps.aux_hidden_states()
         return [result.numpy() for result in results if isinstance(result, HostTensor)]

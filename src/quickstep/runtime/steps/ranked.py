@@ -11,7 +11,7 @@ from __future__ import annotations
 import ctypes
 import enum
 from array import array
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from contextlib import suppress
 
 import numpy as np
@@ -22,7 +22,7 @@ from quickstep.model.interface import Model
 from quickstep.ops.native.library import MessageCall, StepCall
 from quickstep.ops.native.lora import PackedLoRA
 from quickstep.ops.native.ranks import NativeRanks
-from quickstep.ops.table import KVCache, LoRAAdapter, LoRAMapping, LoRAPart
+from quickstep.ops.table import KVCache, LoRAAdapter, LoRAMapping, LoRAPart, OpTable
 from quickstep.ops.tensors import INT64, AnyTensor, Array, DType, HostTensor, host_dtype
 from quickstep.runtime.slots import Slot
 from quickstep.runtime.steps.captured import CapturedSteps
@@ -126,16 +126,36 @@ def _number(adapter: LoRAAdapter) -> int:
     return adapter.data.number
 
 
-class RankFollower:
-    """Another rank: computes what rank 0 posts, until it closes or is lost.
+class HeldAdapters:
+    """A process's parts of LoRA adapters, by the numbers by which steps name them.
 
-    `hold` and `drop` may be called by another thread than `run`.
+    `hold` and `drop` may be called by another thread than the one that computes.
     """
+
+    def __init__(self, ops: OpTable) -> None:
+        self._ops = ops
+        self._adapters: dict[int, LoRAAdapter] = {}
+
+    def hold(self, number: int, modules: Sequence[Sequence[LoRAPart]]) -> None:
+        """Pack this process's part of an adapter."""
+        self._adapters[number] = self._ops.pack_lora(modules)
+
+    def drop(self, number: int) -> None:
+        """Free an adapter that no later step names."""
+        self._adapters.pop(number, None)
+
+    def named(self, numbers: Iterable[int]) -> list[LoRAAdapter | None]:
+        """The adapter of each number, None for 0."""
+        return [self._adapters[number] if number else None for number in numbers]
+
+
+class RankFollower:
+    """Another rank: computes what rank 0 posts, until it closes or is lost."""
 
     def __init__(
         self, model: Decoder, steps: CapturedSteps, kv: KVCache, ranks: NativeRanks
     ) -> None:
-        self._adapters: dict[int, LoRAAdapter] = {}
+        self.adapters = HeldAdapters(model.ops)
         dtype = host_dtype(model.kv_layout.dtype)
         assert dtype is not None, "captured steps have a dtype of the kernels"
         self._model = model
@@ -148,14 +168,6 @@ class RankFollower:
     def fingerprint(self) -> str:
         """Of the complete model."""
         return self._model.fingerprint
-
-    def hold(self, number: int, modules: Sequence[Sequence[LoRAPart]]) -> None:
-        """Pack this rank's part of an adapter, which rank 0 will name by this number."""
-        self._adapters[number] = self._model.ops.pack_lora(modules)
-
-    def drop(self, number: int) -> None:
-        """Free an adapter that no later step names."""
-        self._adapters.pop(number, None)
 
     def run(self) -> None:
         """Follow rank 0. Raises EngineError when a rank is lost."""
@@ -180,9 +192,10 @@ class RankFollower:
         elif message.kind == RankWork.LOGITS:
             hidden = _array(message, self._dtype).reshape(message.numbers[0], -1)
             lora = None
-            if message.numbers[1]:
+            (adapter,) = self.adapters.named([message.numbers[1]])
+            if adapter is not None:
                 tokens = HostTensor(np.arange(len(hidden)), INT64)
-                lora = LoRAMapping(((self._adapters[message.numbers[1]], tokens),))
+                lora = LoRAMapping(((adapter, tokens),))
             self._model.logits(HostTensor(hidden, self._dtype), lora)
         elif message.kind == RankWork.MOVE_KV:
             pairs = _array(message, INT64).reshape(-1, 2).tolist()
@@ -193,7 +206,7 @@ class RankFollower:
         if not message.adapters:
             return []
         numbers = (ctypes.c_int64 * message.step.num_rows).from_address(message.adapters)
-        return [self._adapters[number] if number else None for number in numbers]
+        return self.adapters.named(numbers)
 
 
 def _array(message: MessageCall, dtype: DType) -> Array:

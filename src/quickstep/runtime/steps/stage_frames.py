@@ -72,7 +72,7 @@ class StageFrame(msgspec.Struct):
         return len(self.arrays.token_ids)
 
     def call(self) -> StepCall:
-        """The step as the library gets it, without adapters; valid while the frame lives."""
+        """The step as the library gets it, without adapters; valid while the frame exists."""
         arrays, call = self.arrays, StepCall()
         rows = arrays.rows.reshape(-1, FIELDS_PER_ROW)
         for place, count, of_all in (
