@@ -217,7 +217,7 @@ def test_a_lookup_compares_again_from_the_first_block_that_lost_its_content() ->
 def test_check_names_a_leak() -> None:
     pool = KVBlockPool(2, 1)
     pool.allocate(1)
-    with pytest.raises(AssertionError, match="block 0 has 1 references, 0 tables hold it"):
+    with pytest.raises(AssertionError, match="block 0 has 1 references, 0 holders have it"):
         pool.check([])
 
 

@@ -83,6 +83,7 @@ _MODULES = (
     "accounting",
     "resources.resource",
     "resources.kv_blocks",
+    "resources.kv_transfers",
     "resources.adapter_residency",
     "resources.adapter_places",
     "admission",
@@ -305,6 +306,16 @@ _BUGS = {
         "resources.block_pool",
         "free.pop() if free else self._evict()",
         "self._evict() if self._cached else free.pop()",
+    ),
+    "stage-without-the-token-before": (
+        "step_budget",
+        "due = [sequence for sequence in decoding if not sequence.num_pending]",
+        "due = decoding",
+    ),
+    "stage-gives-its-turn-to-the-stuck": (
+        "step_budget",
+        "return due, -(-len(decoding) // num_stages)",
+        "return due[: -(-len(decoding) // num_stages)], -(-len(decoding) // num_stages)",
     ),
     "moved-outputs-become-prompt": (
         "sequence",

@@ -24,6 +24,7 @@ from quickstep.core.resources.block_pool import KVBlockPool, chain_digest
 from quickstep.errors import ConfigError, RequestError
 from quickstep.sampling_params import Grammar, RepetitionDetectionParams
 from quickstep.types import (
+    KVTarget,
     Pooling,
     Request,
     RequestClass,
@@ -240,6 +241,7 @@ _REQUEST: dict[str, object] = {
     "received_s": 0.001,
     "reports_progress": True,
     "resumed": (Resumed(0, (3, 4)),),
+    "handover": KVTarget("127.0.0.1", 1, "secret"),
 }
 
 

@@ -35,6 +35,7 @@ from quickstep.json_line import one_line
 from quickstep.types import (
     FinishReason,
     Grammar,
+    KVTarget,
     Request,
     SamplingParams,
     SequenceOutput,
@@ -363,6 +364,7 @@ class Recorder:
             resumed=tuple(
                 replace(part, token_ids=(0,) * len(part.token_ids)) for part in request.resumed
             ),
+            handover=None if request.handover is None else KVTarget("", 0, ""),
         )
 
     def _numbered(self, kind: str, name: str) -> str:
