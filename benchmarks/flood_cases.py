@@ -94,6 +94,7 @@ _LORA = {
 _CHAT = {"messages": _MESSAGES, "max_tokens": 4}
 _EMBEDDING = {"model": "demo", "input": _TEXT}
 _REFUSED = frozenset({400})
+_NOT_THERE = frozenset({404})
 _WITH_FILE = (("file", _UPLOAD),)
 _WITH_BATCH = (("file", _UPLOAD), ("batch", _BATCH))
 _CANCELLED = (Sent("POST", "/v1/batches/{batch}/cancel"),)
@@ -179,6 +180,13 @@ _CASES: dict[tuple[str, str], Case] = {
         url="/debug/requests/{completion}",
     ),
     ("POST", "/reset_prefix_cache"): Case(),
+    # one that is not there: the others need theirs
+    ("POST", "/admin/replicas/{replica}/drain"): Case(
+        url="/admin/replicas/99/drain", statuses=_NOT_THERE
+    ),
+    ("POST", "/admin/replicas/{replica}/restart"): Case(
+        url="/admin/replicas/99/restart", statuses=_NOT_THERE
+    ),
     ("POST", "/v1/load_lora_adapter"): Case(_LORA),
     ("POST", "/v1/unload_lora_adapter"): Case(
         {"lora_name": "{client}-sql"}, before=(("-", Sent("POST", "/v1/load_lora_adapter", _LORA)),)

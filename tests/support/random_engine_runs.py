@@ -83,12 +83,13 @@ def random_options(rng: Random) -> tuple[dict[str, Any], int | None]:
         "inter_token_target_s": rng.choice((0.002, 0.2)),
         "enable_prefix_caching": rng.random() < 0.8,
         "pipeline_depth": rng.choice((1, 1, 2)),
-        "pipeline_parallel_size": rng.choice((1, 1, 1, 2)),
         "priority_aging_s": rng.choice((0.05, 10.0)),
         "batch_timeout_s": 0.01,
         "enable_lora": True,
         "max_loras": rng.randint(1, 3),
     }
+    if options["num_blocks"] == 24:  # no draw of its own: what follows stays as it was
+        options["pipeline_parallel_size"] = 2
     if chosen:
         configs = [{**one, **drafts} for one in chosen]
         options["speculative_config"] = configs[0] if len(configs) == 1 else configs

@@ -320,6 +320,12 @@ def _print_comparison(console: Console, query: PlanQuery, compared: list[Paralle
         "data: throughput only; every replica holds all weights.",
         markup=False,
     )
+    console.print(
+        "\nQuickstep itself runs replicas everywhere, and on CPUs tensor and pipeline parallelism, "
+        "and prompts\non other engines (--prefill, --decode). Of several GPUs for one model, this "
+        "is a plan.",
+        markup=False,
+    )
     if query.spec.moe is not None:
         console.print(
             "experts apart: each device holds complete experts. Replicas that share them hold a "

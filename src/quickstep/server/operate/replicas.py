@@ -9,6 +9,7 @@ from __future__ import annotations
 import asyncio
 import math
 from collections.abc import Awaitable, Callable
+from typing import Annotated
 
 import msgspec
 from starlette.requests import Request
@@ -28,7 +29,7 @@ _Change = Callable[[int, float], Awaitable[ReplicaChange]]
 class DrainQuery(msgspec.Struct, forbid_unknown_fields=True, frozen=True):
     """The query of both routes: how long requests may continue there before they move."""
 
-    drain_s: float = 0.0
+    drain_s: Annotated[float, msgspec.Meta(ge=0)] = 0.0
 
 
 class ReplicaRoutes:
@@ -73,8 +74,8 @@ class ReplicaRoutes:
         self, request: Request, change_of: Callable[[ReplicatedEngine], _Change]
     ) -> Response:
         drain_s = decode_values(request.query_params, DrainQuery).drain_s
-        if not 0.0 <= drain_s < math.inf:
-            raise RequestError(f"drain_s is {drain_s:g}, it must be at least 0", param="drain_s")
+        if not math.isfinite(drain_s):
+            raise RequestError(f"drain_s is {drain_s:g}, it must be finite", param="drain_s")
         engine, place = self._models.default.engine, request.path_params["replica"]
         is_number = place.isascii() and place.isdecimal() and len(place) <= len("999")
         if not (is_number and isinstance(engine, ReplicatedEngine)):
