@@ -257,16 +257,20 @@ class ModelRunner:
             one.slot.num_pending -= 1
             if not one.slot.failure:
                 one.accept(sampled)
-        # a later plan may have given a slot to another sequence, as far as the proposer knows
-        resident = [
-            row for row in launched.emitting if self._slots.holds(rows[row.index], row.slot)
-        ]
-        drafts = self._drafting.propose(rows, resident)
+        drafts = self._drafting.propose(rows, self._resident(rows, launched.emitting))
         for one in launched.emitting:
             outputs[one.index] = _output_with_tokens(one, _NO_OUTPUT, drafts)
         seconds = self._clock() - launched.started_s
         step_id = launched.plan.step_id
         return StepResult(step_id, tuple(outputs), seconds, _failures(launched.slots))
+
+    def _resident(
+        self, rows: Sequence[StepRow], emitting: Sequence[EmittingRow]
+    ) -> list[EmittingRow]:
+        """Those of a step's rows whose slots no later plan has given to another sequence; the
+        blocks of the others may have other owners by now, too.
+        """
+        return [row for row in emitting if self._slots.holds(rows[row.index], row.slot)]
 
     def drop(self, held: HeldStep) -> None:
         """A held step does not run: one before it failed."""
@@ -417,17 +421,18 @@ class ModelRunner:
         """Sample, score and draft from what the model computed."""
         emitting, tokens, every_token = prepared.emitting, prepared.tokens, prepared.every_token
         outputs = [_NO_OUTPUT] * len(rows)
+        resident = emitting if self._pipeline is None else self._resident(rows, emitting)
         if prepared.is_read:
             self._read_prompts(rows, slots, hidden, outputs)
         if emitting:
             at_once = self._device_sampler is not None
             sample_rows(self._sample, logits, emitting, self._by_rejection, at_once)
             if len(tokens) > len(emitting):
-                self._move_accepted(rows, emitting)
+                self._move_accepted(rows, resident)
         aux_hidden = self._steps.aux_hidden_states()
         self._drafting.compute(rows, slots, emitting, hidden, every_token, aux_hidden)
         if emitting:
-            drafts = self._drafting.propose(rows, emitting, hidden, every_token)
+            drafts = self._drafting.propose(rows, resident, hidden, every_token)
             for one in emitting:
                 outputs[one.index] = _output_with_tokens(one, outputs[one.index], drafts)
         return tuple(outputs), _failures(slots)
