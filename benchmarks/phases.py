@@ -101,8 +101,8 @@ async def _measured(url: str, args: argparse.Namespace, seed: int) -> _Figures:
         await asyncio.sleep(2.0)  # the streams have begun
         started_s, first_tokens = time.perf_counter(), []
         for number in range(args.prompts):
-            one = await _prompt(client, args.prompt_tokens, seed * 1000 + number + 1)
-            first_tokens.append(one)
+            first_s = await _prompt(client, args.prompt_tokens, seed * 1000 + number + 1)
+            first_tokens.append(first_s)
             await asyncio.sleep(args.pause)
         ended_s = time.perf_counter()
         stop.set()
@@ -110,11 +110,11 @@ async def _measured(url: str, args: argparse.Namespace, seed: int) -> _Figures:
         health = (await client.get("/health")).json()
     gaps = [
         after - before
-        for one in times
-        for before, after in pairwise(one)
+        for of_stream in times
+        for before, after in pairwise(of_stream)
         if before >= started_s and after <= ended_s
     ]
-    num_outputs = sum(started_s <= one <= ended_s for of_stream in times for one in of_stream)
+    num_outputs = sum(started_s <= at_s <= ended_s for of_stream in times for at_s in of_stream)
     return _Figures(
         median(gaps),
         quantiles(gaps, n=100)[98],
@@ -127,7 +127,7 @@ async def _measured(url: str, args: argparse.Namespace, seed: int) -> _Figures:
 
 
 def _middle(runs: Sequence[_Figures], name: str) -> float:
-    values: list[float] = [getattr(one, name) for one in runs]
+    values: list[float] = [getattr(figures, name) for figures in runs]
     return median(values)
 
 
