@@ -100,7 +100,7 @@ def test_the_bits_are_those_of_one_engine(sampling: SamplingParams, chunk: int) 
             complete = [*resumed[index].token_ids, *tokens_of(deltas, index)]
             assert complete == tokens_of(expected, index)
         ended = [delta.timings for delta in deltas if delta.timings is not None]
-        assert {one.num_cached_tokens for one in ended} == {len(PROMPT) // 16 * 16}
+        assert {timings.num_cached_tokens for timings in ended} == {len(PROMPT) // 16 * 16}
         await until_idle(first, second)
 
     engines = [engine_for(max_num_batched_tokens=chunk) for _ in range(2)]

@@ -662,7 +662,7 @@ class ReplicaSet:
                 return
             name = lost.request.request_id
             # one that has yet to end the request would end it again
-            takers = [one for one in self._takers() if not self._engines[one].has_id(name)]
+            takers = [place for place in self._takers() if not self._engines[place].has_id(name)]
             if lost.has_output:  # other weights would not continue it
                 same = self._with_fingerprint(lost.fingerprint)
                 takers = [number for number in takers if number in same]

@@ -53,7 +53,7 @@ class Driver:
         outputs = tuple(RowOutput((7,) if row.emits else ()) for row in plan.rows)
         self.now += 0.01
         outcome = self.scheduler.commit(plan, StepResult(plan.step_id, outputs, 0.01), self.now)
-        self.ended += [one.request_id for one in outcome.outputs if one.finish_reason is not None]
+        self.ended += [out.request_id for out in outcome.outputs if out.finish_reason is not None]
         self.scheduler.check()
         return True
 
@@ -77,7 +77,7 @@ def test_prompt_blocks_are_ordered_once_and_in_order(chunk: int) -> None:
     sent = [(order.first, len(order.block_ids), order.is_last) for order in orders[1:]]
     assert sum(count for _, count, _ in sent) == 4
     assert [first for first, _, _ in sent] == [
-        sum(one[1] for one in sent[:i]) for i in range(len(sent))
+        sum(count for _, count, _ in sent[:i]) for i in range(len(sent))
     ]
     assert [is_last for _, _, is_last in sent] == [False] * (len(sent) - 1) + [True]
     tokens = [row.output_position for plan in driver.plans for row in plan.rows if row.emits]

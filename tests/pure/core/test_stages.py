@@ -44,7 +44,7 @@ def test_a_sequence_that_cannot_grow_leaves_its_turn_to_another() -> None:
     world.add(request("new", 8, 16))
     world.drain()
     world.verify()
-    assert all(len(one.token_ids) in (12, 16) for one in world.received.values())
+    assert all(len(got.token_ids) in (12, 16) for got in world.received.values())
 
 
 def test_chunks_of_a_prompt_follow_each_other() -> None:

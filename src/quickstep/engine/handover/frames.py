@@ -64,7 +64,7 @@ class BlockBytes:
     """The bytes of blocks in a KV cache on the host."""
 
     def __init__(self, kv: KVCache) -> None:
-        tensors = [one for pair in zip(kv.keys, kv.values, strict=True) for one in pair]
+        tensors = [tensor for pair in zip(kv.keys, kv.values, strict=True) for tensor in pair]
         arrays: list[Array] = []
         for tensor in tensors:
             if not isinstance(tensor, HostTensor) and tensor.device.type != "cpu":

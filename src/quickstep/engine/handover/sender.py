@@ -1,7 +1,7 @@
 """Sends the prompt blocks of requests to the engines that continue them.
 
-A thread of its own per engine that computes prompts, so that steps go on meanwhile. The blocks are
-held by the scheduler (`core.resources.kv_transfers`) until they are sent.
+A thread of its own per engine that computes prompts, so that steps continue meanwhile. The blocks
+are held by the scheduler (`core.resources.kv_transfers`) until they are sent.
 """
 
 from __future__ import annotations

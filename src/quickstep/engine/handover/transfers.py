@@ -25,7 +25,7 @@ _T = TypeVar("_T")
 
 class EngineTransfers:
     """Owns the threads of one engine. `changed` is called in the event loop when a transfer has
-    ended, so that requests may go on.
+    ended, so that requests may continue.
     """
 
     def __init__(

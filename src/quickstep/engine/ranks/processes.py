@@ -199,7 +199,7 @@ class _Stages:
             end.close()
 
     def _break(self) -> None:
-        """No step goes on: the first stage ends, then those after it."""
+        """No step continues: the first stage ends, then those after it."""
         for end in (self.links.after, self.links.before):
             with suppress(OSError):
                 end.shutdown(socket.SHUT_RDWR)

@@ -2,8 +2,8 @@
 
 `EngineHost` is an `EngineLink` as a child is: its start is a connection, its end is the end of the
 connection, and the engine keeps its weights and its prefix cache for the next one. A host may
-vanish without a word (no power, no cable, a stopped process), so both ends send something at least
-once a second: after `_SILENCE_S` without it this end closes the connection, and after
+vanish without a message (no power, no cable, a stopped process), so both ends send something at
+least once a second: after `_SILENCE_S` without it this end closes the connection, and after
 `USER_TIMEOUT_S` without an acknowledgement the kernel of either end does.
 
 Times of messages are converted here, and nowhere else, between the engine's clock and ours.

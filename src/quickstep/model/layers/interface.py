@@ -82,7 +82,7 @@ class LayerStack(msgspec.Struct, frozen=True):
     Attributes:
         begin: Embeddings [T, hidden] -> stream.
         layers: Each takes and returns the stream.
-        pack: Stream -> what another process needs to go on with it, [T, hidden] each.
+        pack: Stream -> what another process needs to continue it, [T, hidden] each.
         unpack: The stream again.
         end: Stream -> [T, hidden], normed. Not called for a stream of no tokens.
     """

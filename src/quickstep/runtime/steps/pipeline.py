@@ -22,12 +22,11 @@ from quickstep.errors import EngineError
 from quickstep.model.decoder import Decoder
 from quickstep.model.interface import Model
 from quickstep.model.stages import NUM_CARRIED
-from quickstep.ops.native.lora import PackedLoRA
 from quickstep.ops.table import LoRAAdapter
 from quickstep.ops.tensors import AnyTensor, Array, HostTensor, host_dtype
 from quickstep.runtime.slots import Slot
 from quickstep.runtime.steps.captured import CapturedSteps
-from quickstep.runtime.steps.ranked import HeldAdapters, RankedSteps
+from quickstep.runtime.steps.ranked import HeldAdapters, RankedSteps, adapter_numbers
 from quickstep.runtime.steps.stage_frames import StageFrame, StepArrays
 from quickstep.runtime.steps.step_model import EmittingToken, StepModel
 from quickstep.types import StepRow
@@ -91,10 +90,9 @@ class PipelinedSteps:
         rows, slots = self._prepared
         named = dict(self._captured.step_adapters)
         adapters = [named.get(row.adapter) for row in rows] if named else []
-        numbers = [0 if adapter is None else _number(adapter) for adapter in adapters]
         moves = np.array(self._moves, dtype=np.int64).reshape(-1)
         blocks = [slot.block_ids for slot in slots]
-        of_adapters = np.array(numbers, dtype=np.int64)
+        of_adapters = np.array(adapter_numbers(adapters), dtype=np.int64)
         of_rows = self._captured.arrays_of(emitting)
         arrays = StepArrays(*of_rows, of_adapters, moves, np.concatenate(blocks))
         frame = StageFrame(self._num_posted, every_token, arrays, [0.0] * self._size)
@@ -220,8 +218,3 @@ class StageFollower:
         self._stage.compute(frame, adapters)
         results = self._steps.aux_hidden_states()
         return [result.numpy() for result in results if isinstance(result, HostTensor)]
-
-
-def _number(adapter: LoRAAdapter) -> int:
-    assert isinstance(adapter.data, PackedLoRA)
-    return adapter.data.number

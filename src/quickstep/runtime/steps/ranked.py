@@ -90,7 +90,7 @@ class RankedSteps:
         features: AnyTensor | None = None,
     ) -> tuple[AnyTensor, AnyTensor]:
         """`CapturedSteps.call` of every rank."""
-        numbers = array("q", [0 if one is None else _number(one) for one in adapters])
+        numbers = array("q", adapter_numbers(adapters))
         self._post(call, numbers, every_token, features)
         return self._own.call(call, adapters, sizes, every_token, features)
 
@@ -119,6 +119,11 @@ class RankedSteps:
         """`StepModel.move_kv`."""
         self._ranks.post(RankWork.MOVE_KV, (len(pairs),), data=HostTensor(np.array(pairs), INT64))
         self._own.move_kv(pairs)
+
+
+def adapter_numbers(adapters: Iterable[LoRAAdapter | None]) -> list[int]:
+    """By which other processes know the adapters; 0 for none."""
+    return [0 if adapter is None else _number(adapter) for adapter in adapters]
 
 
 def _number(adapter: LoRAAdapter) -> int:
