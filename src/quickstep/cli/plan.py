@@ -275,7 +275,7 @@ def _advice(plan: Plan) -> str:
         if one.prefill is not None:
             text += (
                 f"\n{one.name}: KV goes from engines that prefill (P) to engines that decode (D) "
-                f"within {1e3 * one.handover_s:.3g} ms, waits for room included"
+                f"within {1e3 * one.handover_s:.3g} ms"
             )
     if plan.change is not None:
         text += (

@@ -140,11 +140,14 @@ def _add_replicas(group: argparse._ArgumentGroup) -> None:
         "--prefill-replicas",
         type=positive_int,
         metavar="N",
-        help="engines that only prefill, each on all of --hardware; the KV cache is handed over to "
-        "--decode-replicas (default: every engine does both)",
+        help="engines that compute prompts for --decode-replicas, each on all of --hardware, as "
+        "--prefill of the server does (default: every engine does both)",
     )
     group.add_argument(
-        "--decode-replicas", type=positive_int, metavar="N", help="engines that decode"
+        "--decode-replicas",
+        type=positive_int,
+        metavar="N",
+        help="engines that decode, and compute prompts for which that is predicted to be faster",
     )
     group.add_argument(
         "--kv-link",
@@ -559,10 +562,11 @@ def _print_runs(title: str, runs: list[Run], targets: Targets, has_adapters: boo
         handovers = one.outcome.handovers
         if handovers is not None:
             print(
-                f"{one.name}: {handovers.count} KV caches handed over, "
-                f"{handovers.num_bytes / 1e9:.3g} GB, within {1e3 * handovers.mean_s:.2f} ms "
-                f"(waits for room included); prefill engines {handovers.prefill_busy:.0%} busy, "
-                f"decode engines {handovers.decode_busy:.0%}"
+                f"{one.name}: {handovers.count} of {one.summary.num_requests} requests continued "
+                f"at another engine, {handovers.num_bytes / 1e9:.3g} GB of KV, the last blocks "
+                f"within {1e3 * handovers.mean_s:.2f} ms; {handovers.num_refused} transfers had no "
+                f"room; prefill engines {handovers.prefill_busy:.0%} busy, decode engines "
+                f"{handovers.decode_busy:.0%}"
             )
         if one.outcome.num_resent:
             print(

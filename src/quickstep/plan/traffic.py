@@ -16,7 +16,7 @@ from msgspec.structs import replace
 from quickstep.config import PolicyName, SchedulerConfig
 from quickstep.core.policies import make_policy
 from quickstep.core.resources.block_pool import KVBlockPool
-from quickstep.core.router import ROUTERS, FewestRequests
+from quickstep.core.router import ROUTERS
 from quickstep.errors import ConfigError
 from quickstep.model.sizing import kv_bytes_per_token
 from quickstep.plan.candidates import BLOCK_SIZE, Candidate, Load
@@ -28,7 +28,7 @@ from quickstep.sim.grouped_scheduler import GroupedScheduler
 from quickstep.sim.outcome import Arrival, Follow, Progress, Simulation
 from quickstep.sim.replicas.faults import random_faults
 from quickstep.sim.replicas.handovers import KVLink
-from quickstep.sim.replicas.replica import ReplicaOptions, ReplicaSpec, Role
+from quickstep.sim.replicas.replica import ReplicaSpec, Role
 from quickstep.sim.replicas.run import ReplicaRun
 from quickstep.sim.simulate import simulate
 from quickstep.sim.window import CountedWindow
@@ -227,6 +227,7 @@ def simulate_arrivals(
         policy=policy,
         max_loras=None if adapters is None else adapters.max_loras,
         num_speculative_tokens=num_drafts(candidate),
+        transfers_kv=phases is not None,
     )
     costs, load_s = candidate.costs, 0.0 if adapters is None else adapters.load_s
 
@@ -247,15 +248,15 @@ def simulate_arrivals(
         drafts = simulated_drafts(of, rng)
         return SimulatedEngine(clock, scheduler, of.costs, pads, load_s, drafts=drafts)
 
+    router = ROUTERS["fewest-requests" if replicas is None else replicas.router]()
     if phases is not None:
         prefill = ReplicaSpec(partial(new_engine, candidate), Role.PREFILL)
         decode = ReplicaSpec(partial(new_engine, phases.decode), Role.DECODE)
         return ReplicaRun(
             arrivals,
             [prefill] * phases.num_prefill + [decode] * phases.num_decode,
-            FewestRequests(),
+            router,
             rng,
-            options=ReplicaOptions(link_s=0.0),
             kv_link=phases.kv_link(candidate),
             follow=follow,
             progress=progress,
@@ -278,7 +279,7 @@ def simulate_arrivals(
     return ReplicaRun(
         arrivals,
         [ReplicaSpec(partial(new_engine, candidate))] * replicas.count,
-        ROUTERS[replicas.router](),
+        router,
         fault_rng,
         random_faults(fault_rng, replicas.count, until_s, replicas.num_faults),
         follow=follow,

@@ -79,7 +79,7 @@ def test_a_pipeline_serves_a_phase_as_engines_that_take_turns() -> None:
 
 def test_a_model_that_fits_on_no_tensor_parallel_group_is_placed_in_pipelines(capsys) -> None:
     # three devices hold the weights, and do not divide 8 kv heads
-    flags = ("--hardware", "h200x6", "--rate", "0.2", "--input", "500", "--output", "20", "--json")
+    flags = ("--hardware", "h200x6", "--rate", "4", "--input", "500", "--output", "20", "--json")
     assert main(("plan", "mixtral-8x22b", *flags)) in {0, 1}
     options = json.loads(capsys.readouterr().out)["options"]
     (apart,) = [option for option in options if option["prefill"]]
