@@ -673,8 +673,7 @@ class Scheduler:
         for resource in self._resources:
             resource.ended(sequence)
         self._admission.ended(sequence, reason)
-        chunk = self._config.max_num_batched_tokens
-        timings = with_unloaded(sequence.finish(now), self._cost_model, chunk)
+        timings = self._with_unloaded(sequence.finish(now))
         name = sequence.request.request_id
         new = new or SequenceOutput(name, sequence.index)
         self._requests[name].remove(sequence)
@@ -737,11 +736,14 @@ class Scheduler:
 
     def timings(self, request_id: str, now: float) -> dict[int, SequenceTimings]:
         """What the live sequences of a request spent their time on so far, by index."""
-        chunk = self._config.max_num_batched_tokens
         return {
-            sequence.index: with_unloaded(sequence.timings(now), self._cost_model, chunk)
+            sequence.index: self._with_unloaded(sequence.timings(now))
             for sequence in self._requests.get(request_id, ())
         }
+
+    def _with_unloaded(self, timings: SequenceTimings) -> SequenceTimings:
+        chunk, num_stages = self._config.max_num_batched_tokens, self._config.num_stages
+        return with_unloaded(timings, self._cost_model, chunk, num_stages)
 
     def check(self) -> None:
         """Raise AssertionError unless all parts of the state agree: for tests, after any call."""
