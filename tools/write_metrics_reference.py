@@ -6,13 +6,12 @@ is the tests' fake one, with adapters and a goodput, so that every family is the
 
 from __future__ import annotations
 
-import argparse
 import sys
 from collections.abc import Iterator, Sequence
-from pathlib import Path
 from typing import Any
 
-ROOT = Path(__file__).resolve().parent.parent
+from reference_page import ROOT, write_or_check
+
 PAGE = ROOT / "docs" / "reference" / "metrics.md"
 HEAD = """# Metrics
 
@@ -68,15 +67,7 @@ def text() -> str:
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Write the page, or check it."""
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--check", action="store_true", help="only check whether it is current")
-    if not parser.parse_args(arguments).check:
-        PAGE.write_text(text(), encoding="utf-8")
-        return 0
-    is_current = PAGE.exists() and PAGE.read_text(encoding="utf-8") == text()
-    if not is_current:
-        print(f"{PAGE.relative_to(ROOT)} is out of date; run make reference")
-    return int(not is_current)
+    return write_or_check(PAGE, text, __doc__, arguments)
 
 
 if __name__ == "__main__":
