@@ -44,6 +44,7 @@ from quickstep.errors import ConfigError
 if TYPE_CHECKING:
     from quickstep.model.decoder_spec import ModelSpec
     from quickstep.plan.candidates import Candidate
+    from quickstep.plan.formulas import Split
     from quickstep.plan.hardware import Hardware
     from quickstep.plan.traffic import PhasePools, Replicas
     from quickstep.sim.html_report import Run
@@ -135,6 +136,23 @@ def _add_replicas(group: argparse._ArgumentGroup) -> None:
         metavar="COUNTS",
         help="engines, each on all of --hardware, that share the requests; several counts, "
         "separated by commas, are compared (default: %(default)s)",
+    )
+    group.add_argument(
+        "--tensor-parallel-size",
+        "-tp",
+        type=positive_int,
+        metavar="N",
+        help="ranks of an engine (default: --hardware's devices divided by the stages; of this "
+        "machine, 1)",
+    )
+    group.add_argument(
+        "--pipeline-parallel-size",
+        "-pp",
+        type=positive_int,
+        default=1,
+        metavar="N",
+        help="stages of an engine; of this machine, its cores are divided, and step times are "
+        "those that `quickstep calibrate` has measured so (default: %(default)s)",
     )
     group.add_argument(
         "--prefill-replicas",
@@ -321,6 +339,7 @@ def _engine(
     """
     from quickstep.plan.candidates import EngineLimits, Load, LoRASizes, fit
     from quickstep.plan.formulas import Split
+    from quickstep.plan.hardware import THIS, parse_hardware
     from quickstep.plan.models import find_model
 
     spec = find_model(model_of(args))
@@ -328,10 +347,19 @@ def _engine(
     loras = None
     if args.adapters:
         loras = LoRASizes(min(args.max_loras, args.adapters), args.adapter_rank)
+    measured, split = None, Split(tensor)
+    ranks, stages = args.tensor_parallel_size, args.pipeline_parallel_size
+    if parse_hardware(args.hardware)[0] == THIS:
+        # ranks and stages share the memory of this machine, and were measured together
+        num_engines = (args.prefill_replicas or 0) + (args.decode_replicas or 0)
+        num_engines = num_engines or max(args.replicas)
+        measured = measured_steps(args, (ranks or 1, stages), num_engines)
+    else:
+        split = _split(tensor, ranks, stages)
     return fit(
         spec,
         hardware,
-        Split(tensor),
+        split,
         elements,
         Load(1.0, _max_model_len(args, spec) - 1, 1),
         EngineLimits(
@@ -341,8 +369,22 @@ def _engine(
         ),
         loras,
         drafts_of(args, spec),
-        measured=measured_steps(args),
+        measured=None if measured is None else measured.costs,
+        stages=None if measured is None else measured.stages,
     )
+
+
+def _split(num_devices: int, ranks: int | None, stages: int) -> Split:
+    """Of an engine on so many devices. Raises ConfigError."""
+    from quickstep.plan.formulas import Split
+
+    ranks = ranks or max(1, num_devices // stages)
+    if ranks * stages != num_devices:
+        raise ConfigError(
+            f"{ranks} ranks and {stages} stages are not {num_devices} devices; they have to divide "
+            "all devices of --hardware"
+        )
+    return Split(ranks, stages)
 
 
 def _max_model_len(args: argparse.Namespace, spec: ModelSpec) -> int:
@@ -568,6 +610,8 @@ def _print_runs(title: str, runs: list[Run], targets: Targets, has_adapters: boo
                 f"room; prefill engines {handovers.prefill_busy:.0%} busy, decode engines "
                 f"{handovers.decode_busy:.0%}"
             )
+        if one.summary.bubble:
+            print(f"{one.name}: stages with steps waited {one.summary.bubble:.1%} of the time")
         if one.outcome.num_resent:
             print(
                 f"{one.name}: {one.outcome.num_resent} requests were sent again after a crash, "
