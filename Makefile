@@ -21,13 +21,15 @@ REQUIREMENTS := 'import tomllib; project = tomllib.load(open("pyproject.toml", "
 print(*project["dependencies"], *project["optional-dependencies"]["dev"], sep="\n")'
 
 CLIENTS := .venv-clients
+DEPLOY := .venv-deploy
 
-.PHONY: help demo test docs-test clients check format bench soak peers gpu kernels verify verify-long native reference clean
+.PHONY: help demo test docs-test deploy-check manifests clients check format bench soak peers gpu kernels verify verify-long native reference clean
 
 help:
 	@echo "make demo         stream text from the bundled model"
 	@echo "make test         run the tests"
 	@echo "make docs-test    run every block of README and docs/guide, for two minutes"
+	@echo "make deploy-check check the chart and the manifests in deploy/; make manifests writes them"
 	@echo "make check        linter, types, layers, names, docs, API reference"
 	@echo "make format       format the code and fix what the linter can"
 	@echo "make native       rebuild the native kernels"
@@ -76,6 +78,16 @@ test: $(READY)
 docs-test: $(READY)
 	$(BIN)/python tools/run_guides.py
 	$(BIN)/python tools/write_guide_outputs.py --check
+
+# The chart and the manifests in deploy/, with Helm's library and Kubernetes' schemas; `make manifests`
+# writes the manifests from the chart.
+deploy-check manifests: $(DEPLOY)/.ready
+	$(DEPLOY)/bin/python tools/check_deploy.py $(if $(filter manifests,$@),--write)
+
+$(DEPLOY)/.ready: deploy/requirements.txt
+	$(PYTHON) -m venv $(DEPLOY)
+	$(DEPLOY)/bin/python -m pip install --quiet --disable-pip-version-check -r $<
+	@touch $@
 
 # Clients of other people against a live server, each group with its packages in an environment of
 # its own: some want version 2 of OpenAI's client and the others version 3.
@@ -167,4 +179,4 @@ kernels: $(READY)
 	$(BIN)/python tools/compile_kernels.py
 
 clean:
-	rm -rf $(VENV) $(CLIENTS) build dist src/quickstep/_native .pytest_cache .mypy_cache .ruff_cache .hypothesis
+	rm -rf $(VENV) $(CLIENTS) $(DEPLOY) build dist src/quickstep/_native .pytest_cache .mypy_cache .ruff_cache .hypothesis
