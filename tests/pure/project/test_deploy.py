@@ -24,7 +24,7 @@ MANIFESTS = sorted((DEPLOY / "kubernetes").glob("*.yaml"))
 COMPOSE = [ROOT / "compose.yaml", *sorted(DEPLOY.glob("compose*.yaml"))]
 TEXTS = [path for path in sorted(DEPLOY.rglob("*")) if path.is_file()]
 # Flags of other programs in deploy/.
-FOREIGN_FLAGS = {"--from-literal", "--set", "--install", "--create-namespace", "--version"}
+FOREIGN_FLAGS = {"--from-literal", "--set", "--install", "--system", "--home-dir", "--now"}
 
 
 def documents(path: Path) -> list[Any]:
