@@ -637,12 +637,20 @@ class Scheduler:
         self._totals.num_output_tokens += len(new.token_ids)
         if residency.planned >= residency.registers_at and sequence.state is SequenceState.RUNNING:
             self._blocks.register(sequence)
-        if sequence.request.handover is not None and self.transfers is not None:
-            self.transfers.computed(entry)
+        if sequence.request.handover is not None:
+            new = self._handed_over(entry, new, now)
         if reason is not None:
             return self._finish(sequence, reason, now, new=new)
         is_empty = not (new.token_ids or new.prompt_logprobs or new.progress)
         return None if is_empty else new
+
+    def _handed_over(self, entry: FlightRow, new: SequenceOutput, now: float) -> SequenceOutput:
+        """The output of a sequence that another engine continues after its first token."""
+        if self.transfers is not None:
+            self.transfers.computed(entry)
+        if not new.token_ids:
+            return new
+        return replace(new, timings=self._with_unloaded(entry.sequence.timings(now)))
 
     def _check_drafts(self, entry: FlightRow, output: RowOutput) -> None:
         """Take the positions of rejected drafts back: the next row overwrites their KV."""
