@@ -721,10 +721,10 @@ def merged_stats(
     num_prefill: int = 0,
 ) -> EngineStats:
     """The stats of several engines as those of one, which runs if one of them does; what it waits
-    for is the slowest of them, and `parked` requests wait as in its queue. With the stats of each
-    one as a replica, if there are several or one is `draining`. `num_moves` counts requests that
-    continued elsewhere: after an engine's end, and after their prompt. The first `num_prefill`
-    engines compute prompts.
+    for is the slowest of them, `parked` requests wait as in its queue, and one more would wait in
+    the shortest queue. With the stats of each one as a replica, if there are several or one is
+    `draining`. `num_moves` counts requests that continued elsewhere: after an engine's end, and
+    after their prompt. The first `num_prefill` engines compute prompts.
     """
     states = (EngineState.RUNNING, *EngineState)
     best = min(stats, key=lambda engine: states.index(engine.state))
@@ -754,6 +754,10 @@ def merged_stats(
         num_steps_in_flight=sum(engine.num_steps_in_flight for engine in stats),
         num_requests=sum(engine.num_requests for engine in stats) + len(parked),
         scheduler=replace(scheduler, num_waiting=num_waiting),
+        admission=min(
+            (engine.admission for engine in stats if engine.state is best.state),
+            key=lambda state: state.wait_s(state.num_waiting),
+        ),
         num_restarts=sum(engine.num_restarts for engine in stats),
         silent_s=max(engine.silent_s for engine in stats),
         replicas=replicas if len(stats) > 1 or draining else (),
