@@ -96,7 +96,9 @@ class StepBudget:
         have theirs.
         """
         num_rows = len(sequences) + len(over_share)
-        has_drafts = any([sequence.drafts.token_ids for sequence in sequences])
+        has_drafts = False
+        for sequence in sequences:
+            has_drafts = has_drafts or bool(sequence.drafts.token_ids)
         if not has_drafts and num_rows <= budget - _MIN_PREFILL:  # the usual case
             return None
         rows = [sequence for sequence in (*sequences, *over_share) if sequence.can_decode]

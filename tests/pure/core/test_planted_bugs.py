@@ -153,7 +153,7 @@ _BUGS = {
     ),
     "adapter-without-room-awaited": (
         "scheduler",
-        "for sequence, why in self._lost():",
+        "for sequence, why in self._lost() if self._waiting.parked_by_key else ():",
         "for sequence, why in ():",
     ),
     "adapter-not-released": (

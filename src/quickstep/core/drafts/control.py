@@ -251,7 +251,10 @@ class DraftControl:
         if not self.max_drafts:
             return None
         if self.may_request and decode.num_rows:
-            self._set_price(decode, cost_model)
+            self._num_planned += 1
+            # the price hardly changes, and it takes two predictions
+            if decode.num_rows != self._priced_rows or not self._num_planned % _PRICED_EVERY:
+                self._set_price(decode, cost_model)
         self._num_until_probe = _PROBED_EVERY if self._is_probe else self._num_until_probe - 1
         has_probe = self._is_probe or self._was_probe
         is_changed = self._used_drafts is not self.uses_drafts
@@ -261,9 +264,6 @@ class DraftControl:
         return DraftMode(self._size_class, self.uses_drafts)
 
     def _set_price(self, decode: StepLoad, cost_model: CostModel) -> None:
-        self._num_planned += 1
-        if decode.num_rows == self._priced_rows and self._num_planned % _PRICED_EVERY:
-            return  # the price hardly changes, and it takes two predictions
         self._priced_rows = decode.num_rows
         context = decode.num_kv_tokens // decode.num_rows
         num_rows, num_kv = decode.num_rows, decode.num_rows * context
@@ -328,11 +328,9 @@ class DraftControl:
 
     def num_next(self, sequence: Sequence) -> tuple[int, int]:
         """How many drafts to request for the row after the one that is placed now, and how many if
-        they are forced; in steps that `may_request` some.
+        they are forced; in steps that `may_request` some, for a request that allows them.
         """
         request = sequence.request
-        if not request.speculation:
-            return 0, 0
         num_known = sequence.num_outputs + 1  # after that row, at least
         num_left = max(0, sequence.output_limit - num_known - 1)
         num_drafts = min(self.num_requested(sequence.drafts.acceptance), num_left)
