@@ -73,6 +73,9 @@ class Scheduler:
 
     `more_resources`: What sequences have to hold to run, in addition to a slot, KV blocks and the
     place of their adapter.
+
+    Attributes:
+        max_in_flight: Plans that may be in flight.
     """
 
     def __init__(
@@ -90,7 +93,7 @@ class Scheduler:
         self._order = policy.order
         self._requests: dict[str, list[Sequence]] = {}  # live sequences of each request
         self._in_flight: deque[InFlightStep] = deque()
-        self._max_in_flight = config.num_in_flight
+        self.max_in_flight = config.num_in_flight
         limits = SequenceLimits.of(config, pool.num_blocks * pool.block_size)
         self._slots = Slots(config.max_num_seqs)
         self._blocks = KVBlocks(pool, self._expected_growth)
@@ -228,7 +231,7 @@ class Scheduler:
 
     def plan(self, now: float) -> StepPlan | None:
         """The next step, or None if nothing can be computed until something is committed."""
-        if len(self._in_flight) >= self._max_in_flight:
+        if len(self._in_flight) >= self.max_in_flight:
             return None
         draft = StepDraft(self._config.max_num_batched_tokens)
         num_preemptions = self._totals.num_preemptions
@@ -695,7 +698,7 @@ class Scheduler:
 
     def wakeup(self, now: float) -> float | None:
         """When to call `expire` and `plan` again at the latest, if no event comes before."""
-        is_full = len(self._in_flight) >= self._max_in_flight  # then `plan` returns None
+        is_full = len(self._in_flight) >= self.max_in_flight  # then `plan` returns None
         policy_s = None if is_full else self._budget.wakeup(now)
         lost_s = now if self._waiting.parked_by_key and self._lost() else None
         times = self._deadlines.next_s(), policy_s, lost_s
@@ -751,7 +754,7 @@ class Scheduler:
         }
         queued = [sequence.sequence_id for sequence in (*self._batch, *self._waiting)]
         assert sorted(queued) == sorted(live), "live sequences and those in a queue differ"
-        assert len(self._in_flight) <= self._max_in_flight, "too many steps in flight"
+        assert len(self._in_flight) <= self.max_in_flight, "too many steps in flight"
         pending = self._pending_tokens()
         for sequence in (*self._batch, *self._waiting):
             name, count = sequence.sequence_id, pending[sequence.sequence_id]
