@@ -273,12 +273,16 @@ class WaitingQueue:
 
 
 class RunningBatch:
-    """Running sequences by rank, and those of them whose prompt is to be continued."""
+    """Running sequences by rank.
+
+    Attributes:
+        prompts: Those of them whose prompt is to be continued, by rank; read only.
+    """
 
     def __init__(self, order: ServiceOrder) -> None:
         self._order = order
         self._running: list[Sequence] = []
-        self._prefilling: list[Sequence] = []
+        self.prompts: list[Sequence] = []
 
     def __len__(self) -> int:
         return len(self._running)
@@ -302,14 +306,14 @@ class RunningBatch:
     @property
     def prefilling(self) -> SequenceOf[Sequence]:
         """Those whose prompt is to be continued, by rank, without paused ones."""
-        return tuple(self._prefilling[: _num_active(self._prefilling)])
+        return tuple(self.prompts[: _num_active(self.prompts)])
 
     @property
     def prefill_start(self) -> int | None:
         """Where the first prompt that is to be continued continues; None if there is none."""
-        if not self._prefilling or self._prefilling[0].is_paused:
+        if not self.prompts or self.prompts[0].is_paused:
             return None
-        return self._prefilling[0].residency.planned
+        return self.prompts[0].residency.planned
 
     def prefill_planned(self, sequence: Sequence) -> None:
         """A part of a prompt was placed in a step."""
@@ -347,7 +351,7 @@ class RunningBatch:
         sequence.admit(residency, now)
         self._order.admitted(sequence)
         insort(self._running, sequence, key=_rank)
-        insort(self._prefilling, sequence, key=_rank)
+        insort(self.prompts, sequence, key=_rank)
 
     def set_paused(self, sequence: Sequence, is_paused: bool, now: float) -> None:
         """Pause or resume a running sequence; it keeps its slot and its blocks."""
@@ -355,7 +359,7 @@ class RunningBatch:
         sequence.set_paused(is_paused, now)
         insort(self._running, sequence, key=_rank)
         if is_prefilling:
-            insort(self._prefilling, sequence, key=_rank)
+            insort(self.prompts, sequence, key=_rank)
 
     def remove(self, sequence: Sequence) -> None:
         """Remove a running sequence, before its resources are released."""
@@ -366,7 +370,7 @@ class RunningBatch:
         """Begin to compute all known tokens of a running sequence again."""
         self._remove_prefilling(sequence)
         sequence.residency.restart(len(sequence.token_ids))
-        insort(self._prefilling, sequence, key=_rank)
+        insort(self.prompts, sequence, key=_rank)
 
     def check(self) -> None:
         """Raise AssertionError unless all run, in order."""
@@ -374,7 +378,7 @@ class RunningBatch:
         assert ranks == sorted(set(ranks)), "the batch is out of order"
         residencies = [(sequence, sequence.residency) for sequence in self._running]
         prefilling = [one for one, stay in residencies if stay.planned < stay.prefill_end]
-        assert self._prefilling == prefilling, "the prompts that are to be continued differ"
+        assert self.prompts == prefilling, "the prompts that are to be continued differ"
         for sequence, residency in residencies:
             name = sequence.sequence_id
             assert sequence.state is SequenceState.RUNNING, f"{name} runs, it is {sequence.state}"
@@ -388,10 +392,10 @@ class RunningBatch:
         return self._remove_prefilling(sequence)
 
     def _remove_prefilling(self, sequence: Sequence) -> bool:
-        place = bisect_left(self._prefilling, sequence.rank, key=_rank)
-        is_there = self._prefilling[place : place + 1] == [sequence]
+        place = bisect_left(self.prompts, sequence.rank, key=_rank)
+        is_there = self.prompts[place : place + 1] == [sequence]
         if is_there:
-            del self._prefilling[place]
+            del self.prompts[place]
         return is_there
 
 

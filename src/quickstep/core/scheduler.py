@@ -267,7 +267,9 @@ class Scheduler:
             batch, most_rows = turn_of_stage(self._batch, num_stages)
         over_share = self._order.over_share(self._batch) if self._order.takes_turns else []
         held = {sequence.sequence_id for sequence in over_share} if over_share else ()
-        sequences = [sequence for sequence in batch if sequence.sequence_id not in held]
+        sequences = list(batch)
+        if held:
+            sequences = [one for one in sequences if one.sequence_id not in held]
         if held and num_stages > 1:
             over_share = [sequence for sequence in batch if sequence.sequence_id in held]
         num_drafts = self._budget.of_drafts(

@@ -156,7 +156,9 @@ class StepDraft(msgspec.Struct):
     ) -> InFlightStep:
         """The finished step: decode rows first. Drafts get their price for the next one."""
         entries = (*self.decode, *self.prefill)
-        grouped, decode = self.grouped_load, self.decode_load
+        grouped, decode = self.grouped_load, self._decode_sum.of(self.decode)
+        if grouped.num_rows:
+            decode = decode + grouped
         plan = StepPlan(
             step_id,
             tuple(map(_ROW, entries)),

@@ -228,8 +228,8 @@ _BUGS = {
     "paused-continues": ("sequence", "            and not self.is_paused\n", ""),
     "paused-prompt-continues": (
         "queues",
-        "self._prefilling[: _num_active(self._prefilling)]",
-        "self._prefilling",
+        "self.prompts[: _num_active(self.prompts)]",
+        "self.prompts",
     ),
     "paused-is-admitted": (
         "queues",

@@ -74,19 +74,12 @@ _LEAST_S = 1e-9  # of a prediction
 
 
 class DraftMode(msgspec.Struct, frozen=True):
-    """How a step was planned: the class of its batch (see `_size_class`), and whether its rows
+    """How a step was planned: the class of its batch (see `begin_step`), and whether its rows
     could have drafts.
     """
 
     size_class: int
     uses_drafts: bool
-
-
-def _size_class(num_sequences: int) -> int:
-    """Batches of more than half of a power of two and up to it are alike, so that a batch of 64
-    remains one while a sequence that has ended is replaced.
-    """
-    return max(0, num_sequences - 1).bit_length()
 
 
 class _Steps(msgspec.Struct):
@@ -233,7 +226,9 @@ class DraftControl:
         """
         if not self.max_drafts:
             return
-        self._size_class = _size_class(num_sequences)
+        # Batches of more than half of a power of two and up to it are alike, so that a batch of 64
+        # remains one while a sequence that has ended is replaced.
+        self._size_class = max(0, num_sequences - 1).bit_length()
         comparison = self._comparisons.get(self._size_class)
         if comparison is None:
             comparison = _Comparison(self._size_class, self.uses_drafts, self._shared_rate)

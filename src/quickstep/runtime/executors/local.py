@@ -86,8 +86,10 @@ class LocalExecutor:
         """
         if self._is_closed:
             raise EngineError(f"step {plan.step_id} was submitted to a closed executor")
-        self._finish_short()
-        is_idle = self._newest is None or self._newest.done()
+        newest = self._newest
+        if isinstance(newest, ShortTicket):
+            newest.finish()  # plans run in order
+        is_idle = newest is None or newest.done()
         if is_idle and not plan.admitted and 0 < plan.num_tokens <= self._short_tokens:
             self._newest = ShortTicket(partial(self._run, plan))
         else:
