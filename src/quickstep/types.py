@@ -13,7 +13,8 @@ from __future__ import annotations
 
 import enum
 from collections.abc import Callable, Sequence
-from typing import Protocol
+from operator import attrgetter
+from typing import Any, Protocol
 
 import msgspec
 
@@ -328,6 +329,9 @@ class StepRow(msgspec.Struct, frozen=True, gc=False):
         return self.start + self.num_tokens
 
 
+_NUM_TOKENS = attrgetter("num_tokens")
+
+
 class StepPlan(msgspec.Struct, frozen=True):
     """What one step does: free the slots in `released`, set up `admitted`, then run `rows`.
 
@@ -348,7 +352,7 @@ class StepPlan(msgspec.Struct, frozen=True):
     @property
     def num_tokens(self) -> int:
         """Total tokens of all rows."""
-        return sum([row.num_tokens for row in self.rows]) + self.num_grouped_rows
+        return sum(map(_NUM_TOKENS, self.rows)) + self.num_grouped_rows
 
 
 class TokenLogprobs(msgspec.Struct, frozen=True):
@@ -658,7 +662,7 @@ class StepOutcome(msgspec.Struct, frozen=True):
 
 
 class Ticket(Protocol):
-    """A submitted step."""
+    """A submitted step: the part of `concurrent.futures.Future` that its owner needs."""
 
     def done(self) -> bool:
         """Whether `result` returns without waiting."""
@@ -666,8 +670,10 @@ class Ticket(Protocol):
     def result(self) -> StepResult:
         """Wait for the step. Raises EngineError when the executor failed."""
 
-    def add_done_callback(self, callback: Callable[[], None]) -> None:
-        """Call `callback` on the executor's thread when done, or here if it is done already."""
+    def add_done_callback(self, callback: Callable[[Any], object], /) -> None:
+        """Call `callback` with the ticket, on the executor's thread when it is done, or here if it
+        is done already.
+        """
 
 
 class Executor(Protocol):
