@@ -12,6 +12,7 @@ Pure functions and plain data; `core.scheduler` owns the totals.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from operator import attrgetter
 from typing import Any, TypeVar
 
 import msgspec
@@ -24,6 +25,7 @@ from quickstep.core.step import InFlightStep
 from quickstep.types import Phase, PrefillCharge, RowOutput, SequenceTimings, StepRecord
 
 _NO_LOAD = StepLoad()
+_LOAD = attrgetter("load")
 
 
 class Totals(msgspec.Struct):
@@ -236,14 +238,16 @@ class UnitTicks(msgspec.Struct, frozen=True, gc=False):
             return [self.of(load) for load in loads]
         token, row, kv_token, pair = self.token, self.row, self.kv_token, self.pair
         logits_row = self.logits_row
-        return [  # without the units that are 0: it runs for each row
-            token * load.num_tokens
-            + row
-            + kv_token * load.num_kv_tokens
-            + pair * load.num_pairs
-            + logits_row * load.num_logits_rows
-            for load in loads
-        ]
+        ticks: list[int] = []
+        for load in loads:  # without the units that are 0
+            ticks.append(
+                token * load.num_tokens
+                + row
+                + kv_token * load.num_kv_tokens
+                + pair * load.num_pairs
+                + logits_row * load.num_logits_rows
+            )
+        return ticks
 
 
 def charge(
@@ -264,14 +268,16 @@ def charge(
     are charged by their group.
     """
     rows = step.rows
-    ended = [entry.sequence.state is SequenceState.FINISHED for entry in rows]
-    alive = step.load
-    if any(ended) or grouped.num_rows < step.plan.num_grouped_rows:
+    ended: list[bool] = []
+    for entry in rows:
+        ended.append(entry.sequence.state is SequenceState.FINISHED)
+    some_ended, alive = any(ended), step.load
+    if some_ended or grouped.num_rows < step.plan.num_grouped_rows:
         loads = [entry.load for entry, is_over in zip(rows, ended, strict=True) if not is_over]
         alive = sum(loads, start=grouped)
     prices = UnitTicks.divide(seconds, cost_model.unit_prices(step.load), alive)
-    charged = prices.of_rows([entry.load for entry in rows], step.load)
-    if any(ended):
+    charged = prices.of_rows(list(map(_LOAD, rows)), step.load)
+    if some_ended:
         charged = [0 if is_over else one for one, is_over in zip(charged, ended, strict=True)]
     recomputed = rejected = 0
     for entry, output, ticks in zip(rows, outputs, charged, strict=True):
