@@ -26,7 +26,8 @@ KINDS: tuple[dict[str, Any], ...] = (
 
 @pytest.fixture(scope="module")
 def address() -> Iterator[str]:
-    with serving("demo", "--prefill", "1", "--decode", "1", "--threads", "1") as (process, where):
+    flags = ("--prefill", "1", "--decode", "1", "--threads", "1", "--num-blocks", "600")
+    with serving("demo", *flags) as (process, where):
         assert process.stderr is not None
         threading.Thread(target=process.stderr.read, daemon=True).start()
         yield where
