@@ -7,6 +7,7 @@ import json
 import os
 import signal
 import threading
+import time
 from collections.abc import Iterator
 from typing import Any
 
@@ -70,7 +71,10 @@ def test_answers_are_those_of_one_engine(address: str, expected: list[dict[str, 
     found = health(address)
     assert [replica["role"] for replica in found["replicas"]] == ["prefill", "decode"]
     assert found["num_handovers"] > 0
-    assert found["num_used_blocks"] == 0
+    deadline_s = time.monotonic() + 10  # the last transfers may still be open
+    while health(address)["num_used_blocks"] and time.monotonic() < deadline_s:
+        time.sleep(0.02)
+    assert health(address)["num_used_blocks"] == 0
     metrics = httpx.get(f"{address}/metrics", timeout=30).text
     assert "quickstep:handovers_total" in metrics
 
