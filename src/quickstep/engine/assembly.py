@@ -561,14 +561,12 @@ def _check_ranks(config: EngineConfig, planned: _Planned) -> None:
     """Refuse what several processes cannot compute, warn of what they compute slowly. Raises
     ConfigError.
     """
-    from quickstep.engine.speculation import check_rank_drafts
     from quickstep.model.sharding import check_ranks
     from quickstep.model.stages import check_stages
 
     load = config.load
     check_stages(planned.spec, load.pipeline_parallel_size)
     check_ranks(planned.spec, load.tensor_parallel_size)
-    check_rank_drafts(config)
     option = f"--tensor-parallel-size {load.tensor_parallel_size}"
     if load.pipeline_parallel_size > 1:
         option = f"--pipeline-parallel-size {load.pipeline_parallel_size}"
@@ -631,7 +629,7 @@ def open_rank(
             probed_logits(model, kv_dtype)  # which rank 0 compares (`_warn_of_kv`)
     if config.lora is not None:
         _own_biases(model, part[0])
-    decoder, steps = _open_part(config, model, kv_layout, plan)
+    decoder, steps = _open_part(config, spec, model, kv_layout, plan)
     return RankFollower(decoder, steps, ranks)
 
 
@@ -649,7 +647,7 @@ def open_stage(
     model = _load_planned(config, planned, plan, processes, None)
     kv_layout = model.kv_layout.stored_as(config.cache.kv_dtype)
     biases = {} if config.lora is None else _own_biases(model, processes.shard)
-    decoder, steps = _open_part(config, model, kv_layout, plan)
+    decoder, steps = _open_part(config, planned.spec, model, kv_layout, plan)
     processes.wait_opened(model.fingerprint)
     own = with_ranks(steps, decoder)
     assert isinstance(own, DividedSteps)
@@ -657,9 +655,10 @@ def open_stage(
 
 
 def _open_part(
-    config: EngineConfig, model: Model, kv_layout: KVLayout, plan: MemoryPlan
+    config: EngineConfig, spec: ModelSpec, model: Model, kv_layout: KVLayout, plan: MemoryPlan
 ) -> tuple[Decoder, DividedSteps]:
     """The steps of another process's part, with its KV cache."""
+    from quickstep.engine.speculation import aux_layers
     from quickstep.model.decoder import Decoder
     from quickstep.runtime.cache.kv_cache import allocate_kv
     from quickstep.runtime.steps.divided import DividedSteps
@@ -668,8 +667,11 @@ def _open_part(
     block_size = config.cache.block_size
     kv = allocate_kv(kv_layout, plan.num_blocks, block_size, model.device)
     adapters: dict[str, LoRAAdapter] | None = None if config.lora is None else {}
-    steps = open_steps(model, kv, block_size, config.enforce_eager, adapters=adapters)
-    assert isinstance(model, Decoder) and isinstance(steps, DividedSteps)
+    assert isinstance(model, Decoder)
+    # what the stages before the last one pass on to its EAGLE layer
+    aux = aux_layers(config, spec) if model.stage.size > 1 else ()
+    steps = open_steps(model, kv, block_size, config.enforce_eager, adapters, aux)
+    assert isinstance(steps, DividedSteps)
     return model, steps
 
 

@@ -151,8 +151,10 @@ class Decoder:
             x = self._embedding(batch)
             stream = stack.begin(x)
         else:
-            carried, passed = batch.features[:NUM_CARRIED], batch.features[NUM_CARRIED:]
+            carried = batch.features[:NUM_CARRIED]
             stream, x = stack.unpack(carried), carried[0]
+            num_passed = stage.num_passed(self._spec, aux_layers)
+            passed = batch.features[NUM_CARRIED : NUM_CARRIED + num_passed]
         layout = self._planned(batch.layout, x, kv)
         step = LayerStep(layout, kv, rotations, batch.lora)
         aux = list(passed)

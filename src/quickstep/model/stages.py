@@ -49,6 +49,11 @@ class Stage(msgspec.Struct, frozen=True):
         ends = _ends(spec, self.size)
         return range(ends[self.number], ends[self.number + 1])
 
+    def num_passed(self, spec: ModelSpec, aux_layers: Sequence[int]) -> int:
+        """How many of these layers are in stages before it, which pass on their inputs."""
+        first = self.layers(spec).start
+        return sum(layer < first for layer in aux_layers)
+
 
 def _ends(spec: ModelSpec, num_stages: int) -> list[int]:
     """The first layer of each stage, and the end of the last."""

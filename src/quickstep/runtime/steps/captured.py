@@ -67,7 +67,8 @@ def record(
     if isinstance(model, Decoder):
         stage = model.stage
         if not stage.is_first:
-            sizes = [model.spec.hidden_size] * NUM_CARRIED
+            num_passed = stage.num_passed(model.spec, aux_layers)
+            sizes = [model.spec.hidden_size] * (NUM_CARRIED + num_passed)
     dtype = host_dtype(model.kv_layout.dtype)
     if dtype is None:
         return None
@@ -175,8 +176,9 @@ class CapturedSteps:
         bound = self._newest[1]
         if features is not None:
             assert isinstance(features, HostTensor)
-            parts = features.numpy().reshape(len(bound.features), num_tokens, -1)
-            for target, part in zip(bound.features, parts, strict=True):
+            parts = features.numpy().reshape(-1, num_tokens, bound.features[0].shape[1])
+            # a stage may have passed on more than a process's steps read, or than it will use
+            for target, part in zip(bound.features, parts, strict=False):
                 target.numpy()[:num_tokens] = part
         bound.program.run(call_address)
         self._aux_hidden = bound.aux_hidden

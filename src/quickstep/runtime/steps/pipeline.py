@@ -113,7 +113,7 @@ class PipelinedSteps:
         features: AnyTensor | None = None,
     ) -> tuple[AnyTensor, AnyTensor]:
         """`StepModel.run` of the oldest step that was posted and has not run."""
-        assert features is None, "drafts of EAGLE layers are refused"
+        assert features is None, "features are an EAGLE layer's, which is in one process"
         posted = self._running = self._posted.popleft()
         try:
             frame = StageFrame.receive(self._links.before)
@@ -129,8 +129,8 @@ class PipelinedSteps:
         return results
 
     def aux_hidden_states(self) -> tuple[AnyTensor, ...]:
-        """`StepModel.aux_hidden_states`: what reads them is refused."""
-        return ()
+        """`StepModel.aux_hidden_states`, also of layers of the stages before."""
+        return self._own.aux_hidden_states()
 
     def logits(self, hidden: AnyTensor, adapter: str) -> AnyTensor:
         """`StepModel.logits`, of the step that ran last."""
