@@ -22,7 +22,7 @@ from quickstep.types import Request, SamplingParams
 
 NUM_STEPS = 32
 # (calls of a step with one row, calls of each further row)
-PLAIN_BOUNDS = (122, 23)
+PLAIN_BOUNDS = (89, 19.1)
 
 
 class Calls:

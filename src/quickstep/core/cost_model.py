@@ -179,8 +179,17 @@ class UnitPrices(msgspec.Struct, frozen=True, gc=False):
 
     def of(self, load: StepLoad) -> float:
         """The price of a load."""
-        per_unit: tuple[float, ...] = astuple(self)
-        return load.times(per_unit)
+        return (  # written out, as the sum of loads
+            self.token * load.num_tokens
+            + self.row * load.num_rows
+            + self.kv_token * load.num_kv_tokens
+            + self.pair * load.num_pairs
+            + self.score * load.num_scored
+            + self.logits_row * load.num_logits_rows
+            + self.grammar_row * load.num_grammar_rows
+            + self.logprobs_row * load.num_logprobs_rows
+            + self.adapter_row * load.num_adapter_rows
+        )
 
 
 class CostModel(Protocol):
@@ -389,17 +398,13 @@ class LinearCostModel:
 
     def unit_prices(self, step: StepLoad) -> UnitPrices:
         """The fit; the last token's price is that of all. A pace would change all of them alike."""
-        weights = self._weights
-        return UnitPrices(self._last_token_s(step.num_tokens), *weights[2:10])
-
-    def _last_token_s(self, num_tokens: int) -> float:
-        """What the last of a step's tokens costs."""
-        seconds = self._weights[1]
+        weights, num_tokens = self._weights, step.num_tokens
+        last_token_s = weights[1]
         if num_tokens > _FEW_TOKENS:
-            seconds += self._weights[-2]
+            last_token_s += weights[-2]
         if num_tokens > _MANY_TOKENS:
-            seconds += self._weights[-1]
-        return seconds
+            last_token_s += weights[-1]
+        return UnitPrices(last_token_s, *weights[2:10])
 
     def predict(self, load: StepLoad) -> Prediction:
         """The same, and whether `load` is outside of what was measured."""

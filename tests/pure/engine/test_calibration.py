@@ -61,8 +61,8 @@ class DoneTicket:
     def result(self) -> StepResult:
         return self._outcome
 
-    def add_done_callback(self, callback: Callable[[], None]) -> None:
-        callback()
+    def add_done_callback(self, callback: Callable[[Any], object]) -> None:
+        callback(self)
 
 
 class LinearExecutor:

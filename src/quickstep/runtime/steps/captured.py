@@ -138,7 +138,7 @@ class CapturedSteps:
     def prepare(self, rows: Sequence[StepRow], slots: Sequence[Slot]) -> None:
         """`StepModel.prepare`."""
         self._rows.prepare(rows, slots)
-        handles = [adapter_handle(one) for one in self._rows.of_each_row()]
+        handles = map(adapter_handle, self._rows.of_each_row()) if self._rows.adapters else ()
         self._adapter_handles = array("q", handles)
 
     def run(

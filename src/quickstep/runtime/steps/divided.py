@@ -55,7 +55,7 @@ class PreparedCall:
         for row, slot in zip(rows, slots, strict=True):
             token_ids.extend(slot.input_tokens(row))
             num_blocks = slot.num_blocks
-            if row.end > num_blocks * self._block_size:
+            if row.start + row.num_tokens > num_blocks * self._block_size:
                 raise EngineError(
                     f"a row ends at token {row.end}, its {num_blocks} blocks hold "
                     f"{num_blocks * self._block_size}"
