@@ -51,7 +51,9 @@ def captured(model: Decoder, _: int) -> list[Any]:
 
 def opened(model: Decoder) -> StepModel:
     kv = allocate_kv(model.kv_layout, 8, BLOCK_SIZE, model.device)
-    return open_steps(model, kv, BLOCK_SIZE, enforce_eager=False)
+    # the first and the last layer's, as a layer of EAGLE 3 reads them
+    aux_layers = (0, model.spec.num_layers - 1)
+    return open_steps(model, kv, BLOCK_SIZE, enforce_eager=False, aux_layers=aux_layers)
 
 
 class StageChain:
@@ -76,6 +78,9 @@ class StageChain:
             assert dtype is not None
             carried = HostTensor(np.concatenate(arrays), dtype)
         return self._stages[-1].run(emitting, every_token, carried)
+
+    def aux_hidden_states(self) -> tuple[AnyTensor, ...]:
+        return self._stages[-1].aux_hidden_states()
 
     def logits(self, hidden: AnyTensor, adapter: str) -> AnyTensor:
         return self._stages[-1].logits(hidden, adapter)
@@ -117,6 +122,7 @@ def results_of(steps: StepModel | StageChain, vocab_size: int) -> list[Any]:
         )
         emitting = [(index, 0) for index in range(len(rows))]
         results = steps.run(emitting, every_token)
+        results = *results, *steps.aux_hidden_states()
         found += [to_numpy(result).copy() for result in results]
         found.append(to_numpy(steps.logits(results[0], "")).copy())
     return found
@@ -141,7 +147,7 @@ def assert_same(path: Path, load: LoadConfig) -> None:
             assert all(map(np.array_equal, expected, found)), f"{run.__name__}, {size} ranks"
             if run is captured:  # the hidden states; only rank 0 has all logits
                 for hidden in others:
-                    assert all(map(np.array_equal, expected[::3], hidden[::3]))
+                    assert all(map(np.array_equal, expected[::5], hidden[::5]))
     (expected,) = run_ranks(path, load, 1, captured)
     for num_stages in range(2, min(3, read_spec(path).num_layers) + 1):
         found = staged(path, load, num_stages)
