@@ -45,7 +45,7 @@ class PlaceEngines(WireMessage, frozen=True):
         num_engines: Bundles of the placement group.
         resources: Of each bundle, by Ray's names: CPU, GPU.
         wait_s: Longest wait for resources.
-        listening: What each engine is to do; its `host` is set by the actor.
+        listening: What each engine is to do; its `host` becomes the node's address.
     """
 
     address: str
@@ -82,16 +82,16 @@ class HostedEngine:
         self._process: subprocess.Popen[bytes] | None = None
         self._answer = ListensAt()
 
-    def node(self) -> tuple[str, str]:
-        """The address and the id of the node."""
+    def node(self) -> str:
+        """Ray's id of the node."""
         import ray
 
-        return ray.util.get_node_ip_address(), ray.get_runtime_context().get_node_id()
+        return str(ray.get_runtime_context().get_node_id())
 
     def start(self, order: bytes) -> bytes:
         """Launch the engine if none runs: a `Listening`. Returns its `ListensAt`."""
         if self._process is None or self._process.poll() is not None:
-            listening = replace(msgspec.msgpack.decode(order, type=Listening), host=self.node()[0])
+            listening = msgspec.msgpack.decode(order, type=Listening)
             environment = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)}
             environment.pop("OMP_NUM_THREADS", None)  # Ray's: the engine has a number of its own
             self._process = subprocess.Popen(
@@ -147,8 +147,9 @@ class RayHosts:
                 continue
             try:
                 wait_s = self._order.wait_s if is_new else _PING_S
-                host, node = ray.get(actor.node.remote(), timeout=wait_s)
-                order = msgspec.msgpack.encode(self._order.listening)
+                node = ray.get(actor.node.remote(), timeout=wait_s)
+                host = self._address_of(node)
+                order = msgspec.msgpack.encode(replace(self._order.listening, host=host))
                 content = ray.get(actor.start.remote(order), timeout=_LOAD_S)
             except errors.GetTimeoutError:
                 if is_new:
@@ -168,6 +169,13 @@ class RayHosts:
                 raise EngineError(f"on {host}: {answer.refused}")
             return Placed(replica, host, answer.port, node)
         raise AssertionError("a new actor has a place or an error")
+
+    def _address_of(self, node: str) -> str:
+        """A node's address in the cluster, of several that its host may have."""
+        for found in self._ray.nodes():
+            if found["NodeID"] == node:
+                return str(found["NodeManagerAddress"])
+        raise EngineError(f"Ray does not know the node {node} any more")
 
     def _new_actor(self, replica: int) -> Any:
         """An actor in the replica's bundle; outside of it an actor would wait for ever."""
