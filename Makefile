@@ -31,7 +31,7 @@ help:
 	@echo "make check        linter, types, layers, names, docs, API reference"
 	@echo "make format       format the code and fix what the linter can"
 	@echo "make native       rebuild the native kernels"
-	@echo "make reference    write docs/reference from the types of the server"
+	@echo "make reference    write docs/reference from the declarations"
 	@echo "make verify       check that requests give the same bits in any batch"
 	@echo "make verify-long  the same with new seeds and property tests, for MINUTES=10"
 	@echo "make clients      test with third-party clients; AGENTS=1 with Claude Code and Codex too"
@@ -117,17 +117,23 @@ check: $(READY)
 	$(BIN)/python tools/write_metrics_reference.py --check
 	$(BIN)/python tools/write_flags_reference.py --check
 	$(BIN)/python tools/write_cli_reference.py --check
+	$(BIN)/python tools/write_python_reference.py --check
+	$(BIN)/python tools/write_errors_reference.py --check
+	$(BIN)/python tools/write_environment_reference.py --check
 
 format: $(READY)
 	$(BIN)/ruff check --fix .
 	$(BIN)/ruff format .
 
-# Write docs/reference from the schemas of the server, and the outputs of plans in docs/guide.
+# Write docs/reference from the declarations, and the outputs of plans in docs/guide.
 reference: $(READY)
 	$(BIN)/python tools/write_api_reference.py
 	$(BIN)/python tools/write_metrics_reference.py
 	$(BIN)/python tools/write_flags_reference.py
 	$(BIN)/python tools/write_cli_reference.py
+	$(BIN)/python tools/write_python_reference.py
+	$(BIN)/python tools/write_errors_reference.py
+	$(BIN)/python tools/write_environment_reference.py
 	$(BIN)/python tools/write_guide_outputs.py
 
 # Rebuild the native kernels in place, for work on csrc/.

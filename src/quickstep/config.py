@@ -249,8 +249,8 @@ class SchedulerConfig(msgspec.Struct, frozen=True):
 
     @property
     def num_in_flight(self) -> int:
-        """Most steps in flight."""
-        return self.pipeline_depth or 1
+        """Most steps in flight: at least one for each stage of a pipeline."""
+        return max(self.pipeline_depth or 1, self.num_stages)
 
 
 _METHODS_WITH_MODEL = (

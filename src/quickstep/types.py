@@ -146,12 +146,17 @@ class Resumed(msgspec.Struct, frozen=True, array_like=True):
         is_finished: It has ended: nothing more is generated.
         num_prompt_logprobs: How many prompt logprobs its client has, if it has no token yet; with
             the first token it has all of them.
+        num_cached_tokens: How many tokens of the prompt that engine had cached; None if that is not
+            known.
+        device_s: The part of its steps that the sequence was charged.
     """
 
     index: int
     token_ids: tuple[int, ...] = ()
     is_finished: bool = False
     num_prompt_logprobs: int = 0
+    num_cached_tokens: int | None = None
+    device_s: float = 0.0
 
 
 class KVTarget(msgspec.Struct, frozen=True, array_like=True):
@@ -530,7 +535,8 @@ class PromptProgress(msgspec.Struct, frozen=True, gc=False):
 
 
 class SequenceOutput(msgspec.Struct, frozen=True, gc=False):
-    """New output of one sequence: tokens, prompt logprobs, its end. The last one has `timings`.
+    """New output of one sequence: tokens, prompt logprobs, its end. The last one has `timings`, and
+    the last one of a sequence that another engine continues.
 
     Prompt logprobs are only in outputs with index 0, in order: one per prompt token, None for the
     first. `index` is that of the sequence in its request (0 to n-1). `stop_token_id` is the token
@@ -610,7 +616,8 @@ class Delta(msgspec.Struct, frozen=True):
         text: New text in complete characters; empty while a character or a stop is undecided.
         token_ids: New tokens, an end token included.
         logprobs: One per new token, if requested.
-        finish_reason: Set on the last delta of a sequence, as are `stop_reason` and `timings`.
+        finish_reason: Set on the last delta of a sequence, as are `stop_reason` and `timings`. An
+            engine gives `timings` with the last token of a sequence that another one continues.
         stop_reason: The stop string or the stop token that ended it, `deadline` for a deadline;
             None for EOS.
         error: The reason, when the finish reason is ERROR or REFUSED.

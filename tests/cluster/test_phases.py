@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import concurrent.futures
+import json
 import os
 import signal
 import threading
@@ -71,6 +72,29 @@ def test_answers_are_those_of_one_engine(address: str, expected: list[dict[str, 
     assert found["num_used_blocks"] == 0
     metrics = httpx.get(f"{address}/metrics", timeout=30).text
     assert "quickstep:handovers_total" in metrics
+
+
+def test_the_seconds_and_the_cached_tokens_of_divided_requests_add_up(address: str) -> None:
+    """A request has what both engines spent, and its prompt is not cached by the transfer."""
+
+    def cached(number: int) -> int:
+        prompt = f"# {number}\n{PROMPTS[number]}"
+        body = {"prompt": prompt, "max_tokens": 40, "temperature": 0.0, "ignore_eos": True}
+        answer = httpx.post(f"{address}/v1/completions", json=body, timeout=120).json()
+        return int(answer["usage"]["prompt_tokens_details"]["cached_tokens"])
+
+    num_before = health(address)["num_handovers"]
+    with concurrent.futures.ThreadPoolExecutor(8) as pool:
+        assert max(pool.map(cached, range(8))) < 64
+    assert health(address)["num_handovers"] > num_before
+    lines = httpx.get(f"{address}/debug/steps?last_s=600", timeout=30).text.splitlines()
+    records = [json.loads(line) for line in lines]
+    steps = [record for record in records if record["kind"] == "step"]
+    ended = [record["timings"] for record in records if record["kind"] == "sequence"]
+    charged_s = sum(step["decode_s"] + step["prefill_s"] for step in steps)
+    parts = ("device_s", "recomputed_s", "rejected_s")
+    assert {step["replica"] for step in steps} == {0, 1}
+    assert sum(timings[part] for timings in ended for part in parts) == pytest.approx(charged_s)
 
 
 @pytest.mark.parametrize("role", ["prefill", "decode"])

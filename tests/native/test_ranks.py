@@ -19,6 +19,7 @@ from quickstep import LLM, Grammar, LoRARequest, SamplingParams
 from quickstep.cli.main import main
 from quickstep.errors import ConfigError, EngineError
 from quickstep.model.spec import read_spec
+from quickstep.verify.report import VerifyOptions
 
 PROMPTS = ("a prompt of more than two blocks of sixteen tokens, twice" * 2, "xyz", "12 12 12 12 1")
 KINDS = (
@@ -146,14 +147,23 @@ def test_a_stopped_rank_delays_a_step_and_changes_nothing(llm: LLM) -> None:
     assert after.outputs[0].token_ids == before.outputs[0].token_ids
 
 
-@pytest.mark.parametrize("split", [("-tp", "2"), ("-pp", "2")], ids=["ranks", "stages"])
-def test_verify_compares_processes_with_one(
+@pytest.mark.parametrize(
+    "split",
+    [("-tp", "2"), ("-tp", "2", "--against", "1"), ("-pp", "2", "--against", "2")],
+    ids=["ranks", "ranks against one process", "stages against ranks"],
+)
+def test_verify_compares_processes(
     split: tuple[str, ...], capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert main(["verify", "demo", *split, "--threads", "1", "--requests", "24", "--json"]) == 0
     report = json.loads(capsys.readouterr().out)
     assert report["mismatches"] == 0 and report["comparisons"] > 48
     assert not ranks()
+
+
+def test_verify_refuses_to_compare_ranks_with_as_many() -> None:
+    with pytest.raises(ConfigError, match="compared with itself"):
+        VerifyOptions(num_ranks=2, against=2)
 
 
 @pytest.mark.parametrize(

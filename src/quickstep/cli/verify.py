@@ -135,6 +135,13 @@ def add_parser(subparsers: argparse._SubParsersAction[Parser]) -> None:
         "most threads (default: do not)",
     )
     parser.add_argument(
+        "--against",
+        type=positive_int,
+        metavar="N",
+        help="compare these processes with N that compute every step together, instead of with one "
+        "process of each of --threads (default: the latter)",
+    )
+    parser.add_argument(
         "--dtype",
         choices=["auto", "bfloat16", "float16", "float32"],
         default="auto",
@@ -207,6 +214,7 @@ def run(args: argparse.Namespace) -> int:
         fail_fast=args.fail_fast,
         num_ranks=args.tensor_parallel_size,
         num_stages=args.pipeline_parallel_size,
+        against=args.against,
     )
     load = LoadConfig(
         model=model_of(args),
@@ -377,7 +385,7 @@ class _Checkpoint:
         self.fingerprint = ""
 
     def load_model(self, threads: int) -> Model:
-        """Load it in the way that `serve` does."""
+        """Load it in one process, in the way that `serve` does."""
         from quickstep.model.checkpoint.fingerprint import fingerprint_with_kv
         from quickstep.model.checkpoint.placement import choose_device
         from quickstep.model.checkpoint.weights import open_weights
@@ -386,6 +394,7 @@ class _Checkpoint:
         from quickstep.ops.resolve import resolve_ops
         from quickstep.text.grammar.grammars import GrammarCompiler
 
+        self.close()
         device = choose_device(self._config.device)
         ops = resolve_ops(device, self._config.kernels, threads, self._isa)
         spec = read_spec(self._checkpoint.path)
@@ -404,6 +413,7 @@ class _Checkpoint:
         from quickstep.engine.assembly import load_with_processes
         from quickstep.engine.ranks.processes import ModelProcesses
 
+        self.close()
         options = self._options
         config = EngineConfig(
             load=replace(
@@ -422,6 +432,7 @@ class _Checkpoint:
         """End the processes of `load_divided`. Idempotent."""
         if self._processes is not None:
             self._processes.close()
+            self._processes = None
 
     def open_proposers(self, model: Model, plan: MemoryPlan) -> dict[str, Proposer]:
         """What drafts for the model that was loaded last. Raises ConfigError."""

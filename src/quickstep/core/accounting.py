@@ -305,11 +305,22 @@ def charge(
     )
 
 
-def with_unloaded(timings: SequenceTimings, cost_model: CostModel, chunk: int) -> SequenceTimings:
+def latency_s(seconds: float, num_tokens: int, chunk: int, num_stages: int) -> float:
+    """How long tokens are in a pipeline whose mean stage computes them in `seconds`, in steps of
+    `chunk` tokens that follow each other: the last one has to pass the other stages.
+    """
+    num_steps = max(1, -(-num_tokens // chunk))
+    return seconds * (1.0 + (num_stages - 1) / num_steps)
+
+
+def with_unloaded(
+    timings: SequenceTimings, cost_model: CostModel, chunk: int, num_stages: int = 1
+) -> SequenceTimings:
     """The timings with the predicted seconds of the same tokens without any other request.
 
     The prompt, with the outputs that came with the request, from its cached prefix on, in steps of
-    `chunk` tokens; then one step per further token, each priced as the middle one.
+    `chunk` tokens; then one step per further token, each priced as the middle one. A step passes
+    all stages of a pipeline.
     """
     cached, num_outputs = timings.num_cached_tokens, timings.num_new_tokens
     num_known = timings.num_prompt_tokens + timings.num_resumed_tokens
@@ -323,8 +334,8 @@ def with_unloaded(timings: SequenceTimings, cost_model: CostModel, chunk: int) -
     num_decodes = max(0, num_outputs - 1)
     return replace(
         timings,
-        unloaded_prefill_s=prefill_s,
-        unloaded_decode_s=num_decodes * decode.seconds,
+        unloaded_prefill_s=latency_s(prefill_s, num_tokens, chunk, num_stages),
+        unloaded_decode_s=num_decodes * num_stages * decode.seconds,
         is_extrapolated=first.is_extrapolated or (num_decodes > 0 and decode.is_extrapolated),
     )
 

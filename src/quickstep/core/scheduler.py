@@ -631,12 +631,20 @@ class Scheduler:
         self._totals.num_output_tokens += len(new.token_ids)
         if residency.planned >= residency.registers_at and sequence.state is SequenceState.RUNNING:
             self._blocks.register(sequence)
-        if sequence.request.handover is not None and self.transfers is not None:
-            self.transfers.computed(entry)
+        if sequence.request.handover is not None:
+            new = self._handed_over(entry, new, now)
         if reason is not None:
             return self._finish(sequence, reason, now, new=new)
         is_empty = not (new.token_ids or new.prompt_logprobs or new.progress)
         return None if is_empty else new
+
+    def _handed_over(self, entry: FlightRow, new: SequenceOutput, now: float) -> SequenceOutput:
+        """The output of a sequence that another engine continues after its first token."""
+        if self.transfers is not None:
+            self.transfers.computed(entry)
+        if not new.token_ids:
+            return new
+        return replace(new, timings=self._with_unloaded(entry.sequence.timings(now)))
 
     def _check_drafts(self, entry: FlightRow, output: RowOutput) -> None:
         """Take the positions of rejected drafts back: the next row overwrites their KV."""
@@ -667,8 +675,7 @@ class Scheduler:
         for resource in self._resources:
             resource.ended(sequence)
         self._admission.ended(sequence, reason)
-        chunk = self._config.max_num_batched_tokens
-        timings = with_unloaded(sequence.finish(now), self._cost_model, chunk)
+        timings = self._with_unloaded(sequence.finish(now))
         name = sequence.request.request_id
         new = new or SequenceOutput(name, sequence.index)
         self._requests[name].remove(sequence)
@@ -731,11 +738,14 @@ class Scheduler:
 
     def timings(self, request_id: str, now: float) -> dict[int, SequenceTimings]:
         """What the live sequences of a request spent their time on so far, by index."""
-        chunk = self._config.max_num_batched_tokens
         return {
-            sequence.index: with_unloaded(sequence.timings(now), self._cost_model, chunk)
+            sequence.index: self._with_unloaded(sequence.timings(now))
             for sequence in self._requests.get(request_id, ())
         }
+
+    def _with_unloaded(self, timings: SequenceTimings) -> SequenceTimings:
+        chunk, num_stages = self._config.max_num_batched_tokens, self._config.num_stages
+        return with_unloaded(timings, self._cost_model, chunk, num_stages)
 
     def check(self) -> None:
         """Raise AssertionError unless all parts of the state agree: for tests, after any call."""

@@ -139,7 +139,7 @@ def open_engine(
     Raises:
         ConfigError: The checkpoint is missing or broken, or does not fit.
     """
-    processes = _model_processes(config, on_rank_lost)
+    processes = model_processes(config, on_rank_lost)
     try:
         return _open_engine(config, progress, step_log_path, with_template, processes)
     except BaseException:
@@ -148,9 +148,10 @@ def open_engine(
         raise
 
 
-def _model_processes(
-    config: EngineConfig, on_rank_lost: Callable[[str], None] | None
+def model_processes(
+    config: EngineConfig, on_rank_lost: Callable[[str], None] | None = None
 ) -> ModelProcesses | None:
+    """The other processes of a model that is divided; None if this one has all of it."""
     if config.load.num_ranks == 1:
         return None
     from quickstep.engine.ranks.processes import ModelProcesses

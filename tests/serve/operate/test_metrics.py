@@ -16,6 +16,7 @@ from live_server import live_server, until
 from prometheus_client.parser import text_string_to_metric_families
 
 from quickstep.cli.flags.serve import _goodput
+from quickstep.core.admission import AdmissionState
 from quickstep.errors import ConfigError
 from quickstep.server.app import create_app
 from quickstep.server.options import MetricsOptions, ServerOptions
@@ -126,6 +127,14 @@ def test_a_prompt_that_gives_no_token_is_counted_at_the_end() -> None:
     text = scraped(MetricsOptions(), [body])
     assert value(text, "quickstep:generation_tokens_total") == 0.0
     assert value(text, "quickstep:prompt_tokens_total") == 4.0
+
+
+def test_the_predicted_wait_is_that_of_one_more_request() -> None:
+    queue = AdmissionState(num_waiting=3, num_free_slots=0, prompt_s=0.5, slot_s=2.0)
+    text = scraped(MetricsOptions(), [], FakeEngine(admission=queue))
+    assert value(text, "quickstep:predicted_queue_time_seconds") == 3 * 0.5 + 4 * 2.0
+    text = scraped(MetricsOptions(), [])
+    assert value(text, "quickstep:predicted_queue_time_seconds") == 0.0
 
 
 def test_good_requests_keep_every_target() -> None:

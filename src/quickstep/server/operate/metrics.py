@@ -424,6 +424,11 @@ class EngineGauges(Collector):
             ),
             ("num_requests_paused", "Sequences paused for slow readers.", load.num_paused),
             (
+                "predicted_queue_time_seconds",
+                "How long one more request would wait, as it is predicted now.",
+                stats.admission.wait_s(stats.admission.num_waiting),
+            ),
+            (
                 "kv_cache_usage_perc",
                 "Fraction of the KV blocks in use.",
                 blocks.num_used / num_blocks,
