@@ -22,7 +22,7 @@ print(*project["dependencies"], *project["optional-dependencies"]["dev"], sep="\
 
 CLIENTS := .venv-clients
 
-.PHONY: help demo test docs-test clients check format bench soak peers gpu kernels verify verify-long native reference clean
+.PHONY: help demo test docs-test clients check counts format bench soak peers gpu kernels verify verify-long native reference clean
 
 help:
 	@echo "make demo         stream text from the bundled model"
@@ -113,6 +113,7 @@ check: $(READY)
 	$(BIN)/python tools/check_defaults.py
 	$(BIN)/python tools/check_docs.py
 	$(BIN)/python tools/check_commits.py
+	$(BIN)/python tools/count_calls.py
 	$(BIN)/python tools/write_api_reference.py --check
 	$(BIN)/python tools/write_metrics_reference.py --check
 	$(BIN)/python tools/write_flags_reference.py --check
@@ -120,6 +121,10 @@ check: $(READY)
 	$(BIN)/python tools/write_python_reference.py --check
 	$(BIN)/python tools/write_errors_reference.py --check
 	$(BIN)/python tools/write_environment_reference.py --check
+
+# Calls and instructions of fixed steps, compared with tools/count_bounds.json; a part of `check`.
+counts: $(READY)
+	$(BIN)/python tools/count_calls.py
 
 format: $(READY)
 	$(BIN)/ruff check --fix .
