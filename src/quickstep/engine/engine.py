@@ -621,7 +621,7 @@ def _done(ticket: Ticket) -> Awaitable[None]:
         return asyncio.sleep(0)
     loop = asyncio.get_running_loop()
     done = loop.create_future()
-    ticket.add_done_callback(partial(loop.call_soon_threadsafe, _resolve, done))
+    ticket.add_done_callback(partial(loop.call_soon_threadsafe, partial(_resolve, done)))
     return done
 
 
