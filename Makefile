@@ -24,7 +24,7 @@ CLIENTS := .venv-clients
 DEPLOY := .venv-deploy
 DOCS := .venv-docs
 
-.PHONY: help demo test docs docs-test deploy-check manifests clients check format bench soak peers gpu kernels verify verify-long native reference clean
+.PHONY: help demo test docs docs-test deploy-check manifests clients check counts format bench soak peers gpu kernels verify verify-long native reference clean
 
 help:
 	@echo "make demo         stream text from the bundled model"
@@ -136,6 +136,7 @@ check: $(READY)
 	$(BIN)/python tools/check_defaults.py
 	$(BIN)/python tools/check_docs.py
 	$(BIN)/python tools/check_commits.py
+	$(BIN)/python tools/count_calls.py
 	$(BIN)/python tools/write_api_reference.py --check
 	$(BIN)/python tools/write_metrics_reference.py --check
 	$(BIN)/python tools/write_flags_reference.py --check
@@ -143,6 +144,10 @@ check: $(READY)
 	$(BIN)/python tools/write_python_reference.py --check
 	$(BIN)/python tools/write_errors_reference.py --check
 	$(BIN)/python tools/write_environment_reference.py --check
+
+# Calls and instructions of fixed steps, compared with tools/count_bounds.json; a part of `check`.
+counts: $(READY)
+	$(BIN)/python tools/count_calls.py
 
 format: $(READY)
 	$(BIN)/ruff check --fix .
