@@ -6,15 +6,14 @@ document is `/openapi.json` with the default limits, from an app with the tests'
 
 from __future__ import annotations
 
-import argparse
 import json
 import re
 import sys
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from pathlib import Path
 from typing import Any
 
-ROOT = Path(__file__).resolve().parent.parent
+from reference_page import ROOT, write_or_check
+
 PAGE = ROOT / "docs" / "reference" / "api.md"
 REF = "#/components/schemas/"
 HEAD = """# HTTP API: fields of requests
@@ -292,16 +291,7 @@ def text() -> str:
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Write the page, or check it."""
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--check", action="store_true", help="only check whether it is current")
-    if parser.parse_args(arguments).check:
-        current = PAGE.exists() and PAGE.read_text(encoding="utf-8") == text()
-        if not current:
-            print(f"{PAGE.relative_to(ROOT)} is out of date; run make reference")
-        return 0 if current else 1
-    PAGE.parent.mkdir(parents=True, exist_ok=True)
-    PAGE.write_text(text(), encoding="utf-8")
-    return 0
+    return write_or_check(PAGE, text, __doc__, arguments)
 
 
 if __name__ == "__main__":

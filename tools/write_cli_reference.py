@@ -8,9 +8,9 @@ from __future__ import annotations
 import argparse
 import sys
 from collections.abc import Iterator, Sequence
-from pathlib import Path
 
-ROOT = Path(__file__).resolve().parent.parent
+from reference_page import ROOT, import_sources, write_or_check
+
 PAGE = ROOT / "docs" / "reference" / "cli.md"
 HEAD = """# Commands and flags
 
@@ -23,7 +23,7 @@ engines.
 
 def parsers() -> dict[str, argparse.ArgumentParser]:
     """The parser of each command, by its words."""
-    sys.path.insert(0, str(ROOT / "src"))
+    import_sources()
     from importlib import import_module
 
     from quickstep.cli.flags.parsing import Parser
@@ -81,19 +81,14 @@ def page_lines() -> Iterator[str]:
                 yield f"| {group.title} | |\n|---|---|\n" + "\n".join(rows) + "\n"
 
 
+def text() -> str:
+    """The page."""
+    return "\n".join(page_lines()).rstrip("\n") + "\n"
+
+
 def main(arguments: Sequence[str] | None = None) -> int:
     """Write the page, or check it."""
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--check", action="store_true", help="only check whether it is current")
-    is_check = parser.parse_args(arguments).check
-    text = "\n".join(page_lines()).rstrip("\n") + "\n"
-    if PAGE.exists() and PAGE.read_text(encoding="utf-8") == text:
-        return 0
-    if is_check:
-        print(f"{PAGE.relative_to(ROOT)} is out of date; run make reference")
-        return 1
-    PAGE.write_text(text, encoding="utf-8")
-    return 0
+    return write_or_check(PAGE, text, __doc__, arguments)
 
 
 if __name__ == "__main__":

@@ -13,7 +13,8 @@ from __future__ import annotations
 
 import enum
 from collections.abc import Callable, Sequence
-from typing import Protocol
+from operator import attrgetter
+from typing import Any, Protocol
 
 import msgspec
 
@@ -145,12 +146,17 @@ class Resumed(msgspec.Struct, frozen=True, array_like=True):
         is_finished: It has ended: nothing more is generated.
         num_prompt_logprobs: How many prompt logprobs its client has, if it has no token yet; with
             the first token it has all of them.
+        num_cached_tokens: How many tokens of the prompt that engine had cached; None if that is not
+            known.
+        device_s: The part of its steps that the sequence was charged.
     """
 
     index: int
     token_ids: tuple[int, ...] = ()
     is_finished: bool = False
     num_prompt_logprobs: int = 0
+    num_cached_tokens: int | None = None
+    device_s: float = 0.0
 
 
 class KVTarget(msgspec.Struct, frozen=True, array_like=True):
@@ -323,6 +329,9 @@ class StepRow(msgspec.Struct, frozen=True, gc=False):
         return self.start + self.num_tokens
 
 
+_NUM_TOKENS = attrgetter("num_tokens")
+
+
 class StepPlan(msgspec.Struct, frozen=True):
     """What one step does: free the slots in `released`, set up `admitted`, then run `rows`.
 
@@ -343,7 +352,8 @@ class StepPlan(msgspec.Struct, frozen=True):
     @property
     def num_tokens(self) -> int:
         """Total tokens of all rows."""
-        return sum([row.num_tokens for row in self.rows]) + self.num_grouped_rows
+        num_listed: int = sum(map(_NUM_TOKENS, self.rows))
+        return num_listed + self.num_grouped_rows
 
 
 class TokenLogprobs(msgspec.Struct, frozen=True):
@@ -526,7 +536,8 @@ class PromptProgress(msgspec.Struct, frozen=True, gc=False):
 
 
 class SequenceOutput(msgspec.Struct, frozen=True, gc=False):
-    """New output of one sequence: tokens, prompt logprobs, its end. The last one has `timings`.
+    """New output of one sequence: tokens, prompt logprobs, its end. The last one has `timings`, and
+    the last one of a sequence that another engine continues.
 
     Prompt logprobs are only in outputs with index 0, in order: one per prompt token, None for the
     first. `index` is that of the sequence in its request (0 to n-1). `stop_token_id` is the token
@@ -606,7 +617,8 @@ class Delta(msgspec.Struct, frozen=True):
         text: New text in complete characters; empty while a character or a stop is undecided.
         token_ids: New tokens, an end token included.
         logprobs: One per new token, if requested.
-        finish_reason: Set on the last delta of a sequence, as are `stop_reason` and `timings`.
+        finish_reason: Set on the last delta of a sequence, as are `stop_reason` and `timings`. An
+            engine gives `timings` with the last token of a sequence that another one continues.
         stop_reason: The stop string or the stop token that ended it, `deadline` for a deadline;
             None for EOS.
         error: The reason, when the finish reason is ERROR or REFUSED.
@@ -651,7 +663,7 @@ class StepOutcome(msgspec.Struct, frozen=True):
 
 
 class Ticket(Protocol):
-    """A submitted step."""
+    """A submitted step: the part of `concurrent.futures.Future` that its owner needs."""
 
     def done(self) -> bool:
         """Whether `result` returns without waiting."""
@@ -659,8 +671,10 @@ class Ticket(Protocol):
     def result(self) -> StepResult:
         """Wait for the step. Raises EngineError when the executor failed."""
 
-    def add_done_callback(self, callback: Callable[[], None]) -> None:
-        """Call `callback` on the executor's thread when done, or here if it is done already."""
+    def add_done_callback(self, callback: Callable[[Any], object], /) -> None:
+        """Call `callback` with the ticket, on the executor's thread when it is done, or here if it
+        is done already.
+        """
 
 
 class Executor(Protocol):

@@ -403,3 +403,26 @@ def test_times_of_an_engine_are_by_the_clock_of_the_server(tmp_path: Path) -> No
         await far.engine.stop()
 
     asyncio.run(asyncio.wait_for(test(), DEADLINE_S))
+
+
+def test_a_probe_of_the_port_is_no_warning(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    async def test() -> None:
+        far, listener = await scripted_listener(tmp_path)
+        with bind(EngineAddress("127.0.0.1", 0), "--listen") as sock:
+            await listener.start(sock)
+            for sent in (b"", b"GET / HTTP/1.1\r\n\r\n"):
+                reader, writer = await asyncio.open_connection(*sock.getsockname())
+                writer.write(sent)
+                writer.write_eof()
+                async with asyncio.timeout(DEADLINE_S):
+                    await reader.read()  # until it is closed
+                writer.close()
+            await listener.stop(0.0)
+        await far.engine.stop()
+
+    asyncio.run(test())
+    assert [record.levelname for record in caplog.records if "the server at" in record.message] == [
+        "WARNING"
+    ]

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import concurrent.futures
+import json
 import os
 import signal
 import threading
+import time
 from collections.abc import Iterator
 from typing import Any
 
@@ -25,7 +27,8 @@ KINDS: tuple[dict[str, Any], ...] = (
 
 @pytest.fixture(scope="module")
 def address() -> Iterator[str]:
-    with serving("demo", "--prefill", "1", "--decode", "1", "--threads", "1") as (process, where):
+    flags = ("--prefill", "1", "--decode", "1", "--threads", "1", "--num-blocks", "600")
+    with serving("demo", *flags) as (process, where):
         assert process.stderr is not None
         threading.Thread(target=process.stderr.read, daemon=True).start()
         yield where
@@ -68,9 +71,35 @@ def test_answers_are_those_of_one_engine(address: str, expected: list[dict[str, 
     found = health(address)
     assert [replica["role"] for replica in found["replicas"]] == ["prefill", "decode"]
     assert found["num_handovers"] > 0
-    assert found["num_used_blocks"] == 0
+    deadline_s = time.monotonic() + 10  # the last transfers may still be open
+    while health(address)["num_used_blocks"] and time.monotonic() < deadline_s:
+        time.sleep(0.02)
+    assert health(address)["num_used_blocks"] == 0
     metrics = httpx.get(f"{address}/metrics", timeout=30).text
     assert "quickstep:handovers_total" in metrics
+
+
+def test_the_seconds_and_the_cached_tokens_of_divided_requests_add_up(address: str) -> None:
+    """A request has what both engines spent, and its prompt is not cached by the transfer."""
+
+    def cached(number: int) -> int:
+        prompt = f"# {number}\n{PROMPTS[number]}"
+        body = {"prompt": prompt, "max_tokens": 40, "temperature": 0.0, "ignore_eos": True}
+        answer = httpx.post(f"{address}/v1/completions", json=body, timeout=120).json()
+        return int(answer["usage"]["prompt_tokens_details"]["cached_tokens"])
+
+    num_before = health(address)["num_handovers"]
+    with concurrent.futures.ThreadPoolExecutor(8) as pool:
+        assert max(pool.map(cached, range(8))) < 64
+    assert health(address)["num_handovers"] > num_before
+    lines = httpx.get(f"{address}/debug/steps?last_s=600", timeout=30).text.splitlines()
+    records = [json.loads(line) for line in lines]
+    steps = [record for record in records if record["kind"] == "step"]
+    ended = [record["timings"] for record in records if record["kind"] == "sequence"]
+    charged_s = sum(step["decode_s"] + step["prefill_s"] for step in steps)
+    parts = ("device_s", "recomputed_s", "rejected_s")
+    assert {step["replica"] for step in steps} == {0, 1}
+    assert sum(timings[part] for timings in ended for part in parts) == pytest.approx(charged_s)
 
 
 @pytest.mark.parametrize("role", ["prefill", "decode"])

@@ -107,6 +107,47 @@ def test_the_bits_are_those_of_one_engine(sampling: SamplingParams, chunk: int) 
     run(test, *engines, engine_for())
 
 
+def test_what_both_engines_spent_is_in_the_timings_of_the_end() -> None:
+    """The prompt is charged once, with the prefix that the first engine had cached."""
+
+    async def test(first: Engine, second: Engine) -> None:
+        sampling = SamplingParams(max_tokens=8, n=2, seed=1, temperature=1.0)
+        await all_of(first.stream(Request("", PROMPT[:64], SamplingParams(max_tokens=1))))
+        request = Request("r", PROMPT, sampling, handover=second.kv_address)
+        begun: dict[int, Delta] = {}
+        async for delta in first.stream(request):
+            assert delta.finish_reason is None
+            begun[delta.index] = delta
+            if len(begun) == 2:
+                break
+        first.abort("r")
+        spent = [begun[index].timings for index in range(2)]
+        resumed = tuple(
+            Resumed(
+                index,
+                begun[index].token_ids,
+                num_cached_tokens=timings.num_cached_tokens,
+                device_s=timings.device_s,
+            )
+            for index, timings in enumerate(spent)
+            if timings is not None
+        )
+        deltas = await all_of(second.stream(replace(request, handover=None, resumed=resumed)))
+        ends = {delta.index: delta.timings for delta in deltas if delta.timings is not None}
+        here_s = 0.0
+        for index, part in enumerate(resumed):
+            end = ends[index]
+            assert part.device_s > 0.0
+            assert part.num_cached_tokens == end.num_cached_tokens
+            here_s += end.device_s - part.device_s
+        assert resumed[0].num_cached_tokens == 64
+        steps = second.step_log.steps
+        assert here_s == pytest.approx(sum(step.decode_s + step.prefill_s for step in steps))
+        await until_idle(first, second)
+
+    run(test, engine_for(), engine_for())
+
+
 def test_a_request_waits_for_its_blocks_and_goes_on_without_them() -> None:
     """The transfer is open when the request arrives, and ends early: the rest is computed."""
 

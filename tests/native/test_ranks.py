@@ -11,14 +11,16 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from golden_cases import Case
 from process_lists import workers
-from tiny_checkpoint import write_checkpoint
+from tiny_checkpoint import VOCAB, write_checkpoint, write_tokenizer
 
 from adapter_files import ALL, adapter_config, adapter_tensors, write_adapter, write_files
 from quickstep import LLM, Grammar, LoRARequest, SamplingParams
 from quickstep.cli.main import main
 from quickstep.errors import ConfigError, EngineError
 from quickstep.model.spec import read_spec
+from quickstep.verify.report import VerifyOptions
 
 PROMPTS = ("a prompt of more than two blocks of sixteen tokens, twice" * 2, "xyz", "12 12 12 12 1")
 KINDS = (
@@ -69,6 +71,7 @@ def outputs(folder: Path, split: dict[str, int], **options: Any) -> list[Any]:
     [
         pytest.param({"enable_lora": True, "max_lora_rank": 16}, id="adapters"),
         pytest.param({"enable_lora": True, "lora_dtype": "int8"}, id="int8 adapters"),
+        pytest.param({"enable_lora": True, "enforce_eager": True}, id="op by op"),
         pytest.param({"kv_cache_dtype": "int8", "num_blocks": 40}, id="int8 keys, preempted"),
         pytest.param(
             {
@@ -90,6 +93,20 @@ def test_processes_have_the_outputs_of_one(folder: Path, options: dict[str, Any]
     one, two, stages = (outputs(folder, split, **options) for split in ({}, RANKS, STAGES))
     assert one == two
     assert one == stages
+
+
+def test_a_mixture_of_experts_has_the_outputs_of_one_process(tmp_path: Path) -> None:
+    sizes = {"num_local_experts": 3, "num_experts_per_tok": 2, "vocab_size": VOCAB}
+    Case("mixture", "Mixtral", sizes | {"eos_token_id": 256}).save(tmp_path / "base")
+    write_tokenizer(tmp_path / "base")
+    spec = read_spec(tmp_path / "base")
+    of_experts = (*ALL[:4], "gate", "w1", "w2", "w3")
+    for index in range(3):
+        targets = of_experts[: 4 + 2 * index]
+        write_adapter(tmp_path / f"a{index}", spec, targets, rank=4, seed=index)
+    options = {"enable_lora": True, "max_num_batched_tokens": 48}
+    assert outputs(tmp_path, {}, **options) == outputs(tmp_path, {**RANKS, **STAGES}, **options)
+    assert not ranks()
 
 
 def test_ranks_without_a_kv_cache_have_the_outputs_of_one_process(folder: Path) -> None:
@@ -146,14 +163,23 @@ def test_a_stopped_rank_delays_a_step_and_changes_nothing(llm: LLM) -> None:
     assert after.outputs[0].token_ids == before.outputs[0].token_ids
 
 
-@pytest.mark.parametrize("split", [("-tp", "2"), ("-pp", "2")], ids=["ranks", "stages"])
-def test_verify_compares_processes_with_one(
+@pytest.mark.parametrize(
+    "split",
+    [("-tp", "2"), ("-tp", "2", "--against", "1"), ("-pp", "2", "--against", "2")],
+    ids=["ranks", "ranks against one process", "stages against ranks"],
+)
+def test_verify_compares_processes(
     split: tuple[str, ...], capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert main(["verify", "demo", *split, "--threads", "1", "--requests", "24", "--json"]) == 0
     report = json.loads(capsys.readouterr().out)
     assert report["mismatches"] == 0 and report["comparisons"] > 48
     assert not ranks()
+
+
+def test_verify_refuses_to_compare_ranks_with_as_many() -> None:
+    with pytest.raises(ConfigError, match="compared with itself"):
+        VerifyOptions(num_ranks=2, against=2)
 
 
 @pytest.mark.parametrize(
@@ -164,7 +190,6 @@ def test_verify_compares_processes_with_one(
         ({"pipeline_parallel_size": 9}, "the model has 2 layers; each stage needs one"),
         ({"pipeline_parallel_size": 2, "use_kv_cache": False}, "leave --no-kv-cache out"),
         ({"pipeline_parallel_size": 2, "kernels": "reference"}, "needs the native kernels"),
-        ({"tensor_parallel_size": 2, "enforce_eager": True}, "leave --enforce-eager out"),
         ({"tensor_parallel_size": 2, "kernels": "reference"}, "needs the native kernels"),
     ],
 )

@@ -351,6 +351,7 @@ class FakeEngine:
                 blocks=blocks,
                 totals=Totals(num_steps=self.num_steps),
             ),
+            admission=self.admission,
         )
 
     @property

@@ -10,7 +10,7 @@ import asyncio
 import random
 import threading
 import time
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import ThreadPoolExecutor
 
 from tokenizers import AddedToken, decoders, models, pre_tokenizers
 from tokenizers import Tokenizer as Library
@@ -42,20 +42,6 @@ def byte_tokenizer():
     return Tokenizer(library, eos_token_ids=[END_ID], special_tokens={"eos_token": END})
 
 
-class _Ticket:
-    def __init__(self, future: Future):
-        self._future = future
-
-    def done(self):
-        return self._future.done()
-
-    def result(self):
-        return self._future.result()
-
-    def add_done_callback(self, callback):
-        self._future.add_done_callback(lambda _: callback())
-
-
 class ScriptedExecutor:
     """`gate` cleared holds steps; a step whose id is in `broken` raises, as do those behind it."""
 
@@ -70,7 +56,7 @@ class ScriptedExecutor:
         self._worker = ThreadPoolExecutor(max_workers=1)
 
     def submit(self, plan):
-        return _Ticket(self._worker.submit(self._run, plan))
+        return self._worker.submit(self._run, plan)
 
     def reset(self):
         self._worker.submit(self._forget_failure).result()

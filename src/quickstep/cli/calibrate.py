@@ -22,7 +22,9 @@ if TYPE_CHECKING:
     from pathlib import Path
 
     from quickstep.config import EngineConfig
+    from quickstep.engine.assembly import LoadedWeights
     from quickstep.engine.loaded_model import LoadedModel
+    from quickstep.engine.ranks.processes import ModelProcesses
     from quickstep.engine.step_times.calibration import Calibration
     from quickstep.types import Grammar
 
@@ -103,6 +105,7 @@ def _calibrated(config: EngineConfig, seconds: float) -> tuple[str, Calibration,
         describe,
         fit_file,
         load_weights,
+        model_processes,
         open_executor,
         wire_engine,
     )
@@ -111,8 +114,20 @@ def _calibrated(config: EngineConfig, seconds: float) -> tuple[str, Calibration,
     from quickstep.engine.step_times.overhead import measure_overhead
     from quickstep.runtime.cache.kv_cache import allocate_kv
 
-    with loading_bar(f"loading {config.load.model}") as progress:
-        loaded = load_weights(config, progress)
+    def load() -> tuple[LoadedWeights, ModelProcesses | None]:
+        processes = model_processes(config)
+        try:
+            with loading_bar(f"loading {config.load.model}") as progress:
+                loaded = load_weights(config, progress, processes=processes)
+            if processes is not None:
+                processes.wait_opened(loaded.model.fingerprint)
+        except BaseException:
+            if processes is not None:
+                processes.close()
+            raise
+        return loaded, processes
+
+    loaded, processes = load()
     model, plan = loaded.model, loaded.plan
     block_size = config.cache.block_size
     kv = allocate_kv(loaded.kv_layout, plan.num_blocks, block_size, model.device)
@@ -128,7 +143,7 @@ def _calibrated(config: EngineConfig, seconds: float) -> tuple[str, Calibration,
         grammar=grammar,
         eos_token_ids=description.tokenizer.eos_token_ids,
     )
-    executor = open_executor(config, model, kv, plan, description)
+    executor = open_executor(config, model, kv, plan, description, processes=processes)
     part_s = (1.0 - _OVERHEAD_PART) * seconds
     with counting_bar() as show:
 
@@ -143,7 +158,10 @@ def _calibrated(config: EngineConfig, seconds: float) -> tuple[str, Calibration,
         finally:
             executor.close()
     step_s = LinearCostModel.of_fit(calibration.fit).seconds(StepLoad.of_span(0, 1, 0, 1))
-    engine = wire_engine(config, model, kv, plan, description)
+    if processes is not None:  # they have ended with the executor
+        loaded, processes = load()
+        model = loaded.model
+    engine = wire_engine(config, model, kv, plan, description, processes=processes)
     measuring = measure_overhead(
         engine,
         plan.max_num_seqs,
@@ -152,13 +170,17 @@ def _calibrated(config: EngineConfig, seconds: float) -> tuple[str, Calibration,
         _OVERHEAD_PART * seconds,
         time.perf_counter,
     )
-    calibration = replace(calibration, overhead=asyncio.run(measuring))
+    overhead, stages = asyncio.run(measuring), calibration.stages
+    if stages is not None:
+        hops_s = (stages.num_stages - 1) * stages.hop_s
+        stages = replace(stages, overhead_s=max(0.0, overhead.step_s - hops_s))
+    calibration = replace(calibration, overhead=overhead, stages=stages)
     file = fit_file(config, model, description)
     if file is not None:
         path = str(loaded.checkpoint.path.resolve())
         source = FitSource(path, config.load.quantization, config.cache.kv_dtype)
         try:
-            file.write(calibration.fit, calibration.overhead, source)
+            file.write(calibration.fit, calibration.overhead, source, calibration.stages)
         except OSError as error:
             raise ConfigError(f"the fit cannot be stored: {error}") from None
     return description.name, calibration, None if file is None else file.path
@@ -211,6 +233,14 @@ def _print(name: str, calibration: Calibration, path: Path | None) -> None:
         console.print(
             "Decode steps with the same rows, one after the other, differ so much that the least "
             f"mean error on this machine is {calibration.noise:.1%}.",
+            soft_wrap=True,
+        )
+    stages = calibration.stages
+    if stages is not None:
+        parts = ", ".join(f"{part:.0%}" for part in stages.parts)
+        console.print(
+            f"The stages compute {parts} of a step; {1e6 * stages.hop_s:.0f} microseconds pass "
+            f"between two of them. The units above are of the mean stage.",
             soft_wrap=True,
         )
     if calibration.overhead is not None:

@@ -24,6 +24,7 @@ from quickstep import __version__
 from quickstep.cache_dir import cache_dir
 from quickstep.cli.flags.parsing import Parser, command
 from quickstep.cli.screen import console_on, print_table
+from quickstep.environment import OF_LIBRARIES, OWN, SECRETS
 from quickstep.errors import ConfigError, how_to_install, size_text
 from quickstep.ops.torch_import import has_torch
 
@@ -148,6 +149,7 @@ def collect_facts(with_bandwidth: bool = True) -> dict[str, dict[str, Any]]:
             "opentelemetry": _version("opentelemetry-sdk"),
         },
         "files": _file_facts(),
+        "environment": environment_facts(os.environ),
     }
 
 
@@ -220,6 +222,15 @@ def _native_facts() -> dict[str, Any]:
     return {"present": True, "isa": status.isa, "isa_levels": list(status.levels)}
 
 
+def environment_facts(environ: Mapping[str, str]) -> dict[str, str]:
+    """The variables that are set and have an effect here; of a secret only that it is set."""
+    return {
+        name: "(set)" if name in SECRETS else environ[name]
+        for name in (*OWN, *OF_LIBRARIES)
+        if name in environ
+    }
+
+
 def _file_facts() -> dict[str, Any]:
     """Where step times are stored and checkpoints are downloaded to, and whether a token is set."""
     from huggingface_hub import constants, get_token
@@ -268,6 +279,8 @@ def _text(path: str) -> str:
 
 def _label(name: str) -> str:
     """A fact's name without its unit, which `_value_text` adds to the value."""
+    if name.isupper():  # of an environment variable
+        return name
     bare = name.removeprefix("num_").removesuffix("_per_s").removesuffix("_bytes")
     return {"read": "read bandwidth"}.get(bare, bare.replace("_", " "))
 

@@ -160,7 +160,7 @@ def _query(args: argparse.Namespace) -> PlanQuery:
             f"expert parallelism divides experts, and {model_of(args)} has none; leave "
             "--enable-expert-parallel out"
         )
-    load = Load(args.rate, args.input, args.output)
+    load, measured = Load(args.rate, args.input, args.output), measured_steps(args)
     if args.from_recording is not None:
         from quickstep.plan.traffic import mean_load
         from quickstep.sim.traces import recorded_traffic
@@ -187,7 +187,7 @@ def _query(args: argparse.Namespace) -> PlanQuery:
         loras=adapters_of(args, spec),
         drafts=drafts_of(args, spec),
         divides_experts=args.enable_expert_parallel,
-        measured=measured_steps(args),
+        measured=None if measured is None else measured.costs,
     )
 
 
@@ -275,7 +275,7 @@ def _advice(plan: Plan) -> str:
         if one.prefill is not None:
             text += (
                 f"\n{one.name}: KV goes from engines that prefill (P) to engines that decode (D) "
-                f"within {1e3 * one.handover_s:.3g} ms, waits for room included"
+                f"within {1e3 * one.handover_s:.3g} ms"
             )
     if plan.change is not None:
         text += (

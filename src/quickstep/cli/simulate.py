@@ -44,6 +44,7 @@ from quickstep.errors import ConfigError
 if TYPE_CHECKING:
     from quickstep.model.decoder_spec import ModelSpec
     from quickstep.plan.candidates import Candidate
+    from quickstep.plan.formulas import Split
     from quickstep.plan.hardware import Hardware
     from quickstep.plan.traffic import PhasePools, Replicas
     from quickstep.sim.html_report import Run
@@ -137,14 +138,34 @@ def _add_replicas(group: argparse._ArgumentGroup) -> None:
         "separated by commas, are compared (default: %(default)s)",
     )
     group.add_argument(
+        "--tensor-parallel-size",
+        "-tp",
+        type=positive_int,
+        metavar="N",
+        help="ranks of an engine (default: --hardware's devices divided by the stages; of this "
+        "machine, 1)",
+    )
+    group.add_argument(
+        "--pipeline-parallel-size",
+        "-pp",
+        type=positive_int,
+        default=1,
+        metavar="N",
+        help="stages of an engine; of this machine, its cores are divided, and step times are "
+        "those that `quickstep calibrate` has measured so (default: %(default)s)",
+    )
+    group.add_argument(
         "--prefill-replicas",
         type=positive_int,
         metavar="N",
-        help="engines that only prefill, each on all of --hardware; the KV cache is handed over to "
-        "--decode-replicas (default: every engine does both)",
+        help="engines that compute prompts for --decode-replicas, each on all of --hardware, as "
+        "--prefill of the server does (default: every engine does both)",
     )
     group.add_argument(
-        "--decode-replicas", type=positive_int, metavar="N", help="engines that decode"
+        "--decode-replicas",
+        type=positive_int,
+        metavar="N",
+        help="engines that decode, and compute prompts for which that is predicted to be faster",
     )
     group.add_argument(
         "--kv-link",
@@ -318,6 +339,7 @@ def _engine(
     """
     from quickstep.plan.candidates import EngineLimits, Load, LoRASizes, fit
     from quickstep.plan.formulas import Split
+    from quickstep.plan.hardware import THIS, parse_hardware
     from quickstep.plan.models import find_model
 
     spec = find_model(model_of(args))
@@ -325,10 +347,19 @@ def _engine(
     loras = None
     if args.adapters:
         loras = LoRASizes(min(args.max_loras, args.adapters), args.adapter_rank)
+    measured, split = None, Split(tensor)
+    ranks, stages = args.tensor_parallel_size, args.pipeline_parallel_size
+    if parse_hardware(args.hardware)[0] == THIS:
+        # ranks and stages share the memory of this machine, and were measured together
+        num_engines = (args.prefill_replicas or 0) + (args.decode_replicas or 0)
+        num_engines = num_engines or max(args.replicas)
+        measured = measured_steps(args, (ranks or 1, stages), num_engines)
+    else:
+        split = _split(tensor, ranks, stages)
     return fit(
         spec,
         hardware,
-        Split(tensor),
+        split,
         elements,
         Load(1.0, _max_model_len(args, spec) - 1, 1),
         EngineLimits(
@@ -338,8 +369,22 @@ def _engine(
         ),
         loras,
         drafts_of(args, spec),
-        measured=measured_steps(args),
+        measured=None if measured is None else measured.costs,
+        stages=None if measured is None else measured.stages,
     )
+
+
+def _split(num_devices: int, ranks: int | None, stages: int) -> Split:
+    """Of an engine on so many devices. Raises ConfigError."""
+    from quickstep.plan.formulas import Split
+
+    ranks = ranks or max(1, num_devices // stages)
+    if ranks * stages != num_devices:
+        raise ConfigError(
+            f"{ranks} ranks and {stages} stages are not {num_devices} devices; they have to divide "
+            "all devices of --hardware"
+        )
+    return Split(ranks, stages)
 
 
 def _max_model_len(args: argparse.Namespace, spec: ModelSpec) -> int:
@@ -348,7 +393,8 @@ def _max_model_len(args: argparse.Namespace, spec: ModelSpec) -> int:
 
 def _phases(args: argparse.Namespace, candidate: Candidate) -> PhasePools | None:
     """The engines of each phase; None if every engine does both. Raises ConfigError."""
-    from quickstep.plan.hardware import find_link, read_hardware
+    from quickstep.core.handover import TRANSFER_BYTES_PER_S
+    from quickstep.plan.hardware import THIS, Link, find_link, parse_hardware, read_hardware
     from quickstep.plan.traffic import PhasePools
 
     counts = args.prefill_replicas, args.decode_replicas
@@ -362,6 +408,8 @@ def _phases(args: argparse.Namespace, candidate: Candidate) -> PhasePools | None
             "--faults and --sweep"
         )
     link = candidate.hardware.link
+    if parse_hardware(args.hardware)[0] == THIS:  # between processes
+        link = Link(TRANSFER_BYTES_PER_S / 1e9, 0.0, "docs/design/0060")
     if args.kv_link is not None:
         link = find_link("--kv-link", args.kv_link, read_hardware(args.hardware_file))
     return PhasePools(*counts, candidate, link)
@@ -559,11 +607,14 @@ def _print_runs(title: str, runs: list[Run], targets: Targets, has_adapters: boo
         handovers = one.outcome.handovers
         if handovers is not None:
             print(
-                f"{one.name}: {handovers.count} KV caches handed over, "
-                f"{handovers.num_bytes / 1e9:.3g} GB, within {1e3 * handovers.mean_s:.2f} ms "
-                f"(waits for room included); prefill engines {handovers.prefill_busy:.0%} busy, "
-                f"decode engines {handovers.decode_busy:.0%}"
+                f"{one.name}: {handovers.count} of {one.summary.num_requests} requests continued "
+                f"at another engine, {handovers.num_bytes / 1e9:.3g} GB of KV, the last blocks "
+                f"within {1e3 * handovers.mean_s:.2f} ms; {handovers.num_refused} transfers had no "
+                f"room; prefill engines {handovers.prefill_busy:.0%} busy, decode engines "
+                f"{handovers.decode_busy:.0%}"
             )
+        if one.summary.bubble:
+            print(f"{one.name}: stages with steps waited {one.summary.bubble:.1%} of the time")
         if one.outcome.num_resent:
             print(
                 f"{one.name}: {one.outcome.num_resent} requests were sent again after a crash, "

@@ -35,7 +35,7 @@ from quickstep.errors import ConfigError
 if TYPE_CHECKING:
     from llguidance import LLMatcher
 
-    from quickstep.config import LoadConfig
+    from quickstep.config import LoadConfig, SpeculationConfig
     from quickstep.engine.ranks.processes import ModelProcesses
     from quickstep.model.interface import Model
     from quickstep.model.sizing import MemoryPlan
@@ -135,6 +135,13 @@ def add_parser(subparsers: argparse._SubParsersAction[Parser]) -> None:
         "most threads (default: do not)",
     )
     parser.add_argument(
+        "--against",
+        type=positive_int,
+        metavar="N",
+        help="compare these processes with N that compute every step together, instead of with one "
+        "process of each of --threads (default: the latter)",
+    )
+    parser.add_argument(
         "--dtype",
         choices=["auto", "bfloat16", "float16", "float32"],
         default="auto",
@@ -207,6 +214,7 @@ def run(args: argparse.Namespace) -> int:
         fail_fast=args.fail_fast,
         num_ranks=args.tensor_parallel_size,
         num_stages=args.pipeline_parallel_size,
+        against=args.against,
     )
     load = LoadConfig(
         model=model_of(args),
@@ -377,7 +385,7 @@ class _Checkpoint:
         self.fingerprint = ""
 
     def load_model(self, threads: int) -> Model:
-        """Load it in the way that `serve` does."""
+        """Load it in one process, in the way that `serve` does."""
         from quickstep.model.checkpoint.fingerprint import fingerprint_with_kv
         from quickstep.model.checkpoint.placement import choose_device
         from quickstep.model.checkpoint.weights import open_weights
@@ -386,6 +394,7 @@ class _Checkpoint:
         from quickstep.ops.resolve import resolve_ops
         from quickstep.text.grammar.grammars import GrammarCompiler
 
+        self.close()
         device = choose_device(self._config.device)
         ops = resolve_ops(device, self._config.kernels, threads, self._isa)
         spec = read_spec(self._checkpoint.path)
@@ -404,6 +413,7 @@ class _Checkpoint:
         from quickstep.engine.assembly import load_with_processes
         from quickstep.engine.ranks.processes import ModelProcesses
 
+        self.close()
         options = self._options
         config = EngineConfig(
             load=replace(
@@ -414,6 +424,7 @@ class _Checkpoint:
             ),
             cache=CacheConfig(block_size=options.block_size, kv_dtype=options.kv_dtype),
             lora=LoRAConfig() if options.num_adapters else None,
+            speculation=self._speculation(),
         )
         self._processes = ModelProcesses(config.load)
         return load_with_processes(config, plan, self._processes), self._processes.links
@@ -422,34 +433,25 @@ class _Checkpoint:
         """End the processes of `load_divided`. Idempotent."""
         if self._processes is not None:
             self._processes.close()
+            self._processes = None
 
     def open_proposers(self, model: Model, plan: MemoryPlan) -> dict[str, Proposer]:
         """What drafts for the model that was loaded last. Raises ConfigError."""
-        from quickstep.config import (
-            CacheConfig,
-            EngineConfig,
-            ProposerConfig,
-            SpeculationConfig,
-            SpeculationMethod,
-        )
-        from quickstep.engine.speculation import draft_checkpoints, open_model_proposers
+        from quickstep.config import CacheConfig, EngineConfig
+        from quickstep.engine.speculation import open_model_proposers
 
-        proposers = tuple(ProposerConfig(model=name) for name in self._draft_models)
         config = EngineConfig(
             load=self._config,
             cache=CacheConfig(block_size=self._options.block_size),
-            speculation=SpeculationConfig(proposers),
+            speculation=self._speculation(),
         )
-        if self._processes is not None:  # the others read matrices that are divided
-            complete = [
-                one.load.model
-                for one in draft_checkpoints(config)
-                if one.method is SpeculationMethod.DRAFT
-            ]
-            proposers = tuple(ProposerConfig(model=name) for name in complete)
-            config = replace(config, speculation=SpeculationConfig(proposers))
         opened = open_model_proposers(config, model, plan, self._checkpoint.path)
         return {one.name: one for one in opened}
+
+    def _speculation(self) -> SpeculationConfig:
+        from quickstep.config import ProposerConfig, SpeculationConfig
+
+        return SpeculationConfig(tuple(ProposerConfig(model=name) for name in self._draft_models))
 
     def new_matcher(self, grammar: Grammar) -> tuple[LLMatcher, ClosingStart]:
         """Compile a grammar for the model that was loaded last; compiling may block here."""

@@ -38,12 +38,7 @@ from msgspec.structs import replace
 from quickstep.cluster.parked import ParkedRequests
 from quickstep.config import ReplicaConfig, StreamConfig
 from quickstep.core.accounting import added
-from quickstep.core.handover import (
-    TRANSFER_BYTES_PER_S,
-    PhaseEngine,
-    can_hand_over,
-    choose_prefill,
-)
+from quickstep.core.handover import Phases, assign, can_hand_over
 from quickstep.core.recordings.routing import RecordingRouter
 from quickstep.core.router import (
     ROUTERS,
@@ -246,7 +241,7 @@ class ReplicaSet:
         """The state of all engines together."""
         return merged_stats(
             [engine.stats() for engine in self._engines],
-            self.process_ids,
+            [(engine.process_id, engine.address) for engine in self._engines],
             self._parked,
             self._draining,
             (self._num_moves, self._num_handovers),
@@ -574,34 +569,25 @@ class ReplicaSet:
         """Which of these engines gets a request, with the one that continues it after its first
         token if these are different engines.
         """
-        first = self._num_prefill
-        if len(takers) == 1 and not first:
+        if len(takers) == 1 and not self._num_prefill:
             return takers[0], request
-        decoders = [number for number in takers if number >= first] or takers
-        is_divided = bool(first) and can_hand_over(request)
-        routed, cached = self._routed(request), [0] * len(self._engines)
-        if is_divided:
-            cached = self._router.num_cached_tokens(routed, len(self._engines))
-        number = self._choose(routed, decoders)
-        engine = self._engines[number]
-        prefillers = [
-            other
-            for other in takers
-            if other < first <= number and self._engines[other].fingerprint == engine.fingerprint
-        ]
-        if not (is_divided and prefillers):
-            return number, request
-        *of_prefill, of_decode = [
-            PhaseEngine(other, self._complete_view(other), cached[other])
-            for other in (*prefillers, number)
-        ]
-        num_blocks = (len(request.prompt_token_ids) - cached[number]) // self.block_size
-        transfer_s = num_blocks * engine.kv_block_bytes / TRANSFER_BYTES_PER_S
-        chosen = choose_prefill(routed, of_prefill, of_decode, transfer_s, self._clock())
-        if chosen is None:
-            return number, request
-        self._choose(routed, [chosen])  # the router knows what it will have cached
-        return chosen, replace(request, handover=engine.kv_address)
+        routed = self._routed(request)
+        if not self._num_prefill:
+            return self._choose(routed, takers), request
+        numbers = range(len(self._engines))
+        assignment = assign(
+            routed,
+            can_hand_over(request),
+            [self._complete_view(number, number in takers) for number in numbers],
+            self._router,
+            Phases(self._num_prefill, self.block_size, self._engines[0].kv_block_bytes),
+            [engine.fingerprint for engine in self._engines],
+            self._clock(),
+        )
+        if assignment.continues_at is not None:
+            target = self._engines[assignment.continues_at].kv_address
+            request = replace(request, handover=target)
+        return assignment.engine, request
 
     def begun(self, engine: RemoteEngine, requests: Sequence[LostRequest]) -> None:
         """An engine has computed the prompts of requests (the engine only): those that they were
@@ -636,22 +622,22 @@ class ReplicaSet:
         return self._router.choose(request, views, self._clock())
 
     def _view(self, number: int, is_up: bool) -> ReplicaView:
+        if is_up and not self._router.predicts:
+            return ReplicaView(num_live=self._engines[number].num_live)
+        return self._complete_view(number, is_up)
+
+    def _complete_view(self, number: int, is_up: bool) -> ReplicaView:
         engine = self._engines[number]
         if not is_up:
             state = ReplicaState.DRAINING if number in self._draining else ReplicaState.DOWN
             return ReplicaView(state=state)
-        if not self._router.predicts:
-            return ReplicaView(num_live=engine.num_live)
-        return self._complete_view(number)
-
-    def _complete_view(self, number: int) -> ReplicaView:
-        engine = self._engines[number]
         return ReplicaView(
             num_live=engine.num_live,
             admission=engine.admission,
             reported_at_s=engine.reported_at_s,
             num_sent=engine.num_undecided,
             num_blocks=engine.num_blocks,
+            num_free_blocks=engine.num_free_blocks,
             costs=engine.costs,
         )
 
@@ -729,17 +715,18 @@ def _role(number: int, num_prefill: int) -> Literal["", "prefill", "decode"]:
 
 def merged_stats(
     stats: Sequence[EngineStats],
-    process_ids: Sequence[int | None],
+    processes: Sequence[tuple[int | None, str]],
     parked: ParkedRequests,
     draining: Set[int],
     num_moves: tuple[int, int],
     num_prefill: int = 0,
 ) -> EngineStats:
     """The stats of several engines as those of one, which runs if one of them does; what it waits
-    for is the slowest of them, and `parked` requests wait as in its queue. With the stats of each
-    one as a replica, if there are several or one is `draining`. `num_moves` counts requests that
-    continued elsewhere: after an engine's end, and after their prompt. The first `num_prefill`
-    engines compute prompts.
+    for is the slowest of them, `parked` requests wait as in its queue, and one more would wait in
+    the shortest queue. With the stats of each one as a replica, if there are several or one is
+    `draining`. `processes` are their ids and addresses. `num_moves` counts requests that continued
+    elsewhere: after an engine's end, and after their prompt. The first `num_prefill` engines
+    compute prompts.
     """
     states = (EngineState.RUNNING, *EngineState)
     best = min(stats, key=lambda engine: states.index(engine.state))
@@ -757,8 +744,9 @@ def merged_stats(
             stalled_s=engine.stalled_s,
             is_draining=number in draining,
             role=_role(number, num_prefill),
+            address=address,
         )
-        for number, (engine, process_id) in enumerate(zip(stats, process_ids, strict=True))
+        for number, (engine, (process_id, address)) in enumerate(zip(stats, processes, strict=True))
     )
     scheduler = added([engine.scheduler for engine in stats])
     num_waiting = scheduler.num_waiting + parked.num_sequences
@@ -769,6 +757,10 @@ def merged_stats(
         num_steps_in_flight=sum(engine.num_steps_in_flight for engine in stats),
         num_requests=sum(engine.num_requests for engine in stats) + len(parked),
         scheduler=replace(scheduler, num_waiting=num_waiting),
+        admission=min(
+            (engine.admission for engine in stats if engine.state is best.state),
+            key=lambda state: state.wait_s(state.num_waiting),
+        ),
         num_restarts=sum(engine.num_restarts for engine in stats),
         silent_s=max(engine.silent_s for engine in stats),
         replicas=replicas if len(stats) > 1 or draining else (),

@@ -12,6 +12,7 @@ Pure functions and plain data; `core.scheduler` owns the totals.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from operator import attrgetter
 from typing import Any, TypeVar
 
 import msgspec
@@ -24,6 +25,7 @@ from quickstep.core.step import InFlightStep
 from quickstep.types import Phase, PrefillCharge, RowOutput, SequenceTimings, StepRecord
 
 _NO_LOAD = StepLoad()
+_LOAD = attrgetter("load")
 
 
 class Totals(msgspec.Struct):
@@ -236,14 +238,16 @@ class UnitTicks(msgspec.Struct, frozen=True, gc=False):
             return [self.of(load) for load in loads]
         token, row, kv_token, pair = self.token, self.row, self.kv_token, self.pair
         logits_row = self.logits_row
-        return [  # without the units that are 0: it runs for each row
-            token * load.num_tokens
-            + row
-            + kv_token * load.num_kv_tokens
-            + pair * load.num_pairs
-            + logits_row * load.num_logits_rows
-            for load in loads
-        ]
+        ticks: list[int] = []
+        for load in loads:  # without the units that are 0
+            ticks.append(
+                token * load.num_tokens
+                + row
+                + kv_token * load.num_kv_tokens
+                + pair * load.num_pairs
+                + logits_row * load.num_logits_rows
+            )
+        return ticks
 
 
 def charge(
@@ -264,14 +268,16 @@ def charge(
     are charged by their group.
     """
     rows = step.rows
-    ended = [entry.sequence.state is SequenceState.FINISHED for entry in rows]
-    alive = step.load
-    if any(ended) or grouped.num_rows < step.plan.num_grouped_rows:
+    ended: list[bool] = []
+    for entry in rows:
+        ended.append(entry.sequence.state is SequenceState.FINISHED)
+    some_ended, alive = any(ended), step.load
+    if some_ended or grouped.num_rows < step.plan.num_grouped_rows:
         loads = [entry.load for entry, is_over in zip(rows, ended, strict=True) if not is_over]
         alive = sum(loads, start=grouped)
     prices = UnitTicks.divide(seconds, cost_model.unit_prices(step.load), alive)
-    charged = prices.of_rows([entry.load for entry in rows], step.load)
-    if any(ended):
+    charged = prices.of_rows(list(map(_LOAD, rows)), step.load)
+    if some_ended:
         charged = [0 if is_over else one for one, is_over in zip(charged, ended, strict=True)]
     recomputed = rejected = 0
     for entry, output, ticks in zip(rows, outputs, charged, strict=True):
@@ -299,11 +305,22 @@ def charge(
     )
 
 
-def with_unloaded(timings: SequenceTimings, cost_model: CostModel, chunk: int) -> SequenceTimings:
+def latency_s(seconds: float, num_tokens: int, chunk: int, num_stages: int) -> float:
+    """How long tokens are in a pipeline whose mean stage computes them in `seconds`, in steps of
+    `chunk` tokens that follow each other: the last one has to pass the other stages.
+    """
+    num_steps = max(1, -(-num_tokens // chunk))
+    return seconds * (1.0 + (num_stages - 1) / num_steps)
+
+
+def with_unloaded(
+    timings: SequenceTimings, cost_model: CostModel, chunk: int, num_stages: int = 1
+) -> SequenceTimings:
     """The timings with the predicted seconds of the same tokens without any other request.
 
     The prompt, with the outputs that came with the request, from its cached prefix on, in steps of
-    `chunk` tokens; then one step per further token, each priced as the middle one.
+    `chunk` tokens; then one step per further token, each priced as the middle one. A step passes
+    all stages of a pipeline.
     """
     cached, num_outputs = timings.num_cached_tokens, timings.num_new_tokens
     num_known = timings.num_prompt_tokens + timings.num_resumed_tokens
@@ -317,8 +334,8 @@ def with_unloaded(timings: SequenceTimings, cost_model: CostModel, chunk: int) -
     num_decodes = max(0, num_outputs - 1)
     return replace(
         timings,
-        unloaded_prefill_s=prefill_s,
-        unloaded_decode_s=num_decodes * decode.seconds,
+        unloaded_prefill_s=latency_s(prefill_s, num_tokens, chunk, num_stages),
+        unloaded_decode_s=num_decodes * num_stages * decode.seconds,
         is_extrapolated=first.is_extrapolated or (num_decodes > 0 and decode.is_extrapolated),
     )
 

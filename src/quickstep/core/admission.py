@@ -17,6 +17,7 @@ import msgspec
 from msgspec.structs import replace
 
 from quickstep.config import SchedulerConfig
+from quickstep.core.accounting import latency_s
 from quickstep.core.cost_model import CostModel, StepLoad
 from quickstep.core.queues import RunningBatch, WaitingQueue
 from quickstep.core.resources.resource import Slots
@@ -265,6 +266,8 @@ class AdmissionControl:
     ) -> None:
         self.limits = limits
         self._max_num_seqs = config.max_num_seqs
+        self._num_stages = config.num_stages
+        self._max_chunk = config.max_num_batched_tokens
         self._cost_model = cost_model
         self._order = order
         self._waiting = waiting
@@ -364,16 +367,16 @@ class AdmissionControl:
         num_more = max(0, num_outputs - 1)
         middle = num_prompt + num_outputs // 2
         prompt_s = self._prompt_s(num_prompt)
-        decode_s = self._cost_model.seconds(StepLoad.of_span(middle, 1, num_logits_rows=1))
+        decode_s = self._token_s(1, middle)
         # In a batch with those that are there, each row has its part of what a step costs once.
         num_live = len(self._batch) + len(self._waiting) + request.sampling.n
         num_rows = min(num_live, self._max_num_seqs)
-        step_s = self._decode_step_s(num_rows, num_rows * middle)
+        token_s = self._token_s(num_rows, middle)
         return ServicePrediction(
             service_s=prompt_s + num_more * decode_s,
             prompt_s=prompt_s,
             first_token_s=prompt_s + self._wait_estimate.delay_s(now),
-            charge_s=prompt_s + num_more * step_s / num_rows,
+            charge_s=self._prompt_step_s(num_prompt) + num_more * token_s / num_rows,
             num_outputs=num_outputs,
         )
 
@@ -415,14 +418,14 @@ class AdmissionControl:
     def _state(self, now: float, num_prompt: float, num_outputs: float) -> AdmissionState:
         is_queued = len(self._waiting) > 0
         num_rows = self._max_num_seqs
-        step_s = self._decode_step_s(num_rows, round(num_rows * (num_prompt + num_outputs / 2)))
+        token_s = self._token_s(num_rows, num_prompt + num_outputs / 2)
         return AdmissionState(
             num_waiting=len(self._waiting),
             num_interactive=self._waiting.num_interactive,
             max_waiting=self.limits.max_waiting,
             num_free_slots=self._slots.num_free,
             prompt_s=self._wait_estimate.prompt_s,
-            slot_s=num_outputs * step_s / num_rows,  # a full batch ends one so often
+            slot_s=num_outputs * token_s / num_rows,  # a full batch ends one so often
             interval_s=self._wait_estimate.interval_s(now) if is_queued else None,
             delay_s=self._wait_estimate.delay_s(now),
         )
@@ -433,14 +436,24 @@ class AdmissionControl:
         known = Counter(level for level in levels if level is not None)
         return None if len(levels) > known.total() else tuple(sorted(known.items())[:_MAX_LEVELS])
 
-    def _prompt_s(self, num_prompt: int) -> float:
-        """The step of a prompt by itself."""
+    def _prompt_step_s(self, num_prompt: int) -> float:
+        """The step of a prompt by itself; of a pipeline, in the mean stage."""
         return self._cost_model.seconds(StepLoad.of_span(0, num_prompt, num_logits_rows=1))
 
-    def _decode_step_s(self, num_rows: int, num_kv: int) -> float:
-        """A step of so many decode rows with so long contexts together."""
+    def _prompt_s(self, num_prompt: int) -> float:
+        """From the begin of a prompt by itself to its first token."""
+        return latency_s(
+            self._prompt_step_s(num_prompt), num_prompt, self._max_chunk, self._num_stages
+        )
+
+    def _token_s(self, num_rows: int, context: float) -> float:
+        """Between two tokens of so many rows with contexts of that length. Each stage of a pipeline
+        has a part of them in a step.
+        """
+        num_rows = -(-num_rows // self._num_stages)
+        num_kv = round(num_rows * context)
         load = StepLoad(num_rows, num_rows, num_kv, num_kv, num_logits_rows=num_rows)
-        return self._cost_model.seconds(load)
+        return self._num_stages * self._cost_model.seconds(load)
 
     # -- what happens to sequences ----------------------------------------------------------------
 

@@ -263,7 +263,9 @@ class BatchPolicy(PrefillFirstPolicy):
 
 def make_policy(config: SchedulerConfig) -> Policy:
     """The policy that the configuration names."""
-    target_s, aging_s = config.inter_token_target_s, config.priority_aging_s
+    # a token passes all stages of a pipeline, and a step is as long as in the mean stage
+    target_s = config.inter_token_target_s / config.num_stages
+    aging_s = config.priority_aging_s
     match config.policy:
         case PolicyName.MIXED:
             return MixedPolicy(PriorityOrder(aging_s), target_s)

@@ -10,7 +10,7 @@ import enum
 import heapq
 from bisect import bisect_left, insort
 from collections import Counter
-from collections.abc import Callable, Collection, Iterator
+from collections.abc import Callable, Iterator
 from collections.abc import Sequence as SequenceOf
 from itertools import chain
 from typing import Protocol
@@ -40,6 +40,7 @@ class WaitingQueue:
 
     Attributes:
         num: How many wait.
+        parked_by_key: Those that wait for what has a key, by queue; read only.
     """
 
     def __init__(
@@ -51,7 +52,7 @@ class WaitingQueue:
         self._order = order
         self._gates = gates
         self._queues: dict[str, list[Sequence]] = {}
-        self._parked: dict[str, dict[str, list[Sequence]]] = {}  # by key
+        self.parked_by_key: dict[str, dict[str, list[Sequence]]] = {}
         self._ready: dict[str, list[Sequence]] = {}  # by key: those of the queues that have one
         self.num = 0
         self._shares = Shares(max_waiting)  # of all places, by account
@@ -60,7 +61,7 @@ class WaitingQueue:
         self._known_version = 0  # of the order
 
     def __bool__(self) -> bool:
-        return bool(self._queues or self._parked)  # none of them is empty
+        return bool(self._queues or self.parked_by_key)  # none of them is empty
 
     def __len__(self) -> int:
         return self.num
@@ -85,16 +86,11 @@ class WaitingQueue:
         is_batch = request.request_class is RequestClass.BATCH
         return self._shares if is_batch else self._interactive_shares
 
-    @property
-    def parked_keys(self) -> Collection[str]:
-        """The keys of what sequences wait for."""
-        return self._parked.keys()
-
     def first_parked(self, is_wanted: Callable[[str], bool]) -> Sequence | None:
         """The first sequence, in the order of service, that waits for something `is_wanted`."""
         heads = [
             queue[0]
-            for key, queues in self._parked.items()
+            for key, queues in self.parked_by_key.items()
             if is_wanted(key)
             for queue in queues.values()
         ]
@@ -107,11 +103,11 @@ class WaitingQueue:
 
     def parked(self, key: str) -> tuple[Sequence, ...]:
         """The sequences that wait for something."""
-        return tuple(chain.from_iterable(self._parked.get(key, {}).values()))
+        return tuple(chain.from_iterable(self.parked_by_key.get(key, {}).values()))
 
     def first_of(self, key: str) -> Sequence | None:
         """The first sequence that waits and needs something, whether that is ready or not."""
-        queues = [self._ready.get(key, []), *self._parked.get(key, {}).values()]
+        queues = [self._ready.get(key, []), *self.parked_by_key.get(key, {}).values()]
         heads = [queue[0] for queue in queues if queue and not queue[0].is_paused]
         return min(heads, key=self._order.key, default=None)
 
@@ -159,7 +155,7 @@ class WaitingQueue:
         """
         name = self._order.queue_of(request)
         place = bisect_left(self._queues.get(name, []), rank, key=_rank)
-        parked = chain.from_iterable(by_key.values() for by_key in self._parked.values())
+        parked = chain.from_iterable(by_key.values() for by_key in self.parked_by_key.values())
         place += sum(bisect_left(queue, rank, key=_rank) for queue in parked)
         others = [len(queue) for one, queue in self._queues.items() if one != name]
         most = place + 1 if self._order.takes_turns else max(others, default=0)
@@ -197,8 +193,8 @@ class WaitingQueue:
             if not queue:
                 del queues[name]
         key = sequence.parked_key
-        if key and not self._parked[key]:
-            del self._parked[key]
+        if key and not self.parked_by_key[key]:
+            del self.parked_by_key[key]
 
     def _shares_of(self, sequence: Sequence) -> tuple[Shares, ...]:
         """Those in which a sequence counts."""
@@ -211,13 +207,13 @@ class WaitingQueue:
         request = sequence.request
         name = self._order.queue_of(request)
         if sequence.parked_key:
-            return [(self._parked.setdefault(sequence.parked_key, {}), name)]
+            return [(self.parked_by_key.setdefault(sequence.parked_key, {}), name)]
         places = [(self._queues, name)]
         places += [(self._ready, key) for gate in self._gates if (key := gate.key(request))]
         return places
 
     def _all_queues(self) -> Iterator[list[Sequence]]:
-        parked = chain.from_iterable(by_key.values() for by_key in self._parked.values())
+        parked = chain.from_iterable(by_key.values() for by_key in self.parked_by_key.values())
         return chain(self._queues.values(), parked)
 
     def set_paused(self, sequence: Sequence, is_paused: bool, now: float) -> None:
@@ -252,7 +248,7 @@ class WaitingQueue:
                 "the counts of accounts are wrong"
             )
         assert not self._queues or self._first == self._find_first(), "the head is another one"
-        assert all(self._parked.values()), "no sequence waits for a key"
+        assert all(self.parked_by_key.values()), "no sequence waits for a key"
         keys = Counter(
             key
             for sequence in self
@@ -277,12 +273,16 @@ class WaitingQueue:
 
 
 class RunningBatch:
-    """Running sequences by rank, and those of them whose prompt is to be continued."""
+    """Running sequences by rank.
+
+    Attributes:
+        prompts: Those of them whose prompt is to be continued, by rank; read only.
+    """
 
     def __init__(self, order: ServiceOrder) -> None:
         self._order = order
         self._running: list[Sequence] = []
-        self._prefilling: list[Sequence] = []
+        self.prompts: list[Sequence] = []
 
     def __len__(self) -> int:
         return len(self._running)
@@ -294,7 +294,10 @@ class RunningBatch:
     @property
     def num_active(self) -> int:
         """How many are not paused; they are first."""
-        return _num_active(self._running)
+        running = self._running
+        if not running or not running[-1].is_paused:  # the usual case
+            return len(running)
+        return _num_active(running)
 
     def num_preemptible(self, may_preempt: Callable[[Sequence], bool]) -> int:
         """How many may be preempted."""
@@ -303,14 +306,14 @@ class RunningBatch:
     @property
     def prefilling(self) -> SequenceOf[Sequence]:
         """Those whose prompt is to be continued, by rank, without paused ones."""
-        return tuple(self._prefilling[: _num_active(self._prefilling)])
+        return tuple(self.prompts[: _num_active(self.prompts)])
 
     @property
     def prefill_start(self) -> int | None:
         """Where the first prompt that is to be continued continues; None if there is none."""
-        if not self._prefilling or self._prefilling[0].is_paused:
+        if not self.prompts or self.prompts[0].is_paused:
             return None
-        return self._prefilling[0].residency.planned
+        return self.prompts[0].residency.planned
 
     def prefill_planned(self, sequence: Sequence) -> None:
         """A part of a prompt was placed in a step."""
@@ -348,7 +351,7 @@ class RunningBatch:
         sequence.admit(residency, now)
         self._order.admitted(sequence)
         insort(self._running, sequence, key=_rank)
-        insort(self._prefilling, sequence, key=_rank)
+        insort(self.prompts, sequence, key=_rank)
 
     def set_paused(self, sequence: Sequence, is_paused: bool, now: float) -> None:
         """Pause or resume a running sequence; it keeps its slot and its blocks."""
@@ -356,7 +359,7 @@ class RunningBatch:
         sequence.set_paused(is_paused, now)
         insort(self._running, sequence, key=_rank)
         if is_prefilling:
-            insort(self._prefilling, sequence, key=_rank)
+            insort(self.prompts, sequence, key=_rank)
 
     def remove(self, sequence: Sequence) -> None:
         """Remove a running sequence, before its resources are released."""
@@ -367,7 +370,7 @@ class RunningBatch:
         """Begin to compute all known tokens of a running sequence again."""
         self._remove_prefilling(sequence)
         sequence.residency.restart(len(sequence.token_ids))
-        insort(self._prefilling, sequence, key=_rank)
+        insort(self.prompts, sequence, key=_rank)
 
     def check(self) -> None:
         """Raise AssertionError unless all run, in order."""
@@ -375,7 +378,7 @@ class RunningBatch:
         assert ranks == sorted(set(ranks)), "the batch is out of order"
         residencies = [(sequence, sequence.residency) for sequence in self._running]
         prefilling = [one for one, stay in residencies if stay.planned < stay.prefill_end]
-        assert self._prefilling == prefilling, "the prompts that are to be continued differ"
+        assert self.prompts == prefilling, "the prompts that are to be continued differ"
         for sequence, residency in residencies:
             name = sequence.sequence_id
             assert sequence.state is SequenceState.RUNNING, f"{name} runs, it is {sequence.state}"
@@ -389,10 +392,10 @@ class RunningBatch:
         return self._remove_prefilling(sequence)
 
     def _remove_prefilling(self, sequence: Sequence) -> bool:
-        place = bisect_left(self._prefilling, sequence.rank, key=_rank)
-        is_there = self._prefilling[place : place + 1] == [sequence]
+        place = bisect_left(self.prompts, sequence.rank, key=_rank)
+        is_there = self.prompts[place : place + 1] == [sequence]
         if is_there:
-            del self._prefilling[place]
+            del self.prompts[place]
         return is_there
 
 
@@ -407,30 +410,33 @@ class Due(enum.Enum):
 class DeadlineQueue:
     """A heap of times at which something is due for live sequences; `relegates` if some are to be
     put after the others. Entries of finished sequences are removed now and then.
+
+    Attributes:
+        heap: Its entries; read only, to see whether there is any.
     """
 
     def __init__(self, relegates: bool = False) -> None:
         self._relegates = relegates
-        self._heap: list[tuple[float, int, str, Due, Sequence]] = []
+        self.heap: list[tuple[float, int, str, Due, Sequence]] = []
         self._prune_at = 64
 
     def push(self, sequence: Sequence) -> None:
         """Add a sequence, if it has a deadline."""
         for time_s, due in ((sequence.deadline_s, Due.EXPIRE), (sequence.shed_at_s, Due.SHED)):
             if time_s is not None:
-                heapq.heappush(self._heap, (time_s, sequence.arrival, due.name, due, sequence))
+                heapq.heappush(self.heap, (time_s, sequence.arrival, due.name, due, sequence))
         self.push_relegation(sequence)
-        if len(self._heap) >= self._prune_at:
-            self._heap = [entry for entry in self._heap if _is_live(entry[-1])]
-            heapq.heapify(self._heap)
-            self._prune_at = max(64, 2 * len(self._heap))
+        if len(self.heap) >= self._prune_at:
+            self.heap = [entry for entry in self.heap if _is_live(entry[-1])]
+            heapq.heapify(self.heap)
+            self._prune_at = max(64, 2 * len(self.heap))
 
     def push_relegation(self, sequence: Sequence) -> None:
         """A sequence waits, for the first time or again: note when it could not end in time."""
         time_s = sequence.relegate_at_s if self._relegates else None
         if time_s is not None:
             due = Due.RELEGATE
-            heapq.heappush(self._heap, (time_s, sequence.arrival, due.name, due, sequence))
+            heapq.heappush(self.heap, (time_s, sequence.arrival, due.name, due, sequence))
 
     def is_later(self, sequence: Sequence, now: float) -> bool:
         """Whether what was due for a waiting sequence is due later, because it has run since."""
@@ -442,12 +448,12 @@ class DeadlineQueue:
 
     def next_s(self) -> float | None:
         """The earliest time; None without any."""
-        return self._heap[0][0] if self._heap else None
+        return self.heap[0][0] if self.heap else None
 
     def pop_due(self, now: float) -> Iterator[tuple[Sequence, Due]]:
         """Remove and return what is due for live sequences, earliest first."""
-        while self._heap and (self._heap[0][0] <= now or not _is_live(self._heap[0][-1])):
-            *_, due, sequence = heapq.heappop(self._heap)
+        while self.heap and (self.heap[0][0] <= now or not _is_live(self.heap[0][-1])):
+            *_, due, sequence = heapq.heappop(self.heap)
             if _is_live(sequence):
                 yield sequence, due
 

@@ -73,6 +73,9 @@ class Scheduler:
 
     `more_resources`: What sequences have to hold to run, in addition to a slot, KV blocks and the
     place of their adapter.
+
+    Attributes:
+        max_in_flight: Plans that may be in flight.
     """
 
     def __init__(
@@ -90,7 +93,7 @@ class Scheduler:
         self._order = policy.order
         self._requests: dict[str, list[Sequence]] = {}  # live sequences of each request
         self._in_flight: deque[InFlightStep] = deque()
-        self._max_in_flight = config.num_in_flight
+        self.max_in_flight = config.num_in_flight
         limits = SequenceLimits.of(config, pool.num_blocks * pool.block_size)
         self._slots = Slots(config.max_num_seqs)
         self._blocks = KVBlocks(pool, self._expected_growth)
@@ -139,6 +142,11 @@ class Scheduler:
         """KV blocks of the pool."""
         return self._pool.num_blocks
 
+    @property
+    def num_free_blocks(self) -> int:
+        """Those of them that no sequence uses."""
+        return self._pool.num_free
+
     def add(self, request: Request, now: float) -> None:
         """Queue the `n` sequences of a request.
 
@@ -185,7 +193,7 @@ class Scheduler:
         those that cannot get a resource any more.
         """
         outputs: list[SequenceOutput] = []
-        for sequence, due in self._deadlines.pop_due(now):
+        for sequence, due in self._deadlines.pop_due(now) if self._deadlines.heap else ():
             if due is Due.EXPIRE:
                 outputs.append(self._finish(sequence, FinishReason.DEADLINE, now))
             elif due is Due.SHED and sequence.num_cached_tokens is None:
@@ -197,14 +205,12 @@ class Scheduler:
                 and not self._deadlines.is_later(sequence, now)  # it may have run meanwhile
             ):
                 self._waiting.relegate(sequence, now)
-        for sequence, why in self._lost():
+        for sequence, why in self._lost() if self._waiting.parked_by_key else ():
             outputs.append(self._finish(sequence, FinishReason.ERROR, now, why))
         return tuple(outputs)
 
     def _lost(self) -> list[tuple[Sequence, str]]:
         """The sequences that wait for a resource which they cannot get any more, and why."""
-        if not self._waiting.parked_keys:
-            return []
         return [lost for resource in self._resources for lost in resource.lost(self._waiting)]
 
     def pause(self, request_id: str, now: float) -> None:
@@ -230,11 +236,11 @@ class Scheduler:
 
     def plan(self, now: float) -> StepPlan | None:
         """The next step, or None if nothing can be computed until something is committed."""
-        if len(self._in_flight) >= self._max_in_flight:
+        if len(self._in_flight) >= self.max_in_flight:
             return None
         draft = StepDraft(self._config.max_num_batched_tokens)
         num_preemptions = self._totals.num_preemptions
-        if self._waiting.parked_keys:
+        if self._waiting.parked_by_key:
             for resource in self._resources:
                 resource.prepare(self._waiting, self._batch, now, self._preempt)
         num_rows = self._batch.num_active or self._waiting.num_active
@@ -243,11 +249,18 @@ class Scheduler:
         if self._waiting.num:
             self._preempt_for_waiting(draft, now)
         for phase in self._policy.phases:
-            self._place_rows[phase](draft, self._budget.of_phase(phase, draft, now), now)
+            if (budget := self._budget.of_phase(phase, draft, now)) > 0:
+                self._place_rows[phase](draft, budget, now)
         if not (draft.decode or draft.prefill or draft.grouped_load.num_rows):
             return None
         draft.num_preemptions = self._totals.num_preemptions - num_preemptions
-        return self._issue(draft, now)
+        released = self._slots.take_released()
+        step = draft.issue(self._next_step_id, released, now, self._cost_model, self._drafts)
+        self._next_step_id += 1
+        self._in_flight.append(step)
+        if self._accounted_s is None:
+            self._accounted_s = now
+        return step.plan
 
     def _place_decodes(self, draft: StepDraft, budget: int, now: float) -> None:
         """Add a row for each running sequence that has its prompt; those of tenants which hold more
@@ -259,7 +272,9 @@ class Scheduler:
             batch, most_rows = turn_of_stage(self._batch, num_stages)
         over_share = self._order.over_share(self._batch) if self._order.takes_turns else []
         held = {sequence.sequence_id for sequence in over_share} if over_share else ()
-        sequences = [sequence for sequence in batch if sequence.sequence_id not in held]
+        sequences = list(batch)
+        if held:
+            sequences = [seq for seq in sequences if seq.sequence_id not in held]
         if held and num_stages > 1:
             over_share = [sequence for sequence in batch if sequence.sequence_id in held]
         num_drafts = self._budget.of_drafts(
@@ -321,8 +336,6 @@ class Scheduler:
 
     def _place_prefills(self, draft: StepDraft, budget: int, now: float) -> None:
         """Continue prompts that are partly computed and admit others, in the order of service."""
-        if budget < 1:
-            return
         for sequence in sorted(self._batch.prefilling, key=self._order.key):
             budget = self._admit_waiting(draft, budget, now, before=sequence)
             num_tokens = min(sequence.num_prefill_left, budget)
@@ -380,21 +393,6 @@ class Scheduler:
         self._place(draft, sequence, num_tokens, tuple(residency.blocks))
         return num_tokens
 
-    def _issue(self, draft: StepDraft, now: float) -> StepPlan:
-        decode, prefill = draft.decode_load, draft.prefill_load
-        loads = decode + prefill if prefill.num_rows else decode, decode, prefill
-        predicted_s = self._cost_model.seconds(loads[0])
-        draft_mode = self._drafts.planned(decode, self._cost_model)
-        if not draft.may_speculate:
-            draft_mode = None
-        released = self._slots.take_released()
-        step = draft.issue(self._next_step_id, released, now, loads, predicted_s, draft_mode)
-        self._next_step_id += 1
-        self._in_flight.append(step)
-        if self._accounted_s is None:
-            self._accounted_s = now
-        return step.plan
-
     def _place(
         self,
         draft: StepDraft,
@@ -405,7 +403,8 @@ class Scheduler:
     ) -> None:
         """Add a row to the draft; from now on others may share the blocks that it fills."""
         residency = sequence.residency
-        next_drafts = self._drafts.num_next(sequence) if draft.may_request_drafts else (0, 0)
+        may_request = draft.may_request_drafts and sequence.request.speculation
+        next_drafts = self._drafts.num_next(sequence) if may_request else (0, 0)
         row = sequence.row(num_tokens, new_block_ids, drafts, *next_drafts)
         sequence.drafts.token_ids = ()
         residency.planned = end = row.start + row.num_tokens
@@ -552,7 +551,7 @@ class Scheduler:
             charges,
             now,
             num_free_blocks=self._pool.num_free,
-            num_waiting=len(self._waiting),
+            num_waiting=self._waiting.num,
             num_running=len(self._batch),
             exchange_s=result.exchange_s,
             stage_s=result.stage_s,
@@ -637,12 +636,20 @@ class Scheduler:
         self._totals.num_output_tokens += len(new.token_ids)
         if residency.planned >= residency.registers_at and sequence.state is SequenceState.RUNNING:
             self._blocks.register(sequence)
-        if sequence.request.handover is not None and self.transfers is not None:
-            self.transfers.computed(entry)
+        if sequence.request.handover is not None:
+            new = self._handed_over(entry, new, now)
         if reason is not None:
             return self._finish(sequence, reason, now, new=new)
         is_empty = not (new.token_ids or new.prompt_logprobs or new.progress)
         return None if is_empty else new
+
+    def _handed_over(self, entry: FlightRow, new: SequenceOutput, now: float) -> SequenceOutput:
+        """The output of a sequence that another engine continues after its first token."""
+        if self.transfers is not None:
+            self.transfers.computed(entry)
+        if not new.token_ids:
+            return new
+        return replace(new, timings=self._with_unloaded(entry.sequence.timings(now)))
 
     def _check_drafts(self, entry: FlightRow, output: RowOutput) -> None:
         """Take the positions of rejected drafts back: the next row overwrites their KV."""
@@ -673,8 +680,7 @@ class Scheduler:
         for resource in self._resources:
             resource.ended(sequence)
         self._admission.ended(sequence, reason)
-        chunk = self._config.max_num_batched_tokens
-        timings = with_unloaded(sequence.finish(now), self._cost_model, chunk)
+        timings = self._with_unloaded(sequence.finish(now))
         name = sequence.request.request_id
         new = new or SequenceOutput(name, sequence.index)
         self._requests[name].remove(sequence)
@@ -706,9 +712,9 @@ class Scheduler:
 
     def wakeup(self, now: float) -> float | None:
         """When to call `expire` and `plan` again at the latest, if no event comes before."""
-        is_full = len(self._in_flight) >= self._max_in_flight  # then `plan` returns None
+        is_full = len(self._in_flight) >= self.max_in_flight  # then `plan` returns None
         policy_s = None if is_full else self._budget.wakeup(now)
-        lost_s = now if self._lost() else None
+        lost_s = now if self._waiting.parked_by_key and self._lost() else None
         times = self._deadlines.next_s(), policy_s, lost_s
         return min((time for time in times if time is not None), default=None)
 
@@ -737,11 +743,14 @@ class Scheduler:
 
     def timings(self, request_id: str, now: float) -> dict[int, SequenceTimings]:
         """What the live sequences of a request spent their time on so far, by index."""
-        chunk = self._config.max_num_batched_tokens
         return {
-            sequence.index: with_unloaded(sequence.timings(now), self._cost_model, chunk)
+            sequence.index: self._with_unloaded(sequence.timings(now))
             for sequence in self._requests.get(request_id, ())
         }
+
+    def _with_unloaded(self, timings: SequenceTimings) -> SequenceTimings:
+        chunk, num_stages = self._config.max_num_batched_tokens, self._config.num_stages
+        return with_unloaded(timings, self._cost_model, chunk, num_stages)
 
     def check(self) -> None:
         """Raise AssertionError unless all parts of the state agree: for tests, after any call."""
@@ -762,7 +771,7 @@ class Scheduler:
         }
         queued = [sequence.sequence_id for sequence in (*self._batch, *self._waiting)]
         assert sorted(queued) == sorted(live), "live sequences and those in a queue differ"
-        assert len(self._in_flight) <= self._max_in_flight, "too many steps in flight"
+        assert len(self._in_flight) <= self.max_in_flight, "too many steps in flight"
         pending = self._pending_tokens()
         for sequence in (*self._batch, *self._waiting):
             name, count = sequence.sequence_id, pending[sequence.sequence_id]

@@ -254,12 +254,13 @@ class Sequence:
         is_detected = detection is not None and detection.max_pattern_size
         self._repetition = RepetitionDetector(detection) if detection and is_detected else None
         self.num_resumed = 0  # outputs that came with the request
+        self.charges = Charges()
+        self._cached_elsewhere: int | None = None  # of its prompt, where it began
         if resumed is not None:
             self._resume(resumed)
         if request.handover is not None:
             self._decode_limit = min(output_limit, self.num_resumed + 1)
         self.drafts = SequenceDrafts()
-        self.charges = Charges()
         # for its timings
         self.first_scheduled_s: float | None = None  # its first admission
         self._first_token_s: float | None = None
@@ -280,6 +281,8 @@ class Sequence:
                 num_tokens = len(resumed.token_ids)
                 raise ResumedAfterEnd(self.index, num_tokens, self.num_outputs, reason.value)
         self.num_resumed = self.num_outputs
+        self.charges.device_ticks = round(resumed.device_s * TICKS_PER_S)
+        self._cached_elsewhere = resumed.num_cached_tokens
         num_scored = self.prompt_len if self.num_resumed else resumed.num_prompt_logprobs
         self._num_scored_tokens = max(self._num_scored_tokens, min(num_scored, self.prompt_len))
 
@@ -582,7 +585,9 @@ class Sequence:
             activities=tuple(self._clock.changes),
             num_preemptions=self._num_preemptions,
             num_prompt_tokens=self.prompt_len,
-            num_cached_tokens=self.num_cached_tokens or 0,
+            num_cached_tokens=self.num_cached_tokens or 0
+            if self._cached_elsewhere is None
+            else self._cached_elsewhere,
             cache_miss=self.cache_miss,
             num_output_tokens=self.num_outputs,
             num_blocks=self._max_blocks,

@@ -7,17 +7,19 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterable
+from operator import attrgetter
 
 import msgspec
 
-from quickstep.core.cost_model import StepLoad
-from quickstep.core.drafts.control import DraftMode
+from quickstep.core.cost_model import CostModel, StepLoad
+from quickstep.core.drafts.control import DraftControl, DraftMode
 from quickstep.core.sequence import Residency, Sequence
 from quickstep.types import Admission, RowFailure, StepPlan, StepResult, StepRow
 
 RowFailures = dict[int, RowFailure]  # by the row's place in the plan
 
 _NO_LOAD = StepLoad()
+_LOAD, _ROW = attrgetter("load"), attrgetter("row")
 
 # The prices of setting up a sequence's sampling, in microseconds, measured on a slow core (2.5 GHz,
 # Python 3.11); only their proportions and order of magnitude matter. The set-up runs on one thread
@@ -81,9 +83,12 @@ class _LoadSum(msgspec.Struct):
 
     def of(self, rows: list[FlightRow]) -> StepLoad:
         """The load of all rows."""
-        if self.num_rows < len(rows):
-            self.load += StepLoad.total([entry.load for entry in rows[self.num_rows :]])
-            self.num_rows = len(rows)
+        num_before = self.num_rows
+        if num_before == len(rows):
+            return self.load
+        self.num_rows = len(rows)
+        new = StepLoad.total(list(map(_LOAD, rows[num_before:])))
+        self.load = self.load + new if num_before else new
         return self.load
 
 
@@ -146,23 +151,35 @@ class StepDraft(msgspec.Struct):
         step_id: int,
         released: tuple[int, ...],
         now: float,
-        loads: tuple[StepLoad, StepLoad, StepLoad],
-        predicted_s: float,
-        draft_mode: DraftMode | None = None,
+        cost_model: CostModel,
+        drafts: DraftControl,
     ) -> InFlightStep:
-        """The finished step: decode rows first. `loads`: of all rows, of decode, of prefill."""
+        """The finished step: decode rows first. Drafts get their price for the next one."""
         entries = (*self.decode, *self.prefill)
-        rows = tuple([entry.row for entry in entries])
+        grouped, decode = self.grouped_load, self._decode_sum.of(self.decode)
+        if grouped.num_rows:
+            decode = decode + grouped
         plan = StepPlan(
             step_id,
-            rows,
+            tuple(map(_ROW, entries)),
             tuple(self.admitted),
             released,
-            self.grouped_load.num_rows,
-            self.grouped_load.num_kv_tokens,
+            grouped.num_rows,
+            grouped.num_kv_tokens,
         )
+        prefill = self.prefill_load if self.prefill else _NO_LOAD
+        load = decode + prefill if prefill.num_rows else decode
+        draft_mode = drafts.planned(decode, cost_model)
         return InFlightStep(
-            plan, entries, *loads, now, predicted_s, self.num_preemptions, draft_mode
+            plan,
+            entries,
+            load,
+            decode,
+            prefill,
+            now,
+            cost_model.seconds(load),
+            self.num_preemptions,
+            draft_mode if self.may_speculate else None,
         )
 
 
@@ -173,7 +190,9 @@ def all_failed(step: InFlightStep, reason: str) -> RowFailures:
 
 def row_failures(plan: StepPlan, result: StepResult) -> RowFailures:
     """Which rows failed and why; a row without an output that it should have has failed too."""
-    failures = {failure.row: failure for failure in result.failures}
+    failures: RowFailures = {}
+    for failure in result.failures:
+        failures[failure.row] = failure
     for index, (row, output) in enumerate(zip(plan.rows, result.outputs, strict=True)):
         if row.emits and not output.token_ids:
             failures.setdefault(index, RowFailure(index, "the executor returned no token"))

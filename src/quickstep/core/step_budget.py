@@ -47,9 +47,12 @@ class StepBudget:
 
     def of_phase(self, phase: Phase, draft: StepDraft, now: float) -> int:
         """The tokens of a phase."""
-        start = self._batch.prefill_start
-        is_empty = not self._waiting.num or self._waiting.head is None
-        if start is None and is_empty:  # then there is nothing to split
+        start: int | None = None
+        if self._batch.prompts:
+            start = self._batch.prefill_start
+        if start is None and (
+            not self._waiting.num or self._waiting.head is None
+        ):  # then there is nothing to split
             return 0 if phase is Phase.PREFILL else draft.num_tokens_left
         num_tokens = self._policy.tokens(phase, self._view(draft, now, start), self._cost_model)
         if phase is Phase.PREFILL:
@@ -96,7 +99,9 @@ class StepBudget:
         have theirs.
         """
         num_rows = len(sequences) + len(over_share)
-        has_drafts = any([sequence.drafts.token_ids for sequence in sequences])
+        has_drafts = False
+        for sequence in sequences:
+            has_drafts = has_drafts or bool(sequence.drafts.token_ids)
         if not has_drafts and num_rows <= budget - _MIN_PREFILL:  # the usual case
             return None
         rows = [sequence for sequence in (*sequences, *over_share) if sequence.can_decode]

@@ -24,7 +24,8 @@ import asyncio
 import logging
 import random
 from collections import deque
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Mapping, Sequence
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from msgspec import structs
@@ -69,6 +70,7 @@ _LOGGER = logging.getLogger(__name__)
 # One step may fail because of its rows. Several in a row mean that scheduler, runner or device are
 # in a state that no request can change: the engine fails, and its owner may start another.
 _MAX_FAILED_IN_A_ROW = 3
+_STEPPING = (EngineState.RUNNING, EngineState.DRAINING)
 
 
 class Engine:
@@ -193,6 +195,12 @@ class Engine:
         """Of a KV block that is transferred."""
         return 0 if self._kv_transfers is None else self._kv_transfers.block_bytes
 
+    @property
+    def has_open_transfers(self) -> bool:
+        """Whether KV blocks are on their way from or to it."""
+        transfers = self._scheduler.transfers
+        return transfers is not None and transfers.are_open
+
     def stats(self) -> EngineStats:
         """The engine's current state."""
         now = self._clock()
@@ -312,7 +320,7 @@ class Engine:
 
         If a call is cancelled while it drains, call it again to end the rest.
         """
-        if self._task is not None and self._state in (EngineState.RUNNING, EngineState.DRAINING):
+        if self._task is not None and self._state in _STEPPING:
             self._state = EngineState.DRAINING
             await self._drain(drain_s)
             self._end_all(FinishReason.SHUTDOWN)
@@ -486,9 +494,21 @@ class Engine:
             raise EngineError(f"the engine is {self._state.value} and takes no requests{why}")
 
     async def _run(self) -> None:
-        while self._state in (EngineState.RUNNING, EngineState.DRAINING):
-            await self._turn()
-        await self._finish_in_flight()
+        """Fill the pipeline, then commit its oldest step; sleep while there is nothing to do."""
+        while self._state in _STEPPING or self._in_flight:
+            if self._state in _STEPPING:
+                now = self._fill_pipeline()
+                if not self._in_flight:
+                    await self._sleep(self._next_wakeup(now), now)
+                    continue
+            ticket = self._in_flight[0][1]
+            await _done(ticket)
+            try:
+                result = ticket.result()
+            except Exception as error:  # the executor's thread ended here; its sequences fail
+                await self._recover(error)
+            else:
+                self._commit(self._in_flight.popleft()[0], result)
 
     def _ended(self, task: asyncio.Task[None]) -> None:
         """The loop has ended. If it failed, its state is unknown: fail all requests, accept none.
@@ -504,15 +524,18 @@ class Engine:
         self._has_failed.set()
         self._live.fail_all(self._failure)
 
-    async def _turn(self) -> None:
-        """Fill the pipeline, then commit its oldest step; sleep if there is nothing to do."""
+    def _fill_pipeline(self) -> float:
+        """Plan and submit as many steps as may be in flight; returns the time."""
         self._wakeup.clear()
         now = self._clock()
         if expired := self._scheduler.expire(now):
             self._live.deliver(expired, now)
         if self._adapters is not None:
             self._adapters.free_retired(now)
-        while (plan := self._scheduler.plan(now)) is not None:
+        while len(self._in_flight) < self._scheduler.max_in_flight:
+            plan = self._scheduler.plan(now)
+            if plan is None:
+                break
             if plan.admitted:
                 for report in self._admission_reports:
                     report(plan.admitted)
@@ -521,10 +544,7 @@ class Engine:
             self._adapters.follow_orders()
         if self._kv_transfers is not None:
             self._kv_transfers.follow_orders()
-        if self._in_flight:
-            await self._take_oldest_step()
-        else:
-            await self._sleep(self._next_wakeup(now), now)
+        return now
 
     def _next_wakeup(self, now: float) -> float | None:
         """When there is something to do without a request's change; None for never."""
@@ -542,17 +562,6 @@ class Engine:
             await self._wakeup.wait()
         finally:
             alarm.cancel()
-
-    async def _take_oldest_step(self) -> None:
-        plan, ticket = self._in_flight[0]
-        await _wait_for(ticket)
-        try:
-            result = ticket.result()
-        except Exception as error:  # the executor's thread ended here; its sequences fail
-            await self._recover(error)
-            return
-        self._in_flight.popleft()
-        self._commit(plan, result)
 
     def _commit(self, plan: StepPlan, result: StepResult) -> None:
         now = self._last_step_s = self._clock()
@@ -573,7 +582,7 @@ class Engine:
         """
         _LOGGER.error("step %d failed", self._in_flight[0][0].step_id, exc_info=error)
         for _, ticket in self._in_flight:
-            await _wait_for(ticket)
+            await _done(ticket)
         self._executor.reset()
         plans = [plan for plan, _ in self._in_flight]
         self._in_flight.clear()
@@ -587,10 +596,6 @@ class Engine:
             raise EngineError(
                 f"{_MAX_FAILED_IN_A_ROW} steps in a row failed, the last one with: {error}"
             )
-
-    async def _finish_in_flight(self) -> None:
-        while self._in_flight:
-            await self._take_oldest_step()
 
     async def _drain(self, drain_s: float) -> None:
         if self._live and drain_s > 0:
@@ -616,20 +621,16 @@ class Engine:
         return self._scheduler.abort(request_id, now, reason, index)
 
 
-async def _wait_for(ticket: Ticket) -> None:
-    """Wait for a step without blocking the event loop; other tasks get a turn in any case."""
+def _done(ticket: Ticket) -> Awaitable[None]:
+    """The end of a step, awaited; other tasks get a turn in any case."""
     if ticket.done():
-        await asyncio.sleep(0)
-        return
+        return asyncio.sleep(0)
     loop = asyncio.get_running_loop()
     done = loop.create_future()
+    ticket.add_done_callback(partial(loop.call_soon_threadsafe, partial(_resolve, done)))
+    return done
 
-    def resolve() -> None:
-        if not done.done():
-            done.set_result(None)
 
-    def wake() -> None:
-        loop.call_soon_threadsafe(resolve)
-
-    ticket.add_done_callback(wake)
-    await done
+def _resolve(done: asyncio.Future[None], _: object) -> None:
+    if not done.done():  # the engine's task was cancelled
+        done.set_result(None)

@@ -154,6 +154,8 @@ class LiveRequests:
         delta = live.texts[output.index].advance(output)
         reason = delta.finish_reason
         if reason is None:
+            if live.request.handover is not None:
+                delta = replace(delta, timings=timings)
             live.sink.put(delta)
             return
         if output.finish_reason is None:

@@ -5,8 +5,8 @@ plan. `steady_state` solves the balance of a constant load: in a step of t secon
 arrive, each with its prompt, and each decodes in (outputs - 1) steps. The planner orders candidates
 by it, and simulates the best.
 
-A pipeline of p stages works as p engines that take turns: each has 1 / p of the requests and of the
-KV cache, and its step passes all stages. That assumes that their steps take equally long.
+A pipeline of p stages computes p steps at the same time, each with 1 / p of the sequences, and a
+step passes all stages (docs/design/0059). The formulas assume that all steps take equally long.
 """
 
 from __future__ import annotations
@@ -20,6 +20,7 @@ from msgspec.structs import replace
 
 from quickstep.config import CacheConfig, SchedulerConfig, SpeculationMethod
 from quickstep.core.cost_model import CostModel, StepLoad
+from quickstep.core.overhead import ScaledCosts, StageTimes
 from quickstep.errors import ConfigError
 from quickstep.model.adapters.lora_modules import adapter_bytes
 from quickstep.model.decoder_spec import ModelSpec
@@ -165,11 +166,12 @@ class Candidate(msgspec.Struct, frozen=True):
 
     Attributes:
         memory: Of one device.
-        num_blocks: KV blocks of one engine (see above).
+        num_blocks: KV blocks of one engine.
         concurrency: Complete sequences of the load that its KV cache holds, at most
             `EngineLimits.max_num_seqs`.
-        costs: Step times of one engine.
+        costs: Step times of one engine, of all of its stages together.
         drafts: What proposes tokens.
+        stages: How a step passes them.
     """
 
     spec: ModelSpec
@@ -183,11 +185,29 @@ class Candidate(msgspec.Struct, frozen=True):
     costs: RooflineCostModel
     loras: LoRASizes | None = None
     drafts: tuple[PlannedDraft, ...] = ()
+    stages: StageTimes = StageTimes()
 
     @property
-    def num_engines(self) -> int:
-        """Engines that divide the requests."""
-        return self.split.replicas * self.split.pipeline
+    def num_parallel_steps(self) -> int:
+        """How many steps all replicas compute at the same time."""
+        return self.split.replicas * self.stages.num_stages
+
+    @property
+    def stage_costs(self) -> CostModel:
+        """Seconds of a step in the mean stage, as a scheduler measures them."""
+        num_stages = self.stages.num_stages
+        return self.costs if num_stages == 1 else ScaledCosts(self.costs, 1.0 / num_stages)
+
+    @property
+    def scheduler_config(self) -> SchedulerConfig:
+        """Of one engine."""
+        return SchedulerConfig(
+            max_num_seqs=self.limits.max_num_seqs,
+            max_num_batched_tokens=self.limits.max_num_batched_tokens,
+            max_model_len=self.spec.max_model_len,
+            num_speculative_tokens=self.limits.num_speculative_tokens if self.drafts else 0,
+            num_stages=self.stages.num_stages,
+        )
 
     @property
     def formats(self) -> str:
@@ -259,8 +279,10 @@ def fit(
     loras: LoRASizes | None = None,
     drafts: Sequence[DraftModel] = (),
     measured: CostModel | None = None,
+    stages: StageTimes | None = None,
 ) -> Candidate:
-    """Size one device by the engine's own memory plan. `measured` are step times of one device.
+    """Size one device by the engine's own memory plan. `measured` are step times of one device;
+    `stages` those of a pipeline on it, for which `measured` is of all stages together.
 
     Raises:
         ConfigError: The split is impossible or does not fit.
@@ -272,7 +294,7 @@ def fit(
             f"limit of {spec.max_model_len} tokens"
         )
     scheduler = SchedulerConfig(
-        max_num_seqs=limits.max_num_seqs * split.pipeline,
+        max_num_seqs=limits.max_num_seqs,
         max_num_batched_tokens=limits.max_num_batched_tokens,
         max_model_len=load.num_tokens,
     )
@@ -289,7 +311,7 @@ def fit(
     )
     if split.experts > 1:
         memory = _with_experts_named(memory, spec, split)
-    num_blocks = memory.num_blocks // split.pipeline
+    num_blocks = memory.num_blocks
     sequence_blocks = whole_blocks(load.num_tokens, BLOCK_SIZE) // BLOCK_SIZE
     concurrency = min(limits.max_num_seqs, num_blocks // sequence_blocks)
     if not concurrency:
@@ -317,6 +339,7 @@ def fit(
         ),
         loras,
         tuple([PlannedDraft(draft, draft.seconds(hardware, split)) for draft in drafts]),
+        stages or StageTimes.equal(split.pipeline),
     )
 
 
@@ -363,7 +386,7 @@ def prompt_s(candidate: Candidate, load: Load) -> float:
 def _steady_state(
     candidate: Candidate, load: Load, draft: PlannedDraft | None, prefills: bool
 ) -> SteadyState | None:
-    rate = load.rate / candidate.num_engines
+    rate = load.rate / candidate.num_parallel_steps
     costs = candidate.costs
     num_drafts, tokens_per_step = 0, 1.0
     if draft is not None:
@@ -374,7 +397,7 @@ def _steady_state(
         num_arrivals = rate * step_s
         decode = _decodes(load, num_arrivals / tokens_per_step, num_drafts, candidate.loras)
         prefill = _prefills(load, num_arrivals, candidate.loras) if prefills else StepLoad()
-        if decode.num_rows > candidate.concurrency:
+        if decode.num_rows * candidate.stages.num_stages > candidate.concurrency:
             return None
         if prefill.num_tokens + decode.num_tokens > candidate.limits.max_num_batched_tokens:
             return None

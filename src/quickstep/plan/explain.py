@@ -249,7 +249,7 @@ def compare_parallelism(query: PlanQuery, batch: int = 32) -> list[ParallelRow]:
 
 def _row(query: PlanQuery, candidate: Candidate, strategy: str, batch: int) -> ParallelRow:
     costs, split, load = candidate.costs, candidate.split, query.load
-    rows = max(1, batch // candidate.num_engines)
+    rows = max(1, batch // candidate.num_parallel_steps)
     context = load.num_inputs + load.num_outputs // 2
     step_s = costs.seconds(StepLoad(rows, rows, rows * context, rows * context))
     return ParallelRow(
@@ -257,7 +257,7 @@ def _row(query: PlanQuery, candidate: Candidate, strategy: str, batch: int) -> P
         split,
         prefill_s=_prefill_s(costs, split, load.num_inputs),
         decode_s=step_s,
-        decode_tokens_per_s=rows * candidate.num_engines / step_s,
+        decode_tokens_per_s=rows * candidate.num_parallel_steps / step_s,
     )
 
 

@@ -5,8 +5,7 @@ engine is `candidates.decode_state`. The KV cache is handed over through the dev
 delays the second token only; that of a draft model is handed over too. Drafts are proposed by the
 decode engines. The planner simulates the best placement with `plan.traffic`.
 
-A pipeline of p stages is p engines that take turns here too (`plan.candidates`): each has 1 / p of
-the requests, of the KV and of the devices' links, and a step passes all stages.
+A pipeline is one engine; its stages compute several steps at the same time (`plan.candidates`).
 """
 
 from __future__ import annotations
@@ -48,8 +47,8 @@ class Placement(msgspec.Struct, frozen=True):
     def pools(self) -> PhasePools:
         """For the simulation, with the prefill engine as its candidate."""
         return PhasePools(
-            self.num_prefill * self.prefill.num_engines,
-            self.num_decode * self.decode.num_engines,
+            self.num_prefill,
+            self.num_decode,
             self.decode,
             self.prefill.hardware.link,
         )
@@ -125,7 +124,7 @@ def _joined(ttft_s: float | None, state: SteadyState | None) -> SteadyState | No
 def _ttft_s(engine: Candidate, count: int, load: Load) -> float | None:
     """Of so many prefill engines; None if they cannot keep up."""
     service_s = prompt_s(engine, load)
-    busy = load.rate / (count * engine.num_engines) * service_s
+    busy = load.rate / (count * engine.num_parallel_steps) * service_s
     if busy >= 1.0:
         return None
     return service_s + busy * service_s / (2.0 * (1.0 - busy))

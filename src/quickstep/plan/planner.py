@@ -12,7 +12,7 @@ from collections.abc import Iterator, Sequence
 import msgspec
 from msgspec.structs import replace
 
-from quickstep.config import PolicyName, SchedulerConfig
+from quickstep.config import PolicyName
 from quickstep.core.cost_model import CostModel, StepLoad
 from quickstep.core.policies import make_policy
 from quickstep.core.resources.block_pool import KVBlockPool
@@ -36,7 +36,7 @@ from quickstep.plan.candidates import (
 from quickstep.plan.formulas import Split, whole_blocks
 from quickstep.plan.hardware import Hardware
 from quickstep.plan.placements import Placement, best_placement, placement_capacity
-from quickstep.plan.traffic import num_drafts, simulate_arrivals, simulated_drafts
+from quickstep.plan.traffic import simulate_arrivals, simulated_drafts
 from quickstep.sim.arrivals import poisson
 from quickstep.sim.grouped_scheduler import GroupedScheduler
 from quickstep.sim.outcome import Arrival
@@ -108,7 +108,7 @@ class SimulatedOption(msgspec.Struct, frozen=True):
         binding: What most of a mean step is spent on; OVERLOAD if it cannot keep up.
         met: Whether enough requests met the targets.
         predicted: By simulation, of one engine: the load is divided among equal engines.
-        num_engines: Replicas x pipeline stages.
+        num_engines: Replicas; a pipeline is one engine.
         prefill: Engines that only prefill; the other fields are of those that decode then, but
             `predicted` is of all. None if every engine does both (a mixed placement).
         handover_s: Mean seconds from the end of a prefill to the arrival of its KV.
@@ -266,31 +266,29 @@ def make_plan(query: PlanQuery) -> Plan:
 
 def simulate_candidate(candidate: Candidate, query: PlanQuery) -> Summary:
     """One engine of a candidate with its part of the requests, which arrive at random."""
-    rate = query.load.rate / candidate.num_engines
+    rate = query.load.rate / candidate.split.replicas
     state = steady_state(candidate, query.load)
     inside = 3.0 * rate * end_to_end(state, query.load) if state else 0.0
     most = max(_MIN_REQUESTS, _MAX_ROW_STEPS // query.load.num_outputs)
     num_requests = min(max(_MIN_REQUESTS, round(inside)), most)
     loras = candidate.loras
-    if candidate.drafts or loras is not None:
+    if candidate.drafts or loras is not None or candidate.stages.num_stages > 1:
         num_requests = max(_MIN_REQUESTS, num_requests // 3)  # each step is planned
-    config = SchedulerConfig(
-        max_num_seqs=candidate.limits.max_num_seqs,
-        max_num_batched_tokens=candidate.limits.max_num_batched_tokens,
+    config = replace(
+        candidate.scheduler_config,
         max_model_len=query.load.num_tokens,
         inter_token_target_s=query.targets.tpot_s or _SLOWEST_TARGET_S,
-        num_speculative_tokens=num_drafts(candidate),
         max_loras=None if loras is None else loras.max_loras,
     )
     pool = KVBlockPool(candidate.num_blocks, BLOCK_SIZE, prefix_caching=False)
-    scheduler = GroupedScheduler(config, pool, make_policy(config), candidate.costs)
+    scheduler = GroupedScheduler(config, pool, make_policy(config), candidate.stage_costs)
     adapters = None if loras is None else _adapters(loras)
     for name in () if adapters is None else adapter_ids(adapters):
         scheduler.register_adapter(name, 1)
     times = poisson(random.Random(query.seed), rate, num_requests)
     arrivals = _arrivals(query.load, times, adapters)
     drafts = simulated_drafts(candidate, random.Random(query.seed + 1))
-    outcome = simulate(arrivals, scheduler, candidate.costs, drafts=drafts)
+    outcome = simulate(arrivals, scheduler, candidate.costs, drafts=drafts, stages=candidate.stages)
     warmup_s = times[int(_WARMUP * num_requests)]
     return summarize(outcome, candidate.num_blocks, query.targets, warmup_s)
 
@@ -311,7 +309,8 @@ def _disaggregated(
     most = _MAX_ROW_STEPS // load.num_outputs
     inside = round(3.0 * load.rate * end_to_end(state, load)) if state else 0
     num_requests = min(max(_MIN_REQUESTS, inside), max(_MIN_REQUESTS, most))
-    if decode.drafts or decode.loras is not None:
+    num_stages = decode.stages.num_stages
+    if decode.drafts or decode.loras is not None or num_stages > 1:
         num_requests = max(_MIN_REQUESTS, num_requests // 3)  # each step is planned
     adapters = None if decode.loras is None else _adapters(decode.loras)
     times = poisson(random.Random(query.seed), load.rate, num_requests)
@@ -363,11 +362,11 @@ def _option(
     """A simulated candidate, or a simulated placement whose decode engines it is."""
     split, load, price = candidate.split, query.load, query.hardware.device.price
     if placement is None:
-        num_devices, num_engines = split.num_devices, candidate.num_engines
+        num_devices, num_engines = split.num_devices, split.replicas
         capacity_per_s, prefill = capacity(candidate, load, query.targets), None
     else:
         num_devices = placement.num_devices
-        num_engines = placement.num_decode * candidate.num_engines
+        num_engines = placement.num_decode
         capacity_per_s = placement_capacity(placement, load, query.targets)
         of_prefill = placement.prefill.split
         prefill = PrefillEngines(of_prefill.tensor, of_prefill.pipeline, placement.num_prefill)

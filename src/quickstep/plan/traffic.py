@@ -13,10 +13,10 @@ from functools import partial
 import msgspec
 from msgspec.structs import replace
 
-from quickstep.config import PolicyName, SchedulerConfig
+from quickstep.config import PolicyName
 from quickstep.core.policies import make_policy
 from quickstep.core.resources.block_pool import KVBlockPool
-from quickstep.core.router import ROUTERS, FewestRequests
+from quickstep.core.router import ROUTERS
 from quickstep.errors import ConfigError
 from quickstep.model.sizing import kv_bytes_per_token
 from quickstep.plan.candidates import BLOCK_SIZE, Candidate, Load
@@ -28,7 +28,7 @@ from quickstep.sim.grouped_scheduler import GroupedScheduler
 from quickstep.sim.outcome import Arrival, Follow, Progress, Simulation
 from quickstep.sim.replicas.faults import random_faults
 from quickstep.sim.replicas.handovers import KVLink
-from quickstep.sim.replicas.replica import ReplicaOptions, ReplicaSpec, Role
+from quickstep.sim.replicas.replica import ReplicaSpec, Role
 from quickstep.sim.replicas.run import ReplicaRun
 from quickstep.sim.simulate import simulate
 from quickstep.sim.window import CountedWindow
@@ -92,8 +92,7 @@ class Replicas(msgspec.Struct, frozen=True):
 
 
 class PhasePools(msgspec.Struct, frozen=True):
-    """Engines that only prefill and engines that decode (`sim.replicas.handovers`); of a pipeline,
-    as many as it has stages.
+    """Engines that only prefill and engines that decode (`sim.replicas.handovers`).
 
     Attributes:
         decode: An engine of the other phase.
@@ -106,10 +105,8 @@ class PhasePools(msgspec.Struct, frozen=True):
     link: Link
 
     def kv_link(self, prefill: Candidate) -> KVLink:
-        """Between a prefill engine and a decode engine: their devices send in parallel. The engines
-        of a pipeline have an equal part of its devices each.
-        """
-        num_links = min(prefill.split.tensor, self.decode.split.tensor)
+        """Between a prefill engine and a decode engine: their devices send in parallel."""
+        num_links = min(prefill.split.num_devices, self.decode.split.num_devices)
         elements = prefill.elements
         token_bytes = kv_bytes_per_token(prefill.spec, elements.dtype, elements.kv_dtype)
         token_bytes += sum(draft.model.sizes.kv_bytes_per_token for draft in prefill.drafts)
@@ -118,11 +115,6 @@ class PhasePools(msgspec.Struct, frozen=True):
             self.link.latency_us * 1e-6,
             token_bytes,
         )
-
-
-def num_drafts(candidate: Candidate) -> int:
-    """The most drafts of a row; 0 if nothing drafts."""
-    return candidate.limits.num_speculative_tokens if candidate.drafts else 0
 
 
 def simulated_drafts(candidate: Candidate, rng: random.Random) -> SimulatedDrafts | None:
@@ -220,21 +212,19 @@ def simulate_arrivals(
     prefills. `seed`: Of which drafts are accepted.
     """
     rng = random.Random(seed)
-    config = SchedulerConfig(
-        max_num_seqs=candidate.limits.max_num_seqs,
-        max_num_batched_tokens=candidate.limits.max_num_batched_tokens,
-        max_model_len=max_model_len,
-        policy=policy,
-        max_loras=None if adapters is None else adapters.max_loras,
-        num_speculative_tokens=num_drafts(candidate),
-    )
-    costs, load_s = candidate.costs, 0.0 if adapters is None else adapters.load_s
-
-    if inter_token_target_s is not None:
-        config = replace(config, inter_token_target_s=inter_token_target_s)
+    load_s = 0.0 if adapters is None else adapters.load_s
 
     def new_scheduler(of: Candidate, pool: KVBlockPool) -> GroupedScheduler:
-        scheduler = GroupedScheduler(config, pool, make_policy(config), of.costs)
+        config = replace(
+            of.scheduler_config,
+            max_model_len=max_model_len,
+            policy=policy,
+            max_loras=None if adapters is None else adapters.max_loras,
+            transfers_kv=phases is not None,
+        )
+        if inter_token_target_s is not None:
+            config = replace(config, inter_token_target_s=inter_token_target_s)
+        scheduler = GroupedScheduler(config, pool, make_policy(config), of.stage_costs)
         for adapter_id in () if adapters is None else adapter_ids(adapters):
             scheduler.register_adapter(adapter_id, 1)
         return scheduler
@@ -245,17 +235,19 @@ def simulate_arrivals(
     def new_engine(of: Candidate, clock: VirtualClock) -> SimulatedEngine:
         scheduler = new_scheduler(of, new_pool(of))
         drafts = simulated_drafts(of, rng)
-        return SimulatedEngine(clock, scheduler, of.costs, pads, load_s, drafts=drafts)
+        return SimulatedEngine(
+            clock, scheduler, of.costs, pads, load_s, drafts=drafts, stages=of.stages
+        )
 
+    router = ROUTERS["fewest-requests" if replicas is None else replicas.router]()
     if phases is not None:
         prefill = ReplicaSpec(partial(new_engine, candidate), Role.PREFILL)
         decode = ReplicaSpec(partial(new_engine, phases.decode), Role.DECODE)
         return ReplicaRun(
             arrivals,
             [prefill] * phases.num_prefill + [decode] * phases.num_decode,
-            FewestRequests(),
+            router,
             rng,
-            options=ReplicaOptions(link_s=0.0),
             kv_link=phases.kv_link(candidate),
             follow=follow,
             progress=progress,
@@ -264,13 +256,14 @@ def simulate_arrivals(
         return simulate(
             arrivals,
             new_scheduler(candidate, new_pool(candidate)),
-            costs,
+            candidate.costs,
             follow,
             pads,
             adapter_load_s=load_s,
             progress=progress,
             drafts=simulated_drafts(candidate, rng),
             window=window,
+            stages=candidate.stages,
         )
     arrivals = tuple(arrivals)
     until_s = max((arrival.at_s for arrival in arrivals), default=0.0) or _FAULTS_UNTIL_S
@@ -278,7 +271,7 @@ def simulate_arrivals(
     return ReplicaRun(
         arrivals,
         [ReplicaSpec(partial(new_engine, candidate))] * replicas.count,
-        ROUTERS[replicas.router](),
+        router,
         fault_rng,
         random_faults(fault_rng, replicas.count, until_s, replicas.num_faults),
         follow=follow,

@@ -342,15 +342,14 @@ class ModelRunner:
         self._slots.fail(plan.rows, f"step {plan.step_id} was skipped")
 
     def _move(self, plan: StepPlan) -> None:
-        if not plan.released and not plan.admitted:  # the usual case
-            return
         self._slots.move(plan.released, plan.admitted)
         self._drafting.move(plan.released, plan.admitted, self._slots)
 
     def _start(self, plan: StepPlan) -> HeldStep:
         """Change the slots as a plan says."""
         started_s = self._clock()
-        self._move(plan)
+        if plan.released or plan.admitted:
+            self._move(plan)
         try:
             slots = self._slots.of_rows(plan.rows)
             for row, slot in zip(plan.rows, slots, strict=True):
@@ -406,8 +405,12 @@ class ModelRunner:
     def _prepare(self, rows: Sequence[StepRow], slots: Sequence[Slot]) -> PreparedRows:
         self._steps.prepare(rows, slots)
         emitting, tokens = _emitting(rows, slots)
-        is_read = any([row.num_scored or slot.pool for row, slot in zip(rows, slots, strict=True)])
-        every_token = is_read or self._drafting.needs_every_token(rows)
+        is_read = False
+        for row, slot in zip(rows, slots, strict=True):
+            is_read = is_read or bool(row.num_scored or slot.pool)
+        every_token = is_read
+        if not is_read and self._drafting.reader is not None:
+            every_token = self._drafting.needs_every_token(rows)
         return PreparedRows(emitting, tokens, is_read, every_token)
 
     def _read(
@@ -421,7 +424,11 @@ class ModelRunner:
         """Sample, score and draft from what the model computed."""
         emitting, tokens, every_token = prepared.emitting, prepared.tokens, prepared.every_token
         outputs = [_NO_OUTPUT] * len(rows)
-        resident = emitting if self._pipeline is None else self._resident(rows, emitting)
+        resident, gone = emitting, []
+        if self._pipeline is not None:
+            holds = map(self._slots.holds, rows, slots)
+            gone = [index for index, is_held in enumerate(holds) if not is_held]
+            resident = self._resident(rows, emitting)
         if prepared.is_read:
             self._read_prompts(rows, slots, hidden, outputs)
         if emitting:
@@ -429,8 +436,9 @@ class ModelRunner:
             sample_rows(self._sample, logits, emitting, self._by_rejection, at_once)
             if len(tokens) > len(emitting):
                 self._move_accepted(rows, resident)
-        aux_hidden = self._steps.aux_hidden_states()
-        self._drafting.compute(rows, slots, emitting, hidden, every_token, aux_hidden)
+        if self._drafting.reader is not None:
+            aux_hidden = self._steps.aux_hidden_states()
+            self._drafting.compute(rows, slots, emitting, hidden, every_token, aux_hidden, gone)
         if emitting:
             drafts = self._drafting.propose(rows, resident, hidden, every_token)
             for one in emitting:
@@ -488,13 +496,11 @@ _NO_DRAFTS = NextDrafts()
 
 
 def _failures(slots: Sequence[Slot]) -> tuple[RowFailure, ...]:
-    return tuple(
-        [
-            RowFailure(index, slot.failure, slot.is_refused)
-            for index, slot in enumerate(slots)
-            if slot.failure
-        ]
-    )
+    failures: list[RowFailure] = []
+    for index, slot in enumerate(slots):
+        if slot.failure:
+            failures.append(RowFailure(index, slot.failure, slot.is_refused))
+    return tuple(failures)
 
 
 def _graph_steps(steps: StepModel) -> GraphSteps | None:

@@ -124,7 +124,7 @@ async def _running_engines(
     """Run the engines, record their usage and log their traffic inside this context."""
     ledger = _open_ledger(models.server, options)
     for model in models:
-        model.engine.step_log.follow(_recorder(model, options, ledger))
+        model.engine.step_log.follow_sequences(_recorder(model, options, ledger))
         await model.engine.start()
     logging_traffic = [
         asyncio.create_task(log_traffic(model.engine, metrics.of(model))) for model in models

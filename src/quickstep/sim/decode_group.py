@@ -234,6 +234,7 @@ class DecodeGroup:
             or residency.pending
             or request.adapter_id
             or request.pooling is not None
+            or request.handover is not None
             or sampling.grammar is not None
             or sampling.logprobs is not None
             or sampling.repetition_detection is not None

@@ -13,6 +13,7 @@ import msgspec
 from msgspec.structs import replace
 
 from quickstep.core.cost_model import CostModel, StepLoad
+from quickstep.core.overhead import StageTimes
 from quickstep.core.scheduler import Scheduler
 from quickstep.sim.drafts import SimulatedDrafts
 from quickstep.sim.grouped_scheduler import GroupedScheduler
@@ -28,6 +29,7 @@ from quickstep.types import (
 )
 
 _TOKEN_ID = 0
+_ONE_STAGE = StageTimes()
 _ROUNDED = 1.0 - 1e-9  # a sum of step times is at least that part of their product
 
 
@@ -62,10 +64,12 @@ class ClockTicket(msgspec.Struct, frozen=True):
 
 
 class ClockExecutor:
-    """Runs steps one after the other on a virtual clock.
+    """Runs steps one after the other on a virtual clock, through the stages of a pipeline if there
+    are several: each computes one step at a time.
 
-    `pads`: All rows of a step take as long as its longest. `slowdown` multiplies the time of the
-    steps that are submitted from now on. `drafts`: What proposes tokens.
+    `cost_model`: Seconds of all stages together. `pads`: All rows of a step take as long as its
+    longest. `slowdown` multiplies the time of the steps that are submitted from now on. `drafts`:
+    What proposes tokens.
     """
 
     def __init__(
@@ -74,8 +78,11 @@ class ClockExecutor:
         cost_model: CostModel,
         pads: bool = False,
         drafts: SimulatedDrafts | None = None,
+        stages: StageTimes = _ONE_STAGE,
     ) -> None:
         self.slowdown = 1.0
+        self._stages = stages
+        self._stage_free_at_s = [0.0] * stages.num_stages
         self._drafts = drafts
         self._clock = clock
         self._cost_model = cost_model
@@ -94,12 +101,30 @@ class ClockExecutor:
             drafted, drafts_s = self._drafts.step(plan, seconds, _TOKEN_ID)
             seconds += drafts_s
         seconds *= self.slowdown
-        self._free_at_s = max(self._clock.now, self._free_at_s) + seconds
         outputs = tuple(map(_output, plan.rows))
         if drafted:
             outputs = tuple([drafted.get(place, one) for place, one in enumerate(outputs)])
+        if self._stages.num_stages > 1:
+            return self._passed(plan, outputs, seconds)
+        self._free_at_s = max(self._clock.now, self._free_at_s) + seconds
         result = StepResult(plan.step_id, outputs, seconds)
         return ClockTicket(self._clock, self._free_at_s, result)
+
+    def _passed(
+        self, plan: StepPlan, outputs: tuple[RowOutput, ...], seconds: float
+    ) -> ClockTicket:
+        """A step that passes all stages."""
+        stage_s = tuple([seconds * part for part in self._stages.parts])
+        at_s = self._clock.now
+        for stage, own_s in enumerate(stage_s):
+            at_s += self._stages.hop_s if stage else 0.0
+            at_s = max(at_s, self._stage_free_at_s[stage]) + own_s
+            self._stage_free_at_s[stage] = at_s
+        at_s += self._stages.overhead_s
+        self._stage_free_at_s[-1] = at_s
+        mean_s = seconds / len(stage_s)
+        result = StepResult(plan.step_id, outputs, mean_s, stage_s=stage_s)
+        return ClockTicket(self._clock, at_s, result)
 
     def ran_until(self, time_s: float) -> None:
         """Steps that were not submitted here took until then."""
@@ -117,7 +142,7 @@ class SimulatedEngine:
     """One engine. It acts only when it is called; `next_s` says when that is due.
 
     `scheduler`: A `GroupedScheduler` is faster, with the same result. `adapter_load_s`: How long
-    the load of a LoRA adapter takes. `drafts`: As of `ClockExecutor`.
+    the load of a LoRA adapter takes. `cost_model`, `drafts` and `stages`: As of `ClockExecutor`.
     """
 
     def __init__(
@@ -129,12 +154,13 @@ class SimulatedEngine:
         adapter_load_s: float = 0.0,
         step_by_step: bool = False,
         drafts: SimulatedDrafts | None = None,
+        stages: StageTimes = _ONE_STAGE,
     ) -> None:
         self.scheduler = scheduler
         self._grouped = scheduler if isinstance(scheduler, GroupedScheduler) else None
         if self._grouped is not None and not (pads or step_by_step):
             self._grouped.group_decodes(_TOKEN_ID)
-        self.executor = ClockExecutor(clock, cost_model, pads, drafts)
+        self.executor = ClockExecutor(clock, cost_model, pads, drafts, stages)
         self.records: list[StepRecord] = []
         self._clock = clock
         self.cost_model = cost_model

@@ -1,6 +1,6 @@
 """What goes into a simulation and what comes out of it: arrivals, endings, the step log.
 
-Made by `sim.simulate`, `sim.replicas` and `sim.disaggregated`; summarized by `sim.summary`.
+Made by `sim.simulate` and `sim.replicas`; summarized by `sim.summary`.
 """
 
 from __future__ import annotations
@@ -41,16 +41,18 @@ Follow = Callable[[Ending], Iterable[Arrival]]
 
 
 class Handovers(msgspec.Struct, frozen=True):
-    """Between engines of different phases (`sim.disaggregated`).
+    """Between engines of different phases (`sim.replicas.handovers`).
 
     Attributes:
-        count: Sequences whose KV was handed over.
-        num_bytes: Of all of them, without what was cached there.
-        mean_s: From the end of the prefill to the arrival at the decode engine.
+        count: Requests that continued at another engine.
+        num_refused: Transfers for which the decode engine had no room.
+        num_bytes: Of all transfers, without what was cached there.
+        mean_s: From the end of the prefill to the arrival of its last blocks.
         prefill_busy, decode_busy: The part of the time in which a step ran, as a mean over engines.
     """
 
     count: int
+    num_refused: int
     num_bytes: int
     mean_s: float
     prefill_busy: float

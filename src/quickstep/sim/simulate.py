@@ -13,6 +13,7 @@ from collections.abc import Iterable
 from typing import TYPE_CHECKING
 
 from quickstep.core.cost_model import CostModel
+from quickstep.core.overhead import StageTimes
 from quickstep.core.scheduler import Scheduler
 from quickstep.errors import RequestError
 from quickstep.sim.drafts import SimulatedDrafts
@@ -126,6 +127,7 @@ def simulate(
     progress: Progress | None = None,
     drafts: SimulatedDrafts | None = None,
     window: CountedWindow | None = None,
+    stages: StageTimes | None = None,
 ) -> Simulation:
     """Run a new scheduler over `arrivals`; `cost_model` gives the duration of a step.
 
@@ -134,7 +136,8 @@ def simulate(
     save. `step_by_step` does not advance steps that only decode in one go, which changes nothing
     but the time that it takes. `adapter_load_s`: how long the load of a LoRA adapter takes, if
     adapters are a resource of the scheduler. `drafts`: what proposes tokens, if the scheduler asks
-    for some. With a `window`, the simulation ends when its requests are known.
+    for some. With a `window`, the simulation ends when its requests are known. `stages`: those of a
+    pipeline, for a scheduler with as many.
 
     Give the scheduler a cost model of its own: that one learns, this one does not change. For a
     machine that was measured, both are `LinearCostModel.of_fit` of its stored fit
@@ -142,7 +145,14 @@ def simulate(
     """
     clock = VirtualClock()
     engine = SimulatedEngine(
-        clock, scheduler, cost_model, pads, adapter_load_s, step_by_step, drafts
+        clock,
+        scheduler,
+        cost_model,
+        pads,
+        adapter_load_s,
+        step_by_step,
+        drafts,
+        stages or StageTimes(),
     )
     run = _Run(arrivals, clock, engine, follow, progress, window)
     event_s = run.next_event_s()

@@ -69,6 +69,8 @@ class Summary(msgspec.Struct, frozen=True):
         prefill: The part of the step time that prefill rows were charged.
         kv_used: The largest part of the KV blocks in use after a step.
         num_preemptions: Sequences that lost their blocks and were computed again.
+        bubble: Of a pipeline, the part of the time in which its stages had steps and did not
+            compute, as `StepRecord.bubble_s`; of several replicas, the mean.
     """
 
     num_requests: int
@@ -90,6 +92,7 @@ class Summary(msgspec.Struct, frozen=True):
     prefill: float
     kv_used: float
     num_preemptions: int
+    bubble: float
 
 
 def percentile(ordered: Sequence[float], part: float) -> float:
@@ -161,6 +164,7 @@ def summarize(
         prefill=math.fsum(record.prefill_s for record in records) / busy_s if busy_s else 0.0,
         kv_used=1.0 - free / num_blocks,
         num_preemptions=sum(record.num_preemptions for record in records),
+        bubble=math.fsum(record.bubble_s for record in records) / duration_s / outcome.num_replicas,
     )
 
 

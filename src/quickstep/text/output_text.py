@@ -73,7 +73,7 @@ class OutputText:
             output.token_ids[:num_tokens],
             output.logprobs[:num_tokens],
             output.finish_reason,
-            _stop_reason(output),
+            None if output.finish_reason is None else _stop_reason(output),
             output.timings,
             output.error,
             output.prompt_logprobs,

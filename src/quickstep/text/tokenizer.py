@@ -253,7 +253,7 @@ class Tokenizer:
             return b""
         if self._kind is DecoderKind.BYTES:
             try:
-                return bytes(self._byte_of_char[char] for char in piece)
+                return bytes(map(self._byte_of_char.__getitem__, piece))
             except KeyError:  # an added token, spelled as it is
                 return piece.encode()
         if self._byte_fallback:

@@ -227,7 +227,7 @@ class _Verifier:
         self._open_proposers = open_proposers
         self._new_matcher = new_matcher
         self._tokenizer = tokenizer
-        self._setup = options.setups[0]
+        self._setup = Setup(options.setups[0].threads)
         self._model = model = load(self._setup.threads)
         self._options = options
         self._progress = progress
@@ -253,7 +253,7 @@ class _Verifier:
         self._proposers = open_proposers(model, self._plan)
         self._num_groups = 0
         self._single: dict[tuple[str, int], Trace] = {}
-        # Before its first group, on the first number of threads, in whose groups each takes part.
+        # Before its first group, in the first setup, in whose groups each takes part.
         self._ran_single: set[str] = set()
         self._report = VerifyReport(options)
 
@@ -264,6 +264,7 @@ class _Verifier:
         for setup in self._options.setups:
             if setup != self._setup:
                 self._use(setup)
+            if self._single:
                 self._compare_single_runs(setup)
             for scenario, group in self._groups(setup):
                 for added in group:
@@ -292,7 +293,7 @@ class _Verifier:
         else:
             assert self._load_divided is not None, "several processes are requested"
             self._model, self._links = self._load_divided(setup, self._plan)
-            self._kv = self._allocated_kv()
+        self._kv = self._allocated_kv()
         self._proposers = self._open_proposers(self._model, self._plan)
         options = self._options
         self._adapters = random_adapters(self._model, options.num_adapters, options.seed)

@@ -50,6 +50,8 @@ class VerifyOptions(msgspec.Struct, frozen=True):
         num_ranks: Processes that compute each step together in further groups, with the most
             threads; 1 for none.
         num_stages: Stages of a pipeline in these groups.
+        against: Ranks of the setup that has the single runs, and is compared with the divided one
+            only; None for one process with each of `threads`.
         fail_fast: Stop after the group with the first mismatch.
     """
 
@@ -63,12 +65,15 @@ class VerifyOptions(msgspec.Struct, frozen=True):
     fail_fast: bool = False
     num_ranks: int = 1
     num_stages: int = 1
+    against: int | None = None
 
     @property
     def setups(self) -> tuple[Setup, ...]:
         """All that are compared; the single runs use the first."""
         of_threads = tuple([Setup(count) for count in self.threads])
         divided = Setup(max(self.threads), self.num_ranks, self.num_stages)
+        if self.against is not None:
+            return Setup(divided.threads, self.against), divided
         return of_threads + ((divided,) if divided.num_processes > 1 else ())
 
     def __post_init__(self) -> None:
@@ -78,6 +83,11 @@ class VerifyOptions(msgspec.Struct, frozen=True):
                 raise ConfigError(f"--{flag} is {getattr(self, name)}, it must be at least 1")
         if not self.threads or min(self.threads) < 1:
             raise ConfigError(f"--threads is {self.threads}, it must name counts of at least 1")
+        if self.against is not None and (self.against, 1) == (self.num_ranks, self.num_stages):
+            raise ConfigError(
+                f"--against is {self.against}, the number of ranks that would be compared with "
+                "itself; set another --tensor-parallel-size or --pipeline-parallel-size"
+            )
 
 
 class Mismatch(msgspec.Struct, frozen=True):

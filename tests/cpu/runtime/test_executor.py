@@ -71,13 +71,13 @@ def test_a_callback_comes_when_the_result_is_there():
     ticket = executor.submit(first_step())
     called = threading.Event()
     seen = []
-    ticket.add_done_callback(lambda: (seen.append(ticket.done()), called.set()))
+    ticket.add_done_callback(lambda _: (seen.append(ticket.done()), called.set()))
     assert not called.is_set()
     model.gate.set()
     called.wait()
     assert seen == [True]
     late = []
-    ticket.add_done_callback(lambda: late.append(True))
+    ticket.add_done_callback(lambda _: late.append(True))
     assert late == [True]
     executor.close()
 

@@ -8,6 +8,7 @@ from quickstep.cli.doctor import (
     cgroup_cpus,
     cpu_facts,
     driver_version,
+    environment_facts,
     huge_pages,
     memory_facts,
     memory_nodes,
@@ -96,3 +97,8 @@ def test_memory_nodes_are_those_with_cpus(tmp_path: Path) -> None:
     (tmp_path / "power").mkdir()
     assert memory_nodes(tmp_path) == 2
     assert memory_nodes(tmp_path / "missing") is None
+
+
+def test_a_secret_in_the_environment_is_not_printed() -> None:
+    environ = {"HF_TOKEN": "hf_secret", "OMP_NUM_THREADS": "2", "HOME": "/root"}
+    assert environment_facts(environ) == {"OMP_NUM_THREADS": "2", "HF_TOKEN": "(set)"}

@@ -63,13 +63,14 @@ def test_phases_on_different_engines_hand_the_kv_cache_over(capsys) -> None:
     (apart,) = figures(capsys, *flags)
     assert mixed["handovers"] is None
     assert apart["run"] == "mixed, 20/s, 1P1D"
-    assert apart["handovers"]["count"] == 24
+    num_divided = apart["handovers"]["count"]
+    assert 4 < num_divided < 24  # an idle decode engine computes prompts itself
     assert apart["figures"]["tpot_s"]["p99"] < mixed["figures"]["tpot_s"]["p99"]
     (slow,) = figures(capsys, *flags, "--kv-link", "100gbe")
-    assert slow["handovers"]["num_bytes"] == apart["handovers"]["num_bytes"]
+    assert 0 < slow["handovers"]["count"] < num_divided
     assert slow["handovers"]["mean_s"] > 5 * apart["handovers"]["mean_s"]
     assert main((*QUICK, *flags)) == 0
-    assert "24 KV caches handed over" in capsys.readouterr().out
+    assert f"{num_divided} of 24 requests continued at another engine" in capsys.readouterr().out
     for more, sentence in (
         (("--faults", "3"), "are all engines, without --replicas, --faults and --sweep"),
         (("--kv-link", "isdn"), "--kv-link isdn is unknown; known are nvlink3"),

@@ -153,7 +153,7 @@ _BUGS = {
     ),
     "adapter-without-room-awaited": (
         "scheduler",
-        "for sequence, why in self._lost():",
+        "for sequence, why in self._lost() if self._waiting.parked_by_key else ():",
         "for sequence, why in ():",
     ),
     "adapter-not-released": (
@@ -228,8 +228,8 @@ _BUGS = {
     "paused-continues": ("sequence", "            and not self.is_paused\n", ""),
     "paused-prompt-continues": (
         "queues",
-        "self._prefilling[: _num_active(self._prefilling)]",
-        "self._prefilling",
+        "self.prompts[: _num_active(self.prompts)]",
+        "self.prompts",
     ),
     "paused-is-admitted": (
         "queues",

@@ -66,7 +66,7 @@ def test_finished_sequences_are_forgotten_before_their_deadline() -> None:
         sequence = arrive(arrival, timeout_s=1e9)
         deadlines.push(sequence)
         sequence.finish(0.0)
-    assert len(deadlines._heap) < 100
+    assert len(deadlines.heap) < 100
 
 
 def test_a_request_without_a_deadline_is_not_watched() -> None:

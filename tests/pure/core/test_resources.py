@@ -88,7 +88,7 @@ class RemotePrompts(Resource):
     def lost(self, waiting: WaitingQueue) -> list[tuple[Sequence, str]]:
         return [
             (sequence, "its prompt is lost")
-            for key in waiting.parked_keys
+            for key in waiting.parked_by_key
             if key in self.lost_keys
             for sequence in waiting.parked(key)
         ]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from random import Random
+from typing import Any
 
 import msgspec
 import pytest
@@ -61,8 +62,8 @@ class DoneTicket:
     def result(self) -> StepResult:
         return self._outcome
 
-    def add_done_callback(self, callback: Callable[[], None]) -> None:
-        callback()
+    def add_done_callback(self, callback: Callable[[Any], object]) -> None:
+        callback(self)
 
 
 class LinearExecutor:

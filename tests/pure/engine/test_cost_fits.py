@@ -14,7 +14,8 @@ from msgspec.structs import replace
 
 from quickstep.cache_dir import cache_dir
 from quickstep.core.cost_model import Coefficients, CostFit, LinearCostModel, StepLoad
-from quickstep.core.overhead import EngineOverhead
+from quickstep.core.overhead import EngineOverhead, StageTimes
+from quickstep.engine.machine import usable_cores
 from quickstep.engine.step_times import cost_fits
 from quickstep.engine.step_times.cost_fits import (
     FitFile,
@@ -84,6 +85,31 @@ def test_what_a_calibration_found_is_kept_when_an_engine_saves_its_fit(tmp_path:
     assert find_calibration(tmp_path, other) is None
     (tmp_path / "cost_fits" / "broken.json").write_bytes(b"{")
     assert find_calibration(tmp_path, source) == stored
+
+
+def test_a_calibration_of_ranks_stages_or_fewer_threads_is_found_for_these_only(
+    tmp_path: Path,
+) -> None:
+    source, cores = FitSource("/model", None, "auto"), usable_cores()
+    halves = max(1, cores // 2)
+    stages = StageTimes((0.4, 0.6), 1e-4)
+    complete = fit_key("f" * 32, "cpu", cores, is_eager=False)
+    FitFile(tmp_path, complete).write(fit_of(learnt()), None, source)
+    staged = fit_key("f" * 32, "cpu", halves, False, (1, 2))
+    FitFile(tmp_path, staged).write(fit_of(learnt()), None, source, stages)
+    FitFile(tmp_path, staged).write(fit_of(learnt(seed=1)))  # by an engine, later
+    found = find_calibration(tmp_path, source, split=(1, 2))
+    assert found is not None
+    assert (found.key, found.stages) == (staged, stages)
+    assert find_calibration(tmp_path, source, split=(2, 1)) is None
+    one = find_calibration(tmp_path, source)
+    assert one is not None
+    assert (one.key, one.stages) == (complete, None)
+    half = fit_key("f" * 32, "cpu", halves, is_eager=False)
+    FitFile(tmp_path, half).write(fit_of(learnt()), None, source)
+    two = find_calibration(tmp_path, source, num_engines=2)
+    assert two is not None
+    assert two.key == half
 
 
 def test_a_stored_fit_is_not_scaled_by_its_first_step() -> None:

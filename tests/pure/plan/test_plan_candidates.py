@@ -56,7 +56,7 @@ def test_replicas_and_stages_divide_the_requests() -> None:
     one = capacity(sized(Split()), LOAD, targets)
     assert capacity(sized(Split(1, 1, 2)), LOAD, targets) == pytest.approx(2 * one, rel=0.01)
     staged = sized(Split(1, 2))
-    assert staged.num_engines == 2
+    assert staged.num_parallel_steps == 2
     assert one < capacity(staged, LOAD, targets) < 2.1 * one
     assert capacity(sized(Split()), LOAD, Targets(tpot_s=1e-4)) == 0.0
 

@@ -60,13 +60,13 @@ def test_the_best_placement_meets_the_targets_on_the_fewest_devices() -> None:
     assert best_placement([engine()], LOAD, TARGETS, 1) is None
 
 
-def test_a_pipeline_serves_a_phase_as_engines_that_take_turns() -> None:
+def test_a_pipeline_is_one_engine_that_computes_several_prompts_at_the_same_time() -> None:
     hardware, spec = find_hardware("l4x8", read_hardware()), find_model("llama-3.2-3b")
     sizes = ElementBytes(2, 8), LOAD, EngineLimits()
     pipeline = fit(spec, hardware, Split(1, 2), *sizes)
     placement = Placement(pipeline, 1, engine(), 2)
     assert placement.num_devices == 4
-    assert (placement.pools.num_prefill, placement.pools.num_decode) == (2, 2)
+    assert (placement.pools.num_prefill, placement.pools.num_decode) == (1, 2)
     # two prompts are computed at a time, each in about the time that one device takes
     load = replace(LOAD, rate=1.5 / engine().costs.seconds(StepLoad.of_span(0, LOAD.num_inputs)))
     assert placement_state(Placement(engine(), 1, engine(), 4), load) is None
@@ -79,7 +79,7 @@ def test_a_pipeline_serves_a_phase_as_engines_that_take_turns() -> None:
 
 def test_a_model_that_fits_on_no_tensor_parallel_group_is_placed_in_pipelines(capsys) -> None:
     # three devices hold the weights, and do not divide 8 kv heads
-    flags = ("--hardware", "h200x6", "--rate", "0.2", "--input", "500", "--output", "20", "--json")
+    flags = ("--hardware", "h200x6", "--rate", "4", "--input", "500", "--output", "20", "--json")
     assert main(("plan", "mixtral-8x22b", *flags)) in {0, 1}
     options = json.loads(capsys.readouterr().out)["options"]
     (apart,) = [option for option in options if option["prefill"]]

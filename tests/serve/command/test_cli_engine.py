@@ -16,6 +16,7 @@ from quickstep import LLM, SamplingParams
 from quickstep.cli.flags.hardware import measured_steps
 from quickstep.cli.main import main
 from quickstep.core.cost_model import LinearCostModel, StepLoad
+from quickstep.engine.machine import usable_cores
 from quickstep.engine.step_times.calibration import Calibration
 
 
@@ -98,13 +99,34 @@ def test_plans_for_this_machine_use_the_calibration_of_the_model(
     assert measured_steps(args) is None
     assert main(["calibrate", "demo", "--seconds", "0.3", "--json", *SMALL]) == 0
     result = msgspec.json.decode(capsys.readouterr().out, type=Calibration)
-    steps, overhead = measured_steps(args), result.overhead
-    assert steps is not None and overhead is not None
+    measured, overhead = measured_steps(args), result.overhead
+    assert measured is not None and overhead is not None
+    steps = measured.costs
     load = StepLoad.of_span(20, 1, num_logits_rows=1)
     expected = LinearCostModel.of_fit(result.fit).seconds(load) + overhead.seconds(1)
     assert steps.seconds(load) == pytest.approx(expected)
     for other in ({"hardware": "h100"}, {"quantization": "int8"}, {"model": "llama-3-8b"}):
         assert measured_steps(Namespace(**{**vars(args), **other})) is None
+
+
+def test_a_pipeline_is_calibrated_and_simulated_with_its_stages(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.setenv("QUICKSTEP_CACHE_DIR", str(tmp_path))
+    simulated = ("simulate", "demo", "-pp", "2", "--num-prompts", "5", "--json")
+    assert main(list(simulated)) == 2
+    threads = usable_cores()
+    hint = f"--pipeline-parallel-size 2 --threads {threads}`"
+    assert hint in capsys.readouterr().err
+    flags = ("-pp", "2", "--threads", str(threads), *SMALL)
+    assert main(["calibrate", "demo", "--seconds", "0.3", "--json", *flags]) == 0
+    stages = msgspec.json.decode(capsys.readouterr().out, type=Calibration).stages
+    assert stages is not None
+    assert sum(stages.parts) == pytest.approx(1.0)
+    assert min(*stages.parts, stages.hop_s) > 0.0
+    assert main(list(simulated)) == 0
+    (run,) = json.loads(capsys.readouterr().out)
+    assert 0.0 < run["figures"]["bubble"] < 1.0
 
 
 def test_calibrate_prints_costs_and_errors(capsys: pytest.CaptureFixture[str]) -> None:

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import json
-import re
-from pathlib import Path
 from typing import Any
 
 import httpx
@@ -16,12 +14,12 @@ from live_server import live_server, until
 from prometheus_client.parser import text_string_to_metric_families
 
 from quickstep.cli.flags.serve import _goodput
+from quickstep.core.admission import AdmissionState
 from quickstep.errors import ConfigError
 from quickstep.server.app import create_app
 from quickstep.server.options import MetricsOptions, ServerOptions
 from quickstep.types import FinishReason
 
-DASHBOARD = Path(__file__).parents[3] / "deploy" / "grafana" / "quickstep.json"
 # As documented by vLLM (docs.vllm.ai, "Production Metrics"): those that both servers have.
 VLLM = {
     "num_requests_running": "gauge",
@@ -128,6 +126,14 @@ def test_a_prompt_that_gives_no_token_is_counted_at_the_end() -> None:
     assert value(text, "quickstep:prompt_tokens_total") == 4.0
 
 
+def test_the_predicted_wait_is_that_of_one_more_request() -> None:
+    queue = AdmissionState(num_waiting=3, num_free_slots=0, prompt_s=0.5, slot_s=2.0)
+    text = scraped(MetricsOptions(), [], FakeEngine(admission=queue))
+    assert value(text, "quickstep:predicted_queue_time_seconds") == 3 * 0.5 + 4 * 2.0
+    text = scraped(MetricsOptions(), [])
+    assert value(text, "quickstep:predicted_queue_time_seconds") == 0.0
+
+
 def test_good_requests_keep_every_target() -> None:
     bodies = [{"prompt": "abc", "max_tokens": 3}] * 2
     text = scraped(GOODPUT, bodies)
@@ -181,16 +187,3 @@ def test_goodput_targets_are_parsed_as_vllms_bench_does() -> None:
     for targets in ({"itl": 5.0}, {"ttft": 0.0}, {"ttft": float("nan")}):
         with pytest.raises(ConfigError, match="--goodput"):
             MetricsOptions(goodput_ms=targets)
-
-
-def test_the_dashboard_asks_only_for_names_that_are_exported() -> None:
-    exported = {name for name, _ in values(scraped(GOODPUT, [{"prompt": "abc"}]))}
-    dashboard = json.loads(DASHBOARD.read_text())
-    expressions = [target["expr"] for panel in dashboard["panels"] for target in panel["targets"]]
-    assert len(expressions) > 20
-    for expression in expressions:
-        names = re.findall(r"quickstep:\w+", expression)
-        assert names, expression
-        assert not set(names) - exported, f"{names} in {expression}"
-    ids = [panel["id"] for panel in dashboard["panels"]]
-    assert len(ids) == len(set(ids))

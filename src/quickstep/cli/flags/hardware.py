@@ -6,6 +6,8 @@ import argparse
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+import msgspec
+
 from quickstep.cli.flags.engine import add_model, model_of
 from quickstep.cli.flags.options import add_options
 from quickstep.cli.flags.parsing import (
@@ -29,6 +31,7 @@ from quickstep.errors import ConfigError
 
 if TYPE_CHECKING:
     from quickstep.core.cost_model import CostModel
+    from quickstep.core.overhead import StageTimes
     from quickstep.model.decoder_spec import ModelSpec
     from quickstep.model.sizing import DraftSizes, ElementBytes
     from quickstep.plan.candidates import DraftModel, LoRASizes
@@ -206,13 +209,26 @@ def hardware_of(args: argparse.Namespace) -> Hardware:
     return find_hardware(args.hardware, table, args.link, args.price)
 
 
-def measured_steps(args: argparse.Namespace) -> CostModel | None:
-    """The step times of the model that `quickstep calibrate` has stored, with the engine's own time
-    between steps; None for other hardware than `this`, or without a calibration.
+class MeasuredSteps(msgspec.Struct, frozen=True):
+    """Step times of this machine: of all stages of a pipeline together, with what the engine itself
+    takes; of a pipeline, that is in `stages`.
+    """
+
+    costs: CostModel
+    stages: StageTimes | None = None
+
+
+def measured_steps(
+    args: argparse.Namespace, split: tuple[int, int] = (1, 1), num_engines: int = 1
+) -> MeasuredSteps | None:
+    """What `quickstep calibrate` has stored of the model with so many ranks and stages, with the
+    threads that each of several engines has; None for other hardware than `this`, or without a
+    calibration. Raises ConfigError without one of a divided model.
     """
     from quickstep.cache_dir import cache_dir
     from quickstep.core.cost_model import LinearCostModel
-    from quickstep.core.overhead import EngineOverhead, WithOverhead
+    from quickstep.core.overhead import EngineOverhead, ScaledCosts, WithOverhead
+    from quickstep.engine.machine import usable_cores
     from quickstep.engine.step_times.cost_fits import FitSource, find_calibration
     from quickstep.model.checkpoint.source import local_checkpoint
     from quickstep.plan.hardware import THIS, parse_hardware
@@ -221,11 +237,21 @@ def measured_steps(args: argparse.Namespace) -> CostModel | None:
     if parse_hardware(args.hardware)[0] != THIS or checkpoint is None or folder is None:
         return None
     path = str(checkpoint.path.resolve())
-    stored = find_calibration(folder, FitSource(path, args.quantization, args.kv_cache_dtype))
+    source = FitSource(path, args.quantization, args.kv_cache_dtype)
+    stored = find_calibration(folder, source, split=split, num_engines=num_engines)
+    if stored is None and split != (1, 1):
+        threads = max(1, usable_cores() // num_engines)
+        raise ConfigError(
+            f"no step times of {split[0]} ranks and {split[1]} stages on this machine are stored; "
+            f"measure them with `quickstep calibrate {model_of(args)} --tensor-parallel-size "
+            f"{split[0]} --pipeline-parallel-size {split[1]} --threads {threads}`"
+        )
     if stored is None:
         return None
-    overhead = stored.overhead or EngineOverhead(0.0, 0.0)
-    return WithOverhead(LinearCostModel.of_fit(stored.fit), overhead)
+    model = LinearCostModel.of_fit(stored.fit)
+    if split[1] > 1:
+        return MeasuredSteps(ScaledCosts(model, split[1]), stored.stages)
+    return MeasuredSteps(WithOverhead(model, stored.overhead or EngineOverhead(0.0, 0.0)))
 
 
 def _measured() -> tuple[int, float, float]:

@@ -74,19 +74,12 @@ _LEAST_S = 1e-9  # of a prediction
 
 
 class DraftMode(msgspec.Struct, frozen=True):
-    """How a step was planned: the class of its batch (see `_size_class`), and whether its rows
+    """How a step was planned: the class of its batch (see `begin_step`), and whether its rows
     could have drafts.
     """
 
     size_class: int
     uses_drafts: bool
-
-
-def _size_class(num_sequences: int) -> int:
-    """Batches of more than half of a power of two and up to it are alike, so that a batch of 64
-    remains one while a sequence that has ended is replaced.
-    """
-    return max(0, num_sequences - 1).bit_length()
 
 
 class _Steps(msgspec.Struct):
@@ -233,7 +226,9 @@ class DraftControl:
         """
         if not self.max_drafts:
             return
-        self._size_class = _size_class(num_sequences)
+        # Batches of more than half of a power of two and up to it are alike, so that a batch of 64
+        # remains one while a sequence that has ended is replaced.
+        self._size_class = max(0, num_sequences - 1).bit_length()
         comparison = self._comparisons.get(self._size_class)
         if comparison is None:
             comparison = _Comparison(self._size_class, self.uses_drafts, self._shared_rate)
@@ -251,7 +246,10 @@ class DraftControl:
         if not self.max_drafts:
             return None
         if self.may_request and decode.num_rows:
-            self._set_price(decode, cost_model)
+            self._num_planned += 1
+            # the price hardly changes, and it takes two predictions
+            if decode.num_rows != self._priced_rows or not self._num_planned % _PRICED_EVERY:
+                self._set_price(decode, cost_model)
         self._num_until_probe = _PROBED_EVERY if self._is_probe else self._num_until_probe - 1
         has_probe = self._is_probe or self._was_probe
         is_changed = self._used_drafts is not self.uses_drafts
@@ -261,9 +259,6 @@ class DraftControl:
         return DraftMode(self._size_class, self.uses_drafts)
 
     def _set_price(self, decode: StepLoad, cost_model: CostModel) -> None:
-        self._num_planned += 1
-        if decode.num_rows == self._priced_rows and self._num_planned % _PRICED_EVERY:
-            return  # the price hardly changes, and it takes two predictions
         self._priced_rows = decode.num_rows
         context = decode.num_kv_tokens // decode.num_rows
         num_rows, num_kv = decode.num_rows, decode.num_rows * context
@@ -328,11 +323,9 @@ class DraftControl:
 
     def num_next(self, sequence: Sequence) -> tuple[int, int]:
         """How many drafts to request for the row after the one that is placed now, and how many if
-        they are forced; in steps that `may_request` some.
+        they are forced; in steps that `may_request` some, for a request that allows them.
         """
         request = sequence.request
-        if not request.speculation:
-            return 0, 0
         num_known = sequence.num_outputs + 1  # after that row, at least
         num_left = max(0, sequence.output_limit - num_known - 1)
         num_drafts = min(self.num_requested(sequence.drafts.acceptance), num_left)

@@ -86,7 +86,7 @@ class AdapterPlaces(Resource):
         """
         if not self.residency.has_pinned:
             return []
-        adapter_ids = [key for key in waiting.parked_keys if key in self.residency]
+        adapter_ids = [key for key in waiting.parked_by_key if key in self.residency]
         reasons = [(adapter_id, self.residency.misfit(adapter_id)) for adapter_id in adapter_ids]
         return [
             (sequence, f"its adapter cannot be loaded: {why}")
@@ -101,7 +101,7 @@ class AdapterPlaces(Resource):
         """Begin loads for the sequences that wait for an adapter, in the order of service; preempt
         those that hold a place which the next load may take.
         """
-        if not waiting.parked_keys:
+        if not waiting.parked_by_key:
             return
         residency = self.residency
         while (first := waiting.first_parked(residency.is_absent)) is not None:

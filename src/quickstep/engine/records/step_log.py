@@ -83,14 +83,22 @@ class StepTotals(msgspec.Struct, frozen=True):
     num_finished: Mapping[FinishReason, int]
 
 
-class Follower(Protocol):
-    """Receives every record that the log receives; a second `StepLog` is one."""
+class StepFollower(Protocol):
+    """Receives the records of steps."""
 
     def add_step(self, record: StepRecord) -> None:
         """A step was committed."""
 
+
+class SequenceFollower(Protocol):
+    """Receives the records of sequences."""
+
     def add_sequence(self, record: SequenceRecord) -> None:
         """A sequence ended."""
+
+
+class Follower(StepFollower, SequenceFollower, Protocol):
+    """Receives every record that the log receives; a second `StepLog` is one."""
 
 
 class StepLog:
@@ -102,7 +110,8 @@ class StepLog:
         self._counts: Counter[str] = Counter()
         self._num_finished: Counter[FinishReason] = Counter()
         self._busy_s = 0.0
-        self._followers: list[Follower] = []
+        self._step_followers: list[StepFollower] = []
+        self._sequence_followers: list[SequenceFollower] = []
         self._failed: set[int] = set()  # ids of readers whose first error was logged
         self._path = path
         self._file: IO[str] | None = None
@@ -135,11 +144,21 @@ class StepLog:
 
     def follow(self, follower: Follower) -> None:
         """Pass every record on to `follower` from now on, in the engine's loop."""
-        self._followers.append(follower)
+        self.follow_steps(follower)
+        self.follow_sequences(follower)
+
+    def follow_steps(self, follower: StepFollower) -> None:
+        """As `follow`, only the records of steps."""
+        self._step_followers.append(follower)
+
+    def follow_sequences(self, follower: SequenceFollower) -> None:
+        """As `follow`, only the records of sequences."""
+        self._sequence_followers.append(follower)
 
     def unfollow(self, follower: Follower) -> None:
         """End what `follow` began."""
-        self._followers.remove(follower)
+        self._step_followers.remove(follower)
+        self._sequence_followers.remove(follower)
 
     def open(self) -> None:
         """Open the file, if there is a path."""
@@ -160,7 +179,7 @@ class StepLog:
         self._counts["prefill_tokens"] += record.num_prefill_tokens
         self._counts["decode_tokens"] += record.num_decode_tokens
         self._counts["preemptions"] += record.num_preemptions
-        for follower in self._followers:
+        for follower in self._step_followers:
             try:
                 follower.add_step(record)
             except Exception:  # what a reader follows never ends because of its errors
@@ -176,7 +195,7 @@ class StepLog:
         self._counts["prompt_tokens"] += timings.num_prompt_tokens
         self._counts["cached_tokens"] += timings.num_cached_tokens
         self._counts["output_tokens"] += timings.num_new_tokens
-        for follower in self._followers:
+        for follower in self._sequence_followers:
             try:
                 follower.add_sequence(record)
             except Exception:

@@ -19,8 +19,8 @@ from typing import TypeVar
 
 import msgspec
 
-from quickstep.engine.remote.messages import Message, encode
-from quickstep.engine.remote.opening import LENGTH, framed
+from quickstep.engine.remote.messages import ENCODER, Message
+from quickstep.engine.remote.opening import LENGTH
 from quickstep.errors import EngineError
 
 MAX_FRAME_BYTES = 256 * 1024 * 1024
@@ -73,7 +73,11 @@ async def read_messages(
     """All messages until the other end, `peer`, closes. Raises EngineError for an invalid one."""
     while True:
         try:
-            received = decoder.decode(await read_frame(reader, MAX_FRAME_BYTES, peer))
+            # as `read_frame`, without a coroutine of its own for every message
+            (length,) = LENGTH.unpack(await reader.readexactly(LENGTH.size))
+            if length > MAX_FRAME_BYTES:
+                raise _too_long(length, MAX_FRAME_BYTES, peer)
+            received = decoder.decode(await reader.readexactly(length))
         except msgspec.DecodeError as error:
             raise EngineError(f"what came from {peer} is no message: {error}") from error
         except (asyncio.IncompleteReadError, OSError):
@@ -91,10 +95,14 @@ async def read_frame(reader: asyncio.StreamReader, max_bytes: int, peer: str) ->
     """
     (length,) = LENGTH.unpack(await reader.readexactly(LENGTH.size))
     if length > max_bytes:
-        raise EngineError(
-            f"{peer} announced a frame of {length} bytes, the limit is {max_bytes}: it is closed"
-        )
+        raise _too_long(length, max_bytes, peer)
     return await reader.readexactly(length)
+
+
+def _too_long(length: int, max_bytes: int, peer: str) -> EngineError:
+    return EngineError(
+        f"{peer} announced a frame of {length} bytes, the limit is {max_bytes}: it is closed"
+    )
 
 
 class Sender:
@@ -123,7 +131,7 @@ class Sender:
             UnicodeEncodeError: A string contains half a surrogate pair.
             OverflowError: An integer has more than 64 bits.
         """
-        encoded = encode(message)
+        encoded = msgspec.Raw(ENCODER.encode(message))
         self._pending.append(encoded)
         self._num_bytes += len(encoded)
         self._has_pending.set()
@@ -152,5 +160,6 @@ class Sender:
                 messages.append(message)
                 num_bytes += len(message)
             self._num_bytes -= num_bytes
-            self._writer.write(framed(messages))
+            content = msgspec.msgpack.encode(messages)
+            self._writer.write(LENGTH.pack(len(content)) + content)
             await self._writer.drain()

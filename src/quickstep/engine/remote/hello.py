@@ -31,6 +31,10 @@ _MIN_TOKEN_CHARS = 16
 _MAX_TOKEN_CHARS = 1024
 
 
+class NoHello(EngineError):
+    """A peer closed its connection without a byte, as a probe of the port does."""
+
+
 class Hello(WireMessage, frozen=True):
     """The first message of a connection; its fields never change."""
 
@@ -128,13 +132,15 @@ async def receive_hello(
     """Wait for the hello of a server, compare it with ours, and answer.
 
     Raises:
+        NoHello: `peer` closed the connection without a byte.
         EngineError: `peer` sent another one, something else, or nothing in time.
     """
     try:
         async with asyncio.timeout(_TIMEOUT_S):
             (hello,) = _HELLO.decode(await read_frame(reader, _MAX_BYTES, peer))
-    except (ValueError, msgspec.DecodeError, asyncio.IncompleteReadError, OSError):
-        raise EngineError(f"{peer} sent no hello") from None
+    except (ValueError, msgspec.DecodeError, asyncio.IncompleteReadError, OSError) as error:
+        closed = isinstance(error, asyncio.IncompleteReadError) and not error.partial
+        raise (NoHello if closed else EngineError)(f"{peer} sent no hello") from None
     reason = ""
     if not hmac.compare_digest(hello.token.encode(), expected.token.encode()):
         reason = "the token is another one"

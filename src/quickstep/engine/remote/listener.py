@@ -17,7 +17,7 @@ from contextlib import suppress
 from typing import TYPE_CHECKING
 
 from quickstep.engine.remote.connection import Connection
-from quickstep.engine.remote.hello import Hello, receive_hello
+from quickstep.engine.remote.hello import Hello, NoHello, receive_hello
 from quickstep.engine.remote.host import EngineAddress, notice_silence
 from quickstep.engine.remote.messages import TextDigests
 from quickstep.engine.remote.service import EngineService
@@ -94,7 +94,8 @@ class EngineListener:
             if await self._is_welcome(connection, reader, writer):
                 await self._serve(connection)
         except EngineError as error:
-            _LOGGER.warning("%s", error)
+            is_probe = isinstance(error, NoHello)
+            _LOGGER.log(logging.DEBUG if is_probe else logging.WARNING, "%s", error)
         except OSError as error:
             _LOGGER.warning("%s has gone: %s", peer, error)
         except Exception:  # the task's top: this connection ends, the others continue

@@ -275,15 +275,6 @@ def _plain(value: Any) -> Any:
     raise TypeError(f"{type(value).__name__} has no msgpack form")
 
 
-_ENCODER = msgspec.msgpack.Encoder(enc_hook=_plain)
+ENCODER = msgspec.msgpack.Encoder(enc_hook=_plain)
 TO_ENGINE = msgspec.msgpack.Decoder(list[ToEngine])
 FROM_ENGINE = msgspec.msgpack.Decoder(list[FromEngine])
-
-
-def encode(message: Message) -> msgspec.Raw:
-    """One message's bytes; a list of them decodes with `TO_ENGINE` or `FROM_ENGINE`.
-
-    Raises:
-        UnicodeEncodeError: A string contains half a surrogate pair.
-    """
-    return msgspec.Raw(_ENCODER.encode(message))

@@ -77,13 +77,16 @@ class StepNotes:
     """Follows the engine's step log, and sends what comes of each step as one message: deltas,
     ended sequences, the record. What comes without a step is sent in the same turn of the loop.
     With a `prefix`, only sequences whose request ids begin with it are sent, without it.
+
+    Attributes:
+        deltas: Outputs of requests that are to be sent; call `will_send` after adding the first.
     """
 
     def __init__(self, sender: Sender, prefix: str = "") -> None:
         self._sender = sender
         self._prefix = prefix
         self._sequences: list[SequenceRecord] = []
-        self._deltas: list[tuple[str, Delta]] = []
+        self.deltas: list[tuple[str, Delta]] = []
         self._flush: asyncio.Handle | None = None
 
     def add_step(self, record: StepRecord) -> None:
@@ -103,7 +106,7 @@ class StepNotes:
                 return
             record = replace(record, request_id=record.request_id.removeprefix(self._prefix))
         self._sequences.append(record)
-        self._will_send()
+        self.will_send()
 
     def add_admissions(self, admitted: Sequence[Admission]) -> None:
         """A step computes sequences for the first time."""
@@ -117,14 +120,8 @@ class StepNotes:
             }
         self._sender.put(Started(tuple(started)))
 
-    def add_delta(self, request_id: str, delta: Delta) -> None:
-        """A request has output. Raises UnicodeEncodeError for text that is not Unicode."""
-        delta.text.encode()
-        self._deltas.append((request_id, delta))
-        if self._flush is None:
-            self._will_send()
-
-    def _will_send(self) -> None:
+    def will_send(self) -> None:
+        """Send what has come without a step, in this turn of the loop."""
         if self._flush is None:
             self._flush = asyncio.get_running_loop().call_soon(self._send)
 
@@ -132,9 +129,9 @@ class StepNotes:
         if self._flush is not None:
             self._flush.cancel()
             self._flush = None
-        note = StepNote(tuple(self._sequences), tuple(self._deltas), record)
+        note = StepNote(tuple(self._sequences), tuple(self.deltas), record)
         self._sequences.clear()
-        self._deltas.clear()
+        self.deltas.clear()
         self._sender.put(note)
 
 
@@ -149,7 +146,11 @@ class _RequestSink:
 
     def put(self, delta: Delta) -> None:
         """Send a delta. Raises UnicodeEncodeError for text that is not Unicode."""
-        self._notes.add_delta(self._request_id, delta)
+        delta.text.encode()
+        deltas = self._notes.deltas
+        if not deltas:
+            self._notes.will_send()
+        deltas.append((self._request_id, delta))
         if delta.finish_reason is not None:
             self._num_running -= 1
             if not self._num_running:
@@ -388,7 +389,7 @@ class EngineService:
             stats = engine.stats()
             self._sender.put(StatsNote(stats, time.process_time() - time.thread_time()))
             steps = stats.busy_since_s is not None or stats.num_steps_in_flight > 0
-            busy = steps or bool(self._preparing)
+            busy = steps or bool(self._preparing) or engine.has_open_transfers
             with suppress(TimeoutError):
                 async with asyncio.timeout(_STATS_EVERY_S if busy else None):
                     await self._stats_due.wait()

@@ -67,6 +67,8 @@ class _Live(msgspec.Struct):
     has_started: bool = False  # a step has computed it
     num_prompt_logprobs: int = 0  # delivered
     timer: asyncio.TimerHandle | None = None  # of its deadline
+    # by index, of sequences that another engine continues
+    begun: dict[int, SequenceTimings] = msgspec.field(default_factory=dict)
 
     @property
     def has_progressed(self) -> bool:
@@ -256,9 +258,12 @@ class RemoteStreams:
         if live is not None:
             live.outputs[delta.index] += delta.token_ids
             live.num_prompt_logprobs += len(delta.prompt_logprobs)
-            live.stream.put(delta)
-            if live.request.handover is not None:
+            if live.request.handover is not None and delta.finish_reason is None:
                 self.has_handovers = True
+                if delta.timings is not None:
+                    live.begun[delta.index] = delta.timings
+                    delta = replace(delta, timings=None)
+            live.stream.put(delta)
         if delta.finish_reason is None:
             return
         running.discard(delta.index)
@@ -348,15 +353,19 @@ def _resumed(live: _Live, was_accepted: bool) -> Request:
     request = live.request
     if not (was_accepted or request.resumed):
         return request
-    resumed = (
-        Resumed(
+    before = {part.index: part for part in request.resumed}
+    resumed = []
+    for index in range(request.sampling.n):
+        spent = live.begun.get(index) or before.get(index) or Resumed(index)
+        part = Resumed(
             index,
             tuple(live.outputs[index]),
             is_finished=index not in live.running,
             num_prompt_logprobs=0 if index else live.num_prompt_logprobs,
+            num_cached_tokens=spent.num_cached_tokens,
+            device_s=spent.device_s,
         )
-        for index in range(request.sampling.n)
-    )
+        resumed.append(part)
     return replace(request, resumed=tuple(resumed))
 
 

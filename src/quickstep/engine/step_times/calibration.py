@@ -23,7 +23,7 @@ import msgspec
 from msgspec.structs import replace
 
 from quickstep.core.cost_model import Coefficients, CostFit, LinearCostModel, StepLoad
-from quickstep.core.overhead import EngineOverhead
+from quickstep.core.overhead import EngineOverhead, StageTimes
 from quickstep.errors import EngineError
 from quickstep.ops.table import KVCache
 from quickstep.ops.tensors import HostTensor
@@ -91,7 +91,7 @@ class Calibration(msgspec.Struct, frozen=True):
     `noise` is the least mean error of any prediction on this machine, by pairs of decode steps with
     the same rows: how much their times differ, over the square root of 2. None without pairs.
     `overhead` is the engine's own time between steps; None until it was measured. `num_slow` of the
-    steps are left out of the fit.
+    steps are left out of the fit. `stages` are those of a pipeline, whose mean stage the fit is of.
     """
 
     fit: CostFit
@@ -99,6 +99,7 @@ class Calibration(msgspec.Struct, frozen=True):
     num_slow: int
     noise: float | None = None
     overhead: EngineOverhead | None = None
+    stages: StageTimes | None = None
 
 
 class StepLimits(msgspec.Struct, frozen=True):
@@ -188,6 +189,8 @@ class _Rounds:
         self._num_steps = 0
         self._released: tuple[int, ...] = ()
         self._newest_rows: list[_Sequence] = []  # that decoded in the last step
+        self._stage_s: list[float] = []  # of a pipeline, of all measured steps
+        self._hops_s: list[float] = []  # what those took in addition
 
     @property
     def is_over(self) -> bool:
@@ -316,10 +319,24 @@ class _Rounds:
         plan = StepPlan(self._num_steps, rows, admitted, self._released)
         self._released = ()
         self._num_steps += bool(rows)
+        begin_s = self._clock()
         result = self._executor.submit(plan).result()
         if result.failures:
             raise EngineError(f"a step of the calibration failed: {result.failures[0].reason}")
+        if result.stage_s and self._num_steps > _NUM_WARM_UP:
+            self._hops_s.append(self._clock() - begin_s - sum(result.stage_s))
+            sums = self._stage_s or [0.0] * len(result.stage_s)
+            self._stage_s = [sum(pair) for pair in zip(sums, result.stage_s, strict=True)]
         return result
+
+    @property
+    def stages(self) -> StageTimes | None:
+        """How steps passed the stages of a pipeline; None without one."""
+        if not self._stage_s:
+            return None
+        total_s = sum(self._stage_s)
+        hop_s = statistics.median(self._hops_s) / (len(self._stage_s) - 1)
+        return StageTimes(tuple([part / total_s for part in self._stage_s]), max(0.0, hop_s))
 
 
 def calibrate(
@@ -345,7 +362,7 @@ def calibrate(
         rounds.run()
         if elapsed is not None:
             elapsed(min(clock() - begin_s, seconds))
-    return evaluate(rounds.steps, start, seed)
+    return replace(evaluate(rounds.steps, start, seed), stages=rounds.stages)
 
 
 def evaluate(steps: Sequence[MeasuredStep], start: Coefficients, seed: int = 0) -> Calibration:

@@ -18,7 +18,7 @@ from pathlib import Path
 import msgspec
 
 from quickstep.core.cost_model import Coefficients, CostFit, LinearCostModel
-from quickstep.core.overhead import EngineOverhead
+from quickstep.core.overhead import EngineOverhead, StageTimes
 from quickstep.engine.machine import usable_cores
 from quickstep.version import __version__
 
@@ -63,8 +63,8 @@ class FitSource(msgspec.Struct, frozen=True):
 
 
 class StoredFit(msgspec.Struct, frozen=True):
-    """The content of a file. `version` is of this format; `overhead` and `source` are known after a
-    calibration.
+    """The content of a file. `version` is of this format; `overhead`, `source` and `stages` (of a
+    pipeline) are known after a calibration.
     """
 
     version: int
@@ -72,6 +72,7 @@ class StoredFit(msgspec.Struct, frozen=True):
     fit: CostFit
     overhead: EngineOverhead | None = None
     source: FitSource | None = None
+    stages: StageTimes | None = None
 
 
 def fit_key(
@@ -133,13 +134,15 @@ class FitFile:
         fit: CostFit,
         overhead: EngineOverhead | None = None,
         source: FitSource | None = None,
+        stages: StageTimes | None = None,
     ) -> None:
         """Replace the file at once; what is not given keeps its stored value. Raises OSError."""
         if overhead is None and self.path.exists():
             before = self.read_all()
             if before is not None:
-                overhead, source = before.overhead, before.source
-        content = msgspec.json.encode(StoredFit(_VERSION, self._key, fit, overhead, source))
+                overhead, source, stages = before.overhead, before.source, before.stages
+        stored = StoredFit(_VERSION, self._key, fit, overhead, source, stages)
+        content = msgspec.json.encode(stored)
         folder = self.path.parent
         folder.mkdir(parents=True, exist_ok=True)
         handle, name = tempfile.mkstemp(dir=folder, prefix=".fit-")
@@ -152,8 +155,19 @@ class FitFile:
             raise
 
 
-def find_calibration(folder: Path, source: FitSource, root: Path = Path("/")) -> StoredFit | None:
-    """The newest calibration of a checkpoint by this version on this machine; None without one."""
+def find_calibration(
+    folder: Path,
+    source: FitSource,
+    root: Path = Path("/"),
+    split: tuple[int, int] = (1, 1),
+    num_engines: int = 1,
+) -> StoredFit | None:
+    """The newest calibration of a checkpoint by this version on this machine; None without one.
+    `split` as in `FitKey`. Of several engines or processes, one with as many threads as each has
+    cores.
+    """
+    num_processes = num_engines * split[0] * split[1]
+    num_threads = max(1, usable_cores() // num_processes)
     found: list[tuple[float, StoredFit]] = []
     for path in (folder / "cost_fits").glob("*.json"):
         try:
@@ -163,7 +177,8 @@ def find_calibration(folder: Path, source: FitSource, root: Path = Path("/")) ->
             continue  # it is replaced when its engine starts
         key = stored.key
         is_here = (key.cpu, key.num_cores) == (_cpu_model(root), usable_cores())
-        if stored.source == source and is_here and key.version == __version__:
+        is_asked = key.split == split and (num_processes == 1 or key.num_threads == num_threads)
+        if is_asked and stored.source == source and is_here and key.version == __version__:
             found.append((changed_s, stored))
     return max(found, key=lambda one: one[0], default=(0.0, None))[1]
 

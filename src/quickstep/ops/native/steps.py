@@ -88,7 +88,7 @@ class RowSampler:
         self._vocab_size = vocab_size
         self._scratch = HostTensor.empty((0,), UINT8)
         self._calls = (SampleCall * 0)()
-        self._calls_address = 0
+        self._calls_address = self._scratch_address = 0
 
     def calls(self, num_rows: int) -> ctypes.Array[SampleCall]:
         """At least `num_rows` calls to fill; what they held before is still in them."""
@@ -97,6 +97,7 @@ class RowSampler:
             self._calls_address = ctypes.addressof(self._calls)
             nbytes = self._scratch_bytes(self._context, self._vocab_size, len(self._calls))
             self._scratch = HostTensor.empty((nbytes,), UINT8)
+            self._scratch_address = self._scratch.data_ptr()
         return self._calls
 
     def run(self, num_rows: int) -> None:
@@ -106,7 +107,7 @@ class RowSampler:
             self._calls_address,
             num_rows,
             self._vocab_size,
-            self._scratch.data_ptr(),
+            self._scratch_address,
         )
         if status:
             raise_for_status(status, "sampling tokens")

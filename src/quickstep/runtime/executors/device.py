@@ -20,7 +20,6 @@ from concurrent.futures import Future
 import msgspec
 
 from quickstep.errors import EngineError
-from quickstep.runtime.executors.local import LocalTicket
 from quickstep.runtime.executors.out_of_memory import free_device_memory, step_failure
 from quickstep.runtime.runner import HeldStep, LaunchedStep, ModelRunner, PostedStep
 from quickstep.types import StepPlan, StepResult
@@ -79,7 +78,7 @@ class DeviceExecutor:
             thread.start()
         return self
 
-    def submit(self, plan: StepPlan) -> LocalTicket:
+    def submit(self, plan: StepPlan) -> Future[StepResult]:
         """Queue a step; returns before it has run. Raises EngineError once closed."""
         with self._changed:
             if self._is_closed:
@@ -88,7 +87,7 @@ class DeviceExecutor:
             self._num_submitted += 1
             self._queued.append(one)
             self._changed.notify_all()
-        return LocalTicket(one.answer)
+        return one.answer
 
     def wait_until_captured(self, timeout_s: float | None = None) -> bool:
         """`types.Executor.wait_until_captured`."""

@@ -24,25 +24,6 @@ from quickstep.types import StepPlan, StepResult
 _SHORT_S = 5e-4
 
 
-class LocalTicket:
-    """A step on the worker thread."""
-
-    def __init__(self, future: Future[StepResult]) -> None:
-        self._future = future
-
-    def done(self) -> bool:
-        """Whether `result` returns at once."""
-        return self._future.done()
-
-    def result(self) -> StepResult:
-        """Wait for the step. Raises EngineError when it failed, or one before it did."""
-        return self._future.result()
-
-    def add_done_callback(self, callback: Callable[[], None]) -> None:
-        """Call `callback` once the step is done: on the worker thread, or here if it already is."""
-        self._future.add_done_callback(lambda _: callback())
-
-
 class ShortTicket:
     """A step that runs on the thread that calls `result`, so that there is nothing to wait for."""
 
@@ -70,9 +51,9 @@ class ShortTicket:
             except EngineError as error:
                 self._outcome = error
 
-    def add_done_callback(self, callback: Callable[[], None]) -> None:
+    def add_done_callback(self, callback: Callable[[ShortTicket], object], /) -> None:
         """Call `callback` at once."""
-        callback()
+        callback(self)
 
 
 class LocalExecutor:
@@ -92,23 +73,27 @@ class LocalExecutor:
         self._runner = runner
         self._short_s = short_s
         self._short_tokens = 0  # of the last step, if it was short
-        self._newest: LocalTicket | ShortTicket | None = None
+        self._newest: Future[StepResult] | ShortTicket | None = None
         self._failure: EngineError | None = None
         self._is_closed = False
         self._worker = ThreadPoolExecutor(
             max_workers=1, thread_name_prefix="quickstep-step", initializer=self._use_device
         )
 
-    def submit(self, plan: StepPlan) -> LocalTicket | ShortTicket:
-        """Queue a step; returns before it has run. Raises EngineError once closed."""
+    def submit(self, plan: StepPlan) -> Future[StepResult] | ShortTicket:
+        """Queue a step; returns before it has run. Raises EngineError once closed; the result
+        raises it when the step failed, or one before it did.
+        """
         if self._is_closed:
             raise EngineError(f"step {plan.step_id} was submitted to a closed executor")
-        self._finish_short()
-        is_idle = self._newest is None or self._newest.done()
+        newest = self._newest
+        if isinstance(newest, ShortTicket):
+            newest.finish()  # plans run in order
+        is_idle = newest is None or newest.done()
         if is_idle and not plan.admitted and 0 < plan.num_tokens <= self._short_tokens:
             self._newest = ShortTicket(partial(self._run, plan))
         else:
-            self._newest = LocalTicket(self._worker.submit(self._run, plan))
+            self._newest = self._worker.submit(self._run, plan)
         return self._newest
 
     def reset(self) -> None:
@@ -147,7 +132,10 @@ class LocalExecutor:
         """On the worker thread, or on the caller's while the worker is idle."""
         try:
             if self._failure is None:
-                return self._timed(plan)
+                result = self._runner.run(plan)
+                is_short = result.seconds <= self._short_s and self._runner.is_on_host
+                self._short_tokens = plan.num_tokens if is_short else 0
+                return result
             self._runner.skip(plan)
         except BaseException as error:  # the thread's top, and a panic in Rust is no Exception
             self._failure = step_failure(plan.step_id, error)
@@ -155,12 +143,6 @@ class LocalExecutor:
         raise EngineError(
             f"step {plan.step_id} was queued behind a step that failed"
         ) from self._failure
-
-    def _timed(self, plan: StepPlan) -> StepResult:
-        result = self._runner.run(plan)
-        is_short = result.seconds <= self._short_s and self._runner.is_on_host
-        self._short_tokens = plan.num_tokens if is_short else 0
-        return result
 
     def _forget_failure(self) -> None:
         """On the worker thread, after everything that was queued."""

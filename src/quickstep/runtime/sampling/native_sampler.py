@@ -101,8 +101,12 @@ class NativeSampler:
         rows: Sequence[int] | None = None,
     ) -> list[Sample | SampleFailure]:
         """`runtime.sampling.sampler.sample`, for contiguous rows on a CPU."""
-        if rows is None and all([state.is_plain_argmax for state in states]):
-            return self._argmax(logits)
+        if rows is None:
+            for state in states:
+                if not state.is_plain_argmax:
+                    break
+            else:
+                return self._argmax(logits)
         self._argmax_of = None
         calls, matrix = self._rows.calls(len(states)), to_numpy(logits)
         started: list[Sample | SampleFailure | _Pending] = []
@@ -112,10 +116,10 @@ class NativeSampler:
             num_calls += isinstance(started[-1], _Pending)
         if num_calls:
             self._rows.run(num_calls)
-        return [
-            _finish(one, state) if isinstance(one, _Pending) else one
-            for one, state in zip(started, states, strict=True)
-        ]
+        samples: list[Sample | SampleFailure] = []
+        for one, state in zip(started, states, strict=True):
+            samples.append(_finish(one, state) if isinstance(one, _Pending) else one)
+        return samples
 
     def _argmax(self, logits: AnyTensor) -> list[Sample | SampleFailure]:
         num_rows = logits.shape[0]

@@ -62,7 +62,11 @@ class _Known(msgspec.Struct):
 
 
 class Drafting:
-    """The proposer of a runner; without one, nothing is drafted."""
+    """The proposer of a runner; without one, nothing is drafted.
+
+    Attributes:
+        reader: The proposer, while it reads the hidden states of all tokens.
+    """
 
     def __init__(self, proposer: Proposer | None) -> None:
         self._proposer = proposer
@@ -71,22 +75,22 @@ class Drafting:
         self._num_steps_off = 0  # until then
         self._known: dict[int, _Known] = {}  # by slot
         # Decided once: isinstance of a protocol takes 30 us, and every step asks.
-        self._reader = proposer if isinstance(proposer, HiddenStateProposer) else None
+        self.reader = proposer if isinstance(proposer, HiddenStateProposer) else None
 
     @property
     def aux_layers(self) -> tuple[int, ...]:
         """Layers of the target whose inputs the proposer reads."""
-        return () if self._reader is None else self._reader.aux_layers
+        return () if self.reader is None else self.reader.aux_layers
 
     @property
     def reads_hidden(self) -> bool:
         """Whether the proposer reads hidden states of the target."""
         proposer = self._proposer
-        return self._reader is not None or (proposer is not None and proposer.needs_hidden)
+        return self.reader is not None or (proposer is not None and proposer.needs_hidden)
 
     def needs_every_token(self, rows: Sequence[StepRow]) -> bool:
         """Whether the final hidden states of more than the emitting tokens are needed."""
-        if self._reader is None or not self._reader.reads_final:
+        if self.reader is None or not self.reader.reads_final:
             return False
         return any([row.num_tokens > row.num_drafts + row.emits for row in rows])
 
@@ -98,18 +102,19 @@ class Drafting:
         hidden: AnyTensor,
         every_token: bool,
         aux_hidden: Sequence[AnyTensor],
+        gone: Collection[int] = (),
     ) -> None:
         """Give the proposer the hidden states of a step, if it reads those of all tokens: the final
         ones, of every token [T, C] or of those with logits [E, C], and the inputs [T, C] of each of
-        the `aux_layers`.
+        the `aux_layers`. The rows at the places `gone` have lost their slots to other sequences.
         """
-        reader = self._reader
+        reader = self.reader
         if reader is None:
             return
         try:
             final = hidden if reader.reads_final else None
             computed = _computed(
-                rows, slots, emitting, final, every_token, aux_hidden, self._known.keys()
+                rows, slots, emitting, final, every_token, aux_hidden, self._known.keys(), gone
             )
             if computed is not None:
                 reader.compute(computed)
@@ -157,9 +162,10 @@ class Drafting:
             if self._paused is not None:
                 self._count_step_off(self._paused)
             return {}
-        if self._reader is None and not any(
-            [row.num_next_drafts or row.num_next_forced for row in rows]
-        ):
+        is_wanted = self.reader is not None
+        for row in rows:
+            is_wanted = is_wanted or bool(row.num_next_drafts or row.num_next_forced)
+        if not is_wanted:
             return {}
         try:
             return self._propose(proposer, rows, emitting, hidden, every_token)
@@ -195,7 +201,7 @@ class Drafting:
                     state = hidden[first + emitted.computed[-1]]
                 token_ids = known.new_tokens()
                 tasks[emitted.index] = DraftTask(row.slot, row.num_next_drafts, token_ids, state)
-            elif self._reader is not None:
+            elif self.reader is not None:
                 self._observe(proposer, row.slot)
         drafts: Sequence[Drafts] = proposer.propose(list(tasks.values())) if tasks else ()
         for index, proposed in zip(tasks, drafts, strict=True):
@@ -222,7 +228,7 @@ class Drafting:
             proposer.name,
         )
         self._paused = proposer
-        self._proposer = self._reader = None
+        self._proposer = self.reader = None
         for slot in self._known:
             with suppress(Exception):  # its state is unknown
                 proposer.release(slot)
@@ -233,7 +239,7 @@ class Drafting:
         if self._num_steps_off > 0:
             return
         self._proposer, self._paused = proposer, None
-        self._reader = proposer if isinstance(proposer, HiddenStateProposer) else None
+        self.reader = proposer if isinstance(proposer, HiddenStateProposer) else None
         _LOGGER.info("the proposer %s drafts again, for new sequences", proposer.name)
 
 
@@ -245,6 +251,7 @@ def _computed(
     every_token: bool,
     aux_hidden: Sequence[AnyTensor],
     known: Collection[int],
+    gone: Collection[int],
 ) -> ComputedStep | None:
     """The tokens that the target has computed and accepted, of sequences in the slots that the
     proposer knows; None without any.
@@ -259,7 +266,7 @@ def _computed(
         first, start = start, start + row.num_tokens
         if slot.failure or (row.emits and (one is None or not one.samples)):
             continue
-        if row.slot not in known:
+        if row.slot not in known or index in gone:
             continue
         num_before = len(of_all)
         if one is None:

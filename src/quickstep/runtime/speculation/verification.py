@@ -131,8 +131,13 @@ def sample_rows(
     later ones but by the logits, sample after all drafts in one call; those after a rejected draft
     are in vain.
     """
-    if not any([row.drafts for row in rows]):
-        samples = sample(logits, [row.state for row in rows], None)
+    states: list[SamplingState] = []
+    has_drafts = False
+    for row in rows:
+        states.append(row.state)
+        has_drafts = has_drafts or bool(row.drafts)
+    if not has_drafts:
+        samples = sample(logits, states, None)
         for row, sampled in zip(rows, samples, strict=True):
             row.accept(sampled)
     elif all([row.state.is_plain_argmax for row in rows]):

@@ -85,10 +85,10 @@ def adapters_of(
     rows: Sequence[StepRow], adapters: Mapping[str, LoRAAdapter]
 ) -> dict[str, LoRAAdapter]:
     """Those that the rows name. Raises EngineError."""
-    named = dict.fromkeys([row.adapter for row in rows if row.adapter])
-    if not named:
-        return {}
-    missing = next((name for name in named if name not in adapters), None)
-    if missing is not None:
-        raise EngineError(f"a row needs adapter {missing!r}, which is not loaded")
-    return {name: adapters[name] for name in named}
+    named: dict[str, LoRAAdapter] = {}
+    for row in rows:
+        if row.adapter and row.adapter not in named:
+            if row.adapter not in adapters:
+                raise EngineError(f"a row needs adapter {row.adapter!r}, which is not loaded")
+            named[row.adapter] = adapters[row.adapter]
+    return named

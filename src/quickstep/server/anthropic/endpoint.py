@@ -62,7 +62,7 @@ from quickstep.server.generate.conversation import (
     requested_effort,
 )
 from quickstep.server.generate.endpoint import caller_of
-from quickstep.server.generate.generation import ChoiceDelta, Generation, Head, ParsedRequest
+from quickstep.server.generate.generation import Generation, Head, ParsedRequest
 from quickstep.server.generate.message import (
     Block,
     BlockChange,
@@ -85,7 +85,7 @@ from quickstep.server.http.route import Endpoint
 from quickstep.server.models.registry import ModelRegistry
 from quickstep.server.models.served_model import ServedModel
 from quickstep.server.options import FieldRules
-from quickstep.types import FinishReason, Grammar
+from quickstep.types import Delta, FinishReason, Grammar
 
 _SAME_NAME = ("temperature", "top_k", "top_p")
 _STOP_REASONS: Mapping[FinishReason, str] = {
@@ -317,9 +317,9 @@ class _MessagesWriter:
         yield _event(MessageStart(self._message()))
         yield _event(Ping())
 
-    def delta(self, item: ChoiceDelta) -> Iterator[bytes]:
+    def delta(self, delta: Delta) -> Iterator[bytes]:
         """The events for what the delta changes in the blocks."""
-        for change in self._blocks.feed(item.delta):
+        for change in self._blocks.feed(delta):
             yield from _block_events(change)
 
     def ending(self) -> Iterator[bytes]:
@@ -334,9 +334,9 @@ class _MessagesWriter:
         """An error event."""
         yield event_frame("error", anthropic_shape(error_facts(error))[1])
 
-    def collect(self, item: ChoiceDelta) -> None:
+    def collect(self, delta: Delta) -> None:
         """Add a delta to the blocks, without events."""
-        self._blocks.feed(item.delta)
+        self._blocks.feed(delta)
 
     def complete(self) -> MessageResponse:
         """The finished message."""

@@ -16,7 +16,7 @@ import msgspec
 from quickstep.errors import RequestError
 from quickstep.server.fields.field_reader import FieldReader
 from quickstep.server.fields.sampling_fields import SamplingFields
-from quickstep.server.generate.generation import ChoiceDelta, Generation, ParsedRequest
+from quickstep.server.generate.generation import Generation, ParsedRequest
 from quickstep.server.models.served_model import ServedModel
 from quickstep.types import Delta
 
@@ -43,7 +43,7 @@ class RequestObserver(Protocol):
     def opened(self, generation: Generation) -> None:
         """The engine has accepted all prompts."""
 
-    def observe(self, item: ChoiceDelta) -> None:
+    def observe(self, delta: Delta) -> None:
         """A delta is about to be sent."""
 
     def close(self, generation: Generation) -> None:

@@ -11,8 +11,7 @@ from __future__ import annotations
 import asyncio
 import math
 import time
-from collections.abc import AsyncGenerator, Callable, Mapping
-from contextlib import aclosing
+from collections.abc import AsyncGenerator, AsyncIterator, Callable, Mapping
 from typing import TypeVar
 
 import msgspec
@@ -31,7 +30,6 @@ from quickstep.server.generate.api import (
     RequestObserver,
 )
 from quickstep.server.generate.generation import (
-    ChoiceDelta,
     Generation,
     Head,
     ParsedRequest,
@@ -50,8 +48,8 @@ from quickstep.server.options import ConnectionOptions
 from quickstep.server.usage.api_keys import cache_salt_of, priority_of_key, tenant_of_key
 from quickstep.server.usage.limits import Reservation
 from quickstep.server.usage.recorder import BATCHES
+from quickstep.types import Delta, RequestClass
 from quickstep.types import Request as EngineRequest
-from quickstep.types import RequestClass
 
 _Encoded = TypeVar("_Encoded")
 
@@ -145,7 +143,7 @@ class GeneratingRoute:
         except ClientDisconnect:
             return Response(status_code=CLIENT_CLOSED)
 
-    async def _deltas(self, request: Request, answer: _Answer) -> AsyncGenerator[ChoiceDelta, None]:
+    async def _deltas(self, request: Request, answer: _Answer) -> AsyncIterator[Delta]:
         """The deltas of a stream. With a deadline for the first token they begin with it, so that
         a request that cannot meet it gets an error status and not an error within a stream; but the
         stream begins when its first comment is due, which keeps the connection open.
@@ -158,7 +156,9 @@ class GeneratingRoute:
         has_comments = parsed.stream_type == SERVER_SENT_EVENTS and connections.comment_every_s > 0
         wait_s = connections.comment_every_s if has_comments else None
         try:
-            return await unless_disconnected(request.receive, _from_first(deltas, wait_s))
+            return await unless_disconnected(
+                request.receive, _from_first(answer.generation, deltas, wait_s)
+            )
         except BaseException:
             await answer.close()
             raise
@@ -318,57 +318,55 @@ async def _encode(answer: _Answer, write: Callable[[], _Encoded]) -> _Encoded:
 
 
 async def _collect(answer: _Answer) -> None:
-    async with aclosing(answer.generation.deltas()) as deltas:
-        async for item in deltas:
-            answer.observer.observe(item)
-            answer.writer.collect(item)
+    async for delta in answer.generation.deltas():
+        answer.generation.add(delta)
+        answer.observer.observe(delta)
+        answer.writer.collect(delta)
 
 
 async def _from_first(
-    deltas: AsyncGenerator[ChoiceDelta, None], wait_s: float | None
-) -> AsyncGenerator[ChoiceDelta, None]:
+    generation: Generation, deltas: AsyncIterator[Delta], wait_s: float | None
+) -> AsyncGenerator[Delta, None]:
     """Wait for the first delta, for at most `wait_s`, and raise its error; returns all of them."""
     first = asyncio.ensure_future(anext(deltas, None))
     try:
         await asyncio.wait({first}, timeout=wait_s)
-        if first.done():
-            first.result()
+        delta = first.result() if first.done() else None
+        if delta is not None and delta.finish_reason is not None:
+            generation.end(delta)
     except BaseException:
         await _cancelled(first)
         raise
 
-    async def from_first() -> AsyncGenerator[ChoiceDelta, None]:
-        async with aclosing(deltas):
-            try:
-                item = await first
-            finally:
-                await _cancelled(first)
-            if item is not None:
-                yield item
-            async for item in deltas:
-                yield item
+    async def from_first() -> AsyncGenerator[Delta, None]:
+        try:
+            delta = await first
+        finally:
+            await _cancelled(first)
+        if delta is not None:
+            yield delta
+        async for delta in deltas:
+            yield delta
 
     return from_first()
 
 
-async def _cancelled(task: asyncio.Future[ChoiceDelta | None]) -> None:
+async def _cancelled(task: asyncio.Future[Delta | None]) -> None:
     task.cancel()
     await asyncio.gather(task, return_exceptions=True)
 
 
-async def _frames(
-    answer: _Answer, deltas: AsyncGenerator[ChoiceDelta, None]
-) -> AsyncGenerator[bytes, None]:
+async def _frames(answer: _Answer, deltas: AsyncIterator[Delta]) -> AsyncGenerator[bytes, None]:
     """The frames of a stream; an error becomes its last frames."""
     writer = answer.writer
     try:
         for frame in writer.opening():
             yield frame
-        async with aclosing(deltas):
-            async for item in deltas:
-                answer.observer.observe(item)
-                for frame in writer.delta(item):
-                    yield frame
+        async for delta in deltas:
+            answer.generation.add(delta)
+            answer.observer.observe(delta)
+            for frame in writer.delta(delta):
+                yield frame
         for frame in writer.ending():
             yield frame
     except asyncio.CancelledError:

@@ -2,7 +2,7 @@
 
 An API parses a body into a frozen, bounded `ParsedRequest`; `open_generation` renders,
 tokenises and submits its prompts; `Generation` merges the engine's streams into one sequence of
-`ChoiceDelta`. The engine never sees client dicts, an API never calls the engine.
+deltas. The engine never sees client dicts, an API never calls the engine.
 
 Prompt p of P and sequence i of n become choice p * n + i, as OpenAI counts.
 
@@ -15,8 +15,7 @@ from __future__ import annotations
 
 import asyncio
 import secrets
-from collections.abc import AsyncGenerator, Callable, Iterable, Mapping, Sequence
-from contextlib import aclosing
+from collections.abc import AsyncGenerator, AsyncIterator, Callable, Iterable, Mapping, Sequence
 from typing import Any, Protocol
 
 import msgspec
@@ -166,8 +165,8 @@ class Writer(Protocol):
     def opening(self) -> Iterable[bytes]:
         """The frames before the first token."""
 
-    def delta(self, item: ChoiceDelta) -> Iterable[bytes]:
-        """The frames of a delta."""
+    def delta(self, delta: Delta) -> Iterable[bytes]:
+        """The frames of a delta, whose index is that of the choice."""
 
     def ending(self) -> Iterable[bytes]:
         """The frames after the last delta."""
@@ -175,18 +174,11 @@ class Writer(Protocol):
     def failure(self, error: Exception) -> Iterable[bytes]:
         """The last frames of a stream that failed; its status was sent long ago."""
 
-    def collect(self, item: ChoiceDelta) -> None:
+    def collect(self, delta: Delta) -> None:
         """Read a delta of a non-streaming response."""
 
     def complete(self) -> object:
         """The non-streaming response, for the JSON encoder."""
-
-
-class ChoiceDelta(msgspec.Struct, frozen=True):
-    """A delta of one choice."""
-
-    choice: int
-    delta: Delta
 
 
 class Choice(msgspec.Struct):
@@ -201,15 +193,6 @@ class Choice(msgspec.Struct):
     stop_reason: int | str | None = None
     timings: SequenceTimings | None = None
     prompt_logprobs: list[TokenLogprobs | None] = msgspec.field(default_factory=list)
-
-    def add(self, delta: Delta) -> None:
-        """Append a delta."""
-        self.text.append(delta.text)
-        self.token_ids.extend(delta.token_ids)
-        self.logprobs.extend(delta.logprobs or ())
-        self.timings = delta.timings or self.timings
-        self.prompt_logprobs.extend(delta.prompt_logprobs)
-        self.finish_reason, self.stop_reason = delta.finish_reason, delta.stop_reason
 
 
 class TokenCounts(msgspec.Struct, frozen=True):
@@ -227,6 +210,7 @@ class Generation:
         self.request = request
         self._streams = tuple(streams)
         self._n = request.sampling.n
+        self._merging: AsyncGenerator[Delta, None] | None = None
         self.choices = tuple(
             Choice(prompt * self._n + index, sequence_seed(stream.seed, index))
             for prompt, stream in enumerate(self._streams)
@@ -303,27 +287,36 @@ class Generation:
         keywords = {keyword for stream in self._streams for keyword in stream.ignored}
         return tuple(f"{field}.{keyword}" for keyword in sorted(keywords))
 
-    async def deltas(self) -> AsyncGenerator[ChoiceDelta, None]:
-        """All deltas as they come, added to `choices`.
+    def deltas(self) -> AsyncIterator[Delta]:
+        """All deltas as they come, whose index is that of the choice; the reader gives each to
+        `add`. Called once.
+        """
+        if len(self._streams) == 1 and not self._holds_deltas:
+            return aiter(self._streams[0])
+        self._merging = self._merged() if len(self._streams) > 1 else self._of_stream(0)
+        return self._merging
+
+    def add(self, delta: Delta) -> None:
+        """Add a delta to its choice.
 
         Raises:
-            EngineError: A choice failed.
-            RequestError: What the request demands left a choice no token.
+            EngineError: The choice failed.
+            RequestError: What the request demands left the choice no token.
         """
-        sampling, grammar_field = self.request.sampling, self.request.grammar_field
-        if len(self._streams) == 1 and not self._holds_deltas:
-            async for delta in self._streams[0]:
-                self.choices[delta.index].add(delta)
-                if delta.finish_reason is not None:
-                    check_end(delta, sampling, grammar_field)
-                yield ChoiceDelta(delta.index, delta)
-            return
-        merged = self._merged() if len(self._streams) > 1 else self._of_stream(0)
-        async with aclosing(merged) as items:
-            async for item in items:
-                self.choices[item.choice].add(item.delta)
-                check_end(item.delta, sampling, grammar_field)
-                yield item
+        choice = self.choices[delta.index]
+        choice.text.append(delta.text)
+        choice.token_ids.extend(delta.token_ids)
+        choice.logprobs.extend(delta.logprobs)
+        choice.prompt_logprobs.extend(delta.prompt_logprobs)
+        if delta.finish_reason is not None:
+            self.end(delta)
+
+    def end(self, delta: Delta) -> None:
+        """Note how a choice ends. Idempotent; raises as `add`."""
+        choice = self.choices[delta.index]
+        choice.timings = delta.timings or choice.timings
+        choice.finish_reason, choice.stop_reason = delta.finish_reason, delta.stop_reason
+        check_end(delta, self.request.sampling, self.request.grammar_field)
 
     @property
     def _holds_deltas(self) -> bool:
@@ -332,20 +325,21 @@ class Generation:
 
     async def finish(self) -> None:
         """Wait for all choices."""
-        async with aclosing(self.deltas()) as deltas:
-            async for _ in deltas:
-                pass
+        async for delta in self.deltas():
+            self.add(delta)
 
     async def aclose(self) -> None:
         """Abort what still runs. Idempotent."""
+        if self._merging is not None:
+            await self._merging.aclose()
         for stream in self._streams:
             await stream.aclose()
 
-    async def _of_stream(self, prompt: int) -> AsyncGenerator[ChoiceDelta, None]:
+    async def _of_stream(self, prompt: int) -> AsyncGenerator[Delta, None]:
         first = prompt * self._n
         if not self._holds_deltas:
             async for delta in self._streams[prompt]:
-                yield ChoiceDelta(first + delta.index, delta)
+                yield structs.replace(delta, index=first + delta.index)
             return
         held: list[Delta] = []
         num_missing = len(self._streams[prompt].prompt_token_ids)
@@ -354,15 +348,15 @@ class Generation:
             if delta.index and num_missing:
                 held.append(delta)
                 continue
-            yield ChoiceDelta(first + delta.index, delta)
+            yield structs.replace(delta, index=first + delta.index)
             if delta.finish_reason is not None and not delta.index:
                 num_missing = 0
             while held and not num_missing:
                 late = held.pop(0)
-                yield ChoiceDelta(first + late.index, late)
+                yield structs.replace(late, index=first + late.index)
 
-    async def _merged(self) -> AsyncGenerator[ChoiceDelta, None]:
-        queue: asyncio.Queue[ChoiceDelta | BaseException | None] = asyncio.Queue(_QUEUED_DELTAS)
+    async def _merged(self) -> AsyncGenerator[Delta, None]:
+        queue: asyncio.Queue[Delta | BaseException | None] = asyncio.Queue(_QUEUED_DELTAS)
         tasks = [
             asyncio.create_task(self._feed(prompt, queue)) for prompt in range(len(self._streams))
         ]
@@ -381,9 +375,7 @@ class Generation:
                 task.cancel()
             await asyncio.gather(*tasks, return_exceptions=True)
 
-    async def _feed(
-        self, prompt: int, queue: asyncio.Queue[ChoiceDelta | BaseException | None]
-    ) -> None:
+    async def _feed(self, prompt: int, queue: asyncio.Queue[Delta | BaseException | None]) -> None:
         try:
             async for item in self._of_stream(prompt):
                 await queue.put(item)

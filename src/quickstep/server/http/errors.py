@@ -23,26 +23,155 @@ from quickstep.errors import EngineError, RequestError
 
 _LOG = logging.getLogger("quickstep.server")
 
-_TYPES: Mapping[int, tuple[str, str | None]] = {
-    400: ("invalid_request_error", None),
-    401: ("authentication_error", "invalid_api_key"),
-    403: ("permission_error", "origin_not_allowed"),
-    404: ("invalid_request_error", "not_found"),
-    405: ("invalid_request_error", "method_not_allowed"),
-    408: ("invalid_request_error", "request_timeout"),
-    413: ("invalid_request_error", "request_too_large"),
-    414: ("invalid_request_error", "url_too_long"),
-    415: ("invalid_request_error", "unsupported_media_type"),
-    416: ("invalid_request_error", "range_not_satisfiable"),
-    429: ("rate_limit_error", "rate_limit_exceeded"),
-    431: ("invalid_request_error", "headers_too_large"),
-    500: ("server_error", "internal_error"),
-    501: ("invalid_request_error", "unsupported_transfer_encoding"),
-    503: ("server_error", "engine_unavailable"),
+
+class Status(msgspec.Struct, frozen=True):
+    """An HTTP status of errors: OpenAI's `type`, the usual `code`, and when it is the answer.
+
+    `is_common` statuses may come from every route.
+    """
+
+    kind: str
+    code: str | None
+    when: str
+    is_common: bool = True
+
+
+class Code(msgspec.Struct, frozen=True):
+    """An `error.code` that a program may look for: its status, when it comes, and what helps."""
+
+    status: int
+    when: str
+    solution: str
+
+
+_REQUEST, _SERVER = "invalid_request_error", "server_error"
+STATUSES: Mapping[int, Status] = {
+    400: Status(_REQUEST, None, "The request is wrong; the error names the field."),
+    401: Status("authentication_error", "invalid_api_key", "The API key is missing or wrong."),
+    403: Status(
+        "permission_error",
+        "origin_not_allowed",
+        "The origin of a web page, or the host, is not allowed, or an admin key is missing.",
+    ),
+    404: Status(_REQUEST, "not_found", "There is no such route, model or other resource."),
+    405: Status(_REQUEST, "method_not_allowed", "The route has other methods."),
+    408: Status(
+        _REQUEST,
+        "request_timeout",
+        "The body came too slowly, or an embedding took longer than timeout_s.",
+    ),
+    409: Status(
+        _REQUEST, None, "Replicas are being changed already, or no other one serves.", False
+    ),
+    413: Status(_REQUEST, "request_too_large", "The body is too large."),
+    414: Status(_REQUEST, "url_too_long", "The URL is too long."),
+    415: Status(
+        _REQUEST,
+        "unsupported_media_type",
+        "The content type is not JSON, or the body is compressed.",
+    ),
+    416: Status(
+        _REQUEST, "range_not_satisfiable", "A `Range` begins after the end of the file.", False
+    ),
+    429: Status(
+        "rate_limit_error",
+        "rate_limit_exceeded",
+        "Too many requests wait, or the key has reached a rate limit or its budget; retry after "
+        "the header's seconds.",
+    ),
+    431: Status(_REQUEST, "headers_too_large", "The headers are too large."),
+    500: Status(_SERVER, "internal_error", "The server failed on this request."),
+    501: Status(
+        _REQUEST,
+        "unsupported_transfer_encoding",
+        "The body has a transfer coding other than chunked.",
+    ),
+    503: Status(
+        _SERVER,
+        "engine_unavailable",
+        "The engine takes no requests now, too many connections are open, too much waits to be "
+        "read, or the first token would come after ttft_deadline_ms.",
+    ),
+    507: Status(_SERVER, "internal_error", "The disk for files and batches is full.", False),
+}
+CODES: Mapping[str, Code] = {
+    "context_length_exceeded": Code(
+        400,
+        "The prompt does not fit the context.",
+        "Shorten it; the operator may raise `--max-model-len`.",
+    ),
+    "admin_key_required": Code(
+        403,
+        "The route is for operators.",
+        "Use a key of `--admin-api-key`; without keys, call from the server's machine.",
+    ),
+    "model_not_found": Code(
+        404,
+        "`model` is no name of a model or an adapter here.",
+        "`GET /v1/models` lists the names.",
+    ),
+    "not_found": Code(
+        404,
+        "There is no such route or response.",
+        "`/docs` lists the routes; `--max-stored-responses` limits the responses that are kept.",
+    ),
+    "previous_response_not_found": Code(
+        404,
+        "`previous_response_id` is not stored here.",
+        "Send the conversation so far as `input`.",
+    ),
+    "file_not_found": Code(
+        404, "There is no such file of this key.", "`GET /v1/files` lists them."
+    ),
+    "batch_not_found": Code(
+        404, "There is no such batch of this key.", "`GET /v1/batches` lists them."
+    ),
+    "request_not_found": Code(
+        404,
+        "The log of steps does not have the request (any more).",
+        "Look sooner; the log keeps the latest requests only.",
+    ),
+    "replica_not_found": Code(
+        404, "There is no replica with this number.", "`GET /health` lists them."
+    ),
+    "rate_limit_exceeded": Code(
+        429,
+        "The queue or the key's share of it is full, too many grammars wait, or the key has "
+        "reached a limit per minute.",
+        "Send the request again after the seconds of `Retry-After`.",
+    ),
+    "insufficient_quota": Code(
+        429,
+        "The key has spent its budget.",
+        "Wait for the reset that the message names, or have the operator raise the budget.",
+    ),
+    "deadline_unreachable": Code(
+        503,
+        "The first token cannot come within `ttft_deadline_ms`.",
+        "Send the request again later, or with a longer deadline.",
+    ),
+    "engine_unavailable": Code(
+        503,
+        "The engine restarts, has failed or shuts down.",
+        "Send the request again after the seconds of `Retry-After`.",
+    ),
+    "server_busy": Code(
+        503,
+        "Too much waits to be read, tokenized or compiled.",
+        "Send the request again after the seconds of `Retry-After`.",
+    ),
+    "too_many_connections": Code(
+        503,
+        "The server, or this client, has too many open connections.",
+        "Close some, or raise `--max-connections`.",
+    ),
+    "insufficient_storage": Code(
+        507, "The disk for files and batches is full.", "The operator makes room."
+    ),
 }
 _MESSAGE_CHARS = 4096
 OVERLOADED = 529  # Anthropic's number for what others call 503
-_ANTHROPIC_TYPES: Mapping[int, str] = {
+ANTHROPIC_TYPES: Mapping[int, str] = {
     401: "authentication_error",
     403: "permission_error",
     404: "not_found_error",
@@ -130,7 +259,7 @@ def anthropic_shape(facts: ErrorFacts) -> tuple[int, MessagesError]:
     with it.
     """
     default = "invalid_request_error" if facts.status < 500 else "api_error"
-    kind = _ANTHROPIC_TYPES.get(facts.status, default)
+    kind = ANTHROPIC_TYPES.get(facts.status, default)
     status = OVERLOADED if facts.status == 503 else facts.status
     return status, MessagesError("error", MessagesErrorDetail(kind, facts.message))
 
@@ -146,8 +275,8 @@ def facts_of(
     """An error with the type of its status, and the code of its status unless it has its own."""
     if len(message) > _MESSAGE_CHARS:  # it quotes the request
         message = f"{message[:_MESSAGE_CHARS]} ..."
-    kind, code_of_status = _TYPES.get(status, _TYPES[400 if status < 500 else 500])
-    return ErrorFacts(status, message, kind, param, code or code_of_status)
+    usual = STATUSES.get(status, STATUSES[400 if status < 500 else 500])
+    return ErrorFacts(status, message, usual.kind, param, code or usual.code)
 
 
 def error_body(message: str, status: int, param: str | None = None) -> ErrorAnswer:

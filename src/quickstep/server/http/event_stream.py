@@ -59,9 +59,8 @@ class EventStream(Response):
         """Send the stream until its end or until the client disconnects."""
         connections = scope.get("state", {}).get("connections") or ConnectionOptions()
         silence_s = connections.comment_every_s if self.media_type == SERVER_SENT_EVENTS else 0.0
-        paced = _PacedSend(send, silence_s)
         try:
-            await unless_disconnected(receive, self._run(paced))
+            await unless_disconnected(receive, self._run(_PacedSend(send, silence_s)))
         except ClientDisconnect:
             pass
         finally:
@@ -73,47 +72,51 @@ class EventStream(Response):
         try:
             await paced.start(self.raw_headers)
             async with aclosing(self._frames) as frames:
-                async for frame in frames:
-                    await paced.body(frame)
-            await paced.body(b"", more=False)
+                async for frame in frames:  # once a token, so it calls little
+                    paced.is_sending = True
+                    await paced.send(
+                        {"type": "http.response.body", "body": frame, "more_body": True}
+                    )
+                    paced.is_sending = False
+                    paced.since_s = paced.now()
+            paced.is_sending = True
+            await paced.send({"type": "http.response.body", "body": b"", "more_body": False})
         finally:
             commenting.cancel()
             await asyncio.gather(commenting, return_exceptions=True)
 
 
 class _PacedSend:
-    """`send` that knows how long nothing was sent, and then sends a comment."""
+    """`send`, and comments while nothing is sent.
+
+    Attributes:
+        since_s: When something was sent last, by `now`.
+        is_sending: Something is being sent; until the start is out, nothing else may go.
+    """
 
     def __init__(self, send: Send, silence_s: float) -> None:
-        self._send = send
+        self.send = send
+        self.now = asyncio.get_running_loop().time
         self._silence_s = silence_s
-        self._loop = asyncio.get_running_loop()
-        self._since_s = self._loop.time()
-        self._is_sending = True  # until the start is out, nothing else may go
+        self.since_s = self.now()
+        self.is_sending = True
 
     async def start(self, headers: list[tuple[bytes, bytes]]) -> None:
         """The status and the headers."""
-        await self._send({"type": "http.response.start", "status": 200, "headers": headers})
-        self._is_sending = False
-        self._since_s = self._loop.time()
-
-    async def body(self, frame: bytes, more: bool = True) -> None:
-        """A frame; returns when the connection takes more."""
-        self._is_sending = True
-        await self._send({"type": "http.response.body", "body": frame, "more_body": more})
-        self._is_sending = False
-        self._since_s = self._loop.time()
+        await self.send({"type": "http.response.start", "status": 200, "headers": headers})
+        self.is_sending = False
+        self.since_s = self.now()
 
     async def comment(self) -> None:
-        """Send a comment whenever nothing was sent for a while; never ends. `body` may send a frame
-        at the same time; each message is complete.
+        """Send a comment whenever nothing was sent for a while; never ends. A frame may be sent at
+        the same time; each message is complete.
         """
         if not self._silence_s:
             return
         while True:
-            silent_s = 0.0 if self._is_sending else self._loop.time() - self._since_s
+            silent_s = 0.0 if self.is_sending else self.now() - self.since_s
             if silent_s < self._silence_s:
                 await asyncio.sleep(self._silence_s - silent_s)
                 continue
-            self._since_s = self._loop.time()
-            await self._send({"type": "http.response.body", "body": _COMMENT, "more_body": True})
+            self.since_s = self.now()
+            await self.send({"type": "http.response.body", "body": _COMMENT, "more_body": True})

@@ -28,7 +28,6 @@ from quickstep.server.generate.api import Observers, reports_progress
 from quickstep.server.generate.endpoint import GeneratingRoute
 from quickstep.server.generate.generation import (
     Choice,
-    ChoiceDelta,
     Generation,
     Head,
     ParsedRequest,
@@ -59,7 +58,7 @@ from quickstep.server.models.registry import ModelRegistry
 from quickstep.server.models.served_model import ServedModel
 from quickstep.server.openai.response_types import PromptProgressReport
 from quickstep.server.options import bounded
-from quickstep.types import FinishReason, SamplingParams, TokenLogprobs
+from quickstep.types import Delta, FinishReason, SamplingParams, TokenLogprobs
 
 _NO_SLOT = -1  # the slots of the scheduler are not public
 
@@ -106,10 +105,10 @@ class _LlamaWriter:
         """A stream has no chunks before the first delta."""
         return iter(())
 
-    def delta(self, item: ChoiceDelta) -> Iterator[bytes]:
+    def delta(self, delta: Delta) -> Iterator[bytes]:
         """The chunk of new text and tokens, and the last chunk of a completion that ends."""
-        self.collect(item)
-        choice, delta = self._generation.choices[item.choice], item.delta
+        self.collect(delta)
+        choice = self._generation.choices[delta.index]
         if delta.progress is not None:
             num_prompt_tokens = len(self._prompt(choice))
             yield data_frame(
@@ -150,10 +149,10 @@ class _LlamaWriter:
         _, body = error_of(error)
         yield data_frame(body)
 
-    def collect(self, item: ChoiceDelta) -> None:
+    def collect(self, delta: Delta) -> None:
         """Record the time of the first token."""
-        if item.delta.token_ids:
-            self._first_s.setdefault(item.choice, self._clock())
+        if delta.token_ids:
+            self._first_s.setdefault(delta.index, self._clock())
 
     def complete(self) -> object:
         """The completion, or the list of them."""

@@ -25,7 +25,7 @@ from quickstep.server.generate.endpoint import (
     caller_of,
     endpoint_of,
 )
-from quickstep.server.generate.generation import ChoiceDelta, Generation, Head, ParsedRequest
+from quickstep.server.generate.generation import Generation, Head, ParsedRequest
 from quickstep.server.generate.message import message_reader, partial_object
 from quickstep.server.generate.prompts import TextPrompt
 from quickstep.server.generate.timings import requested_timings
@@ -65,7 +65,7 @@ from quickstep.server.openai.request_types import EmbeddingRequest
 from quickstep.server.openai.response_types import EmbeddingList
 from quickstep.server.options import bounded
 from quickstep.text.tool_calls.message_delta import CallDelta, MessageDelta
-from quickstep.types import TokenLogprobs
+from quickstep.types import Delta, TokenLogprobs
 
 OllamaResponse = OllamaChatResponse | OllamaGenerateResponse
 # the response with these content, reasoning, calls and other fields
@@ -187,10 +187,10 @@ class _OllamaWriter:
         """A stream has no lines before the first delta."""
         return iter(())
 
-    def delta(self, item: ChoiceDelta) -> Iterator[bytes]:
+    def delta(self, delta: Delta) -> Iterator[bytes]:
         """A line, if the delta has any content; a call is complete in its line."""
-        message, calls = self._read(item)
-        logprobs = self._logprobs(item.delta.logprobs)
+        message, calls = self._read(delta)
+        logprobs = self._logprobs(delta.logprobs)
         if message.content or message.reasoning or calls or logprobs:
             progress = OllamaProgress(
                 model=self._generation.request.model,
@@ -208,9 +208,9 @@ class _OllamaWriter:
         """The error as the last line."""
         yield _line(ollama_shape(error_facts(error))[1])
 
-    def collect(self, item: ChoiceDelta) -> None:
+    def collect(self, delta: Delta) -> None:
         """Collect the text of a delta."""
-        message, _ = self._read(item)
+        message, _ = self._read(delta)
         self._content.append(message.content)
         self._reasoning.append(message.reasoning)
 
@@ -220,11 +220,11 @@ class _OllamaWriter:
         logprobs = self._logprobs(self._choice.logprobs) or UNSET
         return self._build(content, reasoning, self._calls, self._final_progress(logprobs))
 
-    def _read(self, item: ChoiceDelta) -> tuple[MessageDelta, list[OllamaToolCall]]:
+    def _read(self, delta: Delta) -> tuple[MessageDelta, list[OllamaToolCall]]:
         """The message's new text, and the calls that are complete with it."""
         if self._first_s is None:
             self._first_s = self._clock()
-        message = self._reader.read(item.delta)
+        message = self._reader.read(delta)
         num_known = len(self._calls)
         for part in message.parts:
             if isinstance(part, CallDelta):

@@ -31,7 +31,6 @@ from quickstep.server.generate.conversation import (
 )
 from quickstep.server.generate.generation import (
     Choice,
-    ChoiceDelta,
     Generation,
     Head,
     ParsedRequest,
@@ -89,7 +88,7 @@ from quickstep.text.tool_calls.message_delta import (
     MessagePart,
     ReasoningDelta,
 )
-from quickstep.types import TokenLogprobs
+from quickstep.types import Delta, TokenLogprobs
 
 _EMPTY = ChatDelta()
 
@@ -324,17 +323,21 @@ class ChatWriter:
             fields["prompt_logprobs"] = ranked_logprobs(scores, num_top, self._tokenizer)
         return fields
 
-    def delta(self, item: ChoiceDelta) -> list[bytes]:
+    def delta(self, delta: Delta) -> list[bytes]:
         """The new parts of the message, and its end; the new tokens' logprobs are in the first
         chunk. A call's first piece has its name and no arguments; those follow in a chunk of their
         own.
         """
-        choice, delta = self._generation.choices[item.choice], item.delta
+        choice = self._generation.choices[delta.index]
         frames: list[bytes] = []
         if delta.progress is not None:
             new_choice = partial(ChatChunkChoice, delta=_EMPTY)
             frames.append(self._envelope.progress(choice, delta.progress, new_choice))
-        deltas = _chat_deltas(self._messages[choice.index].read(delta).parts)
+        parts = self._messages[choice.index].read(delta).parts
+        if len(parts) == 1 and isinstance(parts[0], ContentDelta):  # the usual case
+            deltas = [ChatDelta(content=parts[0].text)]
+        else:
+            deltas = _chat_deltas(parts)
         has_logprobs, has_ids = self._requested.logprobs is not None, self._requested.token_ids
         if not deltas and (has_logprobs or has_ids) and delta.token_ids:
             deltas.append(ChatDelta(content=""))
@@ -371,9 +374,9 @@ class ChatWriter:
             seed=choice.seed,
         )
 
-    def collect(self, item: ChoiceDelta) -> None:
+    def collect(self, delta: Delta) -> None:
         """Keep the new parts of the message."""
-        self._collected[item.choice] += self._messages[item.choice].read(item.delta).parts
+        self._collected[delta.index] += self._messages[delta.index].read(delta).parts
 
     def complete(self) -> msgspec.Struct:
         """The complete messages."""

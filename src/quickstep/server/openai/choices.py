@@ -21,6 +21,7 @@ from msgspec import UNSET, UnsetType
 from quickstep.engine.beam_search import BeamSearchParams
 from quickstep.engine.interface import Vocabulary
 from quickstep.errors import RequestError
+from quickstep.json_line import json_line
 from quickstep.server.fields.sampling_fields import SamplingFields, TextFormat
 from quickstep.server.generate.generation import (
     Choice,
@@ -240,7 +241,7 @@ class Envelope:
             fields["usage"] = self._usage()
         elif request.include_usage:
             fields.setdefault("usage", None)
-        return data_frame(self._new_chunk(choices=choices, **fields))
+        return b"data: " + json_line(self._new_chunk(choices=choices, **fields)) + b"\n\n"
 
     def progress(
         self, choice: Choice, progress: PromptProgress, new_choice: Callable[..., msgspec.Struct]

@@ -19,7 +19,6 @@ from quickstep.server.fields.field_reader import FieldReader
 from quickstep.server.generate.api import reports_progress, response_flags
 from quickstep.server.generate.generation import (
     Choice,
-    ChoiceDelta,
     Generation,
     Head,
     ParsedRequest,
@@ -181,9 +180,9 @@ class CompletionWriter:
         """A stream of completions begins with its first text."""
         return iter(())
 
-    def delta(self, item: ChoiceDelta) -> list[bytes]:
+    def delta(self, delta: Delta) -> list[bytes]:
         """The new text, and its end."""
-        choice, delta = self._generation.choices[item.choice], item.delta
+        choice = self._generation.choices[delta.index]
         frames: list[bytes] = []
         if delta.progress is not None:
             new_choice = partial(TextChunkChoice, text="")
@@ -235,7 +234,7 @@ class CompletionWriter:
             seed=choice.seed,
         )
 
-    def collect(self, item: ChoiceDelta) -> None:
+    def collect(self, delta: Delta) -> None:
         """A choice has its text already."""
 
     def complete(self) -> msgspec.Struct:

@@ -23,10 +23,9 @@ from prometheus_client.registry import Collector, CollectorRegistry
 
 from quickstep.core.accounting import AdapterStats, Totals
 from quickstep.engine.interface import ServedEngine
-from quickstep.engine.records.step_log import SequenceRecord
 from quickstep.engine.stats import EngineStats, ReplicaStats
 from quickstep.server.generate.api import NO_HEADERS
-from quickstep.server.generate.generation import ChoiceDelta, Generation, ParsedRequest
+from quickstep.server.generate.generation import Generation, ParsedRequest
 from quickstep.server.models.served_model import ServedModel
 from quickstep.server.options import MetricsOptions
 from quickstep.types import Delta, FinishReason, StepRecord
@@ -155,7 +154,7 @@ class ModelMetrics:
         self.tracer = tracer
         self.goodput = _Goodput(self) if self.options.goodput_ms else None
         self.registry.register(EngineGauges(engine, model, self.options.prefix))
-        engine.step_log.follow(_StepTokens(self))
+        engine.step_log.follow_steps(_StepTokens(self._histograms["iteration_tokens_total"]))
 
     def meter(self, request: ParsedRequest, headers: Mapping[str, str]) -> RequestMeter:
         """The meter of a request that arrives now."""
@@ -195,16 +194,12 @@ class ModelMetrics:
 class _StepTokens:
     """Observes the tokens of each step: a follower of the step log."""
 
-    def __init__(self, metrics: ModelMetrics) -> None:
-        self._metrics = metrics
+    def __init__(self, histogram: Histogram) -> None:
+        self._histogram = histogram
 
     def add_step(self, record: StepRecord) -> None:
         """A step was committed."""
-        num_tokens = record.num_prefill_tokens + record.num_decode_tokens
-        self._metrics.observe("iteration_tokens_total", num_tokens)
-
-    def add_sequence(self, record: SequenceRecord) -> None:
-        """The meter of the request observes it."""
+        self._histogram.observe(record.num_prefill_tokens + record.num_decode_tokens)
 
 
 class _Goodput:
@@ -282,16 +277,16 @@ class RequestMeter:
         lens = [len(generation.prompt_token_ids(choice)) for choice in firsts]
         self._uncounted = dict(enumerate(lens))
 
-    def observe(self, item: ChoiceDelta) -> None:
+    def observe(self, delta: Delta) -> None:
         """Observe a delta before it is sent."""
-        delta, metrics = item.delta, self._metrics
+        metrics = self._metrics
         if not delta.token_ids:
             return
         now = metrics.clock()
-        last = self._last[item.choice]
+        last = self._last[delta.index]
         if last is None:
-            self._first[item.choice] = now
-            prompt = item.choice // self._choices_per_prompt
+            self._first[delta.index] = now
+            prompt = delta.index // self._choices_per_prompt
             metrics.count_prompt(self._uncounted.pop(prompt, 0))
             metrics.observe("time_to_first_token_seconds", now - self._arrival)
         else:
@@ -299,8 +294,8 @@ class RequestMeter:
         # tokens that came together have no gap between them
         for _ in delta.token_ids[1:]:
             metrics.token_gaps.observe(0.0)
-        self._last[item.choice] = now
-        self._num_tokens[item.choice] += len(delta.token_ids)
+        self._last[delta.index] = now
+        self._num_tokens[delta.index] += len(delta.token_ids)
         metrics.generation_tokens.inc(len(delta.token_ids))
 
     def close(self, generation: Generation) -> None:
@@ -428,6 +423,11 @@ class EngineGauges(Collector):
                 self._engine.max_model_len,
             ),
             ("num_requests_paused", "Sequences paused for slow readers.", load.num_paused),
+            (
+                "predicted_queue_time_seconds",
+                "How long one more request would wait, as it is predicted now.",
+                stats.admission.wait_s(stats.admission.num_waiting),
+            ),
             (
                 "kv_cache_usage_perc",
                 "Fraction of the KV blocks in use.",

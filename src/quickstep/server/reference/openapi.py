@@ -32,6 +32,7 @@ from quickstep.server.fields.sampling_fields import SamplingFields
 from quickstep.server.fields.shared_fields import FunctionTool
 from quickstep.server.http.errors import (
     OVERLOADED,
+    STATUSES,
     ErrorAnswer,
     ErrorShape,
     MessagesError,
@@ -64,24 +65,6 @@ from quickstep.types import SamplingParams
 
 _REF = "#/components/schemas/{name}"
 _PATH_PARAMETER = re.compile(r"\{(\w+)(?::\w+)?\}")
-_STATUSES: Mapping[int, str] = {
-    400: "The request is wrong; the error names the field.",
-    401: "The API key is missing or wrong.",
-    403: "The origin of a web page, or the host, is not allowed, or an admin key is missing.",
-    404: "There is no such route, model or other resource.",
-    405: "The route has other methods.",
-    408: "The body came too slowly, or an embedding took longer than timeout_s.",
-    413: "The body is too large.",
-    414: "The URL is too long.",
-    415: "The content type is not JSON, or the body is compressed.",
-    429: "Too many requests wait, or the key has reached a rate limit or its budget; retry after "
-    "the header's seconds.",
-    431: "The headers are too large.",
-    500: "The server failed on this request.",
-    501: "The body has a transfer coding other than chunked.",
-    503: "The engine takes no requests now, too many connections are open, too much waits to be "
-    "read, or the first token would come after ttft_deadline_ms.",
-}
 _ERRORS: Mapping[ErrorShape, type[msgspec.Struct]] = {
     anthropic_shape: MessagesError,
     ollama_shape: OllamaError,
@@ -235,9 +218,11 @@ def _responses(route: ApiRoute, names: Mapping[type, str]) -> dict[str, Any]:
         answer[route.content_type] = {"schema": {"type": "string"}}
     error = {"application/json": {"schema": _ref(names[_error(route)])}}
     responses: dict[str, Any] = {"200": {"description": route.summary, "content": answer}}
-    for status, description in _STATUSES.items():
+    for status, facts in STATUSES.items():
+        if not facts.is_common:
+            continue
         reported = OVERLOADED if status == 503 and _error(route) is MessagesError else status
-        responses[str(reported)] = {"description": description, "content": error}
+        responses[str(reported)] = {"description": facts.when, "content": error}
     if route.is_probe and route.response is not None:
         both = {"anyOf": [_typed(route.response, names), _ref(names[_error(route)])]}
         responses["503"]["content"] = {"application/json": {"schema": both}}

@@ -17,7 +17,7 @@ import msgspec
 from msgspec import UNSET
 
 from quickstep.server.fields.sampling_fields import TextFormat
-from quickstep.server.generate.generation import ChoiceDelta, Generation, Head
+from quickstep.server.generate.generation import Generation, Head
 from quickstep.server.generate.message import (
     Block,
     BlockChange,
@@ -66,7 +66,7 @@ from quickstep.server.responses.response_types import (
     TextSettings,
 )
 from quickstep.server.responses.store import StoredResponse
-from quickstep.types import TokenLogprobs
+from quickstep.types import Delta, TokenLogprobs
 
 _ITEM_PREFIX = {
     MessageBlockKind.REASONING: "rs_",
@@ -117,9 +117,9 @@ class ResponsesWriter:
         yield _frame(ResponseEvent("response.created", self._number(), response))
         yield _frame(ResponseEvent("response.in_progress", self._number(), response))
 
-    def delta(self, item: ChoiceDelta) -> Iterator[bytes]:
+    def delta(self, delta: Delta) -> Iterator[bytes]:
         """The events for what the delta changes in the items."""
-        for change in self._blocks.feed(item.delta):
+        for change in self._blocks.feed(delta):
             if change.change is Change.OPENED:
                 yield from self._begin_events(change.block)
             elif change.change is Change.GREW:
@@ -146,9 +146,9 @@ class ResponsesWriter:
         response = self._response("failed", ResponseError(code, facts.message))
         yield _frame(ResponseEvent("response.failed", self._number(), response))
 
-    def collect(self, item: ChoiceDelta) -> None:
+    def collect(self, delta: Delta) -> None:
         """Add a delta to the items, without events."""
-        self._blocks.feed(item.delta)
+        self._blocks.feed(delta)
 
     def complete(self) -> ResponseObject:
         """The finished response; it is stored here."""

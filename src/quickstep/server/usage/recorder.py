@@ -20,7 +20,6 @@ from quickstep.server.usage.price_book import (
     cost,
     sequence_usage,
 )
-from quickstep.types import StepRecord
 
 if TYPE_CHECKING:
     from quickstep.server.usage.ledger import Ledger, UsageTotals
@@ -58,11 +57,8 @@ class UsageRecorder:
         self._ledger = ledger
         self._wall_clock = wall_clock
 
-    def add_step(self, record: StepRecord) -> None:
-        """Steps are not charged; their seconds are in the sequences' `device_s`."""
-
     def add_sequence(self, record: SequenceRecord) -> None:
-        """Record a sequence that ended."""
+        """Record a sequence that ended: the seconds of its steps are in its `device_s`."""
         timings = record.timings
         pays_prompt = record.index == 0 and not record.is_continuation
         usage = sequence_usage(record.finish_reason, timings, pays_prompt)

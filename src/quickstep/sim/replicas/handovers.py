@@ -1,35 +1,31 @@
-"""KV caches that prefill engines hand over to decode engines, on a virtual clock.
+"""`KVHandovers`: prompts that one engine computes for another one, on a virtual clock.
 
-    client -> prefill engine (1 output) -> transfer of KV -> decode engine (all other outputs)
+    client -> prefill engine (first token) -> decode engine (all other tokens)
+                      └──── KV blocks, chunk by chunk ────┘
 
-Both ends run the unchanged scheduler. The prefill engine gets the request with one output, which is
-streamed at once. The decode engine gets a continuation, with the prompt and that output as its
-prompt, after the prompt's full blocks have been registered in its pool as cached ones, so that the
-scheduler finds them as a prefix hit; at most the tokens of the last, partly filled block are
-computed again. Blocks that the decode engine has cached already are not sent.
+Both ends run the engine's own scheduler with its own resource for transfers
+(`core.resources.kv_transfers`), and `core.handover` chooses them, as in the live server: a request
+of an idle decode engine is not divided, a transfer for which a decode engine has no room is
+refused, and what did not arrive is computed again. This module is what carries out the orders of
+the schedulers: links that send one thing at a time.
 
-Blocks are counted where they are: the prefill engine keeps those of a prompt until they are sent,
-and the decode engine allocates them before. A prompt whose blocks no decode engine has room for
-waits at its prefill engine. The blocks that wait for admission never fill a pool so far that the
-longest sequence would not fit next to them: else the scheduler could admit nothing.
-
-Owned by `sim.replicas.run`, which says when transfers are over.
+Owned by `sim.replicas.run`, which says when blocks arrive.
 """
 
 from __future__ import annotations
 
-from collections import deque
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 
 import msgspec
 from msgspec.structs import replace
 
-from quickstep.core.resources.block_pool import BlockKey, ChainRoot, KVBlockPool
-from quickstep.errors import RequestError
-from quickstep.sim.grouped_scheduler import GroupedScheduler
+from quickstep.core.handover import Assignment, Phases, assign, can_hand_over
+from quickstep.core.resources.block_pool import ChainRoot
+from quickstep.core.resources.kv_transfers import KVTransfers, SendOrder
+from quickstep.core.router import ReplicaView, Router, route_request
 from quickstep.sim.outcome import Handovers
 from quickstep.sim.replicas.replica import Role, SimulatedReplica
-from quickstep.types import FinishReason, Request, SequenceOutput, SequenceTimings
+from quickstep.types import KVTarget, Request, Resumed, SequenceOutput, SequenceTimings
 
 
 class KVLink(msgspec.Struct, frozen=True):
@@ -42,333 +38,199 @@ class KVLink(msgspec.Struct, frozen=True):
     kv_bytes_per_token: int
 
 
-class TransferEnd(msgspec.Struct, eq=False):
-    """An engine as one end of transfers.
+class BlocksSent(msgspec.Struct, frozen=True, eq=False):
+    """What an order has sent: from its replica to another one, which gets `num_blocks` new ones."""
 
-    Attributes:
-        pool: That of the engine's scheduler.
-        max_num_seqs: A decode engine takes no more.
-        num_live: Sequences that were handed over to it and have not ended.
-        link_free_at_s: When its last transfer is over.
-        tables: Blocks that transfers hold here, by the name of the continuation.
-        longest: Blocks of the longest sequence that was sent here.
-    """
-
-    replica: SimulatedReplica
-    pool: KVBlockPool
-    max_num_seqs: int
-    num_live: int = 0
-    link_free_at_s: float = 0.0
-    tables: dict[str, list[int]] = msgspec.field(default_factory=dict)
-    longest: int = 0
-
-    def release(self, name: str) -> None:
-        """Give the blocks of a transfer back, if it still holds some."""
-        self.pool.release(self.tables.pop(name, ()))
+    source: int
+    target: int
+    order: SendOrder
+    num_blocks: int
+    ordered_at_s: float
 
 
-class Handover(msgspec.Struct, eq=False):
-    """A sequence from the end of its prefill to its own end.
+class _Prefilling(msgspec.Struct):
+    """A divided request at its prefill engine; `token_ids` of its sequences, and who has ended."""
 
-    Attributes:
-        name: Of its continuation, the request that the decode engine gets.
-        timings: Of its prefill.
-        target: None while no decode engine has room.
-        has_arrived: Whether its KV is at the decode engine.
-        is_cancelled: While its KV is on the way.
-    """
-
-    name: str
     request: Request
-    index: int
-    source: TransferEnd
-    timings: SequenceTimings
-    first_tokens: tuple[int, ...]
-    target: TransferEnd | None = None
-    num_sent_tokens: int = 0
-    has_arrived: bool = False
-    is_cancelled: bool = False
+    target: int
+    token_ids: dict[int, list[int]]
+    ended: set[int] = msgspec.field(default_factory=set)
+
+    @property
+    def has_begun(self) -> bool:
+        """Whether all sequences have their first token."""
+        return all(tokens or index in self.ended for index, tokens in self.token_ids.items())
 
 
 class KVHandovers:
-    """All sequences that replicas of different roles compute together."""
+    """All requests that replicas of different roles compute together.
 
-    def __init__(self, link: KVLink, replicas: Sequence[SimulatedReplica]) -> None:
-        self.prefilling: dict[str, Request] = {}  # what prefill engines have accepted
-        self.live: dict[str, Handover] = {}  # by the name of the continuation
-        self.waiting: deque[Handover] = deque()  # prefilled, and no decode engine has room
-        self.prefill = [
-            _transfer_end(replica) for replica in replicas if replica.role is Role.PREFILL
-        ]
-        self.decode = [
-            _transfer_end(replica) for replica in replicas if replica.role is Role.DECODE
-        ]
-        self._end_of = {id(end.replica): end for end in (*self.prefill, *self.decode)}
+    `touch` is called with the number of a replica, and returns its time, before its scheduler is
+    changed.
+    """
+
+    def __init__(
+        self, link: KVLink, replicas: Sequence[SimulatedReplica], touch: Callable[[int], float]
+    ) -> None:
+        roles = [replica.role for replica in replicas]
+        num_prefill = roles.count(Role.PREFILL)
+        self.prefilling: dict[str, _Prefilling] = {}
+        self.prefill_timings: dict[tuple[str, int], SequenceTimings] = {}
+        self._replicas = replicas
+        self._touch = touch
         self._link = link
+        self._link_free_at_s = [0.0] * len(replicas)
+        block_size = replicas[0].engine.scheduler.block_size
+        block_bytes = link.kv_bytes_per_token * block_size
+        self._phases = Phases(num_prefill, block_size, block_bytes, link.bytes_per_s)
+        self._begun: dict[str, None] = {}
+        self._firsts: dict[str, int] = {}  # of open transfers: the first block that is sent
+        self._num_continued = 0
+        self._num_refused = 0
         self._num_sent = 0
-        self._sent_tokens = 0
-        self._handover_s = 0.0
+        self._sent_blocks = 0
+        self._sent_s = 0.0
 
-    # -- prefill ----------------------------------------------------------------------------------
+    # -- the router -------------------------------------------------------------------------------
 
-    def first_part(self, request: Request) -> Request:
-        """What a prefill engine gets of a request. Raises RequestError for one whose prompt no
-        decode engine holds.
+    def assign(
+        self, request: Request, views: Sequence[ReplicaView], router: Router, now: float
+    ) -> Assignment:
+        """Which replica gets a request, and which one continues it."""
+        routed = route_request(request, router, self._phases.block_size)
+        is_divided, same = can_hand_over(request), [""] * len(views)
+        return assign(routed, is_divided, views, router, self._phases, same, now)
+
+    def divide(self, request: Request, target: int) -> Request:
+        """What a prefill engine gets of a request that `target` continues."""
+        name, indices = request.request_id, request.indices
+        self.prefilling[name] = _Prefilling(request, target, {index: [] for index in indices})
+        return replace(request, handover=KVTarget("", target, ""))
+
+    # -- a prefill engine -------------------------------------------------------------------------
+
+    def computed(self, output: SequenceOutput) -> None:
+        """Take an output of any replica."""
+        name = output.request_id
+        divided = self.prefilling.get(name)
+        if divided is None:
+            return
+        divided.token_ids[output.index] += output.token_ids
+        if output.finish_reason is not None:
+            divided.ended.add(output.index)
+        self._begun.pop(name, None)
+        if len(divided.ended) == len(divided.token_ids):
+            del self.prefilling[name]  # it has ended there
+        elif divided.has_begun:
+            self._begun[name] = None
+
+    def take_begun(self) -> list[str]:
+        """The requests that another engine continues from now on."""
+        begun = list(self._begun)
+        self._begun.clear()
+        return begun
+
+    def continuation(self, name: str, aborted: Sequence[SequenceOutput]) -> tuple[int, Request]:
+        """The replica that continues a request, and what it gets; `aborted` are the sequences'
+        ends at the prefill engine.
         """
-        pool = self.decode[0].pool
-        num_tokens = len(request.prompt_token_ids)
-        if _whole_blocks(num_tokens + 2, pool) > pool.num_blocks:
-            raise RequestError(
-                f"prompt has {num_tokens} tokens, the KV cache of a decode engine holds "
-                f"{pool.num_blocks * pool.block_size}"
-            )
-        most = request.sampling.max_tokens
-        most = 1 if most is None else min(1, most)
-        return replace(request, sampling=replace(request.sampling, max_tokens=most))
-
-    def ended(self, replica: SimulatedReplica, output: SequenceOutput) -> SequenceOutput | None:
-        """The end of a sequence for its client, with the timings of both phases; None if it
-        continues at a decode engine, as those do whose first output is not their last. Their
-        prefill engine keeps the blocks until they are sent.
-        """
-        if replica.role is Role.DECODE:
-            return self._decoded(output)
-        request = self.prefilling[output.request_id]
-        if output.request_id not in replica.held:
-            del self.prefilling[output.request_id]
-        most = request.sampling.max_tokens
-        is_over = most is not None and most <= 1
-        if is_over or output.finish_reason is not FinishReason.MAX_TOKENS:
-            return output
-        assert output.timings is not None, "the sequence has ended"
-        source, name = self._end_of[id(replica)], f"{request.request_id}#{output.index}"
-        handover = Handover(name, request, output.index, source, output.timings, output.token_ids)
-        source.tables[name] = _acquire_cached(source.pool, request)
-        self.live[name] = handover
-        self.waiting.append(handover)
-        return None
-
-    def cancel(self, request_id: str, now: float) -> list[SequenceOutput]:
-        """The client has cancelled a request; returns the ends of the sequences that prefill
-        engines have computed.
-        """
-        self.prefilling.pop(request_id, None)
-        cancelled = [
-            handover for handover in self.live.values() if handover.request.request_id == request_id
-        ]
-        return [self._cancel(handover, now) for handover in cancelled]
-
-    def _cancel(self, handover: Handover, now: float) -> SequenceOutput:
-        target = handover.target
-        if target is not None and handover.has_arrived:
-            replica = target.replica
-            (output,) = replica.engine.scheduler.abort(handover.name, replica.set_clock(now))
-            replica.ended(handover.name)
-            return self._decoded(output)
-        if target is not None:
-            handover.is_cancelled = True  # its KV is on the way
-        else:
-            self.waiting.remove(handover)
-            handover.source.release(handover.name)
-            del self.live[handover.name]
-        return SequenceOutput(
-            request_id=handover.request.request_id,
-            index=handover.index,
-            finish_reason=FinishReason.ABORTED,
-            timings=_until(handover.timings, now),
+        divided = self.prefilling.pop(name)
+        for output in aborted:
+            assert output.timings is not None, "it has ended"
+            self.prefill_timings[name, output.index] = output.timings
+        parts = tuple(
+            Resumed(index, tuple(tokens), index in divided.ended)
+            for index, tokens in divided.token_ids.items()
         )
+        self._num_continued += 1
+        return divided.target, replace(divided.request, resumed=parts)
+
+    def joined(self, name: str, index: int, timings: SequenceTimings) -> SequenceTimings:
+        """The timings of a sequence that ends, with those of its prefill elsewhere."""
+        prefill = self.prefill_timings.pop((name, index), None)
+        return timings if prefill is None else _joined(prefill, timings)
+
+    def forget(self, request: Request) -> None:
+        """The client has cancelled a request."""
+        self.prefilling.pop(request.request_id, None)
+        for index in request.indices:
+            self.prefill_timings.pop((request.request_id, index), None)
 
     # -- transfers --------------------------------------------------------------------------------
 
-    def send(self, now: float) -> Iterator[tuple[float, Handover]]:
-        """Send the KV of prompts to decode engines that have room, in the order of their ends; each
-        with the time at which the transfer is over.
+    def follow_orders(self, place: int, now: float) -> Iterator[tuple[float, BlocksSent]]:
+        """Carry out what a replica's scheduler has ordered; yields what is sent, with the time at
+        which it arrives.
         """
-        while self.waiting:
-            handover = self.waiting[0]
-            request = handover.request
-            target = self._with_room(request)
-            if target is None:
-                return
-            self.waiting.popleft()
-            handover.target = target
-            hits = _acquire_cached(target.pool, request)
-            num_blocks = len(request.prompt_token_ids) // target.pool.block_size
-            fresh = target.pool.allocate(num_blocks - len(hits))
-            target.tables[handover.name] = [*hits, *fresh]
-            target.num_live += 1
-            target.longest = max(target.longest, _longest(request, target.pool))
-            handover.num_sent_tokens = len(fresh) * target.pool.block_size
-            yield self._sent_at_s(handover, target, now), handover
+        for order in self._transfers(place).take_orders():
+            target = order.handover.port
+            if order.request is not None:
+                self._offer(order.request, target)
+            elif order.request_id not in self._firsts:  # it was refused
+                self._transfers(place).sent(order)
+            else:
+                num_known = self._firsts[order.request_id] - order.first
+                num_blocks = max(0, len(order.block_ids) - max(0, num_known))
+                sent = BlocksSent(place, target, order, num_blocks, now)
+                yield self._arrives_at_s(sent, now), sent
 
-    def _sent_at_s(self, handover: Handover, target: TransferEnd, now: float) -> float:
-        """When the transfer is over; a link does one at a time in each direction."""
-        source, link = handover.source, self._link
-        start_s = max(now, source.link_free_at_s, target.link_free_at_s)
-        num_bytes = handover.num_sent_tokens * link.kv_bytes_per_token
-        end_s = start_s + link.latency_s + num_bytes / link.bytes_per_s
-        source.link_free_at_s = target.link_free_at_s = end_s
-        return end_s
-
-    def _with_room(self, request: Request) -> TransferEnd | None:
-        """The decode engine with the fewest sequences of those that have room for one more."""
-        for end in sorted(self.decode, key=lambda end: end.num_live):
-            pool = end.pool
-            num_blocks = len(request.prompt_token_ids) // pool.block_size
-            hits = _cached(pool, request)
-            num_fresh = num_blocks - len(hits)
-            if not end.num_live:
-                return end if num_fresh <= pool.num_free_besides(hits) else None
-            longest = max(end.longest, _longest(request, pool))
-            num_held = sum(map(len, end.tables.values()))
-            has_room = (
-                end.num_live < end.max_num_seqs
-                and num_fresh + end.num_live <= pool.num_free_besides(hits)
-                and num_held + num_blocks + longest <= pool.num_blocks
-            )
-            if has_room:
-                return end
-        return None
-
-    # -- decode -----------------------------------------------------------------------------------
-
-    def arrive(self, handover: Handover, now: float) -> None:
-        """The KV has arrived: continue at the decode engine. Raises RequestError if that refuses
-        the sequence.
-        """
-        target, request = handover.target, handover.request
-        assert target is not None, "the transfer has two ends"
-        handover.source.release(handover.name)
-        handover.has_arrived = True
-        self._num_sent += 1
-        self._sent_tokens += handover.num_sent_tokens
-        self._handover_s += now - handover.timings.finished_s
-        _register(target.pool, request, target.tables[handover.name])
-        if handover.is_cancelled:
-            self._leave(handover, target)
-            return
-        replica = target.replica
-        now = replica.set_clock(now)
-        try:
-            replica.engine.scheduler.add(_continuation(handover, now), now)
-        except RequestError:
-            self._leave(handover, target)
-            raise
-        replica.held[handover.name] = 1
-
-    def release_admitted(self, now: float) -> None:
-        """Give the references of transfers back whose sequences have their own, oldest first."""
-        for end in self.decode:
-            for name in list(end.tables):
-                of_request = end.replica.engine.scheduler.timings(name, now)
-                if not of_request or of_request[0].first_scheduled_s is None:
-                    break  # its KV is on the way, or it waits
-                end.release(name)
-
-    def _decoded(self, output: SequenceOutput) -> SequenceOutput:
-        handover, timings = self.live[output.request_id], output.timings
-        assert handover.target is not None and timings is not None, "it was handed over"
-        self._leave(handover, handover.target)
-        return replace(
-            output,
-            request_id=handover.request.request_id,
-            index=handover.index,
-            timings=_joined(handover.timings, timings),
+    def _offer(self, request: Request, target: int) -> None:
+        self._touch(target)
+        root = ChainRoot(request.adapter_id, request.cache_salt)
+        place = self._transfers(target).begin_receiving(
+            request.request_id, root, request.prompt_token_ids
         )
+        if place is None:
+            self._num_refused += 1
+        else:
+            self._firsts[request.request_id] = place.first
 
-    def _leave(self, handover: Handover, target: TransferEnd) -> None:
-        target.release(handover.name)
-        target.num_live -= 1
-        del self.live[handover.name]
+    def _arrives_at_s(self, sent: BlocksSent, now: float) -> float:
+        """A link does one transfer at a time in each direction."""
+        free_at_s, link = self._link_free_at_s, self._link
+        start_s = max(now, free_at_s[sent.source], free_at_s[sent.target])
+        end_s = start_s + sent.num_blocks * self._phases.block_bytes / link.bytes_per_s
+        free_at_s[sent.source] = free_at_s[sent.target] = end_s
+        return end_s + link.latency_s
+
+    def arrive(self, sent: BlocksSent, now: float) -> None:
+        """Blocks have arrived: their source may free them, and sequences may use them."""
+        order, name = sent.order, sent.order.request_id
+        self._touch(sent.source)
+        self._transfers(sent.source).sent(order)
+        target_now = self._touch(sent.target)
+        if sent.num_blocks:
+            self._transfers(sent.target).received(name, sent.num_blocks)
+            self._sent_blocks += sent.num_blocks
+        if order.ends:
+            del self._firsts[name]
+            self._replicas[sent.target].engine.scheduler.end_receiving(name, target_now)
+        if order.is_last:
+            self._num_sent += 1
+            self._sent_s += now - sent.ordered_at_s
+
+    def _transfers(self, place: int) -> KVTransfers:
+        transfers = self._replicas[place].engine.scheduler.transfers
+        assert transfers is not None, "KV is transferred"
+        return transfers
 
     def stats(self, duration_s: float) -> Handovers:
         """Of a simulation that took so long."""
+        first = self._phases.num_prefill
         return Handovers(
-            self._num_sent,
-            self._sent_tokens * self._link.kv_bytes_per_token,
-            self._handover_s / self._num_sent if self._num_sent else 0.0,
-            _busy(self.prefill, duration_s),
-            _busy(self.decode, duration_s),
+            self._num_continued,
+            self._num_refused,
+            self._sent_blocks * self._phases.block_bytes,
+            self._sent_s / self._num_sent if self._num_sent else 0.0,
+            _busy(self._replicas[:first], duration_s),
+            _busy(self._replicas[first:], duration_s),
         )
 
 
-def _transfer_end(replica: SimulatedReplica) -> TransferEnd:
-    scheduler = replica.engine.scheduler
-    assert isinstance(scheduler, GroupedScheduler), "its pool is needed"
-    return TransferEnd(replica, scheduler.pool, scheduler.max_num_seqs)
-
-
-def _whole_blocks(num_tokens: int, pool: KVBlockPool) -> int:
-    return -(-num_tokens // pool.block_size)
-
-
-def _longest(request: Request, pool: KVBlockPool) -> int:
-    """Blocks of a sequence of the request at its end, at most the pool's."""
-    most = request.sampling.max_tokens
-    if most is None:
-        return pool.num_blocks
-    return min(pool.num_blocks, _whole_blocks(len(request.prompt_token_ids) + most, pool))
-
-
-def _digests(pool: KVBlockPool, request: Request) -> tuple[ChainRoot, list[bytes]]:
-    """The root and the digests of the prompt's full blocks."""
-    root, digests = ChainRoot(request.adapter_id, request.cache_salt), list[bytes]()
-    tokens = request.prompt_token_ids
-    pool.extend_digests(digests, root, tokens, len(tokens) // pool.block_size)
-    return root, digests
-
-
-def _cached(pool: KVBlockPool, request: Request) -> tuple[int, ...]:
-    """The cached blocks of the prompt."""
-    root, digests = _digests(pool, request)
-    return pool.lookup(root, request.prompt_token_ids, digests).block_ids
-
-
-def _acquire_cached(pool: KVBlockPool, request: Request) -> list[int]:
-    """A reference to the cached blocks of the prompt."""
-    hits = list(_cached(pool, request))
-    pool.acquire(hits)
-    return hits
-
-
-def _register(pool: KVBlockPool, request: Request, block_ids: list[int]) -> None:
-    """Index blocks that hold the prompt, so that the next lookup hits them."""
-    root, digests = _digests(pool, request)
-    parent: BlockKey | ChainRoot = root
-    size = pool.block_size
-    for place, (block_id, digest) in enumerate(zip(block_ids, digests, strict=True)):
-        tokens = tuple(request.prompt_token_ids[place * size : (place + 1) * size])
-        parent = pool.register(block_id, parent, tokens, digest)
-
-
-def _continuation(handover: Handover, now: float) -> Request:
-    """What the decode engine gets: the prompt, its first output, and the rest of the limits."""
-    request = handover.request
-    sampling = request.sampling
-    most = None if sampling.max_tokens is None else sampling.max_tokens - 1
-    timeout_s = request.timeout_s
-    if timeout_s is not None:
-        timeout_s = max(0.0, timeout_s - (now - handover.timings.arrival_s))
-    return replace(
-        request,
-        request_id=handover.name,
-        prompt_token_ids=(*request.prompt_token_ids, *handover.first_tokens),
-        sampling=replace(sampling, max_tokens=most, n=1),
-        timeout_s=timeout_s,
-        ttft_deadline_s=None,
-        received_s=None,
-        is_continuation=True,
-    )
-
-
-def _until(timings: SequenceTimings, now: float) -> SequenceTimings:
-    """Of a sequence that was cancelled after its prefill."""
-    return replace(timings, finished_s=now, decode_s=timings.decode_s + now - timings.finished_s)
-
-
 def _joined(prefill: SequenceTimings, decode: SequenceTimings) -> SequenceTimings:
-    """Of both phases; the hand-over is part of the decode phase."""
-    handover_s = decode.arrival_s - prefill.finished_s
+    """Of both engines; what follows the first token is part of the decode phase."""
+    preempted_s = prefill.preempted_s + decode.preempted_s
+    since_first_s = prefill.decode_s + decode.finished_s - prefill.finished_s
     return replace(
         decode,
         arrival_s=prefill.arrival_s,
@@ -376,18 +238,21 @@ def _joined(prefill: SequenceTimings, decode: SequenceTimings) -> SequenceTiming
         first_token_s=prefill.first_token_s,
         queue_s=prefill.queue_s,
         prefill_s=prefill.prefill_s,
-        decode_s=decode.queue_s + decode.prefill_s + decode.decode_s + handover_s,
-        preempted_s=prefill.preempted_s + decode.preempted_s,
+        decode_s=since_first_s - decode.preempted_s - decode.paused_s,
+        preempted_s=preempted_s,
+        adapter_s=prefill.adapter_s,
+        paused_s=prefill.paused_s + decode.paused_s,
         device_s=prefill.device_s + decode.device_s,
         num_preemptions=prefill.num_preemptions + decode.num_preemptions,
         num_prompt_tokens=prefill.num_prompt_tokens,
         num_cached_tokens=prefill.num_cached_tokens,
-        num_output_tokens=prefill.num_output_tokens + decode.num_output_tokens,
+        num_resumed_tokens=0,
+        elsewhere_s=0.0,
         activities=(),
     )
 
 
-def _busy(ends: Sequence[TransferEnd], duration_s: float) -> float:
+def _busy(replicas: Sequence[SimulatedReplica], duration_s: float) -> float:
     """The part of the time in which a step ran, as a mean over engines."""
-    seconds = sum(record.seconds for end in ends for record in end.replica.engine.records)
-    return min(1.0, seconds / len(ends) / duration_s) if duration_s > 0.0 else 0.0
+    seconds = sum(record.seconds for replica in replicas for record in replica.records)
+    return min(1.0, seconds / len(replicas) / duration_s) if duration_s > 0.0 else 0.0

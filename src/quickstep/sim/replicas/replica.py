@@ -27,8 +27,8 @@ class Role(enum.Enum):
     """Which phases of a request a replica computes."""
 
     BOTH = "both"
-    PREFILL = "prefill"  # to the first output; the KV cache is handed over to one that decodes
-    DECODE = "decode"  # the other outputs
+    PREFILL = "prefill"  # to the first token; one that decodes gets the KV cache
+    DECODE = "decode"  # the other tokens, and complete requests
 
 
 class ReplicaSpec(msgspec.Struct, frozen=True):
@@ -139,11 +139,9 @@ class SimulatedReplica:
 
     def start_steps(self) -> None:
         """Start the next step, or put it off, with those after it that nothing outside depends on:
-        `catch_up` computes them in one go. With its clock off, their times would be rounded twice;
-        and of phases, blocks of the pool change in between.
+        `catch_up` computes them in one go. With its clock off, their times would be rounded twice.
         """
-        may_put_off = self.role is Role.BOTH and not self.offset_s
-        self.quiet_until_s = self.engine.quiet_until_s() if may_put_off else None
+        self.quiet_until_s = None if self.offset_s else self.engine.quiet_until_s()
         if self.quiet_until_s is None:
             self.engine.start_steps()
 

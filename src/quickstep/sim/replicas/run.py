@@ -7,8 +7,7 @@ and those that follow wait, as over TCP. A replica that crashes loses what it ho
 on their way; the router notices after `detect_s`, or when the replica is back, and sends what the
 replica had to others, from the start. A request that no replica can take waits at the router.
 
-Replicas of different roles hand KV over (`sim.replicas.handovers`): the router chooses one that
-prefills. They have no faults yet.
+Replicas of different roles hand KV over (`sim.replicas.handovers`). They have no faults yet.
 
 All randomness is an argument, so that a run replays exactly.
 """
@@ -34,8 +33,8 @@ from quickstep.sim.replicas.faults import (
     LinkFault,
     SlowDown,
 )
-from quickstep.sim.replicas.handovers import Handover, KVHandovers, KVLink
-from quickstep.sim.replicas.replica import ReplicaOptions, ReplicaSpec, Role, SimulatedReplica
+from quickstep.sim.replicas.handovers import BlocksSent, KVHandovers, KVLink
+from quickstep.sim.replicas.replica import ReplicaOptions, ReplicaSpec, SimulatedReplica
 from quickstep.types import FinishReason, Request, SequenceOutput, SequenceTimings
 
 if TYPE_CHECKING:
@@ -50,7 +49,7 @@ class _Live(msgspec.Struct):
     arrival: Arrival
     arrived_s: float
     replica: int | None = None  # where it is; None at the router
-    num_there: int = 0  # of its sequences, without those that were handed over
+    num_there: int = 0  # of its sequences
     generation: int = 0  # of that replica
     ends: dict[int, Ending] = msgspec.field(default_factory=dict)  # of its sequences
 
@@ -62,6 +61,14 @@ class _Submit(msgspec.Struct, frozen=True):
 
 class _Cancel(msgspec.Struct, frozen=True):
     request_id: str
+
+
+class _Begun(msgspec.Struct, frozen=True):
+    """A replica has computed a prompt; another one continues the request."""
+
+    request_id: str
+    target: int
+    request: Request
 
 
 class _Ended(msgspec.Struct, frozen=True):
@@ -81,7 +88,7 @@ class _Message(msgspec.Struct, frozen=True):
 
     replica: int
     generation: int
-    content: _Submit | _Cancel | _Ended | _Refused
+    content: _Submit | _Cancel | _Begun | _Ended | _Refused
 
 
 class _Detected(msgspec.Struct, frozen=True):
@@ -95,10 +102,6 @@ class _Restart(msgspec.Struct, frozen=True):
     replica: int
 
 
-class _KVArrived(msgspec.Struct, frozen=True, eq=False):
-    handover: Handover
-
-
 class _EndOfSlowDown(msgspec.Struct, frozen=True):
     fault: SlowDown
 
@@ -108,7 +111,7 @@ class _CancelOne(msgspec.Struct, frozen=True):
 
 
 _Event = (
-    Arrival | _Message | _Detected | _Restart | _KVArrived | _EndOfSlowDown | _CancelOne | Fault
+    Arrival | _Message | _Detected | _Restart | BlocksSent | _EndOfSlowDown | _CancelOne | Fault
 )
 
 
@@ -117,7 +120,7 @@ class ReplicaRun:
 
     Args:
         arrivals: As in `simulate`, and so are `follow`, `progress` and `window`.
-        specs: A replica each; those that decode only come last.
+        specs: A replica each; those that prefill come first.
         rng: Of what is lost and cancelled.
         kv_link: Between replicas of different roles.
         check: Called after every event: for tests.
@@ -149,9 +152,11 @@ class ReplicaRun:
         self._check = check
         self._rng = rng
         self.replicas = [SimulatedReplica(spec, options, rng) for spec in specs]
-        self.handovers = None if kv_link is None else KVHandovers(kv_link, self.replicas)
-        # What the router knows of the replicas that it chooses from, and how often each crashed.
-        self.views = [ReplicaView() for spec in specs if spec.role is not Role.DECODE]
+        self.handovers: KVHandovers | None = None
+        if kv_link is not None:
+            self.handovers = KVHandovers(kv_link, self.replicas, self._touch)
+        # What the router knows of the replicas, and how often each crashed.
+        self.views = [ReplicaView() for _ in specs]
         self._known_generation = [0] * len(specs)
         # When each replica acts by itself, or now, if something has happened to it.
         self._due_s = [math.inf] * len(specs)
@@ -210,47 +215,60 @@ class ReplicaRun:
     # -- replicas -----------------------------------------------------------------------------
 
     def _advance(self) -> None:
-        """Finish and start the steps of the replicas that are due: of phases all, as their pools
-        may have changed.
-        """
-        due = [
-            place
-            for place, due_s in enumerate(self._due_s)
-            if due_s <= self.now or self.handovers is not None
-        ]
+        """Finish and start the steps of the replicas that are due."""
+        due = [place for place, due_s in enumerate(self._due_s) if due_s <= self.now]
         for place in due:
             replica = self.replicas[place]
             if replica.is_up:
                 replica.set_clock(self.now)
                 self._report(place, replica.engine.finish_steps())
-        if self.handovers is not None:
-            for at_s, handover in self.handovers.send(self.now):
-                self._schedule(at_s, _KVArrived(handover))
         for place in due:
             replica = self.replicas[place]
             if replica.is_up:
                 replica.start_steps()
             next_s = replica.next_s()
             self._due_s[place] = math.inf if next_s is None else next_s
+        for place in due:
+            self._follow_orders(place)
+
+    def _touch(self, place: int) -> float:
+        """A replica is about to be changed; returns its time."""
+        self._due_s[place] = self.now
+        return self.replicas[place].set_clock(self.now)
+
+    def _follow_orders(self, place: int) -> None:
+        """Send the KV that the scheduler of a replica has ordered to be sent."""
         if self.handovers is not None:
-            self.handovers.release_admitted(self.now)
+            for at_s, sent in self.handovers.follow_orders(place, self.now):
+                self._schedule(at_s, sent)
 
     def _report(self, place: int, outputs: Iterable[SequenceOutput]) -> None:
-        """Send the ends of sequences to the router."""
-        replica = self.replicas[place]
+        """Send the ends of sequences to the router, and requests that another replica continues."""
+        replica, handovers = self.replicas[place], self.handovers
         for output in outputs:
-            if output.finish_reason is None:
-                continue
-            replica.ended(output.request_id)
-            end = output if self.handovers is None else self.handovers.ended(replica, output)
-            if end is None:
-                self._leave(place, self.live.get(output.request_id))
-                continue
-            self._send_end(place, end)
+            if handovers is not None:
+                handovers.computed(output)
+            if output.finish_reason is not None:
+                replica.ended(output.request_id)
+                self._send_end(place, output)
+        if handovers is not None:
+            for name in handovers.take_begun():
+                self._send_begun(handovers, place, name)
+
+    def _send_begun(self, handovers: KVHandovers, place: int, name: str) -> None:
+        replica = self.replicas[place]
+        now = replica.clock.now
+        aborted = replica.engine.scheduler.abort(name, now)
+        del replica.held[name]
+        target, request = handovers.continuation(name, aborted)
+        self._send_up(place, _Begun(name, target, request))
 
     def _send_end(self, place: int, end: SequenceOutput) -> None:
         assert end.finish_reason is not None and end.timings is not None, "it has ended"
-        timings = _shifted(end.timings, -self.replicas[place].offset_s)
+        timings = end.timings
+        if self.handovers is not None:
+            timings = self.handovers.joined(end.request_id, end.index, timings)
+        timings = _shifted(timings, -self.replicas[place].offset_s)
         self._send_up(place, _Ended(end.request_id, end.index, end.finish_reason, timings))
 
     def _take(self, index: int, content: _Submit | _Cancel) -> None:
@@ -263,27 +281,15 @@ class ReplicaRun:
             outputs = scheduler.abort(content.request_id, now)
             if self.handovers is not None:
                 self._report(index, outputs)
-                for end in self.handovers.cancel(content.request_id, self.now):
-                    self._send_end(index, end)
             replica.held.pop(content.request_id, None)
             return
         request = replace(content.request, received_s=content.arrived_s + replica.offset_s)
         try:
-            own_part = request if self.handovers is None else self.handovers.first_part(request)
-            scheduler.add(own_part, now)
+            scheduler.add(request, now)
         except RequestError as error:
             self._send_up(index, _Refused(request.request_id, str(error)))
             return
-        replica.held[request.request_id] = request.sampling.n
-        if self.handovers is not None:
-            self.handovers.prefilling[request.request_id] = request
-
-    def _kv_arrived(self, handovers: KVHandovers, handover: Handover) -> None:
-        """A transfer is over."""
-        try:
-            handovers.arrive(handover, self.now)
-        except RequestError as error:
-            self._refuse(_Refused(handover.request.request_id, str(error)))
+        replica.held[request.request_id] = len(request.indices)
 
     # -- messages -----------------------------------------------------------------------------
 
@@ -291,7 +297,7 @@ class ReplicaRun:
         at_s = self.replicas[index].down_link.arrival_s(self.now)
         self._send(at_s, _Message(index, generation, content))
 
-    def _send_up(self, index: int, content: _Ended | _Refused) -> None:
+    def _send_up(self, index: int, content: _Begun | _Ended | _Refused) -> None:
         replica = self.replicas[index]
         at_s = replica.up_link.arrival_s(self.now)
         self._send(at_s, _Message(index, replica.generation, content))
@@ -315,9 +321,9 @@ class ReplicaRun:
                 self._lose(event.replica, event.generation)
             case _Restart():
                 self._restart(event.replica)
-            case _KVArrived():
+            case BlocksSent():
                 assert self.handovers is not None, "it was sent"
-                self._kv_arrived(self.handovers, event.handover)
+                self.handovers.arrive(event, self.now)
             case _EndOfSlowDown():
                 self._catch_up(event.fault.replica).end_slow_down(event.fault.factor)
             case _:
@@ -332,6 +338,8 @@ class ReplicaRun:
             self._take(message.replica, content)
         elif isinstance(content, _Ended):
             self._sequence_ended(message.replica, content)
+        elif isinstance(content, _Begun):
+            self._continue(content)
         else:
             self._refuse(content)
 
@@ -350,20 +358,36 @@ class ReplicaRun:
         if not any(view.is_up for view in self.views):
             self._waiting[name] = None
             return
-        if self._router.predicts:
+        if self._router.predicts or self.handovers is not None:
             self._take_reports()
         live = self.live[name]
         request = live.arrival.request
-        place = live.replica = self._router.choose(
-            route_request(request, self._router), self.views, self.now
-        )
-        live.generation = self._known_generation[place]
-        live.num_there = request.sampling.n
+        if self.handovers is None:
+            routed = route_request(request, self._router)
+            place = self._router.choose(routed, self.views, self.now)
+        else:
+            assignment = self.handovers.assign(request, self.views, self._router, self.now)
+            place = assignment.engine
+            if assignment.continues_at is not None:
+                request = self.handovers.divide(request, assignment.continues_at)
+        self._submit(live, place, request)
+
+    def _submit(self, live: _Live, place: int, request: Request) -> None:
+        """Send a request to a replica."""
+        live.replica, live.generation = place, self._known_generation[place]
+        live.num_there = len(request.indices)
         view = self.views[place]
         self.views[place] = replace(
             view, num_live=view.num_live + 1, num_sent=view.num_sent + live.num_there
         )
         self._send_down(place, live.generation, _Submit(request, live.arrived_s))
+
+    def _continue(self, begun: _Begun) -> None:
+        """Send a request on to the replica that continues it."""
+        live = self.live.get(begun.request_id)
+        if live is not None:
+            self._leave_all(live)
+            self._submit(live, begun.target, begun.request)
 
     def _take_reports(self) -> None:
         """Renew what the router knows of the replicas, as far as they report now."""
@@ -381,6 +405,7 @@ class ReplicaRun:
                 reported_at_s=self.now,
                 num_sent=0,
                 num_blocks=engine.scheduler.num_blocks,
+                num_free_blocks=engine.scheduler.num_free_blocks,
                 costs=engine.cost_model,
                 adapters=frozenset(() if adapters is None else adapters.residency.held),
                 adapter_load_s=engine.adapter_load_s,
@@ -393,13 +418,11 @@ class ReplicaRun:
             self._leave_all(live)
         return live
 
-    def _leave(self, place: int, live: _Live | None) -> None:
-        """A sequence of a request is at a replica no more, if it was: it has ended, or is handed
-        over.
-        """
-        if live is not None and live.replica == place and live.num_there > 1:
+    def _leave(self, place: int, live: _Live) -> None:
+        """A sequence of a request has ended at a replica, if it was there."""
+        if live.replica == place and live.num_there > 1:
             live.num_there -= 1
-        elif live is not None and live.replica == place:
+        elif live.replica == place:
             self._leave_all(live)
 
     def _leave_all(self, live: _Live) -> None:
@@ -436,6 +459,8 @@ class ReplicaRun:
         live = self._take_live(refused.request_id)
         if live is None:
             return
+        if self.handovers is not None:
+            self.handovers.forget(live.arrival.request)
         self.outcome.refused.append((refused.request_id, refused.problem))
         if self._window is not None:
             self._window.refused(live.arrived_s, live.arrival.request.sampling.n)
@@ -449,6 +474,8 @@ class ReplicaRun:
             return
         self._waiting.pop(name, None)
         request = live.arrival.request
+        if self.handovers is not None:
+            self.handovers.forget(request)
         # a request whose client cancelled it: what it received is not counted
         num_prompt = len(request.prompt_token_ids)
         timings = SequenceTimings.of_unknown(num_prompt, live.arrived_s, self.now)
