@@ -150,6 +150,11 @@ class Scheduler:
         """KV blocks of the pool."""
         return self._pool.num_blocks
 
+    @property
+    def num_free_blocks(self) -> int:
+        """Those of them that no sequence uses."""
+        return self._pool.num_free
+
     def add(self, request: Request, now: float) -> None:
         """Queue the `n` sequences of a request.
 
