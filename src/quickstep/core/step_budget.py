@@ -10,8 +10,10 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable
 from collections.abc import Sequence as SequenceOf
 
+import msgspec
 from msgspec.structs import replace
 
+from quickstep.config import SchedulerConfig
 from quickstep.core.cost_model import CostModel, StepLoad
 from quickstep.core.drafts.control import divide
 from quickstep.core.policies import Policy, StepView
@@ -24,6 +26,20 @@ _NO_POSITIONS = range(0)
 _MIN_PREFILL = 16  # tokens of a step that more decode rows than it has tokens leave
 
 
+class DecodeTurn(msgspec.Struct, frozen=True):
+    """Which running sequences may decode in a step.
+
+    Attributes:
+        sequences: Those that come first, by rank.
+        over_share: Those of tenants that hold more than their part of the batch.
+        max_rows: How many rows they may have.
+    """
+
+    sequences: list[Sequence]
+    over_share: list[Sequence]
+    max_rows: int
+
+
 class StepBudget:
     """The budgets of one scheduler's steps. `fits` says whether there are the resources to admit a
     sequence now.
@@ -31,12 +47,14 @@ class StepBudget:
 
     def __init__(
         self,
+        config: SchedulerConfig,
         policy: Policy,
         cost_model: CostModel,
         waiting: WaitingQueue,
         batch: RunningBatch,
         fits: Callable[[Sequence], bool],
     ) -> None:
+        self._num_stages, self._max_rows = config.num_stages, config.max_num_seqs
         self._policy = policy
         self._order = policy.order
         self._cost_model = cost_model
@@ -79,6 +97,22 @@ class StepBudget:
     def wakeup(self, now: float) -> float | None:
         """When the policy wants another plan without an event."""
         return self._policy.wakeup(self._view(StepDraft(0), now))
+
+    def decode_turn(self) -> DecodeTurn:
+        """The running sequences that may decode in the next step: all, or where stages compute as
+        many steps at the same time, the turn of this one.
+        """
+        sequences, max_rows = list(self._batch), self._max_rows
+        over_share = self._order.over_share(sequences) if self._order.takes_turns else []
+        if self._num_stages > 1:
+            sequences, max_rows = turn_of_stage(sequences, self._num_stages)
+        if not over_share:
+            return DecodeTurn(sequences, over_share, max_rows)
+        names = {sequence.sequence_id for sequence in over_share}
+        if self._num_stages > 1:
+            over_share = [sequence for sequence in sequences if sequence.sequence_id in names]
+        first = [sequence for sequence in sequences if sequence.sequence_id not in names]
+        return DecodeTurn(first, over_share, max_rows)
 
     # -- drafts -----------------------------------------------------------------------------------
 

@@ -20,7 +20,7 @@ from quickstep.engine.stats import EngineState, EngineStats, ReplicaStats
 from quickstep.server.http.errors import json_response
 from quickstep.server.models.registry import ModelRegistry
 from quickstep.server.models.served_model import ServedModel
-from quickstep.server.openai.response_types import Model, ModelList, RopeScaling
+from quickstep.server.openai.response_types import ModelCard, ModelList, RopeScaling
 from quickstep.server.operate.metrics import CONTENT_TYPE, ServerMetrics
 
 # Of `stall_s`, after which the process is replaced; it reports ten times a second.
@@ -164,10 +164,10 @@ class Probes:
         name: str = request.path_params["model"]
         return json_response(self._described(name, self._models.find(name)))
 
-    def _described(self, name: str, model: ServedModel) -> Model:
+    def _described(self, name: str, model: ServedModel) -> ModelCard:
         engine = model.engine
         scaling = None if engine.memory_plan is None else engine.memory_plan.long_context
-        return Model(
+        return ModelCard(
             id=name,
             object="model",
             created=self._created,
