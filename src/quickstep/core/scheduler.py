@@ -119,7 +119,9 @@ class Scheduler:
         self._admission = AdmissionControl(
             config, limits, cost_model, self._order, self._waiting, self._batch, self._slots
         )
-        self._budget = StepBudget(policy, cost_model, self._waiting, self._batch, self._fits)
+        self._budget = StepBudget(
+            policy, cost_model, self._waiting, self._batch, self._fits, config.num_stages
+        )
         self._drafts = DraftControl(config.num_speculative_tokens if config.use_kv_cache else 0)
         self._place_rows = {
             Phase.PREFILL: self._place_prefills,
