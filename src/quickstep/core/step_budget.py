@@ -72,7 +72,7 @@ class StepBudget:
         The parts are those of complete prompts, so that they stay the same while these go on.
         """
         waiting, head = self._waiting, self._waiting.head
-        num_tokens = sum([one.residency.prefill_end for one in self._batch.prefilling])
+        num_tokens = sum([prompt.residency.prefill_end for prompt in self._batch.prefilling])
         if head is not None:
             num_tokens += waiting.num_served * len(head.token_ids)
         best, best_s = num_tokens, math.inf
