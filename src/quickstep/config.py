@@ -811,6 +811,13 @@ class RouterName(enum.Enum):
     ROUND_ROBIN = "round-robin"
 
 
+class BackendName(enum.Enum):
+    """What runs the engines of `--data-parallel-size`."""
+
+    MP = "mp"
+    RAY = "ray"
+
+
 class ReplicaConfig(msgspec.Struct, frozen=True):
     """The engines that serve one model."""
 
@@ -888,6 +895,25 @@ class ReplicaConfig(msgspec.Struct, frozen=True):
             argument=None,
         ),
     ] = 0
+    backend: Annotated[
+        BackendName,
+        Option(
+            "where the engines run: in processes of this machine (mp), or on the nodes of a Ray "
+            "cluster, each with --threads CPUs and, on a GPU, with one per rank (ray)",
+            flag="--data-parallel-backend",
+            aliases=("-dpb",),
+            argument=None,
+        ),
+    ] = BackendName.MP
+    ray_address: Annotated[
+        str,
+        Option(
+            "the Ray cluster of --data-parallel-backend ray, of which this machine is a node; auto "
+            "is the one that runs here",
+            metavar="HOST:PORT",
+            argument=None,
+        ),
+    ] = "auto"
 
     @property
     def num_engines(self) -> int:
@@ -901,6 +927,14 @@ class ReplicaConfig(msgspec.Struct, frozen=True):
         if self.num_prefill and self.num_replicas > 1:
             raise ConfigError(
                 "--prefill and --decode are the engines: leave --data-parallel-size out"
+            )
+        if self.backend is not BackendName.RAY:
+            if self.ray_address != "auto":
+                raise ConfigError("--ray-address needs --data-parallel-backend ray")
+        elif self.num_prefill:
+            raise ConfigError(
+                "--prefill and --decode are engines of this machine: leave "
+                "--data-parallel-backend ray out"
             )
 
 

@@ -8,12 +8,7 @@ from __future__ import annotations
 
 import argparse
 import asyncio
-import gc
-import logging
 import os
-import signal
-import socket
-from typing import TYPE_CHECKING
 
 from msgspec.structs import replace
 
@@ -23,15 +18,9 @@ from quickstep.cli.flags.options import add_options, from_flags
 from quickstep.cli.flags.parsing import Parser, command
 from quickstep.cli.flags.serve import add_log_flags, log_setup
 from quickstep.cli.screen import loading_bar
-from quickstep.config import MAX_WAITING_OF_SERVER, EngineConfig, InputConfig, LinkConfig
+from quickstep.config import MAX_WAITING_OF_SERVER, InputConfig, LinkConfig
 from quickstep.server.options import ServerOptions
 
-if TYPE_CHECKING:
-    from quickstep.engine.engine import Engine
-    from quickstep.engine.remote.hello import Hello
-
-_LOG = logging.getLogger("quickstep.cli")
-_SIGNALS = (signal.SIGTERM, signal.SIGINT)
 _LINK_OPTIONS = ("listen", "token_file")
 _INPUT_OPTIONS = ("schema_bytes", "schema_depth", "regex_bytes", "grammar_s")
 
@@ -71,67 +60,15 @@ def run(args: argparse.Namespace) -> int:
     from quickstep.engine.remote.hello import Hello, protocol, read_token
     from quickstep.engine.remote.host import EngineAddress
     from quickstep.engine.remote.listener import bind
+    from quickstep.engine.remote.listening import listen, load
 
     install(log_setup(args))
     hello = Hello(protocol(), read_token(link.token_file, os.environ))
     with bind(EngineAddress.parse(link.listen, "--listen"), "--listen") as sock:
-        engine = _load(config)
+        with loading_bar(f"loading {config.load.model}") as progress:
+            engine = load(config, progress)
         import uvloop
 
         with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
-            runner.run(_listen(engine, sock, hello, options.drain_s))
+            runner.run(listen(engine, sock, hello, options.drain_s))
     return 0
-
-
-def _load(config: EngineConfig) -> Engine:
-    from quickstep.engine.remote.worker import open_for_prompts
-    from quickstep.ops.torch_import import defer_parts_of_torch
-
-    gc.disable()  # see `engine.remote.worker.main`
-    defer_parts_of_torch()
-    with loading_bar(f"loading {config.load.model}") as progress:
-        return open_for_prompts(config, progress)
-
-
-async def _listen(engine: Engine, sock: socket.socket, hello: Hello, drain_s: float) -> None:
-    from quickstep.engine.remote.host import EngineAddress
-    from quickstep.engine.remote.listener import EngineListener
-    from quickstep.engine.remote.service import begin_serving
-    from quickstep.engine.remote.texts import text_digests
-
-    path = engine.model.path
-    assert path is not None, "an engine that was loaded has a checkpoint"
-    digests = text_digests(path, engine.tokenizer)
-    stopping = _signals()
-    await engine.start()
-    begin_serving()
-    listener = EngineListener(engine, hello, digests)
-    await listener.start(sock)
-    address = EngineAddress(*sock.getsockname()[:2])
-    _LOG.info("%s (%s) listens on %s", engine.model_name, engine.fingerprint, address)
-    failing = asyncio.create_task(engine.wait_until_failed())
-    signaled = asyncio.create_task(stopping.acquire())
-    await asyncio.wait((failing, signaled), return_when=asyncio.FIRST_COMPLETED)
-    if failing.done():
-        # a thread may still run a step; servers connect again to the process that follows
-        _LOG.critical("the engine failed: %s", engine.stats().failure)
-        os._exit(1)
-    _LOG.info("no new requests, running ones have %g s; again to end them", drain_s)
-    draining = asyncio.create_task(listener.stop(drain_s))
-    again = asyncio.create_task(stopping.acquire())
-    await asyncio.wait((draining, again), return_when=asyncio.FIRST_COMPLETED)
-    if not draining.done():
-        draining.cancel()
-        await listener.stop(0.0)
-    await engine.stop()
-    _LOG.info("stopped")
-
-
-def _signals() -> asyncio.Semaphore:
-    """Counts the signals that end the process, each of which releases it once."""
-    counted = asyncio.Semaphore(0)
-    loop = asyncio.get_running_loop()
-    for number in _SIGNALS:
-        loop.add_signal_handler(number, counted.release)
-    signal.signal(signal.SIGHUP, signal.SIG_IGN)
-    return counted

@@ -17,7 +17,8 @@ if TYPE_CHECKING:
 # A secret of the server, which the engine's process does not need.
 KEY_VARIABLE = "QUICKSTEP_API_KEY"
 _INFORMATION_FLAGS = frozenset(("-h", "--help", "--version"))
-_ENGINES_FLAG = "--engines"  # of a server without an engine of its own
+# Of a server without an engine of its own.
+_ENGINES_FLAGS = frozenset(("--engines", "--data-parallel-backend", "-dpb"))
 
 
 def launch_ahead(arguments: Sequence[str]) -> Launched | None:
@@ -28,7 +29,7 @@ def launch_ahead(arguments: Sequence[str]) -> Launched | None:
     """
     if arguments[:1] != ["serve"] or not _INFORMATION_FLAGS.isdisjoint(arguments):
         return None
-    if any(argument.partition("=")[0] == _ENGINES_FLAG for argument in arguments):
+    if any(argument.partition("=")[0] in _ENGINES_FLAGS for argument in arguments):
         return None
     from quickstep.engine.remote.launch import launch
 

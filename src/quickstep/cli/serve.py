@@ -37,6 +37,7 @@ from quickstep.cli.flags.serve import (
 from quickstep.cli.screen import loading_bar, print_memory
 from quickstep.config import (
     MAX_WAITING_OF_SERVER,
+    BackendName,
     EngineConfig,
     LinkConfig,
     ReplicaConfig,
@@ -47,11 +48,13 @@ from quickstep.option import options_of
 from quickstep.server.options import ServerOptions
 
 if TYPE_CHECKING:
+    from quickstep.cluster.placed_engines import PlacedEngines
     from quickstep.cluster.replicas import ReplicaSet
     from quickstep.engine.logs import LogSetup
     from quickstep.engine.remote.launch import Launched
     from quickstep.engine.remote.supervisor import EngineConnector
 
+_RAY_WAIT_S = 60.0  # for resources
 _ENGINES_WAIT_S = 120.0  # for engines that still load when the server starts
 _OPTIONS_OF_SERVER = frozenset(("revision", "offline", "seed"))
 _LOG = logging.getLogger("quickstep.cli")
@@ -91,6 +94,14 @@ def _replicas(args: argparse.Namespace, config: EngineConfig) -> tuple[ReplicaCo
     replicas = from_flags(ReplicaConfig, args)
     if args.engines is not None:
         return _of_hosts(args, replicas, config), config
+    if replicas.backend is BackendName.RAY:
+        if config.load.num_threads is None:
+            raise ConfigError(
+                "--data-parallel-backend ray needs --threads: the CPUs of a node for each engine"
+            )
+        if config.recording is not None:
+            raise ConfigError("--record is for an engine of this server, and not for Ray's nodes")
+        return replicas, config
     num = replicas.num_engines
     if num == 1:
         return replicas, config
@@ -108,6 +119,8 @@ def _of_hosts(
     args: argparse.Namespace, replicas: ReplicaConfig, config: EngineConfig
 ) -> ReplicaConfig:
     """The replicas of `--engines`. Raises ConfigError for flags that those have to be given."""
+    if replicas.backend is BackendName.RAY:
+        raise ConfigError("--engines names all engines: leave --data-parallel-backend ray out")
     if replicas.num_engines > 1:
         raise ConfigError(
             "--engines names all engines: leave --data-parallel-size, --prefill and --decode out"
@@ -144,6 +157,27 @@ def _connectors(args: argparse.Namespace) -> list[EngineConnector]:
     return [connector(address, hello, wait_s=_ENGINES_WAIT_S) for address in addresses]
 
 
+def _placed_engines(replicas: ReplicaConfig, config: EngineConfig, log: LogSetup) -> PlacedEngines:
+    """Engines on the nodes of a Ray cluster, with a token of their own."""
+    import secrets
+
+    from quickstep.cluster.placed_engines import PlacedEngines
+    from quickstep.cluster.ray_hosts import PlaceEngines
+    from quickstep.engine.remote.hello import Hello, protocol
+    from quickstep.engine.remote.listening import Listening
+
+    assert config.load.num_threads is not None, "it was checked"
+    resources = {"CPU": float(config.load.num_threads)}
+    if config.load.device.startswith("cuda"):
+        resources["GPU"] = float(config.load.num_ranks)
+    hello = Hello(protocol(), secrets.token_hex(32))
+    listening = Listening(replace(config, streams=None), log, hello.token, "")
+    order = PlaceEngines(
+        replicas.ray_address, replicas.num_engines, resources, _RAY_WAIT_S, listening
+    )
+    return PlacedEngines(order, hello)
+
+
 def run(args: argparse.Namespace) -> int:
     """Bind the socket, load the model, serve until a signal."""
     config = replace(
@@ -161,7 +195,7 @@ def run(args: argparse.Namespace) -> int:
         log = log_setup(args)
         launched: Launched | None = args.launched  # `main` has launched it, and ends it
         if launched is not None:
-            if connectors:  # of a --config file
+            if connectors or replicas.backend is BackendName.RAY:  # of a --config file
                 launched.end()
             else:
                 _send_opening(launched, config, log)
@@ -200,12 +234,20 @@ def _serve(
         from quickstep.server.operate.tracing import check_tracing
 
         check_tracing(options.metrics.otlp_traces_endpoint)
+    placed = None
+    if replicas.backend is BackendName.RAY:
+        placed = _placed_engines(replicas, config, log)
+        connectors = placed.connectors()
     with bind(args.host, args.port) as sock:
-        serve(
-            lambda: _open_engines(config, replicas, log, launched, connectors, options.stall_s),
-            sock,
-            options,
-        )
+        try:
+            serve(
+                lambda: _open_engines(config, replicas, log, launched, connectors, options.stall_s),
+                sock,
+                options,
+            )
+        finally:
+            if placed is not None:
+                placed.end()
 
 
 async def _open_engines(

@@ -241,7 +241,7 @@ class ReplicaSet:
         """The state of all engines together."""
         return merged_stats(
             [engine.stats() for engine in self._engines],
-            self.process_ids,
+            [(engine.process_id, engine.address) for engine in self._engines],
             self._parked,
             self._draining,
             (self._num_moves, self._num_handovers),
@@ -637,6 +637,7 @@ class ReplicaSet:
             reported_at_s=engine.reported_at_s,
             num_sent=engine.num_undecided,
             num_blocks=engine.num_blocks,
+            num_free_blocks=engine.num_free_blocks,
             costs=engine.costs,
         )
 
@@ -714,7 +715,7 @@ def _role(number: int, num_prefill: int) -> Literal["", "prefill", "decode"]:
 
 def merged_stats(
     stats: Sequence[EngineStats],
-    process_ids: Sequence[int | None],
+    processes: Sequence[tuple[int | None, str]],
     parked: ParkedRequests,
     draining: Set[int],
     num_moves: tuple[int, int],
@@ -723,8 +724,9 @@ def merged_stats(
     """The stats of several engines as those of one, which runs if one of them does; what it waits
     for is the slowest of them, `parked` requests wait as in its queue, and one more would wait in
     the shortest queue. With the stats of each one as a replica, if there are several or one is
-    `draining`. `num_moves` counts requests that continued elsewhere: after an engine's end, and
-    after their prompt. The first `num_prefill` engines compute prompts.
+    `draining`. `processes` are their ids and addresses. `num_moves` counts requests that continued
+    elsewhere: after an engine's end, and after their prompt. The first `num_prefill` engines
+    compute prompts.
     """
     states = (EngineState.RUNNING, *EngineState)
     best = min(stats, key=lambda engine: states.index(engine.state))
@@ -742,8 +744,9 @@ def merged_stats(
             stalled_s=engine.stalled_s,
             is_draining=number in draining,
             role=_role(number, num_prefill),
+            address=address,
         )
-        for number, (engine, process_id) in enumerate(zip(stats, process_ids, strict=True))
+        for number, (engine, (process_id, address)) in enumerate(zip(stats, processes, strict=True))
     )
     scheduler = added([engine.scheduler for engine in stats])
     num_waiting = scheduler.num_waiting + parked.num_sequences

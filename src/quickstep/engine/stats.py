@@ -34,6 +34,7 @@ class ReplicaStats(msgspec.Struct, frozen=True):
         stalled_s: `EngineStats.stalled_s`.
         is_draining: It gets no requests, because an operator drains or restarts it.
         role: `prefill` or `decode`, if these are different engines.
+        address: HOST:PORT of an engine that listens, "" of one on this machine.
     """
 
     replica: int
@@ -47,6 +48,7 @@ class ReplicaStats(msgspec.Struct, frozen=True):
     stalled_s: float
     is_draining: bool = False
     role: Literal["", "prefill", "decode"] = ""
+    address: str = ""
 
     @property
     def is_up(self) -> bool:

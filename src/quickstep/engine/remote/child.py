@@ -69,6 +69,11 @@ class EngineProcess:
         return f"the engine process {self._process.pid}"
 
     @property
+    def address(self) -> str:
+        """It is on this machine."""
+        return ""
+
+    @property
     def process_id(self) -> int:
         """The operating system's id of the worker."""
         return self._process.pid

@@ -330,6 +330,12 @@ class RemoteEngine:
         return None if process is None else process.process_id
 
     @property
+    def address(self) -> str:
+        """HOST:PORT of an engine that listens; "" of a child, and while there is none."""
+        process = self._supervisor.process
+        return "" if process is None else process.address
+
+    @property
     def is_serving(self) -> bool:
         """Whether it takes requests now."""
         is_running = self._supervisor.state is EngineState.RUNNING and not self._is_draining
@@ -378,6 +384,12 @@ class RemoteEngine:
     def num_blocks(self) -> int:
         """KV blocks that the process has."""
         return self._worker_stats.last.scheduler.blocks.num_blocks
+
+    @property
+    def num_free_blocks(self) -> int:
+        """KV blocks that no sequence used at the last report."""
+        blocks = self._worker_stats.last.scheduler.blocks
+        return blocks.num_free + blocks.num_cached
 
     @property
     def costs(self) -> CostModel | None:

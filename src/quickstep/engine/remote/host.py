@@ -119,7 +119,10 @@ class EngineHost:
 
     process_id = None
 
-    def __init__(self, connection: Connection, clock: Callable[[], float]) -> None:
+    def __init__(
+        self, connection: Connection, address: EngineAddress, clock: Callable[[], float]
+    ) -> None:
+        self._address = address
         self._connection = connection
         self._clock = clock
         self._offset = ClockOffset()
@@ -156,12 +159,17 @@ class EngineHost:
         except BaseException:
             connection.abort()
             raise
-        return cls(connection, clock)
+        return cls(connection, address, clock)
 
     @property
     def name(self) -> str:
         """For the log."""
         return self._connection.peer
+
+    @property
+    def address(self) -> str:
+        """Where it listens."""
+        return str(self._address)
 
     async def open(self, progress: LoadProgress | None, silence_s: float | None) -> Opened:
         """Wait for the model's facts and for a first estimate of the engine's clock. Raises

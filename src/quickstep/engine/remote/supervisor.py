@@ -187,6 +187,10 @@ class EngineLink(Protocol):
         """For the log."""
 
     @property
+    def address(self) -> str:
+        """HOST:PORT of an engine that listens, "" of a child."""
+
+    @property
     def process_id(self) -> int | None:
         """The operating system's id of a child; None for one on another host."""
 

@@ -41,6 +41,7 @@ class ReplicaHealth(msgspec.Struct, frozen=True):
     num_waiting: int
     seconds_without_progress: float
     role: Literal["", "prefill", "decode"] = ""
+    address: str = ""
 
 
 class Health(msgspec.Struct, frozen=True):
@@ -195,4 +196,5 @@ def _replica(stats: ReplicaStats) -> ReplicaHealth:
         num_waiting=stats.num_waiting,
         seconds_without_progress=round(stats.stalled_s, 3),
         role=stats.role,
+        address=stats.address,
     )

@@ -1,0 +1,118 @@
+"""Engines that Ray places, as the server sees them: `PlacedEngines` connects to each of them.
+
+It starts the process that talks to Ray (`ray_hosts`), again when that has ended, and asks it where
+an engine listens. An engine whose actor lives keeps its weights and its prefix cache, and is
+connected to again; another one is launched where Ray has resources for it.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import time
+from collections.abc import Callable, Sequence
+
+import msgspec
+
+from quickstep.cluster.ray_hosts import RAY_COMMAND, Place, Placed, PlaceEngines
+from quickstep.engine.remote.connection import Connection
+from quickstep.engine.remote.hello import Hello
+from quickstep.engine.remote.host import EngineAddress, EngineHost
+from quickstep.engine.remote.launch import Launched, launch
+from quickstep.engine.remote.opening import framed
+from quickstep.engine.remote.supervisor import EngineConnector
+from quickstep.errors import ConfigError, EngineError
+
+_LOGGER = logging.getLogger(__name__)
+_DECODER = msgspec.msgpack.Decoder(list[Placed])
+_OPEN_S = 60.0  # Ray's start, in addition to the wait for resources
+
+
+class PlacedEngines:
+    """Connects to engines that Ray has placed. `end` it in any case."""
+
+    def __init__(
+        self,
+        order: PlaceEngines,
+        hello: Hello,
+        command: Sequence[str] = RAY_COMMAND,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self._order = order
+        self._hello = hello
+        self._command = command
+        self._clock = clock
+        self._opening = asyncio.Lock()
+        self._launched: Launched | None = None
+        self._reading: asyncio.Task[None] | None = None
+        self._connection: Connection | None = None
+        self._waiting: dict[int, asyncio.Future[Placed]] = {}
+
+    def connectors(self) -> list[EngineConnector]:
+        """What connects to each engine, by replica."""
+        return [self._connector(replica) for replica in range(self._order.num_engines)]
+
+    def _connector(self, replica: int) -> EngineConnector:
+        async def connect() -> EngineHost:
+            placed = await self._place(replica)
+            _LOGGER.info("replica %d is on %s (Ray's node %s)", replica, placed.host, placed.node)
+            address = EngineAddress(placed.host, placed.port)
+            return await EngineHost.connect(address, self._hello, self._clock)
+
+        return connect
+
+    async def _place(self, replica: int) -> Placed:
+        """Where the engine listens. Raises ConfigError, EngineError."""
+        async with self._opening:
+            connection = self._connection or await self._opened()
+        waiting = self._waiting[replica] = asyncio.get_running_loop().create_future()
+        connection.sender.put(Place(replica))
+        await connection.sender.flush()
+        placed = await waiting
+        if placed.refused:
+            raise EngineError(placed.refused)
+        return placed
+
+    async def _opened(self) -> Connection:
+        """The connection to a process that has a placement group."""
+        self.end()
+        launched = self._launched = launch(self._command)
+        launched.send_opening(framed([self._order]))
+        connection = await Connection.of_pair(launched.connection, "the process that uses Ray")
+        messages = connection.messages(_DECODER)
+        try:
+            async with asyncio.timeout(self._order.wait_s + _OPEN_S):
+                opened = await anext(messages, None)
+        except TimeoutError:
+            opened = Placed(-1, refused=f"the Ray cluster {self._order.address} does not answer")
+        if opened is None:
+            opened = Placed(-1, refused="the process that uses Ray has ended")
+        if opened.refused:
+            connection.abort()
+            self.end()
+            raise ConfigError(opened.refused)
+
+        async def read() -> None:
+            try:
+                async for placed in messages:
+                    if (waiting := self._waiting.pop(placed.replica, None)) and not waiting.done():
+                        waiting.set_result(placed)
+            finally:
+                connection.abort()
+                if self._connection is connection:
+                    self._connection = None
+                ended = Placed(-1, refused="the process that uses Ray has ended")
+                for waiting in self._waiting.values():
+                    if not waiting.done():
+                        waiting.set_result(ended)
+                self._waiting.clear()
+
+        self._reading = asyncio.create_task(read(), name="ray-hosts")
+        self._connection = connection
+        return connection
+
+    def end(self) -> None:
+        """End the process that uses Ray, and the engines with it. Idempotent."""
+        if self._launched is not None:
+            self._launched.end()
+            self._launched = None
