@@ -7,7 +7,6 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import TypeVar
 
-import torch
 from msgspec.structs import replace
 
 from quickstep.config import LoadConfig
@@ -16,7 +15,7 @@ from quickstep.model.decoder import Decoder
 from quickstep.model.loader import load_model
 from quickstep.model.sharding import Shard
 from quickstep.model.spec import read_spec
-from quickstep.ops.collective import CollectiveRanks, open_group
+from quickstep.ops.collective import CollectiveRanks, open_gloo
 from quickstep.ops.native.backend import load_native
 from quickstep.ops.native.ranks import RankMemory
 
@@ -47,7 +46,7 @@ def run_ranks(
             if size > 1 and store is None:
                 ops = replace(ops, ranks=ranks)
             elif size > 1:
-                group = open_group(torch.device("cpu"), str(store), rank, size)
+                group = open_gloo(str(store), rank, size)
                 ops = replace(ops, ranks=CollectiveRanks(group, ranks))
             checkpoint, spec, shard = Checkpoint(path, "m"), read_spec(path), Shard(rank, size)
             model = load_model(checkpoint, spec, ops, load, on_host=on_host, shard=shard)

@@ -1,4 +1,4 @@
-"""The exchange of ranks by `torch.distributed`: NCCL between GPUs, gloo between CPUs.
+"""The exchange of ranks by `torch.distributed`: gloo between CPUs; NCCL has not been opened.
 
 `CollectiveRanks` is `ops.table.Ranks` where the ops are torch's: every part goes to every rank, as
 bytes. On CPUs with the native kernels ranks meet in shared memory instead (`ops.native.ranks`),
@@ -10,15 +10,13 @@ from __future__ import annotations
 
 import time
 from datetime import timedelta
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any, Protocol
 
 from quickstep.errors import EngineError
 from quickstep.ops.tensors import TensorT, integers_on
 
 if TYPE_CHECKING:
-    import torch
     from torch import Tensor
-    from torch.distributed import ProcessGroup
 
     from quickstep.ops.native.ranks import NativeRanks
 
@@ -26,26 +24,32 @@ _JOIN_TIMEOUT = timedelta(minutes=1)
 _TIMEOUT = timedelta(minutes=30)  # of an exchange: a stopped rank delays a step
 
 
-def open_group(device: torch.device, store_path: str, rank: int, size: int) -> ProcessGroup:
-    """Join the ranks that share the file `store_path`, which waits for all of them. Raises
+class Group(Protocol):
+    """What is needed of a `torch.distributed.ProcessGroup`."""
+
+    def allgather(self, outputs: list[list[Tensor]], inputs: list[Tensor], /) -> Any:
+        """Every rank's tensor to every rank; returns what `wait` is called of."""
+
+
+def open_gloo(store_path: str, rank: int, size: int) -> Group:
+    """Join the ranks of CPUs that share the file `store_path`; waits for all of them. Raises
     EngineError when one does not come.
     """
     import torch.distributed as dist
 
-    store = dist.FileStore(store_path, size)
-    store.set_timeout(_JOIN_TIMEOUT)
     try:
-        if device.type == "cuda":
-            return dist.ProcessGroupNCCL(store, rank, size, _TIMEOUT)
-        return dist.ProcessGroupGloo(store, rank, size, _TIMEOUT)
+        store = dist.FileStore(store_path, size)  # type: ignore[attr-defined]
+        store.set_timeout(_JOIN_TIMEOUT)
+        group: Group = dist.ProcessGroupGloo(store, rank, size, _TIMEOUT)
     except RuntimeError as error:
         raise EngineError(f"the {size} ranks do not meet: {error}") from error
+    return group
 
 
 class CollectiveRanks:
     """One rank's end of a group of torch's. Used by one thread at a time."""
 
-    def __init__(self, group: ProcessGroup, messages: NativeRanks) -> None:
+    def __init__(self, group: Group, messages: NativeRanks) -> None:
         self.messages = messages
         self._group = group
         self._rank, self._size = messages.rank, messages.size

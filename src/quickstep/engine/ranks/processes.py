@@ -234,12 +234,9 @@ def exchange_of(messages: NativeRanks, store_path: str) -> Ranks:
     """
     if not store_path:
         return messages
-    import torch
+    from quickstep.ops.collective import CollectiveRanks, open_gloo
 
-    from quickstep.ops.collective import CollectiveRanks, open_group
-
-    group = open_group(torch.device("cpu"), store_path, messages.rank, messages.size)
-    return CollectiveRanks(group, messages)
+    return CollectiveRanks(open_gloo(store_path, messages.rank, messages.size), messages)
 
 
 def _log() -> LogSetup:

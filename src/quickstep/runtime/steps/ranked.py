@@ -213,5 +213,5 @@ class RankFollower:
 
 def _array(message: MessageCall, dtype: DType) -> Array:
     """The bytes of a message as numbers; a copy."""
-    content = ctypes.string_at(message.data, message.num_bytes)
+    content = bytearray(ctypes.string_at(message.data, message.num_bytes))  # torch may wrap it
     return np.frombuffer(content, dtype=dtype.storage)
