@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import time
 from datetime import timedelta
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any, Protocol, cast
 
 from quickstep.errors import EngineError
 from quickstep.ops.tensors import TensorT, integers_on
@@ -40,10 +40,9 @@ def open_gloo(store_path: str, rank: int, size: int) -> Group:
     try:
         store = dist.FileStore(store_path, size)  # type: ignore[attr-defined]
         store.set_timeout(_JOIN_TIMEOUT)
-        group: Group = dist.ProcessGroupGloo(store, rank, size, _TIMEOUT)
+        return cast("Group", dist.ProcessGroupGloo(store, rank, size, _TIMEOUT))
     except RuntimeError as error:
         raise EngineError(f"the {size} ranks do not meet: {error}") from error
-    return group
 
 
 class CollectiveRanks:
