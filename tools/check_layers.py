@@ -1,5 +1,6 @@
 """Check that imports point downward only, from layer to layer as in ARCHITECTURE.md, and that
-no modules import each other in a circle.
+no modules import each other in a circle. Imports inside functions are for torch and NumPy, and in
+the modules of `LATE` for what a process may never need.
 
 `make check` runs it. It reads the imports of every module in `src/quickstep`, also those inside
 functions, and prints each that breaks a rule, as `file:line: message`.
@@ -133,6 +134,84 @@ def server_fault(part: str, module: str) -> str | None:
     return None
 
 
+_TORCH = "what it imports computes with torch, which a server and a native engine never load (0010)"
+_ONE_FORMAT = "each import is of one format or kind, of which a model has one"
+_LOADING = "an engine imports while its process already loads weights (0008)"
+_OPTIONAL = "the package may be missing, or is used by one option only"
+# Modules whose functions import other modules than torch and NumPy, and why.
+LATE = {
+    "cli/": "a command imports what it runs, so that the others and --help start at once",
+    "cluster/ray_hosts.py": _OPTIONAL,
+    "engine/adapters.py": _LOADING,
+    "engine/assembly.py": _LOADING,
+    "engine/llm.py": _OPTIONAL,
+    "engine/records/replay_runner.py": _LOADING,
+    "engine/remote/listening.py": _LOADING,
+    "engine/remote/worker.py": _LOADING,
+    "engine/speculation.py": _LOADING,
+    "model/checkpoint/source.py": _OPTIONAL,
+    "model/checkpoint/tensor_reader.py": _TORCH,
+    "model/fallback/spec.py": _OPTIONAL,
+    "model/formats/detect.py": _ONE_FORMAT,
+    "model/layers/feed_forward.py": _TORCH,
+    "model/loader.py": _TORCH,
+    "model/quantize.py": _TORCH,
+    "model/spec.py": _TORCH,
+    "ops/native/backend.py": _TORCH,
+    "ops/native/kernels.py": _TORCH,
+    "ops/resolve.py": _TORCH,
+    "ops/table.py": _TORCH,
+    "ops/triton/backend.py": _TORCH,
+    "runtime/runner.py": _TORCH,
+    "runtime/sampling/native_sampler.py": _TORCH,
+    "runtime/sampling/prompt_scores.py": _TORCH,
+    "runtime/steps/opening.py": _TORCH,
+    "server/app.py": _OPTIONAL,
+    "server/operate/metrics.py": _OPTIONAL,
+    "server/operate/tracing.py": _OPTIONAL,
+    "server/reference/openapi.py": "the reference imports every API when it is first read",
+    "server/run.py": _OPTIONAL,
+    "server/usage/recorder.py": _OPTIONAL,
+    "text/chat_template.py": _ONE_FORMAT,
+    "text/grammar/matcher.py": _OPTIONAL,
+    "text/grammar/source.py": _OPTIONAL,
+    "text/token_forms.py": _OPTIONAL,
+    "text/tokenizer.py": _ONE_FORMAT,
+    "yaml_file.py": _OPTIONAL,
+}
+ALWAYS_LATE = ("torch", "numpy")
+
+
+def late_imports(tree: ast.Module) -> Iterator[tuple[int, str]]:
+    """Imports inside functions of other packages than torch and NumPy: line and module."""
+    for function in ast.walk(tree):
+        if isinstance(function, ast.FunctionDef | ast.AsyncFunctionDef):
+            for node in ast.walk(function):
+                names: list[str] = []
+                if isinstance(node, ast.Import):
+                    names = [alias.name for alias in node.names]
+                elif isinstance(node, ast.ImportFrom):
+                    names = [str(node.module)]
+                for name in names:
+                    if name.partition(".")[0] not in ALWAYS_LATE:
+                        yield node.lineno, name
+
+
+def late_faults(trees: Mapping[str, ast.Module]) -> Iterator[str]:
+    """Imports inside functions of modules that `LATE` does not name, and its names without any.
+    `trees`: the modules by their paths in the package.
+    """
+    unused = set(LATE)
+    for path, tree in trees.items():
+        listed = {path, f"{path.partition('/')[0]}/"} & LATE.keys()
+        for line, name in late_imports(tree):
+            unused -= listed
+            if not listed:
+                yield f"src/quickstep/{path}:{line}: imports {name} inside a function"
+    for path in sorted(unused):
+        yield f"tools/check_layers.py: {path} imports nothing inside functions; remove it from LATE"
+
+
 def modules() -> dict[str, Path]:
     """Every module by its dotted name."""
     found = {}
@@ -196,19 +275,24 @@ def import_graph() -> dict[str, set[str]]:
 def main() -> int:
     """Print every fault; exit status 1 if there is one."""
     faults = 0
+    trees: dict[str, ast.Module] = {}
     for path in sorted(SOURCE.rglob("*.py")):
+        tree = trees[path.relative_to(SOURCE).as_posix()] = ast.parse(path.read_text("utf-8"))
         part, *inner = (part.removesuffix(".py") for part in path.relative_to(SOURCE).parts)
         if part not in LAYERS:
             print(f"{path}:1: {part} is in no layer: add it to tools/check_layers.py")
             faults += 1
             continue
-        for line, module in imports(ast.parse(path.read_text(encoding="utf-8"))):
+        for line, module in imports(tree):
             reason = fault(part, module)
             if reason is None and part == "server":
                 reason = server_fault(inner[0], module)
             if reason:
                 print(f"{path}:{line}: {reason}")
                 faults += 1
+    for message in late_faults(trees):
+        print(message)
+        faults += 1
     for members in circles(import_graph()):
         if members not in KNOWN_CIRCLES:
             print(f"{SOURCE}: these modules import each other: {', '.join(sorted(members))}")

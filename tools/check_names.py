@@ -27,24 +27,6 @@ NAMED_LOOPS = (
         for package in ("core", "sim", "plan", "bench", "verify", "server")
     ),
 )
-# To be renamed: in two modules still. Remove a name here when its classes have got apart.
-KNOWN_TWICE = {
-    "Candidate",
-    "Conversation",
-    "Ending",
-    "Model",
-    "OutputText",
-    "PackedWeight",
-    "Plan",
-    "PrefixCacheReset",
-    "Recording",
-    "RequestMetrics",
-    "Slot",
-    "_Drafting",
-    "_Packed",
-    "_Packing",
-    "_Pending",
-}
 VAGUE_CLASS = re.compile(r"(Manager|Handler|Helper|Utils?|Processor|Base|Mixin)$")
 
 
@@ -87,10 +69,7 @@ def classes_named_twice() -> Iterator[str]:
                 places[node.name, package if is_private else ""].append(place)
     twice = {name: found for (name, _), found in places.items() if len(found) > 1}
     for name, found in twice.items():
-        if name not in KNOWN_TWICE:
-            yield f"{found[-1]}: the class name {name} is also in {', '.join(found[:-1])}"
-    for name in KNOWN_TWICE - twice.keys():
-        yield f"tools/check_names.py: {name} is in one module now; remove it from KNOWN_TWICE"
+        yield f"{found[-1]}: the class name {name} is also in {', '.join(found[:-1])}"
 
 
 def main() -> int:

@@ -22,7 +22,7 @@ from quickstep.ops.triton.backend import load_triton
 from quickstep.ops.triton.experts import TritonExperts, pack_experts
 from quickstep.ops.triton.linear import pack_linear
 from quickstep.ops.triton.lora import TritonLoRA
-from quickstep.ops.triton.routing import Plan, plan_of, route
+from quickstep.ops.triton.routing import RoutingPlan, plan_of, route
 
 CPU = torch.device("cpu")
 MIXTRAL = {
@@ -72,7 +72,7 @@ def check_routing(scores: torch.Tensor, per_token: int, normalise: bool) -> None
     starts = torch.searchsorted(experts[rows], torch.arange(num_experts + 1))
     plans = [plan_of(expected.chosen, num_experts)]
     if found.plan is not None:
-        assert isinstance(found.plan, Plan)
+        assert isinstance(found.plan, RoutingPlan)
         plans.append(found.plan)
     for plan in plans:
         assert torch.equal(plan.rows.long(), rows)

@@ -75,7 +75,7 @@ def run(args: argparse.Namespace) -> int:
     async def work(engine: Engine) -> None:
         print_defaults(engine.default_sampling)
         sampling = sampling_params(args, engine.default_sampling)
-        conversation = Conversation(args.system)
+        conversation = ChatHistory(args.system)
         for text in _texts(args, conversation):
             with _rejections(args):
                 messages = conversation.with_message(text)
@@ -96,7 +96,7 @@ def _chat_with_server(args: argparse.Namespace) -> None:
             flag = "--" + name.replace("_", "-")
             raise ConfigError(f"{flag} is for a model that is loaded here; leave it out with --url")
     fields = {"model": _served_model(args), "stream": True, **sampling_fields_of(args)}
-    conversation = Conversation(args.system)
+    conversation = ChatHistory(args.system)
     for text in _texts(args, conversation):
         with _rejections(args):
             messages = conversation.with_message(text)
@@ -122,7 +122,7 @@ def _served_model(args: argparse.Namespace) -> str:
         raise EngineError(f"the server at {args.url} lists no model; name one") from None
 
 
-class Conversation:
+class ChatHistory:
     """The message history."""
 
     def __init__(self, system: str | None) -> None:
@@ -142,7 +142,7 @@ class Conversation:
         self._messages = [*messages, {"role": "assistant", "content": answer}]
 
 
-def _texts(args: argparse.Namespace, conversation: Conversation) -> Iterator[str]:
+def _texts(args: argparse.Namespace, conversation: ChatHistory) -> Iterator[str]:
     """The user's messages; commands are carried out."""
     if args.message is not None:
         yield args.message

@@ -11,7 +11,10 @@ Pure functions and plain data; `core.scheduler` owns the totals.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import math
+from collections import Counter
+from collections.abc import Collection
+from collections.abc import Sequence as SequenceOf
 from operator import attrgetter
 from typing import Any, TypeVar
 
@@ -20,9 +23,16 @@ from msgspec.structs import astuple, fields, replace
 
 from quickstep.core.cost_model import CostModel, StepLoad, UnitPrices
 from quickstep.core.resources.block_pool import PoolStats
-from quickstep.core.sequence import TICKS_PER_S, SequenceState
+from quickstep.core.sequence import TICKS_PER_S, Sequence, SequenceState
 from quickstep.core.step import InFlightStep
-from quickstep.types import Phase, PrefillCharge, RowOutput, SequenceTimings, StepRecord
+from quickstep.types import (
+    Phase,
+    PrefillCharge,
+    RowOutput,
+    SequenceTimings,
+    StepRecord,
+    StepResult,
+)
 
 _NO_LOAD = StepLoad()
 _LOAD = attrgetter("load")
@@ -142,7 +152,7 @@ class SchedulerStats(msgspec.Struct, frozen=True):
 _S = TypeVar("_S", bound=msgspec.Struct)
 
 
-def added(structs: Sequence[_S]) -> _S:
+def added(structs: SequenceOf[_S]) -> _S:
     """The sums of all fields of structs of one class; names are listed once. A field that is None
     counts for nothing.
     """
@@ -231,7 +241,7 @@ class UnitTicks(msgspec.Struct, frozen=True, gc=False):
         per_unit: tuple[int, ...] = astuple(self)
         return load.times(per_unit)
 
-    def of_rows(self, loads: Sequence[StepLoad], step: StepLoad) -> list[int]:
+    def of_rows(self, loads: SequenceOf[StepLoad], step: StepLoad) -> list[int]:
         """The charge of each row of a step with the load `step`."""
         rare = step.num_scored, step.num_grammar_rows, step.num_logprobs_rows, step.num_adapter_rows
         if any(rare):
@@ -340,60 +350,111 @@ def with_unloaded(
     )
 
 
-def step_record(
-    step: InFlightStep,
-    outputs: tuple[RowOutput, ...],
-    seconds: float,
-    charges: StepCharges,
-    now: float,
-    *,
-    num_free_blocks: int,
-    num_waiting: int,
-    num_running: int,
-    exchange_s: float = 0.0,
-    stage_s: tuple[float, ...] = (),
-    bubble_s: float = 0.0,
-) -> StepRecord:
-    """The line of the step log; the keyword arguments are the state after the commit."""
-    decode, prefill = step.decode_load, step.prefill_load
-    num_drafts = num_accepted = 0
-    prefills: list[PrefillCharge] = []
-    prefill_ticks = 0
-    for entry, output, ticks in zip(step.rows, outputs, charges.ticks, strict=True):
-        row = entry.row
-        if row.num_drafts:
-            num_drafts += row.num_drafts
-            num_accepted += max(0, len(output.token_ids) - 1)
-        if row.phase is Phase.PREFILL:
-            name = entry.sequence.request.request_id
-            prefills.append(PrefillCharge(name, row.num_tokens, ticks / TICKS_PER_S))
-            prefill_ticks += ticks
-    return StepRecord(
-        step.plan.step_id,
-        step.planned_at_s,
-        now,
-        seconds,
-        step.predicted_s,
-        num_prefill_rows=prefill.num_rows,
-        num_decode_rows=decode.num_rows,
-        num_prefill_tokens=prefill.num_tokens,
-        num_decode_tokens=decode.num_tokens,
-        num_kv_tokens=decode.num_kv_tokens + prefill.num_kv_tokens,
-        num_pairs=decode.num_pairs + prefill.num_pairs,
-        num_scored=prefill.num_scored,
-        num_free_blocks=num_free_blocks,
-        num_waiting=num_waiting,
-        num_running=num_running,
-        num_preemptions=step.num_preemptions,
-        decode_s=(charges.num_ticks - prefill_ticks) / TICKS_PER_S,
-        prefill_s=prefill_ticks / TICKS_PER_S,
-        prefills=tuple(prefills),
-        num_drafts=num_drafts,
-        num_accepted=num_accepted,
-        exchange_s=exchange_s,
-        stage_s=stage_s,
-        bubble_s=bubble_s,
-    )
+class StateAfterStep(msgspec.Struct, frozen=True):
+    """What is left after a commit."""
+
+    num_free_blocks: int
+    num_waiting: int
+    num_running: int
+
+
+class Accounts:
+    """The counts of a scheduler, which owns it, and until when its time is accounted for.
+
+    Attributes:
+        totals: The counts.
+        since_s: When the first step was planned, then the last commit.
+    """
+
+    def __init__(self) -> None:
+        self.totals = Totals()
+        self.since_s = math.nan
+
+    def step_planned(self, now: float) -> None:
+        """The wall time begins with the first plan."""
+        if math.isnan(self.since_s):
+            self.since_s = now
+
+    def step_committed(
+        self,
+        step: InFlightStep,
+        result: StepResult,
+        charges: StepCharges,
+        now: float,
+        left: StateAfterStep,
+    ) -> StepRecord:
+        """Count a step; returns its line of the step log."""
+        totals, since_s = self.totals, self.since_s
+        totals.add_step(result.seconds, now - since_s, charges)
+        self.since_s = now
+        bubble_s = 0.0
+        if result.stage_s:
+            bubble_s = now - max(since_s, step.planned_at_s) - result.seconds
+            totals.bubble_s += bubble_s
+        decode, prefill = step.decode_load, step.prefill_load
+        num_drafts = num_accepted = 0
+        prefills: list[PrefillCharge] = []
+        prefill_ticks = 0
+        for entry, output, ticks in zip(step.rows, result.outputs, charges.ticks, strict=True):
+            row = entry.row
+            if row.num_drafts:
+                num_drafts += row.num_drafts
+                num_accepted += max(0, len(output.token_ids) - 1)
+            if row.phase is Phase.PREFILL:
+                name = entry.sequence.request.request_id
+                prefills.append(PrefillCharge(name, row.num_tokens, ticks / TICKS_PER_S))
+                prefill_ticks += ticks
+        totals.num_prefill_tokens += prefill.num_tokens
+        totals.num_proposer_failures = result.num_proposer_failures
+        totals.exchange_s += result.exchange_s
+        totals.num_drafts += num_drafts
+        totals.num_accepted += num_accepted
+        return StepRecord(
+            step.plan.step_id,
+            step.planned_at_s,
+            now,
+            result.seconds,
+            step.predicted_s,
+            num_prefill_rows=prefill.num_rows,
+            num_decode_rows=decode.num_rows,
+            num_prefill_tokens=prefill.num_tokens,
+            num_decode_tokens=decode.num_tokens,
+            num_kv_tokens=decode.num_kv_tokens + prefill.num_kv_tokens,
+            num_pairs=decode.num_pairs + prefill.num_pairs,
+            num_scored=prefill.num_scored,
+            num_free_blocks=left.num_free_blocks,
+            num_waiting=left.num_waiting,
+            num_running=left.num_running,
+            num_preemptions=step.num_preemptions,
+            decode_s=(charges.num_ticks - prefill_ticks) / TICKS_PER_S,
+            prefill_s=prefill_ticks / TICKS_PER_S,
+            prefills=tuple(prefills),
+            num_drafts=num_drafts,
+            num_accepted=num_accepted,
+            exchange_s=result.exchange_s,
+            stage_s=result.stage_s,
+            bubble_s=bubble_s,
+        )
+
+    def stats(
+        self,
+        sequences: Collection[Sequence],
+        num_in_flight: int,
+        blocks: PoolStats,
+        adapters: AdapterStats | None,
+    ) -> SchedulerStats:
+        """The state of all live sequences, and a copy of the counts."""
+        states = Counter(sequence.state for sequence in sequences if not sequence.is_paused)
+        return SchedulerStats(
+            num_waiting=states[SequenceState.WAITING],
+            num_running=states[SequenceState.RUNNING],
+            num_preempted=states[SequenceState.PREEMPTED],
+            num_in_flight=num_in_flight,
+            blocks=blocks,
+            totals=replace(self.totals),
+            num_paused=len(sequences) - states.total(),
+            adapters=adapters,
+        )
 
 
 def decode_record(
@@ -408,7 +469,7 @@ def decode_record(
     num_free_blocks: int,
     num_running: int,
 ) -> StepRecord:
-    """`step_record` of a step that had only decode rows, of which none ended early."""
+    """The record of a step that had only decode rows, of which none ended early."""
     return StepRecord(
         step_id,
         planned_at_s,

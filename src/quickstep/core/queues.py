@@ -10,7 +10,7 @@ import enum
 import heapq
 from bisect import bisect_left, insort
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from collections.abc import Sequence as SequenceOf
 from itertools import chain
 from typing import Protocol
@@ -397,6 +397,31 @@ class RunningBatch:
         if is_there:
             del self.prompts[place]
         return is_there
+
+
+def check_queues(
+    batch: RunningBatch,
+    waiting: WaitingQueue,
+    requests: Iterable[SequenceOf[Sequence]],
+    pending: Counter[str],
+) -> None:
+    """Raise AssertionError unless both queues are in order, have the live sequences of all requests
+    between them, and each awaits as many tokens as are in flight (`pending`, by sequence id).
+    """
+    batch.check()
+    waiting.check()
+    live: list[str] = []
+    for sequences in requests:
+        live += [sequence.sequence_id for sequence in sequences]
+        is_paused = {sequence.is_paused for sequence in sequences}
+        assert len(is_paused) == 1, "a request is partly paused"
+    queued = [sequence.sequence_id for sequence in (*batch, *waiting)]
+    assert sorted(queued) == sorted(live), "live sequences and those in a queue differ"
+    for sequence in (*batch, *waiting):
+        name, count = sequence.sequence_id, pending[sequence.sequence_id]
+        assert sequence.num_pending == count, (
+            f"{name} awaits {sequence.num_pending} tokens, {count} are in flight"
+        )
 
 
 class Due(enum.Enum):

@@ -22,18 +22,24 @@ from msgspec.structs import replace
 
 from quickstep.config import SchedulerConfig
 from quickstep.core.accounting import (
+    Accounts,
     SchedulerStats,
+    StateAfterStep,
     StepCharges,
-    Totals,
     charge,
-    step_record,
     with_unloaded,
 )
 from quickstep.core.admission import AdmissionControl, AdmissionState, SequenceLimits
 from quickstep.core.cost_model import CostModel, StepLoad
 from quickstep.core.drafts.control import DraftControl
 from quickstep.core.policies import Policy
-from quickstep.core.queues import DeadlineQueue, Due, RunningBatch, WaitingQueue
+from quickstep.core.queues import (
+    DeadlineQueue,
+    Due,
+    RunningBatch,
+    WaitingQueue,
+    check_queues,
+)
 from quickstep.core.resources.adapter_places import AdapterPlaces
 from quickstep.core.resources.adapter_residency import AdapterOrders, AdapterResidency
 from quickstep.core.resources.block_pool import KVBlockPool
@@ -51,7 +57,7 @@ from quickstep.core.step import (
     pending_tokens,
     row_failures,
 )
-from quickstep.core.step_budget import StepBudget, last_step_id, turn_of_stage
+from quickstep.core.step_budget import StepBudget, last_step_id
 from quickstep.errors import EngineError, RequestError
 from quickstep.types import (
     FinishReason,
@@ -119,7 +125,9 @@ class Scheduler:
         self._admission = AdmissionControl(
             config, limits, cost_model, self._order, self._waiting, self._batch, self._slots
         )
-        self._budget = StepBudget(policy, cost_model, self._waiting, self._batch, self._fits)
+        self._budget = StepBudget(
+            config, policy, cost_model, self._waiting, self._batch, self._fits
+        )
         self._drafts = DraftControl(config.num_speculative_tokens if config.use_kv_cache else 0)
         self._place_rows = {
             Phase.PREFILL: self._place_prefills,
@@ -127,8 +135,8 @@ class Scheduler:
         }
         self._num_arrivals = 0
         self._next_step_id = 0
-        self._totals = Totals()
-        self._accounted_s: float | None = None  # until when: the first plan, then each commit
+        self._accounts = Accounts()
+        self._totals = self._accounts.totals
 
     # -- requests come and go ---------------------------------------------------------------------
 
@@ -258,25 +266,15 @@ class Scheduler:
         step = draft.issue(self._next_step_id, released, now, self._cost_model, self._drafts)
         self._next_step_id += 1
         self._in_flight.append(step)
-        if self._accounted_s is None:
-            self._accounted_s = now
+        self._accounts.step_planned(now)
         return step.plan
 
     def _place_decodes(self, draft: StepDraft, budget: int, now: float) -> None:
         """Add a row for each running sequence that has its prompt; those of tenants which hold more
         than their part come last.
         """
-        batch: Iterable[Sequence] = self._batch
-        num_stages, most_rows = self._config.num_stages, self._config.max_num_seqs
-        if num_stages > 1:
-            batch, most_rows = turn_of_stage(self._batch, num_stages)
-        over_share = self._order.over_share(self._batch) if self._order.takes_turns else []
-        held = {sequence.sequence_id for sequence in over_share} if over_share else ()
-        sequences = list(batch)
-        if held:
-            sequences = [seq for seq in sequences if seq.sequence_id not in held]
-        if held and num_stages > 1:
-            over_share = [sequence for sequence in batch if sequence.sequence_id in held]
+        turn = self._budget.decode_turn()
+        sequences, over_share, max_rows = turn.sequences, turn.over_share, turn.max_rows
         num_drafts = self._budget.of_drafts(
             draft, sequences, over_share, budget, self._next_step_id, now
         )
@@ -284,22 +282,22 @@ class Scheduler:
         if len(sequences) + len(over_share) > budget:  # more rows than tokens: in turn
             sequences.sort(key=last_step_id)
         for sequence in sequences:
-            if budget < 1 or not most_rows:
+            if budget < 1 or not max_rows:
                 return
             most = budget
             if num_drafts is not None:
                 most = min(budget, 1 + num_drafts.get(sequence.sequence_id, 0))
             if num_tokens := self._place_decode(draft, sequence, most, now):
                 budget -= num_tokens
-                most_rows -= 1
+                max_rows -= 1
         if not over_share:
             return
         # Those first that had no row for longest. They get no drafts.
         prefill = self._budget.limit_over_share(draft, over_share, now)
         for sequence in sorted(over_share, key=last_step_id)[:budget]:
-            if not most_rows or not self._budget.has_time_for(draft, sequence, prefill):
+            if not max_rows or not self._budget.has_time_for(draft, sequence, prefill):
                 return
-            most_rows -= bool(self._place_decode(draft, sequence, 1, now))
+            max_rows -= bool(self._place_decode(draft, sequence, 1, now))
 
     def _place_decode(self, draft: StepDraft, sequence: Sequence, most: int, now: float) -> int:
         """Add a row for the next token of a sequence and its drafts, `most` tokens at most; returns
@@ -536,32 +534,9 @@ class Scheduler:
         self._in_flight.popleft()
         outputs += self._receive_rows(step, result, charges, now)
         self._blocks.step_ended()
-        assert self._accounted_s is not None, "a step was planned"
-        since_s = self._accounted_s
-        self._totals.add_step(result.seconds, now - since_s, charges)
-        self._accounted_s = now
-        bubble_s = 0.0
-        if result.stage_s:
-            bubble_s = now - max(since_s, step.planned_at_s) - result.seconds
-            self._totals.bubble_s += bubble_s
-        record = step_record(
-            step,
-            result.outputs,
-            result.seconds,
-            charges,
-            now,
-            num_free_blocks=self._pool.num_free,
-            num_waiting=self._waiting.num,
-            num_running=len(self._batch),
-            exchange_s=result.exchange_s,
-            stage_s=result.stage_s,
-            bubble_s=bubble_s,
-        )
-        self._totals.num_prefill_tokens += record.num_prefill_tokens
-        self._totals.num_proposer_failures = result.num_proposer_failures
-        self._totals.exchange_s += result.exchange_s
-        self._totals.num_drafts += record.num_drafts
-        self._totals.num_accepted += record.num_accepted
+        since_s = self._accounts.since_s
+        left = StateAfterStep(self._pool.num_free, self._waiting.num, len(self._batch))
+        record = self._accounts.step_committed(step, result, charges, now, left)
         if step.draft_mode is not None:
             load, costs = step.decode_load, self._cost_model
             self._drafts.learn(step.draft_mode, load, record, since_s, now, costs)
@@ -720,22 +695,12 @@ class Scheduler:
 
     def stats(self) -> SchedulerStats:
         """The current state, and totals since the start."""
-        states = Counter(
-            sequence.state for sequence in (*self._batch, *self._waiting) if not sequence.is_paused
-        )
         adapters = None
         if self._adapters is not None:
             adapters = self._adapters.stats(self._waiting, self._batch)
-        return SchedulerStats(
-            num_waiting=states[SequenceState.WAITING],
-            num_running=states[SequenceState.RUNNING],
-            num_preempted=states[SequenceState.PREEMPTED],
-            num_in_flight=len(self._in_flight),
-            blocks=self._pool.stats(),
-            totals=replace(self._totals),
-            num_paused=len(self._batch) + len(self._waiting) - states.total(),
-            adapters=adapters,
-        )
+        sequences = (*self._batch, *self._waiting)
+        num_in_flight = len(self._in_flight)
+        return self._accounts.stats(sequences, num_in_flight, self._pool.stats(), adapters)
 
     def admission_state(self, now: float) -> AdmissionState:
         """What decides whether one more request may queue, with the levels of all sequences."""
@@ -754,30 +719,12 @@ class Scheduler:
 
     def check(self) -> None:
         """Raise AssertionError unless all parts of the state agree: for tests, after any call."""
-        self._batch.check()
-        self._waiting.check()
         for resource in self._resources:
             resource.check(self._batch)
         for sequence in self._waiting:
             self._blocks.check_hits(sequence)
-        for request in self._requests.values():
-            assert len({sequence.is_paused for sequence in request}) == 1, (
-                "a request is partly paused"
-            )
-        live = {
-            sequence.sequence_id
-            for of_request in self._requests.values()
-            for sequence in of_request
-        }
-        queued = [sequence.sequence_id for sequence in (*self._batch, *self._waiting)]
-        assert sorted(queued) == sorted(live), "live sequences and those in a queue differ"
+        check_queues(self._batch, self._waiting, self._requests.values(), self._pending_tokens())
         assert len(self._in_flight) <= self.max_in_flight, "too many steps in flight"
-        pending = self._pending_tokens()
-        for sequence in (*self._batch, *self._waiting):
-            name, count = sequence.sequence_id, pending[sequence.sequence_id]
-            assert sequence.num_pending == count, (
-                f"{name} awaits {sequence.num_pending} tokens, {count} are in flight"
-            )
 
     def _pending_tokens(self) -> Counter[str]:
         """How many tokens the steps in flight will emit, by sequence id."""

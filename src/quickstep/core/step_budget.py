@@ -7,11 +7,14 @@ of the batch come last and only while the step stays short enough for the rows o
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterable
 from collections.abc import Sequence as SequenceOf
 
+import msgspec
 from msgspec.structs import replace
 
+from quickstep.config import SchedulerConfig
 from quickstep.core.cost_model import CostModel, StepLoad
 from quickstep.core.drafts.control import divide
 from quickstep.core.policies import Policy, StepView
@@ -24,6 +27,20 @@ _NO_POSITIONS = range(0)
 _MIN_PREFILL = 16  # tokens of a step that more decode rows than it has tokens leave
 
 
+class DecodeTurn(msgspec.Struct, frozen=True):
+    """Which running sequences may decode in a step.
+
+    Attributes:
+        sequences: Those that come first, by rank.
+        over_share: Those of tenants that hold more than their part of the batch.
+        max_rows: How many rows they may have.
+    """
+
+    sequences: list[Sequence]
+    over_share: list[Sequence]
+    max_rows: int
+
+
 class StepBudget:
     """The budgets of one scheduler's steps. `fits` says whether there are the resources to admit a
     sequence now.
@@ -31,12 +48,14 @@ class StepBudget:
 
     def __init__(
         self,
+        config: SchedulerConfig,
         policy: Policy,
         cost_model: CostModel,
         waiting: WaitingQueue,
         batch: RunningBatch,
         fits: Callable[[Sequence], bool],
     ) -> None:
+        self._num_stages, self._max_rows = config.num_stages, config.max_num_seqs
         self._policy = policy
         self._order = policy.order
         self._cost_model = cost_model
@@ -56,8 +75,31 @@ class StepBudget:
             return 0 if phase is Phase.PREFILL else draft.num_tokens_left
         num_tokens = self._policy.tokens(phase, self._view(draft, now, start), self._cost_model)
         if phase is Phase.PREFILL:
+            if self._num_stages > 1:
+                num_tokens = min(num_tokens, self._prompt_part_of_stage(draft))
             num_tokens = max(num_tokens, draft.min_prefill)
         return min(num_tokens, draft.num_tokens_left)
+
+    def _prompt_part_of_stage(self, draft: StepDraft) -> int:
+        """The tokens of prompts in a step of a pipeline, whose stages compute as many steps at the
+        same time: with `num_parts` steps of about the same time, all stages have ended after
+        `num_parts` + `num_stages` - 1 of these times.
+
+        The parts are those of complete prompts, so that they stay the same while these go on.
+        """
+        waiting, head = self._waiting, self._waiting.head
+        num_tokens = sum([prompt.residency.prefill_end for prompt in self._batch.prefilling])
+        if head is not None:
+            num_tokens += waiting.num_served * len(head.token_ids)
+        best, best_s = num_tokens, math.inf
+        num_parts = -(-num_tokens // max(1, draft.num_tokens_left))
+        while (part := -(-num_tokens // num_parts)) >= _MIN_PREFILL or num_parts == 1:
+            part_s = self._cost_model.seconds(StepLoad.of_span(0, part, num_logits_rows=0))
+            seconds = (num_parts + self._num_stages - 1) * part_s
+            if seconds < best_s:
+                best, best_s = part, seconds
+            num_parts *= 2
+        return best
 
     def of_prompt(self, draft: StepDraft, sequence: Sequence, start: int, now: float) -> int:
         """The tokens of a prompt from position `start` on.
@@ -79,6 +121,22 @@ class StepBudget:
     def wakeup(self, now: float) -> float | None:
         """When the policy wants another plan without an event."""
         return self._policy.wakeup(self._view(StepDraft(0), now))
+
+    def decode_turn(self) -> DecodeTurn:
+        """The running sequences that may decode in the next step: all, or where stages compute as
+        many steps at the same time, the turn of this one.
+        """
+        sequences, max_rows = list(self._batch), self._max_rows
+        over_share = self._order.over_share(sequences) if self._order.takes_turns else []
+        if self._num_stages > 1:
+            sequences, max_rows = turn_of_stage(sequences, self._num_stages)
+        if not over_share:
+            return DecodeTurn(sequences, over_share, max_rows)
+        names = {sequence.sequence_id for sequence in over_share}
+        if self._num_stages > 1:
+            over_share = [sequence for sequence in sequences if sequence.sequence_id in names]
+        first = [sequence for sequence in sequences if sequence.sequence_id not in names]
+        return DecodeTurn(first, over_share, max_rows)
 
     # -- drafts -----------------------------------------------------------------------------------
 

@@ -328,12 +328,12 @@ def load_eagle(path: Path, spec: EagleSpec, target: Decoder, max_model_len: int)
         ConfigError: A tensor is missing, broken, or has another shape than the target needs.
     """
     with reading_checkpoint(path):
-        weights = _Packing(path, spec, target).weights()
+        weights = _EaglePacking(path, spec, target).weights()
     rope = make_rope_table(spec.decoder.ropes[0], max_model_len, target.device)
     return EagleModel(spec, weights, target, rope, target.ops, max_model_len)
 
 
-class _Packing:
+class _EaglePacking:
     """Reads tensors by their names without a prefix, checks shapes, and packs matrices."""
 
     def __init__(self, path: Path, spec: EagleSpec, target: Decoder) -> None:

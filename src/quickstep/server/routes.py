@@ -36,7 +36,7 @@ from quickstep.server.openai.response_types import (
     Completion,
     CompletionChunk,
     EmbeddingList,
-    Model,
+    ModelCard,
     ModelList,
 )
 from quickstep.server.openai.tokenize import Tokenizing
@@ -254,7 +254,9 @@ def _models(probes: Probes) -> list[ApiRoute]:
             ModelList,
             aliases=("/models",),
         ),
-        ApiRoute("GET", "/v1/models/{model:path}", probes.model, "One served name.", None, Model),
+        ApiRoute(
+            "GET", "/v1/models/{model:path}", probes.model, "One served name.", None, ModelCard
+        ),
     ]
 
 

@@ -84,9 +84,8 @@ class GroupedScheduler(Scheduler):
             costs.observe(load, seconds)
             outputs = self._commit_group(group, prices, end_s)
             self._blocks.step_ended()
-            assert self._accounted_s is not None, "the batch was computed"
-            self._totals.add_step(seconds, end_s - self._accounted_s)
-            self._accounted_s = end_s
+            self._totals.add_step(seconds, end_s - self._accounts.since_s)
+            self._accounts.since_s = end_s
             records.append(
                 decode_record(
                     self._next_step_id,

@@ -14,7 +14,7 @@ from msgspec.structs import replace
 from tiny_checkpoint import write_checkpoint
 
 from quickstep.runtime.sampling.grammar import GrammarStart
-from quickstep.runtime.sampling.reasoning import Place, ReasonedGrammar, ReasoningTracker
+from quickstep.runtime.sampling.reasoning import ReasonedGrammar, ReasoningPlace, ReasoningTracker
 from quickstep.runtime.sampling.sampler import Sample, sample_row
 from quickstep.sampling_params import ReasoningTokens
 from quickstep.text.grammar.grammars import GrammarCompiler
@@ -236,20 +236,20 @@ TOKENS = ReasoningTokens(b"<think>", b"</think>", (2,), PIECES)
 @pytest.mark.parametrize(
     ("outputs", "place"),
     [
-        ([], Place.BEFORE),
-        ([8, 8], Place.BEFORE),
-        ([8, 1], Place.INSIDE),
-        ([0, 1], Place.AFTER),
-        ([1, 2], Place.GAP),
-        ([1, 3, 4], Place.GAP),
-        ([1, 3, 3, 4], Place.GAP),
-        ([1, 3, 0, 4], Place.INSIDE),
-        ([1, 9, 7, 6], Place.AFTER),
-        ([1, 9, 7, 0], Place.INSIDE),
-        ([1, 2, 8], Place.GAP),
-        ([1, 2, 8, 8], Place.AFTER),
-        ([1, 2, 0], Place.AFTER),
-        ([1, 10], Place.AFTER),
+        ([], ReasoningPlace.BEFORE),
+        ([8, 8], ReasoningPlace.BEFORE),
+        ([8, 1], ReasoningPlace.INSIDE),
+        ([0, 1], ReasoningPlace.AFTER),
+        ([1, 2], ReasoningPlace.GAP),
+        ([1, 3, 4], ReasoningPlace.GAP),
+        ([1, 3, 3, 4], ReasoningPlace.GAP),
+        ([1, 3, 0, 4], ReasoningPlace.INSIDE),
+        ([1, 9, 7, 6], ReasoningPlace.AFTER),
+        ([1, 9, 7, 0], ReasoningPlace.INSIDE),
+        ([1, 2, 8], ReasoningPlace.GAP),
+        ([1, 2, 8, 8], ReasoningPlace.AFTER),
+        ([1, 2, 0], ReasoningPlace.AFTER),
+        ([1, 10], ReasoningPlace.AFTER),
     ],
 )
 def test_the_tags_are_found_in_the_text_however_it_is_cut_into_tokens(outputs, place):
@@ -259,7 +259,7 @@ def test_the_tags_are_found_in_the_text_however_it_is_cut_into_tokens(outputs, p
 def test_a_token_that_continues_after_the_closing_tag_is_left_out():
     assert ReasoningTracker(TOKENS, [1]).overshooting_ids().tolist() == [10]
     assert ReasoningTracker(TOKENS, [1, 3]).overshooting_ids().tolist() == [5, 10]
-    assert ReasoningTracker(replace(TOKENS, starts_open=True)).place is Place.INSIDE
+    assert ReasoningTracker(replace(TOKENS, starts_open=True)).place is ReasoningPlace.INSIDE
 
 
 @settings(max_examples=200)
@@ -271,11 +271,11 @@ def test_the_tracker_agrees_with_the_parser_of_the_text(outputs, is_open):
     opened = is_open or body.startswith(TAGS[0])
     inside = body.removeprefix(TAGS[0]) if not is_open else text
     if not opened:
-        expected = {Place.BEFORE} if TAGS[0].startswith(body) else {Place.AFTER}
+        expected = {ReasoningPlace.BEFORE} if TAGS[0].startswith(body) else {ReasoningPlace.AFTER}
     elif TAGS[1] in inside:
-        expected = {Place.GAP, Place.AFTER}
+        expected = {ReasoningPlace.GAP, ReasoningPlace.AFTER}
     else:
-        expected = {Place.INSIDE}
+        expected = {ReasoningPlace.INSIDE}
     assert tracker.place in expected
 
 

@@ -15,7 +15,7 @@ from quickstep.config import CacheConfig, EngineConfig, LoadConfig, SchedulerCon
 from quickstep.engine.assembly import open_engine
 from quickstep.engine.outputs import collect
 from quickstep.errors import RequestError
-from quickstep.runtime.sampling.reasoning import Place, ReasoningTracker
+from quickstep.runtime.sampling.reasoning import ReasoningPlace, ReasoningTracker
 from quickstep.text.token_forms import TokenFormFinder
 from quickstep.text.token_texts import TokenTexts
 from quickstep.text.tokenizer import Tokenizer
@@ -109,7 +109,7 @@ def test_the_prompts_end_shows_whether_the_reasoning_is_open(text, is_open):
     assert found.closing_ids == ids_of("</think>")
     for beside in ("so.</think>\n\n", "\n</think>Yes", "</think> "):
         tracker = ReasoningTracker(replace(found, starts_open=True), ids_of("It is " + beside))
-        assert tracker.place in (Place.GAP, Place.AFTER)
+        assert tracker.place in (ReasoningPlace.GAP, ReasoningPlace.AFTER)
 
 
 def test_a_grammar_follows_reasoning_unless_the_prompt_has_closed_it():

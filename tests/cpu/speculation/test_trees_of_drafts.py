@@ -31,7 +31,7 @@ from quickstep.runtime.speculation.proposer import (
     draft_tree,
 )
 from quickstep.runtime.speculation.trees import (
-    Candidate,
+    DraftCandidate,
     TreeGrowth,
     candidates_of,
     likeliest_tree,
@@ -44,7 +44,7 @@ LEVELS = st.lists(
     st.lists(st.floats(0.01, 1.0), min_size=1, max_size=4), min_size=1, max_size=4
 ).map(
     lambda levels: [
-        [Candidate(10 * depth + index, one / sum(level)) for index, one in enumerate(level)]
+        [DraftCandidate(10 * depth + index, one / sum(level)) for index, one in enumerate(level)]
         for depth, level in enumerate(levels)
     ]
 )
@@ -58,12 +58,14 @@ def paths(tree: DraftTree) -> list[tuple[int, ...]]:
     return found[1:]
 
 
-def probability(levels: list[list[Candidate]], path: tuple[int, ...]) -> float:
+def probability(levels: list[list[DraftCandidate]], path: tuple[int, ...]) -> float:
     return float(np.prod([levels[depth][one % 10].probability for depth, one in enumerate(path)]))
 
 
 @given(LEVELS, st.integers(1, 16))
-def test_a_tree_has_the_likeliest_drafts(levels: list[list[Candidate]], num_drafts: int) -> None:
+def test_a_tree_has_the_likeliest_drafts(
+    levels: list[list[DraftCandidate]], num_drafts: int
+) -> None:
     tree = draft_tree(likeliest_tree(levels, num_drafts))
     found = [probability(levels, path) for path in paths(tree)]
     tokens = [[one.token_id for one in level] for level in levels]
@@ -75,7 +77,7 @@ def test_a_tree_has_the_likeliest_drafts(levels: list[list[Candidate]], num_draf
 
 @given(LEVELS, st.integers(1, 16), st.integers(1, 4))
 def test_a_tree_that_grows_is_the_same(
-    levels: list[list[Candidate]], num_drafts: int, at_once: int
+    levels: list[list[DraftCandidate]], num_drafts: int, at_once: int
 ) -> None:
     growth = TreeGrowth(num_drafts, max_depth=len(levels), max_expanded=99, max_at_once=at_once)
     growth.add(None, levels[0])
@@ -91,7 +93,7 @@ def test_a_tree_that_grows_is_the_same(
 
 def test_a_tree_grows_within_its_limits() -> None:
     growth = TreeGrowth(12, max_depth=3, max_expanded=4, max_at_once=3)
-    candidates = [Candidate(1, 0.6), Candidate(2, 0.4)]
+    candidates = [DraftCandidate(1, 0.6), DraftCandidate(2, 0.4)]
     growth.add(None, candidates)
     num_expanded = 0
     while taken := growth.take_next():
@@ -130,7 +132,7 @@ def test_candidates_are_those_that_the_filters_leave() -> None:
     found = {one.token_id for one in candidates_of(sampled, state, 4)}
     assert found == set(np.argsort(-logits[0])[:2].tolist())
     assert candidates_of(SampleFailure("NaN"), state, 4) == []
-    assert candidates_of(Sample(7), state, 1) == [Candidate(7, 1.0)]
+    assert candidates_of(Sample(7), state, 1) == [DraftCandidate(7, 1.0)]
 
 
 def test_tokens_are_compared_along_a_path() -> None:

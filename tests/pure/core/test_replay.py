@@ -19,7 +19,7 @@ from quickstep.core.recordings.recording import (
     Recorder,
     RecordingScheduler,
 )
-from quickstep.core.recordings.replay import Recording, read_recording, replay
+from quickstep.core.recordings.replay import SchedulerRecording, read_recording, replay
 from quickstep.core.resources.block_pool import KVBlockPool, chain_digest
 from quickstep.errors import ConfigError, RequestError
 from quickstep.sampling_params import Grammar, RepetitionDetectionParams
@@ -57,12 +57,12 @@ class Records:
         )
         return self.scheduler
 
-    def recording(self) -> Recording:
+    def recording(self) -> SchedulerRecording:
         self.scheduler.close()
         return read_recording(self.lines)
 
 
-def recorded_life(seed: int, is_full: bool) -> tuple[Recording, Setup]:
+def recorded_life(seed: int, is_full: bool) -> tuple[SchedulerRecording, Setup]:
     records = Records(is_full)
     random_run(seed, records.open)
     return records.recording(), records.setup
@@ -147,7 +147,7 @@ def test_recordings_of_the_version_before_replay_and_others_are_refused(version:
         read_recording(lines)
 
 
-def missing(recording: Recording) -> set[int]:
+def missing(recording: SchedulerRecording) -> set[int]:
     added = {call.number for _, call in recording.calls if call.name == "add"}
     return added - recording.requests.keys()
 

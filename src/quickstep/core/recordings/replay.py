@@ -43,7 +43,7 @@ _FIRST_UNKNOWN_TOKEN = 3 << 61  # outputs of requests that had not ended, none t
 _NO_NUMBER = "no such request"
 
 
-class Recording(msgspec.Struct, frozen=True):
+class SchedulerRecording(msgspec.Struct, frozen=True):
     """The lines of a file.
 
     Attributes:
@@ -86,7 +86,7 @@ class Replayed(msgspec.Struct, frozen=True):
 Runner = Callable[[StepPlan], StepResult]
 
 
-def read_recording(lines: Iterable[bytes | str]) -> Recording:
+def read_recording(lines: Iterable[bytes | str]) -> SchedulerRecording:
     """Decode and check a recording. A last line without its end is left out (`torn_line`).
 
     Raises:
@@ -137,7 +137,9 @@ def read_recording(lines: Iterable[bytes | str]) -> Recording:
             is_complete = isinstance(one, EndLine)
     if engine is None:
         raise ConfigError("the recording is empty")
-    return Recording(engine, requests, tuple(calls), is_complete, torn_line, frozenset(running))
+    return SchedulerRecording(
+        engine, requests, tuple(calls), is_complete, torn_line, frozenset(running)
+    )
 
 
 def _check_request(one: RecordedRequest, number: int) -> None:
@@ -161,7 +163,7 @@ def open_replay(engine: EngineLine) -> Scheduler:
 
 
 def replay(
-    recording: Recording, scheduler: Scheduler | None = None, run: Runner | None = None
+    recording: SchedulerRecording, scheduler: Scheduler | None = None, run: Runner | None = None
 ) -> Replayed:
     """Repeat the calls; stops at the first plan that differs.
 
@@ -176,7 +178,9 @@ def replay(
 class _Replay:
     """One replay in progress."""
 
-    def __init__(self, recording: Recording, scheduler: Scheduler, run: Runner | None) -> None:
+    def __init__(
+        self, recording: SchedulerRecording, scheduler: Scheduler, run: Runner | None
+    ) -> None:
         self._recording = recording
         self._scheduler = scheduler
         self._run = run

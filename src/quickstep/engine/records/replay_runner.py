@@ -6,7 +6,7 @@ from msgspec.structs import replace
 
 from quickstep.config import EngineConfig
 from quickstep.core.recordings.recording import EngineLine
-from quickstep.core.recordings.replay import Recording
+from quickstep.core.recordings.replay import SchedulerRecording
 from quickstep.errors import ConfigError
 from quickstep.types import Executor, StepPlan, StepResult
 
@@ -29,7 +29,7 @@ class ReplayRunner:
         self._executor.close()
 
 
-def open_runner(recording: Recording) -> ReplayRunner:
+def open_runner(recording: SchedulerRecording) -> ReplayRunner:
     """Load the model that was recorded.
 
     Raises:

@@ -42,7 +42,7 @@ from quickstep.engine.remote.messages import (
     ModelFacts,
     Opened,
     Pause,
-    PrefixCacheReset,
+    PrefixCacheNote,
     Refused,
     ReportTimings,
     ResetPrefixCache,
@@ -727,7 +727,7 @@ class RemoteEngine:
                             for index, timing in timings.items()
                         }
                     )
-            case PrefixCacheReset(num_blocks=num_blocks):
+            case PrefixCacheNote(num_blocks=num_blocks):
                 if not (reset := self._resets.popleft()).done():  # else its caller has left
                     reset.set_result(num_blocks)
             case AdapterNote():

@@ -88,7 +88,7 @@ class ReportTimings(WireMessage, frozen=True):
 
 
 class ResetPrefixCache(WireMessage, frozen=True):
-    """Free every cached block that no sequence uses, and send a PrefixCacheReset."""
+    """Free every cached block that no sequence uses, and send a PrefixCacheNote."""
 
 
 class LoadAdapter(WireMessage, frozen=True):
@@ -203,7 +203,7 @@ class TimingsNote(WireMessage, frozen=True):
     timings: dict[int, SequenceTimings]
 
 
-class PrefixCacheReset(WireMessage, frozen=True):
+class PrefixCacheNote(WireMessage, frozen=True):
     """The answer to a ResetPrefixCache: how many blocks were freed."""
 
     num_blocks: int
@@ -259,7 +259,7 @@ FromEngine = (
     | Started
     | StepNote
     | TimingsNote
-    | PrefixCacheReset
+    | PrefixCacheNote
     | AdapterNote
     | StatsNote
     | ClockNote

@@ -38,7 +38,7 @@ from quickstep.engine.remote.messages import (
     Opened,
     OpenRefused,
     Pause,
-    PrefixCacheReset,
+    PrefixCacheNote,
     ReadClock,
     Refused,
     ReportTimings,
@@ -407,7 +407,7 @@ class EngineService:
 
     async def _reset_prefix_cache(self) -> None:
         num_blocks = await self._require_engine().reset_prefix_cache()
-        self._sender.put(PrefixCacheReset(num_blocks))
+        self._sender.put(PrefixCacheNote(num_blocks))
         self._stats_due.set()
 
     async def _change_adapters(self, message: LoadAdapter | UnloadAdapter) -> None:

@@ -32,13 +32,13 @@ from quickstep.ops.triton.float8_linear import (
 from quickstep.ops.triton.linear import FloatWeight, widens
 from quickstep.ops.triton.lora import TritonLoRA
 from quickstep.ops.triton.quantized_linear import (
-    PackedWeight,
+    TritonWeight,
     block_k,
     quantize_tokens,
     quantized_tile,
 )
 from quickstep.ops.triton.rounding import rounded
-from quickstep.ops.triton.routing import Plan, plan_of
+from quickstep.ops.triton.routing import RoutingPlan, plan_of
 from quickstep.ops.weights import LinearWeight
 
 _BLOCK_N = 64
@@ -60,7 +60,7 @@ class _Matrices(msgspec.Struct, frozen=True):
     bias_dtype: torch.dtype | None
 
 
-class _Packed(msgspec.Struct, frozen=True):
+class _PackedExperts(msgspec.Struct, frozen=True):
     gate_up: _Matrices
     down_proj: _Matrices
 
@@ -72,7 +72,7 @@ def pack_experts(
     tables = [_matrices(gate_up), _matrices(down_proj)]
     if tables[0] is None or tables[1] is None:
         return None
-    return _Packed(tables[0], tables[1])
+    return _PackedExperts(tables[0], tables[1])
 
 
 def _matrices(weights: Sequence[LinearWeight]) -> _Matrices | None:
@@ -90,7 +90,7 @@ def _matrices(weights: Sequence[LinearWeight]) -> _Matrices | None:
 
 def _tensors(weight: LinearWeight) -> tuple[Tensor | None, ...]:
     data = weight.data
-    if isinstance(data, PackedWeight):
+    if isinstance(data, TritonWeight):
         return data.packed, data.scales, data.zeros, data.sub_scales, weight.bias
     if isinstance(data, Float8Weight):
         return data.packed, data.scales, None, None, weight.bias
@@ -104,7 +104,7 @@ def _form(weight: LinearWeight) -> tuple[object, ...]:
         None if tensor is None else (tensor.dtype, tensor.shape) for tensor in _tensors(weight)
     )
     data = weight.data
-    if isinstance(data, PackedWeight):
+    if isinstance(data, TritonWeight):
         return *kinds, data.group_size, data.shared_groups, data.half
     if isinstance(data, Float8Weight):
         return *kinds, data.group_size, "float8"
@@ -516,7 +516,7 @@ def _float_form(x: Tensor, weight: Tensor, rows_per_expert: int) -> dict[str, ob
 def _product(
     x: Tensor,
     matrices: _Matrices,
-    plan: Plan,
+    plan: RoutingPlan,
     per_token: int,
     *,
     gather: bool = False,
@@ -532,7 +532,7 @@ def _product(
     rows_per_expert = num_rows // num_experts
     kernel: triton.JITFunction
     sources: tuple[Tensor, ...]
-    if isinstance(data, PackedWeight):
+    if isinstance(data, TritonWeight):
         kernel, sources = _quantized_kernel, quantize_tokens(x, data)
         form: dict[str, object] = {
             "WEIGHT": _element(data.packed.dtype),
@@ -610,7 +610,7 @@ class TritonExperts:
     ) -> Tensor:
         """X [T, C] -> [T, C]."""
         packed = weights.data
-        assert isinstance(packed, _Packed)
+        assert isinstance(packed, _PackedExperts)
         check_activation(activation)
         out = torch.empty(x.shape, dtype=x.dtype, device=x.device)
         num_tokens, num_columns = out.shape
@@ -618,7 +618,7 @@ class TritonExperts:
             return out
         chosen, per_token = routing.chosen, routing.chosen.shape[1]
         num_experts, plan = len(weights.gate_up), routing.plan
-        if not isinstance(plan, Plan):
+        if not isinstance(plan, RoutingPlan):
             plan = plan_of(chosen, num_experts)
         if lora is not None and self._lora.changes_experts(
             lora.first_module, num_experts, lora.mapping

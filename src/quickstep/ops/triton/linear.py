@@ -24,7 +24,7 @@ from quickstep.ops.reference.linear import embedding as reference_embedding
 from quickstep.ops.tensors import AnyTensor, DType, to_torch, torch_dtype
 from quickstep.ops.triton.elementary import activated, gated_activation
 from quickstep.ops.triton.float8_linear import Float8Weight, float8_linear, float8_rows
-from quickstep.ops.triton.quantized_linear import PackedWeight, quantized_linear, quantized_rows
+from quickstep.ops.triton.quantized_linear import TritonWeight, quantized_linear, quantized_rows
 from quickstep.ops.triton.rounding import rounded
 from quickstep.ops.triton.tiles import Tile, tile_of
 from quickstep.ops.weights import LinearWeight
@@ -244,7 +244,7 @@ def embedding(
     """token_ids [T], weight [V, C] -> [T, C] in `dtype`, the weight's own where it has one."""
     if not isinstance(weight, LinearWeight):
         return reference_embedding(token_ids, weight, dtype)
-    if isinstance(weight.data, PackedWeight):
+    if isinstance(weight.data, TritonWeight):
         return quantized_rows(token_ids, weight, torch_dtype(dtype))
     if isinstance(weight.data, Float8Weight):
         return float8_rows(token_ids, weight, torch_dtype(dtype))
@@ -268,7 +268,7 @@ def gated_linear(x: Tensor, weight: LinearWeight, kind: str) -> Tensor:
 def tiled_linear(x: Tensor, weight: LinearWeight, tile: Tile | None = None) -> Tensor:
     """`linear`, with a tile other than that of the weight's shape, if given."""
     data = weight.data
-    if isinstance(data, PackedWeight):
+    if isinstance(data, TritonWeight):
         return quantized_linear(x, weight, tile)
     if isinstance(data, Float8Weight):
         return float8_linear(x, weight, tile)

@@ -65,7 +65,7 @@ _MULTIPLIED_LOW = tl.constexpr(_assembly(0, is_multiplied=True))
 _MULTIPLIED_HIGH = tl.constexpr(_assembly(4, is_multiplied=True))
 
 
-class PackedWeight(msgspec.Struct, frozen=True):
+class TritonWeight(msgspec.Struct, frozen=True):
     """A `QuantizedWeight` [N, C] as the kernels read it; the module's docstring has the layout.
 
     Groups of `shared_groups` neighbours use one scale of the activations.
@@ -100,7 +100,7 @@ def pack_quantized(weight: QuantizedWeight, bias: AnyTensor | None) -> LinearWei
     zeros = None if weight.zeros is None else (weight.zeros - middle).t().contiguous()
     # sub-block scales make 8 bits of 4, whose groups share no scale
     shared = 1 if weight.sub_scales is not None else shared_groups(weight)
-    data = PackedWeight(packed, scales, zeros, sub_scales, weight.group_size, shared, half)
+    data = TritonWeight(packed, scales, zeros, sub_scales, weight.group_size, shared, half)
     bias = None if bias is None else to_torch(bias)
     parts = (packed, scales, zeros, sub_scales, bias)
     nbytes = sum(part.nbytes for part in parts if part is not None)
@@ -446,13 +446,13 @@ def _rows_kernel(
     tl.store(target, rounded(value, out.dtype.element_ty), mask=mask)
 
 
-def block_k(weight: PackedWeight, most: int) -> int:
+def block_k(weight: TritonWeight, most: int) -> int:
     """Inputs of a product, at most `most`: of half a span, or of a group; all of a small one."""
     least: int = triton.next_power_of_2(weight.half or weight.group_size)
     return min(most, max(_LEAST_BLOCK_K, least))
 
 
-def quantize_tokens(x: Tensor, weight: PackedWeight) -> tuple[Tensor, Tensor]:
+def quantize_tokens(x: Tensor, weight: TritonWeight) -> tuple[Tensor, Tensor]:
     """X [T, C], T above 0, -> quantized values [T, C] int8 and scales [T, groups] fp32."""
     return quantize_groups(
         x, weight.group_size * weight.shared_groups, torch.int8, _quantize_kernel
@@ -462,7 +462,7 @@ def quantize_tokens(x: Tensor, weight: PackedWeight) -> tuple[Tensor, Tensor]:
 def quantized_linear(x: Tensor, weight: LinearWeight, tile: Tile | None = None) -> Tensor:
     """X [T, C] -> [T, N] in x's dtype; T may be 0. `tile` replaces that of the shape."""
     data = weight.data
-    assert isinstance(data, PackedWeight)
+    assert isinstance(data, TritonWeight)
     num_tokens, num_inputs = x.shape
     out = x.new_empty(num_tokens, weight.num_outputs)
     if out.numel() == 0:
@@ -502,7 +502,7 @@ def quantized_linear(x: Tensor, weight: LinearWeight, tile: Tile | None = None) 
 def quantized_rows(token_ids: Tensor, weight: LinearWeight, dtype: torch.dtype) -> Tensor:
     """Rows of the weight [T, C], rounded once to `dtype`."""
     data = weight.data
-    assert isinstance(data, PackedWeight)
+    assert isinstance(data, TritonWeight)
     shape = (len(token_ids), weight.num_inputs)
     out = torch.empty(shape, dtype=dtype, device=data.packed.device)
     if out.numel():

@@ -28,7 +28,7 @@ _PLAN_BLOCK = 1024  # rows
 _SUM_SHIFT = tl.constexpr(2.0 ** (1 - SUM_BITS) * 1.5 * 2**52)
 
 
-class Plan(msgspec.Struct, frozen=True):
+class RoutingPlan(msgspec.Struct, frozen=True):
     """The rows of each expert, on the device. Row t * A + a is choice a of token t.
 
     Attributes:
@@ -40,10 +40,10 @@ class Plan(msgspec.Struct, frozen=True):
     starts: Tensor
 
     @staticmethod
-    def empty(num_rows: int, num_experts: int, device: torch.device) -> Plan:
+    def empty(num_rows: int, num_experts: int, device: torch.device) -> RoutingPlan:
         """For a kernel to fill."""
         numbers = torch.empty(num_rows + num_experts + 1, dtype=torch.int32, device=device)
-        return Plan(numbers[num_experts + 1 :], numbers[: num_experts + 1])
+        return RoutingPlan(numbers[num_experts + 1 :], numbers[: num_experts + 1])
 
 
 @triton.jit(do_not_specialize=["num_tokens"])
@@ -120,7 +120,7 @@ def route(scores: Tensor, per_token: int, normalise: bool) -> Routing:
     block_t = max(1, _TILE // block_e)
     plan = None
     if has_plan:
-        plan = Plan.empty(num_tokens * per_token, num_experts, device)
+        plan = RoutingPlan.empty(num_tokens * per_token, num_experts, device)
         block_t = _FEW_TOKENS if num_tokens <= _FEW_TOKENS else _MOST_PLANNED // block_e
     _route_kernel[(triton.cdiv(num_tokens, block_t),)](
         scores.contiguous(),
@@ -163,10 +163,10 @@ def _plan_kernel(chosen, rows, starts, num_rows, num_experts, BLOCK: tl.constexp
         tl.store(starts + num_experts, place)
 
 
-def plan_of(chosen: Tensor, num_experts: int) -> Plan:
+def plan_of(chosen: Tensor, num_experts: int) -> RoutingPlan:
     """The plan of experts [T, A] int64 of each token, T above 0."""
     num_rows = chosen.numel()
-    plan = Plan.empty(num_rows, num_experts, chosen.device)
+    plan = RoutingPlan.empty(num_rows, num_experts, chosen.device)
     _plan_kernel[(num_experts,)](
         chosen.contiguous(), plan.rows, plan.starts, num_rows, num_experts, BLOCK=_PLAN_BLOCK
     )

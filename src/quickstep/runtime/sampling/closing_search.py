@@ -78,7 +78,7 @@ def _first_byte_id(vocab_size: int) -> int:
     return -(-vocab_size // 8) * 8
 
 
-class Ending:
+class GrammarEnding:
     """A text that completes a grammar, spelled in the fewest tokens.
 
     `path` holds bytes as the characters up to 255 and special tokens as 256 + their id. `_cells[n]`
@@ -106,7 +106,7 @@ class Ending:
         assert cell is not None and cell[0], "a complete grammar has nothing to write"
         return cell[1]
 
-    def after_first_token(self) -> Ending:
+    def after_first_token(self) -> GrammarEnding:
         """What is left once the first token is written."""
         cell = self._cells[-1]
         assert cell is not None and cell[0], "a complete grammar has nothing to write"
@@ -121,9 +121,9 @@ class Ending:
             rest = rest.after_first_token()
         return spelled
 
-    def last(self, num_items: int) -> Ending:
+    def last(self, num_items: int) -> GrammarEnding:
         """The end of it."""
-        return Ending(self.path[len(self.path) - num_items :], self._cells[: num_items + 1])
+        return GrammarEnding(self.path[len(self.path) - num_items :], self._cells[: num_items + 1])
 
 
 class ClosingVocabulary:
@@ -163,7 +163,7 @@ class ClosingVocabulary:
         codes = map(ord, path)
         return [first + code if code < _FIRST_MARKER else code - _FIRST_MARKER for code in codes]
 
-    def spell(self, path: str, before: Ending | None = None) -> Ending | None:
+    def spell(self, path: str, before: GrammarEnding | None = None) -> GrammarEnding | None:
         """`path`, and the ending that it is written before, in the fewest tokens; None if there
         are none.
         """
@@ -175,7 +175,7 @@ class ClosingVocabulary:
         size = len(text)
         for start in range(len(path) - 1, -1, -1):
             cells.append(self._cell(text, start, size, cells))
-        return None if cells[-1] is None else Ending(text, cells)
+        return None if cells[-1] is None else GrammarEnding(text, cells)
 
     def _cell(
         self, text: str, start: int, size: int, cells: list[tuple[int, int, int] | None]
@@ -332,7 +332,7 @@ class ClosingSearch:
         matcher: LLMatcher,
         vocabulary: ClosingVocabulary,
         max_states: int,
-        known: Sequence[Ending] = (),
+        known: Sequence[GrammarEnding] = (),
     ) -> None:
         self._matcher = matcher
         self._vocabulary = vocabulary
@@ -340,7 +340,7 @@ class ClosingSearch:
         self._known = [(ending, vocabulary.byte_ids(ending.path)) for ending in known]
         self._num_tried = 0
 
-    def ending(self) -> Ending | None:
+    def ending(self) -> GrammarEnding | None:
         """What completes the grammar, empty where it is complete; None if nothing was found."""
         found = self._search(_LATE)
         if not found and self._known:
@@ -349,7 +349,7 @@ class ClosingSearch:
             found = self._search(0) or self._search(0, is_greedy=True)
         return min(found, key=lambda ending: ending.num_tokens, default=None)
 
-    def _pieced(self) -> Ending | None:
+    def _pieced(self) -> GrammarEnding | None:
         """An ending of pieces of known ones: a schema that contains itself repeats them, level by
         level, so that a state many levels deep has an end that no search would reach.
         """
@@ -392,13 +392,13 @@ class ClosingSearch:
                     longest, has_end = known.path[place : place + num_fitting], is_end
         return longest, has_end
 
-    def _search(self, late: int, is_greedy: bool = False) -> list[Ending]:
+    def _search(self, late: int, is_greedy: bool = False) -> list[GrammarEnding]:
         """Paths to an end. A path that is `late` tokens longer than another to the same place is
         dropped: the smaller `late` is, the sooner a grammar with many paths is searched. Greedy:
         follow the first path that continues.
         """
         walker = _Walker(self._matcher, self._vocabulary)
-        found: list[Ending] = []
+        found: list[GrammarEnding] = []
         found_cost = 0  # of the first
         waiting = [_State(0, 0, 0, "", _Progress())]
         seen: set[tuple[bytes, _Progress]] = set()
@@ -458,7 +458,9 @@ class ClosingSearch:
         start = self._vocabulary.first_byte_id // 8
         return int.from_bytes(mask[start : start + 32], "little")
 
-    def _joined(self, walker: _Walker, path: str, allowed: int, forced: bytes) -> Ending | None:
+    def _joined(
+        self, walker: _Walker, path: str, allowed: int, forced: bytes
+    ) -> GrammarEnding | None:
         """An ending by `path` and then the end of a known one, as short as it has."""
         for known, ids in self._known:
             for place in _places(known.path, allowed, forced):

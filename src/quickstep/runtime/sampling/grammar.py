@@ -23,7 +23,11 @@ import numpy as np
 import numpy.typing as npt
 
 from quickstep.errors import RequestError
-from quickstep.runtime.sampling.closing_search import ClosingSearch, ClosingVocabulary, Ending
+from quickstep.runtime.sampling.closing_search import (
+    ClosingSearch,
+    ClosingVocabulary,
+    GrammarEnding,
+)
 from quickstep.runtime.sampling.logit_changes import bits_of_bytes, bits_of_ids
 from quickstep.types import Admission, Grammar
 
@@ -184,10 +188,10 @@ class ClosingStart(msgspec.Struct, frozen=True):
 
     matcher: LLMatcher
     vocabulary: ClosingVocabulary
-    ending: Ending | None
+    ending: GrammarEnding | None
 
 
-def start_ending(matcher: LLMatcher, vocabulary: ClosingVocabulary) -> Ending | None:
+def start_ending(matcher: LLMatcher, vocabulary: ClosingVocabulary) -> GrammarEnding | None:
     """The ending from a grammar's start. Some milliseconds, at worst some hundred: not for a step,
     nor for a process that runs steps.
     """
@@ -261,11 +265,15 @@ class ClosingGuard:
         self._unread: list[int] = []  # outputs that it has not consumed yet, as its tokens
         self._num_left = max_tokens
         self._next_check = max_tokens  # the tokens left at which to check again
-        self._ending: Ending | None = None  # known while tokens are scarce
-        self._tried: tuple[int, Ending | None] | None = None  # a token, and the ending after it
+        self._ending: GrammarEnding | None = None  # known while tokens are scarce
+        self._tried: tuple[int, GrammarEnding | None] | None = (
+            None  # a token, and the ending after it
+        )
         self._num_ends = 1  # the end token
-        self._last: Ending | None = None  # that was found last
-        self._here: tuple[Ending | None] | None = None  # searched where a level may be opened
+        self._last: GrammarEnding | None = None  # that was found last
+        self._here: tuple[GrammarEnding | None] | None = (
+            None  # searched where a level may be opened
+        )
         self._levels = _Levels()
         self._take(start.ending)
 
@@ -295,7 +303,7 @@ class ClosingGuard:
         elif self._num_left <= self._next_check:
             self._take(self._searched(self._current()))
 
-    def _ending_before(self, token_id: int) -> Ending | None:
+    def _ending_before(self, token_id: int) -> GrammarEnding | None:
         """The ending that a token is measured against: while tokens are scarce, and where a level
         is opened that may take what is left.
         """
@@ -308,7 +316,7 @@ class ClosingGuard:
             self._here = (self._searched(self._current()),)
         return self._here[0]
 
-    def _take(self, ending: Ending | None) -> None:
+    def _take(self, ending: GrammarEnding | None) -> None:
         """Keep the ending while tokens are scarce; otherwise set when to check again."""
         num_left = self._num_left
         if ending is not None:
@@ -330,16 +338,16 @@ class ClosingGuard:
         if not is_scarce:
             self._next_check = num_left - num_spare // _SPARE_PER_TOKEN
 
-    def _fits(self, ending: Ending, num_left: int) -> bool:
+    def _fits(self, ending: GrammarEnding, num_left: int) -> bool:
         return ending.num_tokens + self._num_ends <= num_left or not ending.path
 
-    def _after(self, token_id: int, ending: Ending) -> Ending | None:
+    def _after(self, token_id: int, ending: GrammarEnding) -> GrammarEnding | None:
         """An ending after a token that is measured against the ending before it."""
         if self._tried is None or self._tried[0] != token_id:
             self._tried = (token_id, self._ending_after(token_id, ending))
         return self._tried[1]
 
-    def _ending_after(self, token_id: int, ending: Ending) -> Ending | None:
+    def _ending_after(self, token_id: int, ending: GrammarEnding) -> GrammarEnding | None:
         if ending.num_tokens and token_id == ending.first_token:
             return ending.after_first_token()
         vocabulary = self._start.vocabulary
@@ -348,7 +356,7 @@ class ClosingGuard:
             return None
         return self._searched(matcher)
 
-    def _searched(self, matcher: LLMatcher) -> Ending | None:
+    def _searched(self, matcher: LLMatcher) -> GrammarEnding | None:
         """An ending from a state; most often what is known leads there in a few bytes."""
         known = [ending for ending in (self._last, self._start.ending) if ending is not None]
         return ClosingSearch(matcher, self._start.vocabulary, _MAX_STATES, known).ending()

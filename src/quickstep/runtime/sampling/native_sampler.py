@@ -109,16 +109,16 @@ class NativeSampler:
                 return self._argmax(logits)
         self._argmax_of = None
         calls, matrix = self._rows.calls(len(states)), to_numpy(logits)
-        started: list[Sample | SampleFailure | _Pending] = []
+        started: list[Sample | SampleFailure | _PendingCall] = []
         num_calls = 0
         for index, state in zip(rows or range(len(states)), states, strict=True):
             started.append(_start(calls[num_calls], matrix[index], state))
-            num_calls += isinstance(started[-1], _Pending)
+            num_calls += isinstance(started[-1], _PendingCall)
         if num_calls:
             self._rows.run(num_calls)
         samples: list[Sample | SampleFailure] = []
         for one, state in zip(started, states, strict=True):
-            samples.append(_finish(one, state) if isinstance(one, _Pending) else one)
+            samples.append(_finish(one, state) if isinstance(one, _PendingCall) else one)
         return samples
 
     def _argmax(self, logits: AnyTensor) -> list[Sample | SampleFailure]:
@@ -138,7 +138,7 @@ class NativeSampler:
         return [Sample(token_id) if token_id >= 0 else NO_MAXIMUM for token_id in token_ids]
 
 
-class _Pending(msgspec.Struct):
+class _PendingCall(msgspec.Struct):
     """A filled call and the arrays that it points to."""
 
     call: SampleCall
@@ -150,7 +150,7 @@ class _Pending(msgspec.Struct):
 
 def _start(
     call: SampleCall, row: npt.NDArray[np.float32], state: SamplingState
-) -> Sample | SampleFailure | _Pending:
+) -> Sample | SampleFailure | _PendingCall:
     sampling, vocab_size = state.sampling, row.shape[0]
     changes: LogitChanges | None = None
     if state.adjusts_logits:
@@ -161,7 +161,7 @@ def _start(
         if state.failure:
             is_finite = np.isfinite(row.max())
             return SampleFailure(state.failure, is_refused=True) if is_finite else NO_MAXIMUM
-    pending = _Pending(call, row, changes)
+    pending = _PendingCall(call, row, changes)
     call.logits = row.ctypes.data
     _fill_changes(call, changes)
     call.temperature = sampling.temperature
@@ -194,7 +194,7 @@ def _fill_changes(call: SampleCall, changes: LogitChanges | None) -> None:
     call.first_bans, call.second_bans = first.token_ids.ctypes.data, second.token_ids.ctypes.data
 
 
-def _finish(pending: _Pending, state: SamplingState) -> Sample | SampleFailure:
+def _finish(pending: _PendingCall, state: SamplingState) -> Sample | SampleFailure:
     call = pending.call
     token_id: int = call.token_id
     if token_id < 0:
@@ -210,7 +210,7 @@ def _finish(pending: _Pending, state: SamplingState) -> Sample | SampleFailure:
     return Sample(emitted, _logprobs(pending, requested_ids) if has_logprobs else None)
 
 
-def _logprobs(pending: _Pending, requested_ids: Sequence[int]) -> TokenLogprobs:
+def _logprobs(pending: _PendingCall, requested_ids: Sequence[int]) -> TokenLogprobs:
     """As `runtime.sampling.logprobs.token_logprobs`."""
     call, ids, logits = pending.call, pending.top_ids, pending.top_logits
     assert ids is not None and logits is not None

@@ -23,7 +23,7 @@ _NEW_LINES = (b"\n", b"\n\n")
 _EMPTY_LINES = 2  # line breaks that are allowed between the closing tag and the answer
 
 
-class Place(enum.Enum):
+class ReasoningPlace(enum.Enum):
     """Where the next token is. GAP: only line breaks have followed the closing tag."""
 
     BEFORE = "before"
@@ -37,7 +37,7 @@ class ReasoningTracker:
 
     def __init__(self, tags: ReasoningTokens, outputs: Sequence[int] = ()) -> None:
         self._tags = tags
-        self.place = Place.INSIDE if tags.starts_open else Place.BEFORE
+        self.place = ReasoningPlace.INSIDE if tags.starts_open else ReasoningPlace.BEFORE
         self.has_begun = tags.starts_open  # whether there is any reasoning
         self.num_inside = 0  # tokens since the opening tag
         self._num_lines = _EMPTY_LINES
@@ -67,14 +67,14 @@ class ReasoningTracker:
 
     def record(self, token_id: int) -> None:
         """Take an output token."""
-        if self.place is Place.AFTER:
+        if self.place is ReasoningPlace.AFTER:
             return
         text = self._tags.pieces.get(token_id)
-        if self.place is Place.GAP:
+        if self.place is ReasoningPlace.GAP:
             self._num_lines -= len(text) if text in _NEW_LINES else _EMPTY_LINES
             if self._num_lines <= 0:
-                self.place = Place.AFTER
-        elif self.place is Place.BEFORE:
+                self.place = ReasoningPlace.AFTER
+        elif self.place is ReasoningPlace.BEFORE:
             self._seek_opening(text)
         else:
             self.num_inside += 1
@@ -106,20 +106,20 @@ class ReasoningTracker:
     def _seek_opening(self, text: bytes | None) -> None:
         opening = self._tags.opening
         if text is None:
-            self.place = Place.AFTER
+            self.place = ReasoningPlace.AFTER
             return
         seen = opening[: self.num_matched] + text
         if not self.num_matched:
             seen = seen.lstrip(_SPACE)
         if seen.startswith(opening):
-            self.place = Place.INSIDE
+            self.place = ReasoningPlace.INSIDE
             self.has_begun = True
             self.num_matched = 0
             self._seek_closing(seen[len(opening) :])
         elif opening.startswith(seen):
             self.num_matched = len(seen)
         else:
-            self.place = Place.AFTER
+            self.place = ReasoningPlace.AFTER
 
     def _seek_closing(self, text: bytes | None) -> None:
         if text is None:
@@ -129,7 +129,7 @@ class ReasoningTracker:
         seen = closing[: self.num_matched] + text
         if closing in seen:
             is_at_end = seen.endswith(closing)
-            self.place = Place.GAP if is_at_end else Place.AFTER
+            self.place = ReasoningPlace.GAP if is_at_end else ReasoningPlace.AFTER
             return
         longest = min(len(seen), len(closing) - 1)
         self.num_matched = next(n for n in range(longest, -1, -1) if seen.endswith(closing[:n]))
@@ -156,7 +156,7 @@ class ThinkingBudget:
     def next_tokens(self) -> tuple[int, ...]:
         """The tokens that must come next: the rest of the message and of the closing tag."""
         reasoning = self._reasoning
-        if reasoning.place is not Place.INSIDE or reasoning.num_inside < self._budget:
+        if reasoning.place is not ReasoningPlace.INSIDE or reasoning.num_inside < self._budget:
             return ()
         if not self._message:
             return reasoning.closing_rest
@@ -168,7 +168,9 @@ class ThinkingBudget:
         """Take an output token."""
         reasoning = self._reasoning
         reasoning.record(token_id)
-        is_used_up = reasoning.place is Place.INSIDE and reasoning.num_inside == self._budget
+        is_used_up = (
+            reasoning.place is ReasoningPlace.INSIDE and reasoning.num_inside == self._budget
+        )
         if is_used_up and reasoning.closing_rest != self._tags.closing_ids:
             self._message = ()  # the model closes the reasoning by itself
 
@@ -195,7 +197,7 @@ class ReasonedGrammar:
         self._num_to_end: int | None = None  # tokens from the closing tag to the grammar's end
         # masks inside the reasoning, by the bytes of the closing tag that are written
         self._inside: dict[int, npt.NDArray[np.uint64]] = {}
-        if self._reasoning.place is Place.BEFORE:
+        if self._reasoning.place is ReasoningPlace.BEFORE:
             self._grammar = start.constraint(max_tokens)
         else:
             self._measure()
@@ -207,44 +209,44 @@ class ReasonedGrammar:
         Sets `failure` at a matcher's limit.
         """
         reasoning, vocab_size = self._reasoning, self._start.vocab_size
-        if reasoning.place is Place.INSIDE:
+        if reasoning.place is ReasoningPlace.INSIDE:
             if self.must_close:
                 only = np.array([reasoning.closing_token], dtype=np.int64)
                 return bits_of_ids(only, vocab_size)
             return self._inside_bits()
-        if reasoning.place is Place.AFTER:
+        if reasoning.place is ReasoningPlace.AFTER:
             return self._of_grammar()
         also = reasoning.opening_ids()
-        if reasoning.place is Place.GAP:
+        if reasoning.place is ReasoningPlace.GAP:
             also = reasoning.empty_line_ids()
         return self._of_grammar() | bits_of_ids(also[also < vocab_size], vocab_size)
 
     def record(self, token_id: int) -> None:
         """Take an output token that was allowed."""
         before = self._reasoning.place
-        is_layout = before is Place.GAP and token_id in self._reasoning.empty_line_ids()
+        is_layout = before is ReasoningPlace.GAP and token_id in self._reasoning.empty_line_ids()
         self._reasoning.record(token_id)
         place = self._reasoning.place
         if self._num_left is not None:
             self._num_left -= 1
-        if place is Place.INSIDE:
+        if place is ReasoningPlace.INSIDE:
             self._grammar = None
-            if before is Place.BEFORE:
+            if before is ReasoningPlace.BEFORE:
                 self._measure()
-        elif before in (Place.BEFORE, Place.INSIDE) and self._reasoning.has_begun:
+        elif before in (ReasoningPlace.BEFORE, ReasoningPlace.INSIDE) and self._reasoning.has_begun:
             # the guard does not count the tokens that line breaks may take
-            layout = _EMPTY_LINES if place is Place.GAP else 0
+            layout = _EMPTY_LINES if place is ReasoningPlace.GAP else 0
             left = None if self._num_left is None else max(0, self._num_left - layout)
             self._grammar = self._start.constraint(left)
         elif is_layout:
             return
         elif self._grammar is not None:
             self._grammar.record(token_id)
-            if place is Place.BEFORE and self._grammar.failure:
+            if place is ReasoningPlace.BEFORE and self._grammar.failure:
                 self._grammar = None
             else:
                 self.failure = self._grammar.failure
-        elif place is Place.AFTER:
+        elif place is ReasoningPlace.AFTER:
             self.failure = f"neither the grammar nor the reasoning takes token {token_id}"
 
     def forced_token(self, token_id: int) -> int:
@@ -253,9 +255,9 @@ class ReasonedGrammar:
 
     def next_tokens(self) -> tuple[int, ...]:
         """The tokens that must come next, as far as they are known."""
-        if self._reasoning.place is Place.INSIDE:
+        if self._reasoning.place is ReasoningPlace.INSIDE:
             return self._reasoning.closing_rest if self.must_close else ()
-        if self._reasoning.place is not Place.AFTER or self._grammar is None:
+        if self._reasoning.place is not ReasoningPlace.AFTER or self._grammar is None:
             return ()
         return self._grammar.next_tokens()
 
@@ -264,7 +266,7 @@ class ReasonedGrammar:
         """Whether the reasoning has to be closed: the closing tag and the grammar's shortest end
         take all tokens that are left.
         """
-        if self._reasoning.place is not Place.INSIDE:
+        if self._reasoning.place is not ReasoningPlace.INSIDE:
             return False
         if self._num_left is None or self._num_to_end is None:
             return False

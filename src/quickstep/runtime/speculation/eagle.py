@@ -143,7 +143,7 @@ class EagleProposer:
 
     def propose(self, tasks: Sequence[DraftTask]) -> list[Drafts]:
         """`Proposer.propose`."""
-        drafting: list[_Drafting | None] = [None] * len(tasks)
+        drafting: list[_EagleDrafting | None] = [None] * len(tasks)
         first: list[tuple[_EagleSlot, StepRow, HostTensor]] = []
         for place, task in enumerate(tasks):
             slot = self._slots[task.slot]
@@ -154,7 +154,7 @@ class EagleProposer:
                 first.append((slot, *row))
                 max_depth = self._max_model_len - row[0].end + 1
                 growth = TreeGrowth(task.num_drafts, max_depth, _MAX_COMPUTED, self._tree_width)
-                drafting[place] = _Drafting(slot, row[0].end, growth)
+                drafting[place] = _EagleDrafting(slot, row[0].end, growth)
         active = [sequence for sequence in drafting if sequence is not None]
         if active:
             hidden, logits = self._run_first(first)
@@ -166,7 +166,7 @@ class EagleProposer:
         return [() if sequence is None else sequence.growth.drafts() for sequence in drafting]
 
     def _add_candidates(
-        self, logits: AnyTensor, parents: Sequence[tuple[_Drafting, int | None]]
+        self, logits: AnyTensor, parents: Sequence[tuple[_EagleDrafting, int | None]]
     ) -> None:
         """Sample after drafts, None for the newest token, from their logits [n, V]."""
         states = [one.state_after(parent) for one, parent in parents]
@@ -174,7 +174,7 @@ class EagleProposer:
         for (one, parent), sampled, state in zip(parents, samples, states, strict=True):
             one.growth.add(parent, candidates_of(sampled, state, self._tree_width))
 
-    def _run_next(self, active: Sequence[_Drafting], dtype: DType) -> None:
+    def _run_next(self, active: Sequence[_EagleDrafting], dtype: DType) -> None:
         """Compute the drafts that were taken, and what may follow them."""
         rows = [sequence.next_row(with_parents=self._tree_width > 1) for sequence in active]
         features = np.stack([row for sequence in active for row in sequence.next_features()])
@@ -273,7 +273,7 @@ class _EagleSlot:
         return row, HostTensor(joined[:count], dtype)
 
 
-class _Drafting:
+class _EagleDrafting:
     """The tree of one task as it grows. The layer has its own numbers for the drafts that it has
     computed: 0 is the newest token, at position `end` - 1, the others follow in any order. `hidden`
     are their hidden states.

@@ -38,7 +38,7 @@ from quickstep.runtime.sampling.native_sampler import open_sampler
 from quickstep.runtime.sampling.state import SamplingState
 from quickstep.runtime.speculation.proposer import Drafts, DraftTask
 from quickstep.runtime.speculation.trees import (
-    Candidate,
+    DraftCandidate,
     candidates_of,
     likeliest_tree,
     tree_admission,
@@ -86,7 +86,7 @@ class MedusaProposer:
 
     def propose(self, tasks: Sequence[DraftTask]) -> list[Drafts]:
         """`Proposer.propose`."""
-        levels: list[list[list[Candidate]]] = [[] for _ in tasks]
+        levels: list[list[list[DraftCandidate]]] = [[] for _ in tasks]
         for task in tasks:
             self.observe(task.slot, task.new_token_ids)
         active = [index for index, task in enumerate(tasks) if task.hidden is not None]

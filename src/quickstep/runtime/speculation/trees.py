@@ -33,7 +33,7 @@ from quickstep.types import Admission
 _NUM_COMPARED = 16  # tokens of the largest logits, to which the noise is added
 
 
-class Candidate(msgspec.Struct, frozen=True):
+class DraftCandidate(msgspec.Struct, frozen=True):
     """A token that may follow a position, and how likely the target samples it there."""
 
     token_id: int
@@ -50,12 +50,12 @@ def tree_admission(admission: Admission, width: int) -> Admission:
 
 def candidates_of(
     sampled: Sample | SampleFailure, state: SamplingState, width: int
-) -> list[Candidate]:
+) -> list[DraftCandidate]:
     """The likeliest tokens for the position that was sampled with `state`, at most `width`."""
     if not isinstance(sampled, Sample):
         return []
     if width == 1 or sampled.logprobs is None:
-        return [Candidate(sampled.token_id, 1.0)]
+        return [DraftCandidate(sampled.token_id, 1.0)]
     known = {token_id: logprob for token_id, logprob in sampled.logprobs.top if logprob > -np.inf}
     known[sampled.token_id] = sampled.logprobs.logprob
     ids = np.array(list(known), dtype=np.int64)
@@ -70,7 +70,7 @@ def candidates_of(
     weights = np.exp(scores - scores.max())
     weights /= weights.sum()
     order = np.argsort(-weights, kind="stable")[:width]
-    return [Candidate(int(ids[place]), float(weights[place])) for place in order]
+    return [DraftCandidate(int(ids[place]), float(weights[place])) for place in order]
 
 
 def _noise(state: SamplingState, ids: npt.NDArray[np.int64]) -> npt.NDArray[np.float64]:
@@ -80,7 +80,7 @@ def _noise(state: SamplingState, ids: npt.NDArray[np.int64]) -> npt.NDArray[np.f
     return noise
 
 
-def likeliest_tree(levels: Sequence[Sequence[Candidate]], num_drafts: int) -> Drafts:
+def likeliest_tree(levels: Sequence[Sequence[DraftCandidate]], num_drafts: int) -> Drafts:
     """The tree of the likeliest drafts, where the candidates depend on the depth only."""
     token_ids: list[int] = []
     parents: list[int] = []
@@ -127,7 +127,7 @@ class TreeGrowth:
         self._max_at_once = max_at_once
         self.nodes: list[DraftNode] = []
 
-    def add(self, parent: int | None, candidates: Sequence[Candidate]) -> None:
+    def add(self, parent: int | None, candidates: Sequence[DraftCandidate]) -> None:
         """Add what may follow a draft; None for the first drafts."""
         depth = 1 if parent is None else self.nodes[parent].depth + 1
         probability = 1.0 if parent is None else self.nodes[parent].probability

@@ -43,7 +43,7 @@ from quickstep.server.openai.request_types import ChoiceFields
 from quickstep.server.openai.response_types import (
     PromptProgressReport,
     RankedLogprob,
-    RequestMetrics,
+    ResponseMetrics,
     TokenLogprob,
     TopLogprob,
     Usage,
@@ -279,12 +279,12 @@ class Envelope:
     def _usage(self) -> Usage:
         return Usage.of(self._generation.usage, self._num_reasoning_tokens())
 
-    def _metrics(self) -> RequestMetrics | UnsetType:
+    def _metrics(self) -> ResponseMetrics | UnsetType:
         """How long the request took, if the operator enabled it and there is one choice."""
         timings = self._generation.choices[0].timings
         if not self._has_metrics or timings is None:
             return UNSET
-        return RequestMetrics.of(timings)
+        return ResponseMetrics.of(timings)
 
 
 def failure_frames(error: Exception) -> Iterator[bytes]:

@@ -141,7 +141,7 @@ class ChatChoice(msgspec.Struct, frozen=True, kw_only=True):
     seed: int
 
 
-class RequestMetrics(msgspec.Struct, frozen=True):
+class ResponseMetrics(msgspec.Struct, frozen=True):
     """How long a request took, by vLLM's names; times without the wait before its first step."""
 
     time_to_first_token_ms: float | None
@@ -151,7 +151,7 @@ class RequestMetrics(msgspec.Struct, frozen=True):
     tokens_per_second: float | None
 
     @classmethod
-    def of(cls, timings: SequenceTimings) -> RequestMetrics:
+    def of(cls, timings: SequenceTimings) -> ResponseMetrics:
         """From the scheduler's clock. What needs a first token is None without one."""
         queue_ms = timings.queue_s * 1e3
         first_s, started_s = timings.first_token_s, timings.first_scheduled_s
@@ -180,7 +180,7 @@ class ChatCompletion(msgspec.Struct, frozen=True, kw_only=True):
     object: Literal["chat.completion"]
     choices: list[ChatChoice]
     usage: Usage
-    metrics: RequestMetrics | UnsetType = UNSET
+    metrics: ResponseMetrics | UnsetType = UNSET
     quickstep: RequestTimings | UnsetType = UNSET
     prompt_token_ids: list[int] | UnsetType = UNSET
     prompt_logprobs: list[dict[str, RankedLogprob] | None] | UnsetType = UNSET
@@ -240,7 +240,7 @@ class ChatCompletionChunk(msgspec.Struct, frozen=True, kw_only=True):
     metadata: dict[str, str] | UnsetType = UNSET
     service_tier: str | UnsetType = UNSET
     usage: Usage | UnsetType | None = UNSET
-    metrics: RequestMetrics | UnsetType = UNSET
+    metrics: ResponseMetrics | UnsetType = UNSET
     quickstep: RequestTimings | UnsetType = UNSET
     prompt_token_ids: list[int] | UnsetType = UNSET
     prompt_logprobs: list[dict[str, RankedLogprob] | None] | UnsetType = UNSET
@@ -280,7 +280,7 @@ class Completion(msgspec.Struct, frozen=True, kw_only=True):
     object: Literal["text_completion"]
     choices: list[TextChoice]
     usage: Usage
-    metrics: RequestMetrics | UnsetType = UNSET
+    metrics: ResponseMetrics | UnsetType = UNSET
     quickstep: RequestTimings | UnsetType = UNSET
     seed: int | None
 
@@ -309,7 +309,7 @@ class CompletionChunk(msgspec.Struct, frozen=True, kw_only=True):
     choices: list[TextChunkChoice]
     seed: int | None
     usage: Usage | UnsetType | None = UNSET
-    metrics: RequestMetrics | UnsetType = UNSET
+    metrics: ResponseMetrics | UnsetType = UNSET
     quickstep: RequestTimings | UnsetType = UNSET
     prompt_progress: PromptProgressReport | UnsetType = UNSET
 
@@ -346,7 +346,7 @@ class RopeScaling(msgspec.Struct, frozen=True):
     original_max_position_embeddings: int
 
 
-class Model(msgspec.Struct, frozen=True):
+class ModelCard(msgspec.Struct, frozen=True):
     """A served name. `root` is the engine's model, `max_model_len` its context in tokens;
     `rope_scaling` how positions are scaled where that is beyond the model's own limit.
     """
@@ -365,4 +365,4 @@ class ModelList(msgspec.Struct, frozen=True):
     """All names that are served."""
 
     object: Literal["list"]
-    data: list[Model]
+    data: list[ModelCard]

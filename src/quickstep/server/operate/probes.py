@@ -20,7 +20,7 @@ from quickstep.engine.stats import EngineState, EngineStats, ReplicaStats
 from quickstep.server.http.errors import json_response
 from quickstep.server.models.registry import ModelRegistry
 from quickstep.server.models.served_model import ServedModel
-from quickstep.server.openai.response_types import Model, ModelList, RopeScaling
+from quickstep.server.openai.response_types import ModelCard, ModelList, RopeScaling
 from quickstep.server.operate.metrics import CONTENT_TYPE, ServerMetrics
 
 # Of `stall_s`, after which the process is replaced; it reports ten times a second.
@@ -47,7 +47,8 @@ class ReplicaHealth(msgspec.Struct, frozen=True):
 class Health(msgspec.Struct, frozen=True):
     """The engine's progress; anything but `ok` comes with status 503. Of several replicas it is
     `ok` while one serves and none is stalled. `exchange_seconds` of all steps so far were spent
-    waiting for the other ranks of an engine.
+    waiting for the other ranks of an engine, and for `bubble_seconds` stages of its pipeline waited
+    for others with steps in flight (their mean).
     """
 
     status: Literal["ok", "stalled", "restarting", "failed"]
@@ -68,6 +69,7 @@ class Health(msgspec.Struct, frozen=True):
     tensor_parallel_size: int = 1
     pipeline_parallel_size: int = 1
     exchange_seconds: float = 0.0
+    bubble_seconds: float = 0.0
     num_handovers: int = 0
 
 
@@ -120,6 +122,7 @@ class Probes:
             tensor_parallel_size=stats.tensor_parallel_size,
             pipeline_parallel_size=stats.pipeline_parallel_size,
             exchange_seconds=round(load.totals.exchange_s, 3),
+            bubble_seconds=round(load.totals.bubble_s, 3),
             num_handovers=stats.num_handovers,
         )
         return json_response(state, 200 if status == "ok" else 503)
@@ -164,10 +167,10 @@ class Probes:
         name: str = request.path_params["model"]
         return json_response(self._described(name, self._models.find(name)))
 
-    def _described(self, name: str, model: ServedModel) -> Model:
+    def _described(self, name: str, model: ServedModel) -> ModelCard:
         engine = model.engine
         scaling = None if engine.memory_plan is None else engine.memory_plan.long_context
-        return Model(
+        return ModelCard(
             id=name,
             object="model",
             created=self._created,

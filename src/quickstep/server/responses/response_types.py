@@ -47,7 +47,7 @@ class ResponseUsage(msgspec.Struct, kw_only=True, frozen=True):
     total_tokens: int
 
 
-class OutputText(msgspec.Struct, frozen=True, tag="output_text"):
+class OutputTextContent(msgspec.Struct, frozen=True, tag="output_text"):
     """Text, with the logprobs of its tokens if the request includes them."""
 
     text: str
@@ -76,7 +76,7 @@ class MessageOutput(msgspec.Struct, kw_only=True, frozen=True, tag="message"):
 
     id: str
     role: Literal["assistant"] = "assistant"
-    content: list[OutputText]
+    content: list[OutputTextContent]
     status: ItemStatus
 
 
@@ -254,7 +254,7 @@ class PartEvent(msgspec.Struct, frozen=True):
     item_id: str
     output_index: int
     content_index: int
-    part: OutputText | ReasoningText
+    part: OutputTextContent | ReasoningText
 
 
 class TextEvent(msgspec.Struct, frozen=True):

@@ -49,7 +49,7 @@ from quickstep.server.responses.response_types import (
     ListedItem,
     MessageOutput,
     OutputItem,
-    OutputText,
+    OutputTextContent,
     PartEvent,
     ReasoningOutput,
     ReasoningSettings,
@@ -227,7 +227,7 @@ class ResponsesWriter:
             )
         else:
             part = self._part(block, text, block.logprobs)
-            logprobs = part.logprobs if isinstance(part, OutputText) else UNSET
+            logprobs = part.logprobs if isinstance(part, OutputTextContent) else UNSET
             is_reasoning = block.kind is MessageBlockKind.REASONING
             yield _frame(
                 TextEvent(
@@ -280,15 +280,15 @@ class ResponsesWriter:
             return ReasoningOutput(
                 id=item_id, content=content, encrypted_content=seal, status=status
             )
-        parts = [] if has_begun else [OutputText(text, self._logprobs(block.logprobs))]
+        parts = [] if has_begun else [OutputTextContent(text, self._logprobs(block.logprobs))]
         return MessageOutput(id=item_id, content=parts, status=status)
 
     def _part(
         self, block: Block, text: str, logprobs: Sequence[TokenLogprobs]
-    ) -> OutputText | ReasoningText:
+    ) -> OutputTextContent | ReasoningText:
         if block.kind is MessageBlockKind.REASONING:
             return ReasoningText(text)
-        return OutputText(text, self._logprobs(logprobs))
+        return OutputTextContent(text, self._logprobs(logprobs))
 
     def _logprobs(self, logprobs: Sequence[TokenLogprobs]) -> list[TokenLogprob]:
         if not self._with_logprobs:

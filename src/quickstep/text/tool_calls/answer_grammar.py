@@ -22,9 +22,9 @@ from typing import Any
 
 from quickstep.text.grammar.json_schema import ONE_LINE
 from quickstep.text.tool_calls.call_grammar import (
+    CallSlot,
     CallSpelling,
     CallWriting,
-    Slot,
     around_arguments,
 )
 from quickstep.types import Grammar
@@ -185,7 +185,7 @@ class _Answer:
 
 def _without_opening(
     spelling: CallSpelling,
-) -> tuple[tuple[str, ...], tuple[str | Slot, ...]]:
+) -> tuple[tuple[str, ...], tuple[str | CallSlot, ...]]:
     """What is before the first call, and a call, both without the opening."""
     begin, call = spelling.begin, spelling.call
     if begin and begin[0] in spelling.openings:

@@ -34,7 +34,7 @@ _KNOWN_KEYS = _ANNOTATIONS | {
 }
 
 
-class Slot(enum.Enum):
+class CallSlot(enum.Enum):
     """The parts that differ from call to call; KEYWORDS are arguments in Python's syntax."""
 
     NAME = "name"
@@ -56,7 +56,7 @@ class CallSpelling(msgspec.Struct, frozen=True):
             have a marker.
     """
 
-    call: tuple[str | Slot, ...]
+    call: tuple[str | CallSlot, ...]
     begin: tuple[str, ...] = ()
     separator: tuple[str, ...] = ()
     end: tuple[str, ...] = ()
@@ -123,7 +123,7 @@ class CallWriting:
         self.calls(spelling.call, functions)
         return " ".join([*self.texts(spelling.begin), *calls, *self.texts(spelling.end)])
 
-    def calls(self, call: Sequence[str | Slot], functions: Sequence[Mapping[str, Any]]) -> None:
+    def calls(self, call: Sequence[str | CallSlot], functions: Sequence[Mapping[str, Any]]) -> None:
         """Write the rules `call`, and `function_0`, `function_0_arguments`, ..."""
         rules = [f"function_{index}" for index in range(len(functions))]
         self.lines.append(f"call: {' | '.join(rules)}")
@@ -135,17 +135,17 @@ class CallWriting:
                 head[0] = f'"{{" "{head[0][2:]}'
             parts = [*head, f"{rule}_arguments", *self.texts(after)]
             self.lines.append(f"{rule}: {' '.join(parts)}")
-            if Slot.KEYWORDS in call:
+            if CallSlot.KEYWORDS in call:
                 self.lines += _keyword_rules(function, rule)
                 continue
             schema = {**(function["parameters"] or {}), "type": "object", "x-guidance": _FORM}
             self.lines.append(f"{rule}_arguments: %json {json.dumps(schema, ensure_ascii=False)}")
 
 
-def around_arguments(call: Sequence[str | Slot], name: str) -> tuple[list[str], list[str]]:
+def around_arguments(call: Sequence[str | CallSlot], name: str) -> tuple[list[str], list[str]]:
     """The texts of a call of the function `name` before its arguments, and after them."""
-    texts = [name if piece is Slot.NAME else piece for piece in call]
-    place = next(at for at, piece in enumerate(texts) if isinstance(piece, Slot))
+    texts = [name if piece is CallSlot.NAME else piece for piece in call]
+    place = next(at for at, piece in enumerate(texts) if isinstance(piece, CallSlot))
     before, after = texts[:place], texts[place + 1 :]
     return [str(text) for text in before], [str(text) for text in after]
 

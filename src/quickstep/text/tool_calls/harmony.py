@@ -14,7 +14,7 @@ import re
 
 import msgspec
 
-from quickstep.text.tool_calls.call_grammar import CallSpelling, Slot
+from quickstep.text.tool_calls.call_grammar import CallSlot, CallSpelling
 from quickstep.text.tool_calls.json_text import arguments_text, known_name
 from quickstep.text.tool_calls.reader import Found, Malformed, Markers, Parsing, Reader
 
@@ -29,12 +29,12 @@ HARMONY_SPELLING = CallSpelling(
     call=(
         _CHANNEL,
         "commentary to=functions.",
-        Slot.NAME,
+        CallSlot.NAME,
         " ",
         _CONSTRAIN,
         "json",
         _MESSAGE,
-        Slot.ARGUMENTS,
+        CallSlot.ARGUMENTS,
     ),
     thoughts=((_CHANNEL, "analysis", _MESSAGE), ("<|end|>", _START, "assistant")),
     repeats=False,

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import re
 
-from quickstep.text.tool_calls.call_grammar import CallSpelling, Slot
+from quickstep.text.tool_calls.call_grammar import CallSlot, CallSpelling
 from quickstep.text.tool_calls.json_text import arguments_text, json_call, json_calls, known_name
 from quickstep.text.tool_calls.reader import (
     Found,
@@ -28,9 +28,9 @@ HERMES_SPELLING = CallSpelling(
     call=(
         "<tool_call>",
         '\n{"name": "',
-        Slot.NAME,
+        CallSlot.NAME,
         '", "arguments": ',
-        Slot.ARGUMENTS,
+        CallSlot.ARGUMENTS,
         "}\n",
         "</tool_call>",
     ),
@@ -61,7 +61,7 @@ _GRANITE_ENDS = ("<|/tool_call|>", "</tool_call>")
 GRANITE_MARKERS = ("<|tool_call|>", "<tool_call>", *_GRANITE_ENDS)
 GRANITE_SPELLING = CallSpelling(
     begin=("<|tool_call|>", "["),
-    call=('{"name": "', Slot.NAME, '", "arguments": ', Slot.ARGUMENTS, "}"),
+    call=('{"name": "', CallSlot.NAME, '", "arguments": ', CallSlot.ARGUMENTS, "}"),
     separator=(", ",),
     end=("]",),
     openings=("<|tool_call|>", "<tool_call>"),
@@ -102,7 +102,7 @@ def _granite_calls(reader: Reader, is_marked: bool) -> Parsing[None]:
 _LLAMA_TAGS = ("<|python_tag|>", "<|python_start|>")
 LLAMA_MARKERS = (*_LLAMA_TAGS, "<|python_end|>")
 LLAMA_SPELLING = CallSpelling(
-    call=('{"name": "', Slot.NAME, '", "parameters": ', Slot.ARGUMENTS, "}"),
+    call=('{"name": "', CallSlot.NAME, '", "parameters": ', CallSlot.ARGUMENTS, "}"),
     separator=("; ",),
     openings=_LLAMA_TAGS,
     # the first member decides: one that no call has makes the object an answer in JSON
@@ -149,13 +149,13 @@ def _llama_call(reader: Reader) -> Parsing[None]:
 MISTRAL_MARKERS = ("[TOOL_CALLS]", "[ARGS]", "[CALL_ID]")
 MISTRAL_LISTED = CallSpelling(
     begin=("[TOOL_CALLS]", "["),
-    call=('{"name": "', Slot.NAME, '", "arguments": ', Slot.ARGUMENTS, "}"),
+    call=('{"name": "', CallSlot.NAME, '", "arguments": ', CallSlot.ARGUMENTS, "}"),
     separator=(", ",),
     end=("]",),
     openings=("[TOOL_CALLS]",),
 )
 MISTRAL_NAMED = CallSpelling(
-    call=("[TOOL_CALLS]", Slot.NAME, "[ARGS]", Slot.ARGUMENTS), openings=("[TOOL_CALLS]",)
+    call=("[TOOL_CALLS]", CallSlot.NAME, "[ARGS]", CallSlot.ARGUMENTS), openings=("[TOOL_CALLS]",)
 )
 _MISTRAL_OPENING = Markers("[TOOL_CALLS]")
 _MISTRAL_NAME_CHARS = re.compile(r"[A-Za-z0-9_.-]++")
@@ -202,7 +202,7 @@ _SEPARATOR = f"<{_BAR}tool▁sep{_BAR}>"
 DEEPSEEK_MARKERS = (_CALLS_BEGIN, _CALLS_END, _CALL_BEGIN, _CALL_END, _SEPARATOR)
 DEEPSEEK_PLAIN = CallSpelling(
     begin=(_CALLS_BEGIN,),
-    call=(_CALL_BEGIN, Slot.NAME, _SEPARATOR, Slot.ARGUMENTS, _CALL_END),
+    call=(_CALL_BEGIN, CallSlot.NAME, _SEPARATOR, CallSlot.ARGUMENTS, _CALL_END),
     end=(_CALLS_END,),
     openings=(_CALLS_BEGIN,),
     other_openings=(_CALL_BEGIN,),
@@ -213,9 +213,9 @@ DEEPSEEK_FENCED = CallSpelling(
         _CALL_BEGIN,
         "function",
         _SEPARATOR,
-        Slot.NAME,
+        CallSlot.NAME,
         "\n```json\n",
-        Slot.ARGUMENTS,
+        CallSlot.ARGUMENTS,
         "\n```",
         _CALL_END,
     ),

@@ -12,7 +12,7 @@ import json
 import re
 from collections.abc import Callable
 
-from quickstep.text.tool_calls.call_grammar import CallSpelling, Slot
+from quickstep.text.tool_calls.call_grammar import CallSlot, CallSpelling
 from quickstep.text.tool_calls.reader import (
     Malformed,
     Markers,
@@ -24,7 +24,7 @@ from quickstep.text.tool_calls.reader import (
 PYTHONIC_MARKERS = ("<|python_start|>", "<|python_end|>")
 PYTHONIC_SPELLING = CallSpelling(
     begin=("[",),
-    call=(Slot.NAME, "(", Slot.KEYWORDS, ")"),
+    call=(CallSlot.NAME, "(", CallSlot.KEYWORDS, ")"),
     separator=(", ",),
     end=("]",),
     openings=("<|python_start|>",),
