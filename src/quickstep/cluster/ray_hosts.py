@@ -30,7 +30,7 @@ from quickstep.engine.remote.listening import read_message as read
 from quickstep.engine.remote.listening import write_message as write
 from quickstep.engine.remote.opening import WireMessage
 from quickstep.engine.remote.worker import die_with, leave_signals
-from quickstep.errors import ConfigError, EngineError, QuickstepError
+from quickstep.errors import ConfigError, EngineError, QuickstepError, how_to_install
 
 RAY_COMMAND = (sys.executable, "-P", "-m", "quickstep.cluster.ray_hosts")
 _LOAD_S = 1800.0  # of a model, on a node that may have to download it
@@ -268,7 +268,7 @@ def main(argv: Sequence[str] | None = None) -> int:
             import ray
         except ImportError:
             read(file, PlaceEngines)
-            refused = "--data-parallel-backend ray needs Ray: pip install 'quickstep[ray]'"
+            refused = f"--data-parallel-backend ray needs Ray: {how_to_install('ray')}"
             write(file, Placed(-1, refused=refused))
             return 1
         serve(file, ray)
