@@ -12,8 +12,7 @@ What the collection leaves (modules, tests, parameters) lives as long as the pro
 collector passes over it: that saves a sixth of the time of the tests that allocate much.
 
 Triton's kernels are interpreted where there is no GPU. Triton reads that when it is imported, which
-parts of torch do, so it is set before any test. What the interpreter repeats in each launch is done
-once, which halves the time of small kernels.
+parts of torch do, so it is set before any test; `interpreted_kernels` makes it shorter.
 
 Clients of tests speak plain HTTP. Without certificates of authorities to read, each starts 50 ms
 earlier.
@@ -31,7 +30,6 @@ import sys
 from collections.abc import Iterator
 from importlib.util import find_spec
 from pathlib import Path
-from types import ModuleType, SimpleNamespace
 from typing import Any
 
 import pytest
@@ -75,33 +73,12 @@ def pytest_configure(config: pytest.Config) -> None:
 
 
 def pytest_collection_finish() -> None:
-    interpreter = sys.modules.get("triton.runtime.interpreter")
-    if interpreter is not None and os.environ.get("TRITON_INTERPRET") == "1":
-        _shorten_launches(interpreter)
+    if "triton.runtime.interpreter" in sys.modules and os.environ.get("TRITON_INTERPRET") == "1":
+        from interpreted_kernels import shorten_interpretation
+
+        shorten_interpretation()
     gc.collect()
     gc.freeze()
-
-
-def _shorten_launches(interpreter: ModuleType) -> None:
-    """Every launch replaces the functions of `triton.language` by interpreted ones, which it looks
-    up among all members of the modules, and restores them at its end: a third of the time. Here
-    they stay replaced. Every value that a kernel computes looks up its NumPy type in a table that
-    is built for it: a sixth. Here the types are kept.
-    """
-    for language in (interpreter.tl, interpreter.tl.core):  # what the functions of kernels see
-        interpreter._patch_lang(SimpleNamespace(__globals__={"language": language}))
-    nothing_to_restore = SimpleNamespace(restore=lambda: None)
-    find_type = interpreter._get_np_dtype
-    types: dict[str, Any] = {}
-
-    def type_of(triton_type: Any) -> Any:
-        name = triton_type.scalar.name  # a block has the type of its elements
-        if name not in types:
-            types[name] = find_type(triton_type)
-        return types[name]
-
-    interpreter._patch_lang = lambda _: nothing_to_restore
-    interpreter._get_np_dtype = type_of
 
 
 @pytest.fixture(autouse=True)

@@ -167,6 +167,20 @@ def test_every_architecture(case: Case, tmp_path: Path) -> None:
     assert_same(tmp_path, LoadConfig(str(tmp_path), dtype="float32"))
 
 
+@pytest.mark.parametrize("name", ["llama-biases-mqa", "olmo2", "gpt-oss"])
+def test_gloo_exchanges_what_shared_memory_does(name: str, tmp_path: Path) -> None:
+    """The exchange of GPUs, on CPUs; NCCL in place of gloo is not tested."""
+    (case,) = [case for case in CASES if case.name == name]
+    case.save(tmp_path)
+    load = LoadConfig(str(tmp_path), dtype="bfloat16")
+    for run in (op_by_op, captured):
+        (expected,) = run_ranks(tmp_path, load, 1, run)
+        for size in sizes_of(tmp_path):
+            store = tmp_path / f"store-{run.__name__}-{size}"
+            found, *_ = run_ranks(tmp_path, load, size, run, store=store)
+            assert all(map(np.array_equal, expected, found)), f"{run.__name__}, {size} ranks"
+
+
 @pytest.mark.parametrize("quantization", FORMATS)
 def test_every_format(quantization: str, tmp_path: Path) -> None:
     sizes: dict[str, object] = {"hidden_size": 256, "intermediate_size": 384}

@@ -109,6 +109,12 @@ def test_a_mixture_of_experts_has_the_outputs_of_one_process(tmp_path: Path) -> 
     assert not ranks()
 
 
+def test_ranks_of_torch_have_the_outputs_of_one_process(folder: Path) -> None:
+    options = {"kernels": "reference"}
+    assert outputs(folder, {}, **options) == outputs(folder, RANKS, **options)
+    assert not ranks()
+
+
 def test_ranks_without_a_kv_cache_have_the_outputs_of_one_process(folder: Path) -> None:
     options = {"dtype": "bfloat16", "use_kv_cache": False}
     assert outputs(folder, {}, **options) == outputs(folder, RANKS, **options)
@@ -190,7 +196,10 @@ def test_verify_refuses_to_compare_ranks_with_as_many() -> None:
         ({"pipeline_parallel_size": 9}, "the model has 2 layers; each stage needs one"),
         ({"pipeline_parallel_size": 2, "use_kv_cache": False}, "leave --no-kv-cache out"),
         ({"pipeline_parallel_size": 2, "kernels": "reference"}, "needs the native kernels"),
-        ({"tensor_parallel_size": 2, "kernels": "reference"}, "needs the native kernels"),
+        (
+            {"tensor_parallel_size": 2, "kernels": "reference", "enable_lora": True},
+            "needs the native kernels",
+        ),
     ],
 )
 def test_what_cannot_be_divided_is_refused(

@@ -15,6 +15,7 @@ from quickstep.model.decoder import Decoder
 from quickstep.model.loader import load_model
 from quickstep.model.sharding import Shard
 from quickstep.model.spec import read_spec
+from quickstep.ops.collective import CollectiveRanks, open_gloo
 from quickstep.ops.native.backend import load_native
 from quickstep.ops.native.ranks import RankMemory
 
@@ -28,8 +29,11 @@ def run_ranks(
     size: int,
     run: Callable[[Decoder, int], _Result],
     on_host: bool = False,
+    store: Path | None = None,
 ) -> list[_Result]:
-    """What `run(model, rank)` returns in each of `size` threads, all at the same time."""
+    """What `run(model, rank)` returns in each of `size` threads, all at the same time. With
+    `store`, they exchange through gloo, and meet in this file.
+    """
     memory = RankMemory.create(STAGE_BYTES, 1 << 20, size)
     results: dict[int, _Result] = {}
     failures: list[BaseException] = []
@@ -39,8 +43,11 @@ def run_ranks(
         assert ops is not None and ops.steps is not None
         ranks = ops.steps.ranks(memory, rank)
         try:
-            if size > 1:
+            if size > 1 and store is None:
                 ops = replace(ops, ranks=ranks)
+            elif size > 1:
+                group = open_gloo(str(store), rank, size)
+                ops = replace(ops, ranks=CollectiveRanks(group, ranks))
             checkpoint, spec, shard = Checkpoint(path, "m"), read_spec(path), Shard(rank, size)
             model = load_model(checkpoint, spec, ops, load, on_host=on_host, shard=shard)
             assert isinstance(model, Decoder)

@@ -57,7 +57,8 @@ def add_parser(subparsers: argparse._SubParsersAction[Parser]) -> None:
     parser.add_argument(
         "--no-bandwidth",
         action="store_true",
-        help="do not measure memory bandwidth, and the speed of GPUs (1 s each)",
+        help="do not measure memory bandwidth, links between processes of a model, and the speed "
+        "of GPUs (1 s each)",
     )
     parser.add_argument(
         "--gpu-check",
@@ -143,6 +144,7 @@ def collect_facts(with_bandwidth: bool = True) -> dict[str, dict[str, Any]]:
         "memory": memory,
         "torch": _torch_facts(),
         "native library": _native_facts(),
+        "ranks and stages": _link_facts(with_bandwidth),
         "gpu": _gpu_facts(with_bandwidth),
         "optional": {
             "transformers": _version("transformers"),
@@ -222,6 +224,20 @@ def _native_facts() -> dict[str, Any]:
     return {"present": True, "isa": status.isa, "isa_levels": list(status.levels)}
 
 
+def _link_facts(with_costs: bool) -> dict[str, Any]:
+    """What `--tensor-parallel-size` and `--pipeline-parallel-size` cost on this machine."""
+    how = "not measured"
+    if with_costs and _native_facts()["present"]:
+        from quickstep.engine.ranks.link_costs import HIDDEN_SIZE, measured_link_costs
+
+        costs = None if usable_cpus() < 2 else measured_link_costs()
+        if costs is not None:
+            how = f"two processes, rows of {HIDDEN_SIZE} in bfloat16"
+            return {**msgspec.to_builtins(costs), "measured_how": how}
+        how = "not measured: one CPU"
+    return {"measured_how": how}
+
+
 def environment_facts(environ: Mapping[str, str]) -> dict[str, str]:
     """The variables that are set and have an effect here; of a secret only that it is set."""
     return {
@@ -282,6 +298,7 @@ def _label(name: str) -> str:
     if name.isupper():  # of an environment variable
         return name
     bare = name.removeprefix("num_").removesuffix("_per_s").removesuffix("_bytes")
+    bare = bare.removesuffix("_us")
     return {"read": "read bandwidth"}.get(bare, bare.replace("_", " "))
 
 
@@ -299,6 +316,8 @@ def _value_text(name: str, value: object) -> str:
         return f"{float(str(value)) / 1e12:.1f} TFLOP/s"
     if name.endswith("bytes_per_s"):
         return f"{float(str(value)) / 1e9:.1f} GB/s"
+    if name.endswith("_us"):
+        return f"{value} us"
     if name.endswith("bytes"):
         return size_text(float(str(value)))
     return str(value)

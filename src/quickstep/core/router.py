@@ -25,6 +25,7 @@ _BLOCK_TOKENS = 16  # of the blocks whose digests are compared, unless the drive
 _MAX_PREFIXES = 1_000_000  # that a router remembers: about 100 MB
 _SPILL = 2.0  # a prefix goes elsewhere if its replica has so many times the mean, and as many more
 _NEAR = 1.1  # predictions within this ratio of the least one are taken to be equal
+_MAX_SCORED = 64
 _NEAR_S = 0.001  # and those that are so much later
 _MAX_OUTPUTS = 256  # that are predicted of a request: most end before their limit
 _REPORT_S = 0.25  # a replica that has reported nothing for longer than that may have stopped
@@ -206,6 +207,8 @@ class PredictedFirst:
 
     A request's blocks are taken to be cached where it was sent, until so many others were sent
     there as it has blocks. A driver that learns more about the caches reports it to `prefixes`.
+
+    With more than 64 replicas, 64 of them are scored for a request.
     """
 
     predicts = True
@@ -214,25 +217,22 @@ class PredictedFirst:
     def __init__(self, max_prefixes: int = _MAX_PREFIXES) -> None:
         self.prefixes = PrefixIndex(max_prefixes)
         self._prefilled_s: dict[int, float] = {}  # when a replica has computed what it was sent
+        self._turn = 0  # of the replicas that are scored, if there are many
 
     def choose(self, request: RouteRequest, replicas: Sequence[ReplicaView], now: float) -> int:
         """`Router.choose`."""
         digests = request.digests
-        cached = self.prefixes.num_blocks(digests, len(replicas))
-        waits = {
-            place: max(queue_s(request, view, now), self._prefilled_s.get(place, now) - now)
-            for place, view in enumerate(replicas)
-            if view.is_up
-        }
+        places = self._scored(digests, replicas)
+        cached = self.prefixes.num_blocks(digests, places)
         prefills = {
-            place: prefill_s(request, replicas[place], cached[place] * request.block_size)
-            for place in waits
+            place: prefill_s(request, replicas[place], num_blocks * request.block_size)
+            for place, num_blocks in zip(places, cached, strict=True)
         }
-        scores_s = {
-            place: waits[place] + prefills[place] + _slower_s(request, view)
-            for place, view in enumerate(replicas)
-            if view.is_up
-        }
+        scores_s = {}
+        for place in places:
+            view = replicas[place]
+            wait_s = max(queue_s(request, view, now), self._prefilled_s.get(place, now) - now)
+            scores_s[place] = wait_s + prefills[place] + _slower_s(request, view)
         latest_s = _NEAR_S + _NEAR * min(scores_s.values())
         near = [place for place, score_s in scores_s.items() if score_s <= latest_s]
         first = digests[0] if digests else b""
@@ -244,9 +244,25 @@ class PredictedFirst:
         self._prefilled_s[chosen] = since_s + prefills[chosen]
         return chosen
 
+    def _scored(self, digests: Sequence[bytes], replicas: Sequence[ReplicaView]) -> list[int]:
+        """The replicas to choose from. Of many, some of those that have the longest part of the
+        prompt, and others in turn: the best of a few dozen is nearly as good as the best of all.
+        """
+        if len(replicas) <= _MAX_SCORED:
+            return [place for place, view in enumerate(replicas) if view.is_up]
+        known = self.prefixes.holders_of_longest(digests, _MAX_SCORED // 4)
+        places = {place for place in known if place < len(replicas) and replicas[place].is_up}
+        for _ in range(len(replicas)):
+            if len(places) >= _MAX_SCORED:
+                break
+            self._turn = (self._turn + 1) % len(replicas)
+            if replicas[self._turn].is_up:
+                places.add(self._turn)
+        return sorted(places)
+
     def num_cached_tokens(self, request: RouteRequest, num_replicas: int) -> list[int]:
         """`Router.num_cached_tokens`."""
-        counts = self.prefixes.num_blocks(request.digests, num_replicas, is_used=False)
+        counts = self.prefixes.num_blocks(request.digests, range(num_replicas), is_used=False)
         return [count * request.block_size for count in counts]
 
     def lost_cache(self, replica: int) -> None:
@@ -297,7 +313,7 @@ class PrefixIndex:
         self._holders: OrderedDict[bytes, int] = OrderedDict()  # a bit for each replica
         self._held: dict[int, OrderedDict[bytes, None]] = {}  # by replicas with a known size
         self._bits: dict[int, int] = {}
-        self._num_bits = 0
+        self._replica_of_bit: list[int] = []
 
     def __len__(self) -> int:
         return len(self._holders)
@@ -341,14 +357,34 @@ class PrefixIndex:
         self._bits.pop(replica, None)
         self._held.pop(replica, None)
 
-    def num_blocks(
-        self, digests: Sequence[bytes], num_replicas: int, is_used: bool = True
-    ) -> list[int]:
-        """How many of the blocks from the first one on each replica has; `is_used`: they are
-        forgotten later.
+    def holders_of_longest(self, digests: Sequence[bytes], most: int) -> list[int]:
+        """At most so many replicas that have the most of the blocks from the first one on; none if
+        no replica has the first.
         """
-        bits = [self._bit(replica) for replica in range(num_replicas)]
-        counts, having, known = [0] * num_replicas, sum(bits), 0
+        having = 0
+        for place, digest in enumerate(digests):
+            still = self._holders.get(digest, 0)
+            still = still if not place else having & still
+            if not still:
+                break
+            having = still
+        found: list[int] = []
+        while having and len(found) < most:
+            lowest = having & -having
+            having ^= lowest
+            replica = self._replica_of_bit[lowest.bit_length() - 1]
+            if self._bits.get(replica) == lowest:  # else it has lost its blocks
+                found.append(replica)
+        return found
+
+    def num_blocks(
+        self, digests: Sequence[bytes], replicas: Sequence[int], is_used: bool = True
+    ) -> list[int]:
+        """How many of the blocks from the first one on each of these replicas has; `is_used`: they
+        are forgotten later.
+        """
+        bits = [self._bit(replica) for replica in replicas]
+        counts, having, known = [0] * len(bits), sum(bits), 0
         for digest in digests:
             still = having & self._holders.get(digest, 0)
             if still != having:
@@ -365,8 +401,8 @@ class PrefixIndex:
     def _bit(self, replica: int) -> int:
         bit = self._bits.get(replica)
         if bit is None:
-            bit = self._bits[replica] = 1 << self._num_bits
-            self._num_bits += 1
+            bit = self._bits[replica] = 1 << len(self._replica_of_bit)
+            self._replica_of_bit.append(replica)
         return bit
 
 

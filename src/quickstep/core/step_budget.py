@@ -7,6 +7,7 @@ of the batch come last and only while the step stays short enough for the rows o
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterable
 from collections.abc import Sequence as SequenceOf
 
@@ -74,8 +75,31 @@ class StepBudget:
             return 0 if phase is Phase.PREFILL else draft.num_tokens_left
         num_tokens = self._policy.tokens(phase, self._view(draft, now, start), self._cost_model)
         if phase is Phase.PREFILL:
+            if self._num_stages > 1:
+                num_tokens = min(num_tokens, self._prompt_part_of_stage(draft))
             num_tokens = max(num_tokens, draft.min_prefill)
         return min(num_tokens, draft.num_tokens_left)
+
+    def _prompt_part_of_stage(self, draft: StepDraft) -> int:
+        """The tokens of prompts in a step of a pipeline, whose stages compute as many steps at the
+        same time: with `num_parts` steps of about the same time, all stages have ended after
+        `num_parts` + `num_stages` - 1 of these times.
+
+        The parts are those of complete prompts, so that they stay the same while these go on.
+        """
+        waiting, head = self._waiting, self._waiting.head
+        num_tokens = sum([prompt.residency.prefill_end for prompt in self._batch.prefilling])
+        if head is not None:
+            num_tokens += waiting.num_served * len(head.token_ids)
+        best, best_s = num_tokens, math.inf
+        num_parts = -(-num_tokens // max(1, draft.num_tokens_left))
+        while (part := -(-num_tokens // num_parts)) >= _MIN_PREFILL or num_parts == 1:
+            part_s = self._cost_model.seconds(StepLoad.of_span(0, part, num_logits_rows=0))
+            seconds = (num_parts + self._num_stages - 1) * part_s
+            if seconds < best_s:
+                best, best_s = part, seconds
+            num_parts *= 2
+        return best
 
     def of_prompt(self, draft: StepDraft, sequence: Sequence, start: int, now: float) -> int:
         """The tokens of a prompt from position `start` on.

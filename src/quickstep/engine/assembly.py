@@ -574,8 +574,12 @@ def _check_ranks(config: EngineConfig, planned: _Planned) -> None:
         if not config.scheduler.use_kv_cache:
             raise ConfigError(f"{option} needs the KV cache: leave --no-kv-cache out")
     needs = f"{option} needs"
-    if planned.ops.steps is None:
-        raise ConfigError(f"{needs} the native kernels of a CPU: leave --device and --kernels out")
+    if planned.device.type != "cpu":
+        raise ConfigError(
+            f"{option} runs on CPUs: no ranks have met over NCCL yet; leave --device out"
+        )
+    if planned.ops.steps is None and (load.pipeline_parallel_size > 1 or config.lora is not None):
+        raise ConfigError(f"{needs} the native kernels: leave --kernels out")
     cores = usable_cores()
     if load.num_ranks > (load.num_threads or cores):
         _LOGGER.warning(
@@ -605,9 +609,15 @@ def _check_transfers(config: EngineConfig, planned: _Planned) -> None:
 
 
 def open_rank(
-    config: EngineConfig, plan: MemoryPlan, memory: RankMemory, rank: int, stage: int
+    config: EngineConfig,
+    plan: MemoryPlan,
+    memory: RankMemory,
+    rank: int,
+    stage: int,
+    store_path: str,
 ) -> RankFollower:
     """Load another rank's part of a stage while rank 0 of it loads its own. Raises ConfigError."""
+    from quickstep.engine.ranks.processes import exchange_of, steps_of_messages
     from quickstep.model.loader import load_model
     from quickstep.model.sharding import Shard
     from quickstep.model.stages import Stage
@@ -615,9 +625,8 @@ def open_rank(
 
     planned = _planned(config, None, stage * memory.size + rank)
     spec, ops = planned.spec, planned.ops
-    assert ops.steps is not None, "rank 0 has found the native kernels"
-    ranks = ops.steps.ranks(memory, rank)
-    ops, on_host = replace(ops, ranks=ranks), not planned.why_torch
+    ranks = steps_of_messages(ops).ranks(memory, rank)
+    ops, on_host = replace(ops, ranks=exchange_of(ranks, store_path)), not planned.why_torch
     part = Shard(rank, memory.size), Stage(stage, config.load.pipeline_parallel_size)
     model = load_model(
         planned.checkpoint, spec, ops, config.load, None, plan.max_model_len, on_host, *part

@@ -249,7 +249,10 @@ def to_numpy(x: AnyTensor) -> Array:
     """The elements as an array of the same shape on the host; bfloat16 as bits."""
     if isinstance(x, HostTensor):
         return x.numpy()
-    return x.cpu().numpy()
+    import torch
+
+    host = x.cpu()
+    return (host.view(torch.uint16) if host.dtype == torch.bfloat16 else host).numpy()
 
 
 def as_float64(x: AnyTensor) -> npt.NDArray[np.float64]:

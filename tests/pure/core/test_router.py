@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from random import Random
 
 import pytest
@@ -197,7 +198,7 @@ def test_a_prefix_index_counts_as_a_set_of_chains_does(seed: int) -> None:
                 next((n for n, digest in enumerate(known) if digest not in held[one]), 5)
                 for one in range(3)
             ]
-            assert index.num_blocks(known, 3) == counts
+            assert index.num_blocks(known, range(3)) == counts
 
 
 def test_a_prefix_index_keeps_the_beginnings_of_the_chains_used_last() -> None:
@@ -205,10 +206,10 @@ def test_a_prefix_index_keeps_the_beginnings_of_the_chains_used_last() -> None:
     first, second = [b"a0", b"a1", b"a2"], [b"b0", b"b1", b"b2"]
     index.add(0, first)
     index.add(0, second)
-    assert index.num_blocks(first, 1) == [3]  # which uses it
+    assert index.num_blocks(first, range(1)) == [3]  # which uses it
     index.add(0, [b"c0"])
     assert len(index) == 6
-    assert (index.num_blocks(first, 1), index.num_blocks(second, 1)) == ([3], [2])
+    assert (index.num_blocks(first, range(1)), index.num_blocks(second, range(1))) == ([3], [2])
 
 
 def test_a_prefix_index_forgets_what_a_replica_cannot_hold() -> None:
@@ -217,11 +218,32 @@ def test_a_prefix_index_forgets_what_a_replica_cannot_hold() -> None:
     for replica, num_blocks in ((0, 4), (1, None)):
         index.add(replica, first, num_blocks)
         index.add(replica, second, num_blocks)
-    assert index.num_blocks(first, 2) == [1, 3]
-    assert index.num_blocks(second, 2) == [3, 3]
+    assert index.num_blocks(first, range(2)) == [1, 3]
+    assert index.num_blocks(second, range(2)) == [3, 3]
     index.add(0, first, 4)
-    assert index.num_blocks(second, 2) == [1, 3]
+    assert index.num_blocks(second, range(2)) == [1, 3]
     index.forget(0)
     index.add(0, second, 4)
-    assert index.num_blocks(first, 2) == [0, 3]
-    assert index.num_blocks(second, 2) == [3, 3]
+    assert index.num_blocks(first, range(2)) == [0, 3]
+    assert index.num_blocks(second, range(2)) == [3, 3]
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_of_many_replicas_the_holders_of_the_prompt_and_some_others_are_scored(seed: int) -> None:
+    rng, router = Random(seed), PredictedFirst()
+    costs = LinearCostModel(Coefficients(step_s=0.001, token_s=0.001))
+    views = [ReplicaView(costs=costs)] * 500
+    for place in rng.sample(range(500), 100):
+        views[place] = replace(views[place], state=ReplicaState.DOWN)
+    chosen = Counter[int]()
+    for number in range(2000):
+        digests = tuple(f"{number}-{block}".encode() for block in range(3))
+        request = RouteRequest(num_prompt_tokens=50, digests=digests, block_size=16)
+        place = router.choose(request, views, 0.001 * number)
+        assert views[place].is_up
+        chosen[place] += 1
+        if number % 10 == 0:  # a prefix of 48 tokens is worth more than any choice
+            assert router.choose(request, views, 0.001 * number + 1000.0) == place
+    assert len(chosen) > 300  # none is left out
+    router.lost_cache(place)
+    assert place not in router.prefixes.holders_of_longest(digests, 9)

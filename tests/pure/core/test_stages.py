@@ -54,3 +54,19 @@ def test_chunks_of_a_prompt_follow_each_other() -> None:
     assert [row.num_tokens for plan in plans if plan for row in plan.rows] == [4, 4, 4]
     world.drain()
     world.verify()
+
+
+@pytest.mark.parametrize("num_stages", [2, 4])
+def test_stages_compute_parts_of_one_prompt_at_the_same_time(num_stages: int) -> None:
+    sizes = {"num_blocks": 300, "max_num_batched_tokens": 1024, "max_model_len": 1030}
+    undivided = World(Setup(**sizes))
+    undivided.add(request("long", 1000, 2))
+    one = undivided.plan()
+    assert one is not None and [row.num_tokens for row in one.rows] == [1000]
+
+    world = World(Setup(**sizes, pipeline_depth=num_stages, num_stages=num_stages))
+    world.add(request("long", 1000, 2))
+    parts = [row.num_tokens for _ in range(num_stages) for row in (world.plan() or one).rows]
+    assert len(set(parts)) == 1 and parts[0] <= 1000 // num_stages
+    world.drain()
+    world.verify()

@@ -40,7 +40,8 @@ def pods() -> Iterator[tuple[str, Mapping[str, Any]]]:
 
 def exported() -> set[str]:
     """Names of samples without the prefix, with what a histogram adds."""
-    samples = (one for family in write_metrics_reference.families() for one in family.samples)
+    families = write_metrics_reference.families()
+    samples = (sample for family in families for sample in family.samples)
     return {sample.name.partition(":")[2] for sample in samples}
 
 

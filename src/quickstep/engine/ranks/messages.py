@@ -50,7 +50,9 @@ class WireTensor(msgspec.Struct, frozen=True, array_like=True):
 
 
 class OpenRank(WireMessage, frozen=True):
-    """Load this rank's part of a stage of the model; `plan` is that of all processes."""
+    """Load this rank's part of a stage of the model; `plan` is that of all processes. Ranks that do
+    not compute with the native kernels meet in the file `store_path`.
+    """
 
     config: EngineConfig
     plan: MemoryPlan
@@ -58,6 +60,7 @@ class OpenRank(WireMessage, frozen=True):
     rank: int
     stage: int
     log: LogSetup
+    store_path: str = ""
 
 
 class OpenStage(WireMessage, frozen=True):

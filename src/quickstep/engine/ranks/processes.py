@@ -13,6 +13,7 @@ from __future__ import annotations
 import logging
 import os
 import socket
+import tempfile
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 
@@ -23,13 +24,15 @@ from quickstep.engine.logs import LogSetup
 from quickstep.engine.ranks.followers import DividedAdapter, DividedAdapters, Followers
 from quickstep.engine.ranks.messages import OpenRank, OpenStage
 from quickstep.engine.speculation import aux_layers
-from quickstep.errors import EngineError
+from quickstep.errors import ConfigError, EngineError
 from quickstep.model.decoder_spec import ModelSpec
 from quickstep.model.sharding import Shard, shard_adapter
 from quickstep.model.sizing import MemoryPlan
 from quickstep.model.stages import NUM_CARRIED, Stage, stage_adapter
+from quickstep.ops.native.backend import load_native, native_status
 from quickstep.ops.native.ranks import NativeRanks, RankMemory
-from quickstep.ops.table import LoRAPart, OpTable
+from quickstep.ops.native.steps import NativeSteps
+from quickstep.ops.table import LoRAPart, OpTable, Ranks
 from quickstep.ops.tensors import Array
 from quickstep.runtime.steps.pipeline import StageLinks
 from quickstep.runtime.steps.ranked import RankWork
@@ -103,6 +106,7 @@ class _Ranks:
         self._size = size
         self._stage = stage
         self._ranks: NativeRanks | None = None
+        self._folder: tempfile.TemporaryDirectory[str] | None = None  # where gloo's ranks meet
         self.followers = Followers(self._label, self._break, on_lost)
 
     def _label(self, rank: int) -> str:
@@ -113,14 +117,18 @@ class _Ranks:
         self, config: EngineConfig, plan: MemoryPlan, spec: ModelSpec, ops: OpTable
     ) -> OpTable:
         """Start them; returns rank 0's ops with its end of the group."""
-        assert ops.steps is not None, "they are native"
+        steps = steps_of_messages(ops)
         num_aux = len(aux_layers(config, spec))
         sizes = _sizes(spec, plan, config.cache.block_size, self._stage, num_aux)
         memory = RankMemory.create(*sizes, self._size)
-        self._ranks = ops.steps.ranks(memory, 0)
+        self._ranks = steps.ranks(memory, 0)
+        if ops.steps is None:
+            self._folder = tempfile.TemporaryDirectory(prefix="quickstep-ranks-")
+        store_path = "" if self._folder is None else f"{self._folder.name}/store"
         ranks, log = range(1, self._size), _log()
         openings = {
-            rank: OpenRank(config, plan, memory, rank, self._stage.number, log) for rank in ranks
+            rank: OpenRank(config, plan, memory, rank, self._stage.number, log, store_path)
+            for rank in ranks
         }
         shared = dict.fromkeys(ranks, (memory.descriptor,))
         self.followers.start(openings, shared, lambda: os.close(memory.descriptor))
@@ -132,11 +140,14 @@ class _Ranks:
             return parts[0], dict(enumerate(parts[1:], 1))
 
         packs = DividedAdapters(self.followers, ops, divide).pack
-        return replace(ops, ranks=self._ranks, pack_lora=packs)
+        exchange = exchange_of(self._ranks, store_path)
+        return replace(ops, ranks=exchange, pack_lora=packs)
 
     def close(self) -> None:
         """End them."""
         self.followers.close(self._finish)
+        if self._folder is not None:
+            self._folder.cleanup()
 
     def _finish(self) -> None:
         assert self._ranks is not None
@@ -205,6 +216,27 @@ class _Stages:
         for end in (self.links.after, self.links.before):
             with suppress(OSError):
                 end.shutdown(socket.SHUT_RDWR)
+
+
+def steps_of_messages(ops: OpTable) -> NativeSteps:
+    """What rank 0's messages go through, also where other ops compute. Raises ConfigError."""
+    if ops.steps is not None:
+        return ops.steps
+    native = load_native(1)
+    if native is None or native.steps is None:
+        raise ConfigError(f"--tensor-parallel-size needs the library: {native_status().reason}")
+    return native.steps
+
+
+def exchange_of(messages: NativeRanks, store_path: str) -> Ranks:
+    """By what a rank exchanges parts: in shared memory, or through gloo, whose ranks meet in a
+    file. Returns once all have come; raises EngineError if one does not.
+    """
+    if not store_path:
+        return messages
+    from quickstep.ops.collective import CollectiveRanks, open_gloo
+
+    return CollectiveRanks(open_gloo(store_path, messages.rank, messages.size), messages)
 
 
 def _log() -> LogSetup:

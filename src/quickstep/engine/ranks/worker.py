@@ -58,8 +58,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     try:
         follower: RankFollower | StageFollower
         if isinstance(opening, OpenRank):
-            config, stage = opening.config, opening.stage
-            follower = open_rank(config, opening.plan, opening.memory, opening.rank, stage)
+            place = opening.rank, opening.stage, opening.store_path
+            follower = open_rank(opening.config, opening.plan, opening.memory, *place)
             os.close(opening.memory.descriptor)
         else:
             links = StageLinks(

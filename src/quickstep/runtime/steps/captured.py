@@ -59,7 +59,6 @@ def record(
     next one needs, as `aux_hidden`. None where they are more than native calls.
     """
     recorder = NativeRecorder(block_size)
-    recorded = model.with_ops(recorder.table(model.ops))
     lora, emitting_lora = recorder.lora if with_lora else (None, None)
     emitting = EmittingTokens(*recorder.emitting, emitting_lora)
     of_emitting = None if every_token else emitting
@@ -75,6 +74,7 @@ def record(
     features = tuple([recorder.features(size, dtype) for size in sizes])
     batch = ForwardBatch(recorder.token_ids, recorder.layout, of_emitting, lora, features)
     try:
+        recorded = model.with_ops(recorder.table(model.ops))
         if isinstance(recorded, Decoder):
             hidden, aux_hidden = recorded.forward_with_aux(batch, kv, aux_layers)
         else:

@@ -22,7 +22,7 @@ from quickstep.errors import EngineError
 from quickstep.model.decoder import Decoder
 from quickstep.model.interface import Model
 from quickstep.ops.table import LoRAAdapter
-from quickstep.ops.tensors import AnyTensor, Array, HostTensor, host_dtype
+from quickstep.ops.tensors import AnyTensor, Array, HostTensor, host_dtype, to_numpy
 from quickstep.runtime.slots import Slot
 from quickstep.runtime.steps.divided import DividedSteps
 from quickstep.runtime.steps.ranked import HeldAdapters, adapter_numbers
@@ -215,14 +215,4 @@ class StageFollower:
             )
         adapters = self.adapters.named(numbers)
         self._stage.compute(frame, adapters)
-        return [_bytes_of(result) for result in self._steps.aux_hidden_states()]
-
-
-def _bytes_of(x: AnyTensor) -> Array:
-    """A tensor [T, hidden] of a CPU as bytes, or as it is stored."""
-    if isinstance(x, HostTensor):
-        return x.numpy()
-    import torch
-
-    found: Array = x.contiguous().view(torch.uint8).numpy()
-    return found
+        return [to_numpy(result.contiguous()) for result in self._steps.aux_hidden_states()]

@@ -19,6 +19,7 @@ import numpy as np
 from quickstep.errors import EngineError
 from quickstep.model.decoder import Decoder
 from quickstep.model.interface import Model
+from quickstep.ops.collective import CollectiveRanks
 from quickstep.ops.native.library import MessageCall, StepCall
 from quickstep.ops.native.lora import PackedLoRA
 from quickstep.ops.native.ranks import NativeRanks
@@ -44,8 +45,9 @@ def with_ranks(steps: StepModel, model: Model) -> StepModel:
     ranks = model.ops.ranks
     if ranks is None:
         return steps
-    assert isinstance(steps, DividedSteps) and isinstance(ranks, NativeRanks)
-    return RankedSteps(steps, ranks)
+    messages = ranks.messages if isinstance(ranks, CollectiveRanks) else ranks
+    assert isinstance(steps, DividedSteps) and isinstance(messages, NativeRanks)
+    return RankedSteps(steps, messages)
 
 
 class RankedSteps:
@@ -211,5 +213,5 @@ class RankFollower:
 
 def _array(message: MessageCall, dtype: DType) -> Array:
     """The bytes of a message as numbers; a copy."""
-    content = ctypes.string_at(message.data, message.num_bytes)
+    content = bytearray(ctypes.string_at(message.data, message.num_bytes))  # torch may wrap it
     return np.frombuffer(content, dtype=dtype.storage)

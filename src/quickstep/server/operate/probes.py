@@ -47,7 +47,8 @@ class ReplicaHealth(msgspec.Struct, frozen=True):
 class Health(msgspec.Struct, frozen=True):
     """The engine's progress; anything but `ok` comes with status 503. Of several replicas it is
     `ok` while one serves and none is stalled. `exchange_seconds` of all steps so far were spent
-    waiting for the other ranks of an engine.
+    waiting for the other ranks of an engine, and for `bubble_seconds` stages of its pipeline waited
+    for others with steps in flight (their mean).
     """
 
     status: Literal["ok", "stalled", "restarting", "failed"]
@@ -68,6 +69,7 @@ class Health(msgspec.Struct, frozen=True):
     tensor_parallel_size: int = 1
     pipeline_parallel_size: int = 1
     exchange_seconds: float = 0.0
+    bubble_seconds: float = 0.0
     num_handovers: int = 0
 
 
@@ -120,6 +122,7 @@ class Probes:
             tensor_parallel_size=stats.tensor_parallel_size,
             pipeline_parallel_size=stats.pipeline_parallel_size,
             exchange_seconds=round(load.totals.exchange_s, 3),
+            bubble_seconds=round(load.totals.bubble_s, 3),
             num_handovers=stats.num_handovers,
         )
         return json_response(state, 200 if status == "ok" else 503)

@@ -16,6 +16,7 @@ from __future__ import annotations
 
 import heapq
 import math
+from collections import deque
 from collections.abc import Callable, Iterable, Sequence
 from typing import TYPE_CHECKING
 
@@ -158,8 +159,13 @@ class ReplicaRun:
         # What the router knows of the replicas, and how often each crashed.
         self.views = [ReplicaView() for _ in specs]
         self._known_generation = [0] * len(specs)
-        # When each replica acts by itself, or now, if something has happened to it.
+        # When each replica acts by itself, or now, if something has happened to it; the heap may
+        # have older times, too.
         self._due_s = [math.inf] * len(specs)
+        self._due: list[tuple[float, int]] = []
+        self._reported_idle: set[int] = set()  # and got nothing since
+        # When replicas report to a router that predicts, in that order.
+        self._reports = deque([(0.0, place) for place in range(len(specs))])
         self._waiting: dict[str, None] = {}  # requests at the router, in their order
         self._events: list[tuple[float, int, _Event]] = []
         self._num_events = 0
@@ -196,7 +202,10 @@ class ReplicaRun:
     def _next_s(self) -> float | None:
         if self._window is not None and self._window.is_over(self.now):
             return None
-        next_s = min(self._due_s)
+        due = self._due
+        while due and due[0][0] != self._due_s[due[0][1]]:
+            heapq.heappop(due)
+        next_s = due[0][0] if due else math.inf
         if self._events:
             next_s = min(next_s, self._events[0][0])
         return None if math.isinf(next_s) else next_s
@@ -216,7 +225,7 @@ class ReplicaRun:
 
     def _advance(self) -> None:
         """Finish and start the steps of the replicas that are due."""
-        due = [place for place, due_s in enumerate(self._due_s) if due_s <= self.now]
+        due = self._take_due()
         for place in due:
             replica = self.replicas[place]
             if replica.is_up:
@@ -227,13 +236,27 @@ class ReplicaRun:
             if replica.is_up:
                 replica.start_steps()
             next_s = replica.next_s()
-            self._due_s[place] = math.inf if next_s is None else next_s
+            self._set_due(place, math.inf if next_s is None else next_s)
         for place in due:
             self._follow_orders(place)
 
+    def _set_due(self, place: int, due_s: float) -> None:
+        self._due_s[place] = due_s
+        if due_s != math.inf:
+            heapq.heappush(self._due, (due_s, place))
+
+    def _take_due(self) -> list[int]:
+        """The replicas that act now, in order."""
+        found = set()
+        while self._due and self._due[0][0] <= self.now:
+            due_s, place = heapq.heappop(self._due)
+            if due_s == self._due_s[place]:
+                found.add(place)
+        return sorted(found)
+
     def _touch(self, place: int) -> float:
         """A replica is about to be changed; returns its time."""
-        self._due_s[place] = self.now
+        self._set_due(place, self.now)
         return self.replicas[place].set_clock(self.now)
 
     def _follow_orders(self, place: int) -> None:
@@ -274,7 +297,7 @@ class ReplicaRun:
     def _take(self, index: int, content: _Submit | _Cancel) -> None:
         """A message has arrived at a replica."""
         replica = self.replicas[index]
-        self._due_s[index] = self.now
+        self._set_due(index, self.now)
         now = replica.set_clock(self.now)
         scheduler = replica.engine.scheduler
         if isinstance(content, _Cancel):
@@ -376,6 +399,7 @@ class ReplicaRun:
         """Send a request to a replica."""
         live.replica, live.generation = place, self._known_generation[place]
         live.num_there = len(request.indices)
+        self._reported_idle.discard(place)
         view = self.views[place]
         self.views[place] = replace(
             view, num_live=view.num_live + 1, num_sent=view.num_sent + live.num_there
@@ -391,13 +415,22 @@ class ReplicaRun:
 
     def _take_reports(self) -> None:
         """Renew what the router knows of the replicas, as far as they report now."""
-        for place, view in enumerate(self.views):
-            replica, engine = self.replicas[place], self.replicas[place].engine
-            reported_at_s = view.reported_at_s
-            if reported_at_s is not None and self.now < reported_at_s + self._options.report_s:
+        reports, every_s = self._reports, self._options.report_s
+        while reports and reports[0][0] <= self.now:
+            _, place = reports.popleft()
+            reports.append((self.now + every_s, place))
+            view, replica = self.views[place], self.replicas[place]
+            engine, reported_at_s = replica.engine, view.reported_at_s
+            if reported_at_s is not None and self.now < reported_at_s + every_s:
+                reports.pop()  # it has reported out of its turn, and has another one
                 continue
             if not replica.is_up:
                 continue
+            if place in self._reported_idle:
+                self.views[place] = replace(view, reported_at_s=self.now)
+                continue
+            if not replica.held:
+                self._reported_idle.add(place)
             adapters = engine.scheduler.adapters
             self.views[place] = replace(
                 view,
@@ -505,7 +538,7 @@ class ReplicaRun:
 
     def _restart(self, index: int) -> None:
         replica = self.replicas[index]
-        self._due_s[index] = self.now
+        self._set_due(index, self.now)
         replica.is_up = True
         self._set_state(index, ReplicaState.UP)
         self._router.lost_cache(index)
@@ -517,6 +550,7 @@ class ReplicaRun:
 
     def _set_state(self, index: int, state: ReplicaState) -> None:
         self.views[index] = replace(self.views[index], state=state, reported_at_s=None)
+        self._reports.appendleft((self.now, index))
 
     # -- faults -------------------------------------------------------------------------------
 
@@ -524,7 +558,7 @@ class ReplicaRun:
         """A replica to which something happens now."""
         replica = self.replicas[index]
         replica.catch_up(self.now)
-        self._due_s[index] = self.now
+        self._set_due(index, self.now)
         return replica
 
     def _fail(self, fault: Fault) -> None:

@@ -1,0 +1,118 @@
+"""The exchange of ranks by `torch.distributed`: gloo between CPUs; NCCL has not been opened.
+
+`CollectiveRanks` is `ops.table.Ranks` where the ops are torch's: every part goes to every rank, as
+bytes. On CPUs with the native kernels ranks meet in shared memory instead (`ops.native.ranks`),
+which is a hundred times faster than gloo; what rank 0 posts comes through there in both cases.
+Importing this imports neither torch nor `torch.distributed`.
+"""
+
+from __future__ import annotations
+
+import time
+from datetime import timedelta
+from typing import TYPE_CHECKING, Any, Protocol, cast
+
+from quickstep.errors import EngineError
+from quickstep.ops.tensors import TensorT, integers_on
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+    from quickstep.ops.native.ranks import NativeRanks
+
+_JOIN_TIMEOUT = timedelta(minutes=1)
+_TIMEOUT = timedelta(minutes=30)  # of an exchange: a stopped rank delays a step
+
+
+class Group(Protocol):
+    """What is needed of a `torch.distributed.ProcessGroup`."""
+
+    def allgather(self, outputs: list[list[Tensor]], inputs: list[Tensor], /) -> Any:
+        """Every rank's tensor to every rank; returns what `wait` is called of."""
+
+
+def open_gloo(store_path: str, rank: int, size: int) -> Group:
+    """Join the ranks of CPUs that share the file `store_path`; waits for all of them. Raises
+    EngineError when one does not come.
+    """
+    import torch.distributed as dist
+
+    try:
+        store = dist.FileStore(store_path, size)  # type: ignore[attr-defined]
+        store.set_timeout(_JOIN_TIMEOUT)
+        return cast("Group", dist.ProcessGroupGloo(store, rank, size, _TIMEOUT))
+    except RuntimeError as error:
+        raise EngineError(f"the {size} ranks do not meet: {error}") from error
+
+
+class CollectiveRanks:
+    """One rank's end of a group of torch's. Used by one thread at a time."""
+
+    def __init__(self, group: Group, messages: NativeRanks) -> None:
+        self.messages = messages
+        self._group = group
+        self._rank, self._size = messages.rank, messages.size
+        self._spans: dict[tuple[range, int], tuple[range, ...]] = {}  # of all ranks, by our own
+        self._waited_s = 0.0
+
+    @property
+    def waited_s(self) -> float:
+        """Seconds in which this process has waited for parts; on a GPU, for their launch only."""
+        return self._waited_s
+
+    def gather(self, x: TensorT, own: range, num_columns: int) -> TensorT:
+        """`Ranks.gather`. Raises EngineError."""
+        import torch
+
+        assert isinstance(x, torch.Tensor)
+        spans = self._spans_of(own, num_columns, x)
+        out = x.new_empty((x.shape[0], num_columns))
+        for span, part in zip(spans, self._parts(x, max(map(len, spans))), strict=True):
+            out[:, span.start : span.stop] = part[:, : len(span)]
+        return out
+
+    def gather_logits(self, x: TensorT, own: range, vocab_size: int) -> TensorT:
+        """`Ranks.gather_logits`. Raises EngineError."""
+        return self.gather(x, own, vocab_size)
+
+    def local_ids(self, token_ids: Tensor, own: range, vocab_size: int) -> Tensor:
+        """`Ranks.local_ids`."""
+        local = token_ids - own.start
+        return local.masked_fill((local < 0) | (local >= len(own)), 0)
+
+    def gather_rows(self, x: Tensor, token_ids: Tensor, own: range) -> Tensor:
+        """`Ranks.gather_rows`. Raises EngineError."""
+        out = x.new_empty(x.shape)
+        # the number of rows of an embedding is the same in all calls: it may be any key
+        spans = self._spans_of(own, 0, x)
+        for span, part in zip(spans, self._parts(x, x.shape[1]), strict=True):
+            is_theirs = (token_ids >= span.start) & (token_ids < span.stop)
+            out = out.where(~is_theirs.unsqueeze(1), part)
+        return out
+
+    def _spans_of(self, own: range, num_columns: int, like: Tensor) -> tuple[range, ...]:
+        """Which part each rank has where ours is `own`: exchanged once for each."""
+        import torch
+
+        found = self._spans.get((own, num_columns))
+        if found is None:
+            bounds = integers_on(like.device, (own.start, own.stop), torch.int64)[None]
+            pairs = [part.tolist()[0] for part in self._parts(bounds, 2)]
+            found = self._spans[own, num_columns] = tuple(range(*pair) for pair in pairs)
+        return found
+
+    def _parts(self, x: Tensor, width: int) -> list[Tensor]:
+        """x [T, n <= width] of every rank, [T, width] each; what is added has any value."""
+        import torch
+
+        padded = x.new_zeros((x.shape[0], width))
+        padded[:, : x.shape[1]] = x
+        sent = padded.view(torch.uint8)
+        parts = [torch.empty_like(sent) for _ in range(self._size)]
+        started_s = time.perf_counter()
+        try:
+            self._group.allgather([parts], [sent]).wait()
+        except RuntimeError as error:
+            raise EngineError(f"a rank is lost: {error}") from error
+        self._waited_s += time.perf_counter() - started_s
+        return [part.view(x.dtype) for part in parts]
