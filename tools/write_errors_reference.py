@@ -150,7 +150,9 @@ def text() -> str:
     for part in dict.fromkeys(PARTS.values()):
         messages = [error.message for error in found if error.part == part]
         if messages:
-            page += f"\n### {part}\n\n" + "".join(f"- {_as_text(message)}\n" for message in messages)
+            page += f"\n### {part}\n\n" + "".join(
+                f"- {_as_text(message)}\n" for message in messages
+            )
     return page
 
 
