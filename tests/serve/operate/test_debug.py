@@ -40,7 +40,9 @@ def lines(text: str) -> list[dict[str, Any]]:
 
 
 def num_readers(engine: FakeEngine) -> int:
-    return sum(isinstance(follower, debug._RecordQueue) for follower in engine.step_log._followers)
+    return sum(
+        isinstance(follower, debug._RecordQueue) for follower in engine.step_log._step_followers
+    )
 
 
 def test_only_an_admin_key_resets_the_prefix_cache() -> None:
