@@ -17,7 +17,7 @@ import pytest
 from msgspec.structs import replace
 
 from quickstep.cluster.replicas import ReplicaSet
-from quickstep.config import EngineConfig, ReplicaConfig, RouterName, StreamConfig
+from quickstep.config import EngineConfig, LoRAConfig, ReplicaConfig, RouterName, StreamConfig
 from quickstep.core.explanation import explain
 from quickstep.core.recordings.routing import replay_routing
 from quickstep.engine.llm import engine_config
@@ -26,7 +26,7 @@ from quickstep.engine.remote.engine import RemoteEngine
 from quickstep.engine.remote.supervisor import RestartLimits
 from quickstep.engine.stats import EngineState
 from quickstep.errors import EngineError, RequestError
-from quickstep.model.checkpoint.source import local_checkpoint
+from quickstep.model.checkpoint.source import bundled_adapter, local_checkpoint
 from quickstep.types import Delta, FinishReason, Grammar, Request, SamplingParams
 
 TEXT = "def first(a):\n    return a\n\ndef second(a):\n    return a\n\n"
@@ -49,9 +49,11 @@ def run(
     restart_limits: RestartLimits = MANY_RESTARTS,
     model: str = "demo",
     record_routing: Path | None = None,
+    lora: LoRAConfig | None = None,
     **options: Any,
 ) -> None:
     config: EngineConfig = engine_config(model, {**OPTIONS, **options})
+    config = config if lora is None else replace(config, lora=lora)
 
     def make(number: int, step_log: StepLog, watcher: ReplicaSet) -> RemoteEngine:
         return RemoteEngine(
@@ -407,6 +409,33 @@ def test_an_adapter_moves_with_its_request_or_the_stream_ends() -> None:
         assert "'two' was unloaded or replaced" in end[2]
 
     run(test, num_replicas=1, enable_lora=True)
+
+
+def test_no_restart_brings_back_the_adapters_of_the_start(tmp_path: Path) -> None:
+    """Neither one that was unloaded, nor one that was replaced by what is gone from disk since."""
+    copies = {name: str(tmp_path / name) for name in ("replaced", "removed")}
+    bundled = bundled_adapter("demo-sql")
+    assert bundled is not None
+    for path in copies.values():
+        shutil.copytree(bundled, path)
+    names = ("unloaded", *copies)
+
+    async def test(engine: ReplicaSet) -> None:
+        await engine.unload_adapter("unloaded")
+        for name, path in copies.items():
+            await engine.load_adapter(name, path)
+        request = replace(request_of(engine, 0), adapter="replaced")
+        expected = await output(engine, request)
+        shutil.rmtree(copies["removed"])
+        kill(engine, 0)
+        assert await output(engine, request) == expected
+        for name in ("unloaded", "removed"):
+            refused = replace(request, request_id=name, adapter=name)
+            with pytest.raises(RequestError, match=f"{name!r} is not loaded"):
+                await output(engine, refused)
+
+    modules = tuple((name, "demo-docstrings") for name in names)
+    run(test, num_replicas=1, lora=LoRAConfig(modules=modules))
 
 
 def test_an_engine_that_ends_while_the_server_drains_ends_its_requests() -> None:

@@ -1,6 +1,6 @@
-"""Triton's interpreter without what it repeats: the results of kernels are the same, in a third of
-the time. Every value that a kernel computes is an object of Python with a type and a shape, and most
-of the time makes those.
+"""Triton's interpreter without what it repeats: the results of kernels are the same, in half of
+the time. Every value that a kernel computes is an object of Python with a type and a shape, and
+most of the time makes those.
 """
 
 from __future__ import annotations
@@ -20,8 +20,8 @@ def shorten_interpretation() -> None:
     _keep_numpy_types()
     _keep_shapes()
     _compare_objects_first()
-    # With this on, each sum of integers is computed again in 64 bits, and compared with the bounds of
-    # its type for an assertion that the interpreter ignores.
+    # With this on, each sum of integers is computed again in 64 bits, and compared with the bounds
+    # of its type for an assertion that the interpreter ignores.
     builder = interpreter.interpreter_builder
     assert not builder.options.debug
     builder.options = dataclasses.replace(builder.options, sanitize_overflow=False)

@@ -146,15 +146,25 @@ def test_any_body_is_answered_as_the_document_says(
     assert num_seen >= CASES_EACH
 
 
-def check(case: schemathesis.Case, mode: GenerationMode) -> None:
+def check_all(method: str, path: str, mode: GenerationMode, num: int) -> None:
+    """Bodies and parameters of schemathesis; one app answers them all."""
     engine = FakeEngine()
-    if mode is POSITIVE and case.operation.body:
-        case.body = as_integers(case.body)
-    response = asyncio.run(exchange(create_app(engine), **request_of(case)))
-    API.judge(case, response)
-    assert not engine.open_streams
-    if mode is POSITIVE:
-        judge_refusal(response)
+    app = create_app(engine)
+    with asyncio.Runner() as runner:
+
+        @num_cases(num)
+        @given(API.operation(method, path).as_strategy(mode))
+        def each(case: schemathesis.Case) -> None:
+            case.query.pop("follow", None)  # endless: test_debug has it
+            if mode is POSITIVE and case.operation.body:
+                case.body = as_integers(case.body)
+            response = runner.run(exchange(app, **request_of(case)))
+            API.judge(case, response)
+            assert not engine.open_streams
+            if mode is POSITIVE:
+                judge_refusal(response)
+
+        each()
 
 
 @pytest.mark.parametrize("mode", [POSITIVE, NEGATIVE], ids=["fits", "does_not_fit"])
@@ -162,12 +172,7 @@ def check(case: schemathesis.Case, mode: GenerationMode) -> None:
 def test_bodies_of_schemathesis_are_answered_as_the_document_says(
     method: str, path: str, mode: GenerationMode
 ) -> None:
-    @num_cases(SCHEMATHESIS_CASES_EACH)
-    @given(API.operation(method, path).as_strategy(mode))
-    def each(case: schemathesis.Case) -> None:
-        check(case, mode)
-
-    each()
+    check_all(method, path, mode, SCHEMATHESIS_CASES_EACH)
 
 
 def test_openais_endpoints_have_a_second_path() -> None:
@@ -197,10 +202,4 @@ def test_a_second_path_is_the_same_endpoint_with_the_same_document(method: str, 
 
 @pytest.mark.parametrize(("method", "path"), WITHOUT_BODY)
 def test_a_route_without_a_body_answers_as_the_document_says(method: str, path: str) -> None:
-    @num_cases(50)
-    @given(API.operation(method, path).as_strategy(POSITIVE))
-    def each(case: schemathesis.Case) -> None:
-        case.query.pop("follow", None)  # endless: test_debug has it
-        check(case, POSITIVE)
-
-    each()
+    check_all(method, path, POSITIVE, 50)

@@ -239,7 +239,12 @@ class RemoteEngine:
         self._resets: deque[asyncio.Future[int]] = deque()  # answered in order
         self._changes: dict[int, asyncio.Future[LoadedAdapter | None]] = {}  # of adapters
         self._num_changes = 0
-        self._loaded_adapters: dict[str, str] = {}  # paths by name, for a new process
+        # What clients changed, for a new process: paths by name, None for those of the start that
+        # are unloaded.
+        self._changed_adapters: dict[str, str | None] = {}
+        self._adapters_at_start = frozenset(
+            () if config.lora is None else (name for name, _ in config.lora.modules)
+        )
         self._streams = RemoteStreams(clock, moves=watcher is not None)
         self._intake = RequestIntake(open_seeds(config.seed), self._streams)
         self._ahead: asyncio.Task[Texts | None] | None = None
@@ -550,7 +555,7 @@ class RemoteEngine:
             process, number, LoadAdapter(number, name, path, is_from_client)
         )
         assert loaded is not None, "an adapter was loaded"
-        self._loaded_adapters[name] = loaded.path
+        self._changed_adapters[name] = loaded.path
         return loaded
 
     async def unload_adapter(self, name: str) -> None:
@@ -563,7 +568,9 @@ class RemoteEngine:
         process = self._running_process()
         number = self._next_change()
         await self._changed(process, number, UnloadAdapter(number, name))
-        self._loaded_adapters.pop(name, None)
+        self._changed_adapters.pop(name, None)
+        if name in self._adapters_at_start:
+            self._changed_adapters[name] = None
 
     def _next_change(self) -> int:
         self._num_changes += 1
@@ -675,8 +682,11 @@ class RemoteEngine:
         self._model = _LoadedModel(facts, texts, files)
         self._is_draining = False
         self._worker_stats.update(opened.stats)
-        for name, adapter_path in self._loaded_adapters.items():  # by clients of an earlier process
-            process.sender.put(LoadAdapter(self._next_change(), name, adapter_path, False))
+        for name, adapter_path in self._changed_adapters.items():
+            if name in self._adapters_at_start:  # no request may get what it was at the start
+                process.sender.put(UnloadAdapter(self._next_change(), name))
+            if adapter_path is not None:
+                process.sender.put(LoadAdapter(self._next_change(), name, adapter_path, False))
 
     async def _texts_of(self, facts: ModelFacts) -> Texts:
         """Tokenizer and template of a loaded model: the engine's, or this host's own copy."""
