@@ -8,6 +8,7 @@ import asyncio
 import importlib.util
 import os
 import signal
+import subprocess
 from collections.abc import Awaitable, Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -200,6 +201,10 @@ def hosts() -> Iterator[Hosts]:
         if link.proxy is not None:
             pytest.skip("two hosts need network namespaces, which are not permitted here")
         near = link.listen.rpartition(".")[0] + ".1"
+        inside = ("ip", "-n", link.namespace)
+        subprocess.run([*inside, "link", "set", "lo", "up"], check=True)
+        # Ray may name this host by another one of its addresses
+        subprocess.run([*inside, "route", "add", "default", "via", near], check=True)
         with ray_cluster(near) as found:
             yield Hosts(found, link)
 
