@@ -11,8 +11,8 @@ COPY --from=build /wheels /wheels
 # EXTRAS="[torch]" adds PyTorch: GPUs, mixtures of experts, GGUF and other quantized checkpoints.
 ARG EXTRAS=""
 RUN wheel=$(ls /wheels/*.whl) && pip install --no-cache-dir "${wheel}${EXTRAS}" && rm -r /wheels \
-    && useradd --create-home quickstep && mkdir /cache && chown quickstep /cache
-USER quickstep
+    && useradd --create-home --uid 1000 quickstep && mkdir /cache && chown quickstep /cache
+USER 1000
 ENV HF_HOME=/cache
 VOLUME /cache
 EXPOSE 8000

@@ -21,13 +21,17 @@ REQUIREMENTS := 'import tomllib; project = tomllib.load(open("pyproject.toml", "
 print(*project["dependencies"], *project["optional-dependencies"]["dev"], sep="\n")'
 
 CLIENTS := .venv-clients
+DEPLOY := .venv-deploy
+DOCS := .venv-docs
 
-.PHONY: help demo test docs-test clients check format bench soak peers gpu kernels verify verify-long native reference clean
+.PHONY: help demo test docs docs-test deploy-check manifests clients check counts format bench soak peers gpu kernels verify verify-long native reference clean
 
 help:
 	@echo "make demo         stream text from the bundled model"
 	@echo "make test         run the tests"
+	@echo "make docs         a searchable site of all pages in build/docs/html"
 	@echo "make docs-test    run every block of README and docs/guide, for two minutes"
+	@echo "make deploy-check check the chart and the manifests in deploy/; make manifests writes them"
 	@echo "make check        linter, types, layers, names, docs, API reference"
 	@echo "make format       format the code and fix what the linter can"
 	@echo "make native       rebuild the native kernels"
@@ -72,10 +76,29 @@ test: $(READY)
 	$(PYTEST) --without-torch tests/pure
 	$(PYTEST) --ignore=tests/pure
 
+# Strict: a link that leads nowhere ends it. `tools/check_docs.py` checks links in `make check`, without Sphinx.
+docs: $(DOCS)/.ready
+	$(DOCS)/bin/python tools/build_docs.py
+
+$(DOCS)/.ready: docs/requirements.txt
+	$(PYTHON) -m venv $(DOCS)
+	$(DOCS)/bin/python -m pip install --quiet --disable-pip-version-check -r $<
+	@touch $@
+
 # What README and docs/guide tell a reader to type, with real servers, and what the pages say it prints.
 docs-test: $(READY)
 	$(BIN)/python tools/run_guides.py
 	$(BIN)/python tools/write_guide_outputs.py --check
+
+# The chart and the manifests in deploy/, with Helm's library and Kubernetes' schemas; `make manifests`
+# writes the manifests from the chart.
+deploy-check manifests: $(DEPLOY)/.ready
+	$(DEPLOY)/bin/python tools/check_deploy.py $(if $(filter manifests,$@),--write)
+
+$(DEPLOY)/.ready: deploy/requirements.txt
+	$(PYTHON) -m venv $(DEPLOY)
+	$(DEPLOY)/bin/python -m pip install --quiet --disable-pip-version-check -r $<
+	@touch $@
 
 # Clients of other people against a live server, each group with its packages in an environment of
 # its own: some want version 2 of OpenAI's client and the others version 3.
@@ -113,6 +136,7 @@ check: $(READY)
 	$(BIN)/python tools/check_defaults.py
 	$(BIN)/python tools/check_docs.py
 	$(BIN)/python tools/check_commits.py
+	$(BIN)/python tools/count_calls.py
 	$(BIN)/python tools/write_api_reference.py --check
 	$(BIN)/python tools/write_metrics_reference.py --check
 	$(BIN)/python tools/write_flags_reference.py --check
@@ -120,6 +144,10 @@ check: $(READY)
 	$(BIN)/python tools/write_python_reference.py --check
 	$(BIN)/python tools/write_errors_reference.py --check
 	$(BIN)/python tools/write_environment_reference.py --check
+
+# Calls and instructions of fixed steps, compared with tools/count_bounds.json; a part of `check`.
+counts: $(READY)
+	$(BIN)/python tools/count_calls.py
 
 format: $(READY)
 	$(BIN)/ruff check --fix .
@@ -167,4 +195,4 @@ kernels: $(READY)
 	$(BIN)/python tools/compile_kernels.py
 
 clean:
-	rm -rf $(VENV) $(CLIENTS) build dist src/quickstep/_native .pytest_cache .mypy_cache .ruff_cache .hypothesis
+	rm -rf $(VENV) $(CLIENTS) $(DEPLOY) $(DOCS) build dist src/quickstep/_native .pytest_cache .mypy_cache .ruff_cache .hypothesis

@@ -29,12 +29,15 @@ import os
 import signal
 import sys
 from collections.abc import Iterator
+from importlib.util import find_spec
 from pathlib import Path
 from types import ModuleType, SimpleNamespace
 from typing import Any
 
 import pytest
 from hypothesis import settings
+
+_ROOT = Path(__file__).resolve().parents[1]
 
 collect_ignore = ["clients"]  # they need other packages: `make clients`
 os.environ["QUICKSTEP_CACHE_DIR"] = ""  # empty: store nothing
@@ -60,6 +63,13 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 
 def pytest_configure(config: pytest.Config) -> None:
+    spec = find_spec("quickstep")
+    imported = Path(spec.origin).resolve() if spec is not None and spec.origin else Path()
+    if "site-packages" not in imported.parts and not imported.is_relative_to(_ROOT):
+        raise pytest.UsageError(
+            f"quickstep is imported from {imported}, not from {_ROOT}: an editable installation "
+            "comes before PYTHONPATH; use an environment in which quickstep is not installed"
+        )
     if config.getoption("--without-torch"):
         sys.modules["torch"] = None  # type: ignore[assignment]  # `import torch` raises
 

@@ -34,6 +34,7 @@ NOT_RUN: Mapping[str, str] = {
     r"\bQwen/": "downloads a checkpoint",
     r"\bbig-model\b|\bMODEL --": "has a placeholder",
     r"^docker ": "builds an image",
+    r"^(kubectl|helm) ": "needs a cluster",
     r"^pip install |^make demo": "installs",
     r"--otlp-traces-endpoint": "needs the extra otel",
     r"--sweep |--rate 2,8,32 ": "write_guide_outputs.py runs it",

@@ -53,6 +53,11 @@ class Trace:
         threading.setprofile(self._called)
         sys.setprofile(self._called)
 
+    def uninstall(self) -> None:
+        """Trace no more."""
+        threading.setprofile(None)
+        sys.setprofile(None)
+
     def start(self) -> None:
         """Count from now on."""
         self._calls.clear()
@@ -176,8 +181,8 @@ async def print_functions(out: Path, trace: Trace) -> None:
     print(f"total: {sum(map(len, functions.values()))}")
 
 
-async def print_calls(out: Path, trace: Trace) -> None:
-    """Print the calls of a token, and those of each function."""
+async def calls_by_function(out: Path, trace: Trace) -> tuple[dict[str, float], dict[str, float]]:
+    """The calls of a token at batch size 1, and those of each further stream, by function."""
     async with traced_server(out, trace) as served:
         await served.send(NUM_STREAMS, MANY_TOKENS)
         alone = await served.calls_per_step(1)
@@ -185,6 +190,23 @@ async def print_calls(out: Path, trace: Trace) -> None:
     further = {
         name: (count - alone.get(name, 0.0)) / (NUM_STREAMS - 1) for name, count in together.items()
     }
+    return alone, further
+
+
+async def num_calls(out: Path) -> tuple[float, float]:
+    """The calls of a token at batch size 1, and those of each further stream."""
+    trace = Trace()
+    trace.install()
+    try:
+        alone, further = await calls_by_function(out, trace)
+    finally:
+        trace.uninstall()
+    return sum(alone.values()), sum(further.values())
+
+
+async def print_calls(out: Path, trace: Trace) -> None:
+    """Print the calls of a token, and those of each function."""
+    alone, further = await calls_by_function(out, trace)
     for name in sorted(alone, key=lambda name: (-alone[name], name)):
         if max(alone[name], further.get(name, 0.0)) >= 0.05:
             print(f"{alone[name]:6.2f} {further.get(name, 0.0):6.2f}  {name}")

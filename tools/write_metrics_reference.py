@@ -27,7 +27,7 @@ have. A histogram has `_bucket`, `_sum` and `_count`. All have the labels `model
 USUAL_LABELS = {"model_name", "engine"}
 
 
-def families() -> list[Any]:
+def families(prefix: str = "quickstep") -> list[Any]:
     """Everything that a server with all options reports."""
     sys.path[:0] = [str(ROOT / "src"), str(ROOT / "tests" / "support")]
     from fake_engine import FakeEngine
@@ -46,7 +46,7 @@ def families() -> list[Any]:
             scheduler = replace(stats.scheduler, adapters=adapters)
             return replace(stats, scheduler=scheduler, replicas=(replica,))
 
-    options = MetricsOptions(goodput_ms={"ttft": 1.0})
+    options = MetricsOptions(prefix=prefix, goodput_ms={"ttft": 1.0})
     metrics = ModelMetrics(EngineWithAdapters(), "model", options)
     return sorted(metrics.registry.collect(), key=lambda family: family.name)
 

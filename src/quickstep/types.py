@@ -352,7 +352,8 @@ class StepPlan(msgspec.Struct, frozen=True):
     @property
     def num_tokens(self) -> int:
         """Total tokens of all rows."""
-        return sum(map(_NUM_TOKENS, self.rows)) + self.num_grouped_rows
+        num_listed: int = sum(map(_NUM_TOKENS, self.rows))
+        return num_listed + self.num_grouped_rows
 
 
 class TokenLogprobs(msgspec.Struct, frozen=True):

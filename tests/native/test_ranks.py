@@ -11,8 +11,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from golden_cases import Case
 from process_lists import workers
-from tiny_checkpoint import write_checkpoint
+from tiny_checkpoint import VOCAB, write_checkpoint, write_tokenizer
 
 from adapter_files import ALL, adapter_config, adapter_tensors, write_adapter, write_files
 from quickstep import LLM, Grammar, LoRARequest, SamplingParams
@@ -70,6 +71,7 @@ def outputs(folder: Path, split: dict[str, int], **options: Any) -> list[Any]:
     [
         pytest.param({"enable_lora": True, "max_lora_rank": 16}, id="adapters"),
         pytest.param({"enable_lora": True, "lora_dtype": "int8"}, id="int8 adapters"),
+        pytest.param({"enable_lora": True, "enforce_eager": True}, id="op by op"),
         pytest.param({"kv_cache_dtype": "int8", "num_blocks": 40}, id="int8 keys, preempted"),
         pytest.param(
             {
@@ -91,6 +93,20 @@ def test_processes_have_the_outputs_of_one(folder: Path, options: dict[str, Any]
     one, two, stages = (outputs(folder, split, **options) for split in ({}, RANKS, STAGES))
     assert one == two
     assert one == stages
+
+
+def test_a_mixture_of_experts_has_the_outputs_of_one_process(tmp_path: Path) -> None:
+    sizes = {"num_local_experts": 3, "num_experts_per_tok": 2, "vocab_size": VOCAB}
+    Case("mixture", "Mixtral", sizes | {"eos_token_id": 256}).save(tmp_path / "base")
+    write_tokenizer(tmp_path / "base")
+    spec = read_spec(tmp_path / "base")
+    of_experts = (*ALL[:4], "gate", "w1", "w2", "w3")
+    for index in range(3):
+        targets = of_experts[: 4 + 2 * index]
+        write_adapter(tmp_path / f"a{index}", spec, targets, rank=4, seed=index)
+    options = {"enable_lora": True, "max_num_batched_tokens": 48}
+    assert outputs(tmp_path, {}, **options) == outputs(tmp_path, {**RANKS, **STAGES}, **options)
+    assert not ranks()
 
 
 def test_ranks_without_a_kv_cache_have_the_outputs_of_one_process(folder: Path) -> None:
@@ -174,7 +190,6 @@ def test_verify_refuses_to_compare_ranks_with_as_many() -> None:
         ({"pipeline_parallel_size": 9}, "the model has 2 layers; each stage needs one"),
         ({"pipeline_parallel_size": 2, "use_kv_cache": False}, "leave --no-kv-cache out"),
         ({"pipeline_parallel_size": 2, "kernels": "reference"}, "needs the native kernels"),
-        ({"tensor_parallel_size": 2, "enforce_eager": True}, "leave --enforce-eager out"),
         ({"tensor_parallel_size": 2, "kernels": "reference"}, "needs the native kernels"),
     ],
 )

@@ -393,7 +393,8 @@ def _max_model_len(args: argparse.Namespace, spec: ModelSpec) -> int:
 
 def _phases(args: argparse.Namespace, candidate: Candidate) -> PhasePools | None:
     """The engines of each phase; None if every engine does both. Raises ConfigError."""
-    from quickstep.plan.hardware import find_link, read_hardware
+    from quickstep.core.handover import TRANSFER_BYTES_PER_S
+    from quickstep.plan.hardware import THIS, Link, find_link, parse_hardware, read_hardware
     from quickstep.plan.traffic import PhasePools
 
     counts = args.prefill_replicas, args.decode_replicas
@@ -407,6 +408,8 @@ def _phases(args: argparse.Namespace, candidate: Candidate) -> PhasePools | None
             "--faults and --sweep"
         )
     link = candidate.hardware.link
+    if parse_hardware(args.hardware)[0] == THIS:  # between processes
+        link = Link(TRANSFER_BYTES_PER_S / 1e9, 0.0, "docs/design/0060")
     if args.kv_link is not None:
         link = find_link("--kv-link", args.kv_link, read_hardware(args.hardware_file))
     return PhasePools(*counts, candidate, link)

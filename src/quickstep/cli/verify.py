@@ -35,7 +35,7 @@ from quickstep.errors import ConfigError
 if TYPE_CHECKING:
     from llguidance import LLMatcher
 
-    from quickstep.config import LoadConfig
+    from quickstep.config import LoadConfig, SpeculationConfig
     from quickstep.engine.ranks.processes import ModelProcesses
     from quickstep.model.interface import Model
     from quickstep.model.sizing import MemoryPlan
@@ -424,6 +424,7 @@ class _Checkpoint:
             ),
             cache=CacheConfig(block_size=options.block_size, kv_dtype=options.kv_dtype),
             lora=LoRAConfig() if options.num_adapters else None,
+            speculation=self._speculation(),
         )
         self._processes = ModelProcesses(config.load)
         return load_with_processes(config, plan, self._processes), self._processes.links
@@ -436,31 +437,21 @@ class _Checkpoint:
 
     def open_proposers(self, model: Model, plan: MemoryPlan) -> dict[str, Proposer]:
         """What drafts for the model that was loaded last. Raises ConfigError."""
-        from quickstep.config import (
-            CacheConfig,
-            EngineConfig,
-            ProposerConfig,
-            SpeculationConfig,
-            SpeculationMethod,
-        )
-        from quickstep.engine.speculation import draft_checkpoints, open_model_proposers
+        from quickstep.config import CacheConfig, EngineConfig
+        from quickstep.engine.speculation import open_model_proposers
 
-        proposers = tuple(ProposerConfig(model=name) for name in self._draft_models)
         config = EngineConfig(
             load=self._config,
             cache=CacheConfig(block_size=self._options.block_size),
-            speculation=SpeculationConfig(proposers),
+            speculation=self._speculation(),
         )
-        if self._processes is not None:  # the others read matrices that are divided
-            complete = [
-                one.load.model
-                for one in draft_checkpoints(config)
-                if one.method is SpeculationMethod.DRAFT
-            ]
-            proposers = tuple(ProposerConfig(model=name) for name in complete)
-            config = replace(config, speculation=SpeculationConfig(proposers))
         opened = open_model_proposers(config, model, plan, self._checkpoint.path)
         return {one.name: one for one in opened}
+
+    def _speculation(self) -> SpeculationConfig:
+        from quickstep.config import ProposerConfig, SpeculationConfig
+
+        return SpeculationConfig(tuple(ProposerConfig(model=name) for name in self._draft_models))
 
     def new_matcher(self, grammar: Grammar) -> tuple[LLMatcher, ClosingStart]:
         """Compile a grammar for the model that was loaded last; compiling may block here."""

@@ -637,6 +637,7 @@ class ReplicaSet:
             reported_at_s=engine.reported_at_s,
             num_sent=engine.num_undecided,
             num_blocks=engine.num_blocks,
+            num_free_blocks=engine.num_free_blocks,
             costs=engine.costs,
         )
 

@@ -429,7 +429,8 @@ class LinearCostModel:
         fitted = self.usual_seconds(load)
         predicted = max(fitted, self._least_s, _MIN_SECONDS)
         self._least_s = min(seconds, _LEAST_GROWTH * self._least_s or seconds)
-        if not self._is_scaled or self._was_cold(seconds, predicted):
+        is_early = self._num_learnt < _NUM_COLD_STEPS
+        if not self._is_scaled or (is_early and self._was_cold(seconds, predicted)):
             self._scale(seconds / max(fitted, _MIN_SECONDS))
             predicted = seconds
         values = astuple(load)
@@ -456,7 +457,21 @@ class LinearCostModel:
             max(0, load.num_tokens - _MANY_TOKENS),
         )
         bounded_s = min(_MAX_RATIO * predicted, max(predicted / _MAX_RATIO, seconds))
-        self._add((1, *values, *once_or_beyond), bounded_s, scale=max(predicted, bounded_s))
+        scale = max(predicted, bounded_s)  # of the step in the normal equations
+        if self._gain > _MAX_GAIN:
+            self._moment = [value / self._gain for value in self._moment]
+            self._gram = [[value / self._gain for value in row] for row in self._gram]
+            self._gain = 1.0
+        self._gain /= self._forgetting
+        terms: list[tuple[int, float]] = []
+        for index, value in enumerate((1, *values, *once_or_beyond)):
+            if value:
+                terms.append((index, value / scale))
+        for index, term in terms:
+            weighted, row = self._gain * term, self._gram[index]
+            self._moment[index] += weighted * (bounded_s / scale)
+            for other, factor in terms:
+                row[other] += weighted * factor
         self._sweep()
 
     def converge(self) -> None:
@@ -482,26 +497,11 @@ class LinearCostModel:
             self._lowest = tuple(map(min, self._lowest, values))
             self._highest = tuple(map(max, self._highest, values))
 
-    def _add(self, values: tuple[int, ...], seconds: float, scale: float) -> None:
-        """Add a step to the normal equations, divided by `scale`."""
-        if self._gain > _MAX_GAIN:
-            self._moment = [value / self._gain for value in self._moment]
-            self._gram = [[value / self._gain for value in row] for row in self._gram]
-            self._gain = 1.0
-        self._gain /= self._forgetting
-        terms = [(index, value / scale) for index, value in enumerate(values) if value]
-        for index, term in terms:
-            weighted, row = self._gain * term, self._gram[index]
-            self._moment[index] += weighted * (seconds / scale)
-            for other, factor in terms:
-                row[other] += weighted * factor
-
     def _was_cold(self, seconds: float, predicted: float) -> bool:
-        """Whether the first steps were so slow, against this one, that they say nothing of others:
-        memory and kernels were not ready.
+        """Whether the first steps were so slow, against this one, which is one of them, that they
+        say nothing of others: memory and kernels were not ready.
         """
-        is_early = self._num_learnt < _NUM_COLD_STEPS and self._num_learnt == self._num_steps
-        return is_early and seconds * _COLD_RATIO < predicted
+        return self._num_learnt == self._num_steps and seconds * _COLD_RATIO < predicted
 
     def _scale(self, factor: float) -> None:
         """Multiply all start values, as the only thing that is known."""

@@ -41,9 +41,9 @@ class Phases(msgspec.Struct, frozen=True):
     block_bytes: int
     bytes_per_s: float = TRANSFER_BYTES_PER_S
 
-    def transfer_s(self, num_tokens: int) -> float:
-        """How long the full blocks of so many tokens are on their way."""
-        return num_tokens // self.block_size * self.block_bytes / self.bytes_per_s
+    def transfer_s(self, num_blocks: int) -> float:
+        """How long so many blocks are on their way."""
+        return num_blocks * self.block_bytes / self.bytes_per_s
 
 
 class Assignment(msgspec.Struct, frozen=True):
@@ -108,7 +108,8 @@ def assign(
 ) -> Assignment:
     """Choose the engines of a request among those whose view is up, by number. `is_divided`: two
     engines may share it (`can_hand_over`). `fingerprints`, of the engines' weights: KV goes between
-    equal ones only.
+    equal ones only. A prompt for which the second engine has no room is not computed elsewhere: the
+    transfer would be refused, and the prompt computed twice.
     """
     up = [number for number, view in enumerate(views) if view.is_up]
     first = phases.num_prefill
@@ -122,12 +123,15 @@ def assign(
         for other in up
         if other < first <= number and fingerprints[other] == fingerprints[number]
     ]
-    if not (is_divided and prefillers):
+    num_blocks = (request.num_prompt_tokens - cached[number]) // phases.block_size
+    room = views[number].num_free_blocks
+    has_room = room is None or num_blocks <= room
+    if not (is_divided and prefillers and has_room):
         return Assignment(number)
     *of_prefill, of_decode = [
         PhaseEngine(other, views[other], cached[other]) for other in (*prefillers, number)
     ]
-    transfer_s = phases.transfer_s(request.num_prompt_tokens - cached[number])
+    transfer_s = phases.transfer_s(num_blocks)
     chosen = choose_prefill(request, of_prefill, of_decode, transfer_s, now)
     if chosen is None:
         return Assignment(number)

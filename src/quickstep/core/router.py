@@ -47,6 +47,7 @@ class ReplicaView(msgspec.Struct, frozen=True, kw_only=True):
         reported_at_s: When that came, by the driver's clock; None before the first report.
         num_sent: Sequences that the driver has sent there since, which the state does not count.
         num_blocks: KV blocks that it has, of the size of a request's; None if that is not known.
+        num_free_blocks: How many of them no sequence uses; None likewise.
         costs: Predicts the replica's steps: a `LinearCostModel` of the coefficients that it has
             reported, or what a simulated replica is made of. None if they are not known.
         adapters: Ids of the LoRA adapters in its memory.
@@ -59,6 +60,7 @@ class ReplicaView(msgspec.Struct, frozen=True, kw_only=True):
     reported_at_s: float | None = None
     num_sent: int = 0
     num_blocks: int | None = None
+    num_free_blocks: int | None = None
     costs: CostModel | None = None
     adapters: frozenset[str] = frozenset()
     adapter_load_s: float = 0.0

@@ -142,6 +142,11 @@ class Scheduler:
         """KV blocks of the pool."""
         return self._pool.num_blocks
 
+    @property
+    def num_free_blocks(self) -> int:
+        """Those of them that no sequence uses."""
+        return self._pool.num_free
+
     def add(self, request: Request, now: float) -> None:
         """Queue the `n` sequences of a request.
 
@@ -269,7 +274,7 @@ class Scheduler:
         held = {sequence.sequence_id for sequence in over_share} if over_share else ()
         sequences = list(batch)
         if held:
-            sequences = [one for one in sequences if one.sequence_id not in held]
+            sequences = [seq for seq in sequences if seq.sequence_id not in held]
         if held and num_stages > 1:
             over_share = [sequence for sequence in batch if sequence.sequence_id in held]
         num_drafts = self._budget.of_drafts(

@@ -55,7 +55,7 @@ if TYPE_CHECKING:
     from quickstep.ops.tensors import Array, Device, DType
     from quickstep.runtime.executors.device import DeviceExecutor
     from quickstep.runtime.executors.local import LocalExecutor
-    from quickstep.runtime.steps.captured import CapturedSteps
+    from quickstep.runtime.steps.divided import DividedSteps
     from quickstep.runtime.steps.pipeline import StageFollower, StageLinks
     from quickstep.runtime.steps.ranked import RankFollower
     from quickstep.runtime.steps.step_model import GraphOptions
@@ -438,7 +438,7 @@ def _planned(config: EngineConfig, checkpoint: Checkpoint | None, place: int = 0
             why_torch = reason_for_torch(weights, ops, config.load, config.cache.kv_dtype)
     if why_torch:
         require_torch(why_torch)
-        set_threads(config.load.num_threads)
+        set_threads(num_threads(config.load))
     return _Planned(checkpoint, spec, device, dtype, ops, held_bytes, why_torch)
 
 
@@ -562,14 +562,12 @@ def _check_ranks(config: EngineConfig, planned: _Planned) -> None:
     """Refuse what several processes cannot compute, warn of what they compute slowly. Raises
     ConfigError.
     """
-    from quickstep.engine.speculation import check_rank_drafts
     from quickstep.model.sharding import check_ranks
     from quickstep.model.stages import check_stages
 
     load = config.load
     check_stages(planned.spec, load.pipeline_parallel_size)
     check_ranks(planned.spec, load.tensor_parallel_size)
-    check_rank_drafts(config)
     option = f"--tensor-parallel-size {load.tensor_parallel_size}"
     if load.pipeline_parallel_size > 1:
         option = f"--pipeline-parallel-size {load.pipeline_parallel_size}"
@@ -578,8 +576,6 @@ def _check_ranks(config: EngineConfig, planned: _Planned) -> None:
     needs = f"{option} needs"
     if planned.ops.steps is None:
         raise ConfigError(f"{needs} the native kernels of a CPU: leave --device and --kernels out")
-    if config.enforce_eager:
-        raise ConfigError(f"{needs} captured steps; leave --enforce-eager out")
     cores = usable_cores()
     if load.num_ranks > (load.num_threads or cores):
         _LOGGER.warning(
@@ -634,8 +630,8 @@ def open_rank(
             probed_logits(model, kv_dtype)  # which rank 0 compares (`_warn_of_kv`)
     if config.lora is not None:
         _own_biases(model, part[0])
-    decoder, steps, kv = _open_part(config, model, kv_layout, plan)
-    return RankFollower(decoder, steps, kv, ranks)
+    decoder, steps = _open_part(config, spec, model, kv_layout, plan)
+    return RankFollower(decoder, steps, ranks)
 
 
 def open_stage(
@@ -644,36 +640,40 @@ def open_stage(
     """Load a stage that is not the last, with its ranks; returns the biases of its matrices too, if
     adapters may change them. Raises ConfigError.
     """
-    from quickstep.runtime.steps.captured import CapturedSteps
+    from quickstep.runtime.steps.divided import DividedSteps
     from quickstep.runtime.steps.pipeline import StageFollower
-    from quickstep.runtime.steps.ranked import RankedSteps, with_ranks
+    from quickstep.runtime.steps.ranked import with_ranks
 
     planned = _planned(config, None, processes.stage.number * processes.shard.size)
     model = _load_planned(config, planned, plan, processes, None)
     kv_layout = model.kv_layout.stored_as(config.cache.kv_dtype)
     biases = {} if config.lora is None else _own_biases(model, processes.shard)
-    decoder, steps, _ = _open_part(config, model, kv_layout, plan)
+    decoder, steps = _open_part(config, planned.spec, model, kv_layout, plan)
     processes.wait_opened(model.fingerprint)
     own = with_ranks(steps, decoder)
-    assert isinstance(own, CapturedSteps | RankedSteps)
+    assert isinstance(own, DividedSteps)
     return StageFollower(decoder, own, links, time.perf_counter), biases
 
 
 def _open_part(
-    config: EngineConfig, model: Model, kv_layout: KVLayout, plan: MemoryPlan
-) -> tuple[Decoder, CapturedSteps, KVCache]:
-    """The captured steps of another process's part, with its KV cache."""
+    config: EngineConfig, spec: ModelSpec, model: Model, kv_layout: KVLayout, plan: MemoryPlan
+) -> tuple[Decoder, DividedSteps]:
+    """The steps of another process's part, with its KV cache."""
+    from quickstep.engine.speculation import aux_layers
     from quickstep.model.decoder import Decoder
     from quickstep.runtime.cache.kv_cache import allocate_kv
-    from quickstep.runtime.steps.captured import CapturedSteps
+    from quickstep.runtime.steps.divided import DividedSteps
     from quickstep.runtime.steps.opening import open_steps
 
     block_size = config.cache.block_size
     kv = allocate_kv(kv_layout, plan.num_blocks, block_size, model.device)
     adapters: dict[str, LoRAAdapter] | None = None if config.lora is None else {}
-    steps = open_steps(model, kv, block_size, enforce_eager=False, adapters=adapters)
-    assert isinstance(model, Decoder) and isinstance(steps, CapturedSteps)
-    return model, steps, kv
+    assert isinstance(model, Decoder)
+    # what the stages before the last one pass on to its EAGLE layer
+    aux = aux_layers(config, spec) if model.stage.size > 1 else ()
+    steps = open_steps(model, kv, block_size, config.enforce_eager, adapters, aux)
+    assert isinstance(steps, DividedSteps)
+    return model, steps
 
 
 def _warn_of_kv(model: Model, kv_dtype: str) -> None:

@@ -195,6 +195,12 @@ class Engine:
         """Of a KV block that is transferred."""
         return 0 if self._kv_transfers is None else self._kv_transfers.block_bytes
 
+    @property
+    def has_open_transfers(self) -> bool:
+        """Whether KV blocks are on their way from or to it."""
+        transfers = self._scheduler.transfers
+        return transfers is not None and transfers.are_open
+
     def stats(self) -> EngineStats:
         """The engine's current state."""
         now = self._clock()
@@ -621,7 +627,7 @@ def _done(ticket: Ticket) -> Awaitable[None]:
         return asyncio.sleep(0)
     loop = asyncio.get_running_loop()
     done = loop.create_future()
-    ticket.add_done_callback(partial(loop.call_soon_threadsafe, _resolve, done))
+    ticket.add_done_callback(partial(loop.call_soon_threadsafe, partial(_resolve, done)))
     return done
 
 

@@ -22,6 +22,7 @@ from quickstep.model.sizing import DraftSizes, ElementBytes
 
 if TYPE_CHECKING:
     from quickstep.model.checkpoint.source import Checkpoint
+    from quickstep.model.decoder import Decoder
     from quickstep.model.decoder_spec import ModelSpec
     from quickstep.model.eagle import EagleSpec
     from quickstep.model.interface import Model
@@ -48,12 +49,16 @@ def draft_sizes(
 ) -> tuple[DraftSizes, ...]:
     """What each model that drafts needs of the memory next to a target. Raises ConfigError."""
     block_size = config.cache.block_size
-    return tuple(
-        [
-            sizes_of(draft, target, dtype_bytes, scratch_bytes, block_size)
-            for draft in draft_checkpoints(config)
-        ]
-    )
+    found = []
+    for draft in draft_checkpoints(config):
+        sizes = sizes_of(draft, target, dtype_bytes, scratch_bytes, block_size)
+        if config.load.num_ranks > 1 and draft.method is not SpeculationMethod.DRAFT:
+            # a second embedding and output projection (`_drafted_target`)
+            outer_bytes = 2 * target.vocab_size * target.hidden_size * dtype_bytes
+            elements = replace(sizes.elements, weights=sizes.weight_bytes + outer_bytes)
+            sizes = replace(sizes, elements=elements)
+        found.append(sizes)
+    return tuple(found)
 
 
 def sizes_of(
@@ -110,17 +115,13 @@ def draft_checkpoints(config: EngineConfig) -> list[DraftCheckpoint]:
     return found
 
 
-def check_rank_drafts(config: EngineConfig) -> None:
-    """Refuse drafts that read a target's embedding or output projection, of which each of several
-    ranks has a part. Raises ConfigError.
-    """
+def aux_layers(config: EngineConfig, target: ModelSpec) -> tuple[int, ...]:
+    """Layers of a target whose inputs its EAGLE 3 layer reads, ascending. Raises ConfigError."""
+    found: set[int] = set()
     for draft in draft_checkpoints(config):
-        if draft.method is not SpeculationMethod.DRAFT:
-            raise ConfigError(
-                f"--speculative-model {draft.load.model} is of the method {draft.method.value}, "
-                "which runs in one process: leave --tensor-parallel-size out, or draft with a "
-                "complete model, n-grams or suffixes"
-            )
+        if draft.method is SpeculationMethod.EAGLE3:
+            found.update(_find_eagle(draft.load, target, is_fused=True)[1].aux_layers)
+    return tuple(sorted(found))
 
 
 def check_methods(models: Sequence[tuple[SpeculationMethod, str]]) -> None:
@@ -157,6 +158,8 @@ def _open_model(
             "use --speculative-method suffix"
         )
     width = config.speculation.tree_width
+    if method is not SpeculationMethod.DRAFT:
+        model = _drafted_target(config, model)
     if method is SpeculationMethod.MEDUSA:
         from quickstep.runtime.speculation.medusa import MedusaProposer, load_medusa
 
@@ -168,6 +171,18 @@ def _open_model(
     found = find_draft(load, model.ops.scratch_bytes)
     ops = replace(model.ops, ranks=None)  # only rank 0 drafts
     return load_draft(found, model, path, ops, plan, block_size, config.enforce_eager)
+
+
+def _drafted_target(config: EngineConfig, model: Decoder) -> Decoder:
+    """The target as an EAGLE layer and Medusa heads read it: its complete embedding and output
+    projection, also where several processes have them. Only the engine's process drafts.
+    """
+    if model.ops.ranks is None and model.stage.size == 1:
+        return model
+    from quickstep.model.checkpoint.source import find_checkpoint
+    from quickstep.model.loader import without_layers
+
+    return without_layers(find_checkpoint(config.load), model, config.load)
 
 
 class FoundDraft(msgspec.Struct, frozen=True):

@@ -18,7 +18,7 @@ from quickstep.model.layers.interface import LayerStack, LayerStep
 from quickstep.model.layers.residual import build_layers
 from quickstep.model.rope import RopeTable
 from quickstep.model.sharding import Shard
-from quickstep.model.stages import Stage
+from quickstep.model.stages import NUM_CARRIED, Stage
 from quickstep.ops.table import KVCache, LoRAMapping, OpTable, PagedLayout
 from quickstep.ops.tensors import AnyTensor, Device, rounded
 
@@ -140,26 +140,31 @@ class Decoder:
         """`Model.forward`, and the inputs [T, hidden] of these layers, numbered from 0.
 
         With emitting tokens only, the last layer stops at its KV for others: the layer's keys and
-        values are all that later tokens read of them. A stage that is not the last returns what the
-        next one needs in place of the inputs of layers, and what of it comes first.
+        values are all that later tokens read of them. A stage gets the inputs of the layers before
+        its own as features, after the stream; one that is not the last returns the stream before
+        them all, and what of it comes first in place of the hidden states.
         """
         emitting, stack, stage = batch.emitting, self._stack, self._stage
+        passed: tuple[Tensor, ...] = ()
         rotations = tuple(table.at(self._ops, batch.layout.positions) for table in self._ropes)
         if stage.is_first:
             x = self._embedding(batch)
             stream = stack.begin(x)
         else:
-            stream, x = stack.unpack(batch.features), batch.features[0]
+            carried = batch.features[:NUM_CARRIED]
+            stream, x = stack.unpack(carried), carried[0]
+            num_passed = stage.num_passed(self._spec, aux_layers)
+            passed = batch.features[NUM_CARRIED : NUM_CARRIED + num_passed]
         layout = self._planned(batch.layout, x, kv)
         step = LayerStep(layout, kv, rotations, batch.lora)
-        aux: list[Tensor] = []
-        for index, layer in enumerate(stack.layers):
-            is_last = stage.is_last and index == len(stack.layers) - 1
+        aux = list(passed)
+        for index, layer in enumerate(stack.layers, stage.layers(self._spec).start):
+            is_last = index == self._spec.num_layers - 1
             stream, x = layer.forward(stream, step, emitting if is_last else None)
             aux += [x for aux_layer in aux_layers if aux_layer == index]
         if not stage.is_last:
             carried = stack.pack(stream)
-            return carried[0], carried
+            return carried[0], (*carried, *aux)
         if emitting is not None and not emitting.tokens.shape[0]:
             return x[emitting.tokens], tuple(aux)
         return stack.end(stream), tuple(aux)

@@ -423,7 +423,7 @@ class _Packing:
         if target.spec.hidden_size != size:
             raise ConfigError(f"{self._path} has no EAGLE tensor embed_tokens.weight")
         embedding = target.weights.embed_tokens
-        assert embedding is not None, "`check_rank_drafts` refuses stages of a target"
+        assert embedding is not None, "the target is complete but for its layers"
         return embedding
 
     def _lm_head(self) -> LinearWeight | None:

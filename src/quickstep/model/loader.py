@@ -9,6 +9,7 @@ from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING
 
 import numpy as np
+from msgspec.structs import replace
 
 from quickstep.config import LoadConfig
 from quickstep.errors import ConfigError
@@ -129,15 +130,38 @@ def _load_model(
         if progress is not None:
             progress(num_bytes, total_bytes)
 
-    if on_host:
-        stored = _open_source(weights, dtype, device, report)
-    else:
-        stored = _open_source(weights, torch_dtype(dtype), torch_device(device), report)
+    stored = _open_source(weights, *_places(dtype, device, on_host), report)
     if shard.size > 1:
         stored = ShardedSource(stored, spec, weights.names, shard)
     source = quantizing(stored, load.quantization, weights.names, ops)
     names, part = weights.names, (shard, stage)
     return build_decoder(spec, ops, source, names, max_model_len, fingerprint.result, *part)
+
+
+def _places(
+    dtype: DType, device: Device, on_host: bool
+) -> tuple[DType | torch.dtype, torch.device | Device]:
+    """Of which kind tensors are, and where."""
+    return (dtype, device) if on_host else (torch_dtype(dtype), torch_device(device))
+
+
+def without_layers(checkpoint: Checkpoint, model: Decoder, load: LoadConfig) -> Decoder:
+    """The complete embedding and output projection of a model that several processes have, in this
+    one: what an EAGLE layer and Medusa heads read of their target. Raises ConfigError.
+    """
+    norm, ops = model.weights.final_norm, replace(model.ops, ranks=None)
+    on_host = isinstance(norm, HostTensor)
+    with reading_checkpoint(checkpoint.path):
+        weights = open_weights(checkpoint.path, model.spec)
+        device, dtype = (
+            choose_device(load.device),
+            choose_dtype(load.dtype, model.spec, weights.files),
+        )
+        stored = _open_source(weights, *_places(dtype, device, on_host), None)
+        source = quantizing(stored, load.quantization, weights.names, ops)
+        outer = _Packing(model.spec, ops, source, Stage()).outer(weights.names)
+    complete = DecoderWeights(outer[0], (), norm, outer[1])
+    return Decoder(model.spec, complete, (), ops, model.max_model_len, model.fingerprint)
 
 
 def reason_for_torch(
@@ -246,12 +270,12 @@ class _Packing:
         self._norms = layer_norms(spec)
 
     def decoder(self, names: DecoderNames) -> DecoderWeights:
-        embedding, projection = self._outer(names)
+        embedding, projection = self.outer(names)
         layers = tuple(self._layers(names.prefix))
         final_norm = self._reader.tensor(f"{names.prefix}norm.weight")
         return DecoderWeights(embedding, layers, final_norm, projection)
 
-    def _outer(
+    def outer(
         self, names: DecoderNames
     ) -> tuple[AnyTensor | LinearWeight | None, LinearWeight | None]:
         """Embedding and output projection, where the stage has them."""

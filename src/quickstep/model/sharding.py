@@ -59,11 +59,10 @@ class Shard(msgspec.Struct, frozen=True):
 
 def check_ranks(spec: ModelSpec, size: int) -> None:
     """Refuse a number of ranks that the model's heads do not allow. Raises ConfigError."""
-    if spec.moe is not None or not spec.native:
-        what = "a mixture of experts" if spec.native else "a model that runs through transformers"
+    if not spec.native:
         raise ConfigError(
-            f"--tensor-parallel-size is {size}, but {spec.architecture} is {what}, which runs in "
-            "one process; leave the option out"
+            f"--tensor-parallel-size is {size}, but {spec.architecture} runs through transformers, "
+            "in one process; leave the option out"
         )
     possible = [count for count in range(1, spec.num_heads + 1) if _divides(spec, count)]
     if size not in possible:
@@ -100,6 +99,7 @@ class ShardedSource:
         self._outer = (names.embed_tokens, names.lm_head)
         self._vocab = shard.outputs(spec.vocab_size), spec.vocab_size
         self._modules = _module_rows(spec, shard)
+        self._experts, self._of_experts = f".{spec.naming.experts}.", _expert_rows(spec, shard)
 
     def tensor(self, name: str) -> AnyTensor:
         """The rank's rows of one tensor."""
@@ -147,7 +147,7 @@ class ShardedSource:
         if name in self._outer:
             return (self._vocab[0],), self._vocab[1]
         module = name.removesuffix(".weight").removesuffix(".bias").rpartition(".")[2]
-        return self._modules.get(module)
+        return (self._of_experts if self._experts in name else self._modules).get(module)
 
 
 def shard_adapter(
@@ -212,7 +212,16 @@ def _outputs(number: int, spec: ModelSpec, shard: Shard) -> tuple[range, ...]:
     """The rank's outputs of a matrix of a layer, or of the output projection, by its number."""
     if number == lm_head_number(spec):
         return (shard.outputs(spec.vocab_size),)
-    return _module_rows(spec, shard)[_MODULES[Projection(number % len(Projection))]][0]
+    if number > lm_head_number(spec):  # of an expert
+        assert spec.moe is not None
+        if (number - lm_head_number(spec)) % 2 == 0:
+            return (shard.outputs(spec.hidden_size),)
+        return _gate_up_rows(shard.outputs(spec.moe.intermediate_size), spec.moe.intermediate_size)
+    projection = Projection(number % len(Projection))
+    if projection is Projection.ROUTER:
+        assert spec.moe is not None
+        return (range(spec.moe.num_experts),)
+    return _module_rows(spec, shard)[_MODULES[projection]][0]
 
 
 def _module_rows(spec: ModelSpec, shard: Shard) -> dict[str, tuple[tuple[range, ...], int]]:
@@ -236,10 +245,28 @@ def _module_rows(spec: ModelSpec, shard: Shard) -> dict[str, tuple[tuple[range, 
         "o_proj": ((hidden,), spec.hidden_size),
         "gate_proj": ((columns,), width),
         "up_proj": ((columns,), width),
-        "gate_up_proj": ((columns, _moved(columns, width)), 2 * width),
+        "gate_up_proj": (_gate_up_rows(columns, width), 2 * width),
         "down_proj": ((hidden,), spec.hidden_size),
         "sinks": ((heads,), spec.num_heads),
     }
+
+
+def _expert_rows(spec: ModelSpec, shard: Shard) -> dict[str, tuple[tuple[range, ...], int]]:
+    """`_module_rows` of an expert's tensors. Routers are on every rank."""
+    if spec.moe is None:
+        return {}
+    width, hidden = spec.moe.intermediate_size, spec.hidden_size
+    columns = shard.outputs(width)
+    gate, up, down = spec.naming.expert_parts
+    found: dict[str, tuple[tuple[range, ...], int]] = {down: ((shard.outputs(hidden),), hidden)}
+    if spec.naming.fused_experts:
+        return {**found, gate: (_gate_up_rows(columns, width), 2 * width)}
+    return {**found, gate: ((columns,), width), up: ((columns,), width)}
+
+
+def _gate_up_rows(columns: range, width: int) -> tuple[range, ...]:
+    """Of gate and up in one matrix, gate first."""
+    return columns, _moved(columns, width)
 
 
 def _moved(rows: range, distance: int) -> range:

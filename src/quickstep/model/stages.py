@@ -16,6 +16,7 @@ from quickstep.errors import ConfigError
 from quickstep.model.adapters.lora_modules import (
     Projection,
     embedding_number,
+    expert_number,
     lm_head_number,
     module_number,
 )
@@ -48,10 +49,16 @@ class Stage(msgspec.Struct, frozen=True):
         ends = _ends(spec, self.size)
         return range(ends[self.number], ends[self.number + 1])
 
+    def num_passed(self, spec: ModelSpec, aux_layers: Sequence[int]) -> int:
+        """How many of these layers are in stages before it, which pass on their inputs."""
+        first = self.layers(spec).start
+        return sum(layer < first for layer in aux_layers)
+
 
 def _ends(spec: ModelSpec, num_stages: int) -> list[int]:
     """The first layer of each stage, and the end of the last."""
-    costs = [*map(_weights_of_layer, [spec] * spec.num_layers), spec.vocab_size * spec.hidden_size]
+    costs = [_weights_of_layer(spec, layer.sparse) for layer in spec.layers]
+    costs.append(spec.vocab_size * spec.hidden_size)
     sums = [0, *accumulate(costs)]
     ends = [0]
     for number in range(1, num_stages):
@@ -62,21 +69,23 @@ def _ends(spec: ModelSpec, num_stages: int) -> list[int]:
     return [*ends, spec.num_layers]
 
 
-def _weights_of_layer(spec: ModelSpec) -> int:
+def _weights_of_layer(spec: ModelSpec, is_sparse: bool) -> int:
     """Elements of a layer's matrices."""
     heads = 2 * spec.num_heads + 2 * spec.num_kv_heads
-    return spec.hidden_size * (heads * spec.head_size + 3 * spec.intermediate_size)
+    width = spec.intermediate_size
+    if is_sparse and spec.moe is not None:
+        width = spec.moe.num_experts * spec.moe.intermediate_size
+    return spec.hidden_size * (heads * spec.head_size + 3 * width)
 
 
 def check_stages(spec: ModelSpec, num_stages: int) -> None:
     """Refuse a number of stages that the model does not allow. Raises ConfigError."""
     if num_stages == 1:
         return
-    if spec.moe is not None or not spec.native:
-        what = "a mixture of experts" if spec.native else "a model that runs through transformers"
+    if not spec.native:
         raise ConfigError(
-            f"--pipeline-parallel-size is {num_stages}, but {spec.architecture} is {what}, which "
-            "runs in one process; leave the option out"
+            f"--pipeline-parallel-size is {num_stages}, but {spec.architecture} runs through "
+            "transformers, in one process; leave the option out"
         )
     if num_stages > spec.num_layers:
         raise ConfigError(
@@ -89,6 +98,9 @@ def modules_of_stage(spec: ModelSpec, stage: Stage) -> Iterator[int]:
     """The numbers of the matrices (`adapters.lora_modules`) that a stage has."""
     for layer in stage.layers(spec):
         yield from (module_number(layer, projection) for projection in Projection)
+        if spec.moe is not None:
+            first = expert_number(spec, layer, 0, Projection.GATE_UP)
+            yield from range(first, first + 2 * spec.moe.num_experts)
     if stage.is_first:
         yield embedding_number(spec)
     if stage.is_last:

@@ -424,7 +424,11 @@ class ModelRunner:
         """Sample, score and draft from what the model computed."""
         emitting, tokens, every_token = prepared.emitting, prepared.tokens, prepared.every_token
         outputs = [_NO_OUTPUT] * len(rows)
-        resident = emitting if self._pipeline is None else self._resident(rows, emitting)
+        resident, gone = emitting, []
+        if self._pipeline is not None:
+            holds = map(self._slots.holds, rows, slots)
+            gone = [index for index, is_held in enumerate(holds) if not is_held]
+            resident = self._resident(rows, emitting)
         if prepared.is_read:
             self._read_prompts(rows, slots, hidden, outputs)
         if emitting:
@@ -434,7 +438,7 @@ class ModelRunner:
                 self._move_accepted(rows, resident)
         if self._drafting.reader is not None:
             aux_hidden = self._steps.aux_hidden_states()
-            self._drafting.compute(rows, slots, emitting, hidden, every_token, aux_hidden)
+            self._drafting.compute(rows, slots, emitting, hidden, every_token, aux_hidden, gone)
         if emitting:
             drafts = self._drafting.propose(rows, resident, hidden, every_token)
             for one in emitting:

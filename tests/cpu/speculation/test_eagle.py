@@ -290,6 +290,17 @@ def test_tokens_and_logprobs_are_those_without_drafts(tmp_path, caplog, method, 
     assert "speculation is off" not in caplog.text
 
 
+def test_a_layer_drafts_for_stages_of_ranks_what_it_drafts_for_one_process(tmp_path, caplog):
+    path = written(tmp_path, layer_weights(True, "layers.0."))
+    sampling = SamplingParams(max_tokens=30, seed=5, logprobs=1)
+    config = {"method": "eagle3", "model": str(path), "num_speculative_tokens": 3}
+    split = {"tensor_parallel_size": 2, "pipeline_parallel_size": 2}
+    tokens, num_drafts = outputs(config, sampling, **split)
+    assert tokens == outputs({"method": "off"}, sampling)[0]
+    assert num_drafts > 0
+    assert "speculation is off" not in caplog.text
+
+
 def test_the_memory_plan_has_what_is_allocated_for_the_layer(tmp_path, monkeypatch):
     path = written(tmp_path, layer_weights(False, "layers.0."))
     speculation = SpeculationConfig((ProposerConfig(SpeculationMethod.EAGLE, str(path)),))

@@ -46,6 +46,12 @@ def test_a_transfer_that_takes_longer_than_the_streams_wait_is_not_made() -> Non
     assert assigned(IDLE, IDLE, BUSY, BUSY, phases=slow) == Assignment(2)
 
 
+def test_a_prompt_for_which_the_decode_engine_has_no_room_is_not_computed_twice() -> None:
+    full, nearly = replace(BUSY, num_free_blocks=61), replace(BUSY, num_free_blocks=62)
+    assert assigned(IDLE, IDLE, full, full) == Assignment(2)
+    assert assigned(IDLE, IDLE, nearly, nearly) == Assignment(0, 2)
+
+
 def test_only_engines_that_are_up_and_have_the_same_weights_share_a_request() -> None:
     assert assigned(DOWN, IDLE, DOWN, BUSY) == Assignment(1, 3)
     assert assigned(DOWN, DOWN, BUSY, BUSY) == Assignment(2)

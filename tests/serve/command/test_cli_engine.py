@@ -115,7 +115,7 @@ def test_a_pipeline_is_calibrated_and_simulated_with_its_stages(
     monkeypatch.setenv("QUICKSTEP_CACHE_DIR", str(tmp_path))
     simulated = ("simulate", "demo", "-pp", "2", "--num-prompts", "5", "--json")
     assert main(list(simulated)) == 2
-    threads = max(1, usable_cores() // 2)
+    threads = usable_cores()
     hint = f"--pipeline-parallel-size 2 --threads {threads}`"
     assert hint in capsys.readouterr().err
     flags = ("-pp", "2", "--threads", str(threads), *SMALL)

@@ -80,6 +80,7 @@ def sent(server: LiveServer, statement: str) -> tuple[int, str]:
     parser.add_argument("-s", action="store_true")
     parser.add_argument("--json")
     parser.add_argument("-d")
+    parser.add_argument("-H", help="a key, which this server does not need")
     options = parser.parse_args(shlex.split(statement.replace("\\\n", " "))[1:])
     url = urllib.parse.urlsplit(f"http://{options.url}")
     assert url.netloc == "localhost:8000"

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import json
-import re
-from pathlib import Path
 from typing import Any
 
 import httpx
@@ -22,7 +20,6 @@ from quickstep.server.app import create_app
 from quickstep.server.options import MetricsOptions, ServerOptions
 from quickstep.types import FinishReason
 
-DASHBOARD = Path(__file__).parents[3] / "deploy" / "grafana" / "quickstep.json"
 # As documented by vLLM (docs.vllm.ai, "Production Metrics"): those that both servers have.
 VLLM = {
     "num_requests_running": "gauge",
@@ -190,16 +187,3 @@ def test_goodput_targets_are_parsed_as_vllms_bench_does() -> None:
     for targets in ({"itl": 5.0}, {"ttft": 0.0}, {"ttft": float("nan")}):
         with pytest.raises(ConfigError, match="--goodput"):
             MetricsOptions(goodput_ms=targets)
-
-
-def test_the_dashboard_asks_only_for_names_that_are_exported() -> None:
-    exported = {name for name, _ in values(scraped(GOODPUT, [{"prompt": "abc"}]))}
-    dashboard = json.loads(DASHBOARD.read_text())
-    expressions = [target["expr"] for panel in dashboard["panels"] for target in panel["targets"]]
-    assert len(expressions) > 20
-    for expression in expressions:
-        names = re.findall(r"quickstep:\w+", expression)
-        assert names, expression
-        assert not set(names) - exported, f"{names} in {expression}"
-    ids = [panel["id"] for panel in dashboard["panels"]]
-    assert len(ids) == len(set(ids))

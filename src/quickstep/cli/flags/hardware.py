@@ -240,7 +240,7 @@ def measured_steps(
     source = FitSource(path, args.quantization, args.kv_cache_dtype)
     stored = find_calibration(folder, source, split=split, num_engines=num_engines)
     if stored is None and split != (1, 1):
-        threads = max(1, usable_cores() // (split[0] * split[1] * num_engines))
+        threads = max(1, usable_cores() // num_engines)
         raise ConfigError(
             f"no step times of {split[0]} ranks and {split[1]} stages on this machine are stored; "
             f"measure them with `quickstep calibrate {model_of(args)} --tensor-parallel-size "

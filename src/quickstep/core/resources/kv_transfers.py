@@ -84,6 +84,11 @@ class KVTransfers(Resource):
         self._num_sending = 0  # blocks that are held
         self._orders: list[SendOrder] = []
 
+    @property
+    def are_open(self) -> bool:
+        """Whether blocks are held that no sequence may have."""
+        return bool(self._receiving or self._num_sending)
+
     # -- receiving --------------------------------------------------------------------------------
 
     def begin_receiving(

@@ -22,6 +22,7 @@ from quickstep.config import EngineConfig, LoadConfig
 from quickstep.engine.logs import LogSetup
 from quickstep.engine.ranks.followers import DividedAdapter, DividedAdapters, Followers
 from quickstep.engine.ranks.messages import OpenRank, OpenStage
+from quickstep.engine.speculation import aux_layers
 from quickstep.errors import EngineError
 from quickstep.model.decoder_spec import ModelSpec
 from quickstep.model.sharding import Shard, shard_adapter
@@ -113,7 +114,8 @@ class _Ranks:
     ) -> OpTable:
         """Start them; returns rank 0's ops with its end of the group."""
         assert ops.steps is not None, "they are native"
-        sizes = _sizes(spec, plan, config.cache.block_size, self._stage)
+        num_aux = len(aux_layers(config, spec))
+        sizes = _sizes(spec, plan, config.cache.block_size, self._stage, num_aux)
         memory = RankMemory.create(*sizes, self._size)
         self._ranks = ops.steps.ranks(memory, 0)
         ranks, log = range(1, self._size), _log()
@@ -209,8 +211,12 @@ def _log() -> LogSetup:
     return LogSetup(level=logging.getLogger().getEffectiveLevel())
 
 
-def _sizes(spec: ModelSpec, plan: MemoryPlan, block_size: int, stage: Stage) -> tuple[int, int]:
-    """Bytes of a gather and of the largest message. Pages that are not written take no memory."""
+def _sizes(
+    spec: ModelSpec, plan: MemoryPlan, block_size: int, stage: Stage, num_aux: int
+) -> tuple[int, int]:
+    """Bytes of a gather and of the largest message, in which the stage before passes on the inputs
+    of `num_aux` layers. Pages that are not written take no memory.
+    """
     widest = max(
         spec.vocab_size, spec.hidden_size, spec.intermediate_size, spec.num_heads * spec.head_size
     )
@@ -218,6 +224,8 @@ def _sizes(spec: ModelSpec, plan: MemoryPlan, block_size: int, stage: Stage) -> 
     words = 16 * tokens  # rows, token ids, emitting tokens, parents, adapters, pairs of moves
     blocks = plan.max_num_seqs * (plan.max_model_len // block_size + 2)
     # of prompts that are scored, or what the stage before has left
-    num_hidden = _SCORED_POSITIONS if stage.is_first else NUM_CARRIED * tokens + _SCORED_POSITIONS
+    num_hidden = _SCORED_POSITIONS
+    if not stage.is_first:
+        num_hidden += (NUM_CARRIED + num_aux) * tokens
     hidden_bytes = 4 * num_hidden * spec.hidden_size
     return max(_LEAST_STAGE_BYTES, 16 * widest), 8 * words + 4 * blocks + hidden_bytes + 4096

@@ -20,7 +20,7 @@ from typing import TypeVar
 import msgspec
 
 from quickstep.engine.remote.messages import ENCODER, Message
-from quickstep.engine.remote.opening import LENGTH, framed
+from quickstep.engine.remote.opening import LENGTH
 from quickstep.errors import EngineError
 
 MAX_FRAME_BYTES = 256 * 1024 * 1024
@@ -160,5 +160,6 @@ class Sender:
                 messages.append(message)
                 num_bytes += len(message)
             self._num_bytes -= num_bytes
-            self._writer.write(framed(messages))
+            content = msgspec.msgpack.encode(messages)
+            self._writer.write(LENGTH.pack(len(content)) + content)
             await self._writer.drain()

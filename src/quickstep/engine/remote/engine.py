@@ -386,6 +386,12 @@ class RemoteEngine:
         return self._worker_stats.last.scheduler.blocks.num_blocks
 
     @property
+    def num_free_blocks(self) -> int:
+        """KV blocks that no sequence used at the last report."""
+        blocks = self._worker_stats.last.scheduler.blocks
+        return blocks.num_free + blocks.num_cached
+
+    @property
     def costs(self) -> CostModel | None:
         """Predicts the steps of the process; None if it has not reported how long they take."""
         coefficients = self._worker_stats.last.coefficients

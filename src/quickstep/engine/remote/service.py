@@ -389,7 +389,7 @@ class EngineService:
             stats = engine.stats()
             self._sender.put(StatsNote(stats, time.process_time() - time.thread_time()))
             steps = stats.busy_since_s is not None or stats.num_steps_in_flight > 0
-            busy = steps or bool(self._preparing)
+            busy = steps or bool(self._preparing) or engine.has_open_transfers
             with suppress(TimeoutError):
                 async with asyncio.timeout(_STATS_EVERY_S if busy else None):
                     await self._stats_due.wait()

@@ -163,7 +163,8 @@ def find_calibration(
     num_engines: int = 1,
 ) -> StoredFit | None:
     """The newest calibration of a checkpoint by this version on this machine; None without one.
-    `split` as in `FitKey`. Of several engines, one with as many threads as each has cores.
+    `split` as in `FitKey`. Of several engines or processes, one with as many threads as each has
+    cores.
     """
     num_processes = num_engines * split[0] * split[1]
     num_threads = max(1, usable_cores() // num_processes)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import partial
 from typing import TYPE_CHECKING, Protocol
 
 from quickstep.model.adapters.lora_modules import Projection, expert_number, module_number
@@ -77,6 +78,9 @@ class MixtureOfExperts:
             adapters = ExpertLoRA(lora, first_module)
         routing = (table.route or route)(scores, moe.experts_per_token, moe.normalise)
         arguments = (x, routing, weights.experts, spec.activation, adapters)
+        if table.ranks is not None:
+            gather = partial(self._ops.gather, num_columns=moe.intermediate_size)
+            return self._ops.gather(experts(table, *arguments, gather), spec.hidden_size)
         if table.experts is None or weights.experts.data is None:
             return experts(table, *arguments)
         return table.experts(*arguments)

@@ -6,6 +6,8 @@ a token are added in the order of their numbers, in float32, and rounded once.
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import torch
 from torch import Tensor
 
@@ -47,15 +49,22 @@ def experts(
     weights: ExpertWeights,
     activation: str,
     lora: ExpertLoRA | None,
+    gather: Callable[[Tensor], Tensor] | None = None,
 ) -> Tensor:
-    """`OpTable.experts` with the products, activation and adapters of `ops`."""
+    """`OpTable.experts` with the products, activation and adapters of `ops`.
+
+    Where ranks have a part of each expert's outputs, `gather` has the activations [n, width] of all
+    of them, and the result is the rank's part of [T, C]. A token's experts are the same on every
+    rank, which so meet equally often.
+    """
     per_token, flat = routing.chosen.shape[1], routing.chosen.flatten()
     of_rows = routing.weights.flatten()
     by_expert = torch.argsort(flat, stable=True)
     tokens = torch.div(by_expert, per_token, rounding_mode="floor")
     # the one read-back of a layer: how many rows each expert gets decides the shapes
     counts = torch.bincount(flat, minlength=len(weights.gate_up)).tolist()
-    result = torch.zeros(x.shape, dtype=torch.float32, device=x.device)
+    shape = x.shape[0], weights.down_proj[0].num_outputs
+    result = torch.zeros(shape, dtype=torch.float32, device=x.device)
     start = 0
     for index, count in enumerate(counts):
         if count == 0:
@@ -66,7 +75,7 @@ def experts(
         adapters = None
         if lora is not None:
             adapters = (lora.first_module + 2 * index, among(lora.mapping, rows))
-        output = _expert(ops, matrices, x[rows], activation, adapters)
+        output = _expert(ops, matrices, x[rows], activation, adapters, gather)
         expert_weight = of_rows[by_expert[start:stop]].unsqueeze(1)
         result.index_add_(0, rows, output.float() * expert_weight)  # a token is in `rows` once
         start = stop
@@ -79,6 +88,7 @@ def _expert(
     x: Tensor,
     activation: str,
     lora: tuple[int, LoRAMapping] | None,
+    gather: Callable[[Tensor], Tensor] | None,
 ) -> Tensor:
     """[T, C] -> [T, C], of one expert: down_proj(act(gate(x)) * up(x)); `lora` has the number of
     its first matrix.
@@ -87,6 +97,8 @@ def _expert(
     if lora is not None:
         ops.add_lora_(gate_up, x, *lora)
     activated = ops.gated_activation(gate_up, activation)
+    if gather is not None:
+        activated = gather(activated)
     output = ops.linear(activated, weights[1])
     if lora is not None:
         ops.add_lora_(output, activated, lora[0] + 1, lora[1])

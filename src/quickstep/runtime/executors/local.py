@@ -81,8 +81,8 @@ class LocalExecutor:
         )
 
     def submit(self, plan: StepPlan) -> Future[StepResult] | ShortTicket:
-        """Queue a step; returns before it has run. Raises EngineError once closed; the result raises
-        it when the step failed, or one before it did.
+        """Queue a step; returns before it has run. Raises EngineError once closed; the result
+        raises it when the step failed, or one before it did.
         """
         if self._is_closed:
             raise EngineError(f"step {plan.step_id} was submitted to a closed executor")

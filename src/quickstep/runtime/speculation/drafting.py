@@ -102,10 +102,11 @@ class Drafting:
         hidden: AnyTensor,
         every_token: bool,
         aux_hidden: Sequence[AnyTensor],
+        gone: Collection[int] = (),
     ) -> None:
         """Give the proposer the hidden states of a step, if it reads those of all tokens: the final
         ones, of every token [T, C] or of those with logits [E, C], and the inputs [T, C] of each of
-        the `aux_layers`.
+        the `aux_layers`. The rows at the places `gone` have lost their slots to other sequences.
         """
         reader = self.reader
         if reader is None:
@@ -113,7 +114,7 @@ class Drafting:
         try:
             final = hidden if reader.reads_final else None
             computed = _computed(
-                rows, slots, emitting, final, every_token, aux_hidden, self._known.keys()
+                rows, slots, emitting, final, every_token, aux_hidden, self._known.keys(), gone
             )
             if computed is not None:
                 reader.compute(computed)
@@ -250,6 +251,7 @@ def _computed(
     every_token: bool,
     aux_hidden: Sequence[AnyTensor],
     known: Collection[int],
+    gone: Collection[int],
 ) -> ComputedStep | None:
     """The tokens that the target has computed and accepted, of sequences in the slots that the
     proposer knows; None without any.
@@ -264,7 +266,7 @@ def _computed(
         first, start = start, start + row.num_tokens
         if slot.failure or (row.emits and (one is None or not one.samples)):
             continue
-        if row.slot not in known:
+        if row.slot not in known or index in gone:
             continue
         num_before = len(of_all)
         if one is None:

@@ -211,7 +211,7 @@ def _load_medusa(path: Path, target: Decoder) -> tuple[MedusaHead, ...]:
         projection = projections.get(head) or shared
         if projection is None:
             lm_head = target.weights.lm_head
-            assert lm_head is not None, "`check_rank_drafts` refuses stages of a target"
+            assert lm_head is not None, "the target is complete but for its layers"
             heads.append(MedusaHead(tuple(packed), lm_head))
             continue
         if projection not in packed_projections:

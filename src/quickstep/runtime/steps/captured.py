@@ -16,12 +16,9 @@ from __future__ import annotations
 import ctypes
 from array import array
 from collections.abc import Callable, Mapping, Sequence
-from itertools import chain
 
 import numpy as np
-import numpy.typing as npt
 
-from quickstep.errors import EngineError
 from quickstep.model.decoder import Decoder
 from quickstep.model.eagle import EagleModel
 from quickstep.model.interface import EmittingTokens, ForwardBatch
@@ -41,15 +38,12 @@ from quickstep.ops.tensors import (
     host_dtype,
 )
 from quickstep.runtime.slots import Slot
-from quickstep.runtime.steps.step_model import EmittingToken, adapters_of
+from quickstep.runtime.steps.divided import PreparedCall
+from quickstep.runtime.steps.step_model import EmittingToken
 from quickstep.types import StepRow
-
-Ints = npt.NDArray[np.int64]
 
 _LEAST_TOKENS = 64
 _LEAST_EMITTING = 8
-FIELDS_PER_ROW = 6  # of `StepRowCall`, and the place of `parents` among them
-_PARENTS_FIELD = 4
 
 
 def record(
@@ -73,7 +67,8 @@ def record(
     if isinstance(model, Decoder):
         stage = model.stage
         if not stage.is_first:
-            sizes = [model.spec.hidden_size] * NUM_CARRIED
+            num_passed = stage.num_passed(model.spec, aux_layers)
+            sizes = [model.spec.hidden_size] * (NUM_CARRIED + num_passed)
     dtype = host_dtype(model.kv_layout.dtype)
     if dtype is None:
         return None
@@ -131,53 +126,20 @@ class CapturedSteps:
         self._dtype = dtype
         self._kv = kv
         self._block_size = block_size
-        self._adapters = {} if adapters is None else adapters
-        self._step_adapters: dict[str, LoRAAdapter] = {}  # of the rows, kept while they run
+        self._rows = PreparedCall(block_size, adapters)
         self._adapter_handles = array("q")
         self._memory = HostTensor.empty((0,), UINT8)
         self._programs: dict[tuple[bool, int, int], _BoundProgram] = {}
         # the program of the last step, with what was wanted of it: most steps are like the last
         self._newest: tuple[tuple[int, int, bool], _BoundProgram] | None = None
-        self._num_tokens = 0
         self._aux_hidden: tuple[HostTensor, ...] = ()
         self._num_aux_tokens = 0
-        self._call = StepCall()
-        self._call_address = ctypes.addressof(self._call)
-        self._rows = array("q")
-        self._token_ids = array("q")
-        self._parents = array("q")
-        self._emitting = array("q")
 
     def prepare(self, rows: Sequence[StepRow], slots: Sequence[Slot]) -> None:
         """`StepModel.prepare`."""
-        fields: list[int] = []
-        token_ids, parents = array("q"), array("q")
-        for row, slot in zip(rows, slots, strict=True):
-            token_ids.extend(slot.input_tokens(row))
-            num_blocks = slot.num_blocks
-            if row.start + row.num_tokens > num_blocks * self._block_size:
-                raise EngineError(
-                    f"a row ends at token {row.end}, its {num_blocks} blocks hold "
-                    f"{num_blocks * self._block_size}"
-                )
-            num_parents = len(row.parents)
-            parents.extend(row.parents)
-            fields += (row.start, row.num_tokens, slot.block_table_address, num_blocks)
-            fields += (0, num_parents)
-        of_step = self._step_adapters = adapters_of(rows, self._adapters)
-        handles = [adapter_handle(of_step.get(row.adapter)) for row in rows] if of_step else []
+        self._rows.prepare(rows, slots)
+        handles = map(adapter_handle, self._rows.of_each_row()) if self._rows.adapters else ()
         self._adapter_handles = array("q", handles)
-        self._rows, self._token_ids, self._parents = array("q", fields), token_ids, parents
-        if parents:
-            self._point_to_parents(rows)
-        self._num_tokens = len(token_ids)
-
-    def _point_to_parents(self, rows: Sequence[StepRow]) -> None:
-        """Fill in the addresses of the rows' parents, which are all in one array by now."""
-        address, item_bytes = self._parents.buffer_info()[0], self._parents.itemsize
-        for index, row in enumerate(rows):
-            self._rows[index * FIELDS_PER_ROW + _PARENTS_FIELD] = address
-            address += len(row.parents) * item_bytes
 
     def run(
         self,
@@ -187,18 +149,12 @@ class CapturedSteps:
     ) -> tuple[HostTensor, HostTensor]:
         """`StepModel.run`. Raises EngineError for a token id that the model lacks."""
         self.call_of(emitting)
-        sizes = self._num_tokens, len(emitting)
-        return self.compute(self._call_address, sizes, every_token, features)
+        sizes = self._rows.num_tokens, len(emitting)
+        return self.compute(self._rows.call_address, sizes, every_token, features)
 
     def call_of(self, emitting: Sequence[EmittingToken]) -> StepCall:
-        """The prepared rows as the library gets them; valid until the next `prepare`."""
-        call = self._call
-        call.num_rows = len(self._rows) // FIELDS_PER_ROW
-        call.num_emitting = len(emitting)
-        self._emitting = array("q", chain.from_iterable(emitting))
-        call.rows = self._rows.buffer_info()[0]
-        call.token_ids = self._token_ids.buffer_info()[0]
-        call.emitting = self._emitting.buffer_info()[0] if emitting else None
+        """`DividedSteps.call_of`."""
+        call = self._rows.call_of(emitting)
         handles = self._adapter_handles
         call.adapters = handles.buffer_info()[0] if handles else None
         return call
@@ -220,8 +176,9 @@ class CapturedSteps:
         bound = self._newest[1]
         if features is not None:
             assert isinstance(features, HostTensor)
-            parts = features.numpy().reshape(len(bound.features), num_tokens, -1)
-            for target, part in zip(bound.features, parts, strict=True):
+            parts = features.numpy().reshape(-1, num_tokens, bound.features[0].shape[1])
+            # a stage may have passed on more than a process's steps read, or than it will use
+            for target, part in zip(bound.features, parts, strict=False):
                 target.numpy()[:num_tokens] = part
         bound.program.run(call_address)
         self._aux_hidden = bound.aux_hidden
@@ -236,18 +193,10 @@ class CapturedSteps:
         every_token: bool,
         features: AnyTensor | None = None,
     ) -> tuple[HostTensor, HostTensor]:
-        """`compute` a step that another process has prepared, with the adapter of each row; () if
-        none has one.
-        """
+        """`DividedSteps.call`."""
         handles = array("q", map(adapter_handle, adapters))
         call.adapters = handles.buffer_info()[0] if handles else None
         return self.compute(ctypes.addressof(call), sizes, every_token, features)
-
-    def arrays_of(self, emitting: Sequence[EmittingToken]) -> tuple[Ints, Ints, Ints, Ints]:
-        """The prepared rows as arrays: rows, token ids, emitting tokens, parents."""
-        rows, token_ids, parents = self._rows, self._token_ids, self._parents
-        places = array("q", chain.from_iterable(emitting))
-        return _ints(rows), _ints(token_ids), _ints(places), _ints(parents)
 
     def aux_hidden_states(self) -> tuple[HostTensor, ...]:
         """`StepModel.aux_hidden_states`."""
@@ -256,14 +205,9 @@ class CapturedSteps:
         return tuple([hidden[: self._num_aux_tokens] for hidden in self._aux_hidden])
 
     @property
-    def num_tokens(self) -> int:
-        """Of the prepared rows."""
-        return self._num_tokens
-
-    @property
-    def step_adapters(self) -> Mapping[str, LoRAAdapter]:
-        """Of the prepared rows, by name."""
-        return self._step_adapters
+    def prepared(self) -> PreparedCall:
+        """`DividedSteps.prepared`."""
+        return self._rows
 
     def move_kv(self, pairs: Sequence[tuple[int, int]]) -> None:
         """`StepModel.move_kv`."""
@@ -271,10 +215,10 @@ class CapturedSteps:
 
     def logits(self, hidden: AnyTensor, adapter: str) -> AnyTensor:
         """`StepModel.logits`."""
-        return self.logits_with(hidden, self._step_adapters[adapter] if adapter else None)
+        return self.logits_with(hidden, self._rows.adapters[adapter] if adapter else None)
 
     def logits_with(self, hidden: AnyTensor, adapter: LoRAAdapter | None) -> AnyTensor:
-        """`logits` of rows with this adapter."""
+        """`DividedSteps.logits_with`."""
         lora = None
         if adapter is not None:
             tokens = HostTensor(np.arange(hidden.shape[0]), INT64)
@@ -350,10 +294,6 @@ def adapter_handle(adapter: LoRAAdapter | None) -> int:
         return 0
     assert isinstance(adapter.data, PackedLoRA)
     return adapter.data.handle
-
-
-def _ints(values: array[int]) -> Ints:
-    return np.array(values, dtype=np.int64)
 
 
 def _bucket(count: int, least: int) -> int:

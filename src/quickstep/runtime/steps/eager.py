@@ -11,6 +11,7 @@ from __future__ import annotations
 from bisect import bisect_right
 from collections.abc import Mapping, Sequence
 from itertools import accumulate, chain
+from typing import Protocol
 
 import msgspec
 import numpy as np
@@ -68,10 +69,19 @@ class EagerSteps:
 
     def prepare(self, rows: Sequence[StepRow], slots: Sequence[Slot]) -> None:
         """`StepModel.prepare`."""
+        self.prepare_with(rows, slots, adapters_of(rows, self._adapters))
+
+    def prepare_with(
+        self,
+        rows: Sequence[StepRow],
+        slots: Sequence[RowBlocks],
+        adapters: dict[str, LoRAAdapter],
+    ) -> None:
+        """`prepare` rows that name these adapters."""
         model = self._model
         batch = build_batch(rows, slots, self._block_size, model.vocab_size, model.device)
         self._row_ends = list(accumulate(row.num_tokens for row in rows))
-        self._step_adapters = adapters_of(rows, self._adapters)
+        self._step_adapters = adapters
         self._batch = replace(batch, lora=lora_mapping(rows, self._step_adapters, model.device))
 
     def replace_tokens(self, places: Tensor, token_ids: Tensor) -> None:
@@ -94,13 +104,17 @@ class EagerSteps:
         if not every_token:
             batch = replace(batch, emitting=chosen)
         if features is not None:
-            batch = replace(batch, features=(to_torch(features).to(torch_device(model.device)),))
-        if self._aux_layers:
-            assert isinstance(model, Decoder)
+            moved = to_torch(features).to(torch_device(model.device))
+            parts: tuple[Tensor, ...] = (moved,)
+            if isinstance(model, Decoder):  # of the stage before
+                parts = tuple(moved.reshape(-1, self._row_ends[-1], model.spec.hidden_size))
+            batch = replace(batch, features=parts)
+        if isinstance(model, Decoder):
             hidden, self._aux_hidden = model.forward_with_aux(batch, self._kv, self._aux_layers)
+            has_logits = model.stage.is_last
         else:
-            hidden = model.forward(batch, self._kv)
-        if not emitting:
+            hidden, has_logits = model.forward(batch, self._kv), True
+        if not (emitting and has_logits):
             return hidden, torch.empty((0, model.vocab_size), device=torch_device(model.device))
         return hidden, model.logits(hidden[chosen.tokens] if every_token else hidden, chosen.lora)
 
@@ -112,14 +126,29 @@ class EagerSteps:
         """`StepModel.move_kv`."""
         self._model.ops.move_kv(self._kv, pairs)
 
-    @torch.inference_mode()
     def logits(self, hidden: AnyTensor, adapter: str) -> AnyTensor:
         """`StepModel.logits`."""
+        return self.logits_with(hidden, self._step_adapters[adapter] if adapter else None)
+
+    @torch.inference_mode()
+    def logits_with(self, hidden: AnyTensor, adapter: LoRAAdapter | None) -> AnyTensor:
+        """`logits` of rows with this adapter."""
         lora = None
-        if adapter:
+        if adapter is not None:
             tokens = torch.arange(hidden.shape[0], device=torch_device(self._model.device))
-            lora = LoRAMapping(((self._step_adapters[adapter], tokens),))
+            lora = LoRAMapping(((adapter, tokens),))
         return self._model.logits(to_torch(hidden), lora)
+
+
+class RowBlocks(Protocol):
+    """What a row's inputs are read from: its slot."""
+
+    @property
+    def block_ids(self) -> npt.NDArray[np.int32]:
+        """The block table, [num_blocks], in order."""
+
+    def input_tokens(self, row: StepRow) -> tuple[int, ...]:
+        """The input tokens of a row."""
 
 
 class PackedRows(msgspec.Struct, frozen=True):
@@ -141,7 +170,7 @@ class PackedRows(msgspec.Struct, frozen=True):
 
 
 def pack_rows(
-    rows: Sequence[StepRow], slots: Sequence[Slot], block_size: int, vocab_size: int
+    rows: Sequence[StepRow], slots: Sequence[RowBlocks], block_size: int, vocab_size: int
 ) -> PackedRows:
     """Pack rows one after another; `slots` holds the slot of each row.
 
@@ -167,7 +196,7 @@ def pack_rows(
 
 def build_batch(
     rows: Sequence[StepRow],
-    slots: Sequence[Slot],
+    slots: Sequence[RowBlocks],
     block_size: int,
     vocab_size: int,
     device: torch.device | Device,
@@ -296,7 +325,7 @@ def _with_trees(
 
 
 def _block_tables(
-    rows: Sequence[StepRow], slots: Sequence[Slot], block_size: int
+    rows: Sequence[StepRow], slots: Sequence[RowBlocks], block_size: int
 ) -> npt.NDArray[np.int32]:
     """[R, blocks that the longest row reads]; padding is 0."""
     width = max(-(-row.end // block_size) for row in rows)
@@ -328,10 +357,9 @@ def with_torch_kv(kv: KVCache) -> KVCache:
 
 def _weights(weights: DecoderWeights) -> DecoderWeights:
     embedding = weights.embed_tokens
-    assert embedding is not None, "stages of a pipeline are captured"
     return replace(
         weights,
-        embed_tokens=embedding if isinstance(embedding, LinearWeight) else to_torch(embedding),
+        embed_tokens=embedding if isinstance(embedding, LinearWeight) else _small(embedding),
         layers=tuple(map(_layer, weights.layers)),
         final_norm=to_torch(weights.final_norm),
     )

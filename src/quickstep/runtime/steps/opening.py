@@ -71,4 +71,8 @@ def open_steps(
 
         if can_record(model, kv):
             return GraphSteps(model, kv, block_size, adapters, aux_layers, graphs)
+    if isinstance(model, Decoder) and (model.ops.ranks is not None or model.stage.size > 1):
+        from quickstep.runtime.steps.eager_calls import EagerCalls
+
+        return EagerCalls(model, kv, block_size, adapters, aux_layers)
     return EagerSteps(model, kv, block_size, adapters, aux_layers)

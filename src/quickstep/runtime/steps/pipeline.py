@@ -21,12 +21,11 @@ import numpy as np
 from quickstep.errors import EngineError
 from quickstep.model.decoder import Decoder
 from quickstep.model.interface import Model
-from quickstep.model.stages import NUM_CARRIED
 from quickstep.ops.table import LoRAAdapter
 from quickstep.ops.tensors import AnyTensor, Array, HostTensor, host_dtype
 from quickstep.runtime.slots import Slot
-from quickstep.runtime.steps.captured import CapturedSteps
-from quickstep.runtime.steps.ranked import HeldAdapters, RankedSteps, adapter_numbers
+from quickstep.runtime.steps.divided import DividedSteps
+from quickstep.runtime.steps.ranked import HeldAdapters, adapter_numbers
 from quickstep.runtime.steps.stage_frames import StageFrame, StepArrays
 from quickstep.runtime.steps.step_model import EmittingToken, StepModel
 from quickstep.types import StepRow
@@ -50,7 +49,7 @@ class _PostedStep(msgspec.Struct):
 
 def with_stages(steps: StepModel, model: Model, links: StageLinks, clock: Clock) -> PipelinedSteps:
     """The steps of the last stage, which the other stages begin."""
-    assert isinstance(model, Decoder) and isinstance(steps, CapturedSteps | RankedSteps)
+    assert isinstance(model, Decoder) and isinstance(steps, DividedSteps)
     return PipelinedSteps(steps, model, links, clock)
 
 
@@ -63,13 +62,12 @@ class PipelinedSteps:
 
     def __init__(
         self,
-        own: CapturedSteps | RankedSteps,
+        own: DividedSteps,
         model: Decoder,
         links: StageLinks,
         clock: Clock,
     ) -> None:
         self._own = own
-        self._captured = own.own if isinstance(own, RankedSteps) else own
         self._stage = _OwnStage(model, own, clock)
         self._links = links
         self._size = model.stage.size
@@ -82,18 +80,18 @@ class PipelinedSteps:
 
     def prepare(self, rows: Sequence[StepRow], slots: Sequence[Slot]) -> None:
         """`StepModel.prepare`."""
-        self._captured.prepare(rows, slots)
+        self._own.prepare(rows, slots)
         self._prepared = rows, slots
 
     def post(self, emitting: Sequence[EmittingToken], every_token: bool) -> StageFrame:
         """The prepared rows for the stages before this one; `send` and `run` have to follow."""
-        rows, slots = self._prepared
-        named = dict(self._captured.step_adapters)
-        adapters = [named.get(row.adapter) for row in rows] if named else []
+        _, slots = self._prepared
+        prepared = self._own.prepared
+        named, adapters = dict(prepared.adapters), prepared.of_each_row()
         moves = np.array(self._moves, dtype=np.int64).reshape(-1)
         blocks = [slot.block_ids for slot in slots]
         of_adapters = np.array(adapter_numbers(adapters), dtype=np.int64)
-        of_rows = self._captured.arrays_of(emitting)
+        of_rows = prepared.arrays_of(emitting)
         arrays = StepArrays(*of_rows, of_adapters, moves, np.concatenate(blocks))
         frame = StageFrame(self._num_posted, every_token, arrays, [0.0] * self._size)
         self._moves.clear()
@@ -115,7 +113,7 @@ class PipelinedSteps:
         features: AnyTensor | None = None,
     ) -> tuple[AnyTensor, AnyTensor]:
         """`StepModel.run` of the oldest step that was posted and has not run."""
-        assert features is None, "drafts of EAGLE layers are refused"
+        assert features is None, "features are an EAGLE layer's, which is in one process"
         posted = self._running = self._posted.popleft()
         try:
             frame = StageFrame.receive(self._links.before)
@@ -131,8 +129,8 @@ class PipelinedSteps:
         return results
 
     def aux_hidden_states(self) -> tuple[AnyTensor, ...]:
-        """`StepModel.aux_hidden_states`: what reads them is refused."""
-        return ()
+        """`StepModel.aux_hidden_states`, also of layers of the stages before."""
+        return self._own.aux_hidden_states()
 
     def logits(self, hidden: AnyTensor, adapter: str) -> AnyTensor:
         """`StepModel.logits`, of the step that ran last."""
@@ -147,10 +145,11 @@ class PipelinedSteps:
 class _OwnStage:
     """Computes the part of a step that a process has."""
 
-    def __init__(self, model: Decoder, steps: CapturedSteps | RankedSteps, clock: Clock) -> None:
+    def __init__(self, model: Decoder, steps: DividedSteps, clock: Clock) -> None:
         dtype = host_dtype(model.kv_layout.dtype)
-        assert dtype is not None, "captured steps have a dtype of the kernels"
+        assert dtype is not None, "a dtype of the kernels"
         self._dtype = dtype
+        self._hidden_size = model.spec.hidden_size
         self._number, self._is_first = model.stage.number, model.stage.is_first
         self._is_last = model.stage.is_last
         self._steps = steps
@@ -165,7 +164,7 @@ class _OwnStage:
         features = None
         if not self._is_first:
             (carried,) = frame.carried
-            values = carried.view(self._dtype.storage).reshape(NUM_CARRIED * num_tokens, -1)
+            values = carried.view(self._dtype.storage).reshape(-1, self._hidden_size)
             features = HostTensor(values, self._dtype)
         every_token = frame.every_token and self._is_last
         sizes = num_tokens, num_emitting
@@ -180,7 +179,7 @@ class StageFollower:
     def __init__(
         self,
         model: Decoder,
-        steps: CapturedSteps | RankedSteps,
+        steps: DividedSteps,
         links: StageLinks,
         clock: Clock,
     ) -> None:
@@ -216,5 +215,14 @@ class StageFollower:
             )
         adapters = self.adapters.named(numbers)
         self._stage.compute(frame, adapters)
-        results = self._steps.aux_hidden_states()
-        return [result.numpy() for result in results if isinstance(result, HostTensor)]
+        return [_bytes_of(result) for result in self._steps.aux_hidden_states()]
+
+
+def _bytes_of(x: AnyTensor) -> Array:
+    """A tensor [T, hidden] of a CPU as bytes, or as it is stored."""
+    if isinstance(x, HostTensor):
+        return x.numpy()
+    import torch
+
+    found: Array = x.contiguous().view(torch.uint8).numpy()
+    return found

@@ -22,10 +22,10 @@ from quickstep.model.interface import Model
 from quickstep.ops.native.library import MessageCall, StepCall
 from quickstep.ops.native.lora import PackedLoRA
 from quickstep.ops.native.ranks import NativeRanks
-from quickstep.ops.table import KVCache, LoRAAdapter, LoRAMapping, LoRAPart, OpTable
+from quickstep.ops.table import LoRAAdapter, LoRAPart, OpTable
 from quickstep.ops.tensors import INT64, AnyTensor, Array, DType, HostTensor, host_dtype
 from quickstep.runtime.slots import Slot
-from quickstep.runtime.steps.captured import CapturedSteps
+from quickstep.runtime.steps.divided import DividedSteps, PreparedCall
 from quickstep.runtime.steps.step_model import EmittingToken, StepModel
 from quickstep.types import StepRow
 
@@ -44,29 +44,32 @@ def with_ranks(steps: StepModel, model: Model) -> StepModel:
     ranks = model.ops.ranks
     if ranks is None:
         return steps
-    assert isinstance(steps, CapturedSteps), "`model.sharding.check_ranks` refuses what is eager"
-    assert isinstance(ranks, NativeRanks)
+    assert isinstance(steps, DividedSteps) and isinstance(ranks, NativeRanks)
     return RankedSteps(steps, ranks)
 
 
 class RankedSteps:
-    """`StepModel` of rank 0. Raises EngineError once a rank is lost."""
+    """`DividedSteps` of rank 0. Raises EngineError once a rank is lost."""
 
-    def __init__(self, own: CapturedSteps, ranks: NativeRanks) -> None:
+    def __init__(self, own: DividedSteps, ranks: NativeRanks) -> None:
         self._own = own
         self._ranks = ranks
         self._adapter_numbers = array("q")  # of the prepared rows, 0 for none; () if none has one
 
     @property
-    def own(self) -> CapturedSteps:
-        """Rank 0's part."""
-        return self._own
+    def prepared(self) -> PreparedCall:
+        """`DividedSteps.prepared`."""
+        return self._own.prepared
+
+    def call_of(self, emitting: Sequence[EmittingToken]) -> StepCall:
+        """`DividedSteps.call_of`."""
+        return self._own.call_of(emitting)
 
     def prepare(self, rows: Sequence[StepRow], slots: Sequence[Slot]) -> None:
         """`StepModel.prepare`."""
         self._own.prepare(rows, slots)
-        named = {name: _number(one) for name, one in self._own.step_adapters.items()}
-        self._adapter_numbers = array("q", [named.get(row.adapter, 0) for row in rows if named])
+        numbers = adapter_numbers(self._own.prepared.of_each_row())
+        self._adapter_numbers = array("q", numbers)
 
     def run(
         self,
@@ -75,11 +78,9 @@ class RankedSteps:
         features: AnyTensor | None = None,
     ) -> tuple[AnyTensor, AnyTensor]:
         """`StepModel.run`."""
-        assert features is None, "drafts of EAGLE layers are refused"
         call = self._own.call_of(emitting)
-        self._post(call, self._adapter_numbers, every_token, None)
-        sizes = self._own.num_tokens, len(emitting)
-        return self._own.compute(ctypes.addressof(call), sizes, every_token)
+        self._post(call, self._adapter_numbers, every_token, features)
+        return self._own.run(emitting, every_token, features)
 
     def call(
         self,
@@ -89,7 +90,7 @@ class RankedSteps:
         every_token: bool,
         features: AnyTensor | None = None,
     ) -> tuple[AnyTensor, AnyTensor]:
-        """`CapturedSteps.call` of every rank."""
+        """`DividedSteps.call` of every rank."""
         numbers = array("q", adapter_numbers(adapters))
         self._post(call, numbers, every_token, features)
         return self._own.call(call, adapters, sizes, every_token, features)
@@ -106,10 +107,11 @@ class RankedSteps:
 
     def logits(self, hidden: AnyTensor, adapter: str) -> AnyTensor:
         """`StepModel.logits`."""
-        return self.logits_with(hidden, self._own.step_adapters[adapter] if adapter else None)
+        adapters = self._own.prepared.adapters
+        return self.logits_with(hidden, adapters[adapter] if adapter else None)
 
     def logits_with(self, hidden: AnyTensor, adapter: LoRAAdapter | None) -> AnyTensor:
-        """`logits` of rows with this adapter."""
+        """`DividedSteps.logits_with`."""
         hidden = hidden.contiguous()
         number = 0 if adapter is None else _number(adapter)
         self._ranks.post(RankWork.LOGITS, (hidden.shape[0], number), data=hidden)
@@ -157,16 +159,13 @@ class HeldAdapters:
 class RankFollower:
     """Another rank: computes what rank 0 posts, until it closes or is lost."""
 
-    def __init__(
-        self, model: Decoder, steps: CapturedSteps, kv: KVCache, ranks: NativeRanks
-    ) -> None:
+    def __init__(self, model: Decoder, steps: DividedSteps, ranks: NativeRanks) -> None:
         self.adapters = HeldAdapters(model.ops)
         dtype = host_dtype(model.kv_layout.dtype)
-        assert dtype is not None, "captured steps have a dtype of the kernels"
+        assert dtype is not None, "a dtype of the kernels"
         self._model = model
         self._dtype = dtype
         self._steps = steps
-        self._kv = kv
         self._ranks = ranks
 
     @property
@@ -196,15 +195,11 @@ class RankFollower:
             self._steps.call(message.step, adapters, sizes, every_token, features)
         elif message.kind == RankWork.LOGITS:
             hidden = _array(message, self._dtype).reshape(message.numbers[0], -1)
-            lora = None
             (adapter,) = self.adapters.named([message.numbers[1]])
-            if adapter is not None:
-                tokens = HostTensor(np.arange(len(hidden)), INT64)
-                lora = LoRAMapping(((adapter, tokens),))
-            self._model.logits(HostTensor(hidden, self._dtype), lora)
+            self._steps.logits_with(HostTensor(hidden, self._dtype), adapter)
         elif message.kind == RankWork.MOVE_KV:
             pairs = _array(message, INT64).reshape(-1, 2).tolist()
-            self._model.ops.move_kv(self._kv, [(source, target) for source, target in pairs])
+            self._steps.move_kv([(source, target) for source, target in pairs])
 
     def _named(self, message: MessageCall) -> list[LoRAAdapter | None]:
         """The adapter of each of a step's rows, kept while it runs; [] if none has one."""

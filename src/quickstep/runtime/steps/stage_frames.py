@@ -19,7 +19,7 @@ import numpy.typing as npt
 
 from quickstep.ops.native.library import StepCall
 from quickstep.ops.tensors import Array
-from quickstep.runtime.steps.captured import FIELDS_PER_ROW, Ints
+from quickstep.runtime.steps.divided import FIELDS_PER_ROW, Ints
 
 _BLOCKS, _NUM_BLOCKS, _PARENTS, _NUM_PARENTS = 2, 3, 4, 5  # the place of each among them
 _NUM_SIZES = 12

@@ -405,6 +405,7 @@ class ReplicaRun:
                 reported_at_s=self.now,
                 num_sent=0,
                 num_blocks=engine.scheduler.num_blocks,
+                num_free_blocks=engine.scheduler.num_free_blocks,
                 costs=engine.cost_model,
                 adapters=frozenset(() if adapters is None else adapters.residency.held),
                 adapter_load_s=engine.adapter_load_s,
