@@ -166,7 +166,7 @@ def _placed_engines(replicas: ReplicaConfig, config: EngineConfig, log: LogSetup
     import secrets
 
     from quickstep.cluster.placed_engines import PlacedEngines
-    from quickstep.cluster.ray_hosts import PlaceEngines
+    from quickstep.cluster.ray_hosts import PlaceGroup
     from quickstep.engine.remote.hello import Hello, protocol
     from quickstep.engine.remote.listening import Listening
 
@@ -176,7 +176,7 @@ def _placed_engines(replicas: ReplicaConfig, config: EngineConfig, log: LogSetup
         resources["GPU"] = float(config.load.num_ranks)
     hello = Hello(protocol(), secrets.token_hex(32))
     listening = Listening(replace(config, streams=None), log, hello.token, "")
-    order = PlaceEngines(
+    order = PlaceGroup(
         replicas.ray_address, replicas.num_engines, resources, _RAY_WAIT_S, listening
     )
     return PlacedEngines(order, hello)

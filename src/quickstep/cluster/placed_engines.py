@@ -14,7 +14,7 @@ from collections.abc import Callable, Sequence
 
 import msgspec
 
-from quickstep.cluster.ray_hosts import RAY_COMMAND, Place, Placed, PlaceEngines
+from quickstep.cluster.ray_hosts import RAY_COMMAND, Placed, PlaceEngine, PlaceGroup
 from quickstep.engine.remote.connection import Connection
 from quickstep.engine.remote.hello import Hello
 from quickstep.engine.remote.host import EngineAddress, EngineHost
@@ -33,7 +33,7 @@ class PlacedEngines:
 
     def __init__(
         self,
-        order: PlaceEngines,
+        order: PlaceGroup,
         hello: Hello,
         command: Sequence[str] = RAY_COMMAND,
         clock: Callable[[], float] = time.monotonic,
@@ -66,7 +66,7 @@ class PlacedEngines:
         async with self._opening:
             connection = self._connection or await self._opened()
         waiting = self._waiting[replica] = asyncio.get_running_loop().create_future()
-        connection.sender.put(Place(replica))
+        connection.sender.put(PlaceEngine(replica))
         await connection.sender.flush()
         placed = await waiting
         if placed.refused:

@@ -37,7 +37,7 @@ _LOAD_S = 1800.0  # of a model, on a node that may have to download it
 _PING_S = 5.0
 
 
-class PlaceEngines(WireMessage, frozen=True):
+class PlaceGroup(WireMessage, frozen=True):
     """The first message: what to place. Answered by `Placed` if it cannot be.
 
     Attributes:
@@ -55,7 +55,7 @@ class PlaceEngines(WireMessage, frozen=True):
     listening: Listening
 
 
-class Place(WireMessage, frozen=True):
+class PlaceEngine(WireMessage, frozen=True):
     """Answer with the place of a replica's engine, which is launched if it does not run."""
 
     replica: int
@@ -113,7 +113,7 @@ def _launched(process: subprocess.Popen[bytes], listening: Listening) -> Listens
 class RayHosts:
     """The driver: a placement group and its actors. Used by one thread per replica."""
 
-    def __init__(self, order: PlaceEngines, ray: Any) -> None:
+    def __init__(self, order: PlaceGroup, ray: Any) -> None:
         self._order = order
         self._ray = ray
         self._group: Any = None
@@ -226,7 +226,7 @@ def _line(error: BaseException) -> str:
 
 def serve(file: IO[bytes], ray: Any) -> None:
     """Answer the server's messages until it ends."""
-    order = read(file, PlaceEngines)
+    order = read(file, PlaceGroup)
     hosts = RayHosts(order, ray)
     sending = threading.Lock()
 
@@ -252,7 +252,7 @@ def serve(file: IO[bytes], ray: Any) -> None:
     answer(Placed(-1))
     while True:
         try:
-            replica = read(file, Place).replica
+            replica = read(file, PlaceEngine).replica
         except EngineError:
             return
         threading.Thread(target=place, args=(replica,), daemon=True).start()
@@ -267,7 +267,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         try:
             import ray
         except ImportError:
-            read(file, PlaceEngines)
+            read(file, PlaceGroup)
             refused = "--data-parallel-backend ray needs Ray: pip install 'quickstep[ray]'"
             write(file, Placed(-1, refused=refused))
             return 1
