@@ -20,12 +20,12 @@ import subprocess
 import sys
 import threading
 from collections.abc import Mapping, Sequence
-from typing import IO, Any
+from typing import Any
 
 import msgspec
 from msgspec.structs import replace
 
-from quickstep.engine.remote.listening import COMMAND, Listening, ListensAt
+from quickstep.engine.remote.listening import COMMAND, BinaryFile, Listening, ListensAt
 from quickstep.engine.remote.listening import read_message as read
 from quickstep.engine.remote.listening import write_message as write
 from quickstep.engine.remote.opening import WireMessage
@@ -224,7 +224,7 @@ def _line(error: BaseException) -> str:
     return lines[0] if lines else type(error).__name__
 
 
-def serve(file: IO[bytes], ray: Any) -> None:
+def serve(file: BinaryFile, ray: Any) -> None:
     """Answer the server's messages until it ends."""
     order = read(file, PlaceGroup)
     hosts = RayHosts(order, ray)
@@ -268,7 +268,7 @@ def main(argv: Sequence[str] | None = None) -> int:
             import ray
         except ImportError:
             read(file, PlaceGroup)
-            refused = "--data-parallel-backend ray needs Ray: pip install 'quickstep[ray]'"
+            refused = "--data-parallel-backend ray needs Ray: pip install ray"
             write(file, Placed(-1, refused=refused))
             return 1
         serve(file, ray)
