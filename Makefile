@@ -24,7 +24,7 @@ CLIENTS := .venv-clients
 DEPLOY := .venv-deploy
 DOCS := .venv-docs
 
-.PHONY: help demo test docs docs-test deploy-check manifests clients check counts format bench soak peers gpu kernels verify verify-long native reference clean
+.PHONY: help demo test docs docs-test deploy-check manifests clients check counts format bench soak peers gpu ray kernels verify verify-long native reference clean
 
 help:
 	@echo "make demo         stream text from the bundled model"
@@ -43,6 +43,7 @@ help:
 	@echo "make soak         a server under mixed load for MINUTES=10"
 	@echo "make peers        compare with vLLM, OpenVINO, llama.cpp and transformers"
 	@echo "make gpu          on an NVIDIA GPU, 9 minutes each: RUN=correct, RUN=fast, RUN=compared"
+	@echo "make ray          engines on the nodes of a Ray cluster of this machine"
 	@echo "make kernels      compile Triton's kernels for an H100; needs no GPU"
 	@echo "make clean        remove everything that make has created"
 
@@ -189,6 +190,16 @@ peers: $(READY)
 RUN ?= correct
 gpu:
 	PYTHONPATH=src$${PYTHONPATH:+:$$PYTHONPATH} $(if $(OUT),OUT=$(OUT)) $(PYTHON) -m benchmarks.gpu $(RUN) $(ARGS)
+
+# Engines on the nodes of a Ray cluster of this machine; hosts are network namespaces: needs root.
+RAY := .venv-ray
+$(RAY)/.ready: $(READY)
+	$(PYTHON) -m venv $(RAY)
+	$(RAY)/bin/python -m pip install --quiet --disable-pip-version-check ray -r $(VENV)/requirements.txt -e .
+	@touch $@
+
+ray: $(RAY)/.ready
+	$(RAY)/bin/python -m pytest -p no:xdist tests/cluster/test_ray.py
 
 # All kernels with the arguments that steps give them, in two minutes, without a GPU too.
 kernels: $(READY)

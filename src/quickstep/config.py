@@ -946,6 +946,7 @@ class LinkConfig(msgspec.Struct, frozen=True):
             its own.
         listen: Of an engine: where servers connect.
         token_file: What both know; None for the environment variable.
+        reuse_port: Of a server: others may listen on its port.
     """
 
     engines: Annotated[
@@ -976,6 +977,14 @@ class LinkConfig(msgspec.Struct, frozen=True):
             argument=None,
         ),
     ] = None
+    reuse_port: Annotated[
+        bool,
+        Option(
+            "share --port with other servers of the same --engines: the kernel gives each "
+            "connection to one of them; stored responses, files and rate limits are each server's",
+            argument=None,
+        ),
+    ] = False
 
 
 class EngineConfig(msgspec.Struct, frozen=True):

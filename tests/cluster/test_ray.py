@@ -8,6 +8,7 @@ import asyncio
 import importlib.util
 import os
 import signal
+import subprocess
 from collections.abc import Awaitable, Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -18,7 +19,7 @@ from pulled_cable import Cable, cable
 from ray_cluster import RayCluster, ray_cluster
 
 from quickstep.cluster.placed_engines import PlacedEngines
-from quickstep.cluster.ray_hosts import PlaceEngines
+from quickstep.cluster.ray_hosts import PlaceGroup
 from quickstep.cluster.replicas import ReplicaSet
 from quickstep.config import CacheConfig, EngineConfig, ReplicaConfig, RouterName
 from quickstep.engine.llm import engine_config
@@ -49,14 +50,12 @@ def small() -> EngineConfig:
     )
 
 
-def order_of(
-    address: str, num_engines: int, cpus: float = 1.0, wait_s: float = 30.0
-) -> PlaceEngines:
+def order_of(address: str, num_engines: int, cpus: float = 1.0, wait_s: float = 30.0) -> PlaceGroup:
     listening = Listening(small(), LogSetup(), TOKEN, "")
-    return PlaceEngines(address, num_engines, {"CPU": cpus}, wait_s, listening)
+    return PlaceGroup(address, num_engines, {"CPU": cpus}, wait_s, listening)
 
 
-def run(order: PlaceEngines, test: Callable[[ReplicaSet], Awaitable[None]]) -> None:
+def run(order: PlaceGroup, test: Callable[[ReplicaSet], Awaitable[None]]) -> None:
     async def main() -> None:
         placed = PlacedEngines(order, Hello(protocol(), TOKEN))
         connectors = placed.connectors()
@@ -200,6 +199,10 @@ def hosts() -> Iterator[Hosts]:
         if link.proxy is not None:
             pytest.skip("two hosts need network namespaces, which are not permitted here")
         near = link.listen.rpartition(".")[0] + ".1"
+        inside = ("ip", "-n", link.namespace)
+        subprocess.run([*inside, "link", "set", "lo", "up"], check=True)
+        # Ray may name this host by another one of its addresses
+        subprocess.run([*inside, "route", "add", "default", "via", near], check=True)
         with ray_cluster(near) as found:
             yield Hosts(found, link)
 

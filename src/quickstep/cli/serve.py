@@ -83,7 +83,7 @@ def add_parser(subparsers: argparse._SubParsersAction[Parser]) -> None:
     add_serve_flags(parser)
     group = parser.add_argument_group("replicas")
     add_options(group, ReplicaConfig)
-    add_options(group, LinkConfig, "engines", "token_file")
+    add_options(group, LinkConfig, "engines", "token_file", "reuse_port")
     add_engine_flags(parser)
     add_lora_flags(parser)
     parser.set_defaults(max_waiting=MAX_WAITING_OF_SERVER)
@@ -92,6 +92,10 @@ def add_parser(subparsers: argparse._SubParsersAction[Parser]) -> None:
 def _replicas(args: argparse.Namespace, config: EngineConfig) -> tuple[ReplicaConfig, EngineConfig]:
     """The replicas, and the configuration of each: its part of this machine. Raises ConfigError."""
     replicas = from_flags(ReplicaConfig, args)
+    if args.reuse_port and args.engines is None:
+        raise ConfigError("--reuse-port needs --engines: the servers of a port share their engines")
+    if args.reuse_port and args.port == 0:
+        raise ConfigError("--reuse-port needs a --port: with 0 each server takes another one")
     if args.engines is not None:
         return _of_hosts(args, replicas, config), config
     if replicas.backend is BackendName.RAY:
@@ -162,7 +166,7 @@ def _placed_engines(replicas: ReplicaConfig, config: EngineConfig, log: LogSetup
     import secrets
 
     from quickstep.cluster.placed_engines import PlacedEngines
-    from quickstep.cluster.ray_hosts import PlaceEngines
+    from quickstep.cluster.ray_hosts import PlaceGroup
     from quickstep.engine.remote.hello import Hello, protocol
     from quickstep.engine.remote.listening import Listening
 
@@ -172,7 +176,7 @@ def _placed_engines(replicas: ReplicaConfig, config: EngineConfig, log: LogSetup
         resources["GPU"] = float(config.load.num_ranks)
     hello = Hello(protocol(), secrets.token_hex(32))
     listening = Listening(replace(config, streams=None), log, hello.token, "")
-    order = PlaceEngines(
+    order = PlaceGroup(
         replicas.ray_address, replicas.num_engines, resources, _RAY_WAIT_S, listening
     )
     return PlacedEngines(order, hello)
@@ -238,7 +242,7 @@ def _serve(
     if replicas.backend is BackendName.RAY:
         placed = _placed_engines(replicas, config, log)
         connectors = placed.connectors()
-    with bind(args.host, args.port) as sock:
+    with bind(args.host, args.port, args.reuse_port) as sock:
         try:
             serve(
                 lambda: _open_engines(config, replicas, log, launched, connectors, options.stall_s),

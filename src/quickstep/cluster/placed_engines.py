@@ -14,8 +14,8 @@ from collections.abc import Callable, Sequence
 
 import msgspec
 
-from quickstep.cluster.ray_hosts import RAY_COMMAND, Place, Placed, PlaceEngines
-from quickstep.engine.remote.connection import Connection
+from quickstep.cluster.ray_hosts import RAY_COMMAND, Placed, PlaceEngine, PlaceGroup
+from quickstep.engine.remote.connection import read_messages
 from quickstep.engine.remote.hello import Hello
 from quickstep.engine.remote.host import EngineAddress, EngineHost
 from quickstep.engine.remote.launch import Launched, launch
@@ -33,7 +33,7 @@ class PlacedEngines:
 
     def __init__(
         self,
-        order: PlaceEngines,
+        order: PlaceGroup,
         hello: Hello,
         command: Sequence[str] = RAY_COMMAND,
         clock: Callable[[], float] = time.monotonic,
@@ -45,7 +45,7 @@ class PlacedEngines:
         self._opening = asyncio.Lock()
         self._launched: Launched | None = None
         self._reading: asyncio.Task[None] | None = None
-        self._connection: Connection | None = None
+        self._writer: asyncio.StreamWriter | None = None
         self._waiting: dict[int, asyncio.Future[Placed]] = {}
 
     def connectors(self) -> list[EngineConnector]:
@@ -64,22 +64,22 @@ class PlacedEngines:
     async def _place(self, replica: int) -> Placed:
         """Where the engine listens. Raises ConfigError, EngineError."""
         async with self._opening:
-            connection = self._connection or await self._opened()
-        waiting = self._waiting[replica] = asyncio.get_running_loop().create_future()
-        connection.sender.put(Place(replica))
-        await connection.sender.flush()
+            writer = self._writer or await self._opened()
+        waiting: asyncio.Future[Placed] = asyncio.get_running_loop().create_future()
+        self._waiting[replica] = waiting
+        writer.write(framed([PlaceEngine(replica)]))
         placed = await waiting
         if placed.refused:
             raise EngineError(placed.refused)
         return placed
 
-    async def _opened(self) -> Connection:
+    async def _opened(self) -> asyncio.StreamWriter:
         """The connection to a process that has a placement group."""
         self.end()
         launched = self._launched = launch(self._command)
         launched.send_opening(framed([self._order]))
-        connection = await Connection.of_pair(launched.connection, "the process that uses Ray")
-        messages = connection.messages(_DECODER)
+        reader, writer = await asyncio.open_unix_connection(sock=launched.connection)
+        messages = read_messages(reader, _DECODER, "the process that uses Ray")
         try:
             async with asyncio.timeout(self._order.wait_s + _OPEN_S):
                 opened = await anext(messages, None)
@@ -88,7 +88,7 @@ class PlacedEngines:
         if opened is None:
             opened = Placed(-1, refused="the process that uses Ray has ended")
         if opened.refused:
-            connection.abort()
+            writer.transport.abort()
             self.end()
             raise ConfigError(opened.refused)
 
@@ -98,9 +98,9 @@ class PlacedEngines:
                     if (waiting := self._waiting.pop(placed.replica, None)) and not waiting.done():
                         waiting.set_result(placed)
             finally:
-                connection.abort()
-                if self._connection is connection:
-                    self._connection = None
+                writer.transport.abort()
+                if self._writer is writer:
+                    self._writer = None
                 ended = Placed(-1, refused="the process that uses Ray has ended")
                 for waiting in self._waiting.values():
                     if not waiting.done():
@@ -108,8 +108,8 @@ class PlacedEngines:
                 self._waiting.clear()
 
         self._reading = asyncio.create_task(read(), name="ray-hosts")
-        self._connection = connection
-        return connection
+        self._writer = writer
+        return writer
 
     def end(self) -> None:
         """End the process that uses Ray, and the engines with it. Idempotent."""

@@ -20,12 +20,12 @@ import subprocess
 import sys
 import threading
 from collections.abc import Mapping, Sequence
-from typing import IO, Any
+from typing import Any
 
 import msgspec
 from msgspec.structs import replace
 
-from quickstep.engine.remote.listening import COMMAND, Listening, ListensAt
+from quickstep.engine.remote.listening import COMMAND, BinaryFile, Listening, ListensAt
 from quickstep.engine.remote.listening import read_message as read
 from quickstep.engine.remote.listening import write_message as write
 from quickstep.engine.remote.opening import WireMessage
@@ -37,7 +37,7 @@ _LOAD_S = 1800.0  # of a model, on a node that may have to download it
 _PING_S = 5.0
 
 
-class PlaceEngines(WireMessage, frozen=True):
+class PlaceGroup(WireMessage, frozen=True):
     """The first message: what to place. Answered by `Placed` if it cannot be.
 
     Attributes:
@@ -55,7 +55,7 @@ class PlaceEngines(WireMessage, frozen=True):
     listening: Listening
 
 
-class Place(WireMessage, frozen=True):
+class PlaceEngine(WireMessage, frozen=True):
     """Answer with the place of a replica's engine, which is launched if it does not run."""
 
     replica: int
@@ -113,7 +113,7 @@ def _launched(process: subprocess.Popen[bytes], listening: Listening) -> Listens
 class RayHosts:
     """The driver: a placement group and its actors. Used by one thread per replica."""
 
-    def __init__(self, order: PlaceEngines, ray: Any) -> None:
+    def __init__(self, order: PlaceGroup, ray: Any) -> None:
         self._order = order
         self._ray = ray
         self._group: Any = None
@@ -224,9 +224,9 @@ def _line(error: BaseException) -> str:
     return lines[0] if lines else type(error).__name__
 
 
-def serve(file: IO[bytes], ray: Any) -> None:
+def serve(file: BinaryFile, ray: Any) -> None:
     """Answer the server's messages until it ends."""
-    order = read(file, PlaceEngines)
+    order = read(file, PlaceGroup)
     hosts = RayHosts(order, ray)
     sending = threading.Lock()
 
@@ -252,7 +252,7 @@ def serve(file: IO[bytes], ray: Any) -> None:
     answer(Placed(-1))
     while True:
         try:
-            replica = read(file, Place).replica
+            replica = read(file, PlaceEngine).replica
         except EngineError:
             return
         threading.Thread(target=place, args=(replica,), daemon=True).start()
@@ -267,7 +267,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         try:
             import ray
         except ImportError:
-            read(file, PlaceEngines)
+            read(file, PlaceGroup)
             refused = f"--data-parallel-backend ray needs Ray: {how_to_install('ray')}"
             write(file, Placed(-1, refused=refused))
             return 1

@@ -50,8 +50,10 @@ _SIGNAL_POLL_S = 0.1
 _SIGNALS = (signal.SIGINT, signal.SIGTERM)
 
 
-def bind(host: str, port: int) -> socket.socket:
-    """A bound socket that does not listen yet. Raises ConfigError."""
+def bind(host: str, port: int, is_shared: bool = False) -> socket.socket:
+    """A bound socket that does not listen yet; other servers may share the port with it if all of
+    them allow that. Raises ConfigError.
+    """
     if not 0 <= port <= 65535:
         raise ConfigError(f"--port is {port}, it must be between 0 and 65535")
     try:
@@ -63,11 +65,24 @@ def bind(host: str, port: int) -> socket.socket:
     sock = socket.socket(family, kind, protocol)
     try:
         sock.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        if is_shared:
+            _share_port(sock)
         sock.bind(address)
     except OSError as error:
         sock.close()
         raise ConfigError(_refusal(host, port, error)) from None
     return sock
+
+
+def _share_port(sock: socket.socket) -> None:
+    """Let other sockets of this user bind the port. Raises ConfigError where a kernel has no such
+    option.
+    """
+    option = getattr(socket, "SO_REUSEPORT", None)
+    if option is None:
+        sock.close()
+        raise ConfigError("--reuse-port: this system cannot share a port between processes")
+    sock.setsockopt(socket.SOL_SOCKET, option, 1)
 
 
 def _refusal(host: str, port: int, error: OSError) -> str:

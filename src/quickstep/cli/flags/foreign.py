@@ -464,7 +464,7 @@ _DEVICES = (
     ),
     _row(
         "--node-rank --master-addr --master-port --data-parallel-rank --data-parallel-address "
-        "--data-parallel-rpc-port --data-parallel-backend --dist-init-addr",
+        "--data-parallel-rpc-port --dist-init-addr",
         _BOTH,
         why=_ONE_DEVICE,
         takes="VALUE",
@@ -835,7 +835,7 @@ _SERVER = (
     ),
     _row("--uds", _VLLM, why="it listens on --host and --port", takes="PATH"),
     _row(
-        "--reuse-port --path --timeout -to",
+        "--path --timeout -to",
         _LLAMA,
         "--keep-alive-timeout-s SECONDS",
         "--help lists the time limits of connections",

@@ -17,6 +17,7 @@ import socket
 import sys
 import threading
 from collections.abc import Callable
+from io import BufferedIOBase
 from typing import IO, TYPE_CHECKING, TypeVar
 
 import msgspec
@@ -34,6 +35,7 @@ _LOG = logging.getLogger(__name__)
 _SIGNALS = (signal.SIGTERM, signal.SIGINT)
 COMMAND = (sys.executable, "-P", "-m", "quickstep.engine.remote.listening")
 
+BinaryFile = IO[bytes] | BufferedIOBase
 _Content = TypeVar("_Content", bound=WireMessage)
 
 
@@ -53,18 +55,22 @@ class ListensAt(WireMessage, frozen=True):
     refused: str = ""
 
 
-def write_message(file: IO[bytes], message: WireMessage) -> None:
+def write_message(file: BinaryFile, message: WireMessage) -> None:
     """Write one frame. Raises OSError."""
     file.write(framed([message]))
     file.flush()
 
 
-def read_message(file: IO[bytes], kind: type[_Content]) -> _Content:
+def read_message(file: BinaryFile, kind: type[_Content]) -> _Content:
     """Read one frame. Raises EngineError if the file ends or has something else."""
     length = file.read(LENGTH.size)
     try:
         if len(length) == LENGTH.size:
-            return msgspec.msgpack.decode(file.read(LENGTH.unpack(length)[0]), type=list[kind])[0]
+            kinds = list[kind]  # type: ignore[valid-type]
+            found: list[_Content] = msgspec.msgpack.decode(
+                file.read(LENGTH.unpack(length)[0]), type=kinds
+            )
+            return found[0]
     except (ValueError, msgspec.DecodeError) as error:
         raise EngineError(f"what was read is no {kind.__name__}: {error}") from error
     raise EngineError("the process ended before it answered")
