@@ -29,6 +29,7 @@ from quickstep.model.decoder_spec import ModelSpec
 from quickstep.model.sharding import Shard, shard_adapter
 from quickstep.model.sizing import MemoryPlan
 from quickstep.model.stages import NUM_CARRIED, Stage, stage_adapter
+from quickstep.ops.collective import CollectiveRanks, open_gloo
 from quickstep.ops.native.backend import load_native, native_status
 from quickstep.ops.native.ranks import NativeRanks, RankMemory
 from quickstep.ops.native.steps import NativeSteps
@@ -234,8 +235,6 @@ def exchange_of(messages: NativeRanks, store_path: str) -> Ranks:
     """
     if not store_path:
         return messages
-    from quickstep.ops.collective import CollectiveRanks, open_gloo
-
     return CollectiveRanks(open_gloo(store_path, messages.rank, messages.size), messages)
 
 
