@@ -145,7 +145,6 @@ LATE = {
     "engine/adapters.py": _LOADING,
     "engine/assembly.py": _LOADING,
     "engine/llm.py": _OPTIONAL,
-    "engine/ranks/processes.py": _LOADING,
     "engine/records/replay_runner.py": _LOADING,
     "engine/remote/listening.py": _LOADING,
     "engine/remote/worker.py": _LOADING,
