@@ -21,7 +21,7 @@ from typing import Any, TypeVar
 import msgspec
 from msgspec.structs import astuple, fields, replace
 
-from quickstep.core.cost_model import CostModel, StepLoad, UnitPrices
+from quickstep.core.cost_model import CostModel, StepLoad, UnitPrices, tokens_of_part
 from quickstep.core.resources.block_pool import PoolStats
 from quickstep.core.sequence import TICKS_PER_S, Sequence, SequenceState
 from quickstep.core.step import InFlightStep
@@ -342,9 +342,10 @@ def with_unloaded(
     middle = num_known + num_outputs // 2
     decode = cost_model.predict(StepLoad.of_span(middle, 1, num_logits_rows=1))
     num_decodes = max(0, num_outputs - 1)
+    part = tokens_of_part(cost_model, num_tokens, chunk, num_stages)
     return replace(
         timings,
-        unloaded_prefill_s=latency_s(prefill_s, num_tokens, chunk, num_stages),
+        unloaded_prefill_s=latency_s(prefill_s, num_tokens, part, num_stages),
         unloaded_decode_s=num_decodes * num_stages * decode.seconds,
         is_extrapolated=first.is_extrapolated or (num_decodes > 0 and decode.is_extrapolated),
     )

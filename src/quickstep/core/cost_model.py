@@ -28,6 +28,7 @@ _FEW_TOKENS, _MANY_TOKENS = 32, 256
 
 _STIFFNESS = 1e-3
 _MIN_SECONDS = 1e-9
+_MIN_PART = 16  # tokens of a prompt in a step of a pipeline
 _MAX_SECONDS = 1e5
 _USUAL_VOCABULARY = 50_000
 _LOGIT_S = 1e-9  # to compute a logit, and its part of the log-probability or of the sampling
@@ -211,6 +212,24 @@ class CostModel(Protocol):
 
     def observe(self, load: StepLoad, seconds: float) -> None:
         """Learn from a measured step."""
+
+
+def tokens_of_part(cost_model: CostModel, num_tokens: int, max_tokens: int, num_stages: int) -> int:
+    """How many of a prompt's tokens each step computes, at most `max_tokens`, in a pipeline whose
+    stages compute as many steps at the same time: n steps of about the same time have passed all
+    stages after n + `num_stages` - 1 of these times. `max_tokens` without stages.
+    """
+    if num_stages == 1:
+        return max_tokens
+    best, best_s = num_tokens, math.inf
+    num_parts = max(1, -(-num_tokens // max_tokens))
+    while (part := -(-num_tokens // num_parts)) >= _MIN_PART or num_parts == 1:
+        part_s = cost_model.seconds(StepLoad.of_span(0, part, num_logits_rows=0))
+        seconds = (num_parts + num_stages - 1) * part_s
+        if seconds < best_s:
+            best, best_s = part, seconds
+        num_parts *= 2
+    return best
 
 
 class Coefficients(msgspec.Struct, frozen=True):

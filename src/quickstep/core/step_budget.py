@@ -7,7 +7,6 @@ of the batch come last and only while the step stays short enough for the rows o
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Iterable
 from collections.abc import Sequence as SequenceOf
 
@@ -15,7 +14,7 @@ import msgspec
 from msgspec.structs import replace
 
 from quickstep.config import SchedulerConfig
-from quickstep.core.cost_model import CostModel, StepLoad
+from quickstep.core.cost_model import CostModel, StepLoad, tokens_of_part
 from quickstep.core.drafts.control import divide
 from quickstep.core.policies import Policy, StepView
 from quickstep.core.queues import RunningBatch, WaitingQueue
@@ -81,25 +80,15 @@ class StepBudget:
         return min(num_tokens, draft.num_tokens_left)
 
     def _prompt_part_of_stage(self, draft: StepDraft) -> int:
-        """The tokens of prompts in a step of a pipeline, whose stages compute as many steps at the
-        same time: with `num_parts` steps of about the same time, all stages have ended after
-        `num_parts` + `num_stages` - 1 of these times.
-
-        The parts are those of complete prompts, so that they stay the same while these go on.
+        """The tokens of prompts in a step of a pipeline, in parts of complete prompts, so
+        that they stay the same until these are computed.
         """
         waiting, head = self._waiting, self._waiting.head
         num_tokens = sum([prompt.residency.prefill_end for prompt in self._batch.prefilling])
         if head is not None:
             num_tokens += waiting.num_served * len(head.token_ids)
-        best, best_s = num_tokens, math.inf
-        num_parts = -(-num_tokens // max(1, draft.num_tokens_left))
-        while (part := -(-num_tokens // num_parts)) >= _MIN_PREFILL or num_parts == 1:
-            part_s = self._cost_model.seconds(StepLoad.of_span(0, part, num_logits_rows=0))
-            seconds = (num_parts + self._num_stages - 1) * part_s
-            if seconds < best_s:
-                best, best_s = part, seconds
-            num_parts *= 2
-        return best
+        most = max(1, draft.num_tokens_left)
+        return tokens_of_part(self._cost_model, num_tokens, most, self._num_stages)
 
     def of_prompt(self, draft: StepDraft, sequence: Sequence, start: int, now: float) -> int:
         """The tokens of a prompt from position `start` on.

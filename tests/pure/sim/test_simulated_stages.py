@@ -7,7 +7,7 @@ from random import Random
 import pytest
 
 from quickstep.config import SchedulerConfig
-from quickstep.core.cost_model import Coefficients, LinearCostModel
+from quickstep.core.cost_model import Coefficients, LinearCostModel, StepLoad
 from quickstep.core.overhead import ScaledCosts, StageTimes
 from quickstep.core.policies import make_policy
 from quickstep.core.resources.block_pool import KVBlockPool
@@ -90,6 +90,20 @@ def test_predictions_know_that_a_token_passes_all_stages(num_stages: int) -> Non
     assert timings.prefill_s == pytest.approx(timings.unloaded_prefill_s)
     assert timings.decode_s == pytest.approx(timings.unloaded_decode_s)
     assert timings.device_s == pytest.approx(21 * STEP_S / num_stages)
+
+
+@pytest.mark.parametrize("num_prompt", [16, 100, 300])
+def test_the_parts_of_a_prompt_pass_the_stages_in_the_predicted_time(num_prompt: int) -> None:
+    costs = LinearCostModel(Coefficients(step_s=0.001, token_s=0.0002))  # of all stages
+    one_stage = ScaledCosts(costs, 0.5)
+    config = SchedulerConfig(num_stages=2)
+    scheduler = GroupedScheduler(config, KVBlockPool(400, 4), make_policy(config), one_stage)
+    request = Request("r", tuple(range(num_prompt)), SamplingParams(max_tokens=1))
+    outcome = simulate([Arrival(0.0, request)], scheduler, costs, stages=StageTimes.equal(2))
+    (timings,) = [ending.timings for ending in outcome.endings]
+    in_one_step_s = costs.seconds(StepLoad.of_span(0, num_prompt))
+    assert timings.prefill_s < in_one_step_s or num_prompt == 16
+    assert timings.prefill_s == pytest.approx(timings.unloaded_prefill_s, rel=0.15)
 
 
 def test_a_first_token_that_has_to_pass_the_stages_too_late_is_refused() -> None:
