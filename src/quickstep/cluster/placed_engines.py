@@ -55,19 +55,27 @@ class PlacedEngines:
     def _connector(self, replica: int) -> EngineConnector:
         async def connect() -> EngineHost:
             placed = await self._place(replica)
-            _LOGGER.info("replica %d is on %s (Ray's node %s)", replica, placed.host, placed.node)
-            address = EngineAddress(placed.host, placed.port)
-            return await EngineHost.connect(address, self._hello, self._clock)
+            try:
+                return await self._connected(placed)
+            except EngineError as error:  # an engine that hangs in a living actor, for example
+                _LOGGER.warning("replica %d is placed again: %s", replica, error)
+                return await self._connected(await self._place(replica, is_new=True))
 
         return connect
 
-    async def _place(self, replica: int) -> Placed:
+    async def _connected(self, placed: Placed) -> EngineHost:
+        replica, host = placed.replica, placed.host
+        _LOGGER.info("replica %d is on %s (Ray's node %s)", replica, host, placed.node)
+        address = EngineAddress(host, placed.port)
+        return await EngineHost.connect(address, self._hello, self._clock)
+
+    async def _place(self, replica: int, is_new: bool = False) -> Placed:
         """Where the engine listens. Raises ConfigError, EngineError."""
         async with self._opening:
             writer = self._writer or await self._opened()
         waiting: asyncio.Future[Placed] = asyncio.get_running_loop().create_future()
         self._waiting[replica] = waiting
-        writer.write(framed([PlaceEngine(replica)]))
+        writer.write(framed([PlaceEngine(replica, is_new)]))
         placed = await waiting
         if placed.refused:
             raise EngineError(placed.refused)

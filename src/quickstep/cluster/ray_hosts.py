@@ -56,9 +56,12 @@ class PlaceGroup(WireMessage, frozen=True):
 
 
 class PlaceEngine(WireMessage, frozen=True):
-    """Answer with the place of a replica's engine, which is launched if it does not run."""
+    """Answer with the place of a replica's engine, which is launched if it does not run; `is_new`:
+    in any case, because the one that runs does not answer.
+    """
 
     replica: int
+    is_new: bool = False
 
 
 class Placed(WireMessage, frozen=True):
@@ -94,9 +97,13 @@ class HostedEngine:
             listening = msgspec.msgpack.decode(order, type=Listening)
             environment = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)}
             environment.pop("OMP_NUM_THREADS", None)  # Ray's: the engine has a number of its own
-            self._process = subprocess.Popen(
-                COMMAND, stdin=subprocess.PIPE, stdout=subprocess.PIPE, env=environment
-            )
+            command = (sys.executable, *COMMAND[1:])  # of this node, not of the driver's
+            try:
+                self._process = subprocess.Popen(
+                    command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, env=environment
+                )
+            except OSError as error:
+                return msgspec.msgpack.encode(ListensAt(refused=f"{command[0]}: {error}"))
             self._answer = _launched(self._process, listening)
         return msgspec.msgpack.encode(self._answer)
 
@@ -136,26 +143,40 @@ class RayHosts:
             ray.util.remove_placement_group(self._group)
             raise ConfigError(missing)
 
-    def place(self, replica: int) -> Placed:
-        """The place of a replica's engine, which is launched if it does not run. Raises EngineError
-        if it cannot be.
+    def place(self, replica: int, is_new: bool = False) -> Placed:
+        """The place of a replica's engine, which is launched if it does not run, or in any case if
+        `is_new`. Raises EngineError if it cannot be.
         """
         ray, errors = self._ray, self._ray.exceptions
+        if is_new and replica in self._actors:
+            self._forget(replica)
         for is_new in (False, True):
             actor = self._new_actor(replica) if is_new else self._actors.get(replica)
             if actor is None:
                 continue
+            is_placed = False
             try:
                 wait_s = self._order.wait_s if is_new else _PING_S
                 node = ray.get(actor.node.remote(), timeout=wait_s)
                 host = self._address_of(node)
                 order = msgspec.msgpack.encode(replace(self._order.listening, host=host))
+                is_placed = True
                 content = ray.get(actor.start.remote(order), timeout=_LOAD_S)
             except errors.GetTimeoutError:
+                if is_placed:
+                    self._forget(replica)
+                    raise EngineError(
+                        f"the engine of replica {replica} has not loaded its model in {_LOAD_S:g} s"
+                    ) from None
                 if is_new:
                     self._forget(replica)
                     raise EngineError(self._missing(1)) from None
                 raise EngineError(f"the node of replica {replica} does not answer Ray") from None
+            except errors.RayTaskError as error:  # an exception in the actor
+                self._forget(replica)
+                raise EngineError(
+                    f"the engine of replica {replica} cannot be launched: {_line(error)}"
+                ) from None
             except errors.RayActorError as error:
                 self._forget(replica)
                 if is_new:
@@ -175,7 +196,7 @@ class RayHosts:
         for found in self._ray.nodes():
             if found["NodeID"] == node:
                 return str(found["NodeManagerAddress"])
-        raise EngineError(f"Ray does not know the node {node} any more")
+        raise EngineError(f"the node {node} has left the Ray cluster")
 
     def _new_actor(self, replica: int) -> Any:
         """An actor in the replica's bundle; outside of it an actor would wait for ever."""
@@ -197,7 +218,7 @@ class RayHosts:
         self._ray.kill(self._actors.pop(replica))
 
     def _missing(self, num_engines: int) -> str:
-        """What was asked of Ray and what there is."""
+        """The requested resources, and those of the cluster."""
         nodes = [node for node in self._ray.nodes() if node["Alive"]]
         totals = [
             f"{node['NodeManagerAddress']} has {_resources(node['Resources'])}" for node in nodes
@@ -207,8 +228,8 @@ class RayHosts:
         each = " each" if num_engines > 1 else ""
         return (
             f"Ray has found no place for {engines} with {_resources(self._order.resources)}{each} "
-            f"in {self._order.wait_s:g} s: {'; '.join(totals) or 'no node is alive'}; free in all: "
-            f"{free}; add nodes, or lower --threads or --data-parallel-size"
+            f"in {self._order.wait_s:g} s: {'; '.join(totals) or 'no node is alive'}; "
+            f"free in total: {free}; add nodes, or lower --threads or --data-parallel-size"
         )
 
 
@@ -234,9 +255,10 @@ def serve(file: BinaryFile, ray: Any) -> None:
         with sending:
             write(file, placed)
 
-    def place(replica: int) -> None:
+    def place(message: PlaceEngine) -> None:
+        replica = message.replica
         try:
-            answer(hosts.place(replica))
+            answer(hosts.place(replica, message.is_new))
         except QuickstepError as error:
             answer(Placed(replica, refused=str(error)))
         except Exception as error:  # the thread's top: the state of Ray is unknown
@@ -248,14 +270,14 @@ def serve(file: BinaryFile, ray: Any) -> None:
     except ConfigError as error:
         answer(Placed(-1, refused=str(error)))
         return
-    leave_signals()  # Ray has taken them
+    leave_signals()  # `ray.init` installs its own
     answer(Placed(-1))
     while True:
         try:
-            replica = read(file, PlaceEngine).replica
+            message = read(file, PlaceEngine)
         except EngineError:
             return
-        threading.Thread(target=place, args=(replica,), daemon=True).start()
+        threading.Thread(target=place, args=(message,), daemon=True).start()
 
 
 def main(argv: Sequence[str] | None = None) -> int:

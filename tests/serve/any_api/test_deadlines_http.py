@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import json
 from typing import Any
 
@@ -129,6 +130,49 @@ def test_a_client_that_leaves_before_the_first_token_aborts_its_request() -> Non
             assert next(lines) == ": keep-alive"
             assert engine.open_streams
         until(lambda: not engine.open_streams)
+
+
+def test_a_client_that_leaves_as_the_stream_begins_aborts_all_of_its_prompts() -> None:
+    """The first delta is waited for by a task, and nothing has read the stream yet."""
+    engine = FakeEngine(Script(gate=asyncio.Event()))
+    options = ServerOptions(connections=ConnectionOptions(comment_every_s=0.02))
+    fields = {"prompt": ["a", "b"], "stream": True, "ttft_deadline_ms": 60_000}
+    body = json.dumps(fields).encode()
+    scope = {
+        "type": "http",
+        "asgi": {"version": "3.0"},
+        "http_version": "1.1",
+        "method": "POST",
+        "scheme": "http",
+        "path": COMPLETIONS,
+        "raw_path": COMPLETIONS.encode(),
+        "query_string": b"",
+        "headers": [(b"host", b"127.0.0.1"), (b"content-type", b"application/json")],
+        "client": ("127.0.0.1", 1),
+        "server": ("127.0.0.1", 80),
+    }
+
+    async def run() -> None:
+        messages = [{"type": "http.request", "body": body, "more_body": False}]
+
+        async def receive() -> dict[str, Any]:
+            if messages:
+                return messages.pop()
+            await asyncio.Event().wait()
+            raise AssertionError
+
+        async def send(message: Any) -> None:
+            if message["type"] == "http.response.start":
+                assert len(engine.open_streams) == 2
+                raise OSError("the client has gone")
+
+        app = create_app(engine, options)
+        async with client_of(app):
+            with contextlib.suppress(OSError):
+                await app(scope, receive, send)
+            assert not engine.open_streams
+
+    asyncio.run(run())
 
 
 def test_clients_that_know_only_openais_values_get_length_at_the_time_limit() -> None:

@@ -24,6 +24,7 @@ import msgspec
 
 from quickstep.config import EngineConfig
 from quickstep.engine.logs import LogSetup
+from quickstep.engine.remote.connection import MAX_FRAME_BYTES
 from quickstep.engine.remote.opening import LENGTH, WireMessage, framed
 from quickstep.errors import EngineError, QuickstepError
 
@@ -67,10 +68,12 @@ def read_message(file: BinaryFile, kind: type[_Content]) -> _Content:
     try:
         if len(length) == LENGTH.size:
             kinds = list[kind]  # type: ignore[valid-type]
-            found: list[_Content] = msgspec.msgpack.decode(
-                file.read(LENGTH.unpack(length)[0]), type=kinds
-            )
-            return found[0]
+            num_bytes = LENGTH.unpack(length)[0]
+            if num_bytes > MAX_FRAME_BYTES:
+                raise ValueError(f"a frame of {num_bytes} bytes")
+            found: list[_Content] = msgspec.msgpack.decode(file.read(num_bytes), type=kinds)
+            (content,) = found
+            return content
     except (ValueError, msgspec.DecodeError) as error:
         raise EngineError(f"what was read is no {kind.__name__}: {error}") from error
     raise EngineError("the process ended before it answered")

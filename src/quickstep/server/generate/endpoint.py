@@ -70,9 +70,11 @@ class _Answer(msgspec.Struct, frozen=True):
 
     async def close(self) -> None:
         """Abort what still runs, and count the request. Idempotent."""
-        await self.generation.aclose()
-        self.observer.close(self.generation)
-        self.reservation.release()
+        try:
+            await self.generation.aclose()
+        finally:
+            self.observer.close(self.generation)
+            self.reservation.release()
 
 
 class _Urgency(msgspec.Struct, frozen=True):
@@ -328,32 +330,20 @@ async def _from_first(
     generation: Generation, deltas: AsyncIterator[Delta], wait_s: float | None
 ) -> AsyncGenerator[Delta, None]:
     """Wait for the first delta, for at most `wait_s`, and raise its error; returns all of them."""
-    first = asyncio.ensure_future(anext(deltas, None))
-    try:
-        await asyncio.wait({first}, timeout=wait_s)
-        delta = first.result() if first.done() else None
-        if delta is not None and delta.finish_reason is not None:
-            generation.end(delta)
-    except BaseException:
-        await _cancelled(first)
-        raise
+    first = generation.first = asyncio.ensure_future(anext(deltas, None))
+    await asyncio.wait({first}, timeout=wait_s)
+    delta = first.result() if first.done() else None
+    if delta is not None and delta.finish_reason is not None:
+        generation.end(delta)
 
     async def from_first() -> AsyncGenerator[Delta, None]:
-        try:
-            delta = await first
-        finally:
-            await _cancelled(first)
+        delta = await first
         if delta is not None:
             yield delta
         async for delta in deltas:
             yield delta
 
     return from_first()
-
-
-async def _cancelled(task: asyncio.Future[Delta | None]) -> None:
-    task.cancel()
-    await asyncio.gather(task, return_exceptions=True)
 
 
 async def _frames(answer: _Answer, deltas: AsyncIterator[Delta]) -> AsyncGenerator[bytes, None]:

@@ -211,6 +211,8 @@ class Generation:
         self._streams = tuple(streams)
         self._n = request.sampling.n
         self._merging: AsyncGenerator[Delta, None] | None = None
+        # The first delta, if it is waited for before the others are read.
+        self.first: asyncio.Future[Delta | None] | None = None
         self.choices = tuple(
             Choice(prompt * self._n + index, sequence_seed(stream.seed, index))
             for prompt, stream in enumerate(self._streams)
@@ -330,6 +332,9 @@ class Generation:
 
     async def aclose(self) -> None:
         """Abort what still runs. Idempotent."""
+        if self.first is not None:  # it may be running in the generator that is closed next
+            self.first.cancel()
+            await asyncio.gather(self.first, return_exceptions=True)
         if self._merging is not None:
             await self._merging.aclose()
         for stream in self._streams:
