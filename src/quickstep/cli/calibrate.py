@@ -159,8 +159,10 @@ def _calibrated(config: EngineConfig, seconds: float) -> tuple[str, Calibration,
             executor.close()
     step_s = LinearCostModel.of_fit(calibration.fit).seconds(StepLoad.of_span(0, 1, 0, 1))
     if processes is not None:  # they have ended with the executor
+        del executor, kv, model, loaded  # the plan for the others is of free memory
         loaded, processes = load()
-        model = loaded.model
+        model, plan = loaded.model, loaded.plan
+        kv = allocate_kv(loaded.kv_layout, plan.num_blocks, block_size, model.device)
     engine = wire_engine(config, model, kv, plan, description, processes=processes)
     measuring = measure_overhead(
         engine,

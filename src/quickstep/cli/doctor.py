@@ -25,7 +25,7 @@ from quickstep.cache_dir import cache_dir
 from quickstep.cli.flags.parsing import Parser, command
 from quickstep.cli.screen import console_on, print_table
 from quickstep.environment import OF_LIBRARIES, OWN, SECRETS
-from quickstep.errors import ConfigError, how_to_install, size_text
+from quickstep.errors import ConfigError, EngineError, how_to_install, size_text
 from quickstep.ops.torch_import import has_torch
 
 _READ_SAMPLES = 2
@@ -230,11 +230,15 @@ def _link_facts(with_costs: bool) -> dict[str, Any]:
     if with_costs and _native_facts()["present"]:
         from quickstep.engine.ranks.link_costs import HIDDEN_SIZE, measured_link_costs
 
-        costs = None if usable_cpus() < 2 else measured_link_costs()
+        if usable_cpus() < 2:
+            return {"measured_how": "not measured: one CPU"}
+        try:
+            costs = measured_link_costs()
+        except (EngineError, OSError) as error:
+            return {"measured_how": f"not measured: {error}"}
         if costs is not None:
             how = f"two processes, rows of {HIDDEN_SIZE} in bfloat16"
             return {**msgspec.to_builtins(costs), "measured_how": how}
-        how = "not measured: one CPU"
     return {"measured_how": how}
 
 

@@ -40,7 +40,11 @@ def open_gloo(store_path: str, rank: int, size: int) -> Group:
     try:
         store = dist.FileStore(store_path, size)  # type: ignore[attr-defined]
         store.set_timeout(_JOIN_TIMEOUT)
-        return cast("Group", dist.ProcessGroupGloo(store, rank, size, _TIMEOUT))
+        options = dist.ProcessGroupGloo._Options()  # type: ignore[attr-defined]
+        # by itself it listens where the host's name leads, without any authentication
+        options._devices = [dist.ProcessGroupGloo.create_device(hostname="127.0.0.1")]
+        options._timeout = _TIMEOUT
+        return cast("Group", dist.ProcessGroupGloo(store, rank, size, options))
     except RuntimeError as error:
         raise EngineError(f"the {size} ranks do not meet: {error}") from error
 

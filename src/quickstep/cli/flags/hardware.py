@@ -239,12 +239,14 @@ def measured_steps(
     path = str(checkpoint.path.resolve())
     source = FitSource(path, args.quantization, args.kv_cache_dtype)
     stored = find_calibration(folder, source, split=split, num_engines=num_engines)
-    if stored is None and split != (1, 1):
+    is_known = find_calibration(folder, source) is not None
+    if stored is None and (split != (1, 1) or (num_engines > 1 and is_known)):
         threads = max(1, usable_cores() // num_engines)
         raise ConfigError(
-            f"no step times of {split[0]} ranks and {split[1]} stages on this machine are stored; "
-            f"measure them with `quickstep calibrate {model_of(args)} --tensor-parallel-size "
-            f"{split[0]} --pipeline-parallel-size {split[1]} --threads {threads}`"
+            f"no step times of engines with {split[0]} ranks, {split[1]} stages and {threads} "
+            "threads are stored for this machine; measure them with `quickstep calibrate "
+            f"{model_of(args)} --tensor-parallel-size {split[0]} --pipeline-parallel-size "
+            f"{split[1]} --threads {threads}`"
         )
     if stored is None:
         return None

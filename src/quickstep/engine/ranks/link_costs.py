@@ -17,7 +17,7 @@ import msgspec
 import numpy as np
 
 from quickstep.engine.remote.launch import launch
-from quickstep.engine.remote.worker import die_with
+from quickstep.engine.remote.worker import die_with, leave_signals
 from quickstep.errors import EngineError
 from quickstep.model.stages import NUM_CARRIED
 from quickstep.ops.native.backend import load_native
@@ -115,6 +115,7 @@ def _frame_s(connection: socket.socket, num_tokens: int, count: int) -> float:
 
 def main() -> int:
     """The other process: gather, then send frames back until the first one closes."""
+    leave_signals()  # its parent ends it
     *descriptors, socket_fd, parent_pid = map(int, sys.argv[1:])
     die_with(parent_pid)
     with socket.socket(fileno=socket_fd) as connection:

@@ -177,8 +177,8 @@ def find_calibration(
             continue  # it is replaced when its engine starts
         key = stored.key
         is_here = (key.cpu, key.num_cores) == (_cpu_model(root), usable_cores())
-        is_asked = key.split == split and (num_processes == 1 or key.num_threads == num_threads)
-        if is_asked and stored.source == source and is_here and key.version == __version__:
+        matches = key.split == split and (num_processes == 1 or key.num_threads == num_threads)
+        if matches and stored.source == source and is_here and key.version == __version__:
             found.append((changed_s, stored))
     return max(found, key=lambda one: one[0], default=(0.0, None))[1]
 
