@@ -9,7 +9,7 @@ from tiny_checkpoint import write_checkpoint
 from quickstep.engine.assembly import load_weights
 from quickstep.engine.llm import engine_config
 from quickstep.model.interface import Model
-from quickstep.runtime.steps import captured
+from quickstep.runtime.steps import divided
 from quickstep.verify import checker
 from quickstep.verify.checker import verify
 from quickstep.verify.report import VerifyOptions, VerifyReport
@@ -48,11 +48,11 @@ def test_adapters_that_come_and_go_change_no_bit(checkpoint: str) -> None:
 def test_rows_with_the_adapter_of_another_row_are_found(
     checkpoint: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    found = captured.adapters_of
+    found = divided.adapters_of
 
     def shifted(rows, adapters):  # type: ignore[no-untyped-def]
         mine = found(rows, adapters)
         return dict(zip(mine, [*mine.values()][1:] + [*mine.values()][:1], strict=True))
 
-    monkeypatch.setattr(captured, "adapters_of", shifted)
+    monkeypatch.setattr(divided, "adapters_of", shifted)
     assert verified(checkpoint, replace(OPTIONS, fail_fast=True)).first_mismatch is not None
