@@ -252,7 +252,7 @@ def test_a_new_request_waits_until_its_deadline(field: str) -> None:
 def test_no_request_waits_for_engines_that_are_given_up() -> None:
     async def test(engine: ReplicaSet) -> None:
         await kill_the_only(engine)
-        with pytest.raises(EngineError, match="send it again|failed"):  # before, or after that
+        with pytest.raises(EngineError, match=r"send it again|failed"):  # before, or after that
             await engine.stream(request_of(engine, 0)).accepted()
         assert engine.stats().state is EngineState.FAILED
         with pytest.raises(EngineError, match="failed"):
