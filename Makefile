@@ -23,6 +23,7 @@ print(*project["dependencies"], *project["optional-dependencies"]["dev"], sep="\
 CLIENTS := .venv-clients
 DEPLOY := .venv-deploy
 DOCS := .venv-docs
+RAY := .venv-ray
 
 .PHONY: help demo test docs docs-test deploy-check manifests clients check counts format bench soak peers gpu ray kernels verify verify-long native reference clean
 
@@ -33,6 +34,7 @@ help:
 	@echo "make docs-test    run every block of README and docs/guide, for two minutes"
 	@echo "make deploy-check check the chart and the manifests in deploy/; make manifests writes them"
 	@echo "make check        linter, types, layers, names, docs, API reference"
+	@echo "make counts       compare calls and instructions of a step with tools/count_bounds.json"
 	@echo "make format       format the code and fix what the linter can"
 	@echo "make native       rebuild the native kernels"
 	@echo "make reference    write docs/reference from the declarations"
@@ -192,7 +194,6 @@ gpu:
 	PYTHONPATH=src$${PYTHONPATH:+:$$PYTHONPATH} $(if $(OUT),OUT=$(OUT)) $(PYTHON) -m benchmarks.gpu $(RUN) $(ARGS)
 
 # Engines on the nodes of a Ray cluster of this machine; hosts are network namespaces: needs root.
-RAY := .venv-ray
 $(RAY)/.ready: $(READY)
 	$(PYTHON) -m venv $(RAY)
 	$(RAY)/bin/python -m pip install --quiet --disable-pip-version-check ray -r $(VENV)/requirements.txt -e .
@@ -206,4 +207,4 @@ kernels: $(READY)
 	$(BIN)/python tools/compile_kernels.py
 
 clean:
-	rm -rf $(VENV) $(CLIENTS) $(DEPLOY) $(DOCS) build dist src/quickstep/_native .pytest_cache .mypy_cache .ruff_cache .hypothesis
+	rm -rf $(VENV) $(CLIENTS) $(DEPLOY) $(DOCS) $(RAY) build dist src/quickstep/_native .pytest_cache .mypy_cache .ruff_cache .hypothesis

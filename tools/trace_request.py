@@ -185,12 +185,12 @@ async def calls_by_function(out: Path, trace: Trace) -> tuple[dict[str, float], 
     """The calls of a token at batch size 1, and those of each further stream, by function."""
     async with traced_server(out, trace) as served:
         await served.send(NUM_STREAMS, MANY_TOKENS)
-        alone = await served.calls_per_step(1)
+        first = await served.calls_per_step(1)
         together = await served.calls_per_step(NUM_STREAMS)
-    further = {
-        name: (count - alone.get(name, 0.0)) / (NUM_STREAMS - 1) for name, count in together.items()
+    per_row = {
+        name: (count - first.get(name, 0.0)) / (NUM_STREAMS - 1) for name, count in together.items()
     }
-    return alone, further
+    return first, per_row
 
 
 async def num_calls(out: Path) -> tuple[float, float]:
@@ -198,20 +198,20 @@ async def num_calls(out: Path) -> tuple[float, float]:
     trace = Trace()
     trace.install()
     try:
-        alone, further = await calls_by_function(out, trace)
+        first, per_row = await calls_by_function(out, trace)
     finally:
         trace.uninstall()
-    return sum(alone.values()), sum(further.values())
+    return sum(first.values()), sum(per_row.values())
 
 
 async def print_calls(out: Path, trace: Trace) -> None:
     """Print the calls of a token, and those of each function."""
-    alone, further = await calls_by_function(out, trace)
-    for name in sorted(alone, key=lambda name: (-alone[name], name)):
-        if max(alone[name], further.get(name, 0.0)) >= 0.05:
-            print(f"{alone[name]:6.2f} {further.get(name, 0.0):6.2f}  {name}")
-    print(f"Python calls per token at batch size 1: {sum(alone.values()):.0f}")
-    print(f"Python calls per further row: {sum(further.values()):.0f}")
+    first, per_row = await calls_by_function(out, trace)
+    for name in sorted(first, key=lambda name: (-first[name], name)):
+        if max(first[name], per_row.get(name, 0.0)) >= 0.05:
+            print(f"{first[name]:6.2f} {per_row.get(name, 0.0):6.2f}  {name}")
+    print(f"Python calls per token at batch size 1: {sum(first.values()):.0f}")
+    print(f"Python calls per further row: {sum(per_row.values()):.0f}")
 
 
 def main() -> int:

@@ -1,8 +1,7 @@
 """How many Python functions a decode step calls, from plan to commit, without the event loop.
 
-Calls are counted, not timed, so the numbers are the same on every machine: features had made a
-small step 1.2 to 1.6 times as long before anyone noticed. `make counts` compares these and further
-counts with the bounds in tools/count_bounds.json.
+Calls are counted, not timed, so the numbers are the same on every machine. `make counts` compares
+these and further counts with the bounds in tools/count_bounds.json.
 """
 
 from __future__ import annotations

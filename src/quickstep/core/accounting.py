@@ -21,7 +21,7 @@ from typing import Any, TypeVar
 import msgspec
 from msgspec.structs import astuple, fields, replace
 
-from quickstep.core.cost_model import CostModel, StepLoad, UnitPrices, tokens_of_part
+from quickstep.core.cost_model import CostModel, StepLoad, UnitPrices, prompt_latency_s
 from quickstep.core.resources.block_pool import PoolStats
 from quickstep.core.sequence import TICKS_PER_S, Sequence, SequenceState
 from quickstep.core.step import InFlightStep
@@ -315,37 +315,25 @@ def charge(
     )
 
 
-def latency_s(seconds: float, num_tokens: int, chunk: int, num_stages: int) -> float:
-    """How long tokens are in a pipeline whose mean stage computes them in `seconds`, in steps of
-    `chunk` tokens that follow each other: the last one has to pass the other stages.
-    """
-    num_steps = max(1, -(-num_tokens // chunk))
-    return seconds * (1.0 + (num_stages - 1) / num_steps)
-
-
 def with_unloaded(
     timings: SequenceTimings, cost_model: CostModel, chunk: int, num_stages: int = 1
 ) -> SequenceTimings:
     """The timings with the predicted seconds of the same tokens without any other request.
 
     The prompt, with the outputs that came with the request, from its cached prefix on, in steps of
-    `chunk` tokens; then one step per further token, each priced as the middle one. A step passes
-    all stages of a pipeline.
+    at most `chunk` tokens; then one step per further token, each priced as the middle one. A step
+    passes all stages of a pipeline.
     """
     cached, num_outputs = timings.num_cached_tokens, timings.num_new_tokens
     num_known = timings.num_prompt_tokens + timings.num_resumed_tokens
     num_tokens = num_known - cached
-    num_more_steps = max(0, (num_tokens - 1) // chunk)
-    prefill_s = cost_model.seconds(StepLoad.of_span(cached, num_tokens, num_logits_rows=1))
-    prefill_s += num_more_steps * cost_model.seconds(StepLoad())
     first = cost_model.predict(StepLoad.of_span(cached, min(num_tokens, chunk)))
     middle = num_known + num_outputs // 2
     decode = cost_model.predict(StepLoad.of_span(middle, 1, num_logits_rows=1))
     num_decodes = max(0, num_outputs - 1)
-    part = tokens_of_part(cost_model, num_tokens, chunk, num_stages)
     return replace(
         timings,
-        unloaded_prefill_s=latency_s(prefill_s, num_tokens, part, num_stages),
+        unloaded_prefill_s=prompt_latency_s(cost_model, cached, num_tokens, chunk, num_stages),
         unloaded_decode_s=num_decodes * num_stages * decode.seconds,
         is_extrapolated=first.is_extrapolated or (num_decodes > 0 and decode.is_extrapolated),
     )

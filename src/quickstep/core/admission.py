@@ -17,8 +17,7 @@ import msgspec
 from msgspec.structs import replace
 
 from quickstep.config import SchedulerConfig
-from quickstep.core.accounting import latency_s
-from quickstep.core.cost_model import CostModel, StepLoad, tokens_of_part
+from quickstep.core.cost_model import CostModel, StepLoad, prompt_latency_s
 from quickstep.core.queues import RunningBatch, WaitingQueue
 from quickstep.core.resources.resource import Slots
 from quickstep.core.sequence import Sequence, ServicePrediction
@@ -443,8 +442,9 @@ class AdmissionControl:
     def _prompt_s(self, num_prompt: int) -> float:
         """From the begin of a prompt by itself to its first token."""
         costs, num_stages = self._cost_model, self._num_stages
-        part = tokens_of_part(costs, num_prompt, self._max_chunk, num_stages)
-        return latency_s(self._prompt_step_s(num_prompt), num_prompt, part, num_stages)
+        if num_stages == 1:
+            return self._prompt_step_s(num_prompt)
+        return prompt_latency_s(costs, 0, num_prompt, self._max_chunk, num_stages)
 
     def _token_s(self, num_rows: int, context: float) -> float:
         """Between two tokens of so many rows with contexts of that length. Each stage of a pipeline

@@ -221,7 +221,7 @@ def tokens_of_part(cost_model: CostModel, num_tokens: int, max_tokens: int, num_
     """
     if num_stages == 1:
         return max_tokens
-    best, best_s = num_tokens, math.inf
+    best, best_s = max(1, min(num_tokens, max_tokens)), math.inf
     num_parts = max(1, -(-num_tokens // max_tokens))
     while (part := -(-num_tokens // num_parts)) >= _MIN_PART or num_parts == 1:
         part_s = cost_model.seconds(StepLoad.of_span(0, part, num_logits_rows=0))
@@ -230,6 +230,19 @@ def tokens_of_part(cost_model: CostModel, num_tokens: int, max_tokens: int, num_
             best, best_s = part, seconds
         num_parts *= 2
     return best
+
+
+def prompt_latency_s(
+    cost_model: CostModel, start: int, num_tokens: int, max_tokens: int, num_stages: int
+) -> float:
+    """How long a prompt's tokens from position `start` on take by themselves, in steps of at most
+    `max_tokens` that follow each other through a pipeline: the last one has to pass all stages.
+    """
+    part = tokens_of_part(cost_model, num_tokens, max_tokens, num_stages)
+    num_steps = max(1, -(-num_tokens // part))
+    seconds = cost_model.seconds(StepLoad.of_span(start, num_tokens, num_logits_rows=1))
+    seconds += (num_steps - 1) * cost_model.seconds(StepLoad())
+    return seconds * (1.0 + (num_stages - 1) / num_steps)
 
 
 class Coefficients(msgspec.Struct, frozen=True):

@@ -1,4 +1,5 @@
-"""What an engine does between its steps: planning, delivery of tokens, tasks of the callers.
+"""What steps take besides the computation of the model: the engine's own work between them
+(planning, delivery of tokens, tasks of the callers), and the way through stages of a pipeline.
 
 `quickstep calibrate` measures it next to the step times and stores both; simulations of this
 machine add it to each step. For models with short steps it is as long as the steps.

@@ -25,8 +25,8 @@ _BLOCK_TOKENS = 16  # of the blocks whose digests are compared, unless the drive
 _MAX_PREFIXES = 1_000_000  # that a router remembers: about 100 MB
 _SPILL = 2.0  # a prefix goes elsewhere if its replica has so many times the mean, and as many more
 _NEAR = 1.1  # predictions within this ratio of the least one are taken to be equal
-_MAX_SCORED = 64
 _NEAR_S = 0.001  # and those that are so much later
+_MAX_SCORED = 64  # replicas that are scored for a request
 _MAX_OUTPUTS = 256  # that are predicted of a request: most end before their limit
 _REPORT_S = 0.25  # a replica that has reported nothing for longer than that may have stopped
 
@@ -208,7 +208,7 @@ class PredictedFirst:
     A request's blocks are taken to be cached where it was sent, until so many others were sent
     there as it has blocks. A driver that learns more about the caches reports it to `prefixes`.
 
-    With more than 64 replicas, 64 of them are scored for a request.
+    Of many replicas, a few dozen are scored (`_MAX_SCORED`).
     """
 
     predicts = True

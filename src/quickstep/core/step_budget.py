@@ -80,8 +80,8 @@ class StepBudget:
         return min(num_tokens, draft.num_tokens_left)
 
     def _prompt_part_of_stage(self, draft: StepDraft) -> int:
-        """The tokens of prompts in a step of a pipeline, in parts of complete prompts, so
-        that they stay the same until these are computed.
+        """The tokens of prompts in a step of a pipeline. Complete prompts are divided, not what is
+        left of them, so that the parts of one prompt are about equal.
         """
         waiting, head = self._waiting, self._waiting.head
         num_tokens = sum([prompt.residency.prefill_end for prompt in self._batch.prefilling])

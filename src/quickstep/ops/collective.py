@@ -1,4 +1,5 @@
-"""The exchange of ranks by `torch.distributed`: gloo between CPUs; NCCL has not been opened.
+"""The exchange of ranks by `torch.distributed` with gloo, between CPUs. Ranks on GPUs are refused
+at start.
 
 `CollectiveRanks` is `ops.table.Ranks` where the ops are torch's: every part goes to every rank, as
 bytes. On CPUs with the native kernels ranks meet in shared memory instead (`ops.native.ranks`),

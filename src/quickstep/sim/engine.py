@@ -13,7 +13,7 @@ import msgspec
 from msgspec.structs import replace
 
 from quickstep.core.cost_model import CostModel, StepLoad
-from quickstep.core.overhead import StageTimes
+from quickstep.core.overhead import ScaledCosts, StageTimes
 from quickstep.core.scheduler import Scheduler
 from quickstep.sim.drafts import SimulatedDrafts
 from quickstep.sim.grouped_scheduler import GroupedScheduler
@@ -164,6 +164,11 @@ class SimulatedEngine:
         self.records: list[StepRecord] = []
         self._clock = clock
         self.cost_model = cost_model
+        # as the scheduler measures them: of the mean stage
+        num_stages = stages.num_stages
+        self.reported_costs: CostModel = cost_model
+        if num_stages > 1:
+            self.reported_costs = ScaledCosts(cost_model, 1.0 / num_stages)
         self.adapter_load_s = adapter_load_s
         self._loads: list[tuple[float, str]] = []  # when an adapter is in memory; a heap
         self._in_flight: deque[tuple[StepPlan, ClockTicket]] = deque()

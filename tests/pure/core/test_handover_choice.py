@@ -30,7 +30,7 @@ def assigned(
     return assign(request, is_divided, views, router, phases, fingerprints, 0.0)
 
 
-def test_a_prompt_that_delays_nobody_is_computed_where_it_is_decoded() -> None:
+def test_a_prompt_that_delays_no_stream_is_computed_where_it_is_decoded() -> None:
     assert assigned(IDLE, IDLE, BUSY, IDLE) == Assignment(3)
 
 

@@ -17,10 +17,11 @@ from quickstep.core.resources.block_pool import KVBlockPool
 from quickstep.core.router import FewestRequests
 from quickstep.sim.engine import SimulatedEngine, VirtualClock
 from quickstep.sim.grouped_scheduler import GroupedScheduler
-from quickstep.sim.outcome import Arrival
+from quickstep.sim.outcome import Arrival, Simulation
 from quickstep.sim.replicas.handovers import KVLink
 from quickstep.sim.replicas.replica import NewEngine, ReplicaOptions, ReplicaSpec, Role
 from quickstep.sim.replicas.run import ReplicaRun
+from quickstep.sim.simulate import simulate
 from quickstep.types import FinishReason, Request, SamplingParams
 
 BLOCK_SIZE = 4
@@ -131,14 +132,14 @@ def test_a_prompt_is_computed_elsewhere_if_streams_would_wait_for_it() -> None:
 
 def test_a_prefix_that_is_cached_at_the_decode_engine_is_not_sent_again() -> None:
     arrivals = [
-        *busy(num_outputs=76),
+        *busy(num_outputs=150),
         Arrival(0.05, request("first", 29, 3)),
-        Arrival(0.12, request("again", 29, 3)),
+        Arrival(0.15, request("longer", 61, 3)),
     ]
-    outcome = run(arrivals, num_blocks=60, check=check).run()
+    outcome = run(arrivals, num_blocks=100, check=check).run()
     assert outcome.handovers is not None
-    assert outcome.handovers.count >= 1
-    assert outcome.handovers.num_bytes == 28 * LINK.kv_bytes_per_token
+    assert outcome.handovers.count == 2
+    assert outcome.handovers.num_bytes == (28 + 60 - 28) * LINK.kv_bytes_per_token
 
 
 def test_a_slow_link_keeps_requests_undivided() -> None:
@@ -212,3 +213,30 @@ def test_every_sequence_ends_once_and_no_block_is_lost(seeds: range) -> None:
             pool.check([])
             assert pool.num_free == num_blocks, seed
     assert num_handovers > len(seeds)
+
+
+def test_engines_of_both_phases_compute_what_one_engine_does() -> None:
+    """Apart from the tokens that are computed again in the last block of a prompt."""
+    rng = Random(5)
+    arrivals = busy(num_outputs=60)
+    arrivals += [
+        Arrival(0.02 * n, request(str(n), rng.randint(15, 30), rng.randint(2, 9), 1000 * n))
+        for n in range(1, 20)
+    ]
+    mixed = simulate(arrivals, scheduler(200, 8), costs())
+    apart = run(arrivals, 200, 8).run()
+    assert apart.handovers is not None
+    num_divided = apart.handovers.count
+    assert num_divided > 5 and not apart.handovers.num_refused
+
+    def tokens(of: Simulation) -> tuple[int, int]:
+        return (
+            sum(record.num_prefill_tokens for record in of.records),
+            sum(record.num_decode_tokens for record in of.records),
+        )
+
+    (prefill, decode), (prefill_apart, decode_apart) = tokens(mixed), tokens(apart)
+    # the row of a divided request's first output is prefill at the decode engine
+    assert decode_apart == decode - num_divided
+    again = prefill_apart - prefill - num_divided
+    assert 0 < again < BLOCK_SIZE * num_divided

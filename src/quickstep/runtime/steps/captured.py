@@ -177,7 +177,8 @@ class CapturedSteps:
         if features is not None:
             assert isinstance(features, HostTensor)
             parts = features.numpy().reshape(-1, num_tokens, bound.features[0].shape[1])
-            # a stage may have passed on more than a process's steps read, or than it will use
+            assert len(parts) >= len(bound.features), "the stage before passed on too few inputs"
+            # the stage before may pass on inputs that this program does not read
             for target, part in zip(bound.features, parts, strict=False):
                 target.numpy()[:num_tokens] = part
         bound.program.run(call_address)

@@ -49,7 +49,9 @@ class BlocksSent(msgspec.Struct, frozen=True, eq=False):
 
 
 class _Prefilling(msgspec.Struct):
-    """A divided request at its prefill engine; `token_ids` of its sequences, and who has ended."""
+    """A divided request at its prefill engine; `token_ids` by index, and the indices that have
+    `ended` there.
+    """
 
     request: Request
     target: int
@@ -135,15 +137,21 @@ class KVHandovers:
         ends at the prefill engine.
         """
         divided = self.prefilling.pop(name)
-        for output in aborted:
-            assert output.timings is not None, "it has ended"
-            self.prefill_timings[name, output.index] = output.timings
-        parts = tuple(
-            Resumed(index, tuple(tokens), index in divided.ended)
+        parts = {
+            index: Resumed(index, tuple(tokens), index in divided.ended)
             for index, tokens in divided.token_ids.items()
-        )
+        }
+        for output in aborted:
+            timings = output.timings
+            assert timings is not None, "it has ended"
+            self.prefill_timings[name, output.index] = timings
+            parts[output.index] = replace(
+                parts[output.index],
+                num_cached_tokens=timings.num_cached_tokens,
+                device_s=timings.device_s,
+            )
         self._num_continued += 1
-        return divided.target, replace(divided.request, resumed=parts)
+        return divided.target, replace(divided.request, resumed=tuple(parts.values()))
 
     def joined(self, name: str, index: int, timings: SequenceTimings) -> SequenceTimings:
         """The timings of a sequence that ends, with those of its prefill elsewhere."""
@@ -242,10 +250,8 @@ def _joined(prefill: SequenceTimings, decode: SequenceTimings) -> SequenceTiming
         preempted_s=preempted_s,
         adapter_s=prefill.adapter_s,
         paused_s=prefill.paused_s + decode.paused_s,
-        device_s=prefill.device_s + decode.device_s,
         num_preemptions=prefill.num_preemptions + decode.num_preemptions,
         num_prompt_tokens=prefill.num_prompt_tokens,
-        num_cached_tokens=prefill.num_cached_tokens,
         num_resumed_tokens=0,
         elsewhere_s=0.0,
         activities=(),

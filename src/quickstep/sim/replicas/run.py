@@ -256,6 +256,7 @@ class ReplicaRun:
 
     def _touch(self, place: int) -> float:
         """A replica is about to be changed; returns its time."""
+        self._reported_idle.discard(place)
         self._set_due(place, self.now)
         return self.replicas[place].set_clock(self.now)
 
@@ -429,7 +430,8 @@ class ReplicaRun:
             if place in self._reported_idle:
                 self.views[place] = replace(view, reported_at_s=self.now)
                 continue
-            if not replica.held:
+            transfers = engine.scheduler.transfers
+            if not (replica.held or (transfers is not None and transfers.are_open)):
                 self._reported_idle.add(place)
             adapters = engine.scheduler.adapters
             self.views[place] = replace(
@@ -439,7 +441,7 @@ class ReplicaRun:
                 num_sent=0,
                 num_blocks=engine.scheduler.num_blocks,
                 num_free_blocks=engine.scheduler.num_free_blocks,
-                costs=engine.cost_model,
+                costs=engine.reported_costs,
                 adapters=frozenset(() if adapters is None else adapters.residency.held),
                 adapter_load_s=engine.adapter_load_s,
             )
@@ -550,6 +552,7 @@ class ReplicaRun:
 
     def _set_state(self, index: int, state: ReplicaState) -> None:
         self.views[index] = replace(self.views[index], state=state, reported_at_s=None)
+        self._reported_idle.discard(index)
         self._reports.appendleft((self.now, index))
 
     # -- faults -------------------------------------------------------------------------------
