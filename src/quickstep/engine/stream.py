@@ -131,7 +131,7 @@ class Stream:
 
     def put(self, delta: Delta) -> None:
         """Append a delta (the owner only). Every end of a sequence comes here, so those that are
-        failures are logged here, whoever reads them.
+        failures are logged here.
         """
         if delta.finish_reason is not None:
             self._num_running -= 1

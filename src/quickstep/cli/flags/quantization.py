@@ -11,7 +11,7 @@ from quickstep.config import QUANTIZATIONS
 
 
 class WeightFormat(NamedTuple):
-    """The values of `--dtype` and `--quantization` that a name stands for."""
+    """The values of `--dtype` and `--quantization` that a name means."""
 
     dtype: str
     quantization: str | None

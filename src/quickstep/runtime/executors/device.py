@@ -133,7 +133,7 @@ class DeviceExecutor:
         with self._changed:
             if self._failure is None or self._failure[0] >= one.number:
                 return None
-            failure = EngineError(f"step {one.plan.step_id} was queued behind a step that failed")
+            failure = EngineError(f"step {one.plan.step_id} was queued after a step that failed")
             failure.__cause__ = self._failure[1]
             return failure
 

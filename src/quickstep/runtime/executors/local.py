@@ -141,7 +141,7 @@ class LocalExecutor:
             self._failure = step_failure(plan.step_id, error)
             raise self._failure from self._failure.__cause__
         raise EngineError(
-            f"step {plan.step_id} was queued behind a step that failed"
+            f"step {plan.step_id} was queued after a step that failed"
         ) from self._failure
 
     def _forget_failure(self) -> None:

@@ -1,1 +1,1 @@
-"""Several engines on a virtual clock, behind a router: messages, faults, hand-over of KV."""
+"""Several engines on a virtual clock that share a router: messages, faults, hand-over of KV."""

@@ -513,7 +513,7 @@ def _without_repeated_anchors(syntax: _Syntax, is_end: bool, is_there: bool) -> 
 
 
 def _num_anchors(syntax: _Syntax, is_end: bool) -> int:
-    """How many of these anchors a way through the pattern may have at one place: those behind a
+    """How many of these anchors a way through the pattern may have at one place: those after a
     character match nothing, as they should.
     """
     match syntax:
