@@ -169,7 +169,7 @@ def test_no_engine_is_left_when_the_server_has_ended(cluster: RayCluster) -> Non
 def test_a_group_without_a_place_is_refused_with_what_is_missing(cluster: RayCluster) -> None:
     missing = (
         "Ray has found no place for 2 engines with CPU 64 each in 1 s: [0-9.]+ has CPU 3; "
-        "free in all: CPU 3; add nodes, or lower --threads or --data-parallel-size"
+        "free in total: CPU 3; add nodes, or lower --threads or --data-parallel-size"
     )
 
     async def never(server: ReplicaSet) -> None:
