@@ -91,9 +91,9 @@ def test_a_failed_step_fails_the_ones_behind_it_until_reset():
     with pytest.raises(EngineError, match="step 1 failed: out of memory"):
         failed.result()
     model.error = None
-    with pytest.raises(EngineError, match="queued behind"):
+    with pytest.raises(EngineError, match="queued after a step that failed"):
         executor.submit(decode_step(2)).result()
-    with pytest.raises(EngineError, match="queued behind"):
+    with pytest.raises(EngineError, match="queued after a step that failed"):
         executor.submit(first_step(3, slot=1)).result()
     executor.reset()
     row = replace(first_step().rows[0], slot=1, new_block_ids=(2, 3))
