@@ -105,3 +105,18 @@ def test_every_command_that_opens_an_engine_reads_a_file(tmp_path: Path):
     generate.add_parser(parser.add_subparsers())
     args = parser.parse_args(["generate", "a prompt", "--config", str(file)])
     assert (args.prompt, args.max_tokens, args.threads) == ("a prompt", 5, 2)
+
+
+def test_sections_of_a_command_are_no_flags(tmp_path):
+    file = tmp_path / "flags.yaml"
+    file.write_text("max_num_seqs: 8\nroutes: {chat: [{max_tokens: 64}]}\n")
+    parser = Parser(prog="quickstep")
+    serve.add_parser(parser.add_subparsers())
+    command = next(iter(parser._subparsers._group_actions)).choices["serve"]
+    command.file_sections = ("models", "routes")
+    args = parser.parse_args(["serve", "some/model", "--config", str(file)])
+    assert args.file_sections == {"routes": {"chat": [{"max_tokens": 64}]}}
+    assert args.max_num_seqs == 8
+    command.file_sections = ()
+    with pytest.raises(ConfigError, match="routes is no flag"):
+        parser.parse_args(["serve", "some/model", "--config", str(file)])

@@ -2,7 +2,8 @@
 
 Keys are long flag names, with `-` or `_`. A flag of the command line goes before the file, and the
 file before the default. A list gives a flag several values, `true` gives a flag without a value.
-Names of other engines mean what they mean as flags.
+Names of other engines mean what they mean as flags. Sections, such as `models:`, are no flags: a
+command that has them names them in `Parser.file_sections` and reads them itself.
 """
 
 from __future__ import annotations
@@ -31,6 +32,7 @@ def add_config_file(parser: Parser) -> None:
         "those of the file",
     )
     parser.read_defaults = _read_defaults
+    parser.set_defaults(file_sections={})
 
 
 def _read_defaults(parser: Parser, arguments: Sequence[str]) -> None:
@@ -39,6 +41,8 @@ def _read_defaults(parser: Parser, arguments: Sequence[str]) -> None:
     if path is None:
         return
     content = read_yaml(Path(path), dict[str, Any], _FLAG)
+    sections = {name: content.pop(name) for name in parser.file_sections if name in content}
+    parser.set_defaults(file_sections=sections)
     keys: dict[str, str] = {}  # by the name of the flag's value
     for key, value in content.items():
         where = f"{_FLAG} {path}: {key}"

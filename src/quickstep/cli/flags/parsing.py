@@ -25,7 +25,8 @@ class Parser(argparse.ArgumentParser):
     """An ArgumentParser without abbreviations that suggests a flag or choice that is near.
 
     `foreign_flags` are flags of other engines that the command answers. `read_defaults` sets
-    defaults by the arguments, before they are parsed (`cli.flags.config_file`).
+    defaults by the arguments, before they are parsed (`cli.flags.config_file`); `file_sections`
+    are keys of that file which are no flags: their content is in `args.file_sections`.
     """
 
     def __init__(self, prog: str | None = None, **texts: str | None) -> None:
@@ -38,6 +39,7 @@ class Parser(argparse.ArgumentParser):
         )
         self.foreign_flags: Sequence[ForeignFlag] = ()
         self.read_defaults: Callable[[Parser, Sequence[str]], None] | None = None
+        self.file_sections: tuple[str, ...] = ()
 
     def parse_known_args(  # type: ignore[override]
         self, args: Sequence[str] | None = None, namespace: argparse.Namespace | None = None
