@@ -463,6 +463,7 @@ class World:
         assert timings is not None, "an end without timings"
         busy_s = timings.queue_s + timings.prefill_s + timings.decode_s
         parts = busy_s + timings.preempted_s + timings.paused_s + timings.adapter_s
+        parts += timings.restore_s
         total = timings.finished_s - timings.arrival_s
         assert math.isclose(parts, total, rel_tol=1e-9, abs_tol=1e-9), "the parts do not add up"
         spent = dict.fromkeys(Activity, 0.0)
@@ -470,7 +471,7 @@ class World:
         for (activity, since_s), end_s in zip(timings.activities, ends, strict=True):
             spent[activity] += end_s - since_s
         noted = (timings.queue_s, timings.prefill_s, timings.decode_s)
-        noted += (timings.preempted_s, timings.paused_s, timings.adapter_s)
+        noted += (timings.preempted_s, timings.paused_s, timings.adapter_s, timings.restore_s)
         for seconds, part_s in zip(spent.values(), noted, strict=True):
             assert math.isclose(seconds, part_s, abs_tol=1e-9), "activities and parts differ"
         assert timings.num_output_tokens == len(one.token_ids)

@@ -291,6 +291,10 @@ def _adapter_text(_: Explanation, part: ActivityPart) -> str:
     return f"{_seconds(part.seconds)} until its adapter was in memory"
 
 
+def _restore_text(_: Explanation, part: ActivityPart) -> str:
+    return f"{_seconds(part.seconds)} until its stored KV was in memory"
+
+
 _TEXTS = {
     Activity.QUEUE: _queue_text,
     Activity.PREFILL: _prefill_text,
@@ -298,6 +302,7 @@ _TEXTS = {
     Activity.PREEMPTED: _preempted_text,
     Activity.PAUSED: _paused_text,
     Activity.ADAPTER: _adapter_text,
+    Activity.RESTORE: _restore_text,
 }
 
 

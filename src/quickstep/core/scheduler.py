@@ -44,6 +44,7 @@ from quickstep.core.resources.adapter_places import AdapterPlaces
 from quickstep.core.resources.adapter_residency import AdapterOrders, AdapterResidency
 from quickstep.core.resources.block_pool import KVBlockPool
 from quickstep.core.resources.kv_blocks import KVBlocks
+from quickstep.core.resources.kv_tiers import KVTiers
 from quickstep.core.resources.kv_transfers import KVTransfers
 from quickstep.core.resources.resource import Resource, Slots
 from quickstep.core.sequence import TICKS_PER_S, Residency, Sequence, SequenceState
@@ -113,6 +114,12 @@ class Scheduler:
             num_kept = limits.blocks_of_longest(pool.block_size)
             self.transfers = KVTransfers(pool, num_kept)
             more_resources = (*more_resources, self.transfers)
+        self.tiers: KVTiers | None = None
+        if config.kv_tier is not None:
+            self.tiers = KVTiers(
+                pool, cost_model, config.kv_tier, self._in_flight, lambda: self._next_step_id
+            )
+            more_resources = (*more_resources, self.tiers)
         self._resources: tuple[Resource, ...] = (
             self._slots,
             *more_resources,
@@ -248,7 +255,7 @@ class Scheduler:
             return None
         draft = StepDraft(self._config.max_num_batched_tokens)
         num_preemptions = self._totals.num_preemptions
-        if self._waiting.parked_by_key:
+        if self._waiting.num:
             for resource in self._resources:
                 resource.prepare(self._waiting, self._batch, now, self._preempt)
         num_rows = self._batch.num_active or self._waiting.num_active
@@ -515,6 +522,12 @@ class Scheduler:
         assert self.transfers is not None, "KV is transferred"
         self.transfers.end_receiving(request_id)
         self._waiting.sort_again(self.transfers.key_of(request_id), now)
+
+    def end_restoring(self, request_id: str, now: float) -> None:
+        """A tier has given back what it can of a request's KV; the request may be admitted."""
+        assert self.tiers is not None, "there is a tier"
+        self.tiers.end_restoring(request_id)
+        self._waiting.sort_again(self.tiers.key_of(request_id), now)
 
     # -- the result of a step ---------------------------------------------------------------------
 

@@ -83,6 +83,8 @@ _MODULES = (
     "accounting",
     "resources.resource",
     "resources.kv_blocks",
+    "resources.arriving_blocks",
+    "resources.kv_tiers",
     "resources.kv_transfers",
     "resources.adapter_residency",
     "resources.adapter_places",

@@ -18,7 +18,8 @@ from collections.abc import Sequence as SequenceOf
 
 import msgspec
 
-from quickstep.core.resources.block_pool import BlockKey, ChainRoot, KVBlockPool
+from quickstep.core.resources.arriving_blocks import ArrivingBlocks
+from quickstep.core.resources.block_pool import ChainRoot, KVBlockPool
 from quickstep.core.resources.resource import Resource
 from quickstep.core.sequence import Residency, Sequence, SequenceState
 from quickstep.core.step import FlightRow
@@ -61,16 +62,6 @@ class _Sending(msgspec.Struct):
     is_over: bool = False
 
 
-class _Receiving(msgspec.Struct):
-    """A transfer whose connection is open; `table` has all blocks of the prompt so far."""
-
-    root: ChainRoot
-    token_ids: tuple[int, ...]
-    digests: list[bytes]
-    keys: list[BlockKey]
-    table: list[int]
-
-
 class KVTransfers(Resource):
     """The transfers of one scheduler's pool. `num_kept` is how many blocks must be left to
     sequences: enough for the longest.
@@ -79,7 +70,7 @@ class KVTransfers(Resource):
     def __init__(self, pool: KVBlockPool, num_kept: int) -> None:
         self._pool = pool
         self._num_kept = num_kept
-        self._receiving: dict[str, _Receiving] = {}  # by request
+        self._receiving: dict[str, ArrivingBlocks] = {}  # by request
         self._sending: dict[str, _Sending] = {}  # by request
         self._num_sending = 0  # blocks that are held
         self._orders: list[SendOrder] = []
@@ -105,32 +96,23 @@ class KVTransfers(Resource):
         pool.extend_digests(digests, root, token_ids, num_blocks)
         hits = pool.lookup(root, token_ids, digests).block_ids
         num_missing = num_blocks - len(hits)
-        num_held = (
-            sum(len(transfer.table) for transfer in self._receiving.values()) + self._num_sending
-        )
+        num_held = sum(one.num_held for one in self._receiving.values()) + self._num_sending
         if num_missing > pool.num_free_besides(hits):
             return None
         if num_held + num_blocks > pool.num_blocks - self._num_kept:
             return None
-        pool.hold(hits)
-        fresh = pool.allocate(num_missing)
-        pool.note_held(fresh)
-        keys = [pool.key_of(block_id) for block_id in hits]
-        receiving = _Receiving(root, token_ids, digests, keys, [*hits, *fresh])
-        self._receiving[request_id] = receiving
-        return ReceiveOrder(len(hits), tuple(fresh))
+        prompt_blocks = token_ids[: num_blocks * pool.block_size]
+        arriving = ArrivingBlocks(pool, root, prompt_blocks, digests, hits)
+        self._receiving[request_id] = arriving
+        return ReceiveOrder(len(hits), arriving.fresh)
 
     def received(self, request_id: str, num_blocks: int) -> None:
         """The next so many blocks have their content: sequences may use them."""
-        one, size = self._receiving[request_id], self._pool.block_size
-        for _ in range(num_blocks):
-            start = len(one.keys) * size
-            tokens = one.token_ids[start : start + size]
-            self._pool.register_next(one.keys, one.root, one.table, tokens, one.digests)
+        self._receiving[request_id].filled(num_blocks)
 
     def end_receiving(self, request_id: str) -> None:
         """Nothing writes to the blocks of a request any more: those with content are cached."""
-        self._pool.release_held(self._receiving.pop(request_id).table)
+        self._receiving.pop(request_id).release()
 
     @staticmethod
     def key_of(request_id: str) -> str:

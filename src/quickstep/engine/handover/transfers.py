@@ -14,9 +14,10 @@ from typing import TypeVar
 from quickstep.core.resources.block_pool import ChainRoot
 from quickstep.core.resources.kv_transfers import KVTransfers, ReceiveOrder, SendOrder
 from quickstep.core.scheduler import Scheduler
-from quickstep.engine.handover.frames import BlockBytes, TransferOffer
+from quickstep.engine.handover.frames import TransferOffer
 from quickstep.engine.handover.receiver import KVReceiver
 from quickstep.engine.handover.sender import KVSender
+from quickstep.runtime.cache.block_bytes import BlockBytes
 from quickstep.types import KVTarget
 
 _LOGGER = logging.getLogger(__name__)
