@@ -132,12 +132,11 @@ class CacheConfig(msgspec.Struct, frozen=True):
         ),
     ] = True
     kv_cache_dir: Annotated[
-        Path | None,
+        str | None,
         Option(
             "directory in which KV blocks of prompts are stored, so that later prompts with the "
             "same prefix are answered sooner, also after a restart; only where reading is "
             "predicted to be faster than computing, and the output is the same",
-            Kind.PATH,
             metavar="DIR",
             default_text="none",
         ),
@@ -177,12 +176,14 @@ class KVTierConfig(msgspec.Struct, frozen=True):
         max_bytes: Of all that is kept.
         span_blocks: Most blocks that are kept together.
         may_save: False if another process writes there: nothing is added or removed.
+        latency_s: What a restore takes in addition to reading its bytes.
     """
 
     block_bytes: int
     max_bytes: int
     span_blocks: int = 64
     may_save: bool = True
+    latency_s: float = 2e-3
 
 
 class SchedulerConfig(msgspec.Struct, frozen=True):

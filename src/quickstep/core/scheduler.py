@@ -713,7 +713,8 @@ class Scheduler:
             adapters = self._adapters.stats(self._waiting, self._batch)
         sequences = (*self._batch, *self._waiting)
         num_in_flight = len(self._in_flight)
-        return self._accounts.stats(sequences, num_in_flight, self._pool.stats(), adapters)
+        kv_tier = None if self.tiers is None else self.tiers.stats()
+        return self._accounts.stats(sequences, num_in_flight, self._pool.stats(), adapters, kv_tier)
 
     def admission_state(self, now: float) -> AdmissionState:
         """What decides whether one more request may queue, with the levels of all sequences."""

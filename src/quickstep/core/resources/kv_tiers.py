@@ -8,22 +8,24 @@ computed again, with the same bits. A save changes nothing here: a driver copies
 `confirm` tells whether they had their content all the time. Both happen only where the cost model
 predicts that a restore takes less time than computing the tokens.
 
-The identity of a block is the digest of its chain, as in the pool, and its tokens are compared
-too. With a `cache_salt` both are digests with the salt as key: who reads the files does not learn
-the tokens from them. A driver moves the bytes; a plan never waits for it.
+A block is found by the digest of its chain, as in the pool, and what is found is compared by
+`identities`, another digest over the same: of adapter, salt and all tokens up to its end. Who reads
+the files finds no token there, and with a salt cannot check a guess. A driver moves the bytes; a
+plan never waits for it.
 """
 
 from __future__ import annotations
 
 from array import array
 from collections import OrderedDict, deque
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from collections.abc import Sequence as SequenceOf
 from hashlib import blake2b
 
 import msgspec
 
 from quickstep.config import KVTierConfig
+from quickstep.core.accounting import KVTierStats
 from quickstep.core.cost_model import CostModel, StepLoad
 from quickstep.core.queues import RunningBatch, WaitingQueue
 from quickstep.core.resources.arriving_blocks import ArrivingBlocks
@@ -33,9 +35,7 @@ from quickstep.core.sequence import Sequence
 from quickstep.core.step import InFlightStep
 from quickstep.types import Request
 
-_KEY_BYTES = 16
-_TOKENS_BYTES = 32  # of the digest of a block's tokens, with a salt
-_LATENCY_S = 2e-3  # of a restore, without its bytes
+_IDENTITY_BYTES = 32
 _FIRST_RATE = 1e9  # bytes per second, before the first one is measured
 _RATE_GAIN = 0.2
 _MAX_CANDIDATES = 1024  # sequences whose blocks are to be saved; further ones are left out
@@ -43,10 +43,10 @@ _KEY_PREFIX = "stored kv of "
 
 
 class TierBlock(msgspec.Struct, frozen=True, array_like=True):
-    """The identity of a block: the digest of its chain, and its tokens; see `block_identity`."""
+    """A block of a chain: the digest by which it is found, and its identity."""
 
-    key: bytes
-    tokens: bytes
+    digest: bytes
+    identity: bytes
 
 
 class Span(msgspec.Struct, frozen=True, array_like=True):
@@ -54,7 +54,7 @@ class Span(msgspec.Struct, frozen=True, array_like=True):
 
     name: str
     first: int
-    keys: tuple[bytes, ...]
+    digests: tuple[bytes, ...]
 
 
 class SaveOrder(msgspec.Struct, frozen=True):
@@ -87,18 +87,6 @@ class RestoreOrder(msgspec.Struct, frozen=True):
     pieces: tuple[RestorePiece, ...]
 
 
-class TierStats(msgspec.Struct, frozen=True):
-    """What a tier keeps now, and counts since the start."""
-
-    num_blocks: int
-    num_bytes: int
-    num_saved: int
-    num_restored: int
-    num_lost: int
-    restore_bytes_per_s: float
-    is_saving: bool
-
-
 class _Candidate(msgspec.Struct, frozen=True):
     """The full blocks of a sequence that has left the batch before step `step_id` was planned."""
 
@@ -108,33 +96,23 @@ class _Candidate(msgspec.Struct, frozen=True):
 
 
 class _Restore(msgspec.Struct):
-    """A restore that was ordered, and the sequences that wait for it."""
+    """A restore that was ordered for some sequences; `digests` are those of its blocks. Requests
+    with the same prefix wait for it too.
+    """
 
     arriving: ArrivingBlocks
+    digests: SequenceOf[bytes]
     sequences: SequenceOf[Sequence] = ()
+    request_ids: list[str] = msgspec.field(default_factory=list)
 
 
-def block_identity(root: ChainRoot, digest: bytes, token_ids: SequenceOf[int]) -> TierBlock:
-    """What identifies a block in a tier: with a salt, nothing that can be computed without it."""
-    return TierBlock(_chain_key(root, digest), _tokens(root, token_ids))
-
-
-def _chain_key(root: ChainRoot, digest: bytes) -> bytes:
-    if not root.cache_salt:
-        return digest
-    return blake2b(digest, digest_size=_KEY_BYTES, key=_secret(root)).digest()
-
-
-def _tokens(root: ChainRoot, token_ids: SequenceOf[int]) -> bytes:
-    tokens = array("q", token_ids).tobytes()
-    if not root.cache_salt:
-        return tokens
-    return blake2b(tokens, digest_size=_TOKENS_BYTES, key=_secret(root)).digest()
-
-
-def _secret(root: ChainRoot) -> bytes:
-    """A salt may be longer than a key."""
-    return blake2b(root.cache_salt.encode("utf-8", "surrogatepass")).digest()
+def identities(root: ChainRoot, blocks: Iterable[SequenceOf[int]]) -> Iterator[bytes]:
+    """Of the leading blocks of a chain, from their tokens: equal ones have equal content."""
+    content = msgspec.msgpack.encode((root.adapter, root.cache_salt))
+    for token_ids in blocks:
+        content += array("q", token_ids).tobytes()
+        content = blake2b(content, digest_size=_IDENTITY_BYTES).digest()
+        yield content
 
 
 class KVTiers(Resource):
@@ -157,11 +135,13 @@ class KVTiers(Resource):
         self._next_step_id = next_step_id
         self._may_save = config.may_save
         self._spans: OrderedDict[str, Span] = OrderedDict()  # least recently used first
-        self._places: dict[bytes, tuple[Span, int]] = {}  # by key: a span, and the place in it
+        self._places: dict[bytes, tuple[Span, int]] = {}  # by digest: a span, and the place in it
         self._num_bytes = 0
         self._candidates: deque[_Candidate] = deque()
         self._saving: SaveOrder | None = None
-        self._restores: dict[str, _Restore] = {}  # by request
+        self._restores: dict[str, _Restore] = {}  # by the request for which it was ordered
+        self._awaited: dict[str, str] = {}  # by request: the one whose restore it waits for
+        self._arriving: dict[bytes, str] = {}  # by digest: in whose restore a block is
         self._ordered: deque[tuple[int, RestoreOrder]] = deque()  # each before a step
         self._considered: set[str] = set()  # waiting sequences for which nothing is restored now
         self._rate = _FIRST_RATE
@@ -175,7 +155,7 @@ class KVTiers(Resource):
         """
         refused = []
         for span in spans:
-            if any(key in self._places for key in span.keys):
+            if any(digest in self._places for digest in span.digests):
                 refused.append(span.name)
             else:
                 self._add(span)
@@ -186,7 +166,7 @@ class KVTiers(Resource):
     def forget_span(self, name: str) -> None:
         """A span cannot be read, or has other content."""
         if (span := self._spans.get(name)) is not None:
-            self._num_lost += len(span.keys)
+            self._num_lost += len(span.digests)
             self._remove(span)
 
     def stop_saving(self) -> None:
@@ -194,29 +174,28 @@ class KVTiers(Resource):
         self._may_save = False
         self._candidates.clear()
 
-    def stats(self) -> TierStats:
+    def stats(self) -> KVTierStats:
         """Counts for metrics."""
-        return TierStats(
+        return KVTierStats(
             len(self._places),
             self._num_bytes,
             self._num_saved,
             self._num_restored,
             self._num_lost,
-            self._rate,
-            self._may_save,
+            int(self._may_save),
         )
 
     def _add(self, span: Span) -> None:
         self._spans[span.name] = span
-        for index, key in enumerate(span.keys):
-            self._places[key] = span, index
-        self._num_bytes += len(span.keys) * self._config.block_bytes
+        for index, digest in enumerate(span.digests):
+            self._places[digest] = span, index
+        self._num_bytes += len(span.digests) * self._config.block_bytes
 
     def _remove(self, span: Span) -> None:
         del self._spans[span.name]
-        for key in span.keys:
-            del self._places[key]
-        self._num_bytes -= len(span.keys) * self._config.block_bytes
+        for digest in span.digests:
+            del self._places[digest]
+        self._num_bytes -= len(span.digests) * self._config.block_bytes
 
     def _make_room(self, num_bytes: int) -> list[str]:
         """Remove what was used least recently; returns the names."""
@@ -231,7 +210,7 @@ class KVTiers(Resource):
         """Whether restoring blocks of a chain is predicted to take less than computing them."""
         size, costs = self._pool.block_size, self._cost_model
         load = StepLoad.of_span(first * size, num_blocks * size)
-        restore_s = _LATENCY_S + num_blocks * self._config.block_bytes / self._rate
+        restore_s = self._config.latency_s + num_blocks * self._config.block_bytes / self._rate
         return restore_s < costs.seconds(load) - costs.seconds(StepLoad())
 
     # -- saving -----------------------------------------------------------------------------------
@@ -243,6 +222,11 @@ class KVTiers(Resource):
         if keys and self._may_save and len(self._candidates) < _MAX_CANDIDATES:
             candidate = _Candidate(sequence.root, tuple(keys), self._next_step_id())
             self._candidates.append(candidate)
+
+    @property
+    def is_restoring(self) -> bool:
+        """Whether blocks are held that no sequence may have."""
+        return bool(self._restores)
 
     @property
     def is_saving(self) -> bool:
@@ -278,32 +262,30 @@ class KVTiers(Resource):
 
     def _save(self, candidate: _Candidate) -> SaveOrder | None:
         """Its first blocks that are cached and not kept; None if there are none that pay."""
-        root, places = candidate.root, self._places
-        keys = [_chain_key(root, key.digest) for key in candidate.keys]
+        keys, places = candidate.keys, self._places
         for key in reversed(keys):  # the root of the chain becomes the latest
-            if key in places:
-                self._spans.move_to_end(places[key][0].name)
-        first = next((index for index, key in enumerate(keys) if key not in places), None)
-        if first is None:
-            return None
-        content: list[BlockKey] = []
-        block_ids: list[int] = []
-        for index in range(first, min(len(keys), first + self._config.span_blocks)):
-            block_id = self._pool.block_of(candidate.keys[index])
-            if block_id is None or keys[index] in places:
+            if key.digest in places:
+                self._spans.move_to_end(places[key.digest][0].name)
+        first = next((at for at, key in enumerate(keys) if key.digest not in places), len(keys))
+        blocks: dict[bytes, tuple[BlockKey, int]] = {}  # by digest
+        for key in keys[first : first + self._config.span_blocks]:
+            block_id = self._pool.block_of(key)
+            if block_id is None or key.digest in places or key.digest in blocks:
                 break
-            content.append(candidate.keys[index])
-            block_ids.append(block_id)
-        num_bytes = len(block_ids) * self._config.block_bytes
-        if not block_ids or num_bytes > self._config.max_bytes:
+            blocks[key.digest] = key, block_id
+        num_bytes = len(blocks) * self._config.block_bytes
+        if not blocks or num_bytes > self._config.max_bytes or not self._pays(first, len(blocks)):
             return None
-        if not self._pays(first, len(block_ids)):
-            return None
-        blocks = tuple(block_identity(root, key.digest, key.token_ids) for key in content)
-        name = blake2b(b"".join(block.key for block in blocks), digest_size=_KEY_BYTES).hexdigest()
-        span = Span(name, first, tuple(block.key for block in blocks))
-        removed = tuple(self._make_room(num_bytes))
-        return SaveOrder(span, blocks, tuple(block_ids), tuple(content), removed)
+        end = first + len(blocks)
+        known = list(identities(candidate.root, (key.token_ids for key in keys[:end])))[first:]
+        name = blake2b(b"".join(known), digest_size=16).hexdigest()
+        return SaveOrder(
+            Span(name, first, tuple(blocks)),
+            tuple(map(TierBlock, blocks, known)),
+            tuple(block_id for _, block_id in blocks.values()),
+            tuple(key for key, _ in blocks.values()),
+            tuple(self._make_room(num_bytes)),
+        )
 
     def _is_over(self, step_id: int) -> bool:
         """Whether all steps up to this one are committed, if it was planned."""
@@ -313,12 +295,13 @@ class KVTiers(Resource):
 
     @staticmethod
     def key_of(request_id: str) -> str:
-        """The key of sequences that wait for a restore."""
+        """The key of sequences that wait for the restore of a request's blocks."""
         return _KEY_PREFIX + request_id
 
     def key(self, request: Request) -> str:
         """The restore of its blocks, if there is one."""
-        return self.key_of(request.request_id) if request.request_id in self._restores else ""
+        awaited = self._awaited.get(request.request_id)
+        return "" if awaited is None else self.key_of(awaited)
 
     def is_ready(self, key: str) -> bool:
         """Whether it is over."""
@@ -336,11 +319,31 @@ class KVTiers(Resource):
             self._lookup(head)
             if not self._has_room(head, len(batch)):
                 return
-            self._considered.add(head.sequence_id)
-            num_blocks = self._num_to_restore(head)
-            if not num_blocks:
+            if not self._await_blocks(head, waiting, now):
                 return
-            self._restore(head, num_blocks, waiting, now)
+
+    def _await_blocks(self, sequence: Sequence, waiting: WaitingQueue, now: float) -> bool:
+        """Let a sequence wait for blocks after its hits; False if there is nothing to wait for."""
+        num_hits = len(sequence.known_hits.block_ids)
+        missing = sequence.digests[num_hits : sequence.num_reusable // self._pool.block_size]
+        name = self._arriving.get(missing[0]) if missing else None
+        is_new = name is None
+        if name is None:
+            self._considered.add(sequence.sequence_id)
+            num_blocks = self._num_to_restore(num_hits, missing)
+            if not num_blocks:
+                return False
+            name = self._restore(sequence, num_blocks)
+        request_id, restore = sequence.request.request_id, self._restores[name]
+
+        def begin() -> None:
+            self._awaited[request_id] = name
+            restore.request_ids.append(request_id)
+
+        sequences = waiting.await_for(sequence.request, begin, now)
+        if is_new:
+            restore.sequences = sequences
+        return True
 
     def ended(self, sequence: Sequence) -> None:
         """It may have waited."""
@@ -367,6 +370,10 @@ class KVTiers(Resource):
         """Nothing writes to the blocks of a request any more: those with content are cached."""
         restore = self._restores.pop(request_id)
         restore.arriving.release()
+        for digest in restore.digests:
+            self._arriving.pop(digest, None)
+        for waiting_id in restore.request_ids:
+            del self._awaited[waiting_id]
         num_tokens = restore.arriving.num_filled * self._pool.block_size
         for sequence in restore.sequences:
             sequence.num_restored_tokens += num_tokens
@@ -388,54 +395,43 @@ class KVTiers(Resource):
         needed = -(-len(sequence.token_ids) // size) - len(hits) + num_running
         return needed <= self._pool.num_free_besides(hits)
 
-    def _num_to_restore(self, sequence: Sequence) -> int:
-        """How many blocks after its hits are kept, if it pays to restore them."""
-        first, end = len(sequence.known_hits.block_ids), sequence.num_reusable
+    def _num_to_restore(self, first: int, missing: SequenceOf[bytes]) -> int:
+        """How many of the blocks with these digests, from a chain's block `first` on, are kept, if
+        it pays to restore them.
+        """
         num_blocks = 0
-        for digest in sequence.digests[first : end // self._pool.block_size]:
-            if _chain_key(sequence.root, digest) not in self._places:
+        for digest in missing:
+            if digest in self._arriving or digest not in self._places:
                 break
             num_blocks += 1
-        is_open = sequence.request.request_id in self._restores
-        return 0 if is_open or not self._pays(first, num_blocks) else num_blocks
+        return num_blocks if num_blocks and self._pays(first, num_blocks) else 0
 
-    def _restore(
-        self, sequence: Sequence, num_blocks: int, waiting: WaitingQueue, now: float
-    ) -> None:
+    def _restore(self, sequence: Sequence, num_blocks: int) -> str:
+        """Order so many blocks after its hits; returns the name of the restore."""
         hits, size, root = sequence.known_hits.block_ids, self._pool.block_size, sequence.root
         end = len(hits) + num_blocks
         token_ids, digests = tuple(sequence.token_ids[: end * size]), sequence.digests[:end]
-        restore = _Restore(ArrivingBlocks(self._pool, root, token_ids, digests, hits))
-        request = sequence.request
-
-        def begin() -> None:
-            self._restores[request.request_id] = restore
-
-        restore.sequences = waiting.await_for(request, begin, now)
-        fresh = restore.arriving.fresh
-        pieces = self._pieces(root, digests[len(hits) :], token_ids[len(hits) * size :], fresh)
-        order = RestoreOrder(request.request_id, pieces)
-        self._ordered.append((self._next_step_id(), order))
+        arriving = ArrivingBlocks(self._pool, root, token_ids, digests, hits)
+        missing = digests[len(hits) :]
+        blocks = (token_ids[start : start + size] for start in range(0, len(token_ids), size))
+        known = list(identities(root, blocks))[len(hits) :]
+        pieces = self._pieces(list(map(TierBlock, missing, known)), arriving.fresh)
+        name = sequence.request.request_id
+        self._restores[name] = _Restore(arriving, missing)
+        self._arriving.update(dict.fromkeys(missing, name))
+        self._ordered.append((self._next_step_id(), RestoreOrder(name, pieces)))
+        return name
 
     def _pieces(
-        self,
-        root: ChainRoot,
-        digests: SequenceOf[bytes],
-        token_ids: SequenceOf[int],
-        block_ids: SequenceOf[int],
+        self, blocks: SequenceOf[TierBlock], block_ids: SequenceOf[int]
     ) -> tuple[RestorePiece, ...]:
-        """The blocks with these digests and tokens, by span, to be copied to `block_ids`."""
-        size = self._pool.block_size
+        """Blocks that are kept, by span, to be copied to `block_ids`."""
         pieces: list[RestorePiece] = []
-        blocks = [
-            block_identity(root, digest, token_ids[index * size : (index + 1) * size])
-            for index, digest in enumerate(digests)
-        ]
         start = 0
         while start < len(blocks):
-            span, place = self._places[blocks[start].key]
+            span, place = self._places[blocks[start].digest]
             end = start + 1
-            while end < len(blocks) and self._places[blocks[end].key][0] is span:
+            while end < len(blocks) and self._places[blocks[end].digest][0] is span:
                 end += 1
             piece = tuple(blocks[start:end]), tuple(block_ids[start:end])
             pieces.append(RestorePiece(span.name, place, *piece))
@@ -449,7 +445,9 @@ class KVTiers(Resource):
     def check(self, running: Iterable[Sequence]) -> None:
         """The index agrees with the spans, and both with the limit."""
         places = {
-            key: (span, index) for span in self._spans.values() for index, key in enumerate(span.keys)
+            digest: (span, index)
+            for span in self._spans.values()
+            for index, digest in enumerate(span.digests)
         }
         assert places == self._places, "the places differ from the spans"
         assert self._num_bytes == len(places) * self._config.block_bytes, "the bytes are wrong"

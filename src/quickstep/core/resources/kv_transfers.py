@@ -96,7 +96,8 @@ class KVTransfers(Resource):
         pool.extend_digests(digests, root, token_ids, num_blocks)
         hits = pool.lookup(root, token_ids, digests).block_ids
         num_missing = num_blocks - len(hits)
-        num_held = sum(one.num_held for one in self._receiving.values()) + self._num_sending
+        num_receiving = sum(arriving.num_held for arriving in self._receiving.values())
+        num_held = num_receiving + self._num_sending
         if num_missing > pool.num_free_besides(hits):
             return None
         if num_held + num_blocks > pool.num_blocks - self._num_kept:

@@ -44,7 +44,7 @@ class SpanHeader(msgspec.Struct, frozen=True, array_like=True):
 
     def span(self, name: str) -> Span:
         """The span, for the index."""
-        return Span(name, self.first, tuple(block.key for block in self.blocks))
+        return Span(name, self.first, tuple(block.digest for block in self.blocks))
 
 
 _HEADER = msgspec.msgpack.Decoder(SpanHeader)
@@ -58,12 +58,12 @@ def write_span(path: Path, header: SpanHeader, content: Sequence[memoryview | by
     try:
         # for its owner only: a prompt can be computed from its KV
         descriptor = os.open(unfinished, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600)
-        with open(descriptor, "wb", buffering=0) as file:
+        with os.fdopen(descriptor, "wb", buffering=0) as file:
             for part in (head + encoded, *content):
                 view = memoryview(part)
                 while view:
                     view = view[file.write(view) :]
-        os.replace(unfinished, path)
+        unfinished.replace(path)
     except OSError:
         unfinished.unlink(missing_ok=True)
         raise
@@ -71,7 +71,7 @@ def write_span(path: Path, header: SpanHeader, content: Sequence[memoryview | by
 
 def read_header(path: Path, identity: str, block_bytes: int) -> SpanHeader:
     """Raises EngineError for a file that is none, or is of another model; OSError."""
-    with open(path, "rb", buffering=0) as file:
+    with path.open("rb", buffering=0) as file:
         header, start = _read_header(file.fileno())
         size = os.fstat(file.fileno()).st_size
     _check(header, identity, block_bytes)
@@ -95,7 +95,7 @@ def read_blocks(
         EngineError: The file has other blocks there, or has changed.
         OSError: It cannot be read.
     """
-    with open(path, "rb", buffering=0) as file:
+    with path.open("rb", buffering=0) as file:
         header, first_byte = _read_header(file.fileno())
         _check(header, identity, block_bytes)
         end = start + len(expected)

@@ -13,14 +13,15 @@ import logging
 import queue
 import threading
 from collections.abc import Callable
+from functools import partial
+from pathlib import Path
 
 from quickstep.config import CacheConfig, KVTierConfig
-from quickstep.core.resources.kv_tiers import KVTiers, RestoreOrder, SaveOrder, TierStats
+from quickstep.core.resources.kv_tiers import KVTiers, RestoreOrder, SaveOrder
 from quickstep.core.scheduler import Scheduler
-from quickstep.runtime.cache.block_bytes import BlockBytes
 from quickstep.engine.kv_files.directory import KVDirectory, identity_of
-from quickstep.errors import EngineError
 from quickstep.ops.table import KVCache
+from quickstep.runtime.cache.block_bytes import BlockBytes
 
 _LOGGER = logging.getLogger(__name__)
 _CLOSE_S = 10.0  # how long the end of an engine waits for its blocks to be written
@@ -40,7 +41,7 @@ def open_directory(
     assert cache.kv_cache_dir is not None, "there is a directory"
     block_bytes = BlockBytes(kv).num_bytes
     identity = identity_of(fingerprint, cache.block_size, block_bytes)
-    directory = KVDirectory.open(cache.kv_cache_dir, identity, block_bytes)
+    directory = KVDirectory.open(Path(cache.kv_cache_dir).expanduser(), identity, block_bytes)
     config = KVTierConfig(
         block_bytes,
         cache.kv_cache_disk_bytes or _DEFAULT_BYTES,
@@ -107,10 +108,6 @@ class EngineTier:
         if (save := self._tiers.take_save()) is not None:
             self._orders.put(save)
 
-    def stats(self) -> TierStats:
-        """Counts for metrics."""
-        return self._tiers.stats()
-
     # -- in the event loop, for the thread ---------------------------------------------------------
 
     def _saved(self, order: SaveOrder, is_saved: bool) -> None:
@@ -147,6 +144,8 @@ class EngineTier:
                 self._soon(self._tiers.stop_saving)
             else:
                 self._warn("KV blocks are not stored: %s", error)
+        except Exception as error:  # the thread is needed for restores
+            self._warn("KV blocks are not stored: %r", error)
         self._soon(lambda: self._saved(order, is_saved))
 
     def _restore(self, order: RestoreOrder) -> None:
@@ -155,14 +154,14 @@ class EngineTier:
             places = [self._blocks.of(block_id) for block_id in piece.block_ids]
             try:
                 self._directory.read(piece, places)
-            except (OSError, EngineError) as error:
+            except Exception as error:  # whatever it is, the request computes the blocks
                 self._warn(f"stored KV blocks are not used ({piece.name}): %s", error)
                 self._directory.remove((piece.name,))
-                self._soon(lambda name=piece.name: self._tiers.forget_span(name))
+                self._soon(partial(self._tiers.forget_span, piece.name))
                 break
             num_piece = len(places)
             num_blocks += num_piece
-            self._soon(lambda num=num_piece: self._tiers.restored(name, num))
+            self._soon(partial(self._tiers.restored, name, num_piece))
         seconds = self._clock() - started_s
         self._soon(lambda: self._end_restoring(order, num_blocks, seconds))
 
