@@ -156,9 +156,9 @@ def random_run(
     if rng.random() < 0.4:
         calls += ("pause", "pause", "pause", "resume")
     for number in range(num_calls):
-        if number % 3 == 0:
-            world.move_blocks(fails=number % 21 == 0)
-        if stores and number % 5 == 0:
+        if number % 2 == 0:
+            world.move_blocks(fails=number % 20 == 0)
+        if stores and number % 3 == 0:
             world.scheduler.reset_prefix_cache()
         match rng.choice(("add", "add", "plan", "plan", "plan", "commit", "commit", "other")):
             case "add":

@@ -388,7 +388,7 @@ class World:
         if fails:
             self.stored.broken.update(self.stored.spans)
         self.stored.restore_all(self.now)
-        self.stored.save_one()
+        self.stored.save_all()
         self.scheduler.check()
 
     def advance(self, seconds: float) -> None:
