@@ -31,6 +31,12 @@ struct qs_lora {
   size_t num_bytes;
 };
 
+struct qs_experts {
+  qs_expert* experts;
+  int64_t num_experts;
+  int64_t product_bytes;  // scratch of the widest product, for each of its rows
+};
+
 struct qs_probe {
   void* data;
   int64_t num_bytes;

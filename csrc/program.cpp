@@ -432,9 +432,49 @@ int add_lora(qs_program* program, const qs_op& op) {
   return qs_lora_add(program->context, op.dtype, &call);
 }
 
-// The ranks that an op of kind QS_OP_RANKS meets.
+// The ranks that an op meets; null for none.
 qs_group* group_of(const qs_op& op) {
-  return static_cast<qs_group*>(const_cast<void*>(op.in[1]));
+  const void* group = op.kind == QS_OP_RANKS ? op.in[1] : nullptr;
+  if (op.kind == QS_OP_EXPERTS) group = op.in[4];
+  return static_cast<qs_group*>(const_cast<void*>(group));
+}
+
+int run_experts(qs_program* program, const qs_op& op, int64_t rows) {
+  const qs_experts* experts = static_cast<const qs_experts*>(op.in[3]);
+  const LoRATokens& lora = op.rows == QS_EMITTING ? program->lora_emitting : program->lora;
+  qs_experts_call call = {};
+  call.dtype = op.dtype;
+  call.activation = op.option;
+  call.num_tokens = rows;
+  call.per_token = op.size[0];
+  call.x_stride = op.stride[0];
+  call.x = op.in[0];
+  call.chosen = static_cast<const int64_t*>(op.in[1]);
+  call.weights = static_cast<const float*>(op.in[2]);
+  if (op.size[1] >= 0) {
+    call.first_module = op.size[1];
+    call.num_groups = lora.num_groups;
+    call.groups = lora.group(0);
+    call.tokens = static_cast<const int64_t*>(lora.tokens.data);
+  }
+  call.ranks = group_of(op);
+  call.first_column = op.size[2];
+  call.out = op.out[0];
+  if (!program->scratch.reserve(qs_experts_scratch_bytes(experts, &call))) return QS_OUT_OF_MEMORY;
+  call.scratch = program->scratch.data;
+  return qs_experts_run(program->context, experts, &call);
+}
+
+int route(qs_program* program, const qs_op& op, int64_t rows) {
+  const qs_route_call call = {op.dtype,
+                              op.option,
+                              rows,
+                              op.size[0],
+                              op.size[1],
+                              op.in[0],
+                              static_cast<int64_t*>(op.out[0]),
+                              static_cast<float*>(op.out[1])};
+  return qs_route(program->context, &call);
 }
 
 // Few rows, which this thread copies: `ids` are emitting tokens of the step, within `x`.
@@ -514,6 +554,10 @@ int run_op(qs_program* program, const qs_op& op) {
       return add_lora(program, op);
     case QS_OP_RANKS:
       return gather_parts(program, op, rows);
+    case QS_OP_ROUTE:
+      return route(program, op, rows);
+    case QS_OP_EXPERTS:
+      return run_experts(program, op, rows);
     case QS_OP_LOCAL_IDS:
       return qs_local_ids(static_cast<const int64_t*>(op.in[0]), rows, op.size[0], op.size[1],
                           op.size[2], static_cast<int64_t*>(op.out[0]));
@@ -615,7 +659,7 @@ bool allocate(qs_program* program, const qs_op* ops) {
   link_products(program);
   for (int64_t i = 0; i < program->num_ops; ++i) {
     program->becomes_activations[i] = becomes_activations(*program, i);
-    if (ops[i].kind == QS_OP_RANKS) program->group = group_of(ops[i]);
+    if (group_of(ops[i]) != nullptr) program->group = group_of(ops[i]);
   }
   return true;
 }

@@ -12,7 +12,7 @@
 extern "C" {
 #endif
 
-#define QS_ABI_VERSION 12
+#define QS_ABI_VERSION 13
 #define QS_API __attribute__((visibility("default")))
 
 enum qs_status {
@@ -35,6 +35,7 @@ typedef struct qs_context qs_context;  // a kernel table and a thread pool
 typedef struct qs_linear qs_linear;    // packed weights of one linear layer
 typedef struct qs_quantized qs_quantized;  // packed weights of 4 or 8 bits
 typedef struct qs_lora qs_lora;        // a LoRA adapter
+typedef struct qs_group qs_group;      // the ranks of a model
 typedef struct qs_probe qs_probe;      // a buffer to measure reads with
 typedef struct qs_text qs_text;        // tokens, and where each pair of them occurs
 
@@ -294,6 +295,56 @@ QS_API int qs_scale(qs_context* context, int dtype, const void* x, int64_t count
 QS_API int qs_finish_logits(qs_context* context, int dtype, const void* x, int64_t count,
                             double divisor, double cap, float* out);
 
+// The experts of a layer of a mixture: gate_up [2 w, k], gates first, and down_proj [n, width] of
+// each, in the memory of their own objects, which outlive this one. Both are plain or quantized.
+typedef struct qs_expert {
+  const qs_linear* linear[2];  // gate_up, down_proj
+  const qs_quantized* quantized[2];
+} qs_expert;
+typedef struct qs_experts qs_experts;
+QS_API int qs_experts_create(const qs_expert* experts, int64_t num_experts, qs_experts** out);
+QS_API void qs_experts_destroy(qs_experts* experts);
+
+// A softmax of each token's scores in float64 and its A largest, ties to the lower number; with
+// `normalise` they add up to 1. Weights are rounded to `dtype`. A token with a NaN, or whose
+// largest score is not finite, has weights of NaN.
+typedef struct qs_route_call {
+  int32_t dtype;
+  int32_t normalise;
+  int64_t num_tokens, num_experts;
+  int64_t per_token;    // A
+  const void* scores;   // [T, E]
+  int64_t* chosen;      // [T, A] the largest first
+  float* weights;       // [T, A]
+} qs_route_call;
+QS_API int qs_route(qs_context* context, const qs_route_call* call);
+
+// out [T, n]: the products of a token's experts, weighted, added in float32 in ascending order of
+// the experts and rounded once.
+typedef struct qs_experts_call {
+  int32_t dtype;
+  int32_t activation;
+  int64_t num_tokens;
+  int64_t per_token;            // A
+  int64_t x_stride;
+  const void* x;                // [T, k]
+  const int64_t* chosen;        // [T, A] different experts
+  const float* weights;         // [T, A]
+  // Adapters, as of qs_lora_add; expert e's matrices are modules first_module + 2 e and + 1.
+  int64_t first_module;
+  int64_t num_groups;
+  const qs_lora_group* groups;
+  const int64_t* tokens;
+  // Ranks that have w columns of each expert's activations, from first_column on; null: w is width.
+  qs_group* ranks;
+  int64_t first_column;
+  void* out;
+  void* scratch;                // qs_experts_scratch_bytes(...) bytes, at any address
+} qs_experts_call;
+QS_API int64_t qs_experts_scratch_bytes(const qs_experts* experts, const qs_experts_call* call);
+QS_API int qs_experts_run(qs_context* context, const qs_experts* experts,
+                          const qs_experts_call* call);
+
 // A captured step: the calls of a model's forward pass, recorded once, run as one call.
 //
 // A qs_op is one of the calls above with its pointers and sizes bound; how many rows it has is the
@@ -326,6 +377,11 @@ QS_API int qs_finish_logits(qs_context* context, int dtype, const void* x, int64
 //                                                              bytes between the rows of x
 //   LORA       in x                       out y, added to      size: module, k, n; stride[0] of x;
 //                                                              option: x are token ids
+//   ROUTE      in scores                  out chosen, weights  size: E, A; option: normalise
+//   EXPERTS    in x, chosen, weights,     out y                size: A, first module or -1 for no
+//              qs_experts, qs_group or                         adapters, first column;
+//              null                                            stride[0] of x;
+//                                                              option: qs_activation
 enum qs_op_kind {
   QS_OP_LINEAR = 0,
   QS_OP_GATHER = 1,
@@ -345,6 +401,8 @@ enum qs_op_kind {
   QS_OP_LORA = 15,
   QS_OP_RANKS = 16,      // qs_group_gather
   QS_OP_LOCAL_IDS = 17,  // qs_local_ids
+  QS_OP_ROUTE = 18,
+  QS_OP_EXPERTS = 19,
 };
 enum qs_op_rows { QS_TOKENS = 0, QS_EMITTING = 1 };
 
@@ -356,7 +414,7 @@ typedef struct qs_op {
   int64_t size[5];
   int64_t stride[2];
   double scalar[2];
-  const void* in[4];
+  const void* in[5];
   void* out[2];
 } qs_op;
 
@@ -406,7 +464,6 @@ QS_API int qs_program_run(qs_program* program, const qs_step* step);
 // The ranks of a model: processes that meet in memory which they share, of qs_group_bytes, zeroed
 // before the first of them opens it. `stage_bytes` hold the widest row of a gather,
 // `message_bytes` the largest message; both multiples of 64. A rank is used by one thread at a time.
-typedef struct qs_group qs_group;
 QS_API int64_t qs_group_bytes(int64_t stage_bytes, int64_t message_bytes);
 QS_API int qs_group_open(void* memory, int64_t stage_bytes, int64_t message_bytes, int rank,
                          int size, qs_group** out);

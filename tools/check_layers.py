@@ -158,6 +158,7 @@ LATE = {
     "model/quantize.py": _TORCH,
     "model/spec.py": _TORCH,
     "ops/native/backend.py": _TORCH,
+    "ops/native/experts.py": _TORCH,
     "ops/native/kernels.py": _TORCH,
     "ops/resolve.py": _TORCH,
     "ops/table.py": _TORCH,

@@ -9,10 +9,11 @@ server's and the engine's process together (`tools/trace_request.py`). Instructi
 library in fixed steps, counted by callgrind at one level of the instruction set, one thread: the
 same number in every run of one build. Without callgrind or AVX2 only the calls are compared.
 
-Calls of a token vary with how often the cost model learns, which is when steps are long, and with
-how frames meet; instructions with the compiler and the machine's C library. Their bounds have room
-for that: a slow or busy machine does not exceed them. No other count depends on the machine. A
-commit that raises a bound says why; one that lowers a count lowers the bound.
+Comprehensions are not counted. Calls of a token vary with how often the cost model learns, which is
+when steps are long, and with how frames meet; instructions with the compiler and the machine's C
+library. Their bounds have room for that: a slow or busy machine does not exceed them. No other
+count depends on the machine. A commit that raises a bound says why; one that lowers a count lowers
+the bound.
 """
 
 from __future__ import annotations
@@ -31,6 +32,7 @@ from typing import Any
 
 import msgspec
 from msgspec.structs import replace
+from trace_request import COMPREHENSIONS, num_calls
 
 BOUNDS = Path(__file__).with_name("count_bounds.json")
 NUM_STEPS = 32
@@ -77,7 +79,9 @@ class Calls:
             sys.setprofile(None)
 
     def _called(self, frame: FrameType, event: str, _: Any) -> None:
-        self.num += event == "call" and "/quickstep/" in frame.f_code.co_filename
+        code = frame.f_code
+        is_ours = event == "call" and "/quickstep/" in code.co_filename
+        self.num += is_ours and code.co_name not in COMPREHENSIONS
 
 
 def calls_of_step(num_rows: int) -> float:
@@ -172,10 +176,8 @@ def instructions_of_library(out: Path) -> int:
 
 def counted(folder: Path) -> Counts:
     """Count everything."""
-    import trace_request
-
     first, of_five = calls_of_step(1), calls_of_step(5)
-    token, per_row = asyncio.run(trace_request.num_calls(folder / "engine.txt"))
+    token, per_row = asyncio.run(num_calls(folder / "engine.txt"))
     return Counts(
         round(first, 1),
         round((of_five - first) / 4, 1),

@@ -47,7 +47,11 @@ def make_checkpoint(shape: str, cache: Path, seed: int) -> Path:
     path.mkdir(parents=True, exist_ok=True)
     fields = {key: value for key, value in SHAPES[shape].items() if key != "torch_dtype"}
     [architecture] = fields["architectures"]
-    kind = {"Qwen2ForCausalLM": "qwen2", "LlamaForCausalLM": "llama"}[architecture]
+    kind = {
+        "Qwen2ForCausalLM": "qwen2",
+        "Qwen3MoeForCausalLM": "qwen3_moe",
+        "LlamaForCausalLM": "llama",
+    }[architecture]
     config = AutoConfig.for_model(kind, **fields, bos_token_id=None, eos_token_id=0)
     torch.manual_seed(seed)
     with torch.no_grad():

@@ -16,6 +16,7 @@ from quickstep.config import CacheConfig, SchedulerConfig
 from quickstep.model.checkpoint.tensor_schema import layer_tensors
 from quickstep.model.decoder_spec import ModelSpec
 from quickstep.model.sizing import ElementBytes, plan_memory
+from quickstep.ops.native.experts import PackedExperts
 from quickstep.ops.weights import LinearWeight
 from quickstep.plan.formulas import Split, rank_spec
 from quickstep.runtime.cache.kv_cache import allocate_kv
@@ -26,8 +27,8 @@ CACHE = CacheConfig(num_blocks=24)
 
 def held_bytes(value: object, seen: set[int]) -> int:
     """Bytes of every tensor and packed weight in a structure, each counted once."""
-    if value is None or id(value) in seen:
-        return 0
+    if value is None or id(value) in seen or isinstance(value, PackedExperts):
+        return 0  # experts point to matrices, which are counted
     seen.add(id(value))
     if isinstance(value, tuple):
         return sum(held_bytes(part, seen) for part in value)

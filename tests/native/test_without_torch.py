@@ -12,7 +12,10 @@ import numpy as np
 import pytest
 import torch
 from engine_outputs import FORMATS, answers
+from golden_cases import Case
+from tiny_checkpoint import VOCAB, write_tokenizer
 
+from quickstep import LLM, SamplingParams
 from quickstep.config import LoadConfig
 from quickstep.model.checkpoint.source import find_checkpoint
 from quickstep.model.checkpoint.weights import open_weights
@@ -173,6 +176,28 @@ def run_without_torch(*command: str) -> subprocess.CompletedProcess[str]:
         capture_output=True,
         text=True,
     )
+
+
+@pytest.mark.parametrize("quantization", [None, "int8"])
+def test_a_mixture_of_experts_runs_where_torch_is_not_installed(
+    quantization: str | None, tmp_path: Path
+) -> None:
+    sizes = {"num_local_experts": 4, "num_experts_per_tok": 2, "vocab_size": VOCAB}
+    Case("mixture", "Mixtral", sizes | {"eos_token_id": 256}).save(tmp_path)
+    write_tokenizer(tmp_path)
+    options = ["--model", str(tmp_path), "--temperature", "0.5", "--seed", "3"]
+    options += ["--max-tokens", "9"]
+    if quantization is not None:
+        options += ["--quantization", quantization]
+    done = run_without_torch("generate", "some text", *options)
+    assert done.returncode == 0, done.stderr
+    llm = LLM(str(tmp_path), quantization=quantization, enforce_eager=True, device="cpu")
+    try:
+        sampling = SamplingParams(temperature=0.5, seed=3, max_tokens=9)
+        (output,) = llm.generate(["some text"], sampling, use_tqdm=False)
+    finally:
+        llm.close()
+    assert output.outputs[0].text and output.outputs[0].text in done.stdout
 
 
 @pytest.mark.parametrize(

@@ -137,8 +137,10 @@ def _bind_experts(ops: OpTable, fixed: tuple[Any, ...]) -> Callable[..., tuple[T
     gate_up, down_proj = (tuple(_pack(ops, *one) for one in every) for every in matrices)
     data = None if ops.pack_experts is None else ops.pack_experts(gate_up, down_proj)
     weights = ExpertWeights(gate_up, down_proj, data)
-    run = partial(reference_experts, ops) if ops.experts is None else ops.experts
-    assert ops.experts is None or data is not None
+    run = partial(reference_experts, ops) if data is None or ops.experts is None else ops.experts
+    if ops.experts is not None and data is None:  # only e4m3 on a CPU has no kernel
+        weights_of = [weight for every in matrices for weight, _ in every]
+        assert ops.steps is not None and any(getattr(one, "is_float8", False) for one in weights_of)
     adapters = [ops.pack_lora([(), *modules]) for modules in rest[0]] if rest else []
 
     def call(x: Tensor, chosen: Tensor, shares: Tensor, *ids: Tensor) -> tuple[Tensor, ...]:
@@ -147,7 +149,7 @@ def _bind_experts(ops: OpTable, fixed: tuple[Any, ...]) -> Callable[..., tuple[T
             groups = [(one, (ids[0] == n).nonzero().flatten()) for n, one in enumerate(adapters)]
             mapping = LoRAMapping(tuple(group for group in groups if len(group[1])))
             lora = ExpertLoRA(mapping, first_module=1)
-        return (run(x, Routing(chosen, shares), weights, activation, lora),)
+        return (run(x, Routing(chosen, shares), weights, activation, lora, None),)
 
     return call
 

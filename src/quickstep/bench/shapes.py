@@ -76,6 +76,28 @@ SHAPES: Mapping[str, Mapping[str, object]] = MappingProxyType(
                 "torch_dtype": "bfloat16",
             }
         ),
+        # 4 of the 48 layers of Qwen3-30B-A3B: what fits a small machine at any precision.
+        "qwen3-30b-a3b-4-layers": MappingProxyType(
+            {
+                "architectures": ["Qwen3MoeForCausalLM"],
+                "hidden_size": 2048,
+                "num_hidden_layers": 4,
+                "num_attention_heads": 32,
+                "num_key_value_heads": 4,
+                "head_dim": 128,
+                "intermediate_size": 6144,
+                "moe_intermediate_size": 768,
+                "num_experts": 128,
+                "num_experts_per_tok": 8,
+                "norm_topk_prob": True,
+                "vocab_size": 151_936,
+                "max_position_embeddings": 40_960,
+                "rope_theta": 1_000_000.0,
+                "rms_norm_eps": 1e-6,
+                "tie_word_embeddings": False,
+                "torch_dtype": "bfloat16",
+            }
+        ),
         # So small that a step is all overhead.
         "tiny2": MappingProxyType(
             {

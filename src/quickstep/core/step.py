@@ -190,9 +190,7 @@ def all_failed(step: InFlightStep, reason: str) -> RowFailures:
 
 def row_failures(plan: StepPlan, result: StepResult) -> RowFailures:
     """Which rows failed and why; a row without an output that it should have has failed too."""
-    failures: RowFailures = {}
-    for failure in result.failures:
-        failures[failure.row] = failure
+    failures = {failure.row: failure for failure in result.failures}
     for index, (row, output) in enumerate(zip(plan.rows, result.outputs, strict=True)):
         if row.emits and not output.token_ids:
             failures.setdefault(index, RowFailure(index, "the executor returned no token"))

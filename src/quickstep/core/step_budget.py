@@ -65,12 +65,9 @@ class StepBudget:
 
     def of_phase(self, phase: Phase, draft: StepDraft, now: float) -> int:
         """The tokens of a phase."""
-        start: int | None = None
-        if self._batch.prompts:
-            start = self._batch.prefill_start
-        if start is None and (
-            not self._waiting.num or self._waiting.head is None
-        ):  # then there is nothing to split
+        start = self._batch.prefill_start if self._batch.prompts else None
+        has_head = self._waiting.num and self._waiting.head is not None
+        if start is None and not has_head:  # then there is nothing to split
             return 0 if phase is Phase.PREFILL else draft.num_tokens_left
         num_tokens = self._policy.tokens(phase, self._view(draft, now, start), self._cost_model)
         if phase is Phase.PREFILL:
@@ -146,9 +143,7 @@ class StepBudget:
         have theirs.
         """
         num_rows = len(sequences) + len(over_share)
-        has_drafts = False
-        for sequence in sequences:
-            has_drafts = has_drafts or bool(sequence.drafts.token_ids)
+        has_drafts = any([sequence.drafts.token_ids for sequence in sequences])
         if not has_drafts and num_rows <= budget - _MIN_PREFILL:  # the usual case
             return None
         rows = [sequence for sequence in (*sequences, *over_share) if sequence.can_decode]

@@ -181,8 +181,8 @@ def reason_for_torch(
         return "--quantization fp8"
     if kv_dtype == "fp8":
         return "--kv-cache-dtype fp8"
-    if spec.moe is not None:
-        return f"{spec.architecture}, a mixture of experts,"
+    if weights.experts is not None:
+        return f"{spec.architecture}, whose files hold the experts of a layer as one tensor,"
     if weights.storage is not None:
         return f"a checkpoint in the format {weights.storage.name}"
     if spec.tied and names.head_stored and load.quantization is not None:

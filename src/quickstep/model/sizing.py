@@ -211,12 +211,16 @@ def activation_bytes(
     """
     attention = (spec.num_heads + 2 * spec.num_kv_heads) * spec.head_size
     widest = max(attention, 2 * spec.intermediate_size)
+    rows_of_experts = 0  # bytes
     if spec.moe is not None:
-        # at worst every token is sent to the same experts, one after another
+        # at worst every token is sent to the same experts; the rows of all of them are kept
+        width = spec.hidden_size + spec.moe.intermediate_size
+        rows_of_experts = spec.moe.experts_per_token * width * dtype_bytes
         widest = max(attention, 2 * spec.moe.intermediate_size, 2 * spec.hidden_size)
         if not all(layer.sparse for layer in spec.layers):
             widest = max(widest, 2 * spec.intermediate_size)
     per_token = (3 * spec.hidden_size + 2 * widest) * dtype_bytes + widest * scratch_bytes
+    per_token += rows_of_experts
     emitting = min(max_num_seqs, max_num_batched_tokens)
     return max_num_batched_tokens * per_token + 3 * emitting * spec.vocab_size * 4
 

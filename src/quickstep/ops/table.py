@@ -257,6 +257,18 @@ class Routing(msgspec.Struct, frozen=True):
     plan: object | None = None
 
 
+class ExpertParts(msgspec.Struct, frozen=True):
+    """Ranks that each compute some outputs of every matrix of every expert.
+
+    Attributes:
+        ranks: The others; all of them make the same calls.
+        own: This rank's columns of an expert's activations.
+    """
+
+    ranks: Ranks
+    own: range
+
+
 class AttentionParams(msgspec.Struct, frozen=True):
     """What distinguishes one layer's attention from another's.
 
@@ -507,7 +519,8 @@ class RouteOp(Protocol):
 
 class ExpertsOp(Protocol):
     """x [T, C] and its tokens' experts, with data, -> [T, C]: the products of a token's experts,
-    weighted, added in fp32 in ascending order of the experts, and rounded once.
+    weighted, added in fp32 in ascending order of the experts, and rounded once. With parts, a
+    rank's columns of [T, C].
     """
 
     def __call__(
@@ -517,6 +530,7 @@ class ExpertsOp(Protocol):
         weights: ExpertWeights,
         activation: str,
         lora: ExpertLoRA | None,
+        parts: ExpertParts | None,
         /,
     ) -> Tensor: ...
 

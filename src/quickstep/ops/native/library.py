@@ -26,7 +26,7 @@ from types import MappingProxyType
 
 from quickstep.errors import ConfigError, EngineError
 
-ABI_VERSION = 12
+ABI_VERSION = 13
 
 # qs_activation
 ACTIVATIONS: Mapping[str, int] = MappingProxyType(
@@ -183,6 +183,7 @@ class OpKind:
     LINEAR, GATHER, RMS_NORM, ADD_NORM, ROTARY, GATED = range(6)
     WRITE_KV, ATTENTION, ADD, SCALE, LOGITS = range(6, 11)
     QUANTIZED, LINEAR_ROWS, QUANTIZED_ROWS, TAKE, LORA, RANKS, LOCAL_IDS = range(11, 18)
+    ROUTE, EXPERTS = range(18, 20)
 
 
 class RowsOf:
@@ -202,7 +203,7 @@ class OpCall(ctypes.Structure):
         ("size", c_int64 * 5),
         ("stride", c_int64 * 2),
         ("scalar", c_double * 2),
-        ("inputs", c_void_p * 4),
+        ("inputs", c_void_p * 5),
         ("outputs", c_void_p * 2),
     )
 
@@ -387,6 +388,11 @@ _SIGNATURES: tuple[tuple[str, object, tuple[object, ...]], ...] = (
     ("qs_lora_bytes", _L, (_P,)),
     ("qs_lora_scratch_bytes", _L, (POINTER(LoRAAddCall),)),
     ("qs_lora_add", _I, (_P, _I, POINTER(LoRAAddCall))),
+    ("qs_experts_create", _I, (_P, _L, POINTER(_P))),
+    ("qs_experts_destroy", None, (_P,)),
+    ("qs_route", _I, (_P, _P)),
+    ("qs_experts_scratch_bytes", _L, (_P, _P)),
+    ("qs_experts_run", _I, (_P, _P, _P)),
     ("qs_probe_create", _I, (_P, _L, POINTER(_P))),
     ("qs_probe_destroy", None, (_P,)),
     ("qs_probe_bytes", _L, (_P,)),

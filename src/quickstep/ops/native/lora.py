@@ -84,11 +84,7 @@ class NativeLoRA:
 
     def add_lora_(self, y: AnyTensor, x: AnyTensor, module: int, mapping: LoRAMapping) -> None:
         """`OpTable.add_lora_`."""
-        native = [
-            (one.data.handle, tokens)
-            for one, tokens in mapping.groups
-            if isinstance(one.data, PackedLoRA)
-        ]
+        native = tuple(group for group in mapping.groups if isinstance(group[0].data, PackedLoRA))
         dtype = kernel_dtype(y.dtype)
         if dtype is None or len(native) < len(mapping.groups):
             # all or none: adapters of one model have one dtype; one without tensors has no kernel
@@ -101,12 +97,7 @@ class NativeLoRA:
             return
         is_embedding = x.dim() == 1
         assert y.is_contiguous() and x.stride(-1) == 1 and (is_embedding or x.dtype == y.dtype)
-        groups = (LoRAGroupCall * len(native))()
-        ids: list[int] = []
-        for group, (handle, tokens) in zip(groups, native, strict=True):
-            group.adapter, group.num_tokens = handle, tokens.shape[0]
-            ids += to_numpy(tokens).tolist()
-        tokens_array = (ctypes.c_int64 * len(ids))(*ids)
+        groups, tokens = lora_groups(native)
         call = LoRAAddCall(
             module=module,
             k=0 if is_embedding else x.shape[1],
@@ -114,7 +105,7 @@ class NativeLoRA:
             x_stride=x.stride(0),
             num_groups=len(groups),
             groups=ctypes.addressof(groups),
-            tokens=ctypes.addressof(tokens_array),
+            tokens=ctypes.addressof(tokens),
             x=None if is_embedding else x.data_ptr(),
             ids=x.data_ptr() if is_embedding else None,
             y=y.data_ptr(),
@@ -125,6 +116,19 @@ class NativeLoRA:
         status = self._library.qs_lora_add(self._context, dtype, ctypes.byref(call))
         if status:
             raise_for_status(status, "adding adapters")
+
+
+def lora_groups(
+    groups: Sequence[tuple[LoRAAdapter, AnyTensor]],
+) -> tuple[ctypes.Array[LoRAGroupCall], ctypes.Array[ctypes.c_int64]]:
+    """The `qs_lora_group` of each adapter, all of them packed here, and the tokens of all."""
+    calls = (LoRAGroupCall * len(groups))()
+    ids: list[int] = []
+    for call, (adapter, tokens) in zip(calls, groups, strict=True):
+        assert isinstance(adapter.data, PackedLoRA)
+        call.adapter, call.num_tokens = adapter.data.handle, tokens.shape[0]
+        ids += to_numpy(tokens).tolist()
+    return calls, (ctypes.c_int64 * len(ids))(*ids)
 
 
 def _lora_dtype(weight: AnyTensor) -> int | None:

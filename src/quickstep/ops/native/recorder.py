@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING, Any, NoReturn, cast
 from msgspec.structs import replace
 
 from quickstep.ops.native.attention import MAX_HEAD_SIZE
+from quickstep.ops.native.experts import MAX_PER_TOKEN, PackedExperts
 from quickstep.ops.native.library import ACTIVATIONS, OpKind, RowsOf
 from quickstep.ops.native.packed import (
     PackedQuantized,
@@ -26,7 +27,16 @@ from quickstep.ops.native.packed import (
 )
 from quickstep.ops.native.program import Buffer, Numbers, Operand, OpRecord, Recording
 from quickstep.ops.native.ranks import NativeRanks
-from quickstep.ops.table import AttentionParams, LoRAMapping, OpTable, PagedLayout
+from quickstep.ops.table import (
+    AttentionParams,
+    ExpertLoRA,
+    ExpertParts,
+    ExpertWeights,
+    LoRAMapping,
+    OpTable,
+    PagedLayout,
+    Routing,
+)
 from quickstep.ops.tensors import FLOAT32, INT32, INT64, AnyTensor, DType, host_dtype
 from quickstep.ops.weights import LinearWeight
 
@@ -338,6 +348,8 @@ class NativeRecorder:
             gated_activation=calls._gated_activation,
             logits=calls._logits,
             scratch_bytes=ops.scratch_bytes,
+            route=calls._route,
+            experts=calls._experts,
             ranks=None if ops.ranks is None else cast("Any", _RecordedRanks(self._tape, ops.ranks)),
         )
 
@@ -385,8 +397,7 @@ class NativeRecorder:
         return out
 
     def _add_lora_(self, y: StepTensor, x: StepTensor, module: int, mapping: LoRAMapping) -> None:
-        is_emitting = self._tape.rows_of(x) == RowsOf.EMITTING
-        if mapping is not (self._emitting_lora if is_emitting else self._lora):
+        if mapping is not self._mapping(x):
             raise NotCapturable("adapters of other tokens than the step's")
         is_embedding = x is self._token_ids
         if x.stride(-1) != 1 or not (is_embedding or x.dtype == y.dtype):
@@ -545,6 +556,64 @@ class NativeRecorder:
         )
         return out
 
+    def _route(self, scores: StepTensor, per_token: int, normalise: bool) -> Routing:
+        if per_token > MAX_PER_TOKEN:
+            raise NotCapturable("a token has more experts than the native kernel chooses")
+        inputs = (self._tape.contiguous(scores),)
+        rows = self._tape.rows_of(scores)
+        chosen = self._tape.new((per_token,), INT64, rows)
+        weights = self._tape.new((per_token,), FLOAT32, rows)
+        size = (scores.shape[1], per_token)
+        numbers = Numbers(size=size, option=int(normalise))
+        self._tape.record(OpKind.ROUTE, scores, inputs, (chosen, weights), numbers)
+        return Routing(_as_tensor(chosen), _as_tensor(weights))
+
+    def _experts(
+        self,
+        x: StepTensor,
+        routing: Routing,
+        weights: ExpertWeights,
+        activation: str,
+        lora: ExpertLoRA | None,
+        parts: ExpertParts | None,
+    ) -> StepTensor:
+        packed = weights.data
+        if not isinstance(packed, PackedExperts) or not packed.takes(x.dtype):
+            raise NotCapturable("the experts have no native kernels for these activations")
+        if activation not in ACTIVATIONS:
+            raise NotCapturable(f"there is no native {activation}")
+        if lora is not None and lora.mapping is not self._mapping(x):
+            raise NotCapturable("adapters of other tokens than the step's")
+        if x.stride(1) != 1:
+            raise NotCapturable("experts would have to copy their input")
+        ranks, first_column = 0, 0
+        if parts is not None:
+            ranks, first_column = cast("_RecordedRanks", parts.ranks).handle, parts.own.start
+        chosen, shares = cast("Any", (routing.chosen, routing.weights))
+        inputs = (
+            self._tape.operand(x),
+            self._tape.contiguous(chosen),
+            self._tape.contiguous(shares),
+            packed.handle,
+            ranks,
+        )
+        self._tape.kept.append(packed)
+        tail = (weights.down_proj[0].num_outputs,)
+        out = self._tape.new(tail, x.dtype, self._tape.rows_of(x))
+        first_module = -1 if lora is None else lora.first_module
+        numbers = Numbers(
+            size=(chosen.shape[1], first_module, first_column),
+            stride=(x.stride(0),),
+            option=ACTIVATIONS[activation],
+        )
+        self._tape.record(OpKind.EXPERTS, x, inputs, (out,), numbers)
+        return out
+
+    def _mapping(self, x: StepTensor) -> LoRAMapping:
+        """The adapters of a tensor's tokens."""
+        is_emitting = self._tape.rows_of(x) == RowsOf.EMITTING
+        return self._emitting_lora if is_emitting else self._lora
+
     def _logits(
         self,
         hidden: StepTensor,
@@ -574,6 +643,12 @@ class _RecordedRanks:
             raise NotCapturable("the ranks do not meet in shared memory")
         self._tape = tape
         self._ranks = ranks
+
+    @property
+    def handle(self) -> int:
+        """Of the group, which the tape keeps."""
+        self._tape.kept.append(self._ranks)
+        return self._ranks.handle
 
     def gather(self, x: StepTensor, own: range, num_columns: int) -> StepTensor:
         return self._columns(x, own, num_columns, for_first=False)
@@ -612,8 +687,7 @@ class _RecordedRanks:
     ) -> None:
         if x.stride(1) != 1:
             raise NotCapturable("a gather would have to copy its input")
-        self._tape.kept.append(self._ranks)
-        inputs = (self._tape.operand(x), self._ranks.handle, ids)
+        inputs = (self._tape.operand(x), self.handle, ids)
         stride = (x.stride(0) * x.dtype.itemsize,)
         numbers = Numbers(size=size, stride=stride, option=option)
         self._tape.record(OpKind.RANKS, x, inputs, (out,), numbers)

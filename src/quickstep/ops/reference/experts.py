@@ -6,14 +6,19 @@ a token are added in the order of their numbers, in float32, and rounded once.
 
 from __future__ import annotations
 
-from collections.abc import Callable
-
 import torch
 from torch import Tensor
 
 from quickstep.ops.reference.exact_math import exp_nonpositive, round_rows
 from quickstep.ops.reference.lora import among
-from quickstep.ops.table import ExpertLoRA, ExpertWeights, LoRAMapping, OpTable, Routing
+from quickstep.ops.table import (
+    ExpertLoRA,
+    ExpertParts,
+    ExpertWeights,
+    LoRAMapping,
+    OpTable,
+    Routing,
+)
 from quickstep.ops.weights import LinearWeight
 
 SUM_BITS = 40  # exact sums of up to 2**13 experts in fp64
@@ -49,13 +54,11 @@ def experts(
     weights: ExpertWeights,
     activation: str,
     lora: ExpertLoRA | None,
-    gather: Callable[[Tensor], Tensor] | None = None,
+    parts: ExpertParts | None = None,
 ) -> Tensor:
     """`OpTable.experts` with the products, activation and adapters of `ops`.
 
-    Where ranks have a part of each expert's outputs, `gather` has the activations [n, width] of all
-    of them, and the result is the rank's part of [T, C]. A token's experts are the same on every
-    rank, which so meet equally often.
+    A token's experts are the same on every rank, which so meet equally often.
     """
     per_token, flat = routing.chosen.shape[1], routing.chosen.flatten()
     of_rows = routing.weights.flatten()
@@ -75,7 +78,7 @@ def experts(
         adapters = None
         if lora is not None:
             adapters = (lora.first_module + 2 * index, among(lora.mapping, rows))
-        output = _expert(ops, matrices, x[rows], activation, adapters, gather)
+        output = _expert(ops, matrices, x[rows], activation, adapters, parts)
         expert_weight = of_rows[by_expert[start:stop]].unsqueeze(1)
         result.index_add_(0, rows, output.float() * expert_weight)  # a token is in `rows` once
         start = stop
@@ -88,7 +91,7 @@ def _expert(
     x: Tensor,
     activation: str,
     lora: tuple[int, LoRAMapping] | None,
-    gather: Callable[[Tensor], Tensor] | None,
+    parts: ExpertParts | None,
 ) -> Tensor:
     """[T, C] -> [T, C], of one expert: down_proj(act(gate(x)) * up(x)); `lora` has the number of
     its first matrix.
@@ -97,8 +100,8 @@ def _expert(
     if lora is not None:
         ops.add_lora_(gate_up, x, *lora)
     activated = ops.gated_activation(gate_up, activation)
-    if gather is not None:
-        activated = gather(activated)
+    if parts is not None:
+        activated = parts.ranks.gather(activated, parts.own, weights[1].num_inputs)
     output = ops.linear(activated, weights[1])
     if lora is not None:
         ops.add_lora_(output, activated, lora[0] + 1, lora[1])

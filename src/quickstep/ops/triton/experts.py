@@ -20,7 +20,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from quickstep.ops.table import ExpertLoRA, ExpertWeights, Routing
+from quickstep.ops.table import ExpertLoRA, ExpertParts, ExpertWeights, Routing
 from quickstep.ops.triton.elementary import activated, check_activation, gated_activation
 from quickstep.ops.triton.float8_linear import (
     Float8Weight,
@@ -607,8 +607,10 @@ class TritonExperts:
         weights: ExpertWeights,
         activation: str,
         lora: ExpertLoRA | None,
+        parts: ExpertParts | None = None,
     ) -> Tensor:
         """X [T, C] -> [T, C]."""
+        assert parts is None, "a GPU's ranks compute the experts one by one"
         packed = weights.data
         assert isinstance(packed, _PackedExperts)
         check_activation(activation)

@@ -8,7 +8,8 @@ step first needs it, with those of every token. A program is bound when a step f
 (a few milliseconds); all programs use the same memory.
 
 Opened by `runtime.steps.opening`. On a GPU, `runtime.steps.graphs` does the same. What cannot be
-recorded (a mixture of experts, a fallback model, reference ops) runs through `EagerSteps`.
+recorded (a fallback model, reference ops, weights without a native kernel) runs through
+`EagerSteps`.
 """
 
 from __future__ import annotations
