@@ -17,7 +17,7 @@ from typing import Any
 import pytest
 
 from quickstep.config import CacheConfig, EngineConfig, LoadConfig, SchedulerConfig
-from quickstep.core.resources.kv_tiers import RestorePiece, TierBlock
+from quickstep.core.resources.kv_tiers import KVTiers, RestorePiece, TierBlock
 from quickstep.engine.assembly import open_engine
 from quickstep.engine.engine import Engine
 from quickstep.engine.kv_files import directory as directory_module
@@ -27,6 +27,12 @@ from quickstep.types import Delta, Request, SamplingParams, SequenceTimings
 
 PROMPT = tuple(range(20, 450))
 NUM_BLOCKS = len(PROMPT) // 16
+
+
+@pytest.fixture(autouse=True)
+def every_restore_pays(monkeypatch: pytest.MonkeyPatch) -> None:
+    """However fast this machine computes; `tests/pure/core/test_kv_tiers.py` has the decision."""
+    monkeypatch.setattr(KVTiers, "_pays", lambda *_: True)
 
 
 def engine_for(directory: Path | None, num_blocks: int = 64, **options: Any) -> Engine:
