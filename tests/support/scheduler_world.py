@@ -14,7 +14,6 @@ from hashlib import blake2b
 
 from msgspec import structs
 from shadow_executor import ShadowExecutor, Sizes, Trouble
-from stored_blocks import StoredBlocks
 
 from quickstep.config import KVTierConfig, PolicyName, SchedulerConfig
 from quickstep.core.cost_model import CostModel, LinearCostModel
@@ -37,6 +36,7 @@ from quickstep.types import (
     StepRecord,
     TokenLogprobs,
 )
+from quickstep.verify.stored_blocks import StoredBlocks
 
 NATURAL_ENDS = frozenset(
     {
@@ -188,7 +188,7 @@ class World:
         self.resident: set[str] = set()
         self.retired: set[str] = set()  # adapters that are not forgotten yet
         self.unwanted: set[str] = set()  # those that were retired while they were loaded
-        self.stored: StoredBlocks | None = None
+        self.stored: StoredBlocks[tuple[int | None, ...]] | None = None
         if setup.stored_blocks:
             self.stored = StoredBlocks(
                 self.scheduler, self.shadow.block_content, self.shadow.set_block_content

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import pytest
-from stored_blocks import StoredBlocks
 
 from quickstep.config import KVTierConfig, SchedulerConfig
 from quickstep.core.cost_model import LinearCostModel
@@ -21,6 +20,7 @@ from quickstep.types import (
     StepPlan,
     StepResult,
 )
+from quickstep.verify.stored_blocks import StoredBlocks
 
 BLOCK = 4
 PROMPT = tuple(range(10, 51))  # ten complete blocks
@@ -43,7 +43,9 @@ class Driver:
         assert self.scheduler.tiers is not None
         self.tiers = self.scheduler.tiers
         self.content: dict[int, object] = {}
-        self.disk = StoredBlocks(self.scheduler, self.content.get, self._write)
+        self.disk: StoredBlocks[object] = StoredBlocks(
+            self.scheduler, self.content.get, self._write
+        )
         self.timings: dict[str, SequenceTimings] = {}
         self.seconds = seconds
         self.now = 0.0

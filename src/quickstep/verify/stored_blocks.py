@@ -1,30 +1,40 @@
-"""A driver of `core.resources.kv_tiers` without a disk: what is saved is what the blocks had.
+"""A driver of `core.resources.kv_tiers` without a disk: saved blocks are kept in memory.
 
-The content of a block is what the executor's double wrote last, so a restore of wrong content is
-seen by whatever checks contents.
+For `verify.run`, where a block's content is its bytes, and for tests whose executor has no bytes.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import Generic, TypeVar
 
 from quickstep.core.resources.kv_tiers import RestoreOrder, SaveOrder, TierBlock
 from quickstep.core.scheduler import Scheduler
 
-ReadBlock = Callable[[int], object]
-WriteBlock = Callable[[int, object], None]
+_Content = TypeVar("_Content")
 
 
-class StoredBlocks:
-    """Carries orders out at once, when it is called; spans in `broken` cannot be read."""
+class StoredBlocks(Generic[_Content]):
+    """Carries orders out at once, when it is called.
 
-    def __init__(self, scheduler: Scheduler, read: ReadBlock, write: WriteBlock) -> None:
-        assert scheduler.tiers is not None
+    Attributes:
+        spans: The blocks of each span, with their content.
+        broken: Names of spans that cannot be read.
+        restored: The restores that were carried out.
+    """
+
+    def __init__(
+        self,
+        scheduler: Scheduler,
+        read: Callable[[int], _Content],
+        write: Callable[[int, _Content], None],
+    ) -> None:
+        assert scheduler.tiers is not None, "`SchedulerConfig.kv_tier` is set"
         self._scheduler = scheduler
         self._tiers = scheduler.tiers
         self._read = read
         self._write = write
-        self.spans: dict[str, list[tuple[TierBlock, object]]] = {}
+        self.spans: dict[str, list[tuple[TierBlock, _Content]]] = {}
         self.broken: set[str] = set()
         self.restored: list[RestoreOrder] = []
 
