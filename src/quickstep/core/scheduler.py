@@ -13,7 +13,7 @@ a prompt block is a prefix hit for others as soon as its computation is *planned
 
 from __future__ import annotations
 
-from collections import Counter, deque
+from collections import Counter
 from collections.abc import Iterable
 from collections.abc import Sequence as SequenceOf
 from functools import partial
@@ -53,6 +53,7 @@ from quickstep.core.step import (
     InFlightStep,
     RowFailures,
     StepDraft,
+    StepsInFlight,
     all_failed,
     invalidated_by,
     pending_tokens,
@@ -99,7 +100,7 @@ class Scheduler:
         self._cost_model = cost_model
         self._order = policy.order
         self._requests: dict[str, list[Sequence]] = {}  # live sequences of each request
-        self._in_flight: deque[InFlightStep] = deque()
+        self._in_flight = StepsInFlight()
         self.max_in_flight = config.num_in_flight
         limits = SequenceLimits.of(config, pool.num_blocks * pool.block_size)
         self._slots = Slots(config.max_num_seqs)
@@ -112,13 +113,11 @@ class Scheduler:
         self.transfers: KVTransfers | None = None
         if config.transfers_kv:
             num_kept = limits.blocks_of_longest(pool.block_size)
-            self.transfers = KVTransfers(pool, num_kept)
+            self.transfers = KVTransfers(pool, num_kept, self._in_flight)
             more_resources = (*more_resources, self.transfers)
         self.tiers: KVTiers | None = None
         if config.kv_tier is not None:
-            self.tiers = KVTiers(
-                pool, cost_model, config.kv_tier, self._in_flight, lambda: self._next_step_id
-            )
+            self.tiers = KVTiers(pool, cost_model, config.kv_tier, self._in_flight)
             more_resources = (*more_resources, self.tiers)
         self._resources: tuple[Resource, ...] = (
             self._slots,
@@ -141,7 +140,6 @@ class Scheduler:
             Phase.DECODE: self._place_decodes if config.use_kv_cache else self._recompute_decodes,
         }
         self._num_arrivals = 0
-        self._next_step_id = 0
         self._accounts = Accounts()
         self._totals = self._accounts.totals
 
@@ -270,8 +268,8 @@ class Scheduler:
             return None
         draft.num_preemptions = self._totals.num_preemptions - num_preemptions
         released = self._slots.take_released()
-        step = draft.issue(self._next_step_id, released, now, self._cost_model, self._drafts)
-        self._next_step_id += 1
+        step = draft.issue(self._in_flight.next_id, released, now, self._cost_model, self._drafts)
+        self._in_flight.next_id += 1
         self._in_flight.append(step)
         self._accounts.step_planned(now)
         return step.plan
@@ -283,7 +281,7 @@ class Scheduler:
         turn = self._budget.decode_turn()
         sequences, over_share, max_rows = turn.sequences, turn.over_share, turn.max_rows
         num_drafts = self._budget.of_drafts(
-            draft, sequences, over_share, budget, self._next_step_id, now
+            draft, sequences, over_share, budget, self._in_flight.next_id, now
         )
         budget = min(budget, draft.num_tokens_left - draft.min_prefill)
         if len(sequences) + len(over_share) > budget:  # more rows than tokens: in turn
@@ -311,7 +309,7 @@ class Scheduler:
         how many, 0 if it gets none in this step.
         """
         residency = sequence.residency
-        if sequence.last_step_id == self._next_step_id or not sequence.can_decode:
+        if sequence.last_step_id == self._in_flight.next_id or not sequence.can_decode:
             return 0
         has_room = residency.planned < residency.capacity  # the usual case
         if not has_room and not self._free_blocks_for(sequence, now):
@@ -418,7 +416,7 @@ class Scheduler:
         if drafts:
             residency.drafted_end = max(residency.drafted_end, end)
         residency.pending += row.emits
-        sequence.last_step_id = self._next_step_id
+        sequence.last_step_id = self._in_flight.next_id
         load = StepLoad.of_row(row, sequence.request.sampling)
         draft.may_speculate |= sequence.request.speculation
         entry = FlightRow(sequence, residency, row, load, awaits_drafts)
@@ -448,7 +446,7 @@ class Scheduler:
     def _free_blocks_for(self, sequence: Sequence, now: float) -> bool:
         """Preempt sequences of lower rank until `sequence` can grow; False if it must wait."""
         while not self._blocks.can_grow(sequence):
-            victim = self._batch.lowest_victim(sequence, self._next_step_id)
+            victim = self._batch.lowest_victim(sequence, self._in_flight.next_id)
             if victim is None:
                 return False
             self._preempt(victim, now)

@@ -331,12 +331,12 @@ _BUGS = {
     ),
     "stored-before-it-is-computed": (
         "resources.kv_tiers",
-        "if not self._is_over(self._candidates[0].step_id):",
+        "if not self._steps.are_over_before(self._candidates[0].step_id + 1):",
         "if False:",
     ),
     "stored-blocks-written-under-a-step": (
         "resources.kv_tiers",
-        "while self._ordered and self._is_over(self._ordered[0][0] - 1):",
+        "while self._ordered and self._steps.are_over_before(self._ordered[0][0]):",
         "while self._ordered:",
     ),
     "stored-blocks-never-released": (

@@ -18,7 +18,7 @@ from __future__ import annotations
 
 from array import array
 from collections import OrderedDict, deque
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Iterable, Iterator
 from collections.abc import Sequence as SequenceOf
 from hashlib import blake2b
 
@@ -32,7 +32,7 @@ from quickstep.core.resources.arriving_blocks import ArrivingBlocks
 from quickstep.core.resources.block_pool import BlockKey, ChainRoot, KVBlockPool
 from quickstep.core.resources.resource import Preempt, Resource
 from quickstep.core.sequence import Sequence
-from quickstep.core.step import InFlightStep
+from quickstep.core.step import StepsInFlight
 from quickstep.types import Request
 
 _IDENTITY_BYTES = 32
@@ -116,23 +116,19 @@ def identities(root: ChainRoot, blocks: Iterable[SequenceOf[int]]) -> Iterator[b
 
 
 class KVTiers(Resource):
-    """The tier of one scheduler's pool. `in_flight` are the scheduler's steps, `next_step_id` gives
-    the number of its next one.
-    """
+    """The tier of one scheduler's pool; `steps` are the scheduler's."""
 
     def __init__(
         self,
         pool: KVBlockPool,
         cost_model: CostModel,
         config: KVTierConfig,
-        in_flight: SequenceOf[InFlightStep],
-        next_step_id: Callable[[], int],
+        steps: StepsInFlight,
     ) -> None:
         self._pool = pool
         self._cost_model = cost_model
         self._config = config
-        self._in_flight = in_flight
-        self._next_step_id = next_step_id
+        self._steps = steps
         self._may_save = config.may_save
         self._spans: OrderedDict[str, Span] = OrderedDict()  # least recently used first
         self._places: dict[bytes, tuple[Span, int]] = {}  # by digest: a span, and the place in it
@@ -220,7 +216,7 @@ class KVTiers(Resource):
         self._considered.discard(sequence.sequence_id)
         keys = sequence.residency.keys
         if keys and self._may_save and len(self._candidates) < _MAX_CANDIDATES:
-            candidate = _Candidate(sequence.root, tuple(keys), self._next_step_id())
+            candidate = _Candidate(sequence.root, tuple(keys), self._steps.next_id)
             self._candidates.append(candidate)
 
     @property
@@ -238,7 +234,7 @@ class KVTiers(Resource):
         if self._saving is not None:
             return None
         while self._candidates:
-            if not self._is_over(self._candidates[0].step_id):
+            if not self._steps.are_over_before(self._candidates[0].step_id + 1):
                 return None
             order = self._save(self._candidates[0])
             if order is not None:
@@ -286,10 +282,6 @@ class KVTiers(Resource):
             tuple(key for key, _ in blocks.values()),
             tuple(self._make_room(num_bytes)),
         )
-
-    def _is_over(self, step_id: int) -> bool:
-        """Whether all steps up to this one are committed, if it was planned."""
-        return not self._in_flight or self._in_flight[0].plan.step_id > step_id
 
     # -- restoring --------------------------------------------------------------------------------
 
@@ -352,7 +344,7 @@ class KVTiers(Resource):
     def take_restores(self) -> SequenceOf[RestoreOrder]:
         """What was ordered, once no step in flight uses the blocks any more."""
         orders = []
-        while self._ordered and self._is_over(self._ordered[0][0] - 1):
+        while self._ordered and self._steps.are_over_before(self._ordered[0][0]):
             orders.append(self._ordered.popleft()[1])
         return orders
 
@@ -419,7 +411,7 @@ class KVTiers(Resource):
         name = sequence.request.request_id
         self._restores[name] = _Restore(arriving, missing)
         self._arriving.update(dict.fromkeys(missing, name))
-        self._ordered.append((self._next_step_id(), RestoreOrder(name, pieces)))
+        self._ordered.append((self._steps.next_id, RestoreOrder(name, pieces)))
         return name
 
     def _pieces(

@@ -22,7 +22,7 @@ from quickstep.core.resources.arriving_blocks import ArrivingBlocks
 from quickstep.core.resources.block_pool import ChainRoot, KVBlockPool
 from quickstep.core.resources.resource import Resource
 from quickstep.core.sequence import Residency, Sequence, SequenceState
-from quickstep.core.step import FlightRow
+from quickstep.core.step import FlightRow, StepsInFlight
 from quickstep.types import KVTarget, Request
 
 # Of the pool: what engines that receive too slowly keep of it.
@@ -49,10 +49,13 @@ class SendOrder(msgspec.Struct, frozen=True):
 
 
 class ReceiveOrder(msgspec.Struct, frozen=True):
-    """Where the prompt blocks of a request go, from block `first` on; the ones before are here."""
+    """Where the prompt blocks of a request go, from block `first` on; the ones before are here.
+    Steps before `step_id` may still write to them (`KVTransfers.may_fill`).
+    """
 
     first: int
     block_ids: tuple[int, ...]
+    step_id: int = 0
 
 
 class _Sending(msgspec.Struct):
@@ -64,12 +67,13 @@ class _Sending(msgspec.Struct):
 
 class KVTransfers(Resource):
     """The transfers of one scheduler's pool. `num_kept` is how many blocks must be left to
-    sequences: enough for the longest.
+    sequences: enough for the longest. `steps` are the scheduler's.
     """
 
-    def __init__(self, pool: KVBlockPool, num_kept: int) -> None:
+    def __init__(self, pool: KVBlockPool, num_kept: int, steps: StepsInFlight) -> None:
         self._pool = pool
         self._num_kept = num_kept
+        self._steps = steps
         self._receiving: dict[str, ArrivingBlocks] = {}  # by request
         self._sending: dict[str, _Sending] = {}  # by request
         self._num_sending = 0  # blocks that are held
@@ -105,7 +109,13 @@ class KVTransfers(Resource):
         prompt_blocks = token_ids[: num_blocks * pool.block_size]
         arriving = ArrivingBlocks(pool, root, prompt_blocks, digests, hits)
         self._receiving[request_id] = arriving
-        return ReceiveOrder(len(hits), arriving.fresh)
+        return ReceiveOrder(len(hits), arriving.fresh, self._steps.next_id)
+
+    def may_fill(self, order: ReceiveOrder) -> bool:
+        """Whether no step in flight writes to the blocks of an order any more: those of a sequence
+        that was aborted meanwhile did.
+        """
+        return self._steps.are_over_before(order.step_id)
 
     def received(self, request_id: str, num_blocks: int) -> None:
         """The next so many blocks have their content: sequences may use them."""
