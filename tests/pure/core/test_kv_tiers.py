@@ -32,7 +32,8 @@ class Driver:
     """A scheduler whose steps all sample the token 7; blocks have the tokens as content."""
 
     def __init__(self, num_blocks: int = 24, seconds: float = STEP_S, **tier: object) -> None:
-        sizes: dict[str, object] = {"block_bytes": BLOCK_BYTES, "max_bytes": 10**6, **tier}
+        sizes: dict[str, object] = {"block_bytes": BLOCK_BYTES, "max_bytes": 10**6}
+        sizes |= {"latency_s": 1e-6, **tier}
         config = SchedulerConfig(
             max_num_seqs=4,
             max_model_len=64,
@@ -136,7 +137,7 @@ def test_what_follows_a_hit_is_restored() -> None:
 
 
 def test_nothing_is_restored_where_computing_is_faster() -> None:
-    driver = Driver(seconds=1e-5)
+    driver = Driver(seconds=1e-5, latency_s=2e-3)
     driver.run(request("first"))
     assert not driver.disk.spans, "nor saved"
     slow = Driver()

@@ -38,6 +38,9 @@ from quickstep.types import Request
 _IDENTITY_BYTES = 32
 _FIRST_RATE = 1e9  # bytes per second, before the first one is measured
 _RATE_GAIN = 0.2
+# Most blocks that are saved are never restored, and a save takes about as long as a restore: save
+# what takes at least so many times longer to compute.
+_SAVE_RATIO = 10.0
 _MAX_CANDIDATES = 1024  # sequences whose blocks are to be saved; further ones are left out
 _KEY_PREFIX = "stored kv of "
 
@@ -202,12 +205,14 @@ class KVTiers(Resource):
             removed.append(span.name)
         return removed
 
-    def _pays(self, first: int, num_blocks: int) -> bool:
-        """Whether restoring blocks of a chain is predicted to take less than computing them."""
+    def _pays(self, first: int, num_blocks: int, ratio: float = 1.0) -> bool:
+        """Whether computing blocks of a chain is predicted to take longer than restoring them,
+        `ratio` times as long.
+        """
         size, costs = self._pool.block_size, self._cost_model
         load = StepLoad.of_span(first * size, num_blocks * size)
         restore_s = self._config.latency_s + num_blocks * self._config.block_bytes / self._rate
-        return restore_s < costs.seconds(load) - costs.seconds(StepLoad())
+        return ratio * restore_s < costs.seconds(load) - costs.seconds(StepLoad())
 
     # -- saving -----------------------------------------------------------------------------------
 
@@ -270,7 +275,9 @@ class KVTiers(Resource):
                 break
             blocks[key.digest] = key, block_id
         num_bytes = len(blocks) * self._config.block_bytes
-        if not blocks or num_bytes > self._config.max_bytes or not self._pays(first, len(blocks)):
+        if not blocks or num_bytes > self._config.max_bytes:
+            return None
+        if not self._pays(first, len(blocks), _SAVE_RATIO):
             return None
         end = first + len(blocks)
         known = list(identities(candidate.root, (key.token_ids for key in keys[:end])))[first:]
