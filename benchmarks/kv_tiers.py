@@ -123,8 +123,8 @@ def restart(args: argparse.Namespace, directory: Path) -> bool:
             shutil.rmtree(directory, ignore_errors=True)
         pairs = zip(cold, restored, strict=True)
         is_same &= all(one.content == other.content for one, other in pairs)
-        cold_s = median(one.first_s for one in cold)
-        restored_s = median(one.first_s for one in restored)
+        cold_s = median(answer.first_s for answer in cold)
+        restored_s = median(answer.first_s for answer in restored)
         print(
             f"{num_tokens} tokens: first token cold {cold_s:.3f} s, restored {restored_s:.3f} s "
             f"({cold_s / restored_s:.1f} x), {restored[0].num_cached} cached, "
@@ -138,7 +138,7 @@ def sessions(args: argparse.Namespace, directory: Path) -> bool:
     num_tokens = args.sessions * (_TURN_TOKENS + args.rounds * 2 * _ANSWER_TOKENS)
 
     async def work(engine: Engine) -> tuple[float, list[Answer]]:
-        prompts = [random_prompt(Random(one), 250, _TURN_TOKENS) for one in range(args.sessions)]
+        prompts = [random_prompt(Random(seed), 250, _TURN_TOKENS) for seed in range(args.sessions)]
         answers = []
         started_s = time.perf_counter()
         for round_number in range(args.rounds):
