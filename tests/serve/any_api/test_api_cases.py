@@ -103,7 +103,7 @@ BEYOND_THE_SCHEMA = re.compile(
 
 # What a 404 may say: every drawn path is one of ours.
 NOT_THERE = re.compile(
-    r"the model .*(does not exist|is not)|there is no (file|batch) |response .* is not found"
+    r"the model .*(does not exist|is not)|there is no (file|batch|page file) |response .* is not found"
     r"|request .* is not in the log|there is no replica ",
     re.S,
 )

@@ -101,7 +101,7 @@ class Page:
         name: str = request.path_params["file"]
         file = self._files.get(name)
         if file is None:
-            raise RouteNotFound(f"the page has no file {name[:64]!r}", param="file")
+            raise RouteNotFound(f"there is no page file {name[:64]!r}", param="file")
         return file.response(request)
 
 

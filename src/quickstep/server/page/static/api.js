@@ -55,15 +55,19 @@ async function* textLines(response) {
 export async function* events(path, body, signal) {
   const headers = { "content-type": "application/json" };
   const options = { method: "POST", headers, body: JSON.stringify(body), signal };
+  let isComplete = false;
   for await (const line of textLines(await request(path, options))) {
     if (!line.startsWith("data: ")) continue;
     const data = line.slice(6);
-    if (data === "[DONE]") return;
+    if (data === "[DONE]") {
+      isComplete = true;
+      continue;
+    }
     const event = JSON.parse(data);
     if (event.error) throw new ApiError(event.error.message, 500, event.error.param);
     yield event;
   }
-  throw new Error(T.connectionLost);
+  if (!isComplete) throw new Error(T.connectionLost);
 }
 
 /** Lines of JSON, as `/debug/steps` sends them. */

@@ -217,7 +217,7 @@ function Panel({ session }) {
   const languages = [["curl", T.curl], ["python", T.python], ["javascript", T.javascript]];
   return html`
     <label>${T.model}
-      <select value=${session.model} onChange=${(event) => session.set({ model: event.target.value })}>
+      <select value=${session.model || session.models[0]?.id} onChange=${(event) => session.set({ model: event.target.value })}>
         ${session.models.length === 0 && html`<option value="">${T.noModels}</option>`}
         ${session.models.map((model) => html`<option value=${model.id}>${model.id}</option>`)}
       </select></label>

@@ -352,6 +352,7 @@ function Details({ selected, records, isLive, onClose }) {
   }, [id, isLive]);
   if (!selected) return null;
   const { step, sequence } = selected;
+  const total = sequence ? sequence.timings.finished_s - sequence.timings.arrival_s || 1 : 1;
   const rows = step
     ? Object.entries(step).filter(([name]) => !["kind", "prefills"].includes(name))
     : spansOf(sequence).map(([activity, since, until]) => [T.activities[activity], `${((until - since) * 1e3).toFixed(1)} ms`]);
@@ -361,7 +362,7 @@ function Details({ selected, records, isLive, onClose }) {
         <button type="button" class="small" onClick=${onClose}>${T.close}</button></header>
       ${sentence && html`<p>${sentence}</p>`}
       ${sequence && html`<div class="waterfall">${spansOf(sequence).map(([activity, since, until]) => html`
-        <i class="swatch ${activity}" style=${{ flexGrow: Math.max(until - since, 1e-6) }}
+        <i class="swatch ${activity}" style=${{ flexGrow: Math.max((until - since) / total, 1e-6) * 1e3 }}
           title="${T.activities[activity]} ${((until - since) * 1e3).toFixed(1)} ms"></i>`)}</div>`}
       <dl class="figures">
         ${rows.map(([name, value]) => html`<div><dt>${name}</dt><dd>${
