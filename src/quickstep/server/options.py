@@ -669,9 +669,9 @@ class ServerOptions(msgspec.Struct, frozen=True):
             default_text="detected in the chat template",
         ),
     ] = None
-    page: Annotated[
-        bool, Option("no page for browsers at /", flag="--no-page", turns_off=True)
-    ] = True
+    page: Annotated[bool, Option("no page for browsers at /", flag="--no-page", turns_off=True)] = (
+        True
+    )
 
     def __post_init__(self) -> None:
         if not 0.0 <= self.drain_s <= _LONGEST_S:

@@ -101,7 +101,9 @@ class Page:
         name: str = request.path_params["file"]
         file = self._files.get(name)
         if file is None:
-            raise RouteNotFound(f"there is no page file {name[:64]!r}", param="file")
+            raise RouteNotFound(
+                f"there is no page file {name[:64]!r}", param="file", code="page_file_not_found"
+            )
         return file.response(request)
 
 

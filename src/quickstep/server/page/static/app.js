@@ -33,7 +33,9 @@ function Page({ session, report }) {
     if (!report) location.hash = name;
     setTab(name);
   };
-  const tabs = report ? [["runs", T.runs], ["timeline", T.timeline]] : [["chat", T.chat], ["timeline", T.timeline]];
+  const all = [["runs", T.runs], ["chat", T.chat], ["timeline", T.timeline]];
+  const names = !report ? ["chat", "timeline"] : report.runs.length ? ["runs", "timeline"] : ["runs"];
+  const tabs = all.filter(([name]) => names.includes(name));
   return html`
     <header class="bar">
       <h1>${report?.title ?? T.title}</h1>

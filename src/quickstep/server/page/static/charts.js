@@ -1,5 +1,6 @@
 // Line charts, by uPlot, in the colours of the page.
 import { html, useEffect, useRef } from "./html.js";
+import { T } from "./texts.js";
 import uPlot from "./vendor/uplot.js";
 
 const COLOURS = ["--series-1", "--series-2", "--series-3", "--series-4", "--series-5", "--series-6"];
@@ -19,7 +20,7 @@ export function LineChart({ title, names, data, range, onRange, xLabel, height =
   useEffect(() => {
     const make = () => {
       plot.current?.destroy();
-      const axis = { stroke: colour("--soft"), grid: { stroke: colour("--line"), width: 1 }, ticks: { show: false }, size: 44 };
+      const axis = { stroke: colour("--soft"), grid: { stroke: colour("--line"), width: 1 }, ticks: { show: false }, size: 54 };
       const options = {
         width: element.current.clientWidth || 600,
         height,
@@ -30,7 +31,7 @@ export function LineChart({ title, names, data, range, onRange, xLabel, height =
         },
         axes: [{ ...axis, size: xLabel ? 44 : 28, label: xLabel, labelSize: 16 }, axis],
         series: [
-          {},
+          { label: xLabel || T.seconds },
           ...names.map((name, place) => ({
             label: name, stroke: seriesColour(place), width: 1.5, points: { show: false }, spanGaps: true,
             ...(steps && { paths: uPlot.paths.stepped({ align: 1 }) }),

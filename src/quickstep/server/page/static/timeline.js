@@ -171,7 +171,7 @@ function Now({ steps, records }) {
 function requestColour(id) {
   let hash = 0;
   for (let place = 0; place < id.length; place += 1) hash = (hash * 31 + id.charCodeAt(place)) | 0;
-  return `hsl(${((hash % 360) + 360) % 360} 60% 50%)`;
+  return `hsl(${Math.abs((hash * 137.508) % 360)} 60% 50%)`;
 }
 
 /** A canvas over a range of time, drawn by `draw(context, width, x)`; `find` gives what is at a point. */
