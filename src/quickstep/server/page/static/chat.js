@@ -177,8 +177,8 @@ function Figures({ message }) {
   return html`
     <dl class="figures">
       ${items.map(([name, value]) => html`<div key=${name}><dt>${name}</dt><dd>${value}</dd></div>`)}
-      <button type="button" class="small" onClick=${explain}>${T.why}</button>
     </dl>
+    <button type="button" class="small" onClick=${explain}>${T.why}</button>
     ${why && html`<p class="note">${why}</p>`}`;
 }
 

@@ -1,6 +1,7 @@
-// A model's output as HTML. The output is data: DOMPurify leaves only elements of text, nothing that
-// loads, submits or styles, and the page's policy would refuse to run or load the rest.
-import { marked } from "./vendor/marked.js";
+// A model's output as HTML. The output is data: HTML in it is displayed as text, DOMPurify leaves
+// only elements of text, nothing that loads, submits or styles, and the page's policy would refuse to
+// run or load the rest.
+import { Marked } from "./vendor/marked.js";
 import DOMPurify from "./vendor/purify.js";
 import hljs from "./vendor/highlight.js";
 import bash from "./vendor/highlight-bash.js";
@@ -23,6 +24,14 @@ const LANGUAGES = {
 };
 for (const [name, grammar] of Object.entries(LANGUAGES)) hljs.registerLanguage(name, grammar);
 
+const ESCAPES = { "&": "&amp;", "<": "&lt;", ">": "&gt;", '"': "&quot;" };
+const escaped = (text) => text.replace(/[&<>"]/g, (char) => ESCAPES[char]);
+const marked = new Marked({
+  gfm: true,
+  breaks: true,
+  renderer: { html: ({ text }) => escaped(text), image: ({ href, text }) => escaped(`![${text}](${href})`) },
+});
+
 const RULES = {
   RETURN_DOM_FRAGMENT: true,
   ALLOWED_TAGS: [
@@ -37,7 +46,7 @@ const RULES = {
 
 /** A fragment of the document for a text in Markdown. */
 export function fragmentOf(text) {
-  const fragment = DOMPurify.sanitize(marked.parse(text, { gfm: true, breaks: true }), RULES);
+  const fragment = DOMPurify.sanitize(marked.parse(text), RULES);
   for (const link of fragment.querySelectorAll("a")) {
     link.target = "_blank";
     link.rel = "noopener noreferrer nofollow";
