@@ -579,6 +579,7 @@ class ServerOptions(msgspec.Struct, frozen=True):
         tool_call_parser: Name of the format of tool calls, `none` for no tools; None takes what
             the chat template implies.
         reasoning_parser: The same for reasoning.
+        page: Browsers get a page at `/`.
     """
 
     served_model_names: Annotated[
@@ -677,6 +678,9 @@ class ServerOptions(msgspec.Struct, frozen=True):
             default_text="detected in the chat template",
         ),
     ] = None
+    page: Annotated[bool, Option("no page for browsers at /", flag="--no-page", turns_off=True)] = (
+        True
+    )
 
     def __post_init__(self) -> None:
         if not 0.0 <= self.drain_s <= _LONGEST_S:
