@@ -231,8 +231,8 @@ class KVTiers(Resource):
 
     @property
     def is_saving(self) -> bool:
-        """Whether blocks are being saved, or are to be."""
-        return bool(self._candidates or self._saving is not None)
+        """Whether an order is being carried out."""
+        return self._saving is not None
 
     def take_save(self) -> SaveOrder | None:
         """The next order, once the one before is `saved`; None for nothing yet."""
