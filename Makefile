@@ -209,11 +209,11 @@ gpu:
 # Engines on the nodes of a Ray cluster of this machine; hosts are network namespaces: needs root.
 $(RAY)/.ready: $(READY)
 	$(PYTHON) -m venv $(RAY)
-	$(RAY)/bin/python -m pip install --quiet --disable-pip-version-check ray -r $(VENV)/requirements.txt -e .
+	$(RAY)/bin/python -m pip install --quiet --disable-pip-version-check -c constraints.txt ray -r $(VENV)/requirements.txt
 	@touch $@
 
 ray: $(RAY)/.ready
-	$(RAY)/bin/python -m pytest -p no:xdist tests/cluster/test_ray.py
+	PYTHONPATH=src $(RAY)/bin/python -m pytest -p no:xdist tests/cluster/test_ray.py
 
 # All kernels with the arguments that steps give them, in two minutes, without a GPU too.
 kernels: $(READY)

@@ -361,6 +361,15 @@ class AnswerOptions(msgspec.Struct, frozen=True):
             default_text="only the closing tag",
         ),
     ] = ""
+    thinking_budget: Annotated[
+        int | None,
+        Option(
+            "most reasoning tokens of conversations that give no budget and no effort",
+            Kind.INTEGER,
+            bounds=AT_LEAST_0,
+            default_text="no limit",
+        ),
+    ] = None
 
 
 class FieldRules(msgspec.Struct, frozen=True):

@@ -183,6 +183,7 @@ def test_no_flags_give_the_default_server(monkeypatch: pytest.MonkeyPatch) -> No
     assert server_options(args).answers == AnswerOptions(True, True)
     args = parsed("serve", "--reasoning-budget-message", "Enough.")
     assert server_options(args).answers == AnswerOptions(budget_message="Enough.")
+    assert server_options(parsed("serve", "--thinking-budget", "64")).answers.thinking_budget == 64
     assert server_options(parsed("serve", "--max-logprobs", "-1")).limits.logprobs == -1
     assert server_options(parsed("serve", "--strict")).field_rules == FieldRules(True, True)
     assert input_config(parsed("serve")) == InputConfig()

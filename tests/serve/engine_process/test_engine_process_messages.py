@@ -5,10 +5,12 @@ from __future__ import annotations
 import asyncio
 import socket
 import typing
+from collections.abc import Callable
 from types import MappingProxyType
 
 import msgspec
 import pytest
+import uvloop
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -154,6 +156,27 @@ def test_a_reader_that_is_slow_holds_nobody_and_misses_nothing() -> None:
         back.close()
 
     asyncio.run(whole())
+
+
+@pytest.mark.parametrize("new_loop", [asyncio.new_event_loop, uvloop.new_event_loop])
+def test_a_sender_ends_quietly_with_its_connection(
+    new_loop: Callable[[], asyncio.AbstractEventLoop],
+) -> None:
+    async def send_to_nobody() -> None:
+        ours, theirs = socket.socketpair()
+        reader, writer = await asyncio.open_unix_connection(sock=ours)
+        sender = Sender(writer)
+        theirs.close()
+        await reader.read()
+        writer.transport.abort()
+        sender.put(Abort("1"))
+        with pytest.raises(OSError):
+            await sender.flush()
+        sender.put(Abort("2"))
+        await sender.run()  # returns
+
+    with asyncio.Runner(loop_factory=new_loop) as runner:
+        runner.run(send_to_nobody())
 
 
 @pytest.mark.parametrize("tail", [b"\0", b"\0\0\0\5\x91", b""])

@@ -144,6 +144,20 @@ def test_a_message_at_the_end_of_the_budget_is_the_requests_or_the_servers() -> 
         assert engine.submitted[-1].sampling.reasoning_budget_message == message
 
 
+def test_a_conversation_without_a_budget_has_the_servers() -> None:
+    options = ServerOptions(answers=AnswerOptions(thinking_budget=5))
+    for path, fields, budget in (
+        (CHAT, {}, 5),
+        (CHAT, {"thinking_budget": 7}, 7),
+        (CHAT, {"reasoning_budget": -1}, None),
+        (CHAT, {"reasoning_effort": "minimal"}, 512),
+        ("/v1/completions", {"prompt": "a"}, None),
+    ):
+        engine = thinking("x</think>")
+        assert post(path, fields, engine, options).status_code == 200
+        assert engine.submitted[-1].sampling.thinking_budget == budget
+
+
 def test_a_message_without_a_budget_or_with_the_tag_is_refused() -> None:
     engine = thinking("x</think>")
     alone = post(CHAT, {"reasoning_budget_message": "Enough."}, engine)

@@ -105,6 +105,15 @@ def _too_long(length: int, max_bytes: int, peer: str) -> EngineError:
     )
 
 
+def write(writer: asyncio.StreamWriter, data: bytes) -> None:
+    """Hand data to a connection. Raises OSError if it is lost, where uvloop's own `write` raises
+    RuntimeError and asyncio's says nothing.
+    """
+    if writer.is_closing():
+        raise ConnectionResetError("the connection is lost")
+    writer.write(data)
+
+
 class Sender:
     """The sending half of a connection, used in one event loop. `run` is its task.
 
@@ -161,5 +170,5 @@ class Sender:
                 num_bytes += len(message)
             self._num_bytes -= num_bytes
             content = msgspec.msgpack.encode(messages)
-            self._writer.write(LENGTH.pack(len(content)) + content)
+            write(self._writer, LENGTH.pack(len(content)) + content)
             await self._writer.drain()

@@ -20,7 +20,7 @@ from pathlib import Path
 import msgspec
 
 import quickstep
-from quickstep.engine.remote.connection import read_frame
+from quickstep.engine.remote.connection import read_frame, write
 from quickstep.engine.remote.opening import WireMessage, framed
 from quickstep.errors import ConfigError, EngineError
 
@@ -115,8 +115,8 @@ async def greet(
         ConfigError: The engine refused it.
         EngineError: `peer` is no engine, or does not answer in time.
     """
-    writer.write(framed([hello]))
     try:
+        write(writer, framed([hello]))
         async with asyncio.timeout(_TIMEOUT_S):
             (answer,) = _ANSWER.decode(await read_frame(reader, _MAX_BYTES, peer))
     except (ValueError, msgspec.DecodeError, asyncio.IncompleteReadError, OSError) as error:
@@ -149,6 +149,6 @@ async def receive_hello(
             f"the server is the build {hello.protocol}, the engine {expected.protocol}; install "
             "the same one on both hosts"
         )
-    writer.write(framed([HelloRefused(reason) if reason else Welcome()]))
+    write(writer, framed([HelloRefused(reason) if reason else Welcome()]))
     if reason:
         raise EngineError(f"{peer} was refused: {reason}")

@@ -99,8 +99,12 @@ def conversation_request(
     values["shown_special_token_ids"] = _markers(output, model)
     values["grammar"] = None if grammar is None else grammar.grammar
     reasoning = model.formats.reasoning
-    if grammar is not None and reasoning is not None and reasoning.opening:
-        values["reasoning_tags"] = (reasoning.opening, reasoning.closing)
+    budget = conversation.effort_budget
+    if reasoning is not None and reasoning.opening:
+        if grammar is not None:
+            values["reasoning_tags"] = (reasoning.opening, reasoning.closing)
+        if budget is None:
+            budget = model.server.answers.thinking_budget
     values["inside_reasoning"] = output is not None and output.inside_reasoning
     if fields.stop and output is not None and output.reasoning is not None:
         values["stop_after_reasoning"] = output.reasoning.passage
@@ -109,7 +113,7 @@ def conversation_request(
         prompts=(conversation.prompt,),
         request=engine_request(
             fields,
-            sampling_params(fields, model, values, renamed, conversation.effort_budget),
+            sampling_params(fields, model, values, renamed, budget),
             model.server.limits,
         ),
         output=output,

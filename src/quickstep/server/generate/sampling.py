@@ -52,19 +52,19 @@ def sampling_params(
     model: ServedModel,
     own: Mapping[str, Any],
     renamed: Mapping[str, str],
-    effort_budget: int | None = None,
+    usual_budget: int | None = None,
 ) -> SamplingParams:
     """The request's sampling parameters. Raises RequestError that names the client's field.
 
     A field that the client leaves out comes from its preset, the checkpoint, or `SamplingParams`.
     `own` overrides all: the fields that the API resolved itself (`max_tokens`, `logprobs`);
-    `renamed` maps their names to the client's. `effort_budget` is the reasoning budget of requests
+    `renamed` maps their names to the client's. `usual_budget` is the reasoning budget of requests
     that give none.
     """
     message = fields.reasoning_budget_message or ""
     most_chars = model.server.limits.budget_message_chars
     bounded("reasoning_budget_message", len(message), most_chars, "characters")
-    budget_field, budget = _thinking_budget(fields, effort_budget)
+    budget_field, budget = _thinking_budget(fields, usual_budget)
     client_names = {"thinking_budget": budget_field, **renamed}
     try:
         values = _values(fields, model)
@@ -191,7 +191,7 @@ def _has_budget(fields: SamplingFields) -> bool:
     return any(getattr(fields, name) is not None for name in names)
 
 
-def _thinking_budget(fields: SamplingFields, effort_budget: int | None) -> tuple[str, int | None]:
+def _thinking_budget(fields: SamplingFields, usual_budget: int | None) -> tuple[str, int | None]:
     """The client's name of the reasoning budget, and its tokens; None for no limit.
 
     Raises RequestError if two of its names have different values.
@@ -202,7 +202,7 @@ def _thinking_budget(fields: SamplingFields, effort_budget: int | None) -> tuple
         if (value := getattr(fields, name)) is not None
     }
     if not given:
-        return "thinking_budget", effort_budget
+        return "thinking_budget", usual_budget
     (first, budget), *others = given.items()
     for name, value in others:
         if value != budget:
