@@ -55,7 +55,7 @@ def test_the_same_seed_gives_the_same_text_as_another_branch(page: Page) -> None
 
 
 def test_stop_keeps_the_text_and_continue_gives_the_rest(page: Page) -> None:
-    page.get_by_label("max_tokens", exact=True).fill("400")
+    page.get_by_label("max_tokens", exact=True).fill("1900")
     page.get_by_text("More fields").click()
     page.get_by_label("ignore_eos", exact=True).select_option("true")
     page.get_by_label("Message", exact=True).fill("count")
