@@ -344,7 +344,7 @@ class KVTiers(Resource):
             restore.sequences = sequences
         return True
 
-    def ended(self, sequence: Sequence) -> None:
+    def ended(self, sequence: Sequence, now: float) -> None:
         """It may have waited."""
         self._considered.discard(sequence.sequence_id)
 
