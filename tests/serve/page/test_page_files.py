@@ -100,7 +100,5 @@ def test_libraries_are_as_they_were_fetched_and_in_the_notice() -> None:
     assert vendor_page.changed_files() == []
     notice = NOTICE.read_text(encoding="utf-8").lower()
     for package in vendor_page.PACKAGES:
-        name = (
-            package.name.removeprefix("@").partition("/")[0].replace("highlightjs", "highlight.js")
-        )
-        assert name in notice
+        name = package.name.removeprefix("@").partition("/")[0]
+        assert name.replace("highlightjs", "highlight.js") in notice

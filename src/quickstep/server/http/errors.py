@@ -131,6 +131,9 @@ CODES: Mapping[str, Code] = {
         "The log of steps does not have the request (any more).",
         "Look sooner; the log keeps the latest requests only.",
     ),
+    "page_file_not_found": Code(
+        404, "The page at `/` has no such file.", "Reload the page; its files may have changed."
+    ),
     "replica_not_found": Code(
         404, "There is no replica with this number.", "`GET /health` lists them."
     ),
