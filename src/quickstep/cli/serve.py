@@ -86,6 +86,7 @@ def add_parser(subparsers: argparse._SubParsersAction[Parser]) -> None:
     add_options(group, LinkConfig, "engines", "token_file", "reuse_port")
     add_engine_flags(parser)
     add_lora_flags(parser)
+    parser.file_sections = ("models", "routes")
     parser.set_defaults(max_waiting=MAX_WAITING_OF_SERVER)
 
 
