@@ -155,8 +155,8 @@ async def traced_server(out: Path, trace: Trace) -> AsyncIterator[TracedServer]:
     """A served model that has answered two requests."""
     from quickstep.config import EngineConfig
     from quickstep.engine.remote.engine import RemoteEngine
-    from quickstep.server.options import ServerOptions
     from quickstep.server.models.registry import ModelRegistry
+    from quickstep.server.options import ServerOptions
     from quickstep.server.run import bind, server_for
 
     command = (sys.executable, __file__, "--worker", str(out))

@@ -13,8 +13,8 @@ from dataclasses import dataclass
 from typing import Any
 
 from quickstep.engine.interface import ServedEngine
-from quickstep.server.options import ServerOptions
 from quickstep.server.models.registry import ModelRegistry
+from quickstep.server.options import ServerOptions
 from quickstep.server.run import DrainingServer, bind, server_for
 
 DEADLINE_S = 30.0

@@ -97,7 +97,7 @@ class ModelRegistry:
         """The model of a name, which may end with a tag that the model's own name lacks.
 
         Raises:
-            RequestError: No model has the name: 404; or it has not been loaded yet: 409.
+            RequestError: No model has the name: 404; or it has not been loaded yet: 503.
         """
         if name is None:
             return self.default
@@ -110,7 +110,7 @@ class ModelRegistry:
         entry = self.entry(name, optional_tag)
         raise RequestError(
             f"the model {entry.name} is not loaded; POST /v1/models/load loads it",
-            status=409,
+            status=503,
             param="model",
             code="model_not_ready",
         )
