@@ -24,8 +24,9 @@ CLIENTS := .venv-clients
 DEPLOY := .venv-deploy
 DOCS := .venv-docs
 RAY := .venv-ray
+PAGE := .venv-page
 
-.PHONY: help demo test docs docs-test deploy-check manifests clients check counts format bench soak peers gpu ray kernels verify verify-long native reference clean
+.PHONY: help demo test docs docs-test page deploy-check manifests clients check counts format bench soak peers gpu ray kernels verify verify-long native reference clean
 
 help:
 	@echo "make demo         stream text from the bundled model"
@@ -38,6 +39,7 @@ help:
 	@echo "make format       format the code and fix what the linter can"
 	@echo "make native       rebuild the native kernels"
 	@echo "make reference    write docs/reference from the declarations"
+	@echo "make page         test the page at / in chromium"
 	@echo "make verify       check that requests give the same bits in any batch"
 	@echo "make verify-long  the same with new seeds and property tests, for MINUTES=10"
 	@echo "make clients      test with third-party clients; AGENTS=1 with Claude Code and Codex too"
@@ -123,6 +125,17 @@ $(CLIENTS)/%/.ready: tests/clients/%/requirements.txt
 	$(CLIENTS)/$*/bin/python -m pip install --quiet --disable-pip-version-check -r $<
 	@touch $@
 
+# The page at / in Debian's chromium (QUICKSTEP_CHROMIUM names another one).
+page: $(READY) $(PAGE)/.ready
+	AXE=$(CURDIR)/$(PAGE)/node_modules/axe-core/axe.min.js $(PAGE)/bin/python -m pytest tests/page
+
+$(PAGE)/.ready: tests/page/requirements.txt tests/page/package.json
+	$(PYTHON) -m venv $(PAGE)
+	$(PAGE)/bin/python -m pip install --quiet --disable-pip-version-check -r $<
+	cp tests/page/package.json $(PAGE)/
+	npm install --no-audit --no-fund --prefix $(PAGE)
+	@touch $@
+
 verify: $(READY)
 	$(BIN)/quickstep verify --requests 2000
 
@@ -196,15 +209,15 @@ gpu:
 # Engines on the nodes of a Ray cluster of this machine; hosts are network namespaces: needs root.
 $(RAY)/.ready: $(READY)
 	$(PYTHON) -m venv $(RAY)
-	$(RAY)/bin/python -m pip install --quiet --disable-pip-version-check ray -r $(VENV)/requirements.txt -e .
+	$(RAY)/bin/python -m pip install --quiet --disable-pip-version-check -c constraints.txt ray -r $(VENV)/requirements.txt
 	@touch $@
 
 ray: $(RAY)/.ready
-	$(RAY)/bin/python -m pytest -p no:xdist tests/cluster/test_ray.py
+	PYTHONPATH=src $(RAY)/bin/python -m pytest -p no:xdist tests/cluster/test_ray.py
 
 # All kernels with the arguments that steps give them, in two minutes, without a GPU too.
 kernels: $(READY)
 	$(BIN)/python tools/compile_kernels.py
 
 clean:
-	rm -rf $(VENV) $(CLIENTS) $(DEPLOY) $(DOCS) $(RAY) build dist src/quickstep/_native .pytest_cache .mypy_cache .ruff_cache .hypothesis
+	rm -rf $(VENV) $(CLIENTS) $(DEPLOY) $(DOCS) $(RAY) $(PAGE) build dist src/quickstep/_native .pytest_cache .mypy_cache .ruff_cache .hypothesis

@@ -193,6 +193,7 @@ _CASES: dict[tuple[str, str], Case] = {
     ),
     ("GET", "/openapi.json"): Case(),
     ("GET", "/docs"): Case(),
+    ("GET", "/page/{file}"): Case(url="/page/app.js"),
 }
 
 

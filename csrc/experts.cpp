@@ -370,10 +370,13 @@ int qs_route(qs_context* context, const qs_route_call* call) {
       call->per_token > call->num_experts || call->per_token > qs::kMaxPerToken) {
     return QS_INVALID;
   }
+  const int64_t groups = call->num_groups, of_token = call->groups_per_token;
+  if (groups < 1 || call->num_experts % groups != 0 || of_token < 1 || of_token > groups ||
+      of_token * (call->num_experts / groups) < call->per_token) {
+    return QS_INVALID;
+  }
   if (call->num_tokens == 0) return QS_OK;
-  context->kernels->route(context->pool,
-                          {call->dtype, call->scores, call->num_tokens, call->num_experts,
-                           call->per_token, call->normalise != 0, call->chosen, call->weights});
+  context->kernels->route(context->pool, *call);
   return QS_OK;
 }
 

@@ -466,14 +466,20 @@ int run_experts(qs_program* program, const qs_op& op, int64_t rows) {
 }
 
 int route(qs_program* program, const qs_op& op, int64_t rows) {
-  const qs_route_call call = {op.dtype,
-                              op.option,
-                              rows,
-                              op.size[0],
-                              op.size[1],
-                              op.in[0],
-                              static_cast<int64_t*>(op.out[0]),
-                              static_cast<float*>(op.out[1])};
+  qs_route_call call = {};
+  call.dtype = op.dtype;
+  call.normalise = op.option;
+  call.num_tokens = rows;
+  call.num_experts = op.size[0];
+  call.per_token = op.size[1];
+  call.num_groups = op.size[2];
+  call.groups_per_token = op.size[3];
+  call.sigmoid = op.size[4];
+  call.scale = op.scalar[0];
+  call.scores = op.in[0];
+  call.bias = static_cast<const float*>(op.in[1]);
+  call.chosen = static_cast<int64_t*>(op.out[0]);
+  call.weights = static_cast<float*>(op.out[1]);
   return qs_route(program->context, &call);
 }
 

@@ -305,15 +305,22 @@ typedef struct qs_experts qs_experts;
 QS_API int qs_experts_create(const qs_expert* experts, int64_t num_experts, qs_experts** out);
 QS_API void qs_experts_destroy(qs_experts* experts);
 
-// A softmax of each token's scores in float64 and its A largest, ties to the lower number; with
-// `normalise` they add up to 1. Weights are rounded to `dtype`. A token with a NaN, or whose
-// largest score is not finite, has weights of NaN.
+// Each token's shares in float64: a softmax of its scores, or the sigmoid of each. Chosen are the A
+// largest sums of share and `bias`, ties to the lower number, among the experts of the
+// `groups_per_token` groups whose two largest have the largest sums. Weights are the shares, which
+// with `normalise` add up to 1, times `scale`; those of a softmax are rounded to `dtype`. A token
+// with a NaN, or for a softmax one whose largest score is not finite, has weights of NaN.
 typedef struct qs_route_call {
   int32_t dtype;
   int32_t normalise;
   int64_t num_tokens, num_experts;
   int64_t per_token;    // A
+  int64_t num_groups;   // of E / num_groups experts each
+  int64_t groups_per_token;
+  int64_t sigmoid;
+  double scale;
   const void* scores;   // [T, E]
+  const float* bias;    // [E], or null
   int64_t* chosen;      // [T, A] the largest first
   float* weights;       // [T, A]
 } qs_route_call;
@@ -377,7 +384,9 @@ QS_API int qs_experts_run(qs_context* context, const qs_experts* experts,
 //                                                              bytes between the rows of x
 //   LORA       in x                       out y, added to      size: module, k, n; stride[0] of x;
 //                                                              option: x are token ids
-//   ROUTE      in scores                  out chosen, weights  size: E, A; option: normalise
+//   ROUTE      in scores, bias or null    out chosen, weights  size: E, A, groups, of a token,
+//                                                              sigmoid; scalar: scale;
+//                                                              option: normalise
 //   EXPERTS    in x, chosen, weights,     out y                size: A, first module or -1 for no
 //              qs_experts, qs_group or                         adapters, first column;
 //              null                                            stride[0] of x;

@@ -76,7 +76,7 @@ SERVER_ORDER = (
     ("openai",),
     ("anthropic", "llama_cpp", "responses"),
     ("ollama", "batches"),
-    ("operate",),
+    ("operate", "page"),
     ("reference",),
     ("routes",),
     ("app",),

@@ -1,7 +1,7 @@
 """Write `docs/reference/metrics.md` from a server's `/metrics`, or check that it is current.
 
 `make reference` writes it; `--check` exits with status 1 if the committed page differs. The engine
-is the tests' fake one, with adapters and a goodput, so that every family is there.
+is the tests' fake one, with adapters, stored KV and a goodput, so that every family is there.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ def families(prefix: str = "quickstep") -> list[Any]:
     from fake_engine import FakeEngine
     from msgspec.structs import replace
 
-    from quickstep.core.accounting import AdapterStats
+    from quickstep.core.accounting import AdapterStats, KVTierStats
     from quickstep.engine.stats import EngineStats, ReplicaStats
     from quickstep.server.operate.metrics import ModelMetrics
     from quickstep.server.options import MetricsOptions
@@ -43,7 +43,7 @@ def families(prefix: str = "quickstep") -> list[Any]:
             stats = super().stats()
             adapters = AdapterStats(1, 1, 1, 1, 0, ("a",), ("b",))
             replica = ReplicaStats(0, stats.state, "", None, 0, 0, 0, 0, 0.0)
-            scheduler = replace(stats.scheduler, adapters=adapters)
+            scheduler = replace(stats.scheduler, adapters=adapters, kv_tier=KVTierStats())
             return replace(stats, scheduler=scheduler, replicas=(replica,))
 
     options = MetricsOptions(prefix=prefix, goodput_ms={"ttft": 1.0})

@@ -17,7 +17,7 @@ bool gated_quantized(Pool* pool, const QuantizedLinearArgs& args, int activation
 void quantized_rows(Pool* pool, const PackedQuantized& packed, int dtype, const int64_t* ids,
                     int64_t num_tokens, void* out);
 void add_lora(Pool* pool, const LoRAArgs& args);
-void route(Pool* pool, const RouteArgs& args);
+void route(Pool* pool, const qs_route_call& call);
 void add_experts(Pool* pool, const AddExpertsArgs& args);
 void rms_norm(Pool* pool, const NormArgs& args);
 void rotary(Pool* pool, const RotaryArgs& args);

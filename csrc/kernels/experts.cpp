@@ -12,7 +12,7 @@ namespace {
 constexpr int64_t kItemTokens = 8;
 constexpr int64_t kItemColumns = 1024;
 constexpr double kRoundExponential = 0x1.8p13;  // as kRoundMagic, to multiples of 2^-39
-constexpr double kChosen = -1.0;                // in place of a share
+constexpr double kLeftOut = -__builtin_inf();
 
 template <typename T>
 float rounded(float x) {
@@ -21,60 +21,102 @@ float rounded(float x) {
   return load_n(stored, 1)[0];
 }
 
-// Shares [E] of a token; false where a score is NaN or the largest is not finite.
+// The scores [E] of a token, widened, and the largest; false where one is NaN.
 template <typename T>
-bool softmax(const T* scores, int64_t count, double* shares) {
-  double peak = -__builtin_inf();
+bool widen(const T* scores, int64_t count, double* wide, double* peak) {
   bool is_ordered = true;
+  *peak = -__builtin_inf();
   for (int64_t i = 0; i < count; i += W) {
-    const vf wide = load_up_to(scores + i, count - i);
+    const vf values = load_up_to(scores + i, count - i);
     for (int64_t lane = 0; lane < W && i + lane < count; ++lane) {
-      const double score = static_cast<double>(wide[lane]);
-      shares[i + lane] = score;
+      const double score = static_cast<double>(values[lane]);
+      wide[i + lane] = score;
       is_ordered &= score == score;
-      peak = score > peak ? score : peak;
+      *peak = score > *peak ? score : *peak;
     }
   }
-  if (!is_ordered || peak - peak != 0.0) return false;
+  return is_ordered;
+}
+
+void softmax(double* shares, int64_t count, double peak) {
   double total = 0.0;
   for (int64_t i = 0; i < count; ++i) {
     shares[i] = exp64_nonpositive(shares[i] - peak);
     total += (shares[i] + kRoundExponential) - kRoundExponential;
   }
   for (int64_t i = 0; i < count; ++i) shares[i] /= total;
-  return true;
 }
 
-// The largest is first; of equal ones the lower number. A share that was taken is kChosen.
-int64_t take_largest(double* shares, int64_t count) {
+void sigmoid(double* shares, int64_t count) {
+  for (int64_t i = 0; i < count; ++i) {
+    const double score = shares[i];
+    const double tail = exp64_nonpositive(score < 0.0 ? score : -score);
+    shares[i] = (score < 0.0 ? tail : 1.0) / (tail + 1.0);
+  }
+}
+
+// Of equal ones the lower number.
+int64_t place_of_largest(const double* values, int64_t count) {
   int64_t best = 0;
-  for (int64_t i = 1; i < count; ++i) best = shares[i] > shares[best] ? i : best;
+  for (int64_t i = 1; i < count; ++i) best = values[i] > values[best] ? i : best;
   return best;
 }
 
+// Experts of other groups than the chosen ones become kLeftOut.
+void keep_best_groups(const qs_route_call& call, double* worth) {
+  const int64_t num_groups = call.num_groups, size = call.num_experts / num_groups;
+  double sums[kMaxExperts];
+  for (int64_t g = 0; g < num_groups; ++g) {
+    double first = kLeftOut, second = kLeftOut;
+    for (int64_t i = g * size; i < (g + 1) * size; ++i) {
+      const double value = worth[i];
+      second = value > first ? first : value > second ? value : second;
+      first = value > first ? value : first;
+    }
+    sums[g] = size == 1 ? first : first + second;
+  }
+  for (int64_t i = 0; i < call.groups_per_token; ++i) {
+    sums[place_of_largest(sums, num_groups)] = kLeftOut;
+  }
+  for (int64_t i = 0; i < call.num_experts; ++i) {
+    if (sums[i / size] != kLeftOut) worth[i] = kLeftOut;
+  }
+}
+
 template <typename T>
-void choose(const RouteArgs& args, int64_t token, double* shares) {
-  const int64_t per_token = args.per_token;
-  int64_t* chosen = args.chosen + token * per_token;
-  float* weights = args.weights + token * per_token;
-  const T* scores = static_cast<const T*>(args.scores) + token * args.num_experts;
-  if (!softmax(scores, args.num_experts, shares)) {
+void choose(const qs_route_call& call, int64_t token, double* shares, double* worth) {
+  const int64_t per_token = call.per_token, num_experts = call.num_experts;
+  int64_t* chosen = call.chosen + token * per_token;
+  float* weights = call.weights + token * per_token;
+  double peak;
+  const T* scores = static_cast<const T*>(call.scores) + token * num_experts;
+  const bool is_ordered = widen(scores, num_experts, shares, &peak);
+  if (!is_ordered || (!call.sigmoid && peak - peak != 0.0)) {
     for (int64_t i = 0; i < per_token; ++i) {
       chosen[i] = i;
       weights[i] = __builtin_nanf("");
     }
     return;
   }
-  double of_chosen[kMaxPerToken], total = 0.0;
+  if (call.sigmoid) {
+    sigmoid(shares, num_experts);
+  } else {
+    softmax(shares, num_experts, peak);
+  }
+  for (int64_t i = 0; i < num_experts; ++i) {
+    worth[i] = call.bias == nullptr ? shares[i] : shares[i] + static_cast<double>(call.bias[i]);
+  }
+  if (call.num_groups > 1) keep_best_groups(call, worth);
+  double total = 0.0;
   for (int64_t i = 0; i < per_token; ++i) {
-    chosen[i] = take_largest(shares, args.num_experts);
-    of_chosen[i] = shares[chosen[i]];
-    shares[chosen[i]] = kChosen;
-    total = i == 0 ? of_chosen[0] : total + of_chosen[i];
+    chosen[i] = place_of_largest(worth, num_experts);
+    worth[chosen[i]] = kLeftOut;
+    total = i == 0 ? shares[chosen[0]] : total + shares[chosen[i]];
   }
   for (int64_t i = 0; i < per_token; ++i) {
-    const double weight = args.normalise ? of_chosen[i] / total : of_chosen[i];
-    weights[i] = rounded<T>(static_cast<float>(weight));
+    const double share = call.normalise ? shares[chosen[i]] / total : shares[chosen[i]];
+    const float weight = static_cast<float>(share * call.scale);
+    weights[i] = call.sigmoid ? weight : rounded<T>(weight);
   }
 }
 
@@ -97,13 +139,13 @@ void add_outputs(const AddExpertsArgs& args, int64_t token, int64_t first, int64
 
 }  // namespace
 
-void route(Pool* pool, const RouteArgs& args) {
-  with_dtype(args.dtype, [&](auto type) {
-    parallel_for(pool, div_up(args.num_tokens, kItemTokens), [&](int64_t item) {
-      double shares[kMaxExperts];
-      const int64_t last = min_of(args.num_tokens, (item + 1) * kItemTokens);
+void route(Pool* pool, const qs_route_call& call) {
+  with_dtype(call.dtype, [&](auto type) {
+    parallel_for(pool, div_up(call.num_tokens, kItemTokens), [&](int64_t item) {
+      double shares[kMaxExperts], worth[kMaxExperts];
+      const int64_t last = min_of(call.num_tokens, (item + 1) * kItemTokens);
       for (int64_t token = item * kItemTokens; token < last; ++token) {
-        choose<decltype(type)>(args, token, shares);
+        choose<decltype(type)>(call, token, shares, worth);
       }
     });
   });

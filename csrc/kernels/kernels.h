@@ -149,15 +149,6 @@ struct FinishLogitsArgs {
 constexpr int64_t kMaxExperts = 8192;  // whose exponentials have an exact sum in float64
 constexpr int64_t kMaxPerToken = 64;
 
-struct RouteArgs {
-  int dtype;
-  const void* scores;
-  int64_t num_tokens, num_experts, per_token;
-  bool normalise;
-  int64_t* chosen;
-  float* weights;
-};
-
 // Each token's rows of `outputs` [rows, n], at its places, weighted and added in their order.
 struct AddExpertsArgs {
   int dtype;
@@ -184,7 +175,7 @@ struct Kernels {
   void (*quantized_rows)(Pool* pool, const PackedQuantized& packed, int dtype, const int64_t* ids,
                          int64_t num_tokens, void* out);
   void (*add_lora)(Pool* pool, const LoRAArgs& args);
-  void (*route)(Pool* pool, const RouteArgs& args);
+  void (*route)(Pool* pool, const qs_route_call& call);
   void (*add_experts)(Pool* pool, const AddExpertsArgs& args);
   void (*rms_norm)(Pool* pool, const NormArgs& args);
   void (*rotary)(Pool* pool, const RotaryArgs& args);

@@ -131,6 +131,26 @@ class CacheConfig(msgspec.Struct, frozen=True):
             default_text="on",
         ),
     ] = True
+    kv_cache_dir: Annotated[
+        str | None,
+        Option(
+            "directory in which KV blocks of prompts are stored, so that later prompts with the "
+            "same prefix are answered sooner, also after a restart; only where reading is "
+            "predicted to be faster than computing, and the output is the same",
+            metavar="DIR",
+            default_text="none",
+        ),
+    ] = None
+    kv_cache_disk_bytes: Annotated[
+        int | None,
+        Option(
+            "most bytes in --kv-cache-dir for each model, such as 20G; what was used least "
+            "recently is removed",
+            Kind.BYTES,
+            default_text="10G",
+            bounds=AT_LEAST_1,
+        ),
+    ] = None
 
     def __post_init__(self) -> None:
         if self.block_size < 1 or self.block_size & (self.block_size - 1):
@@ -138,7 +158,32 @@ class CacheConfig(msgspec.Struct, frozen=True):
         if self.kv_dtype not in KV_DTYPES:
             known = ", ".join(KV_DTYPES)
             raise ConfigError(f"--kv-cache-dtype is {self.kv_dtype!r}, it must be one of {known}")
+        if self.kv_cache_disk_bytes is not None and self.kv_cache_dir is None:
+            raise ConfigError("--kv-cache-disk-bytes needs --kv-cache-dir")
+        if self.kv_cache_dir is not None and not self.prefix_caching:
+            raise ConfigError(
+                "--kv-cache-dir stores what the prefix cache has: leave "
+                "--no-enable-prefix-caching out"
+            )
         check_bounds(self)
+
+
+class KVTierConfig(msgspec.Struct, frozen=True):
+    """A place outside of the block pool that keeps KV blocks (`core.resources.kv_tiers`).
+
+    Attributes:
+        block_bytes: Of a block in all layers.
+        max_bytes: Of all that is kept.
+        span_blocks: Most blocks that are kept together.
+        may_save: False if another process writes there: nothing is added or removed.
+        latency_s: What a restore takes in addition to reading its bytes.
+    """
+
+    block_bytes: int
+    max_bytes: int
+    span_blocks: int = 64
+    may_save: bool = True
+    latency_s: float = 2e-3
 
 
 class SchedulerConfig(msgspec.Struct, frozen=True):
@@ -161,6 +206,8 @@ class SchedulerConfig(msgspec.Struct, frozen=True):
             adapters are no resource: every adapter is always there. The engine takes it from its
             `LoRAConfig`.
         lora_bytes: What they take together; None for no limit.
+        kv_tier: What keeps evicted KV blocks; None for nothing. The engine takes it from its
+            `CacheConfig`.
     """
 
     max_num_seqs: Annotated[
@@ -239,6 +286,7 @@ class SchedulerConfig(msgspec.Struct, frozen=True):
     ] = True
     max_loras: int | None = None
     lora_bytes: int | None = None
+    kv_tier: KVTierConfig | None = None
 
     def __post_init__(self) -> None:
         check_bounds(self)

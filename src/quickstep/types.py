@@ -66,6 +66,7 @@ class Activity(enum.Enum):
     PREEMPTED = "preempted"
     PAUSED = "paused"
     ADAPTER = "adapter"
+    RESTORE = "restore"
 
     # its members are keys of dicts; `Enum.__hash__` is a Python function
     __hash__ = object.__hash__
@@ -441,8 +442,10 @@ class CacheMiss(enum.Enum):
 class SequenceTimings(msgspec.Struct, frozen=True, gc=False):
     """Times of one sequence, in seconds on the scheduler's clock, and its tokens and blocks.
 
-    queue + adapter + prefill + decode + preempted + paused = finished - arrival. While the client
-    reads too slowly, only `paused_s` grows; `adapter_s` is the wait until an adapter was in memory.
+    queue + adapter + restore + prefill + decode + preempted + paused = finished - arrival. While
+    the client reads too slowly, only `paused_s` grows; `adapter_s` is the wait until an adapter was
+    in memory, `restore_s` that for KV blocks from another engine or from `--kv-cache-dir`, which
+    gave `num_restored_tokens` back to the prefix cache.
     `device_s` is the sequence's part of the measured step times without `recomputed_s`, the part
     for positions that were computed again after a preemption, and without `rejected_s`, the part
     for drafts that were rejected (`core.accounting` has the sum over all sequences). Of
@@ -491,6 +494,8 @@ class SequenceTimings(msgspec.Struct, frozen=True, gc=False):
     replica: int = 0
     num_moves: int = 0
     elsewhere_s: float = 0.0
+    restore_s: float = 0.0
+    num_restored_tokens: int = 0
 
     @property
     def num_new_tokens(self) -> int:

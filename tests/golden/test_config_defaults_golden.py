@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from copy import deepcopy
 
 import pytest
 import transformers
@@ -14,7 +15,7 @@ from quickstep.model.spec import parse_spec
 
 SIZES = {
     "vocab_size": 1000,
-    "hidden_size": 64,
+    "hidden_size": 128,
     "intermediate_size": 96,
     "num_hidden_layers": 8,
     "num_attention_heads": 32,
@@ -79,7 +80,10 @@ def test_keys_that_a_config_leaves_out_or_sets_to_null_mean_what_transformers_me
     num_compared = 0
     for name, values in changed_configs(architecture):
         try:
-            expected = parse(architecture, complete(architecture, values))
+            spelled_out = complete(architecture, values)
+            if complete(architecture, deepcopy(spelled_out)) != spelled_out:
+                continue  # what transformers writes of it is another config to itself
+            expected = parse(architecture, spelled_out)
         except (ConfigError, ValueError, TypeError, AttributeError):
             continue  # refused by transformers, or by us in its complete form
         except Exception as error:

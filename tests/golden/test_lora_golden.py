@@ -68,7 +68,7 @@ def targets_of(case: Case) -> list[str]:
     return ATTENTION if case.family in SPARSE else DENSE
 
 
-SPARSE = ("Mixtral", "Qwen3Moe", "Qwen2Moe", "GptOss")
+SPARSE = ("Mixtral", "Qwen3Moe", "Qwen2Moe", "GptOss", "Olmoe", "Glm4Moe")
 ONE_PER_FAMILY = list({case.family: case for case in reversed(CASES)}.values())[::-1]
 
 

@@ -42,7 +42,7 @@ def kernel_bytes(spec: ModelSpec) -> int:
     added = 0
     for index, layer in enumerate(spec.layers):
         tensors = layer_tensors(spec, "", index)
-        wide = [name for name in tensors if name.endswith((".bias", ".sinks"))]
+        wide = [name for name in tensors if name.endswith((".bias", ".sinks", "_bias"))]
         added += sum(2 * tensors[name][0] for name in wide)
         if layer.sparse and spec.moe is not None:
             outputs = -spec.moe.num_experts % PANEL

@@ -20,7 +20,7 @@ from op_checks.cases import AttentionCase, Case, bind
 from op_checks.experts_cases import Matrix
 from op_checks.placement import moved
 from quickstep.ops.reference import reference_ops
-from quickstep.ops.table import LoRAPart, OpTable
+from quickstep.ops.table import LoRAPart, OpTable, RoutingRule
 from quickstep.ops.tensors import read_heads, to_torch
 from quickstep.ops.weights import QuantizedWeight
 
@@ -326,17 +326,29 @@ def _experts(
     return _experts_lora(x, chosen, shares, chosen[:, 0] * 0 - 1, activation, matrices, ())
 
 
-def _route(scores: Tensor, per_token: int, normalise: bool) -> list[tuple[Tensor, Tensor]]:
+def _route(
+    scores: Tensor, rule: RoutingRule, selection_bias: Tensor | None
+) -> list[tuple[Tensor, Tensor]]:
     """Token by token; of equal experts the lower ones."""
+    per_token, num_experts = rule.per_token, scores.shape[1]
     chosen = torch.zeros(scores.shape[0], per_token, dtype=torch.int64, device=scores.device)
     value = torch.zeros_like(scores)
-    for token, shares in enumerate(scores.softmax(-1)):
-        # below exp(-708) all are equal
-        logits = (scores[token] - scores[token].max()).clamp(min=-708.0).tolist()
-        best = sorted(range(len(logits)), key=lambda expert: (-logits[expert], expert))[:per_token]
+    for token, shares in enumerate(scores.sigmoid() if rule.sigmoid else scores.softmax(-1)):
+        worth = shares
+        if rule.is_plain:  # below exp(-708) all are equal
+            worth = (scores[token] - scores[token].max()).clamp(min=-708.0)
+        if selection_bias is not None:
+            worth = shares + selection_bias.to(shares)
+        size = num_experts // rule.num_groups
+        groups = [range(first, first + size) for first in range(0, num_experts, size)]
+        sums = [sum(sorted(worth[list(group)].tolist())[-2:]) for group in groups]
+        best_groups = sorted(range(len(groups)), key=lambda g: (-sums[g], g))
+        allowed = {one for g in best_groups[: rule.groups_per_token] for one in groups[g]}
+        values = worth.tolist()
+        best = sorted(allowed, key=lambda expert: (-values[expert], expert))[:per_token]
         chosen[token] = torch.tensor(best)
-        total = shares[best].sum() if normalise else 1.0
-        value[token, best] = shares[best] / total
+        total = shares[best].sum() if rule.normalise else 1.0
+        value[token, best] = shares[best] / total * rule.scale
     # both roundings, of which the second may be that of 16 bits
     return [(value, torch.zeros(())), (chosen, torch.zeros(()))]
 

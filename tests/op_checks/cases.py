@@ -32,6 +32,7 @@ from quickstep.ops.table import (
     LoRAPart,
     OpTable,
     Routing,
+    RoutingRule,
 )
 from quickstep.ops.weights import LinearWeight, QuantizedWeight
 
@@ -379,16 +380,29 @@ def _route_cases(dtype: torch.dtype) -> Iterator[Case]:
     ):
         name = label("route", dtype, num_tokens, num_experts, per_token)
         scores = CaseInputs(name, dtype).normal(num_tokens, num_experts, scale=3.0)
-        yield Case("route", name, (scores,), (per_token, normalise))
+        yield Case("route", name, (scores,), (RoutingRule(per_token, normalise), None))
     name = label("route", dtype, "ties")
     ties = CaseInputs(name, dtype).integers(-1, 2, 12, 32).to(dtype)
     ties[0] = 0.0
-    yield Case("route", name, (ties,), (4, True))
+    yield Case("route", name, (ties,), (RoutingRule(4, True), None))
     name = label("route", dtype, "extremes")
     extremes = CaseInputs(name, dtype).normal(6, 16, scale=400.0)
     extremes[1, 3] = -torch.inf
     extremes[2, 5:] = -30_000.0
-    yield Case("route", name, (extremes,), (6, False))
+    yield Case("route", name, (extremes,), (RoutingRule(6, False), None))
+    for rule, num_experts in (
+        (RoutingRule(3, True, sigmoid=True), 8),
+        (RoutingRule(4, True, sigmoid=True, num_groups=4, groups_per_token=2, scale=2.5), 16),
+        (RoutingRule(2, False, num_groups=6, groups_per_token=3), 6),
+        (RoutingRule(8, False, sigmoid=True, scale=0.5), 160),
+    ):
+        name = label("route", dtype, num_experts, rule.num_groups, "sigmoid" * rule.sigmoid)
+        inputs = CaseInputs(name, dtype)
+        bias = inputs.normal(num_experts, scale=0.3).float()
+        scores = inputs.normal(23, num_experts, scale=2.0)
+        yield Case("route", name, (scores,), (rule, bias))
+        scores = inputs.integers(-1, 2, 9, num_experts).to(dtype)  # ties
+        yield Case("route", f"{name} ties", (scores,), (rule, None))
 
 
 def _rms_norm_cases(dtype: torch.dtype) -> Iterator[Case]:

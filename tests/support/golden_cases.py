@@ -63,6 +63,9 @@ def randomise(model: transformers.PreTrainedModel, seed: int) -> transformers.Pr
                 parameter.copy_(noise * (0.7 if "embed" in name else 0.15))
             else:
                 parameter.add_(noise * 0.3)
+        for name, buffer in model.named_buffers():
+            if name.endswith("e_score_correction_bias"):
+                buffer.copy_(torch.randn(buffer.shape, generator=generator) * 0.2)
     return model.float().eval()
 
 
@@ -140,6 +143,20 @@ CASES = (
         "num_local_experts": 5, "num_experts_per_tok": 2, "sliding_window": 9, "head_dim": 24,
     } | rope("yarn", factor=4.0, original_max_position_embeddings=64, truncate=False)),
     Case("gpt-oss-defaults", "GptOss", {"num_local_experts": 3, "num_experts_per_tok": 3}, 256),
+    Case("olmoe", "Olmoe", {
+        "num_experts": 6, "num_experts_per_tok": 2, "norm_topk_prob": False,
+        "num_key_value_heads": 4,
+    }),
+    Case("glm4-moe", "Glm4Moe", {
+        "n_routed_experts": 8, "num_experts_per_tok": 3, "moe_intermediate_size": 40,
+        "n_shared_experts": 2, "n_group": 4, "topk_group": 2, "routed_scaling_factor": 1.5,
+        "norm_topk_prob": True, "use_qk_norm": True, "attention_bias": True, "head_dim": 24,
+        "first_k_dense_replace": 1,
+    } | rope("default", partial_rotary_factor=0.5)),
+    Case("glm4-moe-one-group", "Glm4Moe", {
+        "n_routed_experts": 5, "num_experts_per_tok": 2, "moe_intermediate_size": 48,
+        "norm_topk_prob": False, "head_dim": 16,
+    } | rope("default", partial_rotary_factor=0.5)),
     Case("qwen3-moe-normalised", "Qwen3Moe", {
         "num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 40,
         "norm_topk_prob": True, "decoder_sparse_step": 2, "head_dim": 16,

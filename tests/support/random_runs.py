@@ -136,14 +136,19 @@ def random_run(
     draw: Callable[[Random], Setup] = draw_setup,
     has_adapters: bool = False,
     resumes: bool = False,
+    stores: bool = False,
 ) -> World:
     """a complete run of a scheduler from one seed, verified at its end. With `has_adapters` most
     requests have one, and adapters come and go. With `resumes` another engine began most of them.
+    With `stores` evicted KV blocks come back.
     """
     rng = Random(seed)
     max_loras = Random(seed).choice((None, None, None, 1, 2))
     setup = replace(draw(rng), max_loras=max_loras)
-    world = World(draw_adapters(rng, setup) if has_adapters else setup, open_one)
+    setup = draw_adapters(rng, setup) if has_adapters else setup
+    if stores and setup.prefix_caching and setup.use_kv_cache:
+        setup = replace(setup, stored_blocks=2 * setup.num_blocks)
+    world = World(setup, open_one)
     has_trouble, alike = rng.random() < 0.4, rng.random() < 0.4 and not has_adapters
     calls = ("abort", "abort-one", "expire", "advance")
     if has_adapters:
@@ -151,6 +156,10 @@ def random_run(
     if rng.random() < 0.4:
         calls += ("pause", "pause", "pause", "resume")
     for number in range(num_calls):
+        if number % 2 == 0:
+            world.move_blocks(fails=number % 20 == 0)
+        if stores and number % 3 == 0:
+            world.scheduler.reset_prefix_cache()
         match rng.choice(("add", "add", "plan", "plan", "plan", "commit", "commit", "other")):
             case "add":
                 request = random_request(rng, world.setup, f"r{number}", alike)

@@ -15,7 +15,7 @@ from hashlib import blake2b
 from msgspec import structs
 from shadow_executor import ShadowExecutor, Sizes, Trouble
 
-from quickstep.config import PolicyName, SchedulerConfig
+from quickstep.config import KVTierConfig, PolicyName, SchedulerConfig
 from quickstep.core.cost_model import CostModel, LinearCostModel
 from quickstep.core.policies import Policy, PrefillFirstPolicy, StepView, make_policy
 from quickstep.core.resources.adapter_residency import AdapterResidency
@@ -36,6 +36,7 @@ from quickstep.types import (
     StepRecord,
     TokenLogprobs,
 )
+from quickstep.verify.stored_blocks import StoredBlocks
 
 NATURAL_ENDS = frozenset(
     {
@@ -82,6 +83,7 @@ class Setup:
     pinned: frozenset[str] = frozenset()  # adapter ids
     token_s: float = 1e-4  # what each token adds to a step
     halves: bool = False  # a policy of its own, in place of `policy`
+    stored_blocks: int = 0  # most KV blocks that are kept outside of the pool
 
     @property
     def config(self) -> SchedulerConfig:
@@ -99,6 +101,9 @@ class Setup:
             num_speculative_tokens=self.max_drafts,
             max_loras=self.max_loras,
             lora_bytes=self.lora_bytes,
+            kv_tier=KVTierConfig(1, self.stored_blocks, span_blocks=3, latency_s=0.0)
+            if self.stored_blocks
+            else None,
         )
 
     @property
@@ -183,6 +188,11 @@ class World:
         self.resident: set[str] = set()
         self.retired: set[str] = set()  # adapters that are not forgotten yet
         self.unwanted: set[str] = set()  # those that were retired while they were loaded
+        self.stored: StoredBlocks[tuple[int | None, ...]] | None = None
+        if setup.stored_blocks:
+            self.stored = StoredBlocks(
+                self.scheduler, self.shadow.block_content, self.shadow.set_block_content
+            )
 
     # -- the scheduler's calls --------------------------------------------------------------------
 
@@ -278,7 +288,7 @@ class World:
                 if wakeup_s is not None and wakeup_s <= self.now:
                     self.expire()
                     return self.plan()
-            waits = self.waits_for_more or self.loading
+            waits = self.waits_for_more or self.loading or self.restores
             stuck = self.active and not self.in_flight and not waits
             assert not stuck, "nothing is in flight, sequences live, and no step is planned"
             return None
@@ -363,6 +373,24 @@ class World:
         assert {f"{one.request_id}#{one.index}" for one in outputs} == waiting
         self._take(outputs, FinishReason.ERROR)
 
+    @property
+    def restores(self) -> bool:
+        """Whether KV blocks are on their way back to the pool."""
+        tiers = self.scheduler.tiers
+        return tiers is not None and tiers.is_restoring
+
+    def move_blocks(self, fails: bool = False) -> None:
+        """Carry out what is ordered for KV blocks that are kept outside of the pool; what is stored
+        so far cannot be read if it `fails`.
+        """
+        if self.stored is None:
+            return
+        if fails:
+            self.stored.broken.update(self.stored.spans)
+        self.stored.restore_all(self.now)
+        self.stored.save_all()
+        self.scheduler.check()
+
     def advance(self, seconds: float) -> None:
         self.now += seconds
 
@@ -398,6 +426,7 @@ class World:
             while len(self.in_flight) < self.setup.pipeline_depth and self.plan() is not None:
                 pass
             self.finish_load()
+            self.move_blocks()
             if self.in_flight:
                 self.commit()
             elif self.waits_for_more:
@@ -463,6 +492,7 @@ class World:
         assert timings is not None, "an end without timings"
         busy_s = timings.queue_s + timings.prefill_s + timings.decode_s
         parts = busy_s + timings.preempted_s + timings.paused_s + timings.adapter_s
+        parts += timings.restore_s
         total = timings.finished_s - timings.arrival_s
         assert math.isclose(parts, total, rel_tol=1e-9, abs_tol=1e-9), "the parts do not add up"
         spent = dict.fromkeys(Activity, 0.0)
@@ -470,7 +500,7 @@ class World:
         for (activity, since_s), end_s in zip(timings.activities, ends, strict=True):
             spent[activity] += end_s - since_s
         noted = (timings.queue_s, timings.prefill_s, timings.decode_s)
-        noted += (timings.preempted_s, timings.paused_s, timings.adapter_s)
+        noted += (timings.preempted_s, timings.paused_s, timings.adapter_s, timings.restore_s)
         for seconds, part_s in zip(spent.values(), noted, strict=True):
             assert math.isclose(seconds, part_s, abs_tol=1e-9), "activities and parts differ"
         assert timings.num_output_tokens == len(one.token_ids)

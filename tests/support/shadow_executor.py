@@ -134,6 +134,16 @@ class ShadowExecutor:
         seconds = 1e-3 * (1 + len(plan.rows)) + self.sizes.token_s * plan.num_tokens
         return StepResult(plan.step_id, outputs, seconds, failures), failed_ids
 
+    def block_content(self, block_id: int) -> tuple[int | None, ...]:
+        """What was written to a block."""
+        return tuple(self.kv.get((block_id, at)) for at in range(self.sizes.block_size))
+
+    def set_block_content(self, block_id: int, content: tuple[int | None, ...]) -> None:
+        """Something other than a step writes to a block."""
+        for at, one in enumerate(content):
+            assert one is not None, "a block without content was kept"
+            self.kv[block_id, at] = one
+
     # -- a plan's shape ---------------------------------------------------------------------------
 
     def _check_shape(self, plan: StepPlan) -> None:

@@ -16,7 +16,7 @@ from quickstep.model.sharding import Shard
 from quickstep.model.spec import parse_spec
 from quickstep.ops.reference import reference_ops
 from quickstep.ops.reference.experts import route as reference_route
-from quickstep.ops.table import ExpertWeights, Routing
+from quickstep.ops.table import ExpertWeights, Routing, RoutingRule
 from quickstep.ops.triton import experts
 from quickstep.ops.triton.backend import load_triton
 from quickstep.ops.triton.experts import TritonExperts, pack_experts
@@ -64,7 +64,9 @@ def test_a_loaded_mixture_of_experts_is_grouped_and_near_the_reference(
 def check_routing(scores: torch.Tensor, per_token: int, normalise: bool) -> None:
     """The bits of the reference; its plan, and the one made afterwards, sort the rows."""
     num_experts = scores.shape[1]
-    expected, found = (one(scores, per_token, normalise) for one in (reference_route, route))
+    expected, found = (
+        one(scores, RoutingRule(per_token, normalise)) for one in (reference_route, route)
+    )
     assert same_bits(found.chosen, expected.chosen)
     assert same_bits(found.weights, expected.weights)
     experts = expected.chosen.flatten()
@@ -94,7 +96,7 @@ def test_a_token_whose_routing_is_not_finite_has_weights_of_nan_and_its_first_ex
     scores[0, 3], scores[1, 4], scores[2], scores[3] = torch.inf, torch.nan, -torch.inf, torch.nan
     scores[4, 3:] = -torch.inf
     check_routing(scores, 6, normalise=True)
-    routing = route(scores, 6, True)
+    routing = route(scores, RoutingRule(6, True))
     assert routing.weights[:4].isnan().all() and routing.weights[4:].isfinite().all()
     assert torch.equal(routing.chosen[:4], torch.arange(6).expand(4, 6))
 

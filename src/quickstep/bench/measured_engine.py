@@ -323,4 +323,5 @@ def _bytes_read(layer: LayerWeights, used_fraction: float) -> float:
     mlp = layer.mlp
     if isinstance(mlp, MLPWeights):
         return attention + mlp.gate_up.nbytes + mlp.down_proj.nbytes
-    return attention + mlp.router.nbytes + used_fraction * mlp.experts.nbytes
+    shared = 0 if mlp.shared is None else mlp.shared.gate_up.nbytes + mlp.shared.down_proj.nbytes
+    return attention + mlp.router.nbytes + used_fraction * mlp.experts.nbytes + shared

@@ -47,7 +47,7 @@ if TYPE_CHECKING:
     from quickstep.plan.formulas import Split
     from quickstep.plan.hardware import Hardware
     from quickstep.plan.traffic import PhasePools, Replicas
-    from quickstep.sim.html_report import Run
+    from quickstep.sim.report import Run
     from quickstep.sim.summary import Summary, Targets
     from quickstep.sim.window import CountedWindow
     from quickstep.sim.workload import Tenant, Workload
@@ -321,9 +321,12 @@ def run(args: argparse.Namespace) -> int:
     if args.csv is not None:
         _write_csv(args.csv, runs)
     if args.report is not None:
-        from quickstep.sim.html_report import html_report
+        from quickstep.server.page.single_file import page_with_report
+        from quickstep.sim.report import report_of_runs
 
-        args.report.write_text(html_report(_title(args, candidate), runs), encoding="utf-8")
+        title = _title(args, candidate)
+        page = page_with_report(title, report_of_runs(title, runs))
+        args.report.write_text(page, encoding="utf-8")
         print(f"{args.report}: written", file=sys.stderr)
     return 0
 
@@ -430,7 +433,7 @@ def _simulated(
 
     from quickstep.cli.screen import counting_bar
     from quickstep.plan.traffic import Traffic, simulate_arrivals, simulate_traffic
-    from quickstep.sim.html_report import Run
+    from quickstep.sim.report import Run
     from quickstep.sim.summary import summarize
     from quickstep.sim.traces import read_trace, recorded_traffic
 

@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from quickstep.plan.hardware import Hardware
     from quickstep.plan.sweep import Combination, Sweep, SweepRow
     from quickstep.plan.traffic import Replicas
-    from quickstep.sim.html_report import Run
+    from quickstep.sim.report import Run
     from quickstep.sim.window import CountedWindow
 
     # An engine on so many devices, with so many tokens of a step. Raises ConfigError.
@@ -105,7 +105,8 @@ def run_sweep(
     if args.csv is not None:
         _write_csv(args.csv, answer)
     if args.report is not None:
-        from quickstep.sim.html_report import sweep_report
+        from quickstep.server.page.single_file import page_with_report
+        from quickstep.sim.report import report_of_sweep
 
         goodput = [
             [(point.rate, point.figures.goodput_per_s) for point in row.points]
@@ -113,8 +114,8 @@ def run_sweep(
         ]
         header = ("combination", *_header(args), "limited by")
         rows = [(str(row.combination), *_cells(args, row), row.limit or "-") for row in answer.rows]
-        page = sweep_report(title, answer.recommendation, header, rows, goodput)
-        args.report.write_text(page, encoding="utf-8")
+        report = report_of_sweep(title, answer.recommendation, header, rows, goodput)
+        args.report.write_text(page_with_report(title, report), encoding="utf-8")
         print(f"{args.report}: written", file=sys.stderr)
     return 0 if answer.met else 1
 

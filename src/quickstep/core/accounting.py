@@ -128,6 +128,26 @@ class AdapterStats(msgspec.Struct, frozen=True):
     waiting: tuple[str, ...] = ()
 
 
+class KVTierStats(msgspec.Struct, frozen=True):
+    """KV blocks that are kept outside of the pool, and counts since the start.
+
+    Attributes:
+        num_blocks: Blocks that are kept now.
+        num_bytes: What they take.
+        num_saved: Blocks that were stored.
+        num_restored: Blocks that came back to the pool.
+        num_lost: Blocks that could not be read, or had changed.
+        num_saving: Engines that store; 0 after the disk was full, or if another process does.
+    """
+
+    num_blocks: int = 0
+    num_bytes: int = 0
+    num_saved: int = 0
+    num_restored: int = 0
+    num_lost: int = 0
+    num_saving: int = 0
+
+
 class SchedulerStats(msgspec.Struct, frozen=True):
     """The scheduler's state. A sequence is counted once, a paused one only in `num_paused`.
 
@@ -137,6 +157,7 @@ class SchedulerStats(msgspec.Struct, frozen=True):
         num_in_flight: Steps planned and not committed.
         num_paused: Sequences whose client reads too slowly; resident or not.
         adapters: None if adapters are no resource.
+        kv_tier: None if nothing keeps KV blocks outside of the pool.
     """
 
     num_waiting: int
@@ -147,6 +168,7 @@ class SchedulerStats(msgspec.Struct, frozen=True):
     totals: Totals
     num_paused: int = 0
     adapters: AdapterStats | None = None
+    kv_tier: KVTierStats | None = None
 
 
 _S = TypeVar("_S", bound=msgspec.Struct)
@@ -431,6 +453,7 @@ class Accounts:
         num_in_flight: int,
         blocks: PoolStats,
         adapters: AdapterStats | None,
+        kv_tier: KVTierStats | None = None,
     ) -> SchedulerStats:
         """The state of all live sequences, and a copy of the counts."""
         states = Counter(sequence.state for sequence in sequences if not sequence.is_paused)
@@ -443,6 +466,7 @@ class Accounts:
             totals=replace(self.totals),
             num_paused=len(sequences) - states.total(),
             adapters=adapters,
+            kv_tier=kv_tier,
         )
 
 

@@ -68,6 +68,7 @@ class Explanation(msgspec.Struct, frozen=True):
         replica: The number of the engine that ended it, or has it.
         num_moves: How often it has moved to another engine, or to a new process.
         elsewhere_s: From its arrival until it came to this one.
+        num_restored_tokens: Tokens of which KV was read from `--kv-cache-dir`.
         missing_s: Seconds at its beginning for which the log has no steps any more.
         parts: The activities, in the order of `Activity`, those without time left out.
         sentence: All of it in one sentence.
@@ -94,6 +95,7 @@ class Explanation(msgspec.Struct, frozen=True):
     replica: int = 0
     num_moves: int = 0
     elsewhere_s: float = 0.0
+    num_restored_tokens: int = 0
 
 
 class ExplainedRequest(msgspec.Struct, frozen=True):
@@ -140,6 +142,7 @@ def explain(
         replica=timings.replica,
         num_moves=timings.num_moves,
         elsewhere_s=timings.elsewhere_s,
+        num_restored_tokens=timings.num_restored_tokens,
     )
     return msgspec.structs.replace(explanation, sentence=_sentence(explanation))
 
@@ -291,6 +294,11 @@ def _adapter_text(_: Explanation, part: ActivityPart) -> str:
     return f"{_seconds(part.seconds)} until its adapter was in memory"
 
 
+def _restore_text(one: Explanation, part: ActivityPart) -> str:
+    of_tokens = f" of {_count(one.num_restored_tokens)}" if one.num_restored_tokens else ""
+    return f"{_seconds(part.seconds)} until the KV{of_tokens} was in memory again"
+
+
 _TEXTS = {
     Activity.QUEUE: _queue_text,
     Activity.PREFILL: _prefill_text,
@@ -298,6 +306,7 @@ _TEXTS = {
     Activity.PREEMPTED: _preempted_text,
     Activity.PAUSED: _paused_text,
     Activity.ADAPTER: _adapter_text,
+    Activity.RESTORE: _restore_text,
 }
 
 

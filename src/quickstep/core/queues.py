@@ -18,11 +18,15 @@ from typing import Protocol
 from quickstep.core.sequence import Rank, Residency, Sequence, SequenceState
 from quickstep.core.service_order import ServiceOrder, account_of
 from quickstep.core.shares import Shares
-from quickstep.types import Request, RequestClass
+from quickstep.types import Activity, Request, RequestClass
 
 
 class Gate(Protocol):
-    """What a sequence may have to wait for before it can be admitted at all."""
+    """What a sequence may have to wait for before it can be admitted at all; the wait is
+    `activity`.
+    """
+
+    activity: Activity
 
     def key(self, request: Request) -> str:
         """What the sequences of a request need; "" for nothing."""
@@ -117,6 +121,21 @@ class WaitingQueue:
             self.remove(sequence)
             self.push(sequence, now)
 
+    def await_for(
+        self, request: Request, begin: Callable[[], None], now: float
+    ) -> SequenceOf[Sequence]:
+        """After `begin`, the sequences of a request that could have been admitted need what is not
+        ready: they are parked. Returns them.
+        """
+        queue = self._queues.get(self._order.queue_of(request), ())
+        sequences = [sequence for sequence in queue if sequence.request is request]
+        for sequence in sequences:
+            self.remove(sequence)
+        begin()
+        for sequence in sequences:
+            self.push(sequence, now)
+        return sequences
+
     @property
     def num_served(self) -> int:
         """How many are not paused, in the queues that are served now."""
@@ -163,7 +182,7 @@ class WaitingQueue:
 
     def push(self, sequence: Sequence, now: float) -> None:
         """Insert by rank, which does not change while the sequence waits."""
-        sequence.park(self._missing(sequence.request), now)
+        sequence.park(*self._missing(sequence.request), now)
         self._known_first = None
         self.num += 1
         for shares in self._shares_of(sequence):
@@ -171,13 +190,15 @@ class WaitingQueue:
         for queues, name in self._places(sequence):
             insort(queues.setdefault(name, []), sequence, key=_rank)
 
-    def _missing(self, request: Request) -> str:
-        """The key of what the sequences of a request have to wait for; "" for nothing."""
+    def _missing(self, request: Request) -> tuple[str, Activity]:
+        """The key of what the sequences of a request have to wait for, and the name of that wait;
+        "" for a place in the batch.
+        """
         for gate in self._gates:
             key = gate.key(request)
             if key and not gate.is_ready(key):
-                return key
-        return ""
+                return key, gate.activity
+        return "", Activity.QUEUE
 
     def remove(self, sequence: Sequence) -> None:
         """Remove a sequence, which must be queued."""

@@ -13,7 +13,7 @@ a prompt block is a prefix hit for others as soon as its computation is *planned
 
 from __future__ import annotations
 
-from collections import Counter, deque
+from collections import Counter
 from collections.abc import Iterable
 from collections.abc import Sequence as SequenceOf
 from functools import partial
@@ -44,6 +44,7 @@ from quickstep.core.resources.adapter_places import AdapterPlaces
 from quickstep.core.resources.adapter_residency import AdapterOrders, AdapterResidency
 from quickstep.core.resources.block_pool import KVBlockPool
 from quickstep.core.resources.kv_blocks import KVBlocks
+from quickstep.core.resources.kv_tiers import KVTiers
 from quickstep.core.resources.kv_transfers import KVTransfers
 from quickstep.core.resources.resource import Resource, Slots
 from quickstep.core.sequence import TICKS_PER_S, Residency, Sequence, SequenceState
@@ -52,6 +53,7 @@ from quickstep.core.step import (
     InFlightStep,
     RowFailures,
     StepDraft,
+    StepsInFlight,
     all_failed,
     invalidated_by,
     pending_tokens,
@@ -98,7 +100,7 @@ class Scheduler:
         self._cost_model = cost_model
         self._order = policy.order
         self._requests: dict[str, list[Sequence]] = {}  # live sequences of each request
-        self._in_flight: deque[InFlightStep] = deque()
+        self._in_flight = StepsInFlight()
         self.max_in_flight = config.num_in_flight
         limits = SequenceLimits.of(config, pool.num_blocks * pool.block_size)
         self._slots = Slots(config.max_num_seqs)
@@ -111,8 +113,12 @@ class Scheduler:
         self.transfers: KVTransfers | None = None
         if config.transfers_kv:
             num_kept = limits.blocks_of_longest(pool.block_size)
-            self.transfers = KVTransfers(pool, num_kept)
+            self.transfers = KVTransfers(pool, num_kept, self._in_flight)
             more_resources = (*more_resources, self.transfers)
+        self.tiers: KVTiers | None = None
+        if config.kv_tier is not None:
+            self.tiers = KVTiers(pool, cost_model, config.kv_tier, self._in_flight)
+            more_resources = (*more_resources, self.tiers)
         self._resources: tuple[Resource, ...] = (
             self._slots,
             *more_resources,
@@ -134,7 +140,6 @@ class Scheduler:
             Phase.DECODE: self._place_decodes if config.use_kv_cache else self._recompute_decodes,
         }
         self._num_arrivals = 0
-        self._next_step_id = 0
         self._accounts = Accounts()
         self._totals = self._accounts.totals
 
@@ -248,7 +253,7 @@ class Scheduler:
             return None
         draft = StepDraft(self._config.max_num_batched_tokens)
         num_preemptions = self._totals.num_preemptions
-        if self._waiting.parked_by_key:
+        if self._waiting.num:
             for resource in self._resources:
                 resource.prepare(self._waiting, self._batch, now, self._preempt)
         num_rows = self._batch.num_active or self._waiting.num_active
@@ -263,8 +268,8 @@ class Scheduler:
             return None
         draft.num_preemptions = self._totals.num_preemptions - num_preemptions
         released = self._slots.take_released()
-        step = draft.issue(self._next_step_id, released, now, self._cost_model, self._drafts)
-        self._next_step_id += 1
+        step = draft.issue(self._in_flight.next_id, released, now, self._cost_model, self._drafts)
+        self._in_flight.next_id += 1
         self._in_flight.append(step)
         self._accounts.step_planned(now)
         return step.plan
@@ -276,7 +281,7 @@ class Scheduler:
         turn = self._budget.decode_turn()
         sequences, over_share, max_rows = turn.sequences, turn.over_share, turn.max_rows
         num_drafts = self._budget.of_drafts(
-            draft, sequences, over_share, budget, self._next_step_id, now
+            draft, sequences, over_share, budget, self._in_flight.next_id, now
         )
         budget = min(budget, draft.num_tokens_left - draft.min_prefill)
         if len(sequences) + len(over_share) > budget:  # more rows than tokens: in turn
@@ -304,7 +309,7 @@ class Scheduler:
         how many, 0 if it gets none in this step.
         """
         residency = sequence.residency
-        if sequence.last_step_id == self._next_step_id or not sequence.can_decode:
+        if sequence.last_step_id == self._in_flight.next_id or not sequence.can_decode:
             return 0
         has_room = residency.planned < residency.capacity  # the usual case
         if not has_room and not self._free_blocks_for(sequence, now):
@@ -411,7 +416,7 @@ class Scheduler:
         if drafts:
             residency.drafted_end = max(residency.drafted_end, end)
         residency.pending += row.emits
-        sequence.last_step_id = self._next_step_id
+        sequence.last_step_id = self._in_flight.next_id
         load = StepLoad.of_row(row, sequence.request.sampling)
         draft.may_speculate |= sequence.request.speculation
         entry = FlightRow(sequence, residency, row, load, awaits_drafts)
@@ -441,7 +446,7 @@ class Scheduler:
     def _free_blocks_for(self, sequence: Sequence, now: float) -> bool:
         """Preempt sequences of lower rank until `sequence` can grow; False if it must wait."""
         while not self._blocks.can_grow(sequence):
-            victim = self._batch.lowest_victim(sequence, self._next_step_id)
+            victim = self._batch.lowest_victim(sequence, self._in_flight.next_id)
             if victim is None:
                 return False
             self._preempt(victim, now)
@@ -515,6 +520,12 @@ class Scheduler:
         assert self.transfers is not None, "KV is transferred"
         self.transfers.end_receiving(request_id)
         self._waiting.sort_again(self.transfers.key_of(request_id), now)
+
+    def end_restoring(self, request_id: str, now: float) -> None:
+        """A tier has given back what it can of a request's KV; the request may be admitted."""
+        assert self.tiers is not None, "there is a tier"
+        self.tiers.end_restoring(request_id)
+        self._waiting.sort_again(self.tiers.key_of(request_id), now)
 
     # -- the result of a step ---------------------------------------------------------------------
 
@@ -700,7 +711,8 @@ class Scheduler:
             adapters = self._adapters.stats(self._waiting, self._batch)
         sequences = (*self._batch, *self._waiting)
         num_in_flight = len(self._in_flight)
-        return self._accounts.stats(sequences, num_in_flight, self._pool.stats(), adapters)
+        kv_tier = None if self.tiers is None else self.tiers.stats()
+        return self._accounts.stats(sequences, num_in_flight, self._pool.stats(), adapters, kv_tier)
 
     def admission_state(self, now: float) -> AdmissionState:
         """What decides whether one more request may queue, with the levels of all sequences."""

@@ -246,6 +246,7 @@ class Sequence:
         self.known_hits = NO_HITS  # of the last lookup while it waited
         self.num_cached_tokens: int | None = None  # None until first admitted
         self.cache_miss: CacheMiss | None = None
+        self.num_restored_tokens = 0  # that a tier gave back to the prefix cache for it
         self._num_computed = 0  # positions that an earlier residency computed
         # prompt tokens that are scored and delivered: by the first sequence of a request only
         scores = index == 0 and request.sampling.prompt_logprobs is not None
@@ -441,12 +442,14 @@ class Sequence:
         known = len(self.token_ids) + max(0, residency.pending - 1)
         self._num_computed = max(self._num_computed, min(residency.planned, known))
 
-    def park(self, key: str, now: float) -> None:
-        """Wait until what has this key is ready; with "" for a place in the batch, as others do."""
+    def park(self, key: str, activity: Activity, now: float) -> None:
+        """Wait until what has this key is ready, which counts as `activity`; with "" for a place in
+        the batch, as others do.
+        """
         if key and not self.parked_key:
             self.parked_since_s = now
         if key:
-            self._clock.enter(Activity.ADAPTER, now)
+            self._clock.enter(activity, now)
         elif self.parked_key:
             was_admitted = self.state is SequenceState.PREEMPTED
             self._clock.enter(Activity.PREEMPTED if was_admitted else Activity.QUEUE, now)
@@ -579,6 +582,7 @@ class Sequence:
             preempted_s=seconds[Activity.PREEMPTED],
             paused_s=seconds[Activity.PAUSED],
             adapter_s=seconds[Activity.ADAPTER],
+            restore_s=seconds[Activity.RESTORE],
             adapter_id=self.request.adapter_id,
             device_s=self.charges.device_ticks / TICKS_PER_S,
             recomputed_s=self.charges.recomputed_ticks / TICKS_PER_S,
@@ -595,4 +599,5 @@ class Sequence:
             num_drafts=self.drafts.acceptance.num_drafts,
             num_accepted=self.drafts.acceptance.num_accepted,
             num_resumed_tokens=self.num_resumed,
+            num_restored_tokens=self.num_restored_tokens,
         )

@@ -5,7 +5,7 @@ Owned by `core.scheduler`. The executor gets only the frozen `StepPlan`.
 
 from __future__ import annotations
 
-from collections import Counter
+from collections import Counter, deque
 from collections.abc import Iterable
 from operator import attrgetter
 
@@ -90,6 +90,22 @@ class _LoadSum(msgspec.Struct):
         new = StepLoad.total(list(map(_LOAD, rows[num_before:])))
         self.load = self.load + new if num_before else new
         return self.load
+
+
+class StepsInFlight(deque[InFlightStep]):
+    """The steps that were submitted and are not committed, oldest first. Owned by the scheduler.
+
+    Attributes:
+        next_id: The number of the step that is planned next.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.next_id = 0
+
+    def are_over_before(self, step_id: int) -> bool:
+        """Whether all steps before this one are committed or have failed."""
+        return not self or self[0].plan.step_id >= step_id
 
 
 class StepDraft(msgspec.Struct):

@@ -210,10 +210,17 @@ def wire_engine(
     from quickstep.engine.records.step_log import StepLog
     from quickstep.engine.requests import open_seeds
     from quickstep.engine.step_times.cost_fits import FitSaver
+    from quickstep.runtime.cache.block_bytes import BlockBytes
 
     block_size = config.cache.block_size
     graphs = graph_options(config, model, kv, plan)
     settings = _fitted(config, plan, adapters, graphs is not None)
+    kv_directory = None
+    if config.cache.kv_cache_dir is not None:
+        from quickstep.engine.kv_files.tier import EngineTier, open_directory
+
+        kv_directory, tier = open_directory(config.cache, kv, description.fingerprint)
+        settings = replace(settings, kv_tier=tier)
     pool = KVBlockPool(plan.num_blocks, block_size, config.cache.prefix_caching)
     fits = FitSaver.open(
         fit_file(config, model, description), Coefficients.of_vocabulary(model.vocab_size)
@@ -230,12 +237,14 @@ def wire_engine(
         )
     kv_transfers = None
     if settings.transfers_kv:
-        from quickstep.engine.handover.frames import BlockBytes
         from quickstep.engine.handover.transfers import EngineTransfers
 
         kv_transfers = EngineTransfers(
             scheduler, BlockBytes(kv), description.fingerprint, time.monotonic
         )
+    kv_tier = None
+    if kv_directory is not None:
+        kv_tier = EngineTier(scheduler, BlockBytes(kv), kv_directory, time.monotonic)
     return Engine(
         description,
         scheduler,
@@ -248,6 +257,7 @@ def wire_engine(
         adapters=adapters,
         recording=recording,
         kv_transfers=kv_transfers,
+        kv_tier=kv_tier,
     )
 
 
@@ -457,7 +467,11 @@ def load_weights(
     planned = _planned(config, checkpoint)
     checkpoint, spec, dtype, ops = planned.checkpoint, planned.spec, planned.dtype, planned.ops
     if config.scheduler.transfers_kv:
-        _check_transfers(config, planned)
+        _check_moved_kv(
+            config, planned, "prefill and decode on different engines", "--prefill and --decode"
+        )
+    if config.cache.kv_cache_dir is not None:
+        _check_moved_kv(config, planned, "stored KV blocks", "--kv-cache-dir")
     if processes is not None:
         _check_ranks(config, planned)
     elif config.load.num_ranks > 1:
@@ -590,11 +604,11 @@ def _check_ranks(config: EngineConfig, planned: _Planned) -> None:
         )
 
 
-def _check_transfers(config: EngineConfig, planned: _Planned) -> None:
-    """Refuse what cannot hand requests over between engines. Raises ConfigError."""
-    needs = "prefill and decode on different engines need"
+def _check_moved_kv(config: EngineConfig, planned: _Planned, what: str, options: str) -> None:
+    """Refuse what cannot move KV blocks to or from other places. Raises ConfigError."""
+    needs = f"{what} need"
     if planned.device.type != "cpu":
-        raise ConfigError(f"{needs} CPUs today: leave --prefill and --decode out")
+        raise ConfigError(f"{needs} CPUs today: leave {options} out")
     if config.load.num_ranks > 1:
         raise ConfigError(
             f"{needs} engines of one process: leave --tensor-parallel-size and "
@@ -605,7 +619,7 @@ def _check_transfers(config: EngineConfig, planned: _Planned) -> None:
             f"{needs} the prefix cache: leave --no-enable-prefix-caching and --no-kv-cache out"
         )
     if config.recording is not None:
-        raise ConfigError("transfers of KV blocks are not recorded: leave --record out")
+        raise ConfigError(f"{what} are not recorded: leave --record out")
 
 
 def open_rank(

@@ -63,6 +63,7 @@ from quickstep.types import (
 
 if TYPE_CHECKING:
     from quickstep.engine.handover.transfers import EngineTransfers
+    from quickstep.engine.kv_files.tier import EngineTier
     from quickstep.model.sizing import MemoryPlan
     from quickstep.text.chat_template import ChatTemplate, Message
 
@@ -79,7 +80,8 @@ class Engine:
     `clock` gives monotonic seconds; `seeds` gives the seeds of unseeded requests; `streams` bounds
     the unread deltas of a stream, None does not; `fits` stores what the scheduler's cost model has
     learnt. `adapters` None refuses requests with an adapter. `recording` is what the scheduler
-    writes to; it is closed with the engine, as is `kv_transfers`, which transfers KV blocks.
+    writes to; it is closed with the engine, as are `kv_transfers`, which transfers KV blocks, and
+    `kv_tier`, which stores them.
     """
 
     def __init__(
@@ -96,8 +98,10 @@ class Engine:
         adapters: Adapters | None = None,
         recording: RecordingFile | None = None,
         kv_transfers: EngineTransfers | None = None,
+        kv_tier: EngineTier | None = None,
     ) -> None:
         self._model = model
+        self._kv_tier = kv_tier
         self._kv_transfers = kv_transfers
         self._recording = recording
         self._scheduler = scheduler
@@ -297,6 +301,8 @@ class Engine:
         self._step_log.open()
         if self._kv_transfers is not None:
             self._kv_transfers.start(self._wakeup.set)
+        if self._kv_tier is not None:
+            self._kv_tier.start(self._wakeup.set)
         self._state = EngineState.RUNNING
         self._task = asyncio.create_task(self._run(), name="quickstep-engine")
         self._task.add_done_callback(self._ended)
@@ -333,6 +339,8 @@ class Engine:
             self._adapters.close()
         if self._kv_transfers is not None:
             self._kv_transfers.close()
+        if self._kv_tier is not None:
+            await self._kv_tier.close()
         # the task has received every step, so that there is nothing to wait for
         self._executor.close()
         if self._fits is not None:
@@ -544,6 +552,8 @@ class Engine:
             self._adapters.follow_orders()
         if self._kv_transfers is not None:
             self._kv_transfers.follow_orders()
+        if self._kv_tier is not None:
+            self._kv_tier.follow_orders()
         return now
 
     def _next_wakeup(self, now: float) -> float | None:
@@ -569,6 +579,8 @@ class Engine:
         outcome = self._scheduler.commit(plan, result, now)
         if self._kv_transfers is not None:
             self._kv_transfers.follow_orders()
+        if self._kv_tier is not None:
+            self._kv_tier.follow_orders()
         self._live.deliver(outcome.outputs, now)
         self._step_log.add_step(outcome.record)
         if self._fits is not None:

@@ -101,6 +101,8 @@ class LLMOptions(TypedDict, total=False):
     kv_cache_memory_bytes: int | None
     enable_prefix_caching: bool
     kv_cache_dtype: str
+    kv_cache_dir: str | None
+    kv_cache_disk_bytes: int | None
     max_model_len: int | None
     allow_long_context: bool
     max_num_seqs: int

@@ -60,6 +60,7 @@ class Architecture(msgspec.Struct, frozen=True):
         bias_key: A key that switches the biases of q, k, v (and o, with `output_bias`).
         qkv_bias: q, k and v always have a bias.
         mlp_bias_key: A key that switches the biases of gate, up and down.
+        qk_norm_key: A key that switches the norm of each head's queries and keys.
         scaled_embedding: Embeddings are multiplied by sqrt(hidden_size).
         multipliers: Reads Granite's four multipliers.
         softcaps: Reads the soft-caps of attention and logits.
@@ -77,6 +78,7 @@ class Architecture(msgspec.Struct, frozen=True):
     norm_placement: NormPlacement = NormPlacement.PRE
     norm_offset: float = 0.0
     qk_norm: QKNorm = QKNorm.NONE
+    qk_norm_key: str | None = None
     scaled_embedding: bool = False
     multipliers: bool = False
     softcaps: bool = False
@@ -165,6 +167,44 @@ _MIXTRAL = Architecture(
         experts="block_sparse_moe.experts",
         expert_parts=("w1", "w3", "w2"),
     ),
+)
+
+_OLMOE = Architecture(
+    defaults=_defaults(
+        rms_norm_eps=1e-5,
+        max_position_embeddings=4096,
+        num_experts_per_tok=8,
+        num_experts=64,
+        clip_qkv=None,
+    ),
+    neutral=MappingProxyType({"clip_qkv": None}),
+    bias_key="attention_bias",
+    qk_norm=QKNorm.FULL,
+    experts=patterns.olmoe_experts,
+    sparse=patterns.all_sparse,
+)
+
+_GLM4_MOE = Architecture(
+    defaults=_defaults(
+        rms_norm_eps=1e-5,
+        num_key_value_heads=8,
+        max_position_embeddings=131_072,
+        partial_rotary_factor=0.5,
+        moe_intermediate_size=1408,
+        num_experts_per_tok=8,
+        n_routed_experts=128,
+        n_shared_experts=1,
+        routed_scaling_factor=1.0,
+        n_group=1,
+        topk_group=1,
+        first_k_dense_replace=1,
+        norm_topk_prob=True,
+    ),
+    bias_key="attention_bias",
+    output_bias=False,
+    qk_norm_key="use_qk_norm",
+    experts=patterns.glm_experts,
+    sparse=patterns.glm_sparse,
 )
 
 _GEMMA_SIZES: Mapping[str, object] = MappingProxyType(
@@ -347,6 +387,8 @@ ARCHITECTURES: Mapping[str, Architecture] = MappingProxyType(
         "Qwen3MoeForCausalLM": _QWEN3_MOE,
         "GraniteSWAForCausalLM": _GRANITE_SWA,
         "GptOssForCausalLM": _GPT_OSS,
+        "OlmoeForCausalLM": _OLMOE,
+        "Glm4MoeForCausalLM": _GLM4_MOE,
     }
 )
 
@@ -368,5 +410,7 @@ MODEL_TYPES: Mapping[str, str] = MappingProxyType(
         "qwen3_moe": "Qwen3MoeForCausalLM",
         "granite_swa": "GraniteSWAForCausalLM",
         "gpt_oss": "GptOssForCausalLM",
+        "olmoe": "OlmoeForCausalLM",
+        "glm4_moe": "Glm4MoeForCausalLM",
     }
 )

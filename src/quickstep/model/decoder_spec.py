@@ -42,6 +42,12 @@ class MoESpec(msgspec.Struct, frozen=True):
         normalise: Scale the chosen experts' weights so that they add up to 1: a softmax over the
             chosen only is the same (gpt-oss).
         biases: The router and both projections of an expert have a bias.
+        sigmoid: An expert's share is the sigmoid of its score, not a softmax over all of them.
+        selection_bias: Experts are chosen by their share and a number of their own.
+        num_groups, groups_per_token: Experts of so many groups, of as many as there are, are chosen
+            among (`ops.table.RoutingRule`).
+        weight_scale: Multiplies the experts' weights.
+        shared_width: Width of an expert that every token has in addition; 0 for none.
     """
 
     num_experts: int
@@ -49,6 +55,12 @@ class MoESpec(msgspec.Struct, frozen=True):
     intermediate_size: int
     normalise: bool
     biases: bool = False
+    sigmoid: bool = False
+    selection_bias: bool = False
+    num_groups: int = 1
+    groups_per_token: int = 1
+    weight_scale: float = 1.0
+    shared_width: int = 0
 
 
 class LayerSpec(msgspec.Struct, frozen=True):
@@ -99,6 +111,8 @@ class TensorNaming(msgspec.Struct, frozen=True):
         router: The router's name within a layer.
         experts: The experts' name within a layer.
         expert_parts: gate, up and down within one expert.
+        selection_bias: The name of `MoESpec.selection_bias` within a layer.
+        shared_expert: The name of the expert of all tokens within a layer.
         fused_experts: One tensor holds a projection of all experts (`model.formats.fused_experts`).
         ignored: Prefixes of tensors that the text decoder does not use (a vision tower).
     """
@@ -111,6 +125,8 @@ class TensorNaming(msgspec.Struct, frozen=True):
     experts: str = "mlp.experts"
     expert_parts: tuple[str, str, str] = ("gate_proj", "up_proj", "down_proj")
     fused_experts: bool = False
+    selection_bias: str = "mlp.gate.e_score_correction_bias"
+    shared_expert: str = "mlp.shared_experts"
     ignored: tuple[str, ...] = ()
 
 

@@ -29,10 +29,14 @@ class MLPWeights(msgspec.Struct, frozen=True):
 
 
 class MoEWeights(msgspec.Struct, frozen=True):
-    """A mixture of experts: router hidden -> experts."""
+    """A mixture of experts: router hidden -> experts; what is added to the experts' shares for the
+    choice, [E] float32, and the expert of all tokens, where there are such.
+    """
 
     router: LinearWeight
     experts: ExpertWeights
+    selection_bias: AnyTensor | None = None
+    shared: MLPWeights | None = None
 
 
 class LayerWeights(msgspec.Struct, frozen=True):

@@ -231,6 +231,40 @@ def qwen_experts(fields: ConfigFields) -> MoESpec:
     )
 
 
+def glm_experts(fields: ConfigFields) -> MoESpec:
+    """DeepSeek-V3's: a sigmoid, a bias of each expert, groups, and an expert of all tokens."""
+    count = fields.optional_integer("num_local_experts") or fields.integer("n_routed_experts")
+    width = fields.integer("moe_intermediate_size")
+    groups, of_token = fields.integer("n_group"), fields.integer("topk_group")
+    if groups < 1 or count % groups or not 1 <= of_token <= groups:
+        raise ConfigError(
+            f"{fields.source} has {count} experts in {groups} groups, of which a token has "
+            f"{of_token}; the groups must be of equal size"
+        )
+    return MoESpec(
+        num_experts=count,
+        experts_per_token=fields.integer("num_experts_per_tok"),
+        intermediate_size=width,
+        normalise=fields.flag("norm_topk_prob"),
+        sigmoid=True,
+        selection_bias=True,
+        num_groups=groups,
+        groups_per_token=of_token,
+        weight_scale=fields.number("routed_scaling_factor"),
+        shared_width=width * fields.integer("n_shared_experts"),
+    )
+
+
+def olmoe_experts(fields: ConfigFields) -> MoESpec:
+    """As Qwen's; an expert is as wide as `intermediate_size`."""
+    return MoESpec(
+        num_experts=fields.optional_integer("num_local_experts") or fields.integer("num_experts"),
+        experts_per_token=fields.integer("num_experts_per_tok"),
+        intermediate_size=fields.integer("intermediate_size"),
+        normalise=fields.flag("norm_topk_prob"),
+    )
+
+
 def gpt_oss_experts(fields: ConfigFields) -> MoESpec:
     """Biases everywhere, and a softmax over only the chosen experts."""
     chosen = fields.integer("num_experts_per_tok")
@@ -253,6 +287,13 @@ def all_sparse(fields: ConfigFields, num_layers: int) -> tuple[bool, ...]:
     """Every layer is a mixture of experts."""
     del fields
     return (True,) * num_layers
+
+
+def glm_sparse(fields: ConfigFields, num_layers: int) -> tuple[bool, ...]:
+    """All but the first `first_k_dense_replace` layers."""
+    fields.optional_integer("num_nextn_predict_layers")  # after the last one, not computed
+    first = fields.integer("first_k_dense_replace")
+    return tuple(index >= first for index in range(num_layers))
 
 
 def qwen_sparse(fields: ConfigFields, num_layers: int) -> tuple[bool, ...]:

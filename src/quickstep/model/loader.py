@@ -366,7 +366,15 @@ class _Packing:
             downs.append(self._linear(expert, (down,), moe.biases))
         matrices, pack = (tuple(gate_ups), tuple(downs)), self._ops.pack_experts
         data = None if pack is None else pack(*matrices)
-        return MoEWeights(router, ExpertWeights(*matrices, data))
+        selection_bias, shared = None, None
+        if moe.selection_bias:
+            selection_bias = self._reader.tensor(f"{start}{naming.selection_bias}").float()
+        if moe.shared_width:
+            shared = MLPWeights(
+                self._linear(f"{start}{naming.shared_expert}.", ("gate_proj", "up_proj"), False),
+                self._linear(f"{start}{naming.shared_expert}.", ("down_proj",), False),
+            )
+        return MoEWeights(router, ExpertWeights(*matrices, data), selection_bias, shared)
 
     def _linear(self, start: str, parts: tuple[str, ...], bias: bool) -> LinearWeight:
         offsets = None

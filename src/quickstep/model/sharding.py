@@ -100,6 +100,9 @@ class ShardedSource:
         self._vocab = shard.outputs(spec.vocab_size), spec.vocab_size
         self._modules = _module_rows(spec, shard)
         self._experts, self._of_experts = f".{spec.naming.experts}.", _expert_rows(spec, shard)
+        self._shared = f".{spec.naming.shared_expert}."
+        width = 0 if spec.moe is None else spec.moe.shared_width
+        self._of_shared = _mlp_rows(width, spec.hidden_size, shard)
 
     def tensor(self, name: str) -> AnyTensor:
         """The rank's rows of one tensor."""
@@ -147,6 +150,8 @@ class ShardedSource:
         if name in self._outer:
             return (self._vocab[0],), self._vocab[1]
         module = name.removesuffix(".weight").removesuffix(".bias").rpartition(".")[2]
+        if self._shared in name:
+            return self._of_shared.get(module)
         return (self._of_experts if self._experts in name else self._modules).get(module)
 
 
@@ -231,8 +236,7 @@ def _module_rows(spec: ModelSpec, shard: Shard) -> dict[str, tuple[tuple[range, 
     queries = range(heads.start * size, heads.stop * size)
     keys = range(kv_heads.start * size, kv_heads.stop * size)
     num_queries, num_keys = spec.num_heads * size, spec.num_kv_heads * size
-    columns, hidden = shard.outputs(spec.intermediate_size), shard.outputs(spec.hidden_size)
-    width = spec.intermediate_size
+    hidden = shard.outputs(spec.hidden_size)
     fused_keys = _moved(keys, num_queries)
     return {
         "q_proj": ((queries,), num_queries),
@@ -243,11 +247,19 @@ def _module_rows(spec: ModelSpec, shard: Shard) -> dict[str, tuple[tuple[range, 
             num_queries + 2 * num_keys,
         ),
         "o_proj": ((hidden,), spec.hidden_size),
+        **_mlp_rows(spec.intermediate_size, spec.hidden_size, shard),
+        "sinks": ((heads,), spec.num_heads),
+    }
+
+
+def _mlp_rows(width: int, hidden: int, shard: Shard) -> dict[str, tuple[tuple[range, ...], int]]:
+    """`_module_rows` of an MLP of this width."""
+    columns = shard.outputs(width)
+    return {
         "gate_proj": ((columns,), width),
         "up_proj": ((columns,), width),
         "gate_up_proj": (_gate_up_rows(columns, width), 2 * width),
-        "down_proj": ((hidden,), spec.hidden_size),
-        "sinks": ((heads,), spec.num_heads),
+        "down_proj": ((shard.outputs(hidden),), hidden),
     }
 
 

@@ -27,6 +27,7 @@ from quickstep.model.checkpoint.source import reading_checkpoint
 from quickstep.model.decoder_spec import (
     LongContext,
     ModelSpec,
+    QKNorm,
 )
 from quickstep.model.layer_patterns import make_layers
 from quickstep.model.rope_spec import RopeKind, RopeSpec
@@ -177,7 +178,7 @@ def _read_decoder(fields: ConfigFields, entry: Architecture, name: str) -> Model
         activation=_activation(fields, entry),
         norm_placement=entry.norm_placement,
         norm_offset=entry.norm_offset,
-        qk_norm=entry.qk_norm,
+        qk_norm=_qk_norm(fields, entry),
         qkv_bias=entry.qkv_bias or bias,
         output_bias=entry.output_bias and bias,
         mlp_bias=fields.flag(entry.mlp_bias_key) if entry.mlp_bias_key else False,
@@ -202,6 +203,11 @@ def _activation(fields: ConfigFields, entry: Architecture) -> str:
         known = ", ".join(sorted(_ACTIVATIONS))
         raise ConfigError(f"config.json asks for activation {name!r}; supported are {known}")
     return _ACTIVATIONS[name]
+
+
+def _qk_norm(fields: ConfigFields, entry: Architecture) -> QKNorm:
+    is_switched = entry.qk_norm_key is not None and fields.flag(entry.qk_norm_key)
+    return QKNorm.HEAD if is_switched else entry.qk_norm
 
 
 def _clamped_swiglu(fields: ConfigFields) -> str:

@@ -74,7 +74,7 @@ def _weights_of_layer(spec: ModelSpec, is_sparse: bool) -> int:
     heads = 2 * spec.num_heads + 2 * spec.num_kv_heads
     width = spec.intermediate_size
     if is_sparse and spec.moe is not None:
-        width = spec.moe.num_experts * spec.moe.intermediate_size
+        width = spec.moe.num_experts * spec.moe.intermediate_size + spec.moe.shared_width
     return spec.hidden_size * (heads * spec.head_size + 3 * width)
 
 

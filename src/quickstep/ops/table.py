@@ -242,6 +242,32 @@ class ExpertWeights(msgspec.Struct, frozen=True):
         return sum(matrix.nbytes for matrix in (*self.gate_up, *self.down_proj))
 
 
+class RoutingRule(msgspec.Struct, frozen=True):
+    """How a router chooses the experts of a token.
+
+    Attributes:
+        per_token: A, the number of chosen experts.
+        normalise: The weights of a token add up to `scale`.
+        sigmoid: An expert's share is the sigmoid of its score; otherwise a softmax over all.
+        num_groups: Experts are in so many groups of equal size, by number.
+        groups_per_token: Only experts of so many groups are chosen: those whose two best experts
+            have the largest sums.
+        scale: Multiplies the weights.
+    """
+
+    per_token: int
+    normalise: bool
+    sigmoid: bool = False
+    num_groups: int = 1
+    groups_per_token: int = 1
+    scale: float = 1.0
+
+    @property
+    def is_plain(self) -> bool:
+        """Whether it is the softmax and nothing else."""
+        return not self.sigmoid and self.num_groups == 1 and self.scale == 1.0
+
+
 class Routing(msgspec.Struct, frozen=True):
     """The A experts of each token, the best first.
 
@@ -509,12 +535,15 @@ class PackExpertsOp(Protocol):
 
 
 class RouteOp(Protocol):
-    """A router's outputs [T, E], A, whether the weights of a token add up to 1: a softmax in fp64,
-    its A largest elements, ties to the lower number, and their weights rounded to the outputs'
-    dtype. A token with NaN or inf has NaN weights.
+    """A router's outputs [T, E], a rule, and what is added to the shares for the choice only, [E]
+    float32: shares in fp64, the A largest, ties to the lower number, and their weights. Those of a
+    softmax are rounded to the outputs' dtype. A token with a NaN, or with inf for a softmax, has
+    NaN weights.
     """
 
-    def __call__(self, scores: Tensor, experts_per_token: int, normalise: bool, /) -> Routing: ...
+    def __call__(
+        self, scores: Tensor, rule: RoutingRule, selection_bias: AnyTensor | None, /
+    ) -> Routing: ...
 
 
 class ExpertsOp(Protocol):

@@ -630,6 +630,7 @@ class ServerOptions(msgspec.Struct, frozen=True):
         tool_call_parser: Name of the format of tool calls, `none` for no tools; None takes what
             the chat template implies.
         reasoning_parser: The same for reasoning.
+        page: Browsers get a page at `/`.
         models: Which of several models are in memory.
     """
 
@@ -729,7 +730,9 @@ class ServerOptions(msgspec.Struct, frozen=True):
             default_text="detected in the chat template",
         ),
     ] = None
-
+    page: Annotated[bool, Option("no page for browsers at /", flag="--no-page", turns_off=True)] = (
+        True
+    )
     models: ModelsOptions = msgspec.field(default_factory=ModelsOptions)
 
     def __post_init__(self) -> None:

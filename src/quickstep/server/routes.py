@@ -47,6 +47,7 @@ from quickstep.server.operate.prefix_cache import prefix_cache_routes
 from quickstep.server.operate.probes import Health, Pong, Probes, Readiness, Version
 from quickstep.server.operate.replicas import ReplicaRoutes
 from quickstep.server.options import ServerOptions
+from quickstep.server.page.endpoint import Page
 from quickstep.server.reference.openapi import ApiDocument, ApiPages
 from quickstep.server.responses.endpoint import Responses
 from quickstep.server.responses.request_types import InputItemsQuery, ResponsesRequest
@@ -77,6 +78,7 @@ def api_routes(
         *Tokenizing(models).routes(),
         *llama_cpp_routes(models, metrics),
         *ollama_routes(models, metrics),
+        *Page(is_served=options.page).routes(),
         *_models(probes),
         *_probes(probes),
         *Debug(models).routes(),

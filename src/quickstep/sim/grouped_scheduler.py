@@ -79,7 +79,7 @@ class GroupedScheduler(Scheduler):
                 break
             predicted_s = seconds if costs is machine else costs.seconds(load)
             self._slots.take_released()
-            group.plan(self._next_step_id)
+            group.plan(self._in_flight.next_id)
             prices = UnitTicks.divide(seconds, costs.unit_prices(load), load)
             costs.observe(load, seconds)
             outputs = self._commit_group(group, prices, end_s)
@@ -88,7 +88,7 @@ class GroupedScheduler(Scheduler):
             self._accounts.since_s = end_s
             records.append(
                 decode_record(
-                    self._next_step_id,
+                    self._in_flight.next_id,
                     now,
                     end_s,
                     seconds,
@@ -99,7 +99,7 @@ class GroupedScheduler(Scheduler):
                     num_running=len(self._batch),
                 )
             )
-            self._next_step_id += 1
+            self._in_flight.next_id += 1
             now = end_s
         return DecodeSteps(tuple(records), tuple(outputs))
 
@@ -166,7 +166,7 @@ class GroupedScheduler(Scheduler):
         is_free = group.num_new_blocks <= self._pool.num_free
         if len(group) == num_decoding and len(group) <= budget and is_free:
             draft.add_group(group.load)
-            group.plan(self._next_step_id)
+            group.plan(self._in_flight.next_id)
             return True
         if budget > 0:
             group.dissolve()

@@ -20,6 +20,7 @@ from msgspec import structs
 from msgspec.structs import replace
 
 from quickstep.config import (
+    KVTierConfig,
     PolicyName,
     ProposerConfig,
     SchedulerConfig,
@@ -98,6 +99,7 @@ class Scenario(msgspec.Struct, frozen=True):
     in_trees: bool = False  # these drafts
     has_loads: bool = False  # there is no room for all adapters
     draft_model: str = ""  # a proposer with a model, by name, or `_COMBINED`
+    stores_kv: bool = False  # evicted blocks come back
 
     @property
     def has_drafts(self) -> bool:
@@ -134,7 +136,11 @@ SCENARIOS = (
     Scenario("adapters", prefix_caching=True, has_loads=True, drafts_expected=True),
     replace(_ALL_TOGETHER, name="adapters, starved", has_loads=True),
     Scenario("ngram", prefix_caching=True, has_aborts=True, lookup=SpeculationMethod.NGRAM),
+    Scenario("stored", prefix_caching=True, stores_kv=True),
+    replace(_ALL_TOGETHER, name="stored, starved", stores_kv=True),
 )
+# Every restore pays, however short a step is said to take.
+_TIER = KVTierConfig(block_bytes=1, max_bytes=1 << 20, span_blocks=4, latency_s=-1.0)
 _COMBINED = CombinedProposer.name  # all models and lookups together
 # Those of a draft model, an EAGLE layer or Medusa heads, whose name comes first.
 _MODEL_DRAFTS = (
@@ -368,7 +374,7 @@ class _Verifier:
     def _expected_tokens(self, admission: Admission) -> list[int]:
         """The tokens of the single run; none for the beams of a search."""
         request_id, _, index = admission.sequence_id.rpartition("#")
-        trace = self._single.get((request_id.removesuffix(_NEIGHBOUR), int(index)))
+        trace = self._single.get((_original(request_id), int(index)))
         return trace.token_ids if trace else []
 
     def _compare_single_runs(self, setup: Setup) -> None:
@@ -425,6 +431,7 @@ class _Verifier:
             policy=scenario.policy,
             num_speculative_tokens=rng.choice((1, 4, 15)) if scenario.has_drafts else 0,
             max_loras=rng.randint(1, 4) if scenario.has_loads else None,
+            kv_tier=_TIER if scenario.stores_kv and self._has_all_blocks(setup) else None,
         )
         num_blocks = self._num_blocks
         if scenario.is_starved:
@@ -438,6 +445,10 @@ class _Verifier:
         self._compare(scenario, setup, traces)
         self._report.of(scenario.name).runs.add(counts)
 
+    def _has_all_blocks(self, setup: Setup) -> bool:
+        """Whether the bytes of KV blocks are in this process's memory."""
+        return setup.num_processes == 1 and self._model.device.type == "cpu"
+
     def _pool(self, num_blocks: int, prefix_caching: bool) -> KVBlockPool:
         return KVBlockPool(num_blocks, self._options.block_size, prefix_caching)
 
@@ -445,12 +456,17 @@ class _Verifier:
         self, scenario: Scenario, setup: Setup, traces: dict[tuple[str, int], Trace]
     ) -> None:
         for (request_id, index), got in traces.items():
-            expected = self._single[request_id.removesuffix(_NEIGHBOUR), index]
+            expected = self._single[_original(request_id), index]
             self._report.compare(scenario.name, setup, f"{request_id}#{index}", expected, got)
 
 
-_NEIGHBOUR = "/neighbour"
+# Copies of a request: one that is aborted on its way, one that comes after the others.
+_NEIGHBOUR, _AGAIN = "/neighbour", "/again"
 _NUM_TEXTS = 1000  # tokens of which stop strings are made
+
+
+def _original(request_id: str) -> str:
+    return request_id.removesuffix(_NEIGHBOUR).removesuffix(_AGAIN)
 
 
 def _texts(tokenizer: Tokenizer, vocab_size: int) -> tuple[str, ...]:
@@ -476,13 +492,17 @@ def _events(
     group: list[RandomRequest], span: int, scenario: Scenario, rng: random.Random
 ) -> list[Event]:
     """Arrivals over `span` steps; with aborts, a third get a twin that is aborted on its way, with
-    pauses a third are held for a while.
+    pauses a third are held for a while. Where KV is stored each comes again, to find its own.
     """
     events = []
     for random_request in group:
         request = random_request.request
         at = rng.randrange(span)
         events.append(Event(at, request.request_id, random_request))
+        if scenario.stores_kv:
+            copy = structs.replace(request, request_id=request.request_id + _AGAIN)
+            copy_at = at + span + rng.randint(0, 60)
+            events.append(Event(copy_at, copy.request_id, replace(random_request, request=copy)))
         if scenario.has_pauses and rng.random() < 1 / 3:
             paused_at = at + rng.randint(1, 12)
             events.append(Event(paused_at, request.request_id, Signal.PAUSE))

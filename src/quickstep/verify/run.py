@@ -27,6 +27,7 @@ from quickstep.engine.beam_search import BeamSearch, BeamSearchParams, Hypothesi
 from quickstep.errors import EngineError
 from quickstep.model.interface import Model
 from quickstep.ops.table import KVCache, LoRAAdapter
+from quickstep.runtime.cache.block_bytes import BlockBytes
 from quickstep.runtime.runner import ModelRunner, PostedStep
 from quickstep.runtime.sampling.grammar import NewMatcher
 from quickstep.runtime.speculation.proposer import Proposer
@@ -46,6 +47,7 @@ from quickstep.types import (
     TokenLogprobs,
 )
 from quickstep.verify.requests import RandomRequest
+from quickstep.verify.stored_blocks import StoredBlocks
 
 
 class _BeamStream:
@@ -156,6 +158,7 @@ class RunningSearch:
 
 _STEP_S = 1e-3  # the assumed time of each step: measured time would make runs differ
 _LOAD_STEPS = 3
+_EVICTION_STEPS = 7  # after as many, what is cached has to come back from where it is stored
 _SEARCH_TURNS = 8  # of the loop between two steps: a search has read its beams and sent the next
 
 
@@ -216,6 +219,7 @@ class RunCounts(msgspec.Struct):
     adapter_loads: int = 0
     adapter_evictions: int = 0
     adapters_retired: int = 0  # while requests with them were running or waiting
+    restored_blocks: int = 0
 
     def add(self, other: RunCounts) -> None:
         """Add another run's counts."""
@@ -268,6 +272,10 @@ class _Run:
         )
         for adapter_id in adapters:
             self._scheduler.register_adapter(adapter_id, 1)
+        self._stored: StoredBlocks[list[bytes]] | None = None
+        if config.kv_tier is not None:
+            self._blocks = BlockBytes(kv)
+            self._stored = StoredBlocks(self._scheduler, self._block_content, self._write_block)
         self._in_flight: deque[tuple[StepPlan, Callable[[], StepResult]]] = deque()
         self.counts = RunCounts()
         self.traces: dict[tuple[str, int], Trace] = {}
@@ -400,8 +408,31 @@ class _Run:
             if adapter_id not in searched and self._scheduler.retire_adapter(adapter_id):
                 self._retired.discard(adapter_id)
 
+    def _move_blocks(self, stored: StoredBlocks[list[bytes]]) -> None:
+        """Store and restore KV blocks, and evict what is cached now and then."""
+        stored.save_all()
+        stored.restore_all(self._now)
+        if self._step % _EVICTION_STEPS == 0:
+            self._scheduler.reset_prefix_cache()
+        tier = self._scheduler.stats().kv_tier
+        assert tier is not None, "blocks are stored"
+        self.counts.restored_blocks = tier.num_restored
+
+    @property
+    def _is_restoring(self) -> bool:
+        return self._scheduler.tiers is not None and self._scheduler.tiers.is_restoring
+
+    def _block_content(self, block_id: int) -> list[bytes]:
+        return [bytes(part) for part in self._blocks.of(block_id)]
+
+    def _write_block(self, block_id: int, content: list[bytes]) -> None:
+        for place, part in zip(self._blocks.of(block_id), content, strict=True):
+            place[:] = part
+
     def _advance(self, is_idle_fine: bool) -> None:
         """Plan and compute a step; commit the oldest once no more may be in flight."""
+        if self._stored is not None:
+            self._move_blocks(self._stored)
         self._end_loads()
         self._free_retired_adapters()
         plan = self._scheduler.plan(self._now)
@@ -419,7 +450,7 @@ class _Run:
             self.counts.drafts += outcome.record.num_drafts
             self.counts.accepted_drafts += outcome.record.num_accepted
             self._take(outcome.outputs)
-        elif self._scheduler.has_work() and not (is_idle_fine or self._loads):
+        elif self._scheduler.has_work() and not (is_idle_fine or self._loads or self._is_restoring):
             raise EngineError("the scheduler has work and plans nothing")
 
     def _begun(self, plan: StepPlan) -> Callable[[], StepResult]:

@@ -20,6 +20,7 @@ from quickstep.runtime.sampling.prompt_scores import PromptScorer
 from quickstep.runtime.sampling.state import SamplingState
 from quickstep.sampling_params import GrammarKind
 from quickstep.types import Pooling, SamplingParams
+from quickstep.verify import run
 from quickstep.verify.checker import SCENARIOS, verify
 from quickstep.verify.report import VerifyOptions
 from quickstep.verify.requests import (
@@ -58,6 +59,8 @@ def test_a_sound_engine_has_no_mismatch_and_every_scenario_happens():
     assert runs["drafts, starved"].preemptions > 0
     assert min(runs["suffix"].drafts, runs["ngram"].drafts) > 0
     assert sum(run.repetitions for run in runs.values()) > 50
+    assert runs["stored"].restored_blocks > 20
+    assert runs["stored, starved"].restored_blocks > 20
     everything = runs["all together"]
     assert min(everything.chunked_rows, everything.preemptions, everything.aborts) > 0
     assert min(everything.overlapped_steps, everything.mixed_steps, everything.pauses) > 0
@@ -148,7 +151,15 @@ def test_an_overlapped_step_that_reads_a_stale_token_is_caught(monkeypatch):
     monkeypatch.setattr(slots.Slot, "input_tokens", stale)
     report = verified(PagedHashModel(), VerifyOptions(num_requests=40, threads=(1,), rounds=2))
     overlapping = {"overlapped", "paused", "all together", "all with drafts", "all with trees"}
+    overlapping.add("stored, starved")
     assert {name for name, counts in report.scenarios.items() if counts.mismatches} == overlapping
+
+
+def test_stored_blocks_that_come_back_with_other_content_are_caught(monkeypatch):
+    monkeypatch.setattr(run._Run, "_write_block", lambda *_: None)
+    report = verified(PagedHashModel(), VerifyOptions(num_requests=60, threads=(1,), rounds=2))
+    mismatched = {name for name, counts in report.scenarios.items() if counts.mismatches}
+    assert mismatched == {"stored", "stored, starved"}
 
 
 def test_a_mean_that_depends_on_chunks_is_caught(monkeypatch):

@@ -152,6 +152,22 @@ def test_a_request_may_end_while_its_blocks_arrive() -> None:
     assert driver.pool.stats().num_used == 0
 
 
+def test_blocks_are_filled_when_no_step_in_flight_writes_to_them() -> None:
+    """Those of a sequence that was aborted while its step ran."""
+    driver = Driver(num_blocks=13)
+    driver.scheduler.add(request("aborted"), 0.0)
+    plan = driver.scheduler.plan(0.0)
+    assert plan is not None
+    driver.scheduler.abort("aborted", 0.0)
+    order = driver.transfers.begin_receiving("r", ChainRoot("", "salt"), PROMPT)
+    assert order is not None and set(order.block_ids) & set(plan.rows[0].new_block_ids)
+    assert not driver.transfers.may_fill(order)
+    outputs = tuple(RowOutput((7,)) for _ in plan.rows)
+    driver.scheduler.commit(plan, StepResult(plan.step_id, outputs, 0.01), 0.01)
+    assert driver.transfers.may_fill(order)
+    driver.scheduler.end_receiving("r", 0.01)
+
+
 def test_transfers_leave_room_for_the_longest_sequence() -> None:
     driver = Driver(num_blocks=13)
     begin = driver.transfers.begin_receiving

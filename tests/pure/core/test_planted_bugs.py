@@ -63,7 +63,7 @@ from pathlib import Path
 from types import ModuleType
 
 import pytest
-from random_runs import random_run
+from random_runs import draw_setup, random_run
 from scheduler_world import Setup, policy_of
 
 from quickstep.core.scheduler import Scheduler
@@ -83,6 +83,8 @@ _MODULES = (
     "accounting",
     "resources.resource",
     "resources.kv_blocks",
+    "resources.arriving_blocks",
+    "resources.kv_tiers",
     "resources.kv_transfers",
     "resources.adapter_residency",
     "resources.adapter_places",
@@ -327,6 +329,31 @@ _BUGS = {
         "max(self._num_scored_tokens, min(num_scored, self.prompt_len))",
         "self._num_scored_tokens",
     ),
+    "stored-before-it-is-computed": (
+        "resources.kv_tiers",
+        "if not self._steps.are_over_before(self._candidates[0].step_id + 1):",
+        "if False:",
+    ),
+    "stored-blocks-written-under-a-step": (
+        "resources.kv_tiers",
+        "while self._ordered and self._steps.are_over_before(self._ordered[0][0]):",
+        "while self._ordered:",
+    ),
+    "stored-blocks-never-released": (
+        "resources.kv_tiers",
+        "restore.arriving.release()",
+        "restore.arriving",
+    ),
+    "stored-identity-without-what-is-before": (
+        "resources.kv_tiers",
+        'content += array("q", token_ids).tobytes()',
+        'content = array("q", token_ids).tobytes()',
+    ),
+    "stored-block-used-before-it-is-filled": (
+        "resources.kv_tiers",
+        "restore.request_ids.append(request_id)",
+        "restore.request_ids.append(request_id)\n            restore.arriving.filled(1)",
+    ),
 }
 _HARMLESS_TO_TOKENS = frozenset({"victims-without-need", "allocation-evicts-first"})
 # The runs of these bugs are tried from the first seed that caught them, which saves time; where
@@ -382,9 +409,10 @@ def open_planted(
 def _is_caught(name: str, open_one: Callable[[Setup], Scheduler]) -> bool:
     first_seed = _FIRST_SEEDS.get(name, 0)
     has_adapters, resumes = name.startswith("adapter"), name.startswith("moved")
+    stores = name.startswith("stored")
     for seed in (*range(first_seed, _MAX_LIVES), *range(first_seed)):
         try:
-            random_run(seed, open_one, num_calls=100, has_adapters=has_adapters, resumes=resumes)
+            random_run(seed, open_one, 100, draw_setup, has_adapters, resumes, stores)
         except Exception:  # whatever it breaks, it was noticed
             return True
     return False

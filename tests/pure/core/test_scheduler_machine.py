@@ -120,3 +120,13 @@ def test_resumed_requests_get_the_tokens_of_uninterrupted_ones(block: int) -> No
     """Cut anywhere, with other requests around them, preempted, paused and failing."""
     for seed in range(30_000 + 40 * block, 30_000 + 40 * (block + 1)):
         random_run(seed, resumes=True)
+
+
+@pytest.mark.parametrize("block", range(2))
+def test_kv_blocks_that_come_back_have_the_content_of_their_tokens(block: int) -> None:
+    """Saved while others take their places, restored, lost, never read before they are there."""
+    num_restores = 0
+    for seed in range(40_000 + 60 * block, 40_000 + 60 * (block + 1)):
+        world = random_run(seed, has_adapters=seed % 4 == 3, resumes=seed % 4 == 2, stores=True)
+        num_restores += 0 if world.stored is None else len(world.stored.restored)
+    assert num_restores > 30

@@ -103,8 +103,8 @@ BEYOND_THE_SCHEMA = re.compile(
 
 # What a 404 may say: every drawn path is one of ours.
 NOT_THERE = re.compile(
-    r"the model .*(does not exist|is not)|there is no (file|batch) |response .* is not found"
-    r"|request .* is not in the log|there is no replica ",
+    r"the model .*(does not exist|is not)|there is no (file|batch|page file|replica) "
+    r"|response .* is not found|request .* is not in the log",
     re.S,
 )
 

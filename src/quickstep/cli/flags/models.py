@@ -20,7 +20,6 @@ from quickstep.cli.flags.options import add_options
 from quickstep.cli.flags.parsing import Parser
 from quickstep.config import EngineConfig, InputConfig, ReplicaConfig
 from quickstep.errors import ConfigError
-from quickstep.model.checkpoint.source import local_checkpoint
 from quickstep.server.options import ModelsOptions, ServerOptions
 
 _SECTION = "models"
@@ -107,6 +106,8 @@ def _plain(model: str, args: argparse.Namespace) -> NamedModel:
 
 def _own_name(model: str) -> str:
     """The name that the engine will have. Raises ConfigError."""
+    from quickstep.model.checkpoint.source import local_checkpoint
+
     checkpoint = local_checkpoint(model)
     if checkpoint is None and "/" not in model:
         raise ConfigError(
@@ -197,6 +198,7 @@ def planned_bytes(config: EngineConfig, budget_bytes: int) -> int:
     More than the budget if it does not fit. Raises ConfigError for a broken checkpoint.
     """
     from quickstep.model.checkpoint.placement import choose_dtype
+    from quickstep.model.checkpoint.source import local_checkpoint
     from quickstep.model.sizing import ElementBytes, plan_memory, weight_bytes
     from quickstep.model.spec import read_spec
     from quickstep.server.models.residents import planned_bytes as taken_bytes

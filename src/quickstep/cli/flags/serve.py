@@ -62,7 +62,7 @@ def add_serve_flags(parser: argparse.ArgumentParser) -> None:
         help="count the requests that keep all of these limits in milliseconds, such as ttft:500 "
         "tpot:50 e2el:10000 (default: none)",
     )
-    add_options(group, ServerOptions, "access_log")
+    add_options(group, ServerOptions, "access_log", "page")
 
 
 def add_log_flags(group: argparse._ArgumentGroup) -> None:

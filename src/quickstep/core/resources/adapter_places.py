@@ -18,11 +18,13 @@ from quickstep.core.sequence import Residency, Sequence
 from quickstep.core.service_order import ServiceOrder
 from quickstep.core.step import InFlightStep
 from quickstep.errors import RequestError
-from quickstep.types import Request
+from quickstep.types import Activity, Request
 
 
 class AdapterPlaces(Resource):
     """The places of one scheduler's adapters; `in_flight` are the steps that it has in flight."""
+
+    activity = Activity.ADAPTER
 
     def __init__(
         self, residency: AdapterResidency, order: ServiceOrder, in_flight: Iterable[InFlightStep]

@@ -211,6 +211,15 @@ class KVBlockPool:
         assert key is not None, f"block {block_id} is not registered"
         return key
 
+    def has_content(self, block_id: int, key: BlockKey) -> bool:
+        """Whether a block still has this content, and has had it since it was registered."""
+        return self._keys[block_id] is key
+
+    def block_of(self, key: BlockKey) -> int | None:
+        """The block with this content; None once it has lost it."""
+        block_id = self._index.get(key.digest)
+        return None if block_id is None or self._keys[block_id] is not key else block_id
+
     def _refer(self, block_ids: Sequence[int]) -> None:
         for block_id in block_ids:
             if not self._ref_counts[block_id]:

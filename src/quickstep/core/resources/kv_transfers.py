@@ -18,10 +18,11 @@ from collections.abc import Sequence as SequenceOf
 
 import msgspec
 
-from quickstep.core.resources.block_pool import BlockKey, ChainRoot, KVBlockPool
+from quickstep.core.resources.arriving_blocks import ArrivingBlocks
+from quickstep.core.resources.block_pool import ChainRoot, KVBlockPool
 from quickstep.core.resources.resource import Resource
 from quickstep.core.sequence import Residency, Sequence, SequenceState
-from quickstep.core.step import FlightRow
+from quickstep.core.step import FlightRow, StepsInFlight
 from quickstep.types import KVTarget, Request
 
 # Of the pool: what engines that receive too slowly keep of it.
@@ -48,10 +49,13 @@ class SendOrder(msgspec.Struct, frozen=True):
 
 
 class ReceiveOrder(msgspec.Struct, frozen=True):
-    """Where the prompt blocks of a request go, from block `first` on; the ones before are here."""
+    """Where the prompt blocks of a request go, from block `first` on; the ones before are here.
+    Steps before `step_id` may still write to them (`KVTransfers.may_fill`).
+    """
 
     first: int
     block_ids: tuple[int, ...]
+    step_id: int = 0
 
 
 class _Sending(msgspec.Struct):
@@ -61,25 +65,16 @@ class _Sending(msgspec.Struct):
     is_over: bool = False
 
 
-class _Receiving(msgspec.Struct):
-    """A transfer whose connection is open; `table` has all blocks of the prompt so far."""
-
-    root: ChainRoot
-    token_ids: tuple[int, ...]
-    digests: list[bytes]
-    keys: list[BlockKey]
-    table: list[int]
-
-
 class KVTransfers(Resource):
     """The transfers of one scheduler's pool. `num_kept` is how many blocks must be left to
-    sequences: enough for the longest.
+    sequences: enough for the longest. `steps` are the scheduler's.
     """
 
-    def __init__(self, pool: KVBlockPool, num_kept: int) -> None:
+    def __init__(self, pool: KVBlockPool, num_kept: int, steps: StepsInFlight) -> None:
         self._pool = pool
         self._num_kept = num_kept
-        self._receiving: dict[str, _Receiving] = {}  # by request
+        self._steps = steps
+        self._receiving: dict[str, ArrivingBlocks] = {}  # by request
         self._sending: dict[str, _Sending] = {}  # by request
         self._num_sending = 0  # blocks that are held
         self._orders: list[SendOrder] = []
@@ -105,32 +100,30 @@ class KVTransfers(Resource):
         pool.extend_digests(digests, root, token_ids, num_blocks)
         hits = pool.lookup(root, token_ids, digests).block_ids
         num_missing = num_blocks - len(hits)
-        num_held = (
-            sum(len(transfer.table) for transfer in self._receiving.values()) + self._num_sending
-        )
+        num_receiving = sum(arriving.num_held for arriving in self._receiving.values())
+        num_held = num_receiving + self._num_sending
         if num_missing > pool.num_free_besides(hits):
             return None
         if num_held + num_blocks > pool.num_blocks - self._num_kept:
             return None
-        pool.hold(hits)
-        fresh = pool.allocate(num_missing)
-        pool.note_held(fresh)
-        keys = [pool.key_of(block_id) for block_id in hits]
-        receiving = _Receiving(root, token_ids, digests, keys, [*hits, *fresh])
-        self._receiving[request_id] = receiving
-        return ReceiveOrder(len(hits), tuple(fresh))
+        prompt_blocks = token_ids[: num_blocks * pool.block_size]
+        arriving = ArrivingBlocks(pool, root, prompt_blocks, digests, hits)
+        self._receiving[request_id] = arriving
+        return ReceiveOrder(len(hits), arriving.fresh, self._steps.next_id)
+
+    def may_fill(self, order: ReceiveOrder) -> bool:
+        """Whether no step in flight writes to the blocks of an order any more: those of a sequence
+        that was aborted meanwhile did.
+        """
+        return self._steps.are_over_before(order.step_id)
 
     def received(self, request_id: str, num_blocks: int) -> None:
         """The next so many blocks have their content: sequences may use them."""
-        one, size = self._receiving[request_id], self._pool.block_size
-        for _ in range(num_blocks):
-            start = len(one.keys) * size
-            tokens = one.token_ids[start : start + size]
-            self._pool.register_next(one.keys, one.root, one.table, tokens, one.digests)
+        self._receiving[request_id].filled(num_blocks)
 
     def end_receiving(self, request_id: str) -> None:
         """Nothing writes to the blocks of a request any more: those with content are cached."""
-        self._pool.release_held(self._receiving.pop(request_id).table)
+        self._receiving.pop(request_id).release()
 
     @staticmethod
     def key_of(request_id: str) -> str:

@@ -19,7 +19,7 @@ from collections.abc import Sequence as SequenceOf
 
 from quickstep.core.queues import RunningBatch, WaitingQueue
 from quickstep.core.sequence import Residency, Sequence
-from quickstep.types import Request
+from quickstep.types import Activity, Request
 
 # Takes a sequence out of the batch, at a time in seconds; it goes back to the queue.
 Preempt = Callable[[Sequence, float], None]
@@ -30,6 +30,8 @@ class Resource:
 
     One object belongs to one scheduler.
     """
+
+    activity = Activity.RESTORE  # what a sequence does that waits until `key` is ready
 
     def check_request(self, request: Request) -> None:
         """Raise RequestError for a request that could never have it. `SequenceLimits` has checked
@@ -52,8 +54,8 @@ class Resource:
     def prepare(
         self, waiting: WaitingQueue, batch: RunningBatch, now: float, preempt: Preempt
     ) -> None:
-        """A step is about to be planned, and sequences wait for what is not ready: begin to get it.
-        No sequence has a row in the step yet, so any may be preempted.
+        """A step is about to be planned, and sequences wait: begin to get what is not ready. No
+        sequence has a row in the step yet, so any may be preempted.
         """
 
     def fits(self, sequence: Sequence) -> bool:

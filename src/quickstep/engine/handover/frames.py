@@ -22,8 +22,6 @@ from typing import TypeVar
 import msgspec
 
 from quickstep.errors import EngineError
-from quickstep.ops.table import KVCache
-from quickstep.ops.tensors import Array, HostTensor, to_numpy
 
 TOKEN_BYTES = 32
 _MAX_MESSAGE_BYTES = 64 << 20  # tokens of the longest prompts, in msgpack
@@ -58,28 +56,6 @@ class TransferReply(msgspec.Struct, frozen=True, array_like=True):
 
 _OFFER = msgspec.msgpack.Decoder(TransferOffer)
 _REPLY = msgspec.msgpack.Decoder(TransferReply)
-
-
-class BlockBytes:
-    """The bytes of blocks in a KV cache on the host."""
-
-    def __init__(self, kv: KVCache) -> None:
-        tensors = [tensor for pair in zip(kv.keys, kv.values, strict=True) for tensor in pair]
-        arrays: list[Array] = []
-        for tensor in tensors:
-            if not isinstance(tensor, HostTensor) and tensor.device.type != "cpu":
-                raise EngineError("KV blocks are handed over between engines on CPUs only")
-            arrays.append(to_numpy(tensor))
-        self._layers = [array.reshape(array.shape[0], -1).view("u1") for array in arrays]
-
-    @property
-    def num_bytes(self) -> int:
-        """Of one block."""
-        return sum(layer.shape[1] for layer in self._layers)
-
-    def of(self, block_id: int) -> list[memoryview]:
-        """The block in each layer, K then V, to be read or written."""
-        return [memoryview(layer[block_id].data) for layer in self._layers]
 
 
 def send_message(connection: socket.socket, message: TransferOffer | TransferReply) -> None:

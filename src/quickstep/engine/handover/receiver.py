@@ -16,7 +16,6 @@ from typing import Protocol
 from quickstep.core.resources.kv_transfers import ReceiveOrder
 from quickstep.engine.handover.frames import (
     TOKEN_BYTES,
-    BlockBytes,
     TransferOffer,
     TransferReply,
     receive_block,
@@ -25,6 +24,7 @@ from quickstep.engine.handover.frames import (
     send_message,
 )
 from quickstep.errors import EngineError
+from quickstep.runtime.cache.block_bytes import BlockBytes
 from quickstep.types import KVTarget
 
 _LOGGER = logging.getLogger(__name__)

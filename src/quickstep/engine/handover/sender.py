@@ -14,13 +14,13 @@ from collections.abc import Callable
 
 from quickstep.core.resources.kv_transfers import SendOrder
 from quickstep.engine.handover.frames import (
-    BlockBytes,
     TransferOffer,
     receive_reply,
     send_blocks,
     send_message,
 )
 from quickstep.errors import EngineError
+from quickstep.runtime.cache.block_bytes import BlockBytes
 from quickstep.types import Request
 
 _LOGGER = logging.getLogger(__name__)

@@ -14,9 +14,10 @@ from typing import TypeVar
 from quickstep.core.resources.block_pool import ChainRoot
 from quickstep.core.resources.kv_transfers import KVTransfers, ReceiveOrder, SendOrder
 from quickstep.core.scheduler import Scheduler
-from quickstep.engine.handover.frames import BlockBytes, TransferOffer
+from quickstep.engine.handover.frames import TransferOffer
 from quickstep.engine.handover.receiver import KVReceiver
 from quickstep.engine.handover.sender import KVSender
+from quickstep.runtime.cache.block_bytes import BlockBytes
 from quickstep.types import KVTarget
 
 _LOGGER = logging.getLogger(__name__)
@@ -42,6 +43,7 @@ class EngineTransfers:
         self._loop: asyncio.AbstractEventLoop | None = None
         self._changed: Callable[[], None] = _nothing
         self._is_closed = threading.Event()
+        self._unbegun: list[tuple[ReceiveOrder | None, Future[ReceiveOrder | None]]] = []
         self.block_bytes = blocks.num_bytes
         self._sender = KVSender(blocks, fingerprint, self._sent)
         self._receiver = KVReceiver(blocks, fingerprint, self)
@@ -66,6 +68,18 @@ class EngineTransfers:
         """Carry out what the last commit ordered."""
         for order in self._transfers.take_orders():
             self._sender.put(order)
+        if self._unbegun:
+            self._begin()
+
+    def _begin(self) -> None:
+        """Let transfers begin to whose blocks no step in flight writes any more."""
+        waiting = self._unbegun
+        self._unbegun = []
+        for order, answer in waiting:
+            if order is None or self._transfers.may_fill(order):
+                answer.set_result(order)
+            else:
+                self._unbegun.append((order, answer))
 
     # -- in the threads of the sender and of the receiver ------------------------------------------
 
@@ -76,7 +90,14 @@ class EngineTransfers:
         """`ReceivingEngine.begin`."""
         root = ChainRoot(offer.adapter, offer.cache_salt)
         name, token_ids = offer.request_id, offer.token_ids
-        return self._ask(lambda: self._transfers.begin_receiving(name, root, token_ids))
+        answer: Future[ReceiveOrder | None] = Future()
+
+        def begin() -> None:
+            order = self._transfers.begin_receiving(name, root, token_ids)
+            self._unbegun.append((order, answer))
+            self._begin()
+
+        return self._answer(answer, begin)
 
     def received(self, request_id: str, num_blocks: int) -> None:
         """`ReceivingEngine.received`."""
@@ -100,13 +121,12 @@ class EngineTransfers:
         except RuntimeError:  # the loop is closed: the engine has ended
             self._is_closed.set()
 
-    def _ask(self, call: Callable[[], _T]) -> _T | None:
-        """What a call in the event loop returns; None if the engine ends."""
-        answer: Future[_T] = Future()
+    def _answer(self, answer: Future[_T], call: Callable[[], object]) -> _T | None:
+        """What `answer` becomes after a call in the event loop; None if the engine ends."""
 
         def run() -> None:
             try:
-                answer.set_result(call())
+                call()
             except BaseException as error:  # a thread waits for it
                 answer.set_exception(error)
 

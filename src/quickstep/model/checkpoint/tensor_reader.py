@@ -53,11 +53,15 @@ _RAW_DTYPES: Mapping[str, DType] = MappingProxyType(
 )
 
 
+# Of tensors that are not rounded to the model's dtype: a choice depends on small differences.
+_FLOAT32_NAMES = (".e_score_correction_bias",)
+
+
 class TensorSource(Protocol):
     """Where packing reads tensors: a checkpoint's files, or `random_weights`."""
 
     def tensor(self, name: str) -> AnyTensor:
-        """One tensor, in the architecture's shape and the model's dtype."""
+        """One tensor, in the architecture's shape and the model's dtype; a few stay in float32."""
 
     def stacked(self, names: tuple[str, ...]) -> AnyTensor:
         """Several tensors, one below the other along the first dimension: [n, ...] -> [N, ...]."""
@@ -112,7 +116,7 @@ class TensorReader:
             self._files.read_into(name, raw[start:stop])
             self._count(stop - start)
             start = stop
-        return self._as_model_dtype(stored)
+        return self._as_model_dtype(stored, names[0].endswith(_FLOAT32_NAMES))
 
     def _on_device(
         self, names: tuple[str, ...], shape: tuple[int, ...], stored_dtype: DType
@@ -134,11 +138,12 @@ class TensorReader:
             start = stop
         return raw.view(torch_dtype(stored_dtype)).view(shape).to(torch_dtype(self._dtype))
 
-    def _as_model_dtype(self, stored: HostTensor) -> AnyTensor:
-        """As a tensor of the model: in its dtype, on its device."""
+    def _as_model_dtype(self, stored: HostTensor, is_float32: bool) -> AnyTensor:
+        """As a tensor of the model: in its dtype or in float32, on its device."""
         if isinstance(self._dtype, DType):
-            return stored.to(self._dtype)
-        return stored.to_torch().to(torch_device(self._device), self._dtype)
+            return stored.to(FLOAT32 if is_float32 else self._dtype)
+        dtype = torch_dtype(FLOAT32) if is_float32 else self._dtype
+        return stored.to_torch().to(torch_device(self._device), dtype)
 
     def _joined(self, parts: list[AnyTensor]) -> AnyTensor:
         if isinstance(self._dtype, DType):

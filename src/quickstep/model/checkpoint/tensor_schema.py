@@ -118,6 +118,10 @@ def _mlp(spec: ModelSpec, sparse: bool) -> Iterator[tuple[str, Shape]]:
         if naming.fused_experts:
             projections = [(gate, 2 * width, hidden), (down, hidden, width)]
         yield from _projection(naming.router, spec.moe.num_experts, hidden, spec.moe.biases)
+        if spec.moe.selection_bias:
+            yield naming.selection_bias, (spec.moe.num_experts,)
+        if spec.moe.shared_width:
+            yield from _gated(naming.shared_expert, spec.moe.shared_width, hidden)
         for expert in range(spec.moe.num_experts):
             for name, outputs, inputs in projections:
                 module = f"{naming.experts}.{expert}.{name}"
@@ -134,6 +138,12 @@ def _mlp(spec: ModelSpec, sparse: bool) -> Iterator[tuple[str, Shape]]:
         ]
     for name, outputs, inputs in projections:
         yield from _projection(f"mlp.{name}", outputs, inputs, spec.mlp_bias)
+
+
+def _gated(module: str, width: int, hidden: int) -> Iterator[tuple[str, Shape]]:
+    for name in ("gate_proj", "up_proj"):
+        yield f"{module}.{name}.weight", (width, hidden)
+    yield f"{module}.down_proj.weight", (hidden, width)
 
 
 def _projection(module: str, outputs: int, inputs: int, bias: bool) -> Iterator[tuple[str, Shape]]:

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Protocol
 from quickstep.model.adapters.lora_modules import Projection, expert_number, module_number
 from quickstep.model.decoder_weights import MLPWeights, MoEWeights
 from quickstep.model.layers.layer_ops import LayerOps
-from quickstep.ops.table import ExpertLoRA, ExpertParts, LoRAMapping
+from quickstep.ops.table import ExpertLoRA, ExpertParts, LoRAMapping, RoutingRule
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -25,15 +25,16 @@ def make_feed_forward(ops: LayerOps, weights: MLPWeights | MoEWeights) -> FeedFo
     """What the weights are of."""
     if isinstance(weights, MoEWeights):
         return MixtureOfExperts(ops, weights)
-    return MLP(ops, weights)
+    return MLP(ops, weights, ops.spec.intermediate_size)
 
 
 class MLP:
     """`down_proj` of the gated activation of `gate_up`."""
 
-    def __init__(self, ops: LayerOps, weights: MLPWeights) -> None:
+    def __init__(self, ops: LayerOps, weights: MLPWeights, width: int) -> None:
         self._ops = ops
         self._weights = weights
+        self._width = width
 
     def forward(self, x: Tensor, lora: LoRAMapping | None) -> Tensor:
         """`FeedForward.forward`."""
@@ -43,7 +44,7 @@ class MLP:
         else:
             gate_up = ops.linear(x, weights.gate_up, Projection.GATE_UP, lora)
             x = table.gated_activation(gate_up, spec.activation)
-        x = ops.gather(x, spec.intermediate_size)
+        x = ops.gather(x, self._width)
         x = ops.linear(x, weights.down_proj, Projection.DOWN_PROJ, lora)
         return ops.gather(x, spec.hidden_size)
 
@@ -55,6 +56,9 @@ class MixtureOfExperts:
         assert ops.spec.layers[ops.index].sparse
         self._ops = ops
         self._weights = weights
+        self._shared: MLP | None = None
+        if weights.shared is not None and ops.spec.moe is not None:
+            self._shared = MLP(ops, weights.shared, ops.spec.moe.shared_width)
 
     def forward(self, x: Tensor, lora: LoRAMapping | None) -> Tensor:
         """`FeedForward.forward`."""
@@ -72,9 +76,18 @@ class MixtureOfExperts:
             from quickstep.ops.reference import experts as reference  # it computes with torch
 
             route, experts = route or reference.route, partial(reference.experts, table)
-        routing = route(scores, moe.experts_per_token, moe.normalise)
+        rule = RoutingRule(
+            moe.experts_per_token,
+            moe.normalise,
+            moe.sigmoid,
+            moe.num_groups,
+            moe.groups_per_token,
+            moe.weight_scale,
+        )
+        routing = route(scores, rule, weights.selection_bias)
         parts = None
         if table.ranks is not None:
             parts = ExpertParts(table.ranks, ops.shard.outputs(moe.intermediate_size))
         y = experts(x, routing, weights.experts, spec.activation, adapters, parts)
-        return ops.gather(y, spec.hidden_size)
+        y = ops.gather(y, spec.hidden_size)
+        return y if self._shared is None else y + self._shared.forward(x, None)

@@ -8,15 +8,31 @@ from __future__ import annotations
 import ctypes
 import weakref
 from collections.abc import Callable
-from ctypes import c_int32, c_int64, c_void_p
+from ctypes import c_double, c_int32, c_int64, c_void_p
 from typing import TYPE_CHECKING
 
 from quickstep.ops.native.library import ACTIVATIONS, raise_for_status
 from quickstep.ops.native.lora import PackedLoRA, lora_groups
 from quickstep.ops.native.packed import PackedQuantized, PackedWeight, kernel_dtype
 from quickstep.ops.native.ranks import NativeRanks
-from quickstep.ops.table import ExpertLoRA, ExpertParts, ExpertWeights, OpTable, Routing
-from quickstep.ops.tensors import FLOAT32, INT64, UINT8, DType, HostTensor, host_dtype, torch_dtype
+from quickstep.ops.table import (
+    ExpertLoRA,
+    ExpertParts,
+    ExpertWeights,
+    OpTable,
+    Routing,
+    RoutingRule,
+)
+from quickstep.ops.tensors import (
+    FLOAT32,
+    INT64,
+    UINT8,
+    AnyTensor,
+    DType,
+    HostTensor,
+    host_dtype,
+    torch_dtype,
+)
 from quickstep.ops.weights import LinearWeight
 
 if TYPE_CHECKING:
@@ -41,7 +57,12 @@ class _RouteCall(ctypes.Structure):
         ("num_tokens", c_int64),
         ("num_experts", c_int64),
         ("per_token", c_int64),
+        ("num_groups", c_int64),
+        ("groups_per_token", c_int64),
+        ("sigmoid", c_int64),
+        ("scale", c_double),
         ("scores", c_void_p),
+        ("bias", c_void_p),
         ("chosen", c_void_p),
         ("weights", c_void_p),
     )
@@ -132,24 +153,29 @@ class NativeExperts:
         kept = (*gate_up, *down_proj)
         return PackedExperts(self._library, handle.value, kept, next(iter(dtypes), None))
 
-    def route(self, scores: Tensor, per_token: int, normalise: bool) -> Routing:
+    def route(self, scores: Tensor, rule: RoutingRule, selection_bias: AnyTensor | None) -> Routing:
         """`OpTable.route`."""
         dtype, num_experts = kernel_dtype(scores.dtype), scores.shape[1]
-        if dtype is None or per_token > MAX_PER_TOKEN:
+        if dtype is None or rule.per_token > MAX_PER_TOKEN:
             from quickstep.ops.reference.experts import route
 
-            return route(scores, per_token, normalise)
+            return route(scores, rule, selection_bias)
         scores = scores.contiguous()
-        shape = (scores.shape[0], per_token)
+        shape = (scores.shape[0], rule.per_token)
         chosen = scores.new_empty(shape, dtype=torch_dtype(INT64))
         weights = scores.new_empty(shape, dtype=torch_dtype(FLOAT32))
         call = _RouteCall(
             dtype=dtype,
-            normalise=normalise,
+            normalise=rule.normalise,
             num_tokens=shape[0],
             num_experts=num_experts,
-            per_token=per_token,
+            per_token=rule.per_token,
+            num_groups=rule.num_groups,
+            groups_per_token=rule.groups_per_token,
+            sigmoid=rule.sigmoid,
+            scale=rule.scale,
             scores=scores.data_ptr(),
+            bias=None if selection_bias is None else _floats(selection_bias).data_ptr(),
             chosen=chosen.data_ptr(),
             weights=weights.data_ptr(),
         )
@@ -202,3 +228,9 @@ class NativeExperts:
         call.scratch = scratch.data_ptr()
         raise_for_status(library.qs_experts_run(self._context, packed.handle, of_call), "experts")
         return out
+
+
+def _floats(bias: AnyTensor) -> AnyTensor:
+    """The bias of a choice, as the loader made it."""
+    assert host_dtype(bias.dtype) == FLOAT32 and bias.is_contiguous()
+    return bias

@@ -36,6 +36,7 @@ from quickstep.ops.table import (
     OpTable,
     PagedLayout,
     Routing,
+    RoutingRule,
 )
 from quickstep.ops.tensors import FLOAT32, INT32, INT64, AnyTensor, DType, host_dtype
 from quickstep.ops.weights import LinearWeight
@@ -556,15 +557,19 @@ class NativeRecorder:
         )
         return out
 
-    def _route(self, scores: StepTensor, per_token: int, normalise: bool) -> Routing:
+    def _route(
+        self, scores: StepTensor, rule: RoutingRule, selection_bias: AnyTensor | None
+    ) -> Routing:
+        per_token = rule.per_token
         if per_token > MAX_PER_TOKEN:
             raise NotCapturable("a token has more experts than the native kernel chooses")
-        inputs = (self._tape.contiguous(scores),)
+        bias = 0 if selection_bias is None else self._tape.fixed(selection_bias, FLOAT32)
+        inputs = (self._tape.contiguous(scores), bias)
         rows = self._tape.rows_of(scores)
         chosen = self._tape.new((per_token,), INT64, rows)
         weights = self._tape.new((per_token,), FLOAT32, rows)
-        size = (scores.shape[1], per_token)
-        numbers = Numbers(size=size, option=int(normalise))
+        size = (scores.shape[1], per_token, rule.num_groups, rule.groups_per_token, rule.sigmoid)
+        numbers = Numbers(size=size, scalar=(rule.scale,), option=int(rule.normalise))
         self._tape.record(OpKind.ROUTE, scores, inputs, (chosen, weights), numbers)
         return Routing(_as_tensor(chosen), _as_tensor(weights))
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from quickstep.ops.reference.exact_math import exp_nonpositive, round_rows
+from quickstep.ops.reference.exact_math import exp_nonpositive, round_rows, sigmoid
 from quickstep.ops.reference.lora import among
 from quickstep.ops.table import (
     ExpertLoRA,
@@ -18,24 +18,44 @@ from quickstep.ops.table import (
     LoRAMapping,
     OpTable,
     Routing,
+    RoutingRule,
 )
+from quickstep.ops.tensors import AnyTensor, to_torch
 from quickstep.ops.weights import LinearWeight
 
 SUM_BITS = 40  # exact sums of up to 2**13 experts in fp64
 
 
-def route(scores: Tensor, per_token: int, normalise: bool) -> Routing:
+def route(scores: Tensor, rule: RoutingRule, selection_bias: AnyTensor | None = None) -> Routing:
     """`OpTable.route`."""
-    shares = _softmax(scores)
+    shares = sigmoid(scores.double()) if rule.sigmoid else _softmax(scores)
+    shares = torch.where(shares.isnan().any(-1, keepdim=True), torch.nan, shares)
+    worth = shares if selection_bias is None else shares + to_torch(selection_bias).double()
+    if rule.num_groups > 1:
+        worth = _of_best_groups(worth, rule)
     # a stable sort, as top-k may break ties differently for another number of rows
-    ranked, order = torch.sort(shares, dim=-1, descending=True, stable=True)
-    chosen, weights = order[:, :per_token].contiguous(), ranked[:, :per_token].contiguous()
-    if normalise:
+    order = torch.sort(worth, dim=-1, descending=True, stable=True)[1]
+    chosen = order[:, : rule.per_token].contiguous()
+    weights = shares.gather(1, chosen)
+    if rule.normalise:
         total = weights[:, 0]
-        for column in range(1, per_token):
+        for column in range(1, rule.per_token):
             total = total + weights[:, column]
         weights = weights / total.unsqueeze(1)
-    return Routing(chosen, weights.float().to(scores.dtype).float())
+    weights = (weights * rule.scale).float()
+    return Routing(chosen, weights if rule.sigmoid else weights.to(scores.dtype).float())
+
+
+def _of_best_groups(worth: Tensor, rule: RoutingRule) -> Tensor:
+    """-inf for experts of other groups than the chosen ones."""
+    num_tokens, num_experts = worth.shape
+    groups = worth.view(num_tokens, rule.num_groups, num_experts // rule.num_groups)
+    best = torch.sort(groups, dim=-1, descending=True)[0]
+    sums = best[..., 0] if best.shape[-1] == 1 else best[..., 0] + best[..., 1]
+    order = torch.sort(sums, dim=-1, descending=True, stable=True)[1]
+    is_chosen = torch.zeros_like(sums, dtype=torch.bool)
+    is_chosen.scatter_(1, order[:, : rule.groups_per_token], True)
+    return torch.where(is_chosen.unsqueeze(-1), groups, -torch.inf).flatten(1)
 
 
 def _softmax(logits: Tensor) -> Tensor:

@@ -15,7 +15,9 @@ import triton.language as tl
 from torch import Tensor
 
 from quickstep.ops.reference.experts import SUM_BITS
-from quickstep.ops.table import Routing
+from quickstep.ops.reference.experts import route as reference_route
+from quickstep.ops.table import Routing, RoutingRule
+from quickstep.ops.tensors import AnyTensor
 from quickstep.ops.triton.rounding import rounded
 from quickstep.ops.triton.sampling.exact_math import exp_nonpositive
 
@@ -107,8 +109,11 @@ def _route_kernel(
         tl.store(starts + 1 + experts, ends, mask=experts < num_experts)
 
 
-def route(scores: Tensor, per_token: int, normalise: bool) -> Routing:
-    """`OpTable.route`."""
+def route(scores: Tensor, rule: RoutingRule, selection_bias: AnyTensor | None = None) -> Routing:
+    """`OpTable.route`. Only a plain softmax has a kernel; ops of torch compute the others."""
+    if not rule.is_plain or selection_bias is not None:
+        return reference_route(scores, rule, selection_bias)
+    per_token = rule.per_token
     num_tokens, num_experts = scores.shape
     device = scores.device
     chosen = torch.empty((num_tokens, per_token), dtype=torch.int64, device=device)
@@ -131,7 +136,7 @@ def route(scores: Tensor, per_token: int, normalise: bool) -> Routing:
         num_tokens,
         num_experts,
         PER_TOKEN=per_token,
-        NORMALISE=normalise,
+        NORMALISE=rule.normalise,
         PLAN=has_plan,
         BLOCK_T=block_t,
         BLOCK_E=block_e,

@@ -18,10 +18,11 @@ TIMINGS_HEADER = "x-quickstep-timings"
 
 
 class SequenceTimes(msgspec.Struct, frozen=True):
-    """The times of one choice; the six times add up to the time from its arrival to its end.
+    """The times of one choice; the seven times add up to the time from its arrival to its end.
     `device_s` is its part of the measured seconds of the steps, without `rejected_s` for drafts
     that were rejected: of `num_drafts` draft tokens, `num_accepted` were accepted. The prompt's
-    first `cached_tokens` were cached, and `cache_miss` is the reason why no more.
+    first `cached_tokens` were cached, and `cache_miss` is the reason why no more; `restored_tokens`
+    of them were read from `--kv-cache-dir`.
     """
 
     index: int
@@ -38,6 +39,8 @@ class SequenceTimes(msgspec.Struct, frozen=True):
     num_accepted: int
     cached_tokens: int
     cache_miss: CacheMiss | None
+    restore_ms: float
+    restored_tokens: int
 
     @classmethod
     def of(cls, index: int, timings: SequenceTimings) -> SequenceTimes:
@@ -57,6 +60,8 @@ class SequenceTimes(msgspec.Struct, frozen=True):
             timings.num_accepted,
             timings.num_cached_tokens,
             timings.cache_miss,
+            timings.restore_s * 1e3,
+            timings.num_restored_tokens,
         )
 
 

@@ -268,9 +268,9 @@ def _with_port(origin: bytes, authority: bytes) -> bytes:
 
 def _probes(routes: Iterable[ApiRoute]) -> Iterable[tuple[str, bytes]]:
     for route in routes:
-        if route.is_probe:
-            methods = ("GET", "HEAD") if route.method == "GET" else (route.method,)
-            yield from ((method, path.encode()) for method in methods for path in route.paths)
+        paths = (*(route.paths if route.is_probe else ()), *route.open_paths)
+        methods = ("GET", "HEAD") if route.method == "GET" else (route.method,)
+        yield from ((method, path.encode()) for method in methods for path in paths)
 
 
 def _presented(scope: Scope) -> Iterable[bytes]:

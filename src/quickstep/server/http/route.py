@@ -60,6 +60,7 @@ class ApiRoute(msgspec.Struct, frozen=True):
             counted by what they may need.
         takes_list: The body is a list of `request`.
         requests: Instead of `request`, the schemas of which the body matches one.
+        open_paths: Values of `path` that are answered without an API key, byte for byte.
     """
 
     method: str
@@ -81,6 +82,7 @@ class ApiRoute(msgspec.Struct, frozen=True):
     takes_list: bool = False
     requests: tuple[type[msgspec.Struct], ...] = ()
     stream_type: str = SERVER_SENT_EVENTS
+    open_paths: tuple[str, ...] = ()
 
     @property
     def paths(self) -> tuple[str, ...]:

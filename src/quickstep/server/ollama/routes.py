@@ -160,7 +160,6 @@ def _lists(models: OllamaModelList) -> list[ApiRoute]:
             response=OllamaVersion,
             error_shape=ollama_shape,
         ),
-        ApiRoute("GET", "/", models.root, "Clients of Ollama check here that a server runs."),
     ]
 
 
@@ -187,10 +186,6 @@ class OllamaModelList:
     def __init__(self, models: ModelRegistry) -> None:
         self._models = models
         self._since = rfc3339(time.time())
-
-    async def root(self, _: Request) -> Response:
-        """Return the text by which clients recognize an Ollama server."""
-        return Response("Ollama is running", media_type="text/plain")
 
     async def version(self, _: Request) -> Response:
         """Return the version of Ollama whose API this is."""

@@ -21,7 +21,7 @@ from prometheus_client.metrics import Counter, Histogram
 from prometheus_client.metrics_core import CounterMetricFamily, GaugeMetricFamily, Metric
 from prometheus_client.registry import Collector, CollectorRegistry
 
-from quickstep.core.accounting import AdapterStats, Totals
+from quickstep.core.accounting import AdapterStats, KVTierStats, Totals
 from quickstep.engine.interface import ServedEngine
 from quickstep.engine.stats import EngineStats, ReplicaStats
 from quickstep.server.generate.api import NO_HEADERS
@@ -498,8 +498,37 @@ class EngineGauges(Collector):
         yield self._cache_config(num_blocks)
         if load.adapters is not None:
             yield from self._adapters(load.adapters)
+        if load.kv_tier is not None:
+            yield from self._kv_tier(load.kv_tier)
         if stats.replicas:
             yield from self._replicas(stats.replicas)
+
+    def _kv_tier(self, tier: KVTierStats) -> Iterable[Metric]:
+        """KV blocks in `--kv-cache-dir`."""
+        for name, text, gauge in (
+            ("kv_store_blocks", "KV blocks that are stored.", tier.num_blocks),
+            ("kv_store_bytes", "What they take on the disk.", tier.num_bytes),
+            (
+                "kv_store_is_written",
+                "1 while blocks are stored; 0 after the disk was full.",
+                tier.num_saving,
+            ),
+        ):
+            yield self._filled(GaugeMetricFamily, name, text, gauge)
+        for name, text, count in (
+            ("kv_store_saved_blocks", "KV blocks that were stored.", tier.num_saved),
+            (
+                "kv_store_restored_blocks",
+                "Stored KV blocks that were read instead of being computed.",
+                tier.num_restored,
+            ),
+            (
+                "kv_store_lost_blocks",
+                "Stored KV blocks that could not be read, or had changed.",
+                tier.num_lost,
+            ),
+        ):
+            yield self._filled(CounterMetricFamily, name, text, count)
 
     def _replicas(self, replicas: Sequence[ReplicaStats]) -> Iterable[Metric]:
         """Each of several engines."""

@@ -16,6 +16,7 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from quickstep import __version__
+from quickstep.core.accounting import KVTierStats
 from quickstep.engine.stats import EngineState, EngineStats, ReplicaStats
 from quickstep.server.http.errors import json_response
 from quickstep.server.models.registry import ModelRegistry
@@ -71,6 +72,7 @@ class Health(msgspec.Struct, frozen=True):
     exchange_seconds: float = 0.0
     bubble_seconds: float = 0.0
     num_handovers: int = 0
+    kv_store: KVTierStats | None = None
 
 
 class Readiness(msgspec.Struct, frozen=True):
@@ -124,6 +126,7 @@ class Probes:
             exchange_seconds=round(load.totals.exchange_s, 3),
             bubble_seconds=round(load.totals.bubble_s, 3),
             num_handovers=stats.num_handovers,
+            kv_store=load.kv_tier,
         )
         return json_response(state, 200 if status == "ok" else 503)
 

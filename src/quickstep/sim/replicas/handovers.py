@@ -249,6 +249,7 @@ def _joined(prefill: SequenceTimings, decode: SequenceTimings) -> SequenceTiming
         decode_s=since_first_s - decode.preempted_s - decode.paused_s,
         preempted_s=preempted_s,
         adapter_s=prefill.adapter_s,
+        restore_s=prefill.restore_s,
         paused_s=prefill.paused_s + decode.paused_s,
         num_preemptions=prefill.num_preemptions + decode.num_preemptions,
         num_prompt_tokens=prefill.num_prompt_tokens,

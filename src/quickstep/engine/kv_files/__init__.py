@@ -1,0 +1,1 @@
+"""KV blocks in files, which survive a restart."""
