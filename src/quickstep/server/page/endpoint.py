@@ -8,11 +8,9 @@ and run no script that is part of a page or of a model's output.
 
 from __future__ import annotations
 
-import gzip
 import hashlib
 from functools import cached_property
-from importlib import resources
-from importlib.resources.abc import Traversable
+from pathlib import Path
 
 from starlette.requests import Request
 from starlette.responses import Response
@@ -29,12 +27,13 @@ HEADERS = {
 }
 _TYPES = {"html": "text/html", "js": "text/javascript", "css": "text/css", "svg": "image/svg+xml"}
 _PREFIX = "/page/"
+_STATIC = Path(__file__).parent / "static"
 
 
 class PageFile:
     """A file of the page, read when it is requested first."""
 
-    def __init__(self, source: Traversable) -> None:
+    def __init__(self, source: Path) -> None:
         self._source = source
         self._type = _TYPES[source.name.rpartition(".")[2]]
 
@@ -45,6 +44,8 @@ class PageFile:
 
     @cached_property
     def _compressed(self) -> bytes:
+        import gzip  # the start has no use for it
+
         return gzip.compress(self.content, 9, mtime=0)
 
     @cached_property
@@ -107,13 +108,7 @@ class Page:
         return file.response(request)
 
 
-def page_files() -> list[tuple[str, Traversable]]:
+def page_files() -> list[tuple[str, Path]]:
     """The files of the page with their paths below `static`, licences and checksums left out."""
-    static = resources.files("quickstep.server.page") / "static"
-    found: list[tuple[str, Traversable]] = []
-    for item in sorted(static.iterdir(), key=lambda item: item.name):
-        if item.is_dir():
-            found += [(f"{item.name}/{child.name}", child) for child in item.iterdir()]
-        else:
-            found.append((item.name, item))
-    return [(name, item) for name, item in found if name.rpartition(".")[2] in _TYPES]
+    files = [path for path in _STATIC.rglob("*.*") if path.suffix[1:] in _TYPES]
+    return [(path.relative_to(_STATIC).as_posix(), path) for path in sorted(files)]
