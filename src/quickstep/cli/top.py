@@ -66,7 +66,7 @@ def run(args: argparse.Namespace) -> int:
             state = _read(args, state.num_blocks)
 
 
-class ServerState(NamedTuple):
+class ReportedState(NamedTuple):
     """What the server reported: the steps of the last seconds, and the sequences that have not
     ended. `num_blocks` is the largest number of free KV blocks so far.
     """
@@ -77,7 +77,7 @@ class ServerState(NamedTuple):
     num_blocks: int
 
 
-def _read(args: argparse.Namespace, num_blocks: int) -> ServerState:
+def _read(args: argparse.Namespace, num_blocks: int) -> ReportedState:
     import msgspec
 
     from quickstep.engine.records.step_log import LiveSequence, SequenceRecord
@@ -91,10 +91,10 @@ def _read(args: argparse.Namespace, num_blocks: int) -> ServerState:
     live = [line for line in lines if isinstance(line, LiveSequence)]
     most_free = max((step.num_free_blocks for step in steps), default=0)
     num_ended = len(lines) - len(steps) - len(live)
-    return ServerState(steps, num_ended, live, max(num_blocks, most_free))
+    return ReportedState(steps, num_ended, live, max(num_blocks, most_free))
 
 
-def _frame(state: ServerState, every_s: float, max_rows: int) -> Group:
+def _frame(state: ReportedState, every_s: float, max_rows: int) -> Group:
     """What is displayed: figures, then a row per sequence, those with most device time first."""
     from rich import box
     from rich.console import Group
@@ -110,7 +110,7 @@ def _frame(state: ServerState, every_s: float, max_rows: int) -> Group:
     return Group(Text("\n".join(figures(state, every_s))), table)
 
 
-def figures(state: ServerState, every_s: float) -> list[str]:
+def figures(state: ReportedState, every_s: float) -> list[str]:
     """The lines above the requests."""
     steps = state.steps
     tokens = sum(step.num_decode_tokens - step.num_drafts + step.num_accepted for step in steps)

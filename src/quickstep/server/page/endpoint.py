@@ -9,6 +9,7 @@ and run no script that is part of a page or of a model's output.
 from __future__ import annotations
 
 import hashlib
+import zlib
 from functools import cached_property
 from pathlib import Path
 
@@ -44,9 +45,7 @@ class PageFile:
 
     @cached_property
     def _compressed(self) -> bytes:
-        import gzip  # the start has no use for it
-
-        return gzip.compress(self.content, 9, mtime=0)
+        return zlib.compress(self.content, 9, wbits=31)  # with gzip's header
 
     @cached_property
     def _etag(self) -> str:
