@@ -24,6 +24,7 @@ from quickstep.server.options import (
     FieldRules,
     FileOptions,
     MetricsOptions,
+    ModelsOptions,
     RequestLimits,
     ServerOptions,
     TlsOptions,
@@ -185,6 +186,7 @@ def server_options(args: argparse.Namespace) -> ServerOptions:
         files=from_flags(FileOptions, args, directory=_files_directory(args.files_dir)),
         batches=from_flags(BatchOptions, args),
         usage=_usage_options(args),
+        models=from_flags(ModelsOptions, args),
     )
 
 
