@@ -168,6 +168,7 @@ LATE = {
     "runtime/sampling/prompt_scores.py": _TORCH,
     "runtime/steps/opening.py": _TORCH,
     "server/app.py": _OPTIONAL,
+    "server/models/registry.py": _OPTIONAL,
     "server/operate/metrics.py": _OPTIONAL,
     "server/operate/tracing.py": _OPTIONAL,
     "server/reference/openapi.py": "the reference imports every API when it is first read",

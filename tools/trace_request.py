@@ -155,6 +155,7 @@ async def traced_server(out: Path, trace: Trace) -> AsyncIterator[TracedServer]:
     """A served model that has answered two requests."""
     from quickstep.config import EngineConfig
     from quickstep.engine.remote.engine import RemoteEngine
+    from quickstep.server.models.registry import ModelRegistry
     from quickstep.server.options import ServerOptions
     from quickstep.server.run import bind, server_for
 
@@ -162,7 +163,8 @@ async def traced_server(out: Path, trace: Trace) -> AsyncIterator[TracedServer]:
     engine = RemoteEngine(EngineConfig(), command=command)
     await engine.open()
     with bind("127.0.0.1", 0) as sock:
-        server = server_for(engine, ServerOptions(drain_s=0.0))
+        options = ServerOptions(drain_s=0.0)
+        server = server_for(ModelRegistry.of_one(engine, options), options)
         serving = asyncio.create_task(server.serve([sock]))
         while not server.started:
             await asyncio.sleep(0.01)

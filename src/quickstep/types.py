@@ -205,6 +205,8 @@ class Request(msgspec.Struct, frozen=True, array_like=True, tag=True):
             a sequence that has none.
         handover: Another engine continues it: no sequence gets more than one token here, and the
             prompt's KV blocks are sent there.
+        retain_s: Seconds after its end in which it is expected to be continued: its KV blocks are
+            evicted after others (`core.resources.kv_retention`).
     """
 
     request_id: str = ""
@@ -230,6 +232,7 @@ class Request(msgspec.Struct, frozen=True, array_like=True, tag=True):
     reports_progress: bool = False
     resumed: tuple[Resumed, ...] = ()
     handover: KVTarget | None = None
+    retain_s: float = 0.0
 
     @property
     def indices(self) -> Sequence[int]:

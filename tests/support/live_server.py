@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from quickstep.engine.interface import ServedEngine
+from quickstep.server.models.registry import ModelRegistry
 from quickstep.server.options import ServerOptions
 from quickstep.server.run import DrainingServer, bind, server_for
 
@@ -53,7 +54,9 @@ def live_server_of(
 
         async def run() -> None:
             try:
-                server = server_for(await open_engine(), options or ServerOptions(drain_s=0.0))
+                given = options or ServerOptions(drain_s=0.0)
+                models = ModelRegistry.of_one(await open_engine(), given)
+                server = server_for(models, given)
                 serving = asyncio.create_task(server.serve([sock]))
                 while not server.started and not serving.done():
                     await asyncio.sleep(0.001)

@@ -96,6 +96,7 @@ def random_request(rng: Random, setup: Setup, request_id: str, alike: bool = Fal
         request_id,
         prompt,
         sampling,
+        retain_s=(0.0, 0.0, 0.02, 5.0)[length % 4],  # without a draw
         seed=rng.randint(0, 1),
         eos_token_ids=frozenset({EOS}),
         priority=rng.choice((0, 0, 0, -1, 1)),

@@ -12,8 +12,10 @@ import gc
 import logging
 import os
 from collections.abc import Sequence
+from functools import partial
 from typing import TYPE_CHECKING
 
+import msgspec
 from msgspec.structs import replace
 
 from quickstep.cli.flags.engine import (
@@ -24,6 +26,12 @@ from quickstep.cli.flags.engine import (
     model_of,
 )
 from quickstep.cli.flags.lora import add_lora_flags, lora_config
+from quickstep.cli.flags.models import (
+    NamedModel,
+    add_models_flags,
+    named_models,
+    planned_bytes,
+)
 from quickstep.cli.flags.options import add_options, from_flags
 from quickstep.cli.flags.parsing import Parser, command
 from quickstep.cli.flags.serve import (
@@ -52,7 +60,8 @@ if TYPE_CHECKING:
     from quickstep.cluster.replicas import ReplicaSet
     from quickstep.engine.logs import LogSetup
     from quickstep.engine.remote.launch import Launched
-    from quickstep.engine.remote.supervisor import EngineConnector
+    from quickstep.engine.remote.supervisor import EngineConnector, LoadProgress
+    from quickstep.server.models.residents import SeveralModels
 
 _RAY_WAIT_S = 60.0  # for resources
 _ENGINES_WAIT_S = 120.0  # for engines that still load when the server starts
@@ -66,6 +75,7 @@ def add_parser(subparsers: argparse._SubParsersAction[Parser]) -> None:
         subparsers, "serve", "Serve a model over HTTP, with the APIs of OpenAI and others.", run
     )
     add_model(parser)
+    add_models_flags(parser)
     group = parser.add_argument_group("server")
     group.add_argument(
         "--host", default="127.0.0.1", help="address to listen on (default: %(default)s)"
@@ -86,6 +96,7 @@ def add_parser(subparsers: argparse._SubParsersAction[Parser]) -> None:
     add_options(group, LinkConfig, "engines", "token_file", "reuse_port")
     add_engine_flags(parser)
     add_lora_flags(parser)
+    parser.file_sections = ("models", "routes")
     parser.set_defaults(max_waiting=MAX_WAITING_OF_SERVER)
 
 
@@ -184,14 +195,13 @@ def _placed_engines(replicas: ReplicaConfig, config: EngineConfig, log: LogSetup
 
 def run(args: argparse.Namespace) -> int:
     """Bind the socket, load the model, serve until a signal."""
-    config = replace(
-        engine_config(args, model_of(args), args.seed),
-        inputs=input_config(args),
-        lora=lora_config(args),
-        streams=stream_config(args),
-        recording=recording_config(args),
-    )
-    replicas, config = _replicas(args, config)
+    models = named_models(args, model_of(args))
+    memory_bytes = _models_memory_bytes(args) if models else None
+    if models:
+        setups = [_setup(model.args, model.model, memory_bytes) for model in models]
+    else:
+        setups = [_setup(args, model_of(args))]
+    replicas, config = setups[0]
     connectors = [] if args.engines is None else _connectors(args)
     # Importing creates only objects that stay alive: see `engine.remote.worker.main`.
     gc.disable()
@@ -203,10 +213,68 @@ def run(args: argparse.Namespace) -> int:
                 launched.end()
             else:
                 _send_opening(launched, config, log)
-        _serve(args, config, replicas, log, launched, connectors)
+        several = _Several(models, setups, memory_bytes) if memory_bytes is not None else None
+        _serve(args, config, replicas, log, launched, connectors, several)
     finally:
         gc.enable()  # also if no engine was opened
     return 0
+
+
+class _Several(msgspec.Struct, frozen=True):
+    """The models of a server, and what they may take together."""
+
+    models: Sequence[NamedModel]
+    setups: Sequence[tuple[ReplicaConfig, EngineConfig]]
+    memory_bytes: int
+
+    def entries(self, options: ServerOptions, log: LogSetup) -> SeveralModels:
+        """For the server: with the size of each by the planner. Raises ConfigError."""
+        from quickstep.server.models.residents import ModelEntry, SeveralModels
+
+        entries = []
+        for model, (replicas, config) in zip(self.models, self.setups, strict=True):
+            own = model.options(options)
+            num_bytes = planned_bytes(config, self.memory_bytes) * replicas.num_engines
+            entries.append(
+                ModelEntry(
+                    model.names,
+                    own,
+                    partial(_open_replicas, config, replicas, log, None, (), options.stall_s),
+                    num_bytes,
+                    model.is_pinned,
+                )
+            )
+        return SeveralModels(tuple(entries), self.memory_bytes, options.models.num_loaded)
+
+
+def _models_memory_bytes(args: argparse.Namespace) -> int:
+    """What all models may take together. Raises ConfigError for a GPU without a limit."""
+    if args.models_memory_bytes is not None:
+        limit: int = args.models_memory_bytes
+        return limit
+    if args.device.startswith("cuda"):
+        raise ConfigError("several models on a GPU need --models-memory-bytes, such as 70GiB")
+    from quickstep.engine.machine import free_memory_bytes
+
+    return free_memory_bytes()
+
+
+def _setup(
+    args: argparse.Namespace, model: str, memory_bytes: int | None = None
+) -> tuple[ReplicaConfig, EngineConfig]:
+    """The replicas of a model, and the configuration of each, which is limited to `memory_bytes`
+    if it has no limit of its own. Raises ConfigError.
+    """
+    config = replace(
+        engine_config(args, model, args.seed),
+        inputs=input_config(args),
+        lora=lora_config(args),
+        streams=stream_config(args),
+        recording=recording_config(args),
+    )
+    if config.memory_bytes is None:
+        config = replace(config, memory_bytes=memory_bytes)
+    return _replicas(args, config)
 
 
 def _send_opening(launched: Launched, config: EngineConfig, log: LogSetup) -> None:
@@ -222,6 +290,7 @@ def _serve(
     log: LogSetup,
     launched: Launched | None,
     connectors: Sequence[EngineConnector],
+    several: _Several | None = None,
 ) -> None:
     from quickstep.engine.logs import install
     from quickstep.server.http.tls import check_tls
@@ -232,7 +301,9 @@ def _serve(
     # the server has its own messages, and malformed requests are not worth a warning
     logging.getLogger("uvicorn").setLevel(logging.ERROR)
     options = server_options(args)
-    check_names(options)
+    entries = None if several is None else several.entries(options, log)
+    for each in (options,) if entries is None else (entry.options for entry in entries.entries):
+        check_names(each)
     check_tls(options.tls)
     if options.metrics.otlp_traces_endpoint is not None:
         from quickstep.server.operate.tracing import check_tracing
@@ -247,7 +318,8 @@ def _serve(
             serve(
                 lambda: _open_engines(config, replicas, log, launched, connectors, options.stall_s),
                 sock,
-                options,
+                options if entries is None else entries.entries[0].options,
+                entries,
             )
         finally:
             if placed is not None:
@@ -262,9 +334,35 @@ async def _open_engines(
     connectors: Sequence[EngineConnector],
     stall_s: float,
 ) -> ReplicaSet:
-    """Load the model in the engines' processes, or connect to those that listen, and describe it on
-    stderr.
-    """
+    """Open the engines of the first model, and describe it on stderr."""
+    doing = f"loading {config.load.model}"
+    if connectors:
+        doing = f"connecting to engines of {config.load.model}"
+    _LOG.info(doing)
+    with loading_bar(doing) as progress:
+        engine = await _open_replicas(
+            config, replicas, log, launched, connectors, stall_s, progress
+        )
+    gc.freeze()  # objects that exist now stay alive
+    gc.enable()
+    if engine.memory_plan is not None and not log.as_json:
+        print_memory(engine.memory_plan)
+    _LOG.info("loaded %s (%s)", engine.model_name, engine.fingerprint)
+    if engine.default_sampling:
+        _LOG.info("sampling defaults of the model: %s", dict(engine.default_sampling))
+    return engine
+
+
+async def _open_replicas(
+    config: EngineConfig,
+    replicas: ReplicaConfig,
+    log: LogSetup,
+    launched: Launched | None,
+    connectors: Sequence[EngineConnector],
+    stall_s: float,
+    progress: LoadProgress | None = None,
+) -> ReplicaSet:
+    """Load a model in the engines' processes, or connect to those that listen."""
     from quickstep.cluster.replicas import ReplicaSet
     from quickstep.engine.records.step_log import StepLog
     from quickstep.engine.remote.engine import RemoteEngine
@@ -283,18 +381,6 @@ async def _open_engines(
             restart_limits=RECONNECTIONS if connectors else None,
         )
 
-    doing = f"connecting to engines of {config.load.model}"
-    if not connectors:
-        doing = f"loading {config.load.model}"
-    _LOG.info(doing)
     engine = ReplicaSet(replicas, make_engine, seed=config.seed, streams=config.streams)
-    with loading_bar(doing) as progress:
-        await engine.open(progress)
-    gc.freeze()  # objects that exist now stay alive
-    gc.enable()
-    if engine.memory_plan is not None and not log.as_json:
-        print_memory(engine.memory_plan)
-    _LOG.info("loaded %s (%s)", engine.model_name, engine.fingerprint)
-    if engine.default_sampling:
-        _LOG.info("sampling defaults of the model: %s", dict(engine.default_sampling))
+    await engine.open(progress)
     return engine

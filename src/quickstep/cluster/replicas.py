@@ -540,6 +540,24 @@ class ReplicaSet:
             self._place_parked()
         return replace(change, is_draining=False, fingerprint=engine.fingerprint)
 
+    # -- sleep ------------------------------------------------------------------------------------
+
+    async def sleep(self) -> None:
+        """End the processes of all engines, which gives their memory back, until `wake`.
+
+        Raises:
+            EngineError: Requests are live, or an engine does not run.
+        """
+        if self.request_ids:
+            raise EngineError(f"{len(self.request_ids)} requests are live, the engine cannot sleep")
+        await asyncio.gather(*(engine.sleep() for engine in self._engines))
+
+    async def wake(self) -> None:
+        """Start all processes again. Raises EngineError if one does not sleep, or does not serve
+        then.
+        """
+        await asyncio.gather(*(engine.wake() for engine in self._engines))
+
     # -- choosing an engine -----------------------------------------------------------------------
 
     def _takers(self) -> list[int]:

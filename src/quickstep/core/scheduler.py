@@ -44,6 +44,7 @@ from quickstep.core.resources.adapter_places import AdapterPlaces
 from quickstep.core.resources.adapter_residency import AdapterOrders, AdapterResidency
 from quickstep.core.resources.block_pool import KVBlockPool
 from quickstep.core.resources.kv_blocks import KVBlocks
+from quickstep.core.resources.kv_retention import KVRetention
 from quickstep.core.resources.kv_tiers import KVTiers
 from quickstep.core.resources.kv_transfers import KVTransfers
 from quickstep.core.resources.resource import Resource, Slots
@@ -121,6 +122,7 @@ class Scheduler:
             more_resources = (*more_resources, self.tiers)
         self._resources: tuple[Resource, ...] = (
             self._slots,
+            KVRetention(pool),
             *more_resources,
             *adapters,
             self._blocks,
@@ -664,7 +666,7 @@ class Scheduler:
             self._waiting.remove(sequence)
         self._order.ended(sequence)
         for resource in self._resources:
-            resource.ended(sequence)
+            resource.ended(sequence, now)
         self._admission.ended(sequence, reason)
         timings = self._with_unloaded(sequence.finish(now))
         name = sequence.request.request_id

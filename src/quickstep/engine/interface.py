@@ -208,6 +208,17 @@ class ServedEngine(Protocol):
 
 
 @runtime_checkable
+class SleepingEngine(Protocol):
+    """A served engine that can give its memory back between requests and load its model again."""
+
+    async def sleep(self) -> None:
+        """Give the memory back. Raises EngineError with live requests, or if it does not run."""
+
+    async def wake(self) -> None:
+        """Load the model again. Raises EngineError if it does not sleep, or does not serve then."""
+
+
+@runtime_checkable
 class ReplicatedEngine(Protocol):
     """A served engine whose processes an operator may drain and restart one by one. Streams move to
     another one, or to the new process, after `drain_s` seconds; if only other weights are there,

@@ -15,12 +15,14 @@ from quickstep.core.cost_model import Coefficients
 class EngineState(enum.Enum):
     """The states of an engine, in order; FAILED when its loop failed.
 
-    RESTARTING is for an engine in its own process, which is restarted after it has ended.
+    RESTARTING is for an engine in its own process, which is restarted after it has ended; ASLEEP
+    for one that has none until it is woken.
     """
 
     NEW = "not started"
     RUNNING = "running"
     RESTARTING = "restarting"
+    ASLEEP = "asleep"
     DRAINING = "stopping"
     STOPPED = "stopped"
     FAILED = "failed"

@@ -123,18 +123,28 @@ async def _running_engines(
 ) -> AsyncIterator[None]:
     """Run the engines, record their usage and log their traffic inside this context."""
     ledger = _open_ledger(models.server, options)
-    for model in models:
+    tasks: list[asyncio.Task[None]] = []
+
+    async def start(model: ServedModel) -> None:
         model.engine.step_log.follow_sequences(_recorder(model, options, ledger))
         await model.engine.start()
-    logging_traffic = [
-        asyncio.create_task(log_traffic(model.engine, metrics.of(model))) for model in models
-    ]
+        tasks.append(asyncio.create_task(log_traffic(model.engine, metrics.of(model))))
+
+    async def opened(model: ServedModel) -> None:
+        metrics.add(model)
+        await start(model)
+
+    for model in models:
+        await start(model)
+    models.follow(opened)
+    if models.residents is not None:
+        tasks.append(asyncio.create_task(models.residents.run(), name="models"))
     try:
         yield
     finally:
-        for task in logging_traffic:
+        for task in tasks:
             task.cancel()
-        await asyncio.gather(*logging_traffic, return_exceptions=True)
+        await asyncio.gather(*tasks, return_exceptions=True)
         for model in models:
             await model.engine.stop()
         if ledger is not None:

@@ -14,8 +14,9 @@ from typing import Annotated, Any
 import msgspec
 
 from quickstep.config import STALL_S
+from quickstep.core.model_residency import MAX_OVERTAKE_S
 from quickstep.errors import ConfigError, RequestError
-from quickstep.option import AT_LEAST_0, POSITIVE, Kind, Option, check_bounds
+from quickstep.option import AT_LEAST_0, AT_LEAST_1, POSITIVE, Kind, Option, check_bounds
 from quickstep.server.usage.api_keys import ApiKeys
 from quickstep.server.usage.limits import KeyLimits
 from quickstep.server.usage.price_book import PriceBook
@@ -544,8 +545,58 @@ class WarmPrompt(msgspec.Struct, frozen=True):
     api_keys: tuple[str, ...] = ()
 
 
+class ModelsOptions(msgspec.Struct, frozen=True):
+    """Which of several models are in memory."""
+
+    memory_bytes: Annotated[
+        int | None,
+        Option(
+            "memory for all models that are loaded at the same time, KV caches included; others "
+            "are loaded when they are named, and idle ones leave",
+            Kind.BYTES,
+            "--models-memory-bytes",
+            default_text="the free memory",
+            bounds=AT_LEAST_1,
+        ),
+    ] = None
+    num_loaded: Annotated[
+        int,
+        Option(
+            "how many of several models are loaded at the start, in their order and as far as "
+            "they fit; pinned ones always are",
+            Kind.COUNT,
+            "--load-models",
+            bounds=AT_LEAST_1,
+        ),
+    ] = 1
+    idle_s: Annotated[
+        float | None,
+        Option(
+            "after how long without requests a model's memory is given back; it is loaded again "
+            "when it is named",
+            Kind.SECONDS,
+            "--model-idle-s",
+            default_text="when another model needs the memory",
+            bounds=AT_LEAST_0,
+        ),
+    ] = None
+    overtake_s: Annotated[
+        float,
+        Option(
+            "how long requests wait for a model while others are busy, before the least used of "
+            "those takes no new requests and leaves",
+            Kind.SECONDS,
+            "--model-overtake-s",
+            bounds=AT_LEAST_0,
+        ),
+    ] = MAX_OVERTAKE_S
+
+    def __post_init__(self) -> None:
+        check_bounds(self)
+
+
 class ServerOptions(msgspec.Struct, frozen=True):
-    """How one engine is served.
+    """How models are served.
 
     Attributes:
         served_model_names: Names that clients may use; empty takes the engine's model name. The
@@ -580,6 +631,7 @@ class ServerOptions(msgspec.Struct, frozen=True):
             the chat template implies.
         reasoning_parser: The same for reasoning.
         page: Browsers get a page at `/`.
+        models: Which of several models are in memory.
     """
 
     served_model_names: Annotated[
@@ -681,6 +733,7 @@ class ServerOptions(msgspec.Struct, frozen=True):
     page: Annotated[bool, Option("no page for browsers at /", flag="--no-page", turns_off=True)] = (
         True
     )
+    models: ModelsOptions = msgspec.field(default_factory=ModelsOptions)
 
     def __post_init__(self) -> None:
         if not 0.0 <= self.drain_s <= _LONGEST_S:

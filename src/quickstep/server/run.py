@@ -30,10 +30,11 @@ from uvicorn.server import Server
 from quickstep.engine.interface import ReplicatedEngine, ServedEngine
 from quickstep.engine.stats import EngineState
 from quickstep.errors import ConfigError, EngineError, QuickstepError
-from quickstep.server.app import create_app
+from quickstep.server.app import app_of_models
 from quickstep.server.http.protocol import bounded_protocol
 from quickstep.server.http.tls import Certificates
 from quickstep.server.models.registry import ModelRegistry
+from quickstep.server.models.residents import SeveralModels
 from quickstep.server.options import ServerOptions
 from quickstep.server.usage.api_keys import ApiKeys
 
@@ -101,20 +102,21 @@ class DrainingServer(Server):
     def __init__(
         self,
         config: Config,
-        engine: ServedEngine,
+        models: ModelRegistry,
         options: ServerOptions,
         certificates: Certificates | None = None,
     ) -> None:
         super().__init__(config)
-        self._engine = engine
+        self._models = models
         self._certificates = certificates
         self._reload_wanted = False
         self._restarting: asyncio.Task[None] | None = None
         self._drain_s = options.drain_s
         self._options = options
         self._keys = options.api_keys
-        names = ", ".join(options.served_model_names or (engine.model_name,))
-        self._what = f"{names} with a context of {engine.max_model_len} tokens"
+        names, context = ", ".join(models.names), models.default.engine.max_model_len
+        several = models.residents is not None and len(models.residents.entries) > 1
+        self._what = names if several else f"{names} with a context of {context} tokens"
         self._scheme = "https" if options.tls.certfile else "http"
 
     async def startup(self, sockets: list[socket.socket] | None = None) -> None:
@@ -137,10 +139,17 @@ class DrainingServer(Server):
             self._reload_wanted = False
             self._reload()
             self._restarting = asyncio.create_task(self._restart_replicas(), name="restart")
-        if not self.should_exit and self._engine.stats().state is EngineState.FAILED:
+        if not self.should_exit and self._has_failed():
             _LOG.critical("the engine has failed and is not started again: the server ends")
             self.should_exit = True
         return await super().on_tick(counter)
+
+    def _has_failed(self) -> bool:
+        """Whether no model can serve any more."""
+        residents = self._models.residents
+        return all(model.engine.stats().state is EngineState.FAILED for model in self._models) and (
+            residents is None or residents.is_failed
+        )
 
     def _reload(self) -> None:
         """Read keys and certificates again; what cannot be read stays as it is."""
@@ -157,30 +166,36 @@ class DrainingServer(Server):
         _LOG.info("SIGHUP: read keys and certificates again; keys: %s", names)
 
     async def _restart_replicas(self) -> None:
-        """Restart the engines one by one, if there are several, or if other weights are on disk:
-        requests would wait for the only one.
+        """Restart the engines of a model one by one, if there are several, or if other weights are
+        on disk: requests would wait for the only one.
         """
-        engine = self._engine
-        if not isinstance(engine, ReplicatedEngine):
-            return
-        try:
-            if engine.num_replicas == 1 and not engine.has_new_files():
-                return
-            changes = await engine.restart_replicas()
-        except QuickstepError as error:
-            _LOG.error("SIGHUP: the restart of the engines ended: %s", error)
-        else:
-            _LOG.info("SIGHUP: restarted %d engines", len(changes))
+        for model in self._models:
+            engine = model.engine
+            if not isinstance(engine, ReplicatedEngine):
+                continue
+            try:
+                if engine.num_replicas == 1 and not engine.has_new_files():
+                    continue
+                changes = await engine.restart_replicas()
+            except QuickstepError as error:
+                _LOG.error("SIGHUP: the restart of the engines ended: %s", error)
+            else:
+                _LOG.info("SIGHUP: restarted %d engines", len(changes))
 
     async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
         """Refuse new requests, let running ones continue, then end them with an error event."""
-        draining = asyncio.create_task(self._engine.stop(self._drain_s))
+        if self._models.residents is not None:
+            self._models.residents.stop()
+        draining = asyncio.create_task(self._stop_engines(self._drain_s))
         hurrying = asyncio.create_task(self._stop_at_second_signal(draining))
         await super().shutdown(sockets)
         await asyncio.gather(draining, hurrying, return_exceptions=True)
-        await self._engine.stop()  # for a drain that was cut short
+        await self._stop_engines()  # for a drain that was cut short
         if self.force_exit:
             await self._finish_by_force()
+
+    async def _stop_engines(self, drain_s: float = 0.0) -> None:
+        await asyncio.gather(*(model.engine.stop(drain_s) for model in self._models))
 
     async def _finish_by_force(self) -> None:
         """Do what uvicorn skips on a forced exit: send last events, and end the app's lifespan."""
@@ -256,11 +271,11 @@ def _with_open_files(options: ServerOptions) -> ServerOptions:
     return options
 
 
-def server_for(engine: ServedEngine, options: ServerOptions) -> DrainingServer:
-    """The configured server of an engine, not running."""
+def server_for(models: ModelRegistry, options: ServerOptions) -> DrainingServer:
+    """The configured server of these models, not running."""
     certificates = Certificates(options.tls) if options.tls.certfile else None
     config = Config(
-        create_app(engine, options),
+        app_of_models(models, options),
         loop="none",  # the caller's
         http=bounded_protocol(options.limits, options.connections, certificates),
         ws="none",
@@ -274,15 +289,17 @@ def server_for(engine: ServedEngine, options: ServerOptions) -> DrainingServer:
         # the engine ends the streams in time; this is for clients that do not read their end
         timeout_graceful_shutdown=round(options.drain_s) + _FLUSH_S,
     )
-    return DrainingServer(config, engine, options, certificates)
+    return DrainingServer(config, models, options, certificates)
 
 
 def serve(
     open_engine: Callable[[], Awaitable[ServedEngine]],
     sock: socket.socket,
     options: ServerOptions | None = None,
+    several: SeveralModels | None = None,
 ) -> None:
-    """Open the engine and serve it on a bound socket until a signal.
+    """Open the engine and serve it on a bound socket until a signal. Of `several` models it is the
+    first one's.
 
     Raises:
         ConfigError: The engine cannot be opened with this configuration.
@@ -293,23 +310,29 @@ def serve(
     if threading.current_thread() is threading.main_thread():
         signal.signal(signal.SIGHUP, signal.SIG_IGN)  # until there is something to read again
     with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
-        runner.run(_open_and_serve(open_engine, sock, options))
+        runner.run(_open_and_serve(open_engine, sock, options, several))
     _LOG.info("stopped")
 
 
 async def _open_and_serve(
-    open_engine: Callable[[], Awaitable[ServedEngine]], sock: socket.socket, options: ServerOptions
+    open_engine: Callable[[], Awaitable[ServedEngine]],
+    sock: socket.socket,
+    options: ServerOptions,
+    several: SeveralModels | None,
 ) -> None:
     engine = await open_engine()
     try:
-        if options.warm_prompts:
+        if several is None:
             models = ModelRegistry.of_one(engine, options)
+        else:
+            models = ModelRegistry.of_several(engine, several)
+        if options.warm_prompts:
             from quickstep.server.operate.warm_prompts import (
                 warm_prefix_cache,  # few servers need it
             )
 
             await warm_prefix_cache(models.default, options.warm_prompts)
-        await server_for(engine, options).serve(sockets=[sock])
+        await server_for(models, options).serve(sockets=[sock])
         stats = engine.stats()
         if stats.state is EngineState.FAILED:
             raise EngineError(f"the engine failed and was given up: {stats.failure}")

@@ -153,6 +153,19 @@ def test_nothing_is_restored_where_computing_is_faster() -> None:
     assert slow.timings["last"].num_restored_tokens == 0
 
 
+def test_a_slow_hour_of_the_disk_does_not_end_restores_for_good() -> None:
+    driver = Driver()
+    driver.run(request("first"))
+    for _ in range(100):
+        driver.tiers.measured(10, 1e9)
+    for number in range(400):
+        driver.scheduler.reset_prefix_cache()
+        driver.run(request(f"{number}"))
+        if driver.tiers.stats().num_restored:
+            break
+    assert 0 < number < 399
+
+
 def test_blocks_are_saved_when_their_steps_are_over() -> None:
     """A sequence that is aborted leaves blocks to which a step in flight still writes."""
     driver = Driver()

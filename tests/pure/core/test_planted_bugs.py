@@ -84,6 +84,7 @@ _MODULES = (
     "resources.resource",
     "resources.kv_blocks",
     "resources.arriving_blocks",
+    "resources.kv_retention",
     "resources.kv_tiers",
     "resources.kv_transfers",
     "resources.adapter_residency",
@@ -328,6 +329,16 @@ _BUGS = {
         "sequence",
         "max(self._num_scored_tokens, min(num_scored, self.prompt_len))",
         "self._num_scored_tokens",
+    ),
+    "ended-retention-still-counts": (
+        "resources.kv_retention",
+        "self._shares.give_back(retained.account)",
+        "pass",
+    ),
+    "retained-blocks-are-pinned": (
+        "resources.block_pool",
+        "(cached or self._cached_retained).popitem(last=False)",
+        "cached.popitem(last=False)",
     ),
     "stored-before-it-is-computed": (
         "resources.kv_tiers",

@@ -242,6 +242,7 @@ _REQUEST: dict[str, object] = {
     "reports_progress": True,
     "resumed": (Resumed(0, (3, 4)),),
     "handover": KVTarget("127.0.0.1", 1, "secret"),
+    "retain_s": 60.0,
 }
 
 

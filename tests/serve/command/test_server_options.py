@@ -286,7 +286,7 @@ def test_any_answer_that_is_not_read_is_cut(path: str, tmp_path: Path) -> None:
     connections = ConnectionOptions(slow_reader_s=0.2, max_connections=4)
     options = ServerOptions(connections=connections)
     with (
-        patch("quickstep.server.run.create_app", lambda engine, options: app),
+        patch("quickstep.server.run.app_of_models", lambda models, options: app),
         live_server(FakeEngine(), options) as server,
     ):
         address = ("127.0.0.1", server.port)

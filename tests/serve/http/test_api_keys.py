@@ -46,6 +46,14 @@ def test_a_probe_needs_no_key(path: str) -> None:
     assert ask(path).status_code == 200
 
 
+def test_the_root_needs_a_key_only_on_a_server_without_the_page() -> None:
+    assert ask("/").text == "Ollama is running"
+    without = ServerOptions(api_keys=KEYS, page=False)
+    assert ask("/", options=without).status_code == 401
+    keyed = ask("/", {"authorization": "Bearer secret-a"}, without)
+    assert keyed.text == "Ollama is running"
+
+
 @pytest.mark.parametrize(
     ("method", "path"),
     [
@@ -55,7 +63,8 @@ def test_a_probe_needs_no_key(path: str) -> None:
         ("POST", COMPLETIONS),
         ("GET", "/metrics"),
         ("GET", "/version"),
-        ("GET", "/"),
+        ("POST", "/"),
+        ("GET", "/page/nothing.js"),
         ("GET", "/nowhere"),
         ("POST", "/health"),
         ("DELETE", "/ready"),

@@ -46,10 +46,10 @@ def _read_defaults(parser: Parser, arguments: Sequence[str]) -> None:
     keys: dict[str, str] = {}  # by the name of the flag's value
     for key, value in content.items():
         where = f"{_FLAG} {path}: {key}"
-        setting = _setting(parser, key, value, where)
-        if setting is None:
+        flag = setting(parser, key, value, where)
+        if flag is None:
             continue
-        action, default = setting
+        action, default = flag
         if action.dest in keys:
             raise ConfigError(f"{where} sets the same as {keys[action.dest]}; keep one of them")
         keys[action.dest] = key
@@ -76,9 +76,7 @@ def _given(parser: Parser, arguments: Sequence[str]) -> tuple[str | None, set[st
     return path, given
 
 
-def _setting(
-    parser: Parser, key: str, value: Any, where: str
-) -> tuple[argparse.Action, Any] | None:
+def setting(parser: Parser, key: str, value: Any, where: str) -> tuple[argparse.Action, Any] | None:
     """The flag that a key sets, with its value; None if it asks for what holds anyway.
 
     Raises:
@@ -101,7 +99,7 @@ def _setting(
             raise ConfigError(f"{where}: {foreign.refusal(flag, text, known)}")
         if not ours:
             return None
-        return _setting(parser, ours[0].removeprefix("--"), (*ours, True)[1], where)
+        return setting(parser, ours[0].removeprefix("--"), (*ours, True)[1], where)
     near = nearest_name(flag, known.keys() - {f"--{name}" for name in _NO_SETTINGS})
     hint = f"did you mean {near.removeprefix('--')}?" if near else f"see {parser.prog} --help"
     raise ConfigError(f"{where} is no flag; {hint}")

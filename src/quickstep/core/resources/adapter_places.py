@@ -47,7 +47,7 @@ class AdapterPlaces(Resource):
             self.residency.count_use(request.adapter_id, now)
             self._num_live[request.adapter_id] += len(request.indices)
 
-    def ended(self, sequence: Sequence) -> None:
+    def ended(self, sequence: Sequence, now: float) -> None:
         """Count it."""
         if adapter_id := sequence.request.adapter_id:
             self._num_live[adapter_id] -= 1

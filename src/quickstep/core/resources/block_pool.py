@@ -51,6 +51,7 @@ NO_HITS = PrefixHits((), 0)
 
 
 _DIGEST_BYTES = 16
+_NOT_CACHED = object()
 _MAX_LOST = 65_536  # digests of lost blocks that are remembered: a few megabytes
 
 # (digest of the parent, token ids of the block) -> digest of the block.
@@ -87,7 +88,11 @@ def chain_digest(parent: bytes, token_ids: Sequence[int]) -> bytes:
 
 
 class KVBlockPool:
-    """Reference counts, prefix index and eviction order of `num_blocks` KV blocks."""
+    """Reference counts, prefix index and eviction order of `num_blocks` KV blocks.
+
+    Attributes:
+        retained: Blocks with content that are evicted after all others; read only.
+    """
 
     def __init__(
         self,
@@ -110,6 +115,8 @@ class KVBlockPool:
         self._index: dict[bytes, int] = {}
         self._free = list(range(num_blocks - 1, -1, -1))
         self._cached: OrderedDict[int, None] = OrderedDict()  # least recently used first
+        self.retained: set[int] = set()
+        self._cached_retained: OrderedDict[int, None] = OrderedDict()  # of these; evicted last
         self._version = 0  # how often a block lost its content's key
         self._lost_at: dict[bytes, int] = {}  # the version at which a digest lost its block
         self._max_lost = min(num_blocks, _MAX_LOST)  # older ones do not count
@@ -120,7 +127,7 @@ class KVBlockPool:
     @property
     def num_free(self) -> int:
         """Blocks that `allocate` can give: free ones, and cached ones that it would evict."""
-        return len(self._free) + len(self._cached)
+        return len(self._free) + len(self._cached) + len(self._cached_retained)
 
     def num_free_besides(self, block_ids: Iterable[int]) -> int:
         """How many blocks `allocate` could give after `block_ids` (hits) have been acquired."""
@@ -223,12 +230,30 @@ class KVBlockPool:
     def _refer(self, block_ids: Sequence[int]) -> None:
         for block_id in block_ids:
             if not self._ref_counts[block_id]:
-                del self._cached[block_id]
+                del self._cached_of(block_id)[block_id]
             self._ref_counts[block_id] += 1
+
+    def _cached_of(self, block_id: int) -> OrderedDict[int, None]:
+        """The cached blocks among which one without references is."""
+        return self._cached_retained if block_id in self.retained else self._cached
+
+    def retain(self, block_id: int) -> None:
+        """Evict a block with content after all others, until `end_retention`."""
+        assert self._keys[block_id] is not None, f"block {block_id} is not registered"
+        if self._cached.pop(block_id, _NOT_CACHED) is None:
+            self._cached_retained[block_id] = None
+        self.retained.add(block_id)
+
+    def end_retention(self, block_id: int) -> None:
+        """Evict a block that was retained before all others."""
+        self.retained.discard(block_id)
+        if self._cached_retained.pop(block_id, _NOT_CACHED) is None:
+            self._cached[block_id] = None
+            self._cached.move_to_end(block_id, last=False)
 
     def allocate_one(self) -> int:
         """Allocate a block as `allocate` does."""
-        if not (self._free or self._cached):
+        if not (self._free or self._cached or self._cached_retained):
             raise OutOfBlocks("a KV block is needed, none is free")
         block_id = self._free.pop() if self._free else self._evict(1)[0]
         self._ref_counts[block_id] = 1
@@ -242,7 +267,7 @@ class KVBlockPool:
         """
         free, ref_counts = self._free, self._ref_counts
         num_evicted = count - len(free)
-        if num_evicted > len(self._cached):
+        if num_evicted > len(self._cached) + len(self._cached_retained):
             raise OutOfBlocks(f"{count} KV blocks are needed, {self.num_free} are free")
         num_left = max(0, -num_evicted)
         block_ids = free[num_left:]
@@ -258,12 +283,15 @@ class KVBlockPool:
         """Remove one reference from each block."""
         # The tail first: the end of a chain is the least likely to be shared, so evict it first.
         ref_counts, keys, cached = self._ref_counts, self._keys, self._cached
+        retained = self.retained
         for block_id in reversed(block_ids):
             count = ref_counts[block_id] = ref_counts[block_id] - 1
             if count:
                 continue
             if keys[block_id] is None:
                 self._free.append(block_id)
+            elif block_id in retained:
+                self._cached_retained[block_id] = None
             else:
                 cached[block_id] = None
 
@@ -313,9 +341,10 @@ class KVBlockPool:
             key = self._keys[block_id]
             if key is None:
                 continue
+            cached = self._cached_of(block_id)
             self._unindex(block_id, key)
-            if block_id in self._cached:
-                del self._cached[block_id]
+            if block_id in cached:
+                del cached[block_id]
                 self._free.append(block_id)
 
     def was_cached(self, digest: bytes) -> bool:
@@ -326,16 +355,15 @@ class KVBlockPool:
 
     def forget_cached(self) -> int:
         """Free every cached block without references; returns how many there were."""
-        cached = list(self._cached)
+        cached = [*self._cached, *self._cached_retained]
         self.forget(cached)
         return len(cached)
 
     def stats(self) -> PoolStats:
         """Counts for metrics."""
         num_used = self.num_blocks - self.num_free
-        return PoolStats(
-            len(self._free), len(self._cached), num_used, self._num_hits, self._num_evictions
-        )
+        num_cached = len(self._cached) + len(self._cached_retained)
+        return PoolStats(len(self._free), num_cached, num_used, self._num_hits, self._num_evictions)
 
     def check(self, tables: Iterable[Sequence[int]]) -> None:
         """Raise AssertionError unless the state agrees with the block tables of all holders."""
@@ -347,7 +375,7 @@ class KVBlockPool:
             assert count == held[block_id], (
                 f"block {block_id} has {count} references, {held[block_id]} holders have it"
             )
-        idle = Counter((*self._free, *self._cached))
+        idle = Counter((*self._free, *self._cached, *self._cached_retained))
         assert all(count == 1 for count in idle.values()), "a block is listed free twice"
         unused = {block_id for block_id, count in enumerate(self._ref_counts) if not count}
         assert set(idle) == unused, "the free lists differ from the unreferenced blocks"
@@ -358,14 +386,19 @@ class KVBlockPool:
         assert {block_id: digest for digest, block_id in self._index.items()} == indexed, (
             "the index differs from the keys of the blocks"
         )
-        assert all(block_id in indexed for block_id in self._cached), "a cached block has no key"
+        cached = {*self._cached, *self._cached_retained}
+        assert all(block_id in indexed for block_id in cached), "a cached block has no key"
+        assert self.retained <= indexed.keys(), "a retained block has no key"
+        assert {*self._cached_retained} == self.retained & cached, "a block is cached elsewhere"
 
     def _evict(self, count: int) -> list[int]:
-        """Take the content of so many cached blocks, least recently used first."""
+        """Take the content of so many cached blocks, least recently used first; of retained ones
+        only if there are no others.
+        """
         cached, keys = self._cached, self._keys
         block_ids = []
         for _ in range(count):
-            block_id, _ = cached.popitem(last=False)
+            block_id, _ = (cached or self._cached_retained).popitem(last=False)
             key = keys[block_id]
             assert key is not None, f"block {block_id} is cached without a key"
             self._unindex(block_id, key)
@@ -375,6 +408,7 @@ class KVBlockPool:
 
     def _unindex(self, block_id: int, key: BlockKey) -> None:
         digest, lost_at = key.digest, self._lost_at
+        self.retained.discard(block_id)
         del self._index[digest]
         self._keys[block_id] = None
         self._version = version = self._version + 1

@@ -38,6 +38,7 @@ from quickstep.types import Request
 _IDENTITY_BYTES = 32
 _FIRST_RATE = 1e9  # bytes per second, before the first one is measured
 _RATE_GAIN = 0.2
+_RATE_RECOVERY = 0.02  # of the way back to the first rate, when a restore does not pay
 # Most blocks that are saved are never restored, and a save takes about as long as a restore: save
 # what takes at least so many times longer to compute.
 _SAVE_RATIO = 10.0
@@ -231,8 +232,8 @@ class KVTiers(Resource):
 
     @property
     def is_saving(self) -> bool:
-        """Whether blocks are being saved, or are to be."""
-        return bool(self._candidates or self._saving is not None)
+        """Whether an order is being carried out."""
+        return self._saving is not None
 
     def take_save(self) -> SaveOrder | None:
         """The next order, once the one before is `saved`; None for nothing yet."""
@@ -344,7 +345,7 @@ class KVTiers(Resource):
             restore.sequences = sequences
         return True
 
-    def ended(self, sequence: Sequence) -> None:
+    def ended(self, sequence: Sequence, now: float) -> None:
         """It may have waited."""
         self._considered.discard(sequence.sequence_id)
 
@@ -361,8 +362,9 @@ class KVTiers(Resource):
         self._num_restored += num_blocks
 
     def measured(self, num_blocks: int, seconds: float) -> None:
-        """A restore of so many blocks took so long."""
-        rate = num_blocks * self._config.block_bytes / max(seconds, 1e-6)
+        """A restore of so many blocks took so long, with its latency."""
+        reading_s = max(seconds - self._config.latency_s, seconds / 4, 1e-6)
+        rate = num_blocks * self._config.block_bytes / reading_s
         self._rate += _RATE_GAIN * (rate - self._rate)
 
     def end_restoring(self, request_id: str) -> None:
@@ -403,7 +405,11 @@ class KVTiers(Resource):
             if digest in self._arriving or digest not in self._places:
                 break
             num_blocks += 1
-        return num_blocks if num_blocks and self._pays(first, num_blocks) else 0
+        if num_blocks and not self._pays(first, num_blocks):
+            # else a slow hour of the disk would end restores for good: no other is measured
+            self._rate += _RATE_RECOVERY * (_FIRST_RATE - self._rate)
+            return 0
+        return num_blocks
 
     def _restore(self, sequence: Sequence, num_blocks: int) -> str:
         """Order so many blocks after its hits; returns the name of the restore."""

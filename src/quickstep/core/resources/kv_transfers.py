@@ -194,7 +194,7 @@ class KVTransfers(Resource):
         orders, self._orders = self._orders, []
         return orders
 
-    def ended(self, sequence: Sequence) -> None:
+    def ended(self, sequence: Sequence, now: float) -> None:
         """Its request may have been aborted while its blocks were sent."""
         request = sequence.request
         if request.handover is None or sequence.index != request.indices[0]:

@@ -72,7 +72,7 @@ class Resource:
     def release(self, sequence: Sequence) -> None:
         """Take back what a running sequence holds."""
 
-    def ended(self, sequence: Sequence) -> None:
+    def ended(self, sequence: Sequence, now: float) -> None:
         """A sequence of an accepted request has ended, in the batch or in the queue."""
 
     def lost(self, waiting: WaitingQueue) -> list[tuple[Sequence, str]]:

@@ -48,11 +48,12 @@ class KVDirectory:
     """The files of one model. One thread at a time uses it; `open` makes one.
 
     Attributes:
+        path: Of the directory.
         may_write: False if another process writes there.
     """
 
     def __init__(self, path: Path, identity: str, block_bytes: int, lock: int | None) -> None:
-        self._path = path
+        self.path = path
         self._identity = identity
         self._block_bytes = block_bytes
         self._lock = lock
@@ -108,11 +109,11 @@ class KVDirectory:
     def _files(self) -> Iterator[Path]:
         """Files of spans, complete or not, in the order of their last use."""
         found = []
-        with os.scandir(self._path) as entries:
+        with os.scandir(self.path) as entries:
             for entry in entries:
                 if entry.name.endswith((SUFFIX, ".tmp")) and entry.is_file(follow_symlinks=False):
                     found.append((entry.stat(follow_symlinks=False).st_mtime_ns, entry.name))
-        return (self._path / name for _, name in sorted(found))
+        return (self.path / name for _, name in sorted(found))
 
     def write(self, order: SaveOrder, content: Sequence[Sequence[bytes]]) -> None:
         """Write a span with its blocks' bytes. Raises OSError."""
@@ -141,7 +142,7 @@ class KVDirectory:
                 _LOGGER.warning("%s is not removed: %s", self._file(name), error)
 
     def _file(self, name: str) -> Path:
-        return self._path / (name + SUFFIX)
+        return self.path / (name + SUFFIX)
 
 
 def _lock(path: Path) -> int | None:

@@ -82,6 +82,13 @@ class EngineTier:
         self._loop = asyncio.get_running_loop()
         self._changed = changed
         self._directory.remove(self._tiers.add_spans(self._directory.spans()))
+        found = self._tiers.stats()
+        _LOGGER.info(
+            "%d KV blocks (%.1f MB) are stored in %s",
+            found.num_blocks,
+            found.num_bytes / 1e6,
+            self._directory.path,
+        )
         self._thread.start()
 
     async def close(self) -> None:

@@ -279,6 +279,18 @@ class RemoteEngine:
         """
         await self._supervisor.restart()
 
+    async def sleep(self) -> None:
+        """End the process in order, which gives its memory back, until `wake`. Requests that are
+        live end, or are taken. Raises EngineError if the engine does not run.
+        """
+        await self._supervisor.sleep()
+
+    async def wake(self) -> None:
+        """Start a process again. Raises EngineError if the engine does not sleep, or none serves
+        then.
+        """
+        await self._supervisor.wake()
+
     async def wait_until_idle(self) -> None:
         """Return once no request is live."""
         await self._streams.wait_until_empty()

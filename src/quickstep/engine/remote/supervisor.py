@@ -260,6 +260,8 @@ class Supervisor:
         self._num_restarts = 0
         self._process: EngineLink | None = None
         self._restart: asyncio.Future[None] | None = None  # resolved when that is over
+        self._asleep: asyncio.Future[None] | None = None  # resolved when the process has ended
+        self._waking: asyncio.Future[None] | None = None  # resolved when another one is wanted
         self._following: asyncio.Task[None] | None = None
         self._ending: asyncio.Task[None] | None = None
 
@@ -308,9 +310,7 @@ class Supervisor:
     async def restart(self) -> None:
         """End the process in order and start another. Raises EngineError if none serves then."""
         if self._restart is None:
-            process = self._process
-            if process is None or self._state is not EngineState.RUNNING:
-                raise EngineError(f"the engine is {self._state.value}, it cannot be restarted")
+            process = self._running_process("restarted")
             restart = self._restart = asyncio.get_running_loop().create_future()
             self._state = EngineState.RESTARTING
             process.sender.put(Stop())
@@ -319,6 +319,40 @@ class Supervisor:
         await asyncio.shield(self._restart)
         if self._state is not EngineState.RUNNING:
             raise EngineError(f"the engine is {self._state.value}: {self._failure}")
+
+    async def sleep(self) -> None:
+        """End the process in order, and start none before `wake`. Raises EngineError if there is
+        none.
+        """
+        process = self._running_process("put to sleep")
+        loop = asyncio.get_running_loop()
+        asleep = self._asleep = loop.create_future()
+        self._waking = loop.create_future()
+        self._state = EngineState.ASLEEP
+        process.sender.put(Stop())
+        kill = loop.call_later(_STOP_S, process.kill)
+        try:
+            await asyncio.shield(asleep)
+        finally:
+            kill.cancel()
+
+    async def wake(self) -> None:
+        """Start a process again. Raises EngineError if the engine does not sleep, or none serves
+        then.
+        """
+        if self._state is not EngineState.ASLEEP or self._waking is None:
+            raise EngineError(f"the engine is {self._state.value}, it cannot be woken")
+        restart = self._restart = asyncio.get_running_loop().create_future()
+        self._state = EngineState.RESTARTING
+        self._waking.set_result(None)
+        await asyncio.shield(restart)
+        if self.state is not EngineState.RUNNING:
+            raise EngineError(f"the engine is {self._state.value}: {self._failure}")
+
+    def _running_process(self, done: str) -> EngineLink:
+        if self._process is None or self._state is not EngineState.RUNNING:
+            raise EngineError(f"the engine is {self._state.value}, it cannot be {done}")
+        return self._process
 
     def drain(self) -> None:
         """Accept no more requests, and do not restart a process that dies from now on."""
@@ -374,6 +408,8 @@ class Supervisor:
             self._give_up(f"{type(error).__name__}: {error}")
         finally:
             self._end_restart()
+            if self._asleep is not None and not self._asleep.done():
+                self._asleep.set_result(None)
 
     async def _live(self, process: EngineLink) -> str:
         """Receive the process's messages until it ends. Returns why it ended."""
@@ -402,7 +438,7 @@ class Supervisor:
             watching.cancel()
             self._watch.begin(self._clock())
             self._process = None
-            if self._state is not EngineState.DRAINING:
+            if self._state not in (EngineState.DRAINING, EngineState.ASLEEP):
                 self._state = EngineState.RESTARTING
             failure = self._client.died()
             how = await process.end()
@@ -418,6 +454,7 @@ class Supervisor:
 
     async def _restarted(self, reason: str, lived_s: float) -> EngineLink | None:
         """The next process, open; None if the engine drains, or there were too many deaths."""
+        was_asleep = await self._woken()
         since_s = self._clock()
         if self._state is EngineState.DRAINING:
             if self._ending is None:
@@ -442,11 +479,22 @@ class Supervisor:
                 continue
             self._process = process
             self._state, self._failure = EngineState.RUNNING, ""
-            self._num_restarts += 1
-            _LOGGER.warning("the engine is back after %.1f s", self._clock() - since_s)
+            self._num_restarts += not was_asleep
+            level = logging.INFO if was_asleep else logging.WARNING
+            _LOGGER.log(level, "the engine is back after %.1f s", self._clock() - since_s)
             self._end_restart()
             self._client.restarted()
             return process
+
+    async def _woken(self) -> bool:
+        """Wait for `wake` if the engine sleeps. Returns whether it slept."""
+        asleep, waking = self._asleep, self._waking
+        if asleep is None or waking is None:
+            return False
+        asleep.set_result(None)
+        await waking
+        self._asleep = self._waking = None
+        return True
 
     def _end_restart(self) -> None:
         """A restart that was called for is over, in one way or another."""

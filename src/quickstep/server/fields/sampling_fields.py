@@ -181,6 +181,13 @@ class SamplingFields(msgspec.Struct, forbid_unknown_fields=True, kw_only=True, f
     user: Account = None
     priority: Priority = None
     cache_salt: CacheSalt = None
+    retain_s: Annotated[
+        float | None,
+        effect(
+            "Seconds in which the client expects to continue the conversation: until then its "
+            "cached prefix is evicted after others, as far as the client's share allows."
+        ),
+    ] = None
     lora: LoRAScales = None
     timeout_s: Annotated[
         float | None,

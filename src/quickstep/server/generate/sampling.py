@@ -148,7 +148,7 @@ def engine_request(
 
     Raises RequestError.
     """
-    for name in ("timeout_s", "ttft_deadline_ms"):
+    for name in ("timeout_s", "ttft_deadline_ms", "retain_s"):
         value = getattr(fields, name)
         if value is not None and not 0 < value < math.inf:
             raise RequestError(f"{name} is {value:g}, it must be above 0", param=name)
@@ -162,6 +162,7 @@ def engine_request(
         request_class=RequestClass(fields.request_class or "interactive"),
         ttft_deadline_s=None if ttft_ms is None else ttft_ms / 1e3,
         speculation=fields.speculation is not False,
+        retain_s=fields.retain_s or 0.0,
     )
 
 

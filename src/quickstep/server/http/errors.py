@@ -105,6 +105,16 @@ CODES: Mapping[str, Code] = {
         "The route is for operators.",
         "Use a key of `--admin-api-key`; without keys, call from the server's machine.",
     ),
+    "model_does_not_fit": Code(
+        400,
+        "The model can never be in memory with the budget of this server's models.",
+        "Raise `--models-memory-bytes`, or lower the model's `kv-cache-memory-bytes`.",
+    ),
+    "model_not_ready": Code(
+        503,
+        "The model was not loaded within the request's time limit.",
+        "Send it again, or raise `timeout_s`; `POST /v1/models/load` loads it ahead.",
+    ),
     "model_not_found": Code(
         404,
         "`model` is no name of a model or an adapter here.",
@@ -130,6 +140,9 @@ CODES: Mapping[str, Code] = {
         404,
         "The log of steps does not have the request (any more).",
         "Look sooner; the log keeps the latest requests only.",
+    ),
+    "page_file_not_found": Code(
+        404, "The page at `/` has no such file.", "Reload the page; its files may have changed."
     ),
     "replica_not_found": Code(
         404, "There is no replica with this number.", "`GET /health` lists them."

@@ -64,6 +64,7 @@ _WITH_BEAMS = frozenset(
         "user",
         "priority",
         "cache_salt",
+        "retain_s",
         "timeout_s",
         "request_class",
         "ttft_deadline_ms",

@@ -61,12 +61,18 @@ class ServerMetrics(Collector):
 
     def __init__(self, models: Iterable[ServedModel], options: MetricsOptions) -> None:
         self.tracer = _tracer(options.otlp_traces_endpoint)
-        self._by_model = {
-            model.name: ModelMetrics(model.engine, model.name, options, self.tracer)
-            for model in models
-        }
+        self._options = options
+        self._by_model: dict[str, ModelMetrics] = {}
+        for model in models:
+            self.add(model)
         self._registry = CollectorRegistry()
         self._registry.register(self)
+
+    def add(self, model: ServedModel) -> None:
+        """A model was loaded for the first time."""
+        self._by_model[model.name] = ModelMetrics(
+            model.engine, model.name, self._options, self.tracer
+        )
 
     def of(self, model: ServedModel) -> ModelMetrics:
         """The metrics of one model."""
@@ -85,7 +91,7 @@ class ServerMetrics(Collector):
     def collect(self) -> Iterable[Metric]:
         """One family per figure."""
         families: dict[str, Metric] = {}
-        for metrics in self._by_model.values():
+        for metrics in tuple(self._by_model.values()):
             for family in metrics.registry.collect():
                 known = families.setdefault(family.name, family)
                 if known is not family:

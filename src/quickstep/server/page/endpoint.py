@@ -11,8 +11,7 @@ from __future__ import annotations
 import gzip
 import hashlib
 from functools import cached_property
-from importlib import resources
-from importlib.resources.abc import Traversable
+from pathlib import Path
 
 from starlette.requests import Request
 from starlette.responses import Response
@@ -34,7 +33,7 @@ _PREFIX = "/page/"
 class PageFile:
     """A file of the page, read when it is requested first."""
 
-    def __init__(self, source: Traversable) -> None:
+    def __init__(self, source: Path) -> None:
         self._source = source
         self._type = _TYPES[source.name.rpartition(".")[2]]
 
@@ -107,10 +106,10 @@ class Page:
         return file.response(request)
 
 
-def page_files() -> list[tuple[str, Traversable]]:
+def page_files() -> list[tuple[str, Path]]:
     """The files of the page with their paths below `static`, licences and checksums left out."""
-    static = resources.files("quickstep.server.page") / "static"
-    found: list[tuple[str, Traversable]] = []
+    static = Path(__file__).with_name("static")
+    found: list[tuple[str, Path]] = []
     for item in sorted(static.iterdir(), key=lambda item: item.name):
         if item.is_dir():
             found += [(f"{item.name}/{child.name}", child) for child in item.iterdir()]

@@ -311,6 +311,7 @@ def _of_sampling(facts: SchemaFacts) -> dict[str, Keywords]:
         "preset": {"enum": list(PRESETS)},
         "timeout_s": {"exclusiveMinimum": 0},
         "ttft_deadline_ms": {"exclusiveMinimum": 0},
+        "retain_s": {"exclusiveMinimum": 0},
         "priority": _priority(facts),
         "logit_bias": {
             "maxProperties": limits.logit_bias,

@@ -51,10 +51,10 @@ function Page({ session, report }) {
             onChange=${(event) => { setApiKey(event.target.value); session.connect(); }} /></label>`}
       <button type="button" onClick=${switchTheme}>${T.theme}</button>
     </header>
-    <div id="panel" role="tabpanel" aria-labelledby="tab-${tab}">
+    <main><div id="panel" role="tabpanel" aria-labelledby="tab-${tab}">
       ${tab === "timeline" ? html`<${Timeline} report=${report} />`
         : tab === "runs" && report ? html`<${Runs} report=${report} />` : html`<${Chat} session=${session} />`}
-    </div>`;
+    </div></main>`;
 }
 
 function switchTheme() {

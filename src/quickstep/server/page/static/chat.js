@@ -12,15 +12,15 @@ export function Chat({ session }) {
   return html`
     <div class="chat ${hasSettings ? "with-settings" : ""}">
       <${Conversations} session=${session} />
-      <main>
+      <div class="talk">
         <${Messages} session=${session} />
         <${NextMessage} session=${session} />
-      </main>
-      <aside class="settings" aria-label=${T.settings}>
+      </div>
+      <section class="settings" aria-label=${T.settings}>
         <button type="button" class="toggle" aria-expanded=${String(hasSettings)}
           onClick=${() => setHasSettings(!hasSettings)}>${T.settings}</button>
         ${hasSettings && html`<${Panel} session=${session} />`}
-      </aside>
+      </section>
     </div>`;
 }
 
