@@ -14,6 +14,7 @@ from quickstep.cli.flags.lora import adapter_names
 from quickstep.cli.flags.options import add_options, from_flags
 from quickstep.cli.launch_ahead import KEY_VARIABLE
 from quickstep.config import InputConfig, RecordingConfig, StreamConfig
+from quickstep.core.fallback import read_routes
 from quickstep.errors import ConfigError
 from quickstep.server.options import (
     AnswerOptions,
@@ -185,6 +186,7 @@ def server_options(args: argparse.Namespace) -> ServerOptions:
         files=from_flags(FileOptions, args, directory=_files_directory(args.files_dir)),
         batches=from_flags(BatchOptions, args),
         usage=_usage_options(args),
+        routes=read_routes(args.file_sections.get("routes", {})),
     )
 
 

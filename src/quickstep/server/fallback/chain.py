@@ -171,6 +171,11 @@ class Chain:
         self._own_model = model
 
     @property
+    def leaves_model(self) -> bool:
+        """Whether another model serves the present attempt than the one that the client named."""
+        return isinstance(self.step, OtherModel)
+
+    @property
     def time_left(self) -> TimeLeft:
         """Until the deadlines of the first token and of the end."""
         now_s = self._state.clock()
@@ -203,8 +208,6 @@ class Chain:
         return True
 
     def _situation(self, cause: Cause) -> Situation:
-        time_left = self.time_left
-        due_s = [left for left in (time_left.first_s, time_left.total_s) if left is not None]
         upstreams = self._state.upstreams
         return Situation(
             cause,
@@ -213,7 +216,7 @@ class Chain:
             speculates=self._speculates,
             keeps_model=self._keeps_model,
             is_openai=self.path is not None,
-            left_s=min(due_s, default=None),
+            left_s=self.time_left.least_s,
             unavailable=frozenset(
                 [step.url for step, client in upstreams.items() if not client.is_free]
                 + [self.model]

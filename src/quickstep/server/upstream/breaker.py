@@ -7,8 +7,8 @@ from collections.abc import Callable
 _FAILURES = 5
 _OPEN_S = 10.0
 _LONGEST_PAUSE_S = 300.0  # of what an upstream demands with Retry-After
-_RETRIES_PER_CALL = 0.1
-_MAX_RETRIES = 10.0
+_CALLS_PER_RETRY = 10
+_MAX_RETRIES = 10
 _NEW_WEIGHT = 0.2  # of the last call in the mean of the first byte's time
 
 
@@ -24,7 +24,7 @@ class Breaker:
         self._num_failures = 0
         self._open_until_s = 0.0
         self._is_probed = False
-        self._retries = 1.0
+        self._calls_to_retry = _CALLS_PER_RETRY  # of which ten allow a retry
         self._first_byte_s = 0.0
 
     @property
@@ -40,13 +40,14 @@ class Breaker:
     def begin(self) -> None:
         """A call begins."""
         self._is_probed = self._num_failures >= _FAILURES
-        self._retries = min(_MAX_RETRIES, self._retries + _RETRIES_PER_CALL)
+        most = _MAX_RETRIES * _CALLS_PER_RETRY
+        self._calls_to_retry = min(most, self._calls_to_retry + 1)
 
     def take_retry(self) -> bool:
         """Whether the call may be repeated, which counts as a retry."""
-        if self._retries < 1.0:
+        if self._calls_to_retry < _CALLS_PER_RETRY:
             return False
-        self._retries -= 1.0
+        self._calls_to_retry -= _CALLS_PER_RETRY
         return True
 
     def answered(self, seconds: float) -> None:

@@ -60,6 +60,12 @@ class TimeLeft(msgspec.Struct, frozen=True):
     first_s: float | None = None
     total_s: float | None = None
 
+    @property
+    def least_s(self) -> float | None:
+        """Until the first of the deadlines."""
+        due_s = [left for left in (self.first_s, self.total_s) if left is not None]
+        return min(due_s, default=None)
+
 
 class _End(msgspec.Struct):
     """When a call ends at the latest, by the client's clock: later once the first byte is there."""
