@@ -70,7 +70,8 @@ ONLY = {
 SERVER_ORDER = (
     ("usage",),
     ("options",),
-    ("http", "fields"),
+    ("http", "fields", "upstream"),
+    ("fallback",),
     ("models",),
     ("generate",),
     ("openai",),
