@@ -16,6 +16,7 @@ from starlette.applications import Starlette
 from starlette.middleware import Middleware
 from starlette.types import ASGIApp
 
+from quickstep.core.fallback import check_names
 from quickstep.engine.interface import ServedEngine
 from quickstep.server.batches.endpoint import LocalBatches
 from quickstep.server.http.middleware import AccessMiddleware, CrossOriginMiddleware
@@ -40,7 +41,7 @@ if TYPE_CHECKING:
 
 _LOG = logging.getLogger("quickstep.server")
 _EXPOSED_HEADERS = (
-    *("x-request-id", "x-quickstep-ignored", "retry-after"),
+    *("x-request-id", "x-quickstep-ignored", "x-quickstep-fallback", "retry-after"),
     *("x-ratelimit-limit-requests", "x-ratelimit-remaining-requests", "x-ratelimit-reset-requests"),
     *("x-ratelimit-limit-tokens", "x-ratelimit-remaining-tokens", "x-ratelimit-reset-tokens"),
 )
@@ -55,6 +56,7 @@ def create_app(engine: ServedEngine, options: ServerOptions | None = None) -> St
 
 def app_of_models(models: ModelRegistry, options: ServerOptions) -> Starlette:
     """The app. Its lifespan starts the engines of the models and, at the end, stops them."""
+    check_names(options.routes, (*models.names, *options.adapter_names))
     metrics = ServerMetrics(models, options.metrics)
     batches = LocalBatches(models, metrics, options)
 

@@ -14,6 +14,7 @@ from typing import Annotated, Any
 import msgspec
 
 from quickstep.config import STALL_S
+from quickstep.core.fallback import Route
 from quickstep.core.model_residency import MAX_OVERTAKE_S
 from quickstep.errors import ConfigError, RequestError
 from quickstep.option import AT_LEAST_0, AT_LEAST_1, POSITIVE, Kind, Option, check_bounds
@@ -632,6 +633,7 @@ class ServerOptions(msgspec.Struct, frozen=True):
         reasoning_parser: The same for reasoning.
         page: Browsers get a page at `/`.
         models: Which of several models are in memory.
+        routes: Fallback chains by the model's name.
     """
 
     served_model_names: Annotated[
@@ -734,6 +736,7 @@ class ServerOptions(msgspec.Struct, frozen=True):
         True
     )
     models: ModelsOptions = msgspec.field(default_factory=ModelsOptions)
+    routes: Mapping[str, Route] = msgspec.field(default_factory=dict)
 
     def __post_init__(self) -> None:
         if not 0.0 <= self.drain_s <= _LONGEST_S:

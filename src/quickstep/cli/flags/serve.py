@@ -14,6 +14,7 @@ from quickstep.cli.flags.lora import adapter_names
 from quickstep.cli.flags.options import add_options, from_flags
 from quickstep.cli.launch_ahead import KEY_VARIABLE
 from quickstep.config import InputConfig, RecordingConfig, StreamConfig
+from quickstep.core.fallback import read_routes
 from quickstep.errors import ConfigError
 from quickstep.server.options import (
     AnswerOptions,
@@ -187,6 +188,7 @@ def server_options(args: argparse.Namespace) -> ServerOptions:
         batches=from_flags(BatchOptions, args),
         usage=_usage_options(args),
         models=from_flags(ModelsOptions, args),
+        routes=read_routes(args.file_sections.get("routes", {})),
     )
 
 

@@ -7,7 +7,7 @@ translate their fields into these.
 
 from __future__ import annotations
 
-from typing import Annotated, Any
+from typing import Annotated, Any, Literal
 
 import msgspec
 
@@ -198,6 +198,13 @@ class SamplingFields(msgspec.Struct, forbid_unknown_fields=True, kw_only=True, f
     speculation: Annotated[
         bool | None,
         effect("False generates without draft tokens; the output is the same."),
+    ] = None
+    fallback: Annotated[
+        Literal["auto", "none", "same_model"] | None,
+        effect(
+            "Which steps of the server's fallback chains may serve the request: all of them, none, "
+            "or those that keep its model."
+        ),
     ] = None
     quickstep_timings: Annotated[
         bool | None,

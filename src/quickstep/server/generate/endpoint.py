@@ -21,6 +21,8 @@ from starlette.requests import ClientDisconnect, Request
 from starlette.responses import Response
 
 from quickstep.errors import RequestError
+from quickstep.server.fallback.chain import Chain, run_chain
+from quickstep.server.fallback.forward import Bill, forward
 from quickstep.server.fields.field_reader import loosened_keyword
 from quickstep.server.generate.api import (
     NO_HEADERS,
@@ -47,6 +49,7 @@ from quickstep.server.models.served_model import ServedModel
 from quickstep.server.options import ConnectionOptions
 from quickstep.server.usage.api_keys import cache_salt_of, priority_of_key, tenant_of_key
 from quickstep.server.usage.limits import Reservation
+from quickstep.server.usage.price_book import Price
 from quickstep.server.usage.recorder import BATCHES
 from quickstep.types import Delta, RequestClass
 from quickstep.types import Request as EngineRequest
@@ -113,8 +116,35 @@ class GeneratingRoute:
         """Answer one request. Raises RequestError, EngineError."""
         body, caller, endpoint = body_of(request), caller_of(request), endpoint_of(request)
         received_s: float = request.scope["state"]["received_s"]
-        self._models.server.limiter.check(caller)
-        model = await self._models.of_body(body, caller, self._optional_tag)
+        server = self._models.server
+        server.limiter.check(caller)
+        if not server.fallbacks.routes:
+            return await self._attempt(request, body, caller, endpoint)
+        name = self._models.default.name
+        chain = server.fallbacks.chain_of(body, name, received_s, endpoint)
+        if chain is None:
+            return await self._attempt(request, body, caller, endpoint)
+        return await run_chain(
+            chain, request, lambda: self._attempt(request, body, caller, endpoint, chain)
+        )
+
+    async def _attempt(
+        self,
+        request: Request,
+        body: bytes,
+        caller: str,
+        endpoint: str,
+        chain: Chain | None = None,
+    ) -> Response:
+        """The response as the request came, or by the present step of its fallback chain."""
+        received_s: float = request.scope["state"]["received_s"]
+        if chain is None:
+            model = await self._models.of_body(body, caller, self._optional_tag)
+        elif chain.upstream is not None:
+            return await self._forward(request, body, caller, endpoint, chain)
+        else:
+            wait_s = chain.time_left.least_s
+            model = await self._models.ready(chain.model, self._optional_tag, wait_s)
         if self._has_sampling_fields and model.engine.has_queue:
             _check_admission(model, body, caller, received_s)
         parsed = await model.server.lanes.of(caller).parse(
@@ -124,6 +154,10 @@ class GeneratingRoute:
         report_ignored(request, parsed.ignored)
         http_id: str = request.scope["state"]["request_id"]
         named = structs.replace(parsed.request, request_id=http_id, received_s=received_s)
+        if chain is not None:
+            named = chain.applied(named)
+            if chain.leaves_model:
+                parsed = replace(parsed, model=model.name)
         parsed = replace(parsed, request=named)
         if _wants_timings(request):
             if parsed.timings is None or parsed.beams is not None:
@@ -135,24 +169,54 @@ class GeneratingRoute:
         model.engine.check_admission(parsed.request, num_sequences)
         try:
             answer = await unless_disconnected(
-                request.receive, self._open(parsed, model, caller, len(body), request.headers)
+                request.receive,
+                self._open(parsed, model, caller, len(body), request.headers, chain),
             )
             report_ignored(request, answer.generation.loosened)
             if parsed.stream:
-                frames = _frames(answer, await self._deltas(request, answer))
+                frames = _frames(answer, await self._deltas(request, answer, chain is not None))
                 return EventStream(frames, answer.close, parsed.stream_type)
             return await self._complete(request, answer)
         except ClientDisconnect:
             return Response(status_code=CLIENT_CLOSED)
 
-    async def _deltas(self, request: Request, answer: _Answer) -> AsyncIterator[Delta]:
-        """The deltas of a stream. With a deadline for the first token they begin with it, so that
-        a request that cannot meet it gets an error status and not an error within a stream; but the
-        stream begins when its first comment is due, which keeps the connection open.
+    async def _forward(
+        self, request: Request, body: bytes, caller: str, endpoint: str, chain: Chain
+    ) -> Response:
+        """The response of an upstream, to a request that this server would accept, too."""
+        model = self._models.default
+        parsed = await model.server.lanes.of(caller).parse(
+            len(body), lambda: self._parse(body, model, caller, endpoint)
+        )
+        body_parsed(request)
+        assert chain.upstream is not None
+        name, server = chain.upstream.upstream.model, model.server
+        price = None if server.price_book is None else server.price_book.price(name)
+        num_tokens = _expected_tokens(parsed, len(body))
+        reservation = server.limiter.admit(
+            caller,
+            num_tokens,
+            usd=0.0 if price is None else price.most_usd(num_tokens),
+            is_counted=chain.is_counted,
+        )
+        chain.is_counted = True
+        bill = Bill(server.limiter, reservation, caller, price or Price())
+        try:
+            return await unless_disconnected(request.receive, forward(body, chain, bill))
+        except ClientDisconnect:
+            return Response(status_code=CLIENT_CLOSED)
+
+    async def _deltas(
+        self, request: Request, answer: _Answer, may_fall_back: bool
+    ) -> AsyncIterator[Delta]:
+        """The deltas of a stream. With a deadline for the first token, or with a fallback chain,
+        they begin with it, so that a request that cannot meet it gets an error status and not an
+        error within a stream; but the stream begins when its first comment is due, which keeps the
+        connection open.
         """
         deltas = answer.generation.deltas()
         parsed = answer.generation.request
-        if parsed.request.ttft_deadline_s is None:
+        if parsed.request.ttft_deadline_s is None and not may_fall_back:
             return deltas
         connections: ConnectionOptions = request.scope["state"]["connections"]
         has_comments = parsed.stream_type == SERVER_SENT_EVENTS and connections.comment_every_s > 0
@@ -226,13 +290,17 @@ class GeneratingRoute:
         caller: str,
         body_bytes: int,
         headers: Mapping[str, str] = NO_HEADERS,
+        chain: Chain | None = None,
     ) -> _Answer:
         """Submit a request that the limits of the caller's key admit."""
         in_batch = parsed.request.endpoint == BATCHES
         num_tokens = _expected_tokens(parsed, body_bytes)
         price = model.price(parsed.request.adapter)
         usd = 0.0 if price is None else price.most_usd(num_tokens)
-        reservation = model.server.limiter.admit(caller, num_tokens, in_batch, usd)
+        is_counted = chain is not None and chain.is_counted
+        reservation = model.server.limiter.admit(caller, num_tokens, in_batch, usd, is_counted)
+        if chain is not None:
+            chain.is_counted = True
         try:
             return await self._submit(parsed, model, caller, reservation, headers)
         except BaseException:

@@ -20,8 +20,8 @@ key, unknown paths included. The request's state then holds for the routes:
     state["ignored"]        fields of the request that have no effect; routes add to it
 
 Every response has the request's id (the client's own, else a new one) in `x-request-id`, the
-fields without effect in `x-quickstep-ignored`, and what is left of the key's rate limits in
-`x-ratelimit-*`. `CrossOriginMiddleware` runs before it where the operator allows other origins: a
+fields without effect in `x-quickstep-ignored`, the fallback step that served it (or failed last)
+in `x-quickstep-fallback`, and what is left of the key's rate limits in `x-ratelimit-*`. `CrossOriginMiddleware` runs before it where the operator allows other origins: a
 browser asks for permission without a key.
 """
 
@@ -349,6 +349,8 @@ class _Watched:
     def _headers(self) -> Iterable[tuple[bytes, bytes]]:
         yield b"x-request-id", self._request_id.encode()
         yield from self._limiter.headers(self._scope["state"].get("api_key_name", ""))
+        if fallback := self._scope["state"].get("fallback"):
+            yield b"x-quickstep-fallback", fallback.encode("unicode_escape")
         ignored = self._scope["state"]["ignored"]
         if ignored:
             self._log_ignored(ignored)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import msgspec
 
+from quickstep.server.fallback.chain import FallbackState
 from quickstep.server.http.body import Reception
 from quickstep.server.http.work_lanes import WorkLanes
 from quickstep.server.options import (
@@ -32,6 +33,7 @@ class ServerState(msgspec.Struct, frozen=True):
         reception: Bytes for bodies that are being received.
         price_book: What requests cost; None if that is unknown.
         limiter: What the API keys have used of their limits.
+        fallbacks: The fallback chains, and the upstreams that they lead to.
     """
 
     limits: RequestLimits
@@ -44,10 +46,11 @@ class ServerState(msgspec.Struct, frozen=True):
     reception: Reception
     price_book: PriceBook | None
     limiter: KeyLimiter
+    fallbacks: FallbackState
 
     @classmethod
     def of(cls, options: ServerOptions) -> ServerState:
-        """The state of a server that has answered nothing yet."""
+        """The state of a server that has answered nothing yet. Raises ConfigError."""
         limiter = KeyLimiter(options.api_keys.limits)
         options.api_keys.follow(limiter.take_limits)
         return cls(
@@ -61,4 +64,5 @@ class ServerState(msgspec.Struct, frozen=True):
             reception=Reception(options.reception_bytes, options.api_keys.weight_of),
             price_book=options.usage.price_book,
             limiter=limiter,
+            fallbacks=FallbackState(options.routes),
         )

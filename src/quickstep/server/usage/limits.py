@@ -207,11 +207,17 @@ class KeyLimiter:
             self._checked(key_name, state, 0, False, 0.0)
 
     def admit(
-        self, key_name: str, num_tokens: int, in_batch: bool = False, usd: float = 0.0
+        self,
+        key_name: str,
+        num_tokens: int,
+        in_batch: bool = False,
+        usd: float = 0.0,
+        is_counted: bool = False,
     ) -> Reservation:
         """Count a request that may need `num_tokens`, which may cost `usd`, or refuse it.
 
-        A request that may need more than a minute allows waits until the limit is unused.
+        A request that may need more than a minute allows waits until the limit is unused. One that
+        `is_counted` is tried again: the limit of requests has counted it.
 
         Raises:
             RequestError: 429, a limit of the key is reached; names the limit and when it resets.
@@ -219,13 +225,21 @@ class KeyLimiter:
         state = self._keys.get(key_name)
         if state is None:
             return Reservation(None)
-        wanted, amounts = self._checked(key_name, state, num_tokens, in_batch, usd)
-        if state.requests is not None and not in_batch:
+        wanted, amounts = self._checked(
+            key_name, state, num_tokens, in_batch, usd, is_counted
+        )
+        if state.requests is not None and not in_batch and not is_counted:
             state.requests.take(self._clock(), 1)
         return state.begin_request(wanted, amounts)
 
     def _checked(
-        self, key_name: str, state: _KeyState, num_tokens: int, in_batch: bool, usd: float
+        self,
+        key_name: str,
+        state: _KeyState,
+        num_tokens: int,
+        in_batch: bool,
+        usd: float,
+        is_counted: bool,
     ) -> tuple[float, tuple[float, ...]]:
         """The tokens and the amounts that a request reserves. Raises RequestError."""
         self._charge_others()
@@ -238,7 +252,7 @@ class KeyLimiter:
             return 0.0, amounts
         now, tokens, requests = self._clock(), state.tokens, state.requests
         wanted = 0.0 if tokens is None else min(max(num_tokens, 1), tokens.capacity)
-        if requests is not None and not requests.has(now, 1):
+        if requests is not None and not is_counted and not requests.has(now, 1):
             raise _too_fast(key_name, "requests", requests, requests.wait_s(now, 1))
         if tokens is not None and not tokens.has(now, wanted):
             raise _too_fast(key_name, "tokens", tokens, tokens.wait_s(now, wanted))

@@ -1,0 +1,281 @@
+"""The fallback chain of one request, and what a server keeps for all of them.
+
+    FallbackState.chain_of -> Chain;  run_chain: attempt -> refused or failed -> decide -> attempt
+
+An attempt is a request like any other: it passes the limits of its key, the queue and the engine's
+predictions. An attempt that sent a byte is the last one.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import time
+from collections import Counter
+from collections.abc import Awaitable, Callable, Mapping
+
+import msgspec
+from msgspec import structs
+from starlette.requests import Request as HttpRequest
+from starlette.responses import Response
+
+from quickstep.core.fallback import (
+    ANY_MODEL,
+    Cause,
+    Decision,
+    FallbackStep,
+    NoSpeculation,
+    OtherModel,
+    Refuse,
+    Route,
+    ShorterOutput,
+    Situation,
+    Upstream,
+    decide,
+)
+from quickstep.errors import ConfigError, EngineError, RequestError
+from quickstep.server.upstream.client import TimeLeft, UpstreamClient
+from quickstep.types import Request
+
+UPSTREAM_PATHS = {
+    "/v1/chat/completions": "/chat/completions",
+    "/chat/completions": "/chat/completions",
+    "/v1/completions": "/completions",
+    "/completions": "/completions",
+}
+_LIMIT_CODES = ("rate_limit_exceeded", "insufficient_quota")
+_LOG = logging.getLogger("quickstep.server")
+
+
+class _ChainFields(msgspec.Struct, frozen=True):
+    """The fields of a body that a chain reads before the body is parsed."""
+
+    model: str | None = None
+    fallback: str | None = None
+    stream: bool | None = None
+    timeout_s: float | None = None
+    ttft_deadline_ms: float | None = None
+
+
+_FIELDS = msgspec.json.Decoder(_ChainFields)
+
+
+class Fallback(msgspec.Struct, frozen=True):
+    """What metrics count: a step of a route that was tried."""
+
+    route: str
+    step: str
+    cause: str
+
+
+class FallbackState:
+    """The routes of a server, its upstreams, and how often each step was tried.
+
+    Args:
+        environ: Has the API keys of upstreams.
+        clock: Seconds that only grow, as `received_s` of requests.
+
+    Raises:
+        ConfigError: A key is missing.
+    """
+
+    def __init__(
+        self,
+        routes: Mapping[str, Route],
+        environ: Mapping[str, str] = os.environ,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self.routes = routes
+        self.clock = clock
+        self.counts: Counter[Fallback] = Counter()
+        self.upstreams = {
+            step: UpstreamClient(step, _key_of(step, route.name, environ), clock)
+            for route in routes.values()
+            for step in route.steps
+            if isinstance(step, Upstream)
+        }
+
+    def chain_of(
+        self, body: bytes, default_model: str, received_s: float, path: str
+    ) -> Chain | None:
+        """The chain of a request; None if no route is for its model, or the client wants none."""
+        if not self.routes:
+            return None
+        try:
+            fields = _FIELDS.decode(body)
+        except (msgspec.DecodeError, RecursionError):
+            return None  # the parser says what is wrong with it
+        model = fields.model or default_model
+        route = self.routes.get(model) or self.routes.get(ANY_MODEL)
+        if route is None or fields.fallback == "none":
+            return None
+        deadline_ms = fields.ttft_deadline_ms
+        return Chain(
+            self,
+            route,
+            model=model,
+            path=UPSTREAM_PATHS.get(path),
+            keeps_model=fields.fallback == "same_model",
+            due_s=(
+                None if deadline_ms is None else received_s + deadline_ms / 1e3,
+                None if fields.timeout_s is None else received_s + fields.timeout_s,
+            ),
+        )
+
+
+def _key_of(step: Upstream, route: str, environ: Mapping[str, str]) -> str | None:
+    if not step.key_env:
+        return None
+    key = environ.get(step.key_env, "")
+    if not key or not key.isascii() or not key.isprintable() or " " in key:
+        raise ConfigError(
+            f"routes.{route}: the environment variable {step.key_env} must have the API key of "
+            f"{step.url}"
+        )
+    return key
+
+
+class Chain:
+    """The steps of one request; each is applied to the request as it came. Owned by `run_chain`;
+    attempts read it and report to it.
+
+    Attributes:
+        model: The model of the present attempt, by name.
+        upstream: What serves the present attempt instead of an engine.
+        is_counted: The rate limit of requests has counted the request.
+        step: What the present attempt changes of the request as it came; None for nothing.
+    """
+
+    def __init__(
+        self,
+        state: FallbackState,
+        route: Route,
+        *,
+        model: str,
+        path: str | None,
+        keeps_model: bool,
+        due_s: tuple[float | None, float | None],
+    ) -> None:
+        self.model = model
+        self.upstream: UpstreamClient | None = None
+        self.is_counted = False
+        self.path = path
+        self._state = state
+        self._route = route
+        self._keeps_model = keeps_model
+        self._due_s = due_s
+        self._num_tried = 0
+        self._max_tokens: int | None = None
+        self._speculates = True
+        self.step: FallbackStep | None = None
+        self._own_model = model
+
+    @property
+    def leaves_model(self) -> bool:
+        """Whether another model serves the present attempt than the one that the client named."""
+        return isinstance(self.step, OtherModel)
+
+    @property
+    def time_left(self) -> TimeLeft:
+        """Until the deadlines of the first token and of the end."""
+        now_s = self._state.clock()
+        first_s, total_s = (None if due is None else due - now_s for due in self._due_s)
+        return TimeLeft(first_s, total_s)
+
+    def applied(self, request: Request) -> Request:
+        """The request of the present attempt."""
+        match self.step:
+            case ShorterOutput(max_tokens):
+                sampling = structs.replace(request.sampling, max_tokens=max_tokens)
+                request = structs.replace(request, sampling=sampling)
+            case NoSpeculation():
+                request = structs.replace(request, speculation=False)
+        self._max_tokens = request.sampling.max_tokens
+        self._speculates = request.speculation
+        return request
+
+    def after(self, error: Exception) -> bool:
+        """Enter the step to try after an error; False to answer with it. Raises RequestError for
+        a refusal that the route has chosen.
+        """
+        cause = cause_of(error)
+        if cause is None:
+            return False
+        decision = decide(self._route, self._situation(cause))
+        if decision is None:
+            return False
+        self._enter(decision, cause, error)
+        return True
+
+    def _situation(self, cause: Cause) -> Situation:
+        upstreams = self._state.upstreams
+        return Situation(
+            cause,
+            num_tried=self._num_tried,
+            max_tokens=self._max_tokens,
+            speculates=self._speculates,
+            keeps_model=self._keeps_model,
+            is_openai=self.path is not None,
+            left_s=self.time_left.least_s,
+            unavailable=frozenset(
+                [step.url for step, client in upstreams.items() if not client.is_free]
+                + [self.model]
+            ),
+            first_byte_s={
+                step.url: client.breaker.first_byte_s for step, client in upstreams.items()
+            },
+        )
+
+    def _enter(self, decision: Decision, cause: Cause, error: Exception) -> None:
+        step = decision.step
+        self._num_tried = decision.num_tried
+        self._state.counts[Fallback(self._route.name, str(step), cause.value)] += 1
+        _LOG.info("route %s: %s after %s: %s", self._route.name, step, cause.value, error)
+        if isinstance(step, Refuse):
+            raise _refusal(step, error)
+        self.step = step
+        self.model = step.name if isinstance(step, OtherModel) else self._own_model
+        self.upstream = self._state.upstreams[step] if isinstance(step, Upstream) else None
+
+
+def _refusal(step: Refuse, error: Exception) -> RequestError:
+    """The error with the step's status, and when the request may succeed."""
+    return RequestError(
+        str(error),
+        param=error.param if isinstance(error, RequestError) else None,
+        status=step.status,
+        code=(error.code if isinstance(error, RequestError) else None) or "fallback_exhausted",
+        retry_after_s=getattr(error, "retry_after_s", None),
+    )
+
+
+def cause_of(error: Exception) -> Cause | None:
+    """Why a request could not be served; None for what no other attempt would change."""
+    if isinstance(error, EngineError):
+        return Cause.FAILURE
+    if not isinstance(error, RequestError):
+        return None
+    if error.code in _LIMIT_CODES:
+        return Cause.RATE_LIMIT
+    if error.code == "deadline_unreachable":
+        return Cause.DEADLINE
+    if error.code == "context_length_exceeded":
+        return Cause.MEMORY
+    return Cause.OVERLOAD if error.status in (429, 503) else None
+
+
+async def run_chain(
+    chain: Chain, request: HttpRequest, attempt: Callable[[], Awaitable[Response]]
+) -> Response:
+    """The response of the first attempt that is not refused and does not fail. `attempt` raises
+    before it has sent anything, and reads from `chain` what to do. Raises the last error.
+    """
+    while True:
+        try:
+            return await attempt()
+        except (RequestError, EngineError) as error:
+            if not chain.after(error):
+                raise
+        finally:
+            if chain.step is not None:
+                request.scope["state"]["fallback"] = str(chain.step)
