@@ -92,7 +92,7 @@ BEYOND_THE_SCHEMA = re.compile(
     | the\ (prompt|input)\ is\ empty | prompt\ has\ \d+\ tokens
     | logit_bias\ holds\ token\ id
     | options\.repeat_last_n\ is | system\ cannot\ go | model\ is\ missing
-    | models\ cannot\ be\ 
+    | models\ cannot\ be\  | the\ only\ model\ of\ this\ server
     | (ignore_eos|allowed_token_ids)\ cannot\ be\ combined\ with\ a\ grammar
     | temperature\ is\ .*,\ beam\ search\ takes
     | the\ model\ .*\ does\ not\ exist | lora_name\ .*(bytes|is\ empty|printed)
