@@ -47,6 +47,7 @@ from quickstep.server.anthropic.request_types import (
     ToolResultBlock,
     ToolUseBlock,
 )
+from quickstep.core.fallback import read_routes
 from quickstep.server.app import create_app
 from quickstep.server.batches.request_types import BatchRequest
 from quickstep.server.fields.field_classes import (
@@ -109,7 +110,11 @@ BESIDE_NOTES: dict[tuple[Struct, str], Mapping[str, Any]] = {
     (AdaptiveThinking, "display"): {"max_tokens": 50},
 }
 LIMITS = RequestLimits(logit_bias=9)  # so few that the fake vocabulary has ids for them
-OPTIONS = ServerOptions(limits=LIMITS, served_model_names=("fake", "second"))
+OPTIONS = ServerOptions(
+    limits=LIMITS,
+    served_model_names=("fake", "second"),
+    routes=read_routes({"second": [{"speculation": False}]}),
+)
 STRICT = ServerOptions(
     limits=LIMITS,
     served_model_names=("fake", "second"),

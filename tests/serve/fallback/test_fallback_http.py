@@ -69,6 +69,9 @@ def test_full_queue_leads_to_the_other_model(is_stream: bool) -> None:
         assert first["model"] == "small"
         assert [len(engine.submitted) for engine in engines] == [0, 1]
         assert HEADER not in (await post(client)).headers
+        labels = 'cause="overload",route="large",step="model=small"'
+        metrics = (await client.get("/metrics")).text
+        assert f"quickstep:fallbacks_total{{{labels}}} 1.0" in metrics
 
     served(use, [{"model": "small"}])
 
