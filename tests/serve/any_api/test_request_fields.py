@@ -30,6 +30,7 @@ from openai.types import batch_create_params, completion_create_params, embeddin
 from openai.types.chat import completion_create_params as chat_create_params
 from openai.types.responses import response_create_params
 
+from quickstep.core.fallback import read_routes
 from quickstep.server.anthropic.request_types import (
     AdaptiveThinking,
     AnyChoice,
@@ -47,7 +48,6 @@ from quickstep.server.anthropic.request_types import (
     ToolResultBlock,
     ToolUseBlock,
 )
-from quickstep.core.fallback import read_routes
 from quickstep.server.app import create_app
 from quickstep.server.batches.request_types import BatchRequest
 from quickstep.server.fields.field_classes import (
