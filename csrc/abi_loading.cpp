@@ -19,16 +19,24 @@ bool valid(const qs_stored_matrix& matrix) {
   const qs::RowKind* kind = qs::row_kind(matrix.kind);
   if (kind == nullptr || matrix.n < 1 || matrix.k < 1 || matrix.num_parts < 1) return false;
   int64_t rows = 0;
-  for (int part = 0; part < matrix.num_parts; ++part) rows += matrix.parts[part].num_rows;
-  return rows == matrix.n && matrix.k % kind->block_inputs == 0;
+  for (int index = 0; index < matrix.num_parts; ++index) {
+    const qs_file_rows& part = matrix.parts[index];
+    const qs::RowKind* stored = qs::row_kind(part.kind);
+    if (stored == nullptr || matrix.k % stored->block_inputs != 0 || part.num_rows < 0) return false;
+    if (part.kind == QS_ROWS_I8 && matrix.kind != QS_ROWS_I8) return false;
+    const int64_t head = part.head_size;
+    if (head < 0 || head % 2 != 0 || (head != 0 && part.num_rows % head != 0)) return false;
+    rows += part.num_rows;
+  }
+  return rows == matrix.n;
 }
 
 // The pieces of a matrix, and memory for as many of them as there are threads.
 class Pieces {
  public:
-  Pieces(qs_context* context, const qs_stored_matrix& matrix, int64_t panel, int64_t extra_per_row)
+  Pieces(qs_context* context, const qs_stored_matrix& matrix, int64_t panel, int64_t row_bytes,
+         int64_t extra_per_row)
       : pool_(context->pool), num_rows_(matrix.n), num_slots_(qs::pool_size(context->pool)) {
-    const int64_t row_bytes = qs::stored_row_bytes(matrix.kind, matrix.k);
     const int64_t panels = kPieceBytes / (panel * row_bytes);
     rows_per_piece_ = (panels < 1 ? 1 : panels) * panel;
     slot_bytes_ = div_up(rows_per_piece_ * (row_bytes + extra_per_row) + 64, 64) * 64;
@@ -93,6 +101,8 @@ struct QuantizedLoad {
   qs_quantized_form& form;
   const qs::PackedQuantized& packed;
   int64_t num_groups;
+  int64_t row_bytes;  // of the longest row, as stored and as it is rounded
+  int64_t sub_scale_bytes;  // of a row
   std::atomic<bool> fits_half{true};
   std::atomic<double> exact{0.0}, wrong{0.0};
 
@@ -105,25 +115,16 @@ void add(std::atomic<double>& sum, double value) {
   }
 }
 
-// The contents of a slot: scales, zeros, the stored rows, quants, sub-block scales (null without).
+// The contents of a slot: scales, zeros, the stored rows, quants, sub-block scales (null without),
+// and what conversions need.
 struct QuantizedPiece {
   float* scales;
   float* zeros;
   uint8_t* stored;
   uint8_t* quants;
   int8_t* sub_scales;
+  uint8_t* scratch;
 };
-
-float stored_value(int kind, const uint8_t* row, int64_t index) {
-  float value;
-  if (kind == QS_ROWS_F32) {
-    memcpy(&value, row + index * 4, sizeof(value));
-    return value;
-  }
-  uint16_t half;
-  memcpy(&half, row + index * 2, sizeof(half));
-  return kind == QS_ROWS_F16 ? qs::half_to_float(half) : qs::bf16_to_float(half);
-}
 
 // Compares the row's weights with its quants, for the error sums of `form`.
 void measure_row(QuantizedLoad& load, const QuantizedPiece& piece, int64_t row) {
@@ -134,7 +135,7 @@ void measure_row(QuantizedLoad& load, const QuantizedPiece& piece, int64_t row) 
   for (int64_t i = 0; i < k; ++i) {
     const int64_t group = row * load.num_groups + i / group_size;
     const float zero = load.form.has_zeros != 0 ? piece.zeros[group] : middle;
-    const float value = stored_value(load.matrix.kind, stored, i);
+    const float value = qs::stored_value(load.matrix.kind, stored, i);
     const float quant = static_cast<float>(piece.quants[row * k + i]);
     const int64_t at = (row * k + i) / qs::kSubBlockInputs;
     const float sub_scale = piece.sub_scales != nullptr ? piece.sub_scales[at] : 1.0f;
@@ -159,13 +160,34 @@ void round_piece(QuantizedLoad& load, qs::Pool* solo, const QuantizedPiece& piec
   }
 }
 
-void decode_piece(const QuantizedLoad& load, const QuantizedPiece& piece, qs::RowRange rows) {
-  const int64_t k = load.matrix.k, row_bytes = qs::stored_row_bytes(load.matrix.kind, k);
-  for (int64_t row = 0; row < rows.count; ++row) {
-    float* zeros = load.form.has_zeros != 0 ? piece.zeros + row * load.num_groups : nullptr;
-    qs::decode_row(load.matrix.kind, piece.stored + row * row_bytes, k,
-                   {piece.quants + row * k, piece.scales + row * load.num_groups, zeros});
+// A row's quants, scales and zeros in the form of the complete matrix, from those of its own kind: an
+// offset of the quants or a zero, and scales repeated for smaller groups.
+void adapt_row(const QuantizedLoad& load, const qs::RowKind& kind, const qs::QuantRow& row) {
+  const int64_t k = load.matrix.k;
+  const int own_middle = 1 << (kind.bits - 1), middle = 1 << (load.form.bits - 1);
+  if (load.form.has_zeros == 0 && middle != own_middle) {
+    const uint8_t offset = static_cast<uint8_t>(middle - own_middle);
+    for (int64_t i = 0; i < k; ++i) row.quants[i] = static_cast<uint8_t>(row.quants[i] + offset);
   }
+  const int64_t groups = kind.group_size == 0 ? load.num_groups : k / kind.group_size;
+  if (load.form.has_zeros != 0 && !kind.has_zeros) {
+    for (int64_t i = 0; i < groups; ++i) row.zeros[i] = static_cast<float>(own_middle);
+  }
+  const int64_t repeats = load.num_groups / groups;
+  for (int64_t i = load.num_groups - 1; repeats > 1 && i >= 0; --i) {
+    row.scales[i] = row.scales[i / repeats];
+    if (load.form.has_zeros != 0) row.zeros[i] = row.zeros[i / repeats];
+  }
+}
+
+void decode_piece(const QuantizedLoad& load, const QuantizedPiece& piece, qs::RowRange rows) {
+  const int64_t k = load.matrix.k;
+  qs::for_each_row(load.matrix, rows, piece.stored, [&](int64_t row, int kind, const uint8_t* read) {
+    float* zeros = load.form.has_zeros != 0 ? piece.zeros + row * load.num_groups : nullptr;
+    const qs::QuantRow to = {piece.quants + row * k, piece.scales + row * load.num_groups, zeros};
+    qs::decode_row(kind, read, k, to);
+    adapt_row(load, *qs::row_kind(kind), to);
+  });
   if (load.form.scales != nullptr) {
     memcpy(piece.scales, load.form.scales + rows.first * load.num_groups,
            rows.count * load.num_groups * sizeof(float));
@@ -201,14 +223,16 @@ bool load_piece(QuantizedLoad& load, qs::Pool* solo, qs::RowRange rows, uint8_t*
   piece.scales = reinterpret_cast<float*>(memory);
   piece.zeros = piece.scales + rows.count * load.num_groups;
   piece.stored = reinterpret_cast<uint8_t*>(piece.zeros + rows.count * load.num_groups);
-  piece.quants = piece.stored + rows.count * qs::stored_row_bytes(load.matrix.kind, k);
+  piece.quants = piece.stored + rows.count * load.row_bytes;
   piece.sub_scales = load.form.has_sub_scales != 0
                           ? reinterpret_cast<int8_t*>(piece.quants + rows.count * k)
                           : nullptr;
-  if (!qs::read_rows(load.matrix, rows.first, rows.count, piece.stored)) return false;
+  piece.scratch = piece.quants + rows.count * (k + load.sub_scale_bytes);
   if (load.is_quantized()) {
+    if (!qs::read_rows(load.matrix, rows, piece.stored)) return false;
     decode_piece(load, piece, rows);
   } else {
+    if (!qs::convert_rows(load.matrix, rows, piece.scratch, piece.stored)) return false;
     round_piece(load, solo, piece, rows);
   }
   if (!scales_fit(load, piece, rows.count)) {
@@ -232,10 +256,14 @@ bool valid_form(const qs_stored_matrix& matrix, const qs_quantized_form& form) {
     return false;
   }
   if (kind.bits == 0) return form.sample_step >= 1 && (form.group_size != 0 || !form.has_zeros);
-  const bool has_zeros = form.has_zeros != 0;
-  const bool scales = (form.scales != nullptr) == (matrix.kind == QS_ROWS_I8);
-  if (form.bits != kind.bits || has_zeros != kind.has_zeros || !scales) return false;
-  return kind.group_size == 0 || kind.group_size == group_size;
+  if ((form.scales != nullptr) != (matrix.kind == QS_ROWS_I8)) return false;
+  for (int part = 0; part < matrix.num_parts; ++part) {
+    const qs::RowKind& own = *qs::row_kind(matrix.parts[part].kind);
+    if (own.bits == 0 || own.bits > form.bits || (own.has_zeros && form.has_zeros == 0)) return false;
+    if (own.group_size % group_size != 0) return false;
+    if (matrix.kind == QS_ROWS_I8 && matrix.parts[part].kind != QS_ROWS_I8) return false;
+  }
+  return true;
 }
 
 // Loads in one layout. QS_OUT_OF_RANGE where scales do not fit half of it.
@@ -248,10 +276,16 @@ int load_quantized(qs_context* context, const qs_stored_matrix& matrix, qs_quant
   if (!qs::allocate_quantized(linear, form.bias != nullptr)) return QS_OUT_OF_MEMORY;
   qs::weight_spread(linear->packed.weights, linear->weight_bytes, context->nodes);
   if (form.bias != nullptr) memcpy(linear->packed.bias, form.bias, matrix.n * sizeof(float));
-  QuantizedLoad load = {context, matrix, form, linear->packed, matrix.k / group_size};
-  const int64_t per_row = matrix.k + load.num_groups * 2 * static_cast<int64_t>(sizeof(float)) +
-                          (form.has_sub_scales != 0 ? matrix.k / qs::kSubBlockInputs : 0);
-  Pieces pieces(context, matrix, qs::kQuantizedPanel, per_row);
+  QuantizedLoad load = {context, matrix, form, linear->packed, matrix.k / group_size,
+                        qs::longest_row_bytes(matrix),
+                        form.has_sub_scales != 0 ? matrix.k / qs::kSubBlockInputs : 0};
+  int64_t per_row = matrix.k + load.num_groups * 2 * static_cast<int64_t>(sizeof(float)) +
+                    load.sub_scale_bytes;
+  if (!load.is_quantized()) {
+    load.row_bytes = qs::stored_row_bytes(matrix.kind, matrix.k);
+    per_row += qs::conversion_bytes(matrix);
+  }
+  Pieces pieces(context, matrix, qs::kQuantizedPanel, load.row_bytes, per_row);
   if (!pieces.ready()) return QS_OUT_OF_MEMORY;
   const bool whole = pieces.for_each([&](int64_t first, int64_t count, uint8_t* memory) {
     return load_piece(load, pieces.solo(), {first, count}, memory);
@@ -264,11 +298,12 @@ int load_quantized(qs_context* context, const qs_stored_matrix& matrix, qs_quant
 
 int load_plain(qs_context* context, const qs_stored_matrix& matrix, qs_linear* linear) {
   const qs::PackedLinear& packed = linear->packed;
-  Pieces pieces(context, matrix, qs::kPanel, 0);
+  const int64_t row_bytes = qs::stored_row_bytes(matrix.kind, matrix.k);
+  Pieces pieces(context, matrix, qs::kPanel, row_bytes, qs::conversion_bytes(matrix));
   if (!pieces.ready()) return QS_OUT_OF_MEMORY;
   const int64_t panel_bytes = packed.panel_size * (packed.dtype == QS_F32 ? 4 : 2);
   const bool whole = pieces.for_each([&](int64_t first, int64_t count, uint8_t* memory) {
-    if (!qs::read_rows(matrix, first, count, memory)) return false;
+    if (!qs::convert_rows(matrix, {first, count}, memory + count * row_bytes, memory)) return false;
     qs::PackedLinear view = packed;
     view.n = count;
     view.num_panels = div_up(count, qs::kPanel);
@@ -305,8 +340,10 @@ int qs_quantized_load(qs_context* context, const qs_stored_matrix* matrix, qs_qu
                       qs_quantized** out) {
   if (!valid(*matrix) || !valid_form(*matrix, *form)) return QS_INVALID;
   int status = QS_OUT_OF_RANGE;
-  // products of two scales, as K-quants have them, seldom fit 16 bits
-  bool half_scales = matrix->kind < QS_ROWS_Q4_K;
+  bool half_scales = true;
+  for (int part = 0; part < matrix->num_parts; ++part) {
+    if (qs::row_kind(matrix->parts[part].kind)->wide_scales) half_scales = false;
+  }
   while (status == QS_OUT_OF_RANGE) {
     qs_quantized* linear = new (std::nothrow) qs_quantized{};
     if (linear == nullptr) return QS_OUT_OF_MEMORY;

@@ -12,7 +12,7 @@
 extern "C" {
 #endif
 
-#define QS_ABI_VERSION 13
+#define QS_ABI_VERSION 14
 #define QS_API __attribute__((visibility("default")))
 
 enum qs_status {
@@ -109,8 +109,9 @@ QS_API int qs_quantized_run(qs_context* context, const qs_quantized* linear, int
 QS_API int qs_quantized_rows(qs_context* context, const qs_quantized* linear, int dtype,
                              const int64_t* ids, int64_t num_tokens, void* out);
 
-// A matrix [n, k] as files hold it, its parts one below another. Kinds after QS_ROWS_F16 hold
-// quants already: signed bytes about 0 (with scales of the caller's), and blocks of ggml.
+// A matrix [n, k] as files hold it, its parts one below another, each of a kind of its own. Kinds
+// after QS_ROWS_F16 hold quants already: signed bytes about 0 (with scales of the caller's), and
+// blocks of ggml. A matrix of floating point has `kind`, and its parts are converted to it.
 enum qs_rows_kind {
   QS_ROWS_F32 = 0,
   QS_ROWS_BF16 = 1,
@@ -121,10 +122,21 @@ enum qs_rows_kind {
   QS_ROWS_Q4_K = 6,
   QS_ROWS_Q5_K = 7,
   QS_ROWS_Q6_K = 8,
+  QS_ROWS_Q4_1 = 9,
+  QS_ROWS_Q5_0 = 10,
+  QS_ROWS_Q5_1 = 11,
+  QS_ROWS_Q2_K = 12,
+  QS_ROWS_Q3_K = 13,
+  QS_ROWS_IQ4_NL = 14,
+  QS_ROWS_IQ4_XS = 15,
+  QS_ROWS_TQ1_0 = 16,
+  QS_ROWS_TQ2_0 = 17,
+  QS_ROWS_MXFP4 = 18,
 };
 typedef struct qs_file_rows {
   int32_t fd;
-  int32_t unused;
+  int16_t kind;
+  int16_t head_size;        // of heads whose rows the file has as 0, head_size / 2, 1, ...; else 0
   int64_t offset;           // of the first row's first byte
   int64_t num_rows;
 } qs_file_rows;

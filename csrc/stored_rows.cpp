@@ -1,5 +1,5 @@
-// The block layouts are those of ggml-quants.h; formats/gguf_blocks.py defines them, and
-// the arithmetic here is the same, operation by operation, so that scales and zeros are too.
+// The block layouts are those of ggml-quants.h; formats/gguf_blocks.py decodes the same
+// types with torch, operation by operation alike, so that scales and zeros are the same.
 
 #include "stored_rows.h"
 
@@ -11,19 +11,29 @@
 namespace qs {
 namespace {
 
-constexpr int64_t kSmall = 32;   // inputs of a block of Q4_0 and Q8_0
-constexpr int64_t kSuper = 256;  // of K-quants
+constexpr int kSmall = 32;       // inputs of a block of Q4_0 and Q8_0
+constexpr int kSuper = 256;      // of K-quants
 
 constexpr RowKind kKinds[] = {
-    {0, 0, false, 1, 4},             // F32
-    {0, 0, false, 1, 2},             // BF16
-    {0, 0, false, 1, 2},             // F16
-    {8, 0, false, 1, 1},             // I8
-    {4, kSmall, false, kSmall, 18},  // Q4_0
-    {8, kSmall, false, kSmall, 34},  // Q8_0
-    {4, 32, true, kSuper, 144},      // Q4_K
-    {8, 32, true, kSuper, 176},      // Q5_K
-    {8, 16, false, kSuper, 210},     // Q6_K
+    {0, 0, false, 1, 4, false},             // F32
+    {0, 0, false, 1, 2, false},             // BF16
+    {0, 0, false, 1, 2, false},             // F16
+    {8, 0, false, 1, 1, false},             // I8
+    {4, kSmall, false, kSmall, 18, false},  // Q4_0
+    {8, kSmall, false, kSmall, 34, false},  // Q8_0
+    {4, 32, true, kSuper, 144, true},       // Q4_K
+    {8, 32, true, kSuper, 176, true},       // Q5_K
+    {8, 16, false, kSuper, 210, true},      // Q6_K
+    {4, kSmall, true, kSmall, 20, true},    // Q4_1
+    {8, kSmall, false, kSmall, 22, false},  // Q5_0
+    {8, kSmall, true, kSmall, 24, true},    // Q5_1
+    {4, 16, true, kSuper, 84, true},        // Q2_K
+    {4, 16, false, kSuper, 110, true},      // Q3_K
+    {8, kSmall, false, kSmall, 18, false},  // IQ4_NL
+    {8, kSmall, false, kSuper, 136, true},  // IQ4_XS
+    {4, kSuper, false, kSuper, 54, false},  // TQ1_0
+    {4, kSuper, false, kSuper, 66, false},  // TQ2_0
+    {8, kSmall, false, kSmall, 17, true},   // MXFP4
 };
 constexpr int kNumKinds = sizeof(kKinds) / sizeof(kKinds[0]);
 
@@ -50,7 +60,7 @@ void q8_0(const uint8_t* block, const QuantRow& out) {
 }
 
 // Quants of `scale * q + low`; a group without a scale holds `low` everywhere.
-void with_low(int group, float scale, float low, const QuantRow& out) {
+void with_low(int group, float scale, float low, const QuantRow& out, int size = kSmall) {
   if (scale != 0.0f) {
     out.scales[group] = scale;
     out.zeros[group] = -low / scale;
@@ -58,7 +68,32 @@ void with_low(int group, float scale, float low, const QuantRow& out) {
   }
   out.scales[group] = low;
   out.zeros[group] = -1.0f;
-  memset(out.quants + group * kSmall, 0, kSmall);
+  memset(out.quants + group * size, 0, size);
+}
+
+void q4_1(const uint8_t* block, const QuantRow& out) {
+  nibbles(block + 4, 16, out.quants);
+  with_low(0, half_at(block), half_at(block + 2), out);
+}
+
+// Adds the fifth bits of a block's quants, 8 in each of 4 octets, and `offset`.
+void fifth_bits(const uint8_t* octets, int offset, uint8_t* quants) {
+  for (int i = 0; i < kSmall; ++i) {
+    const int high = (octets[i / 8] >> (i % 8) & 1) << 4;
+    quants[i] = static_cast<uint8_t>((quants[i] | high) + offset);
+  }
+}
+
+void q5_0(const uint8_t* block, const QuantRow& out) {
+  nibbles(block + 6, 16, out.quants);
+  fifth_bits(block + 2, 128 - 16, out.quants);
+  out.scales[0] = half_at(block);
+}
+
+void q5_1(const uint8_t* block, const QuantRow& out) {
+  nibbles(block + 8, 16, out.quants);
+  fifth_bits(block + 4, 0, out.quants);
+  with_low(0, half_at(block), half_at(block + 2), out);
 }
 
 // d, dmin, and 8 scales and minima of 6 bits each.
@@ -112,6 +147,99 @@ void q6_k(const uint8_t* block, const QuantRow& out) {
   }
 }
 
+// d and dmin after 16 scales and minima of 4 bits and quants of 2.
+void q2_k(const uint8_t* block, const QuantRow& out) {
+  for (int i = 0; i < kSuper; ++i) {
+    out.quants[i] = block[16 + i / 128 * 32 + i % 32] >> (i % 128 / 32 * 2) & 3;
+  }
+  const float d = half_at(block + 80), least = half_at(block + 82);
+  for (int group = 0; group < 16; ++group) {
+    with_low(group, d * static_cast<float>(block[group] & 15),
+             -least * static_cast<float>(block[group] >> 4), out, 16);
+  }
+}
+
+// Third bits that count as -4 where they are 0, quants of 2 bits, 16 scales of 6 bits, d.
+void q3_k(const uint8_t* block, const QuantRow& out) {
+  for (int i = 0; i < kSuper; ++i) {
+    const int low = block[32 + i / 128 * 32 + i % 32] >> (i % 128 / 32 * 2) & 3;
+    const int high = block[i % 32] >> (i / 32) & 1;
+    out.quants[i] = static_cast<uint8_t>(low + 4 * high + (8 - 4));
+  }
+  const uint8_t* packed = block + 96;
+  const float d = half_at(block + 108);
+  for (int group = 0; group < 16; ++group) {
+    const int low = group < 8 ? packed[group] & 15 : packed[group - 8] >> 4;
+    const int high = packed[8 + group % 4] >> (group / 4 * 2) & 3;
+    out.scales[group] = d * static_cast<float>((low | high << 4) - 32);
+  }
+}
+
+// The values of 4 bits, which are not in equal steps.
+constexpr int kIq4Values[16] = {-127, -104, -83, -65, -49, -35, -22, -10,
+                                1,    13,   25,  38,  53,  69,  89,  113};
+constexpr int kMxfp4Values[16] = {0, 1, 2, 3, 4, 6, 8, 12, 0, -1, -2, -3, -4, -6, -8, -12};
+
+void looked_up(const uint8_t* octets, const int* values, uint8_t* quants) {
+  nibbles(octets, 16, quants);
+  for (int i = 0; i < kSmall; ++i) quants[i] = static_cast<uint8_t>(values[quants[i]] + 128);
+}
+
+void iq4_nl(const uint8_t* block, const QuantRow& out) {
+  out.scales[0] = half_at(block);
+  looked_up(block + 2, kIq4Values, out.quants);
+}
+
+void iq4_xs(const uint8_t* block, const QuantRow& out) {
+  const float d = half_at(block);
+  for (int group = 0; group < 8; ++group) {
+    const int low = block[4 + group / 2] >> (group % 2 * 4) & 15;
+    const int high = block[2 + group / 4] >> (group % 4 * 2) & 3;
+    out.scales[group] = d * static_cast<float>((low | high << 4) - 32);
+    looked_up(block + 8 + 16 * group, kIq4Values, out.quants + kSmall * group);
+  }
+}
+
+// A power of two, halved because the values are doubled.
+void mxfp4(const uint8_t* block, const QuantRow& out) {
+  const uint32_t exponent = block[0];
+  const uint32_t bits = exponent < 2 ? 0x00200000u << exponent : (exponent - 1) << 23;
+  memcpy(out.scales, &bits, sizeof(bits));
+  looked_up(block + 1, kMxfp4Values, out.quants);
+}
+
+// Five digits of base 3 per octet, the first ones of some octets before their second ones.
+void digits(const uint8_t* octets, int count, int num_digits, uint8_t* quants) {
+  int power = 1;
+  for (int digit = 0; digit < num_digits; ++digit, power *= 3, quants += count) {
+    for (int i = 0; i < count; ++i) {
+      const int value = static_cast<uint8_t>(octets[i] * power) * 3 >> 8;
+      quants[i] = static_cast<uint8_t>(value + (8 - 1));
+    }
+  }
+}
+
+void tq1_0(const uint8_t* block, const QuantRow& out) {
+  digits(block, 32, 5, out.quants);
+  digits(block + 32, 16, 5, out.quants + 160);
+  digits(block + 48, 4, 4, out.quants + 240);
+  out.scales[0] = half_at(block + 52);
+}
+
+void tq2_0(const uint8_t* block, const QuantRow& out) {
+  for (int i = 0; i < kSuper; ++i) {
+    const int quant = block[i / 128 * 32 + i % 32] >> (i % 128 / 32 * 2) & 3;
+    out.quants[i] = static_cast<uint8_t>(quant + (8 - 1));
+  }
+  out.scales[0] = half_at(block + 64);
+}
+
+using Decode = void (*)(const uint8_t* block, const QuantRow& out);
+constexpr Decode kDecode[kNumKinds] = {
+    nullptr, nullptr, nullptr, nullptr, q4_0,  q8_0,   q4_k,   q5_k,  q6_k,  q4_1,
+    q5_0,    q5_1,    q2_k,    q3_k,    iq4_nl, iq4_xs, tq1_0, tq2_0, mxfp4,
+};
+
 bool read_all(int fd, uint8_t* out, int64_t size, int64_t offset) {
   while (size > 0) {
     const ssize_t count = pread(fd, out, size, offset);
@@ -122,6 +250,77 @@ bool read_all(int fd, uint8_t* out, int64_t size, int64_t offset) {
     offset += count;
   }
   return true;
+}
+
+// Rows of one part; where heads are stored in pairs, the first halves come first again.
+bool read_part(const qs_file_rows& part, int64_t row_bytes, RowRange rows, uint8_t* out) {
+  if (part.head_size == 0) {
+    return read_all(part.fd, out, rows.count * row_bytes, part.offset + rows.first * row_bytes);
+  }
+  const int64_t size = part.head_size, half = size / 2;
+  for (int64_t row = rows.first; row < rows.first + rows.count; ++row, out += row_bytes) {
+    const int64_t within = row % size;
+    const int64_t stored = row - within + within % half * 2 + within / half;
+    if (!read_all(part.fd, out, row_bytes, part.offset + stored * row_bytes)) return false;
+  }
+  return true;
+}
+
+uint16_t float_to_bf16(float value) {
+  uint32_t bits;
+  memcpy(&bits, &value, sizeof(bits));
+  if (value != value) return 0x7fc0;
+  return static_cast<uint16_t>((bits + 0x7fff + (bits >> 16 & 1)) >> 16);
+}
+
+// To nearest, ties to even; what is too large becomes infinity.
+uint16_t float_to_half(float value) {
+  uint32_t bits;
+  memcpy(&bits, &value, sizeof(bits));
+  const uint16_t sign = static_cast<uint16_t>(bits >> 16 & 0x8000);
+  const uint32_t magnitude = bits & 0x7fffffff;
+  if (magnitude > 0x7f800000) return sign | 0x7e00;
+  if (magnitude >= 0x477ff000) return sign | 0x7c00;
+  if (magnitude < 0x38800000) {  // subnormal: adding 0.5 leaves the result in the low bits
+    float shifted;
+    memcpy(&shifted, &magnitude, sizeof(shifted));
+    shifted += 0.5f;
+    uint32_t low;
+    memcpy(&low, &shifted, sizeof(low));
+    return sign | static_cast<uint16_t>(low - 0x3f000000);
+  }
+  const uint32_t rounded = magnitude - 0x38000000 + 0xfff + (magnitude >> 13 & 1);
+  return sign | static_cast<uint16_t>(rounded >> 13);
+}
+
+void store(float value, int kind, int64_t index, uint8_t* row) {
+  if (kind == QS_ROWS_F32) {
+    memcpy(row + index * 4, &value, sizeof(value));
+    return;
+  }
+  const uint16_t half = kind == QS_ROWS_F16 ? float_to_half(value) : float_to_bf16(value);
+  memcpy(row + index * 2, &half, sizeof(half));
+}
+
+// One row as floating point of the kind `to`.
+void convert_row(int kind, const uint8_t* row, int64_t k, int to, uint8_t* out) {
+  const RowKind& form = kKinds[kind];
+  if (form.bits == 0) {
+    for (int64_t i = 0; i < k; ++i) store(stored_value(kind, row, i), to, i, out);
+    return;
+  }
+  uint8_t quants[kSuper];
+  float scales[kSuper / 16], zeros[kSuper / 16];
+  const float middle = static_cast<float>(1 << (form.bits - 1));
+  for (int64_t first = 0; first < k; first += form.block_inputs, row += form.block_bytes) {
+    decode_row(kind, row, form.block_inputs, {quants, scales, zeros});
+    for (int64_t i = 0; i < form.block_inputs; ++i) {
+      const int64_t group = i / form.group_size;
+      const float zero = form.has_zeros ? zeros[group] : middle;
+      const float value = (static_cast<float>(quants[i]) - zero) * scales[group];
+      store(value, to, first + i, out);
+    }
+  }
 }
 
 }  // namespace
@@ -140,6 +339,17 @@ float half_to_float(uint16_t half) {
   return value;
 }
 
+float stored_value(int kind, const uint8_t* row, int64_t index) {
+  float value;
+  if (kind == QS_ROWS_F32) {
+    memcpy(&value, row + index * 4, sizeof(value));
+    return value;
+  }
+  uint16_t half;
+  memcpy(&half, row + index * 2, sizeof(half));
+  return kind == QS_ROWS_F16 ? half_to_float(half) : bf16_to_float(half);
+}
+
 const RowKind* row_kind(int kind) {
   return kind >= 0 && kind < kNumKinds ? &kKinds[kind] : nullptr;
 }
@@ -148,21 +358,57 @@ int64_t stored_row_bytes(int kind, int64_t k) {
   return k / kKinds[kind].block_inputs * kKinds[kind].block_bytes;
 }
 
-bool read_rows(const qs_stored_matrix& matrix, int64_t first, int64_t count, uint8_t* out) {
-  const int64_t row_bytes = stored_row_bytes(matrix.kind, matrix.k);
+int64_t longest_row_bytes(const qs_stored_matrix& matrix) {
+  int64_t longest = 0;
+  for (int part = 0; part < matrix.num_parts; ++part) {
+    const int64_t bytes = stored_row_bytes(matrix.parts[part].kind, matrix.k);
+    if (bytes > longest) longest = bytes;
+  }
+  return longest;
+}
+
+bool is_converted(const qs_stored_matrix& matrix) {
+  for (int part = 0; part < matrix.num_parts; ++part) {
+    if (matrix.parts[part].kind != matrix.kind) return true;
+  }
+  return false;
+}
+
+int64_t conversion_bytes(const qs_stored_matrix& matrix) {
+  return is_converted(matrix) ? longest_row_bytes(matrix) : 0;
+}
+
+bool read_rows(const qs_stored_matrix& matrix, RowRange rows, uint8_t* out) {
+  int64_t first = rows.first, count = rows.count;
   for (int part = 0; part < matrix.num_parts && count > 0; ++part) {
-    const qs_file_rows& rows = matrix.parts[part];
-    if (first >= rows.num_rows) {
-      first -= rows.num_rows;
+    const qs_file_rows& stored = matrix.parts[part];
+    if (first >= stored.num_rows) {
+      first -= stored.num_rows;
       continue;
     }
-    const int64_t taken = count < rows.num_rows - first ? count : rows.num_rows - first;
-    if (!read_all(rows.fd, out, taken * row_bytes, rows.offset + first * row_bytes)) return false;
+    const int64_t taken = count < stored.num_rows - first ? count : stored.num_rows - first;
+    const int64_t row_bytes = stored_row_bytes(stored.kind, matrix.k);
+    if (!read_part(stored, row_bytes, {first, taken}, out)) return false;
     out += taken * row_bytes;
     count -= taken;
     first = 0;
   }
   return count == 0;
+}
+
+bool convert_rows(const qs_stored_matrix& matrix, RowRange rows, uint8_t* scratch, uint8_t* out) {
+  if (!is_converted(matrix)) return read_rows(matrix, rows, out);
+  if (!read_rows(matrix, rows, scratch)) return false;
+  const int64_t row_bytes = stored_row_bytes(matrix.kind, matrix.k);
+  for_each_row(matrix, rows, scratch, [&](int64_t row, int kind, const uint8_t* read) {
+    uint8_t* to = out + row * row_bytes;
+    if (kind == matrix.kind) {
+      memcpy(to, read, row_bytes);
+    } else {
+      convert_row(kind, read, matrix.k, matrix.kind, to);
+    }
+  });
+  return true;
 }
 
 void decode_row(int kind, const uint8_t* row, int64_t k, const QuantRow& out) {
@@ -176,11 +422,7 @@ void decode_row(int kind, const uint8_t* row, int64_t k, const QuantRow& out) {
     const uint8_t* from = row + block * form.block_bytes;
     const QuantRow to = {out.quants + block * form.block_inputs, out.scales + block * groups,
                         out.zeros == nullptr ? nullptr : out.zeros + block * groups};
-    if (kind == QS_ROWS_Q4_0) q4_0(from, to);
-    if (kind == QS_ROWS_Q8_0) q8_0(from, to);
-    if (kind == QS_ROWS_Q4_K) q4_k(from, to);
-    if (kind == QS_ROWS_Q5_K) q5_k(from, to);
-    if (kind == QS_ROWS_Q6_K) q6_k(from, to);
+    kDecode[kind](from, to);
   }
 }
 

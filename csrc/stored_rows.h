@@ -27,20 +27,49 @@ struct QuantRow {
   float* zeros;
 };
 
-// What a kind of quants is decoded to; bits 0 for kinds that hold floating point.
+// What a kind of quants is decoded to; bits 0 for kinds that hold floating point. Wide scales are
+// products of two, which seldom fit 16 bits.
 struct RowKind {
   int bits;
   int64_t group_size;  // 0: the caller decides
   bool has_zeros;
   int64_t block_inputs, block_bytes;
+  bool wide_scales;
 };
 
+// An element of a row of floating point.
+float stored_value(int kind, const uint8_t* row, int64_t index);
 // Null for an unknown kind.
 const RowKind* row_kind(int kind);
 // Bytes of a row of k inputs, which the kind's blocks divide.
 int64_t stored_row_bytes(int kind, int64_t k);
+// Bytes of the longest row of any part.
+int64_t longest_row_bytes(const qs_stored_matrix& matrix);
+// Whether a part is of another kind than the matrix.
+bool is_converted(const qs_stored_matrix& matrix);
+// Bytes per row that convert_rows needs besides its result.
+int64_t conversion_bytes(const qs_stored_matrix& matrix);
 // Reads rows [first, first + count) of all parts combined. False if a file lacks them.
-bool read_rows(const qs_stored_matrix& matrix, int64_t first, int64_t count, uint8_t* out);
+bool read_rows(const qs_stored_matrix& matrix, RowRange rows, uint8_t* out);
+// Reads the same rows as floating point of the matrix's kind; `scratch` only where is_converted.
+bool convert_rows(const qs_stored_matrix& matrix, RowRange rows, uint8_t* scratch, uint8_t* out);
+
+// Calls fn(row, kind, bytes) for rows that read_rows has read; `row` counts from 0.
+template <typename Fn>
+void for_each_row(const qs_stored_matrix& matrix, RowRange rows, const uint8_t* read,
+                  const Fn& fn) {
+  int64_t first = rows.first, row = 0;
+  for (int part = 0; part < matrix.num_parts; ++part) {
+    const qs_file_rows& stored = matrix.parts[part];
+    const int64_t row_bytes = stored_row_bytes(stored.kind, matrix.k);
+    for (; first < stored.num_rows && row < rows.count; ++first, ++row, read += row_bytes) {
+      fn(row, stored.kind, read);
+    }
+    first -= stored.num_rows;
+    if (first < 0) first = 0;
+  }
+}
+
 // One row of a kind of quants; scales of QS_ROWS_I8 are not among its bytes and stay as they are.
 void decode_row(int kind, const uint8_t* row, int64_t k, const QuantRow& out);
 

@@ -154,6 +154,7 @@ LATE = {
     "model/checkpoint/tensor_reader.py": _TORCH,
     "model/fallback/spec.py": _OPTIONAL,
     "model/formats/detect.py": _ONE_FORMAT,
+    "model/formats/gguf.py": _TORCH,
     "model/layers/feed_forward.py": _TORCH,
     "model/loader.py": _TORCH,
     "model/quantize.py": _TORCH,

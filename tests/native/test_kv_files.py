@@ -107,6 +107,33 @@ def stored(directory: Path, prompt: tuple[int, ...] = PROMPT) -> list[Delta]:
     return found
 
 
+@pytest.mark.parametrize(
+    ("options", "text"),
+    [
+        ({"kv_cache_disk_bytes": 1}, "needs --kv-cache-dir"),
+        ({"kv_cache_dir": "kv", "prefix_caching": False}, "leave --no-enable-prefix-caching out"),
+        ({"kv_cache_dir": "kv", "kv_cache_disk_bytes": 0}, "at least 1"),
+    ],
+)
+def test_options_that_have_no_effect_are_refused(options: dict[str, Any], text: str) -> None:
+    with pytest.raises(ConfigError, match=text):
+        CacheConfig(**options)
+
+
+def test_what_cannot_store_its_blocks_is_refused(tmp_path: Path) -> None:
+    config = EngineConfig(
+        load=LoadConfig("demo", num_threads=1),
+        cache=CacheConfig(num_blocks=64, kv_cache_dir=str(tmp_path)),
+        scheduler=SchedulerConfig(use_kv_cache=False),
+    )
+    with pytest.raises(ConfigError, match="--no-kv-cache out"):
+        open_engine(config)
+    file = tmp_path / "file"
+    file.write_text("no directory")
+    with pytest.raises(ConfigError, match="cannot be used"):
+        engine_for(file)
+
+
 def test_only_the_owner_reads_the_files(tmp_path: Path) -> None:
     stored(tmp_path / "new" / "cache")
     (directory,) = (tmp_path / "new" / "cache").iterdir()

@@ -12,7 +12,10 @@ import numpy as np
 import pytest
 import torch
 from engine_outputs import FORMATS, answers
+from gguf import GGMLQuantizationType as Kind
+from gguf_models import KINDS, write_model
 from golden_cases import Case
+from msgspec.structs import replace
 from tiny_checkpoint import VOCAB, write_tokenizer
 
 from quickstep import LLM, SamplingParams
@@ -157,15 +160,20 @@ def test_a_model_in_host_tensors_can_be_run_op_by_op_on_the_same_memory() -> Non
     assert with_torch_kv(kv).keys[0].data_ptr() == kv.keys[0].data_ptr()
 
 
-@pytest.mark.parametrize("dtype", ["float32", "float16"])
-def test_weights_that_have_to_be_converted_are_left_to_torch(dtype: str) -> None:
-    load = LoadConfig(model="demo", device="cpu", dtype=dtype)
+@pytest.mark.parametrize("dtype", ["float32", "float16", "bfloat16"])
+@pytest.mark.parametrize("quantization", [None, "int8", "int4"])
+def test_weights_are_converted_as_torch_converts_them(dtype: str, quantization: str | None) -> None:
+    load = LoadConfig(model="demo", device="cpu", dtype=dtype, quantization=quantization)
     checkpoint, ops = find_checkpoint(load), load_native(1)
     assert ops is not None
-    weights = open_weights(checkpoint.path, read_spec(checkpoint.path))
-    stored = {tensor.dtype for tensor in weights.files.tensors.values()}
-    is_stored = stored == {{"float32": "F32"}.get(dtype, "F16")}
-    assert (reason_for_torch(weights, ops, load) == "") == is_stored
+    spec = read_spec(checkpoint.path)
+    assert not reason_for_torch(open_weights(checkpoint.path, spec), ops, load)
+    found = load_model(checkpoint, spec, ops, load, on_host=True)
+    by_torch = load_model(checkpoint, spec, replace(ops, load_linear=None), load)
+    x = torch.eye(spec.hidden_size, dtype=getattr(torch, dtype))
+    for layer, expected in zip(found.weights.layers, by_torch.weights.layers, strict=True):
+        same = ops.linear(x, layer.attention.qkv), ops.linear(x, expected.attention.qkv)
+        assert torch.equal(*same)
 
 
 def run_without_torch(*command: str) -> subprocess.CompletedProcess[str]:
@@ -200,8 +208,43 @@ def test_a_mixture_of_experts_runs_where_torch_is_not_installed(
     assert output.outputs[0].text and output.outputs[0].text in done.stdout
 
 
+# files mix types by tensor: these are those of Q4_K_M, and of smaller files
+_SMALLER = {
+    **{"q_proj": Kind.IQ4_XS, "k_proj": Kind.IQ4_NL, "v_proj": Kind.Q8_0, "o_proj": Kind.Q3_K},
+    **{"gate_proj": Kind.Q2_K, "up_proj": Kind.Q3_K, "down_proj": Kind.TQ2_0},
+    **{"embed_tokens": Kind.Q5_0, "lm_head": Kind.F16},
+}
+
+
 @pytest.mark.parametrize(
-    "command", [("demo",), ("doctor", "--no-bandwidth"), ("verify", "--requests", "2")]
+    ("architecture", "kinds"), [("llama", KINDS), ("llama", _SMALLER), ("qwen2", KINDS)]
+)
+def test_a_gguf_file_runs_where_torch_is_not_installed(
+    architecture: str, kinds: dict[str, Kind], tmp_path: Path
+) -> None:
+    path = tmp_path / "tiny.gguf"
+    families = {"qwen2": {"architectures": ["Qwen2ForCausalLM"]}}
+    write_model(path, architecture, kinds, **families.get(architecture, {}))
+    options = ["--model", str(path), "--temperature", "0.5", "--seed", "3", "--max-tokens", "9"]
+    done = run_without_torch("generate", "some text", *options)
+    assert done.returncode == 0, done.stderr
+    llm = LLM(str(path), enforce_eager=True, device="cpu")
+    try:
+        sampling = SamplingParams(temperature=0.5, seed=3, max_tokens=9)
+        (output,) = llm.generate(["some text"], sampling, use_tqdm=False)
+    finally:
+        llm.close()
+    assert output.outputs[0].text and output.outputs[0].text in done.stdout
+
+
+@pytest.mark.parametrize(
+    "command",
+    [
+        ("demo",),
+        ("generate", "x", "--dtype", "float32"),
+        ("doctor", "--no-bandwidth"),
+        ("verify", "--requests", "2"),
+    ],
 )
 def test_commands_run_where_torch_is_not_installed(command: tuple[str, ...]) -> None:
     done = run_without_torch(*command)
@@ -213,7 +256,6 @@ def test_commands_run_where_torch_is_not_installed(command: tuple[str, ...]) -> 
     [
         (("generate", "x", "--enforce-eager"), "--enforce-eager"),
         (("generate", "x", "--device", "cuda"), "--device cuda"),
-        (("generate", "x", "--dtype", "float32"), "stored as bfloat16 in float32"),
         (("bench", "step"), "quickstep bench step"),
     ],
 )

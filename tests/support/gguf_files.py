@@ -25,6 +25,12 @@ SCALES_AT = {
     Kind.Q4_K: (0, 2),
     Kind.Q5_K: (0, 2),
     Kind.Q6_K: (208,),
+    Kind.Q2_K: (80, 82),
+    Kind.Q3_K: (108,),
+    Kind.IQ4_NL: (0,),
+    Kind.IQ4_XS: (0,),
+    Kind.TQ1_0: (52,),
+    Kind.TQ2_0: (64,),
 }
 _NAMES = {
     "self_attn.q_proj": "attn_q",
@@ -48,8 +54,11 @@ def random_blocks(kind: Kind, outputs: int, inputs: int, seed: int = 0) -> np.nd
     elements, size = gguf.GGML_QUANT_SIZES[kind]
     blocks = generator.integers(0, 256, (outputs * inputs // elements, size), dtype=np.uint8)
     steps = {Kind.Q8_0: 100, Kind.Q5_0: 16, Kind.Q5_1: 16, Kind.Q6_K: 1500}.get(kind, 8)
-    steps = {Kind.Q4_K: 250, Kind.Q5_K: 500}.get(kind, steps)
-    for place, at in enumerate(SCALES_AT[kind]):
+    steps = {Kind.Q4_K: 250, Kind.Q5_K: 500, Kind.Q2_K: 20, Kind.Q3_K: 50}.get(kind, steps)
+    steps = {Kind.IQ4_NL: 60, Kind.IQ4_XS: 1000, Kind.TQ1_0: 1, Kind.TQ2_0: 1}.get(kind, steps)
+    if kind == Kind.MXFP4:
+        blocks[:, 0] = generator.integers(118, 123, len(blocks))
+    for place, at in enumerate(SCALES_AT.get(kind, ())):
         drawn = generator.uniform(-1, 1, (len(blocks), 1)) * 0.15 / steps
         if place == 1:
             drawn *= -8 if kind in (Kind.Q4_1, Kind.Q5_1) else 4

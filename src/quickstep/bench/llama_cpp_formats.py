@@ -75,6 +75,7 @@ def block_ops(ops: OpTable, bits: int, vocab_size: int) -> OpTable:
     return replace(
         ops,
         pack_linear=pack,
+        load_linear=None,
         linear=linear,
         embedding=embedding,
         logits=Logits(linear, ops.add_lora_),

@@ -33,6 +33,7 @@ COMMANDS = (
     "demo",
     "usage",
     "why",
+    "top",
     "trace",
     "calibrate",
     "verify",

@@ -312,7 +312,13 @@ class ModelResidency:
                 break
             leaving.append(other)
             missing -= self._models[other].num_bytes
-        return [] if missing > 0 else [self._begin_unload(other) for other in leaving]
+        if missing > 0:
+            return []
+        for other in reversed(leaving.copy()):  # those that are not needed stay
+            if missing + self._models[other].num_bytes <= 0:
+                leaving.remove(other)
+                missing += self._models[other].num_bytes
+        return [self._begin_unload(other) for other in leaving]
 
     def _is_idle(self, name: str, busy: Set[str]) -> bool:
         model = self._models[name]

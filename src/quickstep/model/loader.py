@@ -20,7 +20,6 @@ from quickstep.model.checkpoint.placement import (
 )
 from quickstep.model.checkpoint.source import Checkpoint, reading_checkpoint
 from quickstep.model.checkpoint.tensor_reader import (
-    STORED_DTYPES,
     Progress,
     TensorReader,
     TensorSource,
@@ -183,17 +182,13 @@ def reason_for_torch(
         return "--kv-cache-dtype fp8"
     if weights.experts is not None:
         return f"{spec.architecture}, whose files hold the experts of a layer as one tensor,"
-    if weights.storage is not None:
-        return f"a checkpoint in the format {weights.storage.name}"
-    if spec.tied and names.head_stored and load.quantization is not None:
-        # two copies of one matrix are compared as they are rounded
-        return f"--quantization {load.quantization} of a tied model that stores its lm_head"
-    dtype = choose_dtype(load.dtype, spec, weights.files)
-    for name, shape in weights.shapes.items():
-        stored = STORED_DTYPES.get(weights.files.tensors[name].dtype)
-        if stored is None or (len(shape) > 1 and stored != dtype):
-            found = "another type" if stored is None else stored.name
-            return f"running weights that are stored as {found} in {dtype.name}"
+    storage = weights.storage
+    if storage is not None and storage.name != "gguf":
+        return f"a checkpoint in the format {storage.name}"
+    if spec.tied and names.head_stored and (load.quantization is not None or storage is not None):
+        # two copies of one matrix are compared as they are rounded or decoded
+        how = f"--quantization {load.quantization}" if storage is None else storage.name
+        return f"{how} of a tied model that stores its lm_head"
     return ""
 
 

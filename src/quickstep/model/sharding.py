@@ -307,12 +307,13 @@ def stored_rows(matrix: StoredMatrix, rows: Sequence[range]) -> StoredMatrix:
 
 def _pieces(matrix: StoredMatrix, rows: range) -> Iterator[StoredRows]:
     """Where the files hold these rows."""
-    elements, num_bytes = (1, 1) if matrix.kind == "I8" else BLOCKS[matrix.kind]
-    row_bytes = matrix.num_inputs // elements * num_bytes
     first = 0
     for part in matrix.parts:
+        kind = part.kind or matrix.kind
+        elements, num_bytes = (1, 1) if kind == "I8" else BLOCKS[kind]
+        row_bytes = matrix.num_inputs // elements * num_bytes
         start, stop = max(rows.start, first), min(rows.stop, first + part.num_rows)
         if start < stop:
             offset = part.offset + (start - first) * row_bytes
-            yield StoredRows(part.file, offset, stop - start)
+            yield replace(part, offset=offset, num_rows=stop - start)
         first += part.num_rows

@@ -109,11 +109,19 @@ class QuantizedWeight(msgspec.Struct, frozen=True):
 
 
 class StoredRows(msgspec.Struct, frozen=True):
-    """`num_rows` rows of a matrix one after another in a file, the first at byte `offset`."""
+    """`num_rows` rows of a matrix one after another in a file, the first at byte `offset`.
+
+    Attributes:
+        kind: How they are stored; None for as the matrix.
+        head_size: Of heads whose rows the file has in the order 0, head_size / 2, 1, ...; 0 for
+            rows that are in order.
+    """
 
     file: Path
     offset: int
     num_rows: int
+    kind: str | None = None
+    head_size: int = 0
 
 
 class Rounding(msgspec.Struct, frozen=True):
@@ -136,8 +144,8 @@ class StoredMatrix(msgspec.Struct, frozen=True):
 
     Attributes:
         kind: How: `F32`, `BF16`, `F16`, `I8` (quantized values about 0), or the name of a ggml
-            block type.
-        parts: N rows, one part below another.
+            block type. Floating point is what all parts are converted to.
+        parts: N rows, one part below another. Of block types, each part may be of another one.
         num_inputs: C.
         rounding: How to quantize it; None for a matrix that is not changed or is quantized
             already.

@@ -43,6 +43,7 @@ from quickstep.server.openai.tokenize import Tokenizing
 from quickstep.server.operate.debug import Debug
 from quickstep.server.operate.lora_routes import lora_routes
 from quickstep.server.operate.metrics import ServerMetrics
+from quickstep.server.operate.models import ModelRoutes
 from quickstep.server.operate.prefix_cache import prefix_cache_routes
 from quickstep.server.operate.probes import Health, Pong, Probes, Readiness, Version
 from quickstep.server.operate.replicas import ReplicaRoutes
@@ -85,6 +86,7 @@ def api_routes(
         *prefix_cache_routes(models),
         *lora_routes(models),
         *ReplicaRoutes(models).routes(),
+        *ModelRoutes(models).routes(),
     ]
     pages = ApiPages(routes, models)  # the document describes these two as well
     routes += _pages(pages)

@@ -2,34 +2,27 @@
 
 from __future__ import annotations
 
+import gguf
 import numpy as np
 import pytest
 import torch
 from gguf import GGMLQuantizationType as Kind
 from gguf_files import SCALES_AT, meaning, random_blocks
 
-from quickstep.model.formats.gguf import BLOCK_KINDS
+from quickstep.model.formats.gguf_blocks import decode_blocks
+from quickstep.model.formats.gguf_kinds import BLOCK_KINDS
 from quickstep.ops.weights import QuantizedWeight
 
 OUTPUTS, INPUTS = 24, 512
 
 
 def decoded(kind: Kind, rows: np.ndarray, inputs: int = INPUTS) -> QuantizedWeight:
-    form = BLOCK_KINDS[kind.name]
     blocks = torch.from_numpy(rows).reshape(-1, rows.size * _elements(kind) // (len(rows) * inputs))
-    quants, scales, zeros = form.decode(blocks)
-    groups = (len(rows), inputs // form.group_size)
-    return QuantizedWeight(
-        quants.reshape(len(rows), inputs),
-        scales.reshape(groups),
-        None if zeros is None else zeros.reshape(groups),
-        form.bits,
-        form.group_size,
-    )
+    return decode_blocks(kind.name, blocks, (len(rows), inputs))
 
 
 def _elements(kind: Kind) -> int:
-    return 256 if kind.name.endswith("_K") else 32
+    return gguf.GGML_QUANT_SIZES[kind][0]
 
 
 @pytest.mark.parametrize("kind", SCALES_AT, ids=lambda kind: kind.name)

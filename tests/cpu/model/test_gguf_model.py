@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 import torch
 from gguf import GGMLQuantizationType as Kind
+from gguf_models import HF, KINDS, VOCAB, write_model
 from hypothesis import given
 from hypothesis import strategies as st
 from quantized_checkpoint import load, logits_of, opened, write_whole
@@ -18,69 +19,11 @@ from quickstep import LLM, SamplingParams
 from quickstep.config import LoadConfig
 from quickstep.errors import ConfigError
 from quickstep.model.checkpoint.source import find_checkpoint
-from quickstep.model.checkpoint.tensor_schema import layer_tensors, outer_tensors
 from quickstep.model.checkpoint.weights import open_weights
 from quickstep.model.rope import make_rope_table
 from quickstep.model.spec import parse_spec, read_spec
 from quickstep.ops.tensors import Device, to_numpy
 from quickstep.text.tokenizer import Tokenizer
-
-VOCAB = 264
-HF = {
-    "architectures": ["LlamaForCausalLM"],
-    "vocab_size": VOCAB,
-    "hidden_size": files.HIDDEN,
-    "intermediate_size": files.WIDTH,
-    "num_hidden_layers": files.LAYERS,
-    "num_attention_heads": files.HEADS,
-    "num_key_value_heads": files.KV_HEADS,
-    "max_position_embeddings": 256,
-    "rms_norm_eps": 1e-5,
-    "rope_theta": 10000.0,
-    "torch_dtype": "bfloat16",
-}
-# as Q4_K_M mixes them, and more
-KINDS = {
-    "q_proj": Kind.Q4_K,
-    "k_proj": Kind.Q4_K,
-    "v_proj": Kind.Q6_K,
-    "o_proj": Kind.Q5_K,
-    "gate_proj": Kind.Q4_0,
-    "up_proj": Kind.Q8_0,
-    "down_proj": Kind.Q5_1,
-    "embed_tokens": Kind.Q6_K,
-    "lm_head": Kind.Q8_0,
-}
-
-
-def write_model(
-    path: Path, architecture: str = "llama", kinds: dict[str, Kind] = KINDS, **changes: object
-) -> dict[str, Tensor]:
-    """Write the file; gives the weights that it means, in the architecture's own order."""
-    spec = parse_spec(HF | changes)
-    shapes = outer_tensors(spec, "model.", "lm_head.weight")
-    for index in range(spec.num_layers):
-        shapes |= layer_tensors(spec, "model.", index)
-    meant: dict[str, Tensor] = {}
-    written = []
-    generator = np.random.default_rng(0)
-    for seed, (name, shape) in enumerate(shapes.items()):
-        part = name.split(".")[-2]
-        kind = kinds.get(part, Kind.F32) if name.endswith(".weight") else Kind.F32
-        if kind in files.SCALES_AT:
-            values = files.random_blocks(kind, *shape, seed=seed)
-            meant[name] = files.meaning(kind, values)
-        else:
-            drawn = generator.normal(0, 0.1, shape) + ("norm" in name)
-            values = drawn.astype(np.float16 if kind == Kind.F16 else np.float32)
-            meant[name] = torch.from_numpy(values.astype(np.float32))
-        heads = {"q_proj": files.HEADS, "k_proj": files.KV_HEADS}.get(part)
-        if architecture == "llama" and heads is not None:
-            values = files.paired(values, heads)
-        written.append((files.gguf_name(name), values, kind))
-    metadata = files.sizes() | files.byte_vocabulary(VOCAB)
-    files.write_gguf(path, architecture, metadata, written)
-    return meant
 
 
 @pytest.fixture(scope="module")
@@ -374,11 +317,11 @@ def test_what_is_not_understood_is_refused_by_name(
     assert named in str(caught.value)
 
 
-def test_block_types_without_even_steps_are_refused(tmp_path: Path) -> None:
-    values = np.zeros((VOCAB, files.HIDDEN // 32 * 18), dtype=np.uint8)
-    tensors = [("token_embd.weight", values, Kind.IQ4_NL)]
+def test_block_types_that_are_not_read_are_refused_with_the_tensors_name(tmp_path: Path) -> None:
+    values = np.zeros((VOCAB, files.HIDDEN // 256 * 110), dtype=np.uint8)
+    tensors = [("token_embd.weight", values, Kind.IQ3_S)]
     path = files.write_gguf(tmp_path / "m.gguf", "llama", files.sizes(), tensors)
-    with pytest.raises(ConfigError, match=r"stores token_embd\.weight as IQ4_NL"):
+    with pytest.raises(ConfigError, match=r"stores token_embd\.weight as IQ3_S"):
         read_spec(path)
 
 

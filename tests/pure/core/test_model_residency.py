@@ -49,6 +49,18 @@ def test_the_least_recently_used_idle_model_leaves() -> None:
     assert models.state("b") is ModelState.ASLEEP
 
 
+def test_no_model_leaves_that_need_not() -> None:
+    models = ModelResidency(7)
+    for name, num_bytes in {"a": 1, "b": 4, "c": 5}.items():
+        models.add(name, num_bytes)
+    load(models, "a", 1, 0.0)
+    load(models, "b", 2, 1.0)
+    models.end("a", 1, 2.0)
+    models.end("b", 2, 3.0)
+    assert not models.request("c", 3, 4.0)
+    assert models.plan(4.0)[0] == [UNLOAD["b"]]
+
+
 def test_a_model_with_requests_is_not_unloaded() -> None:
     models = residency(budget=1)
     load(models, "a", 1)

@@ -24,7 +24,7 @@ from quickstep.server.usage.api_keys import ApiKeys, read_key_file
 
 KEYS = ApiKeys(["ann=secret-a", "bob=secret-b", "secret-c"])
 OPTIONS = ServerOptions(api_keys=KEYS)
-PROBES = ("/health", "/ready", "/ping")
+PROBES = ("/health", "/ready", "/ping", "/")
 
 
 def ask(

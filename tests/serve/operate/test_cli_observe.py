@@ -40,6 +40,22 @@ def test_why_prints_json(server: LiveServer, capsys: pytest.CaptureFixture[str])
     assert json.loads(capsys.readouterr().out)["request_id"] == "web-1"
 
 
+def test_top_prints_steps_and_requests_once(
+    server: LiveServer, capsys: pytest.CaptureFixture[str]
+) -> None:
+    flags = ("--url", server.url, "--api-key", "secret-r", "--every-s", "3600")
+    assert main(["top", *flags]) == 0  # no terminal
+    lines = capsys.readouterr().out.splitlines()
+    assert lines[0].endswith("ended") and "steps/s" in lines[0]
+    assert any(line.startswith("running ") and "predicted" in line for line in lines)
+    assert any(line.split()[:2] == ["request", "phase"] for line in lines)
+
+
+def test_top_refuses_a_bad_interval(server: LiveServer, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["top", "--url", server.url, "--every-s", "0"]) == 2
+    assert "--every-s is 0, it must be from 0.1 to 3600" in capsys.readouterr().err
+
+
 def test_trace_writes_a_file(
     server: LiveServer,
     tmp_path: Path,

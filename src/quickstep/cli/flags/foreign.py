@@ -324,14 +324,14 @@ _MEMORY = (
     _row(
         "--swap-space --cpu-offload-gb --kv-offloading-size",
         _BOTH,
-        why="weights and KV cache are in one memory, and preempted sequences are computed again",
+        why="weights and KV cache are in one memory; --kv-cache-dir stores evicted KV blocks",
         takes="GIB",
         accepted="0 0.0",
     ),
     _row(
         "--kv-offloading-backend --kv-transfer-config --kv-events-config",
         _VLLM,
-        why="the KV cache is in one place, that of the device",
+        why="--kv-cache-dir stores KV blocks, --prefill and --decode transfer them",
         takes="VALUE",
     ),
     _row(
@@ -370,7 +370,8 @@ _MEMORY = (
     _row(
         "--slot-save-path",
         _LLAMA,
-        why="the KV cache is not saved; --warm-prompts computes prompts at the start",
+        "--kv-cache-dir {value}",
+        "prefixes are stored and restored by themselves",
         takes="DIR",
     ),
     _row(

@@ -25,6 +25,7 @@ from quickstep.server.options import (
     FieldRules,
     FileOptions,
     MetricsOptions,
+    ModelsOptions,
     RequestLimits,
     ServerOptions,
     TlsOptions,
@@ -186,6 +187,7 @@ def server_options(args: argparse.Namespace) -> ServerOptions:
         files=from_flags(FileOptions, args, directory=_files_directory(args.files_dir)),
         batches=from_flags(BatchOptions, args),
         usage=_usage_options(args),
+        models=from_flags(ModelsOptions, args),
         routes=read_routes(args.file_sections.get("routes", {})),
     )
 

@@ -7,12 +7,13 @@ there are never two copies of the complete model. Counts the bytes that were rea
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Protocol
 
 import numpy as np
+from msgspec.structs import replace
 
 from quickstep.errors import ConfigError
 from quickstep.model.checkpoint.gguf_file import BLOCKS
@@ -47,6 +48,9 @@ Progress = Callable[[int, int], None]
 
 STORED_DTYPES: Mapping[str, DType] = MappingProxyType(
     {"F32": FLOAT32, "F16": FLOAT16, "BF16": BFLOAT16}
+)
+_KINDS: Mapping[DType | None, str] = MappingProxyType(
+    {dtype: kind for kind, dtype in STORED_DTYPES.items()}
 )
 _RAW_DTYPES: Mapping[str, DType] = MappingProxyType(
     {"U8": UINT8, "I8": INT8, "I32": INT32, "I64": INT64, "F8_E4M3": UINT8}
@@ -103,7 +107,7 @@ class TensorReader:
         """Several tensors, one below the other along the first dimension."""
         dtypes = [self._stored_dtype(name) for name in names]
         if len(set(dtypes)) > 1:
-            return self._joined([self.stacked((name,)) for name in names])
+            return self.joined([self.stacked((name,)) for name in names])
         shapes = [self._files.tensors[name].shape for name in names]
         rows = sum(shape[0] for shape in shapes)
         if self._device.type == "cuda":
@@ -145,7 +149,8 @@ class TensorReader:
         dtype = torch_dtype(FLOAT32) if is_float32 else self._dtype
         return stored.to_torch().to(torch_device(self._device), dtype)
 
-    def _joined(self, parts: list[AnyTensor]) -> AnyTensor:
+    def joined(self, parts: Sequence[AnyTensor]) -> AnyTensor:
+        """Tensors of the model's dtype, one below the other."""
         if isinstance(self._dtype, DType):
             return HostTensor(np.concatenate([to_numpy(part) for part in parts]), self._dtype)
         import torch
@@ -162,19 +167,25 @@ class TensorReader:
         return self.stacked(names)
 
     def stored(self, names: tuple[str, ...]) -> StoredMatrix | None:
-        """The matrix in its files, where they hold it in the model's dtype."""
-        if self._device.type != "cpu":
+        """The matrix in its files, floating point or ggml's blocks, to be converted to the model's
+        dtype as it is loaded; None for other types, and on a GPU.
+        """
+        kind = _KINDS.get(host_dtype(self._dtype))
+        if self._device.type != "cpu" or kind is None:
             return None
-        dtype = host_dtype(self._dtype)
-        if any(STORED_DTYPES.get(self._files.tensors[name].dtype) != dtype for name in names):
+        tensors = [self._files.tensors.get(name) for name in names]
+        if any(tensor is None or tensor.dtype not in BLOCKS for tensor in tensors):
             return None
-        return self.stored_matrix(names)
+        return replace(self.stored_matrix(names), kind=kind)
 
     def stored_matrix(self, names: tuple[str, ...]) -> StoredMatrix:
-        """Tensors [n, C] of one dtype in their files, one below the other; they count as read."""
+        """Tensors [n, C] in their files, one below the other; they count as read."""
         tensors = [self._files.tensors[name] for name in names]
         self._count(sum(tensor.nbytes for tensor in tensors))
-        parts = tuple(StoredRows(tensor.file, tensor.offset, tensor.shape[0]) for tensor in tensors)
+        parts = tuple(
+            StoredRows(tensor.file, tensor.offset, tensor.shape[0], tensor.dtype)
+            for tensor in tensors
+        )
         return StoredMatrix(tensors[0].dtype, parts, tensors[0].shape[1])
 
     @property

@@ -1,6 +1,6 @@
 """Which format a checkpoint is stored in, by its config's `quantization_config` or its file.
 
-The formats decode with torch, so each is imported where a checkpoint has it.
+All formats but GGUF decode with torch, so each is imported where a checkpoint has it.
 """
 
 from __future__ import annotations
@@ -44,10 +44,10 @@ def find_storage(config: Mapping[str, object], files: TensorFiles) -> MatrixStor
     """The format of a checkpoint; None if no matrix is quantized.
 
     Raises:
-        ConfigError: A format, or a variant of one, that is not supported; or torch is missing.
+        ConfigError: A format, or a variant of one, that is not supported, or one that torch is
+            missing for.
     """
     if GGUF_ARCHITECTURE in config:
-        require_torch("a checkpoint in the format gguf")
         from quickstep.model.formats.gguf import GgufStorage
 
         return GgufStorage(files)
@@ -118,11 +118,11 @@ def open_quantized_reader(
     spec: ModelSpec,
 ) -> QuantizedReader:
     """The checkpoint's tensors as the architecture has them."""
-    from quickstep.model.formats.gguf import GgufStorage, gguf_row_order
+    from quickstep.model.formats.gguf import GgufStorage, gguf_paired_heads
     from quickstep.model.formats.quantized_reader import QuantizedReader
 
-    order = gguf_row_order(config, spec) if isinstance(storage, GgufStorage) else None
-    return QuantizedReader(reader, storage, shapes, order)
+    heads = gguf_paired_heads(config, spec) if isinstance(storage, GgufStorage) else None
+    return QuantizedReader(reader, storage, shapes, heads)
 
 
 def quantization_config(config: Mapping[str, object]) -> dict[str, object]:

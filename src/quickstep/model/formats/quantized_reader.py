@@ -10,20 +10,20 @@ quantized, or some are in e4m3, are the others dequantized.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
+from typing import TYPE_CHECKING
 
-import torch
 from msgspec.structs import replace
-from torch import Tensor
 
 from quickstep.model.checkpoint.tensor_reader import TensorReader
 from quickstep.model.checkpoint.tensor_schema import Shapes
-from quickstep.model.formats.storage import MatrixStorage
-from quickstep.ops.tensors import to_torch
+from quickstep.model.formats.storage import MatrixStorage, PairedHeads
+from quickstep.ops.tensors import AnyTensor, HostTensor, TensorT, to_torch
 from quickstep.ops.weights import QuantizedWeight, StoredMatrix
 
-# The order of a tensor's rows, by its name; None if it is that of the file.
-RowOrder = Callable[[str], Tensor | None]
+if TYPE_CHECKING:
+    import torch
+    from torch import Tensor
 
 
 class QuantizedReader:
@@ -34,56 +34,78 @@ class QuantizedReader:
         reader: TensorReader,
         storage: MatrixStorage,
         shapes: Shapes,
-        row_order: RowOrder | None = None,
+        paired_heads: PairedHeads | None = None,
     ) -> None:
         self._reader = reader
         self._storage = storage
         self._shapes = shapes
-        self._row_order = row_order
+        self._paired_heads = paired_heads
 
-    def tensor(self, name: str) -> Tensor:
+    def tensor(self, name: str) -> AnyTensor:
         """One tensor, in the model's dtype, whichever way it is stored."""
         part = self._part(name)
         if isinstance(part, QuantizedWeight):
             return part.dequantized().to(self._reader.dtype)
         return part
 
-    def stacked(self, names: tuple[str, ...]) -> Tensor:
+    def stacked(self, names: tuple[str, ...]) -> AnyTensor:
         """Several tensors, one below the other along the first dimension."""
-        return torch.cat([self.tensor(name) for name in names])
+        return self._reader.joined([self.tensor(name) for name in names])
 
-    def linear(self, names: tuple[str, ...]) -> Tensor | QuantizedWeight:
+    def linear(self, names: tuple[str, ...]) -> AnyTensor | QuantizedWeight:
         """The stacked matrix, in quantized values where all its parts are."""
-        return stack_matrices([self._part(name) for name in names], self._reader.dtype)
+        parts = [self._part(name) for name in names]
+        quantized = [
+            part if isinstance(part, QuantizedWeight) else to_torch(part) for part in parts
+        ]
+        return stack_matrices(quantized, self._reader.dtype)
 
     def stored(self, names: tuple[str, ...]) -> StoredMatrix | None:
-        """The stacked matrix in its files, where all its parts have the same form there."""
-        if self._row_order is not None and any(self._row_order(name) is not None for name in names):
-            return None
+        """The stacked matrix in its files, where these hold no more than rows of it."""
         shapes = [self._shapes[name] for name in names]
         quantized = [
             self._storage.parts(name, shape) is not None
             for name, shape in zip(names, shapes, strict=True)
         ]
-        if not any(quantized):
-            return self._reader.stored(names)
-        if not all(quantized) or self._reader.device.type != "cpu":
+        if self._reader.device.type != "cpu":
             return None
-        return self._storage.stored(names, shapes, self._reader)
+        if all(quantized):
+            matrix = self._storage.stored(names, shapes, self._reader)
+        else:
+            matrix = self._reader.stored(names)
+        if matrix is None or self._paired_heads is None:
+            return matrix
+        parts = (
+            replace(part, head_size=self._paired_heads(name))
+            for name, part in zip(names, matrix.parts, strict=True)
+        )
+        return replace(matrix, parts=tuple(parts))
 
-    def _part(self, name: str) -> Tensor | QuantizedWeight:
-        order = None if self._row_order is None else self._row_order(name)
+    def _part(self, name: str) -> AnyTensor | QuantizedWeight:
+        head_size = 0 if self._paired_heads is None else self._paired_heads(name)
         shape = self._shapes[name]
         if self._storage.parts(name, shape) is None:
-            tensor = to_torch(self._reader.tensor(name))
-            return tensor if order is None else tensor[order.to(tensor.device)]
+            tensor = self._reader.tensor(name)
+            return tensor if head_size == 0 else _unpaired(tensor, head_size)
         quantized = self._storage.read(name, shape, self._reader)
-        if order is None:
+        if head_size == 0:
             return quantized
-        zeros = None if quantized.zeros is None else quantized.zeros[order]
+        zeros = None if quantized.zeros is None else _unpaired(quantized.zeros, head_size)
         return replace(
-            quantized, quants=quantized.quants[order], scales=quantized.scales[order], zeros=zeros
+            quantized,
+            quants=_unpaired(quantized.quants, head_size),
+            scales=_unpaired(quantized.scales, head_size),
+            zeros=zeros,
         )
+
+
+def _unpaired(x: TensorT, head_size: int) -> TensorT:
+    """Rows 0 2 4 ... 1 3 5 ... of each head."""
+    heads, half = x.shape[0] // head_size, head_size // 2
+    if isinstance(x, HostTensor):
+        pairs = x.numpy().reshape(heads, half, 2, *x.shape[1:])
+        return HostTensor(pairs.swapaxes(1, 2).reshape(x.shape), x.dtype)
+    return x.view(heads, half, 2, *x.shape[1:]).transpose(1, 2).reshape(x.shape)
 
 
 def stack_matrices(
@@ -92,6 +114,8 @@ def stack_matrices(
     """One matrix of all parts, whose inputs are the same; `dtype` is that of matrices that are not
     quantized.
     """
+    import torch
+
     if len(parts) == 1:
         return parts[0]
     quantized = [part for part in parts if isinstance(part, QuantizedWeight)]
@@ -123,6 +147,8 @@ def _as_form(
     """The same weights in quantized values of `bits`, in groups of `group_size`, with or without
     zeros.
     """
+    import torch
+
     repeats = part.group_size // group_size
     scales, zeros = part.scales, part.zeros
     if repeats > 1:

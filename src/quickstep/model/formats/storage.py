@@ -7,7 +7,7 @@ has the architecture's name (`...q_proj.weight`), whatever the files call its pa
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Protocol
 
 from quickstep.errors import ConfigError
@@ -17,6 +17,10 @@ from quickstep.model.quantization import MatrixFormat
 from quickstep.ops.weights import QuantizedWeight, StoredMatrix
 
 _LEAST_GROUP = 16
+
+# By a tensor's name: the size of heads whose rows are stored as 0, size / 2, 1, ...; 0 for rows in
+# order.
+PairedHeads = Callable[[str], int]
 
 
 class MatrixStorage(Protocol):

@@ -11,7 +11,7 @@ from __future__ import annotations
 import ctypes
 import math
 import weakref
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from ctypes import c_double, c_int16, c_int32, c_int64, c_void_p
 from types import MappingProxyType
@@ -209,21 +209,51 @@ class _Form(msgspec.Struct, frozen=True):
 
 # qs_rows_kind of csrc/quickstep.h
 _LOADED_KINDS: Mapping[str, int] = MappingProxyType(
-    {"F32": 0, "BF16": 1, "F16": 2, "I8": 3, "Q4_0": 4, "Q8_0": 5, "Q4_K": 6, "Q5_K": 7, "Q6_K": 8}
+    {
+        **{"F32": 0, "BF16": 1, "F16": 2, "I8": 3, "Q4_0": 4, "Q8_0": 5, "Q4_K": 6, "Q5_K": 7},
+        **{"Q6_K": 8, "Q4_1": 9, "Q5_0": 10, "Q5_1": 11, "Q2_K": 12, "Q3_K": 13},
+        **{"IQ4_NL": 14, "IQ4_XS": 15, "TQ1_0": 16, "TQ2_0": 17, "MXFP4": 18},
+    }
 )
 _FORMS = {
     "Q4_0": _Form(4, 32, False),
+    "Q4_1": _Form(4, 32, True),
+    "Q5_0": _Form(8, 32, False),
+    "Q5_1": _Form(8, 32, True),
     "Q8_0": _Form(8, 32, False),
     "Q4_K": _Form(4, 32, True),
     "Q5_K": _Form(8, 32, True),
     "Q6_K": _Form(8, 16, False),
+    "Q2_K": _Form(4, 16, True),
+    "Q3_K": _Form(4, 16, False),
+    "IQ4_NL": _Form(8, 32, False),
+    "IQ4_XS": _Form(8, 32, False),
+    "TQ1_0": _Form(4, 256, False),
+    "TQ2_0": _Form(4, 256, False),
+    "MXFP4": _Form(8, 32, False),
 }
+
+
+def _form_of(kinds: Iterable[str]) -> _Form:
+    """The form that loses nothing of any of these block types."""
+    forms = [_FORMS[kind] for kind in kinds]
+    return _Form(
+        max(form.bits for form in forms),
+        math.gcd(*(form.group_size for form in forms)),
+        any(form.has_zeros for form in forms),
+    )
 
 
 class _FileRows(ctypes.Structure):
     """`qs_file_rows` of csrc/quickstep.h, field by field."""
 
-    _fields_ = (("fd", c_int32), ("unused", c_int32), ("offset", c_int64), ("num_rows", c_int64))
+    _fields_ = (
+        ("fd", c_int32),
+        ("kind", c_int16),
+        ("head_size", c_int16),
+        ("offset", c_int64),
+        ("num_rows", c_int64),
+    )
 
 
 class _Matrix(ctypes.Structure):
@@ -303,7 +333,7 @@ class NativeLoading:
             scales = scales.float().contiguous()
             form = _Form(8, matrix.k // scales.shape[1], False)
         else:
-            form = _FORMS[stored.kind]
+            form = _form_of(part.kind or stored.kind for part in stored.parts)
         call = _QuantizedForm(
             bits=form.bits,
             has_zeros=form.has_zeros,
@@ -336,6 +366,7 @@ def _opened(stored: StoredMatrix) -> Iterator[ctypes.Array[_FileRows]]:
             except OSError as error:
                 raise ConfigError(f"{rows.file} cannot be read: {error}") from None
             part.offset, part.num_rows = rows.offset, rows.num_rows
+            part.kind, part.head_size = _LOADED_KINDS[rows.kind or stored.kind], rows.head_size
         yield parts
 
 

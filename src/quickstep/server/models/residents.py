@@ -12,7 +12,7 @@ import itertools
 import logging
 import time
 from collections.abc import Awaitable, Callable, Iterator, Sequence
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Literal
 
 import msgspec
 
@@ -30,6 +30,8 @@ if TYPE_CHECKING:
 _LOG = logging.getLogger("quickstep.server")
 _POLL_S = 0.1  # while requests wait for a model
 _RETRY_S = 0.5  # after an engine could not be unloaded
+# The values of `ModelState`.
+StateName = Literal["absent", "loading", "ready", "asleep", "draining", "failed"]
 OpenedModel = Callable[[ServedModel], Awaitable[None]]
 
 
@@ -117,7 +119,7 @@ class ResidentModels:
         self._is_stopping = False
         for entry in several.entries:
             residency.add(entry.name, entry.num_bytes, entry.is_pinned, options.idle_s)
-        residency.set_bytes(first.name, planned_bytes(first.engine.memory_plan))
+        self._set_bytes(first)
         residency.request(first.name, -1, clock())
         residency.begin_loaded(first.name)
         residency.loaded(first.name, clock())
@@ -139,6 +141,10 @@ class ResidentModels:
     def entries(self) -> Sequence[ModelEntry]:
         """All models."""
         return tuple(self._entries.values())
+
+    def state(self, entry: ModelEntry) -> ModelState:
+        """The state of a model."""
+        return self._residency.state(entry.name)
 
     def status(self) -> Iterator[ModelStatus]:
         """The states of all models, in their order."""
@@ -228,11 +234,18 @@ class ResidentModels:
             self._residency.end(*held, self._clock())
             self._changed.set()
 
+    async def load(self, entry: ModelEntry) -> None:
+        """Load a model ahead of its requests. Raises as `ready`."""
+        await self.ready(entry)
+        task = asyncio.current_task()
+        assert task is not None, "requests are tasks"
+        self._let_go(task)
+
     def unload(self, entry: ModelEntry) -> None:
         """Unload a model once it has no requests. Raises RequestError for a pinned one."""
         if not self._residency.unload(entry.name):
             raise RequestError(f"the model {entry.name} is pinned", status=409, param="model")
-        self._changed.set()
+        self._step()
 
     def keep(self, entry: ModelEntry, idle_s: float | None) -> None:
         """Unload a model after so long without requests; None for never."""
@@ -309,8 +322,15 @@ class ResidentModels:
         except BaseException:
             await engine.stop()
             raise
-        self._residency.set_bytes(entry.name, planned_bytes(engine.memory_plan))
+        self._set_bytes(model)
         return model
+
+    def _set_bytes(self, model: ServedModel) -> None:
+        """Replace the planner's size of a model by the engine's own."""
+        plan = model.engine.memory_plan
+        if plan is not None:
+            engines = model.engine.stats().replicas or (None,)
+            self._residency.set_bytes(model.name, planned_bytes(plan) * len(engines))
 
     async def _unload(self, name: str) -> None:
         engine = self._models[name].engine
@@ -349,7 +369,6 @@ class ResidentModels:
                 waiting.set_exception(error)
 
 
-def planned_bytes(plan: MemoryPlan | None) -> int:
-    """What a model takes by its plan, without the rest of its limit; 0 without a plan."""
-    rows = () if plan is None else plan.rows
-    return sum(row.num_bytes for row in rows if row.label != "spare")
+def planned_bytes(plan: MemoryPlan) -> int:
+    """What a model takes by its plan, without the rest of its limit."""
+    return sum(row.num_bytes for row in plan.rows if row.label != "spare")

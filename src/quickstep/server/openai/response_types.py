@@ -346,9 +346,25 @@ class RopeScaling(msgspec.Struct, frozen=True):
     original_max_position_embeddings: int
 
 
+class ModelCardStatus(msgspec.Struct, frozen=True):
+    """Where one of several models is; `value` is llama.cpp's word for `state`. `failure` is why it
+    could not be loaded.
+    """
+
+    value: Literal["unloaded", "loading", "loaded"]
+    state: Literal["absent", "loading", "ready", "asleep", "draining", "failed"]
+    size_bytes: int
+    is_pinned: bool
+    num_waiting: int
+    failed: bool
+    failure: str | None
+
+
 class ModelCard(msgspec.Struct, frozen=True):
     """A served name. `root` is the engine's model, `max_model_len` its context in tokens;
-    `rope_scaling` how positions are scaled where that is beyond the model's own limit.
+    `rope_scaling` how positions are scaled where that is beyond the model's own limit. A server
+    with several models reports where each is and what it takes in memory; the context of one that
+    was never loaded is null.
     """
 
     id: str
@@ -357,8 +373,9 @@ class ModelCard(msgspec.Struct, frozen=True):
     owned_by: str
     root: str
     parent: str | None
-    max_model_len: int
+    max_model_len: int | None
     rope_scaling: RopeScaling | None
+    status: ModelCardStatus | UnsetType = UNSET
 
 
 class ModelList(msgspec.Struct, frozen=True):

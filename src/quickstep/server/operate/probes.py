@@ -9,19 +9,29 @@ for a quarter of `stall_s`.
 from __future__ import annotations
 
 import time
+from collections.abc import Iterator
 from typing import Literal
 
 import msgspec
+from msgspec import UNSET, UnsetType
+from msgspec.structs import replace
 from starlette.requests import Request
 from starlette.responses import Response
 
 from quickstep import __version__
 from quickstep.core.accounting import KVTierStats
+from quickstep.core.model_residency import ModelState
 from quickstep.engine.stats import EngineState, EngineStats, ReplicaStats
 from quickstep.server.http.errors import json_response
 from quickstep.server.models.registry import ModelRegistry
+from quickstep.server.models.residents import ModelEntry, ModelStatus, ResidentModels, StateName
 from quickstep.server.models.served_model import ServedModel
-from quickstep.server.openai.response_types import ModelCard, ModelList, RopeScaling
+from quickstep.server.openai.response_types import (
+    ModelCard,
+    ModelCardStatus,
+    ModelList,
+    RopeScaling,
+)
 from quickstep.server.operate.metrics import CONTENT_TYPE, ServerMetrics
 
 # Of `stall_s`, after which the process is replaced; it reports ten times a second.
@@ -49,7 +59,8 @@ class Health(msgspec.Struct, frozen=True):
     """The engine's progress; anything but `ok` comes with status 503. Of several replicas it is
     `ok` while one serves and none is stalled. `exchange_seconds` of all steps so far were spent
     waiting for the other ranks of an engine, and for `bubble_seconds` stages of its pipeline waited
-    for others with steps in flight (their mean).
+    for others with steps in flight (their mean). Of several models the figures are the first one's;
+    it is `ok` while none is stalled and one can be used, and `models` has the state of each.
     """
 
     status: Literal["ok", "stalled", "restarting", "failed"]
@@ -73,6 +84,7 @@ class Health(msgspec.Struct, frozen=True):
     bubble_seconds: float = 0.0
     num_handovers: int = 0
     kv_store: KVTierStats | None = None
+    models: dict[str, StateName] | UnsetType = UNSET
 
 
 class Readiness(msgspec.Struct, frozen=True):
@@ -104,7 +116,7 @@ class Probes:
         """200 while steps finish or nothing is pending, else 503."""
         stats = self._models.default.engine.stats()
         load = stats.scheduler
-        status = self._status(stats)
+        status = self._status_of_all()
         state = Health(
             status=status,
             engine=stats.state.value,
@@ -127,6 +139,7 @@ class Probes:
             bubble_seconds=round(load.totals.bubble_s, 3),
             num_handovers=stats.num_handovers,
             kv_store=load.kv_tier,
+            models=self._model_states(),
         )
         return json_response(state, 200 if status == "ok" else 503)
 
@@ -137,8 +150,27 @@ class Probes:
             return "failed"
         return "stalled" if stats.stalled_s > self._stall_s else "ok"
 
+    def _status_of_all(self) -> Literal["ok", "stalled", "restarting", "failed"]:
+        """The status of the model; of several, `stalled` if one is, else `ok` if one is."""
+        residents = self._models.residents
+        if residents is None:
+            return self._status(self._models.default.engine.stats())
+        found = {self._status(model.engine.stats()) for model in self._models}
+        if "stalled" in found:
+            return "stalled"
+        return "failed" if residents.is_failed else "ok"
+
+    def _model_states(self) -> dict[str, StateName] | UnsetType:
+        residents = self._models.residents
+        if residents is None:
+            return UNSET
+        return {status.name: status.state.value for status in residents.status()}
+
     async def ready(self, _: Request) -> Response:
         """200 while the server accepts new requests, else 503."""
+        if self._models.residents is not None:
+            is_ok = self._status_of_all() == "ok"
+            return json_response(Readiness(is_ok), 200 if is_ok else 503)
         stats = self._models.default.engine.stats()
         silent = stats.silent_s > _SILENT_FRACTION * self._stall_s
         ready = stats.state is EngineState.RUNNING and self._status(stats) == "ok" and not silent
@@ -163,11 +195,43 @@ class Probes:
             for model in self._models
             for name in (*model.names, *model.adapters.names)
         ]
+        if self._models.residents is not None:
+            data = list(self._resident_cards(self._models.residents))
         return json_response(ModelList("list", data))
+
+    def _resident_cards(self, residents: ResidentModels) -> Iterator[ModelCard]:
+        """The names of all of several models, loaded or not."""
+        opened = {model.name: model for model in self._models}
+        for status, entry in zip(residents.status(), residents.entries, strict=True):
+            model = opened.get(entry.name)
+            if model is None:
+                names = (*entry.names, *entry.options.adapter_names)
+                cards = [self._unopened(name, entry) for name in names]
+            else:
+                names = (*model.names, *model.adapters.names)
+                cards = [self._described(name, model) for name in names]
+            for card in cards:
+                yield replace(card, status=_card_status(status))
+
+    def _unopened(self, name: str, entry: ModelEntry) -> ModelCard:
+        return ModelCard(
+            id=name,
+            object="model",
+            created=self._created,
+            owned_by="quickstep",
+            root=entry.name,
+            parent=None if name in entry.names else entry.name,
+            max_model_len=None,
+            rope_scaling=None,
+        )
 
     async def model(self, request: Request) -> Response:
         """One model, or 404."""
         name: str = request.path_params["model"]
+        if self._models.residents is not None:
+            self._models.entry(name)
+            cards = self._resident_cards(self._models.residents)
+            return json_response(next(card for card in cards if card.id == name))
         return json_response(self._described(name, self._models.find(name)))
 
     def _described(self, name: str, model: ServedModel) -> ModelCard:
@@ -187,6 +251,20 @@ class Probes:
                 scaling.rope_type, scaling.factor, scaling.original_max_position_embeddings
             ),
         )
+
+
+def _card_status(status: ModelStatus) -> ModelCardStatus:
+    state = status.state
+    is_loaded = state in (ModelState.READY, ModelState.DRAINING)
+    return ModelCardStatus(
+        value="loaded" if is_loaded else "loading" if state is ModelState.LOADING else "unloaded",
+        state=state.value,
+        size_bytes=status.num_bytes,
+        is_pinned=status.is_pinned,
+        num_waiting=status.num_waiting,
+        failed=state is ModelState.FAILED,
+        failure=status.failure or None,
+    )
 
 
 def _replica(stats: ReplicaStats) -> ReplicaHealth:

@@ -8,8 +8,8 @@ and run no script that is part of a page or of a model's output.
 
 from __future__ import annotations
 
-import gzip
 import hashlib
+import zlib
 from functools import cached_property
 from pathlib import Path
 
@@ -28,6 +28,7 @@ HEADERS = {
 }
 _TYPES = {"html": "text/html", "js": "text/javascript", "css": "text/css", "svg": "image/svg+xml"}
 _PREFIX = "/page/"
+_STATIC = Path(__file__).parent / "static"
 
 
 class PageFile:
@@ -44,7 +45,7 @@ class PageFile:
 
     @cached_property
     def _compressed(self) -> bytes:
-        return gzip.compress(self.content, 9, mtime=0)
+        return zlib.compress(self.content, 9, wbits=31)  # with gzip's header
 
     @cached_property
     def _etag(self) -> str:
@@ -108,11 +109,5 @@ class Page:
 
 def page_files() -> list[tuple[str, Path]]:
     """The files of the page with their paths below `static`, licences and checksums left out."""
-    static = Path(__file__).with_name("static")
-    found: list[tuple[str, Path]] = []
-    for item in sorted(static.iterdir(), key=lambda item: item.name):
-        if item.is_dir():
-            found += [(f"{item.name}/{child.name}", child) for child in item.iterdir()]
-        else:
-            found.append((item.name, item))
-    return [(name, item) for name, item in found if name.rpartition(".")[2] in _TYPES]
+    files = [path for path in _STATIC.rglob("*.*") if path.suffix[1:] in _TYPES]
+    return [(path.relative_to(_STATIC).as_posix(), path) for path in sorted(files)]

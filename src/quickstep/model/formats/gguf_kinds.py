@@ -1,0 +1,38 @@
+"""ggml's block types that are read, and the quantized values that they become."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from types import MappingProxyType
+
+import msgspec
+
+
+class BlockKind(msgspec.Struct, frozen=True):
+    """One block type: bits of a quantized value, inputs per scale, whether groups have zeros."""
+
+    bits: int
+    group_size: int
+    has_zeros: bool
+    wide_scales: bool  # scales are products, which 16 bits need not hold
+
+
+BLOCK_KINDS: Mapping[str, BlockKind] = MappingProxyType(
+    {
+        "Q4_0": BlockKind(4, 32, False, False),
+        "Q4_1": BlockKind(4, 32, True, True),
+        "Q5_0": BlockKind(8, 32, False, False),
+        "Q5_1": BlockKind(8, 32, True, True),
+        "Q8_0": BlockKind(8, 32, False, False),
+        "Q4_K": BlockKind(4, 32, True, True),
+        "Q5_K": BlockKind(8, 32, True, True),
+        "Q6_K": BlockKind(8, 16, False, True),
+        "Q2_K": BlockKind(4, 16, True, True),
+        "Q3_K": BlockKind(4, 16, False, True),
+        "IQ4_NL": BlockKind(8, 32, False, False),
+        "IQ4_XS": BlockKind(8, 32, False, True),
+        "TQ1_0": BlockKind(4, 256, False, False),
+        "TQ2_0": BlockKind(4, 256, False, False),
+        "MXFP4": BlockKind(8, 32, False, True),
+    }
+)

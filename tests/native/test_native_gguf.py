@@ -1,0 +1,129 @@
+"""ggml's blocks loaded natively are what torch decodes, also stacks of types and paired heads."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import gguf
+import numpy as np
+import pytest
+import torch
+from gguf import GGMLQuantizationType as Kind
+from gguf_files import SCALES_AT, paired, random_blocks
+
+from quickstep.model.formats.gguf_blocks import decode_blocks
+from quickstep.model.formats.quantized_reader import stack_matrices
+from quickstep.ops.native.backend import load_native
+from quickstep.ops.table import OpTable
+from quickstep.ops.weights import QuantizedWeight, StoredMatrix, StoredRows
+
+OUTPUTS, INPUTS, HEAD = 96, 512, 16
+PLAIN = {"F32": torch.float32, "BF16": torch.bfloat16, "F16": torch.float16}
+# as files mix them in queries, keys and values
+STACKS = [
+    ("Q4_K", "Q4_K", "Q6_K"),
+    ("Q4_0", "Q5_0", "Q8_0"),
+    ("Q4_0", "Q4_K"),
+    ("Q4_1", "Q8_0"),
+    ("Q5_1", "Q6_K"),
+    ("Q5_K", "Q4_K", "Q5_0"),
+]
+
+
+@pytest.fixture(scope="module")
+def table() -> OpTable:
+    found = load_native(2)
+    assert found is not None
+    return found
+
+
+def a_part(
+    path: Path, kind: str, seed: int, head_size: int = 0
+) -> tuple[StoredRows, QuantizedWeight | torch.Tensor]:
+    """Rows in a file at an odd offset, and the same rows in order, as torch reads them."""
+    weight: QuantizedWeight | torch.Tensor
+    if kind in PLAIN:
+        drawn = torch.randn((OUTPUTS, INPUTS), generator=torch.Generator().manual_seed(seed))
+        weight = drawn.to(PLAIN[kind])
+        rows = weight.view(torch.uint8).numpy()
+    else:
+        rows = random_blocks(Kind[kind], OUTPUTS, INPUTS, seed=seed).copy()
+        at = SCALES_AT.get(Kind[kind], (0,))[0]
+        if Kind[kind] in SCALES_AT:
+            rows[::7, at : at + 2] = 0  # groups without a scale hold their minimum
+        size = rows.shape[1] // (INPUTS // gguf.GGML_QUANT_SIZES[Kind[kind]][0])
+        blocks = torch.from_numpy(rows).reshape(-1, size)
+        weight = decode_blocks(kind, blocks, (OUTPUTS, INPUTS))
+    written = rows if head_size == 0 else paired(rows, OUTPUTS // head_size)
+    path.write_bytes(b"\x7f" * 13 + np.ascontiguousarray(written).tobytes() + b"more")
+    return StoredRows(path, 13, OUTPUTS, kind, head_size), weight
+
+
+def outputs(table: OpTable, weight: object) -> torch.Tensor:
+    x = torch.randn((5, INPUTS), generator=torch.Generator().manual_seed(9)).bfloat16()
+    return table.linear(x, weight)
+
+
+@pytest.mark.parametrize("head_size", [0, HEAD])
+@pytest.mark.parametrize("kind", [*SCALES_AT, Kind.MXFP4], ids=lambda kind: kind.name)
+def test_blocks_of_every_type_are_loaded_as_torch_decodes_them(
+    table: OpTable, tmp_path: Path, kind: Kind, head_size: int
+) -> None:
+    part, weight = a_part(tmp_path / "f", kind.name, 3, head_size)
+    assert isinstance(weight, QuantizedWeight) and table.load_linear is not None
+    loaded = table.load_linear(StoredMatrix(kind.name, (part,), INPUTS), None)
+    expected = table.pack_quantized(weight, None)
+    assert torch.equal(outputs(table, loaded), outputs(table, expected))
+
+
+@pytest.mark.parametrize("kinds", STACKS, ids="+".join)
+def test_a_stack_of_types_is_loaded_as_torch_stacks_it(
+    table: OpTable, tmp_path: Path, kinds: tuple[str, ...]
+) -> None:
+    found = [
+        a_part(tmp_path / str(seed), kind, seed, HEAD if seed == 0 else 0)
+        for seed, kind in enumerate(kinds)
+    ]
+    stacked = stack_matrices([weight for _, weight in found], torch.bfloat16)
+    assert isinstance(stacked, QuantizedWeight) and table.load_linear is not None
+    parts = tuple(part for part, _ in found)
+    loaded = table.load_linear(StoredMatrix(kinds[0], parts, INPUTS), None)
+    assert torch.equal(outputs(table, loaded), outputs(table, table.pack_quantized(stacked, None)))
+
+
+@pytest.mark.parametrize("dtype", PLAIN)
+@pytest.mark.parametrize("kinds", [("Q4_K", "F16"), ("F32", "Q8_0", "BF16"), ("F32",), ("F16",)])
+def test_parts_become_the_models_dtype_as_they_do_in_torch(
+    table: OpTable, tmp_path: Path, kinds: tuple[str, ...], dtype: str
+) -> None:
+    found = [a_part(tmp_path / str(seed), kind, seed) for seed, kind in enumerate(kinds)]
+    wide = [
+        weight.dequantized() if isinstance(weight, QuantizedWeight) else weight
+        for _, weight in found
+    ]
+    weight = torch.cat([part.to(PLAIN[dtype]) for part in wide])
+    assert table.load_linear is not None
+    stored = StoredMatrix(dtype, tuple(part for part, _ in found), INPUTS)
+    loaded = table.load_linear(stored, None)
+    x = torch.eye(INPUTS, dtype=PLAIN[dtype])[:64]
+    expected = table.linear(x, table.pack_linear(weight, None))
+    assert torch.equal(table.linear(x, loaded), expected)
+
+
+def test_conversions_keep_the_largest_and_the_smallest_numbers(
+    table: OpTable, tmp_path: Path
+) -> None:
+    ends = [65504.0, 65519.0, 65520.0, 1e9, 6e-8, 2.9e-8, 3e-8, 6.1e-5, 1e-38, 0.0, 3.39e38]
+    row = torch.tensor([sign * value for value in ends for sign in (1.0, -1.0)]).repeat(2, 1)
+    (tmp_path / "f").write_bytes(row.numpy().tobytes())
+    part = StoredRows(tmp_path / "f", 0, 2, "F32")
+    for name in ("F16", "BF16"):
+        assert table.load_linear is not None
+        loaded = table.load_linear(StoredMatrix(name, (part,), row.shape[1]), None)
+        expected = table.pack_linear(row.to(PLAIN[name]), None)
+        for index in range(row.shape[1]):
+            x = torch.zeros((1, row.shape[1]), dtype=PLAIN[name])
+            x[0, index] = 1
+            found, wanted = table.linear(x, loaded), table.linear(x, expected)
+            assert torch.equal(found.isfinite(), wanted.isfinite())
+            assert torch.equal(found.nan_to_num(), wanted.nan_to_num())

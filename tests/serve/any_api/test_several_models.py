@@ -1,0 +1,215 @@
+"""Several models in one budget: they are loaded when they are named, and idle ones leave."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Awaitable, Callable
+from typing import Any
+
+import httpx
+from client import CHAT, client_of
+from fake_engine import FakeEngine
+from msgspec.structs import replace
+
+from quickstep.engine.interface import ServedEngine
+from quickstep.errors import ConfigError
+from quickstep.server.app import app_of_models
+from quickstep.server.models.registry import ModelRegistry
+from quickstep.server.models.residents import ModelEntry, SeveralModels
+from quickstep.server.options import ModelsOptions, ServerOptions
+
+SAY = {"messages": [{"role": "user", "content": "a"}], "max_tokens": 4}
+Use = Callable[[httpx.AsyncClient, "Server"], Awaitable[Any]]
+
+
+class SleepyEngine(FakeEngine):
+    """The scripted engine, with a count of what is in memory."""
+
+    def __init__(self, server: Server) -> None:
+        super().__init__()
+        self.server = server
+        server.take(1)
+
+    async def sleep(self) -> None:
+        assert not self.request_ids, "a busy model was unloaded"
+        self.server.take(-1)
+
+    async def wake(self) -> None:
+        self.server.take(1)
+
+
+class Server:
+    """A server of the models a, b and c of one byte each, and `big` of nine, in two bytes."""
+
+    def __init__(self, options: ModelsOptions, pinned: str = "") -> None:
+        self.num_in_memory = 0
+        self.loads: list[str] = []
+        self.broken = {"big"}
+        self.opening_lasts: asyncio.Event | None = None
+        base = ServerOptions(models=options)
+        self.entries = tuple(
+            ModelEntry(
+                (name, f"{name}-alias"),
+                replace(base, served_model_names=(name, f"{name}-alias")),
+                self.opener(name),
+                9 if name == "big" else 1,
+                name in pinned,
+            )
+            for name in ("a", "b", "c", "big")
+        )
+
+    def take(self, num: int) -> None:
+        self.num_in_memory += num
+        assert 0 <= self.num_in_memory <= 2, "more models than the budget allows"
+
+    def opener(self, name: str) -> Callable[[], Awaitable[ServedEngine]]:
+        async def open_engine() -> ServedEngine:
+            if name in self.broken:
+                raise ConfigError(f"the weights of {name} are broken")
+            if self.opening_lasts is not None:
+                await self.opening_lasts.wait()
+            self.loads.append(name)
+            return SleepyEngine(self)  # type: ignore[return-value]
+
+        return open_engine
+
+
+def serve(use: Use, options: ModelsOptions | None = None, pinned: str = "") -> Any:
+    """What `use` returns for such a server, whose first model is loaded."""
+
+    async def run() -> Any:
+        server = Server(options or ModelsOptions(), pinned)
+        engine = await server.entries[0].open()
+        models = ModelRegistry.of_several(engine, SeveralModels(server.entries, 2))
+        app = app_of_models(models, server.entries[0].options)
+        async with client_of(app) as client:
+            return await use(client, server)
+
+    return asyncio.run(asyncio.wait_for(run(), 60))
+
+
+def test_three_models_take_turns_in_memory_for_two_and_nothing_is_refused() -> None:
+    async def use(client: httpx.AsyncClient, server: Server) -> list[httpx.Response]:
+        names = ["a", "b", "c", "c-alias", "a", "b", "c", "a"] * 3
+        one_by_one = [await client.post(CHAT, json={**SAY, "model": name}) for name in names]
+        at_once = await asyncio.gather(
+            *(client.post(CHAT, json={**SAY, "model": name}) for name in names)
+        )
+        assert sorted(server.loads) == ["a", "b", "c"]  # the rest were woken
+        return [*one_by_one, *at_once]
+
+    responses = serve(use)
+    assert {response.status_code for response in responses} == {200}
+    texts = {response.json()["choices"][0]["message"]["content"] for response in responses}
+    assert len(texts) == 1
+
+
+def test_a_model_that_never_fits_is_refused_with_the_bytes() -> None:
+    async def use(client: httpx.AsyncClient, server: Server) -> httpx.Response:
+        return await client.post(CHAT, json={**SAY, "model": "big"})
+
+    response = serve(use)
+    assert response.status_code == 400
+    error = response.json()["error"]
+    assert error["code"] == "model_does_not_fit"
+    assert "needs 9 bytes, models have at most 2 bytes" in error["message"]
+    assert error["message"].endswith("that fits: a, b, c")
+
+
+def test_a_request_waits_for_a_model_no_longer_than_its_time_limit() -> None:
+    async def use(client: httpx.AsyncClient, server: Server) -> httpx.Response:
+        server.opening_lasts = asyncio.Event()
+        late = await client.post(CHAT, json={**SAY, "model": "c", "timeout_s": 0.02})
+        server.opening_lasts.set()
+        in_time = await client.post(CHAT, json={**SAY, "model": "c"})
+        assert in_time.status_code == 200
+        return late
+
+    response = serve(use)
+    assert response.status_code == 503
+    assert response.json()["error"]["code"] == "model_not_ready"
+    assert "the model c is loading, and was not ready within 0.02 s" in response.text
+
+
+def test_a_model_that_cannot_be_loaded_does_not_touch_the_others() -> None:
+    async def use(client: httpx.AsyncClient, server: Server) -> Any:
+        server.broken.add("b")
+        failed = await client.post(CHAT, json={**SAY, "model": "b"})
+        other = await client.post(CHAT, json={**SAY, "model": "a"})
+        health = await client.get("/health")
+        server.broken.discard("b")
+        again = await client.post(CHAT, json={**SAY, "model": "b"})
+        return failed, other, health, again
+
+    failed, other, health, again = serve(use)
+    assert failed.status_code == 503
+    assert "the weights of b are broken" in failed.json()["error"]["message"]
+    assert other.status_code == health.status_code == again.status_code == 200
+    assert health.json()["models"] == {"a": "ready", "b": "failed", "c": "absent", "big": "absent"}
+
+
+def test_models_are_loaded_and_unloaded_by_routes_with_the_names_of_other_servers() -> None:
+    async def use(client: httpx.AsyncClient, server: Server) -> Any:
+        loaded = await client.post("/models/load", json={"model": "b-alias"})
+        cards = (await client.get("/v1/models")).json()["data"]
+        unloaded = await client.post("/v1/models/unload", json={"model": "b"})
+        slept = await client.post("/sleep", params={"model": "a"})
+        woken = await client.post("/wake_up", params={"model": "a"})
+        asleep = await client.get("/is_sleeping", params={"model": "b"})
+        return loaded, cards, unloaded, slept, woken, asleep
+
+    loaded, cards, unloaded, slept, woken, asleep = serve(use)
+    assert loaded.json() == {"success": True, "model": "b", "state": "ready"}
+    states = {card["id"]: card["status"]["state"] for card in cards}
+    assert states["b"] == states["b-alias"] == "ready"
+    assert (states["c"], states["big"]) == ("absent", "absent")
+    assert {card["id"]: card["max_model_len"] for card in cards}["c"] is None
+    assert unloaded.json()["state"] == slept.json()["state"] == "draining"
+    assert woken.json()["state"] == "ready"
+    assert asleep.json() == {"is_sleeping": True}
+
+
+def test_a_pinned_model_is_loaded_at_the_start_and_stays() -> None:
+    async def use(client: httpx.AsyncClient, server: Server) -> Any:
+        while "b" not in server.loads:
+            await asyncio.sleep(0)
+        for name in ("a", "c", "a", "c"):
+            await client.post(CHAT, json={**SAY, "model": name})
+        refused = await client.post("/v1/models/unload", json={"model": "b"})
+        return refused, (await client.get("/health")).json()["models"]["b"]
+
+    refused, state = serve(use, pinned="b")
+    assert refused.status_code == 409
+    assert state == "ready"
+
+
+def test_an_idle_model_sleeps_after_its_time_and_wakes_for_a_request() -> None:
+    async def use(client: httpx.AsyncClient, server: Server) -> httpx.Response:
+        # a task of its own, as in a server, since a task holds its model until it ends
+        await asyncio.create_task(client.post(CHAT, json={**SAY, "model": "a"}))
+        while server.num_in_memory:
+            await asyncio.sleep(0)
+        return await client.post(CHAT, json={**SAY, "model": "a"})
+
+    assert serve(use, ModelsOptions(idle_s=0.0)).status_code == 200
+
+
+def test_an_unknown_name_is_refused_with_the_nearest() -> None:
+    async def use(client: httpx.AsyncClient, server: Server) -> httpx.Response:
+        return await client.post(CHAT, json={**SAY, "model": "a-alais"})
+
+    response = serve(use)
+    assert response.status_code == 404
+    assert response.json()["error"]["message"].endswith("did you mean a-alias?")
+
+
+def test_each_model_has_its_own_metrics_once_it_was_loaded() -> None:
+    async def use(client: httpx.AsyncClient, server: Server) -> str:
+        for name in ("a", "b", "c", "b"):
+            await client.post(CHAT, json={**SAY, "model": name})
+        return (await client.get("/metrics")).text
+
+    metrics = serve(use)
+    count = 'quickstep:e2e_request_latency_seconds_count{engine="0",model_name="%s"}'
+    for name, num in {"a": 1, "b": 2, "c": 1}.items():
+        assert f"{count % name} {num}.0" in metrics
