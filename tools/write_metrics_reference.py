@@ -35,7 +35,8 @@ def families(prefix: str = "quickstep") -> list[Any]:
 
     from quickstep.core.accounting import AdapterStats, KVTierStats
     from quickstep.engine.stats import EngineStats, ReplicaStats
-    from quickstep.server.operate.metrics import ModelMetrics
+    from quickstep.server.fallback.chain import Fallback
+    from quickstep.server.operate.metrics import ModelMetrics, fallback_family
     from quickstep.server.options import MetricsOptions
 
     class EngineWithAdapters(FakeEngine):
@@ -48,7 +49,9 @@ def families(prefix: str = "quickstep") -> list[Any]:
 
     options = MetricsOptions(prefix=prefix, goodput_ms={"ttft": 1.0})
     metrics = ModelMetrics(EngineWithAdapters(), "model", options)
-    return sorted(metrics.registry.collect(), key=lambda family: family.name)
+    fallbacks = fallback_family(prefix, {Fallback("a", "model=b", "overload"): 1})
+    families = [*metrics.registry.collect(), fallbacks]
+    return sorted(families, key=lambda family: family.name)
 
 
 def lines() -> Iterator[str]:

@@ -9,6 +9,7 @@ from __future__ import annotations
 from typing import Any
 
 import msgspec
+from fake_engine import FakeEngine
 from field_effects import (
     ANY_OBJECT,
     ARRAY,
@@ -32,6 +33,7 @@ from field_effects import (
     thinking,
 )
 
+from quickstep.errors import EngineError
 from quickstep.sampling_params import RepetitionDetectionParams
 from quickstep.server.fields import sampling_fields, shared_fields
 from quickstep.server.openai import request_types as schemas
@@ -155,6 +157,14 @@ SAMPLING: Cases = {
         quickstep_timings=(True, lambda seen: "device_s" in seen.answer.get("quickstep", {})),
     ),
     "lora": LORA_CASE,
+    # the chain of `second` would repeat it without drafts
+    "fallback": Case(
+        "none",
+        lambda seen: not seen.engine.submitted,
+        {"model": "second"},
+        engine=lambda: FakeEngine(refusals=[EngineError("busy")]),
+        status=503,
+    ),
     **{
         name: Case(7, sampled("thinking_budget", 7), engine=thinking)
         for name in ("thinking_budget", *sampling_fields.BUDGET_NAMES)

@@ -52,7 +52,7 @@ class UpstreamDouble:
         heads: The request lines and headers.
     """
 
-    def __init__(self, reply: bytes | None | list[bytes | None]) -> None:
+    def __init__(self, reply: bytes | list[bytes | None] | None) -> None:
         self.bodies: list[dict[str, Any]] = []
         self.heads: list[str] = []
         self.url = ""

@@ -213,7 +213,7 @@ def _read_route(name: str, steps: object) -> Route:
             raise ConfigError(f"{where}[{index}] leads back to {name}, where the chain began")
         if step in read:
             raise ConfigError(f"{where}[{index}] repeats {step}; a chain tries each step once")
-        if any(isinstance(one, Refuse) for one in read):
+        if any(isinstance(earlier, Refuse) for earlier in read):
             raise ConfigError(f"{where}[{index}] comes after refuse, so it is never tried")
         if isinstance(step, ShorterOutput):
             _check_shorter(f"{where}[{index}]", step, read)
@@ -222,11 +222,11 @@ def _read_route(name: str, steps: object) -> Route:
 
 
 def _check_shorter(where: str, step: ShorterOutput, before: list[FallbackStep]) -> None:
-    for one in before:
-        if isinstance(one, ShorterOutput) and one.max_tokens <= step.max_tokens:
+    for earlier in before:
+        if isinstance(earlier, ShorterOutput) and earlier.max_tokens <= step.max_tokens:
             raise ConfigError(
-                f"{where}: max_tokens is {step.max_tokens}, it must be below the {one.max_tokens} "
-                "of the step before"
+                f"{where}: max_tokens is {step.max_tokens}, it must be below the "
+                f"{earlier.max_tokens} of an earlier step"
             )
 
 

@@ -30,6 +30,7 @@ from openai.types import batch_create_params, completion_create_params, embeddin
 from openai.types.chat import completion_create_params as chat_create_params
 from openai.types.responses import response_create_params
 
+from quickstep.core.fallback import read_routes
 from quickstep.server.anthropic.request_types import (
     AdaptiveThinking,
     AnyChoice,
@@ -109,7 +110,11 @@ BESIDE_NOTES: dict[tuple[Struct, str], Mapping[str, Any]] = {
     (AdaptiveThinking, "display"): {"max_tokens": 50},
 }
 LIMITS = RequestLimits(logit_bias=9)  # so few that the fake vocabulary has ids for them
-OPTIONS = ServerOptions(limits=LIMITS, served_model_names=("fake", "second"))
+OPTIONS = ServerOptions(
+    limits=LIMITS,
+    served_model_names=("fake", "second"),
+    routes=read_routes({"second": [{"speculation": False}]}),
+)
 STRICT = ServerOptions(
     limits=LIMITS,
     served_model_names=("fake", "second"),

@@ -69,6 +69,9 @@ def test_full_queue_leads_to_the_other_model(is_stream: bool) -> None:
         assert first["model"] == "small"
         assert [len(engine.submitted) for engine in engines] == [0, 1]
         assert HEADER not in (await post(client)).headers
+        labels = 'cause="overload",route="large",step="model=small"'
+        metrics = (await client.get("/metrics")).text
+        assert f"quickstep:fallbacks_total{{{labels}}} 1.0" in metrics
 
     served(use, [{"model": "small"}])
 
@@ -88,7 +91,7 @@ def test_failure_before_the_first_byte_leads_to_the_other_model(is_stream: bool)
 
 def test_stream_that_has_begun_ends_with_an_error() -> None:
     async def use(client: httpx.AsyncClient, engines: list[FakeEngine]) -> None:
-        engines[0].script = replace_script(FAILING, words=("Hello",))
+        engines[0].script = Script(FinishReason.ERROR, "the step failed", words=("Hello",))
         answer = await post(client, stream=True)
         assert answer.status_code == 200
         assert HEADER not in answer.headers
@@ -96,10 +99,6 @@ def test_stream_that_has_begun_ends_with_an_error() -> None:
         assert not engines[1].submitted
 
     served(use, [{"model": "small"}])
-
-
-def replace_script(script: Script, **changes: Any) -> Script:
-    return Script(**{"reason": script.reason, "error": script.error} | changes)
 
 
 def test_client_that_forbids_a_fallback_gets_the_refusal() -> None:

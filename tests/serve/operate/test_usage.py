@@ -332,6 +332,8 @@ TIMES = {
     "num_accepted": 0,
     "cached_tokens": 3,
     "cache_miss": "last_block",
+    "restore_ms": 0.0,
+    "restored_tokens": 0,
 }
 WANTED = {"x-quickstep-timings": "true", **ANN}
 WITH_TIMINGS: list[tuple[str, dict[str, Any]]] = [

@@ -21,8 +21,9 @@ key, unknown paths included. The request's state then holds for the routes:
 
 Every response has the request's id (the client's own, else a new one) in `x-request-id`, the
 fields without effect in `x-quickstep-ignored`, the fallback step that served it (or failed last)
-in `x-quickstep-fallback`, and what is left of the key's rate limits in `x-ratelimit-*`. `CrossOriginMiddleware` runs before it where the operator allows other origins: a
-browser asks for permission without a key.
+in `x-quickstep-fallback`, and what is left of the key's rate limits in `x-ratelimit-*`.
+`CrossOriginMiddleware` runs before it where the operator allows other origins: a browser asks for
+permission without a key.
 """
 
 from __future__ import annotations

@@ -24,6 +24,7 @@ from prometheus_client.registry import Collector, CollectorRegistry
 from quickstep.core.accounting import AdapterStats, KVTierStats, Totals
 from quickstep.engine.interface import ServedEngine
 from quickstep.engine.stats import EngineStats, ReplicaStats
+from quickstep.server.fallback.chain import Fallback, FallbackState
 from quickstep.server.generate.api import NO_HEADERS
 from quickstep.server.generate.generation import Generation, ParsedRequest
 from quickstep.server.models.served_model import ServedModel
@@ -63,6 +64,7 @@ class ServerMetrics(Collector):
         self.tracer = _tracer(options.otlp_traces_endpoint)
         self._options = options
         self._by_model: dict[str, ModelMetrics] = {}
+        self._fallbacks: FallbackState | None = None
         for model in models:
             self.add(model)
         self._registry = CollectorRegistry()
@@ -70,6 +72,7 @@ class ServerMetrics(Collector):
 
     def add(self, model: ServedModel) -> None:
         """A model was loaded for the first time."""
+        self._fallbacks = model.server.fallbacks
         self._by_model[model.name] = ModelMetrics(
             model.engine, model.name, self._options, self.tracer
         )
@@ -96,6 +99,9 @@ class ServerMetrics(Collector):
                 known = families.setdefault(family.name, family)
                 if known is not family:
                     known.samples.extend(family.samples)
+        if self._fallbacks is not None and self._fallbacks.routes:
+            family = fallback_family(self._options.prefix, self._fallbacks.counts)
+            families[family.name] = family
         return families.values()
 
     def text(self) -> bytes:
@@ -104,6 +110,18 @@ class ServerMetrics(Collector):
         from prometheus_client.exposition import generate_latest
 
         return generate_latest(self._registry)
+
+
+def fallback_family(prefix: str, counts: Mapping[Fallback, int]) -> Metric:
+    """How often the steps of fallback chains were tried."""
+    family = CounterMetricFamily(
+        f"{prefix}:fallbacks",
+        "Steps of fallback chains that were tried.",
+        labels=("route", "step", "cause"),
+    )
+    for fallback, count in counts.items():
+        family.add_metric((fallback.route, fallback.step, fallback.cause), count)
+    return family
 
 
 class ModelMetrics:

@@ -151,9 +151,7 @@ class UpstreamClient:
             if not has_ended:
                 self.breaker.left()
 
-    async def _call(
-        self, path: str, body: _Content, end_s: _End
-    ) -> AsyncGenerator[_Content, None]:
+    async def _call(self, path: str, body: _Content, end_s: _End) -> AsyncGenerator[_Content, None]:
         is_stream = bool(body.get("stream"))
         try:
             async with self._connection(end_s) as (reader, writer):
@@ -301,9 +299,7 @@ async def _chunked(reader: asyncio.StreamReader) -> AsyncGenerator[bytes, None]:
         yield block
 
 
-async def _events(
-    blocks: AsyncIterator[bytes], head: _Head
-) -> AsyncGenerator[_Content, None]:
+async def _events(blocks: AsyncIterator[bytes], head: _Head) -> AsyncGenerator[_Content, None]:
     """The objects of server-sent events, until `[DONE]`. Raises ValueError, EOFError."""
     if not head.headers.get("content-type", "").lower().startswith("text/event-stream"):
         raise ValueError("its response is no stream of events")

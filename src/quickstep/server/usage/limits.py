@@ -225,9 +225,7 @@ class KeyLimiter:
         state = self._keys.get(key_name)
         if state is None:
             return Reservation(None)
-        wanted, amounts = self._checked(
-            key_name, state, num_tokens, in_batch, usd, is_counted
-        )
+        wanted, amounts = self._checked(key_name, state, num_tokens, in_batch, usd, is_counted)
         if state.requests is not None and not in_batch and not is_counted:
             state.requests.take(self._clock(), 1)
         return state.begin_request(wanted, amounts)
@@ -239,7 +237,7 @@ class KeyLimiter:
         num_tokens: int,
         in_batch: bool,
         usd: float,
-        is_counted: bool,
+        is_counted: bool = False,
     ) -> tuple[float, tuple[float, ...]]:
         """The tokens and the amounts that a request reserves. Raises RequestError."""
         self._charge_others()
