@@ -89,7 +89,7 @@ BEYOND_THE_SCHEMA = re.compile(
     | messages\[\d+\]\.content\ is\ missing
     | messages\[\d+\]\.tool_calls\[\d+\]\.function\.arguments\ is\ not\ the\ JSON\ text
     | response_format\.json_schema(\.schema)?\ is\ missing
-    | the\ (prompt|input)\ is\ empty | prompt\ has\ \d+\ tokens
+    | the\ (prompt|input)\ is\ empty | prompt\ (has\ \d+\ tokens|is\ too\ long)
     | logit_bias\ holds\ token\ id
     | options\.repeat_last_n\ is | system\ cannot\ go | model\ is\ missing
     | models\ cannot\ be\  | the\ only\ model\ of\ this\ server
