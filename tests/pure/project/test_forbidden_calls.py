@@ -40,8 +40,10 @@ MODULES = {
 }
 # The operator's own files, with the loader that builds no objects (`test_price_book` tries it).
 YAML_READER = SOURCE / "yaml_file.py"
-# Connect to addresses of the operator (`--engines`), and of other engines of the same server.
+# Connect to addresses of the operator (`--engines`, `routes:`), and of other engines of the same
+# server.
 CONNECTORS = (
+    SOURCE / "server" / "upstream" / "client.py",
     SOURCE / "engine" / "remote" / "host.py",
     SOURCE / "engine" / "handover" / "sender.py",
 )

@@ -189,7 +189,7 @@ class GeneratingRoute:
             len(body), lambda: self._parse(body, model, caller, endpoint)
         )
         body_parsed(request)
-        assert chain.upstream is not None
+        assert chain.upstream is not None, "the step is an upstream's"
         name, server = chain.upstream.upstream.model, model.server
         price = None if server.price_book is None else server.price_book.price(name)
         num_tokens = _expected_tokens(parsed, len(body))
