@@ -244,7 +244,9 @@ class _Several(msgspec.Struct, frozen=True):
                     model.is_pinned,
                 )
             )
-        return SeveralModels(tuple(entries), self.memory_bytes, options.models.num_loaded)
+        num_loaded = options.models.num_loaded
+        max_waiting = self.setups[0][1].scheduler.max_waiting  # as in the queue of the first one
+        return SeveralModels(tuple(entries), self.memory_bytes, num_loaded, max_waiting)
 
 
 def _models_memory_bytes(args: argparse.Namespace) -> int:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Awaitable, Callable
+from functools import partial
 from typing import Any
 
 import httpx
@@ -17,7 +18,10 @@ from quickstep.server.app import app_of_models
 from quickstep.server.models.registry import ModelRegistry
 from quickstep.server.models.residents import ModelEntry, SeveralModels
 from quickstep.server.options import ModelsOptions, ServerOptions
+from quickstep.server.usage.api_keys import ApiKeys
 
+TWO_KEYS = ApiKeys(["one=secret-1", "two=secret-2"])
+KEYS = {name: {"authorization": f"Bearer secret-{n}"} for n, name in ((1, "one"), (2, "two"))}
 SAY = {"messages": [{"role": "user", "content": "a"}], "max_tokens": 4}
 Use = Callable[[httpx.AsyncClient, "Server"], Awaitable[Any]]
 
@@ -41,12 +45,14 @@ class SleepyEngine(FakeEngine):
 class Server:
     """A server of the models a, b and c of one byte each, and `big` of nine, in two bytes."""
 
-    def __init__(self, options: ModelsOptions, pinned: str = "") -> None:
+    def __init__(
+        self, options: ModelsOptions, pinned: str = "", keys: ApiKeys | None = None
+    ) -> None:
         self.num_in_memory = 0
         self.loads: list[str] = []
         self.broken = {"big"}
         self.opening_lasts: asyncio.Event | None = None
-        base = ServerOptions(models=options)
+        base = ServerOptions(models=options, api_keys=keys or ApiKeys())
         self.entries = tuple(
             ModelEntry(
                 (name, f"{name}-alias"),
@@ -74,13 +80,20 @@ class Server:
         return open_engine
 
 
-def serve(use: Use, options: ModelsOptions | None = None, pinned: str = "") -> Any:
+def serve(
+    use: Use,
+    options: ModelsOptions | None = None,
+    pinned: str = "",
+    keys: ApiKeys | None = None,
+    max_waiting: int | None = None,
+) -> Any:
     """What `use` returns for such a server, whose first model is loaded."""
 
     async def run() -> Any:
-        server = Server(options or ModelsOptions(), pinned)
+        server = Server(options or ModelsOptions(), pinned, keys)
         engine = await server.entries[0].open()
-        models = ModelRegistry.of_several(engine, SeveralModels(server.entries, 2))
+        several = SeveralModels(server.entries, 2, max_waiting=max_waiting)
+        models = ModelRegistry.of_several(engine, several)
         app = app_of_models(models, server.entries[0].options)
         async with client_of(app) as client:
             return await use(client, server)
@@ -129,6 +142,28 @@ def test_a_request_waits_for_a_model_no_longer_than_its_time_limit() -> None:
     assert response.status_code == 503
     assert response.json()["error"]["code"] == "model_not_ready"
     assert "the model c is loading, and was not ready within 0.02 s" in response.text
+
+
+def test_a_client_that_floods_a_model_that_is_loaded_leaves_room_for_others() -> None:
+    """The limit and the shares of the engines' queues, before there is an engine."""
+
+    async def use(client: httpx.AsyncClient, server: Server) -> Any:
+        server.opening_lasts = asyncio.Event()
+        post = partial(client.post, CHAT, json={**SAY, "model": "c"})
+        flood = [asyncio.create_task(post(headers=KEYS["one"])) for _ in range(20)]
+        while sum(task.done() for task in flood) < 12:
+            await asyncio.sleep(0)
+        other = asyncio.create_task(post(headers=KEYS["two"]))
+        at_once = await client.post(CHAT, json={**SAY, "model": "a"}, headers=KEYS["one"])
+        server.opening_lasts.set()
+        return await asyncio.gather(*flood), await other, at_once
+
+    flood, other, at_once = serve(use, keys=TWO_KEYS, max_waiting=9)
+    assert sorted(response.status_code for response in flood) == [200] * 8 + [429] * 12
+    refused = next(response for response in flood if response.status_code == 429)
+    assert refused.headers["retry-after"] == "10"
+    assert "8 sequences of one wait, its share of 9 is used up" in refused.text
+    assert other.status_code == at_once.status_code == 200
 
 
 def test_a_model_that_cannot_be_loaded_does_not_touch_the_others() -> None:

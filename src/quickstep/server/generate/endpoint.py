@@ -144,7 +144,7 @@ class GeneratingRoute:
             return await self._forward(request, body, caller, endpoint, chain)
         else:
             wait_s = chain.time_left.least_s
-            model = await self._models.ready(chain.model, self._optional_tag, wait_s)
+            model = await self._models.ready(chain.model, caller, self._optional_tag, wait_s)
         if self._has_sampling_fields and model.engine.has_queue:
             _check_admission(model, body, caller, received_s)
         parsed = await model.server.lanes.of(caller).parse(

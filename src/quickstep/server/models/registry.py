@@ -142,24 +142,30 @@ class ModelRegistry:
         )
 
     async def ready(
-        self, name: str | None, optional_tag: str = "", wait_s: float | None = None
+        self,
+        name: str | None,
+        caller: str,
+        optional_tag: str = "",
+        wait_s: float | None = None,
     ) -> ServedModel:
         """The model of a name, once it can serve requests, which may take `wait_s` seconds.
 
         Raises:
-            RequestError: No model has the name, or it was not ready in time.
+            RequestError: No model has the name, it was not ready in time, or too many requests
+                wait.
             EngineError: It could not be loaded.
         """
         if self.residents is None:
             return self.find(name, optional_tag)
-        return await self.residents.ready(self.entry(name, optional_tag), wait_s)
+        return await self.residents.ready(self.entry(name, optional_tag), wait_s, caller)
 
     async def of_body(self, body: bytes, caller: str, optional_tag: str = "") -> ServedModel:
         """The model that a JSON body names, once it can serve requests. A body whose name is no
         text gets the default model, whose parser then says what is wrong with it.
 
         Raises:
-            RequestError: No model has the name, or it was not ready within the time limit.
+            RequestError: No model has the name, it was not ready within the time limit, or too
+                many requests wait.
             EngineError: It could not be loaded.
         """
         lane = self.server.lanes.of(caller)
@@ -167,7 +173,7 @@ class ModelRegistry:
         if self.residents is None:
             return self.find(name, optional_tag)
         wait_s = await lane.parse(len(body), lambda: _timeout_s(body))
-        return await self.ready(name, optional_tag, self.server.deadlines.of(wait_s))
+        return await self.ready(name, caller, optional_tag, self.server.deadlines.of(wait_s))
 
 
 def _model_name(body: bytes) -> str | None:

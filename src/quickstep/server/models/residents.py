@@ -17,9 +17,10 @@ from typing import TYPE_CHECKING, Literal
 import msgspec
 
 from quickstep.core.model_residency import ModelResidency, ModelState
+from quickstep.core.shares import NoRoom, Shares
 from quickstep.engine.interface import ServedEngine, SleepingEngine
 from quickstep.engine.stats import EngineState
-from quickstep.errors import EngineError, QuickstepError, RequestError, size_text
+from quickstep.errors import EngineError, QueueFull, QuickstepError, RequestError, size_text
 from quickstep.server.models.lora_names import LoRANames
 from quickstep.server.models.served_model import ServedModel
 from quickstep.server.options import ServerOptions
@@ -69,11 +70,14 @@ class SeveralModels(msgspec.Struct, frozen=True):
     Attributes:
         memory_bytes: What those in memory may take together.
         num_loaded: How many are loaded at the start.
+        max_waiting: Requests that may wait for models, of which each API key has its share; None
+            for no limit.
     """
 
     entries: tuple[ModelEntry, ...]
     memory_bytes: int
     num_loaded: int = 1
+    max_waiting: int | None = None
 
 
 class ModelStatus(msgspec.Struct, frozen=True):
@@ -113,6 +117,8 @@ class ResidentModels:
         self._failures: dict[str, str] = {}
         self._numbers = itertools.count()
         self._queue: dict[int, asyncio.Future[None]] = {}
+        self._shares = Shares(several.max_waiting)  # of the queue, by key
+        self._overtake_s = options.overtake_s
         self._held: dict[asyncio.Task[object], tuple[str, int]] = {}
         self._changes: set[asyncio.Task[None]] = set()
         self._changed = asyncio.Event()
@@ -167,12 +173,14 @@ class ResidentModels:
         """Whether no model can be loaded any more."""
         return all(status.state is ModelState.FAILED for status in self.status())
 
-    async def ready(self, entry: ModelEntry, wait_s: float | None = None) -> ServedModel:
+    async def ready(
+        self, entry: ModelEntry, wait_s: float | None = None, caller: str = ""
+    ) -> ServedModel:
         """Wait until a model is loaded, for `wait_s` seconds at most (None: without a limit). The
-        calling task holds it until it ends or calls this again.
+        calling task holds it until it ends or calls this again. `caller` is the name of an API key.
 
         Raises:
-            RequestError: The model can never fit, or was not loaded in time.
+            RequestError: The model can never fit, was not loaded in time, or too many wait.
             EngineError: It could not be loaded.
         """
         task, name, number = asyncio.current_task(), entry.name, next(self._numbers)
@@ -186,7 +194,7 @@ class ResidentModels:
             self._residency.failed(name)
             raise EngineError(f"the engine of {name} has failed and is not started again")
         if not self._residency.request(name, number, self._clock()):
-            await self._wait(name, number, wait_s)
+            await self._wait(name, number, wait_s, caller)
         task.add_done_callback(self._let_go)
         self._held[task] = (name, number)
         return self._models[name]
@@ -207,7 +215,12 @@ class ResidentModels:
                 code="model_does_not_fit",
             )
 
-    async def _wait(self, name: str, number: int, wait_s: float | None) -> None:
+    async def _wait(self, name: str, number: int, wait_s: float | None, caller: str) -> None:
+        try:
+            self._shares.take(caller, weight=self._server.api_keys.weight_of(caller))
+        except NoRoom as full:
+            self._residency.end(name, number, self._clock())
+            raise QueueFull(full.num_held, 1, full.capacity, self._overtake_s, full.owner) from None
         loaded = self._queue[number] = asyncio.get_running_loop().create_future()
         self._changed.set()
         try:
@@ -227,6 +240,7 @@ class ResidentModels:
             raise
         finally:
             del self._queue[number]
+            self._shares.give_back(caller)
 
     def _let_go(self, task: asyncio.Task[object]) -> None:
         held = self._held.pop(task, None)

@@ -321,7 +321,7 @@ class OllamaEmbedding:
         )
         inputs = [fields.input] if isinstance(fields.input, str) else fields.input
         bounded("input", len(inputs), self._models.server.limits.prompts, "entries")
-        model = await self._models.ready(fields.model, LATEST)
+        model = await self._models.ready(fields.model, caller_of(request), LATEST)
         embedding = EmbeddingRequest(
             input=list(inputs),
             model=known_model(fields.model, model),
@@ -350,7 +350,7 @@ class OllamaEmbedding:
         fields = await self._models.server.lanes.of(caller_of(request)).parse(
             len(body), lambda: reader.decode(body, OllamaEmbeddingsRequest)
         )
-        model = await self._models.ready(fields.model, LATEST)
+        model = await self._models.ready(fields.model, caller_of(request), LATEST)
         embedding = EmbeddingRequest(input=fields.prompt, model=known_model(fields.model, model))
         result = await self._vectors(request, model, embedding, [fields.prompt], True, "prompt")
         if result is None:

@@ -242,7 +242,7 @@ async def _read_head(reader: asyncio.StreamReader) -> _Head:
     version, _, rest = (await _line(reader)).partition(" ")
     status = rest[:3]
     if not version.startswith("HTTP/1.") or not (status.isdigit() and len(status) == 3):
-        raise ValueError("it does not speak HTTP/1.1")
+        raise ValueError("its response is no HTTP/1.1")
     headers: dict[str, str] = {}
     for _ in range(_MAX_HEADERS):
         line = await _line(reader)
