@@ -75,7 +75,7 @@ def _object(reader: Reader, depth: int) -> Parsing[None]:
 
 def _key(reader: Reader) -> Parsing[str]:
     """The name of a member. Raises Malformed."""
-    if (yield from reader.literal(GEMMA_QUOTE)):
+    if (yield from reader.markup(GEMMA_QUOTE)):
         pieces: list[str] = []
         if (yield from reader.text_until(_Sink(pieces.append), Markers(GEMMA_QUOTE))) is None:
             raise Malformed

@@ -77,6 +77,13 @@ def json_of_value(text: str, schema: object, root: Mapping[str, Any]) -> str:
     return json_string(text)
 
 
+def beginning_of_value(text: str, schema: object, root: Mapping[str, Any]) -> str:
+    """What there is of a value that the end of the output cut, as JSON without an end."""
+    if "string" not in value_types(schema, root):
+        return text.lstrip()
+    return json_string(text)[:-1] if text else ""
+
+
 def _type_of(text: str) -> str:
     """The type of a JSON text; "" for a string and for what is no JSON."""
     try:

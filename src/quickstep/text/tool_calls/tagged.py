@@ -26,6 +26,7 @@ from quickstep.text.tool_calls.argument_rules import ParameterSpelling, pattern_
 from quickstep.text.tool_calls.call_grammar import CallSlot, CallSpelling
 from quickstep.text.tool_calls.parameter_types import (
     STRING,
+    beginning_of_value,
     json_of_value,
     parameter_schema,
     value_types,
@@ -207,7 +208,7 @@ def _calls(reader: Reader, words: TagWords, has_begun: bool) -> Parsing[None]:
         yield from reader.space()
         if (yield from reader.markup(words.closing)) or not (yield from reader.peek()):
             return
-        has_begun = bool(words.call) and (yield from reader.literal(words.call))
+        has_begun = bool(words.call) and (yield from reader.markup(words.call))
         if not has_begun:
             raise Malformed
 
@@ -241,7 +242,12 @@ def _call(reader: Reader, words: TagWords) -> Parsing[None]:
             reader.add_arguments('"')
         else:
             pieces: list[str] = []
-            is_ended = yield from _value(reader, words, pieces.append)
+            try:
+                is_ended = yield from _value(reader, words, pieces.append)
+            except Malformed:
+                cut = beginning_of_value("".join(pieces), declared, schema)
+                reader.add_arguments(f"{before}{cut}" if cut else "")
+                raise
             value = json_of_value("".join(pieces), declared, schema)
             reader.add_arguments(f"{before}{value}")
         before = ", "
