@@ -420,7 +420,7 @@ def _with_commas(items: list[list[str]]) -> list[str]:
 
 def pattern_of(text: str) -> str:
     """A regular expression of a text, between slashes."""
-    return re.escape(text).replace("/", _SLASH)
+    return re.escape(text).replace("/", _SLASH).replace("\n", "n")
 
 
 def _literal(value: object) -> str:

@@ -155,18 +155,21 @@ def tag_spelling(words: TagWords, line: str = "\n", per_call: bool = False) -> C
         after_stop=_texts(line),
         says_strings=words.says_strings,
     )
+    # a line ends with its call, so that what follows tells a further call from the end of the block
     call: tuple[str | CallSlot, ...] = (CallSlot.NAME, *_texts(line), CallSlot.PARAMETERS)
+    begin = _texts(words.opening)
     if words.call:
         name_end = _texts(quote + words.name_end, line)
-        call = (words.call + quote, CallSlot.NAME, *name_end, CallSlot.PARAMETERS, words.call_end)
-    between = _texts("\n" if words.call else "")
-    begin, end = (words.opening, *between), (*between, words.closing)
+        call = (words.call + quote, CallSlot.NAME, *name_end, CallSlot.PARAMETERS)
+        call = (*call, words.call_end, "\n")
+        begin = (words.opening, "\n")
+    end = _texts(words.closing)
     if per_call:
         begin, call, end = (), (*begin, *call, *end), ()
     return CallSpelling(
         begin=begin,
         call=call,
-        separator=("\n",),
+        separator=_texts("\n" if per_call else ""),
         end=end,
         openings=(words.opening,),
         other_openings=(words.call,) if words.may_lack_opening else (),
