@@ -58,12 +58,14 @@ class OutputReading(msgspec.Struct, frozen=True):
     """The formats to look for in a message.
 
     `one_call`: further calls are dropped. `inside_reasoning`: the client has begun the reasoning.
+    `parameters` has the schemas of the functions, by which some formats tell types apart.
     """
 
     tool_calls: ToolCallFormat | None
     reasoning: ReasoningFormat | None
     one_call: bool = False
     inside_reasoning: bool = False
+    parameters: Mapping[str, Mapping[str, Any]] = msgspec.field(default_factory=dict)
 
 
 class RequestedOutput(msgspec.Struct, frozen=True):

@@ -138,7 +138,8 @@ def offer(
     is_strict = any(described["name"] in strict for described in may_call)
     grammar: RequestedGrammar | None = None
     if choice.must_call:
-        grammar = _forced_calls(may_call, one_call, is_strict, known, model)
+        spelled = [{**function, "strict": function["name"] in strict} for function in may_call]
+        grammar = _forced_calls(spelled, one_call, is_strict, known, model)
     elif is_strict or choice.names is not None:
         calls_or_text = answer_grammar(known.spelling, loose, one_call, _special_ids(model))
         grammar = RequestedGrammar(replace(calls_or_text, strict=is_strict), "tools")

@@ -19,7 +19,7 @@ import msgspec
 from quickstep.errors import RequestError
 from quickstep.text.grammar.json_schema import ONE_LINE
 from quickstep.text.grammar.patterns import PatternWriter
-from quickstep.text.grammar.schema_logic import resolved
+from quickstep.text.grammar.schema_logic import check_keywords, resolved
 from quickstep.text.tool_calls.parameter_types import value_types
 
 FORM: Mapping[str, object] = {**ONE_LINE, "lenient": False}
@@ -43,8 +43,9 @@ _SCALARS = {
     "number": "/-?(0|[1-9][0-9]*)(\\.[0-9]+)?([eE][-+]?[0-9]+)?/",
 }
 _TYPES = ("string", *_SCALARS, "array", "object")
-_MAX_LEVELS = 16
-_MAX_ITEMS = 1024
+_MAX_LEVELS = 16  # of references and lists of schemas
+_MAX_VALUES = 1024  # schemas of one function
+_MAX_DEPTH = 32
 
 
 class ParameterSpelling(msgspec.Struct, frozen=True):
@@ -92,7 +93,13 @@ class ArgumentRules:
         self._special_id = special_id
         self._form = form
         self._values: dict[str, str] = {}
+        self._depth = 0
+        self._num_branches = 0
         self.lines: list[str] = []
+        try:
+            check_keywords(self._schema)
+        except RequestError:
+            raise self._refused("has parameters that are no JSON schema") from None
 
     def keywords(self) -> list[str]:
         """Arguments in Python's syntax: `a=1, b="x"`; the values are JSON, which is read as well.
@@ -294,6 +301,9 @@ class ArgumentRules:
 
     def _branches(self, schema: Any, levels: int = _MAX_LEVELS) -> list[dict[str, Any]]:
         """The ways in which a value fits a schema: each has one type, or a list of values."""
+        self._num_branches += 1
+        if self._num_branches > _MAX_VALUES or not levels:
+            raise self._refused(_TOO_LARGE)
         if not isinstance(schema, Mapping):
             return [{"type": name} for name in _TYPES if name != "integer"] if schema else []
         own = {k: v for k, v in schema.items() if k not in _ANNOTATIONS | _DEFINITIONS}
@@ -304,12 +314,14 @@ class ArgumentRules:
             types = value_types({"type": own.get("type", list(_TYPES))}, self._root)
             self._check_keys(own, frozenset({"enum", "const", "type"}))
             listed = [v for v in values if value_types({"const": v}, self._root) <= types]
-            return [{"enum": listed}] if listed else []
-        others = [key for key in ("$ref", "allOf", "anyOf", "oneOf") if key in own]
-        if others and levels:
-            for key in set(own) - {others[0], "type"}:
-                self._give_up(f"has {key[:64]} next to {others[0]}")
-            return self._branches_of(own, others[0], levels - 1)
+            texts = [value for value in listed if isinstance(value, str)]
+            others = [value for value in listed if not isinstance(value, str)]
+            return [{"enum": group} for group in (texts, others) if group]
+        applied = next((key for key in ("$ref", "allOf", "anyOf", "oneOf") if key in own), None)
+        if applied is not None:
+            for key in sorted(set(own) - {applied, "type"}):
+                self._give_up(f"has {key[:64]} next to {applied}")
+            return self._branches_of(own, applied, levels - 1)
         names = own.get("type", [name for name in _TYPES if name != "integer"])
         names = [names] if isinstance(names, str) else names
         if "type" not in own:
@@ -335,11 +347,15 @@ class ArgumentRules:
         """The rule of a value in Gemma's syntax."""
         key = json.dumps(schema, sort_keys=True)
         if key not in self._values:
+            if self._depth == _MAX_DEPTH or len(self._values) == _MAX_VALUES:
+                raise self._refused(_TOO_LARGE)
+            self._depth += 1
             name = self._values[key] = f"{self._rule}_value_{len(self._values)}"
             ways = [way for branch in self._branches(schema) for way in self._braced_ways(branch)]
             if not ways:
                 raise self._refused("has a parameter without any value")
             self.lines.append(f"{name}: {' | '.join(ways)}")
+            self._depth -= 1
         return self._values[key]
 
     def _braced_ways(self, branch: dict[str, Any]) -> list[str]:
@@ -397,6 +413,7 @@ class ArgumentRules:
 
 
 _EMPTY = '""'
+_TOO_LARGE = "has parameters with too many schemas"
 _SLASH = "\\/"
 
 

@@ -14,7 +14,6 @@ from typing import Any, NoReturn
 from quickstep.text.grammar.schema_logic import resolved
 from quickstep.text.tool_calls.python_literals import json_of_literal, json_string
 
-_MAX_REFERENCES = 16
 # a number with decimals is a `number` only
 _VALUES_OF: Mapping[str, frozenset[str]] = MappingProxyType(
     {
@@ -41,7 +40,7 @@ def parameter_schema(parameters: Mapping[str, Any] | None, name: str) -> object:
         return True
     found = [
         declared
-        for schema in _schemas_here(parameters, parameters, _MAX_REFERENCES)
+        for schema in _schemas_here(parameters, parameters, set())
         if (declared := _property(schema, name)) is not None
     ]
     return found[0] if len(found) == 1 else {"anyOf": found} if found else True
@@ -52,7 +51,7 @@ def value_types(schema: object, root: Mapping[str, Any]) -> frozenset[str]:
 
     `root` is the schema that references point into.
     """
-    return _types(schema, root, _MAX_REFERENCES)
+    return _types(schema, root, {})
 
 
 def json_of_value(text: str, schema: object, root: Mapping[str, Any]) -> str:
@@ -117,7 +116,10 @@ def _refuse(constant: str) -> NoReturn:
     raise ValueError(f"{constant} is not JSON")
 
 
-def _types(schema: object, root: Mapping[str, Any], levels: int) -> frozenset[str]:
+def _types(
+    schema: object, root: Mapping[str, Any], known: dict[str, frozenset[str]]
+) -> frozenset[str]:
+    """`known` has the types of the references so far, ALL_TYPES within a circle."""
     if not isinstance(schema, Mapping):
         return frozenset() if schema is False else ALL_TYPES
     found = ALL_TYPES
@@ -129,14 +131,19 @@ def _types(schema: object, root: Mapping[str, Any], levels: int) -> frozenset[st
     if isinstance(values, list):
         kinds = (_type_of(json.dumps(value)) or "string" for value in values)
         found &= _union(_VALUES_OF[kind] for kind in kinds)
-    if not levels:
-        return found
     for keyword in ("anyOf", "oneOf"):
         branches = schema.get(keyword)
         if isinstance(branches, list):
-            found &= _union(_types(branch, root, levels - 1) for branch in branches)
-    for branch in _conjuncts(schema, root):
-        found &= _types(branch, root, levels - 1)
+            found &= _union(_types(branch, root, known) for branch in branches)
+    for branch in _conditions(schema):
+        found &= _types(branch, root, known)
+    reference = schema.get("$ref")
+    if isinstance(reference, str):
+        if reference not in known:
+            known[reference] = ALL_TYPES
+            target = resolved(root, reference)
+            known[reference] = ALL_TYPES if target is None else _types(target, root, known)
+        found &= known[reference]
     return found
 
 
@@ -144,32 +151,29 @@ def _union(sets: Iterable[frozenset[str]]) -> frozenset[str]:
     return frozenset().union(*sets)
 
 
-def _conjuncts(schema: Mapping[str, Any], root: Mapping[str, Any]) -> Iterator[object]:
-    """The other schemas that a value has to match as well."""
+def _conditions(schema: Mapping[str, Any]) -> list[object]:
+    """The schemas in a schema that a value has to match as well."""
     branches = schema.get("allOf")
-    if isinstance(branches, list):
-        yield from branches
-    reference = schema.get("$ref")
-    if isinstance(reference, str):
-        target = resolved(root, reference)
-        yield True if target is None else target
+    return branches if isinstance(branches, list) else []
 
 
 def _schemas_here(
-    schema: object, root: Mapping[str, Any], levels: int
+    schema: object, root: Mapping[str, Any], followed: set[str]
 ) -> Iterator[Mapping[str, Any]]:
-    """The schema and those that apply to the same value."""
+    """The schema and those that apply to the same value; `followed` are the references so far."""
     if not isinstance(schema, Mapping):
         return
     yield schema
-    if not levels:
-        return
-    branches = [*_conjuncts(schema, root)]
+    branches = [*_conditions(schema)]
     for keyword in ("anyOf", "oneOf"):
         if isinstance(schema.get(keyword), list):
             branches += schema[keyword]
+    reference = schema.get("$ref")
+    if isinstance(reference, str) and reference not in followed:
+        followed.add(reference)
+        branches.append(resolved(root, reference))
     for branch in branches:
-        yield from _schemas_here(branch, root, levels - 1)
+        yield from _schemas_here(branch, root, followed)
 
 
 def _property(schema: Mapping[str, Any], name: str) -> object:
@@ -184,7 +188,7 @@ def _property(schema: Mapping[str, Any], name: str) -> object:
 def _strings_of(schema: object, root: Mapping[str, Any]) -> frozenset[str]:
     """The strings that a schema lists."""
     listed: list[object] = []
-    for found in _schemas_here(schema, root, _MAX_REFERENCES):
+    for found in _schemas_here(schema, root, set()):
         values = found.get("enum")
         listed += values if isinstance(values, list) else []
         listed.append(found.get("const"))
