@@ -119,6 +119,7 @@ def conversation_request(
         output=output,
         prompt_field=prompt_field,
         grammar_field="" if grammar is None else grammar.field,
+        loosened=() if grammar is None else grammar.loosened,
     )
 
 

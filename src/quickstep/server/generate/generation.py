@@ -121,6 +121,7 @@ class ParsedRequest(msgspec.Struct, frozen=True):
         timings: The response has the request's timings; None if the API has no place for them.
         truncation: How much of a prompt is read; None for all.
         ignored: Paths of the client's fields that have no effect.
+        loosened: Keywords of the client's schemas that the grammar does not enforce.
         writer: Makes the writer of the response; every API sets it.
         stream_type: The media type of a streaming response.
         adapter: The adapter that the body selects ("" for none); None for that of `model`.
@@ -143,6 +144,7 @@ class ParsedRequest(msgspec.Struct, frozen=True):
     timings: bool | None = None
     truncation: Truncation | None = None
     ignored: tuple[str, ...] = ()
+    loosened: tuple[str, ...] = ()
     adapter: str | None = None
     writer: Callable[[Generation, Head], Writer] | None = None
     stream_type: str = SERVER_SENT_EVENTS
@@ -289,6 +291,7 @@ class Generation:
         """Keywords of the client's schema that are enforced less strictly than written."""
         field = self.request.grammar_field
         keywords = {keyword for stream in self._streams for keyword in stream.ignored}
+        keywords.update(self.request.loosened)
         return tuple(f"{field}.{keyword}" for keyword in sorted(keywords))
 
     def deltas(self) -> AsyncIterator[Delta]:

@@ -281,8 +281,11 @@ def _forced_calls(
     model: ServedModel,
 ) -> RequestedGrammar:
     """The grammar of calls only. Raises RequestError for a function that it cannot spell."""
-    grammar = call_grammar(known.spelling, functions, one_call, _special_ids(model))
-    return RequestedGrammar(replace(grammar, strict=is_strict), "tools")
+    loosened: set[str] = set()
+    grammar = call_grammar(known.spelling, functions, one_call, _special_ids(model), loosened)
+    return RequestedGrammar(
+        replace(grammar, strict=is_strict), "tools", loosened=tuple(sorted(loosened))
+    )
 
 
 def _special_ids(model: ServedModel) -> Callable[[str], int | None]:

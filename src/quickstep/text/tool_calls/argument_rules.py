@@ -73,7 +73,8 @@ class ParameterSpelling(msgspec.Struct, frozen=True):
 class ArgumentRules:
     """Writes the rules of one function's arguments, `{rule}_arguments` and what it needs.
 
-    `texts` writes texts as parts of a rule, `special_id` is that of `call_grammar`.
+    `texts` writes texts as parts of a rule, `special_id` is that of `call_grammar`. `loosened`
+    names the keywords that have no effect.
     """
 
     def __init__(
@@ -96,6 +97,7 @@ class ArgumentRules:
         self._depth = 0
         self._num_branches = 0
         self.lines: list[str] = []
+        self.loosened: set[str] = set()
         try:
             check_keywords(self._schema)
         except RequestError:
@@ -172,12 +174,13 @@ class ArgumentRules:
         """Refuse a keyword that is not enforced."""
         for key in schema:
             if key not in known and key not in _ANNOTATIONS and key not in _DEFINITIONS:
-                self._give_up(f"has {key[:64]} in its parameters")
+                self._give_up(key, f"has {key[:64]} in its parameters")
 
-    def _give_up(self, why: str) -> None:
-        """Something cannot be enforced. Raises RequestError for a strict function."""
+    def _give_up(self, key: str, why: str) -> None:
+        """A keyword cannot be enforced. Raises RequestError for a strict function."""
         if self._is_strict:
             raise self._refused(why)
+        self.loosened.add(key[:64])
 
     def _refused(self, why: str) -> RequestError:
         return RequestError(
@@ -245,7 +248,8 @@ class ArgumentRules:
             (kind,) = [branch["type"]]
             if kind != "string":
                 if branch.keys() != {"type"}:
-                    self._give_up(f"has {_first_key(branch)} for a value that may be text as well")
+                    key = _first_key(branch)
+                    self._give_up(key, f"has {key} for a value that may be text as well")
                 parts.append(_SCALARS[kind])
                 continue
             refused = [f"/{_ANY}{other}{_ANY}/" for other in self._stops(spelling)]
@@ -279,7 +283,7 @@ class ArgumentRules:
             spelling.other_stop or "$^", value
         )
         if not is_spelled:
-            self._give_up(f"has {spelling.stop} in a listed value")
+            self._give_up("enum", f"has {spelling.stop} in a listed value")
         return is_spelled
 
     def _text_of(self, schema: Mapping[str, Any]) -> str:
@@ -296,7 +300,7 @@ class ArgumentRules:
                 body = written.removeprefix("^").removesuffix("$")
                 parts.append(f"/{body.replace('/', _SLASH)}/")
             else:
-                self._give_up(f"has the pattern {pattern[:64]!r}")
+                self._give_up("pattern", f"has the pattern {pattern[:64]!r}")
         return " & ".join(parts)
 
     def _branches(self, schema: Any, levels: int = _MAX_LEVELS) -> list[dict[str, Any]]:
@@ -320,12 +324,13 @@ class ArgumentRules:
         applied = next((key for key in ("$ref", "allOf", "anyOf", "oneOf") if key in own), None)
         if applied is not None:
             for key in sorted(set(own) - {applied, "type"}):
-                self._give_up(f"has {key[:64]} next to {applied}")
+                self._give_up(key, f"has {key[:64]} next to {applied}")
             return self._branches_of(own, applied, levels - 1)
         names = own.get("type", [name for name in _TYPES if name != "integer"])
         names = [names] if isinstance(names, str) else names
         if "type" not in own:
-            self._give_up(f"has {_first_key(own)} for values of any type")
+            key = _first_key(own)
+            self._give_up(key, f"has {key} for values of any type")
         rest = {key: value for key, value in own.items() if key != "type"}
         return [{"type": name, **_keywords_of(name, rest)} for name in names if name in _TYPES]
 
@@ -335,11 +340,11 @@ class ArgumentRules:
         if key == "$ref":
             target = resolved(self._root, value)
             if target is None:
-                self._give_up(f"has the reference {value[:64]}, which is not in its schema")
+                self._give_up(key, f"has the reference {value[:64]}, which is not in its schema")
             return self._branches(True if target is None else target, levels)
         if key == "allOf":
             if len(value) != 1:
-                self._give_up("has allOf")
+                self._give_up("allOf", "has allOf")
             return self._branches(value[0] if value else True, levels)
         return [branch for schema in value for branch in self._branches(schema, levels)]
 

@@ -71,18 +71,22 @@ def call_grammar(
     functions: Sequence[Mapping[str, Any]],
     one_call: bool,
     special_id: Callable[[str], int | None],
+    loosened: set[str] | None = None,
 ) -> Grammar:
     """A grammar of calls of `functions` and nothing else: at least one, or exactly one.
 
     A function has a `name` and `parameters`: its schema, or None for any object. With `strict`
-    False, keywords of the schema that the format cannot spell have no effect. `special_id` gives
-    the id of a text that is a special token, which a grammar's text never matches, else None.
+    False, keywords of the schema that the format cannot spell have no effect and are added to
+    `loosened`. `special_id` gives the id of a text that is a special token, which a grammar's text
+    never matches, else None.
 
     Raises:
         RequestError: The format cannot spell a function's name or its parameters.
     """
     writing = CallWriting(special_id)
     message = writing.message(spelling, functions, one_call)
+    if loosened is not None:
+        loosened |= writing.loosened
     if spelling.thoughts is not None:
         opening, closing = spelling.thoughts
         # special tokens never match a text, others could pass for the closing marker
@@ -94,11 +98,14 @@ def call_grammar(
 
 
 class CallWriting:
-    """Writes parts of a Lark grammar; `lines` has the rules so far."""
+    """Writes parts of a Lark grammar; `lines` has the rules so far, `loosened` the keywords that
+    have no effect.
+    """
 
     def __init__(self, special_id: Callable[[str], int | None]) -> None:
         self.special_id = special_id
         self.lines: list[str] = []
+        self.loosened: set[str] = set()
 
     def texts(self, texts: Sequence[str | CallSlot]) -> list[str]:
         """Texts and numbers as parts of a rule; neighbours that are no special tokens become one
@@ -164,11 +171,14 @@ class CallWriting:
             return [f"{rule}_arguments: %json {json.dumps(schema, ensure_ascii=False)}"]
         rules = ArgumentRules(function, rule, self.texts, self.special_id, _FORM_NAMES[slot])
         if slot is CallSlot.KEYWORDS:
-            return rules.keywords()
-        if slot is CallSlot.BRACED:
-            return rules.braces()
-        assert spelling.parameters is not None, "a format of tags has a spelling of parameters"
-        return rules.tags(spelling.parameters)
+            lines = rules.keywords()
+        elif slot is CallSlot.BRACED:
+            lines = rules.braces()
+        else:
+            assert spelling.parameters is not None, "a format of tags has a spelling of parameters"
+            lines = rules.tags(spelling.parameters)
+        self.loosened |= rules.loosened
+        return lines
 
 
 def around_arguments(

@@ -119,7 +119,7 @@ def _refuse(constant: str) -> NoReturn:
 def _types(
     schema: object, root: Mapping[str, Any], known: dict[str, frozenset[str]]
 ) -> frozenset[str]:
-    """`known` has the types of the references so far, ALL_TYPES within a circle."""
+    """`known` has the types of the references so far; a circle adds none."""
     if not isinstance(schema, Mapping):
         return frozenset() if schema is False else ALL_TYPES
     found = ALL_TYPES
@@ -140,7 +140,7 @@ def _types(
     reference = schema.get("$ref")
     if isinstance(reference, str):
         if reference not in known:
-            known[reference] = ALL_TYPES
+            known[reference] = frozenset()
             target = resolved(root, reference)
             known[reference] = ALL_TYPES if target is None else _types(target, root, known)
         found &= known[reference]
