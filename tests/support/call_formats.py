@@ -12,7 +12,6 @@ TEMPLATES = {
     "mistral, named": "[TOOL_CALLS][ARGS]",
     "deepseek, fenced": "tool▁call▁begin```json",
     "glm45, in a line": "<arg_key>k</arg_key><arg_value>v",
-    "deepseek_v32, v4": "<\uff5cDSML\uff5ctool_calls>",
 }
 FORMATS = dict(TOOL_CALL_FORMATS)
 FORMATS |= {name: formats_of(text).tool_calls for name, text in TEMPLATES.items()}

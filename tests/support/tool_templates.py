@@ -264,7 +264,7 @@ TOOL_TEMPLATES = {
     "GLM 4.7": (GLM47, "glm45", "think"),
     "MiniMax M2": (MINIMAX_M2, "minimax_m2", "think"),
     "DeepSeek V3.2": (DEEPSEEK_V32, "deepseek_v32", "think"),
-    "DeepSeek V4": (DEEPSEEK_V32.replace("function_calls", "tool_calls"), "deepseek_v32", "think"),
+    "DeepSeek V4": (DEEPSEEK_V32.replace("function_calls", "tool_calls"), "deepseek_v4", "think"),
     "Kimi K2": (KIMI_K2, "kimi_k2", "think"),
     "Gemma 4": (GEMMA4, "gemma4", "gemma4"),
     "LFM2": (LFM2, "lfm2", None),

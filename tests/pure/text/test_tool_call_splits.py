@@ -17,7 +17,7 @@ from parsed_message import new_parser, parse
 from quickstep.text.tool_calls.formats import TOOL_CALL_FORMATS
 from quickstep.text.tool_calls.json_formats import KIMI
 from quickstep.text.tool_calls.message_delta import joined
-from quickstep.text.tool_calls.tagged import DSML, GLM, MINIMAX, QWEN3_CODER, SEED_OSS
+from quickstep.text.tool_calls.tagged import DSML, DSML_V4, GLM, MINIMAX, QWEN3_CODER, SEED_OSS
 
 BAR = "\uff5c"
 CALL = '{"name": "f", "arguments": {"a": "}é\\"\\n{[😀", "b": [1, {"c": null}]}}'
@@ -51,6 +51,7 @@ TAGGED = {
         ("glm45", GLM),
         ("minimax_m2", MINIMAX),
         ("deepseek_v32", DSML),
+        ("deepseek_v4", DSML_V4),
         ("seed_oss", SEED_OSS),
     )
 }
@@ -169,7 +170,7 @@ def tags(name, calls):
             parts += [words["key"], quote, key, quote, said, words["key_end"], words["value"]]
             parts += [line, text, line, words["value_end"], "\n"]
         blocks.append("".join([*parts, words["call_end"]]))
-    if name in ("minimax_m2", "deepseek_v32"):
+    if name in ("minimax_m2", "deepseek_v32", "deepseek_v4"):
         blocks = ["\n".join(blocks)]
     return "\n".join(
         f"{words['opening']}\n"[: None if words["call"] else -1] + block + f"\n{words['closing']}"

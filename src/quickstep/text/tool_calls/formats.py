@@ -179,7 +179,8 @@ TOOL_CALL_FORMATS: Mapping[str, ToolCallFormat] = MappingProxyType(
             ),
             _of_tags("glm45", GLM, tag_spelling(GLM, per_call=True), "GLM 4.5 and later"),
             _of_tags("minimax_m2", MINIMAX, tag_spelling(MINIMAX), "MiniMax M2"),
-            _of_tags("deepseek_v32", DSML, tag_spelling(DSML), "DeepSeek V3.2 and V4"),
+            _of_tags("deepseek_v32", DSML, tag_spelling(DSML), "DeepSeek V3.2"),
+            _of_tags("deepseek_v4", DSML_V4, tag_spelling(DSML_V4), "DeepSeek V4"),
             _of_tags("seed_oss", SEED_OSS, tag_spelling(SEED_OSS, per_call=True), "Seed OSS"),
             _of_markers("kimi_k2", KIMI, KIMI_SPELLING, "Kimi K2"),
             ToolCallFormat(*("gemma4", gemma4, GEMMA_MARKERS, GEMMA_SPELLING), families="Gemma 4"),
@@ -220,7 +221,6 @@ _OTHER_NAMES = {
     "qwen3_xml": "qwen3_coder",
     "glm47": "glm45",
     "minimax": "minimax_m2",
-    "deepseek_v4": "deepseek_v32",
     "deepseek_r1": "think",
     "qwen3": "think",
     "openai": _HARMONY,
@@ -272,11 +272,7 @@ _GENERATION_SIGNS = (
         "</arg_key><arg_value>",
         replace(TOOL_CALL_FORMATS["glm45"], spelling=tag_spelling(GLM, line="", per_call=True)),
     ),
-    (
-        "deepseek_v32",
-        "tool_calls>",
-        _of_tags("deepseek_v32", DSML_V4, tag_spelling(DSML_V4), "DeepSeek V4"),
-    ),
+    ("deepseek_v32", "tool_calls>", TOOL_CALL_FORMATS["deepseek_v4"]),
 )
 _REASONING_SIGNS = (
     ("<|channel|>analysis", _HARMONY),
