@@ -38,6 +38,7 @@ from quickstep.server.openai.tokenize import (
     TokenizeRequest,
 )
 from quickstep.server.operate.lora_routes import LoadLoRAAdapter, UnloadLoRAAdapter
+from quickstep.server.operate.models import ModelToChange
 from quickstep.types import Grammar, Pooling
 
 BATCH_S = 10
@@ -221,6 +222,7 @@ OTHER_CASES: dict[type[msgspec.Struct], Cases] = {
     },
     ApplyTemplateRequest: TEMPLATE,
     PromptObject: {"prompt_string": read()},
+    ModelToChange: {"model": unknown_model()},
     LoadLoRAAdapter: {
         **cases(
             lora_name=("poet", lambda seen: list(seen.engine.adapters) == ["poet"]),

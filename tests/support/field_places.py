@@ -24,6 +24,7 @@ from quickstep.server.ollama import request_types as ollama
 from quickstep.server.openai import request_types as schemas
 from quickstep.server.openai.tokenize import TokenizeRequest
 from quickstep.server.operate.metrics import ServerMetrics
+from quickstep.server.operate.models import ModelToChange
 from quickstep.server.options import ServerOptions
 from quickstep.server.reference.field_reference import form_refusal, reference_of
 from quickstep.server.reference.openapi import branches, parts_of
@@ -63,6 +64,7 @@ EXAMPLES: dict[Struct, dict[str, Any]] = {
     ollama.OllamaChatRequest: {"messages": [{"role": "user", "content": "a"}]},
     ollama.OllamaGenerateRequest: {"prompt": "a"},
     ollama.OllamaShowRequest: {"model": "fake"},
+    ModelToChange: {"model": "fake"},
     ollama.OllamaMessage: {"content": "a"},
 }
 # What has to stand behind it in a list.

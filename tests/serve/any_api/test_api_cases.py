@@ -181,6 +181,8 @@ def test_openais_endpoints_have_a_second_path() -> None:
         "/completions",
         "/embeddings",
         "/models",
+        "/models/load",
+        "/models/unload",
         "/responses",
         "/responses/{response_id}",
         "/responses/{response_id}/input_items",

@@ -119,14 +119,14 @@ class PackedExperts:
 
 
 class NativeExperts:
-    """The ops of mixtures of one `qs_context`, whose owner outlives this object."""
+    """The ops of mixtures of one `qs_context`, whose owner outlives this object. `ops` are the
+    table's other ops: where these here cannot, they compute the experts one by one.
+    """
 
-    def __init__(
-        self, library: ctypes.CDLL, context: int, reference: Callable[[], OpTable]
-    ) -> None:
+    def __init__(self, library: ctypes.CDLL, context: int, ops: Callable[[], OpTable]) -> None:
         self._library = library
         self._context = context
-        self._reference = reference
+        self._ops = ops
 
     def pack(
         self, gate_up: tuple[LinearWeight, ...], down_proj: tuple[LinearWeight, ...]
@@ -200,7 +200,7 @@ class NativeExperts:
         if not is_native or not all(isinstance(one.data, PackedLoRA) for one, _ in groups):
             from quickstep.ops.reference.experts import experts
 
-            return experts(self._reference(), x, routing, weights, activation, lora, parts)
+            return experts(self._ops(), x, routing, weights, activation, lora, parts)
         x = x if x.stride(1) == 1 else x.contiguous()
         chosen, shares = routing.chosen.contiguous(), routing.weights.contiguous()
         calls, tokens = lora_groups(groups)

@@ -70,7 +70,14 @@ class NativeOps:
         self._finish_logits = library.qs_finish_logits
         self._attention = NativeAttention(library, context, reference)
         self._lora = NativeLoRA(library, context, reference)
-        self._experts = NativeExperts(library, context, reference)
+        owner = weakref.ref(self)  # a cycle would keep the context and its threads
+
+        def ops() -> OpTable:
+            native = owner()
+            assert native is not None, "an op of the table is being computed"
+            return native.table("")
+
+        self._experts = NativeExperts(library, context, ops)
         finalizer = weakref.finalize(self, library.qs_context_destroy, context)
         finalizer.atexit = False
 
