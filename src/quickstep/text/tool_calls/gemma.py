@@ -15,7 +15,7 @@ from typing import NoReturn
 from quickstep.text.tool_calls.argument_rules import GEMMA_QUOTE
 from quickstep.text.tool_calls.call_grammar import CallSlot, CallSpelling
 from quickstep.text.tool_calls.json_text import any_string, known_name
-from quickstep.text.tool_calls.python_literals import json_string
+from quickstep.text.tool_calls.python_literals import json_string, series
 from quickstep.text.tool_calls.reader import (
     Malformed,
     Markers,
@@ -69,7 +69,7 @@ def _object(reader: Reader, depth: int) -> Parsing[None]:
         comma = ", "
         yield from _value(reader, depth)
 
-    yield from _items(reader, "}", member)
+    yield from series(reader, "}", member)
     reader.add_arguments("{}" if comma == "{" else "}")
 
 
@@ -125,20 +125,8 @@ def _list(reader: Reader, depth: int) -> Parsing[None]:
         comma = ", "
         yield from _value(reader, depth + 1)
 
-    yield from _items(reader, "]", item)
+    yield from series(reader, "]", item)
     reader.add_arguments("[]" if comma == "[" else "]")
-
-
-def _items(reader: Reader, closing: str, item: Callable[[], Parsing[None]]) -> Parsing[None]:
-    """Items with commas between them up to `closing`. Raises Malformed."""
-    yield from reader.space()
-    while not (yield from reader.literal(closing)):
-        yield from item()
-        yield from reader.space()
-        if not (yield from reader.literal(",")):
-            yield from reader.expect(closing)
-            return
-        yield from reader.space()
 
 
 def _string(reader: Reader) -> Parsing[None]:
