@@ -1,4 +1,5 @@
-"""Run the commands of `docs/guide` and write what they print below them, or check it.
+"""Run the commands of `docs/guide` and write what they print below them, or check it; and write the
+tables of the formats of calls and of reasoning.
 
 A page shows a command in a block of `sh` and what it prints in the block of `text` that follows.
 `plan` and `simulate` with named hardware print the same everywhere, so those blocks are generated;
@@ -15,9 +16,13 @@ import re
 import shlex
 import sys
 from collections.abc import Sequence
-from pathlib import Path
+from typing import TYPE_CHECKING
 
-ROOT = Path(__file__).resolve().parent.parent
+from reference_page import ROOT, cell
+
+if TYPE_CHECKING:
+    from quickstep.text.tool_calls.call_grammar import CallSpelling
+
 PAGES = ROOT / "docs" / "guide"
 BLOCKS = re.compile(r"```sh\n(?P<commands>[^`]*)```\n\n```text\n[^`]*```")
 REPEATABLE = ("quickstep plan ", "quickstep simulate ")
@@ -51,6 +56,46 @@ def with_outputs(page: str, slow_too: bool = True) -> str:
     return BLOCKS.sub(shown, page)
 
 
+def with_tables(page: str) -> str:
+    """The page with the rows of its tables of formats."""
+    from quickstep.text.tool_calls.formats import REASONING_FORMATS, TOOL_CALL_FORMATS
+
+    calls = [
+        (known.name, written_call(known.spelling), known.families)
+        for known in TOOL_CALL_FORMATS.values()
+    ]
+    reasoning = [
+        (known.name, " ".join(known.passage), known.families)
+        for known in REASONING_FORMATS.values()
+    ]
+    for flag, rows in (("--tool-call-parser", calls), ("--reasoning-parser", reasoning)):
+        text = "".join(
+            f"| `{name}` | `{cell(example)}` | {models} |\n" for name, example, models in rows
+        )
+        table = re.compile(rf"(\| `{flag}` \|[^\n]*\n\|[-|]+\|\n)(?:\|[^\n]*\n)*")
+        page = table.sub(lambda found, text=text: found[1] + text, page)
+    return page
+
+
+def written_call(spelling: CallSpelling) -> str:
+    """A call with names in capitals."""
+    from quickstep.text.tool_calls.call_grammar import CallSlot
+
+    slots = {
+        CallSlot.NAME: "NAME",
+        CallSlot.NUMBER: "0",
+        CallSlot.ARGUMENTS: "{...}",
+        CallSlot.KEYWORDS: "KEY=VALUE",
+        CallSlot.BRACED: "{KEY:VALUE}",
+    }
+    if spelling.parameters is not None:
+        tag = spelling.parameters
+        parts = (*tag.before_key, "KEY", *tag.before_string, "VALUE", tag.line_end, tag.stop)
+        slots[CallSlot.PARAMETERS] = "".join((*parts, *tag.after_stop))
+    pieces = (*spelling.begin, *spelling.call, *spelling.end)
+    return "".join(piece if isinstance(piece, str) else slots[piece] for piece in pieces)
+
+
 def main(arguments: Sequence[str]) -> int:
     """Write the pages, or with `--check` name those that are not current."""
     sys.path.insert(0, str(ROOT / "src"))
@@ -60,7 +105,7 @@ def main(arguments: Sequence[str]) -> int:
     stale = []
     for path in sorted(PAGES.rglob("*.md")):
         page = path.read_text(encoding="utf-8")
-        current = with_outputs(page)
+        current = with_tables(with_outputs(page))
         if current != page:
             stale.append(path.relative_to(ROOT))
             if not args.check:

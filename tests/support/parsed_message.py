@@ -21,19 +21,19 @@ class Parsed:
     calls: tuple[tuple[str, str], ...] = ()
 
 
-def new_parser(tool_calls=None, reasoning=None, inside=False):
+def new_parser(tool_calls=None, reasoning=None, inside=False, parameters=None):
     counter = itertools.count()
     grammar = message_grammar(
         TOOL_CALL_FORMATS[tool_calls] if tool_calls else None,
         REASONING_FORMATS[reasoning] if reasoning else None,
         inside,
     )
-    return MessageParser(grammar, lambda: f"call{next(counter)}")
+    return MessageParser(grammar, lambda: f"call{next(counter)}", parameters)
 
 
-def parse(deltas, tool_calls=None, reasoning=None, inside=False):
+def parse(deltas, tool_calls=None, reasoning=None, inside=False, parameters=None):
     """What all deltas add up to; a string is one delta. Checks the pieces of calls on the way."""
-    parser = new_parser(tool_calls, reasoning, inside)
+    parser = new_parser(tool_calls, reasoning, inside, parameters)
     deltas = [deltas] if isinstance(deltas, str) else deltas
     return added_up([*map(parser.feed, deltas), parser.finish()])
 

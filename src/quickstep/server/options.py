@@ -719,7 +719,8 @@ class ServerOptions(msgspec.Struct, frozen=True):
         str | None,
         Option(
             "format of tool calls: hermes, llama3_json, pythonic, mistral, deepseek_v3, "
-            "granite, harmony, or none",
+            "granite, harmony, qwen3_coder, glm45, minimax_m2, deepseek_v32, deepseek_v4, "
+            "seed_oss, kimi_k2, gemma4, lfm2, or none",
             metavar="NAME",
             default_text="detected in the chat template",
         ),
@@ -727,7 +728,7 @@ class ServerOptions(msgspec.Struct, frozen=True):
     reasoning_parser: Annotated[
         str | None,
         Option(
-            "format of reasoning: think, mistral, harmony, or none",
+            "format of reasoning: think, mistral, harmony, seed_oss, gemma4, or none",
             metavar="NAME",
             default_text="detected in the chat template",
         ),

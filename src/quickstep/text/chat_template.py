@@ -223,6 +223,9 @@ class ChatTemplate:
                 for message in messages
             ]
         )
+        known = self._formats.tool_calls
+        if known is not None and known.numbered_ids:
+            plain = _with_numbered_ids(plain)
         variables: dict[str, Any] = {
             **self._special_tokens,
             "documents": None,
@@ -447,6 +450,30 @@ def _with_one_beginning(messages: Sequence[dict[str, Any]]) -> list[dict[str, An
         else:
             joined.append(message)
     return joined
+
+
+def _with_numbered_ids(messages: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
+    """The messages with the ids of calls and of their results as the model writes them, which are
+    the only place where such a template writes the name: `functions.NAME:INDEX`.
+    """
+    ids: dict[str, str] = {}
+    num_calls = 0
+    numbered: list[dict[str, Any]] = []
+    for message in messages:
+        calls: list[Any] = []
+        for call in message.get("tool_calls") or ():
+            if isinstance(call, Mapping) and isinstance(call.get("function"), Mapping):
+                call_id = f"functions.{call['function'].get('name')}:{num_calls}"
+                ids[str(call.get("id"))] = call_id
+                call = {**call, "id": call_id}
+                num_calls += 1
+            calls.append(call)
+        if calls:
+            message = {**message, "tool_calls": calls}
+        elif (answered := ids.get(str(message.get("tool_call_id")))) is not None:
+            message = {**message, "tool_call_id": answered}
+        numbered.append(message)
+    return numbered
 
 
 def _with_user_reminders(

@@ -7,7 +7,7 @@ import json
 
 import numpy as np
 import pytest
-from call_formats import FORMATS
+from call_formats import FORMATS, parameters_of, written_call
 from grammar_sampling import state_for
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -89,7 +89,8 @@ def wished_text(compiler, tokenizer, grammar, wish, seed=1, inside=False, with_r
 
 def read(text, known, thoughts=THINK, inside=False):
     ids = itertools.count()
-    parser = MessageParser(message_grammar(known, thoughts, inside), lambda: f"call-{next(ids)}")
+    grammar, parameters = message_grammar(known, thoughts, inside), parameters_of(FUNCTIONS)
+    parser = MessageParser(grammar, lambda: f"call-{next(ids)}", parameters)
     return parser.feed(text).followed_by(parser.finish())
 
 
@@ -103,14 +104,6 @@ def check_calls(message, known):
             assert set(arguments) == {"text", "n"}
             assert len(arguments["text"]) <= 5
             assert arguments["n"] in (1, None)
-
-
-def written_call(known, name, arguments, keywords):
-    """The spelled call, as a model that was trained on it writes it."""
-    spelling = known.spelling
-    pieces = [*spelling.begin, *spelling.call, *spelling.end]
-    slots = {"name": name, "arguments": arguments, "keywords": keywords}
-    return "".join(piece if isinstance(piece, str) else slots[piece.value] for piece in pieces)
 
 
 PIECES = [
@@ -134,9 +127,9 @@ def wishes(known):
     """Texts at the edges of the format."""
     spelling = known.spelling
     texts = [piece for piece in [*spelling.begin, *spelling.call] if isinstance(piece, str)]
-    good = written_call(known, "find-it", '{"text": "a", "n": 1}', 'text="a", n=1')
-    bad = written_call(known, "find-it", '{"text": "too long", "x": 2}', 'text="too long", x=2')
-    other = written_call(known, "free", '{"x": [1]}', "x=[1]")
+    good = written_call(known, "find-it", '{"text": "a", "n": 1}')
+    bad = written_call(known, "find-it", '{"text": "too long", "x": 2}')
+    other = written_call(known, "free", '{"x": [1]}')
     markers = [*spelling.openings, *spelling.other_openings]
     pieces = st.sampled_from([*PIECES, *texts, good, bad, other, *markers])
     return st.lists(pieces, max_size=6).map("".join)
@@ -166,9 +159,8 @@ def test_whatever_is_written_is_content_or_a_call_that_fits(
 def test_a_call_that_fits_is_written_as_the_model_wants_it(compiler, tokenizer, name, arguments):
     known = FORMATS[name]
     told = json.loads(arguments)
-    keywords = ", ".join(f"{key}={json.dumps(value)}" for key, value in told.items())
     before = "" if known.spelling.anchor or known.spelling.thoughts else "Well: "
-    wish = before + written_call(known, "find-it", arguments, keywords)
+    wish = before + written_call(known, "find-it", arguments)
     text = wished_text(compiler, tokenizer, grammar_of(known), wish)
     assert text == wish
     message = read(text, known)
@@ -212,8 +204,8 @@ def test_an_answer_in_channels_is_unchanged(compiler, tokenizer):
 
 def test_several_calls_with_text_between_them(compiler, tokenizer):
     known = FORMATS["hermes"]
-    good = written_call(known, "find-it", '{"text": "a", "n": 1}', "")
-    other = written_call(known, "free", '{"x": [1]}', "")
+    good = written_call(known, "find-it", '{"text": "a", "n": 1}')
+    other = written_call(known, "free", '{"x": [1]}')
     wish = f"First {good}, then\n{other}{good} done"
     assert wished_text(compiler, tokenizer, grammar_of(known), wish) == wish
     assert len(read(wish, known).calls) == 3
@@ -253,7 +245,7 @@ def test_an_answer_under_a_grammar_or_a_call_is_written_as_the_model_wants_it(
     message = read(wish, known)
     assert (message.content, message.reasoning, message.calls) == (text, "hm", ())
     arguments = '{"text": "a", "n": 1}'
-    call = thought + written_call(known, "find-it", arguments, 'text="a", n=1')
+    call = thought + written_call(known, "find-it", arguments)
     assert wished_text(compiler, tokenizer, grammar, call, with_reasoning=in_tags) == call
     (found,) = read(call, known).calls
     assert (found.name, json.loads(found.arguments)) == ("find-it", json.loads(arguments))

@@ -6,7 +6,7 @@ import itertools
 import json
 
 import pytest
-from call_formats import FORMATS
+from call_formats import FORMATS, parameters_of
 from grammar_sampling import sampled_text
 from tiny_checkpoint import write_checkpoint
 
@@ -45,9 +45,10 @@ def compiler(tokenizer):
     return GrammarCompiler(tokenizer, 264)
 
 
-def calls_in(text, known):
+def calls_in(text, known, functions=FUNCTIONS):
     ids = itertools.count()
-    parser = MessageParser(known.grammar, lambda: f"call-{next(ids)}")
+    parameters = parameters_of(functions)
+    parser = MessageParser(known.grammar, lambda: f"call-{next(ids)}", parameters)
     whole = parser.feed(text).followed_by(parser.finish())
     return whole.content, [(call.name, json.loads(call.arguments)) for call in whole.calls]
 

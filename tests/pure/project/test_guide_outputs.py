@@ -24,6 +24,14 @@ def test_a_page_shows_what_its_commands_print(path: Path) -> None:
     assert write_guide_outputs.with_outputs(page, slow_too=False) == page, "run make reference"
 
 
+def test_the_tables_of_formats_have_a_row_for_each() -> None:
+    page = write_guide_outputs.PAGES / "structured-output.md"
+    text = page.read_text(encoding="utf-8")
+    assert write_guide_outputs.with_tables(text) == text, "run make reference"
+    assert "| `qwen3_coder` | `<tool_call> <function=NAME>" in text
+    assert "| `gemma4` | `<\\|channel>thought" in text
+
+
 def test_measurements_of_a_machine_are_left_alone() -> None:
     page = "```sh\nquickstep bench step\n```\n\n```text\n1 ms\n```\n"
     assert write_guide_outputs.with_outputs(page) == page

@@ -21,8 +21,6 @@ TEMPLATES = {
         "hermes",
         "think",
     ),
-    "Qwen3-Coder": ("{% if tools %}<tool_call>\n<function=name>\n<parameter=x>", None, None),
-    "GLM-4.5": ("{% if tools %}<tool_call>{f}\n<arg_key>k</arg_key></think>", None, "think"),
     "Llama 3.1": (
         '{%- if tools is not none %}{"name": function name, "parameters": dictionary of argument '
         "name and its value}{{- '<|python_tag|>' }}",
@@ -88,6 +86,8 @@ def test_formats_go_by_vllms_names_too():
     assert tool_call_format("hermes") is tool_call_format("qwen25") is not None
     assert tool_call_format("openai") is tool_call_format("harmony") is not None
     assert reasoning_format("deepseek_r1") is reasoning_format("think") is not None
+    assert tool_call_format("qwen3_xml") is tool_call_format("qwen3_coder") is not None
+    assert tool_call_format("glm47") is tool_call_format("glm45") is not None
     assert tool_call_format("none") is reasoning_format("none") is None
 
 

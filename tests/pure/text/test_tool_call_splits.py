@@ -7,6 +7,7 @@ import re
 import sys
 from itertools import pairwise
 
+import msgspec
 import pytest
 from example_counts import examples
 from hypothesis import given
@@ -14,7 +15,9 @@ from hypothesis import strategies as st
 from parsed_message import new_parser, parse
 
 from quickstep.text.tool_calls.formats import TOOL_CALL_FORMATS
+from quickstep.text.tool_calls.json_formats import KIMI
 from quickstep.text.tool_calls.message_delta import joined
+from quickstep.text.tool_calls.tagged import DSML, DSML_V4, GLM, MINIMAX, QWEN3_CODER, SEED_OSS
 
 BAR = "\uff5c"
 CALL = '{"name": "f", "arguments": {"a": "}é\\"\\n{[😀", "b": [1, {"c": null}]}}'
@@ -41,6 +44,31 @@ WORDS = {
         *("<|constrain|>", "commentary", "analysis", "final", " to=functions.f ", ARGUMENTS),
     ),
 }
+TAGGED = {
+    name: msgspec.structs.asdict(words)
+    for name, words in (
+        ("qwen3_coder", QWEN3_CODER),
+        ("glm45", GLM),
+        ("minimax_m2", MINIMAX),
+        ("deepseek_v32", DSML),
+        ("deepseek_v4", DSML_V4),
+        ("seed_oss", SEED_OSS),
+    )
+}
+for name, texts in TAGGED.items():
+    WORDS[name] = (
+        *(text for text in texts.values() if isinstance(text, str) and text),
+        *("f", '"f"', "k", "\n", "1", "True", '[{"a": "</x>"}]'),
+    )
+WORDS["kimi_k2"] = (*KIMI.markers, "functions.f:0", "f", ARGUMENTS, "<|tool_call")
+WORDS["gemma4"] = (
+    *("<|tool_call>", "<tool_call|>", "call:f{", "k:", '<|"|>', '"', "{", "}", "[", "]", ","),
+    *("1", "true", "x y", '<|tool_call>call:f{k:<|"|>é"\n<|"|>,n:[1,{a:null}]}<tool_call|>'),
+)
+WORDS["lfm2"] = tuple(
+    word.replace("python_start", "tool_call_start").replace("python_end", "tool_call_end")
+    for word in WORDS["pythonic"]
+)
 ANYWHERE = (" ", "\n", "x", "<", "[", "{", "}", '"', "é😀", "<think>", "</think>")
 
 
@@ -108,8 +136,65 @@ calls = st.lists(
 )
 
 
+def schemas_of(calls):
+    """The schemas of functions that are called so."""
+    kinds = {str: "string", bool: "boolean", int: "integer", float: "number", type(None): "null"}
+    kinds |= {list: "array", dict: "object"}
+    return {
+        f: {"properties": {key: {"type": kinds[type(value)]} for key, value in args.items()}}
+        for f, args in calls
+    }
+
+
+def with_own_names(calls):
+    """The calls with a function each, since a parameter has one type."""
+    return [
+        (f"{f}_{place}", {k: v for k, v in args.items() if k.isidentifier()})
+        for place, (f, args) in enumerate(calls)
+    ]
+
+
+def tags(name, calls):
+    """The calls in a format of tags."""
+    words = TAGGED[name]
+    quote = '"' if words["call"].endswith("name=") else ""
+    line = "\n" if words["has_lines"] else ""
+    blocks = []
+    for f, args in calls:
+        parts = [words["call"], quote, f, quote, words["name_end"], "\n"]
+        for key, value in args.items():
+            text = value if isinstance(value, str) else json.dumps(value)
+            said = (
+                f' string="{str(isinstance(value, str)).lower()}"' if words["says_strings"] else ""
+            )
+            parts += [words["key"], quote, key, quote, said, words["key_end"], words["value"]]
+            parts += [line, text, line, words["value_end"], "\n"]
+        blocks.append("".join([*parts, words["call_end"]]))
+    if name in ("minimax_m2", "deepseek_v32", "deepseek_v4"):
+        blocks = ["\n".join(blocks)]
+    return "\n".join(
+        f"{words['opening']}\n"[: None if words["call"] else -1] + block + f"\n{words['closing']}"
+        for block in blocks
+    )
+
+
+def braces(value):
+    """A value in Gemma's syntax."""
+    match value:
+        case str():
+            return f'<|"|>{value}<|"|>'
+        case list():
+            return f"[{','.join(map(braces, value))}]"
+        case dict():
+            members = (f"{braces(k)}:{braces(v)}" for k, v in value.items())
+            return f"{{{','.join(members)}}}"
+    return json.dumps(value)
+
+
 def written(name, calls, indent):
     """The calls as a model of that format writes them."""
+    if name in TAGGED:
+        return tags(name, calls)
     key = "parameters" if name == "llama3_json" else "arguments"
     objects = [json.dumps({"name": f, key: args}, indent=indent) for f, args in calls]
     pairs = [(f, json.dumps(args, indent=indent, ensure_ascii=False)) for f, args in calls]
@@ -131,6 +216,16 @@ def written(name, calls, indent):
                 wide = f"<{BAR}tool_{marker}{BAR}>".replace("_", "▁")
                 text = text.replace(f"<|tool_{marker}|>", wide)
             return text
+        case "kimi_k2":
+            bodies = (
+                f"{KIMI.call}functions.{f}:{place}{KIMI.separator}{args}{KIMI.call_end}"
+                for place, (f, args) in enumerate(pairs)
+            )
+            return f"{KIMI.begin}{''.join(bodies)}{KIMI.end}"
+        case "gemma4":
+            return "".join(f"<|tool_call>call:{f}{braces(a)}<tool_call|>" for f, a in calls)
+        case "lfm2":
+            return f"<|tool_call_start|>{written('pythonic', calls, indent)}<|tool_call_end|>"
         case "granite":
             return f"<|tool_call|>[{', '.join(objects)}]"
         case _:
@@ -144,34 +239,40 @@ def written(name, calls, indent):
 @examples(60)
 @given(calls, st.sampled_from([None, 1]), st.integers(1, 9))
 def test_written_calls_are_read_back(name, calls, indent, step):
-    calls = [(f, {k: v for k, v in args.items() if k.isidentifier()}) for f, args in calls]
+    calls = with_own_names(calls)
     text = written(name, calls, indent)
-    parsed = parse([text[at : at + step] for at in range(0, len(text), step)], name)
+    deltas = [text[at : at + step] for at in range(0, len(text), step)]
+    parsed = parse(deltas, name, parameters=schemas_of(calls))
     assert [(f, json.loads(args)) for f, args in parsed.calls] == calls
     assert parsed.content == ""
 
 
-@pytest.mark.parametrize("name", TOOL_CALL_FORMATS)
+# but for those that are another format with other words
+READERS = sorted(set(TOOL_CALL_FORMATS) - {"seed_oss", "deepseek_v4"})
+
+
+@pytest.mark.parametrize("name", READERS)
 @examples(30)
 @given(calls, st.sampled_from([None, 1]), st.sampled_from(["", "Well then.\n"]))
 def test_calls_cut_anywhere_are_a_beginning_of_the_calls_and_leave_no_markup(
     name, calls, indent, before
 ):
-    calls = [(f, {k: v for k, v in args.items() if k.isidentifier()}) for f, args in calls]
+    calls = with_own_names(calls)
+    schemas = schemas_of(calls)
     if name == "pythonic":
         before = ""
     text = written(name, calls, indent)
     if name == "harmony":
         before = before and f"<|channel|>final<|message|>{before}<|end|><|start|>assistant"
-    whole = parse(before + text, name)
+    whole = parse(before + text, name, parameters=schemas)
     for end in range(len(before) + 1, len(before + text)):
-        cut = parse((before + text)[:end], name)
+        cut = parse((before + text)[:end], name, parameters=schemas)
         *done, last = cut.calls or [None]
         assert list(whole.calls[: len(done)]) == done
         if last is not None:
             function, arguments = whole.calls[len(done)]
             assert last[0] == function
-            assert name == "pythonic" or arguments.startswith(last[1])
+            assert name in ("pythonic", "lfm2") or arguments.startswith(last[1])
         # a marker that has just begun is none yet, nor is it clear what a list without one is
         unopened = cut.content.removeprefix(whole.content).strip()
         markers = TOOL_CALL_FORMATS[name].markers
@@ -189,7 +290,17 @@ ADVERSARIAL = {
     "granite": ("[", "<|tool_call|>[", '<tool_call>[{"name": "f"}, '),
     "harmony": ("<|channel|>", "<|channel|>analysis", "<|start|>assistant<|message|", "<|channel"),
 }
-CALLED = re.compile(r"f\(|ARGS|\"f\"")  # words that begin calls
+ADVERSARIAL |= {
+    "qwen3_coder": (
+        *("<function=", "<function=f>", "<function=f><parameter=a></parameter>\n<"),
+        "<function=f><parameter=a></function>",
+    ),
+    "glm45": ("<tool_call>f", "<tool_call>f<arg_key"),
+    "minimax_m2": ("<minimax:tool_call", '<minimax:tool_call><invoke name="f"'),
+    "kimi_k2": (KIMI.begin, f"{KIMI.call}f{KIMI.separator}"),
+    "gemma4": ("<|tool_call>call:f{", "<|tool_call>call:f{a:[", '<|tool_call>call:f{a:<|"|>'),
+}
+CALLED = re.compile(r"f\(|ARGS|\"f\"|f>|f\n|call:f|f<\||>f<")  # words that begin calls
 ATTACKS = [(name, word) for name, words in ADVERSARIAL.items() for word in words]
 
 
@@ -212,6 +323,7 @@ def test_a_megabyte_of_almost_markers_goes_through_whole(name, word):
         ("hermes", '<tool_call>{"arguments": {"a": [', "1, "),
         ("pythonic", "[f(a='", "\\'"),
         ("hermes", "", "\n "),
+        ("qwen3_coder", '<function=f><parameter=a>1</parameter><parameter=b>"a": ', "</param"),
     ],
 )
 def test_a_megabyte_in_small_deltas_comes_out(name, head, body):

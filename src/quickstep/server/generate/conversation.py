@@ -119,6 +119,7 @@ def conversation_request(
         output=output,
         prompt_field=prompt_field,
         grammar_field="" if grammar is None else grammar.field,
+        loosened=() if grammar is None else grammar.loosened,
     )
 
 
@@ -230,7 +231,14 @@ def _output(conversation: Conversation, model: ServedModel) -> OutputReading | N
     inside = False
     if reasoning is not None and reasoning.opening:
         inside = begun.rfind(reasoning.opening) > begun.rfind(reasoning.closing)
-    return OutputReading(tool_calls, reasoning, one_call=offered.one_call, inside_reasoning=inside)
+    functions = (tool["function"] for tool in offered.tools)
+    return OutputReading(
+        tool_calls,
+        reasoning,
+        one_call=offered.one_call,
+        inside_reasoning=inside,
+        parameters={function["name"]: function["parameters"] for function in functions},
+    )
 
 
 def _markers(output: OutputReading | None, model: ServedModel) -> tuple[int, ...]:

@@ -58,12 +58,14 @@ class OutputReading(msgspec.Struct, frozen=True):
     """The formats to look for in a message.
 
     `one_call`: further calls are dropped. `inside_reasoning`: the client has begun the reasoning.
+    `parameters` has the schemas of the functions, by which some formats tell types apart.
     """
 
     tool_calls: ToolCallFormat | None
     reasoning: ReasoningFormat | None
     one_call: bool = False
     inside_reasoning: bool = False
+    parameters: Mapping[str, Mapping[str, Any]] = msgspec.field(default_factory=dict)
 
 
 class RequestedOutput(msgspec.Struct, frozen=True):
@@ -119,6 +121,7 @@ class ParsedRequest(msgspec.Struct, frozen=True):
         timings: The response has the request's timings; None if the API has no place for them.
         truncation: How much of a prompt is read; None for all.
         ignored: Paths of the client's fields that have no effect.
+        loosened: Keywords of the client's schemas that the grammar does not enforce.
         writer: Makes the writer of the response; every API sets it.
         stream_type: The media type of a streaming response.
         adapter: The adapter that the body selects ("" for none); None for that of `model`.
@@ -141,6 +144,7 @@ class ParsedRequest(msgspec.Struct, frozen=True):
     timings: bool | None = None
     truncation: Truncation | None = None
     ignored: tuple[str, ...] = ()
+    loosened: tuple[str, ...] = ()
     adapter: str | None = None
     writer: Callable[[Generation, Head], Writer] | None = None
     stream_type: str = SERVER_SENT_EVENTS
@@ -287,6 +291,7 @@ class Generation:
         """Keywords of the client's schema that are enforced less strictly than written."""
         field = self.request.grammar_field
         keywords = {keyword for stream in self._streams for keyword in stream.ignored}
+        keywords.update(self.request.loosened)
         return tuple(f"{field}.{keyword}" for keyword in sorted(keywords))
 
     def deltas(self) -> AsyncIterator[Delta]:

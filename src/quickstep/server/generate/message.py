@@ -82,7 +82,7 @@ def message_reader(
     inside = opens_reasoning(output, tokenizer, generation.prompt_token_ids(choice))
     grammar = message_grammar(output.tool_calls, output.reasoning, inside)
     short = output.tool_calls is not None and output.tool_calls.short_ids
-    parser = MessageParser(grammar, _call_ids(short, call_prefix))
+    parser = MessageParser(grammar, _call_ids(short, call_prefix), output.parameters)
     return MessageReader(parser, output.one_call, in_reasoning=inside)
 
 

@@ -20,10 +20,13 @@ from quickstep.types import Grammar
 
 
 class RequestedGrammar(msgspec.Struct, frozen=True):
-    """A grammar, and the path of the client's field."""
+    """A grammar, and the path of the client's field. `loosened`: keywords of its schemas that the
+    grammar does not enforce.
+    """
 
     grammar: Grammar
     field: str
+    loosened: tuple[str, ...] = ()
 
 
 def requested_grammar(fields: SamplingFields) -> RequestedGrammar | None:

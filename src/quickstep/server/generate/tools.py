@@ -138,7 +138,8 @@ def offer(
     is_strict = any(described["name"] in strict for described in may_call)
     grammar: RequestedGrammar | None = None
     if choice.must_call:
-        grammar = _forced_calls(may_call, one_call, is_strict, known, model)
+        spelled = [{**function, "strict": function["name"] in strict} for function in may_call]
+        grammar = _forced_calls(spelled, one_call, is_strict, known, model)
     elif is_strict or choice.names is not None:
         calls_or_text = answer_grammar(known.spelling, loose, one_call, _special_ids(model))
         grammar = RequestedGrammar(replace(calls_or_text, strict=is_strict), "tools")
@@ -280,8 +281,11 @@ def _forced_calls(
     model: ServedModel,
 ) -> RequestedGrammar:
     """The grammar of calls only. Raises RequestError for a function that it cannot spell."""
-    grammar = call_grammar(known.spelling, functions, one_call, _special_ids(model))
-    return RequestedGrammar(replace(grammar, strict=is_strict), "tools")
+    loosened: set[str] = set()
+    grammar = call_grammar(known.spelling, functions, one_call, _special_ids(model), loosened)
+    return RequestedGrammar(
+        replace(grammar, strict=is_strict), "tools", loosened=tuple(sorted(loosened))
+    )
 
 
 def _special_ids(model: ServedModel) -> Callable[[str], int | None]:

@@ -20,7 +20,7 @@ import re
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
-from quickstep.text.grammar.json_schema import ONE_LINE
+from quickstep.text.tool_calls.argument_rules import FORM, pattern_of
 from quickstep.text.tool_calls.call_grammar import (
     CallSlot,
     CallSpelling,
@@ -31,7 +31,6 @@ from quickstep.types import Grammar
 
 _ANY = "(.|\\n)*"
 _CHANNELS = ("analysis", "commentary", "final")  # of parts that are no calls
-_FORM = {**ONE_LINE, "lenient": False}
 _SPACE = "[ \\t\\n\\r]*"
 
 
@@ -70,7 +69,7 @@ def _rule_of(grammar: Grammar) -> str:
     match grammar.kind:
         case "json_schema" | "json_object":
             schema = _schema_of(grammar)
-            return f"%json {json.dumps({**schema, 'x-guidance': _FORM}, ensure_ascii=False)}"
+            return f"%json {json.dumps({**schema, 'x-guidance': FORM}, ensure_ascii=False)}"
         case "regex" if grammar.text:
             pattern = re.sub(r"(?<!\\)((?:\\\\)*)/", r"\1\\/", grammar.text)
             return f"/{pattern}/".replace("\n", "\\n")
@@ -137,13 +136,13 @@ class _Answer:
         lines = []
         if texts:
             ways.append(f"{rule}_text")
-            lines.append(f"{rule}_text[lazy]: {text} /{'|'.join(map(_pattern, texts))}/")
+            lines.append(f"{rule}_text[lazy]: {text} /{'|'.join(map(pattern_of, texts))}/")
         return [f"{rule}: {' | '.join(ways)}", *lines]
 
     def _write_calls(self) -> None:
         """The calls after an opening, the same ones that begin the message, and what follows."""
         writing, spelling = self._writing, self._spelling
-        writing.calls(self._call, self._functions)
+        writing.calls(spelling, self._call, self._functions)
         repeated = ""
         if not self._one_call and (spelling.begin or spelling.anchor):
             repeated = f" ({' '.join([*writing.texts(spelling.separator), 'call'])})*"
@@ -162,7 +161,7 @@ class _Answer:
         ways = []
         for index, function in enumerate(self._functions):
             before, after = around_arguments(self._call, function["name"])
-            text = json.dumps("".join([*self._begin, *before]), ensure_ascii=False)
+            text = json.dumps("".join(map(str, [*self._begin, *before])), ensure_ascii=False)
             writing.lines.append(f"ANCHOR_{index}: SPACE {text}")
             rest = [f"function_{index}_arguments", *writing.texts(after)]
             ways.append(" ".join([f"ANCHOR_{index}", *rest]))
@@ -174,7 +173,7 @@ class _Answer:
         special_id = self._writing.special_id
         others = [other for other in self._spelling.other_openings if special_id(other) is None]
         if others:
-            text += f" & ~/{_ANY}({'|'.join(map(_pattern, others))}){_ANY}/"
+            text += f" & ~/{_ANY}({'|'.join(map(pattern_of, others))}){_ANY}/"
         if without_anchor and self._spelling.anchor is not None:
             text += f" & ~/{_SPACE}{self._spelling.anchor}{_ANY}/"
         return text
@@ -214,7 +213,7 @@ def _of_channels(
     hidden = [other for other in spelling.other_openings if special_id(other) is None]
     text = f"/{_ANY}/"
     if hidden:
-        text += f" & ~/{_ANY}({'|'.join(map(_pattern, hidden))}){_ANY}/"
+        text += f" & ~/{_ANY}({'|'.join(map(pattern_of, hidden))}){_ANY}/"
     lazy = "[lazy]" if special_id(end) is None else ""
     free = _CHANNELS if answer is None else _CHANNELS[:-1]
     headers = [" ".join(writing.texts([channel, name, message])) for name in free]
@@ -225,7 +224,7 @@ def _of_channels(
         ways = [f"{final} answer"]
         lines.append(f"answer: {answer}")
     if functions:
-        writing.calls(spelling.call, functions)
+        writing.calls(spelling, spelling.call, functions)
         ways.append("call")
     lines = [
         f"start: part* ({' | '.join(ways)})",
@@ -237,8 +236,3 @@ def _of_channels(
         *writing.lines,
     ]
     return Grammar.of_lark("\n".join(lines) + "\n")
-
-
-def _pattern(text: str) -> str:
-    """A regular expression of a text, between slashes."""
-    return re.escape(text).replace("/", "\\/")

@@ -1,5 +1,5 @@
-"""Formats whose calls are a function's name and a JSON object: Hermes, Granite 3, Llama 3, Mistral
-and DeepSeek.
+"""Formats whose calls are a function's name and a JSON object: Hermes, Granite 3, Llama 3, Mistral,
+DeepSeek and Kimi K2.
 
 Each section has a format's markers, how it spells calls (for a grammar that forces them) and its
 grammar, which reads a message. `formats` lists them by name.
@@ -8,6 +8,9 @@ grammar, which reads a message. `formats` lists them by name.
 from __future__ import annotations
 
 import re
+
+import msgspec
+from msgspec.structs import replace
 
 from quickstep.text.tool_calls.call_grammar import CallSlot, CallSpelling
 from quickstep.text.tool_calls.json_text import arguments_text, json_call, json_calls, known_name
@@ -185,8 +188,9 @@ def _mistral_calls(reader: Reader) -> Parsing[None]:
     reader.end_call()
 
 
-# --- DeepSeek: calls between markers of its own, whose `｜` and `▁` are not ASCII.
-# V3 and R1 fence the arguments; V3.1 does not, and omits the kind:
+# --- DeepSeek and Kimi K2: calls between markers of their own, whose texts `MarkedCalls` has.
+# DeepSeek's have a `｜` and a `▁` that are not ASCII. V3 and R1 fence the arguments; V3.1 does not,
+# and omits the kind. Kimi K2 numbers the calls of a conversation:
 #
 #     <｜tool▁calls▁begin｜><｜tool▁call▁begin｜>function<｜tool▁sep｜>NAME
 #     ```json
@@ -194,71 +198,122 @@ def _mistral_calls(reader: Reader) -> Parsing[None]:
 #     ```<｜tool▁call▁end｜> ... <｜tool▁calls▁end｜>
 #
 #     <｜tool▁calls▁begin｜><｜tool▁call▁begin｜>NAME<｜tool▁sep｜>{...}<｜tool▁call▁end｜> ...
+#
+#     <|tool_calls_section_begin|><|tool_call_begin|>functions.NAME:0
+#     <|tool_call_argument_begin|>{...}<|tool_call_end|> ... <|tool_calls_section_end|>
+
+
+class MarkedCalls(msgspec.Struct, frozen=True):
+    """The markers of a format. `is_numbered`: a name has a prefix, and a number after it."""
+
+    begin: str
+    call: str
+    separator: str
+    call_end: str
+    end: str
+    is_numbered: bool = False
+
+    @property
+    def markers(self) -> tuple[str, ...]:
+        """All of them."""
+        return (self.begin, self.end, self.call, self.call_end, self.separator)
+
 
 _BAR = "\uff5c"  # a vertical bar of full width
-_CALLS_BEGIN, _CALLS_END = f"<{_BAR}tool▁calls▁begin{_BAR}>", f"<{_BAR}tool▁calls▁end{_BAR}>"
-_CALL_BEGIN, _CALL_END = f"<{_BAR}tool▁call▁begin{_BAR}>", f"<{_BAR}tool▁call▁end{_BAR}>"
-_SEPARATOR = f"<{_BAR}tool▁sep{_BAR}>"
-DEEPSEEK_MARKERS = (_CALLS_BEGIN, _CALLS_END, _CALL_BEGIN, _CALL_END, _SEPARATOR)
-DEEPSEEK_PLAIN = CallSpelling(
-    begin=(_CALLS_BEGIN,),
-    call=(_CALL_BEGIN, CallSlot.NAME, _SEPARATOR, CallSlot.ARGUMENTS, _CALL_END),
-    end=(_CALLS_END,),
-    openings=(_CALLS_BEGIN,),
-    other_openings=(_CALL_BEGIN,),
+DEEPSEEK = MarkedCalls(
+    begin=f"<{_BAR}tool▁calls▁begin{_BAR}>",
+    call=f"<{_BAR}tool▁call▁begin{_BAR}>",
+    separator=f"<{_BAR}tool▁sep{_BAR}>",
+    call_end=f"<{_BAR}tool▁call▁end{_BAR}>",
+    end=f"<{_BAR}tool▁calls▁end{_BAR}>",
 )
-DEEPSEEK_FENCED = CallSpelling(
-    begin=(_CALLS_BEGIN,),
+KIMI = MarkedCalls(
+    begin="<|tool_calls_section_begin|>",
+    call="<|tool_call_begin|>",
+    separator="<|tool_call_argument_begin|>",
+    call_end="<|tool_call_end|>",
+    end="<|tool_calls_section_end|>",
+    is_numbered=True,
+)
+DEEPSEEK_PLAIN = CallSpelling(
+    begin=(DEEPSEEK.begin,),
     call=(
-        _CALL_BEGIN,
-        "function",
-        _SEPARATOR,
-        CallSlot.NAME,
-        "\n```json\n",
-        CallSlot.ARGUMENTS,
-        "\n```",
-        _CALL_END,
+        *(DEEPSEEK.call, CallSlot.NAME, DEEPSEEK.separator, CallSlot.ARGUMENTS),
+        DEEPSEEK.call_end,
+    ),
+    end=(DEEPSEEK.end,),
+    openings=(DEEPSEEK.begin,),
+    other_openings=(DEEPSEEK.call,),
+)
+DEEPSEEK_FENCED = replace(
+    DEEPSEEK_PLAIN,
+    call=(
+        *(DEEPSEEK.call, "function", DEEPSEEK.separator, CallSlot.NAME, "\n```json\n"),
+        *(CallSlot.ARGUMENTS, "\n```", DEEPSEEK.call_end),
     ),
     separator=("\n",),
-    end=(_CALLS_END,),
-    openings=(_CALLS_BEGIN,),
-    other_openings=(_CALL_BEGIN,),
 )
-_DEEPSEEK_OPENING = Markers(_CALLS_BEGIN, _CALL_BEGIN)
-_DEEPSEEK_STOPS = Markers(_CALL_BEGIN, _CALL_END, _CALLS_END)
-_FENCED_STOPS = Markers("```", *_DEEPSEEK_STOPS.texts)
-_DEEPSEEK_NAME_CHARS = re.compile(r"[^<\s`{}]++")
+KIMI_SPELLING = CallSpelling(
+    begin=(KIMI.begin,),
+    call=(
+        *(KIMI.call, "functions.", CallSlot.NAME, ":", CallSlot.NUMBER, KIMI.separator),
+        *(CallSlot.ARGUMENTS, KIMI.call_end),
+    ),
+    end=(KIMI.end,),
+    openings=(KIMI.begin,),
+    other_openings=(KIMI.call,),
+)
+_MARKED_NAME_CHARS = re.compile(r"[^<\s`{}]++")
+_NUMBERED_NAME = re.compile(r"(?:functions\.)?(.+?)(?::[0-9]+)?")
 
 
-def deepseek(reader: Reader) -> Parsing[None]:
-    """Read a message in either of DeepSeek's formats."""
-    while (marker := (yield from reader.content_until(_DEEPSEEK_OPENING))) is not None:
-        has_begun = marker == _CALL_BEGIN
+def marked_calls(reader: Reader, words: MarkedCalls) -> Parsing[None]:
+    """Read a message with calls between such markers."""
+    openings = Markers(words.begin, words.call)
+    while (marker := (yield from reader.content_until(openings))) is not None:
+        has_begun = marker == words.call
         while True:
-            call = _deepseek_call(reader, has_begun)
+            call = _marked_call(reader, words, has_begun)
             if (yield from reader.attempt(call, is_marked=True)) is not Found.CALLS:
                 break
             yield from reader.space()
-            if (yield from reader.markup(_CALLS_END)):
+            if (yield from reader.markup(words.end)):
                 reader.drop()
                 break
-            if not (yield from reader.markup(_CALL_BEGIN)):
+            if not (yield from reader.markup(words.call)):
                 reader.reject()
                 break
             has_begun = True
 
 
-def _deepseek_call(reader: Reader, has_begun: bool) -> Parsing[None]:
+def _marked_call(reader: Reader, words: MarkedCalls, has_begun: bool) -> Parsing[None]:
     """`has_begun`: the call's first marker has been read."""
+    stops = Markers(words.call, words.call_end, words.end)
     yield from reader.space()
     if not has_begun:
-        yield from reader.expect(_CALL_BEGIN)
-    name = yield from reader.span(_DEEPSEEK_NAME_CHARS)
-    yield from reader.expect(_SEPARATOR)
+        yield from reader.expect(words.call)
     yield from reader.space()
+    name = yield from reader.span(_MARKED_NAME_CHARS)
+    yield from reader.space()
+    yield from reader.expect(words.separator)
+    yield from reader.space()
+    if words.is_numbered:
+        numbered = _NUMBERED_NAME.fullmatch(name)
+        reader.begin_call(known_name("" if numbered is None else numbered[1]))
+        yield from arguments_text(reader, stops)
+        reader.end_call()
+    else:
+        yield from _maybe_fenced(reader, name, stops)
+    yield from reader.space()
+    if not (yield from reader.markup(words.call_end)) and (yield from reader.peek()):
+        raise Malformed
+
+
+def _maybe_fenced(reader: Reader, name: str, stops: Markers) -> Parsing[None]:
+    """The rest of a DeepSeek call: its arguments, or its name and its arguments in a fence."""
     fenced = (yield from reader.peek()) != "{"
     if fenced:
-        name = yield from reader.span(_DEEPSEEK_NAME_CHARS)
+        name = yield from reader.span(_MARKED_NAME_CHARS)
         yield from reader.space()
         fenced = yield from reader.markup("```")
         yield from reader.markup("json")
@@ -266,11 +321,8 @@ def _deepseek_call(reader: Reader, has_begun: bool) -> Parsing[None]:
     if not fenced and (yield from reader.peek()) != "{":
         raise Malformed
     reader.begin_call(known_name(name))
-    yield from arguments_text(reader, _FENCED_STOPS if fenced else _DEEPSEEK_STOPS)
+    yield from arguments_text(reader, Markers("```", *stops.texts) if fenced else stops)
     reader.end_call()
     yield from reader.space()
     if fenced:
         yield from reader.markup("```")
-        yield from reader.space()
-    if not (yield from reader.markup(_CALL_END)) and (yield from reader.peek()):
-        raise Malformed

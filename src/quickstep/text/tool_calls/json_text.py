@@ -134,7 +134,7 @@ def _any_value(reader: Reader, stops: Markers) -> Parsing[None]:
         if not char or (char in "[<" and (yield from reader.at_marker(stops))):
             return
         if char == '"':
-            yield from reader.json_string(_any_string(reader))
+            yield from reader.json_string(any_string(reader))
         elif depth or char in "[{<":
             reader.take()
             depth += (char in "[{") - (char in "]}")
@@ -144,7 +144,7 @@ def _any_value(reader: Reader, stops: Markers) -> Parsing[None]:
             return
 
 
-def _any_string(reader: Reader) -> Parsing[None]:
+def any_string(reader: Reader) -> Parsing[None]:
     reader.take()
     while True:
         yield from reader.span(_ANY_STRING_CHARS)

@@ -22,8 +22,8 @@ from __future__ import annotations
 import enum
 import json
 import re
-from collections.abc import Callable, Generator
-from typing import TypeVar
+from collections.abc import Callable, Generator, Mapping
+from typing import Any, Protocol, TypeVar
 
 from quickstep.text.tool_calls.message_delta import (
     CallDelta,
@@ -63,17 +63,17 @@ class Markers:
         self._first_chars = frozenset(text[0] for text in texts)
         self._longest = max(map(len, texts))
 
-    def starts_at(self, text: str, start: int, is_end: bool) -> bool | None:
+    def starts_at(self, text: str, start: int, is_end: bool, least_cut: int = 2) -> bool | None:
         """Whether one of them begins at `start`; None if it takes more text to know.
 
-        At the end of the text it may be cut, but not down to one character.
+        At the end of the text it may be cut, but not below `least_cut` characters.
         """
         if self.pattern.match(text, start):
             return True
         rest = text[start : start + self._longest]
         may_be = any(marker.startswith(rest) for marker in self.texts)
         if is_end:
-            return may_be and len(rest) > 1
+            return may_be and len(rest) >= least_cut
         return None if may_be else False
 
     def undecided_from(self, text: str, start: int) -> int:
@@ -86,10 +86,25 @@ class Markers:
         return len(text)
 
 
-class Reader:
-    """The text of one message. The parser pushes text and drains deltas, the grammar reads."""
+class TextSink(Protocol):
+    """Takes text as it is read: a section of the message, or a value of a call's arguments."""
 
-    def __init__(self, new_call_id: Callable[[], str]) -> None:
+    def add(self, text: str) -> None:
+        """Append text."""
+
+
+class Reader:
+    """The text of one message. The parser pushes text and drains deltas, the grammar reads.
+
+    `parameters` has the schemas of the functions that were offered, by name.
+    """
+
+    def __init__(
+        self,
+        new_call_id: Callable[[], str],
+        parameters: Mapping[str, Mapping[str, Any]] | None = None,
+    ) -> None:
+        self.parameters = parameters or {}
         self._parts: list[MessagePart] = []
         self.content = Section(lambda text: self._parts.append(ContentDelta(text)))
         self.reasoning = Section(lambda text: self._parts.append(ReasoningDelta(text)))
@@ -118,6 +133,11 @@ class Reader:
         parts = joined(self._parts)
         self._parts.clear()
         return MessageDelta(parts)
+
+    @property
+    def is_at_end(self) -> bool:
+        """Whether all text that there is has been read."""
+        return self._at == len(self._text)
 
     def peek(self) -> Parsing[str]:
         """The next character, "" at the end; takes nothing."""
@@ -155,11 +175,15 @@ class Reader:
         if not (yield from self.markup(text)):
             raise Malformed
 
-    def at_marker(self, markers: Markers) -> Parsing[bool]:
-        """Whether one of `markers` is next; takes nothing."""
-        while (found := markers.starts_at(self._text, self._at, self._ended)) is None:
+    def at_marker(self, markers: Markers, least_cut: int = 2) -> Parsing[bool]:
+        """Whether one of `markers` is next, at the end of the text maybe cut, but not below
+        `least_cut` characters; takes nothing.
+        """
+        while True:
+            found = markers.starts_at(self._text, self._at, self._ended, least_cut)
+            if found is not None:
+                return found
             yield
-        return found
 
     def span(self, chars: re.Pattern[str]) -> Parsing[str]:
         """Take the longest run that `chars` matches; it matches any part of a run as well."""
@@ -177,8 +201,13 @@ class Reader:
         """Take white space."""
         yield from self.span(_SPACE)
 
-    def text_until(self, section: Section, markers: Markers) -> Parsing[str | None]:
-        """Add the text up to a marker to `section`, and take the marker. None: the text ended."""
+    def text_until(
+        self, section: TextSink, markers: Markers, may_be_cut: bool = False
+    ) -> Parsing[str | None]:
+        """Add the text up to a marker to `section`, and take the marker. None: the text ended.
+
+        `may_be_cut`: what the end of the text left of a marker is no part of the section.
+        """
         while True:
             match = markers.pattern.search(self._text, self._at)
             if match is not None:
@@ -187,11 +216,12 @@ class Reader:
                 self._take_to(match.end())
                 return match.group()
             decided = len(self._text)
-            if not self._ended:
+            if may_be_cut or not self._ended:
                 decided = markers.undecided_from(self._text, self._at)
             section.add(self._text[self._at : decided])
             self._at = decided
             if self._ended:
+                self._at = len(self._text)
                 return None
             yield
 
@@ -327,11 +357,16 @@ class MessageParser:
     """Parses one message, of one choice: text deltas in, message deltas out.
 
     Any split of the text gives the same message, and no text makes it raise. It owns the reader;
-    `new_call_id` makes the id of each call that is found.
+    `new_call_id` makes the id of each call that is found; `parameters` are those of `Reader`.
     """
 
-    def __init__(self, grammar: Grammar, new_call_id: Callable[[], str]) -> None:
-        self._reader = Reader(new_call_id)
+    def __init__(
+        self,
+        grammar: Grammar,
+        new_call_id: Callable[[], str],
+        parameters: Mapping[str, Mapping[str, Any]] | None = None,
+    ) -> None:
+        self._reader = Reader(new_call_id, parameters)
         self._parsing = grammar(self._reader)
 
     @property
