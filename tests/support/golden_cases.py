@@ -75,6 +75,11 @@ def rope(kind: str, **values: object) -> dict[str, object]:
 
 LONG = {"short_factor": [1.0, 1.1, 1.3, 1.7], "long_factor": [1.5, 2.0, 4.0, 8.0]}
 
+LATENT = {
+    "kv_lora_rank": 48, "qk_rope_head_dim": 16, "qk_nope_head_dim": 32, "v_head_dim": 32,
+    "num_key_value_heads": None,
+}  # fmt: skip
+
 CASES = (
     Case("llama", "Llama"),
     Case("llama-biases-mqa", "Llama", {
@@ -161,4 +166,25 @@ CASES = (
         "num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 40,
         "norm_topk_prob": True, "decoder_sparse_step": 2, "head_dim": 16,
     }),
+    Case("deepseek-v2-lite", "DeepseekV2", LATENT | {
+        "q_lora_rank": None, "n_routed_experts": 6, "num_experts_per_tok": 3,
+        "moe_intermediate_size": 40, "n_shared_experts": 2, "first_k_dense_replace": 1,
+        "routed_scaling_factor": 1.5,
+    } | rope("yarn", factor=4.0, original_max_position_embeddings=64, mscale=0.7,
+             mscale_all_dim=0.7)),
+    Case("deepseek-v2-groups", "DeepseekV2", LATENT | {
+        "q_lora_rank": 24, "n_routed_experts": 8, "num_experts_per_tok": 3,
+        "moe_intermediate_size": 32, "topk_method": "group_limited_greedy", "n_group": 4,
+        "topk_group": 2, "qk_nope_head_dim": 24, "v_head_dim": 40,
+    } | rope("default")),
+    Case("deepseek-v3", "DeepseekV3", LATENT | {
+        "q_lora_rank": 40, "n_routed_experts": 8, "num_experts_per_tok": 3,
+        "moe_intermediate_size": 40, "n_group": 4, "topk_group": 2, "first_k_dense_replace": 1,
+    } | rope("yarn", factor=8.0, original_max_position_embeddings=32, mscale=1.0,
+             mscale_all_dim=1.0)),
+    Case("deepseek-v3-halves", "DeepseekV3", LATENT | {
+        "q_lora_rank": None, "n_routed_experts": 4, "num_experts_per_tok": 2, "n_group": 1,
+        "topk_group": 1, "moe_intermediate_size": 48, "first_k_dense_replace": 2,
+        "rope_interleave": False, "norm_topk_prob": False,
+    } | rope("default")),
 )  # fmt: skip

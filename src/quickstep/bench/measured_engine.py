@@ -319,7 +319,7 @@ def _assemble(
 
 
 def _bytes_read(layer: LayerWeights, used_fraction: float) -> float:
-    attention = layer.attention.qkv.nbytes + layer.attention.o_proj.nbytes
+    attention = layer.attention.nbytes
     mlp = layer.mlp
     if isinstance(mlp, MLPWeights):
         return attention + mlp.gate_up.nbytes + mlp.down_proj.nbytes

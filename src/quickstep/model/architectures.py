@@ -18,11 +18,13 @@ from quickstep.model import layer_patterns as patterns
 from quickstep.model.checkpoint.config_fields import ConfigFields
 from quickstep.model.decoder_spec import (
     STANDARD_NAMING,
+    LatentSpec,
     MoESpec,
     NormPlacement,
     QKNorm,
     TensorNaming,
 )
+from quickstep.model.rope_spec import rope_parameters, yarn_scale
 
 
 def _head_scale(fields: ConfigFields, head_size: int) -> float:
@@ -40,7 +42,23 @@ def _granite_scale(fields: ConfigFields, head_size: int) -> float:
     return fields.number("attention_multiplier")
 
 
+def _latent_scale(fields: ConfigFields, head_size: int) -> float:
+    """Of DeepSeek: times the square of YaRN's scale, if `mscale_all_dim` is set."""
+    parameters = rope_parameters(fields)
+    factor, multiplier = parameters.get("factor"), parameters.get("mscale_all_dim")
+    is_scaled = (parameters.get("rope_type") or parameters.get("type")) not in (None, "default")
+    scale = 1.0
+    if is_scaled and isinstance(factor, (int, float)) and isinstance(multiplier, (int, float)):
+        scale = yarn_scale(factor, multiplier)
+    return scale * scale / math.sqrt(head_size)
+
+
 def _no_experts(fields: ConfigFields) -> MoESpec | None:
+    del fields
+    return None
+
+
+def _no_latents(fields: ConfigFields) -> LatentSpec | None:
     del fields
     return None
 
@@ -66,6 +84,7 @@ class Architecture(msgspec.Struct, frozen=True):
         softcaps: Reads the soft-caps of attention and logits.
         sinks: Attention has a learned sink per query head.
         clamped_swiglu: The activation is gpt-oss's, whatever `activation_key` says.
+        latent: Reads the sizes of attention over latents.
     """
 
     defaults: Mapping[str, object]
@@ -90,6 +109,7 @@ class Architecture(msgspec.Struct, frozen=True):
     experts: Callable[[ConfigFields], MoESpec | None] = _no_experts
     sparse: Callable[[ConfigFields, int], tuple[bool, ...]] = _all_dense
     naming: TensorNaming = STANDARD_NAMING
+    latent: Callable[[ConfigFields], LatentSpec | None] = _no_latents
 
 
 def _defaults(**values: object) -> Mapping[str, object]:
@@ -370,6 +390,58 @@ _GPT_OSS = Architecture(
     ),
 )
 
+_LATENT_SIZES: Mapping[str, object] = MappingProxyType(
+    {
+        "kv_lora_rank": 512,
+        "q_lora_rank": 1536,
+        "qk_rope_head_dim": 64,
+        "qk_nope_head_dim": 128,
+        "v_head_dim": 128,
+        "rope_interleave": True,
+    }
+)
+
+_DEEPSEEK_V2 = Architecture(
+    defaults=_defaults(
+        **_LATENT_SIZES,
+        max_position_embeddings=2048,
+        moe_intermediate_size=1407,
+        n_routed_experts=64,
+        n_shared_experts=2,
+        routed_scaling_factor=1.0,
+        first_k_dense_replace=0,
+        topk_method="greedy",
+    ),
+    neutral=MappingProxyType({"moe_layer_freq": 1}),
+    scale=_latent_scale,
+    ropes=patterns.latent_ropes,
+    experts=patterns.deepseek_v2_experts,
+    sparse=patterns.glm_sparse,
+    latent=patterns.latent_attention,
+)
+
+_DEEPSEEK_V3 = Architecture(
+    defaults=_defaults(
+        **_LATENT_SIZES,
+        max_position_embeddings=4096,
+        moe_intermediate_size=2048,
+        num_experts_per_tok=8,
+        n_routed_experts=256,
+        n_shared_experts=1,
+        routed_scaling_factor=2.5,
+        n_group=8,
+        topk_group=4,
+        first_k_dense_replace=3,
+        norm_topk_prob=True,
+    ),
+    neutral=MappingProxyType({"moe_layer_freq": 1}),
+    scale=_latent_scale,
+    ropes=patterns.latent_ropes,
+    experts=patterns.deepseek_experts,
+    sparse=patterns.glm_sparse,
+    latent=patterns.latent_attention,
+)
+
 ARCHITECTURES: Mapping[str, Architecture] = MappingProxyType(
     {
         "LlamaForCausalLM": _LLAMA,
@@ -389,6 +461,8 @@ ARCHITECTURES: Mapping[str, Architecture] = MappingProxyType(
         "GptOssForCausalLM": _GPT_OSS,
         "OlmoeForCausalLM": _OLMOE,
         "Glm4MoeForCausalLM": _GLM4_MOE,
+        "DeepseekV2ForCausalLM": _DEEPSEEK_V2,
+        "DeepseekV3ForCausalLM": _DEEPSEEK_V3,
     }
 )
 
@@ -412,5 +486,8 @@ MODEL_TYPES: Mapping[str, str] = MappingProxyType(
         "gpt_oss": "GptOssForCausalLM",
         "olmoe": "OlmoeForCausalLM",
         "glm4_moe": "Glm4MoeForCausalLM",
+        "deepseek_v2": "DeepseekV2ForCausalLM",
+        "deepseek_v3": "DeepseekV3ForCausalLM",
+        "kimi_k2": "DeepseekV3ForCausalLM",
     }
 )

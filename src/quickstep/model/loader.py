@@ -24,7 +24,7 @@ from quickstep.model.checkpoint.tensor_reader import (
     TensorReader,
     TensorSource,
 )
-from quickstep.model.checkpoint.tensor_schema import layer_norms
+from quickstep.model.checkpoint.tensor_schema import LATENT_HEADS, layer_norms
 from quickstep.model.checkpoint.weights import (
     CheckpointWeights,
     DecoderNames,
@@ -32,10 +32,11 @@ from quickstep.model.checkpoint.weights import (
     open_weights,
 )
 from quickstep.model.decoder import Decoder
-from quickstep.model.decoder_spec import ModelSpec, QKNorm
+from quickstep.model.decoder_spec import LatentSpec, ModelSpec, QKNorm
 from quickstep.model.decoder_weights import (
     AttentionWeights,
     DecoderWeights,
+    LatentWeights,
     LayerWeights,
     MLPWeights,
     MoEWeights,
@@ -316,8 +317,14 @@ class _Packing:
             return None if name is None else self._reader.tensor(f"{start}{name}.weight")
 
         names = self._norms
+        attention = f"{start}self_attn."
+        latent = self._spec.latent
         return LayerWeights(
-            attention=self._attention(f"{start}self_attn."),
+            attention=(
+                self._attention(attention)
+                if latent is None
+                else self._latent_attention(attention, latent)
+            ),
             mlp=self._experts(start) if sparse else self._dense(f"{start}mlp."),
             input_layernorm=norm(names.input_layernorm),
             post_attention_layernorm=norm(names.post_attention_layernorm),
@@ -336,6 +343,24 @@ class _Packing:
             q_norm=self._reader.tensor(f"{start}q_norm.weight") if normed else None,
             k_norm=self._reader.tensor(f"{start}k_norm.weight") if normed else None,
             sinks=self._reader.tensor(f"{start}sinks").float() if spec.sinks else None,
+        )
+
+    def _latent_attention(self, start: str, latent: LatentSpec) -> LatentWeights:
+        ops = self._ops.latent
+        assert ops is not None, "checked with the spec"
+        is_direct = latent.query_rank is None
+        first = "q_proj" if is_direct else "q_a_proj"
+        keys, values = _by_heads(self._reader.tensor(f"{start}{LATENT_HEADS}.weight"), latent)
+        return LatentWeights(
+            qkv_a=self._linear(start, (first, "kv_a_proj_with_mqa"), bias=False),
+            q_a_layernorm=(
+                None if is_direct else self._reader.tensor(f"{start}q_a_layernorm.weight")
+            ),
+            q_b=None if is_direct else self._linear(start, ("q_b_proj",), bias=False),
+            kv_a_layernorm=self._reader.tensor(f"{start}kv_a_layernorm.weight"),
+            k_b=ops.pack_heads(keys),
+            v_b=ops.pack_heads(values),
+            o_proj=self._linear(start, ("o_proj",), bias=False),
         )
 
     def _dense(self, start: str) -> MLPWeights:
@@ -391,6 +416,19 @@ class _Packing:
         if isinstance(weight, QuantizedWeight):
             return self._ops.pack_quantized(weight, bias)
         return self._ops.pack_linear(weight, bias)
+
+
+def _by_heads(weight: AnyTensor, latent: LatentSpec) -> tuple[AnyTensor, AnyTensor]:
+    """`kv_b_proj` [H (nope + value), rank] as [H, rank, nope] and [H, value, rank]."""
+    shape = (-1, latent.nope_size + latent.value_size, latent.rank)
+    if isinstance(weight, HostTensor):
+        heads = weight.numpy().reshape(shape)
+        keys = heads[:, : latent.nope_size].swapaxes(1, 2)
+        parts = (np.ascontiguousarray(part) for part in (keys, heads[:, latent.nope_size :]))
+        return HostTensor(next(parts), weight.dtype), HostTensor(next(parts), weight.dtype)
+    of_heads = weight.view(shape)
+    keys_of_heads = of_heads[:, : latent.nope_size].transpose(1, 2)
+    return keys_of_heads.contiguous(), of_heads[:, latent.nope_size :].contiguous()
 
 
 def _equal(a: AnyTensor | QuantizedWeight, b: AnyTensor | QuantizedWeight) -> bool:

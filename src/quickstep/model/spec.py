@@ -146,6 +146,9 @@ def _read_decoder(fields: ConfigFields, entry: Architecture, name: str) -> Model
     num_heads = fields.integer("num_attention_heads")
     num_kv_heads = fields.optional_integer("num_key_value_heads") or num_heads
     head_size = fields.optional_integer("head_dim") or hidden_size // num_heads
+    latent = entry.latent(fields)
+    if latent is not None:
+        num_kv_heads, head_size = 1, latent.nope_size + latent.rope_size
     if num_heads % num_kv_heads:
         raise ConfigError(
             f"config.json has {num_heads} query heads, not a multiple of {num_kv_heads} kv heads"
@@ -191,6 +194,7 @@ def _read_decoder(fields: ConfigFields, entry: Architecture, name: str) -> Model
         tied=fields.flag("tie_word_embeddings"),
         moe=entry.experts(fields),
         naming=entry.naming,
+        latent=latent,
     )
 
 

@@ -17,7 +17,7 @@ from msgspec.structs import replace
 
 from quickstep.errors import ConfigError
 from quickstep.model.decoder_spec import ModelSpec
-from quickstep.model.decoder_weights import DecoderWeights, MLPWeights
+from quickstep.model.decoder_weights import AttentionWeights, DecoderWeights, MLPWeights
 from quickstep.ops.table import LoRAPart, OpTable
 from quickstep.ops.tensors import (
     AnyTensor,
@@ -47,6 +47,7 @@ class Projection(enum.IntEnum):
     GATE_UP = 2
     DOWN_PROJ = 3
     ROUTER = 4
+    Q_B = 5  # queries from their latent (`LatentSpec.query_rank`)
 
 
 class LoRAModule(msgspec.Struct, frozen=True):
@@ -119,10 +120,11 @@ def base_biases(
     """
     matrices: dict[int, LinearWeight] = {}
     for number, layer in enumerate(weights.layers, first_layer):
-        if spec.qkv_bias:
-            matrices[module_number(number, Projection.QKV)] = layer.attention.qkv
+        attention = layer.attention
+        if spec.qkv_bias and isinstance(attention, AttentionWeights):
+            matrices[module_number(number, Projection.QKV)] = attention.qkv
         if spec.output_bias:
-            matrices[module_number(number, Projection.O_PROJ)] = layer.attention.o_proj
+            matrices[module_number(number, Projection.O_PROJ)] = attention.o_proj
         if spec.mlp_bias and isinstance(layer.mlp, MLPWeights):
             matrices[module_number(number, Projection.GATE_UP)] = layer.mlp.gate_up
             matrices[module_number(number, Projection.DOWN_PROJ)] = layer.mlp.down_proj
@@ -173,18 +175,11 @@ def lora_modules(spec: ModelSpec) -> dict[str, LoRAModule]:
     """All that an adapter can change by name: `layers.0.self_attn.q_proj`, `embed_tokens`,
     `lm_head`. Experts that a checkpoint holds in one tensor are not among them.
     """
-    queries, keys = spec.num_heads * spec.head_size, spec.num_kv_heads * spec.head_size
     hidden, width, naming = spec.hidden_size, spec.intermediate_size, spec.naming
-    qkv = [("self_attn.q_proj", queries), ("self_attn.k_proj", keys), ("self_attn.v_proj", keys)]
-    if naming.fused_qkv:
-        qkv = [("self_attn.qkv_proj", queries + 2 * keys)]
     gate_up = [("mlp.gate_proj", width), ("mlp.up_proj", width)]
     if naming.fused_gate_up:
         gate_up = [("mlp.gate_up_proj", 2 * width)]
-    attention = [
-        (Projection.QKV, qkv, hidden),
-        (Projection.O_PROJ, [("self_attn.o_proj", hidden)], queries),
-    ]
+    attention = _attention_modules(spec)
     mlp = [
         (Projection.GATE_UP, gate_up, hidden),
         (Projection.DOWN_PROJ, [("mlp.down_proj", hidden)], width),
@@ -203,6 +198,35 @@ def lora_modules(spec: ModelSpec) -> dict[str, LoRAModule]:
     found[_EMBEDDING] = LoRAModule(embedding_number(spec), 0, hidden, vocab_size, is_embedding=True)
     found[LM_HEAD] = LoRAModule(lm_head_number(spec), 0, vocab_size, hidden)
     return found
+
+
+def _attention_modules(spec: ModelSpec) -> list[tuple[Projection, list[tuple[str, int]], int]]:
+    """The matrices of attention: names and outputs of their parts, and their inputs. The keys and
+    values of latents are not among them: they are no product that is computed.
+    """
+    heads, hidden, latent = spec.num_heads, spec.hidden_size, spec.latent
+    queries, keys = heads * spec.head_size, spec.num_kv_heads * spec.head_size
+    output = (Projection.O_PROJ, [("self_attn.o_proj", hidden)], heads * spec.value_size)
+    if latent is not None:
+        kept = ("self_attn.kv_a_proj_with_mqa", latent.kept_size)
+        if latent.query_rank is None:
+            return [(Projection.QKV, [("self_attn.q_proj", queries), kept], hidden), output]
+        first = ("self_attn.q_a_proj", latent.query_rank)
+        second = [("self_attn.q_b_proj", queries)]
+        return [
+            (Projection.QKV, [first, kept], hidden),
+            (Projection.Q_B, second, latent.query_rank),
+            output,
+        ]
+    if spec.naming.fused_qkv:
+        qkv = [("self_attn.qkv_proj", queries + 2 * keys)]
+    else:
+        qkv = [
+            ("self_attn.q_proj", queries),
+            ("self_attn.k_proj", keys),
+            ("self_attn.v_proj", keys),
+        ]
+    return [(Projection.QKV, qkv, hidden), output]
 
 
 def _expert_modules(spec: ModelSpec, layer: int) -> dict[str, LoRAModule]:

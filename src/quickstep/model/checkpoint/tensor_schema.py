@@ -11,10 +11,13 @@ from collections.abc import Iterator
 
 import msgspec
 
-from quickstep.model.decoder_spec import ModelSpec, NormPlacement, QKNorm
+from quickstep.model.decoder_spec import LatentSpec, ModelSpec, NormPlacement, QKNorm
 
 Shape = tuple[int, ...]
 Shapes = dict[str, Shape]  # by tensor name
+
+# The keys and values of all heads as products of a latent: in the model's dtype in every format.
+LATENT_HEADS = "kv_b_proj"
 
 
 class LayerNorms(msgspec.Struct, frozen=True):
@@ -88,6 +91,9 @@ def _norm_names(spec: ModelSpec) -> list[str]:
 
 
 def _attention(spec: ModelSpec) -> Iterator[tuple[str, Shape]]:
+    if spec.latent is not None:
+        yield from latent_tensors(spec, spec.latent)
+        return
     queries, keys = spec.num_heads * spec.head_size, spec.num_kv_heads * spec.head_size
     hidden = spec.hidden_size
     if spec.naming.fused_qkv:
@@ -107,6 +113,22 @@ def _attention(spec: ModelSpec) -> Iterator[tuple[str, Shape]]:
         is_full = spec.qk_norm is QKNorm.FULL
         yield "self_attn.q_norm.weight", (queries if is_full else spec.head_size,)
         yield "self_attn.k_norm.weight", (keys if is_full else spec.head_size,)
+
+
+def latent_tensors(spec: ModelSpec, latent: LatentSpec) -> Iterator[tuple[str, Shape]]:
+    """Those of attention over latents, within a layer."""
+    heads, hidden = spec.num_heads, spec.hidden_size
+    if latent.query_rank is None:
+        yield "self_attn.q_proj.weight", (heads * spec.head_size, hidden)
+    else:
+        yield "self_attn.q_a_proj.weight", (latent.query_rank, hidden)
+        yield "self_attn.q_a_layernorm.weight", (latent.query_rank,)
+        yield "self_attn.q_b_proj.weight", (heads * spec.head_size, latent.query_rank)
+    yield "self_attn.kv_a_proj_with_mqa.weight", (latent.kept_size, hidden)
+    yield "self_attn.kv_a_layernorm.weight", (latent.rank,)
+    of_head = latent.nope_size + latent.value_size
+    yield f"self_attn.{LATENT_HEADS}.weight", (heads * of_head, latent.rank)
+    yield "self_attn.o_proj.weight", (hidden, heads * latent.value_size)
 
 
 def _mlp(spec: ModelSpec, sparse: bool) -> Iterator[tuple[str, Shape]]:

@@ -12,11 +12,12 @@ from typing import TYPE_CHECKING
 import msgspec
 
 from quickstep.model.decoder_spec import KVSize, ModelSpec
-from quickstep.model.decoder_weights import DecoderWeights, LayerWeights
+from quickstep.model.decoder_weights import DecoderWeights, LatentWeights, LayerWeights
 from quickstep.model.interface import EmittingTokens
 from quickstep.model.layers.attention import Attention
 from quickstep.model.layers.feed_forward import make_feed_forward
 from quickstep.model.layers.interface import LayerStack, LayerStep, Mixer
+from quickstep.model.layers.latent_attention import LatentAttention
 from quickstep.model.layers.layer_ops import LayerOps
 from quickstep.model.sharding import Shard, shard_spec
 from quickstep.ops.table import OpTable
@@ -83,7 +84,9 @@ class ResidualLayer:
 
 
 def attention_of(ops: LayerOps, weights: LayerWeights, place: int) -> Mixer:
-    """The mixer of every layer of a native architecture."""
+    """Attention over keys and values, or over latents."""
+    if isinstance(weights.attention, LatentWeights):
+        return LatentAttention(ops, weights.attention, place)
     return Attention(ops, weights.attention, place)
 
 

@@ -33,13 +33,14 @@ def allocate_kv(
     """
     num_blocks += device.type != "cpu"
 
-    def tensors() -> tuple[AnyTensor, ...]:
-        return tuple(
-            _zeros((num_blocks, block_size, *heads), layout.dtype, device)
-            for heads in layout.head_shapes
-        )
+    def tensor(heads: tuple[int, int]) -> AnyTensor:
+        return _zeros((num_blocks, block_size, *heads), layout.dtype, device)
 
-    return KVCache(keys=tensors(), values=tensors())
+    values = tuple(
+        tensor(heads) if size.has_values else None
+        for size, heads in zip(layout.sizes, layout.head_shapes, strict=True)
+    )
+    return KVCache(tuple(map(tensor, layout.head_shapes)), values)
 
 
 def _zeros(

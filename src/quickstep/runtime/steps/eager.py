@@ -22,7 +22,12 @@ from torch import Tensor
 
 from quickstep.errors import EngineError
 from quickstep.model.decoder import Decoder
-from quickstep.model.decoder_weights import AttentionWeights, DecoderWeights, LayerWeights
+from quickstep.model.decoder_weights import (
+    AttentionWeights,
+    DecoderWeights,
+    LatentWeights,
+    LayerWeights,
+)
 from quickstep.model.interface import EmittingTokens, ForwardBatch, Model
 from quickstep.model.rope import RopeTable
 from quickstep.ops.reference.lora import among
@@ -352,7 +357,8 @@ def with_torch_tensors(model: Decoder) -> Decoder:
 
 def with_torch_kv(kv: KVCache) -> KVCache:
     """The KV cache as tensors of torch over the same memory."""
-    return KVCache(tuple(map(to_torch, kv.keys)), tuple(map(to_torch, kv.values)))
+    values = (None if tensor is None else to_torch(tensor) for tensor in kv.values)
+    return KVCache(tuple(map(to_torch, kv.keys)), tuple(values))
 
 
 def _weights(weights: DecoderWeights) -> DecoderWeights:
@@ -376,7 +382,13 @@ def _layer(layer: LayerWeights) -> LayerWeights:
     )
 
 
-def _attention(weights: AttentionWeights) -> AttentionWeights:
+def _attention(weights: AttentionWeights | LatentWeights) -> AttentionWeights | LatentWeights:
+    if isinstance(weights, LatentWeights):
+        return replace(
+            weights,
+            q_a_layernorm=_small(weights.q_a_layernorm),
+            kv_a_layernorm=to_torch(weights.kv_a_layernorm),
+        )
     return replace(
         weights,
         q_norm=_small(weights.q_norm),
