@@ -65,10 +65,16 @@ def greedy(model: Decoder, prompts, adapters: list[LoRAAdapter | None], chunk: i
 def targets_of(case: Case) -> list[str]:
     if case.family == "Phi3":
         return ["qkv_proj", "o_proj", "gate_up_proj", "down_proj"]
+    if case.family in LATENT:
+        return LATENT[case.family]
     return ATTENTION if case.family in SPARSE else DENSE
 
 
 SPARSE = ("Mixtral", "Qwen3Moe", "Qwen2Moe", "GptOss", "Olmoe", "Glm4Moe")
+LATENT = {
+    "DeepseekV2": ["q_proj", "kv_a_proj_with_mqa", "o_proj"],
+    "DeepseekV3": ["q_a_proj", "q_b_proj", "kv_a_proj_with_mqa", "o_proj"],
+}
 ONE_PER_FAMILY = list({case.family: case for case in reversed(CASES)}.values())[::-1]
 
 

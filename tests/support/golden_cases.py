@@ -173,12 +173,12 @@ CASES = (
     } | rope("yarn", factor=4.0, original_max_position_embeddings=64, mscale=0.7,
              mscale_all_dim=0.7)),
     Case("deepseek-v2-groups", "DeepseekV2", LATENT | {
-        "q_lora_rank": 24, "n_routed_experts": 8, "num_experts_per_tok": 3,
+        "q_lora_rank": 32, "n_routed_experts": 8, "num_experts_per_tok": 3,
         "moe_intermediate_size": 32, "topk_method": "group_limited_greedy", "n_group": 4,
-        "topk_group": 2, "qk_nope_head_dim": 24, "v_head_dim": 40,
+        "topk_group": 2, "qk_nope_head_dim": 24, "v_head_dim": 48,
     } | rope("default")),
     Case("deepseek-v3", "DeepseekV3", LATENT | {
-        "q_lora_rank": 40, "n_routed_experts": 8, "num_experts_per_tok": 3,
+        "q_lora_rank": 48, "n_routed_experts": 8, "num_experts_per_tok": 3,
         "moe_intermediate_size": 40, "n_group": 4, "topk_group": 2, "first_k_dense_replace": 1,
     } | rope("yarn", factor=8.0, original_max_position_embeddings=32, mscale=1.0,
              mscale_all_dim=1.0)),
