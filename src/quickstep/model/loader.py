@@ -122,6 +122,11 @@ def _load_model(
             )
         placement = (torch_device(device), torch_dtype(dtype))
         return load_fallback(checkpoint, spec, ops, placement, max_model_len, fingerprint.result())
+    if spec.latent is not None and ops.latent is None:
+        raise ConfigError(
+            f"{spec.architecture} has attention over latents, which the kernels {ops.name!r} do "
+            "not compute; choose --device cpu, or --kernels reference, which is slow"
+        )
     weights = open_weights(checkpoint.path, spec)
     check_requantization(weights, load.quantization)
 
@@ -347,7 +352,7 @@ class _Packing:
 
     def _latent_attention(self, start: str, latent: LatentSpec) -> LatentWeights:
         ops = self._ops.latent
-        assert ops is not None, "checked with the spec"
+        assert ops is not None, "checked before the files are read"
         is_direct = latent.query_rank is None
         first = "q_proj" if is_direct else "q_a_proj"
         keys, values = _by_heads(self._reader.tensor(f"{start}{LATENT_HEADS}.weight"), latent)
