@@ -39,6 +39,8 @@ OLDER_KEYS = (
 
 
 def config_class(architecture: str) -> type[transformers.PreTrainedConfig]:
+    if architecture == "KimiK25ForConditionalGeneration":
+        return transformers.DeepseekV3Config  # of its text part
     text_alone = {"Gemma3ForCausalLM", "Gemma3ForConditionalGeneration"}
     family = architecture.partition("For")[0] + ("Text" if architecture in text_alone else "")
     found: type[transformers.PreTrainedConfig] = getattr(transformers, f"{family}Config")

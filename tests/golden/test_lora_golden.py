@@ -73,7 +73,10 @@ def targets_of(case: Case) -> list[str]:
 SPARSE = ("Mixtral", "Qwen3Moe", "Qwen2Moe", "GptOss", "Olmoe", "Glm4Moe")
 LATENT = {
     "DeepseekV2": ["q_proj", "kv_a_proj_with_mqa", "o_proj"],
-    "DeepseekV3": ["q_a_proj", "q_b_proj", "kv_a_proj_with_mqa", "o_proj"],
+    **{
+        family: ["q_a_proj", "q_b_proj", "kv_a_proj_with_mqa", "o_proj"]
+        for family in ("DeepseekV3", "DeepseekV32", "Glm4MoeLite", "GlmMoeDsa", "Youtu")
+    },
 }
 ONE_PER_FAMILY = list({case.family: case for case in reversed(CASES)}.values())[::-1]
 

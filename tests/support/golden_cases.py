@@ -77,8 +77,15 @@ LONG = {"short_factor": [1.0, 1.1, 1.3, 1.7], "long_factor": [1.5, 2.0, 4.0, 8.0
 
 LATENT = {
     "kv_lora_rank": 48, "qk_rope_head_dim": 16, "qk_nope_head_dim": 32, "v_head_dim": 32,
-    "num_key_value_heads": None,
+    "num_key_value_heads": 4,
 }  # fmt: skip
+
+# dense, as no sequence is longer than what the indexer chooses
+INDEXED = LATENT | {
+    "q_lora_rank": 32, "n_routed_experts": 4, "num_experts_per_tok": 2, "n_group": 1,
+    "topk_group": 1, "moe_intermediate_size": 40, "first_k_dense_replace": 1, "index_topk": 96,
+    "index_head_dim": 32, "index_n_heads": 4,
+} | rope("default")  # fmt: skip
 
 CASES = (
     Case("llama", "Llama"),
@@ -187,4 +194,11 @@ CASES = (
         "topk_group": 1, "moe_intermediate_size": 48, "first_k_dense_replace": 2,
         "rope_interleave": False, "norm_topk_prob": False,
     } | rope("default")),
+    Case("deepseek-v32", "DeepseekV32", INDEXED | {"n_group": 2, "topk_group": 1}),
+    Case("glm4-moe-lite", "Glm4MoeLite", LATENT | {
+        "q_lora_rank": 32, "n_routed_experts": 4, "num_experts_per_tok": 2,
+        "moe_intermediate_size": 40, "mlp_layer_types": ["sparse", "dense", "sparse"],
+    } | rope("default")),
+    Case("glm-moe-dsa", "GlmMoeDsa", INDEXED | {"indexer_types": ["full", "shared", "full"]}),
+    Case("youtu", "Youtu", LATENT | {"q_lora_rank": 32} | rope("default")),
 )  # fmt: skip

@@ -442,6 +442,65 @@ _DEEPSEEK_V3 = Architecture(
     latent=patterns.latent_attention,
 )
 
+_DEEPSEEK_V32 = msgspec.structs.replace(
+    _DEEPSEEK_V3,
+    defaults=MappingProxyType(
+        {**_DEEPSEEK_V3.defaults, "max_position_embeddings": 163_840, "index_topk": 2048}
+    ),
+    windows=patterns.indexed_attention,
+    sparse=patterns.listed_sparse,
+    naming=TensorNaming(ignored_module="indexer"),
+)
+
+_GLM_SIZES: Mapping[str, object] = MappingProxyType(
+    {
+        "rms_norm_eps": 1e-5,
+        "max_position_embeddings": 202_752,
+        "qk_nope_head_dim": 192,
+        "v_head_dim": 256,
+        "n_group": 1,
+        "topk_group": 1,
+    }
+)
+
+_GLM4_MOE_LITE = msgspec.structs.replace(
+    _DEEPSEEK_V3,
+    defaults=MappingProxyType(
+        {
+            **_DEEPSEEK_V3.defaults,
+            **_GLM_SIZES,
+            "q_lora_rank": 768,
+            "moe_intermediate_size": 1536,
+            "n_routed_experts": 64,
+            "num_experts_per_tok": 4,
+            "routed_scaling_factor": 1.8,
+            "first_k_dense_replace": 1,
+        }
+    ),
+    sparse=patterns.listed_sparse,
+)
+
+_GLM_MOE_DSA = msgspec.structs.replace(
+    _DEEPSEEK_V32,
+    defaults=MappingProxyType({**_DEEPSEEK_V32.defaults, **_GLM_SIZES, "q_lora_rank": 2048}),
+)
+
+_YOUTU = Architecture(
+    defaults=_defaults(**_LATENT_SIZES, max_position_embeddings=131_072, tie_word_embeddings=True),
+    scale=_latent_scale,
+    ropes=patterns.latent_ropes,
+    latent=patterns.latent_attention,
+)
+
+_KIMI_K25 = msgspec.structs.replace(
+    _DEEPSEEK_V3,
+    naming=TensorNaming(
+        prefixes=("language_model.model.", "model.language_model."),
+        heads=("language_model.lm_head.weight", "lm_head.weight"),
+        ignored=("vision_tower.", "mm_projector.", "model.vision_tower.", "model.mm_projector."),
+    ),
+)
+
 ARCHITECTURES: Mapping[str, Architecture] = MappingProxyType(
     {
         "LlamaForCausalLM": _LLAMA,
@@ -463,6 +522,11 @@ ARCHITECTURES: Mapping[str, Architecture] = MappingProxyType(
         "Glm4MoeForCausalLM": _GLM4_MOE,
         "DeepseekV2ForCausalLM": _DEEPSEEK_V2,
         "DeepseekV3ForCausalLM": _DEEPSEEK_V3,
+        "DeepseekV32ForCausalLM": _DEEPSEEK_V32,
+        "Glm4MoeLiteForCausalLM": _GLM4_MOE_LITE,
+        "GlmMoeDsaForCausalLM": _GLM_MOE_DSA,
+        "KimiK25ForConditionalGeneration": _KIMI_K25,
+        "YoutuForCausalLM": _YOUTU,
     }
 )
 
@@ -489,5 +553,10 @@ MODEL_TYPES: Mapping[str, str] = MappingProxyType(
         "deepseek_v2": "DeepseekV2ForCausalLM",
         "deepseek_v3": "DeepseekV3ForCausalLM",
         "kimi_k2": "DeepseekV3ForCausalLM",
+        "deepseek_v32": "DeepseekV32ForCausalLM",
+        "glm4_moe_lite": "Glm4MoeLiteForCausalLM",
+        "glm_moe_dsa": "GlmMoeDsaForCausalLM",
+        "kimi_k25": "KimiK25ForConditionalGeneration",
+        "youtu": "YoutuForCausalLM",
     }
 )

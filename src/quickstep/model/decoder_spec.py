@@ -108,6 +108,8 @@ class LatentSpec(msgspec.Struct, frozen=True):
         query_rank: Elements of the vector of which queries are products (`q_lora_rank`); None for
             queries that are products of the hidden state.
         interleaved: Pairs of neighbours are rotated, not halves.
+        num_indexed: Of more positions than so many, the model's indexer chooses those that are
+            attended to (DeepSeek V3.2), which is not computed; None without an indexer.
     """
 
     rank: int
@@ -116,6 +118,7 @@ class LatentSpec(msgspec.Struct, frozen=True):
     value_size: int
     query_rank: int | None
     interleaved: bool = True
+    num_indexed: int | None = None
 
     @property
     def kept_size(self) -> int:
@@ -154,6 +157,7 @@ class TensorNaming(msgspec.Struct, frozen=True):
         shared_expert: The name of the expert of all tokens within a layer.
         fused_experts: One tensor holds a projection of all experts (`model.formats.fused_experts`).
         ignored: Prefixes of tensors that the text decoder does not use (a vision tower).
+        ignored_module: A module of a layer that is not computed.
     """
 
     prefixes: tuple[str, ...] = ("model.",)
@@ -167,6 +171,7 @@ class TensorNaming(msgspec.Struct, frozen=True):
     selection_bias: str = "mlp.gate.e_score_correction_bias"
     shared_expert: str = "mlp.shared_experts"
     ignored: tuple[str, ...] = ()
+    ignored_module: str | None = None
 
 
 STANDARD_NAMING = TensorNaming()

@@ -319,6 +319,7 @@ def latent_attention(fields: ConfigFields) -> LatentSpec:
         value_size=fields.integer("v_head_dim"),
         query_rank=fields.optional_integer("q_lora_rank"),
         interleaved=fields.flag("rope_interleave"),
+        num_indexed=fields.optional_integer("index_topk"),
     )
     of_query, sum_of_parts = (
         fields.optional_integer("qk_head_dim"),
@@ -333,9 +334,43 @@ def latent_attention(fields: ConfigFields) -> LatentSpec:
 
 
 def latent_ropes(fields: ConfigFields, num_layers: int, head_size: int) -> Ropes:
-    """As `one_rope`, of the part of a head that is rotated."""
+    """As `one_rope`, of the part of a head that is rotated; no more positions than an indexer would
+    choose among.
+    """
     del head_size
-    return one_rope(fields, num_layers, fields.integer("qk_rope_head_dim"))
+    ropes = one_rope(fields, num_layers, fields.integer("qk_rope_head_dim"))
+    num_indexed = fields.optional_integer("index_topk")
+    if num_indexed is None:
+        return ropes
+    return Ropes(ropes.specs, ropes.of_layer, min(ropes.max_model_len, num_indexed))
+
+
+def indexed_attention(fields: ConfigFields, num_layers: int) -> Windows:
+    """Every layer attends to the positions that an indexer chooses: to all, as long as there are
+    not more of them.
+    """
+    for name in ("index_head_dim", "index_n_heads", "index_topk_freq", "index_topk_pattern"):
+        fields.value(name)
+    for name in ("index_skip_topk_offset", "indexer_types", "indexer_rope_interleave"):
+        fields.value(name)
+    unknown = {"sliding_attention"} & set(fields.sequence("layer_types") or ())
+    if unknown:
+        raise ConfigError(f"{fields.source} has layers with windows, which need another mixer")
+    return (None,) * num_layers
+
+
+def listed_sparse(fields: ConfigFields, num_layers: int) -> tuple[bool, ...]:
+    """By `mlp_layer_types`, or all but the first `first_k_dense_replace` layers."""
+    types = fields.sequence("mlp_layer_types")
+    after = glm_sparse(fields, num_layers)
+    if types is None:
+        return after
+    if len(types) != num_layers or not {"dense", "sparse"}.issuperset(types):
+        raise ConfigError(
+            f"{fields.source} has {len(types)} mlp_layer_types for {num_layers} layers; each is "
+            "'dense' or 'sparse'"
+        )
+    return tuple(kind == "sparse" for kind in types)
 
 
 def deepseek_experts(fields: ConfigFields) -> MoESpec:

@@ -218,6 +218,9 @@ class CheckpointWeights(msgspec.Struct, frozen=True):
         name = tensor.name
         if name.startswith(self.spec.naming.ignored) or _BUFFERS.fullmatch(name):
             return True
+        module = self.spec.naming.ignored_module
+        if module is not None and f".{module}." in name:
+            return True
         if name.endswith(".bias") and len(tensor.shape) == 4:
             return True  # a causal mask [1, 1, n, n]; a bias of outputs has one dimension
         if self._is_beside(name):
