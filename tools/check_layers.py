@@ -71,7 +71,7 @@ SERVER_ORDER = (
     ("usage",),
     ("options",),
     ("http", "fields", "upstream"),
-    ("fallback",),
+    ("fallback", "kept_streams"),
     ("models",),
     ("generate",),
     ("openai",),

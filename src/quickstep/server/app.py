@@ -68,6 +68,7 @@ def app_of_models(models: ModelRegistry, options: ServerOptions) -> Starlette:
                 yield
             finally:
                 await batches.stop()
+                await models.server.kept_streams.stop()
 
     routes = api_routes(models, metrics, options, batches)
     return starlette_app(routes, options, models.server, lifespan)

@@ -24,6 +24,7 @@ from quickstep.server.options import (
     Deadlines,
     FieldRules,
     FileOptions,
+    KeptStreamOptions,
     MetricsOptions,
     ModelsOptions,
     RequestLimits,
@@ -160,6 +161,7 @@ def recording_config(args: argparse.Namespace) -> RecordingConfig | None:
 def _add_file_flags(group: argparse._ArgumentGroup) -> None:
     add_options(group, FileOptions)
     add_options(group, ServerOptions, "stored_responses", "stored_response_bytes")
+    add_options(group, KeptStreamOptions)
     add_options(group, BatchOptions)
 
 
@@ -189,6 +191,7 @@ def server_options(args: argparse.Namespace) -> ServerOptions:
         usage=_usage_options(args),
         models=from_flags(ModelsOptions, args),
         routes=read_routes(args.file_sections.get("routes", {})),
+        kept_streams=from_flags(KeptStreamOptions, args),
     )
 
 

@@ -19,9 +19,12 @@ from starlette.responses import Response
 from quickstep.errors import RequestError
 from quickstep.server.fields.decode import decode_values
 from quickstep.server.generate.endpoint import caller_of
+from quickstep.server.generate.generation import BackgroundWriter
 from quickstep.server.http.errors import RouteNotFound, json_response
+from quickstep.server.kept_streams.kept_request import RESPONSE_NAME, followed, offset_of
+from quickstep.server.kept_streams.kept_stream import KeptStream, KeptStreams
 from quickstep.server.options import MAX_STORED_RESPONSE_BYTES, MAX_STORED_RESPONSES
-from quickstep.server.responses.request_types import InputItemsQuery
+from quickstep.server.responses.request_types import InputItemsQuery, RetrieveQuery
 from quickstep.server.responses.response_types import (
     DeletedResponse,
     InputItems,
@@ -126,24 +129,73 @@ class ResponseStore:
 
 
 class StoredResponses:
-    """The routes of stored responses. Each raises RequestError 404 for an unknown id."""
+    """The routes of stored responses, and of those that run in the background. Each raises
+    RequestError 404 for an unknown id.
+    """
 
-    def __init__(self, store: ResponseStore) -> None:
+    def __init__(self, store: ResponseStore, streams: KeptStreams) -> None:
         self._store = store
+        self._streams = streams
 
     async def retrieve(self, request: Request) -> Response:
-        """Return a finished response."""
-        _no_queries(request, ("include",))
+        """Return a finished response, or the present state or the events of a running one."""
+        query = decode_values(_query_of(request), RetrieveQuery)
+        if query.stream:
+            return await self._events(request, query)
+        if query.starting_after is not None:
+            raise RequestError("starting_after needs stream=true", param="starting_after")
+        # large responses are encoded in a thread
+        return await asyncio.to_thread(json_response, self._response(request))
+
+    async def cancel(self, request: Request) -> Response:
+        """End a response in the background; one that has ended stays as it is."""
+        stream = self._stream(request)
+        if stream is not None:
+            await self._streams.cancel(stream)
         response = self._stored(request).response
-        return await asyncio.to_thread(
-            json_response, response
-        )  # large responses are encoded in a thread
+        if not response.background:
+            raise RequestError(
+                f"response {response.id!r} does not run in the background; only responses with "
+                "background: true can be cancelled",
+                param="response_id",
+            )
+        return await asyncio.to_thread(json_response, response)
 
     async def delete(self, request: Request) -> Response:
-        """Delete a response."""
+        """Delete a response; a running one is cancelled."""
+        stream = self._stream(request)
+        if stream is not None:
+            await self._streams.cancel(stream)
+            self._streams.forget(stream)
         stored = self._stored(request)
         self._store.delete(caller_of(request), stored.response.id)
         return json_response(DeletedResponse(id=stored.response.id))
+
+    async def _events(self, request: Request, query: RetrieveQuery) -> Response:
+        stream = self._stream(request)
+        if stream is None:
+            response_id = self._stored(request).response.id
+            raise RequestError(
+                f"response {response_id!r} has no events to read: those of a response with "
+                "background: true are kept until some time after its end (--kept-stream-s)",
+                param="stream",
+            )
+        return await followed(
+            request, stream, lambda: offset_of(request, stream, query.starting_after)
+        )
+
+    def _stream(self, request: Request) -> KeptStream | None:
+        response_id: str = request.path_params["response_id"]
+        return self._streams.find(caller_of(request), RESPONSE_NAME, response_id)
+
+    def _response(self, request: Request) -> ResponseObject:
+        stored = self._store.get(caller_of(request), request.path_params["response_id"])
+        stream = self._stream(request)
+        if stored is None and stream is not None and isinstance(stream.source, BackgroundWriter):
+            snapshot = stream.source.snapshot()
+            assert isinstance(snapshot, ResponseObject), "only this API has responses"
+            return snapshot
+        return self._stored(request).response
 
     async def input_items(self, request: Request) -> Response:
         """Return the request's items, the last one first unless `order` is `asc`."""
@@ -173,13 +225,6 @@ class StoredResponses:
                 code="not_found",
             )
         return stored
-
-
-def _no_queries(request: Request, known: tuple[str, ...]) -> None:
-    """Refuse unsupported query parameters."""
-    for name in request.query_params:
-        if name not in known:
-            raise RequestError(f"{name[:64]} is not supported in the query", param=name[:64])
 
 
 def _query_of(request: Request) -> dict[str, str]:
