@@ -84,27 +84,9 @@ class StreamRoutes:
 
     def routes(self) -> list[ApiRoute]:
         """Each as a route of the server."""
-        one = "/v1/stream/{conversation_id:path}"
         return [
-            ApiRoute(
-                "GET",
-                one,
-                self.read,
-                "The response to a conversation's latest request, from a byte on.",
-                query=StreamQuery,
-                response=dict[str, Any],
-                streams=True,
-                aliases=("/v1/stream",),
-            ),
-            ApiRoute(
-                "DELETE",
-                one,
-                self.delete,
-                "End a conversation's response, and forget it.",
-                query=ConversationQuery,
-                status=204,
-                aliases=("/v1/stream",),
-            ),
+            *self._of_one("/v1/stream/{conversation_id:path}"),
+            *self._of_one("/v1/stream"),
             ApiRoute(
                 "GET",
                 "/v1/streams",
@@ -120,6 +102,27 @@ class StreamRoutes:
                 "Those of some conversations.",
                 request=StreamLookup,
                 response=list[ListedStream],
+            ),
+        ]
+
+    def _of_one(self, path: str) -> list[ApiRoute]:
+        return [
+            ApiRoute(
+                "GET",
+                path,
+                self.read,
+                "The response to a conversation's latest request, from a byte on.",
+                query=StreamQuery,
+                response=dict[str, Any],
+                streams=True,
+            ),
+            ApiRoute(
+                "DELETE",
+                path,
+                self.delete,
+                "End a conversation's response, and forget it.",
+                query=ConversationQuery,
+                status=204,
             ),
         ]
 
