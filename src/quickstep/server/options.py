@@ -32,6 +32,7 @@ from quickstep.server.usage.price_book import PriceBook
 
 MAX_STORED_RESPONSES = 4096
 MAX_STORED_RESPONSE_BYTES = 64 * 1024 * 1024
+MAX_STORED_RESPONSE_AGE_S = 30 * 86_400.0  # as long as OpenAI
 
 
 class RequestLimits(msgspec.Struct, frozen=True):
@@ -689,6 +690,8 @@ class ServerOptions(msgspec.Struct, frozen=True):
         usage: Prices, and the ledger of finished requests.
         stored_responses: Answers of the Responses API that are kept for `previous_response_id`.
         stored_response_bytes: All of them together, as JSON.
+        stored_response_age_s: How long each is kept.
+        response_store: The SQLite file in which they outlive the server; None for none.
         stall_s: `/health` and `/ready` fail when work is pending and no step has finished for this
             long; an engine's process that makes no progress for so long is replaced.
         drain_s: How long SIGTERM lets running requests continue before they are ended.
@@ -763,6 +766,23 @@ class ServerOptions(msgspec.Struct, frozen=True):
     stored_response_bytes: Annotated[
         int, Option("total size of the stored responses", Kind.BYTES, "--max-stored-response-bytes")
     ] = MAX_STORED_RESPONSE_BYTES
+    stored_response_age_s: Annotated[
+        float,
+        Option(
+            "how long a response is stored",
+            Kind.SECONDS,
+            "--max-stored-response-age-s",
+            bounds=POSITIVE,
+        ),
+    ] = MAX_STORED_RESPONSE_AGE_S
+    response_store: Annotated[
+        Path | None,
+        Option(
+            "SQLite file in which stored responses outlive the server, created if there is none",
+            Kind.PATH,
+            default_text="they are stored in memory only",
+        ),
+    ] = None
     stall_s: Annotated[
         float,
         Option(

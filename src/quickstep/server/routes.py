@@ -69,16 +69,20 @@ def api_routes(
     metrics: ServerMetrics,
     options: ServerOptions,
     batches: LocalBatches | None = None,
+    responses: ResponseStore | None = None,
 ) -> list[ApiRoute]:
-    """Every route, in the order of the reference. The app starts and stops `batches`."""
+    """Every route, in the order of the reference. The app starts and stops `batches`, and opens
+    and closes `responses`.
+    """
     batches = batches or LocalBatches(models, metrics, options)
+    responses = ResponseStore() if responses is None else responses
     generating, probes = _generating(models, metrics), Probes(models, metrics, options.stall_s)
     embeddings = _embeddings(models, metrics)
     routes = [
         *generating,
         embeddings,
         _invocations([*generating, embeddings]),
-        *_responses(models, metrics, options),
+        *_responses(models, metrics, responses),
         *StreamRoutes(models.server.kept_streams, options.field_rules).routes(),
         *_anthropic(models, metrics),
         *batches.routes(),
@@ -180,9 +184,8 @@ def _invocations(routes: Sequence[ApiRoute]) -> ApiRoute:
 
 
 def _responses(
-    models: ModelRegistry, metrics: ServerMetrics, options: ServerOptions
+    models: ModelRegistry, metrics: ServerMetrics, store: ResponseStore
 ) -> list[ApiRoute]:
-    store = ResponseStore(options.stored_responses, options.stored_response_bytes)
     stored = StoredResponses(store, models.server.kept_streams)
     one = "/v1/responses/{response_id}"
     return [

@@ -111,6 +111,7 @@ class ResponsesWriter:
         self._id = f"resp_{uuid.uuid4().hex}"
         self._item_ids: dict[int, str] = {}
         self._num_events = 0
+        self._has_ended = False
 
     def opening(self) -> Iterator[bytes]:
         """The events with the empty response."""
@@ -180,15 +181,17 @@ class ResponsesWriter:
         """The event with what was written before the response was cancelled; it is stored here.
         OpenAI has no event of its own for this end.
         """
-        response = self._response("cancelled")
-        self._store(response)
-        yield _frame(ResponseEvent("response.incomplete", self._number(), response))
+        if not self._has_ended:
+            response = self._response("cancelled")
+            self._store(response)
+            yield _frame(ResponseEvent("response.incomplete", self._number(), response))
 
     @property
     def _in_background(self) -> bool:
         return self._generation.request.in_background
 
     def _store(self, response: ResponseObject) -> None:
+        self._has_ended = True
         if self._context.store is not None:
             output = [_as_input(block) for block in self._blocks.blocks]
             messages = (*self._context.messages, *template_messages(output, self._model))
