@@ -98,6 +98,7 @@ def test_a_hub_id_downloads_no_pickle_and_no_code(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     calls: dict[str, object] = {}
+    (tmp_path / "config.json").write_text("{}", encoding="utf-8")
 
     def download(name: str, **options: object) -> str:
         calls.update(options, name=name)
