@@ -40,7 +40,7 @@ from quickstep.model.checkpoint.placement import choose_device, choose_dtype
 from quickstep.model.checkpoint.random_weights import RandomValues, random_model
 from quickstep.model.decoder import Decoder
 from quickstep.model.decoder_spec import ModelSpec
-from quickstep.model.decoder_weights import LayerWeights, MLPWeights
+from quickstep.model.decoder_weights import AttentionWeights, LayerWeights, MLPWeights
 from quickstep.model.interface import ForwardBatch, KVLayout, Model
 from quickstep.model.sizing import MemoryPlan, weight_bytes
 from quickstep.model.spec import parse_spec, with_context
@@ -319,7 +319,8 @@ def _assemble(
 
 
 def _bytes_read(layer: LayerWeights, used_fraction: float) -> float:
-    attention = layer.attention.qkv.nbytes + layer.attention.o_proj.nbytes
+    assert isinstance(layer.mixer, AttentionWeights), "shapes to measure have attention"
+    attention = layer.mixer.qkv.nbytes + layer.mixer.o_proj.nbytes
     mlp = layer.mlp
     if isinstance(mlp, MLPWeights):
         return attention + mlp.gate_up.nbytes + mlp.down_proj.nbytes

@@ -160,7 +160,7 @@ def weight_bytes(spec: ModelSpec, dtype_bytes: int, quantization: str | None = N
         return num_parameters(spec) * dtype_bytes
     total = 0
     for name, shape in _tensors(spec):
-        is_plain = len(shape) < 2 or name.endswith(f"{spec.naming.router}.weight")
+        is_plain = len(shape) != 2 or name.endswith(f"{spec.naming.router}.weight")
         form = scheme.format_of(shape[-1], outer=name in _OUTER)
         total += math.prod(shape) * dtype_bytes if is_plain else form.num_bytes(shape)
     return total

@@ -17,7 +17,7 @@ from msgspec.structs import replace
 
 from quickstep.errors import ConfigError
 from quickstep.model.decoder_spec import ModelSpec
-from quickstep.model.decoder_weights import DecoderWeights, MLPWeights
+from quickstep.model.decoder_weights import AttentionWeights, DecoderWeights, MLPWeights
 from quickstep.ops.table import LoRAPart, OpTable
 from quickstep.ops.tensors import (
     AnyTensor,
@@ -119,10 +119,11 @@ def base_biases(
     """
     matrices: dict[int, LinearWeight] = {}
     for number, layer in enumerate(weights.layers, first_layer):
-        if spec.qkv_bias:
-            matrices[module_number(number, Projection.QKV)] = layer.attention.qkv
-        if spec.output_bias:
-            matrices[module_number(number, Projection.O_PROJ)] = layer.attention.o_proj
+        mixer = layer.mixer
+        if spec.qkv_bias and isinstance(mixer, AttentionWeights):
+            matrices[module_number(number, Projection.QKV)] = mixer.qkv
+        if spec.output_bias and isinstance(mixer, AttentionWeights):
+            matrices[module_number(number, Projection.O_PROJ)] = mixer.o_proj
         if spec.mlp_bias and isinstance(layer.mlp, MLPWeights):
             matrices[module_number(number, Projection.GATE_UP)] = layer.mlp.gate_up
             matrices[module_number(number, Projection.DOWN_PROJ)] = layer.mlp.down_proj
