@@ -454,6 +454,7 @@ class CacheMiss(enum.Enum):
 
     NOT_CACHED = "not_cached"  # no prompt with these tokens, lately
     EVICTED = "evicted"  # the block was cached; others needed the memory, or the cache was reset
+    NO_STATE = "no_state"  # keys and values are cached, a state of the model's other layers is not
     LAST_BLOCK = "last_block"  # only full blocks are cached, and the last token is always computed
     PROMPT_LOGPROBS = "prompt_logprobs"  # the prompt's logits are not cached
     POOLING = "pooling"  # the pooled hidden states are not cached

@@ -167,7 +167,7 @@ CASES = (
     }),
     Case("qwen3.5", "Qwen3_5Text", {
         "num_hidden_layers": 4, "head_dim": 24, "linear_key_head_dim": 12,
-        "linear_value_head_dim": 20, "linear_num_key_heads": 2, "linear_num_value_heads": 4,
+        "linear_value_head_dim": 20, "linear_num_key_heads": 2, "linear_num_value_heads": 8,
         "layer_types": ["linear_attention", "full_attention", "linear_attention",
                         "linear_attention"],
     }),

@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from quickstep.model.interface import ForwardBatch, Model
+from quickstep.model.sizing import StateMemory
 from quickstep.ops.table import LoRAAdapter, LoRAMapping, PagedLayout, StateRows
 from quickstep.ops.tensors import CPU
 from quickstep.runtime.cache.kv_cache import allocate_kv
@@ -42,7 +43,7 @@ class PagedDriver:
     ) -> None:
         self._adapters = adapters or {}  # by the id() of a prompt
         layout = model.kv_layout.stored_as(kv_dtype)
-        self.kv = allocate_kv(layout, num_blocks, block_size, CPU, num_states=32)
+        self.kv = allocate_kv(layout, num_blocks, block_size, CPU, StateMemory(32))
         self._free_states = list(range(31, -1, -1))
         self.model = model
         self.block_size = block_size
@@ -81,9 +82,7 @@ class PagedDriver:
         )
         state_rows = self._state_rows(work, offsets) if self.kv.states else None
         lora = _mapping(work, offsets)
-        batch = ForwardBatch(
-            torch.tensor(tokens), layout, lora=lora, state_rows=state_rows
-        )
+        batch = ForwardBatch(torch.tensor(tokens), layout, lora=lora, state_rows=state_rows)
         hidden = self.model.forward(batch, self.kv)
         logits = self.model.logits(hidden, lora)
         parts = [logits[a:b] for a, b in pairwise(offsets)]

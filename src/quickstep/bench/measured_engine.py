@@ -303,7 +303,8 @@ def _assemble(
 ) -> MeasuredEngine:
     kv_layout = model.kv_layout.stored_as(config.cache.kv_dtype)
     plan = measured_plan(config, model, kv_layout, plan)
-    kv = allocate_kv(kv_layout, plan.num_blocks, config.cache.block_size, model.device)
+    block_size = config.cache.block_size
+    kv = allocate_kv(kv_layout, plan.num_blocks, block_size, model.device, plan.states)
     timed, kernel_s, kernel_how = with_kernel_clock(model, time.perf_counter)
     return MeasuredEngine(
         engine=wire_engine(config, timed, kv, plan, description),

@@ -14,7 +14,7 @@ from msgspec.structs import replace
 
 from quickstep.model.checkpoint.gguf_file import BLOCKS
 from quickstep.model.decoder_spec import ModelSpec
-from quickstep.ops.tensors import AnyTensor, HostTensor
+from quickstep.ops.tensors import AnyTensor, HostTensor, TensorT
 from quickstep.ops.weights import QuantizedWeight, StoredMatrix, StoredRows
 
 if TYPE_CHECKING:
@@ -83,13 +83,10 @@ class GatesAfterQueries(ChosenRows):
 
     def __init__(self, source: TensorSource, spec: ModelSpec) -> None:
         super().__init__(source)
-        size, num_heads = spec.head_size, spec.num_heads
-        firsts = [*range(0, 2 * num_heads, 2), *range(1, 2 * num_heads, 2)]
-        rows = tuple([range(first * size, (first + 1) * size) for first in firsts])
-        num_keys = spec.num_kv_heads * size
+        num_keys = spec.num_kv_heads * spec.head_size
         keys = (range(num_keys),), num_keys
         self._rows_of: dict[str, NumberedRows] = {
-            "q_proj": (rows, 2 * num_heads * size),
+            "q_proj": (gate_order(spec), 2 * spec.num_heads * spec.head_size),
             "k_proj": keys,
             "v_proj": keys,
         }
@@ -99,12 +96,22 @@ class GatesAfterQueries(ChosenRows):
         return self._rows_of.get(module_of(name))
 
 
+def gate_order(spec: ModelSpec) -> tuple[range, ...]:
+    """Of a `q_proj` with gates, the queries of all heads before the gates; () of others."""
+    if not spec.attention_gate:
+        return ()
+    size, num_rows = spec.head_size, 2 * spec.num_heads * spec.head_size
+    starts = [*range(0, num_rows, 2 * size), *range(size, num_rows, 2 * size)]
+    return tuple([range(start, start + size) for start in starts])
+
+
 def module_of(name: str) -> str:
     """The last part of a tensor's name that is not `weight` or `bias`."""
     return name.removesuffix(".weight").removesuffix(".bias").rpartition(".")[2]
 
 
-def taken_rows(tensor: AnyTensor, rows: Sequence[range]) -> AnyTensor:
+def taken_rows(tensor: TensorT, rows: Sequence[range]) -> TensorT:
+    """These rows of a tensor, one below the other."""
     if isinstance(tensor, HostTensor):
         parts = [tensor.numpy()[part.start : part.stop] for part in rows]
         return HostTensor(np.concatenate(parts), tensor.dtype)

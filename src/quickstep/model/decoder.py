@@ -200,7 +200,7 @@ class Decoder:
 
     def _planned(self, layout: PagedLayout, x: Tensor, kv: KVCache) -> PagedLayout:
         """The layout with what attention of all layers reads, computed once."""
-        if self._ops.plan_attention is None:
+        if self._ops.plan_attention is None or not kv.keys:
             return layout
         num_heads = len(self._shard.heads(self._spec.num_heads))
-        return self._ops.plan_attention(layout, x.dtype, num_heads, kv.keys[0]) if kv.keys else layout
+        return self._ops.plan_attention(layout, x.dtype, num_heads, kv.keys[0])

@@ -106,6 +106,16 @@ class ShortConv(msgspec.Struct, frozen=True, tag=True):
     bias: bool = False
 
     @property
+    def num_inputs(self) -> int:
+        """Elements of a token that the mixer reads."""
+        return 3 * self.num_channels
+
+    @property
+    def num_outputs(self) -> int:
+        """Elements of a token that it returns."""
+        return self.num_channels
+
+    @property
     def state_size(self) -> StateSize:
         """The gated inputs of the tokens before."""
         return StateSize(self.num_channels, self.width - 1)
@@ -136,6 +146,21 @@ class GatedDelta(msgspec.Struct, frozen=True, tag=True):
     def num_channels(self) -> int:
         """Elements of queries, keys and values."""
         return 2 * self.num_key_heads * self.key_size + self.num_values
+
+    @property
+    def parts(self) -> tuple[int, int, int, int]:
+        """Elements of queries, keys and values, of the gates of outputs, and of two more gates."""
+        return self.num_channels, self.num_values, self.num_value_heads, self.num_value_heads
+
+    @property
+    def num_inputs(self) -> int:
+        """Elements of a token that the mixer reads."""
+        return sum(self.parts)
+
+    @property
+    def num_outputs(self) -> int:
+        """Elements of a token that it returns."""
+        return self.num_values
 
     @property
     def state_size(self) -> StateSize:

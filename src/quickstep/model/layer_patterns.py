@@ -119,9 +119,7 @@ def _by_type(
     unknown = next((kind for kind in listed if kind not in mixers), None)
     if unknown is not None:
         known = " and ".join(map(repr, mixers))
-        raise ConfigError(
-            f"{fields.source} has a layer of type {unknown!r}; supported are {known}"
-        )
+        raise ConfigError(f"{fields.source} has a layer of type {unknown!r}; supported are {known}")
     return tuple([mixers[str(kind)] for kind in listed])
 
 

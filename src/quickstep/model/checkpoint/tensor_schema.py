@@ -132,8 +132,7 @@ def _state_mixer(mixer: StateMixer, hidden: int) -> Iterator[tuple[str, Shape]]:
         yield from _projection(f"{start}out_proj", hidden, channels, mixer.bias)
         return
     heads, values = mixer.num_value_heads, mixer.num_values
-    outputs = (mixer.num_channels, values, heads, heads)
-    for name, num_outputs in zip(DELTA_PROJECTIONS, outputs, strict=True):
+    for name, num_outputs in zip(DELTA_PROJECTIONS, mixer.parts, strict=True):
         yield from _projection(f"{start}{name}", num_outputs, hidden, False)
     yield f"{start}conv1d.weight", (mixer.num_channels, 1, mixer.width)
     yield f"{start}A_log", (heads,)

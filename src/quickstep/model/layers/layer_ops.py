@@ -51,7 +51,9 @@ class LayerOps(msgspec.Struct, frozen=True):
         """x [T, N] times the sigmoid of gates [T, G], one for each of G equal parts."""
         gate = self.table.gate
         if gate is None:
-            from quickstep.ops.reference.states import gate  # it computes with torch
+            from quickstep.ops.reference import states  # it computes with torch
+
+            gate = states.gate
         return gate(x, gates)
 
     def gather(self, x: TensorT, num_columns: int) -> TensorT:

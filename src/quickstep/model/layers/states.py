@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
+from quickstep.model.adapters.lora_modules import Projection
 from quickstep.model.decoder_spec import KVSize
 from quickstep.model.decoder_weights import GatedDeltaWeights, ShortConvLayerWeights
 from quickstep.model.layers.interface import LayerStep
@@ -32,19 +33,17 @@ class StateMixer:
         """Move the states of x's [T, hidden] rows on; return what is projected to the output."""
         assert step.state_rows is not None, "a model with states gets the rows' slots"
         table, weights = self._ops.table, self._weights
-        x = table.linear(x, weights.in_proj)
+        x = self._ops.linear(x, weights.in_proj, Projection.QKV, step.lora)
         states, rows = step.kv.states[self._place], step.state_rows
+        short_conv, gated_delta = table.short_conv, table.gated_delta
+        if short_conv is None or gated_delta is None:
+            from quickstep.ops.reference import states as reference  # it computes with torch
+
+            short_conv, gated_delta = reference.short_conv, reference.gated_delta
         if isinstance(weights, ShortConvLayerWeights):
-            short_conv = table.short_conv
-            if short_conv is None:
-                from quickstep.ops.reference.states import short_conv  # it computes with torch
             return (short_conv(x, weights.conv, states, rows),)
-        gated_delta = table.gated_delta
-        if gated_delta is None:
-            from quickstep.ops.reference.states import gated_delta
         return (gated_delta(x, weights.delta, states, rows),)
 
     def read(self, rows: tuple[Tensor, ...], step: LayerStep) -> Tensor:
         """[T, hidden] of the rows."""
-        del step
-        return self._ops.table.linear(rows[0], self._weights.out_proj)
+        return self._ops.linear(rows[0], self._weights.out_proj, Projection.O_PROJ, step.lora)

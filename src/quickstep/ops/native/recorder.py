@@ -662,7 +662,8 @@ class NativeRecorder:
         if num_heads > MAX_DELTA_GROUP * weights.num_key_heads:
             raise NotCapturable("too many value heads share a key head")
         fixed = (weights.taps, weights.rates, weights.biases, weights.norm)
-        inputs = (self._tape.operand(x), *[self._tape.fixed(part, FLOAT32) for part in fixed])
+        addresses = [self._tape.fixed(part, FLOAT32) for part in fixed]
+        inputs: tuple[Operand | int, ...] = (self._tape.operand(x), *addresses)
         out = self._tape.new((num_heads * value_size,), x.dtype, self._tape.rows_of(x))
         sizes = key_size + (value_size << 32)
         numbers = Numbers(

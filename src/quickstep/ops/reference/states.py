@@ -85,14 +85,12 @@ def _convolved(inputs: Tensor, taps: Tensor) -> Tensor:
     return total
 
 
-def short_conv(
-    x: Tensor, weights: ShortConvWeights, states: AnyTensor, rows: StateRows
-) -> Tensor:
+def short_conv(x: Tensor, weights: ShortConvWeights, states: AnyTensor, rows: StateRows) -> Tensor:
     """`ShortConvOp`."""
     taps, all_states = to_torch(weights.taps), to_torch(states)
     width, num_channels = taps.shape
     num_taps = width - 1
-    gates, outer, values = x.double().split(num_channels, 1)
+    gates, outer, values = torch.split(x.double(), num_channels, 1)
     gated = (gates * values).float().to(x.dtype).float()
     out = torch.empty_like(x[:, :num_channels])
     for row in _rows(all_states, rows):
@@ -149,7 +147,7 @@ def gated_delta(x: Tensor, weights: DeltaWeights, states: AnyTensor, rows: State
     key = weights.num_key_heads, value_heads, weights.key_size, value_size
     sizes = _Sizes(*key, taps.shape[0] - 1)
     channels, values = sizes.channels, sizes.values
-    parts = x.float().split([channels, values, 2 * value_heads], 1)
+    parts = torch.split(x.float(), [channels, values, 2 * value_heads], 1)
     records = torch.cat((parts[0], parts[2]), 1)
     out = torch.empty_like(x[:, :values])
     for row in _rows(all_states, rows):
@@ -181,7 +179,7 @@ def _delta_token(
     """The output [value heads, E] of one token, and the state [value heads, D, E] after it."""
     convolved = _convolved(window, to_torch(weights.taps))[0]
     convolved = convolved * sigmoid(convolved)
-    queries, keys, values = convolved.split([sizes.keys, sizes.keys, sizes.values])
+    queries, keys, values = torch.split(convolved, [sizes.keys, sizes.keys, sizes.values])
     group = sizes.value_heads // sizes.key_heads
 
     def heads(part: Tensor) -> Tensor:

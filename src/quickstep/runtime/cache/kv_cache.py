@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from quickstep.model.interface import KVLayout
+from quickstep.model.sizing import NO_STATES, StateMemory
 from quickstep.ops.table import KVCache
 from quickstep.ops.tensors import (
     FLOAT32,
@@ -38,12 +39,11 @@ def allocate_kv(
     num_blocks: int,
     block_size: int,
     device: torch.device | Device,
-    num_states: int = 0,
-    num_records: int = 0,
+    states: StateMemory = NO_STATES,
 ) -> KVCache:
     """K and V of each layer, [B, S, K, W], zeroed: attention may load positions that it masks. On a
     GPU there is one block more, to which recorded steps write their padding. Layers that keep a
-    state have `num_states` slots, each with so many records.
+    state have the slots of `states`.
     """
     num_blocks += device.type != "cpu"
 
@@ -54,11 +54,11 @@ def allocate_kv(
         )
 
     float32 = FLOAT32 if isinstance(layout.dtype, DType) else torch_dtype(FLOAT32)
-    states = tuple(
-        _zeros((num_states, size.num_elements(num_records)), float32, device)
+    kept = tuple(
+        _zeros((states.num_slots, size.num_elements(states.num_records)), float32, device)
         for size in layout.states
     )
-    return KVCache(tensors(), tensors(), states)
+    return KVCache(tensors(), tensors(), kept)
 
 
 def _zeros(
