@@ -110,7 +110,7 @@ class Scheduler:
         if config.num_state_slots:
             interval = config.state_interval
             states = (StateSlots(pool, config.num_state_slots, interval, self._in_flight),)
-        usable = [one.num_usable for one in states]
+        usable = [resource.num_usable for resource in states]
         self._blocks = KVBlocks(pool, self._expected_growth, *usable)
         self._adapters: AdapterPlaces | None = None
         if config.max_loras is not None:

@@ -358,7 +358,7 @@ _BUGS = {
     ),
     "state-of-an-evicted-block": (
         "resources.state_slots",
-        "if not self._pool.has_content(block_id, checkpoint.key) or (",
+        "if not self._pool.has_content(block_id, saved.key) or (",
         "if (",
     ),
     "state-of-a-failed-row": (

@@ -1,17 +1,17 @@
 """`StateSlots`: the slots of sequences' states, in models with layers that keep a state.
 
 A running sequence has a slot, which each of its rows moves on. A state cannot be cut to a shorter
-prefix as keys and values can, so it is saved on the way, at ends of KV blocks, in slots of its own:
-a *checkpoint*. A sequence is a prefix hit up to the last of its cached blocks that has a
-checkpoint, and begins with that. Saved are
+prefix as keys and values can, so it is saved on the way, at ends of KV blocks, in slots of its
+own. A sequence is a prefix hit up to the last of its cached blocks at whose end a state is saved,
+and begins with that. Saved are
 
     the end of a prompt   its last full block before the last token
     a branching point     where another sequence with the same beginning left it, as the KV cache
-                          has more of a prompt than any checkpoint
+                          has more of a prompt than any saved state
     every `interval`      tokens of a long prompt
     each decoded block    the newest of a sequence takes the place of the one before it
 
-Checkpoints that were not used for longest are dropped first when slots are needed. As steps run in
+Saved states that were not used for longest are dropped first when slots are needed. As steps run in
 plan order, a slot can have another owner while steps that use it still run; within one step no slot
 is read and written by different rows (`_touched`).
 """
@@ -30,10 +30,10 @@ from quickstep.core.sequence import Residency, Sequence
 from quickstep.core.step import StepsInFlight
 from quickstep.types import RowState
 
-_LARGEST_SHARE = 4  # one prompt's checkpoints on the way take at most a part of the slots, 1 / 4
+_LARGEST_SHARE = 4  # one prompt's states on the way take at most a part of the slots, 1 / 4
 
 
-class Checkpoint(msgspec.Struct, eq=False):
+class SavedState(msgspec.Struct, eq=False):
     """A saved state: `slot` has it once step `step_id` has run.
 
     Attributes:
@@ -57,7 +57,7 @@ class StateSlots(Resource):
     def __init__(
         self, pool: KVBlockPool, num_slots: int, interval: int, in_flight: StepsInFlight
     ) -> None:
-        assert num_slots > 1, "a sequence that begins with a checkpoint has two"
+        assert num_slots > 1, "a sequence that begins with a saved state has two"
         self._pool = pool
         self._num_slots = num_slots
         self._interval = max(1, interval // pool.block_size) * pool.block_size
@@ -65,7 +65,7 @@ class StateSlots(Resource):
         self._free = deque(range(num_slots))
         self._touched = [-1] * num_slots  # the last step with a row that reads or writes the slot
         # by the block that ends where they do, least recently used first
-        self._checkpoints: OrderedDict[int, Checkpoint] = OrderedDict()
+        self._saved: OrderedDict[int, SavedState] = OrderedDict()
 
     # -- admission --------------------------------------------------------------------------------
 
@@ -86,11 +86,11 @@ class StateSlots(Resource):
         """The same, with the slots of `leaving`."""
         block_ids = sequence.known_hits.block_ids
         num_usable = self.num_usable(block_ids) if self._pool.prefix_caching else 0
-        source = self._checkpoints[block_ids[num_usable - 1]] if num_usable else None
+        source = self._saved[block_ids[num_usable - 1]] if num_usable else None
         if source is not None and source.step_id == self._in_flight.next_id:
             return False
         num_free = len(leaving) - (source is not None and self._is_idle(source.slot))
-        slots = (*self._free, *[one.slot for one in self._checkpoints.values()])
+        slots = (*self._free, *[saved.slot for saved in self._saved.values()])
         return num_free + sum(map(self._is_idle, slots)) > 0
 
     def admit(self, sequence: Sequence, residency: Residency, now: float) -> None:
@@ -99,9 +99,9 @@ class StateSlots(Resource):
         source = None
         if num_hits:
             block_id = residency.blocks[num_hits - 1]
-            source = self._checkpoints[block_id]
+            source = self._saved[block_id]
             source.num_uses += 1
-            self._checkpoints.move_to_end(block_id)
+            self._saved.move_to_end(block_id)
             self._touched[source.slot] = self._in_flight.next_id
         slot = self._take()
         assert slot is not None, "a sequence that fits gets a slot"
@@ -125,7 +125,7 @@ class StateSlots(Resource):
         self._free.extend(cursor.slots)
         sequence.residency.state = None
 
-    # -- checkpoints ------------------------------------------------------------------------------
+    # -- saved states -----------------------------------------------------------------------------
 
     @property
     def block_size(self) -> int:
@@ -134,7 +134,7 @@ class StateSlots(Resource):
 
     @property
     def saves(self) -> bool:
-        """Whether there is a use for checkpoints."""
+        """Whether there is a use for saved states."""
         return self._pool.prefix_caching
 
     def touch(self, slot: int) -> int:
@@ -143,7 +143,7 @@ class StateSlots(Resource):
         self._touched[slot] = step_id
         return step_id
 
-    def take_for_checkpoint(self) -> int | None:
+    def take_to_save(self) -> int | None:
         """A slot to save a state to; None if all are in use."""
         return self._take()
 
@@ -151,74 +151,74 @@ class StateSlots(Resource):
         """Whether a step is committed or has failed."""
         return self._in_flight.are_over_before(step_id + 1)
 
-    def keep(self, checkpoint: Checkpoint) -> bool:
-        """Sequences may begin with a checkpoint whose block is registered; False if they could
+    def keep(self, saved: SavedState) -> bool:
+        """Sequences may begin with a state whose block is registered; False if they could
         already, so that it is dropped.
         """
-        assert checkpoint.key is not None
-        block_id = self._pool.block_of(checkpoint.key)
+        assert saved.key is not None
+        block_id = self._pool.block_of(saved.key)
         if block_id is None or self._is_valid(block_id):
-            self._free.append(checkpoint.slot)
+            self._free.append(saved.slot)
             return False
-        self._checkpoints[block_id] = checkpoint
+        self._saved[block_id] = saved
         return True
 
-    def replace_older(self, older: Checkpoint) -> None:
-        """Drop a checkpoint of a sequence that has a newer one, unless others have used it."""
+    def replace_older(self, older: SavedState) -> None:
+        """Drop a saved state of a sequence that has a newer one, unless others have used it."""
         block_id = None if older.key is None else self._pool.block_of(older.key)
-        is_kept = block_id is not None and self._checkpoints.get(block_id) is older
+        is_kept = block_id is not None and self._saved.get(block_id) is older
         if block_id is not None and is_kept and not older.num_uses:
             self._drop(block_id)
 
     def _is_valid(self, block_id: int) -> bool:
-        """Whether there is a checkpoint at the end of a block; one that is of no use is dropped."""
-        checkpoint = self._checkpoints.get(block_id)
-        if checkpoint is None:
+        """Whether a state is saved at the end of a block; one that is of no use is dropped."""
+        saved = self._saved.get(block_id)
+        if saved is None:
             return False
-        assert checkpoint.key is not None, "its block is registered"
-        writer = checkpoint.writer
-        if not self._pool.has_content(block_id, checkpoint.key) or (
+        assert saved.key is not None, "its block is registered"
+        writer = saved.writer
+        if not self._pool.has_content(block_id, saved.key) or (
             writer is not None and writer.invalidated
         ):
             self._drop(block_id)
             return False
-        if writer is not None and self.is_over(checkpoint.step_id):
-            checkpoint.writer = None
+        if writer is not None and self.is_over(saved.step_id):
+            saved.writer = None
         return True
 
     def _drop(self, block_id: int) -> None:
-        self._free.append(self._checkpoints.pop(block_id).slot)
+        self._free.append(self._saved.pop(block_id).slot)
 
     def _is_idle(self, slot: int) -> bool:
         """Whether no row of the step that is planned uses a slot."""
         return self._touched[slot] != self._in_flight.next_id
 
     def _take(self) -> int | None:
-        """A free slot, or that of the checkpoint that was not used for longest."""
+        """A free slot, or that of the saved state that was not used for longest."""
         if not (self._free and self._is_idle(self._free[0])):
-            for block_id in list(self._checkpoints):
+            for block_id in list(self._saved):
                 self._is_valid(block_id)
         if self._free and self._is_idle(self._free[0]):
             return self._free.popleft()
-        for block_id, checkpoint in self._checkpoints.items():
-            if self._is_idle(checkpoint.slot):
-                del self._checkpoints[block_id]
-                return checkpoint.slot
+        for block_id, saved in self._saved.items():
+            if self._is_idle(saved.slot):
+                del self._saved[block_id]
+                return saved.slot
         free = next(filter(self._is_idle, self._free), None)
         if free is not None:
             self._free.remove(free)
         return free
 
     def check(self, running: Iterable[Sequence]) -> None:
-        """Every slot is free, of a checkpoint, or of one sequence."""
+        """Every slot is free, of a saved state, or of one sequence."""
         cursors = [sequence.residency.state for sequence in running]
         held = [slot for cursor in cursors if cursor is not None for slot in cursor.slots]
-        saved = [one.slot for one in self._checkpoints.values()]
-        assert sorted([*self._free, *saved, *held]) == list(range(self._num_slots)), (
-            f"slots of states: {list(self._free)} free, {saved} saved and {held} held do not add up"
+        kept = [saved.slot for saved in self._saved.values()]
+        assert sorted([*self._free, *kept, *held]) == list(range(self._num_slots)), (
+            f"slots of states: {list(self._free)} free, {kept} saved and {held} held do not add up"
         )
-        for block_id, checkpoint in self._checkpoints.items():
-            assert checkpoint.position % self._pool.block_size == 0, f"a checkpoint in {block_id}"
+        for block_id, saved in self._saved.items():
+            assert saved.position % self._pool.block_size == 0, f"a state within {block_id}"
 
 
 class StateCursor:
@@ -229,7 +229,7 @@ class StateCursor:
         position: How many tokens the state in the slot is after; those that were drafts and follow
             are recorded there.
         unregistered: What was saved, but its block is not registered.
-        begun_with: The checkpoint with which its first row begins, until a later row.
+        begun_with: The saved state with which its first row begins, until a later row.
     """
 
     __slots__ = ("_newest", "_owner", "_points", "_residency", "begun_with", "position", "slot",
@@ -240,22 +240,22 @@ class StateCursor:
         owner: StateSlots,
         residency: Residency,
         slot: int,
-        source: Checkpoint | None,
+        source: SavedState | None,
         points: list[int],
     ) -> None:
         self._owner = owner
         self._residency = residency
         self._points = points  # of the prompt, ascending
-        self._newest: Checkpoint | None = None  # of those since the prompt
+        self._newest: SavedState | None = None  # of those since the prompt
         self.slot = slot
         self.position = 0
-        self.unregistered: list[Checkpoint] = []
+        self.unregistered: list[SavedState] = []
         self.begun_with = source
 
     @property
     def slots(self) -> tuple[int, ...]:
         """All that it holds."""
-        return self.slot, *[one.slot for one in self.unregistered]
+        return self.slot, *[saved.slot for saved in self.unregistered]
 
     def depends_on(self) -> Residency | None:
         """Who computes, in a step in flight, the state that it began with; None for none."""
@@ -268,7 +268,7 @@ class StateCursor:
         if start == 0:
             source, before = -1, 0
         elif not self.position:
-            assert self.begun_with is not None, "a later position is after a checkpoint"
+            assert self.begun_with is not None, "a later position is after a saved state"
             source, before = self.begun_with.slot, start
             owner.touch(source)
         else:
@@ -278,10 +278,10 @@ class StateCursor:
         self.position = certain = end - num_drafts
         saves = []
         for position in self._due(before, certain):
-            if (free := owner.take_for_checkpoint()) is not None:
+            if (free := owner.take_to_save()) is not None:
                 owner.touch(free)
                 saves.append((position - before, free))
-                self.unregistered.append(Checkpoint(free, step_id, position, self._residency))
+                self.unregistered.append(SavedState(free, step_id, position, self._residency))
         return RowState(source, slot, start - before if start else 0, tuple(saves))
 
     def _due(self, before: int, end: int) -> list[int]:
@@ -300,11 +300,11 @@ class StateCursor:
         """The residency's leading blocks have these keys by now."""
         size = self._owner.block_size
         while self.unregistered and self.unregistered[0].position <= len(keys) * size:
-            checkpoint = self.unregistered.pop(0)
-            checkpoint.key = keys[checkpoint.position // size - 1]
-            if not self._owner.keep(checkpoint):
+            saved = self.unregistered.pop(0)
+            saved.key = keys[saved.position // size - 1]
+            if not self._owner.keep(saved):
                 continue
-            if checkpoint.position > self._residency.prefill_end:
+            if saved.position > self._residency.prefill_end:
                 if self._newest is not None:
                     self._owner.replace_older(self._newest)
-                self._newest = checkpoint
+                self._newest = saved
