@@ -320,8 +320,11 @@ def _assemble(
 
 
 def _bytes_read(layer: LayerWeights, used_fraction: float) -> float:
-    assert isinstance(layer.mixer, AttentionWeights), "shapes to measure have attention"
-    attention = layer.mixer.qkv.nbytes + layer.mixer.o_proj.nbytes
+    mixer = layer.mixer
+    if isinstance(mixer, AttentionWeights):
+        attention = mixer.qkv.nbytes + mixer.o_proj.nbytes
+    else:
+        attention = mixer.in_proj.nbytes + mixer.out_proj.nbytes
     mlp = layer.mlp
     if isinstance(mlp, MLPWeights):
         return attention + mlp.gate_up.nbytes + mlp.down_proj.nbytes

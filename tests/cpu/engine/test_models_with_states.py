@@ -60,6 +60,14 @@ def test_a_branching_point_is_saved(checkpoint: Path) -> None:
     assert cached == [0, 0, 64]
 
 
+def test_a_system_prompt_is_found_by_the_second_request(checkpoint: Path) -> None:
+    with LLM(str(checkpoint)) as llm:
+        encode = llm.get_tokenizer().encode
+        system = [*encode(TEXT[:70]), 256]  # the model's end token
+        cached = [served(llm, [*system, *encode(end)])[1] for end in (" one" * 9, " two" * 9)]
+    assert cached == [0, 64]
+
+
 @pytest.mark.parametrize(
     ("options", "message"),
     [

@@ -8,6 +8,8 @@ and begins with that. Saved are
     the end of a prompt   its last full block before the last token
     a branching point     where another sequence with the same beginning left it, as the KV cache
                           has more of a prompt than any saved state
+    ends of turns         the first one, of a system prompt, and the last two: where one of the
+                          model's end tokens is in the prompt
     every `interval`      tokens of a long prompt
     each decoded block    the newest of a sequence takes the place of the one before it
 
@@ -31,6 +33,12 @@ from quickstep.core.step import StepsInFlight
 from quickstep.types import RowState
 
 _LARGEST_SHARE = 4  # one prompt's states on the way take at most a part of the slots, 1 / 4
+
+
+def _turn_ends(sequence: Sequence) -> list[int]:
+    """The positions after end tokens in a sequence, ascending."""
+    end_ids, tokens = sequence.request.eos_token_ids, sequence.token_ids
+    return [place for place, token_id in enumerate(tokens, 1) if token_id in end_ids]
 
 
 class SavedState(msgspec.Struct, eq=False):
@@ -116,7 +124,9 @@ class StateSlots(Resource):
         first = (begin // self._interval + 1) * self._interval
         num_most = max(1, self._num_slots // _LARGEST_SHARE)
         on_the_way = range(first, end, self._interval)[-num_most:]
-        yield from sorted({point for point in (*on_the_way, branch, end) if point > begin})
+        turns = [turn // size * size for turn in _turn_ends(sequence)]
+        points = (*on_the_way, *turns[:1], *turns[-2:], branch, end)
+        yield from sorted({point for point in points if begin < point <= end})
 
     def release(self, sequence: Sequence) -> None:
         """Free its slot, and those with states whose blocks are not registered."""
