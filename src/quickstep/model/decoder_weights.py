@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import msgspec
 
-from quickstep.ops.table import ExpertWeights
+from quickstep.ops.table import DeltaWeights, ExpertWeights, ShortConvWeights
 from quickstep.ops.tensors import AnyTensor
 from quickstep.ops.weights import HeadWeight, LinearWeight
 
 
 class AttentionWeights(msgspec.Struct, frozen=True):
-    """qkv: hidden -> (H + 2 K) * D in that order; norms are None without QK norm; sinks [H]
+    """qkv: hidden -> (H + 2 K) * D in that order, or (2 H + 2 K) * D where attention has a gate:
+    queries, gates, keys, values; norms are None without QK norm; sinks [H]
     float32, None where the architecture has none.
     """
 
@@ -53,6 +54,22 @@ class LatentWeights(msgspec.Struct, frozen=True):
         return query + self.qkv_a.nbytes + self.k_b.nbytes + self.v_b.nbytes + self.o_proj.nbytes
 
 
+class ShortConvLayerWeights(msgspec.Struct, frozen=True):
+    """in_proj: hidden -> 3 * hidden (`ops.table.ShortConvOp`); out_proj: hidden -> hidden."""
+
+    in_proj: LinearWeight
+    conv: ShortConvWeights
+    out_proj: LinearWeight
+
+
+class GatedDeltaWeights(msgspec.Struct, frozen=True):
+    """in_proj: hidden -> what `ops.table.GatedDeltaOp` takes; out_proj: values -> hidden."""
+
+    in_proj: LinearWeight
+    delta: DeltaWeights
+    out_proj: LinearWeight
+
+
 class MLPWeights(msgspec.Struct, frozen=True):
     """gate_up: hidden -> 2 * width, gate first; down_proj: width -> hidden."""
 
@@ -76,7 +93,7 @@ class LayerWeights(msgspec.Struct, frozen=True):
     Llama's `post_attention_layernorm`, before the MLP, is `pre_feedforward_layernorm` here.
     """
 
-    attention: AttentionWeights | LatentWeights
+    mixer: AttentionWeights | ShortConvLayerWeights | GatedDeltaWeights | LatentWeights
     mlp: MLPWeights | MoEWeights
     input_layernorm: AnyTensor | None
     post_attention_layernorm: AnyTensor | None

@@ -49,7 +49,7 @@ class LatentAttention:
         """The latent, complete on every rank."""
         return self._ops.own.kv_size
 
-    def write(self, x: Tensor, step: LayerStep) -> Tensor:
+    def write(self, x: Tensor, step: LayerStep) -> tuple[Tensor, ...]:
         """Write the latents of x [T, hidden]; its queries over them [T, H, rank + rope_size]."""
         ops, table, latent, weights = self._ops, self._ops.table, self._latent, self._weights
         cos, sin = step.rotations[self._rope]
@@ -63,13 +63,14 @@ class LatentAttention:
         turns = cos, sin, latent.interleaved
         k = self._latent_ops.keys(qkv[:, width:], weights.kv_a_layernorm, _NORM_EPS, *turns)
         table.write_kv(k, None, step.kv.keys[self._place], None, step.layout.slot_mapping)
-        return self._latent_ops.queries(q, weights.k_b, *turns)
+        return (self._latent_ops.queries(q, weights.k_b, *turns),)
 
-    def read(self, rows: Tensor, step: LayerStep) -> Tensor:
+    def read(self, rows: tuple[Tensor, ...], step: LayerStep) -> Tensor:
         """Attention of queries over the latents written, and its output projection."""
+        (q,) = rows
         ops, weights, spec = self._ops, self._weights, self._ops.spec
         keys = step.kv.keys[self._place]
-        mixed = ops.table.paged_attention(rows, keys, None, step.layout, self._params, None)
+        mixed = ops.table.paged_attention(q, keys, None, step.layout, self._params, None)
         mixed = self._latent_ops.values(mixed, weights.v_b)
         mixed = mixed.reshape(-1, ops.own.num_heads * self._latent.value_size)
         mixed = ops.gather_heads(mixed, spec.num_heads, self._latent.value_size)

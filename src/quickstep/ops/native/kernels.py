@@ -25,6 +25,7 @@ from quickstep.ops.native.packed import (
     PackedWeight,
     kernel_dtype,
 )
+from quickstep.ops.native.states import NativeStates
 from quickstep.ops.table import LoRAMapping, OpTable
 from quickstep.ops.tensors import (
     FLOAT32,
@@ -71,6 +72,7 @@ class NativeOps:
         self._finish_logits = library.qs_finish_logits
         self._attention = NativeAttention(library, context, reference)
         self._lora = NativeLoRA(library, context, reference)
+        self._states = NativeStates(library, context)
         owner = weakref.ref(self)  # a cycle would keep the context and its threads
 
         def pack_linear(weight: AnyTensor, bias: None) -> LinearWeight:
@@ -115,6 +117,9 @@ class NativeOps:
             route=self._experts.route,
             experts=self._experts.experts,
             latent=self._latent.ops(),
+            gate=self._states.gate,
+            short_conv=self._states.short_conv,
+            gated_delta=self._states.gated_delta,
         )
 
     def kernel_s(self) -> float:

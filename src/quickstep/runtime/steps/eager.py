@@ -25,13 +25,22 @@ from quickstep.model.decoder import Decoder
 from quickstep.model.decoder_weights import (
     AttentionWeights,
     DecoderWeights,
+    GatedDeltaWeights,
     LatentWeights,
     LayerWeights,
+    ShortConvLayerWeights,
 )
 from quickstep.model.interface import EmittingTokens, ForwardBatch, Model
 from quickstep.model.rope import RopeTable
 from quickstep.ops.reference.lora import among
-from quickstep.ops.table import KVCache, LoRAAdapter, LoRAMapping, PagedLayout, RowLengths
+from quickstep.ops.table import (
+    KVCache,
+    LoRAAdapter,
+    LoRAMapping,
+    PagedLayout,
+    RowLengths,
+    StateRows,
+)
 from quickstep.ops.tensors import (
     AnyTensor,
     Device,
@@ -237,7 +246,25 @@ def build_batch(
         tails=tails,
         lengths=RowLengths.of(row_offsets, tails, where),
     )
-    return ForwardBatch(token_ids=tensor(packed.token_ids), layout=layout)
+    return ForwardBatch(
+        token_ids=tensor(packed.token_ids), layout=layout, state_rows=_state_rows(rows, layout)
+    )
+
+
+def _state_rows(rows: Sequence[StepRow], layout: PagedLayout) -> StateRows | None:
+    """What the rows do with states; None where there are none. Such rows are no trees."""
+    states = [row.state for row in rows if row.state is not None]
+    if not states:
+        return None
+    saves = [(index, *save) for index, state in enumerate(states) for save in state.saves]
+    return StateRows(
+        layout.row_offsets,
+        tuple([state.source for state in states]),
+        tuple([state.target for state in states]),
+        tuple([state.num_replayed for state in states]),
+        tuple([row.num_drafts for row in rows]),
+        tuple(saves),
+    )
 
 
 def lora_mapping(
@@ -358,7 +385,8 @@ def with_torch_tensors(model: Decoder) -> Decoder:
 def with_torch_kv(kv: KVCache) -> KVCache:
     """The KV cache as tensors of torch over the same memory."""
     values = (None if tensor is None else to_torch(tensor) for tensor in kv.values)
-    return KVCache(tuple(map(to_torch, kv.keys)), tuple(values))
+    keys, states = (tuple(map(to_torch, part)) for part in (kv.keys, kv.states))
+    return KVCache(keys, tuple(values), states)
 
 
 def _weights(weights: DecoderWeights) -> DecoderWeights:
@@ -374,7 +402,7 @@ def _weights(weights: DecoderWeights) -> DecoderWeights:
 def _layer(layer: LayerWeights) -> LayerWeights:
     return replace(
         layer,
-        attention=_attention(layer.attention),
+        mixer=_mixer(layer.mixer),
         input_layernorm=_small(layer.input_layernorm),
         post_attention_layernorm=_small(layer.post_attention_layernorm),
         pre_feedforward_layernorm=_small(layer.pre_feedforward_layernorm),
@@ -382,13 +410,17 @@ def _layer(layer: LayerWeights) -> LayerWeights:
     )
 
 
-def _attention(weights: AttentionWeights | LatentWeights) -> AttentionWeights | LatentWeights:
+def _mixer(
+    weights: AttentionWeights | ShortConvLayerWeights | GatedDeltaWeights | LatentWeights,
+) -> AttentionWeights | ShortConvLayerWeights | GatedDeltaWeights | LatentWeights:
     if isinstance(weights, LatentWeights):
         return replace(
             weights,
             q_a_layernorm=_small(weights.q_a_layernorm),
             kv_a_layernorm=to_torch(weights.kv_a_layernorm),
         )
+    if not isinstance(weights, AttentionWeights):
+        return weights  # their ops take either class of tensors
     return replace(
         weights,
         q_norm=_small(weights.q_norm),
