@@ -181,14 +181,14 @@ CASES = (
         "num_local_experts": 0, "shared_intermediate_size": 96, "num_hidden_layers": 4,
         "layer_types": ["linear_attention", "full_attention", "linear_attention",
                         "linear_attention"],
-        "mamba_n_heads": 8, "mamba_n_groups": 2, "mamba_d_state": 12, "mamba_d_conv": 3,
+        "mamba_n_heads": 16, "mamba_n_groups": 2, "mamba_d_state": 12, "mamba_d_conv": 3,
         "embedding_multiplier": 3.0, "residual_multiplier": 0.4, "attention_multiplier": 0.2,
         "logits_scaling": 0.5,
     }, atol=3e-4),
     Case("granite-hybrid-biases", "GraniteMoeHybrid", {
         "num_local_experts": 0, "shared_intermediate_size": 64, "position_embedding_type": "rope",
         "layer_types": ["linear_attention", "linear_attention", "full_attention"],
-        "mamba_n_heads": 4, "mamba_d_state": 20, "mamba_proj_bias": True, "mamba_conv_bias": False,
+        "mamba_n_heads": 4, "mamba_d_state": 22, "mamba_proj_bias": True, "mamba_conv_bias": False,
     }, atol=3e-4),
     Case("qwen3-moe-normalised", "Qwen3Moe", {
         "num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 40,

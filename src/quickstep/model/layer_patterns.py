@@ -125,7 +125,8 @@ def mamba_mixers(fields: ConfigFields, num_layers: int) -> StateMixers:
             f"{fields.source} has {num_heads} heads of mamba_d_head {head_size} for {values} values"
         )
     limits = fields.sequence("time_step_limit") or (0.0, math.inf)
-    least, most = (float(limit) for limit in limits if isinstance(limit, (int, float)))
+    # JSON has no infinity, which transformers writes as an object
+    least, most = (limit if isinstance(limit, (int, float)) else math.inf for limit in limits)
     mamba = Mamba2(
         num_heads=num_heads,
         head_size=values // num_heads,
@@ -134,8 +135,8 @@ def mamba_mixers(fields: ConfigFields, num_layers: int) -> StateMixers:
         width=fields.integer("mamba_d_conv"),
         bias=fields.flag("mamba_proj_bias"),
         conv_bias=fields.flag("mamba_conv_bias"),
-        least_step=least,
-        most_step=most,
+        least_step=float(least),
+        most_step=float(most),
     )
     fields.optional_integer("mamba_chunk_size")  # of a kernel, not of the result
     kinds = {"linear_attention": mamba, "mamba": mamba, "full_attention": None, "attention": None}
