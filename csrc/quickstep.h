@@ -440,6 +440,31 @@ typedef struct qs_delta_call {
 
 QS_API int qs_delta(qs_context* context, const qs_delta_call* call);
 
+// Mamba-2. x is gates z [heads, P], the convolution's inputs (values [heads, P], keys B and queries C
+// [groups, N]) and time steps [heads]. The inputs go through a convolution and SiLU. With
+// t = softplus(step + bias), within limits, S [N, P] of a head becomes exp(rate * t) S + B (t value)';
+// its output S'C + skip * value is multiplied by silu(z) and, where there is a norm, normed over
+// the heads of a group. Heads share groups in order. A record is the convolution's inputs and steps.
+typedef struct qs_mamba_call {
+  int32_t dtype;
+  int32_t width;
+  int64_t num_heads, num_groups, head_size, state_size;
+  int64_t x_stride;
+  float eps;
+  float least_step, most_step;
+  const void* x;
+  const float* taps;           // [width, channels]
+  const float* conv_bias;      // [channels], or null
+  const float* rates;          // [heads], negative
+  const float* biases;         // [heads]
+  const float* skips;          // [heads]
+  const float* norm;           // [heads * P], or null
+  qs_state_rows rows;
+  void* out;                   // [T, heads * P]
+} qs_mamba_call;
+
+QS_API int qs_mamba(qs_context* context, const qs_mamba_call* call);
+
 // A captured step: the calls of a model's forward pass, recorded once, run as one call.
 //
 // A qs_op is one of the calls above with its pointers and sizes bound; how many rows it has is the
@@ -487,6 +512,8 @@ QS_API int qs_delta(qs_context* context, const qs_delta_call* call);
 //              norm                                            floats of a slot, key size + 2^32
 //                                                              value size; stride[0] of x;
 //                                                              scalar: eps; option: width
+//   MAMBA      in x, qs_mamba_call with   out y, states        size: slots, floats of a slot
+//              what is fixed
 enum qs_op_kind {
   QS_OP_LINEAR = 0,
   QS_OP_GATHER = 1,
@@ -511,6 +538,7 @@ enum qs_op_kind {
   QS_OP_GATE = 20,
   QS_OP_SHORT_CONV = 21,
   QS_OP_DELTA = 22,
+  QS_OP_MAMBA = 23,
 };
 enum qs_op_rows { QS_TOKENS = 0, QS_EMITTING = 1 };
 

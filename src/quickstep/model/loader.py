@@ -33,15 +33,24 @@ from quickstep.model.checkpoint.weights import (
 )
 from quickstep.model.chosen_rows import GatesAfterQueries
 from quickstep.model.decoder import Decoder
-from quickstep.model.decoder_spec import LayerSpec, ModelSpec, QKNorm, ShortConv, StateMixer
+from quickstep.model.decoder_spec import (
+    LayerSpec,
+    Mamba2,
+    ModelSpec,
+    QKNorm,
+    ShortConv,
+    StateMixer,
+)
 from quickstep.model.decoder_weights import (
     AttentionWeights,
     DecoderWeights,
     GatedDeltaWeights,
     LayerWeights,
+    Mamba2Weights,
     MLPWeights,
     MoEWeights,
     ShortConvLayerWeights,
+    StateMixerWeights,
 )
 from quickstep.model.formats.detect import open_quantized_reader
 from quickstep.model.interface import Model
@@ -51,7 +60,13 @@ from quickstep.model.rope import make_rope_table
 from quickstep.model.sharding import Shard, ShardedSource
 from quickstep.model.spec import read_config
 from quickstep.model.stages import Stage
-from quickstep.ops.table import DeltaWeights, ExpertWeights, OpTable, ShortConvWeights
+from quickstep.ops.table import (
+    DeltaWeights,
+    ExpertWeights,
+    MambaWeights,
+    OpTable,
+    ShortConvWeights,
+)
 from quickstep.ops.tensors import (
     CPU,
     AnyTensor,
@@ -339,9 +354,7 @@ class _Packing:
             post_feedforward_layernorm=norm(names.post_feedforward_layernorm),
         )
 
-    def _mixer(
-        self, start: str, mixer: StateMixer | None
-    ) -> AttentionWeights | ShortConvLayerWeights | GatedDeltaWeights:
+    def _mixer(self, start: str, mixer: StateMixer | None) -> AttentionWeights | StateMixerWeights:
         if mixer is None:
             return self._attention(f"{start}self_attn.")
         start += STATE_MIXER
@@ -354,10 +367,14 @@ class _Packing:
                 ShortConvWeights(taps, bias),
                 self._linear(start, ("out_proj",), mixer.bias),
             )
+        rates = negative_exponential(self._reader.tensor(f"{start}A_log").float())
+        steps = self._reader.tensor(f"{start}dt_bias").float()
+        if isinstance(mixer, Mamba2):
+            return self._mamba(start, mixer, taps, rates, steps)
         delta = DeltaWeights(
             taps=taps,
-            rates=negative_exponential(self._reader.tensor(f"{start}A_log").float()),
-            biases=self._reader.tensor(f"{start}dt_bias").float(),
+            rates=rates,
+            biases=steps,
             norm=self._reader.tensor(f"{start}norm.weight").float(),
             num_key_heads=mixer.num_key_heads,
             key_size=mixer.key_size,
@@ -367,6 +384,33 @@ class _Packing:
             self._linear(start, DELTA_PROJECTIONS, False),
             delta,
             self._linear(start, ("out_proj",), False),
+        )
+
+    def _mamba(
+        self, start: str, mixer: Mamba2, taps: AnyTensor, rates: AnyTensor, steps: AnyTensor
+    ) -> Mamba2Weights:
+        read, conv_bias, norm = self._reader.tensor, None, None
+        if mixer.conv_bias:
+            conv_bias = read(f"{start}conv1d.bias").float()
+        if mixer.has_norm:
+            norm = read(f"{start}norm.weight").float()
+        weights = MambaWeights(
+            taps=taps,
+            conv_bias=conv_bias,
+            rates=rates,
+            biases=steps,
+            skips=read(f"{start}D").float(),
+            norm=norm,
+            num_groups=mixer.num_groups,
+            state_size=mixer.state_size,
+            eps=self._spec.norm_eps,
+            least_step=mixer.least_step,
+            most_step=mixer.most_step,
+        )
+        return Mamba2Weights(
+            self._linear(start, ("in_proj",), mixer.bias),
+            weights,
+            self._linear(start, ("out_proj",), mixer.bias),
         )
 
     def _attention(self, start: str) -> AttentionWeights:
