@@ -287,6 +287,8 @@ OpenedMatrix::OpenedMatrix(Pool* pool, const qs_stored_matrix& matrix)
   for (int index = 0; index < matrix.num_parts && status_ == QS_OK; ++index) {
     qs_file_rows& part = parts_[index];
     if (part.layout == QS_LAYOUT_ROWS) continue;
+    part.content = content_of(index, part);
+    if (part.content != nullptr) continue;
     const int64_t size = content_bytes(part, matrix.k);
     uint8_t* content = static_cast<uint8_t*>(malloc(size));
     part.content = content;
@@ -298,9 +300,18 @@ OpenedMatrix::OpenedMatrix(Pool* pool, const qs_stored_matrix& matrix)
   }
 }
 
+const uint8_t* OpenedMatrix::content_of(int num_parts, const qs_file_rows& part) const {
+  for (int index = 0; index < num_parts; ++index) {
+    const qs_file_rows& other = parts_[index];
+    if (other.fd == part.fd && other.offset == part.offset) return other.content;
+  }
+  return nullptr;
+}
+
 OpenedMatrix::~OpenedMatrix() {
   for (int index = 0; parts_ != nullptr && index < matrix_.num_parts; ++index) {
-    free(const_cast<uint8_t*>(parts_[index].content));
+    const qs_file_rows& part = parts_[index];
+    if (content_of(index, part) == nullptr) free(const_cast<uint8_t*>(part.content));
   }
   delete[] parts_;
 }

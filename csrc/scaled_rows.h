@@ -54,6 +54,9 @@ class OpenedMatrix {
   const qs_stored_matrix& matrix() const { return matrix_; }
 
  private:
+  // The content of the first of some parts that is of the same tensor; null if none is.
+  const uint8_t* content_of(int num_parts, const qs_file_rows& part) const;
+
   qs_stored_matrix matrix_;
   qs_file_rows* parts_;
   int status_;

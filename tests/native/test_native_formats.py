@@ -10,7 +10,7 @@ from published_formats import EXACT, ROUNDED_AGAIN
 from quantized_checkpoint import opened, write_quantized
 
 from quickstep.errors import ConfigError
-from quickstep.model.sharding import stored_rows
+from quickstep.model.chosen_rows import stored_rows
 from quickstep.ops.native.backend import load_native
 from quickstep.ops.table import OpTable
 from quickstep.ops.weights import LinearWeight, QuantizedWeight

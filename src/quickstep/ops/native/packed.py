@@ -14,6 +14,7 @@ import weakref
 from collections.abc import Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from ctypes import c_double, c_int16, c_int32, c_int64, c_void_p
+from pathlib import Path
 from types import MappingProxyType
 from typing import TYPE_CHECKING
 
@@ -383,14 +384,18 @@ class NativeLoading:
 
 @contextmanager
 def _opened(stored: StoredMatrix) -> Iterator[ctypes.Array[_FileRows]]:
-    """The parts with their files open."""
+    """The parts with their files open, each file once."""
     with ExitStack() as stack:
         parts = (_FileRows * len(stored.parts))()
+        descriptors: dict[Path, int] = {}
         for part, rows in zip(parts, stored.parts, strict=True):
-            try:
-                part.fd = stack.enter_context(rows.file.open("rb", buffering=0)).fileno()
-            except OSError as error:
-                raise ConfigError(f"{rows.file} cannot be read: {error}") from None
+            if rows.file not in descriptors:
+                try:
+                    file = stack.enter_context(rows.file.open("rb", buffering=0))
+                except OSError as error:
+                    raise ConfigError(f"{rows.file} cannot be read: {error}") from None
+                descriptors[rows.file] = file.fileno()
+            part.fd = descriptors[rows.file]
             part.offset, part.first_row, part.num_rows = rows.offset, rows.first_row, rows.num_rows
             part.kind, part.head_size = _LOADED_KINDS[rows.kind or stored.kind], rows.head_size
             part.layout, part.stored_rows = _LAYOUTS[rows.layout], rows.stored_rows
