@@ -26,7 +26,7 @@ from types import MappingProxyType
 
 from quickstep.errors import ConfigError, EngineError
 
-ABI_VERSION = 15
+ABI_VERSION = 16
 
 # qs_activation
 ACTIVATIONS: Mapping[str, int] = MappingProxyType(
