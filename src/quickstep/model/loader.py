@@ -24,21 +24,24 @@ from quickstep.model.checkpoint.tensor_reader import (
     TensorReader,
     TensorSource,
 )
-from quickstep.model.checkpoint.tensor_schema import layer_norms
+from quickstep.model.checkpoint.tensor_schema import DELTA_PROJECTIONS, STATE_MIXER, layer_norms
 from quickstep.model.checkpoint.weights import (
     CheckpointWeights,
     DecoderNames,
     open_checkpoint_files,
     open_weights,
 )
+from quickstep.model.chosen_rows import GatesAfterQueries
 from quickstep.model.decoder import Decoder
-from quickstep.model.decoder_spec import ModelSpec, QKNorm
+from quickstep.model.decoder_spec import LayerSpec, ModelSpec, QKNorm, ShortConv, StateMixer
 from quickstep.model.decoder_weights import (
     AttentionWeights,
     DecoderWeights,
+    GatedDeltaWeights,
     LayerWeights,
     MLPWeights,
     MoEWeights,
+    ShortConvLayerWeights,
 )
 from quickstep.model.formats.detect import open_quantized_reader
 from quickstep.model.interface import Model
@@ -48,8 +51,17 @@ from quickstep.model.rope import make_rope_table
 from quickstep.model.sharding import Shard, ShardedSource
 from quickstep.model.spec import read_config
 from quickstep.model.stages import Stage
-from quickstep.ops.table import ExpertWeights, OpTable
-from quickstep.ops.tensors import CPU, AnyTensor, DType, HostTensor, torch_device, torch_dtype
+from quickstep.ops.table import DeltaWeights, ExpertWeights, OpTable, ShortConvWeights
+from quickstep.ops.tensors import (
+    CPU,
+    AnyTensor,
+    DType,
+    HostTensor,
+    negative_exponential,
+    torch_device,
+    torch_dtype,
+    transposed,
+)
 from quickstep.ops.torch_import import complete_torch, require_torch
 from quickstep.ops.weights import LinearWeight, QuantizedWeight
 
@@ -130,6 +142,8 @@ def _load_model(
             progress(num_bytes, total_bytes)
 
     stored = _open_source(weights, *_places(dtype, device, on_host), report)
+    if spec.attention_gate:
+        stored = GatesAfterQueries(stored, spec)
     if shard.size > 1:
         stored = ShardedSource(stored, spec, weights.names, shard)
     source = quantizing(stored, load.quantization, weights.names, ops)
@@ -309,20 +323,50 @@ class _Packing:
 
     def _layers(self, prefix: str) -> Iterator[LayerWeights]:
         for index in self._stage.layers(self._spec):
-            yield self._layer(f"{prefix}layers.{index}.", self._spec.layers[index].sparse)
+            yield self._layer(f"{prefix}layers.{index}.", self._spec.layers[index])
 
-    def _layer(self, start: str, sparse: bool) -> LayerWeights:
+    def _layer(self, start: str, spec: LayerSpec) -> LayerWeights:
         def norm(name: str | None) -> AnyTensor | None:
             return None if name is None else self._reader.tensor(f"{start}{name}.weight")
 
         names = self._norms
         return LayerWeights(
-            attention=self._attention(f"{start}self_attn."),
-            mlp=self._experts(start) if sparse else self._dense(f"{start}mlp."),
+            mixer=self._mixer(start, spec.state_mixer),
+            mlp=self._experts(start) if spec.sparse else self._dense(f"{start}mlp."),
             input_layernorm=norm(names.input_layernorm),
             post_attention_layernorm=norm(names.post_attention_layernorm),
             pre_feedforward_layernorm=norm(names.pre_feedforward_layernorm),
             post_feedforward_layernorm=norm(names.post_feedforward_layernorm),
+        )
+
+    def _mixer(
+        self, start: str, mixer: StateMixer | None
+    ) -> AttentionWeights | ShortConvLayerWeights | GatedDeltaWeights:
+        if mixer is None:
+            return self._attention(f"{start}self_attn.")
+        start += STATE_MIXER
+        taps = self._reader.tensor(f"{start}conv1d.weight").float()
+        taps = transposed(taps.view(taps.shape[0], taps.shape[2]))
+        if isinstance(mixer, ShortConv):
+            bias = self._reader.tensor(f"{start}conv1d.bias").float() if mixer.bias else None
+            return ShortConvLayerWeights(
+                self._linear(start, ("in_proj",), mixer.bias),
+                ShortConvWeights(taps, bias),
+                self._linear(start, ("out_proj",), mixer.bias),
+            )
+        delta = DeltaWeights(
+            taps=taps,
+            rates=negative_exponential(self._reader.tensor(f"{start}A_log").float()),
+            biases=self._reader.tensor(f"{start}dt_bias").float(),
+            norm=self._reader.tensor(f"{start}norm.weight").float(),
+            num_key_heads=mixer.num_key_heads,
+            key_size=mixer.key_size,
+            eps=self._spec.norm_eps,
+        )
+        return GatedDeltaWeights(
+            self._linear(start, DELTA_PROJECTIONS, False),
+            delta,
+            self._linear(start, ("out_proj",), False),
         )
 
     def _attention(self, start: str) -> AttentionWeights:

@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 import msgspec
+from msgspec.structs import replace
 
 from quickstep.errors import ConfigError
 from quickstep.model.checkpoint.gguf_file import BLOCKS
@@ -26,7 +27,12 @@ from quickstep.model.checkpoint.safetensors_files import (
 )
 from quickstep.model.checkpoint.source import reading_checkpoint
 from quickstep.model.checkpoint.tensor_reader import STORED_DTYPES
-from quickstep.model.checkpoint.tensor_schema import Shapes, layer_tensors, outer_tensors
+from quickstep.model.checkpoint.tensor_schema import (
+    DELTA_PROJECTIONS,
+    Shapes,
+    layer_tensors,
+    outer_tensors,
+)
 from quickstep.model.decoder_spec import ModelSpec
 from quickstep.model.formats.detect import find_storage, quantization_config
 from quickstep.model.formats.fused_experts import FusedExperts, find_fused_experts
@@ -48,7 +54,12 @@ _BUFFERS = re.compile(r"(.+\.)?(rotary_emb\.\w+|inv_freq|masked_bias|position_id
 _OTHER_HEADS = re.compile(r"(model\.)?(\w*heads?\d*|score|classifier|qa_outputs|mtp\w*)\..+")
 
 # Matrices that are packed below one another: their forms become one.
-_STACKS = (("q_proj", "k_proj", "v_proj"), ("gate_proj", "up_proj"), ("w1", "w3"))
+_STACKS = (
+    ("q_proj", "k_proj", "v_proj"),
+    ("gate_proj", "up_proj"),
+    ("w1", "w3"),
+    DELTA_PROJECTIONS,
+)
 
 
 class DecoderNames(msgspec.Struct, frozen=True):
@@ -242,7 +253,8 @@ def open_weights(path: str | Path, spec: ModelSpec) -> CheckpointWeights:
 
 
 def _open_weights(path: str | Path, spec: ModelSpec) -> CheckpointWeights:
-    config, files = read_config(path), open_checkpoint_files(path)
+    config = read_config(path)
+    files = _renamed(open_checkpoint_files(path), spec.naming.renames)
     names = _names(spec, files)
     shapes = outer_tensors(spec, names.prefix, names.lm_head)
     if names.head_stored:
@@ -252,6 +264,18 @@ def _open_weights(path: str | Path, spec: ModelSpec) -> CheckpointWeights:
     experts = find_fused_experts(spec, quantization_config(config))
     storage = None if experts is not None else find_storage(config, files)
     return CheckpointWeights(spec, config, files, storage, names, shapes, experts)
+
+
+def _renamed(files: TensorFiles, renames: Sequence[tuple[str, str]]) -> TensorFiles:
+    """The same tensors by their standard names (`TensorNaming.renames`)."""
+    if not renames:
+        return files
+    tensors = {}
+    for name, tensor in files.tensors.items():
+        for part, standard in renames:
+            name = name.replace(part, standard)
+        tensors[name] = replace(tensor, name=name)
+    return replace(files, tensors=tensors)
 
 
 def _names(spec: ModelSpec, files: TensorFiles) -> DecoderNames:
