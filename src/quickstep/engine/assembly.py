@@ -452,10 +452,19 @@ def _planned(config: EngineConfig, checkpoint: Checkpoint | None, place: int = 0
                 "its values unevenly spaced (nf4, fp4), which no product here reads",
                 some_tensors(rounded),
             )
-        held_bytes = weights.held_bytes(dtype.itemsize) if weights.quantized else None
+        holds_float8 = ops.load_linear is None
+        if weights.quantized:
+            held_bytes = weights.held_bytes(dtype.itemsize, holds_float8=holds_float8)
+        if weights.has_float8() and not holds_float8:
+            _LOGGER.info(
+                "weights in e4m3 are held in %s, in %d bytes each: the native kernels multiply no "
+                "e4m3",
+                dtype,
+                dtype.itemsize,
+            )
         why_torch = "--enforce-eager"
         if not config.enforce_eager:
-            why_torch = reason_for_torch(weights, ops, config.load, config.cache.kv_dtype)
+            why_torch = reason_for_torch(ops, config.load, config.cache.kv_dtype)
     if why_torch:
         require_torch(why_torch)
         set_threads(num_threads(config.load))

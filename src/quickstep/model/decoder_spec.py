@@ -9,6 +9,7 @@ to be harmless is an error: nothing in a config is silently ignored.
 from __future__ import annotations
 
 import enum
+import math
 from collections.abc import Sequence
 
 import msgspec
@@ -118,7 +119,7 @@ class ShortConv(msgspec.Struct, frozen=True, tag=True):
         return self.num_channels
 
     @property
-    def state_size(self) -> StateSize:
+    def kept(self) -> StateSize:
         """The gated inputs of the tokens before."""
         return StateSize(self.num_channels, self.width - 1)
 
@@ -165,14 +166,62 @@ class GatedDelta(msgspec.Struct, frozen=True, tag=True):
         return self.num_values
 
     @property
-    def state_size(self) -> StateSize:
+    def kept(self) -> StateSize:
         """The convolution's inputs of the tokens before, and a matrix for each value head."""
         heads = self.num_value_heads
         matrix = heads * self.key_size * self.value_size
         return StateSize(self.num_channels, self.width - 1, matrix, 2 * heads)
 
 
-StateMixer = ShortConv | GatedDelta
+class Mamba2(msgspec.Struct, frozen=True, tag=True):
+    """Mamba-2 (arXiv:2405.21060), as in Granite 4 and Bamba.
+
+    A head's state is a matrix from keys B to values, which decays by the token's time step. Heads
+    share keys and queries C in turn, in groups of equal size.
+
+    Attributes:
+        state_size: Elements of a key.
+        width: Tokens that the convolution over values, keys and queries sees.
+        bias: The projections have one.
+        conv_bias: The convolution has one.
+        has_norm: The outputs of a group are normed.
+        least_step, most_step: Limits of the time step.
+    """
+
+    num_heads: int
+    head_size: int
+    num_groups: int
+    state_size: int
+    width: int
+    bias: bool = False
+    conv_bias: bool = True
+    has_norm: bool = True
+    least_step: float = 0.0
+    most_step: float = math.inf
+
+    @property
+    def num_outputs(self) -> int:
+        """Elements of a token that it returns: its values, over all heads."""
+        return self.num_heads * self.head_size
+
+    @property
+    def num_channels(self) -> int:
+        """Elements of values, keys and queries."""
+        return self.num_outputs + 2 * self.num_groups * self.state_size
+
+    @property
+    def num_inputs(self) -> int:
+        """Elements of a token that the mixer reads: gates, channels, time steps."""
+        return self.num_outputs + self.num_channels + self.num_heads
+
+    @property
+    def kept(self) -> StateSize:
+        """The convolution's inputs of the tokens before, and a matrix for each head."""
+        matrix = self.num_outputs * self.state_size
+        return StateSize(self.num_channels, self.width - 1, matrix, self.num_heads)
+
+
+StateMixer = ShortConv | GatedDelta | Mamba2
 
 
 class LayerSpec(msgspec.Struct, frozen=True):
@@ -398,4 +447,4 @@ class ModelSpec(msgspec.Struct, frozen=True):
     def state_sizes(self) -> tuple[StateSize, ...]:
         """What each layer without attention keeps of a sequence, in ascending order."""
         mixers = [layer.state_mixer for layer in self.layers]
-        return tuple([mixer.state_size for mixer in mixers if mixer is not None])
+        return tuple([mixer.kept for mixer in mixers if mixer is not None])

@@ -22,15 +22,14 @@ from quickstep.model.decoder_spec import (
     GatedDelta,
     LatentSpec,
     ModelSpec,
-    ShortConv,
     StateMixer,
     TensorNaming,
 )
 from quickstep.model.decoder_weights import (
     AttentionWeights,
     DecoderWeights,
+    LatentWeights,
     MLPWeights,
-    ShortConvLayerWeights,
 )
 from quickstep.ops.table import LoRAPart, OpTable
 from quickstep.ops.tensors import (
@@ -123,7 +122,7 @@ def has_bias(spec: ModelSpec, module: LoRAModule) -> bool:
         return spec.moe is not None and spec.moe.biases
     mixer = spec.layers[module.number // len(Projection)].state_mixer
     if mixer is not None and projection in (Projection.QKV, Projection.O_PROJ):
-        return isinstance(mixer, ShortConv) and mixer.bias
+        return not isinstance(mixer, GatedDelta) and mixer.bias
     attention = {Projection.QKV: spec.qkv_bias, Projection.O_PROJ: spec.output_bias}
     return attention.get(projection, spec.mlp_bias)
 
@@ -144,7 +143,7 @@ def base_biases(
         if isinstance(mixer, AttentionWeights):
             matrices |= {into: mixer.qkv} if spec.qkv_bias else {}
             matrices |= {out: mixer.o_proj} if spec.output_bias else {}
-        elif isinstance(mixer, ShortConvLayerWeights):
+        elif not isinstance(mixer, LatentWeights) and has_bias(spec, LoRAModule(into, 0, 0, 0)):
             matrices |= {into: mixer.in_proj, out: mixer.out_proj}
         if spec.mlp_bias and isinstance(layer.mlp, MLPWeights):
             matrices[module_number(number, Projection.GATE_UP)] = layer.mlp.gate_up

@@ -25,10 +25,9 @@ from quickstep.model.decoder import Decoder
 from quickstep.model.decoder_weights import (
     AttentionWeights,
     DecoderWeights,
-    GatedDeltaWeights,
     LatentWeights,
     LayerWeights,
-    ShortConvLayerWeights,
+    StateMixerWeights,
 )
 from quickstep.model.interface import EmittingTokens, ForwardBatch, Model
 from quickstep.model.rope import RopeTable
@@ -411,8 +410,8 @@ def _layer(layer: LayerWeights) -> LayerWeights:
 
 
 def _mixer(
-    weights: AttentionWeights | ShortConvLayerWeights | GatedDeltaWeights | LatentWeights,
-) -> AttentionWeights | ShortConvLayerWeights | GatedDeltaWeights | LatentWeights:
+    weights: AttentionWeights | LatentWeights | StateMixerWeights,
+) -> AttentionWeights | LatentWeights | StateMixerWeights:
     if isinstance(weights, LatentWeights):
         return replace(
             weights,
