@@ -84,6 +84,12 @@ class Pooling(enum.Enum):
 
     MEAN = "mean"
     LAST = "last"
+    CLS = "cls"
+
+    @property
+    def needs_all(self) -> bool:
+        """Whether more than the last token's state is needed, so that every token is computed."""
+        return self is not Pooling.LAST
 
 
 class FinishReason(enum.Enum):

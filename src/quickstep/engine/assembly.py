@@ -32,9 +32,9 @@ from quickstep.config import (
 )
 from quickstep.engine.loaded_model import LoadedModel
 from quickstep.engine.machine import free_memory_bytes, places_for, usable_cores
+from quickstep.engine.retrieval.card import read_retrieval
 from quickstep.errors import ConfigError
 from quickstep.model.checkpoint.config_fields import ConfigFields, read_json
-from quickstep.types import Pooling
 
 if TYPE_CHECKING:
     import torch
@@ -882,7 +882,7 @@ def describe(
             GrammarLimits.of(inputs),
             TrialLimits(cpu_s=inputs.grammar_s),
         ),
-        default_pooling=_default_pooling(path),
+        retrieval=read_retrieval(path, tokenizer.token_id("yes"), tokenizer.token_id("no")),
     )
 
 
@@ -905,9 +905,3 @@ def _default_sampling(path: Path) -> Mapping[str, float]:
         fields.optional_number(theirs)
     named = {ours: values[theirs] for theirs, ours in _SAMPLING_FIELDS.items() if theirs in values}
     return MappingProxyType({name: value for name, value in named.items() if value is not None})
-
-
-def _default_pooling(path: Path) -> Pooling:
-    """The mean where the checkpoint's sentence-transformers card has it, else the last token."""
-    card = read_json(path / "1_Pooling" / "config.json")
-    return Pooling.MEAN if card.get("pooling_mode_mean_tokens") is True else Pooling.LAST

@@ -482,7 +482,7 @@ class ModelRunner:
         scores = self._scorer.score(hidden, row, slot) if row.num_scored else ()
         if slot.pool is None:
             return RowOutput(prompt_logprobs=scores)
-        if slot.pool.needs_all and slot.pool.num_tokens != row.start:
+        if slot.pool.pooling.needs_all and slot.pool.num_tokens != row.start:
             raise EngineError(f"{slot.sequence_id} pools its prompt, a row begins at {row.start}")
         slot.pool.add(hidden)
         embedding = slot.pool.embedding() if row.pools else None
