@@ -21,7 +21,7 @@ from msgspec.structs import replace
 from quickstep.errors import ConfigError
 from quickstep.model.architectures import ARCHITECTURES, MODEL_TYPES, Architecture
 from quickstep.model.checkpoint.config_fields import ConfigFields, read_json
-from quickstep.model.checkpoint.gguf_file import is_gguf
+from quickstep.model.checkpoint.gguf_names import is_gguf
 from quickstep.model.checkpoint.gguf_spec import gguf_config
 from quickstep.model.checkpoint.source import reading_checkpoint
 from quickstep.model.decoder_spec import (

@@ -29,7 +29,6 @@ from quickstep.server.fields.field_reader import FieldReader
 from quickstep.server.generate.api import Observers
 from quickstep.server.generate.endpoint import (
     BYTES_PER_TOKEN,
-    CLIENT_CLOSED,
     caller_of,
     endpoint_of,
 )
@@ -37,7 +36,7 @@ from quickstep.server.generate.generation import with_client_field
 from quickstep.server.generate.prompt_runs import PromptFields, PromptRun
 from quickstep.server.generate.prompts import check_num_tokens
 from quickstep.server.http.body import body_of, body_parsed, unless_disconnected
-from quickstep.server.http.errors import json_response
+from quickstep.server.http.errors import CLIENT_CLOSED, json_response
 from quickstep.server.http.middleware import report_ignored
 from quickstep.server.models.registry import ModelRegistry
 from quickstep.server.models.served_model import ServedModel
