@@ -208,6 +208,8 @@ class SchedulerConfig(msgspec.Struct, frozen=True):
         lora_bytes: What they take together; None for no limit.
         kv_tier: What keeps evicted KV blocks; None for nothing. The engine takes it from its
             `CacheConfig`.
+        complete_prompts: A prompt is computed in one step, as an encoder needs it; a step has to
+            have the tokens for the longest one.
     """
 
     max_num_seqs: Annotated[
@@ -287,6 +289,7 @@ class SchedulerConfig(msgspec.Struct, frozen=True):
     max_loras: int | None = None
     lora_bytes: int | None = None
     kv_tier: KVTierConfig | None = None
+    complete_prompts: bool = False
 
     def __post_init__(self) -> None:
         check_bounds(self)

@@ -58,6 +58,9 @@ class FakeTokenizer:
     def encode_all(self, texts: Sequence[str], add_special_tokens: bool) -> list[list[int]]:
         return [self.encode(text, add_special_tokens) for text in texts]
 
+    def encode_pair(self, first: str, second: str) -> list[int]:
+        return [1, *first.encode(), 2, *second.encode(), 2]
+
     def least_tokens(self, text: str) -> int:
         return len(text.encode())
 

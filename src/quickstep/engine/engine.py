@@ -437,7 +437,7 @@ class Engine:
         self._require_running()
         eos_token_ids = self.tokenizer.eos_token_ids
         request = self._intake.take(
-            request, self._model.vocab_size, self.max_model_len, eos_token_ids
+            request, self._model.vocab_size, self.max_model_len, eos_token_ids, self.retrieval
         )
         stream = Stream(request, self, self._stream_bounds)
         stream.accept(self.submit(request, stream))

@@ -84,6 +84,9 @@ class Vocabulary(Protocol):
     def encode_all(self, texts: Sequence[str], add_special_tokens: bool) -> list[list[int]]:
         """Token ids of each text. Raises RequestError, EngineError."""
 
+    def encode_pair(self, first: str, second: str) -> list[int]:
+        """Token ids of two texts, as the tokenizer joins them."""
+
     def decode(self, ids: Sequence[int], skip_special_tokens: bool) -> str:
         """Text of token ids."""
 

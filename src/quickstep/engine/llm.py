@@ -57,6 +57,8 @@ from quickstep.engine.engine import Engine
 from quickstep.engine.loop_thread import LoopThread
 from quickstep.engine.outputs import (
     BeamSearchOutput,
+    ClassificationOutput,
+    ClassificationRequestOutput,
     EmbeddingRequestOutput,
     PromptAnswer,
     RequestOutput,
@@ -69,10 +71,11 @@ from quickstep.engine.outputs import (
     collect_embedding,
 )
 from quickstep.engine.requests import as_token_ids, check_token_ids
-from quickstep.engine.retrieval.card import Scoring
 from quickstep.engine.retrieval.pairs import (
     Pairs,
     TextLimits,
+    class_probabilities,
+    pair_pooling,
     pair_prompts,
     pair_sampling,
     pair_scores,
@@ -170,8 +173,6 @@ def option_places() -> Mapping[str, tuple[str, str]]:
 # Public names of vLLM's class that this one does not have: what to do instead.
 _ABSENT: Mapping[str, str] = {
     "apply_model": "the model runs as captured native steps; there is no torch module to call",
-    "classify": "there are no classification heads; `generate` with `Grammar.of_choice` chooses "
-    "among labels",
     "collective_rpc": "there are no worker processes",
     "encode": "`embed(pooling=...)` gives the pooled hidden states",
     "enqueue": "`generate` takes all prompts at once; `engine.stream` submits single requests",
@@ -379,8 +380,7 @@ class LLM(metaclass=_NamesWhatIsAbsent):
         engine = self._engine
         limits = TextLimits(truncate_prompt_tokens)
         prompts = pair_prompts(engine, pairs, instruction, limits)
-        is_cosine = engine.retrieval.scoring is Scoring.COSINE
-        pooling = engine.retrieval.pooling if is_cosine else None
+        pooling = pair_pooling(engine.retrieval)
         sampling = pair_sampling(engine.retrieval)
         submits = [
             partial(
@@ -405,6 +405,45 @@ class LLM(metaclass=_NamesWhatIsAbsent):
             )
             for answer, score in zip(answers[-len(scores) :], scores, strict=True)
         ]
+
+    def classify(
+        self, prompts: Prompt | Sequence[Prompt], use_tqdm: bool = True
+    ) -> list[ClassificationRequestOutput]:
+        """The classes of one text or many, of an encoder with a classification head.
+
+        Raises:
+            RequestError: One of the texts is invalid, or the model has no such head.
+            EngineError: The model failed on one.
+        """
+        sampling = SamplingParams(max_tokens=1)  # no token is sampled
+        submits = [
+            partial(
+                self._engine.stream,
+                Request("", as_token_ids(prompt.token_ids), sampling, pooling=Pooling.CLASSES),
+            )
+            for prompt in self._tokenized(prompts)
+        ]
+
+        async def answer(stream: Stream, number: int) -> PromptAnswer:
+            return await collect_answer(stream)
+
+        with _progress_bar("Classifying", is_wanted=use_tqdm) as show:
+            answers = self._thread.call(_all_answers(submits, answer, show))
+        labels = self._engine.retrieval.labels
+        outputs = []
+        for found in answers:
+            probs = class_probabilities(found.delta.embedding or ())
+            label = labels[max(range(len(probs)), key=probs.__getitem__)]
+            outputs.append(
+                ClassificationRequestOutput(
+                    found.request_id,
+                    ClassificationOutput(probs, label),
+                    found.prompt_token_ids,
+                    found.num_cached_tokens,
+                    True,
+                )
+            )
+        return outputs
 
     def rerank(
         self,

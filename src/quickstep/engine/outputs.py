@@ -140,6 +140,28 @@ class ScoringRequestOutput(msgspec.Struct, frozen=True):
     finished: bool
 
 
+class ClassificationOutput(msgspec.Struct, frozen=True):
+    """The probabilities of the classes, which `label` is the likeliest of."""
+
+    probs: tuple[float, ...]
+    label: str
+
+    @property
+    def num_classes(self) -> int:
+        """How many there are."""
+        return len(self.probs)
+
+
+class ClassificationRequestOutput(msgspec.Struct, frozen=True):
+    """The classes of one text."""
+
+    request_id: str
+    outputs: ClassificationOutput
+    prompt_token_ids: tuple[int, ...]
+    num_cached_tokens: int
+    finished: bool
+
+
 class RerankOutput(msgspec.Struct, frozen=True):
     """A document of `LLM.rerank`, by its index."""
 

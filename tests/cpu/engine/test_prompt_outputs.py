@@ -171,7 +171,7 @@ def test_n_sequences_score_their_prompt_once(llm):
 
 
 def test_embeddings_have_length_one_and_are_in_order(llm):
-    for pooling in Pooling:
+    for pooling in (Pooling.MEAN, Pooling.LAST, Pooling.CLS):
         outputs = llm.embed(PROMPTS, pooling=pooling)
         for output in outputs:
             vector = output.outputs.embedding

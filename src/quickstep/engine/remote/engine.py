@@ -621,7 +621,9 @@ class RemoteEngine:
         self._check_backlog(process)
         facts = self._loaded.facts
         eos_token_ids = self.tokenizer.eos_token_ids
-        request = self._intake.take(request, facts.vocab_size, facts.max_model_len, eos_token_ids)
+        request = self._intake.take(
+            request, facts.vocab_size, facts.max_model_len, eos_token_ids, facts.retrieval
+        )
         stream = Stream(request, self, self._stream_bounds)
         self.submit(request, stream)
         return stream

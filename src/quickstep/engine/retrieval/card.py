@@ -40,6 +40,7 @@ class Scoring(enum.Enum):
 
     COSINE = "cosine"
     TOKENS = "tokens"
+    CLASS = "class"
 
 
 class Retrieval(msgspec.Struct, frozen=True):
@@ -48,13 +49,16 @@ class Retrieval(msgspec.Struct, frozen=True):
     Attributes:
         pooling: How hidden states become one vector.
         scoring: COSINE compares the two embeddings. TOKENS asks the model about the pair: the
-            score is the probability of `true_token_id` against that of `false_token_id`.
+            score is the probability of `true_token_id` against that of `false_token_id`. CLASS
+            reads the pair as one text, and the score is the sigmoid of the only class's logit.
         prompts: Texts before an input, by task.
         default_prompt: The task of inputs that name none; "" for no prompt.
         reads_pairs: The chat template has the roles `query` and `document`; otherwise the pair is
             written into a question that a user asks.
         refusal: Why embeddings are refused; "" if they are not.
         scoring_refusal: The same of scores.
+        is_encoder: Tokens see those after them too: nothing is generated.
+        labels: The classes of a classification head; () without one.
     """
 
     pooling: Pooling = Pooling.LAST
@@ -66,9 +70,13 @@ class Retrieval(msgspec.Struct, frozen=True):
     reads_pairs: bool = False
     refusal: str = ""
     scoring_refusal: str = ""
+    is_encoder: bool = False
+    labels: tuple[str, ...] = ()
 
 
-def read_retrieval(path: Path, yes: int | None, no: int | None) -> Retrieval:
+def read_retrieval(
+    path: Path, yes: int | None, no: int | None, default_pooling: Pooling = Pooling.LAST
+) -> Retrieval:
     """Read the files of a checkpoint. A model without them is asked about pairs, if its vocabulary
     has the tokens `yes` and `no`.
 
@@ -81,7 +89,7 @@ def read_retrieval(path: Path, yes: int | None, no: int | None) -> Retrieval:
     prompts = {
         name: text for name, text in _mapping(settings, "prompts").items() if isinstance(text, str)
     }
-    pooling, refusal = _pooling(card, prompts)
+    pooling, refusal = _pooling(card, prompts, default_pooling)
     missing = sorted(set(modules) - _IMPLEMENTED)
     if missing:
         refusal = f"the model's embeddings need its module {missing[0]}, which is not implemented"
@@ -140,13 +148,15 @@ def _folder(file: Path, name: object) -> str:
     return name
 
 
-def _pooling(card: Mapping[str, object], prompts: Mapping[str, str]) -> tuple[Pooling, str]:
+def _pooling(
+    card: Mapping[str, object], prompts: Mapping[str, str], default: Pooling
+) -> tuple[Pooling, str]:
     """The pooling of a card, and why it is refused."""
     mode = card.get("pooling_mode")
     modes = [mode] if isinstance(mode, str) else []
     modes += [name for name, on in card.items() if on is True and name.startswith("pooling_mode_")]
     if not modes:
-        return Pooling.LAST, ""
+        return default, ""
     if len(modes) > 1 or modes[0] not in _POOLINGS:
         names = " and ".join(modes)
         return Pooling.LAST, f"the model's embeddings are pooled by {names}: not implemented"

@@ -4,7 +4,8 @@ A model with `Scoring.TOKENS` is asked whether the document answers the query, a
 p(yes) / (p(yes) + p(no)) of the next token. The question is that of Qwen3-Reranker's model card;
 the chat template writes it, or writes the pair itself where it has roles for that. The query comes
 before the document, so that the pairs of a query share a cached prefix. With `Scoring.COSINE` query
-and document are two prompts, each after the model's own text for its task.
+and document are two prompts, each after the model's own text for its task. With `Scoring.CLASS` the
+tokenizer joins them, and the only class of the model's head is the score.
 """
 
 from __future__ import annotations
@@ -17,7 +18,7 @@ import msgspec
 
 from quickstep.engine.retrieval.card import Retrieval, Scoring
 from quickstep.errors import EngineError, PromptTooLong, RequestError
-from quickstep.types import Delta, SamplingParams, TokenLogprobs
+from quickstep.types import Delta, Pooling, SamplingParams, TokenLogprobs
 
 _INSTRUCTION = "Given a web search query, retrieve relevant passages that answer the query"
 _JUDGE = (
@@ -37,6 +38,9 @@ class TextTokens(Protocol):
 
     def decode(self, ids: Sequence[int], skip_special_tokens: bool) -> str:
         """Text of token ids."""
+
+    def encode_pair(self, first: str, second: str) -> list[int]:
+        """Token ids of two texts, as the tokenizer joins them."""
 
     def least_tokens(self, text: str) -> int:
         """Tokens that a text has at least."""
@@ -155,13 +159,14 @@ def _document_writer(
     retrieval, encode = model.retrieval, model.tokenizer.encode
     if retrieval.scoring_refusal:
         raise RequestError(retrieval.scoring_refusal, param="model")
+    if instruction is not None and retrieval.scoring is not Scoring.TOKENS:
+        raise RequestError(
+            "instruction goes with models that are asked about pairs; this one is not",
+            param="instruction",
+        )
+    if retrieval.scoring is Scoring.CLASS:
+        return lambda document: model.tokenizer.encode_pair(query, document)
     if retrieval.scoring is Scoring.COSINE:
-        if instruction is not None:
-            raise RequestError(
-                "instruction goes with models that are asked about pairs; this one compares "
-                "embeddings",
-                param="instruction",
-            )
         before = _text_before(model, _DOCUMENT)
         return lambda document: encode(before + document, True)
     template = model.chat_template
@@ -212,12 +217,17 @@ def fitting_ids(
 
 def pair_sampling(retrieval: Retrieval) -> SamplingParams:
     """The parameters of the prompts of pairs."""
-    if retrieval.scoring is Scoring.COSINE:
+    if retrieval.scoring is not Scoring.TOKENS:
         return SamplingParams(max_tokens=1)  # of which nothing is sampled
     compared = (retrieval.true_token_id, retrieval.false_token_id)
     return SamplingParams(
         max_tokens=1, temperature=0.0, ignore_eos=True, logprobs=0, logprob_token_ids=compared
     )
+
+
+def pair_pooling(retrieval: Retrieval) -> Pooling | None:
+    """The pooling of the prompts of pairs; None where a token answers."""
+    return None if retrieval.scoring is Scoring.TOKENS else retrieval.pooling
 
 
 def pair_prompts(
@@ -228,7 +238,7 @@ def pair_prompts(
     """
     pairs.check()
     is_cosine = model.retrieval.scoring is Scoring.COSINE
-    longest = model.max_model_len - (not is_cosine)
+    longest = model.max_model_len - (model.retrieval.scoring is Scoring.TOKENS)
     most = limits.checked(longest)
     prompts = []
     for query in pairs.queries:
@@ -257,6 +267,8 @@ def pair_scores(retrieval: Retrieval, deltas: Sequence[Delta], pairs: Pairs) -> 
     """The scores, from the deltas with the answers to the prompts of `pair_prompts`."""
     if retrieval.scoring is Scoring.TOKENS:
         return [_token_score(retrieval, delta.logprobs) for delta in deltas]
+    if retrieval.scoring is Scoring.CLASS:
+        return [_sigmoid(logit) for delta in deltas for logit in delta.embedding or ()]
     vectors = [delta.embedding or () for delta in deltas]
     num_queries = len(pairs.queries)
     queries = vectors[:num_queries] * (len(pairs.documents) if num_queries == 1 else 1)
@@ -271,9 +283,22 @@ def _token_score(retrieval: Retrieval, logprobs: Sequence[TokenLogprobs]) -> flo
     if not logprobs:
         raise EngineError("the model gave no logprobs for a pair")
     known = {**dict(logprobs[0].top), logprobs[0].token_id: logprobs[0].logprob}
-    difference = known[retrieval.true_token_id] - known[retrieval.false_token_id]
-    weight = math.exp(-abs(difference))  # of both signs without an overflow
-    return (1.0 if difference >= 0 else weight) / (1.0 + weight)
+    return _sigmoid(known[retrieval.true_token_id] - known[retrieval.false_token_id])
+
+
+def class_probabilities(logits: Sequence[float]) -> tuple[float, ...]:
+    """Of classes that exclude each other; of a single one, by itself."""
+    if len(logits) == 1:
+        return (_sigmoid(logits[0]),)
+    largest = max(logits)
+    weights = [math.exp(logit - largest) for logit in logits]
+    total = math.fsum(weights)
+    return tuple(weight / total for weight in weights)
+
+
+def _sigmoid(logit: float) -> float:
+    weight = math.exp(-abs(logit))  # of both signs without an overflow
+    return (1.0 if logit >= 0 else weight) / (1.0 + weight)
 
 
 def _check_text(model: _Model, text: str, longest: int, field: str) -> None:

@@ -20,6 +20,7 @@ from quickstep.engine.retrieval.card import Scoring
 from quickstep.engine.retrieval.pairs import (
     Pairs,
     TextLimits,
+    pair_pooling,
     pair_prompts,
     pair_sampling,
     pair_scores,
@@ -166,7 +167,7 @@ class Scores:
             caller,
             endpoint_of(request),
         )
-        is_cosine = engine.retrieval.scoring is Scoring.COSINE
+        generates = engine.retrieval.scoring is Scoring.TOKENS
         sampling = pair_sampling(engine.retrieval)
         reservation = server.limiter.admit(
             caller, pairs.num_chars // BYTES_PER_TOKEN, in_batch=False
@@ -184,16 +185,16 @@ class Scores:
                 self._observers,
                 prompts,
                 sampling,
-                engine.retrieval.pooling if is_cosine else None,
+                pair_pooling(engine.retrieval),
                 pairs.document_field,
-                shares_prefix=not is_cosine and _has_shared_prefix(prompts, engine.block_size),
+                shares_prefix=generates and _has_shared_prefix(prompts, engine.block_size),
             )
         finally:
             reservation.release()
         return _Scored(
             pair_scores(engine.retrieval, deltas, pairs),
             sum(map(len, prompts)),
-            0 if is_cosine else len(prompts),
+            len(prompts) if generates else 0,
         )
 
 
