@@ -75,6 +75,7 @@ SERVER_ORDER = (
     ("models",),
     ("generate",),
     ("openai",),
+    ("scores",),
     ("anthropic", "llama_cpp", "responses"),
     ("ollama", "batches"),
     ("operate", "page"),

@@ -14,6 +14,7 @@ from collections.abc import Sequence
 
 import msgspec
 
+from quickstep.model.encoders.encoder_spec import EncoderSpec
 from quickstep.model.rope_spec import RopeSpec
 
 
@@ -359,7 +360,8 @@ class ModelSpec(msgspec.Struct, frozen=True):
 
     Attributes:
         architecture: The `architectures` entry of the config, `LlamaForCausalLM`.
-        native: Run by `decoder.py`; False runs through the `transformers` fallback.
+        native: Run by `decoder.py`; False runs through `encoders`, or the `transformers` fallback.
+        encoder: What an encoder has in addition; None for a decoder.
         num_layers, num_heads, num_kv_heads, head_size, hidden_size, intermediate_size, vocab_size:
             The usual sizes; `num_heads` H, `num_kv_heads` K, `head_size` D, `vocab_size` V.
         max_model_len: Longest sequence that the positions allow, RoPE scaling included.
@@ -416,6 +418,7 @@ class ModelSpec(msgspec.Struct, frozen=True):
     notes: tuple[str, ...] = ()
     long_context: LongContext | None = None
     attention_gate: bool = False
+    encoder: EncoderSpec | None = None
     latent: LatentSpec | None = None
 
     @property
@@ -439,7 +442,11 @@ class ModelSpec(msgspec.Struct, frozen=True):
 
     @property
     def kv_groups(self) -> tuple[KVGroup, ...]:
-        """The layers by what they keep of a token: one group of those that have attention."""
+        """The layers by what they keep of a token: one group of those that have attention; none in
+        an encoder, whose texts are computed in one step.
+        """
+        if self.encoder is not None:
+            return ()
         size = self.kv_size
         return kv_groups([None if layer.state_mixer else size for layer in self.layers])
 

@@ -142,6 +142,18 @@ def _load_model(
         positions = f"{positions}{spec.long_context.rope_type} x {spec.long_context.factor!r}"
     settings = (str(dtype), ops.name, positions, load.quantization or "")
     fingerprint = Fingerprinting(read_config(checkpoint.path), files, settings)
+    if spec.encoder is not None:
+        # Imported here: it computes with torch.
+        from quickstep.model.encoders.encoder import load_encoder
+
+        if load.quantization is not None:
+            raise ConfigError(
+                f"--quantization is {load.quantization}, but {spec.architecture} is an encoder, "
+                "whose weights stay as they are; leave the option out"
+            )
+        placement = (torch_device(device), torch_dtype(dtype))
+        sizes = placement, max_model_len
+        return load_encoder(files, spec, ops, *sizes, fingerprint, progress)
     if not spec.native:
         # Imported here: transformers is optional, and takes seconds to import.
         require_torch(f"{spec.architecture}, which runs through transformers,")
