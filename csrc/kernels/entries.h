@@ -7,6 +7,8 @@ namespace qs::QS_LEVEL {
 
 void pack_linear(Pool* pool, const PackArgs& args);
 void linear(Pool* pool, const LinearArgs& args);
+void head_linear(Pool* pool, const HeadLinearArgs& args);
+void latent_keys(Pool* pool, const qs_latent_keys_call& call);
 bool gated_linear(Pool* pool, const LinearArgs& args, int activation);
 void linear_rows(Pool* pool, const PackedLinear& packed, const int64_t* ids, int64_t num_tokens,
                  void* out);

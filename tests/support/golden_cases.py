@@ -81,6 +81,18 @@ def rope(kind: str, **values: object) -> dict[str, object]:
 
 LONG = {"short_factor": [1.0, 1.1, 1.3, 1.7], "long_factor": [1.5, 2.0, 4.0, 8.0]}
 
+LATENT = {
+    "kv_lora_rank": 48, "qk_rope_head_dim": 16, "qk_nope_head_dim": 32, "v_head_dim": 32,
+    "num_key_value_heads": 4,
+}  # fmt: skip
+
+# dense, as no sequence is longer than what the indexer chooses
+INDEXED = LATENT | {
+    "q_lora_rank": 32, "n_routed_experts": 4, "num_experts_per_tok": 2, "n_group": 1,
+    "topk_group": 1, "moe_intermediate_size": 40, "first_k_dense_replace": 1, "index_topk": 96,
+    "index_head_dim": 32, "index_n_heads": 4,
+} | rope("default")  # fmt: skip
+
 CASES = (
     Case("llama", "Llama"),
     Case("llama-biases-mqa", "Llama", {
@@ -194,4 +206,32 @@ CASES = (
         "num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 40,
         "norm_topk_prob": True, "decoder_sparse_step": 2, "head_dim": 16,
     }),
+    Case("deepseek-v2-lite", "DeepseekV2", LATENT | {
+        "q_lora_rank": None, "n_routed_experts": 6, "num_experts_per_tok": 3,
+        "moe_intermediate_size": 40, "n_shared_experts": 2, "first_k_dense_replace": 1,
+        "routed_scaling_factor": 1.5,
+    } | rope("yarn", factor=4.0, original_max_position_embeddings=64, mscale=0.7,
+             mscale_all_dim=0.7)),
+    Case("deepseek-v2-groups", "DeepseekV2", LATENT | {
+        "q_lora_rank": 32, "n_routed_experts": 8, "num_experts_per_tok": 3,
+        "moe_intermediate_size": 32, "topk_method": "group_limited_greedy", "n_group": 4,
+        "topk_group": 2, "qk_nope_head_dim": 24, "v_head_dim": 48,
+    } | rope("default")),
+    Case("deepseek-v3", "DeepseekV3", LATENT | {
+        "q_lora_rank": 48, "n_routed_experts": 8, "num_experts_per_tok": 3,
+        "moe_intermediate_size": 40, "n_group": 4, "topk_group": 2, "first_k_dense_replace": 1,
+    } | rope("yarn", factor=8.0, original_max_position_embeddings=32, mscale=1.0,
+             mscale_all_dim=1.0)),
+    Case("deepseek-v3-halves", "DeepseekV3", LATENT | {
+        "q_lora_rank": None, "n_routed_experts": 4, "num_experts_per_tok": 2, "n_group": 1,
+        "topk_group": 1, "moe_intermediate_size": 48, "first_k_dense_replace": 2,
+        "rope_interleave": False, "norm_topk_prob": False,
+    } | rope("default")),
+    Case("deepseek-v32", "DeepseekV32", INDEXED | {"n_group": 2, "topk_group": 1}),
+    Case("glm4-moe-lite", "Glm4MoeLite", LATENT | {
+        "q_lora_rank": 32, "n_routed_experts": 4, "num_experts_per_tok": 2,
+        "moe_intermediate_size": 40, "mlp_layer_types": ["sparse", "dense", "sparse"],
+    } | rope("default")),
+    Case("glm-moe-dsa", "GlmMoeDsa", INDEXED | {"indexer_types": ["full", "shared", "full"]}),
+    Case("youtu", "Youtu", LATENT | {"q_lora_rank": 32} | rope("default")),
 )  # fmt: skip

@@ -48,6 +48,7 @@ class MoESpec(msgspec.Struct, frozen=True):
         selection_bias: Experts are chosen by their share and a number of their own.
         num_groups, groups_per_token: Experts of so many groups, of as many as there are, are chosen
             among (`ops.table.RoutingRule`).
+        counted_per_group: Groups are chosen by the sum of so many best experts: 1 or 2.
         weight_scale: Multiplies the experts' weights.
         shared_width: Width of an expert that every token has in addition; 0 for none.
     """
@@ -63,6 +64,7 @@ class MoESpec(msgspec.Struct, frozen=True):
     groups_per_token: int = 1
     weight_scale: float = 1.0
     shared_width: int = 0
+    counted_per_group: int = 2
 
 
 class StateSize(msgspec.Struct, frozen=True):
@@ -240,10 +242,50 @@ class LayerSpec(msgspec.Struct, frozen=True):
 
 
 class KVSize(msgspec.Struct, frozen=True):
-    """What a token adds to the cache of a layer: K and V of `num_kv_heads` heads each."""
+    """What a token adds to the cache of a layer: K and V of `num_kv_heads` heads each.
+
+    Without `has_values` there is no V: it is the beginning of each K (`LatentSpec`).
+    """
 
     num_kv_heads: int
     head_size: int
+    has_values: bool = True
+
+    @property
+    def num_tensors(self) -> int:
+        """K and V, or K."""
+        return 1 + self.has_values
+
+
+class LatentSpec(msgspec.Struct, frozen=True):
+    """Attention over latents: of a token one vector is kept, of which each head's keys and values
+    are products (multi-head latent attention, DeepSeek-V2, arXiv:2405.04434).
+
+    Attributes:
+        rank: Elements of the vector (`kv_lora_rank`).
+        rope_size: Rotated elements of a key, the same for all heads, kept after the vector
+            (`qk_rope_head_dim`).
+        nope_size: The other elements of a head's key (`qk_nope_head_dim`).
+        value_size: Elements of a head's value (`v_head_dim`).
+        query_rank: Elements of the vector of which queries are products (`q_lora_rank`); None for
+            queries that are products of the hidden state.
+        interleaved: Pairs of neighbours are rotated, not halves.
+        num_indexed: Of more positions than so many, the model's indexer chooses those that are
+            attended to (DeepSeek V3.2), which is not computed; None without an indexer.
+    """
+
+    rank: int
+    rope_size: int
+    nope_size: int
+    value_size: int
+    query_rank: int | None
+    interleaved: bool = True
+    num_indexed: int | None = None
+
+    @property
+    def kept_size(self) -> int:
+        """Elements that the cache keeps of a token."""
+        return self.rank + self.rope_size
 
 
 class KVGroup(msgspec.Struct, frozen=True):
@@ -278,6 +320,7 @@ class TensorNaming(msgspec.Struct, frozen=True):
         fused_experts: One tensor holds a projection of all experts (`model.formats.fused_experts`).
         ignored: Prefixes of tensors that the text decoder does not use (a vision tower).
         renames: Parts of the files' tensor names, and what they are in the standard names.
+        ignored_module: A module of a layer that is not computed.
     """
 
     prefixes: tuple[str, ...] = ("model.",)
@@ -292,6 +335,7 @@ class TensorNaming(msgspec.Struct, frozen=True):
     shared_expert: str = "mlp.shared_experts"
     ignored: tuple[str, ...] = ()
     renames: tuple[tuple[str, str], ...] = ()
+    ignored_module: str | None = None
 
 
 STANDARD_NAMING = TensorNaming()
@@ -336,6 +380,7 @@ class ModelSpec(msgspec.Struct, frozen=True):
         long_context: How positions are scaled beyond the checkpoint's limit; None if they are not.
         attention_gate: What attention returns is multiplied by the sigmoid of a gate for each
             element, which the query projection computes, too.
+        latent: Attention over latents; `head_size` is that of a query, and `num_kv_heads` is 1.
     """
 
     architecture: str
@@ -374,11 +419,26 @@ class ModelSpec(msgspec.Struct, frozen=True):
     long_context: LongContext | None = None
     attention_gate: bool = False
     encoder: EncoderSpec | None = None
+    latent: LatentSpec | None = None
 
     @property
     def kv_size(self) -> KVSize:
         """What attention keeps of a token in one layer."""
+        if self.latent is not None:
+            return KVSize(1, self.latent.kept_size, has_values=False)
         return KVSize(self.num_kv_heads, self.head_size)
+
+    @property
+    def value_size(self) -> int:
+        """Elements of a head's value."""
+        return self.head_size if self.latent is None else self.latent.value_size
+
+    @property
+    def pair_size(self) -> int:
+        """Products of a query head and a position: of q·k, and of the weighted sum of values."""
+        if self.latent is not None:
+            return self.latent.kept_size + self.latent.rank
+        return 2 * self.head_size
 
     @property
     def kv_groups(self) -> tuple[KVGroup, ...]:

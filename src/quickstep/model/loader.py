@@ -8,6 +8,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING
 
+import numpy as np
 from msgspec.structs import replace
 
 from quickstep.config import LoadConfig
@@ -23,7 +24,12 @@ from quickstep.model.checkpoint.tensor_reader import (
     TensorReader,
     TensorSource,
 )
-from quickstep.model.checkpoint.tensor_schema import DELTA_PROJECTIONS, STATE_MIXER, layer_norms
+from quickstep.model.checkpoint.tensor_schema import (
+    DELTA_PROJECTIONS,
+    LATENT_HEADS,
+    STATE_MIXER,
+    layer_norms,
+)
 from quickstep.model.checkpoint.weights import (
     CheckpointWeights,
     DecoderNames,
@@ -33,6 +39,7 @@ from quickstep.model.checkpoint.weights import (
 from quickstep.model.chosen_rows import GatesAfterQueries
 from quickstep.model.decoder import Decoder
 from quickstep.model.decoder_spec import (
+    LatentSpec,
     LayerSpec,
     Mamba2,
     ModelSpec,
@@ -44,6 +51,7 @@ from quickstep.model.decoder_weights import (
     AttentionWeights,
     DecoderWeights,
     GatedDeltaWeights,
+    LatentWeights,
     LayerWeights,
     Mamba2Weights,
     MLPWeights,
@@ -159,6 +167,11 @@ def _load_model(
             )
         placement = (torch_device(device), torch_dtype(dtype))
         return load_fallback(checkpoint, spec, ops, placement, max_model_len, fingerprint.result())
+    if spec.latent is not None and ops.latent is None:
+        raise ConfigError(
+            f"{spec.architecture} has attention over latents, which the kernels {ops.name!r} do "
+            "not compute; choose --device cpu, or --kernels reference, which is slow"
+        )
     weights = open_weights(checkpoint.path, spec)
     check_requantization(weights, load.quantization)
 
@@ -340,7 +353,11 @@ class _Packing:
             post_feedforward_layernorm=norm(names.post_feedforward_layernorm),
         )
 
-    def _mixer(self, start: str, mixer: StateMixer | None) -> AttentionWeights | StateMixerWeights:
+    def _mixer(
+        self, start: str, mixer: StateMixer | None
+    ) -> AttentionWeights | LatentWeights | StateMixerWeights:
+        if mixer is None and self._spec.latent is not None:
+            return self._latent_attention(f"{start}self_attn.", self._spec.latent)
         if mixer is None:
             return self._attention(f"{start}self_attn.")
         start += STATE_MIXER
@@ -412,6 +429,24 @@ class _Packing:
             sinks=self._reader.tensor(f"{start}sinks").float() if spec.sinks else None,
         )
 
+    def _latent_attention(self, start: str, latent: LatentSpec) -> LatentWeights:
+        ops = self._ops.latent
+        assert ops is not None, "checked before the files are read"
+        is_direct = latent.query_rank is None
+        first = "q_proj" if is_direct else "q_a_proj"
+        keys, values = _by_heads(self._reader.tensor(f"{start}{LATENT_HEADS}.weight"), latent)
+        return LatentWeights(
+            qkv_a=self._linear(start, (first, "kv_a_proj_with_mqa"), bias=False),
+            q_a_layernorm=(
+                None if is_direct else self._reader.tensor(f"{start}q_a_layernorm.weight")
+            ),
+            q_b=None if is_direct else self._linear(start, ("q_b_proj",), bias=False),
+            kv_a_layernorm=self._reader.tensor(f"{start}kv_a_layernorm.weight"),
+            k_b=ops.pack_heads(keys),
+            v_b=ops.pack_heads(values),
+            o_proj=self._linear(start, ("o_proj",), bias=False),
+        )
+
     def _dense(self, start: str) -> MLPWeights:
         fused = self._spec.naming.fused_gate_up
         parts = ("gate_up_proj",) if fused else ("gate_proj", "up_proj")
@@ -472,3 +507,16 @@ class _Packing:
         if isinstance(weight, QuantizedWeight):
             return self._ops.pack_quantized(weight, bias)
         return self._ops.pack_linear(weight, bias)
+
+
+def _by_heads(weight: AnyTensor, latent: LatentSpec) -> tuple[AnyTensor, AnyTensor]:
+    """`kv_b_proj` [H (nope + value), rank] as [H, rank, nope] and [H, value, rank]."""
+    shape = (-1, latent.nope_size + latent.value_size, latent.rank)
+    if isinstance(weight, HostTensor):
+        heads = weight.numpy().reshape(shape)
+        keys = heads[:, : latent.nope_size].swapaxes(1, 2)
+        parts = (np.ascontiguousarray(part) for part in (keys, heads[:, latent.nope_size :]))
+        return HostTensor(next(parts), weight.dtype), HostTensor(next(parts), weight.dtype)
+    of_heads = weight.view(shape)
+    keys_of_heads = of_heads[:, : latent.nope_size].transpose(1, 2)
+    return keys_of_heads.contiguous(), of_heads[:, latent.nope_size :].contiguous()

@@ -19,7 +19,12 @@ from msgspec.structs import replace
 
 from quickstep.config import CacheConfig, SchedulerConfig
 from quickstep.errors import ConfigError, size_text
-from quickstep.model.checkpoint.tensor_schema import layer_tensors, num_parameters, outer_tensors
+from quickstep.model.checkpoint.tensor_schema import (
+    LATENT_HEADS,
+    layer_tensors,
+    num_parameters,
+    outer_tensors,
+)
 from quickstep.model.decoder_spec import LongContext, ModelSpec
 from quickstep.model.quantization import find_scheme
 from quickstep.model.rope_spec import RopeKind
@@ -173,7 +178,9 @@ def weight_bytes(spec: ModelSpec, dtype_bytes: int, quantization: str | None = N
         return num_parameters(spec) * dtype_bytes
     total = 0
     for name, shape in _tensors(spec):
-        is_plain = len(shape) != 2 or name.endswith(f"{spec.naming.router}.weight")
+        is_plain = len(shape) != 2 or name.endswith(
+            (f"{spec.naming.router}.weight", f"{LATENT_HEADS}.weight")
+        )
         form = scheme.format_of(shape[-1], outer=name in _OUTER)
         total += math.prod(shape) * dtype_bytes if is_plain else form.num_bytes(shape)
     return total
@@ -199,11 +206,11 @@ def kv_head_bytes(head_size: int, dtype_bytes: int, kv_dtype: str = "auto") -> i
 
 
 def kv_bytes_per_token(spec: ModelSpec, dtype_bytes: int, kv_dtype: str = "auto") -> int:
-    """Over groups of layers: 2 x layers x kv heads x bytes of a head. Layers with a window need as
-    much as others.
+    """Over groups of layers: 2 x layers x kv heads x bytes of a head, or half of it where values
+    are the beginning of keys. Layers with a window need as much as others.
     """
     return sum(
-        2
+        group.size.num_tensors
         * len(group.layers)
         * group.size.num_kv_heads
         * kv_head_bytes(group.size.head_size, dtype_bytes, kv_dtype)
@@ -236,6 +243,8 @@ def activation_bytes(
     num_queries = spec.num_heads * (2 if spec.attention_gate else 1)
     mixers = {layer.state_mixer for layer in spec.layers}
     widths = [mixer.num_inputs for mixer in mixers if mixer is not None]
+    if spec.latent is not None:
+        widths.append(spec.num_heads * spec.pair_size)  # queries over latents, and their results
     attention = max((num_queries + 2 * spec.num_kv_heads) * spec.head_size, *widths, 0)
     widest = max(attention, 2 * spec.intermediate_size)
     rows_of_experts = 0  # bytes

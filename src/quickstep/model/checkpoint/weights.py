@@ -29,6 +29,7 @@ from quickstep.model.checkpoint.source import reading_checkpoint
 from quickstep.model.checkpoint.tensor_reader import STORED_DTYPES
 from quickstep.model.checkpoint.tensor_schema import (
     DELTA_PROJECTIONS,
+    LATENT_HEADS,
     Shapes,
     layer_tensors,
     outer_tensors,
@@ -58,6 +59,7 @@ _STACKS = (
     ("q_proj", "k_proj", "v_proj"),
     ("gate_proj", "up_proj"),
     ("w1", "w3"),
+    ("q_a_proj", "kv_a_proj_with_mqa"),
     DELTA_PROJECTIONS,
 )
 
@@ -236,12 +238,17 @@ class CheckpointWeights(msgspec.Struct, frozen=True):
     def _form(self, name: str, shape: tuple[int, ...]) -> MatrixFormat | None:
         if self.storage is None or self.storage.parts(name, shape) is None:
             return None
+        if name.endswith(f".{LATENT_HEADS}.weight"):
+            return None  # held in the model's dtype
         return self.storage.form(name, shape)
 
     def _ignored(self, tensor: StoredTensor) -> bool:
         """Tensors that compute nothing here: old buffers, a vision tower, another head."""
         name = tensor.name
         if name.startswith(self.spec.naming.ignored) or _BUFFERS.fullmatch(name):
+            return True
+        module = self.spec.naming.ignored_module
+        if module is not None and f".{module}." in name:
             return True
         if name.endswith(".bias") and len(tensor.shape) == 4:
             return True  # a causal mask [1, 1, n, n]; a bias of outputs has one dimension

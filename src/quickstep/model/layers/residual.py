@@ -12,11 +12,17 @@ from typing import TYPE_CHECKING
 import msgspec
 
 from quickstep.model.decoder_spec import KVSize, ModelSpec, StateSize
-from quickstep.model.decoder_weights import AttentionWeights, DecoderWeights, LayerWeights
+from quickstep.model.decoder_weights import (
+    AttentionWeights,
+    DecoderWeights,
+    LatentWeights,
+    LayerWeights,
+)
 from quickstep.model.interface import EmittingTokens
 from quickstep.model.layers.attention import Attention
 from quickstep.model.layers.feed_forward import make_feed_forward
 from quickstep.model.layers.interface import LayerStack, LayerStep, Mixer
+from quickstep.model.layers.latent_attention import LatentAttention
 from quickstep.model.layers.layer_ops import LayerOps
 from quickstep.model.layers.states import StateMixer
 from quickstep.model.sharding import Shard, shard_spec
@@ -89,6 +95,8 @@ def mixer_of(ops: LayerOps, weights: LayerWeights, place: int) -> Mixer:
     """The mixer that a layer of a native architecture has weights of."""
     if isinstance(weights.mixer, AttentionWeights):
         return Attention(ops, weights.mixer, place)
+    if isinstance(weights.mixer, LatentWeights):
+        return LatentAttention(ops, weights.mixer, place)
     return StateMixer(ops, weights.mixer, place)
 
 

@@ -26,7 +26,7 @@ from types import MappingProxyType
 
 from quickstep.errors import ConfigError, EngineError
 
-ABI_VERSION = 16
+ABI_VERSION = 17
 
 # qs_activation
 ACTIVATIONS: Mapping[str, int] = MappingProxyType(
@@ -45,7 +45,7 @@ class AttentionCall(ctypes.Structure):
         ("num_kv_heads", c_int32),
         ("head_size", c_int32),
         ("kv_dtype", c_int32),
-        ("unused", c_int32),
+        ("value_size", c_int32),
         ("q_stride", c_int64),
         ("num_rows", c_int64),
         ("block_size", c_int64),
@@ -183,7 +183,7 @@ class OpKind:
     LINEAR, GATHER, RMS_NORM, ADD_NORM, ROTARY, GATED = range(6)
     WRITE_KV, ATTENTION, ADD, SCALE, LOGITS = range(6, 11)
     QUANTIZED, LINEAR_ROWS, QUANTIZED_ROWS, TAKE, LORA, RANKS, LOCAL_IDS = range(11, 18)
-    ROUTE, EXPERTS, GATE, SHORT_CONV, DELTA, MAMBA = range(18, 24)
+    ROUTE, EXPERTS, GATE, SHORT_CONV, DELTA, MAMBA, HEAD_LINEAR, LATENT_KEYS = range(18, 26)
 
 
 class RowsOf:
@@ -484,6 +484,8 @@ _SIGNATURES: tuple[tuple[str, object, tuple[object, ...]], ...] = (
     ("qs_short_conv", _I, (_P, POINTER(ShortConvCall))),
     ("qs_delta", _I, (_P, POINTER(DeltaCall))),
     ("qs_mamba", _I, (_P, POINTER(MambaCall))),
+    ("qs_head_linear_run", _I, (_P, _P, _P)),
+    ("qs_latent_keys", _I, (_P, _P)),
     ("qs_probe_create", _I, (_P, _L, POINTER(_P))),
     ("qs_probe_destroy", None, (_P,)),
     ("qs_probe_bytes", _L, (_P,)),
