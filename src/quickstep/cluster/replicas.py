@@ -339,7 +339,11 @@ class ReplicaSet:
         """
         engine = self._engines[0]
         request = self._intake.take(
-            request, engine.vocab_size, self.max_model_len, engine.tokenizer.eos_token_ids
+            request,
+            engine.vocab_size,
+            self.max_model_len,
+            engine.tokenizer.eos_token_ids,
+            self.retrieval,
         )
         if request.received_s is None:  # its deadlines count from here, wherever it runs
             request = replace(request, received_s=self._clock())

@@ -118,8 +118,8 @@ def _load_model(
                 "whose weights stay as they are; leave the option out"
             )
         placement = (torch_device(device), torch_dtype(dtype))
-        settings = spec, ops, placement, max_model_len, fingerprint, progress
-        return load_encoder(files, *settings)
+        limits = max_model_len, fingerprint, progress
+        return load_encoder(files, spec, ops, placement, *limits)
     if not spec.native:
         # Imported here: transformers is optional, and takes seconds to import.
         require_torch(f"{spec.architecture}, which runs through transformers,")
