@@ -338,12 +338,9 @@ class ReplicaSet:
             EngineError: No engine will serve, or too many requests wait for one.
         """
         engine = self._engines[0]
+        eos_token_ids = engine.tokenizer.eos_token_ids
         request = self._intake.take(
-            request,
-            engine.vocab_size,
-            self.max_model_len,
-            engine.tokenizer.eos_token_ids,
-            self.retrieval,
+            request, engine.vocab_size, self.max_model_len, eos_token_ids, self.retrieval
         )
         if request.received_s is None:  # its deadlines count from here, wherever it runs
             request = replace(request, received_s=self._clock())

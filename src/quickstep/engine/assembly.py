@@ -183,7 +183,8 @@ def _open_engine(
     model = loaded.model
     plan = measured_plan(config, model, loaded.kv_layout, loaded.plan)
     loaded = replace(loaded, plan=plan)
-    kv = allocate_kv(loaded.kv_layout, plan.num_blocks, config.cache.block_size, model.device)
+    block_size = config.cache.block_size
+    kv = allocate_kv(loaded.kv_layout, plan.num_blocks, block_size, model.device, plan.states)
     load_s = time.monotonic() - started_s
     description = describe(loaded, load_s, config.inputs, ahead.tokenizer(), with_template)
     if processes is not None:
@@ -323,13 +324,18 @@ def graph_options(
     config: EngineConfig, model: Model, kv: KVCache, plan: MemoryPlan
 ) -> GraphOptions | None:
     """How steps become CUDA graphs; None where they do not."""
-    if config.enforce_eager:
+    if config.enforce_eager or plan.states.num_slots:
         return None
     from quickstep.runtime.steps.opening import device_graphs
 
+    sizes = plan.max_num_seqs, 1 + _max_drafts(config), plan.max_num_batched_tokens
+    return device_graphs(model, kv, *sizes)
+
+
+def _max_drafts(config: EngineConfig) -> int:
+    """Most drafts of a row."""
     speculation = config.speculation
-    num_drafts = speculation.num_speculative_tokens if speculation.is_on else 0
-    return device_graphs(model, kv, plan.max_num_seqs, 1 + num_drafts, plan.max_num_batched_tokens)
+    return speculation.num_speculative_tokens if speculation.is_on else 0
 
 
 def fit_file(config: EngineConfig, model: Model, description: LoadedModel) -> FitFile | None:
@@ -450,10 +456,19 @@ def _planned(config: EngineConfig, checkpoint: Checkpoint | None, place: int = 0
                 "its values unevenly spaced (nf4, fp4), which no product here reads",
                 some_tensors(rounded),
             )
-        held_bytes = weights.held_bytes(dtype.itemsize) if weights.quantized else None
+        holds_float8 = ops.load_linear is None
+        if weights.quantized:
+            held_bytes = weights.held_bytes(dtype.itemsize, holds_float8=holds_float8)
+        if weights.has_float8() and not holds_float8:
+            _LOGGER.info(
+                "weights in e4m3 are held in %s, in %d bytes each: the native kernels multiply no "
+                "e4m3",
+                dtype,
+                dtype.itemsize,
+            )
         why_torch = "--enforce-eager"
         if not config.enforce_eager:
-            why_torch = reason_for_torch(weights, ops, config.load, config.cache.kv_dtype)
+            why_torch = reason_for_torch(ops, config.load, config.cache.kv_dtype)
     if why_torch:
         require_torch(why_torch)
         set_threads(num_threads(config.load))
@@ -474,6 +489,8 @@ def load_weights(
 
     planned = _planned(config, checkpoint)
     checkpoint, spec, dtype, ops = planned.checkpoint, planned.spec, planned.dtype, planned.ops
+    if spec.state_sizes:
+        _check_states(config, spec)
     if spec.encoder is not None:
         _check_encoder(config, spec)
     if config.scheduler.transfers_kv:
@@ -510,6 +527,18 @@ def load_weights(
         for name, one in sorted(at_start, key=lambda entry: not adapters.is_pinned(entry[0])):
             adapters.add(adapters.read(name, one))
     return LoadedWeights(checkpoint, spec, model, plan, kv_layout, adapters)
+
+
+def _check_states(config: EngineConfig, spec: ModelSpec) -> None:
+    """Refuse what moves KV blocks without the states that belong to them. Raises ConfigError."""
+    moved = [("--prefill and --decode", config.scheduler.transfers_kv)]
+    moved.append(("--kv-cache-dir", config.cache.kv_cache_dir is not None))
+    for option, is_on in moved:
+        if is_on:
+            raise ConfigError(
+                f"{option} is not supported for {spec.architecture}: KV blocks are of use only "
+                "with the states of its other layers, which are not moved; leave the option out"
+            )
 
 
 def _check_encoder(config: EngineConfig, spec: ModelSpec) -> None:
@@ -777,6 +806,7 @@ def plan_for(
         config.memory_bytes or _free_bytes(device),
         DEFAULT_KV_BYTES if device.type == "cpu" else None,
         drafts,
+        _max_drafts(config),
     )
 
 
@@ -867,11 +897,12 @@ def _fitted(
     has_graphs: bool,
     is_encoder: bool,
 ) -> SchedulerConfig:
-    speculation = config.speculation
     return replace(
         config.scheduler,
         num_stages=config.load.pipeline_parallel_size,
-        num_speculative_tokens=speculation.num_speculative_tokens if speculation.is_on else 0,
+        num_speculative_tokens=_max_drafts(config),
+        num_state_slots=plan.states.num_slots,
+        state_interval=config.cache.state_interval,
         max_model_len=plan.max_model_len,
         max_num_seqs=plan.max_num_seqs,
         max_num_batched_tokens=plan.max_num_batched_tokens,

@@ -50,6 +50,10 @@ def _all_dense(fields: ConfigFields, num_layers: int) -> tuple[bool, ...]:
     return (False,) * num_layers
 
 
+def _intermediate_size(fields: ConfigFields) -> int:
+    return fields.integer("intermediate_size")
+
+
 class Architecture(msgspec.Struct, frozen=True):
     """How to read one family's config, and what its decoder does that the config does not say.
 
@@ -66,6 +70,9 @@ class Architecture(msgspec.Struct, frozen=True):
         softcaps: Reads the soft-caps of attention and logits.
         sinks: Attention has a learned sink per query head.
         clamped_swiglu: The activation is gpt-oss's, whatever `activation_key` says.
+        width: Reads the width of the feed-forward part.
+        attention_gate: `ModelSpec.attention_gate`.
+        norm_eps_key: The config key of the norms' epsilon.
     """
 
     defaults: Mapping[str, object]
@@ -89,6 +96,10 @@ class Architecture(msgspec.Struct, frozen=True):
     ropes: Callable[[ConfigFields, int, int], patterns.Ropes] = patterns.one_rope
     experts: Callable[[ConfigFields], MoESpec | None] = _no_experts
     sparse: Callable[[ConfigFields, int], tuple[bool, ...]] = _all_dense
+    mixers: Callable[[ConfigFields, int], patterns.StateMixers] = patterns.all_attention
+    width: Callable[[ConfigFields], int] = _intermediate_size
+    attention_gate: bool = False
+    norm_eps_key: str = "rms_norm_eps"
     naming: TensorNaming = STANDARD_NAMING
 
 
@@ -370,6 +381,103 @@ _GPT_OSS = Architecture(
     ),
 )
 
+_LFM2 = Architecture(
+    defaults=_defaults(
+        norm_eps=1e-5,
+        rms_norm_eps=None,
+        rope_theta=1_000_000.0,
+        max_position_embeddings=128_000,
+        num_key_value_heads=8,
+        conv_bias=False,
+        conv_L_cache=3,
+        block_multiple_of=256,
+        block_ffn_dim_multiplier=1.0,
+        block_auto_adjust_ff_dim=True,
+        tie_word_embeddings=True,
+    ),
+    neutral=MappingProxyType({"block_use_swiglu": True, "conv_use_xavier_init": True}),
+    norm_eps_key="norm_eps",
+    qk_norm=QKNorm.HEAD,
+    windows=patterns.no_windows,
+    mixers=patterns.lfm_mixers,
+    width=patterns.lfm_width,
+    naming=TensorNaming(
+        renames=(
+            (".feed_forward.w1.", ".mlp.gate_proj."),
+            (".feed_forward.w3.", ".mlp.up_proj."),
+            (".feed_forward.w2.", ".mlp.down_proj."),
+            (".operator_norm.", ".input_layernorm."),
+            (".ffn_norm.", ".post_attention_layernorm."),
+            (".self_attn.out_proj.", ".self_attn.o_proj."),
+            (".self_attn.q_layernorm.", ".self_attn.q_norm."),
+            (".self_attn.k_layernorm.", ".self_attn.k_norm."),
+            (".conv.conv.", ".linear_attn.conv1d."),
+            (".conv.in_proj.", ".linear_attn.in_proj."),
+            (".conv.out_proj.", ".linear_attn.out_proj."),
+            ("model.embedding_norm.", "model.norm."),
+        ),
+    ),
+)
+
+_QWEN3_5 = Architecture(
+    defaults=_defaults(
+        head_dim=256,
+        num_key_value_heads=4,
+        max_position_embeddings=32_768,
+        partial_rotary_factor=0.25,
+        full_attention_interval=4,
+        linear_conv_kernel_dim=4,
+        linear_key_head_dim=128,
+        linear_value_head_dim=128,
+        linear_num_key_heads=16,
+        linear_num_value_heads=32,
+        attention_bias=False,
+    ),
+    bias_key="attention_bias",
+    norm_offset=1.0,
+    qk_norm=QKNorm.HEAD,
+    attention_gate=True,
+    windows=patterns.no_windows,
+    mixers=patterns.delta_mixers,
+    naming=TensorNaming(
+        prefixes=("model.", "model.language_model.", "language_model.model."),
+        heads=("lm_head.weight", "language_model.lm_head.weight"),
+        ignored=("model.visual.", "visual.", "mtp."),
+    ),
+)
+
+_GRANITE_HYBRID = Architecture(
+    defaults=_defaults(
+        max_position_embeddings=2048,
+        num_local_experts=0,
+        shared_intermediate_size=1024,
+        mamba_n_heads=128,
+        mamba_n_groups=1,
+        mamba_d_state=256,
+        mamba_d_head="auto",
+        mamba_d_conv=4,
+        mamba_expand=2,
+        mamba_conv_bias=True,
+        **_GRANITE_MULTIPLIERS,
+    ),
+    neutral=MappingProxyType({"normalization_function": "rmsnorm", "init_method": "mup"}),
+    bias_key="attention_bias",
+    multipliers=True,
+    scale=_granite_scale,
+    windows=patterns.no_windows,
+    mixers=patterns.mamba_mixers,
+    ropes=patterns.granite_hybrid_ropes,
+    width=patterns.granite_hybrid_width,
+    naming=TensorNaming(
+        fused_gate_up=True,
+        renames=(
+            (".shared_mlp.input_linear.", ".mlp.gate_up_proj."),
+            (".shared_mlp.output_linear.", ".mlp.down_proj."),
+            (".mamba.", ".linear_attn."),
+        ),
+    ),
+)
+
 ARCHITECTURES: Mapping[str, Architecture] = MappingProxyType(
     {
         "LlamaForCausalLM": _LLAMA,
@@ -389,6 +497,10 @@ ARCHITECTURES: Mapping[str, Architecture] = MappingProxyType(
         "GptOssForCausalLM": _GPT_OSS,
         "OlmoeForCausalLM": _OLMOE,
         "Glm4MoeForCausalLM": _GLM4_MOE,
+        "Lfm2ForCausalLM": _LFM2,
+        "GraniteMoeHybridForCausalLM": _GRANITE_HYBRID,
+        "Qwen3_5ForCausalLM": _QWEN3_5,
+        "Qwen3_5ForConditionalGeneration": _QWEN3_5,
     }
 )
 
@@ -412,5 +524,9 @@ MODEL_TYPES: Mapping[str, str] = MappingProxyType(
         "gpt_oss": "GptOssForCausalLM",
         "olmoe": "OlmoeForCausalLM",
         "glm4_moe": "Glm4MoeForCausalLM",
+        "lfm2": "Lfm2ForCausalLM",
+        "granitemoehybrid": "GraniteMoeHybridForCausalLM",
+        "qwen3_5": "Qwen3_5ForConditionalGeneration",
+        "qwen3_5_text": "Qwen3_5ForCausalLM",
     }
 )

@@ -9,6 +9,7 @@ to be harmless is an error: nothing in a config is silently ignored.
 from __future__ import annotations
 
 import enum
+import math
 from collections.abc import Sequence
 
 import msgspec
@@ -64,6 +65,164 @@ class MoESpec(msgspec.Struct, frozen=True):
     shared_width: int = 0
 
 
+class StateSize(msgspec.Struct, frozen=True):
+    """What a layer keeps of a sequence, however long that is: float32 numbers.
+
+    Attributes:
+        num_channels: Of its convolution.
+        num_taps: Tokens before the next one whose channels the convolution reads.
+        num_matrix: Numbers of its recurrent state.
+        num_gates: Numbers of a token that the recurrence reads in addition to its channels.
+    """
+
+    num_channels: int
+    num_taps: int
+    num_matrix: int = 0
+    num_gates: int = 0
+
+    @property
+    def num_record(self) -> int:
+        """Numbers of a token from which the state after it is computed: those of a draft are kept
+        until it is accepted.
+        """
+        return self.num_channels + self.num_gates
+
+    def num_elements(self, num_records: int) -> int:
+        """The taps, the recurrent state and so many records."""
+        state = self.num_taps * self.num_channels + self.num_matrix
+        return state + num_records * self.num_record
+
+
+class ShortConv(msgspec.Struct, frozen=True, tag=True):
+    """The mixer of LFM2: a convolution of each channel over the last `width` tokens, between two
+    gates that are computed from the token.
+
+    Attributes:
+        num_channels: The hidden size.
+        width: Tokens that the convolution sees, its own included.
+        bias: Both projections and the convolution have one.
+    """
+
+    num_channels: int
+    width: int
+    bias: bool = False
+
+    @property
+    def num_inputs(self) -> int:
+        """Elements of a token that the mixer reads."""
+        return 3 * self.num_channels
+
+    @property
+    def num_outputs(self) -> int:
+        """Elements of a token that it returns."""
+        return self.num_channels
+
+    @property
+    def kept(self) -> StateSize:
+        """The gated inputs of the tokens before."""
+        return StateSize(self.num_channels, self.width - 1)
+
+
+class GatedDelta(msgspec.Struct, frozen=True, tag=True):
+    """Gated DeltaNet (arXiv:2412.06464), as in Qwen3-Next and Qwen3.5.
+
+    A value head's state is a matrix from keys to values, which decays and is corrected towards the
+    value of each token's key. Value heads share key heads in turn, in groups of equal size.
+
+    Attributes:
+        width: Tokens that the convolution over queries, keys and values sees.
+    """
+
+    num_key_heads: int
+    num_value_heads: int
+    key_size: int
+    value_size: int
+    width: int
+
+    @property
+    def num_values(self) -> int:
+        """Elements of a token's values, over all heads."""
+        return self.num_value_heads * self.value_size
+
+    @property
+    def num_channels(self) -> int:
+        """Elements of queries, keys and values."""
+        return 2 * self.num_key_heads * self.key_size + self.num_values
+
+    @property
+    def parts(self) -> tuple[int, int, int, int]:
+        """Elements of queries, keys and values, of the gates of outputs, and of two more gates."""
+        return self.num_channels, self.num_values, self.num_value_heads, self.num_value_heads
+
+    @property
+    def num_inputs(self) -> int:
+        """Elements of a token that the mixer reads."""
+        return sum(self.parts)
+
+    @property
+    def num_outputs(self) -> int:
+        """Elements of a token that it returns."""
+        return self.num_values
+
+    @property
+    def kept(self) -> StateSize:
+        """The convolution's inputs of the tokens before, and a matrix for each value head."""
+        heads = self.num_value_heads
+        matrix = heads * self.key_size * self.value_size
+        return StateSize(self.num_channels, self.width - 1, matrix, 2 * heads)
+
+
+class Mamba2(msgspec.Struct, frozen=True, tag=True):
+    """Mamba-2 (arXiv:2405.21060), as in Granite 4 and Bamba.
+
+    A head's state is a matrix from keys B to values, which decays by the token's time step. Heads
+    share keys and queries C in turn, in groups of equal size.
+
+    Attributes:
+        state_size: Elements of a key.
+        width: Tokens that the convolution over values, keys and queries sees.
+        bias: The projections have one.
+        conv_bias: The convolution has one.
+        has_norm: The outputs of a group are normed.
+        least_step, most_step: Limits of the time step.
+    """
+
+    num_heads: int
+    head_size: int
+    num_groups: int
+    state_size: int
+    width: int
+    bias: bool = False
+    conv_bias: bool = True
+    has_norm: bool = True
+    least_step: float = 0.0
+    most_step: float = math.inf
+
+    @property
+    def num_outputs(self) -> int:
+        """Elements of a token that it returns: its values, over all heads."""
+        return self.num_heads * self.head_size
+
+    @property
+    def num_channels(self) -> int:
+        """Elements of values, keys and queries."""
+        return self.num_outputs + 2 * self.num_groups * self.state_size
+
+    @property
+    def num_inputs(self) -> int:
+        """Elements of a token that the mixer reads: gates, channels, time steps."""
+        return self.num_outputs + self.num_channels + self.num_heads
+
+    @property
+    def kept(self) -> StateSize:
+        """The convolution's inputs of the tokens before, and a matrix for each head."""
+        matrix = self.num_outputs * self.state_size
+        return StateSize(self.num_channels, self.width - 1, matrix, self.num_heads)
+
+
+StateMixer = ShortConv | GatedDelta | Mamba2
+
+
 class LayerSpec(msgspec.Struct, frozen=True):
     """What distinguishes one layer from another.
 
@@ -71,11 +230,13 @@ class LayerSpec(msgspec.Struct, frozen=True):
         window: A query sees this many positions, its own included; None sees all.
         rope: Index into `ModelSpec.ropes`; None leaves positions out (NoPE).
         sparse: The feed-forward part is the mixture of experts.
+        state_mixer: What it has in place of attention; None for attention.
     """
 
     window: int | None
     rope: int | None
     sparse: bool
+    state_mixer: StateMixer | None = None
 
 
 class KVSize(msgspec.Struct, frozen=True):
@@ -116,6 +277,7 @@ class TensorNaming(msgspec.Struct, frozen=True):
         shared_expert: The name of the expert of all tokens within a layer.
         fused_experts: One tensor holds a projection of all experts (`model.formats.fused_experts`).
         ignored: Prefixes of tensors that the text decoder does not use (a vision tower).
+        renames: Parts of the files' tensor names, and what they are in the standard names.
     """
 
     prefixes: tuple[str, ...] = ("model.",)
@@ -129,6 +291,7 @@ class TensorNaming(msgspec.Struct, frozen=True):
     selection_bias: str = "mlp.gate.e_score_correction_bias"
     shared_expert: str = "mlp.shared_experts"
     ignored: tuple[str, ...] = ()
+    renames: tuple[tuple[str, str], ...] = ()
 
 
 STANDARD_NAMING = TensorNaming()
@@ -171,6 +334,8 @@ class ModelSpec(msgspec.Struct, frozen=True):
         parameter_count: Known count of parameters; None derives it from the tensor schema.
         notes: What the reader of the config left out and the user should know, a sentence each.
         long_context: How positions are scaled beyond the checkpoint's limit; None if they are not.
+        attention_gate: What attention returns is multiplied by the sigmoid of a gate for each
+            element, which the query projection computes, too.
     """
 
     architecture: str
@@ -207,6 +372,7 @@ class ModelSpec(msgspec.Struct, frozen=True):
     parameter_count: int | None = None
     notes: tuple[str, ...] = ()
     long_context: LongContext | None = None
+    attention_gate: bool = False
     encoder: EncoderSpec | None = None
 
     @property
@@ -216,9 +382,16 @@ class ModelSpec(msgspec.Struct, frozen=True):
 
     @property
     def kv_groups(self) -> tuple[KVGroup, ...]:
-        """The layers by what they keep of a token: one group, as all of them have attention; none
-        in an encoder, whose texts are computed in one step.
+        """The layers by what they keep of a token: one group of those that have attention; none in
+        an encoder, whose texts are computed in one step.
         """
         if self.encoder is not None:
             return ()
-        return kv_groups([self.kv_size] * self.num_layers)
+        size = self.kv_size
+        return kv_groups([None if layer.state_mixer else size for layer in self.layers])
+
+    @property
+    def state_sizes(self) -> tuple[StateSize, ...]:
+        """What each layer without attention keeps of a sequence, in ascending order."""
+        mixers = [layer.state_mixer for layer in self.layers]
+        return tuple([mixer.kept for mixer in mixers if mixer is not None])

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import msgspec
 
-from quickstep.ops.table import ExpertWeights
+from quickstep.ops.table import DeltaWeights, ExpertWeights, MambaWeights, ShortConvWeights
 from quickstep.ops.tensors import AnyTensor
 from quickstep.ops.weights import LinearWeight
 
 
 class AttentionWeights(msgspec.Struct, frozen=True):
-    """qkv: hidden -> (H + 2 K) * D in that order; norms are None without QK norm; sinks [H]
+    """qkv: hidden -> (H + 2 K) * D in that order, or (2 H + 2 K) * D where attention has a gate:
+    queries, gates, keys, values; norms are None without QK norm; sinks [H]
     float32, None where the architecture has none.
     """
 
@@ -19,6 +20,33 @@ class AttentionWeights(msgspec.Struct, frozen=True):
     q_norm: AnyTensor | None
     k_norm: AnyTensor | None
     sinks: AnyTensor | None
+
+
+class ShortConvLayerWeights(msgspec.Struct, frozen=True):
+    """in_proj: hidden -> 3 * hidden (`ops.table.ShortConvOp`); out_proj: hidden -> hidden."""
+
+    in_proj: LinearWeight
+    conv: ShortConvWeights
+    out_proj: LinearWeight
+
+
+class GatedDeltaWeights(msgspec.Struct, frozen=True):
+    """in_proj: hidden -> what `ops.table.GatedDeltaOp` takes; out_proj: values -> hidden."""
+
+    in_proj: LinearWeight
+    delta: DeltaWeights
+    out_proj: LinearWeight
+
+
+class Mamba2Weights(msgspec.Struct, frozen=True):
+    """in_proj: hidden -> what `ops.table.Mamba2Op` takes; out_proj: values -> hidden."""
+
+    in_proj: LinearWeight
+    mamba: MambaWeights
+    out_proj: LinearWeight
+
+
+StateMixerWeights = ShortConvLayerWeights | GatedDeltaWeights | Mamba2Weights
 
 
 class MLPWeights(msgspec.Struct, frozen=True):
@@ -44,7 +72,7 @@ class LayerWeights(msgspec.Struct, frozen=True):
     Llama's `post_attention_layernorm`, before the MLP, is `pre_feedforward_layernorm` here.
     """
 
-    attention: AttentionWeights
+    mixer: AttentionWeights | StateMixerWeights
     mlp: MLPWeights | MoEWeights
     input_layernorm: AnyTensor | None
     post_attention_layernorm: AnyTensor | None

@@ -6,13 +6,21 @@ architecture uses. Standard library only.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import math
+from collections.abc import Mapping, Sequence
 
 import msgspec
 
 from quickstep.errors import ConfigError
 from quickstep.model.checkpoint.config_fields import ConfigFields
-from quickstep.model.decoder_spec import LayerSpec, MoESpec
+from quickstep.model.decoder_spec import (
+    GatedDelta,
+    LayerSpec,
+    Mamba2,
+    MoESpec,
+    ShortConv,
+    StateMixer,
+)
 from quickstep.model.rope_spec import (
     RopeKind,
     RopeSpec,
@@ -32,10 +40,145 @@ class Ropes(msgspec.Struct, frozen=True):
     max_model_len: int
 
 
-def make_layers(windows: Windows, ropes: Ropes, sparse: Sequence[bool]) -> tuple[LayerSpec, ...]:
-    """Zip the three patterns."""
-    columns = zip(windows, ropes.of_layer, sparse, strict=True)
-    return tuple(LayerSpec(window, rope, is_sparse) for window, rope, is_sparse in columns)
+# Of each layer what it has in place of attention; None for attention.
+StateMixers = tuple[StateMixer | None, ...]
+
+
+def make_layers(
+    windows: Windows, ropes: Ropes, sparse: Sequence[bool], mixers: StateMixers
+) -> tuple[LayerSpec, ...]:
+    """Zip the four patterns."""
+    columns = zip(windows, ropes.of_layer, sparse, mixers, strict=True)
+    return tuple([LayerSpec(*column) for column in columns])
+
+
+def all_attention(fields: ConfigFields, num_layers: int) -> StateMixers:
+    """No layer keeps a state."""
+    del fields
+    return (None,) * num_layers
+
+
+def no_windows(fields: ConfigFields, num_layers: int) -> Windows:
+    """Where `layer_types` name other mixers than attention."""
+    del fields
+    return (None,) * num_layers
+
+
+def lfm_mixers(fields: ConfigFields, num_layers: int) -> StateMixers:
+    """Short convolutions, but for the layers of `layer_types` or `full_attn_idxs` (LFM2)."""
+    listed = fields.sequence("layer_types")
+    attention = fields.sequence("full_attn_idxs")
+    if listed is None:
+        chosen = range(num_layers) if attention is None else attention
+        listed = ["full_attention" if i in chosen else "conv" for i in range(num_layers)]
+    conv = ShortConv(
+        fields.integer("hidden_size"), fields.integer("conv_L_cache"), fields.flag("conv_bias")
+    )
+    return _by_type(fields, listed, num_layers, {"conv": conv, "full_attention": None})
+
+
+def lfm_width(fields: ConfigFields) -> int:
+    """Two thirds of the stated width, times a factor, rounded up, unless it is stated as it is."""
+    width = fields.optional_integer("block_ff_dim") or fields.integer("intermediate_size")
+    fields.optional_integer("intermediate_size")
+    multiple, factor = (
+        fields.integer("block_multiple_of"),
+        fields.number("block_ffn_dim_multiplier"),
+    )
+    if not fields.flag("block_auto_adjust_ff_dim"):
+        return width
+    width = int(factor * (2 * width // 3))
+    return -(-width // multiple) * multiple
+
+
+def delta_mixers(fields: ConfigFields, num_layers: int) -> StateMixers:
+    """Gated DeltaNet, but for each `full_attention_interval`-th layer (Qwen3-Next, Qwen3.5)."""
+    listed = fields.sequence("layer_types")
+    period = fields.optional_integer("full_attention_interval") or 4
+    if listed is None:
+        kinds = ("linear_attention", "full_attention")
+        listed = [kinds[(i + 1) % period == 0] for i in range(num_layers)]
+    delta = GatedDelta(
+        num_key_heads=fields.integer("linear_num_key_heads"),
+        num_value_heads=fields.integer("linear_num_value_heads"),
+        key_size=fields.integer("linear_key_head_dim"),
+        value_size=fields.integer("linear_value_head_dim"),
+        width=fields.integer("linear_conv_kernel_dim"),
+    )
+    if delta.num_value_heads % delta.num_key_heads:
+        raise ConfigError(
+            f"{fields.source} has {delta.num_value_heads} value heads of linear attention, not a "
+            f"multiple of {delta.num_key_heads} key heads"
+        )
+    return _by_type(fields, listed, num_layers, {"linear_attention": delta, "full_attention": None})
+
+
+def mamba_mixers(fields: ConfigFields, num_layers: int) -> StateMixers:
+    """Mamba-2 but for the layers of attention in `layer_types` (Granite 4)."""
+    listed = fields.sequence("layer_types") or fields.sequence("layers_block_type")
+    fields.sequence("layers_block_type")
+    num_heads, expand = fields.integer("mamba_n_heads"), fields.integer("mamba_expand")
+    values = expand * fields.integer("hidden_size")
+    head_size = fields.value("mamba_d_head")
+    if values % num_heads or head_size not in ("auto", values // num_heads):
+        raise ConfigError(
+            f"{fields.source} has {num_heads} heads of mamba_d_head {head_size} for {values} values"
+        )
+    limits = fields.sequence("time_step_limit") or (0.0, math.inf)
+    # JSON has no infinity, which transformers writes as an object
+    least, most = (limit if isinstance(limit, (int, float)) else math.inf for limit in limits)
+    mamba = Mamba2(
+        num_heads=num_heads,
+        head_size=values // num_heads,
+        num_groups=fields.integer("mamba_n_groups"),
+        state_size=fields.integer("mamba_d_state"),
+        width=fields.integer("mamba_d_conv"),
+        bias=fields.flag("mamba_proj_bias"),
+        conv_bias=fields.flag("mamba_conv_bias"),
+        least_step=float(least),
+        most_step=float(most),
+    )
+    fields.optional_integer("mamba_chunk_size")  # of a kernel, not of the result
+    kinds = {"linear_attention": mamba, "mamba": mamba, "full_attention": None, "attention": None}
+    return _by_type(fields, listed or ["mamba"] * num_layers, num_layers, kinds)
+
+
+def granite_hybrid_width(fields: ConfigFields) -> int:
+    """That of the MLP, which is an expert of all tokens in models that have others."""
+    if fields.optional_integer("num_local_experts"):
+        raise ConfigError(
+            f"{fields.source} has {fields.integer('num_local_experts')} experts next to Mamba "
+            "layers, which is not supported; choose a dense model of the family"
+        )
+    for key in ("intermediate_size", "num_experts_per_tok"):
+        fields.optional_integer(key)
+    return fields.integer("shared_intermediate_size")
+
+
+def granite_hybrid_ropes(fields: ConfigFields, num_layers: int, head_size: int) -> Ropes:
+    """Positions are left out, unless `position_embedding_type` is `rope` (Granite 4)."""
+    rotated = one_rope(fields, num_layers, head_size)
+    if fields.text("position_embedding_type") == "rope":
+        return rotated
+    return Ropes((), (None,) * num_layers, rotated.max_model_len)
+
+
+def _by_type(
+    fields: ConfigFields,
+    listed: Sequence[object],
+    num_layers: int,
+    mixers: Mapping[str, StateMixer | None],
+) -> StateMixers:
+    if len(listed) != num_layers:
+        raise ConfigError(
+            f"{fields.source} has {len(listed)} layer_types for {num_layers} layers, they must "
+            "match"
+        )
+    unknown = next((kind for kind in listed if kind not in mixers), None)
+    if unknown is not None:
+        known = " and ".join(map(repr, mixers))
+        raise ConfigError(f"{fields.source} has a layer of type {unknown!r}; supported are {known}")
+    return tuple([mixers[str(kind)] for kind in listed])
 
 
 def _from_layer_types(fields: ConfigFields, num_layers: int, window: int | None) -> Windows | None:

@@ -161,6 +161,7 @@ def _read_decoder(fields: ConfigFields, entry: Architecture, name: str) -> Model
         )
     ropes = entry.ropes(fields, num_layers, head_size)
     windows = entry.windows(fields, num_layers)
+    mixers = entry.mixers(fields, num_layers)
     bias = fields.flag(entry.bias_key) if entry.bias_key else False
     multiplied = entry.multipliers
     embedding = fields.number("embedding_multiplier") if multiplied else 1.0
@@ -168,15 +169,15 @@ def _read_decoder(fields: ConfigFields, entry: Architecture, name: str) -> Model
         architecture=name,
         vocab_size=fields.integer("vocab_size"),
         hidden_size=hidden_size,
-        intermediate_size=fields.integer("intermediate_size"),
+        intermediate_size=entry.width(fields),
         num_layers=num_layers,
         num_heads=num_heads,
         num_kv_heads=num_kv_heads,
         head_size=head_size,
         max_model_len=ropes.max_model_len,
-        layers=make_layers(windows, ropes, entry.sparse(fields, num_layers)),
+        layers=make_layers(windows, ropes, entry.sparse(fields, num_layers), mixers),
         ropes=ropes.specs,
-        norm_eps=fields.number("rms_norm_eps"),
+        norm_eps=fields.number(entry.norm_eps_key),
         attention_scale=entry.scale(fields, head_size),
         dtype=fields.text("dtype") or fields.text("torch_dtype"),
         activation=_activation(fields, entry),
@@ -195,6 +196,7 @@ def _read_decoder(fields: ConfigFields, entry: Architecture, name: str) -> Model
         tied=fields.flag("tie_word_embeddings"),
         moe=entry.experts(fields),
         naming=entry.naming,
+        attention_gate=entry.attention_gate,
     )
 
 

@@ -4,6 +4,7 @@ that a client has.
 
 import asyncio
 import json
+import logging
 from collections.abc import Awaitable, Callable
 from typing import Any
 
@@ -12,6 +13,7 @@ import pytest
 from client import JSON
 from cut_connection import Steps, cut_call, settled
 from fake_engine import WORDS, FakeEngine, Script
+from live_server import DEADLINE_S, live_server, until
 from route_calls import RESPONSES, saying
 from starlette.applications import Starlette
 
@@ -218,7 +220,7 @@ def test_deleting_a_running_response_ends_it() -> None:
         assert not world.engine.open_streams
         for call in (world.get(url), world.get(url, stream="true")):
             assert (await call).status_code == 404
-        assert not len(world.streams)
+        assert not world.streams.num_streams
 
     in_world(steps, engine)
 
@@ -305,7 +307,7 @@ def test_what_cannot_be_in_the_background_is_refused() -> None:
         assert refused.json()["error"]["param"] == "background"
         wrong = await world.client.post(RESPONSES, json={**BODY, "temperature": -1})
         assert wrong.status_code == 400
-        assert not len(world.streams)
+        assert not world.streams.num_streams
 
     in_world(steps)
 
@@ -336,3 +338,19 @@ def test_the_end_of_the_server_ends_them() -> None:
 
     in_world(steps, engine)
     assert not engine.open_streams
+
+
+def test_a_draining_server_lets_them_end(caplog: pytest.LogCaptureFixture) -> None:
+    """As requests whose clients wait: SIGTERM does not lose them."""
+    gate = asyncio.Event()
+    engine = FakeEngine(script=Script(gate=gate))
+    options = ServerOptions(drain_s=DEADLINE_S)
+    with caplog.at_level(logging.INFO, "uvicorn.error"), live_server(engine, options) as server:
+        begun = httpx.post(f"{server.url}{RESPONSES}", json=BODY).json()
+        until(lambda: bool(engine.open_streams))
+        server.server.should_exit = True
+        until(lambda: "background tasks to complete" in caplog.text)
+        assert engine.loop is not None
+        engine.loop.call_soon_threadsafe(gate.set)
+    assert begun["status"] == "in_progress"
+    assert engine.num_steps == len(WORDS)

@@ -107,7 +107,7 @@ def test_without_the_header_a_stream_is_as_ever() -> None:
     async def steps(world: World) -> None:
         first = await world.client.post(CHAT, json=BODY)
         assert first.text.startswith("data: ")
-        assert not len(world.streams)
+        assert not world.streams.num_streams
         await cut_call(world.app, "POST", CHAT, BODY, num_events=2)
         assert not world.engine.open_streams
 
@@ -232,7 +232,7 @@ def test_a_refused_request_leaves_no_stream() -> None:
         refused = await world.client.post(CHAT, json={**BODY, "n": -1}, headers=ID)
         assert refused.status_code == 400
         assert refused.json()["error"]["param"] == "n"
-        assert not len(world.streams)
+        assert not world.streams.num_streams
 
     in_world(steps)
 
@@ -309,7 +309,7 @@ def test_an_ended_stream_is_forgotten() -> None:
 
     async def steps(world: World) -> None:
         await world.client.post(CHAT, json=BODY, headers=ID)
-        while len(world.streams):
+        while world.streams.num_streams:
             await asyncio.sleep(0)
         assert (await world.call("GET", STREAM)).status_code == 404
 

@@ -11,10 +11,21 @@ from collections.abc import Iterator
 
 import msgspec
 
-from quickstep.model.decoder_spec import ModelSpec, NormPlacement, QKNorm
+from quickstep.model.decoder_spec import (
+    Mamba2,
+    ModelSpec,
+    NormPlacement,
+    QKNorm,
+    ShortConv,
+    StateMixer,
+)
 
 Shape = tuple[int, ...]
 Shapes = dict[str, Shape]  # by tensor name
+
+STATE_MIXER = "linear_attn."
+# of Gated DeltaNet, in the order in which they are one matrix
+DELTA_PROJECTIONS = ("in_proj_qkv", "in_proj_z", "in_proj_b", "in_proj_a")
 
 
 class LayerNorms(msgspec.Struct, frozen=True):
@@ -54,7 +65,8 @@ def outer_tensors(spec: ModelSpec, prefix: str, head: str) -> Shapes:
 def layer_tensors(spec: ModelSpec, prefix: str, index: int) -> Shapes:
     """The tensors of one layer."""
     start = f"{prefix}layers.{index}."
-    relative = dict(_attention(spec))
+    mixer = spec.layers[index].state_mixer
+    relative = dict(_attention(spec) if mixer is None else _state_mixer(mixer, spec.hidden_size))
     for name in _norm_names(spec):
         relative[f"{name}.weight"] = (spec.hidden_size,)
     relative.update(_mlp(spec, spec.layers[index].sparse))
@@ -66,10 +78,10 @@ def num_parameters(spec: ModelSpec) -> int:
     if spec.parameter_count is not None:
         return spec.parameter_count
     count = _count(outer_tensors(spec, "", "head"))
-    per_kind = {
-        layer.sparse: _count(layer_tensors(spec, "", i)) for i, layer in enumerate(spec.layers)
-    }
-    return count + sum(per_kind[layer.sparse] for layer in spec.layers)
+    kinds = [(layer.sparse, layer.state_mixer) for layer in spec.layers]
+    first_of = {kind: index for index, kind in reversed(list(enumerate(kinds)))}
+    per_kind = {kind: _count(layer_tensors(spec, "", i)) for kind, i in first_of.items()}
+    return count + sum(per_kind[kind] for kind in kinds)
 
 
 def _count(shapes: Shapes) -> int:
@@ -93,7 +105,8 @@ def _attention(spec: ModelSpec) -> Iterator[tuple[str, Shape]]:
     if spec.naming.fused_qkv:
         projections = [("qkv_proj", queries + 2 * keys)]
     else:
-        projections = [("q_proj", queries), ("k_proj", keys), ("v_proj", keys)]
+        gated = 2 * queries if spec.attention_gate else queries
+        projections = [("q_proj", gated), ("k_proj", keys), ("v_proj", keys)]
     for name, width in projections:
         yield f"self_attn.{name}.weight", (width, hidden)
         if spec.qkv_bias:
@@ -107,6 +120,42 @@ def _attention(spec: ModelSpec) -> Iterator[tuple[str, Shape]]:
         is_full = spec.qk_norm is QKNorm.FULL
         yield "self_attn.q_norm.weight", (queries if is_full else spec.head_size,)
         yield "self_attn.k_norm.weight", (keys if is_full else spec.head_size,)
+
+
+def _state_mixer(mixer: StateMixer, hidden: int) -> Iterator[tuple[str, Shape]]:
+    start = STATE_MIXER
+    if isinstance(mixer, ShortConv):
+        channels = mixer.num_channels
+        yield from _projection(f"{start}in_proj", 3 * channels, hidden, mixer.bias)
+        yield f"{start}conv1d.weight", (channels, 1, mixer.width)
+        if mixer.bias:
+            yield f"{start}conv1d.bias", (channels,)
+        yield from _projection(f"{start}out_proj", hidden, channels, mixer.bias)
+        return
+    if isinstance(mixer, Mamba2):
+        yield from _mamba(mixer, hidden)
+        return
+    heads, values = mixer.num_value_heads, mixer.num_values
+    for name, num_outputs in zip(DELTA_PROJECTIONS, mixer.parts, strict=True):
+        yield from _projection(f"{start}{name}", num_outputs, hidden, False)
+    yield f"{start}conv1d.weight", (mixer.num_channels, 1, mixer.width)
+    yield f"{start}A_log", (heads,)
+    yield f"{start}dt_bias", (heads,)
+    yield f"{start}norm.weight", (mixer.value_size,)
+    yield from _projection(f"{start}out_proj", hidden, values, False)
+
+
+def _mamba(mixer: Mamba2, hidden: int) -> Iterator[tuple[str, Shape]]:
+    start = STATE_MIXER
+    yield from _projection(f"{start}in_proj", mixer.num_inputs, hidden, mixer.bias)
+    yield f"{start}conv1d.weight", (mixer.num_channels, 1, mixer.width)
+    if mixer.conv_bias:
+        yield f"{start}conv1d.bias", (mixer.num_channels,)
+    for name in ("A_log", "dt_bias", "D"):
+        yield f"{start}{name}", (mixer.num_heads,)
+    if mixer.has_norm:
+        yield f"{start}norm.weight", (mixer.num_outputs,)
+    yield from _projection(f"{start}out_proj", hidden, mixer.num_outputs, mixer.bias)
 
 
 def _mlp(spec: ModelSpec, sparse: bool) -> Iterator[tuple[str, Shape]]:

@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 import msgspec
+from msgspec.structs import replace
 
 from quickstep.errors import ConfigError
 from quickstep.model.checkpoint.gguf_file import BLOCKS
@@ -26,7 +27,12 @@ from quickstep.model.checkpoint.safetensors_files import (
 )
 from quickstep.model.checkpoint.source import reading_checkpoint
 from quickstep.model.checkpoint.tensor_reader import STORED_DTYPES
-from quickstep.model.checkpoint.tensor_schema import Shapes, layer_tensors, outer_tensors
+from quickstep.model.checkpoint.tensor_schema import (
+    DELTA_PROJECTIONS,
+    Shapes,
+    layer_tensors,
+    outer_tensors,
+)
 from quickstep.model.decoder_spec import ModelSpec
 from quickstep.model.formats.detect import find_storage, quantization_config
 from quickstep.model.formats.fused_experts import FusedExperts, find_fused_experts
@@ -48,7 +54,12 @@ _BUFFERS = re.compile(r"(.+\.)?(rotary_emb\.\w+|inv_freq|masked_bias|position_id
 _OTHER_HEADS = re.compile(r"(model\.)?(\w*heads?\d*|score|classifier|qa_outputs|mtp\w*)\..+")
 
 # Matrices that are packed below one another: their forms become one.
-_STACKS = (("q_proj", "k_proj", "v_proj"), ("gate_proj", "up_proj"), ("w1", "w3"))
+_STACKS = (
+    ("q_proj", "k_proj", "v_proj"),
+    ("gate_proj", "up_proj"),
+    ("w1", "w3"),
+    DELTA_PROJECTIONS,
+)
 
 
 class DecoderNames(msgspec.Struct, frozen=True):
@@ -102,14 +113,18 @@ class CheckpointWeights(msgspec.Struct, frozen=True):
             return False
         return any(storage.parts(name, shape) is not None for name, shape in self.shapes.items())
 
-    def held_bytes(self, dtype_bytes: int) -> int:
-        """Bytes of the weights in memory, for a model's dtype of so many bytes."""
+    def held_bytes(self, dtype_bytes: int, *, holds_float8: bool) -> int:
+        """Bytes of the weights in memory, for a model's dtype of so many bytes; numbers in e4m3 are
+        held in that dtype unless `holds_float8`.
+        """
         total = 0
         stacks: dict[str, list[tuple[tuple[int, ...], MatrixFormat | None]]] = {}
         for name, shape in self.shapes.items():
             stacks.setdefault(_stack_of(name), []).append((shape, self._form(name, shape)))
         for stack in stacks.values():
             forms = [form for _, form in stack if form is not None]
+            if any(form.is_float8 for form in forms) and not holds_float8:
+                forms = []
             outputs = sum(shape[0] for shape, _ in stack)
             if len(forms) < len(stack):
                 total += sum(math.prod(shape) for shape, _ in stack) * dtype_bytes
@@ -119,6 +134,8 @@ class CheckpointWeights(msgspec.Struct, frozen=True):
         if self.spec.tied and self.names.head_stored:
             head = self.shapes[self.names.lm_head]
             form = self._form(self.names.lm_head, head)
+            if form is not None and form.is_float8 and not holds_float8:
+                form = None
             total -= math.prod(head) * dtype_bytes if form is None else form.num_bytes(head)
         return total
 
@@ -158,6 +175,25 @@ class CheckpointWeights(msgspec.Struct, frozen=True):
         expected = self.stored()
         others = (name for name in self.files.tensors if name not in expected)
         return tuple(name for name in others if self._is_beside(name))
+
+    def has_float8(self) -> bool:
+        """Whether a matrix is stored in e4m3."""
+        forms = (self._form(name, shape) for name, shape in self.shapes.items())
+        return any(form is not None and form.is_float8 for form in forms)
+
+    def loaded_names(self) -> DecoderNames:
+        """The names of what is to be loaded: a tied model that stores its embedding twice, byte for
+        byte, has one matrix. Raises ConfigError.
+        """
+        names = self.names
+        if not (self.spec.tied and names.head_stored):
+            return names
+        outer = (names.embed_tokens, names.lm_head)
+        parts = [list(self._parts(name, self.shapes[name]) or (name,)) for name in outer]
+        is_same = len(parts[0]) == len(parts[1]) and all(
+            self.files.equal(a, b) for a, b in zip(*parts, strict=True)
+        )
+        return msgspec.structs.replace(names, head_stored=not is_same)
 
     def rounded_again(self) -> tuple[str, ...]:
         """The matrices whose stored values no product here reads: they are rounded once more."""
@@ -242,7 +278,8 @@ def open_weights(path: str | Path, spec: ModelSpec) -> CheckpointWeights:
 
 
 def _open_weights(path: str | Path, spec: ModelSpec) -> CheckpointWeights:
-    config, files = read_config(path), open_checkpoint_files(path)
+    config = read_config(path)
+    files = _renamed(open_checkpoint_files(path), spec.naming.renames)
     names = _names(spec, files)
     shapes = outer_tensors(spec, names.prefix, names.lm_head)
     if names.head_stored:
@@ -252,6 +289,18 @@ def _open_weights(path: str | Path, spec: ModelSpec) -> CheckpointWeights:
     experts = find_fused_experts(spec, quantization_config(config))
     storage = None if experts is not None else find_storage(config, files)
     return CheckpointWeights(spec, config, files, storage, names, shapes, experts)
+
+
+def _renamed(files: TensorFiles, renames: Sequence[tuple[str, str]]) -> TensorFiles:
+    """The same tensors by their standard names (`TensorNaming.renames`)."""
+    if not renames:
+        return files
+    tensors = {}
+    for name, tensor in files.tensors.items():
+        for part, standard in renames:
+            name = name.replace(part, standard)
+        tensors[name] = replace(tensor, name=name)
+    return replace(files, tensors=tensors)
 
 
 def _names(spec: ModelSpec, files: TensorFiles) -> DecoderNames:

@@ -1,4 +1,4 @@
-"""Attention over a paged KV cache, the mixer of every layer today."""
+"""Attention over a paged KV cache: the mixer of most layers."""
 
 from __future__ import annotations
 
@@ -34,10 +34,16 @@ class Attention:
         """K and V of the rank's heads."""
         return self._ops.own.kv_size
 
-    def write(self, x: Tensor, step: LayerStep) -> Tensor:
-        """Write the KV of x [T, hidden], return its queries [T, H, D]."""
+    def write(self, x: Tensor, step: LayerStep) -> tuple[Tensor, ...]:
+        """Write the KV of x [T, hidden], return its queries [T, H, D], and the gates [T, H * D] of
+        what attention returns, if there are any.
+        """
+        q, k, v, *gates = self._qkv(x, step.lora)
+        return self._write(q, k, v, step), *gates
+
+    def _write(self, q: Tensor, k: Tensor, v: Tensor, step: LayerStep) -> Tensor:
+        """Write k and v, return q, turned where the layer turns them."""
         table = self._ops.table
-        q, k, v = self._qkv(x, step.lora)
         keys, values = step.kv.keys[self._place], step.kv.values[self._place]
         slots = step.layout.slot_mapping
         if self._rope is not None:
@@ -49,32 +55,36 @@ class Attention:
         table.write_kv(k, v, keys, values, slots)
         return q
 
-    def read(self, rows: Tensor, step: LayerStep) -> Tensor:
+    def read(self, rows: tuple[Tensor, ...], step: LayerStep) -> Tensor:
         """Attention of queries [T, H, D] over the KV written, and its output projection."""
+        q, *gates = rows
         ops, weights, spec = self._ops, self._weights, self._ops.spec
         keys, values = step.kv.keys[self._place], step.kv.values[self._place]
-        mixed = ops.table.paged_attention(
-            rows, keys, values, step.layout, self._params, weights.sinks
-        )
+        mixed = ops.table.paged_attention(q, keys, values, step.layout, self._params, weights.sinks)
         mixed = mixed.reshape(-1, ops.own.num_heads * spec.head_size)
+        if gates:
+            mixed = ops.gated(mixed, gates[0])
         mixed = ops.gather_heads(mixed, spec.num_heads)
         x = ops.linear(mixed, weights.o_proj, Projection.O_PROJ, step.lora)
         return ops.gather(x, spec.hidden_size)
 
-    def _qkv(self, x: Tensor, lora: LoRAMapping | None) -> tuple[Tensor, Tensor, Tensor]:
-        """Queries [T, H, D], k and v [T, K, D], normed where the architecture does."""
+    def _qkv(self, x: Tensor, lora: LoRAMapping | None) -> tuple[Tensor, ...]:
+        """Queries [T, H, D], k and v [T, K, D], normed where the architecture does, and gates."""
         own, weights = self._ops.own, self._weights
         queries, keys = own.num_heads * own.head_size, own.num_kv_heads * own.head_size
         qkv = self._ops.linear(x, weights.qkv, Projection.QKV, lora)
-        q, k = qkv[:, :queries], qkv[:, queries : queries + keys]
-        v = qkv[:, queries + keys :]
+        gates: tuple[Tensor, ...] = ()
+        q = qkv[:, :queries]
+        if own.attention_gate:
+            gates, qkv = (qkv[:, queries : 2 * queries],), qkv[:, queries:]
+        k, v = qkv[:, queries : queries + keys], qkv[:, queries + keys :]
         if own.qk_norm is QKNorm.FULL:
             q, k = self._norm_complete_qk(q, k)
         q = q.view(-1, own.num_heads, own.head_size)
         k, v = (part.view(-1, own.num_kv_heads, own.head_size) for part in (k, v))
         if own.qk_norm is QKNorm.HEAD:
             q, k = self._norm_qk(q, k)
-        return q, k, v
+        return q, k, v, *gates
 
     def _norm_complete_qk(self, q: Tensor, k: Tensor) -> tuple[Tensor, Tensor]:
         """Norms over the heads of all ranks, of which the rank's own are returned."""

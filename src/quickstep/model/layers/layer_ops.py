@@ -47,6 +47,15 @@ class LayerOps(msgspec.Struct, frozen=True):
         """As the architecture norms."""
         return self.table.rms_norm(x, norm, self.spec.norm_eps, self.spec.norm_offset)
 
+    def gated(self, x: Tensor, gates: Tensor) -> Tensor:
+        """x [T, N] times the sigmoid of gates [T, G], one for each of G equal parts."""
+        gate = self.table.gate
+        if gate is None:
+            from quickstep.ops.reference import states  # it computes with torch
+
+            gate = states.gate
+        return gate(x, gates)
+
     def gather(self, x: TensorT, num_columns: int) -> TensorT:
         """x [T, n], this rank's outputs of `num_columns` -> [T, num_columns]."""
         return self._gather(x, self.shard.outputs(num_columns), num_columns)

@@ -22,11 +22,23 @@ from torch import Tensor
 
 from quickstep.errors import EngineError
 from quickstep.model.decoder import Decoder
-from quickstep.model.decoder_weights import AttentionWeights, DecoderWeights, LayerWeights
+from quickstep.model.decoder_weights import (
+    AttentionWeights,
+    DecoderWeights,
+    LayerWeights,
+    StateMixerWeights,
+)
 from quickstep.model.interface import EmittingTokens, ForwardBatch, Model
 from quickstep.model.rope import RopeTable
 from quickstep.ops.reference.lora import among
-from quickstep.ops.table import KVCache, LoRAAdapter, LoRAMapping, PagedLayout, RowLengths
+from quickstep.ops.table import (
+    KVCache,
+    LoRAAdapter,
+    LoRAMapping,
+    PagedLayout,
+    RowLengths,
+    StateRows,
+)
 from quickstep.ops.tensors import (
     AnyTensor,
     Device,
@@ -232,7 +244,25 @@ def build_batch(
         tails=tails,
         lengths=RowLengths.of(row_offsets, tails, where),
     )
-    return ForwardBatch(token_ids=tensor(packed.token_ids), layout=layout)
+    return ForwardBatch(
+        token_ids=tensor(packed.token_ids), layout=layout, state_rows=_state_rows(rows, layout)
+    )
+
+
+def _state_rows(rows: Sequence[StepRow], layout: PagedLayout) -> StateRows | None:
+    """What the rows do with states; None where there are none. Such rows are no trees."""
+    states = [row.state for row in rows if row.state is not None]
+    if not states:
+        return None
+    saves = [(index, *save) for index, state in enumerate(states) for save in state.saves]
+    return StateRows(
+        layout.row_offsets,
+        tuple([state.source for state in states]),
+        tuple([state.target for state in states]),
+        tuple([state.num_replayed for state in states]),
+        tuple([row.num_drafts for row in rows]),
+        tuple(saves),
+    )
 
 
 def lora_mapping(
@@ -352,7 +382,7 @@ def with_torch_tensors(model: Decoder) -> Decoder:
 
 def with_torch_kv(kv: KVCache) -> KVCache:
     """The KV cache as tensors of torch over the same memory."""
-    return KVCache(tuple(map(to_torch, kv.keys)), tuple(map(to_torch, kv.values)))
+    return KVCache(*(tuple(map(to_torch, part)) for part in (kv.keys, kv.values, kv.states)))
 
 
 def _weights(weights: DecoderWeights) -> DecoderWeights:
@@ -368,7 +398,7 @@ def _weights(weights: DecoderWeights) -> DecoderWeights:
 def _layer(layer: LayerWeights) -> LayerWeights:
     return replace(
         layer,
-        attention=_attention(layer.attention),
+        mixer=_mixer(layer.mixer),
         input_layernorm=_small(layer.input_layernorm),
         post_attention_layernorm=_small(layer.post_attention_layernorm),
         pre_feedforward_layernorm=_small(layer.pre_feedforward_layernorm),
@@ -376,7 +406,11 @@ def _layer(layer: LayerWeights) -> LayerWeights:
     )
 
 
-def _attention(weights: AttentionWeights) -> AttentionWeights:
+def _mixer(
+    weights: AttentionWeights | StateMixerWeights,
+) -> AttentionWeights | StateMixerWeights:
+    if not isinstance(weights, AttentionWeights):
+        return weights  # their ops take either class of tensors
     return replace(
         weights,
         q_norm=_small(weights.q_norm),

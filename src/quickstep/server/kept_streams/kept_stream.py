@@ -266,22 +266,21 @@ class KeptResponse(Response):
 
 
 class KeptStreams:
-    """All kept streams of a server, by name."""
+    """All kept streams of a server, by name.
+
+    Attributes:
+        num_streams: Those that are written and those that have ended.
+        num_bytes: Of all of them.
+    """
 
     def __init__(self, options: KeptStreamOptions) -> None:
         self._options = options
         self._by_name: dict[StreamName, KeptStream] = {}
         self._by_owner: dict[str, dict[KeptStream, None]] = {}  # in the order of their starts
         self._tasks: dict[KeptStream, asyncio.Task[None]] = {}
-        self._num_bytes: dict[str, int] = {}
-
-    def __len__(self) -> int:
-        return sum(map(len, self._by_owner.values()))
-
-    @property
-    def num_bytes(self) -> int:
-        """Bytes of all streams."""
-        return sum(self._num_bytes.values())
+        self._bytes_of: dict[str, int] = {}  # by owner
+        self.num_streams = 0
+        self.num_bytes = 0
 
     @property
     def tasks(self) -> list[asyncio.Task[None]]:
@@ -329,6 +328,7 @@ class KeptStreams:
         if len(streams) >= self._options.streams_per_key:
             self.forget(min(streams, key=_end))
         self._by_owner.setdefault(stream.owner, {})[stream] = None
+        self.num_streams += 1
         for name in names:
             self._by_name[name] = stream
         self._count(stream, _STREAM_BYTES)
@@ -350,9 +350,10 @@ class KeptStreams:
         if stream not in streams:
             return
         del streams[stream]
-        self._num_bytes[stream.owner] -= _STREAM_BYTES + stream.num_kept
+        self.num_streams -= 1
+        self._add_bytes(stream.owner, -_STREAM_BYTES - stream.num_kept)
         if not streams:
-            del self._by_owner[stream.owner], self._num_bytes[stream.owner]
+            del self._by_owner[stream.owner], self._bytes_of[stream.owner]
         for name in stream.names:
             if self._by_name.get(name) is stream:
                 del self._by_name[name]
@@ -405,14 +406,14 @@ class KeptStreams:
         """Drop the first bytes of a stream; returns how many."""
         num_freed = stream.drop(num_kept)
         if stream in self._by_owner.get(stream.owner, ()):
-            self._num_bytes[stream.owner] -= num_freed
+            self._add_bytes(stream.owner, -num_freed)
         return num_freed
 
     def _count(self, stream: KeptStream, num_bytes: int) -> None:
         """Count new bytes of a stream, and make room for them."""
-        self._num_bytes[stream.owner] = self._num_bytes.get(stream.owner, 0) + num_bytes
+        self._add_bytes(stream.owner, num_bytes)
         while self.num_bytes > self._options.total_bytes:
-            largest = max(self._num_bytes, key=self._num_bytes.__getitem__)
+            largest = max(self._bytes_of, key=self._bytes_of.__getitem__)
             streams = self._by_owner[largest]
             ended = [each for each in streams if each.ended_at is not None]
             if ended:
@@ -421,6 +422,10 @@ class KeptStreams:
             victim = max(streams, key=lambda each: each.num_kept)
             if not self._drop(victim, victim.num_kept // 2):
                 return  # each has its last chunk only
+
+    def _add_bytes(self, owner: str, num_bytes: int) -> None:
+        self._bytes_of[owner] = self._bytes_of.get(owner, 0) + num_bytes
+        self.num_bytes += num_bytes
 
 
 def _end(stream: KeptStream) -> float:
