@@ -526,6 +526,15 @@ int run_delta(qs_program* program, const qs_op& op) {
   return qs_delta(program->context, &call);
 }
 
+int run_mamba(qs_program* program, const qs_op& op) {
+  qs_mamba_call call = *static_cast<const qs_mamba_call*>(op.in[1]);
+  call.dtype = op.dtype;
+  call.x = op.in[0];
+  call.rows = state_rows_of(program, op.out[1], op.size[0], op.size[1]);
+  call.out = op.out[0];
+  return qs_mamba(program->context, &call);
+}
+
 int route(qs_program* program, const qs_op& op, int64_t rows) {
   qs_route_call call = {};
   call.dtype = op.dtype;
@@ -632,6 +641,8 @@ int run_op(qs_program* program, const qs_op& op) {
       return run_short_conv(program, op);
     case QS_OP_DELTA:
       return run_delta(program, op);
+    case QS_OP_MAMBA:
+      return run_mamba(program, op);
     case QS_OP_LOCAL_IDS:
       return qs_local_ids(static_cast<const int64_t*>(op.in[0]), rows, op.size[0], op.size[1],
                           op.size[2], static_cast<int64_t*>(op.out[0]));

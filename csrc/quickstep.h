@@ -12,7 +12,7 @@
 extern "C" {
 #endif
 
-#define QS_ABI_VERSION 15
+#define QS_ABI_VERSION 16
 #define QS_API __attribute__((visibility("default")))
 
 enum qs_status {
@@ -110,13 +110,14 @@ QS_API int qs_quantized_rows(qs_context* context, const qs_quantized* linear, in
                              const int64_t* ids, int64_t num_tokens, void* out);
 
 // A matrix [n, k] as files hold it, its parts one below another, each of a kind of its own. Kinds
-// after QS_ROWS_F16 hold quants already: signed bytes about 0 (with scales of the caller's), and
-// blocks of ggml. A matrix of floating point has `kind`, and its parts are converted to it.
+// after QS_ROWS_F16 hold quants already: blocks of ggml, and quants whose scales are in other
+// tensors, which the caller has read. A matrix of floating point has `kind`, and its parts are
+// converted to it.
 enum qs_rows_kind {
   QS_ROWS_F32 = 0,
   QS_ROWS_BF16 = 1,
   QS_ROWS_F16 = 2,
-  QS_ROWS_I8 = 3,
+  QS_ROWS_I8 = 3,  // signed bytes about 0; scales are the caller's
   QS_ROWS_Q4_0 = 4,
   QS_ROWS_Q8_0 = 5,
   QS_ROWS_Q4_K = 6,
@@ -133,12 +134,37 @@ enum qs_rows_kind {
   QS_ROWS_TQ2_0 = 17,
   QS_ROWS_MXFP4 = 18,
 };
+// Kinds whose scales are in other tensors, next to QS_ROWS_I8.
+enum qs_scaled_kind {
+  QS_ROWS_U8 = 64,           // bytes, in 32-bit words of 4 inputs
+  QS_ROWS_I4 = 65,           // signed bytes from -8 to 7
+  QS_ROWS_U4 = 66,           // half bytes, the low half first, in 32-bit words of 8 inputs
+  QS_ROWS_LEVELS = 67,       // half bytes, the low half first, each one of 16 quants of 8 bits
+  QS_ROWS_LEVELS_HIGH = 68,  // the same, the high half first
+  QS_ROWS_E4M3 = 69,         // numbers in e4m3; of a matrix of floating point only
+};
+// Where a tensor has the elements of a row.
+enum qs_rows_layout {
+  QS_LAYOUT_ROWS = 0,     // one after another
+  QS_LAYOUT_COLUMNS = 1,  // at the same place in each row of the tensor: words of quants, or numbers
+  QS_LAYOUT_AWQ = 2,      // half bytes, 8 rows in each word in the order 0 2 4 6 1 3 5 7
+};
 typedef struct qs_file_rows {
   int32_t fd;
   int16_t kind;
-  int16_t head_size;        // of heads whose rows the file has as 0, head_size / 2, 1, ...; else 0
-  int64_t offset;           // of the first row's first byte
+  int16_t layout;
+  int64_t offset;             // of the tensor's first byte
+  int64_t first_row;          // of the tensor's rows, in the order of the result
   int64_t num_rows;
+  int64_t stored_rows;        // of the tensor; 0 for QS_LAYOUT_ROWS
+  int64_t head_size;          // of heads whose rows the file has as 0, head_size / 2, 1, ...; else 0
+  int64_t num_groups;         // of a row, where scales are in other tensors; else 0 and null
+  const float* scales;        // [num_rows, num_groups]
+  const float* zeros;         // the same; null for the middle
+  const int32_t* order;       // [k] the group of each input, null for groups in a row; such rows are
+                              // rounded again to 8 bits, in groups of 32 where these divide k
+  const uint8_t* levels;      // [16] of QS_ROWS_LEVELS
+  const uint8_t* content;     // the library's own; null
 } qs_file_rows;
 typedef struct qs_stored_matrix {
   int32_t kind;
@@ -153,7 +179,6 @@ typedef struct qs_quantized_form {
   int16_t has_zeros;
   int16_t has_sub_scales;  // as for qs_quantize; of no kind of quants
   int64_t group_size;       // 0 for one scale per row
-  const float* scales;      // of QS_ROWS_I8, [n, k / group_size]; else null
   const float* bias;        // [n], or null
   int64_t sample_step;      // every so many rows, what rounding changed is measured
   double exact, wrong;      // results: sums of squares of the sampled weights and of their errors
@@ -440,6 +465,31 @@ typedef struct qs_delta_call {
 
 QS_API int qs_delta(qs_context* context, const qs_delta_call* call);
 
+// Mamba-2. x is gates z [heads, P], the convolution's inputs (values [heads, P], keys B and queries C
+// [groups, N]) and time steps [heads]. The inputs go through a convolution and SiLU. With
+// t = softplus(step + bias), within limits, S [N, P] of a head becomes exp(rate * t) S + B (t value)';
+// its output S'C + skip * value is multiplied by silu(z) and, where there is a norm, normed over
+// the heads of a group. Heads share groups in order. A record is the convolution's inputs and steps.
+typedef struct qs_mamba_call {
+  int32_t dtype;
+  int32_t width;
+  int64_t num_heads, num_groups, head_size, state_size;
+  int64_t x_stride;
+  float eps;
+  float least_step, most_step;
+  const void* x;
+  const float* taps;           // [width, channels]
+  const float* conv_bias;      // [channels], or null
+  const float* rates;          // [heads], negative
+  const float* biases;         // [heads]
+  const float* skips;          // [heads]
+  const float* norm;           // [heads * P], or null
+  qs_state_rows rows;
+  void* out;                   // [T, heads * P]
+} qs_mamba_call;
+
+QS_API int qs_mamba(qs_context* context, const qs_mamba_call* call);
+
 // A captured step: the calls of a model's forward pass, recorded once, run as one call.
 //
 // A qs_op is one of the calls above with its pointers and sizes bound; how many rows it has is the
@@ -487,6 +537,8 @@ QS_API int qs_delta(qs_context* context, const qs_delta_call* call);
 //              norm                                            floats of a slot, key size + 2^32
 //                                                              value size; stride[0] of x;
 //                                                              scalar: eps; option: width
+//   MAMBA      in x, qs_mamba_call with   out y, states        size: slots, floats of a slot
+//              what is fixed
 enum qs_op_kind {
   QS_OP_LINEAR = 0,
   QS_OP_GATHER = 1,
@@ -511,6 +563,7 @@ enum qs_op_kind {
   QS_OP_GATE = 20,
   QS_OP_SHORT_CONV = 21,
   QS_OP_DELTA = 22,
+  QS_OP_MAMBA = 23,
 };
 enum qs_op_rows { QS_TOKENS = 0, QS_EMITTING = 1 };
 

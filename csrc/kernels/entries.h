@@ -22,6 +22,7 @@ void add_experts(Pool* pool, const AddExpertsArgs& args);
 void gate(Pool* pool, const GateArgs& args);
 void short_conv(Pool* pool, const qs_short_conv_call& call);
 void delta(Pool* pool, const qs_delta_call& call, float* spare);
+void mamba(Pool* pool, const qs_mamba_call& call, float* mixed, float* spare);
 void rms_norm(Pool* pool, const NormArgs& args);
 void rotary(Pool* pool, const RotaryArgs& args);
 void gated_activation(Pool* pool, const GatedArgs& args);

@@ -194,6 +194,8 @@ struct Kernels {
   void (*short_conv)(Pool* pool, const qs_short_conv_call& call);
   // `spare`: as many floats as the states of the rows, or null without drafts
   void (*delta)(Pool* pool, const qs_delta_call& call, float* spare);
+  // `mixed`: [T, heads * P] of the step; `spare` as for delta
+  void (*mamba)(Pool* pool, const qs_mamba_call& call, float* mixed, float* spare);
   void (*rms_norm)(Pool* pool, const NormArgs& args);
   void (*rotary)(Pool* pool, const RotaryArgs& args);
   void (*gated_activation)(Pool* pool, const GatedArgs& args);

@@ -25,6 +25,7 @@ const Kernels kernels = {
     .gate = gate,
     .short_conv = short_conv,
     .delta = delta,
+    .mamba = mamba,
     .rms_norm = rms_norm,
     .rotary = rotary,
     .gated_activation = gated_activation,

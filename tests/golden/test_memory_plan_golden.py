@@ -48,7 +48,7 @@ def kernel_bytes(spec: ModelSpec) -> int:
         small = [
             name
             for name in tensors
-            if name.endswith(("conv1d.weight", "A_log", "attn.norm.weight"))
+            if name.endswith(("conv1d.weight", "A_log", "attn.D", "attn.norm.weight"))
         ]
         added += sum(2 * math.prod(tensors[name]) for name in small)
         if layer.sparse and spec.moe is not None:

@@ -41,7 +41,7 @@ class Case:
     @property
     def has_states(self) -> bool:
         """Whether layers keep a state of each sequence."""
-        return self.family in ("Lfm2", "Qwen3_5Text")
+        return self.family in ("Lfm2", "Qwen3_5Text", "GraniteMoeHybrid")
 
     def config(self) -> transformers.PreTrainedConfig:
         config_class = getattr(transformers, f"{self.family}Config")
@@ -177,6 +177,19 @@ CASES = (
         "layer_types": ["linear_attention", "full_attention", "linear_attention",
                         "linear_attention"],
     }, atol=3e-4),  # transformers computes 64 tokens at once, in float32
+    Case("granite-hybrid", "GraniteMoeHybrid", {
+        "num_local_experts": 0, "shared_intermediate_size": 96, "num_hidden_layers": 4,
+        "layer_types": ["linear_attention", "full_attention", "linear_attention",
+                        "linear_attention"],
+        "mamba_n_heads": 16, "mamba_n_groups": 2, "mamba_d_state": 12, "mamba_d_conv": 3,
+        "embedding_multiplier": 3.0, "residual_multiplier": 0.4, "attention_multiplier": 0.2,
+        "logits_scaling": 0.5,
+    }, atol=3e-4),
+    Case("granite-hybrid-biases", "GraniteMoeHybrid", {
+        "num_local_experts": 0, "shared_intermediate_size": 64, "position_embedding_type": "rope",
+        "layer_types": ["linear_attention", "linear_attention", "full_attention"],
+        "mamba_n_heads": 4, "mamba_d_state": 22, "mamba_proj_bias": True, "mamba_conv_bias": False,
+    }, atol=3e-4),
     Case("qwen3-moe-normalised", "Qwen3Moe", {
         "num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 40,
         "norm_topk_prob": True, "decoder_sparse_step": 2, "head_dim": 16,

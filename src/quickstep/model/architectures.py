@@ -446,6 +446,38 @@ _QWEN3_5 = Architecture(
     ),
 )
 
+_GRANITE_HYBRID = Architecture(
+    defaults=_defaults(
+        max_position_embeddings=2048,
+        num_local_experts=0,
+        shared_intermediate_size=1024,
+        mamba_n_heads=128,
+        mamba_n_groups=1,
+        mamba_d_state=256,
+        mamba_d_head="auto",
+        mamba_d_conv=4,
+        mamba_expand=2,
+        mamba_conv_bias=True,
+        **_GRANITE_MULTIPLIERS,
+    ),
+    neutral=MappingProxyType({"normalization_function": "rmsnorm", "init_method": "mup"}),
+    bias_key="attention_bias",
+    multipliers=True,
+    scale=_granite_scale,
+    windows=patterns.no_windows,
+    mixers=patterns.mamba_mixers,
+    ropes=patterns.granite_hybrid_ropes,
+    width=patterns.granite_hybrid_width,
+    naming=TensorNaming(
+        fused_gate_up=True,
+        renames=(
+            (".shared_mlp.input_linear.", ".mlp.gate_up_proj."),
+            (".shared_mlp.output_linear.", ".mlp.down_proj."),
+            (".mamba.", ".linear_attn."),
+        ),
+    ),
+)
+
 ARCHITECTURES: Mapping[str, Architecture] = MappingProxyType(
     {
         "LlamaForCausalLM": _LLAMA,
@@ -466,6 +498,7 @@ ARCHITECTURES: Mapping[str, Architecture] = MappingProxyType(
         "OlmoeForCausalLM": _OLMOE,
         "Glm4MoeForCausalLM": _GLM4_MOE,
         "Lfm2ForCausalLM": _LFM2,
+        "GraniteMoeHybridForCausalLM": _GRANITE_HYBRID,
         "Qwen3_5ForCausalLM": _QWEN3_5,
         "Qwen3_5ForConditionalGeneration": _QWEN3_5,
     }
@@ -492,6 +525,7 @@ MODEL_TYPES: Mapping[str, str] = MappingProxyType(
         "olmoe": "OlmoeForCausalLM",
         "glm4_moe": "Glm4MoeForCausalLM",
         "lfm2": "Lfm2ForCausalLM",
+        "granitemoehybrid": "GraniteMoeHybridForCausalLM",
         "qwen3_5": "Qwen3_5ForConditionalGeneration",
         "qwen3_5_text": "Qwen3_5ForCausalLM",
     }

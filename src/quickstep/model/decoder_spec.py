@@ -9,10 +9,12 @@ to be harmless is an error: nothing in a config is silently ignored.
 from __future__ import annotations
 
 import enum
+import math
 from collections.abc import Sequence
 
 import msgspec
 
+from quickstep.model.encoders.encoder_spec import EncoderSpec
 from quickstep.model.rope_spec import RopeSpec
 
 
@@ -116,7 +118,7 @@ class ShortConv(msgspec.Struct, frozen=True, tag=True):
         return self.num_channels
 
     @property
-    def state_size(self) -> StateSize:
+    def kept(self) -> StateSize:
         """The gated inputs of the tokens before."""
         return StateSize(self.num_channels, self.width - 1)
 
@@ -163,14 +165,62 @@ class GatedDelta(msgspec.Struct, frozen=True, tag=True):
         return self.num_values
 
     @property
-    def state_size(self) -> StateSize:
+    def kept(self) -> StateSize:
         """The convolution's inputs of the tokens before, and a matrix for each value head."""
         heads = self.num_value_heads
         matrix = heads * self.key_size * self.value_size
         return StateSize(self.num_channels, self.width - 1, matrix, 2 * heads)
 
 
-StateMixer = ShortConv | GatedDelta
+class Mamba2(msgspec.Struct, frozen=True, tag=True):
+    """Mamba-2 (arXiv:2405.21060), as in Granite 4 and Bamba.
+
+    A head's state is a matrix from keys B to values, which decays by the token's time step. Heads
+    share keys and queries C in turn, in groups of equal size.
+
+    Attributes:
+        state_size: Elements of a key.
+        width: Tokens that the convolution over values, keys and queries sees.
+        bias: The projections have one.
+        conv_bias: The convolution has one.
+        has_norm: The outputs of a group are normed.
+        least_step, most_step: Limits of the time step.
+    """
+
+    num_heads: int
+    head_size: int
+    num_groups: int
+    state_size: int
+    width: int
+    bias: bool = False
+    conv_bias: bool = True
+    has_norm: bool = True
+    least_step: float = 0.0
+    most_step: float = math.inf
+
+    @property
+    def num_outputs(self) -> int:
+        """Elements of a token that it returns: its values, over all heads."""
+        return self.num_heads * self.head_size
+
+    @property
+    def num_channels(self) -> int:
+        """Elements of values, keys and queries."""
+        return self.num_outputs + 2 * self.num_groups * self.state_size
+
+    @property
+    def num_inputs(self) -> int:
+        """Elements of a token that the mixer reads: gates, channels, time steps."""
+        return self.num_outputs + self.num_channels + self.num_heads
+
+    @property
+    def kept(self) -> StateSize:
+        """The convolution's inputs of the tokens before, and a matrix for each head."""
+        matrix = self.num_outputs * self.state_size
+        return StateSize(self.num_channels, self.width - 1, matrix, self.num_heads)
+
+
+StateMixer = ShortConv | GatedDelta | Mamba2
 
 
 class LayerSpec(msgspec.Struct, frozen=True):
@@ -266,7 +316,8 @@ class ModelSpec(msgspec.Struct, frozen=True):
 
     Attributes:
         architecture: The `architectures` entry of the config, `LlamaForCausalLM`.
-        native: Run by `decoder.py`; False runs through the `transformers` fallback.
+        native: Run by `decoder.py`; False runs through `encoders`, or the `transformers` fallback.
+        encoder: What an encoder has in addition; None for a decoder.
         num_layers, num_heads, num_kv_heads, head_size, hidden_size, intermediate_size, vocab_size:
             The usual sizes; `num_heads` H, `num_kv_heads` K, `head_size` D, `vocab_size` V.
         max_model_len: Longest sequence that the positions allow, RoPE scaling included.
@@ -322,6 +373,7 @@ class ModelSpec(msgspec.Struct, frozen=True):
     notes: tuple[str, ...] = ()
     long_context: LongContext | None = None
     attention_gate: bool = False
+    encoder: EncoderSpec | None = None
 
     @property
     def kv_size(self) -> KVSize:
@@ -330,7 +382,11 @@ class ModelSpec(msgspec.Struct, frozen=True):
 
     @property
     def kv_groups(self) -> tuple[KVGroup, ...]:
-        """The layers by what they keep of a token: one group of those that have attention."""
+        """The layers by what they keep of a token: one group of those that have attention; none in
+        an encoder, whose texts are computed in one step.
+        """
+        if self.encoder is not None:
+            return ()
         size = self.kv_size
         return kv_groups([None if layer.state_mixer else size for layer in self.layers])
 
@@ -338,4 +394,4 @@ class ModelSpec(msgspec.Struct, frozen=True):
     def state_sizes(self) -> tuple[StateSize, ...]:
         """What each layer without attention keeps of a sequence, in ascending order."""
         mixers = [layer.state_mixer for layer in self.layers]
-        return tuple([mixer.state_size for mixer in mixers if mixer is not None])
+        return tuple([mixer.kept for mixer in mixers if mixer is not None])

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import msgspec
 
-from quickstep.ops.table import DeltaWeights, ExpertWeights, ShortConvWeights
+from quickstep.ops.table import DeltaWeights, ExpertWeights, MambaWeights, ShortConvWeights
 from quickstep.ops.tensors import AnyTensor
 from quickstep.ops.weights import LinearWeight
 
@@ -38,6 +38,17 @@ class GatedDeltaWeights(msgspec.Struct, frozen=True):
     out_proj: LinearWeight
 
 
+class Mamba2Weights(msgspec.Struct, frozen=True):
+    """in_proj: hidden -> what `ops.table.Mamba2Op` takes; out_proj: values -> hidden."""
+
+    in_proj: LinearWeight
+    mamba: MambaWeights
+    out_proj: LinearWeight
+
+
+StateMixerWeights = ShortConvLayerWeights | GatedDeltaWeights | Mamba2Weights
+
+
 class MLPWeights(msgspec.Struct, frozen=True):
     """gate_up: hidden -> 2 * width, gate first; down_proj: width -> hidden."""
 
@@ -61,7 +72,7 @@ class LayerWeights(msgspec.Struct, frozen=True):
     Llama's `post_attention_layernorm`, before the MLP, is `pre_feedforward_layernorm` here.
     """
 
-    mixer: AttentionWeights | ShortConvLayerWeights | GatedDeltaWeights
+    mixer: AttentionWeights | StateMixerWeights
     mlp: MLPWeights | MoEWeights
     input_layernorm: AnyTensor | None
     post_attention_layernorm: AnyTensor | None

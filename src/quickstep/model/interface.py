@@ -5,7 +5,7 @@ Called by `runtime.runner`; implemented by `model.decoder` and by the `transform
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING, Protocol, runtime_checkable
 
 import msgspec
 from msgspec.structs import replace
@@ -95,6 +95,14 @@ class KVLayout(msgspec.Struct, frozen=True):
             return self
         dtype = find_dtype(kv_dtype)
         return replace(self, dtype=dtype if isinstance(self.dtype, DType) else torch_dtype(dtype))
+
+
+@runtime_checkable
+class Classifier(Protocol):
+    """A model with a classification head."""
+
+    def class_logits(self, hidden: AnyTensor) -> tuple[float, ...]:
+        """The logits of the classes, from the hidden states [L, hidden] of one text."""
 
 
 class Model(Protocol):

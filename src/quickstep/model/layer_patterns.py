@@ -6,13 +6,21 @@ architecture uses. Standard library only.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
 
 import msgspec
 
 from quickstep.errors import ConfigError
 from quickstep.model.checkpoint.config_fields import ConfigFields
-from quickstep.model.decoder_spec import GatedDelta, LayerSpec, MoESpec, ShortConv, StateMixer
+from quickstep.model.decoder_spec import (
+    GatedDelta,
+    LayerSpec,
+    Mamba2,
+    MoESpec,
+    ShortConv,
+    StateMixer,
+)
 from quickstep.model.rope_spec import (
     RopeKind,
     RopeSpec,
@@ -103,6 +111,56 @@ def delta_mixers(fields: ConfigFields, num_layers: int) -> StateMixers:
             f"multiple of {delta.num_key_heads} key heads"
         )
     return _by_type(fields, listed, num_layers, {"linear_attention": delta, "full_attention": None})
+
+
+def mamba_mixers(fields: ConfigFields, num_layers: int) -> StateMixers:
+    """Mamba-2 but for the layers of attention in `layer_types` (Granite 4)."""
+    listed = fields.sequence("layer_types") or fields.sequence("layers_block_type")
+    fields.sequence("layers_block_type")
+    num_heads, expand = fields.integer("mamba_n_heads"), fields.integer("mamba_expand")
+    values = expand * fields.integer("hidden_size")
+    head_size = fields.value("mamba_d_head")
+    if values % num_heads or head_size not in ("auto", values // num_heads):
+        raise ConfigError(
+            f"{fields.source} has {num_heads} heads of mamba_d_head {head_size} for {values} values"
+        )
+    limits = fields.sequence("time_step_limit") or (0.0, math.inf)
+    # JSON has no infinity, which transformers writes as an object
+    least, most = (limit if isinstance(limit, (int, float)) else math.inf for limit in limits)
+    mamba = Mamba2(
+        num_heads=num_heads,
+        head_size=values // num_heads,
+        num_groups=fields.integer("mamba_n_groups"),
+        state_size=fields.integer("mamba_d_state"),
+        width=fields.integer("mamba_d_conv"),
+        bias=fields.flag("mamba_proj_bias"),
+        conv_bias=fields.flag("mamba_conv_bias"),
+        least_step=float(least),
+        most_step=float(most),
+    )
+    fields.optional_integer("mamba_chunk_size")  # of a kernel, not of the result
+    kinds = {"linear_attention": mamba, "mamba": mamba, "full_attention": None, "attention": None}
+    return _by_type(fields, listed or ["mamba"] * num_layers, num_layers, kinds)
+
+
+def granite_hybrid_width(fields: ConfigFields) -> int:
+    """That of the MLP, which is an expert of all tokens in models that have others."""
+    if fields.optional_integer("num_local_experts"):
+        raise ConfigError(
+            f"{fields.source} has {fields.integer('num_local_experts')} experts next to Mamba "
+            "layers, which is not supported; choose a dense model of the family"
+        )
+    for key in ("intermediate_size", "num_experts_per_tok"):
+        fields.optional_integer(key)
+    return fields.integer("shared_intermediate_size")
+
+
+def granite_hybrid_ropes(fields: ConfigFields, num_layers: int, head_size: int) -> Ropes:
+    """Positions are left out, unless `position_embedding_type` is `rope` (Granite 4)."""
+    rotated = one_rope(fields, num_layers, head_size)
+    if fields.text("position_embedding_type") == "rope":
+        return rotated
+    return Ropes((), (None,) * num_layers, rotated.max_model_len)
 
 
 def _by_type(

@@ -297,7 +297,9 @@ def plan_memory(
     per_token += sum(draft.kv_bytes_per_token for draft in drafts)
     block_bytes = per_token * cache.block_size
     scratch = sum(draft.kv_bytes(0, seqs) for draft in drafts)
-    fitting = max(left - scratch, 0) // block_bytes
+    # an encoder keeps nothing: its blocks only count tokens
+    all_blocks = seqs * -(-context // cache.block_size)
+    fitting = max(left - scratch, 0) // block_bytes if block_bytes else all_blocks
     least = -(-min(context, _MIN_CONTEXT) // cache.block_size)
     if fitting < least:
         needed = memory_bytes - left + scratch + least * block_bytes
@@ -322,6 +324,12 @@ def plan_memory(
         longest = num_blocks * cache.block_size
         notes.append(f"max_model_len {context} became {longest}, as the KV cache holds no more")
         context = longest
+    if spec.encoder is not None and tokens < context:
+        notes.append(
+            f"max_model_len {context} became {tokens}: a step computes a text completely, and has "
+            "memory for so many tokens"
+        )
+        context = tokens
     if num_blocks < seqs:
         notes.append(f"max_num_seqs {seqs} became {num_blocks}, one per KV block")
         seqs = num_blocks
@@ -416,7 +424,9 @@ def _fit_step(
 def _requested_blocks(cache: CacheConfig, block_bytes: int) -> int | None:
     if cache.num_blocks is not None:
         return cache.num_blocks
-    return None if cache.kv_cache_bytes is None else cache.kv_cache_bytes // block_bytes
+    if cache.kv_cache_bytes is None or not block_bytes:
+        return None
+    return cache.kv_cache_bytes // block_bytes
 
 
 def _num_blocks(
@@ -437,7 +447,7 @@ def _num_blocks(
         return min(requested, fitting)
     one_sequence = -(-context // cache.block_size)
     all_sequences = one_sequence * scheduler.max_num_seqs
-    if default_kv_bytes is None:
+    if default_kv_bytes is None or not block_bytes:
         return min(all_sequences, fitting)
     modest = max(min(fitting // 2, default_kv_bytes // block_bytes), min(one_sequence, fitting))
     return min(all_sequences, modest)

@@ -29,6 +29,8 @@ from quickstep.model.decoder_spec import (
     ModelSpec,
     QKNorm,
 )
+from quickstep.model.encoders.encoder_spec import ENCODERS
+from quickstep.model.encoders.read_spec import read_encoder_spec
 from quickstep.model.layer_patterns import make_layers
 from quickstep.model.rope_spec import RopeKind, RopeSpec
 
@@ -63,7 +65,9 @@ def _read_spec(path: str | Path) -> ModelSpec:
     name = _architecture_name(config)
     if name in ARCHITECTURES:
         return parse_spec(config)
-    supported = ", ".join(sorted(ARCHITECTURES))
+    if name in ENCODERS:
+        return read_encoder_spec(Path(path), config, name)
+    supported = ", ".join(sorted({*ARCHITECTURES, *ENCODERS}))
     if config.get("auto_map"):
         raise ConfigError(
             f"architecture {name!r} needs Python code from the checkpoint (`auto_map`), which "

@@ -169,6 +169,39 @@ class DeltaWeights(msgspec.Struct, frozen=True):
     eps: float
 
 
+class MambaWeights(msgspec.Struct, frozen=True):
+    """What Mamba-2 has in addition to its projections, in float32.
+
+    Attributes:
+        taps: [width, channels] of the convolution over values, keys and queries.
+        conv_bias: [channels], or None.
+        rates: [heads], negative: a state's decay in a time step of 1.
+        biases: [heads], of the time step.
+        skips: [heads]: of a value, what is added to its output.
+        norm: [heads * P], of the outputs of each group; None for no norm.
+        num_groups, state_size, eps: Of its keys, and of the norm.
+        least_step, most_step: Limits of the time step.
+    """
+
+    taps: AnyTensor
+    conv_bias: AnyTensor | None
+    rates: AnyTensor
+    biases: AnyTensor
+    skips: AnyTensor
+    norm: AnyTensor | None
+    num_groups: int
+    state_size: int
+    eps: float
+    least_step: float
+    most_step: float
+
+    @property
+    def head_size(self) -> int:
+        """P."""
+        channels, num_keys = int(self.taps.shape[1]), self.num_groups * self.state_size
+        return (channels - 2 * num_keys) // int(self.rates.shape[0])
+
+
 class KVCache(msgspec.Struct, frozen=True):
     """Per layer one K and one V tensor, [B, S, K, W]: W is D, or more for quantized values with
     their scale (`ops.tensors`). Layers may differ in K and W, never in B and S. Owned by the
@@ -655,6 +688,21 @@ class GatedDeltaOp(Protocol):
     ) -> Tensor: ...
 
 
+class Mamba2Op(Protocol):
+    """Mamba-2 (arXiv:2405.21060), token by token. x [T, C] is gates z [heads, P], values
+    [heads, P], keys B and queries C [groups, N], and time steps [heads] -> [T, heads * P].
+
+    Values, keys and queries go through the convolution and SiLU. With t = softplus(step + bias),
+    within limits, S [N, P] of a head becomes exp(rate * t) S + B (t value)'; its output
+    S'C + skip * value is multiplied by silu(z), normed over a group's heads, and rounded once.
+    `states` is changed in place. A token's record is the convolution's inputs and time steps.
+    """
+
+    def __call__(
+        self, x: Tensor, weights: MambaWeights, states: AnyTensor, rows: StateRows, /
+    ) -> Tensor: ...
+
+
 class AdapterTableOp(Protocol):
     """A table of so many places, in which each of these adapters fits."""
 
@@ -676,7 +724,7 @@ class OpTable(msgspec.Struct, frozen=True):
         kernel_s: Seconds that the kernels have run so far, without the time between them; None
             where they are not counted. Benchmarks take the difference of two readings.
         experts, route: None where `ops.reference.experts` computes them.
-        gate, short_conv, gated_delta: None where `ops.reference.states` computes them.
+        gate, short_conv, gated_delta, mamba: None where `ops.reference.states` computes them.
         adapter_table: None where adapters cannot be recorded.
         steps: Makes captured steps and samples tokens; None where only single ops run.
         reads_lengths: Whether launches depend on shapes only, as lengths, blocks and adapters are
@@ -716,3 +764,4 @@ class OpTable(msgspec.Struct, frozen=True):
     gate: GateOp | None = None
     short_conv: ShortConvOp | None = None
     gated_delta: GatedDeltaOp | None = None
+    mamba: Mamba2Op | None = None

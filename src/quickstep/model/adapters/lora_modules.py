@@ -21,7 +21,6 @@ from quickstep.model.chosen_rows import gate_order
 from quickstep.model.decoder_spec import (
     GatedDelta,
     ModelSpec,
-    ShortConv,
     StateMixer,
     TensorNaming,
 )
@@ -116,7 +115,7 @@ def has_bias(spec: ModelSpec, module: LoRAModule) -> bool:
         return spec.moe is not None and spec.moe.biases
     mixer = spec.layers[module.number // len(Projection)].state_mixer
     if mixer is not None and projection in (Projection.QKV, Projection.O_PROJ):
-        return isinstance(mixer, ShortConv) and mixer.bias
+        return not isinstance(mixer, GatedDelta) and mixer.bias
     attention = {Projection.QKV: spec.qkv_bias, Projection.O_PROJ: spec.output_bias}
     return attention.get(projection, spec.mlp_bias)
 
@@ -137,7 +136,7 @@ def base_biases(
         if isinstance(mixer, AttentionWeights):
             matrices |= {into: mixer.qkv} if spec.qkv_bias else {}
             matrices |= {out: mixer.o_proj} if spec.output_bias else {}
-        elif isinstance(spec.layers[number].state_mixer, ShortConv):
+        elif has_bias(spec, LoRAModule(into, 0, 0, 0)):
             matrices |= {into: mixer.in_proj, out: mixer.out_proj}
         if spec.mlp_bias and isinstance(layer.mlp, MLPWeights):
             matrices[module_number(number, Projection.GATE_UP)] = layer.mlp.gate_up

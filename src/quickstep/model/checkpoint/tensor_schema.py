@@ -12,6 +12,7 @@ from collections.abc import Iterator
 import msgspec
 
 from quickstep.model.decoder_spec import (
+    Mamba2,
     ModelSpec,
     NormPlacement,
     QKNorm,
@@ -131,6 +132,9 @@ def _state_mixer(mixer: StateMixer, hidden: int) -> Iterator[tuple[str, Shape]]:
             yield f"{start}conv1d.bias", (channels,)
         yield from _projection(f"{start}out_proj", hidden, channels, mixer.bias)
         return
+    if isinstance(mixer, Mamba2):
+        yield from _mamba(mixer, hidden)
+        return
     heads, values = mixer.num_value_heads, mixer.num_values
     for name, num_outputs in zip(DELTA_PROJECTIONS, mixer.parts, strict=True):
         yield from _projection(f"{start}{name}", num_outputs, hidden, False)
@@ -139,6 +143,19 @@ def _state_mixer(mixer: StateMixer, hidden: int) -> Iterator[tuple[str, Shape]]:
     yield f"{start}dt_bias", (heads,)
     yield f"{start}norm.weight", (mixer.value_size,)
     yield from _projection(f"{start}out_proj", hidden, values, False)
+
+
+def _mamba(mixer: Mamba2, hidden: int) -> Iterator[tuple[str, Shape]]:
+    start = STATE_MIXER
+    yield from _projection(f"{start}in_proj", mixer.num_inputs, hidden, mixer.bias)
+    yield f"{start}conv1d.weight", (mixer.num_channels, 1, mixer.width)
+    if mixer.conv_bias:
+        yield f"{start}conv1d.bias", (mixer.num_channels,)
+    for name in ("A_log", "dt_bias", "D"):
+        yield f"{start}{name}", (mixer.num_heads,)
+    if mixer.has_norm:
+        yield f"{start}norm.weight", (mixer.num_outputs,)
+    yield from _projection(f"{start}out_proj", hidden, mixer.num_outputs, mixer.bias)
 
 
 def _mlp(spec: ModelSpec, sparse: bool) -> Iterator[tuple[str, Shape]]:

@@ -107,11 +107,11 @@ def build_layers(
     num_with_kv = 0
     for index, layer in enumerate(weights.layers, first_layer):
         ops = LayerOps(table, spec, own, shard, index)
-        kept = spec.layers[index].state_mixer
-        place = num_with_kv if kept is None else len(states)
+        state_mixer = spec.layers[index].state_mixer
+        place = num_with_kv if state_mixer is None else len(states)
         layers.append(ResidualLayer(ops, layer, mixer_of(ops, layer, place)))
         num_with_kv += layers[-1].kv_size is not None
-        states += () if kept is None else (kept.state_size,)
+        states += () if state_mixer is None else (state_mixer.kept,)
     outer = LayerOps(table, spec, own, shard, spec.num_layers)
 
     def end(stream: ResidualStream) -> Tensor:

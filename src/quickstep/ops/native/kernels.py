@@ -111,6 +111,7 @@ class NativeOps:
             gate=self._states.gate,
             short_conv=self._states.short_conv,
             gated_delta=self._states.gated_delta,
+            mamba=self._states.mamba,
         )
 
     def kernel_s(self) -> float:

@@ -10,6 +10,7 @@ number of tokens in a step.
 
 from __future__ import annotations
 
+import ctypes
 import math
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any, NoReturn, cast
@@ -27,7 +28,12 @@ from quickstep.ops.native.packed import (
 )
 from quickstep.ops.native.program import Buffer, Numbers, Operand, OpRecord, Recording
 from quickstep.ops.native.ranks import NativeRanks
-from quickstep.ops.native.states import MAX_CONV_WIDTH, MAX_DELTA_GROUP, MAX_DELTA_SIZE
+from quickstep.ops.native.states import (
+    MAX_CONV_WIDTH,
+    MAX_DELTA_GROUP,
+    MAX_DELTA_SIZE,
+    mamba_call,
+)
 from quickstep.ops.table import (
     AttentionParams,
     DeltaWeights,
@@ -35,6 +41,7 @@ from quickstep.ops.table import (
     ExpertParts,
     ExpertWeights,
     LoRAMapping,
+    MambaWeights,
     OpTable,
     PagedLayout,
     Routing,
@@ -364,6 +371,7 @@ class NativeRecorder:
             gate=calls._gate,
             short_conv=calls._short_conv,
             gated_delta=calls._gated_delta,
+            mamba=calls._mamba,
             ranks=None if ops.ranks is None else cast("Any", _RecordedRanks(self._tape, ops.ranks)),
         )
 
@@ -674,6 +682,27 @@ class NativeRecorder:
         )
         outputs = (out, self._tape.fixed(states, FLOAT32))
         self._tape.record(OpKind.DELTA, x, inputs, outputs, numbers)
+        return out
+
+    def _mamba(
+        self, x: StepTensor, weights: MambaWeights, states: AnyTensor, rows: StateRows
+    ) -> StepTensor:
+        is_large = max(weights.head_size, weights.state_size) > MAX_DELTA_SIZE
+        is_large = is_large or weights.taps.shape[0] > MAX_CONV_WIDTH
+        if rows is not self._state_rows or x.stride(1) != 1 or is_large:
+            raise NotCapturable("Mamba-2 over other rows, or of too large heads")
+        parts = (weights.taps, weights.rates, weights.biases, weights.skips)
+        for part in (*parts, weights.conv_bias, weights.norm):
+            if part is not None:
+                self._tape.fixed(part, FLOAT32)
+        call = mamba_call(weights, x.stride(0))
+        self._tape.kept.append(call)
+        inputs = (self._tape.operand(x), ctypes.addressof(call))
+        num_outputs = weights.rates.shape[0] * weights.head_size
+        out = self._tape.new((num_outputs,), x.dtype, self._tape.rows_of(x))
+        outputs = (out, self._tape.fixed(states, FLOAT32))
+        numbers = Numbers(size=tuple(states.shape))
+        self._tape.record(OpKind.MAMBA, x, inputs, outputs, numbers)
         return out
 
     def _mapping(self, x: StepTensor) -> LoRAMapping:

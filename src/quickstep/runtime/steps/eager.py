@@ -25,9 +25,8 @@ from quickstep.model.decoder import Decoder
 from quickstep.model.decoder_weights import (
     AttentionWeights,
     DecoderWeights,
-    GatedDeltaWeights,
     LayerWeights,
-    ShortConvLayerWeights,
+    StateMixerWeights,
 )
 from quickstep.model.interface import EmittingTokens, ForwardBatch, Model
 from quickstep.model.rope import RopeTable
@@ -408,8 +407,8 @@ def _layer(layer: LayerWeights) -> LayerWeights:
 
 
 def _mixer(
-    weights: AttentionWeights | ShortConvLayerWeights | GatedDeltaWeights,
-) -> AttentionWeights | ShortConvLayerWeights | GatedDeltaWeights:
+    weights: AttentionWeights | StateMixerWeights,
+) -> AttentionWeights | StateMixerWeights:
     if not isinstance(weights, AttentionWeights):
         return weights  # their ops take either class of tensors
     return replace(
