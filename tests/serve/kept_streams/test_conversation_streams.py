@@ -99,6 +99,31 @@ def test_a_stream_is_read_before_the_prompt_is_computed() -> None:
     in_world(steps, Script(gate=gate))  # type: ignore[arg-type]
 
 
+def test_a_stream_is_read_before_its_status_is_known() -> None:
+    """The status of a request with a deadline for its first token comes with that token."""
+    gate = Steps()
+
+    async def steps(world: World) -> None:
+        left = asyncio.Event()
+        body = {**BODY, "ttft_deadline_ms": 60_000}
+        call = asyncio.create_task(cut_call(world.app, "POST", CHAT, body, ID, leave=left))
+        while not world.engine.open_streams:
+            await asyncio.sleep(0)
+        left.set()
+        await call
+        reader = asyncio.create_task(cut_call(world.app, "GET", f"{STREAM}?from=0"))
+        left = asyncio.Event()
+        leaver = asyncio.create_task(cut_call(world.app, "GET", STREAM, leave=left))
+        left.set()
+        assert (await leaver).body == b""
+        assert not reader.done()
+        gate.set()
+        assert (await reader).body == (await world.call("GET", STREAM)).content
+        assert len(world.engine.submitted) == 1
+
+    in_world(steps, Script(gate=gate))  # type: ignore[arg-type]
+
+
 def test_a_conversation_has_one_stream() -> None:
     async def steps(world: World) -> None:
         first = asyncio.create_task(cut_call(world.app, "POST", CHAT, BODY, ID))

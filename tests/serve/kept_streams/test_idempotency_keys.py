@@ -12,6 +12,8 @@ from test_conversation_streams import BODIES
 
 from quickstep.errors import EngineError
 from quickstep.server.options import KeptStreamOptions, ServerOptions
+from quickstep.server.usage.api_keys import ApiKey, ApiKeys
+from quickstep.server.usage.limits import KeyLimits
 from quickstep.types import FinishReason
 
 KEY = {"idempotency-key": "k1"}
@@ -183,3 +185,24 @@ def test_two_repeats_that_come_together_are_one_request() -> None:
         assert (await earlier).status == 409
 
     in_world(steps, Script(endless=True))
+
+
+@pytest.mark.parametrize("header", ["idempotency-key", "x-conversation-id"])
+def test_it_counts_once_for_the_limits_of_its_key(header: str) -> None:
+    """And what is read again counts for none."""
+    limited = ApiKeys([ApiKey("ann", "a", limits=KeyLimits(requests_per_minute=1))])
+
+    async def steps(world: World) -> None:
+        headers = {**ANN, header: "k"}
+        first = await world.client.post(CHAT, json=BODY, headers=headers)
+        assert first.headers["x-ratelimit-remaining-requests"] == "0"
+        if header == "idempotency-key":
+            again = await world.client.post(CHAT, json=BODY, headers=headers)
+        else:
+            again = await world.call("GET", "/v1/stream/k", ANN)
+        assert again.content == first.content
+        other = await world.client.post(CHAT, json=BODY, headers={**ANN, header: "other"})
+        assert other.status_code == 429
+        assert len(world.engine.submitted) == 1
+
+    in_world(steps, options=ServerOptions(api_keys=limited))
