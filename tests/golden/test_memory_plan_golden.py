@@ -43,7 +43,7 @@ def kernel_bytes(spec: ModelSpec) -> int:
     for index, layer in enumerate(spec.layers):
         tensors = layer_tensors(spec, "", index)
         wide = [name for name in tensors if name.endswith((".bias", ".sinks", "_bias"))]
-        added += sum(2 * tensors[name][0] for name in wide)
+        added += sum(2 * tensors[name][-1] for name in wide)
         if layer.sparse and spec.moe is not None:
             outputs = -spec.moe.num_experts % PANEL
             added += outputs * (2 * spec.hidden_size + 4 * spec.moe.biases)

@@ -161,4 +161,39 @@ CASES = (
         "num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 40,
         "norm_topk_prob": True, "decoder_sparse_step": 2, "head_dim": 16,
     }),
+    Case("olmo3", "Olmo3", {
+        "sliding_window": 9, "num_hidden_layers": 4, "rope_parameters": {
+            "full_attention": {"rope_type": "yarn", "factor": 4.0, "rope_theta": 1e4,
+                               "original_max_position_embeddings": 64},
+            "sliding_attention": {"rope_type": "default", "rope_theta": 1e4},
+        },
+    }),
+    Case("exaone4", "Exaone4", {
+        "sliding_window": 7, "num_hidden_layers": 4, "sliding_window_pattern": 2,
+    }),
+    Case("exaone4-full", "Exaone4", {
+        "sliding_window": None, "layer_types": ["full_attention"] * 3,
+    }),
+    Case("ernie4.5", "Ernie4_5", {"head_dim": 24, "use_bias": True}),
+    Case("ernie4.5-moe", "Ernie4_5_Moe", {
+        "moe_num_experts": 6, "moe_k": 3, "moe_intermediate_size": 40, "num_hidden_layers": 4,
+        "moe_layer_end_index": 2,
+    }),
+    Case("seed-oss", "SeedOss", {"head_dim": 24, "attention_out_bias": True, "mlp_bias": True}),
+    Case("minimax-m2", "MiniMaxM2", {
+        "num_local_experts": 6, "num_experts_per_tok": 3, "head_dim": 24,
+    } | rope("default", partial_rotary_factor=0.5)),
+    Case("glm", "Glm", {"head_dim": 16}),
+    Case("glm4", "Glm4", {"head_dim": 16}),
+    Case("helium", "Helium", {
+        "head_dim": 16, "num_key_value_heads": 2, "attention_bias": True, "mlp_bias": True,
+    }),
+    Case("ministral", "Ministral", {
+        "head_dim": 16, "num_hidden_layers": 4, "sliding_window": 6,
+        "layer_types": ["sliding_attention", "full_attention"] * 2,
+    }),
+    Case("ministral3", "Ministral3", {"head_dim": 16} | rope(
+        "yarn", factor=4.0, original_max_position_embeddings=16, mscale=1.0, mscale_all_dim=1.0,
+        llama_4_scaling_beta=0.3,
+    )),
 )  # fmt: skip

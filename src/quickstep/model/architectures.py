@@ -13,6 +13,7 @@ from collections.abc import Callable, Mapping
 from types import MappingProxyType
 
 import msgspec
+from msgspec.structs import replace
 
 from quickstep.model import layer_patterns as patterns
 from quickstep.model.checkpoint.config_fields import ConfigFields
@@ -58,6 +59,7 @@ class Architecture(msgspec.Struct, frozen=True):
         neutral: Keys with the one value at which they change nothing.
         activation_key: The config key of the activation.
         bias_key: A key that switches the biases of q, k, v (and o, with `output_bias`).
+        output_bias_key: The key of o's bias, where that has one of its own.
         qkv_bias: q, k and v always have a bias.
         mlp_bias_key: A key that switches the biases of gate, up and down.
         qk_norm_key: A key that switches the norm of each head's queries and keys.
@@ -72,6 +74,7 @@ class Architecture(msgspec.Struct, frozen=True):
     neutral: Mapping[str, object] = msgspec.field(default_factory=dict)
     activation_key: str = "hidden_act"
     bias_key: str | None = None
+    output_bias_key: str | None = None
     qkv_bias: bool = False
     output_bias: bool = True
     mlp_bias_key: str | None = None
@@ -370,6 +373,202 @@ _GPT_OSS = Architecture(
     ),
 )
 
+_OLMO3 = Architecture(
+    defaults=_defaults(
+        rms_norm_eps=1e-5,
+        rope_theta=500_000.0,
+        max_position_embeddings=2048,
+        sliding_window=4096,
+    ),
+    bias_key="attention_bias",
+    norm_placement=NormPlacement.POST,
+    qk_norm=QKNorm.FULL,
+    windows=patterns.olmo3_windows,
+    ropes=patterns.olmo3_ropes,
+)
+
+_EXAONE4 = Architecture(
+    defaults=_defaults(
+        rms_norm_eps=1e-5,
+        num_key_value_heads=32,
+        max_position_embeddings=2048,
+        sliding_window=4096,
+        sliding_window_pattern=4,
+    ),
+    norm_placement=NormPlacement.POST,
+    qk_norm=QKNorm.HEAD,
+    windows=patterns.exaone_windows,
+    ropes=patterns.exaone_ropes,
+)
+
+_ERNIE: Mapping[str, object] = MappingProxyType(
+    {
+        "rms_norm_eps": 1e-5,
+        "rope_theta": 500_000.0,
+        "max_position_embeddings": 131_072,
+        "tie_word_embeddings": True,
+    }
+)
+
+_ERNIE4_5 = Architecture(
+    defaults=_defaults(**_ERNIE, num_key_value_heads=2, head_dim=128),
+    neutral=MappingProxyType({"use_rmsnorm": True}),
+    bias_key="use_bias",
+    mlp_bias_key="use_bias",
+    ropes=patterns.interleaved_rope,
+)
+
+_ERNIE4_5_MOE = Architecture(
+    defaults=_defaults(
+        **_ERNIE,
+        num_key_value_heads=4,
+        moe_intermediate_size=1536,
+        moe_k=6,
+        moe_num_experts=64,
+        moe_num_shared_experts=2,
+        moe_layer_start_index=1,
+        moe_layer_end_index=-1,
+        moe_layer_interval=1,
+        moe_norm_min=1e-12,
+    ),
+    neutral=MappingProxyType(
+        {"use_rmsnorm": True, "moe_use_aux_free": True, "moe_gate": "topk", "moe_norm_min": 1e-12}
+    ),
+    bias_key="use_bias",
+    mlp_bias_key="use_bias",
+    ropes=patterns.interleaved_rope,
+    experts=patterns.ernie_experts,
+    sparse=patterns.ernie_sparse,
+    naming=TensorNaming(selection_bias="mlp.moe_statics.e_score_correction_bias", bias_row=True),
+)
+
+_SEED_OSS = Architecture(
+    defaults=_defaults(
+        num_key_value_heads=8,
+        head_dim=128,
+        max_position_embeddings=524_288,
+        attention_bias=True,
+        attention_out_bias=False,
+    ),
+    bias_key="attention_bias",
+    output_bias_key="attention_out_bias",
+    mlp_bias_key="mlp_bias",
+)
+
+_MINIMAX_M2 = Architecture(
+    defaults=_defaults(
+        rope_theta=5_000_000.0,
+        num_key_value_heads=8,
+        head_dim=128,
+        max_position_embeddings=196_608,
+        num_experts_per_tok=8,
+        num_local_experts=256,
+    ),
+    neutral=MappingProxyType(
+        {
+            "use_qk_norm": True,
+            "qk_norm_type": "per_layer",
+            "use_routing_bias": True,
+            "scoring_func": "sigmoid",
+            "shared_moe_mode": "sigmoid",
+            "layernorm_full_attention_beta": 1.0,
+            "layernorm_linear_attention_beta": 1.0,
+            "layernorm_mlp_beta": 1.0,
+            "swa_rope_theta": -1.0,
+        }
+    ),
+    qk_norm=QKNorm.FULL,
+    windows=patterns.minimax_windows,
+    ropes=patterns.minimax_ropes,
+    experts=patterns.minimax_experts,
+    sparse=patterns.all_sparse,
+    naming=TensorNaming(
+        router="block_sparse_moe.gate",
+        experts="block_sparse_moe.experts",
+        expert_parts=("w1", "w3", "w2"),
+        selection_bias="block_sparse_moe.e_score_correction_bias",
+    ),
+)
+
+_GLM_SIZES: Mapping[str, object] = MappingProxyType(
+    {
+        "rms_norm_eps": 1.5625e-07,
+        "num_key_value_heads": 2,
+        "head_dim": 128,
+        "max_position_embeddings": 131_072,
+        "partial_rotary_factor": 0.5,
+        "attention_bias": True,
+    }
+)
+
+_GLM = Architecture(
+    defaults=_defaults(**_GLM_SIZES),
+    bias_key="attention_bias",
+    output_bias=False,
+    ropes=patterns.interleaved_rope,
+    naming=TensorNaming(fused_gate_up=True),
+)
+
+_GLM4 = Architecture(
+    defaults=_defaults(**_GLM_SIZES),
+    bias_key="attention_bias",
+    output_bias=False,
+    norm_placement=NormPlacement.SANDWICH,
+    ropes=patterns.interleaved_rope,
+    naming=TensorNaming(
+        fused_gate_up=True,
+        renames=(
+            (".post_attention_layernorm.", ".pre_feedforward_layernorm."),
+            (".post_self_attn_layernorm.", ".post_attention_layernorm."),
+            (".post_mlp_layernorm.", ".post_feedforward_layernorm."),
+        ),
+    ),
+)
+
+_HELIUM = Architecture(
+    defaults=_defaults(
+        rms_norm_eps=1e-8,
+        rope_theta=100_000.0,
+        num_key_value_heads=20,
+        head_dim=128,
+        max_position_embeddings=4096,
+    ),
+    bias_key="attention_bias",
+    output_bias=False,
+    mlp_bias_key="mlp_bias",
+    ropes=patterns.interleaved_rope,
+)
+
+_MINISTRAL = Architecture(
+    defaults=_defaults(
+        num_key_value_heads=8, max_position_embeddings=131_072, sliding_window=4096
+    ),
+    windows=patterns.ministral_windows,
+)
+
+_MINISTRAL3 = Architecture(
+    defaults=_defaults(
+        rms_norm_eps=1e-5,
+        num_key_value_heads=8,
+        head_dim=128,
+        max_position_embeddings=262_144,
+        rope_theta=None,
+        rope_parameters=MappingProxyType(
+            {
+                "rope_type": "yarn",
+                "rope_theta": 1_000_000.0,
+                "factor": 16.0,
+                "original_max_position_embeddings": 16_384,
+                "mscale": 1.0,
+                "mscale_all_dim": 1.0,
+                "llama_4_scaling_beta": 0.1,
+            }
+        ),
+    ),
+    windows=patterns.every_layer_window,
+    ropes=patterns.ministral3_ropes,
+)
+
 ARCHITECTURES: Mapping[str, Architecture] = MappingProxyType(
     {
         "LlamaForCausalLM": _LLAMA,
@@ -389,6 +588,17 @@ ARCHITECTURES: Mapping[str, Architecture] = MappingProxyType(
         "GptOssForCausalLM": _GPT_OSS,
         "OlmoeForCausalLM": _OLMOE,
         "Glm4MoeForCausalLM": _GLM4_MOE,
+        "Olmo3ForCausalLM": _OLMO3,
+        "Exaone4ForCausalLM": _EXAONE4,
+        "Ernie4_5ForCausalLM": _ERNIE4_5,
+        "Ernie4_5_MoeForCausalLM": _ERNIE4_5_MOE,
+        "SeedOssForCausalLM": _SEED_OSS,
+        "MiniMaxM2ForCausalLM": _MINIMAX_M2,
+        "GlmForCausalLM": _GLM,
+        "Glm4ForCausalLM": _GLM4,
+        "HeliumForCausalLM": _HELIUM,
+        "MinistralForCausalLM": _MINISTRAL,
+        "Ministral3ForCausalLM": _MINISTRAL3,
     }
 )
 
@@ -412,5 +622,52 @@ MODEL_TYPES: Mapping[str, str] = MappingProxyType(
         "gpt_oss": "GptOssForCausalLM",
         "olmoe": "OlmoeForCausalLM",
         "glm4_moe": "Glm4MoeForCausalLM",
+        "olmo3": "Olmo3ForCausalLM",
+        "exaone4": "Exaone4ForCausalLM",
+        "ernie4_5": "Ernie4_5ForCausalLM",
+        "ernie4_5_moe": "Ernie4_5_MoeForCausalLM",
+        "seed_oss": "SeedOssForCausalLM",
+        "minimax_m2": "MiniMaxM2ForCausalLM",
+        "glm": "GlmForCausalLM",
+        "glm4": "Glm4ForCausalLM",
+        "helium": "HeliumForCausalLM",
+        "ministral": "MinistralForCausalLM",
+        "ministral3": "Ministral3ForCausalLM",
+        "qwen2_vl_text": "Qwen2ForCausalLM",
+        "qwen2_5_vl_text": "Qwen2ForCausalLM",
+        "qwen3_vl_text": "Qwen3ForCausalLM",
+        "qwen3_vl_moe_text": "Qwen3MoeForCausalLM",
     }
 )
+
+# Models of text and images (or sound) whose text part is a decoder of the table: that part runs.
+# By name, what the text part is where its config does not say.
+WRAPPERS: Mapping[str, str] = MappingProxyType(
+    {
+        "AyaVisionForConditionalGeneration": "Cohere2ForCausalLM",
+        "Glm4vForConditionalGeneration": "Glm4ForCausalLM",
+        "Glm4vMoeForConditionalGeneration": "Glm4MoeForCausalLM",
+        "InternVLForConditionalGeneration": "Qwen2ForCausalLM",
+        "LlavaForConditionalGeneration": "LlamaForCausalLM",
+        "LlavaNextForConditionalGeneration": "LlamaForCausalLM",
+        "LlavaOnevisionForConditionalGeneration": "Qwen2ForCausalLM",
+        "Mistral3ForConditionalGeneration": "MistralForCausalLM",
+        "Qwen2AudioForConditionalGeneration": "Qwen2ForCausalLM",
+        "Qwen2VLForConditionalGeneration": "Qwen2ForCausalLM",
+        "Qwen2_5_VLForConditionalGeneration": "Qwen2ForCausalLM",
+        "Qwen3VLForConditionalGeneration": "Qwen3ForCausalLM",
+        "Qwen3VLMoeForConditionalGeneration": "Qwen3MoeForCausalLM",
+        "VoxtralForConditionalGeneration": "LlamaForCausalLM",
+    }
+)
+
+_TEXT_PREFIXES = ("model.language_model.", "language_model.model.", "model.")
+_TEXT_HEADS = ("lm_head.weight", "language_model.lm_head.weight")
+
+
+def text_part(architecture: Architecture) -> Architecture:
+    """The architecture as part of a larger model, whose other tensors are left out."""
+    naming = replace(
+        architecture.naming, prefixes=_TEXT_PREFIXES, heads=_TEXT_HEADS, wrapped=True
+    )
+    return replace(architecture, naming=naming)

@@ -70,11 +70,13 @@ class LayerSpec(msgspec.Struct, frozen=True):
         window: A query sees this many positions, its own included; None sees all.
         rope: Index into `ModelSpec.ropes`; None leaves positions out (NoPE).
         sparse: The feed-forward part is the mixture of experts.
+        query_rope: As `rope`, for queries; None turns them as keys.
     """
 
     window: int | None
     rope: int | None
     sparse: bool
+    query_rope: int | None = None
 
 
 class KVSize(msgspec.Struct, frozen=True):
@@ -115,6 +117,10 @@ class TensorNaming(msgspec.Struct, frozen=True):
         shared_expert: The name of the expert of all tokens within a layer.
         fused_experts: One tensor holds a projection of all experts (`model.formats.fused_experts`).
         ignored: Prefixes of tensors that the text decoder does not use (a vision tower).
+        wrapped: The decoder is the text part of a larger model: what is outside of its prefix is
+            of the other parts.
+        bias_row: `selection_bias` is stored as one row [1, E].
+        renames: Parts of the files' tensor names, and what they are in the standard names.
     """
 
     prefixes: tuple[str, ...] = ("model.",)
@@ -128,6 +134,9 @@ class TensorNaming(msgspec.Struct, frozen=True):
     selection_bias: str = "mlp.gate.e_score_correction_bias"
     shared_expert: str = "mlp.shared_experts"
     ignored: tuple[str, ...] = ()
+    wrapped: bool = False
+    bias_row: bool = False
+    renames: tuple[tuple[str, str], ...] = ()
 
 
 STANDARD_NAMING = TensorNaming()

@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 import msgspec
+from msgspec.structs import replace
 
 from quickstep.errors import ConfigError
 from quickstep.model.checkpoint.config_fields import ConfigFields
@@ -25,17 +26,22 @@ Windows = tuple[int | None, ...]
 
 
 class Ropes(msgspec.Struct, frozen=True):
-    """All frequency sets of a model, which one each layer uses, and the length they allow."""
+    """All frequency sets of a model, which one each layer uses, and the length they allow.
+
+    `of_queries` are a layer's own set for queries, where that is another one than for keys.
+    """
 
     specs: tuple[RopeSpec, ...]
     of_layer: tuple[int | None, ...]
     max_model_len: int
+    of_queries: tuple[int | None, ...] = ()
 
 
 def make_layers(windows: Windows, ropes: Ropes, sparse: Sequence[bool]) -> tuple[LayerSpec, ...]:
-    """Zip the three patterns."""
-    columns = zip(windows, ropes.of_layer, sparse, strict=True)
-    return tuple(LayerSpec(window, rope, is_sparse) for window, rope, is_sparse in columns)
+    """Zip the patterns."""
+    queries = ropes.of_queries or (None,) * len(windows)
+    columns = zip(windows, ropes.of_layer, sparse, queries, strict=True)
+    return tuple(LayerSpec(*values) for values in columns)
 
 
 def _from_layer_types(fields: ConfigFields, num_layers: int, window: int | None) -> Windows | None:
@@ -301,3 +307,127 @@ def qwen_sparse(fields: ConfigFields, num_layers: int) -> tuple[bool, ...]:
     step = fields.integer("decoder_sparse_step")
     dense = set(fields.sequence("mlp_only_layers") or ())
     return tuple(i not in dense and (i + 1) % step == 0 for i in range(num_layers))
+
+
+def olmo3_windows(fields: ConfigFields, num_layers: int) -> Windows:
+    """All layers slide but each fourth."""
+    return _every_nth_full(fields, num_layers, 4)
+
+
+def olmo3_ropes(fields: ConfigFields, num_layers: int, head_size: int) -> Ropes:
+    """Only full layers have scaled frequencies; older files have one scaling for both kinds."""
+    max_positions = fields.integer("max_position_embeddings")
+    given: dict[str, object] = {"rope_theta": fields.number("rope_theta")}
+    local: dict[str, object] = {"rope_theta": 500_000.0}  # `rope_theta` is of full layers only
+    newer = fields.mapping("rope_parameters") or {}
+    full = given | dict(fields.mapping("rope_scaling") or {}) | _nested(newer, "full_attention")
+    sliding = local | _nested(newer, "sliding_attention")
+    specs = tuple(read_rope(p, head_size, max_positions, None) for p in (full, sliding))
+    windows = olmo3_windows(fields, num_layers)
+    of_layer = tuple(0 if window is None else 1 for window in windows)
+    return Ropes(specs, of_layer, extended_len(specs[0], max_positions))
+
+
+def exaone_windows(fields: ConfigFields, num_layers: int) -> Windows:
+    """All layers slide but each `sliding_window_pattern`-th; none without a window."""
+    window, pattern = fields.optional_integer("sliding_window"), 0
+    listed = _from_layer_types(fields, num_layers, window)
+    if listed is not None:
+        fields.value("sliding_window_pattern")  # may be letters, which the list spells out
+        return listed
+    if window is not None:
+        pattern = fields.integer("sliding_window_pattern")
+    return tuple(window if pattern and (i + 1) % pattern else None for i in range(num_layers))
+
+
+def exaone_ropes(fields: ConfigFields, num_layers: int, head_size: int) -> Ropes:
+    """Full layers leave positions out where others slide."""
+    ropes = one_rope(fields, num_layers, head_size)
+    if fields.optional_integer("sliding_window") is None:
+        return ropes
+    windows = exaone_windows(fields, num_layers)
+    of_layer = tuple(None if window is None else 0 for window in windows)
+    return Ropes(ropes.specs, of_layer, ropes.max_model_len)
+
+
+def interleaved_rope(fields: ConfigFields, num_layers: int, head_size: int) -> Ropes:
+    """As `one_rope`; neighbours are turned."""
+    ropes = one_rope(fields, num_layers, head_size)
+    specs = tuple(replace(rope, interleaved=True) for rope in ropes.specs)
+    return replace(ropes, specs=specs)
+
+
+def ministral_windows(fields: ConfigFields, num_layers: int) -> Windows:
+    """Every layer slides, unless `layer_types` says otherwise."""
+    window = fields.optional_integer("sliding_window")
+    return _from_layer_types(fields, num_layers, window) or (window,) * num_layers
+
+
+def ministral3_ropes(fields: ConfigFields, num_layers: int, head_size: int) -> Ropes:
+    """As `one_rope`; queries grow with the distance from the start, by `llama_4_scaling_beta`."""
+    max_positions = fields.integer("max_position_embeddings")
+    parameters = rope_parameters(fields)
+    parameters.pop("max_position_embeddings", None)  # the same number once more
+    growth = parameters.pop("llama_4_scaling_beta", None)
+    rope = read_rope(parameters, head_size, max_positions, None)
+    keys, longest = (0,) * num_layers, extended_len(rope, max_positions)
+    if not isinstance(growth, (int, float)) or not growth:
+        return Ropes((rope,), keys, longest)
+    grown = replace(rope, growth=float(growth), growth_len=rope.trained_len)
+    return Ropes((rope, grown), keys, longest, (1,) * num_layers)
+
+
+def minimax_windows(fields: ConfigFields, num_layers: int) -> Windows:
+    """Full attention in every layer, which `attn_type_list` calls 1."""
+    kinds = fields.sequence("attn_type_list") or ()
+    if any(kind != 1 for kind in kinds):
+        raise ConfigError(f"{fields.source} has an attn_type_list of other layers than 1")
+    return full_attention(fields, num_layers)
+
+
+def minimax_ropes(fields: ConfigFields, num_layers: int, head_size: int) -> Ropes:
+    """As `one_rope`; released files state how many dimensions are rotated."""
+    max_positions = fields.integer("max_position_embeddings")
+    parameters = rope_parameters(fields)
+    rotated = fields.optional_integer("rotary_dim")
+    if rotated is not None:
+        parameters.setdefault("partial_rotary_factor", rotated / head_size)
+    rope = read_rope(parameters, head_size, max_positions, None)
+    return Ropes((rope,), (0,) * num_layers, extended_len(rope, max_positions))
+
+
+def minimax_experts(fields: ConfigFields) -> MoESpec:
+    """A sigmoid, and a bias of each expert for the choice."""
+    for name in ("mlp_intermediate_size", "mtp_transformer_layers", "num_mtp_modules", "use_mtp"):
+        fields.value(name)  # of layers that are not there, and of heads that are not computed
+    return MoESpec(
+        num_experts=fields.integer("num_local_experts"),
+        experts_per_token=fields.integer("num_experts_per_tok"),
+        intermediate_size=fields.integer("intermediate_size"),
+        normalise=True,
+        sigmoid=True,
+        selection_bias=True,
+    )
+
+
+def ernie_experts(fields: ConfigFields) -> MoESpec:
+    """A softmax, a bias of each expert for the choice, and an expert of all tokens."""
+    fields.value("moe_capacity")  # limits of a token's experts in training
+    width = fields.integer("moe_intermediate_size")
+    return MoESpec(
+        num_experts=fields.optional_integer("num_experts") or fields.integer("moe_num_experts"),
+        experts_per_token=fields.integer("moe_k"),
+        intermediate_size=width,
+        normalise=True,
+        selection_bias=True,
+        shared_width=width * (fields.optional_integer("moe_num_shared_experts") or 0),
+    )
+
+
+def ernie_sparse(fields: ConfigFields, num_layers: int) -> tuple[bool, ...]:
+    """Each `moe_layer_interval`-th layer, from one to another."""
+    first = fields.optional_integer("moe_layer_start_index") or 0
+    last = fields.optional_integer("moe_layer_end_index")
+    last = num_layers - 1 if last in (None, -1) else last
+    step = fields.integer("moe_layer_interval")
+    return tuple(first <= i <= last and (i + 1) % step == 0 for i in range(num_layers))

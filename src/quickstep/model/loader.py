@@ -364,6 +364,7 @@ class _Packing:
         selection_bias, shared = None, None
         if moe.selection_bias:
             selection_bias = self._reader.tensor(f"{start}{naming.selection_bias}").float()
+            selection_bias = selection_bias.view(moe.num_experts)
         if moe.shared_width:
             shared = MLPWeights(
                 self._linear(f"{start}{naming.shared_expert}.", ("gate_proj", "up_proj"), False),

@@ -69,6 +69,10 @@ def make_rope_table(rope: RopeSpec, max_model_len: int, device: torch.device | D
     if scale != 1.0:
         cos *= scale
         sin *= scale
+    if rope.growth:
+        grown = _growth(rope, max_model_len)[:, None]
+        cos *= grown
+        sin *= grown
     return RopeTable(_tensor(cos, device), _tensor(sin, device))
 
 
@@ -153,6 +157,12 @@ def _attention_factor(rope: RopeSpec) -> float:
             scale /= _yarn_scale(rope.factor, rope.mscale_all_dim)
         return scale * rope.attn_factor
     return 1.0
+
+
+def _growth(rope: RopeSpec, max_model_len: int) -> Floats:
+    """[max_model_len] float32, the factor of each position."""
+    periods = np.arange(max_model_len, dtype=np.int64) // rope.growth_len
+    return (1.0 + rope.growth * np.log1p(periods.astype(np.float64))).astype(np.float32)
 
 
 def _yarn_scale(factor: float, scale: float) -> float:

@@ -42,6 +42,9 @@ class RopeSpec(msgspec.Struct, frozen=True):
         beta_fast, beta_slow, mscale, mscale_all_dim, truncate: yarn's ramp and scale.
         short_factor, long_factor: longrope's divisors per dimension, within and beyond
             `trained_len`.
+        interleaved: Neighbours are turned, dimensions 2 i and 2 i + 1, not i and i + dim / 2.
+        growth, growth_len: cos and sin are multiplied by 1 + growth ln(1 + p // growth_len) at
+            position p: what is turned so grows with the distance from the start (Llama 4).
     """
 
     kind: RopeKind
@@ -60,6 +63,9 @@ class RopeSpec(msgspec.Struct, frozen=True):
     short_factor: tuple[float, ...] = ()
     long_factor: tuple[float, ...] = ()
     attn_factor: float = 1.0
+    interleaved: bool = False
+    growth: float = 0.0
+    growth_len: int = 1
 
     def needs_long_factors(self, max_model_len: int) -> bool:
         """Whether every position has longrope's long factors, because sequences may be longer than

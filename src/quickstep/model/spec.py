@@ -19,7 +19,13 @@ from pathlib import Path
 from msgspec.structs import replace
 
 from quickstep.errors import ConfigError
-from quickstep.model.architectures import ARCHITECTURES, MODEL_TYPES, Architecture
+from quickstep.model.architectures import (
+    ARCHITECTURES,
+    MODEL_TYPES,
+    WRAPPERS,
+    Architecture,
+    text_part,
+)
 from quickstep.model.checkpoint.config_fields import ConfigFields, read_json
 from quickstep.model.checkpoint.gguf_file import is_gguf
 from quickstep.model.checkpoint.gguf_spec import gguf_config
@@ -61,7 +67,7 @@ def _read_spec(path: str | Path) -> ModelSpec:
         # llama.cpp adds Gemma's offset to the norms' weights
         return replace(parse_spec(config), norm_offset=0.0)
     name = _architecture_name(config)
-    if name in ARCHITECTURES:
+    if name in ARCHITECTURES or name in WRAPPERS:
         return parse_spec(config)
     supported = ", ".join(sorted(ARCHITECTURES))
     if config.get("auto_map"):
@@ -92,7 +98,7 @@ def read_config(path: str | Path) -> dict[str, object]:
 def parse_spec(config: Mapping[str, object]) -> ModelSpec:
     """The spec of a native architecture's config. Raises ConfigError."""
     name = _architecture_name(config)
-    architecture = ARCHITECTURES[name]
+    architecture = _architecture(config, name)
     values = dict(config)
     text_config = values.pop("text_config", None)
     if isinstance(text_config, dict):
@@ -131,6 +137,22 @@ def _notes(config: Mapping[str, object], name: str) -> tuple[str, ...]:
     if config.get("vision_config"):
         notes.append("the checkpoint's vision part is left out: only text is served")
     return tuple(notes)
+
+
+def _architecture(config: Mapping[str, object], name: str) -> Architecture:
+    """The entry of a name, or of the text part of a wrapper."""
+    if name not in WRAPPERS:
+        return ARCHITECTURES[name]
+    text = config.get("text_config")
+    inner = WRAPPERS[name]
+    if isinstance(text, Mapping) and (text.get("architectures") or text.get("model_type")):
+        inner = _architecture_name(text)
+    if inner not in ARCHITECTURES:
+        raise ConfigError(
+            f"the text part of {name} is {inner!r}, which Quickstep does not run natively; its "
+            f"text part may be {', '.join(sorted(ARCHITECTURES))}"
+        )
+    return text_part(ARCHITECTURES[inner])
 
 
 def _architecture_name(config: Mapping[str, object]) -> str:
@@ -180,7 +202,7 @@ def _read_decoder(fields: ConfigFields, entry: Architecture, name: str) -> Model
         norm_offset=entry.norm_offset,
         qk_norm=_qk_norm(fields, entry),
         qkv_bias=entry.qkv_bias or bias,
-        output_bias=entry.output_bias and bias,
+        output_bias=_output_bias(fields, entry, bias),
         mlp_bias=fields.flag(entry.mlp_bias_key) if entry.mlp_bias_key else False,
         sinks=entry.sinks,
         attention_softcap=_softcap(fields, entry, "attn_logit_softcapping"),
@@ -203,6 +225,12 @@ def _activation(fields: ConfigFields, entry: Architecture) -> str:
         known = ", ".join(sorted(_ACTIVATIONS))
         raise ConfigError(f"config.json asks for activation {name!r}; supported are {known}")
     return _ACTIVATIONS[name]
+
+
+def _output_bias(fields: ConfigFields, entry: Architecture, bias: bool) -> bool:
+    if entry.output_bias_key is not None:
+        return fields.flag(entry.output_bias_key)
+    return entry.output_bias and bias
 
 
 def _qk_norm(fields: ConfigFields, entry: Architecture) -> QKNorm:
@@ -245,7 +273,8 @@ def with_context(spec: ModelSpec, max_model_len: int | None, allow_longer: bool)
         )
     ratio = max_model_len / limit
     # a layer with a window sees no distance that it was not trained for
-    wide = {layer.rope for layer in spec.layers if layer.window is None or layer.window > limit}
+    seeing = [layer for layer in spec.layers if layer.window is None or layer.window > limit]
+    wide = {rope for layer in seeing for rope in (layer.rope, layer.query_rope)}
     ropes = tuple(
         _scaled(rope, ratio, limit) if index in wide else rope
         for index, rope in enumerate(spec.ropes)

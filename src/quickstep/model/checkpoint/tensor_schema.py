@@ -119,7 +119,8 @@ def _mlp(spec: ModelSpec, sparse: bool) -> Iterator[tuple[str, Shape]]:
             projections = [(gate, 2 * width, hidden), (down, hidden, width)]
         yield from _projection(naming.router, spec.moe.num_experts, hidden, spec.moe.biases)
         if spec.moe.selection_bias:
-            yield naming.selection_bias, (spec.moe.num_experts,)
+            row = (1,) if naming.bias_row else ()
+            yield naming.selection_bias, (*row, spec.moe.num_experts)
         if spec.moe.shared_width:
             yield from _gated(naming.shared_expert, spec.moe.shared_width, hidden)
         for expert in range(spec.moe.num_experts):

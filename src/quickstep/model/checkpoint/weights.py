@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 import msgspec
+from msgspec.structs import replace
 
 from quickstep.errors import ConfigError
 from quickstep.model.checkpoint.gguf_file import BLOCKS, is_gguf
@@ -208,9 +209,13 @@ class CheckpointWeights(msgspec.Struct, frozen=True):
             return True
         if name.endswith(".bias") and len(tensor.shape) == 4:
             return True  # a causal mask [1, 1, n, n]; a bias of outputs has one dimension
-        if self._is_beside(name):
+        if self._is_beside(name) or self._is_of_another_part(name):
             return True
         return self.storage is not None and self.storage.has_no_effect(name)
+
+    def _is_of_another_part(self, name: str) -> bool:
+        """Whether it belongs to another part than the decoder of a larger model."""
+        return self.spec.naming.wrapped and not name.startswith(self.names.prefix)
 
     def _is_beside(self, name: str) -> bool:
         """Whether it belongs to another head, or to a layer after the last one."""
@@ -241,7 +246,8 @@ def open_weights(path: str | Path, spec: ModelSpec) -> CheckpointWeights:
 
 
 def _open_weights(path: str | Path, spec: ModelSpec) -> CheckpointWeights:
-    config, files = read_config(path), open_checkpoint_files(path)
+    config = read_config(path)
+    files = _renamed(open_checkpoint_files(path), spec.naming.renames)
     names = _names(spec, files)
     shapes = outer_tensors(spec, names.prefix, names.lm_head)
     if names.head_stored:
@@ -251,6 +257,18 @@ def _open_weights(path: str | Path, spec: ModelSpec) -> CheckpointWeights:
     experts = find_fused_experts(spec, quantization_config(config))
     storage = None if experts is not None else find_storage(config, files)
     return CheckpointWeights(spec, config, files, storage, names, shapes, experts)
+
+
+def _renamed(files: TensorFiles, renames: Sequence[tuple[str, str]]) -> TensorFiles:
+    """The same tensors by their standard names (`TensorNaming.renames`)."""
+    if not renames:
+        return files
+    tensors = {}
+    for name, tensor in files.tensors.items():
+        for part, standard in renames:
+            name = name.replace(part, standard)
+        tensors[name] = replace(tensor, name=name)
+    return replace(files, tensors=tensors)
 
 
 def _names(spec: ModelSpec, files: TensorFiles) -> DecoderNames:

@@ -27,6 +27,8 @@ class Attention:
         self._weights = weights
         self._place = place
         self._rope = layer.rope
+        self._query_rope = layer.rope if layer.query_rope is None else layer.query_rope
+        self._interleaved = layer.rope is not None and spec.ropes[layer.rope].interleaved
         self._params = AttentionParams(spec.attention_scale, layer.window, spec.attention_softcap)
 
     @property
@@ -40,12 +42,15 @@ class Attention:
         q, k, v = self._qkv(x, step.lora)
         keys, values = step.kv.keys[self._place], step.kv.values[self._place]
         slots = step.layout.slot_mapping
-        if self._rope is not None:
+        pairs = self._interleaved
+        if self._rope is not None and self._rope == self._query_rope:
             cos, sin = step.rotations[self._rope]
             if table.rotary_write_kv is not None:
-                return table.rotary_write_kv(q, k, v, cos, sin, False, keys, values, slots)
-            q = table.rotary(q, cos, sin, False)
-            k = table.rotary(k, cos, sin, False)
+                return table.rotary_write_kv(q, k, v, cos, sin, pairs, keys, values, slots)
+        if self._query_rope is not None:
+            q = table.rotary(q, *step.rotations[self._query_rope], pairs)
+        if self._rope is not None:
+            k = table.rotary(k, *step.rotations[self._rope], pairs)
         table.write_kv(k, v, keys, values, slots)
         return q
 

@@ -472,6 +472,8 @@ class NativeRecorder:
         if cos.dtype != FLOAT32 or sin.dtype != FLOAT32:
             raise NotCapturable("the rotary tables are not float32")
         inputs = (self._tape.heads(x), self._tape.contiguous(cos), self._tape.contiguous(sin))
+        if self._tape.ops[-1].kind == OpKind.ROTARY:
+            self._tape.keep_inputs()  # of the queries: the keys may be turned in the same loop
         out = self._tape.like(x)
         size = (x.shape[1], x.shape[2], cos.shape[1])
         numbers = Numbers(size=size, stride=(x.stride(0),), option=int(interleaved))
