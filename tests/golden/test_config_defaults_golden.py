@@ -37,7 +37,11 @@ OLDER_KEYS = (
 
 
 def config_class(architecture: str) -> type[transformers.PreTrainedConfig]:
-    text_alone = {"Gemma3ForCausalLM", "Gemma3ForConditionalGeneration"}
+    text_alone = {
+        "Gemma3ForCausalLM",
+        "Gemma3ForConditionalGeneration",
+        "Qwen3VLMoeForConditionalGeneration",
+    }
     family = architecture.partition("For")[0] + ("Text" if architecture in text_alone else "")
     found: type[transformers.PreTrainedConfig] = getattr(transformers, f"{family}Config")
     return found

@@ -14,7 +14,7 @@ import transformers
 
 VOCAB = 96
 
-_SIZES = {
+SIZES = {
     "vocab_size": VOCAB,
     "hidden_size": 64,
     "intermediate_size": 96,
@@ -39,7 +39,7 @@ class Case:
 
     def config(self) -> transformers.PreTrainedConfig:
         config_class = getattr(transformers, f"{self.family}Config")
-        return config_class(**(_SIZES | self.values))
+        return config_class(**(SIZES | self.values))
 
     def save(self, path: Path, seed: int = 0) -> transformers.PreTrainedModel:
         """Write a seeded checkpoint; give the transformers model that it came from."""

@@ -373,6 +373,40 @@ _GPT_OSS = Architecture(
     ),
 )
 
+
+def _wrapped(naming: TensorNaming) -> TensorNaming:
+    """As part of a larger model, under the names that these have had."""
+    return replace(
+        naming,
+        prefixes=("model.language_model.", "language_model.model.", "model."),
+        heads=("lm_head.weight", "language_model.lm_head.weight"),
+        wrapped=True,
+    )
+
+
+_QWEN3_VL_MOE = replace(
+    _QWEN3_MOE,
+    defaults=_QWEN3_MOE.defaults
+    | {
+        "rope_theta": 500_000.0,
+        "decoder_sparse_step": 1,
+        "moe_intermediate_size": 1408,
+        "num_experts_per_tok": 4,
+        "num_experts": 60,
+        "num_key_value_heads": 16,
+        "max_position_embeddings": 128_000,
+        "tie_word_embeddings": True,
+    },
+    experts=patterns.qwen_vl_experts,
+    naming=_wrapped(
+        TensorNaming(
+            fused_experts=True,
+            gate_above_up=True,
+            expert_parts=("gate_up_proj", "gate_up_proj", "down_proj"),
+        )
+    ),
+)
+
 _OLMO3 = Architecture(
     defaults=_defaults(
         rms_norm_eps=1e-5,
@@ -540,9 +574,7 @@ _HELIUM = Architecture(
 )
 
 _MINISTRAL = Architecture(
-    defaults=_defaults(
-        num_key_value_heads=8, max_position_embeddings=131_072, sliding_window=4096
-    ),
+    defaults=_defaults(num_key_value_heads=8, max_position_embeddings=131_072, sliding_window=4096),
     windows=patterns.ministral_windows,
 )
 
@@ -599,6 +631,7 @@ ARCHITECTURES: Mapping[str, Architecture] = MappingProxyType(
         "HeliumForCausalLM": _HELIUM,
         "MinistralForCausalLM": _MINISTRAL,
         "Ministral3ForCausalLM": _MINISTRAL3,
+        "Qwen3VLMoeForConditionalGeneration": _QWEN3_VL_MOE,
     }
 )
 
@@ -636,7 +669,12 @@ MODEL_TYPES: Mapping[str, str] = MappingProxyType(
         "qwen2_vl_text": "Qwen2ForCausalLM",
         "qwen2_5_vl_text": "Qwen2ForCausalLM",
         "qwen3_vl_text": "Qwen3ForCausalLM",
-        "qwen3_vl_moe_text": "Qwen3MoeForCausalLM",
+        "qwen3_vl_moe": "Qwen3VLMoeForConditionalGeneration",
+        "qwen3_vl_moe_text": "Qwen3VLMoeForConditionalGeneration",
+        "qwen2_vl": "Qwen2VLForConditionalGeneration",
+        "qwen2_5_vl": "Qwen2_5_VLForConditionalGeneration",
+        "qwen3_vl": "Qwen3VLForConditionalGeneration",
+        "mistral3": "Mistral3ForConditionalGeneration",
     }
 )
 
@@ -656,18 +694,11 @@ WRAPPERS: Mapping[str, str] = MappingProxyType(
         "Qwen2VLForConditionalGeneration": "Qwen2ForCausalLM",
         "Qwen2_5_VLForConditionalGeneration": "Qwen2ForCausalLM",
         "Qwen3VLForConditionalGeneration": "Qwen3ForCausalLM",
-        "Qwen3VLMoeForConditionalGeneration": "Qwen3MoeForCausalLM",
         "VoxtralForConditionalGeneration": "LlamaForCausalLM",
     }
 )
 
-_TEXT_PREFIXES = ("model.language_model.", "language_model.model.", "model.")
-_TEXT_HEADS = ("lm_head.weight", "language_model.lm_head.weight")
-
 
 def text_part(architecture: Architecture) -> Architecture:
     """The architecture as part of a larger model, whose other tensors are left out."""
-    naming = replace(
-        architecture.naming, prefixes=_TEXT_PREFIXES, heads=_TEXT_HEADS, wrapped=True
-    )
-    return replace(architecture, naming=naming)
+    return replace(architecture, naming=_wrapped(architecture.naming))

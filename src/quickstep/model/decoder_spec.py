@@ -116,6 +116,8 @@ class TensorNaming(msgspec.Struct, frozen=True):
         selection_bias: The name of `MoESpec.selection_bias` within a layer.
         shared_expert: The name of the expert of all tokens within a layer.
         fused_experts: One tensor holds a projection of all experts (`model.formats.fused_experts`).
+        gate_above_up: In such a tensor, an expert's gate is above its up; otherwise their rows are
+            in turn.
         ignored: Prefixes of tensors that the text decoder does not use (a vision tower).
         wrapped: The decoder is the text part of a larger model: what is outside of its prefix is
             of the other parts.
@@ -136,6 +138,7 @@ class TensorNaming(msgspec.Struct, frozen=True):
     ignored: tuple[str, ...] = ()
     wrapped: bool = False
     bias_row: bool = False
+    gate_above_up: bool = False
     renames: tuple[tuple[str, str], ...] = ()
 
 

@@ -237,6 +237,11 @@ def qwen_experts(fields: ConfigFields) -> MoESpec:
     )
 
 
+def qwen_vl_experts(fields: ConfigFields) -> MoESpec:
+    """As Qwen's, always normalised."""
+    return replace(qwen_experts(fields), normalise=True)
+
+
 def glm_experts(fields: ConfigFields) -> MoESpec:
     """DeepSeek-V3's: a sigmoid, a bias of each expert, groups, and an expert of all tokens."""
     count = fields.optional_integer("num_local_experts") or fields.integer("n_routed_experts")

@@ -105,7 +105,8 @@ def parse_spec(config: Mapping[str, object]) -> ModelSpec:
         outer: dict[str, object] = {
             key: values[key] for key in ("dtype", "torch_dtype") if key in values
         }
-        values = outer | text_config
+        tied = values.get("tie_word_embeddings") is True  # else as the text part says
+        values = outer | text_config | ({"tie_word_embeddings": True} if tied else {})
     for key in _QUANTIZATION_KEYS:  # how weights are stored is `formats.detect`'s part
         values.pop(key, None)
     fields = ConfigFields(values, architecture.defaults, "config.json")

@@ -159,6 +159,11 @@ class CheckpointWeights(msgspec.Struct, frozen=True):
         others = (name for name in self.files.tensors if name not in expected)
         return tuple(name for name in others if self._is_beside(name))
 
+    def other_parts(self) -> tuple[str, ...]:
+        """The other parts of a larger model than its decoder, by the modules that hold them."""
+        found = filter(self._is_of_another_part, set(self.files.tensors) - set(self.stored()))
+        return tuple(sorted({_module_at_top(name) for name in found}))
+
     def rounded_again(self) -> tuple[str, ...]:
         """The matrices whose stored values no product here reads: they are rounded once more."""
         forms = ((name, self._form(name, shape)) for name, shape in self.shapes.items())
@@ -254,7 +259,8 @@ def _open_weights(path: str | Path, spec: ModelSpec) -> CheckpointWeights:
         shapes[names.lm_head] = (spec.vocab_size, spec.hidden_size)
     for index in range(spec.num_layers):
         shapes.update(layer_tensors(spec, names.prefix, index))
-    experts = find_fused_experts(spec, quantization_config(config))
+    in_files = {name: tensor.shape for name, tensor in files.tensors.items()}
+    experts = find_fused_experts(spec, quantization_config(config), in_files)
     storage = None if experts is not None else find_storage(config, files)
     return CheckpointWeights(spec, config, files, storage, names, shapes, experts)
 
@@ -278,6 +284,11 @@ def _names(spec: ModelSpec, files: TensorFiles) -> DecoderNames:
     used = [prefix for prefix in naming.prefixes if f"{prefix}embed_tokens" in modules]
     heads = [name for name in naming.heads if name.removesuffix(".weight") in modules]
     return DecoderNames((used or naming.prefixes)[0], (heads or naming.heads)[0], bool(heads))
+
+
+def _module_at_top(name: str) -> str:
+    """`visual` of `model.visual.blocks.0.norm.weight`."""
+    return name.removeprefix("model.").partition(".")[0]
 
 
 def _stack_of(name: str) -> str:

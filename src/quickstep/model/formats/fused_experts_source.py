@@ -62,7 +62,8 @@ class FusedExpertsSource:
     def _weight(self, found: ExpertTensor) -> Tensor:
         """[outputs, inputs], in the files' order."""
         if not self._experts.is_mxfp4:
-            return self._all_experts(found, found.name)[found.index].t()
+            weight = self._all_experts(found, found.name)[found.index]
+            return weight if self._experts.outputs_first else weight.t()
         blocks = self._quants(found, f"{found.name}_blocks")
         scales = self._quants(found, f"{found.name}_scales")
         return mxfp4_values(blocks, scales).to(self._reader.dtype)
