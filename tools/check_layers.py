@@ -156,6 +156,7 @@ LATE = {
     "model/formats/detect.py": _ONE_FORMAT,
     "model/formats/gguf.py": _TORCH,
     "model/layers/feed_forward.py": _TORCH,
+    "model/layers/layer_ops.py": _TORCH,
     "model/loader.py": _TORCH,
     "model/quantize.py": _TORCH,
     "model/spec.py": _TORCH,

@@ -66,6 +66,8 @@ def randomise(model: transformers.PreTrainedModel, seed: int) -> transformers.Pr
         for name, buffer in model.named_buffers():
             if name.endswith("e_score_correction_bias"):
                 buffer.copy_(torch.randn(buffer.shape, generator=generator) * 0.2)
+            if name.endswith("layer_scalar"):
+                buffer.copy_(torch.rand(buffer.shape, generator=generator) + 0.5)
     return model.float().eval()
 
 
@@ -191,6 +193,19 @@ CASES = (
     Case("ministral", "Ministral", {
         "head_dim": 16, "num_hidden_layers": 4, "sliding_window": 6,
         "layer_types": ["sliding_attention", "full_attention"] * 2,
+    }),
+    Case("gemma4", "Gemma4Text", {
+        "head_dim": 16, "global_head_dim": 32, "sliding_window": 8, "num_hidden_layers": 6,
+        "layer_types": ["sliding_attention", "full_attention"] * 3, "num_kv_shared_layers": 2,
+        "hidden_size_per_layer_input": 8, "vocab_size_per_layer_input": VOCAB,
+        "use_double_wide_mlp": True, "final_logit_softcapping": 5.0,
+    }),
+    Case("gemma4-mixture", "Gemma4Text", {
+        "head_dim": 16, "global_head_dim": 32, "sliding_window": 8, "num_hidden_layers": 4,
+        "layer_types": ["sliding_attention", "full_attention"] * 2,
+        "hidden_size_per_layer_input": 0, "attention_k_eq_v": True,
+        "num_global_key_value_heads": 1, "enable_moe_block": True, "num_experts": 6,
+        "top_k_experts": 3, "moe_intermediate_size": 40,
     }),
     Case("ministral3", "Ministral3", {"head_dim": 16} | rope(
         "yarn", factor=4.0, original_max_position_embeddings=16, mscale=1.0, mscale_all_dim=1.0,

@@ -19,6 +19,8 @@ from quickstep.model import layer_patterns as patterns
 from quickstep.model.checkpoint.config_fields import ConfigFields
 from quickstep.model.decoder_spec import (
     STANDARD_NAMING,
+    LayerInputs,
+    LayerSpec,
     MoESpec,
     NormPlacement,
     QKNorm,
@@ -41,6 +43,16 @@ def _granite_scale(fields: ConfigFields, head_size: int) -> float:
     return fields.number("attention_multiplier")
 
 
+def _no_scale(fields: ConfigFields, head_size: int) -> float:
+    del fields, head_size
+    return 1.0
+
+
+def _no_inputs(fields: ConfigFields) -> LayerInputs | None:
+    del fields
+    return None
+
+
 def _no_experts(fields: ConfigFields) -> MoESpec | None:
     del fields
     return None
@@ -49,6 +61,11 @@ def _no_experts(fields: ConfigFields) -> MoESpec | None:
 def _all_dense(fields: ConfigFields, num_layers: int) -> tuple[bool, ...]:
     del fields
     return (False,) * num_layers
+
+
+def _same_sizes(fields: ConfigFields, layers: tuple[LayerSpec, ...]) -> tuple[LayerSpec, ...]:
+    del fields
+    return layers
 
 
 class Architecture(msgspec.Struct, frozen=True):
@@ -68,6 +85,8 @@ class Architecture(msgspec.Struct, frozen=True):
         softcaps: Reads the soft-caps of attention and logits.
         sinks: Attention has a learned sink per query head.
         clamped_swiglu: The activation is gpt-oss's, whatever `activation_key` says.
+        sizes: What of its layers differs from the model's sizes.
+        value_norm, layer_scalars, layer_inputs: As in `ModelSpec`.
     """
 
     defaults: Mapping[str, object]
@@ -93,6 +112,10 @@ class Architecture(msgspec.Struct, frozen=True):
     experts: Callable[[ConfigFields], MoESpec | None] = _no_experts
     sparse: Callable[[ConfigFields, int], tuple[bool, ...]] = _all_dense
     naming: TensorNaming = STANDARD_NAMING
+    sizes: Callable[[ConfigFields, tuple[LayerSpec, ...]], tuple[LayerSpec, ...]] = _same_sizes
+    value_norm: bool = False
+    layer_scalars: bool = False
+    layer_inputs: Callable[[ConfigFields], LayerInputs | None] = _no_inputs
 
 
 def _defaults(**values: object) -> Mapping[str, object]:
@@ -374,6 +397,51 @@ _GPT_OSS = Architecture(
 )
 
 
+_GEMMA4 = Architecture(
+    defaults=_defaults(
+        hidden_activation="gelu_pytorch_tanh",
+        hidden_size=2304,
+        intermediate_size=9216,
+        num_hidden_layers=30,
+        num_attention_heads=8,
+        num_key_value_heads=4,
+        head_dim=256,
+        global_head_dim=512,
+        vocab_size=262_144,
+        vocab_size_per_layer_input=262_144,
+        hidden_size_per_layer_input=256,
+        max_position_embeddings=131_072,
+        sliding_window=512,
+        tie_word_embeddings=True,
+        rope_theta=None,
+    ),
+    # images attend to all of themselves; text does not
+    neutral=MappingProxyType({"use_bidirectional_attention": "vision"}),
+    activation_key="hidden_activation",
+    bias_key="attention_bias",
+    norm_placement=NormPlacement.SANDWICH,
+    qk_norm=QKNorm.HEAD,
+    scaled_embedding=True,
+    softcaps=True,
+    scale=_no_scale,
+    windows=patterns.gemma4_windows,
+    ropes=patterns.gemma4_ropes,
+    experts=patterns.gemma4_experts,
+    sparse=patterns.gemma4_sparse,
+    sizes=patterns.gemma4_sizes,
+    value_norm=True,
+    layer_scalars=True,
+    layer_inputs=patterns.gemma4_inputs,
+    naming=TensorNaming(
+        router="router.proj",
+        experts="experts",
+        fused_experts=True,
+        gate_above_up=True,
+        expert_parts=("gate_up_proj", "gate_up_proj", "down_proj"),
+    ),
+)
+
+
 def _wrapped(naming: TensorNaming) -> TensorNaming:
     """As part of a larger model, under the names that these have had."""
     return replace(
@@ -632,6 +700,8 @@ ARCHITECTURES: Mapping[str, Architecture] = MappingProxyType(
         "MinistralForCausalLM": _MINISTRAL,
         "Ministral3ForCausalLM": _MINISTRAL3,
         "Qwen3VLMoeForConditionalGeneration": _QWEN3_VL_MOE,
+        "Gemma4ForCausalLM": _GEMMA4,
+        "Gemma4ForConditionalGeneration": replace(_GEMMA4, naming=_wrapped(_GEMMA4.naming)),
     }
 )
 
@@ -675,6 +745,8 @@ MODEL_TYPES: Mapping[str, str] = MappingProxyType(
         "qwen2_5_vl": "Qwen2_5_VLForConditionalGeneration",
         "qwen3_vl": "Qwen3VLForConditionalGeneration",
         "mistral3": "Mistral3ForConditionalGeneration",
+        "gemma4": "Gemma4ForConditionalGeneration",
+        "gemma4_text": "Gemma4ForCausalLM",
     }
 )
 

@@ -12,6 +12,7 @@ import enum
 from collections.abc import Sequence
 
 import msgspec
+from msgspec.structs import replace
 
 from quickstep.model.rope_spec import RopeSpec
 
@@ -48,6 +49,8 @@ class MoESpec(msgspec.Struct, frozen=True):
             among (`ops.table.RoutingRule`).
         weight_scale: Multiplies the experts' weights.
         shared_width: Width of an expert that every token has in addition; 0 for none.
+        with_mlp: A layer has the MLP as well, and norms of its own for both and for the router;
+            the router's weights have a factor of each expert (Gemma 4).
     """
 
     num_experts: int
@@ -61,6 +64,7 @@ class MoESpec(msgspec.Struct, frozen=True):
     groups_per_token: int = 1
     weight_scale: float = 1.0
     shared_width: int = 0
+    with_mlp: bool = False
 
 
 class LayerSpec(msgspec.Struct, frozen=True):
@@ -71,12 +75,20 @@ class LayerSpec(msgspec.Struct, frozen=True):
         rope: Index into `ModelSpec.ropes`; None leaves positions out (NoPE).
         sparse: The feed-forward part is the mixture of experts.
         query_rope: As `rope`, for queries; None turns them as keys.
+        head_size, num_kv_heads, width: Where they are not the model's; None for those.
+        kv_from: The layer whose keys and values it reads, having none of its own.
+        values_are_keys: One projection makes keys and values.
     """
 
     window: int | None
     rope: int | None
     sparse: bool
     query_rope: int | None = None
+    head_size: int | None = None
+    num_kv_heads: int | None = None
+    width: int | None = None
+    kv_from: int | None = None
+    values_are_keys: bool = False
 
 
 class KVSize(msgspec.Struct, frozen=True):
@@ -145,6 +157,19 @@ class TensorNaming(msgspec.Struct, frozen=True):
 STANDARD_NAMING = TensorNaming()
 
 
+class LayerInputs(msgspec.Struct, frozen=True):
+    """What each layer gets of a token in addition to the stream (Gemma 4, Gemma 3n): a row of a
+    table, and a projection of the embedding.
+
+    Attributes:
+        size: Elements for each layer.
+        vocab_size: Rows of the table.
+    """
+
+    size: int
+    vocab_size: int
+
+
 class LongContext(msgspec.Struct, frozen=True):
     """How positions beyond a model's limit are scaled, in the terms of `rope_scaling`.
 
@@ -181,6 +206,9 @@ class ModelSpec(msgspec.Struct, frozen=True):
         parameter_count: Known count of parameters; None derives it from the tensor schema.
         notes: What the reader of the config left out and the user should know, a sentence each.
         long_context: How positions are scaled beyond the checkpoint's limit; None if they are not.
+        value_norm: Values are normed, without a weight, before they are kept.
+        layer_scalars: A number of each layer multiplies its output.
+        layer_inputs: What each layer gets of its own; None for nothing.
     """
 
     architecture: str
@@ -217,6 +245,9 @@ class ModelSpec(msgspec.Struct, frozen=True):
     parameter_count: int | None = None
     notes: tuple[str, ...] = ()
     long_context: LongContext | None = None
+    value_norm: bool = False
+    layer_scalars: bool = False
+    layer_inputs: LayerInputs | None = None
 
     @property
     def kv_size(self) -> KVSize:
@@ -225,5 +256,30 @@ class ModelSpec(msgspec.Struct, frozen=True):
 
     @property
     def kv_groups(self) -> tuple[KVGroup, ...]:
-        """The layers by what they keep of a token: one group, as all of them have attention."""
-        return kv_groups([self.kv_size] * self.num_layers)
+        """The layers by what they keep of a token, but for those that read others' keys."""
+        return kv_groups(
+            [
+                self.of_layer(index).kv_size if layer.kv_from is None else None
+                for index, layer in enumerate(self.layers)
+            ]
+        )
+
+    def of_layer(self, index: int) -> ModelSpec:
+        """The model with the sizes of one layer."""
+        layer = self.layers[index]
+        sizes = {
+            "head_size": layer.head_size,
+            "num_kv_heads": layer.num_kv_heads,
+            "intermediate_size": layer.width,
+        }
+        given = {name: size for name, size in sizes.items() if size is not None}
+        return replace(self, **given) if given else self
+
+    @property
+    def is_uniform(self) -> bool:
+        """Whether all layers have the model's sizes and their own keys, and nothing but the stream
+        goes from one to the next.
+        """
+        own_sizes = any(self.of_layer(index) is not self for index in range(self.num_layers))
+        shares = any(layer.kv_from is not None for layer in self.layers)
+        return not own_sizes and not shares and self.layer_inputs is None

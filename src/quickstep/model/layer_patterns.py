@@ -6,14 +6,14 @@ architecture uses. Standard library only.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 import msgspec
 from msgspec.structs import replace
 
 from quickstep.errors import ConfigError
 from quickstep.model.checkpoint.config_fields import ConfigFields
-from quickstep.model.decoder_spec import LayerSpec, MoESpec
+from quickstep.model.decoder_spec import LayerInputs, LayerSpec, MoESpec
 from quickstep.model.rope_spec import (
     RopeKind,
     RopeSpec,
@@ -436,3 +436,114 @@ def ernie_sparse(fields: ConfigFields, num_layers: int) -> tuple[bool, ...]:
     last = num_layers - 1 if last in (None, -1) else last
     step = fields.integer("moe_layer_interval")
     return tuple(first <= i <= last and (i + 1) % step == 0 for i in range(num_layers))
+
+
+def gemma4_windows(fields: ConfigFields, num_layers: int) -> Windows:
+    """All layers slide but each sixth and the last one."""
+    return (*_every_nth_full(fields, num_layers, 6)[:-1], None)
+
+
+def gemma4_ropes(fields: ConfigFields, num_layers: int, head_size: int) -> Ropes:
+    """Full layers turn a part of wider heads, as if they turned all of them."""
+    max_positions = fields.integer("max_position_embeddings")
+    full: dict[str, object] = {"rope_type": "proportional", "rope_theta": 1_000_000.0}
+    full["partial_rotary_factor"] = 0.25
+    sliding: dict[str, object] = {"rope_theta": 10_000.0}
+    given = fields.mapping("rope_parameters")
+    if given is not None:
+        full, sliding = _nested(given, "full_attention"), _nested(given, "sliding_attention")
+    windows = gemma4_windows(fields, num_layers)
+    wide = {_full_size(fields, i) or head_size for i, w in enumerate(windows) if w is None}
+    if len(wide) > 1:
+        raise ConfigError(
+            f"{fields.source} has full layers of several head sizes; one is supported"
+        )
+    specs = (
+        read_rope(full, wide.pop(), max_positions, None),
+        read_rope(sliding, head_size, max_positions, None),
+    )
+    of_layer = tuple(0 if window is None else 1 for window in windows)
+    return Ropes(specs, of_layer, extended_len(specs[0], max_positions))
+
+
+def _full_size(fields: ConfigFields, layer: int) -> int | None:
+    """The head size of a full layer: newer files list what differs in each."""
+    listed = fields.mapping("per_layer_config")
+    if listed is not None:
+        size = _of_layer(listed, layer).get("head_dim")
+        return size if isinstance(size, int) else None
+    return fields.optional_integer("global_head_dim")
+
+
+def _of_layer(listed: Mapping[str, object], layer: int) -> Mapping[str, object]:
+    found = listed.get(str(layer))
+    return found if isinstance(found, Mapping) else {}
+
+
+def gemma4_sizes(fields: ConfigFields, layers: tuple[LayerSpec, ...]) -> tuple[LayerSpec, ...]:
+    """Full layers have other heads; the last layers read the keys of the last one of their kind
+    before them.
+    """
+    listed = fields.mapping("per_layer_config")
+    one_projection = fields.flag("attention_k_eq_v")
+    of_full = fields.optional_integer("num_global_key_value_heads") if one_projection else None
+    first_shared = len(layers) - (fields.optional_integer("num_kv_shared_layers") or 0)
+    is_wide = fields.flag("use_double_wide_mlp")
+    width = 2 * fields.integer("intermediate_size") if is_wide else None
+    found = []
+    for index, layer in enumerate(layers):
+        if layer.window is None:
+            heads: object = of_full
+            if listed is not None:
+                heads = _of_layer(listed, index).get("num_key_value_heads")
+            layer = replace(
+                layer,
+                head_size=_full_size(fields, index),
+                num_kv_heads=heads if isinstance(heads, int) else None,
+                values_are_keys=one_projection,
+            )
+        if index >= first_shared:
+            before = [i for i in range(first_shared) if layers[i].window == layer.window]
+            if not before:
+                raise ConfigError(
+                    f"{fields.source} has no layer before {first_shared} of the kind of layer "
+                    f"{index}, whose keys it would read"
+                )
+            layer = replace(layer, kv_from=before[-1], values_are_keys=False, width=width)
+        found.append(layer)
+    return tuple(found)
+
+
+def gemma4_inputs(fields: ConfigFields) -> LayerInputs | None:
+    """A row for each token of the vocabulary."""
+    rows = fields.optional_integer("vocab_size_per_layer_input")
+    size = fields.optional_integer("hidden_size_per_layer_input")
+    if not size:
+        return None
+    vocab_size = fields.integer("vocab_size")
+    if rows is None or rows < vocab_size:
+        raise ConfigError(
+            f"{fields.source} has inputs of layers for {rows} tokens of a vocabulary of "
+            f"{vocab_size}, each needs some"
+        )
+    return LayerInputs(size, rows)
+
+
+def gemma4_experts(fields: ConfigFields) -> MoESpec | None:
+    """Next to the MLP, where `enable_moe_block` is set."""
+    sizes = [fields.optional_integer(n) for n in ("top_k_experts", "moe_intermediate_size")]
+    count = fields.optional_integer("num_experts")
+    if not fields.flag("enable_moe_block"):
+        return None
+    return MoESpec(
+        num_experts=count or fields.integer("num_experts"),
+        experts_per_token=sizes[0] or fields.integer("top_k_experts"),
+        intermediate_size=sizes[1] or fields.integer("moe_intermediate_size"),
+        normalise=True,
+        with_mlp=True,
+    )
+
+
+def gemma4_sparse(fields: ConfigFields, num_layers: int) -> tuple[bool, ...]:
+    """All layers or none."""
+    return (fields.flag("enable_moe_block"),) * num_layers

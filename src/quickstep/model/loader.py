@@ -24,7 +24,15 @@ from quickstep.model.checkpoint.tensor_reader import (
     TensorReader,
     TensorSource,
 )
-from quickstep.model.checkpoint.tensor_schema import layer_norms
+from quickstep.model.checkpoint.tensor_schema import (
+    EXPERT_FACTORS,
+    LAYER_INPUTS,
+    LAYER_SCALAR,
+    MIXTURE_NORMS,
+    ROUTER_SCALE,
+    layer_norms,
+    qkv_parts,
+)
 from quickstep.model.checkpoint.weights import (
     CheckpointWeights,
     DecoderNames,
@@ -32,12 +40,15 @@ from quickstep.model.checkpoint.weights import (
     open_weights,
 )
 from quickstep.model.decoder import Decoder
-from quickstep.model.decoder_spec import ModelSpec, QKNorm
+from quickstep.model.decoder_spec import LayerSpec, ModelSpec, QKNorm
 from quickstep.model.decoder_weights import (
     AttentionWeights,
     DecoderWeights,
+    LayerInputWeights,
     LayerWeights,
+    MixtureNorms,
     MLPWeights,
+    ModelInputWeights,
     MoEWeights,
 )
 from quickstep.model.formats.detect import open_quantized_reader
@@ -49,7 +60,15 @@ from quickstep.model.sharding import Shard, ShardedSource
 from quickstep.model.spec import read_config
 from quickstep.model.stages import Stage
 from quickstep.ops.table import ExpertWeights, OpTable
-from quickstep.ops.tensors import CPU, AnyTensor, DType, HostTensor, torch_device, torch_dtype
+from quickstep.ops.tensors import (
+    CPU,
+    FLOAT32,
+    AnyTensor,
+    DType,
+    HostTensor,
+    torch_device,
+    torch_dtype,
+)
 from quickstep.ops.torch_import import complete_torch, require_torch
 from quickstep.ops.weights import LinearWeight, QuantizedWeight
 
@@ -268,7 +287,9 @@ class _Packing:
         embedding, projection = self.outer(names)
         layers = tuple(self._layers(names.prefix))
         final_norm = self._reader.tensor(f"{names.prefix}norm.weight")
-        return DecoderWeights(embedding, layers, final_norm, projection)
+        has_inputs = self._spec.layer_inputs is not None
+        inputs = self._inputs_of_model(names.prefix) if has_inputs else None
+        return DecoderWeights(embedding, layers, final_norm, projection, inputs)
 
     def outer(
         self, names: DecoderNames
@@ -309,33 +330,54 @@ class _Packing:
 
     def _layers(self, prefix: str) -> Iterator[LayerWeights]:
         for index in self._stage.layers(self._spec):
-            yield self._layer(f"{prefix}layers.{index}.", self._spec.layers[index].sparse)
+            yield self._layer(f"{prefix}layers.{index}.", self._spec.layers[index])
 
-    def _layer(self, start: str, sparse: bool) -> LayerWeights:
+    def _layer(self, start: str, layer: LayerSpec) -> LayerWeights:
         def norm(name: str | None) -> AnyTensor | None:
             return None if name is None else self._reader.tensor(f"{start}{name}.weight")
 
         names = self._norms
         return LayerWeights(
-            attention=self._attention(f"{start}self_attn."),
-            mlp=self._experts(start) if sparse else self._dense(f"{start}mlp."),
+            attention=self._attention(f"{start}self_attn.", layer),
+            mlp=self._experts(start) if layer.sparse else self._dense(f"{start}mlp."),
             input_layernorm=norm(names.input_layernorm),
             post_attention_layernorm=norm(names.post_attention_layernorm),
             pre_feedforward_layernorm=norm(names.pre_feedforward_layernorm),
             post_feedforward_layernorm=norm(names.post_feedforward_layernorm),
+            inputs=None if self._spec.layer_inputs is None else self._inputs_of_layer(start),
+            scalar=self._scalar(f"{start}{LAYER_SCALAR}") if self._spec.layer_scalars else None,
         )
 
-    def _attention(self, start: str) -> AttentionWeights:
+    def _scalar(self, name: str) -> float:
+        return float(self._reader.tensor(name).float().numpy()[0])
+
+    def _inputs_of_layer(self, start: str) -> LayerInputWeights:
+        return LayerInputWeights(
+            self._linear(start, (LAYER_INPUTS.gate,), bias=False),
+            self._linear(start, (LAYER_INPUTS.output,), bias=False),
+            self._reader.tensor(f"{start}{LAYER_INPUTS.output_norm}.weight"),
+        )
+
+    def _inputs_of_model(self, prefix: str) -> ModelInputWeights:
+        return ModelInputWeights(
+            self._embedding(f"{prefix}{LAYER_INPUTS.table}.weight"),
+            self._linear(prefix, (LAYER_INPUTS.projection,), bias=False),
+            self._reader.tensor(f"{prefix}{LAYER_INPUTS.norm}.weight"),
+        )
+
+    def _attention(self, start: str, layer: LayerSpec) -> AttentionWeights:
         spec = self._spec
-        fused = spec.naming.fused_qkv
-        parts = ("qkv_proj",) if fused else ("q_proj", "k_proj", "v_proj")
+        parts = ("qkv_proj",) if spec.naming.fused_qkv else qkv_parts(layer)
         normed = spec.qk_norm is not QKNorm.NONE
+        has_keys = layer.kv_from is None
+        q_norm = self._reader.tensor(f"{start}q_norm.weight") if normed else None
         return AttentionWeights(
             qkv=self._linear(start, parts, spec.qkv_bias),
             o_proj=self._linear(start, ("o_proj",), spec.output_bias),
-            q_norm=self._reader.tensor(f"{start}q_norm.weight") if normed else None,
-            k_norm=self._reader.tensor(f"{start}k_norm.weight") if normed else None,
+            q_norm=q_norm,
+            k_norm=self._reader.tensor(f"{start}k_norm.weight") if normed and has_keys else None,
             sinks=self._reader.tensor(f"{start}sinks").float() if spec.sinks else None,
+            v_norm=_ones_like(q_norm) if spec.value_norm and has_keys else None,
         )
 
     def _dense(self, start: str) -> MLPWeights:
@@ -370,7 +412,17 @@ class _Packing:
                 self._linear(f"{start}{naming.shared_expert}.", ("gate_proj", "up_proj"), False),
                 self._linear(f"{start}{naming.shared_expert}.", ("down_proj",), False),
             )
-        return MoEWeights(router, ExpertWeights(*matrices, data), selection_bias, shared)
+        experts = MoEWeights(router, ExpertWeights(*matrices, data), selection_bias, shared)
+        return self._with_mlp(start, experts) if moe.with_mlp else experts
+
+    def _with_mlp(self, start: str, experts: MoEWeights) -> MoEWeights:
+        names = (ROUTER_SCALE, *(f"{name}.weight" for name in MIXTURE_NORMS))
+        return replace(
+            experts,
+            mlp=self._dense(f"{start}mlp."),
+            norms=MixtureNorms(*(self._reader.tensor(f"{start}{name}") for name in names)),
+            factors=self._reader.tensor(f"{start}{EXPERT_FACTORS}").float(),
+        )
 
     def _linear(self, start: str, parts: tuple[str, ...], bias: bool) -> LinearWeight:
         offsets = None
@@ -392,6 +444,14 @@ class _Packing:
         if isinstance(weight, QuantizedWeight):
             return self._ops.pack_quantized(weight, bias)
         return self._ops.pack_linear(weight, bias)
+
+
+def _ones_like(weight: AnyTensor | None) -> AnyTensor:
+    assert weight is not None, "values are normed where queries are"
+    if isinstance(weight, HostTensor):
+        ones = HostTensor(np.ones(tuple(weight.shape), np.float32), FLOAT32)
+        return ones.to(weight.dtype)
+    return weight.new_ones(weight.shape)
 
 
 def _equal(a: AnyTensor | QuantizedWeight, b: AnyTensor | QuantizedWeight) -> bool:

@@ -97,6 +97,9 @@ def _frequencies(rope: RopeSpec, max_model_len: int) -> Floats:
     plain = np.float32(1) / powers
     if rope.kind is RopeKind.LINEAR:
         return plain / np.float32(rope.factor)
+    if rope.kind is RopeKind.PROPORTIONAL:
+        plain[rope.num_turned :] = 0.0
+        return plain / np.float32(rope.factor)
     if rope.kind is RopeKind.LLAMA3:
         return _llama3_frequencies(rope, plain)
     if rope.kind is RopeKind.YARN:

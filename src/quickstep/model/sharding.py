@@ -64,6 +64,11 @@ def check_ranks(spec: ModelSpec, size: int) -> None:
             f"--tensor-parallel-size is {size}, but {spec.architecture} runs through transformers, "
             "in one process; leave the option out"
         )
+    if not spec.is_uniform and size > 1:
+        raise ConfigError(
+            f"--tensor-parallel-size is {size}, but layers of {spec.architecture} differ in their "
+            "sizes, or share keys, which ranks do not divide; leave the option out"
+        )
     possible = [count for count in range(1, spec.num_heads + 1) if _divides(spec, count)]
     if size not in possible:
         raise ConfigError(

@@ -180,6 +180,7 @@ def _read_decoder(fields: ConfigFields, entry: Architecture, name: str) -> Model
         )
     ropes = entry.ropes(fields, num_layers, head_size)
     windows = entry.windows(fields, num_layers)
+    sparse = entry.sparse(fields, num_layers)
     bias = fields.flag(entry.bias_key) if entry.bias_key else False
     multiplied = entry.multipliers
     embedding = fields.number("embedding_multiplier") if multiplied else 1.0
@@ -193,7 +194,7 @@ def _read_decoder(fields: ConfigFields, entry: Architecture, name: str) -> Model
         num_kv_heads=num_kv_heads,
         head_size=head_size,
         max_model_len=ropes.max_model_len,
-        layers=make_layers(windows, ropes, entry.sparse(fields, num_layers)),
+        layers=entry.sizes(fields, make_layers(windows, ropes, sparse)),
         ropes=ropes.specs,
         norm_eps=fields.number("rms_norm_eps"),
         attention_scale=entry.scale(fields, head_size),
@@ -214,6 +215,9 @@ def _read_decoder(fields: ConfigFields, entry: Architecture, name: str) -> Model
         tied=fields.flag("tie_word_embeddings"),
         moe=entry.experts(fields),
         naming=entry.naming,
+        value_norm=entry.value_norm,
+        layer_scalars=entry.layer_scalars,
+        layer_inputs=entry.layer_inputs(fields),
     )
 
 

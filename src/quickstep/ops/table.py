@@ -408,6 +408,39 @@ class RMSNormOp(Protocol):
     def __call__(self, x: Tensor, weight: AnyTensor, eps: float, offset: float, /) -> Tensor: ...
 
 
+class LayerNormOp(Protocol):
+    """x [T, C] -> [T, C]: (x - mean) / sqrt(variance + eps) * (weight + offset) + bias, computed in
+    fp32, rounded once; without a bias where it is None. Of [T, H, D], the weight is [H, D].
+    """
+
+    def __call__(
+        self, x: Tensor, weight: AnyTensor, bias: AnyTensor | None, eps: float, offset: float, /
+    ) -> Tensor: ...
+
+
+class AddLayerNormOp(Protocol):
+    """(normed, x + residual), as `LayerNormOp` of the sum [T, C]."""
+
+    def __call__(
+        self,
+        x: Tensor,
+        residual: Tensor,
+        weight: AnyTensor,
+        bias: AnyTensor | None,
+        eps: float,
+        offset: float,
+        /,
+    ) -> tuple[Tensor, Tensor]: ...
+
+
+class ActivationOp(Protocol):
+    """x [T, N] -> [T, N]: act(x), times `factor` [T, N] where there is one, computed in fp32,
+    rounded once. Kind is `silu`, `gelu`, `gelu_tanh`, `relu` or `relu2`, its square.
+    """
+
+    def __call__(self, x: Tensor, factor: Tensor | None, kind: str, /) -> Tensor: ...
+
+
 class AddRMSNormOp(Protocol):
     """(normed, x + residual), as `RMSNormOp` of the sum."""
 
@@ -538,11 +571,16 @@ class RouteOp(Protocol):
     """A router's outputs [T, E], a rule, and what is added to the shares for the choice only, [E]
     float32: shares in fp64, the A largest, ties to the lower number, and their weights. Those of a
     softmax are rounded to the outputs' dtype. A token with a NaN, or with inf for a softmax, has
-    NaN weights.
+    NaN weights. `factors` [E] float32 multiply an expert's weights in the end.
     """
 
     def __call__(
-        self, scores: Tensor, rule: RoutingRule, selection_bias: AnyTensor | None, /
+        self,
+        scores: Tensor,
+        rule: RoutingRule,
+        selection_bias: AnyTensor | None,
+        factors: AnyTensor | None = None,
+        /,
     ) -> Routing: ...
 
 
@@ -585,6 +623,7 @@ class OpTable(msgspec.Struct, frozen=True):
         kernel_s: Seconds that the kernels have run so far, without the time between them; None
             where they are not counted. Benchmarks take the difference of two readings.
         experts, route: None where `ops.reference.experts` computes them.
+        layer_norm, add_layer_norm, activation: None where `ops.reference.elementary` computes them.
         adapter_table: None where adapters cannot be recorded.
         steps: Makes captured steps and samples tokens; None where only single ops run.
         reads_lengths: Whether launches depend on shapes only, as lengths, blocks and adapters are
@@ -621,3 +660,6 @@ class OpTable(msgspec.Struct, frozen=True):
     reads_lengths: bool = False
     adapter_table: AdapterTableOp | None = None
     ranks: Ranks | None = None
+    layer_norm: LayerNormOp | None = None
+    add_layer_norm: AddLayerNormOp | None = None
+    activation: ActivationOp | None = None

@@ -16,7 +16,8 @@ import numpy as np
 from msgspec.structs import replace
 
 from quickstep.errors import ConfigError
-from quickstep.model.decoder_spec import ModelSpec
+from quickstep.model.checkpoint.tensor_schema import qkv_parts
+from quickstep.model.decoder_spec import LayerSpec, ModelSpec
 from quickstep.model.decoder_weights import DecoderWeights, MLPWeights
 from quickstep.ops.table import LoRAPart, OpTable
 from quickstep.ops.tensors import (
@@ -173,9 +174,33 @@ def lora_modules(spec: ModelSpec) -> dict[str, LoRAModule]:
     """All that an adapter can change by name: `layers.0.self_attn.q_proj`, `embed_tokens`,
     `lm_head`. Experts that a checkpoint holds in one tensor are not among them.
     """
+    hidden, naming = spec.hidden_size, spec.naming
+    found: dict[str, LoRAModule] = {}
+    for layer, kind in enumerate(spec.layers):
+        for projection, parts, num_inputs in _dense_modules(spec.of_layer(layer), kind):
+            first = 0
+            for name, num_outputs in parts:
+                number = module_number(layer, projection)
+                found[f"layers.{layer}.{name}"] = LoRAModule(number, first, num_outputs, num_inputs)
+                first += num_outputs
+        if kind.sparse and not naming.fused_experts:
+            found |= _expert_modules(spec, layer)
+    vocab_size = spec.vocab_size
+    found[_EMBEDDING] = LoRAModule(embedding_number(spec), 0, hidden, vocab_size, is_embedding=True)
+    found[LM_HEAD] = LoRAModule(lm_head_number(spec), 0, vocab_size, hidden)
+    return found
+
+
+def _dense_modules(
+    spec: ModelSpec, layer: LayerSpec
+) -> list[tuple[Projection, list[tuple[str, int]], int]]:
+    """The matrices of a layer that are no expert's: names and outputs of their parts, and inputs."""
     queries, keys = spec.num_heads * spec.head_size, spec.num_kv_heads * spec.head_size
     hidden, width, naming = spec.hidden_size, spec.intermediate_size, spec.naming
-    qkv = [("self_attn.q_proj", queries), ("self_attn.k_proj", keys), ("self_attn.v_proj", keys)]
+    qkv = [
+        (f"self_attn.{name}", outputs)
+        for name, outputs in zip(qkv_parts(layer), (queries, keys, keys), strict=False)
+    ]
     if naming.fused_qkv:
         qkv = [("self_attn.qkv_proj", queries + 2 * keys)]
     gate_up = [("mlp.gate_proj", width), ("mlp.up_proj", width)]
@@ -189,20 +214,8 @@ def lora_modules(spec: ModelSpec) -> dict[str, LoRAModule]:
         (Projection.GATE_UP, gate_up, hidden),
         (Projection.DOWN_PROJ, [("mlp.down_proj", hidden)], width),
     ]
-    found: dict[str, LoRAModule] = {}
-    for layer, kind in enumerate(spec.layers):
-        for projection, parts, num_inputs in attention if kind.sparse else attention + mlp:
-            first = 0
-            for name, num_outputs in parts:
-                number = module_number(layer, projection)
-                found[f"layers.{layer}.{name}"] = LoRAModule(number, first, num_outputs, num_inputs)
-                first += num_outputs
-        if kind.sparse and not naming.fused_experts:
-            found |= _expert_modules(spec, layer)
-    vocab_size = spec.vocab_size
-    found[_EMBEDDING] = LoRAModule(embedding_number(spec), 0, hidden, vocab_size, is_embedding=True)
-    found[LM_HEAD] = LoRAModule(lm_head_number(spec), 0, vocab_size, hidden)
-    return found
+    has_mlp = not layer.sparse or (spec.moe is not None and spec.moe.with_mlp)
+    return attention + mlp if has_mlp else attention
 
 
 def _expert_modules(spec: ModelSpec, layer: int) -> dict[str, LoRAModule]:

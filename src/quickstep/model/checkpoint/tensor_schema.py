@@ -10,11 +10,34 @@ import math
 from collections.abc import Iterator
 
 import msgspec
+from msgspec.structs import replace
 
-from quickstep.model.decoder_spec import ModelSpec, NormPlacement, QKNorm
+from quickstep.model.decoder_spec import LayerSpec, ModelSpec, NormPlacement, QKNorm
 
 Shape = tuple[int, ...]
 Shapes = dict[str, Shape]  # by tensor name
+
+
+class LayerInputNames(msgspec.Struct, frozen=True):
+    """Checkpoint names of `LayerInputs`: of the model, and in each layer."""
+
+    table: str = "embed_tokens_per_layer"
+    projection: str = "per_layer_model_projection"
+    norm: str = "per_layer_projection_norm"
+    gate: str = "per_layer_input_gate"
+    output: str = "per_layer_projection"
+    output_norm: str = "post_per_layer_input_norm"
+
+
+LAYER_INPUTS = LayerInputNames()
+LAYER_SCALAR = "layer_scalar"
+# Of `MoESpec.with_mlp`: norms of the MLP's output, of the experts' input and of their output.
+MIXTURE_NORMS = (
+    "post_feedforward_layernorm_1",
+    "pre_feedforward_layernorm_2",
+    "post_feedforward_layernorm_2",
+)
+ROUTER_SCALE, EXPERT_FACTORS = "router.scale", "router.per_expert_scale"
 
 
 class LayerNorms(msgspec.Struct, frozen=True):
@@ -48,16 +71,30 @@ def outer_tensors(spec: ModelSpec, prefix: str, head: str) -> Shapes:
     }
     if not spec.tied:
         shapes[head] = (spec.vocab_size, spec.hidden_size)
+    inputs = spec.layer_inputs
+    if inputs is not None:
+        width = spec.num_layers * inputs.size
+        shapes[f"{prefix}{LAYER_INPUTS.table}.weight"] = (inputs.vocab_size, width)
+        shapes[f"{prefix}{LAYER_INPUTS.projection}.weight"] = (width, spec.hidden_size)
+        shapes[f"{prefix}{LAYER_INPUTS.norm}.weight"] = (inputs.size,)
     return shapes
 
 
 def layer_tensors(spec: ModelSpec, prefix: str, index: int) -> Shapes:
     """The tensors of one layer."""
     start = f"{prefix}layers.{index}."
-    relative = dict(_attention(spec))
-    for name in _norm_names(spec):
+    layer, spec = spec.layers[index], spec.of_layer(index)
+    relative = dict(_attention(spec, layer))
+    for name in _norm_names(spec, layer.sparse):
         relative[f"{name}.weight"] = (spec.hidden_size,)
-    relative.update(_mlp(spec, spec.layers[index].sparse))
+    relative.update(_mlp(spec, layer.sparse))
+    if spec.layer_inputs is not None:
+        size, hidden = spec.layer_inputs.size, spec.hidden_size
+        relative[f"{LAYER_INPUTS.gate}.weight"] = (size, hidden)
+        relative[f"{LAYER_INPUTS.output}.weight"] = (hidden, size)
+        relative[f"{LAYER_INPUTS.output_norm}.weight"] = (hidden,)
+    if spec.layer_scalars:
+        relative[LAYER_SCALAR] = (1,)
     return {start + name: shape for name, shape in relative.items()}
 
 
@@ -66,34 +103,43 @@ def num_parameters(spec: ModelSpec) -> int:
     if spec.parameter_count is not None:
         return spec.parameter_count
     count = _count(outer_tensors(spec, "", "head"))
-    per_kind = {
-        layer.sparse: _count(layer_tensors(spec, "", i)) for i, layer in enumerate(spec.layers)
-    }
-    return count + sum(per_kind[layer.sparse] for layer in spec.layers)
+    kinds = [replace(layer, window=None, rope=None, query_rope=None) for layer in spec.layers]
+    first_of = {kind: index for index, kind in reversed(list(enumerate(kinds)))}
+    per_kind = {kind: _count(layer_tensors(spec, "", i)) for kind, i in first_of.items()}
+    return count + sum(per_kind[kind] for kind in kinds)
 
 
 def _count(shapes: Shapes) -> int:
     return sum(math.prod(shape) for shape in shapes.values())
 
 
-def _norm_names(spec: ModelSpec) -> list[str]:
+def _norm_names(spec: ModelSpec, sparse: bool) -> list[str]:
     norms = layer_norms(spec)
+    of_mixture = MIXTURE_NORMS if sparse and spec.moe is not None and spec.moe.with_mlp else ()
     names = (
         norms.input_layernorm,
         norms.post_attention_layernorm,
         norms.pre_feedforward_layernorm,
         norms.post_feedforward_layernorm,
     )
-    return [name for name in names if name is not None]
+    return [*(name for name in names if name is not None), *of_mixture]
 
 
-def _attention(spec: ModelSpec) -> Iterator[tuple[str, Shape]]:
+def qkv_parts(layer: LayerSpec) -> tuple[str, ...]:
+    """The projections of queries, keys and values that a layer has."""
+    if layer.kv_from is not None:
+        return ("q_proj",)
+    return ("q_proj", "k_proj") if layer.values_are_keys else ("q_proj", "k_proj", "v_proj")
+
+
+def _attention(spec: ModelSpec, layer: LayerSpec) -> Iterator[tuple[str, Shape]]:
     queries, keys = spec.num_heads * spec.head_size, spec.num_kv_heads * spec.head_size
     hidden = spec.hidden_size
     if spec.naming.fused_qkv:
         projections = [("qkv_proj", queries + 2 * keys)]
     else:
-        projections = [("q_proj", queries), ("k_proj", keys), ("v_proj", keys)]
+        widths = (queries, keys, keys)
+        projections = list(zip(qkv_parts(layer), widths, strict=False))
     for name, width in projections:
         yield f"self_attn.{name}.weight", (width, hidden)
         if spec.qkv_bias:
@@ -106,7 +152,8 @@ def _attention(spec: ModelSpec) -> Iterator[tuple[str, Shape]]:
     if spec.qk_norm is not QKNorm.NONE:
         is_full = spec.qk_norm is QKNorm.FULL
         yield "self_attn.q_norm.weight", (queries if is_full else spec.head_size,)
-        yield "self_attn.k_norm.weight", (keys if is_full else spec.head_size,)
+        if layer.kv_from is None:
+            yield "self_attn.k_norm.weight", (keys if is_full else spec.head_size,)
 
 
 def _mlp(spec: ModelSpec, sparse: bool) -> Iterator[tuple[str, Shape]]:
@@ -127,7 +174,10 @@ def _mlp(spec: ModelSpec, sparse: bool) -> Iterator[tuple[str, Shape]]:
             for name, outputs, inputs in projections:
                 module = f"{naming.experts}.{expert}.{name}"
                 yield from _projection(module, outputs, inputs, spec.moe.biases)
-        return
+        if not spec.moe.with_mlp:
+            return
+        yield ROUTER_SCALE, (hidden,)
+        yield EXPERT_FACTORS, (spec.moe.num_experts,)
     width = spec.intermediate_size
     if naming.fused_gate_up:
         projections = [("gate_up_proj", 2 * width, hidden), ("down_proj", hidden, width)]

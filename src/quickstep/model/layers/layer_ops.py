@@ -22,7 +22,7 @@ class LayerOps(msgspec.Struct, frozen=True):
 
     Attributes:
         table: The op table.
-        spec: The complete model.
+        spec: The complete model, with the layer's sizes.
         own: The part of it that this rank's weights compute (`sharding.shard_spec`).
         shard: Which part that is.
         index: The layer's number, from 0.
@@ -46,6 +46,13 @@ class LayerOps(msgspec.Struct, frozen=True):
     def rms_norm(self, x: Tensor, norm: AnyTensor) -> Tensor:
         """As the architecture norms."""
         return self.table.rms_norm(x, norm, self.spec.norm_eps, self.spec.norm_offset)
+
+    def activation(self, x: Tensor, factor: Tensor | None) -> Tensor:
+        """The architecture's, times the factor."""
+        activation = self.table.activation
+        if activation is None:
+            from quickstep.ops.reference.elementary import activation  # it computes with torch
+        return activation(x, factor, self.spec.activation)
 
     def gather(self, x: TensorT, num_columns: int) -> TensorT:
         """x [T, n], this rank's outputs of `num_columns` -> [T, num_columns]."""

@@ -70,9 +70,22 @@ class ResidualLayer:
         delta = self._norm_output(self._mixer.read(rows, step), weights.post_attention_layernorm)
         stream = ResidualStream(residual, delta)
         x, residual = _add_and_norm(ops, stream, weights.pre_feedforward_layernorm)
-        x = self._feed_forward.forward(x, step.lora)
+        x = self._feed_forward.forward(x, step.lora, residual)
         delta = self._norm_output(x, weights.post_feedforward_layernorm)
-        return ResidualStream(residual, delta), layer_input
+        return self._finished(residual, delta, step), layer_input
+
+    def _finished(self, residual: Tensor, delta: Tensor, step: LayerStep) -> ResidualStream:
+        """With the layer's own input and scalar, where the architecture has such."""
+        ops, inputs, scalar = self._ops, self._weights.inputs, self._weights.scalar
+        if inputs is not None and step.inputs is not None and ops.spec.layer_inputs is not None:
+            residual = residual + delta
+            size = ops.spec.layer_inputs.size
+            own = step.inputs[:, ops.index * size : (ops.index + 1) * size]
+            gated = ops.activation(ops.table.linear(residual, inputs.gate), own)
+            delta = ops.rms_norm(ops.table.linear(gated, inputs.output), inputs.norm)
+        if scalar is None:
+            return ResidualStream(residual, delta)
+        return ResidualStream((residual + delta) * scalar)
 
     def _norm_output(self, x: Tensor, norm: AnyTensor | None) -> Tensor:
         """Norm and scale a sub-block's output where the architecture does."""
@@ -96,14 +109,16 @@ def build_layers(
     mixer_of: MixerOf = attention_of,
 ) -> LayerStack:
     """The layers of a spec on an op table, from `first_layer` on; `weights` are the shard's."""
-    own = shard_spec(spec, shard)
     layers: list[ResidualLayer] = []
-    num_with_kv = 0
+    places: dict[int, int] = {}  # in a `KVCache`, of layers that have one
     for index, layer in enumerate(weights.layers, first_layer):
-        ops = LayerOps(table, spec, own, shard, index)
-        layers.append(ResidualLayer(ops, layer, mixer_of(ops, layer, num_with_kv)))
-        num_with_kv += layers[-1].kv_size is not None
-    outer = LayerOps(table, spec, own, shard, spec.num_layers)
+        of_layer, kv_from = spec.of_layer(index), spec.layers[index].kv_from
+        ops = LayerOps(table, of_layer, shard_spec(of_layer, shard), shard, index)
+        place = len(places) if kv_from is None else places[kv_from]
+        layers.append(ResidualLayer(ops, layer, mixer_of(ops, layer, place)))
+        if layers[-1].kv_size is not None:
+            places[index] = place
+    outer = LayerOps(table, spec, shard_spec(spec, shard), shard, spec.num_layers)
 
     def end(stream: ResidualStream) -> Tensor:
         return _add_and_norm(outer, stream, weights.final_norm)[0]
