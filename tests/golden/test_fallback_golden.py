@@ -201,8 +201,8 @@ def test_fallbacks_honour_sinks(name: str, tmp_path: Path, monkeypatch: pytest.M
 def test_an_option_of_attention_that_nobody_honours_is_refused_by_name(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    Case("glm", "Glm", {"head_dim": 16} | rope("default")).save(tmp_path)
-    layer = transformers.models.glm.modeling_glm.GlmAttention
+    FALLBACK_CASES[0].save(tmp_path)
+    layer = transformers.models.gpt_neox.modeling_gpt_neox.GPTNeoXAttention
     forward = layer.forward
     monkeypatch.setattr(
         layer, "forward", lambda *args, **options: forward(*args, **options, score_bonus=1.0)

@@ -32,6 +32,8 @@ def held_bytes(value: object, seen: set[int]) -> int:
     seen.add(id(value))
     if isinstance(value, tuple):
         return sum(held_bytes(part, seen) for part in value)
+    if isinstance(value, float):
+        return 0  # a scalar of a layer
     if isinstance(value, LinearWeight) or not hasattr(value, "__struct_fields__"):
         return value.nbytes
     return sum(held_bytes(getattr(value, name), seen) for name in value.__struct_fields__)
@@ -42,8 +44,12 @@ def kernel_bytes(spec: ModelSpec) -> int:
     added = 0
     for index, layer in enumerate(spec.layers):
         tensors = layer_tensors(spec, "", index)
-        wide = [name for name in tensors if name.endswith((".bias", ".sinks", "_bias"))]
+        wide = [name for name in tensors if name.endswith((".bias", ".sinks", "_bias", "_scale"))]
         added += sum(2 * tensors[name][-1] for name in wide)
+        if spec.layer_scalars:
+            added -= 2
+        if spec.value_norm and layer.kv_from is None:
+            added += 2 * spec.of_layer(index).head_size  # ones
         if layer.sparse and spec.moe is not None:
             outputs = -spec.moe.num_experts % PANEL
             added += outputs * (2 * spec.hidden_size + 4 * spec.moe.biases)

@@ -194,7 +194,7 @@ def lora_modules(spec: ModelSpec) -> dict[str, LoRAModule]:
 def _dense_modules(
     spec: ModelSpec, layer: LayerSpec
 ) -> list[tuple[Projection, list[tuple[str, int]], int]]:
-    """The matrices of a layer that are no expert's: names and outputs of their parts, and inputs."""
+    """The matrices of a layer but the experts: names and outputs of their parts, and inputs."""
     queries, keys = spec.num_heads * spec.head_size, spec.num_kv_heads * spec.head_size
     hidden, width, naming = spec.hidden_size, spec.intermediate_size, spec.naming
     qkv = [
